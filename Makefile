@@ -1,0 +1,69 @@
+# `make demo` and `make test` need Python, a C++ compiler and make, nothing else: they make .venv, build a wheel (nvcc
+# comes with the build requirements) and install that wheel, not the tree. Nothing is done twice: see the stamp files.
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?= -n auto
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check
+SOURCES := $(sort $(shell find src cuda layouts -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' \
+	-not -name '_core*.so' -not -name _build.json)) setup.py pyproject.toml
+# What a wheel depends on beside the text of its sources: a file that is gone, and the settings of the build, so that
+# `KVBM_CUDA=0 make test` is not answered with the last build.
+SETTINGS := $(SOURCES) $(foreach v,CUDACXX CUDA_HOME CUDA_PATH CUDA_ARCHS CUDA_PTX_ARCHS \
+	KVBM_CUDA KVBM_REQUIRE_CUDA KVBM_LAYOUTS,$(v)=$($(v)))
+
+.PHONY: demo test lint format wheel gpu clean
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/kvbm demo
+
+test: $(VENV)/.test
+	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(RUN) -m ruff check
+	$(RUN) -m mypy
+	PATH="$$PWD/$(VENV)/bin:$$PATH" cython-lint src/kvbm
+	$(VENV)/bin/clang-format --dry-run --Werror cuda/*.h cuda/*.cuh cuda/*.cpp
+
+format: $(VENV)/.dev
+	$(RUN) -m ruff check --select I --fix
+	$(VENV)/bin/clang-format -i cuda/*.h cuda/*.cuh cuda/*.cpp
+
+wheel: dist/.wheel
+	@ls -l dist/*.whl
+
+gpu:
+	tools/gpu_check.sh
+
+clean:
+	rm -rf build dist $(VENV) src/*.egg-info src/kvbm/_core*.so src/kvbm/_build.json
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+build/.settings: FORCE
+	@mkdir -p build
+	@cmp -s $@ - <<< '$(SETTINGS)' || cat > $@ <<< '$(SETTINGS)'
+FORCE:
+
+dist/.wheel: $(SOURCES) build/.settings | $(VENV)/.python
+	@rm -rf dist
+	$(PIP) wheel --no-deps --wheel-dir dist .
+	@touch $@
+
+# --force-reinstall: pip takes a wheel of the same version for the same wheel.
+$(VENV)/.kvbm: dist/.wheel
+	$(PIP) install --quiet --force-reinstall --no-deps dist/*.whl
+	@touch $@
+
+$(VENV)/.test $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: $(VENV)/.kvbm constraints.txt
+	$(PIP) install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[$*]"
+	@touch $@

@@ -1,0 +1,533 @@
+// permute.cuh: the copies.  Address arithmetic, rows and tiles, for the GPU and for the host from one text.
+//
+// A copy is a loop nest over bytes (kvbm.h).  Two templates walk it:
+//
+//   Rows<OUTER, INNER, WORD>        runs stay whole; each thread moves words, several independent loads before the first store
+//   Tile<OUTER, REST, ELEMENT, WORD> single elements move; a tile of the two axes along which source and destination go on
+//                                    is turned in shared memory (and in registers where a word holds several elements)
+//
+// Structure is a template parameter, sizes and strides are arguments: one multiply-high a mode and word, and any model's
+// shape runs at full speed.  Kernel<P> and Kernel<P, Q> make kernels of one part and of two (K and V in one launch).
+// Everything is correct for any sizes; alignment only decides which instantiation the planner may ask for.
+#pragma once
+
+#include "kvbm.h"
+
+#ifdef __CUDACC__
+#define KVBM_INLINE __host__ __device__ __forceinline__
+#define KVBM_UNROLL _Pragma("unroll")
+#else
+#include <cstring>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+#define KVBM_INLINE inline
+#define KVBM_UNROLL
+#endif
+
+namespace kvbm {
+
+constexpr uint32_t kThreads = 256;       // threads a CTA
+constexpr uint32_t kSharedBytes = 32768;  // payload of a tile; padding comes on top, within the 48 KiB every GPU has
+
+// ---- division ------------------------------------------------------------------------------------------------------
+
+// Division by n of any index below 2^31: Granlund and Montgomery, "Division by invariant integers", 1994, figure 4.1.
+inline kvbm_div make_div(uint32_t n) {
+  uint32_t shift = 0;
+  while ((uint64_t{1} << shift) < n) ++shift;
+  return {n, uint32_t((uint64_t{1} << 32) * ((uint64_t{1} << shift) - n) / n + 1), shift};
+}
+
+KVBM_INLINE uint32_t quotient(uint32_t index, const kvbm_div& by) {
+#ifdef __CUDA_ARCH__
+  return (__umulhi(index, by.magic) + index) >> by.shift;
+#else
+  return uint32_t(((uint64_t(index) * by.magic >> 32) + index) >> by.shift);
+#endif
+}
+
+// Takes the fastest coordinate out of a mixed-radix index.
+KVBM_INLINE uint32_t take(uint32_t& index, const kvbm_div& extent) {
+  const uint32_t rest = quotient(index, extent);
+  const uint32_t coordinate = index - rest * extent.n;
+  index = rest;
+  return coordinate;
+}
+
+// ---- words ---------------------------------------------------------------------------------------------------------
+
+struct alignas(16) Word16 {
+  uint32_t x[4];
+};
+struct alignas(8) Word8 {
+  uint32_t x[2];
+};
+
+template <int BYTES> struct WordOf;
+template <> struct WordOf<16> { using type = Word16; };
+template <> struct WordOf<8> { using type = Word8; };
+template <> struct WordOf<4> { using type = uint32_t; };
+template <> struct WordOf<2> { using type = uint16_t; };
+template <> struct WordOf<1> { using type = uint8_t; };
+template <int BYTES> using Word = typename WordOf<BYTES>::type;
+
+#ifdef __CUDACC__
+// Every byte is read once and written once: past the L1, streaming through the L2.  Sources are not written during the
+// kernel (the caller refuses overlap), so the non-coherent path is safe.
+__device__ __forceinline__ void load(Word16& v, const char* p) {
+  asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "l"(p));
+}
+__device__ __forceinline__ void load(Word8& v, const char* p) {
+  asm("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x[0]), "=r"(v.x[1]) : "l"(p));
+}
+// Narrow words share their sectors with their neighbours, so these may stay in the L1.
+__device__ __forceinline__ void load(uint32_t& v, const char* p) { asm("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p)); }
+__device__ __forceinline__ void load(uint16_t& v, const char* p) { asm("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p)); }
+__device__ __forceinline__ void load(uint8_t& v, const char* p) {
+  uint16_t wide;
+  asm("ld.global.nc.u8 %0, [%1];" : "=h"(wide) : "l"(p));
+  v = uint8_t(wide);
+}
+__device__ __forceinline__ void store(char* p, const Word16& v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x[0]), "r"(v.x[1]), "r"(v.x[2]), "r"(v.x[3]) : "memory");
+}
+__device__ __forceinline__ void store(char* p, const Word8& v) {
+  asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x[0]), "r"(v.x[1]) : "memory");
+}
+__device__ __forceinline__ void store(char* p, uint32_t v) { *reinterpret_cast<uint32_t*>(p) = v; }
+__device__ __forceinline__ void store(char* p, uint16_t v) { *reinterpret_cast<uint16_t*>(p) = v; }
+__device__ __forceinline__ void store(char* p, uint8_t v) { *reinterpret_cast<uint8_t*>(p) = v; }
+#else
+template <class W> inline void load(W& v, const char* p) { std::memcpy(&v, p, sizeof v); }
+template <class W> inline void store(char* p, const W& v) { std::memcpy(p, &v, sizeof v); }
+
+// A run on the host.  With `streaming`, words of 16 bytes go around the cache, as a large memcpy's do: a destination line
+// would otherwise be read before it is written, and half as many bytes again would cross the bus.
+template <int WORD> inline void copy_run(char* dst, const char* src, uint64_t bytes, bool streaming) {
+#ifdef __SSE2__
+  if (WORD == 16 && streaming) {
+    for (uint64_t i = 0; i < bytes; i += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
+    return;
+  }
+#endif
+  if (bytes >= 64) {
+    std::memcpy(dst, src, bytes);
+    return;
+  }
+  for (uint64_t i = 0; i < bytes; i += WORD) {
+    Word<WORD> v;
+    load(v, src + i);
+    store(dst + i, v);
+  }
+}
+
+inline void fence_streaming_stores(bool streaming) {
+#ifdef __SSE2__
+  if (streaming) _mm_sfence();
+#endif
+}
+#endif
+
+// ---- where a job reads and writes ----------------------------------------------------------------------------------
+
+struct Bases {
+  const char* src;
+  char* dst;
+};
+
+// ids and tables lie in the parameters (a field is then an offset into the payload) or in memory.
+template <class T> KVBM_INLINE T listed(const kvbm_args& a, uint32_t field_bit, uint64_t field, int64_t index) {
+  const char* list = (a.inline_mask & field_bit) ? reinterpret_cast<const char*>(a.payload) + field : reinterpret_cast<const char*>(field);
+  return reinterpret_cast<const T*>(list)[index];
+}
+
+KVBM_INLINE int64_t block_id(const kvbm_args& a, uint32_t field_bit, uint64_t field, uint32_t pair) {
+  if (a.id_bytes == 0) return pair;
+  return a.id_bytes == 4 ? listed<int32_t>(a, field_bit, field, pair) : listed<int64_t>(a, field_bit, field, pair);
+}
+
+// Splits a job into pair, chunk and tile, and follows ids, tables and outer modes.  False: the pair is skipped (id -1).
+template <int OUTER> KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t job, Bases& at, uint32_t& tile) {
+  tile = take(job, p.tiles);
+  uint32_t chunk = take(job, p.chunks);
+  const int64_t src_id = block_id(a, 1, a.src_ids, job), dst_id = block_id(a, 2, a.dst_ids, job);
+  if (src_id < 0 || dst_id < 0) return false;
+  int64_t src = p.src_offset + src_id * a.src_id_stride, src_entry = p.src_table_offset + src_id * a.src_id_table;
+  int64_t dst = p.dst_offset + dst_id * a.dst_id_stride, dst_entry = p.dst_table_offset + dst_id * a.dst_id_table;
+KVBM_UNROLL
+  for (int k = 0; k < OUTER; ++k) {
+    const int64_t c = k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk;
+    src += c * p.outer[k].src;
+    dst += c * p.outer[k].dst;
+    src_entry += c * p.outer[k].src_table;
+    dst_entry += c * p.outer[k].dst_table;
+  }
+  at.src = reinterpret_cast<const char*>(listed<uint64_t>(a, 4, a.src_table, src_entry)) + src;
+  at.dst = reinterpret_cast<char*>(listed<uint64_t>(a, 8, a.dst_table, dst_entry)) + dst;
+  return true;
+}
+
+// Offsets of an index over the inner modes FIRST .. FIRST+COUNT-1; the slowest needs no division.
+template <int FIRST, int COUNT> KVBM_INLINE void step(const kvbm_part& p, uint32_t index, int64_t& src, int64_t& dst) {
+KVBM_UNROLL
+  for (int k = FIRST; k < FIRST + COUNT; ++k) {
+    const int64_t c = k + 1 < FIRST + COUNT ? take(index, p.inner[k].extent) : index;
+    src += c * p.inner[k].src;
+    dst += c * p.inner[k].dst;
+  }
+}
+
+// ---- preparing a batch (host) --------------------------------------------------------------------------------------
+
+inline uint32_t divide_up(uint64_t n, uint64_t by) { return uint32_t((n + by - 1) / by); }
+
+// Extents become divisors; false where an index would not fit 31 bits.
+template <int OUTER, int INNER> inline bool set_divisors(kvbm_part& p, int first_index_mode, uint64_t& chunks, uint64_t& words) {
+  chunks = words = 1;
+  for (int k = 0; k < OUTER; ++k) {
+    p.outer[k].extent = make_div(p.outer[k].extent.n);
+    chunks *= p.outer[k].extent.n;
+  }
+  for (int k = 0; k < INNER; ++k) {
+    p.inner[k].extent = make_div(p.inner[k].extent.n);
+    if (k >= first_index_mode) words *= p.inner[k].extent.n;
+  }
+  return chunks < (1u << 31) && words < (1u << 31);
+}
+
+inline bool set_jobs(kvbm_part& p, uint64_t pairs, uint64_t chunks, uint64_t tiles) {
+  const uint64_t jobs = pairs * chunks * tiles;
+  if (tiles >= (1u << 31) || jobs >= (1u << 31)) return false;
+  p.chunks = make_div(uint32_t(chunks));
+  p.tiles = make_div(uint32_t(tiles));
+  p.jobs = uint32_t(jobs);
+  return true;
+}
+
+// ---- rows ----------------------------------------------------------------------------------------------------------
+
+template <int OUTER, int INNER, int WORD> struct Rows {
+  static constexpr uint32_t kLoads = 8;            // words a thread has in flight
+  static constexpr uint64_t kHostTile = 128 << 10;  // bytes a host job moves at least
+
+  // GPU: a row of `tile[0]` threads takes a tile of a chunk; short chunks share a CTA.
+  static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
+    uint64_t chunks, words;
+    if (!set_divisors<OUTER, INNER>(p, 0, chunks, words)) return false;
+    shared_bytes = 0;
+    p.words = uint32_t(words);
+    if (sms == 0) {
+      // Whole runs, so that the host copies run by run.
+      const uint64_t run = INNER == 1 ? 1 : p.inner[0].extent.n;
+      p.tile_words = uint32_t(divide_up(divide_up(kHostTile, WORD), run) * run);
+      return set_jobs(p, a.num_pairs, chunks, divide_up(words, p.tile_words));
+    }
+    uint32_t width = kThreads;
+    while (width > 8 && width / 2 * kLoads >= words) width /= 2;
+    // Small batches: more, smaller tiles, until every multiprocessor has some.
+    uint32_t loads = kLoads;
+    while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{4} * sms * kThreads) loads /= 2;
+    const uint32_t tiles = divide_up(words, width * loads);
+    p.tile_words = divide_up(words, uint64_t{tiles} * width) * width;  // tiles of one size
+    p.tile[0] = make_div(width);
+    if (!set_jobs(p, a.num_pairs, chunks, divide_up(words, p.tile_words))) return false;
+    p.ctas = divide_up(p.jobs, kThreads / width);
+    return true;
+  }
+
+#ifdef __CUDACC__
+  static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char*) {
+    const uint32_t width = p.tile[0].n;
+    uint32_t job = threadIdx.x;
+    const uint32_t lane = take(job, p.tile[0]);
+    job += cta * (kThreads / width);
+    Bases at;
+    uint32_t tile;
+    if (job >= p.jobs || !locate<OUTER>(a, p, job, at, tile)) return;
+    const uint32_t first = tile * p.tile_words, last = min(first + p.tile_words, p.words);
+    for (uint32_t q = first + lane; q < last; q += width * kLoads) {
+      Word<WORD> v[kLoads];
+      int64_t to[kLoads];
+KVBM_UNROLL
+      for (uint32_t u = 0; u < kLoads; ++u) {
+        const uint32_t word = q + u * width;
+        int64_t src = 0;
+        to[u] = 0;
+        step<0, INNER>(p, word, src, to[u]);
+        if (word < last) load(v[u], at.src + src);
+      }
+KVBM_UNROLL
+      for (uint32_t u = 0; u < kLoads; ++u)
+        if (q + u * width < last) store(at.dst + to[u], v[u]);
+    }
+  }
+#else
+  static void host(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job, bool streaming) {
+    for (uint32_t job = first_job; job < last_job; ++job) {
+      Bases at;
+      uint32_t tile;
+      if (!locate<OUTER>(a, p, job, at, tile)) continue;
+      const uint64_t first = uint64_t{tile} * p.tile_words;
+      const uint64_t last = first + p.tile_words < p.words ? first + p.tile_words : p.words;
+      if constexpr (INNER == 1) {
+        copy_run<WORD>(at.dst + first * WORD, at.src + first * WORD, (last - first) * WORD, streaming);
+      } else {
+        const uint64_t run = p.inner[0].extent.n, bytes = run * WORD;
+        const kvbm_inner& row = p.inner[1];
+        for (uint64_t r = first / run, end = last / run; r < end;) {
+          uint32_t slow = uint32_t(r);
+          const uint64_t c = take(slow, row.extent);
+          int64_t src = 0, dst = 0;
+          step<2, INNER - 2>(p, slow, src, dst);
+          const uint64_t stop = c + (end - r) < row.extent.n ? c + (end - r) : row.extent.n;
+          for (uint64_t i = c; i < stop; ++i)
+            copy_run<WORD>(at.dst + dst + int64_t(i) * row.dst, at.src + src + int64_t(i) * row.src, bytes, streaming);
+          r += stop - c;
+        }
+      }
+    }
+    fence_streaming_stores(streaming);
+  }
+#endif
+};
+
+// ---- tiles ---------------------------------------------------------------------------------------------------------
+
+// Turns a square of 16/ELEMENT x 16/ELEMENT elements, one word a row.
+#ifdef __CUDA_ARCH__
+#define KVBM_BYTES(lo, hi, select) __byte_perm(lo, hi, select)
+#else
+inline uint32_t select_bytes(uint32_t lo, uint32_t hi, uint32_t select) {
+  const uint64_t both = uint64_t(hi) << 32 | lo;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) out |= uint32_t(both >> (8 * (select >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return out;
+}
+#define KVBM_BYTES(lo, hi, select) select_bytes(lo, hi, select)
+#endif
+
+template <int ELEMENT> struct Square {
+  static constexpr int N = 16 / ELEMENT;
+  static KVBM_INLINE void turn(Word16 (&v)[N]) {
+    Word16 out[N];
+KVBM_UNROLL
+    for (int j = 0; j < N; ++j) {
+KVBM_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (ELEMENT == 8) {
+          out[j].x[k] = v[k / 2].x[2 * j + k % 2];
+        } else if constexpr (ELEMENT == 4) {
+          out[j].x[k] = v[k].x[j];
+        } else if constexpr (ELEMENT == 2) {
+          out[j].x[k] = KVBM_BYTES(v[2 * k].x[j / 2], v[2 * k + 1].x[j / 2], j % 2 ? 0x7632 : 0x5410);
+        } else {
+          const uint32_t spread = j % 4 < 2 ? 0x5140 : 0x7362;  // bytes 0 and 1, or 2 and 3, of two rows side by side
+          const uint32_t ab = KVBM_BYTES(v[4 * k].x[j / 4], v[4 * k + 1].x[j / 4], spread);
+          const uint32_t cd = KVBM_BYTES(v[4 * k + 2].x[j / 4], v[4 * k + 3].x[j / 4], spread);
+          out[j].x[k] = KVBM_BYTES(ab, cd, j % 2 ? 0x7632 : 0x5410);
+        }
+      }
+    }
+KVBM_UNROLL
+    for (int j = 0; j < N; ++j) v[j] = out[j];
+  }
+};
+
+// inner[0] = A, along which the source goes on; inner[1] = B, along which the destination does; then REST other modes.
+// A sub-block is SIDE x SIDE elements, SIDE words on either side.  A tile holds `rest` indices of the other modes times
+// tile[1] sub-blocks along B times tile[0] along A.
+template <int OUTER, int REST, int ELEMENT, int WORD> struct Tile {
+  static constexpr uint32_t kSide = WORD / ELEMENT;
+  static constexpr uint32_t kWords = kSharedBytes / WORD < 4096 ? kSharedBytes / WORD : 4096;  // a tile's words
+  static constexpr uint32_t kSubBlocks = kWords / kSide;
+  static constexpr uint32_t kLoads = kSide >= 8 ? 1 : 8 / kSide;  // sub-blocks a thread has in flight
+
+  static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t, uint32_t& shared_bytes) {
+    uint64_t chunks, rest;
+    if (!set_divisors<OUTER, REST + 2>(p, 2, chunks, rest)) return false;
+    const uint32_t along_a = p.inner[0].extent.n / kSide, along_b = p.inner[1].extent.n / kSide;
+    uint32_t ta = along_a, tb = along_b, together = 1;
+    if (uint64_t{along_a} * along_b <= kSubBlocks) {
+      together = uint32_t(rest < kSubBlocks / (ta * tb) ? rest : kSubBlocks / (ta * tb));
+    } else {
+      uint32_t side = 1;
+      while (side * side * 4 <= kSubBlocks) side *= 2;
+      tb = along_b < side ? along_b : side;
+      ta = along_a < kSubBlocks / tb ? along_a : kSubBlocks / tb;
+      tb = along_b < kSubBlocks / ta ? along_b : kSubBlocks / ta;
+    }
+    p.words = uint32_t(rest);
+    p.tile_words = together;
+    p.tile[0] = make_div(ta);
+    p.tile[1] = make_div(tb);
+    p.tile[2] = make_div(divide_up(along_a, ta));
+    p.tile[3] = make_div(divide_up(along_b, tb));
+    shared_bytes = together * ta * pitch(p) * WORD;
+    if (!set_jobs(p, a.num_pairs, chunks, uint64_t{divide_up(rest, together)} * p.tile[2].n * p.tile[3].n)) return false;
+    p.ctas = p.jobs;
+    return true;
+  }
+
+  // Words from one A sub-block to the next in the turned tile: odd, so that neither phase meets one bank twice.
+  static KVBM_INLINE uint32_t pitch(const kvbm_part& p) { return kSide * p.tile[1].n | 1; }
+
+  struct Corner {
+    uint32_t rest, rests, a, b, na, nb;  // first index and count along the rest, A and B (in sub-blocks)
+  };
+
+  static KVBM_INLINE Corner corner(const kvbm_part& p, uint32_t tile) {
+    Corner at;
+    at.a = take(tile, p.tile[2]) * p.tile[0].n;
+    at.b = take(tile, p.tile[3]) * p.tile[1].n;
+    at.rest = tile * p.tile_words;
+    const uint32_t left_a = quotient_side(p.inner[0].extent.n) - at.a, left_b = quotient_side(p.inner[1].extent.n) - at.b;
+    at.rests = p.words - at.rest < p.tile_words ? p.words - at.rest : p.tile_words;
+    at.na = left_a < p.tile[0].n ? left_a : p.tile[0].n;
+    at.nb = left_b < p.tile[1].n ? left_b : p.tile[1].n;
+    return at;
+  }
+  static KVBM_INLINE uint32_t quotient_side(uint32_t extent) { return extent / kSide; }  // a shift
+
+#ifdef __CUDACC__
+  static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char* shared) {
+    Bases at;
+    uint32_t tile;
+    if (!locate<OUTER>(a, p, cta, at, tile)) return;  // the same for the whole CTA
+    const Corner from = corner(p, tile);
+    const uint32_t ta = p.tile[0].n, tb = p.tile[1].n, turned = pitch(p);
+    Word<WORD>* words = reinterpret_cast<Word<WORD>*>(shared);
+
+    const uint32_t loads = from.rests * ta * tb;
+    for (uint32_t i = threadIdx.x; i < loads; i += kThreads * kLoads) {
+      Word<WORD> v[kLoads][kSide];
+      uint32_t slot[kLoads];
+KVBM_UNROLL
+      for (uint32_t u = 0; u < kLoads; ++u) {
+        uint32_t c = i + u * kThreads;
+        const bool inside = c < loads;
+        const uint32_t ia = take(c, p.tile[0]), ib = take(c, p.tile[1]);
+        slot[u] = (inside && ia < from.na && ib < from.nb) ? (c * ta + ia) * turned + ib : ~0u;
+        if (slot[u] == ~0u) continue;
+        int64_t src = 0, dst = 0;
+        step<2, REST>(p, from.rest + c, src, dst);
+        src += int64_t(from.a + ia) * WORD + int64_t((from.b + ib) * kSide) * p.inner[1].src;
+KVBM_UNROLL
+        for (uint32_t j = 0; j < kSide; ++j) load(v[u][j], at.src + src + j * p.inner[1].src);
+      }
+KVBM_UNROLL
+      for (uint32_t u = 0; u < kLoads; ++u) {
+        if (slot[u] == ~0u) continue;
+        if constexpr (kSide > 1) Square<ELEMENT>::turn(v[u]);
+KVBM_UNROLL
+        for (uint32_t j = 0; j < kSide; ++j) words[slot[u] + j * tb] = v[u][j];
+      }
+    }
+    __syncthreads();
+
+    const uint32_t stores = from.rests * ta * kSide * tb;
+    for (uint32_t i = threadIdx.x; i < stores; i += kThreads) {
+      uint32_t c = i;
+      const uint32_t ib = take(c, p.tile[1]);
+      const uint32_t j = c % kSide;
+      c /= kSide;
+      const uint32_t ia = take(c, p.tile[0]);
+      if (ia >= from.na || ib >= from.nb) continue;
+      int64_t src = 0, dst = 0;
+      step<2, REST>(p, from.rest + c, src, dst);
+      dst += int64_t((from.a + ia) * kSide + j) * p.inner[0].dst + int64_t(from.b + ib) * WORD;
+      store(at.dst + dst, words[(c * ta + ia) * turned + j * tb + ib]);
+    }
+  }
+#else
+  // The same two phases, the tile in this thread's cache.
+  static void host(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job, bool streaming) {
+    alignas(64) Word<WORD> words[kWords];
+    for (uint32_t job = first_job; job < last_job; ++job) {
+      Bases at;
+      uint32_t tile;
+      if (!locate<OUTER>(a, p, job, at, tile)) continue;
+      const Corner from = corner(p, tile);
+      for (uint32_t c = 0; c < from.rests; ++c) {
+        int64_t src = 0, dst = 0;
+        step<2, REST>(p, from.rest + c, src, dst);
+        for (uint32_t ib = 0; ib < from.nb; ++ib) {
+          const char* row = at.src + src + int64_t(from.a) * WORD + int64_t((from.b + ib) * kSide) * p.inner[1].src;
+          for (uint32_t ia = 0; ia < from.na; ++ia) {
+            Word<WORD> v[kSide];
+            for (uint32_t j = 0; j < kSide; ++j) load(v[j], row + ia * WORD + j * p.inner[1].src);
+            if constexpr (kSide > 1) Square<ELEMENT>::turn(v);
+            for (uint32_t j = 0; j < kSide; ++j) words[(ia * kSide + j) * from.nb + ib] = v[j];
+          }
+        }
+        char* row = at.dst + dst + int64_t(from.a * kSide) * p.inner[0].dst + int64_t(from.b) * WORD;
+        for (uint32_t r = 0; r < from.na * kSide; ++r)
+          copy_run<WORD>(row + int64_t(r) * p.inner[0].dst, reinterpret_cast<const char*>(words + r * from.nb),
+                         uint64_t{from.nb} * WORD, streaming);
+      }
+    }
+    fence_streaming_stores(streaming);
+  }
+#endif
+};
+
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+template <class... PARTS> struct Kernel;
+
+template <class P> struct Kernel<P> {
+  static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
+    if (!P::prepare(*a, a->part[0], sms, grid->shared_bytes)) return KVBM_TOO_LARGE;
+    grid->ctas = a->part[0].ctas;
+    grid->threads_x = kThreads;
+    grid->threads_y = 1;
+    return KVBM_OK;
+  }
+#ifdef __CUDACC__
+  static __device__ __forceinline__ void run(const kvbm_args& a, char* shared) { P::run(a, a.part[0], blockIdx.x, shared); }
+#else
+  static void host(const kvbm_args* a, uint32_t, uint32_t first, uint32_t last, int streaming) {
+    P::host(*a, a->part[0], first, last, streaming != 0);
+  }
+#endif
+};
+
+template <class P, class Q> struct Kernel<P, Q> {
+  static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
+    uint32_t shared[2];
+    if (!P::prepare(*a, a->part[0], sms, shared[0]) || !Q::prepare(*a, a->part[1], sms, shared[1])) return KVBM_TOO_LARGE;
+    if (uint64_t{a->part[0].ctas} + a->part[1].ctas >= (1u << 31)) return KVBM_TOO_LARGE;
+    grid->ctas = a->part[0].ctas + a->part[1].ctas;
+    grid->threads_x = kThreads;
+    grid->threads_y = 1;
+    grid->shared_bytes = shared[0] > shared[1] ? shared[0] : shared[1];
+    return KVBM_OK;
+  }
+#ifdef __CUDACC__
+  static __device__ __forceinline__ void run(const kvbm_args& a, char* shared) {
+    if (blockIdx.x < a.part[0].ctas)
+      P::run(a, a.part[0], blockIdx.x, shared);
+    else
+      Q::run(a, a.part[1], blockIdx.x - a.part[0].ctas, shared);
+  }
+#else
+  static void host(const kvbm_args* a, uint32_t part, uint32_t first, uint32_t last, int streaming) {
+    part == 0 ? P::host(*a, a->part[0], first, last, streaming != 0) : Q::host(*a, a->part[1], first, last, streaming != 0);
+  }
+#endif
+};
+
+}  // namespace kvbm
+
+// One line a kernel: what the generated files consist of.
+#ifdef __CUDACC__
+#define KVBM_KERNEL(name, ...)                                                                        \
+  extern "C" __global__ void __launch_bounds__(kvbm::kThreads) name(const __grid_constant__ kvbm_args args) { \
+    extern __shared__ __align__(16) char shared[];                                                    \
+    kvbm::Kernel<__VA_ARGS__>::run(args, shared);                                                     \
+  }
+#else
+#define KVBM_KERNEL(name, image, parts, ...) {#name, image, parts, kvbm::Kernel<__VA_ARGS__>::prepare, kvbm::Kernel<__VA_ARGS__>::host},
+#endif

@@ -1,0 +1,163 @@
+"""Builds kvbm._core: layouts → generated kernels → nvcc → fatbins inside the extension. pyproject.toml says the rest.
+
+Read from the environment: CUDACXX, CUDA_HOME, CUDA_PATH (the compiler), CUDA_ARCHS, CUDA_PTX_ARCHS (its targets),
+KVBM_CUDA=0 (no CUDA), KVBM_REQUIRE_CUDA=1 (no CUDA is an error), KVBM_LAYOUTS (more layouts to build for: files or
+folders), KVBM_BUILD_DIR (where compiled pieces are kept for the next build; build/ here if not given).
+"""
+
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+CUDA = ROOT / "cuda"
+ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")  # free-threaded Python has no stable ABI
+sys.path.insert(0, str(ROOT / "src"))  # setuptools.build_meta does not; the describing half runs with nothing built
+
+
+class BuildExt(build_ext):
+    """Generates, compiles and embeds the kernels, then links the extension as usual."""
+
+    def build_extension(self, ext):
+        from kvbm.errors import KvbmError
+
+        try:
+            self.build_core(ext)
+        except KvbmError as error:  # a sentence, not a traceback
+            details = (str(error), getattr(error, "command", ""), getattr(error, "log", ""))
+            sys.exit("\nkvbm: error: " + "\n".join(filter(None, details)))
+
+    def build_core(self, ext):
+        from Cython import __version__ as cython_version
+        from Cython.Build import cythonize
+
+        from kvbm import codegen, nvcc
+
+        work = Path(self.build_temp).resolve()
+        self.cache = Path(os.environ.get("KVBM_BUILD_DIR") or (ROOT / "build" if os.access(ROOT, os.W_OK) else work))
+        compiler, target, why_not = find_cuda()
+        layouts, extra = find_layouts()
+        text = codegen.generate(layouts)
+        codegen.write(text, work / "generated")
+        hosts = [work / "generated" / name for name in sorted(text) if name.endswith(".cpp")]
+        kernels = [work / "generated" / name for name in sorted(text) if name.endswith(".cu")] if compiler else []
+        print(f"kvbm: {len(kernels)} files, {compiler}, for {target}" if compiler else f"kvbm: no CUDA: {why_not}")
+        cores = os.cpu_count() or 1
+        with ThreadPoolExecutor(cores) as pool:
+            try:
+                tasks = [pool.submit(self.compile, ext, path) for path in [*hosts, CUDA / "runtime.cpp"]]
+                build = (CUDA, self.cache / "fatbins", compiler, target, -(-cores // 8))
+                fatbins = [pool.submit(nvcc.fatbin, path, *build) for path in kernels]
+                [core] = cythonize([ext], build_dir=os.path.join(self.build_temp, f"cython-{cython_version}"))
+                tasks.append(pool.submit(self.compile, ext, Path(core.sources[0])))
+                images = work / "generated" / "kvbm_images.cpp"
+                images.write_text(embed(kernels, [task.result() for task in fatbins]))
+                tasks.append(pool.submit(self.compile, ext, images))
+                ext.extra_objects = [task.result() for task in tasks]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # one error is enough: do not compile the rest first
+                raise
+        ext.sources, ext.depends = [], ext.extra_objects
+        super().build_extension(ext)
+        self.info = Path(self.get_ext_fullpath(ext.name)).with_name("_build.json")  # `kvbm doctor` reads it
+        info = {"nvcc": compiler and compiler.version, "targets": compiler and str(target), "why_not": why_not}
+        self.info.write_text(json.dumps(info | {"extra_layouts": extra}, indent=1) + "\n")
+
+    def compile(self, ext, source):
+        """Compile one C++ file and return its object; what was compiled before, from the same text, is taken again."""
+        from kvbm import nvcc
+
+        headers = sorted(CUDA.glob("*.h")) + sorted(CUDA.glob("*.cuh"))
+        how = [*self.compiler.compiler_so_cxx, *ext.extra_compile_args, str(ext.define_macros), sys.version]
+        result = self.cache.resolve() / "objects" / f"{source.stem}.{nvcc.digest(how, [source, *headers])}.o"
+        if not result.exists():
+            with nvcc.replacing(result) as part, tempfile.TemporaryDirectory(dir=result.parent) as folder:
+                args = [*ext.extra_compile_args, f"-ffile-prefix-map={ROOT}=."]  # the same bytes wherever it is built
+                dirs = [str(CUDA), str(source.parent)]
+                [made] = self.compiler.compile([str(source)], folder, ext.define_macros, dirs, extra_postargs=args)
+                os.replace(made, part)
+        return str(result)
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        shutil.copy(self.info, ROOT / "src" / "kvbm")
+
+
+class BuildPy(build_py):
+    """Carries layouts/ and cuda/, which live at the root, into the package: `kvbm codegen` works from a wheel too."""
+
+    def run(self):
+        package = Path(self.build_lib, "kvbm")
+        if not self.editable_mode:  # build/lib outlives a build: what is gone from the tree must be gone from the wheel
+            shutil.rmtree(package, ignore_errors=True)
+        super().run()
+        for pattern in () if self.editable_mode else ("layouts/**/*.yaml", "cuda/*.h", "cuda/*.cuh", "cuda/*.in"):
+            for path in ROOT.glob(pattern):
+                self.mkpath(str((package / path.relative_to(ROOT)).parent))
+                self.copy_file(str(path), str(package / path.relative_to(ROOT)))
+
+
+def find_cuda():
+    """Return (compiler, targets, None), or (None, None, why there is no CUDA)."""
+    from kvbm import nvcc
+
+    required = os.environ.get("KVBM_REQUIRE_CUDA", "0") not in {"", "0"}
+    if os.environ.get("KVBM_CUDA") == "0":
+        if required:
+            raise nvcc.BuildError("KVBM_CUDA=0 and KVBM_REQUIRE_CUDA=1: expected one of them")
+        return None, None, "built with KVBM_CUDA=0"
+    target = nvcc.targets()
+    try:
+        return nvcc.find(), target, None
+    except nvcc.BuildError as error:
+        if required or os.environ.get("CUDACXX"):
+            raise
+        return None, None, str(error)
+
+
+def find_layouts():
+    """Return what `codegen.generate` takes (None: those shipped here) and the names of those in KVBM_LAYOUTS."""
+    from kvbm import spec
+
+    paths = [Path(entry) for entry in os.environ.get("KVBM_LAYOUTS", "").split(os.pathsep) if entry]
+    extra = [layout for path in paths for layout in (spec.load_dir(path) if path.is_dir() else [spec.load(path)])]
+    return [*spec.load_dir(spec.layouts_dir()), *extra] if extra else None, [layout.name for layout in extra]
+
+
+def embed(kernels, fatbins):
+    """Return the C++ text of kvbm_images: the fatbin of each .cu file, in the order that the kernel table counts them."""
+    lines = ['#include "kvbm.h"', 'extern "C" {']
+    for i, path in enumerate(fatbins):
+        lines.append(f'__asm__(".pushsection .nv_fatbin, \\"a\\"\\n.balign 8\\nkvbm_image_{i}:\\n"')
+        lines.append(f'        ".incbin \\"{path.resolve()}\\"\\n.popsection\\n");')
+        lines.append(f"extern const unsigned char kvbm_image_{i}[];")
+    entries = [f'{{"{path.name}", kvbm_image_{i}}}' for i, path in enumerate(kernels)] or ["{nullptr, nullptr}"]
+    lines.append(f"const kvbm_image kvbm_images[] = {{{', '.join(entries)}}};")
+    lines.append(f"const int32_t kvbm_num_images = {len(fatbins)};")
+    return "\n".join([*lines, '}  // extern "C"', ""])
+
+
+core = Extension(
+    "kvbm._core",
+    ["src/kvbm/_core.pyx"],
+    include_dirs=["cuda"],
+    define_macros=[("Py_LIMITED_API", "0x030B0000")] if ABI3 else [],
+    extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-pthread"],
+    extra_link_args=["-ldl", "-pthread"],
+    language="c++",
+    py_limited_api=ABI3,
+)
+setup(
+    ext_modules=[core],
+    cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if ABI3 else {},
+)

@@ -1,0 +1,98 @@
+"""kvbm: KV-cache blocks from any layout to any other, at the speed of a memcpy.
+
+Layouts are declared in YAML; a generator turns them into specialised CUDA kernels; conversions are called from here.
+
+>>> import kvbm
+>>> kvbm.load("universal").order_text
+'[b] h l o t d'
+
+Nothing is imported before it is used: neither NumPy nor the compiled half, and never torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import kernels
+    from .errors import (
+        BindError,
+        BuildError,
+        CudaError,
+        CudaUnavailableError,
+        DTypeError,
+        KvbmError,
+        LayoutError,
+        MissingKernelError,
+        PlanError,
+        SpecError,
+    )
+    from .layout import Layout
+    from .planner import Plan, plan
+    from .pool import Pool
+    from .shapes import BlockShape, load_shape, shape_names
+    from .spec import layouts, load
+    from .transfer import convert
+
+__version__ = "0.1.0"
+
+#: Public name → the module it lives in.
+_HOME = {
+    **dict.fromkeys(
+        (
+            "BindError", "BuildError", "CudaError", "CudaUnavailableError", "DTypeError",
+            "KvbmError", "LayoutError", "MissingKernelError", "PlanError", "SpecError",
+        ),
+        "errors",
+    ),
+    "BlockShape": "shapes",
+    "Layout": "layout",
+    "Plan": "planner",
+    "Pool": "pool",
+    "convert": "transfer",
+    "layouts": "spec",
+    "load": "spec",
+    "load_shape": "shapes",
+    "plan": "planner",
+    "shape_names": "shapes",
+}  # fmt: skip
+
+__all__ = [
+    "BindError",
+    "BlockShape",
+    "BuildError",
+    "CudaError",
+    "CudaUnavailableError",
+    "DTypeError",
+    "KvbmError",
+    "Layout",
+    "LayoutError",
+    "MissingKernelError",
+    "Plan",
+    "PlanError",
+    "Pool",
+    "SpecError",
+    "convert",
+    "kernels",
+    "layouts",
+    "load",
+    "load_shape",
+    "plan",
+    "shape_names",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "kernels":
+        return importlib.import_module(".kernels", __name__)
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

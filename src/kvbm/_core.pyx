@@ -1,0 +1,796 @@
+# cython: language_level=3, embedsignature=True, boundscheck=False, wraparound=False, initializedcheck=False
+"""The compiled half: kernels by name, pointers, streams and status codes.  It has never heard of a layout.
+
+Every function here is called from Python code that has already checked its arguments; the checks below guard memory,
+not manners.  Below the line everything is ``noexcept nogil``; every status passes through `check`.
+"""
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from kvbm.errors import BindError, CudaError, CudaUnavailableError, MissingKernelError, PlanError
+
+__all__ = [
+    "Copy",
+    "Table",
+    "alloc_device",
+    "check_ids",
+    "device_count",
+    "device_info",
+    "driver_version",
+    "free_device",
+    "has_memcpy_batch",
+    "kernel_index",
+    "kernel_names",
+    "memcpy_batch",
+    "num_images",
+    "pointer_device",
+    "stream_handle",
+    "synchronize",
+    "upload",
+    "warm",
+]
+
+
+cdef extern from "kvbm.h" nogil:
+    enum:
+        KVBM_MAX_OUTER
+        KVBM_MAX_INNER
+        KVBM_MAX_PARTS
+        KVBM_OK
+        KVBM_NO_DRIVER
+        KVBM_NOT_BUILT
+        KVBM_TOO_LARGE
+        KVBM_NO_MEMORY
+        KVBM_ID_OK
+        KVBM_ID_SRC_RANGE
+        KVBM_ID_DST_RANGE
+        KVBM_ID_DST_TWICE
+        KVBM_ID_READ_AND_WRITTEN
+
+    ctypedef struct kvbm_div:
+        uint32_t n
+
+    ctypedef struct kvbm_inner:
+        kvbm_div extent
+        int64_t src, dst
+
+    ctypedef struct kvbm_outer:
+        kvbm_div extent
+        int64_t src, dst
+        int32_t src_table, dst_table
+
+    ctypedef struct kvbm_part:
+        int64_t src_offset, dst_offset
+        int32_t src_table_offset, dst_table_offset
+        kvbm_outer *outer
+        kvbm_inner *inner
+
+    ctypedef struct kvbm_args:
+        int64_t src_id_stride, dst_id_stride
+        int64_t src_id_table, dst_id_table
+        uint32_t num_parts
+        kvbm_part *part
+
+    ctypedef struct kvbm_kernel:
+        const char *name
+        uint32_t parts
+
+    ctypedef struct kvbm_batch:
+        uint32_t num_pairs
+        uint32_t id_bytes
+        const void *src_ids
+        const void *dst_ids
+        const uint64_t *src_table
+        const uint64_t *dst_table
+        uint64_t src_table_device, dst_table_device
+        uint32_t src_entries, dst_entries
+
+    const kvbm_kernel *kvbm_kernels
+    int kvbm_num_kernels
+    int kvbm_num_images
+
+    kvbm_div kvbm_make_div(uint32_t n) noexcept
+    const char *kvbm_last_call() noexcept
+    const char *kvbm_status_name(int status) noexcept
+    const char *kvbm_status_text(int status) noexcept
+    int kvbm_driver_version(int *version) noexcept
+    int kvbm_device_count(int *count) noexcept
+    int kvbm_device_info(int device, char *name, int name_bytes, int *major, int *minor, int *sms,
+                         uint64_t *memory) noexcept
+    int kvbm_pointer_device(uint64_t address, int *device) noexcept
+    int kvbm_has_memcpy_batch() noexcept
+    int kvbm_warm(int kernel, int device) noexcept
+    int kvbm_launch(int kernel, const kvbm_args *args, const kvbm_batch *batch, int device, uint64_t stream) noexcept
+    int kvbm_run_host(int kernel, const kvbm_args *args, const kvbm_batch *batch, int threads) noexcept
+    int kvbm_memcpy_batch(const uint64_t *dst, const uint64_t *src, const uint64_t *sizes, uint64_t size,
+                          uint64_t count, int mode, int device, uint64_t stream, int *used) noexcept
+    int kvbm_check_ids(const void *src_ids, const void *dst_ids, uint32_t id_bytes, uint32_t num_pairs,
+                       int64_t src_blocks, int64_t dst_blocks, int same_pool, int64_t *index) noexcept
+    int kvbm_alloc_device(int device, uint64_t nbytes, uint64_t *address) noexcept
+    int kvbm_free_device(int device, uint64_t address) noexcept
+    int kvbm_upload(int device, uint64_t dst, const void *src, uint64_t nbytes) noexcept
+    int kvbm_synchronize(int device, uint64_t stream) noexcept
+
+
+cdef int64_t INDEX_LIMIT = 0x7FFFFFFF  # kernels index with 31 bits
+
+# CUresults that mean "there is no CUDA here" rather than "CUDA failed": stub library, no device, unusable driver.
+cdef frozenset UNAVAILABLE = frozenset((KVBM_NO_DRIVER, KVBM_NOT_BUILT, 34, 46, 100, 803, 804))
+
+
+# ---- statuses -----------------------------------------------------------------------------------------------------
+
+cdef int check(int status, what) except -1:
+    """Turn a status into an exception that names the request, the call, the error and what to do next.
+
+    Must be called on the thread that got the status: the failing call's name is kept a thread.
+    """
+    if status == KVBM_OK:
+        return 0
+    text = kvbm_status_text(status).decode("utf-8", "replace")
+    if status == KVBM_NO_MEMORY:
+        raise MemoryError(f"{what}: {text}")
+    if status == KVBM_TOO_LARGE:
+        raise BindError(f"{what}: {text}")
+    name = kvbm_status_name(status).decode("utf-8", "replace")
+    call = kvbm_last_call().decode("utf-8", "replace")
+    error = CudaUnavailableError if status in UNAVAILABLE else CudaError
+    raise error(f"{what}: {call} failed with {name} ({status}). {text}", code=status, name=name)
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------
+
+cdef dict _index_of = None  # name -> index, made at first use
+
+
+cdef dict _kernels():
+    global _index_of
+    if _index_of is None:
+        _index_of = {kvbm_kernels[i].name.decode("ascii"): i for i in range(kvbm_num_kernels)}
+    return _index_of
+
+
+def kernel_names():
+    """Every kernel that was compiled in.
+
+    Returns
+    -------
+    tuple of str
+        Names in table order; position is the kernel's index.
+    """
+    return tuple(_kernels())
+
+
+def kernel_index(str name not None):
+    """Position of a kernel in the table, or -1 if it was not compiled in."""
+    return _kernels().get(name, -1)
+
+
+def num_images():
+    """Number of embedded CUDA images; 0 means that the extension was built without CUDA."""
+    return kvbm_num_images
+
+
+def warm(kernel, int device):
+    """Load every CUDA image on a device and find a kernel, so that nothing is loaded later beside a running model.
+
+    Parameters
+    ----------
+    kernel : str, int or None
+        Name or index of a kernel; None loads all of them.
+    device : int
+        CUDA device ordinal.
+
+    Raises
+    ------
+    MissingKernelError
+        If there is no kernel of this name.
+    CudaError
+        If an image does not load, e.g. because none was built for this GPU.
+    """
+    cdef int index, status
+    if kernel is None:
+        index = -1
+    elif isinstance(kernel, str):
+        index = _find_kernel(kernel)
+    else:
+        index = kernel
+        if not 0 <= index < kvbm_num_kernels:
+            raise MissingKernelError(f"kernel {index}: expected 0 to {kvbm_num_kernels - 1}")
+    with nogil:
+        status = kvbm_warm(index, device)
+    check(status, f"loading kernels on cuda:{device}")
+
+
+cdef int _find_kernel(str name) except -1:
+    cdef int index = _kernels().get(name, -1)
+    if index < 0:
+        raise MissingKernelError(
+            f"kernel {name!r} is not among the {kvbm_num_kernels} that were built. Add the layouts to a folder, write "
+            "their kernels with 'kvbm codegen --layouts DIR --out DIR', and rebuild kvbm with them (pip install .)"
+        )
+    return index
+
+
+# ---- tables -------------------------------------------------------------------------------------------------------
+
+@cython.final
+cdef class Table:
+    """The base addresses of a pool's allocations.
+
+    Parameters
+    ----------
+    addresses : array of uint64
+        One address an allocation, in table order.  Copied.
+    device : int
+        CUDA device that they lie on, or -1 for the host.
+    upload : bool
+        Keep a copy on the device, made now; otherwise every launch carries the table along.
+
+    Notes
+    -----
+    A launch is asynchronous and may read the copy on the device after it returns: whoever launches keeps the table as
+    long as its pool.  Dropping the last reference frees the copy, for which the driver waits for running work.
+    """
+
+    cdef uint64_t *addresses
+    cdef uint64_t device_address
+    cdef uint32_t count
+    cdef readonly int device
+
+    def __cinit__(self):
+        self.addresses = NULL
+        self.device_address = 0
+        self.count = 0
+        self.device = -1
+
+    def __init__(self, const uint64_t[::1] addresses not None, int device=-1, bint upload=True):
+        cdef int status
+        if self.addresses != NULL:
+            raise TypeError("a Table is initialised once")
+        cdef Py_ssize_t count = addresses.shape[0]
+        if count > INDEX_LIMIT // 8:
+            raise BindError(f"{count} allocations in a table: expected at most {INDEX_LIMIT // 8}")
+        self.addresses = <uint64_t *> malloc((count + 1) * sizeof(uint64_t))
+        if self.addresses == NULL:
+            raise MemoryError(f"a table of {count} addresses")
+        self.device = device if device >= 0 else -1
+        self.count = <uint32_t> count
+        if count == 0:
+            return
+        memcpy(self.addresses, &addresses[0], count * sizeof(uint64_t))
+        if device < 0 or not upload:
+            return
+        with nogil:
+            status = kvbm_alloc_device(device, count * sizeof(uint64_t), &self.device_address)
+            if status == KVBM_OK:
+                status = kvbm_upload(device, self.device_address, self.addresses, count * sizeof(uint64_t))
+        check(status, f"uploading a table of {count} addresses to cuda:{device}")
+
+    def __dealloc__(self):
+        cdef uint64_t address = self.device_address
+        cdef int device = self.device
+        self.device_address = 0
+        free(self.addresses)
+        self.addresses = NULL
+        if address:
+            # It can wait for the GPU; nothing to be done about a failure (a forked child, a driver shutting down).
+            with nogil:
+                kvbm_free_device(device, address)
+
+    def __len__(self):
+        return self.count
+
+    def __repr__(self):
+        where = "the host" if self.device < 0 else f"cuda:{self.device}"
+        return f"<kvbm Table of {self.count} addresses on {where}>"
+
+    @property
+    def is_uploaded(self):
+        """Whether a copy lies on the device."""
+        return self.device_address != 0
+
+
+# ---- copies -------------------------------------------------------------------------------------------------------
+
+@cython.final
+cdef class Copy:
+    """A loop nest bound to the kernel that runs it; which blocks it moves is said at every call.
+
+    Parameters
+    ----------
+    kernel : str
+        Name of a compiled kernel.
+    parts : sequence of (offsets, outer, inner)
+        One part, or two where K and V differ.  ``offsets`` is ``(src, dst, src_table, dst_table)``; ``outer`` holds
+        ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
+        ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
+    src_id, dst_id : tuple of two ints
+        What one block id contributes: ``(table entries, bytes)``.
+
+    Raises
+    ------
+    MissingKernelError
+        If the kernel was not compiled in; the message names the command that makes it.
+    PlanError
+        If the loop nest does not fit a kernel's parameters.
+    """
+
+    cdef kvbm_args args
+    cdef int index
+    cdef readonly str kernel
+
+    def __init__(self, str kernel not None, parts, src_id, dst_id):
+        cdef int index = _find_kernel(kernel)
+        parts = tuple(parts)
+        if len(parts) != kvbm_kernels[index].parts or len(parts) > KVBM_MAX_PARTS:
+            raise PlanError(f"kernel {kernel!r} copies {kvbm_kernels[index].parts} part(s): got {len(parts)}")
+        memset(&self.args, 0, sizeof(kvbm_args))
+        self.args.src_id_table, self.args.src_id_stride = src_id
+        self.args.dst_id_table, self.args.dst_id_stride = dst_id
+        self.args.num_parts = <uint32_t> len(parts)
+        for number, (offsets, outer, inner) in enumerate(parts):
+            try:
+                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner))
+            except OverflowError as error:
+                raise PlanError(f"part {number} of the plan for {kernel!r}: {error}") from None
+        self.index = index
+        self.kernel = kernel
+
+    def __repr__(self):
+        return f"<kvbm Copy by {self.kernel}>"
+
+    def launch(self, Table src not None, Table dst not None, const int64_t[::1] src_ids, const int64_t[::1] dst_ids,
+               Py_ssize_t n, int device, uint64_t stream):
+        """Copy blocks on a GPU: one kernel, ordered by the stream, not waited for.
+
+        Parameters
+        ----------
+        src, dst : Table
+            Base addresses of the two pools.  Keep them until the copy is done.
+        src_ids, dst_ids : contiguous int64 array or None
+            Block ids of the pairs, already checked (see `check_ids`); -1 skips a pair; None stands for 0 to n-1.
+            Copied before the call returns.
+        n : int
+            Number of pairs; 0 returns at once.
+        device : int
+            CUDA device ordinal.
+        stream : int
+            Handle of the stream.
+
+        Raises
+        ------
+        BindError
+            If the ids do not number n, or a table lies on another device.
+        CudaError
+            If the launch fails.
+        """
+        cdef kvbm_batch batch
+        cdef int status
+        if n == 0:
+            return
+        _fill_batch(&batch, src, dst, src_ids, dst_ids, n)
+        if src.device_address:
+            if src.device != device:
+                raise BindError(f"the source's table lies on cuda:{src.device}: expected cuda:{device}")
+            batch.src_table_device = src.device_address
+        if dst.device_address:
+            if dst.device != device:
+                raise BindError(f"the destination's table lies on cuda:{dst.device}: expected cuda:{device}")
+            batch.dst_table_device = dst.device_address
+        with nogil:
+            status = kvbm_launch(self.index, &self.args, &batch, device, stream)
+        if status != KVBM_OK:
+            check(status, f"launching {self.kernel} on cuda:{device}")
+
+    def run(self, Table src not None, Table dst not None, const int64_t[::1] src_ids, const int64_t[::1] dst_ids,
+            Py_ssize_t n, int threads=0):
+        """Copy blocks on the host, and return when they are copied.
+
+        Parameters
+        ----------
+        src, dst : Table
+            Base addresses of the two pools, in host memory.
+        src_ids, dst_ids : contiguous int64 array or None
+            As in `launch`.
+        n : int
+            Number of pairs; 0 returns at once.
+        threads : int
+            At most so many threads; 0 takes every core that the process may use.
+
+        Raises
+        ------
+        BindError
+            If the ids do not number n, or the batch is too large for 31-bit indices.
+        """
+        cdef kvbm_batch batch
+        cdef int status
+        if n == 0:
+            return
+        if threads < 0:
+            raise BindError(f"threads: expected 0 (every core) or more, got {threads}")
+        _fill_batch(&batch, src, dst, src_ids, dst_ids, n)
+        with nogil:
+            status = kvbm_run_host(self.index, &self.args, &batch, threads)
+        if status != KVBM_OK:
+            check(status, f"running {self.kernel} on the host")
+
+
+cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner) except -1:
+    cdef int i
+    if len(outer) > KVBM_MAX_OUTER or len(inner) > KVBM_MAX_INNER:
+        raise PlanError(
+            f"a part has {len(outer)} outer and {len(inner)} inner modes: "
+            f"expected at most {KVBM_MAX_OUTER} and {KVBM_MAX_INNER}"
+        )
+    part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset = offsets
+    # Modes that are not used have extent 1 and stride 0, so that a loop over all of them is right too.
+    for i in range(KVBM_MAX_OUTER):
+        extent, src, dst, src_table, dst_table = outer[i] if i < len(outer) else (1, 0, 0, 0, 0)
+        part.outer[i].extent = _divisor(extent)
+        part.outer[i].src, part.outer[i].dst = src, dst
+        part.outer[i].src_table, part.outer[i].dst_table = src_table, dst_table
+    for i in range(KVBM_MAX_INNER):
+        extent, src, dst = inner[i] if i < len(inner) else (1, 0, 0)
+        part.inner[i].extent = _divisor(extent)
+        part.inner[i].src, part.inner[i].dst = src, dst
+    return 0
+
+
+cdef kvbm_div _divisor(extent) except *:
+    if not 1 <= extent <= INDEX_LIMIT:
+        raise PlanError(f"a mode of extent {extent}: expected 1 to {INDEX_LIMIT}")
+    return kvbm_make_div(<uint32_t> extent)
+
+
+cdef int _fill_batch(kvbm_batch *batch, Table src, Table dst, const int64_t[::1] src_ids, const int64_t[::1] dst_ids,
+                     Py_ssize_t n) except -1:
+    if n < 0 or n > INDEX_LIMIT:
+        raise BindError(f"{n} pairs of blocks: expected 0 to {INDEX_LIMIT}")
+    memset(batch, 0, sizeof(kvbm_batch))
+    batch.num_pairs = <uint32_t> n
+    if src_ids is not None:
+        if src_ids.shape[0] != n:
+            raise BindError(f"{src_ids.shape[0]} source ids: expected {n}")
+        batch.src_ids = &src_ids[0]
+        batch.id_bytes = 8
+    if dst_ids is not None:
+        if dst_ids.shape[0] != n:
+            raise BindError(f"{dst_ids.shape[0]} destination ids: expected {n}")
+        batch.dst_ids = &dst_ids[0]
+        batch.id_bytes = 8
+    if src.count == 0 or dst.count == 0:
+        raise BindError(
+            f"{n} pairs of blocks between tables of {src.count} and {dst.count} addresses: expected at least one each"
+        )
+    batch.src_table, batch.dst_table = src.addresses, dst.addresses
+    batch.src_entries, batch.dst_entries = src.count, dst.count
+    return 0
+
+
+# ---- block ids ----------------------------------------------------------------------------------------------------
+
+def check_ids(const int64_t[::1] src_ids, const int64_t[::1] dst_ids, Py_ssize_t n, int64_t src_blocks,
+              int64_t dst_blocks, bint same_pool):
+    """Refuse block ids that are out of range or that would race.
+
+    Parameters
+    ----------
+    src_ids, dst_ids : contiguous int64 array or None
+        None stands for 0 to n-1; an id of -1 on either side skips its pair.
+    n : int
+        Number of pairs.
+    src_blocks, dst_blocks : int
+        Number of blocks of each pool.
+    same_pool : bool
+        Whether both pools share memory: then a block may not be both read and written.
+
+    Raises
+    ------
+    BindError
+        Naming the position, the id and what was expected.
+    """
+    cdef int64_t index = 0, first = 0
+    cdef int found
+    cdef const void *src = NULL
+    cdef const void *dst = NULL
+    if n < 0 or n > INDEX_LIMIT:
+        raise BindError(f"{n} pairs of blocks: expected 0 to {INDEX_LIMIT}")
+    if src_ids is not None and src_ids.shape[0] != n:
+        raise BindError(f"{src_ids.shape[0]} source ids: expected {n}")
+    if dst_ids is not None and dst_ids.shape[0] != n:
+        raise BindError(f"{dst_ids.shape[0]} destination ids: expected {n}")
+    if n == 0:
+        return
+    if src_ids is not None:
+        src = &src_ids[0]
+    if dst_ids is not None:
+        dst = &dst_ids[0]
+    with nogil:
+        found = kvbm_check_ids(src, dst, 8, <uint32_t> n, src_blocks, dst_blocks, same_pool, &index)
+    if found == KVBM_ID_OK:
+        return
+    if found < 0:
+        check(found, f"checking {n} pairs of block ids")
+    src_id = index if src_ids is None else src_ids[index]
+    dst_id = index if dst_ids is None else dst_ids[index]
+    if found == KVBM_ID_SRC_RANGE:
+        raise BindError(f"src_ids[{index}] is {src_id}: {_expected_range(src_blocks)}")
+    if found == KVBM_ID_DST_RANGE:
+        raise BindError(f"dst_ids[{index}] is {dst_id}: {_expected_range(dst_blocks)}")
+    if found == KVBM_ID_DST_TWICE:
+        while dst_ids[first] != dst_id or (src_ids is not None and src_ids[first] == -1):
+            first += 1
+        raise BindError(
+            f"dst_ids[{index}] is {dst_id}, as is dst_ids[{first}]: expected every destination once a batch"
+        )
+    raise BindError(
+        f"src_ids[{index}] is {src_id}, which is also a destination of this batch: expected no block of one pool to be "
+        "both read and written (split the batch)"
+    )
+
+
+cdef str _expected_range(int64_t blocks):
+    if blocks <= 0:
+        return "the pool has no blocks"
+    return f"expected 0 to {blocks - 1} (the pool's blocks), or -1 to skip the pair"
+
+
+# ---- streams ------------------------------------------------------------------------------------------------------
+
+cdef enum StreamKind:
+    HANDLE = 1    # int, or converts losslessly with __index__
+    PROTOCOL      # has __cuda_stream__
+    BINDING       # cuda.bindings: CUstream, cudaStream_t
+    TORCH         # torch.cuda.Stream before 2.10: cuda_stream
+    CUPY          # cupy.cuda.Stream before 14: ptr
+
+cdef dict _kind_of = {}  # type -> StreamKind
+
+
+cdef int _stream_kind(stream) except -1:
+    kind = type(stream)
+    root = str(kind.__module__).partition(".")[0]
+    # bool is an int, and None of this: passing True is a mistake.
+    if isinstance(stream, bool) or stream is None:
+        pass
+    elif isinstance(stream, int):
+        return HANDLE
+    elif hasattr(kind, "__cuda_stream__"):
+        return PROTOCOL
+    elif root == "cuda" and hasattr(kind, "__int__"):
+        return BINDING
+    elif root == "torch" and hasattr(kind, "cuda_stream"):
+        return TORCH
+    elif root == "cupy" and hasattr(stream, "ptr"):
+        return CUPY
+    elif root == "numpy" and hasattr(kind, "__index__") and getattr(stream, "shape", None) == ():
+        return HANDLE
+    raise TypeError(
+        f"stream: expected an int handle, an object with __cuda_stream__ (cuda.core, torch, CuPy) or a handle of "
+        f"cuda.bindings, got {kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def stream_handle(stream):
+    """Handle of a CUDA stream as an int.
+
+    Parameters
+    ----------
+    stream : int or object
+        A handle; an object with ``__cuda_stream__`` (cuda.core, torch, CuPy); or a handle of cuda.bindings.  The caller
+        keeps it alive for as long as the handle is used.
+
+    Returns
+    -------
+    int
+        0 is the legacy default stream.
+
+    Raises
+    ------
+    TypeError
+        If it is none of these, or its protocol's version is not 0.
+    BindError
+        If the handle is not a 64-bit unsigned integer.
+
+    Examples
+    --------
+    >>> stream_handle(2)
+    2
+    """
+    kind = _kind_of.get(type(stream))
+    if kind is None:
+        kind = _stream_kind(stream)
+        _kind_of[type(stream)] = kind
+    if kind == PROTOCOL:
+        answer = stream.__cuda_stream__()
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise TypeError(f"stream: expected __cuda_stream__() to return (0, handle), got {answer!r}")
+        version, handle = answer
+        if version != 0:
+            raise TypeError(f"stream: expected version 0 of the __cuda_stream__ protocol, got {version!r}")
+        handle = int(handle)
+    elif kind == TORCH:
+        handle = int(stream.cuda_stream)
+    elif kind == CUPY:
+        handle = int(stream.ptr)
+    else:
+        handle = int(stream)
+    if not 0 <= handle < 1 << 64:
+        raise BindError(f"stream: expected a handle of 64 bits, got {handle}")
+    return handle
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not None, sizes, int mode, int device,
+                 uint64_t stream):
+    """Copy many ranges of bytes with the driver's copy engines, ordered by the stream, not waited for.
+
+    Parameters
+    ----------
+    dst, src : contiguous uint64 array
+        Addresses, device or pinned host memory.
+    sizes : contiguous uint64 array or int
+        Bytes of each copy, or of every copy.
+    mode : int
+        0: one batched call where the driver and the stream allow it, else one call a copy; 1: one call a copy;
+        2: batched, or an error.
+    device : int
+        CUDA device ordinal.
+    stream : int
+        Handle of the stream.
+
+    Returns
+    -------
+    int
+        The mode that ran: 1 or 2.
+
+    Raises
+    ------
+    BindError
+        If the arrays differ in length.
+    CudaError
+        If a copy is refused; with mode 2, also where the driver has no batched copies or the stream is the legacy
+        default.
+    """
+    cdef Py_ssize_t count = dst.shape[0]
+    cdef const uint64_t[::1] each
+    cdef const uint64_t *size_of = NULL
+    cdef uint64_t size = 0
+    cdef int status, used = mode
+    if mode < 0 or mode > 2:
+        raise BindError(f"mode: expected 0, 1 or 2, got {mode}")
+    if src.shape[0] != count:
+        raise BindError(f"{src.shape[0]} source addresses: expected {count}, one a destination")
+    if isinstance(sizes, int):
+        size = sizes
+    else:
+        each = sizes
+        if each.shape[0] != count:
+            raise BindError(f"{each.shape[0]} sizes: expected {count}, one a destination")
+        if count:
+            size_of = &each[0]
+    if count == 0:
+        return 2 if mode == 2 else 1
+    with nogil:
+        status = kvbm_memcpy_batch(&dst[0], &src[0], size_of, size, count, mode, device, stream, &used)
+    check(status, f"copying {count} ranges on cuda:{device}")
+    return used
+
+
+def alloc_device(int device, uint64_t nbytes):
+    """Allocate device memory, aligned to 256 bytes and uninitialised; returns its address."""
+    cdef uint64_t address = 0
+    cdef int status
+    with nogil:
+        status = kvbm_alloc_device(device, nbytes, &address)
+    check(status, f"allocating {nbytes} bytes on cuda:{device}")
+    return address
+
+
+def free_device(int device, uint64_t address):
+    """Free memory of `alloc_device`; waits for work that may still use it.  Address 0 is nothing to free."""
+    cdef int status
+    with nogil:
+        status = kvbm_free_device(device, address)
+    check(status, f"freeing memory on cuda:{device}")
+
+
+def upload(int device, uint64_t dst, const unsigned char[::1] data not None):
+    """Copy host bytes to device memory, and return when they are there.
+
+    It does not wait for other streams: order it yourself against work that uses the same memory.
+    """
+    cdef uint64_t nbytes = data.shape[0]
+    cdef int status
+    if nbytes == 0:
+        return
+    with nogil:
+        status = kvbm_upload(device, dst, &data[0], nbytes)
+    check(status, f"uploading {nbytes} bytes to cuda:{device}")
+
+
+def synchronize(int device, uint64_t stream=0):
+    """Wait until everything on a stream is done; raises what failed on it."""
+    cdef int status
+    with nogil:
+        status = kvbm_synchronize(device, stream)
+    check(status, f"waiting for a stream of cuda:{device}")
+
+
+# ---- the machine --------------------------------------------------------------------------------------------------
+
+def driver_version():
+    """CUDA version of the driver, e.g. 13000 for 13.0.
+
+    Looks the driver up without starting CUDA: safe before a fork.
+
+    Raises
+    ------
+    CudaUnavailableError
+        If there is no driver.
+    """
+    cdef int version = 0, status
+    with nogil:
+        status = kvbm_driver_version(&version)
+    check(status, "looking for the NVIDIA driver")
+    return version
+
+
+def has_memcpy_batch():
+    """Whether the driver has batched copies (CUDA 12.8 or later).  False without a driver; safe before a fork."""
+    cdef int found
+    with nogil:
+        found = kvbm_has_memcpy_batch()
+    return found != 0
+
+
+def device_count():
+    """Number of GPUs that this process may use.
+
+    Raises
+    ------
+    CudaUnavailableError
+        If there is no driver or no GPU.
+    """
+    cdef int count = 0, status
+    with nogil:
+        status = kvbm_device_count(&count)
+    check(status, "counting GPUs")
+    return count
+
+
+def device_info(int device):
+    """What the driver says about a GPU.
+
+    Returns
+    -------
+    dict
+        ``name`` (str), ``capability`` (major, minor), ``sms`` (multiprocessors), ``memory`` (bytes).
+    """
+    cdef char name[256]
+    cdef int major = 0, minor = 0, sms = 0, status
+    cdef uint64_t memory = 0
+    memset(name, 0, sizeof(name))
+    with nogil:
+        status = kvbm_device_info(device, name, sizeof(name) - 1, &major, &minor, &sms, &memory)
+    check(status, f"asking about cuda:{device}")
+    return {
+        "name": (<bytes> (<char *> name)).decode("utf-8", "replace"),
+        "capability": (major, minor),
+        "sms": sms,
+        "memory": memory,
+    }
+
+
+def pointer_device(uint64_t address):
+    """Device that an address lies on: its ordinal, -1 for ordinary host memory, -2 for pinned host memory."""
+    cdef int device = -1, status
+    with nogil:
+        status = kvbm_pointer_device(address, &device)
+    check(status, f"asking where address {address:#x} lies")
+    return device

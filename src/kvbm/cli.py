@@ -1,0 +1,535 @@
+"""The command line: ``kvbm layouts | show | check | plan | codegen | convert | doctor | demo``.
+
+Commands parse, call the library and print; what they know, they know from there. Every error that kvbm raises on
+purpose ends as one message on stderr and its class's exit code; ``KVBM_DEBUG=1`` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import spec
+from .errors import BindError, BuildError, KvbmError, LayoutError
+from .layout import AXES, Layout
+from .shapes import BlockShape, load_shape, shapes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .pool import Pool
+
+_CHUNK_BYTES = 64 << 20  # `convert` moves this much between two steps of its progress bar
+
+
+class _Group(click.Group):
+    """A group whose commands may raise `KvbmError`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error of ours becomes a message and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except (KvbmError, OSError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise  # click knows what to do
+            if os.environ.get("KVBM_DEBUG", "0") not in {"", "0"}:
+                traceback.print_exc()
+            _print_error(error)
+            return ctx.exit(error.exit_code if isinstance(error, KvbmError) else 1)
+
+
+def _print_error(error: Exception) -> None:
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, KvbmError):
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
+    if isinstance(error, BuildError):
+        for extra in filter(None, (error.command, error.log)):
+            click.echo(extra, err=True)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _complete_layout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
+    return [name for name in spec.layouts() if name.startswith(incomplete)]
+
+
+def _complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
+    return [name for name in shapes() if name.startswith(incomplete)]
+
+
+def _layout_argument(name: str) -> Callable[[Any], Any]:
+    return click.argument(name, shell_complete=_complete_layout)
+
+
+def _layout_option(*names: str, **rest: Any) -> Callable[[Any], Any]:
+    return click.option(*names, metavar="LAYOUT", shell_complete=_complete_layout, **rest)
+
+
+def _shape_option(*, required: bool = True) -> Callable[[Any], Any]:
+    return click.option(
+        "--shape",
+        "shape_text",
+        required=required,
+        metavar="SHAPE",
+        shell_complete=_complete_shape,
+        help="A preset (llama-3.1-8b, llama-3.1-70b/tp8), a preset with changes "
+        "(llama-3.1-8b,nt=32,dtype=float8_e4m3fn), or all sizes (nl=2,no=2,nh=4,nt=16,hd=32,dtype=float16).",
+    )
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="kvbm-layouts", prog_name="kvbm")
+def main() -> None:
+    """Describe KV-cache block layouts, and convert blocks between them.
+
+    A LAYOUT is a name that `kvbm layouts` prints, or the path of a .yaml file.
+    """
+
+
+# ---- looking --------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+def layouts() -> None:
+    """List the shipped layouts."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from .draw import table_box
+
+    console = _console()
+    table = Table(box=table_box(console), header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("name", style="bold", no_wrap=True)
+    if wide := console.width >= 110:
+        table.add_column("order", no_wrap=True)
+        table.add_column("title", style="dim")
+    else:
+        table.add_column("order, title")
+    table.add_column("fingerprint", style="dim", no_wrap=True)
+    for layout in spec.load_dir(spec.layouts_dir()):
+        orders = [str(order) for order in layout.orders]
+        order = Text(orders[0] if len(orders) == 1 else f"k: {orders[0]}\nv: {orders[1]}")
+        about = (order, Text(layout.title)) if wide else (order.append(f"\n{layout.title}", "dim"),)
+        table.add_row(layout.name, *about, layout.fingerprint)
+    console.print(table)
+
+
+@main.command()
+@_layout_argument("name")
+@_shape_option()
+@click.option("--num-blocks", default=1024, show_default=True, help="Blocks in the pool.")
+def show(name: str, shape_text: str, num_blocks: int) -> None:
+    """Draw a layout: what is allocated, how the axes nest, which bytes lie together."""
+    from . import draw
+
+    draw.show(_console(), spec.load(name).resolve(load_shape(shape_text), num_blocks), shape_text)
+
+
+@main.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path), metavar="FILE...")
+@click.option("--shape", "shape_texts", multiple=True, metavar="SHAPE", help="Must be legal here (may be repeated).")
+def check(files: tuple[Path, ...], shape_texts: tuple[str, ...]) -> None:
+    """Check layout files: their text, and that they are one-to-one at the shipped shapes that fit them.
+
+    Prints every error with its file and line, and ends with the exit code of the first. A folder stands for every .yaml
+    file in it.
+    """
+    wanted = [(text, load_shape(text)) for text in shape_texts]
+    shipped = {layout.fingerprint: layout.name for layout in reversed(spec.load_dir(spec.layouts_dir()))}
+    errors: list[KvbmError] = []
+    for path in _yaml_files(files):
+        try:
+            layout = spec.load(path if path.suffix in {".yaml", ".yml"} else _not_yaml(path))
+            notes = list(_check_legality(layout, wanted))
+        except KvbmError as error:
+            errors.append(error)
+            _print_error(error)
+            continue
+        alias = shipped.get(layout.fingerprint)
+        if alias is not None and not layout.file.startswith("layouts/"):
+            notes.insert(0, f"means the same as the shipped layout {alias!r}")
+        click.echo(f"{click.style('ok', fg='green')}  {path}: {layout.order_text}  ({layout.fingerprint})")
+        for note in notes:
+            click.echo(f"    {note}")
+    if errors:
+        sys.exit(errors[0].exit_code)
+
+
+def _yaml_files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from (file for file in sorted(path.rglob("*.yaml")) if file.relative_to(path).parts[0] != "shapes")
+        else:
+            yield path
+
+
+def _not_yaml(path: Path) -> Path:
+    raise spec.SpecError(f"{path}: expected a file that ends in .yaml")
+
+
+def _check_legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) -> Iterator[str]:
+    """Yield notes. Raises where the layout is illegal for a wanted shape, or for every shipped one that fits."""
+    for _, shape in wanted:
+        layout.resolve(shape, 1024)
+    present = {axis for order in layout.orders for term in order.terms for axis in term.axes}
+    absent = [axis for axis in AXES if axis not in present]
+    shipped = [(name, load_shape(name)) for name in shapes()]
+    fitting = [(name, shape) for name, shape in shipped if all(shape.sizes.get(axis) == 1 for axis in absent)]
+    if not fitting:
+        if not wanted:
+            yield f"no shipped shape fits (it has no axis {', '.join(map(repr, absent))}): give one with --shape"
+        return
+    reasons: dict[str, list[str]] = {}
+    failed: LayoutError | None = None
+    for name, shape in fitting:
+        try:
+            layout.resolve(shape, 1024)
+        except LayoutError as error:
+            failed = failed or error
+            reasons.setdefault(re.sub(r" \(at [^()]*\)$", "", str(error)), []).append(name)
+    legal = len(fitting) - sum(map(len, reasons.values()))
+    if failed is not None and legal == 0 and not wanted:
+        raise failed
+    yield f"one-to-one at {legal} of {len(fitting)} shipped shapes"
+    for reason, names in reasons.items():
+        yield f"not at {', '.join(names)}: {reason}"
+
+
+@main.command()
+@_layout_argument("src")
+@_layout_argument("dst")
+@_shape_option()
+@click.option("--num-blocks", default=1024, show_default=True, help="Blocks in each pool.")
+def plan(src: str, dst: str, shape_text: str, num_blocks: int) -> None:
+    """Print how blocks get from SRC to DST: the loop nest, the kernel, and why."""
+    from . import planner
+
+    made = planner.plan(spec.load(src), spec.load(dst), load_shape(shape_text), num_blocks=num_blocks)
+    click.echo(str(made))
+    click.echo()
+    width = min(_console().width, 100)
+    for paragraph in made.explain().splitlines():
+        click.echo(click.wrap_text(paragraph, width=width))
+
+
+# ---- making ---------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option(
+    "--layouts",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of layouts; the shipped ones by default.",
+)
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write to.")
+@click.option("--check", "only_check", is_flag=True, help="Write nothing; exit with 1 if a file differs.")
+def codegen(folder: Path | None, out: Path, only_check: bool) -> None:
+    """Write the CUDA and C++ sources of the kernels that convert between any two of the layouts."""
+    from . import codegen as generator
+
+    files = generator.generate(spec.load_dir(folder) if folder else None)
+    if only_check:
+        differences = generator.check(files, out)
+        for difference in differences:
+            click.echo(difference)
+        click.echo(f"{len(files)} files, " + (f"{len(differences)} differ" if differences else "all as generated"))
+        if differences:
+            sys.exit(1)
+        return
+    written = generator.write(files, out)
+    for path in written:
+        click.echo(path)
+    click.echo(f"{len(files)} files in {out}, {len(written)} written, {len(files) - len(written)} as they were")
+
+
+@main.command()
+@click.argument("source", metavar="IN", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("target", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path))
+@_layout_option("--from", "src_name", help="Layout of IN; needed if IN does not say.")
+@_layout_option("--to", "dst_name", required=True, help="Layout of OUT.")
+@_shape_option(required=False)
+@click.option("--num-blocks", type=click.IntRange(1), help="Blocks in IN; needed if neither IN nor its size says.")
+@click.option("--device", default="cpu", show_default=True, help="Where to convert: cpu or cuda:N.")
+@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+def convert(
+    source: Path,
+    target: Path,
+    src_name: str | None,
+    dst_name: str,
+    shape_text: str | None,
+    num_blocks: int | None,
+    device: str,
+    force: bool,
+) -> None:
+    """Convert a safetensors file of blocks from one layout to another.
+
+    A file holds one tensor an allocation, alloc_00000, alloc_00001, … in table order; layout, fingerprint and shape are
+    in its metadata. Both files are memory-mapped; OUT appears whole or not at all.
+    """
+    from . import store
+
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    if match is None:
+        raise click.BadParameter(f"expected cpu or cuda:N, got {device!r}", param_hint="--device")
+    if target.exists():
+        if source.samefile(target):
+            raise click.UsageError(f"IN and OUT are the same file: {source}")
+        if not force:
+            raise click.UsageError(f"{target} is already there: --force replaces it")
+    stored = store.read(source)
+    src = stored.pool(_source_layout(stored, src_name), load_shape(shape_text) if shape_text else None, num_blocks)
+    dst_layout = spec.load(dst_name)
+    step = min(max(1, _CHUNK_BYTES // src.shape.nbytes), src.num_blocks)
+    move = _on_host if device == "cpu" else _OnDevice(int(match[1] or 0), src, dst_layout, step)
+    start = time.perf_counter()
+    with store.create(target, dst_layout, src.shape, src.num_blocks, force=force) as dst:
+        _in_steps(f"{src.layout.name} → {dst_layout.name}", src, dst, step, move)
+    seconds = time.perf_counter() - start
+    nbytes = src.num_blocks * src.shape.nbytes
+    click.echo(
+        f"{source} ({src.layout.name}) → {target} ({dst_layout.name}): {src.num_blocks:,} blocks, "
+        f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.2f} GB/s, on {device}"
+    )
+
+
+def _source_layout(stored: Any, name: str | None) -> Layout:
+    if name is not None:
+        return spec.load(name)
+    if stored.layout_name is None:
+        raise BindError(f"{stored.path}: the file does not say which layout it is in: give --from")
+    try:
+        return spec.load(stored.layout_name)
+    except KvbmError:
+        raise BindError(
+            f"{stored.path}: the file is in layout {stored.layout_name!r} ({stored.metadata.get('kvbm.order', '?')}), "
+            "which is not a shipped one: give its .yaml file with --from"
+        ) from None
+
+
+_Move = Callable[["Pool", "Pool", range], None]
+
+
+def _in_steps(title: str, src: Pool, dst: Pool, step: int, move: _Move) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=src.num_blocks * src.shape.nbytes)
+        for first in range(0, src.num_blocks, step):
+            ids = range(first, min(first + step, src.num_blocks))
+            move(src, dst, ids)
+            progress.advance(task, len(ids) * src.shape.nbytes)
+
+
+def _on_host(src: Pool, dst: Pool, ids: range) -> None:
+    from .transfer import convert as convert_blocks
+
+    convert_blocks(src, dst, list(ids), list(ids))
+
+
+class _OnDevice:
+    """Converts on a GPU, some blocks at a time: they travel in small pools of the same two layouts."""
+
+    def __init__(self, device: int, src: Pool, dst_layout: Layout, num_blocks: int) -> None:
+        from .pool import Pool
+
+        self.device = device
+        both = (src.layout, dst_layout)
+        self.far = [Pool.allocate(layout, src.shape, num_blocks, f"cuda:{device}") for layout in both]
+        self.near = [Pool.allocate(layout, src.shape, num_blocks, "cpu") for layout in both]
+
+    def __call__(self, src: Pool, dst: Pool, ids: range) -> None:
+        from .transfer import convert as convert_blocks
+
+        here = list(range(len(ids)))
+        convert_blocks(src, self.near[0], list(ids), here)
+        self.copy(self.near[0], self.far[0])
+        convert_blocks(*self.far, here, here, stream=0)
+        self.copy(self.far[1], self.near[1])
+        convert_blocks(self.near[1], dst, here, list(ids))
+
+    def copy(self, src: Pool, dst: Pool) -> None:
+        """Copy every allocation across, and wait."""
+        import numpy as np
+
+        from . import _core
+
+        sizes = np.array([allocation.nbytes for allocation in src.resolved.allocations], np.uint64)
+        _core.memcpy_batch(dst.addresses, src.addresses, sizes, 1, self.device, 0)
+        _core.synchronize(self.device, 0)
+
+
+# ---- the machine ----------------------------------------------------------------------------------------------------
+
+
+@main.command()
+def doctor() -> None:
+    """Tell what is here: the extension, its kernels, the driver, the GPUs; and what to do about what is missing."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console = _console()
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    exit_code = 0
+    styles = {"ok": "green", "note": "yellow", "missing": "red", "": ""}
+    for mark, what, text in _findings():
+        table.add_row(Text(mark, styles[mark]), what, Text(text))
+        if mark == "missing" and what == "extension":
+            exit_code = BuildError.exit_code
+    console.print(table)
+    sys.exit(exit_code)
+
+
+def _findings() -> Iterator[tuple[str, str, str]]:
+    yield "ok", "kvbm", f"{_version('kvbm-layouts') or 'not installed, run from a checkout'}, {Path(__file__).parent}"
+    yield "ok", "python", f"{platform.python_version()} ({sys.platform}, {platform.machine()}, {os.cpu_count()} cores)"
+    yield "ok", "layouts", f"{len(spec.layouts())} in {spec.layouts_dir()}"
+    if _version("kvbm"):
+        yield (
+            "missing",
+            "conflict",
+            f"another distribution called 'kvbm' ({_version('kvbm')}) is installed under the same import name: "
+            "pip uninstall kvbm, then reinstall kvbm-layouts",
+        )
+    build = _build_info()
+    try:
+        from . import _core
+    except ImportError as error:
+        yield "missing", "extension", f"kvbm._core does not import ({error}): pip install . (needs a C++ compiler)"
+        yield from _compiler()
+        yield from _packages()
+        return
+    names = _core.kernel_names()
+    yield "ok", "extension", f"{len(names)} kernels for the CPU"
+    targets = str(build.get("targets") or "")
+    if _core.num_images():
+        built = f"{targets or 'targets unknown'}, nvcc {build.get('nvcc') or 'unknown'}"
+        yield "ok", "CUDA kernels", f"{len(names)} kernels in {_core.num_images()} images: {built}"
+    else:
+        why = build.get("why_not") or "built without CUDA"
+        yield "missing", "CUDA kernels", f"stubs: a GPU call raises, everything else works ({why})"
+        yield from _compiler()
+    yield from _gpus(_core, targets, str(build.get("nvcc") or ""))
+    yield from _packages()
+
+
+def _gpus(core: Any, targets: str, nvcc: str) -> Iterator[tuple[str, str, str]]:
+    try:
+        version = core.driver_version()
+    except KvbmError as error:
+        yield "missing", "driver", str(error)
+        return
+    yield "ok", "driver", f"CUDA {version // 1000}.{version % 1000 // 10}"
+    if nvcc and version // 1000 < int(nvcc.partition(".")[0]):
+        yield "note", "", f"the kernels were built with nvcc {nvcc}: update the driver if they do not load"
+    try:
+        count = core.device_count()
+        if not count:
+            yield "missing", "GPU", "none visible (CUDA_VISIBLE_DEVICES hides some?): conversions run on the CPU"
+        for index in range(count):
+            info = core.device_info(index)
+            major, minor = info["capability"]
+            text = f"{info['name']}, sm_{major}{minor}, {info['sms']} SMs, {info['memory'] / 2**30:.0f} GiB"
+            if targets and not _runs_on(targets, major, minor):
+                rebuild = f"rebuild with CUDA_ARCHS={major}{minor} pip install ."
+                yield "missing", f"cuda:{index}", f"{text}; no kernel image for it: {rebuild}"
+            else:
+                yield "ok", f"cuda:{index}", text
+        batch = core.has_memcpy_batch()
+        text = "in the driver" if batch else "not in this driver (CUDA 12.8 has it): one copy a call"
+        yield "ok" if batch else "note", "batched memcpy", text
+    except KvbmError as error:
+        yield "missing", "GPU", str(error)
+
+
+def _runs_on(targets: str, major: int, minor: int) -> bool:
+    """Whether a cubin of the same major and no later minor is there, or PTX that is no newer."""
+    for kind, number in re.findall(r"(sm|compute)_(\d+)", targets):
+        its = (int(number[:-1]), int(number[-1]))
+        if (its[0] == major and its[1] <= minor) or (kind == "compute" and its <= (major, minor)):
+            return True
+    return False
+
+
+def _compiler() -> Iterator[tuple[str, str, str]]:
+    from . import nvcc
+
+    try:
+        compiler = nvcc.find()
+        what = "reinstall kvbm-layouts and the CUDA kernels are built"
+        yield "note", "nvcc", f"{compiler.version} is here ({compiler.origin}): {what}"
+    except KvbmError as error:
+        yield "note", "nvcc", str(error)
+
+
+def _packages() -> Iterator[tuple[str, str, str]]:
+    for name, what in (
+        ("numpy", "needed"),
+        ("cuda-core", "streams"),
+        ("cuda-bindings", "streams"),
+        ("torch", "its tensors are taken; the demo"),
+        ("cupy", "its arrays are taken"),
+        ("transformers", "the demo"),
+    ):
+        version = _version(name) or next(filter(None, map(_version, _OTHER_NAMES.get(name, ()))), None)
+        yield ("ok" if version else "missing" if what == "needed" else ""), name, version or f"not installed ({what})"
+
+
+_OTHER_NAMES = {"cupy": ("cupy-cuda13x", "cupy-cuda12x")}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _build_info() -> dict[str, Any]:
+    """Return what the build wrote beside the extension."""
+    try:
+        info = json.loads(Path(__file__).with_name("_build.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+@main.command()
+@click.option("--device", help="cpu or cuda:N; by default the first GPU if there is one.")
+@click.option("--seed", default=0, show_default=True, help="For weights, prompt and block ids.")
+def demo(device: str | None, seed: int) -> None:
+    """Convert a real model's KV cache through three layouts and carry on generating, bit for bit.
+
+    Exits with 1 if a logit differs in a bit. Needs torch and transformers: pip install 'kvbm-layouts[demo]'.
+    """
+    from . import demo as demonstration
+
+    if not demonstration.run(_console(), device=device, seed=seed):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Which kernels to build, and their text: CUDA for the GPU and C++ for the host, from the same list.
+
+Pure and deterministic: the same layouts give the same bytes.  The generated files only instantiate the templates of
+``cuda/permute.cuh``; whatever one would debug is written there by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from string import Template
+
+from .errors import LayoutError, PlanError, SpecError
+from .layout import Layout
+from .planner import MAX_INNER, MAX_OUTER, WIDEST, Form, plan
+from .shapes import BlockShape
+from .spec import layouts_dir, load_dir
+
+__all__ = ["check", "cuda_dir", "generate", "kernels", "write"]
+
+#: nvcc costs 0.2 s a file and architecture before the first kernel, so there are few files.
+_FILES = 8
+
+_WORDS = (16, 8, 4, 2, 1)
+
+#: Sizes that no axis shares, so that nothing merges by accident.
+_GENERIC = {"l": 3, "o": 2, "h": 5, "t": 7, "d": 11}
+
+Pair = tuple[str, str]
+
+
+def cuda_dir() -> Path:
+    """Folder of ``kvbm.h``, ``permute.cuh`` and the template: beside the module in a wheel, else at the checkout's root."""
+    here = Path(__file__).resolve().parent
+    for candidate in (here / "cuda", here.parents[1] / "cuda"):
+        if (candidate / "kernels.cu.in").is_file():
+            return candidate
+    raise SpecError(f"the CUDA sources are missing: expected the folder {here / 'cuda'}; reinstall kvbm-layouts")
+
+
+# ---- which kernels -------------------------------------------------------------------------------------------------
+
+
+def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
+    """Every kernel that converting between these layouts can ask for.
+
+    Parameters
+    ----------
+    layouts : sequence of Layout
+        All ordered pairs are planned, at sizes where each axis is one, just fills its splits, or is larger.
+
+    Returns
+    -------
+    dict
+        Kernel name → the pairs that use it at 16-byte alignment; sorted.
+    """
+    found: dict[str, set[Pair]] = {}
+
+    def add(name: str, pair: Pair | None = None) -> None:
+        found.setdefault(name, set()).update([pair] if pair else [])
+
+    for src, dst in itertools.product(layouts, repeat=2):
+        pair = (src.name, dst.name)
+        for shape in _shapes(src, dst):
+            try:
+                # Different numbers of blocks, so that strides that depend on them do not agree by accident.
+                made = plan(src, dst, shape, num_blocks=(13, 17))
+            except (LayoutError, PlanError):
+                continue  # not legal at this shape; whoever asks for the pair is told so
+            for form in made.forms():
+                for variant in _variants(form):
+                    add(variant.name)
+                add(form.name, pair)
+            if len(made.parts) == 2:
+                add("__".join(form.name for form in made.forms()), pair)
+    for word in _WORDS:
+        add(Form("rows", MAX_OUTER, MAX_INNER, 0, word).name)  # any loop nest at all
+    return {name: sorted(found[name]) for name in sorted(found)}
+
+
+def _shapes(src: Layout, dst: Layout) -> Iterator[BlockShape]:
+    """Small shapes with every combination of axes of one, axes that just fill their splits, and larger ones."""
+    terms = [term for layout in (src, dst) for order in layout.orders for term in order.terms]
+    choices: list[list[int]] = []
+    for axis, generic in _GENERIC.items():
+        splits = math.lcm(*(size for term in terms if axis in term.axes for _, size, _ in term.steps))
+        choices.append([1, splits, generic * splits])
+    # Where K and V share a launch, what is joined depends on whether whole words of tokens can be turned, and on the width.
+    joined = max(len(src.orders), len(dst.orders)) == 2
+    dtypes = ("uint8", "bfloat16", "float32", "float64") if joined else ("bfloat16",)
+    if joined:
+        for sizes in choices[2:]:
+            sizes.append(WIDEST * sizes[-1])
+    choices = [sorted(set(sizes)) for sizes in choices]
+    for nl, no, nh, nt, hd in itertools.product(*choices):
+        for dtype in dtypes:
+            yield BlockShape(nl, no, nh, nt, hd, dtype)
+
+
+def _variants(form: Form) -> Iterator[Form]:
+    """The same structure for every element size and alignment."""
+    if form.kind == "tile":
+        for element in _WORDS:
+            for word in {WIDEST, element}:
+                yield Form("tile", form.outer, form.inner, element, word)
+    # Bases that are not aligned to an element: the words narrow, and the tile becomes rows.
+    inner = form.inner + 3 if form.kind == "tile" else form.inner
+    for word in _WORDS:
+        yield Form("copy" if form.kind == "copy" else "rows", form.outer, inner, 0, word)
+
+
+# ---- their text ----------------------------------------------------------------------------------------------------
+
+
+def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
+    """The source files of the kernels for these layouts.
+
+    Parameters
+    ----------
+    layouts : sequence of Layout, optional
+        The shipped ones where it is not given.
+
+    Returns
+    -------
+    dict
+        File name → text: ``kernels_00.cu`` … (GPU), ``kernels_host.cpp`` (CPU, and the table of all kernels),
+        ``manifest.txt`` (kernel, file, pairs).
+    """
+    chosen = list(layouts) if layouts is not None else load_dir(layouts_dir())
+    names = kernels(chosen)
+    # Tiles are the costly ones: dealing sorted names like cards spreads them evenly over the files.
+    images = {name: index % min(_FILES, len(names)) for index, name in enumerate(names)}
+    template = Template((cuda_dir() / "kernels.cu.in").read_text(encoding="utf-8"))
+    files: dict[str, str] = {}
+    for image in sorted(set(images.values())):
+        file = f"kernels_{image:02}.cu"
+        mine = [name for name in names if images[name] == image]
+        text = "\n".join(_comment(name, names[name]) + f"KVBM_KERNEL({name}, {_types(name)})\n" for name in mine)
+        files[file] = template.substitute(file=file, layouts=len(chosen), kernels=text.rstrip("\n"))
+    files["kernels_host.cpp"] = _host(names, images)
+    files["manifest.txt"] = "".join(
+        f"{name}\tkernels_{images[name]:02}.cu\t{', '.join(f'{src} → {dst}' for src, dst in pairs)}".rstrip() + "\n"
+        for name, pairs in names.items()
+    )
+    return files
+
+
+def _types(name: str) -> str:
+    """Template arguments of a kernel."""
+    types = []
+    for form in Form.parse(name):
+        if form.kind == "tile":
+            types.append(f"Tile<{form.outer}, {form.inner}, {form.element}, {form.word}>")
+        else:
+            types.append(f"Rows<{form.outer}, {form.inner}, {form.word}>")
+    return ", ".join(types)
+
+
+def _comment(name: str, pairs: Sequence[Pair]) -> str:
+    lines = []
+    for label, form in zip(("K: ", "V: "), Form.parse(name), strict=False):
+        loops = ["pair", *(f"chunk{k}" for k in reversed(range(form.outer)))]
+        if form.kind == "tile":
+            loops += [f"rest{k}" for k in reversed(range(form.inner))]
+            square = WIDEST // form.element if form.word > form.element else 1
+            turned = f" by {square} x {square} elements in registers" if square > 1 else ""
+            inside = f"turn B x A, elements of {form.element} B, words of {form.word} B{turned}"
+        else:
+            loops += [f"row{k}" for k in reversed(range(1, form.inner))]
+            inside = f"copy a run of {form.word}-byte words"
+        lines.append(f"// {label if '__' in name else ''}for {', '.join(loops)}: {inside}")
+    if pairs:
+        shown = ", ".join(f"{src} -> {dst}" for src, dst in pairs[:3])
+        more = f" and {len(pairs) - 3} more pairs" if len(pairs) > 3 else ""
+        lines.append(f"// {shown}{more}")
+    return "\n".join(lines) + "\n"
+
+
+def _host(names: Mapping[str, Sequence[Pair]], images: Mapping[str, int]) -> str:
+    rows = "\n".join(f"  KVBM_KERNEL({name}, {images[name]}, {len(Form.parse(name))}, {_types(name)})" for name in names)
+    return (
+        "// kernels_host.cpp: written by `kvbm codegen`; an edit is lost with the next build.\n"
+        "// The same kernels for the host, and the table through which both are found.\n"
+        '#include "permute.cuh"\n\nusing namespace kvbm;\n\n'
+        f'extern "C" const kvbm_kernel kvbm_kernels[] = {{\n{rows}\n}};\n\n'
+        f'extern "C" const int32_t kvbm_num_kernels = {len(names)};\n'
+    )
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def write(files: Mapping[str, str], out_dir: str | Path) -> list[Path]:
+    """Write generated files; untouched where nothing changed, never half-written.
+
+    Returns
+    -------
+    list of Path
+        The files that were written or removed (generated files of an earlier run that are no longer made).
+    """
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    changed = []
+    for name, text in files.items():
+        path = folder / name
+        if path.is_file() and path.read_bytes() == text.encode():
+            continue
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(text.encode())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+        changed.append(path)
+    for path in _stale(files, folder):
+        path.unlink()
+        changed.append(path)
+    return changed
+
+
+def check(files: Mapping[str, str], out_dir: str | Path) -> list[str]:
+    """What `write` would change: one sentence a file, none where all is as it should be."""
+    folder = Path(out_dir)
+    problems = []
+    for name, text in files.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{path}: missing")
+        elif path.read_bytes() != text.encode():
+            problems.append(f"{path}: differs from what the layouts say")
+    return problems + [f"{path}: no layout asks for it" for path in _stale(files, folder)]
+
+
+def _stale(files: Mapping[str, str], folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("kernels_[0-9][0-9].cu") if path.name not in files)

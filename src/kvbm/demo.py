@@ -1,0 +1,449 @@
+"""What ``kvbm demo`` runs: a real model's KV cache goes through three foreign layouts and generation carries on.
+
+1. A transformers Llama (small, seeded random weights, bfloat16) reads a prompt and generates on: the reference.
+2. The cache as it stood after the prompt is converted ``hf/dynamic_cache`` → ``nhd`` → ``universal`` →
+   ``vllm/LBHNC`` → back, through pools whose blocks lie at random ids. Then every source is overwritten with NaN:
+   nothing but the converted bytes is left.
+3. A new cache is built from those bytes and the generation continued from it: the logits must have the same bits.
+4. The same once more, with the blocks deliberately read in the wrong layout: the logits must differ, or the check
+   proves nothing.
+5. Bandwidth of each conversion on blocks of a real size, beside a plain copy of as many bytes.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .errors import KvbmError
+from .planner import plan
+from .shapes import BlockShape, load_shape
+from .spec import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+    from rich.console import Console
+
+    from .layout import Layout
+    from .pool import Pool
+
+PATH = ("hf/dynamic_cache", "nhd", "universal", "vllm/LBHNC", "hf/dynamic_cache")
+_PROMPT_TOKENS = 203  # 12 blocks of 16 and a tail of 11, which fills no block
+_NEW_TOKENS = 16
+_BLOCK_TOKENS = 16
+_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # a side; there are two
+_REPEATS = {"cpu": 5, "cuda": 20}
+
+
+class MissingDemoError(KvbmError, ImportError):
+    """The demo's own requirements are not installed."""
+
+    exit_code = 20
+
+
+def run(console: Console, *, device: str | None = None, seed: int = 0) -> bool:
+    """Run the demo and print what happens.
+
+    Parameters
+    ----------
+    console : rich.console.Console
+        Where to print.
+    device : str, optional
+        ``"cpu"`` or ``"cuda:N"``; by default the first GPU if torch and kvbm can both use it, else the CPU.
+    seed : int
+        For the weights, the prompt and the block ids.
+
+    Returns
+    -------
+    bool
+        Whether everything was bit-identical, and the deliberate mistake was not.
+    """
+    with console.status("importing torch and transformers"):
+        torch = _torch()
+    device = device or _default_device(torch)
+    with torch.inference_mode():
+        ok = _roundtrip(console, device, seed)
+        _bandwidth(console, device, seed)
+    if ok:
+        console.print("[bold green]bit-identical[/]: generation carried on from the converted cache")
+    else:
+        console.print("[bold red]NOT bit-identical[/]: this is a bug in kvbm or an unsteady machine; please report it")
+    return ok
+
+
+# ---- the round trip -------------------------------------------------------------------------------------------------
+
+
+def _roundtrip(console: Console, device: str, seed: int) -> bool:
+    import torch
+
+    rng = random.Random(seed)  # noqa: S311  (block ids, not secrets)
+    model, shape = _model(device, seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    prompt = torch.randint(model.config.vocab_size, (1, _PROMPT_TOKENS), generator=torch.Generator().manual_seed(seed))
+    num_blocks, tail = divmod(_PROMPT_TOKENS, shape.nt)
+    console.print(
+        Panel(
+            f"[bold]model[/]   transformers {model.config.model_type}: {shape.nl} layers, "
+            f"{model.config.num_attention_heads} heads, {shape.nh} KV heads of {shape.hd}, "
+            f"{parameters / 1e6:.0f} M random weights, {shape.dtype}\n"
+            f"[bold]prompt[/]  {_PROMPT_TOKENS} tokens = {num_blocks} blocks of {shape.nt}, and a tail of {tail} that "
+            f"stays where it is\n"
+            f"[bold]device[/]  {_device_name(device)}",
+            title="kvbm demo",
+            title_align="left",
+            box=box.ROUNDED if not console.options.ascii_only else box.ASCII,
+        )
+    )
+
+    # The reference: prompt, then generation, uninterrupted.
+    cache = _new_cache()
+    first = _step(model, cache, prompt.to(device))[0]
+    source = [(key.clone(), value.clone()) for key, value in _tensors(cache)]
+    token = first.argmax().view(1, 1)
+    reference, tokens = _generate(model, cache, token)
+    del cache
+
+    # Each pool on the way is twice as large as needed and used in random order.
+    body = num_blocks * shape.nt
+    tails = [(key[:, :, body:].clone(), value[:, :, body:].clone()) for key, value in source]
+    pools = [_hf_pool(source, shape, num_blocks)]
+    ids: list[list[int]] = [list(range(num_blocks))]
+    for name in PATH[1:-1]:
+        pools.append(_empty_pool(load(name), shape, 2 * num_blocks, device))
+        ids.append(rng.sample(range(2 * num_blocks), num_blocks))
+    pools.append(_empty_pool(load(PATH[-1]), shape, num_blocks, device))
+    ids.append(list(range(num_blocks)))
+    for pool in pools[1:]:
+        _poison(pool)
+    for (src, dst), (src_ids, dst_ids) in zip(pairwise(pools), pairwise(ids), strict=True):
+        _print_plan(console, plan(src.layout, dst.layout, shape, num_blocks=(src.num_blocks, dst.num_blocks)))
+        _convert(src, dst, src_ids, dst_ids)
+
+    # The deliberate mistake: the nhd pool's bytes, declared to be hnd.
+    wrong = _empty_pool(load(PATH[0]), shape, num_blocks, device)
+    mistaken = _reinterpret(pools[1], load("hnd"))
+    _convert(mistaken, wrong, ids[1], ids[-1])
+
+    # Nothing is left of the source but the converted bytes and the tail.
+    for key, value in source:
+        key.fill_(float("nan"))
+        value.fill_(float("nan"))
+    for pool in pools[:-1]:
+        _poison(pool)
+
+    continued, continued_tokens = _generate(model, _cache_from(pools[-1], tails), token, tokens)
+    control, _ = _generate(model, _cache_from(wrong, tails), token, tokens)
+    return _print_logits(console, reference, continued, control, tokens, continued_tokens)
+
+
+def _model(device: str, seed: int) -> tuple[Any, BlockShape]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).to(device=device, dtype=torch.bfloat16).eval()
+    shape = BlockShape(
+        nl=config.num_hidden_layers,
+        no=2,
+        nh=config.num_key_value_heads,
+        nt=_BLOCK_TOKENS,
+        hd=config.head_dim,
+        dtype="bfloat16",
+    )
+    return model, shape
+
+
+def _new_cache() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def _tensors(cache: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield a cache's keys and values, layer by layer: (1, nh, tokens, hd) each."""
+    if hasattr(cache, "layers"):
+        for layer in cache.layers:
+            yield layer.keys, layer.values
+    else:  # transformers before 4.54
+        yield from zip(cache.key_cache, cache.value_cache, strict=True)
+
+
+def _step(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+    return logits.clone()
+
+
+def _generate(
+    model: Any, cache: Any, token: torch.Tensor, forced: Sequence[int] | None = None
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Generate greedily; with `forced`, feed those tokens back whatever was chosen, so that runs are comparable."""
+    import torch
+
+    all_logits, chosen = [], []
+    for position in range(_NEW_TOKENS):
+        logits = _step(model, cache, token)[0]
+        all_logits.append(logits)
+        chosen.append(int(logits.argmax()))
+        token = torch.tensor([[chosen[-1] if forced is None else forced[position]]], device=token.device)
+    return all_logits, chosen
+
+
+def _hf_pool(source: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: BlockShape, num_blocks: int) -> Pool:
+    """Bind the cache's whole blocks: ``[l o] h b t d`` is a view of (1, nh, tokens, hd) with tokens = (b t)."""
+    from .pool import Pool
+
+    body = num_blocks * shape.nt
+    tensors = [
+        tensor[0, :, :body].contiguous().view(shape.nh, num_blocks, shape.nt, shape.hd)
+        for pair in source
+        for tensor in pair
+    ]
+    return Pool(load("hf/dynamic_cache"), shape, tensors)
+
+
+def _cache_from(pool: Pool, tails: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Build a transformers cache from a pool in ``hf/dynamic_cache`` and the tokens that filled no block."""
+    import torch
+
+    cache = _new_cache()
+    arrays = [array.view(1, pool.shape.nh, -1, pool.shape.hd) for array in pool.arrays]
+    for layer, (key_tail, value_tail) in enumerate(tails):
+        key, value = arrays[2 * layer : 2 * layer + 2]
+        cache.update(torch.cat([key, key_tail], dim=2), torch.cat([value, value_tail], dim=2), layer)
+    return cache
+
+
+def _empty_pool(layout: Layout, shape: BlockShape, num_blocks: int, device: str) -> Pool:
+    import torch
+
+    from .pool import Pool
+
+    resolved = layout.resolve(shape, num_blocks)
+    dtype = getattr(torch, shape.dtype)
+    return Pool(layout, shape, [torch.empty(a.shape, dtype=dtype, device=device) for a in resolved.allocations])
+
+
+def _reinterpret(pool: Pool, layout: Layout) -> Pool:
+    """Bind the same bytes under another layout with as many allocations: what a guess would have done."""
+    from .pool import Pool
+
+    allocations = layout.resolve(pool.shape, pool.num_blocks).allocations
+    tensors = [array.view(a.shape) for array, a in zip(pool.arrays, allocations, strict=True)]
+    return Pool(layout, pool.shape, tensors)
+
+
+def _poison(pool: Pool) -> None:
+    for array in pool.arrays:
+        array.fill_(float("nan"))
+
+
+def _convert(src: Pool, dst: Pool, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
+    from .transfer import convert
+
+    convert(src, dst, list(src_ids), list(dst_ids))
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    import torch
+
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _print_plan(console: Console, made: Any) -> None:
+    console.print(Text(str(made)))
+    console.print()
+
+
+def _print_logits(
+    console: Console,
+    reference: Sequence[torch.Tensor],
+    continued: Sequence[torch.Tensor],
+    control: Sequence[torch.Tensor],
+    tokens: Sequence[int],
+    continued_tokens: Sequence[int],
+) -> bool:
+    same = [_same_bits(a, b) for a, b in zip(reference, continued, strict=True)]
+    differ = [not _same_bits(a, b) for a, b in zip(reference, control, strict=True)]
+    yes, no = ("yes", "NO")
+    table = Table(title="logits after the prompt", title_justify="left", title_style="bold", box=_table_box(console))
+    table.add_column("token", justify="right")
+    table.add_column("uninterrupted", justify="right")
+    table.add_column("converted cache", justify="right")
+    table.add_column("same bits")
+    table.add_column("nhd read as hnd (must differ)", justify="right")
+    for row in range(len(reference)):
+        if 4 <= row < len(reference) - 1 and same[row] and differ[row]:
+            if row == 4:
+                table.add_row("…", "…", "…", "…", "…", style="dim")
+            continue
+        count = int((reference[row] != control[row]).sum())
+        table.add_row(
+            f"+{row + 1}",
+            f"{float(reference[row].max()):.6f} → {tokens[row]}",
+            f"{float(continued[row].max()):.6f} → {continued_tokens[row]}",
+            f"[green]{yes}[/]" if same[row] else f"[red]{no}[/]",
+            f"{count} of {reference[row].numel()} differ" if differ[row] else "[red]the same![/]",
+        )
+    console.print(table)
+    console.print(
+        f"{sum(same)} of {len(same)} steps bit-identical, {reference[0].numel()} logits each; "
+        f"the wrong layout was noticed in {sum(differ)} of {len(differ)}\n"
+    )
+    return all(same) and all(differ)
+
+
+# ---- bandwidth ------------------------------------------------------------------------------------------------------
+
+
+def _bandwidth(console: Console, device: str, seed: int) -> None:
+    """Time each hop on blocks of llama-3.1-8b at random ids, in turns with a plain copy of the same bytes."""
+    import torch
+
+    kind = device.partition(":")[0]
+    shape = load_shape("llama-3.1-8b")
+    num_blocks = _BYTES[kind] // shape.nbytes
+    if kind == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        num_blocks = min(num_blocks, int(free * 0.4) // shape.nbytes)
+    rng = random.Random(seed)  # noqa: S311  (block ids, not secrets)
+    with _progress(console) as progress:
+        task = progress.add_task("bandwidth: filling memory", total=2 + (len(PATH) - 1) * (_REPEATS[kind] + 1))
+        sides = []
+        for _ in range(2):
+            side = torch.empty(num_blocks * shape.nbytes, dtype=torch.uint8, device=device)
+            side.random_(0, 256)
+            sides.append(side)
+            progress.advance(task)
+        rows, copies = [], []
+        for src_name, dst_name in pairwise(PATH):
+            progress.update(task, description=f"bandwidth: {src_name} → {dst_name}")
+            src = _pool_over(sides[0], load(src_name), shape, num_blocks)
+            dst = _pool_over(sides[1], load(dst_name), shape, num_blocks)
+            src_ids, dst_ids = (rng.sample(range(num_blocks), num_blocks) for _ in range(2))
+            times: list[tuple[float, float]] = []
+            for _ in range(_REPEATS[kind] + 1):
+                times.append(
+                    (
+                        _time(device, lambda: _convert(src, dst, src_ids, dst_ids)),  # noqa: B023  (called at once)
+                        _time(device, lambda: sides[1].copy_(sides[0])),
+                    )
+                )
+                progress.advance(task)
+            # The first pair warms up.
+            seconds, copy = (statistics.median(column) for column in zip(*times[1:], strict=True))
+            rows.append((f"{src_name} → {dst_name}", seconds, copy))
+            copies.append(copy)
+    moved = 2 * num_blocks * shape.nbytes  # read and written
+    table = Table(
+        title=f"bandwidth: llama-3.1-8b, {num_blocks} blocks at random ids, {moved / 2**21:,.0f} MiB",
+        title_justify="left",
+        title_style="bold",
+        box=_table_box(console),
+    )
+    table.add_column("conversion")
+    table.add_column("ms", justify="right")
+    table.add_column("GB/s", justify="right")
+    table.add_column("of a plain copy", justify="right")
+    for name, seconds, copy in rows:
+        table.add_row(name, f"{seconds * 1e3:,.1f}", f"{moved / seconds / 1e9:,.1f}", f"{copy / seconds:.2f}")
+    median = statistics.median(copies)
+    threads = f" on {torch.get_num_threads()} threads" if kind == "cpu" else ""
+    plain = f"torch copy_ of the same bytes{threads}"
+    table.add_row(plain, f"{median * 1e3:,.1f}", f"{moved / median / 1e9:,.1f}", "", style="dim")
+    console.print(table)
+    console.print(f"GB/s count bytes read plus bytes written; medians of {_REPEATS[kind]}\n", style="dim")
+
+
+def _pool_over(side: torch.Tensor, layout: Layout, shape: BlockShape, num_blocks: int) -> Pool:
+    """Lay a pool's allocations one after another in a buffer, so that every layout is timed on the same memory."""
+    import torch
+
+    from .pool import Pool
+
+    dtype = getattr(torch, shape.dtype)
+    tensors, start = [], 0
+    for allocation in layout.resolve(shape, num_blocks).allocations:
+        tensors.append(side[start : start + allocation.nbytes].view(dtype).view(allocation.shape))
+        start += allocation.nbytes
+    return Pool(layout, shape, tensors)
+
+
+def _time(device: str, work: Callable[[], Any]) -> float:
+    import torch
+
+    if device == "cpu":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+# ---- small things ---------------------------------------------------------------------------------------------------
+
+
+def _torch() -> Any:
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise MissingDemoError(
+            f"the demo runs a real model and needs torch and transformers ({error.name or error} is missing): "
+            "pip install 'kvbm-layouts[demo]'"
+        ) from None
+    transformers.logging.set_verbosity_error()
+    return torch
+
+
+def _default_device(torch: Any) -> str:
+    from . import kernels
+
+    return "cuda:0" if torch.cuda.is_available() and not kernels.is_using_stubs() else "cpu"
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    if device == "cpu":
+        return f"cpu, {torch.get_num_threads()} threads"
+    return f"{device}, {torch.cuda.get_device_name(device)}"
+
+
+def _table_box(console: Console) -> box.Box:
+    return box.ASCII if console.options.ascii_only else box.SIMPLE_HEAD
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress

@@ -1,0 +1,106 @@
+"""Every exception of kvbm and the exit code its command line ends with.
+
+A message says where, what was expected, what was found and what to do next; the class says what kind of mistake it was.
+Each class is also the built-in exception that a caller who has never heard of kvbm would catch.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BindError",
+    "BuildError",
+    "CudaError",
+    "CudaUnavailableError",
+    "DTypeError",
+    "KvbmError",
+    "LayoutError",
+    "MissingKernelError",
+    "PlanError",
+    "SpecError",
+]
+
+
+class KvbmError(Exception):
+    """The root: catch this to catch everything that kvbm raises on purpose."""
+
+    exit_code = 10
+
+
+class SpecError(KvbmError, ValueError):
+    """A layout or shape file that does not say what it must: ``layouts/x.yaml:7: axis 'h': expected …, got …``."""
+
+    exit_code = 11
+
+
+class LayoutError(KvbmError, ValueError):
+    """A layout that is not a one-to-one map for the shape: a split that does not divide, an overlap, a missing axis."""
+
+    exit_code = 12
+
+
+class PlanError(KvbmError, ValueError):
+    """Two layouts between which there is no copy: ``nhd → universal: axes {'o'} only in the source``."""
+
+    exit_code = 13
+
+
+class BindError(KvbmError, ValueError):
+    """Arrays or block ids that do not fit their layout: shape, strides, device, count, range, overlap."""
+
+    exit_code = 14
+
+
+class DTypeError(KvbmError, TypeError):
+    """A dtype that is unknown, mixed, or not the one the shape names."""
+
+    exit_code = 15
+
+
+class BuildError(KvbmError, RuntimeError):
+    """A compiler that is missing or failed.
+
+    Attributes
+    ----------
+    command : str
+        The command line that was run, empty if none was.
+    log : str
+        What it printed.
+    """
+
+    exit_code = 16
+
+    def __init__(self, message: str, *, command: str = "", log: str = "") -> None:
+        super().__init__(message)
+        self.command = command
+        self.log = log
+
+
+class MissingKernelError(KvbmError, LookupError):
+    """No built kernel can run the plan; the message names the command that builds it."""
+
+    exit_code = 17
+
+
+class CudaError(KvbmError, RuntimeError):
+    """A CUDA call that failed.
+
+    Attributes
+    ----------
+    code : int
+        The ``CUresult`` (negative: one of kvbm's own, see ``cuda/kvbm.h``).
+    name : str
+        Its name, e.g. ``CUDA_ERROR_INVALID_VALUE``.
+    """
+
+    exit_code = 18
+
+    def __init__(self, message: str, *, code: int = 0, name: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.name = name
+
+
+class CudaUnavailableError(CudaError):
+    """No GPU, no driver, or built without CUDA: the message says which, and what to do."""
+
+    exit_code = 19

@@ -1,0 +1,534 @@
+"""From two layouts to a copy: common refinement, normal form, class, word, kernel.
+
+Everything here is arithmetic on strides.  No layout is known by name; a pair of layouts is whatever its modes say it is,
+so two pairs with one normal form are one kernel, and a layout declared a minute ago is as fast as a shipped one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .errors import LayoutError, PlanError
+from .layout import Layout, Mode, Piece, Resolved, coalesce, refine
+from .shapes import BlockShape
+
+__all__ = ["MAX_INNER", "MAX_OUTER", "Form", "Part", "Plan", "plan"]
+
+#: Modes that a kernel can have (``KVBM_MAX_OUTER`` and ``KVBM_MAX_INNER`` of ``cuda/kvbm.h``).
+MAX_OUTER, MAX_INNER = 4, 8
+
+#: Bytes of the widest load and store.
+WIDEST = 16
+
+#: Kernels index the words of a chunk with 31 bits; larger blocks are cut along their slowest modes.
+_CHUNK_LIMIT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Form:
+    """What is compiled into a kernel: its class, numbers of modes and word.  Sizes and strides are arguments.
+
+    Attributes
+    ----------
+    kind : {"copy", "rows", "tile"}
+        ``copy``: a chunk is one run.  ``rows``: runs move whole, their order changes.  ``tile``: single elements move, so
+        source and destination run along different axes and meet in a tile.
+    outer, inner : int
+        Modes that pick a chunk, modes inside it (for tiles: besides the two that span the tile).
+    element : int
+        Tiles: bytes that stay together.
+    word : int
+        Bytes of a load and store.
+    """
+
+    kind: str
+    outer: int
+    inner: int
+    element: int
+    word: int
+
+    @property
+    def name(self) -> str:
+        """Symbol of the kernel; everything that changes the bits is in it."""
+        if self.kind == "copy":
+            return f"copy_o{self.outer}_w{self.word}"
+        if self.kind == "rows":
+            return f"rows_o{self.outer}_i{self.inner}_w{self.word}"
+        return f"tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"
+
+    @classmethod
+    def parse(cls, name: str) -> tuple[Form, ...]:
+        """The forms behind a kernel's name; two where K and V are joined in one launch."""
+        forms = []
+        for part in name.split("__"):
+            if match := re.fullmatch(r"copy_o(\d+)_w(\d+)", part):
+                forms.append(cls("copy", int(match[1]), 1, 0, int(match[2])))
+            elif match := re.fullmatch(r"rows_o(\d+)_i(\d+)_w(\d+)", part):
+                forms.append(cls("rows", int(match[1]), int(match[2]), 0, int(match[3])))
+            elif match := re.fullmatch(r"tile_o(\d+)_r(\d+)_e(\d+)_w(\d+)", part):
+                forms.append(cls("tile", int(match[1]), int(match[2]), int(match[3]), int(match[4])))
+            else:
+                raise PlanError(f"kernel {name!r}: expected names such as rows_o1_i3_w16, got {part!r}")
+        return tuple(forms)
+
+    def runs(self, wanted: Form) -> bool:
+        """Whether a kernel of this form can do the work of `wanted`, with extents of one for the modes it has too many."""
+        same = (self.kind, self.element, self.word) == (wanted.kind, wanted.element, wanted.word)
+        rows_copy = self.kind == "rows" and wanted.kind == "copy" and self.word == wanted.word
+        return (same or rows_copy) and self.outer >= wanted.outer and self.inner >= wanted.inner
+
+
+@dataclass(frozen=True)
+class Part:
+    """One loop nest in bytes: the whole copy, or its K or its V half.
+
+    Attributes
+    ----------
+    src_offset, dst_offset, src_table_offset, dst_table_offset : int
+        Where the part starts: bytes and table entries.
+    outer : tuple of Mode
+        Modes that pick a chunk, fastest first: those that step through a table of allocations.
+    inner : tuple of Mode
+        Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, its extent in bytes.
+    """
+
+    src_offset: int
+    dst_offset: int
+    src_table_offset: int
+    dst_table_offset: int
+    outer: tuple[Mode, ...]
+    inner: tuple[Mode, ...]
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes that stay together."""
+        return self.inner[0].extent
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that one chunk moves."""
+        return math.prod(mode.extent for mode in self.inner)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks a block."""
+        return math.prod(mode.extent for mode in self.outer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one block moves."""
+        return self.chunks * self.chunk_bytes
+
+    @property
+    def spans(self) -> tuple[Mode, Mode] | None:
+        """The modes along which source and destination go on after a run, where these differ: a tile's two sides."""
+        run = self.run_bytes
+        if run > WIDEST or run & (run - 1):
+            return None
+        a = next((mode for mode in self.inner[1:] if mode.src == run), None)
+        b = next((mode for mode in self.inner[1:] if mode.dst == run), None)
+        return (a, b) if a and b and a is not b else None
+
+    @property
+    def kind(self) -> str:
+        """``"copy"``, ``"rows"`` or ``"tile"``, by the modes alone."""
+        if len(self.inner) == 1:
+            return "copy"
+        return "tile" if self.spans else "rows"
+
+    def form(self, src_alignment: int, dst_alignment: int) -> Form:
+        """The kernel form for base addresses (and block strides) that are multiples of these.
+
+        The word is the largest power of two up to 16 that divides the run, every other stride and both alignments.
+        """
+        run, rest = self.run_bytes, self.inner[1:]
+        src = _power(src_alignment, self.src_offset, *(m.src for m in (*rest, *self.outer)))
+        dst = _power(dst_alignment, self.dst_offset, *(m.dst for m in (*rest, *self.outer)))
+        if (spans := self.spans) and min(src, dst) >= run:
+            a, b = spans
+            # A 16-byte word of elements along one side becomes one along the other: whole words on both sides, and no
+            # stride but the contiguous one may break them.
+            src_word = _power(src_alignment, self.src_offset, a.extent * run, *(m.src for m in (*rest, *self.outer) if m is not a))
+            dst_word = _power(dst_alignment, self.dst_offset, b.extent * run, *(m.dst for m in (*rest, *self.outer) if m is not b))
+            word = WIDEST if min(src_word, dst_word) == WIDEST else run
+            return Form("tile", len(self.outer), len(self.inner) - 3, run, word)
+        word = min(_power(run), src, dst)
+        kind = "copy" if self.kind == "copy" else "rows"
+        return Form(kind, len(self.outer), len(self.inner), 0, word)
+
+    def arguments(self, form: Form) -> tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Offsets, outer and inner modes as the kernel of this form takes them, padded with extents of one."""
+        if form.kind == "tile":
+            assert self.spans is not None
+            a, b = self.spans
+            units = form.element
+            inner = [Mode(a.extent, a.src, a.dst), Mode(b.extent, b.src, b.dst)]
+            inner += [mode for mode in self.inner[1:] if mode is not a and mode is not b]
+            count = form.inner + 2
+        else:
+            units = form.word
+            inner = [Mode(self.run_bytes // units, units, units), *self.inner[1:]]
+            count = form.inner
+        still = Mode(1, 0, 0)
+        outer = [*self.outer, *[still] * (form.outer - len(self.outer))]
+        inner += [still] * (count - len(inner))
+        offsets = (self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
+        return (
+            offsets,
+            [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
+            [(m.extent, m.src, m.dst) for m in inner],
+        )
+
+
+def _power(*values: int) -> int:
+    """Largest power of two, at most `WIDEST`, that divides all values."""
+    common = math.gcd(WIDEST, *values)
+    return common & -common
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How blocks of one layout become blocks of another.  `print` it: it is a loop nest.
+
+    Attributes
+    ----------
+    src, dst : Resolved
+        Both layouts at the shape and the number of blocks of each side.
+    src_id, dst_id : tuple of int
+        ``(table entries, bytes)`` that a block id steps.
+    parts : tuple of Part
+        One, or two where K and V have orders of their own.
+    """
+
+    src: Resolved
+    dst: Resolved
+    src_id: tuple[int, int]
+    dst_id: tuple[int, int]
+    parts: tuple[Part, ...]
+
+    @property
+    def shape(self) -> BlockShape:
+        return self.src.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one block moves (read once and written once)."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def kind(self) -> str:
+        """``copy``, ``rows`` or ``tile``; ``tile+rows`` where K and V differ."""
+        return "+".join(dict.fromkeys(part.kind for part in self.parts))
+
+    @property
+    def title(self) -> str:
+        return f"{self.src.layout.name} → {self.dst.layout.name}"
+
+    def forms(self, src_alignment: int = WIDEST, dst_alignment: int = WIDEST) -> tuple[Form, ...]:
+        """One kernel form a part, for base addresses that are multiples of these."""
+        src = math.gcd(src_alignment, self.src_id[1]) or WIDEST
+        dst = math.gcd(dst_alignment, self.dst_id[1]) or WIDEST
+        return tuple(part.form(src, dst) for part in self.parts)
+
+    def kernels(self, alignment: int = WIDEST) -> list[str]:
+        """Names of the kernels, where base addresses are multiples of `alignment` bytes.  Two parts are one joined kernel."""
+        return ["__".join(form.name for form in self.forms(alignment, alignment))]
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}   {self.shape}"]
+        for label, part in zip(self._labels(), self.parts, strict=True):
+            form = part.form(*self._id_alignment())
+            lines.append(f"{label}{form.name}: {_CLASS[part.kind]}")
+            lines.extend(_loops(part, form, self.src_id, self.dst_id))
+        return "\n".join(lines)
+
+    def _labels(self) -> list[str]:
+        return [""] if len(self.parts) == 1 else ["K  ", "V  "]
+
+    def _id_alignment(self) -> tuple[int, int]:
+        return (math.gcd(WIDEST, self.src_id[1]), math.gcd(WIDEST, self.dst_id[1]))
+
+    def explain(self) -> str:
+        """The plan in sentences: what stays together, what moves, which word, which kernel and why."""
+        paragraphs = [
+            f"{self.src.layout.name} ({self.src.layout.order_text}) becomes "
+            f"{self.dst.layout.name} ({self.dst.layout.order_text}): {_bytes(self.nbytes)} a block."
+        ]
+        for label, part, form in zip(self._labels(), self.parts, self.forms(), strict=True):
+            who = {"": "Every", "K  ": "In K, every", "V  ": "In V, every"}[label]
+            steps = " and ".join(
+                f"{side} table picks one of {math.prod(m.extent for m in modes)} allocations a block"
+                for side, modes in (
+                    ("the source's", [m for m in part.outer if m.src_table]),
+                    ("the destination's", [m for m in part.outer if m.dst_table]),
+                )
+                if modes
+            )
+            if part.kind == "copy":
+                text = f"{who} chunk of {_bytes(part.run_bytes)} stays as it is: a plain copy."
+            elif part.kind == "rows":
+                text = (
+                    f"{who} run of {_bytes(part.run_bytes)} stays together and {len(part.inner) - 1} loops reorder the runs of a "
+                    f"chunk of {_bytes(part.chunk_bytes)}: neighbouring threads read and write neighbouring words of a run."
+                )
+            else:
+                a, b = part.spans or (None, None)
+                assert a is not None and b is not None
+                text = (
+                    f"{who} {_bytes(part.run_bytes)} move by themselves: the source goes on along an axis of {a.extent}, the "
+                    f"destination along one of {b.extent}. A tile of both is turned in shared memory"
+                    + (", 16-byte words of elements in registers" if form.word > form.element else "")
+                    + ", so that both sides move whole lines."
+                )
+            if steps:
+                text += f" {steps[0].upper()}{steps[1:]}."
+            narrow = "" if form.word == WIDEST else f" (16 is ruled out by the run or a stride: {_narrowing(part, form)})"
+            text += f" With aligned bases words are {form.word} bytes{narrow}; kernel {form.name}."
+            paragraphs.append(text)
+        if len(self.parts) == 2:
+            paragraphs.append("Both halves go in one launch where the joined kernel is built, else in one launch each.")
+        return "\n".join(paragraphs)
+
+
+_CLASS = {"copy": "plain copy", "rows": "rows in another order", "tile": "transposed tiles"}
+
+
+def _narrowing(part: Part, form: Form) -> str:
+    if form.kind == "tile":
+        return f"{form.element}-byte elements in rows that are no multiple of 16 bytes"
+    return f"run of {part.run_bytes} B, strides " + ", ".join(
+        str(m) for m in dict.fromkeys(s for mode in (*part.inner[1:], *part.outer) for s in (mode.src, mode.dst) if s % WIDEST)
+    )
+
+
+def _loops(part: Part, form: Form, src_id: tuple[int, int], dst_id: tuple[int, int]) -> Iterator[str]:
+    """The loop nest, slowest first."""
+
+    def side(table: int, stride: int) -> str:
+        return " ".join(filter(None, (f"table+{table}" if table else "", f"+{stride} B" if stride else ""))) or "-"
+
+    yield f"  {'for each':<22}{'times':>10}   {'source':<24}destination"
+    yield f"  {'pair of block ids':<22}{'':>10}   {side(*src_id):<24}{side(*dst_id)}"
+    for mode in reversed(part.outer):
+        yield f"  {'chunk':<22}{mode.extent:>10}   {side(mode.src_table, mode.src):<24}{side(mode.dst_table, mode.dst)}"
+    for mode in reversed(part.inner[1:]):
+        yield f"  {'  row':<22}{mode.extent:>10}   {side(0, mode.src):<24}{side(0, mode.dst)}"
+    run = part.run_bytes // (form.element or form.word)
+    word = form.element or form.word
+    yield f"  {f'    word of {word} B':<22}{run:>10}   {side(0, word):<24}{side(0, word)}"
+    if any((part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset)):
+        start = side(part.src_table_offset, part.src_offset), side(part.dst_table_offset, part.dst_offset)
+        yield f"  {'starting at':<22}{'':>10}   {start[0]:<24}{start[1]}"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"
+
+
+# ---- making a plan -------------------------------------------------------------------------------------------------
+
+
+def plan(src: Layout, dst: Layout, shape: BlockShape, *, num_blocks: int | tuple[int, int] = 1024) -> Plan:
+    """Plan the copy of blocks from one layout to another.
+
+    Parameters
+    ----------
+    src, dst : Layout
+        From and to.
+    shape : BlockShape
+        Sizes of a block.
+    num_blocks : int or (int, int)
+        Blocks in each pool (source, destination).  Layouts with an axis slower than ``b`` have strides that depend on it.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    LayoutError
+        A layout that is not legal for the shape.
+    PlanError
+        The two layouts do not hold the same axes, have no common refinement, or need the order of an opaque group.
+
+    Examples
+    --------
+    >>> from kvbm import BlockShape, load, plan
+    >>> plan(load("nhd"), load("universal"), BlockShape(nl=80, no=2, nh=8, nt=16, hd=128)).kind
+    'rows'
+    """
+    blocks = (num_blocks, num_blocks) if isinstance(num_blocks, int) else num_blocks
+    # Layouts are equal when they mean the same; names are part of the key so that a plan is titled as it was asked for.
+    return _plan_cached(src, dst, src.name, dst.name, shape, blocks)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_cached(src: Layout, dst: Layout, src_name: str, dst_name: str, shape: BlockShape, blocks: tuple[int, int]) -> Plan:
+    sides = (src.resolve(shape, blocks[0]), dst.resolve(shape, blocks[1]))
+    title = f"{src_name} → {dst_name}"
+    _require_same_axes(title, *sides)
+    halves = range(shape.no) if any(len(side.orders) == 2 for side in sides) else (None,)
+    parts = [_part(title, *sides, half) for half in halves]
+    ids = [_id_steps(side) for side in sides]
+    return Plan(sides[0], sides[1], ids[0], ids[1], _rejoin(parts))
+
+
+def _id_steps(side: Resolved) -> tuple[int, int]:
+    """Table entries and bytes that a block id steps."""
+    piece = next(piece for piece in side.orders[0] if piece.term.axes == ("b",))
+    return (piece.table, piece.stride)
+
+
+def _require_same_axes(title: str, src: Resolved, dst: Resolved) -> None:
+    for here, there, where in ((src, dst, "source"), (dst, src, "destination")):
+        only = {axis for axis, size in here.sizes.items() if size > 1 and axis not in there.sizes}
+        if only:
+            raise PlanError(f"{title}: axes {only} only in the {where}")
+    for axis in src.sizes.keys() & dst.sizes.keys() - {"b"}:
+        if src.sizes[axis] != dst.sizes[axis]:
+            raise PlanError(f"{title}: axis '{axis}': {src.sizes[axis]} in the source, {dst.sizes[axis]} in the destination")
+
+
+def _part(title: str, src: Resolved, dst: Resolved, half: int | None) -> Part:
+    """The loop nest of all of the block, or of one half of it (0 = K, 1 = V)."""
+    both = [list(side.pieces(half or 0)) for side in (src, dst)]
+    start = [(0, 0), (0, 0)]
+    for index, pieces in enumerate(both):
+        if half is not None:
+            o = next((piece for piece in pieces if piece.term.axes == ("o",)), None)
+            if o is None and half and (src if index == 0 else dst).shape.no > 1:
+                raise PlanError(f"{title}: axis 'o' is fused or split on one side, and K and V have orders of their own on the other")
+            start[index] = (half * o.stride, half * o.table) if o else (0, 0)
+        skip = ("b",) if half is None else ("b", "o")
+        both[index] = [piece for piece in pieces if piece.term.axes[0] not in skip or len(piece.term.axes) > 1]
+    src_pieces, dst_pieces = _opaque_as_axes(title, src, dst, both[0], both[1])
+    modes = list(_paired(title, src, src_pieces, dst_pieces))
+    modes.append(Mode(src.shape.itemsize, 1, 1))
+    return _shaped(coalesce(modes), start)
+
+
+def _shaped(modes: Sequence[Mode], start: Sequence[tuple[int, int]]) -> Part:
+    outer = [mode for mode in modes if mode.src_table or mode.dst_table]
+    inner = [mode for mode in modes if not (mode.src_table or mode.dst_table)]
+    if not inner or (inner[0].src, inner[0].dst) != (1, 1):
+        inner.insert(0, Mode(1, 1, 1))
+    while math.prod(mode.extent for mode in inner) >= _CHUNK_LIMIT and len(inner) > 1:
+        outer.insert(0, inner.pop())
+    return Part(start[0][0], start[1][0], start[0][1], start[1][1], tuple(outer), tuple(inner))
+
+
+def _rejoin(parts: list[Part]) -> tuple[Part, ...]:
+    """K and V as one part where they differ in nothing but where they start."""
+    if len(parts) != 2 or (parts[0].outer, parts[0].inner) != (parts[1].outer, parts[1].inner):
+        return tuple(parts)
+    k, v = parts
+    halves = Mode(
+        2,
+        v.src_offset - k.src_offset,
+        v.dst_offset - k.dst_offset,
+        v.src_table_offset - k.src_table_offset,
+        v.dst_table_offset - k.dst_table_offset,
+    )
+    start = [(k.src_offset, k.src_table_offset), (k.dst_offset, k.dst_table_offset)]
+    return (_shaped(coalesce([*k.outer, *k.inner, halves]), start),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A range of one axis on one side: ``(index // divisor) % extent`` steps so much."""
+
+    axes: tuple[str, ...]
+    divisor: int
+    extent: int
+    stride: int
+    table: int
+
+
+def _opaque_as_axes(
+    title: str, src: Resolved, dst: Resolved, src_pieces: Sequence[Piece], dst_pieces: Sequence[Piece]
+) -> tuple[list[_Span], list[_Span]]:
+    """Each opaque group becomes one axis on both sides, or it is an error."""
+    sides = []
+    groups = sorted({frozenset(p.term.axes) for p in (*src_pieces, *dst_pieces) if p.term.opaque}, key=sorted)
+    for side, pieces in ((src, src_pieces), (dst, dst_pieces)):
+        spans = [_Span(p.term.axes, p.divisor, p.extent, p.stride, p.table) for p in pieces if not p.term.opaque]
+        for group in groups:
+            axes = tuple(sorted(group))
+            size = math.prod(side.sizes[axis] for axis in axes)
+            inside = [piece for piece in pieces if group & set(piece.term.axes)]
+            if not _is_dense(inside, group, size, side.shape.itemsize):
+                opaque = dst if side is src else src
+                text = next(str(p.term) for p in (*src_pieces, *dst_pieces) if frozenset(p.term.axes) == group and p.term.opaque)
+                raise PlanError(
+                    f"{title}: {opaque.layout.name} does not promise the order inside {text}, and {side.layout.name} "
+                    f"({side.layout.order_text}) needs it; use a layout with a promised order, such as operational_nhd or "
+                    "operational_hnd"
+                )
+            spans = [span for span in spans if not group & set(span.axes)]
+            spans.append(_Span(axes, 1, size, side.shape.itemsize, 0))
+        sides.append(spans)
+    return sides[0], sides[1]
+
+
+def _is_dense(pieces: Iterable[Piece], group: frozenset[str], size: int, itemsize: int) -> bool:
+    """Whether these pieces hold the group and nothing else, contiguously."""
+    held = itemsize
+    for piece in sorted((p for p in pieces if p.extent > 1), key=lambda p: p.stride):
+        if piece.table or piece.stride != held or not set(piece.term.axes) <= group:
+            return False
+        held *= piece.extent
+    return held == size * itemsize
+
+
+def _paired(title: str, side: Resolved, src: list[_Span], dst: list[_Span]) -> Iterator[Mode]:
+    """Common refinement: one mode for each piece that is whole on both sides."""
+    fused = {span.axes for span in (*src, *dst) if len(span.axes) > 1}
+    for axes in fused:
+        # The same fused group on both sides stays one axis; otherwise it falls apart into its axes.
+        if not all(any(span.axes == axes for span in spans) for spans in (src, dst)):
+            src, dst = _unfuse(title, side, axes, src), _unfuse(title, side, axes, dst)
+    for axes in sorted({span.axes for span in (*src, *dst)}):
+        mine = [[span for span in spans if span.axes == axes] for spans in (src, dst)]
+        size = math.prod(side.sizes.get(axis, 1) for axis in axes)
+        if size == 1:
+            continue  # an axis of size one may be left out of a layout
+        cuts = [span.divisor for spans in mine for span in spans]
+        try:
+            pieces = list(refine(cuts, size))
+        except LayoutError:
+            splits = " and ".join(
+                "(" + ",".join(str(s.extent) for s in sorted(spans, key=lambda s: -s.divisor)) + ")" for spans in mine
+            )
+            raise PlanError(f"{title}: splits {splits} of '{' '.join(axes)}' have no common refinement") from None
+        for divisor, extent in pieces:
+            s, d = (next(x for x in spans if x.divisor <= divisor < x.divisor * x.extent) for spans in mine)
+            si, di = divisor // s.divisor, divisor // d.divisor
+            yield Mode(extent, s.stride * si, d.stride * di, s.table * si, d.table * di)
+
+
+def _unfuse(title: str, side: Resolved, axes: tuple[str, ...], spans: list[_Span]) -> list[_Span]:
+    """Cut the spans of a fused group at the boundaries of its axes, so that each belongs to one axis."""
+    bounds = {}
+    inside = 1
+    for axis in reversed(axes):
+        bounds[axis] = inside
+        inside *= side.sizes[axis]
+    apart = [span for span in spans if span.axes != axes]
+    for span in (span for span in spans if span.axes == axes):
+        low, high = span.divisor, span.divisor * span.extent
+        cuts = sorted({low, high, *(bound for bound in bounds.values() if low < bound < high)})
+        for lower, upper in zip(cuts, cuts[1:], strict=False):
+            axis = next(axis for axis in axes if bounds[axis] <= lower)
+            if upper % lower or lower % bounds[axis] or upper > bounds[axis] * side.sizes[axis]:
+                raise PlanError(f"{title}: the split of '({' '.join(axes)})' at {lower} does not fall on its axes; no common refinement")
+            step = lower // span.divisor
+            apart.append(_Span((axis,), lower // bounds[axis], upper // lower, span.stride * step, span.table * step))
+    return apart
+

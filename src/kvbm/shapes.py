@@ -1,0 +1,170 @@
+"""Block shapes: the sizes of one KV-cache block, its dtype, and presets for real models."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from .errors import DTypeError, SpecError
+
+__all__ = ["ITEMSIZE", "BlockShape", "data_dir", "load_shape", "shape_names"]
+
+#: Bytes an element of every dtype that a block may hold.  A copy moves bits, so the width is all that matters to it.
+ITEMSIZE: Mapping[str, int] = MappingProxyType(
+    {
+        "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+        "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+        "int32": 4, "uint32": 4, "float32": 4,
+        "int64": 8, "uint64": 8, "float64": 8,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """The sizes of one KV block.
+
+    Parameters
+    ----------
+    nl, no, nh, nt, hd : int
+        Layers, outer (2 for K and V, 1 for MLA), KV heads, tokens in a block, elements of a head.
+    dtype : str
+        A key of `ITEMSIZE`, e.g. ``"bfloat16"``.
+
+    Raises
+    ------
+    LayoutError, DTypeError
+        A size below one; a dtype that is not known.
+
+    Examples
+    --------
+    >>> BlockShape(nl=80, no=2, nh=8, nt=16, hd=128).nbytes
+    5242880
+    """
+
+    nl: int
+    no: int
+    nh: int
+    nt: int
+    hd: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("nl", "no", "nh", "nt", "hd"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise SpecError(f"shape: {name}: expected an integer, got {value!r}")
+            if value < 1:
+                raise SpecError(f"shape: {name}: expected at least 1, got {value}")
+        if self.dtype not in ITEMSIZE:
+            raise DTypeError(f"shape: dtype: expected one of {', '.join(ITEMSIZE)}, got {self.dtype!r}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one block holds, padding not counted."""
+        return self.nl * self.no * self.nh * self.nt * self.hd * self.itemsize
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis by its letter; ``b`` belongs to a pool, not to a block."""
+        return {"l": self.nl, "o": self.no, "h": self.nh, "t": self.nt, "d": self.hd}
+
+    def __str__(self) -> str:
+        return f"nl={self.nl},no={self.no},nh={self.nh},nt={self.nt},hd={self.hd},dtype={self.dtype}"
+
+
+def data_dir() -> Path:
+    """Folder of the shipped layouts: beside the module in a wheel, at the checkout's root in an editable install."""
+    here = Path(__file__).resolve().parent
+    for candidate in (here / "layouts", here.parents[1] / "layouts"):
+        if candidate.is_dir():
+            return candidate
+    raise SpecError(f"the shipped layouts are missing: expected the folder {here / 'layouts'}; reinstall kvbm-layouts")
+
+
+def shape_names() -> list[str]:
+    """Names of the shipped block shapes, each also with its tensor-parallel degrees as ``name/tpN``."""
+    names: list[str] = []
+    for path in sorted((data_dir() / "shapes").glob("*.yaml")):
+        names.append(path.stem)
+        names.extend(f"{path.stem}/tp{n}" for n in _preset(path)["tp"] if n > 1)
+    return names
+
+
+def load_shape(text: str) -> BlockShape:
+    """Read a shape as the command line writes it.
+
+    Parameters
+    ----------
+    text : str
+        A preset, a tensor-parallel degree, overrides, or all sizes: ``llama-3.1-70b``, ``llama-3.1-70b/tp8``,
+        ``llama-3.1-8b,nt=32,dtype=float8_e4m3fn``, ``nl=2,no=2,nh=4,nt=16,hd=32,dtype=float16``.
+
+    Returns
+    -------
+    BlockShape
+        Where a model has fewer KV heads than ranks, heads are replicated and every rank holds one.
+
+    Raises
+    ------
+    SpecError
+        Unknown preset, degree or size.
+    """
+    head, *rest = [part.strip() for part in text.split(",")]
+    values: dict[str, Any] = {}
+    if "=" in head:
+        rest.insert(0, head)
+    else:
+        match = re.fullmatch(r"(?P<name>[^/]+)(?:/tp(?P<tp>[0-9]+))?", head)
+        path = data_dir() / "shapes" / f"{match['name']}.yaml" if match else None
+        if match is None or path is None or not path.is_file():
+            known = ", ".join(p.stem for p in sorted((data_dir() / "shapes").glob("*.yaml")))
+            raise SpecError(f"shape {head!r}: expected a preset ({known}), NAME/tpN, or nl=…,no=…,nh=…,nt=…,hd=…")
+        preset = _preset(path)
+        values = {key: preset[key] for key in ("nl", "no", "nh", "nt", "hd", "dtype")}
+        if match["tp"]:
+            degree = int(match["tp"])
+            if degree not in preset["tp"]:
+                raise SpecError(f"shape {head!r}: expected a tensor-parallel degree of {preset['tp']}, got {degree}")
+            values["nh"] = max(1, values["nh"] // degree)
+    names = [f.name for f in fields(BlockShape)]
+    for item in rest:
+        key, _, value = item.partition("=")
+        if key not in names:
+            raise SpecError(f"shape {text!r}: expected one of {', '.join(names)}, got {key!r}")
+        if key != "dtype" and not value.isdecimal():
+            raise SpecError(f"shape {text!r}: {key}: expected a positive integer, got {value!r}")
+        values[key] = value if key == "dtype" else int(value)
+    missing = [name for name in names if name not in values and name != "dtype"]
+    if missing:
+        raise SpecError(f"shape {text!r}: {', '.join(missing)} missing; start from a preset or give every size")
+    return BlockShape(**values)
+
+
+@functools.cache
+def _preset(path: Path) -> Mapping[str, Any]:
+    # BaseLoader leaves every scalar a text: in YAML 1.1 a bare `no` is the value false.
+    data = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    sizes = ("nl", "no", "nh", "nt", "hd")
+    wanted = {"title", *sizes, "dtype", "tp"}
+    if not isinstance(data, dict) or set(data) != wanted:
+        raise SpecError(f"{path}: expected exactly the keys {', '.join(sorted(wanted))}, got {data!r:.200}")
+    try:
+        values: dict[str, Any] = {key: int(data[key]) for key in sizes} | {"dtype": data["dtype"]}
+        degrees = [int(degree) for degree in data["tp"]]
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{path}: expected integers: {error}") from None
+    BlockShape(**values)  # refuses what is not a shape
+    return MappingProxyType({**values, "title": data["title"], "tp": degrees})

@@ -1,0 +1,291 @@
+"""YAML → `Layout`: the grammar of orders, and the registry of shipped layouts.  Every error names file and line."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from .errors import LayoutError, SpecError
+from .layout import AXES, Expression, Layout, Order, Pitch, Term
+from .shapes import data_dir
+
+__all__ = ["layouts", "layouts_dir", "load", "load_dir", "parse"]
+
+_KEYS = ("title", "order", "pitch", "axes", "used_by", "read_from", "notes")
+
+# An order is a sequence of these tokens; each becomes a bracket or a term.
+_TOKEN = re.compile(
+    r"\s*(?:(?P<open>\[)|(?P<close>\])|\{(?P<opaque>[^{}]*)\}|(?:\((?P<fused>[^()]*)\)|(?P<axis>[A-Za-z]))(?P<steps>(?:[/%][0-9]+B?)*))"
+)
+_STEP = re.compile(r"([/%])([0-9]+)(B?)")
+
+
+def layouts_dir() -> Path:
+    """Folder of the shipped layouts."""
+    return data_dir()
+
+
+def layouts() -> list[str]:
+    """Names of the shipped layouts, sorted."""
+    return sorted(layout.name for layout in load_dir(layouts_dir()))
+
+
+def load_dir(folder: str | Path) -> list[Layout]:
+    """Every layout under a folder, sorted by name; a file's path is its name.  ``shapes/`` holds none."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise SpecError(f"{root}: expected a folder of layouts; no such folder")
+    files = [path for path in root.rglob("*.yaml") if path.relative_to(root).parts[0] != "shapes"]
+    return sorted((_read(path, path.relative_to(root).with_suffix("").as_posix()) for path in files), key=lambda x: x.name)
+
+
+def load(name: str | Path) -> Layout:
+    """A layout by its name or by the path of its file.
+
+    Parameters
+    ----------
+    name : str or Path
+        ``"nhd"``, ``"vllm/LBHNC"``, or a path that ends in ``.yaml``.
+
+    Raises
+    ------
+    SpecError
+        No such layout; a file that is not one (with file and line).
+
+    Examples
+    --------
+    >>> load("universal").order_text
+    '[b] h l o t d'
+    """
+    text = str(name)
+    if text.endswith((".yaml", ".yml")):
+        path = Path(name)
+        if not path.is_file():
+            raise SpecError(f"{path}: no such file")
+        return _read(path, path.stem)
+    path = layouts_dir() / f"{text}.yaml"
+    if text.startswith(("/", "shapes/")) or ".." in text or not path.is_file():
+        raise SpecError(
+            f"layout {text!r}: expected one of {', '.join(layouts())}, or the path of a .yaml file. Run `kvbm layouts`."
+        )
+    return _read(path, text)
+
+
+def _read(path: Path, name: str) -> Layout:
+    return _parse_cached(path.read_text(encoding="utf-8"), _display(path), name)
+
+
+def _display(path: Path) -> str:
+    """The path as a person would write it: from ``layouts/`` on for shipped files."""
+    root = layouts_dir()
+    return f"layouts/{path.relative_to(root).as_posix()}" if path.is_relative_to(root) else str(path)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_cached(text: str, file: str, name: str) -> Layout:
+    return parse(text, file, name)
+
+
+# ---- a file --------------------------------------------------------------------------------------------------------
+
+
+def parse(text: str, file: str = "<string>", name: str | None = None) -> Layout:
+    """Read the text of a layout file.
+
+    Parameters
+    ----------
+    text : str
+        YAML with the keys ``title order pitch axes used_by read_from notes``; only ``order`` is required.
+    file : str
+        What errors call it.
+    name : str, optional
+        The layout's name; the file's stem where it is not given.
+
+    Raises
+    ------
+    SpecError
+        Not YAML, unknown or repeated key, wrong type, unknown or repeated axis, a split that is not written as one.
+    """
+    return _File(file).layout(text, name or Path(file).stem)
+
+
+class _File:
+    """One file being read: everything that must name it and a line when it complains."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def fail(self, node: yaml.Node | None, message: str) -> NoReturn:
+        line = f":{node.start_mark.line + 1}" if node is not None else ""
+        raise SpecError(f"{self.file}{line}: {message}")
+
+    def layout(self, text: str, name: str) -> Layout:
+        try:
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+            raise SpecError(f"{self.file}{line}: not YAML: {error.problem}") from None
+        except yaml.YAMLError as error:
+            raise SpecError(f"{self.file}: not YAML: {error}") from None
+        if root is None:
+            self.fail(None, "empty; expected at least 'order: …'")
+        keys = self.mapping(root, "the file", _KEYS)
+        if "order" not in keys:
+            self.fail(root, "key 'order' missing; expected e.g. order: \"[b l o] t h d\"")
+        extra = self.extra_axes(keys.get("axes"))
+        orders = self.orders(keys["order"], extra)
+        return Layout(
+            orders=orders,
+            pitch=self.pitch(keys.get("pitch"), orders),
+            extra=tuple(sorted(extra.items())),
+            name=name,
+            title=self.scalar(keys["title"], "title") if "title" in keys else "",
+            file=self.file,
+            used_by=self.strings(keys.get("used_by"), "used_by"),
+            read_from=self.scalar(keys["read_from"], "read_from") if "read_from" in keys else "",
+        )
+
+    # -- YAML nodes, each with the line it came from
+
+    def mapping(self, node: yaml.Node, what: str, known: Sequence[str] | None = None) -> dict[str, yaml.Node]:
+        if not isinstance(node, yaml.MappingNode):
+            self.fail(node, f"{what}: expected a mapping, got {_kind(node)}")
+        found: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            text = self.scalar(key, f"a key of {what}")
+            if known is not None and text not in known:
+                self.fail(key, f"unknown key {text!r}: expected one of {', '.join(known)}")
+            if text in found:
+                self.fail(key, f"key {text!r} is there twice")
+            found[text] = value
+        return found
+
+    def scalar(self, node: yaml.Node, what: str) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            self.fail(node, f"{what}: expected a text, got {_kind(node)}")
+        return str(node.value)
+
+    def strings(self, node: yaml.Node | None, what: str) -> tuple[str, ...]:
+        if node is None:
+            return ()
+        if not isinstance(node, yaml.SequenceNode):
+            self.fail(node, f"{what}: expected a list, got {_kind(node)}")
+        return tuple(self.scalar(item, f"an entry of {what}") for item in node.value)
+
+    def expression(self, node: yaml.Node, text: str, what: str) -> Expression:
+        try:
+            return Expression(text)
+        except LayoutError as error:
+            self.fail(node, f"{what}: {error}")
+
+    # -- the keys
+
+    def extra_axes(self, node: yaml.Node | None) -> dict[str, Expression]:
+        extra: dict[str, Expression] = {}
+        for axis, value in self.mapping(node, "axes").items() if node is not None else ():
+            if not re.fullmatch("[A-Za-z]", axis) or axis in AXES:
+                self.fail(value, f"axes: {axis!r}: expected one letter other than {' '.join(AXES)}")
+            extra[axis] = self.expression(value, self.scalar(value, f"size of axis '{axis}'"), f"size of axis '{axis}'")
+        return extra
+
+    def orders(self, node: yaml.Node, extra: dict[str, Expression]) -> tuple[Order, ...]:
+        if isinstance(node, yaml.ScalarNode):
+            return (self.order(node, extra),)
+        halves = self.mapping(node, "order", ("k", "v"))
+        for half in "kv":
+            if half not in halves:
+                self.fail(node, f"order: {half!r} missing: expected both k and v, or one text for both")
+        k, v = self.order(halves["k"], extra), self.order(halves["v"], extra)
+        if k == v:
+            return (k,)  # canonical: equal layouts are equal objects
+        if k.table != v.table:
+            self.fail(halves["v"], f"order: k and v must have the same brackets, got '{k}' and '{v}'")
+        for order, half in ((k, halves["k"]), (v, halves["v"])):
+            if not any(term.axes == ("o",) and not term.steps for term in order.terms):
+                self.fail(half, f"order '{order}': k and v differ, so the axis 'o' must stand in both, alone and unsplit")
+        return (k, v)
+
+    def order(self, node: yaml.Node, extra: dict[str, Expression]) -> Order:
+        text = self.scalar(node, "order")
+        table: list[Term] = []
+        inner: list[Term] = []
+        into, position, bracketed = inner, 0, False
+        while text[position:].strip():
+            match = _TOKEN.match(text, position)
+            if match is None:
+                rest = text[position:].strip()
+                self.fail(node, f"order {text!r}: expected an axis, [, ], (…), {{…}} or a split such as d/16B, got {rest!r}")
+            position = match.end()
+            if match["open"]:
+                if bracketed or inner:
+                    self.fail(node, f"order {text!r}: expected at most one pair of brackets, in front")
+                into, bracketed = table, True
+            elif match["close"]:
+                if into is inner:
+                    self.fail(node, f"order {text!r}: ']' without '['")
+                into = inner
+            else:
+                into.append(self.term(node, text, match, extra))
+        if into is table and bracketed:
+            self.fail(node, f"order {text!r}: '[' is not closed")
+        order = Order(tuple(table), tuple(inner), f"{self.file}:{node.start_mark.line + 1}")
+        self.require_plausible(node, text, order)
+        return order
+
+    def term(self, node: yaml.Node, text: str, match: re.Match[str], extra: dict[str, Expression]) -> Term:
+        opaque = match["opaque"] is not None
+        group = match["opaque"] if opaque else match["fused"]
+        axes = tuple((group if group is not None else match["axis"]).split())
+        if not axes:
+            self.fail(node, f"order {text!r}: expected axes between {'{}' if opaque else '()'}")
+        for axis in axes:
+            if axis not in AXES and axis not in extra:
+                self.fail(node, f"order {text!r}: axis {axis!r}: expected one of {' '.join([*AXES, *extra])}; declare others under 'axes:'")
+        steps = tuple((op, int(size), unit == "B") for op, size, unit in _STEP.findall(match["steps"] or ""))
+        for op, size, _ in steps:
+            if size < 1:
+                self.fail(node, f"order {text!r}: split {op}{size}: expected at least 1")
+        return Term(axes, steps, opaque and len(axes) > 1)
+
+    def require_plausible(self, node: yaml.Node, text: str, order: Order) -> None:
+        """What can be refused before any size is known."""
+
+        def refuse(what: str, rest: str) -> NoReturn:
+            self.fail(node, f"order {text!r}: {what}: {rest}")
+
+        whole = [str(term) for term in order.terms]
+        home: dict[str, Term] = {}
+        for term in order.terms:
+            for axis in term.axes:
+                first = home.setdefault(axis, term)
+                pieces_of_one_split = first.axes == term.axes and first.steps and term.steps and first.steps != term.steps
+                if (first is not term and not pieces_of_one_split) or term.axes.count(axis) > 1:
+                    refuse(f"axis {axis!r}", f"expected once, or in the pieces of one split, got '{first}' and '{term}'")
+            if "b" in term.axes and str(term) != "b":
+                refuse("axis 'b'", f"block ids index it, so it stands alone and unsplit, got '{term}'")
+            if term.opaque and term in order.table:
+                refuse(f"'{term}'", "its axes are contiguous, so it cannot pick allocations")
+        if "b" not in whole:
+            refuse("axis 'b' (block)", "expected once, got none")
+
+    def pitch(self, node: yaml.Node | None, orders: tuple[Order, ...]) -> tuple[tuple[str, Pitch], ...]:
+        pitches: dict[str, Pitch] = {}
+        inside = {str(term) for order in orders for term in order.inner}
+        for term, value in self.mapping(node, "pitch").items() if node is not None else ():
+            if term not in inside:
+                self.fail(value, f"pitch: {term!r}: expected one of {', '.join(sorted(inside))} (axes outside brackets)")
+            text = self.scalar(value, f"pitch of '{term}'").strip()
+            match = re.fullmatch(r"(?P<expression>.*?[^A-Za-z_])?\s*B", text)
+            in_bytes = match is not None and match["expression"] is not None
+            body = match["expression"].strip() if match and in_bytes else text
+            pitches[term] = Pitch(self.expression(value, body, f"pitch of '{term}'"), in_bytes)
+        return tuple(sorted(pitches.items(), key=lambda item: item[0]))
+
+
+def _kind(node: yaml.Node) -> str:
+    return {"MappingNode": "a mapping", "SequenceNode": "a list", "ScalarNode": f"{node.value!r}"}[type(node).__name__]

@@ -1,0 +1,404 @@
+"""Pools in files: safetensors, one tensor an allocation, with the layout that they are in written beside them.
+
+A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table, and says in its
+metadata what they mean: ``kvbm.layout`` (name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON),
+``kvbm.num_blocks`` and ``kvbm.format``. Any safetensors reader opens it.
+
+The header is read and written here rather than by the ``safetensors`` package: both directions are memory-mapped, so
+that a pool larger than the memory is converted from file to file; and NumPy has no bfloat16 or fp8 that the package
+could return.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import mmap
+import os
+import secrets
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import BindError, DTypeError
+from .shapes import ITEMSIZE, BlockShape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy as np
+
+    from .layout import Allocation, Layout, Resolved
+    from .pool import Pool
+
+FORMAT = "1"
+_ALIGN = 4096  # where the first tensor starts: a page, so that the kernels can use their widest words
+_MAX_HEADER = 100_000_000  # the safetensors format's own limit
+_CODES = {
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+    "uint64": "U64",
+    "bool": "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file's header: what it is, and where its bytes lie in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A safetensors file's header, checked: every tensor lies inside the file and none overlaps another.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    metadata : mapping of str to str
+        Its ``__metadata__``.
+    tensors : mapping of str to Entry
+        Its tensors, in the order of their bytes.
+    """
+
+    path: Path
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, Entry]
+
+    @property
+    def layout_name(self) -> str | None:
+        """The layout's name when the file was written, or None where the file does not say."""
+        return self.metadata.get("kvbm.layout")
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the layout that the file is in, or None where the file does not say."""
+        return self.metadata.get("kvbm.fingerprint")
+
+    @property
+    def shape(self) -> BlockShape | None:
+        """The block shape, or None where the file does not say."""
+        text = self.metadata.get("kvbm.shape")
+        if text is None:
+            return None
+        try:
+            return BlockShape(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise BindError(f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r} ({error})") from None
+
+    @property
+    def num_blocks(self) -> int | None:
+        """The number of blocks, or None where the file does not say."""
+        text = self.metadata.get("kvbm.num_blocks")
+        if text is None:
+            return None
+        if not text.isdecimal():
+            raise BindError(f"{self.path}: metadata 'kvbm.num_blocks': expected a number, got {text!r}")
+        return int(text)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(entry.end - entry.begin for entry in self.tensors.values())
+
+    def pool(self, layout: Layout, shape: BlockShape | None = None, num_blocks: int | None = None) -> Pool:
+        """Map the file's tensors into memory, read-only, and bind them to a layout.
+
+        Parameters
+        ----------
+        layout : Layout
+            The layout that the file is in. Where the file carries a fingerprint, the two must agree.
+        shape : BlockShape, optional
+            Needed where the file does not carry one; where it does, the two must agree.
+        num_blocks : int, optional
+            Needed only where neither the file nor its size tells.
+
+        Returns
+        -------
+        Pool
+
+        Raises
+        ------
+        BindError
+            The file is in another layout, of another shape, or its tensors are not what the layout says.
+        """
+        shape, num_blocks = self._agree(layout, shape, num_blocks)
+        resolved = layout.resolve(shape, num_blocks)
+        offsets = self._check_tensors(layout, resolved, shape)
+        with self.path.open("rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return _bind(layout, shape, resolved, pages, offsets)
+
+    def _agree(self, layout: Layout, shape: BlockShape | None, num_blocks: int | None) -> tuple[BlockShape, int]:
+        """Settle shape and number of blocks between the caller and the file; refuse where they disagree."""
+        version = self.metadata.get("kvbm.format", FORMAT)
+        if version != FORMAT:
+            raise BindError(f"{self.path}: kvbm.format is {version!r}; this version of kvbm reads {FORMAT!r}")
+        if self.fingerprint is not None and self.fingerprint != layout.fingerprint:
+            raise BindError(
+                f"{self.path}: the file is in layout {self.layout_name or '?'!r} "
+                f"({self.metadata.get('kvbm.order', '?')}, fingerprint {self.fingerprint}), "
+                f"not in {layout.name!r} ({layout.order_text}, fingerprint {layout.fingerprint})"
+            )
+        if self.shape is not None and shape is not None and self.shape != shape:
+            raise BindError(f"{self.path}: the file's shape is {self.shape}, not {shape}")
+        shape = self.shape or shape
+        if shape is None:
+            raise BindError(f"{self.path}: the file does not say which shape its blocks have: give a shape")
+        if self.num_blocks is not None and num_blocks is not None and self.num_blocks != num_blocks:
+            raise BindError(f"{self.path}: the file holds {self.num_blocks} blocks, not {num_blocks}")
+        num_blocks = self.num_blocks if num_blocks is None else num_blocks
+        if num_blocks is None:
+            num_blocks = self.nbytes // shape.nbytes
+            if num_blocks == 0 or layout.resolve(shape, num_blocks).nbytes != self.nbytes:
+                raise BindError(
+                    f"{self.path}: {self.nbytes:,} bytes are no whole number of blocks of {shape.nbytes:,} bytes in "
+                    f"layout {layout.name!r}: check the shape, or give the number of blocks if the layout has padding"
+                )
+        return shape, num_blocks
+
+    def _check_tensors(self, layout: Layout, resolved: Resolved, shape: BlockShape) -> list[int]:
+        """Return each allocation's offset in the file, once every tensor is what the layout expects."""
+        allocations = resolved.allocations
+        offsets = []
+        for index, allocation in enumerate(allocations):
+            name = _name(index)
+            entry = self.tensors.get(name)
+            if entry is None:
+                have = ", ".join(list(self.tensors)[:3]) + (", …" if len(self.tensors) > 3 else "")
+                raise BindError(
+                    f"{self.path}: no tensor {name!r}; layout {layout.name!r} expects {len(allocations)}, {_name(0)!r} "
+                    f"to {_name(len(allocations) - 1)!r} in table order (the file has {len(self.tensors)}: {have})"
+                )
+            expected = _entry(allocation, shape.dtype)
+            if (entry.dtype, entry.shape) != expected:
+                raise BindError(
+                    f"{self.path}: tensor {name!r} ({allocation.label or 'the only one'}): expected {expected[0]} "
+                    f"{list(expected[1])} (axes {' '.join(allocation.axes)}), got {entry.dtype} {list(entry.shape)}"
+                )
+            offsets.append(entry.begin)
+        if len(self.tensors) > len(allocations):
+            extra = next(name for name in self.tensors if name not in {_name(i) for i in range(len(allocations))})
+            raise BindError(
+                f"{self.path}: tensor {extra!r} is one too many: layout {layout.name!r} has {len(allocations)}"
+            )
+        return offsets
+
+
+def read(path: str | os.PathLike[str]) -> Stored:
+    """Read and check the header of a safetensors file.
+
+    Parameters
+    ----------
+    path : path
+        The file. Nothing but its header is read.
+
+    Returns
+    -------
+    Stored
+
+    Raises
+    ------
+    BindError
+        The file is not safetensors, or is cut short.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
+        if length > _MAX_HEADER or 8 + length > size:
+            raise BindError(f"{path}: not a safetensors file, or cut short inside its header ({size:,} bytes)")
+        text = file.read(length)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        metadata = {str(key): str(value) for key, value in header.pop("__metadata__", {}).items()}
+        entries = {
+            name: Entry(tensor["dtype"], tuple(tensor["shape"]), *(8 + length + int(x) for x in tensor["data_offsets"]))
+            for name, tensor in header.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BindError(f"{path}: not a safetensors file: its header does not parse ({error})") from None
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+    end = 8 + length
+    for name, entry in entries.items():
+        itemsize = _ITEMSIZES.get(entry.dtype)
+        bytes_ = entry.end - entry.begin
+        if entry.begin != end or bytes_ < 0 or (itemsize and math.prod(entry.shape) * itemsize != bytes_):
+            raise BindError(
+                f"{path}: tensor {name!r}: {entry.dtype} {list(entry.shape)} at bytes {entry.begin:,} to {entry.end:,} "
+                f"of the file; expected {math.prod(entry.shape) * (itemsize or 0):,} bytes from {end:,} on"
+            )
+        end = entry.end
+    if end != size:
+        raise BindError(f"{path}: {size:,} bytes long, its header says {end:,}: cut short, or still being written")
+    return Stored(path, metadata, entries)
+
+
+@contextlib.contextmanager
+def create(
+    path: str | os.PathLike[str], layout: Layout, shape: BlockShape, num_blocks: int, *, force: bool = False
+) -> Iterator[Pool]:
+    """Write a file through a pool that lies in it: a context manager.
+
+    The file appears under its name only when the block ends without an exception, whole and on the disk; until then it
+    has a temporary name beside it, which is removed on failure.
+
+    Parameters
+    ----------
+    path : path
+        The file to write.
+    layout, shape, num_blocks
+        The pool to make room for.
+    force : bool
+        Replace a file that is already there.
+
+    Yields
+    ------
+    Pool
+        Zeros at first, padding included; whatever is copied into it is in the file.
+
+    Raises
+    ------
+    FileExistsError
+        The file is there and `force` is not set.
+    OSError
+        The disk is full: before anything is copied, not in the middle.
+
+    Examples
+    --------
+    >>> with store.create("blocks.safetensors", kvbm.load("universal"), pool.shape, pool.num_blocks) as out:
+    ...     kvbm.convert(pool, out)  # doctest: +SKIP
+    """
+    path = Path(path)
+    if not force and path.exists():
+        raise FileExistsError(f"{path}: already there")
+    resolved = layout.resolve(shape, num_blocks)
+    header, offsets = _header(layout, shape, num_blocks, resolved.allocations)
+    size = len(header) + resolved.nbytes
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb+") as file:
+            _reserve(file.fileno(), size)
+            file.write(header)
+            file.flush()
+            pages = mmap.mmap(file.fileno(), size)
+            yield _bind(layout, shape, resolved, pages, offsets)
+            pages.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name, too, is on the disk
+    finally:
+        os.close(folder)
+
+
+_ITEMSIZES = {code: ITEMSIZE[dtype] for dtype, code in _CODES.items()}
+
+
+def _name(index: int) -> str:
+    return f"alloc_{index:05d}"
+
+
+def _is_dense(allocation: Allocation, itemsize: int) -> bool:
+    expected = itemsize
+    for extent, stride in zip(reversed(allocation.shape), reversed(allocation.strides), strict=True):
+        if extent != 1 and stride != expected:
+            return False
+        expected *= extent
+    return expected == allocation.nbytes
+
+
+def _entry(allocation: Allocation, dtype: str) -> tuple[str, tuple[int, ...]]:
+    """How a header describes an allocation: with padding it is bytes, because safetensors knows no strides."""
+    if dtype not in _CODES:
+        raise DTypeError(f"safetensors has no dtype {dtype!r}; it has {', '.join(sorted(_CODES))}")
+    if _is_dense(allocation, ITEMSIZE[dtype]):
+        return _CODES[dtype], tuple(allocation.shape)
+    return "U8", (allocation.nbytes,)
+
+
+def _header(
+    layout: Layout, shape: BlockShape, num_blocks: int, allocations: Sequence[Allocation]
+) -> tuple[bytes, list[int]]:
+    """Return the file's first bytes, padded to a page, and each allocation's offset in the file."""
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "kvbm.format": FORMAT,
+            "kvbm.layout": layout.name,
+            "kvbm.order": layout.order_text,
+            "kvbm.fingerprint": layout.fingerprint,
+            "kvbm.shape": json.dumps(asdict(shape)),
+            "kvbm.num_blocks": str(num_blocks),
+        }
+    }
+    offsets, end = [], 0
+    for index, allocation in enumerate(allocations):
+        code, sizes = _entry(allocation, shape.dtype)
+        header[_name(index)] = {"dtype": code, "shape": sizes, "data_offsets": (end, end + allocation.nbytes)}
+        offsets.append(end)
+        end += allocation.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    if len(text) > _MAX_HEADER:
+        raise BindError(
+            f"layout {layout.name!r} has {len(allocations):,} allocations for {num_blocks:,} blocks, more than a "
+            f"safetensors header holds: store them in a layout with 'b' outside brackets, such as 'vllm/LBHNC'"
+        )
+    start = 8 + len(text)
+    return struct.pack("<Q", len(text)) + text, [start + offset for offset in offsets]
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Take the disk space now: writing to a mapped page that the disk has no room for would kill the process."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        os.ftruncate(fd, size)
+
+
+def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mmap, offsets: Sequence[int]) -> Pool:
+    import numpy as np
+
+    from .pool import Pool
+
+    dtype = numpy_dtype(shape.dtype)
+    arrays: list[np.ndarray[Any, Any]] = [
+        np.ndarray(allocation.shape, dtype, pages, offset, allocation.strides)
+        for allocation, offset in zip(resolved.allocations, offsets, strict=True)
+    ]
+    return Pool(layout, shape, arrays)
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """Return NumPy's dtype of that name, or unsigned integers of the same width where NumPy has none."""
+    import numpy as np
+
+    if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        return np.dtype(f"u{ITEMSIZE[dtype]}")
+    return np.dtype(dtype)

@@ -1,0 +1,89 @@
+"""Markers, profiles and fixtures.  The oracle and the matrix share no code with kvbm; see oracle.py."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:  # oracle, matrix, memory: also under --import-mode=importlib
+    sys.path.insert(0, str(HERE))
+
+# Derandomised: a red run stays red.  KVBM_HYPOTHESIS=explore looks for new cases.
+_common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+settings.register_profile("ci", derandomize=True, database=None, max_examples=300, **_common)
+settings.register_profile("deep", derandomize=True, database=None, max_examples=5000, **_common)
+settings.register_profile("explore", max_examples=2000, **_common)
+settings.load_profile(os.environ.get("KVBM_HYPOTHESIS", "ci"))
+
+
+@cache
+def why_no_gpu() -> str:
+    """Empty if there is a GPU that this run can use.  Asks the driver, not kvbm, and not torch first."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"no CUDA driver: {error}"
+    status = driver.cuInit(0)
+    if status:
+        return f"cuInit returned {status}"
+    count = ctypes.c_int(0)
+    status = driver.cuDeviceGetCount(ctypes.byref(count))
+    if status or count.value == 0:
+        return f"no CUDA device (status {status}, {count.value} devices)"
+    try:
+        import torch
+    except ImportError as error:
+        return f"GPU memory for the tests comes from torch: {error}"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} cannot use the GPU"
+    from kvbm import kernels
+
+    if kernels.is_using_stubs():
+        return "kvbm was built without CUDA kernels"
+    return ""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU, torch, and kvbm built with CUDA kernels")
+    config.addinivalue_line("markers", "full: the whole matrix, minutes to an hour; runs only with -m full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "full" not in (config.getoption("-m") or ""):
+        dropped = [item for item in items if item.get_closest_marker("full")]
+        if dropped:
+            config.hook.pytest_deselected(items=dropped)
+            items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        reason = why_no_gpu()
+        if reason and os.environ.get("KVBM_REQUIRE_GPU") == "1":
+            pytest.fail(f"KVBM_REQUIRE_GPU=1, but {reason}", pytrace=False)
+        if reason:
+            pytest.skip(reason)
+
+
+@pytest.fixture
+def torch():  # type: ignore[no-untyped-def]
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture
+def side_stream() -> Iterator[object]:
+    """A torch stream that is not the default one, made current."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        yield stream
+    stream.synchronize()

@@ -1,0 +1,260 @@
+"""The matrix of conversions: which cases run, chosen the same way on every machine.
+
+A case is a pair of layouts, a dtype, sizes, a batch and two alignments.  All of them together are far too many, so the
+default run covers every *pair of values* that matters (every layout pair with every width, with every batch and with
+every kind of shape; every dtype with every batch, every alignment, …); the marker `full` runs everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import numpy as np
+from oracle import AXES, ITEMSIZE, Illegal, Order, Placed, copyable, read_yaml
+
+LAYOUTS = Path(__file__).resolve().parent.parent / "layouts"
+
+# What the design says is shipped, written down a second time: a slip in a YAML file is then a failing test.
+SHIPPED = {
+    "nhd": Order("[b l o] t h d"),
+    "hnd": Order("[b l o] h t d"),
+    "operational": Order("[b] l o {t h d}"),
+    "operational_nhd": Order("[b] l o t h d"),
+    "operational_hnd": Order("[b] l o h t d"),
+    "universal": Order("[b] h l o t d"),
+    "vllm/flash_attn_nhd": Order("[l] o b t h d"),
+    "vllm/LBHNC": Order("l b h t o d"),
+    "vllm/LBNHC": Order("l b t h o d"),
+    "vllm/LHBNC": Order("l h b t o d"),
+    "vllm/BLHNC": Order("b l h t o d"),
+    "vllm/BLNHC": Order("b l t h o d"),
+    "vllm/BHLNC": Order("b h l t o d"),
+    "vllm/paged_attn_v0": Order("[l o] b h d/16B t d%16B", "[l o] b h d t"),
+    "hf/dynamic_cache": Order("[l o] h b t d"),
+}
+
+
+@cache
+def orders() -> dict[str, Order]:
+    """Every shipped layout: those above, and any other that lies in layouts/."""
+    found = dict(SHIPPED)
+    for path in sorted(LAYOUTS.rglob("*.yaml")):
+        name = path.relative_to(LAYOUTS).with_suffix("").as_posix()
+        if not name.startswith("shapes/") and name not in found:
+            found[name] = read_yaml(path, name)
+    return found
+
+
+DTYPES: dict[int, tuple[str, ...]] = {
+    width: tuple(name for name, size in ITEMSIZE.items() if size == width) for width in (1, 2, 4, 8)
+}
+BATCHES = ("none", "one", "two", "many")
+ALIGNS = (0, 1, 2, 4, 8)  # base addresses modulo 64; what is below the item size is a view no tensor library makes
+ID_KINDS = ("list", "int64", "int32", "all")
+
+# nl, no, nh, nt, hd: sizes of one, primes, sizes beside powers of two, sizes beyond a tile of 32 or 64.
+SHAPES = (
+    (1, 2, 2, 16, 32),
+    (2, 2, 4, 16, 64),
+    (3, 2, 2, 8, 16),
+    (2, 1, 1, 16, 64),
+    (1, 2, 1, 1, 128),
+    (3, 2, 5, 7, 5),
+    (2, 2, 3, 1, 5),
+    (1, 1, 1, 1, 1),
+    (5, 2, 1, 3, 7),
+    (2, 2, 2, 32, 8),
+    (1, 2, 8, 2, 16),
+    (1, 2, 2, 5, 128),
+    (2, 2, 7, 16, 1),
+    (40, 2, 1, 2, 16),
+    (1, 1, 3, 33, 24),
+    (2, 2, 16, 4, 32),
+    (3, 1, 2, 128, 16),
+    (1, 2, 3, 65, 40),
+    (2, 2, 1, 64, 64),
+    (1, 2, 2, 128, 72),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    src: str
+    dst: str
+    dtype: str
+    shape: tuple[int, int, int, int, int]
+    batch: str
+    src_align: int
+    dst_align: int
+    ids: str
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.shape))
+        return (
+            f"{self.src}>{self.dst}-{self.dtype}-{sizes}-{self.batch}-a{self.src_align}.{self.dst_align}-{self.ids}"
+        )
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(AXES[1:], self.shape, strict=True))
+
+    @cached_property
+    def batch_ids(self) -> tuple[list[int], list[int], int, int]:
+        """(src ids, dst ids, src blocks, dst blocks): shuffled, with gaps, different on the two sides."""
+        rng = random.Random(zlib.crc32(str(self).encode()))
+        elements = int(np.prod(self.shape))
+        n = {"none": 0, "one": 1, "two": 2, "many": max(3, min(17, 60_000 // elements))}[self.batch]
+        if self.ids == "all":  # no ids given: block i to block i, all of them
+            blocks = max(n, 1)
+            return list(range(blocks)), list(range(blocks)), blocks, blocks
+        src_blocks, dst_blocks = n + rng.randint(1, 3), n + rng.randint(1, 3)
+        src, dst = rng.sample(range(src_blocks), n), rng.sample(range(dst_blocks), n)
+        if self.batch == "many" and rng.random() < 0.3:
+            src[-1] = src[0]  # one block may be read twice
+        if self.batch == "many" and rng.random() < 0.3:
+            dst.sort(reverse=True)
+        return src, dst, src_blocks, dst_blocks
+
+    @property
+    def src_placed(self) -> Placed:
+        return Placed(orders()[self.src], self.sizes, self.itemsize, self.batch_ids[2])
+
+    @property
+    def dst_placed(self) -> Placed:
+        return Placed(orders()[self.dst], self.sizes, self.itemsize, self.batch_ids[3])
+
+
+@cache
+def legal(name: str, shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether every split divides; that what remains is one-to-one is test_layout's to say."""
+    try:
+        Placed(orders()[name], dict(zip(AXES[1:], shape, strict=True)), itemsize, 2)
+    except Illegal:
+        return False
+    return True
+
+
+def _opaque_pair(src: str, dst: str) -> bool:
+    return bool(orders()[src].opaque) or bool(orders()[dst].opaque)
+
+
+@cache
+def refused(src: str, dst: str, shape: tuple[int, ...] = (3, 2, 4, 8, 16), itemsize: int = 2) -> bool:
+    """Opaque against an order that is needed (at sizes where every axis counts)."""
+    if not _opaque_pair(src, dst):
+        return False
+    sizes = dict(zip(AXES[1:], shape, strict=True))
+    return not copyable(Placed(orders()[src], sizes, itemsize, 2), Placed(orders()[dst], sizes, itemsize, 2))
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every ordered pair that is a copy."""
+    return [(s, d) for s in sorted(orders()) for d in sorted(orders()) if not refused(s, d)]
+
+
+def refused_pairs() -> list[tuple[str, str]]:
+    return [(s, d) for s in sorted(orders()) for d in sorted(orders()) if refused(s, d)]
+
+
+def _kind(shape: tuple[int, ...]) -> str:
+    """Shapes by what is nasty about them."""
+    nl, no, nh, nt, hd = shape
+    if hd % 8:
+        return "odd"
+    if 1 in (no, nh, nt):
+        return "ones"
+    if nt > 32:
+        return "long"
+    return "even"
+
+
+@cache
+def possible(src: str, dst: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple(
+        (dtype, shape)
+        for width, dtypes in DTYPES.items()
+        for shape in SHAPES
+        if legal(src, shape, width) and legal(dst, shape, width)
+        for dtype in dtypes
+    )
+
+
+def covers(case: Case) -> Iterator[tuple[object, ...]]:
+    """The pairs of values this case covers."""
+    pair = (case.src, case.dst)
+    if case.batch == "none":  # nothing moves: covers nothing else
+        yield ("pair batch", pair, case.batch)
+        return
+    width, kind = case.itemsize, _kind(case.shape)
+    yield ("pair width", pair, width)
+    yield ("pair batch", pair, case.batch)
+    yield ("pair kind", pair, kind)
+    yield ("src shape width", case.src, case.shape, width)
+    yield ("dst shape width", case.dst, case.shape, width)
+    yield ("src dtype", case.src, case.dtype)
+    yield ("dst dtype", case.dst, case.dtype)
+    for a, b in itertools.combinations(
+        (
+            ("dtype", case.dtype),
+            ("shape", case.shape),
+            ("batch", case.batch),
+            ("src align", case.src_align),
+            ("dst align", case.dst_align),
+            ("ids", case.ids),
+        ),
+        2,
+    ):
+        yield (f"{a[0]} {b[0]}", a[1], b[1])
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    """The default run."""
+    seen: set[tuple[object, ...]] = set()
+    chosen: list[Case] = []
+    for src, dst in pairs():
+        rng = random.Random(zlib.crc32(f"{src}>{dst}".encode()))
+        options = possible(src, dst)
+        want = {("pair width", (src, dst), ITEMSIZE[dtype]) for dtype, _ in options}
+        want |= {("pair batch", (src, dst), batch) for batch in BATCHES}
+        want |= {("pair kind", (src, dst), _kind(shape)) for _, shape in options}
+        while not want <= seen:
+            best, most = None, -1
+            for _ in range(12):
+                dtype, shape = rng.choice(options)
+                case = Case(
+                    src, dst, dtype, shape, rng.choice(BATCHES),  # type: ignore[arg-type]
+                    rng.choice(ALIGNS), rng.choice(ALIGNS), rng.choice(ID_KINDS),
+                )  # fmt: skip
+                if case.batch == "none" and case.ids == "all":
+                    continue
+                new = sum((8 if key in want else 1) for key in covers(case) if key not in seen)
+                if new > most:
+                    best, most = case, new
+            if best is not None and most > 0:
+                chosen.append(best)
+                seen.update(covers(best))
+    return tuple(chosen)
+
+
+def everything(src: str, dst: str) -> Iterator[Case]:
+    """All of one pair: widths × shapes × batches; dtypes of a width, alignments and kinds of ids take turns."""
+    turns = itertools.cycle(itertools.product(ALIGNS, ALIGNS, ID_KINDS))
+    names = {width: itertools.cycle(dtypes) for width, dtypes in DTYPES.items()}
+    options = sorted({(ITEMSIZE[dtype], shape) for dtype, shape in possible(src, dst)})
+    for (width, shape), batch in itertools.product(options, BATCHES):
+        src_align, dst_align, ids = next(turns)
+        dtype = next(names[width])
+        if batch == "none":
+            ids = "list"
+        yield Case(src, dst, dtype, shape, batch, src_align, dst_align, ids)  # type: ignore[arg-type]

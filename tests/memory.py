@@ -1,0 +1,86 @@
+"""Buffers with guards, and arrays that view them: on the host and on a GPU, aligned or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from oracle import Arena, Placed
+
+_NUMPY = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """NumPy's own dtype, or the unsigned integers of the same width where it has none."""
+    return np.dtype(_NUMPY.get(dtype, dtype))
+
+
+def aligned(data: np.ndarray) -> np.ndarray:
+    """The same bytes, their first one at a multiple of 64."""
+    raw = np.empty(data.size + 64, dtype=np.uint8)
+    start = -raw.ctypes.data % 64
+    raw[start : start + data.size] = data
+    return raw[start : start + data.size]
+
+
+class Strided:
+    """A view for anything that takes `__cuda_array_interface__`: any alignment, any strides."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, typestr: str, owner: Any):
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "strides": strides,
+            "typestr": typestr,
+            "data": (address, False),
+            "version": 3,
+            "stream": None,
+        }
+
+
+def numpy_views(arena: Arena, buffer: np.ndarray, dtype: str) -> list[np.ndarray]:
+    return [
+        np.ndarray(space.shape, numpy_dtype(dtype), buffer, base, space.strides)
+        for space, base in zip(arena.placed.spaces, arena.bases, strict=True)
+    ]
+
+
+def torch_views(arena: Arena, buffer: Any, dtype: str) -> list[Any]:
+    """Views of a uint8 tensor (CPU or CUDA), or None where torch cannot make one at such an alignment."""
+    import torch
+
+    kind, itemsize = getattr(torch, dtype), arena.placed.itemsize
+    views = []
+    for space, base in zip(arena.placed.spaces, arena.bases, strict=True):
+        flat = buffer[base : base + space.nbytes].view(kind)
+        views.append(flat.as_strided(space.shape, [s // itemsize for s in space.strides]))
+    return views
+
+
+def interface_views(arena: Arena, buffer: Any, dtype: str) -> list[Strided]:
+    """`__cuda_array_interface__` views of a uint8 CUDA tensor."""
+    return [
+        Strided(buffer.data_ptr() + base, space.shape, space.strides, numpy_dtype(dtype).str, buffer)
+        for space, base in zip(arena.placed.spaces, arena.bases, strict=True)
+    ]
+
+
+def views(arena: Arena, buffer: Any, dtype: str, kind: str) -> list[Any]:
+    """`kind`: numpy, torch or interface.  torch falls back where it cannot view a misaligned base."""
+    align = min((base % arena.placed.itemsize for base in arena.bases), default=0)
+    strides = [s for space in arena.placed.spaces[:1] for s in space.strides]
+    whole = all(s % arena.placed.itemsize == 0 for s in strides)
+    if isinstance(buffer, np.ndarray):
+        if kind == "torch" and align == 0 and whole:
+            import torch
+
+            return torch_views(arena, torch.from_numpy(buffer), dtype)
+        return numpy_views(arena, buffer, dtype)
+    if kind == "torch" and align == 0 and whole:
+        return torch_views(arena, buffer, dtype)
+    return interface_views(arena, buffer, dtype)
+
+
+def placed(order: Any, shape: Any, num_blocks: int) -> Placed:
+    """From a kvbm.BlockShape, whose fields are plain numbers."""
+    return Placed(order, dict(shape.sizes), shape.itemsize, num_blocks)

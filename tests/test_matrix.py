@@ -1,0 +1,144 @@
+"""Every ordered pair of shipped layouts, bit for bit, guards and padding included: host kernels and CUDA kernels."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import kvbm
+import matrix
+import numpy as np
+import oracle
+import pytest
+from memory import aligned, views
+
+
+def _shape(case: matrix.Case) -> kvbm.BlockShape:
+    nl, no, nh, nt, hd = case.shape
+    return kvbm.BlockShape(nl=nl, no=no, nh=nh, nt=nt, hd=hd, dtype=case.dtype)
+
+
+def _ids(case: matrix.Case) -> tuple[Any, Any]:
+    src_ids, dst_ids, _, _ = case.batch_ids
+    if case.ids == "all":
+        return None, None
+    if case.ids == "list":
+        return src_ids, dst_ids
+    return np.array(src_ids, dtype=case.ids), np.array(dst_ids, dtype=case.ids)
+
+
+def _turn(case: matrix.Case, n: int) -> int:
+    """A choice that is the same on every run."""
+    return zlib.crc32(f"{case} turn".encode()) % n
+
+
+def run(case: matrix.Case, device: str) -> None:
+    """Convert on `device`, compare every byte of both buffers with the oracle."""
+    src, dst = case.src_placed.layout_bytes(case.src_align), case.dst_placed.layout_bytes(case.dst_align)
+    src_ids, dst_ids, _, _ = case.batch_ids
+    shape, src_layout, dst_layout = _shape(case), kvbm.load(case.src), kvbm.load(case.dst)
+    kind = ("torch", "numpy" if device == "cpu" else "interface")[_turn(case, 2)]
+    for salt in oracle.salts(case.itemsize):
+        source, before = oracle.source_bytes(src, salt), oracle.dest_bytes(dst, salt)
+        want = oracle.expected_bytes(src, dst, source, before, src_ids, dst_ids)
+        convert = _on_host if device == "cpu" else _on_gpu
+        source_after, got = convert(case, src, dst, source, before, shape, src_layout, dst_layout, kind)
+        assert np.array_equal(got, want), f"{case}\n{oracle.explain(dst, got, want)}"
+        assert np.array_equal(source_after, source), f"{case}: the source changed"
+
+
+def _on_host(
+    case: matrix.Case, src: Any, dst: Any, source: Any, before: Any, shape: Any, src_layout: Any, dst_layout: Any, kind: str
+) -> tuple[np.ndarray, np.ndarray]:
+    src_buffer, dst_buffer = aligned(source), aligned(before)
+    src_pool = kvbm.Pool(src_layout, shape, views(src, src_buffer, case.dtype, kind))
+    dst_pool = kvbm.Pool(dst_layout, shape, views(dst, dst_buffer, case.dtype, kind))
+    kvbm.convert(src_pool, dst_pool, *_ids(case))
+    return src_buffer, dst_buffer
+
+
+def _on_gpu(
+    case: matrix.Case, src: Any, dst: Any, source: Any, before: Any, shape: Any, src_layout: Any, dst_layout: Any, kind: str
+) -> tuple[np.ndarray, np.ndarray]:
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        src_buffer, dst_buffer = torch.from_numpy(source).cuda(), torch.from_numpy(before).cuda()
+        src_pool = kvbm.Pool(src_layout, shape, views(src, src_buffer, case.dtype, kind))
+        dst_pool = kvbm.Pool(dst_layout, shape, views(dst, dst_buffer, case.dtype, kind))
+        # torch's tensors carry their current stream; others, and every second of torch's, are told.
+        told = {} if kind == "torch" and _turn(case, 4) < 2 else {"stream": stream}
+        kvbm.convert(src_pool, dst_pool, *_ids(case), **told)
+        result = src_buffer.cpu().numpy(), dst_buffer.cpu().numpy()
+    return result
+
+
+CASES = matrix.cases()
+PAIRS = matrix.pairs()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_host(case: matrix.Case) -> None:
+    run(case, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gpu(case: matrix.Case) -> None:
+    run(case, "cuda")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_host_full(src: str, dst: str) -> None:
+    for case in matrix.everything(src, dst):
+        run(case, "cpu")
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_gpu_full(src: str, dst: str) -> None:
+    for case in matrix.everything(src, dst):
+        run(case, "cuda")
+
+
+@pytest.mark.parametrize(("src", "dst"), matrix.refused_pairs())
+def test_refused(src: str, dst: str) -> None:
+    """Opaque against an order that is needed: an error that names a way out; the destination is as it was."""
+    shape = kvbm.BlockShape(nl=3, no=2, nh=4, nt=8, hd=16, dtype="float16")
+    with pytest.raises(kvbm.PlanError, match=r"operational_nhd.*operational_hnd|operational_hnd.*operational_nhd") as info:
+        kvbm.plan(kvbm.load(src), kvbm.load(dst), shape)
+    assert src in str(info.value) and dst in str(info.value)
+    placed = [oracle.Placed(matrix.orders()[name], shape.sizes, 2, 2) for name in (src, dst)]
+    arenas = [p.layout_bytes() for p in placed]
+    buffers = [aligned(oracle.source_bytes(arenas[0], 0)), aligned(oracle.dest_bytes(arenas[1], 0))]
+    pools = [
+        kvbm.Pool(kvbm.load(name), shape, views(a, b, "float16", "numpy"))
+        for name, a, b in zip((src, dst), arenas, buffers, strict=True)
+    ]
+    with pytest.raises(kvbm.PlanError):
+        kvbm.convert(*pools)
+    assert np.array_equal(buffers[1], oracle.dest_bytes(arenas[1], 0))
+
+
+def test_cases_cover() -> None:
+    """The sample is what it says: every pair with every width it allows and every batch, every value with every other."""
+    seen = {key for case in CASES for key in matrix.covers(case)}
+    missing = set()
+    for pair in PAIRS:
+        widths = {oracle.ITEMSIZE[dtype] for dtype, _ in matrix.possible(*pair)}
+        missing |= {("pair width", pair, w) for w in widths} - seen
+        missing |= {("pair batch", pair, b) for b in matrix.BATCHES} - seen
+    for dtype in oracle.ITEMSIZE:
+        missing |= {("dtype src align", dtype, a) for a in matrix.ALIGNS} - seen
+        missing |= {("dtype dst align", dtype, a) for a in matrix.ALIGNS} - seen
+        missing |= {("dtype batch", dtype, b) for b in matrix.BATCHES if b != "none"} - seen
+        missing |= {("dtype shape", dtype, s) for s in matrix.SHAPES if any(c.dtype == dtype for c in CASES)} - seen
+    for shape in matrix.SHAPES:
+        missing |= {("shape ids", shape, i) for i in matrix.ID_KINDS} - seen
+    assert not missing
+    assert len({pair for case in CASES for pair in [(case.src, case.dst)]}) == len(PAIRS)
+    assert {dtype for case in CASES for dtype in [case.dtype]} == set(oracle.ITEMSIZE)
+    assert any(list(c.batch_ids[0]) != sorted(c.batch_ids[0]) for c in CASES)

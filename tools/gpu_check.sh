@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Checks kvbm on a machine with a GPU; needs no network: Python with the build and run-time requirements, nvcc, a driver.
+#
+#   tools/gpu_check.sh [build] [test] [sanitize] [bench]      all four if none is named
+#
+# OUT        where the logs go (benchmarks/results)
+# PYTHON     the interpreter (python3)
+# CUDA_ARCHS what to build for (the first GPU's own)
+# JOBS       test processes that share the GPU (4)
+#
+# Every stage runs whatever became of the one before, unless the build failed; the exit status is that of the worst.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+OUT=${OUT:-benchmarks/results}
+PYTHON=${PYTHON:-python3}
+JOBS=${JOBS:-4}
+SITE=$PWD/build/gpu-site # installed beside, not into, the environment it borrows
+mkdir -p "$OUT" build
+OUT=$(cd "$OUT" && pwd)
+export OUT PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH} PATH=$SITE/bin:$PATH PYTHONUNBUFFERED=1
+rows=()
+status=0
+
+row() { rows+=("$(printf '%-10s %-12s %5s s   %s' "$1" "$2" "$3" "$4")"); }
+
+# run STAGE COMMAND...: log it, note how it went and its last telling line (the last that matches $tell)
+run() {
+  local stage=$1 begin=$SECONDS result=ok
+  shift
+  printf '\n==> %s: %s\n' "$stage" "$*"
+  "$@" > >(tee "$OUT/$stage.log") 2>&1 || result="FAILED ($?)"
+  wait $! # tee
+  # Some virtual machines hide the device from the sanitizer: that is no verdict on the kernels, and not a pass either.
+  if [[ $result != ok ]] && grep -q 'Device not supported' "$OUT/$stage.log"; then
+    result=unsupported
+  fi
+  [[ $result != FAILED* ]] || status=1
+  row "$stage" "$result" $((SECONDS - begin)) "$(grep -E "$tell" "$OUT/$stage.log" | tail -n 1 | sed 's/^[= ]*//; s/[= ]*$//')"
+  [[ $result == ok ]]
+}
+
+summary() {
+  {
+    printf '\n%s · %s · %s\n' "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null | head -n 1)" \
+      "$("$PYTHON" --version)" "commit $(git describe --always --dirty 2> /dev/null || echo unknown)"
+    printf '%s\n' "${rows[@]}"
+    if [ -f "$OUT/bench.log" ] && [[ " ${stages[*]} " == *" bench "* ]]; then
+      printf '\n'
+      tail -n 40 "$OUT/bench.log"
+    fi
+  } | tee "$OUT/summary.txt"
+  exit "$status"
+}
+
+build() {
+  rm -rf "$SITE"
+  CUDA_ARCHS=${CUDA_ARCHS:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | head -n 1)}
+  export CUDA_ARCHS=${CUDA_ARCHS:-90} KVBM_REQUIRE_CUDA=1
+  tell='kvbm:|Successfully installed|ERROR' run build \
+    "$PYTHON" -m pip install -v --no-build-isolation --no-deps --no-index --target "$SITE" . || summary
+}
+
+tests() { tell=' in [0-9.]+s' run test "$PYTHON" -m pytest -m gpu -n "$JOBS" -q; }
+
+sanitize() {
+  local tool
+  for tool in memcheck racecheck; do
+    # PyTorch's caching allocator would hide a read past the end of a tensor from memcheck.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 tell='(ERROR|RACECHECK) SUMMARY|Device not supported' run "$tool" \
+      compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 99 \
+      "$PYTHON" -m pytest -m gpu -k sanitize -p no:xdist -q --timeout 0
+  done
+}
+
+bench() { tell='.' run bench "$PYTHON" benchmarks/run.py; }
+
+stages=("${@:-build}")
+[ $# -gt 0 ] || stages=(build test sanitize bench)
+for stage in "${stages[@]}"; do
+  case $stage in
+    build) build ;;
+    test) tests ;;
+    sanitize) sanitize ;;
+    bench) bench ;;
+    *)
+      echo "gpu_check.sh: expected stages build, test, sanitize, bench; got '$stage'" >&2
+      exit 2
+      ;;
+  esac
+done
+summary
