@@ -134,7 +134,7 @@ def find_layouts():
 
 
 def embed(kernels, fatbins):
-    """Return the C++ text of kvbm_images: the fatbin of each .cu file, in the order that the kernel table counts them."""
+    """Return the C++ text of kvbm_images: the fatbin of each .cu file, in the order that kernel.image counts."""
     lines = ['#include "kvbm.h"', 'extern "C" {']
     for i, path in enumerate(fatbins):
         lines.append(f'__asm__(".pushsection .nv_fatbin, \\"a\\"\\n.balign 8\\nkvbm_image_{i}:\\n"')

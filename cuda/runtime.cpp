@@ -13,7 +13,6 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -28,7 +27,7 @@
 
 namespace {
 
-// ---- the driver's types and functions, as far as they are needed ------------------------------------------------
+// ---- the driver's types and functions, as far as they are needed ---------------------------------------------------
 
 using Stream = void *;
 using Handle = void *;  // context, module, function, event
@@ -126,7 +125,7 @@ inline int check(const char *call, int status) {
     if (const int status_ = (expression)) return status_; \
   } while (0)
 
-// ---- loading and starting the driver, and what fork() does to it ------------------------------------------------
+// ---- loading and starting the driver, and what fork() does to it ---------------------------------------------------
 
 enum : int { kUnset = INT_MIN };
 std::atomic<int> load_status{kUnset};   // libcuda.so.1 is open and its functions are known
@@ -176,7 +175,7 @@ void in_forked_child() {
   if (start_begun.load(std::memory_order_relaxed)) start_status.store(KVBM_FORKED, std::memory_order_relaxed);
 }
 
-// ---- devices ------------------------------------------------------------------------------------------------------
+// ---- devices -------------------------------------------------------------------------------------------------------
 
 // A pair of buffers that carries ids and tables to the device, and the event after which it may be used again.
 struct Slot {
@@ -292,7 +291,7 @@ inline int open(int ordinal, Device **out, Current *current) {
   return current->enter(device->context);
 }
 
-// ---- images and kernels -------------------------------------------------------------------------------------------
+// ---- images and kernels --------------------------------------------------------------------------------------------
 
 bool is_kernel(int kernel) { return kernel >= 0 && kernel < kvbm_num_kernels; }
 
@@ -325,7 +324,7 @@ int find_kernel(Device *device, int kernel, Handle *function) {
   return KVBM_OK;
 }
 
-// ---- the ring -------------------------------------------------------------------------------------------------------
+// ---- the ring ------------------------------------------------------------------------------------------------------
 
 enum : size_t { kSmallestSlot = 16 << 10 };
 enum : int { kMostQueries = 4 };  // of the slots used longest ago, before a new one is made
@@ -391,7 +390,7 @@ void leave_slot(Device *device, Slot *slot, bool recorded) {
   slot->state = recorded ? Slot::kInFlight : Slot::kLost;
 }
 
-// ---- ids and tables -------------------------------------------------------------------------------------------------
+// ---- ids and tables ------------------------------------------------------------------------------------------------
 
 inline int64_t id_at(const void *ids, uint32_t id_bytes, int64_t i) {
   if (!ids) return i;
@@ -512,10 +511,13 @@ int launch_with_slot(Device *device, Handle function, int kernel, kvbm_args *arg
   return status;
 }
 
-// ---- the host ---------------------------------------------------------------------------------------------------------
+// ---- the host ------------------------------------------------------------------------------------------------------
 
 enum : uint64_t { kBytesAThread = 512 << 10 };  // below two of these a second thread costs more than it saves
 enum : unsigned { kMostThreads = 256, kTurnsAThread = 8 };
+// From here on stores go around the cache.  The size of the last level would be the textbook's limit, but a virtual
+// machine reports its host's and owns a slice of it; writing around measured ahead well below that.
+enum : uint64_t { kStreamFrom = 8 << 20 };
 
 unsigned usable_cores() {
   cpu_set_t set;
@@ -523,18 +525,13 @@ unsigned usable_cores() {
   return std::max(std::thread::hardware_concurrency(), 1u);  // more CPUs than a cpu_set_t holds
 }
 
-uint64_t half_of_last_level_cache() {
-  static const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  return bytes > 0 ? static_cast<uint64_t>(bytes) / 2 : 8u << 20;
-}
-
 uint64_t saturating_product(uint64_t a, uint64_t b) {
   uint64_t product;
   return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<uint64_t>::max() : product;
 }
 
-// Bytes that a batch writes.  Extents count words (or elements), and inner[0] is the mode along which the source goes on:
-// its step is their size.
+// Bytes that a batch writes.  Extents count words (or elements), and inner[0] is the mode along which the source goes
+// on: its step is their size.
 uint64_t total_bytes(const kvbm_args &args) {
   uint64_t total = 0;
   for (uint32_t p = 0; p < args.num_parts; ++p) {
@@ -577,7 +574,7 @@ struct HostRun {
   }
 };
 
-// ---- batched copies ---------------------------------------------------------------------------------------------------
+// ---- batched copies ------------------------------------------------------------------------------------------------
 
 enum : uint64_t { kCopiesASubmission = 4096 };  // very large batches have crashed drivers
 
@@ -626,7 +623,7 @@ int copy_batched(const uint64_t *dst, const uint64_t *src, const uint64_t *sizes
 
 bool is_legacy(uint64_t stream) { return stream <= 1; }  // the null stream and CU_STREAM_LEGACY
 
-// ---- checking ids -----------------------------------------------------------------------------------------------------
+// ---- checking ids --------------------------------------------------------------------------------------------------
 
 enum : uint32_t { kFew = 32 };  // up to here comparing each with each beats touching memory
 
@@ -733,7 +730,7 @@ int check_all(const Ids<Id> &ids, int64_t src_blocks, int64_t dst_blocks, bool s
   return ids.count <= kFew ? check_few(ids, same_pool, index) : check_many(ids, dst_blocks, same_pool, index);
 }
 
-// ---- status codes -----------------------------------------------------------------------------------------------------
+// ---- status codes --------------------------------------------------------------------------------------------------
 
 struct Status {
   int code;
@@ -819,7 +816,7 @@ bool is_loaded() { return load_status.load(std::memory_order_acquire) == KVBM_OK
 
 }  // namespace
 
-// ======================================================================================================================
+// ====================================================================================================================
 
 extern "C" {
 
@@ -958,7 +955,7 @@ int kvbm_run_host(int kernel, const kvbm_args *args, const kvbm_batch *batch, in
   run.jobs = 0;
   for (uint32_t p = 0; p < copy.num_parts; ++p) run.jobs += copy.part[p].jobs;
   const uint64_t bytes = total_bytes(copy);
-  run.stream_stores = bytes > half_of_last_level_cache();
+  run.stream_stores = bytes > kStreamFrom;
   uint64_t workers = threads > 0 ? static_cast<uint64_t>(threads) : usable_cores();
   workers = std::min({workers, bytes / kBytesAThread, run.jobs, uint64_t{kMostThreads}});
   workers = std::max<uint64_t>(workers, 1);

@@ -84,3 +84,39 @@ def views(arena: Arena, buffer: Any, dtype: str, kind: str) -> list[Any]:
 def placed(order: Any, shape: Any, num_blocks: int) -> Placed:
     """From a kvbm.BlockShape, whose fields are plain numbers."""
     return Placed(order, dict(shape.sizes), shape.itemsize, num_blocks)
+
+
+class FakeCuda(Strided):
+    """What says it is a CUDA array but lies nowhere: for refusals, which must come before any memory is touched."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str = "float16", *, device: int = 0, address: int = 0, **rest: Any):
+        kind = numpy_dtype(dtype)
+        if not address:
+            FakeCuda.next_address += 1 << 24
+            address = FakeCuda.next_address
+        self.device = device
+        self.address = address
+        super().__init__(address, shape, rest.get("strides"), kind.str, None)
+
+    next_address = 1 << 40
+
+
+class Bound:
+    """A pool over a guarded buffer on the host, with the bytes it had before."""
+
+    def __init__(self, name: str, shape: Any, num_blocks: int, *, dst: bool = False, kind: str = "numpy", align: int = 0):
+        import kvbm
+        import matrix
+        import oracle
+
+        self.layout = kvbm.load(name)
+        self.arena = placed(matrix.orders()[name], shape, num_blocks).layout_bytes(align)
+        fill = oracle.dest_bytes if dst else oracle.source_bytes
+        self.before = fill(self.arena, 0)
+        self.buffer = aligned(self.before)
+        self.arrays = views(self.arena, self.buffer, shape.dtype, kind)
+        self.pool = kvbm.Pool(self.layout, shape, self.arrays)
+
+    @property
+    def untouched(self) -> bool:
+        return np.array_equal(self.buffer, self.before)

@@ -227,7 +227,7 @@ def test_shapes() -> None:
     free = kvbm.load_shape("nl=2,no=2,nh=4,nt=16,hd=32,dtype=float16")
     assert free == kvbm.BlockShape(nl=2, no=2, nh=4, nt=16, hd=32, dtype="float16")
     assert free.sizes == {"l": 2, "o": 2, "h": 4, "t": 16, "d": 32}
-    names = kvbm.shapes()
+    names = kvbm.shape_names()
     assert "llama-3.1-8b" in names and "llama-3.1-70b" in names
     for name in names:
         kvbm.load_shape(name).sizes  # noqa: B018  (each listed name loads)

@@ -26,11 +26,12 @@ row() { rows+=("$(printf '%-10s %-12s %5s s   %s' "$1" "$2" "$3" "$4")"); }
 
 # run STAGE COMMAND...: log it, note how it went and its last telling line (the last that matches $tell)
 run() {
-  local stage=$1 begin=$SECONDS result=ok
+  local stage=$1 begin=$SECONDS code result=ok
   shift
   printf '\n==> %s: %s\n' "$stage" "$*"
-  "$@" > >(tee "$OUT/$stage.log") 2>&1 || result="FAILED ($?)"
-  wait $! # tee
+  "$@" 2>&1 | tee "$OUT/$stage.log"
+  code=${PIPESTATUS[0]}
+  [[ $code == 0 ]] || result="FAILED ($code)"
   # Some virtual machines hide the device from the sanitizer: that is no verdict on the kernels, and not a pass either.
   if [[ $result != ok ]] && grep -q 'Device not supported' "$OUT/$stage.log"; then
     result=unsupported

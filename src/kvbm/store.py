@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 FORMAT = "1"
 _ALIGN = 4096  # where the first tensor starts: a page, so that the kernels can use their widest words
 _MAX_HEADER = 100_000_000  # the safetensors format's own limit
+_MIN_ENTRY = 100  # bytes that one tensor takes in it, more or less
 _CODES = {
     "float16": "F16",
     "bfloat16": "BF16",
@@ -293,6 +294,11 @@ def create(
     if not force and path.exists():
         raise FileExistsError(f"{path}: already there")
     resolved = layout.resolve(shape, num_blocks)
+    if resolved.table_size * _MIN_ENTRY > _MAX_HEADER:
+        raise BindError(
+            f"layout {layout.name!r} has {resolved.table_size:,} allocations for {num_blocks:,} blocks, more than a "
+            "safetensors header holds: store them in a layout with 'b' outside the brackets, such as 'vllm/LBHNC'"
+        )
     header, offsets = _header(layout, shape, num_blocks, resolved.allocations)
     size = len(header) + resolved.nbytes
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -363,11 +369,6 @@ def _header(
         end += allocation.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
-    if len(text) > _MAX_HEADER:
-        raise BindError(
-            f"layout {layout.name!r} has {len(allocations):,} allocations for {num_blocks:,} blocks, more than a "
-            f"safetensors header holds: store them in a layout with 'b' outside brackets, such as 'vllm/LBHNC'"
-        )
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, [start + offset for offset in offsets]
 

@@ -81,6 +81,9 @@ class _Bound:
         self.same_pool = require_disjoint(src, dst)
         self.copies = prepare(self.plan, src.alignment, dst.alignment)
         self.src_table, self.dst_table = src.table(), dst.table()
+        if src.device != "cpu":
+            for copy in self.copies:  # now, and not beside a running model
+                _core.warm(copy.kernel, int(src.device.partition(":")[2]))
 
 
 _bound: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, _Bound]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,370 @@
+"""Binding and converting refuse what could make a copy silently wrong; the destination is as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kvbm
+import numpy as np
+import oracle
+import pytest
+from memory import Bound, FakeCuda, aligned, numpy_dtype
+
+SHAPE = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=8, dtype="float32")
+
+
+def zeros(name: str, num_blocks: int = 3, shape: kvbm.BlockShape = SHAPE, dtype: str | None = None) -> list[np.ndarray]:
+    kind = numpy_dtype(dtype or shape.dtype)
+    return [np.zeros(a.shape, kind) for a in kvbm.load(name).resolve(shape, num_blocks).allocations]
+
+
+def test_binds() -> None:
+    arrays = zeros("vllm/flash_attn_nhd", 5)
+    pool = kvbm.Pool(kvbm.load("vllm/flash_attn_nhd"), SHAPE, arrays)
+    assert pool.num_blocks == 5 and pool.device == "cpu" and pool.shape == SHAPE
+    assert pool.layout.name == "vllm/flash_attn_nhd"
+    assert pool.nbytes == sum(a.nbytes for a in arrays) == 5 * SHAPE.nbytes
+    assert pool.addresses.dtype == np.uint64
+    assert pool.addresses.tolist() == [a.ctypes.data for a in arrays]
+    assert all(a is b for a, b in zip(pool.arrays, arrays, strict=True))
+
+
+@pytest.mark.parametrize("name", ["nhd", "universal", "vllm/LBHNC", "vllm/paged_attn_v0", "hf/dynamic_cache"])
+def test_number_of_blocks(name: str) -> None:
+    assert kvbm.Pool(kvbm.load(name), SHAPE, zeros(name, 4)).num_blocks == 4
+
+
+def test_one_array_for_one_allocation() -> None:
+    array = zeros("vllm/LBHNC")[0]
+    assert kvbm.Pool(kvbm.load("vllm/LBHNC"), SHAPE, array).num_blocks == 3
+
+
+@pytest.mark.parametrize("dtype", sorted(oracle.ITEMSIZE))
+def test_every_dtype_on_the_host(dtype: str) -> None:
+    shape = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=16, dtype=dtype)
+    pool = kvbm.Pool(kvbm.load("nhd"), shape, zeros("nhd", shape=shape))
+    assert pool.nbytes == 3 * shape.nbytes
+
+
+@pytest.mark.parametrize("dtype", sorted(oracle.ITEMSIZE))
+def test_every_dtype_of_torch(dtype: str, torch: Any) -> None:
+    shape = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=16, dtype=dtype)
+    tensors = [torch.zeros(a.shape, dtype=getattr(torch, dtype)) for a in kvbm.load("nhd").resolve(shape, 3).allocations]
+    assert kvbm.Pool(kvbm.load("nhd"), shape, tensors).num_blocks == 3
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("name", ["nhd", "universal", "vllm/paged_attn_v0"])
+def test_allocate(name: str, device: str) -> None:
+    pool = kvbm.Pool.allocate(kvbm.load(name), SHAPE, 3, device)
+    assert (pool.num_blocks, pool.device) == (3, device)
+    assert [a.shape for a in pool.arrays] == [a.shape for a in kvbm.load(name).resolve(SHAPE, 3).allocations]
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "cpu:1", "", "cuda:-1"])
+def test_allocate_nowhere(device: str) -> None:
+    with pytest.raises(kvbm.BindError, match="device"):
+        kvbm.Pool.allocate(kvbm.load("nhd"), SHAPE, 3, device)
+
+
+def test_dlpack() -> None:
+    class OnlyDlpack:
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+
+        def __dlpack__(self, **rest: Any) -> Any:
+            return self.array.__dlpack__(**rest)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.array.__dlpack_device__()
+
+    arrays = zeros("vllm/flash_attn_nhd")
+    pool = kvbm.Pool(kvbm.load("vllm/flash_attn_nhd"), SHAPE, [OnlyDlpack(a) for a in arrays])
+    assert pool.addresses.tolist() == [a.ctypes.data for a in arrays]
+
+
+def _refused(tensors: Any, match: str, error: type[Exception] = kvbm.BindError, name: str = "vllm/flash_attn_nhd") -> None:
+    with pytest.raises(error, match=match) as info:
+        kvbm.Pool(kvbm.load(name), SHAPE, tensors)
+    assert name in str(info.value), "the error names the layout"
+
+
+def test_wrong_rank() -> None:
+    arrays = zeros("vllm/flash_attn_nhd")
+    arrays[1] = arrays[1].reshape(2, 3, 4, 24)
+    _refused(arrays, r"array 1.*l=1.*5 axes.*\(2, 3, 4, 24\)")
+    _refused([a.reshape(2, 3, 4, 24) for a in zeros("vllm/flash_attn_nhd")], r"array 0.*5 axes.*\(2, 3, 4, 24\)")
+
+
+def test_wrong_shape_names_the_axis() -> None:
+    arrays = zeros("vllm/flash_attn_nhd")
+    arrays[1] = np.zeros((2, 3, 4, 3, 7), "float32")
+    _refused(arrays, r"array 1.*axis 'd'.*expected 8, got 7")
+    _refused([np.zeros((2, 3, 4, 2, 8), "float32")] * 2, r"array 0.*axis 'h'.*expected 3, got 2")
+
+
+def test_the_other_order_of_the_same_shape() -> None:
+    """At nt = nh the shapes of NHD and HND are equal; at other sizes the axis is named."""
+    _refused([np.zeros((2, 3, 3, 4, 8), "float32") for _ in range(2)], r"axis 't'.*expected 4, got 3")
+
+
+def test_wrong_number_of_blocks_in_one() -> None:
+    arrays = zeros("vllm/flash_attn_nhd", 3)
+    arrays[1] = zeros("vllm/flash_attn_nhd", 4)[1]
+    _refused(arrays, r"array 1.*axis 'b'.*expected 3, got 4")
+
+
+def test_non_contiguous() -> None:
+    arrays = zeros("vllm/flash_attn_nhd")
+    arrays[0] = np.zeros((2, 3, 3, 4, 8), "float32").transpose(0, 1, 3, 2, 4)
+    assert arrays[0].shape == (2, 3, 4, 3, 8)
+    _refused(arrays, r"array 0.*l=0.*contiguous.*strides")
+    arrays[0] = np.zeros((2, 3, 4, 3, 16), "float32")[..., ::2]
+    _refused(arrays, r"array 0.*contiguous")
+    arrays[0] = np.zeros((2, 6, 4, 3, 8), "float32")[:, :3]
+    _refused(arrays, r"array 0.*contiguous")
+    arrays[0] = np.broadcast_to(np.zeros((1, 1, 1, 1, 8), "float32"), (2, 3, 4, 3, 8))
+    _refused(arrays, r"array 0.*(contiguous|read-only)")
+
+
+def test_wrong_stride_where_the_layout_has_a_pitch() -> None:
+    from kvbm import spec
+
+    layout = spec.parse('order: "b l o h t d"\npitch: {b: "4096 B"}', name="padded")
+    right = np.ndarray((2, 2, 2, 3, 4, 8), "float32", np.zeros(8192, np.uint8), 0, (4096, 768, 384, 128, 32, 4))
+    assert kvbm.Pool(layout, SHAPE, right).num_blocks == 2
+    with pytest.raises(kvbm.BindError, match=r"padded.*strides.*4096.*1536"):
+        kvbm.Pool(layout, SHAPE, np.zeros((2, 2, 2, 3, 4, 8), "float32"))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_wrong_count(count: int) -> None:
+    _refused(zeros("vllm/flash_attn_nhd")[:1] * count, rf"expected .*got {count or 'none'}")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 11])
+def test_wrong_count_where_each_block_has_arrays(count: int) -> None:
+    _refused(zeros("nhd", 3)[:count], rf"multiple of 4 .*got {count}", name="nhd")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "uint32", "int8", "complex64"])
+def test_wrong_dtype(dtype: str) -> None:
+    arrays = [a.astype(dtype) for a in zeros("vllm/flash_attn_nhd")]
+    _refused(arrays, rf"array 0.*float32.*{dtype}", kvbm.DTypeError)
+    _refused(arrays, r".", TypeError)
+
+
+def test_stand_ins_have_the_same_width() -> None:
+    shape = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=8, dtype="bfloat16")
+    for dtype in ("uint16", "int16"):
+        assert kvbm.Pool(kvbm.load("nhd"), shape, zeros("nhd", shape=shape, dtype=dtype)).num_blocks == 3
+    for dtype in ("uint8", "uint32", "float16", "float32"):
+        with pytest.raises(kvbm.DTypeError, match=rf"bfloat16.*{dtype}"):
+            kvbm.Pool(kvbm.load("nhd"), shape, zeros("nhd", shape=shape, dtype=dtype))
+
+
+def test_mixed_dtypes() -> None:
+    arrays = zeros("vllm/flash_attn_nhd")
+    arrays[1] = arrays[1].astype("int32")
+    _refused(arrays, r"(?s)mixed.*array 1.*int32.*float32", kvbm.DTypeError)
+
+
+def test_device_mix() -> None:
+    arrays: list[Any] = zeros("vllm/flash_attn_nhd")
+    fake = FakeCuda((2, 3, 4, 3, 8), "float32", device=0)
+    _refused([arrays[0], fake], r"array 1 is on cuda:0.*array 0 on cpu")
+    other = FakeCuda((2, 3, 4, 3, 8), "float32", device=1)
+    _refused([fake, other], r"array 1 is on cuda:1.*array 0 on cuda:0")
+
+
+def test_not_an_array() -> None:
+    _refused([[1.0, 2.0], [3.0]], r"array 0.*list")
+    _refused(["x", "y"], r"array 0.*str")
+    _refused(7, r"array 0.*int")
+
+
+def test_arrays_of_one_pool_that_overlap() -> None:
+    array = zeros("vllm/flash_attn_nhd")[0]
+    _refused([array, array], r"arrays 0 and 1 share memory")
+    memory = np.zeros(3 * array.size // 2, "float32")
+    half = array.size // 2
+    overlapping = [memory[:array.size].reshape(array.shape), memory[half:].reshape(array.shape)]
+    _refused(overlapping, r"arrays 0 and 1 share memory")
+
+
+# ---- what `convert` refuses: the destination is untouched ----------------------------------------------------------
+
+
+def both(src: str = "nhd", dst: str = "universal", blocks: tuple[int, int] = (4, 5)) -> tuple[Bound, Bound]:
+    return Bound(src, SHAPE, blocks[0]), Bound(dst, SHAPE, blocks[1], dst=True)
+
+
+@pytest.mark.parametrize(
+    ("src_ids", "dst_ids", "match"),
+    [
+        ([0, 4], [0, 1], r"(?s)src.*1.*4.*4"),  # position 1, id 4, of 4 blocks
+        ([0, 1], [0, 5], r"(?s)dst.*1.*5.*5"),
+        ([0, -2], [0, 1], r"(?s)src.*1.*-2"),
+        ([0, 1], [-7, 1], r"(?s)dst.*0.*-7"),
+        ([0, 2**40], [0, 1], r"(?s)src.*1.*1099511627776"),
+        ([2**31], [0], r"(?s)src.*0.*2147483648"),
+        ([2**32], [0], r"(?s)src.*0.*4294967296"),  # whose low half is a block
+        ([0, 1, 2], [3, 2, 3], r"(?s)dst.*3"),  # twice
+        ([0, 1], [0], r"2.*1"),
+        ([0], [0, 1], r"1.*2"),
+        ([0.5], [0], r"src_ids.*integers.*float64"),
+        ([[0, 1]], [[0, 1]], r"src_ids.*one axis.*\(1, 2\)"),
+        ([True], [0], r"src_ids.*integers.*bool"),
+        (["0"], [0], r"src_ids.*integers"),
+        (None, None, r"4.*5"),  # different numbers of blocks
+        ([0, 1, 2, 3, 0], None, r"."),
+    ],
+)
+def test_ids(src_ids: Any, dst_ids: Any, match: str) -> None:
+    src, dst = both()
+    if src_ids is not None and len(src_ids) == 5:  # five ids fit five blocks: legal
+        kvbm.convert(src.pool, dst.pool, src_ids, dst_ids)
+        assert not dst.untouched
+        return
+    with pytest.raises(kvbm.BindError, match=match):
+        kvbm.convert(src.pool, dst.pool, src_ids, dst_ids)
+    assert dst.untouched and src.untouched
+
+
+def test_ids_on_one_side_only() -> None:
+    src, dst = both()
+    with pytest.raises(kvbm.BindError):
+        kvbm.convert(src.pool, dst.pool, [0, 1, 2, 3, 0, 1], None)  # six ids, five blocks
+    assert dst.untouched
+
+
+@pytest.mark.parametrize("kind", [np.uint64, np.uint8, np.int8, np.int16, np.int32, np.int64])
+def test_ids_of_every_integer(kind: Any) -> None:
+    src, dst = both()
+    kvbm.convert(src.pool, dst.pool, np.array([3, 1], kind), np.array([0, 4], kind))
+    want = oracle.expected_bytes(src.arena, dst.arena, src.before, dst.before, [3, 1], [0, 4])
+    assert np.array_equal(dst.buffer, want)
+
+
+def test_ids_that_are_not_contiguous() -> None:
+    src, dst = both()
+    kvbm.convert(src.pool, dst.pool, np.array([3, 9, 1, 9])[::2], np.array([0, 9, 4])[::2])
+    want = oracle.expected_bytes(src.arena, dst.arena, src.before, dst.before, [3, 1], [0, 4])
+    assert np.array_equal(dst.buffer, want)
+
+
+def test_ids_from_torch(torch: Any) -> None:
+    src, dst = both()
+    kvbm.convert(src.pool, dst.pool, torch.tensor([3, 1]), torch.tensor([0, 4], dtype=torch.int32))
+    want = oracle.expected_bytes(src.arena, dst.arena, src.before, dst.before, [3, 1], [0, 4])
+    assert np.array_equal(dst.buffer, want)
+
+
+def test_too_large_for_int64() -> None:
+    src, dst = both()
+    with pytest.raises(kvbm.BindError, match="src_ids"):
+        kvbm.convert(src.pool, dst.pool, np.array([2**63], np.uint64), [0])
+    assert dst.untouched
+
+
+def test_pools_of_different_shapes() -> None:
+    src, dst = Bound("nhd", SHAPE, 2), Bound("universal", kvbm.BlockShape(nl=2, no=2, nh=3, nt=8, hd=8, dtype="float32"), 2, dst=True)
+    with pytest.raises(kvbm.BindError, match=r"nhd → universal.*nt=4.*nt=8"):
+        kvbm.convert(src.pool, dst.pool)
+    assert dst.untouched
+
+
+def test_pools_of_different_dtypes() -> None:
+    src, dst = Bound("nhd", SHAPE, 2), Bound("universal", kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=8, dtype="int32"), 2, dst=True)
+    with pytest.raises(kvbm.DTypeError, match=r"float32.*int32"):
+        kvbm.convert(src.pool, dst.pool)
+    assert dst.untouched
+
+
+def test_pools_on_different_devices() -> None:
+    src = Bound("vllm/flash_attn_nhd", SHAPE, 2)
+    far = kvbm.Pool(src.layout, SHAPE, [FakeCuda((2, 2, 4, 3, 8), "float32") for _ in range(2)])
+    with pytest.raises(kvbm.BindError, match=r"source is on cpu.*destination on cuda:0"):
+        kvbm.convert(src.pool, far)
+    with pytest.raises(kvbm.BindError, match=r"source is on cuda:0.*destination on cpu"):
+        kvbm.convert(far, src.pool)
+    assert src.untouched
+
+
+def test_read_only_destination() -> None:
+    src, dst = both(blocks=(4, 4))
+    for array in dst.arrays:
+        array.flags.writeable = False
+    locked = kvbm.Pool(dst.layout, SHAPE, dst.arrays)
+    with pytest.raises(kvbm.BindError, match="read-only"):
+        kvbm.convert(src.pool, locked)
+    assert dst.untouched
+    kvbm.convert(locked, src.pool)  # as a source it is fine
+
+
+@pytest.mark.parametrize("shift", [0, 4, 1024])
+def test_source_and_destination_overlap(shift: int) -> None:
+    n = 4 * SHAPE.nbytes
+    memory = aligned(oracle.noise(n + 4096, 3))
+    before = memory.copy()
+    array = [a.shape for a in kvbm.load("vllm/LBHNC").resolve(SHAPE, 4).allocations][0]
+    other = [a.shape for a in kvbm.load("vllm/BHLNC").resolve(SHAPE, 4).allocations][0]
+    src = kvbm.Pool(kvbm.load("vllm/LBHNC"), SHAPE, memory[:n].view("float32").reshape(array))
+    dst = kvbm.Pool(kvbm.load("vllm/BHLNC"), SHAPE, memory[shift : shift + n].view("float32").reshape(other))
+    with pytest.raises(kvbm.BindError, match="overlap"):
+        kvbm.convert(src, dst, [0], [3])
+    assert np.array_equal(memory, before)
+
+
+def test_one_array_shared_among_many() -> None:
+    """Only the last allocation of one side lies in the first of the other."""
+    src, dst = both("nhd", "nhd", (3, 3))
+    arrays = list(dst.arrays)
+    arrays[-1] = src.arrays[0]
+    mixed = kvbm.Pool(dst.layout, SHAPE, arrays)
+    with pytest.raises(kvbm.BindError, match="overlap"):
+        kvbm.convert(src.pool, mixed)
+    with pytest.raises(kvbm.BindError, match="overlap"):
+        kvbm.convert(mixed, src.pool)
+    assert src.untouched and dst.untouched
+
+
+def test_same_pool() -> None:
+    """A pool may be converted into itself block by block, but no block is both read and written."""
+    pool = Bound("universal", SHAPE, 5)
+    for src_ids, dst_ids in (([0, 1], [1, 2]), ([0], [0]), (None, None)):
+        with pytest.raises(kvbm.BindError, match=r"(?i)read.*writ|writ.*read"):
+            kvbm.convert(pool.pool, pool.pool, src_ids, dst_ids)
+        assert pool.untouched
+    kvbm.convert(pool.pool, pool.pool, [0, 1], [3, 2])
+    want = oracle.expected_bytes(pool.arena, pool.arena, pool.before, pool.before, [0, 1], [3, 2])
+    assert np.array_equal(pool.buffer, want)
+
+
+def test_the_same_memory_in_two_pools() -> None:
+    pool = Bound("universal", SHAPE, 5)
+    twin = kvbm.Pool(pool.layout, SHAPE, pool.arrays)
+    with pytest.raises(kvbm.BindError):
+        kvbm.convert(pool.pool, twin, [0, 1], [1, 2])
+    assert pool.untouched
+
+
+def test_no_refinement() -> None:
+    from kvbm import spec
+
+    shape = kvbm.BlockShape(nl=1, no=2, nh=2, nt=12, hd=4, dtype="uint8")
+    pools = [
+        kvbm.Pool(spec.parse(f'order: "b l o h t/{n} d t%{n}"', name=f"by{n}"), shape, np.full((2, 1, 2, 2, 12 // n, 4, n), n, np.uint8))
+        for n in (3, 2)
+    ]
+    with pytest.raises((kvbm.PlanError, kvbm.LayoutError), match="no common refinement"):
+        kvbm.convert(*pools)
+    assert (pools[1].arrays[0] == 2).all()
+
+
+def test_stream_on_the_host_is_not_dropped() -> None:
+    """An option that cannot be honoured is an error, or is honoured: on the CPU the copy is done when the call returns."""
+    src, dst = both(blocks=(4, 4))
+    kvbm.convert(src.pool, dst.pool, stream=None)
+    want = oracle.expected_bytes(src.arena, dst.arena, src.before, dst.before, range(4), range(4))
+    assert np.array_equal(dst.buffer, want)
