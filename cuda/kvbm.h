@@ -60,7 +60,8 @@ typedef struct kvbm_part {
   kvbm_outer outer[KVBM_MAX_OUTER];
   kvbm_inner inner[KVBM_MAX_INNER];
   /* Set by the kernel's `prepare` for one batch, never by the caller: */
-  kvbm_div chunks;      /* product of the outer extents */
+  kvbm_div faster;      /* chunks, or pairs where these go first */
+  uint32_t pairs_first; /* all pairs of a chunk before the next chunk */
   kvbm_div tiles;       /* tiles a chunk */
   uint32_t words;       /* rows: words a chunk.  tiles: sub-blocks of the rest modes a chunk */
   uint32_t tile_words;  /* rows: words a tile */

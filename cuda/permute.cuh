@@ -27,8 +27,8 @@
 
 namespace kvbm {
 
-constexpr uint32_t kThreads = 256;       // threads a CTA
-constexpr uint32_t kSharedBytes = 32768;  // payload of a tile; padding comes on top, within the 48 KiB every GPU has
+constexpr uint32_t kThreads = 64;        // threads a CTA
+constexpr uint32_t kSharedBytes = 8192;   // payload of a tile; padding comes on top, within the 48 KiB every GPU has
 
 // ---- division ------------------------------------------------------------------------------------------------------
 
@@ -76,18 +76,18 @@ template <int BYTES> using Word = typename WordOf<BYTES>::type;
 // Every byte is read once and written once: past the L1, streaming through the L2.  Sources are not written during the
 // kernel (the caller refuses overlap), so the non-coherent path is safe.
 __device__ __forceinline__ void load(Word16& v, const char* p) {
-  asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
       : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "l"(p));
 }
 __device__ __forceinline__ void load(Word8& v, const char* p) {
-  asm("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x[0]), "=r"(v.x[1]) : "l"(p));
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x[0]), "=r"(v.x[1]) : "l"(p));
 }
 // Narrow words share their sectors with their neighbours, so these may stay in the L1.
-__device__ __forceinline__ void load(uint32_t& v, const char* p) { asm("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p)); }
-__device__ __forceinline__ void load(uint16_t& v, const char* p) { asm("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p)); }
+__device__ __forceinline__ void load(uint32_t& v, const char* p) { asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p)); }
+__device__ __forceinline__ void load(uint16_t& v, const char* p) { asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p)); }
 __device__ __forceinline__ void load(uint8_t& v, const char* p) {
   uint16_t wide;
-  asm("ld.global.nc.u8 %0, [%1];" : "=h"(wide) : "l"(p));
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(wide) : "l"(p));
   v = uint8_t(wide);
 }
 __device__ __forceinline__ void store(char* p, const Word16& v) {
@@ -139,44 +139,53 @@ struct Bases {
 };
 
 // ids and tables lie in the parameters (a field is then an offset into the payload) or in memory.
-template <class T> KVBM_INLINE T listed(const kvbm_args& a, uint32_t field_bit, uint64_t field, int64_t index) {
-  const char* list = (a.inline_mask & field_bit) ? reinterpret_cast<const char*>(a.payload) + field : reinterpret_cast<const char*>(field);
-  return reinterpret_cast<const T*>(list)[index];
-}
-
-KVBM_INLINE int64_t block_id(const kvbm_args& a, uint32_t field_bit, uint64_t field, uint32_t pair) {
-  if (a.id_bytes == 0) return pair;
-  return a.id_bytes == 4 ? listed<int32_t>(a, field_bit, field, pair) : listed<int64_t>(a, field_bit, field, pair);
+template <class T> KVBM_INLINE const T* list_of(const kvbm_args& a, uint32_t field_bit, uint64_t field) {
+  const uint64_t inside = (a.inline_mask & field_bit) ? reinterpret_cast<uint64_t>(a.payload) : 0;
+  return reinterpret_cast<const T*>(inside + field);
 }
 
 // Splits a job into pair, chunk and tile, and follows ids, tables and outer modes.  False: the pair is skipped (id -1).
+// Indices are 32 bits wide and strides 64, which is what one wide multiply-add takes.
 template <int OUTER> KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t job, Bases& at, uint32_t& tile) {
   tile = take(job, p.tiles);
-  uint32_t chunk = take(job, p.chunks);
-  const int64_t src_id = block_id(a, 1, a.src_ids, job), dst_id = block_id(a, 2, a.dst_ids, job);
-  if (src_id < 0 || dst_id < 0) return false;
-  int64_t src = p.src_offset + src_id * a.src_id_stride, src_entry = p.src_table_offset + src_id * a.src_id_table;
-  int64_t dst = p.dst_offset + dst_id * a.dst_id_stride, dst_entry = p.dst_table_offset + dst_id * a.dst_id_table;
+  uint32_t chunk = take(job, p.faster), pair = job;
+  if (p.pairs_first) {
+    pair = chunk;
+    chunk = job;
+  }
+  int32_t src_id = int32_t(pair), dst_id = int32_t(pair);
+  if (a.id_bytes) {
+    // Ids of 8 bytes are read by their low halves: a pool has fewer than 2^31 blocks, and -1 is -1 in either.
+    const uint32_t at_id = pair << (a.id_bytes >> 3);
+    src_id = list_of<int32_t>(a, 1, a.src_ids)[at_id];
+    dst_id = list_of<int32_t>(a, 2, a.dst_ids)[at_id];
+    if ((src_id | dst_id) < 0) return false;
+  }
+  uint64_t src = p.src_offset + uint64_t(uint32_t(src_id)) * a.src_id_stride;
+  uint64_t dst = p.dst_offset + uint64_t(uint32_t(dst_id)) * a.dst_id_stride;
+  uint32_t src_entry = p.src_table_offset + uint32_t(src_id) * uint32_t(a.src_id_table);
+  uint32_t dst_entry = p.dst_table_offset + uint32_t(dst_id) * uint32_t(a.dst_id_table);
 KVBM_UNROLL
   for (int k = 0; k < OUTER; ++k) {
-    const int64_t c = k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk;
-    src += c * p.outer[k].src;
-    dst += c * p.outer[k].dst;
+    const uint32_t c = k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk;
+    src += uint64_t(c) * p.outer[k].src;
+    dst += uint64_t(c) * p.outer[k].dst;
     src_entry += c * p.outer[k].src_table;
     dst_entry += c * p.outer[k].dst_table;
   }
-  at.src = reinterpret_cast<const char*>(listed<uint64_t>(a, 4, a.src_table, src_entry)) + src;
-  at.dst = reinterpret_cast<char*>(listed<uint64_t>(a, 8, a.dst_table, dst_entry)) + dst;
+  at.src = reinterpret_cast<const char*>(list_of<uint64_t>(a, 4, a.src_table)[src_entry] + src);
+  at.dst = reinterpret_cast<char*>(list_of<uint64_t>(a, 8, a.dst_table)[dst_entry] + dst);
   return true;
 }
 
-// Offsets of an index over the inner modes FIRST .. FIRST+COUNT-1; the slowest needs no division.
-template <int FIRST, int COUNT> KVBM_INLINE void step(const kvbm_part& p, uint32_t index, int64_t& src, int64_t& dst) {
+// Offsets of an index over the inner modes FIRST .. FIRST+COUNT-1; the slowest needs no division.  Inner strides fit 32 bits
+// (`set_divisors` sees to it): one multiply-add a mode and side.
+template <int FIRST, int COUNT> KVBM_INLINE void step(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_t& dst) {
 KVBM_UNROLL
   for (int k = FIRST; k < FIRST + COUNT; ++k) {
-    const int64_t c = k + 1 < FIRST + COUNT ? take(index, p.inner[k].extent) : index;
-    src += c * p.inner[k].src;
-    dst += c * p.inner[k].dst;
+    const uint32_t c = k + 1 < FIRST + COUNT ? take(index, p.inner[k].extent) : index;
+    src += uint64_t(c) * uint32_t(p.inner[k].src);
+    dst += uint64_t(c) * uint32_t(p.inner[k].dst);
   }
 }
 
@@ -184,7 +193,7 @@ KVBM_UNROLL
 
 inline uint32_t divide_up(uint64_t n, uint64_t by) { return uint32_t((n + by - 1) / by); }
 
-// Extents become divisors; false where an index would not fit 31 bits.
+// Extents become divisors; false where an index would not fit 31 bits, or an inner stride 32.
 template <int OUTER, int INNER> inline bool set_divisors(kvbm_part& p, int first_index_mode, uint64_t& chunks, uint64_t& words) {
   chunks = words = 1;
   for (int k = 0; k < OUTER; ++k) {
@@ -194,14 +203,20 @@ template <int OUTER, int INNER> inline bool set_divisors(kvbm_part& p, int first
   for (int k = 0; k < INNER; ++k) {
     p.inner[k].extent = make_div(p.inner[k].extent.n);
     if (k >= first_index_mode) words *= p.inner[k].extent.n;
+    if (uint64_t(p.inner[k].src | p.inner[k].dst) >> 32) return false;
   }
   return chunks < (1u << 31) && words < (1u << 31);
 }
 
-inline bool set_jobs(kvbm_part& p, uint64_t pairs, uint64_t chunks, uint64_t tiles) {
+// Which goes faster, chunks or pairs, decides how many memory pages are touched at a time.  Where a chunk picks an
+// allocation on both sides (layer by layer), all pairs of one chunk come first; else a block is whole on one side, and all
+// chunks of one pair do.
+inline bool set_jobs(kvbm_part& p, int outer, uint64_t pairs, uint64_t chunks, uint64_t tiles) {
   const uint64_t jobs = pairs * chunks * tiles;
   if (tiles >= (1u << 31) || jobs >= (1u << 31)) return false;
-  p.chunks = make_div(uint32_t(chunks));
+  p.pairs_first = 0;
+  for (int k = 0; k < outer; ++k) p.pairs_first |= p.outer[k].src_table != 0 && p.outer[k].dst_table != 0;
+  p.faster = make_div(uint32_t(p.pairs_first ? pairs : chunks));
   p.tiles = make_div(uint32_t(tiles));
   p.jobs = uint32_t(jobs);
   return true;
@@ -210,10 +225,11 @@ inline bool set_jobs(kvbm_part& p, uint64_t pairs, uint64_t chunks, uint64_t til
 // ---- rows ----------------------------------------------------------------------------------------------------------
 
 template <int OUTER, int INNER, int WORD> struct Rows {
-  static constexpr uint32_t kLoads = 8;            // words a thread has in flight
+  static constexpr uint32_t kLoads = 4;             // words a thread has in flight
+  static constexpr uint32_t kTurns = 1;             // and how often it does that in a tile
   static constexpr uint64_t kHostTile = 128 << 10;  // bytes a host job moves at least
 
-  // GPU: a row of `tile[0]` threads takes a tile of a chunk; short chunks share a CTA.
+  // GPU: a row of `tile[0]` threads takes a tile of a chunk; where chunks are short, tile[1] rows share a CTA.
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
     uint64_t chunks, words;
     if (!set_divisors<OUTER, INNER>(p, 0, chunks, words)) return false;
@@ -223,17 +239,18 @@ template <int OUTER, int INNER, int WORD> struct Rows {
       // Whole runs, so that the host copies run by run.
       const uint64_t run = INNER == 1 ? 1 : p.inner[0].extent.n;
       p.tile_words = uint32_t(divide_up(divide_up(kHostTile, WORD), run) * run);
-      return set_jobs(p, a.num_pairs, chunks, divide_up(words, p.tile_words));
+      return set_jobs(p, OUTER, a.num_pairs, chunks, divide_up(words, p.tile_words));
     }
     uint32_t width = kThreads;
     while (width > 8 && width / 2 * kLoads >= words) width /= 2;
     // Small batches: more, smaller tiles, until every multiprocessor has some.
-    uint32_t loads = kLoads;
+    uint32_t loads = kLoads * kTurns;
     while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{4} * sms * kThreads) loads /= 2;
     const uint32_t tiles = divide_up(words, width * loads);
     p.tile_words = divide_up(words, uint64_t{tiles} * width) * width;  // tiles of one size
     p.tile[0] = make_div(width);
-    if (!set_jobs(p, a.num_pairs, chunks, divide_up(words, p.tile_words))) return false;
+    p.tile[1].n = kThreads / width;
+    if (!set_jobs(p, OUTER, a.num_pairs, chunks, divide_up(words, p.tile_words))) return false;
     p.ctas = divide_up(p.jobs, kThreads / width);
     return true;
   }
@@ -243,18 +260,18 @@ template <int OUTER, int INNER, int WORD> struct Rows {
     const uint32_t width = p.tile[0].n;
     uint32_t job = threadIdx.x;
     const uint32_t lane = take(job, p.tile[0]);
-    job += cta * (kThreads / width);
+    job += cta * p.tile[1].n;
     Bases at;
     uint32_t tile;
     if (job >= p.jobs || !locate<OUTER>(a, p, job, at, tile)) return;
     const uint32_t first = tile * p.tile_words, last = min(first + p.tile_words, p.words);
     for (uint32_t q = first + lane; q < last; q += width * kLoads) {
       Word<WORD> v[kLoads];
-      int64_t to[kLoads];
+      uint64_t to[kLoads];
 KVBM_UNROLL
       for (uint32_t u = 0; u < kLoads; ++u) {
         const uint32_t word = q + u * width;
-        int64_t src = 0;
+        uint64_t src = 0;
         to[u] = 0;
         step<0, INNER>(p, word, src, to[u]);
         if (word < last) load(v[u], at.src + src);
@@ -280,7 +297,7 @@ KVBM_UNROLL
         for (uint64_t r = first / run, end = last / run; r < end;) {
           uint32_t slow = uint32_t(r);
           const uint64_t c = take(slow, row.extent);
-          int64_t src = 0, dst = 0;
+          uint64_t src = 0, dst = 0;
           step<2, INNER - 2>(p, slow, src, dst);
           const uint64_t stop = c + (end - r) < row.extent.n ? c + (end - r) : row.extent.n;
           for (uint64_t i = c; i < stop; ++i)
@@ -384,7 +401,7 @@ template <int OUTER, int REST, int ELEMENT, int WORD> struct Tile {
     p.tile[2] = make_div(divide_up(along_a, ta));
     p.tile[3] = make_div(divide_up(along_b, tb));
     shared_bytes = together * ta * pitch(p) * WORD;
-    if (!set_jobs(p, a.num_pairs, chunks, uint64_t{divide_up(rest, together)} * p.tile[2].n * p.tile[3].n)) return false;
+    if (!set_jobs(p, OUTER, a.num_pairs, chunks, uint64_t{divide_up(rest, together)} * p.tile[2].n * p.tile[3].n)) return false;
     p.ctas = p.jobs;
     return true;
   }
@@ -429,9 +446,9 @@ KVBM_UNROLL
         const uint32_t ia = take(c, p.tile[0]), ib = take(c, p.tile[1]);
         slot[u] = (inside && ia < from.na && ib < from.nb) ? (c * ta + ia) * turned + ib : ~0u;
         if (slot[u] == ~0u) continue;
-        int64_t src = 0, dst = 0;
+        uint64_t src = 0, dst = 0;
         step<2, REST>(p, from.rest + c, src, dst);
-        src += int64_t(from.a + ia) * WORD + int64_t((from.b + ib) * kSide) * p.inner[1].src;
+        src += (from.a + ia) * WORD + uint64_t((from.b + ib) * kSide) * uint32_t(p.inner[1].src);
 KVBM_UNROLL
         for (uint32_t j = 0; j < kSide; ++j) load(v[u][j], at.src + src + j * p.inner[1].src);
       }
@@ -453,9 +470,9 @@ KVBM_UNROLL
       c /= kSide;
       const uint32_t ia = take(c, p.tile[0]);
       if (ia >= from.na || ib >= from.nb) continue;
-      int64_t src = 0, dst = 0;
+      uint64_t src = 0, dst = 0;
       step<2, REST>(p, from.rest + c, src, dst);
-      dst += int64_t((from.a + ia) * kSide + j) * p.inner[0].dst + int64_t(from.b + ib) * WORD;
+      dst += uint64_t((from.a + ia) * kSide + j) * uint32_t(p.inner[0].dst) + (from.b + ib) * WORD;
       store(at.dst + dst, words[(c * ta + ia) * turned + j * tb + ib]);
     }
   }
@@ -469,7 +486,7 @@ KVBM_UNROLL
       if (!locate<OUTER>(a, p, job, at, tile)) continue;
       const Corner from = corner(p, tile);
       for (uint32_t c = 0; c < from.rests; ++c) {
-        int64_t src = 0, dst = 0;
+        uint64_t src = 0, dst = 0;
         step<2, REST>(p, from.rest + c, src, dst);
         for (uint32_t ib = 0; ib < from.nb; ++ib) {
           const char* row = at.src + src + int64_t(from.a) * WORD + int64_t((from.b + ib) * kSide) * p.inner[1].src;
@@ -542,7 +559,7 @@ template <class P, class Q> struct Kernel<P, Q> {
 // One line a kernel: what the generated files consist of.
 #ifdef __CUDACC__
 #define KVBM_KERNEL(name, ...)                                                                        \
-  extern "C" __global__ void __launch_bounds__(kvbm::kThreads) name(const __grid_constant__ kvbm_args args) { \
+  extern "C" __global__ void __launch_bounds__(kvbm::kThreads, 8) name(const __grid_constant__ kvbm_args args) { \
     extern __shared__ __align__(16) char shared[];                                                    \
     kvbm::Kernel<__VA_ARGS__>::run(args, shared);                                                     \
   }

@@ -16,7 +16,8 @@ from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
-from oracle import AXES, ITEMSIZE, Illegal, Order, Placed, copyable, read_yaml
+
+from oracle import AXES, ITEMSIZE, IllegalError, Order, Placed, copyable, read_yaml
 
 LAYOUTS = Path(__file__).resolve().parent.parent / "layouts"
 
@@ -96,9 +97,7 @@ class Case:
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.shape))
-        return (
-            f"{self.src}>{self.dst}-{self.dtype}-{sizes}-{self.batch}-a{self.src_align}.{self.dst_align}-{self.ids}"
-        )
+        return f"{self.src}>{self.dst}-{self.dtype}-{sizes}-{self.batch}-a{self.src_align}.{self.dst_align}-{self.ids}"
 
     @property
     def itemsize(self) -> int:
@@ -139,7 +138,7 @@ def legal(name: str, shape: tuple[int, ...], itemsize: int) -> bool:
     """Whether every split divides; that what remains is one-to-one is test_layout's to say."""
     try:
         Placed(orders()[name], dict(zip(AXES[1:], shape, strict=True)), itemsize, 2)
-    except Illegal:
+    except IllegalError:
         return False
     return True
 
@@ -168,7 +167,7 @@ def refused_pairs() -> list[tuple[str, str]]:
 
 def _kind(shape: tuple[int, ...]) -> str:
     """Shapes by what is nasty about them."""
-    nl, no, nh, nt, hd = shape
+    _, no, nh, nt, hd = shape
     if hd % 8:
         return "odd"
     if 1 in (no, nh, nt):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from oracle import Arena, Placed
 
 _NUMPY = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -89,7 +90,9 @@ def placed(order: Any, shape: Any, num_blocks: int) -> Placed:
 class FakeCuda(Strided):
     """What says it is a CUDA array but lies nowhere: for refusals, which must come before any memory is touched."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: str = "float16", *, device: int = 0, address: int = 0, **rest: Any):
+    def __init__(
+        self, shape: tuple[int, ...], dtype: str = "float16", *, device: int = 0, address: int = 0, **rest: Any
+    ):
         kind = numpy_dtype(dtype)
         if not address:
             FakeCuda.next_address += 1 << 24
@@ -104,7 +107,9 @@ class FakeCuda(Strided):
 class Bound:
     """A pool over a guarded buffer on the host, with the bytes it had before."""
 
-    def __init__(self, name: str, shape: Any, num_blocks: int, *, dst: bool = False, kind: str = "numpy", align: int = 0):
+    def __init__(
+        self, name: str, shape: Any, num_blocks: int, *, dst: bool = False, kind: str = "numpy", align: int = 0
+    ):
         import kvbm
         import matrix
         import oracle

@@ -27,7 +27,7 @@ ITEMSIZE = {
 GUARD = 96  # bytes of guard before, between and after allocations
 
 
-class Illegal(Exception):
+class IllegalError(Exception):
     """The layout does not fit the shape, or the pair of layouts is no copy."""
 
 
@@ -44,7 +44,7 @@ class Piece:
         for op, number, in_bytes in self.ops:
             n = self.elements(number, in_bytes, itemsize)
             if extent % n:
-                raise Illegal(f"{self.text}: {n} does not divide {extent}")
+                raise IllegalError(f"{self.text}: {n} does not divide {extent}")
             extent = extent // n if op == "/" else n
         return extent
 
@@ -62,7 +62,7 @@ class Piece:
         if not in_bytes:
             return number
         if number % itemsize:
-            raise Illegal(f"{number} B is no whole number of elements of {itemsize} B")
+            raise IllegalError(f"{number} B is no whole number of elements of {itemsize} B")
         return number // itemsize
 
 
@@ -89,7 +89,7 @@ def parse_order(text: str) -> tuple[list[Piece], list[Piece], tuple[str, ...]]:
             continue
         m = _WORD.match(rest)
         if m is None:
-            raise Illegal(f"cannot read {rest!r}")
+            raise IllegalError(f"cannot read {rest!r}")
         axes = tuple((m["fused"] or m["axis"]).split())
         ops = tuple(
             (op[0], int(op[1:].rstrip("B")), op.endswith("B")) for op in re.findall(r"[/%]\d+B?", m["ops"] or "")
@@ -172,7 +172,7 @@ class Placed:
         for i in reversed(range(len(inner))):
             strides[i] = pitch.get(inner[i].text, run)
             if strides[i] < run:
-                raise Illegal(f"pitch of {inner[i].text} is {strides[i]}, it holds {run}")
+                raise IllegalError(f"pitch of {inner[i].text} is {strides[i]}, it holds {run}")
             run = strides[i] * shape[i]
         return inner, shape, strides, run
 
@@ -218,20 +218,20 @@ class Placed:
         return steps
 
     def check(self) -> None:
-        """One-to-one, inside the allocations, all axes there: raises Illegal."""
+        """One-to-one, inside the allocations, all axes there: raises IllegalError."""
         for text in filter(None, (self.order.k, self.order.v)):
             table, inner, _ = parse_order(text)
             seen = {a for p in table + inner for a in p.axes}
             missing = [a for a, n in self._full().items() if a not in seen and (n > 1 or a == "b")]
             if missing:
-                raise Illegal(f"axes {missing} are missing")
+                raise IllegalError(f"axes {missing} are missing")
         entry, offset = self.address(np.arange(self.num_blocks))
         limit = np.array([s.nbytes for s in self.spaces])
         if (offset + self.itemsize > limit[entry]).any() or (offset < 0).any():
-            raise Illegal("outside its allocation")
+            raise IllegalError("outside its allocation")
         key = (entry * (int(limit.max()) + 1) + offset).ravel()
         if np.unique(key).size != key.size:
-            raise Illegal("not one-to-one")
+            raise IllegalError("not one-to-one")
 
     def layout_bytes(self, align: int = 0) -> Arena:
         return Arena(self, align)
@@ -337,7 +337,7 @@ def expected_bytes(
 ) -> np.ndarray:
     """The destination after the copy, untouched bytes included."""
     if not copyable(src.placed, dst.placed):
-        raise Illegal("opaque against an order that is needed")
+        raise IllegalError("opaque against an order that is needed")
     result = dst_buffer.copy()
     if len(src_ids) == 0:
         return result

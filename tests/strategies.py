@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import oracle
 from hypothesis import strategies as st
+
+import oracle
 
 _NAMES = {"b": "nb", "l": "nl", "o": "no", "h": "nh", "t": "nt", "d": "hd"}
 
@@ -193,7 +194,7 @@ def layout(draw: Any, shape: Sizes, allowed: Splits | None = None, opaque: bool 
             candidate = [*pitch, (word, value)]
             try:
                 shape.placed(oracle.Order(texts[0], pitch=tuple(candidate)))
-            except oracle.Illegal:
+            except oracle.IllegalError:
                 continue
             pitch = candidate
             text = f"{value // shape.itemsize}" if in_elements and value % shape.itemsize == 0 else f"{value} B"

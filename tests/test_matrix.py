@@ -5,11 +5,12 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import numpy as np
+import pytest
+
 import kvbm
 import matrix
-import numpy as np
 import oracle
-import pytest
 from memory import aligned, views
 
 
@@ -48,7 +49,15 @@ def run(case: matrix.Case, device: str) -> None:
 
 
 def _on_host(
-    case: matrix.Case, src: Any, dst: Any, source: Any, before: Any, shape: Any, src_layout: Any, dst_layout: Any, kind: str
+    case: matrix.Case,
+    src: Any,
+    dst: Any,
+    source: Any,
+    before: Any,
+    shape: Any,
+    src_layout: Any,
+    dst_layout: Any,
+    kind: str,
 ) -> tuple[np.ndarray, np.ndarray]:
     src_buffer, dst_buffer = aligned(source), aligned(before)
     src_pool = kvbm.Pool(src_layout, shape, views(src, src_buffer, case.dtype, kind))
@@ -58,7 +67,15 @@ def _on_host(
 
 
 def _on_gpu(
-    case: matrix.Case, src: Any, dst: Any, source: Any, before: Any, shape: Any, src_layout: Any, dst_layout: Any, kind: str
+    case: matrix.Case,
+    src: Any,
+    dst: Any,
+    source: Any,
+    before: Any,
+    shape: Any,
+    src_layout: Any,
+    dst_layout: Any,
+    kind: str,
 ) -> tuple[np.ndarray, np.ndarray]:
     import torch
 
@@ -70,8 +87,7 @@ def _on_gpu(
         # torch's tensors carry their current stream; others, and every second of torch's, are told.
         told = {} if kind == "torch" and _turn(case, 4) < 2 else {"stream": stream}
         kvbm.convert(src_pool, dst_pool, *_ids(case), **told)
-        result = src_buffer.cpu().numpy(), dst_buffer.cpu().numpy()
-    return result
+        return src_buffer.cpu().numpy(), dst_buffer.cpu().numpy()
 
 
 CASES = matrix.cases()
@@ -108,7 +124,9 @@ def test_gpu_full(src: str, dst: str) -> None:
 def test_refused(src: str, dst: str) -> None:
     """Opaque against an order that is needed: an error that names a way out; the destination is as it was."""
     shape = kvbm.BlockShape(nl=3, no=2, nh=4, nt=8, hd=16, dtype="float16")
-    with pytest.raises(kvbm.PlanError, match=r"operational_nhd.*operational_hnd|operational_hnd.*operational_nhd") as info:
+    with pytest.raises(
+        kvbm.PlanError, match=r"operational_nhd.*operational_hnd|operational_hnd.*operational_nhd"
+    ) as info:
         kvbm.plan(kvbm.load(src), kvbm.load(dst), shape)
     assert src in str(info.value) and dst in str(info.value)
     placed = [oracle.Placed(matrix.orders()[name], shape.sizes, 2, 2) for name in (src, dst)]
@@ -124,7 +142,7 @@ def test_refused(src: str, dst: str) -> None:
 
 
 def test_cases_cover() -> None:
-    """The sample is what it says: every pair with every width it allows and every batch, every value with every other."""
+    """The sample is what it says: every pair with every width it allows and every batch, values with each other."""
     seen = {key for case in CASES for key in matrix.covers(case)}
     missing = set()
     for pair in PAIRS:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import oracle
 import pytest
-from oracle import Illegal, Order, Placed
+
+import oracle
+from oracle import IllegalError, Order, Placed
 
 SIZES = {"l": 2, "o": 2, "h": 2, "t": 4, "d": 8}
 
@@ -66,7 +67,7 @@ def test_pitch() -> None:
     placed = Placed(Order("b l o h t d", pitch=(("t", 20), ("b", 1000))), SIZES, 2, 3)
     assert placed.spaces[0].strides == (1000, 320, 160, 80, 20, 2)
     assert placed.spaces[0].nbytes == 3000
-    with pytest.raises(Illegal, match="holds 16"):
+    with pytest.raises(IllegalError, match="holds 16"):
         Placed(Order("b l o h t d", pitch=(("t", 15),)), SIZES, 2, 3)
 
 
@@ -91,7 +92,7 @@ def test_depends_on_number_of_blocks() -> None:
     ],
 )
 def test_illegal(order: Order, itemsize: int) -> None:
-    with pytest.raises(Illegal):
+    with pytest.raises(IllegalError):
         Placed(order, SIZES, itemsize, 2).check()
 
 

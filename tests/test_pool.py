@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import kvbm
 import numpy as np
-import oracle
 import pytest
+
+import kvbm
+import oracle
 from memory import Bound, FakeCuda, aligned, numpy_dtype
 
 SHAPE = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=8, dtype="float32")
@@ -49,7 +50,9 @@ def test_every_dtype_on_the_host(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", sorted(oracle.ITEMSIZE))
 def test_every_dtype_of_torch(dtype: str, torch: Any) -> None:
     shape = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=16, dtype=dtype)
-    tensors = [torch.zeros(a.shape, dtype=getattr(torch, dtype)) for a in kvbm.load("nhd").resolve(shape, 3).allocations]
+    tensors = [
+        torch.zeros(a.shape, dtype=getattr(torch, dtype)) for a in kvbm.load("nhd").resolve(shape, 3).allocations
+    ]
     assert kvbm.Pool(kvbm.load("nhd"), shape, tensors).num_blocks == 3
 
 
@@ -83,7 +86,9 @@ def test_dlpack() -> None:
     assert pool.addresses.tolist() == [a.ctypes.data for a in arrays]
 
 
-def _refused(tensors: Any, match: str, error: type[Exception] = kvbm.BindError, name: str = "vllm/flash_attn_nhd") -> None:
+def _refused(
+    tensors: Any, match: str, error: type[Exception] = kvbm.BindError, name: str = "vllm/flash_attn_nhd"
+) -> None:
     with pytest.raises(error, match=match) as info:
         kvbm.Pool(kvbm.load(name), SHAPE, tensors)
     assert name in str(info.value), "the error names the layout"
@@ -188,7 +193,7 @@ def test_arrays_of_one_pool_that_overlap() -> None:
     _refused([array, array], r"arrays 0 and 1 share memory")
     memory = np.zeros(3 * array.size // 2, "float32")
     half = array.size // 2
-    overlapping = [memory[:array.size].reshape(array.shape), memory[half:].reshape(array.shape)]
+    overlapping = [memory[: array.size].reshape(array.shape), memory[half:].reshape(array.shape)]
     _refused(overlapping, r"arrays 0 and 1 share memory")
 
 
@@ -202,14 +207,14 @@ def both(src: str = "nhd", dst: str = "universal", blocks: tuple[int, int] = (4,
 @pytest.mark.parametrize(
     ("src_ids", "dst_ids", "match"),
     [
-        ([0, 4], [0, 1], r"(?s)src.*1.*4.*4"),  # position 1, id 4, of 4 blocks
-        ([0, 1], [0, 5], r"(?s)dst.*1.*5.*5"),
-        ([0, -2], [0, 1], r"(?s)src.*1.*-2"),
-        ([0, 1], [-7, 1], r"(?s)dst.*0.*-7"),
-        ([0, 2**40], [0, 1], r"(?s)src.*1.*1099511627776"),
-        ([2**31], [0], r"(?s)src.*0.*2147483648"),
-        ([2**32], [0], r"(?s)src.*0.*4294967296"),  # whose low half is a block
-        ([0, 1, 2], [3, 2, 3], r"(?s)dst.*3"),  # twice
+        ([0, 4], [0, 1], r"src_ids\[1\] is 4.*0 to 3"),
+        ([0, 1], [0, 5], r"dst_ids\[1\] is 5.*0 to 4"),
+        ([0, -2], [0, 1], r"src_ids\[1\] is -2.*0 to 3"),
+        ([0, 1], [-7, 1], r"dst_ids\[0\] is -7.*0 to 4"),
+        ([0, 2**40], [0, 1], r"src_ids\[1\] is 1099511627776"),
+        ([2**31], [0], r"src_ids\[0\] is 2147483648"),
+        ([2**32], [0], r"src_ids\[0\] is 4294967296"),  # whose low half is a block
+        ([0, 1, 2], [3, 2, 3], r"dst_ids\[2\].*3"),  # twice
         ([0, 1], [0], r"2.*1"),
         ([0], [0, 1], r"1.*2"),
         ([0.5], [0], r"src_ids.*integers.*float64"),
@@ -217,15 +222,10 @@ def both(src: str = "nhd", dst: str = "universal", blocks: tuple[int, int] = (4,
         ([True], [0], r"src_ids.*integers.*bool"),
         (["0"], [0], r"src_ids.*integers"),
         (None, None, r"4.*5"),  # different numbers of blocks
-        ([0, 1, 2, 3, 0], None, r"."),
     ],
 )
 def test_ids(src_ids: Any, dst_ids: Any, match: str) -> None:
     src, dst = both()
-    if src_ids is not None and len(src_ids) == 5:  # five ids fit five blocks: legal
-        kvbm.convert(src.pool, dst.pool, src_ids, dst_ids)
-        assert not dst.untouched
-        return
     with pytest.raises(kvbm.BindError, match=match):
         kvbm.convert(src.pool, dst.pool, src_ids, dst_ids)
     assert dst.untouched and src.untouched
@@ -233,9 +233,12 @@ def test_ids(src_ids: Any, dst_ids: Any, match: str) -> None:
 
 def test_ids_on_one_side_only() -> None:
     src, dst = both()
-    with pytest.raises(kvbm.BindError):
+    with pytest.raises(kvbm.BindError, match="5"):
         kvbm.convert(src.pool, dst.pool, [0, 1, 2, 3, 0, 1], None)  # six ids, five blocks
     assert dst.untouched
+    kvbm.convert(src.pool, dst.pool, [0, 1, 2, 3, 0], None)  # a block may be read twice
+    want = oracle.expected_bytes(src.arena, dst.arena, src.before, dst.before, [0, 1, 2, 3, 0], range(5))
+    assert np.array_equal(dst.buffer, want)
 
 
 @pytest.mark.parametrize("kind", [np.uint64, np.uint8, np.int8, np.int16, np.int32, np.int64])
@@ -268,14 +271,20 @@ def test_too_large_for_int64() -> None:
 
 
 def test_pools_of_different_shapes() -> None:
-    src, dst = Bound("nhd", SHAPE, 2), Bound("universal", kvbm.BlockShape(nl=2, no=2, nh=3, nt=8, hd=8, dtype="float32"), 2, dst=True)
+    src, dst = (
+        Bound("nhd", SHAPE, 2),
+        Bound("universal", kvbm.BlockShape(nl=2, no=2, nh=3, nt=8, hd=8, dtype="float32"), 2, dst=True),
+    )
     with pytest.raises(kvbm.BindError, match=r"nhd → universal.*nt=4.*nt=8"):
         kvbm.convert(src.pool, dst.pool)
     assert dst.untouched
 
 
 def test_pools_of_different_dtypes() -> None:
-    src, dst = Bound("nhd", SHAPE, 2), Bound("universal", kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=8, dtype="int32"), 2, dst=True)
+    src, dst = (
+        Bound("nhd", SHAPE, 2),
+        Bound("universal", kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=8, dtype="int32"), 2, dst=True),
+    )
     with pytest.raises(kvbm.DTypeError, match=r"float32.*int32"):
         kvbm.convert(src.pool, dst.pool)
     assert dst.untouched
@@ -307,8 +316,8 @@ def test_source_and_destination_overlap(shift: int) -> None:
     n = 4 * SHAPE.nbytes
     memory = aligned(oracle.noise(n + 4096, 3))
     before = memory.copy()
-    array = [a.shape for a in kvbm.load("vllm/LBHNC").resolve(SHAPE, 4).allocations][0]
-    other = [a.shape for a in kvbm.load("vllm/BHLNC").resolve(SHAPE, 4).allocations][0]
+    array = kvbm.load("vllm/LBHNC").resolve(SHAPE, 4).allocations[0].shape
+    other = kvbm.load("vllm/BHLNC").resolve(SHAPE, 4).allocations[0].shape
     src = kvbm.Pool(kvbm.load("vllm/LBHNC"), SHAPE, memory[:n].view("float32").reshape(array))
     dst = kvbm.Pool(kvbm.load("vllm/BHLNC"), SHAPE, memory[shift : shift + n].view("float32").reshape(other))
     with pytest.raises(kvbm.BindError, match="overlap"):
@@ -354,17 +363,13 @@ def test_no_refinement() -> None:
 
     shape = kvbm.BlockShape(nl=1, no=2, nh=2, nt=12, hd=4, dtype="uint8")
     pools = [
-        kvbm.Pool(spec.parse(f'order: "b l o h t/{n} d t%{n}"', name=f"by{n}"), shape, np.full((2, 1, 2, 2, 12 // n, 4, n), n, np.uint8))
+        kvbm.Pool(
+            spec.parse(f'order: "b l o h t/{n} d t%{n}"', name=f"by{n}"),
+            shape,
+            np.full((2, 1, 2, 2, 12 // n, 4, n), n, np.uint8),
+        )
         for n in (3, 2)
     ]
     with pytest.raises((kvbm.PlanError, kvbm.LayoutError), match="no common refinement"):
         kvbm.convert(*pools)
     assert (pools[1].arrays[0] == 2).all()
-
-
-def test_stream_on_the_host_is_not_dropped() -> None:
-    """An option that cannot be honoured is an error, or is honoured: on the CPU the copy is done when the call returns."""
-    src, dst = both(blocks=(4, 4))
-    kvbm.convert(src.pool, dst.pool, stream=None)
-    want = oracle.expected_bytes(src.arena, dst.arena, src.before, dst.before, range(4), range(4))
-    assert np.array_equal(dst.buffer, want)

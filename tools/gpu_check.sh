@@ -19,19 +19,25 @@ SITE=$PWD/build/gpu-site # installed beside, not into, the environment it borrow
 mkdir -p "$OUT" build
 OUT=$(cd "$OUT" && pwd)
 export OUT PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH} PATH=$SITE/bin:$PATH PYTHONUNBUFFERED=1
+gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null | head -n 1)
 rows=()
 status=0
 
 row() { rows+=("$(printf '%-10s %-12s %5s s   %s' "$1" "$2" "$3" "$4")"); }
 
-# run STAGE COMMAND...: log it, note how it went and its last telling line (the last that matches $tell)
+# run STAGE COMMAND...: log it and note how it went, with the last line that matches $tell; a log with no $need in it is a
+# failure, so that a run in which every test is skipped does not pass
 run() {
   local stage=$1 begin=$SECONDS code result=ok
   shift
   printf '\n==> %s: %s\n' "$stage" "$*"
   "$@" 2>&1 | tee "$OUT/$stage.log"
   code=${PIPESTATUS[0]}
-  [[ $code == 0 ]] || result="FAILED ($code)"
+  if [[ $code != 0 ]]; then
+    result="FAILED ($code)"
+  elif ! grep -qE "${need:-}" "$OUT/$stage.log"; then
+    result="FAILED"
+  fi
   # Some virtual machines hide the device from the sanitizer: that is no verdict on the kernels, and not a pass either.
   if [[ $result != ok ]] && grep -q 'Device not supported' "$OUT/$stage.log"; then
     result=unsupported
@@ -43,8 +49,8 @@ run() {
 
 summary() {
   {
-    printf '\n%s · %s · %s\n' "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null | head -n 1)" \
-      "$("$PYTHON" --version)" "commit $(git describe --always --dirty 2> /dev/null || echo unknown)"
+    printf '\n%s, %s, commit %s\n' "${gpu:-no GPU}" "$("$PYTHON" --version)" \
+      "$(git describe --always --dirty 2> /dev/null || echo unknown)"
     printf '%s\n' "${rows[@]}"
     if [ -f "$OUT/bench.log" ] && [[ " ${stages[*]} " == *" bench "* ]]; then
       printf '\n'
@@ -62,21 +68,21 @@ build() {
     "$PYTHON" -m pip install -v --no-build-isolation --no-deps --no-index --target "$SITE" . || summary
 }
 
-tests() { tell=' in [0-9.]+s' run test "$PYTHON" -m pytest -m gpu -n "$JOBS" -q; }
+tests() { tell=' in [0-9.]+s' need='[0-9] passed' run test "$PYTHON" -m pytest -m gpu -n "$JOBS" -q; }
 
 sanitize() {
   local tool
   for tool in memcheck racecheck; do
     # PyTorch's caching allocator would hide a read past the end of a tensor from memcheck.
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 tell='(ERROR|RACECHECK) SUMMARY|Device not supported' run "$tool" \
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 tell='SUMMARY|not supported|not found' need='[0-9] passed' run "$tool" \
       compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 99 \
       "$PYTHON" -m pytest -m gpu -k sanitize -p no:xdist -q --timeout 0
   done
 }
 
-bench() { tell='.' run bench "$PYTHON" benchmarks/run.py; }
+bench() { tell='\.csv' run bench "$PYTHON" benchmarks/run.py --out "$OUT/spine_gpu.csv"; }
 
-stages=("${@:-build}")
+stages=("$@")
 [ $# -gt 0 ] || stages=(build test sanitize bench)
 for stage in "${stages[@]}"; do
   case $stage in

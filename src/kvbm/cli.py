@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import spec
-from .errors import BindError, BuildError, KvbmError, LayoutError
+from .errors import BindError, BuildError, KvbmError, LayoutError, SpecError
 from .layout import AXES, Layout
-from .shapes import BlockShape, load_shape, shapes
+from .shapes import BlockShape, load_shape, shape_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,7 +71,7 @@ def _complete_layout(ctx: click.Context, param: click.Parameter, incomplete: str
 
 
 def _complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
-    return [name for name in shapes() if name.startswith(incomplete)]
+    return [name for name in shape_names() if name.startswith(incomplete)]
 
 
 def _layout_argument(name: str) -> Callable[[Any], Any]:
@@ -181,7 +181,7 @@ def _yaml_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def _not_yaml(path: Path) -> Path:
-    raise spec.SpecError(f"{path}: expected a file that ends in .yaml")
+    raise SpecError(f"{path}: expected a file that ends in .yaml")
 
 
 def _check_legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) -> Iterator[str]:
@@ -190,7 +190,7 @@ def _check_legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) ->
         layout.resolve(shape, 1024)
     present = {axis for order in layout.orders for term in order.terms for axis in term.axes}
     absent = [axis for axis in AXES if axis not in present]
-    shipped = [(name, load_shape(name)) for name in shapes()]
+    shipped = [(name, load_shape(name)) for name in shape_names()]
     fitting = [(name, shape) for name, shape in shipped if all(shape.sizes.get(axis) == 1 for axis in absent)]
     if not fitting:
         if not wanted:
@@ -355,18 +355,18 @@ class _OnDevice:
 
         self.device = device
         both = (src.layout, dst_layout)
-        self.far = [Pool.allocate(layout, src.shape, num_blocks, f"cuda:{device}") for layout in both]
-        self.near = [Pool.allocate(layout, src.shape, num_blocks, "cpu") for layout in both]
+        self.far_src, self.far_dst = (Pool.allocate(it, src.shape, num_blocks, f"cuda:{device}") for it in both)
+        self.near_src, self.near_dst = (Pool.allocate(it, src.shape, num_blocks, "cpu") for it in both)
 
     def __call__(self, src: Pool, dst: Pool, ids: range) -> None:
         from .transfer import convert as convert_blocks
 
         here = list(range(len(ids)))
-        convert_blocks(src, self.near[0], list(ids), here)
-        self.copy(self.near[0], self.far[0])
-        convert_blocks(*self.far, here, here, stream=0)
-        self.copy(self.far[1], self.near[1])
-        convert_blocks(self.near[1], dst, here, list(ids))
+        convert_blocks(src, self.near_src, list(ids), here)
+        self.copy(self.near_src, self.far_src)
+        convert_blocks(self.far_src, self.far_dst, here, here, stream=0)
+        self.copy(self.far_dst, self.near_dst)
+        convert_blocks(self.near_dst, dst, here, list(ids))
 
     def copy(self, src: Pool, dst: Pool) -> None:
         """Copy every allocation across, and wait."""

@@ -41,17 +41,17 @@ class _Glyphs:
     hatch: str
 
 
-_UNICODE = _Glyphs("╭╮╰╯", "─", "│", "┬┴", "×", "…", "⋮", "╱")  # noqa: RUF001  (drawn, not read)
+_UNICODE = _Glyphs("╭╮╰╯", "─", "│", "┬┴", "×", "…", "⋮", "╱")
 _ASCII = _Glyphs("++++", "-", "|", "++", "x", "...", ":", "/")
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes as people say them, exact: ``4 KiB``, ``640 MiB``, ``9,344 B``.
+    """Bytes as people say them, exact: ``4 KiB``, ``1.5 GiB``, ``9,345 B``.
 
     Examples
     --------
-    >>> size_text(4096), size_text(9344), size_text(3 << 29)
-    ('4 KiB', '9,344 B', '1.5 GiB')
+    >>> size_text(4096), size_text(9345), size_text(3 << 29)
+    ('4 KiB', '9,345 B', '1.5 GiB')
     """
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale and nbytes * 8 % scale == 0:

@@ -24,8 +24,9 @@ MAX_OUTER, MAX_INNER = 4, 8
 #: Bytes of the widest load and store.
 WIDEST = 16
 
-#: Kernels index the words of a chunk with 31 bits; larger blocks are cut along their slowest modes.
+#: Kernels index the words of a chunk with 31 bits and step through it with 32; what is larger picks chunks instead.
 _CHUNK_LIMIT = 1 << 31
+_STRIDE_LIMIT = 1 << 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -91,7 +92,7 @@ class Part:
     src_offset, dst_offset, src_table_offset, dst_table_offset : int
         Where the part starts: bytes and table entries.
     outer : tuple of Mode
-        Modes that pick a chunk, fastest first: those that step through a table of allocations.
+        Modes that pick a chunk, fastest first: those that step through a table of allocations, or very far.
     inner : tuple of Mode
         Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, its extent in bytes.
     """
@@ -415,8 +416,9 @@ def _part(title: str, src: Resolved, dst: Resolved, half: int | None) -> Part:
 
 
 def _shaped(modes: Sequence[Mode], start: Sequence[tuple[int, int]]) -> Part:
-    outer = [mode for mode in modes if mode.src_table or mode.dst_table]
-    inner = [mode for mode in modes if not (mode.src_table or mode.dst_table)]
+    far = [mode.src_table or mode.dst_table or max(mode.src, mode.dst) >= _STRIDE_LIMIT for mode in modes]
+    outer = [mode for mode, picks in zip(modes, far, strict=True) if picks]
+    inner = [mode for mode, picks in zip(modes, far, strict=True) if not picks]
     if not inner or (inner[0].src, inner[0].dst) != (1, 1):
         inner.insert(0, Mode(1, 1, 1))
     while math.prod(mode.extent for mode in inner) >= _CHUNK_LIMIT and len(inner) > 1:

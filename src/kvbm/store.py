@@ -304,7 +304,7 @@ def create(
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb+") as file:
-            _reserve(file.fileno(), size)
+            _reserve(file.fileno(), size, path)
             file.write(header)
             file.flush()
             pages = mmap.mmap(file.fileno(), size)
@@ -373,13 +373,13 @@ def _header(
     return struct.pack("<Q", len(text)) + text, [start + offset for offset in offsets]
 
 
-def _reserve(fd: int, size: int) -> None:
+def _reserve(fd: int, size: int, path: Path) -> None:
     """Take the disk space now: writing to a mapped page that the disk has no room for would kill the process."""
     try:
         os.posix_fallocate(fd, 0, size)
     except (AttributeError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
+            raise OSError(error.errno, f"{error.strerror} ({size:,} bytes wanted)", str(path)) from None
         os.ftruncate(fd, size)
 
 

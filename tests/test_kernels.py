@@ -1,0 +1,447 @@
+"""The thin face: lists of tensors in, copies out.  Refusals need no GPU; round trips do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvbm
+import matrix
+import oracle
+from kvbm import kernels
+from memory import FakeCuda, interface_views, placed, torch_views
+
+NB, NL, NO, NH, NT, HD = 2, 2, 2, 3, 4, 8
+SHAPE = kvbm.BlockShape(nl=NL, no=NO, nh=NH, nt=NT, hd=HD, dtype="float16")
+
+TO = {"universal": kernels.block_to_universal, "operational": kernels.block_to_operational}
+FROM = {"universal": kernels.universal_to_block, "operational": kernels.operational_to_block}
+
+
+def blocks(
+    nb: int = NB, shape: tuple[int, ...] = (NT, NH, HD), dtype: str = "float16", **rest: Any
+) -> list[list[FakeCuda]]:
+    return [[FakeCuda(shape, dtype, **rest) for _ in range(NL * NO)] for _ in range(nb)]
+
+
+def universals(
+    nb: int = NB, shape: tuple[int, ...] = (NH, NL, NO, NT, HD), dtype: str = "float16", **rest: Any
+) -> list[FakeCuda]:
+    return [FakeCuda(shape, dtype, **rest) for _ in range(nb)]
+
+
+def operationals(
+    nb: int = NB, shape: tuple[int, ...] = (NL, NO, NT * NH * HD), dtype: str = "float16"
+) -> list[FakeCuda]:
+    return [FakeCuda(shape, dtype) for _ in range(nb)]
+
+
+def refused(kind: str, blocks: Any, whole: Any, match: str, error: type[Exception] = ValueError, **rest: Any) -> None:
+    """In both directions, and before CUDA is touched."""
+    for call in (
+        lambda: TO[kind](blocks, whole, stream=0, **rest),
+        lambda: FROM[kind](whole, blocks, stream=0, **rest),
+    ):
+        with pytest.raises(error, match=match) as info:
+            call()
+        assert isinstance(info.value, kvbm.KvbmError) and not isinstance(info.value, kvbm.CudaError)
+
+
+def test_stubs_are_told() -> None:
+    from kvbm import _core
+
+    assert kernels.is_using_stubs() is (_core.num_images() == 0)
+    assert isinstance(kernels.is_memcpy_batch_available(), bool)
+
+
+@pytest.mark.parametrize("empty", [[], ()])
+def test_empty_batch_touches_no_cuda(empty: Any) -> None:
+    for layout in ("NHD", "HND", "nhd", "Hnd"):
+        assert kernels.block_to_universal(empty, empty, layout) is None
+        assert kernels.universal_to_block(empty, empty, layout) is None
+    for backend in (None, "auto", "kernel", "batch", "async"):
+        assert kernels.block_to_operational(empty, empty, backend) is None
+        assert kernels.operational_to_block(empty, empty, backend) is None
+
+
+def test_empty_tensor_of_universals() -> None:
+    assert kernels.block_to_universal([], FakeCuda((0, NH, NL, NO, NT, HD))) is None
+    assert kernels.universal_to_block(FakeCuda((0, NH, NL, NO, NT, HD)), []) is None
+
+
+def test_an_empty_batch_is_checked_too() -> None:
+    with pytest.raises(ValueError, match="layout"):
+        kernels.block_to_universal([], [], "DHN")
+    with pytest.raises(ValueError, match="backend"):
+        kernels.block_to_operational([], [], "magic")
+    refused("universal", blocks(1), [], r"blocks.*0.*1|blocks.*1.*0")
+    refused("operational", blocks(1), [], r"blocks.*0.*1|blocks.*1.*0")
+
+
+@pytest.mark.parametrize("name", ["", "NDH", "universal", "vllm/LBHNC", 3, None])
+def test_unknown_layout(name: Any) -> None:
+    refused("universal", blocks(), universals(), r"layout: expected 'NHD' or 'HND'", layout=name)
+
+
+@pytest.mark.parametrize("name", ["", "memcpy", "gpu", 3])
+def test_unknown_backend(name: Any) -> None:
+    refused("operational", blocks(), operationals(), r"backend: expected .*'auto'", backend=name)
+
+
+def test_cpu_tensors(torch: Any) -> None:
+    cpu = [[torch.zeros(NT, NH, HD, dtype=torch.float16) for _ in range(NL * NO)] for _ in range(NB)]
+    whole = [torch.zeros(NH, NL, NO, NT, HD, dtype=torch.float16) for _ in range(NB)]
+    flat = [torch.zeros(NL, NO, NT * NH * HD, dtype=torch.float16) for _ in range(NB)]
+    refused("universal", cpu, whole, r"CUDA.*CPU")
+    refused("universal", cpu, universals(), r"blocks\[0\]\[0\].*CUDA.*CPU")
+    refused("universal", blocks(), whole, r"universals\[0\].*CUDA.*CPU")
+    refused("operational", cpu, flat, r"CUDA.*CPU")
+    refused("operational", cpu, operationals(), r"blocks\[0\]\[0\].*CUDA.*CPU")
+    assert not any(t.any() for row in cpu for t in row) and not any(t.any() for t in whole)
+
+
+def test_numpy_arrays() -> None:
+    refused("universal", blocks(), [np.zeros((NH, NL, NO, NT, HD), np.float16)] * NB, r"universals\[0\].*CUDA.*CPU")
+
+
+def test_one_cpu_tensor_among_many(torch: Any) -> None:
+    mixed: Any = blocks()
+    mixed[1][3] = torch.zeros(NT, NH, HD, dtype=torch.float16)
+    refused("universal", mixed, universals(), r"blocks\[1\]\[3\].*CUDA.*CPU")
+
+
+def test_not_tensors() -> None:
+    refused("universal", [["x"] * 4] * 2, universals(), r"blocks\[0\]\[0\].*str")
+    refused("universal", blocks(), ["x", "y"], r"universals\[0\].*str")
+    refused("universal", 3, universals(), r"blocks.*int")
+    refused("universal", blocks(), 3, r"universals.*int")
+    refused("universal", [3, 4], universals(), r"blocks\[0\].*int")
+
+
+def test_wrong_dtype() -> None:
+    refused("universal", blocks(dtype="complex64"), universals(dtype="complex64"), "complex64", TypeError)
+    refused("operational", blocks(dtype="complex64"), operationals(dtype="complex64"), "complex64", TypeError)
+
+
+@pytest.mark.parametrize("other", ["float32", "int16", "uint8"])
+def test_mixed_dtypes(other: str) -> None:
+    refused("universal", blocks(dtype=other), universals(), rf"float16.*{other}|{other}.*float16", TypeError)
+    mixed = blocks()
+    mixed[1][2] = FakeCuda((NT, NH, HD), other)
+    refused("universal", mixed, universals(), rf"float16.*{other}|{other}.*float16", TypeError)
+    refused("operational", mixed, operationals(), rf"float16.*{other}|{other}.*float16", TypeError)
+    two = universals()
+    two[1] = FakeCuda((NH, NL, NO, NT, HD), other)
+    refused("universal", blocks(), two, rf"float16.*{other}|{other}.*float16", TypeError)
+
+
+def test_wrong_rank() -> None:
+    refused("universal", blocks(), universals(shape=(NH, NL, NO, NT * HD)), r"universals\[0\].*5 axes.*\(3, 2, 2, 32\)")
+    refused("universal", blocks(shape=(NT, NH * HD)), universals(), r"blocks\[0\]\[0\].*\(4, 3, 8\).*\(4, 24\)")
+    refused("operational", blocks(), operationals(shape=(NL * NO, 96)), r"operationals\[0\].*3 axes.*\(4, 96\)")
+    refused("universal", blocks(), FakeCuda((2, 2, NH, NL, NO, NT, HD)), r"universals.*axes")
+
+
+def test_wrong_shape() -> None:
+    refused("universal", blocks(shape=(NT, NH, 7)), universals(), r"blocks\[0\]\[0\].*\(4, 3, 8\).*\(4, 3, 7\)")
+    two = universals()
+    two[1] = FakeCuda((NH, NL, NO, NT, HD + 1))
+    refused("universal", blocks(), two, r"universals\[1\].*\(3, 2, 2, 4, 8\).*\(3, 2, 2, 4, 9\)")
+    one_wrong = blocks()
+    one_wrong[1][3] = FakeCuda((NT, NH, HD - 1))
+    refused("universal", one_wrong, universals(), r"blocks\[1\]\[3\].*\(4, 3, 7\)")
+    refused("operational", one_wrong, operationals(), r"blocks\[1\]\[3\].*96.*\(4, 3, 7\)")
+
+
+def test_nhd_is_not_hnd() -> None:
+    refused("universal", blocks(shape=(NH, NT, HD)), universals(), r"\(4, 3, 8\).*\(3, 4, 8\)", layout="NHD")
+    refused("universal", blocks(), universals(), r"\(3, 4, 8\).*\(4, 3, 8\)", layout="HND")
+
+
+def test_wrong_count() -> None:
+    refused("universal", blocks(3), universals(2), r"blocks.*2.*3")
+    refused("universal", blocks(1), universals(2), r"blocks.*2.*1")
+    short = blocks()
+    short[1] = short[1][:3]
+    refused("universal", short, universals(), r"blocks\[1\].*4.*3")
+    refused("operational", short, operationals(), r"blocks\[1\].*4.*3")
+    refused("universal", blocks(1)[0][:3], universals(1), r"blocks.*")
+    refused("universal", [], universals(1), r"blocks.*1.*0")
+    refused("universal", [t for row in blocks(2) for t in row], universals(2), r"blocks.*2.*8")
+
+
+def test_non_contiguous() -> None:
+    strided = blocks()
+    strided[0][1] = FakeCuda((NT, NH, HD), strides=(2 * HD, NT * HD * 2, 2))
+    refused("universal", strided, universals(), r"blocks\[0\]\[1\].*contiguous")
+    refused("operational", strided, operationals(), r"blocks\[0\]\[1\].*contiguous")
+    two = universals()
+    two[1] = FakeCuda((NH, NL, NO, NT, HD), strides=(4096, 1024, 512, 32, 4))
+    refused("universal", blocks(), two, r"universals\[1\].*contiguous")
+
+
+def test_device_mix() -> None:
+    refused("universal", blocks(device=1), universals(), r"cuda:(0|1).*cuda:(0|1)")
+    mixed = blocks()
+    mixed[1][0] = FakeCuda((NT, NH, HD), device=1)
+    refused("universal", mixed, universals(), r"cuda:1.*cuda:0")
+    refused("operational", mixed, operationals(), r"cuda:1.*cuda:0")
+
+
+def test_overlap() -> None:
+    inside = blocks()
+    whole = universals()
+    inside[1][2] = FakeCuda((NT, NH, HD), address=whole[0].address + 64)
+    refused("universal", inside, whole, r"overlap")
+    flat = operationals()
+    inside[1][2] = FakeCuda((NT, NH, HD), address=flat[1].address)
+    for backend in ("kernel", "batch", "async"):
+        refused("operational", inside, flat, r"overlap", backend=backend)
+
+
+def test_a_destination_twice() -> None:
+    """Two chunks, or two whole tensors, at one place: neither may win by chance."""
+    twice = blocks()
+    twice[1][2] = FakeCuda((NT, NH, HD), address=twice[0][0].address)
+    with pytest.raises(ValueError, match=r"(?i)overlap|share|twice"):
+        kernels.universal_to_block(universals(), twice, stream=0)
+    with pytest.raises(ValueError, match=r"(?i)overlap|share|twice"):
+        kernels.operational_to_block(operationals(), twice, stream=0)
+    whole = universals()
+    whole[1] = FakeCuda((NH, NL, NO, NT, HD), address=whole[0].address)
+    with pytest.raises(ValueError, match=r"(?i)overlap|share|twice"):
+        kernels.block_to_universal(blocks(), whole, stream=0)
+
+
+def test_stream_of_nothing() -> None:
+    """Arrays that have no current stream need one said; nonsense is no stream."""
+    with pytest.raises(ValueError, match="stream"):
+        kernels.block_to_universal(blocks(), universals())
+    for stream in ("default", 1.5, object()):
+        with pytest.raises(TypeError, match="stream"):
+            kernels.block_to_universal(blocks(), universals(), stream=stream)
+
+
+def test_stream_is_keyword_only() -> None:
+    for call in (*TO.values(), *FROM.values()):
+        with pytest.raises(TypeError):
+            call([], [], "NHD", 0)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+class Stack:
+    """Blocks and whole tensors in guarded CUDA buffers, as lists of torch tensors or of bare CUDA arrays."""
+
+    def __init__(
+        self,
+        kind: str,
+        layout: str,
+        shape: kvbm.BlockShape,
+        nb: int,
+        to_whole: bool,
+        views: Any,
+        align: tuple[int, int],
+    ):
+        import torch
+
+        whole = {"universal": oracle.Order("[b] h l o t d"), "operational": oracle.Order("[b] l o {t h d}")}[kind]
+        chunk = matrix.orders()[layout.lower()]
+        self.blocks = placed(chunk, shape, nb).layout_bytes(align[0])
+        self.whole = placed(whole, shape, nb).layout_bytes(align[1])
+        self.arenas = (self.blocks, self.whole) if to_whole else (self.whole, self.blocks)
+        self.data = oracle.source_bytes(self.arenas[0], 0), oracle.dest_bytes(self.arenas[1], 0)
+        self.want = oracle.expected_bytes(*self.arenas, *self.data, range(nb), range(nb))
+        buffers = [torch.from_numpy(d).cuda() for d in self.data]
+        torch.cuda.synchronize()
+        self.buffers = buffers
+        of_blocks, of_whole = buffers if to_whole else buffers[::-1]
+        per = shape.nl * shape.no
+        flat = views(self.blocks, of_blocks, shape.dtype)
+        self.args_blocks = [flat[i * per : (i + 1) * per] for i in range(nb)]
+        self.args_whole = views(self.whole, of_whole, shape.dtype)
+
+    def check(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        got = self.buffers[1].cpu().numpy()
+        assert np.array_equal(got, self.want), oracle.explain(self.arenas[1], got, self.want)
+        assert np.array_equal(self.buffers[0].cpu().numpy(), self.data[0])
+
+
+SIZES = [(1, 1, 1, 1, 1), (2, 2, 3, 5, 5), (3, 2, 8, 16, 64), (2, 1, 1, 16, 128), (4, 2, 4, 8, 24)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("views", [torch_views, interface_views], ids=["torch", "interface"])
+@pytest.mark.parametrize("to_whole", [True, False], ids=["to", "from"])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "nhd", "Hnd"])
+@pytest.mark.parametrize("dtype", sorted(oracle.ITEMSIZE))
+def test_universal_sanitize(dtype: str, layout: str, to_whole: bool, views: Any) -> None:
+    import torch
+
+    stream = torch.cuda.Stream()
+    for index, sizes in enumerate(SIZES):
+        nb, itemsize = (1, 2, 5)[index % 3], oracle.ITEMSIZE[dtype]
+        stack = Stack(
+            "universal",
+            layout,
+            kvbm.BlockShape(*sizes, dtype),
+            nb,
+            to_whole,
+            views,
+            (itemsize * (index % 3), itemsize * (index % 2)),
+        )
+        if to_whole:
+            kernels.block_to_universal(stack.args_blocks, stack.args_whole, layout, stream=stream)
+        else:
+            kernels.universal_to_block(stack.args_whole, stack.args_blocks, layout, stream=stream)
+        stack.check()
+
+
+BACKENDS = [
+    None, "auto", "kernel", "batch", "async", "AUTO", "kernel_only", "memcpy_batch", "memcpy_async",
+    "cuda_memcpy_batch", "cuda_memcpy_async",
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("views", [torch_views, interface_views], ids=["torch", "interface"])
+@pytest.mark.parametrize("to_whole", [True, False], ids=["to", "from"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operational(backend: str | None, to_whole: bool, views: Any) -> None:
+    import torch
+
+    if backend in ("batch", "memcpy_batch", "cuda_memcpy_batch") and not kernels.is_memcpy_batch_available():
+        pytest.skip("the driver has no cuMemcpyBatchAsync")
+    stream = torch.cuda.Stream()
+    for index, (sizes, dtype) in enumerate(
+        zip(SIZES, ("uint8", "bfloat16", "float16", "float32", "int64"), strict=True)
+    ):
+        for layout in ("nhd", "hnd"):
+            stack = Stack(
+                "operational", layout, kvbm.BlockShape(*sizes, dtype), (2, 1, 5)[index % 3], to_whole, views, (0, 0)
+            )
+            if to_whole:
+                kernels.block_to_operational(stack.args_blocks, stack.args_whole, backend, stream=stream)
+            else:
+                kernels.operational_to_block(stack.args_whole, stack.args_blocks, backend, stream=stream)
+            stack.check()
+
+
+@pytest.mark.gpu
+def test_one_tensor_for_many() -> None:
+    """One tensor of all universals; a flat list where there is one block; tuples."""
+    import torch
+
+    shape = kvbm.BlockShape(2, 2, 3, 4, 8, "float16")
+    whole = torch.zeros(3, 3, 2, 2, 4, 8, dtype=torch.float16, device="cuda")
+    chunks = [[torch.randn(4, 3, 8, device="cuda").half() for _ in range(4)] for _ in range(3)]
+    kernels.block_to_universal(chunks, whole)
+    want = torch.stack([torch.stack(row).view(2, 2, 4, 3, 8).permute(3, 0, 1, 2, 4) for row in chunks])
+    assert torch.equal(whole.view(torch.int16), want.contiguous().view(torch.int16))
+    one = torch.zeros(3, 2, 2, 4, 8, dtype=torch.float16, device="cuda")
+    kernels.block_to_universal(tuple(chunks[1]), one)
+    assert torch.equal(one.view(torch.int16), want[1].contiguous().view(torch.int16))
+    back = [torch.zeros(4, 3, 8, dtype=torch.float16, device="cuda") for _ in range(4)]
+    kernels.universal_to_block([one], back)
+    assert all(torch.equal(a, b) for a, b in zip(back, chunks[1], strict=True))
+    flat = torch.zeros(3, 2, 2, shape.nt * shape.nh * shape.hd, dtype=torch.float16, device="cuda")
+    kernels.block_to_operational(chunks, flat)
+    assert torch.equal(flat.view(12, -1), torch.stack([c.flatten() for row in chunks for c in row]))
+
+
+@pytest.mark.gpu
+def test_current_stream_of_torch() -> None:
+    """With no stream said, torch's current one: not the default stream."""
+    import torch
+
+    shape = kvbm.BlockShape(4, 2, 8, 16, 128, "bfloat16")
+    stack = Stack("universal", "nhd", shape, 8, True, torch_views, (0, 0))
+    side = torch.cuda.Stream()
+    original = stack.buffers[0].clone()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        stack.buffers[0].zero_()
+        torch.cuda._sleep(100_000_000)
+        stack.buffers[0].copy_(original)
+        kernels.block_to_universal(stack.args_blocks, stack.args_whole)
+    stack.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["torch", "int", "cuda.core", "cuda.bindings", "protocol"])
+def test_streams(how: str) -> None:
+    import torch
+
+    shape = kvbm.BlockShape(4, 2, 8, 16, 128, "bfloat16")
+    stack = Stack("universal", "hnd", shape, 8, True, torch_views, (0, 0))
+    side = torch.cuda.Stream()
+    stream: Any = side
+    if how == "int":
+        stream = side.cuda_stream
+    elif how == "cuda.core":
+        from cuda.core import Device
+
+        device = Device(0)
+        device.set_current()
+        stream = device.create_stream()
+        side = torch.cuda.ExternalStream(int(stream.handle))
+    elif how == "cuda.bindings":
+        from cuda.bindings import driver
+
+        stream = driver.CUstream(side.cuda_stream)
+    elif how == "protocol":
+
+        class Mine:
+            def __cuda_stream__(self) -> tuple[int, int]:
+                return (0, side.cuda_stream)
+
+        stream = Mine()
+    original = stack.buffers[0].clone()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        stack.buffers[0].zero_()
+        torch.cuda._sleep(100_000_000)
+        stack.buffers[0].copy_(original)
+    kernels.block_to_universal(stack.args_blocks, stack.args_whole, "HND", stream=stream)
+    side.synchronize()
+    stack.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_cupy(layout: str) -> None:
+    cupy = pytest.importorskip("cupy")
+    shape = (5, 3, 8) if layout == "NHD" else (3, 5, 8)
+    chunks = [[cupy.random.randint(0, 2**16, shape).astype(cupy.uint16) for _ in range(4)] for _ in range(3)]
+    whole = [cupy.zeros((3, 2, 2, 5, 8), cupy.uint16) for _ in range(3)]
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        kernels.block_to_universal(chunks, whole, layout)  # CuPy's current stream
+        stream.synchronize()
+    order = (3, 0, 1, 2, 4) if layout == "NHD" else (2, 0, 1, 3, 4)
+    for row, got in zip(chunks, whole, strict=True):
+        want = np.stack([cupy.asnumpy(c) for c in row]).reshape(2, 2, *shape).transpose(order)
+        assert np.array_equal(cupy.asnumpy(got), want)
+
+
+@pytest.mark.gpu
+def test_refusals_leave_the_destination() -> None:
+    import torch
+
+    stack = Stack("universal", "nhd", SHAPE, 2, True, torch_views, (0, 0))
+    bad = [row[:] for row in stack.args_blocks]
+    bad[1][3] = bad[1][3][:, :, :-1]
+    for broken in (bad, stack.args_blocks[:1], [row[::-1][:3] for row in stack.args_blocks]):
+        with pytest.raises(ValueError, match="blocks"):
+            kernels.block_to_universal(broken, stack.args_whole)
+    with pytest.raises(TypeError):
+        kernels.block_to_universal(
+            [[t.view(torch.bfloat16) for t in row] for row in stack.args_blocks], stack.args_whole
+        )
+    torch.cuda.synchronize()
+    assert np.array_equal(stack.buffers[1].cpu().numpy(), stack.data[1])

@@ -1,0 +1,138 @@
+"""What is installed is what is tested: the wheel's own files, not the tree's."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvbm
+import matrix
+from kvbm import codegen, spec
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(kvbm.__file__).resolve().parent
+
+
+def editable() -> bool:
+    text = importlib.metadata.distribution("kvbm-layouts").read_text("direct_url.json")
+    return bool(text) and json.loads(text or "{}").get("dir_info", {}).get("editable", False)
+
+
+def test_the_wheel_rather_than_the_tree() -> None:
+    if editable():
+        assert PACKAGE == ROOT / "src" / "kvbm", "an editable install of another checkout"
+    else:
+        assert ROOT / "src" not in PACKAGE.parents, "the tree is on sys.path: the tests would not test what users get"
+
+
+def test_layouts_travel() -> None:
+    """The same files, to the byte, as in the tree."""
+    there = {p.relative_to(spec.layouts_dir()).as_posix(): p.read_bytes() for p in spec.layouts_dir().rglob("*.yaml")}
+    here = {p.relative_to(matrix.LAYOUTS).as_posix(): p.read_bytes() for p in matrix.LAYOUTS.rglob("*.yaml")}
+    assert there == here and len(here) > 15
+    if not editable():
+        assert spec.layouts_dir() == PACKAGE / "layouts"
+
+
+def test_headers_travel() -> None:
+    for name in ("kvbm.h", "permute.cuh", "kernels.cu.in"):
+        assert (codegen.cuda_dir() / name).read_bytes() == (ROOT / "cuda" / name).read_bytes(), name
+
+
+def test_no_sources_of_the_extension_in_a_wheel() -> None:
+    if editable():
+        pytest.skip("an editable install is the tree")
+    names = [p.name for p in PACKAGE.rglob("*")]
+    assert not [n for n in names if n.endswith((".pyx", ".c", ".cpp", ".o"))]
+    assert "py.typed" in names and "_core.pyi" in names
+
+
+def test_the_extension_is_built_for_every_python() -> None:
+    from kvbm import _core
+
+    if getattr(sys, "_is_gil_enabled", lambda: True)():
+        assert re.search(r"\.abi3\.so$", _core.__file__)
+    assert Path(_core.__file__).parent == PACKAGE
+
+
+def test_no_library_of_cuda_is_linked() -> None:
+    """The extension imports on any machine: the driver is looked up at first use, the rest is not needed."""
+    from kvbm import _core
+
+    data = Path(_core.__file__).read_bytes()
+    needed = re.findall(rb"lib(?:cudart|cublas|nvrtc|torch|c10)[\w.-]*\.so[.\d]*", data)
+    assert not needed
+    elf_needed = [name for name in (b"libcuda.so.1",) if _is_needed(Path(_core.__file__), name)]
+    assert not elf_needed
+
+
+def _is_needed(path: Path, library: bytes) -> bool:
+    """Whether the dynamic section names the library (parsed here: readelf need not be installed)."""
+    import struct
+
+    data = path.read_bytes()
+    assert data[:4] == b"\x7fELF" and data[4] == 2
+    (shoff,) = struct.unpack_from("<Q", data, 0x28)
+    size, count = struct.unpack_from("<HH", data, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, shoff + i * size) for i in range(count)]
+    for section in sections:
+        if section[1] == 6:  # SHT_DYNAMIC
+            strings = sections[section[6]]
+            for at in range(section[4], section[4] + section[5], 16):
+                tag, value = struct.unpack_from("<QQ", data, at)
+                if tag == 1:  # DT_NEEDED
+                    start = strings[4] + value
+                    if data[start : data.index(b"\0", start)] == library:
+                        return True
+    return False
+
+
+def test_what_the_build_says_is_what_is_in() -> None:
+    from kvbm import _core, kernels
+
+    info = json.loads((PACKAGE / "_build.json").read_text(encoding="utf-8"))
+    assert bool(info["nvcc"]) is (_core.num_images() > 0) is not kernels.is_using_stubs()
+    assert info["why_not"] or _core.num_images()
+
+
+def test_requirements_name_no_torch_and_no_toolkit() -> None:
+    always = [r for r in importlib.metadata.requires("kvbm-layouts") or [] if "extra ==" not in r]
+    assert not [r for r in always if re.match(r"(torch|cuda-toolkit|nvidia-)", r)]
+    assert [r for r in always if r.startswith("numpy")]
+
+
+def test_command() -> None:
+    scripts = importlib.metadata.entry_points(group="console_scripts", name="kvbm")
+    assert [s.value for s in scripts] == ["kvbm.cli:main"]
+
+
+def test_modules_import_only_what_stands_above_them() -> None:
+    """The house: describing never imports launching."""
+    describing = ("errors", "layout", "spec", "shapes", "planner", "codegen", "nvcc")
+    for name in describing:
+        text = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
+        found = set(
+            re.findall(
+                r"^\s*(?:from \.(\w+) import|from \. import (\w+)|import (\w+)|from (\w+)[\w.]* import)",
+                text,
+                re.MULTILINE,
+            )
+        )
+        imported = {word for groups in found for word in groups if word}
+        assert not imported & {
+            "numpy",
+            "torch",
+            "click",
+            "rich",
+            "_core",
+            "pool",
+            "transfer",
+            "kernels",
+            "cli",
+            "cuda",
+        }, name
