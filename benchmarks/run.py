@@ -7,7 +7,8 @@ is checked once, bitwise, at sampled coordinates.  The CSV names machine and com
 from __future__ import annotations
 
 import csv
-import datetime
+import datetime as dt
+import functools
 import os
 import platform
 import statistics
@@ -59,7 +60,9 @@ def pool(name: str, shape: kvbm.BlockShape, blocks: int, device: str) -> kvbm.Po
 
     if name in ("nhd", "hnd"):
         chunk = resolved.allocations[0]
-        per_layer = [random(shape.no * blocks * chunk.nbytes).view(shape.no, blocks, *chunk.shape) for _ in range(shape.nl)]
+        per_layer = [
+            random(shape.no * blocks * chunk.nbytes).view(shape.no, blocks, *chunk.shape) for _ in range(shape.nl)
+        ]
         arrays = [per_layer[layer][o][b] for b in range(blocks) for layer in range(shape.nl) for o in range(shape.no)]
     else:
         arrays = [random(a.nbytes).view(a.shape) for a in resolved.allocations]
@@ -87,7 +90,11 @@ def check(src: kvbm.Pool, dst: kvbm.Pool, src_ids: np.ndarray, dst_ids: np.ndarr
         at = {axis: int(random.integers(n)) for axis, n in src.shape.sizes.items()}
         here = src.resolved.address(int(src_ids[i]), **at)
         if opaque:  # the bytes of a chunk stay as they are
-            inside = here[1] if src.layout.order_text.startswith("[b l o]") else here[1] % (src.shape.nbytes // src.shape.nl // src.shape.no)
+            inside = (
+                here[1]
+                if src.layout.order_text.startswith("[b l o]")
+                else here[1] % (src.shape.nbytes // src.shape.nl // src.shape.no)
+            )
             there_entry, start = dst.resolved.address(int(dst_ids[i]), l=at["l"], o=at["o"])
             there = (there_entry, start + inside)
         else:
@@ -129,7 +136,10 @@ def median_seconds(call: Callable[[], None], device: str, rounds: int) -> float:
 def memcpy(nbytes: int, device: str, rounds: int) -> float:
     """The yardstick: one contiguous copy of as many bytes, rotating over buffers larger than the caches."""
     pairs = [
-        (torch.randint(-120, 120, (nbytes,), dtype=torch.int8, device=device), torch.empty(nbytes, dtype=torch.int8, device=device))
+        (
+            torch.randint(-120, 120, (nbytes,), dtype=torch.int8, device=device),
+            torch.empty(nbytes, dtype=torch.int8, device=device),
+        )
         for _ in range(2)
     ]
     turn = 0
@@ -166,10 +176,16 @@ def torch_permute(shape: kvbm.BlockShape, batch: int, device: str, rounds: int) 
 
 def machine(device: str) -> str:
     if device == "cpu":
-        model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next(
+            (line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), platform.machine()
+        )
         return f"{model}, {len(os.sched_getaffinity(0))} cores"
     driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.split("\n")[0]
     return f"{torch.cuda.get_device_name()}, driver {driver}, torch {torch.__version__}"
 
@@ -177,8 +193,47 @@ def machine(device: str) -> str:
 def commit() -> str:
     if known := os.environ.get("KVBM_COMMIT"):
         return known
-    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=ROOT)
+    run = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     return run.stdout.strip() or "unknown"
+
+
+def measure(
+    src_name: str, dst_name: str, asked: float, shape: kvbm.BlockShape, batches: list[int], device: str, rounds: int
+) -> list[dict[str, Any]]:
+    """One pair at every batch size, each beside a memcpy of the same bytes."""
+    held = max(batches) * 2 if device != "cpu" else max(batches) + 8
+    src, dst = pool(src_name, shape, held, device), pool(dst_name, shape, held, device)
+    rows = []
+    for batch in batches:
+        nbytes = batch * shape.nbytes
+        yardstick = memcpy(nbytes, device, rounds)
+        sets = ids(held, batch)
+        checked = next(sets)
+        kvbm.convert(src, dst, *checked)
+        check(src, dst, *checked)
+        seconds = median_seconds(functools.partial(_convert_next, src, dst, sets), device, rounds)
+        yardstick = min(yardstick, memcpy(nbytes, device, rounds))
+        rows.append(
+            {
+                "pair": f"{src_name} -> {dst_name}",
+                "shape": str(shape).replace(",", " "),
+                "blocks": batch,
+                "bytes": nbytes,
+                "kernel": " ".join(copy.kernel for copy in transfer._bind(src, dst).copies),
+                "median_us": round(seconds * 1e6, 2),
+                "gb_s": round(2 * nbytes / seconds / 1e9, 1),
+                "memcpy_us": round(yardstick * 1e6, 2),
+                "ratio": round(yardstick / seconds, 3),
+                "asked": asked,
+            }
+        )
+    return rows
+
+
+def _convert_next(src: kvbm.Pool, dst: kvbm.Pool, sets: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
+    kvbm.convert(src, dst, *next(sets))
 
 
 @click.command()
@@ -187,8 +242,12 @@ def commit() -> str:
 @click.option("--blocks", default=None, help="Batch sizes, e.g. 64 or 1,4,16,64.")
 @click.option("--rounds", default=0, help="Timed calls a figure.")
 @click.option("--pair", "only", multiple=True, help="SRC:DST instead of the usual pairs.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="CSV file; in benchmarks/results/ if not given.")
-def main(device: str | None, shape_text: str | None, blocks: str | None, rounds: int, only: tuple[str, ...], out: Path | None) -> None:
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=None, help="CSV file; in benchmarks/results/ if not given."
+)
+def main(
+    device: str | None, shape_text: str | None, blocks: str | None, rounds: int, only: tuple[str, ...], out: Path | None
+) -> None:
     """Measure every pair against a memcpy of the same bytes."""
     device = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     gpu = device != "cpu"
@@ -199,33 +258,10 @@ def main(device: str | None, shape_text: str | None, blocks: str | None, rounds:
     rows: list[dict[str, Any]] = []
     permuted = {batch: torch_permute(shape, batch, device, rounds) for batch in batches}
     for src_name, dst_name, asked in track(pairs, "measuring", console=Console(stderr=True)):
-        held = max(batches) * 2 if gpu else max(batches) + 8
-        src, dst = pool(src_name, shape, held, device), pool(dst_name, shape, held, device)
-        for batch in batches:
-            yardstick = memcpy(batch * shape.nbytes, device, rounds)
-            sets = ids(held, batch)
-            checked = next(sets)
-            kvbm.convert(src, dst, *checked)
-            check(src, dst, *checked)
-            seconds = median_seconds(lambda: kvbm.convert(src, dst, *next(sets)), device, rounds)
-            yardstick = min(yardstick, memcpy(batch * shape.nbytes, device, rounds))
-            rows.append(
-                {
-                    "pair": f"{src_name} -> {dst_name}",
-                    "shape": str(shape).replace(",", " "),
-                    "blocks": batch,
-                    "bytes": batch * shape.nbytes,
-                    "kernel": " ".join(copy.kernel for copy in transfer._bind(src, dst).copies),
-                    "median_us": round(seconds * 1e6, 2),
-                    "gb_s": round(2 * batch * shape.nbytes / seconds / 1e9, 1),
-                    "memcpy_us": round(yardstick * 1e6, 2),
-                    "ratio": round(yardstick / seconds, 3),
-                    "asked": asked if gpu else CPU_ASKED,
-                    "torch_permute_us": round(permuted[batch] * 1e6, 2),
-                }
-            )
-        del src, dst
-    header = f"# kvbm {commit()}, {machine(device)}, {datetime.date.today()}"
+        rows += measure(src_name, dst_name, asked if gpu else CPU_ASKED, shape, batches, device, rounds)
+    for row in rows:
+        row["torch_permute_us"] = round(permuted[row["blocks"]] * 1e6, 2)
+    header = f"# kvbm {commit()}, {machine(device)}, {dt.date.today()}"
     path = out or ROOT / "results" / f"spine_{'gpu' if gpu else 'cpu'}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as stream:

@@ -85,7 +85,9 @@ def _on_gpu(
         src_pool = kvbm.Pool(src_layout, shape, views(src, src_buffer, case.dtype, kind))
         dst_pool = kvbm.Pool(dst_layout, shape, views(dst, dst_buffer, case.dtype, kind))
         # torch's tensors carry their current stream; others, and every second of torch's, are told.
-        told = {} if kind == "torch" and _turn(case, 4) < 2 else {"stream": stream}
+        # (Views at odd addresses are no tensors, whatever the kind.)
+        tensors = isinstance(src_pool.arrays[0], torch.Tensor)
+        told = {} if tensors and _turn(case, 4) < 2 else {"stream": stream}
         kvbm.convert(src_pool, dst_pool, *_ids(case), **told)
         return src_buffer.cpu().numpy(), dst_buffer.cpu().numpy()
 

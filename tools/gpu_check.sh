@@ -7,6 +7,7 @@
 # PYTHON     the interpreter (python3)
 # CUDA_ARCHS what to build for (the first GPU's own)
 # JOBS       test processes that share the GPU (4)
+# KVBM_COMMIT what the results are labelled with, where there is no repository (git describe)
 #
 # Every stage runs whatever became of the one before, unless the build failed; the exit status is that of the worst.
 set -uo pipefail
@@ -50,7 +51,7 @@ run() {
 summary() {
   {
     printf '\n%s, %s, commit %s\n' "${gpu:-no GPU}" "$("$PYTHON" --version)" \
-      "$(git describe --always --dirty 2> /dev/null || echo unknown)"
+      "${KVBM_COMMIT:-$(git describe --always --dirty 2> /dev/null || echo unknown)}"
     printf '%s\n' "${rows[@]}"
     if [ -f "$OUT/bench.log" ] && [[ " ${stages[*]} " == *" bench "* ]]; then
       printf '\n'
@@ -68,7 +69,7 @@ build() {
     "$PYTHON" -m pip install -v --no-build-isolation --no-deps --no-index --target "$SITE" . || summary
 }
 
-tests() { tell=' in [0-9.]+s' need='[0-9] passed' run test "$PYTHON" -m pytest -m gpu -n "$JOBS" -q; }
+tests() { tell=' in [0-9.]+s' need='[0-9] passed' run test "$PYTHON" -m pytest -p no:benchmark -m gpu -n "$JOBS" -q; }
 
 sanitize() {
   local tool
@@ -76,7 +77,7 @@ sanitize() {
     # PyTorch's caching allocator would hide a read past the end of a tensor from memcheck.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 tell='SUMMARY|not supported|not found' need='[0-9] passed' run "$tool" \
       compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 99 \
-      "$PYTHON" -m pytest -m gpu -k sanitize -p no:xdist -q --timeout 0
+      "$PYTHON" -m pytest -p no:benchmark -m gpu -k sanitize -p no:xdist -q --timeout 0
   done
 }
 

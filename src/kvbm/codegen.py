@@ -181,7 +181,9 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
 
 
 def _host(names: Mapping[str, Sequence[Pair]], images: Mapping[str, int]) -> str:
-    rows = "\n".join(f"  KVBM_KERNEL({name}, {images[name]}, {len(Form.parse(name))}, {_types(name)})" for name in names)
+    rows = "\n".join(
+        f"  KVBM_KERNEL({name}, {images[name]}, {len(Form.parse(name))}, {_types(name)})" for name in names
+    )
     return (
         "// kernels_host.cpp: written by `kvbm codegen`; an edit is lost with the next build.\n"
         "// The same kernels for the host, and the table through which both are found.\n"

@@ -7,10 +7,12 @@ engine that copies again and again binds its memory once with `kvbm.Pool` and ca
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from . import _core
 from .errors import BindError, DTypeError
@@ -76,18 +78,12 @@ def block_to_universal(blocks: Any, universals: Any, layout: str = "NHD", *, str
     CudaError, CudaUnavailableError
         The launch failed; no GPU, no driver or no CUDA kernels in this build.
     """
-    stacked = _stacked(layout)
-    whole = _tensors(universals, "universals", 5)
-    if whole:
-        _permute(stacked, blocks, whole, stream, to_universal=True)
+    _permute(blocks, universals, layout, stream, to_universal=True)
 
 
 def universal_to_block(universals: Any, blocks: Any, layout: str = "NHD", *, stream: Any = None) -> None:
     """Scatter universal tensors into stacked blocks; the parameters are those of `block_to_universal`."""
-    stacked = _stacked(layout)
-    whole = _tensors(universals, "universals", 5)
-    if whole:
-        _permute(stacked, blocks, whole, stream, to_universal=False)
+    _permute(blocks, universals, layout, stream, to_universal=False)
 
 
 def block_to_operational(blocks: Any, operationals: Any, backend: str | None = None, *, stream: Any = None) -> None:
@@ -110,25 +106,19 @@ def block_to_operational(blocks: Any, operationals: Any, backend: str | None = N
     BindError, DTypeError, CudaError, CudaUnavailableError
         As `block_to_universal`.
     """
-    chosen = _backend(backend)
-    whole = _tensors(operationals, "operationals", 3)
-    if whole:
-        _copy_chunks(blocks, whole, chosen, stream, to_operational=True)
+    _copy_chunks(blocks, operationals, backend, stream, to_operational=True)
 
 
 def operational_to_block(operationals: Any, blocks: Any, backend: str | None = None, *, stream: Any = None) -> None:
     """Scatter operational tensors into stacked blocks; the parameters are those of `block_to_operational`."""
-    chosen = _backend(backend)
-    whole = _tensors(operationals, "operationals", 3)
-    if whole:
-        _copy_chunks(blocks, whole, chosen, stream, to_operational=False)
+    _copy_chunks(blocks, operationals, backend, stream, to_operational=False)
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
 def _stacked(layout: str) -> Layout:
-    name = layout.lower() if isinstance(layout, str) else layout
+    name = str(layout).lower()
     if name not in ("nhd", "hnd"):
         raise BindError(f"layout: expected 'NHD' or 'HND', got {layout!r}")
     return _shipped(name)
@@ -146,48 +136,51 @@ def _chunked() -> tuple[Layout, Layout]:
 
 
 def _backend(backend: str | None) -> str:
-    name = "auto" if backend is None else backend.strip().lower() if isinstance(backend, str) else backend
+    name = "auto" if backend is None else str(backend).strip().lower()
     if name not in _BACKENDS:
         raise BindError(f"backend: expected 'auto', 'kernel', 'batch' or 'async', got {backend!r}")
     return _BACKENDS[name]
 
 
-def _tensors(tensors: Any, name: str, rank: int) -> list[tuple[Any, Array]]:
-    """The whole tensors of a batch, described; all of one shape of this rank, contiguous and on CUDA."""
+def _whole(tensors: Any, name: str, rank: int) -> tuple[list[Any], list[Array]]:
+    """The whole tensors of a batch and what they are: all of one shape of this rank, contiguous and on CUDA."""
     if not isinstance(tensors, Sequence):
         found = describe(tensors, name)
-        if len(found.shape) == rank + 1:
-            tensors = [tensors[i] for i in range(found.shape[0])]
-        else:
-            tensors = [tensors]
-    described = [(tensor, _described(tensor, f"{name}[{index}]")) for index, tensor in enumerate(tensors)]
-    for index, (_, array) in enumerate(described):
+        tensors = [tensors[i] for i in range(found.shape[0])] if len(found.shape) == rank + 1 else [tensors]
+    arrays = [_described(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors)]
+    for index, array in enumerate(arrays):
         if len(array.shape) != rank:
             raise BindError(f"{name}[{index}]: expected {rank} axes, got shape {array.shape}")
-        if array.shape != described[0][1].shape:
-            raise BindError(f"{name}[{index}]: expected shape {described[0][1].shape} as {name}[0], got {array.shape}")
-    return described
+        if array.shape != arrays[0].shape:
+            raise BindError(f"{name}[{index}]: expected shape {arrays[0].shape} as {name}[0], got {array.shape}")
+    return list(tensors), arrays
 
 
 def _described(tensor: Any, what: str) -> Array:
     array = describe(tensor, what)
     if array.device == "cpu":
-        raise BindError(f"{what}: expected a CUDA tensor, got one on the CPU; use kvbm.Pool and kvbm.convert for the CPU")
+        raise BindError(
+            f"{what}: expected a CUDA tensor, got one on the CPU; use kvbm.Pool and kvbm.convert for the CPU"
+        )
     held = ITEMSIZE.get(array.dtype)
     if held is None:
         raise DTypeError(f"{what}: expected one of {', '.join(ITEMSIZE)}, got {array.dtype}")
     for extent, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
         if extent > 1 and stride != held:
-            raise BindError(f"{what}: expected a contiguous tensor, got strides of {array.strides} bytes; call .contiguous()")
+            raise BindError(
+                f"{what}: expected a contiguous tensor, got strides of {array.strides} bytes; call .contiguous()"
+            )
         held *= extent
     return array
 
 
-def _chunks(blocks: Any, batch: int, chunks: int) -> list[Any]:
-    """``[nb][nl*no]`` chunks as one list in table order."""
+def _chunks(
+    blocks: Any, batch: int, chunks: int, expected: tuple[int, ...], *, exact: bool
+) -> tuple[list[Any], list[Array]]:
+    """``[nb][nl*no]`` chunks as one list in table order, each of the expected shape (or only of as many elements)."""
     if not isinstance(blocks, Sequence):
         raise BindError(f"blocks: expected {batch} lists of {chunks} tensors, got a {type(blocks).__name__}")
-    if batch == 1 and len(blocks) == chunks and not (blocks and isinstance(blocks[0], Sequence)):
+    if batch == 1 and len(blocks) == chunks and not isinstance(blocks[0], Sequence):
         blocks = [blocks]
     if len(blocks) != batch:
         raise BindError(f"blocks: expected {batch} lists, one a block, got {len(blocks)}")
@@ -197,63 +190,78 @@ def _chunks(blocks: Any, batch: int, chunks: int) -> list[Any]:
             got = f"{len(block)}" if isinstance(block, Sequence) else f"a {type(block).__name__}"
             raise BindError(f"blocks[{index}]: expected {chunks} tensors (nl*no), got {got}")
         flat.extend(block)
-    return flat
-
-
-def _require_elements(arrays: Sequence[Array], chunks: int, expected: tuple[int, ...], exact: bool) -> None:
-    count = int(np.prod(expected))
-    for index, array in enumerate(arrays):
-        if array.shape != expected if exact else int(np.prod(array.shape)) != count:
-            what = f"shape {expected}" if exact else f"{count} elements"
-            raise BindError(f"blocks[{index // chunks}][{index % chunks}]: expected {what}, got shape {array.shape}")
+    arrays = []
+    for index, chunk in enumerate(flat):
+        what = f"blocks[{index // chunks}][{index % chunks}]"
+        array = _described(chunk, what)
+        if array.shape != expected if exact else math.prod(array.shape) != math.prod(expected):
+            wanted = f"shape {expected}" if exact else f"{math.prod(expected)} elements"
+            raise BindError(f"{what}: expected {wanted}, got shape {array.shape}")
+        arrays.append(array)
+    return flat, arrays
 
 
 # ---- copies --------------------------------------------------------------------------------------------------------
 
 
-def _pools(
-    stacked: Layout, whole: Layout, shape: BlockShape, chunks: list[Any], arrays: list[Array], tensors: list[tuple[Any, Array]]
-) -> tuple[Pool, Pool]:
-    both = (
-        Pool.trusted(stacked, shape, arrays, chunks),
-        Pool.trusted(whole, shape, [array for _, array in tensors], [tensor for tensor, _ in tensors]),
-    )
-    require_compatible(*both)
-    return both
-
-
-def _permute(stacked: Layout, blocks: Any, tensors: list[tuple[Any, Array]], stream: Any, *, to_universal: bool) -> None:
-    nh, nl, no, nt, hd = tensors[0][1].shape
-    shape = BlockShape(nl, no, nh, nt, hd, tensors[0][1].dtype)
-    chunks = _chunks(blocks, len(tensors), nl * no)
-    arrays = [_described(chunk, f"blocks[{i // (nl * no)}][{i % (nl * no)}]") for i, chunk in enumerate(chunks)]
-    _require_elements(arrays, nl * no, (nt, nh, hd) if stacked.name == "nhd" else (nh, nt, hd), exact=True)
-    pools = _pools(stacked, _shipped("universal"), shape, chunks, arrays, tensors)
-    _launch(*(pools if to_universal else pools[::-1]), stream)
-
-
-def _copy_chunks(blocks: Any, tensors: list[tuple[Any, Array]], backend: str, stream: Any, *, to_operational: bool) -> None:
-    nl, no, inner = tensors[0][1].shape
-    shape = BlockShape(nl, no, 1, 1, inner, tensors[0][1].dtype)
-    chunks = _chunks(blocks, len(tensors), nl * no)
-    arrays = [_described(chunk, f"blocks[{i // (nl * no)}][{i % (nl * no)}]") for i, chunk in enumerate(chunks)]
-    _require_elements(arrays, nl * no, (inner,), exact=False)
-    pools = _pools(*_chunked(), shape, chunks, arrays, tensors)
-    if backend == "kernel":
-        _launch(*(pools if to_operational else pools[::-1]), stream)
+def _permute(blocks: Any, universals: Any, layout: str, stream: Any, *, to_universal: bool) -> None:
+    stacked = _stacked(layout)
+    tensors, arrays = _whole(universals, "universals", 5)
+    if not arrays:
+        _require_empty(blocks, "universals")
         return
-    require_disjoint(*pools)
+    nh, nl, no, nt, hd = arrays[0].shape
+    shape = BlockShape(nl, no, nh, nt, hd, arrays[0].dtype)
+    chunk = (nt, nh, hd) if stacked.name == "nhd" else (nh, nt, hd)
+    flat, chunks = _chunks(blocks, len(arrays), nl * no, chunk, exact=True)
+    pools = (Pool.trusted(stacked, shape, chunks, flat), Pool.trusted(_shipped("universal"), shape, arrays, tensors))
+    _launch(*_checked(pools if to_universal else pools[::-1]), stream)
+
+
+def _copy_chunks(blocks: Any, operationals: Any, backend: str | None, stream: Any, *, to_operational: bool) -> None:
+    how = _backend(backend)
+    tensors, arrays = _whole(operationals, "operationals", 3)
+    if not arrays:
+        _require_empty(blocks, "operationals")
+        return
+    nl, no, inner = arrays[0].shape
+    shape = BlockShape(nl, no, 1, 1, inner, arrays[0].dtype)
+    flat, chunks = _chunks(blocks, len(arrays), nl * no, (inner,), exact=False)
+    stacked, whole = _chunked()
+    pools = (Pool.trusted(stacked, shape, chunks, flat), Pool.trusted(whole, shape, arrays, tensors))
+    src, dst = _checked(pools if to_operational else pools[::-1])
+    if how == "kernel":
+        _launch(src, dst, stream)
+        return
+    handle = _core.stream_handle(stream) if stream is not None else current_stream(src)
     size = inner * shape.itemsize
-    steps = np.arange(nl * no, dtype=np.uint64) * np.uint64(size)
-    inside = (pools[1].addresses[:, None] + steps[None, :]).reshape(-1)
-    src, dst = (pools[0].addresses, inside) if to_operational else (inside, pools[0].addresses)
-    handle = _core.stream_handle(stream) if stream is not None else current_stream(pools[0])
-    _core.memcpy_batch(dst, src, size, 2 if backend == "batch" else 1, int(pools[0].device.partition(":")[2]), handle)
+    mode = 2 if how == "batch" else 1
+    _core.memcpy_batch(_pieces(dst, size), _pieces(src, size), size, mode, int(src.device.partition(":")[2]), handle)
+
+
+def _require_empty(blocks: Any, name: str) -> None:
+    if not isinstance(blocks, Sequence) or len(blocks):
+        got = len(blocks) if isinstance(blocks, Sequence) else f"a {type(blocks).__name__}"
+        raise BindError(f"blocks: expected 0 lists, as {name} is empty, got {got}")
+
+
+def _checked(pools: tuple[Pool, Pool]) -> tuple[Pool, Pool]:
+    """Source and destination that fit each other and share no byte."""
+    src, dst = pools
+    require_compatible(src, dst)
+    require_disjoint(src, dst)
+    dst.require_distinct()
+    return src, dst
+
+
+def _pieces(pool: Pool, size: int) -> npt.NDArray[np.uint64]:
+    """Addresses of all chunks of `size` bytes, in table order."""
+    inside = np.arange(pool.resolved.first.nbytes // size, dtype=np.uint64) * np.uint64(size)
+    return (pool.addresses[:, None] + inside).reshape(-1)
 
 
 def _launch(src: Pool, dst: Pool, stream: Any) -> None:
-    require_disjoint(src, dst)
     made = plan(src.layout, dst.layout, src.shape, num_blocks=(src.num_blocks, dst.num_blocks))
     # These lists live for one call: their addresses travel with the launch instead of being uploaded and kept.
-    tables = (_core.Table(pool.addresses, upload=False) for pool in (src, dst))
-    run(prepare(made, src.alignment, dst.alignment), *tables, None, None, src.num_blocks, src, stream)
+    src_table, dst_table = (_core.Table(pool.addresses, upload=False) for pool in (src, dst))
+    run(prepare(made, src.alignment, dst.alignment), src_table, dst_table, None, None, src.num_blocks, src, stream)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,6 +45,20 @@ AXES: Mapping[str, str] = MappingProxyType(
 # ---- expressions over sizes: pitches and extra axes ----------------------------------------------------------------
 
 
+_FUNCTIONS: Mapping[str, Callable[..., int]] = MappingProxyType(
+    {"round_up": lambda x, to: -(-x // to) * to, "min": min, "max": max}
+)
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
+    {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.FloorDiv: operator.floordiv,
+        ast.Mod: operator.mod,
+    }
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Expression:
     """Integer arithmetic over sizes, such as ``round_up(nt*584, 576)``.
@@ -61,15 +76,6 @@ class Expression:
 
     text: str
 
-    _FUNCTIONS = {"round_up": lambda x, to: -(-x // to) * to, "min": min, "max": max}  # noqa: RUF012  (a table, not a field)
-    _OPERATORS = {  # noqa: RUF012
-        ast.Add: lambda a, b: a + b,
-        ast.Sub: lambda a, b: a - b,
-        ast.Mult: lambda a, b: a * b,
-        ast.FloorDiv: lambda a, b: a // b,
-        ast.Mod: lambda a, b: a % b,
-    }
-
     def __post_init__(self) -> None:
         self.evaluate(dict.fromkeys(("nb", "nl", "no", "nh", "nt", "hd", "es"), 720720), minimum=None)
 
@@ -82,12 +88,10 @@ class Expression:
                     return value
                 case ast.Name(id=name) if name in sizes:
                     return sizes[name]
-                case ast.BinOp(left=left, op=op, right=right) if type(op) in self._OPERATORS:
-                    result: int = self._OPERATORS[type(op)](walk(left), walk(right))
-                    return result
-                case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in self._FUNCTIONS:
-                    called: int = self._FUNCTIONS[name](*map(walk, args))
-                    return called
+                case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                    return _OPERATORS[type(op)](walk(left), walk(right))
+                case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+                    return _FUNCTIONS[name](*map(walk, args))
             raise LayoutError(
                 f"expression {self.text!r}: expected integers, {', '.join(sizes)}, + - * // %, round_up(x, to), min, max; "
                 f"got {ast.unparse(node)!r}"
@@ -225,7 +229,9 @@ class Layout:
     def fingerprint(self) -> str:
         """Sixteen hex digits over the meaning: what stored blocks carry."""
         meaning = [str(order) for order in self.orders]
-        meaning += [f"pitch {term} {p.expression.text.replace(' ', '')} {'B' if p.in_bytes else ''}" for term, p in self.pitch]
+        meaning += [
+            f"pitch {term} {p.expression.text.replace(' ', '')} {'B' if p.in_bytes else ''}" for term, p in self.pitch
+        ]
         meaning += [f"axis {axis} {expression.text.replace(' ', '')}" for axis, expression in self.extra]
         return hashlib.blake2b("\n".join(meaning).encode(), digest_size=8).hexdigest()
 
@@ -285,7 +291,9 @@ def _resolve_order(
         if declared := pitch.get(str(term)):
             stride = declared.expression.evaluate(names) * (1 if declared.in_bytes else itemsize)
             if stride < held:
-                raise LayoutError(f"pitch of '{term}': neighbours overlap: expected at least {held} bytes, got {stride}")
+                raise LayoutError(
+                    f"pitch of '{term}': neighbours overlap: expected at least {held} bytes, got {stride}"
+                )
         pieces.append(Piece(term, divisor, extent, stride=stride, table=0))
         held = stride * extent
     return tuple(pieces)
@@ -306,7 +314,9 @@ def _require_cover(order: Order, sizes: Mapping[str, int], itemsize: int) -> Non
             home[axis] = group
     for axis, size in sizes.items():
         if axis not in home and (size > 1 or axis == "b"):
-            raise LayoutError(f"axis '{axis}' ({AXES.get(axis, 'extra')}): expected once, as its size is {size}, got none")
+            raise LayoutError(
+                f"axis '{axis}' ({AXES.get(axis, 'extra')}): expected once, as its size is {size}, got none"
+            )
     for group, terms in groups.items():
         expected, total = 1, terms[0].extent(sizes)
         for divisor, extent, text in sorted((*term.cut(sizes, itemsize), str(term)) for term in terms):
@@ -331,7 +341,9 @@ def _require_agreement_outside_o(layout: Layout, orders: Sequence[tuple[Piece, .
         ]
 
     if outside(orders[0]) != outside(orders[1]):
-        raise LayoutError(f"{layout.name}: K and V share an allocation, so their orders must agree up to and including 'o'")
+        raise LayoutError(
+            f"{layout.name}: K and V share an allocation, so their orders must agree up to and including 'o'"
+        )
 
 
 # ---- what is resolved ----------------------------------------------------------------------------------------------
@@ -447,12 +459,12 @@ class Resolved:
         """Bytes of all allocations, padding included."""
         return sum(inside.nbytes for inside in self._inside) * self.table_size // len(self._inside)
 
-    def address(self, id: int, **coords: int) -> tuple[int, int]:
+    def address(self, block: int, /, **coords: int) -> tuple[int, int]:
         """Where one element lies.
 
         Parameters
         ----------
-        id : int
+        block : int
             Block id.
         **coords : int
             ``l o h t d`` and extra axes; 0 where not given.  Inside an opaque group the declared order is assumed.
@@ -462,7 +474,7 @@ class Resolved:
         tuple of int
             Index of the allocation, byte offset inside it.
         """
-        at = {"b": id, **coords}
+        at = {"b": block, **coords}
         entry = offset = 0
         for piece in self.pieces(at.get("o", 0)):
             index = 0

@@ -153,8 +153,12 @@ class Part:
             a, b = spans
             # A 16-byte word of elements along one side becomes one along the other: whole words on both sides, and no
             # stride but the contiguous one may break them.
-            src_word = _power(src_alignment, self.src_offset, a.extent * run, *(m.src for m in (*rest, *self.outer) if m is not a))
-            dst_word = _power(dst_alignment, self.dst_offset, b.extent * run, *(m.dst for m in (*rest, *self.outer) if m is not b))
+            src_word = _power(
+                src_alignment, self.src_offset, a.extent * run, *(m.src for m in (*rest, *self.outer) if m is not a)
+            )
+            dst_word = _power(
+                dst_alignment, self.dst_offset, b.extent * run, *(m.dst for m in (*rest, *self.outer) if m is not b)
+            )
             word = WIDEST if min(src_word, dst_word) == WIDEST else run
             return Form("tile", len(self.outer), len(self.inner) - 3, run, word)
         word = min(_power(run), src, dst)
@@ -277,8 +281,8 @@ class Plan:
                     f"chunk of {_bytes(part.chunk_bytes)}: neighbouring threads read and write neighbouring words of a run."
                 )
             else:
-                a, b = part.spans or (None, None)
-                assert a is not None and b is not None
+                assert part.spans is not None
+                a, b = part.spans
                 text = (
                     f"{who} {_bytes(part.run_bytes)} move by themselves: the source goes on along an axis of {a.extent}, the "
                     f"destination along one of {b.extent}. A tile of both is turned in shared memory"
@@ -287,7 +291,9 @@ class Plan:
                 )
             if steps:
                 text += f" {steps[0].upper()}{steps[1:]}."
-            narrow = "" if form.word == WIDEST else f" (16 is ruled out by the run or a stride: {_narrowing(part, form)})"
+            narrow = (
+                "" if form.word == WIDEST else f" (16 is ruled out by the run or a stride: {_narrowing(part, form)})"
+            )
             text += f" With aligned bases words are {form.word} bytes{narrow}; kernel {form.name}."
             paragraphs.append(text)
         if len(self.parts) == 2:
@@ -302,7 +308,8 @@ def _narrowing(part: Part, form: Form) -> str:
     if form.kind == "tile":
         return f"{form.element}-byte elements in rows that are no multiple of 16 bytes"
     return f"run of {part.run_bytes} B, strides " + ", ".join(
-        str(m) for m in dict.fromkeys(s for mode in (*part.inner[1:], *part.outer) for s in (mode.src, mode.dst) if s % WIDEST)
+        str(m)
+        for m in dict.fromkeys(s for mode in (*part.inner[1:], *part.outer) for s in (mode.src, mode.dst) if s % WIDEST)
     )
 
 
@@ -371,7 +378,9 @@ def plan(src: Layout, dst: Layout, shape: BlockShape, *, num_blocks: int | tuple
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_cached(src: Layout, dst: Layout, src_name: str, dst_name: str, shape: BlockShape, blocks: tuple[int, int]) -> Plan:
+def _plan_cached(
+    src: Layout, dst: Layout, src_name: str, dst_name: str, shape: BlockShape, blocks: tuple[int, int]
+) -> Plan:
     sides = (src.resolve(shape, blocks[0]), dst.resolve(shape, blocks[1]))
     title = f"{src_name} → {dst_name}"
     _require_same_axes(title, *sides)
@@ -394,7 +403,9 @@ def _require_same_axes(title: str, src: Resolved, dst: Resolved) -> None:
             raise PlanError(f"{title}: axes {only} only in the {where}")
     for axis in src.sizes.keys() & dst.sizes.keys() - {"b"}:
         if src.sizes[axis] != dst.sizes[axis]:
-            raise PlanError(f"{title}: axis '{axis}': {src.sizes[axis]} in the source, {dst.sizes[axis]} in the destination")
+            raise PlanError(
+                f"{title}: axis '{axis}': {src.sizes[axis]} in the source, {dst.sizes[axis]} in the destination"
+            )
 
 
 def _part(title: str, src: Resolved, dst: Resolved, half: int | None) -> Part:
@@ -405,7 +416,9 @@ def _part(title: str, src: Resolved, dst: Resolved, half: int | None) -> Part:
         if half is not None:
             o = next((piece for piece in pieces if piece.term.axes == ("o",)), None)
             if o is None and half and (src if index == 0 else dst).shape.no > 1:
-                raise PlanError(f"{title}: axis 'o' is fused or split on one side, and K and V have orders of their own on the other")
+                raise PlanError(
+                    f"{title}: axis 'o' is fused or split on one side, and K and V have orders of their own on the other"
+                )
             start[index] = (half * o.stride, half * o.table) if o else (0, 0)
         skip = ("b",) if half is None else ("b", "o")
         both[index] = [piece for piece in pieces if piece.term.axes[0] not in skip or len(piece.term.axes) > 1]
@@ -467,7 +480,9 @@ def _opaque_as_axes(
             inside = [piece for piece in pieces if group & set(piece.term.axes)]
             if not _is_dense(inside, group, size, side.shape.itemsize):
                 opaque = dst if side is src else src
-                text = next(str(p.term) for p in (*src_pieces, *dst_pieces) if frozenset(p.term.axes) == group and p.term.opaque)
+                text = next(
+                    str(p.term) for p in (*src_pieces, *dst_pieces) if frozenset(p.term.axes) == group and p.term.opaque
+                )
                 raise PlanError(
                     f"{title}: {opaque.layout.name} does not promise the order inside {text}, and {side.layout.name} "
                     f"({side.layout.order_text}) needs it; use a layout with a promised order, such as operational_nhd or "
@@ -529,8 +544,9 @@ def _unfuse(title: str, side: Resolved, axes: tuple[str, ...], spans: list[_Span
         for lower, upper in zip(cuts, cuts[1:], strict=False):
             axis = next(axis for axis in axes if bounds[axis] <= lower)
             if upper % lower or lower % bounds[axis] or upper > bounds[axis] * side.sizes[axis]:
-                raise PlanError(f"{title}: the split of '({' '.join(axes)})' at {lower} does not fall on its axes; no common refinement")
+                raise PlanError(
+                    f"{title}: the split of '({' '.join(axes)})' at {lower} does not fall on its axes; no common refinement"
+                )
             step = lower // span.divisor
             apart.append(_Span((axis,), lower // bounds[axis], upper // lower, span.stride * step, span.table * step))
     return apart
-

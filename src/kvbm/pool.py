@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .errors import BindError, DTypeError
 from .layout import Allocation, Layout, Resolved
-from .shapes import ITEMSIZE, BlockShape
+from .shapes import BlockShape
 
 __all__ = ["Array", "Pool", "as_ids", "describe"]
 
@@ -177,6 +177,7 @@ class Pool:
         found = [describe(array, f"{layout.name}: array {index}") for index, array in enumerate(arrays)]
         self._bind(layout, shape, found, arrays)
         check_arrays(self.resolved, found)
+        self.require_distinct()
 
     @classmethod
     def trusted(cls, layout: Layout, shape: BlockShape, found: Sequence[Array], arrays: Sequence[Any]) -> Pool:
@@ -231,7 +232,7 @@ class Pool:
             raise BindError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {device!r}")
         if kind == "cpu":
             return cls(layout, shape, [_empty(allocation, shape) for allocation in resolved.allocations])
-        arrays = [DeviceArray(int(index or 0), allocation, shape.itemsize) for allocation in resolved.allocations]
+        arrays = [DeviceArray(int(index or 0), allocation, _numpy_dtype(shape)) for allocation in resolved.allocations]
         return cls(layout, shape, arrays)
 
     @property
@@ -254,6 +255,16 @@ class Pool:
             self._spans = np.stack([self.addresses, ends], axis=1)[np.argsort(self.addresses, kind="stable")]
         return self._spans
 
+    def require_distinct(self) -> None:
+        """No two arrays share bytes.  Where rows are padded, arrays may lie in each other's padding, but not on one address."""
+        dense = all(_dense(shape, itemsize) == strides for shape, strides, itemsize in self.resolved.kinds)
+        ends = self.spans[:-1, 1] if dense else self.spans[:-1, 0] + np.uint64(1)
+        clash = np.nonzero(ends > self.spans[1:, 0])[0]
+        if clash.size:
+            order = np.argsort(self.addresses, kind="stable")
+            one, other = sorted(int(i) for i in order[clash[0] : clash[0] + 2])
+            raise BindError(f"{self.layout.name}: arrays {one} and {other} share memory; expected one allocation each")
+
     def table(self) -> Any:
         """The base addresses as the compiled half takes them; on a GPU they are uploaded once."""
         if self._table is None:
@@ -270,7 +281,7 @@ class Pool:
 class DeviceArray:
     """One allocation of GPU memory as an array; the memory is freed with the last reference to it."""
 
-    def __init__(self, device: int, allocation: Allocation, itemsize: int) -> None:
+    def __init__(self, device: int, allocation: Allocation, dtype: np.dtype[Any]) -> None:
         from . import _core
 
         address = _core.alloc_device(device, allocation.nbytes)
@@ -280,7 +291,7 @@ class DeviceArray:
             "version": 3,
             "shape": allocation.shape,
             "strides": allocation.strides,
-            "typestr": np.dtype(f"u{itemsize}").str,
+            "typestr": dtype.str,
             "data": (address, False),
             "stream": None,
         }
@@ -291,11 +302,14 @@ def extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + itemsize
 
 
+def _numpy_dtype(shape: BlockShape) -> np.dtype[Any]:
+    """NumPy's dtype for the shape's; those that it lacks become unsigned integers of the same width."""
+    return np.dtype(shape.dtype if shape.dtype not in _STAND_INS else f"u{shape.itemsize}")
+
+
 def _empty(allocation: Allocation, shape: BlockShape) -> npt.NDArray[Any]:
-    """A NumPy array of this allocation; dtypes that NumPy lacks become unsigned integers of the same width."""
-    name = shape.dtype if shape.dtype not in _STAND_INS else f"uint{8 * shape.itemsize}"
     memory = np.empty(allocation.nbytes, np.uint8)
-    return np.ndarray(allocation.shape, np.dtype(name), memory, strides=allocation.strides)
+    return np.ndarray(allocation.shape, _numpy_dtype(shape), memory, strides=allocation.strides)
 
 
 def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> int:
@@ -328,18 +342,19 @@ def check_alike(name: str, shape: BlockShape, found: Sequence[Array]) -> None:
     first = found[0]
     for index, array in enumerate(found):
         if array.device != first.device:
-            raise BindError(f"{name}: array {index} is on {array.device}, array 0 on {first.device}; expected one device")
+            raise BindError(
+                f"{name}: array {index} is on {array.device}, array 0 on {first.device}; expected one device"
+            )
         if array.dtype != first.dtype:
             raise DTypeError(f"{name}: mixed dtypes: array {index} is {array.dtype}, array 0 {first.dtype}")
     if not same_dtype(first.dtype, shape.dtype):
         width = _STAND_INS.get(shape.dtype)
         also = f" (or {', '.join(_PLAIN[width][:2])} as its bits)" if width else ""
         raise DTypeError(f"{name}: array 0: expected dtype {shape.dtype}{also}, got {first.dtype}")
-    assert shape.dtype in ITEMSIZE
 
 
 def check_arrays(resolved: Resolved, found: Sequence[Array]) -> None:
-    """Shape and strides of each array against the layout, and that no two arrays share bytes."""
+    """Shape and strides of each array against the layout."""
     layout, itemsize = resolved.layout, resolved.shape.itemsize
     kinds, kind_of = resolved.kinds, resolved.kind_of_entry
     for index, array in enumerate(found):
@@ -347,24 +362,23 @@ def check_arrays(resolved: Resolved, found: Sequence[Array]) -> None:
         if array.shape == shape and _same_strides(array, strides):
             continue
         expected = resolved.allocations[index]
-        where = f"{layout.name} ({layout.order_text}): array {index}" + (f" ({expected.label})" if expected.label else "")
+        where = f"{layout.name} ({layout.order_text}): array {index}" + (
+            f" ({expected.label})" if expected.label else ""
+        )
         if len(array.shape) != len(shape):
-            raise BindError(f"{where}: expected {len(shape)} axes ({' '.join(expected.axes)}) of {shape}, got shape {array.shape}")
+            raise BindError(
+                f"{where}: expected {len(shape)} axes ({' '.join(expected.axes)}) of {shape}, got shape {array.shape}"
+            )
         for axis, want, got in zip(expected.axes, shape, array.shape, strict=True):
             if want != got:
-                raise BindError(f"{where}: axis '{axis}': expected {want}, got {got} (shape {array.shape}, expected {shape})")
+                raise BindError(
+                    f"{where}: axis '{axis}': expected {want}, got {got} (shape {array.shape}, expected {shape})"
+                )
         if _dense(shape, itemsize) == strides:
-            raise BindError(f"{where}: expected a contiguous array, got strides of {array.strides} bytes; call .contiguous()")
+            raise BindError(
+                f"{where}: expected a contiguous array, got strides of {array.strides} bytes; call .contiguous()"
+            )
         raise BindError(f"{where}: expected strides of {strides} bytes, got {array.strides}")
-    dense = all(_dense(shape, itemsize) == strides for shape, strides, _ in kinds)
-    addresses = np.array([array.address for array in found], np.uint64)
-    order = np.argsort(addresses, kind="stable")
-    extents = np.array([extent(*kind) if dense else 1 for kind in kinds], np.uint64)[kind_of]
-    ends = (addresses + extents)[order]
-    clash = np.nonzero(ends[:-1] > addresses[order][1:])[0]
-    if clash.size:
-        one, other = sorted(int(i) for i in order[clash[0] : clash[0] + 2])
-        raise BindError(f"{layout.name}: arrays {one} and {other} share memory; expected one allocation each")
 
 
 def as_ids(ids: Any, what: str) -> npt.NDArray[np.int64] | None:

@@ -156,7 +156,7 @@ def load_shape(text: str) -> BlockShape:
 @functools.cache
 def _preset(path: Path) -> Mapping[str, Any]:
     # BaseLoader leaves every scalar a text: in YAML 1.1 a bare `no` is the value false.
-    data = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    data = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506  (it builds nothing but texts)
     sizes = ("nl", "no", "nh", "nt", "hd")
     wanted = {"title", *sizes, "dtype", "tp"}
     if not isinstance(data, dict) or set(data) != wanted:

@@ -41,7 +41,9 @@ def load_dir(folder: str | Path) -> list[Layout]:
     if not root.is_dir():
         raise SpecError(f"{root}: expected a folder of layouts; no such folder")
     files = [path for path in root.rglob("*.yaml") if path.relative_to(root).parts[0] != "shapes"]
-    return sorted((_read(path, path.relative_to(root).with_suffix("").as_posix()) for path in files), key=lambda x: x.name)
+    return sorted(
+        (_read(path, path.relative_to(root).with_suffix("").as_posix()) for path in files), key=lambda x: x.name
+    )
 
 
 def load(name: str | Path) -> Layout:
@@ -205,9 +207,11 @@ class _File:
             return (k,)  # canonical: equal layouts are equal objects
         if k.table != v.table:
             self.fail(halves["v"], f"order: k and v must have the same brackets, got '{k}' and '{v}'")
-        for order, half in ((k, halves["k"]), (v, halves["v"])):
+        for order, where in ((k, halves["k"]), (v, halves["v"])):
             if not any(term.axes == ("o",) and not term.steps for term in order.terms):
-                self.fail(half, f"order '{order}': k and v differ, so the axis 'o' must stand in both, alone and unsplit")
+                self.fail(
+                    where, f"order '{order}': k and v differ, so the axis 'o' must stand in both, alone and unsplit"
+                )
         return (k, v)
 
     def order(self, node: yaml.Node, extra: dict[str, Expression]) -> Order:
@@ -219,7 +223,9 @@ class _File:
             match = _TOKEN.match(text, position)
             if match is None:
                 rest = text[position:].strip()
-                self.fail(node, f"order {text!r}: expected an axis, [, ], (…), {{…}} or a split such as d/16B, got {rest!r}")
+                self.fail(
+                    node, f"order {text!r}: expected an axis, [, ], (…), {{…}} or a split such as d/16B, got {rest!r}"
+                )
             position = match.end()
             if match["open"]:
                 if bracketed or inner:
@@ -245,7 +251,10 @@ class _File:
             self.fail(node, f"order {text!r}: expected axes between {'{}' if opaque else '()'}")
         for axis in axes:
             if axis not in AXES and axis not in extra:
-                self.fail(node, f"order {text!r}: axis {axis!r}: expected one of {' '.join([*AXES, *extra])}; declare others under 'axes:'")
+                self.fail(
+                    node,
+                    f"order {text!r}: axis {axis!r}: expected one of {' '.join([*AXES, *extra])}; declare others under 'axes:'",
+                )
         steps = tuple((op, int(size), unit == "B") for op, size, unit in _STEP.findall(match["steps"] or ""))
         for op, size, _ in steps:
             if size < 1:
@@ -263,9 +272,13 @@ class _File:
         for term in order.terms:
             for axis in term.axes:
                 first = home.setdefault(axis, term)
-                pieces_of_one_split = first.axes == term.axes and first.steps and term.steps and first.steps != term.steps
+                pieces_of_one_split = (
+                    first.axes == term.axes and first.steps and term.steps and first.steps != term.steps
+                )
                 if (first is not term and not pieces_of_one_split) or term.axes.count(axis) > 1:
-                    refuse(f"axis {axis!r}", f"expected once, or in the pieces of one split, got '{first}' and '{term}'")
+                    refuse(
+                        f"axis {axis!r}", f"expected once, or in the pieces of one split, got '{first}' and '{term}'"
+                    )
             if "b" in term.axes and str(term) != "b":
                 refuse("axis 'b'", f"block ids index it, so it stands alone and unsplit, got '{term}'")
             if term.opaque and term in order.table:
@@ -278,7 +291,9 @@ class _File:
         inside = {str(term) for order in orders for term in order.inner}
         for term, value in self.mapping(node, "pitch").items() if node is not None else ():
             if term not in inside:
-                self.fail(value, f"pitch: {term!r}: expected one of {', '.join(sorted(inside))} (axes outside brackets)")
+                self.fail(
+                    value, f"pitch: {term!r}: expected one of {', '.join(sorted(inside))} (axes outside brackets)"
+                )
             text = self.scalar(value, f"pitch of '{term}'").strip()
             match = re.fullmatch(r"(?P<expression>.*?[^A-Za-z_])?\s*B", text)
             in_bytes = match is not None and match["expression"] is not None

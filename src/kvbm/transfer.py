@@ -101,7 +101,9 @@ def require_compatible(src: Pool, dst: Pool) -> None:
     """Two pools between which blocks can move: one block shape, one device, a destination that may be written."""
     title = f"{src.layout.name} → {dst.layout.name}"
     if src.shape.dtype != dst.shape.dtype:
-        raise DTypeError(f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype")
+        raise DTypeError(
+            f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype"
+        )
     if src.shape != dst.shape:
         raise BindError(f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}")
     if src.device != dst.device:
@@ -115,9 +117,10 @@ def require_disjoint(src: Pool, dst: Pool) -> bool:
     if src is dst:
         return True
     a, b = src.spans, dst.spans
-    # Each span of one side against the first span of the other that ends behind its start; both are sorted.
-    at = np.searchsorted(b[:, 1], a[:, 0], side="right")
-    clash = np.nonzero((at < len(b)) & (b[np.minimum(at, len(b) - 1), 0] < a[:, 1]))[0]
+    # Of the spans of the other side that start before this one ends (they are sorted), does any end behind its start?
+    before = np.searchsorted(b[:, 0], a[:, 1], side="left")
+    reach = np.maximum.accumulate(b[:, 1])
+    clash = np.nonzero((before > 0) & (reach[np.maximum(before, 1) - 1] > a[:, 0]))[0]
     if not clash.size:
         return False
     if src.layout == dst.layout and src.num_blocks == dst.num_blocks and np.array_equal(src.addresses, dst.addresses):
@@ -144,7 +147,9 @@ def current_stream(pool: Pool) -> int:
     if cupy is not None and isinstance(first, cupy.ndarray):
         with cupy.cuda.Device(index):
             return int(cupy.cuda.get_current_stream().ptr)
-    raise BindError(f"stream: {type(first).__name__} has no current stream; pass stream= (an object with __cuda_stream__, or a handle)")
+    raise BindError(
+        f"stream: {type(first).__name__} has no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
+    )
 
 
 def convert(src_pool: Pool, dst_pool: Pool, src_ids: Any = None, dst_ids: Any = None, *, stream: Any = None) -> None:
@@ -198,10 +203,21 @@ def _count_pairs(src: Any, dst: Any, src_pool: Pool, dst_pool: Pool) -> int:
 
 
 def run(
-    copies: Sequence[_core.Copy], src_table: Any, dst_table: Any, src_ids: Any, dst_ids: Any, n: int, pool: Pool, stream: Any
+    copies: Sequence[_core.Copy],
+    src_table: Any,
+    dst_table: Any,
+    src_ids: Any,
+    dst_ids: Any,
+    n: int,
+    pool: Pool,
+    stream: Any,
 ) -> None:
     """Launch prepared copies on the pool's device, in order."""
     if pool.device == "cpu":
+        if stream is not None:
+            raise BindError(
+                "stream: the pools are on the CPU, where the copy is done when the call returns; leave stream out"
+            )
         for copy in copies:
             copy.run(src_table, dst_table, src_ids, dst_ids, n)
         return
