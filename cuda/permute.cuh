@@ -27,7 +27,8 @@
 
 namespace kvbm {
 
-constexpr uint32_t kThreads = 64;        // threads a CTA
+constexpr uint32_t kRowThreads = 256;
+constexpr uint32_t kTileThreads = 64;        // threads a CTA
 constexpr uint32_t kSharedBytes = 8192;   // payload of a tile; padding comes on top, within the 48 KiB every GPU has
 
 // ---- division ------------------------------------------------------------------------------------------------------
@@ -224,9 +225,11 @@ inline bool set_jobs(kvbm_part& p, int outer, uint64_t pairs, uint64_t chunks, u
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
 
-template <int OUTER, int INNER, int WORD> struct Rows {
-  static constexpr uint32_t kLoads = 4;             // words a thread has in flight
-  static constexpr uint32_t kTurns = 1;             // and how often it does that in a tile
+template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads> struct Rows {
+  static constexpr uint32_t kThreads = THREADS;
+  static constexpr uint32_t kMinCtas = 2048 / THREADS;  // every warp that a multiprocessor can hold
+  static constexpr uint32_t kLoads = 2;                 // words a thread has in flight
+  static constexpr uint32_t kMinWidth = 8;              // threads a row at least
   static constexpr uint64_t kHostTile = 128 << 10;  // bytes a host job moves at least
 
   // GPU: a row of `tile[0]` threads takes a tile of a chunk; where chunks are short, tile[1] rows share a CTA.
@@ -242,9 +245,9 @@ template <int OUTER, int INNER, int WORD> struct Rows {
       return set_jobs(p, OUTER, a.num_pairs, chunks, divide_up(words, p.tile_words));
     }
     uint32_t width = kThreads;
-    while (width > 8 && width / 2 * kLoads >= words) width /= 2;
+    while (width > kMinWidth && width / 2 * kLoads >= words) width /= 2;
     // Small batches: more, smaller tiles, until every multiprocessor has some.
-    uint32_t loads = kLoads * kTurns;
+    uint32_t loads = kLoads;
     while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{4} * sms * kThreads) loads /= 2;
     const uint32_t tiles = divide_up(words, width * loads);
     p.tile_words = divide_up(words, uint64_t{tiles} * width) * width;  // tiles of one size
@@ -257,13 +260,23 @@ template <int OUTER, int INNER, int WORD> struct Rows {
 
 #ifdef __CUDACC__
   static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char*) {
+    // Ids and tables are followed once a row of threads, by its first one: the others only wait for two addresses.
+    __shared__ struct {
+      Bases at;
+      uint32_t tile;
+      bool copies;
+    } found[kThreads / kMinWidth];
     const uint32_t width = p.tile[0].n;
-    uint32_t job = threadIdx.x;
-    const uint32_t lane = take(job, p.tile[0]);
-    job += cta * p.tile[1].n;
-    Bases at;
-    uint32_t tile;
-    if (job >= p.jobs || !locate<OUTER>(a, p, job, at, tile)) return;
+    uint32_t row = threadIdx.x;
+    const uint32_t lane = take(row, p.tile[0]);
+    if (lane == 0) {
+      const uint32_t job = cta * p.tile[1].n + row;
+      found[row].copies = job < p.jobs && locate<OUTER>(a, p, job, found[row].at, found[row].tile);
+    }
+    __syncthreads();
+    if (!found[row].copies) return;
+    const Bases at = found[row].at;
+    const uint32_t tile = found[row].tile;
     const uint32_t first = tile * p.tile_words, last = min(first + p.tile_words, p.words);
     for (uint32_t q = first + lane; q < last; q += width * kLoads) {
       Word<WORD> v[kLoads];
@@ -375,6 +388,8 @@ template <int ELEMENT> struct Square {
 // A sub-block is SIDE x SIDE elements, SIDE words on either side.  A tile holds `rest` indices of the other modes times
 // tile[1] sub-blocks along B times tile[0] along A.
 template <int OUTER, int REST, int ELEMENT, int WORD> struct Tile {
+  static constexpr uint32_t kThreads = kTileThreads;
+  static constexpr uint32_t kMinCtas = 8;
   static constexpr uint32_t kSide = WORD / ELEMENT;
   static constexpr uint32_t kWords = kSharedBytes / WORD < 4096 ? kSharedBytes / WORD : 4096;  // a tile's words
   static constexpr uint32_t kSubBlocks = kWords / kSide;
@@ -513,6 +528,7 @@ KVBM_UNROLL
 template <class... PARTS> struct Kernel;
 
 template <class P> struct Kernel<P> {
+  static constexpr uint32_t kThreads = P::kThreads, kMinCtas = P::kMinCtas;
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     if (!P::prepare(*a, a->part[0], sms, grid->shared_bytes)) return KVBM_TOO_LARGE;
     grid->ctas = a->part[0].ctas;
@@ -530,6 +546,8 @@ template <class P> struct Kernel<P> {
 };
 
 template <class P, class Q> struct Kernel<P, Q> {
+  static_assert(P::kThreads == Q::kThreads, "the parts of one launch have CTAs of one size");
+  static constexpr uint32_t kThreads = P::kThreads, kMinCtas = P::kMinCtas < Q::kMinCtas ? P::kMinCtas : Q::kMinCtas;
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     uint32_t shared[2];
     if (!P::prepare(*a, a->part[0], sms, shared[0]) || !Q::prepare(*a, a->part[1], sms, shared[1])) return KVBM_TOO_LARGE;
@@ -559,7 +577,7 @@ template <class P, class Q> struct Kernel<P, Q> {
 // One line a kernel: what the generated files consist of.
 #ifdef __CUDACC__
 #define KVBM_KERNEL(name, ...)                                                                        \
-  extern "C" __global__ void __launch_bounds__(kvbm::kThreads, 8) name(const __grid_constant__ kvbm_args args) { \
+  extern "C" __global__ void __launch_bounds__(kvbm::Kernel<__VA_ARGS__>::kThreads, kvbm::Kernel<__VA_ARGS__>::kMinCtas) name(const __grid_constant__ kvbm_args args) { \
     extern __shared__ __align__(16) char shared[];                                                    \
     kvbm::Kernel<__VA_ARGS__>::run(args, shared);                                                     \
   }

@@ -151,13 +151,15 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
 
 def _types(name: str) -> str:
     """Template arguments of a kernel."""
-    types = []
-    for form in Form.parse(name):
-        if form.kind == "tile":
-            types.append(f"Tile<{form.outer}, {form.inner}, {form.element}, {form.word}>")
-        else:
-            types.append(f"Rows<{form.outer}, {form.inner}, {form.word}>")
-    return ", ".join(types)
+    forms = Form.parse(name)
+    # Parts of one launch have CTAs of one size: a tile's.
+    threads = ", kTileThreads" if any(form.kind == "tile" for form in forms) else ""
+    return ", ".join(
+        f"Tile<{form.outer}, {form.inner}, {form.element}, {form.word}>"
+        if form.kind == "tile"
+        else f"Rows<{form.outer}, {form.inner}, {form.word}{threads}>"
+        for form in forms
+    )
 
 
 def _comment(name: str, pairs: Sequence[Pair]) -> str:
