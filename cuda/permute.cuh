@@ -27,7 +27,7 @@
 
 namespace kvbm {
 
-constexpr uint32_t kRowThreads = 256;
+constexpr uint32_t kRowThreads = 128;
 constexpr uint32_t kTileThreads = 64;        // threads a CTA
 constexpr uint32_t kSharedBytes = 8192;   // payload of a tile; padding comes on top, within the 48 KiB every GPU has
 

@@ -60,8 +60,10 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
     """
     found: dict[str, set[Pair]] = {}
 
-    def add(name: str, pair: Pair | None = None) -> None:
-        found.setdefault(name, set()).update([pair] if pair else [])
+    def add(*forms: Form, pair: Pair | None = None) -> None:
+        if all(form.outer <= MAX_OUTER and form.modes <= MAX_INNER for form in forms):
+            name = "__".join(form.name for form in forms)
+            found.setdefault(name, set()).update([pair] if pair else [])
 
     for src, dst in itertools.product(layouts, repeat=2):
         pair = (src.name, dst.name)
@@ -73,12 +75,12 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
                 continue  # not legal at this shape; whoever asks for the pair is told so
             for form in made.forms():
                 for variant in _variants(form):
-                    add(variant.name)
-                add(form.name, pair)
+                    add(variant)
+                add(form, pair=pair)
             if len(made.parts) == 2:
-                add("__".join(form.name for form in made.forms()), pair)
+                add(*made.forms(), pair=pair)
     for word in _WORDS:
-        add(Form("rows", MAX_OUTER, MAX_INNER, 0, word).name)  # any loop nest at all
+        add(Form("rows", MAX_OUTER, MAX_INNER, 0, word))  # any loop nest at all
     return {name: sorted(found[name]) for name in sorted(found)}
 
 

@@ -61,6 +61,11 @@ class Form:
             return f"rows_o{self.outer}_i{self.inner}_w{self.word}"
         return f"tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"
 
+    @property
+    def modes(self) -> int:
+        """Inner modes that its arguments describe: a tile's two sides besides the others."""
+        return self.inner + 2 if self.kind == "tile" else self.inner
+
     @classmethod
     def parse(cls, name: str) -> tuple[Form, ...]:
         """The forms behind a kernel's name; two where K and V are joined in one launch."""

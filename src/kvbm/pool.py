@@ -328,10 +328,8 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
         raise BindError(
             f"{layout.name}: array 0: expected {len(first.axes)} axes ({' '.join(first.axes)}), got shape {found[0].shape}"
         )
-    if "b" in first.axes:
-        blocks = found[0].shape[first.axes.index("b")]
-    else:
-        blocks = found[0].shape[0] * shape.itemsize // first.nbytes
+    rows = found[0].shape
+    blocks = rows[first.axes.index("b")] if "b" in first.axes else rows[0] * shape.itemsize // first.nbytes
     if blocks < 1:
         raise BindError(f"{layout.name}: array 0: expected at least one block along 'b', got shape {found[0].shape}")
     return blocks

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _core
 from .errors import BindError, DTypeError, MissingKernelError
-from .planner import Form, Part, Plan, plan
+from .planner import MAX_INNER, MAX_OUTER, Form, Part, Plan, plan
 from .pool import Pool, as_ids
 
 __all__ = ["convert", "current_stream", "prepare"]
@@ -38,10 +38,15 @@ def _available(part: Part, wanted: Form) -> Form:
         for form in forms:
             if form.runs(candidate):
                 return form
+    if wanted.outer > MAX_OUTER or wanted.modes > MAX_INNER:
+        advice = f"kernels have at most {MAX_OUTER} and {MAX_INNER}; convert by way of a layout whose order is nearer to both"
+    else:
+        advice = (
+            "put the layout's file into a folder, set KVBM_LAYOUTS to it and rebuild (`kvbm codegen --layouts DIR --out DIR` "
+            "shows what would be built)"
+        )
     raise MissingKernelError(
-        f"no built kernel runs {wanted.name}: it has {wanted.outer} modes that pick a chunk and {wanted.inner} inside. "
-        "Put the layout's file into a folder, set KVBM_LAYOUTS to it and rebuild (`kvbm codegen --layouts DIR --out DIR` "
-        "shows what would be built)"
+        f"no built kernel runs {wanted.name}: it has {wanted.outer} modes that pick a chunk and {wanted.inner} inside; {advice}"
     )
 
 
