@@ -50,8 +50,8 @@ typedef struct kvbm_inner {
 typedef struct kvbm_outer {
   kvbm_div extent;
   uint32_t reserved;
-  int64_t src, dst;               /* bytes a step */
-  int32_t src_table, dst_table;   /* table entries a step */
+  int64_t src, dst;             /* bytes a step */
+  int32_t src_table, dst_table; /* table entries a step */
 } kvbm_outer;
 
 typedef struct kvbm_part {
@@ -63,53 +63,53 @@ typedef struct kvbm_part {
   kvbm_div faster;      /* chunks, or pairs where these go first */
   uint32_t pairs_first; /* all pairs of a chunk before the next chunk */
   kvbm_div tiles;       /* tiles a chunk */
-  uint32_t words;       /* rows: words a chunk.  tiles: sub-blocks of the rest modes a chunk */
-  uint32_t tile_words;  /* rows: words a tile */
-  kvbm_div tile[4];     /* tiles: sizes of the two-dimensional tile, in sub-blocks */
+  uint32_t words;       /* rows: words a chunk.  tiles: indices of the modes besides A and B */
+  uint32_t tile_words;  /* how many of them a tile takes */
+  kvbm_div tile[4];     /* rows: threads a row, rows a CTA.  tiles: sub-blocks of a tile along A and B, tiles along A and B */
   uint32_t jobs;        /* pairs * chunks * tiles */
   uint32_t ctas;        /* CTAs of this part */
 } kvbm_part;
 
-/* A kernel's whole parameter block.  Everything up to `num_parts` is the caller's description of the copy; ids and
- * tables are set per batch by kvbm_launch / kvbm_run_host. */
+/* A kernel's whole parameter block.  Strides of ids and the parts are the caller's description of the copy; ids and tables
+ * are set per batch by kvbm_launch and kvbm_run_host. */
 typedef struct kvbm_args {
-  int64_t src_id_stride, dst_id_stride;  /* bytes a block id */
-  int64_t src_id_table, dst_id_table;    /* table entries a block id */
+  int64_t src_id_stride, dst_id_stride; /* bytes a block id */
+  int64_t src_id_table, dst_id_table;   /* table entries a block id */
   uint32_t num_parts;
   uint32_t num_pairs;
-  uint32_t id_bytes;      /* 4 or 8 (signed); 0: ids are 0 .. num_pairs-1.  An id < 0 skips its pair */
-  uint32_t inline_mask;   /* bit 0 src_ids, 1 dst_ids, 2 src_table, 3 dst_table: the field below is an offset into payload */
-  uint64_t src_ids, dst_ids;       /* addresses readable where the kernel runs, or offsets into payload */
-  uint64_t src_table, dst_table;   /* likewise: arrays of 64-bit base addresses */
+  uint32_t id_bytes;         /* 4 or 8 (signed); 0: ids are 0 .. num_pairs-1.  An id < 0 skips its pair */
+  uint32_t inline_mask;      /* bit 0 src_ids, 1 dst_ids, 2 src_table, 3 dst_table: the field below is an offset into payload */
+  uint64_t src_ids, dst_ids; /* addresses readable where the kernel runs, or offsets into payload */
+  uint64_t src_table, dst_table; /* likewise: arrays of 64-bit base addresses */
   kvbm_part part[KVBM_MAX_PARTS];
   uint64_t payload[KVBM_INLINE_BYTES / 8];
 } kvbm_args;
 
-/* ---- the kernel table (generated: kernels_table.cpp) ----------------------------------------------------------- */
+/* ---- the kernel table (generated: kernels_host.cpp) ------------------------------------------------------------ */
 
 typedef struct kvbm_grid {
   uint32_t ctas, threads_x, threads_y, shared_bytes;
 } kvbm_grid;
 
 typedef struct kvbm_kernel {
-  const char *name; /* also the symbol of the CUDA kernel (extern "C", one parameter: const kvbm_args) */
+  const char* name; /* also the symbol of the CUDA kernel (extern "C", one parameter: const kvbm_args) */
   int32_t image;    /* index into kvbm_images, whether or not images were built */
   uint32_t parts;   /* how many parts it copies in one launch */
   /* Sets the prepared fields of args->part[*] for args->num_pairs; `sms` = multiprocessors, or 0 for the host.
    * Returns 0, or KVBM_TOO_LARGE. */
-  int (*prepare)(kvbm_args *args, uint32_t sms, kvbm_grid *grid);
+  int (*prepare)(kvbm_args* args, uint32_t sms, kvbm_grid* grid);
   /* Runs jobs [first, last) of part `part` on the calling thread; jobs write disjoint bytes.  `stream_stores`: write around the cache. */
-  void (*host)(const kvbm_args *args, uint32_t part, uint32_t first, uint32_t last, int stream_stores);
+  void (*host)(const kvbm_args* args, uint32_t part, uint32_t first, uint32_t last, int stream_stores);
 } kvbm_kernel;
 
 extern const kvbm_kernel kvbm_kernels[];
 extern const int32_t kvbm_num_kernels;
 
-/* ---- embedded CUDA images (written by the build: kvbm_images.cpp / .S) ------------------------------------------ */
+/* ---- embedded CUDA images (written by the build: kvbm_images.cpp) ----------------------------------------------- */
 
 typedef struct kvbm_image {
-  const char *name;          /* the .cu file it was built from */
-  const unsigned char *data; /* a fatbin */
+  const char* name;          /* the .cu file it was built from */
+  const unsigned char* data; /* a fatbin */
 } kvbm_image;
 
 extern const kvbm_image kvbm_images[];
@@ -133,23 +133,23 @@ enum { KVBM_ID_OK = 0, KVBM_ID_SRC_RANGE, KVBM_ID_DST_RANGE, KVBM_ID_DST_TWICE, 
 
 typedef struct kvbm_batch {
   uint32_t num_pairs;
-  uint32_t id_bytes;                     /* 4, 8, or 0 for 0 .. num_pairs-1 */
-  const void *src_ids, *dst_ids;         /* host memory, copied before the call returns; NULL: 0 .. num_pairs-1 */
-  const uint64_t *src_table, *dst_table; /* host memory, copied before the call returns; unused if the next are set */
+  uint32_t id_bytes;                           /* 4, 8, or 0 for 0 .. num_pairs-1 */
+  const void *src_ids, *dst_ids;               /* host memory, copied before the call returns; NULL: 0 .. num_pairs-1 */
+  const uint64_t *src_table, *dst_table;       /* host memory, copied before the call returns; unused if the next are set */
   uint64_t src_table_device, dst_table_device; /* tables that already lie on the device, or 0 */
   uint32_t src_entries, dst_entries;
 } kvbm_batch;
 
 /* Which call failed last on this thread, e.g. "cuModuleLoadData"; never NULL. */
-const char *kvbm_last_call(void);
-const char *kvbm_status_name(int status); /* "CUDA_ERROR_INVALID_VALUE", "KVBM_NO_DRIVER" */
-const char *kvbm_status_text(int status); /* a sentence */
+const char* kvbm_last_call(void);
+const char* kvbm_status_name(int status); /* "CUDA_ERROR_INVALID_VALUE", "KVBM_NO_DRIVER" */
+const char* kvbm_status_text(int status); /* a sentence */
 
-int kvbm_driver_version(int *version);    /* KVBM_NO_DRIVER without a driver */
-int kvbm_device_count(int *count);
-int kvbm_device_info(int device, char *name, int name_bytes, int *major, int *minor, int *sms, uint64_t *memory);
+int kvbm_driver_version(int* version); /* KVBM_NO_DRIVER without a driver */
+int kvbm_device_count(int* count);
+int kvbm_device_info(int device, char* name, int name_bytes, int* major, int* minor, int* sms, uint64_t* memory);
 /* The device that an address lies on: *device >= 0, or -1 host memory the driver does not know, or -2 pinned host memory. */
-int kvbm_pointer_device(uint64_t address, int *device);
+int kvbm_pointer_device(uint64_t address, int* device);
 int kvbm_has_memcpy_batch(void);
 
 /* Loads every image on the device and finds this kernel (-1: every kernel): so that nothing is loaded later, beside a
@@ -158,23 +158,23 @@ int kvbm_warm(int kernel, int device);
 /* One kernel launch on `stream` of `device` (with its primary context pushed).  `args` is the caller's template and is not
  * changed.  Ids and tables travel in the parameters where they fit, else through a pinned ring released by events.  While
  * `stream` captures a graph, what does not fit takes a pair of buffers that is never released (replays read it). */
-int kvbm_launch(int kernel, const kvbm_args *args, const kvbm_batch *batch, int device, uint64_t stream);
+int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream);
 /* The same on the host, on at most `threads` threads (0: all cores), blocking. */
-int kvbm_run_host(int kernel, const kvbm_args *args, const kvbm_batch *batch, int threads);
+int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, int threads);
 
 /* mode: 0 batched with fallback, 1 one cuMemcpyAsync a copy, 2 batched only.  *used tells the mode that ran (1 or 2).
  * `size` is used for every copy where `sizes` is NULL.  Neighbouring copies are not merged here. */
-int kvbm_memcpy_batch(const uint64_t *dst, const uint64_t *src, const uint64_t *sizes, uint64_t size, uint64_t count, int mode,
-                      int device, uint64_t stream, int *used);
+int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* sizes, uint64_t size, uint64_t count, int mode,
+                      int device, uint64_t stream, int* used);
 
 /* O(n) checks of a batch's ids (host memory): *index is the offending position.  `same_pool`: also refuse a block that is both read and written.
  * -1 skips a pair; other ids below 0 are out of range.  Returns KVBM_ID_..., or KVBM_NO_MEMORY. */
-int kvbm_check_ids(const void *src_ids, const void *dst_ids, uint32_t id_bytes, uint32_t num_pairs, int64_t src_blocks,
-                   int64_t dst_blocks, int same_pool, int64_t *index);
+int kvbm_check_ids(const void* src_ids, const void* dst_ids, uint32_t id_bytes, uint32_t num_pairs, int64_t src_blocks,
+                   int64_t dst_blocks, int same_pool, int64_t* index);
 
-int kvbm_alloc_device(int device, uint64_t bytes, uint64_t *address);
+int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address);
 int kvbm_free_device(int device, uint64_t address);
-int kvbm_upload(int device, uint64_t dst, const void *src, uint64_t bytes); /* blocking */
+int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes); /* blocking */
 int kvbm_synchronize(int device, uint64_t stream);
 
 #ifdef __cplusplus

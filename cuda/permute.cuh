@@ -27,19 +27,14 @@
 
 namespace kvbm {
 
+// Small CTAs: what a CTA holds is what the last wave waits for (benchmarks/NOTES.md).
 constexpr uint32_t kRowThreads = 128;
-constexpr uint32_t kTileThreads = 64;        // threads a CTA
-constexpr uint32_t kSharedBytes = 8192;   // payload of a tile; padding comes on top, within the 48 KiB every GPU has
+constexpr uint32_t kTileThreads = 64;
+constexpr uint32_t kSharedBytes = 8192;  // payload of a tile; padding comes on top, half as much at most
 
 // ---- division ------------------------------------------------------------------------------------------------------
 
-// Division by n of any index below 2^31: Granlund and Montgomery, "Division by invariant integers", 1994, figure 4.1.
-inline kvbm_div make_div(uint32_t n) {
-  uint32_t shift = 0;
-  while ((uint64_t{1} << shift) < n) ++shift;
-  return {n, uint32_t((uint64_t{1} << 32) * ((uint64_t{1} << shift) - n) / n + 1), shift};
-}
-
+// A 31-bit index over the divisor that kvbm_make_div made.
 KVBM_INLINE uint32_t quotient(uint32_t index, const kvbm_div& by) {
 #ifdef __CUDA_ARCH__
   return (__umulhi(index, by.magic) + index) >> by.shift;
@@ -65,20 +60,38 @@ struct alignas(8) Word8 {
   uint32_t x[2];
 };
 
-template <int BYTES> struct WordOf;
-template <> struct WordOf<16> { using type = Word16; };
-template <> struct WordOf<8> { using type = Word8; };
-template <> struct WordOf<4> { using type = uint32_t; };
-template <> struct WordOf<2> { using type = uint16_t; };
-template <> struct WordOf<1> { using type = uint8_t; };
-template <int BYTES> using Word = typename WordOf<BYTES>::type;
+template <int BYTES>
+struct WordOf;
+template <>
+struct WordOf<16> {
+  using type = Word16;
+};
+template <>
+struct WordOf<8> {
+  using type = Word8;
+};
+template <>
+struct WordOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct WordOf<2> {
+  using type = uint16_t;
+};
+template <>
+struct WordOf<1> {
+  using type = uint8_t;
+};
+template <int BYTES>
+using Word = typename WordOf<BYTES>::type;
 
 #ifdef __CUDACC__
-// Every byte is read once and written once: past the L1, streaming through the L2.  Sources are not written during the
-// kernel (the caller refuses overlap), so the non-coherent path is safe.
+// Every byte is read once and written once: past the L1, streaming through the L2.  Not `ld.global.nc`, though sources are
+// not written during the kernel: ptxas moves those past stores, and then a thread has one load in flight instead of all.
 __device__ __forceinline__ void load(Word16& v, const char* p) {
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "l"(p));
+               : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
+               : "l"(p));
 }
 __device__ __forceinline__ void load(Word8& v, const char* p) {
   asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x[0]), "=r"(v.x[1]) : "l"(p));
@@ -92,7 +105,8 @@ __device__ __forceinline__ void load(uint8_t& v, const char* p) {
   v = uint8_t(wide);
 }
 __device__ __forceinline__ void store(char* p, const Word16& v) {
-  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x[0]), "r"(v.x[1]), "r"(v.x[2]), "r"(v.x[3]) : "memory");
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x[0]), "r"(v.x[1]), "r"(v.x[2]), "r"(v.x[3])
+               : "memory");
 }
 __device__ __forceinline__ void store(char* p, const Word8& v) {
   asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x[0]), "r"(v.x[1]) : "memory");
@@ -101,12 +115,19 @@ __device__ __forceinline__ void store(char* p, uint32_t v) { *reinterpret_cast<u
 __device__ __forceinline__ void store(char* p, uint16_t v) { *reinterpret_cast<uint16_t*>(p) = v; }
 __device__ __forceinline__ void store(char* p, uint8_t v) { *reinterpret_cast<uint8_t*>(p) = v; }
 #else
-template <class W> inline void load(W& v, const char* p) { std::memcpy(&v, p, sizeof v); }
-template <class W> inline void store(char* p, const W& v) { std::memcpy(p, &v, sizeof v); }
+template <class W>
+inline void load(W& v, const char* p) {
+  std::memcpy(&v, p, sizeof v);
+}
+template <class W>
+inline void store(char* p, const W& v) {
+  std::memcpy(p, &v, sizeof v);
+}
 
 // A run on the host.  With `streaming`, words of 16 bytes go around the cache, as a large memcpy's do: a destination line
 // would otherwise be read before it is written, and half as many bytes again would cross the bus.
-template <int WORD> inline void copy_run(char* dst, const char* src, uint64_t bytes, bool streaming) {
+template <int WORD>
+inline void copy_run(char* dst, const char* src, uint64_t bytes, bool streaming) {
 #ifdef __SSE2__
   if (WORD == 16 && streaming) {
     for (uint64_t i = 0; i < bytes; i += 16)
@@ -125,6 +146,14 @@ template <int WORD> inline void copy_run(char* dst, const char* src, uint64_t by
   }
 }
 
+// Pieces of a few lines at a stride are too short for the processor to see the next one coming: it is asked for by hand.
+// Never faults, whatever the address.
+constexpr uint32_t kLine = 64;
+constexpr uint32_t kPrefetchAhead = 2048;  // bytes; 1024 and 4096 measured behind
+inline void prefetch(const char* src, uint32_t bytes) {
+  for (uint32_t i = 0; i < bytes; i += kLine) __builtin_prefetch(src + i);
+}
+
 inline void fence_streaming_stores(bool streaming) {
 #ifdef __SSE2__
   if (streaming) _mm_sfence();
@@ -140,14 +169,16 @@ struct Bases {
 };
 
 // ids and tables lie in the parameters (a field is then an offset into the payload) or in memory.
-template <class T> KVBM_INLINE const T* list_of(const kvbm_args& a, uint32_t field_bit, uint64_t field) {
+template <class T>
+KVBM_INLINE const T* list_of(const kvbm_args& a, uint32_t field_bit, uint64_t field) {
   const uint64_t inside = (a.inline_mask & field_bit) ? reinterpret_cast<uint64_t>(a.payload) : 0;
   return reinterpret_cast<const T*>(inside + field);
 }
 
 // Splits a job into pair, chunk and tile, and follows ids, tables and outer modes.  False: the pair is skipped (id -1).
 // Indices are 32 bits wide and strides 64, which is what one wide multiply-add takes.
-template <int OUTER> KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t job, Bases& at, uint32_t& tile) {
+template <int OUTER>
+KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t job, Bases& at, uint32_t& tile) {
   tile = take(job, p.tiles);
   uint32_t chunk = take(job, p.faster), pair = job;
   if (p.pairs_first) {
@@ -166,7 +197,7 @@ template <int OUTER> KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part
   uint64_t dst = p.dst_offset + uint64_t(uint32_t(dst_id)) * a.dst_id_stride;
   uint32_t src_entry = p.src_table_offset + uint32_t(src_id) * uint32_t(a.src_id_table);
   uint32_t dst_entry = p.dst_table_offset + uint32_t(dst_id) * uint32_t(a.dst_id_table);
-KVBM_UNROLL
+  KVBM_UNROLL
   for (int k = 0; k < OUTER; ++k) {
     const uint32_t c = k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk;
     src += uint64_t(c) * p.outer[k].src;
@@ -181,8 +212,9 @@ KVBM_UNROLL
 
 // Offsets of an index over the inner modes FIRST .. FIRST+COUNT-1; the slowest needs no division.  Inner strides fit 32 bits
 // (`set_divisors` sees to it): one multiply-add a mode and side.
-template <int FIRST, int COUNT> KVBM_INLINE void step(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_t& dst) {
-KVBM_UNROLL
+template <int FIRST, int COUNT>
+KVBM_INLINE void step(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_t& dst) {
+  KVBM_UNROLL
   for (int k = FIRST; k < FIRST + COUNT; ++k) {
     const uint32_t c = k + 1 < FIRST + COUNT ? take(index, p.inner[k].extent) : index;
     src += uint64_t(c) * uint32_t(p.inner[k].src);
@@ -195,14 +227,15 @@ KVBM_UNROLL
 inline uint32_t divide_up(uint64_t n, uint64_t by) { return uint32_t((n + by - 1) / by); }
 
 // Extents become divisors; false where an index would not fit 31 bits, or an inner stride 32.
-template <int OUTER, int INNER> inline bool set_divisors(kvbm_part& p, int first_index_mode, uint64_t& chunks, uint64_t& words) {
+template <int OUTER, int INNER>
+inline bool set_divisors(kvbm_part& p, int first_index_mode, uint64_t& chunks, uint64_t& words) {
   chunks = words = 1;
   for (int k = 0; k < OUTER; ++k) {
-    p.outer[k].extent = make_div(p.outer[k].extent.n);
+    p.outer[k].extent = kvbm_make_div(p.outer[k].extent.n);
     chunks *= p.outer[k].extent.n;
   }
   for (int k = 0; k < INNER; ++k) {
-    p.inner[k].extent = make_div(p.inner[k].extent.n);
+    p.inner[k].extent = kvbm_make_div(p.inner[k].extent.n);
     if (k >= first_index_mode) words *= p.inner[k].extent.n;
     if (uint64_t(p.inner[k].src | p.inner[k].dst) >> 32) return false;
   }
@@ -217,20 +250,21 @@ inline bool set_jobs(kvbm_part& p, int outer, uint64_t pairs, uint64_t chunks, u
   if (tiles >= (1u << 31) || jobs >= (1u << 31)) return false;
   p.pairs_first = 0;
   for (int k = 0; k < outer; ++k) p.pairs_first |= p.outer[k].src_table != 0 && p.outer[k].dst_table != 0;
-  p.faster = make_div(uint32_t(p.pairs_first ? pairs : chunks));
-  p.tiles = make_div(uint32_t(tiles));
+  p.faster = kvbm_make_div(uint32_t(p.pairs_first ? pairs : chunks));
+  p.tiles = kvbm_make_div(uint32_t(tiles));
   p.jobs = uint32_t(jobs);
   return true;
 }
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
 
-template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads> struct Rows {
+template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads>
+struct Rows {
   static constexpr uint32_t kThreads = THREADS;
   static constexpr uint32_t kMinCtas = 2048 / THREADS;  // every warp that a multiprocessor can hold
   static constexpr uint32_t kLoads = 2;                 // words a thread has in flight
   static constexpr uint32_t kMinWidth = 8;              // threads a row at least
-  static constexpr uint64_t kHostTile = 128 << 10;  // bytes a host job moves at least
+  static constexpr uint64_t kHostTile = 128 << 10;      // bytes a host job moves at least
 
   // GPU: a row of `tile[0]` threads takes a tile of a chunk; where chunks are short, tile[1] rows share a CTA.
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
@@ -248,10 +282,11 @@ template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads> struct Rows
     while (width > kMinWidth && width / 2 * kLoads >= words) width /= 2;
     // Small batches: more, smaller tiles, until every multiprocessor has some.
     uint32_t loads = kLoads;
-    while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{4} * sms * kThreads) loads /= 2;
+    while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{4} * sms * kThreads)
+      loads /= 2;
     const uint32_t tiles = divide_up(words, width * loads);
     p.tile_words = divide_up(words, uint64_t{tiles} * width) * width;  // tiles of one size
-    p.tile[0] = make_div(width);
+    p.tile[0] = kvbm_make_div(width);
     p.tile[1].n = kThreads / width;
     if (!set_jobs(p, OUTER, a.num_pairs, chunks, divide_up(words, p.tile_words))) return false;
     p.ctas = divide_up(p.jobs, kThreads / width);
@@ -281,7 +316,7 @@ template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads> struct Rows
     for (uint32_t q = first + lane; q < last; q += width * kLoads) {
       Word<WORD> v[kLoads];
       uint64_t to[kLoads];
-KVBM_UNROLL
+      KVBM_UNROLL
       for (uint32_t u = 0; u < kLoads; ++u) {
         const uint32_t word = q + u * width;
         uint64_t src = 0;
@@ -289,7 +324,7 @@ KVBM_UNROLL
         step<0, INNER>(p, word, src, to[u]);
         if (word < last) load(v[u], at.src + src);
       }
-KVBM_UNROLL
+      KVBM_UNROLL
       for (uint32_t u = 0; u < kLoads; ++u)
         if (q + u * width < last) store(at.dst + to[u], v[u]);
     }
@@ -307,15 +342,22 @@ KVBM_UNROLL
       } else {
         const uint64_t run = p.inner[0].extent.n, bytes = run * WORD;
         const kvbm_inner& row = p.inner[1];
+        // Longer runs are streams of their own; below a line the arithmetic would cost more than it saves.
+        const uint64_t ahead = bytes >= kLine && bytes < kPrefetchAhead ? kPrefetchAhead / bytes : 0;
         for (uint64_t r = first / run, end = last / run; r < end;) {
           uint32_t slow = uint32_t(r);
           const uint64_t c = take(slow, row.extent);
           uint64_t src = 0, dst = 0;
           step<2, INNER - 2>(p, slow, src, dst);
           const uint64_t stop = c + (end - r) < row.extent.n ? c + (end - r) : row.extent.n;
-          for (uint64_t i = c; i < stop; ++i)
+          for (uint64_t i = c; i < stop; ++i, ++r) {
+            if (ahead && r + ahead < end) {
+              uint64_t soon = 0, unused = 0;
+              step<1, INNER - 1>(p, uint32_t(r + ahead), soon, unused);
+              prefetch(at.src + soon, uint32_t(bytes));
+            }
             copy_run<WORD>(at.dst + dst + int64_t(i) * row.dst, at.src + src + int64_t(i) * row.src, bytes, streaming);
-          r += stop - c;
+          }
         }
       }
     }
@@ -327,7 +369,8 @@ KVBM_UNROLL
 // ---- tiles ---------------------------------------------------------------------------------------------------------
 
 // Turns a square of 16/ELEMENT x 16/ELEMENT elements, one word a row.
-template <int ELEMENT> struct Square {
+template <int ELEMENT>
+struct Square {
   static constexpr int N = 16 / ELEMENT;
 #ifdef __CUDACC__
   static __device__ __forceinline__ void turn(Word16 (&v)[N]) {
@@ -355,10 +398,16 @@ template <int ELEMENT> struct Square {
   }
 #elif defined(__SSE2__)
   static __m128i low(__m128i a, __m128i b) {
-    return ELEMENT == 1 ? _mm_unpacklo_epi8(a, b) : ELEMENT == 2 ? _mm_unpacklo_epi16(a, b) : ELEMENT == 4 ? _mm_unpacklo_epi32(a, b) : _mm_unpacklo_epi64(a, b);
+    return ELEMENT == 1   ? _mm_unpacklo_epi8(a, b)
+           : ELEMENT == 2 ? _mm_unpacklo_epi16(a, b)
+           : ELEMENT == 4 ? _mm_unpacklo_epi32(a, b)
+                          : _mm_unpacklo_epi64(a, b);
   }
   static __m128i high(__m128i a, __m128i b) {
-    return ELEMENT == 1 ? _mm_unpackhi_epi8(a, b) : ELEMENT == 2 ? _mm_unpackhi_epi16(a, b) : ELEMENT == 4 ? _mm_unpackhi_epi32(a, b) : _mm_unpackhi_epi64(a, b);
+    return ELEMENT == 1   ? _mm_unpackhi_epi8(a, b)
+           : ELEMENT == 2 ? _mm_unpackhi_epi16(a, b)
+           : ELEMENT == 4 ? _mm_unpackhi_epi32(a, b)
+                          : _mm_unpackhi_epi64(a, b);
   }
   // Interleaving the first half of the rows with the second, log2(N) times, is a transposition.
   static void turn(Word16 (&v)[N]) {
@@ -378,7 +427,8 @@ template <int ELEMENT> struct Square {
     Word16 out[N];
     for (int j = 0; j < N; ++j)
       for (int i = 0; i < N; ++i)
-        std::memcpy(reinterpret_cast<char*>(&out[j]) + i * ELEMENT, reinterpret_cast<const char*>(&v[i]) + j * ELEMENT, ELEMENT);
+        std::memcpy(reinterpret_cast<char*>(&out[j]) + i * ELEMENT, reinterpret_cast<const char*>(&v[i]) + j * ELEMENT,
+                    ELEMENT);
     std::memcpy(v, out, sizeof v);
   }
 #endif
@@ -387,7 +437,8 @@ template <int ELEMENT> struct Square {
 // inner[0] = A, along which the source goes on; inner[1] = B, along which the destination does; then REST other modes.
 // A sub-block is SIDE x SIDE elements, SIDE words on either side.  A tile holds `rest` indices of the other modes times
 // tile[1] sub-blocks along B times tile[0] along A.
-template <int OUTER, int REST, int ELEMENT, int WORD> struct Tile {
+template <int OUTER, int REST, int ELEMENT, int WORD>
+struct Tile {
   static constexpr uint32_t kThreads = kTileThreads;
   static constexpr uint32_t kMinCtas = 8;
   static constexpr uint32_t kSide = WORD / ELEMENT;
@@ -411,10 +462,10 @@ template <int OUTER, int REST, int ELEMENT, int WORD> struct Tile {
     }
     p.words = uint32_t(rest);
     p.tile_words = together;
-    p.tile[0] = make_div(ta);
-    p.tile[1] = make_div(tb);
-    p.tile[2] = make_div(divide_up(along_a, ta));
-    p.tile[3] = make_div(divide_up(along_b, tb));
+    p.tile[0] = kvbm_make_div(ta);
+    p.tile[1] = kvbm_make_div(tb);
+    p.tile[2] = kvbm_make_div(divide_up(along_a, ta));
+    p.tile[3] = kvbm_make_div(divide_up(along_b, tb));
     shared_bytes = together * ta * pitch(p) * WORD;
     if (!set_jobs(p, OUTER, a.num_pairs, chunks, uint64_t{divide_up(rest, together)} * p.tile[2].n * p.tile[3].n)) return false;
     p.ctas = p.jobs;
@@ -454,7 +505,7 @@ template <int OUTER, int REST, int ELEMENT, int WORD> struct Tile {
     for (uint32_t i = threadIdx.x; i < loads; i += kThreads * kLoads) {
       Word<WORD> v[kLoads][kSide];
       uint32_t slot[kLoads];
-KVBM_UNROLL
+      KVBM_UNROLL
       for (uint32_t u = 0; u < kLoads; ++u) {
         uint32_t c = i + u * kThreads;
         const bool inside = c < loads;
@@ -464,14 +515,14 @@ KVBM_UNROLL
         uint64_t src = 0, dst = 0;
         step<2, REST>(p, from.rest + c, src, dst);
         src += (from.a + ia) * WORD + uint64_t((from.b + ib) * kSide) * uint32_t(p.inner[1].src);
-KVBM_UNROLL
+        KVBM_UNROLL
         for (uint32_t j = 0; j < kSide; ++j) load(v[u][j], at.src + src + j * p.inner[1].src);
       }
-KVBM_UNROLL
+      KVBM_UNROLL
       for (uint32_t u = 0; u < kLoads; ++u) {
         if (slot[u] == ~0u) continue;
         if constexpr (kSide > 1) Square<ELEMENT>::turn(v[u]);
-KVBM_UNROLL
+        KVBM_UNROLL
         for (uint32_t j = 0; j < kSide; ++j) words[slot[u] + j * tb] = v[u][j];
       }
     }
@@ -492,30 +543,71 @@ KVBM_UNROLL
     }
   }
 #else
-  // The same two phases, the tile in this thread's cache.
+  struct Place {
+    Bases at;
+    Corner from;
+    bool skipped;
+    const char* source(const kvbm_part& p) const {
+      return at.src + int64_t(from.a) * WORD + int64_t(from.b * kSide) * p.inner[1].src;
+    }
+  };
+  static Place place(const kvbm_args& a, const kvbm_part& p, uint32_t job) {
+    Place found = {};
+    uint32_t tile;
+    found.skipped = !locate<OUTER>(a, p, job, found.at, tile);
+    if (!found.skipped) found.from = corner(p, tile);
+    return found;
+  }
+
+  // The same two phases, the tile in this thread's cache.  While a tile is read, the next job's is prefetched.
   static void host(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job, bool streaming) {
     alignas(64) Word<WORD> words[kWords];
+    const kvbm_inner &along_a = p.inner[0], &along_b = p.inner[1];
+    Place next = place(a, p, first_job);
     for (uint32_t job = first_job; job < last_job; ++job) {
-      Bases at;
-      uint32_t tile;
-      if (!locate<OUTER>(a, p, job, at, tile)) continue;
-      const Corner from = corner(p, tile);
+      const Place now = next;
+      if (job + 1 < last_job) next = place(a, p, job + 1);
+      if (now.skipped) continue;
+      const Corner& from = now.from;
+      // Between two allocations, perhaps: a distance of addresses, not of pointers.
+      const uint64_t ahead =
+          next.skipped ? 0 : reinterpret_cast<uint64_t>(next.source(p)) - reinterpret_cast<uint64_t>(now.source(p));
       for (uint32_t c = 0; c < from.rests; ++c) {
         uint64_t src = 0, dst = 0;
         step<2, REST>(p, from.rest + c, src, dst);
+        const char* in = now.source(p) + src;
+        char* out = now.at.dst + dst + int64_t(from.a * kSide) * along_a.dst + int64_t(from.b) * WORD;
+        if constexpr (kSide == 1) {
+          // Whole words need no turning: straight to the destination, in its order.  The prefetches of a line's words are
+          // spread over its rows, or they would all be waited for at once.
+          for (uint32_t ia = 0; ia < from.na; ++ia, in += WORD, out += along_a.dst) {
+            for (uint32_t ib = 0; ib < from.nb; ++ib) {
+              const char* word = in + int64_t(ib) * along_b.src;
+              if ((ia + ib) * WORD % kLine == 0) __builtin_prefetch(word + ahead);
+              copy_run<WORD>(out + ib * WORD, word, WORD, streaming);
+            }
+          }
+          continue;
+        }
         for (uint32_t ib = 0; ib < from.nb; ++ib) {
-          const char* row = at.src + src + int64_t(from.a) * WORD + int64_t((from.b + ib) * kSide) * p.inner[1].src;
-          for (uint32_t ia = 0; ia < from.na; ++ia) {
+          const char* row = in + int64_t(ib * kSide) * along_b.src;
+          for (uint32_t ia = 0; ia < from.na; ++ia, row += WORD) {
+            if (ia * WORD % kLine == 0)
+              for (uint32_t j = 0; j < kSide; ++j) __builtin_prefetch(row + j * along_b.src + ahead);
             Word<WORD> v[kSide];
-            for (uint32_t j = 0; j < kSide; ++j) load(v[j], row + ia * WORD + j * p.inner[1].src);
+            for (uint32_t j = 0; j < kSide; ++j) load(v[j], row + j * along_b.src);
             if constexpr (kSide > 1) Square<ELEMENT>::turn(v);
             for (uint32_t j = 0; j < kSide; ++j) words[(ia * kSide + j) * from.nb + ib] = v[j];
           }
         }
-        char* row = at.dst + dst + int64_t(from.a * kSide) * p.inner[0].dst + int64_t(from.b) * WORD;
-        for (uint32_t r = 0; r < from.na * kSide; ++r)
-          copy_run<WORD>(row + int64_t(r) * p.inner[0].dst, reinterpret_cast<const char*>(words + r * from.nb),
-                         uint64_t{from.nb} * WORD, streaming);
+        uint64_t bytes = uint64_t{from.nb} * WORD;
+        uint32_t rows = from.na * kSide;
+        if (along_a.dst == int64_t(bytes)) {  // the turned tile is one run
+          bytes *= rows;
+          rows = 1;
+        }
+        for (uint32_t r = 0; r < rows; ++r)
+          copy_run<WORD>(out + int64_t(r) * along_a.dst, reinterpret_cast<const char*>(words) + r * bytes, bytes, streaming);
       }
     }
     fence_streaming_stores(streaming);
@@ -525,9 +617,11 @@ KVBM_UNROLL
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-template <class... PARTS> struct Kernel;
+template <class... PARTS>
+struct Kernel;
 
-template <class P> struct Kernel<P> {
+template <class P>
+struct Kernel<P> {
   static constexpr uint32_t kThreads = P::kThreads, kMinCtas = P::kMinCtas;
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     if (!P::prepare(*a, a->part[0], sms, grid->shared_bytes)) return KVBM_TOO_LARGE;
@@ -545,7 +639,8 @@ template <class P> struct Kernel<P> {
 #endif
 };
 
-template <class P, class Q> struct Kernel<P, Q> {
+template <class P, class Q>
+struct Kernel<P, Q> {
   static_assert(P::kThreads == Q::kThreads, "the parts of one launch have CTAs of one size");
   static constexpr uint32_t kThreads = P::kThreads, kMinCtas = P::kMinCtas < Q::kMinCtas ? P::kMinCtas : Q::kMinCtas;
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
@@ -576,11 +671,13 @@ template <class P, class Q> struct Kernel<P, Q> {
 
 // One line a kernel: what the generated files consist of.
 #ifdef __CUDACC__
-#define KVBM_KERNEL(name, ...)                                                                        \
-  extern "C" __global__ void __launch_bounds__(kvbm::Kernel<__VA_ARGS__>::kThreads, kvbm::Kernel<__VA_ARGS__>::kMinCtas) name(const __grid_constant__ kvbm_args args) { \
-    extern __shared__ __align__(16) char shared[];                                                    \
-    kvbm::Kernel<__VA_ARGS__>::run(args, shared);                                                     \
+#define KVBM_KERNEL(name, ...)                                                                                           \
+  extern "C" __global__ void __launch_bounds__(kvbm::Kernel<__VA_ARGS__>::kThreads, kvbm::Kernel<__VA_ARGS__>::kMinCtas) \
+      name(const __grid_constant__ kvbm_args args) {                                                                     \
+    extern __shared__ __align__(16) char shared[];                                                                       \
+    kvbm::Kernel<__VA_ARGS__>::run(args, shared);                                                                        \
   }
 #else
-#define KVBM_KERNEL(name, image, parts, ...) {#name, image, parts, kvbm::Kernel<__VA_ARGS__>::prepare, kvbm::Kernel<__VA_ARGS__>::host},
+#define KVBM_KERNEL(name, image, parts, ...) \
+  {#name, image, parts, kvbm::Kernel<__VA_ARGS__>::prepare, kvbm::Kernel<__VA_ARGS__>::host},
 #endif

@@ -29,8 +29,8 @@ namespace {
 
 // ---- the driver's types and functions, as far as they are needed ---------------------------------------------------
 
-using Stream = void *;
-using Handle = void *;  // context, module, function, event
+using Stream = void*;
+using Handle = void*;  // context, module, function, event
 using Address = unsigned long long;
 
 enum : int {
@@ -58,45 +58,45 @@ struct CopyAttributes {  // CUmemcpyAttributes
   unsigned flags;
 };
 
-using BatchV1 = int (*)(Address *, Address *, size_t *, size_t, CopyAttributes *, size_t *, size_t, size_t *, Stream);
-using BatchV2 = int (*)(Address *, Address *, size_t *, size_t, CopyAttributes *, size_t *, size_t, Stream);
+using BatchV1 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*, Stream);
+using BatchV2 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t, Stream);
 
 // X(name, suffix of the exported symbol, needed, parameters).  The suffix names the ABI of the prototype, for drivers
 // without cuGetProcAddress.
-#define KVBM_DRIVER_FUNCTIONS(X)                                                                              \
-  X(Init, "", true, (unsigned))                                                                               \
-  X(DriverGetVersion, "", true, (int *))                                                                      \
-  X(GetErrorName, "", true, (int, const char **))                                                             \
-  X(GetErrorString, "", true, (int, const char **))                                                           \
-  X(DeviceGet, "", true, (int *, int))                                                                        \
-  X(DeviceGetCount, "", true, (int *))                                                                        \
-  X(DeviceGetName, "", true, (char *, int, int))                                                              \
-  X(DeviceGetAttribute, "", true, (int *, int, int))                                                          \
-  X(DeviceTotalMem, "_v2", true, (size_t *, int))                                                             \
-  X(DevicePrimaryCtxRetain, "", true, (Handle *, int))                                                        \
-  X(CtxGetCurrent, "", true, (Handle *))                                                                      \
-  X(CtxPushCurrent, "_v2", true, (Handle))                                                                    \
-  X(CtxPopCurrent, "_v2", true, (Handle *))                                                                   \
-  X(ModuleLoadData, "", true, (Handle *, const void *))                                                       \
-  X(ModuleGetFunction, "", true, (Handle *, Handle, const char *))                                            \
-  X(FuncLoad, "", false, (Handle))                                                                            \
-  X(FuncSetAttribute, "", true, (Handle, int, int))                                                           \
-  X(LaunchKernel, "", true,                                                                                   \
-    (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void **, void **)) \
-  X(MemAlloc, "_v2", true, (Address *, size_t))                                                               \
-  X(MemFree, "_v2", true, (Address))                                                                          \
-  X(MemHostAlloc, "", true, (void **, size_t, unsigned))                                                      \
-  X(MemFreeHost, "", true, (void *))                                                                          \
-  X(MemcpyHtoDAsync, "_v2", true, (Address, const void *, size_t, Stream))                                    \
-  X(MemcpyAsync, "", true, (Address, Address, size_t, Stream))                                                \
-  X(PointerGetAttributes, "", true, (unsigned, int *, void **, Address))                                      \
-  X(StreamCreate, "", true, (Stream *, unsigned))                                                             \
-  X(StreamSynchronize, "", true, (Stream))                                                                    \
-  X(StreamIsCapturing, "", true, (Stream, int *))                                                             \
-  X(ThreadExchangeStreamCaptureMode, "", true, (int *))                                                       \
-  X(EventCreate, "", true, (Handle *, unsigned))                                                              \
-  X(EventRecord, "", true, (Handle, Stream))                                                                  \
-  X(EventQuery, "", true, (Handle))                                                                           \
+#define KVBM_DRIVER_FUNCTIONS(X)                                                                            \
+  X(Init, "", true, (unsigned))                                                                             \
+  X(DriverGetVersion, "", true, (int*))                                                                     \
+  X(GetErrorName, "", true, (int, const char**))                                                            \
+  X(GetErrorString, "", true, (int, const char**))                                                          \
+  X(DeviceGet, "", true, (int*, int))                                                                       \
+  X(DeviceGetCount, "", true, (int*))                                                                       \
+  X(DeviceGetName, "", true, (char*, int, int))                                                             \
+  X(DeviceGetAttribute, "", true, (int*, int, int))                                                         \
+  X(DeviceTotalMem, "_v2", true, (size_t*, int))                                                            \
+  X(DevicePrimaryCtxRetain, "", true, (Handle*, int))                                                       \
+  X(CtxGetCurrent, "", true, (Handle*))                                                                     \
+  X(CtxPushCurrent, "_v2", true, (Handle))                                                                  \
+  X(CtxPopCurrent, "_v2", true, (Handle*))                                                                  \
+  X(ModuleLoadData, "", true, (Handle*, const void*))                                                       \
+  X(ModuleGetFunction, "", true, (Handle*, Handle, const char*))                                            \
+  X(FuncLoad, "", false, (Handle))                                                                          \
+  X(FuncSetAttribute, "", true, (Handle, int, int))                                                         \
+  X(LaunchKernel, "", true,                                                                                 \
+    (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**)) \
+  X(MemAlloc, "_v2", true, (Address*, size_t))                                                              \
+  X(MemFree, "_v2", true, (Address))                                                                        \
+  X(MemHostAlloc, "", true, (void**, size_t, unsigned))                                                     \
+  X(MemFreeHost, "", true, (void*))                                                                         \
+  X(MemcpyHtoDAsync, "_v2", true, (Address, const void*, size_t, Stream))                                   \
+  X(MemcpyAsync, "", true, (Address, Address, size_t, Stream))                                              \
+  X(PointerGetAttributes, "", true, (unsigned, int*, void**, Address))                                      \
+  X(StreamCreate, "", true, (Stream*, unsigned))                                                            \
+  X(StreamSynchronize, "", true, (Stream))                                                                  \
+  X(StreamIsCapturing, "", true, (Stream, int*))                                                            \
+  X(ThreadExchangeStreamCaptureMode, "", true, (int*))                                                      \
+  X(EventCreate, "", true, (Handle*, unsigned))                                                             \
+  X(EventRecord, "", true, (Handle, Stream))                                                                \
+  X(EventQuery, "", true, (Handle))                                                                         \
   X(EventDestroy, "_v2", true, (Handle))
 
 struct Driver {
@@ -110,10 +110,10 @@ struct Driver {
 
 Driver driver;  // written once, under load_once; all zero before
 
-thread_local const char *last_call = "";
+thread_local const char* last_call = "";
 
 // Every status passes through here, so that an error can name the call.
-inline int check(const char *call, int status) {
+inline int check(const char* call, int status) {
   if (__builtin_expect(status != KVBM_OK, 0)) last_call = call;
   return status;
 }
@@ -134,14 +134,14 @@ std::atomic<bool> start_begun{false};
 std::once_flag load_once, start_once;
 
 int load_functions() {
-  void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!library) return check("dlopen(\"libcuda.so.1\")", KVBM_NO_DRIVER);
   // Below CUDA 12 there is no cuGetProcAddress_v2; the exported symbols do for everything but the batch.
-  using GetProcAddress = int (*)(const char *, void **, int, uint64_t, int *);
+  using GetProcAddress = int (*)(const char*, void**, int, uint64_t, int*);
   auto get_proc_address = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
   // A request for a version above the driver's is refused.  12000 covers every prototype above but cuFuncLoad (12.4).
-  auto find = [&](const char *name, const char *symbol, int version) -> void * {
-    void *found = nullptr;
+  auto find = [&](const char* name, const char* symbol, int version) -> void* {
+    void* found = nullptr;
     if (get_proc_address && get_proc_address(name, &found, version, 0, nullptr) != KVBM_OK) found = nullptr;
     return found ? found : dlsym(library, symbol);
   };
@@ -179,12 +179,12 @@ void in_forked_child() {
 
 // A pair of buffers that carries ids and tables to the device, and the event after which it may be used again.
 struct Slot {
-  void *host;
+  void* host;
   Address device;
   size_t capacity;
   Handle event;
   enum { kFree, kTaken, kInFlight, kLost } state;  // kTaken: one thread fills it.  kLost: its event failed; never again
-  Slot *next;
+  Slot* next;
 };
 
 struct Device {
@@ -193,14 +193,14 @@ struct Device {
   int handle = 0, sms = 0;
   Handle context = nullptr;
   Stream private_stream = nullptr;  // for uploads that must not wait behind the caller's work
-  Handle *modules = nullptr;        // one an image; null until loaded
+  Handle* modules = nullptr;        // one an image; null until loaded
   bool images_loaded = false;
-  std::atomic<Handle> *functions = nullptr;  // one a kernel; read without a lock
+  std::atomic<Handle>* functions = nullptr;  // one a kernel; read without a lock
   std::mutex ring_mutex;
-  Slot *newest = nullptr;  // circular: newest->next is the slot used longest ago
+  Slot* newest = nullptr;  // circular: newest->next is the slot used longest ago
 };
 
-Device *devices = nullptr;
+Device* devices = nullptr;
 int num_devices = 0;
 
 int start() {
@@ -230,8 +230,8 @@ int start() {
 class Current {
  public:
   Current() = default;
-  Current(const Current &) = delete;
-  Current &operator=(const Current &) = delete;
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
   ~Current() {
     Handle popped;
     if (pushed_) driver.CtxPopCurrent(&popped);
@@ -254,15 +254,15 @@ class Current {
 class RelaxedCapture {
  public:
   RelaxedCapture() { driver.ThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture &) = delete;
-  RelaxedCapture &operator=(const RelaxedCapture &) = delete;
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
   ~RelaxedCapture() { driver.ThreadExchangeStreamCaptureMode(&mode_); }
 
  private:
   int mode_ = kCaptureRelaxed;
 };
 
-int open_slowly(Device *device, int ordinal) {
+int open_slowly(Device* device, int ordinal) {
   std::lock_guard<std::mutex> lock(device->mutex);
   if (device->is_open.load(std::memory_order_relaxed)) return KVBM_OK;
   RelaxedCapture relaxed;
@@ -282,10 +282,10 @@ int open_slowly(Device *device, int ordinal) {
 }
 
 // The device with this ordinal, its context current until `current` goes out of scope.
-inline int open(int ordinal, Device **out, Current *current) {
+inline int open(int ordinal, Device** out, Current* current) {
   RETURN_IF_FAILED(start());
   if (ordinal < 0 || ordinal >= num_devices) return check("cuDeviceGet", kInvalidDevice);
-  Device *device = &devices[ordinal];
+  Device* device = &devices[ordinal];
   if (!device->is_open.load(std::memory_order_acquire)) RETURN_IF_FAILED(open_slowly(device, ordinal));
   *out = device;
   return current->enter(device->context);
@@ -296,7 +296,7 @@ inline int open(int ordinal, Device **out, Current *current) {
 bool is_kernel(int kernel) { return kernel >= 0 && kernel < kvbm_num_kernels; }
 
 // With device->mutex held and the context current.
-int load_kernel(Device *device, int kernel) {
+int load_kernel(Device* device, int kernel) {
   if (kvbm_num_images == 0) return check("kvbm_images", KVBM_NOT_BUILT);
   if (!device->images_loaded) {
     for (int i = 0; i < kvbm_num_images; ++i)
@@ -304,7 +304,7 @@ int load_kernel(Device *device, int kernel) {
     device->images_loaded = true;
   }
   if (device->functions[kernel].load(std::memory_order_relaxed)) return KVBM_OK;
-  const kvbm_kernel &entry = kvbm_kernels[kernel];
+  const kvbm_kernel& entry = kvbm_kernels[kernel];
   if (entry.image < 0 || entry.image >= kvbm_num_images) return check(entry.name, KVBM_NOT_BUILT);
   Handle function = nullptr;
   RETURN_IF_FAILED(CU(ModuleGetFunction, &function, device->modules[entry.image], entry.name));
@@ -314,7 +314,7 @@ int load_kernel(Device *device, int kernel) {
   return KVBM_OK;
 }
 
-int find_kernel(Device *device, int kernel, Handle *function) {
+int find_kernel(Device* device, int kernel, Handle* function) {
   *function = device->functions[kernel].load(std::memory_order_acquire);
   if (__builtin_expect(*function != nullptr, 1)) return KVBM_OK;
   std::lock_guard<std::mutex> lock(device->mutex);
@@ -329,17 +329,17 @@ int find_kernel(Device *device, int kernel, Handle *function) {
 enum : size_t { kSmallestSlot = 16 << 10 };
 enum : int { kMostQueries = 4 };  // of the slots used longest ago, before a new one is made
 
-void free_slot(Slot *slot) {
+void free_slot(Slot* slot) {
   if (slot->event) driver.EventDestroy(slot->event);
   if (slot->device) driver.MemFree(slot->device);
   if (slot->host) driver.MemFreeHost(slot->host);
   delete slot;
 }
 
-int make_slot(size_t bytes, Slot **out) {
+int make_slot(size_t bytes, Slot** out) {
   size_t capacity = kSmallestSlot;
   while (capacity < bytes) capacity *= 2;
-  Slot *slot = new (std::nothrow) Slot{};
+  Slot* slot = new (std::nothrow) Slot{};
   if (!slot) return check("malloc", KVBM_NO_MEMORY);
   slot->capacity = capacity;
   slot->state = Slot::kTaken;
@@ -356,11 +356,11 @@ int make_slot(size_t bytes, Slot **out) {
 
 // A slot whose last upload and kernel are done, or a new one: the ring grows to what is in flight at once, and then
 // allocates no more.
-int take_slot(Device *device, size_t bytes, Slot **out) {
+int take_slot(Device* device, size_t bytes, Slot** out) {
   std::lock_guard<std::mutex> lock(device->ring_mutex);
   int queries = 0;
   if (device->newest) {
-    Slot *slot = device->newest;
+    Slot* slot = device->newest;
     do {
       slot = slot->next;
       if (slot->capacity < bytes || slot->state == Slot::kTaken || slot->state == Slot::kLost) continue;
@@ -376,7 +376,7 @@ int take_slot(Device *device, size_t bytes, Slot **out) {
       return KVBM_OK;
     } while (slot != device->newest);
   }
-  Slot *slot = nullptr;
+  Slot* slot = nullptr;
   RETURN_IF_FAILED(make_slot(bytes, &slot));
   slot->next = device->newest ? device->newest->next : slot;
   if (device->newest) device->newest->next = slot;
@@ -385,19 +385,19 @@ int take_slot(Device *device, size_t bytes, Slot **out) {
   return KVBM_OK;
 }
 
-void leave_slot(Device *device, Slot *slot, bool recorded) {
+void leave_slot(Device* device, Slot* slot, bool recorded) {
   std::lock_guard<std::mutex> lock(device->ring_mutex);
   slot->state = recorded ? Slot::kInFlight : Slot::kLost;
 }
 
 // ---- ids and tables ------------------------------------------------------------------------------------------------
 
-inline int64_t id_at(const void *ids, uint32_t id_bytes, int64_t i) {
+inline int64_t id_at(const void* ids, uint32_t id_bytes, int64_t i) {
   if (!ids) return i;
-  return id_bytes == 4 ? static_cast<const int32_t *>(ids)[i] : static_cast<const int64_t *>(ids)[i];
+  return id_bytes == 4 ? static_cast<const int32_t*>(ids)[i] : static_cast<const int64_t*>(ids)[i];
 }
 
-bool fit_32_bits(const int64_t *ids, uint32_t count) {
+bool fit_32_bits(const int64_t* ids, uint32_t count) {
   uint64_t bits = 0;
   if (ids)
     for (uint32_t i = 0; i < count; ++i) bits |= static_cast<uint64_t>(ids[i] ^ (ids[i] >> 63));
@@ -405,19 +405,19 @@ bool fit_32_bits(const int64_t *ids, uint32_t count) {
 }
 
 // Writes ids with `to` bytes each; no ids stand for 0, 1, 2, ….
-void write_ids(void *out, uint32_t to, const void *ids, uint32_t from, uint32_t count) {
+void write_ids(void* out, uint32_t to, const void* ids, uint32_t from, uint32_t count) {
   if (ids && from == to) {
     memcpy(out, ids, static_cast<size_t>(count) * to);
   } else if (to == 4) {
-    auto *narrow = static_cast<int32_t *>(out);
+    auto* narrow = static_cast<int32_t*>(out);
     for (uint32_t i = 0; i < count; ++i) narrow[i] = static_cast<int32_t>(id_at(ids, from, i));
   } else {
-    auto *wide = static_cast<int64_t *>(out);
+    auto* wide = static_cast<int64_t*>(out);
     for (uint32_t i = 0; i < count; ++i) wide[i] = id_at(ids, from, i);
   }
 }
 
-bool is_batch(const kvbm_batch *batch) { return batch->id_bytes == 0 || batch->id_bytes == 4 || batch->id_bytes == 8; }
+bool is_batch(const kvbm_batch* batch) { return batch->id_bytes == 0 || batch->id_bytes == 4 || batch->id_bytes == 8; }
 
 // The four fields of kvbm_args that are set per batch, in the order of inline_mask.
 enum { kSrcIds, kDstIds, kSrcTable, kDstTable, kFields };
@@ -433,12 +433,12 @@ struct Fields {
 
 constexpr size_t align_16(size_t bytes) { return (bytes + 15) & ~size_t{15}; }
 
-Fields place_fields(const kvbm_batch *batch) {
+Fields place_fields(const kvbm_batch* batch) {
   Fields f;
   const size_t pairs = batch->num_pairs;
   f.id_bytes = batch->src_ids || batch->dst_ids ? batch->id_bytes : 0;
-  if (f.id_bytes == 8 && fit_32_bits(static_cast<const int64_t *>(batch->src_ids), batch->num_pairs) &&
-      fit_32_bits(static_cast<const int64_t *>(batch->dst_ids), batch->num_pairs))
+  if (f.id_bytes == 8 && fit_32_bits(static_cast<const int64_t*>(batch->src_ids), batch->num_pairs) &&
+      fit_32_bits(static_cast<const int64_t*>(batch->dst_ids), batch->num_pairs))
     f.id_bytes = 4;
   f.same_ids = batch->src_ids == batch->dst_ids;
   f.bytes[kSrcIds] = pairs * f.id_bytes;
@@ -449,16 +449,16 @@ Fields place_fields(const kvbm_batch *batch) {
   for (int i = 0; i < kFields; ++i) {
     const size_t bytes = align_16(f.bytes[i]);
     f.is_inline[i] = bytes > 0 && inlined + bytes <= KVBM_INLINE_BYTES;
-    size_t &end = f.is_inline[i] ? inlined : f.slot_bytes;
+    size_t& end = f.is_inline[i] ? inlined : f.slot_bytes;
     f.offset[i] = end;
     end += bytes;
   }
   return f;
 }
 
-void write_fields(const kvbm_batch *batch, const Fields &f, kvbm_args *args, const Slot *slot) {
-  uint64_t *const field[kFields] = {&args->src_ids, &args->dst_ids, &args->src_table, &args->dst_table};
-  const void *const source[kFields] = {batch->src_ids, batch->dst_ids, batch->src_table, batch->dst_table};
+void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, const Slot* slot) {
+  uint64_t* const field[kFields] = {&args->src_ids, &args->dst_ids, &args->src_table, &args->dst_table};
+  const void* const source[kFields] = {batch->src_ids, batch->dst_ids, batch->src_table, batch->dst_table};
   args->num_pairs = batch->num_pairs;
   args->id_bytes = f.id_bytes;
   args->inline_mask = 0;
@@ -467,8 +467,8 @@ void write_fields(const kvbm_batch *batch, const Fields &f, kvbm_args *args, con
   args->dst_table = batch->dst_table_device;
   for (int i = 0; i < kFields; ++i) {
     if (f.bytes[i] == 0) continue;
-    char *base = f.is_inline[i] ? reinterpret_cast<char *>(args->payload) : static_cast<char *>(slot->host);
-    void *out = base + f.offset[i];
+    char* base = f.is_inline[i] ? reinterpret_cast<char*>(args->payload) : static_cast<char*>(slot->host);
+    void* out = base + f.offset[i];
     if (i == kSrcIds || i == kDstIds)
       write_ids(out, f.id_bytes, source[i], batch->id_bytes, batch->num_pairs);
     else
@@ -482,26 +482,26 @@ void write_fields(const kvbm_batch *batch, const Fields &f, kvbm_args *args, con
   }
 }
 
-int launch(Handle function, const kvbm_kernel &kernel, kvbm_args *args, int sms, Stream stream) {
+int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, int sms, Stream stream) {
   kvbm_grid grid = {};
   RETURN_IF_FAILED(check(kernel.name, kernel.prepare(args, static_cast<uint32_t>(sms), &grid)));
   if (grid.ctas == 0) return KVBM_OK;
   if (grid.shared_bytes > 48 << 10)
     RETURN_IF_FAILED(CU(FuncSetAttribute, function, kMaxDynamicShared, static_cast<int>(grid.shared_bytes)));
-  void *parameters[] = {args};
-  return CU(LaunchKernel, function, grid.ctas, 1, 1, grid.threads_x, grid.threads_y, 1, grid.shared_bytes, stream,
-            parameters, nullptr);
+  void* parameters[] = {args};
+  return CU(LaunchKernel, function, grid.ctas, 1, 1, grid.threads_x, grid.threads_y, 1, grid.shared_bytes, stream, parameters,
+            nullptr);
 }
 
 // The batch whose ids or tables do not fit the kernel's parameters.
-int launch_with_slot(Device *device, Handle function, int kernel, kvbm_args *args, const kvbm_batch *batch,
-                     const Fields &fields, Stream stream) {
+int launch_with_slot(Device* device, Handle function, int kernel, kvbm_args* args, const kvbm_batch* batch,
+                     const Fields& fields, Stream stream) {
   RelaxedCapture relaxed;
   int capturing = 0;
   RETURN_IF_FAILED(CU(StreamIsCapturing, stream, &capturing));
   // A captured upload reads its slot again at every replay, for as long as the graph lives, and nobody says when that
   // ends: its slot stays outside the ring and is never released.
-  Slot *slot = nullptr;
+  Slot* slot = nullptr;
   RETURN_IF_FAILED(capturing ? make_slot(fields.slot_bytes, &slot) : take_slot(device, fields.slot_bytes, &slot));
   write_fields(batch, fields, args, slot);
   int status = CU(MemcpyHtoDAsync, slot->device, slot->host, fields.slot_bytes, stream);
@@ -532,14 +532,13 @@ uint64_t saturating_product(uint64_t a, uint64_t b) {
 
 // Bytes that a batch writes.  Extents count words (or elements), and inner[0] is the mode along which the source goes
 // on: its step is their size.
-uint64_t total_bytes(const kvbm_args &args) {
+uint64_t total_bytes(const kvbm_args& args) {
   uint64_t total = 0;
   for (uint32_t p = 0; p < args.num_parts; ++p) {
     const int64_t unit = args.part[p].inner[0].src;
-    uint64_t bytes =
-        saturating_product(args.num_pairs, static_cast<uint64_t>(unit < 0 ? -unit : std::max<int64_t>(unit, 1)));
-    for (const kvbm_outer &mode : args.part[p].outer) bytes = saturating_product(bytes, std::max(mode.extent.n, 1u));
-    for (const kvbm_inner &mode : args.part[p].inner) bytes = saturating_product(bytes, std::max(mode.extent.n, 1u));
+    uint64_t bytes = saturating_product(args.num_pairs, static_cast<uint64_t>(unit < 0 ? -unit : std::max<int64_t>(unit, 1)));
+    for (const kvbm_outer& mode : args.part[p].outer) bytes = saturating_product(bytes, std::max(mode.extent.n, 1u));
+    for (const kvbm_inner& mode : args.part[p].inner) bytes = saturating_product(bytes, std::max(mode.extent.n, 1u));
     if (__builtin_add_overflow(total, bytes, &total)) return std::numeric_limits<uint64_t>::max();
   }
   return total;
@@ -547,8 +546,8 @@ uint64_t total_bytes(const kvbm_args &args) {
 
 // The jobs of all parts, one part after the other, dealt out in contiguous ranges.
 struct HostRun {
-  const kvbm_kernel *kernel;
-  const kvbm_args *args;
+  const kvbm_kernel* kernel;
+  const kvbm_args* args;
   uint64_t jobs, turn;  // all jobs; jobs a turn
   int stream_stores;
   std::atomic<uint64_t> next{0};
@@ -578,7 +577,7 @@ struct HostRun {
 
 enum : uint64_t { kCopiesASubmission = 4096 };  // very large batches have crashed drivers
 
-int copy_one_by_one(const uint64_t *dst, const uint64_t *src, const uint64_t *sizes, uint64_t size, uint64_t count,
+int copy_one_by_one(const uint64_t* dst, const uint64_t* src, const uint64_t* sizes, uint64_t size, uint64_t count,
                     Stream stream) {
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t bytes = sizes ? sizes[i] : size;
@@ -588,8 +587,8 @@ int copy_one_by_one(const uint64_t *dst, const uint64_t *src, const uint64_t *si
 }
 
 // *submitted tells whether anything went in before a failure.
-int copy_batched(const uint64_t *dst, const uint64_t *src, const uint64_t *sizes, uint64_t size, uint64_t count,
-                 Stream stream, bool *submitted) {
+int copy_batched(const uint64_t* dst, const uint64_t* src, const uint64_t* sizes, uint64_t size, uint64_t count, Stream stream,
+                 bool* submitted) {
   // The driver takes no const arrays and no copies of nothing, so a submission is gathered here.
   struct Submission {
     std::array<Address, kCopiesASubmission> dst, src;
@@ -631,13 +630,13 @@ enum : uint32_t { kFew = 32 };  // up to here comparing each with each beats tou
 class Bitmap {
  public:
   Bitmap() = default;
-  Bitmap(const Bitmap &) = delete;
-  Bitmap &operator=(const Bitmap &) = delete;
+  Bitmap(const Bitmap&) = delete;
+  Bitmap& operator=(const Bitmap&) = delete;
   ~Bitmap() { free(words_); }
   bool reserve(int64_t bits) {
     const size_t words = static_cast<size_t>(bits / 64 + 1);
     if (words <= size_) return true;
-    auto *grown = static_cast<uint64_t *>(calloc(words, sizeof(uint64_t)));  // a large one is mapped as it is touched
+    auto* grown = static_cast<uint64_t*>(calloc(words, sizeof(uint64_t)));  // a large one is mapped as it is touched
     if (!grown) return false;
     free(words_);
     words_ = grown;
@@ -651,7 +650,7 @@ class Bitmap {
 
  private:
   static size_t word(int64_t i) { return static_cast<size_t>(i) / 64; }
-  uint64_t *words_ = nullptr;
+  uint64_t* words_ = nullptr;
   size_t size_ = 0;
 };
 
@@ -670,27 +669,26 @@ struct Ids {
 
 // The first i in [0, last) whose destination is `block`, or -1.
 template <typename Id>
-int64_t find_written(const Ids<Id> &ids, int64_t block, int64_t last) {
+int64_t find_written(const Ids<Id>& ids, int64_t block, int64_t last) {
   for (int64_t i = 0; i < last; ++i)
     if (ids.dst_at(i) == block && !ids.is_skipped(i)) return i;
   return -1;
 }
 
 template <typename Id>
-int check_few(const Ids<Id> &ids, bool same_pool, int64_t *index) {
+int check_few(const Ids<Id>& ids, bool same_pool, int64_t* index) {
   for (*index = 0; *index < ids.count; ++*index) {
     if (!ids.is_skipped(*index) && find_written(ids, ids.dst_at(*index), *index) >= 0) return KVBM_ID_DST_TWICE;
   }
   for (*index = 0; same_pool && *index < ids.count; ++*index) {
-    if (!ids.is_skipped(*index) && find_written(ids, ids.src_at(*index), ids.count) >= 0)
-      return KVBM_ID_READ_AND_WRITTEN;
+    if (!ids.is_skipped(*index) && find_written(ids, ids.src_at(*index), ids.count) >= 0) return KVBM_ID_READ_AND_WRITTEN;
   }
   return KVBM_ID_OK;
 }
 
 template <typename Id>
-int check_many(const Ids<Id> &ids, int64_t dst_blocks, bool same_pool, int64_t *index) {
-  Bitmap &written = bitmap_of_thread;  // looked up once: that of a thread costs a call
+int check_many(const Ids<Id>& ids, int64_t dst_blocks, bool same_pool, int64_t* index) {
+  Bitmap& written = bitmap_of_thread;  // looked up once: that of a thread costs a call
   if (!written.reserve(dst_blocks)) return check("calloc", KVBM_NO_MEMORY);
   int found = KVBM_ID_OK;
   int64_t marked = 0;
@@ -719,7 +717,7 @@ int check_many(const Ids<Id> &ids, int64_t dst_blocks, bool same_pool, int64_t *
 }
 
 template <typename Id>
-int check_all(const Ids<Id> &ids, int64_t src_blocks, int64_t dst_blocks, bool same_pool, int64_t *index) {
+int check_all(const Ids<Id>& ids, int64_t src_blocks, int64_t dst_blocks, bool same_pool, int64_t* index) {
   // All ranges first: the later checks index memory with the ids.
   for (int64_t i = 0; i < ids.count; ++i) {
     *index = i;
@@ -759,8 +757,7 @@ constexpr Status kStatuses[] = {
      "cuMemcpyBatchAsync does not run on the legacy default stream. Pass a stream of your own, or use the backend "
      "'async' or 'auto'."},
     {1, "CUDA_ERROR_INVALID_VALUE", "An argument is invalid: an address, a size or a stream."},
-    {2, "CUDA_ERROR_OUT_OF_MEMORY",
-     "The GPU's memory (or the host's pinned memory) is exhausted. Free some, or copy less."},
+    {2, "CUDA_ERROR_OUT_OF_MEMORY", "The GPU's memory (or the host's pinned memory) is exhausted. Free some, or copy less."},
     {3, "CUDA_ERROR_NOT_INITIALIZED",
      "The driver is not initialised in this process, which is what a fork() after the first use of CUDA leads to. "
      "Start the child with the 'spawn' or 'forkserver' method."},
@@ -773,8 +770,7 @@ constexpr Status kStatuses[] = {
     {200, "CUDA_ERROR_INVALID_IMAGE",
      "The driver cannot read the compiled kernels. It may be older than the CUDA toolkit that built them: update the "
      "driver, or rebuild with its toolkit."},
-    {201, "CUDA_ERROR_INVALID_CONTEXT",
-     "The device's CUDA context is not valid (was the device reset?). Restart the process."},
+    {201, "CUDA_ERROR_INVALID_CONTEXT", "The device's CUDA context is not valid (was the device reset?). Restart the process."},
     {209, "CUDA_ERROR_NO_BINARY_FOR_GPU",
      "No kernel image was built for this GPU. Rebuild with CUDA_ARCHS naming its compute capability, e.g. "
      "CUDA_ARCHS=90."},
@@ -806,8 +802,8 @@ constexpr Status kStatuses[] = {
      "The legacy default stream cannot be used while another stream captures a graph. Pass the capturing stream."},
 };
 
-const Status *find_status(int code) {
-  for (const Status &status : kStatuses)
+const Status* find_status(int code) {
+  for (const Status& status : kStatuses)
     if (status.code == code) return &status;
   return nullptr;
 }
@@ -820,37 +816,37 @@ bool is_loaded() { return load_status.load(std::memory_order_acquire) == KVBM_OK
 
 extern "C" {
 
-const char *kvbm_last_call(void) { return last_call; }
+const char* kvbm_last_call(void) { return last_call; }
 
-const char *kvbm_status_name(int status) {
-  if (const Status *known = find_status(status)) return known->name;
-  const char *name = nullptr;
+const char* kvbm_status_name(int status) {
+  if (const Status* known = find_status(status)) return known->name;
+  const char* name = nullptr;
   if (is_loaded() && driver.GetErrorName(status, &name) == KVBM_OK && name) return name;
   return "CUDA_ERROR_UNKNOWN";
 }
 
-const char *kvbm_status_text(int status) {
-  if (const Status *known = find_status(status)) return known->text;
-  const char *text = nullptr;
+const char* kvbm_status_text(int status) {
+  if (const Status* known = find_status(status)) return known->text;
+  const char* text = nullptr;
   if (is_loaded() && driver.GetErrorString(status, &text) == KVBM_OK && text) return text;
   return "The driver knows no more about this error.";
 }
 
-int kvbm_driver_version(int *version) {
+int kvbm_driver_version(int* version) {
   *version = 0;
   RETURN_IF_FAILED(load());
   *version = driver.version;
   return KVBM_OK;
 }
 
-int kvbm_device_count(int *count) {
+int kvbm_device_count(int* count) {
   *count = 0;
   RETURN_IF_FAILED(start());
   *count = num_devices;
   return KVBM_OK;
 }
 
-int kvbm_device_info(int device, char *name, int name_bytes, int *major, int *minor, int *sms, uint64_t *memory) {
+int kvbm_device_info(int device, char* name, int name_bytes, int* major, int* minor, int* sms, uint64_t* memory) {
   RETURN_IF_FAILED(start());
   if (device < 0 || device >= num_devices) return check("cuDeviceGet", kInvalidDevice);
   int handle = 0;
@@ -865,19 +861,19 @@ int kvbm_device_info(int device, char *name, int name_bytes, int *major, int *mi
   return KVBM_OK;
 }
 
-int kvbm_pointer_device(uint64_t address, int *device) {
+int kvbm_pointer_device(uint64_t address, int* device) {
   *device = -1;
   RETURN_IF_FAILED(start());
   unsigned type = 0;
   int managed = 0, ordinal = -1;
   int attributes[] = {kPointerMemoryType, kPointerIsManaged, kPointerOrdinal};
-  void *values[] = {&type, &managed, &ordinal};
+  void* values[] = {&type, &managed, &ordinal};
   RelaxedCapture relaxed;
   // For an address that the driver does not know this form succeeds and leaves the type at 0.
   int status = driver.PointerGetAttributes(3, attributes, values, address);
   if (status == kInvalidContext) {  // some drivers want a context, whichever
     Current current;
-    Device *opened = nullptr;
+    Device* opened = nullptr;
     RETURN_IF_FAILED(open(0, &opened, &current));
     status = driver.PointerGetAttributes(3, attributes, values, address);
   }
@@ -891,14 +887,12 @@ int kvbm_pointer_device(uint64_t address, int *device) {
   return KVBM_OK;
 }
 
-int kvbm_has_memcpy_batch(void) {
-  return load() == KVBM_OK && (driver.MemcpyBatchAsyncV2 || driver.MemcpyBatchAsyncV1);
-}
+int kvbm_has_memcpy_batch(void) { return load() == KVBM_OK && (driver.MemcpyBatchAsyncV2 || driver.MemcpyBatchAsyncV1); }
 
 int kvbm_warm(int kernel, int device) {
   if (kernel < -1 || kernel >= kvbm_num_kernels) return check("kvbm_warm", kInvalidValue);
   Current current;
-  Device *opened = nullptr;
+  Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
   if (kvbm_num_images == 0) return check("kvbm_images", KVBM_NOT_BUILT);
   Handle function = nullptr;
@@ -907,25 +901,25 @@ int kvbm_warm(int kernel, int device) {
   return KVBM_OK;
 }
 
-int kvbm_launch(int kernel, const kvbm_args *args, const kvbm_batch *batch, int device, uint64_t stream) {
+int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream) {
   if (batch->num_pairs == 0) return KVBM_OK;
   if (!is_kernel(kernel) || !is_batch(batch)) return check("kvbm_launch", kInvalidValue);
   Current current;
-  Device *opened = nullptr;
+  Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
   Handle function = nullptr;
   RETURN_IF_FAILED(find_kernel(opened, kernel, &function));
   kvbm_args copy;  // the payload's unused rest stays as it is: no kernel reads it
   memcpy(&copy, args, offsetof(kvbm_args, payload));
   const Fields fields = place_fields(batch);
-  auto *handle = reinterpret_cast<Stream>(stream);
+  auto* handle = reinterpret_cast<Stream>(stream);
   if (__builtin_expect(fields.slot_bytes > 0, 0))
     return launch_with_slot(opened, function, kernel, &copy, batch, fields, handle);
   write_fields(batch, fields, &copy, nullptr);
   return launch(function, kvbm_kernels[kernel], &copy, opened->sms, handle);
 }
 
-int kvbm_run_host(int kernel, const kvbm_args *args, const kvbm_batch *batch, int threads) {
+int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, int threads) {
   if (batch->num_pairs == 0) return KVBM_OK;
   if (!is_kernel(kernel) || !is_batch(batch)) return check("kvbm_run_host", kInvalidValue);
   kvbm_args copy;
@@ -945,7 +939,7 @@ int kvbm_run_host(int kernel, const kvbm_args *args, const kvbm_batch *batch, in
     write_ids(counted.get(), copy.id_bytes, nullptr, copy.id_bytes, batch->num_pairs);
     (batch->src_ids ? copy.dst_ids : copy.src_ids) = reinterpret_cast<uint64_t>(counted.get());
   }
-  const kvbm_kernel &entry = kvbm_kernels[kernel];
+  const kvbm_kernel& entry = kvbm_kernels[kernel];
   kvbm_grid grid = {};
   RETURN_IF_FAILED(check(entry.name, entry.prepare(&copy, 0, &grid)));
 
@@ -960,8 +954,7 @@ int kvbm_run_host(int kernel, const kvbm_args *args, const kvbm_batch *batch, in
   workers = std::min({workers, bytes / kBytesAThread, run.jobs, uint64_t{kMostThreads}});
   workers = std::max<uint64_t>(workers, 1);
   // Several turns a thread, so that one that starts late or shares its core holds nobody up.
-  run.turn =
-      workers == 1 ? std::max<uint64_t>(run.jobs, 1) : std::max<uint64_t>(run.jobs / (workers * kTurnsAThread), 1);
+  run.turn = workers == 1 ? std::max<uint64_t>(run.jobs, 1) : std::max<uint64_t>(run.jobs / (workers * kTurnsAThread), 1);
 
   std::array<std::thread, kMostThreads> others;
   uint64_t started = 0;
@@ -975,16 +968,16 @@ int kvbm_run_host(int kernel, const kvbm_args *args, const kvbm_batch *batch, in
   return KVBM_OK;
 }
 
-int kvbm_memcpy_batch(const uint64_t *dst, const uint64_t *src, const uint64_t *sizes, uint64_t size, uint64_t count,
-                      int mode, int device, uint64_t stream, int *used) {
+int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* sizes, uint64_t size, uint64_t count, int mode,
+                      int device, uint64_t stream, int* used) {
   enum { kAuto, kOneByOne, kBatched };
   *used = mode == kBatched ? kBatched : kOneByOne;
   if (mode < kAuto || mode > kBatched) return check("kvbm_memcpy_batch", kInvalidValue);
   if (count == 0) return KVBM_OK;
   Current current;
-  Device *opened = nullptr;
+  Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
-  auto *handle = reinterpret_cast<Stream>(stream);
+  auto* handle = reinterpret_cast<Stream>(stream);
   const bool can_batch = driver.MemcpyBatchAsyncV2 || driver.MemcpyBatchAsyncV1;
   if (mode == kBatched && !can_batch) return check("cuMemcpyBatchAsync", KVBM_NO_FUNCTION);
   if (mode == kBatched && is_legacy(stream)) return check("cuMemcpyBatchAsync", KVBM_LEGACY_STREAM);
@@ -1002,20 +995,20 @@ int kvbm_memcpy_batch(const uint64_t *dst, const uint64_t *src, const uint64_t *
   return copy_one_by_one(dst, src, sizes, size, count, handle);
 }
 
-int kvbm_check_ids(const void *src_ids, const void *dst_ids, uint32_t id_bytes, uint32_t num_pairs, int64_t src_blocks,
-                   int64_t dst_blocks, int same_pool, int64_t *index) {
+int kvbm_check_ids(const void* src_ids, const void* dst_ids, uint32_t id_bytes, uint32_t num_pairs, int64_t src_blocks,
+                   int64_t dst_blocks, int same_pool, int64_t* index) {
   if (id_bytes == 4) {
-    const Ids<int32_t> ids = {static_cast<const int32_t *>(src_ids), static_cast<const int32_t *>(dst_ids), num_pairs};
+    const Ids<int32_t> ids = {static_cast<const int32_t*>(src_ids), static_cast<const int32_t*>(dst_ids), num_pairs};
     return check_all(ids, src_blocks, dst_blocks, same_pool != 0, index);
   }
-  const Ids<int64_t> ids = {static_cast<const int64_t *>(src_ids), static_cast<const int64_t *>(dst_ids), num_pairs};
+  const Ids<int64_t> ids = {static_cast<const int64_t*>(src_ids), static_cast<const int64_t*>(dst_ids), num_pairs};
   return check_all(ids, src_blocks, dst_blocks, same_pool != 0, index);
 }
 
-int kvbm_alloc_device(int device, uint64_t bytes, uint64_t *address) {
+int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address) {
   *address = 0;
   Current current;
-  Device *opened = nullptr;
+  Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
   RelaxedCapture relaxed;
   Address allocated = 0;
@@ -1027,16 +1020,16 @@ int kvbm_alloc_device(int device, uint64_t bytes, uint64_t *address) {
 int kvbm_free_device(int device, uint64_t address) {
   if (address == 0) return KVBM_OK;
   Current current;
-  Device *opened = nullptr;
+  Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
   RelaxedCapture relaxed;
   return CU(MemFree, address);
 }
 
-int kvbm_upload(int device, uint64_t dst, const void *src, uint64_t bytes) {
+int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes) {
   if (bytes == 0) return KVBM_OK;
   Current current;
-  Device *opened = nullptr;
+  Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
   RelaxedCapture relaxed;
   // On a stream of its own: a plain cuMemcpyHtoD would wait for the legacy stream, and so for a running model.
@@ -1046,7 +1039,7 @@ int kvbm_upload(int device, uint64_t dst, const void *src, uint64_t bytes) {
 
 int kvbm_synchronize(int device, uint64_t stream) {
   Current current;
-  Device *opened = nullptr;
+  Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
   return CU(StreamSynchronize, reinterpret_cast<Stream>(stream));
 }
