@@ -1,0 +1,174 @@
+"""Finding the compiler, naming its targets and keeping what it made: with a compiler that is a shell script."""
+
+from __future__ import annotations
+
+import doctest
+import os
+from pathlib import Path
+
+import pytest
+
+from kvbm import nvcc
+from kvbm.errors import BuildError
+
+BANNER = "Cuda compilation tools, release {0}, V{0}.88"
+
+
+def fake(folder: Path, release: str = "13.0", fails: bool = False) -> Path:
+    """An nvcc that writes its arguments to the file after -o, and a line a call to `calls` beside itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "nvcc"
+    path.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1" = --version ] && {{ echo "{BANNER.format(release)}"; exit 0; }}\n'
+        f'echo "$@" >> "{folder}/calls"\n'
+        'all="$*"\n'
+        'while [ "$1" != -o ]; do shift; done\n'
+        'echo "$all" > "$2"\n' + ("echo 'error: no such thing'; exit 3\n" if fails else "")
+    )
+    path.chmod(0o755)
+    return path
+
+
+def calls(compiler: Path) -> int:
+    log = compiler.parent / "calls"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def environment(**variables: str | Path) -> dict[str, str]:
+    """Only what a shell script needs, and these."""
+    return {"PATH": "/usr/bin:/bin"} | {name: str(value) for name, value in variables.items()}
+
+
+def test_doctests() -> None:
+    found = doctest.testmod(nvcc, optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL)
+    assert found.attempted >= 3 and found.failed == 0
+
+
+def test_order(tmp_path: Path) -> None:
+    """CUDACXX, CUDA_HOME, CUDA_PATH, wheels, PATH: each is taken only where those before it name nothing."""
+    named = fake(tmp_path / "named")
+    home, other = fake(tmp_path / "home" / "bin"), fake(tmp_path / "other" / "bin")
+    wheel = fake(tmp_path / "site" / "nvidia" / "cu13" / "bin")
+    path = fake(tmp_path / "path")
+    everything = environment(CUDACXX=named, CUDA_HOME=tmp_path / "home", CUDA_PATH=tmp_path / "other")
+    everything["PATH"] += f":{path.parent}"
+    sites = [str(tmp_path / "site")]
+    for origin, expected in (("CUDACXX", named), ("CUDA_HOME", home), ("CUDA_PATH", other), ("wheel", wheel)):
+        found = nvcc.find(everything, sites)
+        assert (found.origin, found.command, found.version) == (origin, (str(expected),), "13.0.88")
+        everything.pop(origin, None)
+    assert nvcc.find(everything, []).origin == "PATH"
+    assert str(path) in str(nvcc.find(everything, []))
+
+
+def test_what_is_passed_over_is_told(tmp_path: Path) -> None:
+    fake(tmp_path / "old" / "bin", release="12.2")
+    good = fake(tmp_path / "good" / "bin")
+    found = nvcc.find(environment(CUDA_HOME=tmp_path / "old", CUDA_PATH=tmp_path / "good"), [])
+    assert found.command == (str(good),)
+    (reason,) = found.passed_over
+    assert "CUDA_HOME" in reason and "12.2" in reason and "12.8" in reason
+
+
+def test_the_compiler_asked_for_by_name_or_none(tmp_path: Path) -> None:
+    fake(tmp_path / "good" / "bin")
+    with pytest.raises(BuildError, match="CUDACXX=/nowhere/nvcc"):
+        nvcc.find(environment(CUDACXX="/nowhere/nvcc", CUDA_HOME=tmp_path / "good"), [])
+    with pytest.raises(BuildError, match="another program"):
+        nvcc.find(environment(CUDACXX="/bin/echo"), [])
+    with pytest.raises(BuildError, match=r"no CUDA compiler: .*CUDA_HOME.*/empty.*Next: install"):
+        nvcc.find(environment(CUDA_HOME=tmp_path / "empty"), [])
+
+
+def test_a_launcher_in_front(tmp_path: Path) -> None:
+    found = nvcc.find(environment(CUDACXX=f"/usr/bin/env {fake(tmp_path)}"), [])
+    assert found.command == ("/usr/bin/env", str(tmp_path / "nvcc"))
+
+
+@pytest.mark.parametrize(
+    ("archs", "ptx", "expected"),
+    [
+        ("", "", "sm_80 sm_90 sm_100 sm_120 compute_80"),
+        ("sm_90,8.0", "", "sm_80 sm_90 compute_80"),
+        ("100;90", "none", "sm_90 sm_100"),
+        ("none", "90", "compute_90"),
+        ("90a", "", "sm_90a"),
+    ],
+)
+def test_targets(archs: str, ptx: str, expected: str) -> None:
+    assert str(nvcc.targets({"CUDA_ARCHS": archs, "CUDA_PTX_ARCHS": ptx})) == expected
+
+
+@pytest.mark.parametrize(
+    ("archs", "ptx", "got"), [("hopper", "", "hopper"), ("90", "9", "'9'"), ("none", "none", "both")]
+)
+def test_targets_that_are_none(archs: str, ptx: str, got: str) -> None:
+    with pytest.raises(BuildError, match=got):
+        nvcc.targets({"CUDA_ARCHS": archs, "CUDA_PTX_ARCHS": ptx})
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> tuple[Path, Path]:
+    """A source and the folder of its headers."""
+    include = tmp_path / "include"
+    include.mkdir()
+    (include / "kvbm.h").write_text("// one\n")
+    source = tmp_path / "kernels_00.cu"
+    source.write_text("__global__ void k() {}\n")
+    return source, include
+
+
+def test_nothing_changed_nothing_compiled(tmp_path: Path, tree: tuple[Path, Path]) -> None:
+    """The same bytes in, the same file out; each thing that can change its bytes gives it another name."""
+    source, include = tree
+    script = fake(tmp_path / "bin")
+    compiler = nvcc.find(environment(CUDACXX=script), [])
+    target = nvcc.targets({"CUDA_ARCHS": "90"})
+    out = tmp_path / "out"
+    first = nvcc.fatbin(source, include, out, compiler, target)
+    assert first == nvcc.fatbin(source, include, out, compiler, target) and calls(script) == 1
+    assert "-gencode=arch=compute_90,code=sm_90" in first.read_text() and "--compress-mode=size" in first.read_text()
+    names = {first}
+    (include / "kvbm.h").write_text("// two\n")
+    names.add(nvcc.fatbin(source, include, out, compiler, target))
+    source.write_text("__global__ void other() {}\n")
+    names.add(nvcc.fatbin(source, include, out, compiler, target))
+    names.add(nvcc.fatbin(source, include, out, compiler, nvcc.targets({"CUDA_ARCHS": "80"})))
+    newer = nvcc.find(environment(CUDACXX=fake(tmp_path / "newer", release="13.1")), [])
+    names.add(nvcc.fatbin(source, include, out, newer, target))
+    assert len(names) == 5 and {path.name for path in out.iterdir()} == {path.name for path in names}
+
+
+def test_another_place_for_the_same_compiler(tmp_path: Path, tree: tuple[Path, Path]) -> None:
+    """A fresh build environment has its nvcc under another path: what was built is taken again."""
+    scripts = [fake(tmp_path / name) for name in ("one", "two")]
+    found = [nvcc.find(environment(CUDACXX=script), []) for script in scripts]
+    target = nvcc.targets({"CUDA_ARCHS": "90"})
+    made = {nvcc.fatbin(*tree, tmp_path / "out", compiler, target) for compiler in found}
+    assert len(made) == 1 and [calls(script) for script in scripts] == [1, 0]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, tree: tuple[Path, Path]) -> None:
+    compiler = nvcc.find(environment(CUDACXX=fake(tmp_path / "bin", fails=True)), [])
+    with pytest.raises(BuildError, match=r"nvcc 13\.0\.88 failed on kernels_00\.cu.*status 3") as info:
+        nvcc.fatbin(*tree, tmp_path / "out", compiler, nvcc.targets({"CUDA_ARCHS": "90"}))
+    assert "no such thing" in info.value.log and "kernels_00.cu" in info.value.command
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_replacing(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    with nvcc.replacing(path) as part:
+        part.write_text("new")
+        assert not path.exists() and part.parent == path.parent and str(os.getpid()) in part.name
+    assert path.read_text() == "new"
+
+    def interrupted() -> None:
+        with nvcc.replacing(path) as half:
+            half.write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert path.read_text() == "new" and list(path.parent.iterdir()) == [path]
