@@ -1,0 +1,168 @@
+/* A libcuda.so.1 for machines without a GPU: device memory is host memory, and a launch runs the loop nest of its parameters
+ * by plain recursion, in its stream's order, when it is pumped.  It shares kvbm.h with the code it stands under, and nothing else.
+ * The environment says what fails: FAKE_INIT, FAKE_LOAD, FAKE_LAUNCH (a CUresult), FAKE_VERSION (13000). */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kvbm.h"
+
+typedef unsigned long long Address;
+typedef void *Handle;
+
+static int knob(const char *name, int otherwise) {
+  const char *text = getenv(name);
+  return text ? atoi(text) : otherwise;
+}
+
+/* ---- what the tests read and steer ---- */
+long pushes, pops, slots, launches, single_copies, batches, batch_on_legacy;
+int deferred; /* work waits for fake_pump instead of being done at once */
+
+/* ---- work in the order of its submission ---- */
+typedef struct Work {
+  enum { COPY, LAUNCH, EVENT } kind;
+  void *to;
+  const void *from; /* COPY: source.  LAUNCH: the kernel's name */
+  size_t bytes;
+  kvbm_args args;
+  struct Work *next;
+} Work;
+static Work *first, **last = &first;
+
+static const uint64_t *list(const kvbm_args *a, int bit, uint64_t field) {
+  return (const uint64_t *)(a->inline_mask >> bit & 1 ? (const char *)a->payload + field : (const char *)field);
+}
+
+static int64_t block(const kvbm_args *a, int bit, uint64_t field, uint32_t i) {
+  if (a->id_bytes == 0) return i;
+  return a->id_bytes == 4 ? ((const int32_t *)list(a, bit, field))[i] : ((const int64_t *)list(a, bit, field))[i];
+}
+
+typedef struct Place {
+  int64_t src, dst, src_entry, dst_entry;
+} Place;
+
+static void walk(const kvbm_args *a, const kvbm_part *p, int mode, int64_t unit, Place at) {
+  if (mode == KVBM_MAX_OUTER + KVBM_MAX_INNER) {
+    memcpy((char *)list(a, 3, a->dst_table)[at.dst_entry] + at.dst, (char *)list(a, 2, a->src_table)[at.src_entry] + at.src, unit);
+    return;
+  }
+  const kvbm_outer *o = mode < KVBM_MAX_OUTER ? &p->outer[mode] : NULL;
+  const kvbm_inner *i = o ? NULL : &p->inner[mode - KVBM_MAX_OUTER];
+  const uint32_t extent = o ? o->extent.n : i->extent.n;
+  for (uint32_t c = 0; c < (extent ? extent : 1); ++c) {
+    walk(a, p, mode + 1, unit, at);
+    at.src += o ? o->src : i->src;
+    at.dst += o ? o->dst : i->dst;
+    at.src_entry += o ? o->src_table : 0;
+    at.dst_entry += o ? o->dst_table : 0;
+  }
+}
+
+static void run_kernel(const char *name, const kvbm_args *a) {
+  for (uint32_t part = 0; part < a->num_parts; ++part) {
+    const char *segment = part ? strstr(name, "__") + 2 : name;
+    const kvbm_part *p = &a->part[part];
+    int64_t unit = p->inner[0].src; /* a word; a tile's modes step elements, whose size is in its name */
+    if (!strncmp(segment, "tile", 4)) unit = atoi(strstr(segment, "_e") + 2);
+    for (uint32_t i = 0; i < a->num_pairs; ++i) {
+      const int64_t src = block(a, 0, a->src_ids, i), dst = block(a, 1, a->dst_ids, i);
+      const Place at = {p->src_offset + src * a->src_id_stride, p->dst_offset + dst * a->dst_id_stride,
+                        p->src_table_offset + src * a->src_id_table, p->dst_table_offset + dst * a->dst_id_table};
+      if (src >= 0 && dst >= 0) walk(a, p, 0, unit, at);
+    }
+  }
+}
+
+int fake_pump(int most) {
+  int done = 0;
+  for (; first && done != most; ++done) {
+    Work *work = first;
+    if (!(first = work->next)) last = &first;
+    if (work->kind == COPY) memcpy(work->to, work->from, work->bytes);
+    if (work->kind == LAUNCH) run_kernel(work->from, &work->args);
+    if (work->kind == EVENT) --*(int *)work->to;
+    free(work);
+  }
+  return done;
+}
+
+static void submit(Work work) {
+  *last = malloc(sizeof work);
+  **last = work;
+  last = &(*last)->next;
+  if (!deferred) fake_pump(-1);
+}
+
+/* ---- the driver's functions, as far as kvbm calls them ---- */
+static __thread Handle context[64];
+static __thread int depth;
+enum { NO_CONTEXT = 201, NOT_READY = 600 };
+
+int cuInit(unsigned flags) { return knob("FAKE_INIT", 0); }
+int cuDriverGetVersion(int *version) { return *version = knob("FAKE_VERSION", 13000), 0; }
+int cuGetErrorName(int status, const char **text) { return *text = "CUDA_ERROR_FAKE", 0; }
+int cuGetErrorString(int status, const char **text) { return *text = "the fake driver's own", 0; }
+int cuDeviceGetCount(int *count) { return *count = 1, 0; }
+int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, 0; }
+int cuDeviceGetName(char *name, int bytes, int device) { return snprintf(name, bytes, "Fake GPU"), 0; }
+int cuDeviceGetAttribute(int *value, int what, int device) { return *value = what == 16 ? 132 : 9, 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { return *bytes = 1ull << 37, 0; }
+int cuDevicePrimaryCtxRetain(Handle *made, int device) { return *made = (Handle)(uintptr_t)(device + 1), 0; }
+int cuCtxGetCurrent(Handle *current) { return *current = depth ? context[depth - 1] : NULL, 0; }
+int cuCtxPushCurrent_v2(Handle made) { return context[depth++] = made, __sync_add_and_fetch(&pushes, 1), 0; }
+int cuCtxPopCurrent_v2(Handle *was) { return *was = context[--depth], __sync_add_and_fetch(&pops, 1), 0; }
+int cuModuleLoadData(Handle *module, const void *image) {
+  return *module = (Handle)image, depth ? knob("FAKE_LOAD", 0) : NO_CONTEXT;
+}
+int cuModuleGetFunction(Handle *function, Handle module, const char *name) { return *function = (Handle)name, 0; }
+int cuFuncLoad(Handle function) { return 0; }
+int cuFuncSetAttribute(Handle function, int what, int value) { return 0; }
+int cuLaunchKernel(Handle name, unsigned gx, unsigned gy, unsigned gz, unsigned x, unsigned y, unsigned z, unsigned shared,
+                   Handle stream, void **parameters, void **extra) {
+  if (!depth) return NO_CONTEXT;
+  ++launches;
+  Work work = {.kind = LAUNCH, .from = name};
+  memcpy(&work.args, parameters[0], sizeof work.args);
+  if (!knob("FAKE_LAUNCH", 0)) submit(work);
+  return knob("FAKE_LAUNCH", 0);
+}
+int cuMemAlloc_v2(Address *made, size_t bytes) { return *made = (Address)malloc(bytes), depth ? 0 : NO_CONTEXT; }
+int cuMemFree_v2(Address address) { return free((void *)address), 0; }
+int cuMemHostAlloc(void **made, size_t bytes, unsigned flags) { return ++slots, *made = malloc(bytes), 0; }
+int cuMemFreeHost(void *memory) { return free(memory), 0; }
+int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, Handle stream) {
+  if (stream == (Handle)0x77) return memcpy((void *)to, from, bytes), 0; /* kvbm's own: waited for at once */
+  return submit((Work){.kind = COPY, .to = (void *)to, .from = from, .bytes = bytes}), 0;
+}
+int cuMemcpyAsync(Address to, Address from, size_t bytes, Handle stream) {
+  ++single_copies;
+  return submit((Work){.kind = COPY, .to = (void *)to, .from = (void *)from, .bytes = bytes}), 0;
+}
+static int memcpy_batch(Address *to, Address *from, size_t *bytes, size_t count, void *attributes, size_t *starts,
+                        size_t kinds, Handle stream) {
+  ++batches;
+  batch_on_legacy += (uintptr_t)stream <= 1;
+  for (size_t i = 0; i < count; ++i)
+    submit((Work){.kind = COPY, .to = (void *)to[i], .from = (void *)from[i], .bytes = bytes[i]});
+  return 0;
+}
+int cuPointerGetAttributes(unsigned count, int *what, void **values, Address address) {
+  *(unsigned *)values[0] = 2, *(char *)values[1] = 0, *(int *)values[2] = 0;
+  return 0;
+}
+int cuStreamCreate(Handle *made, unsigned flags) { return *made = (Handle)0x77, 0; }
+int cuStreamSynchronize(Handle stream) { return 0; }
+int cuStreamIsCapturing(Handle stream, int *capturing) { return *capturing = 0, 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { return 0; }
+int cuEventCreate(Handle *made, unsigned flags) { return *made = calloc(1, sizeof(int)), 0; }
+int cuEventRecord(Handle event, Handle stream) { return ++*(int *)event, submit((Work){.kind = EVENT, .to = event}), 0; }
+int cuEventQuery(Handle event) { return *(int *)event ? NOT_READY : 0; }
+int cuEventDestroy_v2(Handle event) { return free(event), 0; }
+int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *how) {
+  /* Everything else is found under its plain name. */
+  *found = !strcmp(name, "cuMemcpyBatchAsync") && version >= 13000 && version <= knob("FAKE_VERSION", 13000) ? memcpy_batch : NULL;
+  return 0;
+}

@@ -1,0 +1,233 @@
+"""The way to the GPU without one: real launches through a driver that is 150 lines of C (data/fake_driver.c).
+
+Each test is a process of its own, in which libcuda.so.1 is that file.  What it cannot show is whether the kernels are
+right; what it does show is everything before them: parameters, rings, contexts, batches, refusals.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbm import codegen, kernels
+
+HERE = Path(__file__).resolve().parent
+COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+
+pytestmark = [
+    pytest.mark.skipif(
+        kernels.is_using_stubs(), reason="kvbm was built without CUDA kernels: there is nothing to launch"
+    ),
+    pytest.mark.skipif(COMPILER is None, reason="no C compiler for the fake driver"),
+]
+
+#: What every test's code starts with: fake CUDA arrays over NumPy memory, and the driver's counters.
+PRELUDE = """
+import ctypes, os, sys
+import numpy as np
+sys.path.insert(0, os.environ["KVBM_TESTS"])
+import kvbm
+from kvbm import kernels
+from memory import FakeCuda
+
+driver = ctypes.CDLL("libcuda.so.1")
+def count(name): return ctypes.c_long.in_dll(driver, name).value
+def defer(on): ctypes.c_int.in_dll(driver, "deferred").value = on
+
+shape = kvbm.BlockShape(nl=3, no=2, nh=2, nt=8, hd=16, dtype="float16")
+random = np.random.default_rng(5)
+
+def pool(name, blocks):
+    layout = kvbm.load(name)
+    memory = [random.integers(0, 2**16, a.shape, np.uint16) for a in layout.resolve(shape, blocks).allocations]
+    on_gpu = [FakeCuda(m.shape, "float16", address=m.ctypes.data) for m in memory]
+    on_cpu = [m.copy().view(np.float16) for m in memory]
+    return memory, kvbm.Pool(layout, shape, on_gpu), kvbm.Pool(layout, shape, on_cpu)
+
+def same(memory, cpu):
+    return all(np.array_equal(m, a.view(np.uint16)) for m, a in zip(memory, cpu.arrays))
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("driver")
+    command = [COMPILER, "-shared", "-fPIC", "-O1", "-w", f"-I{codegen.cuda_dir()}", "-o", folder / "libcuda.so.1"]
+    subprocess.run([*command, HERE / "data" / "fake_driver.c"], check=True)
+    return folder
+
+
+def run(library: Path, code: str, **knobs: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "LD_LIBRARY_PATH": str(library), "KVBM_TESTS": str(HERE), **knobs},
+        cwd="/",
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [("nhd", "universal"), ("universal", "vllm/LBHNC"), ("hnd", "vllm/paged_attn_v0"), ("vllm/paged_attn_v0", "nhd")],
+)
+def test_launches_move_what_the_host_moves(library: Path, src: str, dst: str) -> None:
+    """One launch a batch, the same bytes as on the host, a skipped pair skipped, contexts pushed and popped."""
+    run(
+        library,
+        f"""
+(s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool({src!r}, 9), pool({dst!r}, 7)
+for ids in (([8, 0, 3], [1, 6, 0]), ([4, -1], [2, 3]), ([], [])):
+    kvbm.convert(s_cpu, d_cpu, *ids)
+    kvbm.convert(s_gpu, d_gpu, *ids, stream=5)
+    assert same(d, d_cpu)
+assert same(s, s_cpu)
+assert count("launches") == 2, count("launches")
+assert count("pushes") == count("pops") > 0
+""",
+    )
+
+
+def test_ids_beyond_the_parameters_go_through_a_ring(library: Path) -> None:
+    """Deferred launches whose ids the caller overwrites: each still has its own, and the ring does not grow for ever."""
+    run(
+        library,
+        """
+n = 700  # more ids than fit the kernel's parameters
+(s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool("universal", n), pool("vllm/LBHNC", n)
+src, dst = np.empty(n, np.int64), np.empty(n, np.int64)
+def turn():
+    src[:], dst[:] = random.permutation(n), random.permutation(n)
+    kvbm.convert(s_cpu, d_cpu, src, dst)
+    kvbm.convert(s_gpu, d_gpu, src, dst, stream=5)
+    src[:] = dst[:] = 0
+kvbm.convert(s_gpu, d_gpu, [0], [0], stream=5); kvbm.convert(s_cpu, d_cpu, [0], [0])
+inline = count("slots")
+defer(1)
+for _ in range(4):
+    turn()
+assert not same(d, d_cpu) and driver.fake_pump(-1) >= 4
+assert same(d, d_cpu)
+grown = count("slots")
+assert grown > inline, "the batch was meant to be too large for the parameters"
+for _ in range(20):
+    turn()
+    driver.fake_pump(-1)
+assert same(d, d_cpu) and count("slots") == grown
+""",
+    )
+
+
+def test_lists_of_tensors(library: Path) -> None:
+    run(
+        library,
+        """
+nb = 40  # their addresses do not fit the parameters
+(b, b_gpu, b_cpu), (u, u_gpu, u_cpu) = pool("nhd", nb), pool("universal", nb)
+chunks = [list(b_gpu.arrays[i * 6 : i * 6 + 6]) for i in range(nb)]
+kernels.block_to_universal(chunks, list(u_gpu.arrays), "nhd", stream=5)
+kvbm.convert(b_cpu, u_cpu)
+assert same(u, u_cpu) and count("launches") == 1
+u[0][...] ^= 0xffff
+u_cpu.arrays[0].view(np.uint16)[...] ^= 0xffff
+kernels.universal_to_block(list(u_gpu.arrays), chunks, "NHD", stream=5)
+kvbm.convert(u_cpu, b_cpu)
+assert same(b, b_cpu)
+""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "counter"), [("batch", "batches"), ("cuda_memcpy_async", "single_copies"), (None, "launches")]
+)
+def test_backends(library: Path, backend: str | None, counter: str) -> None:
+    """Each backend does what it says, by itself."""
+    run(
+        library,
+        f"""
+(b, b_gpu, b_cpu), (o, o_gpu, o_cpu) = pool("nhd", 3), pool("operational_nhd", 3)
+chunks = [list(b_gpu.arrays[i * 6 : i * 6 + 6]) for i in range(3)]
+whole = [FakeCuda((3, 2, 256), "float16", address=a.address) for a in o_gpu.arrays]
+kernels.block_to_operational(chunks, whole, {backend!r}, stream=5)
+kvbm.convert(b_cpu, o_cpu)
+assert same(o, o_cpu)
+used = [name for name in ("batches", "single_copies", "launches") if count(name)]
+assert used == [{counter!r}], used
+""",
+    )
+
+
+def refused(library: Path, code: str, **knobs: str) -> str:
+    """The one error that the code ends with, and that the destination was not touched."""
+    return run(
+        library,
+        f"""
+(s, s_gpu, _), (d, d_gpu, d_cpu) = pool("nhd", 3), pool("operational_nhd", 3)
+chunks = [list(s_gpu.arrays[i * 6 : i * 6 + 6]) for i in range(3)]
+whole = [FakeCuda((3, 2, 256), "float16", address=a.address) for a in d_gpu.arrays]
+try:
+    {code}
+except kvbm.CudaError as error:
+    print(type(error).__name__, error.code, error.name, error)
+assert same(d, d_cpu)
+assert count("pushes") == count("pops")
+""",
+        **knobs,
+    )
+
+
+CONVERT = "kvbm.convert(s_gpu, d_gpu, stream=5)"
+
+
+def test_no_kernel_image_for_this_gpu(library: Path) -> None:
+    text = refused(library, CONVERT, FAKE_LOAD="209")
+    assert text.startswith("CudaError 209 CUDA_ERROR_NO_BINARY_FOR_GPU") and "CUDA_ARCHS" in text
+
+
+def test_no_gpu(library: Path) -> None:
+    text = refused(library, CONVERT, FAKE_INIT="100")
+    assert text.startswith("CudaUnavailableError 100 CUDA_ERROR_NO_DEVICE") and "CUDA_VISIBLE_DEVICES" in text
+
+
+def test_a_launch_that_fails(library: Path) -> None:
+    text = refused(library, CONVERT, FAKE_LAUNCH="1")
+    assert text.startswith("CudaError 1 CUDA_ERROR_INVALID_VALUE") and "copy_o1_w16" in text
+
+
+def test_the_batch_call_and_the_legacy_stream(library: Path) -> None:
+    text = refused(library, 'kernels.block_to_operational(chunks, whole, "batch", stream=0)')
+    assert "KVBM_LEGACY_STREAM" in text and "stream of your own" in text
+
+
+def test_the_batch_call_and_an_old_driver(library: Path) -> None:
+    text = refused(library, 'kernels.block_to_operational(chunks, whole, "batch", stream=5)', FAKE_VERSION="12040")
+    assert "KVBM_NO_FUNCTION" in text and "12.8" in text
+
+
+def test_fork_after_cuda(library: Path) -> None:
+    """A child of a process that used CUDA is told so; one of a process that only imported kvbm may use it."""
+    code = """
+def child():
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        kvbm.convert(s_gpu, d_gpu, stream=5)
+    except kvbm.CudaError as error:
+        os._exit(7 if "fork" in str(error) else 8)
+    os._exit(0)
+(s, s_gpu, _), (d, d_gpu, _) = pool("nhd", 3), pool("universal", 3)
+print(child())
+kvbm.convert(s_gpu, d_gpu, stream=5)
+print(child())
+"""
+    assert run(library, code).split() == ["0", "7"]
