@@ -103,24 +103,24 @@ def test_ids_beyond_the_parameters_go_through_a_ring(library: Path) -> None:
         library,
         """
 n = 700  # more ids than fit the kernel's parameters
-(s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool("universal", n), pool("vllm/LBHNC", n)
+(s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool("universal", n), pool("vllm/LBHNC", 4 * n)
 src, dst = np.empty(n, np.int64), np.empty(n, np.int64)
-def turn():
-    src[:], dst[:] = random.permutation(n), random.permutation(n)
+def turn(quarter):  # each writes blocks of its own: none can hide what another did wrong
+    src[:], dst[:] = random.permutation(n), quarter * n + random.permutation(n)
     kvbm.convert(s_cpu, d_cpu, src, dst)
     kvbm.convert(s_gpu, d_gpu, src, dst, stream=5)
     src[:] = dst[:] = 0
 kvbm.convert(s_gpu, d_gpu, [0], [0], stream=5); kvbm.convert(s_cpu, d_cpu, [0], [0])
 inline = count("slots")
 defer(1)
-for _ in range(4):
-    turn()
+for quarter in range(4):
+    turn(quarter)
 assert not same(d, d_cpu) and driver.fake_pump(-1) >= 4
 assert same(d, d_cpu)
 grown = count("slots")
 assert grown > inline, "the batch was meant to be too large for the parameters"
-for _ in range(20):
-    turn()
+for again in range(20):
+    turn(again % 4)
     driver.fake_pump(-1)
 assert same(d, d_cpu) and count("slots") == grown
 """,
