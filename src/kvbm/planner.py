@@ -281,8 +281,10 @@ class Plan:
             if part.kind == "copy":
                 text = f"{who} chunk of {_bytes(part.run_bytes)} stays as it is: a plain copy."
             elif part.kind == "rows":
+                loops = len(part.inner) - 1
                 text = (
-                    f"{who} run of {_bytes(part.run_bytes)} stays together and {len(part.inner) - 1} loops reorder the runs of a "
+                    f"{who} run of {_bytes(part.run_bytes)} stays together and "
+                    f"{f'{loops} loops reorder' if loops > 1 else 'one loop reorders'} the runs of a "
                     f"chunk of {_bytes(part.chunk_bytes)}: neighbouring threads read and write neighbouring words of a run."
                 )
             else:
