@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,46 @@ class FakeCuda(Strided):
         super().__init__(address, shape, rest.get("strides"), kind.str, None)
 
     next_address = 1 << 40
+
+
+class _Dlpack(ctypes.Structure):
+    """DLManagedTensor of dlpack.h, flattened; its deleter is null, as NumPy owns the memory."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+class FakeDlpack:
+    """What says through DLPack alone that it lies on GPU 0; `code` is dlpack.h's (1 uint, 2 float, 4 bfloat)."""
+
+    def __init__(self, array: np.ndarray, code: int):
+        self.array = array
+        longs = ctypes.c_int64 * array.ndim
+        steps = longs(*(stride // array.itemsize for stride in array.strides))
+        bits = 8 * array.itemsize
+        device = (ctypes.c_int32 * 2)(2, 0)
+        self.made = _Dlpack(
+            array.ctypes.data, device, array.ndim, code, bits, 1, longs(*array.shape), steps, 0, None, None
+        )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+    def __dlpack__(self, **rest: Any) -> Any:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self.made), b"dltensor", None)
 
 
 class Bound:

@@ -9,7 +9,7 @@ import pytest
 
 import kvbm
 import oracle
-from memory import Bound, FakeCuda, aligned, numpy_dtype
+from memory import Bound, FakeCuda, FakeDlpack, aligned, numpy_dtype
 
 SHAPE = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=8, dtype="float32")
 
@@ -84,6 +84,25 @@ def test_dlpack() -> None:
     arrays = zeros("vllm/flash_attn_nhd")
     pool = kvbm.Pool(kvbm.load("vllm/flash_attn_nhd"), SHAPE, [OnlyDlpack(a) for a in arrays])
     assert pool.addresses.tolist() == [a.ctypes.data for a in arrays]
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(2, "float16"), (4, "bfloat16"), (1, "uint16")])
+def test_dlpack_of_a_gpu(code: int, dtype: str) -> None:
+    """Also bfloat16, which neither NumPy nor `__cuda_array_interface__` has."""
+    shape = kvbm.BlockShape(nl=1, no=2, nh=3, nt=4, hd=8, dtype=dtype)
+    array = np.zeros((2, 5, 4, 3, 8), np.uint16)
+    pool = kvbm.Pool(kvbm.load("vllm/flash_attn_nhd"), shape, [FakeDlpack(array, code)])
+    assert (pool.device, pool.num_blocks, pool.addresses.tolist()) == ("cuda:0", 5, [array.ctypes.data])
+    with pytest.raises(kvbm.BindError, match="contiguous"):
+        kvbm.Pool(
+            kvbm.load("vllm/flash_attn_nhd"), shape, [FakeDlpack(array.swapaxes(2, 3).copy().swapaxes(2, 3), code)]
+        )
+
+
+def test_dlpack_that_cannot_be_read() -> None:
+    shape = kvbm.BlockShape(nl=1, no=2, nh=3, nt=4, hd=8, dtype="bfloat16")
+    with pytest.raises(kvbm.BindError, match=r"array 0.*cuda\.core.*DLPack.*integers"):
+        kvbm.Pool(kvbm.load("vllm/flash_attn_nhd"), shape, [FakeDlpack(np.zeros((2, 5, 4, 3, 8), np.uint16), 77)])
 
 
 def _refused(

@@ -105,12 +105,18 @@ def _dlpack(array: Any, what: str) -> Array:
         raise BindError(f"{what}: expected memory of the CPU or of a CUDA GPU, got DLPack device type {int(kind)}")
     from cuda.core.utils import StridedMemoryView
 
-    # stream_ptr=-1: no synchronisation here; the copy runs in the order of the stream that the caller names.
-    view = StridedMemoryView.from_dlpack(array, stream_ptr=-1)
-    size = view.dtype.itemsize
+    try:
+        # stream_ptr=-1: no synchronisation here; the copy runs in the order of the stream that the caller names.
+        view = StridedMemoryView.from_dlpack(array, stream_ptr=-1)
+        dtype = view.dtype
+    except (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise BindError(
+            f"{what}: cuda.core cannot view this {type(array).__name__} through DLPack: {error}; pass its bits as integers of "
+            "the same width, or a torch tensor"
+        ) from None
     shape = tuple(view.shape)
-    strides = tuple(s * size for s in view.strides) if view.strides else _dense(shape, size)
-    return Array(view.ptr, shape, strides, view.dtype.name, f"cuda:{index}", bool(view.readonly))
+    strides = tuple(s * dtype.itemsize for s in view.strides) if view.strides else _dense(shape, dtype.itemsize)
+    return Array(view.ptr, shape, strides, dtype.name, f"cuda:{index}", bool(view.readonly))
 
 
 def _dense(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
