@@ -54,7 +54,7 @@ class BuildExt(build_ext):
         cores = os.cpu_count() or 1
         with ThreadPoolExecutor(cores) as pool:
             try:
-                tasks = [pool.submit(self.compile, ext, path) for path in [*hosts, CUDA / "runtime.cpp"]]
+                tasks = [pool.submit(self.compile, ext, path) for path in [*hosts, *sorted(CUDA.glob("*.cpp"))]]
                 build = (CUDA, self.cache / "fatbins", compiler, target, -(-cores // 8))
                 fatbins = [pool.submit(nvcc.fatbin, path, *build) for path in kernels]
                 [core] = cythonize([ext], build_dir=os.path.join(self.build_temp, f"cython-{cython_version}"))

@@ -23,7 +23,7 @@ enum {
   KVBM_MAX_OUTER = 4,       /* modes that pick a chunk */
   KVBM_MAX_INNER = 8,       /* modes inside a chunk */
   KVBM_MAX_PARTS = 2,       /* K and V */
-  KVBM_INLINE_BYTES = 2944, /* ids and tables that travel inside the kernel's parameters (4,096 bytes in all) */
+  KVBM_INLINE_BYTES = 2928, /* ids and tables that travel inside the kernel's parameters (4,096 bytes in all) */
 };
 
 /* ---- the loop nest -------------------------------------------------------------------------------------------- */
@@ -77,10 +77,13 @@ typedef struct kvbm_args {
   int64_t src_id_table, dst_id_table;   /* table entries a block id */
   uint32_t num_parts;
   uint32_t num_pairs;
-  uint32_t id_bytes;         /* 4 or 8 (signed); 0: ids are 0 .. num_pairs-1.  An id < 0 skips its pair */
-  uint32_t inline_mask;      /* bit 0 src_ids, 1 dst_ids, 2 src_table, 3 dst_table: the field below is an offset into payload */
-  uint64_t src_ids, dst_ids; /* addresses readable where the kernel runs, or offsets into payload */
-  uint64_t src_table, dst_table; /* likewise: arrays of 64-bit base addresses */
+  uint32_t id_bytes;    /* 4 or 8 (signed); 0: ids are 0 .. num_pairs-1 on both sides.  -1 skips its pair */
+  uint32_t inline_mask; /* bit 0 src_ids, 1 dst_ids, 2 src_table, 3 dst_table: the field below is an offset into payload;
+                           bit 4 src, 5 dst: the ids of this side are 0 .. num_pairs-1, whatever id_bytes says */
+  uint32_t src_blocks, dst_blocks; /* other ids that are not below these are not followed: the pair is skipped and noted */
+  uint64_t fault;                  /* address of a uint32_t that takes 1 + the number of such a pair; 0: nowhere */
+  uint64_t src_ids, dst_ids;       /* addresses readable where the kernel runs, or offsets into payload */
+  uint64_t src_table, dst_table;   /* likewise: arrays of 64-bit base addresses */
   kvbm_part part[KVBM_MAX_PARTS];
   uint64_t payload[KVBM_INLINE_BYTES / 8];
 } kvbm_args;
@@ -95,6 +98,8 @@ typedef struct kvbm_kernel {
   const char* name; /* also the symbol of the CUDA kernel (extern "C", one parameter: const kvbm_args) */
   int32_t image;    /* index into kvbm_images, whether or not images were built */
   uint32_t parts;   /* how many parts it copies in one launch */
+  uint32_t teams;   /* 1: a CTA takes one piece of work.  More: so many teams of threads share a CTA, and loop over all the
+                       work with as few CTAs as the launch allows; such a kernel has no host half */
   /* Sets the prepared fields of args->part[*] for args->num_pairs; `sms` = multiprocessors, or 0 for the host.
    * Returns 0, or KVBM_TOO_LARGE. */
   int (*prepare)(kvbm_args* args, uint32_t sms, kvbm_grid* grid);
@@ -115,7 +120,7 @@ typedef struct kvbm_image {
 extern const kvbm_image kvbm_images[];
 extern const int32_t kvbm_num_images; /* 0: built without CUDA */
 
-/* ---- runtime (runtime.cpp) --------------------------------------------------------------------------------------
+/* ---- runtime (driver.cpp, memory.cpp, launch.cpp, host.cpp, engine.cpp) --------------------------------------------------
  * Status codes: 0 is success, positive values are CUresult, negative ones are ours. */
 enum {
   KVBM_OK = 0,
@@ -133,11 +138,14 @@ enum { KVBM_ID_OK = 0, KVBM_ID_SRC_RANGE, KVBM_ID_DST_RANGE, KVBM_ID_DST_TWICE, 
 
 typedef struct kvbm_batch {
   uint32_t num_pairs;
-  uint32_t id_bytes;                           /* 4, 8, or 0 for 0 .. num_pairs-1 */
+  uint32_t id_bytes;                           /* 4 or 8; with device ids, theirs */
   const void *src_ids, *dst_ids;               /* host memory, copied before the call returns; NULL: 0 .. num_pairs-1 */
+  uint64_t src_ids_device, dst_ids_device;     /* ids that lie on the device and are read when the kernel runs, or 0 */
   const uint64_t *src_table, *dst_table;       /* host memory, copied before the call returns; unused if the next are set */
   uint64_t src_table_device, dst_table_device; /* tables that already lie on the device, or 0 */
   uint32_t src_entries, dst_entries;
+  uint64_t fault;    /* where the kernel notes an id that is out of range (kvbm_args.fault), or 0 */
+  uint32_t max_ctas; /* of a kernel with teams: CTAs of its grid at most (one a multiprocessor); 0: one a multiprocessor */
 } kvbm_batch;
 
 /* Which call failed last on this thread, e.g. "cuModuleLoadData"; never NULL. */

@@ -17,6 +17,7 @@ static int knob(const char *name, int otherwise) {
 }
 
 /* ---- what the tests read and steer ---- */
+long copies_2d, registered;
 long pushes, pops, slots, launches, single_copies, batches, batch_on_legacy;
 int deferred; /* work waits for fake_pump instead of being done at once */
 
@@ -36,7 +37,7 @@ static const uint64_t *list(const kvbm_args *a, int bit, uint64_t field) {
 }
 
 static int64_t block(const kvbm_args *a, int bit, uint64_t field, uint32_t i) {
-  if (a->id_bytes == 0) return i;
+  if (a->id_bytes == 0 || a->inline_mask >> (4 + bit) & 1) return i;
   return a->id_bytes == 4 ? ((const int32_t *)list(a, bit, field))[i] : ((const int64_t *)list(a, bit, field))[i];
 }
 
@@ -62,6 +63,7 @@ static void walk(const kvbm_args *a, const kvbm_part *p, int mode, int64_t unit,
 }
 
 static void run_kernel(const char *name, const kvbm_args *a) {
+  if (!strncmp(name, "few_", 4)) name += 4;
   for (uint32_t part = 0; part < a->num_parts; ++part) {
     const char *segment = part ? strstr(name, "__") + 2 : name;
     const kvbm_part *p = &a->part[part];
@@ -71,7 +73,11 @@ static void run_kernel(const char *name, const kvbm_args *a) {
       const int64_t src = block(a, 0, a->src_ids, i), dst = block(a, 1, a->dst_ids, i);
       const Place at = {p->src_offset + src * a->src_id_stride, p->dst_offset + dst * a->dst_id_stride,
                         p->src_table_offset + src * a->src_id_table, p->dst_table_offset + dst * a->dst_id_table};
-      if (src >= 0 && dst >= 0) walk(a, p, 0, unit, at);
+      if (src == -1 || dst == -1) continue;
+      if (src >= 0 && dst >= 0 && src < a->src_blocks && dst < a->dst_blocks)
+        walk(a, p, 0, unit, at);
+      else if (a->fault)
+        *(uint32_t *)a->fault = i + 1;
     }
   }
 }
@@ -166,3 +172,40 @@ int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t fl
   *found = !strcmp(name, "cuMemcpyBatchAsync") && version >= 13000 && version <= knob("FAKE_VERSION", 13000) ? memcpy_batch : NULL;
   return 0;
 }
+int cuEventSynchronize(Handle event) { return 0; }
+int cuEventElapsedTime(float *ms, Handle from, Handle to) { return *ms = 1, 0; }
+int cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) { return 0; }
+int cuStreamGetCtx(Handle stream, Handle *found) { return *found = (Handle)0x1234, 0; }
+int cuStreamGetCaptureInfo_v2(Handle stream, int *status, uint64_t *id, Handle *graph, const Handle **edges, size_t *count) { return *status = 0, 0; }
+int cuUserObjectCreate(Handle *made, void *what, void (*destroy)(void *), unsigned count, unsigned flags) { return *made = what, 0; }
+int cuGraphRetainUserObject(Handle graph, Handle object, unsigned count, unsigned flags) { return 0; }
+int cuDeviceCanAccessPeer(int *can, int device, int peer) { return *can = 1, 0; }
+int cuCtxEnablePeerAccess(Handle peer, unsigned flags) { return 0; }
+typedef struct {
+  size_t src_x, src_y;
+  int src_type;
+  const void *src_host;
+  Address src_device;
+  Handle src_array;
+  size_t src_pitch, dst_x, dst_y;
+  int dst_type;
+  void *dst_host;
+  Address dst_device;
+  Handle dst_array;
+  size_t dst_pitch, width, height;
+} Copy2D;
+int cuMemcpy2DAsync_v2(const Copy2D *c, Handle stream) {
+  ++copies_2d;
+  for (size_t row = 0; row < c->height; ++row)
+    submit((Work){.kind = COPY,
+                  .to = (char *)c->dst_device + row * c->dst_pitch,
+                  .from = (char *)c->src_device + row * c->src_pitch,
+                  .bytes = c->width});
+  return 0;
+}
+int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
+  const int status = knob("FAKE_REGISTER", 0);
+  if (!status) ++registered;
+  return status;
+}
+int cuMemHostUnregister(void *memory) { return --registered, 0; }

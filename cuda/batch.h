@@ -1,0 +1,33 @@
+// batch.h: what launches and host runs both ask of a batch and its ids.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kvbm.h"
+
+namespace kvbm_driver {
+
+inline bool is_kernel(int kernel) { return kernel >= 0 && kernel < kvbm_num_kernels; }
+
+inline int64_t id_at(const void* ids, uint32_t id_bytes, int64_t i) {
+  if (!ids) return i;
+  return id_bytes == 4 ? static_cast<const int32_t*>(ids)[i] : static_cast<const int64_t*>(ids)[i];
+}
+
+// Writes ids with `to` bytes each; no ids stand for 0, 1, 2, ….
+inline void write_ids(void* out, uint32_t to, const void* ids, uint32_t from, uint32_t count) {
+  if (ids && from == to) {
+    memcpy(out, ids, static_cast<size_t>(count) * to);
+  } else if (to == 4) {
+    auto* narrow = static_cast<int32_t*>(out);
+    for (uint32_t i = 0; i < count; ++i) narrow[i] = static_cast<int32_t>(id_at(ids, from, i));
+  } else {
+    auto* wide = static_cast<int64_t*>(out);
+    for (uint32_t i = 0; i < count; ++i) wide[i] = id_at(ids, from, i);
+  }
+}
+
+inline bool is_batch(const kvbm_batch* batch) { return batch->id_bytes == 0 || batch->id_bytes == 4 || batch->id_bytes == 8; }
+
+}  // namespace kvbm_driver

@@ -1,0 +1,251 @@
+// driver.cpp: finds the CUDA driver, starts it, opens devices, and says what its statuses mean.
+#include "driver.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <climits>
+#include <new>
+
+namespace kvbm_driver {
+
+Driver driver;
+thread_local const char* last_call = "";
+Device* devices = nullptr;
+int num_devices = 0;
+
+// ---- loading and starting the driver, and what fork() does to it ---------------------------------------------------
+
+enum : int { kUnset = INT_MIN };
+std::atomic<int> load_status{kUnset};   // libcuda.so.1 is open and its functions are known
+std::atomic<int> start_status{kUnset};  // cuInit has run
+std::atomic<bool> start_begun{false};
+std::once_flag load_once, start_once;
+
+int load_functions() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (!library) return check("dlopen(\"libcuda.so.1\")", KVBM_NO_DRIVER);
+  // Below CUDA 12 there is no cuGetProcAddress_v2; the exported symbols do for everything but the batch.
+  using GetProcAddress = int (*)(const char*, void**, int, uint64_t, int*);
+  auto get_proc_address = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
+  // A request for a version above the driver's is refused.  12000 covers every prototype above but cuFuncLoad (12.4).
+  auto find = [&](const char* name, const char* symbol, int version) -> void* {
+    void* found = nullptr;
+    if (get_proc_address && get_proc_address(name, &found, version, 0, nullptr) != KVBM_OK) found = nullptr;
+    return found ? found : dlsym(library, symbol);
+  };
+#define KVBM_FIND(name, suffix, needed, parameters)                                              \
+  driver.name = reinterpret_cast<int(*) parameters>(find("cu" #name, "cu" #name suffix, 12000)); \
+  if ((needed) && !driver.name) return check("dlsym(\"cu" #name suffix "\")", KVBM_NO_DRIVER);
+  KVBM_DRIVER_FUNCTIONS(KVBM_FIND)
+#undef KVBM_FIND
+  RETURN_IF_FAILED(CU(DriverGetVersion, &driver.version));
+  // One name, two ABIs: the version asked for decides which one comes back, and dlsym's symbols tell them apart too.
+  if (driver.version >= 13000)
+    driver.MemcpyBatchAsyncV2 = reinterpret_cast<BatchV2>(find("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2", 13000));
+  if (driver.version >= 12080 && !driver.MemcpyBatchAsyncV2)
+    driver.MemcpyBatchAsyncV1 = reinterpret_cast<BatchV1>(find("cuMemcpyBatchAsync", "cuMemcpyBatchAsync", 12080));
+  return KVBM_OK;
+}
+
+int load() {
+  int status = load_status.load(std::memory_order_acquire);
+  if (status != kUnset) return status == KVBM_OK ? status : check("dlopen(\"libcuda.so.1\")", status);
+  try {
+    std::call_once(load_once, [] { load_status.store(load_functions(), std::memory_order_release); });
+  } catch (...) {
+    return check("std::call_once", KVBM_NO_MEMORY);
+  }
+  return load_status.load(std::memory_order_acquire);
+}
+
+// A child inherits the driver's state but not its threads: every further call would fail or hang.
+void in_forked_child() {
+  if (start_begun.load(std::memory_order_relaxed)) start_status.store(KVBM_FORKED, std::memory_order_relaxed);
+}
+
+// ---- devices -------------------------------------------------------------------------------------------------------
+
+int start() {
+  const int status = start_status.load(std::memory_order_acquire);
+  if (__builtin_expect(status == KVBM_OK, 1)) return KVBM_OK;
+  if (status != kUnset) return check(status == KVBM_FORKED ? "fork" : "cuInit", status);
+  RETURN_IF_FAILED(load());
+  try {
+    std::call_once(start_once, [] {
+      pthread_atfork(nullptr, nullptr, in_forked_child);
+      start_begun.store(true, std::memory_order_relaxed);
+      int result = CU(Init, 0);
+      if (result == KVBM_OK) result = CU(DeviceGetCount, &num_devices);
+      if (result == KVBM_OK && num_devices > 0) {
+        devices = new (std::nothrow) Device[static_cast<size_t>(num_devices)];
+        if (!devices) result = check("malloc", KVBM_NO_MEMORY);
+      }
+      start_status.store(result, std::memory_order_release);
+    });
+  } catch (...) {
+    return check("std::call_once", KVBM_NO_MEMORY);
+  }
+  return start_status.load(std::memory_order_acquire);
+}
+
+int open_slowly(Device* device, int ordinal) {
+  std::lock_guard<std::mutex> lock(device->mutex);
+  if (device->is_open.load(std::memory_order_relaxed)) return KVBM_OK;
+  RelaxedCapture relaxed;
+  RETURN_IF_FAILED(CU(DeviceGet, &device->handle, ordinal));
+  RETURN_IF_FAILED(CU(DeviceGetAttribute, &device->sms, kMultiprocessors, device->handle));
+  // Kept if a later step fails, so that a second attempt does not retain again.
+  if (!device->context) RETURN_IF_FAILED(CU(DevicePrimaryCtxRetain, &device->context, device->handle));
+  Current current;
+  RETURN_IF_FAILED(current.enter(device->context));
+  if (!device->private_stream) RETURN_IF_FAILED(CU(StreamCreate, &device->private_stream, kStreamNonBlocking));
+  const auto kernels = static_cast<size_t>(kvbm_num_kernels);
+  if (!device->functions) device->functions = new (std::nothrow) std::atomic<Handle>[kernels + 1]();
+  if (!device->modules) device->modules = new (std::nothrow) Handle[static_cast<size_t>(kvbm_num_images) + 1]();
+  if (!device->functions || !device->modules) return check("malloc", KVBM_NO_MEMORY);
+  device->is_open.store(true, std::memory_order_release);
+  return KVBM_OK;
+}
+
+// ---- status codes --------------------------------------------------------------------------------------------------
+
+struct Status {
+  int code;
+  const char *name, *text;
+};
+
+// Those that a caller can do something about; the driver explains the rest.
+constexpr Status kStatuses[] = {
+    {KVBM_OK, "CUDA_SUCCESS", "No error."},
+    {KVBM_NO_DRIVER, "KVBM_NO_DRIVER",
+     "There is no usable NVIDIA driver: libcuda.so.1 cannot be loaded or is too old. Install the driver (in a "
+     "container: "
+     "start it with the GPUs), or use CPU arrays."},
+    {KVBM_NOT_BUILT, "KVBM_NOT_BUILT",
+     "kvbm was built without CUDA kernels. Reinstall it with nvcc at hand (KVBM_REQUIRE_CUDA=1 turns its absence into "
+     "a build error), or use CPU arrays."},
+    {KVBM_TOO_LARGE, "KVBM_TOO_LARGE", "An index of this copy does not fit 31 bits. Copy fewer blocks at a time."},
+    {KVBM_NO_FUNCTION, "KVBM_NO_FUNCTION",
+     "The NVIDIA driver lacks cuMemcpyBatchAsync. Update the driver to one of CUDA 12.8 or later, or use the backend "
+     "'async' or 'auto'."},
+    {KVBM_NO_MEMORY, "KVBM_NO_MEMORY", "Host memory is exhausted."},
+    {KVBM_FORKED, "KVBM_FORKED",
+     "CUDA was used in this process before it forked, and CUDA does not survive fork(). Start the child with the "
+     "'spawn' or 'forkserver' method, or use CUDA only after the fork."},
+    {KVBM_LEGACY_STREAM, "KVBM_LEGACY_STREAM",
+     "cuMemcpyBatchAsync does not run on the legacy default stream. Pass a stream of your own, or use the backend "
+     "'async' or 'auto'."},
+    {1, "CUDA_ERROR_INVALID_VALUE", "An argument is invalid: an address, a size or a stream."},
+    {2, "CUDA_ERROR_OUT_OF_MEMORY", "The GPU's memory (or the host's pinned memory) is exhausted. Free some, or copy less."},
+    {3, "CUDA_ERROR_NOT_INITIALIZED",
+     "The driver is not initialised in this process, which is what a fork() after the first use of CUDA leads to. "
+     "Start the child with the 'spawn' or 'forkserver' method."},
+    {4, "CUDA_ERROR_DEINITIALIZED", "The driver is shutting down with the process."},
+    {34, "CUDA_ERROR_STUB_LIBRARY",
+     "The libcuda.so.1 found is the toolkit's stub, not a driver. Remove the stubs folder from LD_LIBRARY_PATH."},
+    {100, "CUDA_ERROR_NO_DEVICE",
+     "There is a driver but no GPU that this process may use. Look at nvidia-smi and CUDA_VISIBLE_DEVICES."},
+    {101, "CUDA_ERROR_INVALID_DEVICE", "There is no GPU with this number. CUDA_VISIBLE_DEVICES renumbers them from 0."},
+    {200, "CUDA_ERROR_INVALID_IMAGE",
+     "The driver cannot read the compiled kernels. It may be older than the CUDA toolkit that built them: update the "
+     "driver, or rebuild with its toolkit."},
+    {201, "CUDA_ERROR_INVALID_CONTEXT", "The device's CUDA context is not valid (was the device reset?). Restart the process."},
+    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU",
+     "No kernel image was built for this GPU. Rebuild with CUDA_ARCHS naming its compute capability, e.g. "
+     "CUDA_ARCHS=90."},
+    {218, "CUDA_ERROR_INVALID_PTX",
+     "The driver cannot compile the embedded PTX. Update the driver, or rebuild with CUDA_ARCHS "
+     "naming this GPU's compute capability."},
+    {222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+     "The embedded PTX is newer than the driver, and no image was built for this GPU. Update the driver, or rebuild "
+     "with "
+     "CUDA_ARCHS naming its compute capability."},
+    {400, "CUDA_ERROR_INVALID_HANDLE", "A handle is invalid: is the stream still alive, and of this device?"},
+    {500, "CUDA_ERROR_NOT_FOUND",
+     "The kernel is not in its image: kernels and images come from different builds. Reinstall kvbm."},
+    {700, "CUDA_ERROR_ILLEGAL_ADDRESS",
+     "A kernel, this one's or any earlier one of the process, accessed memory it may not. The CUDA context is lost: "
+     "restart "
+     "the process, and look for the culprit with compute-sanitizer or CUDA_LAUNCH_BLOCKING=1."},
+    {701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "The kernel needs more registers or shared memory than the GPU has."},
+    {719, "CUDA_ERROR_LAUNCH_FAILED",
+     "An earlier kernel of the process failed. The CUDA context is lost: restart the process, and look for the culprit "
+     "with "
+     "compute-sanitizer or CUDA_LAUNCH_BLOCKING=1."},
+    {801, "CUDA_ERROR_NOT_SUPPORTED", "The driver or this GPU does not support the operation."},
+    {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+     "The kernel module and libcuda.so.1 are of different versions. Reboot, or reinstall the driver."},
+    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "The operation cannot be captured into a graph."},
+    {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "An earlier call has invalidated the stream's graph capture."},
+    {906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
+     "The legacy default stream cannot be used while another stream captures a graph. Pass the capturing stream."},
+};
+
+const Status* find_status(int code) {
+  for (const Status& status : kStatuses)
+    if (status.code == code) return &status;
+  return nullptr;
+}
+
+bool is_loaded() { return load_status.load(std::memory_order_acquire) == KVBM_OK; }
+
+}  // namespace kvbm_driver
+
+using namespace kvbm_driver;
+
+extern "C" {
+
+const char* kvbm_last_call(void) { return last_call; }
+
+const char* kvbm_status_name(int status) {
+  if (const Status* known = find_status(status)) return known->name;
+  const char* name = nullptr;
+  if (is_loaded() && driver.GetErrorName(status, &name) == KVBM_OK && name) return name;
+  return "CUDA_ERROR_UNKNOWN";
+}
+
+const char* kvbm_status_text(int status) {
+  if (const Status* known = find_status(status)) return known->text;
+  const char* text = nullptr;
+  if (is_loaded() && driver.GetErrorString(status, &text) == KVBM_OK && text) return text;
+  return "The driver knows no more about this error.";
+}
+
+int kvbm_driver_version(int* version) {
+  *version = 0;
+  RETURN_IF_FAILED(load());
+  *version = driver.version;
+  return KVBM_OK;
+}
+
+int kvbm_device_count(int* count) {
+  *count = 0;
+  RETURN_IF_FAILED(start());
+  *count = num_devices;
+  return KVBM_OK;
+}
+
+int kvbm_device_info(int device, char* name, int name_bytes, int* major, int* minor, int* sms, uint64_t* memory) {
+  RETURN_IF_FAILED(start());
+  if (device < 0 || device >= num_devices) return check("cuDeviceGet", kInvalidDevice);
+  int handle = 0;
+  size_t bytes = 0;
+  RETURN_IF_FAILED(CU(DeviceGet, &handle, device));
+  RETURN_IF_FAILED(CU(DeviceGetName, name, name_bytes, handle));
+  RETURN_IF_FAILED(CU(DeviceGetAttribute, major, kMajor, handle));
+  RETURN_IF_FAILED(CU(DeviceGetAttribute, minor, kMinor, handle));
+  RETURN_IF_FAILED(CU(DeviceGetAttribute, sms, kMultiprocessors, handle));
+  RETURN_IF_FAILED(CU(DeviceTotalMem, &bytes, handle));
+  *memory = bytes;
+  return KVBM_OK;
+}
+
+int kvbm_synchronize(int device, uint64_t stream) {
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  return CU(StreamSynchronize, reinterpret_cast<Stream>(stream));
+}
+
+}  // extern "C"

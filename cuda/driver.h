@@ -1,0 +1,219 @@
+// driver.h: the CUDA driver as the runtime's files see it; what runs on the GPU and the extension never include it.
+//
+// Nothing of CUDA is linked or included.  The driver's functions are looked up in libcuda.so.1 at first use, so the
+// extension imports on any machine and a missing driver is a status code.  Nothing here throws across the C ABI and
+// nothing aborts.
+//
+// What lives until the process ends, on purpose: the retained primary contexts, the loaded images, the rings' slots.
+// Tearing them down in a static destructor would race with the driver's own shutdown.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <mutex>
+
+#include "kvbm.h"
+
+namespace kvbm_driver {
+
+// ---- the driver's types and functions, as far as they are needed ---------------------------------------------------
+
+using Stream = void*;
+using Handle = void*;  // context, module, function, event
+using Address = unsigned long long;
+
+enum : int {
+  kInvalidValue = 1,
+  kInvalidDevice = 101,
+  kInvalidContext = 201,
+  kNotReady = 600,
+  kNotSupported = 801,
+  kCaptureUnsupported = 900,
+};
+
+enum : int { kMultiprocessors = 16, kMajor = 75, kMinor = 76 };                     // CUdevice_attribute
+enum : int { kPointerMemoryType = 2, kPointerIsManaged = 8, kPointerOrdinal = 9 };  // CUpointer_attribute
+enum : unsigned { kMemoryHost = 1 };                                                // CUmemorytype
+enum : int { kMaxDynamicShared = 8 };                                               // CUfunction_attribute
+enum : unsigned { kHostPortable = 1, kStreamNonBlocking = 1, kEventNoTiming = 2 };
+enum : int { kCaptureRelaxed = 2 };  // CUstreamCaptureMode
+
+struct Location {
+  int type, id;
+};
+struct CopyAttributes {  // CUmemcpyAttributes
+  int source_order;      // 1: in stream order
+  Location source, destination;
+  unsigned flags;
+};
+
+struct Copy2D {  // CUDA_MEMCPY2D
+  size_t src_x, src_y;
+  int src_type;  // CUmemorytype; 4: whatever the address says
+  const void* src_host;
+  Address src_device;
+  Handle src_array;
+  size_t src_pitch;
+  size_t dst_x, dst_y;
+  int dst_type;
+  void* dst_host;
+  Address dst_device;
+  Handle dst_array;
+  size_t dst_pitch;
+  size_t width, height;
+};
+
+using BatchV1 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*, Stream);
+using BatchV2 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t, Stream);
+
+// X(name, suffix of the exported symbol, needed, parameters).  The suffix names the ABI of the prototype, for drivers
+// without cuGetProcAddress.
+#define KVBM_DRIVER_FUNCTIONS(X)                                                                            \
+  X(Init, "", true, (unsigned))                                                                             \
+  X(DriverGetVersion, "", true, (int*))                                                                     \
+  X(GetErrorName, "", true, (int, const char**))                                                            \
+  X(GetErrorString, "", true, (int, const char**))                                                          \
+  X(DeviceGet, "", true, (int*, int))                                                                       \
+  X(DeviceGetCount, "", true, (int*))                                                                       \
+  X(DeviceGetName, "", true, (char*, int, int))                                                             \
+  X(DeviceGetAttribute, "", true, (int*, int, int))                                                         \
+  X(DeviceTotalMem, "_v2", true, (size_t*, int))                                                            \
+  X(DevicePrimaryCtxRetain, "", true, (Handle*, int))                                                       \
+  X(CtxGetCurrent, "", true, (Handle*))                                                                     \
+  X(CtxPushCurrent, "_v2", true, (Handle))                                                                  \
+  X(CtxPopCurrent, "_v2", true, (Handle*))                                                                  \
+  X(ModuleLoadData, "", true, (Handle*, const void*))                                                       \
+  X(ModuleGetFunction, "", true, (Handle*, Handle, const char*))                                            \
+  X(FuncLoad, "", false, (Handle))                                                                          \
+  X(FuncSetAttribute, "", true, (Handle, int, int))                                                         \
+  X(LaunchKernel, "", true,                                                                                 \
+    (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**)) \
+  X(MemAlloc, "_v2", true, (Address*, size_t))                                                              \
+  X(MemFree, "_v2", true, (Address))                                                                        \
+  X(MemHostAlloc, "", true, (void**, size_t, unsigned))                                                     \
+  X(MemFreeHost, "", true, (void*))                                                                         \
+  X(MemcpyHtoDAsync, "_v2", true, (Address, const void*, size_t, Stream))                                   \
+  X(MemcpyAsync, "", true, (Address, Address, size_t, Stream))                                              \
+  X(PointerGetAttributes, "", true, (unsigned, int*, void**, Address))                                      \
+  X(StreamCreate, "", true, (Stream*, unsigned))                                                            \
+  X(StreamSynchronize, "", true, (Stream))                                                                  \
+  X(StreamIsCapturing, "", true, (Stream, int*))                                                            \
+  X(ThreadExchangeStreamCaptureMode, "", true, (int*))                                                      \
+  X(EventCreate, "", true, (Handle*, unsigned))                                                             \
+  X(EventRecord, "", true, (Handle, Stream))                                                                \
+  X(EventQuery, "", true, (Handle))                                                                         \
+  X(EventDestroy, "_v2", true, (Handle))                                                                    \
+  X(EventSynchronize, "", true, (Handle))                                                                   \
+  X(EventElapsedTime, "", true, (float*, Handle, Handle))                                                   \
+  X(StreamWaitEvent, "", true, (Stream, Handle, unsigned))                                                  \
+  X(StreamGetCtx, "", true, (Stream, Handle*))                                                              \
+  X(StreamGetCaptureInfo, "_v2", true, (Stream, int*, uint64_t*, Handle*, const Handle**, size_t*))         \
+  X(UserObjectCreate, "", true, (Handle*, void*, void (*)(void*), unsigned, unsigned))                      \
+  X(GraphRetainUserObject, "", true, (Handle, Handle, unsigned, unsigned))                                  \
+  X(DeviceCanAccessPeer, "", true, (int*, int, int))                                                        \
+  X(CtxEnablePeerAccess, "", true, (Handle, unsigned))                                                      \
+  X(Memcpy2DAsync, "_v2", true, (const Copy2D*, Stream))                                                    \
+  X(MemHostRegister, "_v2", true, (void*, size_t, unsigned))                                                \
+  X(MemHostUnregister, "", true, (void*))
+
+struct Driver {
+#define KVBM_POINTER(name, suffix, needed, parameters) int(*name) parameters;
+  KVBM_DRIVER_FUNCTIONS(KVBM_POINTER)
+#undef KVBM_POINTER
+  BatchV1 MemcpyBatchAsyncV1;  // CUDA 12.8: reports the failing index
+  BatchV2 MemcpyBatchAsyncV2;  // CUDA 13.0: does not
+  int version;
+};
+
+extern Driver driver;  // written once, under load_once; all zero before
+
+extern thread_local const char* last_call;
+
+// Every status passes through here, so that an error can name the call.
+inline int check(const char* call, int status) {
+  if (__builtin_expect(status != KVBM_OK, 0)) last_call = call;
+  return status;
+}
+
+// Calls a driver function: CU(MemAlloc, &address, bytes).
+#define CU(name, ...) check("cu" #name, driver.name(__VA_ARGS__))
+#define RETURN_IF_FAILED(expression)                      \
+  do {                                                    \
+    if (const int status_ = (expression)) return status_; \
+  } while (0)
+
+// ---- devices -------------------------------------------------------------------------------------------------------
+
+struct Slot;  // of the ring that carries ids and tables (launch.cpp)
+
+struct Device {
+  std::mutex mutex;  // guards opening the device and loading images and functions
+  std::atomic<bool> is_open{false};
+  int handle = 0, sms = 0;
+  Handle context = nullptr;
+  Stream private_stream = nullptr;  // for uploads that must not wait behind the caller's work
+  Handle* modules = nullptr;        // one an image; null until loaded
+  bool images_loaded = false;
+  std::atomic<Handle>* functions = nullptr;  // one a kernel; read without a lock
+  std::mutex ring_mutex;
+  Slot* newest = nullptr;  // circular: newest->next is the slot used longest ago
+};
+
+extern Device* devices;
+extern int num_devices;
+
+int load();   // libcuda.so.1 is open and its functions are known
+int start();  // and cuInit has run
+int open_slowly(Device* device, int ordinal);
+
+// Makes a device's context current for a scope.  Where it already is (torch's case) that is one cheap question.
+class Current {
+ public:
+  Current() = default;
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+  ~Current() {
+    Handle popped;
+    if (pushed_) driver.CtxPopCurrent(&popped);
+  }
+  int enter(Handle context) {
+    Handle now = nullptr;
+    RETURN_IF_FAILED(CU(CtxGetCurrent, &now));
+    if (now == context) return KVBM_OK;
+    RETURN_IF_FAILED(CU(CtxPushCurrent, context));
+    pushed_ = true;
+    return KVBM_OK;
+  }
+
+ private:
+  bool pushed_ = false;
+};
+
+// While another stream captures a graph in the default mode, allocating, loading and querying would break that
+// capture; they are safe for it, as none of them orders anything against the captured work.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { driver.ThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { driver.ThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  int mode_ = kCaptureRelaxed;
+};
+
+// The device with this ordinal, its context current until `current` goes out of scope.
+inline int open(int ordinal, Device** out, Current* current) {
+  RETURN_IF_FAILED(start());
+  if (ordinal < 0 || ordinal >= num_devices) return check("cuDeviceGet", kInvalidDevice);
+  Device* device = &devices[ordinal];
+  if (!device->is_open.load(std::memory_order_acquire)) RETURN_IF_FAILED(open_slowly(device, ordinal));
+  *out = device;
+  return current->enter(device->context);
+}
+
+int find_kernel(Device* device, int kernel, Handle* function);  // launch.cpp
+
+inline bool is_legacy(uint64_t stream) { return stream <= 1; }  // the null stream and CU_STREAM_LEGACY
+
+}  // namespace kvbm_driver

@@ -1,0 +1,256 @@
+// launch.cpp: kernels, from embedded images to launches; and the ring that carries what their parameters cannot.
+#include <string.h>
+
+#include <algorithm>
+#include <new>
+
+#include "batch.h"
+#include "driver.h"
+
+namespace kvbm_driver {
+
+// A pair of buffers that carries ids and tables to the device, and the event after which it may be used again.
+struct Slot {
+  void* host;
+  Address device;
+  size_t capacity;
+  Handle event;
+  enum { kFree, kTaken, kInFlight, kLost } state;  // kTaken: one thread fills it.  kLost: its event failed; never again
+  Slot* next;
+};
+
+// ---- images and kernels --------------------------------------------------------------------------------------------
+
+// With device->mutex held and the context current.
+int load_kernel(Device* device, int kernel) {
+  if (kvbm_num_images == 0) return check("kvbm_images", KVBM_NOT_BUILT);
+  if (!device->images_loaded) {
+    for (int i = 0; i < kvbm_num_images; ++i)
+      if (!device->modules[i]) RETURN_IF_FAILED(CU(ModuleLoadData, &device->modules[i], kvbm_images[i].data));
+    device->images_loaded = true;
+  }
+  if (device->functions[kernel].load(std::memory_order_relaxed)) return KVBM_OK;
+  const kvbm_kernel& entry = kvbm_kernels[kernel];
+  if (entry.image < 0 || entry.image >= kvbm_num_images) return check(entry.name, KVBM_NOT_BUILT);
+  Handle function = nullptr;
+  RETURN_IF_FAILED(CU(ModuleGetFunction, &function, device->modules[entry.image], entry.name));
+  // Under lazy loading the code would move to the device at the first launch, which can wait behind a running kernel.
+  if (driver.FuncLoad) RETURN_IF_FAILED(CU(FuncLoad, function));
+  device->functions[kernel].store(function, std::memory_order_release);
+  return KVBM_OK;
+}
+
+int find_kernel(Device* device, int kernel, Handle* function) {
+  *function = device->functions[kernel].load(std::memory_order_acquire);
+  if (__builtin_expect(*function != nullptr, 1)) return KVBM_OK;
+  std::lock_guard<std::mutex> lock(device->mutex);
+  RelaxedCapture relaxed;
+  RETURN_IF_FAILED(load_kernel(device, kernel));
+  *function = device->functions[kernel].load(std::memory_order_relaxed);
+  return KVBM_OK;
+}
+
+// ---- the ring ------------------------------------------------------------------------------------------------------
+
+enum : size_t { kSmallestSlot = 16 << 10 };
+enum : int { kMostQueries = 4 };  // of the slots used longest ago, before a new one is made
+
+void free_slot(Slot* slot) {
+  if (slot->event) driver.EventDestroy(slot->event);
+  if (slot->device) driver.MemFree(slot->device);
+  if (slot->host) driver.MemFreeHost(slot->host);
+  delete slot;
+}
+
+int make_slot(size_t bytes, Slot** out) {
+  size_t capacity = kSmallestSlot;
+  while (capacity < bytes) capacity *= 2;
+  Slot* slot = new (std::nothrow) Slot{};
+  if (!slot) return check("malloc", KVBM_NO_MEMORY);
+  slot->capacity = capacity;
+  slot->state = Slot::kTaken;
+  int status = CU(MemHostAlloc, &slot->host, capacity, kHostPortable);
+  if (status == KVBM_OK) status = CU(MemAlloc, &slot->device, capacity);
+  if (status == KVBM_OK) status = CU(EventCreate, &slot->event, kEventNoTiming);
+  if (status != KVBM_OK) {
+    free_slot(slot);
+    return status;
+  }
+  *out = slot;
+  return KVBM_OK;
+}
+
+// A slot whose last upload and kernel are done, or a new one: the ring grows to what is in flight at once, and then
+// allocates no more.
+int take_slot(Device* device, size_t bytes, Slot** out) {
+  std::lock_guard<std::mutex> lock(device->ring_mutex);
+  int queries = 0;
+  if (device->newest) {
+    Slot* slot = device->newest;
+    do {
+      slot = slot->next;
+      if (slot->capacity < bytes || slot->state == Slot::kTaken || slot->state == Slot::kLost) continue;
+      if (slot->state == Slot::kInFlight) {
+        if (queries++ == kMostQueries) break;
+        const int status = driver.EventQuery(slot->event);
+        if (status == kNotReady) continue;
+        if (status != KVBM_OK) return check("cuEventQuery", status);  // an earlier failure, reported late
+      }
+      slot->state = Slot::kTaken;
+      device->newest = slot;
+      *out = slot;
+      return KVBM_OK;
+    } while (slot != device->newest);
+  }
+  Slot* slot = nullptr;
+  RETURN_IF_FAILED(make_slot(bytes, &slot));
+  slot->next = device->newest ? device->newest->next : slot;
+  if (device->newest) device->newest->next = slot;
+  device->newest = slot;
+  *out = slot;
+  return KVBM_OK;
+}
+
+void leave_slot(Device* device, Slot* slot, bool recorded) {
+  std::lock_guard<std::mutex> lock(device->ring_mutex);
+  slot->state = recorded ? Slot::kInFlight : Slot::kLost;
+}
+
+// ---- ids and tables ------------------------------------------------------------------------------------------------
+
+bool fit_32_bits(const int64_t* ids, uint32_t count) {
+  uint64_t bits = 0;
+  if (ids)
+    for (uint32_t i = 0; i < count; ++i) bits |= static_cast<uint64_t>(ids[i] ^ (ids[i] >> 63));
+  return bits <= static_cast<uint64_t>(INT32_MAX);
+}
+
+// The four fields of kvbm_args that are set per batch, in the order of inline_mask.
+enum { kSrcIds, kDstIds, kSrcTable, kDstTable, kFields };
+
+struct Fields {
+  size_t bytes[kFields] = {};   // 0: nothing to carry
+  size_t offset[kFields] = {};  // in the payload or in the slot
+  bool is_inline[kFields] = {};
+  size_t slot_bytes = 0;  // what did not fit
+  uint32_t id_bytes = 0;
+  bool same_ids = false;  // dst_ids are src_ids: carried once
+};
+
+constexpr size_t align_16(size_t bytes) { return (bytes + 15) & ~size_t{15}; }
+
+Fields place_fields(const kvbm_batch* batch) {
+  Fields f;
+  const size_t pairs = batch->num_pairs;
+  f.id_bytes = batch->src_ids || batch->dst_ids ? batch->id_bytes : 0;
+  if (f.id_bytes == 8 && fit_32_bits(static_cast<const int64_t*>(batch->src_ids), batch->num_pairs) &&
+      fit_32_bits(static_cast<const int64_t*>(batch->dst_ids), batch->num_pairs))
+    f.id_bytes = 4;
+  f.same_ids = batch->src_ids == batch->dst_ids;
+  f.bytes[kSrcIds] = pairs * f.id_bytes;
+  f.bytes[kDstIds] = f.same_ids ? 0 : pairs * f.id_bytes;
+  f.bytes[kSrcTable] = batch->src_table_device ? 0 : size_t{8} * batch->src_entries;
+  f.bytes[kDstTable] = batch->dst_table_device ? 0 : size_t{8} * batch->dst_entries;
+  size_t inlined = 0;
+  for (int i = 0; i < kFields; ++i) {
+    const size_t bytes = align_16(f.bytes[i]);
+    f.is_inline[i] = bytes > 0 && inlined + bytes <= KVBM_INLINE_BYTES;
+    size_t& end = f.is_inline[i] ? inlined : f.slot_bytes;
+    f.offset[i] = end;
+    end += bytes;
+  }
+  return f;
+}
+
+void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, const Slot* slot) {
+  uint64_t* const field[kFields] = {&args->src_ids, &args->dst_ids, &args->src_table, &args->dst_table};
+  const void* const source[kFields] = {batch->src_ids, batch->dst_ids, batch->src_table, batch->dst_table};
+  args->num_pairs = batch->num_pairs;
+  args->id_bytes = f.id_bytes;
+  args->inline_mask = 0;
+  args->src_ids = args->dst_ids = 0;
+  args->src_table = batch->src_table_device;
+  args->dst_table = batch->dst_table_device;
+  for (int i = 0; i < kFields; ++i) {
+    if (f.bytes[i] == 0) continue;
+    char* base = f.is_inline[i] ? reinterpret_cast<char*>(args->payload) : static_cast<char*>(slot->host);
+    void* out = base + f.offset[i];
+    if (i == kSrcIds || i == kDstIds)
+      write_ids(out, f.id_bytes, source[i], batch->id_bytes, batch->num_pairs);
+    else
+      memcpy(out, source[i], f.bytes[i]);
+    *field[i] = f.is_inline[i] ? f.offset[i] : slot->device + f.offset[i];
+    args->inline_mask |= static_cast<uint32_t>(f.is_inline[i]) << i;
+  }
+  if (f.same_ids && f.id_bytes) {
+    args->dst_ids = args->src_ids;
+    args->inline_mask |= (args->inline_mask & 1u) << 1;
+  }
+}
+
+int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, int sms, Stream stream) {
+  kvbm_grid grid = {};
+  RETURN_IF_FAILED(check(kernel.name, kernel.prepare(args, static_cast<uint32_t>(sms), &grid)));
+  if (grid.ctas == 0) return KVBM_OK;
+  if (grid.shared_bytes > 48 << 10)
+    RETURN_IF_FAILED(CU(FuncSetAttribute, function, kMaxDynamicShared, static_cast<int>(grid.shared_bytes)));
+  void* parameters[] = {args};
+  return CU(LaunchKernel, function, grid.ctas, 1, 1, grid.threads_x, grid.threads_y, 1, grid.shared_bytes, stream, parameters,
+            nullptr);
+}
+
+// The batch whose ids or tables do not fit the kernel's parameters.
+int launch_with_slot(Device* device, Handle function, int kernel, kvbm_args* args, const kvbm_batch* batch,
+                     const Fields& fields, Stream stream) {
+  RelaxedCapture relaxed;
+  int capturing = 0;
+  RETURN_IF_FAILED(CU(StreamIsCapturing, stream, &capturing));
+  // A captured upload reads its slot again at every replay, for as long as the graph lives, and nobody says when that
+  // ends: its slot stays outside the ring and is never released.
+  Slot* slot = nullptr;
+  RETURN_IF_FAILED(capturing ? make_slot(fields.slot_bytes, &slot) : take_slot(device, fields.slot_bytes, &slot));
+  write_fields(batch, fields, args, slot);
+  int status = CU(MemcpyHtoDAsync, slot->device, slot->host, fields.slot_bytes, stream);
+  if (status == KVBM_OK) status = launch(function, kvbm_kernels[kernel], args, device->sms, stream);
+  // Also after a failure: the copy may have been enqueued.
+  if (!capturing) leave_slot(device, slot, driver.EventRecord(slot->event, stream) == KVBM_OK);
+  return status;
+}
+
+}  // namespace kvbm_driver
+
+using namespace kvbm_driver;
+
+extern "C" {
+
+int kvbm_warm(int kernel, int device) {
+  if (kernel < -1 || kernel >= kvbm_num_kernels) return check("kvbm_warm", kInvalidValue);
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  if (kvbm_num_images == 0) return check("kvbm_images", KVBM_NOT_BUILT);
+  Handle function = nullptr;
+  const int first = kernel < 0 ? 0 : kernel, last = kernel < 0 ? kvbm_num_kernels : kernel + 1;
+  for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(opened, i, &function));
+  return KVBM_OK;
+}
+
+int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream) {
+  if (batch->num_pairs == 0) return KVBM_OK;
+  if (!is_kernel(kernel) || !is_batch(batch)) return check("kvbm_launch", kInvalidValue);
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  Handle function = nullptr;
+  RETURN_IF_FAILED(find_kernel(opened, kernel, &function));
+  kvbm_args copy;  // the payload's unused rest stays as it is: no kernel reads it
+  memcpy(&copy, args, offsetof(kvbm_args, payload));
+  const Fields fields = place_fields(batch);
+  auto* handle = reinterpret_cast<Stream>(stream);
+  if (__builtin_expect(fields.slot_bytes > 0, 0))
+    return launch_with_slot(opened, function, kernel, &copy, batch, fields, handle);
+  write_fields(batch, fields, &copy, nullptr);
+  return launch(function, kvbm_kernels[kernel], &copy, opened->sms, handle);
+}
+
+}  // extern "C"
