@@ -8,6 +8,8 @@
 
 namespace kvbm_driver {
 
+enum : int64_t { kSkip = -1 };  // the id of a pair that is left out
+
 inline bool is_kernel(int kernel) { return kernel >= 0 && kernel < kvbm_num_kernels; }
 
 inline int64_t id_at(const void* ids, uint32_t id_bytes, int64_t i) {

@@ -108,6 +108,52 @@ int open_slowly(Device* device, int ordinal) {
   return KVBM_OK;
 }
 
+// ---- events --------------------------------------------------------------------------------------------------------
+
+int take_event(Device* device, int timed, Handle* event) {
+  std::vector<Handle>& free = device->events[timed];
+  {
+    std::lock_guard<std::mutex> lock(device->events_mutex);
+    if (!free.empty()) {
+      *event = free.back();
+      free.pop_back();
+      return KVBM_OK;
+    }
+  }
+  RelaxedCapture relaxed;
+  return CU(EventCreate, event, timed ? 0u : static_cast<unsigned>(kEventNoTiming));
+}
+
+void give_event(Device* device, int timed, Handle event) {
+  try {
+    std::lock_guard<std::mutex> lock(device->events_mutex);
+    device->events[timed].push_back(event);
+  } catch (...) {
+    driver.EventDestroy(event);
+  }
+}
+
+// ---- graphs --------------------------------------------------------------------------------------------------------
+
+int capturing_graph(Stream stream, Handle* graph) {
+  enum { kActive = 1 };
+  int state = 0;
+  uint64_t id = 0;
+  *graph = nullptr;
+  // The legacy stream is never captured, and asking about it while another stream is breaks that capture.
+  if (is_legacy(reinterpret_cast<uint64_t>(stream))) return KVBM_OK;
+  RETURN_IF_FAILED(CU(StreamGetCaptureInfo, stream, &state, &id, graph, nullptr, nullptr));
+  if (state != kActive) *graph = nullptr;
+  return KVBM_OK;
+}
+
+int give_to_graph(Handle graph, void* object, void (*release)(void*)) {
+  enum { kNoDestructorSync = 1, kMove = 1 };
+  Handle owned = nullptr;
+  RETURN_IF_FAILED(CU(UserObjectCreate, &owned, object, release, 1, kNoDestructorSync));
+  return CU(GraphRetainUserObject, graph, owned, 1, kMove);
+}
+
 // ---- status codes --------------------------------------------------------------------------------------------------
 
 struct Status {
@@ -246,6 +292,96 @@ int kvbm_synchronize(int device, uint64_t stream) {
   Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
   return CU(StreamSynchronize, reinterpret_cast<Stream>(stream));
+}
+
+int kvbm_event_take(int device, int timed, uint64_t* event) {
+  *event = 0;
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  Handle taken = nullptr;
+  RETURN_IF_FAILED(take_event(opened, timed != 0, &taken));
+  *event = reinterpret_cast<uint64_t>(taken);
+  return KVBM_OK;
+}
+
+void kvbm_event_give(int device, int timed, uint64_t event) {
+  // After a fork there is no driver to talk to; the event is its parent's.
+  if (event && start() == KVBM_OK) give_event(&devices[device], timed != 0, reinterpret_cast<Handle>(event));
+}
+
+int kvbm_event_record(int device, uint64_t event, uint64_t stream) {
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  return CU(EventRecord, reinterpret_cast<Handle>(event), reinterpret_cast<Stream>(stream));
+}
+
+int kvbm_event_query(int device, uint64_t event, int* is_done) {
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  RelaxedCapture relaxed;
+  const int status = driver.EventQuery(reinterpret_cast<Handle>(event));
+  *is_done = status == KVBM_OK;
+  return status == kNotReady ? KVBM_OK : check("cuEventQuery", status);
+}
+
+int kvbm_event_synchronize(int device, uint64_t event) {
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  RelaxedCapture relaxed;
+  return CU(EventSynchronize, reinterpret_cast<Handle>(event));
+}
+
+int kvbm_event_elapsed(int device, uint64_t from, uint64_t to, float* milliseconds) {
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  return CU(EventElapsedTime, milliseconds, reinterpret_cast<Handle>(from), reinterpret_cast<Handle>(to));
+}
+
+int kvbm_stream_wait(int device, uint64_t stream, uint64_t event) {
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  return CU(StreamWaitEvent, reinterpret_cast<Stream>(stream), reinterpret_cast<Handle>(event), 0);
+}
+
+int kvbm_stream_device(uint64_t stream, int* device) {
+  *device = -1;
+  RETURN_IF_FAILED(start());
+  if (stream <= 2) return KVBM_OK;  // the default streams are of whichever device is current
+  Handle context = nullptr;
+  RETURN_IF_FAILED(CU(StreamGetCtx, reinterpret_cast<Stream>(stream), &context));
+  for (int i = 0; i < num_devices; ++i)
+    if (devices[i].is_open.load(std::memory_order_acquire) && devices[i].context == context) *device = i;
+  return KVBM_OK;
+}
+
+int kvbm_is_capturing(int device, uint64_t stream, int* capturing) {
+  *capturing = 0;
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  Handle graph = nullptr;
+  RETURN_IF_FAILED(capturing_graph(reinterpret_cast<Stream>(stream), &graph));
+  *capturing = graph != nullptr;
+  return KVBM_OK;
+}
+
+int kvbm_enable_peer(int device, int peer, int* can) {
+  enum { kAlreadyEnabled = 704 };
+  *can = 0;
+  Current current, other;
+  Device *opened = nullptr, *reached = nullptr;
+  RETURN_IF_FAILED(open(peer, &reached, &other));
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(CU(DeviceCanAccessPeer, can, opened->handle, reached->handle));
+  if (!*can) return KVBM_OK;
+  const int status = driver.CtxEnablePeerAccess(reached->context, 0);
+  return status == kAlreadyEnabled ? KVBM_OK : check("cuCtxEnablePeerAccess", status);
 }
 
 }  // extern "C"

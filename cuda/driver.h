@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstddef>
 #include <mutex>
+#include <vector>
 
 #include "kvbm.h"
 
@@ -35,7 +36,7 @@ enum : int { kMultiprocessors = 16, kMajor = 75, kMinor = 76 };                 
 enum : int { kPointerMemoryType = 2, kPointerIsManaged = 8, kPointerOrdinal = 9 };  // CUpointer_attribute
 enum : unsigned { kMemoryHost = 1 };                                                // CUmemorytype
 enum : int { kMaxDynamicShared = 8 };                                               // CUfunction_attribute
-enum : unsigned { kHostPortable = 1, kStreamNonBlocking = 1, kEventNoTiming = 2 };
+enum : unsigned { kHostPortable = 1, kHostMapped = 2, kStreamNonBlocking = 1, kEventNoTiming = 2 };
 enum : int { kCaptureRelaxed = 2 };  // CUstreamCaptureMode
 
 struct Location {
@@ -96,6 +97,7 @@ using BatchV2 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, si
   X(MemcpyAsync, "", true, (Address, Address, size_t, Stream))                                              \
   X(PointerGetAttributes, "", true, (unsigned, int*, void**, Address))                                      \
   X(StreamCreate, "", true, (Stream*, unsigned))                                                            \
+  X(StreamDestroy, "_v2", true, (Stream))                                                                   \
   X(StreamSynchronize, "", true, (Stream))                                                                  \
   X(StreamIsCapturing, "", true, (Stream, int*))                                                            \
   X(ThreadExchangeStreamCaptureMode, "", true, (int*))                                                      \
@@ -157,6 +159,8 @@ struct Device {
   std::atomic<Handle>* functions = nullptr;  // one a kernel; read without a lock
   std::mutex ring_mutex;
   Slot* newest = nullptr;  // circular: newest->next is the slot used longest ago
+  std::mutex events_mutex;
+  std::vector<Handle> events[2];  // not in use; [1]: timed
 };
 
 extern Device* devices;
@@ -212,7 +216,18 @@ inline int open(int ordinal, Device** out, Current* current) {
   return current->enter(device->context);
 }
 
-int find_kernel(Device* device, int kernel, Handle* function);  // launch.cpp
+// launch.cpp, with the device's context current:
+int find_kernel(Device* device, int kernel, Handle* function);
+int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_batch* batch, Stream stream);
+
+// driver.cpp: the graph that a stream is being captured into, or null; and an object that lives as long as a graph.
+int capturing_graph(Stream stream, Handle* graph);
+int give_to_graph(Handle graph, void* object, void (*release)(void*));
+
+// driver.cpp: an event of the device that is not in use, and its way back.  What waits for it already is not disturbed by its
+// next use.
+int take_event(Device* device, int timed, Handle* event);
+void give_event(Device* device, int timed, Handle event);
 
 inline bool is_legacy(uint64_t stream) { return stream <= 1; }  // the null stream and CU_STREAM_LEGACY
 

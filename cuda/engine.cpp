@@ -1,67 +1,617 @@
-// engine.cpp: the driver's copy engines.
+// engine.cpp: transfers: by the copy engine, through a ring on the device, or by one kernel.
 #include <algorithm>
-#include <array>
+#include <climits>
 #include <memory>
+#include <mutex>
 #include <new>
+#include <vector>
 
+#include "batch.h"
 #include "driver.h"
 
 using namespace kvbm_driver;
 
 namespace {
 
-// ---- batched copies ------------------------------------------------------------------------------------------------
+// ---- submissions ---------------------------------------------------------------------------------------------------
 
-enum : uint64_t { kCopiesASubmission = 4096 };  // very large batches have crashed drivers
+enum : size_t { kCopiesASubmission = 4096 };  // very large batches have crashed drivers
+enum : uint64_t { kLargestPitch = INT32_MAX };
+// Rows at a stride beat as many copies of a batch (benchmarks/NOTES.md), but each such call costs 2 us between copies.
+enum : uint64_t { kRowsWorthACall = 512 << 10 };
 
-int copy_one_by_one(const uint64_t* dst, const uint64_t* src, const uint64_t* sizes, uint64_t size, uint64_t count,
-                    Stream stream) {
-  for (uint64_t i = 0; i < count; ++i) {
-    const uint64_t bytes = sizes ? sizes[i] : size;
-    if (bytes) RETURN_IF_FAILED(CU(MemcpyAsync, dst[i], src[i], bytes, stream));
+bool can_batch() { return driver.MemcpyBatchAsyncV2 || driver.MemcpyBatchAsyncV1; }
+
+// Ranges on their way to the driver: neighbours are merged, and as many as may be go in one call.
+class Submission {
+ public:
+  enum Mode { kOneByOne, kBatched };
+  Submission(Stream stream, Mode mode, bool merges, const uint64_t* cuts = nullptr, uint32_t num_cuts = 0)
+      : stream_(stream), mode_(mode), merges_(merges), cuts_(cuts), num_cuts_(num_cuts) {}
+
+  int range(Address dst, Address src, uint64_t bytes) {
+    while (uint64_t first = before_cut(dst, src, bytes)) {
+      RETURN_IF_FAILED(whole(dst, src, first));
+      dst += first;
+      src += first;
+      bytes -= first;
+    }
+    return whole(dst, src, bytes);
+  }
+
+  int rows(Address dst, Address src, uint64_t width, uint64_t count, uint64_t dst_pitch, uint64_t src_pitch) {
+    const uint64_t steps = count - 1;
+    const bool is_cut = before_cut(dst, src, steps * dst_pitch + width) || before_cut(dst, src, steps * src_pitch + width);
+    if (is_cut || count * width < kRowsWorthACall || dst_pitch > kLargestPitch || src_pitch > kLargestPitch ||
+        dst_pitch < width || src_pitch < width) {
+      for (uint64_t i = 0; i < count; ++i) RETURN_IF_FAILED(range(dst + i * dst_pitch, src + i * src_pitch, width));
+      return KVBM_OK;
+    }
+    Copy2D copy = {};
+    copy.src_type = copy.dst_type = kUnified;
+    copy.src_device = src;
+    copy.dst_device = dst;
+    copy.src_pitch = src_pitch;
+    copy.dst_pitch = dst_pitch;
+    copy.width = width;
+    copy.height = count;
+    ++submissions;
+    return CU(Memcpy2DAsync, &copy, stream_);
+  }
+
+  int flush() {
+    const size_t n = count_;
+    count_ = 0;
+    if (n == 0) return KVBM_OK;
+    if (mode_ == kOneByOne || n == 1) {
+      for (size_t i = 0; i < n; ++i) {
+        ++submissions;
+        RETURN_IF_FAILED(CU(MemcpyAsync, lists_.dst[i], lists_.src[i], lists_.bytes[i], stream_));
+      }
+      return KVBM_OK;
+    }
+    CopyAttributes attributes = {1, {0, 0}, {0, 0}, 0};
+    size_t attributes_from = 0, failed = 0;  // one entry an attribute, not one a copy
+    ++submissions;
+    const int status = driver.MemcpyBatchAsyncV2
+                           ? driver.MemcpyBatchAsyncV2(lists_.dst, lists_.src, lists_.bytes, n, &attributes, &attributes_from,
+                                                       1, stream_)
+                           : driver.MemcpyBatchAsyncV1(lists_.dst, lists_.src, lists_.bytes, n, &attributes, &attributes_from,
+                                                       1, &failed, stream_);
+    return check("cuMemcpyBatchAsync", status);
+  }
+
+  uint64_t submissions = 0;
+
+ private:
+  enum : int { kUnified = 4 };  // CUmemorytype: whatever the address says
+
+  // Bytes up to the first registration's end inside the range, on either side; 0: none.
+  uint64_t before_cut(Address dst, Address src, uint64_t bytes) const {
+    uint64_t first = 0;
+    for (uint32_t i = 0; i < num_cuts_; ++i)
+      for (const Address start : {dst, src})
+        if (start < cuts_[i] && cuts_[i] < start + bytes && (first == 0 || cuts_[i] - start < first)) first = cuts_[i] - start;
+    return first;
+  }
+
+  int whole(Address dst, Address src, uint64_t bytes) {
+    if (bytes == 0) return KVBM_OK;  // the driver takes no copies of nothing
+    if (merges_ && count_ > 0) {
+      const size_t last = count_ - 1;
+      const uint64_t held = lists_.bytes[last];
+      if (lists_.dst[last] + held == dst && lists_.src[last] + held == src && !is_cut_at(dst, src)) {
+        lists_.bytes[last] += bytes;
+        return KVBM_OK;
+      }
+    }
+    if (count_ == kCopiesASubmission) RETURN_IF_FAILED(flush());
+    lists_.dst[count_] = dst;
+    lists_.src[count_] = src;
+    lists_.bytes[count_++] = bytes;
+    return KVBM_OK;
+  }
+
+  bool is_cut_at(Address dst, Address src) const {
+    for (uint32_t i = 0; i < num_cuts_; ++i)
+      if (cuts_[i] == dst || cuts_[i] == src) return true;
+    return false;
+  }
+
+  struct Lists {
+    Address dst[kCopiesASubmission], src[kCopiesASubmission];
+    size_t bytes[kCopiesASubmission];
+  };
+  static thread_local Lists lists_;  // the driver takes no const arrays; between two calls of a thread nothing is in them
+  Stream stream_;
+  Mode mode_;
+  bool merges_;
+  const uint64_t* cuts_;
+  uint32_t num_cuts_;
+  size_t count_ = 0;
+};
+
+thread_local Submission::Lists Submission::lists_;
+
+// The batched call is refused on the legacy stream, and by a capture.
+int mode_for(Stream stream, Submission::Mode* mode) {
+  *mode = Submission::kOneByOne;
+  if (!can_batch() || is_legacy(reinterpret_cast<uint64_t>(stream))) return KVBM_OK;
+  Handle graph = nullptr;
+  RETURN_IF_FAILED(capturing_graph(stream, &graph));
+  if (!graph) *mode = Submission::kBatched;
+  return KVBM_OK;
+}
+
+// ---- loop nests ----------------------------------------------------------------------------------------------------
+
+struct Loop {
+  uint64_t extent;
+  int64_t src, dst;              // bytes a step
+  int64_t src_entry, dst_entry;  // table entries a step
+};
+
+// A part of a copy as runs of bytes: the loops around a run, fastest first.
+struct Nest {
+  uint64_t run;
+  int depth = 0;
+  Loop loops[KVBM_MAX_INNER + KVBM_MAX_OUTER];
+
+  explicit Nest(const kvbm_part& part) : run(part.inner[0].extent.n) {
+    for (int k = 1; k < KVBM_MAX_INNER; ++k)
+      if (part.inner[k].extent.n > 1) loops[depth++] = {part.inner[k].extent.n, part.inner[k].src, part.inner[k].dst, 0, 0};
+    for (const kvbm_outer& mode : part.outer)
+      if (mode.extent.n > 1) loops[depth++] = {mode.extent.n, mode.src, mode.dst, mode.src_table, mode.dst_table};
+  }
+};
+
+struct Spot {
+  int64_t src = 0, dst = 0, src_entry = 0, dst_entry = 0;
+  void step(const Loop& loop, int64_t times) {
+    src += loop.src * times;
+    dst += loop.dst * times;
+    src_entry += loop.src_entry * times;
+    dst_entry += loop.dst_entry * times;
+  }
+};
+
+// Calls `emit` at every turn of the loops from `first` on.
+template <class Emit>
+int walk(const Nest& nest, int first, Spot at, Emit&& emit) {
+  uint64_t turn[KVBM_MAX_INNER + KVBM_MAX_OUTER] = {};
+  for (;;) {
+    RETURN_IF_FAILED(emit(at));
+    int k = first;
+    for (; k < nest.depth; ++k) {
+      at.step(nest.loops[k], 1);
+      if (++turn[k] < nest.loops[k].extent) break;
+      at.step(nest.loops[k], -static_cast<int64_t>(turn[k]));
+      turn[k] = 0;
+    }
+    if (k == nest.depth) return KVBM_OK;
+  }
+}
+
+// Copies a batch of host ids by its loop nest.  Tables are the host's.
+int copy_nest(const kvbm_args& args, const kvbm_batch& batch, Submission* out) {
+  for (uint32_t p = 0; p < args.num_parts; ++p) {
+    const kvbm_part& part = args.part[p];
+    const Nest nest(part);
+    // Blocks that follow each other with nothing between are one range, if they are met one after the other.
+    const bool blocks_touch = args.src_id_stride == static_cast<int64_t>(nest.run) && args.src_id_stride == args.dst_id_stride &&
+                              args.src_id_table == 0 && args.dst_id_table == 0;
+    const int rows = !blocks_touch && nest.depth > 0 && nest.loops[0].src_entry == 0 && nest.loops[0].dst_entry == 0;
+    auto start = [&](uint32_t pair, Spot* at) {
+      const int64_t src = id_at(batch.src_ids, batch.id_bytes, pair), dst = id_at(batch.dst_ids, batch.id_bytes, pair);
+      at->src = part.src_offset + src * args.src_id_stride;
+      at->dst = part.dst_offset + dst * args.dst_id_stride;
+      at->src_entry = part.src_table_offset + src * args.src_id_table;
+      at->dst_entry = part.dst_table_offset + dst * args.dst_id_table;
+      return src != kSkip && dst != kSkip;
+    };
+    auto emit = [&](const Spot& at) {
+      const Address src = batch.src_table[at.src_entry] + at.src, dst = batch.dst_table[at.dst_entry] + at.dst;
+      if (!rows) return out->range(dst, src, nest.run);
+      const Loop& row = nest.loops[0];
+      return out->rows(dst, src, nest.run, row.extent, row.dst, row.src);
+    };
+    Spot at;
+    if (!blocks_touch) {
+      for (uint32_t pair = 0; pair < batch.num_pairs; ++pair)
+        if (start(pair, &at)) RETURN_IF_FAILED(walk(nest, rows, at, emit));
+      continue;
+    }
+    // In the order of the source's ids, so that neighbours meet whatever order they were given in.
+    static thread_local std::vector<uint32_t> order;
+    order.resize(batch.num_pairs);
+    for (uint32_t i = 0; i < batch.num_pairs; ++i) order[i] = i;
+    auto before = [&](uint32_t a, uint32_t b) {
+      return id_at(batch.src_ids, batch.id_bytes, a) < id_at(batch.src_ids, batch.id_bytes, b);
+    };
+    if (!std::is_sorted(order.begin(), order.end(), before)) std::sort(order.begin(), order.end(), before);
+    RETURN_IF_FAILED(walk(nest, 0, Spot(), [&](const Spot& chunk) {
+      for (const uint32_t pair : order) {
+        Spot here;
+        if (!start(pair, &here)) continue;
+        here.src += chunk.src;
+        here.dst += chunk.dst;
+        here.src_entry += chunk.src_entry;
+        here.dst_entry += chunk.dst_entry;
+        RETURN_IF_FAILED(emit(here));
+      }
+      return static_cast<int>(KVBM_OK);
+    }));
+  }
+  return out->flush();
+}
+
+// ---- the staging ring ----------------------------------------------------------------------------------------------
+
+}  // namespace
+
+struct kvbm_ring {
+  struct Slot {
+    Address memory;
+    Handle filled, emptied;  // recorded where the one who fills, or empties, the slot is done
+    bool used;               // emptied has been recorded
+  };
+  std::mutex mutex;  // one copy at a time enqueues
+  Device* device = nullptr;
+  Stream engine = nullptr;   // what the copy engine does
+  Stream kernels = nullptr;  // where the caller's stream is another GPU's
+  Handle forked = nullptr, joined = nullptr;
+  uint64_t slot_bytes = 0;
+  uint32_t count = 0, next = 0;
+  bool captured = false;  // of a ring that graphs use: one does
+  Slot slots[8] = {};
+};
+
+namespace {
+
+void destroy_ring(kvbm_ring* ring) {
+  for (const Stream stream : {ring->engine, ring->kernels})
+    if (stream) driver.StreamSynchronize(stream);
+  for (kvbm_ring::Slot& slot : ring->slots) {
+    if (slot.used) driver.EventSynchronize(slot.emptied);
+    if (slot.memory) driver.MemFree(slot.memory);
+    for (const Handle event : {slot.filled, slot.emptied})
+      if (event) driver.EventDestroy(event);
+  }
+  for (const Stream stream : {ring->engine, ring->kernels})
+    if (stream) driver.StreamDestroy(stream);
+  for (const Handle event : {ring->forked, ring->joined})
+    if (event) driver.EventDestroy(event);
+  delete ring;
+}
+
+int make_ring(Device* device, uint64_t slot_bytes, uint32_t slots, kvbm_ring** out) {
+  std::unique_ptr<kvbm_ring, void (*)(kvbm_ring*)> ring(new (std::nothrow) kvbm_ring, destroy_ring);
+  if (!ring) return check("malloc", KVBM_NO_MEMORY);
+  if (slots > sizeof ring->slots / sizeof ring->slots[0]) return check("kvbm_ring_create", kInvalidValue);
+  ring->device = device;
+  ring->slot_bytes = slot_bytes;
+  ring->count = slots;
+  RETURN_IF_FAILED(CU(StreamCreate, &ring->engine, kStreamNonBlocking));
+  RETURN_IF_FAILED(CU(StreamCreate, &ring->kernels, kStreamNonBlocking));
+  RETURN_IF_FAILED(CU(EventCreate, &ring->forked, kEventNoTiming));
+  RETURN_IF_FAILED(CU(EventCreate, &ring->joined, kEventNoTiming));
+  for (uint32_t i = 0; i < slots; ++i) {
+    RETURN_IF_FAILED(CU(MemAlloc, &ring->slots[i].memory, slot_bytes));
+    RETURN_IF_FAILED(CU(EventCreate, &ring->slots[i].filled, kEventNoTiming));
+    RETURN_IF_FAILED(CU(EventCreate, &ring->slots[i].emptied, kEventNoTiming));
+  }
+  *out = ring.release();
+  return KVBM_OK;
+}
+
+// Rings that graphs use.  A captured copy replays on its own ring, at any time and beside any other copy; when its last
+// graph is gone the ring serves the next capture.
+std::mutex captured_mutex;
+std::vector<kvbm_ring*> captured_rings;
+
+void release_captured_ring(void* ring) {  // called by the driver, on any thread
+  std::lock_guard<std::mutex> lock(captured_mutex);
+  static_cast<kvbm_ring*>(ring)->captured = false;
+}
+
+int take_captured_ring(Device* device, Handle graph, uint64_t slot_bytes, uint32_t slots, kvbm_ring** out) {
+  kvbm_ring* ring = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(captured_mutex);
+    for (kvbm_ring* free : captured_rings)
+      if (!free->captured && free->device == device && free->slot_bytes >= slot_bytes && free->count >= slots &&
+          (!ring || free->slot_bytes * free->count < ring->slot_bytes * ring->count))
+        ring = free;
+    if (ring) ring->captured = true;
+  }
+  if (!ring) {
+    RelaxedCapture relaxed;
+    RETURN_IF_FAILED(make_ring(device, slot_bytes, slots, &ring));
+    ring->captured = true;
+    std::lock_guard<std::mutex> lock(captured_mutex);
+    captured_rings.push_back(ring);
+  }
+  // What was recorded outside this graph, or in an earlier one, says nothing here.
+  for (kvbm_ring::Slot& slot : ring->slots) slot.used = false;
+  ring->next = 0;
+  *out = ring;
+  return give_to_graph(graph, ring, release_captured_ring);
+}
+
+// ---- staged copies -------------------------------------------------------------------------------------------------
+
+enum : uint64_t { kFirstGroupBytes = 2 << 20 };  // of a ramp: large enough to hide the events between two groups
+
+// How many blocks go through the ring at a time.  While the first group is packed (or the last one unpacked) the copy
+// engine has nothing to do, so that end of the row is small and doubles from group to group.
+void group_sizes(uint64_t pairs, uint64_t block_bytes, uint64_t most, bool small_first, std::vector<uint32_t>* sizes) {
+  sizes->clear();
+  uint64_t size = std::min(most, std::max<uint64_t>(kFirstGroupBytes / block_bytes, 1));
+  while (pairs > 0) {
+    const uint64_t n = std::min(size, pairs);
+    sizes->push_back(static_cast<uint32_t>(n));
+    pairs -= n;
+    size = std::min(most, 2 * size);
+  }
+  if (!small_first) std::reverse(sizes->begin(), sizes->end());
+}
+
+const void* ids_from(const void* ids, uint32_t id_bytes, uint64_t first) {
+  return ids ? static_cast<const char*>(ids) + first * id_bytes : nullptr;
+}
+
+// Ids of one side that a batch does not give: 0, 1, 2, …; and ids without the skipped pairs.
+struct IdLists {
+  std::vector<int64_t> src, dst;
+  static void set(std::vector<int64_t>* list, uint32_t id_bytes, uint64_t i, int64_t id) {
+    if (id_bytes == 4)
+      reinterpret_cast<int32_t*>(list->data())[i] = static_cast<int32_t>(id);
+    else
+      (*list)[i] = id;
+  }
+};
+
+// Leaves out the skipped pairs, and writes out the ids that are only counted: groups of the batch start anywhere in it.
+void write_out(kvbm_batch* batch, IdLists* lists) {
+  const uint32_t n = batch->num_pairs, bytes = batch->id_bytes ? batch->id_bytes : 8;
+  bool skips = false;
+  for (uint32_t i = 0; i < n && !skips; ++i)
+    skips = id_at(batch->src_ids, bytes, i) == kSkip || id_at(batch->dst_ids, bytes, i) == kSkip;
+  const bool src_on_device = batch->src_ids_device != 0, dst_on_device = batch->dst_ids_device != 0;
+  if (!skips && (batch->src_ids || src_on_device) && (batch->dst_ids || dst_on_device)) return;
+  lists->src.resize(n);
+  lists->dst.resize(n);
+  uint32_t kept = 0;
+  for (uint32_t i = 0; i < n; ++i) {
+    const int64_t src = id_at(batch->src_ids, bytes, i), dst = id_at(batch->dst_ids, bytes, i);
+    // The ids on the device stay where they are, and so must these, the skipped ones too.
+    if (!src_on_device && !dst_on_device && (src == kSkip || dst == kSkip)) continue;
+    IdLists::set(&lists->src, bytes, kept, src);
+    IdLists::set(&lists->dst, bytes, kept++, dst);
+  }
+  batch->num_pairs = kept;
+  batch->id_bytes = bytes;
+  if (!src_on_device) batch->src_ids = lists->src.data();
+  if (!dst_on_device) batch->dst_ids = lists->dst.data();
+}
+
+class Staged {
+ public:
+  Staged(const kvbm_route& route, const kvbm_batch& batch, kvbm_ring* ring, Stream stream)
+      : route_(route), batch_(batch), ring_(ring), stream_(stream) {}
+
+  // One group, packed and taken on the caller's own stream: nothing to overlap, and no event between.
+  int gather_at_once() {
+    kvbm_ring::Slot* slot = nullptr;
+    RETURN_IF_FAILED(take(stream_, &slot));
+    RETURN_IF_FAILED(permute(0, batch_.num_pairs, slot, stream_));
+    RETURN_IF_FAILED(move(0, batch_.num_pairs, slot, stream_));
+    return leave(slot, stream_);
+  }
+
+  int gather(const std::vector<uint32_t>& groups) {
+    uint64_t first = 0;
+    for (const uint32_t n : groups) {
+      kvbm_ring::Slot* slot = nullptr;
+      RETURN_IF_FAILED(take(stream_, &slot));
+      RETURN_IF_FAILED(permute(first, n, slot, stream_));
+      RETURN_IF_FAILED(pass(slot->filled, stream_, ring_->engine));
+      RETURN_IF_FAILED(move(first, n, slot, ring_->engine));
+      RETURN_IF_FAILED(leave(slot, ring_->engine));
+      first += n;
+    }
+    return KVBM_OK;
+  }
+
+  int scatter(const std::vector<uint32_t>& groups) {
+    uint64_t first = 0;
+    RETURN_IF_FAILED(pass(ring_->forked, stream_, ring_->engine));
+    for (const uint32_t n : groups) {
+      kvbm_ring::Slot* slot = nullptr;
+      RETURN_IF_FAILED(take(ring_->engine, &slot));
+      RETURN_IF_FAILED(move(first, n, slot, ring_->engine));
+      RETURN_IF_FAILED(pass(slot->filled, ring_->engine, stream_));
+      RETURN_IF_FAILED(permute(first, n, slot, stream_));
+      RETURN_IF_FAILED(leave(slot, stream_));
+      first += n;
+    }
+    return KVBM_OK;
+  }
+
+  // The caller's stream goes on when the engine is done; also after a failure, so that a capture stays whole.
+  int join() { return pass(ring_->joined, ring_->engine, stream_); }
+
+  uint64_t submissions = 0;
+
+ private:
+  static int pass(Handle event, Stream from, Stream to) {
+    RETURN_IF_FAILED(CU(EventRecord, event, from));
+    return CU(StreamWaitEvent, to, event, 0);
+  }
+  int take(Stream stream, kvbm_ring::Slot** slot) {
+    *slot = &ring_->slots[ring_->next];
+    ring_->next = (ring_->next + 1) % ring_->count;
+    return (*slot)->used ? CU(StreamWaitEvent, stream, (*slot)->emptied, 0) : KVBM_OK;
+  }
+  int leave(kvbm_ring::Slot* slot, Stream stream) {
+    slot->used = true;
+    return CU(EventRecord, slot->emptied, stream);
+  }
+
+  // The group's ids on the pool's side; in the slot blocks lie one after the other.
+  kvbm_batch group(uint64_t first, uint32_t n) const {
+    kvbm_batch part = batch_;
+    part.num_pairs = n;
+    part.src_ids = ids_from(batch_.src_ids, batch_.id_bytes, first);
+    part.dst_ids = ids_from(batch_.dst_ids, batch_.id_bytes, first);
+    if (part.src_ids_device) part.src_ids_device += first * batch_.id_bytes;
+    if (part.dst_ids_device) part.dst_ids_device += first * batch_.id_bytes;
+    return part;
+  }
+
+  int permute(uint64_t first, uint32_t n, const kvbm_ring::Slot* slot, Stream stream) {
+    kvbm_batch part = group(first, n);
+    const uint64_t memory = slot->memory;
+    std::vector<int64_t>& skipping = lists_.src;
+    if (route_.gathers) {
+      part.dst_ids = nullptr;
+      part.dst_table = &memory;
+      part.dst_table_device = 0;
+      part.dst_entries = 1;
+    } else {
+      part.src_table = &memory;
+      part.src_table_device = 0;
+      part.src_entries = 1;
+      const void* given = part.src_ids;
+      part.src_ids = nullptr;
+      if (part.dst_ids_device) {  // pairs that are skipped on the host's side are still here
+        skipping.resize(n);
+        for (uint32_t i = 0; i < n; ++i)
+          IdLists::set(&skipping, part.id_bytes, i, id_at(given, part.id_bytes, i) == kSkip ? kSkip : int64_t{i});
+        part.src_ids = skipping.data();
+      }
+    }
+    for (uint32_t i = 0; i < route_.num_permute; ++i) {
+      ++submissions;
+      RETURN_IF_FAILED(launch_batch(ring_->device, route_.permute_kernel[i], route_.permute[i], &part, stream));
+    }
+    return KVBM_OK;
+  }
+
+  int move(uint64_t first, uint32_t n, const kvbm_ring::Slot* slot, Stream stream) {
+    kvbm_batch part = group(first, n);
+    const uint64_t memory = slot->memory;
+    if (route_.gathers) {
+      part.src_ids = nullptr;
+      part.src_table = &memory;
+      part.dst_table = route_.dst_bases;
+    } else {
+      part.dst_ids = nullptr;
+      part.dst_table = &memory;
+      part.src_table = route_.src_bases;
+    }
+    Submission::Mode mode;
+    RETURN_IF_FAILED(mode_for(stream, &mode));
+    Submission out(stream, mode, true, route_.cuts, route_.num_cuts);
+    const int status = copy_nest(*route_.move, part, &out);
+    submissions += out.submissions;
+    return status;
+  }
+
+  const kvbm_route& route_;
+  const kvbm_batch& batch_;
+  kvbm_ring* ring_;
+  Stream stream_;
+  IdLists lists_;
+};
+
+int copy_staged(const kvbm_route& route, const kvbm_batch& given, Stream stream, uint64_t* submissions) {
+  static thread_local IdLists lists;
+  static thread_local std::vector<uint32_t> groups;
+  kvbm_batch batch = given;
+  write_out(&batch, &lists);
+  if (batch.num_pairs == 0) return KVBM_OK;
+  Handle graph = nullptr;
+  RETURN_IF_FAILED(capturing_graph(stream, &graph));
+  kvbm_ring* ring = route.ring;
+  const uint64_t most = std::max<uint64_t>(ring->slot_bytes / route.slot_block_bytes, 1);
+  const bool at_once =
+      route.gathers && batch.num_pairs <= most && batch.num_pairs * route.slot_block_bytes <= 4 * kFirstGroupBytes;
+  group_sizes(at_once ? 0 : batch.num_pairs, route.slot_block_bytes, most, route.gathers != 0, &groups);
+  if (graph) {
+    const auto slots = static_cast<uint32_t>(std::min<uint64_t>(std::max<uint64_t>(groups.size(), 1), ring->count));
+    const uint64_t blocks = at_once ? batch.num_pairs : *std::max_element(groups.begin(), groups.end());
+    RETURN_IF_FAILED(take_captured_ring(ring->device, graph, blocks * route.slot_block_bytes, slots, &ring));
+  }
+  std::lock_guard<std::mutex> lock(ring->mutex);
+  Staged staged(route, batch, ring, stream);
+  int status = at_once         ? staged.gather_at_once()
+               : route.gathers ? staged.gather(groups)
+                               : staged.scatter(groups);
+  if (!at_once) {
+    const int joined = staged.join();
+    if (status == KVBM_OK) status = joined;
+  }
+  *submissions = staged.submissions;
+  return status;
+}
+
+// ---- transfers -----------------------------------------------------------------------------------------------------
+
+int copy_direct(const kvbm_route& route, const kvbm_batch& batch, Device* device, Stream stream, uint64_t* submissions) {
+  for (uint32_t i = 0; i < route.num_direct; ++i) {
+    ++*submissions;
+    RETURN_IF_FAILED(launch_batch(device, route.direct_kernel[i], route.direct[i], &batch, stream));
   }
   return KVBM_OK;
 }
 
-// *submitted tells whether anything went in before a failure.
-int copy_batched(const uint64_t* dst, const uint64_t* src, const uint64_t* sizes, uint64_t size, uint64_t count, Stream stream,
-                 bool* submitted) {
-  // The driver takes no const arrays and no copies of nothing, so a submission is gathered here.
-  struct Submission {
-    std::array<Address, kCopiesASubmission> dst, src;
-    std::array<size_t, kCopiesASubmission> sizes;
-  };
-  std::unique_ptr<Submission> batch(new (std::nothrow) Submission);
-  if (!batch) return check("malloc", KVBM_NO_MEMORY);
-  CopyAttributes attributes = {1, {0, 0}, {0, 0}, 0};
-  size_t attributes_from = 0;  // one entry an attribute, not one a copy
-  for (uint64_t i = 0; i < count;) {
-    size_t n = 0;
-    for (; i < count && n < kCopiesASubmission; ++i) {
-      const uint64_t bytes = sizes ? sizes[i] : size;
-      if (!bytes) continue;
-      batch->dst[n] = dst[i];
-      batch->src[n] = src[i];
-      batch->sizes[n++] = bytes;
-    }
-    if (n == 0) break;
-    size_t failed = 0;
-    const int status = driver.MemcpyBatchAsyncV2
-                           ? driver.MemcpyBatchAsyncV2(batch->dst.data(), batch->src.data(), batch->sizes.data(), n,
-                                                       &attributes, &attributes_from, 1, stream)
-                           : driver.MemcpyBatchAsyncV1(batch->dst.data(), batch->src.data(), batch->sizes.data(), n,
-                                                       &attributes, &attributes_from, 1, &failed, stream);
-    RETURN_IF_FAILED(check("cuMemcpyBatchAsync", status));
-    *submitted = true;
+int copy_engine(const kvbm_route& route, const kvbm_batch& given, Stream stream, uint64_t* submissions) {
+  kvbm_batch batch = given;
+  batch.src_table = route.src_bases;
+  batch.dst_table = route.dst_bases;
+  Submission::Mode mode;
+  RETURN_IF_FAILED(mode_for(stream, &mode));
+  Submission out(stream, mode, true, route.cuts, route.num_cuts);
+  const int status = copy_nest(*route.runs, batch, &out);
+  *submissions = out.submissions;
+  return status;
+}
+
+int copy_by(int strategy, const kvbm_route& route, const kvbm_batch& batch, Device* device, Stream stream,
+            uint64_t* submissions) noexcept {
+  try {
+    if (strategy == KVBM_STAGED) return copy_staged(route, batch, stream, submissions);
+    if (strategy == KVBM_ENGINE) return copy_engine(route, batch, stream, submissions);
+    return copy_direct(route, batch, device, stream, submissions);
+  } catch (...) {  // the lists of ids
+    return check("malloc", KVBM_NO_MEMORY);
   }
-  return KVBM_OK;
+}
+
+// Pairs that are not skipped; of ids on the device nothing is known here.
+uint32_t count_pairs(const kvbm_batch& batch) {
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < batch.num_pairs; ++i)
+    count += id_at(batch.src_ids, batch.id_bytes, i) != kSkip && id_at(batch.dst_ids, batch.id_bytes, i) != kSkip;
+  return count;
+}
+
+int check_batch(const kvbm_route& route, const kvbm_batch& batch, int64_t* index) {
+  const bool src_on_device = batch.src_ids_device != 0, dst_on_device = batch.dst_ids_device != 0;
+  if (src_on_device && dst_on_device) return KVBM_ID_OK;
+  if (dst_on_device) return kvbm_check_range(batch.src_ids, batch.id_bytes, batch.num_pairs, route.src_blocks, index);
+  if (src_on_device)  // ranges and repetitions of the destination
+    return kvbm_check_ids(batch.dst_ids, batch.dst_ids, batch.id_bytes, batch.num_pairs, INT64_MAX, route.dst_blocks, 0, index);
+  return kvbm_check_ids(batch.src_ids, batch.dst_ids, batch.id_bytes, batch.num_pairs, route.src_blocks, route.dst_blocks,
+                        route.same_pool, index);
 }
 
 }  // namespace
 
 extern "C" {
 
-int kvbm_has_memcpy_batch(void) { return load() == KVBM_OK && (driver.MemcpyBatchAsyncV2 || driver.MemcpyBatchAsyncV1); }
+int kvbm_has_memcpy_batch(void) { return load() == KVBM_OK && can_batch(); }
 
 int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* sizes, uint64_t size, uint64_t count, int mode,
                       int device, uint64_t stream, int* used) {
@@ -73,21 +623,100 @@ int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* 
   Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
   auto* handle = reinterpret_cast<Stream>(stream);
-  const bool can_batch = driver.MemcpyBatchAsyncV2 || driver.MemcpyBatchAsyncV1;
-  if (mode == kBatched && !can_batch) return check("cuMemcpyBatchAsync", KVBM_NO_FUNCTION);
+  if (mode == kBatched && !can_batch()) return check("cuMemcpyBatchAsync", KVBM_NO_FUNCTION);
   if (mode == kBatched && is_legacy(stream)) return check("cuMemcpyBatchAsync", KVBM_LEGACY_STREAM);
-  int capturing = 0;
-  // A capture refuses the batched call (CUDA 13.0); do not even ask.
-  if (mode == kAuto && can_batch && !is_legacy(stream)) RETURN_IF_FAILED(CU(StreamIsCapturing, handle, &capturing));
-  if (mode != kOneByOne && can_batch && !is_legacy(stream) && !capturing) {
-    bool submitted = false;
-    const int status = copy_batched(dst, src, sizes, size, count, handle, &submitted);
-    *used = kBatched;
-    const bool refused = status == kInvalidValue || status == kNotSupported || status == kCaptureUnsupported;
-    if (mode == kBatched || !refused || submitted) return status;
-    *used = kOneByOne;
+  Submission::Mode how = Submission::kOneByOne;
+  if (mode == kBatched) how = Submission::kBatched;
+  if (mode == kAuto) RETURN_IF_FAILED(mode_for(handle, &how));
+  *used = how == Submission::kBatched ? kBatched : kOneByOne;
+  auto submit = [&](Submission* out) {
+    for (uint64_t i = 0; i < count; ++i) RETURN_IF_FAILED(out->range(dst[i], src[i], sizes ? sizes[i] : size));
+    return out->flush();
+  };
+  Submission first(handle, how, mode != kOneByOne);
+  const int status = submit(&first);
+  const bool refused = status == kInvalidValue || status == kNotSupported || status == kCaptureUnsupported;
+  if (mode != kAuto || how == Submission::kOneByOne || !refused || first.submissions > 1) return status;
+  *used = kOneByOne;
+  Submission again(handle, Submission::kOneByOne, true);
+  return submit(&again);
+}
+
+int kvbm_fault_create(int device, uint32_t** fault) {
+  *fault = nullptr;
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  RelaxedCapture relaxed;
+  void* memory = nullptr;
+  RETURN_IF_FAILED(CU(MemHostAlloc, &memory, sizeof(uint32_t), kHostPortable | kHostMapped));
+  *fault = static_cast<uint32_t*>(memory);
+  **fault = 0;
+  return KVBM_OK;
+}
+
+void kvbm_fault_destroy(int device, uint32_t* fault) {
+  if (!fault || start() != KVBM_OK) return;
+  Current current;
+  if (current.enter(devices[device].context) != KVBM_OK) return;
+  RelaxedCapture relaxed;
+  driver.MemFreeHost(fault);
+}
+
+int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring** ring) {
+  *ring = nullptr;
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  RelaxedCapture relaxed;
+  return make_ring(opened, slot_bytes, slots, ring);
+}
+
+void kvbm_ring_destroy(kvbm_ring* ring) {
+  if (!ring || start() != KVBM_OK) return;  // after a fork it is the parent's
+  Current current;
+  if (current.enter(ring->device->context) != KVBM_OK) return;
+  RelaxedCapture relaxed;
+  destroy_ring(ring);
+}
+
+int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy, uint64_t stream, const uint64_t* waits,
+                  uint32_t num_waits, uint64_t done, kvbm_outcome* outcome) {
+  *outcome = {};
+  outcome->refused = check_batch(*route, *batch, &outcome->index);
+  if (outcome->refused) return KVBM_OK;
+  Current current;
+  Device* device = nullptr;
+  RETURN_IF_FAILED(open(route->device, &device, &current));
+  auto* callers = reinterpret_cast<Stream>(stream);
+  for (uint32_t i = 0; i < num_waits; ++i) RETURN_IF_FAILED(CU(StreamWaitEvent, callers, reinterpret_cast<Handle>(waits[i]), 0));
+
+  // A kernel runs on a stream of its own GPU: where the caller's is another's, both are tied by events.
+  Stream mine = callers;
+  Handle forked = nullptr, joined = nullptr;
+  int home = route->device;
+  if (route->crosses) RETURN_IF_FAILED(kvbm_stream_device(stream, &home));
+  const bool foreign = home >= 0 && home != route->device;
+  if (foreign) {
+    mine = route->ring ? route->ring->kernels : device->private_stream;
+    RETURN_IF_FAILED(take_event(&devices[home], 0, &forked));
+    RETURN_IF_FAILED(take_event(device, 0, &joined));
+    int status = CU(EventRecord, forked, callers);
+    if (status == KVBM_OK) status = CU(StreamWaitEvent, mine, forked, 0);
+    give_event(&devices[home], 0, forked);
+    RETURN_IF_FAILED(status);
   }
-  return copy_one_by_one(dst, src, sizes, size, count, handle);
+
+  outcome->pairs = count_pairs(*batch);
+  int status = outcome->pairs ? copy_by(strategy, *route, *batch, device, mine, &outcome->submissions) : KVBM_OK;
+  if (foreign) {
+    int tied = CU(EventRecord, joined, mine);
+    if (tied == KVBM_OK) tied = CU(StreamWaitEvent, callers, joined, 0);
+    give_event(device, 0, joined);
+    if (status == KVBM_OK) status = tied;
+  }
+  RETURN_IF_FAILED(status);
+  return done ? CU(EventRecord, reinterpret_cast<Handle>(done), callers) : KVBM_OK;
 }
 
 }  // extern "C"

@@ -114,8 +114,6 @@ class Bitmap {
 
 thread_local Bitmap bitmap_of_thread;
 
-enum : int64_t { kSkip = -1 };
-
 template <typename Id>
 struct Ids {
   const Id *src, *dst;  // null: 0, 1, 2, …
@@ -192,24 +190,17 @@ extern "C" {
 
 int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, int threads) {
   if (batch->num_pairs == 0) return KVBM_OK;
-  if (!is_kernel(kernel) || !is_batch(batch)) return check("kvbm_run_host", kInvalidValue);
+  if (!is_kernel(kernel) || !is_batch(batch) || !kvbm_kernels[kernel].host) return check("kvbm_run_host", kInvalidValue);
   kvbm_args copy;
   memcpy(&copy, args, offsetof(kvbm_args, payload));
   copy.num_pairs = batch->num_pairs;
   copy.id_bytes = batch->src_ids || batch->dst_ids ? batch->id_bytes : 0;
-  copy.inline_mask = 0;
+  copy.inline_mask = static_cast<uint32_t>(!batch->src_ids) << 4 | static_cast<uint32_t>(!batch->dst_ids) << 5;
+  copy.fault = 0;
   copy.src_ids = reinterpret_cast<uint64_t>(batch->src_ids);
   copy.dst_ids = reinterpret_cast<uint64_t>(batch->dst_ids);
   copy.src_table = reinterpret_cast<uint64_t>(batch->src_table);
   copy.dst_table = reinterpret_cast<uint64_t>(batch->dst_table);
-  // Kernels know "both sides 0, 1, 2, …" and "ids on both sides"; where only one side has ids, write out the other's.
-  std::unique_ptr<char[]> counted;
-  if (copy.id_bytes && (!batch->src_ids || !batch->dst_ids)) {
-    counted.reset(new (std::nothrow) char[static_cast<size_t>(batch->num_pairs) * copy.id_bytes]);
-    if (!counted) return check("malloc", KVBM_NO_MEMORY);
-    write_ids(counted.get(), copy.id_bytes, nullptr, copy.id_bytes, batch->num_pairs);
-    (batch->src_ids ? copy.dst_ids : copy.src_ids) = reinterpret_cast<uint64_t>(counted.get());
-  }
   const kvbm_kernel& entry = kvbm_kernels[kernel];
   kvbm_grid grid = {};
   RETURN_IF_FAILED(check(entry.name, entry.prepare(&copy, 0, &grid)));
@@ -247,6 +238,14 @@ int kvbm_check_ids(const void* src_ids, const void* dst_ids, uint32_t id_bytes, 
   }
   const Ids<int64_t> ids = {static_cast<const int64_t*>(src_ids), static_cast<const int64_t*>(dst_ids), num_pairs};
   return check_all(ids, src_blocks, dst_blocks, same_pool != 0, index);
+}
+
+int kvbm_check_range(const void* ids, uint32_t id_bytes, uint32_t num_pairs, int64_t blocks, int64_t* index) {
+  for (*index = 0; *index < num_pairs; ++*index) {
+    const int64_t id = id_at(ids, id_bytes, *index);
+    if (id != kSkip && (id < 0 || id >= blocks)) return KVBM_ID_SRC_RANGE;
+  }
+  return KVBM_ID_OK;
 }
 
 }  // extern "C"

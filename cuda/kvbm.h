@@ -180,6 +180,74 @@ int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* 
 int kvbm_check_ids(const void* src_ids, const void* dst_ids, uint32_t id_bytes, uint32_t num_pairs, int64_t src_blocks,
                    int64_t dst_blocks, int same_pool, int64_t* index);
 
+/* Ids of one side alone (the other's lie on the device): KVBM_ID_OK, or KVBM_ID_SRC_RANGE with the position. */
+int kvbm_check_range(const void* ids, uint32_t id_bytes, uint32_t num_pairs, int64_t blocks, int64_t* index);
+
+/* ---- transfers (engine.cpp) -------------------------------------------------------------------------------------- */
+
+enum { KVBM_DIRECT = 0, KVBM_STAGED = 1, KVBM_ENGINE = 2 };
+
+/* Device memory in slots, a stream of its own for the copy engine, and the events between both. */
+typedef struct kvbm_ring kvbm_ring;
+int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring** ring);
+void kvbm_ring_destroy(kvbm_ring* ring); /* waits for the copies that use it */
+
+/* One way from pool to pool.  All args are templates; a loop nest for the copy engine is one of bytes: inner[0] is a run. */
+typedef struct kvbm_route {
+  int device;        /* where the kernels run */
+  int crosses;       /* the pools lie on two GPUs: the caller's stream may be of either */
+  int same_pool;
+  int64_t src_blocks, dst_blocks;
+  uint32_t max_ctas; /* as in kvbm_batch */
+  /* direct */
+  uint32_t num_direct;
+  int direct_kernel[KVBM_MAX_PARTS];
+  const kvbm_args* direct[KVBM_MAX_PARTS];
+  /* staged: `gathers`: a kernel packs blocks into a slot and the engine takes them from there; else the reverse */
+  int gathers;
+  uint32_t num_permute;
+  int permute_kernel[KVBM_MAX_PARTS];
+  const kvbm_args* permute[KVBM_MAX_PARTS];
+  const kvbm_args* move;
+  uint64_t slot_block_bytes;
+  kvbm_ring* ring;
+  /* engine */
+  const kvbm_args* runs;
+  /* The tables as the engine's loop nests count them: the pools', or one base address where allocations lie at a step. */
+  const uint64_t *src_bases, *dst_bases;
+  /* Where one registration of pinned memory ends and the next begins: no copy of the engine may cross these. */
+  const uint64_t* cuts;
+  uint32_t num_cuts;
+} kvbm_route;
+
+typedef struct kvbm_outcome {
+  int refused;          /* KVBM_ID_...: nothing was enqueued */
+  int64_t index;        /* of the pair that was refused */
+  uint64_t submissions; /* calls of the copy engine, and kernels */
+  uint32_t pairs;       /* that are not skipped, as far as the host knows */
+} kvbm_outcome;
+
+/* Checks the ids, waits for the producers' events, copies, and records `done` (an event, or 0), all in the order of `stream`. */
+int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy, uint64_t stream, const uint64_t* waits,
+                  uint32_t num_waits, uint64_t done, kvbm_outcome* outcome);
+
+/* A word of pinned memory where kernels note an id that is out of range (kvbm_args.fault). */
+int kvbm_fault_create(int device, uint32_t** fault);
+void kvbm_fault_destroy(int device, uint32_t* fault);
+
+/* Events come from a pool a device and go back there; `timed` ones can be compared by kvbm_event_elapsed. */
+int kvbm_event_take(int device, int timed, uint64_t* event);
+void kvbm_event_give(int device, int timed, uint64_t event);
+int kvbm_event_record(int device, uint64_t event, uint64_t stream);
+int kvbm_event_query(int device, uint64_t event, int* is_done);
+int kvbm_event_synchronize(int device, uint64_t event);
+int kvbm_event_elapsed(int device, uint64_t from, uint64_t to, float* milliseconds);
+int kvbm_stream_wait(int device, uint64_t stream, uint64_t event);
+int kvbm_stream_device(uint64_t stream, int* device); /* -1: the legacy stream, which is of whichever device is current */
+int kvbm_is_capturing(int device, uint64_t stream, int* capturing);
+/* Lets kernels on `device` reach memory of `peer`.  *can is 0 where the machine does not allow it. */
+int kvbm_enable_peer(int device, int peer, int* can);
+
 int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address);
 int kvbm_free_device(int device, uint64_t address);
 int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes); /* blocking */

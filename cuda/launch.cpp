@@ -15,8 +15,10 @@ struct Slot {
   Address device;
   size_t capacity;
   Handle event;
-  enum { kFree, kTaken, kInFlight, kLost } state;  // kTaken: one thread fills it.  kLost: its event failed; never again
+  // kTaken: one thread fills it.  kCaptured: a graph reads it at every replay.  kLost: its event failed; never again
+  enum { kFree, kTaken, kInFlight, kCaptured, kLost } state;
   Slot* next;
+  Device* owner;
 };
 
 // ---- images and kernels --------------------------------------------------------------------------------------------
@@ -62,12 +64,13 @@ void free_slot(Slot* slot) {
   delete slot;
 }
 
-int make_slot(size_t bytes, Slot** out) {
+int make_slot(Device* device, size_t bytes, Slot** out) {
   size_t capacity = kSmallestSlot;
   while (capacity < bytes) capacity *= 2;
   Slot* slot = new (std::nothrow) Slot{};
   if (!slot) return check("malloc", KVBM_NO_MEMORY);
   slot->capacity = capacity;
+  slot->owner = device;
   slot->state = Slot::kTaken;
   int status = CU(MemHostAlloc, &slot->host, capacity, kHostPortable);
   if (status == KVBM_OK) status = CU(MemAlloc, &slot->device, capacity);
@@ -89,7 +92,7 @@ int take_slot(Device* device, size_t bytes, Slot** out) {
     Slot* slot = device->newest;
     do {
       slot = slot->next;
-      if (slot->capacity < bytes || slot->state == Slot::kTaken || slot->state == Slot::kLost) continue;
+      if (slot->capacity < bytes || (slot->state != Slot::kFree && slot->state != Slot::kInFlight)) continue;
       if (slot->state == Slot::kInFlight) {
         if (queries++ == kMostQueries) break;
         const int status = driver.EventQuery(slot->event);
@@ -103,7 +106,7 @@ int take_slot(Device* device, size_t bytes, Slot** out) {
     } while (slot != device->newest);
   }
   Slot* slot = nullptr;
-  RETURN_IF_FAILED(make_slot(bytes, &slot));
+  RETURN_IF_FAILED(make_slot(device, bytes, &slot));
   slot->next = device->newest ? device->newest->next : slot;
   if (device->newest) device->newest->next = slot;
   device->newest = slot;
@@ -111,10 +114,13 @@ int take_slot(Device* device, size_t bytes, Slot** out) {
   return KVBM_OK;
 }
 
-void leave_slot(Device* device, Slot* slot, bool recorded) {
-  std::lock_guard<std::mutex> lock(device->ring_mutex);
-  slot->state = recorded ? Slot::kInFlight : Slot::kLost;
+void leave_slot(Slot* slot, decltype(Slot::state) state) {
+  std::lock_guard<std::mutex> lock(slot->owner->ring_mutex);
+  slot->state = state;
 }
+
+// Called by the driver, on any thread, when the last graph that reads the slot is gone.
+void release_captured_slot(void* slot) { leave_slot(static_cast<Slot*>(slot), Slot::kFree); }
 
 // ---- ids and tables ------------------------------------------------------------------------------------------------
 
@@ -134,6 +140,7 @@ struct Fields {
   bool is_inline[kFields] = {};
   size_t slot_bytes = 0;  // what did not fit
   uint32_t id_bytes = 0;
+  uint32_t counted = 0;   // bits 4 and 5 of inline_mask
   bool same_ids = false;  // dst_ids are src_ids: carried once
 };
 
@@ -142,13 +149,16 @@ constexpr size_t align_16(size_t bytes) { return (bytes + 15) & ~size_t{15}; }
 Fields place_fields(const kvbm_batch* batch) {
   Fields f;
   const size_t pairs = batch->num_pairs;
-  f.id_bytes = batch->src_ids || batch->dst_ids ? batch->id_bytes : 0;
-  if (f.id_bytes == 8 && fit_32_bits(static_cast<const int64_t*>(batch->src_ids), batch->num_pairs) &&
+  const bool on_device = batch->src_ids_device || batch->dst_ids_device;
+  const bool src_given = batch->src_ids || batch->src_ids_device, dst_given = batch->dst_ids || batch->dst_ids_device;
+  f.id_bytes = src_given || dst_given ? batch->id_bytes : 0;
+  if (f.id_bytes == 8 && !on_device && fit_32_bits(static_cast<const int64_t*>(batch->src_ids), batch->num_pairs) &&
       fit_32_bits(static_cast<const int64_t*>(batch->dst_ids), batch->num_pairs))
     f.id_bytes = 4;
-  f.same_ids = batch->src_ids == batch->dst_ids;
-  f.bytes[kSrcIds] = pairs * f.id_bytes;
-  f.bytes[kDstIds] = f.same_ids ? 0 : pairs * f.id_bytes;
+  if (f.id_bytes) f.counted = static_cast<uint32_t>(!src_given) << 4 | static_cast<uint32_t>(!dst_given) << 5;
+  f.same_ids = batch->src_ids == batch->dst_ids && batch->src_ids && !on_device;
+  f.bytes[kSrcIds] = batch->src_ids_device || !batch->src_ids ? 0 : pairs * f.id_bytes;
+  f.bytes[kDstIds] = batch->dst_ids_device || !batch->dst_ids || f.same_ids ? 0 : pairs * f.id_bytes;
   f.bytes[kSrcTable] = batch->src_table_device ? 0 : size_t{8} * batch->src_entries;
   f.bytes[kDstTable] = batch->dst_table_device ? 0 : size_t{8} * batch->dst_entries;
   size_t inlined = 0;
@@ -167,8 +177,10 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, con
   const void* const source[kFields] = {batch->src_ids, batch->dst_ids, batch->src_table, batch->dst_table};
   args->num_pairs = batch->num_pairs;
   args->id_bytes = f.id_bytes;
-  args->inline_mask = 0;
-  args->src_ids = args->dst_ids = 0;
+  args->inline_mask = f.counted;
+  args->fault = batch->fault;
+  args->src_ids = batch->src_ids_device;
+  args->dst_ids = batch->dst_ids_device;
   args->src_table = batch->src_table_device;
   args->dst_table = batch->dst_table_device;
   for (int i = 0; i < kFields; ++i) {
@@ -182,16 +194,17 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, con
     *field[i] = f.is_inline[i] ? f.offset[i] : slot->device + f.offset[i];
     args->inline_mask |= static_cast<uint32_t>(f.is_inline[i]) << i;
   }
-  if (f.same_ids && f.id_bytes) {
+  if (f.same_ids) {
     args->dst_ids = args->src_ids;
     args->inline_mask |= (args->inline_mask & 1u) << 1;
   }
 }
 
-int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, int sms, Stream stream) {
+int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, int sms, uint32_t max_ctas, Stream stream) {
   kvbm_grid grid = {};
   RETURN_IF_FAILED(check(kernel.name, kernel.prepare(args, static_cast<uint32_t>(sms), &grid)));
   if (grid.ctas == 0) return KVBM_OK;
+  if (kernel.teams > 1) grid.ctas = std::min(grid.ctas, max_ctas ? max_ctas : static_cast<uint32_t>(sms));
   if (grid.shared_bytes > 48 << 10)
     RETURN_IF_FAILED(CU(FuncSetAttribute, function, kMaxDynamicShared, static_cast<int>(grid.shared_bytes)));
   void* parameters[] = {args};
@@ -200,21 +213,39 @@ int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, int sms,
 }
 
 // The batch whose ids or tables do not fit the kernel's parameters.
-int launch_with_slot(Device* device, Handle function, int kernel, kvbm_args* args, const kvbm_batch* batch,
+int launch_with_slot(Device* device, Handle function, const kvbm_kernel& kernel, kvbm_args* args, const kvbm_batch* batch,
                      const Fields& fields, Stream stream) {
   RelaxedCapture relaxed;
-  int capturing = 0;
-  RETURN_IF_FAILED(CU(StreamIsCapturing, stream, &capturing));
-  // A captured upload reads its slot again at every replay, for as long as the graph lives, and nobody says when that
-  // ends: its slot stays outside the ring and is never released.
+  Handle graph = nullptr;
+  RETURN_IF_FAILED(capturing_graph(stream, &graph));
   Slot* slot = nullptr;
-  RETURN_IF_FAILED(capturing ? make_slot(fields.slot_bytes, &slot) : take_slot(device, fields.slot_bytes, &slot));
+  RETURN_IF_FAILED(take_slot(device, fields.slot_bytes, &slot));
   write_fields(batch, fields, args, slot);
   int status = CU(MemcpyHtoDAsync, slot->device, slot->host, fields.slot_bytes, stream);
-  if (status == KVBM_OK) status = launch(function, kvbm_kernels[kernel], args, device->sms, stream);
+  if (status == KVBM_OK) status = launch(function, kernel, args, device->sms, batch->max_ctas, stream);
+  if (graph) {
+    // A captured upload reads its slot again at every replay: the slot is the graph's for as long as that lives.
+    leave_slot(slot, Slot::kCaptured);
+    const int given = give_to_graph(graph, slot, release_captured_slot);
+    return status == KVBM_OK ? given : status;
+  }
   // Also after a failure: the copy may have been enqueued.
-  if (!capturing) leave_slot(device, slot, driver.EventRecord(slot->event, stream) == KVBM_OK);
+  leave_slot(slot, driver.EventRecord(slot->event, stream) == KVBM_OK ? Slot::kInFlight : Slot::kLost);
   return status;
+}
+
+int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_batch* batch, Stream stream) {
+  if (batch->num_pairs == 0) return KVBM_OK;
+  if (!is_kernel(kernel) || !is_batch(batch)) return check("kvbm_launch", kInvalidValue);
+  Handle function = nullptr;
+  RETURN_IF_FAILED(find_kernel(device, kernel, &function));
+  kvbm_args copy;  // the payload's unused rest stays as it is: no kernel reads it
+  memcpy(&copy, args, offsetof(kvbm_args, payload));
+  const Fields fields = place_fields(batch);
+  if (__builtin_expect(fields.slot_bytes > 0, 0))
+    return launch_with_slot(device, function, kvbm_kernels[kernel], &copy, batch, fields, stream);
+  write_fields(batch, fields, &copy, nullptr);
+  return launch(function, kvbm_kernels[kernel], &copy, device->sms, batch->max_ctas, stream);
 }
 
 }  // namespace kvbm_driver
@@ -237,20 +268,10 @@ int kvbm_warm(int kernel, int device) {
 
 int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream) {
   if (batch->num_pairs == 0) return KVBM_OK;
-  if (!is_kernel(kernel) || !is_batch(batch)) return check("kvbm_launch", kInvalidValue);
   Current current;
   Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
-  Handle function = nullptr;
-  RETURN_IF_FAILED(find_kernel(opened, kernel, &function));
-  kvbm_args copy;  // the payload's unused rest stays as it is: no kernel reads it
-  memcpy(&copy, args, offsetof(kvbm_args, payload));
-  const Fields fields = place_fields(batch);
-  auto* handle = reinterpret_cast<Stream>(stream);
-  if (__builtin_expect(fields.slot_bytes > 0, 0))
-    return launch_with_slot(opened, function, kernel, &copy, batch, fields, handle);
-  write_fields(batch, fields, &copy, nullptr);
-  return launch(function, kvbm_kernels[kernel], &copy, opened->sms, handle);
+  return launch_batch(opened, kernel, args, batch, reinterpret_cast<Stream>(stream));
 }
 
 }  // extern "C"

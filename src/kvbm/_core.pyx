@@ -6,6 +6,9 @@ not manners.  Below the line everything is ``noexcept nogil``; every status pass
 """
 
 cimport cython
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_ND, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
+)
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -14,12 +17,16 @@ from kvbm.errors import BindError, CudaError, CudaUnavailableError, MissingKerne
 
 __all__ = [
     "Copy",
+    "Done",
+    "Ring",
+    "Route",
     "Table",
     "alloc_device",
     "check_ids",
     "device_count",
     "device_info",
     "driver_version",
+    "enable_peer",
     "free_device",
     "has_memcpy_batch",
     "kernel_index",
@@ -72,6 +79,7 @@ cdef extern from "kvbm.h" nogil:
         int64_t src_id_stride, dst_id_stride
         int64_t src_id_table, dst_id_table
         uint32_t num_parts
+        uint32_t src_blocks, dst_blocks
         kvbm_part *part
 
     ctypedef struct kvbm_kernel:
@@ -85,8 +93,45 @@ cdef extern from "kvbm.h" nogil:
         const void *dst_ids
         const uint64_t *src_table
         const uint64_t *dst_table
+        uint64_t src_ids_device, dst_ids_device
         uint64_t src_table_device, dst_table_device
         uint32_t src_entries, dst_entries
+        uint64_t fault
+        uint32_t max_ctas
+
+    ctypedef struct kvbm_ring:
+        pass
+
+    ctypedef struct kvbm_route:
+        int device, crosses, same_pool
+        int64_t src_blocks, dst_blocks
+        uint32_t max_ctas
+        uint32_t num_direct
+        int *direct_kernel
+        const kvbm_args **direct
+        int gathers
+        uint32_t num_permute
+        int *permute_kernel
+        const kvbm_args **permute
+        const kvbm_args *move
+        uint64_t slot_block_bytes
+        kvbm_ring *ring
+        const kvbm_args *runs
+        const uint64_t *src_bases
+        const uint64_t *dst_bases
+        const uint64_t *cuts
+        uint32_t num_cuts
+
+    ctypedef struct kvbm_outcome:
+        int refused
+        int64_t index
+        uint64_t submissions
+        uint32_t pairs
+
+    enum:
+        KVBM_DIRECT
+        KVBM_STAGED
+        KVBM_ENGINE
 
     const kvbm_kernel *kvbm_kernels
     int kvbm_num_kernels
@@ -109,6 +154,20 @@ cdef extern from "kvbm.h" nogil:
                           uint64_t count, int mode, int device, uint64_t stream, int *used) noexcept
     int kvbm_check_ids(const void *src_ids, const void *dst_ids, uint32_t id_bytes, uint32_t num_pairs,
                        int64_t src_blocks, int64_t dst_blocks, int same_pool, int64_t *index) noexcept
+    int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring **ring) noexcept
+    void kvbm_ring_destroy(kvbm_ring *ring) noexcept
+    int kvbm_transfer(const kvbm_route *route, const kvbm_batch *batch, int strategy, uint64_t stream,
+                      const uint64_t *waits, uint32_t num_waits, uint64_t done, kvbm_outcome *outcome) noexcept
+    int kvbm_fault_create(int device, uint32_t **fault) noexcept
+    void kvbm_fault_destroy(int device, uint32_t *fault) noexcept
+    int kvbm_event_take(int device, int timed, uint64_t *event) noexcept
+    void kvbm_event_give(int device, int timed, uint64_t event) noexcept
+    int kvbm_event_record(int device, uint64_t event, uint64_t stream) noexcept
+    int kvbm_event_query(int device, uint64_t event, int *is_done) noexcept
+    int kvbm_event_synchronize(int device, uint64_t event) noexcept
+    int kvbm_stream_wait(int device, uint64_t stream, uint64_t event) noexcept
+    int kvbm_stream_device(uint64_t stream, int *device) noexcept
+    int kvbm_enable_peer(int device, int peer, int *can) noexcept
     int kvbm_alloc_device(int device, uint64_t nbytes, uint64_t *address) noexcept
     int kvbm_free_device(int device, uint64_t address) noexcept
     int kvbm_upload(int device, uint64_t dst, const void *src, uint64_t nbytes) noexcept
@@ -302,14 +361,16 @@ cdef class Copy:
 
     Parameters
     ----------
-    kernel : str
-        Name of a compiled kernel.
+    kernel : str or None
+        Name of a compiled kernel.  None: a loop nest of bytes for the copy engine, which a `Route` walks.
     parts : sequence of (offsets, outer, inner)
         One part, or two where K and V differ.  ``offsets`` is ``(src, dst, src_table, dst_table)``; ``outer`` holds
         ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
         ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
     src_id, dst_id : tuple of two ints
         What one block id contributes: ``(table entries, bytes)``.
+    src_blocks, dst_blocks : int
+        Ids on the device that are not below these are not followed.
 
     Raises
     ------
@@ -323,14 +384,16 @@ cdef class Copy:
     cdef int index
     cdef readonly str kernel
 
-    def __init__(self, str kernel not None, parts, src_id, dst_id):
-        cdef int index = _find_kernel(kernel)
+    def __init__(self, str kernel, parts, src_id, dst_id, int64_t src_blocks=INDEX_LIMIT, int64_t dst_blocks=INDEX_LIMIT):
+        cdef int index = _find_kernel(kernel) if kernel is not None else -1
         parts = tuple(parts)
-        if len(parts) != kvbm_kernels[index].parts or len(parts) > KVBM_MAX_PARTS:
-            raise PlanError(f"kernel {kernel!r} copies {kvbm_kernels[index].parts} part(s): got {len(parts)}")
+        if len(parts) > KVBM_MAX_PARTS or (index >= 0 and len(parts) != kvbm_kernels[index].parts):
+            raise PlanError(f"kernel {kernel!r} does not copy {len(parts)} part(s)")
         memset(&self.args, 0, sizeof(kvbm_args))
         self.args.src_id_table, self.args.src_id_stride = src_id
         self.args.dst_id_table, self.args.dst_id_stride = dst_id
+        self.args.src_blocks = <uint32_t> min(max(src_blocks, 0), INDEX_LIMIT)
+        self.args.dst_blocks = <uint32_t> min(max(dst_blocks, 0), INDEX_LIMIT)
         self.args.num_parts = <uint32_t> len(parts)
         for number, (offsets, outer, inner) in enumerate(parts):
             try:
@@ -344,7 +407,7 @@ cdef class Copy:
         return f"<kvbm Copy by {self.kernel}>"
 
     def launch(self, Table src not None, Table dst not None, const int64_t[::1] src_ids, const int64_t[::1] dst_ids,
-               Py_ssize_t n, int device, uint64_t stream):
+               Py_ssize_t n, int device, uint64_t stream, int max_sms=0):
         """Copy blocks on a GPU: one kernel, ordered by the stream, not waited for.
 
         Parameters
@@ -360,6 +423,8 @@ cdef class Copy:
             CUDA device ordinal.
         stream : int
             Handle of the stream.
+        max_sms : int
+            Multiprocessors that a ``few_`` kernel keeps to; 0: all.
 
         Raises
         ------
@@ -373,14 +438,8 @@ cdef class Copy:
         if n == 0:
             return
         _fill_batch(&batch, src, dst, src_ids, dst_ids, n)
-        if src.device_address:
-            if src.device != device:
-                raise BindError(f"the source's table lies on cuda:{src.device}: expected cuda:{device}")
-            batch.src_table_device = src.device_address
-        if dst.device_address:
-            if dst.device != device:
-                raise BindError(f"the destination's table lies on cuda:{dst.device}: expected cuda:{device}")
-            batch.dst_table_device = dst.device_address
+        _take_uploaded(&batch, src, dst, device)
+        batch.max_ctas = <uint32_t> max(max_sms, 0)
         with nogil:
             status = kvbm_launch(self.index, &self.args, &batch, device, stream)
         if status != KVBM_OK:
@@ -417,6 +476,18 @@ cdef class Copy:
             status = kvbm_run_host(self.index, &self.args, &batch, threads)
         if status != KVBM_OK:
             check(status, f"running {self.kernel} on the host")
+
+
+cdef int _take_uploaded(kvbm_batch *batch, Table src, Table dst, int device) except -1:
+    if src.device_address:
+        if src.device != device:
+            raise BindError(f"the source's table lies on cuda:{src.device}: expected cuda:{device}")
+        batch.src_table_device = src.device_address
+    if dst.device_address:
+        if dst.device != device:
+            raise BindError(f"the destination's table lies on cuda:{dst.device}: expected cuda:{device}")
+        batch.dst_table_device = dst.device_address
+    return 0
 
 
 cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner) except -1:
@@ -515,8 +586,14 @@ def check_ids(const int64_t[::1] src_ids, const int64_t[::1] dst_ids, Py_ssize_t
         return
     if found < 0:
         check(found, f"checking {n} pairs of block ids")
-    src_id = index if src_ids is None else src_ids[index]
-    dst_id = index if dst_ids is None else dst_ids[index]
+    _refuse(found, index, src_ids, dst_ids, src_blocks, dst_blocks)
+
+
+cdef int _refuse(int found, int64_t index, src_ids, dst_ids, int64_t src_blocks, int64_t dst_blocks) except -1:
+    """Say which id of a batch is wrong; ids are sequences, or None where they are counted."""
+    cdef int64_t first = 0
+    src_id = index if src_ids is None else int(src_ids[index])
+    dst_id = index if dst_ids is None else int(dst_ids[index])
     if found == KVBM_ID_SRC_RANGE:
         raise BindError(f"src_ids[{index}] is {src_id}: {_expected_range(src_blocks)}")
     if found == KVBM_ID_DST_RANGE:
@@ -537,6 +614,118 @@ cdef str _expected_range(int64_t blocks):
     if blocks <= 0:
         return "the pool has no blocks"
     return f"expected 0 to {blocks - 1} (the pool's blocks), or -1 to skip the pair"
+
+
+cdef struct Ids:
+    const void *data  # host memory, or NULL
+    uint64_t device   # address on a GPU, or 0
+    Py_ssize_t count  # -1: none given, ids are counted
+    uint32_t bytes
+    int64_t few[64]   # where ids of a list are written; longer ones are `more`
+    int64_t *more
+    Py_buffer buffer
+    bint has_buffer
+
+
+cdef void _drop_ids(Ids *ids) noexcept:
+    free(ids.more)
+    ids.more = NULL
+    if ids.has_buffer:
+        PyBuffer_Release(&ids.buffer)
+        ids.has_buffer = False
+
+
+cdef object _read_ids(object given, str what, int device, Ids *ids):
+    """Find the ids in whatever holds them; returns what must be kept alive while they are read."""
+    ids.data, ids.device, ids.count, ids.bytes, ids.more, ids.has_buffer = NULL, 0, -1, 8, NULL, False
+    if given is None:
+        return None
+    kind = type(given)
+    if kind is list or kind is tuple:
+        if _read_sequence(given, ids):
+            return None
+    elif kind is int:
+        if -1 <= given <= INDEX_LIMIT:
+            ids.few[0] = given
+            ids.data, ids.count = ids.few, 1
+            return None
+    elif kind.__module__ == "torch" and hasattr(given, "is_cuda"):
+        if given.is_cuda:
+            return _read_device_ids(given, what, device, ids)
+        if given.dim() == 1 and given.is_contiguous():
+            name = str(given.dtype)
+            if name == "torch.int64" or name == "torch.int32":
+                ids.bytes = 8 if name == "torch.int64" else 4
+                ids.count = given.numel()
+                ids.data = <const void *> <uint64_t> given.data_ptr()
+                return given
+    elif hasattr(given, "__cuda_array_interface__"):
+        return _read_device_ids(given, what, device, ids)
+    elif PyObject_CheckBuffer(given) and _read_buffer(given, ids):
+        return given
+    from kvbm.pool import as_ids
+
+    array = as_ids(given, what)  # anything else that holds integers, or the error that says what is wrong
+    if array.shape[0] == 0:
+        ids.count = 0
+        return None
+    if not _read_buffer(array, ids):
+        raise BindError(f"{what}: expected integers of 32 or 64 bits, got {array.dtype}")
+    return array
+
+
+cdef bint _read_sequence(object given, Ids *ids) except -1:
+    cdef Py_ssize_t count = len(given), i
+    cdef int64_t *out = ids.few
+    if count > 64:
+        ids.more = <int64_t *> malloc(count * sizeof(int64_t))
+        if ids.more == NULL:
+            raise MemoryError(f"{count} block ids")
+        out = ids.more
+    try:
+        for i in range(count):
+            item = given[i]
+            if type(item) is not int:
+                raise TypeError
+            out[i] = item
+    except (OverflowError, TypeError):
+        free(ids.more)
+        ids.more = NULL
+        return False
+    ids.data, ids.count = out, count
+    return True
+
+
+cdef bint _read_buffer(object given, Ids *ids) except -1:
+    """Contiguous int32 or int64 in one axis."""
+    try:
+        PyObject_GetBuffer(given, &ids.buffer, PyBUF_ND | PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
+    except (BufferError, ValueError):
+        return False
+    cdef bint fits = ids.buffer.ndim == 1 and ids.buffer.format != NULL and ids.buffer.itemsize in (4, 8)
+    if fits:
+        fits = bytes(ids.buffer.format) in (b"l", b"q", b"i", b"=l", b"=q", b"=i", b"<l", b"<q", b"<i")
+    if not fits:
+        PyBuffer_Release(&ids.buffer)
+        return False
+    ids.has_buffer = True
+    ids.data, ids.count, ids.bytes = ids.buffer.buf, ids.buffer.shape[0], <uint32_t> ids.buffer.itemsize
+    return True
+
+
+cdef object _read_device_ids(object given, str what, int device, Ids *ids):
+    from kvbm.pool import describe
+
+    array = describe(given, what)
+    if len(array.shape) != 1 or array.dtype not in ("int32", "int64"):
+        raise BindError(f"{what}: expected one axis of int32 or int64, got shape {array.shape} of {array.dtype}")
+    ids.bytes = 8 if array.dtype == "int64" else 4
+    if array.shape[0] > 1 and array.strides[0] != ids.bytes:
+        raise BindError(f"{what}: expected contiguous ids, got strides of {array.strides[0]} bytes; call .contiguous()")
+    if array.device != f"cuda:{device}":
+        raise BindError(f"{what}: the ids are on {array.device}, the copy's kernel on cuda:{device}; pass them from there")
+    ids.device, ids.count = array.address, array.shape[0]
+    return given
 
 
 # ---- streams ------------------------------------------------------------------------------------------------------
@@ -622,6 +811,467 @@ def stream_handle(stream):
     if not 0 <= handle < 1 << 64:
         raise BindError(f"stream: expected a handle of 64 bits, got {handle}")
     return handle
+
+
+# ---- transfers ----------------------------------------------------------------------------------------------------
+
+@cython.final
+cdef class Ring:
+    """Memory on a GPU that staged copies go through: slots, and a stream of their own.
+
+    Parameters
+    ----------
+    device : int
+        CUDA device ordinal.
+    slot_bytes : int
+        Size of a slot.
+    slots : int
+        Number of slots, at most 8.
+    """
+
+    cdef kvbm_ring *ring
+    cdef readonly int device
+    cdef readonly uint64_t slot_bytes
+    cdef readonly int slots
+
+    def __cinit__(self):
+        self.ring = NULL
+
+    def __init__(self, int device, uint64_t slot_bytes, int slots):
+        cdef int status
+        if self.ring != NULL:
+            raise TypeError("a Ring is initialised once")
+        self.device, self.slot_bytes, self.slots = device, slot_bytes, slots
+        with nogil:
+            status = kvbm_ring_create(device, slot_bytes, <uint32_t> slots, &self.ring)
+        check(status, f"allocating {slots} slots of {slot_bytes} bytes on cuda:{device} for staged copies")
+
+    def __dealloc__(self):
+        cdef kvbm_ring *ring = self.ring
+        self.ring = NULL
+        with nogil:
+            kvbm_ring_destroy(ring)
+
+
+cdef class _Fault:
+    """A word of pinned memory in which kernels note an id on the device that is out of range."""
+
+    cdef uint32_t *word
+    cdef int device
+
+    def __cinit__(self, int device):
+        cdef int status
+        self.word = NULL
+        self.device = device
+        with nogil:
+            status = kvbm_fault_create(device, &self.word)
+        check(status, f"allocating pinned memory for cuda:{device}")
+
+    def __dealloc__(self):
+        with nogil:
+            kvbm_fault_destroy(self.device, self.word)
+
+    cdef int report(self) except -1:
+        cdef uint32_t found = self.word[0]
+        if found:
+            self.word[0] = 0
+            raise BindError(
+                f"block ids on the device: pair {found - 1} of an earlier copy named a block that its pool does not have; "
+                "it was skipped, and nothing of it was copied"
+            )
+        return 0
+
+
+@cython.final
+cdef class Done:
+    """The end of one copy, as an event: wait for it on a stream, or on the host.
+
+    It keeps the pools of its copy alive.  On the CPU the copy is done before this exists.
+    """
+
+    cdef uint64_t event
+    cdef int device  # of the stream
+    cdef object keep
+    cdef _Fault fault
+    cdef readonly str strategy
+    """What ran: ``direct``, ``staged`` or ``engine``."""
+
+    def __cinit__(self):
+        self.event = 0
+        self.device = -1
+
+    def __dealloc__(self):
+        if self.event:
+            kvbm_event_give(self.device, 0, self.event)
+
+    def __repr__(self):
+        return f"<kvbm Done, {self.strategy}>"
+
+    def wait(self, stream):
+        """Let a stream of any GPU wait for the copy; the host does not wait."""
+        cdef int status
+        if self.event == 0:
+            return
+        cdef uint64_t handle = stream_handle(stream)
+        with nogil:
+            status = kvbm_stream_wait(self.device, handle, self.event)
+        check(status, "waiting for a copy on a stream")
+
+    def synchronize(self):
+        """Wait on the host until the copy is done.
+
+        Raises
+        ------
+        CudaError
+            What failed on the GPU.
+        BindError
+            A kernel met an id on the device that is out of range.
+        """
+        cdef int status
+        if self.event == 0:
+            return
+        with nogil:
+            status = kvbm_event_synchronize(self.device, self.event)
+        check(status, "waiting for a copy")
+        if self.fault is not None:
+            self.fault.report()
+
+    def query(self):
+        """Whether the copy is done."""
+        cdef int status, is_done = 1
+        if self.event == 0:
+            return True
+        with nogil:
+            status = kvbm_event_query(self.device, self.event, &is_done)
+        check(status, "asking about a copy")
+        return is_done != 0
+
+
+def finished():
+    """A `Done` of a copy that was done when its call returned."""
+    cdef Done done = Done.__new__(Done)
+    done.strategy = "direct"
+    return done
+
+
+cdef tuple STRATEGIES = ("direct", "staged", "engine")
+
+
+@cython.final
+cdef class Route:
+    """One way from a pool to another: every strategy's launches, ready to run.
+
+    Parameters
+    ----------
+    device : int
+        CUDA device that kernels run on.
+    src, dst : Table
+        Base addresses of the two pools.
+    src_blocks, dst_blocks : int
+        Their numbers of blocks.
+    direct : sequence of Copy
+        Kernels from pool to pool; empty if no kernel can reach both.
+    permute : sequence of Copy
+        Kernels between the device's pool and a slot.
+    move, runs : Copy or None
+        Loop nests of bytes: between a slot and the far pool, and from pool to pool.
+    src_bases, dst_bases : contiguous uint64 array
+        The tables as `move` and `runs` count them.
+    cuts : contiguous uint64 array
+        Addresses that no copy of the engine may cross.
+    gathers : bool
+        Whether the kernel comes first and the engine second.
+    slot_block_bytes : int
+        Bytes of a block in a slot.
+    ring : Ring or None
+        For staged copies.
+    max_sms : int
+        For kernels that keep to a few multiprocessors; 0 otherwise.
+    same_pool, crosses : bool
+        Whether both sides are one memory; whether they are two GPUs'.
+    limits : sequence of (int, int)
+        ``(pairs, strategy)``: up to so many pairs strategy 0 (direct), 1 (staged) or 2 (engine) is taken, ascending.
+    keep : object
+        What the copies need alive.
+    """
+
+    cdef kvbm_route route
+    cdef Table src, dst
+    cdef Ring ring
+    cdef _Fault fault
+    cdef object keep, owned
+    cdef int num_limits
+    cdef int64_t limit[8]
+    cdef int strategy_of[8]
+    cdef uint64_t copies[3]
+    cdef uint64_t blocks[3]
+    cdef uint64_t submissions
+
+    def __init__(self, int device, Table src not None, Table dst not None, int64_t src_blocks, int64_t dst_blocks, *,
+                 direct, permute, Copy move, Copy runs, const uint64_t[::1] src_bases, const uint64_t[::1] dst_bases,
+                 const uint64_t[::1] cuts, bint gathers, uint64_t slot_block_bytes, Ring ring, int max_sms, bint same_pool,
+                 bint crosses, limits, keep):
+        cdef Copy copy
+        cdef int i
+        memset(&self.route, 0, sizeof(kvbm_route))
+        memset(self.copies, 0, sizeof(self.copies))
+        memset(self.blocks, 0, sizeof(self.blocks))
+        self.submissions = 0
+        direct, permute, limits = tuple(direct), tuple(permute), tuple(limits)
+        if len(direct) > KVBM_MAX_PARTS or len(permute) > KVBM_MAX_PARTS or not 0 < len(limits) <= 8:
+            raise PlanError(f"{len(direct)} and {len(permute)} kernels, {len(limits)} limits: expected at most 2, 2 and 1 to 8")
+        self.src, self.dst, self.ring, self.keep = src, dst, ring, keep
+        self.owned = (direct, permute, move, runs, src_bases, dst_bases, cuts)
+        self.route.device, self.route.crosses, self.route.same_pool = device, crosses, same_pool
+        self.route.src_blocks, self.route.dst_blocks = src_blocks, dst_blocks
+        self.route.max_ctas = <uint32_t> max_sms
+        self.route.gathers, self.route.slot_block_bytes = gathers, slot_block_bytes
+        for i, copy in enumerate(direct):
+            self.route.direct_kernel[i], self.route.direct[i] = copy.index, &copy.args
+        self.route.num_direct = <uint32_t> len(direct)
+        for i, copy in enumerate(permute):
+            self.route.permute_kernel[i], self.route.permute[i] = copy.index, &copy.args
+        self.route.num_permute = <uint32_t> len(permute)
+        if move is not None:
+            self.route.move = &move.args
+        if runs is not None:
+            self.route.runs = &runs.args
+        if ring is not None:
+            self.route.ring = ring.ring
+        if src_bases is not None and src_bases.shape[0]:
+            self.route.src_bases = &src_bases[0]
+        if dst_bases is not None and dst_bases.shape[0]:
+            self.route.dst_bases = &dst_bases[0]
+        if cuts is not None and cuts.shape[0]:
+            self.route.cuts, self.route.num_cuts = &cuts[0], <uint32_t> cuts.shape[0]
+        for i, (pairs, strategy) in enumerate(limits):
+            self.limit[i], self.strategy_of[i] = pairs, strategy
+            if strategy not in (0, 1, 2) or (strategy == 0 and not direct) or (strategy == 1 and ring is None) or (
+                    strategy == 2 and runs is None):
+                raise PlanError(f"strategy {strategy}: this route has nothing to run it with")
+        self.num_limits = <int> len(limits)
+
+    def choose(self, int64_t pairs):
+        """Name of the strategy for a batch of so many pairs of host ids."""
+        return STRATEGIES[self._choose(pairs)]
+
+    cdef int _choose(self, int64_t pairs) noexcept:
+        cdef int i
+        for i in range(self.num_limits - 1):
+            if pairs <= self.limit[i]:
+                return self.strategy_of[i]
+        return self.strategy_of[self.num_limits - 1]
+
+    def counters(self):
+        """Copies and blocks by strategy, and calls of the driver that they took."""
+        return tuple(self.copies), tuple(self.blocks), self.submissions
+
+    def copy(self, src_ids, dst_ids, stream, wait=None):
+        """Copy blocks, ordered by the stream.
+
+        Parameters
+        ----------
+        src_ids, dst_ids : None, int, sequence of int, NumPy array, CPU or CUDA tensor
+            int32 or int64; -1 skips a pair.  CUDA tensors are read when the kernel runs.
+        stream : object
+            See `stream_handle`.
+        wait : optional
+            An event, a stream, a `Done`, or a list of them.
+
+        Returns
+        -------
+        Done
+
+        Raises
+        ------
+        BindError
+            Ids that are refused; nothing has been enqueued.
+        CudaError
+            A call of the driver failed.
+        """
+        cdef Ids src, dst
+        cdef uint64_t handle = stream_handle(stream)
+        src.more = dst.more = NULL
+        src.has_buffer = dst.has_buffer = False
+        try:
+            keep_src = _read_ids(src_ids, "src_ids", self.route.device, &src)
+            keep_dst = _read_ids(dst_ids, "dst_ids", self.route.device, &dst)
+            if src.count >= 0 and dst.count >= 0 and src.bytes != dst.bytes:
+                keep_src = _widen(src_ids, dst_ids, &src, &dst, self.route.device)
+            return self._copy(&src, &dst, handle, wait, src_ids, dst_ids, keep_src, keep_dst)
+        finally:
+            _drop_ids(&src)
+            _drop_ids(&dst)
+
+    cdef Done _copy(self, Ids *src, Ids *dst, uint64_t stream, wait, src_ids, dst_ids, keep_src, keep_dst):
+        cdef kvbm_batch batch
+        cdef kvbm_outcome outcome
+        cdef uint64_t waits[16]
+        cdef uint32_t num_waits = 0
+        cdef int status, strategy, home
+        cdef Py_ssize_t n = src.count if src.count >= 0 else dst.count
+        cdef list taken = None
+        if src.count >= 0 and dst.count >= 0 and src.count != dst.count:
+            raise BindError(f"ids: expected as many source as destination ids, got {src.count} and {dst.count}")
+        if n < 0:
+            if self.route.src_blocks != self.route.dst_blocks:
+                raise BindError(
+                    f"ids: the pools hold {self.route.src_blocks} and {self.route.dst_blocks} blocks; say which by src_ids "
+                    "and dst_ids"
+                )
+            n = self.route.src_blocks
+        if n > INDEX_LIMIT:
+            raise BindError(f"{n} pairs of blocks: expected 0 to {INDEX_LIMIT}")
+        memset(&batch, 0, sizeof(kvbm_batch))
+        batch.num_pairs = <uint32_t> n
+        batch.src_ids, batch.src_ids_device = src.data, src.device
+        batch.dst_ids, batch.dst_ids_device = dst.data, dst.device
+        batch.id_bytes = src.bytes if src.count >= 0 else dst.bytes
+        batch.src_table, batch.src_entries = self.src.addresses, self.src.count
+        batch.dst_table, batch.dst_entries = self.dst.addresses, self.dst.count
+        _take_uploaded(&batch, self.src, self.dst, self.route.device)
+        batch.max_ctas = self.route.max_ctas
+        strategy = self._choose(n)
+        if src.device or dst.device:
+            strategy = self._choose_for_device_ids(strategy, src.device != 0, dst.device != 0)
+            if self.fault is None:
+                self.fault = _Fault.__new__(_Fault, self.route.device)
+            batch.fault = <uint64_t> self.fault.word
+        home = self.route.device
+        if self.route.crosses:
+            with nogil:
+                status = kvbm_stream_device(stream, &home)
+            check(status, "asking which GPU a stream is of")
+            if home < 0:
+                home = self.route.device
+        cdef Done done = Done.__new__(Done)
+        try:
+            if wait is not None:
+                taken = []
+                for event in wait if isinstance(wait, (list, tuple)) else (wait,):
+                    if num_waits == 16:
+                        raise BindError("wait: expected at most 16 events and streams")
+                    waits[num_waits] = _event_of(event, taken)
+                    num_waits += waits[num_waits] != 0
+            with nogil:
+                status = kvbm_event_take(home, 0, &done.event)
+                done.device = home
+                if status == KVBM_OK:
+                    status = kvbm_transfer(&self.route, &batch, strategy, stream, waits, num_waits, done.event, &outcome)
+        finally:
+            if taken:
+                for device, event in taken:
+                    kvbm_event_give(device, 0, event)
+        if status != KVBM_OK:
+            check(status, f"copying {n} blocks on cuda:{self.route.device} ({STRATEGIES[strategy]})")
+        if outcome.refused:
+            if outcome.refused < 0:
+                check(outcome.refused, f"checking {n} pairs of block ids")
+            self._refuse(&outcome, src, dst, src_ids, dst_ids)
+        self.copies[strategy] += 1
+        self.blocks[strategy] += outcome.pairs
+        self.submissions += outcome.submissions
+        done.strategy = STRATEGIES[strategy]
+        done.keep = (self, keep_src, keep_dst) if src.device or dst.device else self
+        done.fault = self.fault if src.device or dst.device else None
+        return done
+
+    cdef int _refuse(self, kvbm_outcome *outcome, Ids *src, Ids *dst, src_ids, dst_ids) except -1:
+        found = outcome.refused
+        if src.device and found == KVBM_ID_SRC_RANGE:
+            found = KVBM_ID_DST_RANGE
+        _refuse(found, outcome.index, None if src.count < 0 or src.device else _as_list(src_ids),
+                None if dst.count < 0 or dst.device else _as_list(dst_ids), self.route.src_blocks, self.route.dst_blocks)
+        return 0
+
+    cdef int _choose_for_device_ids(self, int strategy, bint src, bint dst) except -1:
+        """The copy engine's side of a copy must be known on the host."""
+        if strategy == KVBM_DIRECT:
+            return strategy
+        if strategy == KVBM_STAGED and not self.route.gathers and dst and not src:
+            return strategy
+        if self.num_limits > 1 and self.route.num_direct:  # `auto`
+            return KVBM_DIRECT
+        if strategy == KVBM_ENGINE:
+            raise BindError("engine: block ids lie on the GPU, and the copy engine needs them on the host; pass .cpu() ids, "
+                            "or use strategy='direct'")
+        if self.route.gathers:
+            raise BindError("staged: block ids lie on the GPU, and whether a pair is skipped must be known on the host when "
+                            "the engine writes the destination; pass .cpu() ids, or use strategy='direct'")
+        raise BindError("staged: src_ids lie on the GPU, and the copy engine that reads the source needs them on the host; "
+                        "pass src_ids.cpu(), or use strategy='direct'")
+
+
+cdef object _as_list(ids):
+    if isinstance(ids, int):
+        return [ids]
+    return ids
+
+
+cdef object _widen(src_ids, dst_ids, Ids *src, Ids *dst, int device):
+    """Ids of two widths: bring those on the host to the other's."""
+    from kvbm.pool import as_ids
+    import numpy as np
+
+    if src.device and dst.device:
+        raise BindError(f"ids: src_ids have {src.bytes * 8} bits and dst_ids {dst.bytes * 8}; on the device expected one width")
+    if src.device or (not dst.device and src.bytes == 8):
+        wanted, given, what, ids = src.bytes, dst_ids, "dst_ids", dst
+    else:
+        wanted, given, what, ids = dst.bytes, src_ids, "src_ids", src
+    array = as_ids(given, what)
+    if array.size and (array.min() < -1 or array.max() > INDEX_LIMIT):
+        wrong = int(np.flatnonzero((array < -1) | (array > INDEX_LIMIT))[0])
+        raise BindError(f"{what}[{wrong}] is {array[wrong]}: expected a block of the pool, or -1 to skip the pair")
+    array = np.ascontiguousarray(array, np.int32 if wanted == 4 else np.int64)
+    _drop_ids(ids)
+    if array.shape[0] == 0:
+        ids.count, ids.data = 0, NULL
+    else:
+        _read_buffer(array, ids)
+    return array
+
+
+cdef uint64_t _event_of(producer, list taken) except? 0:
+    """The event of a producer: its own, or one recorded now on its stream (and given back through `taken`)."""
+    cdef uint64_t event = 0, stream
+    cdef int status, device = -1
+    if isinstance(producer, Done):
+        return (<Done> producer).event
+    root = str(type(producer).__module__).partition(".")[0]
+    if not hasattr(producer, "__cuda_stream__"):
+        if root == "torch" and hasattr(producer, "cuda_event"):
+            event = producer.cuda_event
+            if event == 0:
+                raise BindError("wait: the event has not been recorded yet")
+            return event
+        if root == "cupy" and hasattr(producer, "record") and hasattr(producer, "ptr"):
+            return producer.ptr
+        if root == "cuda" and hasattr(producer, "is_timing_enabled"):  # cuda.core.Event
+            return <uint64_t> int(producer.handle)
+    if isinstance(producer, int):
+        raise TypeError("wait: expected an event or a stream object, got an int, which could be either")
+    stream = stream_handle(producer)
+    with nogil:
+        status = kvbm_stream_device(stream, &device)
+        if status == KVBM_OK:
+            device = max(device, 0)
+            status = kvbm_event_take(device, 0, &event)
+        if status == KVBM_OK:
+            status = kvbm_event_record(device, event, stream)
+    if event:
+        taken.append((device, event))
+    check(status, "recording an event on the producer's stream")
+    return event
+
+
+def enable_peer(int device, int peer):
+    """Let kernels on one GPU reach another's memory; False where the machine does not allow it."""
+    cdef int can = 0, status
+    with nogil:
+        status = kvbm_enable_peer(device, peer, &can)
+    check(status, f"letting cuda:{device} reach the memory of cuda:{peer}")
+    return can != 0
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -385,13 +385,24 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A layout at a shape and a number of blocks; `orders` holds the pieces of K (or of both) and of V, fastest first."""
+    """A layout at a shape and a number of blocks.
+
+    Attributes
+    ----------
+    sizes : mapping of str to int
+        Extent of every axis.
+    orders : tuple of tuple of Piece
+        The pieces of K (or of both) and of V, fastest first.
+    bases : tuple of (int, int)
+        Bytes and table entries at which K (or both) and V start: not zero for a range of layers.
+    """
 
     layout: Layout
     shape: BlockShape
     num_blocks: int
     sizes: Mapping[str, int]
     orders: tuple[tuple[Piece, ...], ...]
+    bases: tuple[tuple[int, int], ...] = ((0, 0), (0, 0))
 
     def pieces(self, o: int = 0) -> tuple[Piece, ...]:
         """Pieces of the order that `o` (0 = K, 1 = V) follows, fastest first."""
@@ -475,7 +486,7 @@ class Resolved:
             Index of the allocation, byte offset inside it.
         """
         at = {"b": block, **coords}
-        entry = offset = 0
+        offset, entry = self.bases[min(at.get("o", 0), len(self.orders) - 1)]
         for piece in self.pieces(at.get("o", 0)):
             index = 0
             for axis in piece.term.axes:
@@ -484,6 +495,49 @@ class Resolved:
             entry += step * piece.table
             offset += step * piece.stride
         return entry, offset
+
+    def layers(self, first: int, count: int) -> Resolved:
+        """The same memory, of which layers `first` to ``first + count - 1`` are meant; for plans, not for binding.
+
+        Raises
+        ------
+        LayoutError
+            The axis ``l`` is split or fused with others, so that a range of it is no loop.
+        """
+        orders, bases = [], []
+        for order, (offset, entry) in zip(self.orders, self.bases, strict=False):
+            mine = [piece for piece in order if "l" in piece.term.axes]
+            if any(piece.term.axes != ("l",) or piece.term.opaque for piece in mine) or len(mine) > 1:
+                raise LayoutError(
+                    f"{self.layout.name} ({self.layout.order_text}): axis 'l' is split or shares a group, so a range of layers has "
+                    "no place of its own"
+                )
+            orders.append(tuple(replace(p, extent=count) if p in mine else p for p in order))
+            stride, table = (mine[0].stride, mine[0].table) if mine else (0, 0)
+            bases.append((offset + first * stride, entry + first * table))
+        sizes = MappingProxyType({**self.sizes, "l": count})
+        return replace(self, sizes=sizes, orders=tuple(orders), bases=tuple(bases))
+
+    def packed(self) -> Resolved:
+        """The elements of a block in this layout's order without gaps, one block after the other in one allocation."""
+        nbytes = math.prod(size for axis, size in self.sizes.items() if axis != "b") * self.shape.itemsize
+        orders = []
+        for order in self.orders:
+            held = self.shape.itemsize
+            pieces = []
+            for piece in sorted(order, key=lambda p: (p.table > 0, p.table, p.stride)):
+                if piece.term.axes == ("b",):
+                    pieces.append(replace(piece, stride=round_up(nbytes, 16), table=0))
+                else:
+                    pieces.append(replace(piece, stride=held, table=0))
+                    held *= piece.extent
+            orders.append(tuple(pieces))
+        return replace(self, orders=tuple(orders), bases=((0, 0), (0, 0)))
+
+
+def round_up(value: int, to: int) -> int:
+    """The smallest multiple of `to` that is not below `value`."""
+    return -(-value // to) * to
 
 
 # ---- the algebra ---------------------------------------------------------------------------------------------------

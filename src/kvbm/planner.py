@@ -248,6 +248,47 @@ class Plan:
         """Names of the kernels, where base addresses are multiples of `alignment` bytes.  Two parts are one joined kernel."""
         return ["__".join(form.name for form in self.forms(alignment, alignment))]
 
+    def staged(self, *, gathers: bool) -> tuple[Plan, Plan]:
+        """The same copy in two steps, by way of memory where blocks lie packed in the order of the far side.
+
+        Parameters
+        ----------
+        gathers : bool
+            Whether the destination is the far side: blocks are packed, then moved; else moved, then unpacked.
+
+        Returns
+        -------
+        tuple of Plan
+            First and second step.  The one on the far side keeps runs as long as they are there.
+        """
+        slot = (self.dst if gathers else self.src).packed()
+        return _between(self.src, slot, self.title), _between(slot, self.dst, self.title)
+
+    def flat(self, src_step: int | None, dst_step: int | None) -> Plan:
+        """The plan for pools whose allocations lie `step` bytes apart (None: they do not): their tables become strides."""
+
+        def fold(stride: int, table: int, step: int | None) -> tuple[int, int]:
+            return (stride, table) if step is None else (stride + table * step, 0)
+
+        def side(table: int, stride: int, step: int | None) -> tuple[int, int]:
+            stride, table = fold(stride, table, step)
+            return table, stride
+
+        parts = []
+        for part in self.parts:
+            modes = []
+            for mode in (*part.inner, *part.outer):
+                src, src_table = fold(mode.src, mode.src_table, src_step)
+                dst, dst_table = fold(mode.dst, mode.dst_table, dst_step)
+                modes.append(Mode(mode.extent, src, dst, src_table, dst_table))
+            start = [
+                fold(part.src_offset, part.src_table_offset, src_step),
+                fold(part.dst_offset, part.dst_table_offset, dst_step),
+            ]
+            parts.append(_shaped(coalesce(modes), start))
+        ids = side(*self.src_id, src_step), side(*self.dst_id, dst_step)
+        return Plan(self.src, self.dst, *ids, _rejoin(parts))
+
     def __str__(self) -> str:
         lines = [f"{self.title}   {self.shape}"]
         for label, part in zip(self._labels(), self.parts, strict=True):
@@ -350,17 +391,26 @@ def _bytes(count: int) -> str:
 # ---- making a plan -------------------------------------------------------------------------------------------------
 
 
-def plan(src: Layout, dst: Layout, shape: BlockShape, *, num_blocks: int | tuple[int, int] = 1024) -> Plan:
+def plan(
+    src: Layout,
+    dst: Layout,
+    shape: BlockShape | tuple[BlockShape, BlockShape],
+    *,
+    num_blocks: int | tuple[int, int] = 1024,
+    layers: range | tuple[range, range] | None = None,
+) -> Plan:
     """Plan the copy of blocks from one layout to another.
 
     Parameters
     ----------
     src, dst : Layout
         From and to.
-    shape : BlockShape
-        Sizes of a block.
+    shape : BlockShape or (BlockShape, BlockShape)
+        Sizes of a block; of each side, where the pools hold other layers.
     num_blocks : int or (int, int)
         Blocks in each pool (source, destination).  Layouts with an axis slower than ``b`` have strides that depend on it.
+    layers : range or (range, range), optional
+        The layers to copy, on both sides or on each; all of them if it is not given.
 
     Returns
     -------
@@ -380,21 +430,48 @@ def plan(src: Layout, dst: Layout, shape: BlockShape, *, num_blocks: int | tuple
     'rows'
     """
     blocks = (num_blocks, num_blocks) if isinstance(num_blocks, int) else num_blocks
+    shapes = (shape, shape) if isinstance(shape, BlockShape) else shape
+    windows = None if layers is None else _windows(f"{src.name} → {dst.name}", shapes, layers)
     # Layouts are equal when they mean the same; names are part of the key so that a plan is titled as it was asked for.
-    return _plan_cached(src, dst, src.name, dst.name, shape, blocks)
+    return _plan_cached(src, dst, src.name, dst.name, shapes, blocks, windows)
+
+
+def _windows(
+    title: str, shapes: tuple[BlockShape, BlockShape], layers: range | tuple[range, range]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """First layer and number of layers on each side."""
+    sides = (layers, layers) if isinstance(layers, range) else tuple(layers)
+    if len(sides) != 2 or not all(isinstance(side, range) and side.step == 1 for side in sides):
+        raise PlanError(f"{title}: layers: expected range(first, last) or two of them, got {layers}")
+    for side, shape, where in zip(sides, shapes, ("source", "destination"), strict=True):
+        if not 0 <= side.start < side.stop <= shape.nl:
+            raise PlanError(f"{title}: layers: expected a range within 0 to {shape.nl} of the {where}, got {side}")
+    if len(sides[0]) != len(sides[1]):
+        raise PlanError(f"{title}: layers: expected as many in the source as in the destination, got {sides[0]} and {sides[1]}")
+    return (sides[0].start, len(sides[0])), (sides[1].start, len(sides[1]))
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan_cached(
-    src: Layout, dst: Layout, src_name: str, dst_name: str, shape: BlockShape, blocks: tuple[int, int]
+    src: Layout,
+    dst: Layout,
+    src_name: str,
+    dst_name: str,
+    shapes: tuple[BlockShape, BlockShape],
+    blocks: tuple[int, int],
+    windows: tuple[tuple[int, int], tuple[int, int]] | None,
 ) -> Plan:
-    sides = (src.resolve(shape, blocks[0]), dst.resolve(shape, blocks[1]))
-    title = f"{src_name} → {dst_name}"
-    _require_same_axes(title, *sides)
-    halves = range(shape.no) if any(len(side.orders) == 2 for side in sides) else (None,)
-    parts = [_part(title, *sides, half) for half in halves]
-    ids = [_id_steps(side) for side in sides]
-    return Plan(sides[0], sides[1], ids[0], ids[1], _rejoin(parts))
+    sides = [src.resolve(shapes[0], blocks[0]), dst.resolve(shapes[1], blocks[1])]
+    if windows is not None:
+        sides = [side.layers(*window) for side, window in zip(sides, windows, strict=True)]
+    return _between(*sides, f"{src_name} → {dst_name}")
+
+
+def _between(src: Resolved, dst: Resolved, title: str) -> Plan:
+    _require_same_axes(title, src, dst)
+    halves = range(src.shape.no) if any(len(side.orders) == 2 for side in (src, dst)) else (None,)
+    parts = [_part(title, src, dst, half) for half in halves]
+    return Plan(src, dst, _id_steps(src), _id_steps(dst), _rejoin(parts))
 
 
 def _id_steps(side: Resolved) -> tuple[int, int]:
@@ -418,7 +495,7 @@ def _require_same_axes(title: str, src: Resolved, dst: Resolved) -> None:
 def _part(title: str, src: Resolved, dst: Resolved, half: int | None) -> Part:
     """The loop nest of all of the block, or of one half of it (0 = K, 1 = V)."""
     both = [list(side.pieces(half or 0)) for side in (src, dst)]
-    start = [(0, 0), (0, 0)]
+    start = [side.bases[min(half or 0, len(side.orders) - 1)] for side in (src, dst)]
     for index, pieces in enumerate(both):
         if half is not None:
             o = next((piece for piece in pieces if piece.term.axes == ("o",)), None)
@@ -426,7 +503,8 @@ def _part(title: str, src: Resolved, dst: Resolved, half: int | None) -> Part:
                 raise PlanError(
                     f"{title}: axis 'o' is fused or split on one side, and K and V have orders of their own on the other"
                 )
-            start[index] = (half * o.stride, half * o.table) if o else (0, 0)
+            if o:
+                start[index] = (start[index][0] + half * o.stride, start[index][1] + half * o.table)
         skip = ("b",) if half is None else ("b", "o")
         both[index] = [piece for piece in pieces if piece.term.axes[0] not in skip or len(piece.term.axes) > 1]
     src_pieces, dst_pieces = _opaque_as_axes(title, src, dst, both[0], both[1])

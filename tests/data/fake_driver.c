@@ -160,6 +160,7 @@ int cuPointerGetAttributes(unsigned count, int *what, void **values, Address add
   return 0;
 }
 int cuStreamCreate(Handle *made, unsigned flags) { return *made = (Handle)0x77, 0; }
+int cuStreamDestroy_v2(Handle stream) { return 0; }
 int cuStreamSynchronize(Handle stream) { return 0; }
 int cuStreamIsCapturing(Handle stream, int *capturing) { return *capturing = 0, 0; }
 int cuThreadExchangeStreamCaptureMode(int *mode) { return 0; }
