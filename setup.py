@@ -49,7 +49,8 @@ class BuildExt(build_ext):
         text = codegen.generate(layouts)
         codegen.write(text, work / "generated")
         hosts = [work / "generated" / name for name in sorted(text) if name.endswith(".cpp")]
-        kernels = [work / "generated" / name for name in sorted(text) if name.endswith(".cu")] if compiler else []
+        kernels = [work / "generated" / name for name in sorted(text) if name.endswith(".cu")]
+        kernels = [*kernels, *sorted(CUDA.glob("*.cu"))] if compiler else []  # generated ones first: they are numbered
         print(f"kvbm: {len(kernels)} files, {compiler}, for {target}" if compiler else f"kvbm: no CUDA: {why_not}")
         cores = os.cpu_count() or 1
         with ThreadPoolExecutor(cores) as pool:

@@ -32,4 +32,7 @@ inline void write_ids(void* out, uint32_t to, const void* ids, uint32_t from, ui
 
 inline bool is_batch(const kvbm_batch* batch) { return batch->id_bytes == 0 || batch->id_bytes == 4 || batch->id_bytes == 8; }
 
+// Pairs that are not skipped; of ids on the device nothing is known here (host.cpp).
+uint32_t count_pairs(const kvbm_batch& batch);
+
 }  // namespace kvbm_driver

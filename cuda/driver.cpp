@@ -121,6 +121,8 @@ int take_event(Device* device, int timed, Handle* event) {
     }
   }
   RelaxedCapture relaxed;
+  Current current;  // an event is of the context that it is made in, and the caller may be in another GPU's
+  RETURN_IF_FAILED(current.enter(device->context));
   return CU(EventCreate, event, timed ? 0u : static_cast<unsigned>(kEventNoTiming));
 }
 

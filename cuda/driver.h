@@ -157,6 +157,7 @@ struct Device {
   Handle* modules = nullptr;        // one an image; null until loaded
   bool images_loaded = false;
   std::atomic<Handle>* functions = nullptr;  // one a kernel; read without a lock
+  std::atomic<Handle> copy_pairs{nullptr};   // the kernel of copy.cu
   std::mutex ring_mutex;
   Slot* newest = nullptr;  // circular: newest->next is the slot used longest ago
   std::mutex events_mutex;
@@ -219,6 +220,21 @@ inline int open(int ordinal, Device** out, Current* current) {
 // launch.cpp, with the device's context current:
 int find_kernel(Device* device, int kernel, Handle* function);
 int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_batch* batch, Stream stream);
+
+int load_images(Device* device);  // with device->mutex held
+
+// What a launch takes along beside its parameters: `write` fills memory that lies at `device` when the kernel runs.
+struct Cargo {
+  virtual void write(void* host, Address device) = 0;
+  virtual int launch() = 0;
+
+ protected:
+  ~Cargo() = default;
+};
+// Fills a slot of the ring, uploads it and launches, in the order of `stream`, which may be capturing a graph.
+int carry(Device* device, size_t bytes, Stream stream, Cargo* cargo);
+
+int find_pairs_kernel(Device* device, Handle* function);  // pairs.cpp
 
 // driver.cpp: the graph that a stream is being captured into, or null; and an object that lives as long as a graph.
 int capturing_graph(Stream stream, Handle* graph);

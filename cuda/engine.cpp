@@ -73,11 +73,11 @@ class Submission {
     CopyAttributes attributes = {1, {0, 0}, {0, 0}, 0};
     size_t attributes_from = 0, failed = 0;  // one entry an attribute, not one a copy
     ++submissions;
-    const int status = driver.MemcpyBatchAsyncV2
-                           ? driver.MemcpyBatchAsyncV2(lists_.dst, lists_.src, lists_.bytes, n, &attributes, &attributes_from,
-                                                       1, stream_)
-                           : driver.MemcpyBatchAsyncV1(lists_.dst, lists_.src, lists_.bytes, n, &attributes, &attributes_from,
-                                                       1, &failed, stream_);
+    const int status =
+        driver.MemcpyBatchAsyncV2
+            ? driver.MemcpyBatchAsyncV2(lists_.dst, lists_.src, lists_.bytes, n, &attributes, &attributes_from, 1, stream_)
+            : driver.MemcpyBatchAsyncV1(lists_.dst, lists_.src, lists_.bytes, n, &attributes, &attributes_from, 1, &failed,
+                                        stream_);
     return check("cuMemcpyBatchAsync", status);
   }
 
@@ -86,12 +86,14 @@ class Submission {
  private:
   enum : int { kUnified = 4 };  // CUmemorytype: whatever the address says
 
-  // Bytes up to the first registration's end inside the range, on either side; 0: none.
+  // Bytes up to the first cut inside the range, on either side; 0: there is none.
   uint64_t before_cut(Address dst, Address src, uint64_t bytes) const {
     uint64_t first = 0;
-    for (uint32_t i = 0; i < num_cuts_; ++i)
-      for (const Address start : {dst, src})
-        if (start < cuts_[i] && cuts_[i] < start + bytes && (first == 0 || cuts_[i] - start < first)) first = cuts_[i] - start;
+    if (num_cuts_ == 0) return 0;
+    for (const Address start : {dst, src}) {
+      const uint64_t* cut = std::upper_bound(cuts_, cuts_ + num_cuts_, start);
+      if (cut != cuts_ + num_cuts_ && *cut < start + bytes && (first == 0 || *cut - start < first)) first = *cut - start;
+    }
     return first;
   }
 
@@ -113,9 +115,8 @@ class Submission {
   }
 
   bool is_cut_at(Address dst, Address src) const {
-    for (uint32_t i = 0; i < num_cuts_; ++i)
-      if (cuts_[i] == dst || cuts_[i] == src) return true;
-    return false;
+    return num_cuts_ &&
+           (std::binary_search(cuts_, cuts_ + num_cuts_, dst) || std::binary_search(cuts_, cuts_ + num_cuts_, src));
   }
 
   struct Lists {
@@ -198,8 +199,8 @@ int copy_nest(const kvbm_args& args, const kvbm_batch& batch, Submission* out) {
     const kvbm_part& part = args.part[p];
     const Nest nest(part);
     // Blocks that follow each other with nothing between are one range, if they are met one after the other.
-    const bool blocks_touch = args.src_id_stride == static_cast<int64_t>(nest.run) && args.src_id_stride == args.dst_id_stride &&
-                              args.src_id_table == 0 && args.dst_id_table == 0;
+    const bool blocks_touch = args.src_id_stride == static_cast<int64_t>(nest.run) &&
+                              args.src_id_stride == args.dst_id_stride && args.src_id_table == 0 && args.dst_id_table == 0;
     const int rows = !blocks_touch && nest.depth > 0 && nest.loops[0].src_entry == 0 && nest.loops[0].dst_entry == 0;
     auto start = [&](uint32_t pair, Spot* at) {
       const int64_t src = id_at(batch.src_ids, batch.id_bytes, pair), dst = id_at(batch.dst_ids, batch.id_bytes, pair);
@@ -340,18 +341,17 @@ int take_captured_ring(Device* device, Handle graph, uint64_t slot_bytes, uint32
 
 // ---- staged copies -------------------------------------------------------------------------------------------------
 
-enum : uint64_t { kFirstGroupBytes = 2 << 20 };  // of a ramp: large enough to hide the events between two groups
+enum : uint64_t { kSmallGroupBytes = 2 << 20 };  // large enough to hide the events between it and the next group
 
-// How many blocks go through the ring at a time.  While the first group is packed (or the last one unpacked) the copy
-// engine has nothing to do, so that end of the row is small and doubles from group to group.
+// How many blocks go through the ring at a time.  While the first group is packed, or the last one unpacked, the copy
+// engine has nothing to do: that group is small.
 void group_sizes(uint64_t pairs, uint64_t block_bytes, uint64_t most, bool small_first, std::vector<uint32_t>* sizes) {
   sizes->clear();
-  uint64_t size = std::min(most, std::max<uint64_t>(kFirstGroupBytes / block_bytes, 1));
-  while (pairs > 0) {
+  uint64_t size = std::min(most, std::max<uint64_t>(kSmallGroupBytes / block_bytes, 1));
+  for (; pairs > 0; size = most) {
     const uint64_t n = std::min(size, pairs);
     sizes->push_back(static_cast<uint32_t>(n));
     pairs -= n;
-    size = std::min(most, 2 * size);
   }
   if (!small_first) std::reverse(sizes->begin(), sizes->end());
 }
@@ -536,7 +536,7 @@ int copy_staged(const kvbm_route& route, const kvbm_batch& given, Stream stream,
   kvbm_ring* ring = route.ring;
   const uint64_t most = std::max<uint64_t>(ring->slot_bytes / route.slot_block_bytes, 1);
   const bool at_once =
-      route.gathers && batch.num_pairs <= most && batch.num_pairs * route.slot_block_bytes <= 4 * kFirstGroupBytes;
+      route.gathers && batch.num_pairs <= most && batch.num_pairs * route.slot_block_bytes <= 4 * kSmallGroupBytes;
   group_sizes(at_once ? 0 : batch.num_pairs, route.slot_block_bytes, most, route.gathers != 0, &groups);
   if (graph) {
     const auto slots = static_cast<uint32_t>(std::min<uint64_t>(std::max<uint64_t>(groups.size(), 1), ring->count));
@@ -545,9 +545,7 @@ int copy_staged(const kvbm_route& route, const kvbm_batch& given, Stream stream,
   }
   std::lock_guard<std::mutex> lock(ring->mutex);
   Staged staged(route, batch, ring, stream);
-  int status = at_once         ? staged.gather_at_once()
-               : route.gathers ? staged.gather(groups)
-                               : staged.scatter(groups);
+  int status = at_once ? staged.gather_at_once() : route.gathers ? staged.gather(groups) : staged.scatter(groups);
   if (!at_once) {
     const int joined = staged.join();
     if (status == KVBM_OK) status = joined;
@@ -589,14 +587,6 @@ int copy_by(int strategy, const kvbm_route& route, const kvbm_batch& batch, Devi
   }
 }
 
-// Pairs that are not skipped; of ids on the device nothing is known here.
-uint32_t count_pairs(const kvbm_batch& batch) {
-  uint32_t count = 0;
-  for (uint32_t i = 0; i < batch.num_pairs; ++i)
-    count += id_at(batch.src_ids, batch.id_bytes, i) != kSkip && id_at(batch.dst_ids, batch.id_bytes, i) != kSkip;
-  return count;
-}
-
 int check_batch(const kvbm_route& route, const kvbm_batch& batch, int64_t* index) {
   const bool src_on_device = batch.src_ids_device != 0, dst_on_device = batch.dst_ids_device != 0;
   if (src_on_device && dst_on_device) return KVBM_ID_OK;
@@ -614,7 +604,7 @@ extern "C" {
 int kvbm_has_memcpy_batch(void) { return load() == KVBM_OK && can_batch(); }
 
 int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* sizes, uint64_t size, uint64_t count, int mode,
-                      int device, uint64_t stream, int* used) {
+                      int merge, int device, uint64_t stream, int* used) {
   enum { kAuto, kOneByOne, kBatched };
   *used = mode == kBatched ? kBatched : kOneByOne;
   if (mode < kAuto || mode > kBatched) return check("kvbm_memcpy_batch", kInvalidValue);
@@ -633,12 +623,21 @@ int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* 
     for (uint64_t i = 0; i < count; ++i) RETURN_IF_FAILED(out->range(dst[i], src[i], sizes ? sizes[i] : size));
     return out->flush();
   };
-  Submission first(handle, how, mode != kOneByOne);
-  const int status = submit(&first);
+  Submission first(handle, how, merge);
+  int status = submit(&first);
+  uint64_t submissions = first.submissions;
+  if (status == kInvalidValue && merge) {
+    // Neighbours may be two allocations, and the driver takes no copy across their border.  Whatever went in before the
+    // refusal is only copied once more.
+    merge = false;
+    Submission apart(handle, how, false);
+    status = submit(&apart);
+    submissions = apart.submissions;
+  }
   const bool refused = status == kInvalidValue || status == kNotSupported || status == kCaptureUnsupported;
-  if (mode != kAuto || how == Submission::kOneByOne || !refused || first.submissions > 1) return status;
+  if (mode != kAuto || how == Submission::kOneByOne || !refused || submissions > 1) return status;
   *used = kOneByOne;
-  Submission again(handle, Submission::kOneByOne, true);
+  Submission again(handle, Submission::kOneByOne, merge);
   return submit(&again);
 }
 
@@ -689,7 +688,8 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
   Device* device = nullptr;
   RETURN_IF_FAILED(open(route->device, &device, &current));
   auto* callers = reinterpret_cast<Stream>(stream);
-  for (uint32_t i = 0; i < num_waits; ++i) RETURN_IF_FAILED(CU(StreamWaitEvent, callers, reinterpret_cast<Handle>(waits[i]), 0));
+  for (uint32_t i = 0; i < num_waits; ++i)
+    RETURN_IF_FAILED(CU(StreamWaitEvent, callers, reinterpret_cast<Handle>(waits[i]), 0));
 
   // A kernel runs on a stream of its own GPU: where the caller's is another's, both are tied by events.
   Stream mine = callers;

@@ -10,6 +10,7 @@
 #include <memory>
 #include <new>
 #include <thread>
+#include <type_traits>
 
 #include "batch.h"
 #include "driver.h"
@@ -84,35 +85,40 @@ struct HostRun {
 
 enum : uint32_t { kFew = 32 };  // up to here comparing each with each beats touching memory
 
-// One bit a block.  Kept between calls and cleared after each where it was set: a check is O(pairs), not O(blocks).
-class Bitmap {
+// The batch that last wrote a block, one number a block.  Kept between calls and never cleared: each batch has a number
+// of its own, so a check is O(pairs), not O(blocks).
+class Stamps {
  public:
-  Bitmap() = default;
-  Bitmap(const Bitmap&) = delete;
-  Bitmap& operator=(const Bitmap&) = delete;
-  ~Bitmap() { free(words_); }
-  bool reserve(int64_t bits) {
-    const size_t words = static_cast<size_t>(bits / 64 + 1);
-    if (words <= size_) return true;
-    auto* grown = static_cast<uint64_t*>(calloc(words, sizeof(uint64_t)));  // a large one is mapped as it is touched
-    if (!grown) return false;
-    free(words_);
-    words_ = grown;
-    size_ = words;
-    return true;
+  Stamps() = default;
+  Stamps(const Stamps&) = delete;
+  Stamps& operator=(const Stamps&) = delete;
+  ~Stamps() { free(stamps_); }
+  // The batch's number, or 0 without memory.
+  uint32_t next(int64_t blocks) {
+    const auto size = static_cast<size_t>(blocks);
+    if (size > size_) {
+      auto* grown = static_cast<uint32_t*>(calloc(size, sizeof(uint32_t)));  // a large one is mapped as it is touched
+      if (!grown) return 0;
+      free(stamps_);
+      stamps_ = grown;
+      size_ = size;
+      last_ = 0;
+    }
+    if (++last_ == 0) {
+      memset(stamps_, 0, size_ * sizeof(uint32_t));
+      last_ = 1;
+    }
+    return last_;
   }
-  bool test(int64_t i) const { return words_[word(i)] >> (i & 63) & 1; }
-  void set(int64_t i) { words_[word(i)] |= uint64_t{1} << (i & 63); }
-  void clear(int64_t bits) { memset(words_, 0, static_cast<size_t>(bits / 64 + 1) * sizeof(uint64_t)); }
-  void clear_word_of(int64_t i) { words_[word(i)] = 0; }
+  uint32_t* data() { return stamps_; }
 
  private:
-  static size_t word(int64_t i) { return static_cast<size_t>(i) / 64; }
-  uint64_t* words_ = nullptr;
+  uint32_t* stamps_ = nullptr;
   size_t size_ = 0;
+  uint32_t last_ = 0;
 };
 
-thread_local Bitmap bitmap_of_thread;
+thread_local Stamps stamps_of_thread;
 
 template <typename Id>
 struct Ids {
@@ -144,47 +150,72 @@ int check_few(const Ids<Id>& ids, bool same_pool, int64_t* index) {
 
 template <typename Id>
 int check_many(const Ids<Id>& ids, int64_t dst_blocks, bool same_pool, int64_t* index) {
-  Bitmap& written = bitmap_of_thread;  // looked up once: that of a thread costs a call
-  if (!written.reserve(dst_blocks)) return check("calloc", KVBM_NO_MEMORY);
-  int found = KVBM_ID_OK;
-  int64_t marked = 0;
-  for (; marked < ids.count; ++marked) {
-    if (ids.is_skipped(marked)) continue;
-    const int64_t block = ids.dst_at(marked);
-    if (written.test(block)) {
-      *index = marked;
-      found = KVBM_ID_DST_TWICE;
-      break;
+  Stamps& stamps = stamps_of_thread;  // looked up once: that of a thread costs a call
+  const uint32_t mine = stamps.next(dst_blocks);
+  if (!mine) return check("calloc", KVBM_NO_MEMORY);
+  uint32_t* const written = stamps.data();
+  for (int64_t i = 0; i < ids.count; ++i) {
+    if (ids.is_skipped(i)) continue;
+    uint32_t& by = written[ids.dst_at(i)];
+    if (by == mine) {
+      *index = i;
+      return KVBM_ID_DST_TWICE;
     }
-    written.set(block);
+    by = mine;
   }
-  for (int64_t i = 0; found == KVBM_ID_OK && same_pool && i < ids.count; ++i) {
+  for (int64_t i = 0; same_pool && i < ids.count; ++i) {
     const int64_t block = ids.src_at(i);
-    if (ids.is_skipped(i) || block >= dst_blocks || !written.test(block)) continue;
+    if (ids.is_skipped(i) || block >= dst_blocks || written[block] != mine) continue;
     *index = i;
-    found = KVBM_ID_READ_AND_WRITTEN;
+    return KVBM_ID_READ_AND_WRITTEN;
   }
-  if (dst_blocks / 64 < marked)
-    written.clear(dst_blocks);
-  else
-    for (int64_t i = 0; i < marked; ++i)
-      if (!ids.is_skipped(i)) written.clear_word_of(ids.dst_at(i));
-  return found;
+  return KVBM_ID_OK;
+}
+
+// Whether every id is a block or -1: one comparison an id, which compilers make several at a time.
+template <typename Id>
+bool are_in_range(const Id* ids, int64_t count, int64_t blocks) {
+  using Unsigned = std::make_unsigned_t<Id>;
+  if (!ids) return count <= blocks;
+  const auto most = static_cast<Unsigned>(std::min<int64_t>(blocks, std::numeric_limits<Id>::max()));
+  Unsigned outside = 0;
+  for (int64_t i = 0; i < count; ++i) outside |= static_cast<Unsigned>(static_cast<Unsigned>(ids[i]) + 1) > most;
+  return !outside;
 }
 
 template <typename Id>
 int check_all(const Ids<Id>& ids, int64_t src_blocks, int64_t dst_blocks, bool same_pool, int64_t* index) {
   // All ranges first: the later checks index memory with the ids.
-  for (int64_t i = 0; i < ids.count; ++i) {
-    *index = i;
-    const int64_t src = ids.src_at(i), dst = ids.dst_at(i);
-    if (src != kSkip && (src < 0 || src >= src_blocks)) return KVBM_ID_SRC_RANGE;
-    if (dst != kSkip && (dst < 0 || dst >= dst_blocks)) return KVBM_ID_DST_RANGE;
+  if (!are_in_range(ids.src, ids.count, src_blocks) || !are_in_range(ids.dst, ids.count, dst_blocks)) {
+    for (int64_t i = 0; i < ids.count; ++i) {
+      *index = i;
+      const int64_t src = ids.src_at(i), dst = ids.dst_at(i);
+      if (src != kSkip && (src < 0 || src >= src_blocks)) return KVBM_ID_SRC_RANGE;
+      if (dst != kSkip && (dst < 0 || dst >= dst_blocks)) return KVBM_ID_DST_RANGE;
+    }
   }
   return ids.count <= kFew ? check_few(ids, same_pool, index) : check_many(ids, dst_blocks, same_pool, index);
 }
 
+template <typename Id>
+uint32_t count_kept(const Id* src, const Id* dst, uint32_t count) {
+  uint32_t kept = 0;
+  if (src && dst)
+    for (uint32_t i = 0; i < count; ++i) kept += (src[i] != kSkip) & (dst[i] != kSkip);
+  else if (const Id* ids = src ? src : dst)
+    for (uint32_t i = 0; i < count; ++i) kept += ids[i] != kSkip;
+  else
+    kept = count;
+  return kept;
+}
+
 }  // namespace
+
+uint32_t kvbm_driver::count_pairs(const kvbm_batch& batch) {
+  if (batch.id_bytes == 4)
+    return count_kept(static_cast<const int32_t*>(batch.src_ids), static_cast<const int32_t*>(batch.dst_ids), batch.num_pairs);
+  return count_kept(static_cast<const int64_t*>(batch.src_ids), static_cast<const int64_t*>(batch.dst_ids), batch.num_pairs);
+}
 
 extern "C" {
 

@@ -70,7 +70,7 @@ typedef struct kvbm_part {
   uint32_t ctas;        /* CTAs of this part */
 } kvbm_part;
 
-/* A kernel's whole parameter block.  Strides of ids and the parts are the caller's description of the copy; ids and tables
+/* A kernel's whole parameter block.  Strides of ids and the parts are the caller's description of the copy (extents made by kvbm_make_div); ids and tables
  * are set per batch by kvbm_launch and kvbm_run_host. */
 typedef struct kvbm_args {
   int64_t src_id_stride, dst_id_stride; /* bytes a block id */
@@ -109,6 +109,27 @@ typedef struct kvbm_kernel {
 
 extern const kvbm_kernel kvbm_kernels[];
 extern const int32_t kvbm_num_kernels;
+
+/* ---- raw copies (copy.cu) ---------------------------------------------------------------------------------------- */
+
+typedef struct kvbm_pair {
+  uint64_t src, dst; /* addresses */
+} kvbm_pair;
+
+enum { KVBM_INLINE_PAIRS = 253 }; /* that travel inside the parameters (4,096 bytes in all) */
+
+/* The whole parameter block of kvbm_copy_pairs: the same number of bytes from each source to its destination.
+ * Tile t of a pair is its bytes [t * tile_bytes, (t + 1) * tile_bytes), shifted to where the destination is aligned. */
+typedef struct kvbm_pairs {
+  uint64_t bytes;      /* of every pair */
+  uint64_t pairs;      /* device address of the pairs; 0: they are in payload */
+  kvbm_div tiles;      /* tiles a pair */
+  uint32_t jobs;       /* pairs * tiles */
+  uint32_t tile_bytes; /* a multiple of 16 */
+  uint32_t log_width;  /* threads a tile, as a power of two: where pairs are short, several share a CTA */
+  uint64_t reserved;
+  kvbm_pair payload[KVBM_INLINE_PAIRS];
+} kvbm_pairs;
 
 /* ---- embedded CUDA images (written by the build: kvbm_images.cpp) ----------------------------------------------- */
 
@@ -171,9 +192,30 @@ int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int 
 int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, int threads);
 
 /* mode: 0 batched with fallback, 1 one cuMemcpyAsync a copy, 2 batched only.  *used tells the mode that ran (1 or 2).
- * `size` is used for every copy where `sizes` is NULL.  Neighbouring copies are not merged here. */
+ * `size` is used for every copy where `sizes` is NULL.  `merge`: copies where source and destination go on where those of the
+ * copy before end are made one with it.  No byte may be written twice, or both read and written. */
 int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* sizes, uint64_t size, uint64_t count, int mode,
-                      int device, uint64_t stream, int* used);
+                      int merge, int device, uint64_t stream, int* used);
+
+/* Copies `size` bytes from src[i] to dst[i] by a kernel of `device` in the stream's order: one launch for 2^20 pairs. */
+int kvbm_launch_pairs(const uint64_t* dst, const uint64_t* src, uint64_t size, uint64_t count, int device, uint64_t stream);
+
+/* Ranges of memory: `sizes` bytes each, or `size` each where `sizes` is NULL.  Empty ones touch nothing. */
+typedef struct kvbm_spans {
+  const uint64_t *addresses, *sizes;
+  uint64_t size, count;
+} kvbm_spans;
+
+/* Which rule two lists of ranges break: what kvbm_check_spans found. */
+enum { KVBM_SPAN_OK = 0, KVBM_SPAN_NULL_SRC, KVBM_SPAN_NULL_DST, KVBM_SPAN_DST_TWICE, KVBM_SPAN_READ_AND_WRITTEN };
+
+/* No range is at address 0, none is written twice, none is both read and written.  *first and *second are the positions of
+ * the two (READ_AND_WRITTEN: in src, in dst).  O(n).  Returns KVBM_SPAN_..., or KVBM_NO_MEMORY. */
+int kvbm_check_spans(const kvbm_spans* src, const kvbm_spans* dst, uint64_t* first, uint64_t* second);
+
+/* The device of the first address that lies on a GPU, or -2: all of them lie in pinned host memory.  Bit n of *gpus: some lie
+ * on GPU n.  Where one lies in memory that no GPU reaches, *device is -1 and *index its position. */
+int kvbm_find_device(const uint64_t* addresses, uint64_t count, int* device, uint64_t* gpus, uint64_t* index);
 
 /* O(n) checks of a batch's ids (host memory): *index is the offending position.  `same_pool`: also refuse a block that is both read and written.
  * -1 skips a pair; other ids below 0 are out of range.  Returns KVBM_ID_..., or KVBM_NO_MEMORY. */
@@ -194,8 +236,8 @@ void kvbm_ring_destroy(kvbm_ring* ring); /* waits for the copies that use it */
 
 /* One way from pool to pool.  All args are templates; a loop nest for the copy engine is one of bytes: inner[0] is a run. */
 typedef struct kvbm_route {
-  int device;        /* where the kernels run */
-  int crosses;       /* the pools lie on two GPUs: the caller's stream may be of either */
+  int device;  /* where the kernels run */
+  int crosses; /* the pools lie on two GPUs: the caller's stream may be of either */
   int same_pool;
   int64_t src_blocks, dst_blocks;
   uint32_t max_ctas; /* as in kvbm_batch */
@@ -215,7 +257,8 @@ typedef struct kvbm_route {
   const kvbm_args* runs;
   /* The tables as the engine's loop nests count them: the pools', or one base address where allocations lie at a step. */
   const uint64_t *src_bases, *dst_bases;
-  /* Where one registration of pinned memory ends and the next begins: no copy of the engine may cross these. */
+  /* Where one allocation, or registration of pinned memory, ends and the next begins, ascending: the engine refuses a copy
+   * that crosses one. */
   const uint64_t* cuts;
   uint32_t num_cuts;
 } kvbm_route;
@@ -252,6 +295,19 @@ int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address);
 int kvbm_free_device(int device, uint64_t address);
 int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes); /* blocking */
 int kvbm_synchronize(int device, uint64_t stream);
+
+/* ---- host memory that GPUs reach (memory.cpp) ---- */
+
+/* What touching may do to a page: KVBM_TOUCH_NEW clears it, the others keep what it holds. */
+enum { KVBM_TOUCH_NEW = 0, KVBM_TOUCH_WRITABLE, KVBM_TOUCH_READONLY };
+/* Gives every page its memory, on at most `threads` threads.  Only KVBM_TOUCH_NEW can fail. */
+int kvbm_host_touch(uint64_t address, uint64_t bytes, int how, int threads);
+/* Page-locks whole pages, for every GPU and context; `read_only`: GPUs only read them. */
+int kvbm_host_register(uint64_t address, uint64_t bytes, int read_only);
+int kvbm_host_unregister(uint64_t address); /* exactly what was registered */
+/* Where the pinned memory around an address begins and ends: one allocation or registration.  0 and 0 where it is not pinned;
+ * the address alone (end = begin + 1) where the driver says no more. */
+int kvbm_pinned_range(uint64_t address, uint64_t* begin, uint64_t* end);
 
 #ifdef __cplusplus
 }

@@ -24,13 +24,17 @@ struct Slot {
 // ---- images and kernels --------------------------------------------------------------------------------------------
 
 // With device->mutex held and the context current.
-int load_kernel(Device* device, int kernel) {
+int load_images(Device* device) {
   if (kvbm_num_images == 0) return check("kvbm_images", KVBM_NOT_BUILT);
-  if (!device->images_loaded) {
-    for (int i = 0; i < kvbm_num_images; ++i)
-      if (!device->modules[i]) RETURN_IF_FAILED(CU(ModuleLoadData, &device->modules[i], kvbm_images[i].data));
-    device->images_loaded = true;
-  }
+  if (device->images_loaded) return KVBM_OK;
+  for (int i = 0; i < kvbm_num_images; ++i)
+    if (!device->modules[i]) RETURN_IF_FAILED(CU(ModuleLoadData, &device->modules[i], kvbm_images[i].data));
+  device->images_loaded = true;
+  return KVBM_OK;
+}
+
+int load_kernel(Device* device, int kernel) {
+  RETURN_IF_FAILED(load_images(device));
   if (device->functions[kernel].load(std::memory_order_relaxed)) return KVBM_OK;
   const kvbm_kernel& entry = kvbm_kernels[kernel];
   if (entry.image < 0 || entry.image >= kvbm_num_images) return check(entry.name, KVBM_NOT_BUILT);
@@ -172,7 +176,7 @@ Fields place_fields(const kvbm_batch* batch) {
   return f;
 }
 
-void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, const Slot* slot) {
+void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, void* slot_host, Address slot_device) {
   uint64_t* const field[kFields] = {&args->src_ids, &args->dst_ids, &args->src_table, &args->dst_table};
   const void* const source[kFields] = {batch->src_ids, batch->dst_ids, batch->src_table, batch->dst_table};
   args->num_pairs = batch->num_pairs;
@@ -185,13 +189,13 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, con
   args->dst_table = batch->dst_table_device;
   for (int i = 0; i < kFields; ++i) {
     if (f.bytes[i] == 0) continue;
-    char* base = f.is_inline[i] ? reinterpret_cast<char*>(args->payload) : static_cast<char*>(slot->host);
+    char* base = f.is_inline[i] ? reinterpret_cast<char*>(args->payload) : static_cast<char*>(slot_host);
     void* out = base + f.offset[i];
     if (i == kSrcIds || i == kDstIds)
       write_ids(out, f.id_bytes, source[i], batch->id_bytes, batch->num_pairs);
     else
       memcpy(out, source[i], f.bytes[i]);
-    *field[i] = f.is_inline[i] ? f.offset[i] : slot->device + f.offset[i];
+    *field[i] = f.is_inline[i] ? f.offset[i] : slot_device + f.offset[i];
     args->inline_mask |= static_cast<uint32_t>(f.is_inline[i]) << i;
   }
   if (f.same_ids) {
@@ -200,29 +204,35 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, con
   }
 }
 
+// What the teams of a CTA take together at most (permute.cuh: eight times a tile of 8 KiB and half as much padding).
+enum : uint32_t { kTeamsShared = 96 << 10 };
+
 int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, int sms, uint32_t max_ctas, Stream stream) {
+  // A kernel with teams gets through all the work with any number of CTAs: one a multiprocessor that it may have.
+  uint32_t most = static_cast<uint32_t>(sms);
+  if (kernel.teams > 1 && max_ctas) most = std::min(most, max_ctas);
   kvbm_grid grid = {};
-  RETURN_IF_FAILED(check(kernel.name, kernel.prepare(args, static_cast<uint32_t>(sms), &grid)));
+  RETURN_IF_FAILED(check(kernel.name, kernel.prepare(args, most, &grid)));
   if (grid.ctas == 0) return KVBM_OK;
-  if (kernel.teams > 1) grid.ctas = std::min(grid.ctas, max_ctas ? max_ctas : static_cast<uint32_t>(sms));
+  if (kernel.teams > 1) grid.ctas = std::min(grid.ctas, most);
+  // One figure for every batch: with its own, a thread would take back what another is about to launch with.
   if (grid.shared_bytes > 48 << 10)
-    RETURN_IF_FAILED(CU(FuncSetAttribute, function, kMaxDynamicShared, static_cast<int>(grid.shared_bytes)));
+    RETURN_IF_FAILED(CU(FuncSetAttribute, function, kMaxDynamicShared,
+                        static_cast<int>(std::max<uint32_t>(grid.shared_bytes, kTeamsShared))));
   void* parameters[] = {args};
   return CU(LaunchKernel, function, grid.ctas, 1, 1, grid.threads_x, grid.threads_y, 1, grid.shared_bytes, stream, parameters,
             nullptr);
 }
 
-// The batch whose ids or tables do not fit the kernel's parameters.
-int launch_with_slot(Device* device, Handle function, const kvbm_kernel& kernel, kvbm_args* args, const kvbm_batch* batch,
-                     const Fields& fields, Stream stream) {
+int carry(Device* device, size_t bytes, Stream stream, Cargo* cargo) {
   RelaxedCapture relaxed;
   Handle graph = nullptr;
   RETURN_IF_FAILED(capturing_graph(stream, &graph));
   Slot* slot = nullptr;
-  RETURN_IF_FAILED(take_slot(device, fields.slot_bytes, &slot));
-  write_fields(batch, fields, args, slot);
-  int status = CU(MemcpyHtoDAsync, slot->device, slot->host, fields.slot_bytes, stream);
-  if (status == KVBM_OK) status = launch(function, kernel, args, device->sms, batch->max_ctas, stream);
+  RETURN_IF_FAILED(take_slot(device, bytes, &slot));
+  cargo->write(slot->host, slot->device);
+  int status = CU(MemcpyHtoDAsync, slot->device, slot->host, bytes, stream);
+  if (status == KVBM_OK) status = cargo->launch();
   if (graph) {
     // A captured upload reads its slot again at every replay: the slot is the graph's for as long as that lives.
     leave_slot(slot, Slot::kCaptured);
@@ -234,6 +244,87 @@ int launch_with_slot(Device* device, Handle function, const kvbm_kernel& kernel,
   return status;
 }
 
+// The batch whose ids or tables do not fit the kernel's parameters.
+struct BatchCargo : Cargo {
+  Handle function;
+  const kvbm_kernel& kernel;
+  kvbm_args* args;
+  const kvbm_batch* batch;
+  const Fields& fields;
+  int sms;
+  Stream stream;
+  BatchCargo(Handle function, const kvbm_kernel& kernel, kvbm_args* args, const kvbm_batch* batch, const Fields& fields,
+             int sms, Stream stream)
+      : function(function), kernel(kernel), args(args), batch(batch), fields(fields), sms(sms), stream(stream) {}
+  void write(void* host, Address device) override { write_fields(batch, fields, args, host, device); }
+  int launch() override { return kvbm_driver::launch(function, kernel, args, sms, batch->max_ctas, stream); }
+};
+
+// ---- small batches -------------------------------------------------------------------------------------------------
+
+// One side of a small batch: the base addresses of its own blocks, gathered here, so that the kernel finds them in its
+// parameters and follows neither ids nor a table in memory.  That is most of a single block's latency.
+struct Side {
+  const void** ids;
+  const uint64_t** table;
+  uint64_t* table_device;
+  uint32_t* entries;
+  int64_t *id_table, *id_stride;
+  uint32_t* blocks;
+  int64_t span;  // table entries of a block, from its first to behind its last
+  // Table entries to carry, or -1 where a block's do not follow each other.
+  int64_t to_carry(uint32_t pairs) const {
+    if (*id_table == 0) return *entries;
+    return *ids && *id_stride == 0 && span <= *id_table ? pairs * span : -1;
+  }
+};
+
+int64_t block_span(const kvbm_args& args, int32_t kvbm_outer::* step, int32_t kvbm_part::* offset) {
+  int64_t last = 0;
+  for (uint32_t p = 0; p < args.num_parts; ++p) {
+    int64_t entry = args.part[p].*offset;
+    for (const kvbm_outer& mode : args.part[p].outer) entry += (int64_t{mode.extent.n} - 1) * (mode.*step);
+    last = std::max(last, entry);
+  }
+  return last + 1;
+}
+
+// Writes the addresses into `gathered` and points the batch there; false where it is too large, or has nothing to gather.
+bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
+  const uint32_t n = batch->num_pairs;
+  if (batch->src_ids_device || batch->dst_ids_device || n > KVBM_INLINE_BYTES / 8 || (!batch->src_ids && !batch->dst_ids))
+    return false;
+  Side sides[] = {
+      {&batch->src_ids, &batch->src_table, &batch->src_table_device, &batch->src_entries, &args->src_id_table,
+       &args->src_id_stride, &args->src_blocks, block_span(*args, &kvbm_outer::src_table, &kvbm_part::src_table_offset)},
+      {&batch->dst_ids, &batch->dst_table, &batch->dst_table_device, &batch->dst_entries, &args->dst_id_table,
+       &args->dst_id_stride, &args->dst_blocks, block_span(*args, &kvbm_outer::dst_table, &kvbm_part::dst_table_offset)},
+  };
+  int64_t bytes = 0;
+  for (const Side& side : sides) {
+    const int64_t carried = side.to_carry(n);
+    if (carried < 0) return false;
+    bytes += static_cast<int64_t>(align_16(8 * carried) + align_16(4 * size_t{n}));
+  }
+  if (bytes > KVBM_INLINE_BYTES || count_pairs(*batch) != n) return false;
+  for (Side& side : sides) {
+    const int64_t carried = side.to_carry(n);
+    const uint64_t* table = *side.table;
+    if (*side.id_table) {
+      for (uint32_t i = 0; i < n; ++i)
+        memcpy(gathered + i * side.span, table + id_at(*side.ids, batch->id_bytes, i) * *side.id_table, 8 * side.span);
+      *side.table = gathered;
+      gathered += carried;
+      *side.ids = nullptr;  // block i of the batch
+      *side.id_table = side.span;
+      *side.blocks = INT32_MAX;
+    }
+    *side.table_device = 0;
+    *side.entries = static_cast<uint32_t>(carried);
+  }
+  return true;
+}
+
 int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_batch* batch, Stream stream) {
   if (batch->num_pairs == 0) return KVBM_OK;
   if (!is_kernel(kernel) || !is_batch(batch)) return check("kvbm_launch", kInvalidValue);
@@ -241,10 +332,15 @@ int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_b
   RETURN_IF_FAILED(find_kernel(device, kernel, &function));
   kvbm_args copy;  // the payload's unused rest stays as it is: no kernel reads it
   memcpy(&copy, args, offsetof(kvbm_args, payload));
+  kvbm_batch small = *batch;
+  uint64_t gathered[KVBM_INLINE_BYTES / 8];
+  if (resolve(&copy, &small, gathered)) batch = &small;
   const Fields fields = place_fields(batch);
-  if (__builtin_expect(fields.slot_bytes > 0, 0))
-    return launch_with_slot(device, function, kvbm_kernels[kernel], &copy, batch, fields, stream);
-  write_fields(batch, fields, &copy, nullptr);
+  if (__builtin_expect(fields.slot_bytes > 0, 0)) {
+    BatchCargo cargo(function, kvbm_kernels[kernel], &copy, batch, fields, device->sms, stream);
+    return carry(device, fields.slot_bytes, stream, &cargo);
+  }
+  write_fields(batch, fields, &copy, nullptr, 0);
   return launch(function, kvbm_kernels[kernel], &copy, device->sms, batch->max_ctas, stream);
 }
 
@@ -263,7 +359,7 @@ int kvbm_warm(int kernel, int device) {
   Handle function = nullptr;
   const int first = kernel < 0 ? 0 : kernel, last = kernel < 0 ? kvbm_num_kernels : kernel + 1;
   for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(opened, i, &function));
-  return KVBM_OK;
+  return kernel < 0 ? find_pairs_kernel(opened, &function) : KVBM_OK;
 }
 
 int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream) {

@@ -1,34 +1,138 @@
 // memory.cpp: memory that copies read and write: on the GPU, and on the host where the GPU reaches it.
 #include "driver.h"
 
+#include <errno.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <thread>
+
 using namespace kvbm_driver;
+
+namespace {
+
+enum : int { kPointerRangeStart = 11, kPointerRangeSize = 12 };          // CUpointer_attribute
+enum : unsigned { kRegisterForDevices = 1 | 2, kRegisterReadOnly = 8 };  // PORTABLE | DEVICEMAP, READ_ONLY
+enum : int { kPopulateRead = 22, kPopulateWrite = 23 };                  // madvise: Linux 5.14, newer than some libc's headers
+enum : uint64_t { kTurnBytes = 16 << 20 };  // whole huge pages, and no core waits long for the last
+enum : unsigned { kMostTouching = 256 };
+
+// The driver's answers about an address; `count` of them.
+int ask(unsigned count, int* attributes, void** values, uint64_t address) {
+  RETURN_IF_FAILED(start());
+  RelaxedCapture relaxed;
+  int status = driver.PointerGetAttributes(count, attributes, values, address);
+  if (status == kInvalidContext) {  // some drivers want a context, whichever
+    Current current;
+    Device* opened = nullptr;
+    RETURN_IF_FAILED(open(0, &opened, &current));
+    status = driver.PointerGetAttributes(count, attributes, values, address);
+  }
+  return check("cuPointerGetAttributes", status);
+}
+
+// For an address that the driver does not know the type stays at 0.  Of a bool the driver writes one byte.
+bool is_pinned(unsigned type, int managed) { return type == kMemoryHost && !(managed & 0xff); }
+
+// Some context must be current, and memory registered in one is there for all of them.  Best is one that is open already
+// and lasts as long as the process; opening device 0 comes last, as it takes some hundred megabytes of a GPU that this
+// process may have nothing to do with.
+int enter_any(Current* current) {
+  RETURN_IF_FAILED(start());
+  for (int i = 0; i < num_devices; ++i)
+    if (devices[i].is_open.load(std::memory_order_acquire)) return current->enter(devices[i].context);
+  Handle callers = nullptr;
+  RETURN_IF_FAILED(CU(CtxGetCurrent, &callers));
+  if (callers) return KVBM_OK;
+  Device* opened = nullptr;
+  return open(0, &opened, current);
+}
+
+// What the kernel said, or 0.
+int touch(uint64_t address, uint64_t bytes, int how) {
+  const int advice = how == KVBM_TOUCH_READONLY ? kPopulateRead : kPopulateWrite;
+  int error;
+  do error = madvise(reinterpret_cast<void*>(address), bytes, advice) == 0 ? 0 : errno;
+  while (error == EINTR || error == EAGAIN);
+  if (error != EINVAL || how != KVBM_TOUCH_NEW) return error;
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));  // a kernel without this advice
+  for (uint64_t at = address; at < address + bytes; at += page) *reinterpret_cast<volatile char*>(at) = 0;
+  return 0;
+}
+
+}  // namespace
 
 extern "C" {
 
 int kvbm_pointer_device(uint64_t address, int* device) {
   *device = -1;
-  RETURN_IF_FAILED(start());
   unsigned type = 0;
   int managed = 0, ordinal = -1;
   int attributes[] = {kPointerMemoryType, kPointerIsManaged, kPointerOrdinal};
   void* values[] = {&type, &managed, &ordinal};
-  RelaxedCapture relaxed;
-  // For an address that the driver does not know this form succeeds and leaves the type at 0.
-  int status = driver.PointerGetAttributes(3, attributes, values, address);
-  if (status == kInvalidContext) {  // some drivers want a context, whichever
-    Current current;
-    Device* opened = nullptr;
-    RETURN_IF_FAILED(open(0, &opened, &current));
-    status = driver.PointerGetAttributes(3, attributes, values, address);
-  }
-  RETURN_IF_FAILED(check("cuPointerGetAttributes", status));
-  if (type == 0)
-    *device = -1;
-  else if (type == kMemoryHost && !(managed & 0xff))  // the driver writes a bool
-    *device = -2;
-  else
-    *device = ordinal;
+  RETURN_IF_FAILED(ask(3, attributes, values, address));
+  *device = type == 0 ? -1 : is_pinned(type, managed) ? -2 : ordinal;
   return KVBM_OK;
+}
+
+int kvbm_pinned_range(uint64_t address, uint64_t* begin, uint64_t* end) {
+  *begin = *end = 0;
+  unsigned type = 0;
+  int managed = 0;
+  Address first = 0;
+  size_t bytes = 0;
+  int attributes[] = {kPointerMemoryType, kPointerIsManaged, kPointerRangeStart, kPointerRangeSize};
+  void* values[] = {&type, &managed, &first, &bytes};
+  RETURN_IF_FAILED(ask(4, attributes, values, address));
+  if (!is_pinned(type, managed)) return KVBM_OK;
+  const bool is_inside = first && first <= address && address - first < bytes;
+  *begin = is_inside ? first : address;
+  *end = *begin + (is_inside ? bytes : 1);
+  return KVBM_OK;
+}
+
+int kvbm_host_touch(uint64_t address, uint64_t bytes, int how, int threads) {
+  std::atomic<uint64_t> next{0};
+  std::atomic<int> error{0};
+  const auto work = [&]() noexcept {
+    for (;;) {
+      const uint64_t first = next.fetch_add(kTurnBytes, std::memory_order_relaxed);
+      if (first >= bytes || error.load(std::memory_order_relaxed)) return;
+      if (const int failed = touch(address + first, std::min<uint64_t>(kTurnBytes, bytes - first), how)) error = failed;
+    }
+  };
+  const uint64_t workers =
+      std::min<uint64_t>({(bytes + kTurnBytes - 1) / kTurnBytes, kMostTouching, static_cast<uint64_t>(std::max(threads, 1))});
+  std::array<std::thread, kMostTouching> others;
+  size_t started = 0;
+  try {
+    for (; started + 1 < workers; ++started) others[started] = std::thread(work);
+  } catch (...) {
+    // No further thread to be had: those that run do all the work.
+  }
+  work();
+  for (size_t i = 0; i < started; ++i) others[i].join();
+  // Memory with something in it is touched ahead to save time; whether that is possible is for the registration to say.
+  if (error && how == KVBM_TOUCH_NEW) return check("madvise", KVBM_NO_MEMORY);
+  return KVBM_OK;
+}
+
+int kvbm_host_register(uint64_t address, uint64_t bytes, int read_only) {
+  Current current;
+  RETURN_IF_FAILED(enter_any(&current));
+  RelaxedCapture relaxed;
+  return CU(MemHostRegister, reinterpret_cast<void*>(address), bytes,
+            kRegisterForDevices | (read_only ? kRegisterReadOnly : 0));
+}
+
+int kvbm_host_unregister(uint64_t address) {
+  Current current;
+  RETURN_IF_FAILED(enter_any(&current));
+  RelaxedCapture relaxed;
+  return CU(MemHostUnregister, reinterpret_cast<void*>(address));
 }
 
 int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address) {

@@ -8,6 +8,8 @@
 //
 // Structure is a template parameter, sizes and strides are arguments: one multiply-high a mode and word, and any model's
 // shape runs at full speed.  Kernel<P> and Kernel<P, Q> make kernels of one part and of two (K and V in one launch).
+// With TEAMS a kernel keeps to few multiprocessors: its CTAs hold so many teams, each of which does what a CTA does
+// otherwise, turn after turn.
 // Everything is correct for any sizes; alignment only decides which instantiation the planner may ask for.
 #pragma once
 
@@ -30,6 +32,7 @@ namespace kvbm {
 // Small CTAs: what a CTA holds is what the last wave waits for (benchmarks/NOTES.md).
 constexpr uint32_t kRowThreads = 128;
 constexpr uint32_t kTileThreads = 64;
+constexpr uint32_t kFewTeams = 8;        // named barriers 1 to 8; what they hold together fits the shared memory of every GPU
 constexpr uint32_t kSharedBytes = 8192;  // payload of a tile; padding comes on top, half as much at most
 
 // ---- division ------------------------------------------------------------------------------------------------------
@@ -175,7 +178,24 @@ KVBM_INLINE const T* list_of(const kvbm_args& a, uint32_t field_bit, uint64_t fi
   return reinterpret_cast<const T*>(inside + field);
 }
 
-// Splits a job into pair, chunk and tile, and follows ids, tables and outer modes.  False: the pair is skipped (id -1).
+// One side's id of a pair, in halves as it lies in memory: using it waits for it, so nothing is made of one side's before
+// the other side's is asked for as well.
+struct Id {
+  uint32_t low, high;  // high: of 8 bytes, else 0
+};
+KVBM_INLINE Id read_id(const kvbm_args& a, uint32_t field_bit, uint64_t field, uint32_t pair) {
+  Id id = {pair, 0};
+  if (a.inline_mask & field_bit << 4) return id;
+  const uint32_t wide = a.id_bytes >> 3;
+  const uint32_t* half = list_of<uint32_t>(a, field_bit, field) + (pair << wide);
+  id.low = half[0];
+  if (wide) id.high = half[1];
+  return id;
+}
+KVBM_INLINE bool is_skip(const kvbm_args& a, Id id) { return ((id.low + 1) | (id.high + (a.id_bytes >> 3))) == 0; }  // -1
+
+// Splits a job into pair, chunk and tile, and follows ids, tables and outer modes.  False: the pair is skipped (id -1), or
+// an id is out of range, which is noted: ids on the device are seen by nobody before they are followed here.
 // Indices are 32 bits wide and strides 64, which is what one wide multiply-add takes.
 template <int OUTER>
 KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t job, Bases& at, uint32_t& tile) {
@@ -185,18 +205,22 @@ KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t job, Ba
     pair = chunk;
     chunk = job;
   }
-  int32_t src_id = int32_t(pair), dst_id = int32_t(pair);
+  uint32_t src_id = pair, dst_id = pair;
   if (a.id_bytes) {
-    // Ids of 8 bytes are read by their low halves: a pool has fewer than 2^31 blocks, and -1 is -1 in either.
-    const uint32_t at_id = pair << (a.id_bytes >> 3);
-    src_id = list_of<int32_t>(a, 1, a.src_ids)[at_id];
-    dst_id = list_of<int32_t>(a, 2, a.dst_ids)[at_id];
-    if ((src_id | dst_id) < 0) return false;
+    const Id from = read_id(a, 1, a.src_ids, pair), to = read_id(a, 2, a.dst_ids, pair);
+    src_id = from.low;
+    dst_id = to.low;
+    // A pool has fewer than 2^31 blocks: beyond that an id is negative or wrong, also where their number is not known.
+    if ((src_id >= a.src_blocks) | (dst_id >= a.dst_blocks) | ((from.high | to.high | (src_id | dst_id) >> 31) != 0)) {
+      // Any one of the faults will do: nothing orders the stores.
+      if (a.fault && !is_skip(a, from) && !is_skip(a, to)) *reinterpret_cast<volatile uint32_t*>(a.fault) = 1 + pair;
+      return false;
+    }
   }
-  uint64_t src = p.src_offset + uint64_t(uint32_t(src_id)) * a.src_id_stride;
-  uint64_t dst = p.dst_offset + uint64_t(uint32_t(dst_id)) * a.dst_id_stride;
-  uint32_t src_entry = p.src_table_offset + uint32_t(src_id) * uint32_t(a.src_id_table);
-  uint32_t dst_entry = p.dst_table_offset + uint32_t(dst_id) * uint32_t(a.dst_id_table);
+  uint64_t src = p.src_offset + uint64_t(src_id) * a.src_id_stride;
+  uint64_t dst = p.dst_offset + uint64_t(dst_id) * a.dst_id_stride;
+  uint32_t src_entry = p.src_table_offset + src_id * uint32_t(a.src_id_table);
+  uint32_t dst_entry = p.dst_table_offset + dst_id * uint32_t(a.dst_id_table);
   KVBM_UNROLL
   for (int k = 0; k < OUTER; ++k) {
     const uint32_t c = k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk;
@@ -211,7 +235,7 @@ KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t job, Ba
 }
 
 // Offsets of an index over the inner modes FIRST .. FIRST+COUNT-1; the slowest needs no division.  Inner strides fit 32 bits
-// (`set_divisors` sees to it): one multiply-add a mode and side.
+// (`count_work` sees to it): one multiply-add a mode and side.
 template <int FIRST, int COUNT>
 KVBM_INLINE void step(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_t& dst) {
   KVBM_UNROLL
@@ -226,16 +250,12 @@ KVBM_INLINE void step(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_
 
 inline uint32_t divide_up(uint64_t n, uint64_t by) { return uint32_t((n + by - 1) / by); }
 
-// Extents become divisors; false where an index would not fit 31 bits, or an inner stride 32.
+// Numbers of chunks and words; false where an index would not fit 31 bits, or an inner stride 32.
 template <int OUTER, int INNER>
-inline bool set_divisors(kvbm_part& p, int first_index_mode, uint64_t& chunks, uint64_t& words) {
+inline bool count_work(kvbm_part& p, int first_index_mode, uint64_t& chunks, uint64_t& words) {
   chunks = words = 1;
-  for (int k = 0; k < OUTER; ++k) {
-    p.outer[k].extent = kvbm_make_div(p.outer[k].extent.n);
-    chunks *= p.outer[k].extent.n;
-  }
+  for (int k = 0; k < OUTER; ++k) chunks *= p.outer[k].extent.n;
   for (int k = 0; k < INNER; ++k) {
-    p.inner[k].extent = kvbm_make_div(p.inner[k].extent.n);
     if (k >= first_index_mode) words *= p.inner[k].extent.n;
     if (uint64_t(p.inner[k].src | p.inner[k].dst) >> 32) return false;
   }
@@ -256,21 +276,46 @@ inline bool set_jobs(kvbm_part& p, int outer, uint64_t pairs, uint64_t chunks, u
   return true;
 }
 
+// ---- teams ---------------------------------------------------------------------------------------------------------
+
+// The threads that work on one piece: a CTA's, or with TEAMS those of one of the teams that share it.  Teams know nothing of
+// each other; within one, every thread takes the same turns and meets the same barriers.
+template <uint32_t THREADS, uint32_t TEAMS>
+struct Team {
+#ifdef __CUDACC__
+  static __device__ __forceinline__ uint32_t number() { return TEAMS == 1 ? 0 : threadIdx.x / THREADS; }
+  static __device__ __forceinline__ uint32_t thread() { return TEAMS == 1 ? threadIdx.x : threadIdx.x % THREADS; }
+  static __device__ __forceinline__ void sync() {
+    static_assert(TEAMS < 16 && THREADS % 32 == 0, "a CTA has 16 barriers, on which whole warps wait");
+    if constexpr (TEAMS == 1)
+      __syncthreads();
+    else
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + number()), "n"(THREADS) : "memory");
+  }
+  // Before the next turn overwrites what this one left in shared memory.
+  static __device__ __forceinline__ void sync_turn() {
+    if constexpr (TEAMS > 1) sync();
+  }
+#endif
+};
+
 // ---- rows ----------------------------------------------------------------------------------------------------------
 
-template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads>
+template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads, int TEAMS = 1>
 struct Rows {
-  static constexpr uint32_t kThreads = THREADS;
-  static constexpr uint32_t kMinCtas = 2048 / THREADS;  // every warp that a multiprocessor can hold
-  static constexpr uint32_t kLoads = 2;                 // words a thread has in flight
-  static constexpr uint32_t kMinWidth = 8;              // threads a row at least
-  static constexpr uint64_t kHostTile = 128 << 10;      // bytes a host job moves at least
+  using Mine = Team<THREADS, TEAMS>;
+  static constexpr uint32_t kThreads = THREADS, kTeams = TEAMS;
+  static constexpr uint32_t kMinCtas = 2048 / THREADS;      // every warp that a multiprocessor can hold
+  static constexpr uint32_t kLoads = TEAMS > 1 ? 4 : 2;     // words a thread has in flight; few CTAs need more each
+  static constexpr uint32_t kBusy = TEAMS > 1 ? TEAMS : 4;  // pieces of work a multiprocessor should have at least
+  static constexpr uint32_t kMinWidth = 8;                  // threads a row at least
+  static constexpr uint64_t kHostTile = 128 << 10;          // bytes a host job moves at least
 
   // GPU: a row of `tile[0]` threads takes a tile of a chunk; where chunks are short, tile[1] rows share a CTA.
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
     uint64_t chunks, words;
-    if (!set_divisors<OUTER, INNER>(p, 0, chunks, words)) return false;
-    shared_bytes = 0;
+    if (!count_work<OUTER, INNER>(p, 0, chunks, words)) return false;
+    shared_bytes = team_bytes(p);
     p.words = uint32_t(words);
     if (sms == 0) {
       // Whole runs, so that the host copies run by run.
@@ -282,7 +327,7 @@ struct Rows {
     while (width > kMinWidth && width / 2 * kLoads >= words) width /= 2;
     // Small batches: more, smaller tiles, until every multiprocessor has some.
     uint32_t loads = kLoads;
-    while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{4} * sms * kThreads)
+    while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{kBusy} * sms * kThreads)
       loads /= 2;
     const uint32_t tiles = divide_up(words, width * loads);
     p.tile_words = divide_up(words, uint64_t{tiles} * width) * width;  // tiles of one size
@@ -293,6 +338,9 @@ struct Rows {
     return true;
   }
 
+  // Of the shared memory that is asked for at the launch: none.
+  static KVBM_INLINE uint32_t team_bytes(const kvbm_part&) { return 0; }
+
 #ifdef __CUDACC__
   static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char*) {
     // Ids and tables are followed once a row of threads, by its first one: the others only wait for two addresses.
@@ -300,18 +348,21 @@ struct Rows {
       Bases at;
       uint32_t tile;
       bool copies;
-    } found[kThreads / kMinWidth];
+    } found[TEAMS][kThreads / kMinWidth];
     const uint32_t width = p.tile[0].n;
-    uint32_t row = threadIdx.x;
+    uint32_t row = Mine::thread();
     const uint32_t lane = take(row, p.tile[0]);
+    auto& here = found[Mine::number()][row];
     if (lane == 0) {
       const uint32_t job = cta * p.tile[1].n + row;
-      found[row].copies = job < p.jobs && locate<OUTER>(a, p, job, found[row].at, found[row].tile);
+      here.copies = job < p.jobs && locate<OUTER>(a, p, job, here.at, here.tile);
     }
-    __syncthreads();
-    if (!found[row].copies) return;
-    const Bases at = found[row].at;
-    const uint32_t tile = found[row].tile;
+    Mine::sync();
+    const bool copies = here.copies;
+    const Bases at = here.at;
+    const uint32_t tile = here.tile;
+    Mine::sync_turn();
+    if (!copies) return;
     const uint32_t first = tile * p.tile_words, last = min(first + p.tile_words, p.words);
     for (uint32_t q = first + lane; q < last; q += width * kLoads) {
       Word<WORD> v[kLoads];
@@ -437,9 +488,10 @@ struct Square {
 // inner[0] = A, along which the source goes on; inner[1] = B, along which the destination does; then REST other modes.
 // A sub-block is SIDE x SIDE elements, SIDE words on either side.  A tile holds `rest` indices of the other modes times
 // tile[1] sub-blocks along B times tile[0] along A.
-template <int OUTER, int REST, int ELEMENT, int WORD>
+template <int OUTER, int REST, int ELEMENT, int WORD, int TEAMS = 1>
 struct Tile {
-  static constexpr uint32_t kThreads = kTileThreads;
+  using Mine = Team<kTileThreads, TEAMS>;
+  static constexpr uint32_t kThreads = kTileThreads, kTeams = TEAMS;
   static constexpr uint32_t kMinCtas = 8;
   static constexpr uint32_t kSide = WORD / ELEMENT;
   static constexpr uint32_t kWords = kSharedBytes / WORD < 4096 ? kSharedBytes / WORD : 4096;  // a tile's words
@@ -448,7 +500,7 @@ struct Tile {
 
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t, uint32_t& shared_bytes) {
     uint64_t chunks, rest;
-    if (!set_divisors<OUTER, REST + 2>(p, 2, chunks, rest)) return false;
+    if (!count_work<OUTER, REST + 2>(p, 2, chunks, rest)) return false;
     const uint32_t along_a = p.inner[0].extent.n / kSide, along_b = p.inner[1].extent.n / kSide;
     uint32_t ta = along_a, tb = along_b, together = 1;
     if (uint64_t{along_a} * along_b <= kSubBlocks) {
@@ -466,7 +518,7 @@ struct Tile {
     p.tile[1] = kvbm_make_div(tb);
     p.tile[2] = kvbm_make_div(divide_up(along_a, ta));
     p.tile[3] = kvbm_make_div(divide_up(along_b, tb));
-    shared_bytes = together * ta * pitch(p) * WORD;
+    shared_bytes = team_bytes(p);
     if (!set_jobs(p, OUTER, a.num_pairs, chunks, uint64_t{divide_up(rest, together)} * p.tile[2].n * p.tile[3].n)) return false;
     p.ctas = p.jobs;
     return true;
@@ -474,6 +526,9 @@ struct Tile {
 
   // Words from one A sub-block to the next in the turned tile: odd, so that neither phase meets one bank twice.
   static KVBM_INLINE uint32_t pitch(const kvbm_part& p) { return kSide * p.tile[1].n | 1; }
+
+  // Shared memory that a team's tile takes.
+  static KVBM_INLINE uint32_t team_bytes(const kvbm_part& p) { return p.tile_words * p.tile[0].n * pitch(p) * WORD; }
 
   struct Corner {
     uint32_t rest, rests, a, b, na, nb;  // first index and count along the rest, A and B (in sub-blocks)
@@ -496,13 +551,15 @@ struct Tile {
   static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char* shared) {
     Bases at;
     uint32_t tile;
-    if (!locate<OUTER>(a, p, cta, at, tile)) return;  // the same for the whole CTA
-    const Corner from = corner(p, tile);
+    const bool copies = locate<OUTER>(a, p, cta, at, tile);
+    if (TEAMS == 1 && !copies) return;  // the same for the whole CTA
+    Corner from = corner(p, tile);
+    if (!copies) from.rests = 0;  // a team passes its barriers whatever happens to the ids meanwhile
     const uint32_t ta = p.tile[0].n, tb = p.tile[1].n, turned = pitch(p);
     Word<WORD>* words = reinterpret_cast<Word<WORD>*>(shared);
 
     const uint32_t loads = from.rests * ta * tb;
-    for (uint32_t i = threadIdx.x; i < loads; i += kThreads * kLoads) {
+    for (uint32_t i = Mine::thread(); i < loads; i += kThreads * kLoads) {
       Word<WORD> v[kLoads][kSide];
       uint32_t slot[kLoads];
       KVBM_UNROLL
@@ -526,10 +583,10 @@ struct Tile {
         for (uint32_t j = 0; j < kSide; ++j) words[slot[u] + j * tb] = v[u][j];
       }
     }
-    __syncthreads();
+    Mine::sync();
 
     const uint32_t stores = from.rests * ta * kSide * tb;
-    for (uint32_t i = threadIdx.x; i < stores; i += kThreads) {
+    for (uint32_t i = Mine::thread(); i < stores; i += kThreads) {
       uint32_t c = i;
       const uint32_t ib = take(c, p.tile[1]);
       const uint32_t j = c % kSide;
@@ -541,6 +598,7 @@ struct Tile {
       dst += uint64_t((from.a + ia) * kSide + j) * uint32_t(p.inner[0].dst) + (from.b + ib) * WORD;
       store(at.dst + dst, words[(c * ta + ia) * turned + j * tb + ib]);
     }
+    Mine::sync_turn();
   }
 #else
   struct Place {
@@ -622,19 +680,36 @@ struct Kernel;
 
 template <class P>
 struct Kernel<P> {
-  static constexpr uint32_t kThreads = P::kThreads, kMinCtas = P::kMinCtas;
+  static constexpr uint32_t kTeams = P::kTeams, kThreads = P::kThreads * kTeams, kMinCtas = kTeams > 1 ? 1 : P::kMinCtas;
+  // grid->ctas is what would take all the work at once: with teams any number of CTAs gets through it.
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     if (!P::prepare(*a, a->part[0], sms, grid->shared_bytes)) return KVBM_TOO_LARGE;
-    grid->ctas = a->part[0].ctas;
+    grid->ctas = divide_up(a->part[0].ctas, kTeams);
     grid->threads_x = kThreads;
     grid->threads_y = 1;
+    grid->shared_bytes *= kTeams;
     return KVBM_OK;
   }
 #ifdef __CUDACC__
-  static __device__ __forceinline__ void run(const kvbm_args& a, char* shared) { P::run(a, a.part[0], blockIdx.x, shared); }
+  static __device__ __forceinline__ void run(const kvbm_args& a, char* shared) {
+    const kvbm_part& p = a.part[0];
+    if constexpr (kTeams == 1) {
+      P::run(a, p, blockIdx.x, shared);
+    } else {
+      const uint32_t team = P::Mine::number();
+      shared += team * P::team_bytes(p);
+      for (uint32_t cta = blockIdx.x * kTeams + team; cta < p.ctas; cta += gridDim.x * kTeams) P::run(a, p, cta, shared);
+    }
+  }
 #else
-  static void host(const kvbm_args* a, uint32_t, uint32_t first, uint32_t last, int streaming) {
+  static void run_host(const kvbm_args* a, uint32_t, uint32_t first, uint32_t last, int streaming) {
     P::host(*a, a->part[0], first, last, streaming != 0);
+  }
+  static constexpr decltype(&run_host) host() {
+    if constexpr (kTeams == 1)
+      return run_host;
+    else
+      return nullptr;
   }
 #endif
 };
@@ -642,7 +717,9 @@ struct Kernel<P> {
 template <class P, class Q>
 struct Kernel<P, Q> {
   static_assert(P::kThreads == Q::kThreads, "the parts of one launch have CTAs of one size");
-  static constexpr uint32_t kThreads = P::kThreads, kMinCtas = P::kMinCtas < Q::kMinCtas ? P::kMinCtas : Q::kMinCtas;
+  static_assert(P::kTeams == 1 && Q::kTeams == 1, "teams take one part after the other, a launch each");
+  static constexpr uint32_t kTeams = 1, kThreads = P::kThreads,
+                            kMinCtas = P::kMinCtas < Q::kMinCtas ? P::kMinCtas : Q::kMinCtas;
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     uint32_t shared[2];
     if (!P::prepare(*a, a->part[0], sms, shared[0]) || !Q::prepare(*a, a->part[1], sms, shared[1])) return KVBM_TOO_LARGE;
@@ -661,9 +738,10 @@ struct Kernel<P, Q> {
       Q::run(a, a.part[1], blockIdx.x - a.part[0].ctas, shared);
   }
 #else
-  static void host(const kvbm_args* a, uint32_t part, uint32_t first, uint32_t last, int streaming) {
+  static void run_host(const kvbm_args* a, uint32_t part, uint32_t first, uint32_t last, int streaming) {
     part == 0 ? P::host(*a, a->part[0], first, last, streaming != 0) : Q::host(*a, a->part[1], first, last, streaming != 0);
   }
+  static constexpr decltype(&run_host) host() { return run_host; }
 #endif
 };
 
@@ -679,5 +757,10 @@ struct Kernel<P, Q> {
   }
 #else
 #define KVBM_KERNEL(name, image, parts, ...) \
-  {#name, image, parts, kvbm::Kernel<__VA_ARGS__>::prepare, kvbm::Kernel<__VA_ARGS__>::host},
+  {#name,                                    \
+   image,                                    \
+   parts,                                    \
+   kvbm::Kernel<__VA_ARGS__>::kTeams,        \
+   kvbm::Kernel<__VA_ARGS__>::prepare,       \
+   kvbm::Kernel<__VA_ARGS__>::host()},
 #endif

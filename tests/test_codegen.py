@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import kvbm
 import matrix
-from kvbm import codegen, planner, spec
+from kvbm import codegen, nvcc, planner, spec
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 UPDATE = os.environ.get("KVBM_UPDATE_GOLDEN") == "1"
@@ -177,6 +181,221 @@ def test_missing_kernel() -> None:
 
     with pytest.raises(kvbm.MissingKernelError, match=r"rows_o9.*codegen"):
         _core.Copy("rows_o9_i9_w16", [((0, 0, 0, 0), [], [(1, 1, 1)])], (1, 0), (1, 0))
+
+
+# ---- kernels that keep to few multiprocessors ----------------------------------------------------------------------
+
+FEW = [
+    *(f"few_rows_o4_i8_w{word}" for word in (1, 16, 2, 4, 8)),
+    "few_tile_o4_r6_e16_w16",
+    *(f"few_tile_o4_r6_e{element}_w{word}" for element in (1, 2, 4, 8) for word in sorted({element, 16}, key=str)),
+]
+
+
+def test_few_kernels_are_few(files: dict[str, str]) -> None:
+    """One small set, the same whatever the layouts; and no pair of layouts asks for one by name."""
+    for text in (files["manifest.txt"], codegen.generate(_two())["manifest.txt"]):
+        few = [line.split("\t") for line in text.splitlines() if line.startswith("few_")]
+        assert [name for name, *_ in few] == FEW
+        assert all(len(columns) == 2 for columns in few), "no pair of layouts is named"
+
+
+def test_few_kernels_run_every_plan() -> None:
+    """Each form that a shipped layout asks for has its few kernel; ordinary ones never stand in for it, nor it for them."""
+    few = [form for name in FEW for form in planner.Form.parse(name)]
+    assert all(form.few for form in few)
+    names = (GOLDEN / "shipped_kernels.txt").read_text(encoding="utf-8").split()
+    wanted = {form for name in names for form in planner.Form.parse(name) if not form.few}
+    assert len(wanted) > 50
+    for form in wanted:
+        assert sum(kernel.runs(replace(form, few=True)) for kernel in few) == 1, form
+        assert not any(kernel.runs(form) for kernel in few)
+        assert not any(kernel.runs(replace(form, few=True)) for kernel in wanted)
+    assert not any(kernel.runs(replace(few[0], inner=9)) for kernel in few)
+
+
+@pytest.fixture(scope="module")
+def cubin(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What ptxas says about kernels of either kind."""
+    try:
+        compiler = nvcc.find()
+    except kvbm.BuildError as error:
+        pytest.skip(f"no nvcc: {str(error).splitlines()[0]}")
+    folder = tmp_path_factory.mktemp("cubin")
+    text = "".join(text for name, text in files.items() if name.endswith(".cu"))
+    chosen = [*FEW, "copy_o0_w16", "rows_o4_i8_w16", "rows_o4_i8_w1"]
+    lines = [found[0] for name in chosen if (found := re.search(rf"^KVBM_KERNEL\({name},.*$", text, re.MULTILINE))]
+    assert len(lines) == len(chosen)
+    (folder / "few.cu").write_text('#include "permute.cuh"\nusing namespace kvbm;\n' + "\n".join(lines) + "\n")
+    done = subprocess.run(
+        [*compiler.command, "-cubin", "-std=c++17", "-allow-unsupported-compiler", "-arch=sm_90", "-Xptxas=-v",
+         f"-I{codegen.cuda_dir()}", "-o", folder / "few.cubin", folder / "few.cu"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_registers(cubin: str) -> None:
+    """Rows leave room for every warp that a multiprocessor can hold; nothing spills."""
+    used = {
+        name: (int(stack), int(stores), int(loads), int(registers))
+        for name, stack, stores, loads, registers in re.findall(
+            r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+            r".*?Used (\d+) registers",
+            cubin,
+            re.DOTALL,
+        )
+    }
+    assert len(used) == len(FEW) + 3
+    for name, (stack, stores, loads, registers) in used.items():
+        assert (stack, stores, loads) == (0, 0, 0), name
+        threads = 1024 if name.startswith("few_rows") else 512 if name.startswith("few_") else 2048
+        assert registers * threads <= 65536, (name, registers)
+
+
+# ---- the host half of the templates, in a program of its own -------------------------------------------------------
+
+_PROGRAM = """
+#include <cstdio>
+#include <cstring>
+#include <vector>
+#include "permute.cuh"
+using namespace kvbm;
+static const kvbm_kernel kernels[] = {
+%s
+};
+
+// sms, pairs, extents of the four outer and the eight inner modes -> what each kernel says of its grid
+static void grids() {
+  kvbm_args a = {};
+  uint32_t sms, n;
+  if (scanf("%%u %%u", &sms, &a.num_pairs) != 2) return;
+  for (auto& mode : a.part[0].outer) if (scanf("%%u", &n) == 1) mode.extent.n = n;
+  for (auto& mode : a.part[0].inner) if (scanf("%%u", &n) == 1) mode.extent.n = n;
+  for (const kvbm_kernel& kernel : kernels) {
+    kvbm_grid grid = {};
+    const int status = kernel.prepare(&a, sms, &grid);
+    printf("%%s %%u %%d %%d %%u %%u %%u %%u\\n", kernel.name, kernel.teams, kernel.host != nullptr, status, a.part[0].ctas,
+           grid.ctas, grid.threads_x, grid.shared_bytes);
+  }
+}
+
+// id_bytes, inline_mask, blocks of both sides, pairs, ids of both sides -> the note, and where each pair goes
+static void places() {
+  static kvbm_args a = {};
+  uint32_t noted = 0, tile;
+  if (scanf("%%u %%u %%u %%u %%u", &a.id_bytes, &a.inline_mask, &a.src_blocks, &a.dst_blocks, &a.num_pairs) != 5) return;
+  std::vector<long long> ids[2];
+  std::vector<int32_t> narrow[2];
+  uint64_t* const field[2] = {&a.src_ids, &a.dst_ids};
+  for (int side = 0; side < 2; ++side) {
+    ids[side].resize(a.num_pairs);
+    for (auto& id : ids[side]) if (scanf("%%lld", &id) != 1) return;
+    narrow[side].assign(ids[side].begin(), ids[side].end());
+    const void* list = a.id_bytes == 8 ? static_cast<const void*>(ids[side].data()) : narrow[side].data();
+    char* inside = reinterpret_cast<char*>(a.payload) + side * 1024;
+    memcpy(inside, list, a.num_pairs * a.id_bytes);
+    *field[side] = a.inline_mask >> side & 1 ? side * 1024 : reinterpret_cast<uint64_t>(list);
+    if (a.inline_mask >> side & 16) *field[side] = 8;  // not to be followed
+  }
+  const uint64_t base = 0;
+  const auto number = [](const void* p) { return static_cast<long long>(reinterpret_cast<intptr_t>(p)); };
+  a.src_table = a.dst_table = reinterpret_cast<uint64_t>(&base);
+  a.src_id_stride = a.dst_id_stride = 1;
+  set_jobs(a.part[0], 0, a.num_pairs, 1, 1);
+  for (int turn = 0; turn < 2; ++turn) {
+    a.fault = turn ? reinterpret_cast<uint64_t>(&noted) : 0;
+    for (uint32_t pair = 0; pair < a.num_pairs; ++pair) {
+      Bases at = {};
+      if (!locate<0>(a, a.part[0], pair, at, tile)) printf("- - ");
+      else printf("%%lld %%lld ", number(at.src), number(at.dst));
+    }
+  }
+  printf("%%u\\n", noted);
+}
+
+int main(int, char** how) { *how[1] == 'g' ? grids() : places(); }
+"""
+
+
+@pytest.fixture(scope="module")
+def program(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("program")
+    rows = [
+        line
+        for line in files["kernels_host.cpp"].splitlines()
+        if re.match(r"  KVBM_KERNEL\((few_\w+|copy_o0_w16),", line)
+    ]
+    (folder / "program.cpp").write_text(_PROGRAM % "\n".join(rows))
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O1",
+        f"-I{codegen.cuda_dir()}",
+        "-o",
+        folder / "program",
+        folder / "program.cpp",
+    ]
+    subprocess.run(command, check=True)
+
+    def call(how: str, *numbers: int) -> str:
+        text = " ".join(map(str, numbers))
+        return subprocess.run([folder / "program", how], input=text, capture_output=True, text=True, check=True).stdout
+
+    return call
+
+
+@pytest.mark.parametrize("sms", [1, 8, 132])
+@pytest.mark.parametrize("extents", [(2, 3, 1, 2, 64, 32, 1, 3, 1, 1, 2, 1), (1, 1, 1, 1, 16, 16, 1, 1, 1, 1, 1, 1)])
+def test_grids(program: Callable[..., str], sms: int, extents: tuple[int, ...]) -> None:
+    """Eight teams a CTA, as many CTAs as would take all the work at once; no host half; shared memory that a CTA may have."""
+    told = {
+        line.split()[0]: [int(n) for n in line.split()[1:]] for line in program("grids", sms, 41, *extents).splitlines()
+    }
+    assert list(told) == ["copy_o0_w16", *FEW]
+    for name, (teams, has_host, status, virtual, ctas, threads, shared) in told.items():
+        assert status == 0
+        if name == "copy_o0_w16":
+            assert (teams, has_host, ctas, threads, shared) == (1, 1, virtual, 128, 0)
+            continue
+        assert (teams, has_host, ctas) == (8, 0, -(-virtual // 8)), name
+        assert virtual > 0
+        if "rows" in name:
+            assert (threads, shared) == (1024, 0)
+        else:
+            assert threads == 512
+            assert 0 < shared <= 96 << 10
+            assert shared % (8 * int(name.rpartition("_w")[2])) == 0, "each team's words are aligned"
+
+
+IDS = [0, 4, 5, -1, -2, 6, -(1 << 31), (1 << 31) - 1, 1 << 32, (1 << 32) - 1, -(1 << 32), -(1 << 63), (1 << 63) - 1, 3]
+
+
+@pytest.mark.parametrize("blocks", [(5, 6), (0xFFFFFFFF, 0xFFFFFFFF), (14, 3)])
+@pytest.mark.parametrize("counted", [0, 16, 32, 48])
+@pytest.mark.parametrize("inlined", [0, 1, 2, 3])
+@pytest.mark.parametrize("id_bytes", [4, 8, 0])
+def test_ids_are_followed_only_in_range(
+    program: Callable[..., str], id_bytes: int, inlined: int, counted: int, blocks: tuple[int, int]
+) -> None:
+    """-1 skips, other ids out of range skip and are noted, whole 64 bits count; nothing but that is followed."""
+    some = [i for i in IDS if id_bytes == 8 or -(1 << 31) <= i < 1 << 31]
+    pairs = list(itertools.product(some, [2, -1, -2, 5])) if id_bytes else [(2, 2)] * 14
+    pairs += [(b, a) for a, b in pairs]
+    lists = [[a for a, _ in pairs], [b for _, b in pairs]]
+    out = program("places", id_bytes, inlined | counted, *blocks, len(pairs), *lists[0], *lists[1]).split()
+    want, noted = [], 0
+    for i, pair in enumerate(pairs):
+        src, dst = (i if not id_bytes or counted >> 4 + side & 1 else pair[side] for side in (0, 1))
+        good = not id_bytes or (0 <= src < min(blocks[0], 1 << 31) and 0 <= dst < min(blocks[1], 1 << 31))
+        want += [str(src), str(dst)] if good else ["-", "-"]
+        if not good and -1 not in (src, dst):
+            noted = 1 + i
+    assert out == [*want, *want, str(noted)]
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import random
+import shutil
+import subprocess
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +18,9 @@ import pytest
 import kvbm
 import matrix
 import oracle
-from kvbm import kernels
-from memory import FakeCuda, interface_views, placed, torch_views
+import test_driver
+from kvbm import _core, codegen, kernels, planner
+from memory import FakeCuda, aligned, interface_views, placed, torch_views
 
 NB, NL, NO, NH, NT, HD = 2, 2, 2, 3, 4, 8
 SHAPE = kvbm.BlockShape(nl=NL, no=NO, nh=NH, nt=NT, hd=HD, dtype="float16")
@@ -230,6 +237,228 @@ def test_stream_is_keyword_only() -> None:
     for call in (*TO.values(), *FROM.values()):
         with pytest.raises(TypeError):
             call([], [], "NHD", 0)
+
+
+# ---- each kernel by itself -----------------------------------------------------------------------------------------
+
+
+class Nest:
+    """A loop nest that uses every mode of a kernel, over guarded memory, and what it should do: said by NumPy's strides.
+
+    `short`: chunks of a few words, of which several share a CTA; else chunks of several tiles.
+    """
+
+    def __init__(self, name: str, short: bool):
+        [self.form] = planner.Form.parse(name)
+        self.kernel = name
+        self.random = random.Random(zlib.crc32(f"{name} {short}".encode()))
+        form, pick = self.form, self.random
+        self.unit = form.element or form.word
+        side = form.word // self.unit if form.kind == "tile" else 1
+        self.outer = [2, 3, 1, 2][: form.outer]
+        # Of a plain run only the length is left; else it is odd, so that it ends within a tile.
+        self.inner = [3 if short else 11, *pick.choices((1, 2, 3) if short else (2, 3), k=form.modes - 1)]
+        if form.kind == "tile":
+            self.inner[:2] = [side * (1 if short else 9), side * (2 if short else 5)]
+        if form.modes == 1 and not short:
+            self.inner = [2111]
+        while math.prod(self.inner) > (500 if short else 6000) and max(self.inner[2:], default=1) > 1:
+            self.inner[2 + int(np.argmax(self.inner[2:]))] -= 1
+        blocks = (9, 31 if short else 13)
+        self.src, self.dst = (Side(self, s, n) for s, n in enumerate(blocks))
+        pairs = 23 if short else 8
+        self.src_ids = np.array([pick.randrange(blocks[0]) for _ in range(pairs)], np.int64)
+        self.dst_ids = np.array(pick.sample(range(blocks[1]), pairs), np.int64)
+        self.src_ids[pairs // 2] = self.dst_ids[1] = -1
+        self.want = self.dst.data.copy()
+        moved = (self.src_ids >= 0) & (self.dst_ids >= 0)
+        for at in itertools.product(*map(range, self.outer)):
+            for s, d in zip(self.src_ids[moved], self.dst_ids[moved], strict=True):
+                self.dst.view(self.want, d, at)[...] = self.src.view(self.src.data, s, at)
+        assert not np.array_equal(self.want, self.dst.data)
+
+    def copy(self) -> _core.Copy:
+        s, d = self.src, self.dst
+        outer = list(zip(self.outer, s.outer, d.outer, s.outer_table, d.outer_table, strict=True))
+        inner = list(zip(self.inner, s.inner, d.inner, strict=True))
+        offsets = (s.offset, d.offset, s.table_offset, d.table_offset)
+        return _core.Copy(self.kernel, [(offsets, outer, inner)], s.of_id, d.of_id)
+
+    def check(self, source: np.ndarray, got: np.ndarray) -> None:
+        wrong = np.nonzero(got != self.want)[0]
+        assert not wrong.size, f"{self.kernel}: {wrong.size} of {got.size} bytes differ, the first at {wrong[0]}"
+        assert np.array_equal(source, self.src.data), f"{self.kernel}: the source changed"
+
+
+class Side:
+    """Where one side's elements lie: allocations with gaps between them, some modes stepping through their table."""
+
+    def __init__(self, nest: Nest, side: int, blocks: int):
+        pick, word = nest.random, nest.form.word
+        modes = list(range(1, len(nest.inner)))
+        pick.shuffle(modes)
+        fastest = side if nest.form.kind == "tile" else 0  # a tile's second mode is the destination's run
+        order = [fastest, *(mode for mode in [0, *modes] if mode != fastest)]
+        self.inner, end = [0] * len(order), nest.unit
+        for mode in order:
+            self.inner[mode] = end
+            end = end * nest.inner[mode] + word * (pick.randrange(3) if mode != order[0] else 0)
+            end = -(-end // word) * word
+        # Outer modes: through both tables, the source's alone, neither, the destination's alone.
+        tables, self.outer, self.outer_table = 1, [], []
+        for mode, extent in enumerate(nest.outer):
+            through_table = mode == 0 or mode == 1 + 2 * side
+            self.outer_table.append(tables if through_table else 0)
+            self.outer.append(0 if through_table else end)
+            if through_table:
+                tables *= extent
+            else:
+                end = (end + word) * extent
+                self.outer[-1] = end // extent
+        self.of_id = (tables, 0) if side else (0, end)
+        allocations, length = (tables * blocks, end) if side else (tables, end * blocks)
+        self.table_offset, self.offset = 2, 2 * word
+        length += self.offset + 3 * word
+        gap = 48
+        self.bases = np.arange(allocations) * (-(-length // 16) * 16 + gap) + gap
+        self.bases += word % 16  # no wider word than the kernel's would do
+        rng = np.random.default_rng(pick.randrange(1 << 30))
+        self.data = rng.integers(0, 256, int(self.bases[-1]) + length + gap, dtype=np.uint8)
+        self.shape = (*nest.inner, nest.unit)
+
+    def addresses(self, start: int) -> np.ndarray:
+        """The table; the entries before `table_offset` lead nowhere."""
+        return np.concatenate([np.zeros(self.table_offset), start + self.bases]).astype(np.uint64)
+
+    def view(self, data: np.ndarray, block: int, at: tuple[int, ...]) -> np.ndarray:
+        entry = block * self.of_id[0] + sum(c * step for c, step in zip(at, self.outer_table, strict=True))
+        start = self.bases[entry] + self.offset + block * self.of_id[1]
+        start += sum(c * step for c, step in zip(at, self.outer, strict=True))
+        return np.ndarray(self.shape, np.uint8, data, int(start), (*self.inner, 1))
+
+
+ONE_PART = [name for name in _core.kernel_names() if "__" not in name]
+FEW = [name for name in ONE_PART if name.startswith("few_")]
+
+
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("name", [name for name in ONE_PART if name not in FEW])
+def test_each_on_the_host(name: str, short: bool) -> None:
+    nest = Nest(name, short)
+    source, got = aligned(nest.src.data), aligned(nest.dst.data)
+    tables = [_core.Table(side.addresses(b.ctypes.data)) for side, b in ((nest.src, source), (nest.dst, got))]
+    nest.copy().run(*tables, nest.src_ids, nest.dst_ids, len(nest.src_ids), threads=2)
+    nest.check(source, got)
+
+
+def test_few_kernels_have_no_host_half() -> None:
+    nest = Nest("few_rows_o4_i8_w16", True)
+    table = _core.Table(np.zeros(4, np.uint64))
+    with pytest.raises(kvbm.KvbmError, match="few_rows_o4_i8_w16"):
+        nest.copy().run(table, table, nest.src_ids, nest.dst_ids, len(nest.src_ids))
+
+
+#: A driver that also notes the grid it was asked for.
+GRID = """
+long last_grid, last_threads, last_shared, most_shared;
+int launch(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned x, unsigned y, unsigned z, unsigned shared, void* s,
+                   void** p, void** e) {
+  last_grid = gx, last_threads = x, last_shared = shared;
+  return shared > 49152 && shared > most_shared ? 1 : launch(f, gx, gy, gz, x, y, z, shared, s, p, e);
+}
+int cuFuncSetAttribute(void* f, int what, int value) { return most_shared = what == 8 ? value : most_shared, 0; }
+"""
+
+
+@pytest.fixture(scope="module")
+def grid_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grid")
+    (folder / "grid.c").write_text(GRID)
+    fake = Path(__file__).parent / "data" / "fake_driver.c"
+    shutil.copy(fake, folder)
+    compiler = [str(test_driver.COMPILER), "-fPIC", "-O1", "-w", f"-I{codegen.cuda_dir()}"]
+    hidden = ["-DcuLaunchKernel=launch", "-DcuFuncSetAttribute=unused"]
+    subprocess.run([*compiler, *hidden, "-c", folder / "fake_driver.c", "-o", folder / "fake.o"], check=True)
+    subprocess.run(
+        [*compiler, "-shared", folder / "grid.c", folder / "fake.o", "-o", folder / "libcuda.so.1"], check=True
+    )
+    return folder
+
+
+@pytest.mark.skipif(
+    kernels.is_using_stubs() or test_driver.COMPILER is None, reason="needs CUDA kernels and a C compiler"
+)
+def test_few_launches(grid_driver: Path) -> None:
+    """Each few kernel is found and launched on no more multiprocessors than it may have; and its arguments are right."""
+    told = test_driver.run(
+        grid_driver,
+        """
+from memory import aligned
+from kvbm import _core
+from test_kernels import FEW, Nest
+for name in FEW + ["rows_o4_i8_w16"]:
+    for most in (1, 3, 1000, 0):
+        nest = Nest(name, most == 3)
+        source, got = aligned(nest.src.data), aligned(nest.dst.data)
+        tables = [_core.Table(s.addresses(b.ctypes.data)) for s, b in ((nest.src, source), (nest.dst, got))]
+        nest.copy().launch(*tables, nest.src_ids, nest.dst_ids, len(nest.src_ids), 0, 5, max_sms=most)
+        nest.check(source, got)
+        print(name, most, count("last_grid"), count("last_threads"), count("last_shared"), count("most_shared"))
+""",
+    )
+    rows = [line.split() for line in told.splitlines()]
+    assert len(rows) == 4 * 15
+    for name, most, grid, threads, shared, allowed in rows:
+        if not name.startswith("few_"):
+            assert int(grid) > 3, "an ordinary kernel is not held back"
+            continue
+        assert 1 <= int(grid) <= (min(int(most), 132) or 132), (name, most, grid)
+        assert int(grid) == int(most) or int(most) not in (1, 3), "there is more work than that"
+        assert int(threads) == (1024 if "rows" in name else 512)
+        assert int(shared) <= 48 << 10 or int(allowed) == 96 << 10, "one figure, whatever the batch"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("name", ONE_PART)
+def test_each_on_a_gpu_sanitize(name: str, short: bool) -> None:
+    """Every kernel by itself, bit for bit, guards included; few ones on several numbers of multiprocessors."""
+    import torch
+
+    nest = Nest(name, short)
+    stream = torch.cuda.Stream()
+    for most in (1, 3, 8, 1000) if name in FEW else (0,):
+        with torch.cuda.stream(stream):
+            source, got = torch.from_numpy(nest.src.data).cuda(), torch.from_numpy(nest.dst.data).cuda()
+        tables = [_core.Table(s.addresses(b.data_ptr()), 0) for s, b in ((nest.src, source), (nest.dst, got))]
+        n = len(nest.src_ids)
+        nest.copy().launch(*tables, nest.src_ids, nest.dst_ids, n, 0, stream.cuda_stream, max_sms=most)
+        stream.synchronize()
+        nest.check(source.cpu().numpy(), got.cpu().numpy())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("most", [1, 8])
+def test_few_kernels_in_a_graph(most: int) -> None:
+    """A captured launch keeps its grid and its shared memory."""
+    import torch
+
+    for name in FEW:
+        nest = Nest(name, False)
+        source, got = torch.from_numpy(nest.src.data).cuda(), torch.from_numpy(nest.dst.data).cuda()
+        tables = [_core.Table(s.addresses(b.data_ptr()), 0) for s, b in ((nest.src, source), (nest.dst, got))]
+        copy, n = nest.copy(), len(nest.src_ids)
+        copy.launch(*tables, nest.src_ids, nest.dst_ids, n, 0, 0, max_sms=most)  # what is loaded lazily is loaded here
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            stream = torch.cuda.current_stream().cuda_stream
+            copy.launch(*tables, nest.src_ids, nest.dst_ids, n, 0, stream, max_sms=most)
+        got.copy_(torch.from_numpy(nest.dst.data))
+        graph.replay()
+        torch.cuda.synchronize()
+        nest.check(source.cpu().numpy(), got.cpu().numpy())
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------

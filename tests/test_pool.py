@@ -64,10 +64,24 @@ def test_allocate(name: str, device: str) -> None:
     assert [a.shape for a in pool.arrays] == [a.shape for a in kvbm.load(name).resolve(SHAPE, 3).allocations]
 
 
-@pytest.mark.parametrize("device", ["tpu", "cuda:x", "cpu:1", "", "cuda:-1"])
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "cpu:1", "", "cuda:-1", "cuda:", "pinned:0", "CPU", "cuda:0 "])
 def test_allocate_nowhere(device: str) -> None:
-    with pytest.raises(kvbm.BindError, match="device"):
+    with pytest.raises(kvbm.BindError, match=r"device: expected 'cpu', 'pinned', 'cuda' or 'cuda:N', got"):
         kvbm.Pool.allocate(kvbm.load("nhd"), SHAPE, 3, device)
+
+
+def test_close() -> None:
+    """Arrays of the caller's stay as they are; the pool's own go.  Neither pool leads anywhere any more."""
+    arrays = zeros("universal")
+    with kvbm.Pool(kvbm.load("universal"), SHAPE, arrays) as pool:
+        assert not pool.closed
+        pool.require_open()
+        pool.table()
+    assert pool.closed and pool.arrays == tuple(arrays)
+    for use in (pool.table, pool.require_open, pool.__enter__, pool.pin, lambda: pool.addresses):
+        with pytest.raises(kvbm.BindError, match=r"universal.* is closed; expected a pool that is open"):
+            use()
+    pool.close()
 
 
 def test_dlpack() -> None:

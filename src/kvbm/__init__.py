@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .pool import Pool
     from .shapes import BlockShape, load_shape, shape_names
     from .spec import layouts, load
-    from .transfer import convert
+    from .transfer import Transfer, convert
 
 __version__ = "0.1.0"
 
@@ -50,6 +50,7 @@ _HOME = {
     "Layout": "layout",
     "Plan": "planner",
     "Pool": "pool",
+    "Transfer": "transfer",
     "convert": "transfer",
     "layouts": "spec",
     "load": "spec",
@@ -73,6 +74,7 @@ __all__ = [
     "PlanError",
     "Pool",
     "SpecError",
+    "Transfer",
     "convert",
     "kernels",
     "layouts",

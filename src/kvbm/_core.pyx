@@ -5,13 +5,19 @@ Every function here is called from Python code that has already checked its argu
 not manners.  Below the line everything is ``noexcept nogil``; every status passes through `check`.
 """
 
+import sys
+
 cimport cython
+from cpython.exc cimport PyErr_Clear
+from cpython.object cimport Py_TYPE, PyObject, PyTypeObject
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from cpython.buffer cimport (
     PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_ND, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
 )
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from cpython.long cimport PyLong_AsLongLong, PyLong_AsUnsignedLongLong
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 from kvbm.errors import BindError, CudaError, CudaUnavailableError, MissingKernelError, PlanError
 
@@ -23,21 +29,33 @@ __all__ = [
     "Table",
     "alloc_device",
     "check_ids",
+    "check_pairs",
+    "chunk_tensors",
+    "copy_pairs",
     "device_count",
     "device_info",
     "driver_version",
+    "find_device",
     "enable_peer",
+    "finished",
     "free_device",
     "has_memcpy_batch",
+    "host_register",
+    "host_touch",
+    "host_unregister",
     "kernel_index",
     "kernel_names",
     "memcpy_batch",
     "num_images",
+    "pinned_range",
     "pointer_device",
+    "spread",
     "stream_handle",
     "synchronize",
+    "tables_clash",
     "upload",
     "warm",
+    "whole_tensors",
 ]
 
 
@@ -56,6 +74,11 @@ cdef extern from "kvbm.h" nogil:
         KVBM_ID_DST_RANGE
         KVBM_ID_DST_TWICE
         KVBM_ID_READ_AND_WRITTEN
+        KVBM_SPAN_OK
+        KVBM_SPAN_NULL_SRC
+        KVBM_SPAN_NULL_DST
+        KVBM_SPAN_DST_TWICE
+        KVBM_SPAN_READ_AND_WRITTEN
 
     ctypedef struct kvbm_div:
         uint32_t n
@@ -133,6 +156,11 @@ cdef extern from "kvbm.h" nogil:
         KVBM_STAGED
         KVBM_ENGINE
 
+    ctypedef struct kvbm_spans:
+        const uint64_t *addresses
+        const uint64_t *sizes
+        uint64_t size, count
+
     const kvbm_kernel *kvbm_kernels
     int kvbm_num_kernels
     int kvbm_num_images
@@ -151,7 +179,12 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_launch(int kernel, const kvbm_args *args, const kvbm_batch *batch, int device, uint64_t stream) noexcept
     int kvbm_run_host(int kernel, const kvbm_args *args, const kvbm_batch *batch, int threads) noexcept
     int kvbm_memcpy_batch(const uint64_t *dst, const uint64_t *src, const uint64_t *sizes, uint64_t size,
-                          uint64_t count, int mode, int device, uint64_t stream, int *used) noexcept
+                          uint64_t count, int mode, bint merge, int device, uint64_t stream, int *used) noexcept
+    int kvbm_launch_pairs(const uint64_t *dst, const uint64_t *src, uint64_t size, uint64_t count, int device,
+                          uint64_t stream) noexcept
+    int kvbm_check_spans(const kvbm_spans *src, const kvbm_spans *dst, uint64_t *first, uint64_t *second) noexcept
+    int kvbm_find_device(const uint64_t *addresses, uint64_t count, int *device, uint64_t *gpus,
+                         uint64_t *index) noexcept
     int kvbm_check_ids(const void *src_ids, const void *dst_ids, uint32_t id_bytes, uint32_t num_pairs,
                        int64_t src_blocks, int64_t dst_blocks, int same_pool, int64_t *index) noexcept
     int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring **ring) noexcept
@@ -172,6 +205,10 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_free_device(int device, uint64_t address) noexcept
     int kvbm_upload(int device, uint64_t dst, const void *src, uint64_t nbytes) noexcept
     int kvbm_synchronize(int device, uint64_t stream) noexcept
+    int kvbm_host_touch(uint64_t address, uint64_t nbytes, int how, int threads) noexcept
+    int kvbm_host_register(uint64_t address, uint64_t nbytes, int read_only) noexcept
+    int kvbm_host_unregister(uint64_t address) noexcept
+    int kvbm_pinned_range(uint64_t address, uint64_t *begin, uint64_t *end) noexcept
 
 
 cdef int64_t INDEX_LIMIT = 0x7FFFFFFF  # kernels index with 31 bits
@@ -635,34 +672,67 @@ cdef void _drop_ids(Ids *ids) noexcept:
         ids.has_buffer = False
 
 
+cdef enum IdsKind:
+    SEQUENCE = 1  # list or tuple
+    NUMBER
+    BUFFER        # NumPy, array.array, memoryview
+    TENSOR        # torch
+    ON_GPU        # __cuda_array_interface__
+    OTHER
+
+cdef dict _width_of_dtype = {}  # torch.dtype -> bytes of an id, or 0
+
+cdef dict _kind_of_ids = {list: SEQUENCE, tuple: SEQUENCE, int: NUMBER}  # type -> IdsKind
+
+
+cdef int _ids_kind(given) except -1:
+    kind = type(given)
+    found = OTHER
+    if hasattr(kind, "is_cuda") and hasattr(kind, "data_ptr"):
+        found = TENSOR
+    elif hasattr(kind, "__cuda_array_interface__") or hasattr(given, "__cuda_array_interface__"):
+        found = ON_GPU
+    elif PyObject_CheckBuffer(given):
+        found = BUFFER
+    _kind_of_ids[kind] = found
+    return found
+
+
 cdef object _read_ids(object given, str what, int device, Ids *ids):
     """Find the ids in whatever holds them; returns what must be kept alive while they are read."""
-    ids.data, ids.device, ids.count, ids.bytes, ids.more, ids.has_buffer = NULL, 0, -1, 8, NULL, False
+    ids.data = NULL
+    ids.more = NULL
+    ids.device, ids.count, ids.bytes, ids.has_buffer = 0, -1, 8, False
     if given is None:
         return None
-    kind = type(given)
-    if kind is list or kind is tuple:
+    known = _kind_of_ids.get(type(given))
+    cdef int kind = _ids_kind(given) if known is None else known
+    if kind == SEQUENCE:
         if _read_sequence(given, ids):
             return None
-    elif kind is int:
-        if -1 <= given <= INDEX_LIMIT:
-            ids.few[0] = given
-            ids.data, ids.count = ids.few, 1
-            return None
-    elif kind.__module__ == "torch" and hasattr(given, "is_cuda"):
+    elif kind == BUFFER:
+        if _read_buffer(given, ids):
+            return given
+    elif kind == TENSOR:
         if given.is_cuda:
             return _read_device_ids(given, what, device, ids)
         if given.dim() == 1 and given.is_contiguous():
-            name = str(given.dtype)
-            if name == "torch.int64" or name == "torch.int32":
-                ids.bytes = 8 if name == "torch.int64" else 4
+            width = _width_of_dtype.get(given.dtype)
+            if width is None:
+                width = _width_of_dtype[given.dtype] = {"torch.int64": 8, "torch.int32": 4}.get(str(given.dtype), 0)
+            if width:
+                ids.bytes = width
                 ids.count = given.numel()
                 ids.data = <const void *> <uint64_t> given.data_ptr()
                 return given
-    elif hasattr(given, "__cuda_array_interface__"):
+    elif kind == NUMBER:
+        if -1 <= given <= INDEX_LIMIT:
+            ids.few[0] = given
+            ids.data = ids.few
+            ids.count = 1
+            return None
+    elif kind == ON_GPU:
         return _read_device_ids(given, what, device, ids)
-    elif PyObject_CheckBuffer(given) and _read_buffer(given, ids):
-        return given
     from kvbm.pool import as_ids
 
     array = as_ids(given, what)  # anything else that holds integers, or the error that says what is wrong
@@ -683,17 +753,25 @@ cdef bint _read_sequence(object given, Ids *ids) except -1:
             raise MemoryError(f"{count} block ids")
         out = ids.more
     try:
-        for i in range(count):
-            item = given[i]
-            if type(item) is not int:
-                raise TypeError
-            out[i] = item
+        if type(given) is list:
+            for i in range(count):
+                out[i] = _as_id((<list> given)[i])
+        else:
+            for i in range(count):
+                out[i] = _as_id((<tuple> given)[i])
     except (OverflowError, TypeError):
         free(ids.more)
         ids.more = NULL
         return False
-    ids.data, ids.count = out, count
+    ids.data = out
+    ids.count = count
     return True
+
+
+cdef inline int64_t _as_id(object item) except? -1:
+    if type(item) is not int:
+        raise TypeError
+    return PyLong_AsLongLong(item)
 
 
 cdef bint _read_buffer(object given, Ids *ids) except -1:
@@ -702,14 +780,20 @@ cdef bint _read_buffer(object given, Ids *ids) except -1:
         PyObject_GetBuffer(given, &ids.buffer, PyBUF_ND | PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
     except (BufferError, ValueError):
         return False
-    cdef bint fits = ids.buffer.ndim == 1 and ids.buffer.format != NULL and ids.buffer.itemsize in (4, 8)
+    cdef const char *code = ids.buffer.format
+    cdef bint fits = ids.buffer.ndim == 1 and code != NULL
     if fits:
-        fits = bytes(ids.buffer.format) in (b"l", b"q", b"i", b"=l", b"=q", b"=i", b"<l", b"<q", b"<i")
+        if code[0] == c"=" or code[0] == c"<" or code[0] == c"@":
+            code += 1
+        fits = code[0] != 0 and code[1] == 0 and (
+            (ids.buffer.itemsize == 8 and (code[0] == c"l" or code[0] == c"q"))
+            or (ids.buffer.itemsize == 4 and (code[0] == c"i" or code[0] == c"l")))
     if not fits:
         PyBuffer_Release(&ids.buffer)
         return False
     ids.has_buffer = True
-    ids.data, ids.count, ids.bytes = ids.buffer.buf, ids.buffer.shape[0], <uint32_t> ids.buffer.itemsize
+    ids.data = ids.buffer.buf
+    ids.count, ids.bytes = ids.buffer.shape[0], <uint32_t> ids.buffer.itemsize
     return True
 
 
@@ -726,6 +810,440 @@ cdef object _read_device_ids(object given, str what, int device, Ids *ids):
         raise BindError(f"{what}: the ids are on {array.device}, the copy's kernel on cuda:{device}; pass them from there")
     ids.device, ids.count = array.address, array.shape[0]
     return given
+
+
+# ---- lists of tensors ---------------------------------------------------------------------------------------------
+
+# dlpack.h (1.3), as far as an inspection goes.  Not a copy of the header: only what stays the same throughout 1.x.
+cdef struct DLTensor:
+    void *data
+    int32_t device_type, device_id
+    int32_t ndim
+    uint8_t code, bits
+    uint16_t lanes
+    int64_t *shape
+    int64_t *strides
+    uint64_t byte_offset
+
+cdef struct Exchange:  # DLPackExchangeAPI
+    uint32_t major, minor
+    Exchange *older
+    void *allocate
+    void *export_tensor
+    void *import_tensor
+    int (*look)(void *tensor, DLTensor *out) noexcept  # 0, or -1 with a Python exception; owns nothing
+    int (*stream)(int32_t device_type, int32_t device_id, void **out) noexcept
+
+cdef extern from *:
+    """
+    /* While one tensor is looked at, the next ones are fetched: the object, and then what its first fields point to, which
+     * in torch is the tensor itself.  It is a guess that costs nothing: a prefetch faults nowhere. */
+    static inline void kvbm_prefetch(void *object) { __builtin_prefetch(object); }
+    static inline void kvbm_prefetch_fields(void *object) {
+      char **field = (char **)((char *)object + sizeof(PyObject));
+      for (int i = 0; i < 2; ++i)
+        for (int line = 0; line < 3; ++line) __builtin_prefetch(field[i] + 64 * line);
+    }
+    """
+    void kvbm_prefetch(void *item) noexcept
+    void kvbm_prefetch_fields(void *item) noexcept
+    PyObject *PyList_GetItem(object row, Py_ssize_t i) except NULL
+    PyObject *PyTuple_GetItem(object row, Py_ssize_t i) except NULL
+
+cdef enum:
+    KDL_CUDA = 2
+    MOST_AXES = 8
+    FAR_AHEAD = 6   # tensors whose objects are being fetched
+    NEAR_AHEAD = 3  # and whose fields are
+
+cdef dict DTYPES = {
+    (0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64",
+    (1, 8): "uint8", (1, 16): "uint16", (1, 32): "uint32", (1, 64): "uint64",
+    (2, 16): "float16", (2, 32): "float32", (2, 64): "float64",
+    (4, 16): "bfloat16", (6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
+}
+
+cdef dict _exchange_of = {}  # type -> capsule of its Exchange, or None
+
+
+cdef Exchange *_exchange(kind) except? NULL:
+    """What a type of torch tensors offers for looking at them from C, or NULL."""
+    cdef Exchange *api
+    capsule = _exchange_of.get(kind, _exchange_of)
+    if capsule is _exchange_of:
+        # Tensors of torch alone: this way does not tell whether memory may be written, and theirs always may.
+        torch = sys.modules.get("torch")
+        capsule = None
+        if torch is not None and issubclass(kind, torch.Tensor):
+            capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
+            if not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
+                capsule = None
+        _exchange_of[kind] = capsule
+    if capsule is None:
+        return NULL
+    api = <Exchange *> PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
+    while api != NULL and api.major != 1:
+        api = api.older
+    return api if api != NULL and api.look != NULL else NULL
+
+
+# What a list's tensors have in common, and what is gathered of them.
+cdef struct Alike:
+    PyTypeObject *kind  # the type that `api` is for, kept by _exchange_of
+    Exchange *api
+    uint8_t code, bits
+    int32_t device_id, ndim
+    int64_t shape[8]
+    int64_t elements
+    bint exact         # the shape counts, and not only the number of elements
+    uint64_t together  # the bits that any address has
+
+
+cdef int _look(tensor, Alike *want, DLTensor *found) except -1:
+    """1 if the object is a dense CUDA tensor that C can look at, else 0."""
+    cdef int32_t i
+    cdef int64_t held = 1
+    if Py_TYPE(tensor) != want.kind:
+        want.api = _exchange(type(tensor))
+        want.kind = Py_TYPE(tensor)
+    if want.api == NULL:
+        return 0
+    if want.api.look(<PyObject *> tensor, found) != 0:
+        PyErr_Clear()
+        return 0
+    if (found.device_type != KDL_CUDA or found.lanes != 1 or found.data == NULL or found.ndim < 1
+            or found.ndim > MOST_AXES):
+        return 0
+    for i in range(found.ndim - 1, -1, -1):
+        if found.strides != NULL and found.shape[i] != 1 and found.strides[i] != held:
+            return 0
+        held *= found.shape[i]
+    want.elements = want.elements if want.elements else held
+    return held == want.elements and held > 0
+
+
+cdef uint64_t _address(tensor, Alike *want) except? 0:
+    """Address of a tensor that is what all are expected to be, else 0."""
+    cdef DLTensor found
+    cdef uint64_t address
+    if not _look(tensor, want, &found):
+        return 0
+    if found.code != want.code or found.bits != want.bits or found.device_id != want.device_id:
+        return 0
+    if want.exact and (found.ndim != want.ndim or memcmp(found.shape, want.shape, found.ndim * sizeof(int64_t)) != 0):
+        return 0
+    address = <uint64_t> found.data + found.byte_offset
+    want.together |= address
+    return address
+
+
+cdef inline PyObject *_item(row, Py_ssize_t i) except NULL:
+    """Borrowed from a list or tuple; IndexError where it has become shorter."""
+    return PyList_GetItem(row, i) if type(row) is list else PyTuple_GetItem(row, i)
+
+
+cdef Table _empty_table(Py_ssize_t count, int device):
+    cdef Table table = Table.__new__(Table)
+    if count > INDEX_LIMIT // 8:
+        return None
+    table.addresses = <uint64_t *> malloc((count + 1) * sizeof(uint64_t))
+    if table.addresses == NULL:
+        raise MemoryError(f"a table of {count} addresses")
+    table.count = <uint32_t> count
+    table.device = device
+    return table
+
+
+cdef _start(Alike *want, tensor, int rank, DLTensor *first):
+    """Take the first tensor for the measure of all: (sizes, dtype), or None."""
+    memset(want, 0, sizeof(Alike))
+    if not _look(tensor, want, first):
+        return None
+    dtype = DTYPES.get((first.code, first.bits))
+    if dtype is None or not rank <= first.ndim <= rank + 1:
+        return None
+    want.code, want.bits, want.device_id = first.code, first.bits, first.device_id
+    want.exact = True
+    want.ndim = rank
+    memcpy(want.shape, first.shape + (first.ndim - rank), rank * sizeof(int64_t))
+    return tuple([want.shape[i] for i in range(rank)]), dtype
+
+
+cdef int _alignment(uint64_t together):
+    return <int> ((together | 16) & -(together | 16))
+
+
+@cython.boundscheck(True)  # looking at a tensor may run Python, which may shorten the list
+def whole_tensors(tensors, int rank):
+    """Look at the whole tensors of a batch: all alike, dense, and on one GPU.
+
+    Parameters
+    ----------
+    tensors : list or tuple of tensors, or one tensor
+        One of ``rank`` axes a block; one of ``rank + 1`` axes holds all of them.
+    rank : int
+        Axes of a whole tensor.
+
+    Returns
+    -------
+    tuple or None
+        ``(Table, sizes, dtype, device, alignment)``.  None where anything is otherwise, or cannot be seen from here:
+        then look at each by itself, and say what is wrong.
+    """
+    cdef Alike want
+    cdef DLTensor first
+    cdef Table table
+    cdef Py_ssize_t i, count
+    cdef uint64_t step
+    if type(tensors) is list or type(tensors) is tuple:
+        count = len(tensors)
+        if count == 0:
+            return None
+        start = _start(&want, tensors[0], rank, &first)
+        if start is None or first.ndim != rank:
+            return None
+        table = _empty_table(count, want.device_id)
+        if table is None:
+            return None
+        for i in range(count):
+            table.addresses[i] = _address(tensors[i], &want)
+            if table.addresses[i] == 0:
+                return None
+    else:
+        start = _start(&want, tensors, rank, &first)
+        if start is None:
+            return None
+        count = first.shape[0] if first.ndim > rank else 1
+        table = _empty_table(count, want.device_id)
+        if table is None:
+            return None
+        step = <uint64_t> (want.elements // count) * (first.bits // 8)
+        for i in range(count):
+            table.addresses[i] = <uint64_t> first.data + first.byte_offset + i * step
+            want.together |= table.addresses[i]
+    return table, *start, want.device_id, _alignment(want.together)
+
+
+@cython.boundscheck(True)
+def chunk_tensors(blocks, Py_ssize_t batch, Py_ssize_t chunks, tuple shape not None, bint exact, str dtype not None,
+                  int device):
+    """Look at the chunks of a batch of blocks: all of one shape and dtype, dense, and on this GPU.
+
+    Parameters
+    ----------
+    blocks : list or tuple of lists or tuples of tensors
+        ``batch`` lists of ``chunks`` tensors; a flat list where there is one block.
+    batch, chunks : int
+    shape : tuple of int
+        Of a chunk; where not `exact`, only its number of elements counts.
+    exact : bool
+    dtype : str
+    device : int
+
+    Returns
+    -------
+    tuple or None
+        ``(Table, alignment)``, in table order.  None as for `whole_tensors`.
+    """
+    cdef Alike want
+    cdef DLTensor found
+    cdef Table table
+    cdef Py_ssize_t i, k, n = 0
+    cdef PyObject *item
+    if (type(blocks) is not list and type(blocks) is not tuple) or not 0 < chunks < INDEX_LIMIT or not blocks:
+        return None
+    if batch == 1 and len(blocks) == chunks and type(blocks[0]) is not list and type(blocks[0]) is not tuple:
+        blocks = (blocks,)
+    if len(blocks) != batch or len(shape) > MOST_AXES:
+        return None
+    row = blocks[0]
+    if (type(row) is not list and type(row) is not tuple) or not row:
+        return None
+    memset(&want, 0, sizeof(Alike))
+    if not _look(row[0], &want, &found) or DTYPES.get((found.code, found.bits)) != dtype:
+        return None
+    want.code, want.bits, want.device_id = found.code, found.bits, device
+    want.exact = exact
+    want.ndim = <int32_t> len(shape)
+    want.elements = 1
+    for i in range(want.ndim):
+        want.shape[i] = shape[i]
+        want.elements *= want.shape[i]
+    table = _empty_table(batch * chunks, device)
+    if table is None:
+        return None
+    for i in range(batch):
+        row = blocks[i]
+        if (type(row) is not list and type(row) is not tuple) or len(row) != chunks:
+            return None
+        for k in range(chunks):
+            if k + FAR_AHEAD < chunks:
+                kvbm_prefetch(_item(row, k + FAR_AHEAD))
+                item = _item(row, k + NEAR_AHEAD)
+                if Py_TYPE(<object> item) == want.kind:
+                    kvbm_prefetch_fields(item)
+            table.addresses[n] = _address(<object> _item(row, k), &want)
+            if table.addresses[n] == 0:
+                return None
+            n += 1
+    return table, _alignment(want.together)
+
+
+def tables_clash(Table src not None, uint64_t src_bytes, Table dst not None, uint64_t dst_bytes):
+    """Whether two allocations of the destination share bytes with each other, or one of them with one of the source.
+
+    Parameters
+    ----------
+    src, dst : Table
+    src_bytes, dst_bytes : int
+        Bytes of each allocation, from its first to its last.
+    """
+    cdef kvbm_spans read, written
+    cdef uint64_t first = 0, second = 0
+    cdef int found
+    read.addresses, read.size, read.count = src.addresses, src_bytes, src.count
+    written.addresses, written.size, written.count = dst.addresses, dst_bytes, dst.count
+    read.sizes = written.sizes = NULL
+    with nogil:
+        found = kvbm_check_spans(&read, &written, &first, &second)
+    if found < 0:
+        check(found, f"checking {src.count} and {dst.count} allocations")
+    return found != KVBM_SPAN_OK
+
+
+def spread(Table table not None, uint64_t[::1] out not None, uint64_t step):
+    """Fill `out` with the addresses of a table, each followed by those of its further pieces, `step` bytes apart."""
+    cdef Py_ssize_t pieces = out.shape[0] // max(table.count, 1), i, k
+    if pieces * table.count != out.shape[0]:
+        raise BindError(f"{out.shape[0]} pieces of {table.count} allocations: expected as many of each")
+    for i in range(table.count):
+        for k in range(pieces):
+            out[i * pieces + k] = table.addresses[i] + k * step
+
+
+# ---- raw copies ---------------------------------------------------------------------------------------------------
+
+def check_pairs(const uint64_t[::1] src not None, const uint64_t[::1] dst not None, sizes):
+    """Refuse raw copies that would race, or that start at address 0.
+
+    Parameters
+    ----------
+    src, dst : contiguous uint64 array
+        Addresses, one each a copy.
+    sizes : contiguous uint64 array or int
+        Bytes of each copy, or of every copy; copies of nothing are not looked at.
+
+    Raises
+    ------
+    BindError
+        Naming the two positions.
+    """
+    cdef kvbm_spans read, written
+    cdef const uint64_t[::1] each
+    cdef uint64_t first = 0, second = 0
+    cdef int found
+    memset(&read, 0, sizeof(kvbm_spans))
+    if src.shape[0] != dst.shape[0]:
+        raise BindError(f"{src.shape[0]} source and {dst.shape[0]} destination addresses: expected as many of each")
+    read.count = src.shape[0]
+    if read.count == 0:
+        return
+    if isinstance(sizes, int):
+        read.size = sizes
+    else:
+        each = sizes
+        if each.shape[0] != src.shape[0]:
+            raise BindError(f"{each.shape[0]} sizes: expected {src.shape[0]}, one a copy")
+        read.sizes = &each[0]
+    read.addresses = &src[0]
+    written = read
+    written.addresses = &dst[0]
+    with nogil:
+        found = kvbm_check_spans(&read, &written, &first, &second)
+    if found < 0:
+        check(found, f"checking {src.shape[0]} copies")
+    if found == KVBM_SPAN_NULL_SRC:
+        raise BindError(f"src_ptrs[{first}] is 0: expected an address")
+    if found == KVBM_SPAN_NULL_DST:
+        raise BindError(f"dst_ptrs[{first}] is 0: expected an address")
+    if found == KVBM_SPAN_DST_TWICE:
+        raise BindError(
+            f"dst_ptrs[{first}] is {dst[first]:#x} and dst_ptrs[{second}] is {dst[second]:#x}, whose bytes overlap: "
+            "expected every byte to be written once a call"
+        )
+    if found == KVBM_SPAN_READ_AND_WRITTEN:
+        raise BindError(
+            f"src_ptrs[{first}] is {src[first]:#x} and dst_ptrs[{second}] is {dst[second]:#x}, whose bytes overlap: "
+            "expected no byte to be both read and written (split the call)"
+        )
+
+
+def find_device(const uint64_t[::1] addresses not None, what):
+    """Find the GPU that addresses lie on.
+
+    Parameters
+    ----------
+    addresses : contiguous uint64 array
+    what : str
+        What errors call them.
+
+    Returns
+    -------
+    tuple
+        The device of the first one that lies on a GPU, or -2 where all lie in pinned host memory; and a bit for each
+        GPU that some lie on.
+
+    Raises
+    ------
+    BindError
+        One lies in memory that no GPU reaches.
+    """
+    cdef uint64_t count = addresses.shape[0], index = 0, gpus = 0
+    cdef int device = -2, status
+    if count == 0:
+        return -2, 0
+    with nogil:
+        status = kvbm_find_device(&addresses[0], count, &device, &gpus, &index)
+    check(status, f"asking where {count} addresses lie")
+    if device == -1:
+        raise BindError(
+            f"{what}[{index}] is {addresses[index]:#x}, which no GPU reaches: expected GPU memory or pinned host "
+            "memory (allocate it pinned, or register it)"
+        )
+    return device, gpus
+
+
+def copy_pairs(const uint64_t[::1] src not None, const uint64_t[::1] dst not None, uint64_t size, int device,
+               uint64_t stream):
+    """Copy the same number of bytes from each source to its destination by one kernel, ordered by the stream.
+
+    Parameters
+    ----------
+    src, dst : contiguous uint64 array
+        Addresses that the device reaches, already checked (see `check_pairs`).  Copied before the call returns.
+    size : int
+        Bytes of every copy.
+    device : int
+        CUDA device ordinal, where the kernel runs.
+    stream : int
+        Handle of the stream.
+
+    Raises
+    ------
+    BindError
+        If the arrays differ in length.
+    CudaError
+        If the launch fails.
+    """
+    cdef Py_ssize_t count = src.shape[0]
+    cdef int status
+    if dst.shape[0] != count:
+        raise BindError(f"{count} source and {dst.shape[0]} destination addresses: expected as many of each")
+    if count == 0 or size == 0:
+        return
+    with nogil:
+        status = kvbm_launch_pairs(&dst[0], &src[0], size, count, device, stream)
+    check(status, f"copying {count} pairs of addresses on cuda:{device}")
 
 
 # ---- streams ------------------------------------------------------------------------------------------------------
@@ -790,6 +1308,15 @@ def stream_handle(stream):
     >>> stream_handle(2)
     2
     """
+    return _handle_of(stream)
+
+
+cdef uint64_t _handle_of(stream) except? 0xFFFFFFFFFFFFFFFF:
+    if type(stream) is int:
+        try:
+            return PyLong_AsUnsignedLongLong(stream)
+        except OverflowError:
+            raise BindError(f"stream: expected a handle of 64 bits, got {stream}") from None
     kind = _kind_of.get(type(stream))
     if kind is None:
         kind = _stream_kind(stream)
@@ -1090,8 +1617,9 @@ cdef class Route:
             A call of the driver failed.
         """
         cdef Ids src, dst
-        cdef uint64_t handle = stream_handle(stream)
-        src.more = dst.more = NULL
+        cdef uint64_t handle = _handle_of(stream)
+        src.more = NULL
+        dst.more = NULL
         src.has_buffer = dst.has_buffer = False
         try:
             keep_src = _read_ids(src_ids, "src_ids", self.route.device, &src)
@@ -1226,7 +1754,8 @@ cdef object _widen(src_ids, dst_ids, Ids *src, Ids *dst, int device):
     array = np.ascontiguousarray(array, np.int32 if wanted == 4 else np.int64)
     _drop_ids(ids)
     if array.shape[0] == 0:
-        ids.count, ids.data = 0, NULL
+        ids.count = 0
+        ids.data = NULL
     else:
         _read_buffer(array, ids)
     return array
@@ -1277,7 +1806,7 @@ def enable_peer(int device, int peer):
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not None, sizes, int mode, int device,
-                 uint64_t stream):
+                 uint64_t stream, bint merge=False):
     """Copy many ranges of bytes with the driver's copy engines, ordered by the stream, not waited for.
 
     Parameters
@@ -1293,6 +1822,8 @@ def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not N
         CUDA device ordinal.
     stream : int
         Handle of the stream.
+    merge : bool
+        Make one copy of neighbours: those where source and destination go on where the copy before ends.
 
     Returns
     -------
@@ -1327,7 +1858,7 @@ def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not N
     if count == 0:
         return 2 if mode == 2 else 1
     with nogil:
-        status = kvbm_memcpy_batch(&dst[0], &src[0], size_of, size, count, mode, device, stream, &used)
+        status = kvbm_memcpy_batch(&dst[0], &src[0], size_of, size, count, mode, merge, device, stream, &used)
     check(status, f"copying {count} ranges on cuda:{device}")
     return used
 
@@ -1362,6 +1893,71 @@ def upload(int device, uint64_t dst, const unsigned char[::1] data not None):
     with nogil:
         status = kvbm_upload(device, dst, &data[0], nbytes)
     check(status, f"uploading {nbytes} bytes to cuda:{device}")
+
+
+def host_touch(uint64_t address, uint64_t nbytes, int how=0, int threads=1):
+    """Give host pages their memory now, on many threads, instead of at their first use.
+
+    Parameters
+    ----------
+    address, nbytes : int
+        Whole pages.
+    how : int
+        0: fresh memory, which is cleared; 1: what the pages hold is kept, and they can be written at once; 2: likewise,
+        for memory that may only be read.
+    threads : int
+        At most so many.
+
+    Raises
+    ------
+    MemoryError
+        With how=0, if there is not as much memory.  The others take what they get.
+    """
+    cdef int status
+    with nogil:
+        status = kvbm_host_touch(address, nbytes, how, threads)
+    check(status, f"touching {nbytes} bytes at {address:#x}")
+
+
+def host_register(uint64_t address, uint64_t nbytes, bint read_only=False):
+    """Page-lock host memory so that every GPU reaches it; undone by `host_unregister`.
+
+    Parameters
+    ----------
+    address, nbytes : int
+        Whole pages, none of them page-locked yet.
+    read_only : bool
+        GPUs only read it: what memory that may not be written needs.
+    """
+    cdef int status
+    with nogil:
+        status = kvbm_host_register(address, nbytes, read_only)
+    check(status, f"page-locking {nbytes} bytes at {address:#x}")
+
+
+def host_unregister(uint64_t address):
+    """Undo `host_register` of this address.  No copy may still use the memory."""
+    cdef int status
+    with nogil:
+        status = kvbm_host_unregister(address)
+    check(status, f"releasing page-locked memory at {address:#x}")
+
+
+def pinned_range(uint64_t address):
+    """First and last byte (exclusive) of the pinned memory around an address.
+
+    Returns
+    -------
+    tuple of two ints
+        Of one allocation or registration; ``(0, 0)`` where the address is not pinned host memory, and
+        ``(address, address + 1)`` where the driver says no more than that it is.
+    """
+    cdef uint64_t begin = 0, end = 0
+    cdef int status
+    with nogil:
+        status = kvbm_pinned_range(address, &begin, &end)
+    check(status, f"asking whether address {address:#x} is pinned")
+    return begin, end
 
 
 def synchronize(int device, uint64_t stream=0):

@@ -81,6 +81,8 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
                 add(*made.forms(), pair=pair)
     for word in _WORDS:
         add(Form("rows", MAX_OUTER, MAX_INNER, 0, word))  # any loop nest at all
+    for form in _few():
+        add(form)
     return {name: sorted(found[name]) for name in sorted(found)}
 
 
@@ -101,6 +103,18 @@ def _shapes(src: Layout, dst: Layout) -> Iterator[BlockShape]:
     for nl, no, nh, nt, hd in itertools.product(*choices):
         for dtype in dtypes:
             yield BlockShape(nl, no, nh, nt, hd, dtype)
+
+
+def _few() -> Iterator[Form]:
+    """Kernels that keep to few multiprocessors: one serves every nest of its word.
+
+    They wait for the bus, so that arithmetic on modes that are not there costs nothing.
+    """
+    for word in _WORDS:
+        yield Form("rows", MAX_OUTER, MAX_INNER, 0, word, few=True)
+    for element in _WORDS:
+        for word in {WIDEST, element}:
+            yield Form("tile", MAX_OUTER, MAX_INNER - 2, element, word, few=True)
 
 
 def _variants(form: Form) -> Iterator[Form]:
@@ -155,13 +169,20 @@ def _types(name: str) -> str:
     """Template arguments of a kernel."""
     forms = Form.parse(name)
     # Parts of one launch have CTAs of one size: a tile's.
-    threads = ", kTileThreads" if any(form.kind == "tile" for form in forms) else ""
-    return ", ".join(
-        f"Tile<{form.outer}, {form.inner}, {form.element}, {form.word}>"
-        if form.kind == "tile"
-        else f"Rows<{form.outer}, {form.inner}, {form.word}{threads}>"
-        for form in forms
-    )
+    threads = "kTileThreads" if any(form.kind == "tile" for form in forms) else "kRowThreads"
+
+    def of(form: Form) -> str:
+        if form.kind == "tile":
+            sizes = [form.outer, form.inner, form.element, form.word]
+            return f"Tile<{_commas(*sizes, *(['kFewTeams'] if form.few else []))}>"
+        extra = [threads, "kFewTeams"] if form.few else [threads] if threads != "kRowThreads" else []
+        return f"Rows<{_commas(form.outer, form.inner, form.word, *extra)}>"
+
+    return _commas(*map(of, forms))
+
+
+def _commas(*items: object) -> str:
+    return ", ".join(map(str, items))
 
 
 def _comment(name: str, pairs: Sequence[Pair]) -> str:
@@ -177,6 +198,10 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
             loops += [f"row{k}" for k in reversed(range(1, form.inner))]
             inside = f"copy a run of {form.word}-byte words"
         lines.append(f"// {label if '__' in name else ''}for {', '.join(loops)}: {inside}")
+        if form.few:
+            lines.append(
+                "// by teams of threads that share a CTA and take turns: on as few multiprocessors as it is given"
+            )
     if pairs:
         shown = ", ".join(f"{src} -> {dst}" for src, dst in pairs[:3])
         more = f" and {len(pairs) - 3} more pairs" if len(pairs) > 3 else ""

@@ -1,15 +1,17 @@
-"""Stacked blocks, universal and operational tensors: lists of CUDA tensors in, one launch out.
+"""Stacked blocks, universal and operational tensors: lists of CUDA tensors in, one launch out; and raw addresses.
 
-The thin face for callers that hold tensors rather than pools; the names and shapes are those of Dynamo's KVBM.  An
-engine that copies again and again binds its memory once with `kvbm.Pool` and calls `kvbm.convert`.
+The thin face for callers that hold tensors or addresses rather than pools; the names and shapes are those of Dynamo's
+KVBM.  An engine that copies again and again binds its memory once with `kvbm.Pool` and calls `kvbm.convert`.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +23,31 @@ from .planner import plan
 from .pool import Array, Pool, describe
 from .shapes import ITEMSIZE, BlockShape
 from .spec import load, parse
-from .transfer import current_stream, prepare, require_compatible, require_disjoint, run
+from .transfer import current_stream, prepare, require_compatible, require_disjoint
 
 __all__ = [
+    "MemcpyBatchMode",
     "block_to_operational",
     "block_to_universal",
     "is_memcpy_batch_available",
     "is_using_stubs",
+    "memcpy_batch",
     "operational_to_block",
     "universal_to_block",
+    "vectorized_copy",
 ]
+
+
+class MemcpyBatchMode(enum.IntEnum):
+    """How `memcpy_batch` reaches the copy engines."""
+
+    #: One ``cuMemcpyBatchAsync`` where the driver and the stream allow it, else one ``cuMemcpyAsync`` a copy.
+    BATCHED_WITH_FALLBACK = 0
+    #: One ``cuMemcpyAsync`` a copy.
+    FALLBACK_ONLY = 1
+    #: ``cuMemcpyBatchAsync``, or an error.
+    BATCH_WITHOUT_FALLBACK = 2
+
 
 _BACKENDS = {
     "auto": "kernel",
@@ -117,11 +134,11 @@ def operational_to_block(operationals: Any, blocks: Any, backend: str | None = N
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
-def _stacked(layout: str) -> Layout:
+def _stacked(layout: str) -> str:
     name = str(layout).lower()
     if name not in ("nhd", "hnd"):
         raise BindError(f"layout: expected 'NHD' or 'HND', got {layout!r}")
-    return _shipped(name)
+    return name
 
 
 @functools.cache
@@ -204,39 +221,76 @@ def _chunks(
 # ---- copies --------------------------------------------------------------------------------------------------------
 
 
-def _permute(blocks: Any, universals: Any, layout: str, stream: Any, *, to_universal: bool) -> None:
-    stacked = _stacked(layout)
-    tensors, arrays = _whole(universals, "universals", 5)
-    if not arrays:
-        _require_empty(blocks, "universals")
-        return
-    nh, nl, no, nt, hd = arrays[0].shape
-    shape = BlockShape(nl, no, nh, nt, hd, arrays[0].dtype)
-    chunk = (nt, nh, hd) if stacked.name == "nhd" else (nh, nt, hd)
-    flat, chunks = _chunks(blocks, len(arrays), nl * no, chunk, exact=True)
-    pools = (Pool.trusted(stacked, shape, chunks, flat), Pool.trusted(_shipped("universal"), shape, arrays, tensors))
-    _launch(*_checked(pools if to_universal else pools[::-1]), stream)
+class _Sides(NamedTuple):
+    """Blocks and whole tensors that fit each other and share no byte, on one GPU."""
+
+    blocks: _core.Table
+    whole: _core.Table
+    sizes: tuple[int, ...]
+    dtype: str
+    device: int
+    alignments: tuple[int, int]
+    pool: Pool | None
 
 
-def _copy_chunks(blocks: Any, operationals: Any, backend: str | None, stream: Any, *, to_operational: bool) -> None:
-    how = _backend(backend)
-    tensors, arrays = _whole(operationals, "operationals", 3)
+def _pair(layout: str) -> tuple[Layout, Layout]:
+    return _chunked() if layout == "operational" else (_shipped(layout), _shipped("universal"))
+
+
+@functools.lru_cache(maxsize=256)
+def _block_shape(layout: str, sizes: tuple[int, ...], dtype: str) -> tuple[BlockShape, tuple[int, ...]]:
+    """The block that a whole tensor of these sizes holds, and the shape of a chunk."""
+    if layout == "operational":
+        nl, no, inner = sizes
+        return BlockShape(nl, no, 1, 1, inner, dtype), (inner,)
+    nh, nl, no, nt, hd = sizes
+    return BlockShape(nl, no, nh, nt, hd, dtype), (nt, nh, hd) if layout == "nhd" else (nh, nt, hd)
+
+
+def _sides(blocks: Any, whole: Any, layout: str, *, to_whole: bool) -> _Sides | None:
+    """Both sides, checked; None where the batch is empty."""
+    return _look(blocks, whole, layout, to_whole) or _look_closely(blocks, whole, layout, to_whole)
+
+
+def _look(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Sides | None:
+    """Look at torch's tensors from C.  None where anything is not as it should be: it is then looked at closely."""
+    rank = 3 if layout == "operational" else 5
+    found = _core.whole_tensors(whole, rank)
+    if found is None:
+        return None
+    whole_table, sizes, dtype, device, whole_alignment = found
+    shape, chunk = _block_shape(layout, sizes, dtype)
+    exact = layout != "operational"
+    chunks = _core.chunk_tensors(blocks, len(whole_table), shape.nl * shape.no, chunk, exact, dtype, device)
+    if chunks is None:
+        return None
+    table, alignment = chunks
+    sides = [(table, math.prod(chunk) * shape.itemsize), (whole_table, shape.nbytes)]
+    if _core.tables_clash(*sides[not to_whole], *sides[to_whole]):
+        return None
+    return _Sides(table, whole_table, sizes, dtype, device, (alignment, whole_alignment), None)
+
+
+def _look_closely(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Sides | None:
+    """Look at each tensor by itself, of whatever framework, and say what is wrong."""
+    name, rank = ("operationals", 3) if layout == "operational" else ("universals", 5)
+    tensors, arrays = _whole(whole, name, rank)
     if not arrays:
-        _require_empty(blocks, "operationals")
-        return
-    nl, no, inner = arrays[0].shape
-    shape = BlockShape(nl, no, 1, 1, inner, arrays[0].dtype)
-    flat, chunks = _chunks(blocks, len(arrays), nl * no, (inner,), exact=False)
-    stacked, whole = _chunked()
-    pools = (Pool.trusted(stacked, shape, chunks, flat), Pool.trusted(whole, shape, arrays, tensors))
-    src, dst = _checked(pools if to_operational else pools[::-1])
-    if how == "kernel":
-        _launch(src, dst, stream)
-        return
-    handle = _core.stream_handle(stream) if stream is not None else current_stream(src)
-    size = inner * shape.itemsize
-    mode = 2 if how == "batch" else 1
-    _core.memcpy_batch(_pieces(dst, size), _pieces(src, size), size, mode, int(src.device.partition(":")[2]), handle)
+        _require_empty(blocks, name)
+        return None
+    shape, chunk = _block_shape(layout, arrays[0].shape, arrays[0].dtype)
+    flat, chunks = _chunks(blocks, len(arrays), shape.nl * shape.no, chunk, exact=layout != "operational")
+    layouts = _pair(layout)
+    pools = (Pool.trusted(layouts[0], shape, chunks, flat), Pool.trusted(layouts[1], shape, arrays, tensors))
+    src, dst = pools if to_whole else pools[::-1]
+    require_compatible(src, dst)
+    require_disjoint(src, dst)
+    dst.require_distinct()
+    device = int(src.device.partition(":")[2])
+    # These lists live for one call: their addresses travel with the launch instead of being uploaded and kept.
+    tables = [_core.Table(pool.addresses, device, upload=False) for pool in pools]
+    alignments = pools[0].alignment, pools[1].alignment
+    return _Sides(tables[0], tables[1], arrays[0].shape, shape.dtype, device, alignments, src)
 
 
 def _require_empty(blocks: Any, name: str) -> None:
@@ -245,23 +299,207 @@ def _require_empty(blocks: Any, name: str) -> None:
         raise BindError(f"blocks: expected 0 lists, as {name} is empty, got {got}")
 
 
-def _checked(pools: tuple[Pool, Pool]) -> tuple[Pool, Pool]:
-    """Source and destination that fit each other and share no byte."""
-    src, dst = pools
-    require_compatible(src, dst)
-    require_disjoint(src, dst)
-    dst.require_distinct()
-    return src, dst
+def _stream_of(sides: _Sides, stream: Any) -> int:
+    if stream is not None:
+        return _core.stream_handle(stream)
+    return _torch_stream(sides.device) if sides.pool is None else current_stream(sides.pool)
 
 
-def _pieces(pool: Pool, size: int) -> npt.NDArray[np.uint64]:
-    """Addresses of all chunks of `size` bytes, in table order."""
-    inside = np.arange(pool.resolved.first.nbytes // size, dtype=np.uint64) * np.uint64(size)
-    return (pool.addresses[:, None] + inside).reshape(-1)
+def _torch_stream(device: int) -> int:
+    return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
 
 
-def _launch(src: Pool, dst: Pool, stream: Any) -> None:
-    made = plan(src.layout, dst.layout, src.shape, num_blocks=(src.num_blocks, dst.num_blocks))
-    # These lists live for one call: their addresses travel with the launch instead of being uploaded and kept.
-    src_table, dst_table = (_core.Table(pool.addresses, upload=False) for pool in (src, dst))
-    run(prepare(made, src.alignment, dst.alignment), src_table, dst_table, None, None, src.num_blocks, src, stream)
+@functools.lru_cache(maxsize=256)
+def _prepared(
+    layout: str, sizes: tuple[int, ...], dtype: str, batch: int, alignments: tuple[int, int], to_whole: bool
+) -> tuple[_core.Copy, ...]:
+    """The launches between blocks and whole tensors."""
+    shape, _ = _block_shape(layout, sizes, dtype)
+    src, dst = _pair(layout) if to_whole else _pair(layout)[::-1]
+    made = plan(src, dst, shape, num_blocks=(batch, batch))
+    return tuple(prepare(made, *(alignments if to_whole else alignments[::-1])))
+
+
+def _launch(sides: _Sides, layout: str, stream: Any, to_whole: bool) -> None:
+    handle, batch = _stream_of(sides, stream), len(sides.whole)
+    src, dst = (sides.blocks, sides.whole) if to_whole else (sides.whole, sides.blocks)
+    for copy in _prepared(layout, sides.sizes, sides.dtype, batch, sides.alignments, to_whole):
+        copy.launch(src, dst, None, None, batch, sides.device, handle)
+
+
+def _permute(blocks: Any, universals: Any, layout: str, stream: Any, *, to_universal: bool) -> None:
+    name = _stacked(layout)
+    sides = _sides(blocks, universals, name, to_whole=to_universal)
+    if sides is not None:
+        _launch(sides, name, stream, to_universal)
+
+
+def _copy_chunks(blocks: Any, operationals: Any, backend: str | None, stream: Any, *, to_operational: bool) -> None:
+    how = _backend(backend)
+    sides = _sides(blocks, operationals, "operational", to_whole=to_operational)
+    if sides is None:
+        return
+    if how == "kernel":
+        _launch(sides, "operational", stream, to_operational)
+        return
+    handle = _stream_of(sides, stream)
+    size = sides.sizes[2] * ITEMSIZE[sides.dtype]
+    pieces = []
+    for table in (sides.blocks, sides.whole) if to_operational else (sides.whole, sides.blocks):
+        pieces.append(np.empty(len(sides.blocks), np.uint64))
+        _core.spread(table, pieces[-1], size)
+    mode, merge = (2, True) if how == "batch" else (1, False)
+    _core.memcpy_batch(pieces[1], pieces[0], size, mode, sides.device, handle, merge)
+
+
+# ---- raw addresses -------------------------------------------------------------------------------------------------
+
+
+def vectorized_copy(src_ptrs: Any, dst_ptrs: Any, size: int, *, stream: Any = None, device: Any = None) -> None:
+    """Copy the same number of bytes from each source address to its destination, by one kernel.
+
+    Parameters
+    ----------
+    src_ptrs, dst_ptrs : sequence of int, NumPy array or memoryview
+        Addresses, as many of each: GPU memory, or pinned host memory.  They need not be aligned; where a pair's two sides
+        are misaligned alike, it still moves in words of 16 bytes.
+    size : int
+        Bytes of every pair; 0 copies nothing.
+    stream : optional
+        Where the copy is ordered, as for `kvbm.convert`.  Not given: torch's current stream.
+    device : int, str or torch.device, optional
+        Where the kernel runs.  Not given: the GPU of the first address that lies on one, else GPU 0.
+
+    Raises
+    ------
+    BindError (a ValueError)
+        Lists that differ in length, a negative size, address 0, memory that no GPU reaches; bytes that are written twice
+        or both read and written.  Nothing was copied.
+    CudaError, CudaUnavailableError
+        The launch failed; no GPU, no driver or no CUDA kernels in this build.
+
+    Examples
+    --------
+    >>> vectorized_copy([a.data_ptr() for a in pinned], [b.data_ptr() for b in on_gpu], 4096)  # doctest: +SKIP
+    """
+    src, dst, nbytes = _addresses(src_ptrs, "src_ptrs"), _addresses(dst_ptrs, "dst_ptrs"), _size(size)
+    _core.check_pairs(src, dst, nbytes)
+    if nbytes == 0 or len(src) == 0:
+        return
+    index, gpus = _gpu(src, dst, device)
+    for other in range(gpus.bit_length()):
+        if gpus >> other & 1 and other != index and not _core.enable_peer(index, other):
+            raise BindError(
+                f"some addresses lie on cuda:{other}, which a kernel on cuda:{index} cannot reach: expected those of one GPU, "
+                "or of GPUs with peer access; memcpy_batch copies between any two"
+            )
+    _core.copy_pairs(src, dst, nbytes, index, _raw_stream(stream, index))
+
+
+def memcpy_batch(
+    src_ptrs: Any,
+    dst_ptrs: Any,
+    size_or_sizes: Any,
+    *,
+    mode: MemcpyBatchMode = MemcpyBatchMode.BATCHED_WITH_FALLBACK,
+    stream: Any = None,
+    device: Any = None,
+    merge: bool = True,
+) -> MemcpyBatchMode:
+    """Copy ranges of bytes by the copy engines: no multiprocessor takes part.
+
+    Parameters
+    ----------
+    src_ptrs, dst_ptrs
+        As for `vectorized_copy`.
+    size_or_sizes : int, or sequence of int
+        Bytes of every range, or of each; ranges of 0 bytes are left out.
+    mode : MemcpyBatchMode
+        What to do where the driver has no batched copies, or the stream takes none (the legacy default stream, and one
+        that captures a graph).
+    stream, device : optional
+        As for `vectorized_copy`.
+    merge : bool
+        Make one copy of neighbours: ranges that go on, on both sides, where the one before them ends.  Order them so.
+
+    Returns
+    -------
+    MemcpyBatchMode
+        What ran: ``BATCH_WITHOUT_FALLBACK`` or ``FALLBACK_ONLY``.
+
+    Raises
+    ------
+    BindError, CudaError, CudaUnavailableError
+        As `vectorized_copy`; `BATCH_WITHOUT_FALLBACK` where there is no batched copy.
+
+    Examples
+    --------
+    >>> memcpy_batch([0x7F0000000000], [0x7E0000000000], [4096], stream=stream)  # doctest: +SKIP
+    <MemcpyBatchMode.BATCH_WITHOUT_FALLBACK: 2>
+    """
+    try:
+        wanted = MemcpyBatchMode(mode)
+    except ValueError:
+        raise BindError(f"mode: expected a MemcpyBatchMode, got {mode!r}") from None
+    src, dst = _addresses(src_ptrs, "src_ptrs"), _addresses(dst_ptrs, "dst_ptrs")
+    is_one = isinstance(size_or_sizes, int | np.integer)
+    sizes: Any = _size(size_or_sizes) if is_one else _addresses(size_or_sizes, "sizes")
+    _core.check_pairs(src, dst, sizes)
+    if len(src) == 0 or not np.any(sizes):
+        ran = MemcpyBatchMode.FALLBACK_ONLY
+        return wanted if wanted == MemcpyBatchMode.BATCH_WITHOUT_FALLBACK else ran
+    if not is_one and not np.all(sizes):  # a range of nothing may start anywhere
+        kept = sizes != 0
+        src, dst, sizes = src[kept], dst[kept], sizes[kept]
+    index, _ = _gpu(src, dst, device)
+    return MemcpyBatchMode(
+        _core.memcpy_batch(dst, src, sizes, int(wanted), index, _raw_stream(stream, index), bool(merge))
+    )
+
+
+def _addresses(values: Any, what: str) -> npt.NDArray[np.uint64]:
+    """Addresses or sizes as a contiguous uint64 array."""
+    if getattr(getattr(values, "device", None), "type", "cpu") == "cuda" or hasattr(values, "__cuda_array_interface__"):
+        raise BindError(f"{what}: expected numbers in host memory, got a {type(values).__name__} on a GPU")
+    array = np.asarray(values)
+    if array.size == 0:
+        return np.empty(0, np.uint64)
+    if array.ndim != 1:
+        raise BindError(f"{what}: expected one axis, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise BindError(f"{what}: expected integers, got dtype {array.dtype}")
+    if array.dtype.kind == "i" and array.min() < 0:
+        raise BindError(f"{what}[{int(array.argmin())}]: expected no negative number, got {array.min()}")
+    return np.ascontiguousarray(array, np.uint64)
+
+
+def _size(size: Any) -> int:
+    if not isinstance(size, int | np.integer) or isinstance(size, bool) or not 0 <= size < 1 << 63:
+        raise BindError(f"size: expected a number of bytes, got {size!r}")
+    return int(size)
+
+
+def _gpu(src: npt.NDArray[np.uint64], dst: npt.NDArray[np.uint64], device: Any) -> tuple[int, int]:
+    """The GPU to copy by, and a bit for each one that an address lies on."""
+    wanted = None if device is None else _ordinal(device)
+    first, gpus = _core.find_device(src, "src_ptrs")
+    second, more = _core.find_device(dst, "dst_ptrs")
+    return (wanted if wanted is not None else max(first if first >= 0 else second, 0)), gpus | more
+
+
+def _ordinal(device: Any) -> int:
+    kind, _, index = (f"cuda:{device}" if isinstance(device, int | np.integer) else str(device)).partition(":")
+    if kind != "cuda" or isinstance(device, bool) or not (index.isdecimal() or not index):
+        raise BindError(f"device: expected 'cuda', 'cuda:N' or N, got {device!r}")
+    return int(index or 0)
+
+
+def _raw_stream(stream: Any, device: int) -> int:
+    if stream is not None:
+        return _core.stream_handle(stream)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda:
+        return _torch_stream(device)
+    raise BindError(
+        "stream: addresses have no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
+    )

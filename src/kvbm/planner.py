@@ -44,6 +44,8 @@ class Form:
         Tiles: bytes that stay together.
     word : int
         Bytes of a load and store.
+    few : bool
+        Whether the kernel keeps to as few multiprocessors as it is told.
     """
 
     kind: str
@@ -51,15 +53,17 @@ class Form:
     inner: int
     element: int
     word: int
+    few: bool = False
 
     @property
     def name(self) -> str:
         """Symbol of the kernel; everything that changes the bits is in it."""
+        prefix = "few_" if self.few else ""
         if self.kind == "copy":
-            return f"copy_o{self.outer}_w{self.word}"
+            return f"{prefix}copy_o{self.outer}_w{self.word}"
         if self.kind == "rows":
-            return f"rows_o{self.outer}_i{self.inner}_w{self.word}"
-        return f"tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"
+            return f"{prefix}rows_o{self.outer}_i{self.inner}_w{self.word}"
+        return f"{prefix}tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"
 
     @property
     def modes(self) -> int:
@@ -71,21 +75,22 @@ class Form:
         """The forms behind a kernel's name; two where K and V are joined in one launch."""
         forms = []
         for part in name.split("__"):
-            if match := re.fullmatch(r"copy_o(\d+)_w(\d+)", part):
-                forms.append(cls("copy", int(match[1]), 1, 0, int(match[2])))
-            elif match := re.fullmatch(r"rows_o(\d+)_i(\d+)_w(\d+)", part):
-                forms.append(cls("rows", int(match[1]), int(match[2]), 0, int(match[3])))
-            elif match := re.fullmatch(r"tile_o(\d+)_r(\d+)_e(\d+)_w(\d+)", part):
-                forms.append(cls("tile", int(match[1]), int(match[2]), int(match[3]), int(match[4])))
+            plain, few = part.removeprefix("few_"), part.startswith("few_")
+            if match := re.fullmatch(r"copy_o(\d+)_w(\d+)", plain):
+                forms.append(cls("copy", int(match[1]), 1, 0, int(match[2]), few))
+            elif match := re.fullmatch(r"rows_o(\d+)_i(\d+)_w(\d+)", plain):
+                forms.append(cls("rows", int(match[1]), int(match[2]), 0, int(match[3]), few))
+            elif match := re.fullmatch(r"tile_o(\d+)_r(\d+)_e(\d+)_w(\d+)", plain):
+                forms.append(cls("tile", int(match[1]), int(match[2]), int(match[3]), int(match[4]), few))
             else:
                 raise PlanError(f"kernel {name!r}: expected names such as rows_o1_i3_w16, got {part!r}")
         return tuple(forms)
 
     def runs(self, wanted: Form) -> bool:
         """Whether a kernel of this form can do the work of `wanted`, with extents of one for the modes it has too many."""
-        same = (self.kind, self.element, self.word) == (wanted.kind, wanted.element, wanted.word)
-        rows_copy = self.kind == "rows" and wanted.kind == "copy" and self.word == wanted.word
-        return (same or rows_copy) and self.outer >= wanted.outer and self.inner >= wanted.inner
+        kinds = {"copy", "rows"} if self.kind == "rows" else {self.kind}
+        same = (self.few, self.element, self.word) == (wanted.few, wanted.element, wanted.word)
+        return wanted.kind in kinds and same and self.outer >= wanted.outer and self.inner >= wanted.inner
 
 
 @dataclass(frozen=True)
@@ -307,7 +312,7 @@ class Plan:
         """The plan in sentences: what stays together, what moves, which word, which kernel and why."""
         paragraphs = [
             f"{self.src.layout.name} ({self.src.layout.order_text}) becomes "
-            f"{self.dst.layout.name} ({self.dst.layout.order_text}): {_bytes(self.nbytes)} a block."
+            f"{self.dst.layout.name} ({self.dst.layout.order_text}): {size_text(self.nbytes)} a block."
         ]
         for label, part, form in zip(self._labels(), self.parts, self.forms(), strict=True):
             who = {"": "Every", "K  ": "In K, every", "V  ": "In V, every"}[label]
@@ -320,19 +325,19 @@ class Plan:
                 if modes
             )
             if part.kind == "copy":
-                text = f"{who} chunk of {_bytes(part.run_bytes)} stays as it is: a plain copy."
+                text = f"{who} chunk of {size_text(part.run_bytes)} stays as it is: a plain copy."
             elif part.kind == "rows":
                 loops = len(part.inner) - 1
                 text = (
-                    f"{who} run of {_bytes(part.run_bytes)} stays together and "
+                    f"{who} run of {size_text(part.run_bytes)} stays together and "
                     f"{f'{loops} loops reorder' if loops > 1 else 'one loop reorders'} the runs of a "
-                    f"chunk of {_bytes(part.chunk_bytes)}: neighbouring threads read and write neighbouring words of a run."
+                    f"chunk of {size_text(part.chunk_bytes)}: neighbouring threads read and write neighbouring words of a run."
                 )
             else:
                 assert part.spans is not None
                 a, b = part.spans
                 text = (
-                    f"{who} {_bytes(part.run_bytes)} move by themselves: the source goes on along an axis of {a.extent}, the "
+                    f"{who} {size_text(part.run_bytes)} move by themselves: the source goes on along an axis of {a.extent}, the "
                     f"destination along one of {b.extent}. A tile of both is turned in shared memory"
                     + (", 16-byte words of elements in registers" if form.word > form.element else "")
                     + ", so that both sides move whole lines."
@@ -381,7 +386,8 @@ def _loops(part: Part, form: Form, src_id: tuple[int, int], dst_id: tuple[int, i
         yield f"  {'starting at':<22}{'':>10}   {start[0]:<24}{start[1]}"
 
 
-def _bytes(count: int) -> str:
+def size_text(count: int) -> str:
+    """Bytes as people say them: ``5 MiB``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.4g} {unit}"
@@ -440,14 +446,17 @@ def _windows(
     title: str, shapes: tuple[BlockShape, BlockShape], layers: range | tuple[range, range]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """First layer and number of layers on each side."""
-    sides = (layers, layers) if isinstance(layers, range) else tuple(layers)
-    if len(sides) != 2 or not all(isinstance(side, range) and side.step == 1 for side in sides):
+    given: Sequence[object] = (layers, layers) if isinstance(layers, range) else layers if isinstance(layers, tuple) else ()
+    sides = [side for side in given if isinstance(side, range) and side.step == 1]
+    if len(given) != 2 or len(sides) != 2:
         raise PlanError(f"{title}: layers: expected range(first, last) or two of them, got {layers}")
     for side, shape, where in zip(sides, shapes, ("source", "destination"), strict=True):
         if not 0 <= side.start < side.stop <= shape.nl:
             raise PlanError(f"{title}: layers: expected a range within 0 to {shape.nl} of the {where}, got {side}")
     if len(sides[0]) != len(sides[1]):
-        raise PlanError(f"{title}: layers: expected as many in the source as in the destination, got {sides[0]} and {sides[1]}")
+        raise PlanError(
+            f"{title}: layers: expected as many in the source as in the destination, got {sides[0]} and {sides[1]}"
+        )
     return (sides[0].start, len(sides[0])), (sides[1].start, len(sides[1]))
 
 
@@ -461,10 +470,10 @@ def _plan_cached(
     blocks: tuple[int, int],
     windows: tuple[tuple[int, int], tuple[int, int]] | None,
 ) -> Plan:
-    sides = [src.resolve(shapes[0], blocks[0]), dst.resolve(shapes[1], blocks[1])]
+    here, there = src.resolve(shapes[0], blocks[0]), dst.resolve(shapes[1], blocks[1])
     if windows is not None:
-        sides = [side.layers(*window) for side, window in zip(sides, windows, strict=True)]
-    return _between(*sides, f"{src_name} → {dst_name}")
+        here, there = here.layers(*windows[0]), there.layers(*windows[1])
+    return _between(here, there, f"{src_name} → {dst_name}")
 
 
 def _between(src: Resolved, dst: Resolved, title: str) -> Plan:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import mmap
+import os
+import re
 import sys
 import weakref
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .errors import BindError, DTypeError
+from .errors import BindError, CudaError, CudaUnavailableError, DTypeError
 from .layout import Allocation, Layout, Resolved
 from .shapes import BlockShape
 
@@ -19,6 +26,19 @@ __all__ = ["Array", "Pool", "as_ids", "describe"]
 #: dtypes that NumPy does not have: arrays of integers (or of raw bytes) of the same width stand in for them.
 _STAND_INS = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _PLAIN = {1: ("uint8", "int8", "void8"), 2: ("uint16", "int16", "void16")}
+
+#: What `progress` is: it takes the bytes that are done and all of them.
+Progress = Callable[[int, int], object]
+
+#: Most bytes of one registration.  The copy engine refuses a copy that crosses from one into the next, so there are as few
+#: as can be, and their borders lie between allocations or blocks where they can.
+PIECE_BYTES = 64 << 30
+#: Bytes that are touched between two calls of `progress`, and between two looks at a pending Ctrl-C.
+STEP_BYTES = 1 << 30
+#: Where an allocation may start: what cuMemAlloc promises too, and more than any word or tile of a kernel asks for.
+_ALIGNMENT = 256
+_HUGE_PAGE = 2 << 20
+_NEW, _WRITABLE, _READONLY = 0, 1, 2  # `how` of _core.host_touch
 
 
 class Array(NamedTuple):
@@ -155,11 +175,15 @@ class Pool:
     num_blocks : int
         Blocks it holds; block ids are ``0 … num_blocks - 1``.
     device : str
-        ``"cpu"`` or ``"cuda:N"``.
+        ``"cpu"`` or ``"cuda:N"``.  Pinned pools are on the CPU.
     arrays : tuple
-        The arrays, kept alive as long as the pool.
+        The arrays, kept alive as long as the pool.  Empty after `close` if the memory was the pool's own.
     addresses : numpy.ndarray of uint64
         Their addresses, in table order.
+    pinned : bool
+        Whether it is host memory that GPUs reach.
+    closed : bool
+        Whether `close` was called.
     nbytes : int
         Bytes that they span.
 
@@ -169,6 +193,11 @@ class Pool:
         Wrong count, rank, shape or strides (the axis that differs is named), arrays that overlap, a mix of devices.
     DTypeError
         Not the dtype of `shape`, or a mix.
+
+    Notes
+    -----
+    A pool is a context manager: what it owns (memory of `allocate`, registrations of `pin`) is given back at the end of
+    the ``with`` statement, by `close`, or with the last reference.  Wait for your copies first.
 
     Examples
     --------
@@ -206,14 +235,22 @@ class Pool:
                 f"order, got {len(found)}"
             )
         self.device = found[0].device
-        self.readonly = any(array.readonly for array in found)
+        self._readonly_arrays = [array.readonly for array in found]
+        self.readonly = any(self._readonly_arrays)
         check_alike(layout.name, shape, found)
-        self.addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
+        self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
         self._spans: npt.NDArray[np.uint64] | None = None
         self._table: Any = None
+        self._step: tuple[int | None] | None = None
+        self._closed = False
+        self._owned: tuple[_Slab | DeviceArray, ...] = ()
+        self._pins: _Pins | None = None
+        self._registrations: list[tuple[int, int]] | None = None
 
     @classmethod
-    def allocate(cls, layout: Layout, shape: BlockShape, num_blocks: int, device: str = "cpu") -> Pool:
+    def allocate(
+        cls, layout: Layout, shape: BlockShape, num_blocks: int, device: str = "cpu", progress: Progress | None = None
+    ) -> Pool:
         """A pool on memory of its own, not initialised.
 
         Parameters
@@ -223,23 +260,192 @@ class Pool:
         num_blocks : int
             Blocks that it holds.
         device : str
-            ``"cpu"`` (NumPy arrays) or ``"cuda:N"`` (objects with ``__cuda_array_interface__``).
+            ``"cpu"`` (NumPy arrays), ``"pinned"`` (NumPy arrays in host memory that every GPU reaches, and that the copy
+            engines run at full speed from), ``"cuda"`` or ``"cuda:N"`` (objects with ``__cuda_array_interface__``).
+        progress : callable, optional
+            Pinning takes a second for some 30 GB.  Called on this thread as ``progress(done_bytes, total_bytes)`` after
+            every GiB that was touched and every piece that was registered, each of which counts half; at the end, and for
+            other memory only then, ``done_bytes == total_bytes``.  An exception that it raises ends the allocation.
+
+        Returns
+        -------
+        Pool
+            Which owns the memory: see `close`.
 
         Raises
         ------
-        CudaError, CudaUnavailableError
-            The GPU's memory does not suffice; no GPU.
+        CudaError, CudaUnavailableError, MemoryError
+            The memory does not suffice; no GPU, which ``"pinned"`` needs too.  Nothing is held back.
         BindError
             Another device.
+
+        Notes
+        -----
+        The allocations of a pinned pool lie in one range of addresses, each at a multiple of 256 bytes and right behind the
+        one before, so equally sized ones lie at a constant `step`.  A forked child does not have this memory, as it would
+        not have that of cudaHostAlloc: to touch it there ends the child.
         """
+        found = re.fullmatch(r"(cpu|pinned|cuda)(?::([0-9]+))?", str(device))
+        if not found or (found[2] and found[1] != "cuda"):
+            raise BindError(f"device: expected 'cpu', 'pinned', 'cuda' or 'cuda:N', got {device!r}")
         resolved = layout.resolve(shape, num_blocks)
-        kind, _, index = device.partition(":")
-        if kind not in ("cpu", "cuda") or (kind == "cpu" and index) or (index and not index.isdecimal()):
-            raise BindError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {device!r}")
-        if kind == "cpu":
-            return cls(layout, shape, [_empty(allocation, shape) for allocation in resolved.allocations])
-        arrays = [DeviceArray(int(index or 0), allocation, _numpy_dtype(shape)) for allocation in resolved.allocations]
-        return cls(layout, shape, arrays)
+        if found[1] == "pinned":
+            slab, arrays = _pinned_arrays(resolved, progress)
+            pool = cls(layout, shape, arrays)
+            pool._owned = (slab,)
+            return pool
+        if found[1] == "cpu":
+            pool = cls(layout, shape, [_empty(allocation, shape) for allocation in resolved.allocations])
+            # Nothing to give back by name: the arrays go with the last reference.
+        else:
+            index, dtype = int(found[2] or 0), _numpy_dtype(shape)
+            owned = tuple(DeviceArray(index, allocation, dtype) for allocation in resolved.allocations)
+            pool = cls(layout, shape, owned)
+            pool._owned = owned
+        if progress is not None:
+            progress(pool.nbytes, pool.nbytes)
+        return pool
+
+    # ---- memory that is given back ---------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def require_open(self) -> None:
+        """Raise `BindError` if the pool was closed: its addresses lead nowhere."""
+        if self._closed:
+            raise BindError(
+                f"{self!r} is closed; expected a pool that is open: make it anew, or copy before it is closed"
+            )
+
+    def close(self) -> None:
+        """Give back what the pool owns; it cannot be copied from or to any more.
+
+        Memory of `allocate` on a GPU is freed, for which the driver waits for running work; views of it lead nowhere from
+        then on.  Memory of ``allocate(device="pinned")`` is no longer pinned, and is unmapped with the last array on it.
+        What `pin` registered is no longer pinned.  The caller's own arrays stay as they are.
+
+        Host memory must not lose its registration under a copy that is running, and the driver does not wait reliably for
+        that: wait for your copies first (``done.synchronize()``).  Nothing is waited for here.  A `Transfer` keeps its pools
+        alive; what it does not prevent is that you close them.  Closing twice is closing once.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._table = self._registrations = None
+        owned, self._owned = self._owned, ()
+        pins, self._pins = self._pins, None
+        if owned:
+            self.arrays = ()
+        with contextlib.ExitStack() as stack:  # all of them, whichever fails
+            for one in (*owned, *([pins] if pins else [])):
+                stack.callback(one.close)
+
+    def __enter__(self) -> Pool:
+        self.require_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- host memory that GPUs reach -------------------------------------------------------------------------------
+
+    def pin(self, progress: Progress | None = None) -> None:
+        """Register the pool's host memory, so that GPUs reach it and the copy engines run at full speed; undone by `close`.
+
+        For arrays of your own: NumPy's, ``numpy.memmap`` (read-only ones too, as sources), CPU tensors.  Registered are
+        whole pages, each once however many arrays share it.  Memory that is pinned already (``tensor.pin_memory()``, another
+        pool) is left alone: it must stay pinned as long as this pool is copied.  Pinning twice is pinning once.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            As for `allocate`; not called where nothing is left to pin.
+
+        Raises
+        ------
+        BindError
+            A pool on a GPU, or a closed one.
+        CudaError, CudaUnavailableError
+            The driver refuses; no GPU.  Nothing of the pool is registered then.
+        """
+        self.require_open()
+        if self.device != "cpu":
+            raise BindError(f"{self!r}: pin() is for host memory, expected a pool on the CPU")
+        if self.pinned:
+            return
+        from . import _core
+
+        what = f"pinning {self.layout.name}"
+        order = np.argsort(self.addresses, kind="stable")
+        try:
+            missing = _unpinned_pages(
+                self.spans.tolist(), [self._readonly_arrays[i] for i in order], _core.pinned_range
+            )
+        except CudaUnavailableError as error:
+            raise _explained(error, what) from None
+        starts, block = self.spans[:, 0].tolist(), _block_step(self.resolved)
+        pieces = [
+            _Piece(begin, end, _READONLY if readonly else _WRITABLE)
+            for first, last, readonly in missing
+            for begin, end in _split(first, last, starts, block)
+        ]
+        pins = self._pins or _Pins(self)
+        self._pins = None  # until all is well: a failure gives back what an earlier call had pinned, too
+        pins.add(pieces, progress, what)
+        self._pins = pins
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all of it is host memory that the driver knows as pinned.
+
+        Ours (`allocate`, `pin`) or anybody's, such as ``tensor.pin_memory()``.  False on a GPU, after `close`, and where the
+        driver cannot be asked.  Only the answer "yes" is kept.
+        """
+        if self._closed or self.device != "cpu":
+            return False
+        if self._registrations is None:
+            from . import _core
+
+            ours = [one.pins for one in self._owned if isinstance(one, _Slab)] + ([self._pins] if self._pins else [])
+            known = [where for pins in ours for where in pins.ranges]
+            with contextlib.suppress(CudaError):
+                self._registrations = _find_pinned(self.spans.tolist(), sorted(known), _core.pinned_range)
+        return self._registrations is not None
+
+    @property
+    def cuts(self) -> npt.NDArray[np.uint64]:
+        """Addresses where one registration of pinned memory ends and the next begins, sorted; normally there are none.
+
+        The copy engine refuses a copy of ``[begin, end)`` with ``begin < cut < end``.  Memory that others pinned has one a
+        registration too.  Empty for memory that is not pinned.
+        """
+        starts = sorted({begin for begin, _ in self._registrations or ()}) if self.pinned else []
+        return np.array(starts[1:], np.uint64)
+
+    # ---- addresses -------------------------------------------------------------------------------------------------
+
+    @property
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Base addresses of the arrays, in table order.  `BindError` once the pool is closed."""
+        self.require_open()
+        return self._addresses
+
+    @property
+    def step(self) -> int | None:
+        """Bytes from each base address to the next where that is the same for all and above 0; 0 where there is one address.
+
+        None where the addresses are irregular.
+        """
+        if self._step is None:
+            steps = np.diff(self.addresses.astype(np.int64))
+            regular = not steps.size or (steps[0] > 0 and bool((steps == steps[0]).all()))
+            self._step = (int(steps[0]) if steps.size and regular else 0 if regular else None,)
+        return self._step[0]
 
     @property
     def nbytes(self) -> int:
@@ -285,13 +491,17 @@ class Pool:
 
 
 class DeviceArray:
-    """One allocation of GPU memory as an array; the memory is freed with the last reference to it."""
+    """One allocation of GPU memory as an array; the memory is freed by `close`, or with the last reference to the array.
+
+    It comes from cuMemAlloc.  Memory of cuda.core's pools (stream-ordered) would be as fast to copy, but another GPU reaches
+    it only after a grant a pool and a peer, while cuMemAlloc's is there for every peer that the context has been opened to.
+    """
 
     def __init__(self, device: int, allocation: Allocation, dtype: np.dtype[Any]) -> None:
         from . import _core
 
         address = _core.alloc_device(device, allocation.nbytes)
-        weakref.finalize(self, _core.free_device, device, address)
+        self.close = weakref.finalize(self, _free_device, device, address, os.getpid())
         self.device = device
         self.__cuda_array_interface__: dict[str, Any] = {
             "version": 3,
@@ -301,6 +511,250 @@ class DeviceArray:
             "data": (address, False),
             "stream": None,
         }
+
+
+def _free_device(device: int, address: int, pid: int) -> None:
+    if os.getpid() == pid:  # not a forked child, to which neither the memory nor the driver belongs
+        from . import _core
+
+        _core.free_device(device, address)
+
+
+# ---- host memory that GPUs reach -----------------------------------------------------------------------------------
+#
+# It is mapped, touched and registered here, and comes neither from cudaHostAlloc nor from cuda.core's memory resources, which
+# end in it.  That clears and locks small pages on one thread: 4 GiB take 1.36 s on an H200's host of 16 cores.  Huge pages that
+# all cores touch take 0.08 s, and to register them 0.07 s; the copies are as fast.
+
+
+class _Piece(NamedTuple):
+    """Whole pages that become one registration."""
+
+    begin: int
+    end: int
+    how: int
+
+
+class _Pins:
+    """Registrations of host memory, given back together: by `close`, or with their owner."""
+
+    def __init__(self, owner: object) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        self.close = weakref.finalize(owner, _unregister, self.ranges, os.getpid())
+        # Copies may still run when the process ends; the driver then takes everything back in an order that it knows is safe.
+        self.close.atexit = False
+
+    def add(self, pieces: Sequence[_Piece], progress: Progress | None, what: str) -> None:
+        """Touch and register piece by piece, or leave nothing registered."""
+        from . import _core
+
+        total = sum(piece.end - piece.begin for piece in pieces)
+        threads = len(os.sched_getaffinity(0))
+        done = start = 0  # bytes, twice: once touched and once registered
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done // 2, total)
+
+        try:
+            for begin, end, how in pieces:
+                start = done // 2
+                for at in range(begin, end, STEP_BYTES):
+                    size = min(STEP_BYTES, end - at)
+                    _core.host_touch(at, size, how, threads)
+                    advance(size)
+                _core.host_register(begin, end - begin, how == _READONLY)
+                self.ranges.append((begin, end))
+                advance(end - begin)
+        except BaseException as error:
+            with contextlib.suppress(CudaError):  # what went wrong first is what matters
+                self.close()
+            if not isinstance(error, CudaError | MemoryError):
+                raise
+            advice = (
+                "Raise the limits of the process (`ulimit -l`; in a container also its memory), or pin fewer blocks"
+            )
+            if pieces[0].how != _NEW:
+                advice += "; a file on disk that is mapped to be written may not be pinnable at all, one in /dev/shm is"
+            where = f"{what}: bytes {start} to {start + end - begin} of {total}"
+            raise _explained(error, where, f" What had been pinned is released again. {advice}.") from None
+
+
+def _unregister(ranges: list[tuple[int, int]], pid: int) -> None:
+    """Give back registrations, all of them even if one fails."""
+    from . import _core
+
+    with contextlib.ExitStack() as stack:
+        while ranges:
+            begin, _ = ranges.pop()
+            if os.getpid() == pid:  # not a forked child: the registrations are its parent's
+                stack.callback(_core.host_unregister, begin)
+
+
+def _explained(error: CudaError | MemoryError, what: str, advice: str = "") -> CudaError | MemoryError:
+    """The same error, saying what for and what to do."""
+    text = f"{what}: {error}{advice}"
+    return type(error)(text, code=error.code, name=error.name) if isinstance(error, CudaError) else MemoryError(text)
+
+
+class _Slab:
+    """Fresh host memory in huge pages, to be registered; it is unmapped when the last array on it is gone.
+
+    Arrays are made from it through ``__array_interface__``, and so keep it: whoever holds one when the pool is closed has
+    memory that is no longer pinned, and not an address that leads nowhere.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        # More than is asked for, so that it can start with a huge page; pages that are not touched cost nothing.
+        self._memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # DONTFORK: the kernel would copy page-locked memory at a fork, every byte of it.
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+            with contextlib.suppress(OSError):  # a kernel without it
+                self._memory.madvise(advice)
+        self.address = _round_up(np.frombuffer(self._memory, np.uint8).ctypes.data, _HUGE_PAGE)
+        self.pins = _Pins(self)
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+        }
+
+    def close(self) -> None:
+        """No longer pinned."""
+        self.pins.close()
+
+    def discard(self) -> None:
+        """Unmap now what no array has been made of: the traceback of an error would keep it."""
+        self._memory.close()
+
+
+def _pinned_arrays(resolved: Resolved, progress: Progress | None) -> tuple[_Slab, list[npt.NDArray[Any]]]:
+    """Every allocation of a pool in one slab, touched and registered."""
+    from . import _core
+
+    what = f"pinned memory for {resolved.layout.name}"
+    try:
+        _core.device_count()  # before anything is touched
+    except CudaUnavailableError as error:
+        raise _explained(error, what, " Memory for the CPU alone is device='cpu'.") from None
+    ends = list(itertools.accumulate(_round_up(a.nbytes, _ALIGNMENT) for a in resolved.allocations))
+    offsets = [0, *ends[:-1]]
+    nbytes = _round_up(ends[-1], mmap.PAGESIZE)
+    try:
+        slab = _Slab(nbytes)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"{what}: {nbytes} bytes: {error}. Raise the limits that the process runs under (`ulimit -v`), or ask for fewer blocks"
+        ) from None
+    starts = [slab.address + offset for offset in offsets]
+    pieces = _split(slab.address, slab.address + nbytes, starts, _block_step(resolved))
+    try:
+        slab.pins.add([_Piece(begin, end, _NEW) for begin, end in pieces], progress, what)
+    except BaseException:
+        slab.discard()
+        raise
+    memory, dtype = np.asarray(slab), _numpy_dtype(resolved.shape)
+    return slab, [
+        np.ndarray(a.shape, dtype, memory, offset, a.strides)
+        for a, offset in zip(resolved.allocations, offsets, strict=True)
+    ]
+
+
+def _round_up(number: int, to: int) -> int:
+    return -(-number // to) * to
+
+
+def _block_step(resolved: Resolved) -> int:
+    """Bytes from block to block inside an allocation, or 0 where each has allocations of its own."""
+    return next(piece.stride for piece in resolved.orders[0] if piece.term.axes == ("b",))
+
+
+def _split(begin: int, end: int, starts: Sequence[int], block: int) -> Iterator[tuple[int, int]]:
+    """Cut pages into pieces of at most `PIECE_BYTES`: where an allocation starts (sorted), else a block, else anywhere."""
+    while end - begin > PIECE_BYTES:
+        cut = _last_border(begin + PIECE_BYTES, starts, block)
+        yield begin, cut
+        begin = cut
+    yield begin, end
+
+
+def _last_border(limit: int, starts: Sequence[int], block: int) -> int:
+    page = mmap.PAGESIZE
+    worth = limit - PIECE_BYTES // 2  # a cut before it would make more pieces
+    index = bisect_right(starts, limit)
+    for start in itertools.takewhile(lambda start: start >= worth, reversed(starts[:index])):
+        if start % page == 0:
+            return start
+    if index and block:
+        first = starts[index - 1]
+        last = first + (limit - first) // block * block
+        for border in range(last, max(first, worth, last - page * block), -block):
+            if border % page == 0:
+                return border
+    return limit
+
+
+def _find_pinned(
+    spans: Iterable[tuple[int, int]], known: Sequence[tuple[int, int]], ask: Callable[[int], tuple[int, int]]
+) -> list[tuple[int, int]] | None:
+    """The registrations that hold these spans (sorted), or None where one does not lie in pinned memory.
+
+    `known` are our own; `ask` is the driver, and answers for one byte where it knows no more.
+    """
+    found: list[tuple[int, int]] = []
+    begin = end = 0
+    for first, last in spans:
+        at = first
+        while at < last:
+            if not begin <= at < end:
+                near = bisect_right(known, (at, sys.maxsize)) - 1
+                begin, end = known[near] if near >= 0 and at < known[near][1] else ask(at)
+                if not begin <= at < end:
+                    return None
+                found.append((begin, end))
+            if end - begin == 1:  # no more is known than that this byte is pinned: see that the last one is too
+                if not ask(last - 1)[1]:
+                    return None
+                break
+            at = end
+    return found
+
+
+def _unpinned_pages(
+    spans: Sequence[tuple[int, int]], readonly: Sequence[bool], ask: Callable[[int], tuple[int, int]]
+) -> list[tuple[int, int, bool]]:
+    """Pages of these spans (sorted) that are not pinned: begin, end, and whether they may only be read."""
+    page = mmap.PAGESIZE
+    wanted: list[tuple[int, int, bool]] = []
+    pinned: list[tuple[int, int]] = []
+    for (first, last), fixed in zip(spans, readonly, strict=True):
+        begin, end = first // page * page, _round_up(last, page)
+        ranges = [ask(first), ask(last - 1)]
+        if all(b - a == 1 for a, b in ranges):
+            pinned.append((begin, end))
+        pinned += [(a // page * page, _round_up(b, page)) for a, b in ranges if b]
+        # One page can be in two arrays; then it can be written if one of them can.  Pages of different mappings are not joined.
+        if wanted and (begin < wanted[-1][1] or (begin == wanted[-1][1] and fixed == wanted[-1][2])):
+            before = wanted.pop()
+            begin, end, fixed = before[0], max(before[1], end), before[2] and fixed
+        wanted.append((begin, end, fixed))
+    pinned.sort()
+    missing, i = [], 0
+    for begin, end, fixed in wanted:
+        at = begin
+        while i < len(pinned) and pinned[i][0] < end:
+            if pinned[i][0] > at:
+                missing.append((at, pinned[i][0], fixed))
+            at = max(at, pinned[i][1])
+            if pinned[i][1] > end:
+                break
+            i += 1
+        if at < end:
+            missing.append((at, end, fixed))
+    return missing
 
 
 def extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from . import _core
-from .errors import BindError, DTypeError, MissingKernelError
-from .planner import MAX_INNER, MAX_OUTER, Form, Part, Plan, plan
+from . import _core, tuning
+from .errors import BindError, DTypeError, MissingKernelError, PlanError
+from .layout import Layout
+from .planner import MAX_INNER, MAX_OUTER, Form, Part, Plan, plan, size_text
 from .pool import Pool, as_ids
+from .shapes import BlockShape
 
-__all__ = ["convert", "current_stream", "prepare"]
+__all__ = ["Transfer", "convert", "current_stream", "prepare"]
+
+#: Multiprocessors of a kernel that works on host memory, where the caller does not say: more do not make PCIe faster.
+HOST_SMS = 16
+
+#: Slots of a staged copy: one is filled, one is emptied, one is between.
+SLOTS = 3
+
+#: Bytes of a slot where the caller does not say; a block more if a block is larger.
+CHUNK_BYTES = 16 << 20
+
+_STRATEGIES = ("direct", "staged", "engine")
+
+Layers = range | tuple[range, range] | None
 
 
 @functools.cache
@@ -23,7 +41,7 @@ def _built() -> tuple[frozenset[str], tuple[Form, ...]]:
     """Names of all built kernels, and the forms of those of one part, the leanest first."""
     names = _core.kernel_names()
     single = (Form.parse(name)[0] for name in names if "__" not in name)
-    return frozenset(names), tuple(sorted(single, key=lambda form: (form.inner, form.outer, form.kind)))
+    return frozenset(names), tuple(sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind)))
 
 
 def _available(part: Part, wanted: Form) -> Form:
@@ -31,7 +49,7 @@ def _available(part: Part, wanted: Form) -> Form:
     _, forms = _built()
     candidates = [wanted]
     if wanted.kind == "tile":
-        candidates.append(Form("rows", wanted.outer, len(part.inner), 0, wanted.element))
+        candidates.append(Form("rows", wanted.outer, len(part.inner), 0, wanted.element, wanted.few))
     for candidate in candidates:
         if candidate in forms:
             return candidate
@@ -50,7 +68,7 @@ def _available(part: Part, wanted: Form) -> Form:
     )
 
 
-def prepare(made: Plan, src_alignment: int, dst_alignment: int) -> list[_core.Copy]:
+def prepare(made: Plan, src_alignment: int, dst_alignment: int, *, few: bool = False) -> list[_core.Copy]:
     """The launches that a plan takes: one, or one a half where K and V have no kernel in common.
 
     Parameters
@@ -58,6 +76,8 @@ def prepare(made: Plan, src_alignment: int, dst_alignment: int) -> list[_core.Co
     made : Plan
     src_alignment, dst_alignment : int
         What divides every base address of each side.
+    few : bool
+        Take kernels that keep to as many multiprocessors as they are told.
 
     Raises
     ------
@@ -67,52 +87,483 @@ def prepare(made: Plan, src_alignment: int, dst_alignment: int) -> list[_core.Co
     forms = made.forms(src_alignment, dst_alignment)
     names, _ = _built()
     joined = "__".join(form.name for form in forms)
-    if joined in names:
+    rest = (made.src_id, made.dst_id, made.src.num_blocks, made.dst.num_blocks)
+    if joined in names and not few:
         parts = [part.arguments(form) for part, form in zip(made.parts, forms, strict=True)]
-        return [_core.Copy(joined, parts, made.src_id, made.dst_id)]
+        return [_core.Copy(joined, parts, *rest)]
     copies = []
     for part, wanted in zip(made.parts, forms, strict=True):
-        form = _available(part, wanted)
-        copies.append(_core.Copy(form.name, [part.arguments(form)], made.src_id, made.dst_id))
+        form = _available(part, replace(wanted, few=few))
+        copies.append(_core.Copy(form.name, [part.arguments(form)], *rest))
     return copies
 
 
-class _Bound:
-    """A plan bound to two pools.  It holds neither of them, so that a cache of these keeps no memory alive."""
+def _runs(made: Plan) -> _core.Copy:
+    """A plan's loop nest in bytes, as the copy engine takes it."""
+    parts = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for part in made.parts]
+    return _core.Copy(None, parts, made.src_id, made.dst_id)
 
-    def __init__(self, src: Pool, dst: Pool) -> None:
+
+@dataclass(frozen=True)
+class _End:
+    """What a transfer knows of a pool without keeping it alive."""
+
+    layout: Layout
+    shape: BlockShape
+    num_blocks: int
+    device: str
+    alignment: int
+    step: int | None
+    addresses: npt.NDArray[np.uint64]
+    cuts: npt.NDArray[np.uint64]
+    framework: str
+
+    @classmethod
+    def of(cls, pool: Pool) -> _End:
+        framework = type(pool.arrays[0]).__module__.partition(".")[0]
+        return cls(
+            pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step, pool.addresses, pool.cuts,
+            framework,
+        )  # fmt: skip
+
+    @property
+    def index(self) -> int:
+        """CUDA device ordinal, -1 for the host."""
+        return -1 if self.device == "cpu" else int(self.device.partition(":")[2])
+
+    @property
+    def bases(self) -> npt.NDArray[np.uint64]:
+        """The table as the copy engine counts it: one base where allocations lie at a step."""
+        return self.addresses if self.step is None else self.addresses[:1]
+
+
+class _Mover:
+    """Everything that a transfer needs, apart from the pools themselves: a cache of these keeps no memory alive."""
+
+    def __init__(
+        self, src: Pool, dst: Pool, strategy: str, max_sms: int | None, chunk_bytes: int | None, *, keeps: bool
+    ) -> None:
         require_compatible(src, dst)
-        self.plan = plan(src.layout, dst.layout, src.shape, num_blocks=(src.num_blocks, dst.num_blocks))
+        self.src, self.dst = _End.of(src), _End.of(dst)
+        self.title = f"{src.layout.name} → {dst.layout.name}"
+        self.strategy = strategy
         self.same_pool = require_disjoint(src, dst)
-        self.copies = prepare(self.plan, src.alignment, dst.alignment)
-        self.src_table, self.dst_table = src.table(), dst.table()
-        if src.device != "cpu":
-            for copy in self.copies:  # now, and not beside a running model
-                _core.warm(copy.kernel, int(src.device.partition(":")[2]))
+        self.keep = (src, dst) if keeps else None
+        self.on_host = src.device == dst.device == "cpu"
+        self.gathers = self.src.index >= 0
+        self.device = self.src.index if self.gathers else self.dst.index  # -1: none
+        self.max_sms, self.bounded = _max_sms(self, max_sms), max_sms is not None
+        self.chunk_bytes = chunk_bytes
+        self.lock = threading.Lock()
+        self.ring: _core.Ring | None = None
+        self.routes: dict[Any, _Route] = {}
+        self.last: tuple[_Route, int] | None = None
+        self.reaches = self.on_host or self._reaches(src, dst)
+        # Kernels read both tables where they run.
+        self.src_table, self.dst_table = (_core.Table(end.addresses, self.device) for end in (self.src, self.dst))
+        if self.src.shape == self.dst.shape:
+            self.routes[None] = self._route(None)
+        elif strategy != "auto" or chunk_bytes is not None:
+            _check_strategy(self)
+
+    @property
+    def direction(self) -> str:
+        """``h2h``, ``d2d``, ``d2h``, ``h2d`` or ``p2p``."""
+        src, dst = self.src.index, self.dst.index
+        if src >= 0 and dst >= 0:
+            return "d2d" if src == dst else "p2p"
+        return ("d" if src >= 0 else "h") + "2" + ("d" if dst >= 0 else "h")
+
+    def _reaches(self, src: Pool, dst: Pool) -> bool:
+        """Whether kernels reach both sides; the copy engine needs pinned memory, too."""
+        for pool, what in ((src, "source"), (dst, "destination")):
+            if pool.device == "cpu" and not pool.pinned:
+                raise BindError(
+                    f"{self.title}: the {what} is in host memory that GPUs do not reach; allocate it with "
+                    "Pool.allocate(..., device='pinned'), or call its pool's pin()"
+                )
+        return self.direction != "p2p" or _core.enable_peer(self.device, self.dst.index)
+
+    def route(self, layers: Layers) -> _Route:
+        found = self.routes.get(layers)
+        if found is None:
+            if not self.routes and self.closed:
+                raise BindError(f"{self.title}: the transfer is closed")
+            if layers is None:
+                raise BindError(
+                    f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; say which by "
+                    "layers=(range of the source, range of the destination)"
+                )
+            with self.lock:
+                found = self.routes[layers] = self._route(layers)
+        return found
+
+    closed = False
+
+    def _route(self, layers: Layers) -> _Route:
+        src, dst = self.src, self.dst
+        try:
+            made = plan(
+                src.layout,
+                dst.layout,
+                (src.shape, dst.shape),
+                num_blocks=(src.num_blocks, dst.num_blocks),
+                layers=layers,
+            )
+        except PlanError as error:
+            if layers is not None and "layers:" in str(error):
+                raise BindError(str(error)) from None
+            raise
+        _check_strategy(self)
+        if self.on_host:
+            return _Route(
+                made, None, prepare(made, src.alignment, dst.alignment), "the host's kernels copy on all cores"
+            )
+        direct = prepare(made, src.alignment, dst.alignment, few=self.max_sms > 0) if self.reaches else []
+        few = self.bounded  # between device memory and device memory a kernel on all of the GPU is over in no time
+        steps = made.staged(gathers=self.gathers)
+        slot_alignment = 16
+        if self.gathers:
+            permute = prepare(steps[0], src.alignment, slot_alignment, few=few)
+            move = steps[1].flat(None, dst.step)
+        else:
+            permute = prepare(steps[1], slot_alignment, dst.alignment, few=few)
+            move = steps[0].flat(src.step, None)
+        runs = made.flat(src.step, dst.step)
+        slot_block = (steps[0].dst_id if self.gathers else steps[1].src_id)[1]
+        limits, why = self._limits(made, move, runs)
+        ring = None
+        if any(name == "staged" for _, name in limits):
+            ring = self._take_ring(slot_block)
+        for copy in (*direct, *permute):  # now, and not beside a running model
+            _core.warm(copy.kernel, self.device)
+        route = _core.Route(
+            self.device,
+            self.src_table,
+            self.dst_table,
+            src.num_blocks,
+            dst.num_blocks,
+            direct=direct,
+            permute=permute,
+            move=_runs(move),
+            runs=_runs(runs),
+            src_bases=src.bases,
+            dst_bases=dst.bases,
+            cuts=np.union1d(src.cuts, dst.cuts),
+            gathers=self.gathers,
+            slot_block_bytes=slot_block,
+            ring=ring,
+            max_sms=self.max_sms,
+            same_pool=self.same_pool,
+            crosses=self.direction == "p2p",
+            limits=[(pairs, _STRATEGIES.index(name)) for pairs, name in limits],
+            keep=self.keep,
+        )
+        return _Route(made, route, direct, why)
+
+    def _limits(self, made: Plan, move: Plan, runs: Plan) -> tuple[list[tuple[int, str]], str]:
+        """Up to how many pairs which strategy is taken, and why."""
+        if self.strategy != "auto":
+            return [(0, self.strategy)], "it was asked for"
+        shortest = {
+            "direct": min(part.run_bytes for part in made.parts),
+            "staged": min(part.run_bytes for part in move.parts),
+            "engine": min(part.run_bytes for part in runs.parts),
+        }
+        if not self.reaches:
+            del shortest["direct"]
+        return tuning.limits(self.direction, self.device, shortest, made.nbytes)
+
+    def _take_ring(self, slot_block: int) -> _core.Ring:
+        """The ring that all ranges of layers share; a range's block is never larger than the whole one."""
+        if self.chunk_bytes is not None and self.chunk_bytes < slot_block:
+            raise BindError(
+                f"{self.title}: chunk_bytes: expected at least one block of {slot_block} bytes, got {self.chunk_bytes}"
+            )
+        if self.ring is None:
+            largest = max(end.shape.nbytes for end in (self.src, self.dst))
+            slot = self.chunk_bytes or max(CHUNK_BYTES, largest + 16)
+            self.ring = _core.Ring(self.device, slot, SLOTS)
+        return self.ring
+
+    def copy(self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any) -> _core.Done:
+        found = self.routes.get(layers) or self.route(layers)
+        if found.route is None:
+            return self._copy_on_host(found, src_ids, dst_ids, stream, wait)
+        if stream is None:
+            stream = self._current_stream()
+        return found.route.copy(src_ids, dst_ids, stream, wait)
+
+    def _copy_on_host(self, found: _Route, src_ids: Any, dst_ids: Any, stream: Any, wait: Any) -> _core.Done:
+        for name, given in (("stream", stream), ("wait", wait)):
+            if given is not None:
+                raise BindError(
+                    f"{name}: the pools are on the CPU, where the copy is done when the call returns; leave {name} out"
+                )
+        src, dst = as_ids(src_ids, "src_ids"), as_ids(dst_ids, "dst_ids")
+        n = _count_pairs(src, dst, self.src.num_blocks, self.dst.num_blocks)
+        if n:
+            _core.check_ids(src, dst, n, self.src.num_blocks, self.dst.num_blocks, self.same_pool)
+            for copy in found.copies:
+                copy.run(self.src_table, self.dst_table, src, dst, n)
+            found.count(src, dst, n)
+        return _core.finished()
+
+    def _current_stream(self) -> Any:
+        end = self.src if self.gathers else self.dst
+        return _current_stream(end.framework, end.index)
+
+    def stats(self) -> dict[str, int]:
+        total = dict.fromkeys(("copies", "blocks", "bytes", *_STRATEGIES, "submissions"), 0)
+        for found in list(self.routes.values()):
+            copies, blocks, submissions = found.counters()
+            total["copies"] += sum(copies)
+            total["blocks"] += sum(blocks)
+            total["bytes"] += sum(blocks) * found.plan.nbytes
+            total["submissions"] += submissions
+            for name, count in zip(_STRATEGIES, copies, strict=True):
+                total[name] += count
+        return total
+
+    def explain(self, num_blocks: int | None, layers: Layers) -> str:
+        found = self.route(layers)
+        where = {
+            "h2h": "from host memory to host memory",
+            "d2d": f"on {self.src.device}",
+            "d2h": f"from {self.src.device} to pinned host memory",
+            "h2d": f"from pinned host memory to {self.dst.device}",
+            "p2p": f"from {self.src.device} to {self.dst.device}",
+        }[self.direction]
+        lines = [f"{self.title}, {where}."]
+        if found.route is not None:
+            counts = [num_blocks] if num_blocks else [1, 4, 16, 64, 256]
+            for count in counts:
+                name = found.route.choose(count)
+                lines.append(
+                    f"{count} block{'s' if count > 1 else ''} ({size_text(count * found.plan.nbytes)}): {name}."
+                )
+            lines += [f"Why: {found.why}.", *self._how(found)]
+        else:
+            lines.append(f"{found.why[0].upper()}{found.why[1:]}.")
+        return "\n".join([*lines, found.plan.explain()])
+
+    def _how(self, found: _Route) -> list[str]:
+        """What each strategy does, in a sentence."""
+        names = " and ".join(copy.kernel for copy in found.copies if copy.kernel)
+        budget = f" on at most {self.max_sms} multiprocessors" if self.max_sms else ""
+        said = []
+        if names:
+            said.append(f"direct is one launch of {names}{budget} that reads and writes both pools.")
+        if self.ring is not None:
+            order = (
+                "a kernel packs blocks into a slot and the copy engine takes them from there"
+                if self.gathers
+                else "the copy engine fills a slot and a kernel unpacks the blocks from there"
+            )
+            said.append(
+                f"staged goes through {self.ring.slots} slots of {size_text(self.ring.slot_bytes)} on cuda:{self.device}: {order}."
+            )
+        return said
 
 
-_bound: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, _Bound]] = weakref.WeakKeyDictionary()
+@dataclass
+class _Route:
+    """A mover's way for all layers, or for a range of them."""
+
+    plan: Plan
+    route: _core.Route | None
+    copies: Sequence[_core.Copy]
+    why: str
+    host_copies: int = 0
+    host_blocks: int = 0
+
+    def count(self, src: Any, dst: Any, n: int) -> None:
+        skipped = np.zeros(n, bool)
+        for ids in (src, dst):
+            if ids is not None:
+                skipped |= ids == -1
+        self.host_copies += 1
+        self.host_blocks += n - int(skipped.sum())
+
+    def counters(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        if self.route is not None:
+            return self.route.counters()
+        return (self.host_copies, 0, 0), (self.host_blocks, 0, 0), self.host_copies * len(self.copies)
 
 
-def _bind(src: Pool, dst: Pool) -> _Bound:
-    targets = _bound.setdefault(src, weakref.WeakKeyDictionary())
-    bound = targets.get(dst)
-    if bound is None:
-        bound = targets[dst] = _Bound(src, dst)
-    return bound
+def _max_sms(mover: _Mover, asked: object) -> int:
+    if asked is None:
+        return HOST_SMS if mover.direction in ("d2h", "h2d") else 0
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise BindError(f"max_sms: expected a number of multiprocessors from 1 on, got {asked!r}")
+    if mover.on_host:
+        raise BindError("max_sms: both pools are in host memory, where no GPU copies; leave it out")
+    if mover.strategy == "engine":
+        raise BindError("max_sms: the copy engine uses no multiprocessor; leave it out")
+    return asked
+
+
+def _check_strategy(mover: _Mover) -> None:
+    """An explicit strategy or chunk size that cannot be honoured is an error."""
+    if mover.strategy not in ("auto", *_STRATEGIES):
+        raise BindError(f"strategy: expected 'auto', 'direct', 'staged' or 'engine', got {mover.strategy!r}")
+    if mover.on_host and mover.strategy in ("staged", "engine"):
+        raise BindError(f"strategy: {mover.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
+    if mover.strategy == "direct" and not mover.reaches:
+        raise BindError(
+            f"strategy: 'direct' needs a kernel on {mover.src.device} to reach {mover.dst.device}, and this machine has no peer "
+            "access between them; use 'staged' or 'engine'"
+        )
+    chunk: object = mover.chunk_bytes
+    if chunk is not None:
+        if mover.on_host or mover.strategy in ("direct", "engine"):
+            raise BindError(
+                f"chunk_bytes: only staged copies go through chunks, and strategy is {mover.strategy!r}; leave it out"
+            )
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            raise BindError(f"chunk_bytes: expected a number of bytes, got {chunk!r}")
+
+
+class Transfer:
+    """Copies blocks from one pool into another, again and again: beside a running model, on streams.
+
+    Parameters
+    ----------
+    src_pool, dst_pool : Pool
+        Each on a GPU, or in host memory: pinned, unless both are in host memory.  They may be the same pool if no block is
+        both read and written.  The transfer keeps them.
+    strategy : {"auto", "direct", "staged", "engine"}
+        ``direct``: one kernel, also on pinned memory and on another GPU's.  ``staged``: a kernel packs blocks into a ring on
+        the GPU and the copy engine takes them from there, or the reverse.  ``engine``: runs that are contiguous on both sides,
+        merged, by the copy engine alone.  ``auto``: whichever this machine was measured to be fastest with (`explain`).
+    max_sms : int, optional
+        Multiprocessors that kernels may use.  Not given: 16 where host memory is involved, else all.
+    chunk_bytes : int, optional
+        Size of one of the three slots of the ring that staged copies use; at least one block, 16 MiB if not given.
+
+    Raises
+    ------
+    BindError
+        Pools that do not fit each other, host memory that the GPU does not reach, an option that cannot be honoured.
+    LayoutError, PlanError
+        There is no copy between the two layouts.
+    CudaError, CudaUnavailableError
+        The ring could not be allocated; no GPU.
+
+    Notes
+    -----
+    Any number of threads may copy at once, on any streams.  Staged copies of one transfer share its ring and so run one after
+    the other; make another transfer for copies that must not wait for each other.  Keep the transfer as long as graphs that
+    it was captured into.
+
+    Examples
+    --------
+    >>> offload = Transfer(engine_pool, host_pool)  # doctest: +SKIP
+    >>> done = offload.copy([7, 3], [0, 1], stream=stream)  # doctest: +SKIP
+    >>> done.wait(other_stream)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        src_pool: Pool,
+        dst_pool: Pool,
+        strategy: str = "auto",
+        max_sms: int | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self._mover = _Mover(src_pool, dst_pool, strategy, max_sms, chunk_bytes, keeps=True)
+        self._pools = (src_pool, dst_pool)
+
+    def copy(
+        self, src_ids: Any = None, dst_ids: Any = None, *, layers: Layers = None, stream: Any = None, wait: Any = None
+    ) -> _core.Done:
+        """Enqueue a batch: block ``src_ids[i]`` is copied into block ``dst_ids[i]``.
+
+        Parameters
+        ----------
+        src_ids, dst_ids : int, sequence of int, NumPy array, CPU or CUDA tensor, optional
+            int32 or int64; -1 skips a pair.  Not given: 0, 1, 2, … on that side.  Ids in host memory are checked and may be
+            changed at once.  Ids on the GPU are read when the kernel runs, so that a captured graph can be replayed with
+            others; keep them until then.  One that is out of range there is skipped, and `Done.synchronize` says so.
+        layers : range or (range, range), optional
+            The layers to copy: on both sides, or of the source and of the destination where the pools hold other layers.
+        stream : optional
+            Where the copy is ordered: an object with ``__cuda_stream__`` (cuda.core, torch, CuPy), a cuda.bindings handle or
+            an int.  Not given: torch's or CuPy's current stream.  Not for two pools in host memory, where the copy is done
+            when the call returns.
+        wait : optional
+            What must be done before: an event, a stream, the `Done` of another copy, or a list of them.
+
+        Returns
+        -------
+        Done
+            ``wait(stream)``, ``synchronize()`` and ``query()``.
+
+        Raises
+        ------
+        BindError
+            Ids that are out of range, repeated in the destination, or read and written.  Nothing has been enqueued.
+        CudaError
+            A call of the driver failed.
+        """
+        for pool in self._pools:
+            if pool.closed:
+                pool.require_open()
+        return self._mover.copy(src_ids, dst_ids, layers, stream, wait)
+
+    def explain(self, num_blocks: int | None = None, *, layers: Layers = None) -> str:
+        """What runs, and why, for batches of so many blocks (not given: of several sizes)."""
+        return self._mover.explain(num_blocks, layers)
+
+    def stats(self) -> dict[str, int]:
+        """What has been enqueued so far.
+
+        Returns
+        -------
+        dict
+            ``copies``, ``blocks`` (without those that were skipped), ``bytes``; copies by strategy: ``direct``, ``staged``,
+            ``engine``; ``submissions``: kernels and calls of the copy engine.
+        """
+        return self._mover.stats()
+
+    def close(self) -> None:
+        """Give back the ring; waits for the copies that use it.  Further copies are refused."""
+        self._mover.closed = True
+        self._mover.routes.clear()
+        self._mover.ring = None
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Transfer({self._mover.title}, {self._mover.direction}, strategy={self._mover.strategy})"
+
+
+_movers: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, _Mover]] = weakref.WeakKeyDictionary()
+
+
+def _bind(src: Pool, dst: Pool) -> _Mover:
+    targets = _movers.setdefault(src, weakref.WeakKeyDictionary())
+    mover = targets.get(dst)
+    if mover is None:
+        mover = targets[dst] = _Mover(src, dst, "auto", None, None, keeps=False)
+    return mover
 
 
 def require_compatible(src: Pool, dst: Pool) -> None:
-    """Two pools between which blocks can move: one block shape, one device, a destination that may be written."""
+    """Two pools between which blocks can move: one block shape but for the layers, a destination that may be written."""
     title = f"{src.layout.name} → {dst.layout.name}"
+    for pool in (src, dst):
+        pool.require_open()
     if src.shape.dtype != dst.shape.dtype:
         raise DTypeError(
             f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype"
         )
-    if src.shape != dst.shape:
+    if replace(src.shape, nl=1) != replace(dst.shape, nl=1):
         raise BindError(f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}")
-    if src.device != dst.device:
-        raise BindError(f"{title}: the source is on {src.device}, the destination on {dst.device}; expected one device")
     if dst.readonly:
         raise BindError(f"{title}: the destination is read-only")
 
@@ -136,7 +587,7 @@ def require_disjoint(src: Pool, dst: Pool) -> bool:
     )
 
 
-def current_stream(pool: Pool) -> int:
+def current_stream(pool: Pool) -> Any:
     """The stream that the pool's framework is on: torch's or CuPy's current one for the pool's device.
 
     Raises
@@ -144,16 +595,19 @@ def current_stream(pool: Pool) -> int:
     BindError
         Arrays of neither: there is no stream to assume.
     """
-    index = int(pool.device.partition(":")[2])
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
-    first = pool.arrays[0]
-    if torch is not None and isinstance(first, torch.Tensor):
-        return int(torch.cuda.current_stream(index).cuda_stream)
-    if cupy is not None and isinstance(first, cupy.ndarray):
-        with cupy.cuda.Device(index):
-            return int(cupy.cuda.get_current_stream().ptr)
+    framework = type(pool.arrays[0]).__module__.partition(".")[0]
+    return _current_stream(framework, int(pool.device.partition(":")[2]))
+
+
+def _current_stream(framework: str, index: int) -> int:
+    module = sys.modules.get(framework)
+    if framework == "torch" and module is not None:
+        return int(module.cuda.current_stream(index).cuda_stream)
+    if framework == "cupy" and module is not None:
+        with module.cuda.Device(index):
+            return int(module.cuda.get_current_stream().ptr)
     raise BindError(
-        f"stream: {type(first).__name__} has no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
+        f"stream: arrays of {framework} have no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
     )
 
 
@@ -186,25 +640,19 @@ def convert(src_pool: Pool, dst_pool: Pool, src_ids: Any = None, dst_ids: Any = 
     --------
     >>> convert(engine_pool, storage_pool, src_ids=[7, 3], dst_ids=[0, 1])  # doctest: +SKIP
     """
-    bound = _bind(src_pool, dst_pool)
-    src, dst = as_ids(src_ids, "src_ids"), as_ids(dst_ids, "dst_ids")
-    n = _count_pairs(src, dst, src_pool, dst_pool)
-    if n == 0:
-        return
-    _core.check_ids(src, dst, n, src_pool.num_blocks, dst_pool.num_blocks, bound.same_pool)
-    run(bound.copies, bound.src_table, bound.dst_table, src, dst, n, src_pool, stream)
+    for pool in (src_pool, dst_pool):
+        pool.require_open()
+    _bind(src_pool, dst_pool).copy(src_ids, dst_ids, None, stream, None)
 
 
-def _count_pairs(src: Any, dst: Any, src_pool: Pool, dst_pool: Pool) -> int:
+def _count_pairs(src: Any, dst: Any, src_blocks: int, dst_blocks: int) -> int:
     if src is not None and dst is not None:
         if len(src) != len(dst):
             raise BindError(f"ids: expected as many source as destination ids, got {len(src)} and {len(dst)}")
         return len(src)
-    if src is None and dst is None and src_pool.num_blocks != dst_pool.num_blocks:
-        raise BindError(
-            f"ids: the pools hold {src_pool.num_blocks} and {dst_pool.num_blocks} blocks; say which by src_ids and dst_ids"
-        )
-    return len(src) if src is not None else len(dst) if dst is not None else src_pool.num_blocks
+    if src is None and dst is None and src_blocks != dst_blocks:
+        raise BindError(f"ids: the pools hold {src_blocks} and {dst_blocks} blocks; say which by src_ids and dst_ids")
+    return len(src) if src is not None else len(dst) if dst is not None else src_blocks
 
 
 def run(

@@ -1,6 +1,6 @@
 /* A libcuda.so.1 for machines without a GPU: device memory is host memory, and a launch runs the loop nest of its parameters
  * by plain recursion, in its stream's order, when it is pumped.  It shares kvbm.h with the code it stands under, and nothing else.
- * The environment says what fails: FAKE_INIT, FAKE_LOAD, FAKE_LAUNCH (a CUresult), FAKE_VERSION (13000). */
+ * The environment says what fails: FAKE_INIT, FAKE_LOAD, FAKE_LAUNCH, FAKE_REGISTER (a CUresult), FAKE_VERSION (13000). */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +18,11 @@ static int knob(const char *name, int otherwise) {
 
 /* ---- what the tests read and steer ---- */
 long copies_2d, registered;
+unsigned register_flags; /* of the last registration */
 long pushes, pops, slots, launches, single_copies, batches, batch_on_legacy;
+long batched_copies; /* that the batches held */
+long lookups;        /* of addresses */
+Address fake_pinned[2], fake_ordinary[2];
 int deferred; /* work waits for fake_pump instead of being done at once */
 
 /* ---- work in the order of its submission ---- */
@@ -26,8 +30,11 @@ typedef struct Work {
   enum { COPY, LAUNCH, EVENT } kind;
   void *to;
   const void *from; /* COPY: source.  LAUNCH: the kernel's name */
-  size_t bytes;
-  kvbm_args args;
+  size_t bytes; /* LAUNCH: CTAs */
+  union {
+    kvbm_args args;
+    kvbm_pairs pairs;
+  };
   struct Work *next;
 } Work;
 static Work *first, **last = &first;
@@ -82,13 +89,30 @@ static void run_kernel(const char *name, const kvbm_args *a) {
   }
 }
 
+/* copy.cu's: each CTA of 128 threads takes as many tiles as its tiles have threads for. */
+static void run_pairs(const kvbm_pairs *p, size_t ctas) {
+  const kvbm_pair *list = p->pairs ? (const kvbm_pair *)p->pairs : p->payload;
+  const uint64_t rows = 128 >> p->log_width;
+  if (ctas != (p->jobs + rows - 1) / rows || p->tile_bytes % 16 || p->tiles.n * (uint64_t)p->tile_bytes < p->bytes) abort();
+  for (uint64_t job = 0; job < ctas * rows && job < p->jobs; ++job) {
+    const kvbm_pair at = list[job / p->tiles.n];
+    const uint64_t tile = job % p->tiles.n, skew = at.dst % 16;
+    const uint64_t from = tile ? tile * p->tile_bytes - skew : 0;
+    const uint64_t to = tile + 1 < p->tiles.n ? (tile + 1) * p->tile_bytes - skew : p->bytes;
+    memcpy((char *)at.dst + from, (const char *)at.src + from, to - from);
+  }
+}
+
 int fake_pump(int most) {
   int done = 0;
   for (; first && done != most; ++done) {
     Work *work = first;
     if (!(first = work->next)) last = &first;
     if (work->kind == COPY) memcpy(work->to, work->from, work->bytes);
-    if (work->kind == LAUNCH) run_kernel(work->from, &work->args);
+    if (work->kind == LAUNCH && !strcmp(work->from, "kvbm_copy_pairs"))
+      run_pairs(&work->pairs, work->bytes);
+    else if (work->kind == LAUNCH)
+      run_kernel(work->from, &work->args);
     if (work->kind == EVENT) --*(int *)work->to;
     free(work);
   }
@@ -105,7 +129,7 @@ static void submit(Work work) {
 /* ---- the driver's functions, as far as kvbm calls them ---- */
 static __thread Handle context[64];
 static __thread int depth;
-enum { NO_CONTEXT = 201, NOT_READY = 600 };
+enum { INVALID_VALUE = 1, NO_CONTEXT = 201, NOT_READY = 600 };
 
 int cuInit(unsigned flags) { return knob("FAKE_INIT", 0); }
 int cuDriverGetVersion(int *version) { return *version = knob("FAKE_VERSION", 13000), 0; }
@@ -130,7 +154,7 @@ int cuLaunchKernel(Handle name, unsigned gx, unsigned gy, unsigned gz, unsigned 
                    Handle stream, void **parameters, void **extra) {
   if (!depth) return NO_CONTEXT;
   ++launches;
-  Work work = {.kind = LAUNCH, .from = name};
+  Work work = {.kind = LAUNCH, .from = name, .bytes = gx};
   memcpy(&work.args, parameters[0], sizeof work.args);
   if (!knob("FAKE_LAUNCH", 0)) submit(work);
   return knob("FAKE_LAUNCH", 0);
@@ -144,19 +168,40 @@ int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, Handle stre
   return submit((Work){.kind = COPY, .to = (void *)to, .from = from, .bytes = bytes}), 0;
 }
 int cuMemcpyAsync(Address to, Address from, size_t bytes, Handle stream) {
+  if (bytes > knob("FAKE_MOST_BYTES", 1 << 30)) return INVALID_VALUE; /* beyond its allocation */
   ++single_copies;
   return submit((Work){.kind = COPY, .to = (void *)to, .from = (void *)from, .bytes = bytes}), 0;
 }
 static int memcpy_batch(Address *to, Address *from, size_t *bytes, size_t count, void *attributes, size_t *starts,
                         size_t kinds, Handle stream) {
+  for (size_t i = 0; i < count; ++i)
+    if (bytes[i] > knob("FAKE_MOST_BYTES", 1 << 30)) return INVALID_VALUE;
   ++batches;
+  batched_copies += count;
   batch_on_legacy += (uintptr_t)stream <= 1;
   for (size_t i = 0; i < count; ++i)
     submit((Work){.kind = COPY, .to = (void *)to[i], .from = (void *)from[i], .bytes = bytes[i]});
   return 0;
 }
+static struct {
+  char *begin, *end;
+} ranges[64]; /* `registered` of them */
 int cuPointerGetAttributes(unsigned count, int *what, void **values, Address address) {
-  *(unsigned *)values[0] = 2, *(char *)values[1] = 0, *(int *)values[2] = 0;
+  /* All on GPU 0 but for what is registered, and two ranges that a test names: [from, to) of pinned and of ordinary host memory. */
+  long in = 0;
+  while (in < registered && !(address >= (Address)ranges[in].begin && address < (Address)ranges[in].end)) ++in;
+  const Address begin = in < registered ? (Address)ranges[in].begin : fake_pinned[0];
+  const Address end = in < registered ? (Address)ranges[in].end : fake_pinned[1];
+  const int pinned = address - begin < end - begin, is_told = pinned && !knob("FAKE_NO_RANGES", 0);
+  const int ordinary = address - fake_ordinary[0] < fake_ordinary[1] - fake_ordinary[0];
+  ++lookups;
+  for (unsigned i = 0; i < count; ++i) {
+    if (what[i] == 2) *(unsigned *)values[i] = ordinary ? 0 : pinned ? 1 : 2;
+    if (what[i] == 8) *(char *)values[i] = 0;
+    if (what[i] == 9) *(int *)values[i] = 0;
+    if (what[i] == 11 && is_told) *(Address *)values[i] = begin;
+    if (what[i] == 12 && is_told) *(size_t *)values[i] = end - begin;
+  }
   return 0;
 }
 int cuStreamCreate(Handle *made, unsigned flags) { return *made = (Handle)0x77, 0; }
@@ -205,8 +250,19 @@ int cuMemcpy2DAsync_v2(const Copy2D *c, Handle stream) {
   return 0;
 }
 int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
-  const int status = knob("FAKE_REGISTER", 0);
-  if (!status) ++registered;
-  return status;
+  /* FAKE_REGISTER is what fails; FAKE_REGISTER_FROM: only once so many are registered */
+  const int status = registered >= knob("FAKE_REGISTER_FROM", 0) ? knob("FAKE_REGISTER", 0) : 0;
+  if (status) return status;
+  if (!depth) return NO_CONTEXT;
+  if (((uintptr_t)memory | bytes) % 4096 || registered == 64) return INVALID_VALUE; /* stricter than the real one */
+  for (long i = 0; i < registered; ++i)
+    if ((char *)memory < ranges[i].end && ranges[i].begin < (char *)memory + bytes) return 712; /* registered already */
+  ranges[registered].begin = memory, ranges[registered++].end = (char *)memory + bytes;
+  return register_flags = flags, 0;
 }
-int cuMemHostUnregister(void *memory) { return --registered, 0; }
+int cuMemHostUnregister(void *memory) {
+  long i = 0;
+  while (i < registered && ranges[i].begin != memory) ++i;
+  if (!depth || i == registered) return depth ? 713 : NO_CONTEXT; /* not registered */
+  return ranges[i] = ranges[--registered], 0;
+}
