@@ -305,9 +305,9 @@ int kvbm_host_touch(uint64_t address, uint64_t bytes, int how, int threads);
 /* Page-locks whole pages, for every GPU and context; `read_only`: GPUs only read them. */
 int kvbm_host_register(uint64_t address, uint64_t bytes, int read_only);
 int kvbm_host_unregister(uint64_t address); /* exactly what was registered */
-/* Where the pinned memory around an address begins and ends: one allocation or registration.  0 and 0 where it is not pinned;
- * the address alone (end = begin + 1) where the driver says no more. */
-int kvbm_pinned_range(uint64_t address, uint64_t* begin, uint64_t* end);
+/* Where the memory around an address begins and ends: one allocation or registration.  0 and 0 where it is not pinned host memory
+ * (`pinned` = 0: not a GPU's); the address alone (end = begin + 1) where the driver says no more. */
+int kvbm_memory_range(uint64_t address, int pinned, uint64_t* begin, uint64_t* end);
 
 #ifdef __cplusplus
 }

@@ -78,7 +78,7 @@ int kvbm_pointer_device(uint64_t address, int* device) {
   return KVBM_OK;
 }
 
-int kvbm_pinned_range(uint64_t address, uint64_t* begin, uint64_t* end) {
+int kvbm_memory_range(uint64_t address, int pinned, uint64_t* begin, uint64_t* end) {
   *begin = *end = 0;
   unsigned type = 0;
   int managed = 0;
@@ -87,7 +87,7 @@ int kvbm_pinned_range(uint64_t address, uint64_t* begin, uint64_t* end) {
   int attributes[] = {kPointerMemoryType, kPointerIsManaged, kPointerRangeStart, kPointerRangeSize};
   void* values[] = {&type, &managed, &first, &bytes};
   RETURN_IF_FAILED(ask(4, attributes, values, address));
-  if (!is_pinned(type, managed)) return KVBM_OK;
+  if (type == 0 || is_pinned(type, managed) != (pinned != 0)) return KVBM_OK;
   const bool is_inside = first && first <= address && address - first < bytes;
   *begin = is_inside ? first : address;
   *end = *begin + (is_inside ? bytes : 1);

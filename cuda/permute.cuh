@@ -178,21 +178,26 @@ KVBM_INLINE const T* list_of(const kvbm_args& a, uint32_t field_bit, uint64_t fi
   return reinterpret_cast<const T*>(inside + field);
 }
 
-// One side's id of a pair, in halves as it lies in memory: using it waits for it, so nothing is made of one side's before
-// the other side's is asked for as well.
+// One side's id of a pair, in halves as it lies in memory.  To use one is to wait for it, so they are made whole only when
+// both sides' have been asked for.
 struct Id {
   uint32_t low, high;  // high: of 8 bytes, else 0
 };
 KVBM_INLINE Id read_id(const kvbm_args& a, uint32_t field_bit, uint64_t field, uint32_t pair) {
   Id id = {pair, 0};
   if (a.inline_mask & field_bit << 4) return id;
-  const uint32_t wide = a.id_bytes >> 3;
-  const uint32_t* half = list_of<uint32_t>(a, field_bit, field) + (pair << wide);
-  id.low = half[0];
-  if (wide) id.high = half[1];
+  if (a.id_bytes == 8) {
+    const uint64_t whole = list_of<uint64_t>(a, field_bit, field)[pair];
+    id.low = uint32_t(whole);
+    id.high = uint32_t(whole >> 32);
+  } else {
+    id.low = list_of<uint32_t>(a, field_bit, field)[pair];
+  }
   return id;
 }
-KVBM_INLINE bool is_skip(const kvbm_args& a, Id id) { return ((id.low + 1) | (id.high + (a.id_bytes >> 3))) == 0; }  // -1
+KVBM_INLINE int64_t whole(const kvbm_args& a, Id id) {
+  return a.id_bytes == 8 ? int64_t(uint64_t(id.high) << 32 | id.low) : int32_t(id.low);
+}
 
 // Splits a job into pair, chunk and tile, and follows ids, tables and outer modes.  False: the pair is skipped (id -1), or
 // an id is out of range, which is noted: ids on the device are seen by nobody before they are followed here.
@@ -208,14 +213,14 @@ KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t job, Ba
   uint32_t src_id = pair, dst_id = pair;
   if (a.id_bytes) {
     const Id from = read_id(a, 1, a.src_ids, pair), to = read_id(a, 2, a.dst_ids, pair);
-    src_id = from.low;
-    dst_id = to.low;
-    // A pool has fewer than 2^31 blocks: beyond that an id is negative or wrong, also where their number is not known.
-    if ((src_id >= a.src_blocks) | (dst_id >= a.dst_blocks) | ((from.high | to.high | (src_id | dst_id) >> 31) != 0)) {
+    const int64_t src_wide = whole(a, from), dst_wide = whole(a, to);
+    if (uint64_t(src_wide) >= a.src_blocks || uint64_t(dst_wide) >= a.dst_blocks) {
       // Any one of the faults will do: nothing orders the stores.
-      if (a.fault && !is_skip(a, from) && !is_skip(a, to)) *reinterpret_cast<volatile uint32_t*>(a.fault) = 1 + pair;
+      if (a.fault && src_wide != -1 && dst_wide != -1) *reinterpret_cast<volatile uint32_t*>(a.fault) = 1 + pair;
       return false;
     }
+    src_id = uint32_t(src_wide);
+    dst_id = uint32_t(dst_wide);
   }
   uint64_t src = p.src_offset + uint64_t(src_id) * a.src_id_stride;
   uint64_t dst = p.dst_offset + uint64_t(dst_id) * a.dst_id_stride;
@@ -235,7 +240,7 @@ KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t job, Ba
 }
 
 // Offsets of an index over the inner modes FIRST .. FIRST+COUNT-1; the slowest needs no division.  Inner strides fit 32 bits
-// (`count_work` sees to it): one multiply-add a mode and side.
+// (`set_divisors` sees to it): one multiply-add a mode and side.
 template <int FIRST, int COUNT>
 KVBM_INLINE void step(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_t& dst) {
   KVBM_UNROLL
@@ -250,12 +255,16 @@ KVBM_INLINE void step(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_
 
 inline uint32_t divide_up(uint64_t n, uint64_t by) { return uint32_t((n + by - 1) / by); }
 
-// Numbers of chunks and words; false where an index would not fit 31 bits, or an inner stride 32.
+// Extents become divisors; false where an index would not fit 31 bits, or an inner stride 32.
 template <int OUTER, int INNER>
-inline bool count_work(kvbm_part& p, int first_index_mode, uint64_t& chunks, uint64_t& words) {
+inline bool set_divisors(kvbm_part& p, int first_index_mode, uint64_t& chunks, uint64_t& words) {
   chunks = words = 1;
-  for (int k = 0; k < OUTER; ++k) chunks *= p.outer[k].extent.n;
+  for (int k = 0; k < OUTER; ++k) {
+    p.outer[k].extent = kvbm_make_div(p.outer[k].extent.n);
+    chunks *= p.outer[k].extent.n;
+  }
   for (int k = 0; k < INNER; ++k) {
+    p.inner[k].extent = kvbm_make_div(p.inner[k].extent.n);
     if (k >= first_index_mode) words *= p.inner[k].extent.n;
     if (uint64_t(p.inner[k].src | p.inner[k].dst) >> 32) return false;
   }
@@ -314,7 +323,7 @@ struct Rows {
   // GPU: a row of `tile[0]` threads takes a tile of a chunk; where chunks are short, tile[1] rows share a CTA.
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
     uint64_t chunks, words;
-    if (!count_work<OUTER, INNER>(p, 0, chunks, words)) return false;
+    if (!set_divisors<OUTER, INNER>(p, 0, chunks, words)) return false;
     shared_bytes = team_bytes(p);
     p.words = uint32_t(words);
     if (sms == 0) {
@@ -500,7 +509,7 @@ struct Tile {
 
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t, uint32_t& shared_bytes) {
     uint64_t chunks, rest;
-    if (!count_work<OUTER, REST + 2>(p, 2, chunks, rest)) return false;
+    if (!set_divisors<OUTER, REST + 2>(p, 2, chunks, rest)) return false;
     const uint32_t along_a = p.inner[0].extent.n / kSide, along_b = p.inner[1].extent.n / kSide;
     uint32_t ta = along_a, tb = along_b, together = 1;
     if (uint64_t{along_a} * along_b <= kSubBlocks) {

@@ -281,10 +281,11 @@ static void grids() {
   }
 }
 
-// id_bytes, inline_mask, blocks of both sides, pairs, ids of both sides -> the note, and where each pair goes
+// id_bytes, inline_mask, blocks of both sides, pairs, ids of both sides -> where each pair goes, and what is noted of it: first
+// with nowhere to note it
 static void places() {
   static kvbm_args a = {};
-  uint32_t noted = 0, tile;
+  uint32_t noted, tile;
   if (scanf("%%u %%u %%u %%u %%u", &a.id_bytes, &a.inline_mask, &a.src_blocks, &a.dst_blocks, &a.num_pairs) != 5) return;
   std::vector<long long> ids[2];
   std::vector<int32_t> narrow[2];
@@ -308,11 +309,12 @@ static void places() {
     a.fault = turn ? reinterpret_cast<uint64_t>(&noted) : 0;
     for (uint32_t pair = 0; pair < a.num_pairs; ++pair) {
       Bases at = {};
+      noted = 0;
       if (!locate<0>(a, a.part[0], pair, at, tile)) printf("- - ");
       else printf("%%lld %%lld ", number(at.src), number(at.dst));
+      printf("%%u ", noted);
     }
   }
-  printf("%%u\\n", noted);
 }
 
 int main(int, char** how) { *how[1] == 'g' ? grids() : places(); }
@@ -388,14 +390,14 @@ def test_ids_are_followed_only_in_range(
     pairs += [(b, a) for a, b in pairs]
     lists = [[a for a, _ in pairs], [b for _, b in pairs]]
     out = program("places", id_bytes, inlined | counted, *blocks, len(pairs), *lists[0], *lists[1]).split()
-    want, noted = [], 0
+    want: list[list[str]] = [[], []]
     for i, pair in enumerate(pairs):
         src, dst = (i if not id_bytes or counted >> 4 + side & 1 else pair[side] for side in (0, 1))
-        good = not id_bytes or (0 <= src < min(blocks[0], 1 << 31) and 0 <= dst < min(blocks[1], 1 << 31))
-        want += [str(src), str(dst)] if good else ["-", "-"]
-        if not good and -1 not in (src, dst):
-            noted = 1 + i
-    assert out == [*want, *want, str(noted)]
+        good = not id_bytes or (0 <= src < blocks[0] and 0 <= dst < blocks[1])
+        noted = 0 if good or -1 in (src, dst) else 1 + i
+        for turn in (0, 1):
+            want[turn] += [*((str(src), str(dst)) if good else ("-", "-")), str(noted * turn)]
+    assert out == want[0] + want[1]
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

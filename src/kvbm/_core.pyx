@@ -47,7 +47,7 @@ __all__ = [
     "kernel_names",
     "memcpy_batch",
     "num_images",
-    "pinned_range",
+    "memory_range",
     "pointer_device",
     "spread",
     "stream_handle",
@@ -208,7 +208,7 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_host_touch(uint64_t address, uint64_t nbytes, int how, int threads) noexcept
     int kvbm_host_register(uint64_t address, uint64_t nbytes, int read_only) noexcept
     int kvbm_host_unregister(uint64_t address) noexcept
-    int kvbm_pinned_range(uint64_t address, uint64_t *begin, uint64_t *end) noexcept
+    int kvbm_memory_range(uint64_t address, int pinned, uint64_t *begin, uint64_t *end) noexcept
 
 
 cdef int64_t INDEX_LIMIT = 0x7FFFFFFF  # kernels index with 31 bits
@@ -1679,7 +1679,7 @@ cdef class Route:
                 for event in wait if isinstance(wait, (list, tuple)) else (wait,):
                     if num_waits == 16:
                         raise BindError("wait: expected at most 16 events and streams")
-                    waits[num_waits] = _event_of(event, taken)
+                    waits[num_waits] = _event_of(event, taken, home)
                     num_waits += waits[num_waits] != 0
             with nogil:
                 status = kvbm_event_take(home, 0, &done.event)
@@ -1691,7 +1691,8 @@ cdef class Route:
                 for device, event in taken:
                     kvbm_event_give(device, 0, event)
         if status != KVBM_OK:
-            check(status, f"copying {n} blocks on cuda:{self.route.device} ({STRATEGIES[strategy]})")
+            by = " and ".join(copy.kernel for copy in self.owned[strategy]) if strategy != KVBM_ENGINE else "no kernel"
+            check(status, f"copying {n} blocks on cuda:{self.route.device} ({STRATEGIES[strategy]}, {by})")
         if outcome.refused:
             if outcome.refused < 0:
                 check(outcome.refused, f"checking {n} pairs of block ids")
@@ -1761,8 +1762,11 @@ cdef object _widen(src_ids, dst_ids, Ids *src, Ids *dst, int device):
     return array
 
 
-cdef uint64_t _event_of(producer, list taken) except? 0:
-    """The event of a producer: its own, or one recorded now on its stream (and given back through `taken`)."""
+cdef uint64_t _event_of(producer, list taken, int home) except? 0:
+    """The event of a producer: its own, or one recorded now on its stream (and given back through `taken`).
+
+    A default stream, whose handle is the same on all GPUs, is taken to be of the GPU of the copy's stream.
+    """
     cdef uint64_t event = 0, stream
     cdef int status, device = -1
     if isinstance(producer, Done):
@@ -1774,7 +1778,7 @@ cdef uint64_t _event_of(producer, list taken) except? 0:
             if event == 0:
                 raise BindError("wait: the event has not been recorded yet")
             return event
-        if root == "cupy" and hasattr(producer, "record") and hasattr(producer, "ptr"):
+        if root == "cupy" and hasattr(producer, "ptr") and not hasattr(producer, "wait_event"):  # only streams have that
             return producer.ptr
         if root == "cuda" and hasattr(producer, "is_timing_enabled"):  # cuda.core.Event
             return <uint64_t> int(producer.handle)
@@ -1784,7 +1788,8 @@ cdef uint64_t _event_of(producer, list taken) except? 0:
     with nogil:
         status = kvbm_stream_device(stream, &device)
         if status == KVBM_OK:
-            device = max(device, 0)
+            if device < 0:
+                device = home
             status = kvbm_event_take(device, 0, &event)
         if status == KVBM_OK:
             status = kvbm_event_record(device, event, stream)
@@ -1943,20 +1948,26 @@ def host_unregister(uint64_t address):
     check(status, f"releasing page-locked memory at {address:#x}")
 
 
-def pinned_range(uint64_t address):
-    """First and last byte (exclusive) of the pinned memory around an address.
+def memory_range(uint64_t address, bint pinned=True):
+    """First and last byte (exclusive) of the memory around an address.
+
+    Parameters
+    ----------
+    address : int
+    pinned : bool
+        Ask for pinned host memory; otherwise for a GPU's.
 
     Returns
     -------
     tuple of two ints
-        Of one allocation or registration; ``(0, 0)`` where the address is not pinned host memory, and
+        Of one allocation or registration; ``(0, 0)`` where the address is not in such memory, and
         ``(address, address + 1)`` where the driver says no more than that it is.
     """
     cdef uint64_t begin = 0, end = 0
     cdef int status
     with nogil:
-        status = kvbm_pinned_range(address, &begin, &end)
-    check(status, f"asking whether address {address:#x} is pinned")
+        status = kvbm_memory_range(address, pinned, &begin, &end)
+    check(status, f"asking what memory address {address:#x} is in")
     return begin, end
 
 

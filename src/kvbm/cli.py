@@ -1,4 +1,4 @@
-"""The command line: ``kvbm layouts | show | check | plan | codegen | convert | doctor | demo``.
+"""The command line: ``kvbm layouts | show | check | plan | codegen | convert | tune | doctor | demo``.
 
 Commands parse, call the library and print; what they know, they know from there. Every error that kvbm raises on
 purpose ends as one message on stderr and its class's exit code; ``KVBM_DEBUG=1`` adds the traceback.
@@ -29,6 +29,7 @@ from .shapes import BlockShape, load_shape, shape_names
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from . import tuning
     from .pool import Pool
 
 _CHUNK_BYTES = 64 << 20  # `convert` moves this much between two steps of its progress bar
@@ -383,6 +384,69 @@ class _OnDevice:
 
 
 @main.command()
+@click.option("--device", default=0, show_default=True, type=click.IntRange(0), metavar="N", help="Which GPU: cuda:N.")
+@click.option("--show", is_flag=True, help="Print the table that is there, and measure nothing.")
+def tune(device: int, show: bool) -> None:
+    """Measure which way of copying is the fastest on this machine, for transfers with strategy="auto".
+
+    Takes some seconds and needs 256 MiB of the GPU's memory. The first such transfer does it too, where it was not done before.
+    """
+    from . import tuning
+
+    gpu, driver = tuning.machine(device)
+    if show:
+        table, path = tuning.load(gpu, driver), tuning.path(gpu, driver)
+        if table is None:
+            click.echo(f"no table for {gpu}, driver {driver}: expected {path}; `kvbm tune` makes it", err=True)
+            sys.exit(1)
+    else:
+        table = _with_progress(f"measuring on cuda:{device}", lambda step: tuning.measure(device, step))
+        path = tuning.save(table)
+        tuning.reload()
+    _print_table(table)
+    click.echo(f"{table.title}, kvbm {table.kvbm}: {path}")
+
+
+def _with_progress(title: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+        return work(lambda done, total: progress.update(task, completed=done, total=total))
+
+
+def _print_table(measured: tuning.Table) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from . import tuning
+    from .draw import table_box
+    from .planner import size_text
+
+    console, largest = _console(), tuning.TOTALS[-1]
+    table = Table(box=table_box(console), header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for title in ("direction", "pieces of", "fastest"):
+        table.add_column(title, no_wrap=title != "fastest")
+    for title in tuning.STRATEGIES:
+        table.add_column(title, justify="right", no_wrap=True)
+    for direction in measured.directions:
+        for run in tuning.RUNS:
+            choices = measured.choices(direction, run)
+            said = [f"{name} up to {size_text(most)}" for most, name in choices[:-1]]
+            said.append(f"then {choices[-1][1]}" if said else choices[-1][1])
+            speeds = []
+            for name in tuning.STRATEGIES:
+                seconds = measured.seconds(direction, name, run, largest)
+                bold = name == choices[-1][1]
+                speeds.append(Text(f"{largest / seconds / 1e9:,.1f}" if seconds else "-", "bold" if bold else ""))
+            table.add_row(direction, size_text(run), ", ".join(said), *speeds)
+    console.print(table)
+    console.print(f"The three columns at the right are GB/s of batches of {size_text(largest)}.", style="dim")
+
+
+@main.command()
 def doctor() -> None:
     """Tell what is here: the extension, its kernels, the driver, the GPUs; and what to do about what is missing."""
     from rich.table import Table
@@ -461,8 +525,21 @@ def _gpus(core: Any, targets: str, nvcc: str) -> Iterator[tuple[str, str, str]]:
         batch = core.has_memcpy_batch()
         text = "in the driver" if batch else "not in this driver (CUDA 12.8 has it): one copy a call"
         yield "ok" if batch else "note", "batched memcpy", text
+        yield from _tables(count)
     except KvbmError as error:
         yield "missing", "GPU", str(error)
+
+
+def _tables(count: int) -> Iterator[tuple[str, str, str]]:
+    """What `kvbm tune` has found out about these GPUs."""
+    from . import tuning
+
+    for gpu, driver in dict.fromkeys(map(tuning.machine, range(count))):
+        found = tuning.load(gpu, driver)
+        if found is not None:
+            yield "ok", "tuning", f"{found.title}: {tuning.path(gpu, driver)}"
+        else:
+            yield "note", "tuning", f"{gpu}: not measured yet; the first transfer does, or `kvbm tune`"
 
 
 def _runs_on(targets: str, major: int, minor: int) -> bool:

@@ -284,6 +284,9 @@ def _look_closely(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Side
     pools = (Pool.trusted(layouts[0], shape, chunks, flat), Pool.trusted(layouts[1], shape, arrays, tensors))
     src, dst = pools if to_whole else pools[::-1]
     require_compatible(src, dst)
+    if src.device != dst.device:
+        title = f"{src.layout.name} → {dst.layout.name}"
+        raise BindError(f"{title}: the source is on {src.device}, the destination on {dst.device}; expected one device")
     require_disjoint(src, dst)
     dst.require_distinct()
     device = int(src.device.partition(":")[2])

@@ -443,10 +443,10 @@ def plan(
 
 
 def _windows(
-    title: str, shapes: tuple[BlockShape, BlockShape], layers: range | tuple[range, range]
+    title: str, shapes: tuple[BlockShape, BlockShape], layers: object
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """First layer and number of layers on each side."""
-    given: Sequence[object] = (layers, layers) if isinstance(layers, range) else layers if isinstance(layers, tuple) else ()
+    given = (layers, layers) if isinstance(layers, range) else layers if isinstance(layers, tuple) else ()
     sides = [side for side in given if isinstance(side, range) and side.step == 1]
     if len(given) != 2 or len(sides) != 2:
         raise PlanError(f"{title}: layers: expected range(first, last) or two of them, got {layers}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import os
@@ -245,7 +246,7 @@ class Pool:
         self._closed = False
         self._owned: tuple[_Slab | DeviceArray, ...] = ()
         self._pins: _Pins | None = None
-        self._registrations: list[tuple[int, int]] | None = None
+        self._ranges: list[tuple[int, int]] | None = None
 
     @classmethod
     def allocate(
@@ -334,7 +335,7 @@ class Pool:
         if self._closed:
             return
         self._closed = True
-        self._table = self._registrations = None
+        self._table = self._ranges = None
         owned, self._owned = self._owned, ()
         pins, self._pins = self._pins, None
         if owned:
@@ -384,7 +385,7 @@ class Pool:
         order = np.argsort(self.addresses, kind="stable")
         try:
             missing = _unpinned_pages(
-                self.spans.tolist(), [self._readonly_arrays[i] for i in order], _core.pinned_range
+                self.spans.tolist(), [self._readonly_arrays[i] for i in order], _core.memory_range
             )
         except CudaUnavailableError as error:
             raise _explained(error, what) from None
@@ -408,24 +409,37 @@ class Pool:
         """
         if self._closed or self.device != "cpu":
             return False
-        if self._registrations is None:
+        if self._ranges is None:
             from . import _core
 
             ours = [one.pins for one in self._owned if isinstance(one, _Slab)] + ([self._pins] if self._pins else [])
             known = [where for pins in ours for where in pins.ranges]
             with contextlib.suppress(CudaError):
-                self._registrations = _find_pinned(self.spans.tolist(), sorted(known), _core.pinned_range)
-        return self._registrations is not None
+                self._ranges = _find_ranges(self.spans.tolist(), sorted(known), _core.memory_range)
+        return self._ranges is not None
 
     @property
     def cuts(self) -> npt.NDArray[np.uint64]:
-        """Addresses where one registration of pinned memory ends and the next begins, sorted; normally there are none.
+        """Addresses where one allocation, or one registration of pinned memory, ends and the next begins; sorted.
 
-        The copy engine refuses a copy of ``[begin, end)`` with ``begin < cut < end``.  Memory that others pinned has one a
-        registration too.  Empty for memory that is not pinned.
+        The copy engine refuses a copy of ``[begin, end)`` with ``begin < cut < end``, also where the next one follows without a
+        gap.  Memory that others allocated or pinned has one for each of their allocations.  Empty for memory that is not pinned.
+
+        Raises
+        ------
+        BindError
+            The driver does not know the memory of a GPU's pool.
         """
-        starts = sorted({begin for begin, _ in self._registrations or ()}) if self.pinned else []
-        return np.array(starts[1:], np.uint64)
+        if self.device != "cpu" and self._ranges is None:
+            from . import _core
+
+            self._ranges = _find_ranges(self.spans.tolist(), [], functools.partial(_core.memory_range, pinned=False))
+            if self._ranges is None:
+                raise BindError(
+                    f"{self.layout.name}: the driver knows no memory of {self.device} at one of the arrays' addresses"
+                )
+        known = self._ranges if self.device != "cpu" or self.pinned else None
+        return np.array(sorted({begin for begin, _ in known or ()})[1:], np.uint64)
 
     # ---- addresses -------------------------------------------------------------------------------------------------
 
@@ -697,10 +711,10 @@ def _last_border(limit: int, starts: Sequence[int], block: int) -> int:
     return limit
 
 
-def _find_pinned(
+def _find_ranges(
     spans: Iterable[tuple[int, int]], known: Sequence[tuple[int, int]], ask: Callable[[int], tuple[int, int]]
 ) -> list[tuple[int, int]] | None:
-    """The registrations that hold these spans (sorted), or None where one does not lie in pinned memory.
+    """The allocations or registrations that hold these spans (sorted), or None where one lies in none.
 
     `known` are our own; `ask` is the driver, and answers for one byte where it knows no more.
     """

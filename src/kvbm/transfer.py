@@ -29,7 +29,7 @@ HOST_SMS = 16
 SLOTS = 3
 
 #: Bytes of a slot where the caller does not say; a block more if a block is larger.
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 32 << 20
 
 _STRATEGIES = ("direct", "staged", "engine")
 
@@ -115,15 +115,13 @@ class _End:
     alignment: int
     step: int | None
     addresses: npt.NDArray[np.uint64]
-    cuts: npt.NDArray[np.uint64]
     framework: str
 
     @classmethod
     def of(cls, pool: Pool) -> _End:
         framework = type(pool.arrays[0]).__module__.partition(".")[0]
         return cls(
-            pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step, pool.addresses, pool.cuts,
-            framework,
+            pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step, pool.addresses, framework
         )  # fmt: skip
 
     @property
@@ -159,6 +157,7 @@ class _Mover:
         self.routes: dict[Any, _Route] = {}
         self.last: tuple[_Route, int] | None = None
         self.reaches = self.on_host or self._reaches(src, dst)
+        self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Kernels read both tables where they run.
         self.src_table, self.dst_table = (_core.Table(end.addresses, self.device) for end in (self.src, self.dst))
         if self.src.shape == self.dst.shape:
@@ -249,7 +248,7 @@ class _Mover:
             runs=_runs(runs),
             src_bases=src.bases,
             dst_bases=dst.bases,
-            cuts=np.union1d(src.cuts, dst.cuts),
+            cuts=self.cuts,
             gathers=self.gathers,
             slot_block_bytes=slot_block,
             ring=ring,
@@ -439,7 +438,7 @@ class Transfer:
     max_sms : int, optional
         Multiprocessors that kernels may use.  Not given: 16 where host memory is involved, else all.
     chunk_bytes : int, optional
-        Size of one of the three slots of the ring that staged copies use; at least one block, 16 MiB if not given.
+        Size of one of the three slots of the ring that staged copies use; at least one block, 32 MiB if not given.
 
     Raises
     ------

@@ -1,6 +1,8 @@
 /* A libcuda.so.1 for machines without a GPU: device memory is host memory, and a launch runs the loop nest of its parameters
- * by plain recursion, in its stream's order, when it is pumped.  It shares kvbm.h with the code it stands under, and nothing else.
- * The environment says what fails: FAKE_INIT, FAKE_LOAD, FAKE_LAUNCH, FAKE_REGISTER (a CUresult), FAKE_VERSION (13000). */
+ * by plain recursion, in its stream's order, when it is pumped; streams that do not wait for each other run in any order.  It shares kvbm.h with the code it stands under, and nothing else.
+ * The environment says what fails: FAKE_INIT, FAKE_LOAD, FAKE_LAUNCH, FAKE_REGISTER (a CUresult), FAKE_VERSION (13000),
+ * FAKE_DEVICES (1).  Streams that tests make up are numbers: 5 is GPU 0's, 0x105 GPU 1's. */
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,22 +24,38 @@ unsigned register_flags; /* of the last registration */
 long pushes, pops, slots, launches, single_copies, batches, batch_on_legacy;
 long batched_copies; /* that the batches held */
 long lookups;        /* of addresses */
+long allocated_bytes; /* on GPUs, ever */
+long few_ctas;       /* of the largest launch of a kernel that keeps to a few multiprocessors */
 Address fake_pinned[2], fake_ordinary[2];
 int deferred; /* work waits for fake_pump instead of being done at once */
 
-/* ---- work in the order of its submission ---- */
+/* ---- work: in the order of its submission on each stream, and in any order between streams ---- */
+typedef struct Record { /* one record of an event */
+  int done;
+  struct Graph *graph; /* of a capture: where it belongs */
+} Record;
+typedef struct Event {
+  int device;
+  Record *last;
+} Event;
 typedef struct Work {
-  enum { COPY, LAUNCH, EVENT } kind;
-  void *to;
+  enum { COPY, LAUNCH, EVENT, WAIT } kind;
+  Handle stream;
+  void *to;         /* EVENT, WAIT: the record */
   const void *from; /* COPY: source.  LAUNCH: the kernel's name */
-  size_t bytes; /* LAUNCH: CTAs */
+  size_t bytes;     /* LAUNCH: CTAs */
   union {
     kvbm_args args;
     kvbm_pairs pairs;
   };
   struct Work *next;
 } Work;
-static Work *first, **last = &first;
+typedef struct Queue {
+  Work *first, **last;
+} Queue;
+static Queue queue = {NULL, &queue.first};
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+unsigned fake_seed; /* 0: work is done in the order of its submission; else in any that streams and events allow */
 
 static const uint64_t *list(const kvbm_args *a, int bit, uint64_t field) {
   return (const uint64_t *)(a->inline_mask >> bit & 1 ? (const char *)a->payload + field : (const char *)field);
@@ -103,39 +121,165 @@ static void run_pairs(const kvbm_pairs *p, size_t ctas) {
   }
 }
 
-int fake_pump(int most) {
-  int done = 0;
-  for (; first && done != most; ++done) {
-    Work *work = first;
-    if (!(first = work->next)) last = &first;
-    if (work->kind == COPY) memcpy(work->to, work->from, work->bytes);
-    if (work->kind == LAUNCH && !strcmp(work->from, "kvbm_copy_pairs"))
-      run_pairs(&work->pairs, work->bytes);
-    else if (work->kind == LAUNCH)
-      run_kernel(work->from, &work->args);
-    if (work->kind == EVENT) --*(int *)work->to;
-    free(work);
+static void run_work(Work *work) {
+  if (work->kind == COPY) memcpy(work->to, work->from, work->bytes);
+  if (work->kind == LAUNCH && !strcmp(work->from, "kvbm_copy_pairs"))
+    run_pairs(&work->pairs, work->bytes);
+  else if (work->kind == LAUNCH)
+    run_kernel(work->from, &work->args);
+  if (work->kind == EVENT) ((Record *)work->to)->done = 1;
+}
+
+/* The next work of all, or of one stream: what is first on its stream and has nothing to wait for. */
+static Work **choose(Handle stream) {
+  Handle seen[64];
+  Work **ready[64];
+  int streams = 0, choices = 0, looked = 0;
+  for (Work **at = &queue.first; *at; at = &(*at)->next) {
+    if (choices && ++looked > 4000) break; /* far enough ahead */
+    int known = 0;
+    while (known < streams && seen[known] != (*at)->stream) ++known;
+    if (known < streams) continue;
+    if (streams == 64) abort();
+    seen[streams++] = (*at)->stream;
+    if ((*at)->kind == WAIT && !((Record *)(*at)->to)->done) continue;
+    if (stream && (*at)->stream == stream) return at;
+    ready[choices++] = at;
+    if (!fake_seed && !stream) break;
   }
+  if (queue.first && !choices) abort(); /* a deadlock */
+  return choices ? ready[fake_seed ? rand_r(&fake_seed) % choices : 0] : NULL;
+}
+
+static int run_one(Handle stream) {
+  Work **at = choose(stream), *work = at ? *at : NULL;
+  if (!work) return 0;
+  if (!(*at = work->next)) queue.last = at;
+  run_work(work);
+  free(work);
+  return 1;
+}
+
+int fake_pump(int most) {
+  pthread_mutex_lock(&lock);
+  int done = 0;
+  while (done != most && run_one(NULL)) ++done;
+  pthread_mutex_unlock(&lock);
   return done;
 }
 
+/* ---- graphs: work that is kept instead of being done ---- */
+typedef struct Graph {
+  Queue work;
+  Handle streams[16]; /* the first is the one whose capture was begun */
+  int num_streams, num_objects;
+  struct UserObject *objects[64];
+} Graph;
+typedef struct UserObject {
+  void (*destroy)(void *);
+  void *object;
+} UserObject;
+static Graph *capture; /* the one capture that is going on */
+long broken_captures;  /* calls that a capture in the global mode does not survive */
+static __thread int capture_mode;
+
+static int is_captured(Handle stream) {
+  for (int i = 0; capture && i < capture->num_streams; ++i)
+    if (capture->streams[i] == stream) return 1;
+  return 0;
+}
+
+static void append(Queue *to, Work work) {
+  work.next = NULL;
+  *to->last = malloc(sizeof work);
+  **to->last = work;
+  to->last = &(*to->last)->next;
+}
+
 static void submit(Work work) {
-  *last = malloc(sizeof work);
-  **last = work;
-  last = &(*last)->next;
-  if (!deferred) fake_pump(-1);
+  pthread_mutex_lock(&lock);
+  append(is_captured(work.stream) ? &capture->work : &queue, work);
+  while (!deferred && run_one(NULL));
+  pthread_mutex_unlock(&lock);
+}
+
+static int unsafe(void) { /* in a capture; 2 is the relaxed mode */
+  const int breaks = capture && capture_mode != 2;
+  broken_captures += breaks;
+  return breaks ? 900 : 0;
+}
+
+void fake_begin_capture(Handle stream) {
+  capture = calloc(1, sizeof *capture);
+  capture->work.last = &capture->work.first;
+  capture->streams[capture->num_streams++] = stream;
+}
+
+/* NULL if a stream that was drawn into the capture did not come back to its first one. */
+Graph *fake_end_capture(void) {
+  Graph *graph = capture;
+  capture = NULL;
+  for (int i = 1; i < graph->num_streams; ++i) {
+    const Work *end = NULL;
+    int joined = 0;
+    for (const Work *work = graph->work.first; work; work = work->next) {
+      if (work->stream == graph->streams[i]) end = work, joined = 0;
+      joined |= end && end->kind == EVENT && work->kind == WAIT && work->stream == graph->streams[0] && work->to == end->to;
+    }
+    if (end && !joined) return NULL;
+  }
+  return graph;
+}
+
+void fake_launch_graph(Graph *graph, Handle stream) {
+  static uintptr_t branches = 1 << 20;
+  Record *made[4096], *of[4096], *begin = calloc(1, sizeof *begin);
+  int records = 0;
+  const uintptr_t base = branches += 64;
+  submit((Work){.kind = EVENT, .stream = stream, .to = begin});
+  for (int i = 0; i < graph->num_streams; ++i) submit((Work){.kind = WAIT, .stream = (Handle)(base + i), .to = begin});
+  for (const Work *work = graph->work.first; work; work = work->next) {
+    Work copy = *work;
+    int i = 0;
+    while (graph->streams[i] != work->stream) ++i;
+    copy.stream = (Handle)(base + i);
+    if (work->kind == EVENT || work->kind == WAIT) {
+      for (i = 0; i < records && of[i] != work->to; ++i);
+      if (i == 4096) abort();
+      if (i == records) of[i] = work->to, made[records++] = calloc(1, sizeof **made);
+      copy.to = made[i];
+    }
+    submit(copy);
+  }
+  for (int i = 0; i < graph->num_streams; ++i) {
+    Record *end = calloc(1, sizeof *end);
+    submit((Work){.kind = EVENT, .stream = (Handle)(base + i), .to = end});
+    submit((Work){.kind = WAIT, .stream = stream, .to = end});
+  }
+}
+
+void fake_destroy_graph(Graph *graph) {
+  for (int i = 0; i < graph->num_objects; ++i) graph->objects[i]->destroy(graph->objects[i]->object);
+  free(graph);
 }
 
 /* ---- the driver's functions, as far as kvbm calls them ---- */
 static __thread Handle context[64];
 static __thread int depth;
-enum { INVALID_VALUE = 1, NO_CONTEXT = 201, NOT_READY = 600 };
+enum { INVALID_VALUE = 1, NO_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, CAPTURE_ISOLATION = 905 };
+static int made_on[4096]; /* the devices of kvbm's own streams */
+static int streams_made;
+static int current_device(void) { return depth ? (int)(uintptr_t)context[depth - 1] - 1 : -1; }
+static int device_of(Handle stream) {
+  const uintptr_t number = (uintptr_t)stream;
+  return number <= 2 ? current_device() : number >= 0x10000 ? made_on[number - 0x10000] : (int)(number >> 8);
+}
 
 int cuInit(unsigned flags) { return knob("FAKE_INIT", 0); }
 int cuDriverGetVersion(int *version) { return *version = knob("FAKE_VERSION", 13000), 0; }
 int cuGetErrorName(int status, const char **text) { return *text = "CUDA_ERROR_FAKE", 0; }
 int cuGetErrorString(int status, const char **text) { return *text = "the fake driver's own", 0; }
-int cuDeviceGetCount(int *count) { return *count = 1, 0; }
+int cuDeviceGetCount(int *count) { return *count = knob("FAKE_DEVICES", 1), 0; }
 int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, 0; }
 int cuDeviceGetName(char *name, int bytes, int device) { return snprintf(name, bytes, "Fake GPU"), 0; }
 int cuDeviceGetAttribute(int *value, int what, int device) { return *value = what == 16 ? 132 : 9, 0; }
@@ -153,39 +297,57 @@ int cuFuncSetAttribute(Handle function, int what, int value) { return 0; }
 int cuLaunchKernel(Handle name, unsigned gx, unsigned gy, unsigned gz, unsigned x, unsigned y, unsigned z, unsigned shared,
                    Handle stream, void **parameters, void **extra) {
   if (!depth) return NO_CONTEXT;
+  if (device_of(stream) != current_device()) return INVALID_HANDLE;
   ++launches;
-  Work work = {.kind = LAUNCH, .from = name, .bytes = gx};
+  if (!strncmp(name, "few_", 4) && gx > few_ctas) few_ctas = gx;
+  Work work = {.kind = LAUNCH, .stream = stream, .from = name, .bytes = gx};
   memcpy(&work.args, parameters[0], sizeof work.args);
   if (!knob("FAKE_LAUNCH", 0)) submit(work);
   return knob("FAKE_LAUNCH", 0);
 }
-int cuMemAlloc_v2(Address *made, size_t bytes) { return *made = (Address)malloc(bytes), depth ? 0 : NO_CONTEXT; }
+int cuMemAlloc_v2(Address *made, size_t bytes) {
+  if (!depth) return NO_CONTEXT;
+  allocated_bytes += bytes;
+  return *made = (Address)malloc(bytes), unsafe();
+}
 int cuMemFree_v2(Address address) { return free((void *)address), 0; }
-int cuMemHostAlloc(void **made, size_t bytes, unsigned flags) { return ++slots, *made = malloc(bytes), 0; }
+int cuMemHostAlloc(void **made, size_t bytes, unsigned flags) { return ++slots, *made = malloc(bytes), unsafe(); }
 int cuMemFreeHost(void *memory) { return free(memory), 0; }
 int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, Handle stream) {
-  if (stream == (Handle)0x77) return memcpy((void *)to, from, bytes), 0; /* kvbm's own: waited for at once */
-  return submit((Work){.kind = COPY, .to = (void *)to, .from = from, .bytes = bytes}), 0;
-}
-int cuMemcpyAsync(Address to, Address from, size_t bytes, Handle stream) {
-  if (bytes > knob("FAKE_MOST_BYTES", 1 << 30)) return INVALID_VALUE; /* beyond its allocation */
-  ++single_copies;
-  return submit((Work){.kind = COPY, .to = (void *)to, .from = (void *)from, .bytes = bytes}), 0;
-}
-static int memcpy_batch(Address *to, Address *from, size_t *bytes, size_t count, void *attributes, size_t *starts,
-                        size_t kinds, Handle stream) {
-  for (size_t i = 0; i < count; ++i)
-    if (bytes[i] > knob("FAKE_MOST_BYTES", 1 << 30)) return INVALID_VALUE;
-  ++batches;
-  batched_copies += count;
-  batch_on_legacy += (uintptr_t)stream <= 1;
-  for (size_t i = 0; i < count; ++i)
-    submit((Work){.kind = COPY, .to = (void *)to[i], .from = (void *)from[i], .bytes = bytes[i]});
-  return 0;
+  return submit((Work){.kind = COPY, .stream = stream, .to = (void *)to, .from = from, .bytes = bytes}), 0;
 }
 static struct {
   char *begin, *end;
 } ranges[64]; /* `registered` of them */
+/* Beyond its allocation, or from one registration into the next: the driver refuses these. */
+static int is_refused(Address at, size_t bytes) {
+  for (long i = 0; i < registered; ++i)
+    if (at < (Address)ranges[i].end && (Address)ranges[i].end < at + bytes) return 1;
+  return bytes > knob("FAKE_MOST_BYTES", 1 << 30);
+}
+int cuMemcpyAsync(Address to, Address from, size_t bytes, Handle stream) {
+  if (is_refused(to, bytes) || is_refused(from, bytes)) return INVALID_VALUE;
+  ++single_copies;
+  return submit((Work){.kind = COPY, .stream = stream, .to = (void *)to, .from = (void *)from, .bytes = bytes}), 0;
+}
+static int memcpy_batch(Address *to, Address *from, size_t *bytes, size_t count, int *attributes, size_t *starts, size_t kinds,
+                        Handle stream) {
+  if (kinds != 1 || starts[0] != 0 || attributes[0] != 1) return INVALID_VALUE; /* all in stream order */
+  if (is_captured(stream)) return 900;
+  for (size_t i = 0; i < count; ++i)
+    if (is_refused(to[i], bytes[i]) || is_refused(from[i], bytes[i])) return INVALID_VALUE;
+  ++batches;
+  batched_copies += count;
+  batch_on_legacy += (uintptr_t)stream <= 1;
+  for (size_t i = 0; i < count; ++i)
+    submit((Work){.kind = COPY, .stream = stream, .to = (void *)to[i], .from = (void *)from[i], .bytes = bytes[i]});
+  return 0;
+}
+/* CUDA 12.8's, which says which copy failed */
+static int memcpy_batch_v1(Address *to, Address *from, size_t *bytes, size_t count, int *attributes, size_t *starts,
+                           size_t kinds, size_t *failed, Handle stream) {
+  return *failed = 0, memcpy_batch(to, from, bytes, count, attributes, starts, kinds, stream);
+}
 int cuPointerGetAttributes(unsigned count, int *what, void **values, Address address) {
   /* All on GPU 0 but for what is registered, and two ranges that a test names: [from, to) of pinned and of ordinary host memory. */
   long in = 0;
@@ -204,27 +366,81 @@ int cuPointerGetAttributes(unsigned count, int *what, void **values, Address add
   }
   return 0;
 }
-int cuStreamCreate(Handle *made, unsigned flags) { return *made = (Handle)0x77, 0; }
+int cuStreamCreate(Handle *made, unsigned flags) {
+  if (streams_made == 4096) abort();
+  made_on[streams_made] = current_device();
+  return *made = (Handle)(uintptr_t)(0x10000 + streams_made++), 0;
+}
 int cuStreamDestroy_v2(Handle stream) { return 0; }
-int cuStreamSynchronize(Handle stream) { return 0; }
+int cuStreamSynchronize(Handle stream) {
+  pthread_mutex_lock(&lock);
+  for (;;) {
+    const Work *work = queue.first;
+    while (work && work->stream != stream) work = work->next;
+    if (!work) break;
+    run_one(stream);
+  }
+  return pthread_mutex_unlock(&lock), 0;
+}
 int cuStreamIsCapturing(Handle stream, int *capturing) { return *capturing = 0, 0; }
-int cuThreadExchangeStreamCaptureMode(int *mode) { return 0; }
-int cuEventCreate(Handle *made, unsigned flags) { return *made = calloc(1, sizeof(int)), 0; }
-int cuEventRecord(Handle event, Handle stream) { return ++*(int *)event, submit((Work){.kind = EVENT, .to = event}), 0; }
-int cuEventQuery(Handle event) { return *(int *)event ? NOT_READY : 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+  const int before = capture_mode;
+  return capture_mode = *mode, *mode = before, 0;
+}
+int cuEventCreate(Handle *made, unsigned flags) {
+  Event *event = calloc(1, sizeof *event);
+  return event->device = current_device(), *made = event, 0;
+}
+int cuEventRecord(Handle event, Handle stream) {
+  if (((Event *)event)->device != device_of(stream)) return INVALID_HANDLE;
+  Record *record = calloc(1, sizeof *record); /* never freed: who waits for it keeps no count */
+  record->graph = is_captured(stream) ? capture : NULL;
+  ((Event *)event)->last = record;
+  return submit((Work){.kind = EVENT, .stream = stream, .to = record}), 0;
+}
+int cuEventQuery(Handle event) {
+  const Record *record = ((Event *)event)->last;
+  const int status = unsafe();
+  return status ? status : record && !record->done ? NOT_READY : 0;
+}
 int cuEventDestroy_v2(Handle event) { return free(event), 0; }
 int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *how) {
   /* Everything else is found under its plain name. */
-  *found = !strcmp(name, "cuMemcpyBatchAsync") && version >= 13000 && version <= knob("FAKE_VERSION", 13000) ? memcpy_batch : NULL;
+  *found = NULL;
+  if (!strcmp(name, "cuMemcpyBatchAsync") && version >= 12080 && version <= knob("FAKE_VERSION", 13000))
+    *found = version >= 13000 ? (void *)memcpy_batch : (void *)memcpy_batch_v1;
   return 0;
 }
-int cuEventSynchronize(Handle event) { return 0; }
+int cuEventSynchronize(Handle event) {
+  const Record *record = ((Event *)event)->last;
+  pthread_mutex_lock(&lock);
+  while (record && !record->done && run_one(NULL));
+  return pthread_mutex_unlock(&lock), 0;
+}
 int cuEventElapsedTime(float *ms, Handle from, Handle to) { return *ms = 1, 0; }
-int cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) { return 0; }
-int cuStreamGetCtx(Handle stream, Handle *found) { return *found = (Handle)0x1234, 0; }
-int cuStreamGetCaptureInfo_v2(Handle stream, int *status, uint64_t *id, Handle *graph, const Handle **edges, size_t *count) { return *status = 0, 0; }
-int cuUserObjectCreate(Handle *made, void *what, void (*destroy)(void *), unsigned count, unsigned flags) { return *made = what, 0; }
-int cuGraphRetainUserObject(Handle graph, Handle object, unsigned count, unsigned flags) { return 0; }
+int cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
+  Record *record = ((Event *)event)->last;
+  if (!record) return 0;
+  if (record->graph != (is_captured(stream) ? capture : NULL)) {
+    if (!record->graph || record->graph != capture) return CAPTURE_ISOLATION;
+    capture->streams[capture->num_streams++] = stream; /* drawn into the capture */
+  }
+  return submit((Work){.kind = WAIT, .stream = stream, .to = record}), 0;
+}
+int cuStreamGetCtx(Handle stream, Handle *found) { return *found = (Handle)(uintptr_t)(device_of(stream) + 1), 0; }
+int cuStreamGetCaptureInfo_v2(Handle stream, int *status, uint64_t *id, Handle *graph, const Handle **edges, size_t *count) {
+  *status = is_captured(stream);
+  if (*status) *graph = capture;
+  return 0;
+}
+int cuUserObjectCreate(Handle *made, void *what, void (*destroy)(void *), unsigned count, unsigned flags) {
+  UserObject *object = malloc(sizeof *object);
+  return *object = (UserObject){destroy, what}, *made = object, 0;
+}
+int cuGraphRetainUserObject(Graph *graph, Handle object, unsigned count, unsigned flags) {
+  if (graph->num_objects == 64) abort();
+  return graph->objects[graph->num_objects++] = object, 0;
+}
 int cuDeviceCanAccessPeer(int *can, int device, int peer) { return *can = 1, 0; }
 int cuCtxEnablePeerAccess(Handle peer, unsigned flags) { return 0; }
 typedef struct {
@@ -241,9 +457,12 @@ typedef struct {
   size_t dst_pitch, width, height;
 } Copy2D;
 int cuMemcpy2DAsync_v2(const Copy2D *c, Handle stream) {
+  if (is_refused((Address)c->dst_device, (c->height - 1) * c->dst_pitch + c->width)) return INVALID_VALUE;
+  if (is_refused((Address)c->src_device, (c->height - 1) * c->src_pitch + c->width)) return INVALID_VALUE;
   ++copies_2d;
   for (size_t row = 0; row < c->height; ++row)
     submit((Work){.kind = COPY,
+                  .stream = stream,
                   .to = (char *)c->dst_device + row * c->dst_pitch,
                   .from = (char *)c->src_device + row * c->src_pitch,
                   .bytes = c->width});

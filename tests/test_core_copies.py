@@ -1,0 +1,815 @@
+"""Raw copies, and lists of tensors that are looked at from C.
+
+Refusals need no GPU; the way to the launch is tested on the fake driver (test_driver.py); what the kernel does, on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvbm
+import test_driver
+from kvbm import _core, kernels
+from kvbm.kernels import MemcpyBatchMode, memcpy_batch, vectorized_copy
+
+HERE = Path(__file__).resolve().parent
+library = test_driver.library  # the fixture
+
+with_driver = [
+    pytest.mark.skipif(kernels.is_using_stubs(), reason="kvbm was built without CUDA kernels"),
+    pytest.mark.skipif(test_driver.COMPILER is None, reason="no C compiler for the fake driver"),
+]
+
+
+def driven(test: Any) -> Any:
+    for mark in with_driver:
+        test = mark(test)
+    return test
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+BOTH = [vectorized_copy, memcpy_batch]
+
+
+class Host:
+    """Memory that nothing may touch."""
+
+    def __init__(self) -> None:
+        self.data = np.arange(4096, dtype=np.uint8)
+        self.before = self.data.copy()
+        self.at = int(self.data.ctypes.data)
+
+    def refuse(self, call: Any, src: Any, dst: Any, size: Any, match: str, **rest: Any) -> None:
+        with pytest.raises(kvbm.BindError, match=match):
+            call(src, dst, size, stream=5, **rest)
+        assert np.array_equal(self.data, self.before)
+
+
+@pytest.mark.parametrize("call", BOTH)
+def test_lists_that_differ_in_length(call: Any) -> None:
+    host = Host()
+    host.refuse(call, [host.at], [host.at + 64, host.at + 128], 8, "1 source and 2 destination addresses")
+    host.refuse(call, [host.at, host.at + 8], [], 0, "2 source and 0 destination addresses")
+
+
+@pytest.mark.parametrize("call", BOTH)
+@pytest.mark.parametrize("size", [-1, 1 << 63, True, 1.5, "8", None])
+def test_sizes_that_are_none(call: Any, size: Any) -> None:
+    if call is memcpy_batch and size in (1.5, "8", None):
+        return  # a list of sizes, perhaps: see below
+    host = Host()
+    host.refuse(call, [host.at], [host.at + 64], size, "size: expected a number of bytes")
+
+
+def test_lists_of_sizes() -> None:
+    host = Host()
+    src, dst = [host.at, host.at + 8], [host.at + 64, host.at + 72]
+    host.refuse(memcpy_batch, src, dst, [8], "1 sizes: expected 2")
+    host.refuse(memcpy_batch, src, dst, [8, -8], r"sizes\[1\].*-8")
+    host.refuse(memcpy_batch, src, dst, [8.0, 8.0], "sizes: expected integers, got dtype float64")
+    host.refuse(memcpy_batch, src, dst, None, "sizes: expected")
+
+
+@pytest.mark.parametrize("call", BOTH)
+def test_addresses_that_are_none(call: Any) -> None:
+    host = Host()
+    host.refuse(call, [host.at, 0], [host.at + 64, host.at + 128], 8, r"src_ptrs\[1\] is 0")
+    host.refuse(call, [host.at, host.at + 8], [0, host.at + 128], 8, r"dst_ptrs\[0\] is 0")
+    host.refuse(call, [host.at, -1], [host.at + 64, host.at + 128], 8, r"src_ptrs\[1\].*-1")
+    host.refuse(call, [1.0], [host.at], 8, "src_ptrs: expected integers, got dtype float64")
+    host.refuse(call, [[host.at]], [host.at], 8, r"src_ptrs: expected one axis, got shape \(1, 1\)")
+    host.refuse(call, host.at, [host.at], 8, r"src_ptrs: expected one axis, got shape \(\)")
+
+
+@pytest.mark.parametrize("call", BOTH)
+def test_bytes_that_race(call: Any) -> None:
+    host = Host()
+    a = host.at
+    host.refuse(call, [a, a + 8, a + 16], [a + 64, a + 96, a + 71], 8, r"dst_ptrs\[0\].*dst_ptrs\[2\].*written once")
+    host.refuse(call, [a, a + 8], [a + 64, a + 64], 8, r"dst_ptrs\[0\].*dst_ptrs\[1\].*written once")
+    host.refuse(call, [a, a + 64], [a + 57, a + 128], 8, r"src_ptrs\[1\].*dst_ptrs\[0\].*both read and written")
+    host.refuse(call, [a], [a], 8, r"src_ptrs\[0\].*dst_ptrs\[0\].*both read and written")
+    with pytest.raises(kvbm.BindError, match=r"dst_ptrs\[0\].*dst_ptrs\[1\]"):
+        memcpy_batch([a, a + 8], [a + 64, a + 80], [17, 8], stream=5)
+
+
+def test_a_device_or_mode_that_is_none() -> None:
+    host = Host()
+    for device in ("cpu", "cuda:x", -1, True, 1.5, "cuda:-1"):
+        host.refuse(vectorized_copy, [host.at], [host.at + 64], 8, "device: expected 'cuda'", device=device)
+    for mode in (3, -1, "batched"):
+        host.refuse(memcpy_batch, [host.at], [host.at + 64], 8, "mode: expected", mode=mode)
+
+
+def test_nothing_to_copy_touches_no_cuda() -> None:
+    for empty in ([], (), np.empty(0, np.uint64), np.empty(0)):
+        assert vectorized_copy(empty, empty, 8) is None
+        assert memcpy_batch(empty, empty, 8) == MemcpyBatchMode.FALLBACK_ONLY
+        assert memcpy_batch(empty, empty, []) == MemcpyBatchMode.FALLBACK_ONLY
+    assert vectorized_copy([0, 64], [0, 64], 0) is None
+    assert memcpy_batch([0, 64], [0, 64], [0, 0], mode=MemcpyBatchMode.BATCH_WITHOUT_FALLBACK) == 2
+
+
+def clashes(src: Any, dst: Any, sizes: Any) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """All pairs of positions that share bytes: destinations, and (source, destination).  By comparing each with each."""
+    spans = [(range(int(s), int(s + n)), range(int(d), int(d + n))) for s, d, n in zip(src, dst, sizes, strict=True)]
+
+    def meet(a: range, b: range) -> bool:
+        return max(a.start, b.start) < min(a.stop, b.stop)
+
+    n = range(len(spans))
+    written = {(i, j) for i in n for j in n if i < j and meet(spans[i][1], spans[j][1])}
+    return written, {(i, j) for i in n for j in n if meet(spans[i][0], spans[j][1])}
+
+
+@pytest.mark.parametrize("reach", [200, 2000, 1 << 20, 1 << 45])
+def test_races_are_found_as_by_comparing_each_with_each(reach: int) -> None:
+    """Random ranges, in order and out of order, of one size and of many, with and without empty ones."""
+    rng = np.random.default_rng(reach)
+    seen = set()
+    for turn in range(600):
+        n = int(rng.integers(1, 12))
+        step = int(rng.choice([1, 3, 16, 4096]))
+        src = rng.integers(1, reach // step + 2, n).astype(np.uint64) * np.uint64(step)
+        dst = rng.integers(1, reach // step + 2, n).astype(np.uint64) * np.uint64(step)
+        if turn % 3 == 0:
+            src.sort()
+            dst.sort()
+        one = turn % 2 == 0
+        sizes = np.full(n, rng.integers(1, 40)) if one else rng.integers(0, 40, n)
+        written, both = clashes(src, dst, sizes)
+        found = ""
+        try:
+            _core.check_pairs(src, dst, int(sizes[0]) if one else sizes.astype(np.uint64))
+        except kvbm.BindError as error:
+            found = str(error)
+        kind = "twice" if "written once" in found else "both" if found else "none"
+        seen.add(kind)
+        positions = tuple(int(i) for i in re.findall(r"_ptrs\[(\d+)\]", found))
+        assert positions in {"twice": written, "both": both, "none": {()}}[kind], found
+        assert found or not (written or both)
+    assert seen == {"twice", "both", "none"} or reach > 2000
+
+
+@pytest.mark.parametrize("gap", [16, 1 << 20, 1 << 33])
+def test_many_ranges(gap: int) -> None:
+    """More than the scratch memory that is kept, and every digit of the sort."""
+    n = 70_000
+    rng = np.random.default_rng(gap)
+    places = rng.permutation(2 * n).astype(np.uint64) * np.uint64(gap) + np.uint64(1 << 12)
+    src, dst = places[:n].copy(), places[n:].copy()
+    _core.check_pairs(src, dst, 8)
+    for _ in range(5):
+        i, j = (int(k) for k in rng.integers(0, n, 2))
+        spoilt = dst.copy()
+        spoilt[i] = src[j] + np.uint64(7)
+        with pytest.raises(kvbm.BindError, match=rf"src_ptrs\[{j}\].*dst_ptrs\[{i}\]"):
+            _core.check_pairs(src, spoilt, 8)
+        if i != j:
+            spoilt[i] = dst[j] - np.uint64(7)
+            first, second = sorted((i, j))
+            with pytest.raises(kvbm.BindError, match=rf"dst_ptrs\[{first}\].*dst_ptrs\[{second}\]"):
+                _core.check_pairs(src, spoilt, 8)
+    _core.check_pairs(src, dst, 8)
+
+
+def test_ranges_at_the_end_of_the_address_space() -> None:
+    top = (1 << 64) - 8
+    with pytest.raises(kvbm.BindError, match=r"dst_ptrs\[0\].*dst_ptrs\[1\]"):
+        _core.check_pairs(np.array([8, 8], np.uint64), np.array([top, top + 4], np.uint64), 64)
+
+
+# ---- the way to the driver -----------------------------------------------------------------------------------------
+
+RAW = """
+import gc
+from kvbm.kernels import MemcpyBatchMode as Mode, memcpy_batch, vectorized_copy
+def named(name, memory):
+    pair = (ctypes.c_ulonglong * 2).in_dll(driver, name)
+    pair[0], pair[1] = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+
+class Arena:
+    def __init__(self, n, size, gap=64):
+        self.pitch = size + gap
+        self.src = random.integers(0, 256, n * self.pitch + 64, np.uint8)
+        self.dst = random.integers(0, 256, n * self.pitch + 64, np.uint8)
+        self.want = self.dst.copy()
+        self.n, self.size = n, size
+    def addresses(self, src_skew=None, dst_skew=None):
+        zero = np.zeros(self.n, np.int64)
+        s = np.arange(self.n) * self.pitch + (zero if src_skew is None else src_skew)
+        d = np.arange(self.n) * self.pitch + (zero if dst_skew is None else dst_skew)
+        for a, b in zip(s, d):
+            self.want[b : b + self.size] = self.src[a : a + self.size]
+        return (s + self.src.ctypes.data).astype(np.uint64), (d + self.dst.ctypes.data).astype(np.uint64)
+    @property
+    def done(self):
+        return np.array_equal(self.dst, self.want)
+"""
+
+
+@driven
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 255, 256, 257, 4096, 4097, 8191, 70_001])
+def test_every_alignment(library: Path, size: int) -> None:
+    """Alignments 0 to 17 of either side: one launch, the bytes of every tile, and no byte beside them."""
+    test_driver.run(
+        library,
+        RAW
+        + f"""
+for forms in (list, lambda a: a, lambda a: memoryview(a), lambda a: a.astype(np.int64)):
+    arena = Arena(18 * 18, {size})
+    src, dst = arena.addresses(np.repeat(np.arange(18), 18), np.tile(np.arange(18), 18))
+    before = count("launches")
+    vectorized_copy(forms(src), forms(dst), {size}, stream=5)
+    assert count("launches") == before + 1
+    assert arena.done
+for skew in (0, 1, 4, 8, 17):  # one at a time, too: all of one alignment
+    arena = Arena(3, {size})
+    vectorized_copy(*arena.addresses(None, np.full(3, skew)), {size}, stream=5)
+    assert arena.done
+assert count("pushes") == count("pops") > 0
+""",
+    )
+
+
+@driven
+def test_large_pairs_and_many(library: Path) -> None:
+    test_driver.run(
+        library,
+        RAW
+        + """
+arena = Arena(1, (64 << 20) + 3)
+vectorized_copy(*arena.addresses([3], [19]), arena.size, stream=5)
+assert arena.done and count("launches") == 1
+n = (1 << 20) + 5  # more than one launch takes
+src = random.integers(0, 256, n, np.uint8); dst = np.zeros(n + 1, np.uint8)
+at = np.arange(n, dtype=np.uint64)
+vectorized_copy(at + np.uint64(src.ctypes.data), at + np.uint64(dst.ctypes.data), 1, stream=5)
+assert np.array_equal(src, dst[:-1]) and dst[-1] == 0
+assert count("launches") == 3, count("launches")
+""",
+    )
+
+
+@driven
+def test_pairs_beyond_the_parameters_go_through_the_ring(library: Path) -> None:
+    """Deferred launches whose addresses the caller overwrites: each has its own, and the ring does not grow for ever."""
+    test_driver.run(
+        library,
+        RAW
+        + """
+few = Arena(253, 24)
+vectorized_copy(*few.addresses(), 24, stream=5)
+inline = count("slots")
+assert few.done
+defer(1)
+def turn(n):
+    arena = Arena(n, 40)
+    src, dst = arena.addresses(random.integers(0, 20, n), random.integers(0, 20, n))
+    vectorized_copy(src, dst, 40, stream=5)
+    src[:] = dst[:] = 0
+    return arena
+arenas = [turn(n) for n in (254, 20_000, 254, 1000)]
+assert not any(arena.done for arena in arenas)
+driver.fake_pump(-1)
+assert all(arena.done for arena in arenas)
+grown = count("slots")
+assert grown > inline
+for n in (20_000, 254, 1000, 254) * 5:
+    arena = turn(n)
+    driver.fake_pump(-1)
+    assert arena.done
+assert count("slots") == grown
+""",
+    )
+
+
+@driven
+def test_which_device(library: Path) -> None:
+    """Host memory that no GPU reaches is refused before anything is copied; an allocation is asked about once."""
+    test_driver.run(
+        library,
+        RAW
+        + """
+arena = Arena(500, 32)
+src, dst = arena.addresses()
+named("fake_ordinary", arena.dst)
+for call in (vectorized_copy, memcpy_batch):
+    for addresses in ((src, dst), (dst, src)):
+        for device in (None, 0):
+            try:
+                call(*addresses, 32, stream=5, device=device)
+                raise SystemExit("not refused")
+            except kvbm.BindError as error:
+                assert "_ptrs[0]" in str(error) and "no GPU reaches" in str(error)
+assert not arena.done and count("launches") == count("batches") == count("single_copies") == 0
+named("fake_ordinary", np.empty(0, np.uint8))
+named("fake_pinned", arena.dst)
+asked = count("lookups")
+vectorized_copy(src, dst, 32, stream=5)  # GPU to pinned memory
+assert arena.done
+assert count("lookups") - asked < 1100, count("lookups")  # 500 of the GPU, of which this driver tells no range; and one
+for device in ("cuda", "cuda:0", 0, np.int64(0)):
+    vectorized_copy(src, dst, 32, stream=5, device=device)
+try:
+    vectorized_copy(src, dst, 32, stream=5, device=3)
+    raise SystemExit("not refused")
+except kvbm.CudaError as error:
+    assert error.code == 101
+pinned = np.zeros(128, np.uint8)
+named("fake_pinned", pinned)
+at = pinned.ctypes.data
+assert kernels._gpu(np.array([at], np.uint64), np.array([at + 64], np.uint64), None) == (0, 0)
+try:
+    vectorized_copy([at], [at + 64], 8)
+    raise SystemExit("not refused")
+except kvbm.BindError as error:
+    assert "stream" in str(error)
+""",
+    )
+
+
+@driven
+def test_neighbours_become_one_copy(library: Path) -> None:
+    test_driver.run(
+        library,
+        RAW
+        + """
+memory = random.integers(0, 256, 20_000, np.uint8)
+def turn(src_steps, dst_steps, sizes, expected, **rest):
+    out = np.zeros(20_000, np.uint8)
+    want = out.copy()
+    src, dst = np.cumsum([0, *src_steps]), np.cumsum([0, *dst_steps])
+    each = np.broadcast_to(sizes, src.shape)
+    for s, d, n in zip(src, dst, each):
+        want[d : d + n] = memory[s : s + n]
+    before = count("batched_copies") + count("single_copies")
+    used = memcpy_batch(src + memory.ctypes.data, dst + out.ctypes.data, sizes, stream=5, **rest)
+    assert np.array_equal(out, want)
+    assert used == (Mode.FALLBACK_ONLY if rest.get("mode") == 1 else Mode.BATCH_WITHOUT_FALLBACK)
+    made = count("batched_copies") + count("single_copies") - before
+    assert made == expected, made
+on = [64] * 99
+turn(on, on, 64, 1)
+turn(on, on, 64, 1, mode=1)
+turn(on, on, 64, 100, merge=False)
+turn(on, on, 64, 100, merge=False, mode=1)
+turn([65] * 99, on, 64, 100)       # only one side goes on
+turn(on, [80] * 99, 64, 100)
+turn([64] * 49 + [128] + [64] * 49, on, 64, 2)
+turn([3, 5, 7], [3, 5, 7], [3, 5, 7, 9], 1)
+turn([3, 0, 5, 7], [3, 0, 5, 7], [3, 0, 5, 7, 9], 1)    # a copy of nothing breaks no run
+turn([3, 5, 8], [3, 5, 7], [3, 5, 7, 9], 2)
+turn([0, 64], [0, 64], [0, 64, 64], 1)
+assert count("batch_on_legacy") == 0
+# Backwards: every pair goes on before the last one, none where it ends.  Their order stays, and so do they.
+out = np.zeros(6400, np.uint8)
+src = memory.ctypes.data + 64 * np.arange(100)[::-1]
+memcpy_batch(src, out.ctypes.data + 64 * np.arange(100)[::-1], 64, stream=5)
+assert np.array_equal(out, memory[:6400])
+""",
+    )
+
+
+@driven
+def test_neighbours_of_two_allocations_are_copied_one_by_one(library: Path) -> None:
+    """The driver takes no copy across the end of an allocation: what was merged in vain is copied as it was given."""
+    code = """
+arena = Arena(40, 64, gap=0)
+addresses = arena.addresses()
+assert memcpy_batch(*addresses, 64, stream=5, mode=MODE) == USED
+assert arena.done, "not copied"
+assert count("batched_copies") + count("single_copies") == 40
+"""
+    for mode, used in ((0, 2), (1, 1), (2, 2)):
+        text = RAW + code.replace("MODE", str(mode)).replace("USED", str(used))
+        test_driver.run(library, text, FAKE_MOST_BYTES="100")
+
+
+@driven
+def test_modes(library: Path) -> None:
+    """Each does what it says; what cannot be had is an error, and the fallback is told."""
+    code = """
+arena = Arena(10, 64)
+src, dst = arena.addresses()
+def ran(mode, stream):
+    try:
+        return memcpy_batch(src, dst, 64, mode=mode, stream=stream).value
+    except kvbm.CudaError as error:
+        return error.name
+print([ran(mode, stream) for stream in (5, 0) for mode in Mode])
+assert arena.done and count("batch_on_legacy") == 0
+"""
+    assert eval(test_driver.run(library, RAW + code)) == [2, 1, 2, 1, 1, "KVBM_LEGACY_STREAM"]
+    old = test_driver.run(library, RAW + code, FAKE_VERSION="12040")
+    assert eval(old) == [1, 1, "KVBM_NO_FUNCTION"] * 2
+
+
+# ---- lists of tensors ----------------------------------------------------------------------------------------------
+
+LISTS = """
+import torch
+from kvbm import _core
+lib = ctypes.CDLL(os.environ["AS_CUDA"])
+lib.as_cuda.restype, lib.as_cuda.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+get, new = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
+get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+NAME = ctypes.create_string_buffer(b"dlpack_exchange_api")
+API = lib.as_cuda(get(torch.Tensor.__dlpack_c_exchange_api__, NAME.value))
+looks = lambda: ctypes.c_long.in_dll(lib, "looks").value
+
+class OnGpu(torch.Tensor):
+    "A CPU tensor that says it is on a GPU, to Python and to C."
+    __dlpack_c_exchange_api__ = new(API, ctypes.addressof(NAME), None)
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: torch.device("cuda", 0))
+
+def gpu(tensor): return tensor.as_subclass(OnGpu)
+def made(*shape, dtype=torch.float16, on=gpu):
+    bits = torch.from_numpy(random.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8))
+    return on(bits.view(dtype).view(shape) if bits.numel() else torch.empty(shape, dtype=dtype))
+
+NB, NL, NO, NH, NT, HD = 3, 4, 2, 3, 5, 8
+PER = NL * NO
+CHUNK, WHOLE, FLAT = (NT, NH, HD), (NH, NL, NO, NT, HD), (NL, NO, NT * NH * HD)
+def batch(whole=WHOLE, nb=NB, **rest):
+    return [[made(*CHUNK, **rest) for _ in range(PER)] for _ in range(nb)], [made(*whole, **rest) for _ in range(nb)]
+
+def closely(*arguments): raise SystemExit("looked at closely")
+def plain(tensor): return tensor.as_subclass(torch.Tensor)
+def bits(tensor): return plain(tensor).view(torch.uint8)
+"""
+
+
+@pytest.fixture(scope="module")
+def lists(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch cannot be looked at from C")
+    path = tmp_path_factory.mktemp("lists") / "as_cuda.so"
+    command = [test_driver.COMPILER, "-shared", "-fPIC", "-O1", "-o", path, HERE / "data" / "as_cuda.c"]
+    subprocess.run(command, check=True)
+    return lambda code: test_driver.run(library, LISTS + code, AS_CUDA=str(path))
+
+
+@driven
+def test_lists_are_looked_at_from_c(lists: Any) -> None:
+    """Once a tensor, whatever holds them, in every dtype; and the right bytes move."""
+    lists("""
+look_closely, kernels._look_closely = kernels._look_closely, closely
+names = "bool int8 uint8 float8_e4m3fn float8_e5m2 int16 uint16 float16 bfloat16 int32 uint32 float32 int64 uint64 float64"
+for name in names.split():
+    for layout, order in (("NHD", (2, 0, 1, 3)), ("HND", (1, 0, 2, 3))):
+        chunks, whole = batch(dtype=getattr(torch, name))
+        if layout == "HND":
+            chunks = [[made(NH, NT, HD, dtype=getattr(torch, name)) for _ in row] for row in chunks]
+        before = looks()
+        kernels.block_to_universal(chunks, whole, layout, stream=5)
+        # The first of each list is looked at twice.
+        assert looks() - before <= NB * PER + NB + 2, looks() - before
+        for row, w in zip(chunks, whole):
+            stacked = torch.stack([bits(c) for c in row]).view(NL, NO, *chunks[0][0].shape[:2], -1)
+            heads = stacked.permute(3, 0, 1, 2, 4) if layout == "NHD" else stacked.permute(2, 0, 1, 3, 4)
+            assert torch.equal(bits(w), heads.contiguous())
+            bits(w)[...] ^= 0xff
+        kernels.universal_to_block(tuple(whole), tuple(tuple(row) for row in chunks), layout, stream=5)
+        for row, w in zip(chunks, whole):
+            stacked = torch.stack([bits(c) for c in row]).view(NL, NO, *chunks[0][0].shape[:2], -1)
+            heads = stacked.permute(3, 0, 1, 2, 4) if layout == "NHD" else stacked.permute(2, 0, 1, 3, 4)
+            assert torch.equal(bits(w), heads.contiguous())
+for backend in (None, "batch", "async"):
+    chunks, _ = batch()
+    flat = made(NB, *FLAT)  # one tensor for all
+    kernels.block_to_operational(chunks, flat, backend, stream=5)
+    stacked = torch.stack([torch.stack([bits(chunk) for chunk in row]) for row in chunks])
+    assert torch.equal(bits(flat).view(NB, PER, -1), stacked.view(NB, PER, -1))
+one, _ = batch(nb=1)
+whole = made(*WHOLE)
+kernels.block_to_universal(one[0], whole, stream=5)         # a flat list, one tensor
+kernels._look_closely = look_closely
+again = made(*WHOLE)
+_core.whole_tensors, by_c = (lambda *_: None), _core.whole_tensors
+kernels.block_to_universal(one, [again], stream=5)          # as it is looked at from Python
+assert torch.equal(bits(whole), bits(again))
+""")
+
+
+DEVIATIONS = {
+    "a dtype among others": "chunks[1][3] = made(*CHUNK, dtype=torch.float32)",
+    "a dtype of the same width": "chunks[2][7] = made(*CHUNK, dtype=torch.int16)",
+    "blocks of another dtype": "chunks = batch(dtype=torch.bfloat16)[0]",
+    "a dtype that is not known": "chunks, whole = batch(dtype=torch.complex64)",
+    "a chunk that is not dense": "chunks[0][1] = made(NT, HD, NH).transpose(1, 2)",
+    "a slice": "chunks[0][0] = made(NT, NH, 2 * HD)[..., :HD]",
+    "another shape": "chunks[1][2] = made(NT, NH, HD + 1)",
+    "another order of axes": "chunks[2][0] = made(NH, NT, HD)",
+    "another rank": "chunks[0][0] = made(NT, NH * HD)",
+    "a chunk on the CPU": "chunks[1][5] = made(*CHUNK, on=lambda t: t)",
+    "all chunks on the CPU": "chunks = batch(on=lambda t: t)[0]",
+    "a whole tensor on the CPU": "whole[2] = made(*WHOLE, on=lambda t: t)",
+    "no tensor": "chunks[1][5] = 'x'",
+    "no list": "chunks[1] = 5",
+    "a short list": "chunks[2].pop()",
+    "a long list": "chunks[0].append(made(*CHUNK))",
+    "a block too few": "chunks.pop()",
+    "a whole tensor of another shape": "whole[1] = made(NH, NL, NO, NT, HD + 1)",
+    "a whole tensor of another rank": "whole[0] = made(NH, NL, NO, NT * HD)",
+    "a whole tensor that is not dense": "whole[1] = made(NH, NL, NO, HD, NT).transpose(3, 4)",
+    "a whole tensor of another dtype": "whole[2] = made(*WHOLE, dtype=torch.int32)",
+    "a chunk inside a whole tensor": "chunks[1][1] = gpu(plain(whole[0]).view(-1)[40:160].view(CHUNK))",
+    "a chunk twice": "chunks[0][0] = chunks[2][3]",
+    "a whole tensor twice": "whole[1] = whole[0]",
+    "an empty whole tensor": "whole = made(0, *WHOLE)",
+    "axes of zero": "whole = [made(NH, NL, NO, NT, 0) for _ in range(NB)]",
+    "nothing": "whole = []",
+    "a set": "whole = set(whole)",
+}
+
+
+@driven
+@pytest.mark.parametrize("what", DEVIATIONS)
+def test_what_is_wrong_is_said_as_from_python(lists: Any, what: str) -> None:
+    """Looked at from C or not: one outcome, one message, and the destination as it was unless the copy is right."""
+    text = lists(f"""
+chunks, whole = batch()
+{DEVIATIONS[what]}
+def tried(call, *arguments):
+    try:
+        return call(*arguments, stream=5)
+    except Exception as error:
+        return type(error).__name__, str(error)
+def outcomes():
+    return [tried(kernels.block_to_universal, chunks, whole), tried(kernels.universal_to_block, whole, chunks)]
+from_c = outcomes()
+by_c, _core.whole_tensors = _core.whole_tensors, lambda *_: None
+assert outcomes() == from_c, (outcomes(), from_c)
+print(from_c)
+""")
+    outcomes = eval(text)
+    harmless = {"a chunk twice": 1, "a whole tensor twice": 1}  # read twice: that is no race
+    assert sum(outcome is None for outcome in outcomes) == harmless.get(what, 0), outcomes
+    assert all(outcome is None or outcome[0] in ("BindError", "DTypeError", "LayoutError") for outcome in outcomes)
+
+
+@driven
+def test_a_list_that_changes_while_it_is_looked_at(lists: Any) -> None:
+    """Looking at an object may run Python; a list that became shorter by then is an error, not a crash."""
+    lists("""
+chunks, whole = batch()
+class Evil(torch.Tensor):
+    pass
+class Meta(type(torch.Tensor)):
+    def __getattribute__(cls, name):
+        if name == "__dlpack_c_exchange_api__":
+            del chunks[1][2:]
+        return super().__getattribute__(name)
+class Evil(torch.Tensor, metaclass=Meta):
+    device = property(lambda self: torch.device("cuda", 0))
+chunks[1][1] = made(*CHUNK, on=lambda t: t.as_subclass(Evil))
+try:
+    kernels.block_to_universal(chunks, whole, stream=5)
+    raise SystemExit("not refused")
+except (kvbm.BindError, IndexError) as error:
+    pass
+""")
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+SIZES = [0, 1, 15, 16, 17, 255, 4096, (1 << 20) + 3]
+SKEWS = [(s, d) for s in range(18) for d in range(18)]
+
+
+class Pairs:
+    """Sources and destinations at chosen misalignments, guard bytes round each."""
+
+    def __init__(self, size: int, skews: Any, src_at: str = "cuda", dst_at: str = "cuda") -> None:
+        import torch
+
+        self.size = size
+        self.pitch = (size + 127) // 64 * 64
+        total = len(skews) * self.pitch + 64
+
+        def memory(at: str) -> Any:
+            data = torch.randint(0, 256, (total,), dtype=torch.uint8)
+            return data.cuda() if at == "cuda" else data.pin_memory() if at == "pinned" else data
+
+        self.src, self.dst = memory(src_at), memory(dst_at)
+        self.starts = [(i * self.pitch + s, i * self.pitch + d) for i, (s, d) in enumerate(skews)]
+        torch.cuda.synchronize()
+        self.want = self.dst.cpu().clone()
+        self.expect()
+
+    def expect(self) -> None:
+        source = self.src.cpu()
+        for s, d in self.starts:
+            self.want[d : d + self.size] = source[s : s + self.size]
+
+    @property
+    def addresses(self) -> tuple[list[int], list[int]]:
+        return (
+            [self.src.data_ptr() + s for s, _ in self.starts],
+            [self.dst.data_ptr() + d for _, d in self.starts],
+        )
+
+    def check(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        got = self.dst.cpu()
+        if not torch.equal(got, self.want):
+            wrong = torch.nonzero(got != self.want).flatten()
+            pytest.fail(
+                f"size {self.size}: {len(wrong)} bytes differ, the first at {int(wrong[0])} (pitch {self.pitch})"
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SIZES)
+def test_every_alignment_on_a_gpu(size: int) -> None:
+    """All together: as wide as each pair allows."""
+    pairs = Pairs(size, SKEWS)
+    vectorized_copy(*pairs.addresses, size)
+    pairs.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [size for size in SIZES if size < 1 << 20] + [65_551])
+def test_one_alignment_a_launch(size: int) -> None:
+    """Each by itself: as many threads a pair as its word asks for."""
+    pairs = Pairs(size, SKEWS)
+    for src, dst in zip(*pairs.addresses, strict=True):
+        vectorized_copy([src], [dst], size)
+    pairs.check()
+
+
+@pytest.mark.gpu
+def test_pairs_sanitize() -> None:
+    """Small, for compute-sanitizer: exact allocations, so that a byte too far is one outside."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    for size in (1, 15, 33, 4097):
+        src = [torch.randint(0, 256, (size + 3,), dtype=torch.uint8, device="cuda") for _ in range(300)]
+        dst = [torch.zeros(size + 3, dtype=torch.uint8, device="cuda") for _ in range(300)]
+        torch.cuda.synchronize()
+        for skew in (0, 1, 3):
+            starts = [s.data_ptr() + 3 for s in src], [d.data_ptr() + skew for d in dst]
+            vectorized_copy(*starts, size, stream=stream)
+            vectorized_copy(starts[0][:2], starts[1][:2], size, stream=stream)
+            stream.synchronize()
+            assert all(torch.equal(s[3:], d[skew : skew + size]) for s, d in zip(src, dst, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("skew", [(0, 0), (3, 3), (3, 11), (0, 1)])
+def test_one_large_pair(skew: tuple[int, int]) -> None:
+    import torch
+
+    size = 256 << 20
+    src = torch.randint(0, 1 << 62, (size // 8 + 4,), dtype=torch.int64, device="cuda").view(torch.uint8)
+    dst = torch.full_like(src, 0xA5)
+    vectorized_copy([src.data_ptr() + skew[0]], [dst.data_ptr() + skew[1]], size)
+    torch.cuda.synchronize()
+    assert torch.equal(dst[skew[1] : skew[1] + size], src[skew[0] : skew[0] + size])
+    assert bool((dst[: skew[1]] == 0xA5).all()) and bool((dst[skew[1] + size :] == 0xA5).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [24, 4096])
+def test_twenty_thousand_pairs(size: int) -> None:
+    """More than the parameters carry, again and again: the ring."""
+    rng = np.random.default_rng(size)
+    pairs = Pairs(size, rng.integers(0, 4, (20_000, 2)) * 16 + rng.integers(0, 2, (20_000, 1)))
+    order = rng.permutation(20_000)
+    src, dst = (np.array(a, np.uint64)[order] for a in pairs.addresses)
+    for _ in range(10):
+        vectorized_copy(src, dst, size)
+    pairs.check()
+
+
+PLACES = [("cuda", "pinned"), ("pinned", "cuda"), ("pinned", "pinned"), ("cuda", "cuda")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("places", PLACES, ids="-".join)
+@pytest.mark.parametrize("size", [17, 4096, 100_003])
+def test_pinned_memory(places: tuple[str, str], size: int) -> None:
+    pairs = Pairs(size, SKEWS[:40], *places)
+    vectorized_copy(*pairs.addresses, size)
+    pairs.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("places", PLACES, ids="-".join)
+@pytest.mark.parametrize("mode", MemcpyBatchMode)
+def test_engine_copies(places: tuple[str, str], mode: MemcpyBatchMode) -> None:
+    """By the copy engines, neighbours merged or not, sizes alike or not, some of nothing."""
+    import torch
+
+    if mode == MemcpyBatchMode.BATCH_WITHOUT_FALLBACK and not kernels.is_memcpy_batch_available():
+        pytest.skip("the driver has no cuMemcpyBatchAsync")
+    stream = torch.cuda.Stream()
+    pairs = Pairs(5000, SKEWS[:40], *places)
+    used = memcpy_batch(*pairs.addresses, 5000, mode=mode, stream=stream)
+    assert used == mode or mode == MemcpyBatchMode.BATCHED_WITH_FALLBACK
+    pairs.check()
+    pairs = Pairs(40 * 64, [(16, 32)], *places)  # one range, cut
+    (src,), (dst,) = pairs.addresses
+    cuts = np.sort(np.random.default_rng(3).integers(0, 40 * 64, 30))
+    at = np.concatenate([[0], cuts])
+    sizes = np.diff(np.append(at, 40 * 64))
+    for merge in (True, False):
+        pairs.dst.fill_(7)
+        pairs.want.fill_(7)
+        pairs.expect()
+        torch.cuda.synchronize()
+        memcpy_batch(at + src, at + dst, sizes, mode=mode, stream=stream, merge=merge)
+        pairs.check()
+
+
+@pytest.mark.gpu
+def test_memory_that_no_gpu_reaches() -> None:
+    import torch
+
+    pairs = Pairs(64, [(0, 0)] * 5)
+    host = np.zeros(64, np.uint8)
+    src, dst = pairs.addresses
+    before = pairs.dst.clone()
+    for call in BOTH:
+        with pytest.raises(kvbm.BindError, match=r"dst_ptrs\[4\].*no GPU reaches"):
+            call(src, [*dst[:4], host.ctypes.data], 64)
+        with pytest.raises(kvbm.BindError, match=r"src_ptrs\[0\].*no GPU reaches"):
+            call([host.ctypes.data, *src[1:]], dst, 64)
+    torch.cuda.synchronize()
+    assert torch.equal(pairs.dst, before) and not host.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [3, 253, 254, 5000])
+def test_a_captured_copy_replays(count: int) -> None:
+    """Addresses in the parameters, or in a slot that is the graph's: replays read what is in the source by then."""
+    import torch
+
+    pairs = Pairs(96, [(i % 5, i % 7) for i in range(count)])
+    other = Pairs(96, [(0, 0)] * count)
+    vectorized_copy(*pairs.addresses, 96)  # loads the kernel
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        vectorized_copy(*pairs.addresses, 96)
+        memcpy_batch(*other.addresses, 96)  # a capture takes no batched copies: falls back
+    for turn in range(3):
+        pairs.src.random_(0, 256)
+        other.src.random_(0, 256)
+        pairs.expect()
+        other.expect()
+        # Other large batches meanwhile must not take the slot.
+        noise = Pairs(40, [(1, 2)] * 3000)
+        vectorized_copy(*noise.addresses, 40)
+        graph.replay()
+        pairs.check()
+        other.check()
+        noise.check()
+        if turn == 1:
+            torch.cuda.synchronize()
+    del graph
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["dtype", "dense", "shape", "cpu", "device"])
+def test_a_tensor_unlike_the_others(what: str) -> None:
+    """Real CUDA tensors are looked at from C, and what is wrong with one of them is said as ever."""
+    import torch
+
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch cannot be looked at from C")
+    chunks = [[torch.zeros(4, 3, 8, device="cuda").half() for _ in range(4)] for _ in range(5)]
+    whole = [torch.ones(3, 2, 2, 4, 8, device="cuda").half() for _ in range(5)]
+    found = _core.whole_tensors(whole, 5)
+    assert found is not None and found[1:4] == ((3, 2, 2, 4, 8), "float16", 0)
+    assert _core.chunk_tensors(chunks, 5, 4, (4, 3, 8), True, "float16", 0) is not None
+    chunks[3][2], match = {
+        "dtype": (torch.zeros(4, 3, 8, device="cuda"), "float32"),
+        "dense": (torch.zeros(4, 8, 3, device="cuda").half().transpose(1, 2), r"blocks\[3\]\[2\].*contiguous"),
+        "shape": (torch.zeros(4, 3, 9, device="cuda").half(), r"blocks\[3\]\[2\].*\(4, 3, 9\)"),
+        "cpu": (torch.zeros(4, 3, 8).half(), r"blocks\[3\]\[2\].*CUDA.*CPU"),
+        "device": (whole[0].view(-1)[:96].view(4, 3, 8), "overlap"),
+    }[what]
+    assert what == "device" or _core.chunk_tensors(chunks, 5, 4, (4, 3, 8), True, "float16", 0) is None
+    for call in (
+        lambda: kernels.block_to_universal(chunks, whole),
+        lambda: kernels.universal_to_block(whole, chunks),
+    ):
+        with pytest.raises((kvbm.BindError, kvbm.DTypeError), match=match):
+            call()
+    torch.cuda.synchronize()
+    assert all(bool((w == 1).all()) for w in whole)
