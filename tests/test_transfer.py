@@ -701,7 +701,7 @@ for src, dst in itertools.product(NAMES[:5], NAMES[:5]):
         )
 
     def test_graphs(self, library: Path, direction: str, strategy: str) -> None:  # noqa: F811
-        """Nothing runs in a capture and no call breaks it; replays move what is there; destroyed graphs give back what they hold."""
+        """Nothing runs in a capture and no call breaks it; replays move what is there; destroyed graphs give back what they had."""
         run(
             library,
             f"""
@@ -798,6 +798,32 @@ assert count("pushes") == count("pops")
 """,
             FAKE_DEVICES="2",
         )
+
+
+class TestDefaultStreams:
+    pytestmark = on_the_fake_driver
+
+    @pytest.mark.parametrize("device", [0, 1])
+    def test_a_producer_on_a_default_stream(self, library: Path, device: int) -> None:  # noqa: F811
+        """Its handle is the same on all GPUs: that of the copy's is meant."""
+        out = run(
+            library,
+            f"""
+defer(1)
+def chain(start, wait):
+    s, m, d = (End(name, 6, {device}, dst=i > 0) for i, name in enumerate(("nhd", "universal", "vllm/LBHNC")))
+    first, second = kvbm.Transfer(s.pool, m.pool), kvbm.Transfer(m.pool, d.pool, "staged")
+    pump(); seed(start)
+    first.copy(range(6), range(6), stream=0)
+    second.copy(range(6), range(6), stream={0x106 if device else 6}, wait=wait)
+    pump()
+    m.before = moved(s, m, range(6), range(6))
+    return right(m, d, range(6), range(6))
+print(*(all(chain(start, wait) for start in range(1, 40)) for wait in (On(0), None)))
+""",
+            FAKE_DEVICES="2",
+        )
+        assert out.split() == ["True", "False"]
 
 
 class TestOrder:

@@ -836,8 +836,8 @@ cdef struct Exchange:  # DLPackExchangeAPI
 
 cdef extern from *:
     """
-    /* While one tensor is looked at, the next ones are fetched: the object, and then what its first fields point to, which
-     * in torch is the tensor itself.  It is a guess that costs nothing: a prefetch faults nowhere. */
+    /* While one tensor is looked at, the next ones are fetched: the object, and then what its first fields point to,
+     * which in torch is the tensor itself.  It is a guess that costs nothing: a prefetch faults nowhere. */
     static inline void kvbm_prefetch(void *object) { __builtin_prefetch(object); }
     static inline void kvbm_prefetch_fields(void *object) {
       char **field = (char **)((char *)object + sizeof(PyObject));
@@ -1704,6 +1704,10 @@ cdef class Route:
         done.keep = (self, keep_src, keep_dst) if src.device or dst.device else self
         done.fault = self.fault if src.device or dst.device else None
         return done
+
+    cdef str _kernels(self, int strategy):
+        used = self.owned[0] if strategy == KVBM_DIRECT else self.owned[1] if strategy == KVBM_STAGED else ()
+        return "".join(f", {copy.kernel}" for copy in used)
 
     cdef int _refuse(self, kvbm_outcome *outcome, Ids *src, Ids *dst, src_ids, dst_ids) except -1:
         found = outcome.refused

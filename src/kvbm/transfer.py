@@ -231,6 +231,9 @@ class _Mover:
         runs = made.flat(src.step, dst.step)
         slot_block = (steps[0].dst_id if self.gathers else steps[1].src_id)[1]
         limits, why = self._limits(made, move, runs)
+        # No batch is larger than the smaller pool: what would be taken beyond needs no ring.
+        most = min(src.num_blocks, dst.num_blocks)
+        limits = limits[: 1 + next((i for i, (pairs, _) in enumerate(limits) if pairs >= most), len(limits))]
         ring = None
         if any(name == "staged" for _, name in limits):
             ring = self._take_ring(slot_block)

@@ -196,8 +196,11 @@ static void append(Queue *to, Work work) {
   to->last = &(*to->last)->next;
 }
 
+static int device_of(Handle stream);
+
 static void submit(Work work) {
   pthread_mutex_lock(&lock);
+  if ((uintptr_t)work.stream <= 2) work.stream = (Handle)((uintptr_t)work.stream + 256 * device_of(work.stream)); /* each GPU's */
   append(is_captured(work.stream) ? &capture->work : &queue, work);
   while (!deferred && run_one(NULL));
   pthread_mutex_unlock(&lock);
