@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
@@ -31,6 +32,7 @@ FIVE = section("Declare a layout in five minutes")
 (MINE,) = blocks(FIVE, "yaml")
 NUMPY, TORCH, CUDA = blocks(FIVE, "python")
 API, LISTS = blocks(section("Python"), "python")
+(SERVING,) = blocks(section("Move blocks beside a running model"), "python")
 CONSOLE = blocks(README, "console")
 
 
@@ -70,6 +72,25 @@ assert torch.equal(universals, want.permute(0, 4, 1, 2, 3, 5))
 assert torch.equal(operationals, want.view(nb, nl, no, nt * nh * hd))
 """
     passes(tmp_path, LISTS, proof)
+
+
+@pytest.mark.gpu
+def test_serving_loop(tmp_path: Path) -> None:
+    printed = passes(tmp_path, SERVING)
+    assert "64 blocks (128 MiB)" in printed and "'copies': 3, 'blocks': 3, 'bytes': 6291456" in printed
+
+
+def test_serving_loop_names_what_there_is() -> None:
+    """Without a GPU it cannot run; that it calls what exists can be seen."""
+    import ast
+
+    import kvbm
+
+    calls = [node for node in ast.walk(ast.parse(SERVING)) if isinstance(node, ast.Call)]
+    copies = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "copy"]
+    known = set(inspect.signature(kvbm.Transfer.copy).parameters)
+    assert len(copies) == 2 and all({word.arg for word in call.keywords} <= known for call in copies)
+    assert all(hasattr(kvbm.Transfer, name) for name in ("explain", "stats", "close"))
 
 
 def test_a_layout_of_the_same_shape_fails_as_the_readme_says(tmp_path: Path) -> None:
