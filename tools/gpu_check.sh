@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Checks kvbm on a machine with a GPU; needs no network: Python with the build and run-time requirements, nvcc, a driver.
 #
-#   tools/gpu_check.sh [build] [test] [sanitize] [bench]      all four if none is named
+#   tools/gpu_check.sh [build] [test] [sanitize] [bench] [transfers]      all five if none is named
 #
 # OUT        where the logs go (benchmarks/results)
 # PYTHON     the interpreter (python3)
 # CUDA_ARCHS what to build for (the first GPU's own)
 # JOBS       test processes that share the GPU (4)
+# SECTIONS   of benchmarks/transfers.py (pcie sms interference overhead graph soak)
 # KVBM_COMMIT what the results are labelled with, where there is no repository (git describe)
 #
 # Every stage runs whatever became of the one before, unless the build failed; the exit status is that of the worst.
@@ -53,10 +54,12 @@ summary() {
     printf '\n%s, %s, commit %s\n' "${gpu:-no GPU}" "$("$PYTHON" --version)" \
       "${KVBM_COMMIT:-$(git describe --always --dirty 2> /dev/null || echo unknown)}"
     printf '%s\n' "${rows[@]}"
-    if [ -f "$OUT/bench.log" ] && [[ " ${stages[*]} " == *" bench "* ]]; then
-      printf '\n'
-      tail -n 40 "$OUT/bench.log"
-    fi
+    for stage in bench transfers; do
+      if [ -f "$OUT/$stage.log" ] && [[ " ${stages[*]} " == *" $stage "* ]]; then
+        printf '\n'
+        tail -n 40 "$OUT/$stage.log"
+      fi
+    done
   } | tee "$OUT/summary.txt"
   exit "$status"
 }
@@ -69,7 +72,11 @@ build() {
     "$PYTHON" -m pip install -v --no-build-isolation --no-deps --no-index --target "$SITE" . || summary
 }
 
-tests() { tell=' in [0-9.]+s' need='[0-9] passed' run test "$PYTHON" -m pytest -p no:benchmark -m gpu -n "$JOBS" -q; }
+tests() {
+  tell=' in [0-9.]+s' need='[0-9] passed' run test "$PYTHON" -m pytest -p no:benchmark -m gpu -n "$JOBS" -q
+  # Those that look at the GPU's free memory want no others beside them.
+  tell=' in [0-9.]+s' need='[0-9] passed' run alone "$PYTHON" -m pytest -p no:benchmark -m gpu -k alone -p no:xdist -q
+}
 
 sanitize() {
   local tool
@@ -83,16 +90,24 @@ sanitize() {
 
 bench() { tell='\.csv' run bench "$PYTHON" benchmarks/run.py --out "$OUT/spine_gpu.csv"; }
 
+transfers() {
+  local section sections=()
+  for section in ${SECTIONS:-pcie sms interference overhead graph soak}; do sections+=(--section "$section"); done
+  rm -f "$OUT/transfers_gpu.csv" # it is appended to
+  tell='\.csv' run transfers "$PYTHON" benchmarks/transfers.py "${sections[@]}" --out "$OUT/transfers_gpu.csv"
+}
+
 stages=("$@")
-[ $# -gt 0 ] || stages=(build test sanitize bench)
+[ $# -gt 0 ] || stages=(build test sanitize bench transfers)
 for stage in "${stages[@]}"; do
   case $stage in
     build) build ;;
     test) tests ;;
     sanitize) sanitize ;;
     bench) bench ;;
+    transfers) transfers ;;
     *)
-      echo "gpu_check.sh: expected stages build, test, sanitize, bench; got '$stage'" >&2
+      echo "gpu_check.sh: expected stages build, test, sanitize, bench, transfers; got '$stage'" >&2
       exit 2
       ;;
   esac
