@@ -162,6 +162,8 @@ struct Device {
   Slot* newest = nullptr;  // circular: newest->next is the slot used longest ago
   std::mutex events_mutex;
   std::vector<Handle> events[2];  // not in use; [1]: timed
+  std::mutex retired_mutex;
+  std::vector<Address> retired;  // memory to be freed when something is allocated
 };
 
 extern Device* devices;

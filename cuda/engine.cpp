@@ -309,6 +309,7 @@ int make_ring(Device* device, uint64_t slot_bytes, uint32_t slots, kvbm_ring** o
 // graph is gone the ring serves the next capture.
 std::mutex captured_mutex;
 std::vector<kvbm_ring*> captured_rings;
+std::vector<kvbm_ring*> retired_rings;  // to be destroyed when one is next created; under the same mutex
 
 void release_captured_ring(void* ring) {  // called by the driver, on any thread
   std::lock_guard<std::mutex> lock(captured_mutex);
@@ -667,8 +668,24 @@ int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring*
   Current current;
   Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
+  std::vector<kvbm_ring*> retired;
+  {
+    std::lock_guard<std::mutex> lock(captured_mutex);
+    retired.swap(retired_rings);
+  }
+  for (kvbm_ring* old : retired) kvbm_ring_destroy(old);
   RelaxedCapture relaxed;
   return make_ring(opened, slot_bytes, slots, ring);
+}
+
+void kvbm_ring_retire(kvbm_ring* ring) {
+  if (!ring || start() != KVBM_OK) return;
+  try {
+    std::lock_guard<std::mutex> lock(captured_mutex);
+    retired_rings.push_back(ring);
+  } catch (...) {  // no memory for the list: then wait
+    kvbm_ring_destroy(ring);
+  }
 }
 
 void kvbm_ring_destroy(kvbm_ring* ring) {

@@ -233,6 +233,7 @@ enum { KVBM_DIRECT = 0, KVBM_STAGED = 1, KVBM_ENGINE = 2 };
 typedef struct kvbm_ring kvbm_ring;
 int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring** ring);
 void kvbm_ring_destroy(kvbm_ring* ring); /* waits for the copies that use it */
+void kvbm_ring_retire(kvbm_ring* ring);  /* the same later, when a ring is next created */
 
 /* One way from pool to pool.  All args are templates; a loop nest for the copy engine is one of bytes: inner[0] is a run. */
 typedef struct kvbm_route {
@@ -292,7 +293,9 @@ int kvbm_is_capturing(int device, uint64_t stream, int* capturing);
 int kvbm_enable_peer(int device, int peer, int* can);
 
 int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address);
-int kvbm_free_device(int device, uint64_t address);
+int kvbm_free_device(int device, uint64_t address); /* waits for running work, as the driver does */
+/* The same later, when something is next allocated: whoever drops the last reference to a table must not wait for the GPU. */
+void kvbm_retire_device(int device, uint64_t address);
 int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes); /* blocking */
 int kvbm_synchronize(int device, uint64_t stream);
 

@@ -141,6 +141,12 @@ int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address) {
   Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
   RelaxedCapture relaxed;
+  std::vector<Address> retired;
+  {
+    std::lock_guard<std::mutex> lock(opened->retired_mutex);
+    retired.swap(opened->retired);
+  }
+  for (const Address memory : retired) driver.MemFree(memory);
   Address allocated = 0;
   RETURN_IF_FAILED(CU(MemAlloc, &allocated, bytes));
   *address = allocated;
@@ -154,6 +160,16 @@ int kvbm_free_device(int device, uint64_t address) {
   RETURN_IF_FAILED(open(device, &opened, &current));
   RelaxedCapture relaxed;
   return CU(MemFree, address);
+}
+
+void kvbm_retire_device(int device, uint64_t address) {
+  if (!address || start() != KVBM_OK) return;  // after a fork it is the parent's
+  try {
+    std::lock_guard<std::mutex> lock(devices[device].retired_mutex);
+    devices[device].retired.push_back(address);
+  } catch (...) {  // no memory for the list: then wait
+    kvbm_free_device(device, address);
+  }
 }
 
 int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes) {

@@ -348,10 +348,8 @@ def test_refusals_on_a_gpu_leave_the_destination() -> None:
     for src_ids, dst_ids, match in (([4], [0], "4"), ([0, 1], [2, 2], "2"), ([0], [5], "5"), ([0, 1], [0], "2.*1")):
         with pytest.raises(kvbm.BindError, match=match):
             kvbm.convert(src, dst, src_ids, dst_ids)
-    with pytest.raises(kvbm.BindError, match=r"cuda:0.*cpu"):
+    with pytest.raises(kvbm.BindError, match="destination is in host memory that GPUs do not reach"):
         kvbm.convert(src, host.pool)
-    with pytest.raises(kvbm.BindError, match="GPU"):
-        kvbm.convert(src, dst, torch.tensor([0]).cuda(), [0])
     with pytest.raises(TypeError, match="stream"):
         kvbm.convert(src, dst, [0], [0], stream="default")
     torch.cuda.synchronize()

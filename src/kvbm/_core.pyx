@@ -189,6 +189,8 @@ cdef extern from "kvbm.h" nogil:
                        int64_t src_blocks, int64_t dst_blocks, int same_pool, int64_t *index) noexcept
     int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring **ring) noexcept
     void kvbm_ring_destroy(kvbm_ring *ring) noexcept
+    void kvbm_ring_retire(kvbm_ring *ring) noexcept
+    void kvbm_retire_device(int device, uint64_t address) noexcept
     int kvbm_transfer(const kvbm_route *route, const kvbm_batch *batch, int strategy, uint64_t stream,
                       const uint64_t *waits, uint32_t num_waits, uint64_t done, kvbm_outcome *outcome) noexcept
     int kvbm_fault_create(int device, uint32_t **fault) noexcept
@@ -329,7 +331,7 @@ cdef class Table:
     Notes
     -----
     A launch is asynchronous and may read the copy on the device after it returns: whoever launches keeps the table as
-    long as its pool.  Dropping the last reference frees the copy, for which the driver waits for running work.
+    long as its pool.  After the last reference the copy is freed when something is next allocated: freeing waits for running work.
     """
 
     cdef uint64_t *addresses
@@ -373,9 +375,7 @@ cdef class Table:
         free(self.addresses)
         self.addresses = NULL
         if address:
-            # It can wait for the GPU; nothing to be done about a failure (a forked child, a driver shutting down).
-            with nogil:
-                kvbm_free_device(device, address)
+            kvbm_retire_device(device, address)
 
     def __len__(self):
         return self.count
@@ -1373,11 +1373,16 @@ cdef class Ring:
             status = kvbm_ring_create(device, slot_bytes, <uint32_t> slots, &self.ring)
         check(status, f"allocating {slots} slots of {slot_bytes} bytes on cuda:{device} for staged copies")
 
-    def __dealloc__(self):
+    def close(self):
+        """Free the memory; waits for the copies that use it.  Nothing may be copied through it any more."""
         cdef kvbm_ring *ring = self.ring
         self.ring = NULL
         with nogil:
             kvbm_ring_destroy(ring)
+
+    def __dealloc__(self):
+        kvbm_ring_retire(self.ring)
+        self.ring = NULL
 
 
 cdef class _Fault:
@@ -1518,6 +1523,8 @@ cdef class Route:
         Whether both sides are one memory; whether they are two GPUs'.
     limits : sequence of (int, int)
         ``(pairs, strategy)``: up to so many pairs strategy 0 (direct), 1 (staged) or 2 (engine) is taken, ascending.
+    may_choose : bool
+        Whether ids on the device, which the copy engine cannot read, turn a copy into a direct one instead of being refused.
     keep : object
         What the copies need alive.
     """
@@ -1527,6 +1534,7 @@ cdef class Route:
     cdef Ring ring
     cdef _Fault fault
     cdef object keep, owned
+    cdef bint may_choose
     cdef int num_limits
     cdef int64_t limit[8]
     cdef int strategy_of[8]
@@ -1537,7 +1545,7 @@ cdef class Route:
     def __init__(self, int device, Table src not None, Table dst not None, int64_t src_blocks, int64_t dst_blocks, *,
                  direct, permute, Copy move, Copy runs, const uint64_t[::1] src_bases, const uint64_t[::1] dst_bases,
                  const uint64_t[::1] cuts, bint gathers, uint64_t slot_block_bytes, Ring ring, int max_sms, bint same_pool,
-                 bint crosses, limits, keep):
+                 bint crosses, limits, bint may_choose, keep):
         cdef Copy copy
         cdef int i
         memset(&self.route, 0, sizeof(kvbm_route))
@@ -1576,7 +1584,7 @@ cdef class Route:
             if strategy not in (0, 1, 2) or (strategy == 0 and not direct) or (strategy == 1 and ring is None) or (
                     strategy == 2 and runs is None):
                 raise PlanError(f"strategy {strategy}: this route has nothing to run it with")
-        self.num_limits = <int> len(limits)
+        self.num_limits, self.may_choose = <int> len(limits), may_choose
 
     def choose(self, int64_t pairs):
         """Name of the strategy for a batch of so many pairs of host ids."""
@@ -1723,7 +1731,7 @@ cdef class Route:
             return strategy
         if strategy == KVBM_STAGED and not self.route.gathers and dst and not src:
             return strategy
-        if self.num_limits > 1 and self.route.num_direct:  # `auto`
+        if self.may_choose and self.route.num_direct:
             return KVBM_DIRECT
         if strategy == KVBM_ENGINE:
             raise BindError("engine: block ids lie on the GPU, and the copy engine needs them on the host; pass .cpu() ids, "

@@ -259,6 +259,7 @@ class _Mover:
             same_pool=self.same_pool,
             crosses=self.direction == "p2p",
             limits=[(pairs, _STRATEGIES.index(name)) for pairs, name in limits],
+            may_choose=self.strategy == "auto",
             keep=self.keep,
         )
         return _Route(made, route, direct, why)
@@ -290,6 +291,9 @@ class _Mover:
 
     def copy(self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any) -> _core.Done:
         found = self.routes.get(layers) or self.route(layers)
+        if self.keep is not None and (self.keep[0].closed or self.keep[1].closed):
+            for pool in self.keep:
+                pool.require_open()
         if found.route is None:
             return self._copy_on_host(found, src_ids, dst_ids, stream, wait)
         if stream is None:
@@ -529,10 +533,13 @@ class Transfer:
         return self._mover.stats()
 
     def close(self) -> None:
-        """Give back the ring; waits for the copies that use it.  Further copies are refused."""
-        self._mover.closed = True
-        self._mover.routes.clear()
-        self._mover.ring = None
+        """Give back the ring; waits for the copies that use it.  Further copies are refused; no thread may be in one."""
+        mover = self._mover
+        mover.closed = True
+        mover.routes.clear()
+        ring, mover.ring = mover.ring, None
+        if ring is not None:
+            ring.close()
 
     def __enter__(self) -> Transfer:
         return self
@@ -642,6 +649,8 @@ def convert(src_pool: Pool, dst_pool: Pool, src_ids: Any = None, dst_ids: Any = 
     --------
     >>> convert(engine_pool, storage_pool, src_ids=[7, 3], dst_ids=[0, 1])  # doctest: +SKIP
     """
+    for pool in (src_pool, dst_pool):
+        pool.require_open()
     for pool in (src_pool, dst_pool):
         pool.require_open()
     _bind(src_pool, dst_pool).copy(src_ids, dst_ids, None, stream, None)
