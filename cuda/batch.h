@@ -21,12 +21,13 @@ inline int64_t id_at(const void* ids, uint32_t id_bytes, int64_t i) {
 inline void write_ids(void* out, uint32_t to, const void* ids, uint32_t from, uint32_t count) {
   if (ids && from == to) {
     memcpy(out, ids, static_cast<size_t>(count) * to);
+  } else if (ids && from == 8) {
+    for (uint32_t i = 0; i < count; ++i)
+      static_cast<int32_t*>(out)[i] = static_cast<int32_t>(static_cast<const int64_t*>(ids)[i]);
   } else if (to == 4) {
-    auto* narrow = static_cast<int32_t*>(out);
-    for (uint32_t i = 0; i < count; ++i) narrow[i] = static_cast<int32_t>(id_at(ids, from, i));
+    for (uint32_t i = 0; i < count; ++i) static_cast<int32_t*>(out)[i] = static_cast<int32_t>(id_at(ids, from, i));
   } else {
-    auto* wide = static_cast<int64_t*>(out);
-    for (uint32_t i = 0; i < count; ++i) wide[i] = id_at(ids, from, i);
+    for (uint32_t i = 0; i < count; ++i) static_cast<int64_t*>(out)[i] = id_at(ids, from, i);
   }
 }
 
