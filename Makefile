@@ -30,11 +30,11 @@ lint: $(VENV)/.dev
 	$(RUN) -m ruff check
 	$(RUN) -m mypy
 	PATH="$$PWD/$(VENV)/bin:$$PATH" cython-lint src/kvbm
-	$(VENV)/bin/clang-format --dry-run --Werror cuda/*.h cuda/*.cuh cuda/*.cpp
+	$(VENV)/bin/clang-format --dry-run --Werror cuda/*.h cuda/*.cuh cuda/*.cpp cuda/*.cu
 
 format: $(VENV)/.dev
 	$(RUN) -m ruff check --select I --fix
-	$(VENV)/bin/clang-format -i cuda/*.h cuda/*.cuh cuda/*.cpp
+	$(VENV)/bin/clang-format -i cuda/*.h cuda/*.cuh cuda/*.cpp cuda/*.cu
 
 wheel: dist/.wheel
 	@ls -l dist/*.whl

@@ -331,7 +331,8 @@ cdef class Table:
     Notes
     -----
     A launch is asynchronous and may read the copy on the device after it returns: whoever launches keeps the table as
-    long as its pool.  After the last reference the copy is freed when something is next allocated: freeing waits for running work.
+    long as its pool.  After the last reference the copy is freed when something is next allocated: freeing waits for
+    running work.
     """
 
     cdef uint64_t *addresses
@@ -421,7 +422,8 @@ cdef class Copy:
     cdef int index
     cdef readonly str kernel
 
-    def __init__(self, str kernel, parts, src_id, dst_id, int64_t src_blocks=INDEX_LIMIT, int64_t dst_blocks=INDEX_LIMIT):
+    def __init__(self, str kernel, parts, src_id, dst_id, int64_t src_blocks=INDEX_LIMIT,
+                 int64_t dst_blocks=INDEX_LIMIT):
         cdef int index = _find_kernel(kernel) if kernel is not None else -1
         parts = tuple(parts)
         if len(parts) > KVBM_MAX_PARTS or (index >= 0 and len(parts) != kvbm_kernels[index].parts):
@@ -601,7 +603,7 @@ def check_ids(const int64_t[::1] src_ids, const int64_t[::1] dst_ids, Py_ssize_t
     BindError
         Naming the position, the id and what was expected.
     """
-    cdef int64_t index = 0, first = 0
+    cdef int64_t index = 0
     cdef int found
     cdef const void *src = NULL
     cdef const void *dst = NULL
@@ -807,7 +809,9 @@ cdef object _read_device_ids(object given, str what, int device, Ids *ids):
     if array.shape[0] > 1 and array.strides[0] != ids.bytes:
         raise BindError(f"{what}: expected contiguous ids, got strides of {array.strides[0]} bytes; call .contiguous()")
     if array.device != f"cuda:{device}":
-        raise BindError(f"{what}: the ids are on {array.device}, the copy's kernel on cuda:{device}; pass them from there")
+        raise BindError(
+            f"{what}: the ids are on {array.device}, the copy's kernel on cuda:{device}; pass them from there"
+        )
     ids.device, ids.count = array.address, array.shape[0]
     return given
 
@@ -1408,8 +1412,8 @@ cdef class _Fault:
         if found:
             self.word[0] = 0
             raise BindError(
-                f"block ids on the device: pair {found - 1} of an earlier copy named a block that its pool does not have; "
-                "it was skipped, and nothing of it was copied"
+                f"block ids on the device: pair {found - 1} of an earlier copy named a block that its pool does not have; it "
+                "was skipped, and nothing of it was copied"
             )
         return 0
 
@@ -1524,7 +1528,7 @@ cdef class Route:
     limits : sequence of (int, int)
         ``(pairs, strategy)``: up to so many pairs strategy 0 (direct), 1 (staged) or 2 (engine) is taken, ascending.
     may_choose : bool
-        Whether ids on the device, which the copy engine cannot read, turn a copy into a direct one instead of being refused.
+        Whether ids on the device, which the copy engine cannot read, make a copy direct instead of being refused.
     keep : object
         What the copies need alive.
     """
@@ -1544,8 +1548,8 @@ cdef class Route:
 
     def __init__(self, int device, Table src not None, Table dst not None, int64_t src_blocks, int64_t dst_blocks, *,
                  direct, permute, Copy move, Copy runs, const uint64_t[::1] src_bases, const uint64_t[::1] dst_bases,
-                 const uint64_t[::1] cuts, bint gathers, uint64_t slot_block_bytes, Ring ring, int max_sms, bint same_pool,
-                 bint crosses, limits, bint may_choose, keep):
+                 const uint64_t[::1] cuts, bint gathers, uint64_t slot_block_bytes, Ring ring, int max_sms,
+                 bint same_pool, bint crosses, limits, bint may_choose, keep):
         cdef Copy copy
         cdef int i
         memset(&self.route, 0, sizeof(kvbm_route))
@@ -1554,7 +1558,9 @@ cdef class Route:
         self.submissions = 0
         direct, permute, limits = tuple(direct), tuple(permute), tuple(limits)
         if len(direct) > KVBM_MAX_PARTS or len(permute) > KVBM_MAX_PARTS or not 0 < len(limits) <= 8:
-            raise PlanError(f"{len(direct)} and {len(permute)} kernels, {len(limits)} limits: expected at most 2, 2 and 1 to 8")
+            raise PlanError(
+                f"{len(direct)} and {len(permute)} kernels, {len(limits)} limits: expected at most 2, 2 and 1 to 8"
+            )
         self.src, self.dst, self.ring, self.keep = src, dst, ring, keep
         self.owned = (direct, permute, move, runs, src_bases, dst_bases, cuts)
         self.route.device, self.route.crosses, self.route.same_pool = device, crosses, same_pool
@@ -1652,8 +1658,8 @@ cdef class Route:
         if n < 0:
             if self.route.src_blocks != self.route.dst_blocks:
                 raise BindError(
-                    f"ids: the pools hold {self.route.src_blocks} and {self.route.dst_blocks} blocks; say which by src_ids "
-                    "and dst_ids"
+                    f"ids: the pools hold {self.route.src_blocks} and {self.route.dst_blocks} blocks; say which by "
+                    "src_ids and dst_ids"
                 )
             n = self.route.src_blocks
         if n > INDEX_LIMIT:
@@ -1693,7 +1699,8 @@ cdef class Route:
                 status = kvbm_event_take(home, 0, &done.event)
                 done.device = home
                 if status == KVBM_OK:
-                    status = kvbm_transfer(&self.route, &batch, strategy, stream, waits, num_waits, done.event, &outcome)
+                    status = kvbm_transfer(&self.route, &batch, strategy, stream, waits, num_waits, done.event,
+                                           &outcome)
         finally:
             if taken:
                 for device, event in taken:
@@ -1721,8 +1728,9 @@ cdef class Route:
         found = outcome.refused
         if src.device and found == KVBM_ID_SRC_RANGE:
             found = KVBM_ID_DST_RANGE
-        _refuse(found, outcome.index, None if src.count < 0 or src.device else _as_list(src_ids),
-                None if dst.count < 0 or dst.device else _as_list(dst_ids), self.route.src_blocks, self.route.dst_blocks)
+        mine = None if src.count < 0 or src.device else _as_list(src_ids)
+        others = None if dst.count < 0 or dst.device else _as_list(dst_ids)
+        _refuse(found, outcome.index, mine, others, self.route.src_blocks, self.route.dst_blocks)
         return 0
 
     cdef int _choose_for_device_ids(self, int strategy, bint src, bint dst) except -1:
@@ -1734,13 +1742,19 @@ cdef class Route:
         if self.may_choose and self.route.num_direct:
             return KVBM_DIRECT
         if strategy == KVBM_ENGINE:
-            raise BindError("engine: block ids lie on the GPU, and the copy engine needs them on the host; pass .cpu() ids, "
-                            "or use strategy='direct'")
+            raise BindError(
+                "engine: block ids lie on the GPU, and the copy engine needs them on the host; pass .cpu() ids, or use "
+                "strategy='direct'"
+            )
         if self.route.gathers:
-            raise BindError("staged: block ids lie on the GPU, and whether a pair is skipped must be known on the host when "
-                            "the engine writes the destination; pass .cpu() ids, or use strategy='direct'")
-        raise BindError("staged: src_ids lie on the GPU, and the copy engine that reads the source needs them on the host; "
-                        "pass src_ids.cpu(), or use strategy='direct'")
+            raise BindError(
+                "staged: block ids lie on the GPU, and whether a pair is skipped must be known on the host when the "
+                "engine writes the destination; pass .cpu() ids, or use strategy='direct'"
+            )
+        raise BindError(
+            "staged: src_ids lie on the GPU, and the copy engine that reads the source needs them on the host; pass "
+            "src_ids.cpu(), or use strategy='direct'"
+        )
 
 
 cdef object _as_list(ids):
@@ -1755,7 +1769,9 @@ cdef object _widen(src_ids, dst_ids, Ids *src, Ids *dst, int device):
     import numpy as np
 
     if src.device and dst.device:
-        raise BindError(f"ids: src_ids have {src.bytes * 8} bits and dst_ids {dst.bytes * 8}; on the device expected one width")
+        raise BindError(
+            f"ids: src_ids have {src.bytes * 8} bits and dst_ids {dst.bytes * 8}; on the device expected one width"
+        )
     if src.device or (not dst.device and src.bytes == 8):
         wanted, given, what, ids = src.bytes, dst_ids, "dst_ids", dst
     else:
@@ -1790,7 +1806,8 @@ cdef uint64_t _event_of(producer, list taken, int home) except? 0:
             if event == 0:
                 raise BindError("wait: the event has not been recorded yet")
             return event
-        if root == "cupy" and hasattr(producer, "ptr") and not hasattr(producer, "wait_event"):  # only streams have that
+        # Only CuPy's streams have wait_event.
+        if root == "cupy" and hasattr(producer, "ptr") and not hasattr(producer, "wait_event"):
             return producer.ptr
         if root == "cuda" and hasattr(producer, "is_timing_enabled"):  # cuda.core.Event
             return <uint64_t> int(producer.handle)

@@ -234,9 +234,11 @@ class _Mover:
         # No batch is larger than the smaller pool: what would be taken beyond needs no ring.
         most = min(src.num_blocks, dst.num_blocks)
         limits = limits[: 1 + next((i for i, (pairs, _) in enumerate(limits) if pairs >= most), len(limits))]
-        ring = None
-        if any(name == "staged" for _, name in limits):
-            ring = self._take_ring(slot_block)
+        if self.chunk_bytes is not None and self.chunk_bytes < slot_block:
+            raise BindError(
+                f"{self.title}: chunk_bytes: expected at least one block of {slot_block} bytes, got {self.chunk_bytes}"
+            )
+        ring = self._take_ring() if any(name == "staged" for _, name in limits) else None
         for copy in (*direct, *permute):  # now, and not beside a running model
             _core.warm(copy.kernel, self.device)
         route = _core.Route(
@@ -277,16 +279,11 @@ class _Mover:
             del shortest["direct"]
         return tuning.limits(self.direction, self.device, shortest, made.nbytes)
 
-    def _take_ring(self, slot_block: int) -> _core.Ring:
+    def _take_ring(self) -> _core.Ring:
         """The ring that all ranges of layers share; a range's block is never larger than the whole one."""
-        if self.chunk_bytes is not None and self.chunk_bytes < slot_block:
-            raise BindError(
-                f"{self.title}: chunk_bytes: expected at least one block of {slot_block} bytes, got {self.chunk_bytes}"
-            )
         if self.ring is None:
             largest = max(end.shape.nbytes for end in (self.src, self.dst))
-            slot = self.chunk_bytes or max(CHUNK_BYTES, largest + 16)
-            self.ring = _core.Ring(self.device, slot, SLOTS)
+            self.ring = _core.Ring(self.device, self.chunk_bytes or max(CHUNK_BYTES, largest + 16), SLOTS)
         return self.ring
 
     def copy(self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any) -> _core.Done:
