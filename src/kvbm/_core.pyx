@@ -1412,8 +1412,8 @@ cdef class _Fault:
         if found:
             self.word[0] = 0
             raise BindError(
-                f"block ids on the device: pair {found - 1} of an earlier copy named a block that its pool does not have; it "
-                "was skipped, and nothing of it was copied"
+                f"block ids on the device: pair {found - 1} of an earlier copy named a block that its pool does not "
+                "have; it was skipped, and nothing of it was copied"
             )
         return 0
 
