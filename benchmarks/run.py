@@ -222,7 +222,7 @@ def measure(
                 "shape": str(shape).replace(",", " "),
                 "blocks": batch,
                 "bytes": nbytes,
-                "kernel": " ".join(copy.kernel for copy in transfer._bind(src, dst).copies),
+                "kernel": " ".join(copy.kernel for copy in transfer._bind(src, dst).routes[None].copies if copy.kernel),
                 "median_us": round(seconds * 1e6, 2),
                 "gb_s": round(2 * nbytes / seconds / 1e9, 1),
                 "memcpy_us": round(yardstick * 1e6, 2),

@@ -172,15 +172,19 @@ int check_many(const Ids<Id>& ids, int64_t dst_blocks, bool same_pool, int64_t* 
   return KVBM_ID_OK;
 }
 
-// Whether every id is a block or -1: one comparison an id, which compilers make several at a time.
+// Whether every id is a block or -1.  In t = id + 1 and most - t the top bit tells, without a branch or a comparison, so that
+// compilers make several at a time.
 template <typename Id>
 bool are_in_range(const Id* ids, int64_t count, int64_t blocks) {
   using Unsigned = std::make_unsigned_t<Id>;
   if (!ids) return count <= blocks;
   const auto most = static_cast<Unsigned>(std::min<int64_t>(blocks, std::numeric_limits<Id>::max()));
   Unsigned outside = 0;
-  for (int64_t i = 0; i < count; ++i) outside |= static_cast<Unsigned>(static_cast<Unsigned>(ids[i]) + 1) > most;
-  return !outside;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto t = static_cast<Unsigned>(static_cast<Unsigned>(ids[i]) + 1);
+    outside |= t | static_cast<Unsigned>(most - t);
+  }
+  return !(outside >> (8 * sizeof(Id) - 1));
 }
 
 template <typename Id>

@@ -128,11 +128,12 @@ void release_captured_slot(void* slot) { leave_slot(static_cast<Slot*>(slot), Sl
 
 // ---- ids and tables ------------------------------------------------------------------------------------------------
 
+// From -1 on, and 32 bits are enough.
 bool fit_32_bits(const int64_t* ids, uint32_t count) {
   uint64_t bits = 0;
   if (ids)
-    for (uint32_t i = 0; i < count; ++i) bits |= static_cast<uint64_t>(ids[i] ^ (ids[i] >> 63));
-  return bits <= static_cast<uint64_t>(INT32_MAX);
+    for (uint32_t i = 0; i < count; ++i) bits |= static_cast<uint64_t>(ids[i]) + 1;
+  return bits >> 31 == 0;
 }
 
 // The four fields of kvbm_args that are set per batch, in the order of inline_mask.

@@ -473,6 +473,9 @@ class End:
         self.before = (oracle.source_bytes if salt else oracle.dest_bytes)(self.arena, salt)
         self.buffer[:] = self.before
 
+def transfer(s, d, strategy):  # staged in groups of two blocks
+    return kvbm.Transfer(s.pool, d.pool, strategy, chunk_bytes=2 * SHAPE.nbytes if strategy == "staged" else None)
+
 def moved(s, d, src_ids, dst_ids): return oracle.expected_bytes(s.arena, d.arena, s.before, d.before, src_ids, dst_ids)
 
 def right(s, d, src_ids, dst_ids):
@@ -741,9 +744,12 @@ for n in (2, 20, 800):
         d.refill(0)
         graphs = [capture(order[:n].copy(), to[:n].copy()), capture(order[n:].copy(), to[n:].copy())]
         assert (count("slots"), count("allocated_bytes")) == (slots, held), again
-    for graph in graphs: driver.fake_launch_graph(graph, handle(5))
-    pump()
-    check(s, d, order, to)
+    for turn in range(1, 9):  # what two graphs took again is each one's own
+        s.refill(1 + turn); d.refill(0)
+        seed(turn)
+        for i, graph in enumerate(graphs): driver.fake_launch_graph(graph, handle(5 + i))
+        pump()
+        check(s, d, order, to, (n, "again"))
     defer(0)
 assert count("broken_captures") == 0
 """,
@@ -786,7 +792,7 @@ class TestTwoGpus:
 defer(1)
 for start, second in itertools.product(range(4), (6, 0x106)):
     s, m, d = End("nhd", 12, {1 - to}), End("universal", 12, {to}, dst=True), End("vllm/LBHNC", 12, {1 - to}, dst=True)
-    there, back = kvbm.Transfer(s.pool, m.pool, {strategy!r}), kvbm.Transfer(m.pool, d.pool, {strategy!r})
+    there, back = transfer(s, m, {strategy!r}), transfer(m, d, {strategy!r})
     seed(start)
     done = there.copy(range(12), range(12), stream={first})
     back.copy(range(12), range(12), stream=second, wait=done)
@@ -838,7 +844,7 @@ class TestOrder:
 defer(1)
 def chain(start, wait, strategies):
     s, m, d = End("nhd", 6, 0), End("universal", 6, "pinned", dst=True), End("vllm/LBHNC", 6, 0, dst=True)
-    out, back = kvbm.Transfer(s.pool, m.pool, strategies[0]), kvbm.Transfer(m.pool, d.pool, strategies[1])
+    out, back = transfer(s, m, strategies[0]), transfer(m, d, strategies[1])
     pump(); seed(start)
     done = out.copy(range(6), range(6), stream=5)
     ways = {{"done": done, "stream": On(5), "list": [On(9), done, On(5)]}}
@@ -863,7 +869,7 @@ wrong = 0
 for start in range(1, 30):
     for waits in (True, False):
         s, m, d = End("nhd", 6, 0), End("universal", 6, 0, dst=True), End("vllm/LBHNC", 6, 0, dst=True)
-        out, back = kvbm.Transfer(s.pool, m.pool, "staged"), kvbm.Transfer(m.pool, d.pool, "direct")
+        out, back = transfer(s, m, "staged"), transfer(m, d, "direct")
         pump(); seed(start)
         done = out.copy(range(6), range(6), stream=5)
         if waits: done.wait(On(7))
@@ -875,7 +881,7 @@ for start in range(1, 30):
         wrong += not ok
 assert wrong
 s, d = End("nhd", 6, 0), End("universal", 6, "pinned", dst=True)
-done = kvbm.Transfer(s.pool, d.pool, "staged").copy(range(6), range(6), stream=5)
+done = transfer(s, d, "staged").copy(range(6), range(6), stream=5)
 assert not done.query()
 done.synchronize()
 assert done.query()

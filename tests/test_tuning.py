@@ -554,7 +554,8 @@ def test_measure_on_a_gpu(tmp_path: Path) -> None:
     made = tuning.measure(0)
     assert time.perf_counter() - begin < 10
     assert torch.cuda.current_device() == device
-    assert torch.cuda.mem_get_info(0)[0] >= free - 32 * MIB
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # other processes use the GPU's memory too
+        assert torch.cuda.mem_get_info(0)[0] >= free - 32 * MIB
     for direction in ("d2h", "h2d"):
         for run in tuning.RUNS:
             names = {row.strategy for row in made.rows if (row.direction, row.run_bytes) == (direction, run)}
