@@ -337,7 +337,9 @@ int take_captured_ring(Device* device, Handle graph, uint64_t slot_bytes, uint32
   for (kvbm_ring::Slot& slot : ring->slots) slot.used = false;
   ring->next = 0;
   *out = ring;
-  return give_to_graph(graph, ring, release_captured_ring);
+  const int given = give_to_graph(graph, ring, release_captured_ring);
+  if (given != KVBM_OK) release_captured_ring(ring);
+  return given;
 }
 
 // ---- staged copies -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The way to the GPU without one: real launches through a driver that is 150 lines of C (data/fake_driver.c).
+"""The way to the GPU without one: real launches through a driver of some hundred lines of C (data/fake_driver.c).
 
 Each test is a process of its own, in which libcuda.so.1 is that file.  What it cannot show is whether the kernels are
 right; what it does show is everything before them: parameters, rings, contexts, batches, refusals.

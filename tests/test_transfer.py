@@ -831,6 +831,31 @@ print(*(all(chain(start, wait) for start in range(1, 40)) for wait in (On(0), No
         )
         assert out.split() == ["True", "False"]
 
+    def test_two_gpus_and_a_default_stream(self, library: Path) -> None:  # noqa: F811
+        """Handle 0 is either GPU's: refused, unless the stream's object says that it is the one whose kernels run."""
+        run(
+            library,
+            """
+class Default:  # as torch's
+    def __init__(self, index): self.device_index = index
+    def __cuda_stream__(self): return (0, 0)
+s, d = End("nhd", 6, 0), End("universal", 6, 1, dst=True)
+move = kvbm.Transfer(s.pool, d.pool, "direct")
+for stream in (0, Default(1)):
+    try:
+        move.copy(range(6), range(6), stream=stream)
+    except kvbm.BindError as error:
+        assert "default stream" in str(error), error
+    else:
+        raise AssertionError(stream)
+assert count("launches") == 0
+move.copy(range(6), range(6), stream=Default(0))
+pump()
+check(s, d, range(6), range(6))
+""",
+            FAKE_DEVICES="2",
+        )
+
 
 class TestOrder:
     pytestmark = on_the_fake_driver

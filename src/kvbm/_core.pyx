@@ -1445,12 +1445,14 @@ cdef class Done:
 
     def wait(self, stream):
         """Let a stream of any GPU wait for the copy; the host does not wait."""
-        cdef int status
+        cdef int status, device = self.device
         if self.event == 0:
             return
         cdef uint64_t handle = stream_handle(stream)
+        if handle <= 2:
+            device = _device_of_default(stream, device)
         with nogil:
-            status = kvbm_stream_wait(self.device, handle, self.event)
+            status = kvbm_stream_wait(device, handle, self.event)
         check(status, "waiting for a copy on a stream")
 
     def synchronize(self):
@@ -1640,12 +1642,13 @@ cdef class Route:
             keep_dst = _read_ids(dst_ids, "dst_ids", self.route.device, &dst)
             if src.count >= 0 and dst.count >= 0 and src.bytes != dst.bytes:
                 keep_src = _widen(src_ids, dst_ids, &src, &dst, self.route.device)
-            return self._copy(&src, &dst, handle, wait, src_ids, dst_ids, keep_src, keep_dst)
+            return self._copy(&src, &dst, handle, stream, wait, src_ids, dst_ids, keep_src, keep_dst)
         finally:
             _drop_ids(&src)
             _drop_ids(&dst)
 
-    cdef Done _copy(self, Ids *src, Ids *dst, uint64_t stream, wait, src_ids, dst_ids, keep_src, keep_dst):
+    cdef Done _copy(self, Ids *src, Ids *dst, uint64_t stream, given_stream, wait, src_ids, dst_ids, keep_src,
+                    keep_dst):
         cdef kvbm_batch batch
         cdef kvbm_outcome outcome
         cdef uint64_t waits[16]
@@ -1685,7 +1688,12 @@ cdef class Route:
                 status = kvbm_stream_device(stream, &home)
             check(status, "asking which GPU a stream is of")
             if home < 0:
-                home = self.route.device
+                home = _device_of_default(given_stream, -2 if stream <= 2 else self.route.device)
+                if home != self.route.device:
+                    raise BindError(
+                        f"stream: two GPUs take part, and the default stream of either has the handle {stream}; pass a "
+                        f"stream of your own, or the default stream object of cuda:{self.route.device}"
+                    )
         cdef Done done = Done.__new__(Done)
         try:
             if wait is not None:
@@ -1788,6 +1796,15 @@ cdef object _widen(src_ids, dst_ids, Ids *src, Ids *dst, int device):
     else:
         _read_buffer(array, ids)
     return array
+
+
+cdef int _device_of_default(stream, int otherwise) except? -1:
+    """A default stream's handle is the same on every GPU; its object tells which one is meant."""
+    for name in ("device_index", "device_id"):  # torch, CuPy
+        index = getattr(stream, name, None)
+        if isinstance(index, int) and index >= 0:
+            return index
+    return otherwise
 
 
 cdef uint64_t _event_of(producer, list taken, int home) except? 0:

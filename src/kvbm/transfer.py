@@ -198,7 +198,9 @@ class _Mover:
                     "layers=(range of the source, range of the destination)"
                 )
             with self.lock:
-                found = self.routes[layers] = self._route(layers)
+                found = self.routes.get(layers)  # another thread may have been faster
+                if found is None:
+                    found = self.routes[layers] = self._route(layers)
         return found
 
     closed = False
@@ -293,7 +295,10 @@ class _Mover:
         return self.ring
 
     def copy(self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any) -> _core.Done:
-        found = self.routes.get(layers) or self.route(layers)
+        try:
+            found = self.routes.get(layers) or self.route(layers)
+        except TypeError:
+            raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
         if self.keep is not None and (self.keep[0].closed or self.keep[1].closed):
             for pool in self.keep:
                 pool.require_open()
