@@ -195,8 +195,10 @@ def test_two_devices() -> None:
         want = oracle.expected_bytes(*arenas, source, before, range(4), range(4))
         assert np.array_equal(buffers[1].cpu().numpy(), want)
         pairs.append(pools)
-    with pytest.raises(kvbm.BindError, match=r"cuda:1.*cuda:0"):
-        kvbm.convert(pairs[0][0], pairs[1][1])
+    kvbm.convert(pairs[0][0], pairs[1][1])  # from GPU 1 to GPU 0, on the current stream of the source's
+    torch.cuda.synchronize(1)
+    for moved, stayed in zip(pairs[1][1].arrays, pairs[0][1].arrays, strict=True):
+        assert torch.equal(moved.cpu().view(torch.int16), stayed.cpu().view(torch.int16))
     mixed = [pairs[0][0].arrays[0], *pairs[1][0].arrays[1:]]
     with pytest.raises(kvbm.BindError, match=r"cuda:0.*cuda:1"):
         kvbm.Pool(kvbm.load("nhd"), shape, mixed)

@@ -604,7 +604,7 @@ def require_disjoint(src: Pool, dst: Pool) -> bool:
     )
 
 
-def current_stream(pool: Pool) -> Any:
+def current_stream(pool: Pool) -> int:
     """The stream that the pool's framework is on: torch's or CuPy's current one for the pool's device.
 
     Raises
@@ -613,16 +613,17 @@ def current_stream(pool: Pool) -> Any:
         Arrays of neither: there is no stream to assume.
     """
     framework = type(pool.arrays[0]).__module__.partition(".")[0]
-    return _current_stream(framework, int(pool.device.partition(":")[2]))
+    return _core.stream_handle(_current_stream(framework, int(pool.device.partition(":")[2])))
 
 
-def _current_stream(framework: str, index: int) -> int:
+def _current_stream(framework: str, index: int) -> Any:
+    """As the framework's object: a default stream's handle does not tell of which GPU it is."""
     module = sys.modules.get(framework)
     if framework == "torch" and module is not None:
-        return int(module.cuda.current_stream(index).cuda_stream)
+        return module.cuda.current_stream(index)
     if framework == "cupy" and module is not None:
         with module.cuda.Device(index):
-            return int(module.cuda.get_current_stream().ptr)
+            return module.cuda.get_current_stream()
     raise BindError(
         f"stream: arrays of {framework} have no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
     )
