@@ -94,6 +94,8 @@ transfers() {
   local section sections=()
   for section in ${SECTIONS:-pcie sms interference overhead graph soak}; do sections+=(--section "$section"); done
   rm -f "$OUT/transfers_gpu.csv" # it is appended to
+  # Now, alone: a table that a test made beside the others would be of a busy machine.
+  "$PYTHON" -m kvbm tune
   tell='\.csv' run transfers "$PYTHON" benchmarks/transfers.py "${sections[@]}" --out "$OUT/transfers_gpu.csv"
 }
 

@@ -1,7 +1,8 @@
 """The table of what is fastest on this machine: measured once, kept in the user's cache folder, read by ``strategy="auto"``.
 
-A row is one median: a direction, a strategy, how many bytes stay together, how many bytes a batch moved, seconds.  `limits`
-turns rows into answers: seconds over bytes are straight lines in logarithms, and where two of them cross the strategy changes.
+A row is one measurement, the best of some copies: a direction, a strategy, how many bytes stay together, how many bytes a batch
+moved, seconds.  `limits` turns rows into answers: seconds over bytes are straight lines in logarithms, and where two of them
+cross the strategy changes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Progress = Callable[[int, int], object]
 
 
 class Row(NamedTuple):
-    """One measurement: the median of some copies, from the call to the end of the copy."""
+    """One measurement: the quickest of some copies, from the call to the end of the copy."""
 
     direction: str
     strategy: str
@@ -716,7 +717,7 @@ def _measured(
 
 
 def _sampled(moves: Mapping[str, Any], src: Any, dst: Any, stream: Any, seconds: float) -> dict[str, float]:
-    """Median seconds of each; strategies take turns, so that what drifts drifts for all."""
+    """The least seconds of each; strategies take turns, so that what drifts drifts for all."""
     begin = time.perf_counter()
     for move in moves.values():
         _timed(move, src, dst, stream)
@@ -726,7 +727,8 @@ def _sampled(moves: Mapping[str, Any], src: Any, dst: Any, stream: Any, seconds:
             samples[name].append(_timed(move, src, dst, stream))
         if time.perf_counter() - begin > seconds:
             break
-    return {name: statistics.median(times) for name, times in samples.items()}
+    # What else runs on the machine only ever makes a copy slower, and not every strategy alike.
+    return {name: min(times) for name, times in samples.items()}
 
 
 def _timed(move: Any, src: Any, dst: Any, stream: Any) -> float:
