@@ -14,7 +14,7 @@ import kvbm
 import matrix
 import oracle
 import strategies
-from kvbm import spec
+from kvbm import _core, spec
 from memory import Bound, aligned, placed, views
 from test_layout import block_shape
 
@@ -362,9 +362,10 @@ def test_allocate_on_a_gpu() -> None:
     import torch
 
     shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=16, hd=128, dtype="bfloat16")
-    free = torch.cuda.mem_get_info()[0]
     pool = kvbm.Pool.allocate(kvbm.load("vllm/LBHNC"), shape, 512, "cuda:0")
-    assert pool.device == "cuda:0" and free - torch.cuda.mem_get_info()[0] >= pool.nbytes
+    address = int(pool.addresses[0])
+    begin, end = _core.memory_range(address, pinned=False)
+    assert pool.device == "cuda:0" and begin == address and end - begin >= pool.nbytes
     src, src_arena, _, source = _device("nhd", shape, 8, dst=False)
     back, back_arena, back_buffer, before = _device("nhd", shape, 8, dst=True)
     stream = torch.cuda.Stream()
@@ -373,7 +374,5 @@ def test_allocate_on_a_gpu() -> None:
     stream.synchronize()
     want = oracle.expected_bytes(src_arena, back_arena, source, before, range(8), range(8))
     assert np.array_equal(back_buffer.cpu().numpy(), want)
-    held = torch.cuda.mem_get_info()[0]
-    nbytes = pool.nbytes
     del pool
-    assert torch.cuda.mem_get_info()[0] - held >= nbytes
+    assert _core.memory_range(address, pinned=False) == (0, 0)
