@@ -70,7 +70,7 @@ with kvbm.Pool.allocate(flash, shape, 5, "pinned") as pool:
     assert [int(array.max()) for array in pool.arrays] == [0, 1, 2]
 assert pool.closed and not pool.pinned and count("registered") == 0 and pool.arrays == ()
 pool.close()
-for use in (pool.table, lambda: pool.addresses, pool.pin, pool.__enter__):
+for use in (lambda: pool.addresses, pool.pin, pool.__enter__):
     with refused(kvbm.BindError, "vllm/flash_attn_nhd", "closed", "expected a pool that is open"):
         use()
 assert count("pushes") == count("pops") > 0

@@ -76,9 +76,9 @@ def test_close() -> None:
     with kvbm.Pool(kvbm.load("universal"), SHAPE, arrays) as pool:
         assert not pool.closed
         pool.require_open()
-        pool.table()
+        _ = pool.addresses
     assert pool.closed and pool.arrays == tuple(arrays)
-    for use in (pool.table, pool.require_open, pool.__enter__, pool.pin, lambda: pool.addresses):
+    for use in (pool.require_open, pool.__enter__, pool.pin, lambda: pool.addresses):
         with pytest.raises(kvbm.BindError, match=r"universal.* is closed; expected a pool that is open"):
             use()
     pool.close()

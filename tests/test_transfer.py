@@ -186,9 +186,9 @@ def test_two_steps_are_the_one(src: str, gathers: bool) -> None:
         table = _core.Table(np.array([memory.ctypes.data + 64], np.uint64))
         ids = [np.array(side, np.int64) for side in (src_ids, dst_ids)]
         for copy in transfer.prepare(first, one.pool.alignment, 16):
-            copy.run(one.pool.table(), table, ids[0], None, 3)
+            copy.run(_core.Table(one.pool.addresses), table, ids[0], None, 3)
         for copy in transfer.prepare(second, 16, other.pool.alignment):
-            copy.run(table, other.pool.table(), None, ids[1], 3)
+            copy.run(table, _core.Table(other.pool.addresses), None, ids[1], 3)
         assert np.array_equal(other.buffer, want), oracle.explain(other.arena, other.buffer, want)
         assert np.array_equal(memory[:64], slot[:64]) and np.array_equal(memory[-64:], slot[-64:])
 

@@ -241,7 +241,6 @@ class Pool:
         check_alike(layout.name, shape, found)
         self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
         self._spans: npt.NDArray[np.uint64] | None = None
-        self._table: Any = None
         self._step: tuple[int | None] | None = None
         self._closed = False
         self._owned: tuple[_Slab | DeviceArray, ...] = ()
@@ -335,7 +334,7 @@ class Pool:
         if self._closed:
             return
         self._closed = True
-        self._table = self._ranges = None
+        self._ranges = None
         owned, self._owned = self._owned, ()
         pins, self._pins = self._pins, None
         if owned:
@@ -490,15 +489,6 @@ class Pool:
             order = np.argsort(self.addresses, kind="stable")
             one, other = sorted(int(i) for i in order[clash[0] : clash[0] + 2])
             raise BindError(f"{self.layout.name}: arrays {one} and {other} share memory; expected one allocation each")
-
-    def table(self) -> Any:
-        """The base addresses as the compiled half takes them; on a GPU they are uploaded once."""
-        if self._table is None:
-            from . import _core
-
-            index = -1 if self.device == "cpu" else int(self.device.partition(":")[2])
-            self._table = _core.Table(self.addresses, index)
-        return self._table
 
     def __repr__(self) -> str:
         return f"Pool({self.layout.name}, {self.shape}, num_blocks={self.num_blocks}, device={self.device})"

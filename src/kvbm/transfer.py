@@ -159,7 +159,7 @@ class _Mover:
         self.lock = threading.Lock()
         self.ring: _core.Ring | None = None
         self.routes: dict[Any, _Route] = {}
-        self.last: tuple[_Route, int] | None = None
+        self.closed = False
         self.reaches = self.on_host or self._reaches(src, dst)
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Kernels read both tables where they run.
@@ -202,8 +202,6 @@ class _Mover:
                 if found is None:
                     found = self.routes[layers] = self._route(layers)
         return found
-
-    closed = False
 
     def _route(self, layers: Layers) -> _Route:
         src, dst = self.src, self.dst
@@ -673,28 +671,3 @@ def _count_pairs(src: Any, dst: Any, src_blocks: int, dst_blocks: int) -> int:
     if src is None and dst is None and src_blocks != dst_blocks:
         raise BindError(f"ids: the pools hold {src_blocks} and {dst_blocks} blocks; say which by src_ids and dst_ids")
     return len(src) if src is not None else len(dst) if dst is not None else src_blocks
-
-
-def run(
-    copies: Sequence[_core.Copy],
-    src_table: Any,
-    dst_table: Any,
-    src_ids: Any,
-    dst_ids: Any,
-    n: int,
-    pool: Pool,
-    stream: Any,
-) -> None:
-    """Launch prepared copies on the pool's device, in order."""
-    if pool.device == "cpu":
-        if stream is not None:
-            raise BindError(
-                "stream: the pools are on the CPU, where the copy is done when the call returns; leave stream out"
-            )
-        for copy in copies:
-            copy.run(src_table, dst_table, src_ids, dst_ids, n)
-        return
-    handle = _core.stream_handle(stream) if stream is not None else current_stream(pool)
-    device = int(pool.device.partition(":")[2])
-    for copy in copies:
-        copy.launch(src_table, dst_table, src_ids, dst_ids, n, device, handle)
