@@ -264,7 +264,7 @@ struct BatchCargo : Cargo {
 // ---- small batches -------------------------------------------------------------------------------------------------
 
 // One side of a small batch: the base addresses of its own blocks, gathered here, so that the kernel finds them in its
-// parameters and follows neither ids nor a table in memory.  That is most of a single block's latency.
+// parameters and follows neither ids nor a table in memory.
 struct Side {
   const void** ids;
   const uint64_t** table;
@@ -275,8 +275,8 @@ struct Side {
   int64_t span;  // table entries of a block, from its first to behind its last
   // Table entries to carry, or -1 where a block's do not follow each other.
   int64_t to_carry(uint32_t pairs) const {
-    if (*id_table == 0) return *entries;
-    return *ids && *id_stride == 0 && span <= *id_table ? pairs * span : -1;
+    if (!*ids) return *id_table ? -1 : *entries;
+    return *id_table == 0 || span <= *id_table ? pairs * span : -1;
   }
 };
 
@@ -311,9 +311,13 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
   for (Side& side : sides) {
     const int64_t carried = side.to_carry(n);
     const uint64_t* table = *side.table;
-    if (*side.id_table) {
-      for (uint32_t i = 0; i < n; ++i)
-        memcpy(gathered + i * side.span, table + id_at(*side.ids, batch->id_bytes, i) * *side.id_table, 8 * side.span);
+    if (*side.ids) {
+      for (uint32_t i = 0; i < n; ++i) {
+        // The kernel adds i strides, as for ids that are not given; its stride still tells `prepare` how blocks lie.
+        const int64_t id = id_at(*side.ids, batch->id_bytes, i);
+        for (int64_t entry = 0; entry < side.span; ++entry)
+          gathered[i * side.span + entry] = table[id * *side.id_table + entry] + (id - i) * *side.id_stride;
+      }
       *side.table = gathered;
       gathered += carried;
       *side.ids = nullptr;  // block i of the batch

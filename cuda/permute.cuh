@@ -89,15 +89,25 @@ template <int BYTES>
 using Word = typename WordOf<BYTES>::type;
 
 #ifdef __CUDACC__
-// Every byte is read once and written once: past the L1, streaming through the L2.  Not `ld.global.nc`, though sources are
-// not written during the kernel: ptxas moves those past stores, and then a thread has one load in flight instead of all.
+// Every byte is read once and written once.  The L2 is asked to keep what was read rather than what was written: written lines
+// then leave for memory early, which is worth 5 %, and nothing lasts: the next kernels' lines replace the read ones within
+// two passes (benchmarks/NOTES.md).
+// Not `ld.global.nc`, though sources are not written during the kernel: ptxas moves those past stores, and then a thread has
+// one load in flight instead of all.
+__device__ __forceinline__ uint64_t kept_last() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 __device__ __forceinline__ void load(Word16& v, const char* p) {
-  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
-               : "l"(p));
+               : "l"(p), "l"(kept_last()));
 }
 __device__ __forceinline__ void load(Word8& v, const char* p) {
-  asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x[0]), "=r"(v.x[1]) : "l"(p));
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+               : "=r"(v.x[0]), "=r"(v.x[1])
+               : "l"(p), "l"(kept_last()));
 }
 // Narrow words share their sectors with their neighbours, so these may stay in the L1.
 __device__ __forceinline__ void load(uint32_t& v, const char* p) { asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p)); }
@@ -171,11 +181,12 @@ struct Bases {
   char* dst;
 };
 
-// ids and tables lie in the parameters (a field is then an offset into the payload) or in memory.
+// Entry i of ids or of a table, which lie in the parameters (the field is then an offset into the payload) or in memory.
+// Parameters are named, not pointed at: the constant cache is nearer than memory.
 template <class T>
-KVBM_INLINE const T* list_of(const kvbm_args& a, uint32_t field_bit, uint64_t field) {
-  const uint64_t inside = (a.inline_mask & field_bit) ? reinterpret_cast<uint64_t>(a.payload) : 0;
-  return reinterpret_cast<const T*>(inside + field);
+KVBM_INLINE T entry_of(const kvbm_args& a, uint32_t field_bit, uint64_t field, uint32_t i) {
+  if (a.inline_mask & field_bit) return reinterpret_cast<const T*>(a.payload)[uint32_t(field) / sizeof(T) + i];
+  return reinterpret_cast<const T*>(field)[i];
 }
 
 // One side's id of a pair, in halves as it lies in memory.  To use one is to wait for it, so they are made whole only when
@@ -187,11 +198,11 @@ KVBM_INLINE Id read_id(const kvbm_args& a, uint32_t field_bit, uint64_t field, u
   Id id = {pair, 0};
   if (a.inline_mask & field_bit << 4) return id;
   if (a.id_bytes == 8) {
-    const uint64_t whole = list_of<uint64_t>(a, field_bit, field)[pair];
+    const uint64_t whole = entry_of<uint64_t>(a, field_bit, field, pair);
     id.low = uint32_t(whole);
     id.high = uint32_t(whole >> 32);
   } else {
-    id.low = list_of<uint32_t>(a, field_bit, field)[pair];
+    id.low = entry_of<uint32_t>(a, field_bit, field, pair);
   }
   return id;
 }
@@ -199,16 +210,16 @@ KVBM_INLINE int64_t whole(const kvbm_args& a, Id id) {
   return a.id_bytes == 8 ? int64_t(uint64_t(id.high) << 32 | id.low) : int32_t(id.low);
 }
 
-// Splits a job into pair, chunk and tile, and follows ids, tables and outer modes.  False: the pair is skipped (id -1), or
-// an id is out of range, which is noted: ids on the device are seen by nobody before they are followed here.
+// Splits a job's place (the job without its tile) into pair and chunk, and follows ids, tables and outer modes.  False: the
+// pair is skipped (id -1), or an id is out of range, which is noted: ids on the device are seen by nobody before they are
+// followed here.
 // Indices are 32 bits wide and strides 64, which is what one wide multiply-add takes.
 template <int OUTER>
-KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t job, Bases& at, uint32_t& tile) {
-  tile = take(job, p.tiles);
-  uint32_t chunk = take(job, p.faster), pair = job;
+KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t place, Bases& at) {
+  uint32_t chunk = take(place, p.faster), pair = place;
   if (p.pairs_first) {
     pair = chunk;
-    chunk = job;
+    chunk = place;
   }
   uint32_t src_id = pair, dst_id = pair;
   if (a.id_bytes) {
@@ -234,8 +245,10 @@ KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t job, Ba
     src_entry += c * p.outer[k].src_table;
     dst_entry += c * p.outer[k].dst_table;
   }
-  at.src = reinterpret_cast<const char*>(list_of<uint64_t>(a, 4, a.src_table)[src_entry] + src);
-  at.dst = reinterpret_cast<char*>(list_of<uint64_t>(a, 8, a.dst_table)[dst_entry] + dst);
+  const uint64_t src_base = entry_of<uint64_t>(a, 4, a.src_table, src_entry);  // both are asked for before one is waited for
+  const uint64_t dst_base = entry_of<uint64_t>(a, 8, a.dst_table, dst_entry);
+  at.src = reinterpret_cast<const char*>(src_base + src);
+  at.dst = reinterpret_cast<char*>(dst_base + dst);
   return true;
 }
 
@@ -271,14 +284,23 @@ inline bool set_divisors(kvbm_part& p, int first_index_mode, uint64_t& chunks, u
   return chunks < (1u << 31) && words < (1u << 31);
 }
 
-// Which goes faster, chunks or pairs, decides how many memory pages are touched at a time.  Where a chunk picks an
-// allocation on both sides (layer by layer), all pairs of one chunk come first; else a block is whole on one side, and all
+// Whether a step leads farther on one side than to the next block: out of the block's own memory.
+inline bool leads_away(int64_t step, int32_t table_step, int64_t id_step) {
+  return table_step != 0 || (id_step != 0 && (step < 0 ? -step : step) > (id_step < 0 ? -id_step : id_step));
+}
+
+// Which goes faster, chunks or pairs, decides how many memory pages are touched at a time.  Where a chunk leads away from its
+// block on both sides (layer by layer), all pairs of one chunk come first; else a block is whole on one side, and all
 // chunks of one pair do.
-inline bool set_jobs(kvbm_part& p, int outer, uint64_t pairs, uint64_t chunks, uint64_t tiles) {
-  const uint64_t jobs = pairs * chunks * tiles;
+inline bool set_jobs(const kvbm_args& a, kvbm_part& p, int outer, uint64_t chunks, uint64_t tiles) {
+  const uint64_t pairs = a.num_pairs, jobs = pairs * chunks * tiles;
   if (tiles >= (1u << 31) || jobs >= (1u << 31)) return false;
   p.pairs_first = 0;
-  for (int k = 0; k < outer; ++k) p.pairs_first |= p.outer[k].src_table != 0 && p.outer[k].dst_table != 0;
+  for (int k = 0; k < outer; ++k) {
+    const kvbm_outer& mode = p.outer[k];
+    p.pairs_first |= mode.extent.n > 1 && leads_away(mode.src, mode.src_table, a.src_id_stride) &&
+                     leads_away(mode.dst, mode.dst_table, a.dst_id_stride);
+  }
   p.faster = kvbm_make_div(uint32_t(p.pairs_first ? pairs : chunks));
   p.tiles = kvbm_make_div(uint32_t(tiles));
   p.jobs = uint32_t(jobs);
@@ -330,7 +352,7 @@ struct Rows {
       // Whole runs, so that the host copies run by run.
       const uint64_t run = INNER == 1 ? 1 : p.inner[0].extent.n;
       p.tile_words = uint32_t(divide_up(divide_up(kHostTile, WORD), run) * run);
-      return set_jobs(p, OUTER, a.num_pairs, chunks, divide_up(words, p.tile_words));
+      return set_jobs(a, p, OUTER, chunks, divide_up(words, p.tile_words));
     }
     uint32_t width = kThreads;
     while (width > kMinWidth && width / 2 * kLoads >= words) width /= 2;
@@ -342,7 +364,7 @@ struct Rows {
     p.tile_words = divide_up(words, uint64_t{tiles} * width) * width;  // tiles of one size
     p.tile[0] = kvbm_make_div(width);
     p.tile[1].n = kThreads / width;
-    if (!set_jobs(p, OUTER, a.num_pairs, chunks, divide_up(words, p.tile_words))) return false;
+    if (!set_jobs(a, p, OUTER, chunks, divide_up(words, p.tile_words))) return false;
     p.ctas = divide_up(p.jobs, kThreads / width);
     return true;
   }
@@ -352,49 +374,50 @@ struct Rows {
 
 #ifdef __CUDACC__
   static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char*) {
-    // Ids and tables are followed once a row of threads, by its first one: the others only wait for two addresses.
+    // Ids and tables are followed once a row of threads, by its first one, while the others find their words.
     __shared__ struct {
       Bases at;
-      uint32_t tile;
       bool copies;
     } found[TEAMS][kThreads / kMinWidth];
     const uint32_t width = p.tile[0].n;
     uint32_t row = Mine::thread();
     const uint32_t lane = take(row, p.tile[0]);
     auto& here = found[Mine::number()][row];
+    const uint32_t job = cta * p.tile[1].n + row;
+    uint32_t chunk = job;
+    const uint32_t tile = take(chunk, p.tiles);
     if (lane == 0) {
-      const uint32_t job = cta * p.tile[1].n + row;
-      here.copies = job < p.jobs && locate<OUTER>(a, p, job, here.at, here.tile);
+      Bases at;  // a store to shared memory between the reads of the two tables would make the second wait
+      here.copies = job < p.jobs && locate<OUTER>(a, p, chunk, at);
+      here.at = at;
+    }
+    const uint32_t first = tile * p.tile_words + lane, last = min(tile * p.tile_words + p.tile_words, p.words);
+    uint64_t from[kLoads], to[kLoads];
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < kLoads; ++u) {
+      from[u] = to[u] = 0;
+      step<0, INNER>(p, first + u * width, from[u], to[u]);
     }
     Mine::sync();
     const bool copies = here.copies;
     const Bases at = here.at;
-    const uint32_t tile = here.tile;
     Mine::sync_turn();
     if (!copies) return;
-    const uint32_t first = tile * p.tile_words, last = min(first + p.tile_words, p.words);
-    for (uint32_t q = first + lane; q < last; q += width * kLoads) {
-      Word<WORD> v[kLoads];
-      uint64_t to[kLoads];
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < kLoads; ++u) {
-        const uint32_t word = q + u * width;
-        uint64_t src = 0;
-        to[u] = 0;
-        step<0, INNER>(p, word, src, to[u]);
-        if (word < last) load(v[u], at.src + src);
-      }
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < kLoads; ++u)
-        if (q + u * width < last) store(at.dst + to[u], v[u]);
-    }
+    Word<WORD> v[kLoads];
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < kLoads; ++u)
+      if (first + u * width < last) load(v[u], at.src + from[u]);
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < kLoads; ++u)
+      if (first + u * width < last) store(at.dst + to[u], v[u]);
   }
 #else
   static void host(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job, bool streaming) {
     for (uint32_t job = first_job; job < last_job; ++job) {
       Bases at;
-      uint32_t tile;
-      if (!locate<OUTER>(a, p, job, at, tile)) continue;
+      uint32_t place = job;
+      const uint32_t tile = take(place, p.tiles);
+      if (!locate<OUTER>(a, p, place, at)) continue;
       const uint64_t first = uint64_t{tile} * p.tile_words;
       const uint64_t last = first + p.tile_words < p.words ? first + p.tile_words : p.words;
       if constexpr (INNER == 1) {
@@ -505,7 +528,8 @@ struct Tile {
   static constexpr uint32_t kSide = WORD / ELEMENT;
   static constexpr uint32_t kWords = kSharedBytes / WORD < 4096 ? kSharedBytes / WORD : 4096;  // a tile's words
   static constexpr uint32_t kSubBlocks = kWords / kSide;
-  static constexpr uint32_t kLoads = kSide >= 8 ? 1 : 8 / kSide;  // sub-blocks a thread has in flight
+  static constexpr uint32_t kLoads = kSide >= 8 ? 1 : 8 / kSide;   // sub-blocks a thread has in flight
+  static constexpr bool kCanTurnBehind = kSide > 1 && TEAMS == 1;  // teams lack the registers
 
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t, uint32_t& shared_bytes) {
     uint64_t chunks, rest;
@@ -521,6 +545,7 @@ struct Tile {
       ta = along_a < kSubBlocks / tb ? along_a : kSubBlocks / tb;
       tb = along_b < kSubBlocks / ta ? along_b : kSubBlocks / ta;
     }
+    p.turns_behind = kCanTurnBehind && along_a < along_b;
     p.words = uint32_t(rest);
     p.tile_words = together;
     p.tile[0] = kvbm_make_div(ta);
@@ -528,16 +553,19 @@ struct Tile {
     p.tile[2] = kvbm_make_div(divide_up(along_a, ta));
     p.tile[3] = kvbm_make_div(divide_up(along_b, tb));
     shared_bytes = team_bytes(p);
-    if (!set_jobs(p, OUTER, a.num_pairs, chunks, uint64_t{divide_up(rest, together)} * p.tile[2].n * p.tile[3].n)) return false;
+    if (!set_jobs(a, p, OUTER, chunks, uint64_t{divide_up(rest, together)} * p.tile[2].n * p.tile[3].n)) return false;
     p.ctas = p.jobs;
     return true;
   }
 
-  // Words from one A sub-block to the next in the turned tile: odd, so that neither phase meets one bank twice.
-  static KVBM_INLINE uint32_t pitch(const kvbm_part& p) { return kSide * p.tile[1].n | 1; }
+  // Words in shared memory from one sub-block to the next along A (turned ahead) or B (turned behind): odd, so that neither
+  // phase meets one bank twice.
+  static KVBM_INLINE uint32_t pitch(const kvbm_part& p) { return kSide * p.tile[p.turns_behind ? 0 : 1].n | 1; }
 
   // Shared memory that a team's tile takes.
-  static KVBM_INLINE uint32_t team_bytes(const kvbm_part& p) { return p.tile_words * p.tile[0].n * pitch(p) * WORD; }
+  static KVBM_INLINE uint32_t team_bytes(const kvbm_part& p) {
+    return p.tile_words * p.tile[p.turns_behind ? 1 : 0].n * pitch(p) * WORD;
+  }
 
   struct Corner {
     uint32_t rest, rests, a, b, na, nb;  // first index and count along the rest, A and B (in sub-blocks)
@@ -559,14 +587,27 @@ struct Tile {
 #ifdef __CUDACC__
   static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char* shared) {
     Bases at;
-    uint32_t tile;
-    const bool copies = locate<OUTER>(a, p, cta, at, tile);
+    uint32_t place = cta;
+    const uint32_t tile = take(place, p.tiles);
+    const bool copies = locate<OUTER>(a, p, place, at);
     if (TEAMS == 1 && !copies) return;  // the same for the whole CTA
     Corner from = corner(p, tile);
     if (!copies) from.rests = 0;  // a team passes its barriers whatever happens to the ids meanwhile
-    const uint32_t ta = p.tile[0].n, tb = p.tile[1].n, turned = pitch(p);
     Word<WORD>* words = reinterpret_cast<Word<WORD>*>(shared);
+    if constexpr (kCanTurnBehind) {
+      if (p.turns_behind) {
+        turn_behind(p, at, from, words);
+        return;
+      }
+    }
+    turn_ahead(p, at, from, words);
+    Mine::sync_turn();
+  }
 
+  // Squares are turned on the way into shared memory: neighbouring threads read along A, and write along B whatever B's length.
+  static __device__ __forceinline__ void turn_ahead(const kvbm_part& p, const Bases& at, const Corner& from,
+                                                    Word<WORD>* words) {
+    const uint32_t ta = p.tile[0].n, tb = p.tile[1].n, turned = pitch(p);
     const uint32_t loads = from.rests * ta * tb;
     for (uint32_t i = Mine::thread(); i < loads; i += kThreads * kLoads) {
       Word<WORD> v[kLoads][kSide];
@@ -607,7 +648,53 @@ struct Tile {
       dst += uint64_t((from.a + ia) * kSide + j) * uint32_t(p.inner[0].dst) + (from.b + ib) * WORD;
       store(at.dst + dst, words[(c * ta + ia) * turned + j * tb + ib]);
     }
-    Mine::sync_turn();
+  }
+
+  // Squares are turned on the way out of it, where A is the shorter side: neighbouring threads read along A and then on to
+  // the next rows, whose words would otherwise be read a sector here and a sector there, and write along B.
+  static __device__ __forceinline__ void turn_behind(const kvbm_part& p, const Bases& at, const Corner& from,
+                                                     Word<WORD>* words) {
+    constexpr uint32_t kAtOnce = 8;  // words a thread has in flight
+    const uint32_t ta = p.tile[0].n, tb = p.tile[1].n, turned = pitch(p);
+    const uint32_t loads = from.rests * tb * kSide * ta;
+    for (uint32_t i = Mine::thread(); i < loads; i += kThreads * kAtOnce) {
+      Word<WORD> v[kAtOnce];
+      uint32_t slot[kAtOnce];
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kAtOnce; ++u) {
+        uint32_t c = i + u * kThreads;
+        const bool inside = c < loads;
+        const uint32_t ia = take(c, p.tile[0]), j = c % kSide;
+        c /= kSide;
+        const uint32_t ib = take(c, p.tile[1]);
+        slot[u] = (inside && ia < from.na && ib < from.nb) ? (c * tb + ib) * turned + j * ta + ia : ~0u;
+        if (slot[u] == ~0u) continue;
+        uint64_t src = 0, dst = 0;
+        step<2, REST>(p, from.rest + c, src, dst);
+        src += (from.a + ia) * WORD + uint64_t((from.b + ib) * kSide + j) * uint32_t(p.inner[1].src);
+        load(v[u], at.src + src);
+      }
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kAtOnce; ++u)
+        if (slot[u] != ~0u) words[slot[u]] = v[u];
+    }
+    Mine::sync();
+
+    const uint32_t squares = from.rests * ta * tb;
+    for (uint32_t i = Mine::thread(); i < squares; i += kThreads) {
+      uint32_t c = i;
+      const uint32_t ib = take(c, p.tile[1]), ia = take(c, p.tile[0]);
+      if (ia >= from.na || ib >= from.nb) continue;
+      Word<WORD> v[kSide];
+      KVBM_UNROLL
+      for (uint32_t j = 0; j < kSide; ++j) v[j] = words[(c * tb + ib) * turned + j * ta + ia];
+      if constexpr (kSide > 1) Square<ELEMENT>::turn(v);
+      uint64_t src = 0, dst = 0;
+      step<2, REST>(p, from.rest + c, src, dst);
+      dst += uint64_t((from.a + ia) * kSide) * uint32_t(p.inner[0].dst) + (from.b + ib) * WORD;
+      KVBM_UNROLL
+      for (uint32_t j = 0; j < kSide; ++j) store(at.dst + dst + j * p.inner[0].dst, v[j]);
+    }
   }
 #else
   struct Place {
@@ -620,8 +707,8 @@ struct Tile {
   };
   static Place place(const kvbm_args& a, const kvbm_part& p, uint32_t job) {
     Place found = {};
-    uint32_t tile;
-    found.skipped = !locate<OUTER>(a, p, job, found.at, tile);
+    const uint32_t tile = take(job, p.tiles);
+    found.skipped = !locate<OUTER>(a, p, job, found.at);
     if (!found.skipped) found.from = corner(p, tile);
     return found;
   }

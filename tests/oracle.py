@@ -233,21 +233,29 @@ class Placed:
         if np.unique(key).size != key.size:
             raise IllegalError("not one-to-one")
 
-    def layout_bytes(self, align: int = 0) -> Arena:
-        return Arena(self, align)
+    def layout_bytes(self, align: int = 0, how: str = "steps") -> Arena:
+        return Arena(self, align, how)
 
 
 class Arena:
-    """Where the allocations lie in one byte buffer: guard, allocation, guard, … ; every base is `align` modulo 64."""
+    """Where the allocations lie in one byte buffer: guard, allocation, guard, … ; every base is `align` modulo 64.
 
-    def __init__(self, placed: Placed, align: int) -> None:
+    `how`: one after the other at one step ("steps"), at changing distances that are the same in every block, where b is the
+    slowest in brackets ("rows"), or here and there ("scattered").
+    """
+
+    def __init__(self, placed: Placed, align: int, how: str = "steps") -> None:
         self.placed = placed
-        self.bases: list[int] = []
+        count = len(placed.spaces)
+        order = np.random.default_rng(count).permutation(count) if how == "scattered" else np.arange(count)
+        in_a_block = max(count // placed.num_blocks, 1)
+        self.bases: list[int] = [0] * count
         at = 0
-        for space in placed.spaces:
-            at = (at + GUARD + 63) // 64 * 64 + align
-            self.bases.append(at)
-            at += space.nbytes
+        for number, entry in enumerate(order.tolist()):
+            gap = {"steps": 0, "rows": entry % in_a_block % 3, "scattered": number * number % 5}[how]
+            at = (at + GUARD + 63) // 64 * 64 + 64 * gap + align
+            self.bases[entry] = at
+            at += placed.spaces[entry].nbytes
         self.nbytes = at + GUARD
 
     def positions(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:

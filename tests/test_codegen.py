@@ -285,7 +285,7 @@ static void grids() {
 // with nowhere to note it
 static void places() {
   static kvbm_args a = {};
-  uint32_t noted, tile;
+  uint32_t noted;
   if (scanf("%%u %%u %%u %%u %%u", &a.id_bytes, &a.inline_mask, &a.src_blocks, &a.dst_blocks, &a.num_pairs) != 5) return;
   std::vector<long long> ids[2];
   std::vector<int32_t> narrow[2];
@@ -304,13 +304,13 @@ static void places() {
   const auto number = [](const void* p) { return static_cast<long long>(reinterpret_cast<intptr_t>(p)); };
   a.src_table = a.dst_table = reinterpret_cast<uint64_t>(&base);
   a.src_id_stride = a.dst_id_stride = 1;
-  set_jobs(a.part[0], 0, a.num_pairs, 1, 1);
+  set_jobs(a, a.part[0], 0, 1, 1);
   for (int turn = 0; turn < 2; ++turn) {
     a.fault = turn ? reinterpret_cast<uint64_t>(&noted) : 0;
     for (uint32_t pair = 0; pair < a.num_pairs; ++pair) {
       Bases at = {};
       noted = 0;
-      if (!locate<0>(a, a.part[0], pair, at, tile)) printf("- - ");
+      if (!locate<0>(a, a.part[0], pair, at)) printf("- - ");
       else printf("%%lld %%lld ", number(at.src), number(at.dst));
       printf("%%u ", noted);
     }

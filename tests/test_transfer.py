@@ -20,7 +20,7 @@ import matrix
 import oracle
 import test_driver
 from kvbm import _core, kernels, spec, transfer
-from memory import Bound, aligned
+from memory import Bound, aligned, numpy_views, placed
 from test_driver import library  # noqa: F401
 from test_planner import execute
 
@@ -197,6 +197,50 @@ def step(arena: oracle.Arena) -> int:
     steps = set(np.diff(arena.bases).tolist()) or {0}
     assert len(steps) == 1
     return int(steps.pop())
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "length", "block", "entry"),
+    [
+        ("nhd", "steps", 1, True, True),
+        ("nhd", "rows", 8, True, False),  # four layers, K and V: one block's allocations
+        ("nhd", "scattered", 40, False, False),
+        ("universal", "steps", 1, True, True),
+        ("universal", "rows", 1, True, True),
+        ("universal", "scattered", 5, False, False),
+        ("vllm/LBHNC", "scattered", 1, False, True),  # one allocation
+        ("hf/dynamic_cache", "steps", 1, False, True),
+        ("hf/dynamic_cache", "scattered", 8, False, False),
+    ],
+)
+def test_tables_are_as_short_as_the_memory_is_regular(
+    name: str, how: str, length: int, block: bool, entry: bool
+) -> None:
+    arena = placed(matrix.orders()[name], SHAPE, 5).layout_bytes(0, how)
+    buffer = aligned(oracle.source_bytes(arena, 0))
+    pool = kvbm.Pool(kvbm.load(name), SHAPE, numpy_views(arena, buffer, SHAPE.dtype))
+    steps = transfer.Steps.of(pool)
+    assert (steps.block is not None, steps.entry is not None) == (block, entry)
+    table = steps.shorten(pool.addresses, pool.num_blocks)
+    assert np.array_equal(table, pool.addresses[:length])
+    # The whole table again, from what is left of it.
+    per_block = 8 if name == "nhd" else 1
+    for i, address in enumerate(pool.addresses.tolist()):
+        number, rest = divmod(i, per_block) if block else (0, i)
+        known = int(table[0]) + rest * (steps.entry or 0) if entry else int(table[rest])
+        assert known + number * (steps.block or 0) == address
+    assert transfer.prepare(kvbm.plan(pool.layout, pool.layout, SHAPE, num_blocks=5), 16, 16, src_steps=steps)
+
+
+def test_tables_in_which_blocks_are_not_the_slowest_stay_whole() -> None:
+    layout = spec.parse('order: "[l b] o h t d"', name="mine")
+    memory = np.arange(4 * 3 * SHAPE.nbytes // 8, dtype=np.uint16).reshape(4, 3, 2, 2, 4, 16)  # l b o h t d
+    pool = kvbm.Pool(layout, SHAPE, [block for layer in memory for block in layer])
+    assert transfer.Steps.of(pool) == (None, None)
+    universal = kvbm.Pool.allocate(kvbm.load("universal"), SHAPE, 3)
+    kvbm.convert(pool, universal, [2, 0, 1])
+    want = memory.transpose(1, 3, 0, 2, 4, 5)[[2, 0, 1]]
+    assert all(np.array_equal(got.view(np.uint16), block) for got, block in zip(universal.arrays, want, strict=True))
 
 
 @pytest.mark.parametrize("src", NAMES)
@@ -458,7 +502,8 @@ class On:  # a stream by its protocol
 
 class End:
     def __init__(self, name, blocks, where, dst=False, shape=SHAPE, align=0, pin=True):
-        self.arena = placed(matrix.orders()[name], shape, blocks).layout_bytes(align)
+        how = ("steps", "rows", "scattered")[(blocks + len(name) + dst) % 3]
+        self.arena = placed(matrix.orders()[name], shape, blocks).layout_bytes(align, how)
         self.before = (oracle.dest_bytes if dst else oracle.source_bytes)(self.arena, 0)
         self.pages = mmap.mmap(-1, self.before.size + 4096)
         self.buffer = np.frombuffer(self.pages, np.uint8)[:self.before.size]

@@ -50,7 +50,8 @@ class End:
         import torch
 
         self.is_dst = dst
-        self.arena = placed(matrix.orders()[name], shape, blocks).layout_bytes(align)
+        how = ("steps", "rows", "scattered")[(blocks + len(name) + dst) % 3]
+        self.arena = placed(matrix.orders()[name], shape, blocks).layout_bytes(align, how)
         self.before = (oracle.dest_bytes if dst else oracle.source_bytes)(self.arena, 0)
         if where == "pinned":
             self.buffer = torch.empty(self.before.size, dtype=torch.uint8).pin_memory()

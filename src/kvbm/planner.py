@@ -175,6 +175,20 @@ class Part:
         kind = "copy" if self.kind == "copy" else "rows"
         return Form(kind, len(self.outer), len(self.inner), 0, word)
 
+    def by_steps(self, src_step: int | None, dst_step: int | None) -> Part:
+        """The part for tables whose entries lie `step` bytes apart (None: they do not): entries become bytes, modes stay."""
+
+        def fold(src: int, dst: int, src_table: int, dst_table: int) -> tuple[int, int, int, int]:
+            if src_step is not None:
+                src, src_table = src + src_table * src_step, 0
+            if dst_step is not None:
+                dst, dst_table = dst + dst_table * dst_step, 0
+            return src, dst, src_table, dst_table
+
+        start = fold(self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
+        outer = tuple(Mode(m.extent, *fold(m.src, m.dst, m.src_table, m.dst_table)) for m in self.outer)
+        return Part(*start, outer, self.inner)
+
     def arguments(self, form: Form) -> tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Offsets, outer and inner modes as the kernel of this form takes them, padded with extents of one."""
         if form.kind == "tile":

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +72,61 @@ def _available(part: Part, wanted: Form) -> Form:
     )
 
 
-def prepare(made: Plan, src_alignment: int, dst_alignment: int, *, few: bool = False) -> list[_core.Copy]:
+class Steps(NamedTuple):
+    """What is regular about a pool's table, so that kernels need not read all of it.
+
+    Attributes
+    ----------
+    block : int or None
+        Bytes from every allocation of a block to the next block's: the table then holds the first block's only.
+    entry : int or None
+        Bytes from an entry of that table to the next: it then holds one.
+    """
+
+    block: int | None = None
+    entry: int | None = None
+
+    @classmethod
+    def of(cls, pool: Pool) -> Steps:
+        """Look at a pool's addresses.
+
+        An engine's blocks lie side by side in each layer's tensor, and a store's in one range of memory.  A short table fits
+        a kernel's parameters, while that of all blocks comes from memory before the first byte does.
+        """
+        table = pool.addresses.astype(np.int64)
+        each = next(piece.table for piece in pool.resolved.orders[0] if piece.term.axes == ("b",))
+        if not each:  # blocks inside the allocations
+            return cls(None, _only(np.diff(table)))
+        if each * pool.num_blocks != table.size:  # b is not the slowest
+            return cls()
+        by_block = table.reshape(pool.num_blocks, -1)
+        block = _only(np.diff(by_block, axis=0))
+        return cls(block, _only(np.diff(by_block[0])) if block is not None else None)
+
+    def shorten(self, table: npt.NDArray[np.uint64], num_blocks: int) -> npt.NDArray[np.uint64]:
+        """The part of the table that is read."""
+        if self.entry is not None:
+            return table[:1]
+        return table if self.block is None else table[: table.size // num_blocks]
+
+
+def _only(steps: npt.NDArray[np.int64]) -> int | None:
+    """The one value of all steps, 0 where there is none; None if they differ."""
+    if not steps.size:
+        return 0
+    first = int(steps.flat[0])
+    return first if bool((steps == first).all()) else None
+
+
+def prepare(
+    made: Plan,
+    src_alignment: int,
+    dst_alignment: int,
+    *,
+    few: bool = False,
+    src_steps: Steps = Steps(),  # noqa: B008  (immutable)
+    dst_steps: Steps = Steps(),  # noqa: B008
+) -> list[_core.Copy]:
     """The launches that a plan takes: one, or one a half where K and V have no kernel in common.
 
     Parameters
@@ -82,6 +136,8 @@ def prepare(made: Plan, src_alignment: int, dst_alignment: int, *, few: bool = F
         What divides every base address of each side.
     few : bool
         Take kernels that keep to as many multiprocessors as they are told.
+    src_steps, dst_steps : Steps
+        How each side's table was shortened, if it was.
 
     Raises
     ------
@@ -91,12 +147,17 @@ def prepare(made: Plan, src_alignment: int, dst_alignment: int, *, few: bool = F
     forms = made.forms(src_alignment, dst_alignment)
     names, _ = _built()
     joined = "__".join(form.name for form in forms)
-    rest = (made.src_id, made.dst_id, made.src.num_blocks, made.dst.num_blocks)
+    src_id, dst_id = (
+        of_plan if steps.block is None else (0, steps.block)
+        for of_plan, steps in ((made.src_id, src_steps), (made.dst_id, dst_steps))
+    )
+    rest = (src_id, dst_id, made.src.num_blocks, made.dst.num_blocks)
+    parts = [part.by_steps(src_steps.entry, dst_steps.entry) for part in made.parts]
     if joined in names and not few:
-        parts = [part.arguments(form) for part, form in zip(made.parts, forms, strict=True)]
-        return [_core.Copy(joined, parts, *rest)]
+        arguments = [part.arguments(form) for part, form in zip(parts, forms, strict=True)]
+        return [_core.Copy(joined, arguments, *rest)]
     copies = []
-    for part, wanted in zip(made.parts, forms, strict=True):
+    for part, wanted in zip(parts, forms, strict=True):
         form = _available(part, replace(wanted, few=few))
         copies.append(_core.Copy(form.name, [part.arguments(form)], *rest))
     return copies
@@ -119,19 +180,26 @@ class _End:
     alignment: int
     step: int | None
     addresses: npt.NDArray[np.uint64]
+    steps: Steps
     framework: str
 
     @classmethod
     def of(cls, pool: Pool) -> _End:
         framework = type(pool.arrays[0]).__module__.partition(".")[0]
         return cls(
-            pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step, pool.addresses, framework
+            pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step, pool.addresses,
+            Steps.of(pool), framework,
         )  # fmt: skip
 
     @property
     def index(self) -> int:
         """CUDA device ordinal, -1 for the host."""
         return -1 if self.device == "cpu" else int(self.device.partition(":")[2])
+
+    @property
+    def table(self) -> npt.NDArray[np.uint64]:
+        """The table as kernels read it."""
+        return self.steps.shorten(self.addresses, self.num_blocks)
 
     @property
     def bases(self) -> npt.NDArray[np.uint64]:
@@ -163,7 +231,7 @@ class _Mover:
         self.reaches = self.on_host or self._reaches(src, dst)
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Kernels read both tables where they run.
-        self.src_table, self.dst_table = (_core.Table(end.addresses, self.device) for end in (self.src, self.dst))
+        self.src_table, self.dst_table = (_core.Table(end.table, self.device) for end in (self.src, self.dst))
         if self.src.shape == self.dst.shape:
             self.routes[None] = self._route(None)
         elif strategy != "auto" or chunk_bytes is not None:
@@ -218,19 +286,18 @@ class _Mover:
                 raise BindError(str(error)) from None
             raise
         _check_strategy(self)
+        whole = functools.partial(prepare, made, src.alignment, dst.alignment, src_steps=src.steps, dst_steps=dst.steps)
         if self.on_host:
-            return _Route(
-                made, None, prepare(made, src.alignment, dst.alignment), "the host's kernels copy on all cores"
-            )
-        direct = prepare(made, src.alignment, dst.alignment, few=self.max_sms > 0) if self.reaches else []
+            return _Route(made, None, whole(), "the host's kernels copy on all cores")
+        direct = whole(few=self.max_sms > 0) if self.reaches else []
         few = self.bounded  # between device memory and device memory a kernel on all of the GPU is over in no time
         steps = made.staged(gathers=self.gathers)
         slot_alignment = 16
         if self.gathers:
-            permute = prepare(steps[0], src.alignment, slot_alignment, few=few)
+            permute = prepare(steps[0], src.alignment, slot_alignment, few=few, src_steps=src.steps)
             move = steps[1].flat(None, dst.step)
         else:
-            permute = prepare(steps[1], slot_alignment, dst.alignment, few=few)
+            permute = prepare(steps[1], slot_alignment, dst.alignment, few=few, dst_steps=dst.steps)
             move = steps[0].flat(src.step, None)
         runs = made.flat(src.step, dst.step)
         slot_block = (steps[0].dst_id if self.gathers else steps[1].src_id)[1]
