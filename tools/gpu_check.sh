@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Checks kvbm on a machine with a GPU; needs no network: Python with the build and run-time requirements, nvcc, a driver.
 #
-#   tools/gpu_check.sh [build] [test] [sanitize] [bench] [transfers]      all five if none is named
+#   tools/gpu_check.sh [build] [test] [sanitize] [bench] [transfers] [plots]      all six if none is named
 #
 # OUT        where the logs go (benchmarks/results)
 # PYTHON     the interpreter (python3)
 # CUDA_ARCHS what to build for (the first GPU's own)
 # JOBS       test processes that share the GPU (4)
-# SECTIONS   of benchmarks/transfers.py (pcie sms interference overhead graph soak)
+# PLOTS      where the pictures go ($OUT/plots)
 # KVBM_COMMIT what the results are labelled with, where there is no repository (git describe)
 #
 # Every stage runs whatever became of the one before, unless the build failed; the exit status is that of the worst.
@@ -54,12 +54,8 @@ summary() {
     printf '\n%s, %s, commit %s\n' "${gpu:-no GPU}" "$("$PYTHON" --version)" \
       "${KVBM_COMMIT:-$(git describe --always --dirty 2> /dev/null || echo unknown)}"
     printf '%s\n' "${rows[@]}"
-    for stage in bench transfers; do
-      if [ -f "$OUT/$stage.log" ] && [[ " ${stages[*]} " == *" $stage "* ]]; then
-        printf '\n'
-        tail -n 40 "$OUT/$stage.log"
-      fi
-    done
+    # What was asked for, and reached.
+    grep -hE ' (yes|NO) *$' "$OUT"/*.log 2> /dev/null
   } | tee "$OUT/summary.txt"
   exit "$status"
 }
@@ -88,19 +84,52 @@ sanitize() {
   done
 }
 
-bench() { tell='\.csv' run bench "$PYTHON" benchmarks/run.py --out "$OUT/spine_gpu.csv"; }
+# measure NAME ARGUMENTS...: `kvbm bench`, with its rows in $OUT/NAME.csv
+measure() {
+  local name=$1
+  shift
+  tell='rows|figures|error' run "$name" "$PYTHON" -m kvbm bench "$@" --out "$OUT/$name.csv"
+}
 
+# Within one GPU: what README and NOTES.md show.
+bench() {
+  local tiles=nhd:benchmarks/layouts/packed_k.yaml,benchmarks/layouts/packed_k.yaml:nhd
+  tiles+=,nhd:benchmarks/layouts/transposed.yaml,benchmarks/layouts/transposed.yaml:nhd
+  measure d2d --num-blocks 1,4,16,64,256 --no-peers
+  measure replay --num-blocks 1,4 --no-peers --replay
+  measure peers --num-blocks 64 --pair nhd:universal,nhd:hnd
+  measure raw --num-blocks 1,16,64 --pattern fc_to_fc,lw_to_fc --backend direct,vectorized,batched,memcpy_async --no-peers
+  measure tiles_bf16 --num-blocks 64 --pair "$tiles" --no-peers
+  measure tiles_fp8 --num-blocks 128 --pair "$tiles" --profile llama-3.1-70b,dtype=float8_e4m3fn --no-peers
+  measure tiles_f32 --num-blocks 64 --pair "$tiles" --profile llama-3.1-70b,dtype=float32 --no-peers
+  measure rows_fp8_hd64 --num-blocks 64,256 --pair nhd:universal,universal:nhd,nhd:hnd,hnd:nhd \
+    --profile llama-3.1-70b,hd=64,dtype=float8_e4m3fn --no-peers
+}
+
+# Across PCIe, and what a transfer costs others.
 transfers() {
-  local section sections=()
-  for section in ${SECTIONS:-pcie sms interference overhead graph soak}; do sections+=(--section "$section"); done
-  rm -f "$OUT/transfers_gpu.csv" # it is appended to
   # Now, alone: a table that a test made beside the others would be of a busy machine.
   "$PYTHON" -m kvbm tune
-  tell='\.csv' run transfers "$PYTHON" benchmarks/transfers.py "${sections[@]}" --out "$OUT/transfers_gpu.csv"
+  local many=1,4,16,64
+  measure d2h --direction d2h --num-blocks $many --no-peers \
+    --pair nhd:universal,vllm/LBHNC:universal,nhd:vllm/flash_attn_nhd
+  measure h2d --direction h2d --num-blocks $many --no-peers --pair universal:nhd,universal:vllm/paged_attn_v0
+  measure cpu --direction h2h --num-blocks 64 --device cpu
+  tell='figures|error' run interference "$PYTHON" -m kvbm bench interference --out "$OUT/interference.csv"
+  tell='figures|error' run overhead "$PYTHON" -m kvbm bench overhead --out "$OUT/overhead.csv"
+  tell='figures|error' run scale "$PYTHON" -m kvbm bench scale --out "$OUT/scale.csv"
+}
+
+plots() {
+  local name
+  for name in d2d d2h h2d peers interference overhead scale; do
+    [ -f "$OUT/$name.csv" ] || continue
+    tell='png|error' run "plot_$name" "$PYTHON" -m kvbm bench plot "$OUT/$name.csv" --out "${PLOTS:-$OUT/plots}"
+  done
 }
 
 stages=("$@")
-[ $# -gt 0 ] || stages=(build test sanitize bench transfers)
+[ $# -gt 0 ] || stages=(build test sanitize bench transfers plots)
 for stage in "${stages[@]}"; do
   case $stage in
     build) build ;;
@@ -108,8 +137,9 @@ for stage in "${stages[@]}"; do
     sanitize) sanitize ;;
     bench) bench ;;
     transfers) transfers ;;
+    plots) plots ;;
     *)
-      echo "gpu_check.sh: expected stages build, test, sanitize, bench, transfers; got '$stage'" >&2
+      echo "gpu_check.sh: expected stages build, test, sanitize, bench, transfers, plots; got '$stage'" >&2
       exit 2
       ;;
   esac

@@ -1,4 +1,4 @@
-"""The command line: ``kvbm layouts | show | check | plan | codegen | convert | tune | doctor | demo``.
+"""The command line: ``kvbm layouts | show | check | plan | codegen | convert | tune | bench | doctor | demo``.
 
 Commands parse, call the library and print; what they know, they know from there. Every error that kvbm raises on
 purpose ends as one message on stderr and its class's exit code; ``KVBM_DEBUG=1`` adds the traceback.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import spec
+from .bench.cli import bench
 from .errors import BindError, BuildError, KvbmError, LayoutError, SpecError
 from .layout import AXES, Layout
 from .shapes import BlockShape, load_shape, shape_names
@@ -102,6 +103,9 @@ def main() -> None:
 
     A LAYOUT is a name that `kvbm layouts` prints, or the path of a .yaml file.
     """
+
+
+main.add_command(bench)
 
 
 # ---- looking --------------------------------------------------------------------------------------------------------

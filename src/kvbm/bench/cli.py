@@ -1,0 +1,292 @@
+"""The command line: ``kvbm bench``, the sweep, and its subcommands.
+
+Only click is imported here before something runs: ``kvbm --help`` shows this group, and must need neither NumPy nor torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from ..errors import CudaError, KvbmError
+from ..shapes import load_shape, shape_names
+
+if TYPE_CHECKING:
+    from . import copies, measure
+
+#: Subcommands, each a click command of that name in the module of that name.
+SUBCOMMANDS = ("interference", "overhead", "plot", "scale")
+
+GPU_PROFILE, CPU_PROFILE = "llama-3.1-70b", "llama-3.1-8b"
+
+
+class _Bench(click.Group):
+    """Loads a subcommand when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(SUBCOMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in SUBCOMMANDS:
+            return None
+        found: click.Command = getattr(importlib.import_module(f".{cmd_name}", __package__), cmd_name)
+        return found
+
+
+def _listed(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:  # noqa: ARG001
+    """Texts of an option that takes a comma list, and may be repeated."""
+    found = [text.strip() for value in values for text in value.split(",")]
+    if "" in found:
+        raise click.BadParameter(f"an empty entry in {','.join(values)!r}; expected a list such as a,b,c")
+    return tuple(dict.fromkeys(found))
+
+
+def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    found = _listed(ctx, param, [value]) if value is not None else ()
+    for text in found:
+        if not text.isdecimal() or int(text) < 1:
+            raise click.BadParameter(f"expected numbers from 1 on, such as 1,4,64, got {text!r}")
+    return tuple(sorted({int(text) for text in found}))
+
+
+def _complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
+    return [name for name in shape_names() if name.startswith(incomplete)]
+
+
+def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]:
+    return click.option(*names, multiple=True, callback=_listed, metavar=metavar, **rest)
+
+
+@click.group(cls=_Bench, invoke_without_command=True)
+@click.option(
+    "--profile",
+    metavar="SHAPE",
+    shell_complete=_complete_shape,
+    help=f"Shape of a block: a preset, one with changes, or all sizes.  [default: {GPU_PROFILE}; {CPU_PROFILE} on the CPU]",
+)
+@click.option(
+    "--num-blocks",
+    "batches",
+    metavar="N,N,…",
+    default="1,2,4,8,16,32,64,128,256",
+    show_default=True,
+    callback=_numbers,
+    help="Blocks of a batch.",
+)
+@click.option(
+    "--tokens-per-block",
+    "tokens",
+    metavar="N,N,…",
+    callback=_numbers,
+    help="Tokens of a block.  [default: the shape's]",
+)
+@_list_option(
+    "--direction",
+    "directions",
+    metavar="LIST",
+    help="d2d, h2d, d2h (pinned host memory), p2p (two GPUs), h2h.  [default: d2d; h2h without a GPU]",
+)
+@_list_option(
+    "--pattern",
+    "patterns",
+    metavar="LIST",
+    help="fc_to_fc, lw_to_fc, fc_to_lw, lw_to_lw. fc: a block is one allocation (operational); "
+    "lw: one array a layer (nhd).",
+)
+@_list_option("--pair", "pairs", metavar="SRC:DST", help="Two layouts, e.g. nhd:universal.  [default: twelve pairs]")
+@_list_option(
+    "--backend",
+    "backends",
+    metavar="LIST",
+    help="auto, direct, staged, engine: kvbm's strategies. vectorized, batched, memcpy_async: raw copies, run by run. "
+    "host: the CPU's kernels.  [default: direct for d2d; auto,direct,staged,engine for h2d and d2h; auto,direct,staged "
+    "for p2p; host for h2h]",
+)
+@click.option("--peers/--no-peers", "built_in", default=True, help="Also PyTorch, CuPy and NumPy, where installed.")
+@click.option(
+    "--peer",
+    "plug_ins",
+    multiple=True,
+    metavar="MODULE:FUNCTION",
+    help="Also a function of yours: see `pydoc kvbm.bench.peers`.",
+)
+@click.option("--warmup", default=3, show_default=True, type=click.IntRange(0), help="Calls before the clock starts.")
+@click.option("--iters", type=click.IntRange(1), help="Timed calls a figure.  [default: 30; 9 for h2h]")
+@click.option("--max-sms", type=click.IntRange(1), help="Multiprocessors that kvbm's kernels may use.")
+@click.option("--replay", is_flag=True, help="Time replays of CUDA graphs: without what a launch costs.")
+@click.option("--device", default=None, metavar="cuda:N", help="The GPU.  [default: the first; cpu for none]")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="CSV file; then a table goes to stdout.")
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    profile: str | None,
+    batches: tuple[int, ...],
+    tokens: tuple[int, ...],
+    directions: tuple[str, ...],
+    patterns: tuple[str, ...],
+    pairs: tuple[str, ...],
+    backends: tuple[str, ...],
+    built_in: bool,
+    plug_ins: tuple[str, ...],
+    warmup: int,
+    iters: int | None,
+    max_sms: int | None,
+    replay: bool,
+    device: str | None,
+    out: Path | None,
+) -> None:
+    """Measure copies on this machine; without a COMMAND, by direction, pair of layouts, batch and backend.
+
+    Prints CSV; `kvbm bench plot` draws it. bandwidth_gbps counts each byte that is moved once, also where a copy within one
+    memory reads and writes it; ratio is the time of one contiguous memcpy of the same bytes in the same run over the median.
+    Data, block ids and their changes from call to call are random, and every copy is checked bitwise before it is timed.
+
+    What cannot be had is left out, with the reason on stderr; the exit code is 1 where all of something that you named is.
+    """
+    if ctx.invoked_subcommand is not None:
+        given = [
+            param.opts[0]
+            for param in ctx.command.params
+            if param.name and ctx.get_parameter_source(param.name) == click.core.ParameterSource.COMMANDLINE
+        ]
+        if given:
+            raise click.UsageError(f"{', '.join(given)}: put options behind `{ctx.invoked_subcommand}`")
+        return
+    from . import copies, peers
+
+    place = _place(device)
+    directions = directions or ("d2d" if place != "cpu" else "h2h",)
+    _require_known("--direction", directions, copies.DIRECTIONS)
+    _require_known("--backend", backends, copies.BACKENDS)
+    _require_known("--pattern", patterns, copies.PATTERNS)
+    try:
+        chosen = [copies.Pair.parse(text) for text in (*patterns, *pairs) or copies.PAIRS]
+    except ValueError as error:
+        if isinstance(error, KvbmError):
+            raise
+        raise click.BadParameter(str(error), param_hint="--pair") from None
+    if replay and directions == ("h2h",):
+        raise click.BadParameter("CUDA graphs are for GPUs, and h2h is measured on the CPU", param_hint="--replay")
+    shape = load_shape(profile or (GPU_PROFILE if place != "cpu" else CPU_PROFILE))
+    sweep = copies.Sweep(
+        shapes=[replace(shape, nt=nt) for nt in tokens] or [shape],
+        batches=batches,
+        directions=directions,
+        pairs=chosen,
+        backends={each: backends or copies.USUAL[each] for each in copies.DIRECTIONS},
+        peers={text: peers.load(text) for text in plug_ins},
+        built_in_peers=built_in,
+        place=place,
+        warmup=warmup,
+        iters=iters or (9 if directions == ("h2h",) else 30),
+        max_sms=max_sms,
+        replay=replay,
+    )
+    sweep.plans()
+    named = {*plug_ins, *backends}
+    if ctx.get_parameter_source("directions") == click.core.ParameterSource.COMMANDLINE:
+        named |= set(directions)
+    sys.exit(_run(sweep, place if directions != ("h2h",) else "cpu", named, out))
+
+
+def _require_known(option: str, values: Iterable[str], known: Iterable[str]) -> None:
+    for value in values:
+        if value not in known:
+            raise click.BadParameter(f"expected some of {', '.join(known)}, got {value!r}", param_hint=option)
+
+
+def _place(device: str | None) -> str:
+    """The GPU that is asked for, or the first one; the CPU where there is none."""
+    from .. import _core
+
+    kind, colon, index = (device or "cuda:0").partition(":")
+    if (kind, colon, index) == ("cpu", "", ""):
+        return "cpu"
+    if kind != "cuda" or (colon and not index.isdecimal()):
+        raise click.BadParameter(f"expected cuda:N or cpu, got {device!r}", param_hint="--device")
+    try:
+        count = _core.device_count()
+    except CudaError:
+        if device is not None:
+            raise
+        return "cpu"
+    if device is not None and int(index or 0) >= count:
+        raise click.BadParameter(f"expected one of {count} GPUs, got {device!r}", param_hint="--device")
+    if not count:
+        return "cpu"
+    if not _core.num_images():
+        click.echo("kvbm was built without CUDA kernels: measuring on the CPU (see `kvbm doctor`)", err=True)
+        return "cpu"
+    return f"cuda:{int(index or 0)}"
+
+
+def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> int:
+    """Measure and write; the exit code."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from . import measure
+
+    console = Console(stderr=True, highlight=False)
+    found: list[tuple[measure.Record, float | None]] = []
+    comment = measure.header(place, sweep.shapes[0])
+    code = 0
+    with contextlib.ExitStack() as stack:
+        stream: TextIO = sys.stdout
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            stream = stack.enter_context(out.open("w", newline="", encoding="utf-8"))
+        rows = measure.Rows(stream, comment)
+        # A bar and CSV on one terminal would write over each other.
+        shown = console.is_terminal and not (out is None and sys.stdout.isatty())
+        progress = stack.enter_context(Progress(console=console, transient=True, disable=not shown))
+        task = progress.add_task("measuring", total=sweep.steps)
+        sweep.step = lambda title: progress.update(task, advance=1, description=title)
+        sweep.note = lambda line: progress.console.print(line, style="dim", soft_wrap=True, markup=False)
+        try:
+            for row, asked in sweep.run():
+                rows.write(row)
+                found.append((row, asked))
+        except KeyboardInterrupt:
+            code = 130
+    if code:
+        click.echo(f"interrupted: {len(found)} rows are kept", err=True)
+    if out is not None:
+        _print_table(comment, found)
+        click.echo(f"{out}: {len(found)} rows")
+    for missing in sorted(named - sweep.measured):
+        code = code or 1
+        click.echo(f"{missing}: was asked for, and nothing could be measured", err=True)
+    return code
+
+
+def _print_table(title: str, rows: Sequence[tuple[measure.Record, float | None]]) -> None:
+    """What was measured, and what was asked for."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..draw import table_box
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 150)
+    table = Table(title=title[2:], title_justify="left", box=table_box(console), header_style="bold", pad_edge=False)
+    for name in ("pattern", "direction", "backend"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "blocks", "µs", "GB/s", "of a memcpy", "asked", ""):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row, asked in rows:
+        reached = "" if asked is None else "yes" if row.ratio >= asked else "[bold red]NO[/]"
+        table.add_row(
+            row.pattern, row.direction, row.backend, str(row.tokens_per_block), str(row.num_blocks),
+            f"{row.median_ms * 1e3:,.1f}", f"{row.bandwidth_gbps:,.1f}", f"{row.ratio:.3f}",
+            "" if asked is None else f"{asked:g}", reached,
+        )  # fmt: skip
+    console.print(table)

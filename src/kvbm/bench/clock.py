@@ -1,0 +1,266 @@
+"""Clocks: the time of a call, between two events on a GPU's stream or on the CPU's own clock.
+
+Works through cuda.core and cuda.bindings, so that nothing here needs a framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from ..errors import CudaError
+
+__all__ = ["Call", "CpuClock", "GpuClock", "Timed", "cuda"]
+
+#: What is measured: it enqueues its work on the stream (None on the CPU) and need not wait for it.
+Call = Callable[[Any], object]
+
+#: Nanoseconds that the GPU is kept busy before the clock starts: long enough for the launch to be in the queue by then, and
+#: finite, so that a call that waits for its stream does come back.
+SHORTEST_DELAY, LONGEST_DELAY = 20_000, 100_000
+
+#: One thread that looks at the clock until so many nanoseconds are over.  The driver compiles it for whichever GPU it finds.
+DELAY_PTX = b"""\
+.version 7.0
+.target sm_70
+.address_size 64
+
+.visible .entry kvbm_bench_delay(.param .u64 nanoseconds)
+{
+    .reg .pred %again;
+    .reg .b64 %wanted, %start, %now, %passed;
+
+    ld.param.u64 %wanted, [nanoseconds];
+    mov.u64 %start, %globaltimer;
+WAIT:
+    mov.u64 %now, %globaltimer;
+    sub.u64 %passed, %now, %start;
+    setp.lt.u64 %again, %passed, %wanted;
+    @%again bra WAIT;
+    ret;
+}
+"""
+
+
+class Timed(NamedTuple):
+    """Seconds of a call, over all that were timed.
+
+    Attributes
+    ----------
+    median, least, most : float
+        Seconds.
+    how : {"events", "replay", "clock"}
+        Between events around the call, around the replay of a graph that it was captured into, or on the CPU's clock.
+    """
+
+    median: float
+    least: float
+    most: float
+    how: str
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], how: str) -> Timed:
+        return cls(statistics.median(seconds), min(seconds), max(seconds), how)
+
+
+def cuda(result: tuple[Any, ...], what: str) -> Any:
+    """What a call of cuda.bindings returned besides its status.
+
+    Parameters
+    ----------
+    result : tuple
+        Status, and what else it returned.
+    what : str
+        What was tried, for the error.
+
+    Returns
+    -------
+    object
+        None, the one result, or a tuple of several.
+
+    Raises
+    ------
+    CudaError
+        The status is not success.
+    """
+    status, *rest = result
+    if int(status):
+        raise CudaError(f"{what}: {status.name}", code=int(status), name=status.name)
+    return rest[0] if len(rest) == 1 else tuple(rest) if rest else None
+
+
+class CpuClock:
+    """Times a call that is done when it returns."""
+
+    device = -1
+    stream = None
+
+    def time(self, call: Call, *, iters: int, warmup: int = 3) -> Timed:
+        """Seconds of ``call(None)``."""
+        for _ in range(warmup):
+            call(None)
+        seconds = []
+        for _ in range(iters):
+            start = time.perf_counter()
+            call(None)
+            seconds.append(time.perf_counter() - start)
+        return Timed.of(seconds, "clock")
+
+    def synchronize(self) -> None:
+        """Nothing is ever pending."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def __enter__(self) -> CpuClock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class GpuClock:
+    """Times calls on a stream of its own.
+
+    Parameters
+    ----------
+    device : int
+        CUDA device ordinal; made current for this thread.
+
+    Attributes
+    ----------
+    device : int
+    stream : cuda.core.Stream
+        It has ``__cuda_stream__``, so kvbm, torch and CuPy take it.
+
+    Raises
+    ------
+    CudaError, CudaUnavailableError
+        No such GPU, no driver.
+
+    Examples
+    --------
+    >>> with GpuClock(0) as clock:  # doctest: +SKIP
+    ...     clock.time(lambda stream: move.copy(src_ids, dst_ids, stream=stream), iters=30).median
+    """
+
+    def __init__(self, device: int = 0) -> None:
+        from cuda.bindings import driver
+        from cuda.core import Device, ObjectCode
+
+        from .. import _core
+
+        _core.device_info(device)  # kvbm's own error where there is no such GPU
+        self.device = device
+        gpu = Device(device)
+        gpu.set_current()
+        self.stream = gpu.create_stream()
+        self._driver = driver
+        self._handle = driver.CUstream(_core.stream_handle(self.stream))
+        self._delay = ObjectCode.from_ptx(DELAY_PTX).get_kernel("kvbm_bench_delay")
+        self._events = [cuda(driver.cuEventCreate(0), "making an event") for _ in range(2)]  # 0: with timing
+
+    def delay(self, nanoseconds: int) -> None:
+        """Keep the stream busy for so long, on one thread of one multiprocessor."""
+        import numpy as np
+        from cuda.core import LaunchConfig, launch
+
+        launch(self.stream, LaunchConfig(grid=1, block=1), self._delay, np.uint64(nanoseconds))
+
+    def time(self, call: Call, *, iters: int, warmup: int = 3) -> Timed:
+        """Seconds of ``call(stream)`` on the GPU.
+
+        A call that takes the host longer to enqueue than `LONGEST_DELAY` is timed with that: it is part of its price.
+        """
+        return self._time(call, iters, warmup, "events")
+
+    def replay(self, calls: Sequence[Call], *, iters: int, warmup: int = 3) -> Timed:
+        """Seconds of a graph's replay; each call is captured into one, and they take turns.
+
+        Several calls that touch other memory each keep it out of the caches.
+
+        Raises
+        ------
+        CudaError
+            A call cannot be captured.
+        """
+        with contextlib.ExitStack() as stack:
+            graphs = itertools.cycle([stack.enter_context(self._captured(call)) for call in calls])
+            launch = self._driver.cuGraphLaunch
+            return self._time(
+                lambda _: cuda(launch(next(graphs), self._handle), "replaying a graph"),
+                iters,
+                max(warmup, len(calls)),  # the first launch of a graph also uploads it
+                "replay",
+            )
+
+    def synchronize(self) -> None:
+        """Wait for the stream; raises what failed on it."""
+        cuda(self._driver.cuStreamSynchronize(self._handle), "waiting for the measured copies")
+
+    def close(self) -> None:
+        """Give back events and stream, once everything on it is done."""
+        if self._events:
+            self.synchronize()
+            for event in self._events:
+                self._driver.cuEventDestroy(event)
+            self._events = []
+            self.stream.close()
+
+    def __enter__(self) -> GpuClock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error of the GPU waiting fails with the same error: the first one is what matters.
+        with contextlib.suppress(CudaError) if kind else contextlib.nullcontext():
+            self.close()
+
+    def _time(self, call: Call, iters: int, warmup: int, how: str) -> Timed:
+        record, wait = self._driver.cuEventRecord, self._driver.cuEventSynchronize
+        begin, end = self._events
+        enqueuing = []
+        for _ in range(warmup):
+            start = time.perf_counter_ns()
+            call(self.stream)
+            enqueuing.append(time.perf_counter_ns() - start)
+            self.synchronize()
+        delay = min(max(2 * min(enqueuing, default=LONGEST_DELAY), SHORTEST_DELAY), LONGEST_DELAY)
+        seconds = []
+        for _ in range(iters):
+            self.delay(delay)
+            cuda(record(begin, self._handle), "recording an event")
+            call(self.stream)
+            cuda(record(end, self._handle), "recording an event")
+            cuda(wait(end), "waiting for the measured copy")
+            seconds.append(cuda(self._driver.cuEventElapsedTime(begin, end), "reading the clock") / 1e3)
+        return Timed.of(seconds, how)
+
+    @contextlib.contextmanager
+    def _captured(self, call: Call) -> Iterator[Any]:
+        """The call as an executable graph."""
+        driver = self._driver
+        # Relaxed: what a call allocates while it is being captured (a table, a ring) is its own affair.
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        cuda(driver.cuStreamBeginCapture(self._handle, mode), "capturing a graph")
+        try:
+            call(self.stream)
+        except BaseException:
+            driver.cuStreamEndCapture(self._handle)  # the stream must come out of capture mode; the graph is not whole
+            raise
+        graph = cuda(driver.cuStreamEndCapture(self._handle), "capturing a graph")
+        try:
+            executable = cuda(driver.cuGraphInstantiate(graph, 0), "making a graph executable")
+            try:
+                yield executable
+            finally:
+                self.synchronize()
+                driver.cuGraphExecDestroy(executable)
+        finally:
+            driver.cuGraphDestroy(graph)

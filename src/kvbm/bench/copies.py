@@ -1,0 +1,612 @@
+"""The sweep: every pair of layouts, direction and batch by every backend, each beside a memcpy of the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core, kernels, spec
+from ..errors import CudaError, KvbmError
+from ..layout import Layout
+from ..planner import Part, Plan, plan, size_text
+from ..pool import Pool
+from ..shapes import BlockShape
+from ..transfer import Transfer
+from . import measure, peers
+from .clock import CpuClock, GpuClock, Timed
+from .peers import NotApplicable
+
+__all__ = ["BACKENDS", "DIRECTIONS", "MEMCPY", "MOST_COPIES", "PATTERNS", "USUAL", "Pair", "Sweep", "asked", "runs"]
+
+DIRECTIONS = ("d2d", "h2d", "d2h", "h2h", "p2p")
+STRATEGIES = ("auto", "direct", "staged", "engine")
+RAW = ("vectorized", "batched", "memcpy_async")
+BACKENDS = (*STRATEGIES, *RAW, "host")
+
+#: The backend of the yardstick's own rows.
+MEMCPY = "memcpy"
+
+#: Backends of a direction where none is named.
+USUAL: dict[str, tuple[str, ...]] = {
+    "d2d": ("direct",),
+    "h2d": STRATEGIES,
+    "d2h": STRATEGIES,
+    "h2h": ("host",),
+    "p2p": ("auto", "direct", "staged"),
+}
+
+#: Raw backends and the engine copy run by run: above so many a batch they are left out, each costs half a microsecond.
+MOST_COPIES = 200_000
+
+#: Short names of pairs: a block fully contiguous, or its layers and K and V apart, in one array a layer.
+PATTERNS = {
+    "fc_to_fc": ("operational", "operational"),
+    "lw_to_fc": ("nhd", "operational"),
+    "fc_to_lw": ("operational", "nhd"),
+    "lw_to_lw": ("nhd", "nhd"),
+}
+
+#: Pairs that are measured where none is named.
+PAIRS = (
+    "nhd:universal",
+    "universal:nhd",
+    "hnd:universal",
+    "universal:hnd",
+    "nhd:hnd",
+    "hnd:nhd",
+    "nhd:operational",
+    "operational:nhd",
+    "vllm/LBHNC:universal",
+    "universal:vllm/LBHNC",
+    "nhd:vllm/paged_attn_v0",
+    "vllm/paged_attn_v0:nhd",
+)
+
+
+class Pair(NamedTuple):
+    """From which layout to which, and what the CSV calls it."""
+
+    pattern: str
+    src: Layout
+    dst: Layout
+
+    @classmethod
+    def parse(cls, text: str) -> Pair:
+        """Read one of `PATTERNS`, or ``SRC:DST``.
+
+        Raises
+        ------
+        ValueError
+            Neither.
+        SpecError
+            There is no such layout.
+        """
+        src, colon, dst = text.partition(":")
+        if text in PATTERNS:
+            src, dst = PATTERNS[text]
+        elif not (src and colon and dst):
+            raise ValueError(f"expected SRC:DST or one of {', '.join(PATTERNS)}, got {text!r}")
+        return cls(text, spec.load(src), spec.load(dst))
+
+
+# ---- what is asked for ---------------------------------------------------------------------------------------------
+
+#: Ratio to a memcpy that is asked for: direction, class of the kernel → (blocks from which on, ratio), largest first.
+REACH: dict[tuple[str, str], tuple[tuple[int, float], ...]] = {
+    ("d2d", "rows"): ((64, 0.97), (16, 0.95), (4, 0.90), (1, 0.90)),
+    ("d2d", "short rows"): ((64, 0.90),),
+    ("d2d", "tile of words"): ((64, 0.93),),
+    ("d2d", "tile of 1 or 2 bytes"): ((64, 0.90),),
+    ("d2d", "tile of 4 bytes"): ((64, 0.93),),
+    ("h2d", ""): ((64, 0.985), (4, 0.95), (1, 0.90)),
+    ("d2h", ""): ((64, 0.985), (4, 0.95), (1, 0.90)),
+    ("p2p", ""): ((64, 0.95),),
+    ("h2h", ""): ((1, 0.90),),
+}
+
+#: Who is asked: what a caller gets who names no strategy.
+_ANSWERS = {"d2d": ("direct", "auto"), "h2d": ("auto",), "d2h": ("auto",), "p2p": ("auto",), "h2h": ("host",)}
+
+
+def asked(direction: str, backend: str, made: Plan, batch: int, timing: str) -> float | None:
+    """The ratio to a memcpy that is asked for here, or None."""
+    if backend not in _ANSWERS[direction]:
+        return None
+    if direction == "d2d" and batch < 4 and timing != "replay":
+        return None  # the launch is longer than the copy
+    steps = REACH.get((direction, _class(made) if direction == "d2d" else ""), ())
+    return next((ratio for least, ratio in steps if batch >= least), None)
+
+
+def _class(made: Plan) -> str:
+    elements = [form.element for form in made.forms() if form.kind == "tile"]
+    if elements:
+        # Packed keys beside transposed values are one launch, and go by the words.
+        most = max(elements)
+        return "tile of words" if most == 16 else f"tile of {'1 or 2' if most < 4 else '4'} bytes"
+    return "short rows" if min(part.run_bytes for part in made.parts) <= 64 else "rows"
+
+
+# ---- runs and their addresses --------------------------------------------------------------------------------------
+
+
+class Runs(NamedTuple):
+    """Runs that are contiguous on both sides: all of one size."""
+
+    src: npt.NDArray[np.uint64]
+    dst: npt.NDArray[np.uint64]
+    size: int
+
+
+def runs(src: Pool, dst: Pool, made: Plan, src_ids: Any, dst_ids: Any) -> list[Runs]:
+    """Addresses of every run of a batch; one list a part of the plan (K and V where these differ)."""
+    found = []
+    for part in made.parts:
+        ends = []
+        for pool, ids, step, start, strides in (
+            (src, src_ids, made.src_id, (part.src_table_offset, part.src_offset), _side(part, is_source=True)),
+            (dst, dst_ids, made.dst_id, (part.dst_table_offset, part.dst_offset), _side(part, is_source=False)),
+        ):
+            blocks = np.asarray(ids, np.int64)[:, None]
+            entry, offset = strides
+            where = pool.addresses.astype(np.int64)[blocks * step[0] + start[0] + entry]
+            ends.append((where + (blocks * step[1] + start[1] + offset)).reshape(-1).astype(np.uint64))
+        found.append(Runs(ends[0], ends[1], part.run_bytes))
+    return found
+
+
+def _side(part: Part, *, is_source: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Table entry and offset of every run of a block, relative to its first."""
+    entry, offset = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for mode in reversed((*part.inner[1:], *part.outer)):
+        table, stride = (mode.src_table, mode.src) if is_source else (mode.dst_table, mode.dst)
+        steps = np.arange(mode.extent, dtype=np.int64)
+        entry = (entry[:, None] + steps * table).reshape(-1)
+        offset = (offset[:, None] + steps * stride).reshape(-1)
+    return entry, offset
+
+
+def _num_runs(made: Plan) -> int:
+    """Runs a block."""
+    return sum(part.nbytes // part.run_bytes for part in made.parts)
+
+
+# ---- backends ------------------------------------------------------------------------------------------------------
+
+
+class Backend(Protocol):
+    """Somebody who copies between two pools."""
+
+    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
+        """The call that is measured, for these ids; what can be prepared is prepared here."""
+
+    def kernel(self, batch: int) -> str:
+        """What runs."""
+
+
+class _ByTransfer:
+    def __init__(self, src: Pool, dst: Pool, strategy: str, max_sms: int | None, stack: contextlib.ExitStack) -> None:
+        sms = None if strategy == "engine" or src.device == dst.device == "cpu" else max_sms
+        self._move = stack.enter_context(Transfer(src, dst, strategy, sms))
+        self._strategy = strategy
+
+    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
+        return lambda stream: self._move.copy(src_ids, dst_ids, stream=stream)
+
+    def kernel(self, batch: int) -> str:
+        found = self._move._mover.route(None)
+        taken = found.route.choose(batch) if found.route is not None else "direct"
+        if taken != "direct":
+            return taken
+        names = " ".join(copy.kernel for copy in found.copies if copy.kernel)
+        return names if self._strategy != "auto" or found.route is None else f"direct {names}"
+
+
+class _ByRuns:
+    def __init__(self, src: Pool, dst: Pool, name: str, made: Plan, device: int) -> None:
+        if device < 0:
+            raise NotApplicable("it needs a GPU")
+        if name == "batched" and not _core.has_memcpy_batch():
+            raise NotApplicable("this driver has no batched copies (CUDA 12.8 has them)")
+        self._runs = functools.partial(runs, src, dst, made)
+        self._name, self._device = name, device
+
+    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
+        parts = self._runs(src_ids, dst_ids)
+
+        def copy(stream: Any) -> None:
+            for part in parts:
+                if self._name == "vectorized":
+                    kernels.vectorized_copy(*part, stream=stream, device=self._device)
+                else:
+                    kernels.memcpy_batch(
+                        *part, mode=_MODES[self._name], stream=stream, device=self._device, merge=False
+                    )
+
+        return copy
+
+    def kernel(self, batch: int) -> str:  # noqa: ARG002
+        return {"vectorized": "copy_pairs", "batched": "cuMemcpyBatchAsync", "memcpy_async": "cuMemcpyAsync"}[
+            self._name
+        ]
+
+
+_MODES = {
+    "batched": kernels.MemcpyBatchMode.BATCH_WITHOUT_FALLBACK,
+    "memcpy_async": kernels.MemcpyBatchMode.FALLBACK_ONLY,
+}
+
+
+class _ByPeer:
+    def __init__(self, src: Pool, dst: Pool, name: str, peer: peers.Peer) -> None:
+        self._name = name
+        self._copy = self._guarded(peer, src, dst)
+
+    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
+        return lambda stream: self._guarded(self._copy, src_ids, dst_ids, stream)
+
+    def kernel(self, batch: int) -> str:  # noqa: ARG002
+        return ""
+
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
+        """An error of somebody else's code says whose it was."""
+        try:
+            return call(*args)
+        except KvbmError:
+            raise
+        except Exception as error:
+            if measure.is_out_of_memory(error) or "out of memory" in str(error).lower():
+                raise MemoryError(f"{self._name}: {error}") from error
+            raise peers.PeerError(f"peer {self._name}: {type(error).__name__}: {error}") from error
+
+
+# ---- the sweep -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sweep:
+    """What is measured, and what became of it.
+
+    Attributes
+    ----------
+    shapes : sequence of BlockShape
+        They differ in the tokens of a block.
+    batches : sequence of int
+    directions : sequence of str
+    pairs : sequence of Pair
+    backends : mapping of str to sequence of str
+        Direction → backends.
+    peers : mapping of str to function
+        Plug-ins, by what the CSV calls them.
+    built_in_peers : bool
+        Whether PyTorch, CuPy and NumPy are measured where they are installed.
+    place : str
+        ``"cuda:N"``; ``"cpu"`` for ``h2h`` alone.
+    warmup, iters : int
+    max_sms : int, optional
+    replay : bool
+        Replays of captured graphs instead of calls.
+    note : callable
+        Told why something is left out, once a reason.
+    step : callable
+        ``step(title)`` after every measurement.
+
+    measured : set of str
+        Directions and backends of which there is at least one row.
+    """
+
+    shapes: Sequence[BlockShape]
+    batches: Sequence[int]
+    directions: Sequence[str]
+    pairs: Sequence[Pair]
+    backends: dict[str, Sequence[str]]
+    peers: dict[str, peers.Peer]
+    built_in_peers: bool
+    place: str
+    warmup: int = 3
+    iters: int = 30
+    max_sms: int | None = None
+    replay: bool = False
+    note: Callable[[str], object] = print
+    step: Callable[[str], object] = lambda _: None
+    measured: set[str] = field(default_factory=set)
+    _noted: set[str] = field(default_factory=set)
+
+    @property
+    def steps(self) -> int:
+        """How often `step` is called at most."""
+        return len(self.shapes) * len(self.directions) * len(self.pairs) * len(self.batches)
+
+    def plans(self) -> None:
+        """Refuse now what cannot be planned at all.
+
+        Raises
+        ------
+        LayoutError, PlanError
+            There is no copy between the two layouts of a pair.
+        """
+        for shape, pair in itertools.product(self.shapes, self.pairs):
+            plan(pair.src, pair.dst, shape, num_blocks=max(self.batches))
+
+    def run(self) -> Iterator[tuple[measure.Record, float | None]]:
+        """Measure; every row with what is asked for, as soon as it is known.
+
+        Raises
+        ------
+        WrongCopyError
+            Somebody copied wrongly; nothing is measured after that.
+        PeerError
+            A plug-in failed.
+        """
+        for direction, shape in itertools.product(self.directions, self.shapes):
+            try:
+                ends = self._ends(direction)
+            except NotApplicable as reason:
+                self._leave_out(direction, reason)
+                continue
+            with measure.make_clock(self.place if direction != "h2h" else "cpu") as clock:
+                yield from self._of_direction(direction, shape, ends, clock)
+
+    # ---- places and memory
+
+    def _ends(self, direction: str) -> tuple[str, str]:
+        """Places of source and destination."""
+        if direction == "h2h":
+            return "cpu", "cpu"
+        device = measure.device_of(self.place)
+        if device < 0:
+            raise NotApplicable("it needs a GPU that kvbm can use; see `kvbm doctor`")
+        other = f"cuda:{(device + 1) % max(_core.device_count(), 1)}"
+        if direction == "p2p" and other == self.place:
+            raise NotApplicable("there is one GPU")
+        return {
+            "d2d": (self.place, self.place),
+            "d2h": (self.place, "pinned"),
+            "h2d": ("pinned", self.place),
+            "p2p": (self.place, other),
+        }[direction]
+
+    def _of_direction(
+        self, direction: str, shape: BlockShape, ends: tuple[str, str], clock: GpuClock | CpuClock
+    ) -> Iterator[tuple[measure.Record, float | None]]:
+        batches = self._that_fit(direction, shape, ends)
+        self._skip_steps(direction, len(self.pairs) * (len(self.batches) - len(batches)))
+        if not batches:
+            return
+        if direction == "p2p":
+            _core.enable_peer(*(measure.device_of(place) for place in ends))
+        try:
+            yardstick = measure.Yardstick(*ends, max(batches) * shape.nbytes, clock)
+        except (CudaError, MemoryError) as error:
+            if not measure.is_out_of_memory(error):
+                raise
+            self._leave_out(direction, error)
+            return
+        told: set[int] = set()  # batches whose yardstick has its row
+        with yardstick:
+            for pair in self.pairs:
+                try:
+                    yield from self._of_pair(direction, shape, ends, clock, yardstick, pair, batches, told)
+                except (CudaError, MemoryError) as error:
+                    if not measure.is_out_of_memory(error):
+                        raise
+                    self._leave_out(f"{direction} {pair.pattern}", error)
+
+    def _that_fit(self, direction: str, shape: BlockShape, ends: tuple[str, str]) -> list[int]:
+        """Batches for which there is memory; a line for those for which there is none."""
+        fit = []
+        for batch in self.batches:
+            need: dict[str, int] = {}
+            for place, layouts in zip(ends, ([p.src for p in self.pairs], [p.dst for p in self.pairs]), strict=True):
+                where = place if place.startswith("cuda") else "host"
+                pool = max(_pool_bytes(layout, shape, batch, place) for layout in layouts)
+                cache = max(
+                    measure.cache_bytes(each) for each in ends if (measure.device_of(each) >= 0) or ends[0] == "cpu"
+                )
+                stick = measure.Yardstick.needs(batch * shape.nbytes, cache)
+                need[where] = need.get(where, 0) + pool + stick
+            # What a staged ring, or a peer's own copies, take besides.
+            if direction != "h2h":
+                need[min(need)] += max(2 * batch * shape.nbytes, 96 << 20)  # min: "cuda:N" before "host"
+            short = [
+                f"{size_text(nbytes)} of {where}, {size_text(free)} are free"
+                for where, nbytes in need.items()
+                if nbytes > 0.9 * (free := measure.free_bytes("cpu" if where == "host" else where))
+            ]
+            if short:
+                self._leave_out(
+                    f"{direction}, {batch} blocks of {size_text(shape.nbytes)}", f"needs {' and '.join(short)}"
+                )
+            else:
+                fit.append(batch)
+        return fit
+
+    # ---- one pair
+
+    def _of_pair(
+        self,
+        direction: str,
+        shape: BlockShape,
+        ends: tuple[str, str],
+        clock: GpuClock | CpuClock,
+        yardstick: measure.Yardstick,
+        pair: Pair,
+        batches: Sequence[int],
+        told: set[int],
+    ) -> Iterator[tuple[measure.Record, float | None]]:
+        with contextlib.ExitStack() as stack:
+            src, dst = (
+                stack.enter_context(
+                    measure.random_pool(
+                        layout, shape, measure.held_blocks(layout, shape, max(batches), place), place, seed=seed
+                    )
+                )
+                for seed, (layout, place) in enumerate(zip((pair.src, pair.dst), ends, strict=True), 1)
+            )
+            stack.callback(peers.release)
+            stack.callback(_settle, clock)  # before the memory goes, also after an error
+            made = plan(pair.src, pair.dst, shape, num_blocks=(src.num_blocks, dst.num_blocks))
+            title = f"{direction} {pair.pattern}"
+            backends = dict(self._backends(direction, src, dst, made, stack))
+            check = measure.Check(src, dst)
+            for batch in batches:
+                nbytes = batch * shape.nbytes
+                options = {"iters": self.iters, "warmup": self.warmup}
+                before = yardstick.time(nbytes, replay=self.replay, **options)
+                sets = measure.Ids.for_cache(nbytes, self.place if clock.stream is not None else "cpu")
+                ids = measure.Ids(src.num_blocks, dst.num_blocks, batch, sets).sets
+                found: list[tuple[str, Timed, str]] = []
+                for name, backend in backends.items():
+                    try:
+                        found.append((name, *self._of_backend(name, backend, clock, check, batch, ids, made, title)))
+                    except NotApplicable as reason:
+                        self._leave_out(f"{title} {name}", reason)
+                    except (CudaError, MemoryError) as error:
+                        if not measure.is_out_of_memory(error):
+                            raise
+                        self._leave_out(f"{title} {name}, {batch} blocks", error)
+                stick = min(before, yardstick.time(nbytes, replay=self.replay, **options))
+                base = self._record(direction, shape, batch, stick)
+                if batch not in told:
+                    told.add(batch)
+                    yield base, None
+                for name, timed, kernel in found:
+                    self.measured |= {direction, name}
+                    row = replace(
+                        base, pattern=pair.pattern, backend=name, kernel=kernel, timing=timed.how,
+                        copy_size=min(part.run_bytes for part in made.parts), num_copies=batch * _num_runs(made),
+                        **_times(nbytes, timed, stick),
+                    )  # fmt: skip
+                    yield row, asked(direction, name, made, batch, timed.how)
+                self.step(f"{title} {batch}")
+
+    def _backends(
+        self, direction: str, src: Pool, dst: Pool, made: Plan, stack: contextlib.ExitStack
+    ) -> Iterator[tuple[str, Backend]]:
+        device = measure.device_of(self.place) if direction != "h2h" else -1
+        for name in self.backends[direction]:
+            try:
+                if name in RAW:
+                    yield name, _ByRuns(src, dst, name, made, device)
+                elif name == "host":
+                    if direction != "h2h":
+                        raise NotApplicable("it copies from host memory to host memory")
+                    yield name, _ByTransfer(src, dst, "auto", None, stack)
+                else:
+                    yield name, _ByTransfer(src, dst, name, self.max_sms, stack)
+            except (KvbmError, MemoryError) as reason:
+                self._leave_out(f"{direction} {name}", reason)
+        built_in = peers.installed(direction) if self.built_in_peers else ()
+        for name, peer in (*built_in, *self.peers.items()):
+            try:
+                if self.replay and name not in self.peers:
+                    raise NotApplicable("its own allocations cannot be captured into a graph here")
+                yield name, _ByPeer(src, dst, name, peer)
+            except NotApplicable as reason:
+                self._leave_out(f"{direction} {name}", reason)
+
+    def _of_backend(
+        self,
+        name: str,
+        backend: Backend,
+        clock: GpuClock | CpuClock,
+        check: measure.Check,
+        batch: int,
+        sets: Sequence[Any],
+        made: Plan,
+        title: str,
+    ) -> tuple[Timed, str]:
+        copies = batch * _num_runs(made)
+        if copies > MOST_COPIES and name in (*RAW, "engine"):
+            raise NotApplicable(f"more than {MOST_COPIES:,} copies a batch (runs of {_shortest(made)})")
+
+        def once(src_ids: Any, dst_ids: Any) -> None:
+            backend.bind(src_ids, dst_ids)(clock.stream)
+            clock.synchronize()
+
+        check(once, batch, f"{title} by {name}, {batch} blocks")
+        calls = [backend.bind(*ids) for ids in sets]
+        for call in calls:  # what is made at the first sight of some ids is no part of the copy
+            call(clock.stream)
+            clock.synchronize()
+        if self.replay and isinstance(clock, GpuClock):
+            try:
+                return clock.replay(calls, iters=self.iters, warmup=self.warmup), backend.kernel(batch)
+            except KvbmError as error:
+                if measure.is_out_of_memory(error):
+                    raise
+                raise NotApplicable(f"it cannot be captured into a graph: {error}") from error
+        turns = itertools.cycle(calls)
+        return clock.time(lambda stream: next(turns)(stream), iters=self.iters, warmup=self.warmup), backend.kernel(
+            batch
+        )
+
+    # ---- rows and reasons
+
+    def _record(self, direction: str, shape: BlockShape, batch: int, stick: Timed) -> measure.Record:
+        """The yardstick's own row."""
+        gpu, driver, commit = self._names(direction)
+        nbytes = batch * shape.nbytes
+        return measure.Record(
+            tokens_per_block=shape.nt, num_blocks=batch, pattern="contiguous", direction=direction, backend=MEMCPY,
+            total_bytes=nbytes, inner_bytes=shape.nt * shape.nh * shape.hd * shape.itemsize, copy_size=nbytes, num_copies=1,
+            timing=stick.how, kernel="", shape=str(shape).replace(",", " "), gpu=gpu, driver=driver, commit=commit,
+            **_times(nbytes, stick, stick),
+        )  # fmt: skip
+
+    def _names(self, direction: str) -> tuple[str, str, str]:
+        return _names(self.place if direction != "h2h" else "cpu")
+
+    def _leave_out(self, what: str, reason: object) -> None:
+        """Say so; once a reason and pair, not once a size."""
+        line = f"{what}: left out: {reason}"
+        if line not in self._noted:
+            self._noted.add(line)
+            self.note(line)
+
+    def _skip_steps(self, title: str, count: int) -> None:
+        for _ in range(count):
+            self.step(title)
+
+
+@functools.cache
+def _names(place: str) -> tuple[str, str, str]:
+    return (*measure.machine(place), measure.commit())
+
+
+def _times(nbytes: int, timed: Timed, stick: Timed) -> dict[str, Any]:
+    return {
+        "median_ms": _rounded(timed.median * 1e3),
+        "bandwidth_gbps": _rounded(nbytes / timed.median / 1e9),
+        "min_ms": _rounded(timed.least * 1e3),
+        "max_ms": _rounded(timed.most * 1e3),
+        "memcpy_ms": _rounded(stick.median * 1e3),
+        "ratio": round(stick.median / timed.median, 3),
+    }
+
+
+def _rounded(value: float) -> float:
+    """Five significant digits."""
+    return round(value, 4 - math.floor(math.log10(value))) if value > 0 else 0.0
+
+
+def _shortest(made: Plan) -> str:
+    return size_text(min(part.run_bytes for part in made.parts))
+
+
+def _pool_bytes(layout: Layout, shape: BlockShape, batch: int, place: str) -> int:
+    held = measure.held_blocks(layout, shape, batch, place)
+    return layout.resolve(shape, held).nbytes
+
+
+def _settle(clock: GpuClock | CpuClock) -> None:
+    with contextlib.suppress(CudaError):  # what went wrong first is what matters
+        clock.synchronize()

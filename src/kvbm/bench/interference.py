@@ -1,0 +1,347 @@
+"""How much copies slow down a matrix product that runs beside them: ``kvbm bench interference``. Needs a GPU and torch.
+
+The product stands for a model that keeps the whole GPU busy. What a copy does to it is the price of a strategy that its own
+bandwidth does not show; the yardstick is what one contiguous memcpy in the same direction does to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from .. import _core, spec
+from ..errors import BindError, KvbmError, SpecError
+from ..planner import plan, size_text
+from ..pool import Pool
+from ..shapes import BlockShape, load_shape
+from ..transfer import Transfer
+from .measure import Check, Ids, Memory, is_out_of_memory, random_pool
+from .plot import comma_list
+from .scale import split_pair
+from .section import Note, Row, common_options, figures, note, numbers, require_gpu, stamp, write_rows
+
+__all__ = ["COLUMNS", "PAIRS", "interference", "measure"]
+
+COLUMNS = (
+    "direction", "pair", "backend", "max_sms", "num_blocks", "slowdown", "memcpy_slowdown", "copy_gbps", "ratio",
+    "product_ms", "alone_ms", "copy_alone_gbps", "gpu", "driver", "commit",
+)  # fmt: skip
+
+#: What is copied where no pair is given.
+PAIRS = {"d2h": "nhd:universal", "h2d": "universal:nhd", "d2d": "nhd:universal"}
+
+#: Copies of the engine above which it is left out: the driver takes half a microsecond each.
+MOST_RUNS = 200_000
+
+_FIRST = 2  # products that are not timed: the copies beside them may not have begun
+_COPIES = 8  # that are timed alone
+_SLEEP = 4_000_000  # cycles, until the products are in the queue
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """Seconds of a product; bytes a second that were copied meanwhile, and without it (both nan without copies)."""
+
+    product: float
+    rate: float
+    rate_alone: float = math.nan
+
+
+class _Model:
+    """Matrix products on a stream of their own, with copies beside them or without."""
+
+    def __init__(self, torch: Any, device: int, size: int, products: int, rounds: int) -> None:
+        self.torch, self.device, self.products, self.rounds = torch, device, products, rounds
+        self.compute, self.side = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        with torch.cuda.device(device):
+            made = [torch.randn(size, size, device=f"cuda:{device}").to(torch.bfloat16) for _ in range(3)]
+        self.a, self.b, self.c = made
+        torch.cuda.synchronize(device)
+
+    def warm(self) -> None:
+        """Products until clocks and the choice of kernel are what they will be."""
+        with self.torch.cuda.stream(self.compute):
+            for _ in range(max(2 * self.products, 20)):
+                self.torch.matmul(self.a, self.b, out=self.c)
+        self.torch.cuda.synchronize(self.device)
+
+    def beside(self, copy: Callable[[Any], object] | None, nbytes: int) -> _Beside:
+        """Medians over all rounds; `copy` enqueues a copy of `nbytes` on the stream that it is given."""
+        seconds: list[float] = []
+        rates: list[float] = []
+        with self.torch.cuda.device(self.device):
+            for _ in range(self.rounds):
+                products, copies = self._round(copy)
+                seconds += [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(products[_FIRST:])]
+                if copies:
+                    rates.append(_rate(products[_FIRST], products[-1], copies, nbytes))
+            alone = self._copies_alone(copy, nbytes) if copy is not None else math.nan
+        return _Beside(statistics.median(seconds), statistics.median(rates) if rates else math.nan, alone)
+
+    def _copies_alone(self, copy: Callable[[Any], object], nbytes: int) -> float:
+        """Bytes a second of copies one after the other, with nothing beside them."""
+        copy(self.side)
+        begin = self._mark()
+        for _ in range(_COPIES):
+            copy(self.side)
+        end = self._mark()
+        self.torch.cuda.synchronize(self.device)
+        return _COPIES * nbytes / float(begin.elapsed_time(end)) * 1e3
+
+    def _round(self, copy: Callable[[Any], object] | None) -> tuple[list[Any], list[Any]]:
+        """Events around the products, and one before and after every copy; the copies outlast the products."""
+        torch = self.torch
+        torch.cuda.synchronize(self.device)
+        products = [torch.cuda.Event(enable_timing=True) for _ in range(_FIRST + self.products + 1)]
+        with torch.cuda.stream(self.compute):
+            torch.cuda._sleep(_SLEEP)
+            for event in products[:-1]:
+                event.record(self.compute)
+                torch.matmul(self.a, self.b, out=self.c)
+            products[-1].record(self.compute)
+        copies: list[Any] = []
+        if copy is not None:
+            copies.append(self._mark())
+            while not products[-1].query():
+                copy(self.side)
+                copies.append(self._mark())
+                if len(copies) > 2:
+                    copies[-2].synchronize()  # the copy before this one: while one runs, the next is enqueued
+        torch.cuda.synchronize(self.device)
+        return products, copies
+
+    def _mark(self) -> Any:
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record(self.side)
+        return event
+
+
+def _rate(begin: Any, end: Any, copies: Sequence[Any], nbytes: int) -> float:
+    """Bytes a second of the copies that ended while the products ran; of all of them if too few did."""
+    last = begin.elapsed_time(end)
+    inside = [at for at in (begin.elapsed_time(copy) for copy in copies) if 0 <= at <= last]
+    if len(inside) < 3:
+        inside = [begin.elapsed_time(copy) for copy in copies]
+    took = inside[-1] - inside[0]
+    return (len(inside) - 1) * nbytes / took * 1e3 if took > 0 else math.nan
+
+
+@contextlib.contextmanager
+def _ends(
+    pair: tuple[str, str], direction: str, shape: BlockShape, held: int, device: int
+) -> Iterator[tuple[Pool, Pool]]:
+    places = ["pinned" if side == "h" else f"cuda:{device}" for side in (direction[0], direction[2])]
+    with (
+        random_pool(spec.load(pair[0]), shape, held, places[0]) as src,
+        random_pool(spec.load(pair[1]), shape, held, places[1], seed=2) as dst,
+    ):
+        yield src, dst
+
+
+@contextlib.contextmanager
+def _memcpy(direction: str, nbytes: int, device: int) -> Iterator[Callable[[Any], object]]:
+    """The yardstick: one contiguous copy in the same direction."""
+    with contextlib.ExitStack() as stack:
+        sides = []
+        for turn, side in enumerate((direction[0], direction[2])):
+            memory = Memory(nbytes, "pinned" if side == "h" else f"cuda:{device}")
+            stack.callback(memory.close)
+            memory.fill(turn)
+            sides.append(np.array([memory.address], np.uint64))
+        src, dst = sides
+        yield lambda stream: _core.memcpy_batch(dst, src, nbytes, 1, device, _core.stream_handle(stream))
+
+
+def _strategies(direction: str, sms: Sequence[int]) -> list[tuple[str, Mapping[str, int]]]:
+    """Backends and their options: staged ones first, then the direct kernel on few multiprocessors and on all it takes."""
+    budgets: list[tuple[str, Mapping[str, int]]] = [("direct", {"max_sms": count}) for count in sms]
+    found = [*budgets, ("direct", {}), ("engine", {})]
+    return found if direction == "d2d" else [("staged", {}), ("staged", {"max_sms": 8}), *found]
+
+
+def _runs(src: Pool, dst: Pool) -> int:
+    """Copies a block that the engine's strategy makes, at most."""
+    made = plan(src.layout, dst.layout, src.shape, num_blocks=(src.num_blocks, dst.num_blocks))
+    return sum(part.nbytes // part.run_bytes for part in made.parts)
+
+
+def measure(
+    place: str,
+    shape: BlockShape,
+    *,
+    directions: Sequence[str] = tuple(PAIRS),
+    pairs: Sequence[str] = (),
+    size: int = 8192,
+    blocks: int = 64,
+    sms: Sequence[int] = (4, 8, 16, 32),
+    products: int = 18,
+    rounds: int = 3,
+    note: Note = lambda _: None,
+) -> Iterator[Row]:
+    """Rows of the yardstick and of every strategy.
+
+    Parameters
+    ----------
+    place : str
+        ``"cuda:N"``.
+    shape : BlockShape
+    directions : sequence of str
+        Of ``d2h``, ``h2d``, ``d2d``.
+    pairs : sequence of str
+        ``SRC:DST``, for every direction; those of `PAIRS` if none is given.
+    size : int
+        The product is of two ``size x size`` matrices of bfloat16.
+    blocks : int
+        Blocks a copy.
+    sms : sequence of int
+        Multiprocessors that the direct kernel is also given.
+    products, rounds : int
+        Timed products a round, and rounds.
+    note : callable
+        Told what is left out.
+
+    Raises
+    ------
+    CudaUnavailableError
+        No GPU.
+    KvbmError
+        torch is not installed, or cannot use the GPU.
+    WrongCopyError
+        A copy that was to be measured is wrong.
+    """
+    device = require_gpu(place, "interference")
+    torch = _torch()
+    end = stamp(place)
+    nbytes = blocks * shape.nbytes
+    model = _Model(torch, device, size, products, rounds)
+    for direction in directions:
+        try:
+            model.warm()
+            alone = model.beside(None, 0).product
+            with _memcpy(direction, nbytes, device) as copy:
+                yardstick = model.beside(copy, nbytes)
+            common = {"direction": direction, "num_blocks": blocks, "alone": alone, "memcpy": yardstick.product / alone}
+            yield {**_row(common, "", "memcpy", {}, yardstick), **end}
+            for pair in pairs or (PAIRS[direction],):
+                with _ends(split_pair(pair), direction, shape, 2 * blocks, device) as (src, dst):
+                    for row in _by_strategy(model, src, dst, pair, sms, common, note):
+                        yield {**row, **end}
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            note(
+                f"interference: {direction}: {blocks} blocks of {size_text(shape.nbytes)}: left out: {type(error).__name__} {error}"
+            )
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise KvbmError(
+            "kvbm bench interference: the matrix product is torch's, which is not installed: pip install 'kvbm-layouts[bench]'"
+        ) from None
+    if not torch.cuda.is_available():
+        raise KvbmError(
+            f"kvbm bench interference: the matrix product is torch's, and torch {torch.__version__} cannot use the GPU; "
+            "install a build of it for CUDA"
+        )
+    return torch
+
+
+def _by_strategy(
+    model: _Model, src: Pool, dst: Pool, pair: str, sms: Sequence[int], common: Mapping[str, Any], note: Note
+) -> Iterator[Row]:
+    blocks, direction = common["num_blocks"], common["direction"]
+    check = Check(src, dst)
+    for backend, options in _strategies(direction, sms):
+        what = f"interference: {direction} {pair}, {backend}"
+        if backend == "engine" and _runs(src, dst) * blocks > MOST_RUNS:
+            note(f"{what}: {_runs(src, dst) * blocks:,} copies a batch, left out")
+            continue
+        try:
+            made = Transfer(src, dst, backend, **options)
+        except BindError as error:
+            note(f"{what}: left out: {error}")
+            continue
+        with made as move:
+
+            def copy(src_ids: Any, dst_ids: Any, move: Transfer = move) -> None:
+                move.copy(src_ids, dst_ids, stream=model.side).synchronize()
+
+            check(copy, blocks, f"{pair}, {backend}")
+            ids = Ids(src.num_blocks, dst.num_blocks, blocks)
+
+            def again(stream: Any, move: Transfer = move, ids: Ids = ids) -> None:
+                move.copy(*next(ids), stream=stream)
+
+            seen = model.beside(again, blocks * src.shape.nbytes)
+        yield _row(common, pair, backend, options, seen)
+
+
+def _row(common: Mapping[str, Any], pair: str, backend: str, options: Mapping[str, int], seen: _Beside) -> Row:
+    slowdown = seen.product / common["alone"]
+    return {
+        "direction": common["direction"],
+        "pair": pair,
+        "backend": backend,
+        "max_sms": options.get("max_sms", ""),
+        "num_blocks": common["num_blocks"],
+        "slowdown": figures(slowdown),
+        "memcpy_slowdown": figures(common["memcpy"]),
+        "copy_gbps": figures(seen.rate / 1e9),
+        "ratio": figures(slowdown / common["memcpy"]),
+        "product_ms": figures(seen.product * 1e3),
+        "alone_ms": figures(common["alone"] * 1e3),
+        "copy_alone_gbps": figures(seen.rate_alone / 1e9),
+    }
+
+
+@click.command()
+@common_options(iters=54)
+@click.option("--directions", default=",".join(PAIRS), show_default=True, callback=comma_list(tuple(PAIRS)), metavar="WAY,...",
+              help="d2h, h2d, d2d.")  # fmt: skip
+@click.option(
+    "--size",
+    default=8192,
+    show_default=True,
+    type=click.IntRange(16),
+    help="The product is of two SIZE x SIZE matrices.",
+)
+@click.option("--blocks", default=64, show_default=True, type=click.IntRange(1), help="Blocks a copy.")
+@click.option("--pair", "pairs", multiple=True, metavar="SRC:DST",
+              help="Layouts, for every direction (may be repeated); nhd and universal if not given.")  # fmt: skip
+@click.option("--sms", default="4,8,16,32", show_default=True, callback=numbers, metavar="N,...",
+              help="Multiprocessors that the direct kernel is also given.")  # fmt: skip
+@click.option("--profile", default="llama-3.1-70b", show_default=True, metavar="SHAPE", help="Shape of a block.")
+def interference(
+    place: str, iters: int, out: Path | None, directions: tuple[str, ...], size: int, blocks: int, pairs: tuple[str, ...],
+    sms: tuple[int, ...], profile: str,
+) -> None:  # fmt: skip
+    """How much copies slow down a matrix product beside them, by strategy; its yardstick is what a memcpy does to it.
+
+    --iters are the timed products. Needs a GPU and torch.
+    """
+    shape = load_shape(profile)
+    for pair in pairs:
+        src, dst = split_pair(pair)
+        plan(spec.load(src), spec.load(dst), shape)
+    if not directions:
+        raise SpecError(f"--directions: expected some of {', '.join(PAIRS)}")
+    require_gpu(place, "interference")
+    _torch()
+    rounds = min(iters, 3)
+    found = measure(
+        place, shape, directions=directions, pairs=pairs, size=size, blocks=blocks, sms=sms,
+        products=max(iters // rounds, 1), rounds=rounds, note=note,
+    )  # fmt: skip
+    write_rows(found, COLUMNS, place, shape, out, "interference")

@@ -1,0 +1,756 @@
+"""What every measurement needs: pools of random bytes, ids that change, a yardstick, a bitwise check, and the CSV.
+
+Nothing here asks the planner where a byte belongs: the check reads the declared layouts alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import ctypes
+import datetime as dt
+import functools
+import itertools
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core, spec, tuning
+from ..errors import CudaError, KvbmError
+from ..layout import Layout, Piece
+from ..pool import Pool, _numpy_dtype
+from ..shapes import BlockShape
+from .clock import CpuClock, GpuClock, Timed, cuda
+
+__all__ = [
+    "Check",
+    "Ids",
+    "Memory",
+    "Record",
+    "Rows",
+    "View",
+    "WrongCopyError",
+    "Yardstick",
+    "cache_bytes",
+    "commit",
+    "device_of",
+    "free_bytes",
+    "header",
+    "held_blocks",
+    "is_out_of_memory",
+    "is_stacked",
+    "machine",
+    "make_clock",
+    "random_pool",
+]
+
+#: Sets of ids that take turns.
+LEAST_SETS, MOST_SETS = 6, 256
+
+#: Bytes of noise that memory is filled from, at changing places.
+NOISE_BYTES = 64 << 20
+
+#: Arrays of a pool of small blocks: more would take longer to bind than to measure.
+MOST_ARRAYS = 50_000
+
+#: Sampled coordinates of a check besides whole blocks, and how many blocks it looks at whole.
+SAMPLES, WHOLE_BLOCKS = 4096, 3
+
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
+
+
+class WrongCopyError(KvbmError):
+    """A copy that was to be measured has put other bytes than it must at some coordinate."""
+
+    exit_code = 1
+
+
+# ---- the machine ---------------------------------------------------------------------------------------------------
+
+
+def device_of(place: str) -> int:
+    """Ordinal of ``"cuda:N"``; -1 for ``"cpu"`` and ``"pinned"``."""
+    kind, _, index = place.partition(":")
+    return int(index or 0) if kind == "cuda" else -1
+
+
+def make_clock(place: str) -> GpuClock | CpuClock:
+    """The clock for work on ``"cuda:N"``, or on the CPU."""
+    device = device_of(place)
+    return GpuClock(device) if device >= 0 else CpuClock()
+
+
+def machine(place: str) -> tuple[str, str]:
+    """Name of the GPU and version of its driver; name and cores of the processor, and an empty text."""
+    device = device_of(place)
+    if device >= 0:
+        return tuning.machine(device)
+    model = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    return f"{model} {len(os.sched_getaffinity(0))} cores", ""
+
+
+def commit() -> str:
+    """Which kvbm is measured: $KVBM_COMMIT, else what git says of the checkout, else the version.
+
+    The checkout is the one that the package lies in, or the working directory's if that is one of kvbm.
+    """
+    from .. import __version__
+
+    if known := os.environ.get("KVBM_COMMIT"):
+        return known
+    for folder in (Path(__file__).resolve().parent, Path.cwd()):
+        root = next((each for each in (folder, *folder.parents) if (each / ".git").exists()), None)
+        if root is None or not (root / "src" / "kvbm" / "_core.pyx").is_file():
+            continue
+        with contextlib.suppress(OSError):
+            command = ["git", "describe", "--always", "--dirty"]
+            run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+            if run.stdout.strip():
+                return run.stdout.strip()
+    return __version__
+
+
+def header(place: str, shape: BlockShape) -> str:
+    """The comment that a CSV begins with."""
+    name, driver = machine(place)
+    parts = [f"kvbm {commit()}", name, f"driver {driver}" if driver else "", f"Python {platform.python_version()}"]
+    parts += [str(shape).replace(",", " "), dt.date.today().isoformat()]
+    return "# " + ", ".join(filter(None, parts))
+
+
+def free_bytes(place: str) -> int:
+    """Memory that can be had now on ``"cuda:N"``, or on the host."""
+    device = device_of(place)
+    if device >= 0:
+        from cuda.bindings import driver
+        from cuda.core import Device
+
+        Device(device).set_current()
+        free, _ = cuda(driver.cuMemGetInfo(), f"asking for the free memory of {place}")
+        return int(free)
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    with contextlib.suppress(OSError, ValueError):  # a container may allow less ("max": it does not)
+        limit, used = (int(Path("/sys/fs/cgroup", f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
+        free = min(free, max(limit - used, 0))
+    return free
+
+
+def cache_bytes(place: str) -> int:
+    """The largest cache: a GPU's L2, or a processor's last level (32 MiB where nobody says)."""
+    device = device_of(place)
+    if device >= 0:
+        from cuda.bindings import driver
+
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
+        cuda(driver.cuInit(0), "starting the driver")
+        return int(cuda(driver.cuDeviceGetAttribute(attribute, device), f"asking for the L2 cache of {place}"))
+    sizes = [32 << 20]
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text(encoding="ascii").strip()
+        sizes.append(int(text.rstrip("KMG")) * units.get(text[-1:], 1))
+    return max(sizes)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+_FLAT = spec.parse('order: "b d"', "bench", "flat")
+
+
+class Memory:
+    """A range of bytes on ``"cpu"``, ``"pinned"`` or ``"cuda:N"``; given back by `close`.
+
+    Attributes
+    ----------
+    address, nbytes : int
+    place : str
+    device : int
+        CUDA device ordinal, -1 on the host.
+    """
+
+    def __init__(self, nbytes: int, place: str) -> None:
+        self._pool = Pool.allocate(_FLAT, BlockShape(1, 1, 1, 1, nbytes, "uint8"), 1, place)
+        self.place, self.nbytes = place, nbytes
+        self.address = int(self._pool.addresses[0])
+        self.device = device_of(place)
+
+    @property
+    def array(self) -> Bytes:
+        """All of it, for memory of the host."""
+        assert self.device < 0
+        array: Bytes = self._pool.arrays[0].reshape(-1)
+        return array
+
+    def fill(self, seed: int) -> None:
+        """Random bytes everywhere; waits."""
+        noise, random = _noise(seed), np.random.default_rng(seed + 1)
+        pieces = []
+        at = 0
+        while at < self.nbytes:
+            start = int(random.integers(noise.size // 2))  # so that no two stretches are alike
+            size = min(noise.size - start, self.nbytes - at)
+            pieces.append((at, start, size))
+            at += size
+
+        def put(piece: tuple[int, int, int]) -> None:
+            at, start, size = piece
+            write(self.device, np.array([self.address + at]), np.array([size]), noise[start:])
+
+        if self.device >= 0:
+            for piece in pieces:
+                put(piece)
+            return
+        # The memory is new: to touch its pages takes longer than to fill them.
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as workers:
+            list(workers.map(put, pieces))
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+@functools.lru_cache(maxsize=4)
+def _noise(seed: int) -> Bytes:
+    return np.frombuffer(np.random.default_rng(seed).bytes(NOISE_BYTES), np.uint8)
+
+
+def read(device: int, starts: Numbers, sizes: Numbers) -> Bytes:
+    """Bytes of these ranges, one after the other; nothing may be writing there."""
+    found = np.empty(int(sizes.sum()), np.uint8)
+    _move(device, starts, sizes, found, is_read=True)
+    return found
+
+
+def write(device: int, starts: Numbers, sizes: Numbers, data: Bytes) -> None:
+    """Put bytes into these ranges, one after the other, and wait."""
+    _move(device, starts, sizes, data, is_read=False)
+
+
+def _move(device: int, starts: Numbers, sizes: Numbers, host: Bytes, *, is_read: bool) -> None:
+    here = host.ctypes.data + np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    if device >= 0:
+        near, far = here.astype(np.uint64), starts.astype(np.uint64)
+        ends = (near, far) if is_read else (far, near)
+        _core.memcpy_batch(ends[0], ends[1], np.ascontiguousarray(sizes, np.uint64), 1, device, 0)
+        _core.synchronize(device, 0)
+        return
+    for near, far, size in zip(here.tolist(), starts.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(*((near, far) if is_read else (far, near)), size)
+
+
+class View:
+    """An array on a GPU, in memory that somebody else holds."""
+
+    def __init__(self, device: int, address: int, shape: Sequence[int], strides: Sequence[int], typestr: str) -> None:
+        self.device = device
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "version": 3,
+            "shape": tuple(shape),
+            "strides": tuple(strides),
+            "typestr": typestr,
+            "data": (address, False),
+            "stream": None,
+        }
+
+
+def is_stacked(layout: Layout) -> bool:
+    """Whether every chunk is an array of its own, as `nhd` and `hnd` bind an engine's memory."""
+    return len(layout.orders) == 1 and {axis for term in layout.orders[0].table for axis in term.axes} == {
+        "b",
+        "l",
+        "o",
+    }
+
+
+@contextlib.contextmanager
+def random_pool(layout: Layout, shape: BlockShape, num_blocks: int, place: str, *, seed: int = 1) -> Iterator[Pool]:
+    """A pool full of random bytes, bound as an engine or a store has it; its memory is given back at the end.
+
+    Parameters
+    ----------
+    layout, shape, num_blocks
+        As for `Pool`.
+    place : str
+        ``"cpu"``, ``"pinned"`` or ``"cuda:N"``.
+    seed : int
+        Another seed, other bytes.
+
+    Yields
+    ------
+    Pool
+        All of it lies in one range of memory.  Stacked chunks lie there as an engine has them: ``[no, blocks, chunk]`` for
+        one layer after the other.  Other layouts have one allocation after the other, each at a multiple of 256 bytes.
+
+    Raises
+    ------
+    CudaError, MemoryError
+        The memory does not suffice.
+    """
+    resolved = layout.resolve(shape, num_blocks)
+    allocations = resolved.allocations
+    if is_stacked(layout):
+        steps = _entry_steps(resolved.orders[0], {"o": num_blocks, "l": num_blocks * shape.no, "b": 1})
+        offsets = steps * allocations[0].nbytes
+        total = allocations[0].nbytes * len(allocations)
+    else:
+        sizes = np.array([-(-each.nbytes // 256) * 256 for each in allocations], np.int64)
+        offsets, total = np.cumsum(sizes) - sizes, int(sizes.sum())
+    memory = Memory(total, place)
+    try:
+        memory.fill(seed)
+        dtype = _dtype_of(shape)
+        arrays: list[Any] = []
+        for each, offset in zip(allocations, offsets.tolist(), strict=True):
+            if memory.device >= 0:
+                arrays.append(View(memory.device, memory.address + offset, each.shape, each.strides, dtype.str))
+            else:
+                arrays.append(np.ndarray(each.shape, dtype, memory.array, offset, each.strides))
+        pool = Pool(layout, shape, arrays)
+        try:
+            yield pool
+        finally:
+            pool.close()
+    finally:
+        memory.close()
+
+
+def _entry_steps(pieces: Sequence[Piece], step: dict[str, int]) -> Numbers:
+    """For every table entry the sum of its axes' indices times their steps."""
+    table = [piece for piece in pieces if piece.table]
+    entries = np.arange(math.prod(piece.extent for piece in table), dtype=np.int64)
+    found = np.zeros_like(entries)
+    for piece in table:
+        # Brackets of stacked layouts hold plain axes: b, l and o.
+        found += entries // piece.table % piece.extent * step[piece.term.axes[0]]
+    return found
+
+
+def _dtype_of(shape: BlockShape) -> np.dtype[Any]:
+    """NumPy's dtype; signed integers of the same width (which torch knows best) for those that it lacks."""
+    found = _numpy_dtype(shape)
+    return found if found.name == shape.dtype else np.dtype(f"i{shape.itemsize}")
+
+
+def held_blocks(layout: Layout, shape: BlockShape, largest: int, place: str) -> int:
+    """Blocks that a pool needs so that batches of `largest` come from elsewhere each time: twice as many, and beyond the cache."""
+    beyond = -(-2 * cache_bytes(place) // shape.nbytes)  # source and destination together: four times the cache
+    table = layout.resolve(shape, 1).table_size if layout.b_in_table else 1
+    return max(2 * largest, min(beyond, max(MOST_ARRAYS // table, 1)))
+
+
+def _disjoint_neighbours(
+    random: np.random.Generator, blocks: int, batch: int, count: int
+) -> list[npt.NDArray[np.int32]]:
+    """Random sets of ids; where there are blocks enough, none shares one with the set before, which a cache may still hold."""
+    sets: list[npt.NDArray[np.int32]] = []
+    for _ in range(count):
+        order = random.permutation(blocks)
+        if sets and blocks >= 2 * batch:
+            order = order[~np.isin(order, sets[-1])]
+        sets.append(order[:batch].astype(np.int32))
+    return sets
+
+
+class Ids:
+    """Sets of random block ids that take turns.
+
+    Parameters
+    ----------
+    src_blocks, dst_blocks : int
+        Blocks of each pool.
+    batch : int
+        Ids of a set.
+    least : int
+        Sets at least; `for_cache` says how many keep the caches cold.
+
+    Examples
+    --------
+    >>> ids = Ids(8, 8, 4)
+    >>> src_ids, dst_ids = next(ids)
+    >>> len(ids.sets), len(src_ids), src_ids.dtype
+    (6, 4, dtype('int32'))
+    """
+
+    def __init__(self, src_blocks: int, dst_blocks: int, batch: int, least: int = LEAST_SETS, seed: int = 11) -> None:
+        random = np.random.default_rng(seed)
+        count = min(max(least, LEAST_SETS), MOST_SETS)
+        sides = [_disjoint_neighbours(random, n, batch, count) for n in (src_blocks, dst_blocks)]
+        self.sets = list(zip(*sides, strict=True))
+        self._turns = itertools.cycle(self.sets)
+
+    @staticmethod
+    def for_cache(nbytes: int, place: str) -> int:
+        """Sets of batches of so many bytes that are four times the cache together."""
+        return -(-2 * cache_bytes(place) // nbytes)
+
+    def __iter__(self) -> Ids:
+        return self
+
+    def __next__(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        src, dst = next(self._turns)
+        return src, dst
+
+
+# ---- the yardstick -------------------------------------------------------------------------------------------------
+
+
+class Yardstick:
+    """One contiguous copy of so many bytes in one direction, over buffers that take turns and are larger than the cache.
+
+    Parameters
+    ----------
+    src, dst : str
+        Places: ``"cpu"``, ``"pinned"``, ``"cuda:N"``.
+    largest : int
+        Bytes of the largest copy.
+    clock : GpuClock or CpuClock
+
+    Notes
+    -----
+    On the CPU it is the faster of NumPy's copy on a thread a core and, where torch is installed, torch's.
+    """
+
+    def __init__(self, src: str, dst: str, largest: int, clock: GpuClock | CpuClock) -> None:
+        self.clock = clock
+        cache = cache_bytes(src if device_of(src) >= 0 else dst)
+        each = self.needs(largest, cache)
+        self._src = Memory(each, src)
+        try:
+            self._dst = Memory(each, dst)
+        except BaseException:
+            self._src.close()
+            raise
+        self._src.fill(101)
+        self._dst.fill(102)
+
+    @staticmethod
+    def needs(largest: int, cache: int) -> int:
+        """Bytes of each side: two pairs of the largest copy, and four times the cache together."""
+        return max(2 * (-(-largest // 256) * 256), 2 * cache)
+
+    def time(self, nbytes: int, *, iters: int, warmup: int = 3, replay: bool = False) -> Timed:
+        """Seconds of a copy of so many bytes."""
+        count = min(MOST_SETS, self._src.nbytes // nbytes)
+        places = [self._src.nbytes // count // 256 * 256 * turn for turn in range(count)]
+        if isinstance(self.clock, CpuClock):
+            return self._on_host(nbytes, itertools.cycle(places), iters, warmup)
+        handle = _core.stream_handle(self.clock.stream)
+
+        def copy(at: int) -> None:
+            dst, src = (np.array([memory.address + at], np.uint64) for memory in (self._dst, self._src))
+            _core.memcpy_batch(dst, src, nbytes, 1, self.clock.device, handle)
+
+        if replay:
+            calls = [lambda _, at=at: copy(at) for at in places]
+            return self.clock.replay(calls, iters=iters, warmup=warmup)
+        turns = itertools.cycle(places)
+        return self.clock.time(lambda _: copy(next(turns)), iters=iters, warmup=warmup)
+
+    def _on_host(self, nbytes: int, turns: Iterator[int], iters: int, warmup: int) -> Timed:
+        assert isinstance(self.clock, CpuClock)
+        src, dst = self._src.array, self._dst.array
+        cores = len(os.sched_getaffinity(0))
+        edges = np.linspace(0, nbytes, cores + 1, dtype=int).tolist()
+        found = []
+        with ThreadPoolExecutor(cores) as workers:
+
+            def pieces(_: Any) -> None:
+                at = next(turns)
+                jobs = zip(edges[:-1], edges[1:], strict=True)
+                list(
+                    workers.map(lambda ab: np.copyto(dst[at + ab[0] : at + ab[1]], src[at + ab[0] : at + ab[1]]), jobs)
+                )
+
+            found.append(self.clock.time(pieces, iters=iters, warmup=warmup))
+        with contextlib.suppress(ImportError):
+            import torch
+
+            theirs, ours = torch.from_numpy(src), torch.from_numpy(dst)
+
+            def whole(_: Any) -> None:
+                at = next(turns)
+                ours[at : at + nbytes].copy_(theirs[at : at + nbytes])
+
+            found.append(self.clock.time(whole, iters=iters, warmup=warmup))
+        return min(found)
+
+    def close(self) -> None:
+        """Give back the buffers; nothing may be running."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._src.close)
+            stack.callback(self._dst.close)
+
+    def __enter__(self) -> Yardstick:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# ---- the check -----------------------------------------------------------------------------------------------------
+
+
+class _Blocks:
+    """Where every element of a pool's blocks lies, by the declared layout, in an order that both sides of a copy share.
+
+    Elements stand in the order of ``l o h t d`` and further axes.  Axes of an opaque group stand last, in the order in
+    which they lie in memory: the bytes of a chunk stay as they are, and nobody promises which is which.
+    """
+
+    def __init__(self, pool: Pool, opaque: Sequence[str]) -> None:
+        self.pool = pool
+        resolved = pool.resolved
+        inside = [axis for axis in resolved.sizes if axis != "b" and axis not in opaque]
+        self.axes = (*sorted(inside, key=_axis_order), *sorted(opaque, key=_axis_order))
+        self.sizes = tuple(resolved.sizes[axis] for axis in self.axes)
+        grid = np.meshgrid(*(np.arange(n) for n in self.sizes), indexing="ij", sparse=True)
+        entry, offset = _formula(pool, dict(zip(self.axes, grid, strict=True)))
+        entry, offset = (np.broadcast_to(each, self.sizes).reshape(-1) for each in (entry, offset))
+        span = int(offset.max()) + pool.shape.itemsize
+        key = entry * span + offset
+        if opaque:
+            key = np.sort(key.reshape(-1, math.prod(pool.resolved.sizes[axis] for axis in opaque)), axis=1).reshape(-1)
+        self.entry, self.offset = np.divmod(key, span)
+        step = next(piece for piece in resolved.orders[0] if piece.term.axes == ("b",))
+        self.entry_step, self.byte_step = step.table, step.stride
+
+    @functools.cached_property
+    def _ranges(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        """Entry, offset and bytes of the ranges that a block consists of, and for every element its place in them."""
+        itemsize = self.pool.shape.itemsize
+        order = np.lexsort((self.offset, self.entry))
+        entry, offset = self.entry[order], self.offset[order]
+        breaks = (np.diff(entry) != 0) | (np.diff(offset) != itemsize)
+        starts = np.concatenate([[0], np.nonzero(breaks)[0] + 1])
+        place = np.empty_like(order)
+        place[order] = np.arange(order.size)
+        sizes = np.diff(np.concatenate([starts, [order.size]])) * itemsize
+        return entry[starts], offset[starts], sizes, place
+
+    def addresses(self, block: int, elements: Any = slice(None)) -> Numbers:
+        """Addresses of a block's elements (indices in the shared order)."""
+        return self._at(block, self.entry[elements], self.offset[elements])
+
+    def _at(self, block: int, entry: Numbers, offset: Numbers) -> Numbers:
+        bases = self.pool.addresses.astype(np.int64)
+        found: Numbers = bases[entry + block * self.entry_step] + offset + block * self.byte_step
+        return found
+
+    def load(self, block: int) -> Bytes:
+        """All elements of a block in the shared order, ``(elements, itemsize)``."""
+        entry, offset, sizes, place = self._ranges
+        found = read(device_of(self.pool.device), self._at(block, entry, offset), sizes)
+        elements: Bytes = found.reshape(-1, self.pool.shape.itemsize)[place]
+        return elements
+
+    def spoil(self, block: int, seed: int) -> None:
+        """Other bytes, so that what stood there before does not pass for a copy."""
+        entry, offset, sizes, _ = self._ranges
+        data = np.frombuffer(np.random.default_rng(seed).bytes(int(sizes.sum())), np.uint8)
+        write(device_of(self.pool.device), self._at(block, entry, offset), sizes, data)
+
+    def sample(self, blocks: Numbers, elements: Numbers) -> Bytes:
+        """One element of each of these blocks, ``(samples, itemsize)``."""
+        bases = self.pool.addresses.astype(np.int64)
+        where = bases[self.entry[elements] + blocks * self.entry_step] + self.offset[elements] + blocks * self.byte_step
+        sizes = np.full(where.size, self.pool.shape.itemsize, np.int64)
+        return read(device_of(self.pool.device), where, sizes).reshape(-1, self.pool.shape.itemsize)
+
+    def coordinate(self, element: int) -> str:
+        """In words."""
+        at = np.unravel_index(element, self.sizes)
+        return " ".join(f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))
+
+
+def _axis_order(axis: str) -> tuple[int, str]:
+    known = "lohtd"
+    return (known.index(axis) if axis in known else len(known), axis)
+
+
+def _formula(pool: Pool, at: dict[str, Any]) -> tuple[Any, Any]:
+    """Entry and offset of elements of block 0, as arrays of coordinates broadcast: `Resolved.address` for many."""
+    resolved = pool.resolved
+    found = []
+    for o, (offset, entry) in zip(range(len(resolved.orders)), resolved.bases, strict=False):
+        entries, offsets = np.int64(entry), np.int64(offset)
+        for piece in resolved.pieces(o):
+            index: Any = np.int64(0)
+            for axis in piece.term.axes:
+                index = index * resolved.sizes[axis] + at.get(axis, 0)
+            step = index // piece.divisor % piece.extent
+            entries = entries + step * piece.table
+            offsets = offsets + step * piece.stride
+        found.append((entries, offsets))
+    if len(found) == 1:
+        return found[0]
+    is_v = np.asarray(at["o"]) >= 1
+    return tuple(np.where(is_v, v, k) for k, v in zip(*found, strict=True))
+
+
+class Check:
+    """Whether copies between two pools put every byte where the layouts say: not more, not less.
+
+    Parameters
+    ----------
+    src, dst : Pool
+        Anywhere; they may be of different sizes.
+    """
+
+    def __init__(self, src: Pool, dst: Pool) -> None:
+        terms = [term for pool in (src, dst) for order in pool.layout.orders for term in order.terms if term.opaque]
+        opaque = sorted({axis for term in terms for axis in term.axes})
+        self._src, self._dst = _Blocks(src, opaque), _Blocks(dst, opaque)
+        self._calls = 0
+
+    def __call__(self, copy: Callable[[Any, Any], object], batch: int, what: str) -> None:
+        """Run a copy once and look.
+
+        Parameters
+        ----------
+        copy : callable
+            ``copy(src_ids, dst_ids)``; nothing is pending when it returns.
+        batch : int
+            Pairs of ids; other ones each time.
+        what : str
+            What errors call it: pair and backend.
+
+        Raises
+        ------
+        WrongCopyError
+            A byte that differs, in a block that was to be written, or in one that was not.
+        """
+        self._calls += 1
+        random = np.random.default_rng(1000 + self._calls)
+        src, dst = self._src, self._dst
+        pairs = [random.permutation(each.pool.num_blocks)[:batch].astype(np.int32) for each in (src, dst)]
+        others = np.setdiff1d(np.arange(dst.pool.num_blocks), pairs[1])
+        left = random.permutation(others)[:2].tolist()
+        whole = random.permutation(batch)[:WHOLE_BLOCKS].tolist()
+        samples = random.integers(batch, size=SAMPLES), random.integers(src.entry.size, size=SAMPLES)
+        for i in whole:
+            dst.spoil(int(pairs[1][i]), seed=self._calls * 64 + i)
+        # All that must stay or arrive is read before the copy: one that writes into its source is caught, too.
+        want_left = {block: dst.load(block) for block in left}
+        want = {i: src.load(int(pairs[0][i])) for i in whole}
+        want_samples = src.sample(pairs[0][samples[0]].astype(np.int64), samples[1])
+        copy(*pairs)
+        for i in whole:
+            self._compare(what, dst.load(int(pairs[1][i])), want[i], pairs, np.full(src.entry.size, i), None)
+        got = dst.sample(pairs[1][samples[0]].astype(np.int64), samples[1])
+        self._compare(what, got, want_samples, pairs, *samples)
+        for block, wanted in want_left.items():
+            differs = np.nonzero((dst.load(block) != wanted).any(axis=1))[0]
+            if differs.size:
+                raise WrongCopyError(
+                    f"{what}: wrong: block {block} of the destination was not asked for, and is written at "
+                    f"{dst.coordinate(int(differs[0]))} ({differs.size:,} of {len(wanted):,} elements)"
+                )
+
+    def _compare(
+        self, what: str, got: Bytes, want: Bytes, pairs: Sequence[Any], which: Numbers, elements: Numbers | None
+    ) -> None:
+        differs = np.nonzero((got != want).any(axis=1))[0]
+        if differs.size:
+            first = int(differs[0])
+            pair, element = int(which[first]), first if elements is None else int(elements[first])
+            raise WrongCopyError(
+                f"{what}: wrong at {self._dst.coordinate(element)} of block {pairs[0][pair]} → {pairs[1][pair]}: expected bytes "
+                f"{want[first].tobytes().hex()}, got {got[first].tobytes().hex()} "
+                f"({differs.size:,} of {len(want):,} elements that were looked at differ)"
+            )
+
+
+# ---- the CSV -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of the sweep's CSV; its fields are the columns.
+
+    Attributes
+    ----------
+    tokens_per_block, num_blocks : int
+        Size of a block, and blocks of the batch.
+    pattern : str
+        ``fc_to_fc``, ``lw_to_fc``, … or ``nhd:universal``.
+    direction : {"d2d", "h2d", "d2h", "h2h", "p2p"}
+    backend : str
+        Who copied; ``memcpy`` is the yardstick itself.
+    total_bytes, inner_bytes : int
+        Bytes of the batch; of one layer's K or V of one block.
+    copy_size, num_copies : int
+        Bytes that are contiguous on both sides (the shortest), and how many such runs the batch has.
+    median_ms, min_ms, max_ms : float
+    bandwidth_gbps : float
+        `total_bytes` over the median: every byte counts once, also where it is read from and written to one memory.
+    memcpy_ms, ratio : float
+        The yardstick's median time in the same run, and that over `median_ms`.
+    timing : {"events", "replay", "clock"}
+    kernel, shape, gpu, driver, commit : str
+    """
+
+    tokens_per_block: int
+    num_blocks: int
+    pattern: str
+    direction: str
+    backend: str
+    total_bytes: int
+    inner_bytes: int
+    copy_size: int
+    num_copies: int
+    median_ms: float
+    bandwidth_gbps: float
+    min_ms: float
+    max_ms: float
+    memcpy_ms: float
+    ratio: float
+    timing: str
+    kernel: str
+    shape: str
+    gpu: str
+    driver: str
+    commit: str
+
+
+class Rows:
+    """Writes rows as they come, so that what was measured is there whenever the run ends.
+
+    Parameters
+    ----------
+    out : text file
+    comment : str
+        What `header` says.
+    columns : sequence of str, optional
+        Those of `Record` if not given.
+    """
+
+    def __init__(self, out: TextIO, comment: str, columns: Sequence[str] | None = None) -> None:
+        names = list(columns) if columns is not None else [field.name for field in fields(Record)]
+        self._out = out
+        self._writer = csv.DictWriter(out, names, lineterminator="\n")
+        out.write(comment + "\n")
+        self._writer.writeheader()
+        out.flush()
+
+    def write(self, row: Record | dict[str, Any]) -> None:
+        """Append one row."""
+        self._writer.writerow({f.name: getattr(row, f.name) for f in fields(row)} if isinstance(row, Record) else row)
+        self._out.flush()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory did not suffice."""
+    return isinstance(error, MemoryError) or (isinstance(error, CudaError) and error.name == "CUDA_ERROR_OUT_OF_MEMORY")

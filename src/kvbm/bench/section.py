@@ -1,0 +1,147 @@
+"""What the commands beside the sweep have in common: their options, where rows go, and how progress is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+
+from .. import _core, kernels
+from ..errors import CudaUnavailableError, KvbmError
+from ..shapes import BlockShape
+from .measure import Rows, commit, device_of, header, machine
+
+__all__ = ["TINY", "Note", "Row", "common_options", "numbers", "require_gpu", "stamp", "write_rows"]
+
+#: Blocks of 1 KiB, of which a million fit: what is measured with them is not the bytes.
+TINY = BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
+
+Row: TypeAlias = dict[str, Any]
+Note: TypeAlias = Callable[[str], None]
+
+
+def default_place() -> str:
+    """The first GPU, if there is one and kvbm was built for it; else the CPU."""
+    with contextlib.suppress(KvbmError):
+        if not kernels.is_using_stubs() and _core.device_count():
+            return "cuda:0"
+    return "cpu"
+
+
+def require_gpu(place: str, what: str) -> int:
+    """The ordinal of a GPU; `CudaUnavailableError` if there is none."""
+    device = device_of(place)
+    if device < 0:
+        raise CudaUnavailableError(f"{what} needs a GPU; expected --device cuda:N, got {place}")
+    _core.device_info(device)  # kvbm's own error where there is none
+    return device
+
+
+def stamp(place: str) -> Row:
+    """The columns that every row ends with."""
+    gpu, driver = machine(place)
+    return {"gpu": gpu, "driver": driver, "commit": commit()}
+
+
+def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """A callback for options that take positive numbers with commas between them."""
+    try:
+        found = [int(part.replace("_", "")) for part in value.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise click.BadParameter(f"expected positive numbers with commas between them, got {value!r}", param=parameter)
+    return tuple(dict.fromkeys(found))
+
+
+def _place(_: click.Context, parameter: click.Parameter, value: str | None) -> str:
+    if value is None:
+        return default_place()
+    kind, _colon, index = value.partition(":")
+    if value != "cpu" and not (kind == "cuda" and (index.isdecimal() or value == "cuda")):
+        raise click.BadParameter(f"expected cpu or cuda:N, got {value!r}", param=parameter)
+    return f"cuda:{int(index or 0)}" if kind == "cuda" else "cpu"
+
+
+def common_options(iters: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """--device, --iters and --out."""
+    options = (
+        click.option(
+            "--device", "place", callback=_place, metavar="cpu|cuda:N", help="Where; the first GPU if there is one."
+        ),
+        click.option(
+            "--iters", default=iters, show_default=True, type=click.IntRange(1), help="Timed calls a figure, at most."
+        ),
+        click.option(
+            "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="CSV; stdout if not given."
+        ),
+    )
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def note(text: str) -> None:
+    """One line on stderr: what is left out, and why."""
+    click.echo(text, err=True)
+
+
+def write_rows(
+    found: Iterator[Row], columns: Sequence[str], place: str, shape: BlockShape, out: Path | None, title: str
+) -> int:
+    """Write rows as they come, with a line of progress on stderr where that is a terminal.
+
+    Returns
+    -------
+    int
+        How many.
+
+    Raises
+    ------
+    KvbmError
+        There were none: all that could be measured was left out.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True)
+    bar = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+        console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False,
+    )  # fmt: skip
+    count = 0
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(out.open("w", newline="", encoding="utf-8")) if out is not None else sys.stdout
+        rows = Rows(file, header(place, shape), columns)
+        stack.enter_context(bar)
+        stack.callback(_close, found)
+        task = bar.add_task(title, total=None)
+        for row in found:
+            rows.write(row)
+            count += 1
+            bar.update(task, description=f"{title}: {count} figures")
+    if not count:
+        raise KvbmError(f"{title}: nothing could be measured; the lines above say why")
+    return count
+
+
+def _close(found: Iterator[Row]) -> None:
+    """End a generator where it stands, so that it gives back its memory now: after Ctrl-C nobody else would."""
+    close = getattr(found, "close", None)
+    if close is not None:
+        close()
+
+
+def figures(value: float) -> float:
+    """Five significant figures: what a clock can tell."""
+    return float(f"{value:.5g}")
