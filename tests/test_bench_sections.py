@@ -405,17 +405,18 @@ def _fake_torch() -> types.SimpleNamespace:
     return types.SimpleNamespace(cuda=cuda, randn=tensor, bfloat16=None, matmul=nothing)
 
 
-def test_a_product_is_timed_alone_and_with_copies_until_it_is_over() -> None:
+def test_a_product_is_timed_alone_and_with_copies_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     _Event.now, _Event.queries = 0.0, 0
+    pauses: list[float] = []
+    monkeypatch.setattr(interference.time, "sleep", pauses.append)
     model = interference._Model(_fake_torch(), 0, 16, products=4, rounds=2)
-    alone = model.beside(None, 0)
-    assert alone.product == pytest.approx(1e-3) and alone.rate != alone.rate
     streams: list[object] = []
     beside = model.beside(streams.append, 1000)
     # The second round's products are over at its first query; the last nine are a warm-up and the copies alone.
     assert len(streams) == 100 + 9 and set(streams) == {model.side}
     assert beside.rate_alone == pytest.approx(8 * 1000 / 1e-3)  # by a clock that only ticks at events
-    assert beside.product == pytest.approx(1e-3)
+    assert beside.product == beside.alone == pytest.approx(1e-3) and beside.slowdown == pytest.approx(1)
+    assert len(pauses) == 4 and min(pauses) > 0  # alone and with copies, twice
 
 
 def test_every_strategy_is_measured_but_staged_ones_within_a_gpu() -> None:

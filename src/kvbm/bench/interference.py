@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,15 +46,21 @@ MOST_RUNS = 200_000
 _FIRST = 2  # products that are not timed: the copies beside them may not have begun
 _COPIES = 8  # that are timed alone
 _SLEEP = 4_000_000  # cycles, until the products are in the queue
+_PAUSE = 0.1  # seconds before a round
 
 
 @dataclass(frozen=True)
 class _Beside:
-    """Seconds of a product; bytes a second that were copied meanwhile, and without it (both nan without copies)."""
+    """Seconds of a product with copies beside it, and alone; bytes a second that were copied meanwhile, and without it."""
 
     product: float
+    alone: float
     rate: float
-    rate_alone: float = math.nan
+    rate_alone: float
+
+    @property
+    def slowdown(self) -> float:
+        return self.product / self.alone
 
 
 class _Model:
@@ -74,18 +81,24 @@ class _Model:
                 self.torch.matmul(self.a, self.b, out=self.c)
         self.torch.cuda.synchronize(self.device)
 
-    def beside(self, copy: Callable[[Any], object] | None, nbytes: int) -> _Beside:
-        """Medians over all rounds; `copy` enqueues a copy of `nbytes` on the stream that it is given."""
+    def beside(self, copy: Callable[[Any], object], nbytes: int) -> _Beside:
+        """Medians over all rounds; `copy` enqueues a copy of `nbytes` on the stream that it is given.
+
+        Each round times the product alone and then with copies, after a pause each: a GPU slows its clocks down under long
+        load, and would else be compared with itself in another state.
+        """
+        alone: list[float] = []
         seconds: list[float] = []
         rates: list[float] = []
         with self.torch.cuda.device(self.device):
             for _ in range(self.rounds):
+                products, _none = self._round(None)
+                alone += _seconds(products)
                 products, copies = self._round(copy)
-                seconds += [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(products[_FIRST:])]
-                if copies:
-                    rates.append(_rate(products[_FIRST], products[-1], copies, nbytes))
-            alone = self._copies_alone(copy, nbytes) if copy is not None else math.nan
-        return _Beside(statistics.median(seconds), statistics.median(rates) if rates else math.nan, alone)
+                seconds += _seconds(products)
+                rates.append(_rate(products[_FIRST], products[-1], copies, nbytes))
+            rate_alone = self._copies_alone(copy, nbytes)
+        return _Beside(statistics.median(seconds), statistics.median(alone), statistics.median(rates), rate_alone)
 
     def _copies_alone(self, copy: Callable[[Any], object], nbytes: int) -> float:
         """Bytes a second of copies one after the other, with nothing beside them."""
@@ -101,6 +114,7 @@ class _Model:
         """Events around the products, and one before and after every copy; the copies outlast the products."""
         torch = self.torch
         torch.cuda.synchronize(self.device)
+        time.sleep(_PAUSE)
         products = [torch.cuda.Event(enable_timing=True) for _ in range(_FIRST + self.products + 1)]
         with torch.cuda.stream(self.compute):
             torch.cuda._sleep(_SLEEP)
@@ -123,6 +137,10 @@ class _Model:
         event = self.torch.cuda.Event(enable_timing=True)
         event.record(self.side)
         return event
+
+
+def _seconds(products: Sequence[Any]) -> list[float]:
+    return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(products[_FIRST:])]
 
 
 def _rate(begin: Any, end: Any, copies: Sequence[Any], nbytes: int) -> float:
@@ -226,10 +244,9 @@ def measure(
     for direction in directions:
         try:
             model.warm()
-            alone = model.beside(None, 0).product
             with _memcpy(direction, nbytes, device) as copy:
                 yardstick = model.beside(copy, nbytes)
-            common = {"direction": direction, "num_blocks": blocks, "alone": alone, "memcpy": yardstick.product / alone}
+            common = {"direction": direction, "num_blocks": blocks, "memcpy": yardstick.slowdown}
             yield {**_row(common, "", "memcpy", {}, yardstick), **end}
             for pair in pairs or (PAIRS[direction],):
                 with _ends(split_pair(pair), direction, shape, 2 * blocks, device) as (src, dst):
@@ -289,19 +306,18 @@ def _by_strategy(
 
 
 def _row(common: Mapping[str, Any], pair: str, backend: str, options: Mapping[str, int], seen: _Beside) -> Row:
-    slowdown = seen.product / common["alone"]
     return {
         "direction": common["direction"],
         "pair": pair,
         "backend": backend,
         "max_sms": options.get("max_sms", ""),
         "num_blocks": common["num_blocks"],
-        "slowdown": figures(slowdown),
+        "slowdown": figures(seen.slowdown),
         "memcpy_slowdown": figures(common["memcpy"]),
         "copy_gbps": figures(seen.rate / 1e9),
-        "ratio": figures(slowdown / common["memcpy"]),
+        "ratio": figures(seen.slowdown / common["memcpy"]),
         "product_ms": figures(seen.product * 1e3),
-        "alone_ms": figures(common["alone"] * 1e3),
+        "alone_ms": figures(seen.alone * 1e3),
         "copy_alone_gbps": figures(seen.rate_alone / 1e9),
     }
 
