@@ -528,22 +528,24 @@ struct Tile {
   static constexpr uint32_t kSide = WORD / ELEMENT;
   static constexpr uint32_t kWords = kSharedBytes / WORD < 4096 ? kSharedBytes / WORD : 4096;  // a tile's words
   static constexpr uint32_t kSubBlocks = kWords / kSide;
+  static constexpr uint32_t kHostTimes = 2;  // a core's cache holds larger tiles, and longer rows go to memory faster
   static constexpr uint32_t kLoads = kSide >= 8 ? 1 : 8 / kSide;   // sub-blocks a thread has in flight
   static constexpr bool kCanTurnBehind = kSide > 1 && TEAMS == 1;  // teams lack the registers
 
-  static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t, uint32_t& shared_bytes) {
+  static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
     uint64_t chunks, rest;
     if (!set_divisors<OUTER, REST + 2>(p, 2, chunks, rest)) return false;
+    const uint32_t most = sms ? kSubBlocks : kHostTimes * kSubBlocks;
     const uint32_t along_a = p.inner[0].extent.n / kSide, along_b = p.inner[1].extent.n / kSide;
     uint32_t ta = along_a, tb = along_b, together = 1;
-    if (uint64_t{along_a} * along_b <= kSubBlocks) {
-      together = uint32_t(rest < kSubBlocks / (ta * tb) ? rest : kSubBlocks / (ta * tb));
+    if (uint64_t{along_a} * along_b <= most) {
+      together = uint32_t(rest < most / (ta * tb) ? rest : most / (ta * tb));
     } else {
       uint32_t side = 1;
-      while (side * side * 4 <= kSubBlocks) side *= 2;
+      while (side * side * 4 <= most) side *= 2;
       tb = along_b < side ? along_b : side;
-      ta = along_a < kSubBlocks / tb ? along_a : kSubBlocks / tb;
-      tb = along_b < kSubBlocks / ta ? along_b : kSubBlocks / ta;
+      ta = along_a < most / tb ? along_a : most / tb;
+      tb = along_b < most / ta ? along_b : most / ta;
     }
     p.turns_behind = kCanTurnBehind && along_a < along_b;
     p.words = uint32_t(rest);
@@ -715,7 +717,7 @@ struct Tile {
 
   // The same two phases, the tile in this thread's cache.  While a tile is read, the next job's is prefetched.
   static void host(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job, bool streaming) {
-    alignas(64) Word<WORD> words[kWords];
+    alignas(64) Word<WORD> words[kHostTimes * kWords];
     const kvbm_inner &along_a = p.inner[0], &along_b = p.inner[1];
     Place next = place(a, p, first_job);
     for (uint32_t job = first_job; job < last_job; ++job) {
