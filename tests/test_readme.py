@@ -170,5 +170,6 @@ def test_links_and_files_are_there() -> None:
     folders = ("cuda", "src/kvbm", "src/kvbm/bench", "tests", "benchmarks", "tools")
     there = {path.name for folder in folders for path in (root / folder).iterdir()}
     assert len(named) > 15 and named <= there, named - there
-    modules = {path.name for path in (root / "src" / "kvbm").rglob("*.py*") if not path.name.startswith("__")}
+    there = [path for path in (root / "src" / "kvbm").rglob("*") if path.suffix in {".py", ".pyx", ".pyi"}]
+    modules = {path.name for path in there if not path.name.startswith("__")}
     assert modules - {"_core.pyi"} <= named, modules - named
