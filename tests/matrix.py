@@ -8,6 +8,7 @@ every kind of shape; every dtype with every batch, every alignment, …); the ma
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import zlib
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oracle import AXES, ITEMSIZE, IllegalError, Order, Placed, copyable, read_yaml
+from oracle import AXES, ITEMSIZE, IllegalError, Order, Placed, copyable, parse_order, read_yaml
 
 LAYOUTS = Path(__file__).resolve().parent.parent / "layouts"
 
@@ -41,15 +42,39 @@ SHIPPED = {
 }
 
 
+#: Layouts with a pitch, which the oracle takes only as numbers: test_catalogue says where their elements lie.
+PADDED = ("vllm/tpu",)
+
+
 @cache
 def orders() -> dict[str, Order]:
     """Every shipped layout: those above, and any other that lies in layouts/."""
     found = dict(SHIPPED)
     for path in sorted(LAYOUTS.rglob("*.yaml")):
         name = path.relative_to(LAYOUTS).with_suffix("").as_posix()
-        if not name.startswith("shapes/") and name not in found:
+        if not name.startswith("shapes/") and name not in found and name not in PADDED:
             found[name] = read_yaml(path, name)
     return found
+
+
+@cache
+def further() -> tuple[str, ...]:
+    """One name of each order of the catalogue that is not above: the others mean the same."""
+    first: dict[tuple[str, str], str] = {}
+    for name, order in orders().items():
+        first.setdefault((order.k, order.v), name)
+    return tuple(name for name in first.values() if name not in SHIPPED)
+
+
+@cache
+def latent(name: str) -> bool:
+    """Whether the layout has no heads, and no K and V: it holds latents."""
+    return "h" not in orders()[name].k
+
+
+def names() -> list[str]:
+    """One name of each order that has heads."""
+    return sorted([*SHIPPED, *(name for name in further() if not latent(name))])
 
 
 DTYPES: dict[int, tuple[str, ...]] = {
@@ -135,9 +160,19 @@ class Case:
 
 @cache
 def legal(name: str, shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether every split divides; that what remains is one-to-one is test_layout's to say."""
+    """Whether every split divides, and falls on the axes that it fuses; that what remains is one-to-one is test_layout's."""
+    order, sizes = orders()[name], dict(zip(AXES[1:], shape, strict=True))
+    if latent(name) and (sizes["o"], sizes["h"]) != (1, 1):
+        return False
     try:
-        Placed(orders()[name], dict(zip(AXES[1:], shape, strict=True)), itemsize, 2)
+        Placed(order, sizes, itemsize, 2)
+        for piece in (piece for text in filter(None, (order.k, order.v)) for piece in parse_order(text)[1]):
+            piece.extent({**sizes, "b": 2}, itemsize)  # V's too, where there is only K
+            inside = math.prod(sizes.get(axis, 1) for axis in piece.axes[1:])
+            for _, number, in_bytes in piece.ops[:1] if len(piece.axes) > 1 else ():
+                n = piece.elements(number, in_bytes, itemsize)
+                if inside % n and n % inside:
+                    return False
     except IllegalError:
         return False
     return True
@@ -152,17 +187,33 @@ def refused(src: str, dst: str, shape: tuple[int, ...] = (3, 2, 4, 8, 16), items
     """Opaque against an order that is needed (at sizes where every axis counts)."""
     if not _opaque_pair(src, dst):
         return False
+    if latent(src) or latent(dst):
+        shape = (3, 1, 1, 8, 16)
     sizes = dict(zip(AXES[1:], shape, strict=True))
     return not copyable(Placed(orders()[src], sizes, itemsize, 2), Placed(orders()[dst], sizes, itemsize, 2))
 
 
+#: What each order of the catalogue is converted from and into, besides its neighbours: rows, and transposed tiles.
+HUBS = ("universal", "vllm/paged_attn_v0")
+
+
+@cache
+def _every_pair() -> tuple[tuple[str, str], ...]:
+    """All pairs of those above; of the catalogue each order with the hubs and with the next one, both ways."""
+    chosen = [(s, d) for s in sorted(SHIPPED) for d in sorted(SHIPPED)]
+    for some in ([n for n in further() if not latent(n)], [n for n in further() if latent(n)]):
+        for name, other in zip(some, [*some[1:], some[0]], strict=True):
+            chosen += [pair for hub in (*HUBS, other) for pair in ((name, hub), (hub, name))]
+    return tuple(dict.fromkeys(chosen))
+
+
 def pairs() -> list[tuple[str, str]]:
-    """Every ordered pair that is a copy."""
-    return [(s, d) for s in sorted(orders()) for d in sorted(orders()) if not refused(s, d)]
+    """Ordered pairs that are copies."""
+    return [(s, d) for s, d in _every_pair() if not refused(s, d)]
 
 
 def refused_pairs() -> list[tuple[str, str]]:
-    return [(s, d) for s in sorted(orders()) for d in sorted(orders()) if refused(s, d)]
+    return [(s, d) for s in names() for d in names() if refused(s, d)]
 
 
 def _kind(shape: tuple[int, ...]) -> str:

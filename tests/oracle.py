@@ -119,7 +119,7 @@ class Order:
 
 
 def read_yaml(path: Path, name: str) -> Order:
-    """A shipped layout (none of those has a pitch)."""
+    """A shipped layout without a pitch."""
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     order = data["order"]
     if isinstance(order, dict):

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,9 @@ def test_golden_kernels() -> None:
     """Which kernels all shipped layouts ask for; and that they are what was built."""
     from kvbm import _core
 
+    start = time.process_time()
     manifest = codegen.generate()["manifest.txt"]
+    assert time.process_time() - start < 20, "the build waits for this"
     names = [line.split("\t")[0] for line in manifest.splitlines()]
     _golden("shipped_kernels.txt", "\n".join(names) + "\n")
     assert set(names) <= set(_core.kernel_names())
@@ -98,6 +101,18 @@ def test_two_processes_agree(files: dict[str, str]) -> None:
 def test_order_of_layouts_does_not_matter() -> None:
     layouts = [kvbm.load(name) for name in SOME]
     assert codegen.generate(layouts)["manifest.txt"] == codegen.generate(layouts[::-1])["manifest.txt"]
+
+
+def test_layouts_that_mean_the_same_ask_for_the_same() -> None:
+    """Planned once, named each; and naming one more changes no kernel."""
+    layouts = [kvbm.load(name) for name in ("nhd", "dynamo/stacked_nhd", "universal", "vllm/paged_attn_v0")]
+    both, one = codegen.kernels(layouts), codegen.kernels([layouts[0], *layouts[2:]])
+    assert list(both) == list(one)
+    for name, pairs in both.items():
+        swap = {"nhd": "dynamo/stacked_nhd"}
+        alias = {(swap.get(src, src), swap.get(dst, dst)) for src, dst in one[name]}
+        assert set(one[name]) | alias <= set(pairs)
+        assert {tuple("nhd" if side == swap["nhd"] else side for side in pair) for pair in pairs} == set(one[name])
 
 
 def test_files(files: dict[str, str]) -> None:
@@ -172,6 +187,8 @@ def test_real_models_have_their_own_kernels(name: str) -> None:
 
     names = set(_core.kernel_names())
     for src, dst in matrix.pairs():
+        if matrix.latent(src) or matrix.latent(dst) or (name.endswith("tp8") and "sglang/page_unified" in (src, dst)):
+            continue  # not legal at this model
         made = kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.load_shape(name), num_blocks=64)
         assert set(made.kernels()) <= names, (src, dst, made.kernels())
 

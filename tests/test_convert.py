@@ -111,7 +111,7 @@ def test_random_layouts_on_the_host(drawn: Any) -> None:
 
 
 def test_there_and_back() -> None:
-    names = sorted(set(matrix.orders()) - {"operational"})
+    names = sorted(set(matrix.names()) - {"operational"})
     for name in names:
         src, middle, back = Bound("nhd", SHAPE, 3), Bound(name, SHAPE, 4, dst=True), Bound("nhd", SHAPE, 3, dst=True)
         kvbm.convert(src.pool, middle.pool, [2, 0, 1], [3, 1, 0])
@@ -139,7 +139,7 @@ def test_threads_share_pools(name: str) -> None:
 
 
 def test_threads_with_pools_of_their_own() -> None:
-    pairs = matrix.pairs()[::7]
+    pairs = [pair for pair in matrix.pairs() if not any(map(matrix.latent, pair))][::7]
     start = threading.Barrier(8)
 
     def work(k: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -187,12 +188,48 @@ def test_twelve_has_no_common_refinement() -> None:
 
 @pytest.mark.parametrize(("src", "dst"), matrix.pairs())
 def test_shipped_pairs(src: str, dst: str) -> None:
-    for shape in (SHAPE, kvbm.BlockShape(nl=2, no=1, nh=1, nt=3, hd=16, dtype="int8")):
+    shapes = (SHAPE, kvbm.BlockShape(nl=2, no=1, nh=1, nt=3, hd=16, dtype="int8"))
+    legal = [s for s in shapes if all(matrix.legal(n, tuple(s.sizes.values()), s.itemsize) for n in (src, dst))]
+    assert legal
+    for shape in legal:
         plan = kvbm.plan(kvbm.load(src), kvbm.load(dst), shape, num_blocks=(3, 2))
         minimal(plan)
         orders = matrix.orders()
         moves_the_right_bytes(plan, placed(orders[src], shape, 3), placed(orders[dst], shape, 2))
         assert src in str(plan) and dst in str(plan)
+
+
+def _seconds(call: Any, repeat: int) -> float:
+    """The quickest of some calls: what it takes when nothing else runs."""
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_planning_is_quick() -> None:
+    """A pair that is new takes less than a millisecond; one that was planned before takes less than two microseconds."""
+    from kvbm import planner
+
+    shape = kvbm.load_shape("llama-3.1-70b")
+    for src, dst in [pair for pair in matrix.pairs() if not any(map(matrix.latent, pair))][::5]:
+        one, other = kvbm.load(src), kvbm.load(dst)
+
+        def new(one: Any = one, other: Any = other) -> None:
+            planner._plan_cached.cache_clear()
+            kvbm.plan(one, other, shape)
+
+        assert _seconds(new, 5) < 1e-3, (src, dst)
+    one, other = kvbm.load("nhd"), kvbm.load("universal")
+    many = 200
+
+    def again() -> None:
+        for _ in range(many):
+            kvbm.plan(one, other, shape)
+
+    assert _seconds(again, 20) / many < 2e-6
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_a_layout_of_the_same_shape_fails_as_the_readme_says(tmp_path: Path) -> 
 
 def test_the_refused_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text(MINE.replace("16B", "48B"), encoding="utf-8")
+    Path("mine.yaml").write_text(MINE.replace("16B", "80B"), encoding="utf-8")
     result = CliRunner().invoke(main, ["check", "mine.yaml"])
     (said,) = blocks(FIVE, "text")
     assert (result.exit_code, result.output) == (12, said)

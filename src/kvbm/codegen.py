@@ -6,17 +6,18 @@ Pure and deterministic: the same layouts give the same bytes.  The generated fil
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
 from .errors import LayoutError, PlanError, SpecError
-from .layout import Layout
-from .planner import MAX_INNER, MAX_OUTER, WIDEST, Form, plan
+from .layout import Layout, Resolved
+from .planner import MAX_INNER, MAX_OUTER, WIDEST, Form, between
 from .shapes import BlockShape
 from .spec import layouts_dir, load_dir
 
@@ -60,25 +61,18 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
     """
     found: dict[str, set[Pair]] = {}
 
-    def add(*forms: Form, pair: Pair | None = None) -> None:
+    def add(*forms: Form, pairs: Iterable[Pair] = ()) -> None:
         if all(form.outer <= MAX_OUTER and form.modes <= MAX_INNER for form in forms):
             name = "__".join(form.name for form in forms)
-            found.setdefault(name, set()).update([pair] if pair else [])
+            found.setdefault(name, set()).update(pairs)
 
-    for src, dst in itertools.product(layouts, repeat=2):
-        pair = (src.name, dst.name)
-        for shape in _shapes(src, dst):
-            try:
-                # Different numbers of blocks, so that strides that depend on them do not agree by accident.
-                made = plan(src, dst, shape, num_blocks=(13, 17))
-            except (LayoutError, PlanError):
-                continue  # not legal at this shape; whoever asks for the pair is told so
-            for form in made.forms():
-                for variant in _variants(form):
-                    add(variant)
-                add(form, pair=pair)
-            if len(made.parts) == 2:
-                add(*made.forms(), pair=pair)
+    for forms, pairs in _asked(layouts).items():
+        for form in forms:
+            for variant in _variants(form):
+                add(variant)
+            add(form, pairs=pairs)
+        if len(forms) == 2:
+            add(*forms, pairs=pairs)
     for word in _WORDS:
         add(Form("rows", MAX_OUTER, MAX_INNER, 0, word))  # any loop nest at all
     for form in _few():
@@ -86,23 +80,70 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
     return {name: sorted(found[name]) for name in sorted(found)}
 
 
-def _shapes(src: Layout, dst: Layout) -> Iterator[BlockShape]:
+def _asked(layouts: Sequence[Layout]) -> dict[tuple[Form, ...], set[Pair]]:
+    """What the pairs of layouts ask for at 16-byte alignment, at all small shapes.
+
+    Planning is what takes time, so nothing is done twice: layouts that mean the same are one, a layout is given its sizes
+    once a shape, and the names of a pair are looked at once for all of its shapes.
+    """
+    aliases: dict[Layout, list[str]] = {}  # layouts are equal when they mean the same
+    for layout in layouts:
+        aliases.setdefault(layout, []).append(layout.name)
+    work: dict[BlockShape, list[tuple[int, int]]] = {}
+    chosen = list(aliases)
+    for i, j in itertools.product(range(len(chosen)), repeat=2):
+        for shape in _shapes(*_sizes(chosen[i], chosen[j])):
+            work.setdefault(shape, []).append((i, j))
+    asked: dict[tuple[Form, ...], set[tuple[int, int]]] = {}
+    for shape, pairs in work.items():
+        # Different numbers of blocks, so that strides that depend on them do not agree by accident.
+        sources, destinations = (
+            {k: _legal(chosen[k], shape, n) for k in {p[side] for p in pairs}} for side, n in enumerate((13, 17))
+        )
+        for pair in pairs:
+            src, dst = sources[pair[0]], destinations[pair[1]]
+            if src is None or dst is None:
+                continue
+            try:
+                forms = between(src, dst, "").forms()
+            except PlanError:
+                continue  # not a copy at this shape; whoever asks for the pair is told so
+            asked.setdefault(forms, set()).add(pair)
+    names = list(aliases.values())
+    return {
+        forms: {named for i, j in pairs for named in itertools.product(names[i], names[j])}
+        for forms, pairs in asked.items()
+    }
+
+
+def _legal(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved | None:
+    """The layout at these sizes, if it is a layout there."""
+    try:
+        return layout.resolve(shape, num_blocks)
+    except LayoutError:
+        return None
+
+
+def _sizes(src: Layout, dst: Layout) -> tuple[tuple[int, ...], bool]:
+    """By what each axis is split, in the order of `_GENERIC`, and whether K and V share a launch."""
+    terms = [term for layout in (src, dst) for order in layout.orders for term in order.terms if term.steps]
+    splits = (
+        math.lcm(*(size for term in terms if axis in term.axes for _, size, _ in term.steps)) for axis in _GENERIC
+    )
+    return tuple(splits), max(len(src.orders), len(dst.orders)) == 2
+
+
+@functools.cache
+def _shapes(splits: tuple[int, ...], joined: bool) -> tuple[BlockShape, ...]:
     """Small shapes with every combination of axes of one, axes that just fill their splits, and larger ones."""
-    terms = [term for layout in (src, dst) for order in layout.orders for term in order.terms]
-    choices: list[list[int]] = []
-    for axis, generic in _GENERIC.items():
-        splits = math.lcm(*(size for term in terms if axis in term.axes for _, size, _ in term.steps))
-        choices.append([1, splits, generic * splits])
+    choices = [[1, split, generic * split] for split, generic in zip(splits, _GENERIC.values(), strict=True)]
     # Where K and V share a launch, what is joined depends on whether whole words of tokens can be turned, and on the width.
-    joined = max(len(src.orders), len(dst.orders)) == 2
     dtypes = ("uint8", "bfloat16", "float32", "float64") if joined else ("bfloat16",)
     if joined:
         for sizes in choices[2:]:
             sizes.append(WIDEST * sizes[-1])
-    choices = [sorted(set(sizes)) for sizes in choices]
-    for nl, no, nh, nt, hd in itertools.product(*choices):
-        for dtype in dtypes:
-            yield BlockShape(nl, no, nh, nt, hd, dtype)
+    every = itertools.product(*(sorted(set(sizes)) for sizes in choices))
+    return tuple(BlockShape(nl, no, nh, nt, hd, dtype) for nl, no, nh, nt, hd in every for dtype in dtypes)
 
 
 def _few() -> Iterator[Form]:

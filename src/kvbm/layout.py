@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 from .errors import LayoutError
 from .shapes import BlockShape
@@ -135,7 +136,7 @@ class Term:
 
     def extent(self, sizes: Mapping[str, int]) -> int:
         """Size of the fused axes before any split."""
-        return math.prod(sizes[axis] for axis in self.axes)
+        return sizes[self.axes[0]] if len(self.axes) == 1 else math.prod(sizes[axis] for axis in self.axes)
 
     def cut(self, sizes: Mapping[str, int], itemsize: int) -> tuple[int, int]:
         """The term as ``(index // divisor) % extent``.
@@ -160,7 +161,7 @@ class Term:
         return divisor, extent
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Order:
     """One line of the language: axes in brackets pick an allocation, the others lie inside it, slowest first."""
 
@@ -172,9 +173,16 @@ class Order:
         brackets = ["[" + " ".join(map(str, self.table)) + "]"] if self.table else []
         return " ".join([*brackets, *map(str, self.inner)])
 
-    @property
+    @cached_property
     def terms(self) -> tuple[Term, ...]:
         return self.table + self.inner
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """The axes, if none of them is split and none is there twice; else nothing."""
+        axes = [axis for term in self.terms for axis in term.axes]
+        once = len(set(axes)) == len(axes) and not any(term.steps for term in self.terms)
+        return frozenset(axes) if once else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +243,9 @@ class Layout:
         meaning += [f"axis {axis} {expression.text.replace(' ', '')}" for axis, expression in self.extra]
         return hashlib.blake2b("\n".join(meaning).encode(), digest_size=8).hexdigest()
 
+    def __hash__(self) -> int:  # plans are looked up by their layouts, and a text remembers its hash
+        return hash(self.fingerprint)
+
     @property
     def b_in_table(self) -> bool:
         """Whether each block has allocations of its own."""
@@ -277,7 +288,9 @@ class Layout:
 def _resolve_order(
     order: Order, pitch: Mapping[str, Pitch], sizes: Mapping[str, int], names: Mapping[str, int], itemsize: int
 ) -> tuple[Piece, ...]:
-    _require_cover(order, sizes, itemsize)
+    # Most orders name every axis of the shape once and split none: then there is nothing to look for.
+    if not order.whole or sizes.keys() != order.whole:
+        _require_cover(order, sizes, itemsize)
     pieces: list[Piece] = []
     entries = 1
     for term in reversed(order.table):
@@ -288,7 +301,7 @@ def _resolve_order(
     for term in reversed(order.inner):
         divisor, extent = term.cut(sizes, itemsize)
         stride = held
-        if declared := pitch.get(str(term)):
+        if pitch and (declared := pitch.get(str(term))):
             stride = declared.expression.evaluate(names) * (1 if declared.in_bytes else itemsize)
             if stride < held:
                 raise LayoutError(
@@ -360,6 +373,30 @@ class Piece:
     table: int
 
 
+class Half(NamedTuple):
+    """The part of a block that one copy moves: all of it, or K or V where the two have orders of their own.
+
+    Attributes
+    ----------
+    start : tuple of int
+        Bytes and table entries at which it starts.
+    has_o : bool
+        Whether the axis ``o`` stands alone, so that a half is at one place.
+    pieces : list of Piece
+        What steps through it, fastest first; neither ``b`` nor, for a half, ``o``.
+    by_axis : dict
+        The same by axis or fused group, sorted by name.
+    plain : bool
+        Whether every piece belongs to one axis: nothing fused, nothing opaque.
+    """
+
+    start: tuple[int, int]
+    has_o: bool
+    pieces: list[Piece]
+    by_axis: dict[tuple[str, ...], list[Piece]]
+    plain: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """One array of a pool.
@@ -407,6 +444,41 @@ class Resolved:
     def pieces(self, o: int = 0) -> tuple[Piece, ...]:
         """Pieces of the order that `o` (0 = K, 1 = V) follows, fastest first."""
         return self.orders[min(o, len(self.orders) - 1)]
+
+    @cached_property
+    def extents(self) -> dict[str, int]:
+        """Extent of every axis of a block: all but ``b``."""
+        return {axis: size for axis, size in self.sizes.items() if axis != "b"}
+
+    def half(self, o: int | None) -> Half:
+        """What of a block `o` (0 = K, 1 = V, None = both) is; worked out once."""
+        found = self._halves.get(o)
+        if found is None:
+            found = self._halves[o] = self._half(o)
+        return found
+
+    @cached_property
+    def _halves(self) -> dict[int | None, Half]:
+        return {}
+
+    def _half(self, o: int | None) -> Half:
+        pieces = self.pieces(o or 0)
+        offset, entry = self.bases[min(o or 0, len(self.orders) - 1)]
+        lone = next((piece for piece in pieces if piece.term.axes == ("o",)), None) if o is not None else None
+        if o and lone:
+            offset, entry = offset + o * lone.stride, entry + o * lone.table
+        skip = (("b",),) if o is None else (("b",), ("o",))
+        kept = [piece for piece in pieces if piece.term.axes not in skip]
+        by_axis: dict[tuple[str, ...], list[Piece]] = {}
+        for piece in sorted(kept, key=lambda piece: piece.term.axes):
+            by_axis.setdefault(piece.term.axes, []).append(piece)
+        return Half((offset, entry), lone is not None, kept, by_axis, all(len(axes) == 1 for axes in by_axis))
+
+    @cached_property
+    def id_steps(self) -> tuple[int, int]:
+        """Table entries and bytes that a block id steps."""
+        piece = next(piece for piece in self.orders[0] if piece.term.axes == ("b",))
+        return (piece.table, piece.stride)
 
     @property
     def table_size(self) -> int:
@@ -543,8 +615,7 @@ def round_up(value: int, to: int) -> int:
 # ---- the algebra ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
+class Mode(NamedTuple):
     """One loop of a copy: `extent` steps of so many bytes and table entries on each side."""
 
     extent: int
@@ -556,11 +627,11 @@ class Mode:
     def continues(self, inner: Mode) -> bool:
         """Whether this mode goes on, on both sides, where `inner` ends, so that the two are one."""
         n = inner.extent
-        return (self.src, self.dst, self.src_table, self.dst_table) == (
-            n * inner.src,
-            n * inner.dst,
-            n * inner.src_table,
-            n * inner.dst_table,
+        return (
+            self.dst == n * inner.dst
+            and self.src == n * inner.src
+            and self.dst_table == n * inner.dst_table
+            and self.src_table == n * inner.src_table
         )
 
 
@@ -597,12 +668,15 @@ def coalesce(modes: Iterable[Mode]) -> tuple[Mode, ...]:
     Extents of one are dropped; neighbours are merged exactly when both sides continue (and both tables).  Equal copies
     have equal normal forms, whatever layouts they came from.
     """
-    order: Callable[[Mode], tuple[int, ...]] = lambda m: (m.dst_table, m.dst, m.src_table, m.src)  # noqa: E731
     merged: list[Mode] = []
-    for mode in sorted((m for m in modes if m.extent > 1), key=order):
+    for mode in sorted([mode for mode in modes if mode.extent > 1], key=_nesting):
         if merged and mode.continues(merged[-1]):
             inner = merged[-1]
             merged[-1] = Mode(inner.extent * mode.extent, inner.src, inner.dst, inner.src_table, inner.dst_table)
         else:
             merged.append(mode)
     return tuple(merged)
+
+
+#: Fastest in the destination first: ``dst_table``, ``dst``, ``src_table``, ``src`` of a mode.
+_nesting = operator.itemgetter(4, 2, 3, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .errors import LayoutError, PlanError
@@ -140,8 +140,12 @@ class Part:
         run = self.run_bytes
         if run > WIDEST or run & (run - 1):
             return None
-        a = next((mode for mode in self.inner[1:] if mode.src == run), None)
-        b = next((mode for mode in self.inner[1:] if mode.dst == run), None)
+        a = b = None
+        for mode in reversed(self.inner[1:]):
+            if mode.src == run:
+                a = mode
+            if mode.dst == run:
+                b = mode
         return (a, b) if a and b and a is not b else None
 
     @property
@@ -156,24 +160,23 @@ class Part:
 
         The word is the largest power of two up to 16 that divides the run, every other stride and both alignments.
         """
-        run, rest = self.run_bytes, self.inner[1:]
-        src = _power(src_alignment, self.src_offset, *(m.src for m in (*rest, *self.outer)))
-        dst = _power(dst_alignment, self.dst_offset, *(m.dst for m in (*rest, *self.outer)))
+        run, loops = self.run_bytes, (*self.inner[1:], *self.outer)
+        src = _power(src_alignment, self.src_offset, *[mode.src for mode in loops])
+        dst = _power(dst_alignment, self.dst_offset, *[mode.dst for mode in loops])
         if (spans := self.spans) and min(src, dst) >= run:
             a, b = spans
             # A 16-byte word of elements along one side becomes one along the other: whole words on both sides, and no
             # stride but the contiguous one may break them.
             src_word = _power(
-                src_alignment, self.src_offset, a.extent * run, *(m.src for m in (*rest, *self.outer) if m is not a)
+                src_alignment, self.src_offset, a.extent * run, *[mode.src for mode in loops if mode is not a]
             )
             dst_word = _power(
-                dst_alignment, self.dst_offset, b.extent * run, *(m.dst for m in (*rest, *self.outer) if m is not b)
+                dst_alignment, self.dst_offset, b.extent * run, *[mode.dst for mode in loops if mode is not b]
             )
             word = WIDEST if min(src_word, dst_word) == WIDEST else run
-            return Form("tile", len(self.outer), len(self.inner) - 3, run, word)
+            return _form("tile", len(self.outer), len(self.inner) - 3, run, word)
         word = min(_power(run), src, dst)
-        kind = "copy" if self.kind == "copy" else "rows"
-        return Form(kind, len(self.outer), len(self.inner), 0, word)
+        return _form("copy" if len(self.inner) == 1 else "rows", len(self.outer), len(self.inner), 0, word)
 
     def by_steps(self, src_step: int | None, dst_step: int | None) -> Part:
         """The part for tables whose entries lie `step` bytes apart (None: they do not): entries become bytes, modes stay."""
@@ -211,6 +214,10 @@ class Part:
             [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
             [(m.extent, m.src, m.dst) for m in inner],
         )
+
+
+#: There are few forms and many plans.
+_form = functools.lru_cache(maxsize=None)(Form)
 
 
 def _power(*values: int) -> int:
@@ -281,7 +288,7 @@ class Plan:
             First and second step.  The one on the far side keeps runs as long as they are there.
         """
         slot = (self.dst if gathers else self.src).packed()
-        return _between(self.src, slot, self.title), _between(slot, self.dst, self.title)
+        return between(self.src, slot, self.title), between(slot, self.dst, self.title)
 
     def flat(self, src_step: int | None, dst_step: int | None) -> Plan:
         """The plan for pools whose allocations lie `step` bytes apart (None: they do not): their tables become strides."""
@@ -487,23 +494,20 @@ def _plan_cached(
     here, there = src.resolve(shapes[0], blocks[0]), dst.resolve(shapes[1], blocks[1])
     if windows is not None:
         here, there = here.layers(*windows[0]), there.layers(*windows[1])
-    return _between(here, there, f"{src_name} → {dst_name}")
+    return between(here, there, f"{src_name} → {dst_name}")
 
 
-def _between(src: Resolved, dst: Resolved, title: str) -> Plan:
+def between(src: Resolved, dst: Resolved, title: str) -> Plan:
+    """Plan the copy between two layouts with sizes; `plan` resolves them first, and remembers what it made."""
     _require_same_axes(title, src, dst)
     halves = range(src.shape.no) if any(len(side.orders) == 2 for side in (src, dst)) else (None,)
     parts = [_part(title, src, dst, half) for half in halves]
-    return Plan(src, dst, _id_steps(src), _id_steps(dst), _rejoin(parts))
-
-
-def _id_steps(side: Resolved) -> tuple[int, int]:
-    """Table entries and bytes that a block id steps."""
-    piece = next(piece for piece in side.orders[0] if piece.term.axes == ("b",))
-    return (piece.table, piece.stride)
+    return Plan(src, dst, src.id_steps, dst.id_steps, _rejoin(parts))
 
 
 def _require_same_axes(title: str, src: Resolved, dst: Resolved) -> None:
+    if src.extents == dst.extents:
+        return
     for here, there, where in ((src, dst, "source"), (dst, src, "destination")):
         only = {axis for axis, size in here.sizes.items() if size > 1 and axis not in there.sizes}
         if only:
@@ -517,33 +521,36 @@ def _require_same_axes(title: str, src: Resolved, dst: Resolved) -> None:
 
 def _part(title: str, src: Resolved, dst: Resolved, half: int | None) -> Part:
     """The loop nest of all of the block, or of one half of it (0 = K, 1 = V)."""
-    both = [list(side.pieces(half or 0)) for side in (src, dst)]
-    start = [side.bases[min(half or 0, len(side.orders) - 1)] for side in (src, dst)]
-    for index, pieces in enumerate(both):
-        if half is not None:
-            o = next((piece for piece in pieces if piece.term.axes == ("o",)), None)
-            if o is None and half and (src if index == 0 else dst).shape.no > 1:
+    here, there = src.half(half), dst.half(half)
+    if half:
+        for side, found in ((src, here), (dst, there)):
+            if not found.has_o and side.shape.no > 1:
                 raise PlanError(
                     f"{title}: axis 'o' is fused or split on one side, and K and V have orders of their own on the other"
                 )
-            if o:
-                start[index] = (start[index][0] + half * o.stride, start[index][1] + half * o.table)
-        skip = ("b",) if half is None else ("b", "o")
-        both[index] = [piece for piece in pieces if piece.term.axes[0] not in skip or len(piece.term.axes) > 1]
-    src_pieces, dst_pieces = _opaque_as_axes(title, src, dst, both[0], both[1])
-    modes = list(_paired(title, src, src_pieces, dst_pieces))
+    if here.plain and there.plain:
+        modes = _paired(title, src, here.by_axis, there.by_axis)
+    else:
+        modes = _paired(title, src, *_as_axes(title, src, dst, here.pieces, there.pieces))
     modes.append(Mode(src.shape.itemsize, 1, 1))
-    return _shaped(coalesce(modes), start)
+    return _shaped(coalesce(modes), (here.start, there.start))
 
 
 def _shaped(modes: Sequence[Mode], start: Sequence[tuple[int, int]]) -> Part:
-    far = [mode.src_table or mode.dst_table or max(mode.src, mode.dst) >= _STRIDE_LIMIT for mode in modes]
-    outer = [mode for mode, picks in zip(modes, far, strict=True) if picks]
-    inner = [mode for mode, picks in zip(modes, far, strict=True) if not picks]
-    if not inner or (inner[0].src, inner[0].dst) != (1, 1):
+    outer: list[Mode] = []
+    inner: list[Mode] = []
+    size = 1
+    for mode in modes:
+        if mode.src_table or mode.dst_table or mode.src >= _STRIDE_LIMIT or mode.dst >= _STRIDE_LIMIT:
+            outer.append(mode)
+        else:
+            inner.append(mode)
+            size *= mode.extent
+    if not inner or inner[0].src != 1 or inner[0].dst != 1:
         inner.insert(0, Mode(1, 1, 1))
-    while math.prod(mode.extent for mode in inner) >= _CHUNK_LIMIT and len(inner) > 1:
+    while size >= _CHUNK_LIMIT and len(inner) > 1:
         outer.insert(0, inner.pop())
+        size //= outer[0].extent
     return Part(start[0][0], start[1][0], start[0][1], start[1][1], tuple(outer), tuple(inner))
 
 
@@ -572,6 +579,27 @@ class _Span:
     extent: int
     stride: int
     table: int
+
+
+#: What `_paired` reads of a side: the spans of each axis or fused group, sorted by name.
+_ByAxis = Mapping[tuple[str, ...], Sequence["Piece | _Span"]]
+
+
+def _as_axes(
+    title: str, src: Resolved, dst: Resolved, src_pieces: Sequence[Piece], dst_pieces: Sequence[Piece]
+) -> tuple[_ByAxis, _ByAxis]:
+    """Both sides in the same axes: opaque groups become one axis, and a group that only one side fuses falls apart."""
+    one, other = _opaque_as_axes(title, src, dst, src_pieces, dst_pieces)
+    for axes in {span.axes for span in (*one, *other) if len(span.axes) > 1}:
+        if not all(any(span.axes == axes for span in spans) for spans in (one, other)):
+            one, other = _unfuse(title, src, axes, one), _unfuse(title, src, axes, other)
+    sides: list[dict[tuple[str, ...], list[_Span]]] = []
+    for spans in (one, other):
+        by_axis: dict[tuple[str, ...], list[_Span]] = {}
+        for span in sorted(spans, key=lambda span: span.axes):
+            by_axis.setdefault(span.axes, []).append(span)
+        sides.append(by_axis)
+    return sides[0], sides[1]
 
 
 def _opaque_as_axes(
@@ -612,30 +640,34 @@ def _is_dense(pieces: Iterable[Piece], group: frozenset[str], size: int, itemsiz
     return held == size * itemsize
 
 
-def _paired(title: str, side: Resolved, src: list[_Span], dst: list[_Span]) -> Iterator[Mode]:
+def _paired(title: str, side: Resolved, src: _ByAxis, dst: _ByAxis) -> list[Mode]:
     """Common refinement: one mode for each piece that is whole on both sides."""
-    fused = {span.axes for span in (*src, *dst) if len(span.axes) > 1}
-    for axes in fused:
-        # The same fused group on both sides stays one axis; otherwise it falls apart into its axes.
-        if not all(any(span.axes == axes for span in spans) for spans in (src, dst)):
-            src, dst = _unfuse(title, side, axes, src), _unfuse(title, side, axes, dst)
-    for axes in sorted({span.axes for span in (*src, *dst)}):
-        mine = [[span for span in spans if span.axes == axes] for spans in (src, dst)]
-        size = math.prod(side.sizes.get(axis, 1) for axis in axes)
-        if size == 1:
+    modes: list[Mode] = []
+    for axes, ours in src.items():
+        theirs = dst.get(axes)
+        if theirs is None:
             continue  # an axis of size one may be left out of a layout
-        cuts = [span.divisor for spans in mine for span in spans]
+        if len(ours) == len(theirs) == 1:
+            s, d = ours[0], theirs[0]
+            modes.append(Mode(s.extent, s.stride, d.stride, s.table, d.table))
+            continue
+        cuts = [span.divisor for spans in (ours, theirs) for span in spans]
         try:
-            pieces = list(refine(cuts, size))
+            pieces = list(refine(cuts, math.prod(side.sizes[axis] for axis in axes)))
         except LayoutError:
             splits = " and ".join(
-                "(" + ",".join(str(s.extent) for s in sorted(spans, key=lambda s: -s.divisor)) + ")" for spans in mine
+                "(" + ",".join(str(s.extent) for s in sorted(spans, key=lambda s: -s.divisor)) + ")"
+                for spans in (ours, theirs)
             )
             raise PlanError(f"{title}: splits {splits} of '{' '.join(axes)}' have no common refinement") from None
         for divisor, extent in pieces:
-            s, d = (next(x for x in spans if x.divisor <= divisor < x.divisor * x.extent) for spans in mine)
-            si, di = divisor // s.divisor, divisor // d.divisor
-            yield Mode(extent, s.stride * si, d.stride * di, s.table * si, d.table * di)
+            if extent > 1:
+                s, d = (
+                    next(x for x in spans if x.divisor <= divisor < x.divisor * x.extent) for spans in (ours, theirs)
+                )
+                si, di = divisor // s.divisor, divisor // d.divisor
+                modes.append(Mode(extent, s.stride * si, d.stride * di, s.table * si, d.table * di))
+    return modes
 
 
 def _unfuse(title: str, side: Resolved, axes: tuple[str, ...], spans: list[_Span]) -> list[_Span]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .engines import FromEngines
 from .errors import BindError, CudaError, CudaUnavailableError, DTypeError
 from .layout import Allocation, Layout, Resolved
 from .shapes import BlockShape
@@ -158,7 +159,7 @@ def same_dtype(found: str, wanted: str) -> bool:
     return found == wanted or found in _PLAIN.get(_STAND_INS.get(wanted, 0), ())
 
 
-class Pool:
+class Pool(FromEngines):
     """A layout bound to memory.
 
     Parameters

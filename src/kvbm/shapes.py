@@ -14,7 +14,7 @@ import yaml
 
 from .errors import DTypeError, SpecError
 
-__all__ = ["ITEMSIZE", "BlockShape", "data_dir", "load_shape", "shape_names"]
+__all__ = ["ITEMSIZE", "BlockShape", "data_dir", "heads_of_rank", "load_shape", "shape_names"]
 
 #: Bytes an element of every dtype that a block may hold.  A copy moves bits, so the width is all that matters to it.
 ITEMSIZE: Mapping[str, int] = MappingProxyType(
@@ -94,8 +94,53 @@ def data_dir() -> Path:
     raise SpecError(f"the shipped layouts are missing: expected the folder {here / 'layouts'}; reinstall kvbm-layouts")
 
 
+def heads_of_rank(heads: int, degree: int, rank: int) -> range:
+    """Which of a model's KV heads one tensor-parallel rank holds.
+
+    Ranks hold equal shares, in order: rank ``r`` of `degree` holds the heads from ``r * heads // degree`` on.  Where there
+    are fewer heads than ranks, heads are replicated: every rank holds one, and ``degree // heads`` neighbouring ranks hold
+    the same one.  Of those the first writes it to a store that all ranks share; the others hold the same bytes.  The
+    latent of multi-head latent attention is one head, so every rank holds it.
+
+    Parameters
+    ----------
+    heads : int
+        KV heads of the model.
+    degree : int
+        Number of ranks; `heads` is a multiple of it, or it of `heads`.
+    rank : int
+        From 0 on.
+
+    Returns
+    -------
+    range
+        Heads of the model; its length is the ``nh`` of the rank's block shape.
+
+    Raises
+    ------
+    SpecError
+        The heads cannot be shared evenly; no such rank.
+
+    Examples
+    --------
+    >>> heads_of_rank(8, 4, 3)
+    range(6, 8)
+    >>> [heads_of_rank(2, 4, rank)[0] for rank in range(4)]
+    [0, 0, 1, 1]
+    """
+    if heads < 1 or degree < 1 or (heads % degree and degree % heads):
+        raise SpecError(
+            f"{heads} KV heads cannot be shared by {degree} ranks: expected a number of ranks that divides {heads}, or a "
+            f"multiple of {heads}"
+        )
+    if not 0 <= rank < degree:
+        raise SpecError(f"rank {rank}: expected 0 to {degree - 1}")
+    first = rank * heads // degree
+    return range(first, first + max(1, heads // degree))
+
+
 def shape_names() -> list[str]:
-    """Names of the shipped block shapes, each also with its tensor-parallel degrees as ``name/tpN``."""
+    """Names of the shipped block shapes, each also with its usual tensor-parallel degrees as ``name/tpN``."""
     names: list[str] = []
     for path in sorted((data_dir() / "shapes").glob("*.yaml")):
         names.append(path.stem)
@@ -115,12 +160,13 @@ def load_shape(text: str) -> BlockShape:
     Returns
     -------
     BlockShape
-        Where a model has fewer KV heads than ranks, heads are replicated and every rank holds one.
+        With ``/tpN``, what each of N ranks holds.  N divides the KV heads, or is a multiple of them: then heads are
+        replicated, and every rank holds one (`heads_of_rank` says which).
 
     Raises
     ------
     SpecError
-        Unknown preset, degree or size.
+        Unknown preset or size; a degree by which the heads cannot be shared.
     """
     head, *rest = [part.strip() for part in text.split(",")]
     values: dict[str, Any] = {}
@@ -135,10 +181,10 @@ def load_shape(text: str) -> BlockShape:
         preset = _preset(path)
         values = {key: preset[key] for key in ("nl", "no", "nh", "nt", "hd", "dtype")}
         if match["tp"]:
-            degree = int(match["tp"])
-            if degree not in preset["tp"]:
-                raise SpecError(f"shape {head!r}: expected a tensor-parallel degree of {preset['tp']}, got {degree}")
-            values["nh"] = max(1, values["nh"] // degree)
+            try:
+                values["nh"] = len(heads_of_rank(values["nh"], int(match["tp"]), 0))
+            except SpecError as error:
+                raise SpecError(f"shape {head!r}: {error}") from None
     names = [f.name for f in fields(BlockShape)]
     for item in rest:
         key, _, value = item.partition("=")
@@ -159,12 +205,17 @@ def _preset(path: Path) -> Mapping[str, Any]:
     data = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506  (it builds nothing but texts)
     sizes = ("nl", "no", "nh", "nt", "hd")
     wanted = {"title", *sizes, "dtype", "tp"}
-    if not isinstance(data, dict) or set(data) != wanted:
-        raise SpecError(f"{path}: expected exactly the keys {', '.join(sorted(wanted))}, got {data!r:.200}")
+    if not isinstance(data, dict) or set(data) - {"read_from", "notes"} != wanted:
+        raise SpecError(
+            f"{path}: expected the keys {', '.join(sorted(wanted))}, and none but read_from and notes beside them, "
+            f"got {data!r:.200}"
+        )
     try:
         values: dict[str, Any] = {key: int(data[key]) for key in sizes} | {"dtype": data["dtype"]}
         degrees = [int(degree) for degree in data["tp"]]
     except (TypeError, ValueError) as error:
         raise SpecError(f"{path}: expected integers: {error}") from None
     BlockShape(**values)  # refuses what is not a shape
+    for degree in degrees:
+        heads_of_rank(values["nh"], degree, 0)
     return MappingProxyType({**values, "title": data["title"], "tp": degrees})

@@ -94,7 +94,7 @@ class Steps(NamedTuple):
         a kernel's parameters, while that of all blocks comes from memory before the first byte does.
         """
         table = pool.addresses.astype(np.int64)
-        each = next(piece.table for piece in pool.resolved.orders[0] if piece.term.axes == ("b",))
+        each, _ = pool.resolved.id_steps
         if not each:  # blocks inside the allocations
             return cls(None, _only(np.diff(table)))
         if each * pool.num_blocks != table.size:  # b is not the slowest

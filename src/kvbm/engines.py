@@ -1,0 +1,287 @@
+"""Pools over the caches of engines, under the engine's own names: ``Pool.from_vllm`` and its kin.
+
+An adapter knows how an engine hands its tensors out: what their dimensions are called, in which order the layers come.  Where
+bytes lie it does not guess: the layout is named by the caller, or there is only one that the engine's class can have.  Then
+`Pool` checks shapes and strides against it, so that NHD taken for HND is an error wherever strides can tell.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from . import spec
+from .errors import BindError
+from .layout import Layout
+from .shapes import BlockShape
+
+__all__ = ["FromEngines"]
+
+#: What vLLM's attention backends call the dimensions of a layer's tensor.  In memory these may stand in another order: the
+#: tensor is then a permuted view, and the layout says which.
+VLLM_DIMS = {
+    "vllm/flash_attn_nhd": "o b t h d",
+    "vllm/flash_attn_hnd": "o b t h d",
+    "vllm/flashinfer_nhd": "b o t h d",
+    "vllm/flashinfer_hnd": "b o t h d",
+}
+
+
+class FromEngines:
+    """The adapters, as class methods of `Pool`."""
+
+    @classmethod
+    def from_vllm(
+        cls, kv_caches: Mapping[str, Any] | Sequence[Any] | Any, layout: str | Layout, *, dims: str | None = None
+    ) -> Self:
+        """A pool over vLLM's KV caches.
+
+        Parameters
+        ----------
+        kv_caches : mapping of str to tensor, sequence of tensors, or tensor
+            As a KV connector gets them: one tensor a layer by the layer's name (``model.layers.3.self_attn.attn``), in any
+            order; or in the order of the layers; or one for all layers, where the layout has one allocation.
+        layout : str or Layout
+            That of the attention backend and of ``VLLM_KV_CACHE_LAYOUT``, such as ``"vllm/flash_attn_hnd"``.
+        dims : str, optional
+            What the dimensions of a tensor are, as its shape shows them, such as ``"o b t h d"``.  If not given, vLLM's for
+            `VLLM_DIMS`, else those of the layout in its own order.
+
+        Returns
+        -------
+        Pool
+            Over the same memory.
+
+        Raises
+        ------
+        BindError
+            Names without a layer's number, or two with one; dimensions, sizes or strides that are not the layout's.
+
+        Examples
+        --------
+        >>> import torch
+        >>> caches = {f"model.layers.{i}.attn": torch.zeros(2, 6, 16, 4, 32) for i in range(3)}  # 2 nb nt nh hd
+        >>> from kvbm import Pool
+        >>> str(Pool.from_vllm(caches, "vllm/flash_attn_nhd").shape)
+        'nl=3,no=2,nh=4,nt=16,hd=32,dtype=float32'
+        """
+        chosen = _layout(layout)
+        if isinstance(kv_caches, Mapping):
+            tensors = _by_layer(kv_caches)
+        else:
+            tensors = list(kv_caches) if isinstance(kv_caches, list | tuple) else [kv_caches]
+        named = (dims or VLLM_DIMS.get(chosen.name) or " ".join(_inner(chosen))).split()
+        return cls._over(chosen, tensors, named, "vLLM")
+
+    @classmethod
+    def from_sglang(cls, token_pool: Any, *, page_size: int | None = None) -> Self:
+        """A pool over one of SGLang's token pools.
+
+        Parameters
+        ----------
+        token_pool : MHATokenToKVPool or MLATokenToKVPool
+            What has ``k_buffer`` and ``v_buffer``, lists of tensors ``(slots, heads, dim)`` a layer, or ``kv_buffer``, a list
+            of ``(slots, 1, dim)``.  Its class says the layout: ``sglang/mha_pool`` or ``sglang/mla_pool``.
+        page_size : int, optional
+            Tokens a page; the pool's own if not given.
+
+        Returns
+        -------
+        Pool
+            Block b is page b: block 0 is the one that SGLang keeps for padded tokens.
+
+        Raises
+        ------
+        BindError
+            Neither kind of pool; slots that are not whole pages.
+        """
+        tokens = page_size if page_size is not None else getattr(token_pool, "page_size", None)
+        if not isinstance(tokens, int) or tokens < 1:
+            raise BindError(f"SGLang: page_size: expected the tokens of a page, got {tokens!r}; pass page_size=")
+        if hasattr(token_pool, "k_buffer") and hasattr(token_pool, "v_buffer"):
+            layout = spec.load("sglang/mha_pool")
+            buffers = [*token_pool.k_buffer, *token_pool.v_buffer]
+            if len(token_pool.k_buffer) != len(token_pool.v_buffer):
+                raise BindError(
+                    f"SGLang: expected as many v_buffer as k_buffer, got {len(token_pool.v_buffer)} and {len(token_pool.k_buffer)}"
+                )
+            dims = ["b", "t", "h", "d"]
+        elif hasattr(token_pool, "kv_buffer"):
+            layout = spec.load("sglang/mla_pool")
+            buffers = [_without_heads(buffer) for buffer in token_pool.kv_buffer]
+            dims = ["b", "t", "d"]
+        else:
+            raise BindError(
+                f"SGLang: expected a pool with k_buffer and v_buffer, or with kv_buffer, got {type(token_pool).__name__}"
+            )
+        return cls._over(layout, [_split(buffer, 0, tokens, "SGLang: slots") for buffer in buffers], dims, "SGLang")
+
+    @classmethod
+    def from_trtllm(
+        cls, pool: Any, *, num_kv_heads: int, tokens_per_block: int, layout: str | Layout = "trtllm/v1_pool"
+    ) -> Self:
+        """A pool over TensorRT-LLM's primary pool.
+
+        Parameters
+        ----------
+        pool : tensor
+            ``(num_blocks, num_layers, kv_factor, num_kv_heads * tokens_per_block * size_per_head)``; further dimensions of
+            the last one may be there, if they lie one behind the other.
+        num_kv_heads, tokens_per_block : int
+            Of this rank, as the engine was built: the tensor does not say.
+        layout : str or Layout
+
+        Raises
+        ------
+        BindError
+            A pool of another rank, or whose last dimension is not heads times tokens times something.
+        """
+        if len(pool.shape) < 4:
+            raise BindError(
+                f"TensorRT-LLM: expected at least 4 dimensions (blocks, layers, K and V, the rest), got {tuple(pool.shape)}"
+            )
+        rest = math.prod(pool.shape[3:])
+        if rest % (num_kv_heads * tokens_per_block):
+            raise BindError(
+                f"TensorRT-LLM: {rest} elements a block and layer: expected a multiple of num_kv_heads * tokens_per_block = "
+                f"{num_kv_heads} * {tokens_per_block}"
+            )
+        sizes = (*pool.shape[:3], num_kv_heads, tokens_per_block, rest // (num_kv_heads * tokens_per_block))
+        return cls._over(_layout(layout), [_viewed(pool, sizes, "TensorRT-LLM")], list("blohtd"), "TensorRT-LLM")
+
+    @classmethod
+    def from_transformers(cls, cache: Any, *, tokens_per_block: int, row: int = 0) -> Self:
+        """A pool over one sequence of a transformers cache: ``hf/dynamic_cache``, a block is a range of tokens.
+
+        Parameters
+        ----------
+        cache : DynamicCache or StaticCache
+            What has ``layers`` with ``keys`` and ``values`` of shape ``(batch, heads, tokens, dim)``.
+        tokens_per_block : int
+        row : int
+            Which sequence of the batch.
+
+        Returns
+        -------
+        Pool
+            Over the tensors as they are now.  A DynamicCache makes new ones with every token: take the pool anew.
+
+        Raises
+        ------
+        BindError
+            An empty cache, no such row, tokens that are not whole blocks.
+
+        Examples
+        --------
+        >>> import torch, transformers
+        >>> cache = transformers.DynamicCache()
+        >>> keys, values = cache.update(torch.zeros(1, 2, 32, 8), torch.zeros(1, 2, 32, 8), 0)
+        >>> from kvbm import Pool
+        >>> Pool.from_transformers(cache, tokens_per_block=16).num_blocks
+        2
+        """
+        layers = list(getattr(cache, "layers", ()))
+        pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
+        if not pairs or any(tensor is None for pair in pairs for tensor in pair):
+            raise BindError(
+                f"transformers: expected a cache whose layers hold keys and values, got {type(cache).__name__} with "
+                f"{len(layers)} layers; run the model on something first"
+            )
+        tensors: list[Any] = []
+        flat: list[Any] = [tensor for pair in pairs for tensor in pair]
+        for index, tensor in enumerate(flat):
+            if len(tensor.shape) != 4 or not 0 <= row < tensor.shape[0]:
+                raise BindError(
+                    f"transformers: layer {index // 2}: expected (batch, heads, tokens, dim) with a row {row}, got "
+                    f"{tuple(tensor.shape)}"
+                )
+            tensors.append(_split(tensor[row], 1, tokens_per_block, "transformers: tokens"))
+        return cls._over(spec.load("hf/dynamic_cache"), tensors, ["h", "b", "t", "d"], "transformers")
+
+    @classmethod
+    def _over(cls, layout: Layout, tensors: Sequence[Any], dims: Sequence[str], engine: str) -> Self:
+        """The pool, its sizes read from tensors whose dimensions have names; turned to where the layout has them."""
+        wanted = _inner(layout)
+        what = f"{engine}: {layout.name} ({layout.order_text})"
+        if not tensors:
+            raise BindError(f"{what}: expected at least one tensor, got none")
+        if sorted(dims) != sorted(wanted):
+            raise BindError(
+                f"{what}: expected tensors of the dimensions {' '.join(wanted)} in any order, got {' '.join(dims)}"
+            )
+        sizes: dict[str, int] = {}
+        for index, tensor in enumerate(tensors):
+            if len(tensor.shape) != len(dims):
+                raise BindError(
+                    f"{what}: tensor {index}: expected {len(dims)} dimensions ({' '.join(dims)}), got {tuple(tensor.shape)}"
+                )
+            for axis, size in zip(dims, tensor.shape, strict=True):
+                if sizes.setdefault(axis, int(size)) != size:
+                    raise BindError(
+                        f"{what}: tensor {index}: axis '{axis}': expected {sizes[axis]} as in tensor 0, got {size}"
+                    )
+        table = [axis for term in layout.orders[0].table for axis in term.axes]
+        if "o" in table:
+            sizes["o"] = 2
+        if "l" in table:
+            sizes["l"] = len(tensors) // sizes.get("o", 1) if "o" in table else len(tensors)
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        nl, no, nh, nt, hd = (sizes.get(axis, 1) for axis in "lohtd")
+        shape = BlockShape(nl, no, nh, nt, hd, dtype)
+        turned = [tensor.permute([list(dims).index(axis) for axis in wanted]) for tensor in tensors]
+        return cls(layout, shape, turned)  # type: ignore[call-arg]
+
+
+def _layout(layout: str | Layout) -> Layout:
+    return spec.load(layout) if isinstance(layout, str) else layout
+
+
+def _inner(layout: Layout) -> list[str]:
+    """The plain axes inside an allocation, slowest first."""
+    terms = [str(term) for order in layout.orders for term in order.inner]
+    if len(layout.orders) > 1 or any(len(term) != 1 for term in terms):
+        raise BindError(
+            f"{layout.name} ({layout.order_text}): its axes are split or fused, so tensors of plain axes cannot be named after "
+            "them; bind them with Pool(layout, shape, tensors)"
+        )
+    return terms
+
+
+def _by_layer(kv_caches: Mapping[str, Any]) -> list[Any]:
+    """Tensors in the order of the layers' numbers; each name has one."""
+    found: dict[int, str] = {}
+    for name in kv_caches:
+        numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+        if len(numbers) != 1:
+            raise BindError(
+                f"vLLM: layer {name!r}: expected one number between dots, got {len(numbers)}; pass a list in order"
+            )
+        if int(numbers[0]) in found:
+            raise BindError(
+                f"vLLM: layers {found[int(numbers[0])]!r} and {name!r} have one number; pass a list in order"
+            )
+        found[int(numbers[0])] = name
+    return [kv_caches[found[number]] for number in sorted(found)]
+
+
+def _without_heads(buffer: Any) -> Any:
+    if len(buffer.shape) != 3 or buffer.shape[1] != 1:
+        raise BindError(f"SGLang: kv_buffer: expected (slots, 1, dim), got {tuple(buffer.shape)}")
+    return buffer[:, 0]
+
+
+def _split(tensor: Any, dim: int, inner: int, what: str) -> Any:
+    """One dimension as two: blocks, and so many of them each."""
+    if len(tensor.shape) <= dim or tensor.shape[dim] % inner or not tensor.shape[dim]:
+        size = tensor.shape[dim] if len(tensor.shape) > dim else None
+        raise BindError(f"{what}: expected a multiple of {inner}, got {size} in a tensor of {tuple(tensor.shape)}")
+    return tensor.unflatten(dim, (tensor.shape[dim] // inner, inner))
+
+
+def _viewed(tensor: Any, sizes: Iterable[int], what: str) -> Any:
+    try:
+        return tensor.view(*sizes)
+    except RuntimeError as error:
+        raise BindError(f"{what}: the pool is not contiguous where its last dimensions are joined: {error}") from None
