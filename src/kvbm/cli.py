@@ -1,4 +1,4 @@
-"""The command line: ``kvbm layouts | show | check | plan | codegen | convert | tune | bench | doctor | demo``.
+"""The command line: ``kvbm layouts | show | check | plan | gallery | codegen | convert | tune | bench | doctor | demo``.
 
 Commands parse, call the library and print; what they know, they know from there. Every error that kvbm raises on
 purpose ends as one message on stderr and its class's exit code; ``KVBM_DEBUG=1`` adds the traceback.
@@ -136,15 +136,51 @@ def layouts() -> None:
     console.print(table)
 
 
+def _picture_option(suffix: str, what: str) -> Callable[[Any], Any]:
+    return click.option(
+        f"--{suffix}",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help=f"Write {what} instead; FILE ends in .{suffix}. Needs matplotlib: pip install 'kvbm-layouts[show]'.",
+    )
+
+
 @main.command()
 @_layout_argument("name")
 @_shape_option()
 @click.option("--num-blocks", default=1024, show_default=True, help="Blocks in the pool.")
-def show(name: str, shape_text: str, num_blocks: int) -> None:
+@_picture_option("svg", "a picture")
+@_picture_option("png", "a picture")
+@_picture_option("html", "a page with the picture, the axes and the address")
+def show(name: str, shape_text: str, num_blocks: int, svg: Path | None, png: Path | None, html: Path | None) -> None:
     """Draw a layout: what is allocated, how the axes nest, which bytes lie together."""
-    from . import draw
+    resolved = spec.load(name).resolve(load_shape(shape_text), num_blocks)
+    if svg is None and png is None and html is None:
+        from . import draw
 
-    draw.show(_console(), spec.load(name).resolve(load_shape(shape_text), num_blocks), shape_text)
+        draw.show(_console(), resolved, shape_text)
+        return
+    from . import picture
+
+    _write_pictures(lambda: picture.draw_layout(resolved), svg, png, html)
+    if html is not None:
+        html.write_text(picture.page(resolved), encoding="utf-8")
+        click.echo(html)
+
+
+def _write_pictures(make: Callable[[], Any], svg: Path | None, png: Path | None, html: Path | None = None) -> None:
+    """Write the picture to the files that were asked for; nothing is drawn before all of them are known to be good."""
+    from . import picture
+
+    for path, suffix in ((svg, ".svg"), (png, ".png"), (html, ".html")):
+        if path is not None:
+            picture.check_path(path, suffix)
+    if not (wanted := [path for path in (svg, png) if path is not None]):
+        return
+    figure = make()
+    for path in wanted:
+        picture.save(figure, path)
+        click.echo(path)
 
 
 @main.command()
@@ -222,16 +258,36 @@ def _check_legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) ->
 @_layout_argument("dst")
 @_shape_option()
 @click.option("--num-blocks", default=1024, show_default=True, help="Blocks in each pool.")
-def plan(src: str, dst: str, shape_text: str, num_blocks: int) -> None:
+@_picture_option("svg", "a picture")
+@_picture_option("png", "a picture")
+def plan(src: str, dst: str, shape_text: str, num_blocks: int, svg: Path | None, png: Path | None) -> None:
     """Print how blocks get from SRC to DST: the loop nest, the kernel, and why."""
     from . import planner
 
     made = planner.plan(spec.load(src), spec.load(dst), load_shape(shape_text), num_blocks=num_blocks)
+    if svg is not None or png is not None:
+        from . import picture
+
+        _write_pictures(lambda: picture.draw_plan(made), svg, png)
+        return
     click.echo(str(made))
     click.echo()
     width = min(_console().width, 100)
     for paragraph in made.explain().splitlines():
         click.echo(click.wrap_text(paragraph, width=width))
+
+
+@main.command()
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write to.")
+def gallery(out: Path) -> None:
+    """Draw every shipped layout, one SVG for all names that mean the same, and write an index of them.
+
+    Needs matplotlib: pip install 'kvbm-layouts[show]'.
+    """
+    from . import picture
+
+    written = picture.gallery(out)
+    click.echo(f"{len(written) - 1} pictures and {written[-1].name} in {out}")
 
 
 # ---- making ---------------------------------------------------------------------------------------------------------

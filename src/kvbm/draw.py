@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .shapes import BlockShape
 
-__all__ = ["show", "size_text"]
+__all__ = ["address_lines", "index_label", "meaning", "runs", "show", "size_text"]
 
 _MAX_WIDTH = 120
 _K, _V, _DIM, _AXIS, _PAD = "cyan", "magenta", "dim", "bold", "yellow"
@@ -162,7 +162,7 @@ class _Drawing:
         rows: list[tuple[str, str, str, str, str]] = []
         for piece in self.outer:
             step = f"{_count(piece.table, 'allocation')} on"
-            rows.append((str(piece.term), _meaning(piece), f"{piece.extent:,}", step, ""))
+            rows.append((str(piece.term), meaning(piece), f"{piece.extent:,}", step, ""))
         for half in self.halves:
             held = self.held(half.pieces)
             for piece, holds in zip(half.pieces, held, strict=True):
@@ -170,7 +170,7 @@ class _Drawing:
                 step = f"{piece.stride:,} B on"
                 padded = piece.stride != holds and piece.extent > 1
                 padding = f"{size_text(piece.stride - holds)} padding" if padded else ""
-                rows.append((text, _meaning(piece), f"{piece.extent:,}", step, padding))
+                rows.append((text, meaning(piece), f"{piece.extent:,}", step, padding))
         table = Table(box=None, padding=(0, 2), show_header=True, header_style=_DIM)
         table.add_column("  axis", style=_AXIS)
         table.add_column("what")
@@ -186,20 +186,8 @@ class _Drawing:
 
     def address(self, half: _Half) -> None:
         """Print the address form of the language, with this layout's numbers in it."""
-        index = " + ".join(self.factor(piece, piece.table) for piece in self.outer if piece.extent > 1) or "0"
-        prefix = f"  address of {half.name} = " if half.name else "  address = "
-        terms = [f"table[{index}]", *(self.factor(p, p.stride) for p in half.pieces if p.extent > 1)]
-        line = prefix + terms[0]
-        for term in terms[1:]:
-            if len(line) + len(term) + 3 > self.width:
-                self.line(Text(line))
-                line = " " * (len(prefix) - 2)
-            line += f" + {term}"
-        self.line(Text(line))
-
-    def factor(self, piece: Piece, step: int) -> str:
-        name = _index_name(piece, self.resolved.sizes)
-        return name if step == 1 else f"{name}*{step}"
+        for line in address_lines(self.resolved, half.o or 0, self.width - 2):
+            self.line(Text(f"  {line}"))
 
     def held(self, pieces: Sequence[Piece]) -> list[int]:
         """Bytes that one step of each piece holds: its stride less its padding."""
@@ -240,7 +228,7 @@ class _Drawing:
     def cell(self, index: int) -> tuple[tuple[str, str], str]:
         at = {str(piece.term): index // piece.table % piece.extent for piece in self.outer}
         half = self.halves[min(at.get("o", 0), len(self.halves) - 1)]
-        label = " ".join(_label(piece, at[str(piece.term)]) for piece in self.outer) or "the pool"
+        label = " ".join(index_label(piece, at[str(piece.term)]) for piece in self.outer) or "the pool"
         return (label, size_text(half.nbytes)), {0: _K, 1: _V}.get(at.get("o", -1), "")
 
     # ---- the nesting ------------------------------------------------------------------------------------------------
@@ -265,7 +253,7 @@ class _Drawing:
         g = self.glyphs
         piece, holds = pieces[0], held[0]
         title = f"{label} {g.horizontal} " if label else ""
-        title += f"{piece.term} {_meaning(piece)} {piece.extent:,} {g.times} {size_text(piece.stride)}"
+        title += f"{piece.term} {meaning(piece)} {piece.extent:,} {g.times} {size_text(piece.stride)}"
         content: list[Text] = []
         room = width - 4
         opened = first if piece.term.axes == ("o",) else 0
@@ -273,7 +261,7 @@ class _Drawing:
             content.append(self.bar(piece, room, style))
         elif len(pieces) == 2:
             indices = list(range(piece.extent)) if piece.extent <= 4 else [0, 1, None, piece.extent - 1]
-            size = max(len(_label(piece, i)) for i in indices if i is not None)
+            size = max(len(index_label(piece, i)) for i in indices if i is not None)
             pad = piece.stride - holds
             hatch = f" {g.hatch * 4} {size_text(pad)}" if pad else ""
             for index in indices:
@@ -281,21 +269,21 @@ class _Drawing:
                     content.append(Text(f"{g.below:>{size}}", _DIM))
                     continue
                 own = _style_of(piece, index) or style
-                row = Text(f"{_label(piece, index):>{size}} ", _DIM)
+                row = Text(f"{index_label(piece, index):>{size}} ", _DIM)
                 row.append_text(self.bar(pieces[1], room - size - 1 - len(hatch), own)).append(hatch, _PAD)
                 content.append(row)
         else:
             own = _style_of(piece, opened) or style
-            child = self.level(pieces[1:], held[1:], _label(piece, opened), holds, room, own, first)
+            child = self.level(pieces[1:], held[1:], index_label(piece, opened), holds, room, own, first)
             if piece.stride > holds:
                 text = f" {size_text(piece.stride - holds)} of padding "
                 line = Text(f"{g.hatch * 2}{text}", _PAD)
                 line.append(g.hatch * max(0, room - len(line)), _PAD)
                 child.append(line)
             content += child
-            others = [_label(piece, i) for i in range(min(piece.extent, 4)) if i != opened]
+            others = [index_label(piece, i) for i in range(min(piece.extent, 4)) if i != opened]
             if piece.extent > 4:
-                others = [_label(piece, 1), g.dots, _label(piece, piece.extent - 1)]
+                others = [index_label(piece, 1), g.dots, index_label(piece, piece.extent - 1)]
             content.append(Text("  " + " ".join(others), _style_of(piece, 1) if piece.extent == 2 else _DIM))
         return self.boxed(title, size_text(nbytes), content, width)
 
@@ -392,7 +380,7 @@ class _Drawing:
                 at[str(piece.term)] = index
             if start > end:
                 yield end, "pad", _PAD, True
-            label = " ".join(_label(piece, at[str(piece.term)]) for piece in varying)
+            label = " ".join(index_label(piece, at[str(piece.term)]) for piece in varying)
             o = at.get("o", half.o)
             yield start, label, {0: _K, 1: _V}.get(o, "") if o is not None else "", False
             end = start + run
@@ -419,34 +407,8 @@ class _Drawing:
         table.add_column("runs", justify="right")
         for name, fixed in wholes:
             nbytes = self.shape.nbytes // math.prod(self.shape.sizes[axis] for axis in fixed)
-            table.add_row(f"  {name}", size_text(nbytes), self.runs(fixed))
+            table.add_row(f"  {name}", size_text(nbytes), runs(self.resolved, fixed, self.glyphs.times))
         self.console.print(table, width=self.width)
-
-    def runs(self, fixed: Sequence[str]) -> str:
-        """Count the runs, ``160 of 4 KiB``; K's and V's apart where they differ."""
-        parts = []
-        halves = range(len(self.resolved.orders)) if "o" not in fixed else range(1)
-        for o in halves:
-            pieces = [p for p in self.resolved.pieces(o) if p.extent > 1 and "b" not in p.term.axes]
-            if any(set(p.term.axes) & set(fixed) and set(p.term.axes) - set(fixed) for p in pieces):
-                return "order not promised" if any(p.term.opaque for p in pieces) else "not whole pieces"
-            pieces = [p for p in pieces if not set(p.term.axes) & set(fixed)]
-            if len(self.resolved.orders) == 2:
-                pieces = [p for p in pieces if p.term.axes != ("o",)]
-            run = self.shape.itemsize
-            inside = sorted((p for p in pieces if not p.table), key=lambda p: p.stride)
-            count = math.prod(p.extent for p in pieces if p.table)
-            for piece in inside:
-                if piece.stride == run and count >= 1:
-                    run *= piece.extent
-                else:
-                    count *= piece.extent
-            parts.append((count, run))
-        g = self.glyphs
-        if len(set(parts)) == 1 and len(parts) == 2:
-            parts = [(parts[0][0] * 2, parts[0][1])]
-        named = zip("KV", parts, strict=False) if len(parts) == 2 else [("", parts[0])]
-        return ", ".join(f"{name} {count:,} {g.times} {size_text(run)}".lstrip() for name, (count, run) in named)
 
     # ---- lines ------------------------------------------------------------------------------------------------------
 
@@ -461,18 +423,63 @@ class _Drawing:
         self.console.print(text, soft_wrap=False, crop=True)
 
 
+def address_lines(resolved: Resolved, o: int, width: int) -> list[str]:
+    """The address with this layout's numbers, for K or for V (`o`), in lines of at most `width` where that can be."""
+
+    def factor(piece: Piece, step: int) -> str:
+        name = _index_name(piece, resolved.sizes)
+        return name if step == 1 else f"{name}*{step}"
+
+    steps = [piece for piece in reversed(resolved.pieces(o)) if piece.extent > 1]
+    index = " + ".join(factor(piece, piece.table) for piece in steps if piece.table) or "0"
+    prefix = f"address of {'KV'[o]} = " if len(resolved.orders) == 2 else "address = "
+    lines = [f"{prefix}table[{index}]"]
+    for term in (factor(piece, piece.stride) for piece in steps if not piece.table):
+        if len(lines[-1]) + len(term) + 3 > width:
+            lines.append(" " * (len(prefix) - 2))
+        lines[-1] += f" + {term}"
+    return lines
+
+
+def runs(resolved: Resolved, fixed: Sequence[str], times: str = "×") -> str:
+    """Contiguous runs of a block with the `fixed` axes held: ``160 × 4 KiB``; K's and V's apart where they differ."""
+    parts = []
+    halves = range(len(resolved.orders)) if "o" not in fixed else range(1)
+    for o in halves:
+        pieces = [p for p in resolved.pieces(o) if p.extent > 1 and "b" not in p.term.axes]
+        if any(set(p.term.axes) & set(fixed) and set(p.term.axes) - set(fixed) for p in pieces):
+            return "order not promised" if any(p.term.opaque for p in pieces) else "not whole pieces"
+        pieces = [p for p in pieces if not set(p.term.axes) & set(fixed)]
+        if len(resolved.orders) == 2:
+            pieces = [p for p in pieces if p.term.axes != ("o",)]
+        run = resolved.shape.itemsize
+        inside = sorted((p for p in pieces if not p.table), key=lambda p: p.stride)
+        count = math.prod(p.extent for p in pieces if p.table)
+        for piece in inside:
+            if piece.stride == run and count >= 1:
+                run *= piece.extent
+            else:
+                count *= piece.extent
+        parts.append((count, run))
+    if len(set(parts)) == 1 and len(parts) == 2:
+        parts = [(parts[0][0] * 2, parts[0][1])]
+    named = zip("KV", parts, strict=False) if len(parts) == 2 else [("", parts[0])]
+    return ", ".join(f"{name} {count:,} {times} {size_text(run)}".lstrip() for name, (count, run) in named)
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _meaning(piece: Piece) -> str:
+def meaning(piece: Piece) -> str:
+    """What the axes of a piece are called in prose."""
     names = [AXES.get(axis, "own axis") for axis in piece.term.axes]
     if piece.term.opaque:
         return "any order"
     return " and ".join(name.replace("element of the head", "element") for name in names)
 
 
-def _label(piece: Piece, index: int) -> str:
+def index_label(piece: Piece, index: int) -> str:
     """One member of an axis: ``t3``, ``K``, ``d/16B=3``."""
     text = str(piece.term)
     if text == "o" and index < 2 and piece.extent <= 2:

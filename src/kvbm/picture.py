@@ -1,0 +1,906 @@
+"""Pictures of layouts and of copies, for `kvbm show --svg`, `kvbm plan --svg` and `kvbm gallery`.
+
+A layout is a cascade: one row a level, slowest first, the first member of each opened in the row below.  What a row shows
+is worked out first (`rows`: labels, bytes, padding, all from the pieces of a `Resolved` layout) and only then drawn, so
+that a picture can be checked against addresses.  Many members are the first three, an ellipsis and the last.
+
+matplotlib draws; it is imported when the first picture is made.  Equal layouts make equal bytes: text stays text, and no
+date and no random name is in a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import html as markup
+import io
+import math
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import spec
+from .draw import address_lines, index_label, meaning, runs, size_text
+from .errors import KvbmError, SpecError
+from .layout import Layout, Mode, Piece, Resolved
+from .planner import Part, Plan
+from .shapes import load_shape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Cell", "Row", "check_path", "draw_layout", "draw_plan", "gallery", "gallery_index", "page", "rows", "save"]
+
+#: Members that a row shows one by one; of more it shows the first three and the last.
+_ALL, _FIRST = 8, 3
+
+_GALLERY_BLOCKS = 1024
+
+
+# ---- what is shown -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One member of a level.
+
+    Attributes
+    ----------
+    label : str
+        ``t3``, ``K``, ``d 0–7``.
+    start : int
+        First byte in its allocation; of an allocation, its table entry.
+    nbytes, padding : int
+        Bytes that it holds, and bytes to the next member that hold nothing.
+    half : int or None
+        0 for K, 1 for V, None for both or neither.
+    """
+
+    label: str
+    start: int
+    nbytes: int
+    padding: int = 0
+    half: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One level of a layout: the table of allocations, or an axis inside an allocation.
+
+    Attributes
+    ----------
+    term, about : str
+        As declared, and in prose.
+    extent, step : int
+        Members; bytes from one to the next (of allocations: bytes of each).
+    cells : tuple of (Cell or int)
+        A number stands for so many left out.
+    opened : int
+        Place in `cells` of the member that the next row shows.
+    turns : int
+        How often K and V alternate inside a member; 0 where there is nothing to alternate.
+    opaque : bool
+        The order of the elements is not promised: one cell stands for all.
+    blocks : tuple of (int, int, str)
+        First and last place in `cells` of what belongs to a block, and its name, where a block has several allocations.
+    """
+
+    term: str
+    about: str
+    extent: int
+    step: int
+    cells: tuple[Cell | int, ...]
+    opened: int = 0
+    turns: int = 0
+    opaque: bool = False
+    blocks: tuple[tuple[int, int, str], ...] = ()
+
+
+def rows(resolved: Resolved) -> list[list[Row]]:
+    """What a picture shows: the table of allocations first, then the levels inside one, those of K and of V where they differ.
+
+    Parameters
+    ----------
+    resolved : Resolved
+        The layout at a shape and a number of blocks.
+
+    Returns
+    -------
+    list of list of Row
+        ``[table]``, then one list an order, slowest first.  Axes of size one have no row.
+    """
+    made = [[_table_row(resolved)]]
+    in_table = any(piece.table and piece.term.axes == ("o",) for piece in resolved.pieces())
+    for o, order in enumerate(resolved.orders):
+        inner = [piece for piece in reversed(order) if not piece.table]
+        held = [*(piece.stride * piece.extent for piece in inner[1:]), resolved.shape.itemsize]
+        levels = [level for level in zip(inner, held, strict=False) if level[0].extent > 1]
+        half = o if in_table else None  # of the table's first entries the one that this order is in
+        base, cascade = 0, []
+        for number, (piece, holds) in enumerate(levels):
+            below = [piece for piece, _ in levels[number + 1 :]]
+            row = _level(piece, holds, base, half, below)
+            if piece.term.axes == ("o",):
+                row = replace(row, opened=o)
+                half, base = o, base + o * piece.stride
+            cascade.append(row)
+        made.append(cascade)
+    return made
+
+
+def _shown(extent: int, first: int = _FIRST, most: int = _ALL) -> list[int]:
+    return list(range(extent)) if extent <= most else [*range(first), extent - 1]
+
+
+def _with_gaps(indices: Sequence[int], cells: Sequence[Cell]) -> tuple[Cell | int, ...]:
+    """The cells of these indices, and between any two how many are left out."""
+    made: list[Cell | int] = [cells[0]]
+    for before, index, cell in zip(indices, indices[1:], cells[1:], strict=False):
+        made += [index - before - 1, cell] if index > before + 1 else [cell]
+    return tuple(made)
+
+
+def _table_row(resolved: Resolved) -> Row:
+    table = [piece for piece in reversed(resolved.pieces()) if piece.table]
+    count = resolved.table_size
+    each = next((piece.table for piece in table if piece.term.axes == ("b",)), 0)  # allocations of a block
+    has_brackets = each > 1 and each * resolved.num_blocks == count > 5
+    entries = sorted({0, 1, each - 1, each, count - 1}) if has_brackets else _shown(count, most=5)
+    shown: list[Cell] = []
+    for entry in entries:
+        at = {piece.term.axes: entry // piece.table % piece.extent for piece in table}
+        label = " ".join(index_label(p, at[p.term.axes]) for p in table if p.extent > 1) or "all of it"
+        kind = resolved.kinds[resolved.kind_of_entry[entry]] if len(resolved.kinds) > 1 else resolved.kinds[0]
+        half = at.get(("o",)) if resolved.shape.no == 2 else None
+        shown.append(Cell(label, entry, _span(*kind), half=half))
+    cells = _with_gaps(entries, shown)
+    blocks = []
+    for block in range(2 if has_brackets and resolved.num_blocks > 1 else 0):
+        mine = [place for place, cell in enumerate(cells) if isinstance(cell, Cell) and cell.start // each == block]
+        blocks.append((mine[0], mine[-1], f"block {block}"))
+    inner = [piece for piece in reversed(resolved.pieces()) if not piece.table and piece.extent > 1]
+    term = "[" + " ".join(str(piece.term) for piece in table) + "]" if table else "pool"
+    turns = 0 if shown[0].half is not None else _turns(inner)
+    about = "one allocation" if count == 1 else "allocations"
+    return Row(term, about, count, shown[0].nbytes, cells, turns=turns, blocks=tuple(blocks))
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    return shape[0] * strides[0] if shape else itemsize
+
+
+def _level(piece: Piece, holds: int, base: int, half: int | None, below: Sequence[Piece]) -> Row:
+    padding = piece.stride - holds
+    if piece.term.opaque:
+        label = f"{piece.extent:,} elements in an order that is not promised"
+        cell = Cell(label, base, piece.stride * piece.extent, half=half)
+        return Row(str(piece.term), meaning(piece), piece.extent, piece.stride, (cell,), opaque=True)
+    is_o = piece.term.axes == ("o",) and piece.extent == 2
+    indices = _shown(piece.extent)
+    cells = [Cell(_member(piece, i), base + i * piece.stride, holds, padding, i if is_o else half) for i in indices]
+    turns = 0 if is_o or half is not None else _turns(below)
+    about = meaning(piece)
+    return Row(str(piece.term), about, piece.extent, piece.stride, _with_gaps(indices, cells), turns=turns)
+
+
+def _turns(pieces: Sequence[Piece]) -> int:
+    """How many runs of K and V alternate in what these pieces, slowest first, step through."""
+    turns = 1
+    for piece in pieces:
+        turns *= piece.extent
+        if piece.term.axes == ("o",) and piece.extent == 2:
+            return turns
+    return 0
+
+
+def _member(piece: Piece, index: int) -> str:
+    """``t3``, ``K``; of a quotient the elements that it holds, ``d 0–7``."""
+    name = " ".join(piece.term.axes)
+    if piece.divisor > 1:
+        first = index * piece.divisor
+        return f"{name} {first}–{first + piece.divisor - 1}"
+    if len(piece.term.axes) > 1:
+        return f"{name} {index}"
+    return index_label(piece, index) if not piece.term.steps else f"{name}{index}"
+
+
+# ---- looks ---------------------------------------------------------------------------------------------------------
+
+_WIDTH = 8.0  # inches; 800 px at 100 dots an inch
+_LEFT, _RIGHT, _EDGE = 1.22, 1.3, 0.16
+_BAND = _WIDTH - _LEFT - _RIGHT
+_TALL, _GAP = 0.46, 0.24  # of a row, and of what is between two
+_DPI = 200
+
+_PAPER, _INK, _MUTED, _LINE = "#ffffff", "#1b1f24", "#59636e", "#7d8791"
+_PLAIN, _FAN, _PAD = "#e6eaee", "#f3f5f7", "#ffffff"
+#: Fills and lines: hues that stay apart for the colour-blind (Okabe and Ito), light enough for text on them.
+_FILLS = ("#a9d0ea", "#f8c793", "#a6dcc6", "#e0bcd4")
+_HUES = ("#0072b2", "#b85000", "#00805d", "#9a4f86")
+
+
+@contextmanager
+def _looks() -> Iterator[None]:
+    """The defaults of matplotlib and ours over them, for as long as it takes: no setting of the caller's gets in, none is lost."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise KvbmError("pictures need matplotlib, which is not installed: pip install 'kvbm-layouts[show]'") from None
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        # Two families instead of twenty: SVG repeats them at every word.
+        ours: dict[str, Any] = {"font.sans-serif": ["DejaVu Sans", "Verdana"], "font.monospace": ["DejaVu Sans Mono"]}
+        ours |= {"svg.fonttype": "none", "svg.hashsalt": "kvbm", "hatch.linewidth": 0.6, "hatch.color": _MUTED}
+        mpl.rcParams.update({**ours, "text.color": _INK, "text.parse_math": False})  # a $ in a title is a $
+        yield
+
+
+@functools.lru_cache(maxsize=4096)
+def _inches(text: str, size: float, family: str = "sans", weight: str = "normal") -> float:
+    """Width of a text in the fonts that come with matplotlib."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    font = FontProperties(family="DejaVu Sans Mono" if family == "monospace" else "DejaVu Sans", weight=weight)
+    return float(TextPath((0, 0), text, size=size, prop=font).get_extents().width) / 72 if text.strip() else 0.0
+
+
+class _Sheet:
+    """A picture that grows downwards; all measures are inches from its upper left corner."""
+
+    def __init__(self) -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        self.figure = Figure(figsize=(_WIDTH, 1.0), facecolor=_PAPER)
+        FigureCanvasAgg(self.figure)
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set_axis_off()
+        self.axes.set_xlim(0, _WIDTH)
+        self.y = _EDGE
+
+    def finish(self) -> Figure:
+        height = self.y + _EDGE
+        self.figure.set_size_inches(_WIDTH, height)
+        self.axes.set_ylim(height, 0)
+        return self.figure
+
+    def text(self, x: float, y: float, text: str, *, size: float = 9.0, room: float = math.inf, **rest: Any) -> None:
+        """Text whose middle is at `y`; made smaller, then cut, where it is wider than `room`."""
+        family, weight = rest.get("family", "sans"), rest.get("weight", "normal")
+        while size > 6.5 and _inches(text, size, family, weight) > room:
+            size -= 0.5
+        if _inches(text, size, family, weight) > room:
+            while len(text) > 1 and _inches(text + "…", size, family, weight) > room:
+                text = text[:-1].rstrip()
+            text += "…"
+        rest = {"color": _INK, "ha": "left", "va": "center_baseline", **rest}
+        self.axes.text(x, y, text, size=size, parse_math=False, **rest)
+
+    def box(self, x: float, y: float, width: float, height: float, fill: str, **rest: Any) -> None:
+        from matplotlib.patches import Rectangle
+
+        rest = {"edgecolor": _LINE, "linewidth": 0.7, "clip_on": False, **rest}
+        self.axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, **rest))
+
+    def stripes(self, x: float, y: float, width: float, height: float, count: int) -> None:
+        """K and V in turn: one box of K's colour, and over it one path of V's."""
+        from matplotlib.patches import PathPatch
+        from matplotlib.path import Path as Outline
+
+        self.box(x, y, width, height, _FILLS[0], linewidth=0, edgecolor="none")
+        each = width / count
+        lefts = [x + turn * each for turn in range(1, count, 2)]
+        corners = [
+            Outline(
+                [(left, y), (left + each, y), (left + each, y + height), (left, y + height), (left, y)], closed=True
+            )
+            for left in lefts
+        ]
+        self.axes.add_patch(
+            PathPatch(Outline.make_compound_path(*corners), facecolor=_FILLS[1], edgecolor="none", clip_on=False)
+        )
+
+    def fan(self, upper: tuple[float, float], lower: tuple[float, float], top: float, bottom: float) -> None:
+        """The light between a member and the row that shows its inside."""
+        from matplotlib.patches import Polygon
+
+        corners = [(upper[0], top), (upper[1], top), (lower[1], bottom), (lower[0], bottom)]
+        self.axes.add_patch(Polygon(corners, facecolor=_FAN, edgecolor="none", zorder=0.5, clip_on=False))
+        for x, to in zip(upper, lower, strict=True):
+            self.axes.plot(
+                [x, to], [top, bottom], color=_LINE, linewidth=0.6, linestyle=(0, (3, 2)), zorder=0.6, clip_on=False
+            )
+
+    def head(self, title: str, lines: Sequence[str]) -> None:
+        self.text(_EDGE, self.y + 0.1, title, size=13.5, weight="bold", room=_WIDTH - 2 * _EDGE)
+        self.y += 0.34
+        for line in lines:
+            for part in textwrap.wrap(line, 112) or [""]:
+                self.text(_EDGE, self.y + 0.05, part, size=9, color=_MUTED, room=_WIDTH - 2 * _EDGE)
+                self.y += 0.18
+
+    def mono(self, lines: Sequence[str], size: float = 8.0) -> None:
+        for line in lines:
+            # SVG viewers fold spaces: what is aligned must be made of spaces that do not fold.
+            kept = re.sub(r"^ +| {2,}", lambda match: "\N{NO-BREAK SPACE}" * len(match[0]), line)
+            self.text(_EDGE, self.y + 0.06, kept, size=size, family="monospace", room=_WIDTH - 2 * _EDGE)
+            self.y += 0.165
+
+    def gutters(self, term: str, about: str, right: str, below: str) -> None:
+        """The two lines left and right of the row that stands at `y`."""
+        up, down = self.y + _TALL / 2 - 0.085, self.y + _TALL / 2 + 0.095
+        room = _LEFT - _EDGE - 0.08
+        self.text(_EDGE, up, term, size=10, weight="bold", room=room)
+        self.text(_EDGE, down, about, size=7.5, color=_MUTED, room=room)
+        left = _LEFT + _BAND + 0.1
+        room = _RIGHT - 0.1 - 0.08
+        self.text(left, up if below else (up + down) / 2, right, size=9, room=room)
+        self.text(left, down, below, size=7.5, color=_MUTED, room=room)
+
+    def words(self, x: float, y: float, width: float, label: str, number: str, **rest: Any) -> None:
+        """Label of a cell over its first byte; what does not fit is left out, the label last."""
+        middle, room = x + width / 2, width - 0.06
+        has_number = bool(number) and _inches(number, 6.5) <= room
+        at = y + (_TALL / 2 - 0.07 if has_number else _TALL / 2)
+        if label and _inches(label, 6.5) <= room + 0.03:
+            self.text(middle, at, label, size=8.5, room=room + 0.03, ha="center", **rest)
+        if has_number:
+            self.text(middle, y + _TALL / 2 + 0.09, number, size=6.5, color=_MUTED, ha="center")
+
+    def skipped(self, x: float, y: float, width: float, count: int) -> None:
+        self.text(x + width / 2, y + _TALL / 2 - 0.07, "…", size=11, color=_MUTED, ha="center")
+        more = next((text for text in (f"{count:,} more", f"{count:,}") if _inches(text, 6.5) < width - 0.04), "")
+        self.text(x + width / 2, y + _TALL / 2 + 0.09, more, size=6.5, color=_MUTED, ha="center")
+
+    def key(self, entries: Sequence[tuple[str, str, str]]) -> None:
+        """What fills and hatches mean: (fill, hatch, text)."""
+        x = _EDGE
+        for fill, hatch, text in entries:
+            self.box(x, self.y + 0.01, 0.2, 0.12, fill, hatch=hatch or None)
+            self.text(x + 0.26, self.y + 0.075, text, size=8, color=_MUTED)
+            x += 0.26 + _inches(text, 8) + 0.24
+        self.y += 0.24 if entries else 0.0
+
+
+# ---- a layout ------------------------------------------------------------------------------------------------------
+
+
+def draw_layout(resolved: Resolved) -> Figure:
+    """Draw a layout: its allocations, and level by level what lies inside the first.
+
+    Parameters
+    ----------
+    resolved : Resolved
+        The layout at a shape and a number of blocks.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        800 px wide.  The label of each patch of a member is ``"TERM LABEL @START +NBYTES"``.
+
+    Raises
+    ------
+    KvbmError
+        matplotlib is not installed.
+    """
+    layout, shape = resolved.layout, resolved.shape
+    with _looks():
+        sheet = _Sheet()
+        names = [""] if len(layout.orders) == 1 else ["K: ", "V: "]
+        lines = [layout.title] if layout.title else []
+        lines += [f"{name}{order}" for name, order in zip(names, layout.orders, strict=True)]
+        lines += [
+            f"pitch of {term}: {pitch.expression.text}{' B' if pitch.in_bytes else ' elements'}"
+            for term, pitch in layout.pitch
+        ]
+        blocks = f"{resolved.num_blocks:,} block{'' if resolved.num_blocks == 1 else 's'}"
+        lines.append(f"{str(shape).replace(',', ', ')}; {blocks} of {size_text(shape.nbytes)}")
+        sheet.head(layout.name, lines)
+        sheet.y += 0.14
+        (table,), *cascades = rows(resolved)
+        sheet.y += 0.16 if table.blocks else 0.0
+        tops, below = _draw_row(sheet, table, resolved, is_table=True), sheet.y
+        for o, cascade in enumerate(cascades):
+            opened: tuple[float, float] | None = tops[0]
+            top = below
+            if len(cascades) == 2:
+                sheet.y += 0.26
+                sheet.text(_EDGE, sheet.y - 0.02, f"Inside: {'KV'[o]}", size=9.5, weight="bold", color=_HUES[o])
+                if o:
+                    opened = None  # a fan from the table would lie over the rows of K
+            for number, row in enumerate(cascade):
+                sheet.y += 0.12 if len(cascades) == 2 and number == 0 else _GAP
+                if opened is not None:
+                    sheet.fan(opened, (_LEFT, _LEFT + _BAND), top, sheet.y)
+                places = _draw_row(sheet, row, resolved)
+                opened, top = places[row.opened], sheet.y
+        sheet.y += 0.2
+        sheet.key(_key(resolved, [table, *(row for cascade in cascades for row in cascade)]))
+        sheet.text(_EDGE, sheet.y + 0.06, f"One block: {_one_block(resolved)}.", size=8.5, room=_WIDTH - 2 * _EDGE)
+        sheet.y += 0.22
+        for o in range(len(resolved.orders)):
+            sheet.mono(address_lines(resolved, o, 108))
+        return sheet.finish()
+
+
+def _one_block(resolved: Resolved) -> str:
+    text = re.sub(r"\b1 runs", "1 run", runs(resolved, (), "runs of"))
+    return f"{text}, contiguous" if text.startswith("1 run ") else f"{text}, each contiguous"
+
+
+def _draw_row(sheet: _Sheet, row: Row, resolved: Resolved, *, is_table: bool = False) -> list[tuple[float, float]]:
+    """Draw a row at `sheet.y`, which moves to its lower edge; return where each cell is."""
+    y = sheet.y
+    if is_table:
+        sizes = sorted({cell.nbytes for cell in row.cells if isinstance(cell, Cell)})
+        right = f"{row.extent:,} × {size_text(sizes[0])}" if len(sizes) == 1 else f"{row.extent:,}"
+        below = f"= {size_text(resolved.nbytes)}" if row.extent > 1 else ""
+    else:
+        right = f"{row.extent:,} × {size_text(row.step)}"
+        padding = next((cell.padding for cell in row.cells if isinstance(cell, Cell)), 0)
+        below = f"{size_text(padding)} padding in each" if padding else f"= {size_text(row.extent * row.step)}"
+    sheet.gutters(row.term, row.about, right, below)
+    gap = 0.1 if is_table and row.extent > 1 else 0.0  # allocations are apart
+    dots = 0.66
+    count = sum(isinstance(cell, Cell) for cell in row.cells)
+    skips = len(row.cells) - count
+    width = (_BAND - dots * skips - gap * (len(row.cells) - 1)) / count
+    x, places = _LEFT, []
+    for place, cell in enumerate(row.cells):
+        wide = width if isinstance(cell, Cell) else dots
+        places.append((x, x + wide))
+        if isinstance(cell, int):
+            if not is_table:  # the axis goes on; allocations do not
+                sheet.box(x, y, wide, _TALL, _PAPER, linestyle=(0, (2, 2)))
+            sheet.skipped(x, y, wide, cell)
+        else:
+            _draw_cell(sheet, row, cell, x, wide, is_table=is_table, is_open=place == row.opened)
+        x += wide + gap
+    for start, end, name in row.blocks:
+        x, to = places[start][0], places[end][1]
+        sheet.axes.plot([x, x, to, to], [y - 0.05, y - 0.09, y - 0.09, y - 0.05], color=_LINE, linewidth=0.8)
+        sheet.text((x + to) / 2, y - 0.17, name, size=8, color=_MUTED, ha="center", room=to - x + 0.2)
+    sheet.y += _TALL
+    return places
+
+
+def _draw_cell(sheet: _Sheet, row: Row, cell: Cell, x: float, width: float, *, is_table: bool, is_open: bool) -> None:
+    y = sheet.y
+    pad = max(0.07, width * cell.padding / (cell.nbytes + cell.padding)) if cell.padding else 0.0
+    held = width - pad
+    fill = _PLAIN if cell.half is None else _FILLS[cell.half]
+    sheet.box(x, y, held, _TALL, fill, hatch="xx" if row.opaque else None,
+              label=f"{row.term} {cell.label} @{cell.start} +{cell.nbytes}")  # fmt: skip
+    if pad:
+        sheet.box(x + held, y, pad, _TALL, _PAD, hatch="/////", label=f"padding +{cell.padding}")
+    if row.turns:
+        # True stripes up to 16; above that there are more than can be seen, and 16 say so.
+        sheet.stripes(x, y + _TALL - 0.07, held, 0.07, min(row.turns, 16))
+        sheet.box(x, y, held, _TALL, "none")
+    if is_table:
+        number = f"table[{cell.start:,}]" if row.extent > 1 else ""
+    else:
+        number = f"{cell.start:,}"
+        if _inches(number, 6.5) > held - 0.06:
+            number = size_text(cell.start)
+    weight = "bold" if is_open and len(row.cells) > 1 else "normal"
+    if row.opaque:
+        sheet.box(x + held / 2 - 1.95, y + 0.11, 3.9, _TALL - 0.22, fill, linewidth=0, edgecolor="none")
+        sheet.text(x + held / 2, y + _TALL / 2, cell.label, size=8.5, ha="center")
+    else:
+        sheet.words(x, y - (0.03 if row.turns else 0.0), held, cell.label, number, weight=weight)
+
+
+def _key(resolved: Resolved, shown: Sequence[Row]) -> list[tuple[str, str, str]]:
+    cells = [cell for row in shown for cell in row.cells if isinstance(cell, Cell)]
+    entries = []
+    if resolved.shape.no == 2 and any(cell.half is not None for cell in cells):
+        entries += [(_FILLS[0], "", "K"), (_FILLS[1], "", "V")]
+    if any(cell.padding for cell in cells):
+        entries.append((_PAD, "/////", "padding, never touched"))
+    if any(row.opaque for row in shown):
+        entries.append((_PLAIN, "xx", "order not promised"))
+    if any(row.turns for row in shown):
+        entries.append((_PLAIN, "", "both; the stripe: how they alternate (16 stand for more)"))
+    return entries
+
+
+# ---- a copy --------------------------------------------------------------------------------------------------------
+
+
+def draw_plan(plan: Plan) -> Figure:
+    """Draw a copy: the chunks of each side, the runs of the first chunk, and which run goes where.
+
+    Of the loops of a chunk the two are drawn that matter: the one along which the source goes on after a run, and the one along
+    which the destination does.  Runs are numbered as they lie in the source; their colours say where they go.
+
+    Parameters
+    ----------
+    plan : Plan
+        As `kvbm.plan` makes it.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        800 px wide.  The label of the patch of a run is ``"source N @START"`` or ``"destination N @START"``.
+
+    Raises
+    ------
+    KvbmError
+        matplotlib is not installed.
+    """
+    with _looks():
+        sheet = _Sheet()
+        lines = [
+            f"{plan.src.layout.order_text}   →   {plan.dst.layout.order_text}",
+            f"{str(plan.shape).replace(',', ', ')}; {size_text(plan.nbytes)} a block",
+            f"kernel {plan.kernels()[0]}",
+        ]
+        sheet.head(plan.title, lines)
+        for number, part in enumerate(plan.parts):
+            sheet.y += 0.16
+            if len(plan.parts) == 2:
+                name = f"{'KV'[number]}: {part.kind}"
+                sheet.text(_EDGE, sheet.y + 0.02, name, size=10, weight="bold")
+                sheet.y += 0.2
+            _draw_part(sheet, part, plan.forms()[number].word)
+        sheet.y += 0.18
+        note = "Runs are numbered as in the source, and coloured by where they go. Small numbers: bytes from the chunk's start."
+        sheet.text(_EDGE, sheet.y + 0.06, note, size=8, color=_MUTED, room=_WIDTH - 2 * _EDGE)
+        sheet.y += 0.24
+        sheet.mono(str(plan).splitlines()[1:], 7.8)
+        return sheet.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loops:
+    """The two loops of a chunk that are drawn: `fast` steps to the source's next run, `slow` to the next row of them."""
+
+    fast: Mode
+    slow: Mode
+
+    @classmethod
+    def of(cls, part: Part) -> _Loops:
+        loops, still = list(part.inner[1:]), Mode(1, 0, 0)
+        if not loops:
+            return cls(still, still)
+        fast = min(loops, key=lambda mode: mode.src)
+        others = [mode for mode in loops if mode is not fast]
+        slow = min(others, key=lambda mode: mode.dst) if others else still
+        return cls(fast, slow)
+
+    def number(self, i: int, j: int) -> int:
+        return j * self.fast.extent + i
+
+
+def _picked(extent: int) -> list[int | None]:
+    return list(range(extent)) if extent <= 4 else [0, 1, None, extent - 1]
+
+
+def _draw_part(sheet: _Sheet, part: Part, word: int) -> None:
+    loops = _Loops.of(part)
+    _draw_chunks(sheet, part, "source")
+    sheet.y += _GAP
+    top = sheet.y
+    here = _draw_runs(sheet, part, loops, word, "source")
+    sheet.y += 0.95
+    there = _draw_runs(sheet, part, loops, word, "destination")
+    for pair, (x, colour) in here.items():
+        to, _ = there[pair]
+        sheet.axes.annotate(
+            "", (to, sheet.y - _TALL), (x, top + _TALL),
+            arrowprops={"arrowstyle": "-|>,head_width=0.16,head_length=0.35", "color": _HUES[colour], "linewidth": 1.0,
+                        "shrinkA": 1, "shrinkB": 1},
+        )  # fmt: skip
+    _draw_tile(sheet, part, loops, word, top + _TALL)
+    rest = [mode for mode in part.inner[1:] if mode not in (loops.fast, loops.slow)]
+    if rest:
+        times = " × ".join(f"{mode.extent:,}" for mode in reversed(rest))
+        sheet.text(_EDGE, top + _TALL + 0.48, f"and so {times}\ntimes a chunk", size=7.5, color=_MUTED)
+    sheet.y += _GAP
+    _draw_chunks(sheet, part, "destination")
+
+
+def _draw_chunks(sheet: _Sheet, part: Part, side: str) -> None:
+    """The first chunks of a block, and the last, with where each begins; the first one opens towards the runs."""
+    is_source = side == "source"
+    count = part.chunks
+    sheet.gutters(
+        side, "chunks of a block", f"{count:,} × {size_text(part.chunk_bytes)}", f"= {size_text(part.nbytes)}"
+    )
+    indices: list[int | None] = list(range(count)) if count <= 4 else [0, 1, 2, None, count - 1]
+    dots = 0.66
+    shown = [index for index in indices if index is not None]
+    width = (_BAND - dots * (len(indices) - len(shown))) / len(shown)
+    x, y = _LEFT, sheet.y
+    for index in indices:
+        if index is None:
+            sheet.box(x, y, dots, _TALL, _PAPER, linestyle=(0, (2, 2)))
+            sheet.skipped(x, y, dots, count - len(shown))
+            x += dots
+            continue
+        entry = part.src_table_offset if is_source else part.dst_table_offset
+        offset = part.src_offset if is_source else part.dst_offset
+        rest = index
+        for mode in part.outer:
+            rest, step = divmod(rest, mode.extent)
+            entry += step * (mode.src_table if is_source else mode.dst_table)
+            offset += step * (mode.src if is_source else mode.dst)
+        tabled = any((mode.src_table if is_source else mode.dst_table) for mode in part.outer) or entry
+        where = " ".join(filter(None, (f"table+{entry:,}" if tabled else "", f"+{offset:,} B" if offset else "")))
+        sheet.box(x, y, width, _TALL, _PLAIN, label=f"{side} chunk {index} @{entry},{offset}")
+        sheet.words(x, y, width, f"chunk {index:,}", where or "+0 B", weight="bold" if index == 0 else "normal")
+        x += width
+    sheet.y += _TALL
+    full, first = (_LEFT, _LEFT + _BAND), (_LEFT, _LEFT + width)
+    if is_source:
+        sheet.fan(first, full, sheet.y, sheet.y + _GAP)
+    else:
+        sheet.fan(full, first, y - _GAP, y)
+
+
+def _draw_runs(
+    sheet: _Sheet, part: Part, loops: _Loops, word: int, side: str
+) -> dict[tuple[int, int], tuple[float, int]]:
+    """Runs of the first chunk in the order of a side's addresses; return the middle and the colour of each."""
+    is_source = side == "source"
+
+    def stride(mode: Mode) -> int:
+        return mode.src if is_source else mode.dst
+
+    # On each side the loop with the smaller step is the inner one: that is the order of the addresses.
+    first, second = sorted((loops.fast, loops.slow), key=lambda mode: (mode.extent == 1, stride(mode)))
+    by_dst = sorted((loops.fast, loops.slow), key=lambda mode: (mode.extent == 1, mode.dst))
+    goes = by_dst[1] if by_dst[1].extent > 1 else by_dst[0]  # the colour: which row of the destination
+    groups, members = _picked(second.extent), _picked(first.extent)
+    colour_of = {index: turn for turn, index in enumerate(i for i in _picked(goes.extent) if i is not None)}
+    total = loops.fast.extent * loops.slow.extent
+    below = f"{part.run_bytes // word:,} words of {word} B" if part.run_bytes >= word else f"{word} B words"
+    about = "runs of chunk 0" if part.kind != "tile" else "elements"
+    sheet.gutters(
+        side, about, f"{total:,} × {size_text(part.run_bytes)}", below if part.run_bytes != word else "one word each"
+    )
+    dots, far = 0.24, 0.1
+    cells = sum(j is not None for j in groups) * sum(i is not None for i in members)
+    holes = sum(j is not None for j in groups) * sum(i is None for i in members) + sum(j is None for j in groups)
+    is_apart = second.extent > 1 and stride(second) != first.extent * max(stride(first), 1)
+    between = far if is_apart else 0.0
+    width = (_BAND - dots * holes - between * (len(groups) - 1)) / cells
+    x, y = _LEFT, sheet.y
+    found: dict[tuple[int, int], tuple[float, int]] = {}
+    for j in groups:
+        if j is None:
+            sheet.text(x + dots / 2, y + _TALL / 2, "…", size=11, color=_MUTED, ha="center")
+            x += dots + between
+            continue
+        for i in members:
+            if i is None:
+                sheet.box(x, y, dots, _TALL, _PAPER, linestyle=(0, (2, 2)))
+                sheet.text(x + dots / 2, y + _TALL / 2, "…", size=9, color=_MUTED, ha="center")
+                x += dots
+                continue
+            fast, slow = (i, j) if first is loops.fast else (j, i)
+            offset = i * stride(first) + j * stride(second)
+            number = loops.number(fast, slow)
+            colour = colour_of.get(fast if goes is loops.fast else slow, 0)
+            sheet.box(x, y, width, _TALL, _FILLS[colour], label=f"{side} {number} @{offset}")
+            sheet.words(x, y - 0.03, width, f"{number:,}", _short(offset, width - 0.06))
+            _tick(sheet, x, y, width, part.run_bytes // word)
+            found[fast, slow] = (x + width / 2, colour)
+            x += width
+        x += between
+    sheet.y += _TALL
+    return found
+
+
+def _short(offset: int, room: float) -> str:
+    text = f"+{offset:,}"
+    return text if _inches(text, 6.5) <= room else f"+{size_text(offset)}"
+
+
+def _tick(sheet: _Sheet, x: float, y: float, width: float, words: int) -> None:
+    """Mark the words of a run along its lower edge: all of them, or the first few of many."""
+    each = width / words if 1 < words <= 32 else 0.06
+    for tick in range(1, min(words, 32) if words <= 32 else 4):
+        at = x + tick * each
+        sheet.axes.plot([at, at], [y + _TALL - 0.06, y + _TALL], color=_MUTED, linewidth=0.5)
+
+
+def _draw_tile(sheet: _Sheet, part: Part, loops: _Loops, word: int, top: float) -> None:
+    if part.spans is None:
+        return
+    a, b = part.spans
+    left, y, each = _LEFT + _BAND + 0.1, top + 0.13, 0.1
+    for i in range(4):
+        for j in range(4):
+            sheet.box(left + i * each, y + j * each, each, each, _FILLS[i if a is loops.fast else j], linewidth=0.4)
+    sheet.text(left + 0.5, y + 0.1, f"{a.extent:,} × {b.extent:,}", size=8, room=0.65)
+    sheet.text(left + 0.5, y + 0.27, f"of {part.run_bytes} B", size=8, room=0.65)
+    sheet.text(left, y + 0.54, "turned in tiles", size=7.5, color=_MUTED)
+    if word > part.run_bytes:
+        sheet.text(left, y + 0.69, f"a word is {word // part.run_bytes} of them", size=7.5, color=_MUTED, room=1.12)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def check_path(path: Path, *suffixes: str) -> None:
+    """Refuse a file that could not be written, before anything is drawn.
+
+    Raises
+    ------
+    SpecError
+        Another suffix; no folder to write to.
+    """
+    if path.suffix.lower() not in suffixes:
+        raise SpecError(f"{path}: expected a file that ends in {' or '.join(suffixes)}, got {path.name!r}")
+    if path.is_dir():
+        raise SpecError(f"{path}: expected a file, got a folder")
+    if not path.parent.is_dir():
+        raise SpecError(f"{path}: expected a file in a folder that is there; {path.parent} is not: make it first")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture: SVG with text as text, or PNG at twice the size.
+
+    Raises
+    ------
+    SpecError
+        The file ends in neither .svg nor .png; no folder to write to.
+    """
+    check_path(path, ".svg", ".png")
+    path.write_bytes(_bytes(figure, path.suffix.lower().lstrip(".")))
+
+
+def _bytes(figure: Figure, form: str) -> bytes:
+    made = io.BytesIO()
+    metadata: dict[str, Any] = {"Date": None, "Creator": "kvbm"} if form == "svg" else {"Software": "kvbm"}
+    with _looks():
+        figure.savefig(made, format=form, dpi=_DPI if form == "png" else 72, metadata=metadata)
+    if form == "png":
+        return made.getvalue()
+    # A third of what matplotlib writes is indents, comments, and a number for each element.
+    text = re.sub(rb"<!--.*?-->", b"", made.getvalue(), flags=re.DOTALL)
+    text = re.sub(rb'<g id="(?:patch|line2d|text)_[0-9]+">', b"<g>", text)
+    return b"\n".join(filter(None, map(bytes.strip, text.splitlines()))) + b"\n"
+
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;color:#1b1f24;background:#fff;max-width:800px;margin:2em auto;padding:0 1em}"
+    "svg{width:100%;height:auto}table{border-collapse:collapse;margin:1em 0}"
+    "th,td{text-align:left;padding:.25em .9em;border-bottom:1px solid #e4e8ec}td.n{text-align:right}"
+    "pre{background:#f3f5f7;padding:.8em;overflow-x:auto}"
+)
+
+
+def page(resolved: Resolved) -> str:
+    """The picture of a layout, its axes and its address in one HTML file that needs no other.
+
+    Raises
+    ------
+    KvbmError
+        matplotlib is not installed.
+    """
+    layout, shape = resolved.layout, resolved.shape
+    say = markup.escape
+    svg = _bytes(draw_layout(resolved), "svg").decode("utf-8")
+    label = say(f"Layout {layout.name}: {layout.order_text}", quote=True)
+    svg = svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+    facts = [("title", layout.title), ("order", layout.order_text), ("fingerprint", layout.fingerprint)]
+    facts += [
+        (f"pitch of {term}", p.expression.text + (" B" if p.in_bytes else " elements")) for term, p in layout.pitch
+    ]
+    facts += [("used by", ", ".join(layout.used_by)), ("read from", layout.read_from), ("shape", str(shape))]
+    facts += [("blocks", f"{resolved.num_blocks:,} of {size_text(shape.nbytes)}"), ("one block", _one_block(resolved))]
+    facts.append(("pool", f"{resolved.table_size:,} allocations, {size_text(resolved.nbytes)}"))
+    body = [f"<h1>{say(layout.name)}</h1>", svg, "<table>"]
+    body += [f"<tr><th>{say(key)}</th><td>{say(value)}</td></tr>" for key, value in facts if value]
+    body.append("</table>")
+    for o, order in enumerate(resolved.orders):
+        name = f" of {'KV'[o]}" if len(resolved.orders) == 2 else ""
+        body.append(f"<h2>Axes{name}, slowest first</h2>\n<table>")
+        body.append("<tr><th>axis</th><th>what</th><th>extent</th><th>the next one lies</th><th>padding</th></tr>")
+        inner = [piece for piece in reversed(order) if not piece.table]
+        held = [*(piece.stride * piece.extent for piece in inner[1:]), shape.itemsize]
+        lines = [(p, f"{p.table:,} allocation{'' if p.table == 1 else 's'} on", "") for p in reversed(order) if p.table]
+        for piece, holds in zip(inner, held, strict=False):
+            padding = f"{piece.stride - holds:,} B" if piece.stride > holds else ""
+            lines.append((piece, f"{piece.stride:,} B on", padding))
+        body += [
+            f'<tr><th>{say(str(piece.term))}</th><td>{say(meaning(piece))}</td><td class="n">{piece.extent:,}</td>'
+            f'<td class="n">{step}</td><td class="n">{padding}</td></tr>'
+            for piece, step, padding in lines
+        ]
+        body.append("</table>")
+        body.append(f"<pre>{say(chr(10).join(address_lines(resolved, o, 88)))}</pre>")
+    head = f'<meta charset="utf-8"><title>{say(layout.name)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+# ---- the gallery ---------------------------------------------------------------------------------------------------
+
+
+def _meanings(layouts: Sequence[Layout]) -> dict[str, list[Layout]]:
+    """Names by what they mean; short names before those of a folder, and the first one is drawn."""
+    found: dict[str, list[Layout]] = {}
+    for layout in sorted(layouts, key=lambda layout: ("/" in layout.name, layout.name)):
+        found.setdefault(layout.fingerprint, []).append(layout)
+    return found
+
+
+def _gallery_shape(layout: Layout) -> str:
+    """Layouts without heads hold latents."""
+    axes = {axis for term in layout.orders[0].terms for axis in term.axes}
+    return "llama-3.1-8b" if "h" in axes else "deepseek-v3"
+
+
+def _file(layout: Layout) -> str:
+    return layout.name.replace("/", "-") + ".svg"
+
+
+def gallery_index(layouts: Sequence[Layout]) -> str:
+    """The text of the gallery's ``README.md``: every name by folder, and each picture once."""
+    meanings = _meanings(layouts)
+    groups: dict[str, list[Layout]] = {}
+    for layout in sorted(layouts, key=lambda layout: ("/" in layout.name, layout.name)):
+        groups.setdefault(layout.name.rpartition("/")[0], []).append(layout)
+    lines = [
+        "# Gallery of layouts",
+        "",
+        "Made by `kvbm gallery`; do not edit. One row a level, slowest first: the first member of each is opened in the row "
+        "below it. Blue is K, orange is V.",
+        f"Blocks are those of Llama 3.1 8B, latents those of DeepSeek-V3; {_GALLERY_BLOCKS:,} of them. "
+        f"{len(layouts)} names are {len(meanings)} layouts: names with one meaning share a picture.",
+    ]
+    for folder, members in groups.items():
+        lines += ["", f"## {folder}" if folder else "## Short names", "", "| name | order | what |", "|---|---|---|"]
+        for layout in members:
+            file = _file(meanings[layout.fingerprint][0])
+            cells = (f"[`{layout.name}`]({file})", f"`{layout.order_text}`", layout.title.replace("|", "\\|"))
+            lines.append(f"| {' | '.join(cells)} |")
+        for layout in members:
+            first, *others = meanings[layout.fingerprint]
+            if layout.name == first.name:
+                also = f", also {', '.join(f'`{other.name}`' for other in others)}" if others else ""
+                lines += [
+                    "",
+                    f"**`{layout.name}`**{also}",
+                    "",
+                    f"![{layout.name}: {layout.order_text}]({_file(layout)})",
+                ]
+    return "\n".join(lines) + "\n"
+
+
+def gallery(out: Path, layouts: Sequence[Layout] | None = None) -> list[Path]:
+    """Draw every layout, one SVG a meaning, and write an index of them.
+
+    Parameters
+    ----------
+    out : Path
+        Folder; made if it is not there.  Other files in it are left alone.
+    layouts : sequence of Layout, optional
+        The shipped ones if not given.
+
+    Returns
+    -------
+    list of Path
+        What was written.
+
+    Raises
+    ------
+    KvbmError
+        matplotlib is not installed.
+    """
+    layouts = spec.load_dir(spec.layouts_dir()) if layouts is None else layouts
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for first, *_ in _meanings(layouts).values():
+        written.append(out / _file(first))
+        save(draw_layout(first.resolve(load_shape(_gallery_shape(first)), _GALLERY_BLOCKS)), written[-1])
+    written.append(out / "README.md")
+    written[-1].write_text(gallery_index(layouts), encoding="utf-8")
+    return written

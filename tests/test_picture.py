@@ -1,0 +1,345 @@
+"""Pictures of layouts and copies: what is drawn is where the addresses say, nothing overlaps, and bad files are refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from click.testing import CliRunner
+
+import kvbm
+from kvbm import picture, spec
+from kvbm.cli import main
+from kvbm.draw import address_lines
+from kvbm.errors import KvbmError, SpecError
+
+matplotlib = pytest.importorskip("matplotlib")
+
+GALLERY = Path(__file__).resolve().parent.parent / "docs" / "gallery"
+SMALL = "nl=2,no=2,nh=4,nt=16,hd=32,dtype=float8_e4m3fn"
+
+#: What no shipped layout has: padding outside and inside, K and V in one allocation, every size one.
+MORE = {
+    "padded": 'title: a $x^2$ & <b>\norder: "[l] b o t h d"\npitch: {b: "round_up(2*nt*nh*hd*es, 4096)+16384 B", h: hd+16}\n',
+    "together": 'order: {k: "b l o h d/16B t d%16B", v: "b l o h d t"}\n',
+    "fused": 'order: "[o] (l h)/2 b t (l h)%2 d"\n',
+    "<script>alert(1)</script> & co": 'title: "</svg><script>"\norder: "[b l o] {t h d}"\n',
+}
+
+
+@functools.cache
+def distinct() -> dict[str, kvbm.Layout]:
+    """One name a meaning."""
+    found: dict[str, kvbm.Layout] = {}
+    for name in kvbm.layouts():
+        found.setdefault(kvbm.load(name).fingerprint, kvbm.load(name))
+    return {layout.name: layout for layout in found.values()} | {n: spec.parse(t, name=n) for n, t in MORE.items()}
+
+
+def latent(name: str) -> bool:
+    """Whether it has no heads: it holds latents."""
+    return not any("h" in term.axes for term in distinct()[name].orders[0].terms)
+
+
+def resolved(name: str, shape: str | None = None, num_blocks: int = 1024):  # type: ignore[no-untyped-def]
+    text = shape or ("deepseek-v3" if latent(name) else "llama-3.1-8b")
+    return distinct()[name].resolve(kvbm.load_shape(text), num_blocks)
+
+
+@functools.cache
+def figure(name: str):  # type: ignore[no-untyped-def]
+    return picture.draw_layout(resolved(name))
+
+
+def plan(src: str, dst: str, shape: str = "llama-3.1-8b"):  # type: ignore[no-untyped-def]
+    return kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.load_shape(shape))
+
+
+def boxes(drawn):  # type: ignore[no-untyped-def]
+    """The patches that stand for something, by their labels; matplotlib's own labels begin with an underscore."""
+    return [patch for patch in drawn.axes[0].patches if not patch.get_label().startswith("_") and patch.get_label()]
+
+
+def texts(drawn) -> list[str]:  # type: ignore[no-untyped-def]
+    return [text.get_text().replace("\N{NO-BREAK SPACE}", " ") for text in drawn.axes[0].texts if text.get_text()]
+
+
+def indices(extent: int) -> list[int]:
+    return list(range(extent)) if extent <= 8 else [0, 1, 2, extent - 1]
+
+
+# ---- a layout is drawn where it lies -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_rows_begin_where_the_addresses_say(name: str) -> None:
+    """Each member of each level, from coordinates alone."""
+    for each in (resolved(name), resolved(name, None if latent(name) else SMALL, 3)):
+        _, *cascades = picture.rows(each)
+        assert len(cascades) == len(each.orders)
+        for o, cascade in enumerate(cascades):
+            levels = [piece for piece in reversed(each.orders[o]) if not piece.table and piece.extent > 1]
+            assert [row.term for row in cascade] == [str(piece.term) for piece in levels]
+            is_half = any(piece.table and piece.term.axes == ("o",) for piece in each.orders[o])
+            for row, piece in zip(cascade, levels, strict=True):
+                assert (row.extent, row.step) == (piece.extent, piece.stride)
+                cells = [cell for cell in row.cells if isinstance(cell, picture.Cell)]
+                for index, cell in zip([0] if row.opaque else indices(piece.extent), cells, strict=True):
+                    at = {"o": o if is_half else 0}
+                    rest = index * piece.divisor
+                    for axis in reversed(piece.term.axes):
+                        rest, at[axis] = divmod(rest, each.sizes[axis])
+                    assert cell.start == each.address(at.pop("b", 0), **at)[1], (row.term, index)
+                    assert row.opaque or cell.nbytes + cell.padding == piece.stride
+                left_out = sum(cell for cell in row.cells if isinstance(cell, int))
+                assert row.opaque or left_out == piece.extent - len(cells)
+                is_half = is_half or piece.term.axes == ("o",)  # rows below show the half that is opened
+
+
+def test_table_shows_the_allocations() -> None:
+    ((row,), *_) = picture.rows(resolved("dynamo/stacked_nhd", num_blocks=10))
+    everything = resolved("dynamo/stacked_nhd", num_blocks=10).allocations
+    cells = [cell for cell in row.cells if isinstance(cell, picture.Cell)]
+    assert [cell.start for cell in cells] == [0, 1, 63, 64, 639], "the first and last of block 0, the first of block 1"
+    for cell in cells:
+        wanted = everything[cell.start].label.replace("o=0", "K").replace("o=1", "V").replace("=", "")
+        assert cell.label == wanted and cell.nbytes == everything[cell.start].nbytes
+        assert cell.half == "KV".index(wanted[-1])
+    assert row.blocks == ((0, 3, "block 0"), (4, 4, "block 1"))
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_boxes_are_the_rows(name: str) -> None:
+    """A box for each member, in order, none on another; where nothing is left out, positions are in scale."""
+    drawn = boxes(figure(name))
+    wanted = [
+        (f"{row.term} {cell.label} @{cell.start} +{cell.nbytes}", row, cell)
+        for cascade in picture.rows(resolved(name))
+        for row in cascade
+        for cell in row.cells
+        if isinstance(cell, picture.Cell)
+    ]
+    members = [box for box in drawn if not box.get_label().startswith("padding")]
+    assert [box.get_label() for box in members] == [label for label, _, _ in wanted]
+    by_row: dict[float, list] = {}  # type: ignore[type-arg]
+    for box, (_, row, cell) in zip(members, wanted, strict=True):
+        by_row.setdefault(box.get_y(), []).append((box, row, cell))
+    assert len(by_row) == sum(map(len, picture.rows(resolved(name))))
+    for found in by_row.values():
+        for (box, *_), (after, *_) in itertools.pairwise(found):
+            assert box.get_x() + box.get_width() <= after.get_x() + 1e-9
+        row = found[0][1]
+        if len(row.cells) == row.extent > 1 and "[" not in row.term:
+            scale = (found[1][0].get_x() - found[0][0].get_x()) / row.step
+            for box, _, cell in found:
+                assert math.isclose(
+                    box.get_x() - found[0][0].get_x(), (cell.start - found[0][2].start) * scale, abs_tol=1e-9
+                )
+    ends = {box.get_y(): box.get_x() + box.get_width() for box in drawn}
+    assert len({round(end, 6) for end in ends.values()}) == 1, "all rows end in one line"
+    halves = {(box.get_facecolor()) for box, (_, _, cell) in zip(members, wanted, strict=True) if cell.half == 0}
+    others = {(box.get_facecolor()) for box, (_, _, cell) in zip(members, wanted, strict=True) if cell.half == 1}
+    assert len(halves) <= 1 and len(others) <= 1 and not halves & others, "K has one colour and V another"
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_texts_are_whole_and_apart(name: str) -> None:
+    """Axes, order and address can be read: all there, inside the picture, and no text on another."""
+    drawn, each = figure(name), resolved(name)
+    said = texts(drawn)
+    for o, order in enumerate(each.orders):
+        assert set(address_lines(each, o, 108)) <= set(said)
+        assert {str(piece.term) for piece in order if piece.extent > 1 and not piece.table} <= set(said)
+    assert any(str(order) in line for order in each.layout.orders for line in said)
+    _nothing_overlaps(drawn)
+
+
+def _nothing_overlaps(drawn) -> None:  # type: ignore[no-untyped-def]
+    renderer = drawn.canvas.get_renderer()
+    places = [(t.get_text(), t.get_window_extent(renderer)) for t in drawn.axes[0].texts if t.get_text().strip()]
+    for text, place in places:
+        assert place.x0 >= 0 and place.y0 >= 0 and place.x1 <= drawn.bbox.width and place.y1 <= drawn.bbox.height, text
+    for (one, a), (other, b) in itertools.combinations(places, 2):
+        apart = a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 1.5 or b.y1 <= a.y0 + 1.5
+        assert apart, (one, other)
+
+
+def test_padding_and_opaque_groups_are_hatched() -> None:
+    padded = [box for box in boxes(figure("padded")) if box.get_label().startswith("padding")]
+    assert [box.get_label() for box in padded] == ["padding +8192"] * 4 + ["padding +32"] * 8
+    assert all(box.get_hatch() for box in padded)
+    (group,) = [box for box in boxes(figure("operational")) if box.get_label().startswith("{t h d}")]
+    assert group.get_hatch() and any("not promised" in text for text in texts(figure("operational")))
+
+
+def test_k_and_v_alternate_as_they_do() -> None:
+    """The stripe below a member that holds both."""
+    turns = {row.term: row.turns for row in picture.rows(resolved("dynamo/universal"))[1]}
+    assert turns == {"h": 64, "l": 2, "o": 0, "t": 0, "d": 0}
+
+
+# ---- a copy --------------------------------------------------------------------------------------------------------
+
+
+def test_runs_go_where_the_addresses_say() -> None:
+    made = plan("nhd", "universal")
+    drawn = picture.draw_plan(made)
+    runs = [re.fullmatch(r"(source|destination) (\d+) @(\d+)", box.get_label()) for box in boxes(drawn)]
+    found = {(match[1], int(match[2])): int(match[3]) for match in runs if match}
+    assert len(found) == 18
+    for (side, number), offset in found.items():
+        t, h = divmod(number, 8)  # in nhd a run is a head of a token
+        where = made.src if side == "source" else made.dst
+        assert where.address(0, t=t, h=h)[1] == offset
+    arrows = [text for text in drawn.axes[0].texts if getattr(text, "arrow_patch", None) is not None]
+    assert len(arrows) == 9
+    places = {box.get_label().split(" @")[0]: box for box in boxes(drawn)}
+    for arrow in arrows:
+        ends = []
+        for side, (x, _) in (("source", arrow.xyann), ("destination", arrow.xy)):
+            ends += [
+                label.split()[1]
+                for label, box in places.items()
+                if re.fullmatch(side + r" \d+", label) and box.get_x() < x < box.get_x() + box.get_width()
+            ]
+        assert len(ends) == 2 and ends[0] == ends[1], "an arrow joins a run with itself"
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "shape"),
+    [
+        ("nhd", "universal", "llama-3.1-70b"),
+        ("nhd", "vllm/paged_attn_v0", "llama-3.1-8b"),
+        ("vllm/aiter_shuffle", "vllm/LBHNC", "llama-3.1-8b,dtype=float8_e4m3fn"),
+        ("nhd", "operational", "llama-3.1-8b"),
+        ("vllm/LBHNC", "universal", "llama-3.1-8b"),
+        ("universal", "vllm/flash_attn_nhd", SMALL),
+        ("nhd", "hnd", "nl=1,no=1,nh=1,nt=3,hd=5,dtype=float16"),
+        ("vllm/mla", "vllm/mla_cross_layer", "deepseek-v3"),
+    ],
+)
+def test_copies(src: str, dst: str, shape: str) -> None:
+    """Kernel and loop nest stand beside the runs, and nothing overlaps."""
+    made = plan(src, dst, shape)
+    drawn = picture.draw_plan(made)
+    said = texts(drawn)
+    assert set(str(made).splitlines()[1:]) <= set(said) and f"kernel {made.kernels()[0]}" in said
+    _nothing_overlaps(drawn)
+    for turn, part in enumerate(made.parts):
+        first = [box.get_label() for box in boxes(drawn) if " chunk 0 " in box.get_label()][2 * turn : 2 * turn + 2]
+        assert first == [
+            f"source chunk 0 @{part.src_table_offset},{part.src_offset}",
+            f"destination chunk 0 @{part.dst_table_offset},{part.dst_offset}",
+        ]
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_same_bytes_each_time(tmp_path: Path, suffix: str) -> None:
+    paths = [tmp_path / f"{turn}.{suffix}" for turn in range(2)]
+    picture.save(picture.draw_layout(resolved("padded")), paths[0])
+    with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": None, "svg.fonttype": "path"}):
+        picture.save(picture.draw_layout(resolved("padded")), paths[1])
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert b"<dc:date>" not in paths[0].read_bytes()
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_svg_and_page(tmp_path: Path, name: str) -> None:
+    """Text is text, and whatever a file says is only text."""
+    path = tmp_path / "a.svg"
+    picture.save(figure(name), path)
+    root = ET.parse(path).getroot()
+    said = {
+        "".join(node.itertext()).replace("\N{NO-BREAK SPACE}", " ").strip()
+        for node in root.iter()
+        if node.tag.endswith("}text")
+    }
+    each = resolved(name)
+    assert {line.strip() for line in address_lines(each, 0, 108)} <= said and name in said
+    page = picture.page(each)
+    assert page.count("<svg") == page.count("</svg>") == 1 and "<script" not in page
+    assert not re.search(r"\b(src|href)=.http|@import|<link", page), "it needs no other file"
+    for line in address_lines(each, 0, 88):
+        assert line in page
+    for piece in each.orders[0]:
+        assert f"<th>{piece.term}</th>" in page and (piece.table or f">{piece.stride:,} B on</td>" in page)
+
+
+def call(*args: str | Path):  # type: ignore[no-untyped-def]
+    return CliRunner().invoke(main, [str(a) for a in args], env={"COLUMNS": "200"})
+
+
+def test_commands(tmp_path: Path) -> None:
+    svg, png, html = (tmp_path / f"a.{suffix}" for suffix in ("svg", "png", "html"))
+    done = call("show", "nhd", "--shape", SMALL, "--svg", svg, "--png", png, "--html", html)
+    assert done.exit_code == 0 and done.output.split() == [str(svg), str(png), str(html)], done.output
+    assert "<svg" in svg.read_text(encoding="utf-8") and png.read_bytes()[:4] == b"\x89PNG"
+    assert "<!doctype html>" in html.read_text(encoding="utf-8")
+    done = call("plan", "nhd", "universal", "--shape", SMALL, "--svg", tmp_path / "b.svg", "--png", tmp_path / "b.png")
+    assert done.exit_code == 0 and (tmp_path / "b.svg").is_file() and (tmp_path / "b.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("option", "file", "what"),
+    [
+        ("--svg", "a.png", ".svg"),
+        ("--png", "a", ".png"),
+        ("--html", "a.svg", ".html"),
+        ("--svg", "no/a.svg", "no"),
+        ("--svg", "d.svg", "folder"),
+    ],
+)
+def test_bad_files(tmp_path: Path, option: str, file: str, what: str) -> None:
+    (tmp_path / "d.svg").mkdir()
+    done = call("show", "nhd", "--shape", SMALL, "--png", tmp_path / "good.png", option, tmp_path / file)
+    assert done.exit_code == SpecError.exit_code and "expected a file" in done.output and what in done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"d.svg"}, "nothing is written"
+    with pytest.raises(SpecError, match=r"\.svg or \.png"):
+        picture.save(figure("dynamo/universal"), tmp_path / "a.pdf")
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for args in (
+        ("show", "nhd", "--shape", SMALL, "--html", tmp_path / "a.html"),
+        ("gallery", "--out", tmp_path / "g"),
+    ):
+        done = call(*args)
+        assert done.exit_code == KvbmError.exit_code and "kvbm-layouts[show]" in done.output
+    assert not list(tmp_path.rglob("*.*"))
+    assert call("show", "nhd", "--shape", SMALL).exit_code == 0, "the terminal's drawing needs none"
+
+
+# ---- the gallery ---------------------------------------------------------------------------------------------------
+
+
+def test_gallery(tmp_path: Path) -> None:
+    layouts = [kvbm.load(name) for name in ("dynamo/stacked_nhd", "nhd", "vllm/mla")]
+    written = picture.gallery(tmp_path / "g", layouts)
+    assert [path.name for path in written] == ["nhd.svg", "vllm-mla.svg", "README.md"], "aliases share a picture"
+    text = written[-1].read_text(encoding="utf-8")
+    assert "## vllm" in text and "[`dynamo/stacked_nhd`](nhd.svg)" in text and text.count("![") == 2
+
+
+def test_the_gallery_in_the_docs_is_current() -> None:
+    """Every shipped name, each picture of the layout that it is named for; `kvbm gallery --out docs/gallery` makes it so."""
+    index = (GALLERY / "README.md").read_text(encoding="utf-8")
+    assert index == picture.gallery_index(spec.load_dir(spec.layouts_dir()))
+    assert set(re.findall(r"\]\(([^)]+)\)", index)) == {path.name for path in GALLERY.glob("*.svg")}
+    assert {path.suffix for path in GALLERY.iterdir()} == {".svg", ".md"}
+    assert sum(path.stat().st_size for path in GALLERY.iterdir()) <= 2 << 20
+    for name, file in re.findall(r"\*\*`(\S+)`\*\*.*\n\n!\[.*\]\((.*)\)", index):
+        text = (GALLERY / file).read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
+        layout = kvbm.load(name)
+        has_heads = any("h" in term.axes for term in layout.orders[0].terms)
+        each = layout.resolve(kvbm.load_shape("llama-3.1-8b" if has_heads else "deepseek-v3"), 1024)
+        assert all(line in text for o in range(len(each.orders)) for line in address_lines(each, o, 108)), name
