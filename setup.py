@@ -132,8 +132,10 @@ def find_layouts():
     paths = [Path(entry) for entry in os.environ.get("KVBM_LAYOUTS", "").split(os.pathsep) if entry]
     if gone := [path for path in paths if not path.exists()]:
         raise nvcc.BuildError(f"KVBM_LAYOUTS: expected files or folders, got {gone[0]} (none such, seen from {ROOT})")
-    extra = [layout for path in paths for layout in (spec.load_dir(path) if path.is_dir() else [spec.load(path)])]
-    return [*spec.load_dir(spec.layouts_dir()), *extra] if extra else None, [layout.name for layout in extra]
+    shipped = spec.load_dir(spec.layouts_dir())
+    layouts = spec.load_all([spec.layouts_dir(), *paths])
+    extra = layouts[len(shipped) :]
+    return layouts if extra else None, [layout.name for layout in extra]
 
 
 def embed(kernels, fatbins):

@@ -32,7 +32,7 @@ def ok(*args: str | Path) -> str:
 
 def test_help() -> None:
     text = ok("--help")
-    for command in ("layouts", "show", "check", "plan", "gallery", "codegen", "convert", "doctor", "demo"):
+    for command in ("layouts", "show", "check", "plan", "gallery", "schema", "codegen", "convert", "doctor", "demo"):
         assert command in text
         assert "Usage" in ok(command, "--help")
     assert kvbm.__version__ in ok("--version")

@@ -115,6 +115,23 @@ def test_layout_folder(tmp_path: Path) -> None:
         spec.load_dir(tmp_path / "nowhere")
 
 
+def test_two_files_with_one_name(tmp_path: Path) -> None:
+    """Among several folders, a folder and a file, and the shipped ones: the error names both files."""
+    for folder, name in (("one", "a"), ("two", "a"), ("three", "nhd")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.yaml").write_text("order: b l o h t d\n", encoding="utf-8")
+    one, two, three = (tmp_path / folder for folder in ("one", "two", "three"))
+    assert [layout.name for layout in spec.load_all([two, three])] == ["a", "nhd"]
+    assert [layout.name for layout in spec.load_all([one, one / "a.yaml", one])] == ["a"], "one file is no clash"
+    for paths in ([one, two], [one, two / "a.yaml"], [one / "a.yaml", three, two / "a.yaml"]):
+        with pytest.raises(kvbm.SpecError, match="'a'") as info:
+            spec.load_all(paths)
+        assert str(one / "a.yaml") in str(info.value) and str(two / "a.yaml") in str(info.value)
+    with pytest.raises(kvbm.SpecError, match=re.escape("layouts/nhd.yaml")) as info:
+        spec.load_all([spec.layouts_dir(), three])
+    assert str(three / "nhd.yaml") in str(info.value)
+
+
 def test_errors_are_what_a_stranger_would_catch() -> None:
     builtin = {
         "SpecError": ValueError,

@@ -1,4 +1,4 @@
-"""The command line: ``kvbm layouts | show | check | plan | gallery | codegen | convert | tune | bench | doctor | demo``.
+"""The command line: ``kvbm layouts | show | check | plan | gallery | schema | codegen | convert | tune | bench | doctor | demo``.
 
 Commands parse, call the library and print; what they know, they know from there. Every error that kvbm raises on
 purpose ends as one message on stderr and its class's exit code; ``KVBM_DEBUG=1`` adds the traceback.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -96,6 +97,12 @@ def _shape_option(*, required: bool = True) -> Callable[[Any], Any]:
     )
 
 
+def _layouts_option(text: str) -> Callable[[Any], Any]:
+    return click.option(
+        "--layouts", "paths", multiple=True, type=click.Path(exists=True, path_type=Path), metavar="PATH", help=text
+    )
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="kvbm-layouts", prog_name="kvbm")
 def main() -> None:
@@ -112,8 +119,33 @@ main.add_command(bench)
 
 
 @main.command()
-def layouts() -> None:
-    """List the shipped layouts."""
+@click.argument("part", required=False, metavar="[PART]")
+@_layouts_option("Files or folders of layouts to list beside the shipped ones (may be repeated).")
+@click.option("--aliases", "only_aliases", is_flag=True, help="List names that mean the same; with --shape, there too.")
+@_shape_option(required=False)
+@click.option("--num-blocks", type=click.IntRange(1), help="With --shape: blocks in the pool; 1024 if not given.")
+def layouts(
+    part: str | None, paths: tuple[Path, ...], only_aliases: bool, shape_text: str | None, num_blocks: int | None
+) -> None:
+    """List the shipped layouts: all of them, or those that have PART in their name (vllm/, mla)."""
+    found = spec.load_all([spec.layouts_dir(), *paths])
+    if shape_text is not None and not only_aliases:
+        raise click.UsageError("--shape goes with --aliases; `kvbm show` draws a layout at a shape")
+    if num_blocks is not None and shape_text is None:
+        raise click.UsageError("--num-blocks goes with --aliases --shape SHAPE")
+    if part is not None:
+        chosen = [layout for layout in found if part.lower() in layout.name.lower()]
+        if not chosen:
+            folders = sorted({layout.name.rpartition("/")[0] + "/" for layout in found if "/" in layout.name})
+            raise SpecError(f"no layout has {part!r} in its name; expected part of one, such as {', '.join(folders)}")
+        found = chosen
+    if only_aliases:
+        _print_aliases(found, load_shape(shape_text) if shape_text else None, num_blocks or 1024)
+    else:
+        _print_layouts(sorted(found, key=lambda layout: (layout.name.rpartition("/")[0], layout.name)))
+
+
+def _print_layouts(found: Sequence[Layout]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -128,11 +160,13 @@ def layouts() -> None:
     else:
         table.add_column("order, title")
     table.add_column("fingerprint", style="dim", no_wrap=True)
-    for layout in spec.load_dir(spec.layouts_dir()):
-        orders = [str(order) for order in layout.orders]
-        order = Text(orders[0] if len(orders) == 1 else f"k: {orders[0]}\nv: {orders[1]}")
-        about = (order, Text(layout.title)) if wide else (order.append(f"\n{layout.title}", "dim"),)
-        table.add_row(layout.name, *about, layout.fingerprint)
+    for _, folder in itertools.groupby(found, key=lambda layout: layout.name.rpartition("/")[0]):
+        for layout in folder:
+            orders = [str(order) for order in layout.orders]
+            order = Text(orders[0] if len(orders) == 1 else f"k: {orders[0]}\nv: {orders[1]}")
+            about = (order, Text(layout.title)) if wide else (order.append(f"\n{layout.title}", "dim"),)
+            table.add_row(layout.name, *about, layout.fingerprint)
+        table.add_section()
     console.print(table)
 
 
@@ -143,6 +177,36 @@ def _picture_option(suffix: str, what: str) -> Callable[[Any], Any]:
         type=click.Path(path_type=Path),
         help=f"Write {what} instead; FILE ends in .{suffix}. Needs matplotlib: pip install 'kvbm-layouts[show]'.",
     )
+
+
+def _print_aliases(found: Sequence[Layout], shape: BlockShape | None, num_blocks: int) -> None:
+    from . import identity
+
+    groups = identity.aliases(found)
+    click.echo("The same layout at every shape (one fingerprint):" if groups else "No two names mean the same.")
+    for group in groups:
+        click.echo(f"  {group[0].order_text}  ({group[0].fingerprint})")
+        _print_names(group, 4)
+    if shape is None:
+        return
+    at = f"{shape} with {num_blocks:,} blocks"
+    meetings = identity.same_addresses(found, shape, num_blocks)
+    click.echo()
+    if not meetings:
+        click.echo(f"At {at}, no others have the same addresses.")
+        return
+    click.echo(f"Other fingerprints, and yet the same address of every element at {at}; at others they can differ:")
+    for number, meeting in enumerate(meetings, 1):
+        click.echo(f"  {number}.")
+        for group in meeting:
+            click.echo(f"    {group[0].order_text}  ({group[0].fingerprint})")
+            _print_names(group, 6)
+
+
+def _print_names(group: Sequence[Layout], indent: int) -> None:
+    names = ", ".join(layout.name for layout in group)
+    margin = " " * indent
+    click.echo(click.wrap_text(names, min(_console().width, 100), margin, margin))
 
 
 @main.command()
@@ -186,15 +250,21 @@ def _write_pictures(make: Callable[[], Any], svg: Path | None, png: Path | None,
 @main.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path), metavar="FILE...")
 @click.option("--shape", "shape_texts", multiple=True, metavar="SHAPE", help="Must be legal here (may be repeated).")
-def check(files: tuple[Path, ...], shape_texts: tuple[str, ...]) -> None:
+@click.option(
+    "--ambiguous", is_flag=True, help="Also name the layouts that take the same arrays and find other elements in them."
+)
+def check(files: tuple[Path, ...], shape_texts: tuple[str, ...], ambiguous: bool) -> None:
     """Check layout files: their text, and that they are one-to-one at the shipped shapes that fit them.
 
     Prints every error with its file and line, and ends with the exit code of the first. A folder stands for every .yaml
-    file in it.
+    file in it. With --ambiguous, every file is compared with the shipped layouts and with the other files, at the shapes
+    of --shape or at all shipped ones.
     """
     wanted = [(text, load_shape(text)) for text in shape_texts]
-    shipped = {layout.fingerprint: layout.name for layout in reversed(spec.load_dir(spec.layouts_dir()))}
+    known = sorted(spec.load_dir(spec.layouts_dir()), key=lambda layout: ("/" in layout.name, layout.name))
+    shipped = {layout.fingerprint: layout.name for layout in reversed(known)}
     errors: list[KvbmError] = []
+    good: list[tuple[Path, Layout, list[str]]] = []
     for path in _yaml_files(files):
         try:
             layout = spec.load(path if path.suffix in {".yaml", ".yml"} else _not_yaml(path))
@@ -206,11 +276,54 @@ def check(files: tuple[Path, ...], shape_texts: tuple[str, ...]) -> None:
         alias = shipped.get(layout.fingerprint)
         if alias is not None and not layout.file.startswith("layouts/"):
             notes.insert(0, f"means the same as the shipped layout {alias!r}")
+        good.append((path, layout, notes))
+    mistaken = _mistaken([layout for _, layout, _ in good], known, wanted) if ambiguous else {}
+    for path, layout, notes in good:
+        notes += mistaken.get(layout.fingerprint, [])
         click.echo(f"{click.style('ok', fg='green')}  {path}: {layout.order_text}  ({layout.fingerprint})")
         for note in notes:
             click.echo(f"    {note}")
     if errors:
         sys.exit(errors[0].exit_code)
+
+
+def _mistaken(
+    mine: Sequence[Layout], known: Sequence[Layout], wanted: Sequence[tuple[str, BlockShape]]
+) -> dict[str, list[str]]:
+    """Notes by fingerprint: which layouts take the same arrays and mean something else, and at which shapes."""
+    from . import identity
+
+    names: dict[BlockShape, str] = {}  # some presets have equal sizes: once is enough
+    for name, shape in wanted or [(name, load_shape(name)) for name in shape_names()]:
+        names.setdefault(shape, name)
+    layouts = list({layout.fingerprint: layout for layout in reversed([*known, *mine])}.values())[::-1]
+    found: dict[str, dict[str, list[str]]] = {layout.fingerprint: {} for layout in mine}
+    for shape, shape_name in names.items():
+        for group in identity.ambiguous(layouts, shape):
+            for meaning in group:
+                others = [other.name for those in group if those is not meaning for other in those]
+                for layout in meaning:
+                    for other in others if layout.fingerprint in found else ():
+                        found[layout.fingerprint].setdefault(other, []).append(shape_name)
+    notes: dict[str, list[str]] = {}
+    for fingerprint, others_of in found.items():
+        where: dict[tuple[str, ...], list[str]] = {}
+        for other, places in others_of.items():
+            where.setdefault(tuple(places), []).append(other)
+        notes[fingerprint] = [
+            f"same arrays as {', '.join(sorted(others))} at {_some(places, len(names))}: nothing can notice a mix-up; name the "
+            "layout explicitly"
+            for places, others in where.items()
+        ] or [f"no other layout takes its arrays at {_some(list(names.values()), len(names))}"]
+    return notes
+
+
+def _some(names: Sequence[str], total: int, most: int = 4) -> str:
+    if len(names) <= most:
+        return ", ".join(names)
+    return (
+        "any shipped shape" if len(names) == total else f"{', '.join(names[:most])} and {len(names) - most} more shapes"
+    )
 
 
 def _yaml_files(paths: Iterable[Path]) -> Iterator[Path]:
@@ -290,23 +403,30 @@ def gallery(out: Path) -> None:
     click.echo(f"{len(written) - 1} pictures and {written[-1].name} in {out}")
 
 
+@main.command()
+@click.argument("kind", type=click.Choice(["layout", "shape"]), default="layout")
+def schema(kind: str) -> None:
+    """Print the JSON schema of layout files, or of shape files, for an editor.
+
+    The first line of a file names it: # yaml-language-server: $schema=PATH
+    """
+    from . import schema as schemas
+
+    click.echo(schemas.text(kind), nl=False)
+
+
 # ---- making ---------------------------------------------------------------------------------------------------------
 
 
 @main.command()
-@click.option(
-    "--layouts",
-    "folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of layouts; the shipped ones by default.",
-)
+@_layouts_option("Files or folders of layouts (may be repeated); the shipped ones by default.")
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write to.")
 @click.option("--check", "only_check", is_flag=True, help="Write nothing; exit with 1 if a file differs.")
-def codegen(folder: Path | None, out: Path, only_check: bool) -> None:
+def codegen(paths: tuple[Path, ...], out: Path, only_check: bool) -> None:
     """Write the CUDA and C++ sources of the kernels that convert between any two of the layouts."""
     from . import codegen as generator
 
-    files = generator.generate(spec.load_dir(folder) if folder else None)
+    files = generator.generate(spec.load_all(paths) if paths else None)
     if only_check:
         differences = generator.check(files, out)
         for difference in differences:

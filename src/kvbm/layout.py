@@ -46,10 +46,12 @@ AXES: Mapping[str, str] = MappingProxyType(
 # ---- expressions over sizes: pitches and extra axes ----------------------------------------------------------------
 
 
-_FUNCTIONS: Mapping[str, Callable[..., int]] = MappingProxyType(
+#: What an expression may name: sizes of the axes, and bytes an element.
+SIZES = ("nb", "nl", "no", "nh", "nt", "hd", "es")
+FUNCTIONS: Mapping[str, Callable[..., int]] = MappingProxyType(
     {"round_up": lambda x, to: -(-x // to) * to, "min": min, "max": max}
 )
-_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
+OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
     {
         ast.Add: operator.add,
         ast.Sub: operator.sub,
@@ -78,7 +80,7 @@ class Expression:
     text: str
 
     def __post_init__(self) -> None:
-        self.evaluate(dict.fromkeys(("nb", "nl", "no", "nh", "nt", "hd", "es"), 720720), minimum=None)
+        self.evaluate(dict.fromkeys(SIZES, 720720), minimum=None)
 
     def evaluate(self, sizes: Mapping[str, int], *, minimum: int | None = 1) -> int:
         """Value for these sizes, at least `minimum`."""
@@ -89,10 +91,10 @@ class Expression:
                     return value
                 case ast.Name(id=name) if name in sizes:
                     return sizes[name]
-                case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                    return _OPERATORS[type(op)](walk(left), walk(right))
-                case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
-                    return _FUNCTIONS[name](*map(walk, args))
+                case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                    return OPERATORS[type(op)](walk(left), walk(right))
+                case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+                    return FUNCTIONS[name](*map(walk, args))
             raise LayoutError(
                 f"expression {self.text!r}: expected integers, {', '.join(sizes)}, + - * // %, round_up(x, to), min, max; "
                 f"got {ast.unparse(node)!r}"

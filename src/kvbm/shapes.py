@@ -14,7 +14,20 @@ import yaml
 
 from .errors import DTypeError, SpecError
 
-__all__ = ["ITEMSIZE", "BlockShape", "data_dir", "heads_of_rank", "load_shape", "shape_names"]
+__all__ = [
+    "ITEMSIZE",
+    "OPTIONAL_KEYS",
+    "REQUIRED_KEYS",
+    "BlockShape",
+    "data_dir",
+    "heads_of_rank",
+    "load_shape",
+    "shape_names",
+]
+
+#: Keys of a shape file: those that must be there, and those that may.
+REQUIRED_KEYS = ("title", "nl", "no", "nh", "nt", "hd", "dtype", "tp")
+OPTIONAL_KEYS = ("read_from", "notes")
 
 #: Bytes an element of every dtype that a block may hold.  A copy moves bits, so the width is all that matters to it.
 ITEMSIZE: Mapping[str, int] = MappingProxyType(
@@ -204,10 +217,10 @@ def _preset(path: Path) -> Mapping[str, Any]:
     # BaseLoader leaves every scalar a text: in YAML 1.1 a bare `no` is the value false.
     data = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506  (it builds nothing but texts)
     sizes = ("nl", "no", "nh", "nt", "hd")
-    wanted = {"title", *sizes, "dtype", "tp"}
-    if not isinstance(data, dict) or set(data) - {"read_from", "notes"} != wanted:
+    wanted = set(REQUIRED_KEYS)
+    if not isinstance(data, dict) or set(data) - set(OPTIONAL_KEYS) != wanted:
         raise SpecError(
-            f"{path}: expected the keys {', '.join(sorted(wanted))}, and none but read_from and notes beside them, "
+            f"{path}: expected the keys {', '.join(sorted(wanted))}, and none but {' and '.join(OPTIONAL_KEYS)} beside them, "
             f"got {data!r:.200}"
         )
     try:

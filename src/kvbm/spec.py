@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,9 +14,10 @@ from .errors import LayoutError, SpecError
 from .layout import AXES, Expression, Layout, Order, Pitch, Term
 from .shapes import data_dir
 
-__all__ = ["layouts", "layouts_dir", "load", "load_dir", "parse"]
+__all__ = ["KEYS", "layouts", "layouts_dir", "load", "load_all", "load_dir", "parse"]
 
-_KEYS = ("title", "order", "pitch", "axes", "used_by", "read_from", "notes")
+#: Keys of a layout file.
+KEYS = ("title", "order", "pitch", "axes", "used_by", "read_from", "notes")
 
 # An order is a sequence of these tokens; each becomes a bracket or a term.
 _TOKEN = re.compile(
@@ -44,6 +45,37 @@ def load_dir(folder: str | Path) -> list[Layout]:
     return sorted(
         (_read(path, path.relative_to(root).with_suffix("").as_posix()) for path in files), key=lambda x: x.name
     )
+
+
+def load_all(paths: Iterable[str | Path]) -> list[Layout]:
+    """Every layout of some files and folders, in that order; each folder sorted by name.
+
+    Parameters
+    ----------
+    paths : iterable of str or Path
+        Files and folders.  A file that is met twice counts once.
+
+    Raises
+    ------
+    SpecError
+        Two files with one name, which would leave open what the name means.
+
+    Examples
+    --------
+    >>> load_all([layouts_dir()]) == load_dir(layouts_dir())
+    True
+    """
+    found: dict[str, tuple[Path, Layout]] = {}
+    for path in map(Path, paths):
+        for layout in load_dir(path) if path.is_dir() else [load(path)]:
+            file = (path / f"{layout.name}.yaml" if path.is_dir() else path).resolve()
+            first, _ = found.setdefault(layout.name, (file, layout))
+            if first != file:
+                raise SpecError(
+                    f"{_display(file)}: its name is {layout.name!r}, and that is also the name of {_display(first)}; expected "
+                    "names that differ: rename one of the two files, or put one into a folder of its own"
+                )
+    return [layout for _, layout in found.values()]
 
 
 def load(name: str | Path) -> Layout:
@@ -136,7 +168,7 @@ class _File:
             raise SpecError(f"{self.file}: not YAML: {error}") from None
         if root is None:
             self.fail(None, "empty; expected at least 'order: …'")
-        keys = self.mapping(root, "the file", _KEYS)
+        keys = self.mapping(root, "the file", KEYS)
         if "order" not in keys:
             self.fail(root, "key 'order' missing; expected e.g. order: \"[b l o] t h d\"")
         extra = self.extra_axes(keys.get("axes"))

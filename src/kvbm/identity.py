@@ -1,0 +1,220 @@
+"""Which layouts are the same, and which could be taken for one another without anything noticing.
+
+Three statements that are easily mixed up, one function each:
+
+* `aliases`: one fingerprint, so they mean the same at every shape;
+* `same_addresses`: other fingerprints, but at this shape every element lies at the same place;
+* `ambiguous`: the same arrays at this shape, and other places inside them.  No check of arrays can tell these apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .errors import LayoutError
+from .layout import Layout, Piece, Resolved
+from .shapes import BlockShape
+
+__all__ = ["aliases", "ambiguous", "same_addresses"]
+
+
+def aliases(layouts: Iterable[Layout]) -> list[list[Layout]]:
+    """Groups of two or more layouts with one fingerprint.
+
+    Examples
+    --------
+    >>> from kvbm import load
+    >>> [[x.name for x in group] for group in aliases(map(load, ("nhd", "hnd", "dynamo/stacked_nhd")))]
+    [['nhd', 'dynamo/stacked_nhd']]
+    """
+    groups: dict[str, list[Layout]] = {}
+    for layout in layouts:
+        groups.setdefault(layout.fingerprint, []).append(layout)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def same_addresses(layouts: Iterable[Layout], shape: BlockShape, num_blocks: int = 1024) -> list[list[list[Layout]]]:
+    """Groups of layouts whose fingerprints differ, though every element has the same address at this shape.
+
+    An axis of size one may stand anywhere or be left out, a pitch may be what the axis holds anyway, and so on.
+
+    Parameters
+    ----------
+    layouts : iterable of Layout
+        Those that are not legal for the shape are left out.
+    shape : BlockShape
+        Sizes of a block.
+    num_blocks : int
+        Blocks in the pool: strides of axes slower than ``b`` depend on it.
+
+    Returns
+    -------
+    list of list of list of Layout
+        Groups; each holds two or more lists, and each list the layouts of one fingerprint.
+    """
+    groups: dict[_Places, list[Layout]] = {}
+    for layout, resolved in _legal(layouts, shape, num_blocks):
+        groups.setdefault(_places(resolved), []).append(layout)
+    apart = (_by_fingerprint(group) for group in groups.values())
+    return [group for group in apart if len(group) > 1]
+
+
+def ambiguous(layouts: Iterable[Layout], shape: BlockShape, num_blocks: int = 1024) -> list[list[list[Layout]]]:
+    """Groups of layouts that take the same arrays at this shape, and find other elements in them.
+
+    The same number of arrays, of the same shapes and strides: a `Pool` takes them for either layout, so only the name
+    that the caller gives tells the two apart.
+
+    Parameters
+    ----------
+    layouts, shape, num_blocks
+        As for `same_addresses`.  A small pool can be ambiguous where a large one is not: with two blocks, ``o b`` and
+        ``b o`` have one shape.
+
+    Returns
+    -------
+    list of list of list of Layout
+        Groups; each holds two or more lists, and each list the layouts that find the same elements.
+
+    Examples
+    --------
+    >>> from kvbm import load, load_shape
+    >>> both = load("nhd"), load("hnd")
+    >>> ambiguous(both, load_shape("llama-3.1-8b"))
+    []
+    >>> len(ambiguous(both, load_shape("llama-3.1-8b,nt=8")))
+    1
+    """
+    groups: dict[_Arrays, list[tuple[Layout, Resolved]]] = {}
+    for layout, resolved in _legal(layouts, shape, num_blocks):
+        groups.setdefault(_arrays(resolved), []).append((layout, resolved))
+    found = []
+    for group in groups.values():
+        if len({layout.fingerprint for layout, _ in group}) > 1:
+            meanings: dict[_Places, list[Layout]] = {}
+            for layout, resolved in group:
+                meanings.setdefault(_places(resolved), []).append(layout)
+            if len(meanings) > 1:
+                found.append(list(meanings.values()))
+    return found
+
+
+def _by_fingerprint(layouts: Sequence[Layout]) -> list[list[Layout]]:
+    groups: dict[str, list[Layout]] = {}
+    for layout in layouts:
+        groups.setdefault(layout.fingerprint, []).append(layout)
+    return list(groups.values())
+
+
+def _legal(layouts: Iterable[Layout], shape: BlockShape, num_blocks: int) -> Iterable[tuple[Layout, Resolved]]:
+    known: dict[str, Resolved | None] = {}  # aliases are resolved once
+    for layout in layouts:
+        if layout.fingerprint not in known:
+            try:
+                known[layout.fingerprint] = layout.resolve(shape, num_blocks)
+            except LayoutError:
+                known[layout.fingerprint] = None
+        resolved = known[layout.fingerprint]
+        if resolved is not None:
+            yield layout, resolved
+
+
+# ---- what a pool checks --------------------------------------------------------------------------------------------
+
+_Arrays = tuple[int, tuple[object, ...], tuple[int, ...]]
+
+
+def _arrays(resolved: Resolved) -> _Arrays:
+    """All that can be seen of the arrays: how many, and shape and strides of each."""
+    kinds = [
+        (shape, tuple(stride if extent > 1 else 0 for extent, stride in zip(shape, strides, strict=True)))
+        for shape, strides, _ in resolved.kinds  # the stride of an axis of one element is never stepped
+    ]
+    alike = len(set(kinds)) == 1
+    return (resolved.table_size, (kinds[0],) if alike else tuple(kinds), () if alike else (*resolved.kind_of_entry,))
+
+
+# ---- where every element lies --------------------------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    """``index // divisor % extent`` of some axes steps so many bytes and table entries."""
+
+    axes: tuple[str, ...]
+    opaque: bool
+    divisor: int
+    extent: int
+    stride: int
+    table: int
+
+
+_Places = tuple[tuple[int, int, tuple[_Step, ...]], ...]
+
+
+def _places(resolved: Resolved) -> _Places:
+    """The map from coordinates to addresses in a form that is equal where the maps are: K's, then V's."""
+    places = []
+    for o in range(resolved.shape.no):
+        offset, entry = resolved.bases[min(o, len(resolved.orders) - 1)]
+        kept = []
+        for step in _normal(resolved.pieces(o), resolved):
+            if step.axes == ("o",):
+                index = o // step.divisor % step.extent
+                offset, entry = offset + index * step.stride, entry + index * step.table
+            else:
+                kept.append(step)
+        places.append((offset, entry, tuple(kept)))
+    return tuple(places)
+
+
+def _normal(pieces: Iterable[Piece], resolved: Resolved) -> list[_Step]:
+    """Steps without axes of size one, fused axes cut apart where their splits allow it, neighbours merged."""
+    sizes = resolved.sizes
+    groups: dict[tuple[tuple[str, ...], bool], list[_Step]] = {}
+    for piece in pieces:
+        if piece.extent > 1:
+            axes = tuple(axis for axis in piece.term.axes if sizes[axis] > 1)
+            opaque = piece.term.opaque and len(axes) > 1  # what has one axis has one order
+            axes = tuple(sorted(axes)) if opaque else axes
+            step = _Step(axes, opaque, piece.divisor, piece.extent, piece.stride, piece.table)
+            groups.setdefault((axes, opaque), []).append(step)
+    steps: list[_Step] = []
+    for (axes, opaque), group in groups.items():
+        whole = _merged(group)
+        apart = None if opaque or len(axes) == 1 else _cut_apart(axes, whole, resolved)
+        steps.extend(whole if apart is None else _merged(apart))
+    return sorted(steps)
+
+
+def _cut_apart(axes: tuple[str, ...], steps: Iterable[_Step], resolved: Resolved) -> list[_Step] | None:
+    """Steps of fused axes as steps of one axis each; None where a split does not fall on the axes."""
+    bounds = {axis: math.prod(resolved.sizes[x] for x in axes[n + 1 :]) for n, axis in enumerate(axes)}
+    apart = []
+    for step in steps:
+        low, high = step.divisor, step.divisor * step.extent
+        cuts = sorted({low, high, *(bound for bound in bounds.values() if low < bound < high)})
+        for lower, upper in zip(cuts, cuts[1:], strict=False):
+            axis = next(axis for axis in axes if bounds[axis] <= lower)
+            if upper % lower or lower % bounds[axis] or upper > bounds[axis] * resolved.sizes[axis]:
+                return None
+            n = lower // low
+            apart.append(_Step((axis,), False, lower // bounds[axis], upper // lower, step.stride * n, step.table * n))
+    return apart
+
+
+def _merged(steps: Iterable[_Step]) -> list[_Step]:
+    merged: list[_Step] = []
+    for step in sorted(steps):
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.axes == step.axes
+            and step.divisor == last.divisor * last.extent
+            and (step.stride, step.table) == (last.stride * last.extent, last.table * last.extent)
+        ):
+            merged[-1] = last._replace(extent=last.extent * step.extent)
+        else:
+            merged.append(step)
+    return merged

@@ -1,0 +1,212 @@
+"""Identity: names that mean the same, layouts that are equal at a shape, and those that nothing can tell apart."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+
+import kvbm
+import matrix
+import strategies
+from kvbm import identity, spec
+from kvbm.cli import main
+
+LAYOUTS = spec.load_dir(matrix.LAYOUTS)
+#: One name of each fingerprint.
+DISTINCT = list({layout.fingerprint: layout for layout in reversed(LAYOUTS)}.values())[::-1]
+#: No two axes have one size; tokens and heads have; a latent; everything that can be is one.
+SHAPES = (
+    "nl=3,no=2,nh=5,nt=4,hd=16",
+    "nl=3,no=2,nh=4,nt=4,hd=16",
+    "nl=2,no=2,nh=2,nt=2,hd=16",
+    "nl=3,no=1,nh=1,nt=4,hd=16",
+    "nl=1,no=1,nh=1,nt=4,hd=16",
+)
+
+
+def parsed(**orders: str) -> list[kvbm.Layout]:
+    return [spec.parse(text if "order:" in text else f'order: "{text}"', name=name) for name, text in orders.items()]
+
+
+def names(groups: Iterable[Iterable[Iterable[kvbm.Layout]]]) -> list[list[list[str]]]:
+    return [[[layout.name for layout in some] for some in group] for group in groups]
+
+
+def paired(groups: Iterable[Iterable[Iterable[kvbm.Layout]]]) -> set[frozenset[str]]:
+    """Fingerprints of every two layouts that stand in one group, in lists of their own."""
+    return {
+        frozenset((one.fingerprint, other.fingerprint))
+        for group in map(list, groups)
+        for n, some in enumerate(group)
+        for others in group[n + 1 :]
+        for one in some
+        for other in others
+    }
+
+
+def test_doctests() -> None:
+    found = doctest.testmod(identity)
+    assert found.attempted and not found.failed
+
+
+def test_aliases_have_one_fingerprint() -> None:
+    groups = identity.aliases(LAYOUTS)
+    assert all(len({layout.fingerprint for layout in group}) == 1 < len(group) for group in groups)
+    alone = {layout.name for layout in LAYOUTS} - {layout.name for group in groups for layout in group}
+    assert len(alone) + len(groups) == len(DISTINCT)
+
+
+def test_equal_at_a_shape_only() -> None:
+    layouts = parsed(a="[l] b o h t d", b="[l] b t d", c="[l] b h o t d", d="[l] b d t")
+    assert not identity.aliases(layouts)
+    assert names(identity.same_addresses(layouts, kvbm.load_shape("nl=3,no=1,nh=1,nt=4,hd=16"))) == [
+        [["a"], ["b"], ["c"]]
+    ]
+    assert names(identity.same_addresses(layouts, kvbm.load_shape("nl=3,no=2,nh=1,nt=4,hd=16"))) == [[["a"], ["c"]]]
+    assert identity.same_addresses(layouts, kvbm.load_shape("nl=3,no=2,nh=2,nt=4,hd=16")) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shape"),
+    [
+        ("b l o h t d", "b l o h t d/8 d%8", "nl=3,no=2,nh=4,nt=4,hd=16"),
+        ("b l o h d/16 t d%16", "b l o h t d", "nl=3,no=2,nh=4,nt=4,hd=16"),
+        ("b l o t (h d)", "b l o t h d", "nl=3,no=2,nh=4,nt=4,hd=16"),
+        ("b l o (h d)/32 t (h d)%32", "b l o h/2 t h%2 d", "nl=3,no=2,nh=4,nt=4,hd=16"),
+        ("b l o (h d)/9 (h d)%9 t", "b l o h d t", "nl=3,no=2,nh=4,nt=4,hd=18"),
+        ("[b] l o {t h d}", "[b] l o {d t h}", "nl=3,no=2,nh=4,nt=4,hd=16"),
+        ("[b] l o {t h d}", "[b] l o d", "nl=3,no=2,nh=1,nt=1,hd=16"),
+        ("order: {k: '[l o] b h t d', v: '[l o] b t h d'}", "[l o] b h t d", "nl=3,no=2,nh=1,nt=4,hd=16"),
+        ("{order: 'b l o h t d', pitch: {t: '32 B'}}", "b l o h t d", "nl=3,no=2,nh=4,nt=4,hd=16"),
+    ],
+)
+def test_other_words_for_the_same_addresses(one: str, other: str, shape: str) -> None:
+    found = identity.same_addresses(parsed(one=one, other=other), kvbm.load_shape(shape), 3)
+    assert names(found) == [[["one"], ["other"]]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("[b] l o {t h d}", "[b] l o t h d"),  # one promises an order
+        ("[b] l o {t h d}", "[b] l o {h d} t"),
+        ("[l o] b h t d", "[o l] b h t d"),
+        ("{order: 'b l o h t d', pitch: {t: '48 B'}}", "b l o h t d"),
+    ],
+)
+def test_not_the_same_addresses(one: str, other: str) -> None:
+    layouts = parsed(one=one, other=other)
+    assert identity.same_addresses(layouts, kvbm.load_shape("nl=3,no=2,nh=4,nt=4,hd=16"), 3) == []
+
+
+@given(strategies.pair(limit=100, opaque=False))
+@settings(max_examples=600)
+def test_same_addresses_law(drawn: tuple[strategies.Sizes, strategies.Declared, strategies.Declared]) -> None:
+    """Two layouts are one group exactly where every coordinate has one address in both, by the oracle."""
+    sizes, one, other = drawn
+    layouts = [spec.parse(one.yaml, name="one"), spec.parse(other.yaml, name="other")]
+    shape = kvbm.BlockShape(sizes.nl, sizes.no, sizes.nh, sizes.nt, sizes.hd, sizes.dtype)
+    places = [sizes.placed(it.order) for it in (one, other)]
+    if any(len(place.id_step()) > 1 for place in places) or layouts[0].fingerprint == layouts[1].fingerprint:
+        return
+    ids = np.arange(sizes.num_blocks)
+    equal = all(np.array_equal(a, b) for a, b in zip(places[0].address(ids), places[1].address(ids), strict=True))
+    assert bool(identity.same_addresses(layouts, shape, sizes.num_blocks)) is equal
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_ambiguous_law(text: str) -> None:
+    """A pool takes one layout's arrays for the other exactly where the two are ambiguous, or equal there."""
+    shape = kvbm.load_shape(text)
+    pools = {}
+    for layout in DISTINCT:
+        try:
+            pools[layout.fingerprint] = kvbm.Pool.allocate(layout, shape, 3)
+        except kvbm.LayoutError:
+            continue
+    legal = [layout for layout in DISTINCT if layout.fingerprint in pools]
+    assert len(legal) > 20
+    blind = paired(identity.ambiguous(DISTINCT, shape, 3))
+    equal = paired(identity.same_addresses(DISTINCT, shape, 3))
+    assert not blind & equal
+    for n, one in enumerate(legal):
+        for other in legal[n + 1 :]:
+            both = frozenset((one.fingerprint, other.fingerprint))
+            try:
+                kvbm.Pool(other, shape, list(pools[one.fingerprint].arrays))
+                bound = True
+            except kvbm.BindError:
+                bound = False
+            assert bound >= (both in blind), (one.name, other.name)
+            assert not bound or both in blind | equal, (one.name, other.name)
+
+
+def test_ambiguous_examples() -> None:
+    layouts = parsed(nhd="[b l o] t h d", hnd="[b l o] h t d", swapped="[b o l] t h d", again="[b l o] t h d")
+    shape = kvbm.load_shape("nl=3,no=2,nh=5,nt=4,hd=16")
+    assert names(identity.ambiguous(layouts, shape)) == [[["nhd", "again"], ["swapped"]]]
+    alike = kvbm.load_shape("nl=3,no=2,nh=4,nt=4,hd=16")
+    assert names(identity.ambiguous(layouts, alike)) == [[["nhd", "again"], ["hnd"], ["swapped"]]]
+    halves = parsed(both="[l o] b h t d", apart="order: {k: '[l o] b h t d', v: '[l o] b h d t'}")
+    assert identity.ambiguous(halves, shape) == [], "V's arrays differ"
+    words = parsed(one="[b] l o {t h d}", other="[b] l o {h t d}")
+    assert identity.ambiguous(words, shape) == [], "other words for one promise"
+    padded = parsed(one="{order: 'l b o h t d', pitch: {l: 'nb*no*nh*nt*hd + 64'}}", other="l b o t h d")
+    one_layer = kvbm.load_shape("nl=1,no=2,nh=4,nt=4,hd=16")
+    assert names(identity.ambiguous(padded, one_layer)) == [[["one"], ["other"]]], "one layer has no next one"
+    small = parsed(outer="[l] o b t h d", inner="[l] b o t h d")
+    assert identity.ambiguous(small, shape, 3) == []
+    assert names(identity.ambiguous(small, shape, 2)) == [[["outer"], ["inner"]]], "two blocks, K and V"
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+def ok(*args: str | Path) -> str:
+    result = CliRunner().invoke(main, [str(a) for a in args], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_command_aliases(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text('order: "[b l o] t h d"\n', encoding="utf-8")
+    text = ok("layouts", "--aliases", "--layouts", tmp_path)
+    (line,) = [line for line in text.splitlines() if "mine" in line]
+    assert {"nhd", "mine", "dynamo/stacked_nhd"} <= set(line.replace(",", "").split())
+    assert "same address" not in text
+    text = ok("layouts", "--aliases", "mla", "--shape", "deepseek-v3")
+    assert "no others have the same addresses" in text
+    text = ok("layouts", "--aliases", "--shape", "nl=4,no=1,nh=1,nt=16,hd=64")
+    always, at_shape = text.split("\n\n")
+    assert "at every shape" in always and "nl=4,no=1,nh=1" in at_shape and "[l] b t d" in at_shape
+
+
+def test_command_layouts_by_part() -> None:
+    text = ok("layouts", "VLLM/")
+    assert "vllm/LBHNC" in text and "sglang/" not in text and "universal " not in text
+    result = CliRunner().invoke(main, ["layouts", "no-such"])
+    assert result.exit_code == kvbm.SpecError.exit_code and "vllm/" in result.output
+    assert CliRunner().invoke(main, ["layouts", "--shape", "llama-3.1-8b"]).exit_code == 2
+    assert CliRunner().invoke(main, ["layouts", "--aliases", "--num-blocks", "4"]).exit_code == 2
+
+
+def test_command_check_ambiguous(tmp_path: Path) -> None:
+    path, other = tmp_path / "mine.yaml", tmp_path / "yours.yaml"
+    path.write_text('order: "[b l o] d t h"\n', encoding="utf-8")
+    assert "same arrays" not in ok("check", path)
+    assert "no other layout takes its arrays at any shipped shape" in ok("check", path, "--ambiguous")
+    shape = "nl=4,no=2,nh=16,nt=16,hd=16"
+    text = ok("check", path, "--ambiguous", "--shape", shape)
+    assert f"same arrays as hnd, nhd at {shape}" in text and "name the layout explicitly" in text
+    other.write_text('order: "[b l o] d h t"\n', encoding="utf-8")
+    text = ok("check", path, other, "--ambiguous", "--shape", "nl=4,no=2,nh=16,nt=16,hd=8")
+    assert "same arrays as yours at" in text and "same arrays as mine at" in text
+    path.write_text('order: "[b l o] h t d"\n', encoding="utf-8")
+    text = ok("check", path, "--ambiguous", "--shape", "nl=4,no=2,nh=16,nt=16,hd=8")
+    assert "same arrays as nhd at" in text and "as hnd" not in text, "an alias is no mix-up"

@@ -1,0 +1,168 @@
+"""The JSON schemas: as generated, never stricter than the parser, and they see what a pattern can see."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvbm
+import matrix
+import strategies
+from kvbm import schema, spec
+from kvbm.cli import main
+from kvbm.layout import Expression
+
+FILES = {"layout": matrix.LAYOUTS / "schema.json", "shape": matrix.LAYOUTS / "shapes" / "schema.json"}
+BAD = sorted((Path(__file__).parent / "data" / "bad").glob("*.yaml"))
+#: What no schema sees: it is right but for a size or another layout, or one part of it does not fit another.
+UNSEEN = {"k_v_brackets_differ", "k_v_without_o", "pitch_of_bracketed"}
+#: What no YAML parser hands to a schema.
+NO_YAML = {"not_yaml", "python_tag", "repeated_key"}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2, as editors read it: `no` is a text, and a date is."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regex) for tag, regex in some if not tag.endswith((":bool", ":timestamp"))]
+    for first, some in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(?:true|false)$"), list("tf"))
+
+
+def refused(kind: str, text: str) -> list[str]:
+    """What the schema says against a file."""
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft7Validator(schema.SCHEMAS[kind]())
+    return [error.message for error in validator.iter_errors(yaml.load(text, _Loader))]
+
+
+@pytest.mark.parametrize("kind", sorted(FILES))
+def test_checked_in(kind: str) -> None:
+    """`kvbm schema KIND > FILE` makes it again."""
+    assert FILES[kind].read_text(encoding="utf-8") == schema.text(kind)
+    result = CliRunner().invoke(main, ["schema", kind])
+    assert (result.exit_code, result.output) == (0, schema.text(kind))
+
+
+@pytest.mark.parametrize("kind", sorted(FILES))
+def test_is_a_schema(kind: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft7Validator.check_schema(schema.SCHEMAS[kind]())
+    patterns = [
+        value
+        for key, value in re.findall(r'"(pattern)": ("(?:[^"\\]|\\.)*")', schema.text(kind))
+        for value in [json.loads(value)]
+    ]
+    assert bool(patterns) is (kind == "layout")
+    for pattern in patterns:
+        assert not re.search(r"\(\?[P<#]|\\[AZz]", pattern), "JavaScript reads it too"
+
+
+@pytest.mark.parametrize("path", sorted(matrix.LAYOUTS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_files(path: Path) -> None:
+    kind = "shape" if path.parent.name == "shapes" else "layout"
+    assert refused(kind, path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", BAD, ids=lambda path: path.stem)
+def test_bad_files(path: Path) -> None:
+    if path.stem in NO_YAML:
+        return
+    unseen = path.stem in UNSEEN or path.stem.startswith(("shape_", "plan_"))
+    assert bool(refused("layout", path.read_text(encoding="utf-8"))) is not unseen
+
+
+@given(strategies.one(limit=700))
+@settings(max_examples=400)
+def test_never_stricter_than_the_parser(drawn: tuple[strategies.Sizes, strategies.Declared]) -> None:
+    _, declared = drawn
+    assert refused("layout", declared.yaml) == []
+
+
+@given(st.text("bloht d/%()[]{}8B16", max_size=24))
+@settings(max_examples=2000)
+def test_texts_that_the_parser_takes(text: str) -> None:
+    declared = f"order: {json.dumps('b ' + text)}\n"
+    try:
+        spec.parse(declared)
+    except kvbm.SpecError:
+        return
+    assert refused("layout", declared) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("64", True),
+        ("64 B", True),
+        ("64B", True),
+        ("0x40 B", True),
+        ("nt*584 B", True),
+        ("round_up(nt * (hd + 8) * es, 576) B", True),
+        ("min(max(nb, 4), nh) // 2 % 7 - 1", True),
+        ("1.5", False),
+        ("nh / 2", False),
+        ("nt ** 2", False),
+        ("nt nh", False),
+        ("nt +", False),
+        ("ceil(nt)", False),
+        ("nx", False),
+        ("esB", False),
+        ("", False),
+        ("B", False),
+    ],
+)
+def test_expressions(text: str, good: bool) -> None:
+    declared = f"order: b l o h t d\npitch: {{b: {json.dumps(text)}}}\n"
+    assert (refused("layout", declared) == []) is good
+    if good:
+        spec.parse(declared)
+    else:
+        with pytest.raises(kvbm.SpecError):
+            spec.parse(declared)
+
+
+def test_scalars_as_people_write_them() -> None:
+    good = "title: 70\norder: b l o h t d s\naxes: {s: 4}\npitch: {b: 4096}\nused_by: [me, 2]\nnotes: yes\n"
+    spec.parse(good)
+    assert refused("layout", good) == []
+    assert refused("layout", good.replace("s: 4", "s: 0"))
+    assert refused("layout", good.replace(" s\n", " q\n").replace("{s: 4}", "{}")) == [], "the parser sees it"
+    assert refused("layout", "order: b l o h t s\n"), "declared nowhere"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("nl: 32", "nl: 0"),
+        ("no: 2", "no: two"),
+        ("bfloat16", "float7"),
+        ("nh: 8\n", ""),
+        ("hd:", "head:"),
+        ("[1, 2", "[0, 2"),
+    ],
+)
+def test_bad_shapes(old: str, new: str) -> None:
+    text = (matrix.LAYOUTS / "shapes" / "llama-3.1-8b.yaml").read_text(encoding="utf-8")
+    assert old in text and refused("shape", text.replace(old, new))
+
+
+def test_the_code_is_what_is_described() -> None:
+    """Every key, dtype and name of an expression is in the schema, and nothing else."""
+    layout, shape = schema.layout_schema(), schema.shape_schema()
+    assert tuple(layout["properties"]) == spec.KEYS
+    assert shape["properties"]["dtype"]["enum"] == list(kvbm.shapes.ITEMSIZE)
+    said: Any = layout["properties"]["pitch"]["additionalProperties"]["pattern"]
+    for name in ("nb", "nl", "no", "nh", "nt", "hd", "es"):
+        Expression(name)
+        assert name in said
