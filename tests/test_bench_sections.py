@@ -58,7 +58,7 @@ def require_consistent(rows: list[dict[str, str]]) -> None:
 # ---- what they share -----------------------------------------------------------------------------------------------
 
 
-def test_rows_are_written_as_they_come(tmp_path) -> None:
+def test_rows_are_written_as_they_come(tmp_path, capsys) -> None:
     out, shape = tmp_path / "folder" / "out.csv", section.TINY
 
     def rows():  # type: ignore[no-untyped-def]
@@ -69,6 +69,7 @@ def test_rows_are_written_as_they_come(tmp_path) -> None:
 
     assert section.write_rows(rows(), ("what", "n"), "cpu", shape, out, "test") == 2
     assert [row["what"] for row in read(out.read_text(encoding="utf-8"))[1]] == ["first", "second"]
+    assert capsys.readouterr().out == f"{out}: 2 figures\n"  # and the rows alone where they go to stdout
 
 
 def test_rows_that_were_measured_stay_when_it_is_interrupted(tmp_path) -> None:

@@ -25,7 +25,7 @@ gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/n
 rows=()
 status=0
 
-row() { rows+=("$(printf '%-10s %-12s %5s s   %s' "$1" "$2" "$3" "$4")"); }
+row() { rows+=("$(printf '%-18s %-12s %5s s   %s' "$1" "$2" "$3" "$4")"); }
 
 # run STAGE COMMAND...: log it and note how it went, with the last line that matches $tell; a log with no $need in it is a
 # failure, so that a run in which every test is skipped does not pass
@@ -37,7 +37,7 @@ run() {
   code=${PIPESTATUS[0]}
   if [[ $code != 0 ]]; then
     result="FAILED ($code)"
-  elif ! grep -qE "${need:-}" "$OUT/$stage.log"; then
+  elif [[ -n ${need:-} ]] && ! grep -qE "$need" "$OUT/$stage.log"; then
     result="FAILED"
   fi
   # Some virtual machines hide the device from the sanitizer: that is no verdict on the kernels, and not a pass either.
@@ -120,12 +120,19 @@ transfers() {
   tell='figures|error' run scale "$PYTHON" -m kvbm bench scale --out "$OUT/scale.csv"
 }
 
+# picture NAME CSV...: what can be drawn of these, in a folder of that name
+picture() {
+  local name=$1 files=() each
+  shift
+  for each in "$@"; do [ ! -f "$OUT/$each.csv" ] || files+=("$OUT/$each.csv"); done
+  [ ${#files[@]} -gt 0 ] || return 0
+  tell='png|error' run "plot_$name" "$PYTHON" -m kvbm bench plot "${files[@]}" --out "${PLOTS:-$OUT/plots}/$name"
+}
+
 plots() {
   local name
-  for name in d2d d2h h2d peers interference overhead scale; do
-    [ -f "$OUT/$name.csv" ] || continue
-    tell='png|error' run "plot_$name" "$PYTHON" -m kvbm bench plot "$OUT/$name.csv" --out "${PLOTS:-$OUT/plots}"
-  done
+  for name in d2d replay peers interference overhead scale; do picture $name $name; done
+  picture pcie d2h h2d
 }
 
 stages=("$@")

@@ -132,6 +132,8 @@ def write_rows(
             bar.update(task, description=f"{title}: {count} figures")
     if not count:
         raise KvbmError(f"{title}: nothing could be measured; the lines above say why")
+    if out is not None:
+        click.echo(f"{out}: {count} figures")
     return count
 
 
