@@ -1,6 +1,7 @@
 // batch.h: what launches and host runs both ask of a batch and its ids.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -9,6 +10,9 @@
 namespace kvbm_driver {
 
 enum : int64_t { kSkip = -1 };  // the id of a pair that is left out
+
+// Bytes of a copy's parameters that its caller has set; behind them ids and tables may travel.
+inline size_t inline_start(const kvbm_args& args) { return offsetof(kvbm_args, part) + args.num_parts * sizeof(kvbm_part); }
 
 inline bool is_kernel(int kernel) { return kernel >= 0 && kernel < kvbm_num_kernels; }
 

@@ -199,13 +199,13 @@ int copy_nest(const kvbm_args& args, const kvbm_batch& batch, Submission* out) {
     const kvbm_part& part = args.part[p];
     const Nest nest(part);
     // Blocks that follow each other with nothing between are one range, if they are met one after the other.
-    const bool blocks_touch = args.src_id_stride == static_cast<int64_t>(nest.run) &&
-                              args.src_id_stride == args.dst_id_stride && args.src_id_table == 0 && args.dst_id_table == 0;
+    const bool blocks_touch = part.src_id_stride == static_cast<int64_t>(nest.run) &&
+                              part.src_id_stride == part.dst_id_stride && args.src_id_table == 0 && args.dst_id_table == 0;
     const int rows = !blocks_touch && nest.depth > 0 && nest.loops[0].src_entry == 0 && nest.loops[0].dst_entry == 0;
     auto start = [&](uint32_t pair, Spot* at) {
       const int64_t src = id_at(batch.src_ids, batch.id_bytes, pair), dst = id_at(batch.dst_ids, batch.id_bytes, pair);
-      at->src = part.src_offset + src * args.src_id_stride;
-      at->dst = part.dst_offset + dst * args.dst_id_stride;
+      at->src = part.src_offset + src * part.src_id_stride;
+      at->dst = part.dst_offset + dst * part.dst_id_stride;
       at->src_entry = part.src_table_offset + src * args.src_id_table;
       at->dst_entry = part.dst_table_offset + dst * args.dst_id_table;
       return src != kSkip && dst != kSkip;
@@ -516,7 +516,8 @@ class Staged {
     Submission::Mode mode;
     RETURN_IF_FAILED(mode_for(stream, &mode));
     Submission out(stream, mode, true, route_.cuts, route_.num_cuts);
-    const int status = copy_nest(*route_.move, part, &out);
+    int status = KVBM_OK;
+    for (uint32_t i = 0; i < route_.num_moves && status == KVBM_OK; ++i) status = copy_nest(*route_.moves[i], part, &out);
     submissions += out.submissions;
     return status;
   }
@@ -574,7 +575,8 @@ int copy_engine(const kvbm_route& route, const kvbm_batch& given, Stream stream,
   Submission::Mode mode;
   RETURN_IF_FAILED(mode_for(stream, &mode));
   Submission out(stream, mode, true, route.cuts, route.num_cuts);
-  const int status = copy_nest(*route.runs, batch, &out);
+  int status = KVBM_OK;
+  for (uint32_t i = 0; i < route.num_runs && status == KVBM_OK; ++i) status = copy_nest(*route.runs[i], batch, &out);
   *submissions = out.submissions;
   return status;
 }

@@ -227,7 +227,7 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   if (batch->num_pairs == 0) return KVBM_OK;
   if (!is_kernel(kernel) || !is_batch(batch) || !kvbm_kernels[kernel].host) return check("kvbm_run_host", kInvalidValue);
   kvbm_args copy;
-  memcpy(&copy, args, offsetof(kvbm_args, payload));
+  memcpy(&copy, args, inline_start(*args));
   copy.num_pairs = batch->num_pairs;
   copy.id_bytes = batch->src_ids || batch->dst_ids ? batch->id_bytes : 0;
   copy.inline_mask = static_cast<uint32_t>(!batch->src_ids) << 4 | static_cast<uint32_t>(!batch->dst_ids) << 5;

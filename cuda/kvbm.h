@@ -3,8 +3,8 @@
  * No CUDA type appears here, so _core.pyx and the host kernels need no CUDA header, and one struct serves the
  * GPU kernels (as their only parameter), the host kernels and the extension.
  *
- * Vocabulary.  A *batch* copies pairs of blocks (src id, dst id).  A copy has one *part*, or two where K and V have
- * different orders.  A part is a loop nest in bytes: *outer* modes pick a chunk (they may step through the tables of
+ * Vocabulary.  A *batch* copies pairs of blocks (src id, dst id).  A copy has one *part*, or several: K and V where these
+ * have different orders, or the planes of a record.  A part is a loop nest in bytes: *outer* modes pick a chunk (they may step through the tables of
  * allocations), *inner* modes walk inside it, fastest first.  Strides are bytes, table strides are entries.
  *
  *   address = table[id * id_table + table_offset + sum(c_k * mode_k.table)]
@@ -22,8 +22,9 @@ extern "C" {
 enum {
   KVBM_MAX_OUTER = 4,       /* modes that pick a chunk */
   KVBM_MAX_INNER = 8,       /* modes inside a chunk */
-  KVBM_MAX_PARTS = 2,       /* K and V */
-  KVBM_INLINE_BYTES = 2928, /* ids and tables that travel inside the kernel's parameters (4,096 bytes in all) */
+  KVBM_MAX_PARTS = 4,       /* of one launch */
+  KVBM_MAX_LAUNCHES = 8,    /* of one copy */
+  KVBM_INLINE_BYTES = 4016, /* parts, and behind them ids and tables, in the kernel's parameters (4,096 bytes in all) */
 };
 
 /* ---- the loop nest -------------------------------------------------------------------------------------------- */
@@ -67,17 +68,19 @@ typedef struct kvbm_part {
   uint32_t jobs;         /* pairs * chunks * tiles */
   uint32_t ctas;         /* CTAs of this part */
   /* The caller's: */
+  uint32_t word;                              /* records: bytes of a load and store; other kernels have theirs built in */
   int32_t src_table_offset, dst_table_offset; /* table entries at which this part starts (V's half, a slice) */
+  uint32_t reserved;
   int64_t src_offset, dst_offset;             /* bytes, likewise */
+  int64_t src_id_stride, dst_id_stride;       /* bytes a block id */
   kvbm_outer outer[KVBM_MAX_OUTER];
   kvbm_inner inner[KVBM_MAX_INNER];
 } kvbm_part;
 
-/* A kernel's whole parameter block.  Strides of ids and the parts are the caller's description of the copy (extents made by kvbm_make_div); ids and tables
- * are set per batch by kvbm_launch and kvbm_run_host. */
+/* A kernel's whole parameter block.  Table steps of ids and the parts are the caller's description of the copy (extents made
+ * by kvbm_make_div); ids and tables are set per batch by kvbm_launch and kvbm_run_host. */
 typedef struct kvbm_args {
-  int64_t src_id_stride, dst_id_stride; /* bytes a block id */
-  int64_t src_id_table, dst_id_table;   /* table entries a block id */
+  int64_t src_id_table, dst_id_table; /* table entries a block id */
   uint32_t num_parts;
   uint32_t num_pairs;
   uint32_t id_bytes;    /* 4 or 8 (signed); 0: ids are 0 .. num_pairs-1 on both sides.  -1 skips its pair */
@@ -87,8 +90,10 @@ typedef struct kvbm_args {
   uint64_t fault;                  /* address of a uint32_t that takes 1 + the number of such a pair; 0: nowhere */
   uint64_t src_ids, dst_ids;       /* addresses readable where the kernel runs, or offsets into payload */
   uint64_t src_table, dst_table;   /* likewise: arrays of 64-bit base addresses */
-  kvbm_part part[KVBM_MAX_PARTS];
-  uint64_t payload[KVBM_INLINE_BYTES / 8];
+  union {
+    kvbm_part part[KVBM_MAX_PARTS];
+    uint64_t payload[KVBM_INLINE_BYTES / 8]; /* free behind the last of num_parts */
+  };
 } kvbm_args;
 
 /* ---- the kernel table (generated: kernels_host.cpp) ------------------------------------------------------------ */
@@ -100,7 +105,7 @@ typedef struct kvbm_grid {
 typedef struct kvbm_kernel {
   const char* name; /* also the symbol of the CUDA kernel (extern "C", one parameter: const kvbm_args) */
   int32_t image;    /* index into kvbm_images, whether or not images were built */
-  uint32_t parts;   /* how many parts it copies in one launch */
+  uint32_t parts;   /* how many parts it copies in one launch; 0: any number */
   uint32_t teams;   /* 1: a CTA takes one piece of work.  More: so many teams of threads share a CTA, and loop over all the
                        work with as few CTAs as the launch allows; such a kernel has no host half */
   /* Sets the prepared fields of args->part[*] for args->num_pairs; `sms` = multiprocessors, or 0 for the host.
@@ -247,18 +252,20 @@ typedef struct kvbm_route {
   uint32_t max_ctas; /* as in kvbm_batch */
   /* direct */
   uint32_t num_direct;
-  int direct_kernel[KVBM_MAX_PARTS];
-  const kvbm_args* direct[KVBM_MAX_PARTS];
+  int direct_kernel[KVBM_MAX_LAUNCHES];
+  const kvbm_args* direct[KVBM_MAX_LAUNCHES];
   /* staged: `gathers`: a kernel packs blocks into a slot and the engine takes them from there; else the reverse */
   int gathers;
   uint32_t num_permute;
-  int permute_kernel[KVBM_MAX_PARTS];
-  const kvbm_args* permute[KVBM_MAX_PARTS];
-  const kvbm_args* move;
+  int permute_kernel[KVBM_MAX_LAUNCHES];
+  const kvbm_args* permute[KVBM_MAX_LAUNCHES];
+  uint32_t num_moves;
+  const kvbm_args* moves[KVBM_MAX_LAUNCHES];
   uint64_t slot_block_bytes;
   kvbm_ring* ring;
   /* engine */
-  const kvbm_args* runs;
+  uint32_t num_runs;
+  const kvbm_args* runs[KVBM_MAX_LAUNCHES];
   /* The tables as the engine's loop nests count them: the pools', or one base address where allocations lie at a step. */
   const uint64_t *src_bases, *dst_bases;
   /* Where one allocation, or registration of pinned memory, ends and the next begins, ascending: the engine refuses a copy

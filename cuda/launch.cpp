@@ -151,7 +151,7 @@ struct Fields {
 
 constexpr size_t align_16(size_t bytes) { return (bytes + 15) & ~size_t{15}; }
 
-Fields place_fields(const kvbm_batch* batch) {
+Fields place_fields(const kvbm_batch* batch, uint32_t num_parts) {
   Fields f;
   const size_t pairs = batch->num_pairs;
   const bool on_device = batch->src_ids_device || batch->dst_ids_device;
@@ -166,7 +166,7 @@ Fields place_fields(const kvbm_batch* batch) {
   f.bytes[kDstIds] = batch->dst_ids_device || !batch->dst_ids || f.same_ids ? 0 : pairs * f.id_bytes;
   f.bytes[kSrcTable] = batch->src_table_device ? 0 : size_t{8} * batch->src_entries;
   f.bytes[kDstTable] = batch->dst_table_device ? 0 : size_t{8} * batch->dst_entries;
-  size_t inlined = 0;
+  size_t inlined = num_parts * sizeof(kvbm_part);
   for (int i = 0; i < kFields; ++i) {
     const size_t bytes = align_16(f.bytes[i]);
     f.is_inline[i] = bytes > 0 && inlined + bytes <= KVBM_INLINE_BYTES;
@@ -270,7 +270,8 @@ struct Side {
   const uint64_t** table;
   uint64_t* table_device;
   uint32_t* entries;
-  int64_t *id_table, *id_stride;
+  int64_t* id_table;
+  int64_t id_stride;
   uint32_t* blocks;
   int64_t span;  // table entries of a block, from its first to behind its last
   // Table entries to carry, or -1 where a block's do not follow each other.
@@ -295,13 +296,16 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
   const uint32_t n = batch->num_pairs;
   if (batch->src_ids_device || batch->dst_ids_device || n > KVBM_INLINE_BYTES / 8 || (!batch->src_ids && !batch->dst_ids))
     return false;
+  const kvbm_part& one = args->part[0];
+  for (uint32_t p = 1; p < args->num_parts; ++p)  // planes in arrays of their own, where a block id steps differently
+    if (args->part[p].src_id_stride != one.src_id_stride || args->part[p].dst_id_stride != one.dst_id_stride) return false;
   Side sides[] = {
       {&batch->src_ids, &batch->src_table, &batch->src_table_device, &batch->src_entries, &args->src_id_table,
-       &args->src_id_stride, &args->src_blocks, block_span(*args, &kvbm_outer::src_table, &kvbm_part::src_table_offset)},
+       one.src_id_stride, &args->src_blocks, block_span(*args, &kvbm_outer::src_table, &kvbm_part::src_table_offset)},
       {&batch->dst_ids, &batch->dst_table, &batch->dst_table_device, &batch->dst_entries, &args->dst_id_table,
-       &args->dst_id_stride, &args->dst_blocks, block_span(*args, &kvbm_outer::dst_table, &kvbm_part::dst_table_offset)},
+       one.dst_id_stride, &args->dst_blocks, block_span(*args, &kvbm_outer::dst_table, &kvbm_part::dst_table_offset)},
   };
-  int64_t bytes = 0;
+  int64_t bytes = static_cast<int64_t>(args->num_parts * sizeof(kvbm_part));
   for (const Side& side : sides) {
     const int64_t carried = side.to_carry(n);
     if (carried < 0) return false;
@@ -316,7 +320,7 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
         // The kernel adds i strides, as for ids that are not given; its stride still tells `prepare` how blocks lie.
         const int64_t id = id_at(*side.ids, batch->id_bytes, i);
         for (int64_t entry = 0; entry < side.span; ++entry)
-          gathered[i * side.span + entry] = table[id * *side.id_table + entry] + (id - i) * *side.id_stride;
+          gathered[i * side.span + entry] = table[id * *side.id_table + entry] + (id - i) * side.id_stride;
       }
       *side.table = gathered;
       gathered += carried;
@@ -336,11 +340,11 @@ int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_b
   Handle function = nullptr;
   RETURN_IF_FAILED(find_kernel(device, kernel, &function));
   kvbm_args copy;  // the payload's unused rest stays as it is: no kernel reads it
-  memcpy(&copy, args, offsetof(kvbm_args, payload));
+  memcpy(&copy, args, inline_start(*args));
   kvbm_batch small = *batch;
   uint64_t gathered[KVBM_INLINE_BYTES / 8];
   if (resolve(&copy, &small, gathered)) batch = &small;
-  const Fields fields = place_fields(batch);
+  const Fields fields = place_fields(batch, copy.num_parts);
   if (__builtin_expect(fields.slot_bytes > 0, 0)) {
     BatchCargo cargo(function, kvbm_kernels[kernel], &copy, batch, fields, device->sms, stream);
     return carry(device, fields.slot_bytes, stream, &cargo);

@@ -5,6 +5,7 @@
 //   Rows<OUTER, INNER, WORD>        runs stay whole; each thread moves words, several independent loads before the first store
 //   Tile<OUTER, REST, ELEMENT, WORD> single elements move; a tile of the two axes along which source and destination go on
 //                                    is turned in shared memory (and in registers where a word holds several elements)
+//   Record<OUTER, INNER>            rows of several parts, each with a word of its own: the planes of a block
 //
 // Structure is a template parameter, sizes and strides are arguments: one multiply-high a mode and word, and any model's
 // shape runs at full speed.  Kernel<P> and Kernel<P, Q> make kernels of one part and of two (K and V in one launch).
@@ -233,8 +234,8 @@ KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t place, 
     src_id = uint32_t(src_wide);
     dst_id = uint32_t(dst_wide);
   }
-  uint64_t src = p.src_offset + uint64_t(src_id) * a.src_id_stride;
-  uint64_t dst = p.dst_offset + uint64_t(dst_id) * a.dst_id_stride;
+  uint64_t src = p.src_offset + uint64_t(src_id) * p.src_id_stride;
+  uint64_t dst = p.dst_offset + uint64_t(dst_id) * p.dst_id_stride;
   uint32_t src_entry = p.src_table_offset + src_id * uint32_t(a.src_id_table);
   uint32_t dst_entry = p.dst_table_offset + dst_id * uint32_t(a.dst_id_table);
   KVBM_UNROLL
@@ -298,8 +299,8 @@ inline bool set_jobs(const kvbm_args& a, kvbm_part& p, int outer, uint64_t chunk
   p.pairs_first = 0;
   for (int k = 0; k < outer; ++k) {
     const kvbm_outer& mode = p.outer[k];
-    p.pairs_first |= mode.extent.n > 1 && leads_away(mode.src, mode.src_table, a.src_id_stride) &&
-                     leads_away(mode.dst, mode.dst_table, a.dst_id_stride);
+    p.pairs_first |= mode.extent.n > 1 && leads_away(mode.src, mode.src_table, p.src_id_stride) &&
+                     leads_away(mode.dst, mode.dst_table, p.dst_id_stride);
   }
   p.faster = kvbm_make_div(uint32_t(p.pairs_first ? pairs : chunks));
   p.tiles = kvbm_make_div(uint32_t(tiles));
@@ -838,6 +839,97 @@ struct Kernel<P, Q> {
 #else
   static void run_host(const kvbm_args* a, uint32_t part, uint32_t first, uint32_t last, int streaming) {
     part == 0 ? P::host(*a, a->part[0], first, last, streaming != 0) : Q::host(*a, a->part[1], first, last, streaming != 0);
+  }
+  static constexpr decltype(&run_host) host() { return run_host; }
+#endif
+};
+
+// The planes of a block in one launch.  Of a page all planes are copied before the next page's: what they have in common,
+// sectors and lines of memory, is then read once and written whole.  A part's word is an argument: data moves in words of
+// 16 bytes, and a scale of 4 beside it.
+template <int OUTER, int INNER>
+struct Record;
+
+template <int OUTER, int INNER>
+struct Kernel<Record<OUTER, INNER>> {
+  static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = 2048 / kRowThreads;
+  static constexpr uint32_t kLoads = 2, kBusy = 4;  // as of Rows
+
+  static bool prepare_part(const kvbm_args& a, kvbm_part& p, uint32_t sms) {
+    uint64_t chunks, words;
+    if (!set_divisors<OUTER, INNER>(p, 0, chunks, words)) return false;
+    p.words = uint32_t(words);
+    if (sms == 0) {
+      const uint64_t run = INNER == 1 ? 1 : p.inner[0].extent.n;
+      p.tile_words = uint32_t(divide_up(divide_up(Rows<OUTER, INNER, 1>::kHostTile, p.word), run) * run);
+      return set_jobs(a, p, OUTER, chunks, divide_up(words, p.tile_words));
+    }
+    uint32_t loads = kLoads;
+    while (loads > 1 && a.num_pairs * chunks * divide_up(words, kThreads * loads) < uint64_t{kBusy} * sms) loads /= 2;
+    const uint32_t tiles = divide_up(words, kThreads * loads);
+    p.tile_words = divide_up(words, uint64_t{tiles} * kThreads) * kThreads;
+    p.tile[0] = kvbm_make_div(kThreads);
+    p.tile[1].n = 1;
+    if (!set_jobs(a, p, OUTER, chunks, divide_up(words, p.tile_words))) return false;
+    p.ctas = p.jobs;
+    return true;
+  }
+
+  static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
+    uint64_t ctas = 0, tiles = 0;
+    bool together = true;
+    kvbm_part& first = a->part[0];
+    for (uint32_t i = 0; i < a->num_parts; ++i) {
+      kvbm_part& p = a->part[i];
+      if (!prepare_part(*a, p, sms)) return KVBM_TOO_LARGE;
+      ctas += p.ctas;
+      tiles += p.tiles.n;
+      together = together && p.pairs_first == first.pairs_first && p.faster.n == first.faster.n &&
+                 p.jobs / p.tiles.n == first.jobs / first.tiles.n;
+    }
+    if (ctas >= (1u << 31)) return KVBM_TOO_LARGE;
+    first.tile[2] = kvbm_make_div(uint32_t(tiles));
+    first.tile[3].n = together;
+    grid->ctas = uint32_t(ctas);
+    grid->threads_x = kThreads;
+    grid->threads_y = 1;
+    grid->shared_bytes = 0;
+    return KVBM_OK;
+  }
+
+#ifdef __CUDACC__
+  static __device__ __forceinline__ void run(const kvbm_args& a, char* shared) {
+    uint32_t part = 0, cta = blockIdx.x;
+    if (a.part[0].tile[3].n) {
+      uint32_t page = cta, tile = take(page, a.part[0].tile[2]);
+      for (; tile >= a.part[part].tiles.n; ++part) tile -= a.part[part].tiles.n;
+      cta = page * a.part[part].tiles.n + tile;
+    } else {
+      for (; cta >= a.part[part].ctas; ++part) cta -= a.part[part].ctas;
+    }
+    const kvbm_part& p = a.part[part];
+    if (p.word == 16)
+      Rows<OUTER, INNER, 16>::run(a, p, cta, shared);
+    else if (p.word == 8)
+      Rows<OUTER, INNER, 8>::run(a, p, cta, shared);
+    else if (p.word == 4)
+      Rows<OUTER, INNER, 4>::run(a, p, cta, shared);
+    else if (p.word == 2)
+      Rows<OUTER, INNER, 2>::run(a, p, cta, shared);
+    else
+      Rows<OUTER, INNER, 1>::run(a, p, cta, shared);
+  }
+#else
+  static void run_host(const kvbm_args* a, uint32_t part, uint32_t first, uint32_t last, int streaming) {
+    const kvbm_part& p = a->part[part];
+    const bool around = streaming != 0;
+    switch (p.word) {
+      case 16: return Rows<OUTER, INNER, 16>::host(*a, p, first, last, around);
+      case 8: return Rows<OUTER, INNER, 8>::host(*a, p, first, last, around);
+      case 4: return Rows<OUTER, INNER, 4>::host(*a, p, first, last, around);
+      case 2: return Rows<OUTER, INNER, 2>::host(*a, p, first, last, around);
+      default: return Rows<OUTER, INNER, 1>::host(*a, p, first, last, around);
+    }
   }
   static constexpr decltype(&run_host) host() { return run_host; }
 #endif

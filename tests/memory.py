@@ -9,7 +9,9 @@ import numpy as np
 
 from oracle import Arena, Placed
 
-_NUMPY = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_NUMPY = {"bfloat16": "uint16"} | {
+    f"float8_{kind}": "uint8" for kind in ("e4m3fn", "e5m2", "e8m0fnu", "e4m3fnuz", "e5m2fnuz")
+}
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:

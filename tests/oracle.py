@@ -22,7 +22,11 @@ AXES = ("b", "l", "o", "h", "t", "d")
 ITEMSIZE = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1, "bool": 1,
     "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
+    "float8_e8m0fnu": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
 }  # fmt: skip
+
+#: Two elements share a byte.
+PAIRED = ("float4_e2m1fn", "int4", "uint4")
 
 GUARD = 96  # bytes of guard before, between and after allocations
 

@@ -309,15 +309,16 @@ static void places() {
     for (auto& id : ids[side]) if (scanf("%%lld", &id) != 1) return;
     narrow[side].assign(ids[side].begin(), ids[side].end());
     const void* list = a.id_bytes == 8 ? static_cast<const void*>(ids[side].data()) : narrow[side].data();
-    char* inside = reinterpret_cast<char*>(a.payload) + side * 1024;
+    const uint64_t behind = sizeof(kvbm_part) + side * 1024;  // the one part
+    char* inside = reinterpret_cast<char*>(a.payload) + behind;
     memcpy(inside, list, a.num_pairs * a.id_bytes);
-    *field[side] = a.inline_mask >> side & 1 ? side * 1024 : reinterpret_cast<uint64_t>(list);
+    *field[side] = a.inline_mask >> side & 1 ? behind : reinterpret_cast<uint64_t>(list);
     if (a.inline_mask >> side & 16) *field[side] = 8;  // not to be followed
   }
   const uint64_t base = 0;
   const auto number = [](const void* p) { return static_cast<long long>(reinterpret_cast<intptr_t>(p)); };
   a.src_table = a.dst_table = reinterpret_cast<uint64_t>(&base);
-  a.src_id_stride = a.dst_id_stride = 1;
+  a.part[0].src_id_stride = a.part[0].dst_id_stride = 1;
   set_jobs(a, a.part[0], 0, 1, 1);
   for (int turn = 0; turn < 2; ++turn) {
     a.fault = turn ? reinterpret_cast<uint64_t>(&noted) : 0;

@@ -107,7 +107,7 @@ def test_every_file_is_listed_and_titled(name: str) -> None:
 def test_names() -> None:
     names = kvbm.layouts()
     assert names == sorted(set(names))
-    assert set(names) == {*matrix.orders(), *matrix.PADDED}
+    assert set(names) == {*matrix.orders(), *matrix.PADDED, *matrix.planar()}
 
 
 def test_fingerprints_differ_by_meaning() -> None:
@@ -255,13 +255,19 @@ def test_itemsize(dtype: str) -> None:
     from kvbm.shapes import ITEMSIZE
 
     assert ITEMSIZE[dtype] == oracle.ITEMSIZE[dtype]
-    assert kvbm.BlockShape(nl=1, no=1, nh=1, nt=1, hd=3, dtype=dtype).nbytes == 3 * oracle.ITEMSIZE[dtype]
+    assert kvbm.BlockShape(nl=1, no=1, nh=1, nt=1, hd=6, dtype=dtype).nbytes == 6 * oracle.ITEMSIZE[dtype]
 
 
 def test_dtypes_are_these() -> None:
     from kvbm.shapes import ITEMSIZE
 
-    assert set(ITEMSIZE) == set(oracle.ITEMSIZE)
+    assert set(ITEMSIZE) == {*oracle.ITEMSIZE, *oracle.PAIRED}
+
+
+@pytest.mark.parametrize("dtype", oracle.PAIRED)
+def test_two_elements_share_a_byte(dtype: str) -> None:
+    shape = kvbm.BlockShape(nl=3, no=2, nh=1, nt=5, hd=6, dtype=dtype)
+    assert (shape.itemsize, shape.pack, shape.nbytes) == (1, 2, 3 * 2 * 5 * 3)
 
 
 @pytest.mark.parametrize(

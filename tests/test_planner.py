@@ -35,10 +35,10 @@ def execute(
                     (step * getattr(mode, field, 0) for step, mode in zip(steps, modes, strict=True)), start=np.int64(0)
                 )
 
-            read = src_bases[part.src_table_offset + src_id * plan.src_id[0] + total("src_table")]
-            read = read + part.src_offset + src_id * plan.src_id[1] + total("src")
-            write = dst_bases[part.dst_table_offset + dst_id * plan.dst_id[0] + total("dst_table")]
-            write = write + part.dst_offset + dst_id * plan.dst_id[1] + total("dst")
+            read = src_bases[part.src_table_offset + src_id * part.src_id[0] + total("src_table")]
+            read = read + part.src_offset + src_id * part.src_id[1] + total("src")
+            write = dst_bases[part.dst_table_offset + dst_id * part.dst_id[0] + total("dst_table")]
+            write = write + part.dst_offset + dst_id * part.dst_id[1] + total("dst")
             read, write = np.broadcast_arrays(read, write)
             result[write] = source[read]
             np.add.at(written, write.ravel(), 1)

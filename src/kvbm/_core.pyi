@@ -11,7 +11,10 @@ from typing_extensions import Buffer
 _Int64s: TypeAlias = NDArray[np.int64] | Buffer
 _UInt64s: TypeAlias = NDArray[np.uint64] | Buffer
 # Offsets (4 numbers), outer modes (5 each), inner modes (3 each).
-_Part: TypeAlias = tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]]
+_Part: TypeAlias = (
+    tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]]
+    | tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]], tuple[int, int], int]
+)
 
 class _DeviceInfo(TypedDict):
     name: str
@@ -87,8 +90,8 @@ class Route:
         *,
         direct: Sequence[Copy],
         permute: Sequence[Copy],
-        move: Copy | None,
-        runs: Copy | None,
+        moves: Sequence[Copy],
+        runs: Sequence[Copy],
         src_bases: _UInt64s,
         dst_bases: _UInt64s,
         cuts: _UInt64s,

@@ -64,6 +64,7 @@ cdef extern from "kvbm.h" nogil:
         KVBM_MAX_OUTER
         KVBM_MAX_INNER
         KVBM_MAX_PARTS
+        KVBM_MAX_LAUNCHES
         KVBM_OK
         KVBM_NO_DRIVER
         KVBM_NOT_BUILT
@@ -93,13 +94,14 @@ cdef extern from "kvbm.h" nogil:
         int32_t src_table, dst_table
 
     ctypedef struct kvbm_part:
+        uint32_t word
         int64_t src_offset, dst_offset
+        int64_t src_id_stride, dst_id_stride
         int32_t src_table_offset, dst_table_offset
         kvbm_outer *outer
         kvbm_inner *inner
 
     ctypedef struct kvbm_args:
-        int64_t src_id_stride, dst_id_stride
         int64_t src_id_table, dst_id_table
         uint32_t num_parts
         uint32_t src_blocks, dst_blocks
@@ -136,10 +138,12 @@ cdef extern from "kvbm.h" nogil:
         uint32_t num_permute
         int *permute_kernel
         const kvbm_args **permute
-        const kvbm_args *move
+        uint32_t num_moves
+        const kvbm_args **moves
         uint64_t slot_block_bytes
         kvbm_ring *ring
-        const kvbm_args *runs
+        uint32_t num_runs
+        const kvbm_args **runs
         const uint64_t *src_bases
         const uint64_t *dst_bases
         const uint64_t *cuts
@@ -401,12 +405,13 @@ cdef class Copy:
     ----------
     kernel : str or None
         Name of a compiled kernel.  None: a loop nest of bytes for the copy engine, which a `Route` walks.
-    parts : sequence of (offsets, outer, inner)
-        One part, or two where K and V differ.  ``offsets`` is ``(src, dst, src_table, dst_table)``; ``outer`` holds
+    parts : sequence of (offsets, outer, inner) or (offsets, outer, inner, strides, word)
+        One part, or several: K and V, or planes.  ``offsets`` is ``(src, dst, src_table, dst_table)``; ``outer`` holds
         ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
         ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
+        ``strides``: bytes that a block id contributes in this part; ``word``: bytes of a word, for kernels of records.
     src_id, dst_id : tuple of two ints
-        What one block id contributes: ``(table entries, bytes)``.
+        What one block id contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
     src_blocks, dst_blocks : int
         Ids on the device that are not below these are not followed.
 
@@ -426,17 +431,18 @@ cdef class Copy:
                  int64_t dst_blocks=INDEX_LIMIT):
         cdef int index = _find_kernel(kernel) if kernel is not None else -1
         parts = tuple(parts)
-        if len(parts) > KVBM_MAX_PARTS or (index >= 0 and len(parts) != kvbm_kernels[index].parts):
+        if not 0 < len(parts) <= KVBM_MAX_PARTS or (
+                index >= 0 and kvbm_kernels[index].parts not in (0, len(parts))):
             raise PlanError(f"kernel {kernel!r} does not copy {len(parts)} part(s)")
         memset(&self.args, 0, sizeof(kvbm_args))
-        self.args.src_id_table, self.args.src_id_stride = src_id
-        self.args.dst_id_table, self.args.dst_id_stride = dst_id
+        self.args.src_id_table, self.args.dst_id_table = src_id[0], dst_id[0]
         self.args.src_blocks = <uint32_t> min(max(src_blocks, 0), INDEX_LIMIT)
         self.args.dst_blocks = <uint32_t> min(max(dst_blocks, 0), INDEX_LIMIT)
         self.args.num_parts = <uint32_t> len(parts)
-        for number, (offsets, outer, inner) in enumerate(parts):
+        for number, (offsets, outer, inner, *rest) in enumerate(parts):
+            strides, word = rest or ((src_id[1], dst_id[1]), 0)
             try:
-                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner))
+                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), strides, word)
             except OverflowError as error:
                 raise PlanError(f"part {number} of the plan for {kernel!r}: {error}") from None
         self.index = index
@@ -529,7 +535,7 @@ cdef int _take_uploaded(kvbm_batch *batch, Table src, Table dst, int device) exc
     return 0
 
 
-cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner) except -1:
+cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides, word) except -1:
     cdef int i
     if len(outer) > KVBM_MAX_OUTER or len(inner) > KVBM_MAX_INNER:
         raise PlanError(
@@ -537,6 +543,8 @@ cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner) except -
             f"expected at most {KVBM_MAX_OUTER} and {KVBM_MAX_INNER}"
         )
     part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset = offsets
+    part.src_id_stride, part.dst_id_stride = strides
+    part.word = word
     # Modes that are not used have extent 1 and stride 0, so that a loop over all of them is right too.
     for i in range(KVBM_MAX_OUTER):
         extent, src, dst, src_table, dst_table = outer[i] if i < len(outer) else (1, 0, 0, 0, 0)
@@ -1511,10 +1519,10 @@ cdef class Route:
         Kernels from pool to pool; empty if no kernel can reach both.
     permute : sequence of Copy
         Kernels between the device's pool and a slot.
-    move, runs : Copy or None
+    moves, runs : sequence of Copy
         Loop nests of bytes: between a slot and the far pool, and from pool to pool.
     src_bases, dst_bases : contiguous uint64 array
-        The tables as `move` and `runs` count them.
+        The tables as `moves` and `runs` count them.
     cuts : contiguous uint64 array
         Addresses that no copy of the engine may cross.
     gathers : bool
@@ -1549,7 +1557,7 @@ cdef class Route:
     cdef uint64_t submissions
 
     def __init__(self, int device, Table src not None, Table dst not None, int64_t src_blocks, int64_t dst_blocks, *,
-                 direct, permute, Copy move, Copy runs, const uint64_t[::1] src_bases, const uint64_t[::1] dst_bases,
+                 direct, permute, moves, runs, const uint64_t[::1] src_bases, const uint64_t[::1] dst_bases,
                  const uint64_t[::1] cuts, bint gathers, uint64_t slot_block_bytes, Ring ring, int max_sms,
                  bint same_pool, bint crosses, limits, bint may_choose, keep):
         cdef Copy copy
@@ -1558,13 +1566,14 @@ cdef class Route:
         memset(self.copies, 0, sizeof(self.copies))
         memset(self.blocks, 0, sizeof(self.blocks))
         self.submissions = 0
-        direct, permute, limits = tuple(direct), tuple(permute), tuple(limits)
-        if len(direct) > KVBM_MAX_PARTS or len(permute) > KVBM_MAX_PARTS or not 0 < len(limits) <= 8:
+        direct, permute, moves, runs, limits = tuple(direct), tuple(permute), tuple(moves), tuple(runs), tuple(limits)
+        if max(len(direct), len(permute), len(moves), len(runs)) > KVBM_MAX_LAUNCHES or not 0 < len(limits) <= 8:
             raise PlanError(
-                f"{len(direct)} and {len(permute)} kernels, {len(limits)} limits: expected at most 2, 2 and 1 to 8"
+                f"{len(direct)} and {len(permute)} kernels, {len(moves)} and {len(runs)} loop nests, {len(limits)} limits: "
+                f"expected at most {KVBM_MAX_LAUNCHES} each, and 1 to 8 limits"
             )
         self.src, self.dst, self.ring, self.keep = src, dst, ring, keep
-        self.owned = (direct, permute, move, runs, src_bases, dst_bases, cuts)
+        self.owned = (direct, permute, moves, runs, src_bases, dst_bases, cuts)
         self.route.device, self.route.crosses, self.route.same_pool = device, crosses, same_pool
         self.route.src_blocks, self.route.dst_blocks = src_blocks, dst_blocks
         self.route.max_ctas = <uint32_t> max_sms
@@ -1575,10 +1584,12 @@ cdef class Route:
         for i, copy in enumerate(permute):
             self.route.permute_kernel[i], self.route.permute[i] = copy.index, &copy.args
         self.route.num_permute = <uint32_t> len(permute)
-        if move is not None:
-            self.route.move = &move.args
-        if runs is not None:
-            self.route.runs = &runs.args
+        for i, copy in enumerate(moves):
+            self.route.moves[i] = &copy.args
+        self.route.num_moves = <uint32_t> len(moves)
+        for i, copy in enumerate(runs):
+            self.route.runs[i] = &copy.args
+        self.route.num_runs = <uint32_t> len(runs)
         if ring is not None:
             self.route.ring = ring.ring
         if src_bases is not None and src_bases.shape[0]:
@@ -1590,7 +1601,7 @@ cdef class Route:
         for i, (pairs, strategy) in enumerate(limits):
             self.limit[i], self.strategy_of[i] = pairs, strategy
             if strategy not in (0, 1, 2) or (strategy == 0 and not direct) or (strategy == 1 and ring is None) or (
-                    strategy == 2 and runs is None):
+                    strategy == 2 and not runs):
                 raise PlanError(f"strategy {strategy}: this route has nothing to run it with")
         self.num_limits, self.may_choose = <int> len(limits), may_choose
 

@@ -75,6 +75,7 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
             add(*forms, pairs=pairs)
     for word in _WORDS:
         add(Form("rows", MAX_OUTER, MAX_INNER, 0, word))  # any loop nest at all
+    add(Form("record", MAX_OUTER, MAX_INNER, 0, 0))
     for form in _few():
         add(form)
     return {name: sorted(found[name]) for name in sorted(found)}
@@ -92,6 +93,8 @@ def _asked(layouts: Sequence[Layout]) -> dict[tuple[Form, ...], set[Pair]]:
     work: dict[BlockShape, list[tuple[int, int]]] = {}
     chosen = list(aliases)
     for i, j in itertools.product(range(len(chosen)), repeat=2):
+        if {p.name for p in chosen[i].planes} != {p.name for p in chosen[j].planes}:
+            continue
         for shape in _shapes(*_sizes(chosen[i], chosen[j])):
             work.setdefault(shape, []).append((i, j))
     asked: dict[tuple[Form, ...], set[tuple[int, int]]] = {}
@@ -105,10 +108,14 @@ def _asked(layouts: Sequence[Layout]) -> dict[tuple[Form, ...], set[Pair]]:
             if src is None or dst is None:
                 continue
             try:
-                forms = between(src, dst, "").forms()
+                made = between(src, dst, "")
             except PlanError:
                 continue  # not a copy at this shape; whoever asks for the pair is told so
-            asked.setdefault(forms, set()).add(pair)
+            if src.parts:
+                for launch in made.launches():
+                    asked.setdefault(Form.parse(launch.kernel), set()).add(pair)
+            else:
+                asked.setdefault(made.forms(), set()).add(pair)
     names = list(aliases.values())
     return {
         forms: {named for i, j in pairs for named in itertools.product(names[i], names[j])}
@@ -124,19 +131,44 @@ def _legal(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved | Non
         return None
 
 
-def _sizes(src: Layout, dst: Layout) -> tuple[tuple[int, ...], bool]:
-    """By what each axis is split, in the order of `_GENERIC`, and whether K and V share a launch."""
-    terms = [term for layout in (src, dst) for order in layout.orders for term in order.terms if term.steps]
+def _sizes(src: Layout, dst: Layout) -> tuple[tuple[int, ...], bool, tuple[int, ...]]:
+    """By what each axis is split, in the order of `_GENERIC`, whether K and V share a launch, and widths of a head."""
+    orders = [*src.orders, *dst.orders, *(order for plane in (*src.planes, *dst.planes) for order in plane.orders)]
+    terms = [term for order in orders for term in order.terms if term.steps]
     splits = (
         math.lcm(*(size for term in terms if axis in term.axes for _, size, _ in term.steps)) for axis in _GENERIC
     )
-    return tuple(splits), max(len(src.orders), len(dst.orders)) == 2
+    widths = tuple(width for width in _WIDTHS if all(_takes(layout, width) for layout in (src, dst)))[:2]
+    return tuple(splits), max(len(src.orders), len(dst.orders)) == 2, widths if src.extra or dst.extra else ()
+
+
+#: Elements of a head at which sizes of further axes come out whole, such as (hd - 64) // 128.
+_WIDTHS = (176, 576, 128, 256, 1472, 64)
 
 
 @functools.cache
-def _shapes(splits: tuple[int, ...], joined: bool) -> tuple[BlockShape, ...]:
+def _takes(layout: Layout, width: int) -> bool:
+    """Whether the layout's own axes have a size at this width."""
+    names = {"nb": 1, "nl": 1, "no": 2, "nh": 1, "nt": 128, "hd": width, "es": 1}
+    try:
+        for _, expression in layout.extra:
+            expression.evaluate(names)
+        layout.resolve(BlockShape(1, 1 if "o" not in _axes(layout) else 2, 1, 128, width, "uint8"), 1)
+    except LayoutError:
+        return False
+    return True
+
+
+def _axes(layout: Layout) -> set[str]:
+    return {axis for order in layout.orders for term in order.terms for axis in term.axes}
+
+
+@functools.cache
+def _shapes(splits: tuple[int, ...], joined: bool, widths: tuple[int, ...]) -> tuple[BlockShape, ...]:
     """Small shapes with every combination of axes of one, axes that just fill their splits, and larger ones."""
     choices = [[1, split, generic * split] for split, generic in zip(splits, _GENERIC.values(), strict=True)]
+    if widths:
+        choices[-1] = list(widths)
     # Where K and V share a launch, what is joined depends on whether whole words of tokens can be turned, and on the width.
     dtypes = ("uint8", "bfloat16", "float32", "float64") if joined else ("bfloat16",)
     if joined:
@@ -160,6 +192,9 @@ def _few() -> Iterator[Form]:
 
 def _variants(form: Form) -> Iterator[Form]:
     """The same structure for every element size and alignment."""
+    if form.kind == "record":
+        yield form
+        return
     if form.kind == "tile":
         for element in _WORDS:
             for word in {WIDEST, element}:
@@ -206,6 +241,12 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
     return files
 
 
+def _parts(name: str) -> int:
+    """Parts of a launch; 0 where it takes any number."""
+    forms = Form.parse(name)
+    return 0 if forms[0].kind == "record" else len(forms)
+
+
 def _types(name: str) -> str:
     """Template arguments of a kernel."""
     forms = Form.parse(name)
@@ -213,6 +254,8 @@ def _types(name: str) -> str:
     threads = "kTileThreads" if any(form.kind == "tile" for form in forms) else "kRowThreads"
 
     def of(form: Form) -> str:
+        if form.kind == "record":
+            return f"Record<{_commas(form.outer, form.inner)}>"
         if form.kind == "tile":
             sizes = [form.outer, form.inner, form.element, form.word]
             return f"Tile<{_commas(*sizes, *(['kFewTeams'] if form.few else []))}>"
@@ -235,6 +278,9 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
             square = WIDEST // form.element if form.word > form.element else 1
             turned = f" by {square} x {square} elements in registers" if square > 1 else ""
             inside = f"turn B x A, elements of {form.element} B, words of {form.word} B{turned}"
+        elif form.kind == "record":
+            loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
+            inside = "copy a run of the plane's words"
         else:
             loops += [f"row{k}" for k in reversed(range(1, form.inner))]
             inside = f"copy a run of {form.word}-byte words"
@@ -251,9 +297,7 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
 
 
 def _host(names: Mapping[str, Sequence[Pair]], images: Mapping[str, int]) -> str:
-    rows = "\n".join(
-        f"  KVBM_KERNEL({name}, {images[name]}, {len(Form.parse(name))}, {_types(name)})" for name in names
-    )
+    rows = "\n".join(f"  KVBM_KERNEL({name}, {images[name]}, {_parts(name)}, {_types(name)})" for name in names)
     return (
         "// kernels_host.cpp: written by `kvbm codegen`; an edit is lost with the next build.\n"
         "// The same kernels for the host, and the table through which both are found.\n"

@@ -129,8 +129,8 @@ _Arrays = tuple[int, tuple[object, ...], tuple[int, ...]]
 def _arrays(resolved: Resolved) -> _Arrays:
     """All that can be seen of the arrays: how many, and shape and strides of each."""
     kinds = [
-        (shape, tuple(stride if extent > 1 else 0 for extent, stride in zip(shape, strides, strict=True)))
-        for shape, strides, _ in resolved.kinds  # the stride of an axis of one element is never stepped
+        (kind.shape, tuple(s if n > 1 else 0 for n, s in zip(kind.shape, kind.strides, strict=True)), kind.dtype)
+        for kind in resolved.kinds  # the stride of an axis of one element is never stepped
     ]
     alike = len(set(kinds)) == 1
     return (resolved.table_size, (kinds[0],) if alike else tuple(kinds), () if alike else (*resolved.kind_of_entry,))
@@ -150,12 +150,14 @@ class _Step(NamedTuple):
     table: int
 
 
-_Places = tuple[tuple[int, int, tuple[_Step, ...]], ...]
+_Places = tuple[tuple[object, ...], ...]
 
 
 def _places(resolved: Resolved) -> _Places:
-    """The map from coordinates to addresses in a form that is equal where the maps are: K's, then V's."""
-    places = []
+    """The map from coordinates to addresses in a form that is equal where the maps are: K's, then V's, plane by plane."""
+    if resolved.parts:
+        return tuple((part.plane, part.shape.dtype, *_places(part)) for part in resolved.parts)
+    places: list[tuple[object, ...]] = []
     for o in range(resolved.shape.no):
         offset, entry = resolved.bases[min(o, len(resolved.orders) - 1)]
         kept = []

@@ -6,6 +6,9 @@ Three levels, each a frozen value:
 * `Layout`: a named order (or one for K and one for V) with its pitches and extra axes;
 * `Resolved`: a layout at a block shape and a number of blocks: every term has become a `Piece` with strides.
 
+A layout may hold several *planes*: quantised data, their scales, positions in another precision.  Each is a layout of its
+own, with its own dtype and axes; together they fill a record, a page, or neighbouring tensors.
+
 `refine` and `coalesce` are the two operations of the algebra; both are tested against every coordinate.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +26,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from .errors import LayoutError
-from .shapes import BlockShape
+from .shapes import ITEMSIZE, BlockShape
 
 __all__ = [
     "Allocation",
@@ -31,6 +35,7 @@ __all__ = [
     "Mode",
     "Order",
     "Piece",
+    "Plane",
     "Resolved",
     "Term",
     "coalesce",
@@ -124,13 +129,18 @@ class Term:
         ``("/" or "%", size, size is in bytes)``.
     opaque : bool
         The axes are contiguous and their order is not promised.
+    planes : bool
+        The names are planes, one after the other.
     """
 
     axes: tuple[str, ...]
     steps: tuple[tuple[str, int, bool], ...] = ()
     opaque: bool = False
+    planes: bool = False
 
     def __str__(self) -> str:
+        if self.planes:
+            return "<" + " ".join(self.axes) + ">"
         if self.opaque:
             return "{" + " ".join(self.axes) + "}"
         head = self.axes[0] if len(self.axes) == 1 else "(" + " ".join(self.axes) + ")"
@@ -140,8 +150,8 @@ class Term:
         """Size of the fused axes before any split."""
         return sizes[self.axes[0]] if len(self.axes) == 1 else math.prod(sizes[axis] for axis in self.axes)
 
-    def cut(self, sizes: Mapping[str, int], itemsize: int) -> tuple[int, int]:
-        """The term as ``(index // divisor) % extent``.
+    def cut(self, sizes: Mapping[str, int], itemsize: int, pack: int = 1) -> tuple[int, int]:
+        """The term as ``(index // divisor) % extent``, in elements: `pack` of them are `itemsize` bytes.
 
         Raises
         ------
@@ -150,7 +160,7 @@ class Term:
         """
         divisor, extent = 1, self.extent(sizes)
         for op, size, in_bytes in self.steps:
-            count, rest = divmod(size, itemsize) if in_bytes else (size, 0)
+            count, rest = divmod(size * pack, itemsize) if in_bytes else (size, 0)
             if rest or count < 1:
                 raise LayoutError(f"'{self}': {size} bytes are not a whole number of {itemsize}-byte elements")
             if extent % count:
@@ -194,6 +204,50 @@ class Pitch:
     expression: Expression
     in_bytes: bool
 
+    def __str__(self) -> str:
+        return self.expression.text.replace(" ", "") + ("B" if self.in_bytes else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One kind of elements of a block, where it holds several: quantised data, scales, positions.
+
+    Parameters
+    ----------
+    name : str
+        What the layouts of a conversion must agree on.
+    orders : tuple of Order
+        Its own terms, inside what all planes share: one order, or one for K and one for V.
+    dtype : str, optional
+        The shape's where it is not given.
+    offset : Expression, optional
+        Bytes from the start of the record (what the planes share) to the plane; behind the plane before if not given.
+    pitch : tuple of (str, Pitch)
+        As for `Layout`, of its own terms; sorted.
+    shared : tuple of str
+        Axes of the shape along which it has one value for all: a scale for all tokens of a block.
+    """
+
+    name: str
+    orders: tuple[Order, ...]
+    dtype: str | None = None
+    offset: Expression | None = None
+    pitch: tuple[tuple[str, Pitch], ...] = ()
+    shared: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = " / ".join(map(str, self.orders))
+        dtype = f" {self.dtype}" if self.dtype else ""
+        at = f" at {self.offset.text} B" if self.offset else ""
+        return f"{self.name}: {text}{dtype}{at}"
+
+    @property
+    def meaning(self) -> str:
+        """All of it in a line; equal where two planes mean the same."""
+        pitch = " ".join(f"{term}={p}" for term, p in self.pitch)
+        shared = " ".join(self.shared)
+        return f"{self} pitch {pitch} shared {shared}"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -207,6 +261,8 @@ class Layout:
         Term text → distance between neighbours; sorted.
     extra : tuple of (str, Expression)
         Axes beyond `AXES` and their sizes; sorted.
+    planes : tuple of Plane
+        Where a block holds several kinds of elements; then there is one order, of what they share, with a term for them.
     name, title, file, used_by, read_from
         For people; they do not change what the layout means.
     """
@@ -214,6 +270,7 @@ class Layout:
     orders: tuple[Order, ...]
     pitch: tuple[tuple[str, Pitch], ...] = ()
     extra: tuple[tuple[str, Expression], ...] = ()
+    planes: tuple[Plane, ...] = ()
     name: str = field(default="", compare=False)
     title: str = field(default="", compare=False)
     file: str = field(default="", compare=False)
@@ -225,7 +282,9 @@ class Layout:
 
     @property
     def order_text(self) -> str:
-        """The declared order, e.g. ``[b l o] t h d``, or ``k: … v: …``."""
+        """The declared order, e.g. ``[b l o] t h d``, or ``k: … v: …``, or ``[l] b t <data scale>`` and its planes."""
+        if self.planes:
+            return f"{self.orders[0]}, {', '.join(map(str, self.planes))}"
         if len(self.orders) == 1:
             return str(self.orders[0])
         return f"k: {self.orders[0]} v: {self.orders[1]}"
@@ -243,10 +302,16 @@ class Layout:
             f"pitch {term} {p.expression.text.replace(' ', '')} {'B' if p.in_bytes else ''}" for term, p in self.pitch
         ]
         meaning += [f"axis {axis} {expression.text.replace(' ', '')}" for axis, expression in self.extra]
+        meaning += [f"plane {plane.meaning}" for plane in self.planes]
         return hashlib.blake2b("\n".join(meaning).encode(), digest_size=8).hexdigest()
 
     def __hash__(self) -> int:  # plans are looked up by their layouts, and a text remembers its hash
         return hash(self.fingerprint)
+
+    @property
+    def where(self) -> str:
+        """File and line of the order, or the name."""
+        return self.orders[0].where or self.name
 
     @property
     def b_in_table(self) -> bool:
@@ -267,13 +332,18 @@ class Layout:
         sizes = {"b": num_blocks, **shape.sizes}
         names = {f"n{axis}": size for axis, size in sizes.items()} | {"hd": shape.hd, "es": shape.itemsize}
         for axis, expression in self.extra:
-            sizes[axis] = expression.evaluate(names)
+            try:
+                sizes[axis] = expression.evaluate(names)
+            except LayoutError as error:
+                raise LayoutError(f"{self.where}: axis '{axis}': {error} (at {shape})") from None
+        if self.planes:
+            return _resolve_planes(self, shape, num_blocks, sizes, names)
         if len(self.orders) == 2 and shape.no > 2:
             raise LayoutError(f"{self.name}: K and V have orders of their own, so no must be 1 or 2, got {shape.no}")
         resolved = []
         for order in self.orders[: shape.no]:
             try:
-                resolved.append(_resolve_order(order, dict(self.pitch), sizes, names, shape.itemsize))
+                resolved.append(_resolve_order(order, dict(self.pitch), sizes, names, shape))
             except LayoutError as error:
                 raise LayoutError(f"{order.where or self.name}: {error} (at {shape})") from None
         if len(resolved) == 2 and not any(term.axes == ("o",) for term in self.orders[0].table):
@@ -288,20 +358,45 @@ class Layout:
 
 
 def _resolve_order(
-    order: Order, pitch: Mapping[str, Pitch], sizes: Mapping[str, int], names: Mapping[str, int], itemsize: int
+    order: Order, pitch: Mapping[str, Pitch], sizes: Mapping[str, int], names: Mapping[str, int], shape: BlockShape
 ) -> tuple[Piece, ...]:
+    itemsize, pack = shape.itemsize, shape.pack
     # Most orders name every axis of the shape once and split none: then there is nothing to look for.
     if not order.whole or sizes.keys() != order.whole:
-        _require_cover(order, sizes, itemsize)
-    pieces: list[Piece] = []
+        _require_cover(order, sizes, itemsize, pack)
+    pieces, _ = _inner_pieces(order.inner, pitch, sizes, names, itemsize, pack, itemsize)
+    return tuple(_table_pieces(order.table, sizes, itemsize, pack) + pieces)
+
+
+def _table_pieces(terms: Sequence[Term], sizes: Mapping[str, int], itemsize: int, pack: int) -> list[Piece]:
+    """The axes that pick allocations, fastest first."""
+    pieces = []
     entries = 1
-    for term in reversed(order.table):
-        divisor, extent = term.cut(sizes, itemsize)
+    for term in reversed(terms):
+        divisor, extent = (1, len(term.axes)) if term.planes else term.cut(sizes, itemsize, pack)
         pieces.append(Piece(term, divisor, extent, stride=0, table=entries))
         entries *= extent
-    held = itemsize
-    for term in reversed(order.inner):
-        divisor, extent = term.cut(sizes, itemsize)
+    return pieces
+
+
+def _inner_pieces(
+    terms: Sequence[Term],
+    pitch: Mapping[str, Pitch],
+    sizes: Mapping[str, int],
+    names: Mapping[str, int],
+    itemsize: int,
+    pack: int,
+    held: int,
+) -> tuple[list[Piece], int]:
+    """The axes inside an allocation, fastest first, around `held` bytes; and the bytes that they hold together."""
+    pieces = []
+    packed = pack
+    for term in reversed(terms):
+        divisor, extent = term.cut(sizes, itemsize, pack)
+        if packed > 1 and extent > 1:
+            if extent % packed:
+                raise LayoutError(f"'{term}': {packed} elements share a byte, and {extent} are no multiple of that")
+            divisor, extent, packed = divisor * packed, extent // packed, 1
         stride = held
         if pitch and (declared := pitch.get(str(term))):
             stride = declared.expression.evaluate(names) * (1 if declared.in_bytes else itemsize)
@@ -311,14 +406,17 @@ def _resolve_order(
                 )
         pieces.append(Piece(term, divisor, extent, stride=stride, table=0))
         held = stride * extent
-    return tuple(pieces)
+    if packed > 1:
+        raise LayoutError(f"{packed} elements share a byte; expected an axis of {packed} or more outside brackets")
+    return pieces, held
 
 
-def _require_cover(order: Order, sizes: Mapping[str, int], itemsize: int) -> None:
+def _require_cover(order: Order, sizes: Mapping[str, int], itemsize: int, pack: int) -> None:
     """Every axis appears, in one fused group, and the pieces of each group cover it exactly once."""
     groups: dict[tuple[str, ...], list[Term]] = {}
     for term in order.terms:
-        groups.setdefault(term.axes, []).append(term)
+        if not term.planes:
+            groups.setdefault(term.axes, []).append(term)
     home: dict[str, tuple[str, ...]] = {}
     for group in groups:
         for axis in group:
@@ -334,7 +432,7 @@ def _require_cover(order: Order, sizes: Mapping[str, int], itemsize: int) -> Non
             )
     for group, terms in groups.items():
         expected, total = 1, terms[0].extent(sizes)
-        for divisor, extent, text in sorted((*term.cut(sizes, itemsize), str(term)) for term in terms):
+        for divisor, extent, text in sorted((*term.cut(sizes, itemsize, pack), str(term)) for term in terms):
             # A piece of extent one may share its divisor with its neighbour: it holds nothing.
             if extent > 1 and divisor != expected:
                 raise LayoutError(
@@ -359,6 +457,148 @@ def _require_agreement_outside_o(layout: Layout, orders: Sequence[tuple[Piece, .
         raise LayoutError(
             f"{layout.name}: K and V share an allocation, so their orders must agree up to and including 'o'"
         )
+
+
+# ---- planes --------------------------------------------------------------------------------------------------------
+
+
+def _resolve_planes(
+    layout: Layout, shape: BlockShape, num_blocks: int, sizes: Mapping[str, int], names: Mapping[str, int]
+) -> Resolved:
+    """Every plane as a layout of its own, and the records that they fill together checked."""
+    outer = layout.orders[0]
+    apart = any(term.planes for term in outer.table)
+    found: list[_Found] = []
+    end = 0
+    for plane in layout.planes:
+        try:
+            one = _find_plane(layout, plane, shape, sizes, names, 0 if apart else end)
+        except LayoutError as error:
+            raise LayoutError(
+                f"{plane.orders[0].where or layout.name}: plane '{plane.name}': {error} (at {shape})"
+            ) from None
+        found.append(one)
+        end = max(end, one.offset + one.held)
+    try:
+        if not apart:
+            _require_apart(found)
+        planes = [
+            _place_plane(layout, index, one, names, one.held if apart else end) for index, one in enumerate(found)
+        ]
+    except LayoutError as error:
+        raise LayoutError(f"{layout.where}: {error} (at {shape})") from None
+    parts = tuple(
+        Resolved(
+            layout,
+            one.shape,
+            num_blocks,
+            one.sizes,
+            orders,
+            ((one.offset, entry), (one.offset, entry)),
+            plane=one.plane.name,
+        )
+        for one, (orders, entry) in zip(found, planes, strict=True)
+    )
+    return Resolved(
+        layout, shape, num_blocks, MappingProxyType(dict(sizes)), (), parts=parts, record=0 if apart else end
+    )
+
+
+class _Found(NamedTuple):
+    """A plane inside its record."""
+
+    plane: Plane
+    shape: BlockShape
+    sizes: Mapping[str, int]
+    orders: list[list[Piece]]
+    offset: int
+    held: int
+
+
+def _find_plane(
+    layout: Layout, plane: Plane, shape: BlockShape, sizes: Mapping[str, int], names: Mapping[str, int], end: int
+) -> _Found:
+    outer = layout.orders[0]
+    own = replace(shape, dtype=plane.dtype) if plane.dtype else shape
+    names = {**names, "es": own.itemsize}
+    here = {
+        axis for order in plane.orders for term in (*outer.terms, *order.terms) if not term.planes for axis in term.axes
+    }
+    for axis in plane.shared:
+        if axis in here:
+            raise LayoutError(f"axis '{axis}' is shared by all elements, so it cannot stand in the order")
+    # The elements of a plane are its own; blocks, layers, heads and tokens are everybody's.
+    mine = {a: n for a, n in sizes.items() if a in here or (a in AXES and a != "d" and a not in plane.shared)}
+    orders, held = [], []
+    for order in plane.orders[: shape.no]:
+        _require_cover(Order(outer.table, (*outer.inner, *order.inner)), mine, own.itemsize, own.pack)
+        pieces, size = _inner_pieces(order.inner, dict(plane.pitch), mine, names, own.itemsize, own.pack, own.itemsize)
+        orders.append(pieces)
+        held.append(size)
+    if len(set(held)) > 1:
+        raise LayoutError(f"K holds {held[0]} bytes and V {held[1]}: expected the same, as both fill one record")
+    offset = plane.offset.evaluate(names, minimum=0) if plane.offset else end
+    return _Found(plane, own, MappingProxyType(mine), orders, offset, held[0])
+
+
+def _place_plane(
+    layout: Layout, index: int, found: _Found, names: Mapping[str, int], record: int
+) -> tuple[tuple[tuple[Piece, ...], ...], int]:
+    """Its pieces, those that all planes share included, and its first entry of the table."""
+    outer, shape = layout.orders[0], found.shape
+    table = _table_pieces(outer.table, found.sizes, shape.itemsize, shape.pack)
+    entry = sum(index * piece.table for piece in table if piece.term.planes)
+    table = [piece for piece in table if not piece.term.planes]
+    shared = [term for term in outer.inner if not term.planes]
+    around, _ = _inner_pieces(shared, dict(layout.pitch), found.sizes, names, shape.itemsize, 1, record)
+    return tuple(tuple(table + own + around) for own in found.orders), entry
+
+
+def _require_apart(found: Sequence[_Found]) -> None:
+    """No two planes of a record share a byte."""
+    for index, one in enumerate(found):
+        for other in found[index + 1 :]:
+            for a, b in itertools.product(one.orders[:], other.orders[:]):
+                if _meet(_boxes(a), one.offset, one.shape.itemsize, _boxes(b), other.offset, other.shape.itemsize):
+                    raise LayoutError(
+                        f"planes '{one.plane.name}' (bytes {one.offset} to {one.offset + one.held} of a record) and "
+                        f"'{other.plane.name}' ({other.offset} to {other.offset + other.held}) overlap"
+                    )
+
+
+def _boxes(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
+    """Extents and strides, slowest first, without steps that stay."""
+    return tuple((piece.extent, piece.stride) for piece in reversed(pieces) if piece.extent > 1)
+
+
+def _meet(
+    a: Sequence[tuple[int, int]], a_start: int, a_size: int, b: Sequence[tuple[int, int]], b_start: int, b_size: int
+) -> bool:
+    """Whether two nests of steps share a byte: exact, and quick where both step alike."""
+    if a_start >= b_start + _reach(b, b_size) or b_start >= a_start + _reach(a, a_size):
+        return False
+    if not a and not b:
+        return True
+    if a and b and a[0] == b[0]:
+        # Both go on in step: what matters is how far apart two turns are, and only near ones can meet.
+        (extent, stride), *inner_a = a
+        inner_b = b[1:]
+        near = (_reach(inner_a, a_size) + _reach(inner_b, b_size) + abs(a_start - b_start)) // stride + 1
+        return any(
+            _meet(inner_a, a_start + shift * stride, a_size, inner_b, b_start, b_size)
+            for shift in range(-min(near, extent - 1), min(near, extent - 1) + 1)
+        )
+    if b and (not a or _reach(b, b_size) > _reach(a, a_size)):
+        a, a_start, a_size, b, b_start, b_size = b, b_start, b_size, a, a_start, a_size
+    (extent, stride), *inner = a
+    first = max(0, (b_start - a_start - _reach(inner, a_size)) // stride)
+    last = min(extent - 1, (b_start + _reach(b, b_size) - a_start) // stride)
+    return any(_meet(inner, a_start + turn * stride, a_size, b, b_start, b_size) for turn in range(first, last + 1))
+
+
+def _reach(steps: Sequence[tuple[int, int]], size: int) -> int:
+    """Bytes from the first to behind the last."""
+    return size + sum((extent - 1) * stride for extent, stride in steps)
 
 
 # ---- what is resolved ----------------------------------------------------------------------------------------------
@@ -408,11 +648,14 @@ class Allocation:
     label : str
         Which one, e.g. ``"l=3 o=1"``; empty where there is only one.
     axes : tuple of str
-        Terms, slowest first; ``("elements",)`` where K and V lie in one array in different orders.
+        Terms, slowest first; at the end ``"elements"`` where K and V lie in one array in different orders, and ``"bytes"``
+        where planes do.
     shape, strides : tuple of int
-        Elements along each axis; bytes between neighbours.
+        Items along each axis; bytes between neighbours.
     nbytes : int
         Extent in bytes, padding included.
+    dtype : str
+        Of an item; ``"uint8"`` where planes share the array.
     """
 
     label: str
@@ -420,6 +663,22 @@ class Allocation:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     nbytes: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an item."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first to behind the last item."""
+        return sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.itemsize
+
+    @property
+    def is_record(self) -> bool:
+        """Whether several planes share it, so that its elements are of no one dtype."""
+        return self.axes[-1:] == ("bytes",)
 
 
 @dataclass(frozen=True)
@@ -431,9 +690,15 @@ class Resolved:
     sizes : mapping of str to int
         Extent of every axis.
     orders : tuple of tuple of Piece
-        The pieces of K (or of both) and of V, fastest first.
+        The pieces of K (or of both) and of V, fastest first; none where there are planes.
     bases : tuple of (int, int)
-        Bytes and table entries at which K (or both) and V start: not zero for a range of layers.
+        Bytes and table entries at which K (or both) and V start: not zero for a range of layers, or a plane.
+    parts : tuple of Resolved
+        One a plane, each with its own shape (of its dtype) and sizes, where the layout has planes.
+    record : int
+        Bytes that planes fill together, gaps between them included; 0 where each has arrays of its own.
+    plane : str
+        Of which plane this is; empty for a whole layout.
     """
 
     layout: Layout
@@ -442,6 +707,14 @@ class Resolved:
     sizes: Mapping[str, int]
     orders: tuple[tuple[Piece, ...], ...]
     bases: tuple[tuple[int, int], ...] = ((0, 0), (0, 0))
+    parts: tuple[Resolved, ...] = ()
+    record: int = 0
+    plane: str = ""
+
+    @property
+    def planes(self) -> tuple[Resolved, ...]:
+        """One a kind of elements: its planes, or itself."""
+        return self.parts or (self,)
 
     def pieces(self, o: int = 0) -> tuple[Piece, ...]:
         """Pieces of the order that `o` (0 = K, 1 = V) follows, fastest first."""
@@ -478,18 +751,33 @@ class Resolved:
 
     @cached_property
     def id_steps(self) -> tuple[int, int]:
-        """Table entries and bytes that a block id steps."""
-        piece = next(piece for piece in self.orders[0] if piece.term.axes == ("b",))
+        """Table entries and bytes that a block id steps; of the first plane where these lie in arrays of their own."""
+        piece = next(piece for piece in self.planes[0].orders[0] if piece.term.axes == ("b",))
         return (piece.table, piece.stride)
 
     @property
     def table_size(self) -> int:
         """Number of allocations."""
-        return math.prod(piece.extent for piece in self.orders[0] if piece.table)
+        picked = math.prod(piece.extent for piece in self.planes[0].orders[0] if piece.table)
+        return picked * (len(self.parts) if self.apart else 1)
+
+    @property
+    def apart(self) -> bool:
+        """Whether each plane has arrays of its own."""
+        return bool(self.parts) and not self.record
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that the elements of a block hold, padding not counted."""
+        return sum(math.prod(part.extents.values()) // part.shape.pack * part.shape.itemsize for part in self.planes)
 
     @cached_property
-    def _inside(self) -> tuple[Allocation, ...]:
-        """The one kind of allocation, or K's and V's."""
+    def kinds(self) -> tuple[Allocation, ...]:
+        """Each kind of allocation, without label: one; K's and V's; one a plane, or what all planes share."""
+        if self.apart:
+            return tuple(kind for part in self.parts for kind in part.kinds)
+        if self.parts:
+            return (self._record,)
         made = []
         for pieces in self.orders:
             inner = [piece for piece in reversed(pieces) if not piece.table]
@@ -499,12 +787,28 @@ class Resolved:
                 tuple(piece.extent for piece in inner),
                 tuple(piece.stride for piece in inner),
             )
-            made.append(Allocation("", axes, shape, strides, nbytes))
+            made.append(Allocation("", axes, shape, strides, nbytes, self.shape.dtype))
         if len(made) == 2 and self._o_of_entry is None:
             # K and V lie in one allocation in different orders: no shape says that, so it is a row of elements.
             size, itemsize = made[0].nbytes, self.shape.itemsize
-            return (Allocation("", ("elements",), (size // itemsize,), (itemsize,), size),)
+            return (Allocation("", ("elements",), (size // itemsize,), (itemsize,), size, self.shape.dtype),)
         return tuple(made)
+
+    @property
+    def _record(self) -> Allocation:
+        """What planes share: the axes around a record, and its bytes."""
+        around = sum(not term.planes for term in self.layout.orders[0].inner)
+        outer = [piece for piece in reversed(self.parts[0].orders[0]) if not piece.table][:around]
+        held = self.record
+        nbytes = outer[0].stride * outer[0].extent if outer else held
+        return Allocation(
+            "",
+            (*(str(piece.term) for piece in outer), "bytes"),
+            (*(piece.extent for piece in outer), held),
+            (*(piece.stride for piece in outer), 1),
+            nbytes,
+            "uint8",
+        )
 
     @property
     def _o_of_entry(self) -> Piece | None:
@@ -513,36 +817,63 @@ class Resolved:
     @property
     def first(self) -> Allocation:
         """The first allocation, without its label."""
-        return self._inside[0]
-
-    @cached_property
-    def kinds(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
-        """Shape, strides in bytes and element size of each kind of allocation: one, or K's and V's."""
-        return tuple((a.shape, a.strides, self.shape.itemsize) for a in self._inside)
+        return self.kinds[0]
 
     @cached_property
     def kind_of_entry(self) -> Sequence[int]:
         """Which of `kinds` each table entry is."""
+        if self.parts:
+            kinds, before = [0] * self.table_size, 0
+            for part in self.parts if self.apart else ():
+                for entry, kind in enumerate(part.kind_of_entry):
+                    kinds[self._entry_of_plane(part, entry)] = before + kind
+                before += len(part.kinds)
+            return kinds
         o = self._o_of_entry
-        if len(self._inside) == 1 or o is None:
+        if len(self.kinds) == 1 or o is None:
             return [0] * self.table_size
-        return [entry // o.table % o.extent for entry in range(self.table_size)]
+        return [entry // o.table % o.extent for entry in range(self._entries)]
+
+    @property
+    def _entries(self) -> int:
+        """Table entries that this layout, or plane of one, has for itself."""
+        return math.prod(piece.extent for piece in self.orders[0] if piece.table)
+
+    def _entry_of_plane(self, part: Resolved, index: int) -> int:
+        """Entry of the whole table for entry `index` of those that a plane has for itself."""
+        entry = part.bases[0][1]
+        for piece in part.orders[0]:
+            if piece.table:
+                entry += index % piece.extent * piece.table
+                index //= piece.extent
+        return entry
 
     @cached_property
     def allocations(self) -> tuple[Allocation, ...]:
         """Every array of the pool, in table order."""
-        table = [piece for piece in reversed(self.orders[0]) if piece.table]
-        made = []
-        for entry, kind in enumerate(self.kind_of_entry):
-            inside = self._inside[kind]
-            label = " ".join(f"{piece.term}={entry // piece.table % piece.extent}" for piece in table)
-            made.append(Allocation(label, inside.axes, inside.shape, inside.strides, inside.nbytes))
+        made: list[Allocation] = []
+        labels = self._labels
+        for label, kind in zip(labels, self.kind_of_entry, strict=True):
+            made.append(replace(self.kinds[kind], label=label))
         return tuple(made)
+
+    @property
+    def _labels(self) -> list[str]:
+        """What each table entry is called: ``l=3 o=1``, ``scale l=3``."""
+        labels = [""] * self.table_size
+        for part in self.planes if self.apart else self.planes[:1]:
+            table = [piece for piece in reversed(part.orders[0]) if piece.table]
+            for index in range(part._entries):
+                entry = self._entry_of_plane(part, index)
+                name = [part.plane] if self.apart else []
+                at = entry - part.bases[0][1]
+                labels[entry] = " ".join([*name, *(f"{p.term}={at // p.table % p.extent}" for p in table)])
+        return labels
 
     @property
     def nbytes(self) -> int:
         """Bytes of all allocations, padding included."""
-        return sum(inside.nbytes for inside in self._inside) * self.table_size // len(self._inside)
+        return sum(self.kinds[kind].nbytes for kind in self.kind_of_entry)
 
     def address(self, block: int, /, **coords: int) -> tuple[int, int]:
         """Where one element lies.
@@ -559,6 +890,8 @@ class Resolved:
         tuple of int
             Index of the allocation, byte offset inside it.
         """
+        if self.parts:
+            raise LayoutError(f"{self.layout.name}: expected a plane, as it has {len(self.parts)}: ask one of `planes`")
         at = {"b": block, **coords}
         offset, entry = self.bases[min(at.get("o", 0), len(self.orders) - 1)]
         for piece in self.pieces(at.get("o", 0)):
@@ -578,6 +911,9 @@ class Resolved:
         LayoutError
             The axis ``l`` is split or fused with others, so that a range of it is no loop.
         """
+        if self.parts:
+            sizes = MappingProxyType({**self.sizes, "l": count})
+            return replace(self, sizes=sizes, parts=tuple(part.layers(first, count) for part in self.parts))
         orders, bases = [], []
         for order, (offset, entry) in zip(self.orders, self.bases, strict=False):
             mine = [piece for piece in order if "l" in piece.term.axes]
@@ -593,13 +929,18 @@ class Resolved:
         return replace(self, sizes=sizes, orders=tuple(orders), bases=tuple(bases))
 
     def packed(self) -> Resolved:
-        """The elements of a block in this layout's order without gaps, one block after the other in one allocation."""
-        nbytes = math.prod(size for axis, size in self.sizes.items() if axis != "b") * self.shape.itemsize
+        """The elements of a block in this layout's order without gaps, one block after the other in one allocation.
+
+        Records stay as they are inside, gaps included: what fills a page on one side is then one run.
+        """
+        if self.parts:
+            return self._packed_records()
+        nbytes = self.block_bytes
         orders = []
         for order in self.orders:
             held = self.shape.itemsize
             pieces = []
-            for piece in sorted(order, key=lambda p: (p.table > 0, p.table, p.stride)):
+            for piece in sorted(order, key=_by_nesting):
                 if piece.term.axes == ("b",):
                     pieces.append(replace(piece, stride=round_up(nbytes, 16), table=0))
                 else:
@@ -607,6 +948,63 @@ class Resolved:
                     held *= piece.extent
             orders.append(tuple(pieces))
         return replace(self, orders=tuple(orders), bases=((0, 0), (0, 0)))
+
+    def _packed_records(self) -> Resolved:
+        start, placed = 0, []
+        for index, part in enumerate(self.parts):
+            mates = (part,) if self.apart else self.parts
+            held = max(_page(mate) for mate in mates)
+            # A record's planes keep their places in it, so they start together; those of their own arrays follow each other.
+            base = start if self.apart else 0
+            offset = part.bases[0][0] if not self.apart else 0
+            orders = []
+            for order in part.orders:
+                block = next(piece for piece in order if piece.term.axes == ("b",))
+                size, pieces = held, []
+                for piece in sorted(order, key=_by_nesting):
+                    if piece is block:
+                        continue
+                    if _inside_page(piece, block):
+                        pieces.append(replace(piece, table=0))
+                    else:
+                        pieces.append(replace(piece, stride=size, table=0))
+                        size *= piece.extent
+                orders.append((block, pieces))
+            if self.apart or index == len(self.parts) - 1:
+                start += size
+            placed.append((part, base + offset, orders))
+        step = round_up(start, 16)
+        return replace(
+            self,
+            parts=tuple(
+                replace(
+                    part,
+                    orders=tuple((*pieces, replace(block, stride=step, table=0)) for block, pieces in orders),
+                    bases=((at, 0), (at, 0)),
+                )
+                for part, at, orders in placed
+            ),
+        )
+
+
+def _by_nesting(piece: Piece) -> tuple[bool, int, int]:
+    """Fastest first: inside an allocation by stride, then by table entries."""
+    return (piece.table > 0, piece.table, piece.stride)
+
+
+def _inside_page(piece: Piece, block: Piece) -> bool:
+    """Whether a piece steps within a block's own bytes of one allocation."""
+    return not piece.table and (bool(block.table) or piece.stride < block.stride)
+
+
+def _page(part: Resolved) -> int:
+    """Bytes from the start of a block's page to behind what it holds there."""
+    ends = []
+    for order, (offset, _) in zip(part.orders, part.bases, strict=False):
+        block = next(piece for piece in order if piece.term.axes == ("b",))
+        inside = [piece for piece in order if piece is not block and _inside_page(piece, block)]
+        ends.append(offset + sum((p.extent - 1) * p.stride for p in inside) + part.shape.itemsize)
+    return max(ends)
 
 
 def round_up(value: int, to: int) -> int:
@@ -637,7 +1035,7 @@ class Mode(NamedTuple):
         )
 
 
-def refine(cuts: Iterable[int], size: int) -> Iterator[tuple[int, int]]:
+def refine(cuts: Iterable[int], size: int, start: int = 1) -> Iterator[tuple[int, int]]:
     """Split an axis at every cut, fastest piece first.
 
     Parameters
@@ -646,6 +1044,8 @@ def refine(cuts: Iterable[int], size: int) -> Iterator[tuple[int, int]]:
         Divisors at which either side splits.
     size : int
         Extent of the axis.
+    start : int
+        Elements that always stay together.
 
     Yields
     ------
@@ -657,7 +1057,7 @@ def refine(cuts: Iterable[int], size: int) -> Iterator[tuple[int, int]]:
     LayoutError
         The cuts are no chain in which each divides the next, so there is no common refinement.
     """
-    chain = sorted({1, *cuts, size})
+    chain = sorted({start, *(cut for cut in cuts if cut > start), size})
     for lower, upper in zip(chain, chain[1:], strict=False):
         if upper % lower:
             raise LayoutError(f"{upper} is no multiple of {lower}")

@@ -153,9 +153,9 @@ def _table_row(resolved: Resolved) -> Row:
     for entry in entries:
         at = {piece.term.axes: entry // piece.table % piece.extent for piece in table}
         label = " ".join(index_label(p, at[p.term.axes]) for p in table if p.extent > 1) or "all of it"
-        kind = resolved.kinds[resolved.kind_of_entry[entry]] if len(resolved.kinds) > 1 else resolved.kinds[0]
+        kind = resolved.kinds[resolved.kind_of_entry[entry]]
         half = at.get(("o",)) if resolved.shape.no == 2 else None
-        shown.append(Cell(label, entry, _span(*kind), half=half))
+        shown.append(Cell(label, entry, _span(kind.shape, kind.strides, kind.itemsize), half=half))
     cells = _with_gaps(entries, shown)
     blocks = []
     for block in range(2 if has_brackets and resolved.num_blocks > 1 else 0):

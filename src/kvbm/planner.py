@@ -11,15 +11,16 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import LayoutError, PlanError
 from .layout import Layout, Mode, Piece, Resolved, coalesce, refine
 from .shapes import BlockShape
 
-__all__ = ["MAX_INNER", "MAX_OUTER", "Form", "Part", "Plan", "plan"]
+__all__ = ["MAX_INNER", "MAX_OUTER", "MAX_PARTS", "Form", "Part", "Plan", "plan"]
 
-#: Modes that a kernel can have (``KVBM_MAX_OUTER`` and ``KVBM_MAX_INNER`` of ``cuda/kvbm.h``).
-MAX_OUTER, MAX_INNER = 4, 8
+#: Modes that a kernel can have, and parts of one launch (``KVBM_MAX_OUTER``, ``_INNER`` and ``_PARTS`` of ``cuda/kvbm.h``).
+MAX_OUTER, MAX_INNER, MAX_PARTS = 4, 8, 4
 
 #: Bytes of the widest load and store.
 WIDEST = 16
@@ -35,15 +36,16 @@ class Form:
 
     Attributes
     ----------
-    kind : {"copy", "rows", "tile"}
+    kind : {"copy", "rows", "tile", "record"}
         ``copy``: a chunk is one run.  ``rows``: runs move whole, their order changes.  ``tile``: single elements move, so
-        source and destination run along different axes and meet in a tile.
+        source and destination run along different axes and meet in a tile.  ``record``: rows of several parts, the planes of a
+        block.
     outer, inner : int
         Modes that pick a chunk, modes inside it (for tiles: besides the two that span the tile).
     element : int
         Tiles: bytes that stay together.
     word : int
-        Bytes of a load and store.
+        Bytes of a load and store; 0 for records, where each part has its own.
     few : bool
         Whether the kernel keeps to as few multiprocessors as it is told.
     """
@@ -63,6 +65,8 @@ class Form:
             return f"{prefix}copy_o{self.outer}_w{self.word}"
         if self.kind == "rows":
             return f"{prefix}rows_o{self.outer}_i{self.inner}_w{self.word}"
+        if self.kind == "record":
+            return f"record_o{self.outer}_i{self.inner}"
         return f"{prefix}tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"
 
     @property
@@ -80,6 +84,8 @@ class Form:
                 forms.append(cls("copy", int(match[1]), 1, 0, int(match[2]), few))
             elif match := re.fullmatch(r"rows_o(\d+)_i(\d+)_w(\d+)", plain):
                 forms.append(cls("rows", int(match[1]), int(match[2]), 0, int(match[3]), few))
+            elif match := re.fullmatch(r"record_o(\d+)_i(\d+)", part):
+                forms.append(cls("record", int(match[1]), int(match[2]), 0, 0))
             elif match := re.fullmatch(r"tile_o(\d+)_r(\d+)_e(\d+)_w(\d+)", plain):
                 forms.append(cls("tile", int(match[1]), int(match[2]), int(match[3]), int(match[4]), few))
             else:
@@ -95,7 +101,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Part:
-    """One loop nest in bytes: the whole copy, or its K or its V half.
+    """One loop nest in bytes: the whole copy, its K or its V half, or a plane of it.
 
     Attributes
     ----------
@@ -105,6 +111,10 @@ class Part:
         Modes that pick a chunk, fastest first: those that step through a table of allocations, or very far.
     inner : tuple of Mode
         Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, its extent in bytes.
+    src_id, dst_id : tuple of int
+        ``(table entries, bytes)`` that a block id steps.
+    label : str
+        What of a block it is: ``K``, ``V``, a plane; empty for all of it.
     """
 
     src_offset: int
@@ -113,6 +123,9 @@ class Part:
     dst_table_offset: int
     outer: tuple[Mode, ...]
     inner: tuple[Mode, ...]
+    src_id: tuple[int, int]
+    dst_id: tuple[int, int]
+    label: str = ""
 
     @property
     def run_bytes(self) -> int:
@@ -156,11 +169,13 @@ class Part:
         return "tile" if self.spans else "rows"
 
     def form(self, src_alignment: int, dst_alignment: int) -> Form:
-        """The kernel form for base addresses (and block strides) that are multiples of these.
+        """The kernel form for base addresses that are multiples of these.
 
         The word is the largest power of two up to 16 that divides the run, every other stride and both alignments.
         """
         run, loops = self.run_bytes, (*self.inner[1:], *self.outer)
+        src_alignment = math.gcd(src_alignment, self.src_id[1])
+        dst_alignment = math.gcd(dst_alignment, self.dst_id[1])
         src = _power(src_alignment, self.src_offset, *[mode.src for mode in loops])
         dst = _power(dst_alignment, self.dst_offset, *[mode.dst for mode in loops])
         if (spans := self.spans) and min(src, dst) >= run:
@@ -190,10 +205,13 @@ class Part:
 
         start = fold(self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
         outer = tuple(Mode(m.extent, *fold(m.src, m.dst, m.src_table, m.dst_table)) for m in self.outer)
-        return Part(*start, outer, self.inner)
+        return Part(*start, outer, self.inner, self.src_id, self.dst_id, self.label)
 
-    def arguments(self, form: Form) -> tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Offsets, outer and inner modes as the kernel of this form takes them, padded with extents of one."""
+    def arguments(self, form: Form, src_step: int | None = None, dst_step: int | None = None) -> Arguments:
+        """Offsets, outer and inner modes as the kernel of this form takes them, padded with extents of one.
+
+        The steps are bytes that a block id steps, where the tables were shortened to those of one block.
+        """
         if form.kind == "tile":
             assert self.spans is not None
             a, b = self.spans
@@ -213,8 +231,13 @@ class Part:
             offsets,
             [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
             [(m.extent, m.src, m.dst) for m in inner],
+            (self.src_id[1] if src_step is None else src_step, self.dst_id[1] if dst_step is None else dst_step),
+            form.word,
         )
 
+
+#: Offsets, outer modes, inner modes, bytes that a block id steps, bytes of a word.
+Arguments = tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]], tuple[int, int], int]
 
 #: There are few forms and many plans.
 _form = functools.lru_cache(maxsize=None)(Form)
@@ -234,16 +257,12 @@ class Plan:
     ----------
     src, dst : Resolved
         Both layouts at the shape and the number of blocks of each side.
-    src_id, dst_id : tuple of int
-        ``(table entries, bytes)`` that a block id steps.
     parts : tuple of Part
-        One, or two where K and V have orders of their own.
+        One; two where K and V have orders of their own; one or two a plane.
     """
 
     src: Resolved
     dst: Resolved
-    src_id: tuple[int, int]
-    dst_id: tuple[int, int]
     parts: tuple[Part, ...]
 
     @property
@@ -266,13 +285,21 @@ class Plan:
 
     def forms(self, src_alignment: int = WIDEST, dst_alignment: int = WIDEST) -> tuple[Form, ...]:
         """One kernel form a part, for base addresses that are multiples of these."""
-        src = math.gcd(src_alignment, self.src_id[1]) or WIDEST
-        dst = math.gcd(dst_alignment, self.dst_id[1]) or WIDEST
-        return tuple(part.form(src, dst) for part in self.parts)
+        return tuple(part.form(src_alignment, dst_alignment) for part in self.parts)
+
+    def launches(self, src_alignment: int = WIDEST, dst_alignment: int = WIDEST) -> list[Launch]:
+        """What runs, where every kernel is built that could be: one launch, but for planes that are no rows.
+
+        K and V share a joined kernel, planes a kernel of records: in that, elements that change places are rows of one.
+        """
+        forms = self.forms(src_alignment, dst_alignment)
+        if not self.src.parts:
+            return [Launch("__".join(form.name for form in forms), self.parts, forms)] if forms else []
+        return _record_launches(self.parts, forms)
 
     def kernels(self, alignment: int = WIDEST) -> list[str]:
-        """Names of the kernels, where base addresses are multiples of `alignment` bytes.  Two parts are one joined kernel."""
-        return ["__".join(form.name for form in self.forms(alignment, alignment))]
+        """Names of the kernels, where base addresses are multiples of `alignment` bytes."""
+        return [launch.kernel for launch in self.launches(alignment, alignment)]
 
     def staged(self, *, gathers: bool) -> tuple[Plan, Plan]:
         """The same copy in two steps, by way of memory where blocks lie packed in the order of the far side.
@@ -300,7 +327,7 @@ class Plan:
             stride, table = fold(stride, table, step)
             return table, stride
 
-        parts = []
+        parts: list[Part] = []
         for part in self.parts:
             modes = []
             for mode in (*part.inner, *part.outer):
@@ -311,23 +338,17 @@ class Plan:
                 fold(part.src_offset, part.src_table_offset, src_step),
                 fold(part.dst_offset, part.dst_table_offset, dst_step),
             ]
-            parts.append(_shaped(coalesce(modes), start))
-        ids = side(*self.src_id, src_step), side(*self.dst_id, dst_step)
-        return Plan(self.src, self.dst, *ids, _rejoin(parts))
+            ids = side(*part.src_id, src_step), side(*part.dst_id, dst_step)
+            parts.append(_shaped(coalesce(modes), start, ids, part.label))
+        return Plan(self.src, self.dst, _gathered(parts))
 
     def __str__(self) -> str:
         lines = [f"{self.title}   {self.shape}"]
-        for label, part in zip(self._labels(), self.parts, strict=True):
-            form = part.form(*self._id_alignment())
-            lines.append(f"{label}{form.name}: {_CLASS[part.kind]}")
-            lines.extend(_loops(part, form, self.src_id, self.dst_id))
+        for part in self.parts:
+            form = part.form(WIDEST, WIDEST)
+            lines.append(f"{part.label}{'  ' if part.label else ''}{form.name}: {_CLASS[part.kind]}")
+            lines.extend(_loops(part, form))
         return "\n".join(lines)
-
-    def _labels(self) -> list[str]:
-        return [""] if len(self.parts) == 1 else ["K  ", "V  "]
-
-    def _id_alignment(self) -> tuple[int, int]:
-        return (math.gcd(WIDEST, self.src_id[1]), math.gcd(WIDEST, self.dst_id[1]))
 
     def explain(self) -> str:
         """The plan in sentences: what stays together, what moves, which word, which kernel and why."""
@@ -335,8 +356,8 @@ class Plan:
             f"{self.src.layout.name} ({self.src.layout.order_text}) becomes "
             f"{self.dst.layout.name} ({self.dst.layout.order_text}): {size_text(self.nbytes)} a block."
         ]
-        for label, part, form in zip(self._labels(), self.parts, self.forms(), strict=True):
-            who = {"": "Every", "K  ": "In K, every", "V  ": "In V, every"}[label]
+        for part, form in zip(self.parts, self.forms(), strict=True):
+            who = f"In {part.label}, every" if part.label else "Every"
             steps = " and ".join(
                 f"{side} table picks one of {math.prod(m.extent for m in modes)} allocations a block"
                 for side, modes in (
@@ -370,10 +391,44 @@ class Plan:
             )
             text += f" With aligned bases words are {form.word} bytes{narrow}; kernel {form.name}."
             paragraphs.append(text)
-        if len(self.parts) == 2:
+        if self.src.parts and len(self.parts) > 1:
+            names = " and ".join(launch.kernel for launch in self.launches())
+            paragraphs.append(f"Planes of one page are copied side by side, then the next page's: {names}.")
+        elif len(self.parts) == 2:
             paragraphs.append("Both halves go in one launch where the joined kernel is built, else in one launch each.")
         return "\n".join(paragraphs)
 
+
+class Launch(NamedTuple):
+    """A kernel and the parts that it copies, each in a form."""
+
+    kernel: str
+    parts: tuple[Part, ...]
+    forms: tuple[Form, ...]
+
+
+def _record_launches(parts: Sequence[Part], forms: Sequence[Form]) -> list[Launch]:
+    made, rows = [], []
+    total = sum(part.nbytes for part in parts)
+    for part, form in zip(parts, forms, strict=True):
+        if form.kind == "tile" and _SMALL_SHARE * part.nbytes > total:
+            made.append(Launch(form.name, (part,), (form,)))
+        else:
+            rows.append(
+                (part, form if form.kind != "tile" else _form("rows", form.outer, len(part.inner), 0, form.element))
+            )
+    for first in range(0, len(rows), MAX_PARTS):
+        some = rows[first : first + MAX_PARTS]
+        # A launch follows one pair of tables; what a block id steps through these is the same for all planes.
+        outer, inner = max(form.outer for _, form in some), max(form.inner for _, form in some)
+        alone = len(some) == 1
+        name = some[0][1].name if alone else _form("record", outer, inner, 0, 0).name
+        made.append(Launch(name, tuple(part for part, _ in some), tuple(form for _, form in some)))
+    return made
+
+
+#: Planes of less than this part of a block's bytes move by elements where these change places, in the launch of the others.
+_SMALL_SHARE = 4
 
 _CLASS = {"copy": "plain copy", "rows": "rows in another order", "tile": "transposed tiles"}
 
@@ -387,14 +442,14 @@ def _narrowing(part: Part, form: Form) -> str:
     )
 
 
-def _loops(part: Part, form: Form, src_id: tuple[int, int], dst_id: tuple[int, int]) -> Iterator[str]:
+def _loops(part: Part, form: Form) -> Iterator[str]:
     """The loop nest, slowest first."""
 
     def side(table: int, stride: int) -> str:
         return " ".join(filter(None, (f"table+{table}" if table else "", f"+{stride} B" if stride else ""))) or "-"
 
     yield f"  {'for each':<22}{'times':>10}   {'source':<24}destination"
-    yield f"  {'pair of block ids':<22}{'':>10}   {side(*src_id):<24}{side(*dst_id)}"
+    yield f"  {'pair of block ids':<22}{'':>10}   {side(*part.src_id):<24}{side(*part.dst_id)}"
     for mode in reversed(part.outer):
         yield f"  {'chunk':<22}{mode.extent:>10}   {side(mode.src_table, mode.src):<24}{side(mode.dst_table, mode.dst)}"
     for mode in reversed(part.inner[1:]):
@@ -499,10 +554,34 @@ def _plan_cached(
 
 def between(src: Resolved, dst: Resolved, title: str) -> Plan:
     """Plan the copy between two layouts with sizes; `plan` resolves them first, and remembers what it made."""
-    _require_same_axes(title, src, dst)
-    halves = range(src.shape.no) if any(len(side.orders) == 2 for side in (src, dst)) else (None,)
-    parts = [_part(title, src, dst, half) for half in halves]
-    return Plan(src, dst, src.id_steps, dst.id_steps, _rejoin(parts))
+    parts: list[Part] = []
+    for here, there in _planes(title, src, dst):
+        _require_same_axes(title, here, there)
+        apart = any(len(side.orders) == 2 for side in (here, there))
+        halves = range(src.shape.no) if apart else (None,)
+        parts += _rejoin([_part(title, here, there, half) for half in halves])
+    return Plan(src, dst, _gathered(parts))
+
+
+def _planes(title: str, src: Resolved, dst: Resolved) -> Iterator[tuple[Resolved, Resolved]]:
+    """The planes of both sides that hold the same elements; a layout without planes is one."""
+    sources, destinations = ({part.plane: part for part in side.planes} for side in (src, dst))
+    for here, there, where in ((sources, destinations, src), (destinations, sources, dst)):
+        only = [name for name in here if name not in there]
+        if only:
+            what = "has no planes" if only == [""] else f"has a plane '{only[0]}'"
+            raise PlanError(
+                f"{title}: {where.layout.name} {what}, and the other side has "
+                f"{', '.join(repr(name) for name in there) if '' not in there else 'none'}; expected the same planes on both sides"
+            )
+    for name, one in sources.items():
+        other = destinations[name]
+        if one.shape.dtype != other.shape.dtype:
+            raise PlanError(
+                f"{title}: plane '{name}': {one.shape.dtype} in the source, {other.shape.dtype} in the destination; a copy "
+                "converts no dtype"
+            )
+        yield one, other
 
 
 def _require_same_axes(title: str, src: Resolved, dst: Resolved) -> None:
@@ -533,10 +612,16 @@ def _part(title: str, src: Resolved, dst: Resolved, half: int | None) -> Part:
     else:
         modes = _paired(title, src, *_as_axes(title, src, dst, here.pieces, there.pieces))
     modes.append(Mode(src.shape.itemsize, 1, 1))
-    return _shaped(coalesce(modes), (here.start, there.start))
+    label = " ".join(filter(None, (src.plane, "KV"[half] if half is not None else "")))
+    return _shaped(coalesce(modes), (here.start, there.start), (src.id_steps, dst.id_steps), label)
 
 
-def _shaped(modes: Sequence[Mode], start: Sequence[tuple[int, int]]) -> Part:
+def _shaped(
+    modes: Sequence[Mode],
+    start: Sequence[tuple[int, int]],
+    ids: tuple[tuple[int, int], tuple[int, int]],
+    label: str,
+) -> Part:
     outer: list[Mode] = []
     inner: list[Mode] = []
     size = 1
@@ -551,13 +636,13 @@ def _shaped(modes: Sequence[Mode], start: Sequence[tuple[int, int]]) -> Part:
     while size >= _CHUNK_LIMIT and len(inner) > 1:
         outer.insert(0, inner.pop())
         size //= outer[0].extent
-    return Part(start[0][0], start[1][0], start[0][1], start[1][1], tuple(outer), tuple(inner))
+    return Part(start[0][0], start[1][0], start[0][1], start[1][1], tuple(outer), tuple(inner), *ids, label)
 
 
-def _rejoin(parts: list[Part]) -> tuple[Part, ...]:
+def _rejoin(parts: list[Part]) -> list[Part]:
     """K and V as one part where they differ in nothing but where they start."""
     if len(parts) != 2 or (parts[0].outer, parts[0].inner) != (parts[1].outer, parts[1].inner):
-        return tuple(parts)
+        return parts
     k, v = parts
     halves = Mode(
         2,
@@ -567,7 +652,34 @@ def _rejoin(parts: list[Part]) -> tuple[Part, ...]:
         v.dst_table_offset - k.dst_table_offset,
     )
     start = [(k.src_offset, k.src_table_offset), (k.dst_offset, k.dst_table_offset)]
-    return (_shaped(coalesce([*k.outer, *k.inner, halves]), start),)
+    return [_shaped(coalesce([*k.outer, *k.inner, halves]), start, (k.src_id, k.dst_id), k.label[:-1].strip())]
+
+
+def _gathered(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Planes that go on in each other on both sides as one part, as often as there are such."""
+    if len(parts) == 1:
+        return tuple(parts)
+    done: list[Part] = []
+    for part in sorted(parts, key=lambda part: (part.src_table_offset, part.src_offset)):
+        while done and (whole := _fused(done[-1], part)):
+            done.pop()
+            part = whole
+        done.append(part)
+    return tuple(sorted(done, key=lambda part: -part.nbytes)) if len(done) < len(parts) else tuple(parts)
+
+
+def _fused(one: Part, other: Part) -> Part | None:
+    """Two parts as one, where the second's runs begin where the first's end and all else is the same."""
+    run = one.run_bytes
+    if (
+        (one.outer, one.inner[1:], one.src_id, one.dst_id) != (other.outer, other.inner[1:], other.src_id, other.dst_id)
+        or (one.src_table_offset, one.dst_table_offset) != (other.src_table_offset, other.dst_table_offset)
+        or (one.src_offset + run, one.dst_offset + run) != (other.src_offset, other.dst_offset)
+    ):
+        return None
+    modes = [Mode(run + other.run_bytes, 1, 1), *one.inner[1:], *one.outer]
+    start = [(one.src_offset, one.src_table_offset), (one.dst_offset, one.dst_table_offset)]
+    return _shaped(coalesce(modes), start, (one.src_id, one.dst_id), f"{one.label} + {other.label}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -612,7 +724,7 @@ def _opaque_as_axes(
         spans = [_Span(p.term.axes, p.divisor, p.extent, p.stride, p.table) for p in pieces if not p.term.opaque]
         for group in groups:
             axes = tuple(sorted(group))
-            size = math.prod(side.sizes[axis] for axis in axes)
+            size = math.prod(side.sizes[axis] for axis in axes) // side.shape.pack
             inside = [piece for piece in pieces if group & set(piece.term.axes)]
             if not _is_dense(inside, group, size, side.shape.itemsize):
                 opaque = dst if side is src else src
@@ -625,7 +737,7 @@ def _opaque_as_axes(
                     "operational_hnd"
                 )
             spans = [span for span in spans if not group & set(span.axes)]
-            spans.append(_Span(axes, 1, size, side.shape.itemsize, 0))
+            spans.append(_Span(axes, side.shape.pack, size, side.shape.itemsize, 0))
         sides.append(spans)
     return sides[0], sides[1]
 
@@ -647,13 +759,21 @@ def _paired(title: str, side: Resolved, src: _ByAxis, dst: _ByAxis) -> list[Mode
         theirs = dst.get(axes)
         if theirs is None:
             continue  # an axis of size one may be left out of a layout
+        start, other = (min((s.divisor for s in spans if s.extent > 1), default=1) for spans in (ours, theirs))
+        if start != other and side.shape.pack > 1:
+            raise PlanError(
+                f"{title}: axis '{' '.join(axes)}': {side.shape.pack} elements of {side.shape.dtype} share a byte on one side "
+                "only, so that a copy would have to take bytes apart"
+            )
         if len(ours) == len(theirs) == 1:
             s, d = ours[0], theirs[0]
             modes.append(Mode(s.extent, s.stride, d.stride, s.table, d.table))
             continue
         cuts = [span.divisor for spans in (ours, theirs) for span in spans]
         try:
-            pieces = list(refine(cuts, math.prod(side.sizes[axis] for axis in axes)))
+            pieces = list(
+                refine(cuts, math.prod(side.sizes[axis] for axis in axes), start if side.shape.pack > 1 else 1)
+            )
         except LayoutError:
             splits = " and ".join(
                 "(" + ",".join(str(s.extent) for s in sorted(spans, key=lambda s: -s.divisor)) + ")"

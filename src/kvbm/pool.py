@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import mmap
 import os
 import re
@@ -21,13 +22,14 @@ import numpy.typing as npt
 from .engines import FromEngines
 from .errors import BindError, CudaError, CudaUnavailableError, DTypeError
 from .layout import Allocation, Layout, Resolved
-from .shapes import BlockShape
+from .shapes import ITEMSIZE, BlockShape, numpy_name
 
 __all__ = ["Array", "Pool", "as_ids", "describe"]
 
-#: dtypes that NumPy does not have: arrays of integers (or of raw bytes) of the same width stand in for them.
-_STAND_INS = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+#: Arrays of integers (or of raw bytes) of the same width stand in for dtypes that NumPy does not have.
 _PLAIN = {1: ("uint8", "int8", "void8"), 2: ("uint16", "int16", "void16")}
+#: What frameworks call a dtype whose items hold several elements.
+_PAIRS = {"float4_e2m1fn_x2": "float4_e2m1fn"}
 
 #: What `progress` is: it takes the bytes that are done and all of them.
 Progress = Callable[[int, int], object]
@@ -156,7 +158,11 @@ def _same_strides(array: Array, strides: Sequence[int]) -> bool:
 
 def same_dtype(found: str, wanted: str) -> bool:
     """Whether an array of dtype `found` holds elements of dtype `wanted`: equal, or a stand-in of the same width."""
-    return found == wanted or found in _PLAIN.get(_STAND_INS.get(wanted, 0), ())
+    return _PAIRS.get(found, found) == wanted or found in _stand_ins(wanted)
+
+
+def _stand_ins(dtype: str) -> tuple[str, ...]:
+    return _PLAIN[ITEMSIZE[dtype]] if numpy_name(dtype) != dtype else ()
 
 
 class Pool(FromEngines):
@@ -239,7 +245,7 @@ class Pool(FromEngines):
         self.device = found[0].device
         self._readonly_arrays = [array.readonly for array in found]
         self.readonly = any(self._readonly_arrays)
-        check_alike(layout.name, shape, found)
+        check_alike(self.resolved, found)
         self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
         self._spans: npt.NDArray[np.uint64] | None = None
         self._step: tuple[int | None] | None = None
@@ -296,11 +302,11 @@ class Pool(FromEngines):
             pool._owned = (slab,)
             return pool
         if found[1] == "cpu":
-            pool = cls(layout, shape, [_empty(allocation, shape) for allocation in resolved.allocations])
+            pool = cls(layout, shape, [_empty(allocation) for allocation in resolved.allocations])
             # Nothing to give back by name: the arrays go with the last reference.
         else:
-            index, dtype = int(found[2] or 0), _numpy_dtype(shape)
-            owned = tuple(DeviceArray(index, allocation, dtype) for allocation in resolved.allocations)
+            index = int(found[2] or 0)
+            owned = tuple(DeviceArray(index, allocation) for allocation in resolved.allocations)
             pool = cls(layout, shape, owned)
             pool._owned = owned
         if progress is not None:
@@ -476,14 +482,14 @@ class Pool(FromEngines):
     def spans(self) -> npt.NDArray[np.uint64]:
         """First and last byte (exclusive) of every array, ``(n, 2)``, sorted."""
         if self._spans is None:
-            extents = np.array([extent(*kind) for kind in self.resolved.kinds], np.uint64)
+            extents = np.array([kind.extent for kind in self.resolved.kinds], np.uint64)
             ends = self.addresses + extents[self.resolved.kind_of_entry]
             self._spans = np.stack([self.addresses, ends], axis=1)[np.argsort(self.addresses, kind="stable")]
         return self._spans
 
     def require_distinct(self) -> None:
         """No two arrays share bytes.  Where rows are padded, arrays may lie in each other's padding, but not on one address."""
-        dense = all(_dense(shape, itemsize) == strides for shape, strides, itemsize in self.resolved.kinds)
+        dense = all(_dense(kind.shape, kind.itemsize) == kind.strides for kind in self.resolved.kinds)
         ends = self.spans[:-1, 1] if dense else self.spans[:-1, 0] + np.uint64(1)
         clash = np.nonzero(ends > self.spans[1:, 0])[0]
         if clash.size:
@@ -502,7 +508,7 @@ class DeviceArray:
     it only after a grant a pool and a peer, while cuMemAlloc's is there for every peer that the context has been opened to.
     """
 
-    def __init__(self, device: int, allocation: Allocation, dtype: np.dtype[Any]) -> None:
+    def __init__(self, device: int, allocation: Allocation) -> None:
         from . import _core
 
         address = _core.alloc_device(device, allocation.nbytes)
@@ -512,7 +518,7 @@ class DeviceArray:
             "version": 3,
             "shape": allocation.shape,
             "strides": allocation.strides,
-            "typestr": dtype.str,
+            "typestr": _numpy_dtype(allocation.dtype).str,
             "data": (address, False),
             "stream": None,
         }
@@ -661,9 +667,9 @@ def _pinned_arrays(resolved: Resolved, progress: Progress | None) -> tuple[_Slab
     except BaseException:
         slab.discard()
         raise
-    memory, dtype = np.asarray(slab), _numpy_dtype(resolved.shape)
+    memory = np.asarray(slab)
     return slab, [
-        np.ndarray(a.shape, dtype, memory, offset, a.strides)
+        np.ndarray(a.shape, _numpy_dtype(a.dtype), memory, offset, a.strides)
         for a, offset in zip(resolved.allocations, offsets, strict=True)
     ]
 
@@ -674,7 +680,7 @@ def _round_up(number: int, to: int) -> int:
 
 def _block_step(resolved: Resolved) -> int:
     """Bytes from block to block inside an allocation, or 0 where each has allocations of its own."""
-    return next(piece.stride for piece in resolved.orders[0] if piece.term.axes == ("b",))
+    return resolved.id_steps[1]
 
 
 def _split(begin: int, end: int, starts: Sequence[int], block: int) -> Iterator[tuple[int, int]]:
@@ -762,19 +768,14 @@ def _unpinned_pages(
     return missing
 
 
-def extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Bytes from the first to behind the last element."""
-    return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + itemsize
+def _numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """NumPy's dtype for one of ours; those that it lacks become unsigned integers of the same width."""
+    return np.dtype(numpy_name(dtype))
 
 
-def _numpy_dtype(shape: BlockShape) -> np.dtype[Any]:
-    """NumPy's dtype for the shape's; those that it lacks become unsigned integers of the same width."""
-    return np.dtype(shape.dtype if shape.dtype not in _STAND_INS else f"u{shape.itemsize}")
-
-
-def _empty(allocation: Allocation, shape: BlockShape) -> npt.NDArray[Any]:
+def _empty(allocation: Allocation) -> npt.NDArray[Any]:
     memory = np.empty(allocation.nbytes, np.uint8)
-    return np.ndarray(allocation.shape, _numpy_dtype(shape), memory, strides=allocation.strides)
+    return np.ndarray(allocation.shape, _numpy_dtype(allocation.dtype), memory, strides=allocation.strides)
 
 
 def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> int:
@@ -789,45 +790,64 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
             )
         return blocks
     first = one.first
-    if len(found[0].shape) != len(first.axes):
+    if len(found[0].shape) != len(first.axes) and not (first.is_record and first.axes.index("b") < len(found[0].shape)):
         raise BindError(
             f"{layout.name}: array 0: expected {len(first.axes)} axes ({' '.join(first.axes)}), got shape {found[0].shape}"
         )
     rows = found[0].shape
-    blocks = rows[first.axes.index("b")] if "b" in first.axes else rows[0] * shape.itemsize // first.nbytes
+    blocks = rows[first.axes.index("b")] if "b" in first.axes else rows[0] * first.itemsize // first.nbytes
     if blocks < 1:
         raise BindError(f"{layout.name}: array 0: expected at least one block along 'b', got shape {found[0].shape}")
     return blocks
 
 
-def check_alike(name: str, shape: BlockShape, found: Sequence[Array]) -> None:
-    """All on one device, all of the shape's dtype."""
-    first = found[0]
+def check_alike(resolved: Resolved, found: Sequence[Array]) -> None:
+    """All on one device, each of the dtype that the layout and the shape say."""
+    name, first = resolved.layout.name, found[0]
+    kinds, kind_of = resolved.kinds, resolved.kind_of_entry
+    alike = not resolved.parts  # then one dtype serves all
     for index, array in enumerate(found):
         if array.device != first.device:
             raise BindError(
                 f"{name}: array {index} is on {array.device}, array 0 on {first.device}; expected one device"
             )
-        if array.dtype != first.dtype:
+        if alike and array.dtype != first.dtype:
             raise DTypeError(f"{name}: mixed dtypes: array {index} is {array.dtype}, array 0 {first.dtype}")
-    if not same_dtype(first.dtype, shape.dtype):
-        width = _STAND_INS.get(shape.dtype)
-        also = f" (or {', '.join(_PLAIN[width][:2])} as its bits)" if width else ""
-        raise DTypeError(f"{name}: array 0: expected dtype {shape.dtype}{also}, got {first.dtype}")
+    for index, array in enumerate(found[:1] if alike else found):
+        kind = kinds[kind_of[index]]
+        if kind.is_record:
+            if ITEMSIZE.get(_PAIRS.get(array.dtype, array.dtype)) != 1 and array.dtype not in _PLAIN[1]:
+                raise DTypeError(
+                    f"{name}: array {index}: its planes share it, so expected bytes (uint8, or another dtype of one byte), got "
+                    f"{array.dtype}; pass .view(torch.uint8)"
+                )
+        elif not same_dtype(array.dtype, kind.dtype):
+            bits = _stand_ins(kind.dtype)[:2]
+            also = f" (or {', '.join(bits)} as its bits)" if bits else ""
+            raise DTypeError(f"{name}: array {index}: expected dtype {kind.dtype}{also}, got {array.dtype}")
 
 
 def check_arrays(resolved: Resolved, found: Sequence[Array]) -> None:
     """Shape and strides of each array against the layout."""
-    layout, itemsize = resolved.layout, resolved.shape.itemsize
+    layout = resolved.layout
     kinds, kind_of = resolved.kinds, resolved.kind_of_entry
     for index, array in enumerate(found):
-        shape, strides, _ = kinds[kind_of[index]]
+        kind = kinds[kind_of[index]]
+        shape, strides = kind.shape, kind.strides
         if array.shape == shape and _same_strides(array, strides):
+            continue
+        if kind.is_record and _same_bytes(array, kind):
             continue
         expected = resolved.allocations[index]
         where = f"{layout.name} ({layout.order_text}): array {index}" + (
             f" ({expected.label})" if expected.label else ""
         )
+        if kind.is_record:
+            padded = f", or dense, {kind.nbytes} bytes with the padding" if kind.nbytes != math.prod(shape) else ""
+            raise BindError(
+                f"{where}: expected bytes of shape {shape} ({' '.join(expected.axes)}) and strides {strides}, or another shape of "
+                f"the same bytes{padded}; got shape {array.shape} and strides of {array.strides} bytes"
+            )
         if len(array.shape) != len(shape):
             raise BindError(
                 f"{where}: expected {len(shape)} axes ({' '.join(expected.axes)}) of {shape}, got shape {array.shape}"
@@ -837,11 +857,30 @@ def check_arrays(resolved: Resolved, found: Sequence[Array]) -> None:
                 raise BindError(
                     f"{where}: axis '{axis}': expected {want}, got {got} (shape {array.shape}, expected {shape})"
                 )
-        if _dense(shape, itemsize) == strides:
+        if _dense(shape, kind.itemsize) == strides:
             raise BindError(
                 f"{where}: expected a contiguous array, got strides of {array.strides} bytes; call .contiguous()"
             )
         raise BindError(f"{where}: expected strides of {strides} bytes, got {array.strides}")
+
+
+def _same_bytes(array: Array, kind: Allocation) -> bool:
+    """Whether an array of bytes, of whatever shape, is the records of an allocation in their order, with or without padding."""
+    got = _runs(array.shape, array.strides)
+    return got in (_runs(kind.shape, kind.strides), [(kind.nbytes, 1)])
+
+
+def _runs(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Steps through bytes, slowest first, with neighbours that continue each other as one."""
+    runs: list[tuple[int, int]] = []
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent == 1:
+            continue
+        if runs and stride == runs[-1][0] * runs[-1][1]:
+            runs[-1] = (runs[-1][0] * extent, runs[-1][1])
+        else:
+            runs.append((extent, stride))
+    return runs
 
 
 def as_ids(ids: Any, what: str) -> npt.NDArray[np.int64] | None:

@@ -17,11 +17,13 @@ from .errors import DTypeError, SpecError
 __all__ = [
     "ITEMSIZE",
     "OPTIONAL_KEYS",
+    "PACKED",
     "REQUIRED_KEYS",
     "BlockShape",
     "data_dir",
     "heads_of_rank",
     "load_shape",
+    "numpy_name",
     "shape_names",
 ]
 
@@ -29,15 +31,34 @@ __all__ = [
 REQUIRED_KEYS = ("title", "nl", "no", "nh", "nt", "hd", "dtype", "tp")
 OPTIONAL_KEYS = ("read_from", "notes")
 
-#: Bytes an element of every dtype that a block may hold.  A copy moves bits, so the width is all that matters to it.
+#: Bytes an item of every dtype that a block may hold.  A copy moves bits, so the width is all that matters to it.
 ITEMSIZE: Mapping[str, int] = MappingProxyType(
     {
-        "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+        "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
+        "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float4_e2m1fn": 1, "int4": 1, "uint4": 1,
         "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
         "int32": 4, "uint32": 4, "float32": 4,
         "int64": 8, "uint64": 8, "float64": 8,
     }
 )  # fmt: skip
+
+#: Elements that share one item of `ITEMSIZE` bytes, where they do: neighbours along the fastest axis.
+PACKED: Mapping[str, int] = MappingProxyType({"float4_e2m1fn": 2, "int4": 2, "uint4": 2})
+
+
+#: dtypes that NumPy does not have.
+_NOT_IN_NUMPY = frozenset(name for name in ITEMSIZE if name.startswith(("bfloat", "float8", "float4", "int4", "uint4")))
+
+
+def numpy_name(dtype: str) -> str:
+    """What NumPy calls a dtype, or the unsigned integers of the same width that stand in for one that it lacks.
+
+    Examples
+    --------
+    >>> numpy_name("float16"), numpy_name("bfloat16")
+    ('float16', 'uint16')
+    """
+    return f"uint{8 * ITEMSIZE[dtype]}" if dtype in _NOT_IN_NUMPY else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +102,18 @@ class BlockShape:
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
+        """Bytes an item: an element, or `pack` of them."""
         return ITEMSIZE[self.dtype]
 
     @property
+    def pack(self) -> int:
+        """Elements an item: 2 for dtypes of four bits, else 1."""
+        return PACKED.get(self.dtype, 1)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes that one block holds, padding not counted."""
-        return self.nl * self.no * self.nh * self.nt * self.hd * self.itemsize
+        """Bytes that one block of all elements holds, padding not counted; layouts with planes hold what these say."""
+        return self.nl * self.no * self.nh * self.nt * self.hd * self.itemsize // self.pack
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -11,17 +11,20 @@ from typing import NoReturn
 import yaml
 
 from .errors import LayoutError, SpecError
-from .layout import AXES, Expression, Layout, Order, Pitch, Term
-from .shapes import data_dir
+from .layout import AXES, Expression, Layout, Order, Pitch, Plane, Term
+from .shapes import ITEMSIZE, data_dir
 
-__all__ = ["KEYS", "layouts", "layouts_dir", "load", "load_all", "load_dir", "parse"]
+__all__ = ["KEYS", "PLANE_KEYS", "layouts", "layouts_dir", "load", "load_all", "load_dir", "parse"]
 
 #: Keys of a layout file.
-KEYS = ("title", "order", "pitch", "axes", "used_by", "read_from", "notes")
+KEYS = ("title", "order", "pitch", "axes", "planes", "used_by", "read_from", "notes")
+
+#: Keys of a plane.
+PLANE_KEYS = ("order", "dtype", "offset", "pitch", "shared")
 
 # An order is a sequence of these tokens; each becomes a bracket or a term.
 _TOKEN = re.compile(
-    r"\s*(?:(?P<open>\[)|(?P<close>\])|\{(?P<opaque>[^{}]*)\}|(?:\((?P<fused>[^()]*)\)|(?P<axis>[A-Za-z]))(?P<steps>(?:[/%][0-9]+B?)*))"
+    r"\s*(?:(?P<open>\[)|(?P<close>\])|<(?P<planes>[^<>]*)>|\{(?P<opaque>[^{}]*)\}|(?:\((?P<fused>[^()]*)\)|(?P<axis>[A-Za-z]))(?P<steps>(?:[/%][0-9]+B?)*))"
 )
 _STEP = re.compile(r"([/%])([0-9]+)(B?)")
 
@@ -134,7 +137,7 @@ def parse(text: str, file: str = "<string>", name: str | None = None) -> Layout:
     Parameters
     ----------
     text : str
-        YAML with the keys ``title order pitch axes used_by read_from notes``; only ``order`` is required.
+        YAML with the keys ``title order pitch axes planes used_by read_from notes``; only ``order`` is required.
     file : str
         What errors call it.
     name : str, optional
@@ -173,10 +176,20 @@ class _File:
             self.fail(root, "key 'order' missing; expected e.g. order: \"[b l o] t h d\"")
         extra = self.extra_axes(keys.get("axes"))
         orders = self.orders(keys["order"], extra)
+        planes = self.planes(keys.get("planes"), keys["order"], orders, extra)
+        pitch = self.pitch(keys.get("pitch"), orders)
+        if planes and orders[0].inner[-1:] and orders[0].inner[-1].planes:
+            for term, declared in pitch:
+                if not declared.in_bytes:
+                    self.fail(
+                        keys["pitch"],
+                        f"pitch of '{term}': planes differ in their elements: expected bytes, e.g. '656 B'",
+                    )
         return Layout(
             orders=orders,
-            pitch=self.pitch(keys.get("pitch"), orders),
+            pitch=pitch,
             extra=tuple(sorted(extra.items())),
+            planes=planes,
             name=name,
             title=self.scalar(keys["title"], "title") if "title" in keys else "",
             file=self.file,
@@ -227,26 +240,29 @@ class _File:
             extra[axis] = self.expression(value, self.scalar(value, f"size of axis '{axis}'"), f"size of axis '{axis}'")
         return extra
 
-    def orders(self, node: yaml.Node, extra: dict[str, Expression]) -> tuple[Order, ...]:
+    def orders(self, node: yaml.Node, extra: dict[str, Expression], outer: Order | None = None) -> tuple[Order, ...]:
+        """One order, or K's and V's; of a plane where `outer` holds what all planes share."""
         if isinstance(node, yaml.ScalarNode):
-            return (self.order(node, extra),)
+            return (self.order(node, extra, outer),)
         halves = self.mapping(node, "order", ("k", "v"))
         for half in "kv":
             if half not in halves:
                 self.fail(node, f"order: {half!r} missing: expected both k and v, or one text for both")
-        k, v = self.order(halves["k"], extra), self.order(halves["v"], extra)
+        k, v = self.order(halves["k"], extra, outer), self.order(halves["v"], extra, outer)
         if k == v:
             return (k,)  # canonical: equal layouts are equal objects
         if k.table != v.table:
             self.fail(halves["v"], f"order: k and v must have the same brackets, got '{k}' and '{v}'")
         for order, where in ((k, halves["k"]), (v, halves["v"])):
-            if not any(term.axes == ("o",) and not term.steps for term in order.terms):
+            if not any(term.axes == ("o",) and not term.steps for term in (outer or order).terms):
                 self.fail(
-                    where, f"order '{order}': k and v differ, so the axis 'o' must stand in both, alone and unsplit"
+                    where,
+                    f"order '{order}': k and v differ, so the axis 'o' must stand in "
+                    f"{'the order around them' if outer else 'both'}, alone and unsplit",
                 )
         return (k, v)
 
-    def order(self, node: yaml.Node, extra: dict[str, Expression]) -> Order:
+    def order(self, node: yaml.Node, extra: dict[str, Expression], outer: Order | None = None) -> Order:
         text = self.scalar(node, "order")
         table: list[Term] = []
         inner: list[Term] = []
@@ -267,13 +283,78 @@ class _File:
                 if into is inner:
                     self.fail(node, f"order {text!r}: ']' without '['")
                 into = inner
+            elif match["planes"] is not None:
+                into.append(self.planes_term(node, text, match["planes"].split()))
             else:
                 into.append(self.term(node, text, match, extra))
         if into is table and bracketed:
             self.fail(node, f"order {text!r}: '[' is not closed")
-        order = Order(tuple(table), tuple(inner), f"{self.file}:{node.start_mark.line + 1}")
-        self.require_plausible(node, text, order)
+        order = Order(tuple(table), tuple(inner), self.line(node))
+        if outer is None:
+            self.require_plausible(node, text, order)
+        elif any(term.planes for term in order.terms):
+            self.fail(node, f"order {text!r}: expected no <…> inside a plane")
         return order
+
+    def planes_term(self, node: yaml.Node, text: str, names: list[str]) -> Term:
+        for name in names:
+            if not re.fullmatch("[a-z][a-z0-9_]*", name) or names.count(name) > 1:
+                self.fail(node, f"order {text!r}: plane {name!r}: expected names such as data and scale, each once")
+        if len(names) < 2:
+            self.fail(node, f"order {text!r}: expected two planes or more between <>, got {len(names)}")
+        return Term(tuple(names), planes=True)
+
+    def planes(
+        self, node: yaml.Node | None, where: yaml.Node, orders: tuple[Order, ...], extra: dict[str, Expression]
+    ) -> tuple[Plane, ...]:
+        """The planes that an order names, in its order."""
+        terms = [(order, term) for order in orders for term in order.terms if term.planes]
+        if not terms and node is None:
+            return ()
+        if not terms:
+            self.fail(where, "order: expected a term <…> that says where the planes lie, as the key 'planes' is there")
+        if node is None:
+            self.fail(where, f"key 'planes' missing: expected {', '.join(terms[0][1].axes)} to be declared there")
+        order, term = terms[0]
+        if len(orders) > 1 or len(terms) > 1:
+            self.fail(
+                where, "order: expected one term <…>, in one order for K and V; planes may have an order for each"
+            )
+        if term in order.inner and term is not order.inner[-1]:
+            self.fail(where, f"order '{order}': expected '{term}' inside brackets or at the end")
+        found = self.mapping(node, "planes", term.axes)
+        for name in term.axes:
+            if name not in found:
+                self.fail(node, f"planes: {name!r} missing; the order names it")
+        return tuple(self.plane(name, found[name], order, extra) for name in term.axes)
+
+    def plane(self, name: str, node: yaml.Node, outer: Order, extra: dict[str, Expression]) -> Plane:
+        what = f"plane '{name}'"
+        keys = self.mapping(node, what, PLANE_KEYS)
+        orders = self.orders(keys["order"], extra, outer) if "order" in keys else (Order((), (), self.line(node)),)
+        for order in orders:
+            if order.table:
+                self.fail(keys["order"], f"{what}: order '{order}': expected no brackets, those are the layout's")
+            self.require_plausible(
+                keys.get("order", node), str(order), Order(outer.table, (*outer.inner, *order.inner))
+            )
+        dtype = self.scalar(keys["dtype"], f"dtype of {what}") if "dtype" in keys else None
+        if dtype is not None and dtype not in ITEMSIZE:
+            self.fail(keys["dtype"], f"dtype of {what}: expected one of {', '.join(ITEMSIZE)}, got {dtype!r}")
+        offset = None
+        if "offset" in keys:
+            if any(term.planes for term in outer.table):
+                self.fail(keys["offset"], f"{what}: offset: each plane has arrays of its own here; leave it out")
+            text = re.sub(r"(?<![A-Za-z_])\s*B\s*$", "", self.scalar(keys["offset"], f"offset of {what}"))
+            offset = self.expression(keys["offset"], text, f"offset of {what}")
+        shared = tuple(sorted(self.scalar(keys["shared"], f"shared of {what}").split())) if "shared" in keys else ()
+        for axis in shared:
+            if axis not in AXES or axis in "bd":
+                self.fail(keys["shared"], f"{what}: shared: expected axes among l o h t, got {axis!r}")
+        return Plane(name, orders, dtype, offset, self.pitch(keys.get("pitch"), orders), shared)
+
+    def line(self, node: yaml.Node) -> str:
+        return f"{self.file}:{node.start_mark.line + 1}"
 
     def term(self, node: yaml.Node, text: str, match: re.Match[str], extra: dict[str, Expression]) -> Term:
         opaque = match["opaque"] is not None
@@ -302,7 +383,7 @@ class _File:
         whole = [str(term) for term in order.terms]
         home: dict[str, Term] = {}
         for term in order.terms:
-            for axis in term.axes:
+            for axis in () if term.planes else term.axes:
                 first = home.setdefault(axis, term)
                 pieces_of_one_split = (
                     first.axes == term.axes and first.steps and term.steps and first.steps != term.steps
@@ -320,7 +401,7 @@ class _File:
 
     def pitch(self, node: yaml.Node | None, orders: tuple[Order, ...]) -> tuple[tuple[str, Pitch], ...]:
         pitches: dict[str, Pitch] = {}
-        inside = {str(term) for order in orders for term in order.inner}
+        inside = {str(term) for order in orders for term in order.inner if not term.planes}
         for term, value in self.mapping(node, "pitch").items() if node is not None else ():
             if term not in inside:
                 self.fail(

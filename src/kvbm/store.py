@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import BindError, DTypeError
-from .shapes import ITEMSIZE, BlockShape
+from .shapes import ITEMSIZE, BlockShape, numpy_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -400,6 +400,4 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """Return NumPy's dtype of that name, or unsigned integers of the same width where NumPy has none."""
     import numpy as np
 
-    if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        return np.dtype(f"u{ITEMSIZE[dtype]}")
-    return np.dtype(dtype)
+    return np.dtype(numpy_name(dtype))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from . import _core, tuning
 from .errors import BindError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
-from .planner import MAX_INNER, MAX_OUTER, Form, Part, Plan, plan, size_text
+from .planner import MAX_INNER, MAX_OUTER, MAX_PARTS, Form, Launch, Part, Plan, plan, size_text
 from .pool import Pool, as_ids
 from .shapes import BlockShape
 
@@ -95,6 +95,8 @@ class Steps(NamedTuple):
         """
         table = pool.addresses.astype(np.int64)
         each, _ = pool.resolved.id_steps
+        if pool.resolved.apart:
+            return cls(None, _only(np.diff(table)) if not each else None)
         if not each:  # blocks inside the allocations
             return cls(None, _only(np.diff(table)))
         if each * pool.num_blocks != table.size:  # b is not the slowest
@@ -144,29 +146,53 @@ def prepare(
     MissingKernelError
         A plan with more modes than any built kernel.
     """
-    forms = made.forms(src_alignment, dst_alignment)
     names, _ = _built()
-    joined = "__".join(form.name for form in forms)
     src_id, dst_id = (
         of_plan if steps.block is None else (0, steps.block)
-        for of_plan, steps in ((made.src_id, src_steps), (made.dst_id, dst_steps))
+        for of_plan, steps in ((made.parts[0].src_id, src_steps), (made.parts[0].dst_id, dst_steps))
     )
-    rest = (src_id, dst_id, made.src.num_blocks, made.dst.num_blocks)
-    parts = [part.by_steps(src_steps.entry, dst_steps.entry) for part in made.parts]
-    if joined in names and not few:
-        arguments = [part.arguments(form) for part, form in zip(parts, forms, strict=True)]
-        return [_core.Copy(joined, arguments, *rest)]
+
+    def copy(kernel: str, parts: Sequence[Part], forms: Sequence[Form]) -> _core.Copy:
+        arguments = [
+            part.by_steps(src_steps.entry, dst_steps.entry).arguments(form, src_steps.block, dst_steps.block)
+            for part, form in zip(parts, forms, strict=True)
+        ]
+        return _core.Copy(kernel, arguments, src_id, dst_id, made.src.num_blocks, made.dst.num_blocks)
+
     copies = []
-    for part, wanted in zip(parts, forms, strict=True):
-        form = _available(part, replace(wanted, few=few))
-        copies.append(_core.Copy(form.name, [part.arguments(form)], *rest))
+    for launch in made.launches(src_alignment, dst_alignment):
+        if len(launch.parts) > 1 and not few:
+            if launch.kernel.startswith("record_"):
+                record = _available_record(launch, names)
+                padded = [replace(form, outer=record.outer, inner=record.inner) for form in launch.forms]
+                copies.append(copy(record.name, launch.parts, padded))
+                continue
+            if launch.kernel in names:
+                copies.append(copy(launch.kernel, launch.parts, launch.forms))
+                continue
+        for part, wanted in zip(launch.parts, launch.forms, strict=True):
+            form = _available(part, replace(wanted, few=few))
+            copies.append(copy(form.name, [part], [form]))
     return copies
 
 
-def _runs(made: Plan) -> _core.Copy:
-    """A plan's loop nest in bytes, as the copy engine takes it."""
+def _available_record(launch: Launch, names: frozenset[str]) -> Form:
+    """The kernel for planes: the one made for them, else one for any loop nests."""
+    (wanted,) = Form.parse(launch.kernel)
+    form = wanted if wanted.name in names else Form("record", MAX_OUTER, MAX_INNER, 0, 0)
+    if form.runs(wanted):
+        return form
+    raise MissingKernelError(
+        f"no built kernel runs {wanted.name}: kernels have at most {MAX_OUTER} modes that pick a chunk and {MAX_INNER} inside; "
+        "convert by way of a layout whose order is nearer to both"
+    )
+
+
+def _runs(made: Plan) -> list[_core.Copy]:
+    """A plan's loop nests in bytes, as the copy engine takes them."""
     parts = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for part in made.parts]
-    return _core.Copy(None, parts, made.src_id, made.dst_id)
+    ids = made.parts[0].src_id, made.parts[0].dst_id
+    return [_core.Copy(None, parts[i : i + MAX_PARTS], *ids) for i in range(0, len(parts), MAX_PARTS)]
 
 
 @dataclass(frozen=True)
@@ -179,6 +205,7 @@ class _End:
     device: str
     alignment: int
     step: int | None
+    slot_bytes: int  # of a block, packed
     addresses: npt.NDArray[np.uint64]
     steps: Steps
     framework: str
@@ -187,8 +214,8 @@ class _End:
     def of(cls, pool: Pool) -> _End:
         framework = type(pool.arrays[0]).__module__.partition(".")[0]
         return cls(
-            pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step, pool.addresses,
-            Steps.of(pool), framework,
+            pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step,
+            pool.resolved.packed().id_steps[1], pool.addresses, Steps.of(pool), framework,
         )  # fmt: skip
 
     @property
@@ -300,7 +327,7 @@ class _Mover:
             permute = prepare(steps[1], slot_alignment, dst.alignment, few=few, dst_steps=dst.steps)
             move = steps[0].flat(src.step, None)
         runs = made.flat(src.step, dst.step)
-        slot_block = (steps[0].dst_id if self.gathers else steps[1].src_id)[1]
+        slot_block = (steps[0].dst if self.gathers else steps[1].src).id_steps[1]
         limits, why = self._limits(made, move, runs)
         # No batch is larger than the smaller pool: what would be taken beyond needs no ring.
         most = min(src.num_blocks, dst.num_blocks)
@@ -320,7 +347,7 @@ class _Mover:
             dst.num_blocks,
             direct=direct,
             permute=permute,
-            move=_runs(move),
+            moves=_runs(move),
             runs=_runs(runs),
             src_bases=src.bases,
             dst_bases=dst.bases,
@@ -355,8 +382,8 @@ class _Mover:
     def _take_ring(self) -> _core.Ring:
         """The ring that all ranges of layers share; a range's block is never larger than the whole one."""
         if self.ring is None:
-            largest = max(end.shape.nbytes for end in (self.src, self.dst))
-            self.ring = _core.Ring(self.device, self.chunk_bytes or max(CHUNK_BYTES, largest + 16), SLOTS)
+            largest = max(end.slot_bytes for end in (self.src, self.dst))
+            self.ring = _core.Ring(self.device, self.chunk_bytes or max(CHUNK_BYTES, largest), SLOTS)
         return self.ring
 
     def copy(self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any) -> _core.Done:

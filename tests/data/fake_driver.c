@@ -90,13 +90,14 @@ static void walk(const kvbm_args *a, const kvbm_part *p, int mode, int64_t unit,
 static void run_kernel(const char *name, const kvbm_args *a) {
   if (!strncmp(name, "few_", 4)) name += 4;
   for (uint32_t part = 0; part < a->num_parts; ++part) {
-    const char *segment = part ? strstr(name, "__") + 2 : name;
+    const char *joined = strstr(name, "__"); /* a name a part; planes have one for all */
+    const char *segment = part && joined ? joined + 2 : name;
     const kvbm_part *p = &a->part[part];
     int64_t unit = p->inner[0].src; /* a word; a tile's modes step elements, whose size is in its name */
     if (!strncmp(segment, "tile", 4)) unit = atoi(strstr(segment, "_e") + 2);
     for (uint32_t i = 0; i < a->num_pairs; ++i) {
       const int64_t src = block(a, 0, a->src_ids, i), dst = block(a, 1, a->dst_ids, i);
-      const Place at = {p->src_offset + src * a->src_id_stride, p->dst_offset + dst * a->dst_id_stride,
+      const Place at = {p->src_offset + src * p->src_id_stride, p->dst_offset + dst * p->dst_id_stride,
                         p->src_table_offset + src * a->src_id_table, p->dst_table_offset + dst * a->dst_id_table};
       if (src == -1 || dst == -1) continue;
       if (src >= 0 && dst >= 0 && src < a->src_blocks && dst < a->dst_blocks)

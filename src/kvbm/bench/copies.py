@@ -152,8 +152,8 @@ def runs(src: Pool, dst: Pool, made: Plan, src_ids: Any, dst_ids: Any) -> list[R
     for part in made.parts:
         ends = []
         for pool, ids, step, start, strides in (
-            (src, src_ids, made.src_id, (part.src_table_offset, part.src_offset), _side(part, is_source=True)),
-            (dst, dst_ids, made.dst_id, (part.dst_table_offset, part.dst_offset), _side(part, is_source=False)),
+            (src, src_ids, part.src_id, (part.src_table_offset, part.src_offset), _side(part, is_source=True)),
+            (dst, dst_ids, part.dst_id, (part.dst_table_offset, part.dst_offset), _side(part, is_source=False)),
         ):
             blocks = np.asarray(ids, np.int64)[:, None]
             entry, offset = strides

@@ -340,7 +340,7 @@ def _entry_steps(pieces: Sequence[Piece], step: dict[str, int]) -> Numbers:
 
 def _dtype_of(shape: BlockShape) -> np.dtype[Any]:
     """NumPy's dtype; signed integers of the same width (which torch knows best) for those that it lacks."""
-    found = _numpy_dtype(shape)
+    found = _numpy_dtype(shape.dtype)
     return found if found.name == shape.dtype else np.dtype(f"i{shape.itemsize}")
 
 
