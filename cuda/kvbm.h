@@ -68,9 +68,13 @@ typedef struct kvbm_part {
   uint32_t jobs;         /* pairs * chunks * tiles */
   uint32_t ctas;         /* CTAs of this part */
   /* The caller's: */
-  uint32_t word;                              /* records: bytes of a load and store; other kernels have theirs built in */
-  int32_t src_table_offset, dst_table_offset; /* table entries at which this part starts (V's half, a slice) */
+  uint32_t word;        /* records and pages: bytes of a load and store; others have theirs built in */
+  uint32_t item;        /* pages: bytes that one thread moves at a time, whole on the side not staged */
+  uint32_t place, held; /* pages: where this part starts in shared memory, and the bytes of the dense
+                                                 segment that starts with it; 0: it lies in another part's segment */
+  uint32_t gathers;     /* pages: the source is staged, not the destination */
   uint32_t reserved;
+  int32_t src_table_offset, dst_table_offset; /* table entries at which this part starts (V's half, a slice) */
   int64_t src_offset, dst_offset;             /* bytes, likewise */
   int64_t src_id_stride, dst_id_stride;       /* bytes a block id */
   kvbm_outer outer[KVBM_MAX_OUTER];

@@ -6,6 +6,7 @@
 //   Tile<OUTER, REST, ELEMENT, WORD> single elements move; a tile of the two axes along which source and destination go on
 //                                    is turned in shared memory (and in registers where a word holds several elements)
 //   Record<OUTER, INNER>            rows of several parts, each with a word of its own: the planes of a block
+//   Page<OUTER, INNER>              the same by way of shared memory, where one side's rows are no whole words or sectors
 //
 // Structure is a template parameter, sizes and strides are arguments: one multiply-high a mode and word, and any model's
 // shape runs at full speed.  Kernel<P> and Kernel<P, Q> make kernels of one part and of two (K and V in one launch).
@@ -924,11 +925,187 @@ struct Kernel<Record<OUTER, INNER>> {
     const kvbm_part& p = a->part[part];
     const bool around = streaming != 0;
     switch (p.word) {
-      case 16: return Rows<OUTER, INNER, 16>::host(*a, p, first, last, around);
-      case 8: return Rows<OUTER, INNER, 8>::host(*a, p, first, last, around);
-      case 4: return Rows<OUTER, INNER, 4>::host(*a, p, first, last, around);
-      case 2: return Rows<OUTER, INNER, 2>::host(*a, p, first, last, around);
-      default: return Rows<OUTER, INNER, 1>::host(*a, p, first, last, around);
+      case 16:
+        return Rows<OUTER, INNER, 16>::host(*a, p, first, last, around);
+      case 8:
+        return Rows<OUTER, INNER, 8>::host(*a, p, first, last, around);
+      case 4:
+        return Rows<OUTER, INNER, 4>::host(*a, p, first, last, around);
+      case 2:
+        return Rows<OUTER, INNER, 2>::host(*a, p, first, last, around);
+      default:
+        return Rows<OUTER, INNER, 1>::host(*a, p, first, last, around);
+    }
+  }
+  static constexpr decltype(&run_host) host() { return run_host; }
+#endif
+};
+
+// The same where the rows of one side are no whole words: records of 132 bytes, scales byte by byte.  That side is dense over
+// all planes of a few tokens, so it is read, or written, as one stream of 16-byte words by way of shared memory, and the
+// planes are taken apart there.  An outer mode steps from one such piece of a page to the next.
+template <int OUTER, int INNER>
+struct Page;
+
+template <int OUTER, int INNER>
+struct Kernel<Page<OUTER, INNER>> {
+  static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = 8;
+  static constexpr uint32_t kLoads = 4;  // words a thread has in flight
+
+  static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
+    uint64_t shared = 0;
+    for (uint32_t i = 0; i < a->num_parts; ++i) {
+      kvbm_part& p = a->part[i];
+      uint64_t chunks, items, tiles = 1;
+      if (!set_divisors<OUTER, INNER>(p, 0, chunks, items)) return KVBM_TOO_LARGE;
+      p.words = p.tile_words = uint32_t(items);
+      if (sms == 0) {
+        const uint64_t run = INNER == 1 ? 1 : p.inner[0].extent.n;
+        p.tile_words = uint32_t(divide_up(divide_up(Rows<OUTER, INNER, 1>::kHostTile, p.item), run) * run);
+        tiles = divide_up(items, p.tile_words);
+      }
+      if (!set_jobs(*a, p, OUTER, chunks, tiles)) return KVBM_TOO_LARGE;
+      p.ctas = p.jobs;
+      shared += p.held;
+    }
+    grid->ctas = a->part[0].ctas;  // all parts have the same pieces
+    grid->threads_x = kThreads;
+    grid->threads_y = 1;
+    grid->shared_bytes = uint32_t(shared);
+    return KVBM_OK;
+  }
+
+#ifdef __CUDACC__
+  static __device__ __forceinline__ void run(const kvbm_args& a, char* shared) {
+    __shared__ struct {
+      Bases at;
+      bool copies;
+    } found[KVBM_MAX_PARTS];
+    if (threadIdx.x < a.num_parts) {
+      Bases at;
+      found[threadIdx.x].copies = locate<OUTER>(a, a.part[threadIdx.x], blockIdx.x, at);
+      found[threadIdx.x].at = at;
+    }
+    __syncthreads();
+    if (!found[0].copies) return;
+    const bool gathers = a.part[0].gathers;
+    if (gathers) {
+      for (uint32_t i = 0; i < a.num_parts; ++i)
+        stream<true>(found[i].at.src, nullptr, shared + a.part[i].place, a.part[i].held / 16);
+      __syncthreads();
+    }
+    for (uint32_t i = 0; i < a.num_parts; ++i) {
+      const kvbm_part& p = a.part[i];
+      if (gathers)
+        move<true>(p, shared + p.place, found[i].at.dst);
+      else
+        move<false>(p, shared + p.place, const_cast<char*>(found[i].at.src));
+    }
+    if (!gathers) {
+      __syncthreads();
+      for (uint32_t i = 0; i < a.num_parts; ++i)
+        stream<false>(nullptr, found[i].at.dst, shared + a.part[i].place, a.part[i].held / 16);
+    }
+  }
+
+  // A dense segment between memory and shared memory.
+  template <bool IN>
+  static __device__ __forceinline__ void stream(const char* src, char* dst, char* shared, uint32_t words) {
+    Word16* mine = reinterpret_cast<Word16*>(shared);
+    for (uint32_t w = threadIdx.x; w < words; w += kThreads * kLoads) {
+      Word16 v[kLoads];
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kLoads; ++u) {
+        const uint32_t word = w + u * kThreads;
+        if (word >= words) continue;
+        if (IN)
+          load(v[u], src + word * 16);
+        else
+          v[u] = mine[word];
+      }
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kLoads; ++u) {
+        const uint32_t word = w + u * kThreads;
+        if (word >= words) continue;
+        if (IN)
+          mine[word] = v[u];
+        else
+          store(dst + word * 16, v[u]);
+      }
+    }
+  }
+
+  template <bool OUT>
+  static __device__ __forceinline__ void move(const kvbm_part& p, char* staged, char* direct) {
+    if (p.word == 16)
+      items<OUT, 16, 16>(p, staged, direct);
+    else if (p.item == 16)
+      p.word >= 4 ? items<OUT, 16, 4>(p, staged, direct) : items<OUT, 16, 1>(p, staged, direct);
+    else if (p.item == 8)
+      p.word >= 4 ? items<OUT, 8, 4>(p, staged, direct) : items<OUT, 8, 1>(p, staged, direct);
+    else if (p.item == 4)
+      p.word >= 4 ? items<OUT, 4, 4>(p, staged, direct) : items<OUT, 4, 1>(p, staged, direct);
+    else if (p.item == 2)
+      items<OUT, 2, 1>(p, staged, direct);
+    else
+      items<OUT, 1, 1>(p, staged, direct);
+  }
+
+  // Items of a part between shared memory (words of WORD bytes there) and memory (whole items).
+  template <bool OUT, int ITEM, int WORD>
+  static __device__ __forceinline__ void items(const kvbm_part& p, char* staged, char* direct) {
+    union Item {
+      Word<ITEM> whole;
+      Word<WORD> word[ITEM / WORD];
+    };
+    constexpr uint32_t kAtOnce = kLoads;
+    for (uint32_t first = threadIdx.x; first < p.words; first += kThreads * kAtOnce) {
+      Item v[kAtOnce];
+      uint32_t inside[kAtOnce];
+      uint64_t outside[kAtOnce];
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kAtOnce; ++u) {
+        const uint32_t index = first + u * kThreads;
+        uint64_t src = 0, dst = 0;
+        step<0, INNER>(p, index, src, dst);
+        inside[u] = uint32_t(OUT ? src : dst);
+        outside[u] = OUT ? dst : src;
+        if (index >= p.words) continue;
+        if (OUT) {
+          KVBM_UNROLL
+          for (int k = 0; k < ITEM / WORD; ++k)
+            v[u].word[k] = *reinterpret_cast<const Word<WORD>*>(staged + inside[u] + k * WORD);
+        } else {
+          load(v[u].whole, direct + outside[u]);
+        }
+      }
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kAtOnce; ++u) {
+        if (first + u * kThreads >= p.words) continue;
+        if (OUT) {
+          store(direct + outside[u], v[u].whole);
+        } else {
+          KVBM_UNROLL
+          for (int k = 0; k < ITEM / WORD; ++k) *reinterpret_cast<Word<WORD>*>(staged + inside[u] + k * WORD) = v[u].word[k];
+        }
+      }
+    }
+  }
+#else
+  static void run_host(const kvbm_args* a, uint32_t part, uint32_t first, uint32_t last, int streaming) {
+    const kvbm_part& p = a->part[part];
+    const bool around = streaming != 0 && p.word == 16;
+    switch (p.item) {
+      case 16:
+        return Rows<OUTER, INNER, 16>::host(*a, p, first, last, around);
+      case 8:
+        return Rows<OUTER, INNER, 8>::host(*a, p, first, last, around);
+      case 4:
+        return Rows<OUTER, INNER, 4>::host(*a, p, first, last, around);
+      case 2:
+        return Rows<OUTER, INNER, 2>::host(*a, p, first, last, around);
+      default:
+        return Rows<OUTER, INNER, 1>::host(*a, p, first, last, around);
     }
   }
   static constexpr decltype(&run_host) host() { return run_host; }

@@ -13,7 +13,7 @@ _UInt64s: TypeAlias = NDArray[np.uint64] | Buffer
 # Offsets (4 numbers), outer modes (5 each), inner modes (3 each).
 _Part: TypeAlias = (
     tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]]
-    | tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]], tuple[int, int], int]
+    | tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]], tuple[int, int], Sequence[int]]
 )
 
 class _DeviceInfo(TypedDict):

@@ -94,7 +94,7 @@ cdef extern from "kvbm.h" nogil:
         int32_t src_table, dst_table
 
     ctypedef struct kvbm_part:
-        uint32_t word
+        uint32_t word, item, place, held, gathers
         int64_t src_offset, dst_offset
         int64_t src_id_stride, dst_id_stride
         int32_t src_table_offset, dst_table_offset
@@ -405,11 +405,12 @@ cdef class Copy:
     ----------
     kernel : str or None
         Name of a compiled kernel.  None: a loop nest of bytes for the copy engine, which a `Route` walks.
-    parts : sequence of (offsets, outer, inner) or (offsets, outer, inner, strides, word)
+    parts : sequence of (offsets, outer, inner) or (offsets, outer, inner, strides, words)
         One part, or several: K and V, or planes.  ``offsets`` is ``(src, dst, src_table, dst_table)``; ``outer`` holds
         ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
         ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
-        ``strides``: bytes that a block id contributes in this part; ``word``: bytes of a word, for kernels of records.
+        ``strides``: bytes that a block id contributes in this part; ``words``: for kernels of records the bytes of a word;
+        of pages also of an item, where it starts in shared memory, the bytes of its segment, and whether the source is staged.
     src_id, dst_id : tuple of two ints
         What one block id contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
     src_blocks, dst_blocks : int
@@ -440,9 +441,9 @@ cdef class Copy:
         self.args.dst_blocks = <uint32_t> min(max(dst_blocks, 0), INDEX_LIMIT)
         self.args.num_parts = <uint32_t> len(parts)
         for number, (offsets, outer, inner, *rest) in enumerate(parts):
-            strides, word = rest or ((src_id[1], dst_id[1]), 0)
+            strides, words = rest or ((src_id[1], dst_id[1]), (0,))
             try:
-                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), strides, word)
+                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), strides, tuple(words))
             except OverflowError as error:
                 raise PlanError(f"part {number} of the plan for {kernel!r}: {error}") from None
         self.index = index
@@ -535,7 +536,7 @@ cdef int _take_uploaded(kvbm_batch *batch, Table src, Table dst, int device) exc
     return 0
 
 
-cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides, word) except -1:
+cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides, tuple words) except -1:
     cdef int i
     if len(outer) > KVBM_MAX_OUTER or len(inner) > KVBM_MAX_INNER:
         raise PlanError(
@@ -544,7 +545,7 @@ cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides,
         )
     part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset = offsets
     part.src_id_stride, part.dst_id_stride = strides
-    part.word = word
+    part.word, part.item, part.place, part.held, part.gathers = words + (0,) * (5 - len(words))
     # Modes that are not used have extent 1 and stride 0, so that a loop over all of them is right too.
     for i in range(KVBM_MAX_OUTER):
         extent, src, dst, src_table, dst_table = outer[i] if i < len(outer) else (1, 0, 0, 0, 0)

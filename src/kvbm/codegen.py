@@ -75,7 +75,8 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
             add(*forms, pairs=pairs)
     for word in _WORDS:
         add(Form("rows", MAX_OUTER, MAX_INNER, 0, word))  # any loop nest at all
-    add(Form("record", MAX_OUTER, MAX_INNER, 0, 0))
+    for kind in ("record", "page"):
+        add(Form(kind, MAX_OUTER, MAX_INNER, 0, 0))
     for form in _few():
         add(form)
     return {name: sorted(found[name]) for name in sorted(found)}
@@ -192,7 +193,7 @@ def _few() -> Iterator[Form]:
 
 def _variants(form: Form) -> Iterator[Form]:
     """The same structure for every element size and alignment."""
-    if form.kind == "record":
+    if form.kind in ("record", "page"):
         yield form
         return
     if form.kind == "tile":
@@ -244,7 +245,7 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
 def _parts(name: str) -> int:
     """Parts of a launch; 0 where it takes any number."""
     forms = Form.parse(name)
-    return 0 if forms[0].kind == "record" else len(forms)
+    return 0 if forms[0].kind in ("record", "page") else len(forms)
 
 
 def _types(name: str) -> str:
@@ -254,8 +255,8 @@ def _types(name: str) -> str:
     threads = "kTileThreads" if any(form.kind == "tile" for form in forms) else "kRowThreads"
 
     def of(form: Form) -> str:
-        if form.kind == "record":
-            return f"Record<{_commas(form.outer, form.inner)}>"
+        if form.kind in ("record", "page"):
+            return f"{form.kind.capitalize()}<{_commas(form.outer, form.inner)}>"
         if form.kind == "tile":
             sizes = [form.outer, form.inner, form.element, form.word]
             return f"Tile<{_commas(*sizes, *(['kFewTeams'] if form.few else []))}>"
@@ -281,6 +282,9 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
         elif form.kind == "record":
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "copy a run of the plane's words"
+        elif form.kind == "page":
+            loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
+            inside = "move a run of the plane's items between shared memory and memory"
         else:
             loops += [f"row{k}" for k in reversed(range(1, form.inner))]
             inside = f"copy a run of {form.word}-byte words"

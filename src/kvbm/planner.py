@@ -10,11 +10,12 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .errors import LayoutError, PlanError
 from .layout import Layout, Mode, Piece, Resolved, coalesce, refine
+from .pages import Staged, stage
 from .shapes import BlockShape
 
 __all__ = ["MAX_INNER", "MAX_OUTER", "MAX_PARTS", "Form", "Part", "Plan", "plan"]
@@ -36,16 +37,16 @@ class Form:
 
     Attributes
     ----------
-    kind : {"copy", "rows", "tile", "record"}
+    kind : {"copy", "rows", "tile", "record", "page"}
         ``copy``: a chunk is one run.  ``rows``: runs move whole, their order changes.  ``tile``: single elements move, so
         source and destination run along different axes and meet in a tile.  ``record``: rows of several parts, the planes of a
-        block.
+        block.  ``page``: the same by way of shared memory.
     outer, inner : int
         Modes that pick a chunk, modes inside it (for tiles: besides the two that span the tile).
     element : int
         Tiles: bytes that stay together.
     word : int
-        Bytes of a load and store; 0 for records, where each part has its own.
+        Bytes of a load and store; 0 for records and pages, where each part has its own.
     few : bool
         Whether the kernel keeps to as few multiprocessors as it is told.
     """
@@ -65,8 +66,8 @@ class Form:
             return f"{prefix}copy_o{self.outer}_w{self.word}"
         if self.kind == "rows":
             return f"{prefix}rows_o{self.outer}_i{self.inner}_w{self.word}"
-        if self.kind == "record":
-            return f"record_o{self.outer}_i{self.inner}"
+        if self.kind in ("record", "page"):
+            return f"{self.kind}_o{self.outer}_i{self.inner}"
         return f"{prefix}tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"
 
     @property
@@ -84,8 +85,8 @@ class Form:
                 forms.append(cls("copy", int(match[1]), 1, 0, int(match[2]), few))
             elif match := re.fullmatch(r"rows_o(\d+)_i(\d+)_w(\d+)", plain):
                 forms.append(cls("rows", int(match[1]), int(match[2]), 0, int(match[3]), few))
-            elif match := re.fullmatch(r"record_o(\d+)_i(\d+)", part):
-                forms.append(cls("record", int(match[1]), int(match[2]), 0, 0))
+            elif match := re.fullmatch(r"(record|page)_o(\d+)_i(\d+)", part):
+                forms.append(cls(match[1], int(match[2]), int(match[3]), 0, 0))
             elif match := re.fullmatch(r"tile_o(\d+)_r(\d+)_e(\d+)_w(\d+)", plain):
                 forms.append(cls("tile", int(match[1]), int(match[2]), int(match[3]), int(match[4]), few))
             else:
@@ -115,6 +116,8 @@ class Part:
         ``(table entries, bytes)`` that a block id steps.
     label : str
         What of a block it is: ``K``, ``V``, a plane; empty for all of it.
+    half : int, optional
+        0 for K and 1 for V, where the two are apart.
     """
 
     src_offset: int
@@ -126,6 +129,7 @@ class Part:
     src_id: tuple[int, int]
     dst_id: tuple[int, int]
     label: str = ""
+    half: int | None = None
 
     @property
     def run_bytes(self) -> int:
@@ -205,7 +209,14 @@ class Part:
 
         start = fold(self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
         outer = tuple(Mode(m.extent, *fold(m.src, m.dst, m.src_table, m.dst_table)) for m in self.outer)
-        return Part(*start, outer, self.inner, self.src_id, self.dst_id, self.label)
+        return replace(
+            self,
+            src_offset=start[0],
+            dst_offset=start[1],
+            src_table_offset=start[2],
+            dst_table_offset=start[3],
+            outer=outer,
+        )
 
     def arguments(self, form: Form, src_step: int | None = None, dst_step: int | None = None) -> Arguments:
         """Offsets, outer and inner modes as the kernel of this form takes them, padded with extents of one.
@@ -232,12 +243,12 @@ class Part:
             [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
             [(m.extent, m.src, m.dst) for m in inner],
             (self.src_id[1] if src_step is None else src_step, self.dst_id[1] if dst_step is None else dst_step),
-            form.word,
+            (form.word,),
         )
 
 
-#: Offsets, outer modes, inner modes, bytes that a block id steps, bytes of a word.
-Arguments = tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]], tuple[int, int], int]
+#: Offsets, outer modes, inner modes, bytes that a block id steps, what is said of words.
+Arguments = tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]], tuple[int, int], tuple[int, ...]]
 
 #: There are few forms and many plans.
 _form = functools.lru_cache(maxsize=None)(Form)
@@ -295,7 +306,7 @@ class Plan:
         forms = self.forms(src_alignment, dst_alignment)
         if not self.src.parts:
             return [Launch("__".join(form.name for form in forms), self.parts, forms)] if forms else []
-        return _record_launches(self.parts, forms)
+        return _plane_launches(self.parts, forms, src_alignment, dst_alignment)
 
     def kernels(self, alignment: int = WIDEST) -> list[str]:
         """Names of the kernels, where base addresses are multiples of `alignment` bytes."""
@@ -405,6 +416,26 @@ class Launch(NamedTuple):
     kernel: str
     parts: tuple[Part, ...]
     forms: tuple[Form, ...]
+    staged: tuple[Staged, ...] = ()
+
+
+def _plane_launches(
+    parts: Sequence[Part], forms: Sequence[Form], src_alignment: int, dst_alignment: int
+) -> list[Launch]:
+    """K and V by way of shared memory where that helps, each for itself where they differ; else rows of all planes."""
+    made: list[Launch] = []
+    rows: list[tuple[Part, Form]] = []
+    whole = list(zip(parts, forms, strict=True))
+    for half in sorted({part.half for part in parts}, key=lambda half: half or 0):
+        mine = [(part, form) for part, form in whole if part.half == half]
+        staged = stage([part for part, _ in mine], src_alignment, dst_alignment) if len(mine) <= MAX_PARTS else None
+        if staged is None or len(staged[0].part.outer) > MAX_OUTER:
+            rows += mine
+            continue
+        outer, inner = max(len(s.part.outer) for s in staged), max(len(s.part.inner) for s in staged)
+        items = tuple(_form("rows", outer, inner, 0, s.item) for s in staged)
+        made.append(Launch(_form("page", outer, inner, 0, 0).name, tuple(s.part for s in staged), items, tuple(staged)))
+    return made + (_record_launches([part for part, _ in rows], [form for _, form in rows]) if rows else [])
 
 
 def _record_launches(parts: Sequence[Part], forms: Sequence[Form]) -> list[Launch]:
@@ -554,13 +585,16 @@ def _plan_cached(
 
 def between(src: Resolved, dst: Resolved, title: str) -> Plan:
     """Plan the copy between two layouts with sizes; `plan` resolves them first, and remembers what it made."""
-    parts: list[Part] = []
-    for here, there in _planes(title, src, dst):
+    planes = list(_planes(title, src, dst))
+    for here, there in planes:
         _require_same_axes(title, here, there)
-        apart = any(len(side.orders) == 2 for side in (here, there))
-        halves = range(src.shape.no) if apart else (None,)
-        parts += _rejoin([_part(title, here, there, half) for half in halves])
-    return Plan(src, dst, _gathered(parts))
+    apart = any(len(side.orders) == 2 for pair in planes for side in pair)
+    halves = range(src.shape.no) if apart else (None,)
+    found = [[_part(title, here, there, half) for half in halves] for here, there in planes]
+    joined = [_rejoin(parts) for parts in found]
+    # Where one plane's K and V differ, all planes keep the two apart: they then have the same loops.
+    kept = found if any(len(parts) > 1 for parts in joined) else joined
+    return Plan(src, dst, _gathered([part for parts in kept for part in parts]))
 
 
 def _planes(title: str, src: Resolved, dst: Resolved) -> Iterator[tuple[Resolved, Resolved]]:
@@ -613,7 +647,8 @@ def _part(title: str, src: Resolved, dst: Resolved, half: int | None) -> Part:
         modes = _paired(title, src, *_as_axes(title, src, dst, here.pieces, there.pieces))
     modes.append(Mode(src.shape.itemsize, 1, 1))
     label = " ".join(filter(None, (src.plane, "KV"[half] if half is not None else "")))
-    return _shaped(coalesce(modes), (here.start, there.start), (src.id_steps, dst.id_steps), label)
+    part = _shaped(coalesce(modes), (here.start, there.start), (src.id_steps, dst.id_steps), label)
+    return replace(part, half=half)
 
 
 def _shaped(
@@ -674,12 +709,14 @@ def _fused(one: Part, other: Part) -> Part | None:
     if (
         (one.outer, one.inner[1:], one.src_id, one.dst_id) != (other.outer, other.inner[1:], other.src_id, other.dst_id)
         or (one.src_table_offset, one.dst_table_offset) != (other.src_table_offset, other.dst_table_offset)
+        or one.half != other.half
         or (one.src_offset + run, one.dst_offset + run) != (other.src_offset, other.dst_offset)
     ):
         return None
     modes = [Mode(run + other.run_bytes, 1, 1), *one.inner[1:], *one.outer]
     start = [(one.src_offset, one.src_table_offset), (one.dst_offset, one.dst_table_offset)]
-    return _shaped(coalesce(modes), start, (one.src_id, one.dst_id), f"{one.label} + {other.label}")
+    whole = _shaped(coalesce(modes), start, (one.src_id, one.dst_id), f"{one.label} + {other.label}")
+    return replace(whole, half=one.half)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from . import _core, tuning
 from .errors import BindError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
+from .pages import Staged
 from .planner import MAX_INNER, MAX_OUTER, MAX_PARTS, Form, Launch, Part, Plan, plan, size_text
 from .pool import Pool, as_ids
 from .shapes import BlockShape
@@ -152,20 +153,22 @@ def prepare(
         for of_plan, steps in ((made.parts[0].src_id, src_steps), (made.parts[0].dst_id, dst_steps))
     )
 
-    def copy(kernel: str, parts: Sequence[Part], forms: Sequence[Form]) -> _core.Copy:
+    def copy(kernel: str, parts: Sequence[Part], forms: Sequence[Form], staged: Sequence[Staged] = ()) -> _core.Copy:
         arguments = [
             part.by_steps(src_steps.entry, dst_steps.entry).arguments(form, src_steps.block, dst_steps.block)
             for part, form in zip(parts, forms, strict=True)
         ]
+        for number, (one, given) in enumerate(zip(staged, arguments, strict=False)):
+            arguments[number] = (*given[:4], (one.word, one.item, one.place, one.held, int(one.gathers)))
         return _core.Copy(kernel, arguments, src_id, dst_id, made.src.num_blocks, made.dst.num_blocks)
 
     copies = []
     for launch in made.launches(src_alignment, dst_alignment):
-        if len(launch.parts) > 1 and not few:
-            if launch.kernel.startswith("record_"):
-                record = _available_record(launch, names)
-                padded = [replace(form, outer=record.outer, inner=record.inner) for form in launch.forms]
-                copies.append(copy(record.name, launch.parts, padded))
+        if (len(launch.parts) > 1 or launch.staged) and not few:
+            if launch.kernel.startswith(("record_", "page_")):
+                whole = _available_for_planes(launch, names)
+                padded = [replace(form, outer=whole.outer, inner=whole.inner) for form in launch.forms]
+                copies.append(copy(whole.name, launch.parts, padded, launch.staged))
                 continue
             if launch.kernel in names:
                 copies.append(copy(launch.kernel, launch.parts, launch.forms))
@@ -176,10 +179,10 @@ def prepare(
     return copies
 
 
-def _available_record(launch: Launch, names: frozenset[str]) -> Form:
+def _available_for_planes(launch: Launch, names: frozenset[str]) -> Form:
     """The kernel for planes: the one made for them, else one for any loop nests."""
     (wanted,) = Form.parse(launch.kernel)
-    form = wanted if wanted.name in names else Form("record", MAX_OUTER, MAX_INNER, 0, 0)
+    form = wanted if wanted.name in names else replace(wanted, outer=MAX_OUTER, inner=MAX_INNER)
     if form.runs(wanted):
         return form
     raise MissingKernelError(
