@@ -72,8 +72,8 @@ typedef struct kvbm_part {
   uint32_t item;        /* pages: bytes that one thread moves at a time, whole on the side not staged */
   uint32_t place, held; /* pages: where this part starts in shared memory, and the bytes of the dense
                                                  segment that starts with it; 0: it lies in another part's segment */
-  uint32_t gathers;     /* pages: the source is staged, not the destination */
   uint32_t reserved;
+  uint32_t apart;                             /* pages: bytes from word to word of an item in shared memory */
   int32_t src_table_offset, dst_table_offset; /* table entries at which this part starts (V's half, a slice) */
   int64_t src_offset, dst_offset;             /* bytes, likewise */
   int64_t src_id_stride, dst_id_stride;       /* bytes a block id */

@@ -94,7 +94,7 @@ cdef extern from "kvbm.h" nogil:
         int32_t src_table, dst_table
 
     ctypedef struct kvbm_part:
-        uint32_t word, item, place, held, gathers
+        uint32_t word, item, place, held, apart
         int64_t src_offset, dst_offset
         int64_t src_id_stride, dst_id_stride
         int32_t src_table_offset, dst_table_offset
@@ -410,7 +410,8 @@ cdef class Copy:
         ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
         ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
         ``strides``: bytes that a block id contributes in this part; ``words``: for kernels of records the bytes of a word;
-        of pages also of an item, where it starts in shared memory, the bytes of its segment, and whether the source is staged.
+        of pages also of an item and from word to word of one in shared memory, where the part starts there, and the bytes of
+        its segment.
     src_id, dst_id : tuple of two ints
         What one block id contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
     src_blocks, dst_blocks : int
@@ -545,7 +546,7 @@ cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides,
         )
     part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset = offsets
     part.src_id_stride, part.dst_id_stride = strides
-    part.word, part.item, part.place, part.held, part.gathers = words + (0,) * (5 - len(words))
+    part.word, part.item, part.apart, part.place, part.held = words + (0,) * (5 - len(words))
     # Modes that are not used have extent 1 and stride 0, so that a loop over all of them is right too.
     for i in range(KVBM_MAX_OUTER):
         extent, src, dst, src_table, dst_table = outer[i] if i < len(outer) else (1, 0, 0, 0, 0)

@@ -28,6 +28,9 @@ _FILES = 8
 
 _WORDS = (16, 8, 4, 2, 1)
 
+#: Kinds of kernels that take any number of parts, each with its own word.
+_OF_PLANES = ("record", "page_in", "page_out")
+
 #: Sizes that no axis shares, so that nothing merges by accident.
 _GENERIC = {"l": 3, "o": 2, "h": 5, "t": 7, "d": 11}
 
@@ -75,8 +78,9 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
             add(*forms, pairs=pairs)
     for word in _WORDS:
         add(Form("rows", MAX_OUTER, MAX_INNER, 0, word))  # any loop nest at all
-    for kind in ("record", "page"):
-        add(Form(kind, MAX_OUTER, MAX_INNER, 0, 0))
+    add(Form("record", MAX_OUTER, MAX_INNER, 0, 0))
+    for kind in ("page_in", "page_out"):
+        add(Form(kind, MAX_OUTER, MAX_INNER - 1, 0, 0))
     for form in _few():
         add(form)
     return {name: sorted(found[name]) for name in sorted(found)}
@@ -193,7 +197,7 @@ def _few() -> Iterator[Form]:
 
 def _variants(form: Form) -> Iterator[Form]:
     """The same structure for every element size and alignment."""
-    if form.kind in ("record", "page"):
+    if form.kind in _OF_PLANES:
         yield form
         return
     if form.kind == "tile":
@@ -245,7 +249,7 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
 def _parts(name: str) -> int:
     """Parts of a launch; 0 where it takes any number."""
     forms = Form.parse(name)
-    return 0 if forms[0].kind in ("record", "page") else len(forms)
+    return 0 if forms[0].kind in _OF_PLANES else len(forms)
 
 
 def _types(name: str) -> str:
@@ -255,8 +259,10 @@ def _types(name: str) -> str:
     threads = "kTileThreads" if any(form.kind == "tile" for form in forms) else "kRowThreads"
 
     def of(form: Form) -> str:
-        if form.kind in ("record", "page"):
-            return f"{form.kind.capitalize()}<{_commas(form.outer, form.inner)}>"
+        if form.kind == "record":
+            return f"Record<{_commas(form.outer, form.inner)}>"
+        if form.kind in _OF_PLANES:
+            return f"Page<{_commas(form.outer, form.inner, str(form.kind == 'page_in').lower())}>"
         if form.kind == "tile":
             sizes = [form.outer, form.inner, form.element, form.word]
             return f"Tile<{_commas(*sizes, *(['kFewTeams'] if form.few else []))}>"
@@ -282,7 +288,7 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
         elif form.kind == "record":
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "copy a run of the plane's words"
-        elif form.kind == "page":
+        elif form.kind in _OF_PLANES:
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "move a run of the plane's items between shared memory and memory"
         else:

@@ -25,8 +25,9 @@ _WORD, _SECTOR = 16, 32
 #: So many times as many words as there would be are many; and that part of all bytes is most of them.
 _MANY, _MOSTLY = 1.25, 2
 
-#: Bytes of a piece: at most what is worth having in flight, and small enough that many CTAs share a multiprocessor.
-_PIECE, _LARGEST = 12 << 10, 24 << 10
+#: Bytes of a piece: what is worth having in flight, and few enough that many CTAs share a multiprocessor; a page that is taken
+#: whole; and the most that will do.
+_PIECE, _WHOLE, _LARGEST = 12 << 10, 20 << 10, 24 << 10
 
 #: More runs than these on the dense side are no page.
 _MOST_RUNS = 4096
@@ -38,9 +39,13 @@ class Staged(NamedTuple):
     Attributes
     ----------
     part : Part
-        Its loops; the fastest of `outer` steps from piece to piece, and ``inner[0]`` is a run on the side not staged.
+        Its loops inside a piece of a page; ``inner[0]`` is a run on the side not staged.
+    pieces : Mode
+        The step from piece to piece.
     word, item : int
         Bytes moved at a time in shared memory, and in memory.
+    apart : int
+        Bytes from word to word of an item in shared memory.
     place, held : int
         Where it starts in shared memory, and the bytes of the dense segment that starts with it (0: in another's).
     gathers : bool
@@ -48,8 +53,10 @@ class Staged(NamedTuple):
     """
 
     part: Part
+    pieces: Mode
     word: int
     item: int
+    apart: int
     place: int
     held: int
     gathers: bool
@@ -120,14 +127,14 @@ def _word(part: Part, side: int, alignment: int) -> int:
 def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> list[Staged] | None:
     if len({tuple(mode.extent for mode in part.outer) for part in parts}) > 1:
         return None
-    pieces = _pieces(parts, side)
-    if pieces is None:
+    cut = _pieces(parts, side)
+    if cut is None:
         return None
-    segments = _segments(pieces, side)
+    segments = _segments([part for part, _ in cut], side)
     if segments is None:
         return None
-    ids = [part.dst_id[1] if side else part.src_id[1] for part in pieces]
-    steps = [_step(mode, side) for part in pieces for mode in part.outer]
+    ids = [part.dst_id[1] if side else part.src_id[1] for part in parts]
+    steps = [_step(mode, side) for part, pieces in cut for mode in (*part.outer, pieces)]
     if _power(alignments[side], *ids, *steps) < _WORD or any(
         start[1] % _WORD or size % _WORD for start, size in segments
     ):
@@ -138,34 +145,53 @@ def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> li
         places[start] = begin
         begin += size
     led: set[tuple[int, int]] = set()
-    for part in pieces:
+    for part, pieces in cut:
         at = _start(part, side)
         first, size = next((s, n) for s, n in segments if s[0] == at[0] and s[1] <= at[1] < s[1] + n)
         leads = first == at and first not in led
         if leads:
             led.add(first)
-        loops = sorted(part.inner[1:], key=lambda mode: _step(mode, 1 - side))
-        other = 1 - side
-        far = [_step(mode, other) for mode in (*loops, *part.outer)]
-        far_id = part.src_id[1] if side else part.dst_id[1]
-        item = _power(part.run_bytes, alignments[other], _start(part, other)[1], far_id, *far)
         place = places[first] + at[1] - first[1]
-        word = _power(item, place, *(_step(mode, side) for mode in loops))
-        word = word if word == _WORD else 4 if word >= 4 else 1  # what is compiled
-        made.append(
-            Staged(replace(part, inner=(part.inner[0], *loops)), word, item, place, size if leads else 0, side == 0)
-        )
+        made.append(_items(part, pieces, side, alignments[1 - side], place, size if leads else 0))
     return made if led == {start for start, _ in segments} else None
 
 
-def _pieces(parts: Sequence[Part], side: int) -> list[Part] | None:
-    """The parts with their slowest common loop cut into pieces of a page, which become the fastest outer loop."""
+def _items(part: Part, pieces: Mode, side: int, alignment: int, place: int, held: int) -> Staged:
+    """A part's loops over items: whole on the side that is not staged, put together from words where runs are short."""
+    other, run = 1 - side, part.run_bytes
+    loops = sorted(part.inner[1:], key=lambda mode: _step(mode, other))
+    far_id = part.src_id[1] if side else part.dst_id[1]
+
+    def sizes(run: int, loops: Sequence[Mode]) -> tuple[int, int]:
+        """Bytes of an item, and what divides every step in shared memory."""
+        far = [_step(mode, other) for mode in (*loops, pieces, *part.outer) if mode.extent > 1]
+        item = _power(run, alignment, _start(part, other)[1], far_id, *far)
+        return item, _power(item, place, *(_step(mode, side) for mode in loops if mode.extent > 1))
+
+    def staged(run: int, loops: Sequence[Mode], word: int, item: int, apart: int) -> Staged:
+        inner = (Mode(run, 1, 1), *(mode for mode in loops if mode.extent > 1))
+        return Staged(replace(part, inner=inner), pieces, word, item, apart, place, held, side == 0)
+
+    if run in (1, 4) and loops and _step(loops[0], other) == run:
+        count = math.gcd(_WORD // run, loops[0].extent)
+        rest = [Mode(loops[0].extent // count, loops[0].src * count, loops[0].dst * count), *loops[1:]]
+        item, word = sizes(run * count, rest)
+        apart = _step(loops[0], side)
+        if count > 1 and item == run * count and word >= run and apart % run == 0:
+            return staged(item, rest, run, item, apart)
+    item, word = sizes(run, loops)
+    word = word if word == item else 4 if word >= 4 else 1  # what is compiled
+    return staged(run, loops, word, item, min(word, 4))
+
+
+def _pieces(parts: Sequence[Part], side: int) -> list[tuple[Part, Mode]] | None:
+    """The parts with their slowest common loop cut, so that what is left is a piece of a page; and the step to the next piece."""
     total = sum(part.chunk_bytes for part in parts)
-    if total <= _PIECE:
-        return [_cut(part, None, 1, 1) for part in parts]
+    if total <= _WHOLE:
+        return [(part, _STILL) for part in parts]
     slowest = [max(part.inner[1:], key=lambda mode: _step(mode, side), default=None) for part in parts]
     if any(mode is None for mode in slowest) or len({mode.extent for mode in slowest if mode}) > 1:
-        return [_cut(part, None, 1, 1) for part in parts] if total <= _LARGEST else None
+        return [(part, _STILL) for part in parts] if total <= _LARGEST else None
     extent = slowest[0].extent if slowest[0] else 1
     row = total // extent
     # Whole words of every segment: as many rows as the odd sizes of all parts ask for.
@@ -175,14 +201,16 @@ def _pieces(parts: Sequence[Part], side: int) -> list[Part] | None:
     count = max(small) if small else min(fit, default=0)
     if not count or count * row > _LARGEST:
         return None
-    return [_cut(part, mode, count, extent // count) for part, mode in zip(parts, slowest, strict=True)]
+    return [_cut(part, mode, count) for part, mode in zip(parts, slowest, strict=True) if mode]
 
 
-def _cut(part: Part, mode: Mode | None, count: int, pieces: int) -> Part:
+_STILL = Mode(1, 0, 0)
+
+
+def _cut(part: Part, mode: Mode, count: int) -> tuple[Part, Mode]:
     inner = [m._replace(extent=count) if m is mode else m for m in part.inner]
-    step = (mode.src * count, mode.dst * count) if mode else (0, 0)
-    outer = (Mode(pieces, *step), *part.outer) if pieces > 1 else part.outer
-    return replace(part, inner=tuple(m for i, m in enumerate(inner) if m.extent > 1 or i == 0), outer=outer)
+    kept = tuple(m for i, m in enumerate(inner) if m.extent > 1 or i == 0)
+    return replace(part, inner=kept), Mode(mode.extent // count, mode.src * count, mode.dst * count)
 
 
 def _segments(parts: Sequence[Part], side: int) -> list[tuple[tuple[int, int], int]] | None:

@@ -37,10 +37,10 @@ class Form:
 
     Attributes
     ----------
-    kind : {"copy", "rows", "tile", "record", "page"}
+    kind : {"copy", "rows", "tile", "record", "page_in", "page_out"}
         ``copy``: a chunk is one run.  ``rows``: runs move whole, their order changes.  ``tile``: single elements move, so
         source and destination run along different axes and meet in a tile.  ``record``: rows of several parts, the planes of a
-        block.  ``page``: the same by way of shared memory.
+        block.  ``page_in``, ``page_out``: the same with the source, or the destination, by way of shared memory.
     outer, inner : int
         Modes that pick a chunk, modes inside it (for tiles: besides the two that span the tile).
     element : int
@@ -66,7 +66,7 @@ class Form:
             return f"{prefix}copy_o{self.outer}_w{self.word}"
         if self.kind == "rows":
             return f"{prefix}rows_o{self.outer}_i{self.inner}_w{self.word}"
-        if self.kind in ("record", "page"):
+        if self.kind in ("record", "page_in", "page_out"):
             return f"{self.kind}_o{self.outer}_i{self.inner}"
         return f"{prefix}tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"
 
@@ -85,7 +85,7 @@ class Form:
                 forms.append(cls("copy", int(match[1]), 1, 0, int(match[2]), few))
             elif match := re.fullmatch(r"rows_o(\d+)_i(\d+)_w(\d+)", plain):
                 forms.append(cls("rows", int(match[1]), int(match[2]), 0, int(match[3]), few))
-            elif match := re.fullmatch(r"(record|page)_o(\d+)_i(\d+)", part):
+            elif match := re.fullmatch(r"(record|page_in|page_out)_o(\d+)_i(\d+)", part):
                 forms.append(cls(match[1], int(match[2]), int(match[3]), 0, 0))
             elif match := re.fullmatch(r"tile_o(\d+)_r(\d+)_e(\d+)_w(\d+)", plain):
                 forms.append(cls("tile", int(match[1]), int(match[2]), int(match[3]), int(match[4]), few))
@@ -298,14 +298,17 @@ class Plan:
         """One kernel form a part, for base addresses that are multiples of these."""
         return tuple(part.form(src_alignment, dst_alignment) for part in self.parts)
 
-    def launches(self, src_alignment: int = WIDEST, dst_alignment: int = WIDEST) -> list[Launch]:
+    def launches(self, src_alignment: int = WIDEST, dst_alignment: int = WIDEST, *, pages: bool = True) -> list[Launch]:
         """What runs, where every kernel is built that could be: one launch, but for planes that are no rows.
 
         K and V share a joined kernel, planes a kernel of records: in that, elements that change places are rows of one.
+        With `pages`, planes whose rows are no whole words go through shared memory, as on a GPU.
         """
         forms = self.forms(src_alignment, dst_alignment)
         if not self.src.parts:
             return [Launch("__".join(form.name for form in forms), self.parts, forms)] if forms else []
+        if not pages:
+            return _record_launches(self.parts, forms)
         return _plane_launches(self.parts, forms, src_alignment, dst_alignment)
 
     def kernels(self, alignment: int = WIDEST) -> list[str]:
@@ -423,19 +426,31 @@ def _plane_launches(
     parts: Sequence[Part], forms: Sequence[Form], src_alignment: int, dst_alignment: int
 ) -> list[Launch]:
     """K and V by way of shared memory where that helps, each for itself where they differ; else rows of all planes."""
-    made: list[Launch] = []
-    rows: list[tuple[Part, Form]] = []
     whole = list(zip(parts, forms, strict=True))
-    for half in sorted({part.half for part in parts}, key=lambda half: half or 0):
-        mine = [(part, form) for part, form in whole if part.half == half]
-        staged = stage([part for part, _ in mine], src_alignment, dst_alignment) if len(mine) <= MAX_PARTS else None
-        if staged is None or len(staged[0].part.outer) > MAX_OUTER:
-            rows += mine
-            continue
-        outer, inner = max(len(s.part.outer) for s in staged), max(len(s.part.inner) for s in staged)
-        items = tuple(_form("rows", outer, inner, 0, s.item) for s in staged)
-        made.append(Launch(_form("page", outer, inner, 0, 0).name, tuple(s.part for s in staged), items, tuple(staged)))
-    return made + (_record_launches([part for part, _ in rows], [form for _, form in rows]) if rows else [])
+    halves = [whole, *([one for one in whole if one[0].half == half] for half in (0, 1))]
+    made: list[Launch] = []
+    rows = []
+    for group in halves[:1] if parts[0].half is None else halves:
+        page = _page([part for part, _ in group], src_alignment, dst_alignment)
+        if page is not None:
+            made.append(page)
+        elif group is not whole:
+            rows += group
+        if group is whole and (page is not None or parts[0].half is None):
+            break
+    else:
+        return made + (_record_launches(*zip(*rows, strict=True)) if rows else [])
+    return made or _record_launches(parts, forms)
+
+
+def _page(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> Launch | None:
+    staged = stage(parts, src_alignment, dst_alignment) if 0 < len(parts) <= MAX_PARTS else None
+    if staged is None or max(len(one.part.inner) for one in staged) >= MAX_INNER:
+        return None
+    outer, inner = max(len(one.part.outer) for one in staged), max(len(one.part.inner) for one in staged)
+    items = tuple(_form("rows", outer, inner, 0, one.item) for one in staged)
+    name = _form("page_in" if staged[0].gathers else "page_out", outer, inner, 0, 0).name
+    return Launch(name, tuple(one.part for one in staged), items, tuple(staged))
 
 
 def _record_launches(parts: Sequence[Part], forms: Sequence[Form]) -> list[Launch]:

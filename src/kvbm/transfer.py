@@ -127,6 +127,7 @@ def prepare(
     dst_alignment: int,
     *,
     few: bool = False,
+    on_host: bool = False,
     src_steps: Steps = Steps(),  # noqa: B008  (immutable)
     dst_steps: Steps = Steps(),  # noqa: B008
 ) -> list[_core.Copy]:
@@ -139,6 +140,8 @@ def prepare(
         What divides every base address of each side.
     few : bool
         Take kernels that keep to as many multiprocessors as they are told.
+    on_host : bool
+        For the host's kernels, which have no shared memory.
     src_steps, dst_steps : Steps
         How each side's table was shortened, if it was.
 
@@ -158,12 +161,20 @@ def prepare(
             part.by_steps(src_steps.entry, dst_steps.entry).arguments(form, src_steps.block, dst_steps.block)
             for part, form in zip(parts, forms, strict=True)
         ]
-        for number, (one, given) in enumerate(zip(staged, arguments, strict=False)):
-            arguments[number] = (*given[:4], (one.word, one.item, one.place, one.held, int(one.gathers)))
+        for number, (one, (offsets, outer, inner, strides, _)) in enumerate(zip(staged, arguments, strict=False)):
+            still = [(1, 0, 0)] * (MAX_INNER - 1 - len(inner))
+            loops = [*inner, *still, (one.pieces.extent, one.pieces.src, one.pieces.dst)]
+            arguments[number] = (
+                offsets,
+                outer,
+                loops,
+                strides,
+                (one.word, one.item, one.apart, one.place, one.held),
+            )
         return _core.Copy(kernel, arguments, src_id, dst_id, made.src.num_blocks, made.dst.num_blocks)
 
     copies = []
-    for launch in made.launches(src_alignment, dst_alignment):
+    for launch in made.launches(src_alignment, dst_alignment, pages=not on_host and not few):
         if (len(launch.parts) > 1 or launch.staged) and not few:
             if launch.kernel.startswith(("record_", "page_")):
                 whole = _available_for_planes(launch, names)
@@ -182,7 +193,11 @@ def prepare(
 def _available_for_planes(launch: Launch, names: frozenset[str]) -> Form:
     """The kernel for planes: the one made for them, else one for any loop nests."""
     (wanted,) = Form.parse(launch.kernel)
-    form = wanted if wanted.name in names else replace(wanted, outer=MAX_OUTER, inner=MAX_INNER)
+    form = (
+        wanted
+        if wanted.name in names
+        else replace(wanted, outer=MAX_OUTER, inner=MAX_INNER - (wanted.kind != "record"))
+    )
     if form.runs(wanted):
         return form
     raise MissingKernelError(
@@ -318,7 +333,7 @@ class _Mover:
         _check_strategy(self)
         whole = functools.partial(prepare, made, src.alignment, dst.alignment, src_steps=src.steps, dst_steps=dst.steps)
         if self.on_host:
-            return _Route(made, None, whole(), "the host's kernels copy on all cores")
+            return _Route(made, None, whole(on_host=True), "the host's kernels copy on all cores")
         direct = whole(few=self.max_sms > 0) if self.reaches else []
         few = self.bounded  # between device memory and device memory a kernel on all of the GPU is over in no time
         steps = made.staged(gathers=self.gathers)
