@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from .errors import LayoutError, PlanError, SpecError
+from .errors import LayoutError, MissingKernelError, PlanError, SpecError
 from .layout import Layout, Resolved
 from .planner import MAX_INNER, MAX_OUTER, WIDEST, Form, between
 from .shapes import BlockShape
 from .spec import layouts_dir, load_dir
 
-__all__ = ["check", "cuda_dir", "generate", "kernels", "write"]
+__all__ = ["check", "cuda_dir", "generate", "kernels", "source", "write"]
 
 #: nvcc costs 0.2 s a file and architecture before the first kernel, so there are few files.
 _FILES = 8
@@ -105,8 +105,12 @@ def _asked(layouts: Sequence[Layout]) -> dict[tuple[Form, ...], set[Pair]]:
             if src is None or dst is None:
                 continue
             try:
-                forms = between(src, dst, "").forms()
-            except PlanError:
+                made = between(src, dst, "")
+                forms = made.forms()
+                if any(form.outer > MAX_OUTER or form.modes > MAX_INNER for form in forms):
+                    for form in made.fit().forms():
+                        asked.setdefault((form,), set()).add(pair)
+            except (PlanError, MissingKernelError):
                 continue  # not a copy at this shape; whoever asks for the pair is told so
             asked.setdefault(forms, set()).add(pair)
     names = list(aliases.values())
@@ -204,6 +208,20 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
         for name, pairs in names.items()
     )
     return files
+
+
+def source(name: str) -> str:
+    """The source file of one kernel, for compiling it at run time: the line that a generated file would hold.
+
+    Examples
+    --------
+    >>> print(source("rows_o1_i3_w16").splitlines()[-1])
+    KVBM_KERNEL(rows_o1_i3_w16, Rows<1, 3, 16>)
+    """
+    return (
+        f'// {name}.cu\n#include "permute.cuh"\n\nusing namespace kvbm;\n\n'
+        f"{_comment(name, ())}KVBM_KERNEL({name}, {_types(name)})\n"
+    )
 
 
 def _types(name: str) -> str:

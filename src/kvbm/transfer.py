@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from . import _core, tuning
+from . import _core, runtime, tuning
 from .errors import BindError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
-from .planner import MAX_INNER, MAX_OUTER, Form, Part, Plan, plan, size_text
+from .planner import Form, Part, Plan, plan, size_text
 from .pool import Pool, as_ids
 from .shapes import BlockShape
 
@@ -27,6 +27,9 @@ HOST_SMS = 16
 
 #: Slots of a staged copy: one is filled, one is emptied, one is between.
 SLOTS = 3
+
+#: What divides the address of every slot.
+_SLOT_ALIGNMENT = 16
 
 #: Bytes of a slot where the caller does not say; a block more if a block is larger.
 CHUNK_BYTES = 32 << 20
@@ -48,28 +51,88 @@ def _built() -> tuple[frozenset[str], tuple[Form, ...]]:
     return frozenset(names), tuple(sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind)))
 
 
-def _available(part: Part, wanted: Form) -> Form:
-    """The kernel to run a part with: the one made for it, else one with modes to spare, else rows of single elements."""
-    _, forms = _built()
-    candidates = [wanted]
-    if wanted.kind == "tile":
-        candidates.append(Form("rows", wanted.outer, len(part.inner), 0, wanted.element, wanted.few))
+class _Launch(NamedTuple):
+    """One kernel of a plan, the parts that it copies, and the kernel that is made for them (empty: any is)."""
+
+    kernel: str
+    work: tuple[tuple[Part, Form], ...]
+    wanted: str
+
+
+def _launches(parts: Sequence[Part], forms: Sequence[Form], few: bool, device: int) -> list[_Launch]:
+    """What a plan takes on a GPU, or on the host (-1): a kernel for K and V together, else one each; more for too many modes."""
+    joined = "__".join(form.name for form in forms)
+    if (
+        not few
+        and len(parts) == 2
+        and all(part.fit(form.kind) == (part,) for part, form in zip(parts, forms, strict=True))
+    ):
+        names, _ = _built()
+        if joined in names or _compiled(joined, device):
+            return [_Launch(joined, tuple(zip(parts, forms, strict=True)), joined)]
+    launches = []
+    for part, form in zip(parts, forms, strict=True):
+        wanted, pieces, found = _available(part, replace(form, few=few), device)
+        launches += [_Launch(found.name, ((piece, found),), "" if few else wanted) for piece in pieces]
+    return launches
+
+
+def _available(part: Part, asked: Form, device: int) -> tuple[str, tuple[Part, ...], Form]:
+    """The kernel made for a part, the pieces that the part is cut into, and the kernel to run them with.
+
+    That is the kernel made for it, built or compiled now, else a built one with modes to spare, else rows of single elements.
+    """
+    names, forms = _built()
+    candidates = [asked]
+    if asked.kind == "tile":
+        candidates.append(Form("rows", 0, 0, 0, asked.element, asked.few))
+    wanted = ""
     for candidate in candidates:
-        if candidate in forms:
-            return candidate
-        for form in forms:
-            if form.runs(candidate):
-                return form
-    if wanted.outer > MAX_OUTER or wanted.modes > MAX_INNER:
-        advice = f"kernels have at most {MAX_OUTER} and {MAX_INNER}; convert by way of a layout whose order is nearer to both"
-    else:
-        advice = (
-            "put the layout's file into a folder, set KVBM_LAYOUTS to it and rebuild (`kvbm codegen --layouts DIR --out DIR` "
-            "shows what would be built)"
-        )
-    raise MissingKernelError(
-        f"no built kernel runs {wanted.name}: it has {wanted.outer} modes that pick a chunk and {wanted.inner} inside; {advice}"
-    )
+        pieces = part.fit(candidate.kind)
+        inner = len(pieces[0].inner) - (3 if candidate.kind == "tile" else 0)
+        form = replace(candidate, outer=len(pieces[0].outer), inner=inner)
+        wanted = wanted or form.name
+        if form.name in names or (candidate is asked and not asked.few and _compiled(form.name, device)):
+            return wanted, pieces, form
+        # Teams on all multiprocessors turn tiles, too, which single elements are no match for; the host has no teams.
+        likes = [form, replace(form, few=True)] if form.kind == "tile" and device >= 0 else [form]
+        for like in likes:
+            for other in forms:
+                if other.runs(like):
+                    return wanted, pieces, other
+    raise MissingKernelError(f"no kernel runs {wanted}, and none was built for any loop nest; {runtime.PERMANENT}")
+
+
+def _compiled(name: str, device: int) -> bool:
+    """Whether a kernel that is not built is there after all, compiled at run time."""
+    if device < 0 or not _core.num_images() or not runtime.is_known_kind(name) or runtime.why_not(device):
+        return False
+    runtime.kernel(name, device)
+    return True
+
+
+def _notes(launches: Sequence[_Launch], device: int) -> list[str]:
+    """What there is to say about kernels that were not built for the copy."""
+    said, missing = [], False
+    for launch in {launch.kernel: launch for launch in launches}.values():
+        if (origin := runtime.origin(launch.kernel, device)) is not None:
+            said.append(f"{origin}.")
+        elif launch.wanted and launch.kernel != launch.wanted:
+            said.append(f"{launch.kernel} runs in place of {launch.wanted}, which is not built in: {_cost(launch)}.")
+            missing = True
+    if missing:
+        why = runtime.why_not(device) if device >= 0 and _core.num_images() else ""
+        said.append(f"{why}. {runtime.PERMANENT}." if why else f"{runtime.PERMANENT}.")
+    return said
+
+
+def _cost(launch: _Launch) -> str:
+    [wanted], [has] = Form.parse(launch.wanted), Form.parse(launch.kernel)
+    if wanted.kind == "tile" and has.kind != "tile":
+        return f"{wanted.element}-byte elements move one by one, not in tiles, at a fraction of the speed"
+    more = has.outer - wanted.outer + has.modes - wanted.modes
+    text = f"it has {more} mode{'s' if more != 1 else ''} more than needed, and each costs every word a division"
+    return text + (", and its teams share one large CTA a multiprocessor" if has.few else "")
 
 
 class Steps(NamedTuple):
@@ -124,10 +187,11 @@ def prepare(
     dst_alignment: int,
     *,
     few: bool = False,
+    device: int = -1,
     src_steps: Steps = Steps(),  # noqa: B008  (immutable)
     dst_steps: Steps = Steps(),  # noqa: B008
 ) -> list[_core.Copy]:
-    """The launches that a plan takes: one, or one a half where K and V have no kernel in common.
+    """The launches that a plan takes: one, or one a half where K and V have no kernel in common, or where it has many modes.
 
     Parameters
     ----------
@@ -136,36 +200,37 @@ def prepare(
         What divides every base address of each side.
     few : bool
         Take kernels that keep to as many multiprocessors as they are told.
+    device : int
+        CUDA device ordinal: what is not built is compiled for it, if that is possible.  -1: built kernels alone.
     src_steps, dst_steps : Steps
         How each side's table was shortened, if it was.
 
     Raises
     ------
     MissingKernelError
-        A plan with more modes than any built kernel.
+        A plan of so many modes that it would take thousands of launches.
+    BuildError
+        NVRTC refused a kernel.
     """
     forms = made.forms(src_alignment, dst_alignment)
-    names, _ = _built()
-    joined = "__".join(form.name for form in forms)
     src_id, dst_id = (
         of_plan if steps.block is None else (0, steps.block)
         for of_plan, steps in ((made.src_id, src_steps), (made.dst_id, dst_steps))
     )
     rest = (src_id, dst_id, made.src.num_blocks, made.dst.num_blocks)
-    parts = [part.by_steps(src_steps.entry, dst_steps.entry) for part in made.parts]
-    if joined in names and not few:
-        arguments = [part.arguments(form) for part, form in zip(parts, forms, strict=True)]
-        return [_core.Copy(joined, arguments, *rest)]
     copies = []
-    for part, wanted in zip(parts, forms, strict=True):
-        form = _available(part, replace(wanted, few=few))
-        copies.append(_core.Copy(form.name, [part.arguments(form)], *rest))
+    for launch in _launches(made.parts, forms, few, device):
+        parts = [(part.by_steps(src_steps.entry, dst_steps.entry), form) for part, form in launch.work]
+        copies.append(_core.Copy(launch.kernel, [part.arguments(form) for part, form in parts], *rest))
     return copies
 
 
-def _runs(made: Plan) -> _core.Copy:
-    """A plan's loop nest in bytes, as the copy engine takes it."""
-    parts = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for part in made.parts]
+def _runs(made: Plan) -> _core.Copy | None:
+    """A plan's loop nest in bytes, as the copy engine takes it; None: it has too many modes."""
+    fitted = [part.fit("rows") for part in made.parts]
+    if any(pieces[1:] for pieces in fitted):
+        return None
+    parts = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for (part,) in fitted]
     return _core.Copy(None, parts, made.src_id, made.dst_id)
 
 
@@ -286,22 +351,28 @@ class _Mover:
                 raise BindError(str(error)) from None
             raise
         _check_strategy(self)
-        whole = functools.partial(prepare, made, src.alignment, dst.alignment, src_steps=src.steps, dst_steps=dst.steps)
+        whole = functools.partial(
+            prepare, made, src.alignment, dst.alignment, device=self.device, src_steps=src.steps, dst_steps=dst.steps
+        )
         if self.on_host:
             return _Route(made, None, whole(), "the host's kernels copy on all cores")
         direct = whole(few=self.max_sms > 0) if self.reaches else []
         few = self.bounded  # between device memory and device memory a kernel on all of the GPU is over in no time
         steps = made.staged(gathers=self.gathers)
-        slot_alignment = 16
         if self.gathers:
-            permute = prepare(steps[0], src.alignment, slot_alignment, few=few, src_steps=src.steps)
+            permute = prepare(
+                steps[0], src.alignment, _SLOT_ALIGNMENT, few=few, device=self.device, src_steps=src.steps
+            )
             move = steps[1].flat(None, dst.step)
         else:
-            permute = prepare(steps[1], slot_alignment, dst.alignment, few=few, dst_steps=dst.steps)
+            permute = prepare(
+                steps[1], _SLOT_ALIGNMENT, dst.alignment, few=few, device=self.device, dst_steps=dst.steps
+            )
             move = steps[0].flat(src.step, None)
         runs = made.flat(src.step, dst.step)
         slot_block = (steps[0].dst_id if self.gathers else steps[1].src_id)[1]
-        limits, why = self._limits(made, move, runs)
+        move_runs, all_runs = _runs(move), _runs(runs)
+        limits, why = self._limits(made, move, runs, staged=move_runs is not None, engine=all_runs is not None)
         # No batch is larger than the smaller pool: what would be taken beyond needs no ring.
         most = min(src.num_blocks, dst.num_blocks)
         limits = limits[: 1 + next((i for i, (pairs, _) in enumerate(limits) if pairs >= most), len(limits))]
@@ -310,8 +381,8 @@ class _Mover:
                 f"{self.title}: chunk_bytes: expected at least one block of {slot_block} bytes, got {self.chunk_bytes}"
             )
         ring = self._take_ring() if any(name == "staged" for _, name in limits) else None
-        for copy in (*direct, *permute):  # now, and not beside a running model
-            _core.warm(copy.kernel, self.device)
+        for kernel in dict.fromkeys(copy.kernel for copy in (*direct, *permute)):  # now, and not beside a running model
+            _core.warm(kernel, self.device)
         route = _core.Route(
             self.device,
             self.src_table,
@@ -320,8 +391,8 @@ class _Mover:
             dst.num_blocks,
             direct=direct,
             permute=permute,
-            move=_runs(move),
-            runs=_runs(runs),
+            move=move_runs,
+            runs=all_runs,
             src_bases=src.bases,
             dst_bases=dst.bases,
             cuts=self.cuts,
@@ -337,8 +408,16 @@ class _Mover:
         )
         return _Route(made, route, direct, why)
 
-    def _limits(self, made: Plan, move: Plan, runs: Plan) -> tuple[list[tuple[int, str]], str]:
-        """Up to how many pairs which strategy is taken, and why."""
+    def _limits(
+        self, made: Plan, move: Plan, runs: Plan, *, staged: bool, engine: bool
+    ) -> tuple[list[tuple[int, str]], str]:
+        """Up to how many pairs which strategy is taken, and why; not one that the copy engine lacks the modes for."""
+        possible = {"direct": self.reaches, "staged": staged, "engine": engine}
+        if not (any(possible.values()) if self.strategy == "auto" else possible[self.strategy]):
+            raise MissingKernelError(
+                f"{self.title}: strategy={self.strategy!r}: the loop nest has more modes than the copy engine is fed with; "
+                "use strategy='direct' between pools that one GPU reaches"
+            )
         if self.strategy != "auto":
             return [(0, self.strategy)], "it was asked for"
         shortest = {
@@ -346,9 +425,8 @@ class _Mover:
             "staged": min(part.run_bytes for part in move.parts),
             "engine": min(part.run_bytes for part in runs.parts),
         }
-        if not self.reaches:
-            del shortest["direct"]
-        if shortest["engine"] < ENGINE_RUN:
+        shortest = {name: run for name, run in shortest.items() if possible[name]}
+        if len(shortest) > 1 and shortest.get("engine", ENGINE_RUN) < ENGINE_RUN:
             del shortest["engine"]
         return tuning.limits(self.direction, self.device, shortest, made.nbytes)
 
@@ -424,15 +502,21 @@ class _Mover:
             lines += [f"Why: {found.why}.", *self._how(found)]
         else:
             lines.append(f"{found.why[0].upper()}{found.why[1:]}.")
+            forms = found.plan.forms(self.src.alignment, self.dst.alignment)
+            lines += _notes(_launches(found.plan.parts, forms, False, -1), -1)
         return "\n".join([*lines, found.plan.explain()])
 
     def _how(self, found: _Route) -> list[str]:
-        """What each strategy does, in a sentence."""
-        names = " and ".join(copy.kernel for copy in found.copies if copy.kernel)
+        """What each strategy does, in a sentence, and what there is to say about its kernels."""
         budget = f" on at most {self.max_sms} multiprocessors" if self.max_sms else ""
-        said = []
-        if names:
-            said.append(f"direct is one launch of {names}{budget} that reads and writes both pools.")
+        said, made = [], found.plan
+        launches = []
+        if found.copies:
+            many = f"{len(found.copies)} launches" if len(found.copies) > 1 else "one launch"
+            names = " and ".join(dict.fromkeys(copy.kernel for copy in found.copies if copy.kernel))
+            said.append(f"direct is {many} of {names}{budget}: it reads and writes both pools.")
+            forms = made.forms(self.src.alignment, self.dst.alignment)
+            launches += _launches(made.parts, forms, self.max_sms > 0, self.device)
         if self.ring is not None:
             order = (
                 "a kernel packs blocks into a slot and the copy engine takes them from there"
@@ -442,6 +526,10 @@ class _Mover:
             said.append(
                 f"staged goes through {self.ring.slots} slots of {size_text(self.ring.slot_bytes)} on cuda:{self.device}: {order}."
             )
+            step = made.staged(gathers=self.gathers)[0 if self.gathers else 1]
+            ends = (self.src.alignment, _SLOT_ALIGNMENT) if self.gathers else (_SLOT_ALIGNMENT, self.dst.alignment)
+            launches += _launches(step.parts, step.forms(*ends), self.bounded, self.device)
+        said += _notes(launches, self.device)
         return said
 
 
