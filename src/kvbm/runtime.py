@@ -110,7 +110,7 @@ class Origin:
     def __str__(self) -> str:
         if self.cached:
             return f"{self.kernel} is not built in: it came from the cache of run-time kernels, {self.path}"
-        kept = f"kept in {self.path}" if self.path else "not kept, as the cache folder cannot be written"
+        kept = f"kept in {self.path}" if self.path else "not kept, as the cache folder is not to be used"
         return f"{self.kernel} is not built in: {self.compiler} compiled it for sm_{self.arch} in {self.seconds:.2f} s; {kept}"
 
 
@@ -253,7 +253,7 @@ def _read(path: Path, key: bytes) -> bytes | None:
     """
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     head = len(_MAGIC)
     if not data.startswith(_MAGIC):
@@ -325,24 +325,29 @@ def cubin(name: str, capability: int) -> tuple[bytes, Origin]:
         found = _read(path, key)
         if found is not None:
             return found, Origin(name, arch, True, time.perf_counter() - started, str(compiler), str(path))
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home
-        _log.warning("kvbm: %s is not used, the kernel is compiled again: %s", path or "the cache folder", error)
-    made = _compile(name, arch, compiler)
-    try:
-        if path is not None:
-            _write(
-                path, _MAGIC + key + hashlib.sha256(key + made).digest() + len(made).to_bytes(_LENGTH, "little") + made
-            )
+    except ValueError as error:
+        _log.warning("kvbm: %s is replaced: %s", path, error)
     except OSError as error:
-        _warn_unwritable(str(path.parent) if path else "", str(error))
-        path = None
+        _warn_unusable(f"{folder()}: {error.strerror}")
+    except RuntimeError as error:  # no home
+        _warn_unusable(str(error))
+    made = _compile(name, arch, compiler)
+    if path is not None:
+        size = len(made).to_bytes(_LENGTH, "little")
+        try:
+            _write(path, _MAGIC + key + hashlib.sha256(key + made).digest() + size + made)
+        except OSError as error:
+            _warn_unusable(f"{folder()}: {error.strerror}")
+            path = None
     return made, Origin(name, arch, False, time.perf_counter() - started, str(compiler), str(path or ""))
 
 
 @functools.cache
-def _warn_unwritable(where: str, why: str) -> None:
+def _warn_unusable(why: str) -> None:
     """Once: a machine without a home would say it for every kernel."""
-    _log.warning("kvbm: kernels are compiled again in every process, as %s cannot be written: %s", where, why)
+    _log.warning(
+        "kvbm: run-time kernels are not kept, every process compiles its own: %s; KVBM_CACHE_DIR names a folder", why
+    )
 
 
 def _compile(name: str, arch: int, compiler: Compiler) -> bytes:
