@@ -44,7 +44,7 @@ PERMANENT = (
 
 #: Of a cache file: what it is, and by which rules it is read.
 _MAGIC = b"kvbm-cubin-1\n"
-_KEY, _DIGEST, _LENGTH = 32, 32, 8
+_KEY = _DIGEST = 32
 _ELF, _EM_CUDA = b"\x7fELF", 190
 
 #: NVRTC's; what changes a bit of the result is in the key. An architecture is added.
@@ -260,12 +260,9 @@ def _read(path: Path, key: bytes) -> bytes | None:
         raise ValueError("it is no cache file of kvbm")
     if data[head : head + _KEY] != key:
         raise ValueError("it holds another kernel")
-    digest, length = data[head + _KEY :][:_DIGEST], data[head + _KEY + _DIGEST :][:_LENGTH]
-    cubin = data[head + _KEY + _DIGEST + _LENGTH :]
-    if len(length) != _LENGTH or int.from_bytes(length, "little") != len(cubin):
-        raise ValueError("it is not whole")
+    digest, cubin = data[head + _KEY :][:_DIGEST], data[head + _KEY + _DIGEST :]
     if hashlib.sha256(key + cubin).digest() != digest:
-        raise ValueError("its content is not what was written")
+        raise ValueError("it is not whole, or not what was written")
     _require_cubin(cubin)
     return cubin
 
@@ -333,9 +330,8 @@ def cubin(name: str, capability: int) -> tuple[bytes, Origin]:
         _warn_unusable(str(error))
     made = _compile(name, arch, compiler)
     if path is not None:
-        size = len(made).to_bytes(_LENGTH, "little")
         try:
-            _write(path, _MAGIC + key + hashlib.sha256(key + made).digest() + size + made)
+            _write(path, _MAGIC + key + hashlib.sha256(key + made).digest() + made)
         except OSError as error:
             _warn_unusable(f"{folder()}: {error.strerror}")
             path = None
