@@ -758,8 +758,8 @@ def wanted(move): return move._mover.route(None).plan.kernels()[0]
         done = subprocess.run(
             [sys.executable, "-c", PRELUDE + more + code],
             capture_output=True, text=True, timeout=120, cwd="/", check=False,
-            env={**os.environ, "LD_LIBRARY_PATH": str(library), "KVBM_TESTS": str(HERE), "KVBM_CACHE_DIR": str(tmp_path / "cache"),
-                 "KVBM_TUNE": "0", **knobs},
+            env={**os.environ, "KVBM_NVRTC": "1", "KVBM_TUNE": "0", "LD_LIBRARY_PATH": str(library), "KVBM_TESTS": str(HERE),
+                 "KVBM_CACHE_DIR": str(tmp_path / "cache"), **knobs},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -789,7 +789,7 @@ runtime._compile = compiled
 """
 
 
-def test_a_new_layout_at_once(launched: Any) -> None:
+def test_a_new_layout_at_once(launched: Any, tmp_path: Path) -> None:
     """From a YAML to a conversion: compiled by the first process, from the cache in the next; one launch of its very kernel."""
     code = f"{COMPILES}names = {[*NEW, 'halves']}\n{EVERY}"
     cached = code.replace("runtime._compile = compiled", "del runtime._compile")
@@ -799,6 +799,8 @@ def test_a_new_layout_at_once(launched: Any) -> None:
     for compiled, cached in zip(first, second, strict=True):
         assert compiled[1:] == ["1", "True", "True", "False", "False"], compiled
         assert cached[1:] == ["1", "True", "False", "True", "False"], cached
+    files = {path.name.partition("-")[0] for path in (tmp_path / "cache" / "nvrtc").glob("*.cubin")}
+    assert files == {line[0] for line in first}, "and nothing else: what no batch takes is not compiled"
 
 
 @pytest.mark.parametrize("why", ["off", "missing"])
@@ -955,7 +957,7 @@ def on_gpu(tmp_path: Path) -> Callable[..., list[Any]]:
         done = subprocess.run(
             [sys.executable, "-c", _ON_GPU, json.dumps(orders), str(tmp_path)],
             capture_output=True, text=True, timeout=280, cwd="/", check=False,
-            env={**os.environ, "KVBM_TESTS": str(HERE), "KVBM_CACHE_DIR": str(tmp_path / "cache"), **knobs},
+            env={**os.environ, "KVBM_NVRTC": "1", "KVBM_TESTS": str(HERE), "KVBM_CACHE_DIR": str(tmp_path / "cache"), **knobs},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         print(done.stdout)

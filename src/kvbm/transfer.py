@@ -356,19 +356,10 @@ class _Mover:
         )
         if self.on_host:
             return _Route(made, None, whole(), "the host's kernels copy on all cores")
-        direct = whole(few=self.max_sms > 0) if self.reaches else []
-        few = self.bounded  # between device memory and device memory a kernel on all of the GPU is over in no time
+        # Kernels that no batch takes are not looked for: they may have to be compiled.
+        direct = whole(few=self.max_sms > 0) if self.reaches and self.strategy in ("auto", "direct") else []
         steps = made.staged(gathers=self.gathers)
-        if self.gathers:
-            permute = prepare(
-                steps[0], src.alignment, _SLOT_ALIGNMENT, few=few, device=self.device, src_steps=src.steps
-            )
-            move = steps[1].flat(None, dst.step)
-        else:
-            permute = prepare(
-                steps[1], _SLOT_ALIGNMENT, dst.alignment, few=few, device=self.device, dst_steps=dst.steps
-            )
-            move = steps[0].flat(src.step, None)
+        move = steps[1].flat(None, dst.step) if self.gathers else steps[0].flat(src.step, None)
         runs = made.flat(src.step, dst.step)
         slot_block = (steps[0].dst_id if self.gathers else steps[1].src_id)[1]
         move_runs, all_runs = _runs(move), _runs(runs)
@@ -381,6 +372,14 @@ class _Mover:
                 f"{self.title}: chunk_bytes: expected at least one block of {slot_block} bytes, got {self.chunk_bytes}"
             )
         ring = self._take_ring() if any(name == "staged" for _, name in limits) else None
+        permute: list[_core.Copy] = []
+        if ring is not None:
+            few = self.bounded  # between device memory and device memory a kernel on all of the GPU is over in no time
+            slot = _SLOT_ALIGNMENT
+            if self.gathers:
+                permute = prepare(steps[0], src.alignment, slot, few=few, device=self.device, src_steps=src.steps)
+            else:
+                permute = prepare(steps[1], slot, dst.alignment, few=few, device=self.device, dst_steps=dst.steps)
         for kernel in dict.fromkeys(copy.kernel for copy in (*direct, *permute)):  # now, and not beside a running model
             _core.warm(kernel, self.device)
         route = _core.Route(
