@@ -24,12 +24,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvbm
 import oracle
-from kvbm import _core, cli, codegen, kernels, planner, runtime, spec, transfer
+from kvbm import _core, cli, codegen, kernels, planner, runtime, spec, transfer, tuning
 from kvbm.layout import Mode
 from memory import aligned, numpy_views, placed
 from test_driver import COMPILER, PRELUDE
@@ -717,6 +718,33 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         "note",
         "NVRTC is not there (gone): pip install it: new structures run on general kernels",
     )
+
+
+def test_plan_tells_what_is_not_built(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(order: str) -> str:
+        (tmp_path / "mine.yaml").write_text(f'order: "{order}"\n')
+        done = CliRunner().invoke(
+            cli.main,
+            ["plan", str(tmp_path / "mine.yaml"), "nhd", "--shape", "nl=4,no=2,nh=8,nt=32,hd=64,dtype=bfloat16"],
+        )
+        assert done.exit_code == 0, done.output
+        return " ".join(done.output.split())
+
+    monkeypatch.setattr(runtime, "_found", runtime.Compiler("13.7", "/there/libnvrtc.so.13", 1, (90,)))
+    text = told(NEW["rows"])
+    assert "Not built in: rows_o2_i6_w16. On a GPU, NVRTC 13.7 compiles what is missing at first use." in text
+    assert "KVBM_LAYOUTS=DIR" in text
+    assert "Not built in: rows_o4_i4_w16." in told(DEEP["outside"])
+    assert "Not built in" not in told(ORDERS["universal"])
+    monkeypatch.setenv("KVBM_NVRTC", "0")
+    assert "A general kernel of more modes runs in its place (KVBM_NVRTC=0 turns" in told(NEW["rows"])
+
+
+def test_strategies_without_the_ring() -> None:
+    """The built-in rule where the copy engine lacks the modes."""
+    assert tuning._built_in("h2d", {"direct": 64}, 1 << 20) == [(0, "direct")]
+    assert tuning._built_in("p2p", {"engine": 64}, 1 << 20) == [(0, "engine")]
+    assert {name for _, name in tuning._built_in("h2d", {"direct": 64, "staged": 64}, 1 << 20)} == {"direct", "staged"}
 
 
 # ---- on a GPU that is not one --------------------------------------------------------------------------------------
