@@ -807,7 +807,7 @@ for name in names:
 """
 
 
-#: cuda.core wants more of a driver than that one has; the fake driver runs kernels by their names, whatever their code.
+#: NVRTC asks a driver for more than that one has, which runs kernels by their names, whatever their code.
 COMPILES = """
 runtime._found = runtime.Compiler("13.0", "/there/libnvrtc.so.13", 99, (80, 90))
 def compiled(name, arch, compiler):
