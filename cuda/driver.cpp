@@ -101,7 +101,7 @@ int open_slowly(Device* device, int ordinal) {
   RETURN_IF_FAILED(current.enter(device->context));
   if (!device->private_stream) RETURN_IF_FAILED(CU(StreamCreate, &device->private_stream, kStreamNonBlocking));
   const auto kernels = static_cast<size_t>(kvbm_num_kernels);
-  if (!device->functions) device->functions = new (std::nothrow) std::atomic<Handle>[kernels + 1]();
+  if (!device->functions) device->functions = new (std::nothrow) std::atomic<Handle>[kernels + KVBM_MAX_RUNTIME]();
   if (!device->modules) device->modules = new (std::nothrow) Handle[static_cast<size_t>(kvbm_num_images) + 1]();
   if (!device->functions || !device->modules) return check("malloc", KVBM_NO_MEMORY);
   device->is_open.store(true, std::memory_order_release);
@@ -181,6 +181,10 @@ constexpr Status kStatuses[] = {
     {KVBM_FORKED, "KVBM_FORKED",
      "CUDA was used in this process before it forked, and CUDA does not survive fork(). Start the child with the "
      "'spawn' or 'forkserver' method, or use CUDA only after the fork."},
+    {KVBM_TOO_MANY, "KVBM_TOO_MANY",
+     "too many kernels were compiled at run time in this process: build them in (kvbm codegen --layouts DIR, then "
+     "KVBM_LAYOUTS=DIR "
+     "pip install .)"},
     {KVBM_LEGACY_STREAM, "KVBM_LEGACY_STREAM",
      "cuMemcpyBatchAsync does not run on the legacy default stream. Pass a stream of your own, or use the backend "
      "'async' or 'auto'."},

@@ -225,6 +225,10 @@ int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_b
 
 int load_images(Device* device);  // with device->mutex held
 
+// runtime.cpp: for kernels that were compiled at run time: their code on a device (device->mutex held), and their `prepare`.
+int load_runtime_kernel(Device* device, int kernel, Handle* function);
+int prepare_runtime(const kvbm_kernel& kernel, kvbm_args* args, uint32_t sms, kvbm_grid* grid);
+
 // What a launch takes along beside its parameters: `write` fills memory that lies at `device` when the kernel runs.
 struct Cargo {
   virtual void write(void* host, Address device) = 0;

@@ -13,7 +13,18 @@
 #ifndef KVBM_H
 #define KVBM_H
 
+#ifdef __CUDACC_RTC__ /* compiled at run time: NVRTC has no system headers */
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long int64_t; /* as glibc's on 64-bit Linux, so that overloads and bits are nvcc's */
+typedef unsigned long uint64_t;
+#define UINT64_C(value) value##UL
+#else
 #include <stdint.h>
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -23,7 +34,6 @@ enum {
   KVBM_MAX_OUTER = 4,       /* modes that pick a chunk */
   KVBM_MAX_INNER = 8,       /* modes inside a chunk */
   KVBM_MAX_PARTS = 4,       /* of one launch */
-  KVBM_MAX_LAUNCHES = 8,    /* of one copy */
   KVBM_INLINE_BYTES = 4016, /* parts, and behind them ids and tables, in the kernel's parameters (4,096 bytes in all) */
 };
 
@@ -113,7 +123,7 @@ typedef struct kvbm_kernel {
   uint32_t teams;   /* 1: a CTA takes one piece of work.  More: so many teams of threads share a CTA, and loop over all the
                        work with as few CTAs as the launch allows; such a kernel has no host half */
   /* Sets the prepared fields of args->part[*] for args->num_pairs; `sms` = multiprocessors, or 0 for the host.
-   * Returns 0, or KVBM_TOO_LARGE. */
+   * Returns 0, or KVBM_TOO_LARGE.  NULL: the kernel was compiled at run time, see runtime.cpp. */
   int (*prepare)(kvbm_args* args, uint32_t sms, kvbm_grid* grid);
   /* Runs jobs [first, last) of part `part` on the calling thread; jobs write disjoint bytes.  `stream_stores`: write around the cache. */
   void (*host)(const kvbm_args* args, uint32_t part, uint32_t first, uint32_t last, int stream_stores);
@@ -121,6 +131,26 @@ typedef struct kvbm_kernel {
 
 extern const kvbm_kernel kvbm_kernels[];
 extern const int32_t kvbm_num_kernels;
+
+/* ---- kernels that were compiled at run time (runtime.cpp) ------------------------------------------------------- */
+
+enum { KVBM_MAX_RUNTIME = 4096 }; /* of them, in one process: their numbers go on where those of the built ones end */
+enum { KVBM_ROWS = 0, KVBM_TILE = 1 };
+
+/* The structure of one part of a kernel: the template arguments of Rows or Tile. */
+typedef struct kvbm_form {
+  int32_t kind;          /* KVBM_ROWS, KVBM_TILE */
+  int32_t outer, inner;  /* modes; a tile's inner ones besides the two that span it */
+  int32_t element, word; /* bytes; rows: element is 0 */
+  int32_t few;           /* 1: teams of threads share a CTA */
+} kvbm_form;
+
+/* Makes a kernel known, or gives a known one the code for another architecture (`capability`: 90 for sm_90); name and cubin are
+ * copied.  *index is its number, for as long as the process lives. */
+int kvbm_add_kernel(const char* name, const kvbm_form* forms, uint32_t parts, const void* cubin, uint64_t bytes, int capability,
+                    int* index);
+/* The kernel of this number, built or compiled at run time; NULL: there is none. */
+const kvbm_kernel* kvbm_kernel_at(int kernel);
 
 /* ---- raw copies (copy.cu) ---------------------------------------------------------------------------------------- */
 
@@ -164,6 +194,7 @@ enum {
   KVBM_NO_MEMORY = -5,     /* host memory */
   KVBM_FORKED = -6,        /* CUDA was used before fork() */
   KVBM_LEGACY_STREAM = -7, /* cuMemcpyBatchAsync cannot run on the legacy default stream */
+  KVBM_TOO_MANY = -8,      /* more than KVBM_MAX_RUNTIME kernels compiled at run time */
 };
 
 /* Ids of a batch that is refused: what kvbm_check_ids found. */
@@ -256,20 +287,20 @@ typedef struct kvbm_route {
   uint32_t max_ctas; /* as in kvbm_batch */
   /* direct */
   uint32_t num_direct;
-  int direct_kernel[KVBM_MAX_LAUNCHES];
-  const kvbm_args* direct[KVBM_MAX_LAUNCHES];
+  const int* direct_kernel;
+  const kvbm_args** direct;
   /* staged: `gathers`: a kernel packs blocks into a slot and the engine takes them from there; else the reverse */
   int gathers;
   uint32_t num_permute;
-  int permute_kernel[KVBM_MAX_LAUNCHES];
-  const kvbm_args* permute[KVBM_MAX_LAUNCHES];
+  const int* permute_kernel;
+  const kvbm_args** permute;
   uint32_t num_moves;
-  const kvbm_args* moves[KVBM_MAX_LAUNCHES];
+  const kvbm_args** moves;
   uint64_t slot_block_bytes;
   kvbm_ring* ring;
   /* engine */
   uint32_t num_runs;
-  const kvbm_args* runs[KVBM_MAX_LAUNCHES];
+  const kvbm_args** runs;
   /* The tables as the engine's loop nests count them: the pools', or one base address where allocations lie at a step. */
   const uint64_t *src_bases, *dst_bases;
   /* Where one allocation, or registration of pinned memory, ends and the next begins, ascending: the engine refuses a copy

@@ -34,12 +34,16 @@ int load_images(Device* device) {
 }
 
 int load_kernel(Device* device, int kernel) {
-  RETURN_IF_FAILED(load_images(device));
   if (device->functions[kernel].load(std::memory_order_relaxed)) return KVBM_OK;
-  const kvbm_kernel& entry = kvbm_kernels[kernel];
-  if (entry.image < 0 || entry.image >= kvbm_num_images) return check(entry.name, KVBM_NOT_BUILT);
   Handle function = nullptr;
-  RETURN_IF_FAILED(CU(ModuleGetFunction, &function, device->modules[entry.image], entry.name));
+  if (is_kernel(kernel)) {
+    RETURN_IF_FAILED(load_images(device));
+    const kvbm_kernel& entry = kvbm_kernels[kernel];
+    if (entry.image < 0 || entry.image >= kvbm_num_images) return check(entry.name, KVBM_NOT_BUILT);
+    RETURN_IF_FAILED(CU(ModuleGetFunction, &function, device->modules[entry.image], entry.name));
+  } else {
+    RETURN_IF_FAILED(load_runtime_kernel(device, kernel, &function));
+  }
   // Under lazy loading the code would move to the device at the first launch, which can wait behind a running kernel.
   if (driver.FuncLoad) RETURN_IF_FAILED(CU(FuncLoad, function));
   device->functions[kernel].store(function, std::memory_order_release);
@@ -213,7 +217,8 @@ int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, int sms,
   uint32_t most = static_cast<uint32_t>(sms);
   if (kernel.teams > 1 && max_ctas) most = std::min(most, max_ctas);
   kvbm_grid grid = {};
-  RETURN_IF_FAILED(check(kernel.name, kernel.prepare(args, most, &grid)));
+  RETURN_IF_FAILED(
+      check(kernel.name, kernel.prepare ? kernel.prepare(args, most, &grid) : prepare_runtime(kernel, args, most, &grid)));
   if (grid.ctas == 0) return KVBM_OK;
   if (kernel.teams > 1) grid.ctas = std::min(grid.ctas, most);
   // One figure for every batch: with its own, a thread would take back what another is about to launch with.
@@ -336,7 +341,8 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
 
 int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_batch* batch, Stream stream) {
   if (batch->num_pairs == 0) return KVBM_OK;
-  if (!is_kernel(kernel) || !is_batch(batch)) return check("kvbm_launch", kInvalidValue);
+  const kvbm_kernel* const entry = is_kernel(kernel) ? &kvbm_kernels[kernel] : kvbm_kernel_at(kernel);
+  if (!entry || !is_batch(batch)) return check("kvbm_launch", kInvalidValue);
   Handle function = nullptr;
   RETURN_IF_FAILED(find_kernel(device, kernel, &function));
   kvbm_args copy;  // the payload's unused rest stays as it is: no kernel reads it
@@ -346,11 +352,11 @@ int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_b
   if (resolve(&copy, &small, gathered)) batch = &small;
   const Fields fields = place_fields(batch, copy.num_parts);
   if (__builtin_expect(fields.slot_bytes > 0, 0)) {
-    BatchCargo cargo(function, kvbm_kernels[kernel], &copy, batch, fields, device->sms, stream);
+    BatchCargo cargo(function, *entry, &copy, batch, fields, device->sms, stream);
     return carry(device, fields.slot_bytes, stream, &cargo);
   }
   write_fields(batch, fields, &copy, nullptr, 0);
-  return launch(function, kvbm_kernels[kernel], &copy, device->sms, batch->max_ctas, stream);
+  return launch(function, *entry, &copy, device->sms, batch->max_ctas, stream);
 }
 
 }  // namespace kvbm_driver
@@ -360,11 +366,11 @@ using namespace kvbm_driver;
 extern "C" {
 
 int kvbm_warm(int kernel, int device) {
-  if (kernel < -1 || kernel >= kvbm_num_kernels) return check("kvbm_warm", kInvalidValue);
+  if (kernel != -1 && !kvbm_kernel_at(kernel)) return check("kvbm_warm", kInvalidValue);
   Current current;
   Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
-  if (kvbm_num_images == 0) return check("kvbm_images", KVBM_NOT_BUILT);
+  if (kvbm_num_images == 0 && kernel < kvbm_num_kernels) return check("kvbm_images", KVBM_NOT_BUILT);
   Handle function = nullptr;
   const int first = kernel < 0 ? 0 : kernel, last = kernel < 0 ? kvbm_num_kernels : kernel + 1;
   for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(opened, i, &function));

@@ -272,14 +272,13 @@ KVBM_INLINE void step(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_
 inline uint32_t divide_up(uint64_t n, uint64_t by) { return uint32_t((n + by - 1) / by); }
 
 // Extents become divisors; false where an index would not fit 31 bits, or an inner stride 32.
-template <int OUTER, int INNER>
-inline bool set_divisors(kvbm_part& p, int first_index_mode, uint64_t& chunks, uint64_t& words) {
+inline bool set_divisors(kvbm_part& p, int outer, int inner, int first_index_mode, uint64_t& chunks, uint64_t& words) {
   chunks = words = 1;
-  for (int k = 0; k < OUTER; ++k) {
+  for (int k = 0; k < outer; ++k) {
     p.outer[k].extent = kvbm_make_div(p.outer[k].extent.n);
     chunks *= p.outer[k].extent.n;
   }
-  for (int k = 0; k < INNER; ++k) {
+  for (int k = 0; k < inner; ++k) {
     p.inner[k].extent = kvbm_make_div(p.inner[k].extent.n);
     if (k >= first_index_mode) words *= p.inner[k].extent.n;
     if (uint64_t(p.inner[k].src | p.inner[k].dst) >> 32) return false;
@@ -307,6 +306,86 @@ inline bool set_jobs(const kvbm_args& a, kvbm_part& p, int outer, uint64_t chunk
   p.faster = kvbm_make_div(uint32_t(p.pairs_first ? pairs : chunks));
   p.tiles = kvbm_make_div(uint32_t(tiles));
   p.jobs = uint32_t(jobs);
+  return true;
+}
+
+// The numbers that the templates below are made for: what preparing a batch needs to know of a kernel.  Kernels that were
+// compiled at run time have no template on the host, and prepare with the same text.
+struct Structure {
+  int outer, inner;  // tiles: the modes besides A and B
+  uint32_t element, word, threads, teams;
+};
+
+constexpr uint32_t kMinWidth = 8;          // rows: threads a row at least
+constexpr uint64_t kHostTile = 128 << 10;  // rows: bytes a host job moves at least
+constexpr uint32_t kHostTimes = 2;         // tiles: a core's cache holds larger ones, and longer rows go to memory faster
+constexpr uint32_t loads_of_rows(uint32_t teams) {
+  return teams > 1 ? 4 : 2;
+}  // words a thread has in flight; few CTAs need more each
+constexpr uint32_t words_of_tile(uint32_t word) { return kSharedBytes / word < 4096 ? kSharedBytes / word : 4096; }
+
+// GPU: a row of `tile[0]` threads takes a tile of a chunk; where chunks are short, tile[1] rows share a CTA.
+inline bool prepare_rows(const Structure& s, const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
+  uint64_t chunks, words;
+  if (!set_divisors(p, s.outer, s.inner, 0, chunks, words)) return false;
+  shared_bytes = 0;
+  p.words = uint32_t(words);
+  if (sms == 0) {
+    // Whole runs, so that the host copies run by run.
+    const uint64_t run = s.inner == 1 ? 1 : p.inner[0].extent.n;
+    p.tile_words = uint32_t(divide_up(divide_up(kHostTile, s.word), run) * run);
+    return set_jobs(a, p, s.outer, chunks, divide_up(words, p.tile_words));
+  }
+  const uint32_t busy = s.teams > 1 ? s.teams : 4;  // pieces of work a multiprocessor should have at least
+  uint32_t loads = loads_of_rows(s.teams), width = s.threads;
+  while (width > kMinWidth && width / 2 * loads >= words) width /= 2;
+  // Small batches: more, smaller tiles, until every multiprocessor has some.
+  while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{busy} * sms * s.threads)
+    loads /= 2;
+  const uint32_t tiles = divide_up(words, width * loads);
+  p.tile_words = divide_up(words, uint64_t{tiles} * width) * width;  // tiles of one size
+  p.tile[0] = kvbm_make_div(width);
+  p.tile[1].n = s.threads / width;
+  if (!set_jobs(a, p, s.outer, chunks, divide_up(words, p.tile_words))) return false;
+  p.ctas = divide_up(p.jobs, s.threads / width);
+  return true;
+}
+
+// Words in shared memory from one sub-block of `side` words to the next along A (turned ahead) or B (turned behind): odd, so
+// that neither phase meets one bank twice.
+KVBM_INLINE uint32_t pitch_of_tile(const kvbm_part& p, uint32_t side) { return side * p.tile[p.turns_behind ? 0 : 1].n | 1; }
+
+// Shared memory that a team's tile takes.
+KVBM_INLINE uint32_t bytes_of_tile(const kvbm_part& p, uint32_t side, uint32_t word) {
+  return p.tile_words * p.tile[p.turns_behind ? 1 : 0].n * pitch_of_tile(p, side) * word;
+}
+
+inline bool prepare_tile(const Structure& s, const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
+  uint64_t chunks, rest;
+  if (!set_divisors(p, s.outer, s.inner + 2, 2, chunks, rest)) return false;
+  const uint32_t side = s.word / s.element, sub_blocks = words_of_tile(s.word) / side;
+  const uint32_t most = sms ? sub_blocks : kHostTimes * sub_blocks;
+  const uint32_t along_a = p.inner[0].extent.n / side, along_b = p.inner[1].extent.n / side;
+  uint32_t ta = along_a, tb = along_b, together = 1;
+  if (uint64_t{along_a} * along_b <= most) {
+    together = uint32_t(rest < most / (ta * tb) ? rest : most / (ta * tb));
+  } else {
+    uint32_t square = 1;
+    while (square * square * 4 <= most) square *= 2;
+    tb = along_b < square ? along_b : square;
+    ta = along_a < most / tb ? along_a : most / tb;
+    tb = along_b < most / ta ? along_b : most / ta;
+  }
+  p.turns_behind = side > 1 && s.teams == 1 && along_a < along_b;  // teams lack the registers
+  p.words = uint32_t(rest);
+  p.tile_words = together;
+  p.tile[0] = kvbm_make_div(ta);
+  p.tile[1] = kvbm_make_div(tb);
+  p.tile[2] = kvbm_make_div(divide_up(along_a, ta));
+  p.tile[3] = kvbm_make_div(divide_up(along_b, tb));
+  shared_bytes = bytes_of_tile(p, side, s.word);
+  if (!set_jobs(a, p, s.outer, chunks, uint64_t{divide_up(rest, together)} * p.tile[2].n * p.tile[3].n)) return false;
+  p.ctas = p.jobs;
   return true;
 }
 
@@ -339,37 +418,11 @@ template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads, int TEAMS =
 struct Rows {
   using Mine = Team<THREADS, TEAMS>;
   static constexpr uint32_t kThreads = THREADS, kTeams = TEAMS;
-  static constexpr uint32_t kMinCtas = 2048 / THREADS;      // every warp that a multiprocessor can hold
-  static constexpr uint32_t kLoads = TEAMS > 1 ? 4 : 2;     // words a thread has in flight; few CTAs need more each
-  static constexpr uint32_t kBusy = TEAMS > 1 ? TEAMS : 4;  // pieces of work a multiprocessor should have at least
-  static constexpr uint32_t kMinWidth = 8;                  // threads a row at least
-  static constexpr uint64_t kHostTile = 128 << 10;          // bytes a host job moves at least
+  static constexpr uint32_t kMinCtas = 2048 / THREADS;  // every warp that a multiprocessor can hold
+  static constexpr uint32_t kLoads = loads_of_rows(TEAMS);
 
-  // GPU: a row of `tile[0]` threads takes a tile of a chunk; where chunks are short, tile[1] rows share a CTA.
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
-    uint64_t chunks, words;
-    if (!set_divisors<OUTER, INNER>(p, 0, chunks, words)) return false;
-    shared_bytes = team_bytes(p);
-    p.words = uint32_t(words);
-    if (sms == 0) {
-      // Whole runs, so that the host copies run by run.
-      const uint64_t run = INNER == 1 ? 1 : p.inner[0].extent.n;
-      p.tile_words = uint32_t(divide_up(divide_up(kHostTile, WORD), run) * run);
-      return set_jobs(a, p, OUTER, chunks, divide_up(words, p.tile_words));
-    }
-    uint32_t width = kThreads;
-    while (width > kMinWidth && width / 2 * kLoads >= words) width /= 2;
-    // Small batches: more, smaller tiles, until every multiprocessor has some.
-    uint32_t loads = kLoads;
-    while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{kBusy} * sms * kThreads)
-      loads /= 2;
-    const uint32_t tiles = divide_up(words, width * loads);
-    p.tile_words = divide_up(words, uint64_t{tiles} * width) * width;  // tiles of one size
-    p.tile[0] = kvbm_make_div(width);
-    p.tile[1].n = kThreads / width;
-    if (!set_jobs(a, p, OUTER, chunks, divide_up(words, p.tile_words))) return false;
-    p.ctas = divide_up(p.jobs, kThreads / width);
-    return true;
+    return prepare_rows({OUTER, INNER, 0, WORD, THREADS, TEAMS}, a, p, sms, shared_bytes);
   }
 
   // Of the shared memory that is asked for at the launch: none.
@@ -529,48 +582,16 @@ struct Tile {
   static constexpr uint32_t kThreads = kTileThreads, kTeams = TEAMS;
   static constexpr uint32_t kMinCtas = 8;
   static constexpr uint32_t kSide = WORD / ELEMENT;
-  static constexpr uint32_t kWords = kSharedBytes / WORD < 4096 ? kSharedBytes / WORD : 4096;  // a tile's words
-  static constexpr uint32_t kSubBlocks = kWords / kSide;
-  static constexpr uint32_t kHostTimes = 2;  // a core's cache holds larger tiles, and longer rows go to memory faster
+  static constexpr uint32_t kWords = words_of_tile(WORD);          // a tile's words
   static constexpr uint32_t kLoads = kSide >= 8 ? 1 : 8 / kSide;   // sub-blocks a thread has in flight
   static constexpr bool kCanTurnBehind = kSide > 1 && TEAMS == 1;  // teams lack the registers
 
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
-    uint64_t chunks, rest;
-    if (!set_divisors<OUTER, REST + 2>(p, 2, chunks, rest)) return false;
-    const uint32_t most = sms ? kSubBlocks : kHostTimes * kSubBlocks;
-    const uint32_t along_a = p.inner[0].extent.n / kSide, along_b = p.inner[1].extent.n / kSide;
-    uint32_t ta = along_a, tb = along_b, together = 1;
-    if (uint64_t{along_a} * along_b <= most) {
-      together = uint32_t(rest < most / (ta * tb) ? rest : most / (ta * tb));
-    } else {
-      uint32_t side = 1;
-      while (side * side * 4 <= most) side *= 2;
-      tb = along_b < side ? along_b : side;
-      ta = along_a < most / tb ? along_a : most / tb;
-      tb = along_b < most / ta ? along_b : most / ta;
-    }
-    p.turns_behind = kCanTurnBehind && along_a < along_b;
-    p.words = uint32_t(rest);
-    p.tile_words = together;
-    p.tile[0] = kvbm_make_div(ta);
-    p.tile[1] = kvbm_make_div(tb);
-    p.tile[2] = kvbm_make_div(divide_up(along_a, ta));
-    p.tile[3] = kvbm_make_div(divide_up(along_b, tb));
-    shared_bytes = team_bytes(p);
-    if (!set_jobs(a, p, OUTER, chunks, uint64_t{divide_up(rest, together)} * p.tile[2].n * p.tile[3].n)) return false;
-    p.ctas = p.jobs;
-    return true;
+    return prepare_tile({OUTER, REST, ELEMENT, WORD, kTileThreads, TEAMS}, a, p, sms, shared_bytes);
   }
 
-  // Words in shared memory from one sub-block to the next along A (turned ahead) or B (turned behind): odd, so that neither
-  // phase meets one bank twice.
-  static KVBM_INLINE uint32_t pitch(const kvbm_part& p) { return kSide * p.tile[p.turns_behind ? 0 : 1].n | 1; }
-
-  // Shared memory that a team's tile takes.
-  static KVBM_INLINE uint32_t team_bytes(const kvbm_part& p) {
-    return p.tile_words * p.tile[p.turns_behind ? 1 : 0].n * pitch(p) * WORD;
-  }
+  static KVBM_INLINE uint32_t pitch(const kvbm_part& p) { return pitch_of_tile(p, kSide); }
+  static KVBM_INLINE uint32_t team_bytes(const kvbm_part& p) { return bytes_of_tile(p, kSide, WORD); }
 
   struct Corner {
     uint32_t rest, rests, a, b, na, nb;  // first index and count along the rest, A and B (in sub-blocks)
@@ -859,11 +880,11 @@ struct Kernel<Record<OUTER, INNER>> {
 
   static bool prepare_part(const kvbm_args& a, kvbm_part& p, uint32_t sms) {
     uint64_t chunks, words;
-    if (!set_divisors<OUTER, INNER>(p, 0, chunks, words)) return false;
+    if (!set_divisors(p, OUTER, INNER, 0, chunks, words)) return false;
     p.words = uint32_t(words);
     if (sms == 0) {
       const uint64_t run = INNER == 1 ? 1 : p.inner[0].extent.n;
-      p.tile_words = uint32_t(divide_up(divide_up(Rows<OUTER, INNER, 1>::kHostTile, p.word), run) * run);
+      p.tile_words = uint32_t(divide_up(divide_up(kHostTile, p.word), run) * run);
       return set_jobs(a, p, OUTER, chunks, divide_up(words, p.tile_words));
     }
     uint32_t loads = kLoads;
@@ -960,7 +981,7 @@ struct Kernel<Page<OUTER, INNER, GATHERS>> {
     for (uint32_t i = 0; i < a->num_parts; ++i) {
       kvbm_part& p = a->part[i];
       uint64_t chunks, items;
-      if (!set_divisors<OUTER, INNER>(p, 0, chunks, items)) return KVBM_TOO_LARGE;
+      if (!set_divisors(p, OUTER, INNER, 0, chunks, items)) return KVBM_TOO_LARGE;
       p.words = uint32_t(items);
       if (!set_jobs(*a, p, OUTER, chunks, p.inner[kPiece].extent.n)) return KVBM_TOO_LARGE;
       p.ctas = p.jobs;

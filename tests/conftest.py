@@ -13,6 +13,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).resolve().parent
+
+# Built kernels are what is tested, also where others could be compiled for odd structures; test_runtime.py turns it on.
+os.environ.setdefault("KVBM_NVRTC", "0")
+
 if str(HERE) not in sys.path:  # oracle, matrix, memory: also under --import-mode=importlib
     sys.path.insert(0, str(HERE))
 

@@ -79,7 +79,7 @@ def test_large_blocks_on_all_cores(pair: tuple[str, str]) -> None:
 @given(strategies.pair(limit=900))
 @settings(max_examples=250)
 def test_random_layouts_on_the_host(drawn: Any) -> None:
-    """Layouts nobody has compiled for: they run on the general kernels, or say that no kernel was built."""
+    """Layouts nobody has compiled for: they run on the general kernels, whatever their number of modes."""
     sizes, one, other = drawn
     try:
         arenas = [sizes.placed(x.order).layout_bytes(align) for x, align in ((one, 2), (other, 1))]
@@ -99,13 +99,7 @@ def test_random_layouts_on_the_host(drawn: Any) -> None:
             kvbm.convert(*pools, ids, ids[::-1])
         assert np.array_equal(buffers[1], before)
         return
-    plan = kvbm.plan(pools[0].layout, pools[1].layout, block_shape(sizes), num_blocks=sizes.num_blocks)
-    try:
-        kvbm.convert(*pools, ids, ids[::-1])
-    except kvbm.MissingKernelError:  # more modes than the general kernel has
-        assert any(len(part.outer) > 4 or len(part.inner) > 8 for part in plan.parts)
-        assert np.array_equal(buffers[1], before)
-        return
+    kvbm.convert(*pools, ids, ids[::-1])
     want = oracle.expected_bytes(*arenas, source, before, ids, ids[::-1])
     assert np.array_equal(buffers[1], want), oracle.explain(arenas[1], buffers[1], want)
 

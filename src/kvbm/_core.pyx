@@ -27,6 +27,7 @@ __all__ = [
     "Ring",
     "Route",
     "Table",
+    "add_kernel",
     "alloc_device",
     "check_ids",
     "check_pairs",
@@ -64,7 +65,6 @@ cdef extern from "kvbm.h" nogil:
         KVBM_MAX_OUTER
         KVBM_MAX_INNER
         KVBM_MAX_PARTS
-        KVBM_MAX_LAUNCHES
         KVBM_OK
         KVBM_NO_DRIVER
         KVBM_NOT_BUILT
@@ -111,6 +111,13 @@ cdef extern from "kvbm.h" nogil:
         const char *name
         uint32_t parts
 
+    enum:
+        KVBM_ROWS
+        KVBM_TILE
+
+    ctypedef struct kvbm_form:
+        int32_t kind, outer, inner, element, word, few
+
     ctypedef struct kvbm_batch:
         uint32_t num_pairs
         uint32_t id_bytes
@@ -132,11 +139,11 @@ cdef extern from "kvbm.h" nogil:
         int64_t src_blocks, dst_blocks
         uint32_t max_ctas
         uint32_t num_direct
-        int *direct_kernel
+        const int *direct_kernel
         const kvbm_args **direct
         int gathers
         uint32_t num_permute
-        int *permute_kernel
+        const int *permute_kernel
         const kvbm_args **permute
         uint32_t num_moves
         const kvbm_args **moves
@@ -179,6 +186,9 @@ cdef extern from "kvbm.h" nogil:
                          uint64_t *memory) noexcept
     int kvbm_pointer_device(uint64_t address, int *device) noexcept
     int kvbm_has_memcpy_batch() noexcept
+    int kvbm_add_kernel(const char *name, const kvbm_form *forms, uint32_t parts, const void *cubin, uint64_t nbytes,
+                        int capability, int *index) noexcept
+    const kvbm_kernel *kvbm_kernel_at(int kernel) noexcept
     int kvbm_warm(int kernel, int device) noexcept
     int kvbm_launch(int kernel, const kvbm_args *args, const kvbm_batch *batch, int device, uint64_t stream) noexcept
     int kvbm_run_host(int kernel, const kvbm_args *args, const kvbm_batch *batch, int threads) noexcept
@@ -263,12 +273,54 @@ def kernel_names():
     tuple of str
         Names in table order; position is the kernel's index.
     """
-    return tuple(_kernels())
+    return tuple(_kernels())[:kvbm_num_kernels]
 
 
 def kernel_index(str name not None):
-    """Position of a kernel in the table, or -1 if it was not compiled in."""
+    """Position of a kernel in the table, or -1 if it was neither compiled in nor added."""
     return _kernels().get(name, -1)
+
+
+def add_kernel(str name not None, forms, const uint8_t[::1] cubin not None, int capability):
+    """Make a kernel known that was compiled at run time; from then on its name works as any other.
+
+    Parameters
+    ----------
+    name : str
+        The symbol in the cubin.
+    forms : sequence of (kind, outer, inner, element, word, few)
+        One a part; ``kind`` is ``"rows"`` or ``"tile"``.
+    cubin : contiguous bytes
+        The code.  Copied.
+    capability : int
+        What it was compiled for: 90 for sm_90.  A name that is known takes the code of one more architecture.
+
+    Returns
+    -------
+    int
+        The kernel's index.
+
+    Raises
+    ------
+    CudaError
+        A structure that no template has, or too many kernels.
+    """
+    cdef kvbm_form form[KVBM_MAX_PARTS]
+    cdef int index = -1, status
+    forms = tuple(forms)
+    if not 0 < len(forms) <= KVBM_MAX_PARTS or not cubin.shape[0]:
+        raise PlanError(f"kernel {name!r}: expected 1 to {KVBM_MAX_PARTS} parts and its code, got {len(forms)} parts")
+    if -1 < _kernels().get(name, -1) < kvbm_num_kernels:
+        raise PlanError(f"kernel {name!r} was built: nothing is to be added")
+    for i, (kind, outer, inner, element, word, few) in enumerate(forms):
+        form[i].kind = KVBM_TILE if kind == "tile" else KVBM_ROWS
+        form[i].outer, form[i].inner, form[i].element = outer, inner, element
+        form[i].word, form[i].few = word, few
+    status = kvbm_add_kernel(name.encode("ascii"), form, <uint32_t> len(forms), &cubin[0],
+                             <uint64_t> cubin.shape[0], capability, &index)
+    check(status, f"adding the kernel {name!r}")
+    _kernels()[name] = index
+    return index
 
 
 def num_images():
@@ -300,8 +352,8 @@ def warm(kernel, int device):
         index = _find_kernel(kernel)
     else:
         index = kernel
-        if not 0 <= index < kvbm_num_kernels:
-            raise MissingKernelError(f"kernel {index}: expected 0 to {kvbm_num_kernels - 1}")
+        if kvbm_kernel_at(index) == NULL:
+            raise MissingKernelError(f"kernel {index}: expected 0 to {len(_kernels()) - 1}")
     with nogil:
         status = kvbm_warm(index, device)
     check(status, f"loading kernels on cuda:{device}")
@@ -434,7 +486,7 @@ cdef class Copy:
         cdef int index = _find_kernel(kernel) if kernel is not None else -1
         parts = tuple(parts)
         if not 0 < len(parts) <= KVBM_MAX_PARTS or (
-                index >= 0 and kvbm_kernels[index].parts not in (0, len(parts))):
+                index >= 0 and kvbm_kernel_at(index).parts not in (0, len(parts))):
             raise PlanError(f"kernel {kernel!r} does not copy {len(parts)} part(s)")
         memset(&self.args, 0, sizeof(kvbm_args))
         self.args.src_id_table, self.args.dst_id_table = src_id[0], dst_id[0]
@@ -1557,6 +1609,13 @@ cdef class Route:
     cdef uint64_t copies[3]
     cdef uint64_t blocks[3]
     cdef uint64_t submissions
+    cdef void *launches  # what the route's pointers to kernels and parameters point into
+
+    def __cinit__(self):
+        self.launches = NULL
+
+    def __dealloc__(self):
+        free(self.launches)
 
     def __init__(self, int device, Table src not None, Table dst not None, int64_t src_blocks, int64_t dst_blocks, *,
                  direct, permute, moves, runs, const uint64_t[::1] src_bases, const uint64_t[::1] dst_bases,
@@ -1569,29 +1628,32 @@ cdef class Route:
         memset(self.blocks, 0, sizeof(self.blocks))
         self.submissions = 0
         direct, permute, moves, runs, limits = tuple(direct), tuple(permute), tuple(moves), tuple(runs), tuple(limits)
-        if max(len(direct), len(permute), len(moves), len(runs)) > KVBM_MAX_LAUNCHES or not 0 < len(limits) <= 8:
-            raise PlanError(
-                f"{len(direct)} and {len(permute)} kernels, {len(moves)} and {len(runs)} loop nests, {len(limits)} limits: "
-                f"expected at most {KVBM_MAX_LAUNCHES} each, and 1 to 8 limits"
-            )
+        if not 0 < len(limits) <= 8:
+            raise PlanError(f"{len(limits)} limits: expected 1 to 8")
+        if self.launches != NULL:
+            raise TypeError("a Route is initialised once")
+        every = (*direct, *permute, *moves, *runs)
+        cdef size_t most = <size_t> len(every)
+        self.launches = malloc((most + 1) * (sizeof(void *) + sizeof(int)))
+        if self.launches == NULL:
+            raise MemoryError(f"a route of {most} launches")
+        cdef const kvbm_args **args = <const kvbm_args **> self.launches
+        cdef int *numbers = <int *> (args + most)
         self.src, self.dst, self.ring, self.keep = src, dst, ring, keep
         self.owned = (direct, permute, moves, runs, src_bases, dst_bases, cuts)
         self.route.device, self.route.crosses, self.route.same_pool = device, crosses, same_pool
         self.route.src_blocks, self.route.dst_blocks = src_blocks, dst_blocks
         self.route.max_ctas = <uint32_t> max_sms
         self.route.gathers, self.route.slot_block_bytes = gathers, slot_block_bytes
-        for i, copy in enumerate(direct):
-            self.route.direct_kernel[i], self.route.direct[i] = copy.index, &copy.args
+        for i, copy in enumerate(every):
+            numbers[i], args[i] = copy.index, &copy.args
+        self.route.direct_kernel, self.route.direct = numbers, args
         self.route.num_direct = <uint32_t> len(direct)
-        for i, copy in enumerate(permute):
-            self.route.permute_kernel[i], self.route.permute[i] = copy.index, &copy.args
+        self.route.permute_kernel, self.route.permute = numbers + len(direct), args + len(direct)
         self.route.num_permute = <uint32_t> len(permute)
-        for i, copy in enumerate(moves):
-            self.route.moves[i] = &copy.args
-        self.route.num_moves = <uint32_t> len(moves)
-        for i, copy in enumerate(runs):
-            self.route.runs[i] = &copy.args
-        self.route.num_runs = <uint32_t> len(runs)
+        args += len(direct) + len(permute)
+        self.route.moves, self.route.num_moves = args, <uint32_t> len(moves)
+        self.route.runs, self.route.num_runs = args + len(moves), <uint32_t> len(runs)
         if ring is not None:
             self.route.ring = ring.ring
         if src_bases is not None and src_bases.shape[0]:
@@ -1727,7 +1789,8 @@ cdef class Route:
                 for device, event in taken:
                     kvbm_event_give(device, 0, event)
         if status != KVBM_OK:
-            by = " and ".join(copy.kernel for copy in self.owned[strategy]) if strategy != KVBM_ENGINE else "no kernel"
+            used = () if strategy == KVBM_ENGINE else dict.fromkeys(copy.kernel for copy in self.owned[strategy])
+            by = " and ".join(used) or "no kernel"
             check(status, f"copying {n} blocks on cuda:{self.route.device} ({STRATEGIES[strategy]}, {by})")
         if outcome.refused:
             if outcome.refused < 0:

@@ -24,7 +24,7 @@ import click
 
 from . import spec
 from .bench.cli import bench
-from .errors import BindError, BuildError, KvbmError, LayoutError, SpecError
+from .errors import BindError, BuildError, KvbmError, LayoutError, MissingKernelError, SpecError
 from .layout import AXES, Layout
 from .shapes import BlockShape, load_shape, shape_names
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from . import tuning
+    from .planner import Plan
     from .pool import Pool
 
 _CHUNK_BYTES = 64 << 20  # `convert` moves this much between two steps of its progress bar
@@ -388,6 +389,29 @@ def plan(src: str, dst: str, shape_text: str, num_blocks: int, svg: Path | None,
     width = min(_console().width, 100)
     for paragraph in made.explain().splitlines():
         click.echo(click.wrap_text(paragraph, width=width))
+    if (missing := _not_built(made)) is not None:
+        click.echo(click.wrap_text(missing, width=width))
+
+
+def _not_built(made: Plan) -> str | None:
+    """What a plan's kernels are compiled with, or replaced by, where they are not built in; None: they are."""
+    try:
+        from . import _core, runtime
+    except ImportError:  # nothing is built: `kvbm doctor` tells
+        return None
+    try:
+        asked = made.kernels() if made.src.parts else [form.name for form in made.fit().forms()]
+        names = set(asked) - set(_core.kernel_names())
+    except MissingKernelError:  # the explanation says so
+        return None
+    if not names:
+        return None
+    text = f"Not built in: {', '.join(sorted(names))}. "
+    try:
+        text += f"On a GPU, {runtime.find()} compiles what is missing at first use. "
+    except BuildError as error:
+        text += f"A general kernel of more modes runs in its place ({error}). "
+    return f"{text}{runtime.PERMANENT}."
 
 
 @main.command()
@@ -677,6 +701,7 @@ def _findings() -> Iterator[tuple[str, str, str]]:
         yield "missing", "CUDA kernels", f"stubs: a GPU call raises, everything else works ({why})"
         yield from _compiler()
     yield from _gpus(_core, targets, str(build.get("nvcc") or ""))
+    yield _run_time_compiler()
     yield from _packages()
 
 
@@ -740,6 +765,19 @@ def _compiler() -> Iterator[tuple[str, str, str]]:
         yield "note", "nvcc", f"{compiler.version} is here ({compiler.origin}): {what}"
     except KvbmError as error:
         yield "note", "nvcc", str(error)
+
+
+def _run_time_compiler() -> tuple[str, str, str]:
+    """Whether layouts whose structure was not built get kernels of their own, and where these are kept."""
+    from . import runtime
+
+    try:
+        found = runtime.find()
+        folder = runtime.folder()
+    except (KvbmError, RuntimeError) as error:  # RuntimeError: no home
+        return "note", "NVRTC", f"{error}: new structures run on general kernels"
+    count = len(list(folder.glob("*.cubin")))
+    return "ok", "NVRTC", f"{found.version}, {found.path}; {count} kernel{'s' if count != 1 else ''} in {folder}"
 
 
 def _packages() -> Iterator[tuple[str, str, str]]:

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from .errors import LayoutError, PlanError, SpecError
+from .errors import LayoutError, MissingKernelError, PlanError, SpecError
 from .layout import Layout, Resolved
 from .planner import MAX_INNER, MAX_OUTER, WIDEST, Form, between
 from .shapes import BlockShape
 from .spec import layouts_dir, load_dir
 
-__all__ = ["check", "cuda_dir", "generate", "kernels", "write"]
+__all__ = ["check", "cuda_dir", "generate", "kernels", "source", "write"]
 
 #: nvcc costs 0.2 s a file and architecture before the first kernel, so there are few files.
 _FILES = 8
@@ -114,13 +114,17 @@ def _asked(layouts: Sequence[Layout]) -> dict[tuple[Form, ...], set[Pair]]:
                 continue
             try:
                 made = between(src, dst, "")
-            except PlanError:
+                forms = made.forms()
+                if src.parts:
+                    for launch in made.launches():
+                        asked.setdefault(Form.parse(launch.kernel), set()).add(pair)
+                    continue
+                if any(form.outer > MAX_OUTER or form.modes > MAX_INNER for form in forms):
+                    for form in made.fit().forms():
+                        asked.setdefault((form,), set()).add(pair)
+            except (PlanError, MissingKernelError):
                 continue  # not a copy at this shape; whoever asks for the pair is told so
-            if src.parts:
-                for launch in made.launches():
-                    asked.setdefault(Form.parse(launch.kernel), set()).add(pair)
-            else:
-                asked.setdefault(made.forms(), set()).add(pair)
+            asked.setdefault(forms, set()).add(pair)
     names = list(aliases.values())
     return {
         forms: {named for i, j in pairs for named in itertools.product(names[i], names[j])}
@@ -250,6 +254,20 @@ def _parts(name: str) -> int:
     """Parts of a launch; 0 where it takes any number."""
     forms = Form.parse(name)
     return 0 if forms[0].kind in _OF_PLANES else len(forms)
+
+
+def source(name: str) -> str:
+    """The source file of one kernel, for compiling it at run time: the line that a generated file would hold.
+
+    Examples
+    --------
+    >>> print(source("rows_o1_i3_w16").splitlines()[-1])
+    KVBM_KERNEL(rows_o1_i3_w16, Rows<1, 3, 16>)
+    """
+    return (
+        f'// {name}.cu\n#include "permute.cuh"\n\nusing namespace kvbm;\n\n'
+        f"{_comment(name, ())}KVBM_KERNEL({name}, {_types(name)})\n"
+    )
 
 
 def _types(name: str) -> str:

@@ -76,7 +76,7 @@ class BuildError(KvbmError, RuntimeError):
 
 
 class MissingKernelError(KvbmError, LookupError):
-    """No built kernel can run the plan; the message names the command that builds it."""
+    """There is no kernel of this name, or a plan would take thousands of launches; the message says what to do."""
 
     exit_code = 17
 

@@ -314,19 +314,25 @@ def _torch_stream(device: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _prepared(
-    layout: str, sizes: tuple[int, ...], dtype: str, batch: int, alignments: tuple[int, int], to_whole: bool
+    layout: str,
+    sizes: tuple[int, ...],
+    dtype: str,
+    batch: int,
+    alignments: tuple[int, int],
+    device: int,
+    to_whole: bool,
 ) -> tuple[_core.Copy, ...]:
     """The launches between blocks and whole tensors."""
     shape, _ = _block_shape(layout, sizes, dtype)
     src, dst = _pair(layout) if to_whole else _pair(layout)[::-1]
     made = plan(src, dst, shape, num_blocks=(batch, batch))
-    return tuple(prepare(made, *(alignments if to_whole else alignments[::-1])))
+    return tuple(prepare(made, *(alignments if to_whole else alignments[::-1]), device=device))
 
 
 def _launch(sides: _Sides, layout: str, stream: Any, to_whole: bool) -> None:
     handle, batch = _stream_of(sides, stream), len(sides.whole)
     src, dst = (sides.blocks, sides.whole) if to_whole else (sides.whole, sides.blocks)
-    for copy in _prepared(layout, sides.sizes, sides.dtype, batch, sides.alignments, to_whole):
+    for copy in _prepared(layout, sides.sizes, sides.dtype, batch, sides.alignments, sides.device, to_whole):
         copy.launch(src, dst, None, None, batch, sides.device, handle)
 
 

@@ -7,21 +7,25 @@ so two pairs with one normal form are one kernel, and a layout declared a minute
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .errors import LayoutError, PlanError
+from .errors import LayoutError, MissingKernelError, PlanError
 from .layout import Layout, Mode, Piece, Resolved, coalesce, refine
 from .pages import Staged, stage
 from .shapes import BlockShape
 
-__all__ = ["MAX_INNER", "MAX_OUTER", "MAX_PARTS", "Form", "Part", "Plan", "plan"]
+__all__ = ["MAX_INNER", "MAX_LAUNCHES", "MAX_OUTER", "MAX_PARTS", "Form", "Launch", "Part", "Plan", "plan"]
 
 #: Modes that a kernel can have, and parts of one launch (``KVBM_MAX_OUTER``, ``_INNER`` and ``_PARTS`` of ``cuda/kvbm.h``).
 MAX_OUTER, MAX_INNER, MAX_PARTS = 4, 8, 4
+
+#: Launches that a part with more modes than that is cut into, at most.
+MAX_LAUNCHES = 4096
 
 #: Bytes of the widest load and store.
 WIDEST = 16
@@ -218,6 +222,57 @@ class Part:
             outer=outer,
         )
 
+    def fit(self, kind: str) -> tuple[Part, ...]:
+        """The same copy in parts that have no more modes than a kernel: this one alone if it has not.
+
+        Surplus modes inside a chunk come to pick chunks, the slowest first.  What is still too much is peeled off: a mode's
+        every step is then a part of its own.  It is the shortest modes that are, as each part is a launch.
+
+        Parameters
+        ----------
+        kind : {"copy", "rows", "tile"}
+            Of the kernel.  A tile's two sides and its element stay in the chunk.
+
+        Raises
+        ------
+        MissingKernelError
+            More than `MAX_LAUNCHES` parts.
+        """
+        spans = (self.spans or ()) if kind == "tile" else ()
+        most = MAX_INNER + 1 if spans else MAX_INNER  # the run of a tile is its element, and no mode
+        if len(self.inner) <= most and len(self.outer) <= MAX_OUTER:
+            return (self,)
+        inner, outer = list(self.inner), list(self.outer)
+        while len(inner) > most:
+            slowest = max(k for k in range(1, len(inner)) if not any(inner[k] is span for span in spans))
+            outer.insert(0, inner.pop(slowest))
+        peeled: list[Mode] = []
+        while len(outer) > MAX_OUTER:
+            # The slowest of the shortest: the others go on within a launch.
+            peeled.append(outer.pop(max(range(len(outer)), key=lambda k: (-outer[k].extent, k))))
+        launches = math.prod(mode.extent for mode in peeled)
+        if launches > MAX_LAUNCHES:
+            raise MissingKernelError(
+                f"a loop nest of {len(self.outer)} modes that pick a chunk and {len(self.inner)} inside: kernels have at most "
+                f"{MAX_OUTER} and {MAX_INNER}, and to peel off the others would take {launches} launches (at most "
+                f"{MAX_LAUNCHES}); convert by way of a layout whose order is nearer to both"
+            )
+        parts = []
+        for steps in itertools.product(*(range(mode.extent) for mode in peeled)):
+            at = list(zip(steps, peeled, strict=True))
+            parts.append(
+                replace(
+                    self,
+                    src_offset=self.src_offset + sum(step * mode.src for step, mode in at),
+                    dst_offset=self.dst_offset + sum(step * mode.dst for step, mode in at),
+                    src_table_offset=self.src_table_offset + sum(step * mode.src_table for step, mode in at),
+                    dst_table_offset=self.dst_table_offset + sum(step * mode.dst_table for step, mode in at),
+                    outer=tuple(outer),
+                    inner=tuple(inner),
+                )
+            )
+        return tuple(parts)
+
     def arguments(self, form: Form, src_step: int | None = None, dst_step: int | None = None) -> Arguments:
         """Offsets, outer and inner modes as the kernel of this form takes them, padded with extents of one.
 
@@ -315,6 +370,10 @@ class Plan:
         """Names of the kernels, where base addresses are multiples of `alignment` bytes."""
         return [launch.kernel for launch in self.launches(alignment, alignment)]
 
+    def fit(self) -> Plan:
+        """The same copy in parts that kernels have the modes for (`Part.fit`)."""
+        return replace(self, parts=tuple(piece for part in self.parts for piece in part.fit(part.kind)))
+
     def staged(self, *, gathers: bool) -> tuple[Plan, Plan]:
         """The same copy in two steps, by way of memory where blocks lie packed in the order of the far side.
 
@@ -404,7 +463,7 @@ class Plan:
                 "" if form.word == WIDEST else f" (16 is ruled out by the run or a stride: {_narrowing(part, form)})"
             )
             text += f" With aligned bases words are {form.word} bytes{narrow}; kernel {form.name}."
-            paragraphs.append(text)
+            paragraphs.append(text + _fitted(part))
         if self.src.parts and len(self.parts) > 1:
             names = " and ".join(launch.kernel for launch in self.launches())
             paragraphs.append(f"Planes of one page are copied side by side, then the next page's: {names}.")
@@ -475,6 +534,22 @@ def _record_launches(parts: Sequence[Part], forms: Sequence[Form]) -> list[Launc
 
 #: Planes of less than this part of a block's bytes move by elements where these change places, in the launch of the others.
 _SMALL_SHARE = 4
+
+
+def _fitted(part: Part) -> str:
+    """What is done about more modes than a kernel has."""
+    text = (
+        f" Kernels have at most {MAX_OUTER} modes that pick a chunk and {MAX_INNER} inside, and this copy {len(part.outer)} and "
+        f"{len(part.inner)}: "
+    )
+    try:
+        pieces = part.fit(part.kind)
+    except MissingKernelError as error:
+        return f"{text}{error}."
+    if pieces[1:]:
+        return f"{text}the shortest are peeled off, which takes {len(pieces)} launches."
+    return f"{text}the slowest pick chunks instead." if pieces[0] is not part else ""
+
 
 _CLASS = {"copy": "plain copy", "rows": "rows in another order", "tile": "transposed tiles"}
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from . import _core, tuning
+from . import _core, runtime, tuning
 from .errors import BindError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
 from .pages import Staged
-from .planner import MAX_INNER, MAX_OUTER, MAX_PARTS, Form, Launch, Part, Plan, plan, size_text
+from .planner import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Part, Plan, plan, size_text
 from .pool import Pool, as_ids
 from .shapes import BlockShape
 
@@ -28,6 +28,9 @@ HOST_SMS = 16
 
 #: Slots of a staged copy: one is filled, one is emptied, one is between.
 SLOTS = 3
+
+#: What divides the address of every slot.
+_SLOT_ALIGNMENT = 16
 
 #: Bytes of a slot where the caller does not say; a block more if a block is larger.
 CHUNK_BYTES = 32 << 20
@@ -49,28 +52,106 @@ def _built() -> tuple[frozenset[str], tuple[Form, ...]]:
     return frozenset(names), tuple(sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind)))
 
 
-def _available(part: Part, wanted: Form) -> Form:
-    """The kernel to run a part with: the one made for it, else one with modes to spare, else rows of single elements."""
-    _, forms = _built()
-    candidates = [wanted]
-    if wanted.kind == "tile":
-        candidates.append(Form("rows", wanted.outer, len(part.inner), 0, wanted.element, wanted.few))
+class _Launch(NamedTuple):
+    """One kernel of a plan, the parts that it copies, the kernel that is made for them (empty: any is), and how it stages them."""
+
+    kernel: str
+    work: tuple[tuple[Part, Form], ...]
+    wanted: str
+    staged: tuple[Staged, ...] = ()
+
+
+def _launches(made: Plan, alignments: tuple[int, int], few: bool, device: int) -> list[_Launch]:
+    """What a plan takes on a GPU, or on the host (-1): a kernel for K and V, or all planes, else one each; more for many modes."""
+    names, _ = _built()
+    launches = []
+    for asked in made.launches(*alignments, pages=device >= 0 and not few):
+        work = tuple(zip(asked.parts, asked.forms, strict=True))
+        together = len(work) > 1 and not few and all(part.fit(form.kind) == (part,) for part, form in work)
+        if together or asked.staged:
+            if asked.kernel in names or _compiled(asked.kernel, device):
+                launches.append(_Launch(asked.kernel, _padded(work, asked.kernel), asked.kernel, asked.staged))
+                continue
+            if made.src.parts:
+                general = _general(asked.kernel)
+                launches.append(_Launch(general, _padded(work, general), asked.kernel, asked.staged))
+                continue
+        for part, form in work:
+            wanted, pieces, found = _available(part, replace(form, few=few), device)
+            launches += [_Launch(found.name, ((piece, found),), "" if few else wanted) for piece in pieces]
+    return launches
+
+
+def _general(kernel: str) -> str:
+    """The kernel for planes with any loops, in place of one that is not built."""
+    [wanted] = Form.parse(kernel)
+    return replace(wanted, outer=MAX_OUTER, inner=MAX_INNER - (wanted.kind != "record")).name
+
+
+def _padded(work: tuple[tuple[Part, Form], ...], kernel: str) -> tuple[tuple[Part, Form], ...]:
+    """Forms with as many modes as a kernel for planes has; others have their own for each part."""
+    whole = Form.parse(kernel)
+    if len(whole) == len(work) and whole[0].kind in ("copy", "rows", "tile"):
+        return work
+    return tuple((part, replace(form, outer=whole[0].outer, inner=whole[0].inner)) for part, form in work)
+
+
+def _available(part: Part, asked: Form, device: int) -> tuple[str, tuple[Part, ...], Form]:
+    """The kernel made for a part, the pieces that the part is cut into, and the kernel to run them with.
+
+    That is the kernel made for it, built or compiled now, else a built one with modes to spare, else rows of single elements.
+    """
+    names, forms = _built()
+    candidates = [asked]
+    if asked.kind == "tile":
+        candidates.append(Form("rows", 0, 0, 0, asked.element, asked.few))
+    wanted = ""
     for candidate in candidates:
-        if candidate in forms:
-            return candidate
-        for form in forms:
-            if form.runs(candidate):
-                return form
-    if wanted.outer > MAX_OUTER or wanted.modes > MAX_INNER:
-        advice = f"kernels have at most {MAX_OUTER} and {MAX_INNER}; convert by way of a layout whose order is nearer to both"
-    else:
-        advice = (
-            "put the layout's file into a folder, set KVBM_LAYOUTS to it and rebuild (`kvbm codegen --layouts DIR --out DIR` "
-            "shows what would be built)"
-        )
-    raise MissingKernelError(
-        f"no built kernel runs {wanted.name}: it has {wanted.outer} modes that pick a chunk and {wanted.inner} inside; {advice}"
-    )
+        pieces = part.fit(candidate.kind)
+        inner = len(pieces[0].inner) - (3 if candidate.kind == "tile" else 0)
+        form = replace(candidate, outer=len(pieces[0].outer), inner=inner)
+        wanted = wanted or form.name
+        if form.name in names or (candidate is asked and not asked.few and _compiled(form.name, device)):
+            return wanted, pieces, form
+        # Teams on all multiprocessors turn tiles, too, which single elements are no match for; the host has no teams.
+        likes = [form, replace(form, few=True)] if form.kind == "tile" and device >= 0 else [form]
+        for like in likes:
+            for other in forms:
+                if other.runs(like):
+                    return wanted, pieces, other
+    raise MissingKernelError(f"no kernel runs {wanted}, and none was built for any loop nest; {runtime.PERMANENT}")
+
+
+def _compiled(name: str, device: int) -> bool:
+    """Whether a kernel that is not built is there after all, compiled at run time."""
+    if device < 0 or not _core.num_images() or not runtime.is_known_kind(name) or runtime.why_not(device):
+        return False
+    runtime.kernel(name, device)
+    return True
+
+
+def _notes(launches: Sequence[_Launch], device: int) -> list[str]:
+    """What there is to say about kernels that were not built for the copy."""
+    said, missing = [], False
+    for launch in {launch.kernel: launch for launch in launches}.values():
+        if (origin := runtime.origin(launch.kernel, device)) is not None:
+            said.append(f"{origin}.")
+        elif launch.wanted and launch.kernel != launch.wanted:
+            said.append(f"{launch.kernel} runs in place of {launch.wanted}, which is not built in: {_cost(launch)}.")
+            missing = True
+    if missing:
+        why = runtime.why_not(device) if device >= 0 and _core.num_images() else ""
+        said.append(f"{why}. {runtime.PERMANENT}." if why else f"{runtime.PERMANENT}.")
+    return said
+
+
+def _cost(launch: _Launch) -> str:
+    [wanted], [has] = Form.parse(launch.wanted), Form.parse(launch.kernel)
+    if wanted.kind == "tile" and has.kind != "tile":
+        return f"{wanted.element}-byte elements move one by one, not in tiles, at a fraction of the speed"
+    more = has.outer - wanted.outer + has.modes - wanted.modes
+    text = f"it has {more} mode{'s' if more != 1 else ''} more than needed, and each costs every word a division"
+    return text + (", and its teams share one large CTA a multiprocessor" if has.few else "")
 
 
 class Steps(NamedTuple):
@@ -127,11 +208,11 @@ def prepare(
     dst_alignment: int,
     *,
     few: bool = False,
-    on_host: bool = False,
+    device: int = -1,
     src_steps: Steps = Steps(),  # noqa: B008  (immutable)
     dst_steps: Steps = Steps(),  # noqa: B008
 ) -> list[_core.Copy]:
-    """The launches that a plan takes: one, or one a half where K and V have no kernel in common.
+    """The launches that a plan takes: one, or one a half where K and V have no kernel in common, or where it has many modes.
 
     Parameters
     ----------
@@ -140,75 +221,49 @@ def prepare(
         What divides every base address of each side.
     few : bool
         Take kernels that keep to as many multiprocessors as they are told.
-    on_host : bool
-        For the host's kernels, which have no shared memory.
+    device : int
+        CUDA device ordinal: what is not built is compiled for it, if that is possible.  -1: built kernels alone, as the host's.
     src_steps, dst_steps : Steps
         How each side's table was shortened, if it was.
 
     Raises
     ------
     MissingKernelError
-        A plan with more modes than any built kernel.
+        A plan of so many modes that it would take thousands of launches.
+    BuildError
+        NVRTC refused a kernel.
     """
-    names, _ = _built()
     src_id, dst_id = (
         of_plan if steps.block is None else (0, steps.block)
         for of_plan, steps in ((made.parts[0].src_id, src_steps), (made.parts[0].dst_id, dst_steps))
     )
 
-    def copy(kernel: str, parts: Sequence[Part], forms: Sequence[Form], staged: Sequence[Staged] = ()) -> _core.Copy:
+    copies = []
+    for launch in _launches(made, (src_alignment, dst_alignment), few, device):
         arguments = [
             part.by_steps(src_steps.entry, dst_steps.entry).arguments(form, src_steps.block, dst_steps.block)
-            for part, form in zip(parts, forms, strict=True)
+            for part, form in launch.work
         ]
-        for number, (one, (offsets, outer, inner, strides, _)) in enumerate(zip(staged, arguments, strict=False)):
-            still = [(1, 0, 0)] * (MAX_INNER - 1 - len(inner))
-            loops = [*inner, *still, (one.pieces.extent, one.pieces.src, one.pieces.dst)]
-            arguments[number] = (
-                offsets,
-                outer,
-                loops,
-                strides,
-                (one.word, one.item, one.apart, one.place, one.held),
-            )
-        return _core.Copy(kernel, arguments, src_id, dst_id, made.src.num_blocks, made.dst.num_blocks)
-
-    copies = []
-    for launch in made.launches(src_alignment, dst_alignment, pages=not on_host and not few):
-        if (len(launch.parts) > 1 or launch.staged) and not few:
-            if launch.kernel.startswith(("record_", "page_")):
-                whole = _available_for_planes(launch, names)
-                padded = [replace(form, outer=whole.outer, inner=whole.inner) for form in launch.forms]
-                copies.append(copy(whole.name, launch.parts, padded, launch.staged))
-                continue
-            if launch.kernel in names:
-                copies.append(copy(launch.kernel, launch.parts, launch.forms))
-                continue
-        for part, wanted in zip(launch.parts, launch.forms, strict=True):
-            form = _available(part, replace(wanted, few=few))
-            copies.append(copy(form.name, [part], [form]))
+        if launch.staged:
+            arguments = [_staged(one, of_rows) for one, of_rows in zip(launch.staged, arguments, strict=True)]
+        copies.append(_core.Copy(launch.kernel, arguments, src_id, dst_id, made.src.num_blocks, made.dst.num_blocks))
     return copies
 
 
-def _available_for_planes(launch: Launch, names: frozenset[str]) -> Form:
-    """The kernel for planes: the one made for them, else one for any loop nests."""
-    (wanted,) = Form.parse(launch.kernel)
-    form = (
-        wanted
-        if wanted.name in names
-        else replace(wanted, outer=MAX_OUTER, inner=MAX_INNER - (wanted.kind != "record"))
-    )
-    if form.runs(wanted):
-        return form
-    raise MissingKernelError(
-        f"no built kernel runs {wanted.name}: kernels have at most {MAX_OUTER} modes that pick a chunk and {MAX_INNER} inside; "
-        "convert by way of a layout whose order is nearer to both"
-    )
+def _staged(one: Staged, of_rows: Arguments) -> Arguments:
+    """What a kernel of pages is told: loops inside a piece, behind them the step to the next piece, and what is staged where."""
+    offsets, outer, inner, strides, _ = of_rows
+    still = [(1, 0, 0)] * (MAX_INNER - 1 - len(inner))
+    loops = [*inner, *still, (one.pieces.extent, one.pieces.src, one.pieces.dst)]
+    return offsets, outer, loops, strides, (one.word, one.item, one.apart, one.place, one.held)
 
 
 def _runs(made: Plan) -> list[_core.Copy]:
-    """A plan's loop nests in bytes, as the copy engine takes them."""
-    parts = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for part in made.parts]
+    """A plan's loop nests in bytes, as the copy engine takes them; none: one has too many modes."""
+    fitted = [part.fit("rows") for part in made.parts]
+    if any(pieces[1:] for pieces in fitted):
+        return []
+    parts = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for (part,) in fitted]
     ids = made.parts[0].src_id, made.parts[0].dst_id
     return [_core.Copy(None, parts[i : i + MAX_PARTS], *ids) for i in range(0, len(parts), MAX_PARTS)]
 
@@ -331,22 +386,19 @@ class _Mover:
                 raise BindError(str(error)) from None
             raise
         _check_strategy(self)
-        whole = functools.partial(prepare, made, src.alignment, dst.alignment, src_steps=src.steps, dst_steps=dst.steps)
+        whole = functools.partial(
+            prepare, made, src.alignment, dst.alignment, device=self.device, src_steps=src.steps, dst_steps=dst.steps
+        )
         if self.on_host:
-            return _Route(made, None, whole(on_host=True), "the host's kernels copy on all cores")
-        direct = whole(few=self.max_sms > 0) if self.reaches else []
-        few = self.bounded  # between device memory and device memory a kernel on all of the GPU is over in no time
+            return _Route(made, None, whole(), "the host's kernels copy on all cores")
+        # Kernels that no batch takes are not looked for: they may have to be compiled.
+        direct = whole(few=self.max_sms > 0) if self.reaches and self.strategy in ("auto", "direct") else []
         steps = made.staged(gathers=self.gathers)
-        slot_alignment = 16
-        if self.gathers:
-            permute = prepare(steps[0], src.alignment, slot_alignment, few=few, src_steps=src.steps)
-            move = steps[1].flat(None, dst.step)
-        else:
-            permute = prepare(steps[1], slot_alignment, dst.alignment, few=few, dst_steps=dst.steps)
-            move = steps[0].flat(src.step, None)
+        move = steps[1].flat(None, dst.step) if self.gathers else steps[0].flat(src.step, None)
         runs = made.flat(src.step, dst.step)
         slot_block = (steps[0].dst if self.gathers else steps[1].src).id_steps[1]
-        limits, why = self._limits(made, move, runs)
+        move_runs, all_runs = _runs(move), _runs(runs)
+        limits, why = self._limits(made, move, runs, staged=bool(move_runs), engine=bool(all_runs))
         # No batch is larger than the smaller pool: what would be taken beyond needs no ring.
         most = min(src.num_blocks, dst.num_blocks)
         limits = limits[: 1 + next((i for i, (pairs, _) in enumerate(limits) if pairs >= most), len(limits))]
@@ -355,8 +407,16 @@ class _Mover:
                 f"{self.title}: chunk_bytes: expected at least one block of {slot_block} bytes, got {self.chunk_bytes}"
             )
         ring = self._take_ring() if any(name == "staged" for _, name in limits) else None
-        for copy in (*direct, *permute):  # now, and not beside a running model
-            _core.warm(copy.kernel, self.device)
+        permute: list[_core.Copy] = []
+        if ring is not None:
+            few = self.bounded  # between device memory and device memory a kernel on all of the GPU is over in no time
+            slot = _SLOT_ALIGNMENT
+            if self.gathers:
+                permute = prepare(steps[0], src.alignment, slot, few=few, device=self.device, src_steps=src.steps)
+            else:
+                permute = prepare(steps[1], slot, dst.alignment, few=few, device=self.device, dst_steps=dst.steps)
+        for kernel in dict.fromkeys(copy.kernel for copy in (*direct, *permute)):  # now, and not beside a running model
+            _core.warm(kernel, self.device)
         route = _core.Route(
             self.device,
             self.src_table,
@@ -365,8 +425,8 @@ class _Mover:
             dst.num_blocks,
             direct=direct,
             permute=permute,
-            moves=_runs(move),
-            runs=_runs(runs),
+            moves=move_runs,
+            runs=all_runs,
             src_bases=src.bases,
             dst_bases=dst.bases,
             cuts=self.cuts,
@@ -382,8 +442,16 @@ class _Mover:
         )
         return _Route(made, route, direct, why)
 
-    def _limits(self, made: Plan, move: Plan, runs: Plan) -> tuple[list[tuple[int, str]], str]:
-        """Up to how many pairs which strategy is taken, and why."""
+    def _limits(
+        self, made: Plan, move: Plan, runs: Plan, *, staged: bool, engine: bool
+    ) -> tuple[list[tuple[int, str]], str]:
+        """Up to how many pairs which strategy is taken, and why; not one that the copy engine lacks the modes for."""
+        possible = {"direct": self.reaches, "staged": staged, "engine": engine}
+        if not (any(possible.values()) if self.strategy == "auto" else possible[self.strategy]):
+            raise MissingKernelError(
+                f"{self.title}: strategy={self.strategy!r}: the loop nest has more modes than the copy engine is fed with; "
+                "use strategy='direct' between pools that one GPU reaches"
+            )
         if self.strategy != "auto":
             return [(0, self.strategy)], "it was asked for"
         shortest = {
@@ -391,9 +459,8 @@ class _Mover:
             "staged": min(part.run_bytes for part in move.parts),
             "engine": min(part.run_bytes for part in runs.parts),
         }
-        if not self.reaches:
-            del shortest["direct"]
-        if shortest["engine"] < ENGINE_RUN:
+        shortest = {name: run for name, run in shortest.items() if possible[name]}
+        if len(shortest) > 1 and shortest.get("engine", ENGINE_RUN) < ENGINE_RUN:
             del shortest["engine"]
         return tuning.limits(self.direction, self.device, shortest, made.nbytes)
 
@@ -469,15 +536,19 @@ class _Mover:
             lines += [f"Why: {found.why}.", *self._how(found)]
         else:
             lines.append(f"{found.why[0].upper()}{found.why[1:]}.")
+            lines += _notes(_launches(found.plan, (self.src.alignment, self.dst.alignment), False, -1), -1)
         return "\n".join([*lines, found.plan.explain()])
 
     def _how(self, found: _Route) -> list[str]:
-        """What each strategy does, in a sentence."""
-        names = " and ".join(copy.kernel for copy in found.copies if copy.kernel)
+        """What each strategy does, in a sentence, and what there is to say about its kernels."""
         budget = f" on at most {self.max_sms} multiprocessors" if self.max_sms else ""
-        said = []
-        if names:
-            said.append(f"direct is one launch of {names}{budget} that reads and writes both pools.")
+        said, made = [], found.plan
+        launches = []
+        if found.copies:
+            many = f"{len(found.copies)} launches" if len(found.copies) > 1 else "one launch"
+            names = " and ".join(dict.fromkeys(copy.kernel for copy in found.copies if copy.kernel))
+            said.append(f"direct is {many} of {names}{budget}: it reads and writes both pools.")
+            launches += _launches(made, (self.src.alignment, self.dst.alignment), self.max_sms > 0, self.device)
         if self.ring is not None:
             order = (
                 "a kernel packs blocks into a slot and the copy engine takes them from there"
@@ -487,6 +558,10 @@ class _Mover:
             said.append(
                 f"staged goes through {self.ring.slots} slots of {size_text(self.ring.slot_bytes)} on cuda:{self.device}: {order}."
             )
+            step = made.staged(gathers=self.gathers)[0 if self.gathers else 1]
+            ends = (self.src.alignment, _SLOT_ALIGNMENT) if self.gathers else (_SLOT_ALIGNMENT, self.dst.alignment)
+            launches += _launches(step, ends, self.bounded, self.device)
+        said += _notes(launches, self.device)
         return said
 
 

@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Row", "Table", "limits", "load", "machine", "measure", "path", "reload", "save"]
+__all__ = ["Row", "Table", "cache_dir", "limits", "load", "machine", "measure", "path", "reload", "save"]
 
 _log = logging.getLogger(__name__)
 
@@ -253,6 +253,8 @@ def _gbps(x: float, y: float) -> str:
 
 def _built_in(direction: str, shortest: Mapping[str, int], block_bytes: int) -> list[tuple[int, str]]:
     """The rule without a table; its numbers come from one NVIDIA H200 on PCIe 5."""
+    if "staged" not in shortest:
+        return [(0, "direct" if "direct" in shortest else "engine")]
     if "direct" not in shortest:
         return [(0, "staged")]
     if direction in ("d2d", "p2p"):
@@ -424,17 +426,26 @@ def machine(device: int) -> tuple[str, str]:
         return gpu, f"for CUDA {version // 1000}.{version % 1000 // 10}"
 
 
-def path(gpu: str, driver: str) -> Path:
-    """Where the table of a machine is: in $KVBM_CACHE_DIR, $XDG_CACHE_HOME/kvbm or ~/.cache/kvbm."""
+def cache_dir() -> Path:
+    """The user's cache folder: $KVBM_CACHE_DIR, $XDG_CACHE_HOME/kvbm or ~/.cache/kvbm.
+
+    Raises
+    ------
+    RuntimeError
+        There is no home.
+    """
     own, cache = os.environ.get("KVBM_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     if own:
-        folder = Path(own)
-    elif cache and Path(cache).is_absolute():  # others are to be ignored, says the standard
-        folder = Path(cache) / "kvbm"
-    else:
-        folder = Path.home() / ".cache" / "kvbm"
+        return Path(own)
+    if cache and Path(cache).is_absolute():  # others are to be ignored, says the standard
+        return Path(cache) / "kvbm"
+    return Path.home() / ".cache" / "kvbm"
+
+
+def path(gpu: str, driver: str) -> Path:
+    """Where the table of a machine is, in the user's cache folder."""
     name = "-".join(re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") for text in (gpu, driver))
-    return folder / f"tuning-{name}-v{VERSION}.json"
+    return cache_dir() / f"tuning-{name}-v{VERSION}.json"
 
 
 def load(gpu: str, driver: str) -> Table | None:

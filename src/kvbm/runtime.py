@@ -1,0 +1,428 @@
+"""Kernels that are compiled while the program runs: a kernel's name → source text → cubin, kept in the user's cache folder.
+
+NVRTC compiles, through cuda.core; the text is the one line of ``cuda/permute.cuh`` that a build would have compiled, so a
+run-time kernel is the built kernel. It needs no GPU. NVRTC itself is optional (``pip install 'kvbm-layouts[runtime]'``): what is
+not there is a reason that `why_not` gives, never an error.
+
+The cache is a folder of files, one a kernel, architecture and compiler. cuda.core's own `FileStreamProgramCache` keeps bare
+cubins: it would hand a truncated or foreign file to the driver, older versions of cuda.core lack it, and to find an entry it
+loads NVRTC (50 ms and 100 MB), where the file alone takes well under a millisecond. So a file here says what it is and proves it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .codegen import cuda_dir, source
+from .errors import BuildError
+from .planner import Form
+from .tuning import cache_dir
+
+__all__ = ["Compiler", "Origin", "cubin", "find", "folder", "is_known_kind", "kernel", "origin", "why_not"]
+
+_log = logging.getLogger(__name__)
+
+#: How to get NVRTC, and how to do without.
+INSTALL = "pip install 'kvbm-layouts[runtime]'"
+PERMANENT = (
+    "To build it in: `kvbm codegen --layouts DIR --out OUT` shows what the layouts in DIR need, and a rebuild of kvbm with "
+    "KVBM_LAYOUTS=DIR compiles it"
+)
+
+#: Of a cache file: what it is, and by which rules it is read.
+_MAGIC = b"kvbm-cubin-1\n"
+_KEY = _DIGEST = 32
+_ELF, _EM_CUDA = b"\x7fELF", 190
+
+#: NVRTC's; what changes a bit of the result is in the key. An architecture is added.
+_OPTIONS: dict[str, Any] = {"std": "c++17", "device_as_default_execution_space": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """An NVRTC that answers.
+
+    Attributes
+    ----------
+    version : str
+        Such as ``13.0``.
+    path : str
+        The library.
+    size : int
+        Its bytes: releases of one version differ in it.
+    archs : tuple of int
+        What it compiles for: 90 is sm_90. Ascending.
+    """
+
+    version: str
+    path: str
+    size: int
+    archs: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"NVRTC {self.version}"
+
+    def arch(self, capability: int) -> int | None:
+        """The best architecture for a GPU: its own, else the latest before it that it runs too; None: there is none."""
+        fitting = [arch for arch in self.archs if arch // 10 == capability // 10 and arch <= capability]
+        return max(fitting, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the code of a run-time kernel came from.
+
+    Attributes
+    ----------
+    kernel : str
+    arch : int
+        90 for sm_90.
+    cached : bool
+        Whether it came from the cache; else it was compiled.
+    seconds : float
+        What that took.
+    compiler : str
+        By what it was compiled, now or then.
+    path : str
+        Its file in the cache; empty if the folder cannot be written.
+    """
+
+    kernel: str
+    arch: int
+    cached: bool
+    seconds: float
+    compiler: str
+    path: str
+
+    def __str__(self) -> str:
+        if self.cached:
+            return f"{self.kernel} is not built in: it came from the cache of run-time kernels, {self.path}"
+        kept = f"kept in {self.path}" if self.path else "not kept, as the cache folder is not to be used"
+        return f"{self.kernel} is not built in: {self.compiler} compiled it for sm_{self.arch} in {self.seconds:.2f} s; {kept}"
+
+
+# ---- the compiler --------------------------------------------------------------------------------------------------
+
+_lock = threading.RLock()  # compiling and loading; never while a kernel is found that is known
+_found: Compiler | BuildError | None = None
+
+
+def is_off() -> bool:
+    """Whether ``KVBM_NVRTC=0`` turns compiling at run time off."""
+    return os.environ.get("KVBM_NVRTC", "1") == "0"
+
+
+def find() -> Compiler:
+    """Find NVRTC where cuda.pathfinder does: wheels, conda, the system's, ``CUDA_HOME``.  Looked for once a process.
+
+    Raises
+    ------
+    BuildError
+        It is not there, does not answer, or is turned off.
+    """
+    global _found
+    if is_off():
+        raise BuildError("KVBM_NVRTC=0 turns compiling at run time off")
+    with _lock:
+        if _found is None:
+            try:
+                _found = _remembered() or _ask()
+            except BuildError as error:
+                _found = error
+        if isinstance(_found, BuildError):
+            raise BuildError(str(_found))
+        return _found
+
+
+def _ask() -> Compiler:
+    """Load the library and ask it."""
+    try:
+        from cuda import pathfinder
+        from cuda.bindings import nvrtc
+
+        path = str(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path or "")
+        status, major, minor = nvrtc.nvrtcVersion()
+        if int(status):
+            raise RuntimeError(f"nvrtcVersion returned {status}")
+        status, archs = nvrtc.nvrtcGetSupportedArchs()
+        if int(status):
+            raise RuntimeError(f"nvrtcGetSupportedArchs returned {status}")
+        size = Path(path).stat().st_size if path else 0
+    except Exception as error:  # whatever a library that is half installed does
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise BuildError(f"NVRTC is not there ({reason}): {INSTALL}") from None
+    found = Compiler(f"{major}.{minor}", path, size, tuple(sorted(archs)))
+    _remember(found)
+    return found
+
+
+# To load NVRTC costs more than a kernel from the cache may: what it said is kept, with how its file looked then.
+
+
+def _note() -> Path:
+    """Where that is kept: an environment may find another library than the next one does."""
+    places = [
+        sys.prefix,
+        *(os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX", "LD_LIBRARY_PATH")),
+    ]
+    return folder() / f"compiler-{hashlib.sha256(json.dumps(places).encode()).hexdigest()[:16]}.json"
+
+
+def _remember(found: Compiler) -> None:
+    with contextlib.suppress(OSError, RuntimeError):  # then it is asked again
+        stat = Path(found.path).stat()
+        data = {
+            "path": found.path,
+            "size": found.size,
+            "mtime": stat.st_mtime_ns,
+            "version": found.version,
+            "archs": found.archs,
+        }
+        _write(_note(), json.dumps(data).encode())
+
+
+def _remembered() -> Compiler | None:
+    try:
+        data = json.loads(_note().read_bytes())
+        stat = Path(data["path"]).stat()
+        if (stat.st_size, stat.st_mtime_ns) != (data["size"], data["mtime"]):
+            return None
+        if not re.fullmatch(r"\d+\.\d+", data["version"]) or not all(type(arch) is int for arch in data["archs"]):
+            return None
+        return Compiler(data["version"], data["path"], data["size"], tuple(data["archs"]))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # not there, not whole, not ours
+        return None
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------
+
+
+def folder() -> Path:
+    """Where compiled kernels are kept: ``nvrtc`` in the user's cache folder."""
+    return cache_dir() / "nvrtc"
+
+
+@functools.cache
+def _headers() -> bytes:
+    """A hash of all headers that a kernel can include."""
+    state = hashlib.sha256()
+    for path in sorted(p for p in cuda_dir().iterdir() if p.suffix in {".h", ".cuh"}):
+        text = path.read_bytes()
+        state.update(f"{path.name} {len(text)}\n".encode() + text)
+    return state.digest()
+
+
+def _key(name: str, arch: int, compiler: Compiler) -> bytes:
+    """What a cubin depends on: 32 bytes."""
+    from . import __version__
+
+    what = [
+        source(name),
+        _headers().hex(),
+        compiler.version,
+        compiler.size,
+        arch,
+        sorted(_OPTIONS.items()),
+        __version__,
+    ]
+    return hashlib.sha256(json.dumps(what).encode()).digest()
+
+
+def _read(path: Path, key: bytes) -> bytes | None:
+    """The cubin of a cache file; None: there is none.
+
+    Raises
+    ------
+    ValueError
+        The file is not what it should be.
+    OSError
+        It cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    head = len(_MAGIC)
+    if not data.startswith(_MAGIC):
+        raise ValueError("it is no cache file of kvbm")
+    if data[head : head + _KEY] != key:
+        raise ValueError("it holds another kernel")
+    digest, cubin = data[head + _KEY :][:_DIGEST], data[head + _KEY + _DIGEST :]
+    if hashlib.sha256(key + cubin).digest() != digest:
+        raise ValueError("it is not whole, or not what was written")
+    _require_cubin(cubin)
+    return cubin
+
+
+def _require_cubin(cubin: bytes) -> None:
+    if cubin[:4] != _ELF or int.from_bytes(cubin[18:20], "little") != _EM_CUDA:
+        raise ValueError("it holds no code for a GPU")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all; of two processes at once the last one's stays.  The folder is the user's alone: its files are run."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def cubin(name: str, capability: int) -> tuple[bytes, Origin]:
+    """The code of a kernel for a GPU, from the cache or from the compiler.
+
+    Parameters
+    ----------
+    name : str
+        Such as ``rows_o2_i5_w8``.
+    capability : int
+        Of the GPU: 90 is sm_90.
+
+    Returns
+    -------
+    bytes
+        A cubin.
+    Origin
+
+    Raises
+    ------
+    BuildError
+        There is no NVRTC, it does not know the GPU, or it refused the source: ``.log`` is what it said, and the source.
+
+    Notes
+    -----
+    A cache file that cannot be read or is not what it should be is replaced, with a warning; a folder that cannot be written
+    costs a warning and compiling again in the next process.
+    """
+    compiler = find()
+    arch = compiler.arch(capability)
+    if arch is None:
+        raise BuildError(f"{compiler} compiles nothing for sm_{capability}: update it ({INSTALL})")
+    started = time.perf_counter()
+    key, path = _key(name, arch, compiler), None
+    try:
+        path = folder() / f"{name}-sm_{arch}-{key.hex()[:16]}.cubin"
+        found = _read(path, key)
+        if found is not None:
+            return found, Origin(name, arch, True, time.perf_counter() - started, str(compiler), str(path))
+    except ValueError as error:
+        _log.warning("kvbm: %s is replaced: %s", path, error)
+    except OSError as error:
+        _warn_unusable(f"{folder()}: {error.strerror}")
+    except RuntimeError as error:  # no home
+        _warn_unusable(str(error))
+    made = _compile(name, arch, compiler)
+    if path is not None:
+        try:
+            _write(path, _MAGIC + key + hashlib.sha256(key + made).digest() + made)
+        except OSError as error:
+            _warn_unusable(f"{folder()}: {error.strerror}")
+            path = None
+    return made, Origin(name, arch, False, time.perf_counter() - started, str(compiler), str(path or ""))
+
+
+@functools.cache
+def _warn_unusable(why: str) -> None:
+    """Once: a machine without a home would say it for every kernel."""
+    _log.warning(
+        "kvbm: run-time kernels are not kept, every process compiles its own: %s; KVBM_CACHE_DIR names a folder", why
+    )
+
+
+def _compile(name: str, arch: int, compiler: Compiler) -> bytes:
+    from cuda.core import Program, ProgramOptions
+
+    text = source(name)
+    try:
+        options = ProgramOptions(name=f"{name}.cu", arch=f"sm_{arch}", include_path=str(cuda_dir()), **_OPTIONS)
+        made = bytes(Program(text, "c++", options).compile("cubin").code)
+        _require_cubin(made)
+    except Exception as error:  # cuda.core's are its own business
+        numbered = "\n".join(f"{number:4} | {line}" for number, line in enumerate(text.splitlines(), 1))
+        log = f"{str(error).strip()}\n\n{name}.cu:\n{numbered}"
+        raise BuildError(
+            f"{compiler} ({compiler.path}) did not compile the kernel {name} for sm_{arch}; KVBM_NVRTC=0 takes a built kernel "
+            f"instead. {log}",
+            command=f"{compiler.path} --gpu-architecture=sm_{arch} --std=c++17 -default-device -I{cuda_dir()}",
+            log=log,
+        ) from error
+    return made
+
+
+# ---- in this process -----------------------------------------------------------------------------------------------
+
+_known: dict[tuple[str, int], Origin] = {}
+
+
+@functools.cache
+def _capability(device: int) -> int:
+    from . import _core  # the other half: this module's first half needs nothing compiled
+
+    major, minor = _core.device_info(device)["capability"]
+    return major * 10 + minor
+
+
+def why_not(device: int) -> str:
+    """Why no kernel can be compiled for a GPU; empty if one can."""
+    try:
+        compiler = find()
+    except BuildError as error:
+        return str(error)
+    if compiler.arch(_capability(device)) is None:
+        return f"{compiler} compiles nothing for sm_{_capability(device)}: update it ({INSTALL})"
+    return ""
+
+
+def kernel(name: str, device: int) -> Origin:
+    """Make a kernel that is not built in known to the compiled half, for a GPU; at once if it is known already.
+
+    Raises
+    ------
+    BuildError
+        As `cubin`.
+    CudaError
+        No such GPU.
+    """
+    known = _known.get((name, _capability(device)))
+    if known is not None:
+        return known
+    with _lock:  # two threads that need one kernel compile it once
+        known = _known.get((name, _capability(device)))
+        if known is None:
+            from . import _core
+
+            code, known = cubin(name, _capability(device))
+            forms = [
+                ("tile" if f.kind == "tile" else "rows", f.outer, f.inner, f.element, f.word, f.few)
+                for f in Form.parse(name)
+            ]
+            _core.add_kernel(name, forms, code, known.arch)
+            _known[name, _capability(device)] = known
+    return known
+
+
+def is_known_kind(name: str) -> bool:
+    """Whether the compiled half can launch such a kernel without a template of its own."""
+    return all(form.kind in ("copy", "rows", "tile") for form in Form.parse(name))
+
+
+def origin(name: str, device: int) -> Origin | None:
+    """Where a kernel's code came from, if this process compiled or loaded it at run time."""
+    return _known.get((name, _capability(device))) if device >= 0 else None

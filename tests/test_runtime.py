@@ -1,0 +1,1100 @@
+"""Layouts declared a minute ago: kernels that NVRTC compiles, their cache, and what runs where there is no NVRTC.
+
+NVRTC needs no GPU, and a fake driver (test_driver.py) launches what it compiled by walking the loop nest, so that everything
+but the code itself is seen here.  The tests at the end run the code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvbm
+import oracle
+from kvbm import _core, cli, codegen, kernels, planner, runtime, spec, transfer, tuning
+from kvbm.layout import Mode
+from memory import aligned, numpy_views, placed
+from test_driver import COMPILER, PRELUDE
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+#: Not in the catalogue, and of structures that nothing in it has.
+NEW = {
+    "rows": "b t/4/2 h/4 o t%4 h%4 t/4%2 l d",
+    "tile": "[l] b o h/2 d/16 t/4 h%2 d%16 t%4",
+    "words": "[l o] b h/4/2 t/8 h/4%2 d/32 h%4 d%32 t%8",
+}
+
+#: Of more modes than kernels have: inside a chunk, and that pick one.
+DEEP = {
+    "inside": "b t%2 t/2%2 t/4%2 t/8%2 t/16 h%2 h/2%2 h/4 o l d",
+    "inside_tiles": "[l] b t%2 t/2%2 t/4%2 d t/8%2 o h%2 h/2%2 h/4 t/16",
+    "outside": "[t%2 t/2%2 t/4%2 h%2 h/2%2 l] b t/8%2 t/16 h/4 o d",
+    "outside_tiles": "[t%2 t/2%2 t/4%2 h%2 h/2%2 l] b d t/8%2 h/4 o t/16",
+    "both": "[t%2 t/2%2 t/4%2 t/8%2 t/16 h%2 h/2%2 h/4 l d%2 d/2%2 d/4] b o",
+}
+ABSURD = "[t%2 t/2%2 t/4%2 t/8%2 t/16%2 t/32%2 t/64 h%2 h/2%2 h/4%2 h/8%2 h/16%2 h/32%2 h/64 l%2 l/2 d] b o"
+
+
+def declared(order: str, name: str = "mine") -> kvbm.Layout:
+    return spec.parse(f'order: "{order}"\n', name=name)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and a process that has compiled nothing yet."""
+    monkeypatch.setenv("KVBM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVBM_NVRTC", raising=False)
+    monkeypatch.setattr(runtime, "_found", None)
+    monkeypatch.setattr(runtime, "_known", {})
+    runtime._warn_unusable.cache_clear()
+    return tmp_path / "cache" / "nvrtc"
+
+
+def _has_nvrtc() -> bool:
+    try:
+        return bool(runtime._ask())
+    except kvbm.BuildError:
+        return False
+
+
+needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="NVRTC is not there: pip install 'kvbm-layouts[runtime]'")
+
+
+# ---- text and compiler ---------------------------------------------------------------------------------------------
+
+
+def test_the_text_is_the_build_s() -> None:
+    """The same line, with the same loop nest above it."""
+    files = codegen.generate([kvbm.load(name) for name in ("nhd", "universal", "vllm/paged_attn_v0")])
+    text = "".join(text for name, text in files.items() if name.endswith(".cu"))
+    names = [line.split("\t")[0] for line in files["manifest.txt"].splitlines()]
+    assert any("__" in name for name in names)
+    for name in names:
+        *comments, line = codegen.source(name).splitlines()[5:]
+        assert line == re.search(rf"^KVBM_KERNEL\({name},.*$", text, re.MULTILINE)[0]  # type: ignore[index]
+        assert comments and f"{comments[0]}\n" in text
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "name",
+    ["copy_o3_w8", "rows_o4_i8_w1", "tile_o2_r5_e1_w16", "tile_o4_r6_e2_w2", "few_rows_o1_i2_w4", "few_tile_o0_r0_e4_w16",
+     "rows_o1_i7_w16__tile_o1_r1_e2_w16"],
+)  # fmt: skip
+def test_every_kind_compiles(name: str, cache: Path) -> None:
+    code, origin = runtime.cubin(name, 90)
+    assert code[:4] == b"\x7fELF" and b".text." + name.encode() in code
+    assert (origin.cached, origin.arch) == (False, 90) and origin.seconds > 0
+    assert "compiled it for sm_90" in str(origin) and origin.path in str(origin)
+
+
+@needs_nvrtc
+def test_architectures() -> None:
+    compiler = runtime._ask()
+    assert 90 in compiler.archs and Path(compiler.path).is_file()
+    some = runtime.Compiler("13.0", "", 0, (80, 86, 90, 100))
+    found = [some.arch(capability) for capability in (80, 86, 89, 90, 75, 100, 103, 120)]
+    assert found == [80, 86, 86, 90, None, 100, 100, None]
+
+
+@needs_nvrtc
+def test_a_gpu_that_nvrtc_does_not_know(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_capability", lambda _: 990)
+    assert "sm_990" in runtime.why_not(0) and "runtime" in runtime.why_not(0)
+    with pytest.raises(kvbm.BuildError, match="sm_990"):
+        runtime.kernel("rows_o3_i7_w16", 0)
+
+
+@needs_nvrtc
+def test_errors_show_log_and_source(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NVRTC said, where, and the text with its lines numbered; nothing is kept of it."""
+    broken = codegen.source("rows_o3_i7_w16").replace("Rows<3, 7", "Rows<3, nonsense")
+    monkeypatch.setattr(runtime, "source", lambda _: broken)
+    with pytest.raises(kvbm.BuildError) as caught:
+        runtime.cubin("rows_o3_i7_w16", 90)
+    text = str(caught.value)
+    line = 1 + broken.splitlines().index(next(x for x in broken.splitlines() if "nonsense" in x))
+    assert re.search(rf"rows_o3_i7_w16\.cu\({line}\): error: .*nonsense", text), text
+    assert re.search(rf"^ +{line} \| KVBM_KERNEL\(rows_o3_i7_w16, Rows<3, nonsense", text, re.MULTILINE), text
+    assert "KVBM_NVRTC=0" in text and "NVRTC 13" in text
+    assert caught.value.log in text and "sm_90" in caught.value.command
+    assert not list(cache.glob("*.cubin"))
+
+
+def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBM_NVRTC", "0")
+    assert runtime.why_not(0) == "KVBM_NVRTC=0 turns compiling at run time off"
+
+
+def test_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reason, which says what to install; looked for once."""
+    from cuda import pathfinder
+
+    asked = []
+
+    def nothing(name: str) -> Any:
+        asked.append(name)
+        raise pathfinder.DynamicLibNotFoundError("libnvrtc.so.13 is nowhere\nand more of it")
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", nothing)
+    for _ in range(2):
+        reason = runtime.why_not(0)
+        assert "libnvrtc.so.13 is nowhere" in reason and "pip install 'kvbm-layouts[runtime]'" in reason
+        assert "and more" not in reason
+    with pytest.raises(kvbm.BuildError, match="is nowhere"):
+        runtime.cubin("rows_o3_i7_w16", 90)
+    assert asked == ["nvrtc"]
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------
+
+NAME = "rows_o3_i7_w16"
+
+
+@pytest.fixture
+def compiled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """What a compiler that takes no time was asked for."""
+    asked: list[str] = []
+
+    def quickly(name: str, arch: int, compiler: runtime.Compiler) -> bytes:
+        asked.append(name)
+        head = b"\x7fELF" + bytes(14) + (190).to_bytes(2, "little")
+        return head + f"{name} {arch} {compiler.version}".encode() * 50
+
+    monkeypatch.setattr(runtime, "_compile", quickly)
+    monkeypatch.setattr(runtime, "_found", runtime.Compiler("13.0", "/there/libnvrtc.so.13", 99, (80, 90)))
+    return lambda: asked
+
+
+def entry(folder: Path) -> Path:
+    [path] = folder.glob("*.cubin")
+    return path
+
+
+def test_the_cache_gives_back_what_was_compiled(compiled: Any, cache: Path) -> None:
+    first, fresh = runtime.cubin(NAME, 90)
+    second, origin = runtime.cubin(NAME, 90)
+    assert first == second and compiled() == [NAME]
+    assert (fresh.cached, origin.cached) == (False, True)
+    assert Path(origin.path) == entry(cache) and "came from the cache" in str(origin)
+    assert entry(cache).stat().st_mode & 0o77 == 0 and cache.stat().st_mode & 0o77 == 0, (
+        "others may not write what is run"
+    )
+
+
+def test_everything_that_changes_a_bit_is_in_the_key(
+    compiled: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = runtime.Compiler("13.0", "/there/libnvrtc.so.13", 99, (80, 90))
+    keys = [runtime._key(NAME, 90, compiler)]
+    keys += [runtime._key(NAME, 80, compiler), runtime._key("rows_o3_i7_w8", 90, compiler)]
+    keys += [runtime._key(NAME, 90, replace(compiler, **other)) for other in ({"version": "13.1"}, {"size": 98})]
+    assert runtime._key(NAME, 90, replace(compiler, path="/elsewhere")) == keys[0]
+    changes: list[tuple[Any, str, Any]] = [
+        (runtime, "source", lambda name: codegen.source(name) + "\n"),
+        (runtime, "_OPTIONS", {**runtime._OPTIONS, "std": "c++20"}),
+        (kvbm, "__version__", "99"),
+    ]
+    for where, name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            keys.append(runtime._key(NAME, 90, compiler))
+    folder = cache / "headers"
+    shutil.copytree(codegen.cuda_dir(), folder)
+    monkeypatch.setattr(runtime, "cuda_dir", lambda: folder)
+    for name in ("permute.cuh", "kvbm.h"):
+        (folder / name).write_bytes((folder / name).read_bytes() + b"\n")
+        runtime._headers.cache_clear()
+        keys.append(runtime._key(NAME, 90, compiler))
+    runtime._headers.cache_clear()
+    assert len(set(keys)) == len(keys)
+
+
+def _spoil(data: bytes, how: str) -> bytes:
+    cubin = data[len(runtime._MAGIC) + 64 :]
+    if how.startswith("cut"):
+        return data[: int(how[3:])]
+    if how.startswith("flip"):
+        at = len(data) * int(how[4:]) // 100
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    return {
+        "empty": b"",
+        "text": b"#!/bin/sh\n",
+        "bare": cubin,
+        "longer": data + b"x",
+        "another": runtime._MAGIC + bytes(32) + data[len(runtime._MAGIC) + 32 :],
+        "last byte gone": data[:-1],
+    }[how]
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["empty", "text", "bare", "longer", "another", "last byte gone", "cut5", "cut13", "cut40", "cut80", "cut90", "cut200", "flip1",
+     "flip3", "flip50", "flip99"],
+)  # fmt: skip
+def test_a_poisoned_file_is_replaced(how: str, compiled: Any, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good, _ = runtime.cubin(NAME, 90)
+    path = entry(cache)
+    whole = path.read_bytes()
+    path.write_bytes(_spoil(whole, how))
+    assert path.read_bytes() != whole
+    with caplog.at_level(logging.WARNING):
+        again, origin = runtime.cubin(NAME, 90)
+    assert again == good and not origin.cached and compiled() == [NAME, NAME]
+    assert [str(path) in r.getMessage() and "replaced" in r.getMessage() for r in caplog.records] == [True]
+    assert path.read_bytes() == whole and runtime.cubin(NAME, 90)[1].cached
+    assert [p.name for p in cache.iterdir()] == [path.name], "no temporary file is left"
+
+
+def test_a_file_that_is_whole_but_no_gpu_code(compiled: Any, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever can compute the digest is still not believed that a program of the host is a kernel."""
+    import hashlib
+
+    good, _ = runtime.cubin(NAME, 90)
+    path, program = entry(cache), Path(_core.__file__).read_bytes()[:4096]
+    key = path.read_bytes()[len(runtime._MAGIC) :][:32]
+    for poison in (program, b"MZ" + bytes(100), b""):
+        digest = hashlib.sha256(key + poison).digest()
+        path.write_bytes(runtime._MAGIC + key + digest + poison)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert runtime.cubin(NAME, 90)[0] == good
+        assert "no code for a GPU" in caplog.text
+
+
+def test_a_folder_in_the_place_of_a_file(compiled: Any, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good, _ = runtime.cubin(NAME, 90)
+    path = entry(cache)
+    path.unlink()
+    (path / "full").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING):
+        again, origin = runtime.cubin(NAME, 90)
+    assert again == good and origin.path == "" and caplog.records
+    assert not list(cache.glob(".*")), "no temporary file is left"
+
+
+def test_a_folder_that_cannot_be_written(
+    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Compiled without a cache; said once, however many kernels there are."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVBM_CACHE_DIR", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        for name in (NAME, NAME, "rows_o3_i7_w8"):
+            code, origin = runtime.cubin(name, 90)
+            assert name.encode() in code and origin.path == "" and "not kept" in str(origin)
+    assert compiled() == [NAME, NAME, "rows_o3_i7_w8"]
+    assert [str(tmp_path / "file") in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_no_home(compiled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("KVBM_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    with caplog.at_level(logging.WARNING):
+        assert [runtime.cubin(NAME, 90)[1].path for _ in range(2)] == ["", ""]
+    assert len(caplog.records) == 1 and "home" in caplog.text
+
+
+_PROCESS = """
+import hashlib, sys, time
+from kvbm import runtime
+while time.time() < float(sys.argv[1]): pass
+code, origin = runtime.cubin("rows_o2_i7_w8", 90)
+print(hashlib.sha256(code).hexdigest(), origin.cached, *(name in sys.modules for name in ("cuda.core", "cuda.bindings", "numpy")))
+"""
+
+
+@needs_nvrtc
+def test_two_processes_at_once(cache: Path) -> None:
+    """Both compile, or one finds what the other did: the same code, one whole file.  The next one needs no compiler."""
+    import time
+
+    def start(at: float) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", _PROCESS, str(at)], stdout=subprocess.PIPE, text=True, cwd="/")
+
+    at = time.time() + 2
+    both = [start(at) for _ in range(2)]
+    said = [process.communicate(timeout=120)[0].split() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert said[0][0] == said[1][0]
+    assert len(list(cache.glob("*.cubin"))) == 1 and not list(cache.glob(".*"))
+    late = start(0).communicate(timeout=120)[0].split()
+    assert late == [said[0][0], "True", "False", "False", "False"], "a kernel from the cache costs no import of CUDA"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "poison",
+    [
+        b"", b"{", b"[]", b"null", b'{"path": 3}', b'{"path": "/etc/passwd", "size": 1, "mtime": 1, "version": "1.0", "archs": []}',
+        "version", "archs", "mtime",
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_note_of_the_compiler_that_is_wrong(poison: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where NVRTC is and what it is, is asked again."""
+    right = runtime.find()
+    [note] = cache.glob("compiler-*.json")
+    if isinstance(poison, str):
+        data = json.loads(note.read_bytes())
+        data[poison] = {"version": "13.0; rm", "archs": ["90"], "mtime": 1}[poison]
+        poison = json.dumps(data).encode()
+    note.write_bytes(poison)
+    monkeypatch.setattr(runtime, "_found", None)
+    assert runtime.find() == right and json.loads(note.read_bytes())["version"] == right.version
+
+
+def test_threads_compile_a_kernel_once(compiled: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_capability", lambda _: 90)
+    quickly, barrier = runtime._compile, threading.Barrier(4)
+
+    def slowly(*args: Any) -> bytes:
+        threading.Event().wait(0.05)
+        return quickly(*args)
+
+    def need(name: str) -> runtime.Origin:
+        barrier.wait()
+        return runtime.kernel(name, 0)
+
+    monkeypatch.setattr(runtime, "_compile", slowly)
+    names = ["few_rows_o3_i7_w16", "few_rows_o3_i7_w8"] * 2
+    with ThreadPoolExecutor(4) as pool:
+        origins = list(pool.map(need, names))
+    assert sorted(compiled()) == sorted(set(names)) and len(set(map(id, origins))) == 2
+    assert all(_core.kernel_index(name) >= len(_core.kernel_names()) for name in names)
+    assert not set(names) & set(_core.kernel_names())
+
+
+# ---- the registry --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_added() -> None:
+    good = ("rows", 2, 3, 0, 16, False)
+    for bad in [
+        ("rows", 5, 3, 0, 16, False), ("rows", -1, 3, 0, 16, False), ("rows", 2, 0, 0, 16, False), ("rows", 2, 9, 0, 16, False),
+        ("rows", 2, 3, 0, 3, False), ("rows", 2, 3, 0, 32, False), ("tile", 2, 7, 2, 16, False), ("tile", 2, 1, 3, 16, False),
+        ("tile", 2, 1, 2, 4, False), ("tile", 2, -1, 2, 16, False),
+    ]:  # fmt: skip
+        with pytest.raises(kvbm.CudaError, match="adding the kernel 'bad'"):
+            _core.add_kernel("bad", [bad], b"code", 90)
+    with pytest.raises(kvbm.CudaError, match="adding the kernel 'bad'"):
+        _core.add_kernel("bad", [(*good[:5], True)] * 2, b"code", 90)
+    for forms, code in (([], b"code"), ([good] * 9, b"code"), ([good], b"")):
+        with pytest.raises(kvbm.PlanError, match="'bad'"):
+            _core.add_kernel("bad", forms, code, 90)
+    with pytest.raises(kvbm.PlanError, match="was built"):
+        _core.add_kernel(_core.kernel_names()[0], [good], b"code", 90)
+    assert _core.kernel_index("bad") == -1
+
+
+def test_the_registry_is_full() -> None:
+    """An error with what to do, in a process of its own; numbers go on, and known names take further architectures."""
+    code = """
+import kvbm
+from kvbm import _core
+built = len(_core.kernel_names())
+form = ("rows", 2, 3, 0, 16, False)
+assert [_core.add_kernel(f"k{i}", [form], b"code", 90) for i in range(4096)] == list(range(built, built + 4096))
+assert _core.add_kernel("k7", [form], b"other", 80) == _core.add_kernel("k7", [form], b"code", 90) == built + 7
+assert len(_core.kernel_names()) == built and _core.kernel_index("k4095") == built + 4095
+_core.Copy("k9", [((0, 0, 0, 0), [], [(1, 1, 1)])], (1, 0), (1, 0))
+try:
+    _core.add_kernel("one more", [form], b"code", 90)
+except kvbm.CudaError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert "KVBM_TOO_MANY" in done.stdout and "KVBM_LAYOUTS" in done.stdout
+
+
+def test_a_run_time_kernel_has_no_host_half(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_capability", lambda _: 90)
+    name = "few_rows_o2_i7_w16"  # a name that no other test of this process asks for: its code is none
+    runtime.kernel(name, 0)
+    copy = _core.Copy(name, [((0, 0, 0, 0), [], [(1, 16, 16)])], (1, 0), (1, 0))
+    table = _core.Table(np.zeros(1, np.uint64))
+    with pytest.raises(kvbm.CudaError, match=f"running {name} on the host"):
+        copy.run(table, table, None, None, 1)
+
+
+_PREPARE = """
+#include <cstdio>
+#include <cstdlib>
+#include "runtime.cpp"
+namespace kvbm_driver { Driver driver; thread_local const char* last_call = ""; }
+using namespace kvbm;
+extern "C" const kvbm_kernel kvbm_kernels[] = {
+%s
+};
+extern "C" const int32_t kvbm_num_kernels = %d;
+static const struct { uint32_t parts; kvbm_form forms[2]; } forms[] = {
+%s
+};
+
+static long agreed, refused;
+static uint64_t state = 12345;
+static uint64_t draw(uint64_t below) {
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return (state >> 33) %% below;
+}
+static uint32_t extent() { return draw(3) ? 1 + draw(5) : draw(4) ? 1u << draw(10) : 1 + draw(3000); }
+
+int main() {
+  static kvbm_args given, built, compiled;
+  for (int k = 0; k < kvbm_num_kernels; ++k) {
+    int number = 0;
+    const kvbm_kernel& kernel = kvbm_kernels[k];
+    if (kvbm_add_kernel("compiled", forms[k].forms, forms[k].parts, "code", 4, 90, &number))
+      return printf("%%s: not added\\n", kernel.name);
+    kvbm_driver::num_compiled.store(0);  // a number for the next one
+    kvbm_driver::Compiled* entry = kvbm_driver::compiled[0].load();
+    if (entry->parts != kernel.parts || entry->teams != kernel.teams) return printf("%%s: other parts\\n", kernel.name);
+    for (int turn = 0; turn < 300; ++turn) {
+      given = {};
+      given.num_pairs = 1 + draw(2000);
+      given.num_parts = forms[k].parts;
+      given.src_id_stride = draw(2) << draw(30), given.dst_id_stride = draw(2) << draw(30);
+      for (uint32_t p = 0; p < given.num_parts; ++p) {
+        for (auto& mode : given.part[p].outer) {
+          mode.extent = kvbm_make_div(draw(4) ? 1 : extent());
+          mode.src = draw(1u << 31), mode.dst = draw(1u << 31), mode.src_table = draw(3), mode.dst_table = draw(3);
+        }
+        for (auto& mode : given.part[p].inner) {
+          mode.extent = kvbm_make_div(draw(2) ? 1 : extent());
+          mode.src = draw(1u << 31) << !draw(200), mode.dst = draw(1u << 31);
+        }
+        for (int side = 0; side < 2 && forms[k].forms[p].kind == KVBM_TILE; ++side)  // whole words on both sides
+          given.part[p].inner[side].extent = kvbm_make_div(16 * given.part[p].inner[side].extent.n);
+      }
+      built = given, compiled = given;
+      const uint32_t sms = draw(5) ? 132 : 1 + draw(160);
+      kvbm_grid a = {}, b = {};
+      const int one = kernel.prepare(&built, sms, &a);
+      const int other = kvbm_driver::prepare_runtime(*entry, &compiled, sms, &b);
+      if (one != other || (one == 0 && (memcmp(&a, &b, sizeof a) || memcmp(&built, &compiled, sizeof built))))
+        return printf("%%s: turn %%d: %%d %%d, %%u %%u CTAs, %%u %%u bytes\\n", kernel.name, turn, one, other, a.ctas, b.ctas,
+                      a.shared_bytes, b.shared_bytes);
+      ++(one ? refused : agreed);
+    }
+  }
+  return printf("%%ld agreed, %%ld refused\\n", agreed, refused), 0;
+}
+"""
+
+
+def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
+    """The grid and every prepared field, over random nests, for every structure of some layouts and every kind that there is."""
+    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    if compiler is None or not (ROOT / "cuda" / "runtime.cpp").is_file():
+        pytest.skip("no C++ compiler, or no checkout")
+    names = sorted(
+        codegen.kernels([kvbm.load(name) for name in ("nhd", "vllm/paged_attn_v0", "hf/dynamic_cache", "vllm/LBHNC")])
+    )
+    parsed = {name: planner.Form.parse(name) for name in names}
+    assert {(f.kind, f.few, len(forms)) for forms in parsed.values() for f in forms} == {
+        ("copy", False, 1), ("copy", False, 2), ("rows", False, 1), ("rows", False, 2), ("rows", True, 1), ("tile", False, 1),
+        ("tile", False, 2), ("tile", True, 1),
+    }  # fmt: skip
+    built = "\n".join(f"  KVBM_KERNEL({name}, 0, {len(parsed[name])}, {codegen._types(name)})" for name in names)
+    forms = "\n".join(
+        f"  {{{len(of)}, {{"
+        + ", ".join(
+            f"{{{'KVBM_TILE' if f.kind == 'tile' else 'KVBM_ROWS'}, {f.outer}, {f.inner}, {f.element}, {f.word}, {int(f.few)}}}"
+            for f in of
+        )
+        + "}},"
+        for of in parsed.values()
+    )
+    text = _PREPARE % (built, len(names), forms)
+    (tmp_path / "prepare.cpp").write_text(text)
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O1",
+        f"-I{ROOT / 'cuda'}",
+        "-o",
+        tmp_path / "prepare",
+        tmp_path / "prepare.cpp",
+    ]
+    subprocess.run(command, check=True)
+    done = subprocess.run([tmp_path / "prepare"], capture_output=True, text=True, check=False)
+    agreed, refused = map(int, re.findall(r"(\d+) (?:agreed|refused)", done.stdout) or (0, 0))
+    assert done.returncode == 0, done.stdout
+    assert agreed > 100 * len(names) and refused > len(names), done.stdout
+
+
+# ---- more modes than a kernel has ----------------------------------------------------------------------------------
+
+
+@st.composite
+def parts(draw: Any) -> planner.Part:
+    """Any loop nest, with too many modes more often than not."""
+    step = st.integers(-(2**40), 2**40)
+    outer = [
+        Mode(draw(st.integers(2, 3)), draw(step), draw(step), draw(st.integers(0, 9)), draw(st.integers(0, 9)))
+        for _ in range(draw(st.integers(0, 7)))
+    ]
+    inner = [Mode(2, draw(st.integers(0, 2**31)), draw(st.integers(0, 2**31))) for _ in range(draw(st.integers(0, 5)))]
+    inner += [Mode(1, draw(st.integers(0, 2**31)), draw(st.integers(0, 2**31))) for _ in range(draw(st.integers(0, 6)))]
+    run = Mode(draw(st.sampled_from([1, 2, 4, 16, 24])), 1, 1)
+    if draw(st.booleans()):  # two that span a tile, somewhere among them
+        for side in (Mode(2, run.extent, 999), Mode(2, 777, run.extent)):
+            inner.insert(draw(st.integers(0, len(inner))), side)
+    start = [draw(st.integers(0, 99)) for _ in range(4)]
+    return planner.Part(*start, tuple(outer), (run, *inner))
+
+
+def moved(part: planner.Part) -> Counter[tuple[int, int, int, int]]:
+    """Where each run of a part comes from and goes to."""
+    at = [(part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset)]
+    for mode in (*part.outer, *part.inner[1:]):
+        step = (mode.src, mode.dst, mode.src_table, mode.dst_table)
+        at = [tuple(a + i * b for a, b in zip(x, step, strict=True)) for x in at for i in range(mode.extent)]
+    return Counter(at)
+
+
+@given(parts(), st.sampled_from(["rows", "tile"]))
+@settings(max_examples=200)
+def test_pieces_are_the_whole(part: planner.Part, kind: str) -> None:
+    """Every run once, in no more modes than a kernel has, in pieces of one structure; what fits stays as it is."""
+    kind = kind if part.spans else "rows"
+    most = planner.MAX_INNER + (kind == "tile")
+    pieces = part.fit(kind)
+    assert sum((moved(piece) for piece in pieces), Counter()) == moved(part)
+    assert all(len(piece.outer) <= planner.MAX_OUTER and len(piece.inner) <= most for piece in pieces)
+    assert {(piece.outer, piece.inner) for piece in pieces} == {(pieces[0].outer, pieces[0].inner)}
+    if len(part.outer) <= planner.MAX_OUTER and len(part.inner) <= most:
+        assert pieces == (part,)
+    if kind == "tile":
+        assert all(piece.spans == part.spans for piece in pieces)
+    extents = sorted(mode.extent for mode in part.outer)
+    if len(part.inner) <= most and len(extents) > planner.MAX_OUTER:
+        assert len(pieces) == np.prod(extents[: -planner.MAX_OUTER]), "the shortest are peeled off"
+
+
+DEEP_SHAPE = kvbm.BlockShape(nl=4, no=2, nh=8, nt=32, hd=8, dtype="uint16")
+PARTNERS = ("nhd", "universal", "vllm/LBHNC", "hf/dynamic_cache")
+
+
+class Side:
+    """A pool of a layout that is declared here, over a guarded buffer; on the host, or wherever `views` puts it."""
+
+    def __init__(self, order: str, blocks: int, *, dst: bool = False, align: int = 0, shape: Any = DEEP_SHAPE) -> None:
+        self.layout, self.shape = declared(order), shape
+        self.arena = placed(oracle.Order(order), shape, blocks).layout_bytes(align)
+        self.before = (oracle.dest_bytes if dst else oracle.source_bytes)(self.arena, 0)
+        self.buffer = aligned(self.before)
+        self.pool = kvbm.Pool(self.layout, shape, numpy_views(self.arena, self.buffer, shape.dtype))
+
+
+ORDERS = {name: kvbm.load(name).order_text for name in PARTNERS}
+
+
+def sides(one: str, other: str, turn: int, shape: Any = DEEP_SHAPE) -> tuple[Side, Side]:
+    align = (0, 2, 8)[turn % 3]
+    return Side(one, 4, align=align, shape=shape), Side(other, 5, dst=True, align=(align * 2) % 24, shape=shape)
+
+
+@pytest.mark.parametrize("name", [*DEEP, *NEW])
+def test_any_nest_converts_on_the_host(name: str) -> None:
+    """Bit-exact both ways, in as many launches as the pieces; guards and other blocks untouched."""
+    mine, turn = {**DEEP, **NEW}[name], 0
+    shape = DEEP_SHAPE if name in DEEP else replace(DEEP_SHAPE, hd=64)
+    deep = []
+    for partner in PARTNERS:
+        for orders in ((mine, ORDERS[partner]), (ORDERS[partner], mine)):
+            turn += 1
+            src, dst = sides(*orders, turn, shape)
+            kvbm.convert(src.pool, dst.pool, [3, 0, -1, 2], [1, 4, 0, 2])
+            want = oracle.expected_bytes(src.arena, dst.arena, src.before, dst.before, [3, 0, 2], [1, 4, 2])
+            assert np.array_equal(dst.buffer, want), (orders, oracle.explain(dst.arena, dst.buffer, want))
+            assert np.array_equal(src.buffer, src.before)
+            made = kvbm.plan(src.layout, dst.layout, shape, num_blocks=(4, 5))
+            deep.append(
+                any(len(part.outer) > planner.MAX_OUTER or len(part.inner) > planner.MAX_INNER for part in made.parts)
+            )
+            copies = transfer.prepare(made, src.pool.alignment, dst.pool.alignment)
+            assert len(copies) == sum(len(part.fit(part.kind)) for part in made.parts)
+    assert any(deep) == (name in DEEP)
+
+
+def test_explain_tells_of_pieces() -> None:
+    shape = DEEP_SHAPE
+    for name, words in (
+        ("inside", "the slowest pick chunks instead"),
+        ("outside", "the shortest are peeled off, which takes 8 launches"),
+    ):
+        made = kvbm.plan(declared(DEEP[name]), kvbm.load("nhd"), shape)
+        [part] = made.parts
+        text = made.explain()
+        assert words in text
+        assert (
+            f"at most 4 modes that pick a chunk and 8 inside, and this copy {len(part.outer)} and {len(part.inner)}"
+            in text
+        )
+    assert "Kernels have at most" not in kvbm.plan(kvbm.load("universal"), kvbm.load("nhd"), shape).explain()
+
+
+def test_absurd_nests_are_refused() -> None:
+    """Said before anything is copied; a plan of it still explains itself."""
+    shape = kvbm.BlockShape(nl=4, no=2, nh=128, nt=128, hd=2, dtype="uint16")
+    src, dst = Side(ABSURD, 1, shape=shape), Side(ORDERS["nhd"], 1, dst=True, shape=shape)
+    with pytest.raises(kvbm.MissingKernelError, match=r"\d{4,} launches \(at most 4096\)"):
+        kvbm.convert(src.pool, dst.pool)
+    assert np.array_equal(dst.buffer, dst.before)
+    assert "launches (at most 4096)" in kvbm.plan(src.layout, dst.layout, shape, num_blocks=1).explain()
+
+
+def test_a_build_has_the_pieces_kernels() -> None:
+    """`kvbm codegen` for a layout of too many modes makes the kernels that its pieces take."""
+    names = set(codegen.kernels([declared(DEEP["outside"]), kvbm.load("nhd")]))
+    big = kvbm.BlockShape(nl=3, no=2, nh=32, nt=64, hd=11, dtype="bfloat16")
+    for pair in itertools.permutations([declared(DEEP["outside"]), kvbm.load("nhd")]):
+        made = kvbm.plan(*pair, big, num_blocks=(13, 17))
+        assert made.forms()[0].outer > planner.MAX_OUTER
+        assert {form.name for form in made.fit().forms()} <= names
+
+
+# ---- what is said --------------------------------------------------------------------------------------------------
+
+
+def test_the_host_says_what_stands_in() -> None:
+    """No kernel is compiled for the host: the general one runs, and the way to a better one is named."""
+    src, dst = sides(NEW["rows"], ORDERS["nhd"], 0, replace(DEEP_SHAPE, hd=64))
+    text = kvbm.Transfer(src.pool, dst.pool).explain()
+    [wanted] = kvbm.plan(src.layout, dst.layout, src.shape, num_blocks=(4, 5)).kernels()
+    assert wanted not in _core.kernel_names()
+    assert re.search(
+        rf"rows_o\d_i\d_w16 runs in place of {wanted}, which is not built in: it has \d+ modes? more than needed",
+        text,
+    )
+    assert "KVBM_LAYOUTS" in text and "runtime" not in text
+    built = kvbm.Transfer(Side(ORDERS["universal"], 4).pool, Side(ORDERS["nhd"], 5, dst=True).pool).explain()
+    assert "in place of" not in built and "KVBM_LAYOUTS" not in built
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    def told() -> dict[str, tuple[str, str]]:
+        return {what: (mark, text) for mark, what, text in cli._findings()}
+
+    monkeypatch.setattr(runtime, "_found", runtime.Compiler("13.7", "/there/libnvrtc.so.13", 1, (90,)))
+    assert told()["NVRTC"] == ("ok", f"13.7, /there/libnvrtc.so.13; 0 kernels in {cache}")
+    cache.mkdir(parents=True)
+    (cache / "one.cubin").touch()
+    assert "1 kernel in" in told()["NVRTC"][1]
+    monkeypatch.setenv("KVBM_NVRTC", "0")
+    assert told()["NVRTC"] == (
+        "note",
+        "KVBM_NVRTC=0 turns compiling at run time off: new structures run on general kernels",
+    )
+    monkeypatch.delenv("KVBM_NVRTC")
+    monkeypatch.setattr(runtime, "_found", kvbm.BuildError("NVRTC is not there (gone): pip install it"))
+    assert told()["NVRTC"] == (
+        "note",
+        "NVRTC is not there (gone): pip install it: new structures run on general kernels",
+    )
+
+
+def test_plan_tells_what_is_not_built(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(order: str) -> str:
+        (tmp_path / "mine.yaml").write_text(f'order: "{order}"\n')
+        done = CliRunner().invoke(
+            cli.main,
+            ["plan", str(tmp_path / "mine.yaml"), "nhd", "--shape", "nl=4,no=2,nh=8,nt=32,hd=64,dtype=bfloat16"],
+        )
+        assert done.exit_code == 0, done.output
+        return " ".join(done.output.split())
+
+    monkeypatch.setattr(runtime, "_found", runtime.Compiler("13.7", "/there/libnvrtc.so.13", 1, (90,)))
+    text = told(NEW["rows"])
+    assert "Not built in: rows_o2_i6_w16. On a GPU, NVRTC 13.7 compiles what is missing at first use." in text
+    assert "KVBM_LAYOUTS=DIR" in text
+    assert "Not built in: rows_o4_i4_w16." in told(DEEP["outside"])
+    assert "Not built in" not in told(ORDERS["universal"])
+    monkeypatch.setenv("KVBM_NVRTC", "0")
+    assert "A general kernel of more modes runs in its place (KVBM_NVRTC=0 turns" in told(NEW["rows"])
+
+
+def test_strategies_without_the_ring() -> None:
+    """The built-in rule where the copy engine lacks the modes."""
+    assert tuning._built_in("h2d", {"direct": 64}, 1 << 20) == [(0, "direct")]
+    assert tuning._built_in("p2p", {"engine": 64}, 1 << 20) == [(0, "engine")]
+    assert {name for _, name in tuning._built_in("h2d", {"direct": 64, "staged": 64}, 1 << 20)} == {"direct", "staged"}
+
+
+# ---- on a GPU that is not one --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if kernels.is_using_stubs() or COMPILER is None:
+        pytest.skip("kvbm was built without CUDA kernels, or there is no C compiler for the fake driver")
+    folder = tmp_path_factory.mktemp("driver")
+    command = [COMPILER, "-shared", "-fPIC", "-O1", "-w", f"-I{codegen.cuda_dir()}", "-o", folder / "libcuda.so.1"]
+    subprocess.run([*command, HERE / "data" / "fake_driver.c"], check=True)
+    return folder
+
+
+@pytest.fixture
+def launched(library: Path, tmp_path: Path) -> Callable[..., str]:
+    """Runs code in a process whose driver is not one, with a cache folder of the test's own."""
+    folder = tmp_path / "layouts"
+    folder.mkdir()
+    for name, order in (*NEW.items(), *DEEP.items()):
+        (folder / f"{name}.yaml").write_text(f'order: "{order}"\n')
+    (folder / "halves.yaml").write_text('order:\n  k: "[l o] b h/2 t/4 h%2 t%4 d"\n  v: "[l o] b d/8 t/4 h d%8 t%4"\n')
+
+    def run(code: str, **knobs: str) -> str:
+        more = f"""
+from kvbm import _core, runtime
+shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=32, hd=64, dtype="float16")
+folder = {str(folder)!r}
+def both(one, other):
+    (s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool(one, 5), pool(other, 4)
+    before = count("launches")
+    kvbm.convert(s_cpu, d_cpu, [4, 0, -1], [1, 2, 3])
+    kvbm.convert(s_gpu, d_gpu, [4, 0, -1], [1, 2, 3], stream=5)
+    assert same(d, d_cpu) and same(s, s_cpu), (one, other)
+    return kvbm.Transfer(s_gpu, d_gpu), count("launches") - before
+def wanted(move): return move._mover.route(None).plan.kernels()[0]
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", PRELUDE + more + code],
+            capture_output=True, text=True, timeout=120, cwd="/", check=False,
+            env={**os.environ, "KVBM_NVRTC": "1", "KVBM_TUNE": "0", "LD_LIBRARY_PATH": str(library), "KVBM_TESTS": str(HERE),
+                 "KVBM_CACHE_DIR": str(tmp_path / "cache"), **knobs},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+EVERY = """
+for name in names:
+    mine = f"{folder}/{name}.yaml"
+    for pair in ((mine, "nhd"), ("universal", mine)):
+        move, launches = both(*pair)
+        text = move.explain()
+        new = _core.kernel_index(wanted(move)) >= len(_core.kernel_names())
+        print(wanted(move), launches, new, "compiled it for sm_90" in text, "came from the cache" in text, "in place of" in text,
+              flush=True)
+"""
+
+
+#: NVRTC asks a driver for more than that one has, which runs kernels by their names, whatever their code.
+COMPILES = """
+runtime._found = runtime.Compiler("13.0", "/there/libnvrtc.so.13", 99, (80, 90))
+def compiled(name, arch, compiler):
+    assert arch == 90, "the fake GPU is an sm_99"
+    return b"\\x7fELF" + bytes(14) + (190).to_bytes(2, "little") + name.encode()
+runtime._compile = compiled
+"""
+
+
+def test_a_new_layout_at_once(launched: Any, tmp_path: Path) -> None:
+    """From a YAML to a conversion: compiled by the first process, from the cache in the next; one launch of its very kernel."""
+    code = f"{COMPILES}names = {[*NEW, 'halves']}\n{EVERY}"
+    cached = code.replace("runtime._compile = compiled", "del runtime._compile")
+    first, second = ([line.split() for line in launched(text).splitlines()] for text in (code, cached))
+    assert [line[0] for line in first] == [line[0] for line in second] and len(first) == 8
+    assert all("__" in line[0] for line in first[-2:]), "K and V in one launch"
+    for compiled, cached in zip(first, second, strict=True):
+        assert compiled[1:] == ["1", "True", "True", "False", "False"], compiled
+        assert cached[1:] == ["1", "True", "False", "True", "False"], cached
+    files = {path.name.partition("-")[0] for path in (tmp_path / "cache" / "nvrtc").glob("*.cubin")}
+    assert files == {line[0] for line in first}, "and nothing else: what no batch takes is not compiled"
+
+
+@pytest.mark.parametrize("why", ["off", "missing"])
+def test_without_nvrtc_the_general_kernels_run(launched: Any, why: str) -> None:
+    """The same bytes, no error; `explain` says which kernel runs, what it costs and what to do."""
+    code = f"names = {[*NEW]}\n{EVERY}print(move.explain())"
+    out = launched(code, KVBM_NVRTC="0") if why == "off" else launched("sys.modules['cuda.pathfinder'] = None\n" + code)
+    lines = out.splitlines()
+    for line in lines[:6]:
+        assert line.split()[2:] == ["False", "False", "False", "True"], line
+    text = "\n".join(lines[6:])
+    if why == "off":
+        assert "KVBM_NVRTC=0 turns compiling at run time off." in text
+    else:
+        assert "NVRTC is not there (" in text and "pip install 'kvbm-layouts[runtime]'." in text
+    assert "not built in: it has" in text and "more than needed, and each costs every word a division" in text
+    assert "KVBM_LAYOUTS=DIR" in text
+
+
+def test_more_modes_are_more_launches(launched: Any) -> None:
+    """As many as there are pieces, by kernels of the pieces' structure; the copy engine is not asked."""
+    out = launched(
+        COMPILES
+        + """
+move, launches = both(f"{folder}/outside.yaml", "nhd")
+print(launches, move.stats())
+print(move.explain(7))
+ids = np.arange(3)
+move.copy(ids, ids, stream=5).synchronize()
+print(move.stats()["submissions"], move.stats()["blocks"])
+s, d = move._pools
+for strategy in ("engine", "staged", "direct"):
+    try:
+        print(kvbm.Transfer(s, d, strategy))
+    except kvbm.MissingKernelError as error:
+        print(error)
+move, launches = both(f"{folder}/inside.yaml", "nhd")
+print(launches, "engine" in repr(kvbm.Transfer(*move._pools, "engine")))
+"""
+    )
+    lines = out.splitlines()
+    assert lines[0].startswith("8 ")
+    assert "direct is 8 launches of rows_o4_i4_w16: it reads and writes" in out and "takes 8 launches" in out
+    assert lines[-5] == "8 3"
+    assert (
+        "strategy='engine': the loop nest has more modes than the copy engine is fed with; use strategy='direct'"
+        in lines[-4]
+    )
+    assert lines[-3:-1] == [f"Transfer(outside → nhd, d2d, strategy={how})" for how in ("staged", "direct")]
+    assert lines[-1] == "1 True", "what fits after all is given to the engine, too"
+
+
+def test_code_for_another_gpu(launched: Any) -> None:
+    """Kernels take the code of the architecture that the device is, or runs; without any, an error that names the kernel."""
+    out = launched(
+        """
+form = ("rows", 3, 7, 0, 16, False)
+_core.add_kernel("rows_o3_i7_w16", [form], b"eighty", 80)
+try:
+    _core.warm("rows_o3_i7_w16", 0)
+except kvbm.CudaError as error:
+    print(error.name, error)
+_core.add_kernel("rows_o3_i7_w16", [form], b"ninety", 90)
+_core.warm("rows_o3_i7_w16", 0)
+_core.warm(_core.kernel_index("rows_o3_i7_w16"), 0)
+try:
+    _core.warm(len(_core.kernel_names()) + 1, 0)
+except kvbm.MissingKernelError as error:
+    print(error)
+"""
+    )
+    assert re.match(r"KVBM_NOT_BUILT .*rows_o3_i7_w16", out)
+    assert re.search(r"kernel \d+: expected 0 to \d+\n$", out)
+
+
+def test_few_multiprocessors_need_no_new_kernel(launched: Any) -> None:
+    """The kernels that keep to a few wait for the bus: one of each serves every nest, and none is compiled."""
+    out = launched(
+        COMPILES
+        + """
+def compiled(*args): raise AssertionError(args)
+runtime._compile = compiled
+(s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool(f"{folder}/rows.yaml", 5), pool("nhd", 4)
+move = kvbm.Transfer(s_gpu, d_gpu, "direct", max_sms=4)
+move.copy([4, 0], [1, 2], stream=5)
+kvbm.convert(s_cpu, d_cpu, [4, 0], [1, 2])
+assert same(d, d_cpu) and 0 < count("few_ctas") <= 4
+print(move.explain())
+"""
+    )
+    assert "few_rows_o4_i8_w16" in out and "in place of" not in out
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+_ON_GPU = """
+import json, os, sys, time
+sys.path.insert(0, os.environ["KVBM_TESTS"])
+import numpy as np
+import torch
+import kvbm, oracle
+from kvbm import _core, runtime
+from memory import placed, torch_views
+
+shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=32, hd=64, dtype="bfloat16")
+orders = json.loads(sys.argv[1])
+
+class Side:
+    def __init__(self, name, blocks, dst, align=0):
+        order = orders.get(name) or [kvbm.load(name).order_text]
+        path = os.path.join(sys.argv[2], name + ".yaml")
+        self.layout = kvbm.load(path if name in orders else name)
+        self.arena = placed(oracle.Order(*order), shape, blocks).layout_bytes(align)
+        self.before = (oracle.dest_bytes if dst else oracle.source_bytes)(self.arena, 0)
+        self.buffer = torch.from_numpy(self.before).to("cuda:0")
+        self.pool = kvbm.Pool(self.layout, shape, torch_views(self.arena, self.buffer, shape.dtype))
+
+torch.zeros(1, device="cuda:0")
+warm = [Side("nhd", 2, False), Side("universal", 2, True)]
+kvbm.convert(warm[0].pool, warm[1].pool)  # images and context: what every process pays
+torch.cuda.synchronize()
+src_ids, dst_ids = [4, 0, -1, 2], [1, 3, 2, 0]
+for name in orders:
+    for pair in ((name, "nhd"), ("universal", name)):
+        for align in (0, 8):
+            s, d = Side(pair[0], 5, False, align), Side(pair[1], 4, True, align)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            kvbm.convert(s.pool, d.pool, src_ids, dst_ids)
+            seconds = time.perf_counter() - began
+            torch.cuda.synchronize()
+            kept = [i for i in range(4) if src_ids[i] >= 0]
+            want = oracle.expected_bytes(s.arena, d.arena, s.before, d.before, [4, 0, 2], [1, 3, 0])
+            got = d.buffer.cpu().numpy()
+            assert np.array_equal(got, want), oracle.explain(d.arena, got, want)
+            assert np.array_equal(s.buffer.cpu().numpy(), s.before)
+            text = kvbm.Transfer(s.pool, d.pool).explain()
+            how = [word for word in ("compiled it for", "came from the cache", "in place of") if word in text]
+            print(json.dumps([*pair, align, round(1e3 * seconds, 2), how]), flush=True)
+"""
+
+HALVES = ["[l o] b h/2 t/4 h%2 t%4 d", "[l o] b d/8 t/4 h d%8 t%4"]
+
+
+@pytest.fixture
+def on_gpu(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Converts layouts that are not in the catalogue on the GPU, in a new process; what it says of each, and the times."""
+    orders = {name: [order] for name, order in (*NEW.items(), *DEEP.items())} | {"halves": HALVES}
+    for name, texts in orders.items():
+        lines = f'order: "{texts[0]}"' if len(texts) == 1 else f'order:\n  k: "{texts[0]}"\n  v: "{texts[1]}"'
+        (tmp_path / f"{name}.yaml").write_text(lines + "\n")
+
+    def run(**knobs: str) -> list[Any]:
+        done = subprocess.run(
+            [sys.executable, "-c", _ON_GPU, json.dumps(orders), str(tmp_path)],
+            capture_output=True, text=True, timeout=280, cwd="/", check=False,
+            env={**os.environ, "KVBM_NVRTC": "1", "KVBM_TESTS": str(HERE), "KVBM_CACHE_DIR": str(tmp_path / "cache"), **knobs},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        print(done.stdout)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@needs_nvrtc
+def test_new_layouts_on_the_gpu(on_gpu: Any, tmp_path: Path) -> None:
+    """Bit-exact by kernels that are compiled, that come from the cache, whose files were poisoned, and by general ones."""
+    compiled, cached = on_gpu(), on_gpu()
+    assert all("in place of" not in line[-1] for line in compiled + cached)
+    assert sum("compiled it for" in line[-1] for line in compiled) >= 20 < len(compiled)
+    assert [line[:3] for line in cached] == [line[:3] for line in compiled]
+    assert all("compiled it for" not in line[-1] for line in cached)
+    for before, after in zip(compiled, cached, strict=True):
+        assert ("compiled it for" in before[-1]) == ("came from the cache" in after[-1]), (before, after)
+    for number, path in enumerate((tmp_path / "cache" / "nvrtc").glob("*.cubin")):
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2] if number % 2 else data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    assert [line[-1] for line in on_gpu()] == [line[-1] for line in compiled]
+    general = on_gpu(KVBM_NVRTC="0")
+    assert [line[:3] for line in general] == [line[:3] for line in compiled]
+    assert any("in place of" in line[-1] for line in general)
+    assert all(not {"compiled it for", "came from the cache"} & set(line[-1]) for line in general)
+
+
+@pytest.fixture
+def gpu_sides(cache: Path) -> Callable[..., tuple[Any, Any]]:
+    """Two pools on the GPU, of a new layout and of nhd; the host's bytes of what the copy makes."""
+    import torch
+
+    from memory import torch_views
+
+    shape = replace(DEEP_SHAPE, hd=64, dtype="bfloat16")
+
+    def make(order: str, n: int) -> tuple[Any, Any]:
+        made = []
+        for dst, text in ((False, order), (True, ORDERS["nhd"])):
+            side = Side(text, n, dst=dst, shape=shape)
+            side.gpu = torch.from_numpy(side.before).to("cuda:0")  # type: ignore[attr-defined]
+            side.pool = kvbm.Pool(side.layout, shape, torch_views(side.arena, side.gpu, shape.dtype))  # type: ignore[attr-defined]
+            made.append(side)
+        torch.cuda.synchronize()
+        return made[0], made[1]
+
+    return make
+
+
+def exact(src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> None:
+    import torch
+
+    torch.cuda.synchronize()
+    want = oracle.expected_bytes(src.arena, dst.arena, src.before, dst.before, src_ids, dst_ids)
+    got = dst.gpu.cpu().numpy()
+    assert np.array_equal(got, want), oracle.explain(dst.arena, got, want)
+
+
+@pytest.mark.gpu
+@needs_nvrtc
+@pytest.mark.parametrize("name", ["rows", "tile", "outside"])
+def test_graphs_of_new_layouts(name: str, gpu_sides: Any) -> None:
+    """Captured, also where the kernel is loaded while another stream captures; a replay moves what is there by then."""
+    import torch
+
+    order = {**NEW, **DEEP}[name]
+    src, dst = gpu_sides(order, 8)
+    ids, to = [3, 0, 7], [1, 5, 2]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        move = kvbm.Transfer(src.pool, dst.pool, "direct")  # its kernel is compiled and loaded beside the capture
+        move.copy(ids, to, stream=torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    assert np.array_equal(dst.gpu.cpu().numpy(), dst.before), "the capture has copied"
+    graph.replay()
+    exact(src, dst, ids, to)
+    src.before = oracle.source_bytes(src.arena, 1)
+    src.gpu.copy_(torch.from_numpy(src.before))
+    dst.gpu.copy_(torch.from_numpy(dst.before))
+    torch.cuda.synchronize()
+    graph.replay()
+    exact(src, dst, ids, to)
+    assert "in place of" not in move.explain()
+
+
+@pytest.mark.gpu
+@needs_nvrtc
+def test_threads_with_new_layouts(gpu_sides: Any) -> None:
+    """Threads that need new kernels at once, two of each: everyone copies, and nothing is compiled twice."""
+    import torch
+
+    orders = [NEW["rows"], NEW["tile"], NEW["words"], DEEP["inside"]] * 2
+    pairs = [gpu_sides(order, 6) for order in orders]
+    barrier = threading.Barrier(len(pairs))
+    ids = list(range(6))
+
+    def work(pair: Any) -> None:
+        torch.cuda.set_device(0)
+        stream = torch.cuda.Stream()
+        barrier.wait()
+        for _ in range(5):
+            kvbm.convert(pair[0].pool, pair[1].pool, ids, ids[::-1], stream=stream)
+        stream.synchronize()
+
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        list(pool.map(work, pairs))
+    for src, dst in pairs:
+        exact(src, dst, ids, ids[::-1])
+    assert len({id(origin) for origin in runtime._known.values()}) == len(runtime._known) <= 8
