@@ -384,13 +384,13 @@ class Sweep:
         if direction == "p2p":
             _core.enable_peer(*(measure.device_of(place) for place in ends))
         try:
-            yardstick = measure.Yardstick(*ends, max(batches) * shape.nbytes, clock)
+            yardstick = measure.Yardstick(*ends, max(batches) * self._block_bytes(shape), clock)
         except (CudaError, MemoryError) as error:
             if not measure.is_out_of_memory(error):
                 raise
             self._leave_out(direction, error)
             return
-        told: set[int] = set()  # batches whose yardstick has its row
+        told: set[int] = set()  # bytes for which the yardstick has its row
         with yardstick:
             for pair in self.pairs:
                 try:
@@ -411,11 +411,11 @@ class Sweep:
                 cache = max(
                     measure.cache_bytes(each) for each in ends if (measure.device_of(each) >= 0) or ends[0] == "cpu"
                 )
-                stick = measure.Yardstick.needs(batch * shape.nbytes, cache)
+                stick = measure.Yardstick.needs(batch * self._block_bytes(shape), cache)
                 need[where] = need.get(where, 0) + pool + stick
             # What a staged ring, or a peer's own copies, take besides.
             if direction != "h2h":
-                need[min(need)] += max(2 * batch * shape.nbytes, 96 << 20)  # min: "cuda:N" before "host"
+                need[min(need)] += max(2 * batch * self._block_bytes(shape), 96 << 20)  # min: "cuda:N" before "host"
             short = [
                 f"{size_text(nbytes)} of {where}, {size_text(free)} are free"
                 for where, nbytes in need.items()
@@ -423,7 +423,8 @@ class Sweep:
             ]
             if short:
                 self._leave_out(
-                    f"{direction}, {batch} blocks of {size_text(shape.nbytes)}", f"needs {' and '.join(short)}"
+                    f"{direction}, {batch} blocks of {size_text(self._block_bytes(shape))}",
+                    f"needs {' and '.join(short)}",
                 )
             else:
                 fit.append(batch)
@@ -458,7 +459,7 @@ class Sweep:
             backends = dict(self._backends(direction, src, dst, made, stack))
             check = measure.Check(src, dst)
             for batch in batches:
-                nbytes = batch * shape.nbytes
+                nbytes = batch * made.nbytes
                 options = {"iters": self.iters, "warmup": self.warmup}
                 before = yardstick.time(nbytes, replay=self.replay, **options)
                 sets = measure.Ids.for_cache(nbytes, self.place if clock.stream is not None else "cpu")
@@ -474,9 +475,9 @@ class Sweep:
                             raise
                         self._leave_out(f"{title} {name}, {batch} blocks", error)
                 stick = min(before, yardstick.time(nbytes, replay=self.replay, **options))
-                base = self._record(direction, shape, batch, stick)
-                if batch not in told:
-                    told.add(batch)
+                base = self._record(direction, shape, batch, nbytes, stick)
+                if nbytes not in told:
+                    told.add(nbytes)
                     yield base, None
                 for name, timed, kernel in found:
                     self.measured |= {direction, name}
@@ -551,10 +552,13 @@ class Sweep:
 
     # ---- rows and reasons
 
-    def _record(self, direction: str, shape: BlockShape, batch: int, stick: Timed) -> measure.Record:
+    def _block_bytes(self, shape: BlockShape) -> int:
+        """Of the largest blocks among the pairs: layouts with planes have sizes of their own."""
+        return max(measure.block_bytes(pair.src, shape) for pair in self.pairs)
+
+    def _record(self, direction: str, shape: BlockShape, batch: int, nbytes: int, stick: Timed) -> measure.Record:
         """The yardstick's own row."""
         gpu, driver, commit = self._names(direction)
-        nbytes = batch * shape.nbytes
         return measure.Record(
             tokens_per_block=shape.nt, num_blocks=batch, pattern="contiguous", direction=direction, backend=MEMCPY,
             total_bytes=nbytes, inner_bytes=shape.nt * shape.nh * shape.hd * shape.itemsize, copy_size=nbytes, num_copies=1,

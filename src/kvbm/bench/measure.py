@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import _core, spec, tuning
 from ..errors import CudaError, KvbmError
-from ..layout import Layout, Piece
-from ..pool import Pool, _numpy_dtype
-from ..shapes import BlockShape
+from ..layout import Layout, Piece, Resolved
+from ..pool import Pool
+from ..shapes import BlockShape, numpy_name
 from .clock import CpuClock, GpuClock, Timed, cuda
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "View",
     "WrongCopyError",
     "Yardstick",
+    "block_bytes",
     "cache_bytes",
     "commit",
     "device_of",
@@ -311,9 +312,9 @@ def random_pool(layout: Layout, shape: BlockShape, num_blocks: int, place: str, 
     memory = Memory(total, place)
     try:
         memory.fill(seed)
-        dtype = _dtype_of(shape)
         arrays: list[Any] = []
         for each, offset in zip(allocations, offsets.tolist(), strict=True):
+            dtype = _dtype_of(each.dtype)
             if memory.device >= 0:
                 arrays.append(View(memory.device, memory.address + offset, each.shape, each.strides, dtype.str))
             else:
@@ -338,15 +339,22 @@ def _entry_steps(pieces: Sequence[Piece], step: dict[str, int]) -> Numbers:
     return found
 
 
-def _dtype_of(shape: BlockShape) -> np.dtype[Any]:
+def _dtype_of(name: str) -> np.dtype[Any]:
     """NumPy's dtype; signed integers of the same width (which torch knows best) for those that it lacks."""
-    found = _numpy_dtype(shape.dtype)
-    return found if found.name == shape.dtype else np.dtype(f"i{shape.itemsize}")
+    found = np.dtype(numpy_name(name))
+    return found if found.name == name else np.dtype(f"i{found.itemsize}")
+
+
+def block_bytes(layout: Layout, shape: BlockShape) -> int:
+    """Bytes that a block's elements take: of all planes, where the layout has several."""
+    return layout.resolve(shape, 1).block_bytes
 
 
 def held_blocks(layout: Layout, shape: BlockShape, largest: int, place: str) -> int:
     """Blocks that a pool needs so that batches of `largest` come from elsewhere each time: twice as many, and beyond the cache."""
-    beyond = -(-2 * cache_bytes(place) // shape.nbytes)  # source and destination together: four times the cache
+    beyond = -(
+        -2 * cache_bytes(place) // block_bytes(layout, shape)
+    )  # source and destination together: four times the cache
     table = layout.resolve(shape, 1).table_size if layout.b_in_table else 1
     return max(2 * largest, min(beyond, max(MOST_ARRAYS // table, 1)))
 
@@ -504,25 +512,35 @@ class Yardstick:
 
 
 class _Blocks:
-    """Where every element of a pool's blocks lies, by the declared layout, in an order that both sides of a copy share.
+    """Where every element of a plane of a pool's blocks lies, by the declared layout, in an order that both sides of a copy share.
 
     Elements stand in the order of ``l o h t d`` and further axes.  Axes of an opaque group stand last, in the order in
-    which they lie in memory: the bytes of a chunk stay as they are, and nobody promises which is which.
+    which they lie in memory: the bytes of a chunk stay as they are, and nobody promises which is which.  Of elements that share
+    an item only the first is looked at: the item is what moves.
     """
 
-    def __init__(self, pool: Pool, opaque: Sequence[str]) -> None:
-        self.pool = pool
-        resolved = pool.resolved
+    def __init__(self, pool: Pool, resolved: Resolved, opaque: Sequence[str]) -> None:
+        self.pool, self.itemsize, self.plane = pool, resolved.shape.itemsize, resolved.plane
+        fastest = min(
+            (p for p in resolved.orders[0] if p.extent > 1 and not p.table), key=lambda p: p.stride, default=None
+        )
+        shared = resolved.shape.pack if fastest is not None else 1
         inside = [axis for axis in resolved.sizes if axis != "b" and axis not in opaque]
         self.axes = (*sorted(inside, key=_axis_order), *sorted(opaque, key=_axis_order))
         self.sizes = tuple(resolved.sizes[axis] for axis in self.axes)
-        grid = np.meshgrid(*(np.arange(n) for n in self.sizes), indexing="ij", sparse=True)
-        entry, offset = _formula(pool, dict(zip(self.axes, grid, strict=True)))
+        of_item = fastest.term.axes[-1] if fastest is not None else ""
+        steps = [shared if axis == of_item else 1 for axis in self.axes]
+        grid = np.meshgrid(
+            *(np.arange(0, n, step) for n, step in zip(self.sizes, steps, strict=True)), indexing="ij", sparse=True
+        )
+        self.sizes = tuple(n // step for n, step in zip(self.sizes, steps, strict=True))
+        entry, offset = _formula(resolved, dict(zip(self.axes, grid, strict=True)))
         entry, offset = (np.broadcast_to(each, self.sizes).reshape(-1) for each in (entry, offset))
-        span = int(offset.max()) + pool.shape.itemsize
+        span = int(offset.max()) + self.itemsize
         key = entry * span + offset
         if opaque:
-            key = np.sort(key.reshape(-1, math.prod(pool.resolved.sizes[axis] for axis in opaque)), axis=1).reshape(-1)
+            inner = math.prod(n for axis, n in zip(self.axes, self.sizes, strict=True) if axis in opaque)
+            key = np.sort(key.reshape(-1, inner), axis=1).reshape(-1)
         self.entry, self.offset = np.divmod(key, span)
         step = next(piece for piece in resolved.orders[0] if piece.term.axes == ("b",))
         self.entry_step, self.byte_step = step.table, step.stride
@@ -530,7 +548,7 @@ class _Blocks:
     @functools.cached_property
     def _ranges(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Entry, offset and bytes of the ranges that a block consists of, and for every element its place in them."""
-        itemsize = self.pool.shape.itemsize
+        itemsize = self.itemsize
         order = np.lexsort((self.offset, self.entry))
         entry, offset = self.entry[order], self.offset[order]
         breaks = (np.diff(entry) != 0) | (np.diff(offset) != itemsize)
@@ -553,7 +571,7 @@ class _Blocks:
         """All elements of a block in the shared order, ``(elements, itemsize)``."""
         entry, offset, sizes, place = self._ranges
         found = read(device_of(self.pool.device), self._at(block, entry, offset), sizes)
-        elements: Bytes = found.reshape(-1, self.pool.shape.itemsize)[place]
+        elements: Bytes = found.reshape(-1, self.itemsize)[place]
         return elements
 
     def spoil(self, block: int, seed: int) -> None:
@@ -566,13 +584,14 @@ class _Blocks:
         """One element of each of these blocks, ``(samples, itemsize)``."""
         bases = self.pool.addresses.astype(np.int64)
         where = bases[self.entry[elements] + blocks * self.entry_step] + self.offset[elements] + blocks * self.byte_step
-        sizes = np.full(where.size, self.pool.shape.itemsize, np.int64)
-        return read(device_of(self.pool.device), where, sizes).reshape(-1, self.pool.shape.itemsize)
+        sizes = np.full(where.size, self.itemsize, np.int64)
+        return read(device_of(self.pool.device), where, sizes).reshape(-1, self.itemsize)
 
     def coordinate(self, element: int) -> str:
         """In words."""
         at = np.unravel_index(element, self.sizes)
-        return " ".join(f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))
+        words = [self.plane] if self.plane else []
+        return " ".join([*words, *(f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))])
 
 
 def _axis_order(axis: str) -> tuple[int, str]:
@@ -580,9 +599,8 @@ def _axis_order(axis: str) -> tuple[int, str]:
     return (known.index(axis) if axis in known else len(known), axis)
 
 
-def _formula(pool: Pool, at: dict[str, Any]) -> tuple[Any, Any]:
+def _formula(resolved: Resolved, at: dict[str, Any]) -> tuple[Any, Any]:
     """Entry and offset of elements of block 0, as arrays of coordinates broadcast: `Resolved.address` for many."""
-    resolved = pool.resolved
     found = []
     for o, (offset, entry) in zip(range(len(resolved.orders)), resolved.bases, strict=False):
         entries, offsets = np.int64(entry), np.int64(offset)
@@ -600,6 +618,15 @@ def _formula(pool: Pool, at: dict[str, Any]) -> tuple[Any, Any]:
     return tuple(np.where(is_v, v, k) for k, v in zip(*found, strict=True))
 
 
+class _Wanted(NamedTuple):
+    """What a plane must hold after a copy: blocks that were not asked for, whole blocks, and samples."""
+
+    left: dict[int, Bytes]
+    whole: dict[int, Bytes]
+    samples: tuple[Numbers, Numbers]
+    sampled: Bytes
+
+
 class Check:
     """Whether copies between two pools put every byte where the layouts say: not more, not less.
 
@@ -612,7 +639,11 @@ class Check:
     def __init__(self, src: Pool, dst: Pool) -> None:
         terms = [term for pool in (src, dst) for order in pool.layout.orders for term in order.terms if term.opaque]
         opaque = sorted({axis for term in terms for axis in term.axes})
-        self._src, self._dst = _Blocks(src, opaque), _Blocks(dst, opaque)
+        theirs = {part.plane: part for part in dst.resolved.planes}
+        self._planes = [
+            (_Blocks(src, part, opaque), _Blocks(dst, theirs[part.plane], opaque)) for part in src.resolved.planes
+        ]
+        self._pools = src, dst
         self._calls = 0
 
     def __call__(self, copy: Callable[[Any, Any], object], batch: int, what: str) -> None:
@@ -634,24 +665,36 @@ class Check:
         """
         self._calls += 1
         random = np.random.default_rng(1000 + self._calls)
-        src, dst = self._src, self._dst
-        pairs = [random.permutation(each.pool.num_blocks)[:batch].astype(np.int32) for each in (src, dst)]
-        others = np.setdiff1d(np.arange(dst.pool.num_blocks), pairs[1])
+        pairs = [random.permutation(pool.num_blocks)[:batch].astype(np.int32) for pool in self._pools]
+        others = np.setdiff1d(np.arange(self._pools[1].num_blocks), pairs[1])
         left = random.permutation(others)[:2].tolist()
         whole = random.permutation(batch)[:WHOLE_BLOCKS].tolist()
-        samples = random.integers(batch, size=SAMPLES), random.integers(src.entry.size, size=SAMPLES)
+        # All that must stay or arrive is read before the copy: one that writes into its source is caught, too.
+        wanted = [self._before(src, dst, pairs, whole, left, random) for src, dst in self._planes]
+        copy(*pairs)
+        for (src, dst), one in zip(self._planes, wanted, strict=True):
+            self._after(src, dst, pairs, one, what)
+
+    def _before(
+        self, src: _Blocks, dst: _Blocks, pairs: Sequence[Any], whole: Sequence[int], left: Sequence[int], random: Any
+    ) -> _Wanted:
+        samples = random.integers(len(pairs[0]), size=SAMPLES), random.integers(src.entry.size, size=SAMPLES)
         for i in whole:
             dst.spoil(int(pairs[1][i]), seed=self._calls * 64 + i)
-        # All that must stay or arrive is read before the copy: one that writes into its source is caught, too.
-        want_left = {block: dst.load(block) for block in left}
-        want = {i: src.load(int(pairs[0][i])) for i in whole}
-        want_samples = src.sample(pairs[0][samples[0]].astype(np.int64), samples[1])
-        copy(*pairs)
-        for i in whole:
-            self._compare(what, dst.load(int(pairs[1][i])), want[i], pairs, np.full(src.entry.size, i), None)
-        got = dst.sample(pairs[1][samples[0]].astype(np.int64), samples[1])
-        self._compare(what, got, want_samples, pairs, *samples)
-        for block, wanted in want_left.items():
+        return _Wanted(
+            {block: dst.load(block) for block in left},
+            {i: src.load(int(pairs[0][i])) for i in whole},
+            samples,
+            src.sample(pairs[0][samples[0]].astype(np.int64), samples[1]),
+        )
+
+    def _after(self, src: _Blocks, dst: _Blocks, pairs: Sequence[Any], want: _Wanted, what: str) -> None:
+        for i, wanted in want.whole.items():
+            got = dst.load(int(pairs[1][i]))
+            self._compare(dst, what, got, wanted, pairs, np.full(src.entry.size, i), None)
+        got = dst.sample(pairs[1][want.samples[0]].astype(np.int64), want.samples[1])
+        self._compare(dst, what, got, want.sampled, pairs, *want.samples)
+        for block, wanted in want.left.items():
             differs = np.nonzero((dst.load(block) != wanted).any(axis=1))[0]
             if differs.size:
                 raise WrongCopyError(
@@ -659,15 +702,16 @@ class Check:
                     f"{dst.coordinate(int(differs[0]))} ({differs.size:,} of {len(wanted):,} elements)"
                 )
 
+    @staticmethod
     def _compare(
-        self, what: str, got: Bytes, want: Bytes, pairs: Sequence[Any], which: Numbers, elements: Numbers | None
+        dst: _Blocks, what: str, got: Bytes, want: Bytes, pairs: Sequence[Any], which: Numbers, elements: Numbers | None
     ) -> None:
         differs = np.nonzero((got != want).any(axis=1))[0]
         if differs.size:
             first = int(differs[0])
             pair, element = int(which[first]), first if elements is None else int(elements[first])
             raise WrongCopyError(
-                f"{what}: wrong at {self._dst.coordinate(element)} of block {pairs[0][pair]} → {pairs[1][pair]}: expected bytes "
+                f"{what}: wrong at {dst.coordinate(element)} of block {pairs[0][pair]} → {pairs[1][pair]}: expected bytes "
                 f"{want[first].tobytes().hex()}, got {got[first].tobytes().hex()} "
                 f"({differs.size:,} of {len(want):,} elements that were looked at differ)"
             )
