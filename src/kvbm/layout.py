@@ -237,9 +237,8 @@ class Plane:
 
     def __str__(self) -> str:
         text = " / ".join(map(str, self.orders))
-        dtype = f" {self.dtype}" if self.dtype else ""
-        at = f" at {self.offset.text} B" if self.offset else ""
-        return f"{self.name}: {text}{dtype}{at}"
+        at = f"at {self.offset.text} B" if self.offset else ""
+        return " ".join(filter(None, (f"{self.name}:", text, self.dtype, at)))
 
     @property
     def meaning(self) -> str:
