@@ -127,6 +127,9 @@ def test_rows_of_planes_begin_where_the_addresses_say(name: str) -> None:
             assert [row.term for row in cascade] == [term for term in outer if _extent(each.parts[0], term) > 1]
             for row in cascade:
                 _follows(each.parts[0], row, {}, -each.parts[0].bases[0][0])
+            assert all(
+                c.nbytes == each.record for c in (cascade[-1].cells if cascade else ()) if isinstance(c, picture.Cell)
+            ) or (_extent(each.parts[0], outer[-1]) == 1)
             _is_the_record(each, record)
         assert [(s.plane, s.half) for s in further] == [
             (number, o if len(part.orders) == 2 else None)
@@ -301,6 +304,34 @@ def test_padding_and_opaque_groups_are_hatched() -> None:
     assert all(box.get_hatch() for box in padded)
     (group,) = [box for box in boxes(figure("operational")) if box.get_label().startswith("{t h d}")]
     assert group.get_hatch() and any("not promised" in text for text in texts(figure("operational")))
+
+
+def test_what_lies_between_the_elements_of_a_plane() -> None:
+    """Bytes of other planes are dotted, and are not called padding."""
+
+    def between(name: str) -> set[tuple[str, str]]:
+        each = resolved(name)
+        rows = [
+            (section, row) for section in picture.sections(each) if section.plane is not None for row in section.rows
+        ]
+        return {
+            (each.parts[section.plane].plane, row.term)
+            for section, row in rows
+            if row.between and any(isinstance(cell, picture.Cell) and cell.padding for cell in row.cells)
+        }
+
+    assert between("vllm/deepseek_v4") == {("latent", "t"), ("rope", "t")}
+    assert between("gaps") == {("x", "t"), ("y", "t")} and between("apart") == between("vllm/fp8_ds_mla") == set()
+    hatches = [box.get_hatch() for box in boxes(figure("vllm/deepseek_v4")) if box.get_label() == "padding +64"]
+    assert hatches == ["/////"] * 4, "of a page"
+    assert {box.get_hatch() for box in boxes(figure("vllm/deepseek_v4")) if box.get_label() == "padding +448"} == {
+        "...."
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in PLANAR if re.search(r"of \d+ bytes", distinct()[name].title)])
+def test_records_are_drawn_at_the_size_that_their_title_says(name: str) -> None:
+    assert re.search(r"of (\d+) bytes", distinct()[name].title)[1] == str(resolved(name).record)  # type: ignore[index]
 
 
 def test_k_and_v_alternate_as_they_do() -> None:

@@ -713,8 +713,9 @@ def draw_plan(plan: Plan) -> Figure:
     """
     with _looks():
         sheet = _Sheet()
+        sides = [plan.src.layout.order_text, plan.dst.layout.order_text]
         lines = [
-            f"{plan.src.layout.order_text}   →   {plan.dst.layout.order_text}",
+            *([f"{sides[0]}   →", sides[1]] if plan.src.parts else [f"{sides[0]}   →   {sides[1]}"]),
             f"{str(plan.shape).replace(',', ', ')}; {size_text(plan.nbytes)} a block",
             f"kernel {', '.join(plan.kernels())}",
         ]
