@@ -689,8 +689,8 @@ class Allocation:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """Its items as ``(extent, bytes between neighbours)``, fastest first: axes that continue each other are one."""
-        return contiguous(self.shape, self.strides)
+        """Extents and strides, fastest first, with axes that continue each other as one: what the shape of bytes does not say."""
+        return merge_steps(self.shape, self.strides)
 
 
 @dataclass(frozen=True)
@@ -1019,8 +1019,8 @@ def _page(part: Resolved) -> int:
     return max(ends)
 
 
-def contiguous(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Steps through an array, fastest first, with neighbours that continue each other as one."""
+def merge_steps(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Extents and strides, fastest first, with axes that continue each other as one and none of extent one."""
     runs: list[tuple[int, int]] = []
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         if extent == 1:

@@ -720,9 +720,10 @@ def draw_plan(plan: Plan) -> Figure:
             f"kernel {', '.join(plan.kernels())}",
         ]
         sheet.head(plan.title, lines)
-        chosen = [pair for launch in plan.launches() for pair in zip(launch.parts, launch.forms, strict=True)]
-        for part in plan.parts:
-            form = next(form for one, form in chosen if one is part)
+        # What runs may be less than a part, or its loops in another order; what it copies has the same name.
+        chosen = {one.label: form for run in plan.launches() for one, form in zip(run.parts, run.forms, strict=True)}
+        for part, itself in zip(plan.parts, plan.forms(), strict=True):
+            form = chosen.get(part.label, itself)
             sheet.y += 0.16
             if part.label:
                 name = f"{part.label}: {form.kind}, {size_text(part.nbytes)} a block"

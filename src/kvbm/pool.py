@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from .engines import FromEngines
 from .errors import BindError, CudaError, CudaUnavailableError, DTypeError
-from .layout import Allocation, Layout, Resolved, contiguous
+from .layout import Allocation, Layout, Resolved, merge_steps
 from .shapes import ITEMSIZE, BlockShape, numpy_name
 
 __all__ = ["Array", "Pool", "as_ids", "describe"]
@@ -866,7 +866,7 @@ def check_arrays(resolved: Resolved, found: Sequence[Array]) -> None:
 
 def _same_bytes(array: Array, kind: Allocation) -> bool:
     """Whether an array of bytes, of whatever shape, is the records of an allocation in their order, with or without padding."""
-    return contiguous(array.shape, array.strides) in (kind.runs, [(kind.nbytes, 1)])
+    return merge_steps(array.shape, array.strides) in (kind.runs, [(kind.nbytes, 1)])
 
 
 def as_ids(ids: Any, what: str) -> npt.NDArray[np.int64] | None:
