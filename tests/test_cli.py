@@ -309,3 +309,196 @@ def test_numpy_dtype_agrees() -> None:
 
     for dtype in oracle.ITEMSIZE:
         assert store.numpy_dtype(dtype).itemsize == numpy_dtype(dtype).itemsize
+
+
+# ---- planes --------------------------------------------------------------------------------------------------------
+
+MLA, V4 = "nl=2,no=1,nh=1,nt=8,hd=576,dtype=bfloat16", "nl=2,no=1,nh=1,nt=64,hd=512,dtype=bfloat16"
+GQA = "nl=2,no=2,nh=4,nt=128,hd=128,dtype=bfloat16"
+
+
+def test_planes_are_listed_and_shown() -> None:
+    text = ok("layouts", "vllm/")
+    assert "latent: t c float8_e4m3fn" in text and "rope: t r bfloat16 at 448 B" in text
+    for name in kvbm.layouts():
+        layout = kvbm.load(name)
+        if layout.planes:
+            shape = kvbm.spec.example_shape(layout)
+            text = ok("show", name, "--shape", shape)
+            each = layout.resolve(kvbm.load_shape(shape), 1024)
+            for plane, part in zip(layout.planes, each.parts, strict=True):
+                assert f"plane {plane.name}" in text and part.shape.dtype in text and f"address of {plane.name}" in text
+    text = ok("show", "vllm/fp8_ds_mla", "--shape", MLA)
+    assert "10.25 KiB" in text and 2 * 8 * 656 == 10.25 * 1024, "a block is what its planes hold"
+    assert "address of rope = table[l] + id*5248 + t*656 + r*2 + 528" in text
+    assert "t0 latent" in text and "0           512        528       656" in text
+
+
+def test_gaps_of_a_page_are_shown() -> None:
+    text = ok("show", "vllm/deepseek_v4", "--shape", V4)
+    assert "64 B of padding" in text and "128 B between" in text and "0.2 % of the pool is padding" in text
+
+
+def test_planes_are_checked(tmp_path: Path) -> None:
+    path = matrix.LAYOUTS / "vllm"
+    text = ok("check", path / "fp8_ds_mla.yaml", path / "deepseek_v4.yaml", path / "nvfp4.yaml")
+    assert (
+        text.count("ok ") == 3
+        and "one-to-one at nl=61,no=1,nh=1,nt=64,hd=512,dtype=bfloat16, which is no shipped" in text
+    )
+    assert ok("check", matrix.LAYOUTS).count("ok ") == len(kvbm.layouts())
+    copy = tmp_path / "mine.yaml"
+    copy.write_text((path / "dsa_indexer.yaml").read_text("utf-8").replace("{order: t, dt", "{order: t,  dt"), "utf-8")
+    assert "means the same as the shipped layout 'vllm/dsa_indexer'" in ok("check", copy)
+    text = ok("check", path / "dsa_indexer.yaml", "--ambiguous")
+    (line,) = [line for line in text.splitlines() if "record/dsa_indexer_tokens" in line]
+    assert "same arrays as" in line and " at deepseek-v3: " in line and "name the layout explicitly" in line
+    copy.write_text('order: "[l] b <x y>"\nplanes: {x: {order: t d}, y: {order: t, offset: 8}}\n', "utf-8")
+    result = call("check", copy)
+    assert (
+        result.exit_code == kvbm.LayoutError.exit_code and "planes 'x'" in result.output and "overlap" in result.output
+    )
+    copy.write_text('order: "[l] b <x y>"\nplanes: {x: {order: t d}, y: {order: t, dtype: float7}}\n', "utf-8")
+    assert call("check", copy).exit_code == kvbm.SpecError.exit_code
+
+
+def test_aliases_of_planes(tmp_path: Path) -> None:
+    text = (matrix.LAYOUTS / "vllm" / "nvfp4.yaml").read_text("utf-8")
+    (tmp_path / "mine.yaml").write_text("\n".join(line for line in text.splitlines() if "title" not in line), "utf-8")
+    text = ok("layouts", "--aliases", "--layouts", tmp_path)
+    (line,) = [line for line in text.splitlines() if "mine" in line]
+    assert line.replace(",", "").split() == ["vllm/nvfp4", "mine"]
+
+
+def test_plan_of_planes() -> None:
+    text = ok("plan", "vllm/nvfp4", "record/nvfp4_universal", "--shape", GQA)
+    made = kvbm.plan(kvbm.load("vllm/nvfp4"), kvbm.load("record/nvfp4_universal"), kvbm.load_shape(GQA))
+    assert str(made) in text and "In scale V" in text and made.nbytes == made.src.block_bytes
+    result = call("plan", "vllm/nvfp4", "vllm/mla", "--shape", GQA)
+    assert result.exit_code in (kvbm.PlanError.exit_code, kvbm.LayoutError.exit_code)
+
+
+def _filled(path: Path, name: str, text: str, blocks: int) -> kvbm.Pool:
+    """A file of blocks whose every byte is noise, padding included, and the pool that it was written through."""
+    from kvbm import store
+
+    shape = kvbm.load_shape(text)
+    near = kvbm.Pool.allocate(kvbm.load(name), shape, blocks)
+    rng = np.random.default_rng(7)
+    with store.create(path, near.layout, shape, blocks) as pool:
+        for array, into in zip(near.arrays, pool.arrays, strict=True):
+            array.view(np.uint8)[...] = rng.integers(0, 256, array.view(np.uint8).shape, np.uint8)
+            into[...] = array
+    return near
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "shape"),
+    [
+        ("vllm/fp8_ds_mla", "record/mla_fp8_tensors", MLA),
+        ("record/mla_fp8_tensors", "record/mla_fp8_planes", MLA),
+        ("vllm/nvfp4", "record/nvfp4_tensors", GQA),
+        ("sglang/mxfp8", "record/mxfp8_universal", GQA),
+        ("record/mxfp8_universal", "sglang/mxfp8", GQA),
+        ("vllm/deepseek_v4", "record/deepseek_v4_tokens", V4),
+        ("vllm/dsa_indexer_mxfp4", "record/dsa_indexer_mxfp4_tokens", V4.replace("512", "128")),
+        ("vllm/per_token_head_int8", "record/per_token_head_int8_planes", GQA),
+        ("flashinfer/mla_split", "record/mla_joined", MLA),
+    ],
+)
+def test_convert_planes(tmp_path: Path, torch: Any, src: str, dst: str, shape: str) -> None:
+    """From file to file, there and back; the library reads both, and every tensor is what its metadata say."""
+    safetensors = pytest.importorskip("safetensors")
+    paths = [tmp_path / f"{name}.safetensors" for name in ("in", "out", "back")]
+    near = _filled(paths[0], src, shape, 5)
+    said = ok("convert", paths[0], paths[1], "--to", dst)
+    assert f"5 blocks, {5 * near.resolved.block_bytes / 2**20:,.1f} MiB" in said
+    ok("convert", paths[1], paths[2], "--to", src)
+    want = kvbm.Pool.allocate(kvbm.load(dst), near.shape, 5)
+    kvbm.convert(near, want)
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8, "int8": torch.int8}
+    dtypes |= {name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e8m0fnu")}
+    dtypes["float4_e2m1fn"] = torch.float4_e2m1fn_x2
+    for path, pool in ((paths[1], want), (paths[2], near)):
+        layout, each = pool.layout, pool.resolved
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            assert metadata["kvbm.layout"] == layout.name and metadata["kvbm.fingerprint"] == layout.fingerprint
+            planes = json.loads(metadata["kvbm.planes"])
+            assert {name: plane["dtype"] for name, plane in planes.items()} == {
+                p.plane: p.shape.dtype for p in each.parts
+            }
+            where = "table" if each.apart else "byte"
+            assert {name: plane[where] for name, plane in planes.items()} == {
+                p.plane: p.bases[0][each.apart] for p in each.parts
+            }
+            assert len(file.keys()) == each.table_size
+            for number, (allocation, array) in enumerate(zip(each.allocations, pool.arrays, strict=True)):
+                tensor = file.get_tensor(f"alloc_{number:05d}")
+                assert tensor.dtype == dtypes[allocation.dtype], allocation
+                got = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+                if got.size != array.view(np.uint8).size:  # with padding, of which only what holds elements is compared
+                    assert got.size == allocation.nbytes
+                    got = np.ndarray(array.shape, array.dtype, got, strides=array.strides).reshape(-1)
+                assert np.array_equal(got, array.view(np.uint8).reshape(-1)), (path.name, allocation.label)
+
+
+def test_convert_planes_without_a_code(tmp_path: Path) -> None:
+    """Integers of four bits are bytes in a file, whose metadata say so; wide planes are aligned though narrow ones are first."""
+    from kvbm import store
+
+    safetensors = pytest.importorskip("safetensors")
+    text = 'order: "[<x y> l] b"\nplanes: {x: {order: t d, dtype: int4}, y: {order: t, dtype: float64}}\n'
+    mine = kvbm.spec.parse(text, name="mine")
+    shape = kvbm.load_shape("nl=1,no=1,nh=1,nt=3,hd=6")
+    with store.create(tmp_path / "a.safetensors", mine, shape, 5) as pool:
+        for number, array in enumerate(pool.arrays):
+            array[...] = number + 1
+    with safetensors.safe_open(tmp_path / "a.safetensors", framework="np") as file:
+        assert json.loads(file.metadata()["kvbm.planes"])["x"] == {"dtype": "int4", "table": 0}
+        x, y = (file.get_tensor(f"alloc_{number:05d}") for number in range(2))
+        assert (x.shape, x.dtype.name, y.shape, y.dtype.name) == ((5, 3, 3), "uint8", (5, 3), "float64")
+        assert (x == 1).all() and (y == 2).all()
+    stored = store.read(tmp_path / "a.safetensors")
+    assert stored.tensors["alloc_00001"].begin % 8 == 0 and stored.pool(mine).num_blocks == 5
+    other = kvbm.spec.parse(text.replace("int4", "uint4"), name="other")
+    with pytest.raises(kvbm.BindError, match="the file is in layout 'mine'"):
+        stored.pool(other)
+
+
+def test_convert_planes_refuses(tmp_path: Path) -> None:
+    from kvbm import store
+
+    path = tmp_path / "in.safetensors"
+    _filled(path, "vllm/fp8_ds_mla", MLA, 3)
+    text = _fails(tmp_path, kvbm.PlanError, "--to", "vllm/mla")
+    assert "plane" in text
+    _fails(tmp_path, kvbm.PlanError, "--to", "record/mla_v41_tokens")
+    assert "not in 'record/mla_fp8_pages'" in _fails(
+        tmp_path, kvbm.BindError, "--from", "record/mla_fp8_pages", "--to", "vllm/fp8_ds_mla"
+    )
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    header["alloc_00001"]["dtype"], header["__metadata__"] = "I8", {}
+    bare = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(bare)) + bare + raw[8 + length :])
+    said = _fails(
+        tmp_path, kvbm.BindError, "--from", "vllm/fp8_ds_mla", "--shape", MLA, "--to", "record/mla_fp8_planes"
+    )
+    assert "expected U8 [3, 8, 656] (axes b t bytes), got I8 [3, 8, 656]" in said
+    header["alloc_00001"]["dtype"] = "U8"
+    bare = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(bare)) + bare + raw[8 + length :])
+    assert store.read(path).pool(kvbm.load("vllm/fp8_ds_mla"), kvbm.load_shape(MLA)).num_blocks == 3, "by its size"
+    said = _fails(
+        tmp_path,
+        kvbm.BindError,
+        "--from",
+        "vllm/fp8_ds_mla",
+        "--shape",
+        MLA.replace("nl=2", "nl=5"),
+        "--to",
+        "record/mla_fp8_planes",
+    )
+    assert "no whole number of blocks of 26,240 bytes" in said

@@ -89,6 +89,122 @@ def test_vllm_dims_may_be_named() -> None:
     same(stored(pool), torch.stack(views)[:, :, IDS].permute(2, 0, 3, 1, 4, 5))
 
 
+# ---- planes --------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(*shape: int) -> torch.Tensor:
+    """Bytes that look like noise, and others in every call."""
+    bytes_of.next += 1
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(bytes_of.next))
+
+
+bytes_of.next = 0  # type: ignore[attr-defined]
+
+
+def moved(pool: kvbm.Pool, name: str) -> list[torch.Tensor]:
+    """Blocks `IDS` in another layout: its arrays as bytes, a block first."""
+    out = kvbm.Pool.allocate(kvbm.load(name), pool.shape, len(IDS))
+    for array in out.arrays:
+        array.view("uint8").fill(0xEE)
+    kvbm.convert(pool, out, IDS)
+    return [torch.from_numpy(array.view("uint8")) for array in out.arrays]
+
+
+def test_vllm_fp8_latents() -> None:
+    """Tensors (blocks, block_size, 656) of bytes, by name: the 656 say that hd is 576."""
+    caches = {f"model.layers.{i}.self_attn.attn": bytes_of(NB, NT, 656) for i in (2, 0, 1)}
+    pool = kvbm.Pool.from_vllm(caches, "vllm/fp8_ds_mla")
+    assert (pool.shape.nl, pool.shape.no, pool.shape.nh, pool.shape.nt, pool.shape.hd, pool.num_blocks) == (
+        NL, 1, 1, NT, 576, NB,
+    )  # fmt: skip
+    in_order = torch.stack([caches[name] for name in sorted(caches)])[:, IDS]
+    latent, scale, rope = in_order.split([512, 16, 128], dim=-1)
+    tensors = moved(pool, "record/mla_fp8_tensors")
+    for number, want in enumerate((latent, scale, rope)):
+        got = torch.stack(tensors[number * NL : (number + 1) * NL])
+        assert torch.equal(got, want)
+
+
+def test_vllm_indexer_and_padded_pages() -> None:
+    caches = [bytes_of(NB, NT, 132) for _ in range(NL)]
+    pool = kvbm.Pool.from_vllm(caches, "vllm/dsa_indexer")
+    assert (pool.shape.nt, pool.shape.hd, pool.num_blocks) == (NT, 128, NB)
+    keys = torch.stack(caches)[:, IDS].flatten(2)  # all keys of a page, then all scales
+    want = torch.cat([keys[..., : NT * 128].unflatten(2, (NT, 128)), keys[..., NT * 128 :].unflatten(2, (NT, 4))], -1)
+    assert torch.equal(torch.stack(moved(pool, "record/dsa_indexer_tokens")), want)
+    nt, page = 64, 37440  # 64 * 584 bytes, rounded up to 576
+    memory = [bytes_of(NB * page) for _ in range(NL)]
+    views = [one.as_strided((NB, nt, 584), (page, 584, 1)) for one in memory]
+    pool = kvbm.Pool.from_vllm(views, "vllm/deepseek_v4")
+    assert (pool.shape.hd, pool.num_blocks) == (512, NB)
+    pages = torch.stack(memory).view(NL, NB, page)[:, IDS]
+    tokens, scales = pages[..., : nt * 576].unflatten(2, (nt, 576)), pages[..., nt * 576 : nt * 584]
+    want = torch.cat([tokens, scales.unflatten(2, (nt, 8))], -1)
+    assert torch.equal(torch.stack(moved(pool, "record/deepseek_v4_tokens")), want)
+
+
+def test_vllm_nvfp4() -> None:
+    """(blocks, 2 * heads, block_size, hd/2 + hd/16), whose shape does not tell that the data come first."""
+    caches = [bytes_of(NB, 2 * NH, NT, 36) for _ in range(NL)]
+    pool = kvbm.Pool.from_vllm(caches, "vllm/nvfp4")
+    assert (pool.shape.no, pool.shape.nh, pool.shape.nt, pool.shape.hd) == (2, NH, NT, 64)
+    pages = torch.stack(caches)[:, IDS].reshape(NL, len(IDS), 2, -1)
+    data = pages[..., : NH * NT * 32].unflatten(3, (NH, NT, 32))
+    scale = pages[..., NH * NT * 32 :]
+    k = scale[:, :, 0].unflatten(2, (NH, NT, 4))
+    v = scale[:, :, 1].unflatten(2, (NH, NT // 4, 4, 4)).transpose(-1, -2).flatten(3, 4)
+    got = torch.stack(moved(pool, "record/nvfp4_universal"))  # [b] h l o <data scale>
+    want = torch.cat([data.flatten(4), torch.stack([k, v], 2).flatten(4)], -1).permute(1, 3, 0, 2, 4)
+    assert torch.equal(got.view(want.shape), want)
+
+
+def test_vllm_planes_with_dims_or_a_shape() -> None:
+    caches = [bytes_of(NB, NH, NT, 36) for _ in range(NL)]
+    mine = kvbm.spec.parse(
+        'order: "[l] b h t <data scale>"\naxes: {s: hd//16}\n'
+        "planes: {data: {order: d, dtype: int4}, scale: {order: s, dtype: int8}}",
+        name="mine",
+    )
+    pool = kvbm.Pool.from_vllm(caches, mine, dims="b h t bytes")
+    assert str(pool.shape).startswith(f"nl={NL},no=1,nh={NH},nt={NT},hd=64,")
+    with pytest.raises(BindError, match=r"mine \(.*\): its planes are not told by the dimensions.*shape=BlockShape"):
+        kvbm.Pool.from_vllm(caches, mine)
+    shape = kvbm.BlockShape(NL, 1, NH, NT, 64, "bfloat16")
+    assert kvbm.Pool.from_vllm(caches, mine, shape=shape).num_blocks == NB
+    wide = kvbm.BlockShape(NL, 1, NH, NT, 192, "bfloat16")
+    tensors = [numbered(NB, NT, NH, 160, dtype=torch.float32) for _ in range(NL)]
+    pool = kvbm.Pool.from_vllm([t.view(torch.uint8) for t in tensors], "vllm/diff_kv", shape=wide)
+    assert pool.num_blocks == NB
+    latent, rope = [numbered(NB, NT, 512) for _ in range(NL)], [numbered(NB, NT, 64) for _ in range(NL)]
+    shape = kvbm.BlockShape(NL, 1, 1, NT, 576, "float32")
+    assert kvbm.Pool.from_vllm([*latent, *rope], "flashinfer/mla_split", shape=shape).num_blocks == NB
+
+
+def scaled_pool(**changes: Any) -> SimpleNamespace:
+    """A token pool of pages of 128 tokens and heads of 128, scales in tiles of 512 bytes."""
+    pages, heads = 3, 2
+    parts: dict[str, Any] = {"page_size": 128}
+    for side in "kv":
+        parts[f"{side}_buffer"] = [bytes_of(pages * 128, heads, 128).view(torch.float8_e4m3fn) for _ in range(NL)]
+        parts[f"{side}_scale_buffer"] = [bytes_of(pages, heads, 512).view(torch.float8_e8m0fnu) for _ in range(NL)]
+    return SimpleNamespace(**{**parts, **changes})
+
+
+def test_sglang_scales() -> None:
+    tokens = scaled_pool()
+    pool = kvbm.Pool.from_sglang(tokens, layout="sglang/mxfp8")
+    assert str(pool.shape).startswith(f"nl={NL},no=2,nh=2,nt=128,hd=128,") and pool.num_blocks == 3
+    out = kvbm.Pool.allocate(kvbm.load("record/mxfp8_tensors"), pool.shape, 3)
+    kvbm.convert(pool, out)
+    data, scales = out.arrays[: 2 * NL], out.arrays[2 * NL :]
+    for number, (side, layer) in enumerate((side, layer) for side in "kv" for layer in range(NL)):
+        want = getattr(tokens, f"{side}_buffer")[layer].view(torch.uint8).view(3, 128, 2, 128)
+        assert torch.equal(torch.from_numpy(data[number]), want)
+        tiles = getattr(tokens, f"{side}_scale_buffer")[layer].view(torch.uint8).view(3, 2, 32, 4, 4)
+        want = tiles.permute(0, 3, 2, 1, 4).reshape(3, 128, 2, 4)  # token t lies at t%32, t/32
+        assert torch.equal(torch.from_numpy(scales[number]), want)
+
+
 # ---- SGLang, TensorRT-LLM ------------------------------------------------------------------------------------------
 
 
@@ -162,6 +278,34 @@ LAYERS = [numbered(2, NB, NT, NH, HD) for _ in range(2)]
             "slots: expected a multiple of 7, got 80",
         ),
         (lambda: kvbm.Pool.from_sglang(SimpleNamespace(kv_buffer=LAYERS, page_size=8)), "expected (slots, 1, dim)"),
+        (lambda: kvbm.Pool.from_vllm([], "vllm/fp8_ds_mla"), "expected at least one tensor, got none"),
+        (lambda: kvbm.Pool.from_vllm([bytes_of(NB, NT, 654)], "vllm/fp8_ds_mla"), "no size of a head gives the 654 bytes"),
+        (lambda: kvbm.Pool.from_vllm([bytes_of(NB, NT * 656)], "vllm/fp8_ds_mla"), "expected 3 dimensions (b t bytes)"),
+        (lambda: kvbm.Pool.from_vllm([bytes_of(NB, 5, NT, 36)], "vllm/nvfp4"), "'o*h': expected a multiple of 2, got 5"),
+        (lambda: kvbm.Pool.from_vllm([bytes_of(NB, 36)], "vllm/nvfp4", dims="b bytes"), "axis 'h' missing"),
+        (lambda: kvbm.Pool.from_vllm([bytes_of(NB, NT, 656)], "vllm/mla_v41"), "no size of a head gives the 656"),
+        (
+            lambda: kvbm.Pool.from_vllm([bytes_of(NB, NT, NH, 640)], "vllm/diff_kv", dims="b t h bytes"),
+            "a plane has the dtype of the shape",
+        ),
+        (
+            lambda: kvbm.Pool.from_vllm([bytes_of(NB, NT, 656)[:, ::2]], "vllm/fp8_ds_mla"),
+            "expected bytes of shape (5, 4, 656)",
+        ),
+        (lambda: kvbm.Pool.from_vllm([bytes_of(NB, 64, 584)], "vllm/deepseek_v4"), "dense, 187200 bytes with the padding"),
+        (lambda: kvbm.Pool.from_sglang(scaled_pool()), "has scales beside its data"),
+        (lambda: kvbm.Pool.from_sglang(scaled_pool(), layout="vllm/nvfp4"), "expected two planes in arrays of their own"),
+        (lambda: kvbm.Pool.from_sglang(scaled_pool(k_scale_buffer=[]), layout="sglang/mxfp8"), "got [3, 3, 0, 3]"),
+        (
+            lambda: kvbm.Pool.from_sglang(SimpleNamespace(k_buffer=[], v_buffer=[], page_size=4), layout="sglang/mxfp8"),
+            "leave the layout out",
+        ),
+        (
+            lambda: kvbm.Pool.from_trtllm(
+                LAYERS[0], num_kv_heads=4, tokens_per_block=8, layout="record/per_token_head_fp8_planes"
+            ),
+            "it has several planes",
+        ),
         (lambda: kvbm.Pool.from_trtllm(LAYERS[0][0, 0], num_kv_heads=4, tokens_per_block=8), "at least 4 dimensions"),
         (lambda: kvbm.Pool.from_trtllm(LAYERS[0], num_kv_heads=5, tokens_per_block=8), "multiple of num_kv_heads"),
         (

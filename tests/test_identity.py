@@ -165,6 +165,101 @@ def test_ambiguous_examples() -> None:
     assert names(identity.ambiguous(small, shape, 2)) == [[["outer"], ["inner"]]], "two blocks, K and V"
 
 
+# ---- planes --------------------------------------------------------------------------------------------------------
+
+PLANAR = [layout for layout in DISTINCT if layout.planes]
+PLANAR_SHAPES = (
+    "nl=5,no=1,nh=1,nt=4,hd=576",
+    "nl=2,no=1,nh=1,nt=4,hd=512",
+    "nl=5,no=1,nh=1,nt=4,hd=128",
+    "nl=5,no=2,nh=2,nt=4,hd=128",
+    "nl=2,no=2,nh=2,nt=128,hd=128",
+)
+
+
+def records(**texts: str) -> list[kvbm.Layout]:
+    planes = "planes: {x: {order: %s, dtype: uint8}, y: {order: %s, dtype: %s}}\naxes: {s: hd//8}\n"
+    return [
+        spec.parse(
+            f'order: "{text.partition("; ")[0]}"\n' + planes % tuple(text.partition("; ")[2].split("; ")), name=name
+        )
+        for name, text in texts.items()
+    ]
+
+
+def test_planes_with_the_same_addresses() -> None:
+    shape = kvbm.load_shape("nl=3,no=2,nh=4,nt=4,hd=16")
+    layouts = records(
+        one="[l] b o h t <x y>; d; s; uint8",
+        split="[l] b o h/2 h%2 t <x y>; d/8 d%8; s; uint8",
+        other_dtype="[l] b o h t <x y>; d; s; int8",
+        turned="[l] b o h t <y x>; d; s; uint8",
+        planes="[l] b o h <x y>; t d; t s; uint8",
+    )
+    assert len({layout.fingerprint for layout in layouts}) == len(layouts)
+    assert names(identity.same_addresses(layouts, shape, 3)) == [[["one"], ["split"]]]
+    one_token = kvbm.load_shape("nl=3,no=2,nh=4,nt=1,hd=16")
+    assert names(identity.same_addresses(layouts, one_token, 3)) == [[["one"], ["split"], ["planes"]]]
+    again = spec.parse(Path(spec.layouts_dir(), "vllm", "fp8_ds_mla.yaml").read_text(encoding="utf-8"), name="again")
+    assert [[x.name for x in group] for group in identity.aliases([again, *layouts, kvbm.load("vllm/fp8_ds_mla")])] == [
+        ["again", "vllm/fp8_ds_mla"]
+    ]
+
+
+def test_planes_that_nothing_tells_apart() -> None:
+    shape = kvbm.load_shape("nl=3,no=2,nh=4,nt=4,hd=16,dtype=uint8")
+    layouts = records(
+        tokens="[l] b t <x y>; o h d; o h s; uint8",
+        pages="[l] b <x y>; t o h d; t o h s; uint8",
+        heads="[l] b h <x y>; t o d; t o s; float8_e4m3fn",
+        layers="[b] l <x y>; t o h d; t o h s; uint8",
+        apart="[<x y> l] b; t o h d; t o h s; uint8",
+        apart_too="[<x y> l] b; t h o d; t h o s; uint8",
+    )
+    assert names(identity.ambiguous(layouts, shape, 5)) == [[["tokens"], ["pages"], ["heads"]]]
+    swapped = kvbm.load_shape("nl=3,no=2,nh=2,nt=4,hd=16,dtype=uint8")
+    assert names(identity.ambiguous(layouts, swapped, 5)) == [
+        [["apart"], ["apart_too"]],
+        [["tokens"], ["pages"], ["heads"]],
+    ]
+    # An array of elements of one byte, as many as the records have bytes, is taken for either.
+    latent = kvbm.load_shape("nl=3,no=1,nh=1,nt=4,hd=576,dtype=float8_e4m3fn")
+    both = [kvbm.load("vllm/mla"), kvbm.load("record/mla_joined")]
+    assert names(identity.ambiguous(both, latent, 5)) == [[["vllm/mla"], ["record/mla_joined"]]]
+    assert identity.ambiguous(both, kvbm.load_shape("nl=3,no=1,nh=1,nt=4,hd=576"), 5) == [], "two bytes are no byte"
+
+
+@pytest.mark.parametrize("text", PLANAR_SHAPES)
+def test_ambiguous_law_of_planes(text: str) -> None:
+    """What one pool's arrays are taken for, in either direction, is ambiguous or equal; and nothing else is."""
+    shape = kvbm.load_shape(text)
+    pools = {}
+    for layout in DISTINCT:
+        try:
+            pools[layout.fingerprint] = kvbm.Pool.allocate(layout, shape, 3)
+        except kvbm.LayoutError:
+            continue
+    blind = paired(identity.ambiguous(DISTINCT, shape, 3))
+    equal = paired(identity.same_addresses(DISTINCT, shape, 3))
+    legal = [layout for layout in PLANAR if layout.fingerprint in pools]
+    assert len(legal) > 5 and not blind & equal
+    taken = set()
+    for one in legal:
+        for other in DISTINCT:
+            if other is one or other.fingerprint not in pools:
+                continue
+            for takes, source in ((one, other), (other, one)):
+                try:
+                    kvbm.Pool(takes, shape, list(pools[source.fingerprint].arrays))
+                except (kvbm.BindError, kvbm.DTypeError):
+                    continue
+                taken.add(frozenset((one.fingerprint, other.fingerprint)))
+    mine = {layout.fingerprint for layout in legal}
+    assert taken <= blind | equal
+    assert {pair for pair in blind if pair & mine} <= taken
+    assert any(pair & mine for pair in blind)
+
+
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 

@@ -166,3 +166,98 @@ def test_the_code_is_what_is_described() -> None:
     for name in ("nb", "nl", "no", "nh", "nt", "hd", "es"):
         Expression(name)
         assert name in said
+
+
+# ---- planes --------------------------------------------------------------------------------------------------------
+
+PLANES = """order: "[l] b t <data scale>"
+axes: {s: hd//32}
+planes:
+  data: {order: d, dtype: float8_e4m3fn}
+  scale: {order: {k: s%4 s/4, v: s%4 s/4}, dtype: float8_e8m0fnu, offset: nt*hd B, pitch: {s/4: 4 B}, shared: h}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "good"),
+    [
+        ("", "", True),
+        ("l] b t <data scale>", "l] b t <  data   scale >", True),
+        ("[l] b t <data scale>", "[<data scale> l] b t", True),
+        ("[l] b t <data scale>", "[l <data scale>] b t", True),
+        ("<data scale>", "<data scale> ", True),
+        ("order: d,", "", True),
+        ("order: d,", "order: ,", True),
+        ("order: d,", "order: '',", True),
+        ("order: d,", "order: '[] d/16B o d%16B',", True),
+        ("offset: nt*hd B", "offset: 0", True),
+        ("offset: nt*hd B", "offset: 0 B", True),
+        ("dtype: float8_e8m0fnu", "dtype: int4", True),
+        ("shared: h", "shared: ", True),
+        ("shared: h", "shared: t h", True),
+        ("<data scale>", "<data, scale>", False),
+        ("<data scale>", "<data scale", False),
+        ("<data scale>", "<data>", False),
+        ("<data scale>", "<>", False),
+        ("<data scale>", "<data Scale>", False),
+        ("<data scale>", "<data scale> o", False),
+        ("<data scale>", "<data scale> <data scale>", False),
+        ("order: d,", "order: b d,", False),
+        ("order: d,", "order: '[o] d',", False),
+        ("order: d,", "order: d o d,", False),
+        ("order: d,", "order: d/2,x,", False),
+        ("order: d,", "order: q d,", None),
+        ("order: d,", "order: 8,", False),
+        ("order: d,", "ordre: d,", False),
+        ("dtype: float8_e8m0fnu", "dtype: float7", False),
+        ("offset: nt*hd B", "offset: -1", False),
+        ("offset: nt*hd B", "offset: 1.5", False),
+        ("shared: h", "shared: d", False),
+        ("shared: h", "shared: b", False),
+        ("shared: h", "shared: [h]", False),
+        ("{order: d, dtype: float8_e4m3fn}", "float8_e4m3fn", False),
+        ("{s/4: 4 B}", "{s/4: 4.5}", False),
+        ("  data: {order: d, dtype: float8_e4m3fn}\n", "", False),
+    ],
+)  # fmt: skip
+def test_planes(old: str, new: str, good: bool | None) -> None:
+    """What the parser says (None: only it can see that), the schema says too."""
+    assert old in PLANES
+    text = PLANES.replace(old, new)
+    if re.search(r"\[[^]]*<", text):  # planes in arrays of their own start there
+        text = text.replace("offset: nt*hd B, ", "")
+    try:
+        spec.parse(text)
+        taken = True
+    except kvbm.SpecError:
+        taken = False
+    assert taken is bool(good), text
+    assert (refused("layout", text) == []) is (taken or good is None)
+
+
+NAMES = st.sampled_from(["a", "bb", "tbt", "scale", "d_8", "b", "o"])
+
+
+@given(
+    st.lists(NAMES, min_size=2, max_size=3),
+    st.text("lohtd /%()[]{}816", max_size=12),
+    st.lists(st.text("bohtds /%()[]{}8B16", max_size=8), min_size=3, max_size=3),
+    st.booleans(),
+)
+@settings(max_examples=1500)
+def test_planes_that_the_parser_takes(planes: list[str], text: str, orders: list[str], apart: bool) -> None:
+    """Letters in the names of planes are no axes, whatever stands around them."""
+    names = f"<{' '.join(planes)}>"
+    declared = {"order": f"[l {names}] b {text}" if apart else f"b {text} {names}"}
+    own = {name: {"order": order} for name, order in zip(planes, orders, strict=False)}
+    text = json.dumps({**declared, "axes": {"s": "hd//8"}, "planes": own})
+    try:
+        spec.parse(text)
+    except kvbm.SpecError:
+        return
+    assert refused("layout", text) == [], text
+
+
+def test_planes_are_what_is_described() -> None:
+    said = schema.layout_schema()["properties"]["planes"]["additionalProperties"]["properties"]
+    assert tuple(said) == spec.PLANE_KEYS and said["dtype"]["enum"] == list(kvbm.shapes.ITEMSIZE)

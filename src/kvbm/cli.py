@@ -165,6 +165,8 @@ def _print_layouts(found: Sequence[Layout]) -> None:
         for layout in folder:
             orders = [str(order) for order in layout.orders]
             order = Text(orders[0] if len(orders) == 1 else f"k: {orders[0]}\nv: {orders[1]}")
+            for plane in layout.planes:
+                order.append(f"\n  {plane}")
             about = (order, Text(layout.title)) if wide else (order.append(f"\n{layout.title}", "dim"),)
             table.add_row(layout.name, *about, layout.fingerprint)
         table.add_section()
@@ -297,6 +299,9 @@ def _mistaken(
     names: dict[BlockShape, str] = {}  # some presets have equal sizes: once is enough
     for name, shape in wanted or [(name, load_shape(name)) for name in shape_names()]:
         names.setdefault(shape, name)
+    for layout in mine if not wanted else ():
+        if not any(_is_legal(layout, shape) for shape in names) and (example := spec.example_shape(layout)):
+            names.setdefault(load_shape(example), example)
     layouts = list({layout.fingerprint: layout for layout in reversed([*known, *mine])}.values())[::-1]
     found: dict[str, dict[str, list[str]]] = {layout.fingerprint: {} for layout in mine}
     for shape, shape_name in names.items():
@@ -343,10 +348,15 @@ def _check_legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) ->
     """Yield notes. Raises where the layout is illegal for a wanted shape, or for every shipped one that fits."""
     for _, shape in wanted:
         layout.resolve(shape, 1024)
-    present = {axis for order in layout.orders for term in order.terms for axis in term.axes}
-    absent = [axis for axis in AXES if axis not in present]
+    absent = [axis for axis in AXES if axis not in layout.present]
     shipped = [(name, load_shape(name)) for name in shape_names()]
     fitting = [(name, shape) for name, shape in shipped if all(shape.sizes.get(axis) == 1 for axis in absent)]
+    example = spec.example_shape(layout)
+    if example is not None and not any(_is_legal(layout, shape) for _, shape in fitting):
+        # Shipped shapes are of models; an indexer's keys and some latents have other sizes.
+        if not wanted:
+            yield f"one-to-one at {load_shape(example)}, which is no shipped shape"
+        return
     if not fitting:
         if not wanted:
             yield f"no shipped shape fits (it has no axis {', '.join(map(repr, absent))}): give one with --shape"
@@ -365,6 +375,14 @@ def _check_legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) ->
     yield f"one-to-one at {legal} of {len(fitting)} shipped shapes"
     for reason, names in reasons.items():
         yield f"not at {', '.join(names)}: {reason}"
+
+
+def _is_legal(layout: Layout, shape: BlockShape) -> bool:
+    try:
+        layout.resolve(shape, 1024)
+    except LayoutError:
+        return False
+    return True
 
 
 @main.command()
@@ -502,13 +520,13 @@ def convert(
     stored = store.read(source)
     src = stored.pool(_source_layout(stored, src_name), load_shape(shape_text) if shape_text else None, num_blocks)
     dst_layout = spec.load(dst_name)
-    step = min(max(1, _CHUNK_BYTES // src.shape.nbytes), src.num_blocks)
+    step = min(max(1, _CHUNK_BYTES // src.resolved.block_bytes), src.num_blocks)
     move = _on_host if device == "cpu" else _OnDevice(int(match[1] or 0), src, dst_layout, step)
     start = time.perf_counter()
     with store.create(target, dst_layout, src.shape, src.num_blocks, force=force) as dst:
         _in_steps(f"{src.layout.name} → {dst_layout.name}", src, dst, step, move)
     seconds = time.perf_counter() - start
-    nbytes = src.num_blocks * src.shape.nbytes
+    nbytes = src.num_blocks * src.resolved.block_bytes
     click.echo(
         f"{source} ({src.layout.name}) → {target} ({dst_layout.name}): {src.num_blocks:,} blocks, "
         f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.2f} GB/s, on {device}"
@@ -539,11 +557,11 @@ def _in_steps(title: str, src: Pool, dst: Pool, step: int, move: _Move) -> None:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=src.num_blocks * src.shape.nbytes)
+        task = progress.add_task(title, total=src.num_blocks * src.resolved.block_bytes)
         for first in range(0, src.num_blocks, step):
             ids = range(first, min(first + step, src.num_blocks))
             move(src, dst, ids)
-            progress.advance(task, len(ids) * src.shape.nbytes)
+            progress.advance(task, len(ids) * src.resolved.block_bytes)
 
 
 def _on_host(src: Pool, dst: Pool, ids: range) -> None:

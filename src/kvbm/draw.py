@@ -6,8 +6,10 @@ Lines are built as text that reads without colour; colour only repeats what the 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -23,10 +25,23 @@ if TYPE_CHECKING:
 
     from .shapes import BlockShape
 
-__all__ = ["address_lines", "index_label", "meaning", "runs", "show", "size_text"]
+__all__ = [
+    "RecordRun",
+    "address_lines",
+    "index_label",
+    "levels",
+    "meaning",
+    "plane_lines",
+    "record_runs",
+    "runs",
+    "shared_levels",
+    "show",
+    "size_text",
+]
 
 _MAX_WIDTH = 120
 _K, _V, _DIM, _AXIS, _PAD = "cyan", "magenta", "dim", "bold", "yellow"
+_PLANES = ("green", "blue", "red", "bright_black")
 
 
 @dataclass(frozen=True)
@@ -75,7 +90,10 @@ def show(console: Console, resolved: Resolved, shape_text: str | None = None) ->
     drawing.facts(shape_text)
     drawing.axes()
     drawing.table()
-    for half in drawing.halves:
+    if resolved.record:
+        drawing.nest_records()
+        drawing.strip_records()
+    for half in drawing.halves if not resolved.record else ():
         drawing.nest(half)
         drawing.strip(half)
     drawing.together()
@@ -83,18 +101,21 @@ def show(console: Console, resolved: Resolved, shape_text: str | None = None) ->
 
 @dataclass(frozen=True)
 class _Half:
-    """What is drawn once: all allocations where they are alike, or K's and V's where their orders differ."""
+    """What is drawn once: all allocations where they are alike, K's and V's where their orders differ, a plane's."""
 
     o: int | None
     pieces: tuple[Piece, ...]  # inside an allocation, slowest first
+    held: tuple[int, ...]  # bytes that one step of each piece holds: its stride less its padding
+    part: Resolved
+    shared: int = 0  # of the pieces, those that all planes of a record share
 
     @property
     def name(self) -> str:
-        return "" if self.o is None else "KV"[self.o]
+        return " ".join(filter(None, (self.part.plane, "" if self.o is None else "KV"[self.o])))
 
     @property
     def nbytes(self) -> int:
-        return self.pieces[0].stride * self.pieces[0].extent if self.pieces else 0
+        return self.pieces[0].stride * self.pieces[0].extent if self.pieces else self.part.shape.itemsize
 
 
 class _Drawing:
@@ -104,14 +125,14 @@ class _Drawing:
         self.shape: BlockShape = resolved.shape
         self.glyphs = _ASCII if console.options.ascii_only else _UNICODE
         self.width = max(40, min(console.width, _MAX_WIDTH))
-        self.outer = tuple(piece for piece in reversed(resolved.pieces(0)) if piece.table)
-        self.halves = [
-            _Half(
-                o if len(resolved.orders) == 2 else None,
-                tuple(piece for piece in reversed(resolved.pieces(o)) if not piece.table),
-            )
-            for o in range(len(resolved.orders))
-        ]
+        self.outer = tuple(piece for piece in reversed(resolved.planes[0].pieces(0)) if piece.table)
+        self.halves = []
+        for part in resolved.planes:
+            for o in range(len(part.orders)):
+                steps = levels(resolved, part, o)
+                pieces, held = tuple(piece for piece, _ in steps), tuple(holds for _, holds in steps)
+                shared = shared_levels(resolved)
+                self.halves.append(_Half(o if len(part.orders) == 2 else None, pieces, held, part, shared))
 
     # ---- the head ---------------------------------------------------------------------------------------------------
 
@@ -122,6 +143,7 @@ class _Drawing:
         facts = [("title", layout.title)] if layout.title else []
         names = ("order",) if len(layout.orders) == 1 else ("order of K", "order of V")
         facts += [(name, str(order)) for name, order in zip(names, layout.orders, strict=True)]
+        facts += plane_lines(resolved)
         for term, pitch in layout.pitch:
             facts.append((f"pitch of {term}", pitch.expression.text + (" B" if pitch.in_bytes else " elements")))
         facts += [(f"axis {axis}", f"{text} = {resolved.sizes[axis]:,}") for axis, text in layout.axes.items()]
@@ -129,7 +151,7 @@ class _Drawing:
         if layout.used_by:
             facts.append(("used by", ", ".join(layout.used_by)))
         facts.append(("shape", f"{shape_text}: {sizes}" if shape_text and "=" not in shape_text else sizes))
-        facts.append(("one block", f"{size_text(shape.nbytes)}{self.padding_text()}"))
+        facts.append(("one block", f"{size_text(resolved.block_bytes)}{self.padding_text()}"))
         facts.append(("pool", f"{_count(resolved.num_blocks, 'block')} in {self.allocations_text()}"))
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style=_DIM)
@@ -139,21 +161,15 @@ class _Drawing:
         self.console.print(grid, width=self.width)
 
     def padding_text(self) -> str:
-        used = self.resolved.num_blocks * self.shape.nbytes
-        padding = self.total() - used
-        return f", and {padding * 100 / self.total():.1f} % of the pool is padding" if padding else ""
+        total = self.resolved.nbytes
+        padding = total - self.resolved.num_blocks * self.resolved.block_bytes
+        return f", and {padding * 100 / total:.1f} % of the pool is padding" if padding else ""
 
     def allocations_text(self) -> str:
         count = self.resolved.table_size
-        sizes = sorted({size_text(half.nbytes) for half in self.halves})
+        sizes = dict.fromkeys(size_text(half.nbytes) for half in self.halves)
         each = f" of {' or '.join(sizes)}" if count > 1 else ""
-        return f"{_count(count, 'allocation')}{each}, {size_text(self.total())}"
-
-    def total(self) -> int:
-        count = self.resolved.table_size
-        if len(self.halves) == 2 and any(piece.term.axes == ("o",) for piece in self.outer):
-            return sum(half.nbytes for half in self.halves) * count // 2
-        return self.halves[0].nbytes * count
+        return f"{_count(count, 'allocation')}{each}, {size_text(self.resolved.nbytes)}"
 
     # ---- axes and the address ---------------------------------------------------------------------------------------
 
@@ -163,13 +179,16 @@ class _Drawing:
         for piece in self.outer:
             step = f"{_count(piece.table, 'allocation')} on"
             rows.append((str(piece.term), meaning(piece), f"{piece.extent:,}", step, ""))
-        for half in self.halves:
-            held = self.held(half.pieces)
-            for piece, holds in zip(half.pieces, held, strict=True):
-                text = f"{half.name}  {piece.term}" if half.name else str(piece.term)
+        for number, half in enumerate(self.halves):
+            for place, (piece, holds) in enumerate(zip(half.pieces, half.held, strict=True)):
+                is_shared = place < half.shared
+                if is_shared and number:
+                    continue
+                text = f"{half.name}  {piece.term}" if half.name and not is_shared else str(piece.term)
                 step = f"{piece.stride:,} B on"
                 padded = piece.stride != holds and piece.extent > 1
-                padding = f"{size_text(piece.stride - holds)} padding" if padded else ""
+                between = "between" if self.resolved.record and not is_shared else "padding"
+                padding = f"{size_text(piece.stride - holds)} {between}" if padded else ""
                 rows.append((text, meaning(piece), f"{piece.extent:,}", step, padding))
         table = Table(box=None, padding=(0, 2), show_header=True, header_style=_DIM)
         table.add_column("  axis", style=_AXIS)
@@ -186,13 +205,8 @@ class _Drawing:
 
     def address(self, half: _Half) -> None:
         """Print the address form of the language, with this layout's numbers in it."""
-        for line in address_lines(self.resolved, half.o or 0, self.width - 2):
+        for line in address_lines(half.part, half.o or 0, self.width - 2):
             self.line(Text(f"  {line}"))
-
-    def held(self, pieces: Sequence[Piece]) -> list[int]:
-        """Bytes that one step of each piece holds: its stride less its padding."""
-        inner = [piece.stride * piece.extent for piece in pieces[1:]]
-        return [*inner, self.shape.itemsize][: len(pieces)]
 
     # ---- the table of allocations -----------------------------------------------------------------------------------
 
@@ -200,8 +214,10 @@ class _Drawing:
         """Draw the first allocations, and the last, as boxes beside each other."""
         self.head("Allocations")
         count = self.resolved.table_size
-        last = self.cell(count - 1)
-        inner = max(len(line) for line in (*last[0], *self.cell(0)[0])) + 2
+        ends = [
+            entry for part in self.resolved.planes for entry in (part.bases[0][1], part.bases[0][1] - 1) if entry > 0
+        ]
+        inner = max(len(line) for entry in (0, count - 1, *ends) for line in self.cell(entry)[0]) + 2
         fitting = max(1, (self.width - 2) // (inner + 3))
         indices: list[int | None] = list(range(count)) if count <= fitting else []
         if not indices:
@@ -226,8 +242,18 @@ class _Drawing:
             self.line(row)
 
     def cell(self, index: int) -> tuple[tuple[str, str], str]:
+        if self.resolved.apart:
+            for number, part in enumerate(self.resolved.parts):
+                at = {piece: (index - part.bases[0][1]) // piece.table % piece.extent for piece in self.outer}
+                if index == part.bases[0][1] + sum(step * piece.table for piece, step in at.items()):
+                    label = " ".join([part.plane, *(index_label(piece, at[piece]) for piece in self.outer)])
+                    size = part.kinds[0].nbytes
+                    return (label, size_text(size)), _PLANES[number % len(_PLANES)]
+        return self.plain_cell(index)
+
+    def plain_cell(self, index: int) -> tuple[tuple[str, str], str]:
         at = {str(piece.term): index // piece.table % piece.extent for piece in self.outer}
-        half = self.halves[min(at.get("o", 0), len(self.halves) - 1)]
+        half = self.halves[0 if self.resolved.parts else min(at.get("o", 0), len(self.halves) - 1)]
         label = " ".join(index_label(piece, at[str(piece.term)]) for piece in self.outer) or "the pool"
         return (label, size_text(half.nbytes)), {0: _K, 1: _V}.get(at.get("o", -1), "")
 
@@ -235,19 +261,112 @@ class _Drawing:
 
     def nest(self, half: _Half) -> None:
         """Axes as boxes in boxes: each shows its first member opened up, and the others by their labels."""
-        what = "of K" if half.o == 0 else "of V" if half.o == 1 else "alike"
+        what = " of ".join(filter(None, ("of " + "KV"[half.o] if half.o is not None else "", half.part.plane)))
         count = self.resolved.table_size
         title = "Inside the allocation" if count == 1 else "Inside an allocation (all are alike)"
-        if half.o is not None:
+        if half.part.plane:
+            title = f"Inside an array of {' of '.join(filter(None, (half.part.plane, 'KV'[half.o] if half.o is not None else '')))}"
+            title += f", {half.part.shape.dtype}"
+        elif half.o is not None:
             title = f"Inside an allocation {what}" if count > 1 else f"Inside the allocation, the half {what}"
         self.head(title)
-        pieces = [p for p in half.pieces if p.extent > 1] or list(half.pieces[-1:])
+        steps = [step for step in zip(half.pieces, half.held, strict=True) if step[0].extent > 1]
+        steps = steps or list(zip(half.pieces[-1:], half.held[-1:], strict=True))
+        pieces, held = [piece for piece, _ in steps], [holds for _, holds in steps]
         style = _V if half.o == 1 else _K if half.o == 0 else ""
-        for line in self.level(pieces, self.held(pieces), "", half.nbytes, self.width - 2, style, half.o or 0):
+        if half.part.plane:
+            style = self.plane_style(half.part)
+        lines = self.level(pieces, held, "", half.nbytes, self.width - 2, style, half.o or 0, half.part.shape.itemsize)
+        for line in lines:
             self.line(Text("  ").append_text(line))
 
+    def plane_style(self, part: Resolved) -> str:
+        return _PLANES[[other.plane for other in self.resolved.parts].index(part.plane) % len(_PLANES)]
+
+    # ---- records ----------------------------------------------------------------------------------------------------
+
+    def nest_records(self) -> None:
+        """What planes share as boxes in boxes, and in the innermost a record: a line or a box a plane."""
+        count = self.resolved.table_size
+        self.head("Inside the allocation" if count == 1 else "Inside an allocation (all are alike)")
+        half = self.halves[0]
+        steps = list(zip(half.pieces[: half.shared], half.held[: half.shared], strict=True))
+        nbytes = steps[0][0].stride * steps[0][0].extent if steps else self.resolved.record
+        for line in self.around([step for step in steps if step[0].extent > 1], "", nbytes, self.width - 2):
+            self.line(Text("  ").append_text(line))
+
+    def around(self, steps: Sequence[tuple[Piece, int]], label: str, nbytes: int, width: int) -> list[Text]:
+        g = self.glyphs
+        if not steps:
+            title = f"{label} {g.horizontal} the planes" if label else "the planes"
+            return self.boxed(title, size_text(nbytes), self.plane_content(width - 4), width)
+        piece, holds = steps[0]
+        title = f"{label} {g.horizontal} " if label else ""
+        title += f"{piece.term} {meaning(piece)} {piece.extent:,} {g.times} {size_text(piece.stride)}"
+        content = self.around(steps[1:], index_label(piece, 0), holds, width - 4)
+        if piece.stride > holds:
+            content.append(self.hatched(piece.stride - holds, "of padding", width - 4))
+        return self.boxed(title, size_text(nbytes), [*content, self.others(piece, 0)], width)
+
+    def hatched(self, nbytes: int, what: str, room: int) -> Text:
+        line = Text(f"{self.glyphs.hatch * 2} {size_text(nbytes)} {what} ", _PAD)
+        return line.append(self.glyphs.hatch * max(0, room - len(line)), _PAD)
+
+    def plane_content(self, room: int) -> list[Text]:
+        content: list[Text] = []
+        wide = max(len(half.name) for half in self.halves)
+        for half in self.halves:
+            part, style = half.part, self.plane_style(half.part)
+            own = zip(half.pieces[half.shared :], half.held[half.shared :], strict=True)
+            steps = [step for step in own if step[0].extent > 1]
+            start = Text(f"{half.name:<{wide}} ", style).append(
+                f"{part.shape.dtype} from byte {part.bases[0][0]:,} on", _DIM
+            )
+            if not steps:
+                content.append(start.append(f": one of {part.shape.itemsize} B", _DIM))
+                continue
+            content.append(start)
+            pieces, held = [piece for piece, _ in steps], [holds for _, holds in steps]
+            if len(steps) == 1:
+                content.append(self.bar(pieces[0], room, style, part.shape.itemsize))
+            else:
+                nbytes = pieces[0].stride * pieces[0].extent
+                content += self.level(pieces, held, "", nbytes, room, style, half.o or 0, part.shape.itemsize)
+        return content
+
+    def strip_records(self) -> None:
+        """Draw the first bytes in a line, one cell a run of a plane."""
+        first, more, last = record_runs(self.resolved, 0, 12, 12)
+        half = self.halves[0]
+        around = [piece for piece in half.pieces[: half.shared] if piece.extent > 1][-1:]
+        cells: list[tuple[int, str, str, bool]] = []
+        for turn in range(min(around[0].extent, 12) if around else 1):
+            base = turn * around[0].stride if around else 0
+            end = base
+            for run in [*first, *([] if more else last)]:
+                if base + run.start > end:
+                    cells.append((end, "pad", _PAD, True))
+                name = self.resolved.parts[run.plane].plane
+                label = f"{index_label(around[0], turn)} {name}" if around else name
+                cells.append((base + run.start, label, _PLANES[run.plane % len(_PLANES)], False))
+                end = base + run.start + run.nbytes
+            if more:
+                break
+            if end < base + self.resolved.record:
+                cells.append((end, "pad", _PAD, True))
+        self.head("Its first bytes, in runs of planes", blank=False)
+        self.cells_in_a_line(cells)
+
     def level(
-        self, pieces: Sequence[Piece], held: Sequence[int], label: str, nbytes: int, width: int, style: str, first: int
+        self,
+        pieces: Sequence[Piece],
+        held: Sequence[int],
+        label: str,
+        nbytes: int,
+        width: int,
+        style: str,
+        first: int,
+        itemsize: int,
     ) -> list[Text]:
         """One box: `pieces[0]` counted out inside it.  `nbytes` is the room it takes, `first` the K or V to open."""
         g = self.glyphs
@@ -258,7 +377,7 @@ class _Drawing:
         room = width - 4
         opened = first if piece.term.axes == ("o",) else 0
         if len(pieces) == 1:
-            content.append(self.bar(piece, room, style))
+            content.append(self.bar(piece, room, style, itemsize))
         elif len(pieces) == 2:
             indices = list(range(piece.extent)) if piece.extent <= 4 else [0, 1, None, piece.extent - 1]
             size = max(len(index_label(piece, i)) for i in indices if i is not None)
@@ -270,22 +389,23 @@ class _Drawing:
                     continue
                 own = _style_of(piece, index) or style
                 row = Text(f"{index_label(piece, index):>{size}} ", _DIM)
-                row.append_text(self.bar(pieces[1], room - size - 1 - len(hatch), own)).append(hatch, _PAD)
+                row.append_text(self.bar(pieces[1], room - size - 1 - len(hatch), own, itemsize)).append(hatch, _PAD)
                 content.append(row)
         else:
             own = _style_of(piece, opened) or style
-            child = self.level(pieces[1:], held[1:], index_label(piece, opened), holds, room, own, first)
+            child = self.level(pieces[1:], held[1:], index_label(piece, opened), holds, room, own, first, itemsize)
             if piece.stride > holds:
-                text = f" {size_text(piece.stride - holds)} of padding "
-                line = Text(f"{g.hatch * 2}{text}", _PAD)
-                line.append(g.hatch * max(0, room - len(line)), _PAD)
-                child.append(line)
+                child.append(self.hatched(piece.stride - holds, "of padding", room))
             content += child
-            others = [index_label(piece, i) for i in range(min(piece.extent, 4)) if i != opened]
-            if piece.extent > 4:
-                others = [index_label(piece, 1), g.dots, index_label(piece, piece.extent - 1)]
-            content.append(Text("  " + " ".join(others), _style_of(piece, 1) if piece.extent == 2 else _DIM))
+            content.append(self.others(piece, opened))
         return self.boxed(title, size_text(nbytes), content, width)
+
+    def others(self, piece: Piece, opened: int) -> Text:
+        """The members that are not opened up, by their labels."""
+        others = [index_label(piece, i) for i in range(min(piece.extent, 4)) if i != opened]
+        if piece.extent > 4:
+            others = [index_label(piece, 1), self.glyphs.dots, index_label(piece, piece.extent - 1)]
+        return Text("  " + " ".join(others), _style_of(piece, 1) if piece.extent == 2 else _DIM)
 
     def boxed(self, title: str, right: str, content: Iterable[Text], width: int) -> list[Text]:
         g = self.glyphs
@@ -303,10 +423,10 @@ class _Drawing:
         lines.append(Text(g.corners[2] + g.horizontal * (width - 2) + g.corners[3]))
         return lines
 
-    def bar(self, piece: Piece, width: int, style: str) -> Text:
+    def bar(self, piece: Piece, width: int, style: str, itemsize: int) -> Text:
         """Draw the innermost axis, element by element: ``[d 0 1 2 … 127] 256 B``."""
         g = self.glyphs
-        gap = piece.stride - self.shape.itemsize
+        gap = piece.stride - itemsize
         size = f" {size_text(piece.stride * piece.extent)}" + (f", {gap} B padding after each" if gap else "")
         room = width - len(size) - 2
         last = f"{g.dots} {piece.extent - 1}"
@@ -314,7 +434,7 @@ class _Drawing:
             name = f"{piece.term}: {piece.extent:,} elements, their order is not promised"
             name = name if len(name) <= room else f"{piece.term}: order not promised"
             return Text("[").append(f"{name[:room]:^{room}}", style).append("]").append(size, _DIM)
-        text = f"{piece.term}"
+        text = f"{piece.term}/{piece.divisor}" if piece.divisor > 1 and not piece.term.steps else f"{piece.term}"
         for index in range(piece.extent):
             more = f" {index}"
             whole = sum(len(str(i)) + 1 for i in range(index, piece.extent)) if piece.extent - index < 40 else room
@@ -334,10 +454,16 @@ class _Drawing:
         pieces = [p for p in half.pieces if p.extent > 1]
         if len(pieces) < 2:
             return
+        length = pieces[-1].stride * pieces[-1].extent
+        self.head(f"Its first bytes, in runs of {pieces[-1].term}: {size_text(length)} each", blank=False)
+        self.cells_in_a_line(self.cells(pieces, half))
+
+    def cells_in_a_line(self, cells: Iterable[tuple[int, str, str, bool]]) -> None:
+        """As many cells as fit, each over the byte that it begins at."""
         g = self.glyphs
         shown: list[tuple[int, str, str, bool]] = []
         used = 2
-        for start, label, style, is_padding in self.cells(pieces, half):
+        for start, label, style, is_padding in cells:
             wide = max(len(label), len(f"{start:,}")) + 2
             if used + wide + 1 + len(" bytes") > self.width:
                 break
@@ -355,15 +481,13 @@ class _Drawing:
         rows[1].append(f"{g.vertical} {g.dots}")
         rows[2].append(g.tees[1] + g.horizontal)
         rows[3].append("bytes", _DIM)
-        length = pieces[-1].stride * pieces[-1].extent
-        self.head(f"Its first bytes, in runs of {pieces[-1].term}: {size_text(length)} each", blank=False)
         for row in rows:
             row.rstrip()
             self.line(row)
 
     def cells(self, pieces: Sequence[Piece], half: _Half) -> Iterator[tuple[int, str, str, bool]]:
         """(byte, label, style, is padding) of the first runs, in the order of their addresses."""
-        outer, itemsize = list(pieces[:-1]), self.shape.itemsize
+        outer, itemsize = list(pieces[:-1]), half.part.shape.itemsize
         base = 0
         if half.o is not None:  # K and V may share the allocation: begin where this half does
             base = sum(half.o * piece.stride for piece in outer if piece.term.axes == ("o",))
@@ -406,7 +530,10 @@ class _Drawing:
         table.add_column("bytes", justify="right")
         table.add_column("runs", justify="right")
         for name, fixed in wholes:
-            nbytes = self.shape.nbytes // math.prod(self.shape.sizes[axis] for axis in fixed)
+            nbytes = 0
+            for part in self.resolved.planes:
+                held = math.prod(part.extents.values()) // part.shape.pack * part.shape.itemsize
+                nbytes += held // math.prod(part.extents.get(axis, 1) for axis in fixed)
             table.add_row(f"  {name}", size_text(nbytes), runs(self.resolved, fixed, self.glyphs.times))
         self.console.print(table, width=self.width)
 
@@ -431,10 +558,14 @@ def address_lines(resolved: Resolved, o: int, width: int) -> list[str]:
         return name if step == 1 else f"{name}*{step}"
 
     steps = [piece for piece in reversed(resolved.pieces(o)) if piece.extent > 1]
-    index = " + ".join(factor(piece, piece.table) for piece in steps if piece.table) or "0"
-    prefix = f"address of {'KV'[o]} = " if len(resolved.orders) == 2 else "address = "
+    offset, entry = resolved.bases[min(o, len(resolved.orders) - 1)]
+    picked = [str(entry)] if entry else []
+    index = " + ".join([*picked, *(factor(piece, piece.table) for piece in steps if piece.table)]) or "0"
+    of = " of ".join(filter(None, (resolved.plane, "KV"[o] if len(resolved.orders) == 2 else "")))
+    prefix = f"address of {of} = " if of else "address = "
     lines = [f"{prefix}table[{index}]"]
-    for term in (factor(piece, piece.stride) for piece in steps if not piece.table):
+    terms = [factor(piece, piece.stride) for piece in steps if not piece.table]
+    for term in [*terms, str(offset)] if offset else terms:
         if len(lines[-1]) + len(term) + 3 > width:
             lines.append(" " * (len(prefix) - 2))
         lines[-1] += f" + {term}"
@@ -443,6 +574,12 @@ def address_lines(resolved: Resolved, o: int, width: int) -> list[str]:
 
 def runs(resolved: Resolved, fixed: Sequence[str], times: str = "×") -> str:
     """Contiguous runs of a block with the `fixed` axes held: ``160 × 4 KiB``; K's and V's apart where they differ."""
+    if resolved.parts:
+        return _runs_of_planes(resolved, fixed, times)
+    return _runs_of(resolved, fixed, times, resolved.shape.itemsize)
+
+
+def _runs_of(resolved: Resolved, fixed: Sequence[str], times: str, itemsize: int) -> str:
     parts = []
     halves = range(len(resolved.orders)) if "o" not in fixed else range(1)
     for o in halves:
@@ -452,7 +589,7 @@ def runs(resolved: Resolved, fixed: Sequence[str], times: str = "×") -> str:
         pieces = [p for p in pieces if not set(p.term.axes) & set(fixed)]
         if len(resolved.orders) == 2:
             pieces = [p for p in pieces if p.term.axes != ("o",)]
-        run = resolved.shape.itemsize
+        run = itemsize
         inside = sorted((p for p in pieces if not p.table), key=lambda p: p.stride)
         count = math.prod(p.extent for p in pieces if p.table)
         for piece in inside:
@@ -467,6 +604,133 @@ def runs(resolved: Resolved, fixed: Sequence[str], times: str = "×") -> str:
     return ", ".join(f"{name} {count:,} {times} {size_text(run)}".lstrip() for name, (count, run) in named)
 
 
+def _runs_of_planes(resolved: Resolved, fixed: Sequence[str], times: str) -> str:
+    """Records count as runs where planes leave no gap in them and all of a record is touched; else each plane for itself."""
+    around = shared_levels(resolved)
+    inside = [piece for part in resolved.parts for order in part.orders for piece, _ in _own(part, order, around)]
+    held = sum(_plane_bytes(resolved, part) for part in resolved.parts)
+    if resolved.record == held and not any(set(piece.term.axes) & set(fixed) for piece in inside if piece.extent > 1):
+        part = resolved.parts[0]
+        inner = [piece for piece in reversed(part.orders[0]) if not piece.table][:around]
+        table = [piece for piece in part.orders[0] if piece.table]
+        itself = replace(part.shape, dtype="uint8")
+        shared = replace(part, parts=(), orders=((*table, *reversed(inner)),), shape=itself, plane="")
+        return _runs_of(shared, fixed, times, resolved.record)
+    return ", ".join(f"{part.plane} {runs(part, fixed, times)}" for part in resolved.parts)
+
+
+def levels(resolved: Resolved, part: Resolved, o: int) -> list[tuple[Piece, int]]:
+    """What steps inside an allocation, slowest first, and the bytes that one step holds: its stride less its padding.
+
+    Parameters
+    ----------
+    resolved, part : Resolved
+        A layout, and the plane of it that is looked at; the layout itself where it has none.
+    o : int
+        0 for K (or both), 1 for V.
+    """
+    inner = [piece for piece in reversed(part.pieces(o)) if not piece.table]
+    held = [*(piece.stride * piece.extent for piece in inner[1:]), part.shape.itemsize][: len(inner)]
+    if around := shared_levels(resolved):
+        held[around - 1] = resolved.record
+    return list(zip(inner, held, strict=True))
+
+
+def shared_levels(resolved: Resolved) -> int:
+    """How many of the levels inside an allocation all planes of a record share: the first ones."""
+    return sum(not term.planes for term in resolved.layout.orders[0].inner) if resolved.record else 0
+
+
+def plane_lines(resolved: Resolved) -> list[tuple[str, str]]:
+    """Each plane in a line: ``("plane scale", "s, float32, 16 B of a record from byte 512 on")``."""
+    lines = []
+    for plane, part in zip(resolved.layout.planes, resolved.parts, strict=True):
+        order = " / ".join(filter(None, map(str, plane.orders))) or "one element"
+        text = f"{order}, {part.shape.dtype}, {size_text(_plane_bytes(resolved, part))}"
+        text += (
+            f" of {size_text(resolved.record)} from byte {part.bases[0][0]:,} on" if resolved.record else " of a block"
+        )
+        text += "".join(f", pitch of {term} {pitch}" for term, pitch in plane.pitch)
+        lines.append(
+            (f"plane {plane.name}", text + (f", one for all {' '.join(plane.shared)}" if plane.shared else ""))
+        )
+    return lines
+
+
+def _own(part: Resolved, order: Sequence[Piece], around: int) -> list[tuple[Piece, int]]:
+    """A plane's own levels inside a record, slowest first."""
+    inner = [piece for piece in reversed(order) if not piece.table][around:]
+    return [(piece, part.shape.itemsize) for piece in inner]
+
+
+def _plane_bytes(resolved: Resolved, part: Resolved) -> int:
+    """Bytes of a plane's elements in a record, or in a block where it has arrays of its own."""
+    own = _own(part, part.orders[0], shared_levels(resolved))
+    if resolved.record:
+        return math.prod(piece.extent for piece, _ in own) * part.shape.itemsize
+    return math.prod(part.extents.values()) // part.shape.pack * part.shape.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRun:
+    """Neighbouring bytes of one plane in a record."""
+
+    start: int
+    nbytes: int
+    plane: int
+    gap: int = 0  # bytes to the next run, or to the end of the record
+
+
+def record_runs(resolved: Resolved, o: int, first: int, last: int) -> tuple[list[RecordRun], int, list[RecordRun]]:
+    """The first runs of planes in a record in the order of their addresses, how many are left out, and the last ones.
+
+    Parameters
+    ----------
+    resolved : Resolved
+        A layout whose planes share records.
+    o : int
+        0 for K (or both), 1 for V.
+    first, last : int
+        How many runs, where there are more than these together.
+    """
+    nests = []
+    for index, part in enumerate(resolved.parts):
+        run = part.shape.itemsize
+        loops: list[tuple[int, int]] = []
+        own = _own(part, part.pieces(o), shared_levels(resolved))
+        for piece in sorted((piece for piece, _ in own if piece.extent > 1), key=lambda piece: piece.stride):
+            if not loops and piece.stride == run:
+                run *= piece.extent
+            else:
+                loops.append((piece.extent, piece.stride))
+        nests.append((part.bases[0][0], run, loops[::-1], index))
+    total = sum(math.prod(extent for extent, _ in loops) for _, _, loops, _ in nests)
+
+    def stepped(
+        start: int, run: int, loops: Sequence[tuple[int, int]], index: int, *, back: bool
+    ) -> Iterator[RecordRun]:
+        steps = [
+            [turn * stride for turn in (range(extent)[::-1] if back else range(extent))] for extent, stride in loops
+        ]
+        for at in itertools.product(*steps):
+            yield RecordRun(start + sum(at), run, index)
+
+    def some(count: int, *, back: bool) -> list[RecordRun]:
+        merged = heapq.merge(*(stepped(*nest, back=back) for nest in nests), key=lambda run: run.start, reverse=back)
+        return list(itertools.islice(merged, count))
+
+    if total <= first + last:
+        whole = _with_gaps(some(total, back=False), resolved.record)
+        return whole, 0, []
+    begin, end = some(first + 1, back=False), some(last, back=True)[::-1]
+    return _with_gaps(begin, begin[-1].start)[:first], total - first - last, _with_gaps(end, resolved.record)
+
+
+def _with_gaps(found: Sequence[RecordRun], end: int) -> list[RecordRun]:
+    starts = [*(run.start for run in found[1:]), end]
+    return [replace(run, gap=max(0, to - run.start - run.nbytes)) for run, to in zip(found, starts, strict=True)]
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
@@ -476,6 +740,8 @@ def meaning(piece: Piece) -> str:
     names = [AXES.get(axis, "own axis") for axis in piece.term.axes]
     if piece.term.opaque:
         return "any order"
+    if piece.divisor > 1 and not piece.term.steps:  # they share a byte
+        return f"{piece.divisor} elements"
     return " and ".join(name.replace("element of the head", "element") for name in names)
 
 

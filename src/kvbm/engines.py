@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from . import spec
-from .errors import BindError
+from .errors import BindError, LayoutError
 from .layout import Layout
-from .shapes import BlockShape
+from .shapes import PACKED, BlockShape
 
 __all__ = ["FromEngines"]
 
@@ -26,6 +26,17 @@ VLLM_DIMS = {
     "vllm/flash_attn_hnd": "o b t h d",
     "vllm/flashinfer_nhd": "b o t h d",
     "vllm/flashinfer_hnd": "b o t h d",
+    # Of several planes: bytes, whose last dimension is whatever a token, or a token of a head, has of them.
+    "vllm/fp8_ds_mla": "b t bytes",
+    "vllm/nvfp4_ds_mla": "b t bytes",
+    "vllm/deepseek_v4": "b t bytes",
+    "vllm/mla_v41": "b t bytes",
+    "vllm/dsa_indexer": "b t bytes",
+    "vllm/dsa_indexer_mxfp4": "b t bytes",
+    "vllm/per_token_head_fp8": "b t h bytes",
+    "vllm/per_token_head_int8": "b t h bytes",
+    "vllm/nvfp4": "b o*h t bytes",
+    "vllm/nvfp4_sm120": "b o*h t bytes",
 }
 
 
@@ -34,7 +45,12 @@ class FromEngines:
 
     @classmethod
     def from_vllm(
-        cls, kv_caches: Mapping[str, Any] | Sequence[Any] | Any, layout: str | Layout, *, dims: str | None = None
+        cls,
+        kv_caches: Mapping[str, Any] | Sequence[Any] | Any,
+        layout: str | Layout,
+        *,
+        dims: str | None = None,
+        shape: BlockShape | None = None,
     ) -> Self:
         """A pool over vLLM's KV caches.
 
@@ -47,7 +63,10 @@ class FromEngines:
             That of the attention backend and of ``VLLM_KV_CACHE_LAYOUT``, such as ``"vllm/flash_attn_hnd"``.
         dims : str, optional
             What the dimensions of a tensor are, as its shape shows them, such as ``"o b t h d"``.  If not given, vLLM's for
-            `VLLM_DIMS`, else those of the layout in its own order.
+            `VLLM_DIMS`, else those of the layout in its own order.  Of tensors that several planes share, such as ``"b t
+            bytes"``: the last dimension holds them, ``o*h`` is two axes in one.
+        shape : BlockShape, optional
+            The sizes of a block, where no dimensions tell: layouts of several planes that are not among `VLLM_DIMS`.
 
         Returns
         -------
@@ -72,11 +91,16 @@ class FromEngines:
             tensors = _by_layer(kv_caches)
         else:
             tensors = list(kv_caches) if isinstance(kv_caches, list | tuple) else [kv_caches]
+        if chosen.planes:
+            text = dims or VLLM_DIMS.get(chosen.name)
+            return cls(chosen, shape or _shape_of_planes(chosen, tensors, text, "vLLM"), tensors)  # type: ignore[call-arg]
+        if shape is not None:
+            return cls._over(chosen, tensors, _inner(chosen), "vLLM", shape)
         named = (dims or VLLM_DIMS.get(chosen.name) or " ".join(_inner(chosen))).split()
         return cls._over(chosen, tensors, named, "vLLM")
 
     @classmethod
-    def from_sglang(cls, token_pool: Any, *, page_size: int | None = None) -> Self:
+    def from_sglang(cls, token_pool: Any, *, page_size: int | None = None, layout: str | Layout | None = None) -> Self:
         """A pool over one of SGLang's token pools.
 
         Parameters
@@ -86,6 +110,9 @@ class FromEngines:
             of ``(slots, 1, dim)``.  Its class says the layout: ``sglang/mha_pool`` or ``sglang/mla_pool``.
         page_size : int, optional
             Tokens a page; the pool's own if not given.
+        layout : str or Layout, optional
+            That of a pool with ``k_scale_buffer`` and ``v_scale_buffer``, such as ``"sglang/mxfp8"``: which swizzle the scales
+            have, no class says.  Its planes are the data and the scales, in arrays of their own.
 
         Returns
         -------
@@ -95,13 +122,20 @@ class FromEngines:
         Raises
         ------
         BindError
-            Neither kind of pool; slots that are not whole pages.
+            Neither kind of pool; slots that are not whole pages; scales whose layout is not named, or a layout without.
         """
         tokens = page_size if page_size is not None else getattr(token_pool, "page_size", None)
         if not isinstance(tokens, int) or tokens < 1:
             raise BindError(f"SGLang: page_size: expected the tokens of a page, got {tokens!r}; pass page_size=")
+        if getattr(token_pool, "k_scale_buffer", None) is not None:
+            return cls(*_sglang_scaled(token_pool, tokens, layout))  # type: ignore[call-arg]
+        if layout is not None:
+            raise BindError(
+                f"SGLang: {_layout(layout).name}: expected a pool with k_scale_buffer and v_scale_buffer, got "
+                f"{type(token_pool).__name__} without: leave the layout out, its class says it"
+            )
         if hasattr(token_pool, "k_buffer") and hasattr(token_pool, "v_buffer"):
-            layout = spec.load("sglang/mha_pool")
+            chosen = spec.load("sglang/mha_pool")
             buffers = [*token_pool.k_buffer, *token_pool.v_buffer]
             if len(token_pool.k_buffer) != len(token_pool.v_buffer):
                 raise BindError(
@@ -109,14 +143,14 @@ class FromEngines:
                 )
             dims = ["b", "t", "h", "d"]
         elif hasattr(token_pool, "kv_buffer"):
-            layout = spec.load("sglang/mla_pool")
+            chosen = spec.load("sglang/mla_pool")
             buffers = [_without_heads(buffer) for buffer in token_pool.kv_buffer]
             dims = ["b", "t", "d"]
         else:
             raise BindError(
                 f"SGLang: expected a pool with k_buffer and v_buffer, or with kv_buffer, got {type(token_pool).__name__}"
             )
-        return cls._over(layout, [_split(buffer, 0, tokens, "SGLang: slots") for buffer in buffers], dims, "SGLang")
+        return cls._over(chosen, [_split(buffer, 0, tokens, "SGLang: slots") for buffer in buffers], dims, "SGLang")
 
     @classmethod
     def from_trtllm(
@@ -201,7 +235,9 @@ class FromEngines:
         return cls._over(spec.load("hf/dynamic_cache"), tensors, ["h", "b", "t", "d"], "transformers")
 
     @classmethod
-    def _over(cls, layout: Layout, tensors: Sequence[Any], dims: Sequence[str], engine: str) -> Self:
+    def _over(
+        cls, layout: Layout, tensors: Sequence[Any], dims: Sequence[str], engine: str, known: BlockShape | None = None
+    ) -> Self:
         """The pool, its sizes read from tensors whose dimensions have names; turned to where the layout has them."""
         wanted = _inner(layout)
         what = f"{engine}: {layout.name} ({layout.order_text})"
@@ -229,7 +265,7 @@ class FromEngines:
             sizes["l"] = len(tensors) // sizes.get("o", 1) if "o" in table else len(tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         nl, no, nh, nt, hd = (sizes.get(axis, 1) for axis in "lohtd")
-        shape = BlockShape(nl, no, nh, nt, hd, dtype)
+        shape = known or BlockShape(nl, no, nh, nt, hd, dtype)
         turned = [tensor.permute([list(dims).index(axis) for axis in wanted]) for tensor in tensors]
         return cls(layout, shape, turned)  # type: ignore[call-arg]
 
@@ -240,6 +276,11 @@ def _layout(layout: str | Layout) -> Layout:
 
 def _inner(layout: Layout) -> list[str]:
     """The plain axes inside an allocation, slowest first."""
+    if layout.planes:
+        raise BindError(
+            f"{layout.name} ({layout.order_text}): it has several planes, which the dimensions of a tensor do not tell; bind them "
+            "with Pool(layout, shape, tensors)"
+        )
     terms = [str(term) for order in layout.orders for term in order.inner]
     if len(layout.orders) > 1 or any(len(term) != 1 for term in terms):
         raise BindError(
@@ -247,6 +288,80 @@ def _inner(layout: Layout) -> list[str]:
             "them; bind them with Pool(layout, shape, tensors)"
         )
     return terms
+
+
+def _shape_of_planes(layout: Layout, tensors: Sequence[Any], dims: str | None, engine: str) -> BlockShape:
+    """Sizes of a block whose planes share tensors of bytes: those that dimensions are named for, and ``hd`` from the bytes."""
+    what = f"{engine}: {layout.name} ({layout.order_text})"
+    names = (dims or "").split()
+    if layout.orders[0].inner[-1:] == () or not layout.orders[0].inner[-1].planes or names[-1:] != ["bytes"]:
+        raise BindError(
+            f"{what}: its planes are not told by the dimensions of tensors; expected shape=BlockShape(…)"
+            + (", or dims such as 'b t bytes'" if layout.orders[0].inner[-1:] else "")
+        )
+    if any(plane.dtype is None for plane in layout.planes):
+        raise BindError(
+            f"{what}: a plane has the dtype of the shape, which bytes do not tell; expected shape=BlockShape(…)"
+        )
+    if not tensors:
+        raise BindError(f"{what}: expected at least one tensor, got none")
+    first = tensors[0]
+    if len(first.shape) != len(names):
+        raise BindError(f"{what}: tensor 0: expected {len(names)} dimensions ({dims}), got {tuple(first.shape)}")
+    sizes = {"l": len(tensors)} if any("l" in term.axes for term in layout.orders[0].table) else {}
+    if "o" in layout.present:
+        sizes["o"] = 2
+    for name, size in zip(names[:-1], map(int, first.shape), strict=False):
+        *known, axis = sorted(name.split("*"), key=lambda axis: axis not in sizes)
+        before = math.prod(sizes[axis] for axis in known)
+        if size % before:
+            raise BindError(f"{what}: tensor 0: dimension '{name}': expected a multiple of {before}, got {size}")
+        sizes[axis] = size // before
+    if missing := [axis for axis in "blht" if axis in layout.present and axis not in sizes]:
+        raise BindError(
+            f"{what}: dims {dims!r}: axis {missing[0]!r} missing: expected it there, or shape=BlockShape(…)"
+        )
+    elements = int(first.shape[-1]) * (first.element_size() if hasattr(first, "element_size") else first.itemsize)
+    held = math.prod(map(int, first.shape[:-1])) * elements
+    # An element has at least four bits.  The largest size: where a pitch leaves room, others leave gaps.
+    for hd in range(2 * elements, 0, -1):
+        shape = BlockShape(sizes.get("l", 1), sizes.get("o", 1), sizes.get("h", 1), sizes.get("t", 1), hd, "uint8")
+        try:
+            record = layout.resolve(shape, sizes["b"])
+        except LayoutError:
+            continue
+        if math.prod(record.first.shape) == held:  # padding not counted
+            return shape
+    raise BindError(
+        f"{what}: tensor 0: no size of a head gives the {elements} bytes of the last dimension of {tuple(first.shape)}; "
+        "expected another layout, or shape=BlockShape(…)"
+    )
+
+
+def _sglang_scaled(pool: Any, tokens: int, layout: str | Layout | None) -> tuple[Layout, BlockShape, list[Any]]:
+    """Layout, shape and tensors of a token pool whose scales lie beside the data."""
+    if layout is None:
+        raise BindError(
+            f"SGLang: {type(pool).__name__} has scales beside its data, and nothing in it says how they are swizzled; name the "
+            "layout, such as layout='sglang/mxfp8'"
+        )
+    chosen = _layout(layout)
+    what = f"SGLang: {chosen.name} ({chosen.order_text})"
+    if [term.axes for term in chosen.orders[0].table][:1] != [tuple(plane.name for plane in chosen.planes)]:
+        raise BindError(f"{what}: expected two planes in arrays of their own, data and scale, such as sglang/mxfp8")
+    buffers = [list(getattr(pool, name, ())) for name in ("k_buffer", "v_buffer", "k_scale_buffer", "v_scale_buffer")]
+    if len(set(map(len, buffers))) != 1 or not buffers[0]:
+        raise BindError(f"{what}: expected as many buffers of K, V and their scales, got {[*map(len, buffers)]}")
+    data = [_split(buffer, 0, tokens, "SGLang: slots") for buffer in (*buffers[0], *buffers[1])]
+    if len(data[0].shape) != 4:
+        raise BindError(f"SGLang: k_buffer: expected (slots, heads, dim), got {tuple(buffers[0][0].shape)}")
+    blocks, _, heads, dim = map(int, data[0].shape)
+    shape = BlockShape(len(buffers[0]), 2, heads, tokens, dim * PACKED.get(chosen.planes[0].dtype or "", 1), "uint8")
+    kinds = chosen.resolve(shape, blocks).kinds
+    scales = [
+        _viewed(buffer, kinds[-1].shape, f"{what}: scales of {blocks} pages") for buffer in (*buffers[2], *buffers[3])
+    ]
+    return chosen, shape, [*data, *scales]
 
 
 def _by_layer(kv_caches: Mapping[str, Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from .errors import LayoutError
 from .layout import Layout, Piece, Resolved
-from .shapes import BlockShape
+from .shapes import BlockShape, numpy_name
 
 __all__ = ["aliases", "ambiguous", "same_addresses"]
 
@@ -65,7 +65,8 @@ def ambiguous(layouts: Iterable[Layout], shape: BlockShape, num_blocks: int = 10
     """Groups of layouts that take the same arrays at this shape, and find other elements in them.
 
     The same number of arrays, of the same shapes and strides: a `Pool` takes them for either layout, so only the name
-    that the caller gives tells the two apart.
+    that the caller gives tells the two apart.  Arrays that several planes share are bytes of whatever shape, so there the
+    number of bytes is all that counts.
 
     Parameters
     ----------
@@ -88,16 +89,26 @@ def ambiguous(layouts: Iterable[Layout], shape: BlockShape, num_blocks: int = 10
     1
     """
     groups: dict[_Arrays, list[tuple[Layout, Resolved]]] = {}
+    records: dict[tuple[int, int], list[tuple[Layout, Resolved]]] = {}
     for layout, resolved in _legal(layouts, shape, num_blocks):
-        groups.setdefault(_arrays(resolved), []).append((layout, resolved))
-    found = []
+        if resolved.first.is_record:
+            records.setdefault((resolved.table_size, resolved.first.nbytes), []).append((layout, resolved))
+        else:
+            groups.setdefault(_arrays(resolved), []).append((layout, resolved))
+    found: list[list[list[Layout]]] = []
     for group in groups.values():
+        (_, one), kinds = group[0], group[0][1].kinds
+        if len(kinds) == 1 and numpy_name(kinds[0].dtype) == "uint8":
+            alike = records.get((one.table_size, kinds[0].nbytes), ())
+            group += [it for it in alike if kinds[0].runs in (it[1].first.runs, [(kinds[0].nbytes, 1)])]
+    for group in [*groups.values(), *records.values()]:
         if len({layout.fingerprint for layout, _ in group}) > 1:
             meanings: dict[_Places, list[Layout]] = {}
             for layout, resolved in group:
                 meanings.setdefault(_places(resolved), []).append(layout)
-            if len(meanings) > 1:
-                found.append(list(meanings.values()))
+            names = list(meanings.values())
+            if len(meanings) > 1 and not any(all(some in group for some in names) for group in found):
+                found.append(names)
     return found
 
 
@@ -129,7 +140,11 @@ _Arrays = tuple[int, tuple[object, ...], tuple[int, ...]]
 def _arrays(resolved: Resolved) -> _Arrays:
     """All that can be seen of the arrays: how many, and shape and strides of each."""
     kinds = [
-        (kind.shape, tuple(s if n > 1 else 0 for n, s in zip(kind.shape, kind.strides, strict=True)), kind.dtype)
+        (
+            kind.shape,
+            tuple(s if n > 1 else 0 for n, s in zip(kind.shape, kind.strides, strict=True)),
+            numpy_name(kind.dtype),
+        )
         for kind in resolved.kinds  # the stride of an axis of one element is never stepped
     ]
     alike = len(set(kinds)) == 1

@@ -237,9 +237,8 @@ class Plane:
 
     def __str__(self) -> str:
         text = " / ".join(map(str, self.orders))
-        dtype = f" {self.dtype}" if self.dtype else ""
-        at = f" at {self.offset.text} B" if self.offset else ""
-        return f"{self.name}: {text}{dtype}{at}"
+        at = f"at {self.offset.text} B" if self.offset else ""
+        return " ".join(filter(None, (f"{self.name}:", text, self.dtype, at)))
 
     @property
     def meaning(self) -> str:
@@ -307,6 +306,14 @@ class Layout:
 
     def __hash__(self) -> int:  # plans are looked up by their layouts, and a text remembers its hash
         return hash(self.fingerprint)
+
+    @cached_property
+    def present(self) -> frozenset[str]:
+        """Axes that the shape may have more than one of: those of its orders, of its planes, and those that these share."""
+        orders = [*self.orders, *(order for plane in self.planes for order in plane.orders)]
+        found = {axis for order in orders for term in order.terms if not term.planes for axis in term.axes}
+        own = {"d"}.union(*(plane.shared for plane in self.planes)) if self.planes else set()
+        return frozenset(found | own)
 
     @property
     def where(self) -> str:
@@ -680,6 +687,11 @@ class Allocation:
         """Whether several planes share it, so that its elements are of no one dtype."""
         return self.axes[-1:] == ("bytes",)
 
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Extents and strides, fastest first, with axes that continue each other as one: what the shape of bytes does not say."""
+        return merge_steps(self.shape, self.strides)
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -1005,6 +1017,19 @@ def _page(part: Resolved) -> int:
         inside = [piece for piece in order if piece is not block and _inside_page(piece, block)]
         ends.append(offset + sum((p.extent - 1) * p.stride for p in inside) + part.shape.itemsize)
     return max(ends)
+
+
+def merge_steps(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Extents and strides, fastest first, with axes that continue each other as one and none of extent one."""
+    runs: list[tuple[int, int]] = []
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent == 1:
+            continue
+        if runs and stride == runs[-1][0] * runs[-1][1]:
+            runs[-1] = (runs[-1][0] * extent, runs[-1][1])
+        else:
+            runs.append((extent, stride))
+    return runs
 
 
 def round_up(value: int, to: int) -> int:

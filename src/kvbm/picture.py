@@ -23,19 +23,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import spec
-from .draw import address_lines, index_label, meaning, runs, size_text
-from .errors import KvbmError, SpecError
+from .draw import address_lines, index_label, levels, meaning, plane_lines, record_runs, runs, shared_levels, size_text
+from .errors import KvbmError, LayoutError, SpecError
 from .layout import Layout, Mode, Piece, Resolved
-from .planner import Part, Plan
+from .planner import Form, Part, Plan
 from .shapes import load_shape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Cell", "Row", "check_path", "draw_layout", "draw_plan", "gallery", "gallery_index", "page", "rows", "save"]
+__all__ = [
+    "Cell",
+    "Row",
+    "Section",
+    "check_path",
+    "draw_layout",
+    "draw_plan",
+    "gallery",
+    "gallery_index",
+    "page",
+    "rows",
+    "save",
+    "sections",
+]
 
 #: Members that a row shows one by one; of more it shows the first three and the last.
 _ALL, _FIRST = 8, 3
+#: Runs of a record that are shown at its beginning and at its end.
+_RUNS = (5, 2)
 
 _GALLERY_BLOCKS = 1024
 
@@ -57,6 +72,8 @@ class Cell:
         Bytes that it holds, and bytes to the next member that hold nothing.
     half : int or None
         0 for K, 1 for V, None for both or neither.
+    plane : int or None
+        Which plane, None for all or where there is none.
     """
 
     label: str
@@ -64,6 +81,7 @@ class Cell:
     nbytes: int
     padding: int = 0
     half: int | None = None
+    plane: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +104,10 @@ class Row:
         The order of the elements is not promised: one cell stands for all.
     blocks : tuple of (int, int, str)
         First and last place in `cells` of what belongs to a block, and its name, where a block has several allocations.
+    is_record : bool
+        The members are runs of planes, of different sizes.
+    between : bool
+        What lies between the members belongs to other planes: it is no padding, or not all of it.
     """
 
     term: str
@@ -97,6 +119,65 @@ class Row:
     turns: int = 0
     opaque: bool = False
     blocks: tuple[tuple[int, int, str], ...] = ()
+    is_record: bool = False
+    between: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Rows that are drawn below one title: the table, the levels inside an allocation, those of K, of V, or of a plane.
+
+    Attributes
+    ----------
+    rows : tuple of Row
+        Slowest first; the member that one opens is shown by the next.
+    title, about : str
+        ``Inside: scale of V`` and what that is; empty where there is nothing to tell apart.
+    half, plane : int or None
+        0 for K, 1 for V; which plane.
+    """
+
+    rows: tuple[Row, ...]
+    title: str = ""
+    about: str = ""
+    half: int | None = None
+    plane: int | None = None
+
+
+def sections(resolved: Resolved) -> list[Section]:
+    """What a picture shows: the table of allocations first, then what lies inside one.
+
+    Parameters
+    ----------
+    resolved : Resolved
+        The layout at a shape and a number of blocks.
+
+    Returns
+    -------
+    list of Section
+        The table; one an order, or for planes that share records what they share and then one a plane and order.
+    """
+    made = [Section((_table_row(resolved),))]
+    if not resolved.parts:
+        for o in range(len(resolved.orders)):
+            is_one = len(resolved.orders) == 1
+            made.append(Section(_levels(resolved, resolved, o), "" if is_one else f"Inside: {'KV'[o]}", half=o))
+        return made
+    around = shared_levels(resolved)
+    if resolved.record:
+        part = resolved.parts[0]
+        steps = [step for step in levels(resolved, part, 0)[:around] if step[0].extent > 1]
+        o_in_table = any(piece.table and piece.term.axes == ("o",) for piece in part.pieces())
+        cascade = _cascade(steps, 0, 0 if o_in_table and resolved.shape.no == 2 else None, 0)
+        made.append(Section((*cascade, _record_row(resolved))))
+    told = dict(plane_lines(resolved))
+    for index, part in enumerate(resolved.parts):
+        for o in range(len(part.orders)):
+            name = part.plane + (f" of {'KV'[o]}" if len(part.orders) == 2 else "")
+            about = told[f"plane {part.plane}"].partition(", ")[2]
+            cascade = _levels(resolved, part, o, index)
+            made.append(Section(cascade, f"Inside: {name}", about, o if len(part.orders) == 2 else None, index))
+    return made
 
 
 def rows(resolved: Resolved) -> list[list[Row]]:
@@ -110,25 +191,69 @@ def rows(resolved: Resolved) -> list[list[Row]]:
     Returns
     -------
     list of list of Row
-        ``[table]``, then one list an order, slowest first.  Axes of size one have no row.
+        ``[table]``, then one list an order, slowest first.  Axes of size one have no row.  Of planes see `sections`.
     """
-    made = [[_table_row(resolved)]]
-    in_table = any(piece.table and piece.term.axes == ("o",) for piece in resolved.pieces())
-    for o, order in enumerate(resolved.orders):
-        inner = [piece for piece in reversed(order) if not piece.table]
-        held = [*(piece.stride * piece.extent for piece in inner[1:]), resolved.shape.itemsize]
-        levels = [level for level in zip(inner, held, strict=False) if level[0].extent > 1]
-        half = o if in_table else None  # of the table's first entries the one that this order is in
-        base, cascade = 0, []
-        for number, (piece, holds) in enumerate(levels):
-            below = [piece for piece, _ in levels[number + 1 :]]
-            row = _level(piece, holds, base, half, below)
-            if piece.term.axes == ("o",):
-                row = replace(row, opened=o)
-                half, base = o, base + o * piece.stride
-            cascade.append(row)
-        made.append(cascade)
-    return made
+    return [list(section.rows) for section in sections(resolved)]
+
+
+def _levels(resolved: Resolved, part: Resolved, o: int, plane: int | None = None) -> tuple[Row, ...]:
+    """The levels of K or V inside an allocation, or of a plane inside a record."""
+    in_table = any(piece.table and piece.term.axes == ("o",) for piece in part.pieces())
+    half = o if in_table and plane is None else None  # of the table's first entries the one that this order is in
+    steps = levels(resolved, part, o)
+    around = steps[: shared_levels(resolved)]
+    base = part.bases[min(o, len(part.bases) - 1)][0]
+    if plane is not None:  # the half that the rows above open, which is K's, unless V has an order of its own
+        base += sum(o * piece.stride for piece, _ in around if piece.term.axes == ("o",))
+    own = [step for step in steps[len(around) :] if step[0].extent > 1]
+    cascade = _cascade(own, base, half, o)
+    if plane is None:
+        return cascade
+    ends = [
+        (p.bases[0][0], p.bases[0][0] + sum((q.extent - 1) * q.stride for q in _own(resolved, p)))
+        for p in resolved.parts
+    ]
+    (start, end), others = ends[plane], [*ends[:plane], *ends[plane + 1 :]]
+    is_between = bool(resolved.record) and any(start < to and since < end for since, to in others)
+    return tuple(_of_plane(row, plane, is_between) for row in cascade)
+
+
+def _own(resolved: Resolved, part: Resolved) -> list[Piece]:
+    return [piece for piece, _ in levels(resolved, part, 0)[shared_levels(resolved) :]]
+
+
+def _of_plane(row: Row, plane: int, is_between: bool) -> Row:
+    is_o = row.term == "o"  # K and V keep their colours where they are told apart; below, a plane has its own
+    cells = tuple(
+        replace(cell, plane=plane, half=cell.half if is_o else None) if isinstance(cell, Cell) else cell
+        for cell in row.cells
+    )
+    return replace(row, cells=cells, between=is_between)
+
+
+def _cascade(steps: Sequence[tuple[Piece, int]], base: int, half: int | None, o: int) -> tuple[Row, ...]:
+    """One row a level, each beginning where the member of the one before is that it opens: K, or V for `o` = 1."""
+    cascade = []
+    for number, (piece, holds) in enumerate(steps):
+        row = _level(piece, holds, base, half, [piece for piece, _ in steps[number + 1 :]])
+        if piece.term.axes == ("o",):
+            row = replace(row, opened=o)
+            half, base = o, base + o * piece.stride
+        cascade.append(row)
+    return tuple(cascade)
+
+
+def _record_row(resolved: Resolved) -> Row:
+    """The runs of all planes in the first record."""
+    first, more, last = record_runs(resolved, 0, *_RUNS)
+    cells = [
+        Cell(resolved.parts[run.plane].plane, run.start, run.nbytes, run.gap, plane=run.plane)
+        for run in (*first, *last)
+    ]
+    shown: list[Cell | int] = [*cells[: len(first)], *([more] if more else []), *cells[len(first) :]]
+    about = f"{len(resolved.parts)} planes"
+    count = len(cells) + more
+    return Row("record", about, count, resolved.record, tuple(shown), is_record=True)
 
 
 def _shown(extent: int, first: int = _FIRST, most: int = _ALL) -> list[int]:
@@ -144,7 +269,10 @@ def _with_gaps(indices: Sequence[int], cells: Sequence[Cell]) -> tuple[Cell | in
 
 
 def _table_row(resolved: Resolved) -> Row:
-    table = [piece for piece in reversed(resolved.pieces()) if piece.table]
+    if resolved.apart:
+        return _table_of_planes(resolved)
+    one = resolved.planes[0]
+    table = [piece for piece in reversed(one.pieces()) if piece.table]
     count = resolved.table_size
     each = next((piece.table for piece in table if piece.term.axes == ("b",)), 0)  # allocations of a block
     has_brackets = each > 1 and each * resolved.num_blocks == count > 5
@@ -161,11 +289,30 @@ def _table_row(resolved: Resolved) -> Row:
     for block in range(2 if has_brackets and resolved.num_blocks > 1 else 0):
         mine = [place for place, cell in enumerate(cells) if isinstance(cell, Cell) and cell.start // each == block]
         blocks.append((mine[0], mine[-1], f"block {block}"))
-    inner = [piece for piece in reversed(resolved.pieces()) if not piece.table and piece.extent > 1]
+    inner = [piece for piece in reversed(one.pieces()) if not piece.table and piece.extent > 1]
     term = "[" + " ".join(str(piece.term) for piece in table) + "]" if table else "pool"
     turns = 0 if shown[0].half is not None else _turns(inner)
     about = "one allocation" if count == 1 else "allocations"
     return Row(term, about, count, shown[0].nbytes, cells, turns=turns, blocks=tuple(blocks))
+
+
+def _table_of_planes(resolved: Resolved) -> Row:
+    """The first and the last arrays of each plane."""
+    shown: dict[int, Cell] = {}
+    for index, part in enumerate(resolved.parts):
+        table = [piece for piece in reversed(part.pieces()) if piece.table]
+        base = part.bases[0][1]
+        picked = (
+            {0: 1} | {sum(piece.table for piece in table[-1:]): 1} | {sum((p.extent - 1) * p.table for p in table): 1}
+        )
+        kind = part.first
+        for at in picked if len(resolved.parts) < 3 else (0, max(picked)):
+            label = " ".join([part.plane, *(index_label(p, at // p.table % p.extent) for p in table if p.extent > 1)])
+            shown[base + at] = Cell(label, base + at, _span(kind.shape, kind.strides, kind.itemsize), plane=index)
+    entries = sorted(shown)
+    term = "[" + " ".join("<…>" if term.planes else str(term) for term in resolved.layout.orders[0].table) + "]"
+    cells = _with_gaps(entries, [shown[entry] for entry in entries])
+    return Row(term, "arrays of planes", resolved.table_size, shown[0].nbytes, cells)
 
 
 def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
@@ -220,6 +367,9 @@ _PLAIN, _FAN, _PAD = "#e6eaee", "#f3f5f7", "#ffffff"
 #: Fills and lines: hues that stay apart for the colour-blind (Okabe and Ito), light enough for text on them.
 _FILLS = ("#a9d0ea", "#f8c793", "#a6dcc6", "#e0bcd4")
 _HUES = ("#0072b2", "#b85000", "#00805d", "#9a4f86")
+#: Of planes, which may stand beside K and V: the other two hues, then a yellow and a grey.
+_PLANE_FILLS = ("#a6dcc6", "#e0bcd4", "#f1e59b", "#c4cbd3")
+_PLANE_HUES = ("#00805d", "#9a4f86", "#7a6a00", "#59636e")
 
 
 @contextmanager
@@ -393,38 +543,50 @@ def draw_layout(resolved: Resolved) -> Figure:
         names = [""] if len(layout.orders) == 1 else ["K: ", "V: "]
         lines = [layout.title] if layout.title else []
         lines += [f"{name}{order}" for name, order in zip(names, layout.orders, strict=True)]
+        lines += [f"{name}: {text}" for name, text in plane_lines(resolved)]
         lines += [
             f"pitch of {term}: {pitch.expression.text}{' B' if pitch.in_bytes else ' elements'}"
             for term, pitch in layout.pitch
         ]
         blocks = f"{resolved.num_blocks:,} block{'' if resolved.num_blocks == 1 else 's'}"
-        lines.append(f"{str(shape).replace(',', ', ')}; {blocks} of {size_text(shape.nbytes)}")
+        lines.append(f"{str(shape).replace(',', ', ')}; {blocks} of {size_text(resolved.block_bytes)}")
         sheet.head(layout.name, lines)
         sheet.y += 0.14
-        (table,), *cascades = rows(resolved)
+        first, *further = sections(resolved)
+        table = first.rows[0]
         sheet.y += 0.16 if table.blocks else 0.0
-        tops, below = _draw_row(sheet, table, resolved, is_table=True), sheet.y
-        for o, cascade in enumerate(cascades):
-            opened: tuple[float, float] | None = tops[0]
-            top = below
-            if len(cascades) == 2:
+        opened: tuple[float, float] | None = _draw_row(sheet, table, resolved, is_table=True)[0]
+        top = sheet.y
+        for turn, section in enumerate(further):
+            if section.title:
                 sheet.y += 0.26
-                sheet.text(_EDGE, sheet.y - 0.02, f"Inside: {'KV'[o]}", size=9.5, weight="bold", color=_HUES[o])
-                if o:
-                    opened = None  # a fan from the table would lie over the rows of K
-            for number, row in enumerate(cascade):
-                sheet.y += 0.12 if len(cascades) == 2 and number == 0 else _GAP
+                _draw_title(sheet, section)
+            if turn or section.plane is not None:
+                opened = None  # a fan from the rows above would lie over those between, or over what is said of a plane
+            for number, row in enumerate(section.rows):
+                sheet.y += 0.12 if section.title and number == 0 else _GAP
                 if opened is not None:
                     sheet.fan(opened, (_LEFT, _LEFT + _BAND), top, sheet.y)
                 places = _draw_row(sheet, row, resolved)
                 opened, top = places[row.opened], sheet.y
         sheet.y += 0.2
-        sheet.key(_key(resolved, [table, *(row for cascade in cascades for row in cascade)]))
+        sheet.key(_key(resolved, [row for section in (first, *further) for row in section.rows]))
         sheet.text(_EDGE, sheet.y + 0.06, f"One block: {_one_block(resolved)}.", size=8.5, room=_WIDTH - 2 * _EDGE)
         sheet.y += 0.22
-        for o in range(len(resolved.orders)):
-            sheet.mono(address_lines(resolved, o, 108))
+        for part in resolved.planes:
+            for o in range(len(part.orders)):
+                sheet.mono(address_lines(part, o, 108))
         return sheet.finish()
+
+
+def _draw_title(sheet: _Sheet, section: Section) -> None:
+    plane, half = section.plane, section.half
+    colour = _PLANE_HUES[plane % len(_PLANE_HUES)] if plane is not None else _HUES[half or 0]
+    sheet.text(_EDGE, sheet.y - 0.02, section.title, size=9.5, weight="bold", color=colour)
+    left = _EDGE + _inches(section.title, 9.5, weight="bold") + 0.14
+    about = section.about if section.rows else f"{section.about}: one element"
+    if about:
+        sheet.text(left, sheet.y - 0.02, about, size=8.5, color=_MUTED, room=_WIDTH - _EDGE - left)
 
 
 def _one_block(resolved: Resolved) -> str:
@@ -435,23 +597,32 @@ def _one_block(resolved: Resolved) -> str:
 def _draw_row(sheet: _Sheet, row: Row, resolved: Resolved, *, is_table: bool = False) -> list[tuple[float, float]]:
     """Draw a row at `sheet.y`, which moves to its lower edge; return where each cell is."""
     y = sheet.y
-    if is_table:
+    if row.is_record:
+        gaps = sum(cell.padding for cell in row.cells if isinstance(cell, Cell))
+        right, below = size_text(row.step), f"{row.extent:,} runs of planes" if row.extent > 1 else ""
+        below = f"{size_text(gaps)} of gaps" if gaps and row.extent <= len(row.cells) else below
+    elif is_table:
         sizes = sorted({cell.nbytes for cell in row.cells if isinstance(cell, Cell)})
         right = f"{row.extent:,} × {size_text(sizes[0])}" if len(sizes) == 1 else f"{row.extent:,}"
         below = f"= {size_text(resolved.nbytes)}" if row.extent > 1 else ""
     else:
         right = f"{row.extent:,} × {size_text(row.step)}"
         padding = next((cell.padding for cell in row.cells if isinstance(cell, Cell)), 0)
-        below = f"{size_text(padding)} padding in each" if padding else f"= {size_text(row.extent * row.step)}"
+        what = "between" if row.between else "padding in each"
+        below = f"{size_text(padding)} {what}" if padding else f"= {size_text(row.extent * row.step)}"
     sheet.gutters(row.term, row.about, right, below)
     gap = 0.1 if is_table and row.extent > 1 else 0.0  # allocations are apart
     dots = 0.66
     count = sum(isinstance(cell, Cell) for cell in row.cells)
     skips = len(row.cells) - count
-    width = (_BAND - dots * skips - gap * (len(row.cells) - 1)) / count
+    room = _BAND - dots * skips - gap * (len(row.cells) - 1)
+    bytes_shown = sum(cell.nbytes + cell.padding for cell in row.cells if isinstance(cell, Cell))
+    least = min(0.62, room / count) if row.is_record else room / count  # in a record the rest goes by size
     x, places = _LEFT, []
     for place, cell in enumerate(row.cells):
-        wide = width if isinstance(cell, Cell) else dots
+        wide = dots
+        if isinstance(cell, Cell):
+            wide = least + (room - least * count) * (cell.nbytes + cell.padding) / bytes_shown
         places.append((x, x + wide))
         if isinstance(cell, int):
             if not is_table:  # the axis goes on; allocations do not
@@ -473,10 +644,13 @@ def _draw_cell(sheet: _Sheet, row: Row, cell: Cell, x: float, width: float, *, i
     pad = max(0.07, width * cell.padding / (cell.nbytes + cell.padding)) if cell.padding else 0.0
     held = width - pad
     fill = _PLAIN if cell.half is None else _FILLS[cell.half]
+    if cell.plane is not None and cell.half is None:
+        fill = _PLANE_FILLS[cell.plane % len(_PLANE_FILLS)]
     sheet.box(x, y, held, _TALL, fill, hatch="xx" if row.opaque else None,
               label=f"{row.term} {cell.label} @{cell.start} +{cell.nbytes}")  # fmt: skip
     if pad:
-        sheet.box(x + held, y, pad, _TALL, _PAD, hatch="/////", label=f"padding +{cell.padding}")
+        hatch = "...." if row.between else "/////"
+        sheet.box(x + held, y, pad, _TALL, _PAD, hatch=hatch, label=f"padding +{cell.padding}")
     if row.turns:
         # True stripes up to 16; above that there are more than can be seen, and 16 say so.
         sheet.stripes(x, y + _TALL - 0.07, held, 0.07, min(row.turns, 16))
@@ -500,8 +674,12 @@ def _key(resolved: Resolved, shown: Sequence[Row]) -> list[tuple[str, str, str]]
     entries = []
     if resolved.shape.no == 2 and any(cell.half is not None for cell in cells):
         entries += [(_FILLS[0], "", "K"), (_FILLS[1], "", "V")]
-    if any(cell.padding for cell in cells):
+    for index, part in enumerate(resolved.parts):
+        entries.append((_PLANE_FILLS[index % len(_PLANE_FILLS)], "", part.plane))
+    if any(cell.padding for row in shown if not row.between for cell in row.cells if isinstance(cell, Cell)):
         entries.append((_PAD, "/////", "padding, never touched"))
+    if any(cell.padding for row in shown if row.between for cell in row.cells if isinstance(cell, Cell)):
+        entries.append((_PAD, "....", "other planes"))
     if any(row.opaque for row in shown):
         entries.append((_PLAIN, "xx", "order not promised"))
     if any(row.turns for row in shown):
@@ -535,19 +713,23 @@ def draw_plan(plan: Plan) -> Figure:
     """
     with _looks():
         sheet = _Sheet()
+        sides = [plan.src.layout.order_text, plan.dst.layout.order_text]
         lines = [
-            f"{plan.src.layout.order_text}   →   {plan.dst.layout.order_text}",
+            *([f"{sides[0]}   →", sides[1]] if plan.src.parts else [f"{sides[0]}   →   {sides[1]}"]),
             f"{str(plan.shape).replace(',', ', ')}; {size_text(plan.nbytes)} a block",
-            f"kernel {plan.kernels()[0]}",
+            f"kernel {', '.join(plan.kernels())}",
         ]
         sheet.head(plan.title, lines)
-        for number, part in enumerate(plan.parts):
+        # What runs may be less than a part, or its loops in another order; what it copies has the same name.
+        chosen = {one.label: form for run in plan.launches() for one, form in zip(run.parts, run.forms, strict=True)}
+        for part, itself in zip(plan.parts, plan.forms(), strict=True):
+            form = chosen.get(part.label, itself)
             sheet.y += 0.16
-            if len(plan.parts) == 2:
-                name = f"{'KV'[number]}: {part.kind}"
+            if part.label:
+                name = f"{part.label}: {form.kind}, {size_text(part.nbytes)} a block"
                 sheet.text(_EDGE, sheet.y + 0.02, name, size=10, weight="bold")
                 sheet.y += 0.2
-            _draw_part(sheet, part, plan.forms()[number].word)
+            _draw_part(sheet, part, form)
         sheet.y += 0.18
         note = "Runs are numbered as in the source, and coloured by where they go. Small numbers: bytes from the chunk's start."
         sheet.text(_EDGE, sheet.y + 0.06, note, size=8, color=_MUTED, room=_WIDTH - 2 * _EDGE)
@@ -581,8 +763,8 @@ def _picked(extent: int) -> list[int | None]:
     return list(range(extent)) if extent <= 4 else [0, 1, None, extent - 1]
 
 
-def _draw_part(sheet: _Sheet, part: Part, word: int) -> None:
-    loops = _Loops.of(part)
+def _draw_part(sheet: _Sheet, part: Part, form: Form) -> None:
+    loops, word = _Loops.of(part), form.word
     _draw_chunks(sheet, part, "source")
     sheet.y += _GAP
     top = sheet.y
@@ -596,7 +778,8 @@ def _draw_part(sheet: _Sheet, part: Part, word: int) -> None:
             arrowprops={"arrowstyle": "-|>,head_width=0.16,head_length=0.35", "color": _HUES[colour], "linewidth": 1.0,
                         "shrinkA": 1, "shrinkB": 1},
         )  # fmt: skip
-    _draw_tile(sheet, part, loops, word, top + _TALL)
+    if form.kind == "tile":
+        _draw_tile(sheet, part, loops, word, top + _TALL)
     rest = [mode for mode in part.inner[1:] if mode not in (loops.fast, loops.slow)]
     if rest:
         times = " × ".join(f"{mode.extent:,}" for mode in reversed(rest))
@@ -795,20 +978,25 @@ def page(resolved: Resolved) -> str:
         (f"pitch of {term}", p.expression.text + (" B" if p.in_bytes else " elements")) for term, p in layout.pitch
     ]
     facts += [("used by", ", ".join(layout.used_by)), ("read from", layout.read_from), ("shape", str(shape))]
-    facts += [("blocks", f"{resolved.num_blocks:,} of {size_text(shape.nbytes)}"), ("one block", _one_block(resolved))]
+    facts += [
+        ("blocks", f"{resolved.num_blocks:,} of {size_text(resolved.block_bytes)}"),
+        ("one block", _one_block(resolved)),
+    ]
     facts.append(("pool", f"{resolved.table_size:,} allocations, {size_text(resolved.nbytes)}"))
+    facts += [(name, text) for name, text in plane_lines(resolved)]
     body = [f"<h1>{say(layout.name)}</h1>", svg, "<table>"]
     body += [f"<tr><th>{say(key)}</th><td>{say(value)}</td></tr>" for key, value in facts if value]
     body.append("</table>")
-    for o, order in enumerate(resolved.orders):
-        name = f" of {'KV'[o]}" if len(resolved.orders) == 2 else ""
+    for part, o in [(plane, o) for plane in resolved.planes for o in range(len(plane.orders))]:
+        order = part.orders[o]
+        name = f" of {part.plane}" if part.plane else ""
+        name += f" of {'KV'[o]}" if len(part.orders) == 2 else ""
         body.append(f"<h2>Axes{name}, slowest first</h2>\n<table>")
         body.append("<tr><th>axis</th><th>what</th><th>extent</th><th>the next one lies</th><th>padding</th></tr>")
-        inner = [piece for piece in reversed(order) if not piece.table]
-        held = [*(piece.stride * piece.extent for piece in inner[1:]), shape.itemsize]
         lines = [(p, f"{p.table:,} allocation{'' if p.table == 1 else 's'} on", "") for p in reversed(order) if p.table]
-        for piece, holds in zip(inner, held, strict=False):
-            padding = f"{piece.stride - holds:,} B" if piece.stride > holds else ""
+        for place, (piece, holds) in enumerate(levels(resolved, part, o)):
+            between = " to the plane's next" if resolved.record and place >= shared_levels(resolved) else ""
+            padding = f"{piece.stride - holds:,} B{between}" if piece.stride > holds else ""
             lines.append((piece, f"{piece.stride:,} B on", padding))
         body += [
             f'<tr><th>{say(str(piece.term))}</th><td>{say(meaning(piece))}</td><td class="n">{piece.extent:,}</td>'
@@ -816,7 +1004,7 @@ def page(resolved: Resolved) -> str:
             for piece, step, padding in lines
         ]
         body.append("</table>")
-        body.append(f"<pre>{say(chr(10).join(address_lines(resolved, o, 88)))}</pre>")
+        body.append(f"<pre>{say(chr(10).join(address_lines(part, o, 88)))}</pre>")
     head = f'<meta charset="utf-8"><title>{say(layout.name)}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
 
@@ -830,12 +1018,6 @@ def _meanings(layouts: Sequence[Layout]) -> dict[str, list[Layout]]:
     for layout in sorted(layouts, key=lambda layout: ("/" in layout.name, layout.name)):
         found.setdefault(layout.fingerprint, []).append(layout)
     return found
-
-
-def _gallery_shape(layout: Layout) -> str:
-    """Layouts without heads hold latents."""
-    axes = {axis for term in layout.orders[0].terms for axis in term.axes}
-    return "llama-3.1-8b" if "h" in axes else "deepseek-v3"
 
 
 def _file(layout: Layout) -> str:
@@ -853,7 +1035,8 @@ def gallery_index(layouts: Sequence[Layout]) -> str:
         "",
         "Made by `kvbm gallery`; do not edit. One row a level, slowest first: the first member of each is opened in the row "
         "below it. Blue is K, orange is V.",
-        f"Blocks are those of Llama 3.1 8B, latents those of DeepSeek-V3; {_GALLERY_BLOCKS:,} of them. "
+        "Planes have colours of their own; dots stand for bytes of other planes.",
+        f"Blocks are those of Llama 3.1 8B, latents those of DeepSeek-V3, or what else is legal; {_GALLERY_BLOCKS:,} of them. "
         f"{len(layouts)} names are {len(meanings)} layouts: names with one meaning share a picture.",
     ]
     for folder, members in groups.items():
@@ -900,7 +1083,12 @@ def gallery(out: Path, layouts: Sequence[Layout] | None = None) -> list[Path]:
     written = []
     for first, *_ in _meanings(layouts).values():
         written.append(out / _file(first))
-        save(draw_layout(first.resolve(load_shape(_gallery_shape(first)), _GALLERY_BLOCKS)), written[-1])
+        shape = spec.example_shape(first)
+        if shape is None:
+            raise LayoutError(
+                f"{first.name} ({first.order_text}): no shape is known at which it is legal, so it has no picture"
+            )
+        save(draw_layout(first.resolve(load_shape(shape), _GALLERY_BLOCKS)), written[-1])
     written.append(out / "README.md")
     written[-1].write_text(gallery_index(layouts), encoding="utf-8")
     return written

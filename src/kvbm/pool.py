@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from .engines import FromEngines
 from .errors import BindError, CudaError, CudaUnavailableError, DTypeError
-from .layout import Allocation, Layout, Resolved
+from .layout import Allocation, Layout, Resolved, merge_steps
 from .shapes import ITEMSIZE, BlockShape, numpy_name
 
 __all__ = ["Array", "Pool", "as_ids", "describe"]
@@ -866,21 +866,7 @@ def check_arrays(resolved: Resolved, found: Sequence[Array]) -> None:
 
 def _same_bytes(array: Array, kind: Allocation) -> bool:
     """Whether an array of bytes, of whatever shape, is the records of an allocation in their order, with or without padding."""
-    got = _runs(array.shape, array.strides)
-    return got in (_runs(kind.shape, kind.strides), [(kind.nbytes, 1)])
-
-
-def _runs(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Steps through bytes, slowest first, with neighbours that continue each other as one."""
-    runs: list[tuple[int, int]] = []
-    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if extent == 1:
-            continue
-        if runs and stride == runs[-1][0] * runs[-1][1]:
-            runs[-1] = (runs[-1][0] * extent, runs[-1][1])
-        else:
-            runs.append((extent, stride))
-    return runs
+    return merge_steps(array.shape, array.strides) in (kind.runs, [(kind.nbytes, 1)])
 
 
 def as_ids(ids: Any, what: str) -> npt.NDArray[np.int64] | None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .layout import AXES, FUNCTIONS, OPERATORS, SIZES
 from .shapes import ITEMSIZE, OPTIONAL_KEYS, REQUIRED_KEYS
-from .spec import KEYS
+from .spec import KEYS, PLANE_KEYS
 
 __all__ = ["SCHEMAS", "layout_schema", "shape_schema", "text"]
 
@@ -24,6 +24,8 @@ _Schema = dict[str, Any]
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # what editors know best
 _OWN = "".join(AXES)
 _ANY = "A-Za-z"
+_NAME = "[a-z][a-z0-9_]*"  # of a plane
+_SHARED = "[" + "".join(axis for axis in AXES if axis not in "bd") + "]"
 _TEXT = {"type": ["string", "number", "boolean", "null"]}  # the parser takes every scalar as it is written
 
 
@@ -36,7 +38,7 @@ def layout_schema() -> _Schema:
             + ", ".join(f"{axis} {what}" for axis, what in AXES.items())
             + ". "
             "[b l] picks an allocation, d/16B and d%16B split, (h d)/16 fuses and splits, {t h d} promises no order. "
-            "{k: …, v: …} where K and V differ."
+            "{k: …, v: …} where K and V differ. <data scale> says where planes lie, in brackets or at the end."
         },
         "pitch": {
             "type": "object",
@@ -48,6 +50,13 @@ def layout_schema() -> _Schema:
             "description": "Further axes, one letter each, and their sizes.",
             "propertyNames": {"pattern": f"^(?![{_OWN}])[{_ANY}]$"},
             "additionalProperties": _expression(""),
+        },
+        "planes": {
+            "type": "object",
+            "description": "The planes that the order names: kinds of elements, each with a dtype and an order of its own.",
+            "propertyNames": {"pattern": f"^{_NAME}$"},
+            "minProperties": 2,
+            "additionalProperties": _plane(),
         },
         "used_by": {"type": "array", "items": _TEXT, "description": "Engines and stores that have it."},
         "read_from": {**_TEXT, "description": "What it was read from, and at which version."},
@@ -65,7 +74,34 @@ def layout_schema() -> _Schema:
         "if": {"required": ["axes"]},
         "then": {"properties": _with_letters(_ANY)},
         "else": {"properties": _with_letters(_OWN)},
-        "definitions": {"once": {"allOf": _rules(_ONCE)}},
+        "definitions": {"block": {"allOf": _rules(_BLOCK)}, "once": {"allOf": _rules(_ONCE)}},
+    }
+
+
+def _plane() -> _Schema:
+    described: dict[str, _Schema] = {
+        "order": {"description": "Its own axes, inside what all planes share; none if one element is all there is."},
+        "dtype": {"enum": list(ITEMSIZE), "description": "Of its elements; the shape's if not given."},
+        "offset": {
+            **_expression(r"(?:\s*B)?", minimum=0),
+            "description": "Bytes from the record's start; behind the plane before if not given.",
+        },
+        "pitch": {
+            "type": "object",
+            "description": "Axis of its order → distance between neighbours, in elements, or in bytes with B at the end.",
+            "additionalProperties": _expression(r"(?:\s*B)?"),
+        },
+        "shared": {
+            "type": ["string", "null"],
+            "pattern": rf"^\s*(?:{_SHARED}(?:\s+{_SHARED})*\s*)?$",
+            "patternErrorMessage": "expected axes among l o h t",
+            "description": "Axes along which one element serves all: l o h t.",
+        },
+    }
+    return {
+        "type": "object",
+        "properties": {key: described[key] for key in PLANE_KEYS},
+        "additionalProperties": False,
     }
 
 
@@ -107,15 +143,23 @@ def text(kind: str) -> str:
 # ---- orders --------------------------------------------------------------------------------------------------------
 
 
-# In a whole term nothing splits the letter, and it stands in no (…). The unit B is no axis, so that letter is not looked at.
-_LETTER, _WHOLE = "([AC-Za-z])", r"(?![/%])(?![^()]*\))"
+# In a whole term nothing splits the letter, and it stands in no (…). The unit B is no axis, so that letter is not looked at,
+# nor are those of the names between <>.
+_APART = "(?![^<>]*>)"
+_LETTER, _WHOLE = f"([AC-Za-z]){_APART}", r"(?![/%])(?![^()]*\))"
+_NOT_B = "(?:[^b<]|<[^<>]*>)*"
 
-#: Pattern → what an editor says in its place: what holds whatever the letters are.
+#: Pattern → what an editor says in its place: what holds of the order of blocks.
+_BLOCK = {
+    rf"^{_NOT_B}b(?![/%]){_NOT_B}$": "expected the axis b (block) once, unsplit",
+    r"^[^<]*(?:<[^<]*)?$": "expected one term <…> that says where the planes lie",
+}
+
+#: And what holds of any order, whatever the letters are.
 _ONCE = {
-    r"^[^b]*b(?![/%])[^b]*$": "expected the axis b (block) once, unsplit",
     r"^(?![\s\S]*[({](?:\s*b\s+[A-Za-z]|[^(){}]*[A-Za-z]\s+b))": "expected the axis b (block) alone: block ids index it",
-    rf"^(?![\s\S]*{_LETTER}{_WHOLE}[\s\S]*\1)(?![\s\S]*{_LETTER}[\s\S]*\2{_WHOLE})": "expected every axis once, or in the "
-    "pieces of one split",
+    rf"^(?![\s\S]*{_LETTER}{_WHOLE}[\s\S]*\1{_APART})(?![\s\S]*{_LETTER}[\s\S]*\2{_APART}{_WHOLE})": "expected every axis "
+    "once, or in the pieces of one split",
     r"^(?![\s\S]*\([^()]*([A-Za-z])[^()]*\1)": "expected every axis once inside (…)",
     r"^(?![\s\S]*([A-Za-z](?:[/%][0-9]+B?)+)(?![0-9B/%])[\s\S]*\1(?![0-9B/%]))": "expected every piece of a split once",
 }
@@ -131,29 +175,40 @@ def _with_letters(letters: str) -> _Schema:
     axes = rf"\s*{axis}(?:\s+{axis})*\s*"
     term = rf"(?:\({axes}\)|{axis})(?:[/%]0*[1-9][0-9]*B?)*"
     opaque = rf"\{{{axes}\}}"
-    table = rf"\[(?:\s*(?:{term}|\{{\s*{axis}\s*\}}))*\s*\]"
+    planes = rf"<\s*{_NAME}(?:\s+{_NAME})+\s*>"
+    table = rf"\[(?:\s*(?:{term}|{planes}|\{{\s*{axis}\s*\}}))*\s*\]"
+    inner = rf"(?:\s*(?:{term}|{opaque}))*"
     known = f" ({' '.join(AXES)}; others are declared under axes)" if letters == _OWN else ""
-    said = f"expected axes{known}, one pair of brackets in front, splits such as d/16B, (…) and {{…}}"
-    order = {
-        "allOf": [*_rules({rf"^\s*(?:{table})?(?:\s*(?:{term}|{opaque}))*\s*$": said}), {"$ref": "#/definitions/once"}]
-    }
-    halves = {half: {"type": "string", **order} for half in "kv"}
+    said = f"expected axes{known}, one pair of brackets in front, splits such as d/16B, (…), {{…}}, and <…> at the end"
+    whole = [
+        *_rules({rf"^\s*(?:{table})?{inner}(?:\s*{planes})?\s*$": said}),
+        {"$ref": "#/definitions/block"},
+        {"$ref": "#/definitions/once"},
+    ]
+    said = f"expected axes{known} other than b, splits such as d/16B, (…) and {{…}}"
+    own = [*_rules({rf"^(?:\s*\[\s*\])?{inner}\s*$": said, "^[^b]*$": said}), {"$ref": "#/definitions/once"}]
+    pitch = {"propertyNames": {"pattern": f"^(?:{term}|{opaque})$"}}
+    # A plane's order may be empty, which YAML reads as null; and what reads as true is the axes t r u e.
+    plane = {"properties": {"order": _halved(["string", "boolean", "null"], own), "pitch": pitch}}
+    return {"order": _halved(["string"], whole), "pitch": pitch, "planes": {"additionalProperties": plane}}
+
+
+def _halved(types: Sequence[str], rules: Sequence[_Schema]) -> _Schema:
+    """An order, or {k: …, v: …}: patterns are for texts, the rest is for the two."""
+    halves = {half: {"type": list(types) if len(types) > 1 else types[0], "allOf": list(rules)} for half in "kv"}
     return {
-        "order": {
-            "type": ["string", "object"],
-            **order,  # patterns are for texts, the rest is for {k: …, v: …}
-            "properties": halves,
-            "required": list(halves),
-            "additionalProperties": False,
-        },
-        "pitch": {"propertyNames": {"pattern": f"^(?:{term}|{opaque})$"}},
+        "type": [*types, "object"],
+        "allOf": list(rules),
+        "properties": halves,
+        "required": list(halves),
+        "additionalProperties": False,
     }
 
 
 # ---- expressions ---------------------------------------------------------------------------------------------------
 
 
-def _expression(end: str) -> _Schema:
+def _expression(end: str, minimum: int = 1) -> _Schema:
     """Operands with operators between them; a pattern cannot count parentheses."""
     symbols = [ast.unparse(ast.BinOp(ast.Name("x"), operator(), ast.Name("x"))).split()[1] for operator in OPERATORS]
     between = "|".join(_escaped(symbol) for symbol in [*symbols, ","])
@@ -162,7 +217,7 @@ def _expression(end: str) -> _Schema:
     one = rf"{opened}{operand}(?:\s*\))*"
     return {
         "type": ["integer", "string"],
-        "minimum": 1,
+        "minimum": minimum,
         "pattern": rf"^\s*{one}(?:\s*(?:{between})\s*{one})*{end}\s*$",
         "patternErrorMessage": f"expected integers, {', '.join(SIZES)}, {' '.join(symbols)}, {', '.join(FUNCTIONS)}"
         + (", and B at the end for bytes" if end else ""),

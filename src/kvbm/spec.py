@@ -12,9 +12,9 @@ import yaml
 
 from .errors import LayoutError, SpecError
 from .layout import AXES, Expression, Layout, Order, Pitch, Plane, Term
-from .shapes import ITEMSIZE, data_dir
+from .shapes import ITEMSIZE, data_dir, load_shape
 
-__all__ = ["KEYS", "PLANE_KEYS", "layouts", "layouts_dir", "load", "load_all", "load_dir", "parse"]
+__all__ = ["KEYS", "PLANE_KEYS", "example_shape", "layouts", "layouts_dir", "load", "load_all", "load_dir", "parse"]
 
 #: Keys of a layout file.
 KEYS = ("title", "order", "pitch", "axes", "planes", "used_by", "read_from", "notes")
@@ -111,6 +111,37 @@ def load(name: str | Path) -> Layout:
             f"layout {text!r}: expected one of {', '.join(layouts())}, or the path of a .yaml file. Run `kvbm layouts`."
         )
     return _read(path, text)
+
+
+#: Shapes to show layouts at: of a model with heads, a narrow V, a latent, a latent with scales of a power of two, an indexer.
+_HEADS = ("llama-3.1-8b", "llama-3.1-8b,nt=128", "llama-3.1-8b,no=1,hd=192")
+_LATENTS = ("deepseek-v3", "nl=61,no=1,nh=1,nt=64,hd=512,dtype=bfloat16")
+_INDEXERS = ("nl=61,no=1,nh=1,nt=64,hd=128,dtype=bfloat16",)
+
+
+def example_shape(layout: Layout) -> str | None:
+    """A shape at which a layout can be shown, as `load_shape` reads it: the first of a few that is legal.
+
+    Examples
+    --------
+    >>> example_shape(load("nhd")), example_shape(load("vllm/dsa_indexer"))
+    ('llama-3.1-8b', 'nl=61,no=1,nh=1,nt=64,hd=128,dtype=bfloat16')
+    """
+    dtypes = {plane.dtype for plane in layout.planes}
+    candidates: tuple[str, ...]
+    if "h" in layout.present:
+        candidates = _HEADS
+    elif any(plane.name == "key" for plane in layout.planes):
+        candidates = _INDEXERS
+    else:
+        candidates = _LATENTS[::-1] if "float8_e8m0fnu" in dtypes else _LATENTS
+    for text in candidates:
+        try:
+            layout.resolve(load_shape(text), 1024)
+        except LayoutError:
+            continue
+        return text
+    return None
 
 
 def _read(path: Path, name: str) -> Layout:

@@ -2,7 +2,9 @@
 
 A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table, and says in its
 metadata what they mean: ``kvbm.layout`` (name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON),
-``kvbm.num_blocks`` and ``kvbm.format``. Any safetensors reader opens it.
+``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the
+record or tensors). Records are tensors of bytes; planes in arrays of their own have their dtypes. Any safetensors reader
+opens it.
 
 The header is read and written here rather than by the ``safetensors`` package: both directions are memory-mapped, so
 that a pool larger than the memory is converted from file to file; and NumPy has no bfloat16 or fp8 that the package
@@ -23,8 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import BindError, DTypeError
-from .shapes import ITEMSIZE, BlockShape, numpy_name
+from .errors import BindError
+from .shapes import ITEMSIZE, PACKED, BlockShape, numpy_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +47,10 @@ _CODES = {
     "float64": "F64",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float4_e2m1fn": "F4",
     "int8": "I8",
     "uint8": "U8",
     "int16": "I16",
@@ -144,7 +150,7 @@ class Stored:
         """
         shape, num_blocks = self._agree(layout, shape, num_blocks)
         resolved = layout.resolve(shape, num_blocks)
-        offsets = self._check_tensors(layout, resolved, shape)
+        offsets = self._check_tensors(layout, resolved)
         with self.path.open("rb") as file:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return _bind(layout, shape, resolved, pages, offsets)
@@ -169,15 +175,16 @@ class Stored:
             raise BindError(f"{self.path}: the file holds {self.num_blocks} blocks, not {num_blocks}")
         num_blocks = self.num_blocks if num_blocks is None else num_blocks
         if num_blocks is None:
-            num_blocks = self.nbytes // shape.nbytes
+            each = layout.resolve(shape, 1).block_bytes
+            num_blocks = self.nbytes // each
             if num_blocks == 0 or layout.resolve(shape, num_blocks).nbytes != self.nbytes:
                 raise BindError(
-                    f"{self.path}: {self.nbytes:,} bytes are no whole number of blocks of {shape.nbytes:,} bytes in "
+                    f"{self.path}: {self.nbytes:,} bytes are no whole number of blocks of {each:,} bytes in "
                     f"layout {layout.name!r}: check the shape, or give the number of blocks if the layout has padding"
                 )
         return shape, num_blocks
 
-    def _check_tensors(self, layout: Layout, resolved: Resolved, shape: BlockShape) -> list[int]:
+    def _check_tensors(self, layout: Layout, resolved: Resolved) -> list[int]:
         """Return each allocation's offset in the file, once every tensor is what the layout expects."""
         allocations = resolved.allocations
         offsets = []
@@ -190,7 +197,7 @@ class Stored:
                     f"{self.path}: no tensor {name!r}; layout {layout.name!r} expects {len(allocations)}, {_name(0)!r} "
                     f"to {_name(len(allocations) - 1)!r} in table order (the file has {len(self.tensors)}: {have})"
                 )
-            expected = _entry(allocation, shape.dtype)
+            expected = _entry(allocation)
             if (entry.dtype, entry.shape) != expected:
                 raise BindError(
                     f"{self.path}: tensor {name!r} ({allocation.label or 'the only one'}): expected {expected[0]} "
@@ -242,12 +249,12 @@ def read(path: str | os.PathLike[str]) -> Stored:
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     end = 8 + length
     for name, entry in entries.items():
-        itemsize = _ITEMSIZES.get(entry.dtype)
+        bits = _BITS.get(entry.dtype)
         bytes_ = entry.end - entry.begin
-        if entry.begin != end or bytes_ < 0 or (itemsize and math.prod(entry.shape) * itemsize != bytes_):
+        if entry.begin != end or bytes_ < 0 or (bits and math.prod(entry.shape) * bits != bytes_ * 8):
             raise BindError(
                 f"{path}: tensor {name!r}: {entry.dtype} {list(entry.shape)} at bytes {entry.begin:,} to {entry.end:,} "
-                f"of the file; expected {math.prod(entry.shape) * (itemsize or 0):,} bytes from {end:,} on"
+                f"of the file; expected {math.prod(entry.shape) * (bits or 0) / 8:,g} bytes from {end:,} on"
             )
         end = entry.end
     if end != size:
@@ -299,7 +306,7 @@ def create(
             f"layout {layout.name!r} has {resolved.table_size:,} allocations for {num_blocks:,} blocks, more than a "
             "safetensors header holds: store them in a layout with 'b' outside the brackets, such as 'vllm/LBHNC'"
         )
-    header, offsets = _header(layout, shape, num_blocks, resolved.allocations)
+    header, offsets = _header(layout, shape, resolved)
     size = len(header) + resolved.nbytes
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -322,7 +329,8 @@ def create(
         os.close(folder)
 
 
-_ITEMSIZES = {code: ITEMSIZE[dtype] for dtype, code in _CODES.items()}
+#: Bits an element.
+_BITS = {code: ITEMSIZE[dtype] * 8 // PACKED.get(dtype, 1) for dtype, code in _CODES.items()}
 
 
 def _name(index: int) -> str:
@@ -338,34 +346,46 @@ def _is_dense(allocation: Allocation, itemsize: int) -> bool:
     return expected == allocation.nbytes
 
 
-def _entry(allocation: Allocation, dtype: str) -> tuple[str, tuple[int, ...]]:
-    """How a header describes an allocation: with padding it is bytes, because safetensors knows no strides."""
-    if dtype not in _CODES:
-        raise DTypeError(f"safetensors has no dtype {dtype!r}; it has {', '.join(sorted(_CODES))}")
-    if _is_dense(allocation, ITEMSIZE[dtype]):
-        return _CODES[dtype], tuple(allocation.shape)
-    return "U8", (allocation.nbytes,)
+def _entry(allocation: Allocation) -> tuple[str, tuple[int, ...]]:
+    """How a header describes an allocation: bytes if it has padding, as safetensors knows no strides, or a dtype without code."""
+    sizes = tuple(allocation.shape)
+    if not _is_dense(allocation, allocation.itemsize):
+        return "U8", (allocation.nbytes,)
+    if allocation.dtype not in _CODES:  # integers of four bits; the metadata say what the bytes are
+        return "U8", sizes
+    # A tensor of four bits counts elements, and an allocation the bytes that two of them share.
+    pack = PACKED.get(allocation.dtype, 1)
+    return _CODES[allocation.dtype], (*sizes[:-1], sizes[-1] * pack) if pack > 1 else sizes
 
 
-def _header(
-    layout: Layout, shape: BlockShape, num_blocks: int, allocations: Sequence[Allocation]
-) -> tuple[bytes, list[int]]:
+def _header(layout: Layout, shape: BlockShape, resolved: Resolved) -> tuple[bytes, list[int]]:
     """Return the file's first bytes, padded to a page, and each allocation's offset in the file."""
-    header: dict[str, Any] = {
-        "__metadata__": {
-            "kvbm.format": FORMAT,
-            "kvbm.layout": layout.name,
-            "kvbm.order": layout.order_text,
-            "kvbm.fingerprint": layout.fingerprint,
-            "kvbm.shape": json.dumps(asdict(shape)),
-            "kvbm.num_blocks": str(num_blocks),
-        }
+    metadata = {
+        "kvbm.format": FORMAT,
+        "kvbm.layout": layout.name,
+        "kvbm.order": layout.order_text,
+        "kvbm.fingerprint": layout.fingerprint,
+        "kvbm.shape": json.dumps(asdict(shape)),
+        "kvbm.num_blocks": str(resolved.num_blocks),
     }
-    offsets, end = [], 0
-    for index, allocation in enumerate(allocations):
-        code, sizes = _entry(allocation, shape.dtype)
+    if resolved.parts:
+        metadata["kvbm.planes"] = json.dumps(
+            {
+                part.plane: {
+                    "dtype": part.shape.dtype,
+                    "table" if resolved.apart else "byte": part.bases[0][resolved.apart],
+                }
+                for part in resolved.parts
+            }
+        )
+    header: dict[str, Any] = {"__metadata__": metadata}
+    allocations = resolved.allocations
+    offsets, end = [0] * len(allocations), 0
+    # Wide dtypes first: then each tensor starts at a multiple of its item, which some readers need.
+    for index, allocation in sorted(enumerate(allocations), key=lambda item: -item[1].itemsize):
+        code, sizes = _entry(allocation)
         header[_name(index)] = {"dtype": code, "shape": sizes, "data_offsets": (end, end + allocation.nbytes)}
-        offsets.append(end)
+        offsets[index] = end
         end += allocation.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
@@ -388,9 +408,8 @@ def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mma
 
     from .pool import Pool
 
-    dtype = numpy_dtype(shape.dtype)
     arrays: list[np.ndarray[Any, Any]] = [
-        np.ndarray(allocation.shape, dtype, pages, offset, allocation.strides)
+        np.ndarray(allocation.shape, numpy_dtype(allocation.dtype), pages, offset, allocation.strides)
         for allocation, offset in zip(resolved.allocations, offsets, strict=True)
     ]
     return Pool(layout, shape, arrays)
