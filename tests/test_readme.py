@@ -30,7 +30,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 FIVE = section("Declare a layout in five minutes")
 (MINE,) = blocks(FIVE, "yaml")
-NUMPY, TORCH, CUDA = blocks(FIVE, "python")
+SHORT, NUMPY, TORCH, CUDA = blocks(FIVE, "python")
 API, LISTS = blocks(section("Python"), "python")
 (SERVING,) = blocks(section("Move blocks beside a running model"), "python")
 CONSOLE = blocks(README, "console")
