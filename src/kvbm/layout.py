@@ -485,7 +485,9 @@ def _resolve_planes(
                 f"{plane.orders[0].where or layout.name}: plane '{plane.name}': {error} (at {shape})"
             ) from None
         found.append(one)
-        end = max(end, one.offset + one.held)
+        # What is placed by hand may lie in the gaps of another plane, where nothing needs room behind its last byte.
+        own = max(_reach(_boxes(pieces), one.shape.itemsize) for pieces in one.orders) if plane.offset else one.held
+        end = max(end, one.offset + own)
     try:
         if not apart:
             _require_apart(found)
