@@ -403,6 +403,11 @@ def _inner_pieces(
         if packed > 1 and extent > 1:
             if extent % packed:
                 raise LayoutError(f"'{term}': {packed} elements share a byte, and {extent} are no multiple of that")
+            if divisor > 1:
+                raise LayoutError(
+                    f"'{term}': {packed} elements share a byte, and those side by side here are {divisor} apart: expected "
+                    "neighbours along an axis, such as a remainder, to be fastest"
+                )
             divisor, extent, packed = divisor * packed, extent // packed, 1
         stride = held
         if pitch and (declared := pitch.get(str(term))):
@@ -931,7 +936,7 @@ class Resolved:
         orders, bases = [], []
         for order, (offset, entry) in zip(self.orders, self.bases, strict=False):
             mine = [piece for piece in order if "l" in piece.term.axes]
-            if any(piece.term.axes != ("l",) or piece.term.opaque for piece in mine) or len(mine) > 1:
+            if any(p.term.axes != ("l",) or p.term.opaque or p.divisor > 1 for p in mine) or len(mine) > 1:
                 raise LayoutError(
                     f"{self.layout.name} ({self.layout.order_text}): axis 'l' is split or shares a group, so a range of layers has "
                     "no place of its own"
