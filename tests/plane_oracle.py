@@ -181,6 +181,167 @@ def explain(dst: Arena, got: np.ndarray, want: np.ndarray, limit: int = 4) -> st
     return "\n".join(lines)
 
 
+# ---- any planar layout, from its structure ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DrawnPlane:
+    """A plane of a random layout: its element axis and how many (none: one), its orders (one, or K's and V's)."""
+
+    name: str
+    dtype: str
+    axis: str
+    elements: int
+    shared: tuple[str, ...]
+    orders: tuple[tuple[str, ...], ...]
+    offset: int | None = None
+    pitch: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A random planar layout: words in brackets and behind them, the term of its planes among either."""
+
+    table: tuple[str, ...]
+    inner: tuple[str, ...]
+    planes: tuple[DrawnPlane, ...]
+    pitch: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def apart(self) -> bool:
+        return any(word.startswith("<") for word in self.table)
+
+    @property
+    def yaml(self) -> str:
+        brackets = ["[" + " ".join(self.table) + "]"] if self.table else []
+        lines = [f'order: "{" ".join([*brackets, *self.inner])}"']
+        lines += [f"pitch: {{{', '.join(f'{word}: {n} B' for word, n in self.pitch)}}}"] if self.pitch else []
+        extra = {p.axis: p.elements for p in self.planes if p.axis and p.axis != "d"}
+        lines += [f"axes: {{{', '.join(f'{a}: {n}' for a, n in extra.items())}}}"] if extra else []
+        lines.append("planes:")
+        for plane in self.planes:
+            texts = [" ".join(order) for order in plane.orders]
+            order = f'"{texts[0]}"' if len(texts) == 1 else f'{{k: "{texts[0]}", v: "{texts[1]}"}}'
+            lines.append(f"  {plane.name}:")
+            lines += [f"    order: {order}"] if any(texts) else []
+            lines.append(f"    dtype: {plane.dtype}")
+            lines += [f"    offset: {plane.offset}"] if plane.offset is not None else []
+            lines += [f"    shared: {' '.join(plane.shared)}"] if plane.shared else []
+            lines += [f"    pitch: {{{', '.join(f'{word}: {n} B' for word, n in plane.pitch)}}}"] if plane.pitch else []
+        return "\n".join(lines) + "\n"
+
+    def __repr__(self) -> str:
+        return f"\n{self.yaml}"
+
+    def held(self, sizes: Mapping[str, int], num_blocks: int) -> Held:
+        """Read plainly; raises IllegalError where the layout is none at these sizes."""
+        full = {"b": num_blocks, **sizes, **{p.axis: p.elements for p in self.planes if p.axis}}
+        in_table, outside = (
+            oracle.parse_order(" ".join(word for word in words if word[0] != "<"))[1]
+            for words in (self.table, self.inner)
+        )
+        entries, table = 1, []
+        count = len(self.planes) if self.apart else 1
+        step_of_plane = 0
+        for word in reversed(self.table):
+            if word.startswith("<"):
+                step_of_plane, entries = entries, entries * count
+            else:
+                piece = next(p for p in in_table if p.text == word)
+                table.append((piece, entries))
+                entries *= piece.extent(full, 1)
+        own = [self._own(plane, full) for plane in self.planes]
+        starts, records = [], []
+        end = 0
+        for plane, (_, size, reach) in zip(self.planes, own, strict=True):
+            start = (plane.offset if plane.offset is not None else end) if not self.apart else 0
+            end = max(end, start + (size if plane.offset is None else reach))
+            starts.append(start)
+            records.append(size)
+        if not self.apart:
+            used: set[int] = set()
+            for plane, start, (halves, _, _) in zip(self.planes, starts, own, strict=True):
+                mine = {start + at for half in halves for at in occupied(half, ITEMS[plane.dtype][0])}
+                if used & mine:
+                    raise oracle.IllegalError(f"{plane.name} overlaps")
+                used |= mine
+            records = [end] * len(self.planes)
+        elements, spaces = [], [0] * entries
+        for index, (plane, (halves, _, _)) in enumerate(zip(self.planes, own, strict=True)):
+            stride, around = records[index], []
+            for piece in reversed(outside):
+                pitch = dict(self.pitch).get(piece.text, stride)
+                if pitch < stride:
+                    raise oracle.IllegalError(f"pitch of {piece.text}")
+                around.append((piece, pitch, 1))
+                stride = pitch * piece.extent(full, 1)
+            entry0 = index * step_of_plane
+            for step in np.ndindex(*(p.extent(full, 1) for p, _ in table)):
+                spaces[entry0 + sum(s * e for s, (_, e) in zip(step, table, strict=True))] = stride
+            elements.append(_element(plane, halves, table, around, full, entry0, starts[index]))
+        return Held(tuple(Tensor((n,)) for n in spaces), tuple(elements), num_blocks)
+
+    def _own(self, plane: DrawnPlane, full: Mapping[str, int]) -> tuple[list[Any], int, int]:
+        """Steps of K's and V's order, (piece, bytes, elements an item); bytes held with padding, and to the last byte."""
+        itemsize, pack = ITEMS[plane.dtype]
+        halves, sizes, reaches = [], set(), set()
+        for order in plane.orders[: full["o"]]:
+            _, words, _ = oracle.parse_order(" ".join(order))
+            stride, packed, steps, reach = itemsize, pack, [], itemsize
+            for piece in reversed(words):
+                extent = piece.extent(full, itemsize)
+                by = 1
+                if packed > 1 and extent > 1:
+                    if extent % packed or (piece.ops and piece.ops[-1][0] == "/"):
+                        raise oracle.IllegalError("does not pack")
+                    by, extent, packed = packed, extent // packed, 1
+                pitch = dict(plane.pitch).get(piece.text, stride)
+                if pitch < stride:
+                    raise oracle.IllegalError(f"pitch of {piece.text}")
+                steps.append((piece, pitch, by))
+                reach += (extent - 1) * pitch
+                stride = pitch * extent
+            if packed > 1:
+                raise oracle.IllegalError("nothing to pack along")
+            halves.append([(piece, pitch, by, piece.extent(full, itemsize) // by) for piece, pitch, by in steps])
+            sizes.add(stride)
+            reaches.add(reach)
+        if len(sizes) > 1:
+            raise oracle.IllegalError("K and V hold different sizes")
+        return halves, sizes.pop(), max(reaches)
+
+
+def occupied(half: Sequence[tuple[Any, int, int, int]], itemsize: int) -> set[int]:
+    """Bytes of a plane, from its start, one by one."""
+    found = set(range(itemsize))
+    for _, pitch, _, extent in half:
+        found = {at + k * pitch for at in found for k in range(extent)}
+    return found
+
+
+def _element(
+    plane: DrawnPlane, halves: list[Any], table: Any, around: Any, full: Mapping[str, int], entry0: int, start: int
+) -> Elements:
+    axes = [a for a in ("l", "o", "h", "t") if a not in plane.shared] + ([plane.axis] if plane.axis else [])
+    packed = {piece.axes[-1] for half in halves for piece, _, by, _ in half if by > 1}
+    if len(packed) > 1:
+        raise oracle.IllegalError("K and V pack along different axes")  # legal, and beyond what this file says
+
+    def where(coords: Mapping[str, Index]) -> tuple[Index, Index]:
+        entry: Any = np.int64(entry0)
+        for piece, step in table:
+            entry = entry + piece.value(coords, full, 1) * step
+        sides = []
+        for half in halves:
+            offset: Any = np.int64(start)
+            for piece, pitch, by, *_ in (*half, *around):
+                offset = offset + piece.value(coords, full, ITEMS[plane.dtype][0]) // by * pitch
+            sides.append(offset)
+        return entry, sides[0] if len(sides) == 1 else np.where(coords["o"] == 1, sides[1], sides[0])
+
+    return Elements(plane.name, plane.dtype, {a: full[a] for a in axes}, where, *packed)
+
+
 # ---- the catalogue, as the engines say it ----------------------------------------------------------------------------
 
 

@@ -6,19 +6,26 @@ reading of their structure.
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvbm
 import matrix
 import oracle
 import plane_oracle
-from kvbm import _core, transfer
-from memory import aligned
-from plane_oracle import FAMILIES, TABLE, Arena, Held, held
+import test_driver
+import test_transfer
+from kvbm import _core, spec, transfer
+from memory import FakeCuda, Strided, aligned
+from plane_oracle import FAMILIES, TABLE, Arena, held
+from test_driver import library  # noqa: F401
 from test_planner import execute, minimal
 
 NAMES = sorted(TABLE)
@@ -75,3 +82,729 @@ def test_it_is_what_the_formula_says(name: str, shape: Shape) -> None:
             wanted = (p.take([o], [*coords].index("o")) if "o" in coords else p for p in places)
             for mine_, theirs in zip(got, wanted, strict=True):
                 assert np.array_equal(np.broadcast_to(mine_, b.shape), theirs), (plane.name, o)
+
+
+def test_the_table_would_notice() -> None:
+    """Where two layouts have one shape of tensors, their elements lie elsewhere: comparing them compares something."""
+    for one, other in PAIRS:
+        if one == other:
+            continue
+        shape = shapes(one)[0]
+        a, b = held(one, shape, 2), held(other, shape, 2)
+        same = [t.nbytes for t in a.tensors] == [t.nbytes for t in b.tensors]
+        places = [[p.address(range(2)) for p in sorted(x.planes, key=lambda p: p.name)] for x in (a, b)]
+        assert not same or any(
+            not np.array_equal(x[1], y[1]) or not np.array_equal(x[0], y[0]) for x, y in zip(*places, strict=True)
+        )
+
+
+#: Shapes of the arrays that `Pool.allocate` makes, at the first shape of the family and five blocks; the first and the last.
+ALLOCATED = {
+    "flashinfer/mla_split": [((5, 4, 512), "uint16"), ((5, 4, 64), "uint16")],
+    "record/deepseek_v4_planes": [((2, 4 * 584), "uint8")],
+    "record/deepseek_v4_tokens": [((5, 4, 584), "uint8")],
+    "record/diff_kv_universal": [((2, 2, 4 * 640), "uint8")],
+    "record/dsa_indexer_mxfp4_tokens": [((5, 4, 68), "uint8")],
+    "record/dsa_indexer_tokens": [((5, 4, 132), "uint8")],
+    "record/mla_fp8_pages": [((5, 4 * 656), "uint8")],
+    "record/mla_fp8_planes": [((2, 4 * 656), "uint8")],
+    "record/mla_fp8_tensors": [((5, 4, 512), "uint8"), ((5, 4, 64), "uint16")],
+    "record/mla_joined": [((5, 4, 1152), "uint8")],
+    "record/mla_v41_tokens": [((5, 4, 528), "uint8")],
+    "record/mxfp8_tensors": [((5, 128, 2, 128), "uint8"), ((5, 128, 2, 4), "uint8")],
+    "record/mxfp8_universal": [((2, 1, 2, 128 * 132), "uint8")],
+    "record/nvfp4_mla_planes": [((2, 4 * 352), "uint8")],
+    "record/nvfp4_tensors": [((5, 2, 2, 8, 32), "uint8"), ((5, 2, 2, 8, 4), "uint8")],
+    "record/nvfp4_universal": [((2, 2, 2, 8 * 36), "uint8")],
+    "record/per_token_head_fp8_planes": [((2, 2, 2, 8 * 68), "uint8")],
+    "record/per_token_head_int8_planes": [((2, 2, 2, 8 * 68), "uint8")],
+    "sglang/mxfp8": [((5, 128, 2, 128), "uint8"), ((5, 2, 32, 4, 4), "uint8")],
+    "vllm/deepseek_v4": [((5, 4 * 584), "uint8")],  # at a pitch of 2880 bytes
+    "vllm/diff_kv": [((5, 4, 2, 640), "uint8")],
+    "vllm/dsa_indexer": [((5, 4 * 132), "uint8")],
+    "vllm/dsa_indexer_mxfp4": [((5, 4 * 68), "uint8")],
+    "vllm/fp8_ds_mla": [((5, 4, 656), "uint8")],
+    "vllm/mla_v41": [((5, 4 * 528), "uint8")],  # at a pitch of 2560 bytes
+    "vllm/nvfp4": [((5, 2, 2 * 8 * 36), "uint8")],
+    "vllm/nvfp4_ds_mla": [((5, 4, 352), "uint8")],
+    "vllm/nvfp4_sm120": [((5, 2, 2 * 8 * 36), "uint8")],
+    "vllm/per_token_head_fp8": [((5, 8, 2, 2, 68), "uint8")],
+    "vllm/per_token_head_int8": [((5, 8, 2, 2, 68), "uint8")],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_allocated_arrays(name: str) -> None:
+    pool = kvbm.Pool.allocate(kvbm.load(name), kvbm.BlockShape(*shapes(name)[0]), 5)
+    ends = [pool.arrays[0], pool.arrays[-1]] if len(ALLOCATED[name]) == 2 else [pool.arrays[0]]
+    got = [(array.shape, array.dtype.name) for array in ends]
+    assert got == ALLOCATED[name]
+    assert pool.num_blocks == 5
+
+
+# ---- every pair, on the host -----------------------------------------------------------------------------------------
+
+
+class Side:
+    """A planar pool over a guarded buffer, with the bytes it had before.
+
+    `where`: ``cpu``; ``pinned`` or ``cuda`` (torch's memory); ``fake`` or ``fake pinned``, on a driver that is not one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        blocks: int,
+        *,
+        dst: bool = False,
+        align: int = 0,
+        how: str = "steps",
+        salt: int = 0,
+        where: str = "cpu",
+    ):
+        self.layout, self.shape, self.is_dst = kvbm.load(name), kvbm.BlockShape(*shape), dst
+        self.arena = held(name, shape, blocks).arena(align, how)
+        self.before = self.arena.dest(salt) if dst else self.arena.source(salt)
+        if where == "cpu":
+            self.memory: Any = aligned(self.before)
+        elif where.startswith("fake"):
+            self.pages = mmap.mmap(-1, self.before.size + mmap.PAGESIZE)
+            self.memory = np.frombuffer(self.pages, np.uint8)[: self.before.size]
+            self.memory[:] = self.before
+        else:
+            import torch
+
+            self.memory = torch.from_numpy(self.before).clone()
+            self.memory = self.memory.pin_memory() if where == "pinned" else self.memory.to("cuda:0")
+            torch.cuda.synchronize()
+        make = {"cuda": cuda_arrays, "fake": fake_arrays}.get(where)
+        arrays = make(self.arena, self.memory) if make else numpy_arrays(self.arena, np.asarray(self.memory))
+        self.pool = kvbm.Pool(self.layout, self.shape, arrays)
+        if where == "fake pinned":
+            self.pool.pin()
+
+    def refill(self, salt: int = 0) -> None:
+        self.before = self.arena.dest(salt) if self.is_dst else self.arena.source(salt)
+        if isinstance(self.memory, np.ndarray):
+            self.memory[:] = self.before
+        else:
+            import torch
+
+            self.memory.copy_(torch.from_numpy(self.before))
+            torch.cuda.synchronize()
+
+    @property
+    def buffer(self) -> np.ndarray:
+        return self.memory if isinstance(self.memory, np.ndarray) else self.memory.cpu().numpy()
+
+    @property
+    def untouched(self) -> bool:
+        return np.array_equal(self.buffer, self.before)
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a block, packed."""
+        return self.pool.resolved.packed().id_steps[1]
+
+
+def cuda_arrays(arena: Arena, buffer: Any) -> list[Any]:
+    """Tensors of torch of the engine's dtypes, or bare CUDA arrays where torch can view no such address."""
+    import torch
+
+    made: list[Any] = []
+    for tensor, base in zip(arena.placed.tensors, arena.bases, strict=True):
+        itemsize = plane_oracle.ITEMS[tensor.dtype][0]
+        if base % itemsize:
+            typestr = np.dtype(kvbm.shapes.numpy_name(tensor.dtype)).str
+            made.append(Strided(buffer.data_ptr() + base, tensor.shape, None, typestr, buffer))
+        else:
+            kind = torch.uint8 if tensor.dtype == "float4_e2m1fn" else getattr(torch, tensor.dtype)
+            made.append(buffer[base : base + tensor.nbytes].view(kind).view(tensor.shape))
+    return made
+
+
+def fake_arrays(arena: Arena, buffer: np.ndarray) -> list[FakeCuda]:
+    return [
+        FakeCuda(tensor.shape, kvbm.shapes.numpy_name(tensor.dtype), address=buffer.ctypes.data + base)
+        for tensor, base in zip(arena.placed.tensors, arena.bases, strict=True)
+    ]
+
+
+def check(src: Side, dst: Side, src_ids: Any, dst_ids: Any, layers: Any = (None, None), what: Any = "") -> None:
+    want = plane_oracle.expected(src.arena, dst.arena, src.before, dst.before, src_ids, dst_ids, layers)
+    assert np.array_equal(dst.buffer, want), f"{what}\n{plane_oracle.explain(dst.arena, dst.buffer, want)}"
+    assert src.untouched, f"{what}: the source changed"
+
+
+ALIGNS = ((0, 0), (1, 0), (4, 2), (2, 8), (8, 1), (16, 48))
+WAYS = (("steps", "steps"), ("rows", "scattered"), ("scattered", "rows"))
+IDS = (([4, 0, 2], [5, 1, 0]), ([1, -1, 3, 0], [0, 2, -1, 6]), ([2], [3]), (list(range(5)), [6, 5, 4, 3, 2]))
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_every_pair(src: str, dst: str) -> None:
+    """Bit for bit: every shape, bases at odd addresses, tables of every kind; guards, padding, other blocks untouched."""
+    for number, shape in enumerate(shapes(src)):
+        for turn in range(number, number + 3):
+            aligns, ways, ids = ALIGNS[turn % 6], WAYS[turn % 3], IDS[turn % 4]
+            for salt in (0, 1) if shape[3] < 64 else (0,):  # a byte holds 256 values, and elements agree by chance
+                one = Side(src, shape, 5, align=aligns[0], how=ways[0], salt=salt)
+                other = Side(dst, shape, 7, dst=True, align=aligns[1], how=ways[1], salt=salt)
+                kvbm.convert(one.pool, other.pool, *ids)
+                check(one, other, *ids, what=(shape, aligns, ways, ids))
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_there_and_back(src: str, dst: str) -> None:
+    for shape in shapes(src)[:3]:
+        one, middle = Side(src, shape, 3, align=2), Side(dst, shape, 4, dst=True, align=4)
+        back = Side(src, shape, 3, dst=True, align=8)
+        kvbm.convert(one.pool, middle.pool, [2, 0, 1], [3, 1, 0])
+        kvbm.convert(middle.pool, back.pool, [3, 1, 0], [2, 0, 1])
+        check(one, back, [0, 1, 2], [0, 1, 2])
+
+
+@pytest.mark.parametrize("empty", [[], [-1]])
+def test_nothing_to_copy(empty: list[int]) -> None:
+    one, other = (Side("vllm/fp8_ds_mla", shapes("vllm/fp8_ds_mla")[0], 3, dst=bool(k)) for k in range(2))
+    kvbm.convert(one.pool, other.pool, empty, empty)
+    assert other.untouched
+
+
+def test_many_blocks_on_all_cores() -> None:
+    """More pairs than fit a kernel's parameters, shared among threads; blocks and ids in disorder."""
+    rng = np.random.default_rng(3)
+    for src, dst in (("vllm/fp8_ds_mla", "record/mla_fp8_planes"), ("record/nvfp4_universal", "vllm/nvfp4")):
+        shape = shapes(src)[0]
+        one, other = Side(src, shape, 700), Side(dst, shape, 800, dst=True)
+        ids = rng.permutation(700), rng.permutation(800)[:700]
+        kvbm.convert(one.pool, other.pool, *ids)
+        check(one, other, ids[0].tolist(), ids[1].tolist())
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_ranges_of_layers(src: str, dst: str) -> None:
+    """Those layers and nothing else; between pools of as many layers, and with a pool that holds some of them."""
+    base = shapes(src)[0]
+    shape, stage = (4, *base[1:]), (2, *base[1:])
+    for shapes_, layers in (
+        ((shape, shape), (range(1, 3), range(1, 3))),
+        ((shape, shape), (range(3, 4), range(3, 4))),
+        ((shape, stage), (range(2, 4), range(2))),
+        ((stage, shape), (range(1, 2), range(3, 4))),
+    ):
+        one, other = Side(src, shapes_[0], 4, align=4), Side(dst, shapes_[1], 5, dst=True)
+        kvbm.Transfer(one.pool, other.pool).copy([3, 0], [1, 4], layers=layers)
+        check(one, other, [3, 0], [1, 4], layers, what=layers)
+
+
+def step(arena: oracle.Arena) -> int:
+    (only,) = set(np.diff(arena.bases).tolist()) or {0}
+    return int(only)
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_plans(src: str, dst: str) -> None:
+    """The loop nests, run byte by byte: right, as few loops as can be, no byte written twice, as many as are said."""
+    for shape in shapes(src):
+        if shape[3] > 16:
+            continue
+        one, other = Side(src, shape, 4, align=3), Side(dst, shape, 5, dst=True, align=5)
+        made = kvbm.plan(one.layout, other.layout, one.shape, num_blocks=(4, 5))
+        want = plane_oracle.expected(one.arena, other.arena, one.before, other.before, [3, 1], [0, 4])
+        got = execute(made, one.arena, other.arena, one.before, other.before, [3, 1], [0, 4])
+        assert np.array_equal(got, want), plane_oracle.explain(other.arena, got, want)
+        minimal(made)
+        assert made.nbytes == one.arena.placed.block_bytes == other.arena.placed.block_bytes
+        assert str(made) and made.explain()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_record_that_stays_is_one_run(name: str) -> None:
+    """Planes that lie side by side on both sides are one copy of a page; tensors of their own one each."""
+    shape = shapes(name)[0]
+    one, other = held(name, shape, 4), held(name, shape, 5)
+    made = kvbm.plan(kvbm.load(name), kvbm.load(name), kvbm.BlockShape(*shape), num_blocks=(4, 5))
+    assert made.kind == "copy"
+    assert len(made.parts) == len({t.shape for t in one.tensors}) == len({t.shape for t in other.tensors})
+    if len(made.parts) == 1:
+        (part,) = made.parts
+        assert part.label == " + ".join(p.name for p in kvbm.load(name).planes)
+        assert part.run_bytes == one.block_bytes // (1 if len(one.tensors) == 4 else shape[0])
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_tables_as_strides(src: str, dst: str) -> None:
+    """Allocations at a step: the copy engine's plan counts bytes from one base."""
+    shape = shapes(src)[0]
+    one, other = Side(src, shape, 4), Side(dst, shape, 5, dst=True)
+    want = plane_oracle.expected(one.arena, other.arena, one.before, other.before, [3, 1], [0, 4])
+    made = kvbm.plan(one.layout, other.layout, one.shape, num_blocks=(4, 5))
+    for regular in ((True, True), (True, False), (False, True)):
+        sides = []
+        for side, flat in zip((one, other), regular, strict=True):
+            even = len(set(np.diff(side.arena.bases).tolist())) <= 1
+            sides.append(step(side.arena) if flat and even else None)
+        got = execute(made.flat(*sides), one.arena, other.arena, one.before, other.before, [3, 1], [0, 4])
+        assert np.array_equal(got, want), (sides, plane_oracle.explain(other.arena, got, want))
+
+
+class Slot:
+    """Packed blocks behind a guard, as `execute` takes a side."""
+
+    def __init__(self, base: int):
+        self.bases = [base]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_two_steps_are_the_one(src: str, dst: str, gathers: bool) -> None:
+    """Packed into a slot and moved on, or moved into a slot and unpacked: the bytes of the copy in one step.
+
+    Once by the loop nests alone, once by the kernels on the host; a slot's bytes are inside the slot.
+    """
+    src_ids, dst_ids = [4, 0, 2], [5, 1, 0]
+    for shape in shapes(src)[:2]:
+        one, other = Side(src, shape, 5, align=4), Side(dst, shape, 6, dst=True, align=2)
+        made = kvbm.plan(one.layout, other.layout, one.shape, num_blocks=(5, 6))
+        first, second = made.staged(gathers=gathers)
+        block = first.parts[0].dst_id[1]
+        assert {part.dst_id for part in first.parts} == {part.src_id for part in second.parts} == {(0, block)}
+        assert block % 16 == 0 and block >= made.nbytes
+        want = plane_oracle.expected(one.arena, other.arena, one.before, other.before, src_ids, dst_ids)
+        slot = oracle.noise(64 + 3 * block + 64, 5)
+
+        filled = execute(first, one.arena, Slot(64), one.before, slot, src_ids, range(3))  # type: ignore[arg-type]
+        assert np.array_equal(filled[:64], slot[:64]) and np.array_equal(filled[-64:], slot[-64:])
+        got = execute(second, Slot(64), other.arena, filled, other.before, range(3), dst_ids)  # type: ignore[arg-type]
+        assert np.array_equal(got, want), plane_oracle.explain(other.arena, got, want)
+
+        memory = aligned(slot)
+        table = _core.Table(np.array([memory.ctypes.data + 64], np.uint64))
+        ids = [np.array(side, np.int64) for side in (src_ids, dst_ids)]
+        for copy in transfer.prepare(first, one.pool.alignment, 16):
+            copy.run(_core.Table(one.pool.addresses), table, ids[0], None, 3)
+        for copy in transfer.prepare(second, 16, other.pool.alignment):
+            copy.run(table, _core.Table(other.pool.addresses), None, ids[1], 3)
+        assert np.array_equal(other.buffer, want), plane_oracle.explain(other.arena, other.buffer, want)
+        assert np.array_equal(memory[:64], slot[:64]) and np.array_equal(memory[-64:], slot[-64:])
+
+
+# ---- on a driver that is not one -------------------------------------------------------------------------------------
+
+#: What the processes of test_driver start with, for planes.
+PRELUDE = """
+import itertools
+from test_planes import PAIRS, Side, check, shapes
+import test_planes
+def seed(n): ctypes.c_uint.in_dll(driver, "fake_seed").value = n
+def pump(n=-1): return driver.fake_pump(n)
+SIDES = {"d2d": ("fake", "fake"), "d2h": ("fake", "fake pinned"), "h2d": ("fake pinned", "fake")}
+WAYS = ("steps", "rows", "scattered")
+"""
+
+
+def run(folder: Path, code: str) -> str:
+    return test_driver.run(folder, PRELUDE + code)
+
+
+STRATEGIES = ("direct", "staged", "engine")
+DIRECTIONS = ("d2d", "d2h", "h2d")
+
+
+class TestOnTheFakeDriver:
+    pytestmark = test_transfer.on_the_fake_driver
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+    def test_every_pair(self, library: Path, direction: str, strategy: str) -> None:  # noqa: F811
+        """Bit-exact whatever order the streams run in; skipped pairs skipped, ids read before the call returns."""
+        run(
+            library,
+            f"""
+defer(1)
+for number, (src, dst) in enumerate(PAIRS):
+    a, b = SIDES[{direction!r}]
+    # Where a copy of the engine moves one byte, few of them are enough.
+    shape = shapes(src)[0 if src != "sglang/mxfp8" and dst != "sglang/mxfp8" or {strategy!r} != "engine" else 2]
+    ways = WAYS[number % 3], WAYS[number // 3 % 3]
+    s = Side(src, shape, 7, where=a, how=ways[0], align=(0, 2, 4)[number % 3])
+    d = Side(dst, shape, 9, where=b, how=ways[1], align=(4, 0, 1)[number % 3], dst=True)
+    seed(number % 4)
+    chunk = (None, max(s.slot, d.slot), 3 * max(s.slot, d.slot))[number % 3] if {strategy!r} in ("staged", "auto") else None
+    most = 3 if number % 5 == 4 and {strategy!r} != "engine" else None
+    with kvbm.Transfer(s.pool, d.pool, {strategy!r}, chunk_bytes=chunk, max_sms=most) as move:
+        src_ids, dst_ids = np.array([6, 1, -1, 0, 5]), np.array([3, 8, 1, -1, 0])
+        given = src_ids.copy(), dst_ids.copy()
+        done = move.copy(*given, stream=5)
+        given[0][:] = given[1][:] = 0
+        assert d.untouched and not done.query()
+        pump()
+        assert done.query()
+        check(s, d, src_ids, dst_ids, what=(src, dst, ways))
+        assert move.stats()["bytes"] == 3 * s.arena.placed.block_bytes, (src, dst, move.stats())
+        assert {strategy!r} in ("auto", done.strategy)
+assert count("pushes") == count("pops")
+""",
+        )
+
+    def test_one_launch_moves_all_planes(self, library: Path) -> None:  # noqa: F811
+        """All planes of a page in one launch, by way of records or of tensors of their own."""
+        run(
+            library,
+            """
+for src, dst in PAIRS:
+    shape = shapes(src)[0]
+    s, d = Side(src, shape, 4, where="fake"), Side(dst, shape, 5, where="fake", dst=True)
+    before = count("launches")
+    kvbm.convert(s.pool, d.pool, [3, 0], [1, 4], stream=5)
+    check(s, d, [3, 0], [1, 4])
+    assert count("launches") == before + 1, (src, dst, count("launches") - before)
+""",
+        )
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_ranges_of_layers(self, library: Path, strategy: str) -> None:  # noqa: F811
+        run(
+            library,
+            f"""
+for number, (src, dst) in enumerate(PAIRS):
+    a, b = list(SIDES.values())[number % 3]
+    base = shapes(src)[2 if {strategy!r} == "engine" and "mxfp8" in src else 0]
+    s = Side(src, (4, *base[1:]), 4, where=a)
+    d = Side(dst, (2, *base[1:]), 5, where=b, dst=True)
+    layers = range(1, 3), range(2)
+    with kvbm.Transfer(s.pool, d.pool, {strategy!r}) as move:
+        move.copy([3, 0], [1, 4], layers=layers, stream=5).synchronize()
+    check(s, d, [3, 0], [1, 4], layers, what=(src, dst))
+""",
+        )
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def turns(number: int) -> dict[str, Any]:
+    aligns, ways = ALIGNS[number % 6], WAYS[number // 2 % 3]
+    return {"src": {"align": aligns[0], "how": ways[0]}, "dst": {"align": aligns[1], "how": ways[1]}}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_gpu_every_pair(src: str, dst: str) -> None:
+    """Device to device: every shape, odd base addresses, tables of every kind; compared byte for byte with the formulas."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    for number, shape in enumerate(shapes(src)):
+        for turn in (number, number + 3):
+            how, ids = turns(turn), IDS[turn % 4]
+            one = Side(src, shape, 5, where="cuda", **how["src"])
+            other = Side(dst, shape, 7, where="cuda", dst=True, **how["dst"])
+            kvbm.convert(one.pool, other.pool, *ids, stream=stream)
+            stream.synchronize()
+            check(one, other, *ids, what=(shape, how, ids))
+
+
+GPU_SIDES = {"d2d": ("cuda", "cuda"), "d2h": ("cuda", "pinned"), "h2d": ("pinned", "cuda")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_gpu_transfers(direction: str, strategy: str) -> None:
+    """Every pair to, from and on the device, by every strategy; skips, slots of one block and of more, few multiprocessors."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    for number, (src, dst) in enumerate(PAIRS):
+        a, b = GPU_SIDES[direction]
+        shape, how = shapes(src)[0], turns(number)
+        one = Side(src, shape, 11, where=a, **how["src"])
+        other = Side(dst, shape, 13, where=b, dst=True, **how["dst"])
+        rng = np.random.default_rng(number)
+        ids = rng.permutation(11)[:9], rng.permutation(13)[:9]
+        ids[0][number % 9], ids[1][(number + 4) % 9] = -1, -1
+        slot = max(one.slot, other.slot)
+        chunk = (None, slot, 3 * slot)[number % 3] if strategy in ("staged", "auto") else None
+        most = 2 if number % 4 == 3 and strategy != "engine" else None
+        with kvbm.Transfer(one.pool, other.pool, strategy, chunk_bytes=chunk, max_sms=most) as move:
+            done = move.copy(*ids, stream=stream)
+            done.synchronize()
+            check(one, other, *map(np.ndarray.tolist, ids), what=(src, dst, chunk))
+            assert strategy in ("auto", done.strategy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_gpu_layers(direction: str, strategy: str) -> None:
+    import torch
+
+    stream = torch.cuda.Stream()
+    for src, dst in PAIRS:
+        a, b = GPU_SIDES[direction]
+        base = shapes(src)[0]
+        one = Side(src, (4, *base[1:]), 4, where=a)
+        other = Side(dst, (2, *base[1:]), 5, where=b, dst=True)
+        layers = range(1, 3), range(2)
+        with kvbm.Transfer(one.pool, other.pool, strategy) as move:
+            move.copy([3, 0], [1, 4], layers=layers, stream=stream).synchronize()
+            check(one, other, [3, 0], [1, 4], layers, what=(src, dst))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_gpu_graphs(direction: str, strategy: str) -> None:
+    """A replay moves what is in the source by then; nothing moves while the graph is captured."""
+    import torch
+
+    for src, dst in (
+        ("vllm/fp8_ds_mla", "record/mla_fp8_planes"),
+        ("record/deepseek_v4_planes", "vllm/deepseek_v4"),
+        ("vllm/nvfp4", "record/nvfp4_universal"),
+        ("record/mla_fp8_tensors", "vllm/fp8_ds_mla"),
+    ):
+        a, b = GPU_SIDES[direction]
+        shape = shapes(src)[0]
+        one, other = Side(src, shape, 30, where=a), Side(dst, shape, 40, where=b, dst=True)
+        stream, rng = torch.cuda.Stream(), np.random.default_rng(2)
+        ids = rng.permutation(30), rng.permutation(40)[:30]
+        given = [side.copy() for side in ids]
+        chunk = 7 * max(one.slot, other.slot) if strategy == "staged" else None
+        move = kvbm.Transfer(one.pool, other.pool, strategy, chunk_bytes=chunk)
+        move.copy([0], [0], stream=stream).synchronize()  # what is loaded lazily is loaded here
+        other.refill()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            move.copy(*given)
+        given[0][:] = given[1][:] = 0
+        torch.cuda.synchronize()
+        assert other.untouched, "the capture has copied"
+        for salt in (1, 2):
+            one.refill(salt), other.refill(salt)
+            graph.replay()
+            torch.cuda.synchronize()
+            check(one, other, ids[0].tolist(), ids[1].tolist(), what=(src, dst, salt))
+
+
+@pytest.mark.gpu
+def test_gpu_ids_on_the_device() -> None:
+    """Read when the kernel runs, by every part of a record alike."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    for src, dst in PAIRS[::7]:
+        shape = shapes(src)[0]
+        one, other = Side(src, shape, 9, where="cuda"), Side(dst, shape, 11, where="cuda", dst=True)
+        ids = [8, 1, -1, 5], [1, 8, 3, -1]
+        held_ = [torch.zeros(4, dtype=torch.int64, device="cuda") for _ in ids]
+        real = [torch.tensor(side, device="cuda") for side in ids]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for to, side in zip(held_, real, strict=True):
+                to.copy_(side)
+        kvbm.Transfer(one.pool, other.pool, "direct").copy(*held_, stream=stream)
+        stream.synchronize()
+        check(one, other, *ids, what=(src, dst))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("vllm/fp8_ds_mla", "record/mla_fp8_planes"),  # three planes, words of 16 and 4 bytes
+        ("record/deepseek_v4_tokens", "vllm/deepseek_v4"),  # scales of eight bytes, pages with padding
+        ("vllm/nvfp4", "record/nvfp4_tensors"),  # scales of V one by one; tables
+        ("vllm/dsa_indexer", "record/dsa_indexer_tokens"),  # 132 bytes: words of four
+        ("record/mxfp8_universal", "sglang/mxfp8"),
+        ("vllm/diff_kv", "record/diff_kv_universal"),
+        ("vllm/per_token_head_int8", "record/per_token_head_int8_planes"),
+    ],
+)
+def test_gpu_records_sanitize(src: str, dst: str) -> None:
+    """Small enough for compute-sanitizer: the kernel of records at even and at odd addresses, to and from pinned memory."""
+    import torch
+
+    stream, shape = torch.cuda.Stream(), shapes(src)[2]
+    for number, (a, b) in enumerate((*GPU_SIDES.values(), ("cuda", "cuda"))):
+        odd = 3 if number == 3 else 0
+        one = Side(src, shape, 3, where=a, align=odd)
+        other = Side(dst, shape, 4, where=b, align=2 * odd, dst=True)
+        with kvbm.Transfer(one.pool, other.pool, "direct") as move:
+            move.copy([2, -1, 0], [3, 1, 0], stream=stream).synchronize()
+            check(one, other, [2, -1, 0], [3, 1, 0], what=(src, dst, number))
+
+
+# ---- layouts that nobody has written ---------------------------------------------------------------------------------
+
+PLANE_NAMES = ("a", "b2", "scale")
+
+
+@st.composite
+def kinds(draw: Any) -> tuple[dict[str, int], list[plane_oracle.DrawnPlane]]:
+    """Sizes, and planes without an order: what the two sides of a pair have in common."""
+    sizes = {
+        a: draw(st.sampled_from(n))
+        for a, n in zip("lohtd", ((1, 2, 3), (1, 2), (1, 2, 3), (1, 2, 4, 6), (2, 4, 6, 8)), strict=True)
+    }
+    planes = []
+    for name, axis in zip(PLANE_NAMES[: draw(st.integers(2, 3))], draw(st.permutations(("d", "s", "r"))), strict=False):
+        dtype = draw(st.sampled_from(("float8_e4m3fn", "bfloat16", "float32", "int8", "float4_e2m1fn", "int64")))
+        own = axis if dtype.startswith("float4") or draw(st.integers(0, 3)) else ""
+        elements = {"d": sizes["d"], "": 1}.get(own, draw(st.sampled_from((1, 2, 3, 4, 8))))
+        shared = tuple(a for a in "lht" if draw(st.integers(0, 11)) == 0)
+        planes.append(plane_oracle.DrawnPlane(name, dtype, own, elements, shared, ()))
+    return sizes, planes
+
+
+def _split(draw: Any, words: list[str], sizes: dict[str, int]) -> list[str]:
+    """Some axes in two pieces."""
+    made = []
+    for word in words:
+        by = [n for n in (2, 3, 4) if sizes[word] % n == 0]
+        if by and draw(st.integers(0, 4)) == 0:
+            n = by[0]  # the same on both sides: that there is no common refinement is test_planner's
+            made += [f"{word}/{n}", f"{word}%{n}"]
+        else:
+            made.append(word)
+    return made
+
+
+@st.composite
+def drawn(draw: Any, sizes: dict[str, int], planes: list[plane_oracle.DrawnPlane]) -> plane_oracle.Drawn:
+    hidden = {a for p in planes for a in p.shared}
+    outer = ["b", *(a for a in "loht" if a not in hidden and draw(st.booleans()))]
+    outer = list(draw(st.permutations(outer)))
+    cut = draw(st.integers(0, len(outer)))
+    table, inner = outer[:cut], outer[cut:]
+    term = "<" + " ".join(p.name for p in planes) + ">"
+    apart = draw(st.booleans())
+    if apart:
+        table.insert(draw(st.integers(0, len(table))), term)
+    else:
+        inner.append(term)
+    made = []
+    for plane in planes:
+        mine = [a for a in "loht" if a not in outer and a not in plane.shared] + ([plane.axis] if plane.axis else [])
+        extents = {**sizes, plane.axis: plane.elements}
+        orders = []
+        for _ in range(2 if "o" in outer and draw(st.integers(0, 2)) == 0 else 1):
+            order = list(draw(st.permutations(_split(draw, mine, extents))))
+            if plane.dtype.startswith("float4") and draw(st.integers(0, 7)):  # what packs stands at the end
+                order.sort(key=lambda word, axis=plane.axis: (word[0] == axis, word[1:2] == "%"))
+            orders.append(tuple(order))
+        orders = orders[:1] if orders[0] == orders[-1] else orders
+        offset = (
+            draw(st.integers(0, 40)) * draw(st.sampled_from((1, 4)))
+            if not apart and not draw(st.integers(0, 4))
+            else None
+        )
+        pitch = ()
+        if orders[0] and len(orders) == 1 and draw(st.integers(0, 4)) == 0:
+            pitch = ((draw(st.sampled_from(orders[0])), draw(st.sampled_from((4, 8, 16, 48, 96)))),)
+        made.append(dataclasses.replace(plane, orders=tuple(orders), offset=offset, pitch=pitch))
+    around = [word for word in inner if not word.startswith("<")]
+    pitch = (
+        ((draw(st.sampled_from(around)), draw(st.sampled_from((64, 256, 1000)))),)
+        if around and not draw(st.integers(0, 4))
+        else ()
+    )
+    if apart and any(p.offset for p in made):
+        raise AssertionError
+    return plane_oracle.Drawn(tuple(table), tuple(inner), tuple(made), pitch if not apart else ())
+
+
+@st.composite
+def one_drawn(draw: Any) -> tuple[dict[str, int], plane_oracle.Drawn]:
+    sizes, planes = draw(kinds())
+    return sizes, draw(drawn(sizes, planes))
+
+
+@st.composite
+def two_drawn(draw: Any) -> tuple[dict[str, int], plane_oracle.Drawn, plane_oracle.Drawn]:
+    sizes, planes = draw(kinds())
+    return sizes, draw(drawn(sizes, planes)), draw(drawn(sizes, planes))
+
+
+def block_shape(sizes: dict[str, int]) -> kvbm.BlockShape:
+    return kvbm.BlockShape(nl=sizes["l"], no=sizes["o"], nh=sizes["h"], nt=sizes["t"], hd=sizes["d"], dtype="uint8")
+
+
+@given(one_drawn())
+@settings(max_examples=600)
+def test_random_layouts_lie_where_their_structure_says(given_: Any) -> None:
+    """Every byte of every element; and refused exactly where planes share a byte, counted one by one, or nothing fits."""
+    sizes, layout = given_
+    declared = spec.parse(layout.yaml, name="drawn")
+    try:
+        want = layout.held(sizes, 2)
+    except oracle.IllegalError as error:
+        if "different axes" not in str(error):
+            with pytest.raises(kvbm.LayoutError, match="overlap" if "overlaps" in str(error) else None):
+                declared.resolve(block_shape(sizes), 2)
+        return
+    want.check()
+    resolved = declared.resolve(block_shape(sizes), 2)
+    assert [a.nbytes for a in resolved.allocations] == [tensor.nbytes for tensor in want.tensors]
+    assert resolved.block_bytes == want.block_bytes
+    for plane in want.planes:
+        (part,) = (part for part in resolved.planes if part.plane == plane.name)
+        entry, offset = plane.address(range(2))
+        coords = dict(zip(plane.extents, np.meshgrid(*plane.items().values(), indexing="ij"), strict=True))
+        for block in range(2):
+            for at in np.ndindex(entry.shape[1:]):
+                there = {axis: int(values[at]) for axis, values in coords.items()}
+                assert part.address(block, **there) == (entry[(block, *at)], offset[(block, *at)]), (plane.name, there)
+
+
+@given(two_drawn())
+@settings(max_examples=500)
+def test_random_pairs_convert(given_: Any) -> None:
+    """Bit for bit by the host's kernels and by the loop nests, to whatever layout; or a refusal that says why."""
+    sizes, one, other = given_
+    try:
+        arenas = [x.held(sizes, n).arena(align) for x, n, align in ((one, 3, 1), (other, 4, 4))]
+    except oracle.IllegalError:
+        return
+    source, before = arenas[0].source(), arenas[1].dest()
+    buffers = aligned(source), aligned(before)
+    shape = block_shape(sizes)
+    pools = [
+        bound(spec.parse(x.yaml, name=n), shape, a, b)
+        for x, n, a, b in zip((one, other), "ab", arenas, buffers, strict=True)
+    ]
+    packed = [[p.axis for p in arena.placed.planes] for arena in arenas]
+    ids = [2, -1, 0], [1, 2, 3]
+    if packed[0] != packed[1]:
+        with pytest.raises(kvbm.PlanError, match="share a byte on one side only"):
+            kvbm.convert(*pools, *ids)
+        assert np.array_equal(buffers[1], before)
+        return
+    made = kvbm.plan(pools[0].layout, pools[1].layout, shape, num_blocks=(3, 4))
+    want = plane_oracle.expected(*arenas, source, before, *ids)
+    got = execute(made, *arenas, source, before, [2, 0], [1, 3])
+    assert np.array_equal(got, want), plane_oracle.explain(arenas[1], got, want)
+    minimal(made)
+    try:
+        kvbm.convert(*pools, *ids)
+    except kvbm.MissingKernelError:  # more loops than any kernel has
+        assert any(len(part.outer) > 4 or len(part.inner) > 8 for part in made.parts)
+        assert np.array_equal(buffers[1], before)
+        return
+    assert np.array_equal(buffers[1], want), plane_oracle.explain(arenas[1], buffers[1], want)
+
+
+def bound(layout: kvbm.Layout, shape: kvbm.BlockShape, arena: Arena, buffer: np.ndarray, blocks: int = 0) -> kvbm.Pool:
+    """A pool over the arena, in the shapes that the layout asks for."""
+    resolved = layout.resolve(shape, arena.placed.num_blocks)
+    return kvbm.Pool(
+        layout,
+        shape,
+        [
+            np.ndarray(a.shape, kvbm.shapes.numpy_name(a.dtype), buffer, base, a.strides)
+            for a, base in zip(resolved.allocations, arena.bases, strict=True)
+        ],
+    )
