@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a refusal is a line of a table)
 """Layouts of several planes: where their elements lie, and that every pair of them converts bit for bit.
 
 Two judges that share no code with kvbm: the catalogue's formulas (plane_oracle.TABLE), and for random layouts a plain
@@ -460,7 +461,9 @@ for src, dst in PAIRS:
     before = count("launches")
     kvbm.convert(s.pool, d.pool, [3, 0], [1, 4], stream=5)
     check(s, d, [3, 0], [1, 4])
-    assert count("launches") == before + 1, (src, dst, count("launches") - before)
+    # K and V for themselves where only the scales of V change places one by one
+    wanted = 2 if src != dst and "vllm/nvfp4" in (src, dst) else 1
+    assert count("launches") == before + wanted, (src, dst, count("launches") - before)
 """,
         )
 
@@ -640,7 +643,7 @@ def test_gpu_records_sanitize(src: str, dst: str) -> None:
 
 # ---- layouts that nobody has written ---------------------------------------------------------------------------------
 
-PLANE_NAMES = ("a", "b2", "scale")
+PLANE_NAMES = ("a", "b", "scale")
 
 
 @st.composite
@@ -760,13 +763,13 @@ def test_random_layouts_lie_where_their_structure_says(given_: Any) -> None:
                 assert part.address(block, **there) == (entry[(block, *at)], offset[(block, *at)]), (plane.name, there)
 
 
-@given(two_drawn())
+@given(two_drawn(), st.sampled_from(((1, 4), (0, 0), (16, 0))))
 @settings(max_examples=500)
-def test_random_pairs_convert(given_: Any) -> None:
-    """Bit for bit by the host's kernels and by the loop nests, to whatever layout; or a refusal that says why."""
+def test_random_pairs_convert(given_: Any, aligns: tuple[int, int]) -> None:
+    """Bit for bit by the host's kernels, by the loop nests, and by launches as a GPU runs them; or a refusal that says why."""
     sizes, one, other = given_
     try:
-        arenas = [x.held(sizes, n).arena(align) for x, n, align in ((one, 3, 1), (other, 4, 4))]
+        arenas = [x.held(sizes, n).arena(align) for x, n, align in zip((one, other), (3, 4), aligns, strict=True)]
     except oracle.IllegalError:
         return
     source, before = arenas[0].source(), arenas[1].dest()
@@ -788,6 +791,9 @@ def test_random_pairs_convert(given_: Any) -> None:
     got = execute(made, *arenas, source, before, [2, 0], [1, 3])
     assert np.array_equal(got, want), plane_oracle.explain(arenas[1], got, want)
     minimal(made)
+    alignments = pools[0].alignment, pools[1].alignment
+    got, _ = by_launches(made, *arenas, source, before, ([2, 0], [1, 3]), alignments)
+    assert np.array_equal(got, want), plane_oracle.explain(arenas[1], got, want)
     try:
         kvbm.convert(*pools, *ids)
     except kvbm.MissingKernelError:  # more loops than any kernel has
@@ -944,3 +950,388 @@ def test_a_range_of_layers_that_share_bytes() -> None:
     layout = spec.parse('order: "[b] o h t d l"', name="layers_last")
     with pytest.raises(kvbm.LayoutError, match="axis 'l' is split or shares a group"):
         kvbm.plan(layout, layout, shape, num_blocks=2, layers=range(1, 2))
+
+
+# ---- by way of shared memory -----------------------------------------------------------------------------------------
+
+
+def by_launches(
+    made: kvbm.Plan, src: Any, dst: Any, source: np.ndarray, before: np.ndarray, ids: Any, alignments: tuple[int, int]
+) -> tuple[np.ndarray, int]:
+    """What the launches of a plan do on a GPU, and how many go by shared memory, which neither the host nor the driver has.
+
+    Streams begin at whole words, an item is whole where it lies, what is read from shared memory was put there, and what is
+    streamed out was written.
+    """
+    result, staged = before.copy(), 0
+    for launch in made.launches(*alignments):
+        if not launch.staged:
+            result = execute(dataclasses.replace(made, parts=launch.parts), src, dst, source, result, *ids)
+            continue
+        staged += 1
+        gathers = launch.staged[0].gathers
+        side, memory, bases = (0, source, src.bases) if gathers else (1, result, dst.bases)
+        far, far_bases = (result, dst.bases) if gathers else (source, src.bases)
+        outer = launch.parts[0].outer
+        assert {tuple(m.extent for m in part.outer) for part in launch.parts} == {tuple(m.extent for m in outer)}
+        for pair in zip(*ids, strict=True):
+            for turn in np.ndindex(*(mode.extent for mode in outer)):
+                shared = np.zeros(sum(one.held for one in launch.staged), np.uint8)
+                there = np.zeros(shared.size, bool)
+                starts = [[start(part, k, pair[k], turn) for k in (0, 1)] for part in launch.parts]
+                streams = [
+                    (bases[at[side][0]] + at[side][1], one.place, one.held)
+                    for one, at in zip(launch.staged, starts, strict=True)
+                    if one.held
+                ]
+                assert all(at % 16 == place % 16 == size % 16 == 0 for at, place, size in streams)
+                for at, place, size in streams if gathers else ():
+                    shared[place : place + size], there[place : place + size] = memory[at : at + size], True
+                for one, at in zip(launch.staged, starts, strict=True):
+                    inside, outside = items(one, side)
+                    inside, outside = inside + one.place, outside + far_bases[at[1 - side][0]] + at[1 - side][1]
+                    assert not (outside % one.item).any() and not (inside % one.word).any()
+                    assert one.word == one.item == 16 or one.word in (1, 4), "no such code is compiled"
+                    for k in range(one.item):
+                        if gathers:
+                            assert there[inside + k].all(), "what no stream has brought"
+                            far[outside + k] = shared[inside + k]
+                        else:
+                            assert not there[inside + k].any()
+                            shared[inside + k], there[inside + k] = far[outside + k], True
+                for at, place, size in () if gathers else streams:
+                    assert there[place : place + size].all(), "what no item has brought"
+                    memory[at : at + size] = shared[place : place + size]
+    return result, staged
+
+
+def start(part: Any, side: int, block: int, turn: tuple[int, ...]) -> tuple[int, int]:
+    """Table entry and bytes at which a piece begins."""
+    entry, offset = (part.dst_table_offset, part.dst_offset) if side else (part.src_table_offset, part.src_offset)
+    step = part.dst_id if side else part.src_id
+    entry, offset = entry + block * step[0], offset + block * step[1]
+    for n, mode in zip(turn, part.outer, strict=True):
+        entry += n * (mode.dst_table if side else mode.src_table)
+        offset += n * (mode.dst if side else mode.src)
+    return entry, offset
+
+
+def items(one: Any, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets of a part's items on the side that is staged and on the other."""
+    run = one.part.inner[0]
+    assert run.extent % one.item == 0 and (run.src, run.dst) == (1, 1)
+    steps = np.ix_(np.arange(0, run.extent, one.item), *(np.arange(m.extent) for m in one.part.inner[1:]))
+    both = []
+    for k in (side, 1 - side):
+        strides = [1, *(m.dst if k else m.src for m in one.part.inner[1:])]
+        total: Any = sum((s * n for s, n in zip(steps, strides, strict=True)), start=np.int64(0))
+        both.append(np.asarray(total).ravel())
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_shared_memory(src: str, dst: str) -> None:
+    """Launches as a GPU runs them, piece by piece of a page: at bases of every alignment, at tokens of every number."""
+    for shape in shapes(src):
+        for aligns in ((0, 0), (16, 4), (4, 16), (2, 0)):
+            one, other = Side(src, shape, 3, align=aligns[0]), Side(dst, shape, 4, align=aligns[1], dst=True)
+            made = kvbm.plan(one.layout, other.layout, one.shape, num_blocks=(3, 4))
+            ids = [2, 0], [1, 3]
+            alignments = one.pool.alignment, other.pool.alignment
+            got, _ = by_launches(made, one.arena, other.arena, one.before, other.before, ids, alignments)
+            want = plane_oracle.expected(one.arena, other.arena, one.before, other.before, *ids)
+            assert np.array_equal(got, want), (shape, aligns, plane_oracle.explain(other.arena, got, want))
+            if shape[3] > 16:
+                break
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "launches"),
+    [
+        ("vllm/dsa_indexer", "record/dsa_indexer_tokens", "page_o1_i2"),  # rows of 132 bytes
+        ("record/dsa_indexer_mxfp4_tokens", "vllm/dsa_indexer_mxfp4", "page_o1_i2"),
+        ("record/nvfp4_mla_planes", "vllm/nvfp4_ds_mla", "page_o1_i4"),  # scales one by one
+        ("vllm/nvfp4", "vllm/nvfp4_sm120", "page_o1_i4 copy_o1_w16"),  # V's scales one by one; K as it is
+        ("vllm/per_token_head_fp8", "record/per_token_head_fp8_planes", "page_o1_i4"),
+        ("vllm/fp8_ds_mla", "vllm/fp8_ds_mla", "copy_o1_w16"),
+        ("record/mxfp8_universal", "record/mxfp8_universal", "copy_o0_w16"),
+    ],
+)
+def test_what_goes_by_shared_memory(src: str, dst: str, launches: str) -> None:
+    """Rows that are no whole words on one side; whole words move as they are."""
+    shape = shapes(src)[0]
+    made = kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.BlockShape(*shape), num_blocks=(4, 5))
+    assert " ".join(launch.kernel for launch in made.launches()) == launches
+
+
+def test_planes_that_step_differently() -> None:
+    """Two planes lie side by side in the first piece of a page, and not in the second: no stream may join them."""
+    planes = [
+        plane_oracle.DrawnPlane("a", "int8", "d", 8192, (), (("t", "d"),), None, (("t", 16384),)),
+        plane_oracle.DrawnPlane("b", "int8", "s", 128, (), (("t", "s"),), 8192, (("t", 32768),)),
+    ]
+    spread = plane_oracle.Drawn((), ("b", "l", "o", "h", "<a b>"), tuple(planes))
+    together = plane_oracle.Drawn(
+        (), ("b", "l", "o", "h", "t", "<b a>"),
+        (dataclasses.replace(planes[1], orders=(("s",),), offset=None, pitch=()),
+         dataclasses.replace(planes[0], orders=(("d",),), offset=132, pitch=())),
+    )  # fmt: skip
+    sizes = {"l": 1, "o": 1, "h": 1, "t": 2, "d": 8192}
+    shape = kvbm.BlockShape(nl=1, no=1, nh=1, nt=2, hd=8192, dtype="int8")
+    for one, other in ((spread, together), (together, spread), (spread, spread)):
+        arenas = [x.held(sizes, 3).arena() for x in (one, other)]
+        layouts = [spec.parse(x.yaml) for x in (one, other)]
+        made = kvbm.plan(*layouts, shape, num_blocks=3)
+        source, before = arenas[0].source(), arenas[1].dest()
+        got, _ = by_launches(made, *arenas, source, before, ([2, 0], [0, 1]), (16, 16))
+        want = plane_oracle.expected(*arenas, source, before, [2, 0], [0, 1])
+        assert np.array_equal(got, want), plane_oracle.explain(arenas[1], got, want)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+GOOD = """\
+order: "[l] b t <data scale>"
+axes: {s: hd//32}
+planes:
+  data: {order: h d, dtype: float8_e4m3fn}
+  scale: {order: h s, dtype: float32}
+"""
+
+
+def test_the_good_one_is_good() -> None:
+    spec.parse(GOOD).resolve(kvbm.BlockShape(nl=2, no=1, nh=2, nt=4, hd=64), 2)
+
+
+def with_(*changes: tuple[str, str]) -> str:
+    text = GOOD
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+#: (line, what replaces what, the sentence): refused when the file is read.
+UNREADABLE = {
+    "in the middle": (1, [("t <data scale>", "<data scale> t")], "expected '<data scale>' inside brackets or at the end"),
+    "twice": (1, [('b t <data scale>"', 'b <data scale> t <data scale>"')], "expected one term <…>, in one order for K and V"),
+    "in two orders": (
+        1,
+        [('"[l] b t <data scale>"', '{k: "[l] b o t <data scale>", v: "[l] b o <data scale> t"}')],
+        "expected one term <…>, in one order for K and V; planes may have an order for each",
+    ),
+    "nowhere": (1, [(" <data scale>", "")], "expected a term <…> that says where the planes lie, as the key 'planes' is there"),
+    "of one": (1, [("<data scale>", "<data>")], "expected two planes or more between <>, got 1"),
+    "of none": (1, [("<data scale>", "<>")], "expected two planes or more between <>, got 0"),
+    "not closed": (1, [("<data scale>", "<data scale")], "expected an axis, [, ], (…), {…} or a split such as d/16B, got '<data scale'"),
+    "one name twice": (1, [("<data scale>", "<data data>")], "plane 'data': expected names such as data and scale, each once"),
+    "no name": (1, [("<data scale>", "<Data scale>")], "plane 'Data': expected names such as data and scale, each once"),
+    "not declared": (5, [("  scale: {", "  scales: {")], "unknown key 'scales': expected one of data, scale"),
+    "one missing": (4, [("  scale: {order: h s, dtype: float32}\n", "")], "planes: 'scale' missing; the order names it"),
+    "declared twice": (6, [("float32}\n", "float32}\n  scale: {order: h s}\n")], "key 'scale' is there twice"),
+    "no planes": (1, [("planes:\n  data: {order: h d, dtype: float8_e4m3fn}\n  scale: {order: h s, dtype: float32}\n", "")], "key 'planes' missing: expected data, scale to be declared there"),
+    "a term inside": (4, [("order: h d", 'order: "h d <a c>"')], "expected no <…> inside a plane"),
+    "brackets inside": (4, [("order: h d", 'order: "[h] d"')], "plane 'data': order '[h] d': expected no brackets, those are the layout's"),
+    "dtype": (5, [("float32", "fp32")], "dtype of plane 'scale': expected one of bool, int8"),
+    "key": (5, [("dtype: float32", "type: float32")], "unknown key 'type': expected one of order, dtype, offset, pitch, shared"),
+    "no mapping": (4, [("{order: h d, dtype: float8_e4m3fn}", "h d")], "plane 'data': expected a mapping, got 'h d'"),
+    "offset beside tensors": (
+        5,
+        [("[l] b t <data scale>", "[l <data scale>] b t"), ("dtype: float32", "dtype: float32, offset: 64")],
+        "plane 'scale': offset: each plane has arrays of its own here; leave it out",
+    ),
+    "offset that is none": (5, [("dtype: float32", "dtype: float32, offset: nt*x")], "offset of plane 'scale': expression 'nt*x'"),
+    "pitch in elements": (2, [("\naxes", "\npitch: {t: 700}\naxes")], "pitch of 't': planes differ in their elements: expected bytes, e.g. '656 B'"),
+    "pitch of planes": (2, [("\naxes", '\npitch: {"<data scale>": 700 B}\naxes')], "pitch: '<data scale>': expected one of b, t (axes outside brackets)"),
+    "pitch of another's": (4, [("dtype: float8_e4m3fn", "pitch: {t: 64 B}")], "pitch: 't': expected one of d, h"),
+    "shared, but no axis": (5, [("dtype: float32", "shared: x")], "plane 'scale': shared: expected axes among l o h t, got 'x'"),
+    "shared blocks": (5, [("dtype: float32", "shared: b")], "plane 'scale': shared: expected axes among l o h t, got 'b'"),
+    "an axis of nobody": (5, [("order: h s", "order: h z")], "axis 'z': expected one of b l o h t d s; declare others under 'axes:'"),
+    "an axis of all": (5, [("order: h s", "order: t h s")], "axis 't': expected once, or in the pieces of one split"),
+    "blocks inside": (5, [("order: h s", "order: h b s")], "axis 'b'"),
+    "K and V without o": (
+        5,
+        [("order: h s", 'order: {k: "h o s", v: "h s o"}')],
+        "k and v differ, so the axis 'o' must stand in the order around them, alone and unsplit",
+    ),
+    "K without V": (5, [("order: h s", 'order: {k: "h s"}')], "order: 'v' missing: expected both k and v"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_files_that_are_refused(case: str) -> None:
+    line, changes, sentence = UNREADABLE[case]
+    with pytest.raises(kvbm.SpecError) as info:
+        spec.parse(with_(*changes), file="mine/quant.yaml")
+    assert str(info.value).startswith(f"mine/quant.yaml:{line}: ") and sentence in str(info.value), str(info.value)
+
+
+LEGAL = {"nl": 2, "no": 1, "nh": 2, "nt": 4, "hd": 64}
+#: (line, what replaces what, sizes, the sentence): refused when sizes are known.
+UNFIT = {
+    "overlap": (1, [("dtype: float32", "dtype: float32, offset: 100")], {}, "planes 'data' (bytes 0 to 128 of a record) and 'scale' (100 to 116) overlap"),
+    "overlap by one byte": (1, [("dtype: float32", "dtype: float32, offset: 127")], {}, "overlap"),
+    "overlap in a gap that is too small": (
+        1,
+        [("dtype: float8_e4m3fn", "dtype: float8_e4m3fn, pitch: {h: 70 B}"), ("order: h s, dtype: float32", "order: h s, dtype: float32, offset: 64, pitch: {h: 70 B}")],
+        {},
+        "overlap",
+    ),
+    "leave the page": (1, [("\naxes", '\npitch: {t: "143 B"}\naxes')], {}, "pitch of 't': neighbours overlap: expected at least 144 bytes, got 143"),
+    "leave a page of blocks": (1, [("\naxes", '\npitch: {b: "nt*144 - 1 B"}\naxes')], {}, "pitch of 'b': neighbours overlap: expected at least 576 bytes, got 575"),
+    "overlap themselves": (4, [("dtype: float8_e4m3fn", "dtype: float8_e4m3fn, pitch: {h: 63 B}")], {}, "plane 'data': pitch of 'h': neighbours overlap: expected at least 64 bytes, got 63"),
+    "a group of scales": (1, [("s: hd//32", "s: hd//128")], {}, "axis 's': expression 'hd//128': 128 does not divide 64"),
+    "a group of scales that does not divide": (1, [], {"hd": 48}, "axis 's': expression 'hd//32': 32 does not divide 48"),
+    "rows not padded": (5, [("order: h s", "order: h t/128 s/4 t%32 t%128/32 s%4"), ("b t <", "b <"), ("order: h d", "order: t h d")], {"nt": 64, "hd": 128}, "plane 'scale': 't/128': the split 128 does not divide 64"),
+    "groups not padded": (5, [("order: h s", "order: h t/128 s/4 t%32 t%128/32 s%4"), ("b t <", "b <"), ("order: h d", "order: t h d")], {"nt": 128, "hd": 64}, "plane 'scale': 's/4': the split 4 does not divide 2"),
+    "an axis left out": (5, [("order: h s", "order: s")], {}, "plane 'scale': axis 'h' (KV head): expected once, as its size is 2, got none"),
+    "heads left out": (4, [("order: h d", "order: d"), ("order: h s", "order: s")], {}, "plane 'data': axis 'h' (KV head): expected once, as its size is 2, got none"),
+    "K and V left out": (4, [], {"no": 2}, "plane 'data': axis 'o' (K or V): expected once, as its size is 2, got none"),
+    "shared, and there": (5, [("dtype: float32", "dtype: float32, shared: t")], {}, "plane 'scale': axis 't' is shared by all elements, so it cannot stand in the order"),
+    "odd fours": (4, [("float8_e4m3fn", "int4"), ("hd//32", "hd//11")], {"hd": 33}, "plane 'data': 'd': 2 elements share a byte, and 33 are no multiple of that"),
+    "fours apart": (4, [("float8_e4m3fn", "int4"), ("h d", "d h")], {"nh": 3}, "plane 'data': 'h': 2 elements share a byte, and 3 are no multiple of that"),
+    "negative offset": (5, [("dtype: float32", "dtype: float32, offset: nt - 8")], {}, "expected at least 0, got -4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_sizes_that_are_refused(case: str) -> None:
+    line, changes, sizes, sentence = UNFIT[case]
+    layout = spec.parse(with_(*changes), file="mine/quant.yaml")
+    with pytest.raises(kvbm.LayoutError) as info:
+        layout.resolve(kvbm.BlockShape(**{**LEGAL, **sizes}), 2)
+    assert str(info.value).startswith(f"mine/quant.yaml:{line}: ") and sentence in str(info.value), str(info.value)
+    assert "nl=2" in str(info.value), "at which sizes"
+
+
+@pytest.mark.parametrize("offset", [0, 4, 64, 100, 124, 127])
+def test_planes_may_lie_in_gaps(offset: int) -> None:
+    """Side by side in one pitch is no overlap: the smallest pitch that leaves room is taken, one byte less is not."""
+    text = with_(
+        ("dtype: float8_e4m3fn", f"dtype: float8_e4m3fn, offset: {offset}, pitch: {{h: 72 B}}"),
+        ("dtype: float32", f"dtype: float32, offset: {offset + 64}, pitch: {{h: 72 B}}"),
+    )
+    assert spec.parse(text).resolve(kvbm.BlockShape(**LEGAL), 2).record == offset + 144
+    with pytest.raises(kvbm.LayoutError, match="overlap"):
+        spec.parse(text.replace("72 B", "71 B")).resolve(kvbm.BlockShape(**LEGAL), 2)
+
+
+def test_pairs_that_are_refused() -> None:
+    shape = kvbm.BlockShape(**LEGAL)
+    one = spec.parse(GOOD, name="one")
+    cases = {
+        with_(("<data scale>", "<data scales>"), ("  scale:", "  scales:")): ("and the other side has 'data', 'scale"),
+        with_(("<data scale>", "<data scale more>"), ("float32}\n", "float32}\n  more: {order: h s, dtype: int8}\n")): (
+            "other has a plane 'more'"
+        ),
+        'order: "[l] b t h d"': "one has a plane 'data', and the other side has none; expected the same planes on both sides",
+        with_(("float32", "int32")): (
+            "plane 'scale': float32 in the source, int32 in the destination; a copy converts no dtype"
+        ),
+        with_(("hd//32", "hd//16")): "axis 's': 2 in the source, 4 in the destination",
+        with_(("h s", "h"), ("axes: {s: hd//32}\n", "")): "axes {'s'} only in the source",
+    }
+    for text, sentence in cases.items():
+        other = spec.parse(text, name="other")
+        for layouts in ((one, other), (other, one)):
+            title = f"{layouts[0].name} → {layouts[1].name}"
+            with pytest.raises(kvbm.PlanError) as info:
+                kvbm.plan(*layouts, shape, num_blocks=2)
+            assert str(info.value).startswith(title), str(info.value)
+            if layouts[0] is one or not ("the source" in sentence or "one has" in sentence):
+                assert sentence in str(info.value), str(info.value)
+    with pytest.raises(kvbm.PlanError, match="expected the same planes on both sides"):
+        kvbm.convert(*(kvbm.Pool.allocate(x, shape, 2) for x in (one, spec.parse('order: "[l] b t h d"', name="flat"))))
+
+
+# ---- arrays of a pool ------------------------------------------------------------------------------------------------
+
+
+def record_pool(*arrays: Any, name: str = "vllm/deepseek_v4") -> kvbm.Pool:
+    return kvbm.Pool(kvbm.load(name), kvbm.BlockShape(nl=1, no=1, nh=1, nt=4, hd=512), list(arrays))
+
+
+PAGE = 5 * 576  # of four tokens: 4 * 584 rounded up
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "V1", "bool"])
+def test_arrays_of_records_that_are_taken(dtype: str) -> None:
+    """Dense with the padding, dense without it at the page's stride, and other shapes of the same bytes."""
+    dense = np.zeros(3 * PAGE, dtype)
+    short = dense.reshape(3, PAGE)[:, : 4 * 584]
+    for array in (
+        dense.reshape(3, PAGE),
+        short,
+        np.lib.stride_tricks.as_strided(dense, (3, 4, 584), (PAGE, 584, 1)),
+        np.lib.stride_tricks.as_strided(dense, (3, 1, 4, 2, 292), (PAGE, 1, 584, 292, 1)),
+        dense.reshape(3, 5, 576),
+    ):
+        pool = record_pool(array)
+        assert pool.num_blocks == 3 and pool.nbytes == 3 * PAGE
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.zeros((3, PAGE - 1), np.uint8),
+        lambda: np.zeros((3, PAGE + 1), np.uint8),
+        lambda: np.zeros((3, 4, 584), np.uint8),  # pages without the padding
+        lambda: np.zeros((3, 4, 576), np.uint8),
+        lambda: np.zeros(3 * PAGE, np.uint8),  # which blocks?
+        lambda: np.zeros((4, PAGE), np.uint8)[::2],
+        lambda: np.zeros((3, 2 * PAGE), np.uint8)[:, :PAGE],
+        lambda: np.zeros((3, PAGE), np.uint8)[::-1],
+        lambda: np.zeros((PAGE, 3), np.uint8).T,
+        lambda: np.lib.stride_tricks.as_strided(np.zeros(3 * PAGE, np.uint8), (3, 4, 584), (PAGE, 576, 1)),
+        lambda: np.zeros((3, 2 * PAGE), np.uint8)[:, ::2],
+    ],
+)
+def test_arrays_of_records_that_are_refused(make: Any) -> None:
+    with pytest.raises(
+        kvbm.BindError,
+        match=r"vllm/deepseek_v4.*array 0: expected (bytes of shape|2 axes|at least)|array 0 .*expected bytes of shape",
+    ):
+        record_pool(make())
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "float32", "float16", "int64"])
+def test_dtypes_of_records_that_are_refused(dtype: str) -> None:
+    with pytest.raises(
+        kvbm.DTypeError, match=rf"array 0: its planes share it, so expected bytes .*got {dtype}; pass .view"
+    ):
+        record_pool(np.zeros((3, PAGE // np.dtype(dtype).itemsize), dtype))
+
+
+def test_arrays_of_planes_of_their_own() -> None:
+    """Each plane's arrays have its dtype and shape; a stand-in of the same width is taken, nothing else."""
+    shape, layout = kvbm.BlockShape(nl=2, no=1, nh=1, nt=4, hd=576), kvbm.load("record/mla_fp8_tensors")
+
+    def arrays(**other: Any) -> list[np.ndarray]:
+        kinds: dict[str, Any] = {"latent": (512, "uint8"), "scale": (4, "float32"), "rope": (64, "uint16"), **other}
+        return [np.zeros((3, 4, n), dtype) for n, dtype in kinds.values() for _ in range(2)]
+
+    assert kvbm.Pool(layout, shape, arrays()).num_blocks == 3
+    assert kvbm.Pool(layout, shape, arrays(latent=(512, "int8"))).num_blocks == 3
+    for other, match in (
+        ({"scale": (4, "int32")}, r"array 2: expected dtype float32, got int32"),
+        (
+            {"latent": (512, "float16")},
+            r"array 0: expected dtype float8_e4m3fn \(or uint8, int8 as its bits\), got float16",
+        ),
+        ({"rope": (64, "float32")}, r"array 4: expected dtype bfloat16 \(or uint16, int16 as its bits\), got float32"),
+        ({"scale": (8, "float32")}, r"array 2 \(scale l=0\): axis 's': expected 4, got 8"),
+        ({"rope": (32, "uint16")}, r"array 4 \(rope l=0\): axis 'r': expected 64, got 32"),
+    ):
+        with pytest.raises((kvbm.BindError, kvbm.DTypeError), match=match):
+            kvbm.Pool(layout, shape, arrays(**other))
+    mixed = arrays()
+    mixed[3] = np.zeros((2, 4, 4), np.float32)
+    with pytest.raises(kvbm.BindError, match=r"array 3 \(scale l=1\): axis 'b': expected 3, got 2"):
+        kvbm.Pool(layout, shape, mixed)
+    for count in (5, 7):
+        with pytest.raises(kvbm.BindError, match=f"expected 6 arrays, one an allocation in table order, got {count}"):
+            kvbm.Pool(layout, shape, (arrays() + arrays())[:count])
+    shared = arrays()
+    shared[1] = shared[0]
+    with pytest.raises(kvbm.BindError, match="arrays 0 and 1 share memory"):
+        kvbm.Pool(layout, shape, shared)
