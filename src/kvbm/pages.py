@@ -191,7 +191,7 @@ def _items(part: Part, pieces: Mode, side: int, alignment: int, place: int, held
             return staged(item, rest, run, item, apart)
     item, word = sizes(run, loops)
     word = word if word == item else 4 if word >= 4 else 1  # what is compiled
-    return staged(run, loops, word, item, min(word, 4))
+    return staged(run, loops, word, item, 4 if word >= 4 else 1)  # in shared memory two bytes are two words
 
 
 def _pieces(parts: Sequence[Part], side: int) -> list[tuple[Part, Mode]] | None:
