@@ -21,6 +21,7 @@ import oracle
 import test_driver
 from kvbm import _core, codegen, kernels, planner
 from memory import FakeCuda, aligned, interface_views, placed, torch_views
+from test_driver import library  # noqa: F401
 
 NB, NL, NO, NH, NT, HD = 2, 2, 2, 3, 4, 8
 SHAPE = kvbm.BlockShape(nl=NL, no=NO, nh=NH, nt=NT, hd=HD, dtype="float16")
@@ -362,6 +363,7 @@ class Loops:
         self.outer_steps: list[list[tuple[int, int]]] = [[], []]  # table entries, bytes
         self.offset = [0, 0]
         self.of_id = [0, 0]
+        self.pieces: list[int] = []  # pages: bytes from one piece to the next, of which there are two
 
     def argument(self, table_offset: int) -> Any:
         outer = [
@@ -369,14 +371,16 @@ class Loops:
             for n, (s_table, s), (d_table, d) in zip(self.outer, *self.outer_steps, strict=True)
         ]
         inner = list(zip(self.inner, *self.steps, strict=True))
+        if self.pieces:
+            inner += [(1, 0, 0)] * (planner.MAX_INNER - 1 - len(inner)) + [(2, *self.pieces)]
         return (*self.offset, table_offset, table_offset), outer, inner, tuple(self.of_id), self.words
 
 
 class Page:
     """Several planes, each with loops and words of its own, in one launch: over guarded memory, said by NumPy's strides.
 
-    `how`: ``together`` where all planes have the same chunks, ``apart`` where they do not; for pages whether the source is the
-    dense side (``gathers``) or the destination (``scatters``).
+    `how`: ``together`` where all planes have the same chunks, ``apart`` where they do not.  Of pages one side is dense: the
+    source of those that gather (``page_in``), the destination of the others; they come in two pieces.
     """
 
     def __init__(self, name: str, how: str):
@@ -398,8 +402,8 @@ class Page:
         else:
             rows = [4 if k == 0 else pick.choice((1, 2)) for k in range(form.inner - 1)]
             for run, item in ((128, 16), (4, 4), (6, 2), (22, 1)) if rows else ((64, 16), (48, 8)):
-                self.loops.append(Loops(list(outer), [run // item, *rows], (0, item, 0, 0, int(how == "gathers"))))
-        self.ends = [self._place(side, pick, how) for side in (0, 1)]
+                self.loops.append(Loops(list(outer), [run // item, *rows], (0, item, 0, 0, 0)))
+        self.ends = [self._place(side, pick) for side in (0, 1)]
         self.bases = []
         for side in (0, 1):
             count = self.tables[side] * (self.blocks[side] if side else 1)
@@ -420,7 +424,7 @@ class Page:
                         self.view(loops, 1, self.want, d, at)[...] = self.view(loops, 0, self.data[0], s, at)
         assert not np.array_equal(self.want, self.data[1])
 
-    def _place(self, side: int, pick: random.Random, how: str) -> int:
+    def _place(self, side: int, pick: random.Random) -> int:
         """Where the planes lie on one side; bytes of an allocation."""
         self.tables[side] = 1
         through = []
@@ -428,8 +432,7 @@ class Page:
             through.append(self.tables[side] if mode == 0 or mode == 1 + 2 * side else 0)
             self.tables[side] *= [2, 3, 1, 2][mode] if through[-1] else 1
         end = 32
-        dense = self.form.kind == "page" and (side == 0) == (how == "gathers")
-        if dense:
+        if self.form.kind.startswith("page") and (side == 0) == (self.form.kind == "page_in"):
             return self._dense(side, through)
         for loops in self.loops:
             order = list(range(1, len(loops.inner)))
@@ -438,6 +441,9 @@ class Page:
             for mode in order:
                 steps[mode] = held + loops.item * pick.randrange(3)
                 held = steps[mode] * loops.inner[mode]
+            if self.form.kind != "record":
+                loops.pieces.append(held)
+                held *= 2
             loops.steps[side] = steps
             loops.offset[side] = end = -(-end // loops.item) * loops.item
             for n, table in zip(loops.outer, through, strict=True):
@@ -457,7 +463,7 @@ class Page:
         for n in rows:
             steps.append(at)
             at *= n
-        outer_steps, page = [], held
+        outer_steps, page = [], 2 * held
         for n, table in zip(self.loops[0].outer, through, strict=True):
             outer_steps.append((table, 0 if table else page))
             page *= 1 if table else n
@@ -466,16 +472,20 @@ class Page:
             loops.steps[side], loops.outer_steps[side] = [loops.item, *steps], outer_steps
             loops.offset[side], loops.of_id[side] = 32 + place, 0 if side else page
             word = math.gcd(loops.item, place, *steps)
-            word = 16 if word == 16 else 4 if word % 4 == 0 else 1
-            loops.words = (word, loops.item, place, 0 if number else held, loops.words[4])
+            word = word if word == loops.item else 4 if word % 4 == 0 else 1
+            loops.words = (word, loops.item, 4 if word >= 4 else 1, place, 0 if number else held)
+            loops.pieces.append(held)
         return 32 + page * (1 if side else self.blocks[0])
 
     def view(self, loops: Loops, side: int, data: np.ndarray, block: int, at: tuple[int, ...]) -> np.ndarray:
+        """A chunk of a plane, with its pieces."""
         entry = block * self.tables[1] if side else 0
         start = loops.offset[side] + block * loops.of_id[side]
         for n, (table, step) in zip(at, loops.outer_steps[side], strict=True):
             entry, start = entry + n * table, start + n * step
         shape, strides = (*loops.inner, loops.item), (*loops.steps[side], 1)
+        if loops.pieces:
+            shape, strides = (2, *shape), (loops.pieces[side], *strides)
         return np.ndarray(shape, np.uint8, data, int(self.bases[side][entry] + start), strides)
 
     def addresses(self, side: int, start: int) -> np.ndarray:
@@ -493,15 +503,12 @@ class Page:
         assert np.array_equal(source, self.data[0]), f"{self.kernel}: the source changed"
 
 
-def kinds_of(name: str) -> tuple[str, str]:
-    return ("gathers", "scatters") if name.startswith("page_") else ("together", "apart")
-
-
-OF_PLANES = [(name, how) for name in PLANES for how in kinds_of(name)]
+PAGES = [name for name in PLANES if name.startswith("page_")]
+OF_PLANES = [(name, how) for name in PLANES for how in (("together",) if name in PAGES else ("together", "apart"))]
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("name", "how"), OF_PLANES)
+@pytest.mark.parametrize(("name", "how"), [one for one in OF_PLANES if one[0] not in PAGES])
 def test_each_of_planes_on_the_host(name: str, how: str, threads: int) -> None:
     """Words and id strides of every part its own, however many chunks each has."""
     page = Page(name, how)
@@ -511,6 +518,35 @@ def test_each_of_planes_on_the_host(name: str, how: str, threads: int) -> None:
     tables = [_core.Table(page.addresses(side, b.ctypes.data)) for side, b in enumerate((source, got))]
     page.copy().run(*tables, page.src_ids, page.dst_ids, len(page.src_ids), threads=threads)
     page.check(source, got)
+
+
+@pytest.mark.skipif(
+    kernels.is_using_stubs() or test_driver.COMPILER is None, reason="needs CUDA kernels and a C compiler"
+)
+def test_each_of_planes_is_launched(library: Path) -> None:  # noqa: F811
+    """What a launch is told of every part is right: by the driver that is not one, which walks pages as well."""
+    test_driver.run(
+        library,
+        """
+from memory import aligned
+from kvbm import _core
+from test_kernels import OF_PLANES, Page
+for name, how in OF_PLANES:
+    page = Page(name, how)
+    source, got = aligned(page.data[0]), aligned(page.data[1])
+    tables = [_core.Table(page.addresses(side, b.ctypes.data)) for side, b in enumerate((source, got))]
+    page.copy().launch(*tables, page.src_ids, page.dst_ids, len(page.src_ids), 0, 5)
+    page.check(source, got)
+assert count("launches") == len(OF_PLANES) > 20
+""",
+    )
+
+
+def test_pages_have_no_host_half() -> None:
+    page = Page(PAGES[0], "together")
+    table = _core.Table(np.zeros(4, np.uint64))
+    with pytest.raises(kvbm.KvbmError, match=PAGES[0]):
+        page.copy().run(table, table, page.src_ids, page.dst_ids, len(page.src_ids))
 
 
 @pytest.mark.gpu
