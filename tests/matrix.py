@@ -216,6 +216,62 @@ def _every_pair() -> tuple[tuple[str, str], ...]:
     return tuple(dict.fromkeys(chosen))
 
 
+@cache
+def everyone() -> tuple[str, ...]:
+    """One name of each meaning, latents included; layouts of several planes meet each other in test_planes."""
+    return tuple(sorted([*SHIPPED, *further()]))
+
+
+def others(src: str) -> list[str]:
+    """All that a layout is converted into: every one that it has a shape in common with, itself included."""
+    return [dst for dst in everyone() if not refused(src, dst) and possible(src, dst)]
+
+
+#: Elements of a block in `meetings`: tiny, as the pairs are many.
+TINY = 2200
+
+
+def meetings(src: str) -> list[Case]:
+    """A layout with every other: one case a pair, in which widths, shapes, batches, alignments and kinds of ids take turns.
+
+    Of a few cases drawn for a pair the one is taken that covers most that this layout has not met with so far.
+    """
+    seen: set[tuple[object, ...]] = set()
+    chosen = []
+    for dst in others(src):
+        rng = random.Random(zlib.crc32(f"{src} meets {dst}".encode()))
+        options = [one for one in possible(src, dst) if math.prod(one[1]) <= TINY] or list(possible(src, dst))
+        drawn = []
+        for _ in range(8):
+            dtype, shape = rng.choice(options)
+            drawn.append(
+                Case(
+                    src, dst, dtype, shape, rng.choice(("one", "two", "many")),
+                    rng.choice(ALIGNS), rng.choice(ALIGNS), rng.choice(ID_KINDS),
+                )
+            )  # fmt: skip
+        best = max(drawn, key=lambda case: sum(key not in seen for key in turns(case)))
+        chosen.append(best)
+        seen.update(turns(best))
+    return chosen
+
+
+def turns(case: Case) -> Iterator[tuple[object, ...]]:
+    """Values of a case, and pairs of them: what `meetings` spreads over the layouts that one layout meets."""
+    values = (
+        ("width", case.itemsize),
+        ("dtype", case.dtype),
+        ("shape", case.shape),
+        ("batch", case.batch),
+        ("src align", case.src_align),
+        ("dst align", case.dst_align),
+        ("ids", case.ids),
+    )
+    yield from values
+    for a, b in itertools.combinations(values, 2):
+        yield (*a, *b)
+
+
 def pairs() -> list[tuple[str, str]]:
     """Ordered pairs that are copies."""
     return [(s, d) for s, d in _every_pair() if not refused(s, d)]
@@ -307,11 +363,18 @@ def cases() -> tuple[Case, ...]:
 
 
 def everything(src: str, dst: str) -> Iterator[Case]:
-    """All of one pair: widths × shapes × batches; dtypes of a width, alignments and kinds of ids take turns."""
+    """All of one pair: widths × shapes × batches; dtypes of a width, alignments and kinds of ids take turns.
+
+    Batches take turns, too, where the pair is none of those that the default run looks at closely.
+    """
     turns = itertools.cycle(itertools.product(ALIGNS, ALIGNS, ID_KINDS))
     names = {width: itertools.cycle(dtypes) for width, dtypes in DTYPES.items()}
     options = sorted({(ITEMSIZE[dtype], shape) for dtype, shape in possible(src, dst)})
-    for (width, shape), batch in itertools.product(options, BATCHES):
+    if (src, dst) in _every_pair():
+        wanted = list(itertools.product(options, BATCHES))
+    else:
+        wanted = list(zip(options, itertools.cycle(BATCHES[1:]), strict=False))
+    for (width, shape), batch in wanted:
         src_align, dst_align, ids = next(turns)
         dtype = next(names[width])
         if batch == "none":

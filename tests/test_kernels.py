@@ -21,6 +21,7 @@ import oracle
 import test_driver
 from kvbm import _core, codegen, kernels, planner
 from memory import FakeCuda, aligned, interface_views, placed, torch_views
+from test_driver import library  # noqa: F401
 
 NB, NL, NO, NH, NT, HD = 2, 2, 2, 3, 4, 8
 SHAPE = kvbm.BlockShape(nl=NL, no=NO, nh=NH, nt=NT, hd=HD, dtype="float16")
@@ -337,7 +338,8 @@ class Side:
         return np.ndarray(self.shape, np.uint8, data, int(start), (*self.inner, 1))
 
 
-ONE_PART = [name for name in _core.kernel_names() if "__" not in name and not name.startswith("record_")]
+PLANES = [name for name in _core.kernel_names() if name.startswith(("record_", "page_"))]
+ONE_PART = [name for name in _core.kernel_names() if "__" not in name and name not in PLANES]
 FEW = [name for name in ONE_PART if name.startswith("few_")]
 
 
@@ -349,6 +351,229 @@ def test_each_on_the_host(name: str, short: bool) -> None:
     tables = [_core.Table(side.addresses(b.ctypes.data)) for side, b in ((nest.src, source), (nest.dst, got))]
     nest.copy().run(*tables, nest.src_ids, nest.dst_ids, len(nest.src_ids), threads=2)
     nest.check(source, got)
+
+
+class Loops:
+    """A plane of a page: extents and strides of both sides, where it starts, and what a kernel is told of its words."""
+
+    def __init__(self, outer: list[int], inner: list[int], words: tuple[int, ...]):
+        self.outer, self.inner, self.words = outer, inner, words
+        self.item = words[1] if len(words) > 1 else words[0]
+        self.steps: list[list[int]] = [[], []]  # inner, in bytes
+        self.outer_steps: list[list[tuple[int, int]]] = [[], []]  # table entries, bytes
+        self.offset = [0, 0]
+        self.of_id = [0, 0]
+        self.pieces: list[int] = []  # pages: bytes from one piece to the next, of which there are two
+
+    def argument(self, table_offset: int) -> Any:
+        outer = [
+            (n, s, d, s_table, d_table)
+            for n, (s_table, s), (d_table, d) in zip(self.outer, *self.outer_steps, strict=True)
+        ]
+        inner = list(zip(self.inner, *self.steps, strict=True))
+        if self.pieces:
+            inner += [(1, 0, 0)] * (planner.MAX_INNER - 1 - len(inner)) + [(2, *self.pieces)]
+        return (*self.offset, table_offset, table_offset), outer, inner, tuple(self.of_id), self.words
+
+
+class Page:
+    """Several planes, each with loops and words of its own, in one launch: over guarded memory, said by NumPy's strides.
+
+    `how`: ``together`` where all planes have the same chunks, ``apart`` where they do not.  Of pages one side is dense: the
+    source of those that gather (``page_in``), the destination of the others; they come in two pieces.
+    """
+
+    def __init__(self, name: str, how: str):
+        [self.form] = planner.Form.parse(name)
+        self.kernel = name
+        pick = random.Random(zlib.crc32(f"{name} {how}".encode()))
+        form = self.form
+        outer = [2, 3, 1, 2][: form.outer]
+        self.blocks = (7, 11)
+        self.loops: list[Loops] = []
+        self.tables = [0, 0]
+        if form.kind == "record":
+            for number, word in enumerate(pick.sample((16, 8, 4, 2, 1), k=2 if form.inner > 6 else 4)):
+                inner = [pick.choice((3, 1, 300)), *pick.choices((1, 2, 3), k=form.inner - 1)]
+                while math.prod(inner) > 3000:
+                    inner[inner.index(max(inner))] //= 2
+                mine = [max(1, n - (how == "apart") * number % 2) for n in outer]
+                self.loops.append(Loops(mine, inner, (word,)))
+        else:
+            rows = [4 if k == 0 else pick.choice((1, 2)) for k in range(form.inner - 1)]
+            for run, item in ((128, 16), (4, 4), (6, 2), (22, 1)) if rows else ((64, 16), (48, 8)):
+                self.loops.append(Loops(list(outer), [run // item, *rows], (0, item, 0, 0, 0)))
+        self.ends = [self._place(side, pick) for side in (0, 1)]
+        self.bases = []
+        for side in (0, 1):
+            count = self.tables[side] * (self.blocks[side] if side else 1)
+            self.bases.append(np.arange(count) * (-(-self.ends[side] // 16) * 16 + 48) + 48)
+        rng = np.random.default_rng(pick.randrange(1 << 30))
+        self.data = [
+            rng.integers(0, 256, int(self.bases[side][-1]) + self.ends[side] + 48, dtype=np.uint8) for side in (0, 1)
+        ]
+        pairs = 7
+        self.src_ids = np.array([pick.randrange(self.blocks[0]) for _ in range(pairs)], np.int64)
+        self.dst_ids = np.array(pick.sample(range(self.blocks[1]), pairs), np.int64)
+        self.src_ids[pairs // 2] = self.dst_ids[1] = -1
+        self.want = self.data[1].copy()
+        for loops in self.loops:
+            for at in itertools.product(*map(range, loops.outer)):
+                for s, d in zip(self.src_ids, self.dst_ids, strict=True):
+                    if s >= 0 and d >= 0:
+                        self.view(loops, 1, self.want, d, at)[...] = self.view(loops, 0, self.data[0], s, at)
+        assert not np.array_equal(self.want, self.data[1])
+
+    def _place(self, side: int, pick: random.Random) -> int:
+        """Where the planes lie on one side; bytes of an allocation."""
+        self.tables[side] = 1
+        through = []
+        for mode in range(self.form.outer):
+            through.append(self.tables[side] if mode == 0 or mode == 1 + 2 * side else 0)
+            self.tables[side] *= [2, 3, 1, 2][mode] if through[-1] else 1
+        end = 32
+        if self.form.kind.startswith("page") and (side == 0) == (self.form.kind == "page_in"):
+            return self._dense(side, through)
+        for loops in self.loops:
+            order = list(range(1, len(loops.inner)))
+            pick.shuffle(order)
+            steps, held = [loops.item] * len(loops.inner), loops.item * loops.inner[0]
+            for mode in order:
+                steps[mode] = held + loops.item * pick.randrange(3)
+                held = steps[mode] * loops.inner[mode]
+            if self.form.kind != "record":
+                loops.pieces.append(held)
+                held *= 2
+            loops.steps[side] = steps
+            loops.offset[side] = end = -(-end // loops.item) * loops.item
+            for n, table in zip(loops.outer, through, strict=True):
+                loops.outer_steps[side].append((table, 0 if table else held))
+                held *= 1 if table else n
+            loops.of_id[side] = 0 if side else held
+            end += held * (1 if side else self.blocks[0]) + 3
+        return end
+
+    def _dense(self, side: int, through: list[int]) -> int:
+        """Records of all planes one after the other, which together are whole words: what is streamed."""
+        runs = [loops.inner[0] * loops.item for loops in self.loops]
+        rows, record = self.loops[0].inner[1:], sum(runs)
+        held = record * math.prod(rows)
+        assert held % 16 == 0
+        steps, at = [], record
+        for n in rows:
+            steps.append(at)
+            at *= n
+        outer_steps, page = [], 2 * held
+        for n, table in zip(self.loops[0].outer, through, strict=True):
+            outer_steps.append((table, 0 if table else page))
+            page *= 1 if table else n
+        for number, loops in enumerate(self.loops):
+            place = sum(runs[:number])
+            loops.steps[side], loops.outer_steps[side] = [loops.item, *steps], outer_steps
+            loops.offset[side], loops.of_id[side] = 32 + place, 0 if side else page
+            word = math.gcd(loops.item, place, *steps)
+            word = word if word == loops.item else 4 if word % 4 == 0 else 1
+            loops.words = (word, loops.item, 4 if word >= 4 else 1, place, 0 if number else held)
+            loops.pieces.append(held)
+        return 32 + page * (1 if side else self.blocks[0])
+
+    def view(self, loops: Loops, side: int, data: np.ndarray, block: int, at: tuple[int, ...]) -> np.ndarray:
+        """A chunk of a plane, with its pieces."""
+        entry = block * self.tables[1] if side else 0
+        start = loops.offset[side] + block * loops.of_id[side]
+        for n, (table, step) in zip(at, loops.outer_steps[side], strict=True):
+            entry, start = entry + n * table, start + n * step
+        shape, strides = (*loops.inner, loops.item), (*loops.steps[side], 1)
+        if loops.pieces:
+            shape, strides = (2, *shape), (loops.pieces[side], *strides)
+        return np.ndarray(shape, np.uint8, data, int(self.bases[side][entry] + start), strides)
+
+    def addresses(self, side: int, start: int) -> np.ndarray:
+        """The table; the entries before the first of the parts lead nowhere."""
+        return np.concatenate([np.zeros(2), start + self.bases[side]]).astype(np.uint64)
+
+    def copy(self) -> _core.Copy:
+        parts = [loops.argument(2) for loops in self.loops]
+        # What all parts say for themselves is not taken from here.
+        return _core.Copy(self.kernel, parts, (0, 1 << 40), (self.tables[1], 1 << 40))
+
+    def check(self, source: np.ndarray, got: np.ndarray) -> None:
+        wrong = np.nonzero(got != self.want)[0]
+        assert not wrong.size, f"{self.kernel}: {wrong.size} of {got.size} bytes differ, the first at {wrong[0]}"
+        assert np.array_equal(source, self.data[0]), f"{self.kernel}: the source changed"
+
+
+PAGES = [name for name in PLANES if name.startswith("page_")]
+OF_PLANES = [(name, how) for name in PLANES for how in (("together",) if name in PAGES else ("together", "apart"))]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("name", "how"), [one for one in OF_PLANES if one[0] not in PAGES])
+def test_each_of_planes_on_the_host(name: str, how: str, threads: int) -> None:
+    """Words and id strides of every part its own, however many chunks each has."""
+    page = Page(name, how)
+    assert len({loops.item for loops in page.loops}) > 1
+    assert page.form.outer == 0 or len({tuple(loops.outer) for loops in page.loops}) == 1 + (how == "apart")
+    source, got = aligned(page.data[0]), aligned(page.data[1])
+    tables = [_core.Table(page.addresses(side, b.ctypes.data)) for side, b in enumerate((source, got))]
+    page.copy().run(*tables, page.src_ids, page.dst_ids, len(page.src_ids), threads=threads)
+    page.check(source, got)
+
+
+@pytest.mark.skipif(
+    kernels.is_using_stubs() or test_driver.COMPILER is None, reason="needs CUDA kernels and a C compiler"
+)
+def test_each_of_planes_is_launched(library: Path) -> None:  # noqa: F811
+    """What a launch is told of every part is right: by the driver that is not one, which walks pages as well."""
+    test_driver.run(
+        library,
+        """
+from memory import aligned
+from kvbm import _core
+from test_kernels import OF_PLANES, Page
+for name, how in OF_PLANES:
+    page = Page(name, how)
+    source, got = aligned(page.data[0]), aligned(page.data[1])
+    tables = [_core.Table(page.addresses(side, b.ctypes.data)) for side, b in enumerate((source, got))]
+    page.copy().launch(*tables, page.src_ids, page.dst_ids, len(page.src_ids), 0, 5)
+    page.check(source, got)
+assert count("launches") == len(OF_PLANES) > 20
+""",
+    )
+
+
+def test_pages_have_no_host_half() -> None:
+    page = Page(PAGES[0], "together")
+    table = _core.Table(np.zeros(4, np.uint64))
+    with pytest.raises(kvbm.KvbmError, match=PAGES[0]):
+        page.copy().run(table, table, page.src_ids, page.dst_ids, len(page.src_ids))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "how"), OF_PLANES)
+def test_each_of_planes_on_a_gpu_sanitize(name: str, how: str) -> None:
+    """The same, with the CTAs of all planes in one grid, and pages by way of shared memory."""
+    import torch
+
+    page, stream = Page(name, how), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        source, got = (torch.from_numpy(data).cuda() for data in page.data)
+    tables = [_core.Table(page.addresses(side, b.data_ptr()), 0) for side, b in enumerate((source, got))]
+    n = len(page.src_ids)
+    page.copy().launch(*tables, page.src_ids, page.dst_ids, n, 0, stream.cuda_stream)
+    stream.synchronize()
+    page.check(source.cpu().numpy(), got.cpu().numpy())
+
+
+def test_parts_of_planes() -> None:
+    """Up to four parts, of which each says its words; no more, and not none."""
+    page = Page("record_o4_i8", "together")
+    one = page.loops[0].argument(2)
+    for count in (0, 5):
+        with pytest.raises(kvbm.PlanError, match=rf"kernel 'record_o4_i8' does not copy {count} part"):
+            _core.Copy("record_o4_i8", [one] * count, (0, 0), (1, 0))
+    for count in (1, 2, 3, 4):
+        _core.Copy("record_o4_i8", [one] * count, (0, 0), (1, 0))
 
 
 def test_few_kernels_have_no_host_half() -> None:

@@ -111,7 +111,10 @@ def test_names() -> None:
 
 
 def test_fingerprints_differ_by_meaning() -> None:
-    prints = {name: kvbm.load(name).fingerprint for name in (*matrix.SHIPPED, *matrix.further(), *matrix.PADDED)}
+    prints = {
+        name: kvbm.load(name).fingerprint
+        for name in (*matrix.SHIPPED, *matrix.further(), *matrix.PADDED, *matrix.planar())
+    }
     # nhd with blocks of [b l o] and [l o] are two meanings; the catalogue's aliases are left out
     assert len(set(prints.values())) == len(prints)
     assert set(prints.values()) == {kvbm.load(name).fingerprint for name in kvbm.layouts()}

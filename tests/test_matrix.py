@@ -96,6 +96,8 @@ def _on_gpu(
 
 CASES = matrix.cases()
 PAIRS = matrix.pairs()
+#: Every ordered pair there is, for the marker `full`.
+ALL_PAIRS = [(src, dst) for src in matrix.everyone() for dst in matrix.others(src)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -109,8 +111,22 @@ def test_gpu(case: matrix.Case) -> None:
     run(case, "cuda")
 
 
+@pytest.mark.parametrize("src", matrix.everyone())
+def test_host_meets_every_other(src: str) -> None:
+    """A layout that is added meets all that are there already, and they it."""
+    for case in matrix.meetings(src):
+        run(case, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("src", matrix.everyone())
+def test_gpu_meets_every_other(src: str) -> None:
+    for case in matrix.meetings(src):
+        run(case, "cuda")
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("src", "dst"), PAIRS)
+@pytest.mark.parametrize(("src", "dst"), ALL_PAIRS)
 def test_host_full(src: str, dst: str) -> None:
     for case in matrix.everything(src, dst):
         run(case, "cpu")
@@ -118,7 +134,7 @@ def test_host_full(src: str, dst: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.gpu
-@pytest.mark.parametrize(("src", "dst"), PAIRS)
+@pytest.mark.parametrize(("src", "dst"), ALL_PAIRS)
 def test_gpu_full(src: str, dst: str) -> None:
     for case in matrix.everything(src, dst):
         run(case, "cuda")
@@ -143,6 +159,29 @@ def test_refused(src: str, dst: str) -> None:
     with pytest.raises(kvbm.PlanError):
         kvbm.convert(*pools)
     assert np.array_equal(buffers[1], oracle.dest_bytes(arenas[1], 0))
+
+
+def test_everyone_meets_everyone() -> None:
+    """Every ordered pair of meanings that share a shape, once; and nobody always meets with the same width or alignment."""
+    prints: dict[str, set[str]] = {}
+    for name in matrix.orders():
+        prints.setdefault(kvbm.load(name).fingerprint, set()).add(name)
+    assert all(len(group & set(matrix.everyone())) == 1 for group in prints.values())
+    met = {src: matrix.meetings(src) for src in matrix.everyone()}
+    refused = {(s, d) for s in matrix.everyone() for d in matrix.everyone() if matrix.refused(s, d)}
+    for src, cases in met.items():
+        assert len({case.dst for case in cases}) == len(cases)
+        left = {dst for dst in matrix.everyone() if (src, dst) not in refused} - {case.dst for case in cases}
+        # A latent has no heads: it meets those that have them at one head, which groups of two heads do not fit.
+        assert all(matrix.latent(src) != matrix.latent(dst) for dst in left), left
+        assert {case.itemsize for case in cases} == {1, 2, 4, 8}
+        assert {case.batch for case in cases} == {"one", "two", "many"}
+        assert {case.src_align for case in cases} == {case.dst_align for case in cases} == set(matrix.ALIGNS)
+        assert {case.ids for case in cases} == set(matrix.ID_KINDS)
+    for dst in matrix.everyone():
+        widths = {case.itemsize for cases in met.values() for case in cases if case.dst == dst}
+        assert widths == {1, 2, 4, 8}, dst
+    assert set(PAIRS) <= {(case.src, case.dst) for cases in met.values() for case in cases} == set(ALL_PAIRS)
 
 
 def test_cases_cover() -> None:

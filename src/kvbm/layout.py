@@ -87,8 +87,8 @@ class Expression:
     def __post_init__(self) -> None:
         self.evaluate(dict.fromkeys(SIZES, 720720), minimum=None)
 
-    def evaluate(self, sizes: Mapping[str, int], *, minimum: int | None = 1) -> int:
-        """Value for these sizes, at least `minimum`."""
+    def evaluate(self, sizes: Mapping[str, int], *, minimum: int | None = 1, exact: bool = False) -> int:
+        """Value for these sizes, at least `minimum`; `exact`: ``//`` must leave no rest, as a group of scales must divide."""
 
         def walk(node: ast.expr) -> int:
             match node:
@@ -97,7 +97,10 @@ class Expression:
                 case ast.Name(id=name) if name in sizes:
                     return sizes[name]
                 case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-                    return OPERATORS[type(op)](walk(left), walk(right))
+                    a, b = walk(left), walk(right)
+                    if exact and isinstance(op, ast.FloorDiv) and a % b:
+                        raise LayoutError(f"expression {self.text!r}: {b} does not divide {a}")
+                    return OPERATORS[type(op)](a, b)
                 case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
                     return FUNCTIONS[name](*map(walk, args))
             raise LayoutError(
@@ -323,7 +326,7 @@ class Layout:
     @property
     def b_in_table(self) -> bool:
         """Whether each block has allocations of its own."""
-        return any("b" in term.axes for term in self.orders[0].table)
+        return any("b" in term.axes and not term.planes for term in self.orders[0].table)
 
     def resolve(self, shape: BlockShape, num_blocks: int) -> Resolved:
         """The layout at these sizes.
@@ -340,7 +343,7 @@ class Layout:
         names = {f"n{axis}": size for axis, size in sizes.items()} | {"hd": shape.hd, "es": shape.itemsize}
         for axis, expression in self.extra:
             try:
-                sizes[axis] = expression.evaluate(names)
+                sizes[axis] = expression.evaluate(names, exact=True)
             except LayoutError as error:
                 raise LayoutError(f"{self.where}: axis '{axis}': {error} (at {shape})") from None
         if self.planes:
@@ -403,6 +406,11 @@ def _inner_pieces(
         if packed > 1 and extent > 1:
             if extent % packed:
                 raise LayoutError(f"'{term}': {packed} elements share a byte, and {extent} are no multiple of that")
+            if divisor > 1:
+                raise LayoutError(
+                    f"'{term}': {packed} elements share a byte, and those side by side here are {divisor} apart: expected "
+                    "neighbours along an axis, such as a remainder, to be fastest"
+                )
             divisor, extent, packed = divisor * packed, extent // packed, 1
         stride = held
         if pitch and (declared := pitch.get(str(term))):
@@ -485,7 +493,9 @@ def _resolve_planes(
                 f"{plane.orders[0].where or layout.name}: plane '{plane.name}': {error} (at {shape})"
             ) from None
         found.append(one)
-        end = max(end, one.offset + one.held)
+        # What is placed by hand may lie in the gaps of another plane, where nothing needs room behind its last byte.
+        own = max(_reach(_boxes(pieces), one.shape.itemsize) for pieces in one.orders) if plane.offset else one.held
+        end = max(end, one.offset + own)
     try:
         if not apart:
             _require_apart(found)
@@ -751,15 +761,16 @@ class Resolved:
     def _half(self, o: int | None) -> Half:
         pieces = self.pieces(o or 0)
         offset, entry = self.bases[min(o or 0, len(self.orders) - 1)]
-        lone = next((piece for piece in pieces if piece.term.axes == ("o",)), None) if o is not None else None
-        if o and lone:
-            offset, entry = offset + o * lone.stride, entry + o * lone.table
+        lone = [piece for piece in pieces if piece.term.axes == ("o",)] if o is not None else []
+        for piece in lone:  # more than one where it is split
+            turn = (o or 0) // piece.divisor % piece.extent
+            offset, entry = offset + turn * piece.stride, entry + turn * piece.table
         skip = (("b",),) if o is None else (("b",), ("o",))
         kept = [piece for piece in pieces if piece.term.axes not in skip]
         by_axis: dict[tuple[str, ...], list[Piece]] = {}
         for piece in sorted(kept, key=lambda piece: piece.term.axes):
             by_axis.setdefault(piece.term.axes, []).append(piece)
-        return Half((offset, entry), lone is not None, kept, by_axis, all(len(axes) == 1 for axes in by_axis))
+        return Half((offset, entry), bool(lone), kept, by_axis, all(len(axes) == 1 for axes in by_axis))
 
     @cached_property
     def id_steps(self) -> tuple[int, int]:
@@ -929,7 +940,7 @@ class Resolved:
         orders, bases = [], []
         for order, (offset, entry) in zip(self.orders, self.bases, strict=False):
             mine = [piece for piece in order if "l" in piece.term.axes]
-            if any(piece.term.axes != ("l",) or piece.term.opaque for piece in mine) or len(mine) > 1:
+            if any(p.term.axes != ("l",) or p.term.opaque or p.divisor > 1 for p in mine) or len(mine) > 1:
                 raise LayoutError(
                     f"{self.layout.name} ({self.layout.order_text}): axis 'l' is split or shares a group, so a range of layers has "
                     "no place of its own"

@@ -145,15 +145,25 @@ def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> li
         places[start] = begin
         begin += size
     led: set[tuple[int, int]] = set()
+    turns: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
     for part, pieces in cut:
         at = _start(part, side)
         first, size = next((s, n) for s, n in segments if s[0] == at[0] and s[1] <= at[1] < s[1] + n)
+        if _turns(part, pieces, side) != turns.setdefault(first, _turns(part, pieces, side)):
+            return None  # what is side by side in this piece is not in the next
         leads = first == at and first not in led
         if leads:
             led.add(first)
         place = places[first] + at[1] - first[1]
         made.append(_items(part, pieces, side, alignments[1 - side], place, size if leads else 0))
     return made if led == {start for start, _ in segments} else None
+
+
+def _turns(part: Part, pieces: Mode, side: int) -> tuple[tuple[int, int], ...]:
+    """What a block id, each outer loop and a piece step on one side: table entries and bytes."""
+    if side:
+        return (part.dst_id, *((mode.dst_table, mode.dst) for mode in (*part.outer, pieces)))
+    return (part.src_id, *((mode.src_table, mode.src) for mode in (*part.outer, pieces)))
 
 
 def _items(part: Part, pieces: Mode, side: int, alignment: int, place: int, held: int) -> Staged:
@@ -181,7 +191,7 @@ def _items(part: Part, pieces: Mode, side: int, alignment: int, place: int, held
             return staged(item, rest, run, item, apart)
     item, word = sizes(run, loops)
     word = word if word == item else 4 if word >= 4 else 1  # what is compiled
-    return staged(run, loops, word, item, min(word, 4))
+    return staged(run, loops, word, item, 4 if word >= 4 else 1)  # in shared memory two bytes are two words
 
 
 def _pieces(parts: Sequence[Part], side: int) -> list[tuple[Part, Mode]] | None:

@@ -886,7 +886,10 @@ def _paired(title: str, side: Resolved, src: _ByAxis, dst: _ByAxis) -> list[Mode
         theirs = dst.get(axes)
         if theirs is None:
             continue  # an axis of size one may be left out of a layout
-        start, other = (min((s.divisor for s in spans if s.extent > 1), default=1) for spans in (ours, theirs))
+        # A packed axis starts at 2, also where nothing is left to step of it.
+        start, other = (
+            min((s.divisor for s in spans if s.extent > 1 or s.divisor > 1), default=1) for spans in (ours, theirs)
+        )
         if start != other and side.shape.pack > 1:
             raise PlanError(
                 f"{title}: axis '{' '.join(axes)}': {side.shape.pack} elements of {side.shape.dtype} share a byte on one side "

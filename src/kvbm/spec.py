@@ -423,7 +423,7 @@ class _File:
                     refuse(
                         f"axis {axis!r}", f"expected once, or in the pieces of one split, got '{first}' and '{term}'"
                     )
-            if "b" in term.axes and str(term) != "b":
+            if "b" in term.axes and str(term) != "b" and not term.planes:
                 refuse("axis 'b'", f"block ids index it, so it stands alone and unsplit, got '{term}'")
             if term.opaque and term in order.table:
                 refuse(f"'{term}'", "its axes are contiguous, so it cannot pick allocations")

@@ -70,9 +70,24 @@ typedef struct Place {
   int64_t src, dst, src_entry, dst_entry;
 } Place;
 
+/* What is staged in shared memory by a page: an item of it lies there in words of a size that is compiled, `apart` bytes from
+ * one to the next; here as in memory. */
+static enum { NOTHING, SOURCE, DESTINATION } staged;
+
+static void move(char *dst, const char *src, int64_t unit, const kvbm_part *p) {
+  const int fetched = p->word == p->item && (staged == SOURCE ? p->word == 16 : p->word >= 4);
+  const int word = p->item < 4 || p->word < 4 ? 1 : 4;
+  if (staged == NOTHING || fetched) {
+    memcpy(dst, src, unit);
+    return;
+  }
+  for (int k = 0; k < unit / word; ++k)
+    memcpy(dst + k * (staged == SOURCE ? word : p->apart), src + k * (staged == SOURCE ? p->apart : word), word);
+}
+
 static void walk(const kvbm_args *a, const kvbm_part *p, int mode, int64_t unit, Place at) {
   if (mode == KVBM_MAX_OUTER + KVBM_MAX_INNER) {
-    memcpy((char *)list(a, 3, a->dst_table)[at.dst_entry] + at.dst, (char *)list(a, 2, a->src_table)[at.src_entry] + at.src, unit);
+    move((char *)list(a, 3, a->dst_table)[at.dst_entry] + at.dst, (char *)list(a, 2, a->src_table)[at.src_entry] + at.src, unit, p);
     return;
   }
   const kvbm_outer *o = mode < KVBM_MAX_OUTER ? &p->outer[mode] : NULL;
@@ -89,11 +104,13 @@ static void walk(const kvbm_args *a, const kvbm_part *p, int mode, int64_t unit,
 
 static void run_kernel(const char *name, const kvbm_args *a) {
   if (!strncmp(name, "few_", 4)) name += 4;
+  staged = !strncmp(name, "page_in", 7) ? SOURCE : !strncmp(name, "page_out", 8) ? DESTINATION : NOTHING;
   for (uint32_t part = 0; part < a->num_parts; ++part) {
     const char *joined = strstr(name, "__"); /* a name a part; planes have one for all */
     const char *segment = part && joined ? joined + 2 : name;
     const kvbm_part *p = &a->part[part];
     int64_t unit = p->inner[0].src; /* a word; a tile's modes step elements, whose size is in its name */
+    if (staged) unit = p->item;
     if (!strncmp(segment, "tile", 4)) unit = atoi(strstr(segment, "_e") + 2);
     for (uint32_t i = 0; i < a->num_pairs; ++i) {
       const int64_t src = block(a, 0, a->src_ids, i), dst = block(a, 1, a->dst_ids, i);
