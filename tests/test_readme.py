@@ -49,6 +49,13 @@ def passes(folder: Path, *parts: str) -> str:
     return done.stdout
 
 
+def test_five_lines(tmp_path: Path) -> None:
+    assert len(SHORT.splitlines()) == 6  # and the look at the result
+    passes(tmp_path, SHORT)
+    wrong = MINE.replace("t d%16B", "d/16B d%16B").replace("h d/16B d/16B", "h t d/16B")
+    assert wrong != MINE and execute(tmp_path, SHORT, layout=wrong).returncode
+
+
 def test_numpy(tmp_path: Path) -> None:
     assert passes(tmp_path, NUMPY) == "same bits\n"
 
