@@ -48,7 +48,7 @@ def latent(name: str) -> bool:
 
 
 def resolved(name: str, shape: str | None = None, num_blocks: int = 1024):  # type: ignore[no-untyped-def]
-    text = shape or ("deepseek-v3" if latent(name) else "llama-3.1-8b")
+    text = shape or picture.gallery_shape(distinct()[name])
     return distinct()[name].resolve(kvbm.load_shape(text), num_blocks)
 
 
@@ -340,6 +340,5 @@ def test_the_gallery_in_the_docs_is_current() -> None:
     for name, file in re.findall(r"\*\*`(\S+)`\*\*.*\n\n!\[.*\]\((.*)\)", index):
         text = (GALLERY / file).read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
         layout = kvbm.load(name)
-        has_heads = any("h" in term.axes for term in layout.orders[0].terms)
-        each = layout.resolve(kvbm.load_shape("llama-3.1-8b" if has_heads else "deepseek-v3"), 1024)
+        each = layout.resolve(kvbm.load_shape(picture.gallery_shape(layout)), 1024)
         assert all(line in text for o in range(len(each.orders)) for line in address_lines(each, o, 108)), name

@@ -32,7 +32,19 @@ from .shapes import load_shape
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Cell", "Row", "check_path", "draw_layout", "draw_plan", "gallery", "gallery_index", "page", "rows", "save"]
+__all__ = [
+    "Cell",
+    "Row",
+    "check_path",
+    "draw_layout",
+    "draw_plan",
+    "gallery",
+    "gallery_index",
+    "gallery_shape",
+    "page",
+    "rows",
+    "save",
+]
 
 #: Members that a row shows one by one; of more it shows the first three and the last.
 _ALL, _FIRST = 8, 3
@@ -832,10 +844,12 @@ def _meanings(layouts: Sequence[Layout]) -> dict[str, list[Layout]]:
     return found
 
 
-def _gallery_shape(layout: Layout) -> str:
-    """Layouts without heads hold latents."""
+def gallery_shape(layout: Layout) -> str:
+    """Layouts without heads hold latents, and those without layers the scale factors of matrices."""
     axes = {axis for term in layout.orders[0].terms for axis in term.axes}
-    return "llama-3.1-8b" if "h" in axes else "deepseek-v3"
+    if "h" in axes:
+        return "llama-3.1-8b"
+    return "deepseek-v3" if "l" in axes else "nl=1,no=1,nh=1,nt=256,hd=16,dtype=float8_e4m3fn"
 
 
 def _file(layout: Layout) -> str:
@@ -853,7 +867,8 @@ def gallery_index(layouts: Sequence[Layout]) -> str:
         "",
         "Made by `kvbm gallery`; do not edit. One row a level, slowest first: the first member of each is opened in the row "
         "below it. Blue is K, orange is V.",
-        f"Blocks are those of Llama 3.1 8B, latents those of DeepSeek-V3; {_GALLERY_BLOCKS:,} of them. "
+        f"Blocks are those of Llama 3.1 8B, latents those of DeepSeek-V3, scale factors those of 256 rows; {_GALLERY_BLOCKS:,} "
+        "of them. "
         f"{len(layouts)} names are {len(meanings)} layouts: names with one meaning share a picture.",
     ]
     for folder, members in groups.items():
@@ -900,7 +915,7 @@ def gallery(out: Path, layouts: Sequence[Layout] | None = None) -> list[Path]:
     written = []
     for first, *_ in _meanings(layouts).values():
         written.append(out / _file(first))
-        save(draw_layout(first.resolve(load_shape(_gallery_shape(first)), _GALLERY_BLOCKS)), written[-1])
+        save(draw_layout(first.resolve(load_shape(gallery_shape(first)), _GALLERY_BLOCKS)), written[-1])
     written.append(out / "README.md")
     written[-1].write_text(gallery_index(layouts), encoding="utf-8")
     return written
