@@ -28,9 +28,13 @@ __all__ = ["DEFAULT_LAYOUTS", "LayoutCase", "layout_cases"]
 #: Without others: Dynamo's, between which rows move, and one whose keys are turned.
 DEFAULT_LAYOUTS = ("nhd", "hnd", "universal", "vllm/paged_attn_v0")
 
-#: Sizes at which layouts are tested where none are given, the first that both layouts of a pair are legal at: a KV cache with
-#: sizes that differ, latents, scale factors.
-_SHAPES = ((3, 2, 4, 16, 64), (3, 1, 1, 16, 64), (1, 1, 1, 256, 16))
+#: Sizes of a block where none are given: of a KV cache, in which the axes differ; of latents, which have no heads; of scale
+#: factors, which have no layers.
+_KV, _LATENTS, _SCALES = (
+    BlockShape(nl=3, no=2, nh=4, nt=16, hd=64),
+    BlockShape(nl=3, no=1, nh=1, nt=16, hd=64),
+    BlockShape(nl=1, no=1, nh=1, nt=256, hd=16),
+)
 
 #: Bytes of guard before, between and after allocations, and what every allocation's address is a multiple of.
 GUARD, ALIGNMENT = 192, 256
@@ -66,7 +70,7 @@ def layout_cases(
     pairs : iterable of (source, destination), optional
         Instead of all pairs of `layouts`.
     shapes : iterable of BlockShape, optional
-        Sizes of a block; their dtype is replaced.  If not given: one at which both layouts of a pair are legal.
+        Sizes of a block; their dtype is replaced.  If not given: one that suits the axes of a pair.
     device : str
         ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
     framework : {"numpy", "torch"}, optional
@@ -115,9 +119,8 @@ def _of_pair(
 ) -> Iterator[LayoutCase]:
     found, first_error = False, None
     for dtype in dtypes:
-        usual = [BlockShape(*sizes, dtype) for sizes in _SHAPES]
-        shapes = usual if given is None else [replace(shape, dtype=dtype) for shape in given]
-        for shape in shapes:
+        shapes = [_usual(src, dst)] if given is None else given
+        for shape in (replace(shape, dtype=dtype) for shape in shapes):
             try:
                 plan(src, dst, shape, num_blocks=(2, 2))
                 for layout in (src, dst):
@@ -127,11 +130,16 @@ def _of_pair(
                 continue
             for batch in batches:
                 found = True
-                yield LayoutCase(src, dst, shape, batch, *rest, numbered=given is not None and len(given) > 1)
-            if given is None:
-                break
+                yield LayoutCase(src, dst, shape, batch, *rest, numbered=len(shapes) > 1)
     if not found and first_error is not None:
         raise first_error
+
+
+def _usual(src: Layout, dst: Layout) -> BlockShape:
+    """Sizes by the axes that both layouts have."""
+    axes = [{axis for order in each.orders for term in order.terms for axis in term.axes} for each in (src, dst)]
+    both = axes[0] & axes[1]
+    return _KV if "h" in both else _LATENTS if "l" in both else _SCALES
 
 
 def _batch(number: object) -> int:
@@ -197,6 +205,9 @@ class LayoutCase:
     seed: int = 0
     numbered: bool = field(default=False, repr=False)
 
+    def __repr__(self) -> str:
+        return f"<LayoutCase {self}>"
+
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.shape.sizes.values())) + "-" if self.numbered else ""
         return f"{self.src.name}->{self.dst.name}-{self.shape.dtype}-{sizes}b{self.batch}"
@@ -255,6 +266,7 @@ class LayoutCase:
 
     def check(self) -> None:
         """Raise AssertionError with the sentence of `error`, if there is one."""
+        __tracebackhide__ = True
         error = self.error()
         if error is not None:
             raise AssertionError(error)

@@ -313,7 +313,7 @@ class _Machine:
         except ImportError as error:
             raise KvbmError(f"--ssh needs fabric ({error}): pip install 'kvbm-layouts[remote]'") from None
         for option, path in (("--ssh-key", options.key), ("--known-hosts", options.known_hosts)):
-            if path is not None and not path.is_file():
+            if path is not None and not path.exists():
                 raise SpecError(f"{option} {path}: no such file")
 
         class Refuse(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
@@ -337,6 +337,8 @@ class _Machine:
         try:
             try:
                 connection.open()
+            except KvbmError:
+                raise  # of our policy: some of them are OSErrors, too
             except paramiko.BadHostKeyException as error:
                 raise HostKeyError(
                     f"ssh {name}: the machine's key is not the one that is known: expected {error.expected_key.fingerprint}, got "
