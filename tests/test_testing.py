@@ -16,12 +16,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import kvbm.testing
+from kvbm.cli import main
 from kvbm.errors import SpecError
 from kvbm.testing import (
     CORRECTNESS_TESTS,
@@ -315,7 +318,7 @@ def test_a_kernel_that_hangs(hanging: Any) -> None:
     assert check(hanging, limit_s=0.05) == "the kernel hangs: it did not return within its limit of 0.05 s"
     average, error = benchmark_kernel(hanging, X, 2, 3, limit_s=0.05)
     assert math.isnan(average)
-    assert error == "the kernel hangs: it did not return within its limit of 0.05 s (0 of 5 calls were done)"
+    assert error == "the kernel hangs: it did not return within its limit of 0.05 s (after 0 of 5 calls)"
 
 
 def test_many_calls_that_take_too_long_together() -> None:
@@ -477,3 +480,60 @@ def test_the_environment_is_left_alone() -> None:
     before = dict(os.environ)
     benchmark_kernel(lambda x: x, X, 1, 1)
     assert dict(os.environ) == before
+
+
+# ---- the document --------------------------------------------------------------------------------------------------
+
+DOCUMENT = (Path(__file__).resolve().parent.parent / "docs" / "testing.md").read_text(encoding="utf-8")
+
+
+def blocks(fence: str) -> list[str]:
+    return re.findall(rf"^```{fence}\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.usefixtures("torch")
+def test_what_the_document_says_runs(tmp_path: Path) -> None:
+    """All Python blocks as one script; what its comments say is printed, is printed."""
+    script = "\n".join(blocks("python"))
+    (tmp_path / "example.py").write_text(script, encoding="utf-8")
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"^# ((?:wrong|nhd) .*)$", script, re.MULTILINE)
+    assert len(said) == 2
+    for line in said:
+        assert re.search("^" + ".*".join(map(re.escape, line.split("…"))) + "$", done.stdout, re.MULTILINE), line
+
+
+@pytest.mark.usefixtures("torch")
+def test_the_document_s_test_passes(tmp_path: Path) -> None:
+    (test,) = blocks("python title=test_mine.py")
+    (tmp_path / "test_mine.py").write_text(test, encoding="utf-8")
+    (command,) = [block for block in blocks("sh") if block.startswith("pytest")]
+    options = ["-p", "no:hypothesispytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split(), *options], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and f"{3 * 3 * 2 * 2} passed" in done.stdout, done.stdout
+
+
+def test_the_document_s_commands_print_what_it_says() -> None:
+    for block in blocks("console"):
+        command, *expected = block.splitlines()
+        printed = CliRunner().invoke(main, command.split()[2:], env={"COLUMNS": "100"}).output.splitlines()
+        assert expected[-1] == "…" and printed[: len(expected) - 1] == expected[:-1]
+
+
+def test_the_document_s_options_and_sentences_are_there() -> None:
+    helped = CliRunner().invoke(main, ["smoke", "--help"]).output
+    for option in set(
+        re.findall(r"--[a-z-]+", "".join(block for block in blocks("sh") if block.startswith("kvbm smoke")))
+    ):
+        assert option in helped, option
+    from kvbm import errors
+
+    codes = {int(code) for code in re.findall(r"^\| .* \| (\d+) \|$", DOCUMENT, re.MULTILINE)}
+    names = ("RemoteError", "UnreachableError", "HostKeyError", "AuthenticationError", "DeviceNotFoundError")
+    assert codes == {getattr(errors, name).exit_code for name in names}
+    for suite, cases_ in SUITES.items():
+        for name, sizes in cases_.items():
+            assert f"`{name}` {'×'.join(map(str, sizes))}" in DOCUMENT, suite

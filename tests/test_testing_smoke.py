@@ -125,6 +125,12 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call("--gpu", 2).stderr == "error: --gpu 2: no such GPU: this machine has 2 of them, from 0 on\n"
 
 
+def test_a_torch_that_cannot_use_the_gpu(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(errors.CudaUnavailableError, match="cannot use cuda:0: expected a torch built for CUDA"):
+        smoke.run(device="cuda:0")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -5,6 +5,11 @@ arguments as they are, and costs nothing but a hand-over.  The price: Python can
 until the process ends, which it does not delay (the thread is a daemon); its processor core, and the GPU that it waits for,
 are lost to further measurements in this process.
 
+On the CPU times can differ from those on the main thread in two ways, both of which are the process's: OpenMP keeps a pool of
+helpers for each thread that calls it, and waits in another way where all of them outnumber the cores; and glibc gives large
+pieces of memory back to the system sooner that a thread has allocated and freed.  A kernel that writes into memory that it is
+given, on one core, takes as long as on the main thread.
+
 On a GPU a call returns before its work is done.  That is waited for by asking an event again and again, so a kernel that
 never ends is noticed, too.
 """
@@ -18,11 +23,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any, TypeVar
 
 from .data import device_index
 
-__all__ = ["Gpu", "KernelFailure", "call", "call_kernel", "require_limit", "run"]
+__all__ = ["Blamed", "Gpu", "KernelFailure", "call", "require_limit", "run"]
 
 T = TypeVar("T")
 
@@ -55,25 +61,33 @@ def call(function: Callable[[Any], T], data: Any, limit_s: float) -> T:
 
     def work(deadline: Deadline) -> T:
         if device < 0:
-            return call_kernel(function, data)
+            with Blamed():
+                return function(data)
         with Gpu(device) as gpu:
-            result = call_kernel(function, data)
+            with Blamed():
+                result = function(data)
             gpu.finish(deadline)
             return result
 
     return run(work, limit_s)
 
 
-def call_kernel(function: Callable[[Any], T], data: Any) -> T:
-    """``function(data)``; what it raises, also `SystemExit`, becomes a `KernelFailure`."""
-    try:
-        return function(data)
-    except BaseException as error:  # whatever it is, it is what is being tested
-        raise KernelFailure(f"the kernel raised {_said(error)}") from error
+class Blamed:
+    """What is raised inside, also `SystemExit`, is the kernel's doing: it becomes a `KernelFailure`."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, KernelFailure):
+            raise KernelFailure(f"the kernel raised {_said(error)}") from error
 
 
 def _said(error: BaseException) -> str:
     place = ""
+    # The first frame is ours.
     if frames := traceback.extract_tb(error.__traceback__)[1:]:
         # The deepest line in the kernel's own file: what is below may be deep inside a library.
         own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
@@ -88,15 +102,15 @@ class Deadline:
     Attributes
     ----------
     limit_s : float
-    progress : str
-        As in "12 of 110 calls were done"; empty if there is nothing to tell.
+    progress : tuple of two int, or None
+        How many calls were made, and of how many.
     passed : bool
         Set when nobody waits any more, so that a thread that comes back late ends.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self.progress = ""
+        self.progress: tuple[int, int] | None = None
         self.passed = False
         self._end = time.monotonic() + limit_s
 
@@ -106,7 +120,7 @@ class Deadline:
         return self._end - time.monotonic()
 
     def missed(self, what: str) -> KernelFailure:
-        progress = f" ({self.progress})" if self.progress else ""
+        progress = f" (after {self.progress[0]} of {self.progress[1]} calls)" if self.progress else ""
         return KernelFailure(f"the kernel hangs: {what} within its limit of {self.limit_s:g} s{progress}")
 
 
@@ -143,16 +157,18 @@ def run(work: Callable[[Deadline], T], limit_s: float) -> T:
 
 
 def _torch_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What torch keeps a thread: gradients, inference, autocast; and the current GPU with its stream."""
+    """What torch keeps a thread: gradients, inference, autocast, how many helpers; and the current GPU with its stream."""
     torch = sys.modules.get("torch")
     if torch is None:
         return contextlib.nullcontext
+    threads = torch.get_num_threads()
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     @contextlib.contextmanager
     def restore() -> Iterator[None]:
+        torch.set_num_threads(threads)  # a new thread begins with as many as there are cores
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))

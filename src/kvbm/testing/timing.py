@@ -158,6 +158,7 @@ def benchmark_kernel(
     place = f"cuda:{device}" if device >= 0 else "cpu"
     size, cache = nbytes(test_input), cache_bytes(place)
     count = min(num_runs, max(2, -(-TIMES_CACHE * cache // size))) if size else 1
+    name_of_device = machine(place)[0]  # now: a GPU that fails may answer nothing any more
     runs: list[float] = []
     error = None
     try:
@@ -182,7 +183,7 @@ def benchmark_kernel(
             input_bytes=size,
             input_sets=count,
             timing="events" if device >= 0 else "clock",
-            device=machine(place)[0],
+            device=name_of_device,
             error=error,
         )
     )
@@ -197,14 +198,14 @@ class _Loop(NamedTuple):
     device: int
 
     def warm_up(self, deadline: limits.Deadline) -> None:
-        for turn in range(self.num_warmup):
-            self.reach(deadline, turn)
-            limits.call_kernel(self.kernel, self.sets[turn % len(self.sets)])
+        with limits.Blamed():
+            for turn in range(self.num_warmup):
+                self.reach(deadline, turn)
+                self.kernel(self.sets[turn % len(self.sets)])
 
     def reach(self, deadline: limits.Deadline, done: int) -> None:
         """Note how many calls are done; end here where nobody waits for them."""
-        total = self.num_warmup + self.num_runs
-        deadline.progress = f"{done} of {total} calls were {'enqueued' if self.device >= 0 else 'done'}"
+        deadline.progress = (done, self.num_warmup + self.num_runs)
         if deadline.left <= 0:
             raise deadline.missed("its calls were not done")
 
@@ -212,28 +213,31 @@ class _Loop(NamedTuple):
 def _on_cpu(loop: _Loop, deadline: limits.Deadline) -> tuple[list[float], Any]:
     loop.warm_up(deadline)
     np.ones(loop.cache_bytes, np.uint8)
-    times, result = [], None
-    for turn in range(loop.num_runs):
-        loop.reach(deadline, loop.num_warmup + turn)
-        data = loop.sets[turn % len(loop.sets)]
-        start = time.perf_counter_ns()
-        result = limits.call_kernel(loop.kernel, data)
-        times.append((time.perf_counter_ns() - start) / 1e6)
-    return times, result
+    kernel, clock, result = loop.kernel, time.perf_counter_ns, None
+    times = []
+    with limits.Blamed():
+        for turn in range(loop.num_runs):
+            loop.reach(deadline, loop.num_warmup + turn)
+            data = loop.sets[turn % len(loop.sets)]
+            start = clock()
+            result = kernel(data)
+            times.append(clock() - start)
+    return [nanoseconds / 1e6 for nanoseconds in times], result
 
 
 def _on_gpu(loop: _Loop, deadline: limits.Deadline) -> tuple[list[float], Any]:
+    kernel, result = loop.kernel, None
     with limits.Gpu(loop.device) as gpu:
         pairs = [(gpu.event(), gpu.event()) for _ in range(loop.num_runs)]
         loop.warm_up(deadline)
         gpu.finish(deadline)
         gpu.overwrite(loop.cache_bytes)
-        result = None
-        for turn, (begin, end) in enumerate(pairs):
-            loop.reach(deadline, loop.num_warmup + turn)
-            data = loop.sets[turn % len(loop.sets)]
-            gpu.record(begin)
-            result = limits.call_kernel(loop.kernel, data)
-            gpu.record(end)
+        with limits.Blamed():
+            for turn, (begin, end) in enumerate(pairs):
+                loop.reach(deadline, loop.num_warmup + turn)
+                data = loop.sets[turn % len(loop.sets)]
+                gpu.record(begin)
+                result = kernel(data)
+                gpu.record(end)
         gpu.finish(deadline)
         return [gpu.milliseconds(begin, end) for begin, end in pairs], result
