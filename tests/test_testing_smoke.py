@@ -384,6 +384,37 @@ def test_gpus_are_named(server: sshd.Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "built", "said"),
+    [
+        (
+            "py3-none-any",
+            {"nvcc": "", "why_not": "built with KVBM_CUDA=0"},
+            r"has no CUDA kernels \(built with KVBM_CUDA=0\)",
+        ),
+        (
+            "cp311-abi3-linux_aarch64",
+            {"nvcc": "13.0"},
+            "me@there is a linux-x86_64: expected a wheel for it, got kvbm_layouts",
+        ),
+        ("cp311-abi3-linux_x86_64", {"nvcc": "13.0"}, None),
+        ("cp311-abi3-manylinux_2_28_x86_64", None, None),
+    ],
+)
+def test_a_wheel_that_would_be_carried_in_vain(tmp_path: Path, name: str, built: Any, said: str | None) -> None:
+    wheel = tmp_path / f"kvbm_layouts-1-{name}.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        if built is not None:
+            archive.writestr("kvbm/_build.json", json.dumps(built))
+    if said is None:
+        remote._require_fit(wheel, "linux-x86_64", True, "me@there")
+        return
+    with pytest.raises(errors.RemoteError, match=said):
+        remote._require_fit(wheel, "linux-x86_64", True, "me@there")
+    if built["nvcc"] == "":
+        remote._require_fit(wheel, "linux-x86_64", False, "me@there")
+
+
+@pytest.mark.parametrize(
     ("script", "said"),
     [
         (None, "does not run ("),

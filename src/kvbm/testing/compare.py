@@ -200,11 +200,10 @@ def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, 
             relative = np.where(error == 0, 0.0, error / size)
             relative[np.isinf(error)] = math.inf
             excess = error - (atol + rtol * size)
-        bad = ~(excess <= 0)
+        bad = ~(excess <= 0)  # of a NaN, too
         bad |= np.isinf(error)  # beside an infinite expected value every finite error would be small
         bad[error == 0] = False
         nan = np.isnan(a) | np.isnan(e)
-        bad |= nan
         excess[nan | np.isinf(error)] = math.inf
         found.max_abs, found.max_rel = (
             math.nan if nan.any() or math.isnan(most) else max(most, float(part.max()))

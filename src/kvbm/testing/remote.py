@@ -135,9 +135,10 @@ def run(options: Options, note: Note = _say_nothing) -> Report:
         if options.wheel is not None:
             wheel = _given(options.wheel)
         machine = stack.enter_context(_Machine.connect(target, options))
-        machine.require_python_and_gpu(options)
+        platform = machine.require_python_and_gpu(options)
         if options.wheel is None:
             wheel = installed_wheel(folder, note)
+        _require_fit(wheel, platform, options.gpu is not None, str(machine))
         home = stack.enter_context(machine.home(options.keep, note))
         note(f"{machine}: carrying {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB")
         for file in filter(None, (wheel, kernel_file)):
@@ -227,6 +228,26 @@ def installed_wheel(folder: Path, note: Note = _say_nothing) -> Path:
         some = ", ".join(edited[:3]) + (f" and {len(edited) - 3} more" if len(edited) > 3 else "")
         note(f"edited since it was installed, and carried as it is now: {some}")
     return path
+
+
+def _require_fit(wheel: Path, platform: str, for_gpu: bool, machine: str) -> None:
+    """Refuse a wheel that would be carried in vain."""
+    tag = wheel.stem.rpartition("-")[2]
+    processor = platform.partition("-")[2].replace("-", "_")
+    if tag != "any" and not tag.endswith(processor):
+        raise RemoteError(
+            f"{machine} is a {platform}: expected a wheel for it, got {wheel.name}; give one with --wheel"
+        )
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            built = json.loads(archive.read("kvbm/_build.json"))
+    except (KeyError, ValueError, zipfile.BadZipFile):
+        return  # pip will say what is wrong with it
+    if for_gpu and not built.get("nvcc"):
+        raise RemoteError(
+            f"{wheel.name} has no CUDA kernels ({built.get('why_not')}), and --gpu asks for them: rebuild kvbm with CUDA, or give "
+            "another wheel with --wheel"
+        )
 
 
 def _belongs(name: str) -> bool:
@@ -387,8 +408,8 @@ class _Machine:
         except OSError as error:
             raise RemoteError(f"{self}: {file.name} cannot be written to {there}: {error}") from None
 
-    def require_python_and_gpu(self, options: Options) -> None:
-        """Look before anything is carried."""
+    def require_python_and_gpu(self, options: Options) -> str:
+        """Look before anything is carried; the platform, such as ``linux-x86_64``."""
         done = self.sh(f"{shlex.quote(self._python)} -c {shlex.quote(PROBE)}", COMMAND_S)
         found = re.search(r"^kvbm:(.*)$", done.stdout, re.MULTILINE)
         if not found:
@@ -406,6 +427,7 @@ class _Machine:
             names = ", ".join(f"{index}: {name}" for index, name in enumerate(said["gpus"]))
             there = f"it has {names}" if names else said["why"] or "it has none"
             raise DeviceNotFoundError(f"--gpu {options.gpu}: {self} has no such GPU: {there}")
+        return str(said["platform"])
 
     @contextlib.contextmanager
     def home(self, keep: bool, note: Note) -> Iterator[str]:
