@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import ctypes
 import dataclasses
 import doctest
 import importlib
@@ -359,6 +360,24 @@ def test_kernels_run_as_if_on_the_thread_that_asks(torch: Any) -> None:
     with torch.inference_mode():
         match(kernel, X)
     assert seen == [(True, False, False, 2), (False, False, True, 2), (False, True, False, 2)]
+
+
+def test_kernels_have_as_many_helpers_as_the_caller(torch: Any) -> None:
+    """Its own number is the process's; OpenMP's is the thread's, and is what matrix products go by."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    found = re.search(r"\S*/torch\S*/libgomp\S*$", maps, re.MULTILINE) or re.search(
+        r"\S*/libgomp\S*$", maps, re.MULTILINE
+    )
+    if found is None:
+        pytest.skip("this torch goes without GNU's OpenMP")
+    library, before = ctypes.CDLL(found[0]), torch.get_num_threads()
+    seen: list[int] = []
+    try:
+        torch.set_num_threads((os.cpu_count() or 1) + 1)
+        make_match_reference(lambda x: x)(lambda x: seen.append(library.omp_get_max_threads()) or x, X)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [(os.cpu_count() or 1) + 1]
 
 
 # ---- copies of inputs ----------------------------------------------------------------------------------------------

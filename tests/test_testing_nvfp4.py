@@ -54,6 +54,15 @@ def test_the_table_is_the_format() -> None:
     assert sorted({abs(value) for value in nvfp4.E2M1}) == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
+def test_the_even_element_is_in_the_low_half() -> None:
+    """The product cannot tell: a and b would be swapped alike."""
+    import torch
+
+    packed = torch.tensor([[0x21, 0xF7] + [0] * 6 + [0x05]], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    scales = torch.tensor([[2.0, 0.5]]).to(torch.float8_e4m3fn)
+    assert nvfp4._decoded(packed, scales)[0].tolist() == [1.0, 2.0, 12.0, -12.0, *[0.0] * 12, 1.5, 0.0]
+
+
 @pytest.mark.parametrize(("m", "k", "l"), ALL)
 def test_inputs(m: int, k: int, l: int) -> None:  # noqa: E741
     import torch
