@@ -45,14 +45,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             wanted["batches"] = [int(text) for text in _listed("batches", given["batches"])]
         cases = list(layout_cases(**wanted))
     except (KvbmError, ValueError) as error:
-        raise pytest.UsageError(f"--kvbm-…: {error}") from error
+        raise pytest.Collector.CollectError(f"--kvbm-…: {error}") from None  # the sentence, no traceback
     metafunc.parametrize("kvbm_case", cases, ids=str, indirect=True)
 
 
 def _listed(name: str, text: str) -> list[str]:
     found = [part.strip() for part in text.split(",")]
     if "" in found:
-        raise pytest.UsageError(f"--kvbm-{name}: expected a list such as a,b,c, got {text!r}")
+        raise pytest.Collector.CollectError(f"--kvbm-{name}: expected a list such as a,b,c, got {text!r}")
     return found
 
 
