@@ -81,6 +81,12 @@ def latent(name: str) -> bool:
     return "h" not in orders()[name].k
 
 
+@cache
+def scales(name: str) -> bool:
+    """Whether it has no layers either: it holds scale factors of matrices."""
+    return latent(name) and "l" not in orders()[name].k
+
+
 def names() -> list[str]:
     """One name of each order that has heads."""
     return sorted([*SHIPPED, *(name for name in further() if not latent(name))])
@@ -115,6 +121,7 @@ SHAPES = (
     (1, 2, 3, 65, 40),
     (2, 2, 1, 64, 64),
     (1, 2, 2, 128, 72),
+    (1, 1, 1, 256, 12),
 )
 
 
@@ -173,6 +180,8 @@ def legal(name: str, shape: tuple[int, ...], itemsize: int) -> bool:
     order, sizes = orders()[name], dict(zip(AXES[1:], shape, strict=True))
     if latent(name) and (sizes["o"], sizes["h"]) != (1, 1):
         return False
+    if scales(name) and sizes["l"] != 1:
+        return False
     try:
         Placed(order, sizes, itemsize, 2)
         for piece in (piece for text in filter(None, (order.k, order.v)) for piece in parse_order(text)[1]):
@@ -210,7 +219,10 @@ HUBS = ("universal", "vllm/paged_attn_v0")
 def _every_pair() -> tuple[tuple[str, str], ...]:
     """All pairs of those above; of the catalogue each order with the hubs and with the next one, both ways."""
     chosen = [(s, d) for s in sorted(SHIPPED) for d in sorted(SHIPPED)]
-    for some in ([n for n in further() if not latent(n)], [n for n in further() if latent(n)]):
+    groups: dict[tuple[bool, bool], list[str]] = {}
+    for name in further():
+        groups.setdefault((latent(name), scales(name)), []).append(name)
+    for some in groups.values():
         for name, other in zip(some, [*some[1:], some[0]], strict=True):
             chosen += [pair for hub in (*HUBS, other) for pair in ((name, hub), (hub, name))]
     return tuple(dict.fromkeys(chosen))

@@ -195,6 +195,7 @@ def test_formula_is_the_address(name: str) -> None:
     random = np.random.default_rng(0)
     layout = kvbm.load(name)
     shape = SHAPE if "h" in layout.order_text else dataclasses.replace(SHAPE, no=1, nh=1)  # latents have no heads
+    shape = shape if "l" in layout.order_text else dataclasses.replace(shape, nl=1, nt=128)  # nor scales layers
     with measure.random_pool(layout, shape, 4, "cpu") as pool:
         blocks = measure._Blocks(pool, ())
         for element in random.integers(blocks.entry.size, size=50).tolist():

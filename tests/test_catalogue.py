@@ -27,6 +27,7 @@ LAYOUTS = Path(data_dir())
 #: Sizes in the engines' own words, all different where they can be: x elements are 16 bytes, g heads are a group.
 SIZES = SimpleNamespace(nl=3, nb=2, bs=16, nh=4, hs=32, x=8, g=2)
 MLA = SimpleNamespace(nl=3, nb=5, bs=4, nh=1, hs=24)
+SCALES = SimpleNamespace(nl=1, nb=3, bs=256, nh=1, hs=12)  # rows are bs, groups are hs
 
 Tensors = list[np.ndarray]
 Shapes = Callable[[Any], list[tuple[int, ...]]]
@@ -129,6 +130,12 @@ ENGINES: dict[str, tuple[Shapes, Row]] = {
     "mla_page_first": (lambda s: [(s.nb * s.bs, s.nl, 1, s.hs)], lambda m, s, o, l, b, t, h: m[0][b * s.bs + t, l, 0]),
     "mla_flexkv_layerfirst": (lambda s: [(s.nl, 1, s.nb, s.bs, 1, s.hs)],
                               lambda m, s, o, l, b, t, h: m[0][l, 0, b, t, 0]),
+    # ---- scale factors: b is the matrix of a batch, t its row
+    "scales_128x4": (lambda s: [(s.nb, s.bs // 128, s.hs // 4, 32, 4, 4)],
+                     lambda m, s, o, l, b, t, h: m[0][b, t // 128, :, t % 32, t % 128 // 32]),
+    "scales_8x4": (lambda s: [(s.nb, s.bs // 8, s.hs // 4, 8, 4)],
+                   lambda m, s, o, l, b, t, h: m[0][b, t // 8, :, t % 8]),
+    "scales_linear": (lambda s: [(s.nb, s.bs, s.hs)], lambda m, s, o, l, b, t, h: m[0][b, t]),
 }
 
 #: Name of a file → what its engine does.  `operational` promises no order inside a chunk: the declared one is read.
@@ -160,6 +167,7 @@ CATALOGUE = {
     "sglang/host_mla_page_first_direct": "mla_page_first_direct", "sglang/host_page_first": "page_first",
     "sglang/host_page_first_direct": "page_first_direct", "sglang/host_page_head": "page_head",
     "sglang/mha_pool": "slots", "sglang/mla_pool": "mla_slots", "sglang/page_unified": "page_unified",
+    "swizzle/128x4": "scales_128x4", "swizzle/8x4": "scales_8x4", "swizzle/linear": "scales_linear",
     "trtllm/mla_pool": "mla_fc", "trtllm/v1_pool": "trtllm", "trtllm/v2_slot": "fc_hnd",
     "vllm/BHLNC": "BHLNC", "vllm/BLHNC": "BLHNC", "vllm/BLNHC": "BLNHC", "vllm/LBHNC": "LBHNC", "vllm/LBNHC": "LBNHC",
     "vllm/LHBNC": "LHBNC", "vllm/aiter_shuffle": "aiter_shuffle", "vllm/ascend_nd": "pair_nhd", "vllm/ascend_nz": "nz",
@@ -170,6 +178,11 @@ CATALOGUE = {
     "vllm/paged_attn_v0": "paged_attn_v0", "vllm/tpu": "tpu",
 }
 # fmt: on
+
+
+def sizes_of(engine: str) -> tuple[Any, int]:
+    """Sizes for an engine, and how many of K and V it has."""
+    return (MLA, 1) if engine.startswith("mla") else (SCALES, 1) if engine.startswith("scales") else (SIZES, 2)
 
 
 def written(engine: str, sizes: Any, halves: int) -> Tensors:
@@ -189,8 +202,7 @@ def written(engine: str, sizes: Any, halves: int) -> Tensors:
 def test_it_is_what_the_engine_does(name: str) -> None:
     """Every coordinate of every block: in the allocation and at the byte where the engine wrote it."""
     engine = CATALOGUE[name]
-    latent = engine.startswith("mla")
-    sizes, halves = (MLA, 1) if latent else (SIZES, 2)
+    sizes, halves = sizes_of(engine)
     memory = written(engine, sizes, halves)
     shape = kvbm.BlockShape(nl=sizes.nl, no=halves, nh=sizes.nh, nt=sizes.bs, hd=sizes.hs, dtype="bfloat16")
     resolved = kvbm.load(name).resolve(shape, sizes.nb)
@@ -261,7 +273,7 @@ def test_aliases_mean_the_same_and_nothing_else_does() -> None:
             places.setdefault(plane_bytes(layout.name), set()).add(layout.fingerprint)
             continue
         engine = CATALOGUE[layout.name]
-        sizes, halves = (MLA, 1) if engine.startswith("mla") else (SIZES, 2)
+        sizes, halves = sizes_of(engine)
         key = b"".join(tensor.tobytes() for tensor in written(engine, sizes, halves))
         opaque = "{" in layout.order_text
         places.setdefault(key + b"|%d|%d" % (opaque, len(written(engine, sizes, halves))), set()).add(

@@ -1,4 +1,4 @@
-"""The command line: ``kvbm layouts | show | check | plan | gallery | schema | codegen | convert | tune | bench | doctor | demo``.
+"""The command line: ``kvbm layouts | show | check | plan | gallery | schema | codegen | convert | tune | …``, and so on.
 
 Commands parse, call the library and print; what they know, they know from there. Every error that kvbm raises on
 purpose ends as one message on stderr and its class's exit code; ``KVBM_DEBUG=1`` adds the traceback.
@@ -27,6 +27,7 @@ from .bench.cli import bench
 from .errors import BindError, BuildError, KvbmError, LayoutError, MissingKernelError, SpecError
 from .layout import AXES, Layout
 from .shapes import BlockShape, load_shape, shape_names
+from .testing.smoke import smoke
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,6 +115,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(smoke)
 
 
 # ---- looking --------------------------------------------------------------------------------------------------------

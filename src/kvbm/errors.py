@@ -7,16 +7,21 @@ Each class is also the built-in exception that a caller who has never heard of k
 from __future__ import annotations
 
 __all__ = [
+    "AuthenticationError",
     "BindError",
     "BuildError",
     "CudaError",
     "CudaUnavailableError",
     "DTypeError",
+    "DeviceNotFoundError",
+    "HostKeyError",
     "KvbmError",
     "LayoutError",
     "MissingKernelError",
     "PlanError",
+    "RemoteError",
     "SpecError",
+    "UnreachableError",
 ]
 
 
@@ -104,3 +109,33 @@ class CudaUnavailableError(CudaError):
     """No GPU, no driver, or built without CUDA: the message says which, and what to do."""
 
     exit_code = 19
+
+
+class RemoteError(KvbmError, RuntimeError):
+    """Another machine was reached, and cannot do what it is asked: no Python, no pip, a wheel that does not fit it."""
+
+    exit_code = 30
+
+
+class UnreachableError(KvbmError, ConnectionError):
+    """Another machine that does not answer: its name, its port, the network."""
+
+    exit_code = 31
+
+
+class HostKeyError(KvbmError, ConnectionError):
+    """Another machine whose key is not known, or is not the one that is: it was not talked to."""
+
+    exit_code = 32
+
+
+class AuthenticationError(KvbmError, PermissionError):
+    """Another machine that does not let this user in with this key."""
+
+    exit_code = 33
+
+
+class DeviceNotFoundError(KvbmError, LookupError):
+    """A GPU that was asked for by its number, and is not there."""
+
+    exit_code = 34

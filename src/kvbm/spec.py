@@ -119,6 +119,10 @@ _LATENTS = ("deepseek-v3", "nl=61,no=1,nh=1,nt=64,hd=512,dtype=bfloat16")
 _INDEXERS = ("nl=61,no=1,nh=1,nt=64,hd=128,dtype=bfloat16",)
 
 
+#: Scale factors of a matrix of 256 rows, each with 16 groups.
+_SCALES = "nl=1,no=1,nh=1,nt=256,hd=16,dtype=float8_e4m3fn"
+
+
 def example_shape(layout: Layout) -> str | None:
     """A shape at which a layout can be shown, as `load_shape` reads it: the first of a few that is legal.
 
@@ -131,6 +135,8 @@ def example_shape(layout: Layout) -> str | None:
     candidates: tuple[str, ...]
     if "h" in layout.present:
         candidates = _HEADS
+    elif "l" not in layout.present:
+        candidates = (_SCALES,)
     elif any(plane.name == "key" for plane in layout.planes):
         candidates = _INDEXERS
     else:

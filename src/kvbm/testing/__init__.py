@@ -1,0 +1,55 @@
+"""What kvbm's kernels are judged with, for kernels of yours.
+
+>>> from kvbm.testing import SMOKE_TESTS
+>>> print(SMOKE_TESTS[0])
+tiny_single 128×256×1
+
+Nothing is imported before it is used: torch only where data are torch's, and never by this line.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cases import CORRECTNESS_TESTS, PERFORMANCE_TESTS, SMOKE_TESTS, TestCase
+    from .compare import allclose_with_error, make_match_reference
+    from .layouts import LayoutCase, layout_cases
+    from .timing import Benchmark, BenchmarkRecord, benchmark_kernel, write_csv
+
+#: Public name → the module it lives in.
+_HOME = {
+    **dict.fromkeys(("CORRECTNESS_TESTS", "PERFORMANCE_TESTS", "SMOKE_TESTS", "TestCase"), "cases"),
+    **dict.fromkeys(("allclose_with_error", "make_match_reference"), "compare"),
+    **dict.fromkeys(("LayoutCase", "layout_cases"), "layouts"),
+    **dict.fromkeys(("Benchmark", "BenchmarkRecord", "benchmark_kernel", "write_csv"), "timing"),
+}
+
+__all__ = [
+    "CORRECTNESS_TESTS",
+    "PERFORMANCE_TESTS",
+    "SMOKE_TESTS",
+    "Benchmark",
+    "BenchmarkRecord",
+    "LayoutCase",
+    "TestCase",
+    "allclose_with_error",
+    "benchmark_kernel",
+    "layout_cases",
+    "make_match_reference",
+    "write_csv",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

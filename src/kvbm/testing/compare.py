@@ -1,0 +1,217 @@
+"""Is a result what it must be, and where is it the most wrong.
+
+Nothing here throws what a kernel under test has done wrong: it is returned, as a sentence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import limits
+from .data import clone, dtype_name, is_array, leaves, values
+
+__all__ = ["allclose_with_error", "find_nan", "make_match_reference"]
+
+#: Elements that are compared at a time: what a comparison needs beside the two arrays stays small.
+CHUNK = 1 << 22
+
+Checker = Callable[[Callable[[Any], Any], Any], tuple[bool, str | None]]
+
+
+def allclose_with_error(
+    actual: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-3
+) -> tuple[bool, float, float]:
+    """Whether ``|actual - expected| <= atol + rtol * |expected|`` everywhere, and the largest errors.
+
+    Parameters
+    ----------
+    actual, expected : arrays
+        Of torch, NumPy or CuPy, on any device.  Packed 4-bit values are compared as bytes.
+    rtol, atol : float
+        0 or larger.
+
+    Returns
+    -------
+    bool
+        False where a NaN is on either side, and where shapes or dtypes differ.
+    float
+        Largest absolute error: NaN where there is a NaN, infinite where shapes or dtypes differ.
+    float
+        Largest error relative to `expected`, likewise; an error beside an expected zero is infinite.
+
+    Raises
+    ------
+    ValueError
+        A tolerance below zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> allclose_with_error(np.array([1.0, 2.5]), np.array([1.0, 2.0]), rtol=0, atol=1)
+    (True, 0.5, 0.25)
+    >>> allclose_with_error(np.array([np.nan]), np.array([np.nan]), rtol=0, atol=1)
+    (False, nan, nan)
+    """
+    _require_tolerances(rtol, atol)
+    if _shape(actual) != _shape(expected) or dtype_name(actual) != dtype_name(expected):
+        return False, math.inf, math.inf
+    found = _compare(values(actual), values(expected), rtol, atol)
+    return found.wrong == 0, found.max_abs, found.max_rel
+
+
+def make_match_reference(
+    reference_fn: Callable[[Any], Any], rtol: float = 1e-3, atol: float = 1e-3, *, limit_s: float = 60.0
+) -> Checker:
+    """A function that holds kernels against a reference.
+
+    Parameters
+    ----------
+    reference_fn : callable
+        ``reference_fn(data)`` returns an array, or a tuple, list or dict of arrays.  What it raises is thrown: it is not
+        what is being tested.
+    rtol, atol : float
+        As for `allclose_with_error`.
+    limit_s : float
+        Seconds that a kernel may take; then it counts as hanging (`kvbm.testing.limits` says how it is found out).
+
+    Returns
+    -------
+    callable
+        ``check(impl_fn, data) -> (ok, error)``.  Reference and kernel are given copies of the data each, so neither sees
+        what the other writes.  `error` is None, or one sentence: what was raised, that it hangs, which part has another
+        shape or dtype, where NaN is, or the worst element with its coordinate and both values.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> check = make_match_reference(lambda x: x * 2)
+    >>> check(lambda x: x + x, np.ones(4))
+    (True, None)
+    >>> check(lambda x: x + np.arange(4), np.ones(4))[1]
+    'wrong at (3,): expected 2.0, got 4.0 (absolute error 2, relative 1; rtol=0.001, atol=0.001); 3 of 4 elements are wrong'
+    """
+    _require_tolerances(rtol, atol)
+    limits.require_limit(limit_s)
+
+    def check(impl_fn: Callable[[Any], Any], data: Any) -> tuple[bool, str | None]:
+        expected = reference_fn(clone(data))
+        try:
+            actual = limits.call(impl_fn, clone(data), limit_s)
+        except limits.KernelFailure as failure:
+            return False, str(failure)
+        error = _difference(actual, expected, rtol, atol)
+        return error is None, error
+
+    return check
+
+
+def find_nan(result: Any) -> str | None:
+    """A sentence on the first NaN of a result, or None."""
+    for place, value in leaves(result):
+        if not is_array(value):
+            continue
+        found = values(value)
+        if found.dtype.kind in "fc" and (nans := np.isnan(found)).any():
+            return _nan_sentence(place, found, nans)
+    return None
+
+
+def _require_tolerances(rtol: float, atol: float) -> None:
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if not value >= 0:
+            raise ValueError(f"{name}: expected 0 or larger, got {value!r}")
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if hasattr(value, "shape") else np.asarray(value).shape
+
+
+def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str | None:
+    """What is wrong with a result, part by part, or None."""
+    have, want = dict(leaves(actual)), dict(leaves(expected))
+    if have.keys() != want.keys():
+        return f"the kernel returned {_parts(actual)}; expected {_parts(expected)}, as the reference returns"
+    for place, part in want.items():
+        mine, where = have[place], f"{place}: " if place else ""
+        if not is_array(mine) and is_array(part):
+            return f"{where}the kernel returned {_parts(mine)}; expected an array of shape {_shape(part)}"
+        if _shape(mine) != _shape(part):
+            return f"{where}shape: expected {_shape(part)}, got {_shape(mine)}"
+        if dtype_name(mine) != dtype_name(part):
+            return f"{where}dtype: expected {dtype_name(part)}, got {dtype_name(mine)}"
+        a, e = values(mine), values(part)
+        found = _compare(a, e, rtol, atol)
+        if not found.wrong:
+            continue
+        if a.dtype.kind in "fc" and (nans := np.isnan(a)).any():
+            return _nan_sentence(place, a, nans, e)
+        at = tuple(int(index) for index in np.unravel_index(found.worst, a.shape))
+        said = f"absolute error {found.worst_abs:.6g}, relative {found.worst_rel:.6g}; rtol={rtol:g}, atol={atol:g}"
+        return (
+            f"{where}wrong at {at}: expected {e[at]}, got {a[at]} ({said}); "
+            f"{found.wrong:,} of {a.size:,} elements are wrong"
+        )
+    return None
+
+
+def _nan_sentence(
+    place: str, found: npt.NDArray[Any], nans: npt.NDArray[np.bool_], expected: npt.NDArray[Any] | None = None
+) -> str:
+    at = tuple(int(index) for index in np.unravel_index(int(nans.argmax()), found.shape))
+    wanted = f", where {expected[at]} was expected" if expected is not None else ""
+    return f"{place + ': ' if place else ''}NaN at {at}{wanted}; {int(nans.sum()):,} of {found.size:,} elements are NaN"
+
+
+def _parts(value: Any) -> str:
+    if isinstance(value, list | tuple | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "nothing (None)" if value is None else f"a {type(value).__name__}"
+
+
+@dataclass
+class _Found:
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    wrong: int = 0
+    worst: int = 0  # flat index of the element that is the farthest outside its tolerance
+    worst_abs: float = 0.0
+    worst_rel: float = 0.0
+    excess: float = -math.inf
+
+
+def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, atol: float) -> _Found:
+    found = _Found()
+    a_flat, e_flat = actual.reshape(-1), expected.reshape(-1)
+    wide = np.complex128 if actual.dtype.kind == "c" else np.float64
+    for start in range(0, a_flat.size, CHUNK):
+        a_raw, e_raw = a_flat[start : start + CHUNK], e_flat[start : start + CHUNK]
+        a, e = a_raw.astype(wide), e_raw.astype(wide)
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            error = np.where(a_raw == e_raw, 0.0, np.abs(a - e))
+            # Integers that differ below the precision of a double differ all the same.
+            error[(error == 0) & (a_raw != e_raw)] = 1.0
+            size = np.abs(e)
+            relative = np.where(error == 0, 0.0, error / size)
+            relative[np.isinf(error)] = math.inf
+            excess = error - (atol + rtol * size)
+        bad = ~(excess <= 0)  # of a NaN, too
+        bad |= np.isinf(error)  # beside an infinite expected value every finite error would be small
+        bad[error == 0] = False
+        nan = np.isnan(a) | np.isnan(e)
+        excess[nan | np.isinf(error)] = math.inf
+        found.max_abs, found.max_rel = (
+            math.nan if nan.any() or math.isnan(most) else max(most, float(part.max()))
+            for most, part in ((found.max_abs, error), (found.max_rel, relative))
+        )
+        found.wrong += int(bad.sum())
+        worst = int(np.where(bad, excess, -math.inf).argmax())
+        if bad[worst] and excess[worst] > found.excess:
+            found.worst, found.excess = start + worst, float(excess[worst])
+            found.worst_abs, found.worst_rel = float(error[worst]), float(relative[worst])
+    return found

@@ -1,0 +1,105 @@
+"""What the kit needs to know of a kernel's inputs and outputs, whichever framework they are of: leaves, copies, values.
+
+torch is looked up in `sys.modules`: data can only be its own where it has been imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["clone", "device_index", "dtype_name", "is_array", "leaves", "nbytes", "values"]
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a tensor or an array: torch's, NumPy's, CuPy's."""
+    return _is_tensor(value) or isinstance(value, np.ndarray) or hasattr(value, "__cuda_array_interface__")
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """What tuples, lists and dicts hold, depth first, each with its place: ``[0]['x']``."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from leaves(value, f"{where}[{key!r}]")
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            yield from leaves(value, f"{where}[{index}]")
+    else:
+        yield where, data
+
+
+def _map(function: Callable[[Any], Any], data: Any) -> Any:
+    if isinstance(data, dict):
+        return type(data)({key: _map(function, value) for key, value in data.items()})
+    if isinstance(data, list | tuple):
+        made = [_map(function, value) for value in data]
+        return type(data)(*made) if hasattr(data, "_fields") else type(data)(made)
+    return function(data)
+
+
+def clone(data: Any) -> Any:
+    """The same values at the same strides in memory of their own; what is no array is passed on as it is."""
+    return _map(_clone, data)
+
+
+def _clone(value: Any) -> Any:
+    if _is_tensor(value):
+        import torch
+
+        # As bytes: not every operation knows the packed and the 8-bit types.
+        plain = value.detach().view(torch.uint8) if value.element_size() == 1 else value.detach()
+        copy = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
+        return copy.copy_(plain).view(value.dtype).requires_grad_(value.requires_grad)
+    if isinstance(value, np.ndarray) or (is_array(value) and hasattr(value, "copy")):
+        return value.copy(order="K")
+    return value
+
+
+def nbytes(data: Any) -> int:
+    """Bytes of all arrays."""
+    return sum(int(value.nbytes) for _, value in leaves(data) if is_array(value))
+
+
+def device_index(data: Any) -> int:
+    """Ordinal of the GPU that the data lie on; -1 where none of them does."""
+    for _, value in leaves(data):
+        if _is_tensor(value):
+            if value.device.type == "cuda":
+                return int(value.device.index or 0)
+        elif is_array(value) and not isinstance(value, np.ndarray):
+            from ..pool import describe
+
+            return int(describe(value).device.partition(":")[2] or -1)
+    return -1
+
+
+def dtype_name(value: Any) -> str:
+    """``float16``, whoever's it is."""
+    return str(value.dtype).removeprefix("torch.") if hasattr(value, "dtype") else np.asarray(value).dtype.name
+
+
+def values(value: Any) -> npt.NDArray[Any]:
+    """On the host, as something that NumPy can count with: bfloat16 and fp8 as float32, packed 4-bit values as bytes."""
+    if _is_tensor(value):
+        import torch
+
+        value = value.detach().resolve_conj().resolve_neg()
+        name = dtype_name(value)
+        if name.startswith(("float4", "uint4", "int4")):
+            value = value.view(torch.uint8)
+        elif name == "bfloat16" or name.startswith("float8"):
+            value = value.to(torch.float32)
+        value = value.cpu().numpy()
+    elif not isinstance(value, np.ndarray) and is_array(value):
+        value = value.get()
+    found: npt.NDArray[Any] = np.asarray(value)
+    return found if found.dtype.kind in "biufc" else found.astype(np.float32)

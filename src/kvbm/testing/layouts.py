@@ -1,0 +1,453 @@
+"""Cases for copy kernels: two declared layouts, data that tell their coordinates, guard words, and what must come out.
+
+Where a byte belongs is read from the declared layouts alone (`Resolved.address`): no plan, and no kernel of kvbm's, is asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BindError, LayoutError, PlanError
+from ..layout import Layout, Resolved
+from ..planner import plan
+from ..shapes import BlockShape, numpy_name
+from ..spec import load
+
+__all__ = ["DEFAULT_LAYOUTS", "LayoutCase", "layout_cases"]
+
+#: Without others: Dynamo's, between which rows move, and one whose keys are turned.
+DEFAULT_LAYOUTS = ("nhd", "hnd", "universal", "vllm/paged_attn_v0")
+
+#: Sizes of a block where none are given: of a KV cache, in which the axes differ; of latents, which have no heads; of scale
+#: factors, which have no layers.
+_KV, _LATENTS, _SCALES = (
+    BlockShape(nl=3, no=2, nh=4, nt=16, hd=64),
+    BlockShape(nl=3, no=1, nh=1, nt=16, hd=64),
+    BlockShape(nl=1, no=1, nh=1, nt=256, hd=16),
+)
+
+#: Bytes of guard before, between and after allocations, and what every allocation's address is a multiple of.
+GUARD, ALIGNMENT = 192, 256
+
+_AXES = "lohtd"
+
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
+
+
+def layout_cases(
+    layouts: Iterable[str | Path | Layout] | None = None,
+    dtypes: Iterable[str] = ("bfloat16",),
+    batches: Iterable[int] = (1, 7),
+    *,
+    pairs: Iterable[tuple[str | Path | Layout, str | Path | Layout]] | None = None,
+    shapes: Iterable[BlockShape] | None = None,
+    device: str = "cpu",
+    framework: str | None = None,
+    seed: int = 0,
+) -> Iterator[LayoutCase]:
+    """Yield a case a pair of layouts, shape, dtype and size of batch; memory is taken when a case is used.
+
+    Parameters
+    ----------
+    layouts : iterable, optional
+        Names, paths of YAML files, or layouts.  Every ordered pair of them is tested, and each against itself.
+        `DEFAULT_LAYOUTS` if neither these nor `pairs` are given.
+    dtypes : iterable of str
+        Keys of `kvbm.shapes.ITEMSIZE`.
+    batches : iterable of int
+        Blocks that a copy moves; the pools hold a few more, which it must not touch.
+    pairs : iterable of (source, destination), optional
+        Instead of all pairs of `layouts`.
+    shapes : iterable of BlockShape, optional
+        Sizes of a block; their dtype is replaced.  If not given: one that suits the axes of a pair.
+    device : str
+        ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+    framework : {"numpy", "torch"}, optional
+        Whose arrays; NumPy's on the CPU and torch's on a GPU if not given.  NumPy has no bfloat16 and no fp8: unsigned
+        integers of the same width stand in for them.
+    seed : int
+        For data and block ids.
+
+    Raises
+    ------
+    KvbmError
+        An unknown layout or dtype; a pair that is no copy at any of the shapes and dtypes (the error says why).
+    BindError
+        A device or framework that there is not, a batch below 1.
+
+    Examples
+    --------
+    >>> [str(case) for case in layout_cases(["nhd", "universal"], batches=[2])]  # doctest: +ELLIPSIS
+    ['nhd->nhd-bfloat16-b2', 'nhd->universal-bfloat16-b2', 'universal->nhd-bfloat16-b2', ...]
+    >>> case = next(layout_cases(["nhd"], batches=[2]))
+    >>> case.dst_arrays[0][0, 0, 0] += 1  # not what a copy should do
+    >>> case.error()[:45]
+    'nhd → nhd: wrong at l=0 o=0 h=0 t=0 d=0 of bl'
+    """
+    if layouts is not None and pairs is not None:
+        raise BindError("layout_cases: expected layouts or pairs, got both")
+    framework = _framework(device, framework)
+    dtypes, batches = tuple(dtypes), tuple(map(_batch, batches))
+    if pairs is None:
+        each = [_layout(one) for one in (DEFAULT_LAYOUTS if layouts is None else layouts)]
+        chosen = list(itertools.product(each, repeat=2))
+    else:
+        chosen = [(_layout(src), _layout(dst)) for src, dst in pairs]
+    given = None if shapes is None else tuple(shapes)
+    for src, dst in chosen:
+        yield from _of_pair(src, dst, given, dtypes, batches, (device, framework, seed))
+
+
+def _of_pair(
+    src: Layout,
+    dst: Layout,
+    given: Sequence[BlockShape] | None,
+    dtypes: Sequence[str],
+    batches: Sequence[int],
+    rest: tuple[str, str, int],
+) -> Iterator[LayoutCase]:
+    found, first_error = False, None
+    for dtype in dtypes:
+        shapes = [_usual(src, dst)] if given is None else given
+        for shape in (replace(shape, dtype=dtype) for shape in shapes):
+            try:
+                plan(src, dst, shape, num_blocks=(2, 2))
+                for layout in (src, dst):
+                    layout.resolve(shape, 2).address(0)  # refused where it has no one address
+            except (LayoutError, PlanError) as error:
+                first_error = first_error or error
+                continue
+            for batch in batches:
+                found = True
+                yield LayoutCase(src, dst, shape, batch, *rest, numbered=len(shapes) > 1)
+    if not found and first_error is not None:
+        raise first_error
+
+
+def _usual(src: Layout, dst: Layout) -> BlockShape:
+    """Sizes by the axes that both layouts have."""
+    axes = [{axis for order in each.orders for term in order.terms for axis in term.axes} for each in (src, dst)]
+    both = axes[0] & axes[1]
+    return _KV if "h" in both else _LATENTS if "l" in both else _SCALES
+
+
+def _batch(number: object) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise BindError(f"layout_cases: batches: expected numbers of blocks from 1 on, got {number!r}")
+    return number
+
+
+def _layout(one: str | Path | Layout) -> Layout:
+    return one if isinstance(one, Layout) else load(one)
+
+
+def _framework(device: str, framework: str | None) -> str:
+    kind, colon, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and (kind == "cpu" or not index.isdecimal())):
+        raise BindError(f"layout_cases: device: expected cpu, cuda or cuda:N, got {device!r}")
+    framework = framework or ("numpy" if kind == "cpu" else "torch")
+    if framework not in ("numpy", "torch") or (framework == "numpy" and kind == "cuda"):
+        raise BindError(
+            f"layout_cases: framework: expected torch{' or numpy' if kind == 'cpu' else ''} on {device}, got {framework!r}"
+        )
+    return framework
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """One copy to make, and what must come out; `layout_cases` makes them.
+
+    Attributes
+    ----------
+    src, dst : Layout
+        From and to.
+    shape : BlockShape
+        Of a block, on both sides.
+    batch : int
+        Blocks to copy.
+    device, framework : str
+        Where the arrays are, and whose.
+    seed : int
+    src_ids, dst_ids : numpy.ndarray of int32
+        Block ``src_ids[i]`` becomes block ``dst_ids[i]``.
+    src_arrays, dst_arrays : list of arrays
+        One an allocation, in table order and with the shapes of `Resolved.allocations`: what `kvbm.Pool` takes.  Made when
+        they are asked for; each lies between guard words, and holds data in which every element tells its coordinate.
+    src_blocks, dst_blocks : int
+        Blocks that the two sides hold.
+
+    Examples
+    --------
+    >>> import kvbm
+    >>> (case,) = layout_cases(pairs=[("nhd", "universal")], batches=[3])
+    >>> pools = [kvbm.Pool(case.src, case.shape, case.src_arrays), kvbm.Pool(case.dst, case.shape, case.dst_arrays)]
+    >>> kvbm.convert(*pools, case.src_ids, case.dst_ids)
+    >>> case.check()
+    """
+
+    src: Layout
+    dst: Layout
+    shape: BlockShape
+    batch: int
+    device: str = "cpu"
+    framework: str = "numpy"
+    seed: int = 0
+    numbered: bool = field(default=False, repr=False)
+
+    def __repr__(self) -> str:
+        return f"<LayoutCase {self}>"
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.shape.sizes.values())) + "-" if self.numbered else ""
+        return f"{self.src.name}->{self.dst.name}-{self.shape.dtype}-{sizes}b{self.batch}"
+
+    @property
+    def src_blocks(self) -> int:
+        return self.batch + 5
+
+    @property
+    def dst_blocks(self) -> int:
+        return self.batch + 3
+
+    @cached_property
+    def src_ids(self) -> npt.NDArray[np.int32]:
+        return self._ids(1, self.src_blocks)
+
+    @cached_property
+    def dst_ids(self) -> npt.NDArray[np.int32]:
+        return self._ids(2, self.dst_blocks)
+
+    def _ids(self, salt: int, blocks: int) -> npt.NDArray[np.int32]:
+        random = np.random.default_rng((self.seed, salt, self.batch))
+        return random.permutation(blocks)[: self.batch].astype(np.int32)
+
+    @cached_property
+    def src_arrays(self) -> list[Any]:
+        return self._src.arrays
+
+    @cached_property
+    def dst_arrays(self) -> list[Any]:
+        return self._dst.arrays
+
+    @cached_property
+    def expected(self) -> Bytes:
+        """All bytes of the destination after the copy: elements, padding, other blocks, guard words."""
+        found = self._dst.before.copy()
+        read, write = self._places
+        for byte in range(self.shape.itemsize):
+            found[write + byte] = self._src.before[read + byte]
+        return found
+
+    def error(self) -> str | None:
+        """What is wrong with the destination, or with the source, in a sentence; None if nothing is.
+
+        On a GPU, work on the current stream of torch is waited for.
+        """
+        title = f"{self.src.name} → {self.dst.name}"
+        got = self._dst.bytes()
+        differs = got != self.expected
+        if differs.any():
+            return f"{title}: {self._explain(got, differs)}"
+        changed = np.nonzero(self._src.bytes() != self._src.before)[0]
+        if changed.size:
+            return f"{title}: the source was written to, at {self._src.where(int(changed[0]))} ({changed.size:,} bytes)"
+        return None
+
+    def check(self) -> None:
+        """Raise AssertionError with the sentence of `error`, if there is one."""
+        __tracebackhide__ = True
+        error = self.error()
+        if error is not None:
+            raise AssertionError(error)
+
+    @cached_property
+    def _opaque(self) -> tuple[str, ...]:
+        terms = [term for layout in (self.src, self.dst) for order in layout.orders for term in order.terms]
+        return tuple(sorted({axis for term in terms if term.opaque for axis in term.axes}))
+
+    @cached_property
+    def _src(self) -> _Side:
+        side = _Side(self.src.resolve(self.shape, self.src_blocks), self, salt=1)
+        side.fill_with_coordinates()
+        return side
+
+    @cached_property
+    def _dst(self) -> _Side:
+        return _Side(self.dst.resolve(self.shape, self.dst_blocks), self, salt=2)
+
+    @cached_property
+    def _places(self) -> tuple[Numbers, Numbers]:
+        """Of every element of the batch: its place in the source's bytes, and in the destination's."""
+        return self._src.places(self.src_ids), self._dst.places(self.dst_ids)
+
+    def _explain(self, got: Bytes, differs: npt.NDArray[np.bool_]) -> str:
+        _, write = self._places
+        itemsize = self.shape.itemsize
+        wrong = np.zeros(write.shape, bool)
+        for byte in range(itemsize):
+            wrong |= differs[write + byte]
+        if not wrong.any():
+            at = int(np.nonzero(differs)[0][0])
+            return f"bytes that no copy may touch were written, at {self._dst.where(at)} ({int(differs.sum()):,} bytes)"
+        pair, element = (int(index) for index in np.unravel_index(int(wrong.argmax()), wrong.shape))
+
+        def item(memory: Bytes, at: int) -> bytes:
+            return memory[at : at + itemsize].tobytes()
+
+        have, want = item(got, int(write[pair, element])), item(self.expected, int(write[pair, element]))
+        return (
+            f"wrong at {self._dst.coordinate(element)} of block {self.src_ids[pair]} → {self.dst_ids[pair]}: expected bytes "
+            f"{want.hex()}, got {have.hex()}{self._origin(have, int(write[pair, element]))} "
+            f"({int(wrong.sum()):,} of {wrong.size:,} elements are wrong)"
+        )
+
+    def _origin(self, have: bytes, at: int) -> str:
+        """Where these bytes may come from: that is what makes a wrong stride easy to see."""
+        if self._dst.before[at : at + len(have)].tobytes() == have:
+            return ", which is what stood there before"
+        places = self._src.places(np.arange(self.src_blocks))
+        same = np.ones(places.shape, bool)
+        for byte, value in enumerate(have):
+            same &= self._src.before[places + byte] == value
+        if int(same.sum()) != 1:
+            return ""
+        block, element = (int(index) for index in np.unravel_index(int(same.argmax()), same.shape))
+        return f", which is {self._src.coordinate(element)} of block {block}"
+
+
+class _Side:
+    """Source or destination: allocations in one range of bytes, with guard words around each."""
+
+    def __init__(self, resolved: Resolved, case: LayoutCase, salt: int) -> None:
+        self.resolved, self.case = resolved, case
+        self.axes = [axis for axis in resolved.sizes if axis != "b" and axis not in case._opaque]
+        self.axes = [*sorted(self.axes, key=_axis_order), *sorted(case._opaque, key=_axis_order)]
+        self.sizes = tuple(resolved.sizes[axis] for axis in self.axes)
+        self.bases: list[int] = []
+        at = GUARD
+        for allocation in resolved.allocations:
+            at = -(-at // ALIGNMENT) * ALIGNMENT
+            self.bases.append(at)
+            at += allocation.nbytes + GUARD
+        random = np.random.default_rng((case.seed, salt, 0))
+        self.before: Bytes = np.frombuffer(random.bytes(at), np.uint8).copy()
+
+    def fill_with_coordinates(self) -> None:
+        """Each element becomes a hash of block and coordinate, so that one that lands elsewhere is seen."""
+        blocks = np.arange(self.resolved.num_blocks)
+        places = self.places(blocks)
+        key = (blocks[:, None] * places.shape[1] + np.arange(places.shape[1])).astype(np.uint64)
+        hashed = _mix(key + np.uint64((self.case.seed & 0xFFFFFFFF) << 32)).view(np.uint8).reshape(*places.shape, 8)
+        for byte in range(self.case.shape.itemsize):
+            self.before[places + byte] = hashed[..., byte]
+
+    @cached_property
+    def buffer(self) -> Any:
+        """The bytes as the kernel sees them: a uint8 array or tensor, its first byte aligned."""
+        case = self.case
+        if case.framework == "numpy" or case.device == "cpu":
+            raw = np.empty(self.before.size + ALIGNMENT, np.uint8)
+            start = -raw.ctypes.data % ALIGNMENT
+            aligned = raw[start : start + self.before.size]
+            aligned[:] = self.before
+            if case.framework == "numpy":
+                return aligned
+            import torch
+
+            return torch.from_numpy(aligned)
+        import torch
+
+        return torch.from_numpy(self.before).to(case.device)
+
+    @cached_property
+    def arrays(self) -> list[Any]:
+        made, shape = [], self.case.shape
+        for base, allocation in zip(self.bases, self.resolved.allocations, strict=True):
+            if self.case.framework == "numpy":
+                dtype = np.dtype(numpy_name(allocation.dtype))
+                made.append(np.ndarray(allocation.shape, dtype, self.buffer, base, allocation.strides))
+                continue
+            import torch
+
+            if any(stride % shape.itemsize for stride in allocation.strides):
+                raise BindError(f"{self.resolved.layout.name}: torch cannot view strides of {allocation.strides} bytes")
+            flat = self.buffer[base : base + allocation.nbytes].view(getattr(torch, shape.dtype))
+            made.append(flat.as_strided(allocation.shape, [stride // shape.itemsize for stride in allocation.strides]))
+        return made
+
+    def bytes(self) -> Bytes:
+        """What is in memory now."""
+        found: Bytes = self.buffer if self.case.framework == "numpy" else self.buffer.cpu().numpy()
+        return found
+
+    @cached_property
+    def _elements(self) -> tuple[Numbers, Numbers]:
+        """Entry and offset of every element of block 0, in an order that both sides share.
+
+        Axes of an opaque group stand last, in the order in which they lie in memory: nobody promises which is which.
+        """
+        grid: dict[str, Any] = dict(
+            zip(self.axes, np.meshgrid(*map(np.arange, self.sizes), indexing="ij"), strict=True)
+        )
+        halves = grid.pop("o", None)
+        entry, offset = np.zeros(self.sizes, np.int64), np.zeros(self.sizes, np.int64)
+        for o in range(self.resolved.sizes.get("o", 1)):
+            mine = np.ones(self.sizes, bool) if halves is None else halves == o
+            for into, found in zip((entry, offset), self.resolved.address(0, o=o, **grid), strict=True):
+                into[mine] = np.broadcast_to(found, self.sizes)[mine]
+        entry, offset = entry.reshape(-1), offset.reshape(-1)
+        if self.case._opaque:
+            span = int(offset.max()) + 1
+            count = math.prod(self.resolved.sizes[axis] for axis in self.case._opaque)
+            entry, offset = np.divmod(np.sort((entry * span + offset).reshape(-1, count), axis=1).reshape(-1), span)
+        return entry, offset
+
+    def places(self, blocks: npt.NDArray[Any]) -> Numbers:
+        """Place of each element's first byte, ``(len(blocks), elements)``."""
+        entry, offset = self._elements
+        entries, bytes_ = self.resolved.id_steps
+        ids = blocks.astype(np.int64)[:, None]
+        found: Numbers = np.asarray(self.bases, np.int64)[entry + ids * entries] + offset + ids * bytes_
+        return found
+
+    def coordinate(self, element: int) -> str:
+        at = np.unravel_index(element, self.sizes)
+        return " ".join(f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))
+
+    def where(self, at: int) -> str:
+        """A place in words: an element, padding, or guard words."""
+        places = self.places(np.arange(self.resolved.num_blocks))
+        hit = (places <= at) & (at < places + self.case.shape.itemsize)
+        if hit.any():
+            block, element = (int(index) for index in np.unravel_index(int(hit.argmax()), hit.shape))
+            return f"{self.coordinate(element)} of block {block}"
+        for index, (base, allocation) in enumerate(zip(self.bases, self.resolved.allocations, strict=True)):
+            label = f"array {index}" + (f" ({allocation.label})" if allocation.label else "")
+            if base <= at < base + allocation.nbytes:
+                return f"byte {at - base} of {label}, which is padding"
+            if at < base:
+                return f"{base - at} bytes before {label}"
+        return f"{at - self.bases[-1] - self.resolved.allocations[-1].nbytes} bytes behind the last array"
+
+
+def _axis_order(axis: str) -> tuple[int, str]:
+    return (_AXES.index(axis) if axis in _AXES else len(_AXES), axis)
+
+
+def _mix(key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Every bit of the result depends on every bit of the key (the finaliser of splitmix64)."""
+    with np.errstate(over="ignore"):
+        key = key + np.uint64(0x9E3779B97F4A7C15)
+        key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return key ^ (key >> np.uint64(31))

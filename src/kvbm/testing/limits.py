@@ -1,0 +1,268 @@
+"""Calls of functions that may raise or never come back: what they did is an exception of one kind, with a sentence.
+
+A kernel runs on a thread of its own, and not in a process: so it may be any function, closures and lambdas too, gets its
+arguments as they are, and costs nothing but a hand-over.  The price: Python cannot stop a thread.  One that hangs goes on
+until the process ends, which it does not delay (the thread is a daemon); its processor core, and the GPU that it waits for,
+are lost to further measurements in this process.
+
+On the CPU times can differ from those on the main thread in two ways, both of which are the process's: OpenMP keeps a pool of
+helpers for each thread that calls it, and waits in another way where all of them outnumber the cores; and glibc gives large
+pieces of memory back to the system sooner that a thread has allocated and freed.  A kernel that writes into memory that it is
+given, on one core, takes as long as on the main thread.
+
+On a GPU a call returns before its work is done.  That is waited for by asking an event again and again, so a kernel that
+never ends is noticed, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from .data import device_index
+
+__all__ = ["Blamed", "Gpu", "KernelFailure", "call", "require_limit", "run"]
+
+T = TypeVar("T")
+
+#: Seconds between two looks at an event: at first, and at most.
+SHORT_NAP, LONG_NAP = 20e-6, 2e-3
+
+#: Seconds beyond its limit that a thread has to report by itself that the GPU hangs.
+GRACE = 1.0
+
+
+class KernelFailure(Exception):  # noqa: N818  (it never leaves the kit: users see its sentence)
+    """A kernel under test raised, hung, or made the GPU fail; the message is one sentence."""
+
+
+def require_limit(limit_s: float) -> None:
+    """Refuse what is no limit."""
+    if not limit_s > 0:
+        raise ValueError(f"limit_s: expected a number of seconds above 0, got {limit_s!r}")
+
+
+def call(function: Callable[[Any], T], data: Any, limit_s: float) -> T:
+    """``function(data)``, and the GPU has done its work.
+
+    Raises
+    ------
+    KernelFailure
+        It raised, did not return in time, or the GPU was not done in time.
+    """
+    device = device_index(data)
+
+    def work(deadline: Deadline) -> T:
+        if device < 0:
+            with Blamed():
+                return function(data)
+        with Gpu(device) as gpu:
+            with Blamed():
+                result = function(data)
+            gpu.finish(deadline)
+            return result
+
+    return run(work, limit_s)
+
+
+class Blamed:
+    """What is raised inside, also `SystemExit`, is the kernel's doing: it becomes a `KernelFailure`."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, KernelFailure):
+            raise KernelFailure(f"the kernel raised {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    place = ""
+    # The first frame is ours.
+    if frames := traceback.extract_tb(error.__traceback__)[1:]:
+        # The deepest line in the kernel's own file: what is below may be deep inside a library.
+        own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+        place = f" (line {own.lineno} of {own.filename.rpartition('/')[2]})"
+    text = str(error).strip()
+    return f"{type(error).__name__}{': ' + text if text else ''}{place}"
+
+
+class Deadline:
+    """When it is too late; and what has been reached by then, for the message.
+
+    Attributes
+    ----------
+    limit_s : float
+    progress : tuple of two int, or None
+        How many calls were made, and of how many.
+    passed : bool
+        Set when nobody waits any more, so that a thread that comes back late ends.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.progress: tuple[int, int] | None = None
+        self.passed = False
+        self._end = time.monotonic() + limit_s
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._end - time.monotonic()
+
+    def missed(self, what: str) -> KernelFailure:
+        progress = f" (after {self.progress[0]} of {self.progress[1]} calls)" if self.progress else ""
+        return KernelFailure(f"the kernel hangs: {what} within its limit of {self.limit_s:g} s{progress}")
+
+
+def run(work: Callable[[Deadline], T], limit_s: float) -> T:
+    """Run on a thread with the context of this one (context variables, and torch's modes), for so many seconds.
+
+    Raises
+    ------
+    KernelFailure
+        The time is over.  What the work raises is raised here, too.
+    """
+    deadline = Deadline(limit_s)
+    outcome: list[tuple[bool, Any]] = []
+    context, restore = contextvars.copy_context(), _torch_state()
+
+    def target() -> None:
+        try:
+            with restore():
+                outcome.append((True, context.run(work, deadline)))
+        except BaseException as error:
+            outcome.append((False, error))
+
+    thread = threading.Thread(target=target, name="kvbm.testing kernel", daemon=True)
+    thread.start()
+    thread.join(limit_s + GRACE)
+    if not outcome:
+        deadline.passed = True
+        raise deadline.missed("it did not return")
+    ok, value = outcome[0]
+    if not ok:
+        raise value
+    result: T = value
+    return result
+
+
+def _torch_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What torch keeps a thread: gradients, inference, autocast, how many helpers; and the current GPU with its stream."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return contextlib.nullcontext
+    threads = torch.get_num_threads()
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    @contextlib.contextmanager
+    def restore() -> Iterator[None]:
+        torch.set_num_threads(threads)  # a new thread begins with as many as there are cores
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if stream is not None:
+                stack.enter_context(torch.cuda.device(stream.device))
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    return restore
+
+
+class Gpu:
+    """Events on the stream that a framework is on: torch's current one, CuPy's, or else the default stream.
+
+    Through cuda.bindings, so that no framework is needed.
+
+    Parameters
+    ----------
+    device : int
+        CUDA device ordinal; made current for this thread.
+    """
+
+    def __init__(self, device: int) -> None:
+        from cuda.bindings import driver
+        from cuda.core import Device
+
+        from ..bench.clock import cuda
+
+        self.device = device
+        Device(device).set_current()
+        self._driver, self._check = driver, cuda
+        self.stream = driver.CUstream(_current_stream(device))
+        self._events: list[Any] = []
+
+    def event(self) -> Any:
+        """A new event with timing."""
+        self._events.append(self._check(self._driver.cuEventCreate(0), "making an event"))
+        return self._events[-1]
+
+    def record(self, event: Any) -> None:
+        self._check(self._driver.cuEventRecord(event, self.stream), "recording an event")
+
+    def finish(self, deadline: Deadline) -> None:
+        """Wait for all that is in the stream.
+
+        Raises
+        ------
+        KernelFailure
+            The deadline has passed, or the work has failed on the GPU.
+        """
+        event = self.event()
+        try:
+            self.record(event)
+            nap = SHORT_NAP
+            while (status := self._driver.cuEventQuery(event)[0]) == self._driver.CUresult.CUDA_ERROR_NOT_READY:
+                if deadline.left <= 0:
+                    self._events.clear()  # to destroy them would be to wait
+                    raise deadline.missed("it returned, but the GPU was not done with its work")
+                time.sleep(nap)
+                nap = min(2 * nap, LONG_NAP)
+            self._check((status,), "running the kernel")
+        except KernelFailure:
+            raise
+        except Exception as error:
+            raise KernelFailure(f"the GPU failed while running the kernel: {error}") from error
+
+    def milliseconds(self, begin: Any, end: Any) -> float:
+        """Between two events that are done."""
+        return float(self._check(self._driver.cuEventElapsedTime(begin, end), "reading the clock"))
+
+    def overwrite(self, nbytes: int) -> None:
+        """Write so many bytes somewhere, in the stream's order: what was in the L2 cache no longer is."""
+        address = self._check(self._driver.cuMemAlloc(nbytes), "allocating memory to clear the cache with")
+        try:
+            self._check(self._driver.cuMemsetD8Async(address, 0, nbytes, self.stream), "clearing the cache")
+        finally:
+            self._driver.cuMemFree(address)  # waits for the memset
+
+    def __enter__(self) -> Gpu:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        events, self._events = self._events, []
+        for event in events:
+            self._driver.cuEventDestroy(event)
+
+
+def _current_stream(device: int) -> int:
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    if cupy is not None:
+        with cupy.cuda.Device(device):
+            return int(cupy.cuda.get_current_stream().ptr)
+    return 0

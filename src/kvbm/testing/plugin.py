@@ -1,0 +1,65 @@
+"""pytest plugin: a test that asks for `kvbm_case` runs for every pair of the layouts of ``--kvbm-layouts``.
+
+pytest loads it in every run that has kvbm installed, so nothing is imported here: what it needs, it imports where a test
+asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from .layouts import LayoutCase
+
+#: Option → what it means.
+_OPTIONS = {
+    "layouts": "layouts whose pairs `kvbm_case` goes through: names or paths of YAML files (nhd,hnd,universal,…)",
+    "dtypes": "dtypes for them (bfloat16)",
+    "batches": "numbers of blocks for them (1,7)",
+    "device": "where their arrays are: cpu, cuda or cuda:N (cpu)",
+    "framework": "whose arrays they are: numpy or torch (numpy on the CPU)",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--kvbm-layouts`` and its kin."""
+    group = parser.getgroup("kvbm", "kvbm: copy kernels between declared layouts")
+    for name, text in _OPTIONS.items():
+        group.addoption(f"--kvbm-{name}", dest=f"kvbm_{name}", metavar="LIST" if name[-1] == "s" else "TEXT", help=text)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give each test that wants it its cases."""
+    if "kvbm_case" not in metafunc.fixturenames:
+        return
+    from ..errors import KvbmError
+    from .layouts import layout_cases
+
+    given = {name: metafunc.config.getoption(f"kvbm_{name}") for name in _OPTIONS}
+    wanted: dict[str, Any] = {name: given[name] for name in ("device", "framework") if given[name] is not None}
+    wanted |= {name: _listed(name, given[name]) for name in ("layouts", "dtypes") if given[name] is not None}
+    try:
+        if given["batches"] is not None:
+            wanted["batches"] = [int(text) for text in _listed("batches", given["batches"])]
+        cases = list(layout_cases(**wanted))
+    except (KvbmError, ValueError) as error:
+        raise pytest.Collector.CollectError(f"--kvbm-…: {error}") from None  # the sentence, no traceback
+    metafunc.parametrize("kvbm_case", cases, ids=str, indirect=True)
+
+
+def _listed(name: str, text: str) -> list[str]:
+    found = [part.strip() for part in text.split(",")]
+    if "" in found:
+        raise pytest.Collector.CollectError(f"--kvbm-{name}: expected a list such as a,b,c, got {text!r}")
+    return found
+
+
+@pytest.fixture
+def kvbm_case(request: pytest.FixtureRequest) -> LayoutCase:
+    """One copy to make between two declared layouts: `kvbm.testing.LayoutCase`; its memory goes with the test."""
+    import dataclasses
+
+    case: LayoutCase = request.param
+    return dataclasses.replace(case)

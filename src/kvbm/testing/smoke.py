@@ -1,0 +1,380 @@
+"""``kvbm smoke``, also ``python -m kvbm.testing.smoke``: are the kernels right on this machine, or on another one.
+
+Only click is imported here before something runs: ``kvbm --help`` shows this command, and must need neither NumPy nor torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import CudaError, CudaUnavailableError, DeviceNotFoundError, SpecError
+
+if TYPE_CHECKING:
+    from ..pool import Pool
+    from .layouts import LayoutCase
+    from .timing import Benchmark
+
+__all__ = ["Report", "Result", "run", "smoke"]
+
+#: Copies that every run makes: rows, a transposed tile, and the swizzle of scale factors.
+PAIRS = (
+    ("nhd", "universal"),
+    ("universal", "vllm/LBHNC"),
+    ("nhd", "vllm/paged_attn_v0"),
+    ("swizzle/linear", "swizzle/128x4"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One test.
+
+    Attributes
+    ----------
+    name, dimensions : str
+        ``"tiny_single"`` and ``"128×256×1"``; a pair of layouts and its sizes.
+    correct : bool
+    avg_time_ms : float or None
+        Of a run; None where it could not be measured.
+    timing : {"events", "clock"}
+    error : str or None
+        What is wrong.
+    """
+
+    name: str
+    dimensions: str
+    correct: bool
+    avg_time_ms: float | None
+    timing: str
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All tests of a run.
+
+    Attributes
+    ----------
+    kvbm, device, machine, driver : str
+        Version; ``"cuda:0"`` or ``"cpu"``; its name; the driver's version, empty for a CPU.
+    seconds : float
+        Of the whole run.
+    tests : tuple of Result
+    host : str
+        Where it ran; empty for here.
+    """
+
+    kvbm: str
+    device: str
+    machine: str
+    driver: str
+    seconds: float
+    tests: tuple[Result, ...]
+    host: str = ""
+
+    @property
+    def correct(self) -> int:
+        return sum(test.correct for test in self.tests)
+
+    def to_json(self) -> str:
+        """One object, with the tests and the two totals."""
+        return json.dumps(
+            asdict(self) | {"correct": self.correct, "total": len(self.tests)}, ensure_ascii=False, indent=1
+        )
+
+    @classmethod
+    def from_json(cls, text: str, host: str = "") -> Report:
+        said = json.loads(text)
+        tests = tuple(Result(**test) for test in said["tests"])
+        return cls(said["kvbm"], said["device"], said["machine"], said["driver"], said["seconds"], tests, host)
+
+
+def run(
+    suite: str = "smoke",
+    *,
+    device: str = "cpu",
+    kernel: Callable[[Any], Any] | None = None,
+    num_runs: int = 20,
+    limit_s: float = 60.0,
+    step: Callable[[Result], object] | None = None,
+) -> Report:
+    """Run a suite, and then some copies between layouts.
+
+    Parameters
+    ----------
+    suite : {"smoke", "correctness", "performance", "all"}
+    device : str
+        ``"cpu"`` or ``"cuda:N"``.
+    kernel : callable, optional
+        ``kernel(data) -> c`` for the data of `kvbm.testing.nvfp4`; its example if not given.
+    num_runs : int
+        Timed runs of each.
+    limit_s : float
+        Seconds that a kernel may take for a test, and again for its runs.
+    step : callable, optional
+        Is told each result as it comes.
+
+    Raises
+    ------
+    KvbmError
+        torch is not there, or cannot use the device.
+    """
+    from .. import __version__
+    from ..bench.measure import machine
+    from . import nvfp4
+    from .cases import SUITES
+    from .compare import make_match_reference
+    from .timing import benchmark_kernel
+
+    start = time.perf_counter()
+    torch = nvfp4.torch_module()
+    if device != "cpu" and not torch.cuda.is_available():
+        raise CudaUnavailableError(f"torch {torch.__version__} cannot use {device}: expected a torch built for CUDA")
+    kernel = kernel or nvfp4.example_kernel
+    results: list[Result] = []
+
+    def add(name: str, dimensions: str, error: str | None, timed: Callable[[], Benchmark]) -> None:
+        milliseconds = None
+        if error is None:
+            average, error = timed()
+            milliseconds = None if math.isnan(average) else average
+        timing = "events" if device != "cpu" else "clock"
+        results.append(Result(name, dimensions, error is None, milliseconds, timing, error))
+        if step is not None:
+            step(results[-1])
+
+    with torch.cuda.device(device) if device != "cpu" else contextlib.nullcontext():
+        check = make_match_reference(nvfp4.ref_kernel, limit_s=limit_s)
+        for case in (case for name, some in SUITES.items() if suite in (name, "all") for case in some):
+            data = case.data(device=device)
+            _, error = check(kernel, data)
+            timed = functools.partial(benchmark_kernel, kernel, data, 3, num_runs, limit_s=limit_s)
+            add(case.name, case.sizes, error, timed)
+        for copy in _copies(device):
+            arrays = [copy.src_arrays, copy.dst_arrays]
+            timed = functools.partial(benchmark_kernel, _Convert(copy), arrays, num_runs, num_runs, limit_s=limit_s)
+            title = f"{copy.src.name} → {copy.dst.name}"
+            add(title, f"{copy.batch} blocks of {copy.shape}", _converted(copy), timed)
+    name, driver = machine(device)
+    return Report(__version__, device, name, driver, time.perf_counter() - start, tuple(results))
+
+
+def _copies(device: str) -> Iterator[LayoutCase]:
+    from .layouts import layout_cases
+
+    for pair in PAIRS:
+        dtype = "float8_e4m3fn" if pair[0].startswith("swizzle") else "bfloat16"
+        yield from layout_cases(pairs=[pair], dtypes=[dtype], batches=[64], device=device, framework="torch")
+
+
+def _converted(case: LayoutCase) -> str | None:
+    from ..pool import Pool
+    from ..transfer import convert
+
+    src = Pool(case.src, case.shape, case.src_arrays)
+    dst = Pool(case.dst, case.shape, case.dst_arrays)
+    convert(src, dst, case.src_ids, case.dst_ids)
+    return case.error()
+
+
+class _Convert:
+    """kvbm's copy as a kernel of arrays; pools are bound once for each set of them, before the clock starts."""
+
+    def __init__(self, case: LayoutCase) -> None:
+        self.case = case
+        self.pools: dict[int, tuple[Pool, Pool]] = {}
+
+    def __call__(self, data: Any) -> None:
+        from ..pool import Pool
+        from ..transfer import convert
+
+        pools = self.pools.get(id(data))
+        if pools is None:
+            src, dst = data
+            pools = self.pools[id(data)] = (
+                Pool(self.case.src, self.case.shape, src),
+                Pool(self.case.dst, self.case.shape, dst),
+            )
+        convert(pools[0], pools[1], self.case.src_ids, self.case.dst_ids)
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.option(
+    "--suite",
+    type=click.Choice(["smoke", "correctness", "performance", "all"]),
+    default="smoke",
+    show_default=True,
+    help="Which sizes of the NVFP4 example.",
+)
+@click.option(
+    "--gpu", type=click.IntRange(0), metavar="N", help="Which GPU.  [default: the first one; the CPU without any]"
+)
+@click.option("--cpu", is_flag=True, help="Test the CPU's kernels, also where there is a GPU.")
+@click.option(
+    "--kernel",
+    metavar="FUNCTION",
+    help="Test an NVFP4 kernel of yours, MODULE:FUNCTION or FILE.py:FUNCTION, rather than the example.",
+)
+@click.option("--runs", default=20, show_default=True, type=click.IntRange(1), help="Timed runs of each test.")
+@click.option(
+    "--limit",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds after which a kernel hangs.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
+@click.option("--ssh", "target", metavar="USER@HOST:PORT", help="Run on another machine: needs kvbm-layouts[remote].")
+@click.option("--ssh-key", type=click.Path(path_type=Path), metavar="FILE", help="Private key.  [default: ssh's own]")
+@click.option(
+    "--known-hosts", type=click.Path(path_type=Path), metavar="FILE", help="Host keys.  [default: ~/.ssh/known_hosts]"
+)
+@click.option(
+    "--wheel",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The kvbm to carry there.  [default: this one, packed again]",
+)
+@click.option("--python", metavar="PATH", help="Interpreter there, 3.11 or newer.  [default: python3]")
+@click.option("--keep", is_flag=True, help="Leave the environment there, and say where.")
+def smoke(
+    suite: str,
+    gpu: int | None,
+    cpu: bool,
+    kernel: str | None,
+    runs: int,
+    limit: float,
+    as_json: bool,
+    target: str | None,
+    ssh_key: Path | None,
+    known_hosts: Path | None,
+    wheel: Path | None,
+    python: str | None,
+    keep: bool,
+) -> None:
+    """Test kvbm on this machine, or with --ssh on another: a suite of NVFP4 products, and copies between layouts.
+
+    Prints each test with its sizes, whether it is right, and its time. The exit code is 1 if one is wrong.
+
+    With --ssh a wheel of this kvbm is carried there and put into an environment of its own, with the packages that the
+    interpreter there does not have (torch among them); afterwards all of it is removed. The machine's key must be in
+    known_hosts.
+    """
+    if cpu and gpu is not None:
+        raise click.UsageError("--cpu and --gpu: expected one of them")
+    if target is None:
+        given = {
+            "--ssh-key": ssh_key,
+            "--known-hosts": known_hosts,
+            "--wheel": wheel,
+            "--python": python,
+            "--keep": keep,
+        }
+        if alone := [name for name, value in given.items() if value]:
+            raise click.UsageError(f"{', '.join(alone)}: expected together with --ssh")
+        device = "cpu" if cpu else _device(gpu)
+        report = run(
+            suite,
+            device=device,
+            kernel=load_kernel(kernel),
+            num_runs=runs,
+            limit_s=limit,
+            step=None if as_json else _print,
+        )
+    else:
+        from . import remote
+
+        options = remote.Options(
+            target=target, key=ssh_key, known_hosts=known_hosts, wheel=wheel, python=python or "python3", gpu=gpu,
+            cpu=cpu, kernel=kernel, keep=keep, arguments=("--suite", suite, "--runs", str(runs), "--limit", str(limit)),
+        )  # fmt: skip
+        report = remote.run(options, note=lambda line: click.echo(line, err=True))
+        for result in () if as_json else report.tests:
+            _print(result)
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        where = f"{report.machine} ({report.device}{' of ' + report.host if report.host else ''})"
+        click.echo(
+            f"{report.correct} of {len(report.tests)} correct in {report.seconds:.1f} s, on {where}, kvbm {report.kvbm}"
+        )
+    sys.exit(0 if report.correct == len(report.tests) else 1)
+
+
+def _print(result: Result) -> None:
+    mark = click.style("ok   ", fg="green") if result.correct else click.style("WRONG", fg="red", bold=True)
+    took = f"{result.avg_time_ms:,.4f} ms" if result.avg_time_ms is not None else "-"
+    click.echo(f"{mark}  {result.name:<32} {took:>16}  {result.dimensions}")
+    if result.error:
+        click.echo(f"       {result.error}")
+
+
+def _device(gpu: int | None) -> str:
+    """``cuda:N``, or the first GPU if there is one that all parts can use, or the CPU."""
+    from .. import _core
+
+    try:
+        count, why = _core.device_count(), ""
+    except CudaError as error:
+        count, why = 0, f": {error}"
+    if gpu is not None:
+        if gpu >= count:
+            there = f"{count} of them, from 0 on" if count else f"none that kvbm can use{why}"
+            raise DeviceNotFoundError(f"--gpu {gpu}: no such GPU: this machine has {there}")
+        return f"cuda:{gpu}"
+    if count and not _core.num_images():
+        click.echo("kvbm was built without CUDA kernels: testing the CPU's (see `kvbm doctor`)", err=True)
+        return "cpu"
+    return "cuda:0" if count else "cpu"
+
+
+def load_kernel(text: str | None) -> Callable[[Any], Any] | None:
+    """``module:function`` or ``file.py:function``.
+
+    Raises
+    ------
+    SpecError
+        It is neither, or has no such function.
+    """
+    if text is None:
+        return None
+    module, _, name = text.rpartition(":")
+    if not module or not name:
+        raise SpecError(f"--kernel {text}: expected MODULE:FUNCTION or FILE.py:FUNCTION")
+    try:
+        found = getattr(_file(Path(module)) if module.endswith(".py") else importlib.import_module(module), name)
+    except (AttributeError, ImportError, OSError) as error:
+        raise SpecError(f"--kernel {text}: {error}") from error
+    if not callable(found):
+        raise SpecError(f"--kernel {text}: expected a function, got a {type(found).__name__}")
+    kernel: Callable[[Any], Any] = found
+    return kernel
+
+
+def _file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None  # it ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    importlib.import_module("kvbm.cli").main(["smoke", *sys.argv[1:]], prog_name="kvbm")

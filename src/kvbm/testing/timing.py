@@ -1,0 +1,243 @@
+"""How long a kernel takes: between events on a GPU, on a monotonic clock on the CPU; with inputs that are not in a cache."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from . import limits
+from .compare import find_nan
+from .data import clone, device_index, nbytes
+
+__all__ = ["Benchmark", "BenchmarkRecord", "benchmark_kernel", "write_csv"]
+
+#: Sets of inputs together are so many times as large as the largest cache.
+TIMES_CACHE = 2
+
+
+@dataclass(frozen=True)
+class BenchmarkRecord:
+    """What was measured, and how; its fields are the columns of a CSV.
+
+    Attributes
+    ----------
+    name : str
+        The kernel's.
+    avg_time_ms, median_time_ms, min_time_ms, max_time_ms : float or None
+        Milliseconds of a run; None where there was an error.
+    num_warmup, num_runs : int
+    input_bytes, input_sets : int
+        Of one set of inputs, and how many sets took turns.
+    timing : {"events", "clock"}
+        Between two events around each run, or on the CPU's monotonic clock.
+    device : str
+        Name of the GPU, or of the processor.
+    error : str or None
+    """
+
+    name: str
+    avg_time_ms: float | None
+    median_time_ms: float | None
+    min_time_ms: float | None
+    max_time_ms: float | None
+    num_warmup: int
+    num_runs: int
+    input_bytes: int
+    input_sets: int
+    timing: str
+    device: str
+    error: str | None
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+
+class _Pair(NamedTuple):
+    avg_time_ms: float
+    error: str | None
+
+
+class Benchmark(_Pair):
+    """``(avg_time_ms, error)``, and the whole `record`.
+
+    Attributes
+    ----------
+    avg_time_ms : float
+        Milliseconds of a run on average; NaN where there was an error.
+    error : str or None
+    record : BenchmarkRecord
+    """
+
+    record: BenchmarkRecord
+
+    @classmethod
+    def of(cls, record: BenchmarkRecord) -> Benchmark:
+        made = cls(math.nan if record.avg_time_ms is None else record.avg_time_ms, record.error)
+        made.record = record
+        return made
+
+
+def write_csv(records: Iterable[BenchmarkRecord], out: TextIO) -> None:
+    """Write records as CSV, with a line of titles; what is None is left empty."""
+    writer = csv.DictWriter(out, [field.name for field in fields(BenchmarkRecord)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(asdict, records))
+
+
+def benchmark_kernel(
+    kernel_fn: Callable[[Any], Any],
+    test_input: Any,
+    num_warmup: int = 10,
+    num_runs: int = 100,
+    *,
+    limit_s: float = 60.0,
+    name: str | None = None,
+) -> Benchmark:
+    """Measure a kernel.
+
+    Parameters
+    ----------
+    kernel_fn : callable
+        ``kernel_fn(test_input)``, which may return before the GPU is done.  It enqueues its work on the framework's current
+        stream.
+    test_input : object
+        Arrays of torch, NumPy or CuPy, in tuples, lists and dicts; other things in there are passed on.  It stays as it is:
+        the kernel is given copies, at the same strides.
+    num_warmup, num_runs : int
+        Calls before the clock starts, and calls that are timed.
+    limit_s : float
+        Seconds for all calls together; then the kernel counts as hanging (`kvbm.testing.limits` says how it is found out).
+    name : str, optional
+        In the record; the function's own if not given.
+
+    Returns
+    -------
+    Benchmark
+        ``(avg_time_ms, error)`` with a `record`.  `error` is None, or one sentence: what the kernel raised, that it hangs,
+        or where it has returned NaN.
+
+    Raises
+    ------
+    ValueError
+        Fewer than 0 warm-ups or than 1 run, or no limit.
+
+    Notes
+    -----
+    On a GPU each run stands between two events of its own, and nothing is waited for in between, as in a loop that one
+    would write by hand: time in which the GPU waits for a launch counts.
+
+    Each run has other inputs than the one before: as many copies take turns as are twice as large as the L2 cache (the
+    processor's last level), but no more than there are runs, and the caches are overwritten before the first one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> avg_time_ms, error = benchmark_kernel(np.sort, np.arange(1000), num_runs=5)
+    >>> avg_time_ms > 0, error
+    (True, None)
+    >>> benchmark_kernel(lambda x: x / 0, 1)[1]
+    'the kernel raised ZeroDivisionError: division by zero (line 1 of <doctest kvbm.testing.timing.benchmark_kernel[3]>)'
+    """
+    limits.require_limit(limit_s)
+    given: list[tuple[str, object, int]] = [("num_warmup", num_warmup, 0), ("num_runs", num_runs, 1)]
+    for what, value, least in given:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{what}: expected an integer from {least} on, got {value!r}")
+    from ..bench.measure import cache_bytes, machine
+
+    device = device_index(test_input)
+    place = f"cuda:{device}" if device >= 0 else "cpu"
+    size, cache = nbytes(test_input), cache_bytes(place)
+    count = min(num_runs, max(2, -(-TIMES_CACHE * cache // size))) if size else 1
+    name_of_device = machine(place)[0]  # now: a GPU that fails may answer nothing any more
+    runs: list[float] = []
+    error = None
+    try:
+        sets = [clone(test_input) for _ in range(count)]
+        measure = _on_gpu if device >= 0 else _on_cpu
+        loop = _Loop(kernel_fn, sets, num_warmup, num_runs, TIMES_CACHE * cache, device)
+        runs, result = limits.run(lambda deadline: measure(loop, deadline), limit_s)
+        if (nan := find_nan(result)) is not None:
+            error = f"the kernel returned {nan}"
+    except limits.KernelFailure as failure:
+        error = str(failure)
+    good = runs if error is None else []
+    return Benchmark.of(
+        BenchmarkRecord(
+            name=name if name is not None else getattr(kernel_fn, "__qualname__", type(kernel_fn).__name__),
+            avg_time_ms=statistics.fmean(good) if good else None,
+            median_time_ms=statistics.median(good) if good else None,
+            min_time_ms=min(good, default=None),
+            max_time_ms=max(good, default=None),
+            num_warmup=num_warmup,
+            num_runs=num_runs,
+            input_bytes=size,
+            input_sets=count,
+            timing="events" if device >= 0 else "clock",
+            device=name_of_device,
+            error=error,
+        )
+    )
+
+
+class _Loop(NamedTuple):
+    kernel: Callable[[Any], Any]
+    sets: list[Any]
+    num_warmup: int
+    num_runs: int
+    cache_bytes: int
+    device: int
+
+    def warm_up(self, deadline: limits.Deadline) -> None:
+        with limits.Blamed():
+            for turn in range(self.num_warmup):
+                self.reach(deadline, turn)
+                self.kernel(self.sets[turn % len(self.sets)])
+
+    def reach(self, deadline: limits.Deadline, done: int) -> None:
+        """Note how many calls are done; end here where nobody waits for them."""
+        deadline.progress = (done, self.num_warmup + self.num_runs)
+        if deadline.left <= 0:
+            raise deadline.missed("its calls were not done")
+
+
+def _on_cpu(loop: _Loop, deadline: limits.Deadline) -> tuple[list[float], Any]:
+    loop.warm_up(deadline)
+    np.ones(loop.cache_bytes, np.uint8)
+    kernel, clock, result = loop.kernel, time.perf_counter_ns, None
+    times = []
+    with limits.Blamed():
+        for turn in range(loop.num_runs):
+            loop.reach(deadline, loop.num_warmup + turn)
+            data = loop.sets[turn % len(loop.sets)]
+            start = clock()
+            result = kernel(data)
+            times.append(clock() - start)
+    return [nanoseconds / 1e6 for nanoseconds in times], result
+
+
+def _on_gpu(loop: _Loop, deadline: limits.Deadline) -> tuple[list[float], Any]:
+    kernel, result = loop.kernel, None
+    with limits.Gpu(loop.device) as gpu:
+        pairs = [(gpu.event(), gpu.event()) for _ in range(loop.num_runs)]
+        loop.warm_up(deadline)
+        gpu.finish(deadline)
+        gpu.overwrite(loop.cache_bytes)
+        with limits.Blamed():
+            for turn, (begin, end) in enumerate(pairs):
+                loop.reach(deadline, loop.num_warmup + turn)
+                data = loop.sets[turn % len(loop.sets)]
+                gpu.record(begin)
+                result = kernel(data)
+                gpu.record(end)
+        gpu.finish(deadline)
+        return [gpu.milliseconds(begin, end) for begin, end in pairs], result

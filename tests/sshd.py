@@ -1,0 +1,154 @@
+"""A real SSH server on the loopback address: OpenSSH's sshd where it is installed, else asyncssh.
+
+Keys, known_hosts and configuration are made for each server; nothing of the user's own is read or written.  $KVBM_TEST_SSHD
+may say ``sshd`` or ``asyncssh``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where it is, and the keys: `user_key` opens it and `other_key` does not."""
+
+    port: int
+    kind: str
+    user_key: Path
+    other_key: Path
+    known_hosts: Path
+    wrong_hosts: Path  # names another key for this server
+    empty_hosts: Path
+
+    @property
+    def target(self) -> str:
+        return f"{getpass.getuser()}@127.0.0.1:{self.port}"
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serve(folder: Path) -> Iterator[Server]:
+    """Run a server until the end of the ``with`` statement."""
+    binary = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+    kind = os.environ.get("KVBM_TEST_SSHD") or ("sshd" if binary else "asyncssh")
+    keys = _keys(folder)
+    port = free_port()
+    for name, key in (("known_hosts", "host"), ("wrong_hosts", "other")):
+        (folder / name).write_text(f"[127.0.0.1]:{port} {keys[key]}\n", encoding="ascii")
+    (folder / "empty_hosts").write_text("", encoding="ascii")
+    (folder / "authorized").write_text(keys["user"] + "\n", encoding="ascii")
+    paths = [folder / name for name in ("user", "other", "known_hosts", "wrong_hosts", "empty_hosts")]
+    with _openssh(str(binary), folder, port) if kind == "sshd" else _asyncssh(folder, port):
+        _wait(port)
+        yield Server(port, kind, *paths)
+
+
+def _keys(folder: Path) -> dict[str, str]:
+    """Make three keys; their public parts."""
+    from cryptography.hazmat.primitives import serialization as form
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    made = {}
+    for name in ("host", "user", "other"):
+        key = Ed25519PrivateKey.generate()
+        (folder / name).write_bytes(
+            key.private_bytes(form.Encoding.PEM, form.PrivateFormat.OpenSSH, form.NoEncryption())
+        )
+        (folder / name).chmod(0o600)
+        made[name] = key.public_key().public_bytes(form.Encoding.OpenSSH, form.PublicFormat.OpenSSH).decode()
+    return made
+
+
+def _wait(port: int) -> None:
+    for _ in range(200):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as peer:
+            if peer.recv(4) == b"SSH-":
+                return
+        time.sleep(0.05)
+    raise AssertionError("the server does not answer")
+
+
+@contextlib.contextmanager
+def _openssh(binary: str, folder: Path, port: int) -> Iterator[None]:
+    lines = [
+        f"Port {port}",
+        "ListenAddress 127.0.0.1",
+        f"HostKey {folder / 'host'}",
+        f"AuthorizedKeysFile {folder / 'authorized'}",
+        "PidFile none",
+        "StrictModes no",
+        "UsePAM no",
+        "PasswordAuthentication no",
+        "KbdInteractiveAuthentication no",
+        "PermitRootLogin prohibit-password",
+        "Subsystem sftp internal-sftp",
+    ]
+    (folder / "sshd_config").write_text("\n".join(lines) + "\n", encoding="ascii")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # it wants that folder when root starts it
+    command = [binary, "-D", "-f", str(folder / "sshd_config"), "-E", str(folder / "sshd.log")]
+    server = subprocess.Popen(command)
+    try:
+        yield
+    finally:
+        server.terminate()
+        server.wait(timeout=10)
+
+
+@contextlib.contextmanager
+def _asyncssh(folder: Path, port: int) -> Iterator[None]:
+    import asyncssh
+
+    async def handle(process: Any) -> None:
+        quiet, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
+        child = await asyncio.create_subprocess_shell(process.command or "true", stdin=quiet, stdout=pipe, stderr=pipe)
+        out, err = await child.communicate()
+        process.stdout.write(out.decode())
+        process.stderr.write(err.decode())
+        process.exit(child.returncode)
+
+    started, loop = threading.Event(), asyncio.new_event_loop()
+
+    async def listen() -> None:
+        await asyncssh.listen(
+            "127.0.0.1",
+            port,
+            server_host_keys=[str(folder / "host")],
+            authorized_client_keys=str(folder / "authorized"),
+            process_factory=handle,
+            sftp_factory=True,
+        )
+        started.set()
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(listen())
+        loop.run_forever()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
