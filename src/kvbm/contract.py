@@ -149,6 +149,8 @@ def of_the_strides(at: Look) -> None:
     seen, kind = at.seen, at.kind
     if all(a == b or n == 1 for n, a, b in zip(seen.shape, seen.strides, kind.strides, strict=True)):
         return
+    if any(type(n) is int and n == 0 for n in seen.shape):  # nothing is stepped through
+        return
     where = f" at storage offset {seen.offset}" if seen.offset else ""
     if kind.strides == dense(kind.shape, at.shape.itemsize):
         raise BindError(

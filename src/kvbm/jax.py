@@ -25,7 +25,7 @@ __all__ = ["convert"]
 class _Memory(NamedTuple):
     """Memory that becomes an array of JAX, once it has been written."""
 
-    memory: Any  # a NumPy array, or one of kvbm's on a GPU: unsigned integers of the width
+    memory: Any  # a NumPy array, or one of kvbm's on a GPU: of the dtype, or of integers of its width
     dtype: np.dtype[Any]
 
 
@@ -114,7 +114,8 @@ def _empty(kind: Kind, like: Any) -> _Memory:
     dtype = numpy_dtype(like.dtype.name)
     if kind.strides != dense(kind.shape, dtype.itemsize):
         raise BindError(f"the layout's pitch has strides of {kind.strides} bytes, and JAX's arrays have no strides")
-    bits = np.dtype(f"u{dtype.itemsize}")
+    # DLPack leaves NumPy no way to say bfloat16 or fp8: those travel as integers, and JAX then copies them once.
+    bits = dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
     nbytes = int(np.prod(kind.shape)) * dtype.itemsize
     if _is_on_gpu(like) and nbytes:
         index = int(like.__dlpack_device__()[1])

@@ -270,13 +270,6 @@ _LIBRARY.define("convert(Tensor[] tensors, str src, str dst, str shape) -> Tenso
 
 def _batch(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> _Batch:
     face = _face("convert", tensors, (), src, dst, shape)
-    if face.hides_gradients:
-        _refuse_gradients(
-            "convert",
-            "input",
-            tensors,
-            f"and the shape reads it as {face.shape.dtype}: integers have none; pass dtype={face.dtypes[0]}, or .detach()",
-        )
     blocks = _blocks(_INPUT, face.src, tensors)
     return face.batch(blocks, blocks)
 
@@ -309,6 +302,13 @@ def _fake_convert(tensors: list[torch.Tensor], src: str, dst: str, shape: str) -
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     """For the adjoint of a permutation, which is its inverse: the names suffice, no tensor is kept."""
     tensors, src, dst, shape = inputs
+    face = _face("convert", tensors, (), src, dst, shape)
+    if face.hides_gradients:
+        index = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), 0)
+        raise BindError(
+            f"convert: input #{index} requires a gradient, and the shape reads it as {face.shape.dtype}: integers have none; "
+            f"pass dtype={face.dtypes[0]}, or .detach()"
+        )
     ctx.names, ctx.num_inputs = (dst, src, shape), len(tensors)
     ctx.outputs = [(one.shape, one.stride()) for one in output]
     ctx.set_materialize_grads(False)
@@ -318,7 +318,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> 
 
 def _prime(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> None:
     """Plan the way back now, so that the first backward takes no longer than the others."""
-    batch = _batch([tensor.detach() for tensor in tensors[:1]] + list(tensors[1:]), src, dst, shape)
+    batch = _batch(tensors, src, dst, shape)
     if batch.src_blocks:
         for copy in batch.copies(16, 16):
             if batch.face.index >= 0:
@@ -710,7 +710,7 @@ def _tensor(array: Any, device: str) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
     if isinstance(array, np.ndarray):
-        if array.dtype.kind not in "biuf":  # those of ml_dtypes: their bits
+        if array.dtype.isbuiltin != 1:  # those of ml_dtypes: their bits
             array = array.view(f"u{array.itemsize}")
         return torch.from_numpy(array)
     return torch.as_tensor(array, device=device)
