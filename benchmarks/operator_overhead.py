@@ -28,7 +28,7 @@ CASES = (
 BLOCKS = 4
 
 
-def microseconds(call: Callable[[], Any], device: str, rounds: int = 9, calls: int = 400) -> float:
+def microseconds(call: Callable[[], Any], device: str, rounds: int = 80, calls: int = 50) -> float:
     """The fastest round's time a call."""
     best = float("inf")
     for _ in range(rounds):

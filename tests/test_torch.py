@@ -511,6 +511,16 @@ def test_the_adjoint_is_the_inverse() -> None:
     assert tensors[0].grad is None and torch.equal(tensors[1].grad, torch.ones_like(tensors[1]))
 
 
+def test_what_is_not_wanted_is_not_recorded() -> None:
+    tensors = [tensor.detach() for tensor in small("nhd", 2)]
+    leaf = tensors[0].clone().requires_grad_()
+    call = lambda: kvbm.torch.convert([leaf, *tensors[1:]], "nhd", "universal", SMALL)  # noqa: E731
+    with torch.no_grad():
+        assert not call()[0].requires_grad
+    assert call()[0].requires_grad and leaf._version == 0
+    assert not kvbm.torch.convert(tensors, "nhd", "universal", SMALL)[0].requires_grad
+
+
 def test_the_first_backward_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way back is planned with the way there, so that the first backward takes as long as the second."""
     tensors = small("nhd", 3)

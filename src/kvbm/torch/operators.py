@@ -233,21 +233,13 @@ def _require(who: Caller, tensors: Sequence[torch.Tensor], sized: Sized, face: _
     return seen
 
 
-def _refuse_gradients(operator: str, what: str, tensors: Sequence[torch.Tensor], reason: str) -> None:
-    """Where a gradient is asked for and cannot be had."""
-    if not torch.is_grad_enabled() or not _any_requires_grad(tensors):
-        return
-    index = next(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
-    raise BindError(f"{operator}: {what} #{index} requires a gradient, {reason}")
-
-
 def _wants_gradient(*lists: Sequence[torch.Tensor]) -> bool:
     return any(tensor.requires_grad for tensors in lists for tensor in tensors)
 
 
-# Both of torch's library code, and not promised to stay: without them everything works, a few microseconds slower.
+# What torch.library itself is made of.  The first is not in older versions.
 _any_requires_grad = getattr(torch._C, "_any_requires_grad", _wants_gradient)
-_below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def _raise(operator: str, error: KvbmError) -> NoReturn:
@@ -260,9 +252,8 @@ def _raise(operator: str, error: KvbmError) -> NoReturn:
 # ---- kvbm::convert ---------------------------------------------------------------------------------------------------
 
 _LIBRARY = torch.library.Library("kvbm", "DEF")
-_TAGS = tuple(
-    getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides") if hasattr(torch.Tag, name)
-)
+_STRIDES = "needs_exact_strides" if hasattr(torch.Tag, "needs_exact_strides") else "needs_fixed_stride_order"
+_TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, _STRIDES))
 _INPUT, _OUTPUT = Caller("convert", "input"), Caller("convert", "output")
 
 _LIBRARY.define("convert(Tensor[] tensors, str src, str dst, str shape) -> Tensor[]", tags=_TAGS)
@@ -361,10 +352,6 @@ def _batch_(
     *ids: torch.Tensor | None,
 ) -> _Batch:
     face = _face("convert_", tensors, out, src, dst, shape)
-    if torch.is_grad_enabled() and _any_requires_grad(tensors, out):
-        advice = "and an operator that writes into tensors has none; use kvbm.torch.convert, or torch.no_grad()"
-        _refuse_gradients("convert_", "input", tensors, advice)
-        _refuse_gradients("convert_", "output", out, advice)
     for what, given in zip(("src_ids", "dst_ids"), ids, strict=True):
         if given is None:
             continue
@@ -429,6 +416,22 @@ def _fake_convert_(
         _pairs(batch, src_ids, dst_ids)
     except KvbmError as error:
         _raise("convert_", error)
+
+
+def _refuse_gradients(
+    tensors: list[torch.Tensor], out: list[torch.Tensor], src: str, dst: str, shape: str, *ids: torch.Tensor | None
+) -> None:
+    """What autograd calls: the operator has no gradient, so none may be asked for."""
+    if torch.is_grad_enabled() and _any_requires_grad(tensors, out):
+        for what, given in (("input", tensors), ("output", out)):
+            for index, tensor in enumerate(given):
+                if tensor.requires_grad:
+                    raise BindError(
+                        f"convert_: {what} #{index} requires a gradient, and an operator that writes into tensors has none; use "
+                        "kvbm.torch.convert, or torch.no_grad()"
+                    )
+    with _below_autograd():
+        _CONVERT_(tensors, out, src, dst, shape, *ids)
 
 
 def _pairs(batch: _Batch, src_ids: torch.Tensor | None, dst_ids: torch.Tensor | None) -> Size:
@@ -528,6 +531,7 @@ def check_ids() -> None:
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("convert", _convert, _key)
     _LIBRARY.impl("convert_", _convert_, _key)
+_LIBRARY.impl("convert_", _refuse_gradients, "Autograd")
 torch.library.register_fake("kvbm::convert", _fake_convert, lib=_LIBRARY)
 torch.library.register_fake("kvbm::convert_", _fake_convert_, lib=_LIBRARY)
 torch.library.register_autograd("kvbm::convert", _adjoint, setup_context=_remember, lib=_LIBRARY)
@@ -598,7 +602,7 @@ def convert(
             out = convert(given, *names)
         keep(out, torch.cuda.current_stream(given[0].device))
         return out
-    if _below_autograd is not None and not (torch.is_grad_enabled() and _any_requires_grad(given)):
+    if not (torch.is_grad_enabled() and _any_requires_grad(given)):
         with _below_autograd():  # nothing for autograd to do there
             return list(_CONVERT(given, *names))
     return list(_CONVERT(given, *names))
@@ -655,7 +659,7 @@ def convert_(
         with _named("convert_"), fence(stream, *used):
             _CONVERT_(given, into, *names, *ids)
         return
-    elif _below_autograd is not None and not (torch.is_grad_enabled() and _any_requires_grad(given, into)):
+    elif not (torch.is_grad_enabled() and _any_requires_grad(given, into)):
         with _below_autograd():
             _CONVERT_(given, into, *names, *ids)
         return
@@ -725,7 +729,7 @@ def _list(operator: str, what: str, tensors: Any) -> list[torch.Tensor]:
     if not isinstance(tensors, list | tuple):
         raise BindError(f"{operator}: {what}: expected a list of tensors, got a {type(tensors).__name__}")
     if set(map(type, tensors)) <= _PLAIN:
-        return list(tensors)
+        return tensors if type(tensors) is list else list(tensors)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise BindError(f"{operator}: {what}: #{index} is a {type(tensor).__name__}; expected a torch.Tensor")
