@@ -158,8 +158,11 @@ def test_a_read_only_source_is_read_and_a_read_only_destination_refused() -> Non
 
 def test_overlaps() -> None:
     _, arrays = source("nhd", "float32")
-    with pytest.raises(kvbm.BindError, match=r"numpy.convert_: nhd → nhd: .* overlap|numpy.convert_: nhd: arrays"):
+    with pytest.raises(kvbm.BindError, match=r"numpy.convert_: nhd → nhd: .* overlap"):
         kvbm.numpy.convert_(arrays, [*arrays[1:], arrays[0]], "nhd", "nhd", SIZES)
+    twice = [np.zeros((4, 2, 2, 16, 32), "float32")] * 3
+    with pytest.raises(kvbm.BindError, match=r"numpy.convert_: universal: arrays 0 and 1 share memory"):
+        kvbm.numpy.convert_(arrays, twice, "nhd", "universal", SIZES)
 
 
 def test_pools_as_numpy_arrays() -> None:
