@@ -140,6 +140,25 @@ def test_compile_on_a_gpu(backend: str) -> None:
     assert alike(*results)
 
 
+def test_compiled_into_cuda_graphs() -> None:
+    """What mode="reduce-overhead" captures is replayed, and the operator costs the host nothing."""
+    compiled = torch.compile(
+        lambda layers: kvbm.torch.convert(layers, "vllm/flash_attn_nhd", "universal", SIZES),
+        fullgraph=True,
+        mode="reduce-overhead",
+    )
+    tensors = cuda(random("vllm/flash_attn_nhd", 3))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for number in range(5):
+            for tensor in tensors:
+                tensor.mul_(1 + number)
+            want = kvbm.torch.convert(tensors, "vllm/flash_attn_nhd", "universal", SIZES)
+            torch.compiler.cudagraph_mark_step_begin()
+            got = [one.clone() for one in compiled(tensors)]
+            assert alike(host(got), host(want))
+
+
 def test_pools_as_tensors_on_a_gpu() -> None:
     for dtype in ("bfloat16", "float8_e4m3fn", "float32"):
         pool = kvbm.Pool.allocate(kvbm.load("vllm/LBHNC"), of(dtype), 3, "cuda:0")

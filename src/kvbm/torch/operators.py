@@ -1,6 +1,7 @@
 """The operators ``kvbm::convert`` and ``kvbm::convert_``: what the dispatcher calls, for real tensors, fake ones, and gradients.
 
-They are defined through `torch.library.Library` and not through ``custom_op``, whose wrappers cost 12 to 28 µs a call.
+They are defined through `torch.library.Library` and not through ``custom_op``, whose wrappers cost 12 to 28 µs a call.  Each
+has a twin with an underscore in front, which autograd does not look at: the functions call it where no gradient is wanted.
 """
 
 from __future__ import annotations
@@ -237,9 +238,8 @@ def _wants_gradient(*lists: Sequence[torch.Tensor]) -> bool:
     return any(tensor.requires_grad for tensors in lists for tensor in tensors)
 
 
-# What torch.library itself is made of.  The first is not in older versions.
+# What torch.library itself asks; older versions have only the slow way.
 _any_requires_grad = getattr(torch._C, "_any_requires_grad", _wants_gradient)
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def _raise(operator: str, error: KvbmError) -> NoReturn:
@@ -256,7 +256,8 @@ _STRIDES = "needs_exact_strides" if hasattr(torch.Tag, "needs_exact_strides") el
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, _STRIDES))
 _INPUT, _OUTPUT = Caller("convert", "input"), Caller("convert", "output")
 
-_LIBRARY.define("convert(Tensor[] tensors, str src, str dst, str shape) -> Tensor[]", tags=_TAGS)
+for _twin in ("", "_"):
+    _LIBRARY.define(f"{_twin}convert(Tensor[] tensors, str src, str dst, str shape) -> Tensor[]", tags=_TAGS)
 
 
 def _batch(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> _Batch:
@@ -330,16 +331,18 @@ def _adjoint(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
         else:  # such as the expanded ones of sum(): laid out as the operator wants them
             empty = torch.empty_strided(shape, strides, dtype=grad.dtype, device=grad.device)
             whole.append(empty.copy_(grad))
-    return _CONVERT(whole, *ctx.names), None, None, None
+    again = _CONVERT if torch.is_grad_enabled() else _PLAIN  # a gradient of the gradient may be wanted, or not
+    return again(whole, *ctx.names), None, None, None
 
 
 # ---- kvbm::convert_ --------------------------------------------------------------------------------------------------
 
-_LIBRARY.define(
-    "convert_(Tensor[] tensors, Tensor(a!)[] out, str src, str dst, str shape, Tensor? src_ids=None, Tensor? dst_ids=None) "
-    "-> ()",
-    tags=_TAGS,
-)
+for _twin in ("", "_"):
+    _LIBRARY.define(
+        f"{_twin}convert_(Tensor[] tensors, Tensor(a!)[] out, str src, str dst, str shape, Tensor? src_ids=None, "
+        "Tensor? dst_ids=None) -> ()",
+        tags=_TAGS,
+    )
 _INPUT_, _OUTPUT_ = Caller("convert_", "input"), Caller("convert_", "output")
 
 
@@ -430,8 +433,7 @@ def _refuse_gradients(
                         f"convert_: {what} #{index} requires a gradient, and an operator that writes into tensors has none; use "
                         "kvbm.torch.convert, or torch.no_grad()"
                     )
-    with _below_autograd():
-        _CONVERT_(tensors, out, src, dst, shape, *ids)
+    _PLAIN_(tensors, out, src, dst, shape, *ids)
 
 
 def _pairs(batch: _Batch, src_ids: torch.Tensor | None, dst_ids: torch.Tensor | None) -> Size:
@@ -528,14 +530,16 @@ def check_ids() -> None:
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("convert", _convert, _key)
-    _LIBRARY.impl("convert_", _convert_, _key)
-_LIBRARY.impl("convert_", _refuse_gradients, "Autograd")
-torch.library.register_fake("kvbm::convert", _fake_convert, lib=_LIBRARY)
-torch.library.register_fake("kvbm::convert_", _fake_convert_, lib=_LIBRARY)
+for _twin in ("", "_"):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(f"{_twin}convert", _convert, _key)
+        _LIBRARY.impl(f"{_twin}convert_", _convert_, _key)
+    torch.library.register_fake(f"kvbm::{_twin}convert", _fake_convert, lib=_LIBRARY)
+    torch.library.register_fake(f"kvbm::{_twin}convert_", _fake_convert_, lib=_LIBRARY)
 torch.library.register_autograd("kvbm::convert", _adjoint, setup_context=_remember, lib=_LIBRARY)
+_LIBRARY.impl("convert_", _refuse_gradients, "Autograd")
 _CONVERT, _CONVERT_ = torch.ops.kvbm.convert.default, torch.ops.kvbm.convert_.default
+_PLAIN, _PLAIN_ = torch.ops.kvbm._convert.default, torch.ops.kvbm._convert_.default
 
 
 # ---- the functions ---------------------------------------------------------------------------------------------------
@@ -594,18 +598,15 @@ def convert(
     names = (layout_name("convert: src", src), layout_name("convert: dst", dst), shape_text("convert: shape", shape))
     if torch.compiler.is_compiling():
         _refuse_stream("convert", stream)
-        return list(_CONVERT(given, *names))
-    if not given:
+    elif not given:
         return _nothing(names)
-    if stream is not None:
+    elif stream is not None:
         with _named("convert"), fence(stream, *given):
             out = convert(given, *names)
         keep(out, torch.cuda.current_stream(given[0].device))
         return out
-    if not (torch.is_grad_enabled() and _any_requires_grad(given)):
-        with _below_autograd():  # nothing for autograd to do there
-            return list(_CONVERT(given, *names))
-    return list(_CONVERT(given, *names))
+    operator = _CONVERT if _autograd_looks(given) else _PLAIN
+    return list(operator(given, *names))
 
 
 def convert_(
@@ -657,13 +658,10 @@ def convert_(
     elif stream is not None:
         used = [*given, *into, *(one for one in ids if one is not None and one.is_cuda)]
         with _named("convert_"), fence(stream, *used):
-            _CONVERT_(given, into, *names, *ids)
+            convert_(given, into, *names, *ids)
         return
-    elif not (torch.is_grad_enabled() and _any_requires_grad(given, into)):
-        with _below_autograd():
-            _CONVERT_(given, into, *names, *ids)
-        return
-    _CONVERT_(given, into, *names, *ids)
+    operator = _CONVERT_ if _autograd_looks(given, into) else _PLAIN_
+    operator(given, into, *names, *ids)
 
 
 def reinterpret(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -720,7 +718,7 @@ def _tensor(array: Any, device: str) -> torch.Tensor:
     return torch.as_tensor(array, device=device)
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_KINDS = {torch.Tensor, torch.nn.Parameter}
 
 
 def _list(operator: str, what: str, tensors: Any) -> list[torch.Tensor]:
@@ -728,7 +726,7 @@ def _list(operator: str, what: str, tensors: Any) -> list[torch.Tensor]:
         return [tensors]
     if not isinstance(tensors, list | tuple):
         raise BindError(f"{operator}: {what}: expected a list of tensors, got a {type(tensors).__name__}")
-    if set(map(type, tensors)) <= _PLAIN:
+    if set(map(type, tensors)) <= _KINDS:
         return tensors if type(tensors) is list else list(tensors)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
@@ -744,6 +742,13 @@ def _ids(what: str, ids: Any) -> torch.Tensor | None:
     except (TypeError, ValueError, RuntimeError) as error:
         raise BindError(f"convert_: {what}: expected block ids: {error}") from None
     return made.to(torch.int64) if made.numel() == 0 else made
+
+
+def _autograd_looks(*lists: Sequence[torch.Tensor]) -> bool:
+    """Whether the operator itself must be called: a gradient is wanted, or it goes into a file."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting() or (torch.is_grad_enabled() and _wants_gradient(*lists))
+    return torch.is_grad_enabled() and bool(_any_requires_grad(*lists))
 
 
 def _refuse_stream(operator: str, stream: Any) -> None:
