@@ -54,7 +54,8 @@ def measure(src: str, dst: str, layers: int, device: str) -> tuple[str, ...]:
     ids = torch.arange(BLOCKS)
     run = lambda call: microseconds(call, device)  # noqa: E731
     direct, by_ids = run(lambda: kvbm.convert(*pools)), run(lambda: kvbm.convert(*pools, ids, ids))
-    empty = run(lambda: [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in into])
+    kinds, options = [(tuple(t.shape), t.stride()) for t in into], {"dtype": torch.float32, "device": into[0].device}
+    empty = run(lambda: [torch.empty_strided(*kind, **options) for kind in kinds])
     functional = run(lambda: kvbm.torch.convert(given, src, dst, text)) - empty
     mutating = run(lambda: kvbm.torch.convert_(given, into, src, dst, text))
     mutating_ids = run(lambda: kvbm.torch.convert_(given, into, src, dst, text, ids, ids))
