@@ -396,6 +396,21 @@ def test_a_changing_number_of_blocks_is_compiled_once() -> None:
     assert counter.frame_count == 1
 
 
+def test_ids_whose_number_is_data() -> None:
+    """Such as those that a mask picks: their number is not known when the graph is made."""
+
+    def picked(tensors: list[Any], out: list[Any], mask: Any) -> Any:
+        ids = mask.nonzero().flatten()
+        kvbm.torch.convert_(tensors, out, "vllm/flash_attn_nhd", "universal", SIZES, ids, ids.flip(0))
+        return ids
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(picked, fullgraph=True, backend="aot_eager")
+        for mask in (torch.tensor([True, False, True]), torch.tensor([True, True, True]), torch.tensor([False] * 3)):
+            tensors, mine, theirs = random("vllm/flash_attn_nhd", 3), random("universal", 3), random("universal", 3)
+            assert torch.equal(compiled(tensors, mine, mask), picked(tensors, theirs, mask)) and alike(mine, theirs)
+
+
 def test_inductor_with_gradients() -> None:
     """The real compiler, once: forward, backward, the operator that writes, and inputs that it must lay out itself."""
 

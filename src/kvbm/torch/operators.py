@@ -390,7 +390,7 @@ def _convert_(
         target = _table(_OUTPUT_, out, batch.dst, batch.dst_elements, face, face.dtypes[1])
         if any(ids is not None and ids.is_cuda for ids in (src_ids, dst_ids)):
             if pairs:
-                _route(batch, tensors, out, source, target).run(src_ids, dst_ids, face.device)
+                _route(batch, tensors, out, source, target).run(src_ids, dst_ids)
         else:
             same = batch.shares_blocks(source, target, tensors, out)
             given = _host_ids(src_ids), _host_ids(dst_ids)
@@ -438,11 +438,12 @@ def _refuse_gradients(
 
 def _pairs(batch: _Batch, src_ids: torch.Tensor | None, dst_ids: torch.Tensor | None) -> Size:
     if src_ids is not None and dst_ids is not None:
-        if src_ids.shape[0] != dst_ids.shape[0]:
-            raise BindError(
-                f"ids: expected as many source as destination ids, got {src_ids.shape[0]} and {dst_ids.shape[0]}"
-            )
-        return src_ids.shape[0]
+        pairs, others = src_ids.shape[0], dst_ids.shape[0]
+        if type(pairs) is not int or type(others) is not int:  # a compiler's symbols: it sees to it
+            torch._check(pairs == others, lambda: "convert_: ids: expected as many source as destination ids")
+        elif pairs != others:
+            raise BindError(f"ids: expected as many source as destination ids, got {pairs} and {others}")
+        return pairs
     given = src_ids if src_ids is not None else dst_ids
     if given is not None:
         return given.shape[0]
@@ -475,14 +476,12 @@ class _Route:
             same_pool=same, crosses=False, limits=[(0, 0)], may_choose=False, keep=None,
         )  # fmt: skip
 
-    def run(self, src_ids: Any, dst_ids: Any, device: torch.device) -> _core.Done:
-        # A graph reads the word, and the tables, at every replay.
-        self.captured |= torch.cuda.is_current_stream_capturing()
-        return self._route.copy(src_ids, dst_ids, torch.cuda.current_stream(device))
+    def run(self, src_ids: Any, dst_ids: Any) -> _core.Done:
+        return self._route.copy(src_ids, dst_ids, torch.cuda.current_stream(self.device))
 
     def check(self) -> None:
         skipped = torch.full((1,), -1, dtype=torch.int64, device=self.device)
-        self.run(skipped, skipped, self.device).synchronize()
+        self.run(skipped, skipped).synchronize()
 
 
 _routes: OrderedDict[Any, _Route] = OrderedDict()
@@ -494,18 +493,19 @@ def _route(
 ) -> _Route:
     """The route for these addresses, made where it is not known; those that a graph was captured with stay for good."""
     key = (batch, tuple(tensor.data_ptr() for tensor in tensors), tuple(tensor.data_ptr() for tensor in out))
+    with torch.cuda.device(batch.face.device):
+        captures = (
+            torch.cuda.is_current_stream_capturing()
+        )  # then the graph reads the tables and the word at every replay
+    found = _routes.get(key) or _Route(batch, source, target, batch.shares_blocks(source, target, tensors, out))
     with _routes_lock:
-        found = _routes.get(key)
-        if found is not None:
-            _routes.move_to_end(key)
-            return found
-    made = _Route(batch, source, target, batch.shares_blocks(source, target, tensors, out))
-    with _routes_lock:
-        _routes[key] = made
+        found = _routes.setdefault(key, found)
+        found.captured |= captures
+        _routes.move_to_end(key)
         idle = [known for known, route in _routes.items() if not route.captured]
         for known in idle[: max(0, len(idle) - _MOST_ROUTES)]:
             del _routes[known]
-    return made
+    return found
 
 
 def check_ids() -> None:
