@@ -14,6 +14,7 @@ import kvbm
 import kvbm.numpy
 import matrix
 import oracle
+from conftest import why_no_gpu
 from kvbm import contract
 from memory import Bound, FakeCuda, aligned, numpy_views, placed
 
@@ -100,6 +101,9 @@ def test_numpy_no_blocks() -> None:
     full = np.zeros((2, 1, 4, 16, 2, 32), "float32")
     with pytest.raises(kvbm.BindError, match=r"numpy.convert_: there is no block on one side"):
         kvbm.numpy.convert_([np.zeros((2, 0, 4, 16, 2, 32), "float32")], [full], "vllm/LBHNC", "vllm/LBHNC", SIZES)
+    with pytest.raises(kvbm.BindError, match=r"numpy.convert_: there is no block on one side"):
+        kvbm.numpy.convert_([full[:, :0]], [full], "vllm/LBHNC", "vllm/LBHNC", SIZES, 0, 0)
+    kvbm.numpy.convert_([full[:, :0]], [full], "vllm/LBHNC", "vllm/LBHNC", SIZES, [], [])
 
 
 def refused(match: str, change: Any, error: type[Exception] = ValueError, **more: Any) -> None:
@@ -233,7 +237,9 @@ def test_sides_are_what_layouts_are(name: str) -> None:
 
 @pytest.fixture(scope="session")
 def jax() -> Any:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu" if not os.environ.get("KVBM_REQUIRE_GPU") else "")
+    if why_no_gpu():
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others want memory, too
     return pytest.importorskip("jax")
 
 
@@ -348,6 +354,7 @@ GPU_DTYPES = ["float32", "int16", "uint8"]
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # CuPy's, about itself
 @pytest.mark.parametrize("dtype", [*GPU_DTYPES, "bfloat16"])
 @pytest.mark.parametrize("pair", PAIRS, ids=">".join)
 def test_cupy(pair: tuple[str, str], dtype: str) -> None:
@@ -374,6 +381,7 @@ def test_cupy(pair: tuple[str, str], dtype: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
 def test_cupy_pools_and_refusals() -> None:
     cupy = pytest.importorskip("cupy")
     import kvbm.cupy

@@ -363,6 +363,7 @@ def test_capture_and_replay(on_side: bool) -> None:
 
 
 def test_a_graph_is_replayed_with_other_ids() -> None:
+    warm()
     src = Guarded("nhd", of("bfloat16"), 6)
     dst = Guarded("universal", of("bfloat16"), 6, dst=True)
     ids = torch.tensor([0, 1], device="cuda"), torch.tensor([2, 3], device="cuda")

@@ -137,7 +137,7 @@ def convert_(
             into.require_distinct()
         if pool is not None and into is not None:
             convert_pools(pool, into, *ids, stream=stream)
-        elif (pool or into) is not None and any(one is None or len(one) for one in ids):
+        elif (pool or into) is not None and not all(hasattr(one, "__len__") and len(one) == 0 for one in ids):
             raise BindError("there is no block on one side, and blocks to copy on the other")
     except KvbmError as error:
         raise named(who.operator, error) from error.__cause__
