@@ -786,6 +786,42 @@ def test_the_operators_agree_with_pools() -> None:
     assert alike(kvbm.torch.tensors(store), kvbm.torch.convert(tensors, "nhd", "universal", SIZES))
 
 
+def test_planes_are_for_pools() -> None:
+    """Blocks of several dtypes: their pools can be seen as tensors, the operators refuse them by name."""
+    with pytest.raises(
+        kvbm.BindError, match=r"convert: vllm/nvfp4 .* has planes \(.*\).* kvbm\.Pool and use kvbm\.convert"
+    ):
+        kvbm.torch.convert(random("nhd"), "nhd", "vllm/nvfp4", SIZES)
+    pool = kvbm.Pool.allocate(kvbm.load("record/mxfp8_tensors"), of("float8_e4m3fn"), 2)
+    seen = kvbm.torch.tensors(pool)
+    assert {str(tensor.dtype) for tensor in seen} == {"torch." + kind.dtype for kind in pool.resolved.kinds}
+    assert [tensor.data_ptr() for tensor in seen] == pool.addresses.tolist() and len({t.dtype for t in seen}) == 2
+
+
+def test_four_bits_in_pairs() -> None:
+    """A tensor of pairs is half as long, and is moved as the bytes that it is."""
+    (one,) = random("vllm/LBHNC", 3, "uint8", kvbm.load_shape("nl=2,no=2,nh=4,nt=16,hd=16,dtype=uint8"))
+    shape = f"{SIZES},dtype=float4_e2m1fn"
+    for tensor in (one, one.view(torch.float4_e2m1fn_x2)):
+        (out,) = kvbm.torch.convert([tensor], "vllm/LBHNC", "vllm/BLHNC", shape)
+        assert out.dtype == tensor.dtype and torch.equal(out.view(torch.uint8), one.transpose(0, 1))
+
+
+def test_a_route_for_ids_on_the_gpu_is_made_of_what_there_is() -> None:
+    """It takes no GPU to bind one; what it runs is the GPU tests'."""
+    tensors, out = random("nhd", 3), random("universal", 3)
+    batch = operators._batch_(tensors, out, "nhd", "universal", SIZES, None, None)
+    tables = [
+        operators._table(who, given, sized, elements, batch.face, "float32")
+        for who, given, sized, elements in (
+            (operators._INPUT_, tensors, batch.src, batch.src_elements),
+            (operators._OUTPUT_, out, batch.dst, batch.dst_elements),
+        )
+    ]
+    route = operators._Route(batch, *tables, False)
+    assert route._route.choose(3) == "direct" and route._route.counters() == ((0, 0, 0), (0, 0, 0), 0)
+
+
 def test_nothing_imports_the_bridges() -> None:
     code = (
         "import sys, kvbm\n"

@@ -239,7 +239,7 @@ def reads_as(found: str, wanted: str) -> bool:
 
 
 def _width(dtype: str) -> int:
-    return 1 if dtype.startswith("float8_") else ITEMSIZE.get(dtype, 0)
+    return 1 if dtype.startswith(("float8_", "float4_")) else ITEMSIZE.get(dtype, 0)
 
 
 def _reshape(seen: Seen, kind: Kind) -> str:
@@ -271,12 +271,16 @@ class Side:
     """A layout and a block shape: what is expected of the arrays of so many blocks."""
 
     def __init__(self, layout: Layout, shape: BlockShape) -> None:
+        if layout.planes:
+            names = ", ".join(plane.name for plane in layout.planes)
+            raise BindError(
+                f"{layout.name} ({layout.order_text}) has planes ({names}), and lists of arrays are of one dtype here; bind them "
+                "with kvbm.Pool and use kvbm.convert"
+            )
         self.layout, self.shape = layout, shape
         one = layout.resolve(shape, 1)
         self.arrays_a_block = one.table_size if layout.b_in_table else 0
         self.count = one.table_size
-        entries = list(one.kind_of_entry)
-        self._axes = tuple(one.allocations[entries.index(kind)].axes for kind in range(len(one.kinds)))
         self._one = one.first
         self._sized: dict[int, Sized] = {}
 
@@ -342,11 +346,8 @@ class Side:
         return Sized(self, blocks, count, kinds, which)
 
     def _kinds(self, blocks: int) -> tuple[Kind, ...]:
-        kinds = self.layout.resolve(self.shape, blocks).kinds
-        return tuple(
-            Kind(axes, tuple(shape), tuple(strides))
-            for axes, (shape, strides, _) in zip(self._axes, kinds, strict=True)
-        )
+        found = self.layout.resolve(self.shape, blocks).kinds
+        return tuple(Kind(tuple(one.axes), tuple(one.shape), tuple(one.strides)) for one in found)
 
     @staticmethod
     def _line(blocks: Any, at_2: int, at_3: int, at_7: int) -> Any:

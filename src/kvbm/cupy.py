@@ -61,6 +61,6 @@ def arrays(pool: Pool) -> list[Any]:
     pool.require_open()
     if pool.device == "cpu":
         raise BindError("cupy.arrays: the pool is on cpu; expected one on a GPU: use kvbm.numpy.arrays")
-    dtype = numpy_dtype(pool.shape.dtype)
+    kinds = [numpy_dtype(pool.resolved.kinds[kind].dtype) for kind in pool.resolved.kind_of_entry]
     with cupy.cuda.Device(int(pool.device.partition(":")[2])):
-        return [cupy.asarray(array).view(dtype) for array in pool.arrays]
+        return [cupy.asarray(array).view(kind) for array, kind in zip(pool.arrays, kinds, strict=True)]

@@ -119,7 +119,9 @@ def _empty(kind: Kind, like: Any) -> _Memory:
     nbytes = int(np.prod(kind.shape)) * dtype.itemsize
     if _is_on_gpu(like) and nbytes:
         index = int(like.__dlpack_device__()[1])
-        return _Memory(DeviceArray(index, Allocation("", kind.axes, kind.shape, kind.strides, nbytes), bits), dtype)
+        return _Memory(
+            DeviceArray(index, Allocation("", kind.axes, kind.shape, kind.strides, nbytes, bits.name)), dtype
+        )
     raw = np.empty(nbytes + 64, np.uint8)  # JAX takes memory as its own where it starts at a multiple of 64
     start = -raw.ctypes.data % 64
     return _Memory(raw[start : start + nbytes].view(bits).reshape(kind.shape), dtype)

@@ -11,7 +11,7 @@ from . import arrays as _arrays
 from .contract import Kind
 from .errors import BindError
 from .pool import Pool
-from .shapes import BlockShape
+from .shapes import PACKED, BlockShape
 
 __all__ = ["arrays", "convert", "convert_"]
 
@@ -86,7 +86,8 @@ def arrays(pool: Pool) -> list[npt.NDArray[Any]]:
     pool.require_open()
     if pool.device != "cpu":
         raise BindError(f"numpy.arrays: the pool is on {pool.device}; expected one on the CPU: NumPy reaches no GPU")
-    return [numpy_view(array, pool.shape.dtype) for array in pool.arrays]
+    kinds = [pool.resolved.kinds[kind].dtype for kind in pool.resolved.kind_of_entry]
+    return [numpy_view(array, kind) for array, kind in zip(pool.arrays, kinds, strict=True)]
 
 
 def numpy_view(array: Any, dtype: str) -> npt.NDArray[Any]:
@@ -100,7 +101,7 @@ def numpy_view(array: Any, dtype: str) -> npt.NDArray[Any]:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of a name, with those of ml_dtypes."""
+    """NumPy's dtype of a name, with those of ml_dtypes; bytes where elements share one, as those of ml_dtypes do not."""
     import ml_dtypes
 
-    return np.dtype(getattr(ml_dtypes, name, name))
+    return np.dtype("uint8" if name in PACKED else getattr(ml_dtypes, name, name))

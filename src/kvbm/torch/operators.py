@@ -34,7 +34,7 @@ from ..contract import (
 from ..errors import BindError, CudaError, CudaUnavailableError, DTypeError, KvbmError
 from ..planner import plan
 from ..pool import Array, Pool
-from ..shapes import ITEMSIZE, BlockShape
+from ..shapes import ITEMSIZE, PACKED, BlockShape
 from ..transfer import prepare, require_disjoint
 from .fences import fence, keep
 
@@ -471,7 +471,7 @@ class _Route:
         self.device = batch.face.device
         self._route = _core.Route(
             batch.face.index, source[0], target[0], batch.src_blocks, batch.dst_blocks,
-            direct=batch.copies(source[1], target[1]), permute=(), move=None, runs=None,
+            direct=batch.copies(source[1], target[1]), permute=(), moves=(), runs=(),
             src_bases=nothing, dst_bases=nothing, cuts=nothing, gathers=True, slot_block_bytes=0, ring=None, max_sms=0,
             same_pool=same, crosses=False, limits=[(0, 0)], may_choose=False, keep=None,
         )  # fmt: skip
@@ -704,8 +704,16 @@ def tensors(pool: Pool) -> list[torch.Tensor]:
     torch.bfloat16
     """
     pool.require_open()
-    dtype = getattr(torch, pool.shape.dtype)
-    return [_tensor(array, pool.device).view(dtype) for array in pool.arrays]
+    kinds = [pool.resolved.kinds[kind].dtype for kind in pool.resolved.kind_of_entry]
+    return [
+        _tensor(array, pool.device).view(_torch_dtype(kind)) for array, kind in zip(pool.arrays, kinds, strict=True)
+    ]
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    """Torch's dtype of a name: pairs of 4 bits as torch has them, or as bytes."""
+    found: torch.dtype = getattr(torch, f"{name}_x2" if name in PACKED else name, torch.uint8)
+    return found
 
 
 def _tensor(array: Any, device: str) -> torch.Tensor:
