@@ -114,7 +114,7 @@ def _empty(kind: Kind, like: Any) -> _Memory:
     dtype = numpy_dtype(like.dtype.name)
     if kind.strides != dense(kind.shape, dtype.itemsize):
         raise BindError(f"the layout's pitch has strides of {kind.strides} bytes, and JAX's arrays have no strides")
-    # DLPack leaves NumPy no way to say bfloat16 or fp8: those travel as integers, and JAX then copies them once.
+    # NumPy's DLPack has no bfloat16 and no fp8: their bits are integers until JAX has them.
     bits = dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
     nbytes = int(np.prod(kind.shape)) * dtype.itemsize
     if _is_on_gpu(like) and nbytes:
@@ -133,6 +133,9 @@ def _published(one: _Memory) -> Any:
         from cuda.core.utils import StridedMemoryView
 
         memory = StridedMemoryView.from_cuda_array_interface(memory, stream_ptr=-1)
+    elif memory.dtype != one.dtype:
+        # Not through DLPack and .view(): JAX 0.10 then aborts the process at its end, once in ten times.
+        return jax.device_put(memory.view(one.dtype), jax.devices("cpu")[0])
     return _as_dtype(jax.dlpack.from_dlpack(memory), one.dtype)
 
 
