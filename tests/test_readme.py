@@ -31,7 +31,7 @@ def blocks(text: str, language: str) -> list[str]:
 FIVE = section("Declare a layout in five minutes")
 (MINE,) = blocks(FIVE, "yaml")
 SHORT, NUMPY, TORCH, CUDA = blocks(FIVE, "python")
-API, LISTS = blocks(section("Python"), "python")
+API, LISTS, COMPILED = blocks(section("Python"), "python")
 (SERVING,) = blocks(section("Move blocks beside a running model"), "python")
 CONSOLE = blocks(README, "console")
 
@@ -63,6 +63,11 @@ def test_numpy(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("torch")
 def test_torch(tmp_path: Path) -> None:
     passes(tmp_path, NUMPY, TORCH)
+
+
+@pytest.mark.usefixtures("torch")
+def test_compiled(tmp_path: Path) -> None:
+    passes(tmp_path, COMPILED)
 
 
 @pytest.mark.gpu

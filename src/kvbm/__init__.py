@@ -84,10 +84,13 @@ __all__ = [
     "shape_names",
 ]
 
+#: Modules that are imported when they are named: the bridges, each with its framework, are not in ``__all__``.
+_MODULES = ("cupy", "jax", "kernels", "numba", "numpy", "torch")
+
 
 def __getattr__(name: str) -> Any:
-    if name == "kernels":
-        return importlib.import_module(".kernels", __name__)
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

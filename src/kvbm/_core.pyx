@@ -461,9 +461,9 @@ cdef class Copy:
         One part, or several: K and V, or planes.  ``offsets`` is ``(src, dst, src_table, dst_table)``; ``outer`` holds
         ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
         ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
-        ``strides``: bytes that a block id contributes in this part; ``words``: for kernels of records the bytes of a word;
-        of pages also of an item and from word to word of one in shared memory, where the part starts there, and the bytes of
-        its segment.
+        ``strides``: bytes that a block id contributes in this part.  ``words``: for kernels of records the bytes of a
+        word; of pages also of an item and from word to word of one in shared memory, where the part starts there, and the
+        bytes of its segment.
     src_id, dst_id : tuple of two ints
         What one block id contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
     src_blocks, dst_blocks : int
@@ -917,7 +917,9 @@ cdef extern from *:
     PyObject *PyTuple_GetItem(object row, Py_ssize_t i) except NULL
 
 cdef enum:
+    KDL_CPU = 1
     KDL_CUDA = 2
+    KDL_CUDA_HOST = 3
     MOST_AXES = 8
     FAR_AHEAD = 6   # tensors whose objects are being fetched
     NEAR_AHEAD = 3  # and whose fields are
@@ -1152,6 +1154,110 @@ def chunk_tensors(blocks, Py_ssize_t batch, Py_ssize_t chunks, tuple shape not N
             if table.addresses[n] == 0:
                 return None
             n += 1
+    return table, _alignment(want.together)
+
+
+cdef struct Kind:
+    int32_t ndim
+    int64_t shape[8]
+    int64_t strides[8]  # elements
+
+
+cdef int _read_kind(kind, Kind *out) except -1:
+    """1 if a (shape, strides) pair has few enough axes, else 0."""
+    cdef tuple shape = kind[0], strides = kind[1]
+    cdef Py_ssize_t i
+    if len(shape) > MOST_AXES or len(shape) != len(strides):
+        return 0
+    out.ndim = <int32_t> len(shape)
+    for i in range(out.ndim):
+        out.shape[i], out.strides[i] = shape[i], strides[i]
+    return 1
+
+
+@cython.boundscheck(True)
+def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsigned char[::1] which, str dtype not None,
+                    int device):
+    """Look at one side of a copy: torch's tensors, each of the shape and strides that its layout gives it.
+
+    Parameters
+    ----------
+    tensors : list or tuple of tensors
+    count : int
+        How many are expected.
+    kinds : tuple of (tuple of int, tuple of int)
+        One or two: shape, and strides in elements.  Strides of axes of one element do not count.
+    which : bytes or None
+        Which of `kinds` each tensor is; None: all are the first.
+    dtype : str
+    device : int
+        CUDA device ordinal, -1 for the host.
+
+    Returns
+    -------
+    tuple or None
+        ``(Table, alignment)``.  None as for `whole_tensors`.
+    """
+    cdef Alike want
+    cdef DLTensor found
+    cdef Kind kind[2]
+    cdef Kind *mine
+    cdef Table table
+    cdef PyObject *item
+    cdef Py_ssize_t i
+    cdef int32_t axis
+    cdef int64_t held
+    cdef uint64_t address
+    if (type(tensors) is not list and type(tensors) is not tuple) or len(tensors) != count or count < 1:
+        return None
+    if len(kinds) != (1 if which is None else 2) or (which is not None and which.shape[0] != count):
+        return None
+    for i in range(len(kinds)):
+        if not _read_kind(kinds[i], &kind[i]):
+            return None
+    memset(&want, 0, sizeof(Alike))
+    table = _empty_table(count, device)
+    if table is None:
+        return None
+    for i in range(count):
+        if i + FAR_AHEAD < count:
+            kvbm_prefetch(_item(tensors, i + FAR_AHEAD))
+            item = _item(tensors, i + NEAR_AHEAD)
+            if Py_TYPE(<object> item) == want.kind:
+                kvbm_prefetch_fields(item)
+        tensor = <object> _item(tensors, i)
+        if Py_TYPE(tensor) != want.kind:
+            want.api = _exchange(type(tensor))
+            want.kind = Py_TYPE(tensor)
+        if want.api == NULL:
+            return None
+        if want.api.look(<PyObject *> tensor, &found) != 0:
+            PyErr_Clear()
+            return None
+        if i == 0:
+            if DTYPES.get((found.code, found.bits)) != dtype:
+                return None
+            want.code, want.bits = found.code, found.bits
+        mine = &kind[0 if which is None else which[i] != 0]
+        if device >= 0:
+            if found.device_type != KDL_CUDA or found.device_id != device:
+                return None
+        elif found.device_type != KDL_CPU and found.device_type != KDL_CUDA_HOST:
+            return None
+        if found.code != want.code or found.bits != want.bits or found.lanes != 1 or found.ndim != mine.ndim:
+            return None
+        held = 1
+        for axis in range(mine.ndim - 1, -1, -1):
+            if found.shape[axis] != mine.shape[axis]:
+                return None
+            if mine.shape[axis] != 1 and (held if found.strides == NULL else found.strides[axis]) != mine.strides[axis]:
+                return None
+            held *= mine.shape[axis]
+        address = <uint64_t> found.data + found.byte_offset
+        if address == 0:
+            return None
+        table.addresses[i] = address
+        want.together |= address
     return table, _alignment(want.together)
 
 

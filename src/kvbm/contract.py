@@ -1,0 +1,416 @@
+"""The contract at the border: what arrays of a framework must be, gate by gate, before anything touches their memory.
+
+Read `GATES` as a list: each gate lets an array pass, or raises one sentence that names the operator, the argument, what was
+expected, what was found, and the remedy.  No framework is imported here, and none is needed to try a gate.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .errors import BindError, DTypeError, KvbmError, SpecError
+from .layout import Layout
+from .pool import same_dtype
+from .shapes import ITEMSIZE, BlockShape, load_shape
+from .spec import load
+
+__all__ = ["GATES", "Caller", "Kind", "Seen", "Side", "Sized", "block_shape", "named", "reads_as", "require", "side_of"]
+
+#: Integers that any other dtype of one byte may be read as, and the other way round: the bits stay where they are.
+_BITS8 = ("uint8", "int8")
+
+
+class Seen(NamedTuple):
+    """What is looked at of an array.  Strides are bytes; `offset` is that into its storage, in elements."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: str
+    readonly: bool = False
+    offset: int = 0
+
+
+class Kind(NamedTuple):
+    """What an array of a layout must be: its axes, how many elements along each, bytes between neighbours."""
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+#: A number of blocks: an int, or a compiler's symbol of one.
+Size = Any
+
+
+class Sized(NamedTuple):
+    """One side of a copy with its number of blocks: how many arrays, and what each must be."""
+
+    side: Side
+    num_blocks: Size
+    arrays: int
+    kinds: tuple[Kind, ...]
+    which: bytes | None
+
+    def kind(self, index: int) -> Kind:
+        return self.kinds[self.which[index] if self.which else 0]
+
+    def elements(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Shape and strides in elements of each kind, as torch counts them."""
+        size, found = self.side.shape.itemsize, []
+        for kind in self.kinds:
+            if any(stride % size for stride in kind.strides if type(stride) is int):
+                raise BindError(
+                    f"{self.side.layout.name}: strides of {kind.strides} bytes are no whole numbers of {self.side.shape.dtype}; "
+                    "such a pitch is for kvbm.Pool"
+                )
+            found.append((kind.shape, tuple(stride // size for stride in kind.strides)))
+        return tuple(found)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first to behind the last element of the largest array."""
+        size = self.side.shape.itemsize
+        return max(sum((n - 1) * s for n, s in zip(k.shape, k.strides, strict=True)) + size for k in self.kinds)
+
+
+class Caller(NamedTuple):
+    """Who is refused, and in which words: ``convert``, ``input``, and how its framework makes an array contiguous."""
+
+    operator: str
+    argument: str
+    contiguous: str = ".contiguous()"
+
+    def __call__(self, index: int) -> str:
+        return f"{self.operator}: {self.argument} #{index}"
+
+
+# ---- the gates -----------------------------------------------------------------------------------------------------
+
+
+class Look(NamedTuple):
+    """One array at the border, the first of its list, and what it must be."""
+
+    who: Caller
+    number: int
+    seen: Seen
+    first: Seen
+    kind: Kind
+    shape: BlockShape
+
+    @property
+    def name(self) -> str:
+        return self.who(self.number)
+
+
+def on_one_device(at: Look) -> None:
+    """All arrays lie on one device ordinal."""
+    require_device(at.name, at.seen.device, f"{at.who.argument} #0", at.first.device)
+
+
+def of_one_dtype(at: Look) -> None:
+    """All arrays of a list have one dtype."""
+    if at.seen.dtype != at.first.dtype:
+        raise DTypeError(
+            f"{at.name} is {at.seen.dtype}, {at.who.argument} #0 {at.first.dtype}; expected one dtype for all"
+        )
+
+
+def holds_the_dtype(at: Look) -> None:
+    """The dtype is the shape's, or its bits can be read as the shape's."""
+    require_dtype(at.name, at.seen.dtype, at.shape)
+
+
+def of_the_rank(at: Look) -> None:
+    """As many axes as the layout has."""
+    if len(at.seen.shape) != len(at.kind.shape):
+        raise BindError(
+            f"{at.name}: expected {len(at.kind.shape)} axes ({' '.join(at.kind.axes)}) of {_tuple(at.kind.shape)}, got shape "
+            f"{_tuple(at.seen.shape)}; {_reshape(at.seen, at.kind)}"
+        )
+
+
+def of_the_shape(at: Look) -> None:
+    """As many elements along each axis."""
+    for axis, want, got in zip(at.kind.axes, at.kind.shape, at.seen.shape, strict=True):
+        if want != got:
+            raise BindError(
+                f"{at.name}: axis '{axis}': expected {want}, got {got} (shape {_tuple(at.seen.shape)}, expected "
+                f"{_tuple(at.kind.shape)}); {_reshape(at.seen, at.kind)}"
+            )
+
+
+def of_the_strides(at: Look) -> None:
+    """Neighbours as far apart as the layout has them: contiguous, unless it declares a pitch."""
+    seen, kind = at.seen, at.kind
+    if all(a == b or n == 1 for n, a, b in zip(seen.shape, seen.strides, kind.strides, strict=True)):
+        return
+    if any(type(n) is int and n == 0 for n in seen.shape):  # nothing is stepped through
+        return
+    where = f" at storage offset {seen.offset}" if seen.offset else ""
+    if kind.strides == dense(kind.shape, at.shape.itemsize):
+        raise BindError(
+            f"{at.name}: expected a contiguous array, got strides of {_tuple(seen.strides)} bytes{where}, a slice or a "
+            f"transpose of another; call {at.who.contiguous}"
+        )
+    raise BindError(
+        f"{at.name}: expected strides of {_tuple(kind.strides)} bytes, the layout's pitch, got {_tuple(seen.strides)}{where}; "
+        "allocate it with those strides (torch.empty_strided), or use a layout without a pitch"
+    )
+
+
+#: What every array of a list must pass, in this order.
+GATES: tuple[Callable[[Look], None], ...] = (
+    on_one_device,
+    of_one_dtype,
+    holds_the_dtype,
+    of_the_rank,
+    of_the_shape,
+    of_the_strides,
+)
+
+
+def require(who: Caller, seen: Sequence[Seen], sized: Sized) -> None:
+    """Let a list of arrays through all gates, one array after the other, or say what is wrong with the first that fails."""
+    if len(seen) != sized.arrays:
+        raise BindError(
+            f"{who.operator}: {who.argument}s: {sized.side} holds {sized.num_blocks} blocks in {sized.arrays} arrays, got "
+            f"{len(seen)}"
+        )
+    for index, array in enumerate(seen):
+        for gate in GATES:
+            gate(Look(who, index, array, seen[0], sized.kind(index), sized.side.shape))
+
+
+def require_writable(who: Caller, seen: Sequence[Seen]) -> None:
+    """Destinations may be written."""
+    for index, array in enumerate(seen):
+        if array.readonly:
+            raise BindError(f"{who(index)} is read-only; expected one that may be written: pass a copy of it")
+
+
+def require_device(one: str, device: str, other: str, expected: str) -> None:
+    """Two things lie on one device: else both are named, and what to construct instead."""
+    if device == expected:
+        return
+    kinds = {device.partition(":")[0], expected.partition(":")[0]}
+    if kinds == {"cuda"}:
+        advice = (
+            "between two GPUs construct kvbm.Transfer(source_pool, destination_pool), each kvbm.Pool on its own, or move "
+            f"it first: .to('{expected}')"
+        )
+    elif kinds == {"cuda", "cpu"}:
+        advice = (
+            "between a GPU and the host construct kvbm.Transfer(source_pool, destination_pool) with pinned memory, or move it "
+            f"first: .to('{expected}')"
+        )
+    else:
+        advice = f"move it first: .to('{expected}')"
+    raise BindError(f"{one} is on {device}, {other} on {expected}; expected one device: {advice}")
+
+
+def require_dtype(name: str, found: str, shape: BlockShape) -> None:
+    """A dtype that is the shape's, or whose bits can be read as the shape's."""
+    if reads_as(found, shape.dtype):
+        return
+    if _width(found) == shape.itemsize == 1:
+        advice = (
+            "two formats of one byte are only exchanged as bits: pass .view(torch.uint8) of it, or dtype=uint8 in shape"
+        )
+    else:
+        advice = f"a copy converts no dtype: pass shape='…,dtype={found}', or convert the values before"
+    raise DTypeError(f"{name}: expected {shape.dtype}, as the shape says, got {found}; {advice}")
+
+
+def reads_as(found: str, wanted: str) -> bool:
+    """Whether memory of dtype `found` can be taken for `wanted` as it is: equal, or a stand-in of the same width.
+
+    Examples
+    --------
+    >>> reads_as("uint8", "float8_e4m3fn"), reads_as("float8_e5m2", "int8"), reads_as("float8_e5m2", "float8_e4m3fn")
+    (True, True, False)
+    """
+    one_byte = _width(found) == _width(wanted) == 1
+    return same_dtype(found, wanted) or (one_byte and (found in _BITS8 or wanted in _BITS8))
+
+
+def _width(dtype: str) -> int:
+    return 1 if dtype.startswith(("float8_", "float4_")) else ITEMSIZE.get(dtype, 0)
+
+
+def _reshape(seen: Seen, kind: Kind) -> str:
+    same = all(isinstance(n, int) for n in (*seen.shape, *kind.shape)) and math.prod(seen.shape) == math.prod(
+        kind.shape
+    )
+    if same:
+        return f"if its elements lie in that order, call .reshape({', '.join(map(str, kind.shape))})"
+    return "or is the shape another one?"
+
+
+def _tuple(numbers: Sequence[int]) -> str:
+    return f"({', '.join(map(str, numbers))})"
+
+
+def dense(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Bytes between neighbours along each axis of a contiguous array."""
+    strides, held = [], itemsize
+    for extent in reversed(shape):
+        strides.append(held)
+        held *= extent
+    return tuple(reversed(strides))
+
+
+# ---- what a layout expects -----------------------------------------------------------------------------------------
+
+
+class Side:
+    """A layout and a block shape: what is expected of the arrays of so many blocks."""
+
+    def __init__(self, layout: Layout, shape: BlockShape) -> None:
+        if layout.planes:
+            names = ", ".join(plane.name for plane in layout.planes)
+            raise BindError(
+                f"{layout.name} ({layout.order_text}) has planes ({names}), and lists of arrays are of one dtype here; bind them "
+                "with kvbm.Pool and use kvbm.convert"
+            )
+        self.layout, self.shape = layout, shape
+        one = layout.resolve(shape, 1)
+        self.arrays_a_block = one.table_size if layout.b_in_table else 0
+        self.count = one.table_size
+        self._one = one.first
+        self._sized: dict[int, Sized] = {}
+
+    def __str__(self) -> str:
+        return f"{self.layout.name} ({self.layout.order_text})"
+
+    def blocks(self, who: Caller, shapes: Sequence[Sequence[int]]) -> Size:
+        """How many blocks a list of arrays holds, by its length or by the axis ``b`` of its first."""
+        if self.arrays_a_block:
+            blocks, rest = divmod(len(shapes), self.arrays_a_block)
+            if rest:
+                raise BindError(
+                    f"{who.operator}: {who.argument}s: {self} expects {self.arrays_a_block} arrays a block, so a multiple of "
+                    f"that, got {len(shapes)}"
+                )
+            return blocks
+        if len(shapes) != self.count:
+            raise BindError(f"{who.operator}: {who.argument}s: {self} expects {self.count} arrays, got {len(shapes)}")
+        axes, first = self._one.axes, shapes[0]
+        if len(first) != len(axes):
+            expected = ", ".join(
+                "blocks" if axis == "b" else str(n) for axis, n in zip(axes, self._one.shape, strict=True)
+            )
+            raise BindError(
+                f"{who(0)}: expected {len(axes)} axes ({' '.join(axes)}) of ({expected}), got shape {_tuple(tuple(first))}; "
+                "call .reshape(…) if its elements lie in that order"
+            )
+        if "b" in axes:
+            return first[axes.index("b")]
+        blocks, rest = divmod(first[0], self._one.shape[0])
+        if rest:
+            raise BindError(
+                f"{who(0)}: expected a multiple of {self._one.shape[0]} elements, which a block has, got {first[0]}"
+            )
+        return blocks
+
+    def sized(self, num_blocks: Size) -> Sized:
+        """With this number of blocks; kept for the next call.  It may be 0, or a symbol of a compiler."""
+        if not isinstance(num_blocks, int):
+            return self._made(num_blocks)
+        found = self._sized.get(num_blocks)
+        if found is None:
+            if len(self._sized) > 1024:
+                self._sized.clear()
+            found = self._sized[num_blocks] = self._made(num_blocks)
+        return found
+
+    def _made(self, blocks: Size) -> Sized:
+        count = blocks * self.arrays_a_block if self.arrays_a_block else self.count
+        if isinstance(blocks, int) and blocks > 0:
+            kinds = self._kinds(blocks)
+        else:  # extents and strides are linear in the number of blocks, unless a pitch makes them otherwise
+            samples = [self._kinds(n) for n in (2, 3, 7)]
+            lines = [self._line(blocks, *numbers) for numbers in zip(*map(_numbers, samples), strict=True)]
+            if None in lines:
+                return self._made(int(blocks) or 1)
+            kinds = _with_numbers(samples[0], lines)
+        which = None
+        if len(kinds) == 2:
+            which = bytes(
+                self.layout.resolve(self.shape, max(int(blocks), 1) if self.arrays_a_block else 1).kind_of_entry
+            )
+        return Sized(self, blocks, count, kinds, which)
+
+    def _kinds(self, blocks: int) -> tuple[Kind, ...]:
+        found = self.layout.resolve(self.shape, blocks).kinds
+        return tuple(Kind(tuple(one.axes), tuple(one.shape), tuple(one.strides)) for one in found)
+
+    @staticmethod
+    def _line(blocks: Any, at_2: int, at_3: int, at_7: int) -> Any:
+        step = at_3 - at_2
+        if at_7 != at_2 + 5 * step:
+            return None
+        return at_2 if step == 0 else at_2 - 2 * step + step * blocks
+
+
+def _numbers(kinds: tuple[Kind, ...]) -> list[int]:
+    return [number for kind in kinds for number in (*kind.shape, *kind.strides)]
+
+
+def _with_numbers(kinds: tuple[Kind, ...], numbers: list[Any]) -> tuple[Kind, ...]:
+    made, rest = [], iter(numbers)
+    for kind in kinds:
+        shape = tuple(next(rest) for _ in kind.shape)
+        made.append(Kind(kind.axes, shape, tuple(next(rest) for _ in kind.strides)))
+    return tuple(made)
+
+
+@functools.lru_cache(maxsize=1024)
+def block_shape(text: str, dtype: str) -> BlockShape:
+    """The shape of a text; one of sizes alone (``nl=2,no=2,…``) has the dtype that is given."""
+    if "=" in text.partition(",")[0] and "dtype=" not in text:
+        if dtype not in ITEMSIZE:
+            raise DTypeError(
+                f"shape {text!r} names no dtype, and {dtype} is none that a block may hold; add dtype=uint8"
+            )
+        text += f",dtype={dtype}"
+    return load_shape(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def side_of(layout: str, shape: BlockShape) -> Side:
+    """A side by the layout's name or the path of its file, which is read once in a process."""
+    return Side(load(layout), shape)
+
+
+def layout_name(what: str, layout: Any) -> str:
+    """A layout as operators take it: a name, or the path of a file."""
+    if isinstance(layout, str):
+        return layout
+    if hasattr(layout, "__fspath__"):
+        return str(layout)
+    raise SpecError(
+        f"{what}: expected the name of a layout or the path of a .yaml file, got {type(layout).__name__}; a Layout that "
+        "is made in Python is for kvbm.Pool and kvbm.convert"
+    )
+
+
+def shape_text(what: str, shape: Any) -> str:
+    """A shape as operators take it: a text of `kvbm.load_shape`, or a `BlockShape`."""
+    if isinstance(shape, str):
+        return shape
+    if isinstance(shape, BlockShape):
+        return str(shape)
+    raise SpecError(f"{what}: expected a text such as 'nl=2,no=2,nh=4,nt=16,hd=32' or a BlockShape, got {shape!r}")
+
+
+def named(operator: str, error: KvbmError) -> KvbmError:
+    """The same error with the operator's name in front, if it is not there yet."""
+    text = str(error)
+    if not text.startswith(f"{operator}: "):
+        error.args = (f"{operator}: {text}", *error.args[1:])
+    return error

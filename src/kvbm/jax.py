@@ -1,0 +1,153 @@
+"""kvbm for JAX arrays: sources as they lie in memory, results as new arrays, both through DLPack.
+
+JAX's arrays never change, so there is no operator that writes into them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from . import arrays as _arrays
+from .contract import Kind, dense
+from .errors import BindError
+from .layout import Allocation
+from .numpy import numpy_dtype
+from .pool import Array, DeviceArray, describe
+from .shapes import BlockShape
+
+__all__ = ["convert"]
+
+
+class _Memory(NamedTuple):
+    """Memory that becomes an array of JAX, once it has been written."""
+
+    memory: Any  # a NumPy array, or one of kvbm's on a GPU: of the dtype, or of integers of its width
+    dtype: np.dtype[Any]
+
+
+def convert(arrays: Any, src: str = "nhd", dst: str = "universal", shape: str | BlockShape = "") -> list[Any]:
+    """Convert blocks from one layout into new JAX arrays of another.
+
+    Parameters
+    ----------
+    arrays : sequence of jax.Array
+        As for `kvbm.numpy.convert`; each on one device.  They are read where they lie: nothing is copied for it.
+    src, dst, shape
+        As for `kvbm.numpy.convert`.
+
+    Returns
+    -------
+    list of jax.Array
+        Of the inputs' dtype, on their device.  They are complete: JAX lends no stream to order a copy by, so on a GPU the
+        call waits for it.
+
+    Raises
+    ------
+    BindError, DTypeError, LayoutError, PlanError, SpecError
+        As `kvbm.numpy.convert`; an array that is spread over several devices; a value that `jax.jit` traces; a layout with a
+        pitch as the destination, which no JAX array can have.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, kvbm.jax
+    >>> layers = [jnp.zeros((2, 6, 16, 4, 8)) for _ in range(3)]
+    >>> blocks = kvbm.jax.convert(layers, "vllm/flash_attn_nhd", "universal", "nl=3,no=2,nh=4,nt=16,hd=8")
+    >>> len(blocks), blocks[0].shape, str(blocks[0].dtype)
+    (6, (4, 3, 2, 16, 8), 'float32')
+    """
+    given = list(arrays) if isinstance(arrays, list | tuple) else [arrays]
+    stream = next((_stream(array) for array in given if _is_on_gpu(array)), None)
+    made = _arrays.convert(_BRIDGE, given, src, dst, shape, stream)
+    if stream is not None:
+        stream.sync()
+    return [_published(one) for one in made]
+
+
+def _is_on_gpu(array: Any) -> bool:
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        return False
+    return any(device.platform in ("gpu", "cuda") for device in array.devices())
+
+
+def _stream(array: Any) -> Any:
+    return _stream_of_device(int(array.__dlpack_device__()[1]))
+
+
+@functools.cache
+def _stream_of_device(index: int) -> Any:
+    """A stream of this bridge's own: JAX's are its own affair."""
+    from cuda.core import Device
+
+    device = Device(index)
+    device.set_current()
+    return device.create_stream()
+
+
+def _look(array: Any, what: str) -> Array:
+    if isinstance(array, _Memory):
+        return describe(array.memory, what)._replace(dtype=array.dtype.name)
+    if isinstance(array, jax.core.Tracer):
+        raise BindError(f"{what} is traced by jax.jit, and has no memory; call kvbm.jax.convert outside of jit")
+    devices = array.devices()
+    if len(devices) != 1:
+        raise BindError(
+            f"{what} is spread over {len(devices)} devices; expected one: convert shard.data of its addressable_shards"
+        )
+    (device,) = devices
+    if device.platform == "cpu":
+        return describe(np.asarray(array), what)  # a view; it waits for the value, as JAX on the CPU does anyhow
+    if device.platform not in ("gpu", "cuda"):
+        raise BindError(f"{what} is on {device}; expected memory of the CPU or of a CUDA GPU: use jax.device_put")
+    from cuda.core.utils import StridedMemoryView
+
+    # The hand-over orders our stream behind the work that makes the array; the host does not wait.
+    view = StridedMemoryView.from_dlpack(array, stream_ptr=int(_stream(array).handle))
+    strides = [s * array.itemsize for s in view.strides] if view.strides else dense(array.shape, array.itemsize)
+    return Array(view.ptr, tuple(view.shape), tuple(strides), array.dtype.name, f"cuda:{view.device_id}", True)
+
+
+def _empty(kind: Kind, like: Any) -> _Memory:
+    dtype = numpy_dtype(like.dtype.name)
+    if kind.strides != dense(kind.shape, dtype.itemsize):
+        raise BindError(f"the layout's pitch has strides of {kind.strides} bytes, and JAX's arrays have no strides")
+    # NumPy's DLPack has no bfloat16 and no fp8: their bits are integers until JAX has them.
+    bits = dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
+    nbytes = int(np.prod(kind.shape)) * dtype.itemsize
+    if _is_on_gpu(like) and nbytes:
+        index = int(like.__dlpack_device__()[1])
+        return _Memory(
+            DeviceArray(index, Allocation("", kind.axes, kind.shape, kind.strides, nbytes, bits.name)), dtype
+        )
+    raw = np.empty(nbytes + 64, np.uint8)  # JAX takes memory as its own where it starts at a multiple of 64
+    start = -raw.ctypes.data % 64
+    return _Memory(raw[start : start + nbytes].view(bits).reshape(kind.shape), dtype)
+
+
+def _published(one: _Memory) -> Any:
+    memory = one.memory
+    if isinstance(memory, DeviceArray):
+        from cuda.core.utils import StridedMemoryView
+
+        memory = StridedMemoryView.from_cuda_array_interface(memory, stream_ptr=-1)
+    elif memory.dtype != one.dtype:
+        # Not through DLPack and .view(): JAX 0.10 then aborts the process at its end, once in ten times.
+        return jax.device_put(memory.view(one.dtype), jax.devices("cpu")[0])
+    return _as_dtype(jax.dlpack.from_dlpack(memory), one.dtype)
+
+
+def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
+    return array if array.dtype == dtype else array.view(dtype)
+
+
+_BRIDGE = _arrays.Bridge(
+    "jax",
+    "a jax.Array",
+    lambda array: isinstance(array, jax.Array | _Memory),
+    "jax.numpy.array(x, copy=True)",
+    _empty,
+    _look,
+)

@@ -1,0 +1,25 @@
+"""kvbm in PyTorch: operators that behave as torch's own do.
+
+>>> import kvbm.torch  # doctest: +SKIP
+>>> (stored,) = kvbm.torch.convert(cache, "vllm/LBHNC", "vllm/BLHNC", shape="llama-3.1-8b")  # doctest: +SKIP
+
+They work under ``torch.compile(fullgraph=True)``, ``torch.export`` and ``torch.cuda.graph``, and `convert` has gradients.
+"""
+
+from __future__ import annotations
+
+from .fences import after, before, fence, keep
+from .operators import AcceleratorError, check_ids, convert, convert_, reinterpret, tensors
+
+__all__ = [
+    "AcceleratorError",
+    "after",
+    "before",
+    "check_ids",
+    "convert",
+    "convert_",
+    "fence",
+    "keep",
+    "reinterpret",
+    "tensors",
+]
