@@ -205,7 +205,9 @@ def refused(src: str, dst: str, shape: tuple[int, ...] = (3, 2, 4, 8, 16), items
     """Opaque against an order that is needed (at sizes where every axis counts)."""
     if not _opaque_pair(src, dst):
         return False
-    if latent(src) or latent(dst):
+    if scales(src) or scales(dst):
+        shape = (1, 1, 1, 256, 12)
+    elif latent(src) or latent(dst):
         shape = (3, 1, 1, 8, 16)
     sizes = dict(zip(AXES[1:], shape, strict=True))
     return not copyable(Placed(orders()[src], sizes, itemsize, 2), Placed(orders()[dst], sizes, itemsize, 2))

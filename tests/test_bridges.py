@@ -461,7 +461,7 @@ def test_jax_on_a_gpu_waits_for_the_work_that_makes_the_array(jax: Any) -> None:
     @jax.jit
     def slow(x: Any, square: Any) -> Any:
         """Adds 1, after some tens of milliseconds of matrix products."""
-        last = jax.lax.fori_loop(0, 200, lambda _, y: (y @ square) * 1e-3, square)
+        last = jax.lax.fori_loop(0, 200, lambda _, y: (y @ square) / 2048, square)
         return x + 1 + 0 * last.sum()
 
     square = jax.device_put(np.ones((2048, 2048), "float32"), device)

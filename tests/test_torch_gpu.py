@@ -24,7 +24,7 @@ from test_torch import CONVERT_, DTYPES, PAIRS, SIZES, SMALL, Stream, alike, exp
 pytestmark = pytest.mark.gpu
 
 #: Some 100 ms of a GPU that does nothing else: what is enqueued behind it is late, what is not waits for nothing.
-LONG = 200_000_000
+LONG = 2_000_000_000
 
 
 @pytest.fixture(autouse=True)

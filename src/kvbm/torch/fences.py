@@ -84,8 +84,14 @@ def keep(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
     """Keep the tensors' memory from other tensors until `stream` is done with all that it has been given so far.
 
     PyTorch gives memory that is freed to the next tensor of the stream it was allocated on, in that stream's order; it does
-    not know of other streams unless it is told.  Each storage is told once.
+    not know of other streams unless it is told.  Each storage is told once.  Streams that are not torch's it is never told of:
+    it would record an event there when the memory is freed, and the stream may be gone by then, which ends the process.
+    torch's current stream waits for such a stream at once instead.
     """
+    if isinstance(stream, torch.cuda.ExternalStream):
+        current = torch.cuda.current_stream(stream.device)
+        after(stream, current)
+        stream = current
     told = set()
     for tensor in tensors:
         storage = tensor.untyped_storage().data_ptr()
@@ -137,5 +143,5 @@ def fence(stream: Any, *tensors: torch.Tensor, device: Any = None) -> Iterator[t
         with torch.cuda.stream(side):
             yield side
     finally:
-        keep(tensors, side)
         after(side, current)
+        keep(tensors, current)  # which is done when `side` is; memory that was allocated there needs nothing more
