@@ -130,7 +130,7 @@ def test_stacked_chunks_lie_as_an_engine_has_them() -> None:
 def test_pools_are_full_of_noise(name: str, dtype: str) -> None:
     shape = kvbm.load_shape(f"nl=3,no=2,nh=4,nt=16,hd=32,dtype={dtype}")
     with measure.random_pool(kvbm.load(name), shape, 6, "cpu") as pool:
-        blocks = measure._Blocks(pool, ())
+        blocks = measure._Blocks(pool, pool.resolved, ())
         loaded = [blocks.load(b) for b in range(6)]
         for one in loaded:
             assert len(np.unique(one)) == 256  # a stretch that was left empty would be zeros
@@ -197,7 +197,7 @@ def test_formula_is_the_address(name: str) -> None:
     shape = SHAPE if "h" in layout.order_text else dataclasses.replace(SHAPE, no=1, nh=1)  # latents have no heads
     shape = shape if "l" in layout.order_text else dataclasses.replace(shape, nl=1, nt=128)  # nor scales layers
     with measure.random_pool(layout, shape, 4, "cpu") as pool:
-        blocks = measure._Blocks(pool, ())
+        blocks = measure._Blocks(pool, pool.resolved, ())
         for element in random.integers(blocks.entry.size, size=50).tolist():
             at = dict(zip(blocks.axes, (int(i) for i in np.unravel_index(element, blocks.sizes)), strict=True))
             entry, offset = pool.resolved.address(2, **at)
@@ -311,7 +311,7 @@ def test_every_set_of_ids_is_seen_before_the_clock_starts(
 def test_check_reads_and_writes_exactly_a_block() -> None:
     with ExitStack() as stack:
         src, _ = two_pools(stack, "vllm/LBHNC:nhd")
-        blocks = measure._Blocks(src, ())
+        blocks = measure._Blocks(src, src.resolved, ())
         before = [blocks.load(b) for b in range(9)]
         blocks.spoil(4, seed=1)
         for b in range(9):
