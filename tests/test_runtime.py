@@ -478,8 +478,9 @@ int main() {
       given = {};
       given.num_pairs = 1 + draw(2000);
       given.num_parts = forms[k].parts;
-      given.src_id_stride = draw(2) << draw(30), given.dst_id_stride = draw(2) << draw(30);
+      const int64_t src_id = int64_t(draw(2)) << draw(30), dst_id = int64_t(draw(2)) << draw(30);
       for (uint32_t p = 0; p < given.num_parts; ++p) {
+        given.part[p].src_id_stride = src_id, given.part[p].dst_id_stride = dst_id;
         for (auto& mode : given.part[p].outer) {
           mode.extent = kvbm_make_div(draw(4) ? 1 : extent());
           mode.src = draw(1u << 31), mode.dst = draw(1u << 31), mode.src_table = draw(3), mode.dst_table = draw(3);
