@@ -23,7 +23,7 @@ import oracle
 import plane_oracle
 import test_driver
 import test_transfer
-from kvbm import _core, spec, transfer
+from kvbm import _core, layout, spec, transfer
 from memory import FakeCuda, Strided, aligned
 from plane_oracle import FAMILIES, TABLE, Arena, held
 from test_driver import library  # noqa: F401
@@ -1336,3 +1336,44 @@ def test_arrays_of_planes_of_their_own() -> None:
     shared[1] = shared[0]
     with pytest.raises(kvbm.BindError, match="arrays 0 and 1 share memory"):
         kvbm.Pool(layout, shape, shared)
+
+
+@st.composite
+def nests(draw: Any) -> tuple[Any, Any]:
+    """Two nests of steps, slowest first, none of which meets itself; often they step alike from the outside on."""
+
+    def grown(inner: list[tuple[int, int]], held: int) -> list[tuple[int, int]]:
+        found = list(inner)
+        for _ in range(draw(st.integers(0, 2))):
+            stride = held + draw(st.sampled_from((0, 0, 1, 5, 16)))
+            extent = draw(st.integers(2, 4))
+            found.insert(0, (extent, stride))
+            held = stride * (extent - 1) + held
+        return found
+
+    sizes = [draw(st.sampled_from((1, 2, 4))) for _ in range(2)]
+    sides = [grown([], size) for size in sizes]
+    if draw(st.booleans()):
+        stride = max(layout._reach(side, size) for side, size in zip(sides, sizes, strict=True)) + draw(
+            st.integers(0, 30)
+        )
+        sides = [[(extent, stride), *side] for side in sides for extent in [draw(st.just(3))]]
+    starts = [draw(st.integers(0, 90)) for _ in range(2)]
+    return (sides[0], starts[0], sizes[0]), (sides[1], starts[1], sizes[1])
+
+
+@given(nests())
+@settings(max_examples=3000)
+def test_whether_nests_meet(given_: Any) -> None:
+    """Against the bytes themselves."""
+
+    def bytes_of(steps: list[tuple[int, int]], start_: int, size: int) -> set[int]:
+        found = set(range(start_, start_ + size))
+        for extent, stride in steps:
+            found = {at + turn * stride for at in found for turn in range(extent)}
+        return found
+
+    a, b = given_
+    meet = bool(bytes_of(*a) & bytes_of(*b))
+    assert layout._meet(*a, *b) is meet
+    assert layout._meet(*b, *a) is meet

@@ -478,8 +478,9 @@ int main() {
       given = {};
       given.num_pairs = 1 + draw(2000);
       given.num_parts = forms[k].parts;
-      given.src_id_stride = draw(2) << draw(30), given.dst_id_stride = draw(2) << draw(30);
+      const int64_t src_id = int64_t(draw(2)) << draw(30), dst_id = int64_t(draw(2)) << draw(30);
       for (uint32_t p = 0; p < given.num_parts; ++p) {
+        given.part[p].src_id_stride = src_id, given.part[p].dst_id_stride = dst_id;
         for (auto& mode : given.part[p].outer) {
           mode.extent = kvbm_make_div(draw(4) ? 1 : extent());
           mode.src = draw(1u << 31), mode.dst = draw(1u << 31), mode.src_table = draw(3), mode.dst_table = draw(3);
@@ -515,6 +516,8 @@ def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
     names = sorted(
         codegen.kernels([kvbm.load(name) for name in ("nhd", "vllm/paged_attn_v0", "hf/dynamic_cache", "vllm/LBHNC")])
     )
+    # Of records and pages there are general kernels, which are built.
+    names = [name for name in names if not name.startswith(("record_", "page_"))]
     parsed = {name: planner.Form.parse(name) for name in names}
     assert {(f.kind, f.few, len(forms)) for forms in parsed.values() for f in forms} == {
         ("copy", False, 1), ("copy", False, 2), ("rows", False, 1), ("rows", False, 2), ("rows", True, 1), ("tile", False, 1),
@@ -566,7 +569,7 @@ def parts(draw: Any) -> planner.Part:
         for side in (Mode(2, run.extent, 999), Mode(2, 777, run.extent)):
             inner.insert(draw(st.integers(0, len(inner))), side)
     start = [draw(st.integers(0, 99)) for _ in range(4)]
-    return planner.Part(*start, tuple(outer), (run, *inner))
+    return planner.Part(*start, tuple(outer), (run, *inner), (0, 0), (0, 0))
 
 
 def moved(part: planner.Part) -> Counter[tuple[int, int, int, int]]:

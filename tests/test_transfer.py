@@ -168,8 +168,9 @@ def test_two_steps_are_the_one(src: str, gathers: bool) -> None:
         one, other = Bound(src, SHAPE, 5, align=align), Bound(name, SHAPE, 6, dst=True, align=16 - align)
         made = kvbm.plan(one.layout, other.layout, SHAPE, num_blocks=(5, 6))
         first, second = made.staged(gathers=gathers)
-        assert first.dst_id == second.src_id and first.dst_id[0] == 0
-        block = first.dst_id[1]
+        (first_id,), (second_id,) = {part.dst_id for part in first.parts}, {part.src_id for part in second.parts}
+        assert first_id == second_id and first_id[0] == 0
+        block = first_id[1]
         assert block % 16 == 0 and SHAPE.nbytes <= block < SHAPE.nbytes + 16
         want = moved(one, other, src_ids, dst_ids)
         slot = oracle.noise(64 + 3 * block + 64, 5)
