@@ -188,7 +188,7 @@ def test_twelve_has_no_common_refinement() -> None:
 @pytest.mark.parametrize(("src", "dst"), matrix.pairs())
 def test_shipped_pairs(src: str, dst: str) -> None:
     shapes = (SHAPE, kvbm.BlockShape(nl=2, no=1, nh=1, nt=3, hd=16, dtype="int8"))
-    shapes += (kvbm.BlockShape(nl=1, no=1, nh=1, nt=256, hd=12, dtype="float8_e4m3fn"),)  # block scales
+    shapes += (kvbm.BlockShape(nl=1, no=1, nh=1, nt=256, hd=16, dtype="float8_e4m3fn"),)  # block scales
     legal = [s for s in shapes if all(matrix.legal(n, tuple(s.sizes.values()), s.itemsize) for n in (src, dst))]
     assert legal
     for shape in legal:

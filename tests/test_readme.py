@@ -179,7 +179,16 @@ def test_links_and_files_are_there() -> None:
         assert (root / target).exists(), target
     (tree,) = [block for block in blocks(section("How it works"), "") if "permute.cuh" in block]
     named = {name.rpartition("/")[2] for name in re.findall(r"[\w./]+\.(?:pyx?|h|cuh|cpp|in|sh)\b", tree)}
-    folders = ("cuda", "src/kvbm", "src/kvbm/bench", "src/kvbm/testing", "tests", "benchmarks", "tools")
+    folders = (
+        "cuda",
+        "src/kvbm",
+        "src/kvbm/bench",
+        "src/kvbm/testing",
+        "src/kvbm/torch",
+        "tests",
+        "benchmarks",
+        "tools",
+    )
     there = {path.name for folder in folders for path in (root / folder).iterdir()}
     assert len(named) > 15 and named <= there, named - there
     there = [path for path in (root / "src" / "kvbm").rglob("*") if path.suffix in {".py", ".pyx", ".pyi"}]
