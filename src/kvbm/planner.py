@@ -484,22 +484,20 @@ class Launch(NamedTuple):
 def _plane_launches(
     parts: Sequence[Part], forms: Sequence[Form], src_alignment: int, dst_alignment: int
 ) -> list[Launch]:
-    """K and V by way of shared memory where that helps, each for itself where they differ; else rows of all planes."""
-    whole = list(zip(parts, forms, strict=True))
-    halves = [whole, *([one for one in whole if one[0].half == half] for half in (0, 1))]
+    """A page by way of shared memory where that helps, or K or V alone if that can be done; rows of the other planes."""
+    page = _page(parts, src_alignment, dst_alignment)
+    if page is not None:
+        return [page]
     made: list[Launch] = []
-    rows = []
-    for group in halves[:1] if parts[0].half is None else halves:
-        page = _page([part for part, _ in group], src_alignment, dst_alignment)
+    rows: list[tuple[Part, Form]] = []
+    for half in dict.fromkeys(part.half for part in parts):
+        mine = [(part, form) for part, form in zip(parts, forms, strict=True) if part.half == half]
+        page = _page([part for part, _ in mine], src_alignment, dst_alignment)
         if page is not None:
             made.append(page)
-        elif group is not whole:
-            rows += group
-        if group is whole and (page is not None or parts[0].half is None):
-            break
-    else:
-        return made + (_record_launches(*zip(*rows, strict=True)) if rows else [])
-    return made or _record_launches(parts, forms)
+        else:
+            rows += mine
+    return made + (_record_launches(*zip(*rows, strict=True)) if rows else [])
 
 
 def _page(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> Launch | None:
