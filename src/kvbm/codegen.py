@@ -124,12 +124,20 @@ def _asked(layouts: Sequence[Layout]) -> dict[tuple[Form, ...], set[Pair]]:
                         asked.setdefault((form,), set()).add(pair)
             except (PlanError, MissingKernelError):
                 continue  # not a copy at this shape; whoever asks for the pair is told so
-            asked.setdefault(forms, set()).add(pair)
+            # A joined kernel saves a launch: worth its bytes at the sizes that caches have.
+            for together in [forms] if len(forms) == 1 or _is_usual(shape) else [(form,) for form in forms]:
+                asked.setdefault(together, set()).add(pair)
     names = list(aliases.values())
     return {
         forms: {named for i, j in pairs for named in itertools.product(names[i], names[j])}
         for forms, pairs in asked.items()
     }
+
+
+def _is_usual(shape: BlockShape) -> bool:
+    """Whether it is like an engine's: elements of one or two bytes, rows of tokens and of elements that are whole words."""
+    row = shape.hd * shape.itemsize
+    return shape.itemsize <= 2 and shape.nt % WIDEST == 0 and row % WIDEST == 0 and row > 4 * WIDEST
 
 
 def _legal(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved | None:
