@@ -462,7 +462,7 @@ cdef class Copy:
         ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
         ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
         ``strides``: bytes that a block id contributes in this part.  ``words``: for kernels of records the bytes of a
-        word; of pages also of an item and from word to word of one in shared memory, where the part starts there, and the
+        word; of pages also of an item, from word to word of one in shared memory, where the part starts there, and the
         bytes of its segment.
     src_id, dst_id : tuple of two ints
         What one block id contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
