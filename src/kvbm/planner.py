@@ -417,11 +417,23 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{self.title}   {self.shape}"]
+        if self._of_planes:
+            lines.append(f"{' and '.join(self.kernels())}: the planes of one page, then the next page's")
         for part in self.parts:
             form = part.form(WIDEST, WIDEST)
-            lines.append(f"{part.label}{'  ' if part.label else ''}{form.name}: {_CLASS[part.kind]}")
+            name = f"words of {form.element or form.word} B" if self._of_planes else form.name
+            lines.append(f"{part.label}{'  ' if part.label else ''}{name}: {_CLASS[part.kind]}")
             lines.extend(_loops(part, form))
         return "\n".join(lines)
+
+    @property
+    def _of_planes(self) -> bool:
+        """Whether several planes are copied, which have kernels in common."""
+        return bool(self.src.parts) and len(self.parts) > 1
+
+    def _kinds_of_planes(self) -> Iterator[tuple[str, str]]:
+        for name in self.kernels():
+            yield Form.parse(name)[0].kind, name
 
     def explain(self) -> str:
         """The plan in sentences: what stays together, what moves, which word, which kernel and why."""
@@ -453,23 +465,35 @@ class Plan:
                 a, b = part.spans
                 text = (
                     f"{who} {size_text(part.run_bytes)} move by themselves: the source goes on along an axis of {a.extent}, the "
-                    f"destination along one of {b.extent}. A tile of both is turned in shared memory"
-                    + (", 16-byte words of elements in registers" if form.word > form.element else "")
-                    + ", so that both sides move whole lines."
+                    f"destination along one of {b.extent}."
                 )
+                if not self._of_planes:
+                    turned = ", 16-byte words of elements in registers" if form.word > form.element else ""
+                    text += f" A tile of both is turned in shared memory{turned}, so that both sides move whole lines."
             if steps:
                 text += f" {steps[0].upper()}{steps[1:]}."
             narrow = (
                 "" if form.word == WIDEST else f" (16 is ruled out by the run or a stride: {_narrowing(part, form)})"
             )
-            text += f" With aligned bases words are {form.word} bytes{narrow}; kernel {form.name}."
+            if not self._of_planes:
+                text += f" With aligned bases words are {form.word} bytes{narrow}; kernel {form.name}."
             paragraphs.append(text + _fitted(part))
-        if self.src.parts and len(self.parts) > 1:
-            names = " and ".join(launch.kernel for launch in self.launches())
-            paragraphs.append(f"Planes of one page are copied side by side, then the next page's: {names}.")
+        if self._of_planes:
+            paragraphs += [f"{_OF_PLANES[kind]}: {name}." for kind, name in self._kinds_of_planes()]
         elif len(self.parts) == 2:
             paragraphs.append("Both halves go in one launch where the joined kernel is built, else in one launch each.")
         return "\n".join(paragraphs)
+
+
+#: What a kernel does with the planes that it copies.
+_OF_PLANES = {
+    "copy": "One plane of a page is a plain copy",
+    "rows": "One plane of a page is copied row by row",
+    "tile": "One plane of a page is turned in tiles",
+    "record": "Planes of one page are copied side by side, row by row, then the next page's",
+    "page_in": "On a GPU pages are read as one stream into shared memory, where their planes are taken apart",
+    "page_out": "On a GPU pages are put together in shared memory and written as one stream",
+}
 
 
 class Launch(NamedTuple):
