@@ -514,13 +514,18 @@ def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
     if compiler is None or not (ROOT / "cuda" / "runtime.cpp").is_file():
         pytest.skip("no C++ compiler, or no checkout")
     names = sorted(
-        codegen.kernels([kvbm.load(name) for name in ("nhd", "vllm/paged_attn_v0", "hf/dynamic_cache", "vllm/LBHNC")])
+        codegen.kernels(
+            [
+                kvbm.load(name)
+                for name in ("nhd", "vllm/paged_attn_v0", "vllm/aiter_shuffle", "hf/dynamic_cache", "vllm/LBHNC")
+            ]
+        )
     )
     # Of records and pages there are general kernels, which are built.
     names = [name for name in names if not name.startswith(("record_", "page_"))]
     parsed = {name: planner.Form.parse(name) for name in names}
     assert {(f.kind, f.few, len(forms)) for forms in parsed.values() for f in forms} == {
-        ("copy", False, 1), ("copy", False, 2), ("rows", False, 1), ("rows", False, 2), ("rows", True, 1), ("tile", False, 1),
+        ("copy", False, 1), ("copy", False, 2), ("rows", False, 1), ("rows", True, 1), ("tile", False, 1),
         ("tile", False, 2), ("tile", True, 1),
     }  # fmt: skip
     built = "\n".join(f"  KVBM_KERNEL({name}, 0, {len(parsed[name])}, {codegen._types(name)})" for name in names)

@@ -137,8 +137,8 @@ def test_many_tensors() -> None:
 @pytest.mark.parametrize("offset", [1, 2, 3])
 def test_storage_offsets(offset: int) -> None:
     """A view that begins inside its storage is taken where it begins, also where words become narrower by it."""
-    whole = random("vllm/LBHNC", 3)[0]
-    storage = torch.empty(whole.numel() + offset)
+    whole = random("vllm/LBHNC", 3)[0].bfloat16()
+    storage = torch.empty(whole.numel() + offset, dtype=torch.bfloat16)
     view = storage[offset:].view(whole.shape)
     view.copy_(whole)
     assert view.data_ptr() % 16 and view.storage_offset() == offset
