@@ -4,8 +4,8 @@
  * GPU kernels (as their only parameter), the host kernels and the extension.
  *
  * Vocabulary.  A *batch* copies pairs of blocks (src id, dst id).  A copy has one *part*, or several: K and V where these
- * have different orders, or the planes of a record.  A part is a loop nest in bytes: *outer* modes pick a chunk (they may step through the tables of
- * allocations), *inner* modes walk inside it, fastest first.  Strides are bytes, table strides are entries.
+ * have different orders, or the planes of a record.  A part is a loop nest in bytes: *outer* modes pick a chunk (they may step
+ * through the tables of allocations), *inner* modes walk inside it, fastest first.  Strides are bytes, table strides entries.
  *
  *   address = table[id * id_table + table_offset + sum(c_k * mode_k.table)]
  *           + id * id_stride + offset + sum(c_k * mode_k.stride)          (once for src, once for dst)
@@ -80,8 +80,8 @@ typedef struct kvbm_part {
   /* The caller's: */
   uint32_t word;        /* records and pages: bytes of a load and store; others have theirs built in */
   uint32_t item;        /* pages: bytes that one thread moves at a time, whole on the side not staged */
-  uint32_t place, held; /* pages: where this part starts in shared memory, and the bytes of the dense
-                                                 segment that starts with it; 0: it lies in another part's segment */
+  uint32_t place, held; /* pages: where this part starts in shared memory, and the bytes of the dense segment that starts
+                           with it; 0: it lies in another part's segment */
   uint32_t reserved;
   uint32_t apart;                             /* pages: bytes from word to word of an item in shared memory */
   int32_t src_table_offset, dst_table_offset; /* table entries at which this part starts (V's half, a slice) */

@@ -845,8 +845,6 @@ def convert(src_pool: Pool, dst_pool: Pool, src_ids: Any = None, dst_ids: Any = 
     """
     for pool in (src_pool, dst_pool):
         pool.require_open()
-    for pool in (src_pool, dst_pool):
-        pool.require_open()
     _bind(src_pool, dst_pool).copy(src_ids, dst_ids, None, stream, None)
 
 
