@@ -160,6 +160,95 @@ def test_parameters_and_what_c_does_not_look_at(monkeypatch: pytest.MonkeyPatch)
     assert alike(kvbm.torch.convert(tensors, "nhd", "vllm/paged_attn_v0", SIZES), want)
 
 
+def _into(given: Any) -> Any:
+    out = random("universal")
+    kvbm.torch.convert_(given, out, "hf/dynamic_cache", "universal", SIZES)
+    return out
+
+
+CALLS = {"convert": lambda given: kvbm.torch.convert(given, "hf/dynamic_cache", "universal", SIZES), "convert_": _into}
+
+
+@pytest.mark.parametrize(("name", "call"), list(CALLS.items()), ids=list(CALLS))
+def test_who_listens_at_the_dispatcher_is_called(name: str, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain tensors go past the dispatcher only where nobody would notice."""
+    from torch.overrides import TorchFunctionMode
+    from torch.profiler import ProfilerActivity, profile
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    heard: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            heard.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            heard.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Mine(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            heard.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    tensors = random("hf/dynamic_cache")
+    twin = f"kvbm._{name}.default"
+    for mode in (Functions, Operators):
+        heard.clear()
+        with mode():
+            call(tensors)
+        assert twin in heard, mode
+    heard.clear()
+    call([*tensors[:-1], tensors[-1].as_subclass(Mine)])
+    assert twin in heard, "a subclass, and be it the last"
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        call(tensors)
+    assert f"kvbm::_{name}" in [event.key for event in profiled.key_averages()]
+    if name == "convert":  # torch.jit.trace drops what writes into the tensors of a list, before and after
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated
+            traced = torch.jit.trace(lambda *given: call(list(given))[0], tuple(tensors), check_trace=False)
+        assert f"kvbm::_{name}" in str(traced.graph)
+    with pytest.raises(RuntimeError, match=r"(?i)batching|vmap|functorch"):
+        torch.func.vmap(lambda tensor: call([tensor, *tensors[1:]])[0])(torch.stack(tensors[:2]))
+    with monkeypatch.context() as patch:  # torch.func may want to know of plain tensors, too
+        for direct in ("_convert_plain", "_convert_plain_"):
+            patch.setattr(operators, direct, None)
+        torch.func.vmap(lambda each: call(tensors) and each, randomness="same")(torch.ones(2))
+    # And otherwise nobody calls the operators.
+    for operator in ("_PLAIN", "_PLAIN_", "_CONVERT", "_CONVERT_"):
+        monkeypatch.setattr(operators, operator, None)
+    call(tensors)
+    call(tuple(tensors))
+
+
+def test_a_gradient_wanted_of_the_last_tensor_alone() -> None:
+    tensors = random("hf/dynamic_cache")
+    tensors = [*(one.float() for one in tensors[:-1]), tensors[-1].float().requires_grad_()]
+    out = kvbm.torch.convert(tensors, "hf/dynamic_cache", "universal", SIZES)
+    assert out[0].requires_grad
+    with pytest.raises(kvbm.BindError, match=f"input #{len(tensors) - 1} requires a gradient"):
+        kvbm.torch.convert_(tensors, [one.detach() for one in out], "hf/dynamic_cache", "universal", SIZES)
+    with torch.no_grad():
+        assert not kvbm.torch.convert(tensors, "hf/dynamic_cache", "universal", SIZES)[0].requires_grad
+
+
+def test_a_torch_that_does_not_answer_is_always_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version without one of the private questions: the dispatcher is called, with the same result."""
+    monkeypatch.delattr(torch._C._functorch, "peek_interpreter_stack")
+    listeners = operators._listeners()
+    assert len(listeners) == 1 and listeners[0]()
+    monkeypatch.setattr(operators, "_LISTENERS", listeners)
+    monkeypatch.setattr(operators, "_convert_plain", None)
+    tensors = random("nhd")
+    assert alike(
+        kvbm.torch.convert(tensors, "nhd", "hnd", SIZES), [one.transpose(0, 1).contiguous() for one in tensors]
+    )
+
+
 def test_what_c_takes() -> None:
     good = ((2, 3), (3, 1))
     tensors = [torch.zeros(2, 3), torch.zeros(2, 3)]
@@ -182,6 +271,8 @@ def test_what_c_takes() -> None:
         ([tensors[0], "x"], 2, (good,), None, "float32", -1),
         (iter(tensors), 2, (good,), None, "float32", -1),
         ([], 0, (good,), None, "float32", -1),
+        ([tensors[0], torch.nn.Parameter(tensors[1])], 2, (good,), None, "float32", -1, frozenset((torch.Tensor,))),
+        ([tensors[0], torch.zeros(2, 3, requires_grad=True)], 2, (good,), None, "float32", -1, None, False),
     ]
     for case in refused:
         assert look(*case) is None, case
@@ -388,6 +479,8 @@ def test_compile_without_a_graph_break(backend: str, dynamic: bool) -> None:
 
 def test_a_changing_number_of_blocks_is_compiled_once() -> None:
     """One tensor a layer: the number of blocks is a symbol, and stays one."""
+    import torch._dynamo.testing
+
     counter = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(forward, fullgraph=True, backend=counter, dynamic=True)
     for blocks in (3, 5, 9):

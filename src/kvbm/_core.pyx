@@ -1177,7 +1177,7 @@ cdef int _read_kind(kind, Kind *out) except -1:
 
 @cython.boundscheck(True)
 def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsigned char[::1] which, str dtype not None,
-                    int device):
+                    int device, frozenset types=None, bint gradients=True):
     """Look at one side of a copy: torch's tensors, each of the shape and strides that its layout gives it.
 
     Parameters
@@ -1192,6 +1192,10 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
     dtype : str
     device : int
         CUDA device ordinal, -1 for the host.
+    types : frozenset of type, optional
+        The only types that tensors may be of.
+    gradients : bool
+        Whether a tensor may require a gradient.
 
     Returns
     -------
@@ -1227,9 +1231,13 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
                 kvbm_prefetch_fields(item)
         tensor = <object> _item(tensors, i)
         if Py_TYPE(tensor) != want.kind:
+            if types is not None and type(tensor) not in types:
+                return None
             want.api = _exchange(type(tensor))
             want.kind = Py_TYPE(tensor)
         if want.api == NULL:
+            return None
+        if not gradients and tensor.requires_grad:
             return None
         if want.api.look(<PyObject *> tensor, &found) != 0:
             PyErr_Clear()

@@ -23,7 +23,7 @@ from .planner import plan
 from .pool import Array, Pool, describe
 from .shapes import ITEMSIZE, BlockShape
 from .spec import load, parse
-from .transfer import current_stream, prepare, require_compatible, require_disjoint
+from .transfer import current_stream, prepare, require_compatible, require_disjoint, torch_stream
 
 __all__ = [
     "MemcpyBatchMode",
@@ -305,11 +305,7 @@ def _require_empty(blocks: Any, name: str) -> None:
 def _stream_of(sides: _Sides, stream: Any) -> int:
     if stream is not None:
         return _core.stream_handle(stream)
-    return _torch_stream(sides.device) if sides.pool is None else current_stream(sides.pool)
-
-
-def _torch_stream(device: int) -> int:
-    return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+    return torch_stream(sides.device) if sides.pool is None else current_stream(sides.pool)
 
 
 @functools.lru_cache(maxsize=256)
@@ -508,7 +504,7 @@ def _raw_stream(stream: Any, device: int) -> int:
         return _core.stream_handle(stream)
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.cuda:
-        return _torch_stream(device)
+        return torch_stream(device)
     raise BindError(
         "stream: addresses have no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
     )
