@@ -903,7 +903,7 @@ def test_four_bits_in_pairs() -> None:
 def test_a_route_for_ids_on_the_gpu_is_made_of_what_there_is() -> None:
     """It takes no GPU to bind one; what it runs is the GPU tests'."""
     tensors, out = random("nhd", 3), random("universal", 3)
-    batch = operators._batch_(tensors, out, "nhd", "universal", SIZES, None, None)
+    batch = operators._batch_(tensors, out, "nhd", "universal", SIZES)
     tables = [
         operators._table(who, given, sized, elements, batch.face, "float32")
         for who, given, sized, elements in (

@@ -167,6 +167,7 @@ class _Batch:
 _Table = tuple[_core.Table, int]
 _KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
 _faces: dict[Any, _Face] = {}
+_batches: dict[Any, _Batch] = {}  # by what real tensors have; faces are for symbols, too
 _names: dict[torch.dtype, str] = {}
 
 
@@ -187,6 +188,13 @@ def _face(operator: str, tensors: Sequence[torch.Tensor], out: Sequence[torch.Te
             _faces.clear()
         found = _faces[key] = _Face(operator, names, (first.dtype, other), first.device)  # type: ignore[arg-type]
     return found
+
+
+def _remembered(key: Any, batch: _Batch) -> _Batch:
+    if len(_batches) >= _MOST_SIZES:
+        _batches.clear()
+    _batches[key] = batch
+    return batch
 
 
 def _seen(tensor: torch.Tensor) -> Seen:
@@ -286,9 +294,18 @@ def _batch(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> _
     return face.batch(blocks, blocks)
 
 
+def _known(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> _Batch:
+    """The batch of real tensors, by what was passed."""
+    if not tensors:
+        return _batch(tensors, src, dst, shape)
+    first = tensors[0]
+    key = (src, dst, shape, first.dtype, first.device, first.shape, len(tensors))
+    return _batches.get(key) or _remembered(key, _batch(tensors, src, dst, shape))
+
+
 def _convert(tensors: list[torch.Tensor], src: str, dst: str, shape: str) -> list[torch.Tensor]:
     try:
-        batch = _batch(tensors, src, dst, shape)
+        batch = _known(tensors, src, dst, shape)
         if batch.src_blocks == 0:
             _require(_INPUT, tensors, batch.src, batch.face)
             return batch.outputs()
@@ -301,7 +318,7 @@ def _convert(tensors: list[torch.Tensor], src: str, dst: str, shape: str) -> lis
 def _convert_plain(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> list[torch.Tensor] | None:
     """The same without a dispatcher, or None where it must be asked or something is wrong."""
     try:
-        batch = _batch(tensors, src, dst, shape)
+        batch = _known(tensors, src, dst, shape)
         source = _plain_table(tensors, batch.src, batch.src_elements, batch.face, batch.face.dtypes[0])
         return None if source is None else _filled(batch, source)
     except KvbmError as error:
@@ -384,15 +401,20 @@ for _twin in ("", "_"):
 _INPUT_, _OUTPUT_ = Caller("convert_", "input"), Caller("convert_", "output")
 
 
-def _batch_(
-    tensors: Sequence[torch.Tensor],
-    out: Sequence[torch.Tensor],
-    src: str,
-    dst: str,
-    shape: str,
-    *ids: torch.Tensor | None,
-) -> _Batch:
+def _batch_(tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> _Batch:
     face = _face("convert_", tensors, out, src, dst, shape)
+    return face.batch(_blocks(_INPUT_, face.src, tensors), _blocks(_OUTPUT_, face.dst, out))
+
+
+def _known_(tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> _Batch:
+    if not tensors or not out:
+        return _batch_(tensors, out, src, dst, shape)
+    first, into, sizes = tensors[0], out[0], (len(tensors), len(out))
+    key = (src, dst, shape, first.dtype, first.device, first.shape, into.dtype, into.shape, *sizes)
+    return _batches.get(key) or _remembered(key, _batch_(tensors, out, src, dst, shape))
+
+
+def _require_ids(face: _Face, *ids: torch.Tensor | None) -> None:
     for what, given in zip(("src_ids", "dst_ids"), ids, strict=True):
         if given is None:
             continue
@@ -400,9 +422,8 @@ def _batch_(
             raise BindError(
                 f"convert_: {what}: expected one axis of int32 or int64, got shape {tuple(given.shape)} of {_name(given.dtype)}"
             )
-        if given.device.type != "cpu":
+        if not given.is_cpu:
             require_device(f"convert_: {what}", str(given.device), "input #0", str(face.device))
-    return face.batch(_blocks(_INPUT_, face.src, tensors), _blocks(_OUTPUT_, face.dst, out))
 
 
 def _convert_(
@@ -415,8 +436,9 @@ def _convert_(
     dst_ids: torch.Tensor | None = None,
 ) -> None:
     try:
-        batch = _batch_(tensors, out, src, dst, shape, src_ids, dst_ids)
+        batch = _known_(tensors, out, src, dst, shape)
         face = batch.face
+        _require_ids(face, src_ids, dst_ids)
         if batch.src_blocks == 0 or batch.dst_blocks == 0:
             _require(_INPUT_, tensors, batch.src, face)
             _require(_OUTPUT_, out, batch.dst, face)
@@ -441,8 +463,9 @@ def _convert_plain_(
 ) -> bool:
     """The same without a dispatcher; False where it must be asked or something is wrong, and nothing is done."""
     try:
-        batch = _batch_(tensors, out, src, dst, shape, src_ids, dst_ids)
+        batch = _known_(tensors, out, src, dst, shape)
         face = batch.face
+        _require_ids(face, src_ids, dst_ids)
         source = _plain_table(tensors, batch.src, batch.src_elements, face, face.dtypes[0])
         target = source and _plain_table(out, batch.dst, batch.dst_elements, face, face.dtypes[1])
         if source is None or target is None:
@@ -486,7 +509,8 @@ def _fake_convert_(
     dst_ids: torch.Tensor | None = None,
 ) -> None:
     try:
-        batch = _batch_(tensors, out, src, dst, shape, src_ids, dst_ids)
+        batch = _batch_(tensors, out, src, dst, shape)
+        _require_ids(batch.face, src_ids, dst_ids)
         _require(_INPUT_, tensors, batch.src, batch.face)
         _require(_OUTPUT_, out, batch.dst, batch.face)
         _pairs(batch, src_ids, dst_ids)
