@@ -126,29 +126,39 @@ def _asyncssh(folder: Path, port: int) -> Iterator[None]:
         process.stderr.write(err.decode())
         process.exit(child.returncode)
 
-    started, loop = threading.Event(), asyncio.new_event_loop()
+    connections: list[Any] = []
+
+    class Noting(asyncssh.SSHServer):  # type: ignore[misc]
+        def connection_made(self, conn: Any) -> None:
+            connections.append(conn)
+
+    started, ends = threading.Event(), []
 
     async def listen() -> None:
-        await asyncssh.listen(
+        loop, end = asyncio.get_running_loop(), asyncio.Event()
+        ends.append(lambda: loop.call_soon_threadsafe(end.set))
+        server = await asyncssh.listen(
             "127.0.0.1",
             port,
+            server_factory=Noting,
             server_host_keys=[str(folder / "host")],
             authorized_client_keys=str(folder / "authorized"),
             process_factory=handle,
             sftp_factory=True,
         )
         started.set()
+        await end.wait()
+        server.close()
+        for connection in connections:  # what is left open would be a warning in whichever test comes next
+            connection.abort()
+            await connection.wait_closed()
 
-    def run() -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(listen())
-        loop.run_forever()
-
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(listen()), daemon=True)
     thread.start()
     assert started.wait(20)
     try:
         yield
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        ends[0]()
         thread.join(10)
+        assert not thread.is_alive(), "the server does not end"
