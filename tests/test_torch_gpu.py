@@ -190,6 +190,44 @@ def test_devices_that_are_mixed() -> None:
         kvbm.torch.convert(tensors, *names, stream=Stream())
 
 
+def test_two_gpus() -> None:
+    """Tensors' own GPU counts, whichever is current: its streams, its fences, its graphs; and no two of them."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    names, shape = ("nhd", "universal"), of("bfloat16")
+    here, there = random("nhd", 3, "bfloat16"), torch.device("cuda", 1)
+    want = kvbm.torch.convert(here, *names, SIZES)
+    src = [tensor.to(there) for tensor in here]
+    assert torch.cuda.current_device() == 0
+    for stream in (None, torch.cuda.Stream(there)):
+        out = kvbm.torch.convert(src, *names, SIZES, stream=stream)
+        assert {tensor.device for tensor in out} == {there} and alike([tensor.cpu() for tensor in out], want)
+    # In the order of that GPU's current stream, behind work that takes long.
+    side, into = torch.cuda.Stream(there), [torch.zeros_like(tensor) for tensor in out]
+    torch.cuda.synchronize(there)
+    with torch.cuda.stream(side):
+        late = [torch.zeros_like(tensor) for tensor in src]
+        torch.cuda._sleep(LONG)
+        for one, value in zip(late, src, strict=True):
+            one.copy_(value)
+        with torch.cuda.device(0):
+            kvbm.torch.convert_(late, into, *names, shape, torch.arange(3, device=there), [2, 1, 0])
+        assert not side.query()
+    side.synchronize()
+    kvbm.torch.check_ids()
+    assert alike([tensor.cpu() for tensor in into], want[::-1])
+    with pytest.raises(kvbm.BindError, match=r"stream is on cuda:0, the tensors on cuda:1"):
+        kvbm.torch.convert(src, *names, SIZES, stream=torch.cuda.Stream(0))
+    first = [tensor.to("cuda:0") for tensor in here]
+    for given, message in (([*src[:-1], first[-1]], "cuda:0"), ([*first[:-1], src[-1]], "cuda:1")):
+        with pytest.raises(kvbm.BindError, match=rf"input #\d+ is on {message}, .*kvbm\.Transfer"):
+            kvbm.torch.convert(given, *names, SIZES)
+    with pytest.raises(kvbm.BindError, match=r"on cuda:0, .* on cuda:1.*kvbm\.Transfer"):
+        kvbm.torch.convert_(src, [tensor.to("cuda:0") for tensor in out], *names, SIZES)
+    with pytest.raises(kvbm.BindError, match=r"src_ids is on cuda:0"):
+        kvbm.torch.convert_(src, out, *names, SIZES, torch.arange(3, device="cuda:0"), None)
+
+
 def test_ids_on_the_gpu_that_are_out_of_range_are_told_afterwards() -> None:
     src, dst = Guarded("nhd", of("float32"), 4), Guarded("universal", of("float32"), 5, dst=True)
     ids = torch.tensor([1, 9, 2]).cuda()
