@@ -204,14 +204,15 @@ def test_two_gpus() -> None:
         assert {tensor.device for tensor in out} == {there} and alike([tensor.cpu() for tensor in out], want)
     # In the order of that GPU's current stream, behind work that takes long.
     side, into = torch.cuda.Stream(there), [torch.zeros_like(tensor) for tensor in out]
+    late, ids = [torch.zeros_like(tensor) for tensor in src], torch.arange(3, device=there)
+    kvbm.torch.convert_(late, into, *names, shape, ids, [2, 1, 0])  # what is loaded for the first time is waited for
     torch.cuda.synchronize(there)
     with torch.cuda.stream(side):
-        late = [torch.zeros_like(tensor) for tensor in src]
         torch.cuda._sleep(LONG)
         for one, value in zip(late, src, strict=True):
             one.copy_(value)
         with torch.cuda.device(0):
-            kvbm.torch.convert_(late, into, *names, shape, torch.arange(3, device=there), [2, 1, 0])
+            kvbm.torch.convert_(late, into, *names, shape, ids, [2, 1, 0])
         assert not side.query()
     side.synchronize()
     kvbm.torch.check_ids()
