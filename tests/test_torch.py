@@ -223,6 +223,11 @@ def test_who_listens_at_the_dispatcher_is_called(name: str, call: Any, monkeypat
         monkeypatch.setattr(operators, operator, None)
     call(tensors)
     call(tuple(tensors))
+    one, other = torch.zeros(2, 3, 4, 16, 2, 32), torch.zeros(3, 2, 4, 16, 2, 32)
+    if name == "convert":
+        kvbm.torch.convert(one, "vllm/LBHNC", "vllm/BLHNC", SIZES)
+    else:
+        kvbm.torch.convert_(one, other, "vllm/LBHNC", "vllm/BLHNC", SIZES)
 
 
 def test_a_gradient_wanted_of_the_last_tensor_alone() -> None:

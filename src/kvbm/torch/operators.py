@@ -692,6 +692,8 @@ def convert(
     (6, (4, 3, 2, 16, 8))
     """
     names = (layout_name("convert: src", src), layout_name("convert: dst", dst), shape_text("convert: shape", shape))
+    if isinstance(tensors, torch.Tensor):
+        tensors = [tensors]
     if stream is None and _nobody_listens(tensors):
         out = _convert_plain(tensors, *names)
         if out is not None:
@@ -750,6 +752,10 @@ def convert_(
     """
     names = (layout_name("convert_: src", src), layout_name("convert_: dst", dst), shape_text("convert_: shape", shape))
     ids = (_ids("src_ids", src_ids), _ids("dst_ids", dst_ids))
+    if isinstance(tensors, torch.Tensor):
+        tensors = [tensors]
+    if isinstance(out, torch.Tensor):
+        out = [out]
     listed = [[one] for one in ids if one is not None]
     if stream is None and _nobody_listens(tensors, out, *listed) and _convert_plain_(tensors, out, *names, *ids):
         return
@@ -831,8 +837,6 @@ def _tensor(array: Any, device: str) -> torch.Tensor:
 
 
 def _list(operator: str, what: str, tensors: Any) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
     if not isinstance(tensors, list | tuple):
         raise BindError(f"{operator}: {what}: expected a list of tensors, got a {type(tensors).__name__}")
     for index, tensor in enumerate(tensors):
