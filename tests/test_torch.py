@@ -255,7 +255,7 @@ def test_a_torch_that_does_not_answer_is_always_told(monkeypatch: pytest.MonkeyP
 
 
 def test_what_c_takes() -> None:
-    good = ((2, 3), (3, 1))
+    good = ((2, 3), (3, 1), "", 0)
     tensors = [torch.zeros(2, 3), torch.zeros(2, 3)]
     look = lambda *rest: _core.strided_tensors(*rest)  # noqa: E731
     table, alignment = look(tensors, 2, (good,), None, "float32", -1)
@@ -263,28 +263,41 @@ def test_what_c_takes() -> None:
     assert look(tuple(tensors), 2, (good, good), b"\0\1", "float32", -1) is not None
     refused = [
         (tensors, 3, (good,), None, "float32", -1),
-        (tensors, 2, (((3, 2), (2, 1)),), None, "float32", -1),
-        (tensors, 2, (((2, 3), (1, 2)),), None, "float32", -1),
-        (tensors, 2, (((6,), (1,)),), None, "float32", -1),
+        (tensors, 2, (((3, 2), (2, 1), "", 0),), None, "float32", -1),
+        (tensors, 2, (((2, 3), (1, 2), "", 0),), None, "float32", -1),
+        (tensors, 2, (((6,), (1,), "", 0),), None, "float32", -1),
         (tensors, 2, (good,), None, "int32", -1),
         (tensors, 2, (good,), None, "float32", 0),
-        (tensors, 2, (good, ((3, 2), (2, 1))), b"\0\1", "float32", -1),
+        (tensors, 2, (good, ((3, 2), (2, 1), "", 0)), b"\0\1", "float32", -1),
         (tensors, 2, (good, good), b"\0", "float32", -1),
         (tensors, 2, (good, good), None, "float32", -1),
-        (tensors, 2, (((1,) * 9, (1,) * 9),), None, "float32", -1),
+        (tensors, 2, (((1,) * 9, (1,) * 9, "", 0),), None, "float32", -1),
         ([tensors[0], torch.zeros(2, 3, dtype=torch.int32)], 2, (good,), None, "float32", -1),
         ([tensors[0], "x"], 2, (good,), None, "float32", -1),
         (iter(tensors), 2, (good,), None, "float32", -1),
         ([], 0, (good,), None, "float32", -1),
+        (tensors, 2, (), None, "float32", -1),
+        (tensors, 2, (good,), b"\0\1", "float32", -1),
+        (tensors, 2, (good,) * 17, b"\0\1", "float32", -1),
+        (tensors, 2, (((2, 3), (3, 1), "int32", 0),), None, "float32", -1),
+        (tensors, 2, (((3, 2), (2, 1), "", 7),), None, "float32", -1),
+        ([tensors[0], torch.zeros(3, 2).T], 2, (((6,), (1,), "", 6),), None, "float32", -1),
         ([tensors[0], torch.nn.Parameter(tensors[1])], 2, (good,), None, "float32", -1, frozenset((torch.Tensor,))),
         ([tensors[0], torch.zeros(2, 3, requires_grad=True)], 2, (good,), None, "float32", -1, None, False),
     ]
     for case in refused:
         assert look(*case) is None, case
-    assert look([torch.zeros(3, 2).T], 1, (((2, 3), (1, 2)),), None, "float32", -1) is not None
+    assert look([torch.zeros(3, 2).T], 1, (((2, 3), (1, 2), "", 0),), None, "float32", -1) is not None
     assert (
-        look([torch.zeros(1, 3).as_strided((1, 3), (77, 1))], 1, (((1, 3), (3, 1)),), None, "float32", -1) is not None
+        look([torch.zeros(1, 3).as_strided((1, 3), (77, 1))], 1, (((1, 3), (3, 1), "", 0),), None, "float32", -1)
+        is not None
     )
+    two = [torch.zeros(2, 3), torch.zeros(6, dtype=torch.int32)]
+    kinds = good, ((6,), (1,), "int32", 0)
+    assert look(two, 2, kinds, b"\0\1", "float32", -1) is not None
+    assert look(two, 2, kinds, b"\1\0", "float32", -1) is None and look(two, 2, kinds, b"\0\0", "float32", -1) is None
+    any_shape = ((6,), (1,), "", 6)  # records: the bytes count
+    assert look(tensors, 2, (any_shape,), None, "float32", -1) is not None
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=">".join)
@@ -884,12 +897,7 @@ def test_the_operators_agree_with_pools() -> None:
     assert alike(kvbm.torch.tensors(store), kvbm.torch.convert(tensors, "nhd", "universal", SIZES))
 
 
-def test_planes_are_for_pools() -> None:
-    """Blocks of several dtypes: their pools can be seen as tensors, the operators refuse them by name."""
-    with pytest.raises(
-        kvbm.BindError, match=r"convert: vllm/nvfp4 .* has planes \(.*\).* kvbm\.Pool and use kvbm\.convert"
-    ):
-        kvbm.torch.convert(random("nhd"), "nhd", "vllm/nvfp4", SIZES)
+def test_pools_of_planes_as_tensors() -> None:
     pool = kvbm.Pool.allocate(kvbm.load("record/mxfp8_tensors"), of("float8_e4m3fn"), 2)
     seen = kvbm.torch.tensors(pool)
     assert {str(tensor.dtype) for tensor in seen} == {"torch." + kind.dtype for kind in pool.resolved.kinds}

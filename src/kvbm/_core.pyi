@@ -129,7 +129,7 @@ def chunk_tensors(
 def strided_tensors(
     tensors: object,
     count: int,
-    kinds: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
+    kinds: tuple[tuple[tuple[int, ...], tuple[int, ...], str, int], ...],
     which: bytes | None,
     dtype: str,
     device: int,

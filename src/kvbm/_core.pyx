@@ -1160,19 +1160,49 @@ def chunk_tensors(blocks, Py_ssize_t batch, Py_ssize_t chunks, tuple shape not N
 cdef struct Kind:
     int32_t ndim
     int64_t shape[8]
-    int64_t strides[8]  # elements
+    int64_t strides[8]  # items
+    int64_t whole       # bytes of records that may come in any shape, or 0
+    uint8_t code, bits  # of an item, once one was seen
 
 
 cdef int _read_kind(kind, Kind *out) except -1:
-    """1 if a (shape, strides) pair has few enough axes, else 0."""
+    """1 if (shape, strides, dtype, whole) have few enough axes, else 0."""
     cdef tuple shape = kind[0], strides = kind[1]
     cdef Py_ssize_t i
     if len(shape) > MOST_AXES or len(shape) != len(strides):
         return 0
     out.ndim = <int32_t> len(shape)
+    out.whole = kind[3]
+    out.code = out.bits = 0
     for i in range(out.ndim):
         out.shape[i], out.strides[i] = shape[i], strides[i]
     return 1
+
+
+cdef bint _fits(const DLTensor *found, const Kind *kind) noexcept:
+    """Whether a tensor has the shape and strides of its kind."""
+    cdef int32_t axis
+    cdef int64_t held = 1
+    if found.ndim != kind.ndim:
+        return False
+    for axis in range(kind.ndim - 1, -1, -1):
+        if found.shape[axis] != kind.shape[axis]:
+            return False
+        if kind.shape[axis] != 1 and (held if found.strides == NULL else found.strides[axis]) != kind.strides[axis]:
+            return False
+        held *= kind.shape[axis]
+    return True
+
+
+cdef bint _is_dense(const DLTensor *found, int64_t items) noexcept:
+    """Whether a tensor is so many items one after the other, in whatever shape."""
+    cdef int32_t axis
+    cdef int64_t held = 1
+    for axis in range(found.ndim - 1, -1, -1):
+        if found.strides != NULL and found.shape[axis] != 1 and found.strides[axis] != held:
+            return False
+        held *= found.shape[axis]
+    return held == items
 
 
 @cython.boundscheck(True)
@@ -1185,10 +1215,11 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
     tensors : list or tuple of tensors
     count : int
         How many are expected.
-    kinds : tuple of (tuple of int, tuple of int)
-        One or two: shape, and strides in elements.  Strides of axes of one element do not count.
+    kinds : tuple of (tuple of int, tuple of int, str, int)
+        Up to 16: shape, strides in items, dtype where it is not `dtype`, and the bytes of records that may come in any dense
+        shape, else 0.  Strides of axes of one item do not count.
     which : bytes or None
-        Which of `kinds` each tensor is; None: all are the first.
+        Which of `kinds` each tensor is; None: all are the only one.
     dtype : str
     device : int
         CUDA device ordinal, -1 for the host.
@@ -1204,17 +1235,15 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
     """
     cdef Alike want
     cdef DLTensor found
-    cdef Kind kind[2]
+    cdef Kind kind[16]
     cdef Kind *mine
     cdef Table table
     cdef PyObject *item
     cdef Py_ssize_t i
-    cdef int32_t axis
-    cdef int64_t held
     cdef uint64_t address
     if (type(tensors) is not list and type(tensors) is not tuple) or len(tensors) != count or count < 1:
         return None
-    if len(kinds) != (1 if which is None else 2) or (which is not None and which.shape[0] != count):
+    if not 0 < len(kinds) <= (1 if which is None else 16) or (which is not None and which.shape[0] != count):
         return None
     for i in range(len(kinds)):
         if not _read_kind(kinds[i], &kind[i]):
@@ -1242,25 +1271,22 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
         if want.api.look(<PyObject *> tensor, &found) != 0:
             PyErr_Clear()
             return None
-        if i == 0:
-            if DTYPES.get((found.code, found.bits)) != dtype:
+        if which is not None and which[i] >= len(kinds):
+            return None
+        mine = &kind[0 if which is None else which[i]]
+        if mine.bits == 0:
+            if DTYPES.get((found.code, found.bits)) != (kinds[mine - kind][2] or dtype):
                 return None
-            want.code, want.bits = found.code, found.bits
-        mine = &kind[0 if which is None else which[i] != 0]
+            mine.code, mine.bits = found.code, found.bits
         if device >= 0:
             if found.device_type != KDL_CUDA or found.device_id != device:
                 return None
         elif found.device_type != KDL_CPU and found.device_type != KDL_CUDA_HOST:
             return None
-        if found.code != want.code or found.bits != want.bits or found.lanes != 1 or found.ndim != mine.ndim:
+        if found.code != mine.code or found.bits != mine.bits or found.lanes != 1:
             return None
-        held = 1
-        for axis in range(mine.ndim - 1, -1, -1):
-            if found.shape[axis] != mine.shape[axis]:
-                return None
-            if mine.shape[axis] != 1 and (held if found.strides == NULL else found.strides[axis]) != mine.strides[axis]:
-                return None
-            held *= mine.shape[axis]
+        if not _fits(&found, mine) and (mine.whole == 0 or not _is_dense(&found, mine.whole)):
+            return None
         address = <uint64_t> found.data + found.byte_offset
         if address == 0:
             return None

@@ -17,6 +17,7 @@ from .contract import (
     layout_name,
     named,
     require,
+    require_copy,
     require_device,
     require_writable,
     shape_text,
@@ -43,7 +44,7 @@ class Bridge(NamedTuple):
     contiguous : str
         How it makes an array contiguous.
     empty : callable
-        ``(kind, like)``: an array of a kind, not initialised, of the dtype and on the device of another.
+        ``(kind, like)``: an array of a kind, not initialised, of its dtype or else of that of another, on whose device it is.
     look : callable
         As `kvbm.pool.describe`.
     """
@@ -89,8 +90,9 @@ class _List(NamedTuple):
         require(self.who, self.seen, side.sized(blocks))
         if not blocks:
             return None
-        # Memory of one width is memory of the shape's dtype: the gates have seen to that.
-        found = [Array(*one[:3], side.shape.dtype, one.device, one.readonly) for one in self.seen]
+        # Memory of one width is memory of the dtype that is wanted: the gates have seen to that.
+        sized = side.sized(blocks)
+        found = [Array(*one[:3], sized.dtype(index), one.device, one.readonly) for index, one in enumerate(self.seen)]
         return Pool.trusted(side.layout, side.shape, found, self.arrays)
 
 
@@ -146,7 +148,7 @@ def convert_(
 def _sides(operator: str, src: Any, dst: Any, shape: Any, source: _List) -> tuple[Side, Side]:
     text = shape_text(f"{operator}: shape", shape)
     sizes = block_shape(text, source.seen[0].dtype if source.seen else "uint8")
-    return (
-        side_of(layout_name(f"{operator}: src", src), sizes),
-        side_of(layout_name(f"{operator}: dst", dst), sizes),
-    )
+    sides = side_of(layout_name(f"{operator}: src", src), sizes), side_of(layout_name(f"{operator}: dst", dst), sizes)
+    if sides[0].layout.planes or sides[1].layout.planes:
+        require_copy(*sides)
+    return sides

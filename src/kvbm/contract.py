@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .errors import BindError, DTypeError, KvbmError, SpecError
-from .layout import Layout
+from .layout import Layout, merge_steps
+from .planner import plan
 from .pool import same_dtype
 from .shapes import ITEMSIZE, BlockShape, load_shape
 from .spec import load
@@ -36,11 +37,18 @@ class Seen(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What an array of a layout must be: its axes, how many elements along each, bytes between neighbours."""
+    """What an array of a layout must be: its axes, how many items along each, bytes between neighbours.
+
+    `dtype` is empty where it is the shape's, and that of an item in layouts of several planes, each of which has its own.
+    Where planes share an array, `whole` is its bytes with all padding: any shape of these, in their order, serves.
+    """
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    itemsize: int
+    dtype: str = ""
+    whole: int = 0
 
 
 #: A number of blocks: an int, or a compiler's symbol of one.
@@ -59,23 +67,28 @@ class Sized(NamedTuple):
     def kind(self, index: int) -> Kind:
         return self.kinds[self.which[index] if self.which else 0]
 
-    def elements(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Shape and strides in elements of each kind, as torch counts them."""
-        size, found = self.side.shape.itemsize, []
+    def dtype(self, index: int) -> str:
+        """Of the items of one array."""
+        return self.kind(index).dtype or self.side.shape.dtype
+
+    def elements(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], str, int], ...]:
+        """Shape and strides in items of each kind, as torch counts them, its dtype, and `Kind.whole`."""
+        found = []
         for kind in self.kinds:
-            if any(stride % size for stride in kind.strides if type(stride) is int):
+            if any(stride % kind.itemsize for stride in kind.strides if type(stride) is int):
                 raise BindError(
-                    f"{self.side.layout.name}: strides of {kind.strides} bytes are no whole numbers of {self.side.shape.dtype}; "
-                    "such a pitch is for kvbm.Pool"
+                    f"{self.side.layout.name}: strides of {kind.strides} bytes are no whole numbers of "
+                    f"{kind.dtype or self.side.shape.dtype}; such a pitch is for kvbm.Pool"
                 )
-            found.append((kind.shape, tuple(stride // size for stride in kind.strides)))
+            found.append(
+                (kind.shape, tuple(stride // kind.itemsize for stride in kind.strides), kind.dtype, kind.whole)
+            )
         return tuple(found)
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first to behind the last element of the largest array."""
-        size = self.side.shape.itemsize
-        return max(sum((n - 1) * s for n, s in zip(k.shape, k.strides, strict=True)) + size for k in self.kinds)
+        """Bytes from the first to behind the last item of the largest array."""
+        return max(sum((n - 1) * s for n, s in zip(k.shape, k.strides, strict=True)) + k.itemsize for k in self.kinds)
 
 
 class Caller(NamedTuple):
@@ -113,21 +126,24 @@ def on_one_device(at: Look) -> None:
 
 
 def of_one_dtype(at: Look) -> None:
-    """All arrays of a list have one dtype."""
-    if at.seen.dtype != at.first.dtype:
+    """All arrays of a list have one dtype, unless planes have their own."""
+    if not at.kind.dtype and at.seen.dtype != at.first.dtype:
         raise DTypeError(
             f"{at.name} is {at.seen.dtype}, {at.who.argument} #0 {at.first.dtype}; expected one dtype for all"
         )
 
 
 def holds_the_dtype(at: Look) -> None:
-    """The dtype is the shape's, or its bits can be read as the shape's."""
-    require_dtype(at.name, at.seen.dtype, at.shape)
+    """The dtype is the shape's, or the plane's, or its bits can be read as these."""
+    if at.kind.dtype:
+        require_dtype(at.name, at.seen.dtype, at.kind.dtype, "the layout's planes say")
+    else:
+        require_dtype(at.name, at.seen.dtype, at.shape.dtype)
 
 
 def of_the_rank(at: Look) -> None:
     """As many axes as the layout has."""
-    if len(at.seen.shape) != len(at.kind.shape):
+    if len(at.seen.shape) != len(at.kind.shape) and not _in_another_shape(at):
         raise BindError(
             f"{at.name}: expected {len(at.kind.shape)} axes ({' '.join(at.kind.axes)}) of {_tuple(at.kind.shape)}, got shape "
             f"{_tuple(at.seen.shape)}; {_reshape(at.seen, at.kind)}"
@@ -136,8 +152,8 @@ def of_the_rank(at: Look) -> None:
 
 def of_the_shape(at: Look) -> None:
     """As many elements along each axis."""
-    for axis, want, got in zip(at.kind.axes, at.kind.shape, at.seen.shape, strict=True):
-        if want != got:
+    for axis, want, got in zip(at.kind.axes, at.kind.shape, at.seen.shape, strict=False):
+        if want != got and not _in_another_shape(at):
             raise BindError(
                 f"{at.name}: axis '{axis}': expected {want}, got {got} (shape {_tuple(at.seen.shape)}, expected "
                 f"{_tuple(at.kind.shape)}); {_reshape(at.seen, at.kind)}"
@@ -147,12 +163,14 @@ def of_the_shape(at: Look) -> None:
 def of_the_strides(at: Look) -> None:
     """Neighbours as far apart as the layout has them: contiguous, unless it declares a pitch."""
     seen, kind = at.seen, at.kind
-    if all(a == b or n == 1 for n, a, b in zip(seen.shape, seen.strides, kind.strides, strict=True)):
+    if all(a == b or n == 1 for n, a, b in zip(seen.shape, seen.strides, kind.strides, strict=False)):
+        return
+    if _in_another_shape(at):
         return
     if any(type(n) is int and n == 0 for n in seen.shape):  # nothing is stepped through
         return
     where = f" at storage offset {seen.offset}" if seen.offset else ""
-    if kind.strides == dense(kind.shape, at.shape.itemsize):
+    if kind.strides == dense(kind.shape, kind.itemsize):
         raise BindError(
             f"{at.name}: expected a contiguous array, got strides of {_tuple(seen.strides)} bytes{where}, a slice or a "
             f"transpose of another; call {at.who.contiguous}"
@@ -160,6 +178,15 @@ def of_the_strides(at: Look) -> None:
     raise BindError(
         f"{at.name}: expected strides of {_tuple(kind.strides)} bytes, the layout's pitch, got {_tuple(seen.strides)}{where}; "
         "allocate it with those strides (torch.empty_strided), or use a layout without a pitch"
+    )
+
+
+def _in_another_shape(at: Look) -> bool:
+    """Whether it is the bytes of records in another shape, with or without the padding."""
+    kind = at.kind
+    return bool(kind.whole) and merge_steps(at.seen.shape, at.seen.strides) in (
+        merge_steps(kind.shape, kind.strides),
+        [(kind.whole, 1)],
     )
 
 
@@ -213,17 +240,19 @@ def require_device(one: str, device: str, other: str, expected: str) -> None:
     raise BindError(f"{one} is on {device}, {other} on {expected}; expected one device: {advice}")
 
 
-def require_dtype(name: str, found: str, shape: BlockShape) -> None:
-    """A dtype that is the shape's, or whose bits can be read as the shape's."""
-    if reads_as(found, shape.dtype):
+def require_dtype(name: str, found: str, wanted: str, why: str = "the shape says") -> None:
+    """A dtype that is the one wanted, or whose bits can be read as that."""
+    if reads_as(found, wanted):
         return
-    if _width(found) == shape.itemsize == 1:
-        advice = (
-            "two formats of one byte are only exchanged as bits: pass .view(torch.uint8) of it, or dtype=uint8 in shape"
-        )
-    else:
+    of_the_shape = why == "the shape says"
+    if _width(found) == _width(wanted) == 1:
+        also = ", or dtype=uint8 in shape" if of_the_shape else ""
+        advice = f"two formats of one byte are only exchanged as bits: pass .view(torch.uint8) of it{also}"
+    elif of_the_shape:
         advice = f"a copy converts no dtype: pass shape='…,dtype={found}', or convert the values before"
-    raise DTypeError(f"{name}: expected {shape.dtype}, as the shape says, got {found}; {advice}")
+    else:
+        advice = "a copy converts no dtype: convert the values before"
+    raise DTypeError(f"{name}: expected {wanted}, as {why}, got {found}; {advice}")
 
 
 def reads_as(found: str, wanted: str) -> bool:
@@ -271,12 +300,6 @@ class Side:
     """A layout and a block shape: what is expected of the arrays of so many blocks."""
 
     def __init__(self, layout: Layout, shape: BlockShape) -> None:
-        if layout.planes:
-            names = ", ".join(plane.name for plane in layout.planes)
-            raise BindError(
-                f"{layout.name} ({layout.order_text}) has planes ({names}), and lists of arrays are of one dtype here; bind them "
-                "with kvbm.Pool and use kvbm.convert"
-            )
         self.layout, self.shape = layout, shape
         one = layout.resolve(shape, 1)
         self.arrays_a_block = one.table_size if layout.b_in_table else 0
@@ -300,7 +323,8 @@ class Side:
         if len(shapes) != self.count:
             raise BindError(f"{who.operator}: {who.argument}s: {self} expects {self.count} arrays, got {len(shapes)}")
         axes, first = self._one.axes, shapes[0]
-        if len(first) != len(axes):
+        any_shape = self._one.is_record and "b" in axes and axes.index("b") < len(first)
+        if len(first) != len(axes) and not any_shape:
             expected = ", ".join(
                 "blocks" if axis == "b" else str(n) for axis, n in zip(axes, self._one.shape, strict=True)
             )
@@ -339,7 +363,7 @@ class Side:
                 return self._made(int(blocks) or 1)
             kinds = _with_numbers(samples[0], lines)
         which = None
-        if len(kinds) == 2:
+        if len(kinds) > 1:
             which = bytes(
                 self.layout.resolve(self.shape, max(int(blocks), 1) if self.arrays_a_block else 1).kind_of_entry
             )
@@ -347,7 +371,18 @@ class Side:
 
     def _kinds(self, blocks: int) -> tuple[Kind, ...]:
         found = self.layout.resolve(self.shape, blocks).kinds
-        return tuple(Kind(tuple(one.axes), tuple(one.shape), tuple(one.strides)) for one in found)
+        own = bool(self.layout.planes)
+        return tuple(
+            Kind(
+                tuple(one.axes),
+                tuple(one.shape),
+                tuple(one.strides),
+                one.itemsize,
+                one.dtype if own else "",
+                one.nbytes if one.is_record else 0,
+            )
+            for one in found
+        )
 
     @staticmethod
     def _line(blocks: Any, at_2: int, at_3: int, at_7: int) -> Any:
@@ -358,14 +393,14 @@ class Side:
 
 
 def _numbers(kinds: tuple[Kind, ...]) -> list[int]:
-    return [number for kind in kinds for number in (*kind.shape, *kind.strides)]
+    return [number for kind in kinds for number in (*kind.shape, *kind.strides, kind.whole)]
 
 
 def _with_numbers(kinds: tuple[Kind, ...], numbers: list[Any]) -> tuple[Kind, ...]:
     made, rest = [], iter(numbers)
     for kind in kinds:
         shape = tuple(next(rest) for _ in kind.shape)
-        made.append(Kind(kind.axes, shape, tuple(next(rest) for _ in kind.strides)))
+        made.append(kind._replace(shape=shape, strides=tuple(next(rest) for _ in kind.strides), whole=next(rest)))
     return tuple(made)
 
 
@@ -379,6 +414,11 @@ def block_shape(text: str, dtype: str) -> BlockShape:
             )
         text += f",dtype={dtype}"
     return load_shape(text)
+
+
+def require_copy(src: Side, dst: Side) -> None:
+    """There is a copy between two layouts: else the planner's own sentence, before dtypes are compared that cannot be."""
+    plan(src.layout, dst.layout, src.shape, num_blocks=(1, 1))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,9 +17,10 @@ __all__ = ["arrays", "convert", "convert_"]
 
 
 def _empty(kind: Kind, like: Any) -> Any:
-    nbytes = like.itemsize + sum((n - 1) * s for n, s in zip(kind.shape, kind.strides, strict=True))
+    nbytes = kind.itemsize + sum((n - 1) * s for n, s in zip(kind.shape, kind.strides, strict=True))
+    dtype = numpy_dtype(kind.dtype) if kind.dtype else like.dtype
     with like.device:
-        return cupy.ndarray(kind.shape, like.dtype, cupy.cuda.alloc(max(nbytes, 1)), strides=kind.strides)
+        return cupy.ndarray(kind.shape, dtype, cupy.cuda.alloc(max(nbytes, 1)), strides=kind.strides)
 
 
 _BRIDGE = _arrays.Bridge(

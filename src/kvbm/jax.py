@@ -111,7 +111,7 @@ def _look(array: Any, what: str) -> Array:
 
 
 def _empty(kind: Kind, like: Any) -> _Memory:
-    dtype = numpy_dtype(like.dtype.name)
+    dtype = numpy_dtype(kind.dtype or like.dtype.name)
     if kind.strides != dense(kind.shape, dtype.itemsize):
         raise BindError(f"the layout's pitch has strides of {kind.strides} bytes, and JAX's arrays have no strides")
     # NumPy's DLPack has no bfloat16 and no fp8: their bits are integers until JAX has them.

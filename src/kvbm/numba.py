@@ -14,13 +14,13 @@ from . import arrays as _arrays
 from .contract import Kind
 from .errors import BindError
 from .pool import Pool
-from .shapes import BlockShape
+from .shapes import BlockShape, numpy_name
 
 __all__ = ["arrays", "convert", "convert_"]
 
 
 def _empty(kind: Kind, like: Any) -> Any:
-    return cuda.device_array(kind.shape, like.dtype, kind.strides)
+    return cuda.device_array(kind.shape, numpy_name(kind.dtype) if kind.dtype else like.dtype, kind.strides)
 
 
 _BRIDGE = _arrays.Bridge(

@@ -17,8 +17,9 @@ __all__ = ["arrays", "convert", "convert_"]
 
 
 def _empty(kind: Kind, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    nbytes = like.itemsize + sum((n - 1) * s for n, s in zip(kind.shape, kind.strides, strict=True))
-    return np.ndarray(kind.shape, like.dtype, np.empty(max(nbytes, 0), np.uint8), strides=kind.strides)
+    nbytes = kind.itemsize + sum((n - 1) * s for n, s in zip(kind.shape, kind.strides, strict=True))
+    dtype = numpy_dtype(kind.dtype) if kind.dtype else like.dtype
+    return np.ndarray(kind.shape, dtype, np.empty(max(nbytes, 0), np.uint8), strides=kind.strides)
 
 
 _BRIDGE = _arrays.Bridge(

@@ -28,6 +28,7 @@ from ..contract import (
     named,
     reads_as,
     require,
+    require_copy,
     require_device,
     require_dtype,
     shape_text,
@@ -79,12 +80,22 @@ class _Face:
         self.torch_dtype = dtypes[0]
         self.index = (device.index or 0) if device.type == "cuda" else -1
         self.shape = block_shape(text, self.dtypes[0])
-        for what, dtype in zip(("input", "output"), self.dtypes, strict=True):
-            require_dtype(f"{operator}: {what} #0", dtype, self.shape)
+        self.src, self.dst = side_of(src, self.shape), side_of(dst, self.shape)
+        if self.src.layout.planes or self.dst.layout.planes:  # dtypes of their own, which the gates compare
+            require_copy(self.src, self.dst)
+        else:
+            for what, dtype in zip(("input", "output"), self.dtypes, strict=True):
+                require_dtype(f"{operator}: {what} #0", dtype, self.shape.dtype)
         #: Whether values that have gradients are read as integers, which have none.
         self.hides_gradients = dtypes[0].is_floating_point and self.shape.dtype not in _FLOATS
-        self.src, self.dst = side_of(src, self.shape), side_of(dst, self.shape)
         self._batches: dict[tuple[int, int], _Batch] = {}
+
+    def empty(self, kind: tuple[tuple[int, ...], tuple[int, ...], str, int]) -> torch.Tensor:
+        """A tensor of a kind: of its own dtype, or else that of the inputs."""
+        shape, strides, dtype, _ = kind
+        return torch.empty_strided(
+            shape, strides, dtype=_torch_dtype(dtype) if dtype else self.torch_dtype, device=self.device
+        )
 
     def batch(self, src_blocks: Size, dst_blocks: Size) -> _Batch:
         if not (isinstance(src_blocks, int) and isinstance(dst_blocks, int)):
@@ -115,20 +126,17 @@ class _Batch:
     def outputs(self) -> list[torch.Tensor]:
         which, kinds, face, count = self.dst.which, self.dst_elements, self.face, int(self.dst.arrays)
         if which is None and count:
-            first = torch.empty_strided(*kinds[0], dtype=face.torch_dtype, device=face.device)
+            first = face.empty(kinds[0])
             if first.is_contiguous():  # then a tensor like it has the same strides, and is made in half the time
                 return [first, *[torch.empty_like(first) for _ in range(count - 1)]]
-        return [
-            torch.empty_strided(*kinds[which[i] if which else 0], dtype=face.torch_dtype, device=face.device)
-            for i in range(count)
-        ]
+        return [face.empty(kinds[which[i] if which else 0]) for i in range(count)]
 
     def copies(self, src_alignment: int, dst_alignment: int) -> tuple[_core.Copy, ...]:
         found = self._copies.get((src_alignment, dst_alignment))
         if found is None:
             blocks = (self.src_blocks, self.dst_blocks)
             made = plan(self.face.src.layout, self.face.dst.layout, self.face.shape, num_blocks=blocks)
-            found = tuple(prepare(made, src_alignment, dst_alignment))
+            found = tuple(prepare(made, src_alignment, dst_alignment, device=self.face.index))
             self._copies[src_alignment, dst_alignment] = found
         return found
 
@@ -158,9 +166,12 @@ class _Batch:
         """The slow and thorough way of looking at both sides."""
         face = self.face
         made = []
-        for side, given in ((face.src, tensors), (face.dst, out)):
-            found = [Array(*_seen(tensor)[:3], face.shape.dtype, str(face.device), False) for tensor in given]
-            made.append(Pool.trusted(side.layout, face.shape, found, given))
+        for side, given in ((self.src, tensors), (self.dst, out)):
+            found = [
+                Array(*_seen(tensor)[:3], side.dtype(index), str(face.device), False)
+                for index, tensor in enumerate(given)
+            ]
+            made.append(Pool.trusted(side.side.layout, face.shape, found, given))
         return made[0], made[1]
 
 
@@ -350,6 +361,13 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> 
     """For the adjoint of a permutation, which is its inverse: the names suffice, no tensor is kept."""
     tensors, src, dst, shape = inputs
     face = _face("convert", tensors, (), src, dst, shape)
+    for side in (face.src, face.dst):
+        if side.layout.planes:
+            index = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), 0)
+            raise BindError(
+                f"convert: input #{index} requires a gradient, and {side} has planes of several dtypes, which have none; call "
+                ".detach()"
+            )
     if face.hides_gradients:
         index = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), 0)
         raise BindError(
