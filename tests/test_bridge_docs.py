@@ -35,7 +35,7 @@ def passes(folder: Path, *parts: str) -> None:
 
 
 def test_pytorch_under_the_compiler(tmp_path: Path) -> None:
-    assert len(TORCH) == 4 and "fullgraph=True" in TORCH[0]
+    assert len(TORCH) == 5 and "fullgraph=True" in TORCH[0]
     passes(tmp_path, *TORCH)
 
 

@@ -43,7 +43,7 @@ def convert(arrays: Any, src: str = "nhd", dst: str = "universal", shape: str | 
     Returns
     -------
     list of numpy.ndarray
-        One an allocation of the destination's layout, of the inputs' dtype.
+        One an allocation of the destination's layout, of the inputs' dtype, or of its plane's where a layout has several.
 
     Raises
     ------

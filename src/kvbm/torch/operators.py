@@ -674,7 +674,7 @@ def convert(
     ----------
     tensors : sequence of torch.Tensor
         One an allocation of the source's layout, in table order, each shaped as its order says; on one device.  A tensor
-        alone is a list of one.
+        alone is a list of one.  Records of several planes are bytes, in any shape whose first axis is the blocks.
     src, dst : str
         Layouts, by name or by the path of a YAML file (which is read once in a process).
     shape : str or BlockShape
@@ -686,7 +686,8 @@ def convert(
     Returns
     -------
     list of torch.Tensor
-        One an allocation of the destination's layout, of the dtype of the inputs, holding the same blocks in the same order.
+        One an allocation of the destination's layout, holding the same blocks in the same order; of the dtype of the inputs,
+        or of its plane's where a layout has several.
 
     Raises
     ------
@@ -699,7 +700,8 @@ def convert(
 
     Notes
     -----
-    Gradients flow, to any order: the adjoint of a permutation is its inverse.  Autocast leaves dtypes alone.
+    Gradients flow, to any order: the adjoint of a permutation is its inverse; not through layouts of several planes.
+    Autocast leaves dtypes alone.
 
     Examples
     --------
