@@ -1,6 +1,7 @@
 """Cases for copy kernels: two declared layouts, data that tell their coordinates, guard words, and what must come out.
 
-Where a byte belongs is read from the declared layouts alone (`Resolved.address`): no plan, and no kernel of kvbm's, is asked.
+Where a byte belongs is read from the declared layouts alone (`Resolved.address` of each plane): no plan, and no kernel of
+kvbm's, is asked.  A layout without planes is one plane, without a name.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import numpy.typing as npt
 from ..errors import BindError, LayoutError, PlanError
 from ..layout import Layout, Resolved
 from ..planner import plan
-from ..shapes import BlockShape, numpy_name
-from ..spec import load
+from ..shapes import PACKED, BlockShape, load_shape, numpy_name
+from ..spec import example_shape, load
 
 __all__ = ["DEFAULT_LAYOUTS", "LayoutCase", "layout_cases"]
 
@@ -34,6 +35,9 @@ _KV, _LATENTS, _SCALES = (
     BlockShape(nl=3, no=1, nh=1, nt=16, hd=64),
     BlockShape(nl=1, no=1, nh=1, nt=256, hd=16),
 )
+
+#: Layers and heads of a block of planes, at most; all else is as in the models that have them.
+_LAYERS, _HEADS = 3, 4
 
 #: Bytes of guard before, between and after allocations, and what every allocation's address is a multiple of.
 GUARD, ALIGNMENT = 192, 256
@@ -63,25 +67,28 @@ def layout_cases(
         Names, paths of YAML files, or layouts.  Every ordered pair of them is tested, and each against itself.
         `DEFAULT_LAYOUTS` if neither these nor `pairs` are given.
     dtypes : iterable of str
-        Keys of `kvbm.shapes.ITEMSIZE`.
+        Keys of `kvbm.shapes.ITEMSIZE`.  Planes that name a dtype keep it; a case that is the same at several dtypes, as all
+        planes of both layouts name theirs, is yielded once.
     batches : iterable of int
         Blocks that a copy moves; the pools hold a few more, which it must not touch.
     pairs : iterable of (source, destination), optional
         Instead of all pairs of `layouts`.
     shapes : iterable of BlockShape, optional
-        Sizes of a block; their dtype is replaced.  If not given: one that suits the axes of a pair.
+        Sizes of a block; their dtype is replaced.  If not given: one that suits the axes of a pair; with planes, sizes of
+        the models that have them, with few layers and heads.
     device : str
         ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
     framework : {"numpy", "torch"}, optional
         Whose arrays; NumPy's on the CPU and torch's on a GPU if not given.  NumPy has no bfloat16 and no fp8: unsigned
-        integers of the same width stand in for them.
+        integers of the same width stand in for them.  Records, which planes share, are uint8.
     seed : int
         For data and block ids.
 
     Raises
     ------
     KvbmError
-        An unknown layout or dtype; a pair that is no copy at any of the shapes and dtypes (the error says why).
+        An unknown layout or dtype; a pair that is no copy at any of the shapes and dtypes, such as one of different planes
+        (the error is that of `kvbm.plan`).
     BindError
         A device or framework that there is not, a batch below 1.
 
@@ -89,6 +96,8 @@ def layout_cases(
     --------
     >>> [str(case) for case in layout_cases(["nhd", "universal"], batches=[2])]  # doctest: +ELLIPSIS
     ['nhd->nhd-bfloat16-b2', 'nhd->universal-bfloat16-b2', 'universal->nhd-bfloat16-b2', ...]
+    >>> [str(case) for case in layout_cases(pairs=[("vllm/nvfp4", "record/nvfp4_tensors")])]
+    ['vllm/nvfp4->record/nvfp4_tensors-b1', 'vllm/nvfp4->record/nvfp4_tensors-b7']
     >>> case = next(layout_cases(["nhd"], batches=[2]))
     >>> case.dst_arrays[0][0, 0, 0] += 1  # not what a copy should do
     >>> case.error()[:45]
@@ -116,29 +125,40 @@ def _of_pair(
     batches: Sequence[int],
     rest: tuple[str, str, int],
 ) -> Iterator[LayoutCase]:
-    found, first_error = False, None
+    seen: list[tuple[Resolved, ...]] = []
+    first_error: LayoutError | PlanError | None = None
     for dtype in dtypes:
-        shapes = [_usual(src, dst)] if given is None else given
-        for shape in (replace(shape, dtype=dtype) for shape in shapes):
+        for shape in (replace(shape, dtype=dtype) for shape in (_usual(src, dst) if given is None else given)):
             try:
-                plan(src, dst, shape, num_blocks=(2, 2))
-                for layout in (src, dst):
-                    layout.resolve(shape, 2).address(0)  # refused where it has no one address
+                made = plan(src, dst, shape, num_blocks=(2, 2))
             except (LayoutError, PlanError) as error:
                 first_error = first_error or error
                 continue
-            for batch in batches:
-                found = True
-                yield LayoutCase(src, dst, shape, batch, *rest, numbered=len(shapes) > 1)
-    if not found and first_error is not None:
+            planes = (*made.src.planes, *made.dst.planes)
+            if planes not in seen:  # planes that name their dtypes are the same at any
+                seen.append(planes)
+                for batch in batches:
+                    yield LayoutCase(src, dst, shape, batch, *rest, numbered=given is not None and len(given) > 1)
+            if given is None:
+                break
+    if not seen and first_error is not None:
+        if given is None and _kinds(src) != _kinds(dst):
+            plan(src, dst, (next(_usual(src, src)), next(_usual(dst, dst))))  # it says which planes no sizes would help
         raise first_error
 
 
-def _usual(src: Layout, dst: Layout) -> BlockShape:
-    """Sizes by the axes that both layouts have."""
-    axes = [{axis for order in each.orders for term in order.terms for axis in term.axes} for each in (src, dst)]
-    both = axes[0] & axes[1]
-    return _KV if "h" in both else _LATENTS if "l" in both else _SCALES
+def _kinds(layout: Layout) -> set[tuple[str, str | None]]:
+    return {(plane.name, plane.dtype) for plane in layout.planes}
+
+
+def _usual(src: Layout, dst: Layout) -> Iterator[BlockShape]:
+    """Sizes to try: with planes those that either layout is shown at; else by the axes that both have."""
+    for text in (example_shape(layout) for layout in (src, dst) if layout.planes):
+        if text is not None:
+            shape = load_shape(text)
+            yield replace(shape, nl=min(shape.nl, _LAYERS), nh=min(shape.nh, _HEADS))
+    both = src.present & dst.present
+    yield _KV if "h" in both else _LATENTS if "l" in both else _SCALES
 
 
 def _batch(number: object) -> int:
@@ -182,7 +202,8 @@ class LayoutCase:
         Block ``src_ids[i]`` becomes block ``dst_ids[i]``.
     src_arrays, dst_arrays : list of arrays
         One an allocation, in table order and with the shapes of `Resolved.allocations`: what `kvbm.Pool` takes.  Made when
-        they are asked for; each lies between guard words, and holds data in which every element tells its coordinate.
+        they are asked for; each lies between guard words, and holds data in which every element tells its coordinate (two
+        elements of four bits together).
     src_blocks, dst_blocks : int
         Blocks that the two sides hold.
 
@@ -209,7 +230,9 @@ class LayoutCase:
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.shape.sizes.values())) + "-" if self.numbered else ""
-        return f"{self.src.name}->{self.dst.name}-{self.shape.dtype}-{sizes}b{self.batch}"
+        planes = self.src.planes + self.dst.planes
+        dtype = "" if planes and all(plane.dtype for plane in planes) else f"{self.shape.dtype}-"
+        return f"{self.src.name}->{self.dst.name}-{dtype}{sizes}b{self.batch}"
 
     @property
     def src_blocks(self) -> int:
@@ -243,9 +266,9 @@ class LayoutCase:
     def expected(self) -> Bytes:
         """All bytes of the destination after the copy: elements, padding, other blocks, guard words."""
         found = self._dst.before.copy()
-        read, write = self._places
-        for byte in range(self.shape.itemsize):
-            found[write + byte] = self._src.before[read + byte]
+        for plane, read, write in self._places:
+            for byte in range(plane.itemsize):
+                found[write + byte] = self._src.before[read + byte]
         return found
 
     def error(self) -> str | None:
@@ -271,58 +294,70 @@ class LayoutCase:
             raise AssertionError(error)
 
     @cached_property
-    def _opaque(self) -> tuple[str, ...]:
-        terms = [term for layout in (self.src, self.dst) for order in layout.orders for term in order.terms]
-        return tuple(sorted({axis for term in terms if term.opaque for axis in term.axes}))
+    def _resolved(self) -> tuple[Resolved, Resolved]:
+        return self.src.resolve(self.shape, self.src_blocks), self.dst.resolve(self.shape, self.dst_blocks)
+
+    @cached_property
+    def _opaque(self) -> dict[str, set[str]]:
+        """Of each plane, the axes whose order one of the sides does not promise."""
+        found: dict[str, set[str]] = {}
+        for part in (part for side in self._resolved for part in side.planes):
+            terms = [piece.term for order in part.orders for piece in order if piece.term.opaque]
+            found.setdefault(part.plane, set()).update(axis for term in terms for axis in term.axes)
+        return found
 
     @cached_property
     def _src(self) -> _Side:
-        side = _Side(self.src.resolve(self.shape, self.src_blocks), self, salt=1)
+        side = _Side(self._resolved[0], self, salt=1)
         side.fill_with_coordinates()
         return side
 
     @cached_property
     def _dst(self) -> _Side:
-        return _Side(self.dst.resolve(self.shape, self.dst_blocks), self, salt=2)
+        return _Side(self._resolved[1], self, salt=2)
 
     @cached_property
-    def _places(self) -> tuple[Numbers, Numbers]:
-        """Of every element of the batch: its place in the source's bytes, and in the destination's."""
-        return self._src.places(self.src_ids), self._dst.places(self.dst_ids)
+    def _places(self) -> list[tuple[_Plane, Numbers, Numbers]]:
+        """A plane of the destination, and of its elements of the batch: their places in the bytes of source and destination."""
+        return [
+            (plane, self._src.planes[name].places(self.src_ids), plane.places(self.dst_ids))
+            for name, plane in self._dst.planes.items()
+        ]
 
     def _explain(self, got: Bytes, differs: npt.NDArray[np.bool_]) -> str:
-        _, write = self._places
-        itemsize = self.shape.itemsize
-        wrong = np.zeros(write.shape, bool)
-        for byte in range(itemsize):
-            wrong |= differs[write + byte]
-        if not wrong.any():
-            at = int(np.nonzero(differs)[0][0])
-            return f"bytes that no copy may touch were written, at {self._dst.where(at)} ({int(differs.sum()):,} bytes)"
-        pair, element = (int(index) for index in np.unravel_index(int(wrong.argmax()), wrong.shape))
+        first, counts = "", []
+        for plane, _, write in self._places:
+            wrong = np.zeros(write.shape, bool)
+            for byte in range(plane.itemsize):
+                wrong |= differs[write + byte]
+            if not wrong.any():
+                continue
+            counts.append(
+                f"{int(wrong.sum()):,} of {wrong.size:,} elements" + (f" of {plane.name}" if plane.name else "")
+            )
+            pair, element = (int(index) for index in np.unravel_index(int(wrong.argmax()), wrong.shape))
+            at = int(write[pair, element])
+            have, want = (memory[at : at + plane.itemsize].tobytes() for memory in (got, self.expected))
+            first = first or (
+                f"wrong at {plane.coordinate(element)} of block {self.src_ids[pair]} → {self.dst_ids[pair]}: expected bytes "
+                f"{want.hex()}, got {have.hex()}{self._origin(got, at, plane.itemsize)}"
+            )
+        if counts:
+            return f"{first} ({' and '.join(counts)} are wrong)"
+        at = int(np.nonzero(differs)[0][0])
+        return f"bytes that no copy may touch were written, at {self._dst.where(at)} ({int(differs.sum()):,} bytes)"
 
-        def item(memory: Bytes, at: int) -> bytes:
-            return memory[at : at + itemsize].tobytes()
-
-        have, want = item(got, int(write[pair, element])), item(self.expected, int(write[pair, element]))
-        return (
-            f"wrong at {self._dst.coordinate(element)} of block {self.src_ids[pair]} → {self.dst_ids[pair]}: expected bytes "
-            f"{want.hex()}, got {have.hex()}{self._origin(have, int(write[pair, element]))} "
-            f"({int(wrong.sum()):,} of {wrong.size:,} elements are wrong)"
-        )
-
-    def _origin(self, have: bytes, at: int) -> str:
-        """Where these bytes may come from: that is what makes a wrong stride easy to see."""
-        if self._dst.before[at : at + len(have)].tobytes() == have:
-            return ", which is what stood there before"
-        places = self._src.places(np.arange(self.src_blocks))
-        same = np.ones(places.shape, bool)
-        for byte, value in enumerate(have):
-            same &= self._src.before[places + byte] == value
-        if int(same.sum()) != 1:
-            return ""
-        block, element = (int(index) for index in np.unravel_index(int(same.argmax()), same.shape))
-        return f", which is {self._src.coordinate(element)} of block {block}"
+    def _origin(self, got: Bytes, at: int, itemsize: int) -> str:
+        """Where the bytes there may come from: that is what makes a wrong stride easy to see."""
+        source = self._src.before.tobytes()
+        for size in (8, itemsize):  # one byte is in many places, and with its neighbours in one
+            have = got[at : at + size].tobytes()
+            if self._dst.before[at : at + size].tobytes() == have:
+                return ", which is what stood there before"
+            found = source.find(have)
+            if found >= 0 and source.find(have, found + 1) < 0:
+                return f", which is {self._src.where(found)}"
+        return ""
 
 
 class _Side:
@@ -330,9 +365,6 @@ class _Side:
 
     def __init__(self, resolved: Resolved, case: LayoutCase, salt: int) -> None:
         self.resolved, self.case = resolved, case
-        self.axes = [axis for axis in resolved.sizes if axis != "b" and axis not in case._opaque]
-        self.axes = [*sorted(self.axes, key=_axis_order), *sorted(case._opaque, key=_axis_order)]
-        self.sizes = tuple(resolved.sizes[axis] for axis in self.axes)
         self.bases: list[int] = []
         at = GUARD
         for allocation in resolved.allocations:
@@ -341,15 +373,19 @@ class _Side:
             at += allocation.nbytes + GUARD
         random = np.random.default_rng((case.seed, salt, 0))
         self.before: Bytes = np.frombuffer(random.bytes(at), np.uint8).copy()
+        self.planes = {part.plane: _Plane(part, case._opaque[part.plane], self.bases) for part in resolved.planes}
 
     def fill_with_coordinates(self) -> None:
-        """Each element becomes a hash of block and coordinate, so that one that lands elsewhere is seen."""
+        """Each element becomes a hash of plane, block and coordinate, so that one that lands elsewhere is seen."""
         blocks = np.arange(self.resolved.num_blocks)
-        places = self.places(blocks)
-        key = (blocks[:, None] * places.shape[1] + np.arange(places.shape[1])).astype(np.uint64)
-        hashed = _mix(key + np.uint64((self.case.seed & 0xFFFFFFFF) << 32)).view(np.uint8).reshape(*places.shape, 8)
-        for byte in range(self.case.shape.itemsize):
-            self.before[places + byte] = hashed[..., byte]
+        places = [plane.places(blocks) for plane in self.planes.values()]
+        elements, start = sum(each.shape[1] for each in places), (self.case.seed & 0xFFFFFFFF) << 32
+        for plane, each in zip(self.planes.values(), places, strict=True):
+            key = (blocks[:, None] * elements + np.arange(each.shape[1])).astype(np.uint64)
+            hashed = _mix(key + np.uint64(start)).view(np.uint8).reshape(*each.shape, 8)
+            for byte in range(plane.itemsize):
+                self.before[each + byte] = hashed[..., byte]
+            start += each.shape[1]
 
     @cached_property
     def buffer(self) -> Any:
@@ -371,7 +407,7 @@ class _Side:
 
     @cached_property
     def arrays(self) -> list[Any]:
-        made, shape = [], self.case.shape
+        made = []
         for base, allocation in zip(self.bases, self.resolved.allocations, strict=True):
             if self.case.framework == "numpy":
                 dtype = np.dtype(numpy_name(allocation.dtype))
@@ -379,16 +415,45 @@ class _Side:
                 continue
             import torch
 
-            if any(stride % shape.itemsize for stride in allocation.strides):
+            size = allocation.itemsize
+            if any(stride % size for stride in allocation.strides):
                 raise BindError(f"{self.resolved.layout.name}: torch cannot view strides of {allocation.strides} bytes")
-            flat = self.buffer[base : base + allocation.nbytes].view(getattr(torch, shape.dtype))
-            made.append(flat.as_strided(allocation.shape, [stride // shape.itemsize for stride in allocation.strides]))
+            name = f"{allocation.dtype}_x2" if allocation.dtype in PACKED else allocation.dtype
+            flat = self.buffer[base : base + allocation.nbytes].view(getattr(torch, name, torch.uint8))
+            made.append(flat.as_strided(allocation.shape, [stride // size for stride in allocation.strides]))
         return made
 
     def bytes(self) -> Bytes:
         """What is in memory now."""
         found: Bytes = self.buffer if self.case.framework == "numpy" else self.buffer.cpu().numpy()
         return found
+
+    def where(self, at: int) -> str:
+        """A place in words: an element, padding, or guard words."""
+        for plane in self.planes.values():
+            places = plane.places(np.arange(self.resolved.num_blocks))
+            hit = (places <= at) & (at < places + plane.itemsize)
+            if hit.any():
+                block, element = (int(index) for index in np.unravel_index(int(hit.argmax()), hit.shape))
+                return f"{plane.coordinate(element)} of block {block}"
+        for index, (base, allocation) in enumerate(zip(self.bases, self.resolved.allocations, strict=True)):
+            label = f"array {index}" + (f" ({allocation.label})" if allocation.label else "")
+            if base <= at < base + allocation.nbytes:
+                return f"byte {at - base} of {label}, which is padding"
+            if at < base:
+                return f"{base - at} bytes before {label}"
+        return f"{at - self.bases[-1] - self.resolved.allocations[-1].nbytes} bytes behind the last array"
+
+
+class _Plane:
+    """One kind of elements of a side, of its own dtype and axes; all of them where the layout has no planes."""
+
+    def __init__(self, part: Resolved, opaque: set[str], bases: Sequence[int]) -> None:
+        self.part, self.name, self.itemsize = part, part.plane, part.shape.itemsize
+        self.bases: Numbers = np.asarray(bases, np.int64)
+        self.opaque = sorted(opaque & part.sizes.keys(), key=_axis_order)
+        self.axes = [*sorted(part.extents.keys() - opaque, key=_axis_order), *self.opaque]
+        self.sizes = tuple(part.sizes[axis] for axis in self.axes)
 
     @cached_property
     def _elements(self) -> tuple[Numbers, Numbers]:
@@ -401,43 +466,29 @@ class _Side:
         )
         halves = grid.pop("o", None)
         entry, offset = np.zeros(self.sizes, np.int64), np.zeros(self.sizes, np.int64)
-        for o in range(self.resolved.sizes.get("o", 1)):
+        for o in range(self.part.sizes.get("o", 1)):
             mine = np.ones(self.sizes, bool) if halves is None else halves == o
-            for into, found in zip((entry, offset), self.resolved.address(0, o=o, **grid), strict=True):
+            for into, found in zip((entry, offset), self.part.address(0, o=o, **grid), strict=True):
                 into[mine] = np.broadcast_to(found, self.sizes)[mine]
         entry, offset = entry.reshape(-1), offset.reshape(-1)
-        if self.case._opaque:
+        if self.opaque:
             span = int(offset.max()) + 1
-            count = math.prod(self.resolved.sizes[axis] for axis in self.case._opaque)
+            count = math.prod(self.part.sizes[axis] for axis in self.opaque)
             entry, offset = np.divmod(np.sort((entry * span + offset).reshape(-1, count), axis=1).reshape(-1), span)
         return entry, offset
 
     def places(self, blocks: npt.NDArray[Any]) -> Numbers:
         """Place of each element's first byte, ``(len(blocks), elements)``."""
         entry, offset = self._elements
-        entries, bytes_ = self.resolved.id_steps
+        entries, bytes_ = self.part.id_steps
         ids = blocks.astype(np.int64)[:, None]
-        found: Numbers = np.asarray(self.bases, np.int64)[entry + ids * entries] + offset + ids * bytes_
+        found: Numbers = self.bases[entry + ids * entries] + offset + ids * bytes_
         return found
 
     def coordinate(self, element: int) -> str:
         at = np.unravel_index(element, self.sizes)
-        return " ".join(f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))
-
-    def where(self, at: int) -> str:
-        """A place in words: an element, padding, or guard words."""
-        places = self.places(np.arange(self.resolved.num_blocks))
-        hit = (places <= at) & (at < places + self.case.shape.itemsize)
-        if hit.any():
-            block, element = (int(index) for index in np.unravel_index(int(hit.argmax()), hit.shape))
-            return f"{self.coordinate(element)} of block {block}"
-        for index, (base, allocation) in enumerate(zip(self.bases, self.resolved.allocations, strict=True)):
-            label = f"array {index}" + (f" ({allocation.label})" if allocation.label else "")
-            if base <= at < base + allocation.nbytes:
-                return f"byte {at - base} of {label}, which is padding"
-            if at < base:
-                return f"{base - at} bytes before {label}"
-        return f"{at - self.bases[-1] - self.resolved.allocations[-1].nbytes} bytes behind the last array"
+        axes = (f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))
+        return " ".join((self.name, *axes)).lstrip()
 
 
 def _axis_order(axis: str) -> tuple[int, str]:
