@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import kvbm
 import matrix
+import plane_oracle
 from kvbm.errors import BindError, KvbmError, LayoutError, PlanError, SpecError
 from kvbm.testing import LayoutCase, layout_cases
 from oracle import Placed
@@ -44,28 +46,63 @@ def places(placed: Placed, ids: Any, opaque: bool) -> tuple[np.ndarray, np.ndarr
     return entry.reshape(len(ids), -1), offset.reshape(len(ids), -1)
 
 
-def copy(case: LayoutCase, *, but: int = 0) -> None:
-    """The copy by the oracle, without the last `but` elements of each block."""
-    placed = sides(case)
-    bytes_ = [
-        [memory(array, space.nbytes) for array, space in zip(arrays, side.spaces, strict=True)]
-        for arrays, side in zip((case.src_arrays, case.dst_arrays), placed, strict=True)
-    ]
-    opaque = any(side.order.opaque for side in placed)
-    read, write = places(placed[0], case.src_ids, opaque), places(placed[1], case.dst_ids, opaque)
-    count = read[0].shape[1] - but
-    (read_entry, read_offset), (write_entry, write_offset) = (
-        [each[:, :count] for each in side] for side in (read, write)
+Places = tuple[np.ndarray, np.ndarray]
+
+
+def planes(case: LayoutCase) -> dict[str, tuple[Places, Places, int]]:
+    """Of each plane, by the oracles: entry and offset of every item of the batch on both sides, and its bytes."""
+    if not case.src.planes:
+        placed = sides(case)
+        opaque = any(side.order.opaque for side in placed)
+        read, write = places(placed[0], case.src_ids, opaque), places(placed[1], case.dst_ids, opaque)
+        return {"": (read, write, case.shape.itemsize)}
+    shape = (*case.shape.sizes.values(), case.shape.dtype)
+    src, dst = (
+        {plane.name: plane for plane in plane_oracle.held(layout.name, shape, blocks).planes}
+        for layout, blocks in ((case.src, case.src_blocks), (case.dst, case.dst_blocks))
     )
-    data = np.empty((*read_entry.shape, case.shape.itemsize), np.uint8)
-    for entry in np.unique(read_entry):
-        mine = read_entry == entry
-        for byte in range(case.shape.itemsize):
-            data[mine, byte] = bytes_[0][entry][read_offset[mine] + byte]
-    for entry in np.unique(write_entry):
-        mine = write_entry == entry
-        for byte in range(case.shape.itemsize):
-            bytes_[1][entry][write_offset[mine] + byte] = data[mine, byte]
+    return {
+        name: (
+            *(
+                tuple(at.reshape(case.batch, -1) for at in side[name].address(ids))
+                for side, ids in ((src, case.src_ids), (dst, case.dst_ids))
+            ),
+            plane.itemsize,
+        )
+        for name, plane in dst.items()
+    }  # type: ignore[return-value]
+
+
+def copy(case: LayoutCase, *, but: int = 0) -> None:
+    """The copy by the oracles, without the last `but` elements of each block (and plane)."""
+    bytes_ = [
+        [memory(array, nbytes(layout, case.shape, blocks, index)) for index, array in enumerate(arrays)]
+        for layout, blocks, arrays in (
+            (case.src, case.src_blocks, case.src_arrays),
+            (case.dst, case.dst_blocks, case.dst_arrays),
+        )
+    ]
+    for read, write, itemsize in planes(case).values():
+        count = read[0].shape[1] - but
+        (read_entry, read_offset), (write_entry, write_offset) = (
+            [each[:, :count] for each in side] for side in (read, write)
+        )
+        data = np.empty((*read_entry.shape, itemsize), np.uint8)
+        for entry in np.unique(read_entry):
+            mine = read_entry == entry
+            for byte in range(itemsize):
+                data[mine, byte] = bytes_[0][entry][read_offset[mine] + byte]
+        for entry in np.unique(write_entry):
+            mine = write_entry == entry
+            for byte in range(itemsize):
+                bytes_[1][entry][write_offset[mine] + byte] = data[mine, byte]
+
+
+def nbytes(layout: kvbm.Layout, shape: kvbm.BlockShape, blocks: int, index: int) -> int:
+    """Bytes of an array, padding included."""
+    if not layout.planes:
+        return Placed(matrix.orders()[layout.name], dict(shape.sizes), shape.itemsize, blocks).spaces[index].nbytes
+    return plane_oracle.held(layout.name, (*shape.sizes.values(), shape.dtype), blocks).tensors[index].nbytes
 
 
 def one(src: str = "nhd", dst: str = "universal", **rest: Any) -> LayoutCase:

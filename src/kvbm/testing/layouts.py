@@ -67,8 +67,8 @@ def layout_cases(
         Names, paths of YAML files, or layouts.  Every ordered pair of them is tested, and each against itself.
         `DEFAULT_LAYOUTS` if neither these nor `pairs` are given.
     dtypes : iterable of str
-        Keys of `kvbm.shapes.ITEMSIZE`.  Planes that name a dtype keep it; a case that is the same at several dtypes, as all
-        planes of both layouts name theirs, is yielded once.
+        Keys of `kvbm.shapes.ITEMSIZE`.  Planes that name a dtype keep it; a case that is the same at several dtypes, because
+        all planes of both layouts name theirs, is yielded once.
     batches : iterable of int
         Blocks that a copy moves; the pools hold a few more, which it must not touch.
     pairs : iterable of (source, destination), optional
@@ -143,7 +143,7 @@ def _of_pair(
                 break
     if not seen and first_error is not None:
         if given is None and _kinds(src) != _kinds(dst):
-            plan(src, dst, (next(_usual(src, src)), next(_usual(dst, dst))))  # it says which planes no sizes would help
+            plan(src, dst, (next(_usual(src, src)), next(_usual(dst, dst))))  # which planes differ, whatever the sizes
         raise first_error
 
 
@@ -332,31 +332,35 @@ class LayoutCase:
                 wrong |= differs[write + byte]
             if not wrong.any():
                 continue
-            counts.append(
-                f"{int(wrong.sum()):,} of {wrong.size:,} elements" + (f" of {plane.name}" if plane.name else "")
-            )
+            counts.append(f"{int(wrong.sum()):,} of {wrong.size:,} {plane.what}")
             pair, element = (int(index) for index in np.unravel_index(int(wrong.argmax()), wrong.shape))
-            at = int(write[pair, element])
-            have, want = (memory[at : at + plane.itemsize].tobytes() for memory in (got, self.expected))
+            have, want = (plane.gather(memory, write[pair, element, None]).hex() for memory in (got, self.expected))
             first = first or (
                 f"wrong at {plane.coordinate(element)} of block {self.src_ids[pair]} → {self.dst_ids[pair]}: expected bytes "
-                f"{want.hex()}, got {have.hex()}{self._origin(got, at, plane.itemsize)}"
+                f"{want}, got {have}{self._origin(plane, got, write[pair, element:])}"
             )
         if counts:
             return f"{first} ({' and '.join(counts)} are wrong)"
         at = int(np.nonzero(differs)[0][0])
         return f"bytes that no copy may touch were written, at {self._dst.where(at)} ({int(differs.sum()):,} bytes)"
 
-    def _origin(self, got: Bytes, at: int, itemsize: int) -> str:
-        """Where the bytes there may come from: that is what makes a wrong stride easy to see."""
-        source = self._src.before.tobytes()
-        for size in (8, itemsize):  # one byte is in many places, and with its neighbours in one
-            have = got[at : at + size].tobytes()
-            if self._dst.before[at : at + size].tobytes() == have:
+    def _origin(self, plane: _Plane, got: Bytes, write: Numbers) -> str:
+        """Where the bytes of an element may come from: that is what makes a wrong stride easy to see.
+
+        `write` are its place and those of the elements behind it: one byte is in many places, and with its neighbours in one.
+        """
+        there, memory = self._src.planes[plane.name], self._src.before
+        places = there.places(np.arange(self.src_blocks))
+        elements = plane.gather(memory, places)
+        for count in (8, 4, 1):
+            have = plane.gather(got, write[:count])
+            if plane.gather(self._dst.before, write[:count]) == have:
                 return ", which is what stood there before"
-            found = source.find(have)
-            if found >= 0 and source.find(have, found + 1) < 0:
-                return f", which is {self._src.where(found)}"
+            if (at := _only(have, elements)) is not None:
+                block, element = divmod(at // plane.itemsize, places.shape[1])
+                return f", which is {there.coordinate(element)} of block {block}"
+            if (at := _only(have, memory.tobytes())) is not None:
+                return f", which is {self._src.where(at)}"
         return ""
 
 
@@ -454,12 +458,14 @@ class _Plane:
         self.opaque = sorted(opaque & part.sizes.keys(), key=_axis_order)
         self.axes = [*sorted(part.extents.keys() - opaque, key=_axis_order), *self.opaque]
         self.sizes = tuple(part.sizes[axis] for axis in self.axes)
+        self.what = f"{'pairs of ' if part.shape.pack > 1 else ''}elements" + (f" of {self.name}" if self.name else "")
 
     @cached_property
-    def _elements(self) -> tuple[Numbers, Numbers]:
-        """Entry and offset of every element of block 0, in an order that both sides share.
+    def _elements(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Number, entry and offset of every element of block 0, in an order that both sides share.
 
-        Axes of an opaque group stand last, in the order in which they lie in memory: nobody promises which is which.
+        Axes of an opaque group stand last, in the order in which they lie in memory: nobody promises which is which.  Of
+        elements that share a byte, the first stands for all: no copy takes a byte apart.
         """
         grid: dict[str, Any] = dict(
             zip(self.axes, np.meshgrid(*map(np.arange, self.sizes), indexing="ij"), strict=True)
@@ -471,24 +477,38 @@ class _Plane:
             for into, found in zip((entry, offset), self.part.address(0, o=o, **grid), strict=True):
                 into[mine] = np.broadcast_to(found, self.sizes)[mine]
         entry, offset = entry.reshape(-1), offset.reshape(-1)
+        span = int(offset.max()) + 1
         if self.opaque:
-            span = int(offset.max()) + 1
             count = math.prod(self.part.sizes[axis] for axis in self.opaque)
             entry, offset = np.divmod(np.sort((entry * span + offset).reshape(-1, count), axis=1).reshape(-1), span)
-        return entry, offset
+        number: Numbers = np.arange(entry.size)
+        if self.part.shape.pack > 1:
+            number = np.sort(np.unique(entry * span + offset, return_index=True)[1])
+        return number, entry[number], offset[number]
 
     def places(self, blocks: npt.NDArray[Any]) -> Numbers:
         """Place of each element's first byte, ``(len(blocks), elements)``."""
-        entry, offset = self._elements
+        _, entry, offset = self._elements
         entries, bytes_ = self.part.id_steps
         ids = blocks.astype(np.int64)[:, None]
         found: Numbers = self.bases[entry + ids * entries] + offset + ids * bytes_
         return found
 
+    def gather(self, memory: Bytes, places: Numbers) -> bytes:
+        """The elements at these places, one after the other."""
+        found: Bytes = memory[places[..., None] + np.arange(self.itemsize)]
+        return found.tobytes()
+
     def coordinate(self, element: int) -> str:
-        at = np.unravel_index(element, self.sizes)
+        at = np.unravel_index(self._elements[0][element], self.sizes)
         axes = (f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))
         return " ".join((self.name, *axes)).lstrip()
+
+
+def _only(part: bytes, whole: bytes) -> int | None:
+    """Where `part` is in `whole`, if it is there once."""
+    at = whole.find(part)
+    return at if at >= 0 and whole.find(part, at + 1) < 0 else None
 
 
 def _axis_order(axis: str) -> tuple[int, str]:
