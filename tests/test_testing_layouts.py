@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,8 @@ def planes(case: LayoutCase) -> dict[str, tuple[Places, Places, int]]:
     }  # type: ignore[return-value]
 
 
-def copy(case: LayoutCase, *, but: int = 0) -> None:
-    """The copy by the oracles, without the last `but` elements of each block (and plane)."""
+def copy(case: LayoutCase, *, but: int = 0, without: str | None = None) -> None:
+    """The copy by the oracles, without the last `but` elements of each block (and plane), or without a plane."""
     bytes_ = [
         [memory(array, nbytes(layout, case.shape, blocks, index)) for index, array in enumerate(arrays)]
         for layout, blocks, arrays in (
@@ -82,7 +82,7 @@ def copy(case: LayoutCase, *, but: int = 0) -> None:
             (case.dst, case.dst_blocks, case.dst_arrays),
         )
     ]
-    for read, write, itemsize in planes(case).values():
+    for read, write, itemsize in (each for name, each in planes(case).items() if name != without):
         count = read[0].shape[1] - but
         (read_entry, read_offset), (write_entry, write_offset) = (
             [each[:, :count] for each in side] for side in (read, write)
@@ -107,6 +107,12 @@ def nbytes(layout: kvbm.Layout, shape: kvbm.BlockShape, blocks: int, index: int)
 
 def one(src: str = "nhd", dst: str = "universal", **rest: Any) -> LayoutCase:
     return next(layout_cases(pairs=[(src, dst)], **{"shapes": [SMALL], "batches": [2], **rest}))
+
+
+def convert(case: LayoutCase) -> None:
+    """The copy by kvbm."""
+    src = kvbm.Pool(case.src, case.shape, case.src_arrays)
+    kvbm.convert(src, kvbm.Pool(case.dst, case.shape, case.dst_arrays), case.src_ids, case.dst_ids)
 
 
 # ---- what is yielded -----------------------------------------------------------------------------------------------
@@ -203,16 +209,29 @@ def test_kvbm_s_copies_are_right(name: str) -> None:
     """Both ways, with NumPy's arrays and torch's."""
     for pair, framework in (((name, "universal"), "numpy"), (("universal", name), "torch")):
         for case in layout_cases(pairs=[pair], dtypes=["uint8", "bfloat16"], batches=[3], framework=framework):
-            src = kvbm.Pool(case.src, case.shape, case.src_arrays)
-            kvbm.convert(src, kvbm.Pool(case.dst, case.shape, case.dst_arrays), case.src_ids, case.dst_ids)
+            convert(case)
             case.check()
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "int4"])
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_four_bits_without_planes(framework: str, dtype: str) -> None:
+    """Two elements are a byte, and stay together; an order that nobody promises among them."""
+    pairs = [("universal", "vllm/LBHNC"), ("operational", "operational_hnd"), ("nhd", "universal")]
+    for case in layout_cases(pairs=pairs, dtypes=[dtype], batches=[3], framework=framework, shapes=[EVEN]):
+        convert(case)
+        case.check()
+    memory(case.dst_arrays[int(case.dst_ids[0])], 2)[1] ^= 1
+    pairs_of_elements = 3 * EVEN.nl * EVEN.no * EVEN.nh * EVEN.nt * EVEN.hd // 2
+    assert "wrong at l=0 o=0 h=0 t=0 d=2 of block" in str(case.error())
+    assert f" (1 of {pairs_of_elements:,} pairs of elements are wrong)" in str(case.error())
 
 
 def test_padding_is_part_of_the_check() -> None:
     """vllm/tpu pads each head to 128 elements."""
     case = one("nhd", "vllm/tpu", batches=[1])
-    src = kvbm.Pool(case.src, case.shape, case.src_arrays)
-    kvbm.convert(src, kvbm.Pool(case.dst, case.shape, case.dst_arrays), case.src_ids, case.dst_ids)
+    convert(case)
     case.check()
     strides = case.dst_arrays[0].strides
     last = memory(case.dst_arrays[0], strides[0])
@@ -282,6 +301,366 @@ def test_seeds_and_blocks_differ() -> None:
     assert len(set(first)) == len(first), "no two chunks are alike"
 
 
+# ---- planes --------------------------------------------------------------------------------------------------------
+
+PLANAR = plane_oracle.pairs()
+#: One pair of two layouts for each set of planes.
+FAMILIES = {plane_oracle.TABLE[src].family: (src, dst) for src, dst in PLANAR if src < dst}
+
+
+def formula(src: str, dst: str, **rest: Any) -> LayoutCase:
+    """A case at the first sizes that the formulas are tried at."""
+    shape = plane_oracle.FAMILIES[plane_oracle.TABLE[src].family].shapes[0]
+    return one(src, dst, **{"shapes": [kvbm.BlockShape(*shape)], "dtypes": [shape[-1]], **rest})
+
+
+def tensor_bytes(case: LayoutCase, name: str, pair: int, item: int) -> np.ndarray:
+    """The bytes of one item of a plane in the destination, to be written to."""
+    _, (entry, offset), itemsize = planes(case)[name]
+    index, at = int(entry[pair, item]), int(offset[pair, item])
+    held = nbytes(case.dst, case.shape, case.dst_blocks, index)
+    return memory(case.dst_arrays[index], held)[at : at + itemsize]
+
+
+def coordinate(case: LayoutCase, name: str, item: int) -> str:
+    """As an error names it: layer, K or V, head, token, and what else the plane has."""
+    shape = (*case.shape.sizes.values(), case.shape.dtype)
+    (plane,) = (p for p in plane_oracle.held(case.dst.name, shape, 1).planes if p.name == name)
+    steps = plane.items()
+    at = np.unravel_index(item, [len(step) for step in steps.values()])
+    found = dict.fromkeys("loht", 0) | {axis: steps[axis][i] for axis, i in zip(steps, at, strict=True)}
+    return f"{name} {' '.join(f'{axis}={index}' for axis, index in found.items())}"
+
+
+def test_all_pairs_of_planes_are_here() -> None:
+    assert len(PLANAR) == 82 and len(FAMILIES) == len(plane_oracle.FAMILIES)
+    meanings = {kvbm.load(name).fingerprint for pair in PLANAR for name in pair}
+    assert meanings == {kvbm.load(name).fingerprint for name in matrix.planar()}
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.parametrize(("src", "dst"), PLANAR)
+def test_kvbm_s_copies_of_planes_are_right(src: str, dst: str) -> None:
+    """At the usual sizes, with NumPy's arrays and torch's."""
+    for framework in ("numpy", "torch"):
+        (case,) = layout_cases(pairs=[(src, dst)], batches=[3], framework=framework)
+        assert case.error() is not None, "nothing is copied yet"
+        convert(case)
+        case.check()
+
+
+@pytest.mark.parametrize(("src", "dst"), PLANAR)
+def test_what_the_formulas_copy_is_right(src: str, dst: str) -> None:
+    """Every byte that must come out is the one that the catalogue's formulas say."""
+    case = formula(src, dst, batches=[3])
+    copy(case)
+    case.check()
+    copied = {name: int(write[0].size) for name, (_, write, _) in planes(case).items()}
+    assert copied and all(copied.values())
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "sizes"),
+    [
+        ("vllm/fp8_ds_mla", "record/mla_fp8_planes", (3, 1, 1, 64, 576)),
+        ("vllm/deepseek_v4", "record/deepseek_v4_tokens", (3, 1, 1, 64, 512)),
+        ("vllm/dsa_indexer", "record/dsa_indexer_tokens", (3, 1, 1, 64, 128)),
+        ("vllm/nvfp4", "record/nvfp4_tensors", (3, 2, 4, 16, 128)),
+        ("record/mxfp8_tensors", "sglang/mxfp8", (3, 2, 4, 128, 128)),  # the first alone would do with 16 tokens
+        ("vllm/diff_kv", "record/diff_kv_universal", (3, 1, 4, 16, 192)),
+    ],
+)
+def test_planes_have_the_sizes_of_models(src: str, dst: str, sizes: tuple[int, ...]) -> None:
+    (case,) = layout_cases(pairs=[(src, dst)], batches=[1])
+    assert tuple(case.shape.sizes.values()) == sizes
+
+
+def test_planes_of_one_s_own_have_the_usual_sizes(tmp_path: Path) -> None:
+    """Where they are legal at no model's."""
+    (tmp_path / "mine.yaml").write_text(
+        'order: "[l] b <x y>"\nplanes: {x: {order: o h t/16 t%16 d, dtype: int4}, '
+        "y: {order: o h t, dtype: float32}}\naxes: {s: 3072//(nt*nl*hd)}\n",
+        "utf-8",
+    )
+    case = next(layout_cases([tmp_path / "mine.yaml"]))
+    assert str(case.shape) == "nl=3,no=2,nh=4,nt=16,hd=64,dtype=bfloat16"
+
+
+def test_a_case_that_is_the_same_at_every_dtype_is_yielded_once() -> None:
+    wanted = {"dtypes": ["bfloat16", "float32", "uint8"], "batches": [1, 7]}
+    found = [str(case) for case in layout_cases(pairs=[("vllm/nvfp4", "record/nvfp4_tensors")], **wanted)]
+    assert found == ["vllm/nvfp4->record/nvfp4_tensors-b1", "vllm/nvfp4->record/nvfp4_tensors-b7"]
+    found = [str(case) for case in layout_cases(pairs=[("vllm/diff_kv", "vllm/diff_kv")], **wanted)]
+    assert found == [f"vllm/diff_kv->vllm/diff_kv-{d}-b{n}" for d in wanted["dtypes"] for n in (1, 7)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.parametrize(
+    ("name", "numpy", "tensors"),
+    [
+        ("vllm/nvfp4", ["uint8"] * 2, ["uint8"] * 2),
+        ("record/nvfp4_tensors", ["uint8"] * 4, ["float4_e2m1fn_x2"] * 2 + ["float8_e4m3fn"] * 2),
+        (
+            "record/mla_fp8_tensors",
+            ["uint8"] * 2 + ["float32"] * 2 + ["uint16"] * 2,
+            ["float8_e4m3fn"] * 2 + ["float32"] * 2 + ["bfloat16"] * 2,
+        ),
+        ("sglang/mxfp8", ["uint8"] * 4, ["float8_e4m3fn"] * 2 + ["float8_e8m0fnu"] * 2),
+        ("flashinfer/mla_split", ["uint16"] * 4, ["bfloat16"] * 4),
+    ],
+)
+def test_arrays_of_planes(name: str, numpy: list[str], tensors: list[str]) -> None:
+    """One an allocation, of the dtypes and shapes that the resolved layout says."""
+    for framework, dtypes in (("numpy", numpy), ("torch", tensors)):
+        case = formula(name, name, framework=framework)
+        allocations = case.src.resolve(case.shape, case.src_blocks).allocations
+        assert [str(array.dtype).removeprefix("torch.") for array in case.src_arrays] == dtypes
+        assert [tuple(array.shape) for array in case.src_arrays] == [each.shape for each in allocations]
+
+
+def test_planes_hold_different_data() -> None:
+    """So that one in another's place is seen."""
+    case = formula("flashinfer/mla_split", "record/mla_joined")
+    latent, rope = case.src_arrays[0], case.src_arrays[2]
+    assert not (latent[0, 0, :64] == rope[0, 0]).any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_wrong_byte_of_each_plane(family: str) -> None:
+    """The first and the last of a block; the sentence names plane, coordinate, blocks and bytes."""
+    case = formula(*FAMILIES[family])
+    copy(case)
+    for name, (read, _, itemsize) in planes(case).items():
+        items = read[0].shape[1]
+        for pair, item in ((0, 0), (1, items - 1), (1, items // 2)):
+            found = tensor_bytes(case, name, pair, item)
+            want = found.tobytes().hex()
+            found[-1] ^= 0x80
+            what = "pairs of elements" if name in ("data", "key", "latent") and "fp4" in family else "elements"
+            error = str(case.error())
+            assert error.startswith(
+                f"{case.src.name} → {case.dst.name}: wrong at {coordinate(case, name, item)} of block {case.src_ids[pair]} → "
+                f"{case.dst_ids[pair]}: expected bytes {want}, got {found.tobytes().hex()}"
+            )
+            assert error.endswith(f" (1 of {2 * items:,} {what} of {name} are wrong)"), error
+            assert len(want) == 2 * itemsize
+            found[-1] ^= 0x80
+    case.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plane_that_is_missing(family: str) -> None:
+    """All others are copied: what is wrong is counted by plane."""
+    for name in planes(formula(*FAMILIES[family])):
+        case = formula(*FAMILIES[family])
+        copy(case, without=name)
+        error = str(case.error())
+        assert f"wrong at {name} " in error and ", which is what stood there before (" in error, error
+        assert error.endswith(f" of {name} are wrong)") and " and " not in error, error
+    copied = formula(*FAMILIES[family])
+    assert str(copied.error()).count(" elements of ") == len(planes(copied)), "nothing is copied yet"
+
+
+def tensor_bytes_of(case: LayoutCase, index: int) -> np.ndarray:
+    return memory(case.dst_arrays[index], nbytes(case.dst, case.shape, case.dst_blocks, index))
+
+
+def test_scales_of_k_and_v_that_are_swapped() -> None:
+    case = formula("vllm/nvfp4", "record/nvfp4_tensors")
+    copy(case)
+    for scales in case.dst_arrays[2:]:  # b o h t s, a layer
+        block = scales[int(case.dst_ids[1])]
+        block[...] = block[::-1].copy()
+    src, dst = int(case.src_ids[1]), int(case.dst_ids[1])
+    error = str(case.error())
+    assert f": wrong at scale l=0 o=0 h=0 t=0 s=0 of block {src} → {dst}: expected bytes " in error
+    assert f", which is scale l=0 o=1 h=0 t=0 s=0 of block {src} (" in error, "V's scales lie in another order there"
+    assert error.endswith(" elements of scale are wrong)") and "data" not in error
+
+
+def test_a_plane_that_is_read_at_another_s_place() -> None:
+    """A kernel that looks for the rope values where the scales are; and one that reads past the end of a page."""
+    case = formula("vllm/fp8_ds_mla", "record/mla_fp8_tensors")
+    copy(case)
+    src, dst = int(case.src_ids[0]), int(case.dst_ids[0])
+    case.dst_arrays[4][dst, 1, :8] = case.src_arrays[0][src, 1, 512:528].view(np.uint16)
+    assert f"wrong at rope l=0 o=0 h=0 t=1 r=0 of block {src} → {dst}" in str(case.error())
+    assert f", which is scale l=0 o=0 h=0 t=1 s=0 of block {src} (8 of 1,024 elements of rope are wrong)" in str(
+        case.error()
+    )
+    case = formula("vllm/deepseek_v4", "record/deepseek_v4_tokens")
+    copy(case)
+    page = memory(case.src_arrays[0], 5 * 576 * case.src_blocks)[5 * 576 * src :]
+    case.dst_arrays[0][case.dst_ids[0], 2, 576:] = page[4 * 584 : 4 * 584 + 8]
+    at = 5 * 576 * src + 4 * 584
+    assert f", which is byte {at} of array 0 (l=0), which is padding (8 of 128 elements of scale are" in str(
+        case.error()
+    )
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_padding_behind_records(framework: str) -> None:
+    """A page of four records of 584 bytes is five of 576: a copy of whole pages writes what it must not."""
+    case = formula("record/deepseek_v4_planes", "vllm/deepseek_v4", framework=framework)
+    convert(case)
+    case.check()
+    page = int(case.dst_ids[0]) * 5 * 576
+    memory(case.dst_arrays[1], page + 5 * 576)[page + 4 * 584] ^= 1
+    assert str(case.error()).endswith(
+        f"bytes that no copy may touch were written, at byte {page + 4 * 584} of array 1 (l=1), which is padding (1 bytes)"
+    )
+
+
+GAPS = """
+order: "[l] b <x y>"
+planes:
+  x: {order: t h d, dtype: int8, pitch: {h: 20 B}}
+  y: {order: h, dtype: float32, shared: t, offset: nt*nh*20 + 8}
+"""
+TURNED = """
+order: "[b] l <y x>"
+planes:
+  x: {order: h t d, dtype: int8}
+  y: {order: h, dtype: float32, shared: t}
+"""
+
+
+def test_gaps_inside_a_record(tmp_path: Path) -> None:
+    """And a plane that has one value for all tokens."""
+    for name, text in (("gaps", GAPS), ("turned", TURNED)):
+        (tmp_path / f"{name}.yaml").write_text(text, "utf-8")
+    mine = [tmp_path / "gaps.yaml", tmp_path / "turned.yaml"]
+    shape = kvbm.BlockShape(nl=2, no=1, nh=2, nt=4, hd=16)
+    for case in layout_cases(mine, shapes=[shape], batches=[2]):
+        convert(case)
+        case.check()
+        if case.dst.name == "gaps":
+            for at, said in ((16, "padding"), (4 * 2 * 20, "padding"), (4 * 2 * 20 + 8, "y l=0 o=0 h=0 of block 0")):
+                found = memory(case.dst_arrays[0], at + 1)
+                found[at] ^= 1
+                if 0 in case.dst_ids and said != "padding":
+                    said = f"wrong at y l=0 o=0 h=0 of block {case.src_ids[list(case.dst_ids).index(0)]} → 0"
+                assert said in str(case.error())
+                found[at] ^= 1
+
+
+OPAQUE = 'order: "[l] b <x y>"\nplanes: {{x: {{order: "{}"}}, y: {{order: {}, dtype: int8}}}}\naxes: {{s: 4}}\n'
+
+
+def test_an_order_that_one_plane_does_not_promise(tmp_path: Path) -> None:
+    """Its elements stay as they lie; those of the other plane go where their coordinates say."""
+    (tmp_path / "one.yaml").write_text(OPAQUE.format("{t d}", "t s"), "utf-8")
+    (tmp_path / "other.yaml").write_text(OPAQUE.format("d t", "s t"), "utf-8")
+    case = one(tmp_path / "one.yaml", tmp_path / "other.yaml", shapes=[kvbm.BlockShape(1, 1, 1, 4, 8)])  # type: ignore[arg-type]
+    for i, j in zip(case.src_ids, case.dst_ids, strict=True):
+        src, dst = case.src_arrays[0][i], case.dst_arrays[0][j]
+        dst[:64] = src[:64]
+        dst[64:].reshape(4, 4)[...] = src[64:].reshape(4, 4).T
+    case.check()
+    dst[64:].reshape(4, 4)[...] = src[64:].reshape(4, 4)
+    said = f"wrong at y l=0 o=0 h=0 t=0 s=1 of block {i} → {j}: expected bytes {src[65]:02x}, got {src[68]:02x}"
+    assert f"{said}, which is y l=0 o=0 h=0 t=1 s=0 of block {i} (12 of 32 elements of y are wrong)" in str(
+        case.error()
+    )
+    convert(case)
+    case.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_no_copy_of_planes_may_touch(family: str) -> None:
+    """Other blocks of each plane, guard words on both sides of every array, and the source."""
+    case = formula(*FAMILIES[family])
+    copy(case)
+    other = next(block for block in range(case.dst_blocks) if block not in case.dst_ids)
+    shape = (*case.shape.sizes.values(), case.shape.dtype)
+    for plane in plane_oracle.held(case.dst.name, shape, case.dst_blocks).planes:
+        entry, offset = (at.reshape(-1)[-1] for at in plane.address([other]))
+        at = tensor_bytes_of(case, entry)[offset:]
+        at[0] ^= 1
+        last = coordinate(case, plane.name, math.prod(len(step) for step in plane.items().values()) - 1)
+        assert str(case.error()).endswith(
+            f": bytes that no copy may touch were written, at {last} of block {other} (1 bytes)"
+        )
+        at[0] ^= 1
+    for index, array in enumerate(case.dst_arrays):
+        for place in (-1, nbytes(case.dst, case.shape, case.dst_blocks, index)):
+            byte = (ctypes.c_uint8 * 1).from_address(array.ctypes.data + place)
+            byte[0] ^= 1
+            assert "no copy may touch were written, at " in str(case.error()) and "byte" in str(case.error())
+            byte[0] ^= 1
+    case.check()
+    for array in case.src_arrays:
+        first = memory(array, 1)
+        first[0] ^= 1
+        error = str(case.error())
+        assert ": the source was written to, at " in error and error.endswith(" (1 bytes)"), error
+        first[0] ^= 1
+    case.check()
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("nhd", "vllm/nvfp4"),
+        ("vllm/nvfp4", "nhd"),
+        ("vllm/fp8_ds_mla", "vllm/mla"),
+        ("vllm/nvfp4", "vllm/dsa_indexer"),
+        ("vllm/fp8_ds_mla", "vllm/deepseek_v4"),  # at no sizes are both legal
+        ("record/diff_kv_universal", "vllm/mla_v41"),
+        ("swizzle/linear", "sglang/mxfp8"),
+    ],
+)
+def test_different_planes_are_refused(src: str, dst: str) -> None:
+    with pytest.raises(PlanError, match=r"expected the same planes on both sides|a copy converts no dtype") as caught:
+        list(layout_cases(pairs=[(src, dst)]))
+    assert str(caught.value).startswith(f"{src} → {dst}: ")
+    if (src, dst) == ("nhd", "vllm/nvfp4"):
+        with pytest.raises(PlanError) as said:
+            kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.BlockShape(2, 2, 2, 16, 128))
+        assert str(said.value) == str(caught.value)
+
+
+def test_planes_that_are_illegal_at_given_sizes_say_so() -> None:
+    with pytest.raises(LayoutError, match=r"sglang/mxfp8.yaml:6: plane 'scale': 't%32'"):
+        list(layout_cases(["sglang/mxfp8"], shapes=[kvbm.BlockShape(1, 2, 2, 16, 128)]))
+
+
+#: On a GPU: records of one dtype a plane and of three, pages with padding, tables, pairs of elements, swizzles, shape's dtype.
+ON_A_GPU = [
+    ("vllm/fp8_ds_mla", "record/mla_fp8_tensors"),
+    ("record/mla_fp8_tensors", "record/mla_fp8_planes"),
+    ("record/deepseek_v4_planes", "vllm/deepseek_v4"),
+    ("vllm/nvfp4", "record/nvfp4_tensors"),
+    ("record/nvfp4_universal", "vllm/nvfp4"),
+    ("sglang/mxfp8", "record/mxfp8_tensors"),
+    ("record/per_token_head_int8_planes", "vllm/per_token_head_int8"),
+    ("vllm/dsa_indexer_mxfp4", "record/dsa_indexer_mxfp4_tokens"),
+    ("vllm/diff_kv", "record/diff_kv_universal"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("src", "dst"), ON_A_GPU)
+def test_gpu_planes(src: str, dst: str) -> None:
+    """The arrays are tensors on the device; a right copy passes, one wrong byte of a plane is told."""
+    import torch
+
+    for case in layout_cases(pairs=[(src, dst)], dtypes=["bfloat16", "float32"], batches=[1, 7], device="cuda"):
+        assert all(array.is_cuda for array in (*case.src_arrays, *case.dst_arrays))
+        assert case.error() is not None, "nothing is copied yet"
+        convert(case)
+        case.check()
+        for name, (_, (entry, offset), _) in planes(case).items():
+            array = case.dst_arrays[int(entry[0, -1])]
+            at = int(offset[0, -1]) // array.element_size()
+            last = array.as_strided((1,), (1,), array.storage_offset() + at).view(torch.uint8)
+            last[0] ^= 1
+            error = str(case.error())
+            assert f": wrong at {coordinate(case, name, entry.shape[1] - 1)} of block" in error, error
+            last[0] ^= 1
+        case.check()
+
+
 # ---- the plugin ----------------------------------------------------------------------------------------------------
 
 MINE = """
@@ -312,6 +691,14 @@ def test_plugin_goes_through_the_layouts(pytester: pytest.Pytester) -> None:
     )
 
 
+def test_plugin_goes_through_planes(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(MINE)
+    layouts = "vllm/fp8_ds_mla,record/mla_fp8_planes,record/mla_fp8_tensors"
+    result = run(pytester, "-v", f"--kvbm-layouts={layouts}", "--kvbm-dtypes=uint8,bfloat16", "--kvbm-batches=2")
+    result.assert_outcomes(passed=9)
+    result.stdout.fnmatch_lines(["*test_mine?vllm/fp8_ds_mla->record/mla_fp8_tensors-b2? PASSED*"])
+
+
 def test_plugin_has_defaults(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_mine(kvbm_case): assert not hasattr(kvbm_case.src_arrays[0], 'data_ptr')")
     run(pytester).assert_outcomes(passed=4 * 4 * 2)
@@ -327,6 +714,10 @@ def test_plugin_gives_tensors(pytester: pytest.Pytester) -> None:
     ("option", "said"),
     [
         ("--kvbm-layouts=nhd,nothing", "layout 'nothing': expected one of"),
+        (
+            "--kvbm-layouts=nhd,vllm/nvfp4",
+            "nhd → vllm/nvfp4: nhd has no planes, and the other side has 'data', 'scale'; ",
+        ),
         ("--kvbm-layouts=nhd,", "--kvbm-layouts: expected a list such as a,b,c, got 'nhd,'"),
         ("--kvbm-batches=one", "invalid literal"),
         ("--kvbm-device=tpu", "device: expected cpu, cuda or cuda:N"),
