@@ -1216,8 +1216,8 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
     count : int
         How many are expected.
     kinds : tuple of (tuple of int, tuple of int, str, int)
-        Up to 16: shape, strides in items, dtype where it is not `dtype`, and the bytes of records that may come in any dense
-        shape, else 0.  Strides of axes of one item do not count.
+        Up to 16: shape, strides in items, dtype where it is not `dtype`, and the bytes of records that may come in any
+        dense shape, else 0.  Strides of axes of one item do not count.
     which : bytes or None
         Which of `kinds` each tensor is; None: all are the only one.
     dtype : str
