@@ -17,6 +17,7 @@ from kvbm.torch import operators  # noqa: E402
 from memory import Strided, aligned  # noqa: E402
 from plane_oracle import FAMILIES, TABLE, held  # noqa: E402
 from test_planes import PAIRS, Shape, cuda_arrays, numpy_arrays, shapes  # noqa: E402
+from test_torch import SEEN_FROM_C  # noqa: E402
 
 IDS = (([4, 0, 2], [5, 1, 0]), ([1, -1, 3, 0], [0, 2, -1, 6]), ([2], [3]))
 FEW = [
@@ -111,6 +112,7 @@ def test_fake_tensors_and_the_compiler(src: str, dst: str) -> None:
     check(one, back, range(3), range(3))
 
 
+@pytest.mark.skipif(not SEEN_FROM_C, reason="this PyTorch lets C look at no tensors")
 def test_the_engine_s_shapes_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records in any shape of their bytes: (block, K and V x heads, token, bytes) as vLLM has NVFP4."""
     monkeypatch.setattr(operators, "_require", None)

@@ -24,7 +24,9 @@ def raw(tensor: Any) -> np.ndarray:
     import torch
 
     tensor = tensor if tensor.element_size() == 1 else tensor.flatten()
-    return tensor.contiguous().view(torch.uint8).cpu().numpy()
+    return (
+        tensor.view(torch.uint8).contiguous().cpu().numpy()
+    )  # in this order: PyTorch 2.8 copies no pairs of four bits
 
 
 def e2m1(codes: np.ndarray) -> np.ndarray:

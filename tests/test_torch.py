@@ -24,6 +24,8 @@ from memory import Bound, aligned, placed, torch_views  # noqa: E402
 
 SHAPE = kvbm.BlockShape(nl=2, no=2, nh=4, nt=16, hd=32, dtype="bfloat16")
 SIZES = "nl=2,no=2,nh=4,nt=16,hd=32"
+#: Else every call goes by the dispatcher and the slow way, with the same results.
+SEEN_FROM_C = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 CONVERT, CONVERT_ = torch.ops.kvbm.convert.default, torch.ops.kvbm.convert_.default
 
 PAIRS = [
@@ -218,6 +220,8 @@ def test_who_listens_at_the_dispatcher_is_called(name: str, call: Any, monkeypat
         for direct in ("_convert_plain", "_convert_plain_"):
             patch.setattr(operators, direct, None)
         torch.func.vmap(lambda each: call(tensors) and each, randomness="same")(torch.ones(2))
+    if not SEEN_FROM_C:
+        return
     # And otherwise nobody calls the operators.
     for operator in ("_PLAIN", "_PLAIN_", "_CONVERT", "_CONVERT_"):
         monkeypatch.setattr(operators, operator, None)
@@ -254,6 +258,7 @@ def test_a_torch_that_does_not_answer_is_always_told(monkeypatch: pytest.MonkeyP
     )
 
 
+@pytest.mark.skipif(not SEEN_FROM_C, reason="this PyTorch lets C look at no tensors")
 def test_what_c_takes() -> None:
     good = ((2, 3), (3, 1), "", 0)
     tensors = [torch.zeros(2, 3), torch.zeros(2, 3)]
@@ -451,6 +456,9 @@ def test_writing_is_seen_by_autograd() -> None:
 # ---- what torch does with operators ----------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # opcheck's own, in PyTorch 2.15
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3], PAIRS[6]], ids=">".join)
 def test_opcheck_convert(pair: tuple[str, str], grad: bool) -> None:
@@ -560,6 +568,7 @@ def test_export() -> None:
     assert alike(program.module()(*more), Offload()(*more))
 
 
+@pytest.mark.skipif(not SEEN_FROM_C, reason="the compiler of PyTorch 2.8 names the exception and not what it says")
 def test_a_stream_inside_compile_is_refused() -> None:
     compiled = torch.compile(
         lambda one: kvbm.torch.convert([one], "vllm/LBHNC", "vllm/BLHNC", SIZES, stream=1),

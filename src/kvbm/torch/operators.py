@@ -857,7 +857,7 @@ def _tensor(array: Any, device: str) -> torch.Tensor:
 
 
 def _list(operator: str, what: str, tensors: Any) -> list[torch.Tensor]:
-    if not isinstance(tensors, list | tuple):
+    if not isinstance(tensors, (list, tuple)):
         raise BindError(f"{operator}: {what}: expected a list of tensors, got a {type(tensors).__name__}")
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
