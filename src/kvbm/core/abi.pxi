@@ -1,0 +1,193 @@
+# abi.pxi: What `kvbm.h` declares, and the one place where a status becomes an exception.
+
+cdef extern from "kvbm.h" nogil:
+    enum:
+        KVBM_MAX_OUTER
+        KVBM_MAX_INNER
+        KVBM_MAX_PARTS
+        KVBM_OK
+        KVBM_NO_DRIVER
+        KVBM_NOT_BUILT
+        KVBM_TOO_LARGE
+        KVBM_NO_MEMORY
+        KVBM_ID_OK
+        KVBM_ID_SRC_RANGE
+        KVBM_ID_DST_RANGE
+        KVBM_ID_DST_TWICE
+        KVBM_ID_READ_AND_WRITTEN
+        KVBM_SPAN_OK
+        KVBM_SPAN_NULL_SRC
+        KVBM_SPAN_NULL_DST
+        KVBM_SPAN_DST_TWICE
+        KVBM_SPAN_READ_AND_WRITTEN
+
+    ctypedef struct kvbm_div:
+        uint32_t n
+
+    ctypedef struct kvbm_inner:
+        kvbm_div extent
+        int64_t src, dst
+
+    ctypedef struct kvbm_outer:
+        kvbm_div extent
+        int64_t src, dst
+        int32_t src_table, dst_table
+
+    ctypedef struct kvbm_part:
+        uint32_t word, item, place, held, apart
+        int64_t src_offset, dst_offset
+        int64_t src_id_stride, dst_id_stride
+        int32_t src_table_offset, dst_table_offset
+        kvbm_outer *outer
+        kvbm_inner *inner
+
+    ctypedef struct kvbm_args:
+        int64_t src_id_table, dst_id_table
+        uint32_t num_parts
+        uint32_t src_blocks, dst_blocks
+        kvbm_part *part
+
+    ctypedef struct kvbm_kernel:
+        const char *name
+        uint32_t parts
+
+    enum:
+        KVBM_ROWS
+        KVBM_TILE
+
+    ctypedef struct kvbm_form:
+        int32_t kind, outer, inner, element, word, few
+
+    ctypedef struct kvbm_batch:
+        uint32_t num_pairs
+        uint32_t id_bytes
+        const void *src_ids
+        const void *dst_ids
+        const uint64_t *src_table
+        const uint64_t *dst_table
+        uint64_t src_ids_device, dst_ids_device
+        uint64_t src_table_device, dst_table_device
+        uint32_t src_entries, dst_entries
+        uint64_t fault
+        uint32_t max_ctas
+
+    ctypedef struct kvbm_ring:
+        pass
+
+    ctypedef struct kvbm_route:
+        int device, crosses, same_pool
+        int64_t src_blocks, dst_blocks
+        uint32_t max_ctas
+        uint32_t num_direct
+        const int *direct_kernel
+        const kvbm_args **direct
+        int gathers
+        uint32_t num_permute
+        const int *permute_kernel
+        const kvbm_args **permute
+        uint32_t num_moves
+        const kvbm_args **moves
+        uint64_t slot_block_bytes
+        kvbm_ring *ring
+        uint32_t num_runs
+        const kvbm_args **runs
+        const uint64_t *src_bases
+        const uint64_t *dst_bases
+        const uint64_t *cuts
+        uint32_t num_cuts
+
+    ctypedef struct kvbm_outcome:
+        int refused
+        int64_t index
+        uint64_t submissions
+        uint32_t pairs
+
+    enum:
+        KVBM_DIRECT
+        KVBM_STAGED
+        KVBM_ENGINE
+
+    ctypedef struct kvbm_spans:
+        const uint64_t *addresses
+        const uint64_t *sizes
+        uint64_t size, count
+
+    const kvbm_kernel *kvbm_kernels
+    int kvbm_num_kernels
+    int kvbm_num_images
+
+    kvbm_div kvbm_make_div(uint32_t n) noexcept
+    const char *kvbm_last_call() noexcept
+    const char *kvbm_status_name(int status) noexcept
+    const char *kvbm_status_text(int status) noexcept
+    int kvbm_driver_version(int *version) noexcept
+    int kvbm_device_count(int *count) noexcept
+    int kvbm_device_info(int device, char *name, int name_bytes, int *major, int *minor, int *sms,
+                         uint64_t *memory) noexcept
+    int kvbm_pointer_device(uint64_t address, int *device) noexcept
+    int kvbm_has_memcpy_batch() noexcept
+    int kvbm_add_kernel(const char *name, const kvbm_form *forms, uint32_t parts, const void *cubin, uint64_t nbytes,
+                        int capability, int *index) noexcept
+    const kvbm_kernel *kvbm_kernel_at(int kernel) noexcept
+    int kvbm_warm(int kernel, int device) noexcept
+    int kvbm_launch(int kernel, const kvbm_args *args, const kvbm_batch *batch, int device, uint64_t stream) noexcept
+    int kvbm_run_host(int kernel, const kvbm_args *args, const kvbm_batch *batch, int threads) noexcept
+    int kvbm_memcpy_batch(const uint64_t *dst, const uint64_t *src, const uint64_t *sizes, uint64_t size,
+                          uint64_t count, int mode, bint merge, int device, uint64_t stream, int *used) noexcept
+    int kvbm_launch_pairs(const uint64_t *dst, const uint64_t *src, uint64_t size, uint64_t count, int device,
+                          uint64_t stream) noexcept
+    int kvbm_check_spans(const kvbm_spans *src, const kvbm_spans *dst, uint64_t *first, uint64_t *second) noexcept
+    int kvbm_find_device(const uint64_t *addresses, uint64_t count, int *device, uint64_t *gpus,
+                         uint64_t *index) noexcept
+    int kvbm_check_ids(const void *src_ids, const void *dst_ids, uint32_t id_bytes, uint32_t num_pairs,
+                       int64_t src_blocks, int64_t dst_blocks, int same_pool, int64_t *index) noexcept
+    int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring **ring) noexcept
+    void kvbm_ring_destroy(kvbm_ring *ring) noexcept
+    void kvbm_ring_retire(kvbm_ring *ring) noexcept
+    void kvbm_retire_device(int device, uint64_t address) noexcept
+    int kvbm_transfer(const kvbm_route *route, const kvbm_batch *batch, int strategy, uint64_t stream,
+                      const uint64_t *waits, uint32_t num_waits, uint64_t done, kvbm_outcome *outcome) noexcept
+    int kvbm_fault_create(int device, uint32_t **fault) noexcept
+    void kvbm_fault_destroy(int device, uint32_t *fault) noexcept
+    int kvbm_event_take(int device, int timed, uint64_t *event) noexcept
+    void kvbm_event_give(int device, int timed, uint64_t event) noexcept
+    int kvbm_event_record(int device, uint64_t event, uint64_t stream) noexcept
+    int kvbm_event_query(int device, uint64_t event, int *is_done) noexcept
+    int kvbm_event_synchronize(int device, uint64_t event) noexcept
+    int kvbm_stream_wait(int device, uint64_t stream, uint64_t event) noexcept
+    int kvbm_stream_device(uint64_t stream, int *device) noexcept
+    int kvbm_enable_peer(int device, int peer, int *can) noexcept
+    int kvbm_alloc_device(int device, uint64_t nbytes, uint64_t *address) noexcept
+    int kvbm_free_device(int device, uint64_t address) noexcept
+    int kvbm_upload(int device, uint64_t dst, const void *src, uint64_t nbytes) noexcept
+    int kvbm_synchronize(int device, uint64_t stream) noexcept
+    int kvbm_host_touch(uint64_t address, uint64_t nbytes, int how, int threads) noexcept
+    int kvbm_host_register(uint64_t address, uint64_t nbytes, int read_only) noexcept
+    int kvbm_host_unregister(uint64_t address) noexcept
+    int kvbm_memory_range(uint64_t address, int pinned, uint64_t *begin, uint64_t *end) noexcept
+
+
+cdef int64_t INDEX_LIMIT = 0x7FFFFFFF  # kernels index with 31 bits
+
+# CUresults that mean "there is no CUDA here" rather than "CUDA failed": stub library, no device, unusable driver.
+cdef frozenset UNAVAILABLE = frozenset((KVBM_NO_DRIVER, KVBM_NOT_BUILT, 34, 46, 100, 803, 804))
+
+
+# ---- statuses -----------------------------------------------------------------------------------------------------
+
+cdef int check(int status, what) except -1:
+    """Turn a status into an exception that names the request, the call, the error and what to do next.
+
+    Must be called on the thread that got the status: the failing call's name is kept a thread.
+    """
+    if status == KVBM_OK:
+        return 0
+    text = kvbm_status_text(status).decode("utf-8", "replace")
+    if status == KVBM_NO_MEMORY:
+        raise MemoryError(f"{what}: {text}")
+    if status == KVBM_TOO_LARGE:
+        raise BindError(f"{what}: {text}")
+    name = kvbm_status_name(status).decode("utf-8", "replace")
+    call = kvbm_last_call().decode("utf-8", "replace")
+    error = CudaUnavailableError if status in UNAVAILABLE else CudaError
+    raise error(f"{what}: {call} failed with {name} ({status}). {text}", code=status, name=name)

@@ -1,0 +1,388 @@
+# kernels.pxi: Kernels by name, tables of addresses, and the launches that read both.
+
+cdef dict _index_of = None  # name -> index, made at first use
+
+
+cdef dict _kernels():
+    global _index_of
+    if _index_of is None:
+        _index_of = {kvbm_kernels[i].name.decode("ascii"): i for i in range(kvbm_num_kernels)}
+    return _index_of
+
+
+def kernel_names():
+    """Every kernel that was compiled in.
+
+    Returns
+    -------
+    tuple of str
+        Names in table order; position is the kernel's index.
+    """
+    return tuple(_kernels())[:kvbm_num_kernels]
+
+
+def kernel_index(str name not None):
+    """Position of a kernel in the table, or -1 if it was neither compiled in nor added."""
+    return _kernels().get(name, -1)
+
+
+def add_kernel(str name not None, forms, const uint8_t[::1] cubin not None, int capability):
+    """Make a kernel known that was compiled at run time; from then on its name works as any other.
+
+    Parameters
+    ----------
+    name : str
+        The symbol in the cubin.
+    forms : sequence of (kind, outer, inner, element, word, few)
+        One a part; ``kind`` is ``"rows"`` or ``"tile"``.
+    cubin : contiguous bytes
+        The code.  Copied.
+    capability : int
+        What it was compiled for: 90 for sm_90.  A name that is known takes the code of one more architecture.
+
+    Returns
+    -------
+    int
+        The kernel's index.
+
+    Raises
+    ------
+    CudaError
+        A structure that no template has, or too many kernels.
+    """
+    cdef kvbm_form form[KVBM_MAX_PARTS]
+    cdef int index = -1, status
+    forms = tuple(forms)
+    if not 0 < len(forms) <= KVBM_MAX_PARTS or not cubin.shape[0]:
+        raise PlanError(f"kernel {name!r}: expected 1 to {KVBM_MAX_PARTS} parts and its code, got {len(forms)} parts")
+    if -1 < _kernels().get(name, -1) < kvbm_num_kernels:
+        raise PlanError(f"kernel {name!r} was built: nothing is to be added")
+    for i, (kind, outer, inner, element, word, few) in enumerate(forms):
+        form[i].kind = KVBM_TILE if kind == "tile" else KVBM_ROWS
+        form[i].outer, form[i].inner, form[i].element = outer, inner, element
+        form[i].word, form[i].few = word, few
+    status = kvbm_add_kernel(name.encode("ascii"), form, <uint32_t> len(forms), &cubin[0],
+                             <uint64_t> cubin.shape[0], capability, &index)
+    check(status, f"adding the kernel {name!r}")
+    _kernels()[name] = index
+    return index
+
+
+def num_images():
+    """Number of embedded CUDA images; 0 means that the extension was built without CUDA."""
+    return kvbm_num_images
+
+
+def warm(kernel, int device):
+    """Load every CUDA image on a device and find a kernel, so that nothing is loaded later beside a running model.
+
+    Parameters
+    ----------
+    kernel : str, int or None
+        Name or index of a kernel; None loads all of them.
+    device : int
+        CUDA device ordinal.
+
+    Raises
+    ------
+    MissingKernelError
+        If there is no kernel of this name.
+    CudaError
+        If an image does not load, e.g. because none was built for this GPU.
+    """
+    cdef int index, status
+    if kernel is None:
+        index = -1
+    elif isinstance(kernel, str):
+        index = _find_kernel(kernel)
+    else:
+        index = kernel
+        if kvbm_kernel_at(index) == NULL:
+            raise MissingKernelError(f"kernel {index}: expected 0 to {len(_kernels()) - 1}")
+    with nogil:
+        status = kvbm_warm(index, device)
+    check(status, f"loading kernels on cuda:{device}")
+
+
+cdef int _find_kernel(str name) except -1:
+    cdef int index = _kernels().get(name, -1)
+    if index < 0:
+        raise MissingKernelError(
+            f"kernel {name!r} is not among the {kvbm_num_kernels} that were built. Add the layouts to a folder, write "
+            "their kernels with 'kvbm codegen --layouts DIR --out DIR', and rebuild kvbm with them (pip install .)"
+        )
+    return index
+
+
+# ---- tables -------------------------------------------------------------------------------------------------------
+
+@cython.final
+cdef class Table:
+    """The base addresses of a pool's allocations.
+
+    Parameters
+    ----------
+    addresses : array of uint64
+        One address an allocation, in table order.  Copied.
+    device : int
+        CUDA device that they lie on, or -1 for the host.
+    upload : bool
+        Keep a copy on the device, made now; otherwise every launch carries the table along.
+
+    Notes
+    -----
+    A launch is asynchronous and may read the copy on the device after it returns: whoever launches keeps the table as
+    long as its pool.  After the last reference the copy is freed when something is next allocated: freeing waits for
+    running work.
+    """
+
+    cdef uint64_t *addresses
+    cdef uint64_t device_address
+    cdef uint32_t count
+    cdef readonly int device
+
+    def __cinit__(self):
+        self.addresses = NULL
+        self.device_address = 0
+        self.count = 0
+        self.device = -1
+
+    def __init__(self, const uint64_t[::1] addresses not None, int device=-1, bint upload=True):
+        cdef int status
+        if self.addresses != NULL:
+            raise TypeError("a Table is initialised once")
+        cdef Py_ssize_t count = addresses.shape[0]
+        if count > INDEX_LIMIT // 8:
+            raise BindError(f"{count} allocations in a table: expected at most {INDEX_LIMIT // 8}")
+        self.addresses = <uint64_t *> malloc((count + 1) * sizeof(uint64_t))
+        if self.addresses == NULL:
+            raise MemoryError(f"a table of {count} addresses")
+        self.device = device if device >= 0 else -1
+        self.count = <uint32_t> count
+        if count == 0:
+            return
+        memcpy(self.addresses, &addresses[0], count * sizeof(uint64_t))
+        if device < 0 or not upload:
+            return
+        with nogil:
+            status = kvbm_alloc_device(device, count * sizeof(uint64_t), &self.device_address)
+            if status == KVBM_OK:
+                status = kvbm_upload(device, self.device_address, self.addresses, count * sizeof(uint64_t))
+        check(status, f"uploading a table of {count} addresses to cuda:{device}")
+
+    def __dealloc__(self):
+        cdef uint64_t address = self.device_address
+        cdef int device = self.device
+        self.device_address = 0
+        free(self.addresses)
+        self.addresses = NULL
+        if address:
+            kvbm_retire_device(device, address)
+
+    def __len__(self):
+        return self.count
+
+    def __repr__(self):
+        where = "the host" if self.device < 0 else f"cuda:{self.device}"
+        return f"<kvbm Table of {self.count} addresses on {where}>"
+
+    @property
+    def is_uploaded(self):
+        """Whether a copy lies on the device."""
+        return self.device_address != 0
+
+
+# ---- copies -------------------------------------------------------------------------------------------------------
+
+@cython.final
+cdef class Copy:
+    """A loop nest bound to the kernel that runs it; which blocks it moves is said at every call.
+
+    Parameters
+    ----------
+    kernel : str or None
+        Name of a compiled kernel.  None: a loop nest of bytes for the copy engine, which a `Route` walks.
+    parts : sequence of (offsets, outer, inner) or (offsets, outer, inner, strides, words)
+        One part, or several: K and V, or planes.  ``offsets`` is ``(src, dst, src_table, dst_table)``; ``outer`` holds
+        ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
+        ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
+        ``strides``: bytes that a block id contributes in this part.  ``words``: for kernels of records the bytes of a
+        word; of pages also of an item, from word to word of one in shared memory, where the part starts there, and the
+        bytes of its segment.
+    src_id, dst_id : tuple of two ints
+        What one block id contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
+    src_blocks, dst_blocks : int
+        Ids on the device that are not below these are not followed.
+
+    Raises
+    ------
+    MissingKernelError
+        If the kernel was not compiled in; the message names the command that makes it.
+    PlanError
+        If the loop nest does not fit a kernel's parameters.
+    """
+
+    cdef kvbm_args args
+    cdef int index
+    cdef readonly str kernel
+
+    def __init__(self, str kernel, parts, src_id, dst_id, int64_t src_blocks=INDEX_LIMIT,
+                 int64_t dst_blocks=INDEX_LIMIT):
+        cdef int index = _find_kernel(kernel) if kernel is not None else -1
+        parts = tuple(parts)
+        if not 0 < len(parts) <= KVBM_MAX_PARTS or (
+                index >= 0 and kvbm_kernel_at(index).parts not in (0, len(parts))):
+            raise PlanError(f"kernel {kernel!r} does not copy {len(parts)} part(s)")
+        memset(&self.args, 0, sizeof(kvbm_args))
+        self.args.src_id_table, self.args.dst_id_table = src_id[0], dst_id[0]
+        self.args.src_blocks = <uint32_t> min(max(src_blocks, 0), INDEX_LIMIT)
+        self.args.dst_blocks = <uint32_t> min(max(dst_blocks, 0), INDEX_LIMIT)
+        self.args.num_parts = <uint32_t> len(parts)
+        for number, (offsets, outer, inner, *rest) in enumerate(parts):
+            strides, words = rest or ((src_id[1], dst_id[1]), (0,))
+            try:
+                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), strides, tuple(words))
+            except OverflowError as error:
+                raise PlanError(f"part {number} of the plan for {kernel!r}: {error}") from None
+        self.index = index
+        self.kernel = kernel
+
+    def __repr__(self):
+        return f"<kvbm Copy by {self.kernel}>"
+
+    def launch(self, Table src not None, Table dst not None, const int64_t[::1] src_ids, const int64_t[::1] dst_ids,
+               Py_ssize_t n, int device, uint64_t stream, int max_sms=0):
+        """Copy blocks on a GPU: one kernel, ordered by the stream, not waited for.
+
+        Parameters
+        ----------
+        src, dst : Table
+            Base addresses of the two pools.  Keep them until the copy is done.
+        src_ids, dst_ids : contiguous int64 array or None
+            Block ids of the pairs, already checked (see `check_ids`); -1 skips a pair; None stands for 0 to n-1.
+            Copied before the call returns.
+        n : int
+            Number of pairs; 0 returns at once.
+        device : int
+            CUDA device ordinal.
+        stream : int
+            Handle of the stream.
+        max_sms : int
+            Multiprocessors that a ``few_`` kernel keeps to; 0: all.
+
+        Raises
+        ------
+        BindError
+            If the ids do not number n, or a table lies on another device.
+        CudaError
+            If the launch fails.
+        """
+        cdef kvbm_batch batch
+        cdef int status
+        if n == 0:
+            return
+        _fill_batch(&batch, src, dst, src_ids, dst_ids, n)
+        _take_uploaded(&batch, src, dst, device)
+        batch.max_ctas = <uint32_t> max(max_sms, 0)
+        with nogil:
+            status = kvbm_launch(self.index, &self.args, &batch, device, stream)
+        if status != KVBM_OK:
+            check(status, f"launching {self.kernel} on cuda:{device}")
+
+    def run(self, Table src not None, Table dst not None, const int64_t[::1] src_ids, const int64_t[::1] dst_ids,
+            Py_ssize_t n, int threads=0):
+        """Copy blocks on the host, and return when they are copied.
+
+        Parameters
+        ----------
+        src, dst : Table
+            Base addresses of the two pools, in host memory.
+        src_ids, dst_ids : contiguous int64 array or None
+            As in `launch`.
+        n : int
+            Number of pairs; 0 returns at once.
+        threads : int
+            At most so many threads; 0 takes every core that the process may use.
+
+        Raises
+        ------
+        BindError
+            If the ids do not number n, or the batch is too large for 31-bit indices.
+        """
+        cdef kvbm_batch batch
+        cdef int status
+        if n == 0:
+            return
+        if threads < 0:
+            raise BindError(f"threads: expected 0 (every core) or more, got {threads}")
+        _fill_batch(&batch, src, dst, src_ids, dst_ids, n)
+        with nogil:
+            status = kvbm_run_host(self.index, &self.args, &batch, threads)
+        if status != KVBM_OK:
+            check(status, f"running {self.kernel} on the host")
+
+
+cdef int _take_uploaded(kvbm_batch *batch, Table src, Table dst, int device) except -1:
+    if src.device_address:
+        if src.device != device:
+            raise BindError(f"the source's table lies on cuda:{src.device}: expected cuda:{device}")
+        batch.src_table_device = src.device_address
+    if dst.device_address:
+        if dst.device != device:
+            raise BindError(f"the destination's table lies on cuda:{dst.device}: expected cuda:{device}")
+        batch.dst_table_device = dst.device_address
+    return 0
+
+
+cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides, tuple words) except -1:
+    cdef int i
+    if len(outer) > KVBM_MAX_OUTER or len(inner) > KVBM_MAX_INNER:
+        raise PlanError(
+            f"a part has {len(outer)} outer and {len(inner)} inner modes: "
+            f"expected at most {KVBM_MAX_OUTER} and {KVBM_MAX_INNER}"
+        )
+    part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset = offsets
+    part.src_id_stride, part.dst_id_stride = strides
+    part.word, part.item, part.apart, part.place, part.held = words + (0,) * (5 - len(words))
+    # Modes that are not used have extent 1 and stride 0, so that a loop over all of them is right too.
+    for i in range(KVBM_MAX_OUTER):
+        extent, src, dst, src_table, dst_table = outer[i] if i < len(outer) else (1, 0, 0, 0, 0)
+        part.outer[i].extent = _divisor(extent)
+        part.outer[i].src, part.outer[i].dst = src, dst
+        part.outer[i].src_table, part.outer[i].dst_table = src_table, dst_table
+    for i in range(KVBM_MAX_INNER):
+        extent, src, dst = inner[i] if i < len(inner) else (1, 0, 0)
+        part.inner[i].extent = _divisor(extent)
+        part.inner[i].src, part.inner[i].dst = src, dst
+    return 0
+
+
+cdef kvbm_div _divisor(extent) except *:
+    if not 1 <= extent <= INDEX_LIMIT:
+        raise PlanError(f"a mode of extent {extent}: expected 1 to {INDEX_LIMIT}")
+    return kvbm_make_div(<uint32_t> extent)
+
+
+cdef int _fill_batch(kvbm_batch *batch, Table src, Table dst, const int64_t[::1] src_ids, const int64_t[::1] dst_ids,
+                     Py_ssize_t n) except -1:
+    if n < 0 or n > INDEX_LIMIT:
+        raise BindError(f"{n} pairs of blocks: expected 0 to {INDEX_LIMIT}")
+    memset(batch, 0, sizeof(kvbm_batch))
+    batch.num_pairs = <uint32_t> n
+    if src_ids is not None:
+        if src_ids.shape[0] != n:
+            raise BindError(f"{src_ids.shape[0]} source ids: expected {n}")
+        batch.src_ids = &src_ids[0]
+        batch.id_bytes = 8
+    if dst_ids is not None:
+        if dst_ids.shape[0] != n:
+            raise BindError(f"{dst_ids.shape[0]} destination ids: expected {n}")
+        batch.dst_ids = &dst_ids[0]
+        batch.id_bytes = 8
+    if src.count == 0 or dst.count == 0:
+        raise BindError(
+            f"{n} pairs of blocks between tables of {src.count} and {dst.count} addresses: expected at least one each"
+        )
+    batch.src_table, batch.dst_table = src.addresses, dst.addresses
+    batch.src_entries, batch.dst_entries = src.count, dst.count
+    return 0

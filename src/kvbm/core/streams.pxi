@@ -1,0 +1,92 @@
+# streams.pxi: Streams of any framework as handles.
+
+cdef enum StreamKind:
+    HANDLE = 1    # int, or converts losslessly with __index__
+    PROTOCOL      # has __cuda_stream__
+    BINDING       # cuda.bindings: CUstream, cudaStream_t
+    TORCH         # torch.cuda.Stream before 2.10: cuda_stream
+    CUPY          # cupy.cuda.Stream before 14: ptr
+
+cdef dict _kind_of = {}  # type -> StreamKind
+
+
+cdef int _stream_kind(stream) except -1:
+    kind = type(stream)
+    root = str(kind.__module__).partition(".")[0]
+    # bool is an int, and None of this: passing True is a mistake.
+    if isinstance(stream, bool) or stream is None:
+        pass
+    elif isinstance(stream, int):
+        return HANDLE
+    elif hasattr(kind, "__cuda_stream__"):
+        return PROTOCOL
+    elif root == "cuda" and hasattr(kind, "__int__"):
+        return BINDING
+    elif root == "torch" and hasattr(kind, "cuda_stream"):
+        return TORCH
+    elif root == "cupy" and hasattr(stream, "ptr"):
+        return CUPY
+    elif root == "numpy" and hasattr(kind, "__index__") and getattr(stream, "shape", None) == ():
+        return HANDLE
+    raise TypeError(
+        f"stream: expected an int handle, an object with __cuda_stream__ (cuda.core, torch, CuPy) or a handle of "
+        f"cuda.bindings, got {kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def stream_handle(stream):
+    """Handle of a CUDA stream as an int.
+
+    Parameters
+    ----------
+    stream : int or object
+        A handle; an object with ``__cuda_stream__`` (cuda.core, torch, CuPy); or a handle of cuda.bindings.  The caller
+        keeps it alive for as long as the handle is used.
+
+    Returns
+    -------
+    int
+        0 is the legacy default stream.
+
+    Raises
+    ------
+    TypeError
+        If it is none of these, or its protocol's version is not 0.
+    BindError
+        If the handle is not a 64-bit unsigned integer.
+
+    Examples
+    --------
+    >>> stream_handle(2)
+    2
+    """
+    return _handle_of(stream)
+
+
+cdef uint64_t _handle_of(stream) except? 0xFFFFFFFFFFFFFFFF:
+    if type(stream) is int:
+        try:
+            return PyLong_AsUnsignedLongLong(stream)
+        except OverflowError:
+            raise BindError(f"stream: expected a handle of 64 bits, got {stream}") from None
+    kind = _kind_of.get(type(stream))
+    if kind is None:
+        kind = _stream_kind(stream)
+        _kind_of[type(stream)] = kind
+    if kind == PROTOCOL:
+        answer = stream.__cuda_stream__()
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise TypeError(f"stream: expected __cuda_stream__() to return (0, handle), got {answer!r}")
+        version, handle = answer
+        if version != 0:
+            raise TypeError(f"stream: expected version 0 of the __cuda_stream__ protocol, got {version!r}")
+        handle = int(handle)
+    elif kind == TORCH:
+        handle = int(stream.cuda_stream)
+    elif kind == CUPY:
+        handle = int(stream.ptr)
+    else:
+        handle = int(stream)
+    if not 0 <= handle < 1 << 64:
+        raise BindError(f"stream: expected a handle of 64 bits, got {handle}")
+    return handle

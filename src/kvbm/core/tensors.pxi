@@ -1,0 +1,447 @@
+# tensors.pxi: Lists of torch tensors, read through DLPack's C interface.
+
+# dlpack.h (1.3), as far as an inspection goes.  Not a copy of the header: only what stays the same throughout 1.x.
+cdef struct DLTensor:
+    void *data
+    int32_t device_type, device_id
+    int32_t ndim
+    uint8_t code, bits
+    uint16_t lanes
+    int64_t *shape
+    int64_t *strides
+    uint64_t byte_offset
+
+cdef struct Exchange:  # DLPackExchangeAPI
+    uint32_t major, minor
+    Exchange *older
+    void *allocate
+    void *export_tensor
+    void *import_tensor
+    int (*look)(void *tensor, DLTensor *out) noexcept  # 0, or -1 with a Python exception; owns nothing
+    int (*stream)(int32_t device_type, int32_t device_id, void **out) noexcept
+
+cdef extern from *:
+    """
+    /* While one tensor is looked at, the next ones are fetched: the object, and then what its first fields point to,
+     * which in torch is the tensor itself.  It is a guess that costs nothing: a prefetch faults nowhere. */
+    static inline void kvbm_prefetch(void *object) { __builtin_prefetch(object); }
+    static inline void kvbm_prefetch_fields(void *object) {
+      char **field = (char **)((char *)object + sizeof(PyObject));
+      for (int i = 0; i < 2; ++i)
+        for (int line = 0; line < 3; ++line) __builtin_prefetch(field[i] + 64 * line);
+    }
+    """
+    void kvbm_prefetch(void *item) noexcept
+    void kvbm_prefetch_fields(void *item) noexcept
+    PyObject *PyList_GetItem(object row, Py_ssize_t i) except NULL
+    PyObject *PyTuple_GetItem(object row, Py_ssize_t i) except NULL
+
+cdef enum:
+    KDL_CPU = 1
+    KDL_CUDA = 2
+    KDL_CUDA_HOST = 3
+    MOST_AXES = 8
+    FAR_AHEAD = 6   # tensors whose objects are being fetched
+    NEAR_AHEAD = 3  # and whose fields are
+
+cdef dict DTYPES = {
+    (0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64",
+    (1, 8): "uint8", (1, 16): "uint16", (1, 32): "uint32", (1, 64): "uint64",
+    (2, 16): "float16", (2, 32): "float32", (2, 64): "float64",
+    (4, 16): "bfloat16", (6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
+}
+
+cdef dict _exchange_of = {}  # type -> capsule of its Exchange, or None
+
+
+cdef Exchange *_exchange(kind) except? NULL:
+    """What a type of torch tensors offers for looking at them from C, or NULL."""
+    cdef Exchange *api
+    capsule = _exchange_of.get(kind, _exchange_of)
+    if capsule is _exchange_of:
+        # Tensors of torch alone: this way does not tell whether memory may be written, and theirs always may.
+        torch = sys.modules.get("torch")
+        capsule = None
+        if torch is not None and issubclass(kind, torch.Tensor):
+            capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
+            if not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
+                capsule = None
+        _exchange_of[kind] = capsule
+    if capsule is None:
+        return NULL
+    api = <Exchange *> PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
+    while api != NULL and api.major != 1:
+        api = api.older
+    return api if api != NULL and api.look != NULL else NULL
+
+
+# What a list's tensors have in common, and what is gathered of them.
+cdef struct Alike:
+    PyTypeObject *kind  # the type that `api` is for, kept by _exchange_of
+    Exchange *api
+    uint8_t code, bits
+    int32_t device_id, ndim
+    int64_t shape[8]
+    int64_t elements
+    bint exact         # the shape counts, and not only the number of elements
+    uint64_t together  # the bits that any address has
+
+
+cdef int _look(tensor, Alike *want, DLTensor *found) except -1:
+    """1 if the object is a dense CUDA tensor that C can look at, else 0."""
+    cdef int32_t i
+    cdef int64_t held = 1
+    if Py_TYPE(tensor) != want.kind:
+        want.api = _exchange(type(tensor))
+        want.kind = Py_TYPE(tensor)
+    if want.api == NULL:
+        return 0
+    if want.api.look(<PyObject *> tensor, found) != 0:
+        PyErr_Clear()
+        return 0
+    if (found.device_type != KDL_CUDA or found.lanes != 1 or found.data == NULL or found.ndim < 1
+            or found.ndim > MOST_AXES):
+        return 0
+    for i in range(found.ndim - 1, -1, -1):
+        if found.strides != NULL and found.shape[i] != 1 and found.strides[i] != held:
+            return 0
+        held *= found.shape[i]
+    want.elements = want.elements if want.elements else held
+    return held == want.elements and held > 0
+
+
+cdef uint64_t _address(tensor, Alike *want) except? 0:
+    """Address of a tensor that is what all are expected to be, else 0."""
+    cdef DLTensor found
+    cdef uint64_t address
+    if not _look(tensor, want, &found):
+        return 0
+    if found.code != want.code or found.bits != want.bits or found.device_id != want.device_id:
+        return 0
+    if want.exact and (found.ndim != want.ndim or memcmp(found.shape, want.shape, found.ndim * sizeof(int64_t)) != 0):
+        return 0
+    address = <uint64_t> found.data + found.byte_offset
+    want.together |= address
+    return address
+
+
+cdef inline PyObject *_item(row, Py_ssize_t i) except NULL:
+    """Borrowed from a list or tuple; IndexError where it has become shorter."""
+    return PyList_GetItem(row, i) if type(row) is list else PyTuple_GetItem(row, i)
+
+
+cdef Table _empty_table(Py_ssize_t count, int device):
+    cdef Table table = Table.__new__(Table)
+    if count > INDEX_LIMIT // 8:
+        return None
+    table.addresses = <uint64_t *> malloc((count + 1) * sizeof(uint64_t))
+    if table.addresses == NULL:
+        raise MemoryError(f"a table of {count} addresses")
+    table.count = <uint32_t> count
+    table.device = device
+    return table
+
+
+cdef _start(Alike *want, tensor, int rank, DLTensor *first):
+    """Take the first tensor for the measure of all: (sizes, dtype), or None."""
+    memset(want, 0, sizeof(Alike))
+    if not _look(tensor, want, first):
+        return None
+    dtype = DTYPES.get((first.code, first.bits))
+    if dtype is None or not rank <= first.ndim <= rank + 1:
+        return None
+    want.code, want.bits, want.device_id = first.code, first.bits, first.device_id
+    want.exact = True
+    want.ndim = rank
+    memcpy(want.shape, first.shape + (first.ndim - rank), rank * sizeof(int64_t))
+    return tuple([want.shape[i] for i in range(rank)]), dtype
+
+
+cdef int _alignment(uint64_t together):
+    return <int> ((together | 16) & -(together | 16))
+
+
+@cython.boundscheck(True)  # looking at a tensor may run Python, which may shorten the list
+def whole_tensors(tensors, int rank):
+    """Look at the whole tensors of a batch: all alike, dense, and on one GPU.
+
+    Parameters
+    ----------
+    tensors : list or tuple of tensors, or one tensor
+        One of ``rank`` axes a block; one of ``rank + 1`` axes holds all of them.
+    rank : int
+        Axes of a whole tensor.
+
+    Returns
+    -------
+    tuple or None
+        ``(Table, sizes, dtype, device, alignment)``.  None where anything is otherwise, or cannot be seen from here:
+        then look at each by itself, and say what is wrong.
+    """
+    cdef Alike want
+    cdef DLTensor first
+    cdef Table table
+    cdef Py_ssize_t i, count
+    cdef uint64_t step
+    if type(tensors) is list or type(tensors) is tuple:
+        count = len(tensors)
+        if count == 0:
+            return None
+        start = _start(&want, tensors[0], rank, &first)
+        if start is None or first.ndim != rank:
+            return None
+        table = _empty_table(count, want.device_id)
+        if table is None:
+            return None
+        for i in range(count):
+            table.addresses[i] = _address(tensors[i], &want)
+            if table.addresses[i] == 0:
+                return None
+    else:
+        start = _start(&want, tensors, rank, &first)
+        if start is None:
+            return None
+        count = first.shape[0] if first.ndim > rank else 1
+        table = _empty_table(count, want.device_id)
+        if table is None:
+            return None
+        step = <uint64_t> (want.elements // count) * (first.bits // 8)
+        for i in range(count):
+            table.addresses[i] = <uint64_t> first.data + first.byte_offset + i * step
+            want.together |= table.addresses[i]
+    return table, *start, want.device_id, _alignment(want.together)
+
+
+@cython.boundscheck(True)
+def chunk_tensors(blocks, Py_ssize_t batch, Py_ssize_t chunks, tuple shape not None, bint exact, str dtype not None,
+                  int device):
+    """Look at the chunks of a batch of blocks: all of one shape and dtype, dense, and on this GPU.
+
+    Parameters
+    ----------
+    blocks : list or tuple of lists or tuples of tensors
+        ``batch`` lists of ``chunks`` tensors; a flat list where there is one block.
+    batch, chunks : int
+    shape : tuple of int
+        Of a chunk; where not `exact`, only its number of elements counts.
+    exact : bool
+    dtype : str
+    device : int
+
+    Returns
+    -------
+    tuple or None
+        ``(Table, alignment)``, in table order.  None as for `whole_tensors`.
+    """
+    cdef Alike want
+    cdef DLTensor found
+    cdef Table table
+    cdef Py_ssize_t i, k, n = 0
+    cdef PyObject *item
+    if (type(blocks) is not list and type(blocks) is not tuple) or not 0 < chunks < INDEX_LIMIT or not blocks:
+        return None
+    if batch == 1 and len(blocks) == chunks and type(blocks[0]) is not list and type(blocks[0]) is not tuple:
+        blocks = (blocks,)
+    if len(blocks) != batch or len(shape) > MOST_AXES:
+        return None
+    row = blocks[0]
+    if (type(row) is not list and type(row) is not tuple) or not row:
+        return None
+    memset(&want, 0, sizeof(Alike))
+    if not _look(row[0], &want, &found) or DTYPES.get((found.code, found.bits)) != dtype:
+        return None
+    want.code, want.bits, want.device_id = found.code, found.bits, device
+    want.exact = exact
+    want.ndim = <int32_t> len(shape)
+    want.elements = 1
+    for i in range(want.ndim):
+        want.shape[i] = shape[i]
+        want.elements *= want.shape[i]
+    table = _empty_table(batch * chunks, device)
+    if table is None:
+        return None
+    for i in range(batch):
+        row = blocks[i]
+        if (type(row) is not list and type(row) is not tuple) or len(row) != chunks:
+            return None
+        for k in range(chunks):
+            if k + FAR_AHEAD < chunks:
+                kvbm_prefetch(_item(row, k + FAR_AHEAD))
+                item = _item(row, k + NEAR_AHEAD)
+                if Py_TYPE(<object> item) == want.kind:
+                    kvbm_prefetch_fields(item)
+            table.addresses[n] = _address(<object> _item(row, k), &want)
+            if table.addresses[n] == 0:
+                return None
+            n += 1
+    return table, _alignment(want.together)
+
+
+cdef struct Kind:
+    int32_t ndim
+    int64_t shape[8]
+    int64_t strides[8]  # items
+    int64_t whole       # bytes of records that may come in any shape, or 0
+    uint8_t code, bits  # of an item, once one was seen
+
+
+cdef int _read_kind(kind, Kind *out) except -1:
+    """1 if (shape, strides, dtype, whole) have few enough axes, else 0."""
+    cdef tuple shape = kind[0], strides = kind[1]
+    cdef Py_ssize_t i
+    if len(shape) > MOST_AXES or len(shape) != len(strides):
+        return 0
+    out.ndim = <int32_t> len(shape)
+    out.whole = kind[3]
+    out.code = out.bits = 0
+    for i in range(out.ndim):
+        out.shape[i], out.strides[i] = shape[i], strides[i]
+    return 1
+
+
+cdef bint _fits(const DLTensor *found, const Kind *kind) noexcept:
+    """Whether a tensor has the shape and strides of its kind."""
+    cdef int32_t axis
+    cdef int64_t held = 1
+    if found.ndim != kind.ndim:
+        return False
+    for axis in range(kind.ndim - 1, -1, -1):
+        if found.shape[axis] != kind.shape[axis]:
+            return False
+        if kind.shape[axis] != 1 and (held if found.strides == NULL else found.strides[axis]) != kind.strides[axis]:
+            return False
+        held *= kind.shape[axis]
+    return True
+
+
+cdef bint _is_dense(const DLTensor *found, int64_t items) noexcept:
+    """Whether a tensor is so many items one after the other, in whatever shape."""
+    cdef int32_t axis
+    cdef int64_t held = 1
+    for axis in range(found.ndim - 1, -1, -1):
+        if found.strides != NULL and found.shape[axis] != 1 and found.strides[axis] != held:
+            return False
+        held *= found.shape[axis]
+    return held == items
+
+
+@cython.boundscheck(True)
+def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsigned char[::1] which, str dtype not None,
+                    int device, frozenset types=None, bint gradients=True):
+    """Look at one side of a copy: torch's tensors, each of the shape and strides that its layout gives it.
+
+    Parameters
+    ----------
+    tensors : list or tuple of tensors
+    count : int
+        How many are expected.
+    kinds : tuple of (tuple of int, tuple of int, str, int)
+        Up to 16: shape, strides in items, dtype where it is not `dtype`, and the bytes of records that may come in any
+        dense shape, else 0.  Strides of axes of one item do not count.
+    which : bytes or None
+        Which of `kinds` each tensor is; None: all are the only one.
+    dtype : str
+    device : int
+        CUDA device ordinal, -1 for the host.
+    types : frozenset of type, optional
+        The only types that tensors may be of.
+    gradients : bool
+        Whether a tensor may require a gradient.
+
+    Returns
+    -------
+    tuple or None
+        ``(Table, alignment)``.  None as for `whole_tensors`.
+    """
+    cdef Alike want
+    cdef DLTensor found
+    cdef Kind kind[16]
+    cdef Kind *mine
+    cdef Table table
+    cdef PyObject *item
+    cdef Py_ssize_t i
+    cdef uint64_t address
+    if (type(tensors) is not list and type(tensors) is not tuple) or len(tensors) != count or count < 1:
+        return None
+    if not 0 < len(kinds) <= (1 if which is None else 16) or (which is not None and which.shape[0] != count):
+        return None
+    for i in range(len(kinds)):
+        if not _read_kind(kinds[i], &kind[i]):
+            return None
+    memset(&want, 0, sizeof(Alike))
+    table = _empty_table(count, device)
+    if table is None:
+        return None
+    for i in range(count):
+        if i + FAR_AHEAD < count:
+            kvbm_prefetch(_item(tensors, i + FAR_AHEAD))
+            item = _item(tensors, i + NEAR_AHEAD)
+            if Py_TYPE(<object> item) == want.kind:
+                kvbm_prefetch_fields(item)
+        tensor = <object> _item(tensors, i)
+        if Py_TYPE(tensor) != want.kind:
+            if types is not None and type(tensor) not in types:
+                return None
+            want.api = _exchange(type(tensor))
+            want.kind = Py_TYPE(tensor)
+        if want.api == NULL:
+            return None
+        if not gradients and tensor.requires_grad:
+            return None
+        if want.api.look(<PyObject *> tensor, &found) != 0:
+            PyErr_Clear()
+            return None
+        if which is not None and which[i] >= len(kinds):
+            return None
+        mine = &kind[0 if which is None else which[i]]
+        if mine.bits == 0:
+            if DTYPES.get((found.code, found.bits)) != (kinds[mine - kind][2] or dtype):
+                return None
+            mine.code, mine.bits = found.code, found.bits
+        if device >= 0:
+            if found.device_type != KDL_CUDA or found.device_id != device:
+                return None
+        elif found.device_type != KDL_CPU and found.device_type != KDL_CUDA_HOST:
+            return None
+        if found.code != mine.code or found.bits != mine.bits or found.lanes != 1:
+            return None
+        if not _fits(&found, mine) and (mine.whole == 0 or not _is_dense(&found, mine.whole)):
+            return None
+        address = <uint64_t> found.data + found.byte_offset
+        if address == 0:
+            return None
+        table.addresses[i] = address
+        want.together |= address
+    return table, _alignment(want.together)
+
+
+def tables_clash(Table src not None, uint64_t src_bytes, Table dst not None, uint64_t dst_bytes):
+    """Whether two allocations of the destination share bytes with each other, or one of them with one of the source.
+
+    Parameters
+    ----------
+    src, dst : Table
+    src_bytes, dst_bytes : int
+        Bytes of each allocation, from its first to its last.
+    """
+    cdef kvbm_spans read, written
+    cdef uint64_t first = 0, second = 0
+    cdef int found
+    read.addresses, read.size, read.count = src.addresses, src_bytes, src.count
+    written.addresses, written.size, written.count = dst.addresses, dst_bytes, dst.count
+    read.sizes = written.sizes = NULL
+    with nogil:
+        found = kvbm_check_spans(&read, &written, &first, &second)
+    if found < 0:
+        check(found, f"checking {src.count} and {dst.count} allocations")
+    return found != KVBM_SPAN_OK
+
+
+def spread(Table table not None, uint64_t[::1] out not None, uint64_t step):
+    """Fill `out` with the addresses of a table, each followed by those of its further pieces, `step` bytes apart."""
+    cdef Py_ssize_t pieces = out.shape[0] // max(table.count, 1), i, k
+    if pieces * table.count != out.shape[0]:
+        raise BindError(f"{out.shape[0]} pieces of {table.count} allocations: expected as many of each")
+    for i in range(table.count):
+        for k in range(pieces):
+            out[i * pieces + k] = table.addresses[i] + k * step
