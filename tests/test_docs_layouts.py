@@ -10,7 +10,7 @@ import pytest
 
 import kvbm
 from kvbm import spec
-from kvbm.layout import AXES, FUNCTIONS, SIZES
+from kvbm.terms import AXES, FUNCTIONS, SIZES
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "layouts.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```yaml\n(# ([^\n]*)\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -19,7 +19,7 @@ import kvbm
 import matrix
 import oracle
 import test_driver
-from kvbm import _core, codegen, kernels, planner
+from kvbm import _core, codegen, kernels, nest
 from memory import FakeCuda, aligned, interface_views, placed, torch_views
 from test_driver import library  # noqa: F401
 
@@ -250,7 +250,7 @@ class Nest:
     """
 
     def __init__(self, name: str, short: bool):
-        [self.form] = planner.Form.parse(name)
+        [self.form] = nest.Form.parse(name)
         self.kernel = name
         self.random = random.Random(zlib.crc32(f"{name} {short}".encode()))
         form, pick = self.form, self.random
@@ -372,7 +372,7 @@ class Loops:
         ]
         inner = list(zip(self.inner, *self.steps, strict=True))
         if self.pieces:
-            inner += [(1, 0, 0)] * (planner.MAX_INNER - 1 - len(inner)) + [(2, *self.pieces)]
+            inner += [(1, 0, 0)] * (nest.MAX_INNER - 1 - len(inner)) + [(2, *self.pieces)]
         return (*self.offset, table_offset, table_offset), outer, inner, tuple(self.of_id), self.words
 
 
@@ -384,7 +384,7 @@ class Page:
     """
 
     def __init__(self, name: str, how: str):
-        [self.form] = planner.Form.parse(name)
+        [self.form] = nest.Form.parse(name)
         self.kernel = name
         pick = random.Random(zlib.crc32(f"{name} {how}".encode()))
         form = self.form

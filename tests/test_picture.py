@@ -352,7 +352,7 @@ def test_runs_go_where_the_addresses_say() -> None:
     for (side, number), offset in found.items():
         t, h = divmod(number, 8)  # in nhd a run is a head of a token
         where = made.src if side == "source" else made.dst
-        assert where.address(0, t=t, h=h)[1] == offset
+        assert where.accesses[0].address(0, {"t": t, "h": h})[1] == offset
     arrows = [text for text in drawn.axes[0].texts if getattr(text, "arrow_patch", None) is not None]
     assert len(arrows) == 9
     places = {box.get_label().split(" @")[0]: box for box in boxes(drawn)}

@@ -23,7 +23,7 @@ import oracle
 import plane_oracle
 import test_driver
 import test_transfer
-from kvbm import _core, layout, spec, transfer
+from kvbm import _core, resolved, spec, transfer
 from memory import FakeCuda, Strided, aligned
 from plane_oracle import FAMILIES, TABLE, Arena, held
 from test_driver import library  # noqa: F401
@@ -206,7 +206,7 @@ class Side:
     @property
     def slot(self) -> int:
         """Bytes of a block, packed."""
-        return self.pool.resolved.packed().id_steps[1]
+        return self.pool.resolved.section.packed().accesses[0].block[0]
 
 
 def cuda_arrays(arena: Arena, buffer: Any) -> list[Any]:
@@ -910,8 +910,9 @@ def test_splits_in_bytes_count_two_elements_a_byte(dtype: str) -> None:
         (
             "[d] b l o h t",
             {"nt": 1, "nh": 1, "no": 1, "nl": 1},
-            "2 elements share a byte; expected an axis of 2 or more",
+            "'b': 2 elements share a byte, so blocks would share bytes",
         ),
+        ("[h] t d b", {"nl": 1, "no": 1}, "'b': 2 elements share a byte, so blocks would share bytes"),
     ],
 )
 def test_four_bits_that_do_not_pack(order: str, sizes: dict[str, int], match: str) -> None:
@@ -941,7 +942,7 @@ def test_two_axes_that_share_bytes(one: str, other: str, nt: int, hd: int) -> No
 def test_a_range_of_layers_that_share_bytes() -> None:
     shape = kvbm.BlockShape(nl=4, no=1, nh=2, nt=2, hd=2, dtype="int4")
     layout = spec.parse('order: "[b] o h t d l"', name="layers_last")
-    with pytest.raises(kvbm.LayoutError, match="axis 'l' is split or shares a group"):
+    with pytest.raises(kvbm.LayoutError, match="axis 'l': 2 elements along it share a byte"):
         kvbm.plan(layout, layout, shape, num_blocks=2, layers=range(1, 2))
 
 
@@ -1354,7 +1355,7 @@ def nests(draw: Any) -> tuple[Any, Any]:
     sizes = [draw(st.sampled_from((1, 2, 4))) for _ in range(2)]
     sides = [grown([], size) for size in sizes]
     if draw(st.booleans()):
-        stride = max(layout._reach(side, size) for side, size in zip(sides, sizes, strict=True)) + draw(
+        stride = max(resolved._reach(side, size) for side, size in zip(sides, sizes, strict=True)) + draw(
             st.integers(0, 30)
         )
         sides = [[(extent, stride), *side] for side in sides for extent in [draw(st.just(3))]]
@@ -1375,5 +1376,5 @@ def test_whether_nests_meet(given_: Any) -> None:
 
     a, b = given_
     meet = bool(bytes_of(*a) & bytes_of(*b))
-    assert layout._meet(*a, *b) is meet
-    assert layout._meet(*b, *a) is meet
+    assert resolved._meet(*a, *b) is meet
+    assert resolved._meet(*b, *a) is meet

@@ -18,7 +18,7 @@ import matrix
 import strategies
 from kvbm import schema, spec
 from kvbm.cli import main
-from kvbm.layout import Expression
+from kvbm.terms import Expression
 
 FILES = {"layout": matrix.LAYOUTS / "schema.json", "shape": matrix.LAYOUTS / "shapes" / "schema.json"}
 BAD = sorted((Path(__file__).parent / "data" / "bad").glob("*.yaml"))

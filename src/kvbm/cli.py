@@ -25,8 +25,9 @@ import click
 from . import spec
 from .bench.cli import bench
 from .errors import BindError, BuildError, KvbmError, LayoutError, MissingKernelError, SpecError
-from .layout import AXES, Layout
+from .layout import Layout
 from .shapes import BlockShape, load_shape, shape_names
+from .terms import AXES
 from .testing.smoke import smoke
 
 if TYPE_CHECKING:
@@ -420,7 +421,7 @@ def _not_built(made: Plan) -> str | None:
     except ImportError:  # nothing is built: `kvbm doctor` tells
         return None
     try:
-        asked = made.kernels() if made.src.parts else [form.name for form in made.fit().forms()]
+        asked = made.kernels() if made.src.layout.planes else [form.name for form in made.fit().forms()]
         names = set(asked) - set(_core.kernel_names())
     except MissingKernelError:  # the explanation says so
         return None

@@ -16,8 +16,10 @@ from pathlib import Path
 from string import Template
 
 from .errors import LayoutError, MissingKernelError, PlanError, SpecError
-from .layout import Layout, Resolved
-from .planner import MAX_INNER, MAX_OUTER, WIDEST, Form, between
+from .layout import Layout
+from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form
+from .planner import between
+from .resolved import Section
 from .shapes import BlockShape
 from .spec import layouts_dir, load_dir
 
@@ -115,7 +117,7 @@ def _asked(layouts: Sequence[Layout]) -> dict[tuple[Form, ...], set[Pair]]:
             try:
                 made = between(src, dst, "")
                 forms = made.forms()
-                if src.parts:
+                if src.layout.planes:
                     for launch in made.launches():
                         asked.setdefault(Form.parse(launch.kernel), set()).add(pair)
                     continue
@@ -140,10 +142,10 @@ def _is_usual(shape: BlockShape) -> bool:
     return shape.itemsize <= 2 and shape.nt % WIDEST == 0 and row % WIDEST == 0 and row > 4 * WIDEST
 
 
-def _legal(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved | None:
+def _legal(layout: Layout, shape: BlockShape, num_blocks: int) -> Section | None:
     """The layout at these sizes, if it is a layout there."""
     try:
-        return layout.resolve(shape, num_blocks)
+        return layout.resolve(shape, num_blocks).section
     except LayoutError:
         return None
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .errors import BindError, DTypeError, KvbmError, SpecError
-from .layout import Layout, merge_steps
+from .layout import Layout
 from .planner import plan
 from .pool import same_dtype
+from .resolved import merge_steps
 from .shapes import ITEMSIZE, BlockShape, load_shape
 from .spec import load
 

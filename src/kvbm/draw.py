@@ -16,7 +16,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from .layout import AXES, Piece, Resolved
+from .resolved import Piece, Resolved
+from .terms import AXES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -9,12 +9,13 @@ Three statements that are easily mixed up, one function each:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
+from .access import Access, normal
 from .errors import LayoutError
-from .layout import Layout, Piece, Resolved
+from .layout import Layout
+from .resolved import Resolved
 from .shapes import BlockShape, numpy_name
 
 __all__ = ["aliases", "ambiguous", "same_addresses"]
@@ -153,85 +154,28 @@ def _arrays(resolved: Resolved) -> _Arrays:
 
 # ---- where every element lies --------------------------------------------------------------------------------------
 
-
-class _Step(NamedTuple):
-    """``index // divisor % extent`` of some axes steps so many bytes and table entries."""
-
-    axes: tuple[str, ...]
-    opaque: bool
-    divisor: int
-    extent: int
-    stride: int
-    table: int
-
-
-_Places = tuple[tuple[object, ...], ...]
+_Places = tuple[Access, ...]
 
 
 def _places(resolved: Resolved) -> _Places:
-    """The map from coordinates to addresses in a form that is equal where the maps are: K's, then V's, plane by plane."""
-    if resolved.parts:
-        return tuple((part.plane, part.shape.dtype, *_places(part)) for part in resolved.parts)
-    places: list[tuple[object, ...]] = []
-    for o in range(resolved.shape.no):
-        offset, entry = resolved.bases[min(o, len(resolved.orders) - 1)]
-        kept = []
-        for step in _normal(resolved.pieces(o), resolved):
-            if step.axes == ("o",):
-                index = o // step.divisor % step.extent
-                offset, entry = offset + index * step.stride, entry + index * step.table
-            else:
-                kept.append(step)
-        places.append((offset, entry, tuple(kept)))
+    """The maps of K and of V, plane by plane: equal where they find the same elements."""
+    places = []
+    for access in resolved.accesses:
+        for half in range(resolved.shape.no) if access.half is None else (access.half,):
+            place = _of_half(access, half)
+            # Any order inside an opaque group is as good; one axis has one order.
+            steps = (
+                s._replace(axes=tuple(sorted(s.axes)), opaque=len(s.axes) > 1) if s.opaque else s for s in place.steps
+            )
+            block = place.block if resolved.num_blocks > 1 else (0, 0)
+            packed = tuple(sorted(place.packed))
+            places.append(replace(place, half=half, steps=normal(steps), packed=packed, block=block))
     return tuple(places)
 
 
-def _normal(pieces: Iterable[Piece], resolved: Resolved) -> list[_Step]:
-    """Steps without axes of size one, fused axes cut apart where their splits allow it, neighbours merged."""
-    sizes = resolved.sizes
-    groups: dict[tuple[tuple[str, ...], bool], list[_Step]] = {}
-    for piece in pieces:
-        if piece.extent > 1:
-            axes = tuple(axis for axis in piece.term.axes if sizes[axis] > 1)
-            opaque = piece.term.opaque and len(axes) > 1  # what has one axis has one order
-            axes = tuple(sorted(axes)) if opaque else axes
-            step = _Step(axes, opaque, piece.divisor, piece.extent, piece.stride, piece.table)
-            groups.setdefault((axes, opaque), []).append(step)
-    steps: list[_Step] = []
-    for (axes, opaque), group in groups.items():
-        whole = _merged(group)
-        apart = None if opaque or len(axes) == 1 else _cut_apart(axes, whole, resolved)
-        steps.extend(whole if apart is None else _merged(apart))
-    return sorted(steps)
-
-
-def _cut_apart(axes: tuple[str, ...], steps: Iterable[_Step], resolved: Resolved) -> list[_Step] | None:
-    """Steps of fused axes as steps of one axis each; None where a split does not fall on the axes."""
-    bounds = {axis: math.prod(resolved.sizes[x] for x in axes[n + 1 :]) for n, axis in enumerate(axes)}
-    apart = []
-    for step in steps:
-        low, high = step.divisor, step.divisor * step.extent
-        cuts = sorted({low, high, *(bound for bound in bounds.values() if low < bound < high)})
-        for lower, upper in zip(cuts, cuts[1:], strict=False):
-            axis = next(axis for axis in axes if bounds[axis] <= lower)
-            if upper % lower or lower % bounds[axis] or upper > bounds[axis] * resolved.sizes[axis]:
-                return None
-            n = lower // low
-            apart.append(_Step((axis,), False, lower // bounds[axis], upper // lower, step.stride * n, step.table * n))
-    return apart
-
-
-def _merged(steps: Iterable[_Step]) -> list[_Step]:
-    merged: list[_Step] = []
-    for step in sorted(steps):
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last.axes == step.axes
-            and step.divisor == last.divisor * last.extent
-            and (step.stride, step.table) == (last.stride * last.extent, last.table * last.extent)
-        ):
-            merged[-1] = last._replace(extent=last.extent * step.extent)
-        else:
-            merged.append(step)
-    return merged
+def _of_half(access: Access, half: int) -> Access:
+    """The map of K or V alone, or of both where the two are fused with another axis."""
+    try:
+        return access.fix("o", half)
+    except LayoutError:
+        return access

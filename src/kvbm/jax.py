@@ -14,9 +14,9 @@ import numpy as np
 from . import arrays as _arrays
 from .contract import Kind, dense
 from .errors import BindError
-from .layout import Allocation
 from .numpy import numpy_dtype
 from .pool import Array, DeviceArray, describe
+from .resolved import Allocation
 from .shapes import BlockShape
 
 __all__ = ["convert"]

@@ -10,12 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from .layout import Mode, coalesce
-
-if TYPE_CHECKING:
-    from .planner import Part
+from .nest import Mode, Part, coalesce
 
 __all__ = ["Staged", "stage"]
 

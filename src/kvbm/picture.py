@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any
 from . import spec
 from .draw import address_lines, index_label, levels, meaning, plane_lines, record_runs, runs, shared_levels, size_text
 from .errors import KvbmError, LayoutError, SpecError
-from .layout import Layout, Mode, Piece, Resolved
-from .planner import Form, Part, Plan
+from .layout import Layout
+from .nest import Form, Mode, Part
+from .planner import Plan
+from .resolved import Piece, Resolved
 from .shapes import load_shape
 
 if TYPE_CHECKING:
@@ -715,7 +717,7 @@ def draw_plan(plan: Plan) -> Figure:
         sheet = _Sheet()
         sides = [plan.src.layout.order_text, plan.dst.layout.order_text]
         lines = [
-            *([f"{sides[0]}   →", sides[1]] if plan.src.parts else [f"{sides[0]}   →   {sides[1]}"]),
+            *([f"{sides[0]}   →", sides[1]] if plan.src.layout.planes else [f"{sides[0]}   →   {sides[1]}"]),
             f"{str(plan.shape).replace(',', ', ')}; {size_text(plan.nbytes)} a block",
             f"kernel {', '.join(plan.kernels())}",
         ]

@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from .engines import FromEngines
 from .errors import BindError, CudaError, CudaUnavailableError, DTypeError
-from .layout import Allocation, Layout, Resolved, merge_steps
+from .layout import Layout
+from .resolved import Allocation, Resolved, merge_steps
 from .shapes import ITEMSIZE, BlockShape, numpy_name
 
 __all__ = ["Array", "Pool", "as_ids", "describe"]

@@ -28,7 +28,7 @@ from typing import Any
 
 from .codegen import cuda_dir, source
 from .errors import BuildError
-from .planner import Form
+from .nest import Form
 from .tuning import cache_dir
 
 __all__ = ["Compiler", "Origin", "cubin", "find", "folder", "is_known_kind", "kernel", "origin", "why_not"]

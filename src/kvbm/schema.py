@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .layout import AXES, FUNCTIONS, OPERATORS, SIZES
 from .shapes import ITEMSIZE, OPTIONAL_KEYS, REQUIRED_KEYS
 from .spec import KEYS, PLANE_KEYS
+from .terms import AXES, FUNCTIONS, OPERATORS, SIZES
 
 __all__ = ["SCHEMAS", "layout_schema", "shape_schema", "text"]
 

@@ -11,8 +11,9 @@ from typing import NoReturn
 import yaml
 
 from .errors import LayoutError, SpecError
-from .layout import AXES, Expression, Layout, Order, Pitch, Plane, Term
+from .layout import Layout
 from .shapes import ITEMSIZE, data_dir, load_shape
+from .terms import AXES, Expression, Order, Pitch, Plane, Term
 
 __all__ = ["KEYS", "PLANE_KEYS", "example_shape", "layouts", "layouts_dir", "load", "load_all", "load_dir", "parse"]
 

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from .layout import Allocation, Layout, Resolved
+    from .layout import Layout
     from .pool import Pool
+    from .resolved import Allocation, Resolved
 
 FORMAT = "1"
 _ALIGN = 4096  # where the first tensor starts: a page, so that the kernels can use their widest words

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from . import _core, runtime, tuning
 from .errors import BindError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
+from .nest import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Part
 from .pages import Staged
-from .planner import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Part, Plan, plan, size_text
+from .planner import Plan, plan, size_text
 from .pool import Pool, as_ids
 from .shapes import BlockShape
 
@@ -72,7 +73,7 @@ def _launches(made: Plan, alignments: tuple[int, int], few: bool, device: int) -
             if asked.kernel in names or _compiled(asked.kernel, device):
                 launches.append(_Launch(asked.kernel, _padded(work, asked.kernel), asked.kernel, asked.staged))
                 continue
-            if made.src.parts:
+            if made.src.layout.planes:
                 general = _general(asked.kernel)
                 launches.append(_Launch(general, _padded(work, general), asked.kernel, asked.staged))
                 continue
@@ -241,7 +242,7 @@ def prepare(
     copies = []
     for launch in _launches(made, (src_alignment, dst_alignment), few, device):
         arguments = [
-            part.by_steps(src_steps.entry, dst_steps.entry).arguments(form, src_steps.block, dst_steps.block)
+            part.fold(src_steps.entry, dst_steps.entry).arguments(form, src_steps.block, dst_steps.block)
             for part, form in launch.work
         ]
         if launch.staged:
@@ -288,7 +289,7 @@ class _End:
         framework = type(pool.arrays[0]).__module__.partition(".")[0]
         return cls(
             pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step,
-            pool.resolved.packed().id_steps[1], pool.addresses, Steps.of(pool), framework,
+            pool.resolved.section.packed().accesses[0].block[0], pool.addresses, Steps.of(pool), framework,
         )  # fmt: skip
 
     @property
@@ -396,7 +397,7 @@ class _Mover:
         steps = made.staged(gathers=self.gathers)
         move = steps[1].flat(None, dst.step) if self.gathers else steps[0].flat(src.step, None)
         runs = made.flat(src.step, dst.step)
-        slot_block = (steps[0].dst if self.gathers else steps[1].src).id_steps[1]
+        slot_block = (steps[0].dst if self.gathers else steps[1].src).accesses[0].block[0]
         move_runs, all_runs = _runs(move), _runs(runs)
         limits, why = self._limits(made, move, runs, staged=bool(move_runs), engine=bool(all_runs))
         # No batch is larger than the smaller pool: what would be taken beyond needs no ring.

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from .. import _core, kernels, spec
 from ..errors import CudaError, KvbmError
 from ..layout import Layout
-from ..planner import Part, Plan, plan, size_text
+from ..nest import Part
+from ..planner import Plan, plan, size_text
 from ..pool import Pool
 from ..shapes import BlockShape
 from ..transfer import Transfer

@@ -26,8 +26,9 @@ import numpy.typing as npt
 
 from .. import _core, spec, tuning
 from ..errors import CudaError, KvbmError
-from ..layout import Layout, Piece, Resolved
+from ..layout import Layout
 from ..pool import Pool
+from ..resolved import Piece, Resolved
 from ..shapes import BlockShape, numpy_name
 from .clock import CpuClock, GpuClock, Timed, cuda
 

@@ -39,8 +39,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
+from ..access import refine
 from ..errors import KvbmError, LayoutError
-from ..layout import refine
 from ..pool import Pool
 from .measure import View, device_of
 

@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..access import Access
 from ..errors import BindError, LayoutError, PlanError
-from ..layout import Layout, Resolved
+from ..layout import Layout
 from ..planner import plan
+from ..resolved import Resolved
 from ..shapes import PACKED, BlockShape, load_shape, numpy_name
 from ..spec import example_shape, load
 
@@ -125,7 +127,7 @@ def _of_pair(
     batches: Sequence[int],
     rest: tuple[str, str, int],
 ) -> Iterator[LayoutCase]:
-    seen: list[tuple[Resolved, ...]] = []
+    seen: list[tuple[Access, ...]] = []
     first_error: LayoutError | PlanError | None = None
     for dtype in dtypes:
         for shape in (replace(shape, dtype=dtype) for shape in (_usual(src, dst) if given is None else given)):
@@ -134,7 +136,7 @@ def _of_pair(
             except (LayoutError, PlanError) as error:
                 first_error = first_error or error
                 continue
-            planes = (*made.src.planes, *made.dst.planes)
+            planes = (*made.src.accesses, *made.dst.accesses)
             if planes not in seen:  # planes that name their dtypes are the same at any
                 seen.append(planes)
                 for batch in batches:

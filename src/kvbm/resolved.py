@@ -1,0 +1,735 @@
+"""Layouts at a block shape and a number of blocks: every term with its strides, the arrays, and the address maps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from .access import Access, Index, Step, declared
+from .errors import LayoutError
+from .shapes import ITEMSIZE, BlockShape
+from .terms import AXES, Order, Pitch, Plane, Term
+
+if TYPE_CHECKING:
+    from .layout import Layout
+
+__all__ = ["Allocation", "Piece", "Resolved", "Section", "resolve"]
+
+
+# ---- from terms to strides -----------------------------------------------------------------------------------------
+
+
+def resolve(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved:
+    """What `Layout.resolve` returns."""
+    if num_blocks < 1:
+        raise LayoutError(f"{layout.name}: expected at least one block, got {num_blocks}")
+    sizes = {"b": num_blocks, **shape.sizes}
+    names = {f"n{axis}": size for axis, size in sizes.items()} | {"hd": shape.hd, "es": shape.itemsize}
+    for axis, expression in layout.extra:
+        try:
+            sizes[axis] = expression.evaluate(names, exact=True)
+        except LayoutError as error:
+            raise LayoutError(f"{layout.where}: axis '{axis}': {error} (at {shape})") from None
+    if layout.planes:
+        return _resolve_planes(layout, shape, num_blocks, sizes, names)
+    if len(layout.orders) == 2 and shape.no > 2:
+        raise LayoutError(f"{layout.name}: K and V have orders of their own, so no must be 1 or 2, got {shape.no}")
+    resolved = []
+    for order in layout.orders[: shape.no]:
+        try:
+            resolved.append(_resolve_order(order, dict(layout.pitch), sizes, names, shape))
+        except LayoutError as error:
+            raise LayoutError(f"{order.where or layout.name}: {error} (at {shape})") from None
+    if len(resolved) == 2 and not any(term.axes == ("o",) for term in layout.orders[0].table):
+        _require_agreement_outside_o(layout, resolved)
+    steps = [next((p.table, p.stride) for p in pieces if p.term.axes == ("b",)) for pieces in resolved]
+    if len(set(steps)) > 1:
+        raise LayoutError(
+            f"{layout.orders[1].where or layout.name}: axis 'b': a block id steps {steps[0][1]} bytes in K and {steps[1][1]} in V, "
+            "expected the same in both: give 'b' the same place in both orders"
+        )
+    return Resolved(layout, shape, num_blocks, MappingProxyType(sizes), tuple(resolved))
+
+
+def _resolve_order(
+    order: Order, pitch: Mapping[str, Pitch], sizes: Mapping[str, int], names: Mapping[str, int], shape: BlockShape
+) -> tuple[Piece, ...]:
+    itemsize, pack = shape.itemsize, shape.pack
+    # Most orders name every axis of the shape once and split none: then there is nothing to look for.
+    if not order.whole or sizes.keys() != order.whole:
+        _require_cover(order, sizes, itemsize, pack)
+    pieces, _ = _inner_pieces(order.inner, pitch, sizes, names, itemsize, pack, itemsize)
+    return tuple(_table_pieces(order.table, sizes, itemsize, pack) + pieces)
+
+
+def _table_pieces(terms: Sequence[Term], sizes: Mapping[str, int], itemsize: int, pack: int) -> list[Piece]:
+    """The axes that pick allocations, fastest first."""
+    pieces = []
+    entries = 1
+    for term in reversed(terms):
+        divisor, extent = (1, len(term.axes)) if term.planes else term.cut(sizes, itemsize, pack)
+        pieces.append(Piece(term, divisor, extent, stride=0, table=entries))
+        entries *= extent
+    return pieces
+
+
+def _inner_pieces(
+    terms: Sequence[Term],
+    pitch: Mapping[str, Pitch],
+    sizes: Mapping[str, int],
+    names: Mapping[str, int],
+    itemsize: int,
+    pack: int,
+    held: int,
+) -> tuple[list[Piece], int]:
+    """The axes inside an allocation, fastest first, around `held` bytes; and the bytes that they hold together."""
+    pieces = []
+    packed = pack
+    for term in reversed(terms):
+        divisor, extent = term.cut(sizes, itemsize, pack)
+        packs = packed > 1 and extent > 1
+        if packed > 1 and term.axes == ("b",):
+            raise LayoutError(
+                f"'b': {packed} elements share a byte, so blocks would share bytes: expected another axis to be fastest"
+            )
+        if packs:
+            if extent % packed:
+                raise LayoutError(f"'{term}': {packed} elements share a byte, and {extent} are no multiple of that")
+            if divisor > 1:
+                raise LayoutError(
+                    f"'{term}': {packed} elements share a byte, and those side by side here are {divisor} apart: expected "
+                    "neighbours along an axis, such as a remainder, to be fastest"
+                )
+            divisor, extent, packed = divisor * packed, extent // packed, 1
+        stride = held
+        if pitch and (declared := pitch.get(str(term))):
+            stride = declared.expression.evaluate(names) * (1 if declared.in_bytes else itemsize)
+            if stride < held:
+                raise LayoutError(
+                    f"pitch of '{term}': neighbours overlap: expected at least {held} bytes, got {stride}"
+                )
+        pieces.append(Piece(term, divisor, extent, stride=stride, table=0, packs=packs))
+        held = stride * extent
+    if packed > 1:
+        raise LayoutError(f"{packed} elements share a byte; expected an axis of {packed} or more outside brackets")
+    return pieces, held
+
+
+def _require_cover(order: Order, sizes: Mapping[str, int], itemsize: int, pack: int) -> None:
+    """Every axis appears, in one fused group, and the pieces of each group cover it exactly once."""
+    groups: dict[tuple[str, ...], list[Term]] = {}
+    for term in order.terms:
+        if not term.planes:
+            groups.setdefault(term.axes, []).append(term)
+    home: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        for axis in group:
+            if axis not in sizes:
+                raise LayoutError(f"axis '{axis}': the shape does not have it")
+            if axis in home:
+                raise LayoutError(f"axis '{axis}' appears in '{groups[home[axis]][0]}' and in '{groups[group][0]}'")
+            home[axis] = group
+    for axis, size in sizes.items():
+        if axis not in home and (size > 1 or axis == "b"):
+            raise LayoutError(
+                f"axis '{axis}' ({AXES.get(axis, 'extra')}): expected once, as its size is {size}, got none"
+            )
+    for group, terms in groups.items():
+        expected, total = 1, terms[0].extent(sizes)
+        for divisor, extent, text in sorted((*term.cut(sizes, itemsize, pack), str(term)) for term in terms):
+            # A piece of extent one may share its divisor with its neighbour: it holds nothing.
+            if extent > 1 and divisor != expected:
+                raise LayoutError(
+                    f"axis '{' '.join(group)}' of {total}: its pieces do not cover it once: "
+                    f"'{text}' starts at {divisor}, expected {expected}"
+                )
+            expected *= extent
+        if expected != total:
+            raise LayoutError(f"axis '{' '.join(group)}': its pieces cover {expected} of {total}")
+
+
+def _require_agreement_outside_o(layout: Layout, orders: Sequence[tuple[Piece, ...]]) -> None:
+    """With K and V in one allocation, V must start where K ends: everything slower than 'o' is the same in both."""
+
+    def outside(pieces: tuple[Piece, ...]) -> list[tuple[str, int, int, int, int]]:
+        at = [piece.term.axes for piece in pieces].index(("o",))
+        return [(str(p.term), p.divisor, p.extent, p.stride, p.table) for p in pieces[at:]] + [
+            (str(p.term), p.divisor, p.extent, 0, p.table) for p in pieces if p.table
+        ]
+
+    if outside(orders[0]) != outside(orders[1]):
+        raise LayoutError(
+            f"{layout.name}: K and V share an allocation, so their orders must agree up to and including 'o'"
+        )
+
+
+# ---- planes --------------------------------------------------------------------------------------------------------
+
+
+def _resolve_planes(
+    layout: Layout, shape: BlockShape, num_blocks: int, sizes: Mapping[str, int], names: Mapping[str, int]
+) -> Resolved:
+    """Every plane as a layout of its own, and the records that they fill together checked."""
+    outer = layout.orders[0]
+    apart = any(term.planes for term in outer.table)
+    found: list[_Found] = []
+    end = 0
+    for plane in layout.planes:
+        try:
+            one = _find_plane(layout, plane, shape, sizes, names, 0 if apart else end)
+        except LayoutError as error:
+            raise LayoutError(
+                f"{plane.orders[0].where or layout.name}: plane '{plane.name}': {error} (at {shape})"
+            ) from None
+        found.append(one)
+        # What is placed by hand may lie in the gaps of another plane, where nothing needs room behind its last byte.
+        own = max(_reach(_boxes(pieces), one.shape.itemsize) for pieces in one.orders) if plane.offset else one.held
+        end = max(end, one.offset + own)
+    try:
+        if not apart:
+            _require_apart(found)
+        planes = [
+            _place_plane(layout, index, one, names, one.held if apart else end) for index, one in enumerate(found)
+        ]
+    except LayoutError as error:
+        raise LayoutError(f"{layout.where}: {error} (at {shape})") from None
+    parts = tuple(
+        Resolved(
+            layout,
+            one.shape,
+            num_blocks,
+            one.sizes,
+            orders,
+            ((one.offset, entry), (one.offset, entry)),
+            plane=one.plane.name,
+        )
+        for one, (orders, entry) in zip(found, planes, strict=True)
+    )
+    return Resolved(
+        layout, shape, num_blocks, MappingProxyType(dict(sizes)), (), parts=parts, record=0 if apart else end
+    )
+
+
+class _Found(NamedTuple):
+    """A plane inside its record."""
+
+    plane: Plane
+    shape: BlockShape
+    sizes: Mapping[str, int]
+    orders: list[list[Piece]]
+    offset: int
+    held: int
+
+
+def _find_plane(
+    layout: Layout, plane: Plane, shape: BlockShape, sizes: Mapping[str, int], names: Mapping[str, int], end: int
+) -> _Found:
+    outer = layout.orders[0]
+    own = replace(shape, dtype=plane.dtype) if plane.dtype else shape
+    names = {**names, "es": own.itemsize}
+    here = {
+        axis for order in plane.orders for term in (*outer.terms, *order.terms) if not term.planes for axis in term.axes
+    }
+    for axis in plane.shared:
+        if axis in here:
+            raise LayoutError(f"axis '{axis}' is shared by all elements, so it cannot stand in the order")
+    # The elements of a plane are its own; blocks, layers, heads and tokens are everybody's.
+    mine = {a: n for a, n in sizes.items() if a in here or (a in AXES and a != "d" and a not in plane.shared)}
+    orders, held = [], []
+    for order in plane.orders[: shape.no]:
+        _require_cover(Order(outer.table, (*outer.inner, *order.inner)), mine, own.itemsize, own.pack)
+        pieces, size = _inner_pieces(order.inner, dict(plane.pitch), mine, names, own.itemsize, own.pack, own.itemsize)
+        orders.append(pieces)
+        held.append(size)
+    if len(set(held)) > 1:
+        raise LayoutError(f"K holds {held[0]} bytes and V {held[1]}: expected the same, as both fill one record")
+    offset = plane.offset.evaluate(names, minimum=0) if plane.offset else end
+    return _Found(plane, own, MappingProxyType(mine), orders, offset, held[0])
+
+
+def _place_plane(
+    layout: Layout, index: int, found: _Found, names: Mapping[str, int], record: int
+) -> tuple[tuple[tuple[Piece, ...], ...], int]:
+    """Its pieces, those that all planes share included, and its first entry of the table."""
+    outer, shape = layout.orders[0], found.shape
+    table = _table_pieces(outer.table, found.sizes, shape.itemsize, shape.pack)
+    entry = sum(index * piece.table for piece in table if piece.term.planes)
+    table = [piece for piece in table if not piece.term.planes]
+    shared = [term for term in outer.inner if not term.planes]
+    around, _ = _inner_pieces(shared, dict(layout.pitch), found.sizes, names, shape.itemsize, 1, record)
+    return tuple(tuple(table + own + around) for own in found.orders), entry
+
+
+def _require_apart(found: Sequence[_Found]) -> None:
+    """No two planes of a record share a byte."""
+    for index, one in enumerate(found):
+        for other in found[index + 1 :]:
+            for a, b in itertools.product(one.orders[:], other.orders[:]):
+                if _meet(_boxes(a), one.offset, one.shape.itemsize, _boxes(b), other.offset, other.shape.itemsize):
+                    raise LayoutError(
+                        f"planes '{one.plane.name}' (bytes {one.offset} to {one.offset + one.held} of a record) and "
+                        f"'{other.plane.name}' ({other.offset} to {other.offset + other.held}) overlap"
+                    )
+
+
+def _boxes(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
+    """Extents and strides, slowest first, without steps that stay."""
+    return tuple((piece.extent, piece.stride) for piece in reversed(pieces) if piece.extent > 1)
+
+
+def _meet(
+    a: Sequence[tuple[int, int]], a_start: int, a_size: int, b: Sequence[tuple[int, int]], b_start: int, b_size: int
+) -> bool:
+    """Whether two nests of steps share a byte: exact, and quick where both step alike."""
+    if a_start >= b_start + _reach(b, b_size) or b_start >= a_start + _reach(a, a_size):
+        return False
+    if not a and not b:
+        return True
+    if a and b and a[0] == b[0]:
+        # Both go on in step: what matters is how far apart two turns are, and only near ones can meet.
+        (extent, stride), *inner_a = a
+        inner_b = b[1:]
+        near = (_reach(inner_a, a_size) + _reach(inner_b, b_size) + abs(a_start - b_start)) // stride + 1
+        return any(
+            _meet(inner_a, a_start + shift * stride, a_size, inner_b, b_start, b_size)
+            for shift in range(-min(near, extent - 1), min(near, extent - 1) + 1)
+        )
+    if b and (not a or _reach(b, b_size) > _reach(a, a_size)):
+        a, a_start, a_size, b, b_start, b_size = b, b_start, b_size, a, a_start, a_size
+    (extent, stride), *inner = a
+    first = max(0, (b_start - a_start - _reach(inner, a_size)) // stride)
+    last = min(extent - 1, (b_start + _reach(b, b_size) - a_start) // stride)
+    return any(_meet(inner, a_start + turn * stride, a_size, b, b_start, b_size) for turn in range(first, last + 1))
+
+
+def _reach(steps: Sequence[tuple[int, int]], size: int) -> int:
+    """Bytes from the first to behind the last."""
+    return size + sum((extent - 1) * stride for extent, stride in steps)
+
+
+# ---- what is resolved ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A declared term with sizes: ``(index // divisor) % extent`` steps `stride` bytes and `table` table entries.
+
+    Pieces are the declaration, for shapes of arrays and for pictures; where elements lie is read from `Access`.
+
+    Attributes
+    ----------
+    packs : bool
+        Whether the elements that share a byte lie side by side along it.
+    """
+
+    term: Term
+    divisor: int
+    extent: int
+    stride: int
+    table: int
+    packs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One array of a pool.
+
+    Attributes
+    ----------
+    label : str
+        Which one, e.g. ``"l=3 o=1"``; empty where there is only one.
+    axes : tuple of str
+        Terms, slowest first; at the end ``"elements"`` where K and V lie in one array in different orders, and ``"bytes"``
+        where planes do.
+    shape, strides : tuple of int
+        Items along each axis; bytes between neighbours.
+    nbytes : int
+        Extent in bytes, padding included.
+    dtype : str
+        Of an item; ``"uint8"`` where planes share the array.
+    """
+
+    label: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    nbytes: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an item."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first to behind the last item."""
+        return sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.itemsize
+
+    @property
+    def is_record(self) -> bool:
+        """Whether several planes share it, so that its elements are of no one dtype."""
+        return self.axes[-1:] == ("bytes",)
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Extents and strides, fastest first, with axes that continue each other as one: what the shape of bytes does not say."""
+        return merge_steps(self.shape, self.strides)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A layout at a shape and a number of blocks.
+
+    Attributes
+    ----------
+    sizes : mapping of str to int
+        Extent of every axis.
+    orders : tuple of tuple of Piece
+        The pieces of K (or of both) and of V, fastest first; none where there are planes.
+    bases : tuple of (int, int)
+        Bytes and table entries at which K (or both) and V start: not zero for a range of layers, or a plane.
+    parts : tuple of Resolved
+        One a plane, each with its own shape (of its dtype) and sizes, where the layout has planes.
+    record : int
+        Bytes that planes fill together, gaps between them included; 0 where each has arrays of its own.
+    plane : str
+        Of which plane this is; empty for a whole layout.
+    """
+
+    layout: Layout
+    shape: BlockShape
+    num_blocks: int
+    sizes: Mapping[str, int]
+    orders: tuple[tuple[Piece, ...], ...]
+    bases: tuple[tuple[int, int], ...] = ((0, 0), (0, 0))
+    parts: tuple[Resolved, ...] = ()
+    record: int = 0
+    plane: str = ""
+
+    @property
+    def planes(self) -> tuple[Resolved, ...]:
+        """One a kind of elements: its planes, or itself."""
+        return self.parts or (self,)
+
+    def pieces(self, o: int = 0) -> tuple[Piece, ...]:
+        """Pieces of the order that `o` (0 = K, 1 = V) follows, fastest first."""
+        return self.orders[min(o, len(self.orders) - 1)]
+
+    @cached_property
+    def extents(self) -> dict[str, int]:
+        """Extent of every axis of a block: all but ``b``."""
+        return {axis: size for axis, size in self.sizes.items() if axis != "b"}
+
+    @cached_property
+    def id_steps(self) -> tuple[int, int]:
+        """Table entries and bytes that a block id steps; of the first plane where these lie in arrays of their own."""
+        piece = next(piece for piece in self.planes[0].orders[0] if piece.term.axes == ("b",))
+        return (piece.table, piece.stride)
+
+    @property
+    def table_size(self) -> int:
+        """Number of allocations."""
+        picked = math.prod(piece.extent for piece in self.planes[0].orders[0] if piece.table)
+        return picked * (len(self.parts) if self.apart else 1)
+
+    @property
+    def apart(self) -> bool:
+        """Whether each plane has arrays of its own."""
+        return bool(self.parts) and not self.record
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that the elements of a block hold, padding not counted."""
+        return sum(math.prod(part.extents.values()) // part.shape.pack * part.shape.itemsize for part in self.planes)
+
+    @cached_property
+    def kinds(self) -> tuple[Allocation, ...]:
+        """Each kind of allocation, without label: one; K's and V's; one a plane, or what all planes share."""
+        if self.apart:
+            return tuple(kind for part in self.parts for kind in part.kinds)
+        if self.parts:
+            return (self._record,)
+        made = []
+        for pieces in self.orders:
+            inner = [piece for piece in reversed(pieces) if not piece.table]
+            nbytes = inner[0].stride * inner[0].extent if inner else self.shape.itemsize
+            axes, shape, strides = (
+                tuple(str(piece.term) for piece in inner),
+                tuple(piece.extent for piece in inner),
+                tuple(piece.stride for piece in inner),
+            )
+            made.append(Allocation("", axes, shape, strides, nbytes, self.shape.dtype))
+        if len(made) == 2 and self._o_of_entry is None:
+            # K and V lie in one allocation in different orders: no shape says that, so it is a row of elements.
+            size, itemsize = made[0].nbytes, self.shape.itemsize
+            return (Allocation("", ("elements",), (size // itemsize,), (itemsize,), size, self.shape.dtype),)
+        return tuple(made)
+
+    @property
+    def _record(self) -> Allocation:
+        """What planes share: the axes around a record, and its bytes."""
+        around = sum(not term.planes for term in self.layout.orders[0].inner)
+        outer = [piece for piece in reversed(self.parts[0].orders[0]) if not piece.table][:around]
+        held = self.record
+        nbytes = outer[0].stride * outer[0].extent if outer else held
+        return Allocation(
+            "",
+            (*(str(piece.term) for piece in outer), "bytes"),
+            (*(piece.extent for piece in outer), held),
+            (*(piece.stride for piece in outer), 1),
+            nbytes,
+            "uint8",
+        )
+
+    @property
+    def _o_of_entry(self) -> Piece | None:
+        return next((piece for piece in self.orders[0] if piece.table and piece.term.axes == ("o",)), None)
+
+    @property
+    def first(self) -> Allocation:
+        """The first allocation, without its label."""
+        return self.kinds[0]
+
+    @cached_property
+    def kind_of_entry(self) -> Sequence[int]:
+        """Which of `kinds` each table entry is."""
+        if self.parts:
+            kinds, before = [0] * self.table_size, 0
+            for part in self.parts if self.apart else ():
+                for entry, kind in enumerate(part.kind_of_entry):
+                    kinds[self._entry_of_plane(part, entry)] = before + kind
+                before += len(part.kinds)
+            return kinds
+        o = self._o_of_entry
+        if len(self.kinds) == 1 or o is None:
+            return [0] * self.table_size
+        inside = math.prod(piece.extent for piece in self.orders[0] if 0 < piece.table < o.table)
+        return [index // inside % o.extent for index in range(self._entries)]
+
+    @property
+    def _entries(self) -> int:
+        """Table entries that this layout, or plane of one, has for itself."""
+        return math.prod(piece.extent for piece in self.orders[0] if piece.table)
+
+    def _entry_of_plane(self, part: Resolved, index: int) -> int:
+        """Entry of the whole table for entry `index` of those that a plane has for itself."""
+        entry = part.bases[0][1]
+        for piece in part.orders[0]:
+            if piece.table:
+                entry += index % piece.extent * piece.table
+                index //= piece.extent
+        return entry
+
+    @cached_property
+    def allocations(self) -> tuple[Allocation, ...]:
+        """Every array of the pool, in table order."""
+        made: list[Allocation] = []
+        labels = self._labels
+        for label, kind in zip(labels, self.kind_of_entry, strict=True):
+            made.append(replace(self.kinds[kind], label=label))
+        return tuple(made)
+
+    @property
+    def _labels(self) -> list[str]:
+        """What each table entry is called: ``l=3 o=1``, ``scale l=3``."""
+        labels = [""] * self.table_size
+        for part in self.planes if self.apart else self.planes[:1]:
+            table = [piece for piece in reversed(part.orders[0]) if piece.table]
+            for index in range(part._entries):
+                entry = self._entry_of_plane(part, index)
+                name = [part.plane] if self.apart else []
+                at = entry - part.bases[0][1]
+                labels[entry] = " ".join([*name, *(f"{p.term}={at // p.table % p.extent}" for p in table)])
+        return labels
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all allocations, padding included."""
+        return sum(self.kinds[kind].nbytes for kind in self.kind_of_entry)
+
+    def address(self, block: Index, /, **coordinates: Index) -> tuple[Index, Index]:
+        """Where one element lies, or many.
+
+        Parameters
+        ----------
+        block : int or array of int
+            Block id.
+        **coordinates : int or array of int
+            ``l o h t d`` and extra axes; 0 where not given.  Arrays broadcast.  Inside an opaque group the declared order is
+            assumed.
+
+        Returns
+        -------
+        tuple
+            Index of the allocation, byte offset inside it.
+
+        Raises
+        ------
+        LayoutError
+            An axis that the layout does not have, a coordinate out of range, or several planes, of which each has a map of
+            its own.
+        """
+        name = self.layout.name
+        if self.parts:
+            raise LayoutError(f"{name}: expected a plane, as it has {len(self.parts)}: ask one of `planes`")
+        for axis, index in (("b", block), *coordinates.items()):
+            size = self.sizes.get(axis)
+            if size is None:
+                raise LayoutError(f"{name}: axis '{axis}': expected one of {' '.join(self.sizes)}")
+            low, high = (index.min(), index.max()) if hasattr(index, "min") else (index, index)
+            if low < 0 or high >= size:
+                raise LayoutError(f"{name}: axis '{axis}': expected 0 to {size - 1}, got {low if low < 0 else high}")
+        if len(self.accesses) == 1:
+            return self.accesses[0].address(block, coordinates)
+        which = coordinates.get("o", 0)
+        if hasattr(which, "min"):
+            raise LayoutError(f"{name}: K and V have orders of their own: ask for one o at a time")
+        return self.accesses[which].address(block, coordinates)
+
+    @cached_property
+    def accesses(self) -> tuple[Access, ...]:
+        """The address maps: one, or K's and V's where they have orders of their own; of one plane after the other."""
+        if self.parts:
+            return tuple(access for part in self.parts for access in part.accesses)
+        made = []
+        for o, order in enumerate(self.orders):
+            steps, block = [], (0, 0)
+            packed: tuple[str, ...] = ()
+            for piece in order:
+                term = piece.term
+                if term.axes == ("b",):
+                    block = (piece.stride, piece.table)
+                    continue
+                if piece.packs:
+                    packed = term.axes
+                steps.append(Step(term.axes, piece.divisor, piece.extent, piece.stride, piece.table, term.opaque))
+            half = o if len(self.orders) == 2 else None
+            unit = (self.shape.dtype, self.shape.itemsize, self.shape.pack)
+            made.append(declared(self.plane, half, unit, self.sizes, self.bases[o], block, steps, packed))
+        return tuple(made)
+
+    @cached_property
+    def section(self) -> Section:
+        """All of it, for a plan."""
+        return Section(self.layout, self.shape, self.num_blocks, self.accesses, record=bool(self.record))
+
+
+@dataclass(frozen=True)
+class Section:
+    """What of a pool a copy means: all blocks' elements, a window of them, or slots that hold them packed.
+
+    Attributes
+    ----------
+    layout : Layout
+    shape : BlockShape
+        Of the whole pool.
+    num_blocks : int
+    accesses : tuple of Access
+        As in `Resolved`.
+    record : bool
+        Whether planes fill records together.
+    """
+
+    layout: Layout
+    shape: BlockShape
+    num_blocks: int
+    accesses: tuple[Access, ...]
+    record: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the elements of a block hold, padding not counted."""
+        return sum(access.nbytes for access in self.accesses if not access.half)
+
+    def window(self, axis: str, first: int, count: int) -> Section:
+        """The same memory, of which a range of one axis is meant.
+
+        Raises
+        ------
+        LayoutError
+            The axis is split or fused with others, so that the range is no loop.
+        """
+        made = []
+        for access in self.accesses:
+            try:
+                one, *others = access.window(axis, first, count)
+            except LayoutError as error:
+                raise LayoutError(f"{self.layout.name} ({self.layout.order_text}): {error}") from None
+            if others:
+                raise LayoutError(
+                    f"{self.layout.name} ({self.layout.order_text}): axis '{axis}' is split, and {count} from {first} on are "
+                    f"{len(others) + 1} boxes; expected a range of whole pieces"
+                )
+            made.append(one)
+        return replace(self, accesses=tuple(made))
+
+    def packed(self) -> Section:
+        """The elements of a block in this layout's order without gaps, one block after the other in one allocation.
+
+        Records stay as they are inside, gaps included: what fills a page on one side is then one run.
+        """
+        if not self.layout.planes:
+            step = round_up(self.nbytes, 16)
+            return replace(self, accesses=tuple(_pack(access, access.itemsize, 0, step) for access in self.accesses))
+        start, placed = 0, []
+        # A window may begin far behind the record: whole words of that are left out.
+        before = min(access.at[0] for access in self.accesses) // 16 * 16
+        for plane, group in itertools.groupby(self.accesses, key=lambda access: access.plane):
+            own = list(group)
+            # A record's planes keep their places in it, so they start together; those of their own arrays follow each other.
+            held = max(map(_page, self.accesses if self.record else own)) - (before if self.record else 0)
+            placed += [(access, held, access.at[0] - before if self.record else start) for access in own]
+            size = held * math.prod(s.extent for s in own[0].steps if not _is_inside_page(s, own[0]))
+            if not self.record:
+                start += size
+            elif plane == self.accesses[-1].plane:
+                start = size
+        step = round_up(start, 16)
+        return replace(self, accesses=tuple(_pack(access, held, at, step) for access, held, at in placed))
+
+
+def _pack(access: Access, held: int, at: int, block: int) -> Access:
+    """The map with its steps dense in the order in which they nest; those inside a page of planes stay."""
+    steps = []
+    for step in sorted(access.steps, key=lambda step: (step.entries > 0, step.entries, step.nbytes)):
+        if access.plane and _is_inside_page(step, access):
+            steps.append(step._replace(entries=0))
+        else:
+            steps.append(step._replace(nbytes=held, entries=0))
+            held *= step.extent
+    return access.place(at, block, steps)
+
+
+def _is_inside_page(step: Step, access: Access) -> bool:
+    """Whether a step stays within a block's own bytes of one allocation."""
+    return not step.entries and (bool(access.block[1]) or step.nbytes < access.block[0])
+
+
+def _page(access: Access) -> int:
+    """Bytes from the start of a block's page to behind what it holds there."""
+    inside = sum((s.extent - 1) * s.nbytes for s in access.steps if _is_inside_page(s, access))
+    return access.at[0] + inside + access.itemsize
+
+
+def merge_steps(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Extents and strides, fastest first, with axes that continue each other as one and none of extent one."""
+    runs: list[tuple[int, int]] = []
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent == 1:
+            continue
+        if runs and stride == runs[-1][0] * runs[-1][1]:
+            runs[-1] = (runs[-1][0] * extent, runs[-1][1])
+        else:
+            runs.append((extent, stride))
+    return runs
+
+
+def round_up(value: int, to: int) -> int:
+    """The smallest multiple of `to` that is not below `value`."""
+    return -(-value // to) * to

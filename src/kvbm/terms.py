@@ -1,0 +1,225 @@
+"""The words of the layout language: expressions over sizes, and the terms, orders, pitches and planes that YAML declares."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+from .errors import LayoutError
+
+__all__ = ["AXES", "Expression", "Order", "Pitch", "Plane", "Term"]
+
+#: The axes of the language and what each is called in prose.
+AXES: Mapping[str, str] = MappingProxyType(
+    {"b": "block", "l": "layer", "o": "K or V", "h": "KV head", "t": "token", "d": "element of the head"}
+)
+
+
+# ---- expressions over sizes: pitches and extra axes ----------------------------------------------------------------
+
+
+#: What an expression may name: sizes of the axes, and bytes an element.
+SIZES = ("nb", "nl", "no", "nh", "nt", "hd", "es")
+FUNCTIONS: Mapping[str, Callable[..., int]] = MappingProxyType(
+    {"round_up": lambda x, to: -(-x // to) * to, "min": min, "max": max}
+)
+OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
+    {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.FloorDiv: operator.floordiv,
+        ast.Mod: operator.mod,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """Integer arithmetic over sizes, such as ``round_up(nt*584, 576)``.
+
+    Parameters
+    ----------
+    text : str
+        ``+ - * // %``, integers, ``round_up(x, to)``, ``min``, ``max`` and the names ``nb nl no nh nt hd es``.
+
+    Raises
+    ------
+    LayoutError
+        Anything else; `evaluate` where a name has no value or the result is below one.
+    """
+
+    text: str = field(compare=False)
+    key: str = field(init=False, repr=False, default="")
+
+    def __post_init__(self) -> None:
+        self.evaluate(dict.fromkeys(SIZES, 720720), minimum=None)
+        object.__setattr__(self, "key", "".join(self.text.split()))  # blanks mean nothing
+
+    def evaluate(self, sizes: Mapping[str, int], *, minimum: int | None = 1, exact: bool = False) -> int:
+        """Value for these sizes, at least `minimum`; `exact`: ``//`` must leave no rest, as a group of scales must divide."""
+
+        def walk(node: ast.expr) -> int:
+            match node:
+                case ast.Constant(value=int() as value) if not isinstance(value, bool):
+                    return value
+                case ast.Name(id=name) if name in sizes:
+                    return sizes[name]
+                case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                    a, b = walk(left), walk(right)
+                    if exact and isinstance(op, ast.FloorDiv) and a % b:
+                        raise LayoutError(f"expression {self.text!r}: {b} does not divide {a}")
+                    return OPERATORS[type(op)](a, b)
+                case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+                    return FUNCTIONS[name](*map(walk, args))
+            raise LayoutError(
+                f"expression {self.text!r}: expected integers, {', '.join(sizes)}, + - * // %, round_up(x, to), min, max; "
+                f"got {ast.unparse(node)!r}"
+            )
+
+        try:
+            value = walk(ast.parse(self.text, mode="eval").body)
+        except (SyntaxError, TypeError, ZeroDivisionError, RecursionError) as error:
+            raise LayoutError(f"expression {self.text!r}: {error}") from None
+        if minimum is not None and value < minimum:
+            raise LayoutError(f"expression {self.text!r}: expected at least {minimum}, got {value}")
+        return value
+
+
+# ---- what is declared ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One factor of an order: axes fused row-major, then quotients and remainders read left to right.
+
+    Parameters
+    ----------
+    axes : tuple of str
+        Letters; more than one are fused, the first slowest.
+    steps : tuple of (str, int, bool)
+        ``("/" or "%", size, size is in bytes)``.
+    opaque : bool
+        The axes are contiguous and their order is not promised.
+    planes : bool
+        The names are planes, one after the other.
+    """
+
+    axes: tuple[str, ...]
+    steps: tuple[tuple[str, int, bool], ...] = ()
+    opaque: bool = False
+    planes: bool = False
+
+    def __str__(self) -> str:
+        if self.planes:
+            return "<" + " ".join(self.axes) + ">"
+        if self.opaque:
+            return "{" + " ".join(self.axes) + "}"
+        head = self.axes[0] if len(self.axes) == 1 else "(" + " ".join(self.axes) + ")"
+        return head + "".join(f"{op}{size}{'B' if in_bytes else ''}" for op, size, in_bytes in self.steps)
+
+    def extent(self, sizes: Mapping[str, int]) -> int:
+        """Size of the fused axes before any split."""
+        return sizes[self.axes[0]] if len(self.axes) == 1 else math.prod(sizes[axis] for axis in self.axes)
+
+    def cut(self, sizes: Mapping[str, int], itemsize: int, pack: int = 1) -> tuple[int, int]:
+        """The term as ``(index // divisor) % extent``, in elements: `pack` of them are `itemsize` bytes.
+
+        Raises
+        ------
+        LayoutError
+            A split that does not divide what it splits.
+        """
+        divisor, extent = 1, self.extent(sizes)
+        for op, size, in_bytes in self.steps:
+            count, rest = divmod(size * pack, itemsize) if in_bytes else (size, 0)
+            if rest or count < 1:
+                raise LayoutError(f"'{self}': {size} bytes are not a whole number of {itemsize}-byte elements")
+            if extent % count:
+                what = f"{size} B = {count} elements" if in_bytes else str(count)
+                raise LayoutError(f"'{self}': the split {what} does not divide {extent}")
+            if op == "/":
+                divisor, extent = divisor * count, extent // count
+            else:
+                extent = count
+        return divisor, extent
+
+
+@dataclass(frozen=True)
+class Order:
+    """One line of the language: axes in brackets pick an allocation, the others lie inside it, slowest first."""
+
+    table: tuple[Term, ...]
+    inner: tuple[Term, ...]
+    where: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        brackets = ["[" + " ".join(map(str, self.table)) + "]"] if self.table else []
+        return " ".join([*brackets, *map(str, self.inner)])
+
+    @cached_property
+    def terms(self) -> tuple[Term, ...]:
+        return self.table + self.inner
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """The axes, if none of them is split and none is there twice; else nothing."""
+        axes = [axis for term in self.terms for axis in term.axes]
+        once = len(set(axes)) == len(axes) and not any(term.steps for term in self.terms)
+        return frozenset(axes) if once else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Pitch:
+    """Distance between neighbours along a term, in bytes or in elements."""
+
+    expression: Expression
+    in_bytes: bool
+
+    def __str__(self) -> str:
+        return self.expression.key + ("B" if self.in_bytes else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One kind of elements of a block, where it holds several: quantised data, scales, positions.
+
+    Parameters
+    ----------
+    name : str
+        What the layouts of a conversion must agree on.
+    orders : tuple of Order
+        Its own terms, inside what all planes share: one order, or one for K and one for V.
+    dtype : str, optional
+        The shape's where it is not given.
+    offset : Expression, optional
+        Bytes from the start of the record (what the planes share) to the plane; behind the plane before if not given.
+    pitch : tuple of (str, Pitch)
+        As for `Layout`, of its own terms; sorted.
+    shared : tuple of str
+        Axes of the shape along which it has one value for all: a scale for all tokens of a block.
+    """
+
+    name: str
+    orders: tuple[Order, ...]
+    dtype: str | None = None
+    offset: Expression | None = None
+    pitch: tuple[tuple[str, Pitch], ...] = ()
+    shared: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = " / ".join(map(str, self.orders))
+        at = f"at {self.offset.key} B" if self.offset else ""
+        return " ".join(filter(None, (f"{self.name}:", text, self.dtype, at)))
+
+    @property
+    def meaning(self) -> str:
+        """All of it in a line; equal where two planes mean the same."""
+        pitch = " ".join(f"{term}={p}" for term, p in self.pitch)
+        shared = " ".join(self.shared)
+        return f"{self} pitch {pitch} shared {shared}"
