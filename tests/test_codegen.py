@@ -149,9 +149,9 @@ def test_names_tell_everything(files: dict[str, str]) -> None:
     """A name parses back to itself: everything that changes the bits is in it."""
     for line in files["manifest.txt"].splitlines():
         name = line.split("\t")[0]
-        assert "__".join(form.name for form in nest.Form.parse(name)) == name
+        assert "__".join(form.name for form in nest.parse_kernel(name)) == name
     with pytest.raises(kvbm.PlanError, match="rows_x"):
-        nest.Form.parse("rows_x")
+        nest.parse_kernel("rows_x")
 
 
 def test_index_of_kernels() -> None:
@@ -216,11 +216,11 @@ def test_few_kernels_are_few(files: dict[str, str]) -> None:
 
 def test_few_kernels_run_every_plan() -> None:
     """Each form that a shipped layout asks for has its few kernel; ordinary ones never stand in for it, nor it for them."""
-    few = [form for name in FEW for form in nest.Form.parse(name)]
+    few = [form for name in FEW for form in nest.parse_kernel(name)]
     assert all(form.few for form in few)
     names = (GOLDEN / "shipped_kernels.txt").read_text(encoding="utf-8").split()
     # Records and pages have none: their parts run one by one, as the rows that they are.
-    wanted = {form for name in names for form in nest.Form.parse(name) if not form.few}
+    wanted = {form for name in names for form in nest.parse_kernel(name) if not form.few}
     wanted = {form for form in wanted if form.kind.partition("_")[0] not in ("record", "page")}
     assert len(wanted) > 50
     for form in wanted:

@@ -250,7 +250,7 @@ class Nest:
     """
 
     def __init__(self, name: str, short: bool):
-        [self.form] = nest.Form.parse(name)
+        [self.form] = nest.parse_kernel(name)
         self.kernel = name
         self.random = random.Random(zlib.crc32(f"{name} {short}".encode()))
         form, pick = self.form, self.random
@@ -384,7 +384,7 @@ class Page:
     """
 
     def __init__(self, name: str, how: str):
-        [self.form] = nest.Form.parse(name)
+        [self.form] = nest.parse_kernel(name)
         self.kernel = name
         pick = random.Random(zlib.crc32(f"{name} {how}".encode()))
         form = self.form

@@ -960,7 +960,7 @@ def by_launches(
     result, staged = before.copy(), 0
     for launch in made.launches(*alignments):
         if not launch.staged:
-            result = execute(dataclasses.replace(made, parts=launch.parts), src, dst, source, result, *ids)
+            result = execute(dataclasses.replace(made, parts=tuple(part for part, _ in launch.work)), src, dst, source, result, *ids)
             continue
         staged += 1
         gathers = launch.staged[0].gathers
@@ -968,7 +968,7 @@ def by_launches(
         far, far_bases = (result, dst.bases) if gathers else (source, src.bases)
         loops = [(*one.part.outer, one.pieces) for one in launch.staged]
         assert len({tuple(mode.extent for mode in outer) for outer in loops}) == 1
-        assert [one.part for one in launch.staged] == list(launch.parts)
+        assert [one.part for one in launch.staged] == [part for part, _ in launch.work]
         for pair in zip(*ids, strict=True):
             for turn in np.ndindex(*(mode.extent for mode in loops[0])):
                 shared = np.zeros(sum(one.held for one in launch.staged), np.uint8)
@@ -1063,7 +1063,7 @@ def test_what_goes_by_shared_memory(src: str, dst: str, launches: str) -> None:
     """Rows that are no whole words on one side; whole words move as they are."""
     shape = shapes(src)[0]
     made = kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.BlockShape(*shape), num_blocks=(4, 5))
-    assert " ".join(launch.kernel for launch in made.launches()) == launches
+    assert " ".join(launch.name for launch in made.launches()) == launches
 
 
 def test_planes_that_step_differently() -> None:

@@ -220,7 +220,7 @@ def test_tables_are_as_short_as_the_memory_is_regular(
     arena = placed(matrix.orders()[name], SHAPE, 5).layout_bytes(0, how)
     buffer = aligned(oracle.source_bytes(arena, 0))
     pool = kvbm.Pool(kvbm.load(name), SHAPE, numpy_views(arena, buffer, SHAPE.dtype))
-    steps = transfer.Steps.of(pool)
+    steps = transfer.steps_of(pool)
     assert (steps.block is not None, steps.entry is not None) == (block, entry)
     table = steps.shorten(pool.addresses, pool.num_blocks)
     assert np.array_equal(table, pool.addresses[:length])
@@ -237,7 +237,7 @@ def test_tables_in_which_blocks_are_not_the_slowest_stay_whole() -> None:
     layout = spec.parse('order: "[l b] o h t d"', name="mine")
     memory = np.arange(4 * 3 * SHAPE.nbytes // 8, dtype=np.uint16).reshape(4, 3, 2, 2, 4, 16)  # l b o h t d
     pool = kvbm.Pool(layout, SHAPE, [block for layer in memory for block in layer])
-    assert transfer.Steps.of(pool) == (None, None)
+    assert transfer.steps_of(pool) == (None, None)
     universal = kvbm.Pool.allocate(kvbm.load("universal"), SHAPE, 3)
     kvbm.convert(pool, universal, [2, 0, 1])
     want = memory.transpose(1, 3, 0, 2, 4, 5)[[2, 0, 1]]

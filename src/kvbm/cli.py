@@ -421,7 +421,7 @@ def _not_built(made: Plan) -> str | None:
     except ImportError:  # nothing is built: `kvbm doctor` tells
         return None
     try:
-        asked = made.kernels() if made.src.layout.planes else [form.name for form in made.fit().forms()]
+        asked = made.kernels()
         names = set(asked) - set(_core.kernel_names())
     except MissingKernelError:  # the explanation says so
         return None

@@ -17,7 +17,7 @@ from string import Template
 
 from .errors import LayoutError, MissingKernelError, PlanError, SpecError
 from .layout import Layout
-from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form
+from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form, Kernel, kernel_name, parse_kernel
 from .planner import between
 from .resolved import Section
 from .shapes import BlockShape
@@ -29,9 +29,6 @@ __all__ = ["check", "cuda_dir", "generate", "kernels", "source", "write"]
 _FILES = 8
 
 _WORDS = (16, 8, 4, 2, 1)
-
-#: Kinds of kernels that take any number of parts, each with its own word.
-_OF_PLANES = ("record", "page_in", "page_out")
 
 #: Sizes that no axis shares, so that nothing merges by accident.
 _GENERIC = {"l": 3, "o": 2, "h": 5, "t": 7, "d": 11}
@@ -64,12 +61,11 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
     dict
         Kernel name → the pairs that use it at 16-byte alignment; sorted.
     """
-    found: dict[str, set[Pair]] = {}
+    found: dict[Kernel, set[Pair]] = {}
 
     def add(*forms: Form, pairs: Iterable[Pair] = ()) -> None:
         if all(form.outer <= MAX_OUTER and form.modes <= MAX_INNER for form in forms):
-            name = "__".join(form.name for form in forms)
-            found.setdefault(name, set()).update(pairs)
+            found.setdefault(forms, set()).update(pairs)
 
     for forms, pairs in _asked(layouts).items():
         for form in forms:
@@ -85,10 +81,11 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
         add(Form(kind, MAX_OUTER, MAX_INNER - 1, 0, 0))
     for form in _few():
         add(form)
-    return {name: sorted(found[name]) for name in sorted(found)}
+    named = {kernel_name(kernel): pairs for kernel, pairs in found.items()}
+    return {name: sorted(named[name]) for name in sorted(named)}
 
 
-def _asked(layouts: Sequence[Layout]) -> dict[tuple[Form, ...], set[Pair]]:
+def _asked(layouts: Sequence[Layout]) -> dict[Kernel, set[Pair]]:
     """What the pairs of layouts ask for at 16-byte alignment, at all small shapes.
 
     Planning is what takes time, so nothing is done twice: layouts that mean the same are one, a layout is given its sizes
@@ -104,7 +101,7 @@ def _asked(layouts: Sequence[Layout]) -> dict[tuple[Form, ...], set[Pair]]:
             continue
         for shape in _shapes(*_sizes(chosen[i], chosen[j])):
             work.setdefault(shape, []).append((i, j))
-    asked: dict[tuple[Form, ...], set[tuple[int, int]]] = {}
+    asked: dict[Kernel, set[tuple[int, int]]] = {}
     for shape, pairs in work.items():
         # Different numbers of blocks, so that strides that depend on them do not agree by accident.
         sources, destinations = (
@@ -115,20 +112,14 @@ def _asked(layouts: Sequence[Layout]) -> dict[tuple[Form, ...], set[Pair]]:
             if src is None or dst is None:
                 continue
             try:
-                made = between(src, dst, "")
-                forms = made.forms()
-                if src.layout.planes:
-                    for launch in made.launches():
-                        asked.setdefault(Form.parse(launch.kernel), set()).add(pair)
-                    continue
-                if any(form.outer > MAX_OUTER or form.modes > MAX_INNER for form in forms):
-                    for form in made.fit().forms():
-                        asked.setdefault((form,), set()).add(pair)
+                launches = between(src, dst, "").launches()
             except (PlanError, MissingKernelError):
                 continue  # not a copy at this shape; whoever asks for the pair is told so
-            # A joined kernel saves a launch: worth its bytes at the sizes that caches have.
-            for together in [forms] if len(forms) == 1 or _is_usual(shape) else [(form,) for form in forms]:
-                asked.setdefault(together, set()).add(pair)
+            for launch in launches:
+                # A joined kernel saves a launch: worth its bytes at the sizes that caches have.
+                joined = len(launch.kernel) == 1 or _is_usual(shape)
+                for kernel in [launch.kernel] if joined else [(form,) for form in launch.kernel]:
+                    asked.setdefault(kernel, set()).add(pair)
     names = list(aliases.values())
     return {
         forms: {named for i, j in pairs for named in itertools.product(names[i], names[j])}
@@ -211,7 +202,7 @@ def _few() -> Iterator[Form]:
 
 def _variants(form: Form) -> Iterator[Form]:
     """The same structure for every element size and alignment."""
-    if form.kind in _OF_PLANES:
+    if form.of_planes:
         yield form
         return
     if form.kind == "tile":
@@ -262,8 +253,8 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
 
 def _parts(name: str) -> int:
     """Parts of a launch; 0 where it takes any number."""
-    forms = Form.parse(name)
-    return 0 if forms[0].kind in _OF_PLANES else len(forms)
+    forms = parse_kernel(name)
+    return 0 if forms[0].of_planes else len(forms)
 
 
 def source(name: str) -> str:
@@ -282,14 +273,14 @@ def source(name: str) -> str:
 
 def _types(name: str) -> str:
     """Template arguments of a kernel."""
-    forms = Form.parse(name)
+    forms = parse_kernel(name)
     # Parts of one launch have CTAs of one size: a tile's.
     threads = "kTileThreads" if any(form.kind == "tile" for form in forms) else "kRowThreads"
 
     def of(form: Form) -> str:
         if form.kind == "record":
             return f"Record<{_commas(form.outer, form.inner)}>"
-        if form.kind in _OF_PLANES:
+        if form.of_planes:
             return f"Page<{_commas(form.outer, form.inner, str(form.kind == 'page_in').lower())}>"
         if form.kind == "tile":
             sizes = [form.outer, form.inner, form.element, form.word]
@@ -306,7 +297,7 @@ def _commas(*items: object) -> str:
 
 def _comment(name: str, pairs: Sequence[Pair]) -> str:
     lines = []
-    for label, form in zip(("K: ", "V: "), Form.parse(name), strict=False):
+    for label, form in zip(("K: ", "V: "), parse_kernel(name), strict=False):
         loops = ["pair", *(f"chunk{k}" for k in reversed(range(form.outer)))]
         if form.kind == "tile":
             loops += [f"rest{k}" for k in reversed(range(form.inner))]
@@ -316,7 +307,7 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
         elif form.kind == "record":
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "copy a run of the plane's words"
-        elif form.kind in _OF_PLANES:
+        elif form.of_planes:
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "move a run of the plane's items between shared memory and memory"
         else:

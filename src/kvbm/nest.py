@@ -13,7 +13,22 @@ from typing import NamedTuple
 
 from .errors import MissingKernelError, PlanError
 
-__all__ = ["MAX_INNER", "MAX_LAUNCHES", "MAX_OUTER", "MAX_PARTS", "WIDEST", "Form", "Mode", "Part", "coalesce"]
+__all__ = [
+    "MAX_INNER",
+    "MAX_LAUNCHES",
+    "MAX_OUTER",
+    "MAX_PARTS",
+    "WIDEST",
+    "Arguments",
+    "Form",
+    "Kernel",
+    "Mode",
+    "Part",
+    "coalesce",
+    "form_of",
+    "kernel_name",
+    "parse_kernel",
+]
 
 #: Modes that a kernel can have, and parts of one launch (``KVBM_MAX_OUTER``, ``_INNER`` and ``_PARTS`` of ``cuda/kvbm.h``).
 MAX_OUTER, MAX_INNER, MAX_PARTS = 4, 8, 4
@@ -98,44 +113,63 @@ class Form:
 
     @property
     def name(self) -> str:
-        """Symbol of the kernel; everything that changes the bits is in it."""
+        """Its part of a kernel's name; everything that changes the bits is in it."""
         prefix = "few_" if self.few else ""
         if self.kind == "copy":
             return f"{prefix}copy_o{self.outer}_w{self.word}"
         if self.kind == "rows":
             return f"{prefix}rows_o{self.outer}_i{self.inner}_w{self.word}"
-        if self.kind in ("record", "page_in", "page_out"):
+        if self.of_planes:
             return f"{self.kind}_o{self.outer}_i{self.inner}"
         return f"{prefix}tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"
+
+    @property
+    def of_planes(self) -> bool:
+        """Whether it takes any number of parts, each with its own word."""
+        return self.kind in ("record", "page_in", "page_out")
 
     @property
     def modes(self) -> int:
         """Inner modes that its arguments describe: a tile's two sides besides the others."""
         return self.inner + 2 if self.kind == "tile" else self.inner
 
-    @classmethod
-    def parse(cls, name: str) -> tuple[Form, ...]:
-        """The forms behind a kernel's name; two where K and V are joined in one launch."""
-        forms = []
-        for part in name.split("__"):
-            plain, few = part.removeprefix("few_"), part.startswith("few_")
-            if match := re.fullmatch(r"copy_o(\d+)_w(\d+)", plain):
-                forms.append(cls("copy", int(match[1]), 1, 0, int(match[2]), few))
-            elif match := re.fullmatch(r"rows_o(\d+)_i(\d+)_w(\d+)", plain):
-                forms.append(cls("rows", int(match[1]), int(match[2]), 0, int(match[3]), few))
-            elif match := re.fullmatch(r"(record|page_in|page_out)_o(\d+)_i(\d+)", part):
-                forms.append(cls(match[1], int(match[2]), int(match[3]), 0, 0))
-            elif match := re.fullmatch(r"tile_o(\d+)_r(\d+)_e(\d+)_w(\d+)", plain):
-                forms.append(cls("tile", int(match[1]), int(match[2]), int(match[3]), int(match[4]), few))
-            else:
-                raise PlanError(f"kernel {name!r}: expected names such as rows_o1_i3_w16, got {part!r}")
-        return tuple(forms)
-
     def runs(self, wanted: Form) -> bool:
         """Whether a kernel of this form can do the work of `wanted`, with extents of one for the modes it has too many."""
         kinds = {"copy", "rows"} if self.kind == "rows" else {self.kind}
         same = (self.few, self.element, self.word) == (wanted.few, wanted.element, wanted.word)
         return wanted.kind in kinds and same and self.outer >= wanted.outer and self.inner >= wanted.inner
+
+
+#: What is compiled into one kernel: a form, or one for K and one for V where these share a launch.
+Kernel = tuple[Form, ...]
+
+
+def kernel_name(kernel: Kernel) -> str:
+    """The symbol of a kernel, and its name between Python and C."""
+    return "__".join(form.name for form in kernel)
+
+
+def parse_kernel(name: str) -> Kernel:
+    """The kernel behind a name.
+
+    Raises
+    ------
+    PlanError
+        No kernel is called so.
+    """
+    forms = []
+    for part in name.split("__"):
+        match = _NAME.fullmatch(part)
+        if match is None:
+            raise PlanError(f"kernel {name!r}: expected names such as rows_o1_i3_w16, got {part!r}")
+        few, kind, outer, inner, element, word = match.groups()
+        forms.append(Form(kind, int(outer), int(inner or 1), int(element or 0), int(word or 0), bool(few)))
+        if forms[-1].name != part:
+            raise PlanError(f"kernel {name!r}: expected {forms[-1].name!r}, got {part!r}")
+    return tuple(forms)
+
+
+_NAME = re.compile(r"(few_)?(copy|rows|tile|record|page_in|page_out)_o(\d+)(?:_[ir](\d+))?(?:_e(\d+))?(?:_w(\d+))?")
 
 
 @dataclass(frozen=True)

@@ -723,7 +723,7 @@ def draw_plan(plan: Plan) -> Figure:
         ]
         sheet.head(plan.title, lines)
         # What runs may be less than a part, or its loops in another order; what it copies has the same name.
-        chosen = {one.label: form for run in plan.launches() for one, form in zip(run.parts, run.forms, strict=True)}
+        chosen = {one.label: form for run in plan.launches() for one, form in run.work}
         for part, itself in zip(plan.parts, plan.forms(), strict=True):
             form = chosen.get(part.label, itself)
             sheet.y += 0.16

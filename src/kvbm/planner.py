@@ -10,17 +10,16 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from .access import Access, Step, refine
 from .errors import LayoutError, MissingKernelError, PlanError
 from .layout import Layout
-from .nest import MAX_INNER, MAX_OUTER, MAX_PARTS, WIDEST, Form, Mode, Part, form_of
-from .pages import Staged, stage
+from .lower import Launch, launches
+from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form, Mode, Part
 from .resolved import Section
 from .shapes import BlockShape
 
-__all__ = ["Launch", "Plan", "between", "plan", "size_text"]
+__all__ = ["Plan", "between", "plan", "size_text"]
 
 
 @dataclass(frozen=True)
@@ -62,21 +61,12 @@ class Plan:
         return tuple(part.form(src_alignment, dst_alignment) for part in self.parts)
 
     def launches(self, src_alignment: int = WIDEST, dst_alignment: int = WIDEST, *, pages: bool = True) -> list[Launch]:
-        """What runs, where every kernel is built that could be: one launch, but for planes that are no rows.
-
-        K and V share a joined kernel, planes a kernel of records: in that, elements that change places are rows of one.
-        With `pages`, planes whose rows are no whole words go through shared memory, as on a GPU.
-        """
-        forms = self.forms(src_alignment, dst_alignment)
-        if not self.src.layout.planes:
-            return [Launch("__".join(form.name for form in forms), self.parts, forms)] if forms else []
-        if not pages:
-            return _record_launches(self.parts, forms)
-        return _plane_launches(self.parts, forms, src_alignment, dst_alignment)
+        """What runs where every kernel is built that could be (`lower.launches`)."""
+        return launches(self.parts, (src_alignment, dst_alignment), planes=bool(self.src.layout.planes), pages=pages)
 
     def kernels(self, alignment: int = WIDEST) -> list[str]:
         """Names of the kernels, where base addresses are multiples of `alignment` bytes."""
-        return [launch.kernel for launch in self.launches(alignment, alignment)]
+        return [launch.name for launch in self.launches(alignment, alignment)]
 
     def fit(self) -> Plan:
         """The same copy in parts that kernels have the modes for (`Part.fit`)."""
@@ -119,10 +109,6 @@ class Plan:
     def _of_planes(self) -> bool:
         """Whether several planes are copied, which have kernels in common."""
         return bool(self.src.layout.planes) and len(self.parts) > 1
-
-    def _kinds_of_planes(self) -> Iterator[tuple[str, str]]:
-        for name in self.kernels():
-            yield Form.parse(name)[0].kind, name
 
     def explain(self) -> str:
         """The plan in sentences: what stays together, what moves, which word, which kernel and why."""
@@ -168,7 +154,7 @@ class Plan:
                 text += f" With aligned bases words are {form.word} bytes{narrow}; kernel {form.name}."
             paragraphs.append(text + _fitted(part))
         if self._of_planes:
-            paragraphs += [f"{_OF_PLANES[kind]}: {name}." for kind, name in self._kinds_of_planes()]
+            paragraphs += [f"{_OF_PLANES[run.kernel[0].kind]}: {run.name}." for run in self.launches()]
         elif len(self.parts) == 2:
             paragraphs.append("Both halves go in one launch where the joined kernel is built, else in one launch each.")
         return "\n".join(paragraphs)
@@ -183,68 +169,6 @@ _OF_PLANES = {
     "page_in": "On a GPU pages are read as one stream into shared memory, where their planes are taken apart",
     "page_out": "On a GPU pages are put together in shared memory and written as one stream",
 }
-
-
-class Launch(NamedTuple):
-    """A kernel and the parts that it copies, each in a form."""
-
-    kernel: str
-    parts: tuple[Part, ...]
-    forms: tuple[Form, ...]
-    staged: tuple[Staged, ...] = ()
-
-
-def _plane_launches(
-    parts: Sequence[Part], forms: Sequence[Form], src_alignment: int, dst_alignment: int
-) -> list[Launch]:
-    """A page by way of shared memory where that helps, or K or V alone if that can be done; rows of the other planes."""
-    page = _page(parts, src_alignment, dst_alignment)
-    if page is not None:
-        return [page]
-    made: list[Launch] = []
-    rows: list[tuple[Part, Form]] = []
-    for half in dict.fromkeys(part.half for part in parts):
-        mine = [(part, form) for part, form in zip(parts, forms, strict=True) if part.half == half]
-        page = _page([part for part, _ in mine], src_alignment, dst_alignment)
-        if page is not None:
-            made.append(page)
-        else:
-            rows += mine
-    return made + (_record_launches(*zip(*rows, strict=True)) if rows else [])
-
-
-def _page(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> Launch | None:
-    staged = stage(parts, src_alignment, dst_alignment) if 0 < len(parts) <= MAX_PARTS else None
-    if staged is None or max(len(one.part.inner) for one in staged) >= MAX_INNER:
-        return None
-    outer, inner = max(len(one.part.outer) for one in staged), max(len(one.part.inner) for one in staged)
-    items = tuple(form_of("rows", outer, inner, 0, one.item) for one in staged)
-    name = form_of("page_in" if staged[0].gathers else "page_out", outer, inner, 0, 0).name
-    return Launch(name, tuple(one.part for one in staged), items, tuple(staged))
-
-
-def _record_launches(parts: Sequence[Part], forms: Sequence[Form]) -> list[Launch]:
-    made, rows = [], []
-    total = sum(part.nbytes for part in parts)
-    for part, form in zip(parts, forms, strict=True):
-        if form.kind == "tile" and _SMALL_SHARE * part.nbytes > total:
-            made.append(Launch(form.name, (part,), (form,)))
-        else:
-            rows.append(
-                (part, form if form.kind != "tile" else form_of("rows", form.outer, len(part.inner), 0, form.element))
-            )
-    for first in range(0, len(rows), MAX_PARTS):
-        some = rows[first : first + MAX_PARTS]
-        # A launch follows one pair of tables; what a block id steps through these is the same for all planes.
-        outer, inner = max(form.outer for _, form in some), max(form.inner for _, form in some)
-        alone = len(some) == 1
-        name = some[0][1].name if alone else form_of("record", outer, inner, 0, 0).name
-        made.append(Launch(name, tuple(part for part, _ in some), tuple(form for _, form in some)))
-    return made
-
-
-#: Planes of less than this part of a block's bytes move by elements where these change places, in the launch of the others.
-_SMALL_SHARE = 4
 
 
 def _fitted(part: Part) -> str:
@@ -390,7 +314,7 @@ def between(src: Section, dst: Section, title: str) -> Plan:
     apart = any(len(side) == 2 for pair in planes for side in pair)
     parts = []
     for here, there in planes:
-        halves: Iterable[int | None] = range(src.shape.no) if apart else (None,)
+        halves: Sequence[int | None] = range(src.shape.no) if apart else (None,)
         parts.append([_part(title, (src, _half(title, here, o)), (dst, _half(title, there, o)), o) for o in halves])
     joined = [_rejoined(halves) for halves in parts]
     # Where one plane's K and V differ, all planes keep the two apart: they then have the same loops.

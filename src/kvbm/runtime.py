@@ -28,7 +28,7 @@ from typing import Any
 
 from .codegen import cuda_dir, source
 from .errors import BuildError
-from .nest import Form
+from .nest import Kernel, parse_kernel
 from .tuning import cache_dir
 
 __all__ = ["Compiler", "Origin", "cubin", "find", "folder", "is_known_kind", "kernel", "origin", "why_not"]
@@ -411,16 +411,16 @@ def kernel(name: str, device: int) -> Origin:
             code, known = cubin(name, _capability(device))
             forms = [
                 ("tile" if f.kind == "tile" else "rows", f.outer, f.inner, f.element, f.word, f.few)
-                for f in Form.parse(name)
+                for f in parse_kernel(name)
             ]
             _core.add_kernel(name, forms, code, known.arch)
             _known[name, _capability(device)] = known
     return known
 
 
-def is_known_kind(name: str) -> bool:
+def is_known_kind(kernel: Kernel) -> bool:
     """Whether the compiled half can launch such a kernel without a template of its own."""
-    return all(form.kind in ("copy", "rows", "tile") for form in Form.parse(name))
+    return not any(form.of_planes for form in kernel)
 
 
 def origin(name: str, device: int) -> Origin | None:

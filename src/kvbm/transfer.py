@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,8 @@ import numpy.typing as npt
 from . import _core, runtime, tuning
 from .errors import BindError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
-from .nest import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Part
-from .pages import Staged
+from .lower import Kernels, Launch, Steps, engine_arguments, lower
+from .nest import Kernel, kernel_name, parse_kernel
 from .planner import Plan, plan, size_text
 from .pool import Pool, as_ids
 from .shapes import BlockShape
@@ -46,99 +46,39 @@ Layers = range | tuple[range, range] | None
 
 
 @functools.cache
-def _built() -> tuple[frozenset[str], tuple[Form, ...]]:
-    """Names of all built kernels, and the forms of those of one part, the leanest first."""
+def _kernels_on(device: int) -> Kernels:
+    """The kernels of a CUDA device, or of the host (-1)."""
     names = _core.kernel_names()
-    single = (Form.parse(name)[0] for name in names if "__" not in name)
-    return frozenset(names), tuple(sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind)))
+    single = (parse_kernel(name)[0] for name in names if "__" not in name)
+    forms = sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind))
+    return Kernels(frozenset(names), tuple(forms), functools.partial(_compiles, device), device >= 0)
 
 
-class _Launch(NamedTuple):
-    """One kernel of a plan, the parts that it copies, the kernel that is made for them (empty: any is), and how it stages them."""
-
-    kernel: str
-    work: tuple[tuple[Part, Form], ...]
-    wanted: str
-    staged: tuple[Staged, ...] = ()
-
-
-def _launches(made: Plan, alignments: tuple[int, int], few: bool, device: int) -> list[_Launch]:
-    """What a plan takes on a GPU, or on the host (-1): a kernel for K and V, or all planes, else one each; more for many modes."""
-    names, _ = _built()
-    launches = []
-    for asked in made.launches(*alignments, pages=device >= 0 and not few):
-        work = tuple(zip(asked.parts, asked.forms, strict=True))
-        together = len(work) > 1 and not few and all(part.fit(form.kind) == (part,) for part, form in work)
-        if together or asked.staged:
-            if asked.kernel in names or _compiled(asked.kernel, device):
-                launches.append(_Launch(asked.kernel, _padded(work, asked.kernel), asked.kernel, asked.staged))
-                continue
-            if made.src.layout.planes:
-                general = _general(asked.kernel)
-                launches.append(_Launch(general, _padded(work, general), asked.kernel, asked.staged))
-                continue
-        for part, form in work:
-            wanted, pieces, found = _available(part, replace(form, few=few), device)
-            launches += [_Launch(found.name, ((piece, found),), "" if few else wanted) for piece in pieces]
-    return launches
-
-
-def _general(kernel: str) -> str:
-    """The kernel for planes with any loops, in place of one that is not built."""
-    [wanted] = Form.parse(kernel)
-    return replace(wanted, outer=MAX_OUTER, inner=MAX_INNER - (wanted.kind != "record")).name
-
-
-def _padded(work: tuple[tuple[Part, Form], ...], kernel: str) -> tuple[tuple[Part, Form], ...]:
-    """Forms with as many modes as a kernel for planes has; others have their own for each part."""
-    whole = Form.parse(kernel)
-    if len(whole) == len(work) and whole[0].kind in ("copy", "rows", "tile"):
-        return work
-    return tuple((part, replace(form, outer=whole[0].outer, inner=whole[0].inner)) for part, form in work)
-
-
-def _available(part: Part, asked: Form, device: int) -> tuple[str, tuple[Part, ...], Form]:
-    """The kernel made for a part, the pieces that the part is cut into, and the kernel to run them with.
-
-    That is the kernel made for it, built or compiled now, else a built one with modes to spare, else rows of single elements.
-    """
-    names, forms = _built()
-    candidates = [asked]
-    if asked.kind == "tile":
-        candidates.append(Form("rows", 0, 0, 0, asked.element, asked.few))
-    wanted = ""
-    for candidate in candidates:
-        pieces = part.fit(candidate.kind)
-        inner = len(pieces[0].inner) - (3 if candidate.kind == "tile" else 0)
-        form = replace(candidate, outer=len(pieces[0].outer), inner=inner)
-        wanted = wanted or form.name
-        if form.name in names or (candidate is asked and not asked.few and _compiled(form.name, device)):
-            return wanted, pieces, form
-        # Teams on all multiprocessors turn tiles, too, which single elements are no match for; the host has no teams.
-        likes = [form, replace(form, few=True)] if form.kind == "tile" and device >= 0 else [form]
-        for like in likes:
-            for other in forms:
-                if other.runs(like):
-                    return wanted, pieces, other
-    raise MissingKernelError(f"no kernel runs {wanted}, and none was built for any loop nest; {runtime.PERMANENT}")
-
-
-def _compiled(name: str, device: int) -> bool:
+def _compiles(device: int, kernel: Kernel) -> bool:
     """Whether a kernel that is not built is there after all, compiled at run time."""
-    if device < 0 or not _core.num_images() or not runtime.is_known_kind(name) or runtime.why_not(device):
+    if device < 0 or not _core.num_images() or not runtime.is_known_kind(kernel) or runtime.why_not(device):
         return False
-    runtime.kernel(name, device)
+    runtime.kernel(kernel_name(kernel), device)
     return True
 
 
-def _notes(launches: Sequence[_Launch], device: int) -> list[str]:
+def _launches(made: Plan, alignments: tuple[int, int], few: bool, device: int) -> list[Launch]:
+    """What a plan takes on a GPU, or on the host (-1)."""
+    try:
+        return lower(made.launches(*alignments, pages=device >= 0 and not few), _kernels_on(device), few=few)
+    except MissingKernelError as error:
+        raise MissingKernelError(f"{error}; {runtime.PERMANENT}") from None
+
+
+def _notes(launches: Sequence[Launch], device: int) -> list[str]:
     """What there is to say about kernels that were not built for the copy."""
     said, missing = [], False
     for launch in {launch.kernel: launch for launch in launches}.values():
-        if (origin := runtime.origin(launch.kernel, device)) is not None:
+        if (origin := runtime.origin(launch.name, device)) is not None:
             said.append(f"{origin}.")
         elif launch.wanted and launch.kernel != launch.wanted:
-            said.append(f"{launch.kernel} runs in place of {launch.wanted}, which is not built in: {_cost(launch)}.")
+            wanted = kernel_name(launch.wanted)
+            said.append(f"{launch.name} runs in place of {wanted}, which is not built in: {_cost(launch)}.")
             missing = True
     if missing:
         why = runtime.why_not(device) if device >= 0 and _core.num_images() else ""
@@ -146,8 +86,8 @@ def _notes(launches: Sequence[_Launch], device: int) -> list[str]:
     return said
 
 
-def _cost(launch: _Launch) -> str:
-    [wanted], [has] = Form.parse(launch.wanted), Form.parse(launch.kernel)
+def _cost(launch: Launch) -> str:
+    [wanted], [has] = launch.wanted, launch.kernel
     if wanted.kind == "tile" and has.kind != "tile":
         return f"{wanted.element}-byte elements move one by one, not in tiles, at a fraction of the speed"
     more = has.outer - wanted.outer + has.modes - wanted.modes
@@ -155,44 +95,23 @@ def _cost(launch: _Launch) -> str:
     return text + (", and its teams share one large CTA a multiprocessor" if has.few else "")
 
 
-class Steps(NamedTuple):
-    """What is regular about a pool's table, so that kernels need not read all of it.
+def steps_of(pool: Pool) -> Steps:
+    """What is regular about a pool's addresses.
 
-    Attributes
-    ----------
-    block : int or None
-        Bytes from every allocation of a block to the next block's: the table then holds the first block's only.
-    entry : int or None
-        Bytes from an entry of that table to the next: it then holds one.
+    An engine's blocks lie side by side in each layer's tensor, and a store's in one range of memory.  A short table fits
+    a kernel's parameters, while that of all blocks comes from memory before the first byte does.
     """
-
-    block: int | None = None
-    entry: int | None = None
-
-    @classmethod
-    def of(cls, pool: Pool) -> Steps:
-        """Look at a pool's addresses.
-
-        An engine's blocks lie side by side in each layer's tensor, and a store's in one range of memory.  A short table fits
-        a kernel's parameters, while that of all blocks comes from memory before the first byte does.
-        """
-        table = pool.addresses.astype(np.int64)
-        each, _ = pool.resolved.id_steps
-        if pool.resolved.apart:
-            return cls(None, _only(np.diff(table)) if not each else None)
-        if not each:  # blocks inside the allocations
-            return cls(None, _only(np.diff(table)))
-        if each * pool.num_blocks != table.size:  # b is not the slowest
-            return cls()
-        by_block = table.reshape(pool.num_blocks, -1)
-        block = _only(np.diff(by_block, axis=0))
-        return cls(block, _only(np.diff(by_block[0])) if block is not None else None)
-
-    def shorten(self, table: npt.NDArray[np.uint64], num_blocks: int) -> npt.NDArray[np.uint64]:
-        """The part of the table that is read."""
-        if self.entry is not None:
-            return table[:1]
-        return table if self.block is None else table[: table.size // num_blocks]
+    table = pool.addresses.astype(np.int64)
+    each, _ = pool.resolved.id_steps
+    if pool.resolved.apart:
+        return Steps(None, _only(np.diff(table)) if not each else None)
+    if not each:  # blocks inside the allocations
+        return Steps(None, _only(np.diff(table)))
+    if each * pool.num_blocks != table.size:  # b is not the slowest
+        return Steps()
+    by_block = table.reshape(pool.num_blocks, -1)
+    block = _only(np.diff(by_block, axis=0))
+    return Steps(block, _only(np.diff(by_block[0])) if block is not None else None)
 
 
 def _only(steps: npt.NDArray[np.int64]) -> int | None:
@@ -239,34 +158,18 @@ def prepare(
         for of_plan, steps in ((made.parts[0].src_id, src_steps), (made.parts[0].dst_id, dst_steps))
     )
 
-    copies = []
-    for launch in _launches(made, (src_alignment, dst_alignment), few, device):
-        arguments = [
-            part.fold(src_steps.entry, dst_steps.entry).arguments(form, src_steps.block, dst_steps.block)
-            for part, form in launch.work
-        ]
-        if launch.staged:
-            arguments = [_staged(one, of_rows) for one, of_rows in zip(launch.staged, arguments, strict=True)]
-        copies.append(_core.Copy(launch.kernel, arguments, src_id, dst_id, made.src.num_blocks, made.dst.num_blocks))
-    return copies
-
-
-def _staged(one: Staged, of_rows: Arguments) -> Arguments:
-    """What a kernel of pages is told: loops inside a piece, behind them the step to the next piece, and what is staged where."""
-    offsets, outer, inner, strides, _ = of_rows
-    still = [(1, 0, 0)] * (MAX_INNER - 1 - len(inner))
-    loops = [*inner, *still, (one.pieces.extent, one.pieces.src, one.pieces.dst)]
-    return offsets, outer, loops, strides, (one.word, one.item, one.apart, one.place, one.held)
+    return [
+        _core.Copy(
+            launch.name, launch.arguments(src_steps, dst_steps), src_id, dst_id, made.src.num_blocks, made.dst.num_blocks
+        )
+        for launch in _launches(made, (src_alignment, dst_alignment), few, device)
+    ]  # fmt: skip
 
 
 def _runs(made: Plan) -> list[_core.Copy]:
     """A plan's loop nests in bytes, as the copy engine takes them; none: one has too many modes."""
-    fitted = [part.fit("rows") for part in made.parts]
-    if any(pieces[1:] for pieces in fitted):
-        return []
-    parts = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for (part,) in fitted]
     ids = made.parts[0].src_id, made.parts[0].dst_id
-    return [_core.Copy(None, parts[i : i + MAX_PARTS], *ids) for i in range(0, len(parts), MAX_PARTS)]
+    return [_core.Copy(None, told, *ids) for told in engine_arguments(made.parts)]
 
 
 @dataclass(frozen=True)
@@ -289,7 +192,7 @@ class _End:
         framework = type(pool.arrays[0]).__module__.partition(".")[0]
         return cls(
             pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step,
-            pool.resolved.section.packed().accesses[0].block[0], pool.addresses, Steps.of(pool), framework,
+            pool.resolved.section.packed().accesses[0].block[0], pool.addresses, steps_of(pool), framework,
         )  # fmt: skip
 
     @property

@@ -1,0 +1,267 @@
+"""Lowering: what a plan takes on a machine: which kernels, which run in place of others, and what they are told.
+
+Pure: parts of a plan, the alignment of both sides and the kernels that there are go in, launches come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+from .errors import MissingKernelError
+from .nest import (
+    MAX_INNER,
+    MAX_OUTER,
+    MAX_PARTS,
+    Arguments,
+    Form,
+    Kernel,
+    Part,
+    form_of,
+    kernel_name,
+)
+from .pages import Staged, stage
+
+__all__ = ["Kernels", "Launch", "Steps", "engine_arguments", "launches", "lower"]
+
+Addresses: TypeAlias = Any  # an array of them: nothing here imports NumPy
+
+#: Planes of less than this part of a block's bytes move by elements where these change places, in the launch of the others.
+_SMALL_SHARE = 4
+
+
+class Launch(NamedTuple):
+    """One kernel, and the parts that it copies.
+
+    Attributes
+    ----------
+    kernel : tuple of Form
+        What runs.
+    work : tuple of (Part, Form)
+        Each part in a form: for planes with a word of its own.
+    wanted : tuple of Form
+        The kernel that is made for these parts; `kernel` may be another, with modes to spare.  Empty: any will do.
+    staged : tuple of Staged
+        How the parts go through shared memory, where they do.
+    """
+
+    kernel: Kernel
+    work: tuple[tuple[Part, Form], ...]
+    wanted: Kernel
+    staged: tuple[Staged, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return kernel_name(self.kernel)
+
+    def arguments(self, src: Steps, dst: Steps) -> list[Arguments]:
+        """What the kernel is told, a part each, for tables that were shortened so."""
+        told = [part.fold(src.entry, dst.entry).arguments(form, src.block, dst.block) for part, form in self.work]
+        return [_of_page(one, rows) for one, rows in zip(self.staged, told, strict=True)] if self.staged else told
+
+
+class Steps(NamedTuple):
+    """What is regular about a pool's table, so that kernels need not read all of it.
+
+    Attributes
+    ----------
+    block : int or None
+        Bytes from every allocation of a block to the next block's: the table then holds the first block's only.
+    entry : int or None
+        Bytes from an entry of that table to the next: it then holds one.
+    """
+
+    block: int | None = None
+    entry: int | None = None
+
+    def shorten(self, table: Addresses, num_blocks: int) -> Addresses:
+        """The part of the table that is read."""
+        if self.entry is not None:
+            return table[:1]
+        return table if self.block is None else table[: len(table) // num_blocks]
+
+
+# ---- what a plan asks for ------------------------------------------------------------------------------------------
+
+
+def launches(parts: Sequence[Part], alignments: tuple[int, int], *, planes: bool, pages: bool) -> list[Launch]:
+    """The launches of a plan where every kernel is built that could be.
+
+    K and V share a joined kernel; planes share one of records, in which elements that change places are rows of one, or go
+    through shared memory.  What has more modes than a kernel is cut into pieces, a launch each.
+
+    Parameters
+    ----------
+    parts : sequence of Part
+    alignments : tuple of int
+        What divides every base address of the source, and of the destination.
+    planes : bool
+        Whether the parts are planes of one page.
+    pages : bool
+        Whether planes may go through shared memory, as on a GPU.
+    """
+    work = [(part, part.form(*alignments)) for part in parts]
+    if planes:
+        return _of_planes(work, alignments) if pages else _of_records(work)
+    if all(part.fit(form.kind) == (part,) for part, form in work):
+        return [_launch(tuple(form for _, form in work), work)] if work else []
+    pieces = [piece for part, form in work for piece in part.fit(form.kind)]
+    return [_launch((form,), [(piece, form)]) for piece in pieces for form in (piece.form(*alignments),)]
+
+
+def _launch(kernel: Kernel, work: Sequence[tuple[Part, Form]], staged: Sequence[Staged] = ()) -> Launch:
+    return Launch(kernel, tuple(work), kernel, tuple(staged))
+
+
+def _of_planes(work: Sequence[tuple[Part, Form]], alignments: tuple[int, int]) -> list[Launch]:
+    """A page by way of shared memory where that helps, or K or V alone if that can be done; rows of the other planes."""
+    page = _page([part for part, _ in work], alignments)
+    if page is not None:
+        return [page]
+    made: list[Launch] = []
+    rows: list[tuple[Part, Form]] = []
+    for half in dict.fromkeys(part.half for part, _ in work):
+        mine = [(part, form) for part, form in work if part.half == half]
+        page = _page([part for part, _ in mine], alignments)
+        if page is not None:
+            made.append(page)
+        else:
+            rows += mine
+    return made + _of_records(rows)
+
+
+def _page(parts: Sequence[Part], alignments: tuple[int, int]) -> Launch | None:
+    staged = stage(parts, *alignments) if 0 < len(parts) <= MAX_PARTS else None
+    if staged is None or max(len(one.part.inner) for one in staged) >= MAX_INNER:
+        return None
+    outer, inner = max(len(one.part.outer) for one in staged), max(len(one.part.inner) for one in staged)
+    kernel = form_of("page_in" if staged[0].gathers else "page_out", outer, inner, 0, 0)
+    return _launch((kernel,), [(one.part, form_of("rows", outer, inner, 0, one.item)) for one in staged], staged)
+
+
+def _of_records(work: Sequence[tuple[Part, Form]]) -> list[Launch]:
+    made, rows = [], []
+    total = sum(part.nbytes for part, _ in work)
+    for part, form in work:
+        if form.kind == "tile" and _SMALL_SHARE * part.nbytes > total:
+            made.append(_launch((form,), [(part, form)]))
+        elif form.kind == "tile":
+            rows.append((part, form_of("rows", form.outer, len(part.inner), 0, form.element)))
+        else:
+            rows.append((part, form))
+    for first in range(0, len(rows), MAX_PARTS):
+        some = rows[first : first + MAX_PARTS]
+        if len(some) == 1:
+            made.append(_launch((some[0][1],), some))
+        else:
+            # A launch follows one pair of tables; what a block id steps through these is the same for all planes.
+            outer, inner = max(form.outer for _, form in some), max(form.inner for _, form in some)
+            made.append(_launch((form_of("record", outer, inner, 0, 0),), _padded(some, outer, inner)))
+    return made
+
+
+def _padded(work: Sequence[tuple[Part, Form]], outer: int, inner: int) -> list[tuple[Part, Form]]:
+    """Forms with as many modes as the kernel for all planes has."""
+    return [(part, replace(form, outer=outer, inner=inner)) for part, form in work]
+
+
+# ---- what there is -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels that a machine has.
+
+    Attributes
+    ----------
+    names : frozenset of str
+        Of all that are built.
+    forms : tuple of Form
+        Of those of one part, the leanest first.
+    compiles : callable
+        Whether a kernel that is not built is there after all, compiled at run time.
+    on_gpu : bool
+    """
+
+    names: frozenset[str]
+    forms: tuple[Form, ...]
+    compiles: Callable[[Kernel], bool]
+    on_gpu: bool
+
+    def has(self, kernel: Kernel) -> bool:
+        return kernel_name(kernel) in self.names or self.compiles(kernel)
+
+
+def lower(asked: Sequence[Launch], kernels: Kernels, *, few: bool = False) -> list[Launch]:
+    """The launches with kernels that there are: those made for them, or others that can do their work.
+
+    Parameters
+    ----------
+    asked : sequence of Launch
+        What a plan asks for (`launches`).
+    kernels : Kernels
+    few : bool
+        Take kernels that keep to as many multiprocessors as they are told: a part each.
+
+    Raises
+    ------
+    MissingKernelError
+        No kernel is built, or a part would take thousands of launches.
+    """
+    made = []
+    for launch in asked:
+        if launch.staged or (len(launch.work) > 1 and not few):
+            if kernels.has(launch.kernel):
+                made.append(launch)
+                continue
+            if launch.kernel[0].of_planes:
+                # The kernel for planes with any loops.
+                general = replace(launch.kernel[0], outer=MAX_OUTER, inner=MAX_INNER - bool(launch.staged))
+                work = _padded(launch.work, general.outer, general.inner)
+                made.append(launch._replace(kernel=(general,), work=tuple(work)))
+                continue
+        for part, form in launch.work:
+            made += _alone(part, replace(form, few=few), kernels)
+    return made
+
+
+def _alone(part: Part, asked: Form, kernels: Kernels) -> Iterator[Launch]:
+    """A part by the kernel made for it, built or compiled now; else a built one with modes to spare, else rows of elements."""
+    candidates = [asked]
+    if asked.kind == "tile":
+        candidates.append(Form("rows", 0, 0, 0, asked.element, asked.few))
+    wanted: Kernel = ()
+    for candidate in candidates:
+        pieces = part.fit(candidate.kind)
+        inner = len(pieces[0].inner) - (3 if candidate.kind == "tile" else 0)
+        form = replace(candidate, outer=len(pieces[0].outer), inner=inner)
+        wanted = wanted or (form,)
+        compiles = candidate is asked and not asked.few
+        if form.name in kernels.names or (compiles and kernels.compiles((form,))):
+            found: Form | None = form
+        else:
+            # Teams on all multiprocessors turn tiles, too, which single elements are no match for; the host has no teams.
+            likes = [form, replace(form, few=True)] if form.kind == "tile" and kernels.on_gpu else [form]
+            found = next((other for like in likes for other in kernels.forms if other.runs(like)), None)
+        if found is not None:
+            yield from (Launch((found,), ((piece, found),), () if asked.few else wanted) for piece in pieces)
+            return
+    raise MissingKernelError(f"no kernel runs {kernel_name(wanted)}, and none was built for any loop nest")
+
+
+def _of_page(one: Staged, of_rows: Arguments) -> Arguments:
+    """What a kernel of pages is told: loops inside a piece, behind them the step to the next piece, and what is staged where."""
+    offsets, outer, inner, strides, _ = of_rows
+    still = [(1, 0, 0)] * (MAX_INNER - 1 - len(inner))
+    loops = [*inner, *still, (one.pieces.extent, one.pieces.src, one.pieces.dst)]
+    return offsets, outer, loops, strides, (one.word, one.item, one.apart, one.place, one.held)
+
+
+def engine_arguments(parts: Sequence[Part]) -> list[list[Arguments]]:
+    """Loop nests in bytes, as the copy engine takes them, a few to a call; none where one has too many modes."""
+    if any(part.fit("rows") != (part,) for part in parts):
+        return []
+    told = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for part in parts]
+    return [told[first : first + MAX_PARTS] for first in range(0, len(told), MAX_PARTS)]
