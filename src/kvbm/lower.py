@@ -261,7 +261,8 @@ def _of_page(one: Staged, of_rows: Arguments) -> Arguments:
 
 def engine_arguments(parts: Sequence[Part]) -> list[list[Arguments]]:
     """Loop nests in bytes, as the copy engine takes them, a few to a call; none where one has too many modes."""
-    if any(part.fit("rows") != (part,) for part in parts):
+    fitted = [part.fit("rows") for part in parts]
+    if any(len(pieces) > 1 for pieces in fitted):
         return []
-    told = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for part in parts]
+    told = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for (part,) in fitted]
     return [told[first : first + MAX_PARTS] for first in range(0, len(told), MAX_PARTS)]

@@ -203,7 +203,8 @@ class _End:
     @property
     def table(self) -> npt.NDArray[np.uint64]:
         """The table as kernels read it."""
-        return self.steps.shorten(self.addresses, self.num_blocks)
+        table: npt.NDArray[np.uint64] = self.steps.shorten(self.addresses, self.num_blocks)
+        return table
 
     @property
     def bases(self) -> npt.NDArray[np.uint64]:
