@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 import kvbm
 import oracle
-from kvbm import _core, cli, codegen, kernels, planner, runtime, spec, transfer, tuning
+from kvbm import _core, cli, codegen, doctor, kernels, planner, runtime, spec, transfer, tuning
 from kvbm.layout import Mode
 from memory import aligned, numpy_views, placed
 from test_driver import COMPILER, PRELUDE
@@ -705,7 +705,7 @@ def test_the_host_says_what_stands_in() -> None:
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     def told() -> dict[str, tuple[str, str]]:
-        return {what: (mark, text) for mark, what, text in cli._findings()}
+        return {what: (mark, text) for mark, what, text in doctor.findings()}
 
     monkeypatch.setattr(runtime, "_found", runtime.Compiler("13.7", "/there/libnvrtc.so.13", 1, (90,)))
     assert told()["NVRTC"] == ("ok", f"13.7, /there/libnvrtc.so.13; 0 kernels in {cache}")

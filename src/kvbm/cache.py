@@ -33,7 +33,9 @@ def folder() -> Path:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], *, new: bool = False, durable: bool = False, mode: int = 0o666) -> Iterator[Path]:
+def replacing(
+    path: str | os.PathLike[str], *, new: bool = False, durable: bool = False, mode: int = 0o666
+) -> Iterator[Path]:
     """Yield an empty file beside `path`; it gets that name at the end, or is removed on an exception.
 
     Its name is unique, also among machines and containers that share the folder: of several writers at once the last one's

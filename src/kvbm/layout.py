@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from .errors import LayoutError
-from .shapes import ITEMSIZE, BlockShape
+from .shapes import ITEMSIZE, LIMIT, BlockShape
 
 __all__ = [
     "Allocation",
@@ -53,6 +53,7 @@ AXES: Mapping[str, str] = MappingProxyType(
 
 #: What an expression may name: sizes of the axes, and bytes an element.
 SIZES = ("nb", "nl", "no", "nh", "nt", "hd", "es")
+_LONGEST = 1000
 FUNCTIONS: Mapping[str, Callable[..., int]] = MappingProxyType(
     {"round_up": lambda x, to: -(-x // to) * to, "min": min, "max": max}
 )
@@ -74,23 +75,34 @@ class Expression:
     Parameters
     ----------
     text : str
-        ``+ - * // %``, integers, ``round_up(x, to)``, ``min``, ``max`` and the names ``nb nl no nh nt hd es``.
+        ``+ - * // %``, integers, ``round_up(x, to)``, ``min``, ``max`` and the names ``nb nl no nh nt hd es``; at most
+        1,000 characters.
 
     Raises
     ------
     LayoutError
-        Anything else; `evaluate` where a name has no value or the result is below one.
+        Anything else; `evaluate` where a name has no value, or the result is below one or beyond 2**62.
     """
 
     text: str
 
     def __post_init__(self) -> None:
+        if len(self.text) > _LONGEST:
+            raise LayoutError(
+                f"expression '{self.text[:40]}…': expected at most {_LONGEST:,} characters, got {len(self.text):,}"
+            )
         self.evaluate(dict.fromkeys(SIZES, 720720), minimum=None)
 
     def evaluate(self, sizes: Mapping[str, int], *, minimum: int | None = 1, exact: bool = False) -> int:
         """Value for these sizes, at least `minimum`; `exact`: ``//`` must leave no rest, as a group of scales must divide."""
 
         def walk(node: ast.expr) -> int:
+            value = computed(node)
+            if abs(value) >= 1 << 1000:  # of no use, and a larger one would have no text
+                raise OverflowError("a number beyond 2**1000")
+            return value
+
+        def computed(node: ast.expr) -> int:
             match node:
                 case ast.Constant(value=int() as value) if not isinstance(value, bool):
                     return value
@@ -110,10 +122,13 @@ class Expression:
 
         try:
             value = walk(ast.parse(self.text, mode="eval").body)
-        except (SyntaxError, TypeError, ZeroDivisionError, RecursionError) as error:
-            raise LayoutError(f"expression {self.text!r}: {error}") from None
-        if minimum is not None and value < minimum:
-            raise LayoutError(f"expression {self.text!r}: expected at least {minimum}, got {value}")
+        except LayoutError:
+            raise
+        except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+            raise LayoutError(f"expression {self.text!r}: {str(error) or 'nested too deeply'}") from None
+        if minimum is not None and not minimum <= value < LIMIT:
+            wanted = f"at least {minimum}" if value < minimum else "less than 2**62"
+            raise LayoutError(f"expression {self.text!r}: expected {wanted}, got {value}")
         return value
 
 
@@ -896,7 +911,9 @@ class Resolved:
     @property
     def nbytes(self) -> int:
         """Bytes of all allocations, padding included."""
-        return sum(self.kinds[kind].nbytes for kind in self.kind_of_entry)
+        if self.apart:
+            return sum(part.nbytes for part in self.parts)
+        return self.table_size * sum(kind.nbytes for kind in self.kinds) // len(self.kinds)  # K and V: a half each
 
     def address(self, block: int, /, **coords: int) -> tuple[int, int]:
         """Where one element lies.

@@ -16,6 +16,7 @@ from .errors import DTypeError, SpecError
 
 __all__ = [
     "ITEMSIZE",
+    "LIMIT",
     "OPTIONAL_KEYS",
     "PACKED",
     "REQUIRED_KEYS",
@@ -30,6 +31,9 @@ __all__ = [
 #: Keys of a shape file: those that must be there, and those that may.
 REQUIRED_KEYS = ("title", "nl", "no", "nh", "nt", "hd", "dtype", "tp")
 OPTIONAL_KEYS = ("read_from", "notes")
+
+#: Sizes, and bytes of a block, are below it: so are sums of a few of them in 64 bits.
+LIMIT = 1 << 62
 
 #: Bytes an item of every dtype that a block may hold.  A copy moves bits, so the width is all that matters to it.
 ITEMSIZE: Mapping[str, int] = MappingProxyType(
@@ -95,10 +99,14 @@ class BlockShape:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise SpecError(f"shape: {name}: expected an integer, got {value!r}")
-            if value < 1:
-                raise SpecError(f"shape: {name}: expected at least 1, got {value}")
-        if self.dtype not in ITEMSIZE:
-            raise DTypeError(f"shape: dtype: expected one of {', '.join(ITEMSIZE)}, got {self.dtype!r}")
+            if not 1 <= value < LIMIT:
+                got = f"at least 1, got {value}" if abs(value) < LIMIT else "1 to 2**62"
+                raise SpecError(f"shape: {name}: expected {got}")
+        dtype: object = self.dtype
+        if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+            raise DTypeError(f"shape: dtype: expected one of {', '.join(ITEMSIZE)}, got {dtype!r:.60}")
+        if self.nbytes >= LIMIT:
+            raise SpecError(f"shape: expected a block of less than 2**62 bytes, got {self}")
 
     @property
     def itemsize(self) -> int:
@@ -207,17 +215,20 @@ def load_shape(text: str) -> BlockShape:
     SpecError
         Unknown preset or size; a degree by which the heads cannot be shared.
     """
+    if not isinstance(text, str):
+        raise SpecError(f"shape: expected a text, got {text!r:.60}")
     head, *rest = [part.strip() for part in text.split(",")]
     values: dict[str, Any] = {}
     if "=" in head:
         rest.insert(0, head)
     else:
-        match = re.fullmatch(r"(?P<name>[^/]+)(?:/tp(?P<tp>[0-9]+))?", head)
-        path = data_dir() / "shapes" / f"{match['name']}.yaml" if match else None
-        if match is None or path is None or not path.is_file():
-            known = ", ".join(p.stem for p in sorted((data_dir() / "shapes").glob("*.yaml")))
-            raise SpecError(f"shape {head!r}: expected a preset ({known}), NAME/tpN, or nl=…,no=…,nh=…,nt=…,hd=…")
-        preset = _preset(path)
+        match = re.fullmatch(r"(?P<name>[^/]+)(?:/tp(?P<tp>[0-9]{1,9}))?", head)
+        presets = {path.stem: path for path in sorted((data_dir() / "shapes").glob("*.yaml"))}
+        if match is None or match["name"] not in presets:
+            raise SpecError(
+                f"shape {head!r:.200}: expected a preset ({', '.join(presets)}), NAME/tpN, or nl=…,no=…,nh=…,nt=…,hd=…"
+            )
+        preset = _preset(presets[match["name"]])
         values = {key: preset[key] for key in ("nl", "no", "nh", "nt", "hd", "dtype")}
         if match["tp"]:
             try:
@@ -228,9 +239,11 @@ def load_shape(text: str) -> BlockShape:
     for item in rest:
         key, _, value = item.partition("=")
         if key not in names:
-            raise SpecError(f"shape {text!r}: expected one of {', '.join(names)}, got {key!r}")
-        if key != "dtype" and not value.isdecimal():
-            raise SpecError(f"shape {text!r}: {key}: expected a positive integer, got {value!r}")
+            raise SpecError(f"shape {text!r:.200}: expected one of {', '.join(names)}, got {key!r:.60}")
+        if key != "dtype" and (not value.isdecimal() or len(value) > 18):
+            raise SpecError(
+                f"shape {text!r:.200}: {key}: expected a positive integer of at most 18 digits, got {value!r:.60}"
+            )
         values[key] = value if key == "dtype" else int(value)
     missing = [name for name in names if name not in values and name != "dtype"]
     if missing:
