@@ -101,11 +101,13 @@ def make_match_reference(
 
     def check(impl_fn: Callable[[Any], Any], data: Any) -> tuple[bool, str | None]:
         expected = reference_fn(clone(data))
+        dict(leaves(expected))  # what is wrong with it is thrown, too
         try:
             actual = limits.call(impl_fn, clone(data), limit_s)
+            with limits.Blamed("looking at what the kernel returned raised"):
+                error = _difference(actual, expected, rtol, atol)
         except limits.KernelFailure as failure:
             return False, str(failure)
-        error = _difference(actual, expected, rtol, atol)
         return error is None, error
 
     return check
@@ -141,6 +143,10 @@ def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str | N
         mine, where = have[place], f"{place}: " if place else ""
         if not is_array(mine) and is_array(part):
             return f"{where}the kernel returned {_parts(mine)}; expected an array of shape {_shape(part)}"
+        if not is_array(part) and not isinstance(part, np.generic | int | float | complex):  # None, a text
+            if is_array(mine) or mine != part:
+                return f"{where}expected {part!r:.60}, got {_parts(mine) if is_array(mine) else f'{mine!r:.60}'}"
+            continue
         if _shape(mine) != _shape(part):
             return f"{where}shape: expected {_shape(part)}, got {_shape(mine)}"
         if dtype_name(mine) != dtype_name(part):
@@ -193,7 +199,11 @@ def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, 
         a_raw, e_raw = a_flat[start : start + CHUNK], e_flat[start : start + CHUNK]
         a, e = a_raw.astype(wide), e_raw.astype(wide)
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            nan = np.isnan(a) | np.isnan(e)
             error = np.where(a_raw == e_raw, 0.0, np.abs(a - e))
+            error[np.isnan(error) & ~nan] = (
+                math.inf
+            )  # complex: the same infinity in one part, and the other part differs
             # Integers that differ below the precision of a double differ all the same.
             error[(error == 0) & (a_raw != e_raw)] = 1.0
             size = np.abs(e)
@@ -203,7 +213,6 @@ def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, 
         bad = ~(excess <= 0)  # of a NaN, too
         bad |= np.isinf(error)  # beside an infinite expected value every finite error would be small
         bad[error == 0] = False
-        nan = np.isnan(a) | np.isnan(e)
         excess[nan | np.isinf(error)] = math.inf
         found.max_abs, found.max_rel = (
             math.nan if nan.any() or math.isnan(most) else max(most, float(part.max()))

@@ -34,7 +34,7 @@ from ..errors import (
     SpecError,
     UnreachableError,
 )
-from .smoke import Report
+from .report import Report
 
 __all__ = ["Options", "Target", "installed_wheel", "run"]
 
