@@ -74,7 +74,10 @@ SHAPE_AT, OFFSETS = ("alloc_00000", "shape"), ("alloc_00000", "data_offsets")
         changed(("alloc_00000",), "[]"),
         changed(("__metadata__",), "[]"),
         changed(("__metadata__",), "null"),
-        *(changed(SHAPE_AT, text) for text in ('"16"', "[[16]]", "{}", "[{}]", "[1e400]", f"[1{'0' * 400}]", f"[{LONG}]")),
+        *(
+            changed(SHAPE_AT, text)
+            for text in ('"16"', "[[16]]", "{}", "[{}]", "[1e400]", f"[1{'0' * 400}]", f"[{LONG}]")
+        ),
         *(changed(SHAPE_AT, text) for text in ("[-1, -16]", "[true, 8]", "[8.0]", "null", str([1] * 100_000))),
         *(changed(("alloc_00000", "dtype"), text) for text in ("[]", "{}", "null", "7", '"F7"')),
         *(changed(OFFSETS, text) for text in ("[0, Infinity]", "[NaN, 16]", "[0, 16.0]", "[false, 16]", '"0"', "[0]")),
@@ -95,7 +98,12 @@ def test_hostile_headers(tmp_path: Path, header: str | bytes) -> None:
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([2**63, -1, 10**30]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([2**63, -1, 10**30]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )

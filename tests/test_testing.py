@@ -307,7 +307,9 @@ def test_processes_that_a_kernel_forks_end(tmp_path: Path) -> None:
         "make_match_reference(lambda x: x)(kernel, 1)\nbenchmark_kernel(kernel, 1, 1, 3)\n"
         "for _ in range(5): os.wait()\nos.write(1, b'parent')\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    )
     assert sorted(done.stdout.split()) == ["child"] * 5 + ["parent"], done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -178,7 +179,7 @@ def _is_file(path: Path) -> bool:
 def _read(path: Path, name: str) -> Layout:
     file = _display(path)
     if not _is_file(path):  # to open a FIFO would be to wait for its writer
-        raise SpecError(f"{file:.300}: {'expected a file of text' if path.exists() else 'no such file'}")
+        raise SpecError(f"{file:.300}: {'expected a regular file' if os.path.lexists(path) else 'no such file'}")
     try:
         with path.open(encoding="utf-8") as stream:
             text = stream.read(_LONGEST_FILE + 1)

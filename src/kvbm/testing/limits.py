@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import os
 import sys
 import threading
@@ -99,11 +100,13 @@ def end_if_forked(pid: int) -> None:
         os._exit(0)
 
 
-def said(error: BaseException) -> str:
-    """An exception in a few words: its class, its message, and where it was raised."""
+def said(error: BaseException, ours: str = __file__) -> str:
+    """An exception in a few words: its class, its message, and where it was raised, beyond frames of the file `ours`."""
     place = ""
-    # The first frame is ours.
-    if frames := traceback.extract_tb(error.__traceback__)[1:]:
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<frozen")
+    ]
+    if frames := list(itertools.dropwhile(lambda frame: frame.filename == ours, frames)):
         # The deepest line in the kernel's own file: what is below may be deep inside a library.
         own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
         place = f" (line {own.lineno} of {own.filename.rpartition('/')[2]})"

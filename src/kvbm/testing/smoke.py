@@ -327,7 +327,7 @@ def load_kernel(text: str | None) -> Callable[[Any], Any] | None:
     except (AttributeError, ImportError, OSError) as error:
         raise SpecError(f"--kernel {text}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise SpecError(f"--kernel {text}: it cannot be loaded: {said(error)}") from error
+        raise SpecError(f"--kernel {text}: it cannot be loaded: {said(error, __file__)}") from error
     if not callable(kernel):
         raise SpecError(f"--kernel {text}: expected a function, got a {type(kernel).__name__}")
     function: Callable[[Any], Any] = kernel
