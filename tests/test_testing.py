@@ -261,7 +261,7 @@ def itself(x: Any) -> Any:
 
 class Shapeless:
     dtype = "float64"
-    __cuda_array_interface__: Any = {}
+    __cuda_array_interface__: Any = None
 
     @property
     def shape(self) -> Any:
