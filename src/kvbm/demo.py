@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import time
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .errors import BindError, CudaUnavailableError
+from .errors import BindError, CudaUnavailableError, DeviceNotFoundError
 from .planner import plan
 from .shapes import BlockShape, load_shape
 from .spec import load
@@ -422,11 +423,12 @@ def _torch() -> Any:
 def _choose_device(console: Console, torch: Any, wanted: str | None) -> str:
     from . import kernels
 
-    kind, _, index = (wanted or "cuda").partition(":")
-    if kind not in ("cpu", "cuda") or (kind == "cpu" and index) or (index and not index.isdecimal()):
-        raise BindError(f"device: expected 'cpu' or 'cuda:N', got {wanted!r}")
-    if kind == "cpu":
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", wanted or "cuda")
+    if match is None:
+        raise BindError(f"device: expected 'cpu' or 'cuda:N', got {wanted!r:.60}")
+    if wanted == "cpu":
         return "cpu"
+    index = int(match[1] or 0)
     missing = (
         f"torch {torch.__version__} sees no GPU"
         if not torch.cuda.is_available()
@@ -434,8 +436,10 @@ def _choose_device(console: Console, torch: Any, wanted: str | None) -> str:
         if kernels.is_using_stubs()
         else None
     )
+    if missing is None and index >= (count := torch.cuda.device_count()):
+        raise DeviceNotFoundError(f"device {wanted!r}: no such GPU: torch sees {count} of them, from 0 on")
     if missing is None:
-        return f"cuda:{index or 0}"
+        return f"cuda:{index}"
     if wanted is not None:
         raise CudaUnavailableError(f"device {wanted!r}: {missing}")
     console.print(f"{missing}: running on the CPU", style="dim")
