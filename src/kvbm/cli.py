@@ -25,6 +25,7 @@ from .commands import (
     num_blocks_option,
     picture_option,
     print_error,
+    progress,
     shape_option,
     terminal,
 )
@@ -63,24 +64,24 @@ def layouts(
     part: str | None, paths: tuple[Path, ...], only_aliases: bool, shape_text: str | None, num_blocks: int | None
 ) -> None:
     """List the shipped layouts: all of them, or those that have PART in their name (vllm/, mla)."""
-    found = spec.load_all([spec.layouts_dir(), *paths])
+    listed = spec.load_all([spec.layouts_dir(), *paths])
     if shape_text is not None and not only_aliases:
         raise click.UsageError("--shape goes with --aliases; `kvbm show` draws a layout at a shape")
     if num_blocks is not None and shape_text is None:
         raise click.UsageError("--num-blocks goes with --aliases --shape SHAPE")
     if part is not None:
-        chosen = [layout for layout in found if part.lower() in layout.name.lower()]
+        chosen = [layout for layout in listed if part.lower() in layout.name.lower()]
         if not chosen:
-            folders = sorted({layout.name.rpartition("/")[0] + "/" for layout in found if "/" in layout.name})
+            folders = sorted({layout.name.rpartition("/")[0] + "/" for layout in listed if "/" in layout.name})
             raise SpecError(f"no layout has {part!r} in its name; expected part of one, such as {', '.join(folders)}")
-        found = chosen
+        listed = chosen
     if only_aliases:
-        _print_aliases(found, load_shape(shape_text) if shape_text else None, num_blocks or 1024)
+        _print_aliases(listed, load_shape(shape_text) if shape_text else None, num_blocks or 1024)
     else:
-        _print_layouts(sorted(found, key=lambda layout: (layout.name.rpartition("/")[0], layout.name)))
+        _print_layouts(sorted(listed, key=lambda layout: (layout.name.rpartition("/")[0], layout.name)))
 
 
-def _print_layouts(found: Sequence[Layout]) -> None:
+def _print_layouts(listed: Sequence[Layout]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -95,7 +96,7 @@ def _print_layouts(found: Sequence[Layout]) -> None:
     else:
         table.add_column("order, title")
     table.add_column("fingerprint", style="dim", no_wrap=True)
-    for _, folder in itertools.groupby(found, key=lambda layout: layout.name.rpartition("/")[0]):
+    for _, folder in itertools.groupby(listed, key=lambda layout: layout.name.rpartition("/")[0]):
         for layout in folder:
             orders = [str(order) for order in layout.orders]
             order = Text(orders[0] if len(orders) == 1 else f"k: {orders[0]}\nv: {orders[1]}")
@@ -107,10 +108,10 @@ def _print_layouts(found: Sequence[Layout]) -> None:
     console.print(table)
 
 
-def _print_aliases(found: Sequence[Layout], shape: BlockShape | None, num_blocks: int) -> None:
+def _print_aliases(listed: Sequence[Layout], shape: BlockShape | None, num_blocks: int) -> None:
     from . import identity
 
-    groups = identity.aliases(found)
+    groups = identity.aliases(listed)
     click.echo("The same layout at every shape (one fingerprint):" if groups else "No two names mean the same.")
     for group in groups:
         click.echo(f"  {group[0].order_text}  ({group[0].fingerprint})")
@@ -118,7 +119,7 @@ def _print_aliases(found: Sequence[Layout], shape: BlockShape | None, num_blocks
     if shape is None:
         return
     at = f"{shape} with {num_blocks:,} blocks"
-    meetings = identity.same_addresses(found, shape, num_blocks)
+    meetings = identity.same_addresses(listed, shape, num_blocks)
     click.echo()
     if not meetings:
         click.echo(f"At {at}, no others have the same addresses.")
@@ -358,7 +359,7 @@ def convert(
     src = stored.pool(_source_layout(stored, src_name), load_shape(shape_text) if shape_text else None, num_blocks)
     dst_layout = spec.load(dst_name)
     step = min(max(1, _CHUNK_BYTES // src.resolved.block_bytes), src.num_blocks)
-    move = _on_host if device == "cpu" else _OnDevice(int(match[1] or 0), src, dst_layout, step)
+    move = _on_host if device == "cpu" else _on_device(int(match[1] or 0), src, dst_layout, step)
     start = time.perf_counter()
     with store.create(target, dst_layout, src.shape, src.num_blocks, force=force) as dst:
         _in_steps(f"{src.layout.name} → {dst_layout.name}", src, dst, step, move)
@@ -392,17 +393,14 @@ _Move = Callable[["Pool", "Pool", range], None]
 
 
 def _in_steps(title: str, src: Pool, dst: Pool, step: int, move: _Move) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import TimeRemainingColumn, TransferSpeedColumn
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=src.num_blocks * src.resolved.block_bytes)
+    block_bytes, columns = src.resolved.block_bytes, (TransferSpeedColumn(), TimeRemainingColumn())
+    with progress(title, src.num_blocks * block_bytes, *columns) as update:
         for first in range(0, src.num_blocks, step):
             ids = range(first, min(first + step, src.num_blocks))
             move(src, dst, ids)
-            progress.advance(task, len(ids) * src.resolved.block_bytes)
+            update(advance=len(ids) * block_bytes)
 
 
 def _on_host(src: Pool, dst: Pool, ids: range) -> None:
@@ -411,43 +409,33 @@ def _on_host(src: Pool, dst: Pool, ids: range) -> None:
     convert_blocks(src, dst, list(ids), list(ids))
 
 
-class _OnDevice:
-    """Converts on a GPU, some blocks at a time: they travel in small pools of the same two layouts."""
+def _on_device(device: int, src: Pool, dst_layout: Layout, num_blocks: int) -> _Move:
+    """Convert on a GPU, some blocks at a time: they get there and back through pinned memory, each time in one layout."""
+    from . import _core
+    from .pool import Pool
+    from .transfer import convert as convert_blocks
 
-    def __init__(self, device: int, src: Pool, dst_layout: Layout, num_blocks: int) -> None:
-        from .pool import Pool
+    far = Pool.allocate(dst_layout, src.shape, num_blocks, f"cuda:{device}")
+    near_src, near_dst = (Pool.allocate(it, src.shape, num_blocks, "pinned") for it in (src.layout, dst_layout))
 
-        self.device = device
-        both = (src.layout, dst_layout)
-        self.far_src, self.far_dst = (Pool.allocate(it, src.shape, num_blocks, f"cuda:{device}") for it in both)
-        self.near_src, self.near_dst = (Pool.allocate(it, src.shape, num_blocks, "cpu") for it in both)
-
-    def __call__(self, src: Pool, dst: Pool, ids: range) -> None:
-        from .transfer import convert as convert_blocks
-
+    def move(src: Pool, dst: Pool, ids: range) -> None:
         here = list(range(len(ids)))
-        convert_blocks(src, self.near_src, list(ids), here)
-        self.copy(self.near_src, self.far_src)
-        convert_blocks(self.far_src, self.far_dst, here, here, stream=0)
-        self.copy(self.far_dst, self.near_dst)
-        convert_blocks(self.near_dst, dst, here, list(ids))
+        convert_blocks(src, near_src, list(ids), here)
+        convert_blocks(near_src, far, here, here, stream=0)
+        convert_blocks(far, near_dst, here, here, stream=0)
+        _core.synchronize(device, 0)
+        convert_blocks(near_dst, dst, here, list(ids))
 
-    def copy(self, src: Pool, dst: Pool) -> None:
-        """Copy every allocation across, and wait."""
-        import numpy as np
-
-        from . import _core
-
-        sizes = np.array([allocation.nbytes for allocation in src.resolved.allocations], np.uint64)
-        _core.memcpy_batch(dst.addresses, src.addresses, sizes, 1, self.device, 0)
-        _core.synchronize(self.device, 0)
+    return move
 
 
 # ---- the machine ----------------------------------------------------------------------------------------------------
 
 
 @main.command()
-@click.option("--device", default=0, show_default=True, type=click.IntRange(0), metavar="N", help="Which GPU: cuda:N.")
+@click.option(
+    "--device", default=0, show_default=True, type=click.IntRange(0, 9999), metavar="N", help="Which GPU: cuda:N."
+)
 @click.option("--show", is_flag=True, help="Print the table that is there, and measure nothing.")
 def tune(device: int, show: bool) -> None:
     """Measure which way of copying is the fastest on this machine, for transfers with strategy="auto".
@@ -463,21 +451,12 @@ def tune(device: int, show: bool) -> None:
             click.echo(f"no table for {gpu}, driver {driver}: expected {path}; `kvbm tune` makes it", err=True)
             sys.exit(1)
     else:
-        table = _with_progress(f"measuring on cuda:{device}", lambda step: tuning.measure(device, step))
+        with progress(f"measuring on cuda:{device}") as update:
+            table = tuning.measure(device, lambda done, total: update(completed=done, total=total))
         path = tuning.save(table)
         tuning.reload()
     _print_table(table)
     click.echo(f"{table.title}, kvbm {table.kvbm}: {path}")
-
-
-def _with_progress(title: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=None)
-        return work(lambda done, total: progress.update(task, completed=done, total=total))
 
 
 def _print_table(measured: tuning.Table) -> None:

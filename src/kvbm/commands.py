@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -22,6 +23,7 @@ from .shapes import LIMIT, shape_names
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import ProgressColumn
 
 
 class Group(click.Group):
@@ -104,6 +106,20 @@ def terminal() -> Console:
     from rich.console import Console
 
     return Console(highlight=False)
+
+
+@contextlib.contextmanager
+def progress(
+    title: str, total: int | None = None, *columns: ProgressColumn, console: Console | None = None
+) -> Iterator[Callable[..., None]]:
+    """A bar where there is a terminal; yields rich's ``Progress.update`` (``advance=``, ``completed=``, ``description=``)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = console or Console(stderr=True)
+    all_columns = (TextColumn("{task.description}"), BarColumn(), *columns)
+    with Progress(*all_columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield functools.partial(bar.update, bar.add_task(title, total=total))
 
 
 def _complete_layout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001

@@ -83,17 +83,17 @@ def load_all(paths: Iterable[str | Path]) -> list[Layout]:
     >>> load_all([layouts_dir()]) == load_dir(layouts_dir())
     True
     """
-    found: dict[str, tuple[Path, Layout]] = {}
+    by_name: dict[str, tuple[Path, Layout]] = {}
     for path in map(Path, paths):
         for layout in load_dir(path) if path.is_dir() else [load(path)]:
             file = (path / f"{layout.name}.yaml" if path.is_dir() else path).resolve()
-            first, _ = found.setdefault(layout.name, (file, layout))
+            first, _ = by_name.setdefault(layout.name, (file, layout))
             if first != file:
                 raise SpecError(
                     f"{_display(file)}: its name is {layout.name!r}, and that is also the name of {_display(first)}; expected "
                     "names that differ: rename one of the two files, or put one into a folder of its own"
                 )
-    return [layout for _, layout in found.values()]
+    return [layout for _, layout in by_name.values()]
 
 
 def load(name: str | Path) -> Layout:
@@ -284,15 +284,15 @@ class _File:
     def mapping(self, node: yaml.Node, what: str, known: Sequence[str] | None = None) -> dict[str, yaml.Node]:
         if not isinstance(node, yaml.MappingNode):
             self.fail(node, f"{what}: expected a mapping, got {_kind(node)}")
-        found: dict[str, yaml.Node] = {}
+        nodes: dict[str, yaml.Node] = {}
         for key, value in node.value:
             text = self.scalar(key, f"a key of {what}")
             if known is not None and text not in known:
                 self.fail(key, f"unknown key {text!r}: expected one of {', '.join(known)}")
-            if text in found:
+            if text in nodes:
                 self.fail(key, f"key {text!r} is there twice")
-            found[text] = value
-        return found
+            nodes[text] = value
+        return nodes
 
     def scalar(self, node: yaml.Node, what: str) -> str:
         if not isinstance(node, yaml.ScalarNode):
@@ -409,11 +409,11 @@ class _File:
             )
         if term in order.inner and term is not order.inner[-1]:
             self.fail(where, f"order '{order}': expected '{term}' inside brackets or at the end")
-        found = self.mapping(node, "planes", term.axes)
+        declared = self.mapping(node, "planes", term.axes)
         for name in term.axes:
-            if name not in found:
+            if name not in declared:
                 self.fail(node, f"planes: {name!r} missing; the order names it")
-        return tuple(self.plane(name, found[name], order, extra) for name in term.axes)
+        return tuple(self.plane(name, declared[name], order, extra) for name in term.axes)
 
     def plane(self, name: str, node: yaml.Node, outer: Order, extra: dict[str, Expression]) -> Plane:
         what = f"plane '{name}'"

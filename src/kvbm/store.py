@@ -275,12 +275,12 @@ def _parsed(text: str | bytes) -> dict[str, Any]:
         raise ValueError(f"{constant} is no JSON")
 
     try:
-        found = json.loads(text, parse_constant=refuse)
+        value = json.loads(text, parse_constant=refuse)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"expected an object, got a {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, got a {type(value).__name__}")
+    return value
 
 
 def _read_entry(said: Any, start: int) -> Entry:

@@ -61,8 +61,8 @@ def allclose_with_error(
     _require_tolerances(rtol, atol)
     if _shape(actual) != _shape(expected) or dtype_name(actual) != dtype_name(expected):
         return False, math.inf, math.inf
-    found = _compare(values(actual), values(expected), rtol, atol)
-    return found.wrong == 0, found.max_abs, found.max_rel
+    errors = _compare(values(actual), values(expected), rtol, atol)
+    return errors.wrong == 0, errors.max_abs, errors.max_rel
 
 
 def make_match_reference(
@@ -118,9 +118,9 @@ def find_nan(result: Any) -> str | None:
     for place, value in leaves(result):
         if not is_array(value):
             continue
-        found = values(value)
-        if found.dtype.kind in "fc" and (nans := np.isnan(found)).any():
-            return _nan_sentence(place, found, nans)
+        array = values(value)
+        if array.dtype.kind in "fc" and (nans := np.isnan(array)).any():
+            return _nan_sentence(place, array, nans)
     return None
 
 
@@ -152,26 +152,26 @@ def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str | N
         if dtype_name(mine) != dtype_name(part):
             return f"{where}dtype: expected {dtype_name(part)}, got {dtype_name(mine)}"
         a, e = values(mine), values(part)
-        found = _compare(a, e, rtol, atol)
-        if not found.wrong:
+        errors = _compare(a, e, rtol, atol)
+        if not errors.wrong:
             continue
         if a.dtype.kind in "fc" and (nans := np.isnan(a)).any():
             return _nan_sentence(place, a, nans, e)
-        at = tuple(int(index) for index in np.unravel_index(found.worst, a.shape))
-        said = f"absolute error {found.worst_abs:.6g}, relative {found.worst_rel:.6g}; rtol={rtol:g}, atol={atol:g}"
+        at = tuple(int(index) for index in np.unravel_index(errors.worst, a.shape))
+        said = f"absolute error {errors.worst_abs:.6g}, relative {errors.worst_rel:.6g}; rtol={rtol:g}, atol={atol:g}"
         return (
             f"{where}wrong at {at}: expected {e[at]}, got {a[at]} ({said}); "
-            f"{found.wrong:,} of {a.size:,} elements are wrong"
+            f"{errors.wrong:,} of {a.size:,} elements are wrong"
         )
     return None
 
 
 def _nan_sentence(
-    place: str, found: npt.NDArray[Any], nans: npt.NDArray[np.bool_], expected: npt.NDArray[Any] | None = None
+    place: str, array: npt.NDArray[Any], nans: npt.NDArray[np.bool_], expected: npt.NDArray[Any] | None = None
 ) -> str:
-    at = tuple(int(index) for index in np.unravel_index(int(nans.argmax()), found.shape))
+    at = tuple(int(index) for index in np.unravel_index(int(nans.argmax()), array.shape))
     wanted = f", where {expected[at]} was expected" if expected is not None else ""
-    return f"{place + ': ' if place else ''}NaN at {at}{wanted}; {int(nans.sum()):,} of {found.size:,} elements are NaN"
+    return f"{place + ': ' if place else ''}NaN at {at}{wanted}; {int(nans.sum()):,} of {array.size:,} elements are NaN"
 
 
 def _parts(value: Any) -> str:
@@ -181,7 +181,7 @@ def _parts(value: Any) -> str:
 
 
 @dataclass
-class _Found:
+class _Errors:
     max_abs: float = 0.0
     max_rel: float = 0.0
     wrong: int = 0
@@ -191,8 +191,8 @@ class _Found:
     excess: float = -math.inf
 
 
-def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, atol: float) -> _Found:
-    found = _Found()
+def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, atol: float) -> _Errors:
+    errors = _Errors()
     a_flat, e_flat = actual.reshape(-1), expected.reshape(-1)
     wide = np.complex128 if actual.dtype.kind == "c" else np.float64
     for start in range(0, a_flat.size, CHUNK):
@@ -214,13 +214,13 @@ def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, 
         bad |= np.isinf(error)  # beside an infinite expected value every finite error would be small
         bad[error == 0] = False
         excess[nan | np.isinf(error)] = math.inf
-        found.max_abs, found.max_rel = (
+        errors.max_abs, errors.max_rel = (
             math.nan if nan.any() or math.isnan(most) else max(most, float(part.max()))
-            for most, part in ((found.max_abs, error), (found.max_rel, relative))
+            for most, part in ((errors.max_abs, error), (errors.max_rel, relative))
         )
-        found.wrong += int(bad.sum())
+        errors.wrong += int(bad.sum())
         worst = int(np.where(bad, excess, -math.inf).argmax())
-        if bad[worst] and excess[worst] > found.excess:
-            found.worst, found.excess = start + worst, float(excess[worst])
-            found.worst_abs, found.worst_rel = float(error[worst]), float(relative[worst])
-    return found
+        if bad[worst] and excess[worst] > errors.excess:
+            errors.worst, errors.excess = start + worst, float(excess[worst])
+            errors.worst_abs, errors.worst_rel = float(error[worst]), float(relative[worst])
+    return errors

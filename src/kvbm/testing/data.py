@@ -109,5 +109,5 @@ def values(value: Any) -> npt.NDArray[Any]:
         value = value.cpu().numpy()
     elif not isinstance(value, np.ndarray) and is_array(value):
         value = value.get()
-    found: npt.NDArray[Any] = np.asarray(value)
-    return found if found.dtype.kind in "biufc" else found.astype(np.float32)
+    array: npt.NDArray[Any] = np.asarray(value)
+    return array if array.dtype.kind in "biufc" else array.astype(np.float32)

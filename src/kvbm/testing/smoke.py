@@ -163,7 +163,7 @@ class _Convert:
     help="Which sizes of the NVFP4 example.",
 )
 @click.option(
-    "--gpu", type=click.IntRange(0), metavar="N", help="Which GPU.  [default: the first one; the CPU without any]"
+    "--gpu", type=click.IntRange(0, 9999), metavar="N", help="Which GPU.  [default: the first one; the CPU without any]"
 )
 @click.option("--cpu", is_flag=True, help="Test the CPU's kernels, also where there is a GPU.")
 @click.option(
