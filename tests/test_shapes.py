@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvbm
 from kvbm.shapes import data_dir, heads_of_rank
@@ -146,3 +149,16 @@ def test_what_is_no_dtype(dtype: object) -> None:
     with pytest.raises(kvbm.DTypeError) as error:
         kvbm.BlockShape(1, 2, 2, 2, 2, dtype)  # type: ignore[arg-type]
     assert len(str(error.value)) < 500
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [*"=,/", "nl", "no", "nh", "nt", "hd", "dtype", "tp", "llama-3.1-8b", "8", "0", "-1", "int4", "²"]
+        )
+    ).map("".join)
+)
+@settings(max_examples=300, deadline=None)
+def test_any_text(text: str) -> None:
+    with contextlib.suppress(kvbm.SpecError, kvbm.DTypeError):
+        assert kvbm.load_shape(text).nbytes > 0
