@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from .cache import replacing
 from .errors import BindError
+from .layout import merge_steps
 from .shapes import ITEMSIZE, PACKED, BlockShape, numpy_name
 
 if TYPE_CHECKING:
@@ -359,19 +360,10 @@ def _name(index: int) -> str:
     return f"alloc_{index:05d}"
 
 
-def _is_dense(allocation: Allocation, itemsize: int) -> bool:
-    expected = itemsize
-    for extent, stride in zip(reversed(allocation.shape), reversed(allocation.strides), strict=True):
-        if extent != 1 and stride != expected:
-            return False
-        expected *= extent
-    return expected == allocation.nbytes
-
-
 def _entry(allocation: Allocation) -> tuple[str, tuple[int, ...]]:
     """How a header describes an allocation: bytes if it has padding, as safetensors knows no strides, or a dtype without code."""
-    sizes = tuple(allocation.shape)
-    if not _is_dense(allocation, allocation.itemsize):
+    sizes, size = tuple(allocation.shape), allocation.itemsize
+    if (merge_steps(sizes, allocation.strides) or [(1, size)]) != [(allocation.nbytes / size, size)]:
         return "U8", (allocation.nbytes,)
     if allocation.dtype not in _CODES:  # integers of four bits; the metadata say what the bytes are
         return "U8", sizes
