@@ -75,13 +75,13 @@ class BuildExt(build_ext):
 
     def compile(self, ext, source):
         """Compile one C++ file and return its object; what was compiled before, from the same text, is taken again."""
-        from kvbm import cache, nvcc
+        from kvbm import nvcc
 
         headers = sorted(CUDA.glob("*.h")) + sorted(CUDA.glob("*.cuh"))
         how = [*self.compiler.compiler_so_cxx, *ext.extra_compile_args, str(ext.define_macros), sys.version]
         result = self.cache.resolve() / "objects" / f"{source.stem}.{nvcc.digest(how, [source, *headers])}.o"
         if not result.exists():
-            with cache.replacing(result) as part, tempfile.TemporaryDirectory(dir=result.parent) as folder:
+            with nvcc.replacing(result) as part, tempfile.TemporaryDirectory(dir=result.parent) as folder:
                 args = [*ext.extra_compile_args, f"-ffile-prefix-map={ROOT}=."]  # the same bytes wherever it is built
                 dirs = [str(CUDA), str(source.parent)]
                 [made] = self.compiler.compile([str(source)], folder, ext.define_macros, dirs, extra_postargs=args)

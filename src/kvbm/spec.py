@@ -13,7 +13,7 @@ import yaml
 
 from .errors import KvbmError, LayoutError, SpecError
 from .layout import AXES, Expression, Layout, Order, Pitch, Plane, Term
-from .shapes import ITEMSIZE, data_dir, load_shape
+from .shapes import ITEMSIZE, data_dir, is_file, load_shape
 
 __all__ = [
     "KEYS",
@@ -127,7 +127,7 @@ def load(name: str | Path) -> Layout:
 def load_shipped(name: str) -> Layout | None:
     """The shipped layout of that name; None where there is none.  No path is opened, whatever the name is."""
     path = layouts_dir() / f"{name}.yaml"
-    if name.startswith(("/", "shapes/")) or ".." in name or not _is_file(path):
+    if name.startswith(("/", "shapes/")) or ".." in name or not is_file(path):
         return None
     return _read(path, name)
 
@@ -169,16 +169,9 @@ def example_shape(layout: Layout) -> str | None:
     return None
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # no name that a file can have
-        return False
-
-
 def _read(path: Path, name: str) -> Layout:
     file = _display(path)
-    if not _is_file(path):  # to open a FIFO would be to wait for its writer
+    if not is_file(path):  # to open a FIFO would be to wait for its writer
         raise SpecError(f"{file:.300}: {'expected a regular file' if os.path.lexists(path) else 'no such file'}")
     try:
         with path.open(encoding="utf-8") as stream:
