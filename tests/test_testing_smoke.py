@@ -97,6 +97,7 @@ def test_a_kernel_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
             1,
             "the process ended by SIGKILL before the last test",
         ),
+        ("def mine(data):\n    import os; os._exit(11)", 1, "the process ended with exit code 11 before the last test"),
         ("import os; os._exit(1)", 1, "the process ended with exit code 1 before the last test"),
         ("import sys; sys.exit(0)", 11, "it cannot be loaded: SystemExit: 0 (line 1 of mine.py)"),
         ("def mine(:", 11, "it cannot be loaded: SyntaxError"),
@@ -170,8 +171,8 @@ def test_a_torch_that_cannot_use_the_gpu(torch: Any, monkeypatch: pytest.MonkeyP
         (["--kernel", "math:pi"], 11, "expected a function, got a float"),
     ],
 )
-def test_refused(arguments: list[str], code: int, said: str) -> None:
-    done = call(*arguments, *(["--cpu", "--report", "/nowhere/x"] if "--kernel" in arguments else []))
+def test_refused(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+    done = call(*arguments, *(["--cpu", "--report", tmp_path / "report"] if "--kernel" in arguments else []))
     assert done.exit_code == code and said in done.stderr
 
 

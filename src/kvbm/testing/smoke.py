@@ -235,15 +235,14 @@ def smoke(
             options = ["--suite", suite, "--runs", str(runs), "--limit", str(limit), "--kernel", kernel]
             options += ["--cpu"] * cpu + ["--json"] * as_json + (["--gpu", str(gpu)] if gpu is not None else [])
             sys.exit(_apart(kernel, options))
-        device = "cpu" if cpu else _device(gpu)
-        done = run(
-            suite,
-            device=device,
-            kernel=load_kernel(kernel),
-            num_runs=runs,
-            limit_s=limit,
-            step=None if as_json else _print,
-        )
+        try:
+            device, function = "cpu" if cpu else _device(gpu), load_kernel(kernel)
+            step = None if as_json else _print
+            done = run(suite, device=device, kernel=function, num_runs=runs, limit_s=limit, step=step)
+        except KvbmError:
+            if report is not None:
+                report.touch()  # it ends with an error, which is told
+            raise
     else:
         from . import remote
 
@@ -271,10 +270,10 @@ def _apart(kernel: str, options: Sequence[str]) -> int:
         command = [sys.executable, "-P", "-m", __spec__.name, *options, "--report", str(file)]
         code = subprocess.call(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
         if file.exists():
-            report = Report.from_json(file.read_text(encoding="utf-8"))
+            if not (text := file.read_text(encoding="utf-8")):
+                return code
+            report = Report.from_json(text)
             return 0 if report.correct == len(report.tests) else 1
-    if code > 1:  # an error, which has been told
-        return code
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     print_error(KvbmError(f"--kernel {kernel}: the process ended {how} before the last test"))
     return 1
