@@ -210,7 +210,7 @@ TEXTS = st.lists(FRAGMENTS, max_size=60).map("".join)
 
 
 @given(TEXTS | TEXTS.map("order: b t d\npitch: ".__add__) | TEXTS.map("order: ".__add__) | st.text(max_size=40))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_any_text(text: str) -> None:
     with contextlib.suppress(KvbmError):
         layout = parse(text)
@@ -224,7 +224,7 @@ OPERANDS = st.sampled_from(
 
 
 @given(st.lists(OPERANDS, max_size=40).map("".join) | st.text(max_size=30))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_any_expression(text: str) -> None:
     sizes = dict.fromkeys(("nb", "nl", "no", "nh", "nt", "hd", "es"), 1 << 61)
     with warnings.catch_warnings(), contextlib.suppress(LayoutError):

@@ -60,10 +60,8 @@ class Report:
         return sum(test.correct for test in self.tests)
 
     def to_json(self) -> str:
-        """One object, with the tests and the two totals."""
-        return json.dumps(
-            asdict(self) | {"correct": self.correct, "total": len(self.tests)}, ensure_ascii=False, indent=1
-        )
+        """One object, with the tests and the two totals; in ASCII, so that it passes any pipe."""
+        return json.dumps(asdict(self) | {"correct": self.correct, "total": len(self.tests)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, host: str = "") -> Report:
