@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import stat
 import struct
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +316,168 @@ def test_numpy_dtype_agrees() -> None:
 
     for dtype in oracle.ITEMSIZE:
         assert store.numpy_dtype(dtype).itemsize == numpy_dtype(dtype).itemsize
+
+
+def test_exactly_one_of_four_makes_a_new_file(tmp_path: Path) -> None:
+    """Red: all four said that they had."""
+    _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3)
+    code = (
+        "import sys, time; from kvbm.cli import main\nfrom kvbm import store, transfer\n"
+        "at = float(sys.argv.pop())\nwhile time.time() < at: time.sleep(0.001)\nmain()"
+    )
+    args = ["convert", "in.safetensors", "out.safetensors", "--from", "nhd", "--to", "universal", "--shape", SHAPE]
+    command = [sys.executable, "-c", code, *args, str(time.time() + 2)]
+    four = [
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(4)
+    ]
+    said = [process.communicate(timeout=120)[1].decode() for process in four]
+    assert sorted(process.returncode == 0 for process in four) == [False, False, False, True], said
+    assert sum("already there" in each for each in said) == 3
+    _check(tmp_path / "out.safetensors", "universal", SHAPE, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.safetensors", "out.safetensors"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    """Red: SIGTERM and SIGHUP left the hidden file, at full size."""
+    _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3)
+    code = (
+        "import time, kvbm.cli as cli\n"
+        "def move(*_):\n    print('moving', flush=True)\n    time.sleep(60)\n"
+        "cli._on_host = move\ncli.main()"
+    )
+    args = ["convert", "in.safetensors", "out.safetensors", "--from", "nhd", "--to", "universal", "--shape", SHAPE]
+    with subprocess.Popen([sys.executable, "-c", code, *args], cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"moving\n"
+        assert len(list(tmp_path.iterdir())) == 2, "there is a hidden file"
+        process.send_signal(number)
+        assert process.wait(timeout=60) == (1 if number == signal.SIGINT else 128 + number)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+def test_convert_writes_files_only(tmp_path: Path) -> None:
+    _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3)
+    args = ("--from", "nhd", "--to", "universal", "--shape", SHAPE, "--force")
+    os.mkfifo(tmp_path / "fifo")
+    for out in (tmp_path / "fifo", Path("/dev/null")):
+        done = call("convert", tmp_path / "in.safetensors", out, *args)
+        assert done.exit_code == 2 and "is no regular file: it is not replaced" in done.stderr
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode) and Path("/dev/null").is_char_device()
+    (tmp_path / "store").mkdir()
+    (tmp_path / "link").symlink_to("store/out.safetensors")
+    for _ in range(2):
+        ok("convert", tmp_path / "in.safetensors", tmp_path / "link", *args)
+        _check(tmp_path / "store" / "out.safetensors", "universal", SHAPE, 3)
+    assert (tmp_path / "link").is_symlink()
+    done = call("convert", tmp_path / "fifo", tmp_path / "out", *args)
+    assert done.exit_code == kvbm.BindError.exit_code and "expected a regular file" in done.stderr
+    ok("convert", tmp_path / "in.safetensors", tmp_path / ("n" * 255), *args)
+    done = call("convert", tmp_path / "in.safetensors", tmp_path / ("n" * 256), *args)
+    assert done.exit_code == 1 and f"{'n' * 256}: File name too long" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"kvbm.layout": "nhd"}, "without the fingerprint"),
+        ({"kvbm.layout": "MINE.yaml", "kvbm.fingerprint": "0"}, "'MINE.yaml' (?), which is not a shipped one"),
+        ({"kvbm.layout": "../layouts/nhd", "kvbm.fingerprint": "0"}, "which is not a shipped one"),
+        ({"kvbm.layout": "n" * 5000, "kvbm.fingerprint": "0"}, "which is not a shipped one"),
+        ({"kvbm.layout": "a\0b", "kvbm.fingerprint": "0"}, "which is not a shipped one"),
+        ({"kvbm.layout": "nhd", "kvbm.fingerprint": "0"}, "fingerprint 0)"),
+    ],
+)
+def test_names_in_files_are_not_believed(tmp_path: Path, metadata: dict[str, str], said: str) -> None:
+    """Red: a name that ends in .yaml was opened, and one without a fingerprint taken."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text('order: "[b l o] t h d"\n', encoding="utf-8")
+    metadata = {key: value.replace("MINE.yaml", str(mine)) for key, value in metadata.items()}
+    _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3, metadata)
+    args = ("convert", tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--to", "universal", "--shape", SHAPE)
+    done = call(*args)
+    assert done.exit_code == kvbm.BindError.exit_code and said.replace("MINE.yaml", str(mine)) in done.stderr, (
+        done.output
+    )
+    if "kvbm.fingerprint" not in metadata:
+        ok(*args, "--from", "nhd")
+
+
+def test_a_terminal_without_arrows(tmp_path: Path) -> None:
+    """Red: OUT was written, and then came a traceback."""
+    _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3)
+    args = ["convert", "in.safetensors", "out.safetensors", "--from", "nhd", "--to", "universal", "--shape", SHAPE]
+    command = [sys.executable, "-m", "kvbm", *args]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.returncode == 0 and "(nhd) ? out.safetensors (universal): 3 blocks" in done.stdout, done.stderr
+
+
+LONG = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("show", "nhd", "--shape", f"llama-3.1-8b,nt={LONG}"),
+        ("show", "nhd", "--shape", f"llama-3.1-8b/tp{LONG}"),
+        ("show", "nhd", "--shape", "llama-3.1-8b,nt=" + "9" * 18),
+        ("show", "nhd", "--shape", "llama-3.1-8b", "--num-blocks", LONG),
+        ("show", "nhd", "--shape", "llama-3.1-8b", "--num-blocks", "9" * 400),
+        ("show", "n" * 5000, "--shape", "llama-3.1-8b"),
+        ("show", "nhd", "--shape", "n" * 5000),
+        ("show", "a\0b", "--shape", "llama-3.1-8b"),
+        ("show", "nhd", "--shape", "a\0b"),
+        ("show", "a\0b.yaml", "--shape", "llama-3.1-8b"),
+        ("plan", "nhd", "universal", "--shape", "llama-3.1-8b", "--num-blocks", LONG),
+        ("layouts", "--aliases", "--shape", "llama-3.1-8b", "--num-blocks", LONG),
+        ("convert", __file__, "out", "--to", "nhd", "--device", f"cuda:{LONG}"),
+        ("convert", __file__, "out", "--to", "nhd", "--num-blocks", LONG),
+        ("tune", "--device", LONG),
+        ("smoke", "--gpu", LONG),
+        ("smoke", "--runs", LONG),
+        ("demo", "--device", f"cuda:{LONG}"),
+        ("demo", "--seed", LONG),
+    ],
+    ids=lambda args: " ".join(args)[:40],
+)
+def test_numbers_and_names_that_are_far_too_long(args: tuple[str, ...]) -> None:
+    done = call(*args)
+    assert done.exit_code not in (0, 1) and isinstance(done.exception, SystemExit), done.exception
+    assert "rror:" in done.stderr
+
+
+def test_many_blocks_are_shown_at_once() -> None:
+    """Red: it listed every allocation."""
+    for name in ("nhd", "vllm/nvfp4", "record/nvfp4_tensors"):
+        shape = GQA if "/" in name else SHAPE
+        assert "100,000,000,000" in ok("show", name, "--shape", shape, "--num-blocks", "100000000000")
+
+
+def test_one_element_an_allocation(tmp_path: Path) -> None:
+    """Red: IndexError."""
+    path = tmp_path / "all.yaml"
+    path.write_text('order: "[b l o h t d]"\n', encoding="utf-8")
+    assert "one element of 2 B" in ok("show", path, "--shape", SHAPE)
+
+
+def test_one_bad_file_does_not_end_a_check(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"order: \xff\n")
+    os.mkfifo(tmp_path / "b.yaml")
+    (tmp_path / "c.yaml").mkdir()
+    (tmp_path / "d.yaml").write_text("[" * 5000)
+    (tmp_path / "e.yaml").write_text('order: "[b l o] t h d"\n')
+    done = call("check", tmp_path)
+    assert done.exit_code == kvbm.SpecError.exit_code
+    assert done.stdout.startswith(f"ok  {tmp_path}/e.yaml") and done.stderr.count("error:") == 4, done.output
+    for file, said in (("a", "expected UTF-8"), ("b", "expected a regular file"), ("d", "nested too deeply")):
+        assert f"{tmp_path}/{file}.yaml: {said}" in done.stderr
+    assert "expected a regular file" in call("show", tmp_path / "b.yaml", "--shape", SHAPE).stderr
 
 
 # ---- planes --------------------------------------------------------------------------------------------------------

@@ -231,3 +231,26 @@ kvbm.convert(s_gpu, d_gpu, stream=5)
 print(child())
 """
     assert run(library, code).split() == ["0", "7"]
+
+
+def test_files_are_converted_on_the_gpu(library: Path, tmp_path: Path) -> None:
+    """`kvbm convert --device`: several steps, the last one shorter, and the bytes that the CPU writes."""
+    run(
+        library,
+        f"""
+from pathlib import Path
+from kvbm import cli, store
+folder = Path({str(tmp_path)!r})
+(_, _, cpu) = pool("vllm/LBHNC", 7)
+with store.create(folder / "in", cpu.layout, shape, 7) as out:
+    kvbm.convert(cpu, out)
+cli._CHUNK_BYTES = 3 * shape.nbytes
+before = count("launches")
+for device in ("cpu", "cuda:0"):
+    to = ["--to", "vllm/paged_attn_v0", "--device", device]
+    cli.main(["convert", str(folder / "in"), str(folder / device), *to], standalone_mode=False)
+assert count("launches") - before >= 3
+assert (folder / "cpu").read_bytes() == (folder / "cuda:0").read_bytes()
+""",
+        KVBM_TUNE="0",
+    )

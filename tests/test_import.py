@@ -49,6 +49,12 @@ def test_describing_needs_no_numpy_and_nothing_compiled() -> None:
         assert f"'{name}'" not in loaded, name
 
 
+def test_the_command_line_loads_its_commands_when_they_are_asked_for() -> None:
+    loaded = fresh("import sys, kvbm.cli; print(sorted(sys.modules))")
+    for name in ("numpy", "torch", "rich", "cuda", "kvbm._core", "kvbm.bench", "kvbm.testing", "kvbm.doctor"):
+        assert f"'{name}'" not in loaded, name
+
+
 def test_converting_does_not_import_torch() -> None:
     loaded = fresh(
         "import sys, kvbm\n"

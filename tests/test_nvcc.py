@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import os
 from pathlib import Path
 
 import pytest
@@ -155,20 +154,3 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, tree: tuple[Path, Path]
         nvcc.fatbin(*tree, tmp_path / "out", compiler, nvcc.targets({"CUDA_ARCHS": "90"}))
     assert "no such thing" in info.value.log and "kernels_00.cu" in info.value.command
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_replacing(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "file"
-    with nvcc.replacing(path) as part:
-        part.write_text("new")
-        assert not path.exists() and part.parent == path.parent and str(os.getpid()) in part.name
-    assert path.read_text() == "new"
-
-    def interrupted() -> None:
-        with nvcc.replacing(path) as half:
-            half.write_text("half")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        interrupted()
-    assert path.read_text() == "new" and list(path.parent.iterdir()) == [path]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvbm
 from kvbm.shapes import data_dir, heads_of_rank
@@ -121,3 +124,41 @@ def test_a_file_with_a_wrong_key(tmp_path: object) -> None:
         other.write_text(bad, encoding="utf-8")
         with pytest.raises(kvbm.SpecError):
             shapes._preset(other)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, 7, "", "n" * 5000, "a\0b", "\ud800", "nl=" + "9" * 5000, "llama-3.1-8b,nt=" + "9" * 19, "llama-3.1-8b/tp" + "9" * 5000,
+     "nl=999999999,no=999999999,nh=999999999,nt=1,hd=1", "llama-3.1-8b," + "n" * 5000 + "=1"],
+    ids=lambda text: str(text)[:30].encode("unicode_escape").decode(),
+)  # fmt: skip
+def test_what_is_no_shape(text: object) -> None:
+    with pytest.raises(kvbm.SpecError) as error:
+        kvbm.load_shape(text)  # type: ignore[arg-type]
+    assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None, 1 << 62, -(10**5000), 10**5000], ids=type)
+def test_what_is_no_size(size: object) -> None:
+    with pytest.raises(kvbm.SpecError):
+        kvbm.BlockShape(size, 2, 2, 2, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [[], {}, None, 7, "float7", "n" * 5000])
+def test_what_is_no_dtype(dtype: object) -> None:
+    with pytest.raises(kvbm.DTypeError) as error:
+        kvbm.BlockShape(1, 2, 2, 2, 2, dtype)  # type: ignore[arg-type]
+    assert len(str(error.value)) < 500
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [*"=,/", "nl", "no", "nh", "nt", "hd", "dtype", "tp", "llama-3.1-8b", "8", "0", "-1", "int4", "²"]
+        )
+    ).map("".join)
+)
+@settings(max_examples=300, deadline=None)
+def test_any_text(text: str) -> None:
+    with contextlib.suppress(kvbm.SpecError, kvbm.DTypeError):
+        assert kvbm.load_shape(text).nbytes > 0

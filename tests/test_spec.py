@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import warnings
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import kvbm
-from kvbm import spec
+from kvbm import BlockShape, KvbmError, LayoutError, SpecError, load, spec
+from kvbm.spec import parse
+from kvbm.terms import Expression
 
 BAD = sorted((Path(__file__).parent / "data" / "bad").glob("*.yaml"))
 
@@ -151,3 +157,84 @@ def test_errors_are_what_a_stranger_would_catch() -> None:
         codes.add(error.exit_code)
     assert len(codes) == len(builtin) + 1, "exit codes are distinct a class"
     assert 0 not in codes and 1 not in codes and 2 not in codes, "0, 1 and 2 are success, Python and click"
+
+
+# ---- hostile files -------------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "deep list": "[" * 5000,
+    "deep mapping": "{a: " * 5000,
+    "deep order": "order: " + "[" * 2000 + "]" * 2000,
+    "no character": 'order: "\\UFFFFFFFF"',
+    "half a pair": 'order: b\ntitle: "\\uD800"',
+    "long title": "order: b\ntitle: " + "x" * 5000,
+    "long order": "order: b " + "t " * 5000,
+    "long file": "order: b\nnotes: " + "x" * 200_000,
+    "null character": "order: b\0",
+    "long split": f"order: b t/{'9' * 5000}",
+    "long number": f"order: b t\npitch: {{t: {'9' * 5000}}}",
+    "minuses": f"order: b t\npitch: {{t: '{'-' * 10_000}1'}}",
+    "some minuses": f"order: b t\npitch: {{t: '{'-' * 990}1'}}",
+    "parentheses": f"order: b t\npitch: {{t: '{'(' * 400}1{')' * 400}'}}",
+    "long sum": f"order: b t\npitch: {{t: '1{'+1' * 5000}'}}",
+    "huge product": f"order: b t\npitch: {{t: '1{'*nt' * 300}'}}",
+    "huge axis": f"order: b x\naxes: {{x: '1{'*nt' * 300}'}}",
+    "alias of itself": "&a [*a]",
+    "date": "order: 2001-99-99",
+    "tag": "order: !!int [b]",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_hostile(tmp_path: Path, text: str) -> None:
+    """One sentence, in good time, that names the file; never another exception."""
+    path = tmp_path / "x.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError) as error:
+        load(path)
+    assert str(error.value).startswith(str(path)) and len(str(error.value)) < 5000
+    str(error.value).encode()
+
+
+def test_huge_where_sizes_are_known() -> None:
+    layout = parse("order: b t d\npitch: {t: nt*nt*nt*hd}")
+    with pytest.raises(LayoutError, match=r"expected less than 2\*\*62, got 1"):
+        layout.resolve(BlockShape(nl=1, no=1, nh=1, nt=1 << 20, hd=16), 1)
+
+
+FRAGMENTS = st.sampled_from(
+    [*"blohtdxkv[](){}<>/%:,'\"&*!|-?#\\", "\n", " ", "\n  ", ": ", "- ", "order: ", "pitch: ", "axes: ", "planes: ", "16B", "16",
+     "nt", "round_up", "//", "\\U", "\\u", "FFFFFFFF", "D800", "\0", "\ud7ff", "data", "dtype: int4", "9" * 400]
+)  # fmt: skip
+TEXTS = st.lists(FRAGMENTS, max_size=60).map("".join)
+
+
+@given(TEXTS | TEXTS.map("order: b t d\npitch: ".__add__) | TEXTS.map("order: ".__add__) | st.text(max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_any_text(text: str) -> None:
+    with contextlib.suppress(KvbmError):
+        layout = parse(text)
+        assert layout.fingerprint.encode()
+        layout.resolve(BlockShape(nl=2, no=2, nh=2, nt=2, hd=2), 3)
+
+
+OPERANDS = st.sampled_from(
+    ["nt", "1", "0", "-", "+", "*", "//", "%", "(", ")", ",", "min", "max(", "round_up(", "0x", "f" * 300, "1e9", "~"]
+)
+
+
+@given(st.lists(OPERANDS, max_size=40).map("".join) | st.text(max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_any_expression(text: str) -> None:
+    sizes = dict.fromkeys(("nb", "nl", "no", "nh", "nt", "hd", "es"), 1 << 61)
+    with warnings.catch_warnings(), contextlib.suppress(LayoutError):
+        warnings.simplefilter("error")
+        assert 1 <= Expression(text).evaluate(sizes) < 1 << 62
+
+
+@given(st.binary(max_size=40))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x.yaml").write_bytes(data)
+    with contextlib.suppress(SpecError, LayoutError):
+        load(tmp_path / "x.yaml")

@@ -3,6 +3,7 @@
 # ruff: noqa: ARG005  (a kernel has an argument, whether it looks at it or not)
 from __future__ import annotations
 
+import collections
 import csv
 import ctypes
 import dataclasses
@@ -169,6 +170,10 @@ INF, NAN = math.inf, math.nan
         ([True, False], [True, True], (True, 1.0, 1.0)),
         ([2**62 + 3], [2**62], (True, 1.0, 2.0**-62)),
         ([2 + 1j], [2 + 0j], (True, 1.0, 0.5)),
+        ([complex(INF, 1)], [complex(INF, 2)], (False, INF, INF)),
+        ([complex(INF, INF)], [complex(INF, -INF)], (False, INF, INF)),
+        ([complex(INF, 1)], [complex(INF, 1)], (True, 0.0, 0.0)),
+        ([complex(INF, NAN)], [complex(INF, 1)], (False, NAN, NAN)),
     ],
 )
 def test_allclose_with_error(actual: Any, expected: Any, want: tuple[Any, ...]) -> None:
@@ -239,6 +244,75 @@ def raises(x: Any) -> Any:
     raise LookupError("no row 7")
 
 
+class Mute(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise LookupError
+
+
+def mute(x: Any) -> Any:
+    raise Mute
+
+
+def itself(x: Any) -> Any:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+class Shapeless:
+    dtype = "float64"
+    __cuda_array_interface__: Any = None
+
+    @property
+    def shape(self) -> Any:
+        raise LookupError("no row 7")
+
+
+def test_what_is_no_array() -> None:
+    for value in (None, "text", b"bytes", True, 3, 2.5j):
+        assert make_match_reference(lambda x, value=value: value)(lambda x, value=value: value, X) == (True, None)
+    assert check(lambda x: "b", reference=lambda x: "a") == "expected 'a', got 'b'"
+    assert check(lambda x: x, reference=lambda x: None) == "expected None, got a ndarray"
+    assert check(lambda x: None, reference=lambda x: 1.0) == "dtype: expected float64, got object"
+
+
+def test_inputs_of_any_container() -> None:
+    given = collections.defaultdict(list, x=X, y=[X])
+    given["y"].append(X)
+
+    def kernel(data: Any) -> Any:
+        assert type(data) is collections.defaultdict and data["z"] == [] and data["x"] is not X
+        return data["x"] + data["y"][1]
+
+    assert make_match_reference(kernel)(kernel, given) == (True, None) and "z" not in given
+    assert benchmark_kernel(kernel, given, 0, 1).error is None
+    with pytest.raises(ValueError, match="contains itself"):
+        benchmark_kernel(kernel, itself(0), 0, 1)
+
+
+def test_no_limit_at_all() -> None:
+    assert make_match_reference(lambda x: x * 2, limit_s=math.inf)(lambda x: x + x, X) == (True, None)
+    assert benchmark_kernel(lambda x: x, X, 0, 1, limit_s=math.inf).error is None
+
+
+def test_a_result_that_cannot_be_looked_at() -> None:
+    assert "a list that contains itself" in str(benchmark_kernel(itself, X, 0, 1).error)
+
+
+def test_processes_that_a_kernel_forks_end(tmp_path: Path) -> None:
+    """Red: each of them went on with the loop, and forked again; the last one told what it was not asked."""
+    code = (
+        "import os, sys\nfrom kvbm.testing import benchmark_kernel, make_match_reference\n"
+        "def kernel(x):\n    if os.fork() == 0:\n        os.write(1, b'child ')\n    return x\n"
+        "make_match_reference(lambda x: x)(kernel, 1)\nbenchmark_kernel(kernel, 1, 1, 3)\n"
+        "for _ in range(5): os.wait()\nos.write(1, b'parent')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    )
+    assert sorted(done.stdout.split()) == ["child"] * 5 + ["parent"], done.stderr
+
+
 def test_what_is_right() -> None:
     assert make_match_reference(lambda x: x * 2)(lambda x: x + x, X) == (True, None)
     assert make_match_reference(lambda x: x * 2)(lambda x: x * 2.001, X) == (True, None)
@@ -271,6 +345,9 @@ def test_worst_is_the_farthest_outside_its_tolerance() -> None:
         (lambda x: (x * 2).astype(np.float32), "dtype: expected float64, got float32"),
         (lambda x: None, r"the kernel returned nothing \(None\); expected an array of shape \(2, 3\)"),
         (lambda x: (x * 2, x), "the kernel returned a tuple of 2; expected a ndarray, as the reference returns"),
+        (mute, r"the kernel raised Mute: \(its message cannot be read: LookupError\) \(line \d+ of test_testing.py\)"),
+        (itself, r"looking at what the kernel returned raised ValueError: \[0\]: a list that contains itself.*"),
+        (lambda x: Shapeless(), r"looking at what the kernel returned raised LookupError: no row 7.*"),
     ],
 )
 def test_what_is_wrong(kernel: Any, said: str) -> None:
@@ -414,7 +491,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Nanoseconds of a clock that only the kernel moves."""
     now = [0]
     monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: now[0])
-    monkeypatch.setattr("kvbm.bench.measure.cache_bytes", lambda place: 1000)
+    monkeypatch.setattr("kvbm.machine.cache_bytes", lambda place: 1000)
     return now
 
 

@@ -59,8 +59,9 @@ def test_python_m_and_json() -> None:
 
 def test_a_kernel_that_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WRONG, encoding="utf-8")
-    done = call("--cpu", "--runs", 2, "--kernel", f"{tmp_path / 'mine.py'}:mine")
-    assert done.exit_code == 1
+    report = tmp_path / "report.json"
+    done = call("--cpu", "--runs", 2, "--kernel", f"{tmp_path / 'mine.py'}:mine", "--report", report)
+    assert done.exit_code == 1 and json.loads(report.read_text("utf-8"))["correct"] == len(NAMES) - 2
     lines = done.stdout.splitlines()
     assert lines[0].startswith("WRONG  tiny_single") and "wrong at (" in lines[1] and "got 0.0" in lines[1]
     assert lines[-1].startswith(f"{len(NAMES) - 2} of {len(NAMES)} correct")
@@ -79,10 +80,36 @@ def test_a_kernel_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
     monkeypatch.setattr("kvbm.testing.limits.GRACE", 0.01)
     monkeypatch.setattr(smoke, "PAIRS", ())
     (tmp_path / "mine.py").write_text(f"def mine(data):\n    {body}\n", encoding="utf-8")
-    done = call("--cpu", "--limit", 0.1, "--kernel", f"{tmp_path / 'mine.py'}:mine", "--json")
+    arguments = ("--kernel", f"{tmp_path / 'mine.py'}:mine", "--report", tmp_path / "report.json")
+    done = call("--cpu", "--limit", 0.1, *arguments, "--json")
     tests = json.loads(done.stdout)["tests"]
     assert done.exit_code == 1 and [test["name"] for test in tests] == NAMES[:2]
     assert all(said in test["error"] and test["avg_time_ms"] is None and not test["correct"] for test in tests)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("from kvbm.testing.nvfp4 import ref_kernel as mine", 0, ""),
+        ("def mine(data):\n    import os; os._exit(0)", 1, "the process ended with exit code 0 before the last test"),
+        (
+            "def mine(data):\n    import os; os.kill(os.getpid(), 9)",
+            1,
+            "the process ended by SIGKILL before the last test",
+        ),
+        ("def mine(data):\n    import os; os._exit(11)", 1, "the process ended with exit code 11 before the last test"),
+        ("import os; os._exit(1)", 1, "the process ended with exit code 1 before the last test"),
+        ("import sys; sys.exit(0)", 11, "it cannot be loaded: SystemExit: 0 (line 1 of mine.py)"),
+        ("def mine(:", 11, "it cannot be loaded: SyntaxError"),
+    ],
+)
+def test_a_kernel_that_ends_the_process(tmp_path: Path, capfd: Any, body: str, code: int, said: str) -> None:
+    """Red: exit code 0, and no output."""
+    (tmp_path / "mine.py").write_text(body, encoding="utf-8")
+    done = call("--cpu", "--runs", 1, "--kernel", f"{tmp_path / 'mine.py'}:mine")
+    seen = capfd.readouterr()
+    assert done.exit_code == code and said in done.stderr + seen.err, (done.output, seen)
+    assert code or seen.out.splitlines()[-1].startswith(f"{len(NAMES)} of {len(NAMES)} correct")
 
 
 def test_a_wrong_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +171,8 @@ def test_a_torch_that_cannot_use_the_gpu(torch: Any, monkeypatch: pytest.MonkeyP
         (["--kernel", "math:pi"], 11, "expected a function, got a float"),
     ],
 )
-def test_refused(arguments: list[str], code: int, said: str) -> None:
-    done = call(*(arguments if "--gpu" in arguments else [*arguments, *(["--cpu"] if "--kernel" in arguments else [])]))
+def test_refused(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+    done = call(*arguments, *(["--cpu", "--report", tmp_path / "report"] if "--kernel" in arguments else []))
     assert done.exit_code == code and said in done.stderr
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import kvbm
 import test_driver
-from kvbm import cli, planner, tuning
+from kvbm import cli, doctor, planner, tuning
 
 GPU, DRIVER = "Test GPU 80GB (PCIe)", "580.1"
 KIB, MIB = 1 << 10, 1 << 20
@@ -654,8 +654,8 @@ def test_tune_is_in_the_help_and_doctor_tells_of_it() -> None:
         device_info=lambda _: info,
         has_memcpy_batch=lambda: True,
     )
-    ((mark, text),) = [(mark, text) for mark, what, text in cli._gpus(core, "", "") if what == "tuning"]
+    ((mark, text),) = [(mark, text) for mark, what, text in doctor._gpus(core, "", "") if what == "tuning"]
     assert mark == "note" and "kvbm tune" in text and GPU in text
     tuning.save(PLAIN)
-    ((mark, text),) = [(mark, text) for mark, what, text in cli._gpus(core, "", "") if what == "tuning"]
+    ((mark, text),) = [(mark, text) for mark, what, text in doctor._gpus(core, "", "") if what == "tuning"]
     assert mark == "ok" and str(tuning.path(GPU, DRIVER)) in text

@@ -6,107 +6,43 @@ purpose ends as one message on stderr and its class's exit code; ``KVBM_DEBUG=1`
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import itertools
-import json
-import os
-import platform
 import re
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import spec
-from .bench.cli import bench
-from .errors import BindError, BuildError, KvbmError, LayoutError, MissingKernelError, SpecError
+from .commands import (
+    Group,
+    layout_argument,
+    layout_option,
+    layouts_option,
+    num_blocks_option,
+    picture_option,
+    print_error,
+    progress,
+    shape_option,
+    terminal,
+)
+from .errors import BindError, BuildError, KvbmError, MissingKernelError, SpecError
 from .layout import Layout
-from .shapes import BlockShape, load_shape, shape_names
-from .terms import AXES
-from .testing.smoke import smoke
+from .shapes import BlockShape, load_shape
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from . import tuning
     from .planner import Plan
     from .pool import Pool
 
 _CHUNK_BYTES = 64 << 20  # `convert` moves this much between two steps of its progress bar
+_LAZY = {"bench": ".bench.cli", "smoke": ".testing.smoke"}  # commands of other rooms
 
 
-class _Group(click.Group):
-    """A group whose commands may raise `KvbmError`."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error of ours becomes a message and an exit code."""
-        try:
-            return super().invoke(ctx)
-        except (KvbmError, OSError) as error:
-            if isinstance(error, BrokenPipeError):
-                raise  # click knows what to do
-            if os.environ.get("KVBM_DEBUG", "0") not in {"", "0"}:
-                traceback.print_exc()
-            _print_error(error)
-            return ctx.exit(error.exit_code if isinstance(error, KvbmError) else 1)
-
-
-def _print_error(error: Exception) -> None:
-    text = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.strerror and not isinstance(error, KvbmError):
-        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
-    if isinstance(error, BuildError):
-        for extra in filter(None, (error.command, error.log)):
-            click.echo(extra, err=True)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
-
-
-def _complete_layout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
-    return [name for name in spec.layouts() if name.startswith(incomplete)]
-
-
-def _complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
-    return [name for name in shape_names() if name.startswith(incomplete)]
-
-
-def _layout_argument(name: str) -> Callable[[Any], Any]:
-    return click.argument(name, shell_complete=_complete_layout)
-
-
-def _layout_option(*names: str, **rest: Any) -> Callable[[Any], Any]:
-    return click.option(*names, metavar="LAYOUT", shell_complete=_complete_layout, **rest)
-
-
-def _shape_option(*, required: bool = True) -> Callable[[Any], Any]:
-    return click.option(
-        "--shape",
-        "shape_text",
-        required=required,
-        metavar="SHAPE",
-        shell_complete=_complete_shape,
-        help="A preset (llama-3.1-8b, llama-3.1-70b/tp8), a preset with changes "
-        "(llama-3.1-8b,nt=32,dtype=float8_e4m3fn), or all sizes (nl=2,no=2,nh=4,nt=16,hd=32,dtype=float16).",
-    )
-
-
-def _layouts_option(text: str) -> Callable[[Any], Any]:
-    return click.option(
-        "--layouts", "paths", multiple=True, type=click.Path(exists=True, path_type=Path), metavar="PATH", help=text
-    )
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Group, lazy=_LAZY, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="kvbm-layouts", prog_name="kvbm")
 def main() -> None:
     """Describe KV-cache block layouts, and convert blocks between them.
@@ -115,47 +51,43 @@ def main() -> None:
     """
 
 
-main.add_command(bench)
-main.add_command(smoke)
-
-
 # ---- looking --------------------------------------------------------------------------------------------------------
 
 
 @main.command()
 @click.argument("part", required=False, metavar="[PART]")
-@_layouts_option("Files or folders of layouts to list beside the shipped ones (may be repeated).")
+@layouts_option("Files or folders of layouts to list beside the shipped ones (may be repeated).")
 @click.option("--aliases", "only_aliases", is_flag=True, help="List names that mean the same; with --shape, there too.")
-@_shape_option(required=False)
-@click.option("--num-blocks", type=click.IntRange(1), help="With --shape: blocks in the pool; 1024 if not given.")
+@shape_option(required=False)
+@num_blocks_option("With --shape: blocks in the pool; 1024 if not given.")
 def layouts(
     part: str | None, paths: tuple[Path, ...], only_aliases: bool, shape_text: str | None, num_blocks: int | None
 ) -> None:
     """List the shipped layouts: all of them, or those that have PART in their name (vllm/, mla)."""
-    found = spec.load_all([spec.layouts_dir(), *paths])
+    listed = spec.load_all([spec.layouts_dir(), *paths])
     if shape_text is not None and not only_aliases:
         raise click.UsageError("--shape goes with --aliases; `kvbm show` draws a layout at a shape")
     if num_blocks is not None and shape_text is None:
         raise click.UsageError("--num-blocks goes with --aliases --shape SHAPE")
     if part is not None:
-        chosen = [layout for layout in found if part.lower() in layout.name.lower()]
+        chosen = [layout for layout in listed if part.lower() in layout.name.lower()]
         if not chosen:
-            folders = sorted({layout.name.rpartition("/")[0] + "/" for layout in found if "/" in layout.name})
+            folders = sorted({layout.name.rpartition("/")[0] + "/" for layout in listed if "/" in layout.name})
             raise SpecError(f"no layout has {part!r} in its name; expected part of one, such as {', '.join(folders)}")
-        found = chosen
+        listed = chosen
     if only_aliases:
-        _print_aliases(found, load_shape(shape_text) if shape_text else None, num_blocks or 1024)
+        _print_aliases(listed, load_shape(shape_text) if shape_text else None, num_blocks or 1024)
     else:
-        _print_layouts(sorted(found, key=lambda layout: (layout.name.rpartition("/")[0], layout.name)))
+        _print_layouts(sorted(listed, key=lambda layout: (layout.name.rpartition("/")[0], layout.name)))
 
 
-def _print_layouts(found: Sequence[Layout]) -> None:
+def _print_layouts(listed: Sequence[Layout]) -> None:
     from rich.table import Table
     from rich.text import Text
 
     from .draw import table_box
 
-    console = _console()
+    console = terminal()
     table = Table(box=table_box(console), header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("name", style="bold", no_wrap=True)
     if wide := console.width >= 110:
@@ -164,7 +96,7 @@ def _print_layouts(found: Sequence[Layout]) -> None:
     else:
         table.add_column("order, title")
     table.add_column("fingerprint", style="dim", no_wrap=True)
-    for _, folder in itertools.groupby(found, key=lambda layout: layout.name.rpartition("/")[0]):
+    for _, folder in itertools.groupby(listed, key=lambda layout: layout.name.rpartition("/")[0]):
         for layout in folder:
             orders = [str(order) for order in layout.orders]
             order = Text(orders[0] if len(orders) == 1 else f"k: {orders[0]}\nv: {orders[1]}")
@@ -176,19 +108,10 @@ def _print_layouts(found: Sequence[Layout]) -> None:
     console.print(table)
 
 
-def _picture_option(suffix: str, what: str) -> Callable[[Any], Any]:
-    return click.option(
-        f"--{suffix}",
-        metavar="FILE",
-        type=click.Path(path_type=Path),
-        help=f"Write {what} instead; FILE ends in .{suffix}. Needs matplotlib: pip install 'kvbm-layouts[show]'.",
-    )
-
-
-def _print_aliases(found: Sequence[Layout], shape: BlockShape | None, num_blocks: int) -> None:
+def _print_aliases(listed: Sequence[Layout], shape: BlockShape | None, num_blocks: int) -> None:
     from . import identity
 
-    groups = identity.aliases(found)
+    groups = identity.aliases(listed)
     click.echo("The same layout at every shape (one fingerprint):" if groups else "No two names mean the same.")
     for group in groups:
         click.echo(f"  {group[0].order_text}  ({group[0].fingerprint})")
@@ -196,7 +119,7 @@ def _print_aliases(found: Sequence[Layout], shape: BlockShape | None, num_blocks
     if shape is None:
         return
     at = f"{shape} with {num_blocks:,} blocks"
-    meetings = identity.same_addresses(found, shape, num_blocks)
+    meetings = identity.same_addresses(listed, shape, num_blocks)
     click.echo()
     if not meetings:
         click.echo(f"At {at}, no others have the same addresses.")
@@ -212,23 +135,23 @@ def _print_aliases(found: Sequence[Layout], shape: BlockShape | None, num_blocks
 def _print_names(group: Sequence[Layout], indent: int) -> None:
     names = ", ".join(layout.name for layout in group)
     margin = " " * indent
-    click.echo(click.wrap_text(names, min(_console().width, 100), margin, margin))
+    click.echo(click.wrap_text(names, min(terminal().width, 100), margin, margin))
 
 
 @main.command()
-@_layout_argument("name")
-@_shape_option()
-@click.option("--num-blocks", default=1024, show_default=True, help="Blocks in the pool.")
-@_picture_option("svg", "a picture")
-@_picture_option("png", "a picture")
-@_picture_option("html", "a page with the picture, the axes and the address")
+@layout_argument("name")
+@shape_option()
+@num_blocks_option("Blocks in the pool.", default=1024, show_default=True)
+@picture_option("svg", "a picture")
+@picture_option("png", "a picture")
+@picture_option("html", "a page with the picture, the axes and the address")
 def show(name: str, shape_text: str, num_blocks: int, svg: Path | None, png: Path | None, html: Path | None) -> None:
     """Draw a layout: what is allocated, how the axes nest, which bytes lie together."""
     resolved = spec.load(name).resolve(load_shape(shape_text), num_blocks)
     if svg is None and png is None and html is None:
         from . import draw
 
-        draw.show(_console(), resolved, shape_text)
+        draw.show(terminal(), resolved, shape_text)
         return
     from . import picture
 
@@ -266,26 +189,30 @@ def check(files: tuple[Path, ...], shape_texts: tuple[str, ...], ambiguous: bool
     file in it. With --ambiguous, every file is compared with the shipped layouts and with the other files, at the shapes
     of --shape or at all shipped ones.
     """
+    from .check import legality, mistaken, yaml_files
+
     wanted = [(text, load_shape(text)) for text in shape_texts]
     known = sorted(spec.load_dir(spec.layouts_dir()), key=lambda layout: ("/" in layout.name, layout.name))
     shipped = {layout.fingerprint: layout.name for layout in reversed(known)}
     errors: list[KvbmError] = []
     good: list[tuple[Path, Layout, list[str]]] = []
-    for path in _yaml_files(files):
+    for path in yaml_files(files):
         try:
-            layout = spec.load(path if path.suffix in {".yaml", ".yml"} else _not_yaml(path))
-            notes = list(_check_legality(layout, wanted))
+            if path.suffix not in {".yaml", ".yml"}:
+                raise SpecError(f"{path}: expected a file that ends in .yaml")
+            layout = spec.load(path)
+            notes = list(legality(layout, wanted))
         except KvbmError as error:
             errors.append(error)
-            _print_error(error)
+            print_error(error)
             continue
         alias = shipped.get(layout.fingerprint)
         if alias is not None and not layout.file.startswith("layouts/"):
             notes.insert(0, f"means the same as the shipped layout {alias!r}")
         good.append((path, layout, notes))
-    mistaken = _mistaken([layout for _, layout, _ in good], known, wanted) if ambiguous else {}
+    others = mistaken([layout for _, layout, _ in good], known, wanted) if ambiguous else {}
     for path, layout, notes in good:
-        notes += mistaken.get(layout.fingerprint, [])
+        notes += others.get(layout.fingerprint, [])
         click.echo(f"{click.style('ok', fg='green')}  {path}: {layout.order_text}  ({layout.fingerprint})")
         for note in notes:
             click.echo(f"    {note}")
@@ -293,108 +220,13 @@ def check(files: tuple[Path, ...], shape_texts: tuple[str, ...], ambiguous: bool
         sys.exit(errors[0].exit_code)
 
 
-def _mistaken(
-    mine: Sequence[Layout], known: Sequence[Layout], wanted: Sequence[tuple[str, BlockShape]]
-) -> dict[str, list[str]]:
-    """Notes by fingerprint: which layouts take the same arrays and mean something else, and at which shapes."""
-    from . import identity
-
-    names: dict[BlockShape, str] = {}  # some presets have equal sizes: once is enough
-    for name, shape in wanted or [(name, load_shape(name)) for name in shape_names()]:
-        names.setdefault(shape, name)
-    for layout in mine if not wanted else ():
-        if not any(_is_legal(layout, shape) for shape in names) and (example := spec.example_shape(layout)):
-            names.setdefault(load_shape(example), example)
-    layouts = list({layout.fingerprint: layout for layout in reversed([*known, *mine])}.values())[::-1]
-    found: dict[str, dict[str, list[str]]] = {layout.fingerprint: {} for layout in mine}
-    for shape, shape_name in names.items():
-        for group in identity.ambiguous(layouts, shape):
-            for meaning in group:
-                others = [other.name for those in group if those is not meaning for other in those]
-                for layout in meaning:
-                    for other in others if layout.fingerprint in found else ():
-                        found[layout.fingerprint].setdefault(other, []).append(shape_name)
-    notes: dict[str, list[str]] = {}
-    for fingerprint, others_of in found.items():
-        where: dict[tuple[str, ...], list[str]] = {}
-        for other, places in others_of.items():
-            where.setdefault(tuple(places), []).append(other)
-        notes[fingerprint] = [
-            f"same arrays as {', '.join(sorted(others))} at {_some(places, len(names))}: nothing can notice a mix-up; name the "
-            "layout explicitly"
-            for places, others in where.items()
-        ] or [f"no other layout takes its arrays at {_some(list(names.values()), len(names))}"]
-    return notes
-
-
-def _some(names: Sequence[str], total: int, most: int = 4) -> str:
-    if len(names) <= most:
-        return ", ".join(names)
-    return (
-        "any shipped shape" if len(names) == total else f"{', '.join(names[:most])} and {len(names) - most} more shapes"
-    )
-
-
-def _yaml_files(paths: Iterable[Path]) -> Iterator[Path]:
-    for path in paths:
-        if path.is_dir():
-            yield from (file for file in sorted(path.rglob("*.yaml")) if file.relative_to(path).parts[0] != "shapes")
-        else:
-            yield path
-
-
-def _not_yaml(path: Path) -> Path:
-    raise SpecError(f"{path}: expected a file that ends in .yaml")
-
-
-def _check_legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) -> Iterator[str]:
-    """Yield notes. Raises where the layout is illegal for a wanted shape, or for every shipped one that fits."""
-    for _, shape in wanted:
-        layout.resolve(shape, 1024)
-    absent = [axis for axis in AXES if axis not in layout.present]
-    shipped = [(name, load_shape(name)) for name in shape_names()]
-    fitting = [(name, shape) for name, shape in shipped if all(shape.sizes.get(axis) == 1 for axis in absent)]
-    example = spec.example_shape(layout)
-    if example is not None and not any(_is_legal(layout, shape) for _, shape in fitting):
-        # Shipped shapes are of models; an indexer's keys and some latents have other sizes.
-        if not wanted:
-            yield f"one-to-one at {load_shape(example)}, which is no shipped shape"
-        return
-    if not fitting:
-        if not wanted:
-            yield f"no shipped shape fits (it has no axis {', '.join(map(repr, absent))}): give one with --shape"
-        return
-    reasons: dict[str, list[str]] = {}
-    failed: LayoutError | None = None
-    for name, shape in fitting:
-        try:
-            layout.resolve(shape, 1024)
-        except LayoutError as error:
-            failed = failed or error
-            reasons.setdefault(re.sub(r" \(at [^()]*\)$", "", str(error)), []).append(name)
-    legal = len(fitting) - sum(map(len, reasons.values()))
-    if failed is not None and legal == 0 and not wanted:
-        raise failed
-    yield f"one-to-one at {legal} of {len(fitting)} shipped shapes"
-    for reason, names in reasons.items():
-        yield f"not at {', '.join(names)}: {reason}"
-
-
-def _is_legal(layout: Layout, shape: BlockShape) -> bool:
-    try:
-        layout.resolve(shape, 1024)
-    except LayoutError:
-        return False
-    return True
-
-
 @main.command()
-@_layout_argument("src")
-@_layout_argument("dst")
-@_shape_option()
-@click.option("--num-blocks", default=1024, show_default=True, help="Blocks in each pool.")
-@_picture_option("svg", "a picture")
-@_picture_option("png", "a picture")
+@layout_argument("src")
+@layout_argument("dst")
+@shape_option()
+@num_blocks_option("Blocks in each pool.", default=1024, show_default=True)
+@picture_option("svg", "a picture")
+@picture_option("png", "a picture")
 def plan(src: str, dst: str, shape_text: str, num_blocks: int, svg: Path | None, png: Path | None) -> None:
     """Print how blocks get from SRC to DST: the loop nest, the kernel, and why."""
     from . import planner
@@ -407,7 +239,7 @@ def plan(src: str, dst: str, shape_text: str, num_blocks: int, svg: Path | None,
         return
     click.echo(str(made))
     click.echo()
-    width = min(_console().width, 100)
+    width = min(terminal().width, 100)
     for paragraph in made.explain().splitlines():
         click.echo(click.wrap_text(paragraph, width=width))
     if (missing := _not_built(made)) is not None:
@@ -464,7 +296,7 @@ def schema(kind: str) -> None:
 
 
 @main.command()
-@_layouts_option("Files or folders of layouts (may be repeated); the shipped ones by default.")
+@layouts_option("Files or folders of layouts (may be repeated); the shipped ones by default.")
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write to.")
 @click.option("--check", "only_check", is_flag=True, help="Write nothing; exit with 1 if a file differs.")
 def codegen(paths: tuple[Path, ...], out: Path, only_check: bool) -> None:
@@ -489,10 +321,10 @@ def codegen(paths: tuple[Path, ...], out: Path, only_check: bool) -> None:
 @main.command()
 @click.argument("source", metavar="IN", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("target", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path))
-@_layout_option("--from", "src_name", help="Layout of IN; needed if IN does not say.")
-@_layout_option("--to", "dst_name", required=True, help="Layout of OUT.")
-@_shape_option(required=False)
-@click.option("--num-blocks", type=click.IntRange(1), help="Blocks in IN; needed if neither IN nor its size says.")
+@layout_option("--from", "src_name", help="Layout of IN; needed if IN does not say.")
+@layout_option("--to", "dst_name", required=True, help="Layout of OUT.")
+@shape_option(required=False)
+@num_blocks_option("Blocks in IN; needed if neither IN nor its size says.")
 @click.option("--device", default="cpu", show_default=True, help="Where to convert: cpu or cuda:N.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is there.")
 def convert(
@@ -508,23 +340,26 @@ def convert(
     """Convert a safetensors file of blocks from one layout to another.
 
     A file holds one tensor an allocation, alloc_00000, alloc_00001, … in table order; layout, fingerprint and shape are
-    in its metadata. Both files are memory-mapped; OUT appears whole or not at all.
+    in its metadata; a name without a fingerprint is not believed: --from says that it is right. Both files are
+    memory-mapped; OUT appears whole or not at all. Where OUT is a symlink, what it points to is written.
     """
     from . import store
 
-    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", device)
     if match is None:
-        raise click.BadParameter(f"expected cpu or cuda:N, got {device!r}", param_hint="--device")
+        raise click.BadParameter(f"expected cpu or cuda:N, got {device!r:.60}", param_hint="--device")
     if target.exists():
         if source.samefile(target):
             raise click.UsageError(f"IN and OUT are the same file: {source}")
+        if not target.is_file():
+            raise click.UsageError(f"{target} is no regular file: it is not replaced")
         if not force:
             raise click.UsageError(f"{target} is already there: --force replaces it")
     stored = store.read(source)
     src = stored.pool(_source_layout(stored, src_name), load_shape(shape_text) if shape_text else None, num_blocks)
     dst_layout = spec.load(dst_name)
     step = min(max(1, _CHUNK_BYTES // src.resolved.block_bytes), src.num_blocks)
-    move = _on_host if device == "cpu" else _OnDevice(int(match[1] or 0), src, dst_layout, step)
+    move = _on_host if device == "cpu" else _on_device(int(match[1] or 0), src, dst_layout, step)
     start = time.perf_counter()
     with store.create(target, dst_layout, src.shape, src.num_blocks, force=force) as dst:
         _in_steps(f"{src.layout.name} → {dst_layout.name}", src, dst, step, move)
@@ -541,30 +376,31 @@ def _source_layout(stored: Any, name: str | None) -> Layout:
         return spec.load(name)
     if stored.layout_name is None:
         raise BindError(f"{stored.path}: the file does not say which layout it is in: give --from")
-    try:
-        return spec.load(stored.layout_name)
-    except KvbmError:
+    if stored.fingerprint is None:
         raise BindError(
-            f"{stored.path}: the file is in layout {stored.layout_name!r} ({stored.metadata.get('kvbm.order', '?')}), "
+            f"{stored.path}: the file names layout {stored.layout_name!r:.200}, without the fingerprint that says which one that "
+            "was when it was written: give it with --from if you trust the name"
+        )
+    if (layout := spec.load_shipped(stored.layout_name)) is None:
+        raise BindError(
+            f"{stored.path}: the file is in layout {stored.layout_name!r:.200} ({stored.metadata.get('kvbm.order', '?'):.200}), "
             "which is not a shipped one: give its .yaml file with --from"
-        ) from None
+        )
+    return layout
 
 
 _Move = Callable[["Pool", "Pool", range], None]
 
 
 def _in_steps(title: str, src: Pool, dst: Pool, step: int, move: _Move) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import TimeRemainingColumn, TransferSpeedColumn
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=src.num_blocks * src.resolved.block_bytes)
+    block_bytes, columns = src.resolved.block_bytes, (TransferSpeedColumn(), TimeRemainingColumn())
+    with progress(title, src.num_blocks * block_bytes, *columns) as update:
         for first in range(0, src.num_blocks, step):
             ids = range(first, min(first + step, src.num_blocks))
             move(src, dst, ids)
-            progress.advance(task, len(ids) * src.resolved.block_bytes)
+            update(advance=len(ids) * block_bytes)
 
 
 def _on_host(src: Pool, dst: Pool, ids: range) -> None:
@@ -573,43 +409,33 @@ def _on_host(src: Pool, dst: Pool, ids: range) -> None:
     convert_blocks(src, dst, list(ids), list(ids))
 
 
-class _OnDevice:
-    """Converts on a GPU, some blocks at a time: they travel in small pools of the same two layouts."""
+def _on_device(device: int, src: Pool, dst_layout: Layout, num_blocks: int) -> _Move:
+    """Convert on a GPU, some blocks at a time: they get there and back through pinned memory, each time in one layout."""
+    from . import _core
+    from .pool import Pool
+    from .transfer import convert as convert_blocks
 
-    def __init__(self, device: int, src: Pool, dst_layout: Layout, num_blocks: int) -> None:
-        from .pool import Pool
+    far = Pool.allocate(dst_layout, src.shape, num_blocks, f"cuda:{device}")
+    near_src, near_dst = (Pool.allocate(it, src.shape, num_blocks, "pinned") for it in (src.layout, dst_layout))
 
-        self.device = device
-        both = (src.layout, dst_layout)
-        self.far_src, self.far_dst = (Pool.allocate(it, src.shape, num_blocks, f"cuda:{device}") for it in both)
-        self.near_src, self.near_dst = (Pool.allocate(it, src.shape, num_blocks, "cpu") for it in both)
-
-    def __call__(self, src: Pool, dst: Pool, ids: range) -> None:
-        from .transfer import convert as convert_blocks
-
+    def move(src: Pool, dst: Pool, ids: range) -> None:
         here = list(range(len(ids)))
-        convert_blocks(src, self.near_src, list(ids), here)
-        self.copy(self.near_src, self.far_src)
-        convert_blocks(self.far_src, self.far_dst, here, here, stream=0)
-        self.copy(self.far_dst, self.near_dst)
-        convert_blocks(self.near_dst, dst, here, list(ids))
+        convert_blocks(src, near_src, list(ids), here)
+        convert_blocks(near_src, far, here, here, stream=0)
+        convert_blocks(far, near_dst, here, here, stream=0)
+        _core.synchronize(device, 0)
+        convert_blocks(near_dst, dst, here, list(ids))
 
-    def copy(self, src: Pool, dst: Pool) -> None:
-        """Copy every allocation across, and wait."""
-        import numpy as np
-
-        from . import _core
-
-        sizes = np.array([allocation.nbytes for allocation in src.resolved.allocations], np.uint64)
-        _core.memcpy_batch(dst.addresses, src.addresses, sizes, 1, self.device, 0)
-        _core.synchronize(self.device, 0)
+    return move
 
 
 # ---- the machine ----------------------------------------------------------------------------------------------------
 
 
 @main.command()
-@click.option("--device", default=0, show_default=True, type=click.IntRange(0), metavar="N", help="Which GPU: cuda:N.")
+@click.option(
+    "--device", default=0, show_default=True, type=click.IntRange(0, 9999), metavar="N", help="Which GPU: cuda:N."
+)
 @click.option("--show", is_flag=True, help="Print the table that is there, and measure nothing.")
 def tune(device: int, show: bool) -> None:
     """Measure which way of copying is the fastest on this machine, for transfers with strategy="auto".
@@ -625,21 +451,12 @@ def tune(device: int, show: bool) -> None:
             click.echo(f"no table for {gpu}, driver {driver}: expected {path}; `kvbm tune` makes it", err=True)
             sys.exit(1)
     else:
-        table = _with_progress(f"measuring on cuda:{device}", lambda step: tuning.measure(device, step))
+        with progress(f"measuring on cuda:{device}") as update:
+            table = tuning.measure(device, lambda done, total: update(completed=done, total=total))
         path = tuning.save(table)
         tuning.reload()
     _print_table(table)
     click.echo(f"{table.title}, kvbm {table.kvbm}: {path}")
-
-
-def _with_progress(title: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=None)
-        return work(lambda done, total: progress.update(task, completed=done, total=total))
 
 
 def _print_table(measured: tuning.Table) -> None:
@@ -650,7 +467,7 @@ def _print_table(measured: tuning.Table) -> None:
     from .draw import table_box
     from .planner import size_text
 
-    console, largest = _console(), tuning.TOTALS[-1]
+    console, largest = terminal(), tuning.TOTALS[-1]
     table = Table(box=table_box(console), header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for title in ("direction", "pieces of", "fastest"):
         table.add_column(title, no_wrap=title != "fastest")
@@ -677,160 +494,21 @@ def doctor() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = _console()
+    from .doctor import findings
+
+    console = terminal()
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     exit_code = 0
     styles = {"ok": "green", "note": "yellow", "missing": "red", "": ""}
-    for mark, what, text in _findings():
+    for mark, what, text in findings():
         table.add_row(Text(mark, styles[mark]), what, Text(text))
         if mark == "missing" and what == "extension":
             exit_code = BuildError.exit_code
     console.print(table)
     sys.exit(exit_code)
-
-
-def _findings() -> Iterator[tuple[str, str, str]]:
-    yield "ok", "kvbm", f"{_version('kvbm-layouts') or 'not installed, run from a checkout'}, {Path(__file__).parent}"
-    yield "ok", "python", f"{platform.python_version()} ({sys.platform}, {platform.machine()}, {os.cpu_count()} cores)"
-    yield "ok", "layouts", f"{len(spec.layouts())} in {spec.layouts_dir()}"
-    if _version("kvbm"):
-        yield (
-            "missing",
-            "conflict",
-            f"another distribution called 'kvbm' ({_version('kvbm')}) is installed under the same import name: "
-            "pip uninstall kvbm, then reinstall kvbm-layouts",
-        )
-    build = _build_info()
-    try:
-        from . import _core
-    except ImportError as error:
-        yield "missing", "extension", f"kvbm._core does not import ({error}): pip install . (needs a C++ compiler)"
-        yield from _compiler()
-        yield from _packages()
-        return
-    names = _core.kernel_names()
-    yield "ok", "extension", f"{len(names)} kernels for the CPU"
-    targets = str(build.get("targets") or "")
-    if _core.num_images():
-        built = f"{targets or 'targets unknown'}, nvcc {build.get('nvcc') or 'unknown'}"
-        yield "ok", "CUDA kernels", f"{len(names)} kernels in {_core.num_images()} images: {built}"
-    else:
-        why = build.get("why_not") or "built without CUDA"
-        yield "missing", "CUDA kernels", f"stubs: a GPU call raises, everything else works ({why})"
-        yield from _compiler()
-    yield from _gpus(_core, targets, str(build.get("nvcc") or ""))
-    yield _run_time_compiler()
-    yield from _packages()
-
-
-def _gpus(core: Any, targets: str, nvcc: str) -> Iterator[tuple[str, str, str]]:
-    try:
-        version = core.driver_version()
-    except KvbmError as error:
-        yield "missing", "driver", str(error)
-        return
-    yield "ok", "driver", f"CUDA {version // 1000}.{version % 1000 // 10}"
-    if nvcc and version // 1000 < int(nvcc.partition(".")[0]):
-        yield "note", "", f"the kernels were built with nvcc {nvcc}: update the driver if they do not load"
-    try:
-        count = core.device_count()
-        if not count:
-            yield "missing", "GPU", "none visible (CUDA_VISIBLE_DEVICES hides some?): conversions run on the CPU"
-        for index in range(count):
-            info = core.device_info(index)
-            major, minor = info["capability"]
-            text = f"{info['name']}, sm_{major}{minor}, {info['sms']} SMs, {info['memory'] / 2**30:.0f} GiB"
-            if targets and not _runs_on(targets, major, minor):
-                rebuild = f"rebuild with CUDA_ARCHS={major}{minor} pip install ."
-                yield "missing", f"cuda:{index}", f"{text}; no kernel image for it: {rebuild}"
-            else:
-                yield "ok", f"cuda:{index}", text
-        batch = core.has_memcpy_batch()
-        text = "in the driver" if batch else "not in this driver (CUDA 12.8 has it): one copy a call"
-        yield "ok" if batch else "note", "batched memcpy", text
-        yield from _tables(count)
-    except KvbmError as error:
-        yield "missing", "GPU", str(error)
-
-
-def _tables(count: int) -> Iterator[tuple[str, str, str]]:
-    """What `kvbm tune` has found out about these GPUs."""
-    from . import tuning
-
-    for gpu, driver in dict.fromkeys(map(tuning.machine, range(count))):
-        found = tuning.load(gpu, driver)
-        if found is not None:
-            yield "ok", "tuning", f"{found.title}: {tuning.path(gpu, driver)}"
-        else:
-            yield "note", "tuning", f"{gpu}: not measured yet; the first transfer does, or `kvbm tune`"
-
-
-def _runs_on(targets: str, major: int, minor: int) -> bool:
-    """Whether a cubin of the same major and no later minor is there, or PTX that is no newer."""
-    for kind, number in re.findall(r"(sm|compute)_(\d+)", targets):
-        its = (int(number[:-1]), int(number[-1]))
-        if (its[0] == major and its[1] <= minor) or (kind == "compute" and its <= (major, minor)):
-            return True
-    return False
-
-
-def _compiler() -> Iterator[tuple[str, str, str]]:
-    from . import nvcc
-
-    try:
-        compiler = nvcc.find()
-        what = "reinstall kvbm-layouts and the CUDA kernels are built"
-        yield "note", "nvcc", f"{compiler.version} is here ({compiler.origin}): {what}"
-    except KvbmError as error:
-        yield "note", "nvcc", str(error)
-
-
-def _run_time_compiler() -> tuple[str, str, str]:
-    """Whether layouts whose structure was not built get kernels of their own, and where these are kept."""
-    from . import runtime
-
-    try:
-        found = runtime.find()
-        folder = runtime.folder()
-    except (KvbmError, RuntimeError) as error:  # RuntimeError: no home
-        return "note", "NVRTC", f"{error}: new structures run on general kernels"
-    count = len(list(folder.glob("*.cubin")))
-    return "ok", "NVRTC", f"{found.version}, {found.path}; {count} kernel{'s' if count != 1 else ''} in {folder}"
-
-
-def _packages() -> Iterator[tuple[str, str, str]]:
-    for name, what in (
-        ("numpy", "needed"),
-        ("cuda-core", "streams"),
-        ("cuda-bindings", "streams"),
-        ("torch", "its tensors are taken; the demo"),
-        ("cupy", "its arrays are taken"),
-        ("transformers", "the demo"),
-    ):
-        version = _version(name) or next(filter(None, map(_version, _OTHER_NAMES.get(name, ()))), None)
-        yield ("ok" if version else "missing" if what == "needed" else ""), name, version or f"not installed ({what})"
-
-
-_OTHER_NAMES = {"cupy": ("cupy-cuda13x", "cupy-cuda12x")}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _build_info() -> dict[str, Any]:
-    """Return what the build wrote beside the extension."""
-    try:
-        info = json.loads(Path(__file__).with_name("_build.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return info if isinstance(info, dict) else {}
 
 
 @main.command()
@@ -843,7 +521,7 @@ def demo(device: str | None, seed: int) -> None:
     """
     from . import demo as demonstration
 
-    if not demonstration.run(_console(), device=device, seed=seed):
+    if not demonstration.run(terminal(), device=device, seed=seed):
         sys.exit(1)
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
+from .cache import replacing
 from .errors import LayoutError, MissingKernelError, PlanError, SpecError
 from .layout import Layout
 from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form, Kernel, kernel_name, parse_kernel
@@ -354,11 +353,8 @@ def write(files: Mapping[str, str], out_dir: str | Path) -> list[Path]:
         path = folder / name
         if path.is_file() and path.read_bytes() == text.encode():
             continue
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(text.encode())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        with replacing(path) as part:
+            part.write_bytes(text.encode())
         changed.append(path)
     for path in _stale(files, folder):
         path.unlink()

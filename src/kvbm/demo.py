@@ -13,19 +13,22 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import time
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich import box
 from rich.panel import Panel
+from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 
-from .errors import BindError, CudaUnavailableError
+from .commands import progress
+from .draw import table_box
+from .errors import BindError, CudaUnavailableError, DeviceNotFoundError
 from .planner import plan
 from .shapes import BlockShape, load_shape
 from .spec import load
@@ -127,7 +130,8 @@ def _roundtrip(console: Console, device: str, seed: int) -> bool:
     for pool in pools[1:]:
         _poison(pool)
     for (src, dst), (src_ids, dst_ids) in zip(pairwise(pools), pairwise(ids), strict=True):
-        _print_plan(console, plan(src.layout, dst.layout, shape, num_blocks=(src.num_blocks, dst.num_blocks)))
+        made = plan(src.layout, dst.layout, shape, num_blocks=(src.num_blocks, dst.num_blocks))
+        console.print(Text(str(made)), end="\n\n")
         convert(src, dst, src_ids, dst_ids)
 
     # The deliberate mistake: the nhd pool's bytes, declared to be hnd.
@@ -237,11 +241,8 @@ def _cache_from(pool: Pool, tails: Sequence[tuple[torch.Tensor, torch.Tensor]]) 
 def _empty_pool(layout: Layout, shape: BlockShape, num_blocks: int, device: str) -> Pool:
     import torch
 
-    from .pool import Pool
-
-    resolved = layout.resolve(shape, num_blocks)
-    dtype = getattr(torch, shape.dtype)
-    return Pool(layout, shape, [torch.empty(a.shape, dtype=dtype, device=device) for a in resolved.allocations])
+    nbytes = layout.resolve(shape, num_blocks).nbytes
+    return _pool_over(torch.empty(nbytes, dtype=torch.uint8, device=device), layout, shape, num_blocks)
 
 
 def _reinterpret(pool: Pool, layout: Layout) -> Pool:
@@ -264,11 +265,6 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
 
 
-def _print_plan(console: Console, made: Any) -> None:
-    console.print(Text(str(made)))
-    console.print()
-
-
 def _print_logits(
     console: Console,
     reference: Sequence[torch.Tensor],
@@ -280,7 +276,7 @@ def _print_logits(
     same = [_same_bits(a, b) for a, b in zip(reference, continued, strict=True)]
     differ = [not _same_bits(a, b) for a, b in zip(reference, control, strict=True)]
     yes, no = ("yes", "NO")
-    table = Table(title="logits after the prompt", title_justify="left", title_style="bold", box=_table_box(console))
+    table = Table(title="logits after the prompt", title_justify="left", title_style="bold", box=table_box(console))
     table.add_column("token", justify="right")
     table.add_column("uninterrupted", justify="right")
     table.add_column("converted cache", justify="right")
@@ -324,17 +320,17 @@ def _bandwidth(console: Console, device: str, seed: int) -> None:
         free, _ = torch.cuda.mem_get_info(device)
         num_blocks = min(num_blocks, int(free * 0.4) // shape.nbytes)
     rng = random.Random(seed)
-    with _progress(console) as progress:
-        task = progress.add_task("bandwidth: filling memory", total=2 + (len(PATH) - 1) * (_REPEATS[kind] + 1))
+    steps = 2 + (len(PATH) - 1) * (_REPEATS[kind] + 1)
+    with progress("bandwidth: filling memory", steps, MofNCompleteColumn(), console=console) as update:
         sides = []
         for _ in range(2):
             side = torch.empty(num_blocks * shape.nbytes, dtype=torch.uint8, device=device)
             side.random_(0, 256)
             sides.append(side)
-            progress.advance(task)
+            update(advance=1)
         rows, copies = [], []
         for src_name, dst_name in pairwise(PATH):
-            progress.update(task, description=f"bandwidth: {src_name} → {dst_name}")
+            update(description=f"bandwidth: {src_name} → {dst_name}")
             src = _pool_over(sides[0], load(src_name), shape, num_blocks)
             dst = _pool_over(sides[1], load(dst_name), shape, num_blocks)
             ids = [np.array(rng.sample(range(num_blocks), num_blocks)) for _ in range(2)]
@@ -346,7 +342,7 @@ def _bandwidth(console: Console, device: str, seed: int) -> None:
                         _time(device, lambda: sides[1].copy_(sides[0])),
                     )
                 )
-                progress.advance(task)
+                update(advance=1)
             # The first pair warms up.
             seconds, copy = (statistics.median(column) for column in zip(*times[1:], strict=True))
             rows.append((f"{src_name} → {dst_name}", seconds, copy))
@@ -356,7 +352,7 @@ def _bandwidth(console: Console, device: str, seed: int) -> None:
         title=f"bandwidth: llama-3.1-8b, {num_blocks} blocks at random ids, {moved / 2**21:,.0f} MiB",
         title_justify="left",
         title_style="bold",
-        box=_table_box(console),
+        box=table_box(console),
     )
     table.add_column("conversion")
     table.add_column("ms", justify="right")
@@ -422,11 +418,12 @@ def _torch() -> Any:
 def _choose_device(console: Console, torch: Any, wanted: str | None) -> str:
     from . import kernels
 
-    kind, _, index = (wanted or "cuda").partition(":")
-    if kind not in ("cpu", "cuda") or (kind == "cpu" and index) or (index and not index.isdecimal()):
-        raise BindError(f"device: expected 'cpu' or 'cuda:N', got {wanted!r}")
-    if kind == "cpu":
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", wanted or "cuda")
+    if match is None:
+        raise BindError(f"device: expected 'cpu' or 'cuda:N', got {wanted!r:.60}")
+    if wanted == "cpu":
         return "cpu"
+    index = int(match[1] or 0)
     missing = (
         f"torch {torch.__version__} sees no GPU"
         if not torch.cuda.is_available()
@@ -434,8 +431,10 @@ def _choose_device(console: Console, torch: Any, wanted: str | None) -> str:
         if kernels.is_using_stubs()
         else None
     )
+    if missing is None and index >= (count := torch.cuda.device_count()):
+        raise DeviceNotFoundError(f"device {wanted!r}: no such GPU: torch sees {count} of them, from 0 on")
     if missing is None:
-        return f"cuda:{index or 0}"
+        return f"cuda:{index}"
     if wanted is not None:
         raise CudaUnavailableError(f"device {wanted!r}: {missing}")
     console.print(f"{missing}: running on the CPU", style="dim")
@@ -448,16 +447,3 @@ def _device_name(device: str) -> str:
     if device == "cpu":
         return f"cpu, {torch.get_num_threads()} threads"
     return f"{device}, {torch.cuda.get_device_name(device)}"
-
-
-def _table_box(console: Console) -> box.Box:
-    return box.ASCII if console.options.ascii_only else box.SIMPLE_HEAD
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress

@@ -277,6 +277,9 @@ class _Drawing:
         style = _V if half.o == 1 else _K if half.o == 0 else ""
         if half.part.plane:
             style = self.plane_style(half.part)
+        if not pieces:
+            self.line(Text(f"  one element of {size_text(half.nbytes)}"))
+            return
         lines = self.level(pieces, held, "", half.nbytes, self.width - 2, style, half.o or 0, half.part.shape.itemsize)
         for line in lines:
             self.line(Text("  ").append_text(line))

@@ -7,7 +7,6 @@ changed compiles nothing, even when the compiler came from a fresh build environ
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -19,9 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .cache import replacing
 from .errors import BuildError
 
-__all__ = ["DEFAULT_ARCHS", "Compiler", "Targets", "digest", "fatbin", "find", "replacing", "targets"]
+__all__ = ["DEFAULT_ARCHS", "Compiler", "Targets", "digest", "fatbin", "find", "targets"]
 
 DEFAULT_ARCHS = "80;90;100;120"  # cubins run on later minor versions: 86 and 89, 103, 121 are covered too
 MIN_VERSION = (12, 8)  # the first that knows sm_100, sm_120 and --compress-mode
@@ -236,18 +236,6 @@ def digest(*parts: str | Sequence[str | Path]) -> str:
             else:
                 add(b"s", item.encode())
     return state.hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def replacing(result: Path) -> Iterator[Path]:
-    """Yield a temporary name beside ``result``; rename it at the end, or remove it on an error."""
-    result.parent.mkdir(parents=True, exist_ok=True)
-    part = result.with_name(f".{os.getpid()}.{result.name}")
-    try:
-        yield part
-        part.replace(result)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _headers(include: Path) -> list[Path]:

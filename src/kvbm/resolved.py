@@ -551,7 +551,9 @@ class Resolved:
     @property
     def nbytes(self) -> int:
         """Bytes of all allocations, padding included."""
-        return sum(self.kinds[kind].nbytes for kind in self.kind_of_entry)
+        if self.apart:
+            return sum(part.nbytes for part in self.parts)
+        return self.table_size * sum(kind.nbytes for kind in self.kinds) // len(self.kinds)  # K and V: a half each
 
     def address(self, block: Index, /, **coordinates: Index) -> tuple[Index, Index]:
         """Where one element lies, or many.

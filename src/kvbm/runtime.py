@@ -19,17 +19,16 @@ import logging
 import os
 import re
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import cache
 from .codegen import cuda_dir, source
 from .errors import BuildError
 from .nest import Kernel, parse_kernel
-from .tuning import cache_dir
 
 __all__ = ["Compiler", "Origin", "cubin", "find", "folder", "is_known_kind", "kernel", "origin", "why_not"]
 
@@ -212,7 +211,7 @@ def _remembered() -> Compiler | None:
 
 def folder() -> Path:
     """Where compiled kernels are kept: ``nvrtc`` in the user's cache folder."""
-    return cache_dir() / "nvrtc"
+    return cache.folder() / "nvrtc"
 
 
 @functools.cache
@@ -275,14 +274,8 @@ def _require_cubin(cubin: bytes) -> None:
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all; of two processes at once the last one's stays.  The folder is the user's alone: its files are run."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with cache.replacing(path, mode=0o600) as part:
+        part.write_bytes(data)
 
 
 def cubin(name: str, capability: int) -> tuple[bytes, Origin]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,12 +11,23 @@ from typing import NoReturn
 
 import yaml
 
-from .errors import LayoutError, SpecError
+from .errors import KvbmError, LayoutError, SpecError
 from .layout import Layout
-from .shapes import ITEMSIZE, data_dir, load_shape
+from .shapes import ITEMSIZE, data_dir, is_file, load_shape
 from .terms import AXES, Expression, Order, Pitch, Plane, Term
 
-__all__ = ["KEYS", "PLANE_KEYS", "example_shape", "layouts", "layouts_dir", "load", "load_all", "load_dir", "parse"]
+__all__ = [
+    "KEYS",
+    "PLANE_KEYS",
+    "example_shape",
+    "layouts",
+    "layouts_dir",
+    "load",
+    "load_all",
+    "load_dir",
+    "load_shipped",
+    "parse",
+]
 
 #: Keys of a layout file.
 KEYS = ("title", "order", "pitch", "axes", "planes", "used_by", "read_from", "notes")
@@ -25,8 +37,11 @@ PLANE_KEYS = ("order", "dtype", "offset", "pitch", "shared")
 
 # An order is a sequence of these tokens; each becomes a bracket or a term.
 _TOKEN = re.compile(
-    r"\s*(?:(?P<open>\[)|(?P<close>\])|<(?P<planes>[^<>]*)>|\{(?P<opaque>[^{}]*)\}|(?:\((?P<fused>[^()]*)\)|(?P<axis>[A-Za-z]))(?P<steps>(?:[/%][0-9]+B?)*))"
+    r"\s*(?:(?P<open>\[)|(?P<close>\])|<(?P<planes>[^<>]*)>|\{(?P<opaque>[^{}]*)\}|(?:\((?P<fused>[^()]*)\)|(?P<axis>[A-Za-z]))(?P<steps>(?:[/%][0-9]{1,18}B?)*))"
 )
+#: Characters that a file has at most, and a text in it.
+_LONGEST_FILE, _LONGEST_TEXT = 1 << 16, 4096
+
 _STEP = re.compile(r"([/%])([0-9]+)(B?)")
 
 
@@ -69,17 +84,17 @@ def load_all(paths: Iterable[str | Path]) -> list[Layout]:
     >>> load_all([layouts_dir()]) == load_dir(layouts_dir())
     True
     """
-    found: dict[str, tuple[Path, Layout]] = {}
+    by_name: dict[str, tuple[Path, Layout]] = {}
     for path in map(Path, paths):
         for layout in load_dir(path) if path.is_dir() else [load(path)]:
             file = (path / f"{layout.name}.yaml" if path.is_dir() else path).resolve()
-            first, _ = found.setdefault(layout.name, (file, layout))
+            first, _ = by_name.setdefault(layout.name, (file, layout))
             if first != file:
                 raise SpecError(
                     f"{_display(file)}: its name is {layout.name!r}, and that is also the name of {_display(first)}; expected "
                     "names that differ: rename one of the two files, or put one into a folder of its own"
                 )
-    return [layout for _, layout in found.values()]
+    return [layout for _, layout in by_name.values()]
 
 
 def load(name: str | Path) -> Layout:
@@ -102,16 +117,20 @@ def load(name: str | Path) -> Layout:
     """
     text = str(name)
     if text.endswith((".yaml", ".yml")):
-        path = Path(name)
-        if not path.is_file():
-            raise SpecError(f"{path}: no such file")
-        return _read(path, path.stem)
-    path = layouts_dir() / f"{text}.yaml"
-    if text.startswith(("/", "shapes/")) or ".." in text or not path.is_file():
+        return _read(Path(name), Path(name).stem)
+    if (layout := load_shipped(text)) is None:
         raise SpecError(
-            f"layout {text!r}: expected one of {', '.join(layouts())}, or the path of a .yaml file. Run `kvbm layouts`."
+            f"layout {text!r:.200}: expected one of {', '.join(layouts())}, or the path of a .yaml file. Run `kvbm layouts`."
         )
-    return _read(path, text)
+    return layout
+
+
+def load_shipped(name: str) -> Layout | None:
+    """The shipped layout of that name; None where there is none.  No path is opened, whatever the name is."""
+    path = layouts_dir() / f"{name}.yaml"
+    if name.startswith(("/", "shapes/")) or ".." in name or not is_file(path):
+        return None
+    return _read(path, name)
 
 
 #: Shapes to show layouts at: of a model with heads, a narrow V, a latent, a latent with scales of a power of two, an indexer.
@@ -152,7 +171,17 @@ def example_shape(layout: Layout) -> str | None:
 
 
 def _read(path: Path, name: str) -> Layout:
-    return _parse_cached(path.read_text(encoding="utf-8"), _display(path), name)
+    file = _display(path)
+    if not is_file(path):  # to open a FIFO would be to wait for its writer
+        raise SpecError(f"{file:.300}: {'expected a regular file' if os.path.lexists(path) else 'no such file'}")
+    try:
+        with path.open(encoding="utf-8") as stream:
+            text = stream.read(_LONGEST_FILE + 1)
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{file}: expected UTF-8: {error}") from None
+    except OSError as error:
+        raise SpecError(f"{file}: {error.strerror}") from None
+    return _parse_cached(text, file, name)
 
 
 def _display(path: Path) -> str:
@@ -186,7 +215,16 @@ def parse(text: str, file: str = "<string>", name: str | None = None) -> Layout:
     SpecError
         Not YAML, unknown or repeated key, wrong type, unknown or repeated axis, a split that is not written as one.
     """
-    return _File(file).layout(text, name or Path(file).stem)
+    if len(text) > _LONGEST_FILE:
+        raise SpecError(f"{file}: expected at most {_LONGEST_FILE:,} characters")
+    try:
+        return _File(file).layout(text, name or Path(file).stem)
+    except KvbmError:
+        raise
+    except RecursionError:
+        raise SpecError(f"{file}: nested too deeply") from None
+    except (ValueError, ArithmeticError) as error:  # of YAML's: a number or a character that there cannot be
+        raise SpecError(f"{file}: not YAML: {error}") from None
 
 
 class _File:
@@ -240,20 +278,25 @@ class _File:
     def mapping(self, node: yaml.Node, what: str, known: Sequence[str] | None = None) -> dict[str, yaml.Node]:
         if not isinstance(node, yaml.MappingNode):
             self.fail(node, f"{what}: expected a mapping, got {_kind(node)}")
-        found: dict[str, yaml.Node] = {}
+        nodes: dict[str, yaml.Node] = {}
         for key, value in node.value:
             text = self.scalar(key, f"a key of {what}")
             if known is not None and text not in known:
                 self.fail(key, f"unknown key {text!r}: expected one of {', '.join(known)}")
-            if text in found:
+            if text in nodes:
                 self.fail(key, f"key {text!r} is there twice")
-            found[text] = value
-        return found
+            nodes[text] = value
+        return nodes
 
     def scalar(self, node: yaml.Node, what: str) -> str:
         if not isinstance(node, yaml.ScalarNode):
             self.fail(node, f"{what}: expected a text, got {_kind(node)}")
-        return str(node.value)
+        text = str(node.value)
+        if len(text) > _LONGEST_TEXT or re.search("[\ud800-\udfff]", text):
+            self.fail(
+                node, f"{what}: expected at most {_LONGEST_TEXT:,} characters, none of them half of a pair (\\ud800)"
+            )
+        return text
 
     def strings(self, node: yaml.Node | None, what: str) -> tuple[str, ...]:
         if node is None:
@@ -360,11 +403,11 @@ class _File:
             )
         if term in order.inner and term is not order.inner[-1]:
             self.fail(where, f"order '{order}': expected '{term}' inside brackets or at the end")
-        found = self.mapping(node, "planes", term.axes)
+        declared = self.mapping(node, "planes", term.axes)
         for name in term.axes:
-            if name not in found:
+            if name not in declared:
                 self.fail(node, f"planes: {name!r} missing; the order names it")
-        return tuple(self.plane(name, found[name], order, extra) for name in term.axes)
+        return tuple(self.plane(name, declared[name], order, extra) for name in term.axes)
 
     def plane(self, name: str, node: yaml.Node, outer: Order, extra: dict[str, Expression]) -> Plane:
         what = f"plane '{name}'"

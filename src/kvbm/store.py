@@ -19,13 +19,14 @@ import json
 import math
 import mmap
 import os
-import secrets
 import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from .cache import replacing
 from .errors import BindError
+from .resolved import merge_steps
 from .shapes import ITEMSIZE, PACKED, BlockShape, numpy_name
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ FORMAT = "1"
 _ALIGN = 4096  # where the first tensor starts: a page, so that the kernels can use their widest words
 _MAX_HEADER = 100_000_000  # the safetensors format's own limit
 _MIN_ENTRY = 100  # bytes that one tensor takes in it, more or less
+_MAX_DIGITS, _MAX_DIMENSIONS = 18, 64  # of a number, of a tensor: beyond what any file has
 _CODES = {
     "float16": "F16",
     "bfloat16": "BF16",
@@ -109,9 +111,11 @@ class Stored:
         if text is None:
             return None
         try:
-            return BlockShape(**json.loads(text))
+            return BlockShape(**_parsed(text))
         except (TypeError, ValueError) as error:
-            raise BindError(f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r} ({error})") from None
+            raise BindError(
+                f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r:.200} ({error})"
+            ) from None
 
     @property
     def num_blocks(self) -> int | None:
@@ -119,8 +123,8 @@ class Stored:
         text = self.metadata.get("kvbm.num_blocks")
         if text is None:
             return None
-        if not text.isdecimal():
-            raise BindError(f"{self.path}: metadata 'kvbm.num_blocks': expected a number, got {text!r}")
+        if not text.isdecimal() or len(text) > _MAX_DIGITS:
+            raise BindError(f"{self.path}: metadata 'kvbm.num_blocks': expected a number, got {text!r:.200}")
         return int(text)
 
     @property
@@ -187,29 +191,30 @@ class Stored:
 
     def _check_tensors(self, layout: Layout, resolved: Resolved) -> list[int]:
         """Return each allocation's offset in the file, once every tensor is what the layout expects."""
-        allocations = resolved.allocations
+        count = (
+            resolved.table_size
+        )  # there may be far more than the file has bytes: they are not listed before that is known
+        missing = next((name for name in map(_name, range(count)) if name not in self.tensors), None)
+        if missing is not None:
+            have = ", ".join(list(self.tensors)[:3]) + (", …" if len(self.tensors) > 3 else "")
+            raise BindError(
+                f"{self.path}: no tensor {missing!r}; layout {layout.name!r} expects {count:,}, {_name(0)!r} "
+                f"to {_name(count - 1)!r} in table order (the file has {len(self.tensors)}: {have})"
+            )
+        if len(self.tensors) > count:
+            known = set(map(_name, range(count)))
+            extra = next(name for name in self.tensors if name not in known)
+            raise BindError(f"{self.path}: tensor {extra!r} is one too many: layout {layout.name!r} has {count}")
         offsets = []
-        for index, allocation in enumerate(allocations):
+        for index, allocation in enumerate(resolved.allocations):
             name = _name(index)
-            entry = self.tensors.get(name)
-            if entry is None:
-                have = ", ".join(list(self.tensors)[:3]) + (", …" if len(self.tensors) > 3 else "")
-                raise BindError(
-                    f"{self.path}: no tensor {name!r}; layout {layout.name!r} expects {len(allocations)}, {_name(0)!r} "
-                    f"to {_name(len(allocations) - 1)!r} in table order (the file has {len(self.tensors)}: {have})"
-                )
-            expected = _entry(allocation)
+            entry, expected = self.tensors[name], _entry(allocation)
             if (entry.dtype, entry.shape) != expected:
                 raise BindError(
                     f"{self.path}: tensor {name!r} ({allocation.label or 'the only one'}): expected {expected[0]} "
                     f"{list(expected[1])} (axes {' '.join(allocation.axes)}), got {entry.dtype} {list(entry.shape)}"
                 )
             offsets.append(entry.begin)
-        if len(self.tensors) > len(allocations):
-            extra = next(name for name in self.tensors if name not in {_name(i) for i in range(len(allocations))})
-            raise BindError(
-                f"{self.path}: tensor {extra!r} is one too many: layout {layout.name!r} has {len(allocations)}"
-            )
         return offsets
 
 
@@ -231,6 +236,8 @@ def read(path: str | os.PathLike[str]) -> Stored:
         The file is not safetensors, or is cut short.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():  # to open a FIFO would be to wait for its writer
+        raise BindError(f"{path}: expected a regular file")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
@@ -239,14 +246,14 @@ def read(path: str | os.PathLike[str]) -> Stored:
             raise BindError(f"{path}: not a safetensors file, or cut short inside its header ({size:,} bytes)")
         text = file.read(length)
     try:
-        header: dict[str, Any] = json.loads(text)
-        metadata = {str(key): str(value) for key, value in header.pop("__metadata__", {}).items()}
-        entries = {
-            name: Entry(tensor["dtype"], tuple(tensor["shape"]), *(8 + length + int(x) for x in tensor["data_offsets"]))
-            for name, tensor in header.items()
-        }
+        header = _parsed(text)
+        metadata = header.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__: expected texts")
+        entries = {name: _read_entry(tensor, 8 + length) for name, tensor in header.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise BindError(f"{path}: not a safetensors file: its header does not parse ({error})") from None
+        why = f"no key {error}" if isinstance(error, KeyError) else error
+        raise BindError(f"{path}: not a safetensors file: its header does not parse ({why})") from None
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     end = 8 + length
     for name, entry in entries.items():
@@ -255,12 +262,42 @@ def read(path: str | os.PathLike[str]) -> Stored:
         if entry.begin != end or bytes_ < 0 or (bits and math.prod(entry.shape) * bits != bytes_ * 8):
             raise BindError(
                 f"{path}: tensor {name!r}: {entry.dtype} {list(entry.shape)} at bytes {entry.begin:,} to {entry.end:,} "
-                f"of the file; expected {math.prod(entry.shape) * (bits or 0) / 8:,g} bytes from {end:,} on"
+                f"of the file; expected {-(-math.prod(entry.shape) * (bits or 0) // 8):,} bytes from {end:,} on"
             )
         end = entry.end
     if end != size:
         raise BindError(f"{path}: {size:,} bytes long, its header says {end:,}: cut short, or still being written")
     return Stored(path, metadata, entries)
+
+
+def _parsed(text: str | bytes) -> dict[str, Any]:
+    """A JSON object, or a ValueError that says why there is none."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, got a {type(value).__name__}")
+    return value
+
+
+def _read_entry(said: Any, start: int) -> Entry:
+    """A tensor of a header; ValueError, TypeError or KeyError where it is none."""
+    dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
+    if not isinstance(dtype, str):
+        raise ValueError(f"dtype: expected a text, got {dtype!r:.60}")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"shape: expected a list of at most {_MAX_DIMENSIONS} sizes, got {shape!r:.60}")
+    for number in (*shape, begin, end):
+        if type(number) is not int or not 0 <= number < 10**_MAX_DIGITS:
+            raise ValueError(
+                f"shape and data_offsets: expected integers of at most {_MAX_DIGITS} digits, got {number!r:.60}"
+            )
+    return Entry(dtype, tuple(shape), start + begin, start + end)
 
 
 @contextlib.contextmanager
@@ -270,7 +307,7 @@ def create(
     """Write a file through a pool that lies in it: a context manager.
 
     The file appears under its name only when the block ends without an exception, whole and on the disk; until then it
-    has a temporary name beside it, which is removed on failure.
+    has a temporary name beside it, which is removed on failure.  A symlink is followed: its target is written.
 
     Parameters
     ----------
@@ -279,7 +316,7 @@ def create(
     layout, shape, num_blocks
         The pool to make room for.
     force : bool
-        Replace a file that is already there.
+        Replace a file that is already there.  What is no regular file (a device, a FIFO) is never replaced.
 
     Yields
     ------
@@ -289,7 +326,7 @@ def create(
     Raises
     ------
     FileExistsError
-        The file is there and `force` is not set.
+        The file is there and `force` is not set, also where another process was quicker; it is no regular file.
     OSError
         The disk is full: before anything is copied, not in the middle.
 
@@ -298,9 +335,6 @@ def create(
     >>> with store.create("blocks.safetensors", kvbm.load("universal"), pool.shape, pool.num_blocks) as out:
     ...     kvbm.convert(pool, out)  # doctest: +SKIP
     """
-    path = Path(path)
-    if not force and path.exists():
-        raise FileExistsError(f"{path}: already there")
     resolved = layout.resolve(shape, num_blocks)
     if resolved.table_size * _MIN_ENTRY > _MAX_HEADER:
         raise BindError(
@@ -309,25 +343,14 @@ def create(
         )
     header, offsets = _header(layout, shape, resolved)
     size = len(header) + resolved.nbytes
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb+") as file:
+    with replacing(path, new=not force, durable=True) as part:
+        with part.open("rb+") as file:
             _reserve(file.fileno(), size, path)
             file.write(header)
             file.flush()
             pages = mmap.mmap(file.fileno(), size)
-            yield _bind(layout, shape, resolved, pages, offsets)
-            pages.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name, too, is on the disk
-    finally:
-        os.close(folder)
+        yield _bind(layout, shape, resolved, pages, offsets)
+        pages.flush()
 
 
 #: Bits an element.
@@ -338,19 +361,10 @@ def _name(index: int) -> str:
     return f"alloc_{index:05d}"
 
 
-def _is_dense(allocation: Allocation, itemsize: int) -> bool:
-    expected = itemsize
-    for extent, stride in zip(reversed(allocation.shape), reversed(allocation.strides), strict=True):
-        if extent != 1 and stride != expected:
-            return False
-        expected *= extent
-    return expected == allocation.nbytes
-
-
 def _entry(allocation: Allocation) -> tuple[str, tuple[int, ...]]:
     """How a header describes an allocation: bytes if it has padding, as safetensors knows no strides, or a dtype without code."""
-    sizes = tuple(allocation.shape)
-    if not _is_dense(allocation, allocation.itemsize):
+    sizes, size = tuple(allocation.shape), allocation.itemsize
+    if (merge_steps(sizes, allocation.strides) or [(1, size)]) != [(allocation.nbytes / size, size)]:
         return "U8", (allocation.nbytes,)
     if allocation.dtype not in _CODES:  # integers of four bits; the metadata say what the bytes are
         return "U8", sizes
@@ -394,7 +408,7 @@ def _header(layout: Layout, shape: BlockShape, resolved: Resolved) -> tuple[byte
     return struct.pack("<Q", len(text)) + text, [start + offset for offset in offsets]
 
 
-def _reserve(fd: int, size: int, path: Path) -> None:
+def _reserve(fd: int, size: int, path: str | os.PathLike[str]) -> None:
     """Take the disk space now: writing to a mapped page that the disk has no room for would kill the process."""
     try:
         os.posix_fallocate(fd, 0, size)

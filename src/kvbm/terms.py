@@ -11,6 +11,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from .errors import LayoutError
+from .shapes import LIMIT
 
 __all__ = ["AXES", "Expression", "Order", "Pitch", "Plane", "Term"]
 
@@ -25,6 +26,7 @@ AXES: Mapping[str, str] = MappingProxyType(
 
 #: What an expression may name: sizes of the axes, and bytes an element.
 SIZES = ("nb", "nl", "no", "nh", "nt", "hd", "es")
+_LONGEST = 1000
 FUNCTIONS: Mapping[str, Callable[..., int]] = MappingProxyType(
     {"round_up": lambda x, to: -(-x // to) * to, "min": min, "max": max}
 )
@@ -46,18 +48,23 @@ class Expression:
     Parameters
     ----------
     text : str
-        ``+ - * // %``, integers, ``round_up(x, to)``, ``min``, ``max`` and the names ``nb nl no nh nt hd es``.
+        ``+ - * // %``, integers, ``round_up(x, to)``, ``min``, ``max`` and the names ``nb nl no nh nt hd es``; at most
+        1,000 characters.
 
     Raises
     ------
     LayoutError
-        Anything else; `evaluate` where a name has no value or the result is below one.
+        Anything else; `evaluate` where a name has no value, or the result is below one or beyond 2**62.
     """
 
     text: str = field(compare=False)
     key: str = field(init=False, repr=False, default="")
 
     def __post_init__(self) -> None:
+        if len(self.text) > _LONGEST:
+            raise LayoutError(
+                f"expression '{self.text[:40]}…': expected at most {_LONGEST:,} characters, got {len(self.text):,}"
+            )
         self.evaluate(dict.fromkeys(SIZES, 720720), minimum=None)
         object.__setattr__(self, "key", "".join(self.text.split()))  # blanks mean nothing
 
@@ -65,6 +72,12 @@ class Expression:
         """Value for these sizes, at least `minimum`; `exact`: ``//`` must leave no rest, as a group of scales must divide."""
 
         def walk(node: ast.expr) -> int:
+            value = computed(node)
+            if abs(value) >= 1 << 1000:  # of no use, and a larger one would have no text
+                raise OverflowError("a number beyond 2**1000")
+            return value
+
+        def computed(node: ast.expr) -> int:
             match node:
                 case ast.Constant(value=int() as value) if not isinstance(value, bool):
                     return value
@@ -84,10 +97,13 @@ class Expression:
 
         try:
             value = walk(ast.parse(self.text, mode="eval").body)
-        except (SyntaxError, TypeError, ZeroDivisionError, RecursionError) as error:
-            raise LayoutError(f"expression {self.text!r}: {error}") from None
-        if minimum is not None and value < minimum:
-            raise LayoutError(f"expression {self.text!r}: expected at least {minimum}, got {value}")
+        except LayoutError:
+            raise
+        except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+            raise LayoutError(f"expression {self.text!r}: {str(error) or 'nested too deeply'}") from None
+        if minimum is not None and not minimum <= value < LIMIT:
+            wanted = f"at least {minimum}" if value < minimum else "less than 2**62"
+            raise LayoutError(f"expression {self.text!r}: expected {wanted}, got {value}")
         return value
 
 

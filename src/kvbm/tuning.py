@@ -16,7 +16,6 @@ import os
 import re
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from bisect import bisect_right
@@ -26,7 +25,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Row", "Table", "cache_dir", "limits", "load", "machine", "measure", "path", "reload", "save"]
+from . import cache
+
+__all__ = ["Row", "Table", "limits", "load", "machine", "measure", "path", "reload", "save"]
 
 _log = logging.getLogger(__name__)
 
@@ -426,26 +427,10 @@ def machine(device: int) -> tuple[str, str]:
         return gpu, f"for CUDA {version // 1000}.{version % 1000 // 10}"
 
 
-def cache_dir() -> Path:
-    """The user's cache folder: $KVBM_CACHE_DIR, $XDG_CACHE_HOME/kvbm or ~/.cache/kvbm.
-
-    Raises
-    ------
-    RuntimeError
-        There is no home.
-    """
-    own, cache = os.environ.get("KVBM_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own)
-    if cache and Path(cache).is_absolute():  # others are to be ignored, says the standard
-        return Path(cache) / "kvbm"
-    return Path.home() / ".cache" / "kvbm"
-
-
 def path(gpu: str, driver: str) -> Path:
     """Where the table of a machine is, in the user's cache folder."""
     name = "-".join(re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") for text in (gpu, driver))
-    return cache_dir() / f"tuning-{name}-v{VERSION}.json"
+    return cache.folder() / f"tuning-{name}-v{VERSION}.json"
 
 
 def load(gpu: str, driver: str) -> Table | None:
@@ -507,15 +492,8 @@ def save(table: Table) -> Path:
     }
     rows = ",\n".join(f"  {json.dumps(row)}" for row in table.rows)
     text = f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
-    where.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{where.name}.", dir=where.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(where)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with cache.replacing(where, mode=0o600) as part:
+        part.write_text(text, encoding="utf-8")
     return where
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..errors import CudaError
+from ..machine import cuda
 
 __all__ = ["Call", "CpuClock", "GpuClock", "Timed", "cuda"]
 
@@ -66,32 +67,6 @@ class Timed(NamedTuple):
     @classmethod
     def of(cls, seconds: Sequence[float], how: str) -> Timed:
         return cls(statistics.median(seconds), min(seconds), max(seconds), how)
-
-
-def cuda(result: tuple[Any, ...], what: str) -> Any:
-    """What a call of cuda.bindings returned besides its status.
-
-    Parameters
-    ----------
-    result : tuple
-        Status, and what else it returned.
-    what : str
-        What was tried, for the error.
-
-    Returns
-    -------
-    object
-        None, the one result, or a tuple of several.
-
-    Raises
-    ------
-    CudaError
-        The status is not success.
-    """
-    status, *rest = result
-    if int(status):
-        raise CudaError(f"{what}: {status.name}", code=int(status), name=status.name)
-    return rest[0] if len(rest) == 1 else tuple(rest) if rest else None
 
 
 class CpuClock:

@@ -24,13 +24,14 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from .. import _core, spec, tuning
+from .. import _core, spec
 from ..errors import CudaError, KvbmError
 from ..layout import Layout
+from ..machine import cache_bytes, cuda, device_of, machine
 from ..pool import Pool
 from ..resolved import Piece, Resolved
 from ..shapes import BlockShape, numpy_name
-from .clock import CpuClock, GpuClock, Timed, cuda
+from .clock import CpuClock, GpuClock, Timed
 
 __all__ = [
     "Check",
@@ -80,28 +81,10 @@ class WrongCopyError(KvbmError):
 # ---- the machine ---------------------------------------------------------------------------------------------------
 
 
-def device_of(place: str) -> int:
-    """Ordinal of ``"cuda:N"``; -1 for ``"cpu"`` and ``"pinned"``."""
-    kind, _, index = place.partition(":")
-    return int(index or 0) if kind == "cuda" else -1
-
-
 def make_clock(place: str) -> GpuClock | CpuClock:
     """The clock for work on ``"cuda:N"``, or on the CPU."""
     device = device_of(place)
     return GpuClock(device) if device >= 0 else CpuClock()
-
-
-def machine(place: str) -> tuple[str, str]:
-    """Name of the GPU and version of its driver; name and cores of the processor, and an empty text."""
-    device = device_of(place)
-    if device >= 0:
-        return tuning.machine(device)
-    model = platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
-    return f"{model} {len(os.sched_getaffinity(0))} cores", ""
 
 
 def commit() -> str:
@@ -149,23 +132,6 @@ def free_bytes(place: str) -> int:
         limit, used = (int(Path("/sys/fs/cgroup", f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
         free = min(free, max(limit - used, 0))
     return free
-
-
-def cache_bytes(place: str) -> int:
-    """The largest cache: a GPU's L2, or a processor's last level (32 MiB where nobody says)."""
-    device = device_of(place)
-    if device >= 0:
-        from cuda.bindings import driver
-
-        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
-        cuda(driver.cuInit(0), "starting the driver")
-        return int(cuda(driver.cuDeviceGetAttribute(attribute, device), f"asking for the L2 cache of {place}"))
-    sizes = [32 << 20]
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text(encoding="ascii").strip()
-        sizes.append(int(text.rstrip("KMG")) * units.get(text[-1:], 1))
-    return max(sizes)
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import SpecError
+from .sizes import require_sizes
 
 __all__ = ["CORRECTNESS_TESTS", "PERFORMANCE_TESTS", "SMOKE_TESTS", "SUITES", "TestCase"]
-
-#: What m and k are multiples of: the rows and the groups of a tile of scale factors.
-ROWS, GROUPS = 128, 4
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,7 @@ class TestCase:
         name: object = self.name
         if not isinstance(name, str) or not name.strip():
             raise SpecError(f"test case: name: expected a text that is not empty, got {self.name!r}")
-        for field, least, multiple in (("m", 1, ROWS), ("k", 1, GROUPS), ("l", 1, 1), ("seed", 0, 1)):
-            value = getattr(self, field)
-            where = f"test case {self.name!r}: {field}"
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise SpecError(f"{where}: expected an integer, got {value!r}")
-            if value < least:
-                raise SpecError(f"{where}: expected at least {least}, got {value}")
-            if value % multiple:
-                raise SpecError(f"{where}: expected a multiple of {multiple}, got {value}")
+        require_sizes(f"test case {self.name!r}", self.m, self.k, self.l, self.seed)
 
     @property
     def sizes(self) -> str:

@@ -61,8 +61,8 @@ def allclose_with_error(
     _require_tolerances(rtol, atol)
     if _shape(actual) != _shape(expected) or dtype_name(actual) != dtype_name(expected):
         return False, math.inf, math.inf
-    found = _compare(values(actual), values(expected), rtol, atol)
-    return found.wrong == 0, found.max_abs, found.max_rel
+    errors = _compare(values(actual), values(expected), rtol, atol)
+    return errors.wrong == 0, errors.max_abs, errors.max_rel
 
 
 def make_match_reference(
@@ -101,11 +101,13 @@ def make_match_reference(
 
     def check(impl_fn: Callable[[Any], Any], data: Any) -> tuple[bool, str | None]:
         expected = reference_fn(clone(data))
+        dict(leaves(expected))  # what is wrong with it is thrown, too
         try:
             actual = limits.call(impl_fn, clone(data), limit_s)
+            with limits.Blamed("looking at what the kernel returned raised"):
+                error = _difference(actual, expected, rtol, atol)
         except limits.KernelFailure as failure:
             return False, str(failure)
-        error = _difference(actual, expected, rtol, atol)
         return error is None, error
 
     return check
@@ -116,9 +118,9 @@ def find_nan(result: Any) -> str | None:
     for place, value in leaves(result):
         if not is_array(value):
             continue
-        found = values(value)
-        if found.dtype.kind in "fc" and (nans := np.isnan(found)).any():
-            return _nan_sentence(place, found, nans)
+        array = values(value)
+        if array.dtype.kind in "fc" and (nans := np.isnan(array)).any():
+            return _nan_sentence(place, array, nans)
     return None
 
 
@@ -141,31 +143,35 @@ def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str | N
         mine, where = have[place], f"{place}: " if place else ""
         if not is_array(mine) and is_array(part):
             return f"{where}the kernel returned {_parts(mine)}; expected an array of shape {_shape(part)}"
+        if not is_array(part) and not isinstance(part, np.generic | int | float | complex):  # None, a text
+            if is_array(mine) or mine != part:
+                return f"{where}expected {part!r:.60}, got {_parts(mine) if is_array(mine) else f'{mine!r:.60}'}"
+            continue
         if _shape(mine) != _shape(part):
             return f"{where}shape: expected {_shape(part)}, got {_shape(mine)}"
         if dtype_name(mine) != dtype_name(part):
             return f"{where}dtype: expected {dtype_name(part)}, got {dtype_name(mine)}"
         a, e = values(mine), values(part)
-        found = _compare(a, e, rtol, atol)
-        if not found.wrong:
+        errors = _compare(a, e, rtol, atol)
+        if not errors.wrong:
             continue
         if a.dtype.kind in "fc" and (nans := np.isnan(a)).any():
             return _nan_sentence(place, a, nans, e)
-        at = tuple(int(index) for index in np.unravel_index(found.worst, a.shape))
-        said = f"absolute error {found.worst_abs:.6g}, relative {found.worst_rel:.6g}; rtol={rtol:g}, atol={atol:g}"
+        at = tuple(int(index) for index in np.unravel_index(errors.worst, a.shape))
+        said = f"absolute error {errors.worst_abs:.6g}, relative {errors.worst_rel:.6g}; rtol={rtol:g}, atol={atol:g}"
         return (
             f"{where}wrong at {at}: expected {e[at]}, got {a[at]} ({said}); "
-            f"{found.wrong:,} of {a.size:,} elements are wrong"
+            f"{errors.wrong:,} of {a.size:,} elements are wrong"
         )
     return None
 
 
 def _nan_sentence(
-    place: str, found: npt.NDArray[Any], nans: npt.NDArray[np.bool_], expected: npt.NDArray[Any] | None = None
+    place: str, array: npt.NDArray[Any], nans: npt.NDArray[np.bool_], expected: npt.NDArray[Any] | None = None
 ) -> str:
-    at = tuple(int(index) for index in np.unravel_index(int(nans.argmax()), found.shape))
+    at = tuple(int(index) for index in np.unravel_index(int(nans.argmax()), array.shape))
     wanted = f", where {expected[at]} was expected" if expected is not None else ""
-    return f"{place + ': ' if place else ''}NaN at {at}{wanted}; {int(nans.sum()):,} of {found.size:,} elements are NaN"
+    return f"{place + ': ' if place else ''}NaN at {at}{wanted}; {int(nans.sum()):,} of {array.size:,} elements are NaN"
 
 
 def _parts(value: Any) -> str:
@@ -175,7 +181,7 @@ def _parts(value: Any) -> str:
 
 
 @dataclass
-class _Found:
+class _Errors:
     max_abs: float = 0.0
     max_rel: float = 0.0
     wrong: int = 0
@@ -185,15 +191,19 @@ class _Found:
     excess: float = -math.inf
 
 
-def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, atol: float) -> _Found:
-    found = _Found()
+def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, atol: float) -> _Errors:
+    errors = _Errors()
     a_flat, e_flat = actual.reshape(-1), expected.reshape(-1)
     wide = np.complex128 if actual.dtype.kind == "c" else np.float64
     for start in range(0, a_flat.size, CHUNK):
         a_raw, e_raw = a_flat[start : start + CHUNK], e_flat[start : start + CHUNK]
         a, e = a_raw.astype(wide), e_raw.astype(wide)
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            nan = np.isnan(a) | np.isnan(e)
             error = np.where(a_raw == e_raw, 0.0, np.abs(a - e))
+            error[np.isnan(error) & ~nan] = (
+                math.inf
+            )  # complex: the same infinity in one part, and the other part differs
             # Integers that differ below the precision of a double differ all the same.
             error[(error == 0) & (a_raw != e_raw)] = 1.0
             size = np.abs(e)
@@ -203,15 +213,14 @@ def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, 
         bad = ~(excess <= 0)  # of a NaN, too
         bad |= np.isinf(error)  # beside an infinite expected value every finite error would be small
         bad[error == 0] = False
-        nan = np.isnan(a) | np.isnan(e)
         excess[nan | np.isinf(error)] = math.inf
-        found.max_abs, found.max_rel = (
+        errors.max_abs, errors.max_rel = (
             math.nan if nan.any() or math.isnan(most) else max(most, float(part.max()))
-            for most, part in ((found.max_abs, error), (found.max_rel, relative))
+            for most, part in ((errors.max_abs, error), (errors.max_rel, relative))
         )
-        found.wrong += int(bad.sum())
+        errors.wrong += int(bad.sum())
         worst = int(np.where(bad, excess, -math.inf).argmax())
-        if bad[worst] and excess[worst] > found.excess:
-            found.worst, found.excess = start + worst, float(excess[worst])
-            found.worst_abs, found.worst_rel = float(error[worst]), float(relative[worst])
-    return found
+        if bad[worst] and excess[worst] > errors.excess:
+            errors.worst, errors.excess = start + worst, float(excess[worst])
+            errors.worst_abs, errors.worst_rel = float(error[worst]), float(relative[worst])
+    return errors

@@ -5,6 +5,7 @@ torch is looked up in `sys.modules`: data can only be its own where it has been 
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,21 +26,28 @@ def _is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """What tuples, lists and dicts hold, depth first, each with its place: ``[0]['x']``."""
-    if isinstance(data, dict):
-        for key, value in data.items():
-            yield from leaves(value, f"{where}[{key!r}]")
-    elif isinstance(data, list | tuple):
-        for index, value in enumerate(data):
-            yield from leaves(value, f"{where}[{index}]")
-    else:
+def leaves(data: Any, where: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """What tuples, lists and dicts hold, depth first, each with its place: ``[0]['x']``.
+
+    Raises
+    ------
+    ValueError
+        One of them contains itself; `around` are the ids of those that `data` is in.
+    """
+    if not isinstance(data, dict | list | tuple):
         yield where, data
+        return
+    if id(data) in around:
+        raise ValueError(f"{where}: a {type(data).__name__} that contains itself")
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+        yield from leaves(value, f"{where}[{key!r}]", (*around, id(data)))
 
 
 def _map(function: Callable[[Any], Any], data: Any) -> Any:
     if isinstance(data, dict):
-        return type(data)({key: _map(function, value) for key, value in data.items()})
+        made_dict = copy.copy(data)  # a defaultdict keeps its factory
+        made_dict.update({key: _map(function, value) for key, value in data.items()})
+        return made_dict
     if isinstance(data, list | tuple):
         made = [_map(function, value) for value in data]
         return type(data)(*made) if hasattr(data, "_fields") else type(data)(made)
@@ -57,8 +65,8 @@ def _clone(value: Any) -> Any:
 
         # As bytes: not every operation knows the packed and the 8-bit types.
         plain = value.detach().view(torch.uint8) if value.element_size() == 1 else value.detach()
-        copy = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
-        return copy.copy_(plain).view(value.dtype).requires_grad_(value.requires_grad)
+        made = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
+        return made.copy_(plain).view(value.dtype).requires_grad_(value.requires_grad)
     if isinstance(value, np.ndarray) or (is_array(value) and hasattr(value, "copy")):
         return value.copy(order="K")
     return value
@@ -101,5 +109,5 @@ def values(value: Any) -> npt.NDArray[Any]:
         value = value.cpu().numpy()
     elif not isinstance(value, np.ndarray) and is_array(value):
         value = value.get()
-    found: npt.NDArray[Any] = np.asarray(value)
-    return found if found.dtype.kind in "biufc" else found.astype(np.float32)
+    array: npt.NDArray[Any] = np.asarray(value)
+    return array if array.dtype.kind in "biufc" else array.astype(np.float32)

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
+import os
 import sys
 import threading
 import time
@@ -73,7 +75,13 @@ def call(function: Callable[[Any], T], data: Any, limit_s: float) -> T:
 
 
 class Blamed:
-    """What is raised inside, also `SystemExit`, is the kernel's doing: it becomes a `KernelFailure`."""
+    """What is raised inside, also `SystemExit`, is the kernel's doing: it becomes a `KernelFailure`.
+
+    A process that the kernel has forked ends here, so that it does not go on with what is its parent's.
+    """
+
+    def __init__(self, what: str = "the kernel raised") -> None:
+        self.what, self.pid = what, os.getpid()
 
     def __enter__(self) -> None:
         pass
@@ -81,18 +89,31 @@ class Blamed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        end_if_forked(self.pid)
         if error is not None and not isinstance(error, KernelFailure):
-            raise KernelFailure(f"the kernel raised {_said(error)}") from error
+            raise KernelFailure(f"{self.what} {said(error)}") from error
 
 
-def _said(error: BaseException) -> str:
+def end_if_forked(pid: int) -> None:
+    """End this process unless it is the one with that id."""
+    if os.getpid() != pid:
+        os._exit(0)
+
+
+def said(error: BaseException, ours: str = __file__) -> str:
+    """An exception in a few words: its class, its message, and where it was raised, beyond frames of the file `ours`."""
     place = ""
-    # The first frame is ours.
-    if frames := traceback.extract_tb(error.__traceback__)[1:]:
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<frozen")
+    ]
+    if frames := list(itertools.dropwhile(lambda frame: frame.filename == ours, frames)):
         # The deepest line in the kernel's own file: what is below may be deep inside a library.
         own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
         place = f" (line {own.lineno} of {own.filename.rpartition('/')[2]})"
-    text = str(error).strip()
+    try:
+        text = str(error).strip()
+    except BaseException as other:
+        text = f"(its message cannot be read: {type(other).__name__})"
     return f"{type(error).__name__}{': ' + text if text else ''}{place}"
 
 
@@ -104,6 +125,8 @@ class Deadline:
     limit_s : float
     progress : tuple of two int, or None
         How many calls were made, and of how many.
+    pid : int
+        The process that it is for.
     passed : bool
         Set when nobody waits any more, so that a thread that comes back late ends.
     """
@@ -112,6 +135,7 @@ class Deadline:
         self.limit_s = limit_s
         self.progress: tuple[int, int] | None = None
         self.passed = False
+        self.pid = os.getpid()
         self._end = time.monotonic() + limit_s
 
     @property
@@ -145,7 +169,7 @@ def run(work: Callable[[Deadline], T], limit_s: float) -> T:
 
     thread = threading.Thread(target=target, name="kvbm.testing kernel", daemon=True)
     thread.start()
-    thread.join(limit_s + GRACE)
+    thread.join(min(limit_s + GRACE, threading.TIMEOUT_MAX))
     if not outcome:
         deadline.passed = True
         raise deadline.missed("it did not return")
@@ -197,7 +221,7 @@ class Gpu:
         from cuda.bindings import driver
         from cuda.core import Device
 
-        from ..bench.clock import cuda
+        from ..machine import cuda
 
         self.device = device
         Device(device).set_current()

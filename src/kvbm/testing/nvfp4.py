@@ -20,7 +20,9 @@ from ..pool import Pool
 from ..shapes import BlockShape
 from ..spec import load
 from ..transfer import convert
-from .cases import TestCase
+from .sizes import GROUPS as TILE_GROUPS
+from .sizes import ROWS as TILE_ROWS
+from .sizes import require_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,9 +37,6 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 #: Elements that share a scale.
 GROUP = 16
-
-#: Rows and groups of a tile of swizzled scales; b is padded to so many rows, of which the first one counts.
-TILE_ROWS, TILE_GROUPS = 128, 4
 
 #: Bytes of the scales: the e4m3 numbers from 0.25 up to 1.875.  With them sums of 4,096 products are all but exact in float32
 #: in any order, and lie well inside float16.
@@ -72,7 +71,7 @@ def generate_input(m: int, k: int, l: int, seed: int, device: Any = None) -> Inp
     Raises
     ------
     SpecError
-        Sizes that are no `TestCase`; a torch without float4_e2m1fn_x2.
+        Sizes that are those of no `TestCase`; a torch without float4_e2m1fn_x2.
     CudaUnavailableError
         `device` is a GPU, and kvbm was built without CUDA.
 
@@ -85,7 +84,7 @@ def generate_input(m: int, k: int, l: int, seed: int, device: Any = None) -> Inp
     tensor(True)
     """
     torch = torch_module()
-    TestCase(m, k, l, seed, "generate_input")  # refuses what is no case
+    require_sizes("generate_input", m, k, l, seed)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     random = np.random.Generator(np.random.Philox(seed))

@@ -50,10 +50,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _listed(name: str, text: str) -> list[str]:
-    found = [part.strip() for part in text.split(",")]
-    if "" in found:
+    parts = [part.strip() for part in text.split(",")]
+    if "" in parts:
         raise pytest.Collector.CollectError(f"--kvbm-{name}: expected a list such as a,b,c, got {text!r}")
-    return found
+    return parts
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from ..errors import (
     SpecError,
     UnreachableError,
 )
-from .smoke import Report
+from .report import Report
 
 __all__ = ["Options", "Target", "installed_wheel", "run"]
 
@@ -68,15 +68,15 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:@\[\]\s-][^:@\[\]\s]*))(?::(?P<port>\d{1,5}))?",
             text,
         )
-        if not found or not 0 < int(found["port"] or 22) < 65536:
+        if not match or not 0 < int(match["port"] or 22) < 65536:
             raise SpecError(
                 f"--ssh {text!r}: expected USER@HOST:PORT, such as me@gpu7:2222 (user and port may be left out)"
             )
-        return cls(found["six"] or found["host"], found["user"], int(found["port"]) if found["port"] else None)
+        return cls(match["six"] or match["host"], match["user"], int(match["port"]) if match["port"] else None)
 
 
 @dataclass(frozen=True)
@@ -411,13 +411,13 @@ class _Machine:
     def require_python_and_gpu(self, options: Options) -> str:
         """Look before anything is carried; the platform, such as ``linux-x86_64``."""
         done = self.sh(f"{shlex.quote(self._python)} -c {shlex.quote(PROBE)}", COMMAND_S)
-        found = re.search(r"^kvbm:(.*)$", done.stdout, re.MULTILINE)
-        if not found:
+        match = re.search(r"^kvbm:(.*)$", done.stdout, re.MULTILINE)
+        if not match:
             raise RemoteError(
                 f"{self}: {self._python} does not run ({_last(done.stderr) or f'exit code {done.return_code}'}); expected Python "
                 "3.11 or newer: name one with --python"
             )
-        said = json.loads(found[1])
+        said = json.loads(match[1])
         version = ".".join(map(str, said["version"]))
         if tuple(said["version"]) < (3, 11):
             raise RemoteError(

@@ -9,25 +9,29 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import json
 import math
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import CudaError, CudaUnavailableError, DeviceNotFoundError, SpecError
+from ..commands import Group, print_error
+from ..errors import CudaError, CudaUnavailableError, DeviceNotFoundError, KvbmError, SpecError
+from .report import Report, Result
 
 if TYPE_CHECKING:
     from ..pool import Pool
     from .layouts import LayoutCase
     from .timing import Benchmark
 
-__all__ = ["Report", "Result", "run", "smoke"]
+__all__ = ["run", "smoke"]
 
 #: Copies that every run makes: rows, a transposed tile, and the swizzle of scale factors.
 PAIRS = (
@@ -36,70 +40,6 @@ PAIRS = (
     ("nhd", "vllm/paged_attn_v0"),
     ("swizzle/linear", "swizzle/128x4"),
 )
-
-
-@dataclass(frozen=True)
-class Result:
-    """One test.
-
-    Attributes
-    ----------
-    name, dimensions : str
-        ``"tiny_single"`` and ``"128×256×1"``; a pair of layouts and its sizes.
-    correct : bool
-    avg_time_ms : float or None
-        Of a run; None where it could not be measured.
-    timing : {"events", "clock"}
-    error : str or None
-        What is wrong.
-    """
-
-    name: str
-    dimensions: str
-    correct: bool
-    avg_time_ms: float | None
-    timing: str
-    error: str | None
-
-
-@dataclass(frozen=True)
-class Report:
-    """All tests of a run.
-
-    Attributes
-    ----------
-    kvbm, device, machine, driver : str
-        Version; ``"cuda:0"`` or ``"cpu"``; its name; the driver's version, empty for a CPU.
-    seconds : float
-        Of the whole run.
-    tests : tuple of Result
-    host : str
-        Where it ran; empty for here.
-    """
-
-    kvbm: str
-    device: str
-    machine: str
-    driver: str
-    seconds: float
-    tests: tuple[Result, ...]
-    host: str = ""
-
-    @property
-    def correct(self) -> int:
-        return sum(test.correct for test in self.tests)
-
-    def to_json(self) -> str:
-        """One object, with the tests and the two totals."""
-        return json.dumps(
-            asdict(self) | {"correct": self.correct, "total": len(self.tests)}, ensure_ascii=False, indent=1
-        )
-
-    @classmethod
-    def from_json(cls, text: str, host: str = "") -> Report:
-        said = json.loads(text)
-        tests = tuple(Result(**test) for test in said["tests"])
-        return cls(said["kvbm"], said["device"], said["machine"], said["driver"], said["seconds"], tests, host)
 
 
 def run(
@@ -133,7 +73,7 @@ def run(
         torch is not there, or cannot use the device.
     """
     from .. import __version__
-    from ..bench.measure import machine
+    from ..machine import machine
     from . import nvfp4
     from .cases import SUITES
     from .compare import make_match_reference
@@ -223,7 +163,7 @@ class _Convert:
     help="Which sizes of the NVFP4 example.",
 )
 @click.option(
-    "--gpu", type=click.IntRange(0), metavar="N", help="Which GPU.  [default: the first one; the CPU without any]"
+    "--gpu", type=click.IntRange(0, 9999), metavar="N", help="Which GPU.  [default: the first one; the CPU without any]"
 )
 @click.option("--cpu", is_flag=True, help="Test the CPU's kernels, also where there is a GPU.")
 @click.option(
@@ -253,6 +193,7 @@ class _Convert:
 )
 @click.option("--python", metavar="PATH", help="Interpreter there, 3.11 or newer.  [default: python3]")
 @click.option("--keep", is_flag=True, help="Leave the environment there, and say where.")
+@click.option("--report", type=click.Path(path_type=Path), hidden=True, help="Run here, and write the JSON there, too.")
 def smoke(
     suite: str,
     gpu: int | None,
@@ -267,10 +208,12 @@ def smoke(
     wheel: Path | None,
     python: str | None,
     keep: bool,
+    report: Path | None,
 ) -> None:
     """Test kvbm on this machine, or with --ssh on another: a suite of NVFP4 products, and copies between layouts.
 
-    Prints each test with its sizes, whether it is right, and its time. The exit code is 1 if one is wrong.
+    Prints each test with its sizes, whether it is right, and its time. The exit code is 1 if one is wrong, or if a kernel
+    of yours ends its process.
 
     With --ssh a wheel of this kvbm is carried there and put into an environment of its own, with the packages that the
     interpreter there does not have (torch among them); afterwards all of it is removed. The machine's key must be in
@@ -288,33 +231,52 @@ def smoke(
         }
         if alone := [name for name, value in given.items() if value]:
             raise click.UsageError(f"{', '.join(alone)}: expected together with --ssh")
-        device = "cpu" if cpu else _device(gpu)
-        report = run(
-            suite,
-            device=device,
-            kernel=load_kernel(kernel),
-            num_runs=runs,
-            limit_s=limit,
-            step=None if as_json else _print,
-        )
+        if kernel is not None and report is None:
+            options = ["--suite", suite, "--runs", str(runs), "--limit", str(limit), "--kernel", kernel]
+            options += ["--cpu"] * cpu + ["--json"] * as_json + (["--gpu", str(gpu)] if gpu is not None else [])
+            sys.exit(_apart(kernel, options))
+        try:
+            device, function = "cpu" if cpu else _device(gpu), load_kernel(kernel)
+            step = None if as_json else _print
+            done = run(suite, device=device, kernel=function, num_runs=runs, limit_s=limit, step=step)
+        except KvbmError:
+            if report is not None:
+                report.touch()  # it ends with an error, which is told
+            raise
     else:
         from . import remote
 
-        options = remote.Options(
+        asked = remote.Options(
             target=target, key=ssh_key, known_hosts=known_hosts, wheel=wheel, python=python or "python3", gpu=gpu,
             cpu=cpu, kernel=kernel, keep=keep, arguments=("--suite", suite, "--runs", str(runs), "--limit", str(limit)),
         )  # fmt: skip
-        report = remote.run(options, note=lambda line: click.echo(line, err=True))
-        for result in () if as_json else report.tests:
+        done = remote.run(asked, note=lambda line: click.echo(line, err=True))
+        for result in () if as_json else done.tests:
             _print(result)
     if as_json:
-        click.echo(report.to_json())
+        click.echo(done.to_json())
     else:
-        where = f"{report.machine} ({report.device}{' of ' + report.host if report.host else ''})"
-        click.echo(
-            f"{report.correct} of {len(report.tests)} correct in {report.seconds:.1f} s, on {where}, kvbm {report.kvbm}"
-        )
-    sys.exit(0 if report.correct == len(report.tests) else 1)
+        where = f"{done.machine} ({done.device}{' of ' + done.host if done.host else ''})"
+        click.echo(f"{done.correct} of {len(done.tests)} correct in {done.seconds:.1f} s, on {where}, kvbm {done.kvbm}")
+    if report is not None:
+        report.write_text(done.to_json(), encoding="utf-8")
+    sys.exit(0 if done.correct == len(done.tests) else 1)
+
+
+def _apart(kernel: str, options: Sequence[str]) -> int:
+    """Run the same in a process of its own, and return the exit code: a kernel may end the process that it is in."""
+    with tempfile.TemporaryDirectory(prefix="kvbm-smoke-") as folder:
+        file = Path(folder, "report.json")
+        command = [sys.executable, "-P", "-m", __spec__.name, *options, "--report", str(file)]
+        code = subprocess.call(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        if file.exists():
+            if not (text := file.read_text(encoding="utf-8")):
+                return code
+            report = Report.from_json(text)
+            return 0 if report.correct == len(report.tests) else 1
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    print_error(KvbmError(f"--kernel {kernel}: the process ended {how} before the last test"))
+    return 1
 
 
 def _print(result: Result) -> None:
@@ -354,17 +316,21 @@ def load_kernel(text: str | None) -> Callable[[Any], Any] | None:
     """
     if text is None:
         return None
+    from .limits import said
+
     module, _, name = text.rpartition(":")
     if not module or not name:
         raise SpecError(f"--kernel {text}: expected MODULE:FUNCTION or FILE.py:FUNCTION")
     try:
-        found = getattr(_file(Path(module)) if module.endswith(".py") else importlib.import_module(module), name)
+        kernel = getattr(_file(Path(module)) if module.endswith(".py") else importlib.import_module(module), name)
     except (AttributeError, ImportError, OSError) as error:
         raise SpecError(f"--kernel {text}: {error}") from error
-    if not callable(found):
-        raise SpecError(f"--kernel {text}: expected a function, got a {type(found).__name__}")
-    kernel: Callable[[Any], Any] = found
-    return kernel
+    except (Exception, SystemExit) as error:
+        raise SpecError(f"--kernel {text}: it cannot be loaded: {said(error, __file__)}") from error
+    if not callable(kernel):
+        raise SpecError(f"--kernel {text}: expected a function, got a {type(kernel).__name__}")
+    function: Callable[[Any], Any] = kernel
+    return function
 
 
 def _file(path: Path) -> Any:
@@ -377,4 +343,4 @@ def _file(path: Path) -> Any:
 
 
 if __name__ == "__main__":
-    importlib.import_module("kvbm.cli").main(["smoke", *sys.argv[1:]], prog_name="kvbm")
+    Group(commands=[smoke]).main(["smoke", *sys.argv[1:]], prog_name="kvbm")

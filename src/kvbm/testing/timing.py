@@ -152,7 +152,7 @@ def benchmark_kernel(
     for what, value, least in given:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{what}: expected an integer from {least} on, got {value!r}")
-    from ..bench.measure import cache_bytes, machine
+    from ..machine import cache_bytes, machine
 
     device = device_index(test_input)
     place = f"cuda:{device}" if device >= 0 else "cpu"
@@ -166,8 +166,9 @@ def benchmark_kernel(
         measure = _on_gpu if device >= 0 else _on_cpu
         loop = _Loop(kernel_fn, sets, num_warmup, num_runs, TIMES_CACHE * cache, device)
         runs, result = limits.run(lambda deadline: measure(loop, deadline), limit_s)
-        if (nan := find_nan(result)) is not None:
-            error = f"the kernel returned {nan}"
+        with limits.Blamed("looking at what the kernel returned raised"):
+            nan = find_nan(result)
+        error = f"the kernel returned {nan}" if nan is not None else None
     except limits.KernelFailure as failure:
         error = str(failure)
     good = runs if error is None else []
@@ -204,7 +205,8 @@ class _Loop(NamedTuple):
                 self.kernel(self.sets[turn % len(self.sets)])
 
     def reach(self, deadline: limits.Deadline, done: int) -> None:
-        """Note how many calls are done; end here where nobody waits for them."""
+        """Note how many calls are done; end here where nobody waits for them, and what a call has forked."""
+        limits.end_if_forked(deadline.pid)
         deadline.progress = (done, self.num_warmup + self.num_runs)
         if deadline.left <= 0:
             raise deadline.missed("its calls were not done")

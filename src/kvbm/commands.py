@@ -1,0 +1,175 @@
+"""What all commands share: how they end, their options, and the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import spec
+from .errors import BuildError, KvbmError
+from .shapes import LIMIT, shape_names
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import ProgressColumn
+
+
+class Group(click.Group):
+    """A group whose commands may raise `KvbmError`, and may be in other modules.
+
+    Parameters
+    ----------
+    lazy : mapping, optional
+        Name of a command → module, below kvbm, that has it under this name; imported when it is asked for.
+    """
+
+    def __init__(self, *args: Any, lazy: Mapping[str, str] | None = None, **rest: Any) -> None:
+        super().__init__(*args, **rest)
+        self.lazy = lazy or {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self.lazy])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self.lazy:
+            command: click.Command = getattr(importlib.import_module(self.lazy[cmd_name], __package__), cmd_name)
+            return command
+        return super().get_command(ctx, cmd_name)
+
+    def main(self, *args: Any, **rest: Any) -> Any:
+        """Run the program; a terminal that lacks a character shows a question mark."""
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="replace")
+        with _signals_as_exceptions():
+            return super().main(*args, **rest)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error of ours becomes a message and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except (KvbmError, OSError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise  # click knows what to do
+            if os.environ.get("KVBM_DEBUG", "0") not in {"", "0"}:
+                traceback.print_exc()
+            print_error(error)
+            return ctx.exit(error.exit_code if isinstance(error, KvbmError) else 1)
+
+
+@contextlib.contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program as Ctrl-C does: what it has half-written, here or elsewhere, is removed."""
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = [
+        number for number in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(number) is signal.SIG_DFL
+    ]
+
+    def end(number: int, _: object) -> None:
+        for each in ours:
+            signal.signal(each, signal.SIG_IGN)  # once is enough
+        raise SystemExit(128 + number)
+
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def print_error(error: Exception) -> None:
+    """One message on stderr; of a compiler also its command and what it said."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, KvbmError):
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
+    if isinstance(error, BuildError):
+        for extra in filter(None, (error.command, error.log)):
+            click.echo(extra, err=True)
+
+
+def terminal() -> Console:
+    """Where tables and drawings go."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+@contextlib.contextmanager
+def progress(
+    title: str, total: int | None = None, *columns: ProgressColumn, console: Console | None = None
+) -> Iterator[Callable[..., None]]:
+    """A bar where there is a terminal; yields rich's ``Progress.update`` (``advance=``, ``completed=``, ``description=``)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = console or Console(stderr=True)
+    all_columns = (TextColumn("{task.description}"), BarColumn(), *columns)
+    with Progress(*all_columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield functools.partial(bar.update, bar.add_task(title, total=total))
+
+
+def _complete_layout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
+    return [name for name in spec.layouts() if name.startswith(incomplete)]
+
+
+def _complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
+    return [name for name in shape_names() if name.startswith(incomplete)]
+
+
+def layout_argument(name: str) -> Callable[[Any], Any]:
+    """A LAYOUT, completed by the shell."""
+    return click.argument(name, shell_complete=_complete_layout)
+
+
+def layout_option(*names: str, **rest: Any) -> Callable[[Any], Any]:
+    """An option that takes a LAYOUT."""
+    return click.option(*names, metavar="LAYOUT", shell_complete=_complete_layout, **rest)
+
+
+def shape_option(*, required: bool = True) -> Callable[[Any], Any]:
+    """``--shape``."""
+    return click.option(
+        "--shape",
+        "shape_text",
+        required=required,
+        metavar="SHAPE",
+        shell_complete=_complete_shape,
+        help="A preset (llama-3.1-8b, llama-3.1-70b/tp8), a preset with changes "
+        "(llama-3.1-8b,nt=32,dtype=float8_e4m3fn), or all sizes (nl=2,no=2,nh=4,nt=16,hd=32,dtype=float16).",
+    )
+
+
+def num_blocks_option(text: str, **rest: Any) -> Callable[[Any], Any]:
+    """``--num-blocks``."""
+    return click.option("--num-blocks", type=click.IntRange(1, LIMIT), metavar="N", help=text, **rest)
+
+
+def layouts_option(text: str) -> Callable[[Any], Any]:
+    """``--layouts``, files or folders."""
+    return click.option(
+        "--layouts", "paths", multiple=True, type=click.Path(exists=True, path_type=Path), metavar="PATH", help=text
+    )
+
+
+def picture_option(suffix: str, what: str) -> Callable[[Any], Any]:
+    """``--svg`` and its kin."""
+    return click.option(
+        f"--{suffix}",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help=f"Write {what} instead; FILE ends in .{suffix}. Needs matplotlib: pip install 'kvbm-layouts[show]'.",
+    )

@@ -1,0 +1,75 @@
+"""The machine that something is measured on: its name, its caches; and how the driver is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from . import tuning
+from .errors import CudaError
+
+__all__ = ["cache_bytes", "cuda", "device_of", "machine"]
+
+
+def cuda(result: tuple[Any, ...], what: str) -> Any:
+    """What a call of cuda.bindings returned besides its status.
+
+    Parameters
+    ----------
+    result : tuple
+        Status, and what else it returned.
+    what : str
+        What was tried, for the error.
+
+    Returns
+    -------
+    object
+        None, the one result, or a tuple of several.
+
+    Raises
+    ------
+    CudaError
+        The status is not success.
+    """
+    status, *rest = result
+    if int(status):
+        raise CudaError(f"{what}: {status.name}", code=int(status), name=status.name)
+    return rest[0] if len(rest) == 1 else tuple(rest) if rest else None
+
+
+def device_of(place: str) -> int:
+    """Ordinal of ``"cuda:N"``; -1 for ``"cpu"`` and ``"pinned"``."""
+    kind, _, index = place.partition(":")
+    return int(index or 0) if kind == "cuda" else -1
+
+
+def machine(place: str) -> tuple[str, str]:
+    """Name of the GPU and version of its driver; name and cores of the processor, and an empty text."""
+    device = device_of(place)
+    if device >= 0:
+        return tuning.machine(device)
+    model = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    return f"{model} {len(os.sched_getaffinity(0))} cores", ""
+
+
+def cache_bytes(place: str) -> int:
+    """The largest cache: a GPU's L2, or a processor's last level (32 MiB where nobody says)."""
+    device = device_of(place)
+    if device >= 0:
+        from cuda.bindings import driver
+
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
+        cuda(driver.cuInit(0), "starting the driver")
+        return int(cuda(driver.cuDeviceGetAttribute(attribute, device), f"asking for the L2 cache of {place}"))
+    sizes = [32 << 20]
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text(encoding="ascii").strip()
+        sizes.append(int(text.rstrip("KMG")) * units.get(text[-1:], 1))
+    return max(sizes)
