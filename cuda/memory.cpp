@@ -132,7 +132,9 @@ int kvbm_find_ungranted(int device, const uint64_t* spans, uint64_t count, uint6
         for (; at < std::min(behind, last); at = (at | (kMappingBytes - 1)) + 1) {
           unsigned long long access = 0;
           const int status = driver.MemGetAccess(&access, &location, at);
-          if (status != KVBM_OK && !is_mapping) break;
+          const bool is_unknown = status == kInvalidValue || status == kNotSupported;
+          if (status != KVBM_OK && !is_unknown) return check("cuMemGetAccess", status);
+          if (is_unknown && !is_mapping) break;
           is_mapping = true;
           if (status == KVBM_OK && access == kAccessReadWrite) continue;
           *how = KVBM_UNGRANTED_MAPPING;
