@@ -24,7 +24,7 @@ def fake(folder: Path, release: str = "13.0", fails: bool = False) -> Path:
         f'echo "$@" >> "{folder}/calls"\n'
         'all="$*"\n'
         'while [ "$1" != -o ]; do shift; done\n'
-        'size=$((${#all} + 1))\n'
+        "size=$((${#all} + 1))\n"
         'printf "\\120\\355\\125\\272\\1\\0\\20\\0\\\\$(printf %03o $((size & 255)))\\\\$(printf %03o $((size >> 8)))" > "$2"\n'
         'printf "\\0\\0\\0\\0\\0\\0" >> "$2"\n'
         'echo "$all" >> "$2"\n' + ("echo 'error: no such thing'; exit 3\n" if fails else "")

@@ -933,9 +933,9 @@ for hole in range(6):
     assert found((base, first)) is None or hole == 0
     assert found((last, base + 6 * PAGE)) is None
     assert found((base, first + 1))[0] == 0 and found((last - 1, base + 6 * PAGE))[0] == 0
-    if hole: assert found((base, first), (first - 8, first), (first - 8, first + 8)) == (2, "memory mapped by the virtual memory API")
+    spans = (base, first), (first - 8, first), (first - 8, first + 8)
+    if hole: assert found(*spans) == (2, "memory mapped by the virtual memory API")
     name(base + hole * PAGE, base + (hole + 1) * PAGE, MAPPING, 1, 0b11)
-# A reservation of which only a part is mapped: its range is the driver's answer for each of its addresses.
 assert _core.find_ungranted(1, np.array([whole], np.uint64)) is None
 """,
             FAKE_DEVICES="2",
@@ -1130,6 +1130,47 @@ check(s, d, range(6), range(6))
 
 class TestRest:
     pytestmark = on_the_fake_driver
+
+    @pytest.mark.parametrize("kind", ["cuda.core 0.4", "cuda.core 1", "CUevent", "cudaEvent_t"])
+    def test_wait_for_an_event(self, library: Path, kind: str) -> None:  # noqa: F811
+        """cuda.core's of any release, and cuda.bindings' handles, which are no streams."""
+        out = run(
+            library,
+            f"""
+from cuda.bindings import driver as bindings, runtime
+driver.cuCtxPushCurrent_v2(ctypes.c_void_p(1))
+made = ctypes.c_void_p()
+driver.cuEventCreate(ctypes.byref(made), 2)
+driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+class Event:  # what both releases have, and a name of each
+    def __init__(self, handle): self.handle, self.is_done = handle, False
+if {kind!r} == "cuda.core 1": Event.is_timing_enabled = False
+if {kind!r} == "cuda.core 0.4": Event.is_timing_disabled = True
+Event.__module__ = "cuda.core.experimental._event"
+event = {{"CUevent": bindings.CUevent, "cudaEvent_t": runtime.cudaEvent_t}}.get({kind!r}, lambda h: Event(bindings.CUevent(h)))
+defer(1)
+def chain(start, waits):
+    s, m, d = End("nhd", 6, 0), End("universal", 6, 0, dst=True), End("vllm/LBHNC", 6, 0, dst=True)
+    pump(); seed(start)
+    transfer(s, m, "direct").copy(range(6), range(6), stream=5)
+    driver.cuEventRecord(made, ctypes.c_void_p(5))
+    transfer(m, d, "direct").copy(range(6), range(6), stream=7, wait=event(made.value) if waits else None)
+    pump()
+    m.before = moved(s, m, range(6), range(6))
+    return right(m, d, range(6), range(6))
+print(all(chain(start, True) for start in range(1, 20)), all(chain(start, False) for start in range(1, 20)))
+s, d = ends("d2d", "nhd", "universal", 6, 6)
+for wrong in ([event(0)], event(0)):
+    try: kvbm.Transfer(s.pool, d.pool).copy([0], [0], stream=5, wait=wrong)
+    except kvbm.BindError as error: assert "not been recorded" in str(error), error
+    else: raise AssertionError
+for stream in (bindings.CUevent(made.value), runtime.cudaEvent_t(made.value)):
+    try: kvbm.Transfer(s.pool, d.pool).copy([0], [0], stream=stream)
+    except TypeError as error: assert "stream: expected" in str(error), error
+    else: raise AssertionError
+""",
+        )
+        assert out.split() == ["True", "False"]
 
     def test_wait_is_refused_for_what_is_neither(self, library: Path) -> None:  # noqa: F811
         run(

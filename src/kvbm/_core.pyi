@@ -144,7 +144,13 @@ def check_pairs(src: _UInt64s, dst: _UInt64s, sizes: _UInt64s | int) -> None: ..
 def find_device(addresses: _UInt64s, what: str) -> tuple[int, int]: ...
 def copy_pairs(src: _UInt64s, dst: _UInt64s, size: int, device: int, stream: int) -> None: ...
 def memcpy_batch(
-    dst: _UInt64s, src: _UInt64s, sizes: _UInt64s | int, mode: int, device: int, stream: int, merge: bool = False,
+    dst: _UInt64s,
+    src: _UInt64s,
+    sizes: _UInt64s | int,
+    mode: int,
+    device: int,
+    stream: int,
+    merge: bool = False,
     by_peer: bool = False,
 ) -> int: ...
 def alloc_device(device: int, nbytes: int) -> int: ...

@@ -334,7 +334,7 @@ class _Mover:
         self.ring: _core.Ring | None = None
         self.routes: dict[Any, _Route] = {}
         self.closed = False
-        self.by_peer = False  # the far GPU has memory that is not granted: the copy engine has one call that is right for it
+        self.by_peer = False  # whether the copy engine has to cross by the one call that needs no grant
         self.unreached = "" if self.on_host else self._unreached(src, dst)
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Kernels read both tables where they run.
@@ -563,7 +563,7 @@ class _Mover:
         budget = f" on at most {self.max_sms} multiprocessors" if self.max_sms else ""
         said, made = [f"direct is left out: {self.unreached}."] if self.unreached else [], found.plan
         if self.by_peer:
-            said.append("the copy engine takes one range a call (cuMemcpyPeerAsync), as memory without a grant needs it.")
+            said.append("the copy engine takes one range a call (cuMemcpyPeerAsync): memory without a grant needs it.")
         launches = []
         if found.copies:
             many = f"{len(found.copies)} launches" if len(found.copies) > 1 else "one launch"

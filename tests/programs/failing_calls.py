@@ -50,7 +50,9 @@ class End:
 S = {device: End("vllm/LBHNC", device) for device in (0, 1)}
 D = {device: End("vllm/flash_attn_nhd", device, dst=True) for device in (0, 1)}
 for end in (S[0], D[0]):  # whose ends the driver tells: each is asked about once
-    driver.fake_memory(*(ctypes.c_ulonglong(end.buffer.ctypes.data + offset) for offset in (0, end.buffer.nbytes)), 1, 0, 3)
+    driver.fake_memory(
+        *(ctypes.c_ulonglong(end.buffer.ctypes.data + offset) for offset in (0, end.buffer.nbytes)), 1, 0, 3
+    )
 driver.fake_memory(
     *(ctypes.c_ulonglong(D[1].buffer.ctypes.data + offset) for offset in (0, D[1].buffer.nbytes)), 2, 1, 0b10
 )
@@ -95,7 +97,9 @@ def right(copy: str, dst: int) -> bool:
 
 
 WANTED = {
-    (dst, many): oracle.expected_bytes(S[0].arena, D[dst].arena, S[0].before, D[dst].before, *[MANY if many else FEW] * 2)
+    (dst, many): oracle.expected_bytes(
+        S[0].arena, D[dst].arena, S[0].before, D[dst].before, *[MANY if many else FEW] * 2
+    )
     for dst in (0, 1)
     for many in (False, True)
 }
@@ -108,7 +112,6 @@ def attempt(copy: str, number: int) -> None:
     try:
         call()
     except (kvbm.CudaError, kvbm.BindError, MemoryError) as error:
-        assert failed.value, f"{copy}: {error}"
         raised = str(error)
     else:
         raised = ""
@@ -119,7 +122,9 @@ def attempt(copy: str, number: int) -> None:
         assert right(copy, dst), f"{copy}, {failed.value!r}: wrong bytes"
     gc.collect()
     assert ctypes.c_long.in_dll(driver, "pushes").value == ctypes.c_long.in_dll(driver, "pops").value, failed.value
-    assert ctypes.c_long.in_dll(driver, "illegal").value == 0, f"{failed.value!r}, {raised}: memory without a grant is touched"
+    assert ctypes.c_long.in_dll(driver, "illegal").value == 0, (
+        f"{failed.value!r}, {raised}: memory without a grant is touched"
+    )
     said = (failed.value or b"").decode()
     # A call whose answer is only advice may fail without a word.
     assert bool(raised) == bool(said) or said in ADVICE, f"{copy}: {said} failed without an exception"
@@ -154,6 +159,7 @@ for copy in COPIES:
             break
         met.add(name)
         for kind, now, was in zip(KINDS, left, clean, strict=True):
-            assert now <= was, f"{copy}: after {name} (call {number}) failed: {now} {kind}, without: {was}"
+            lost = name == "cuEventRecord" and kind != "modules"  # one slot: a copy may still read it
+            assert now <= was + lost, f"{copy}: after {name} (call {number}) failed: {now} {kind}, without: {was}"
         number += 1
 print(*sorted(met))
