@@ -32,8 +32,8 @@ enum : int {
   kCaptureUnsupported = 900,
 };
 
-enum : int { kMultiprocessors = 16, kMajor = 75, kMinor = 76 };                     // CUdevice_attribute
-enum : int {  // CUpointer_attribute
+enum : int { kMultiprocessors = 16, kMajor = 75, kMinor = 76 };  // CUdevice_attribute
+enum : int {                                                     // CUpointer_attribute
   kPointerMemoryType = 2,
   kPointerIsManaged = 8,
   kPointerOrdinal = 9,
@@ -42,11 +42,11 @@ enum : int {  // CUpointer_attribute
   kPointerRangeSize = 12,
   kPointerPool = 17,
 };
-enum : unsigned { kMemoryHost = 1 };                                                // CUmemorytype
-enum : int { kMaxDynamicShared = 8 };                                               // CUfunction_attribute
+enum : unsigned { kMemoryHost = 1 };   // CUmemorytype
+enum : int { kMaxDynamicShared = 8 };  // CUfunction_attribute
 enum : unsigned { kHostPortable = 1, kHostMapped = 2, kStreamNonBlocking = 1, kEventNoTiming = 2 };
-enum : int { kCaptureRelaxed = 2 };  // CUstreamCaptureMode
-enum : int { kLocationDevice = 1 };  // CUmemLocationType
+enum : int { kCaptureRelaxed = 2 };   // CUstreamCaptureMode
+enum : int { kLocationDevice = 1 };   // CUmemLocationType
 enum : int { kAccessReadWrite = 3 };  // CUmemAccess_flags
 
 struct Location {

@@ -55,8 +55,8 @@ class Submission {
   int rows(Address dst, Address src, uint64_t width, uint64_t count, uint64_t dst_pitch, uint64_t src_pitch) {
     const uint64_t steps = count - 1;
     const bool is_cut = before_cut(dst, src, steps * dst_pitch + width) || before_cut(dst, src, steps * src_pitch + width);
-    if (is_cut || mode_ == kByPeer || count * width < kRowsWorthACall || dst_pitch > kLargestPitch || src_pitch > kLargestPitch ||
-        dst_pitch < width || src_pitch < width) {
+    if (is_cut || mode_ == kByPeer || count * width < kRowsWorthACall || dst_pitch > kLargestPitch ||
+        src_pitch > kLargestPitch || dst_pitch < width || src_pitch < width) {
       for (uint64_t i = 0; i < count; ++i) RETURN_IF_FAILED(range(dst + i * dst_pitch, src + i * src_pitch, width));
       return KVBM_OK;
     }

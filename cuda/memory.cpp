@@ -111,7 +111,7 @@ int kvbm_find_ungranted(int device, const uint64_t* spans, uint64_t count, uint6
       Address first = 0;
       size_t bytes = 0;
       Handle pool = nullptr;
-      int attributes[] = {kPointerMemoryType, kPointerIsManaged,  kPointerOrdinal, kPointerIsLegacy,
+      int attributes[] = {kPointerMemoryType, kPointerIsManaged, kPointerOrdinal, kPointerIsLegacy,
                           kPointerRangeStart, kPointerRangeSize, kPointerPool};
       void* values[] = {&type, &managed, &ordinal, &legacy, &first, &bytes, &pool};
       RETURN_IF_FAILED(CU(PointerGetAttributes, 7, attributes, values, at));
