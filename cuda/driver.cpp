@@ -99,7 +99,8 @@ int open_slowly(Device* device, int ordinal) {
   if (!device->context) RETURN_IF_FAILED(CU(DevicePrimaryCtxRetain, &device->context, device->handle));
   Current current;
   RETURN_IF_FAILED(current.enter(device->context));
-  if (!device->private_stream) RETURN_IF_FAILED(CU(StreamCreate, &device->private_stream, kStreamNonBlocking));
+  for (Stream* stream : {&device->private_stream, &device->side_stream})
+    if (!*stream) RETURN_IF_FAILED(CU(StreamCreate, stream, kStreamNonBlocking));
   const auto kernels = static_cast<size_t>(kvbm_num_kernels);
   if (!device->functions) device->functions = new (std::nothrow) std::atomic<Handle>[kernels + KVBM_MAX_RUNTIME]();
   if (!device->modules) device->modules = new (std::nothrow) Handle[static_cast<size_t>(kvbm_num_images) + 1]();
@@ -135,6 +136,17 @@ void give_event(Device* device, int timed, Handle event) {
   }
 }
 
+int order_streams(Device* device, Stream from, Stream to) {
+  Handle event = nullptr;
+  RETURN_IF_FAILED(take_event(device, 0, &event));
+  Current current;
+  int status = current.enter(device->context);
+  if (status == KVBM_OK) status = CU(EventRecord, event, from);
+  if (status == KVBM_OK) status = CU(StreamWaitEvent, to, event, 0);
+  give_event(device, 0, event);
+  return status;
+}
+
 // ---- graphs --------------------------------------------------------------------------------------------------------
 
 int capturing_graph(Stream stream, Handle* graph) {
@@ -143,7 +155,7 @@ int capturing_graph(Stream stream, Handle* graph) {
   uint64_t id = 0;
   *graph = nullptr;
   // The legacy stream is never captured, and asking about it while another stream is breaks that capture.
-  if (is_legacy(reinterpret_cast<uint64_t>(stream))) return KVBM_OK;
+  if (is_legacy(stream)) return KVBM_OK;
   RETURN_IF_FAILED(CU(StreamGetCaptureInfo, stream, &state, &id, graph, nullptr, nullptr));
   if (state != kActive) *graph = nullptr;
   return KVBM_OK;
@@ -177,6 +189,10 @@ constexpr Status kStatuses[] = {
     {KVBM_NO_FUNCTION, "KVBM_NO_FUNCTION",
      "The NVIDIA driver lacks cuMemcpyBatchAsync. Update the driver to one of CUDA 12.8 or later, or use the backend "
      "'async' or 'auto'."},
+    {KVBM_NOT_GRANTED, "KVBM_NOT_GRANTED",
+     "Some memory lies on another GPU, comes from the virtual memory API or from a stream-ordered pool, and is not granted "
+     "to this GPU. Grant it (torch does so at its first own copy between the two GPUs), or copy on the GPU that it lies on; "
+     "between GPUs one by one (mode=FALLBACK_ONLY)."},
     {KVBM_NO_MEMORY, "KVBM_NO_MEMORY", "Host memory is exhausted."},
     {KVBM_FORKED, "KVBM_FORKED",
      "CUDA was used in this process before it forked, and CUDA does not survive fork(). Start the child with the "
@@ -185,9 +201,6 @@ constexpr Status kStatuses[] = {
      "too many kernels were compiled at run time in this process: build them in (kvbm codegen --layouts DIR, then "
      "KVBM_LAYOUTS=DIR "
      "pip install .)"},
-    {KVBM_LEGACY_STREAM, "KVBM_LEGACY_STREAM",
-     "cuMemcpyBatchAsync does not run on the legacy default stream. Pass a stream of your own, or use the backend "
-     "'async' or 'auto'."},
     {1, "CUDA_ERROR_INVALID_VALUE", "An argument is invalid: an address, a size or a stream."},
     {2, "CUDA_ERROR_OUT_OF_MEMORY", "The GPU's memory (or the host's pinned memory) is exhausted. Free some, or copy less."},
     {3, "CUDA_ERROR_NOT_INITIALIZED",

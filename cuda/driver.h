@@ -32,12 +32,22 @@ enum : int {
   kCaptureUnsupported = 900,
 };
 
-enum : int { kMultiprocessors = 16, kMajor = 75, kMinor = 76 };                     // CUdevice_attribute
-enum : int { kPointerMemoryType = 2, kPointerIsManaged = 8, kPointerOrdinal = 9 };  // CUpointer_attribute
-enum : unsigned { kMemoryHost = 1 };                                                // CUmemorytype
-enum : int { kMaxDynamicShared = 8 };                                               // CUfunction_attribute
+enum : int { kMultiprocessors = 16, kMajor = 75, kMinor = 76 };  // CUdevice_attribute
+enum : int {                                                     // CUpointer_attribute
+  kPointerMemoryType = 2,
+  kPointerIsManaged = 8,
+  kPointerOrdinal = 9,
+  kPointerIsLegacy = 10,  // IS_LEGACY_CUDA_IPC_CAPABLE: cuMemAlloc's
+  kPointerRangeStart = 11,
+  kPointerRangeSize = 12,
+  kPointerPool = 17,
+};
+enum : unsigned { kMemoryHost = 1 };   // CUmemorytype
+enum : int { kMaxDynamicShared = 8 };  // CUfunction_attribute
 enum : unsigned { kHostPortable = 1, kHostMapped = 2, kStreamNonBlocking = 1, kEventNoTiming = 2 };
-enum : int { kCaptureRelaxed = 2 };  // CUstreamCaptureMode
+enum : int { kCaptureRelaxed = 2 };   // CUstreamCaptureMode
+enum : int { kLocationDevice = 1 };   // CUmemLocationType
+enum : int { kAccessReadWrite = 3 };  // CUmemAccess_flags
 
 struct Location {
   int type, id;
@@ -84,6 +94,7 @@ using BatchV2 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, si
   X(CtxPushCurrent, "_v2", true, (Handle))                                                                  \
   X(CtxPopCurrent, "_v2", true, (Handle*))                                                                  \
   X(ModuleLoadData, "", true, (Handle*, const void*))                                                       \
+  X(ModuleUnload, "", true, (Handle))                                                                       \
   X(ModuleGetFunction, "", true, (Handle*, Handle, const char*))                                            \
   X(FuncLoad, "", false, (Handle))                                                                          \
   X(FuncSetAttribute, "", true, (Handle, int, int))                                                         \
@@ -95,7 +106,10 @@ using BatchV2 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, si
   X(MemFreeHost, "", true, (void*))                                                                         \
   X(MemcpyHtoDAsync, "_v2", true, (Address, const void*, size_t, Stream))                                   \
   X(MemcpyAsync, "", true, (Address, Address, size_t, Stream))                                              \
+  X(MemcpyPeerAsync, "", true, (Address, Handle, Address, Handle, size_t, Stream))                          \
   X(PointerGetAttributes, "", true, (unsigned, int*, void**, Address))                                      \
+  X(MemGetAccess, "", true, (unsigned long long*, const Location*, Address))                                \
+  X(MemPoolGetAccess, "", true, (int*, Handle, const Location*))                                            \
   X(StreamCreate, "", true, (Stream*, unsigned))                                                            \
   X(StreamDestroy, "_v2", true, (Stream))                                                                   \
   X(StreamSynchronize, "", true, (Stream))                                                                  \
@@ -154,6 +168,7 @@ struct Device {
   int handle = 0, sms = 0;
   Handle context = nullptr;
   Stream private_stream = nullptr;  // for uploads that must not wait behind the caller's work
+  Stream side_stream = nullptr;     // in place of a caller's stream that cannot do it; tied to that by events, never captured
   Handle* modules = nullptr;        // one an image; null until loaded
   bool images_loaded = false;
   std::atomic<Handle>* functions = nullptr;  // one a kernel; read without a lock
@@ -251,6 +266,10 @@ int give_to_graph(Handle graph, void* object, void (*release)(void*));
 int take_event(Device* device, int timed, Handle* event);
 void give_event(Device* device, int timed, Handle event);
 
-inline bool is_legacy(uint64_t stream) { return stream <= 1; }  // the null stream and CU_STREAM_LEGACY
+// driver.cpp: what comes on `to` from now on waits for what is on `from`, a stream of this device; its context is made current.
+int order_streams(Device* device, Stream from, Stream to);
+
+// The null stream and CU_STREAM_LEGACY.
+inline bool is_legacy(Stream stream) { return reinterpret_cast<uint64_t>(stream) <= 1; }
 
 }  // namespace kvbm_driver

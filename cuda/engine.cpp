@@ -22,12 +22,25 @@ enum : uint64_t { kRowsWorthACall = 512 << 10 };
 
 bool can_batch() { return driver.MemcpyBatchAsyncV2 || driver.MemcpyBatchAsyncV1; }
 
-// Ranges on their way to the driver: neighbours are merged, and as many as may be go in one call.
+// The context of the GPU that an address lies on, or null: host memory.
+int context_of(Address address, Handle* context) {
+  *context = nullptr;
+  int ordinal = -1;
+  RETURN_IF_FAILED(kvbm_pointer_device(address, &ordinal));
+  if (ordinal < 0) return KVBM_OK;
+  Current current;
+  Device* device = nullptr;
+  RETURN_IF_FAILED(open(ordinal, &device, &current));
+  *context = device->context;
+  return KVBM_OK;
+}
+
+// Ranges on their way to the driver: neighbours are merged, and as many as may be go in one call.  After the last of them `join`.
 class Submission {
  public:
-  enum Mode { kOneByOne, kBatched };
-  Submission(Stream stream, Mode mode, bool merges, const uint64_t* cuts = nullptr, uint32_t num_cuts = 0)
-      : stream_(stream), mode_(mode), merges_(merges), cuts_(cuts), num_cuts_(num_cuts) {}
+  enum Mode { kOneByOne, kBatched, kByPeer };
+  Submission(Device* device, Stream stream, Mode mode, bool merges, const uint64_t* cuts = nullptr, uint32_t num_cuts = 0)
+      : device_(device), callers_(stream), stream_(stream), mode_(mode), merges_(merges), cuts_(cuts), num_cuts_(num_cuts) {}
 
   int range(Address dst, Address src, uint64_t bytes) {
     while (uint64_t first = before_cut(dst, src, bytes)) {
@@ -42,8 +55,8 @@ class Submission {
   int rows(Address dst, Address src, uint64_t width, uint64_t count, uint64_t dst_pitch, uint64_t src_pitch) {
     const uint64_t steps = count - 1;
     const bool is_cut = before_cut(dst, src, steps * dst_pitch + width) || before_cut(dst, src, steps * src_pitch + width);
-    if (is_cut || count * width < kRowsWorthACall || dst_pitch > kLargestPitch || src_pitch > kLargestPitch ||
-        dst_pitch < width || src_pitch < width) {
+    if (is_cut || mode_ == kByPeer || count * width < kRowsWorthACall || dst_pitch > kLargestPitch ||
+        src_pitch > kLargestPitch || dst_pitch < width || src_pitch < width) {
       for (uint64_t i = 0; i < count; ++i) RETURN_IF_FAILED(range(dst + i * dst_pitch, src + i * src_pitch, width));
       return KVBM_OK;
     }
@@ -63,12 +76,13 @@ class Submission {
     const size_t n = count_;
     count_ = 0;
     if (n == 0) return KVBM_OK;
-    if (mode_ == kOneByOne || n == 1) {
-      for (size_t i = 0; i < n; ++i) {
-        ++submissions;
-        RETURN_IF_FAILED(CU(MemcpyAsync, lists_.dst[i], lists_.src[i], lists_.bytes[i], stream_));
-      }
+    if (mode_ != kBatched || n == 1) {
+      for (size_t i = 0; i < n; ++i) RETURN_IF_FAILED(one(lists_.dst[i], lists_.src[i], lists_.bytes[i]));
       return KVBM_OK;
+    }
+    if (is_legacy(stream_)) {  // which the batched call refuses
+      RETURN_IF_FAILED(order_streams(device_, callers_, device_->side_stream));
+      stream_ = device_->side_stream;
     }
     CopyAttributes attributes = {1, {0, 0}, {0, 0}, 0};
     size_t attributes_from = 0, failed = 0;  // one entry an attribute, not one a copy
@@ -79,6 +93,13 @@ class Submission {
             : driver.MemcpyBatchAsyncV1(lists_.dst, lists_.src, lists_.bytes, n, &attributes, &attributes_from, 1, &failed,
                                         stream_);
     return check("cuMemcpyBatchAsync", status);
+  }
+
+  // The caller's stream goes on after the copies, also after those before a failure.
+  int join(int status) {
+    if (stream_ == callers_) return status;
+    const int joined = order_streams(device_, stream_, callers_);
+    return status == KVBM_OK ? joined : status;
   }
 
   uint64_t submissions = 0;
@@ -95,6 +116,18 @@ class Submission {
       if (cut != cuts_ + num_cuts_ && *cut < start + bytes && (first == 0 || *cut - start < first)) first = *cut - start;
     }
     return first;
+  }
+
+  int one(Address dst, Address src, uint64_t bytes) {
+    ++submissions;
+    Handle to = nullptr, from = nullptr;
+    if (mode_ == kByPeer) {
+      RETURN_IF_FAILED(context_of(dst, &to));
+      RETURN_IF_FAILED(context_of(src, &from));
+      if (to && from) return CU(MemcpyPeerAsync, dst, to, src, from, bytes, stream_);
+      if ((to ? to : from) != device_->context) return check("cuMemcpyAsync", KVBM_NOT_GRANTED);
+    }
+    return CU(MemcpyAsync, dst, src, bytes, stream_);
   }
 
   int whole(Address dst, Address src, uint64_t bytes) {
@@ -124,7 +157,8 @@ class Submission {
     size_t bytes[kCopiesASubmission];
   };
   static thread_local Lists lists_;  // the driver takes no const arrays; between two calls of a thread nothing is in them
-  Stream stream_;
+  Device* device_;
+  Stream callers_, stream_;  // given, and what takes the copies
   Mode mode_;
   bool merges_;
   const uint64_t* cuts_;
@@ -134,10 +168,10 @@ class Submission {
 
 thread_local Submission::Lists Submission::lists_;
 
-// The batched call is refused on the legacy stream, and by a capture.
-int mode_for(Stream stream, Submission::Mode* mode) {
-  *mode = Submission::kOneByOne;
-  if (!can_batch() || is_legacy(reinterpret_cast<uint64_t>(stream))) return KVBM_OK;
+// The batched call is refused by a capture.
+int mode_for(Stream stream, bool by_peer, Submission::Mode* mode) {
+  *mode = by_peer ? Submission::kByPeer : Submission::kOneByOne;
+  if (by_peer || !can_batch()) return KVBM_OK;
   Handle graph = nullptr;
   RETURN_IF_FAILED(capturing_graph(stream, &graph));
   if (!graph) *mode = Submission::kBatched;
@@ -330,8 +364,13 @@ int take_captured_ring(Device* device, Handle graph, uint64_t slot_bytes, uint32
     RelaxedCapture relaxed;
     RETURN_IF_FAILED(make_ring(device, slot_bytes, slots, &ring));
     ring->captured = true;
-    std::lock_guard<std::mutex> lock(captured_mutex);
-    captured_rings.push_back(ring);
+    try {
+      std::lock_guard<std::mutex> lock(captured_mutex);
+      captured_rings.push_back(ring);
+    } catch (...) {
+      destroy_ring(ring);
+      return check("malloc", KVBM_NO_MEMORY);
+    }
   }
   // What was recorded outside this graph, or in an earlier one, says nothing here.
   for (kvbm_ring::Slot& slot : ring->slots) slot.used = false;
@@ -514,12 +553,12 @@ class Staged {
       part.src_table = route_.src_bases;
     }
     Submission::Mode mode;
-    RETURN_IF_FAILED(mode_for(stream, &mode));
-    Submission out(stream, mode, true, route_.cuts, route_.num_cuts);
+    RETURN_IF_FAILED(mode_for(stream, route_.by_peer, &mode));
+    Submission out(ring_->device, stream, mode, true, route_.cuts, route_.num_cuts);
     int status = KVBM_OK;
     for (uint32_t i = 0; i < route_.num_moves && status == KVBM_OK; ++i) status = copy_nest(*route_.moves[i], part, &out);
     submissions += out.submissions;
-    return status;
+    return out.join(status);
   }
 
   const kvbm_route& route_;
@@ -568,28 +607,39 @@ int copy_direct(const kvbm_route& route, const kvbm_batch& batch, Device* device
   return KVBM_OK;
 }
 
-int copy_engine(const kvbm_route& route, const kvbm_batch& given, Stream stream, uint64_t* submissions) {
+int copy_engine(const kvbm_route& route, const kvbm_batch& given, Device* device, Stream stream, uint64_t* submissions) {
   kvbm_batch batch = given;
   batch.src_table = route.src_bases;
   batch.dst_table = route.dst_bases;
   Submission::Mode mode;
-  RETURN_IF_FAILED(mode_for(stream, &mode));
-  Submission out(stream, mode, true, route.cuts, route.num_cuts);
+  RETURN_IF_FAILED(mode_for(stream, route.by_peer, &mode));
+  Submission out(device, stream, mode, true, route.cuts, route.num_cuts);
   int status = KVBM_OK;
   for (uint32_t i = 0; i < route.num_runs && status == KVBM_OK; ++i) status = copy_nest(*route.runs[i], batch, &out);
   *submissions = out.submissions;
-  return status;
+  return out.join(status);
 }
 
 int copy_by(int strategy, const kvbm_route& route, const kvbm_batch& batch, Device* device, Stream stream,
             uint64_t* submissions) noexcept {
   try {
     if (strategy == KVBM_STAGED) return copy_staged(route, batch, stream, submissions);
-    if (strategy == KVBM_ENGINE) return copy_engine(route, batch, stream, submissions);
+    if (strategy == KVBM_ENGINE) return copy_engine(route, batch, device, stream, submissions);
     return copy_direct(route, batch, device, stream, submissions);
   } catch (...) {  // the lists of ids
     return check("malloc", KVBM_NO_MEMORY);
   }
+}
+
+// A stream of the route's GPU, in place of the caller's.  Under capture it is the graph's: a stream stays in a capture until that
+// ends, and other copies that came on it meanwhile would be captured instead of done.
+int stream_beside(const kvbm_route& route, Device* device, Stream callers, Stream* mine) {
+  Handle graph = nullptr;
+  RETURN_IF_FAILED(capturing_graph(callers, &graph));
+  kvbm_ring* ring = route.ring;
+  if (graph) RETURN_IF_FAILED(take_captured_ring(device, graph, 0, 0, &ring));
+  *mine = ring ? ring->kernels : device->side_stream;
+  return KVBM_OK;
 }
 
 int check_batch(const kvbm_route& route, const kvbm_batch& batch, int64_t* index) {
@@ -609,7 +659,7 @@ extern "C" {
 int kvbm_has_memcpy_batch(void) { return load() == KVBM_OK && can_batch(); }
 
 int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* sizes, uint64_t size, uint64_t count, int mode,
-                      int merge, int device, uint64_t stream, int* used) {
+                      int merge, int by_peer, int device, uint64_t stream, int* used) {
   enum { kAuto, kOneByOne, kBatched };
   *used = mode == kBatched ? kBatched : kOneByOne;
   if (mode < kAuto || mode > kBatched) return check("kvbm_memcpy_batch", kInvalidValue);
@@ -619,30 +669,32 @@ int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* 
   RETURN_IF_FAILED(open(device, &opened, &current));
   auto* handle = reinterpret_cast<Stream>(stream);
   if (mode == kBatched && !can_batch()) return check("cuMemcpyBatchAsync", KVBM_NO_FUNCTION);
-  if (mode == kBatched && is_legacy(stream)) return check("cuMemcpyBatchAsync", KVBM_LEGACY_STREAM);
-  Submission::Mode how = Submission::kOneByOne;
-  if (mode == kBatched) how = Submission::kBatched;
-  if (mode == kAuto) RETURN_IF_FAILED(mode_for(handle, &how));
+  Submission::Mode how;
+  RETURN_IF_FAILED(mode_for(handle, by_peer, &how));
+  if (mode == kBatched && how != Submission::kBatched)  // refused here: by the driver it would be the end of the capture
+    return by_peer ? check("cuMemcpyBatchAsync", KVBM_NOT_GRANTED) : check("cuMemcpyBatchAsync", kCaptureUnsupported);
+  if (mode == kOneByOne && how == Submission::kBatched) how = Submission::kOneByOne;
   *used = how == Submission::kBatched ? kBatched : kOneByOne;
   auto submit = [&](Submission* out) {
-    for (uint64_t i = 0; i < count; ++i) RETURN_IF_FAILED(out->range(dst[i], src[i], sizes ? sizes[i] : size));
-    return out->flush();
+    int failed = KVBM_OK;
+    for (uint64_t i = 0; i < count && !failed; ++i) failed = out->range(dst[i], src[i], sizes ? sizes[i] : size);
+    return out->join(failed ? failed : out->flush());
   };
-  Submission first(handle, how, merge);
+  Submission first(opened, handle, how, merge);
   int status = submit(&first);
   uint64_t submissions = first.submissions;
   if (status == kInvalidValue && merge) {
     // Neighbours may be two allocations, and the driver takes no copy across their border.  Whatever went in before the
     // refusal is only copied once more.
     merge = false;
-    Submission apart(handle, how, false);
+    Submission apart(opened, handle, how, false);
     status = submit(&apart);
     submissions = apart.submissions;
   }
   const bool refused = status == kInvalidValue || status == kNotSupported || status == kCaptureUnsupported;
-  if (mode != kAuto || how == Submission::kOneByOne || !refused || submissions > 1) return status;
+  if (mode != kAuto || how != Submission::kBatched || !refused || submissions > 1) return status;
   *used = kOneByOne;
-  Submission again(handle, Submission::kOneByOne, merge);
+  Submission again(opened, handle, Submission::kOneByOne, merge);
   return submit(&again);
 }
 
@@ -714,27 +766,19 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
 
   // A kernel runs on a stream of its own GPU: where the caller's is another's, both are tied by events.
   Stream mine = callers;
-  Handle forked = nullptr, joined = nullptr;
   int home = route->device;
   if (route->crosses) RETURN_IF_FAILED(kvbm_stream_device(stream, &home));
   const bool foreign = home >= 0 && home != route->device;
   if (foreign) {
-    mine = route->ring ? route->ring->kernels : device->private_stream;
-    RETURN_IF_FAILED(take_event(&devices[home], 0, &forked));
-    RETURN_IF_FAILED(take_event(device, 0, &joined));
-    int status = CU(EventRecord, forked, callers);
-    if (status == KVBM_OK) status = CU(StreamWaitEvent, mine, forked, 0);
-    give_event(&devices[home], 0, forked);
-    RETURN_IF_FAILED(status);
+    RETURN_IF_FAILED(stream_beside(*route, device, callers, &mine));
+    RETURN_IF_FAILED(order_streams(&devices[home], callers, mine));
   }
 
   outcome->pairs = count_pairs(*batch);
   int status = outcome->pairs ? copy_by(strategy, *route, *batch, device, mine, &outcome->submissions) : KVBM_OK;
   if (foreign) {
-    int tied = CU(EventRecord, joined, mine);
-    if (tied == KVBM_OK) tied = CU(StreamWaitEvent, callers, joined, 0);
-    give_event(device, 0, joined);
-    if (status == KVBM_OK) status = tied;
+    const int joined = order_streams(device, mine, callers);
+    if (status == KVBM_OK) status = joined;
   }
   RETURN_IF_FAILED(status);
   return done ? CU(EventRecord, reinterpret_cast<Handle>(done), callers) : KVBM_OK;

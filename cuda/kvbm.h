@@ -193,7 +193,7 @@ enum {
   KVBM_NO_FUNCTION = -4,   /* the driver lacks an optional function (cuMemcpyBatchAsync) */
   KVBM_NO_MEMORY = -5,     /* host memory */
   KVBM_FORKED = -6,        /* CUDA was used before fork() */
-  KVBM_LEGACY_STREAM = -7, /* cuMemcpyBatchAsync cannot run on the legacy default stream */
+  KVBM_NOT_GRANTED = -7,   /* another GPU's memory that is not granted, and no call that copies it */
   KVBM_TOO_MANY = -8,      /* more than KVBM_MAX_RUNTIME kernels compiled at run time */
 };
 
@@ -234,11 +234,11 @@ int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int 
 /* The same on the host, on at most `threads` threads (0: all cores), blocking. */
 int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, int threads);
 
-/* mode: 0 batched with fallback, 1 one cuMemcpyAsync a copy, 2 batched only.  *used tells the mode that ran (1 or 2).
- * `size` is used for every copy where `sizes` is NULL.  `merge`: copies where source and destination go on where those of the
+/* mode: 0 batched with fallback, 1 one call a copy, 2 batched only.  *used tells the mode that ran (1 or 2).  `by_peer`: some
+ * memory is another GPU's and not granted (kvbm_find_ungranted): one cuMemcpyPeerAsync a copy.  `size` is used for every copy where `sizes` is NULL.  `merge`: copies where source and destination go on where those of the
  * copy before end are made one with it.  No byte may be written twice, or both read and written. */
 int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* sizes, uint64_t size, uint64_t count, int mode,
-                      int merge, int device, uint64_t stream, int* used);
+                      int merge, int by_peer, int device, uint64_t stream, int* used);
 
 /* Copies `size` bytes from src[i] to dst[i] by a kernel of `device` in the stream's order: one launch for 2^20 pairs. */
 int kvbm_launch_pairs(const uint64_t* dst, const uint64_t* src, uint64_t size, uint64_t count, int device, uint64_t stream);
@@ -282,6 +282,7 @@ void kvbm_ring_retire(kvbm_ring* ring);  /* the same later, when a ring is next 
 typedef struct kvbm_route {
   int device;  /* where the kernels run */
   int crosses; /* the pools lie on two GPUs: the caller's stream may be of either */
+  int by_peer; /* the engine crosses by cuMemcpyPeerAsync: the far pool has memory that is not granted (kvbm_find_ungranted) */
   int same_pool;
   int64_t src_blocks, dst_blocks;
   uint32_t max_ctas; /* as in kvbm_batch */
@@ -334,8 +335,12 @@ int kvbm_event_elapsed(int device, uint64_t from, uint64_t to, float* millisecon
 int kvbm_stream_wait(int device, uint64_t stream, uint64_t event);
 int kvbm_stream_device(uint64_t stream, int* device); /* -1: the legacy stream, which is of whichever device is current */
 int kvbm_is_capturing(int device, uint64_t stream, int* capturing);
-/* Lets kernels on `device` reach memory of `peer`.  *can is 0 where the machine does not allow it. */
+/* Lets kernels on `device` reach what `peer` has from cuMemAlloc.  *can is 0 where the machine does not allow it. */
 int kvbm_enable_peer(int device, int peer, int* can);
+/* Memory that is granted by itself, and not to `device`: of a stream-ordered pool (KVBM_UNGRANTED_POOL), or mapped by cuMemMap.
+ * `spans`: `count` of [first, behind), sorted by the first.  *how tells what span *index found, KVBM_GRANTED: none. */
+enum { KVBM_GRANTED = 0, KVBM_UNGRANTED_POOL, KVBM_UNGRANTED_MAPPING };
+int kvbm_find_ungranted(int device, const uint64_t* spans, uint64_t count, uint64_t* index, int* how);
 
 int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address);
 int kvbm_free_device(int device, uint64_t address); /* waits for running work, as the driver does */

@@ -14,11 +14,11 @@ using namespace kvbm_driver;
 
 namespace {
 
-enum : int { kPointerRangeStart = 11, kPointerRangeSize = 12 };          // CUpointer_attribute
 enum : unsigned { kRegisterForDevices = 1 | 2, kRegisterReadOnly = 8 };  // PORTABLE | DEVICEMAP, READ_ONLY
 enum : int { kPopulateRead = 22, kPopulateWrite = 23 };                  // madvise: Linux 5.14, newer than some libc's headers
 enum : uint64_t { kTurnBytes = 16 << 20 };  // whole huge pages, and no core waits long for the last
 enum : unsigned { kMostTouching = 256 };
+enum : uint64_t { kMappingBytes = 2 << 20 };  // cuMemMap: mappings of GPU memory begin and end at multiples of it
 
 // The driver's answers about an address; `count` of them.
 int ask(unsigned count, int* attributes, void** values, uint64_t address) {
@@ -91,6 +91,61 @@ int kvbm_memory_range(uint64_t address, int pinned, uint64_t* begin, uint64_t* e
   const bool is_inside = first && first <= address && address - first < bytes;
   *begin = is_inside ? first : address;
   *end = *begin + (is_inside ? bytes : 1);
+  return KVBM_OK;
+}
+
+int kvbm_find_ungranted(int device, const uint64_t* spans, uint64_t count, uint64_t* index, int* how) {
+  *how = KVBM_GRANTED;
+  Current current;
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open(device, &opened, &current));
+  RelaxedCapture relaxed;
+  const Location location = {kLocationDevice, opened->handle};
+  Address at = 0;  // what lies before it has been looked at
+  for (*index = 0; *index < count; ++*index) {
+    const Address last = spans[2 * *index + 1];
+    at = std::max<Address>(at, spans[2 * *index]);
+    while (at < last) {
+      unsigned type = 0;
+      int managed = 0, ordinal = -1, legacy = 0;
+      Address first = 0;
+      size_t bytes = 0;
+      Handle pool = nullptr;
+      int attributes[] = {kPointerMemoryType, kPointerIsManaged, kPointerOrdinal, kPointerIsLegacy,
+                          kPointerRangeStart, kPointerRangeSize, kPointerPool};
+      void* values[] = {&type, &managed, &ordinal, &legacy, &first, &bytes, &pool};
+      RETURN_IF_FAILED(CU(PointerGetAttributes, 7, attributes, values, at));
+      const bool is_inside = first && first <= at && at - first < bytes;
+      const Address behind = is_inside ? first + bytes : last, next_page = (at | (kMappingBytes - 1)) + 1;
+      const bool is_host = type == kMemoryHost || type == 0, is_own = !is_host && ordinal == device;
+      if (is_own) {  // what follows in a reservation may be another's
+        at = (legacy & 0xff) || pool ? behind : next_page;
+        continue;
+      }
+      if (pool) {
+        int access = 0;
+        RETURN_IF_FAILED(CU(MemPoolGetAccess, &access, pool, &location));
+        if (access != kAccessReadWrite) *how = KVBM_UNGRANTED_POOL;
+      } else if (type != 0 && !(managed & 0xff) && !(legacy & 0xff)) {
+        // What is no mapping the driver knows no access of; inside a reservation that means: not mapped.
+        bool is_mapping = false;
+        for (; at < std::min(behind, last); at = (at | (kMappingBytes - 1)) + 1) {
+          unsigned long long access = 0;
+          const int status = driver.MemGetAccess(&access, &location, at);
+          const bool is_unknown = status == kInvalidValue || status == kNotSupported;
+          if (status != KVBM_OK && !is_unknown) return check("cuMemGetAccess", status);
+          if (is_unknown && !is_mapping) break;
+          is_mapping = true;
+          if (status == KVBM_OK && access == kAccessReadWrite) continue;
+          *how = KVBM_UNGRANTED_MAPPING;
+          return KVBM_OK;
+        }
+        if (is_mapping) continue;
+      }
+      if (*how != KVBM_GRANTED) return KVBM_OK;
+      at = behind;
+    }
+  }
   return KVBM_OK;
 }
 

@@ -120,13 +120,12 @@ struct Allocation {
 
 // The allocation around an address that the driver knows; the address alone where the driver does not tell its ends.
 int find_allocation(uint64_t address, Allocation* out) {
-  enum : int { kRangeStart = 11, kRangeSize = 12 };  // CUpointer_attribute
   *out = {address, address + 1, -1};
   RETURN_IF_FAILED(kvbm_pointer_device(address, &out->device));
   if (out->device == -1) return KVBM_OK;
   Address start = 0;
   size_t bytes = 0;
-  int attributes[] = {kRangeStart, kRangeSize};
+  int attributes[] = {kPointerRangeStart, kPointerRangeSize};
   void* values[] = {&start, &bytes};
   RelaxedCapture relaxed;
   if (driver.PointerGetAttributes(2, attributes, values, address) == KVBM_OK && start <= address && address - start < bytes)

@@ -133,7 +133,9 @@ int load_runtime_kernel(Device* device, int kernel, Handle* function) {
   if (!best) return check(entry->name, KVBM_NOT_BUILT);
   Handle module = nullptr;
   RETURN_IF_FAILED(CU(ModuleLoadData, &module, best->cubin.data()));
-  return CU(ModuleGetFunction, function, module, entry->name);
+  const int status = CU(ModuleGetFunction, function, module, entry->name);
+  if (status != KVBM_OK) driver.ModuleUnload(module);
+  return status;
 }
 
 int prepare_runtime(const kvbm_kernel& kernel, kvbm_args* args, uint32_t sms, kvbm_grid* grid) {

@@ -407,7 +407,7 @@ def ran(mode, stream):
 print([ran(mode, stream) for stream in (5, 0) for mode in Mode])
 assert arena.done and count("batch_on_legacy") == 0
 """
-    assert eval(test_driver.run(library, RAW + code)) == [2, 1, 2, 1, 1, "KVBM_LEGACY_STREAM"]
+    assert eval(test_driver.run(library, RAW + code)) == [2, 1, 2, 2, 1, 2]
     old = test_driver.run(library, RAW + code, FAKE_VERSION="12040")
     assert eval(old) == [1, 1, "KVBM_NO_FUNCTION"] * 2
 

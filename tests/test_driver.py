@@ -203,14 +203,78 @@ def test_a_launch_that_fails(library: Path) -> None:
     assert text.startswith("CudaError 1 CUDA_ERROR_INVALID_VALUE") and "copy_o1_w16" in text
 
 
-def test_the_batch_call_and_the_legacy_stream(library: Path) -> None:
-    text = refused(library, 'kernels.block_to_operational(chunks, whole, "batch", stream=0)')
-    assert "KVBM_LEGACY_STREAM" in text and "stream of your own" in text
+@pytest.mark.parametrize("stream", [0, 1, 2])
+def test_the_batch_call_and_default_streams(library: Path, stream: int) -> None:
+    """The legacy stream refuses the call, which goes beside it: after what came before, before what comes after."""
+    run(
+        library,
+        f"""
+(b, b_gpu, b_cpu), (o, o_gpu, o_cpu), (u, u_gpu, u_cpu) = pool("nhd", 3), pool("operational_nhd", 3), pool("universal", 3)
+chunks = [list(b_gpu.arrays[i * 6 : i * 6 + 6]) for i in range(3)]
+whole = [FakeCuda((3, 2, 256), "float16", address=a.address) for a in o_gpu.arrays]
+defer(1)
+for seed in range(1, 9):
+    ctypes.c_uint.in_dll(driver, "fake_seed").value = seed
+    for memory, cpu in ((b, b_cpu), (o, o_cpu)):
+        for m, a in zip(memory, cpu.arrays):
+            m[...] = 0
+            a.view(np.uint16)[...] = 0
+    kvbm.convert(u_gpu, b_gpu, stream={stream})
+    kernels.block_to_operational(chunks, whole, "batch", stream={stream})
+    kernels.operational_to_block(whole, chunks, "batch", stream={stream})
+    driver.fake_pump(-1)
+    kvbm.convert(u_cpu, b_cpu)
+    kvbm.convert(b_cpu, o_cpu)
+    assert same(b, b_cpu) and same(o, o_cpu), seed
+assert count("batches") == 16 and count("batch_on_legacy") == count("single_copies") == 0
+""",
+    )
+
+
+def test_the_batch_call_and_a_capture(library: Path) -> None:
+    """Refused before the driver is asked, which would end the capture; the other backends are captured."""
+    run(
+        library,
+        """
+(b, b_gpu, b_cpu), (o, o_gpu, o_cpu) = pool("nhd", 3), pool("operational_nhd", 3)
+chunks = [list(b_gpu.arrays[i * 6 : i * 6 + 6]) for i in range(3)]
+whole = [FakeCuda((3, 2, 256), "float16", address=a.address) for a in o_gpu.arrays]
+kernels.block_to_operational(chunks, whole, stream=5)
+o[0][...] = o[1][...] = o[2][...] = 0
+driver.fake_end_capture.restype = ctypes.c_void_p
+for stream in (6, 2):
+    driver.fake_begin_capture(ctypes.c_void_p(stream))
+    try:
+        kernels.block_to_operational(chunks, whole, "batch", stream=stream)
+    except kvbm.CudaError as error:
+        assert error.code == 900 and "cannot be captured" in str(error), error
+    else:
+        raise AssertionError(stream)
+    kernels.block_to_operational(chunks, whole, "async", stream=stream)
+    graph = driver.fake_end_capture()
+    assert graph and not o[0].any()
+    driver.fake_launch_graph(ctypes.c_void_p(graph), ctypes.c_void_p(5))
+    kvbm.convert(b_cpu, o_cpu)
+    assert same(o, o_cpu)
+    o[0][...] = 0
+assert count("broken_captures") == 0
+""",
+    )
 
 
 def test_the_batch_call_and_an_old_driver(library: Path) -> None:
     text = refused(library, 'kernels.block_to_operational(chunks, whole, "batch", stream=5)', FAKE_VERSION="12040")
     assert "KVBM_NO_FUNCTION" in text and "12.8" in text
+
+
+def test_every_call_fails_once(library: Path) -> None:
+    """Whichever call of the driver fails: an exception says so, what is tried again is right, and nothing is left behind."""
+    env = {**os.environ, "LD_LIBRARY_PATH": str(library), "KVBM_TESTS": str(HERE), "FAKE_DEVICES": "2"}
+    program = HERE / "programs" / "failing_calls.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, env=env, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    met = set(done.stdout.split())
+    assert {"cuMemAlloc_v2", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel", "cuMemcpyPeerAsync"} <= met, met
 
 
 def test_fork_after_cuda(library: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ BANNER = "Cuda compilation tools, release {0}, V{0}.88"
 
 
 def fake(folder: Path, release: str = "13.0", fails: bool = False) -> Path:
-    """An nvcc that writes its arguments to the file after -o, and a line a call to `calls` beside itself."""
+    """An nvcc that writes its arguments, headed as a fatbin, to the file after -o; a line a call to `calls` beside itself."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "nvcc"
     path.write_text(
@@ -23,7 +24,10 @@ def fake(folder: Path, release: str = "13.0", fails: bool = False) -> Path:
         f'echo "$@" >> "{folder}/calls"\n'
         'all="$*"\n'
         'while [ "$1" != -o ]; do shift; done\n'
-        'echo "$all" > "$2"\n' + ("echo 'error: no such thing'; exit 3\n" if fails else "")
+        "size=$((${#all} + 1))\n"
+        'printf "\\120\\355\\125\\272\\1\\0\\20\\0\\\\$(printf %03o $((size & 255)))\\\\$(printf %03o $((size >> 8)))" > "$2"\n'
+        'printf "\\0\\0\\0\\0\\0\\0" >> "$2"\n'
+        'echo "$all" >> "$2"\n' + ("echo 'error: no such thing'; exit 3\n" if fails else "")
     )
     path.chmod(0o755)
     return path
@@ -127,7 +131,8 @@ def test_nothing_changed_nothing_compiled(tmp_path: Path, tree: tuple[Path, Path
     out = tmp_path / "out"
     first = nvcc.fatbin(source, include, out, compiler, target)
     assert first == nvcc.fatbin(source, include, out, compiler, target) and calls(script) == 1
-    assert "-gencode=arch=compute_90,code=sm_90" in first.read_text() and "--compress-mode=size" in first.read_text()
+    flags = first.read_bytes()
+    assert b"-gencode=arch=compute_90,code=sm_90" in flags and b"--compress-mode=size" in flags
     names = {first}
     (include / "kvbm.h").write_text("// two\n")
     names.add(nvcc.fatbin(source, include, out, compiler, target))
@@ -154,3 +159,26 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, tree: tuple[Path, Path]
         nvcc.fatbin(*tree, tmp_path / "out", compiler, nvcc.targets({"CUDA_ARCHS": "90"}))
     assert "no such thing" in info.value.log and "kernels_00.cu" in info.value.command
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("left", [0, 7, 16, 40, -1])
+def test_a_truncated_fatbin_is_no_hit(tmp_path: Path, tree: tuple[Path, Path], left: int) -> None:
+    """Cut at any byte it is compiled again; so is one with a byte too many."""
+    script = fake(tmp_path / "bin")
+    compiler, target = nvcc.find(environment(CUDACXX=script), []), nvcc.targets({"CUDA_ARCHS": "90"})
+    made = nvcc.fatbin(*tree, tmp_path / "out", compiler, target)
+    whole = made.read_bytes()
+    made.write_bytes(whole[:left] if left >= 0 else whole + b"x")
+    assert nvcc.fatbin(*tree, tmp_path / "out", compiler, target) == made
+    assert made.read_bytes()[:10] == whole[:10] and nvcc._is_whole(made) and calls(script) == 2
+
+
+def test_processes_of_one_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two containers with one build folder: each writes to a file of its own, and the last one's stays whole."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    path = tmp_path / "file"
+    with nvcc.replacing(path) as one, nvcc.replacing(path) as other:
+        assert one != other
+        one.write_text("one")
+        other.write_text("other")
+    assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]

@@ -283,6 +283,28 @@ def test_a_file_that_is_whole_but_no_gpu_code(compiled: Any, cache: Path, caplog
         assert "no code for a GPU" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["group", "all", "owner", "file"])
+def test_a_cache_that_others_may_write_is_not_run(
+    how: str, compiled: Any, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A digest says that a file is whole, not who wrote it: what others could have put there is compiled instead."""
+    good, _ = runtime.cubin(NAME, 90)
+    path = entry(cache)
+    before = path.read_bytes()
+    if how == "owner":
+        monkeypatch.setattr("os.geteuid", lambda: path.stat().st_uid + 1)
+        if path.stat().st_uid == 0:
+            os.chown(cache, 12345, -1)
+    else:
+        (path if how == "file" else cache).chmod({"group": 0o770, "all": 0o777, "file": 0o666}[how])
+    with caplog.at_level(logging.WARNING):
+        again, origin = runtime.cubin(NAME, 90)
+    assert again == good and not origin.cached and compiled() == [NAME, NAME]
+    assert ("belongs to user" if how == "owner" else "can be written by others") in caplog.text
+    assert "code from there is not run" in caplog.text and path.read_bytes() == before
+    assert bool(origin.path) == (how == "file"), "one file is replaced, into a folder nothing is written"
+
+
 def test_a_folder_in_the_place_of_a_file(compiled: Any, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     good, _ = runtime.cubin(NAME, 90)
     path = entry(cache)

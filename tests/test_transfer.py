@@ -636,12 +636,13 @@ for start in range(6):
         )
 
     def test_old_drivers_and_the_legacy_stream(self, library: Path, direction: str, strategy: str) -> None:  # noqa: F811
-        """No batched call where there is none, nor on the legacy stream, which refuses it; CUDA 12.8's has one argument more."""
+        """No batched call where there is none; beside the legacy stream, which refuses it; CUDA 12.8's has one argument more."""
         for version, stream, batched in (
             ("13000", 5, True),
             ("12080", 5, True),
             ("12040", 5, False),
-            ("13000", 0, False),
+            ("13000", 0, True),
+            ("12040", 0, False),
         ):
             run(
                 library,
@@ -852,6 +853,172 @@ assert count("pushes") == count("pops")
         )
 
 
+#: Two GPUs, of which the second's pool lies in memory that is granted by itself.
+GRANTS = """
+POOL, MAPPING, PAGE = 1, 2, 2 << 20
+def name(begin, end, kind, device, granted):
+    driver.fake_memory(ctypes.c_ulonglong(begin), ctypes.c_ulonglong(end), kind, device, granted)
+def span(end): return end.buffer.ctypes.data, end.buffer.ctypes.data + end.buffer.nbytes
+def why(call):
+    try: call()
+    except kvbm.BindError as error: return str(error)
+    raise AssertionError("not refused")
+"""
+
+
+class TestGrants:
+    pytestmark = on_the_fake_driver
+
+    @pytest.mark.parametrize("kind", ["POOL", "MAPPING"])
+    @pytest.mark.parametrize("way", [(0, 1), (1, 0)])
+    @pytest.mark.parametrize("peers", ["1", "0"])
+    def test_memory_that_is_granted_by_itself(
+        self,
+        library: Path,  # noqa: F811
+        way: tuple[int, int],
+        kind: str,
+        peers: str,
+    ) -> None:
+        """No kernel and no batched copy touches what is not granted to its GPU: direct is refused, the rest goes another way."""
+        out = run(
+            library,
+            GRANTS
+            + f"""
+for granted in (0b11, 0):
+    for strategy in ("direct", "staged", "engine", "auto"):
+        for layouts in (("nhd", "universal"), ("universal", "vllm/LBHNC"), ("nhd", "nhd")):
+            s, d = End(layouts[0], 9, {way[0]}), End(layouts[1], 11, {way[1]}, dst=True)
+            for end, device in ((s, {way[0]}), (d, {way[1]})): name(*span(end), {kind}, device, granted | 1 << device)
+            if strategy == "direct" and (not granted or not {peers}):
+                print(granted, why(lambda: transfer(s, d, strategy)))
+                continue
+            move = transfer(s, d, strategy)
+            before = count("peer_copies")
+            for stream in (5, 0x105):
+                d.refill(0)
+                move.copy(range(9), range(2, 11), stream=stream).synchronize()
+                check(s, d, range(9), range(2, 11), (granted, strategy, layouts))
+            assert (count("peer_copies") > before) == (not granted), (granted, strategy)
+            if strategy == "auto": print(granted, move._mover.explain(None, None).replace(chr(10), " "))
+assert count("illegal") == 0 and count("pushes") == count("pops")
+""",
+            FAKE_DEVICES="2",
+            FAKE_PEERS=peers,
+        )
+        where = "a stream-ordered pool" if kind == "POOL" else "memory mapped by the virtual memory API"
+        for line in out.splitlines():
+            if line.startswith("3 ") and peers == "1":
+                assert "left out" not in line and "cuMemcpyPeerAsync" not in line, line
+            elif line.startswith("0 "):
+                assert f"array 0 of the destination lies in {where} that is not granted to cuda:{way[0]}" in line, line
+                assert ("torch does so at its first own copy" in line) == (peers == "1"), line
+                assert ("use 'staged' or 'engine'" in line) != ("cuMemcpyPeerAsync" in line), line
+
+    def test_a_pool_in_several_mappings(self, library: Path) -> None:  # noqa: F811
+        """Each mapping that an array touches is asked about, its first and its last among them, and no other."""
+        run(
+            library,
+            GRANTS
+            + """
+from kvbm import _core
+base = 1 << 44  # nothing is there
+for i in range(6): name(base + i * PAGE, base + (i + 1) * PAGE, MAPPING, 1, 0b11)
+def found(*spans): return _core.find_ungranted(0, np.array(spans, np.uint64).reshape(-1, 2))
+whole = (base, base + 6 * PAGE)
+assert found(whole) is None and found() is None
+for hole in range(6):
+    name(base + hole * PAGE, base + (hole + 1) * PAGE, MAPPING, 1, 0b10)
+    assert found(whole)[0] == 0
+    first, last = base + hole * PAGE, base + (hole + 1) * PAGE
+    assert found((base, first)) is None or hole == 0
+    assert found((last, base + 6 * PAGE)) is None
+    assert found((base, first + 1))[0] == 0 and found((last - 1, base + 6 * PAGE))[0] == 0
+    spans = (base, first), (first - 8, first), (first - 8, first + 8)
+    if hole: assert found(*spans) == (2, "memory mapped by the virtual memory API")
+    name(base + hole * PAGE, base + (hole + 1) * PAGE, MAPPING, 1, 0b11)
+assert _core.find_ungranted(1, np.array([whole], np.uint64)) is None
+""",
+            FAKE_DEVICES="2",
+        )
+
+    def test_raw_addresses(self, library: Path) -> None:  # noqa: F811
+        run(
+            library,
+            GRANTS
+            + """
+from kvbm.kernels import MemcpyBatchMode as Mode, memcpy_batch, vectorized_copy
+one, other = (random.integers(0, 256, 64 * 40, np.uint8) for _ in range(2))
+a, b = ([int(x) for x in m.ctypes.data + 64 * np.arange(40)] for m in (one, other))
+def place(granted): name(b[0], b[-1] + 64, MAPPING, 1, granted)
+for granted in (0b11, 0b10):
+    place(granted)
+    for src, dst, read, written in ((a, b, one, other), (b, a, other, one)):
+        written[:] = 0
+        if granted == 0b11:
+            vectorized_copy(src, dst, 64, stream=5, device=0)
+        else:
+            assert "_ptrs[0] lies in memory mapped by the virtual memory API that is not granted to cuda:0" in why(
+                lambda: vectorized_copy(src, dst, 64, stream=5, device=0))
+            assert not written.any()
+            try: memcpy_batch(src, dst, 64, stream=5, device=0, mode=Mode.BATCH_WITHOUT_FALLBACK)
+            except kvbm.CudaError as error: assert error.name == "KVBM_NOT_GRANTED"
+            else: raise AssertionError
+            assert memcpy_batch(src, dst, 64, stream=5, device=0) == Mode.FALLBACK_ONLY
+        assert np.array_equal(one, other)
+        one[:] = random.integers(0, 256, one.size, np.uint8); other[:] = random.integers(0, 256, one.size, np.uint8)
+place(0b10)
+memcpy_batch(b[:20], b[20:], 64, stream=0x105, device=1)  # its own
+assert np.array_equal(other[:1280], other[1280:])
+assert count("illegal") == 0
+""",
+            FAKE_DEVICES="2",
+        )
+
+
+class TestCaptureOnTheOtherGpu:
+    pytestmark = on_the_fake_driver
+
+    @pytest.mark.parametrize("strategy", ["direct", "staged", "engine"])
+    def test_others_go_on(self, library: Path, strategy: str) -> None:  # noqa: F811
+        """A stream of the other GPU is captured: uploads and copies of other streams meanwhile are done, and not captured."""
+        run(
+            library,
+            f"""
+from kvbm import _core
+for call in ("fake_end_capture",): getattr(driver, call).restype = ctypes.c_void_p
+handle = ctypes.c_void_p
+s, d = End("nhd", 12, 0), End("universal", 12, 1, dst=True)
+other, far = End("nhd", 12, 0), End("universal", 12, 1, dst=True)
+move, beside = transfer(s, d, {strategy!r}), transfer(other, far, {strategy!r})
+for one in (move, beside): one.copy([0], [0], stream=0x105).synchronize()
+d.refill(0); far.refill(0)
+held = []
+for turn in range(3):
+    driver.fake_begin_capture(handle(0x106))
+    move.copy(range(6), range(6), stream=0x106)
+    word = _core.alloc_device(0, 64)
+    _core.upload(0, word, b"x" * 64)
+    beside.copy(range(12), range(12), stream=0x105).synchronize()
+    check(other, far, range(12), range(12), "beside")
+    move.copy(range(6, 12), range(6, 12), stream=0x107).synchronize()
+    check(s, d, range(6, 12), range(6, 12), "the same transfer")
+    move.copy(range(6, 12), range(6, 12), stream=0x106)
+    graph = driver.fake_end_capture()
+    assert graph, "a stream of the capture was left behind"
+    d.refill(0); far.refill(0)
+    driver.fake_launch_graph(handle(graph), handle(0x105))
+    pump()
+    check(s, d, range(12), range(12), "replayed")
+    driver.fake_destroy_graph(handle(graph))
+    d.refill(0)
+    held.append(count("allocated_bytes"))
+assert held[1] - held[0] == held[2] - held[1] == 64, held
+assert count("broken_captures") == 0
+""",
+            FAKE_DEVICES="2",
+        )
+
+
 class TestDefaultStreams:
     pytestmark = on_the_fake_driver
 
@@ -963,6 +1130,47 @@ check(s, d, range(6), range(6))
 
 class TestRest:
     pytestmark = on_the_fake_driver
+
+    @pytest.mark.parametrize("kind", ["cuda.core 0.4", "cuda.core 1", "CUevent", "cudaEvent_t"])
+    def test_wait_for_an_event(self, library: Path, kind: str) -> None:  # noqa: F811
+        """cuda.core's of any release, and cuda.bindings' handles, which are no streams."""
+        out = run(
+            library,
+            f"""
+from cuda.bindings import driver as bindings, runtime
+driver.cuCtxPushCurrent_v2(ctypes.c_void_p(1))
+made = ctypes.c_void_p()
+driver.cuEventCreate(ctypes.byref(made), 2)
+driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+class Event:  # what both releases have, and a name of each
+    def __init__(self, handle): self.handle, self.is_done = handle, False
+if {kind!r} == "cuda.core 1": Event.is_timing_enabled = False
+if {kind!r} == "cuda.core 0.4": Event.is_timing_disabled = True
+Event.__module__ = "cuda.core.experimental._event"
+event = {{"CUevent": bindings.CUevent, "cudaEvent_t": runtime.cudaEvent_t}}.get({kind!r}, lambda h: Event(bindings.CUevent(h)))
+defer(1)
+def chain(start, waits):
+    s, m, d = End("nhd", 6, 0), End("universal", 6, 0, dst=True), End("vllm/LBHNC", 6, 0, dst=True)
+    pump(); seed(start)
+    transfer(s, m, "direct").copy(range(6), range(6), stream=5)
+    driver.cuEventRecord(made, ctypes.c_void_p(5))
+    transfer(m, d, "direct").copy(range(6), range(6), stream=7, wait=event(made.value) if waits else None)
+    pump()
+    m.before = moved(s, m, range(6), range(6))
+    return right(m, d, range(6), range(6))
+print(all(chain(start, True) for start in range(1, 20)), all(chain(start, False) for start in range(1, 20)))
+s, d = ends("d2d", "nhd", "universal", 6, 6)
+for wrong in ([event(0)], event(0)):
+    try: kvbm.Transfer(s.pool, d.pool).copy([0], [0], stream=5, wait=wrong)
+    except kvbm.BindError as error: assert "not been recorded" in str(error), error
+    else: raise AssertionError
+for stream in (bindings.CUevent(made.value), runtime.cudaEvent_t(made.value)):
+    try: kvbm.Transfer(s.pool, d.pool).copy([0], [0], stream=stream)
+    except TypeError as error: assert "stream: expected" in str(error), error
+    else: raise AssertionError
+""",
+        )
+        assert out.split() == ["True", "False"]
 
     def test_wait_is_refused_for_what_is_neither(self, library: Path) -> None:  # noqa: F811
         run(

@@ -730,6 +730,94 @@ def test_from_gpu_to_gpu(way: tuple[int, int], strategy: str) -> None:
             assert done.query()
 
 
+@pytest.mark.parametrize("memory", ["expandable_segments:True", "backend:cudaMallocAsync", "backend:native", "cupy"])
+def test_memory_that_is_granted_by_itself(memory: str) -> None:
+    """Mappings and stream-ordered pools, which opening the peer's context does not open: exact or refused; no context is lost."""
+    two_gpus()
+    if memory == "cupy":
+        pytest.importorskip("cupy")
+    env = {
+        key: value for key, value in os.environ.items() if key not in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    }
+    program = [sys.executable, str(Path(__file__).parent / "programs" / "peer_grants.py")]
+    done = subprocess.run(
+        [*program, "cupy" if memory == "cupy" else "torch"],
+        env=env if memory == "cupy" else {**env, "PYTORCH_CUDA_ALLOC_CONF": memory},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    import torch
+
+    for line in done.stdout.splitlines():
+        granted, one, other, strategy, *_ = line.split()
+        if strategy not in ("direct", "raw"):
+            assert "exact" in line, line
+        elif torch.cuda.can_device_access_peer(int(one), int(other)) and (granted == "1" or memory == "backend:native"):
+            assert line.endswith("exact"), line
+
+
+def test_batches_beside_the_legacy_stream() -> None:
+    """After what is on it, and before what comes next: every way to the batched call, which refuses that stream."""
+    import torch
+
+    from kvbm import kernels
+
+    legacy, source = (
+        torch.cuda.default_stream(),
+        torch.randint(-100, 100, (8, 2, 40 * 64), dtype=torch.int16, device="cuda"),
+    )
+    whole = [torch.zeros(6, 2, 40 * 64, dtype=torch.int16, device="cuda") for _ in range(5)]
+    chunks = [[torch.zeros(40, 64, dtype=torch.int16, device="cuda") for _ in range(12)] for _ in range(5)]
+    flat = [chunk for block in chunks for chunk in block]
+    modes = kernels.MemcpyBatchMode
+    can = kernels.is_memcpy_batch_available()
+
+    def by_raw(mode: Any) -> None:
+        addresses = [[t.data_ptr() for t in flat], [w.data_ptr() + 5120 * i for w in whole for i in range(12)]]
+        ran = kernels.memcpy_batch(*addresses, 5120, stream=0, mode=mode)
+        assert ran == (modes.BATCH_WITHOUT_FALLBACK if can else modes.FALLBACK_ONLY)
+
+    ways: dict[str, Callable[[], None]] = {"raw": lambda: by_raw(modes.BATCHED_WITH_FALLBACK)}
+    if can:
+        ways["batch"] = lambda: kernels.block_to_operational(chunks, whole, "batch")
+        ways["raw batch"] = lambda: by_raw(modes.BATCH_WITHOUT_FALLBACK)
+    for name, way in ways.items():
+        for turn in range(3):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(legacy):
+                torch.cuda._sleep(SLEEP)
+                for i, chunk in enumerate(flat):
+                    chunk.copy_(source.view(-1)[i * 512 : i * 512 + 2560].view(40, 64) + turn)
+                way()
+                seen = [w.clone() for w in whole]
+                for chunk in flat:
+                    chunk.zero_()
+            torch.cuda.synchronize()
+            want = torch.stack([source.view(-1)[i * 512 : i * 512 + 2560] + turn for i in range(60)])
+            assert torch.equal(torch.stack(seen).view(60, 2560), want), (name, turn)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_engine_and_the_legacy_stream(direction: str) -> None:
+    import torch
+
+    s, d = ends(direction, "nhd", "vllm/flash_attn_nhd", 16, 16)
+    move = kvbm.Transfer(s.pool, d.pool, "engine")
+    original = torch.from_numpy(s.before).cuda()
+    for _ in range(3):
+        d.refill()
+        s.buffer.copy_(torch.from_numpy(oracle.noise(s.arena.nbytes, 9)))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP)
+        s.buffer.copy_(original, non_blocking=True)
+        move.copy(range(16), range(16), stream=0)
+        torch.cuda.default_stream().synchronize()
+        check(s, d, range(16), range(16))
+
+
 def test_two_gpus_in_one_process() -> None:
     """Each GPU's copies go to that GPU, whichever is current, and leave the current device and context as they were."""
     import torch

@@ -37,6 +37,7 @@ __all__ = [
     "device_info",
     "driver_version",
     "find_device",
+    "find_ungranted",
     "enable_peer",
     "finished",
     "free_device",

@@ -392,6 +392,11 @@ def vectorized_copy(src_ptrs: Any, dst_ptrs: Any, size: int, *, stream: Any = No
     if nbytes == 0 or len(src) == 0:
         return
     index, gpus = _gpu(src, dst, device)
+    if (found := _ungranted(src, dst, nbytes, index, gpus)) is not None:
+        raise BindError(
+            f"{found}: grant it (cuMemSetAccess or cuMemPoolSetAccess; torch does so at its first own copy between the GPUs), or "
+            "use memcpy_batch, which needs no grant"
+        )
     for other in range(gpus.bit_length()):
         if gpus >> other & 1 and other != index and not _core.enable_peer(index, other):
             raise BindError(
@@ -420,8 +425,8 @@ def memcpy_batch(
     size_or_sizes : int, or sequence of int
         Bytes of every range, or of each; ranges of 0 bytes are left out.
     mode : MemcpyBatchMode
-        What to do where the driver has no batched copies, or the stream takes none (the legacy default stream, and one
-        that captures a graph).
+        What to do where there are no batched copies: the driver has none, the stream captures a graph, or some memory is
+        another GPU's and not granted to the one that copies.
     stream, device : optional
         As for `vectorized_copy`.
     merge : bool
@@ -456,10 +461,25 @@ def memcpy_batch(
     if not is_one and not np.all(sizes):  # a range of nothing may start anywhere
         kept = sizes != 0
         src, dst, sizes = src[kept], dst[kept], sizes[kept]
-    index, _ = _gpu(src, dst, device)
+    index, gpus = _gpu(src, dst, device)
+    by_peer = _ungranted(src, dst, sizes, index, gpus) is not None
     return MemcpyBatchMode(
-        _core.memcpy_batch(dst, src, sizes, int(wanted), index, _raw_stream(stream, index), bool(merge))
+        _core.memcpy_batch(dst, src, sizes, int(wanted), index, _raw_stream(stream, index), bool(merge), by_peer)
     )
+
+
+def _ungranted(
+    src: npt.NDArray[np.uint64], dst: npt.NDArray[np.uint64], sizes: Any, index: int, gpus: int
+) -> str | None:
+    """What lies on another GPU than the one that copies, without a grant; None if nothing does."""
+    if gpus & ~(1 << index) == 0:
+        return None
+    for addresses, what in ((src, "src_ptrs"), (dst, "dst_ptrs")):
+        order = np.argsort(addresses, kind="stable")
+        found = _core.find_ungranted(index, np.stack([addresses, addresses + np.uint64(sizes)], axis=1)[order])
+        if found is not None:
+            return f"{what}[{order[found[0]]}] lies in {found[1]} that is not granted to cuda:{index}"
+    return None
 
 
 def _addresses(values: Any, what: str) -> npt.NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""Finds the CUDA compiler and turns kernels into fatbins: the only module that starts another program.
+"""Finds the CUDA compiler and turns kernels into fatbins.
 
 The build (``setup.py``) calls it; `kvbm doctor` asks it what is there. Nothing here needs a GPU or a driver. What is
 built is kept: an artefact's name carries a hash of everything that can change its bytes, so a second build with nothing
@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ __all__ = ["DEFAULT_ARCHS", "Compiler", "Targets", "digest", "fatbin", "find", "
 
 DEFAULT_ARCHS = "80;90;100;120"  # cubins run on later minor versions: 86 and 89, 103, 121 are covered too
 MIN_VERSION = (12, 8)  # the first that knows sm_100, sm_120 and --compress-mode
+_FATBIN = 0xBA55ED50
 _NEXT = (
     "install a CUDA toolkit, or `pip install 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.*'`, or name a compiler in "
     "CUDACXX or CUDA_HOME; KVBM_CUDA=0 builds without CUDA"
@@ -205,12 +207,24 @@ def fatbin(source: Path, include: Path, out: Path, compiler: Compiler, target: T
     ambient = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")]
     name = f"{source.stem}.{digest(compiler.banner, flags, ambient, [source, *_headers(include)])}.fatbin"
     result = out / name
-    if result.exists():
+    if _is_whole(result):
         return result
     with replacing(result) as part:
         command = [*compiler.command, *flags, f"--threads={threads}", f"-I{include}", "-o", str(part), str(source)]
         _run(command, f"nvcc {compiler.version} failed on {source.name}")
+        if not _is_whole(part):
+            raise BuildError(f"nvcc {compiler.version} wrote no whole fatbin of {source.name}: is the disk full?")
     return result
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a fatbin with as many bytes as its header says (magic, version, header's bytes, bytes behind it)."""
+    try:
+        with path.open("rb") as file:
+            magic, _, header, behind = struct.unpack("<IHHQ", file.read(16))
+        return bool(magic == _FATBIN and path.stat().st_size == header + behind)
+    except (OSError, struct.error):
+        return False
 
 
 def digest(*parts: str | Sequence[str | Path]) -> str:

@@ -12,6 +12,7 @@ loads NVRTC (50 ms and 100 MB), where the file alone takes well under a millisec
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -195,6 +196,7 @@ def _remember(found: Compiler) -> None:
 
 def _remembered() -> Compiler | None:
     try:
+        _require_private(folder())
         data = json.loads(_note().read_bytes())
         stat = Path(data["path"]).stat()
         if (stat.st_size, stat.st_mtime_ns) != (data["size"], data["mtime"]):
@@ -251,9 +253,12 @@ def _read(path: Path, key: bytes) -> bytes | None:
         It cannot be read.
     """
     try:
-        data = path.read_bytes()
+        _require_private(path.parent)
+        data, exposed = path.read_bytes(), _exposed(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    if exposed:
+        raise ValueError(exposed)
     head = len(_MAGIC)
     if not data.startswith(_MAGIC):
         raise ValueError("it is no cache file of kvbm")
@@ -266,6 +271,27 @@ def _read(path: Path, key: bytes) -> bytes | None:
     return cubin
 
 
+def _exposed(path: Path) -> str:
+    """Why another user could have put code into a folder or file; empty if none but root could.
+
+    A digest proves that a file is whole, not who wrote it.
+    """
+    stat = path.stat()
+    if stat.st_uid not in (os.geteuid(), 0):
+        why = f"belongs to user {stat.st_uid}, and this process runs as user {os.geteuid()}"
+    elif stat.st_mode & 0o022:
+        why = f"can be written by others (mode {stat.st_mode & 0o7777:o}; if all in it is yours: chmod go-w)"
+    else:
+        return ""
+    return f"{path.name} {why}: code from there is not run"
+
+
+def _require_private(folder: Path) -> None:
+    """Refuse (PermissionError) a folder that others could put code into: what is in it is run."""
+    if why := _exposed(folder):
+        raise PermissionError(errno.EPERM, why)
+
+
 def _require_cubin(cubin: bytes) -> None:
     if cubin[:4] != _ELF or int.from_bytes(cubin[18:20], "little") != _EM_CUDA:
         raise ValueError("it holds no code for a GPU")
@@ -274,6 +300,7 @@ def _require_cubin(cubin: bytes) -> None:
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all; of two processes at once the last one's stays.  The folder is the user's alone: its files are run."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _require_private(path.parent)
     with cache.replacing(path, mode=0o600) as part:
         part.write_bytes(data)
 
@@ -302,7 +329,8 @@ def cubin(name: str, capability: int) -> tuple[bytes, Origin]:
     Notes
     -----
     A cache file that cannot be read or is not what it should be is replaced, with a warning; a folder that cannot be written
-    costs a warning and compiling again in the next process.
+    costs a warning and compiling again in the next process.  So does a folder or file that others may write, or that is neither
+    this user's nor root's: code from there is not run, and none is left there.
     """
     compiler = find()
     arch = compiler.arch(capability)

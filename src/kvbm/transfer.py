@@ -42,6 +42,12 @@ ENGINE_RUN = 256 << 10
 
 _STRATEGIES = ("direct", "staged", "engine")
 
+#: How memory that is not cuMemAlloc's is opened to another GPU's kernels.
+_GRANT = (
+    " (grant it before the transfer is made, by cuMemSetAccess or cuMemPoolSetAccess; torch does so at its first own copy from "
+    "{src} to {dst})"
+)
+
 Layers = range | tuple[range, range] | None
 
 
@@ -233,7 +239,8 @@ class _Mover:
         self.ring: _core.Ring | None = None
         self.routes: dict[Any, _Route] = {}
         self.closed = False
-        self.reaches = self.on_host or self._reaches(src, dst)
+        self.by_peer = False  # whether the copy engine has to cross by the one call that needs no grant
+        self.unreached = "" if self.on_host else self._unreached(src, dst)
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Kernels read both tables where they run.
         self.src_table, self.dst_table = (_core.Table(end.table, self.device) for end in (self.src, self.dst))
@@ -250,15 +257,26 @@ class _Mover:
             return "d2d" if src == dst else "p2p"
         return ("d" if src >= 0 else "h") + "2" + ("d" if dst >= 0 else "h")
 
-    def _reaches(self, src: Pool, dst: Pool) -> bool:
-        """Whether kernels reach both sides; the copy engine needs pinned memory, too."""
+    def _unreached(self, src: Pool, dst: Pool) -> str:
+        """Why kernels do not reach both sides, empty if they do; the copy engine needs pinned memory, too."""
         for pool, what in ((src, "source"), (dst, "destination")):
             if pool.device == "cpu" and not pool.pinned:
                 raise BindError(
                     f"{self.title}: the {what} is in host memory that GPUs do not reach; allocate it with "
                     "Pool.allocate(..., device='pinned'), or call its pool's pin()"
                 )
-        return self.direction != "p2p" or _core.enable_peer(self.device, self.dst.index)
+            if pool.device == f"cuda:{self.device}" or (found := _core.find_ungranted(self.device, pool.spans)) is None:
+                continue
+            array = int(np.argsort(pool.addresses, kind="stable")[found[0]])
+            why = f"array {array} of the {what} lies in {found[1]} that is not granted to cuda:{self.device}"
+            if pool.device == "cpu":
+                raise BindError(f"{self.title}: {why}; call cuMemSetAccess or cuMemPoolSetAccess, or use Pool.pin()")
+            self.by_peer = True
+            reaches = _core.enable_peer(self.device, self.dst.index)
+            return f"{why}{_GRANT.format(src=src.device, dst=dst.device) if reaches else ''}"
+        if self.direction != "p2p" or _core.enable_peer(self.device, self.dst.index):
+            return ""
+        return "this machine has no peer access between them"
 
     def route(self, layers: Layers) -> _Route:
         found = self.routes.get(layers)
@@ -297,7 +315,7 @@ class _Mover:
         if self.on_host:
             return _Route(made, None, whole(), "the host's kernels copy on all cores")
         # Kernels that no batch takes are not looked for: they may have to be compiled.
-        direct = whole(few=self.max_sms > 0) if self.reaches and self.strategy in ("auto", "direct") else []
+        direct = whole(few=self.max_sms > 0) if not self.unreached and self.strategy in ("auto", "direct") else []
         steps = made.staged(gathers=self.gathers)
         move = steps[1].flat(None, dst.step) if self.gathers else steps[0].flat(src.step, None)
         runs = made.flat(src.step, dst.step)
@@ -344,6 +362,7 @@ class _Mover:
             limits=[(pairs, _STRATEGIES.index(name)) for pairs, name in limits],
             may_choose=self.strategy == "auto",
             keep=self.keep,
+            by_peer=self.by_peer,
         )
         return _Route(made, route, direct, why)
 
@@ -351,7 +370,7 @@ class _Mover:
         self, made: Plan, move: Plan, runs: Plan, *, staged: bool, engine: bool
     ) -> tuple[list[tuple[int, str]], str]:
         """Up to how many pairs which strategy is taken, and why; not one that the copy engine lacks the modes for."""
-        possible = {"direct": self.reaches, "staged": staged, "engine": engine}
+        possible = {"direct": not self.unreached, "staged": staged, "engine": engine}
         if not (any(possible.values()) if self.strategy == "auto" else possible[self.strategy]):
             raise MissingKernelError(
                 f"{self.title}: strategy={self.strategy!r}: the loop nest has more modes than the copy engine is fed with; "
@@ -447,7 +466,9 @@ class _Mover:
     def _how(self, found: _Route) -> list[str]:
         """What each strategy does, in a sentence, and what there is to say about its kernels."""
         budget = f" on at most {self.max_sms} multiprocessors" if self.max_sms else ""
-        said, made = [], found.plan
+        said, made = [f"direct is left out: {self.unreached}."] if self.unreached else [], found.plan
+        if self.by_peer:
+            said.append("the copy engine takes one range a call (cuMemcpyPeerAsync): memory without a grant needs it.")
         launches = []
         if found.copies:
             many = f"{len(found.copies)} launches" if len(found.copies) > 1 else "one launch"
@@ -513,10 +534,10 @@ def _check_strategy(mover: _Mover) -> None:
         raise BindError(f"strategy: expected 'auto', 'direct', 'staged' or 'engine', got {mover.strategy!r}")
     if mover.on_host and mover.strategy in ("staged", "engine"):
         raise BindError(f"strategy: {mover.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
-    if mover.strategy == "direct" and not mover.reaches:
+    if mover.strategy == "direct" and mover.unreached:
         raise BindError(
-            f"strategy: 'direct' needs a kernel on {mover.src.device} to reach {mover.dst.device}, and this machine has no peer "
-            "access between them; use 'staged' or 'engine'"
+            f"strategy: 'direct' needs a kernel on {mover.src.device} to reach {mover.dst.device}, and {mover.unreached}; "
+            "use 'staged' or 'engine'"
         )
     chunk: object = mover.chunk_bytes
     if chunk is not None:

@@ -1,7 +1,25 @@
-/* A libcuda.so.1 for machines without a GPU: device memory is host memory, and a launch runs the loop nest of its parameters
- * by plain recursion, in its stream's order, when it is pumped; streams that do not wait for each other run in any order.  It shares kvbm.h with the code it stands under, and nothing else.
- * The environment says what fails: FAKE_INIT, FAKE_LOAD, FAKE_LAUNCH, FAKE_REGISTER (a CUresult), FAKE_VERSION (13000),
- * FAKE_DEVICES (1).  Streams that tests make up are numbers: 5 is GPU 0's, 0x105 GPU 1's. */
+/* A libcuda.so.1 for machines without a GPU.  It shares kvbm.h with the code it stands under, and nothing else.
+ *
+ * What it simulates
+ *   Memory    Device memory is host memory.  All addresses lie on GPU 0, in cuMemAlloc's memory, but for registrations and for
+ *             what a test names: `fake_pinned`, `fake_ordinary`, and with fake_memory() pools and mappings of a GPU, granted to
+ *             some GPUs or none; kernels and copies that touch what they are not granted are counted in `illegal`.
+ *   Kernels   A launch runs the loop nest of its parameters by plain recursion.
+ *   Streams   Work of one stream runs in its order, of several in any order that events allow (`fake_seed`), when it is pumped
+ *             (`deferred`, fake_pump) or at once.  Streams that tests make up are numbers: 5 is GPU 0's, 0x105 GPU 1's; 0, 1
+ *             (both the legacy stream) and 2 are the current GPU's.  A batched copy on the legacy stream is refused.
+ *   Events    A record is of the GPU that the event was made on; another's stream may wait for it.
+ *   Capture   One at a time (fake_begin_capture, fake_end_capture), also on stream 2.  A wait draws a stream in, which must come
+ *             back; work on it is kept, not done.  Calls that a capture in the global mode does not survive, and waiting on the
+ *             host for a stream that is captured, are counted in `broken_captures`.
+ *   Faults    The environment: FAKE_INIT, FAKE_LOAD, FAKE_LAUNCH, FAKE_REGISTER (a CUresult), FAKE_REGISTER_FROM,
+ *             FAKE_MOST_BYTES, FAKE_NO_RANGES, FAKE_PEERS (1), FAKE_VERSION (13000), FAKE_DEVICES (1).  `fake_fail_at` = n: the n-th call from
+ *             then on that can fail does, before it does anything; `fake_failed` is its name.
+ *   Counters  What is alive: `live` events, streams, allocations and pinned allocations, modules; and what was done, below.
+ *
+ * What it does not
+ *   Time, real threads of a GPU, caches, the code of kernels, the legacy stream's waiting for other streams, contexts besides
+ *   the primary ones, errors that come late or last (a context that is lost), limits of memory, IPC, graphs that are updated. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -27,6 +45,40 @@ long lookups;        /* of addresses */
 long allocated_bytes; /* on GPUs, ever */
 long few_ctas;       /* of the largest launch of a kernel that keeps to a few multiprocessors */
 Address fake_pinned[2], fake_ordinary[2];
+enum { EVENTS, STREAMS, ALLOCATIONS, PINNED, MODULES };
+long live[5];
+long peer_copies; /* by cuMemcpyPeerAsync */
+long illegal;     /* accesses of memory without a grant */
+long fake_fail_at;
+const char *fake_failed;
+static int fails(const char *call) {
+  if (fake_fail_at == 0 || __sync_sub_and_fetch(&fake_fail_at, 1)) return 0;
+  return fake_failed = call, 1;
+}
+/* The first statement of a call that can fail: CUDA_ERROR_OPERATING_SYSTEM, which nothing handles in a way of its own. */
+#define MAY_FAIL \
+  if (fails(__func__)) return 304
+
+/* ---- memory that is granted by itself ---- */
+enum { POOL = 1, MAPPING = 2 };
+static struct Memory {
+  Address begin, end;
+  int kind, device;
+  unsigned granted; /* a bit a GPU */
+} memories[64];
+static int num_memories;
+void fake_memory(Address begin, Address end, int kind, int device, unsigned granted) {
+  memories[num_memories++] = (struct Memory){begin, end, kind, device, granted};
+}
+static struct Memory *memory_at(Address at) {
+  for (int i = num_memories - 1; i >= 0; --i) /* the last one named */
+    if (memories[i].begin <= at && at < memories[i].end) return &memories[i];
+  return NULL;
+}
+static void access(const void *at, int device) {
+  const struct Memory *memory = memory_at((Address)at);
+  if (memory && !(memory->granted >> device & 1)) __sync_add_and_fetch(&illegal, 1);
+}
 int deferred; /* work waits for fake_pump instead of being done at once */
 
 /* ---- work: in the order of its submission on each stream, and in any order between streams ---- */
@@ -44,6 +96,7 @@ typedef struct Work {
   void *to;         /* EVENT, WAIT: the record */
   const void *from; /* COPY: source.  LAUNCH: the kernel's name */
   size_t bytes;     /* LAUNCH: CTAs */
+  int device;       /* where it runs; COPY: -1, any reaches both sides */
   union {
     kvbm_args args;
     kvbm_pairs pairs;
@@ -74,7 +127,10 @@ typedef struct Place {
  * one to the next; here as in memory. */
 static enum { NOTHING, SOURCE, DESTINATION } staged;
 
+static int running_on; /* the GPU of the kernel */
+
 static void move(char *dst, const char *src, int64_t unit, const kvbm_part *p) {
+  access(src, running_on), access(dst, running_on);
   const int fetched = p->word == p->item && (staged == SOURCE ? p->word == 16 : p->word >= 4);
   const int word = p->item < 4 || p->word < 4 ? 1 : 4;
   if (staged == NOTHING || fetched) {
@@ -135,11 +191,14 @@ static void run_pairs(const kvbm_pairs *p, size_t ctas) {
     const uint64_t tile = job % p->tiles.n, skew = at.dst % 16;
     const uint64_t from = tile ? tile * p->tile_bytes - skew : 0;
     const uint64_t to = tile + 1 < p->tiles.n ? (tile + 1) * p->tile_bytes - skew : p->bytes;
+    access((char *)at.dst, running_on), access((char *)at.src, running_on);
     memcpy((char *)at.dst + from, (const char *)at.src + from, to - from);
   }
 }
 
 static void run_work(Work *work) {
+  running_on = work->device;
+  if (work->kind == COPY && work->device >= 0) access(work->to, work->device), access(work->from, work->device);
   if (work->kind == COPY) memcpy(work->to, work->from, work->bytes);
   if (work->kind == LAUNCH && !strcmp(work->from, "kvbm_copy_pairs"))
     run_pairs(&work->pairs, work->bytes);
@@ -201,7 +260,17 @@ static Graph *capture; /* the one capture that is going on */
 long broken_captures;  /* calls that a capture in the global mode does not survive */
 static __thread int capture_mode;
 
+static int current_device(void);
+static int device_of(Handle stream);
+
+/* The default streams are each GPU's. */
+static Handle resolved(Handle stream) {
+  const uintptr_t number = (uintptr_t)stream, device = current_device() > 0 ? current_device() : 0;
+  return number > 2 ? stream : (Handle)((number == 2 ? 2 : 0) + 256 * device);
+}
+
 static int is_captured(Handle stream) {
+  stream = resolved(stream);
   for (int i = 0; capture && i < capture->num_streams; ++i)
     if (capture->streams[i] == stream) return 1;
   return 0;
@@ -214,11 +283,9 @@ static void append(Queue *to, Work work) {
   to->last = &(*to->last)->next;
 }
 
-static int device_of(Handle stream);
-
 static void submit(Work work) {
   pthread_mutex_lock(&lock);
-  if ((uintptr_t)work.stream <= 2) work.stream = (Handle)((uintptr_t)work.stream + 256 * device_of(work.stream)); /* each GPU's */
+  work.stream = resolved(work.stream);
   append(is_captured(work.stream) ? &capture->work : &queue, work);
   while (!deferred && run_one(NULL));
   pthread_mutex_unlock(&lock);
@@ -233,23 +300,31 @@ static int unsafe(void) { /* in a capture; 2 is the relaxed mode */
 void fake_begin_capture(Handle stream) {
   capture = calloc(1, sizeof *capture);
   capture->work.last = &capture->work.first;
-  capture->streams[capture->num_streams++] = stream;
+  capture->streams[capture->num_streams++] = resolved(stream);
 }
 
-/* NULL if a stream that was drawn into the capture did not come back to its first one. */
+/* NULL if work of a stream that was drawn into the capture did not come back to its first one. */
 Graph *fake_end_capture(void) {
   Graph *graph = capture;
   capture = NULL;
-  for (int i = 1; i < graph->num_streams; ++i) {
-    const Work *end = NULL;
-    int joined = 0;
-    for (const Work *work = graph->work.first; work; work = work->next) {
-      if (work->stream == graph->streams[i]) end = work, joined = 0;
-      joined |= end && end->kind == EVENT && work->kind == WAIT && work->stream == graph->streams[0] && work->to == end->to;
-    }
-    if (end && !joined) return NULL;
+  const Work **all = NULL;
+  const void *wanted[1024]; /* records that lead back; the streams that do, from their last such record backwards */
+  int count = 0, records = 0, leads[16] = {1}, left_behind = 0;
+  for (const Work *work = graph->work.first; work; work = work->next) {
+    all = realloc(all, ++count * sizeof *all);
+    all[count - 1] = work;
   }
-  return graph;
+  while (count-- > 0) {
+    const Work *work = all[count];
+    int i = 0, k = 0;
+    while (graph->streams[i] != work->stream) ++i;
+    while (k < records && wanted[k] != work->to) ++k;
+    if (work->kind == EVENT) leads[i] |= k < records;
+    if (work->kind == WAIT && leads[i] && records < 1024) wanted[records++] = work->to;
+    left_behind |= !leads[i] && work->kind != EVENT;
+  }
+  free(all);
+  return left_behind ? NULL : graph;
 }
 
 void fake_launch_graph(Graph *graph, Handle stream) {
@@ -310,31 +385,52 @@ int cuCtxGetCurrent(Handle *current) { return *current = depth ? context[depth -
 int cuCtxPushCurrent_v2(Handle made) { return context[depth++] = made, __sync_add_and_fetch(&pushes, 1), 0; }
 int cuCtxPopCurrent_v2(Handle *was) { return *was = context[--depth], __sync_add_and_fetch(&pops, 1), 0; }
 int cuModuleLoadData(Handle *module, const void *image) {
-  return *module = (Handle)image, depth ? knob("FAKE_LOAD", 0) : NO_CONTEXT;
+  MAY_FAIL;
+  const int status = depth ? knob("FAKE_LOAD", 0) : NO_CONTEXT;
+  live[MODULES] += !status;
+  return *module = (Handle)image, status;
 }
-int cuModuleGetFunction(Handle *function, Handle module, const char *name) { return *function = (Handle)name, 0; }
-int cuFuncLoad(Handle function) { return 0; }
-int cuFuncSetAttribute(Handle function, int what, int value) { return 0; }
+int cuModuleUnload(Handle module) { return --live[MODULES], 0; }
+int cuModuleGetFunction(Handle *function, Handle module, const char *name) {
+  MAY_FAIL;
+  return *function = (Handle)name, 0;
+}
+int cuFuncLoad(Handle function) {
+  MAY_FAIL;
+  return 0;
+}
+int cuFuncSetAttribute(Handle function, int what, int value) {
+  MAY_FAIL;
+  return 0;
+}
 int cuLaunchKernel(Handle name, unsigned gx, unsigned gy, unsigned gz, unsigned x, unsigned y, unsigned z, unsigned shared,
                    Handle stream, void **parameters, void **extra) {
+  MAY_FAIL;
   if (!depth) return NO_CONTEXT;
   if (device_of(stream) != current_device()) return INVALID_HANDLE;
   ++launches;
   if (!strncmp(name, "few_", 4) && gx > few_ctas) few_ctas = gx;
-  Work work = {.kind = LAUNCH, .stream = stream, .from = name, .bytes = gx};
+  Work work = {.kind = LAUNCH, .stream = stream, .from = name, .bytes = gx, .device = current_device()};
   memcpy(&work.args, parameters[0], sizeof work.args);
   if (!knob("FAKE_LAUNCH", 0)) submit(work);
   return knob("FAKE_LAUNCH", 0);
 }
 int cuMemAlloc_v2(Address *made, size_t bytes) {
+  MAY_FAIL;
   if (!depth) return NO_CONTEXT;
   allocated_bytes += bytes;
+  __sync_add_and_fetch(&live[ALLOCATIONS], 1);
   return *made = (Address)malloc(bytes), unsafe();
 }
-int cuMemFree_v2(Address address) { return free((void *)address), 0; }
-int cuMemHostAlloc(void **made, size_t bytes, unsigned flags) { return ++slots, *made = malloc(bytes), unsafe(); }
-int cuMemFreeHost(void *memory) { return free(memory), 0; }
+int cuMemFree_v2(Address address) { return __sync_sub_and_fetch(&live[ALLOCATIONS], 1), free((void *)address), 0; }
+int cuMemHostAlloc(void **made, size_t bytes, unsigned flags) {
+  MAY_FAIL;
+  __sync_add_and_fetch(&live[PINNED], 1);
+  return ++slots, *made = malloc(bytes), unsafe();
+}
+int cuMemFreeHost(void *memory) { return __sync_sub_and_fetch(&live[PINNED], 1), free(memory), 0; }
 int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, Handle stream) {
+  MAY_FAIL;
   return submit((Work){.kind = COPY, .stream = stream, .to = (void *)to, .from = from, .bytes = bytes}), 0;
 }
 static struct {
@@ -346,22 +442,36 @@ static int is_refused(Address at, size_t bytes) {
     if (at < (Address)ranges[i].end && (Address)ranges[i].end < at + bytes) return 1;
   return bytes > knob("FAKE_MOST_BYTES", 1 << 30);
 }
+int cuMemcpyPeerAsync(Address to, Handle to_context, Address from, Handle from_context, size_t bytes, Handle stream) {
+  MAY_FAIL;
+  for (int side = 0; side < 2; ++side) {
+    const struct Memory *memory = memory_at(side ? from : to);
+    const Handle context = side ? from_context : to_context;
+    if (!context || (memory && context != (Handle)(uintptr_t)(memory->device + 1))) return INVALID_VALUE;
+  }
+  ++peer_copies;
+  return submit((Work){.kind = COPY, .stream = stream, .to = (void *)to, .from = (void *)from, .bytes = bytes, .device = -1}), 0;
+}
 int cuMemcpyAsync(Address to, Address from, size_t bytes, Handle stream) {
+  MAY_FAIL;
   if (is_refused(to, bytes) || is_refused(from, bytes)) return INVALID_VALUE;
   ++single_copies;
-  return submit((Work){.kind = COPY, .stream = stream, .to = (void *)to, .from = (void *)from, .bytes = bytes}), 0;
+  return submit((Work){COPY, stream, (void *)to, (void *)from, bytes, current_device()}), 0;
 }
 static int memcpy_batch(Address *to, Address *from, size_t *bytes, size_t count, int *attributes, size_t *starts, size_t kinds,
                         Handle stream) {
+  MAY_FAIL;
   if (kinds != 1 || starts[0] != 0 || attributes[0] != 1) return INVALID_VALUE; /* all in stream order */
+  batch_on_legacy += (uintptr_t)stream <= 1;
+  broken_captures += is_captured(stream);
   if (is_captured(stream)) return 900;
+  if ((uintptr_t)stream <= 1) return INVALID_VALUE;
   for (size_t i = 0; i < count; ++i)
     if (is_refused(to[i], bytes[i]) || is_refused(from[i], bytes[i])) return INVALID_VALUE;
   ++batches;
   batched_copies += count;
-  batch_on_legacy += (uintptr_t)stream <= 1;
   for (size_t i = 0; i < count; ++i)
-    submit((Work){.kind = COPY, .stream = stream, .to = (void *)to[i], .from = (void *)from[i], .bytes = bytes[i]});
+    submit((Work){COPY, stream, (void *)to[i], (void *)from[i], bytes[i], current_device()});
   return 0;
 }
 /* CUDA 12.8's, which says which copy failed */
@@ -371,6 +481,8 @@ static int memcpy_batch_v1(Address *to, Address *from, size_t *bytes, size_t cou
 }
 int cuPointerGetAttributes(unsigned count, int *what, void **values, Address address) {
   /* All on GPU 0 but for what is registered, and two ranges that a test names: [from, to) of pinned and of ordinary host memory. */
+  MAY_FAIL;
+  const struct Memory *memory = memory_at(address);
   long in = 0;
   while (in < registered && !(address >= (Address)ranges[in].begin && address < (Address)ranges[in].end)) ++in;
   const Address begin = in < registered ? (Address)ranges[in].begin : fake_pinned[0];
@@ -381,19 +493,40 @@ int cuPointerGetAttributes(unsigned count, int *what, void **values, Address add
   for (unsigned i = 0; i < count; ++i) {
     if (what[i] == 2) *(unsigned *)values[i] = ordinary ? 0 : pinned ? 1 : 2;
     if (what[i] == 8) *(char *)values[i] = 0;
-    if (what[i] == 9) *(int *)values[i] = 0;
-    if (what[i] == 11 && is_told) *(Address *)values[i] = begin;
-    if (what[i] == 12 && is_told) *(size_t *)values[i] = end - begin;
+    if (what[i] == 9) *(int *)values[i] = memory ? memory->device : 0;
+    if (what[i] == 10) *(char *)values[i] = !memory && !pinned && !ordinary;
+    if (what[i] == 11 && (is_told || memory)) *(Address *)values[i] = memory ? memory->begin : begin;
+    if (what[i] == 12 && (is_told || memory)) *(size_t *)values[i] = memory ? memory->end - memory->begin : end - begin;
+    if (what[i] == 17) *(Handle *)values[i] = memory && memory->kind == POOL ? memory : NULL;
   }
   return 0;
 }
+typedef struct Location {
+  int type, id;
+} Location;
+int cuMemPoolGetAccess(int *flags, struct Memory *pool, const Location *where) {
+  MAY_FAIL;
+  if (where->type != 1) return INVALID_VALUE;
+  return *flags = pool->granted >> where->id & 1 ? 3 : 0, 0;
+}
+int cuMemGetAccess(unsigned long long *flags, const Location *where, Address address) {
+  MAY_FAIL;
+  const struct Memory *memory = memory_at(address);
+  if (!memory || memory->kind != MAPPING || where->type != 1) return INVALID_VALUE;
+  return *flags = memory->granted >> where->id & 1 ? 3 : 0, 0;
+}
 int cuStreamCreate(Handle *made, unsigned flags) {
+  MAY_FAIL;
+  ++live[STREAMS];
   if (streams_made == 4096) abort();
   made_on[streams_made] = current_device();
   return *made = (Handle)(uintptr_t)(0x10000 + streams_made++), 0;
 }
-int cuStreamDestroy_v2(Handle stream) { return 0; }
+int cuStreamDestroy_v2(Handle stream) { return --live[STREAMS], 0; }
 int cuStreamSynchronize(Handle stream) {
+  MAY_FAIL;
+  stream = resolved(stream);
+  if (is_captured(stream)) return ++broken_captures, 900;
   pthread_mutex_lock(&lock);
   for (;;) {
     const Work *work = queue.first;
@@ -409,10 +542,13 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
   return capture_mode = *mode, *mode = before, 0;
 }
 int cuEventCreate(Handle *made, unsigned flags) {
+  MAY_FAIL;
+  __sync_add_and_fetch(&live[EVENTS], 1);
   Event *event = calloc(1, sizeof *event);
   return event->device = current_device(), *made = event, 0;
 }
 int cuEventRecord(Handle event, Handle stream) {
+  MAY_FAIL;
   if (((Event *)event)->device != device_of(stream)) return INVALID_HANDLE;
   Record *record = calloc(1, sizeof *record); /* never freed: who waits for it keeps no count */
   record->graph = is_captured(stream) ? capture : NULL;
@@ -420,11 +556,12 @@ int cuEventRecord(Handle event, Handle stream) {
   return submit((Work){.kind = EVENT, .stream = stream, .to = record}), 0;
 }
 int cuEventQuery(Handle event) {
+  MAY_FAIL;
   const Record *record = ((Event *)event)->last;
   const int status = unsafe();
   return status ? status : record && !record->done ? NOT_READY : 0;
 }
-int cuEventDestroy_v2(Handle event) { return free(event), 0; }
+int cuEventDestroy_v2(Handle event) { return __sync_sub_and_fetch(&live[EVENTS], 1), free(event), 0; }
 int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *how) {
   /* Everything else is found under its plain name. */
   *found = NULL;
@@ -433,6 +570,7 @@ int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t fl
   return 0;
 }
 int cuEventSynchronize(Handle event) {
+  MAY_FAIL;
   const Record *record = ((Event *)event)->last;
   pthread_mutex_lock(&lock);
   while (record && !record->done && run_one(NULL));
@@ -440,30 +578,43 @@ int cuEventSynchronize(Handle event) {
 }
 int cuEventElapsedTime(float *ms, Handle from, Handle to) { return *ms = 1, 0; }
 int cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
+  MAY_FAIL;
   Record *record = ((Event *)event)->last;
   if (!record) return 0;
   if (record->graph != (is_captured(stream) ? capture : NULL)) {
     if (!record->graph || record->graph != capture) return CAPTURE_ISOLATION;
-    capture->streams[capture->num_streams++] = stream; /* drawn into the capture */
+    capture->streams[capture->num_streams++] = resolved(stream); /* drawn into the capture */
   }
   return submit((Work){.kind = WAIT, .stream = stream, .to = record}), 0;
 }
-int cuStreamGetCtx(Handle stream, Handle *found) { return *found = (Handle)(uintptr_t)(device_of(stream) + 1), 0; }
+int cuStreamGetCtx(Handle stream, Handle *found) {
+  MAY_FAIL;
+  return *found = (Handle)(uintptr_t)(device_of(stream) + 1), 0;
+}
 int cuStreamGetCaptureInfo_v2(Handle stream, int *status, uint64_t *id, Handle *graph, const Handle **edges, size_t *count) {
+  MAY_FAIL;
   *status = is_captured(stream);
   if (*status) *graph = capture;
   return 0;
 }
 int cuUserObjectCreate(Handle *made, void *what, void (*destroy)(void *), unsigned count, unsigned flags) {
+  MAY_FAIL;
   UserObject *object = malloc(sizeof *object);
   return *object = (UserObject){destroy, what}, *made = object, 0;
 }
 int cuGraphRetainUserObject(Graph *graph, Handle object, unsigned count, unsigned flags) {
+  MAY_FAIL;
   if (graph->num_objects == 64) abort();
   return graph->objects[graph->num_objects++] = object, 0;
 }
-int cuDeviceCanAccessPeer(int *can, int device, int peer) { return *can = 1, 0; }
-int cuCtxEnablePeerAccess(Handle peer, unsigned flags) { return 0; }
+int cuDeviceCanAccessPeer(int *can, int device, int peer) {
+  MAY_FAIL;
+  return *can = knob("FAKE_PEERS", 1), 0;
+}
+int cuCtxEnablePeerAccess(Handle peer, unsigned flags) {
+  MAY_FAIL;
+  return 0;
+}
 typedef struct {
   size_t src_x, src_y;
   int src_type;
@@ -478,6 +629,7 @@ typedef struct {
   size_t dst_pitch, width, height;
 } Copy2D;
 int cuMemcpy2DAsync_v2(const Copy2D *c, Handle stream) {
+  MAY_FAIL;
   if (is_refused((Address)c->dst_device, (c->height - 1) * c->dst_pitch + c->width)) return INVALID_VALUE;
   if (is_refused((Address)c->src_device, (c->height - 1) * c->src_pitch + c->width)) return INVALID_VALUE;
   ++copies_2d;
@@ -486,10 +638,12 @@ int cuMemcpy2DAsync_v2(const Copy2D *c, Handle stream) {
                   .stream = stream,
                   .to = (char *)c->dst_device + row * c->dst_pitch,
                   .from = (char *)c->src_device + row * c->src_pitch,
-                  .bytes = c->width});
+                  .bytes = c->width,
+                  .device = current_device()});
   return 0;
 }
 int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
+  MAY_FAIL;
   /* FAKE_REGISTER is what fails; FAKE_REGISTER_FROM: only once so many are registered */
   const int status = registered >= knob("FAKE_REGISTER_FROM", 0) ? knob("FAKE_REGISTER", 0) : 0;
   if (status) return status;

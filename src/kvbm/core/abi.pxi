@@ -20,6 +20,8 @@ cdef extern from "kvbm.h" nogil:
         KVBM_SPAN_NULL_DST
         KVBM_SPAN_DST_TWICE
         KVBM_SPAN_READ_AND_WRITTEN
+        KVBM_GRANTED
+        KVBM_UNGRANTED_POOL
 
     ctypedef struct kvbm_div:
         uint32_t n
@@ -75,7 +77,7 @@ cdef extern from "kvbm.h" nogil:
         pass
 
     ctypedef struct kvbm_route:
-        int device, crosses, same_pool
+        int device, crosses, by_peer, same_pool
         int64_t src_blocks, dst_blocks
         uint32_t max_ctas
         uint32_t num_direct
@@ -133,7 +135,8 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_launch(int kernel, const kvbm_args *args, const kvbm_batch *batch, int device, uint64_t stream) noexcept
     int kvbm_run_host(int kernel, const kvbm_args *args, const kvbm_batch *batch, int threads) noexcept
     int kvbm_memcpy_batch(const uint64_t *dst, const uint64_t *src, const uint64_t *sizes, uint64_t size,
-                          uint64_t count, int mode, bint merge, int device, uint64_t stream, int *used) noexcept
+                          uint64_t count, int mode, bint merge, bint by_peer, int device, uint64_t stream,
+                          int *used) noexcept
     int kvbm_launch_pairs(const uint64_t *dst, const uint64_t *src, uint64_t size, uint64_t count, int device,
                           uint64_t stream) noexcept
     int kvbm_check_spans(const kvbm_spans *src, const kvbm_spans *dst, uint64_t *first, uint64_t *second) noexcept
@@ -157,6 +160,7 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_stream_wait(int device, uint64_t stream, uint64_t event) noexcept
     int kvbm_stream_device(uint64_t stream, int *device) noexcept
     int kvbm_enable_peer(int device, int peer, int *can) noexcept
+    int kvbm_find_ungranted(int device, const uint64_t *spans, uint64_t count, uint64_t *index, int *how) noexcept
     int kvbm_alloc_device(int device, uint64_t nbytes, uint64_t *address) noexcept
     int kvbm_free_device(int device, uint64_t address) noexcept
     int kvbm_upload(int device, uint64_t dst, const void *src, uint64_t nbytes) noexcept

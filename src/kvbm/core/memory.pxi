@@ -1,7 +1,7 @@
 # memory.pxi: Device and pinned memory, the copy engine's batches, and what the machine has.
 
 def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not None, sizes, int mode, int device,
-                 uint64_t stream, bint merge=False):
+                 uint64_t stream, bint merge=False, bint by_peer=False):
     """Copy many ranges of bytes with the driver's copy engines, ordered by the stream, not waited for.
 
     Parameters
@@ -19,6 +19,8 @@ def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not N
         Handle of the stream.
     merge : bool
         Make one copy of neighbours: those where source and destination go on where the copy before ends.
+    by_peer : bool
+        Some memory is another GPU's and not granted (`find_ungranted`): one call a copy, the one that is right for it.
 
     Returns
     -------
@@ -30,8 +32,8 @@ def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not N
     BindError
         If the arrays differ in length.
     CudaError
-        If a copy is refused; with mode 2, also where the driver has no batched copies or the stream is the legacy
-        default.
+        If a copy is refused; with mode 2, also where the driver has no batched copies, or none of the memory or in a
+        capture.
     """
     cdef Py_ssize_t count = dst.shape[0]
     cdef const uint64_t[::1] each
@@ -53,7 +55,8 @@ def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not N
     if count == 0:
         return 2 if mode == 2 else 1
     with nogil:
-        status = kvbm_memcpy_batch(&dst[0], &src[0], size_of, size, count, mode, merge, device, stream, &used)
+        status = kvbm_memcpy_batch(&dst[0], &src[0], size_of, size, count, mode, merge, by_peer, device, stream,
+                                   &used)
     check(status, f"copying {count} ranges on cuda:{device}")
     return used
 

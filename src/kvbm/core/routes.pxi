@@ -187,6 +187,8 @@ cdef class Route:
         Whether ids on the device, which the copy engine cannot read, make a copy direct instead of being refused.
     keep : object
         What the copies need alive.
+    by_peer : bool
+        Whether the far GPU has memory that is not granted to the device (`find_ungranted`).
     """
 
     cdef kvbm_route route
@@ -212,7 +214,7 @@ cdef class Route:
     def __init__(self, int device, Table src not None, Table dst not None, int64_t src_blocks, int64_t dst_blocks, *,
                  direct, permute, moves, runs, const uint64_t[::1] src_bases, const uint64_t[::1] dst_bases,
                  const uint64_t[::1] cuts, bint gathers, uint64_t slot_block_bytes, Ring ring, int max_sms,
-                 bint same_pool, bint crosses, limits, bint may_choose, keep):
+                 bint same_pool, bint crosses, limits, bint may_choose, keep, bint by_peer=False):
         cdef Copy copy
         cdef int i
         memset(&self.route, 0, sizeof(kvbm_route))
@@ -234,7 +236,7 @@ cdef class Route:
         self.src, self.dst, self.ring, self.keep = src, dst, ring, keep
         self.owned = (direct, permute, moves, runs, src_bases, dst_bases, cuts)
         self.route.device, self.route.crosses, self.route.same_pool = device, crosses, same_pool
-        self.route.src_blocks, self.route.dst_blocks = src_blocks, dst_blocks
+        self.route.src_blocks, self.route.dst_blocks, self.route.by_peer = src_blocks, dst_blocks, by_peer
         self.route.max_ctas = <uint32_t> max_sms
         self.route.gathers, self.route.slot_block_bytes = gathers, slot_block_bytes
         for i, copy in enumerate(every):
@@ -475,6 +477,13 @@ cdef int _device_of_default(stream, int otherwise) except? -1:
     return otherwise
 
 
+cdef uint64_t _recorded(event) except? 0:
+    cdef uint64_t handle = int(event or 0)
+    if handle == 0:
+        raise BindError("wait: the event has not been recorded yet, or is closed")
+    return handle
+
+
 cdef uint64_t _event_of(producer, list taken, int home) except? 0:
     """The event of a producer: its own, or one recorded now on its stream (and given back through `taken`).
 
@@ -487,15 +496,14 @@ cdef uint64_t _event_of(producer, list taken, int home) except? 0:
     root = str(type(producer).__module__).partition(".")[0]
     if not hasattr(producer, "__cuda_stream__"):
         if root == "torch" and hasattr(producer, "cuda_event"):
-            event = producer.cuda_event
-            if event == 0:
-                raise BindError("wait: the event has not been recorded yet")
-            return event
+            return _recorded(producer.cuda_event)
         # Only CuPy's streams have wait_event.
         if root == "cupy" and hasattr(producer, "ptr") and not hasattr(producer, "wait_event"):
             return producer.ptr
-        if root == "cuda" and hasattr(producer, "is_timing_enabled"):  # cuda.core.Event
-            return <uint64_t> int(producer.handle)
+        if root == "cuda" and hasattr(producer, "is_done"):  # cuda.core.Event, of any release
+            return _recorded(producer.handle)
+        if root == "cuda" and type(producer).__name__ in ("CUevent", "cudaEvent_t"):  # cuda.bindings
+            return _recorded(producer)
     if isinstance(producer, int):
         raise TypeError("wait: expected an event or a stream object, got an int, which could be either")
     stream = stream_handle(producer)
@@ -513,8 +521,41 @@ cdef uint64_t _event_of(producer, list taken, int home) except? 0:
     return event
 
 
+def find_ungranted(int device, const uint64_t[:, ::1] spans not None):
+    """Find memory that kernels on a GPU do not reach, although its own GPU may be a peer.
+
+    What comes from cuMemAlloc is granted by `enable_peer`.  Memory of a stream-ordered pool, and memory that was mapped
+    through the virtual memory API, is granted by whoever made it: to each GPU, a pool or a mapping at a time.
+
+    Parameters
+    ----------
+    device : int
+        Where the kernels run.
+    spans : contiguous uint64 array, (n, 2)
+        First and last byte (exclusive) of each array, sorted by the first; of another GPU's memory, or pinned.
+
+    Returns
+    -------
+    tuple of int and str, or None
+        The position of the first one that has a byte without a grant, and what it lies in; None if there is none.
+    """
+    cdef uint64_t count = spans.shape[0], index = 0
+    cdef int how = KVBM_GRANTED, status
+    if count == 0:
+        return None
+    with nogil:
+        status = kvbm_find_ungranted(device, &spans[0, 0], count, &index, &how)
+    check(status, f"asking what memory is granted to cuda:{device}")
+    if how == KVBM_GRANTED:
+        return None
+    return index, "a stream-ordered pool" if how == KVBM_UNGRANTED_POOL else "memory mapped by the virtual memory API"
+
+
 def enable_peer(int device, int peer):
-    """Let kernels on one GPU reach another's memory; False where the machine does not allow it."""
+    """Let kernels on one GPU reach what another has from cuMemAlloc; False where the machine does not allow it.
+
+    Other memory needs a grant of its own: `find_ungranted`.
+    """
     cdef int can = 0, status
     with nogil:
         status = kvbm_enable_peer(device, peer, &can)

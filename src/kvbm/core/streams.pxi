@@ -20,7 +20,7 @@ cdef int _stream_kind(stream) except -1:
         return HANDLE
     elif hasattr(kind, "__cuda_stream__"):
         return PROTOCOL
-    elif root == "cuda" and hasattr(kind, "__int__"):
+    elif root == "cuda" and kind.__name__ in ("CUstream", "cudaStream_t"):  # and no other handle, such as an event's
         return BINDING
     elif root == "torch" and hasattr(kind, "cuda_stream"):
         return TORCH

@@ -1,0 +1,165 @@
+"""Copies in which one call of the driver fails, whichever it is; run by test_driver.py with the fake driver as libcuda.so.1.
+
+Each failure is a child of its own, forked before CUDA is started.  Prints the names of the calls that failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+sys.path.insert(0, os.environ["KVBM_TESTS"])
+
+import kvbm
+import matrix
+import oracle
+from kvbm import kernels
+from memory import FakeCuda, numpy_views, placed
+
+driver = ctypes.CDLL("libcuda.so.1")
+fail_at = ctypes.c_long.in_dll(driver, "fake_fail_at")
+failed = ctypes.c_char_p.in_dll(driver, "fake_failed")
+live = (ctypes.c_long * 5).in_dll(driver, "live")
+KINDS = ("events", "streams", "allocations", "pinned allocations", "modules")
+
+SHAPE = kvbm.BlockShape(nl=1, no=2, nh=1, nt=2, hd=16, dtype="bfloat16")
+BLOCKS = 600
+MANY, FEW = np.arange(BLOCKS), np.arange(12)  # more than the parameters carry, and less
+
+
+class End:
+    """A pool on a GPU over guarded memory."""
+
+    def __init__(self, name: str, device: int, *, dst: bool = False):
+        self.arena = placed(matrix.orders()[name], SHAPE, BLOCKS).layout_bytes(0)
+        self.before = (oracle.dest_bytes if dst else oracle.source_bytes)(self.arena, 0)
+        self.buffer = self.before.copy()
+        views = numpy_views(self.arena, self.buffer, SHAPE.dtype)
+        self.arrays = [
+            FakeCuda(v.shape, SHAPE.dtype, address=v.ctypes.data, strides=v.strides, device=device) for v in views
+        ]
+        self.pool = kvbm.Pool(kvbm.load(name), SHAPE, self.arrays)
+        self.name, self.device = name, device
+
+
+S = {device: End("vllm/LBHNC", device) for device in (0, 1)}
+D = {device: End("vllm/flash_attn_nhd", device, dst=True) for device in (0, 1)}
+for end in (S[0], D[0]):  # whose ends the driver tells: each is asked about once
+    driver.fake_memory(
+        *(ctypes.c_ulonglong(end.buffer.ctypes.data + offset) for offset in (0, end.buffer.nbytes)), 1, 0, 3
+    )
+driver.fake_memory(
+    *(ctypes.c_ulonglong(D[1].buffer.ctypes.data + offset) for offset in (0, D[1].buffer.nbytes)), 2, 1, 0b10
+)
+
+
+def moved(strategy: str, dst: int, stream: int) -> None:
+    ends = [kvbm.Pool(kvbm.load(end.name), SHAPE, end.arrays) for end in (S[0], D[dst])]
+    slot = 5 * SHAPE.nbytes if strategy == "staged" else None
+    with kvbm.Transfer(*ends, strategy, chunk_bytes=slot) as move:
+        ids = MANY if strategy == "direct" else FEW
+        move.copy(ids, ids, stream=stream, wait=Producer()).synchronize()
+        fail_at.value = 0  # what closing waits for has been waited for
+
+
+class Producer:
+    """A stream, which an event is recorded on."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, 7)
+
+
+def raw(stream: int) -> None:
+    at = [np.arange(D[0].buffer.nbytes // 16, dtype=np.uint64) * 16 + end.buffer.ctypes.data for end in (S[0], D[0])]
+    kernels.vectorized_copy(at[0][:300], at[1][:300], 16, stream=5)
+    kernels.memcpy_batch(at[0][300:600], at[1][300:600], 16, stream=stream, merge=False)
+
+
+#: The GPU of the destination, and the copy.
+COPIES: dict[str, tuple[int, Callable[[], None]]] = {
+    "direct": (0, lambda: moved("direct", 0, 5)),
+    "staged": (0, lambda: moved("staged", 0, 5)),
+    "engine": (0, lambda: moved("engine", 0, 0)),
+    "staged to the other GPU": (1, lambda: moved("staged", 1, 0x105)),
+    "raw": (0, lambda: raw(0)),
+}
+
+
+def right(copy: str, dst: int) -> bool:
+    if copy == "raw":
+        return np.array_equal(S[0].buffer[:9600], D[0].buffer[:9600])
+    return np.array_equal(D[dst].buffer, WANTED[dst, copy.startswith("direct")])
+
+
+WANTED = {
+    (dst, many): oracle.expected_bytes(
+        S[0].arena, D[dst].arena, S[0].before, D[dst].before, *[MANY if many else FEW] * 2
+    )
+    for dst in (0, 1)
+    for many in (False, True)
+}
+
+
+def attempt(copy: str, number: int) -> None:
+    """Let call `number` fail (0: none does), and try again."""
+    dst, call = COPIES[copy]
+    fail_at.value = number
+    try:
+        call()
+    except (kvbm.CudaError, kvbm.BindError, MemoryError) as error:
+        raised = str(error)
+    else:
+        raised = ""
+    fail_at.value = 0
+    for _ in range(2):
+        D[dst].buffer[:] = D[dst].before
+        call()
+        assert right(copy, dst), f"{copy}, {failed.value!r}: wrong bytes"
+    gc.collect()
+    assert ctypes.c_long.in_dll(driver, "pushes").value == ctypes.c_long.in_dll(driver, "pops").value, failed.value
+    assert ctypes.c_long.in_dll(driver, "illegal").value == 0, (
+        f"{failed.value!r}, {raised}: memory without a grant is touched"
+    )
+    said = (failed.value or b"").decode()
+    # A call whose answer is only advice may fail without a word.
+    assert bool(raised) == bool(said) or said in ADVICE, f"{copy}: {said} failed without an exception"
+    os.write(results, f"{said or '-'} {' '.join(map(str, live))}\n".encode())
+
+
+#: Whose failure may change nothing: a slot whose event cannot be recorded is not used again; an allocation's ends save questions.
+ADVICE = ("cuEventRecord", "cuPointerGetAttributes")
+
+met = set()
+for copy in COPIES:
+    clean: list[int] = []
+    number = 0
+    while True:
+        readable, results = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                attempt(copy, number)
+            except BaseException as error:
+                print(f"call {number}:", repr(error), file=sys.stderr)
+                os._exit(1)
+            os._exit(0)
+        os.close(results)
+        with os.fdopen(readable) as stream:
+            told = stream.read().split()
+        assert os.waitpid(child, 0)[1] == 0, f"{copy}: call {number}"
+        name, left = told[0], [int(n) for n in told[1:]]
+        if number == 0:
+            clean = left
+        elif name == "-":
+            break
+        met.add(name)
+        for kind, now, was in zip(KINDS, left, clean, strict=True):
+            lost = name == "cuEventRecord" and kind != "modules"  # one slot: a copy may still read it
+            assert now <= was + lost, f"{copy}: after {name} (call {number}) failed: {now} {kind}, without: {was}"
+        number += 1
+print(*sorted(met))
