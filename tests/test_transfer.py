@@ -185,11 +185,10 @@ def test_two_steps_are_the_one(src: str, gathers: bool) -> None:
 
         memory = aligned(slot)
         table = _core.Table(np.array([memory.ctypes.data + 64], np.uint64))
-        ids = [np.array(side, np.int64) for side in (src_ids, dst_ids)]
         for copy in transfer.prepare(first, one.pool.alignment, 16):
-            copy.run(_core.Table(one.pool.addresses), table, ids[0], None, 3)
+            copy.run(_core.Table(one.pool.addresses), table, _core.Pairs(src_ids, None, one.pool.num_blocks, 3))
         for copy in transfer.prepare(second, 16, other.pool.alignment):
-            copy.run(table, _core.Table(other.pool.addresses), None, ids[1], 3)
+            copy.run(table, _core.Table(other.pool.addresses), _core.Pairs(None, dst_ids, 3, other.pool.num_blocks))
         assert np.array_equal(other.buffer, want), oracle.explain(other.arena, other.buffer, want)
         assert np.array_equal(memory[:64], slot[:64]) and np.array_equal(memory[-64:], slot[-64:])
 
@@ -328,15 +327,26 @@ REFUSED_IDS = [
     ([0, 1, 2], [3, 4, 3], r"dst_ids\[2\] is 3, as is dst_ids\[0\]"),
     ([0, 1, 2], [3, 4], "as many source as destination ids, got 3 and 2"),
     ([0], None, None),
-    (None, None, "hold 6 and 7 blocks"),
-    ([0.0], [0], "src_ids: expected integers, got dtype float64"),
+    (None, None, "source and destination hold 6 and 7 blocks"),
+    ([0.0], [0], r"src_ids\[0\]: expected an integer, got float"),
     ([0], np.zeros(1, np.float32), "dst_ids: expected integers, got dtype float32"),
-    (True, 0, "src_ids: expected integers, got dtype bool"),
-    ([0], [True], "dst_ids: expected integers, got dtype bool"),
-    ("0", [0], "src_ids: expected integers"),
-    ({0}, [0], "src_ids: expected integers"),
-    ([[0]], [0], r"src_ids: expected one axis, got shape \(1, 1\)"),
-    (1 << 70, 0, "src_ids: expected integers"),
+    ([0], np.zeros(1, np.bool_), "dst_ids: expected integers, got dtype bool"),
+    (True, 0, "src_ids: expected integers, got bool"),
+    (0.5, 0, "src_ids: expected integers, got float"),
+    ([0], [True], r"dst_ids\[0\]: expected an integer, got bool"),
+    ([0, None], [0, 1], r"src_ids\[1\]: expected an integer, got NoneType"),
+    ("0", [0], "src_ids: expected integers, got str"),
+    (b"0", [0], "src_ids: expected integers, got bytes"),
+    ({0}, [0], "src_ids: expected integers, got set"),
+    ({0: 1}, [0], "src_ids: expected integers, got dict"),
+    ([[0]], [0], r"src_ids\[0\]: expected an integer, got list"),
+    ([[1, 2], [3]], [0, 1], r"src_ids\[0\]: expected an integer, got list"),
+    (np.array([[0]]), [0], r"src_ids: expected one axis, got shape \(1, 1\)"),
+    (1 << 70, 0, r"src_ids\[0\] is an integer of more than 64 bits: expected 0 to 5"),
+    ([0, 10**5000], [0, 1], r"src_ids\[1\] is an integer of more than 64 bits"),
+    ([0, -(1 << 63)], [0, 1], r"src_ids\[1\] is -9223372036854775808"),
+    (np.array([(1 << 64) - 1], np.uint64), [0], r"src_ids\[0\] is 18446744073709551615"),
+    ([0, np.int64(9)], [0, 1], r"src_ids\[1\] is 9"),
 ]
 
 
@@ -726,6 +736,42 @@ for kind in (np.int32, np.int64):
         refused(lambda: move.copy([0, 1, 2, 3], FakeCuda((4,), "float32"), stream=5), "int32 or int64")
         refused(lambda: move.copy([0, 1, 2, 3], FakeCuda((4,), "int64", device=1), stream=5), "cuda:1")
         refused(lambda: move.copy([0, 1, 2, 3], FakeCuda((4,), "int64", strides=(16,)), stream=5), "contiguous")
+""",
+        )
+
+    def test_a_batch_moves_what_its_pairs_say(self, library: Path, direction: str, strategy: str) -> None:  # noqa: F811
+        """Any number of pairs, larger and smaller than either pool, with -1 anywhere; sources may be named again."""
+        run(
+            library,
+            f"""
+defer(1)
+slot = 3 * SMALL.nbytes if {strategy!r} == "staged" else None
+device_ids = {strategy!r} in ("direct", "auto") or ({strategy!r}, {direction!r}) == ("staged", "h2d")
+def on_gpu(ids):
+    on_gpu.keep.append(ids)
+    return FakeCuda(ids.shape, ids.dtype.name, address=ids.ctypes.data)
+on_gpu.keep = []
+turn = 0
+for blocks in ((2, 500), (500, 2), (2, 2), (70, 500), (3, 40)):
+    for n in (1, 2, 5, 20, 64, 65, 500):
+        for skipped in (0, 0.5, 0.97):
+            turn += 1
+            seed(turn % 5)
+            s, d = ends({direction!r}, *(("universal", "nhd"), ("nhd", "universal"))[turn % 2], *blocks, shape=SMALL)
+            with kvbm.Transfer(s.pool, d.pool, {strategy!r}, chunk_bytes=slot) as move:
+                src = random.integers(0, blocks[0], n)
+                dst = np.full(n, -1); order = random.permutation(n)[:blocks[1]]
+                dst[order] = random.permutation(blocks[1])[:len(order)]
+                src[random.random(n) < skipped] = -1
+                kept = (src >= 0) & (dst >= 0)
+                kind = (np.int32, np.int64)[turn % 2]
+                given, to = src.astype(kind), dst.astype(kind)
+                on_device = device_ids and turn % 3 == 0
+                done = move.copy(given, on_gpu(to) if on_device else to, stream=5)
+                pump()
+                check(s, d, src[kept], dst[kept], (blocks, n, skipped, on_device, done.strategy))
+                done.synchronize()
+                assert on_device or move.stats()["blocks"] == kept.sum()
 """,
         )
 
