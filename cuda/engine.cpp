@@ -770,8 +770,7 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
   }
 
   int status = batch->fault ? give_fault_to_graph(*batch, mine, &outcome->captured) : KVBM_OK;
-  if (status == KVBM_OK && batch->kept)
-    status = copy_by(strategy, *route, *batch, device, mine, &outcome->submissions);
+  if (status == KVBM_OK && batch->kept) status = copy_by(strategy, *route, *batch, device, mine, &outcome->submissions);
   if (foreign) {
     int tied = CU(EventRecord, joined, mine);
     if (tied == KVBM_OK) tied = CU(StreamWaitEvent, callers, joined, 0);

@@ -234,14 +234,15 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   return KVBM_OK;
 }
 
-int kvbm_take_ids(const void* given, uint32_t bytes, uint32_t count, int64_t blocks, int32_t* out, int64_t* index, int64_t* id) {
+int kvbm_take_ids(const void* given, uint32_t bytes, uint32_t count, int64_t blocks, int32_t* out, int64_t* index,
+                  int64_t* id) {
   const auto most = static_cast<uint64_t>(std::min<int64_t>(blocks, std::numeric_limits<int32_t>::max()));
   if (bytes == 4) return take(static_cast<const volatile int32_t*>(given), count, most, out, index, id);
   return take(static_cast<const volatile int64_t*>(given), count, most, out, index, id);
 }
 
-int kvbm_check_ids(const int32_t* src, const int32_t* dst, uint32_t num_pairs, int64_t dst_blocks, int same_pool, uint32_t* kept,
-                   int64_t* index) {
+int kvbm_check_ids(const int32_t* src, const int32_t* dst, uint32_t num_pairs, int64_t dst_blocks, int same_pool,
+                   uint32_t* kept, int64_t* index) {
   const Ids ids = {src, dst, num_pairs};
   *kept = 0;
   if (!dst && !same_pool) {

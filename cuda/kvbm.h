@@ -273,8 +273,8 @@ int kvbm_find_device(const uint64_t* addresses, uint64_t count, int* device, uin
 int kvbm_take_ids(const void* given, uint32_t bytes, uint32_t count, int64_t blocks, int32_t* out, int64_t* index, int64_t* id);
 /* No block is written twice and, where both sides are one pool, none is both read and written; NULL: 0 .. num_pairs-1, or not
  * known.  *kept: pairs that are not skipped; *index: the offending position.  O(n).  Returns KVBM_ID_..., or KVBM_NO_MEMORY. */
-int kvbm_check_ids(const int32_t* src, const int32_t* dst, uint32_t num_pairs, int64_t dst_blocks, int same_pool, uint32_t* kept,
-                   int64_t* index);
+int kvbm_check_ids(const int32_t* src, const int32_t* dst, uint32_t num_pairs, int64_t dst_blocks, int same_pool,
+                   uint32_t* kept, int64_t* index);
 
 /* ---- transfers (engine.cpp) -------------------------------------------------------------------------------------- */
 

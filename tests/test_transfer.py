@@ -6,7 +6,11 @@ events allow (`fake_seed`): a wait that is missing shows as wrong bytes.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from array import array
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -277,10 +281,21 @@ def ids_as(kind: str, ids: list[int]) -> Any:
         return np.repeat(np.array(ids, np.int64), 3)[::3]
     if kind == "big endian":
         return np.array(ids, ">i8")
-    return {"list": list, "tuple": tuple}.get(kind, lambda given: np.array(given, kind))(ids)
+    if kind == "reversed":
+        return np.array(ids[::-1], np.int32)[::-1]
+    if kind == "numbers":
+        return [np.int8(ids[0]), *ids[1:]]
+    if kind == "array":
+        return array("q", ids)
+    if kind == "memoryview":
+        return memoryview(np.array(ids, np.int16))
+    return {"list": list, "tuple": tuple, "deque": deque}.get(kind, lambda given: np.array(given, kind))(ids)
 
 
-KINDS = ["list", "tuple", "int8", "int16", "int32", "int64", "torch.int32", "torch.int64", "strided", "big endian"]
+KINDS = [
+    "list", "tuple", "int8", "int16", "int32", "int64", "torch.int16", "torch.int32", "torch.int64", "strided", "reversed",
+    "big endian", "array", "numbers", "memoryview", "deque",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -357,6 +372,67 @@ def test_ids_that_are_refused(src_ids: Any, dst_ids: Any, match: str) -> None:
     with pytest.raises(kvbm.BindError, match=match):
         move.copy(src_ids, dst_ids)
     assert dst.untouched and move.stats()["copies"] == 0
+
+
+def test_a_list_that_changes_while_it_is_read() -> None:
+    class Evil:
+        def __index__(self) -> int:
+            ids.clear()
+            return 1
+
+    src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 7, dst=True)
+    ids: list[Any] = [0, Evil(), 2]
+    kvbm.Transfer(src.pool, dst.pool).copy(ids, [4, 5, 6])
+    check(src, dst, [0, 1, 2], [4, 5, 6])
+
+
+def test_ids_that_are_written_while_they_are_read() -> None:
+    """What was checked is what is copied: another thread makes ids wrong at any time, and no block out of range is touched."""
+    n = 4000
+    src = Bound("universal", kvbm.BlockShape(1, 1, 1, 1, 8, "int16"), n)
+    dst = Bound("universal", kvbm.BlockShape(1, 1, 1, 1, 8, "int16"), n, dst=True)
+    move, ids, over = kvbm.Transfer(src.pool, dst.pool), np.arange(n, dtype=np.int64), threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            ids[n // 2 :] = 1 << 40
+            ids[:] = np.arange(n)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(500):
+            dst.buffer[:] = dst.before
+            try:
+                move.copy(ids, ids)
+            except kvbm.BindError:
+                assert dst.untouched
+            else:
+                check(src, dst, range(n), range(n))
+    finally:
+        over.set()
+        writer.join()
+    move.copy(ids, ids)
+    check(src, dst, range(n), range(n))
+
+
+def test_pairs() -> None:
+    """How many there are, and how many are kept; one object on both sides."""
+    for src_ids, dst_ids, count, kept in (
+        ([3, -1, 1], [0, 1, -1], 3, 1),
+        (None, [4, -1], 2, 1),
+        ([-1] * 100, range(100), 100, 0),
+        (range(100), [*range(98), -1, -1], 100, 98),
+        (None, None, 100, 100),
+    ):
+        pairs = _core.Pairs(src_ids, dst_ids, 100, 100)
+        assert (len(pairs), pairs.kept) == (count, kept)
+    same = [5, -1, 3]
+    assert _core.Pairs(same, same, 6, 7).kept == 2
+    with pytest.raises(kvbm.BindError, match=r"dst_ids\[0\] is 5: expected 0 to 3"):
+        _core.Pairs(same, same, 6, 4)
+    with pytest.raises(kvbm.BindError, match=r"src_ids\[0\] is 0: the pool has no blocks"):
+        _core.Pairs([0], [0], 0, 4)
 
 
 def test_blocks_of_one_pool() -> None:
@@ -472,6 +548,19 @@ def test_threads_share_a_transfer() -> None:
         list(pool.map(work, range(threads)))
     check(src, dst, list(range(blocks)), list(range(blocks))[::-1])
     assert move.stats()["blocks"] == 4 * blocks and move.stats()["bytes"] == blocks * SHAPE.nbytes
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_of_a_process_that_held_the_lock() -> None:
+    src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)
+    move = kvbm.Transfer(src.pool, dst.pool)
+    with move._mover.lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            move.copy([1], [2], layers=range(1))  # a range that is met for the first time
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_transfer_keeps_its_pools() -> None:
@@ -1100,6 +1189,113 @@ for direction in ("d2h", "h2d", "d2d"):
         # Where no kernel touches host memory, all of the GPU is soonest done.
         assert most(direction, strategy) == (16 if strategy == "direct" and direction != "d2d" else 0), (direction, strategy)
 """,
+        )
+
+    def test_each_copy_has_a_word_of_its_own(self, library: Path) -> None:  # noqa: F811
+        """What one copy's kernels note about ids on the GPU is that copy's: of others in flight, dropped, or in a graph."""
+        run(
+            library,
+            """
+for name in ("fake_end_capture", "fake_launch_graph", "fake_destroy_graph", "fake_begin_capture"):
+    getattr(driver, name).restype = ctypes.c_void_p
+handle = ctypes.c_void_p
+def on_gpu(*ids):
+    array = np.array(ids)
+    on_gpu.keep.append(array)
+    return FakeCuda(array.shape, "int64", address=array.ctypes.data)
+on_gpu.keep = []
+right, wrong = on_gpu(1, 2), on_gpu(1, 999)
+def is_told(done):
+    try: done.synchronize()
+    except kvbm.BindError as error: return "pair 1 of an earlier copy" in str(error)
+    return False
+defer(1)
+s, d = ends("d2d", "nhd", "universal", 6, 6)
+move = kvbm.Transfer(s.pool, d.pool, "direct")
+def copy(ids, stream=5): return move.copy(ids, on_gpu(3, 4), stream=stream)
+for first, second in itertools.product((right, wrong), repeat=2):
+    dones = [copy(first), copy(second, 6)]
+    assert [is_told(done) for done in dones[::-1]] == [second is wrong, first is wrong]
+    assert [is_told(done) for done in dones] == [False, False]
+for _ in range(20):  # a word that is given back in flight is nobody else's yet
+    copy(wrong, 5)
+    done = copy(right, 6)
+    pump()
+    assert not is_told(done)
+memory = count("slots")
+for _ in range(2000):
+    copy(right)
+    pump()
+assert count("slots") == memory
+# A graph's word is its own as long as it lives, and each replay may be asked about.
+driver.fake_begin_capture(handle(5))
+ids = on_gpu(1, 2)
+held, done = on_gpu.keep[-1], copy(ids)
+graph = handle(driver.fake_end_capture())
+other = copy(right, 6)
+for bad in (False, True, False, True):
+    held[1] = 999 if bad else 2
+    driver.fake_launch_graph(graph, handle(5))
+    pump()
+    assert is_told(done) == bad and not is_told(other)
+del done
+for _ in range(600):
+    held[1] = 999
+    other = copy(right, 6)
+    driver.fake_launch_graph(graph, handle(5))
+    pump()
+    assert not is_told(other)
+driver.fake_destroy_graph(graph)
+assert count("slots") == memory
+""",
+        )
+
+    def test_threads_are_each_told(self, library: Path) -> None:  # noqa: F811
+        """The first copies of a transfer with ids on the GPU, by four threads at once."""
+        run(
+            library,
+            """
+sys.setswitchinterval(1e-6)
+ids = np.array([1, 999, 2])
+on_gpu = FakeCuda(ids.shape, "int64", address=ids.ctypes.data)
+told = []
+for _ in range(100):
+    s, d = ends("d2d", "nhd", "universal", 3, 6, shape=SMALL)
+    move, start = kvbm.Transfer(s.pool, d.pool), threading.Barrier(4)
+    def work(k):
+        start.wait()
+        try: move.copy(on_gpu, [3, 4, 5], stream=5 + k).synchronize()
+        except kvbm.BindError: told.append(k)
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+assert len(told) == 400, len(told)
+""",
+        )
+
+    @pytest.mark.parametrize("direction", ["d2h", "h2d"])
+    def test_closed_beside_a_copy(self, library: Path, direction: str) -> None:  # noqa: F811
+        """The ring is not freed under a copy that is being enqueued, which goes through; later ones are refused."""
+        run(
+            library,
+            f"""
+s, d = ends({direction!r}, "nhd", "universal", 64, 64, shape=SMALL)
+move = kvbm.Transfer(s.pool, d.pool, "staged", chunk_bytes=2 * SMALL.nbytes)
+route = move._mover.route(None).route
+class Closes(On):
+    def __cuda_stream__(self):
+        move.close()
+        return super().__cuda_stream__()
+defer(1)
+move.copy(range(64), range(64), stream=5, wait=Closes(6)).synchronize()
+check(s, d, range(64), range(64))
+for copy in (lambda: move.copy([0], [0], stream=5), lambda: route.copy([0], [0], 5)):
+    try: copy()
+    except kvbm.BindError as error: assert "the transfer is closed" in str(error), error
+    else: raise AssertionError
+kvbm.Transfer(s.pool, d.pool, "staged", chunk_bytes=2 * SMALL.nbytes)  # frees it
+""",
+            MALLOC_PERTURB_="85",
         )
 
     def test_explain_and_auto(self, library: Path) -> None:  # noqa: F811

@@ -339,10 +339,6 @@ class _Mover:
         elif strategy != "auto" or chunk_bytes is not None:
             _check_strategy(self)
 
-    def unlock(self) -> None:
-        """In a forked child, which lacks the thread that may have held the lock."""
-        self.lock = threading.Lock()
-
     @property
     def direction(self) -> str:
         """``h2h``, ``d2d``, ``d2h``, ``h2d`` or ``p2p``."""
@@ -566,7 +562,15 @@ class _Mover:
 
 
 _made: weakref.WeakSet[_Mover] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [mover.unlock() for mover in _made])
+
+
+def _unlock() -> None:
+    """In a forked child, which lacks the thread that may have held a lock."""
+    for mover in _made:
+        mover.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 
 @dataclass
@@ -577,6 +581,7 @@ class _Route:
     route: _core.Route
     copies: Sequence[_core.Copy]
     why: str
+
 
 def _max_sms(mover: _Mover, asked: object) -> int:
     if asked is None:

@@ -110,7 +110,8 @@ cdef class Pairs:
             raise BindError(f"ids: expected as many source as destination ids, got {src} and {dst}")
         if src < 0 and dst < 0 and src_blocks != dst_blocks:
             raise BindError(
-                f"ids: source and destination hold {src_blocks} and {dst_blocks} blocks; say which by src_ids and dst_ids"
+                f"ids: source and destination hold {src_blocks} and {dst_blocks} blocks; say which by src_ids and "
+                "dst_ids"
             )
         if n < 0 or n > INDEX_LIMIT:
             raise BindError(f"{n} pairs of blocks: expected 0 to {INDEX_LIMIT}")
@@ -140,23 +141,25 @@ cdef class Pairs:
     cdef int _check(self, int64_t dst_blocks, bint same_pool) except -1:
         cdef int64_t index = 0, first = 0
         cdef int found
+        cdef const int32_t *src = self.src.ids
+        cdef const int32_t *dst = self.dst.ids
         if self.count > 1024:
             with nogil:
-                found = kvbm_check_ids(self.src.ids, self.dst.ids, self.count, dst_blocks, same_pool, &self.kept, &index)
+                found = kvbm_check_ids(src, dst, self.count, dst_blocks, same_pool, &self.kept, &index)
         else:
-            found = kvbm_check_ids(self.src.ids, self.dst.ids, self.count, dst_blocks, same_pool, &self.kept, &index)
+            found = kvbm_check_ids(src, dst, self.count, dst_blocks, same_pool, &self.kept, &index)
         if found == KVBM_ID_OK:
             return 0
         if found < 0:
             check(found, f"checking {self.count} pairs of block ids")
         if found == KVBM_ID_DST_TWICE:
-            id = self.dst.ids[index]
-            while self.dst.ids[first] != id or (self.src.ids != NULL and self.src.ids[first] == -1):
+            id = dst[index]
+            while dst[first] != id or (src != NULL and src[first] == -1):
                 first += 1
             raise BindError(
                 f"dst_ids[{index}] is {id}, as is dst_ids[{first}]: expected every destination once a batch"
             )
-        id = index if self.src.ids == NULL else self.src.ids[index]
+        id = index if src == NULL else src[index]
         raise BindError(
             f"src_ids[{index}] is {id}, which is also a destination of this batch: expected no block of one pool to be "
             "both read and written (split the batch)"

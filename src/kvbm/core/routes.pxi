@@ -110,7 +110,7 @@ cdef class Done:
         check(status, "waiting for a copy on a stream")
 
     def synchronize(self):
-        """Wait on the host until the copy is done; a captured one is not waited for, and may be asked after each replay.
+        """Wait on the host until the copy is done; a captured one is not waited for: ask it after each replay.
 
         Raises
         ------
@@ -129,8 +129,8 @@ cdef class Done:
         if self.fault != NULL and self.fault.pair:
             pair, self.fault.pair = self.fault.pair - 1, 0
             raise BindError(
-                f"block ids on the device: pair {pair} of an earlier copy named a block that its pool does not have; it "
-                "was skipped, and nothing of it was copied"
+                f"block ids on the device: pair {pair} of an earlier copy named a block that its pool does not have; "
+                "it was skipped, and nothing of it was copied"
             )
 
     @property

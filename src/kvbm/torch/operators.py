@@ -524,7 +524,9 @@ def _fake_convert_(
         _require_ids(batch.face, src_ids, dst_ids)
         _require(_INPUT_, tensors, batch.src, batch.face)
         _require(_OUTPUT_, out, batch.dst, batch.face)
-        if src_ids is not None and dst_ids is not None:  # perhaps a compiler's symbols; real ids are looked at by `_core.Pairs`
+        if (
+            src_ids is not None and dst_ids is not None
+        ):  # perhaps a compiler's symbols; real ids are looked at by `_core.Pairs`
             torch._check(
                 src_ids.shape[0] == dst_ids.shape[0],
                 lambda: "convert_: ids: expected as many source as destination ids",
