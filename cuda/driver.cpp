@@ -354,13 +354,6 @@ int kvbm_event_synchronize(int device, uint64_t event) {
   return CU(EventSynchronize, reinterpret_cast<Handle>(event));
 }
 
-int kvbm_event_elapsed(int device, uint64_t from, uint64_t to, float* milliseconds) {
-  Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
-  return CU(EventElapsedTime, milliseconds, reinterpret_cast<Handle>(from), reinterpret_cast<Handle>(to));
-}
-
 int kvbm_stream_wait(int device, uint64_t stream, uint64_t event) {
   Current current;
   Device* opened = nullptr;
@@ -376,17 +369,6 @@ int kvbm_stream_device(uint64_t stream, int* device) {
   RETURN_IF_FAILED(CU(StreamGetCtx, reinterpret_cast<Stream>(stream), &context));
   for (int i = 0; i < num_devices; ++i)
     if (devices[i].is_open.load(std::memory_order_acquire) && devices[i].context == context) *device = i;
-  return KVBM_OK;
-}
-
-int kvbm_is_capturing(int device, uint64_t stream, int* capturing) {
-  *capturing = 0;
-  Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
-  Handle graph = nullptr;
-  RETURN_IF_FAILED(capturing_graph(reinterpret_cast<Stream>(stream), &graph));
-  *capturing = graph != nullptr;
   return KVBM_OK;
 }
 

@@ -113,14 +113,12 @@ using BatchV2 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, si
   X(StreamCreate, "", true, (Stream*, unsigned))                                                            \
   X(StreamDestroy, "_v2", true, (Stream))                                                                   \
   X(StreamSynchronize, "", true, (Stream))                                                                  \
-  X(StreamIsCapturing, "", true, (Stream, int*))                                                            \
   X(ThreadExchangeStreamCaptureMode, "", true, (int*))                                                      \
   X(EventCreate, "", true, (Handle*, unsigned))                                                             \
   X(EventRecord, "", true, (Handle, Stream))                                                                \
   X(EventQuery, "", true, (Handle))                                                                         \
   X(EventDestroy, "_v2", true, (Handle))                                                                    \
   X(EventSynchronize, "", true, (Handle))                                                                   \
-  X(EventElapsedTime, "", true, (float*, Handle, Handle))                                                   \
   X(StreamWaitEvent, "", true, (Stream, Handle, unsigned))                                                  \
   X(StreamGetCtx, "", true, (Stream, Handle*))                                                              \
   X(StreamGetCaptureInfo, "_v2", true, (Stream, int*, uint64_t*, Handle*, const Handle**, size_t*))         \

@@ -1,6 +1,7 @@
 // engine.cpp: transfers: by the copy engine, through a ring on the device, or by one kernel.
 #include <algorithm>
 #include <climits>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -237,7 +238,7 @@ int copy_nest(const kvbm_args& args, const kvbm_batch& batch, Submission* out) {
                               part.src_id_stride == part.dst_id_stride && args.src_id_table == 0 && args.dst_id_table == 0;
     const int rows = !blocks_touch && nest.depth > 0 && nest.loops[0].src_entry == 0 && nest.loops[0].dst_entry == 0;
     auto start = [&](uint32_t pair, Spot* at) {
-      const int64_t src = id_at(batch.src_ids, batch.id_bytes, pair), dst = id_at(batch.dst_ids, batch.id_bytes, pair);
+      const int64_t src = id_at(batch.src, pair), dst = id_at(batch.dst, pair);
       at->src = part.src_offset + src * part.src_id_stride;
       at->dst = part.dst_offset + dst * part.dst_id_stride;
       at->src_entry = part.src_table_offset + src * args.src_id_table;
@@ -245,7 +246,7 @@ int copy_nest(const kvbm_args& args, const kvbm_batch& batch, Submission* out) {
       return src != kSkip && dst != kSkip;
     };
     auto emit = [&](const Spot& at) {
-      const Address src = batch.src_table[at.src_entry] + at.src, dst = batch.dst_table[at.dst_entry] + at.dst;
+      const Address src = batch.src.table[at.src_entry] + at.src, dst = batch.dst.table[at.dst_entry] + at.dst;
       if (!rows) return out->range(dst, src, nest.run);
       const Loop& row = nest.loops[0];
       return out->rows(dst, src, nest.run, row.extent, row.dst, row.src);
@@ -260,9 +261,7 @@ int copy_nest(const kvbm_args& args, const kvbm_batch& batch, Submission* out) {
     static thread_local std::vector<uint32_t> order;
     order.resize(batch.num_pairs);
     for (uint32_t i = 0; i < batch.num_pairs; ++i) order[i] = i;
-    auto before = [&](uint32_t a, uint32_t b) {
-      return id_at(batch.src_ids, batch.id_bytes, a) < id_at(batch.src_ids, batch.id_bytes, b);
-    };
+    auto before = [&](uint32_t a, uint32_t b) { return id_at(batch.src, a) < id_at(batch.src, b); };
     if (!std::is_sorted(order.begin(), order.end(), before)) std::sort(order.begin(), order.end(), before);
     RETURN_IF_FAILED(walk(nest, 0, Spot(), [&](const Spot& chunk) {
       for (const uint32_t pair : order) {
@@ -398,43 +397,26 @@ void group_sizes(uint64_t pairs, uint64_t block_bytes, uint64_t most, bool small
   if (!small_first) std::reverse(sizes->begin(), sizes->end());
 }
 
-const void* ids_from(const void* ids, uint32_t id_bytes, uint64_t first) {
-  return ids ? static_cast<const char*>(ids) + first * id_bytes : nullptr;
-}
-
-// Ids of one side that a batch does not give: 0, 1, 2, …; and ids without the skipped pairs.
+// Ids of one side each.
 struct IdLists {
-  std::vector<int64_t> src, dst;
-  static void set(std::vector<int64_t>* list, uint32_t id_bytes, uint64_t i, int64_t id) {
-    if (id_bytes == 4)
-      reinterpret_cast<int32_t*>(list->data())[i] = static_cast<int32_t>(id);
-    else
-      (*list)[i] = id;
-  }
+  std::vector<int32_t> src, dst;
 };
 
 // Leaves out the skipped pairs, and writes out the ids that are only counted: groups of the batch start anywhere in it.
 void write_out(kvbm_batch* batch, IdLists* lists) {
-  const uint32_t n = batch->num_pairs, bytes = batch->id_bytes ? batch->id_bytes : 8;
-  bool skips = false;
-  for (uint32_t i = 0; i < n && !skips; ++i)
-    skips = id_at(batch->src_ids, bytes, i) == kSkip || id_at(batch->dst_ids, bytes, i) == kSkip;
-  const bool src_on_device = batch->src_ids_device != 0, dst_on_device = batch->dst_ids_device != 0;
-  if (!skips && (batch->src_ids || src_on_device) && (batch->dst_ids || dst_on_device)) return;
-  lists->src.resize(n);
-  lists->dst.resize(n);
-  uint32_t kept = 0;
-  for (uint32_t i = 0; i < n; ++i) {
-    const int64_t src = id_at(batch->src_ids, bytes, i), dst = id_at(batch->dst_ids, bytes, i);
-    // The ids on the device stay where they are, and so must these, the skipped ones too.
-    if (!src_on_device && !dst_on_device && (src == kSkip || dst == kSkip)) continue;
-    IdLists::set(&lists->src, bytes, kept, src);
-    IdLists::set(&lists->dst, bytes, kept++, dst);
+  // The ids on the device stay where they are, and so must those of the other side, the skipped ones too.
+  const bool on_device = batch->src.ids_device || batch->dst.ids_device;
+  if (has_ids(batch->src) && has_ids(batch->dst) && (on_device || batch->kept == batch->num_pairs)) return;
+  lists->src.clear();
+  lists->dst.clear();
+  for (uint32_t i = 0; i < batch->num_pairs; ++i) {
+    if (!on_device && is_skipped(*batch, i)) continue;
+    lists->src.push_back(static_cast<int32_t>(id_at(batch->src, i)));
+    lists->dst.push_back(static_cast<int32_t>(id_at(batch->dst, i)));
   }
-  batch->num_pairs = kept;
-  batch->id_bytes = bytes;
-  if (!src_on_device) batch->src_ids = lists->src.data();
-  if (!dst_on_device) batch->dst_ids = lists->dst.data();
+  batch->num_pairs = batch->kept = static_cast<uint32_t>(lists->src.size());
+  if (!batch->src.ids_device) batch->src.ids = lists->src.data();
+  if (!batch->dst.ids_device) batch->dst.ids = lists->dst.data();
 }
 
 class Staged {
@@ -500,38 +482,30 @@ class Staged {
     return CU(EventRecord, slot->emptied, stream);
   }
 
-  // The group's ids on the pool's side; in the slot blocks lie one after the other.
+  // Pairs of the batch, from pool to pool.
   kvbm_batch group(uint64_t first, uint32_t n) const {
     kvbm_batch part = batch_;
-    part.num_pairs = n;
-    part.src_ids = ids_from(batch_.src_ids, batch_.id_bytes, first);
-    part.dst_ids = ids_from(batch_.dst_ids, batch_.id_bytes, first);
-    if (part.src_ids_device) part.src_ids_device += first * batch_.id_bytes;
-    if (part.dst_ids_device) part.dst_ids_device += first * batch_.id_bytes;
+    part.num_pairs = part.kept = n;
+    for (kvbm_side* side : {&part.src, &part.dst}) {
+      if (side->ids) side->ids += first;
+      if (side->ids_device) side->ids_device += first * batch_.id_bytes;
+    }
     return part;
   }
 
+  // The slot's side: the blocks of one group, one after the other in one allocation.
+  static kvbm_side blocks_of(const uint64_t* memory, uint32_t n) { return {nullptr, 0, memory, 0, 1, n}; }
+
   int permute(uint64_t first, uint32_t n, const kvbm_ring::Slot* slot, Stream stream) {
     kvbm_batch part = group(first, n);
+    kvbm_side& far = route_.gathers ? part.dst : part.src;
+    const int32_t* const given = far.ids;
     const uint64_t memory = slot->memory;
-    std::vector<int64_t>& skipping = lists_.src;
-    if (route_.gathers) {
-      part.dst_ids = nullptr;
-      part.dst_table = &memory;
-      part.dst_table_device = 0;
-      part.dst_entries = 1;
-    } else {
-      part.src_table = &memory;
-      part.src_table_device = 0;
-      part.src_entries = 1;
-      const void* given = part.src_ids;
-      part.src_ids = nullptr;
-      if (part.dst_ids_device) {  // pairs that are skipped on the host's side are still here
-        skipping.resize(n);
-        for (uint32_t i = 0; i < n; ++i)
-          IdLists::set(&skipping, part.id_bytes, i, id_at(given, part.id_bytes, i) == kSkip ? kSkip : int64_t{i});
-        part.src_ids = skipping.data();
-      }
+    far = blocks_of(&memory, n);
+    if (part.dst.ids_device) {  // pairs that are skipped on the host's side are still here
+      lists_.src.resize(n);
+      for (uint32_t i = 0; i < n; ++i) lists_.src[i] = given[i] == kSkip ? int32_t{kSkip} : static_cast<int32_t>(i);
+      far.ids = lists_.src.data();
     }
     for (uint32_t i = 0; i < route_.num_permute; ++i) {
       ++submissions;
@@ -543,15 +517,8 @@ class Staged {
   int move(uint64_t first, uint32_t n, const kvbm_ring::Slot* slot, Stream stream) {
     kvbm_batch part = group(first, n);
     const uint64_t memory = slot->memory;
-    if (route_.gathers) {
-      part.src_ids = nullptr;
-      part.src_table = &memory;
-      part.dst_table = route_.dst_bases;
-    } else {
-      part.dst_ids = nullptr;
-      part.dst_table = &memory;
-      part.src_table = route_.src_bases;
-    }
+    (route_.gathers ? part.src : part.dst) = blocks_of(&memory, n);
+    (route_.gathers ? part.dst.table : part.src.table) = route_.gathers ? route_.dst_bases : route_.src_bases;
     Submission::Mode mode;
     RETURN_IF_FAILED(mode_for(stream, route_.by_peer, &mode));
     Submission out(ring_->device, stream, mode, true, route_.cuts, route_.num_cuts);
@@ -609,8 +576,8 @@ int copy_direct(const kvbm_route& route, const kvbm_batch& batch, Device* device
 
 int copy_engine(const kvbm_route& route, const kvbm_batch& given, Device* device, Stream stream, uint64_t* submissions) {
   kvbm_batch batch = given;
-  batch.src_table = route.src_bases;
-  batch.dst_table = route.dst_bases;
+  batch.src.table = route.src_bases;
+  batch.dst.table = route.dst_bases;
   Submission::Mode mode;
   RETURN_IF_FAILED(mode_for(stream, route.by_peer, &mode));
   Submission out(device, stream, mode, true, route.cuts, route.num_cuts);
@@ -642,14 +609,79 @@ int stream_beside(const kvbm_route& route, Device* device, Stream callers, Strea
   return KVBM_OK;
 }
 
-int check_batch(const kvbm_route& route, const kvbm_batch& batch, int64_t* index) {
-  const bool src_on_device = batch.src_ids_device != 0, dst_on_device = batch.dst_ids_device != 0;
-  if (src_on_device && dst_on_device) return KVBM_ID_OK;
-  if (dst_on_device) return kvbm_check_range(batch.src_ids, batch.id_bytes, batch.num_pairs, route.src_blocks, index);
-  if (src_on_device)  // ranges and repetitions of the destination
-    return kvbm_check_ids(batch.dst_ids, batch.dst_ids, batch.id_bytes, batch.num_pairs, INT64_MAX, route.dst_blocks, 0, index);
-  return kvbm_check_ids(batch.src_ids, batch.dst_ids, batch.id_bytes, batch.num_pairs, route.src_blocks, route.dst_blocks,
-                        route.same_pool, index);
+int copy_on_host(const kvbm_route& route, const kvbm_batch& batch, uint64_t* submissions) {
+  for (uint32_t i = 0; i < route.num_direct; ++i) {
+    ++*submissions;
+    RETURN_IF_FAILED(kvbm_run_host(route.direct_kernel[i], route.direct[i], &batch, 0));
+  }
+  return KVBM_OK;
+}
+
+// ---- fault words ---------------------------------------------------------------------------------------------------
+
+// A word is of one copy, until its event is done and no graph reads it: what another copy finds is not mixed up with it.
+struct RetiredFault {
+  kvbm_fault* fault;
+  int device;  // of the event
+  uint64_t event;
+};
+std::mutex faults_mutex;
+std::vector<kvbm_fault*> free_faults;  // has room for all there are
+std::deque<RetiredFault> retired_faults;
+size_t num_faults = 0;
+
+enum : size_t { kFaultsAtOnce = 512 };  // a page of them
+enum : int { kMostFaultQueries = 4 };
+
+// With faults_mutex held.
+void leave_fault(kvbm_fault* fault) {
+  if (--fault->users == 0) free_faults.push_back(fault);
+}
+
+// Called by the driver, on any thread, when a graph is gone.
+void release_captured_fault(void* fault) {
+  std::lock_guard<std::mutex> lock(faults_mutex);
+  leave_fault(static_cast<kvbm_fault*>(fault));
+}
+
+// With faults_mutex held.
+void collect_faults() {
+  for (int i = 0; i < kMostFaultQueries && !retired_faults.empty(); ++i) {
+    const RetiredFault oldest = retired_faults.front();
+    retired_faults.pop_front();
+    if (driver.EventQuery(reinterpret_cast<Handle>(oldest.event)) != KVBM_OK) {
+      retired_faults.push_back(oldest);
+      continue;
+    }
+    give_event(&devices[oldest.device], 0, reinterpret_cast<Handle>(oldest.event));
+    leave_fault(oldest.fault);
+  }
+}
+
+// With faults_mutex held.
+int make_faults() {
+  free_faults.reserve(num_faults + kFaultsAtOnce);
+  void* memory = nullptr;
+  RETURN_IF_FAILED(CU(MemHostAlloc, &memory, kFaultsAtOnce * sizeof(kvbm_fault), kHostPortable | kHostMapped));
+  for (size_t i = 0; i < kFaultsAtOnce; ++i) free_faults.push_back(static_cast<kvbm_fault*>(memory) + i);
+  num_faults += kFaultsAtOnce;
+  return KVBM_OK;
+}
+
+// The word of a captured copy is written by every replay.
+int give_fault_to_graph(const kvbm_batch& batch, Stream stream, int* captured) {
+  Handle graph = nullptr;
+  RETURN_IF_FAILED(capturing_graph(stream, &graph));
+  if (!graph) return KVBM_OK;
+  auto* const fault = reinterpret_cast<kvbm_fault*>(batch.fault);  // its pair is its first member
+  *captured = 1;
+  {
+    std::lock_guard<std::mutex> lock(faults_mutex);
+    ++fault->users;
+  }
+  const int given = give_to_graph(graph, fault, release_captured_fault);
+  if (given != KVBM_OK) release_captured_fault(fault);
+  return given;
 }
 
 }  // namespace
@@ -698,25 +730,35 @@ int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* 
   return submit(&again);
 }
 
-int kvbm_fault_create(int device, uint32_t** fault) {
+int kvbm_fault_take(int device, kvbm_fault** fault) {
   *fault = nullptr;
   Current current;
   Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
   RelaxedCapture relaxed;
-  void* memory = nullptr;
-  RETURN_IF_FAILED(CU(MemHostAlloc, &memory, sizeof(uint32_t), kHostPortable | kHostMapped));
-  *fault = static_cast<uint32_t*>(memory);
-  **fault = 0;
+  try {
+    std::lock_guard<std::mutex> lock(faults_mutex);
+    collect_faults();
+    if (free_faults.empty()) RETURN_IF_FAILED(make_faults());
+    *fault = free_faults.back();
+    free_faults.pop_back();
+    **fault = {0, 1};
+  } catch (...) {
+    return check("malloc", KVBM_NO_MEMORY);
+  }
   return KVBM_OK;
 }
 
-void kvbm_fault_destroy(int device, uint32_t* fault) {
-  if (!fault || start() != KVBM_OK) return;
-  Current current;
-  if (current.enter(devices[device].context) != KVBM_OK) return;
-  RelaxedCapture relaxed;
-  driver.MemFreeHost(fault);
+void kvbm_fault_give(kvbm_fault* fault, int device, uint64_t event) {
+  if (!fault || start() != KVBM_OK) return;  // after a fork it is the parent's
+  try {
+    std::lock_guard<std::mutex> lock(faults_mutex);
+    if (event)
+      retired_faults.push_back({fault, device, event});
+    else
+      leave_fault(fault);
+  } catch (...) {  // no memory for the list: neither is ever used again
+  }
 }
 
 int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring** ring) {
@@ -755,8 +797,7 @@ void kvbm_ring_destroy(kvbm_ring* ring) {
 int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy, uint64_t stream, const uint64_t* waits,
                   uint32_t num_waits, uint64_t done, kvbm_outcome* outcome) {
   *outcome = {};
-  outcome->refused = check_batch(*route, *batch, &outcome->index);
-  if (outcome->refused) return KVBM_OK;
+  if (route->device < 0) return batch->kept ? copy_on_host(*route, *batch, &outcome->submissions) : KVBM_OK;
   Current current;
   Device* device = nullptr;
   RETURN_IF_FAILED(open(route->device, &device, &current));
@@ -774,14 +815,15 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
     RETURN_IF_FAILED(order_streams(&devices[home], callers, mine));
   }
 
-  outcome->pairs = count_pairs(*batch);
-  int status = outcome->pairs ? copy_by(strategy, *route, *batch, device, mine, &outcome->submissions) : KVBM_OK;
+  int status = batch->fault ? give_fault_to_graph(*batch, mine, &outcome->captured) : KVBM_OK;
+  if (status == KVBM_OK && batch->kept) status = copy_by(strategy, *route, *batch, device, mine, &outcome->submissions);
   if (foreign) {
     const int joined = order_streams(device, mine, callers);
     if (status == KVBM_OK) status = joined;
   }
-  RETURN_IF_FAILED(status);
-  return done ? CU(EventRecord, reinterpret_cast<Handle>(done), callers) : KVBM_OK;
+  // Also after a failure: some of it may have been enqueued, and uses what is given back once the event is done.
+  const int marked = done ? CU(EventRecord, reinterpret_cast<Handle>(done), callers) : KVBM_OK;
+  return status == KVBM_OK ? marked : status;
 }
 
 }  // extern "C"

@@ -10,7 +10,6 @@
 #include <memory>
 #include <new>
 #include <thread>
-#include <type_traits>
 
 #include "batch.h"
 #include "driver.h"
@@ -120,9 +119,9 @@ class Stamps {
 
 thread_local Stamps stamps_of_thread;
 
-template <typename Id>
+// Ids of a batch, in memory that nobody else writes.
 struct Ids {
-  const Id *src, *dst;  // null: 0, 1, 2, …
+  const int32_t *src, *dst;  // null: 0, 1, 2, …
   int64_t count;
   int64_t src_at(int64_t i) const { return src ? src[i] : i; }
   int64_t dst_at(int64_t i) const { return dst ? dst[i] : i; }
@@ -130,17 +129,17 @@ struct Ids {
 };
 
 // The first i in [0, last) whose destination is `block`, or -1.
-template <typename Id>
-int64_t find_written(const Ids<Id>& ids, int64_t block, int64_t last) {
+int64_t find_written(const Ids& ids, int64_t block, int64_t last) {
   for (int64_t i = 0; i < last; ++i)
     if (ids.dst_at(i) == block && !ids.is_skipped(i)) return i;
   return -1;
 }
 
-template <typename Id>
-int check_few(const Ids<Id>& ids, bool same_pool, int64_t* index) {
+int check_few(const Ids& ids, bool same_pool, uint32_t* kept, int64_t* index) {
   for (*index = 0; *index < ids.count; ++*index) {
-    if (!ids.is_skipped(*index) && find_written(ids, ids.dst_at(*index), *index) >= 0) return KVBM_ID_DST_TWICE;
+    if (ids.is_skipped(*index)) continue;
+    if (ids.dst && find_written(ids, ids.dst[*index], *index) >= 0) return KVBM_ID_DST_TWICE;
+    ++*kept;
   }
   for (*index = 0; same_pool && *index < ids.count; ++*index) {
     if (!ids.is_skipped(*index) && find_written(ids, ids.src_at(*index), ids.count) >= 0) return KVBM_ID_READ_AND_WRITTEN;
@@ -148,8 +147,7 @@ int check_few(const Ids<Id>& ids, bool same_pool, int64_t* index) {
   return KVBM_ID_OK;
 }
 
-template <typename Id>
-int check_many(const Ids<Id>& ids, int64_t dst_blocks, bool same_pool, int64_t* index) {
+int check_many(const Ids& ids, int64_t dst_blocks, bool same_pool, uint32_t* kept, int64_t* index) {
   Stamps& stamps = stamps_of_thread;  // looked up once: that of a thread costs a call
   const uint32_t mine = stamps.next(dst_blocks);
   if (!mine) return check("calloc", KVBM_NO_MEMORY);
@@ -162,6 +160,7 @@ int check_many(const Ids<Id>& ids, int64_t dst_blocks, bool same_pool, int64_t* 
       return KVBM_ID_DST_TWICE;
     }
     by = mine;
+    ++*kept;
   }
   for (int64_t i = 0; same_pool && i < ids.count; ++i) {
     const int64_t block = ids.src_at(i);
@@ -172,70 +171,40 @@ int check_many(const Ids<Id>& ids, int64_t dst_blocks, bool same_pool, int64_t* 
   return KVBM_ID_OK;
 }
 
-// Whether every id is a block or -1.  In t = id + 1 and most - t the top bit tells, without a branch or a comparison, so that
-// compilers make several at a time.
+// Volatile: another thread may be writing `given`, and what is checked must be what is kept.
 template <typename Id>
-bool are_in_range(const Id* ids, int64_t count, int64_t blocks) {
-  using Unsigned = std::make_unsigned_t<Id>;
-  if (!ids) return count <= blocks;
-  const auto most = static_cast<Unsigned>(std::min<int64_t>(blocks, std::numeric_limits<Id>::max()));
-  Unsigned outside = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const auto t = static_cast<Unsigned>(static_cast<Unsigned>(ids[i]) + 1);
-    outside |= t | static_cast<Unsigned>(most - t);
-  }
-  return !(outside >> (8 * sizeof(Id) - 1));
-}
-
-template <typename Id>
-int check_all(const Ids<Id>& ids, int64_t src_blocks, int64_t dst_blocks, bool same_pool, int64_t* index) {
-  // All ranges first: the later checks index memory with the ids.
-  if (!are_in_range(ids.src, ids.count, src_blocks) || !are_in_range(ids.dst, ids.count, dst_blocks)) {
-    for (int64_t i = 0; i < ids.count; ++i) {
+int take(const volatile Id* given, uint32_t count, uint64_t most, int32_t* out, int64_t* index, int64_t* id) {
+  for (uint32_t i = 0; i < count; ++i) {
+    const Id one = given[i];
+    out[i] = static_cast<int32_t>(one);
+    if (__builtin_expect(static_cast<uint64_t>(int64_t{one}) + 1 > most, 0)) {
       *index = i;
-      const int64_t src = ids.src_at(i), dst = ids.dst_at(i);
-      if (src != kSkip && (src < 0 || src >= src_blocks)) return KVBM_ID_SRC_RANGE;
-      if (dst != kSkip && (dst < 0 || dst >= dst_blocks)) return KVBM_ID_DST_RANGE;
+      *id = one;
+      return KVBM_ID_RANGE;
     }
   }
-  return ids.count <= kFew ? check_few(ids, same_pool, index) : check_many(ids, dst_blocks, same_pool, index);
-}
-
-template <typename Id>
-uint32_t count_kept(const Id* src, const Id* dst, uint32_t count) {
-  uint32_t kept = 0;
-  if (src && dst)
-    for (uint32_t i = 0; i < count; ++i) kept += (src[i] != kSkip) & (dst[i] != kSkip);
-  else if (const Id* ids = src ? src : dst)
-    for (uint32_t i = 0; i < count; ++i) kept += ids[i] != kSkip;
-  else
-    kept = count;
-  return kept;
+  return KVBM_ID_OK;
 }
 
 }  // namespace
-
-uint32_t kvbm_driver::count_pairs(const kvbm_batch& batch) {
-  if (batch.id_bytes == 4)
-    return count_kept(static_cast<const int32_t*>(batch.src_ids), static_cast<const int32_t*>(batch.dst_ids), batch.num_pairs);
-  return count_kept(static_cast<const int64_t*>(batch.src_ids), static_cast<const int64_t*>(batch.dst_ids), batch.num_pairs);
-}
 
 extern "C" {
 
 int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, int threads) {
   if (batch->num_pairs == 0) return KVBM_OK;
-  if (!is_kernel(kernel) || !is_batch(batch) || !kvbm_kernels[kernel].host) return check("kvbm_run_host", kInvalidValue);
+  if (!is_kernel(kernel) || !kvbm_kernels[kernel].host) return check("kvbm_run_host", kInvalidValue);
   kvbm_args copy;
   memcpy(&copy, args, inline_start(*args));
   copy.num_pairs = batch->num_pairs;
-  copy.id_bytes = batch->src_ids || batch->dst_ids ? batch->id_bytes : 0;
-  copy.inline_mask = static_cast<uint32_t>(!batch->src_ids) << 4 | static_cast<uint32_t>(!batch->dst_ids) << 5;
+  copy.id_bytes = batch->src.ids || batch->dst.ids ? sizeof(int32_t) : 0;
+  copy.inline_mask = static_cast<uint32_t>(!batch->src.ids) << 4 | static_cast<uint32_t>(!batch->dst.ids) << 5;
   copy.fault = 0;
-  copy.src_ids = reinterpret_cast<uint64_t>(batch->src_ids);
-  copy.dst_ids = reinterpret_cast<uint64_t>(batch->dst_ids);
-  copy.src_table = reinterpret_cast<uint64_t>(batch->src_table);
-  copy.dst_table = reinterpret_cast<uint64_t>(batch->dst_table);
+  copy.src_blocks = batch->src.blocks;
+  copy.dst_blocks = batch->dst.blocks;
+  copy.src_ids = reinterpret_cast<uint64_t>(batch->src.ids);
+  copy.dst_ids = reinterpret_cast<uint64_t>(batch->dst.ids);
+  copy.src_table = reinterpret_cast<uint64_t>(batch->src.table);
+  copy.dst_table = reinterpret_cast<uint64_t>(batch->dst.table);
   const kvbm_kernel& entry = kvbm_kernels[kernel];
   kvbm_grid grid = {};
   RETURN_IF_FAILED(check(entry.name, entry.prepare(&copy, 0, &grid)));
@@ -265,22 +234,23 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   return KVBM_OK;
 }
 
-int kvbm_check_ids(const void* src_ids, const void* dst_ids, uint32_t id_bytes, uint32_t num_pairs, int64_t src_blocks,
-                   int64_t dst_blocks, int same_pool, int64_t* index) {
-  if (id_bytes == 4) {
-    const Ids<int32_t> ids = {static_cast<const int32_t*>(src_ids), static_cast<const int32_t*>(dst_ids), num_pairs};
-    return check_all(ids, src_blocks, dst_blocks, same_pool != 0, index);
-  }
-  const Ids<int64_t> ids = {static_cast<const int64_t*>(src_ids), static_cast<const int64_t*>(dst_ids), num_pairs};
-  return check_all(ids, src_blocks, dst_blocks, same_pool != 0, index);
+int kvbm_take_ids(const void* given, uint32_t bytes, uint32_t count, int64_t blocks, int32_t* out, int64_t* index,
+                  int64_t* id) {
+  const auto most = static_cast<uint64_t>(std::min<int64_t>(blocks, std::numeric_limits<int32_t>::max()));
+  if (bytes == 4) return take(static_cast<const volatile int32_t*>(given), count, most, out, index, id);
+  return take(static_cast<const volatile int64_t*>(given), count, most, out, index, id);
 }
 
-int kvbm_check_range(const void* ids, uint32_t id_bytes, uint32_t num_pairs, int64_t blocks, int64_t* index) {
-  for (*index = 0; *index < num_pairs; ++*index) {
-    const int64_t id = id_at(ids, id_bytes, *index);
-    if (id != kSkip && (id < 0 || id >= blocks)) return KVBM_ID_SRC_RANGE;
+int kvbm_check_ids(const int32_t* src, const int32_t* dst, uint32_t num_pairs, int64_t dst_blocks, int same_pool,
+                   uint32_t* kept, int64_t* index) {
+  const Ids ids = {src, dst, num_pairs};
+  *kept = 0;
+  if (!dst && !same_pool) {
+    *kept = num_pairs - (src ? static_cast<uint32_t>(std::count(src, src + num_pairs, int32_t{kSkip})) : 0);
+    return KVBM_ID_OK;
   }
-  return KVBM_ID_OK;
+  if (num_pairs <= kFew) return check_few(ids, same_pool != 0, kept, index);
+  return check_many(ids, dst_blocks, same_pool != 0, kept, index);
 }
 
 }  // extern "C"

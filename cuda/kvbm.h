@@ -187,27 +187,35 @@ extern const int32_t kvbm_num_images; /* 0: built without CUDA */
  * Status codes: 0 is success, positive values are CUresult, negative ones are ours. */
 enum {
   KVBM_OK = 0,
-  KVBM_NO_DRIVER = -1,     /* libcuda.so.1 is not there, or too old */
-  KVBM_NOT_BUILT = -2,     /* built without CUDA kernels */
-  KVBM_TOO_LARGE = -3,     /* an index does not fit 31 bits */
-  KVBM_NO_FUNCTION = -4,   /* the driver lacks an optional function (cuMemcpyBatchAsync) */
-  KVBM_NO_MEMORY = -5,     /* host memory */
-  KVBM_FORKED = -6,        /* CUDA was used before fork() */
-  KVBM_NOT_GRANTED = -7,   /* another GPU's memory that is not granted, and no call that copies it */
-  KVBM_TOO_MANY = -8,      /* more than KVBM_MAX_RUNTIME kernels compiled at run time */
+  KVBM_NO_DRIVER = -1,   /* libcuda.so.1 is not there, or too old */
+  KVBM_NOT_BUILT = -2,   /* built without CUDA kernels */
+  KVBM_TOO_LARGE = -3,   /* an index does not fit 31 bits */
+  KVBM_NO_FUNCTION = -4, /* the driver lacks an optional function (cuMemcpyBatchAsync) */
+  KVBM_NO_MEMORY = -5,   /* host memory */
+  KVBM_FORKED = -6,      /* CUDA was used before fork() */
+  KVBM_NOT_GRANTED = -7, /* another GPU's memory that is not granted, and no call that copies it */
+  KVBM_TOO_MANY = -8,    /* more than KVBM_MAX_RUNTIME kernels compiled at run time */
 };
 
-/* Ids of a batch that is refused: what kvbm_check_ids found. */
-enum { KVBM_ID_OK = 0, KVBM_ID_SRC_RANGE, KVBM_ID_DST_RANGE, KVBM_ID_DST_TWICE, KVBM_ID_READ_AND_WRITTEN };
+/* What is wrong with a batch's ids: kvbm_take_ids and kvbm_check_ids. */
+enum { KVBM_ID_OK = 0, KVBM_ID_RANGE, KVBM_ID_DST_TWICE, KVBM_ID_READ_AND_WRITTEN };
+
+/* One side of a batch: which blocks, and where they lie.  A pool's blocks are named by ids; those of a slot of a ring are
+ * 0 .. num_pairs-1 in one allocation.  Whoever changes the one for the other changes all of it. */
+typedef struct kvbm_side {
+  const int32_t* ids;    /* host memory, checked; copied before the call returns.  NULL: 0 .. num_pairs-1.  -1 skips a pair */
+  uint64_t ids_device;   /* ids that lie on the device and are read when the kernel runs, or 0 */
+  const uint64_t* table; /* host memory, copied before the call returns; unused if the next is set */
+  uint64_t table_device; /* a table that already lies on the device, or 0 */
+  uint32_t entries;      /* of the table */
+  uint32_t blocks;       /* ids that are not below this are not followed: the pair is skipped and noted */
+} kvbm_side;
 
 typedef struct kvbm_batch {
   uint32_t num_pairs;
-  uint32_t id_bytes;                           /* 4 or 8; with device ids, theirs */
-  const void *src_ids, *dst_ids;               /* host memory, copied before the call returns; NULL: 0 .. num_pairs-1 */
-  uint64_t src_ids_device, dst_ids_device;     /* ids that lie on the device and are read when the kernel runs, or 0 */
-  const uint64_t *src_table, *dst_table;       /* host memory, copied before the call returns; unused if the next are set */
-  uint64_t src_table_device, dst_table_device; /* tables that already lie on the device, or 0 */
-  uint32_t src_entries, dst_entries;
+  uint32_t kept;     /* pairs that are not skipped, as far as the host knows */
+  uint32_t id_bytes; /* of ids on the device: 4 or 8, on both sides */
+  kvbm_side src, dst;
   uint64_t fault;    /* where the kernel notes an id that is out of range (kvbm_args.fault), or 0 */
   uint32_t max_ctas; /* of a kernel with teams: CTAs of its grid at most (one a multiprocessor); 0: one a multiprocessor */
 } kvbm_batch;
@@ -260,13 +268,13 @@ int kvbm_check_spans(const kvbm_spans* src, const kvbm_spans* dst, uint64_t* fir
  * on GPU n.  Where one lies in memory that no GPU reaches, *device is -1 and *index its position. */
 int kvbm_find_device(const uint64_t* addresses, uint64_t count, int* device, uint64_t* gpus, uint64_t* index);
 
-/* O(n) checks of a batch's ids (host memory): *index is the offending position.  `same_pool`: also refuse a block that is both read and written.
- * -1 skips a pair; other ids below 0 are out of range.  Returns KVBM_ID_..., or KVBM_NO_MEMORY. */
-int kvbm_check_ids(const void* src_ids, const void* dst_ids, uint32_t id_bytes, uint32_t num_pairs, int64_t src_blocks,
-                   int64_t dst_blocks, int same_pool, int64_t* index);
-
-/* Ids of one side alone (the other's lie on the device): KVBM_ID_OK, or KVBM_ID_SRC_RANGE with the position. */
-int kvbm_check_range(const void* ids, uint32_t id_bytes, uint32_t num_pairs, int64_t blocks, int64_t* index);
+/* Copies one side's ids of `bytes` (4 or 8, signed) each, as 32 bits; each is read once, as another thread may be writing them.
+ * KVBM_ID_OK, or KVBM_ID_RANGE with the position and the value of the first that is neither -1 nor a block. */
+int kvbm_take_ids(const void* given, uint32_t bytes, uint32_t count, int64_t blocks, int32_t* out, int64_t* index, int64_t* id);
+/* No block is written twice and, where both sides are one pool, none is both read and written; NULL: 0 .. num_pairs-1, or not
+ * known.  *kept: pairs that are not skipped; *index: the offending position.  O(n).  Returns KVBM_ID_..., or KVBM_NO_MEMORY. */
+int kvbm_check_ids(const int32_t* src, const int32_t* dst, uint32_t num_pairs, int64_t dst_blocks, int same_pool,
+                   uint32_t* kept, int64_t* index);
 
 /* ---- transfers (engine.cpp) -------------------------------------------------------------------------------------- */
 
@@ -280,12 +288,9 @@ void kvbm_ring_retire(kvbm_ring* ring);  /* the same later, when a ring is next 
 
 /* One way from pool to pool.  All args are templates; a loop nest for the copy engine is one of bytes: inner[0] is a run. */
 typedef struct kvbm_route {
-  int device;  /* where the kernels run */
+  int device;  /* where the kernels run; -1: the host */
   int crosses; /* the pools lie on two GPUs: the caller's stream may be of either */
   int by_peer; /* the engine crosses by cuMemcpyPeerAsync: the far pool has memory that is not granted (kvbm_find_ungranted) */
-  int same_pool;
-  int64_t src_blocks, dst_blocks;
-  uint32_t max_ctas; /* as in kvbm_batch */
   /* direct */
   uint32_t num_direct;
   const int* direct_kernel;
@@ -311,30 +316,32 @@ typedef struct kvbm_route {
 } kvbm_route;
 
 typedef struct kvbm_outcome {
-  int refused;          /* KVBM_ID_...: nothing was enqueued */
-  int64_t index;        /* of the pair that was refused */
   uint64_t submissions; /* calls of the copy engine, and kernels */
-  uint32_t pairs;       /* that are not skipped, as far as the host knows */
+  int captured;         /* a graph reads the fault word at every replay: it is the graph's, too */
 } kvbm_outcome;
 
-/* Checks the ids, waits for the producers' events, copies, and records `done` (an event, or 0), all in the order of `stream`. */
+/* Waits for the producers' events, copies, and records `done` (an event, or 0), all in the order of `stream`; on the host the
+ * copy is done when the call returns.  The ids are checked. */
 int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy, uint64_t stream, const uint64_t* waits,
                   uint32_t num_waits, uint64_t done, kvbm_outcome* outcome);
 
-/* A word of pinned memory where kernels note an id that is out of range (kvbm_args.fault). */
-int kvbm_fault_create(int device, uint32_t** fault);
-void kvbm_fault_destroy(int device, uint32_t* fault);
+/* Pinned memory in which the kernels of one copy note an id that is out of range.  They come from a pool, and live for ever. */
+typedef struct kvbm_fault {
+  uint32_t pair;  /* kvbm_args.fault: 1 + the number of the pair */
+  uint32_t users; /* the copy, and graphs that it was captured into */
+} kvbm_fault;
+int kvbm_fault_take(int device, kvbm_fault** fault);
+/* Gives one back once the copy's event (of `device`) is done, and the event with it. */
+void kvbm_fault_give(kvbm_fault* fault, int device, uint64_t event);
 
-/* Events come from a pool a device and go back there; `timed` ones can be compared by kvbm_event_elapsed. */
+/* Events come from a pool a device and go back there. */
 int kvbm_event_take(int device, int timed, uint64_t* event);
 void kvbm_event_give(int device, int timed, uint64_t event);
 int kvbm_event_record(int device, uint64_t event, uint64_t stream);
 int kvbm_event_query(int device, uint64_t event, int* is_done);
 int kvbm_event_synchronize(int device, uint64_t event);
-int kvbm_event_elapsed(int device, uint64_t from, uint64_t to, float* milliseconds);
 int kvbm_stream_wait(int device, uint64_t stream, uint64_t event);
 int kvbm_stream_device(uint64_t stream, int* device); /* -1: the legacy stream, which is of whichever device is current */
-int kvbm_is_capturing(int device, uint64_t stream, int* capturing);
 /* Lets kernels on `device` reach what `peer` has from cuMemAlloc.  *can is 0 where the machine does not allow it. */
 int kvbm_enable_peer(int device, int peer, int* can);
 /* Memory that is granted by itself, and not to `device`: of a stream-ordered pool (KVBM_UNGRANTED_POOL), or mapped by cuMemMap.

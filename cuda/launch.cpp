@@ -132,14 +132,6 @@ void release_captured_slot(void* slot) { leave_slot(static_cast<Slot*>(slot), Sl
 
 // ---- ids and tables ------------------------------------------------------------------------------------------------
 
-// From -1 on, and 32 bits are enough.
-bool fit_32_bits(const int64_t* ids, uint32_t count) {
-  uint64_t bits = 0;
-  if (ids)
-    for (uint32_t i = 0; i < count; ++i) bits |= static_cast<uint64_t>(ids[i]) + 1;
-  return bits >> 31 == 0;
-}
-
 // The four fields of kvbm_args that are set per batch, in the order of inline_mask.
 enum { kSrcIds, kDstIds, kSrcTable, kDstTable, kFields };
 
@@ -157,19 +149,17 @@ constexpr size_t align_16(size_t bytes) { return (bytes + 15) & ~size_t{15}; }
 
 Fields place_fields(const kvbm_batch* batch, uint32_t num_parts) {
   Fields f;
-  const size_t pairs = batch->num_pairs;
-  const bool on_device = batch->src_ids_device || batch->dst_ids_device;
-  const bool src_given = batch->src_ids || batch->src_ids_device, dst_given = batch->dst_ids || batch->dst_ids_device;
-  f.id_bytes = src_given || dst_given ? batch->id_bytes : 0;
-  if (f.id_bytes == 8 && !on_device && fit_32_bits(static_cast<const int64_t*>(batch->src_ids), batch->num_pairs) &&
-      fit_32_bits(static_cast<const int64_t*>(batch->dst_ids), batch->num_pairs))
-    f.id_bytes = 4;
-  if (f.id_bytes) f.counted = static_cast<uint32_t>(!src_given) << 4 | static_cast<uint32_t>(!dst_given) << 5;
-  f.same_ids = batch->src_ids == batch->dst_ids && batch->src_ids && !on_device;
-  f.bytes[kSrcIds] = batch->src_ids_device || !batch->src_ids ? 0 : pairs * f.id_bytes;
-  f.bytes[kDstIds] = batch->dst_ids_device || !batch->dst_ids || f.same_ids ? 0 : pairs * f.id_bytes;
-  f.bytes[kSrcTable] = batch->src_table_device ? 0 : size_t{8} * batch->src_entries;
-  f.bytes[kDstTable] = batch->dst_table_device ? 0 : size_t{8} * batch->dst_entries;
+  const kvbm_side &src = batch->src, &dst = batch->dst;
+  const bool on_device = src.ids_device || dst.ids_device;
+  if (has_ids(src) || has_ids(dst)) {
+    f.id_bytes = on_device ? batch->id_bytes : sizeof(int32_t);
+    f.counted = static_cast<uint32_t>(!has_ids(src)) << 4 | static_cast<uint32_t>(!has_ids(dst)) << 5;
+  }
+  f.same_ids = src.ids == dst.ids && src.ids;
+  f.bytes[kSrcIds] = src.ids ? size_t{f.id_bytes} * batch->num_pairs : 0;
+  f.bytes[kDstIds] = dst.ids && !f.same_ids ? size_t{f.id_bytes} * batch->num_pairs : 0;
+  f.bytes[kSrcTable] = src.table_device ? 0 : size_t{8} * src.entries;
+  f.bytes[kDstTable] = dst.table_device ? 0 : size_t{8} * dst.entries;
   size_t inlined = num_parts * sizeof(kvbm_part);
   for (int i = 0; i < kFields; ++i) {
     const size_t bytes = align_16(f.bytes[i]);
@@ -183,21 +173,23 @@ Fields place_fields(const kvbm_batch* batch, uint32_t num_parts) {
 
 void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, void* slot_host, Address slot_device) {
   uint64_t* const field[kFields] = {&args->src_ids, &args->dst_ids, &args->src_table, &args->dst_table};
-  const void* const source[kFields] = {batch->src_ids, batch->dst_ids, batch->src_table, batch->dst_table};
+  const void* const source[kFields] = {batch->src.ids, batch->dst.ids, batch->src.table, batch->dst.table};
   args->num_pairs = batch->num_pairs;
   args->id_bytes = f.id_bytes;
   args->inline_mask = f.counted;
   args->fault = batch->fault;
-  args->src_ids = batch->src_ids_device;
-  args->dst_ids = batch->dst_ids_device;
-  args->src_table = batch->src_table_device;
-  args->dst_table = batch->dst_table_device;
+  args->src_blocks = batch->src.blocks;
+  args->dst_blocks = batch->dst.blocks;
+  args->src_ids = batch->src.ids_device;
+  args->dst_ids = batch->dst.ids_device;
+  args->src_table = batch->src.table_device;
+  args->dst_table = batch->dst.table_device;
   for (int i = 0; i < kFields; ++i) {
     if (f.bytes[i] == 0) continue;
     char* base = f.is_inline[i] ? reinterpret_cast<char*>(args->payload) : static_cast<char*>(slot_host);
     void* out = base + f.offset[i];
-    if (i == kSrcIds || i == kDstIds)
-      write_ids(out, f.id_bytes, source[i], batch->id_bytes, batch->num_pairs);
+    if (f.id_bytes == 8 && (i == kSrcIds || i == kDstIds))  // those of the other side lie on the device, and are this wide
+      std::copy_n(static_cast<const int32_t*>(source[i]), batch->num_pairs, static_cast<int64_t*>(out));
     else
       memcpy(out, source[i], f.bytes[i]);
     *field[i] = f.is_inline[i] ? f.offset[i] : slot_device + f.offset[i];
@@ -270,18 +262,14 @@ struct BatchCargo : Cargo {
 
 // One side of a small batch: the base addresses of its own blocks, gathered here, so that the kernel finds them in its
 // parameters and follows neither ids nor a table in memory.
-struct Side {
-  const void** ids;
-  const uint64_t** table;
-  uint64_t* table_device;
-  uint32_t* entries;
+struct Small {
+  kvbm_side* side;
   int64_t* id_table;
   int64_t id_stride;
-  uint32_t* blocks;
   int64_t span;  // table entries of a block, from its first to behind its last
   // Table entries to carry, or -1 where a block's do not follow each other.
   int64_t to_carry(uint32_t pairs) const {
-    if (!*ids) return *id_table ? -1 : *entries;
+    if (!side->ids) return *id_table ? -1 : side->entries;
     return *id_table == 0 || span <= *id_table ? pairs * span : -1;
   }
 };
@@ -299,42 +287,43 @@ int64_t block_span(const kvbm_args& args, int32_t kvbm_outer::* step, int32_t kv
 // Writes the addresses into `gathered` and points the batch there; false where it is too large, or has nothing to gather.
 bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
   const uint32_t n = batch->num_pairs;
-  if (batch->src_ids_device || batch->dst_ids_device || n > KVBM_INLINE_BYTES / 8 || (!batch->src_ids && !batch->dst_ids))
+  if (batch->kept != n || batch->src.ids_device || batch->dst.ids_device || n > KVBM_INLINE_BYTES / 8 ||
+      (!batch->src.ids && !batch->dst.ids))
     return false;
   const kvbm_part& one = args->part[0];
   for (uint32_t p = 1; p < args->num_parts; ++p)  // planes in arrays of their own, where a block id steps differently
     if (args->part[p].src_id_stride != one.src_id_stride || args->part[p].dst_id_stride != one.dst_id_stride) return false;
-  Side sides[] = {
-      {&batch->src_ids, &batch->src_table, &batch->src_table_device, &batch->src_entries, &args->src_id_table,
-       one.src_id_stride, &args->src_blocks, block_span(*args, &kvbm_outer::src_table, &kvbm_part::src_table_offset)},
-      {&batch->dst_ids, &batch->dst_table, &batch->dst_table_device, &batch->dst_entries, &args->dst_id_table,
-       one.dst_id_stride, &args->dst_blocks, block_span(*args, &kvbm_outer::dst_table, &kvbm_part::dst_table_offset)},
+  Small sides[] = {
+      {&batch->src, &args->src_id_table, one.src_id_stride,
+       block_span(*args, &kvbm_outer::src_table, &kvbm_part::src_table_offset)},
+      {&batch->dst, &args->dst_id_table, one.dst_id_stride,
+       block_span(*args, &kvbm_outer::dst_table, &kvbm_part::dst_table_offset)},
   };
   int64_t bytes = static_cast<int64_t>(args->num_parts * sizeof(kvbm_part));
-  for (const Side& side : sides) {
-    const int64_t carried = side.to_carry(n);
+  for (const Small& small : sides) {
+    const int64_t carried = small.to_carry(n);
     if (carried < 0) return false;
     bytes += static_cast<int64_t>(align_16(8 * carried) + align_16(4 * size_t{n}));
   }
-  if (bytes > KVBM_INLINE_BYTES || count_pairs(*batch) != n) return false;
-  for (Side& side : sides) {
-    const int64_t carried = side.to_carry(n);
-    const uint64_t* table = *side.table;
-    if (*side.ids) {
+  if (bytes > KVBM_INLINE_BYTES) return false;
+  for (Small& small : sides) {
+    const int64_t carried = small.to_carry(n);
+    kvbm_side& side = *small.side;
+    if (side.ids) {
       for (uint32_t i = 0; i < n; ++i) {
         // The kernel adds i strides, as for ids that are not given; its stride still tells `prepare` how blocks lie.
-        const int64_t id = id_at(*side.ids, batch->id_bytes, i);
-        for (int64_t entry = 0; entry < side.span; ++entry)
-          gathered[i * side.span + entry] = table[id * *side.id_table + entry] + (id - i) * side.id_stride;
+        const int64_t id = side.ids[i];
+        for (int64_t entry = 0; entry < small.span; ++entry)
+          gathered[i * small.span + entry] = side.table[id * *small.id_table + entry] + (id - i) * small.id_stride;
       }
-      *side.table = gathered;
+      side.table = gathered;
       gathered += carried;
-      *side.ids = nullptr;  // block i of the batch
-      *side.id_table = side.span;
-      *side.blocks = INT32_MAX;
+      side.ids = nullptr;  // block i of the batch
+      side.blocks = n;
+      *small.id_table = small.span;
     }
-    *side.table_device = 0;
-    *side.entries = static_cast<uint32_t>(carried);
+    side.table_device = 0;
+    side.entries = static_cast<uint32_t>(carried);
   }
   return true;
 }
@@ -342,7 +331,7 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
 int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_batch* batch, Stream stream) {
   if (batch->num_pairs == 0) return KVBM_OK;
   const kvbm_kernel* const entry = is_kernel(kernel) ? &kvbm_kernels[kernel] : kvbm_kernel_at(kernel);
-  if (!entry || !is_batch(batch)) return check("kvbm_launch", kInvalidValue);
+  if (!entry) return check("kvbm_launch", kInvalidValue);
   Handle function = nullptr;
   RETURN_IF_FAILED(find_kernel(device, kernel, &function));
   kvbm_args copy;  // the payload's unused rest stays as it is: no kernel reads it

@@ -271,6 +271,7 @@ class Nest:
         self.src_ids = np.array([pick.randrange(blocks[0]) for _ in range(pairs)], np.int64)
         self.dst_ids = np.array(pick.sample(range(blocks[1]), pairs), np.int64)
         self.src_ids[pairs // 2] = self.dst_ids[1] = -1
+        self.pairs = _core.Pairs(self.src_ids, self.dst_ids, *blocks)
         self.want = self.dst.data.copy()
         moved = (self.src_ids >= 0) & (self.dst_ids >= 0)
         for at in itertools.product(*map(range, self.outer)):
@@ -349,7 +350,7 @@ def test_each_on_the_host(name: str, short: bool) -> None:
     nest = Nest(name, short)
     source, got = aligned(nest.src.data), aligned(nest.dst.data)
     tables = [_core.Table(side.addresses(b.ctypes.data)) for side, b in ((nest.src, source), (nest.dst, got))]
-    nest.copy().run(*tables, nest.src_ids, nest.dst_ids, len(nest.src_ids), threads=2)
+    nest.copy().run(*tables, nest.pairs, threads=2)
     nest.check(source, got)
 
 
@@ -416,6 +417,7 @@ class Page:
         self.src_ids = np.array([pick.randrange(self.blocks[0]) for _ in range(pairs)], np.int64)
         self.dst_ids = np.array(pick.sample(range(self.blocks[1]), pairs), np.int64)
         self.src_ids[pairs // 2] = self.dst_ids[1] = -1
+        self.pairs = _core.Pairs(self.src_ids, self.dst_ids, *self.blocks)
         self.want = self.data[1].copy()
         for loops in self.loops:
             for at in itertools.product(*map(range, loops.outer)):
@@ -516,7 +518,7 @@ def test_each_of_planes_on_the_host(name: str, how: str, threads: int) -> None:
     assert page.form.outer == 0 or len({tuple(loops.outer) for loops in page.loops}) == 1 + (how == "apart")
     source, got = aligned(page.data[0]), aligned(page.data[1])
     tables = [_core.Table(page.addresses(side, b.ctypes.data)) for side, b in enumerate((source, got))]
-    page.copy().run(*tables, page.src_ids, page.dst_ids, len(page.src_ids), threads=threads)
+    page.copy().run(*tables, page.pairs, threads=threads)
     page.check(source, got)
 
 
@@ -535,7 +537,7 @@ for name, how in OF_PLANES:
     page = Page(name, how)
     source, got = aligned(page.data[0]), aligned(page.data[1])
     tables = [_core.Table(page.addresses(side, b.ctypes.data)) for side, b in enumerate((source, got))]
-    page.copy().launch(*tables, page.src_ids, page.dst_ids, len(page.src_ids), 0, 5)
+    page.copy().launch(*tables, page.pairs, 0, 5)
     page.check(source, got)
 assert count("launches") == len(OF_PLANES) > 20
 """,
@@ -546,7 +548,7 @@ def test_pages_have_no_host_half() -> None:
     page = Page(PAGES[0], "together")
     table = _core.Table(np.zeros(4, np.uint64))
     with pytest.raises(kvbm.KvbmError, match=PAGES[0]):
-        page.copy().run(table, table, page.src_ids, page.dst_ids, len(page.src_ids))
+        page.copy().run(table, table, page.pairs)
 
 
 @pytest.mark.gpu
@@ -559,8 +561,7 @@ def test_each_of_planes_on_a_gpu_sanitize(name: str, how: str) -> None:
     with torch.cuda.stream(stream):
         source, got = (torch.from_numpy(data).cuda() for data in page.data)
     tables = [_core.Table(page.addresses(side, b.data_ptr()), 0) for side, b in enumerate((source, got))]
-    n = len(page.src_ids)
-    page.copy().launch(*tables, page.src_ids, page.dst_ids, n, 0, stream.cuda_stream)
+    page.copy().launch(*tables, page.pairs, 0, stream.cuda_stream)
     stream.synchronize()
     page.check(source.cpu().numpy(), got.cpu().numpy())
 
@@ -580,7 +581,7 @@ def test_few_kernels_have_no_host_half() -> None:
     nest = Nest("few_rows_o4_i8_w16", True)
     table = _core.Table(np.zeros(4, np.uint64))
     with pytest.raises(kvbm.KvbmError, match="few_rows_o4_i8_w16"):
-        nest.copy().run(table, table, nest.src_ids, nest.dst_ids, len(nest.src_ids))
+        nest.copy().run(table, table, nest.pairs)
 
 
 #: A driver that also notes the grid it was asked for.
@@ -627,7 +628,7 @@ for name in FEW + ["rows_o4_i8_w16"]:
         nest = Nest(name, most == 3)
         source, got = aligned(nest.src.data), aligned(nest.dst.data)
         tables = [_core.Table(s.addresses(b.ctypes.data)) for s, b in ((nest.src, source), (nest.dst, got))]
-        nest.copy().launch(*tables, nest.src_ids, nest.dst_ids, len(nest.src_ids), 0, 5, max_sms=most)
+        nest.copy().launch(*tables, nest.pairs, 0, 5, max_sms=most)
         nest.check(source, got)
         print(name, most, count("last_grid"), count("last_threads"), count("last_shared"), count("most_shared"))
 """,
@@ -657,8 +658,7 @@ def test_each_on_a_gpu_sanitize(name: str, short: bool) -> None:
         with torch.cuda.stream(stream):
             source, got = torch.from_numpy(nest.src.data).cuda(), torch.from_numpy(nest.dst.data).cuda()
         tables = [_core.Table(s.addresses(b.data_ptr()), 0) for s, b in ((nest.src, source), (nest.dst, got))]
-        n = len(nest.src_ids)
-        nest.copy().launch(*tables, nest.src_ids, nest.dst_ids, n, 0, stream.cuda_stream, max_sms=most)
+        nest.copy().launch(*tables, nest.pairs, 0, stream.cuda_stream, max_sms=most)
         stream.synchronize()
         nest.check(source.cpu().numpy(), got.cpu().numpy())
 
@@ -673,13 +673,13 @@ def test_few_kernels_in_a_graph(most: int) -> None:
         nest = Nest(name, False)
         source, got = torch.from_numpy(nest.src.data).cuda(), torch.from_numpy(nest.dst.data).cuda()
         tables = [_core.Table(s.addresses(b.data_ptr()), 0) for s, b in ((nest.src, source), (nest.dst, got))]
-        copy, n = nest.copy(), len(nest.src_ids)
-        copy.launch(*tables, nest.src_ids, nest.dst_ids, n, 0, 0, max_sms=most)  # what is loaded lazily is loaded here
+        copy = nest.copy()
+        copy.launch(*tables, nest.pairs, 0, 0, max_sms=most)  # what is loaded lazily is loaded here
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             stream = torch.cuda.current_stream().cuda_stream
-            copy.launch(*tables, nest.src_ids, nest.dst_ids, n, 0, stream, max_sms=most)
+            copy.launch(*tables, nest.pairs, 0, stream, max_sms=most)
         got.copy_(torch.from_numpy(nest.dst.data))
         graph.replay()
         torch.cuda.synchronize()

@@ -383,11 +383,10 @@ def test_two_steps_are_the_one(src: str, dst: str, gathers: bool) -> None:
 
         memory = aligned(slot)
         table = _core.Table(np.array([memory.ctypes.data + 64], np.uint64))
-        ids = [np.array(side, np.int64) for side in (src_ids, dst_ids)]
         for copy in transfer.prepare(first, one.pool.alignment, 16):
-            copy.run(_core.Table(one.pool.addresses), table, ids[0], None, 3)
+            copy.run(_core.Table(one.pool.addresses), table, _core.Pairs(src_ids, None, one.pool.num_blocks, 3))
         for copy in transfer.prepare(second, 16, other.pool.alignment):
-            copy.run(table, _core.Table(other.pool.addresses), None, ids[1], 3)
+            copy.run(table, _core.Table(other.pool.addresses), _core.Pairs(None, dst_ids, 3, other.pool.num_blocks))
         assert np.array_equal(other.buffer, want), plane_oracle.explain(other.arena, other.buffer, want)
         assert np.array_equal(memory[:64], slot[:64]) and np.array_equal(memory[-64:], slot[-64:])
 

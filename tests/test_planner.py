@@ -13,7 +13,7 @@ import kvbm
 import matrix
 import oracle
 import strategies
-from kvbm import spec
+from kvbm import _core, planner, spec
 from memory import placed
 from test_layout import SHAPE, block_shape
 
@@ -315,3 +315,11 @@ def test_text() -> None:
     assert plan.kernels()[0] in text
     assert "nhd" in prose and "universal" in prose and len(prose.split()) > 20
     assert plan.kernels(alignment=16) != plan.kernels(alignment=1)
+
+
+def test_what_fits_a_kernel_is_what_was_compiled() -> None:
+    assert (planner.MAX_OUTER, planner.MAX_INNER, planner.MAX_PARTS) == (
+        _core.MAX_OUTER,
+        _core.MAX_INNER,
+        _core.MAX_PARTS,
+    )

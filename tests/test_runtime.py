@@ -458,7 +458,7 @@ def test_a_run_time_kernel_has_no_host_half(compiled: Any, monkeypatch: pytest.M
     copy = _core.Copy(name, [((0, 0, 0, 0), [], [(1, 16, 16)])], (1, 0), (1, 0))
     table = _core.Table(np.zeros(1, np.uint64))
     with pytest.raises(kvbm.CudaError, match=f"running {name} on the host"):
-        copy.run(table, table, None, None, 1)
+        copy.run(table, table, _core.Pairs(None, None, 1, 1))
 
 
 _PREPARE = """

@@ -406,7 +406,7 @@ def test_ids_that_skip_and_ids_on_one_side() -> None:
         ([0], [-2], r"convert_: dst_ids\[0\] is -2"),
         ([0, 1], [2, 2], r"convert_: dst_ids\[1\] is 2, as is dst_ids\[0\]"),
         ([0, 1], [2], r"convert_: ids: expected as many source as destination ids, got 2 and 1"),
-        (None, None, r"convert_: ids: the inputs hold 4 blocks and the outputs 5"),
+        (None, None, r"convert_: ids: source and destination hold 4 and 5 blocks"),
         ([[0]], [0], r"convert_: src_ids: expected one axis of int32 or int64, got shape \(1, 1\)"),
         ([0.5], [0], r"convert_: src_ids: expected one axis of int32 or int64, got .* float32"),
         ("x", [0], r"convert_: src_ids: expected block ids"),
@@ -933,8 +933,8 @@ def test_a_route_for_ids_on_the_gpu_is_made_of_what_there_is() -> None:
             (operators._OUTPUT_, out, batch.dst, batch.dst_elements),
         )
     ]
-    route = operators._Route(batch, *tables, False)
-    assert route._route.choose(3) == "direct" and route._route.counters() == ((0, 0, 0), (0, 0, 0), 0)
+    route = operators._route(batch, tensors, out, *tables)
+    assert route.choose(3) == "direct" and route.counters() == ((0, 0, 0), (0, 0, 0), 0)
 
 
 def test_nothing_imports_the_bridges() -> None:

@@ -247,8 +247,10 @@ def test_routes_for_ids_on_the_gpu_do_not_pile_up() -> None:
         out = cuda(random("vllm/BLHNC", 1))
         kept.append(out)  # so that every call has addresses of its own
         kvbm.torch.convert_(cuda(random("vllm/LBHNC", 1)), out, "vllm/LBHNC", "vllm/BLHNC", SIZES, ids, ids)
-    idle = [route for route in operators._routes.values() if not route.captured]
-    assert len(idle) <= operators._MOST_ROUTES
+    assert len(operators._routes) <= operators._MOST_ROUTES
+    torch.cuda.synchronize()
+    kvbm.torch.check_ids()
+    assert not any(not done.captured for done, _ in operators._unasked)
     assert all(alike(host(out), host(kept[0])) for out in kept)
 
 

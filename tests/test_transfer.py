@@ -6,7 +6,12 @@ events allow (`fake_seed`): a wait that is missing shows as wrong bytes.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import threading
+from array import array
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,11 +190,10 @@ def test_two_steps_are_the_one(src: str, gathers: bool) -> None:
 
         memory = aligned(slot)
         table = _core.Table(np.array([memory.ctypes.data + 64], np.uint64))
-        ids = [np.array(side, np.int64) for side in (src_ids, dst_ids)]
         for copy in transfer.prepare(first, one.pool.alignment, 16):
-            copy.run(_core.Table(one.pool.addresses), table, ids[0], None, 3)
+            copy.run(_core.Table(one.pool.addresses), table, _core.Pairs(src_ids, None, one.pool.num_blocks, 3))
         for copy in transfer.prepare(second, 16, other.pool.alignment):
-            copy.run(table, _core.Table(other.pool.addresses), None, ids[1], 3)
+            copy.run(table, _core.Table(other.pool.addresses), _core.Pairs(None, dst_ids, 3, other.pool.num_blocks))
         assert np.array_equal(other.buffer, want), oracle.explain(other.arena, other.buffer, want)
         assert np.array_equal(memory[:64], slot[:64]) and np.array_equal(memory[-64:], slot[-64:])
 
@@ -278,10 +282,21 @@ def ids_as(kind: str, ids: list[int]) -> Any:
         return np.repeat(np.array(ids, np.int64), 3)[::3]
     if kind == "big endian":
         return np.array(ids, ">i8")
-    return {"list": list, "tuple": tuple}.get(kind, lambda given: np.array(given, kind))(ids)
+    if kind == "reversed":
+        return np.array(ids[::-1], np.int32)[::-1]
+    if kind == "numbers":
+        return [np.int8(ids[0]), *ids[1:]]
+    if kind == "array":
+        return array("q", ids)
+    if kind == "memoryview":
+        return memoryview(np.array(ids, np.int16))
+    return {"list": list, "tuple": tuple, "deque": deque}.get(kind, lambda given: np.array(given, kind))(ids)
 
 
-KINDS = ["list", "tuple", "int8", "int16", "int32", "int64", "torch.int32", "torch.int64", "strided", "big endian"]
+KINDS = [
+    "list", "tuple", "int8", "int16", "int32", "int64", "torch.int16", "torch.int32", "torch.int64", "strided", "reversed",
+    "big endian", "array", "numbers", "memoryview", "deque",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -328,15 +343,26 @@ REFUSED_IDS = [
     ([0, 1, 2], [3, 4, 3], r"dst_ids\[2\] is 3, as is dst_ids\[0\]"),
     ([0, 1, 2], [3, 4], "as many source as destination ids, got 3 and 2"),
     ([0], None, None),
-    (None, None, "hold 6 and 7 blocks"),
-    ([0.0], [0], "src_ids: expected integers, got dtype float64"),
+    (None, None, "source and destination hold 6 and 7 blocks"),
+    ([0.0], [0], r"src_ids\[0\]: expected an integer, got float"),
     ([0], np.zeros(1, np.float32), "dst_ids: expected integers, got dtype float32"),
-    (True, 0, "src_ids: expected integers, got dtype bool"),
-    ([0], [True], "dst_ids: expected integers, got dtype bool"),
-    ("0", [0], "src_ids: expected integers"),
-    ({0}, [0], "src_ids: expected integers"),
-    ([[0]], [0], r"src_ids: expected one axis, got shape \(1, 1\)"),
-    (1 << 70, 0, "src_ids: expected integers"),
+    ([0], np.zeros(1, np.bool_), "dst_ids: expected integers, got dtype bool"),
+    (True, 0, "src_ids: expected integers, got bool"),
+    (0.5, 0, "src_ids: expected integers, got float"),
+    ([0], [True], r"dst_ids\[0\]: expected an integer, got bool"),
+    ([0, None], [0, 1], r"src_ids\[1\]: expected an integer, got NoneType"),
+    ("0", [0], "src_ids: expected integers, got str"),
+    (b"0", [0], "src_ids: expected integers, got bytes"),
+    ({0}, [0], "src_ids: expected integers, got set"),
+    ({0: 1}, [0], "src_ids: expected integers, got dict"),
+    ([[0]], [0], r"src_ids\[0\]: expected an integer, got list"),
+    ([[1, 2], [3]], [0, 1], r"src_ids\[0\]: expected an integer, got list"),
+    (np.array([[0]]), [0], r"src_ids: expected one axis, got shape \(1, 1\)"),
+    (1 << 70, 0, r"src_ids\[0\] is an integer of more than 64 bits: expected 0 to 5"),
+    ([0, 10**5000], [0, 1], r"src_ids\[1\] is an integer of more than 64 bits"),
+    ([0, -(1 << 63)], [0, 1], r"src_ids\[1\] is -9223372036854775808"),
+    (np.array([(1 << 64) - 1], np.uint64), [0], r"src_ids\[0\] is 18446744073709551615"),
+    ([0, np.int64(9)], [0, 1], r"src_ids\[1\] is 9"),
 ]
 
 
@@ -347,6 +373,67 @@ def test_ids_that_are_refused(src_ids: Any, dst_ids: Any, match: str) -> None:
     with pytest.raises(kvbm.BindError, match=match):
         move.copy(src_ids, dst_ids)
     assert dst.untouched and move.stats()["copies"] == 0
+
+
+def test_a_list_that_changes_while_it_is_read() -> None:
+    class Evil:
+        def __index__(self) -> int:
+            ids.clear()
+            return 1
+
+    src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 7, dst=True)
+    ids: list[Any] = [0, Evil(), 2]
+    kvbm.Transfer(src.pool, dst.pool).copy(ids, [4, 5, 6])
+    check(src, dst, [0, 1, 2], [4, 5, 6])
+
+
+def test_ids_that_are_written_while_they_are_read() -> None:
+    """What was checked is what is copied: all of it, or it is refused, while another thread makes ids wrong and right again."""
+    n, shape = 50_000, kvbm.BlockShape(1, 1, 1, 1, 8, "int16")
+    src, dst = (kvbm.Pool.allocate(kvbm.load("vllm/BLHNC"), shape, n) for _ in range(2))
+    blocks, copied = src.arrays[0], dst.arrays[0]
+    blocks[...] = 7
+    right = np.arange(n, dtype=np.int64)
+    ids, move, over = right.copy(), kvbm.Transfer(src, dst), threading.Event()
+
+    def write() -> None:  # without the interpreter's lock
+        while not over.is_set():
+            ctypes.memset(ids.ctypes.data + ids.nbytes // 2, 0x7F, ids.nbytes // 2)
+            ctypes.memmove(ids.ctypes.data, right.ctypes.data, ids.nbytes)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(200):
+            copied[...] = 0
+            try:
+                move.copy(ids, ids)
+            except kvbm.BindError:
+                assert not copied.any()
+            else:
+                assert (copied == 7).all()
+    finally:
+        over.set()
+        writer.join()
+
+
+def test_pairs() -> None:
+    """How many there are, and how many are kept; one object on both sides."""
+    for src_ids, dst_ids, count, kept in (
+        ([3, -1, 1], [0, 1, -1], 3, 1),
+        (None, [4, -1], 2, 1),
+        ([-1] * 100, range(100), 100, 0),
+        (range(100), [*range(98), -1, -1], 100, 98),
+        (None, None, 100, 100),
+    ):
+        pairs = _core.Pairs(src_ids, dst_ids, 100, 100)
+        assert (len(pairs), pairs.kept) == (count, kept)
+    same = [5, -1, 3]
+    assert _core.Pairs(same, same, 6, 7).kept == 2
+    with pytest.raises(kvbm.BindError, match=r"dst_ids\[0\] is 5: expected 0 to 3"):
+        _core.Pairs(same, same, 6, 4)
+    with pytest.raises(kvbm.BindError, match=r"src_ids\[0\] is 0: the pool has no blocks"):
+        _core.Pairs([0], [0], 0, 4)
 
 
 def test_blocks_of_one_pool() -> None:
@@ -462,6 +549,19 @@ def test_threads_share_a_transfer() -> None:
         list(pool.map(work, range(threads)))
     check(src, dst, list(range(blocks)), list(range(blocks))[::-1])
     assert move.stats()["blocks"] == 4 * blocks and move.stats()["bytes"] == blocks * SHAPE.nbytes
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_of_a_process_that_held_the_lock() -> None:
+    src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)
+    move = kvbm.Transfer(src.pool, dst.pool)
+    with move._mover.lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            move.copy([1], [2], layers=range(1))  # a range that is met for the first time
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_transfer_keeps_its_pools() -> None:
@@ -727,6 +827,42 @@ for kind in (np.int32, np.int64):
         refused(lambda: move.copy([0, 1, 2, 3], FakeCuda((4,), "float32"), stream=5), "int32 or int64")
         refused(lambda: move.copy([0, 1, 2, 3], FakeCuda((4,), "int64", device=1), stream=5), "cuda:1")
         refused(lambda: move.copy([0, 1, 2, 3], FakeCuda((4,), "int64", strides=(16,)), stream=5), "contiguous")
+""",
+        )
+
+    def test_a_batch_moves_what_its_pairs_say(self, library: Path, direction: str, strategy: str) -> None:  # noqa: F811
+        """Any number of pairs, larger and smaller than either pool, with -1 anywhere; sources may be named again."""
+        run(
+            library,
+            f"""
+defer(1)
+slot = 3 * SMALL.nbytes if {strategy!r} == "staged" else None
+device_ids = {strategy!r} in ("direct", "auto") or ({strategy!r}, {direction!r}) == ("staged", "h2d")
+def on_gpu(ids):
+    on_gpu.keep.append(ids)
+    return FakeCuda(ids.shape, ids.dtype.name, address=ids.ctypes.data)
+on_gpu.keep = []
+turn = 0
+for blocks in ((2, 500), (500, 2), (2, 2), (70, 500), (3, 40)):
+    for n in (1, 2, 5, 20, 64, 65, 500):
+        for skipped in (0, 0.5, 0.97):
+            turn += 1
+            seed(turn % 5)
+            s, d = ends({direction!r}, *(("universal", "nhd"), ("nhd", "universal"))[turn % 2], *blocks, shape=SMALL)
+            with kvbm.Transfer(s.pool, d.pool, {strategy!r}, chunk_bytes=slot) as move:
+                src = random.integers(0, blocks[0], n)
+                dst = np.full(n, -1); order = random.permutation(n)[:blocks[1]]
+                dst[order] = random.permutation(blocks[1])[:len(order)]
+                src[random.random(n) < skipped] = -1
+                kept = (src >= 0) & (dst >= 0)
+                kind = (np.int32, np.int64)[turn % 2]
+                given, to = src.astype(kind), dst.astype(kind)
+                on_device = device_ids and turn % 3 == 0
+                done = move.copy(given, on_gpu(to) if on_device else to, stream=5)
+                pump()
+                check(s, d, src[kept], dst[kept], (blocks, n, skipped, on_device, done.strategy))
+                done.synchronize()
+                assert on_device or move.stats()["blocks"] == kept.sum()
 """,
         )
 
@@ -1262,6 +1398,113 @@ for direction in ("d2h", "h2d", "d2d"):
         # Where no kernel touches host memory, all of the GPU is soonest done.
         assert most(direction, strategy) == (16 if strategy == "direct" and direction != "d2d" else 0), (direction, strategy)
 """,
+        )
+
+    def test_each_copy_has_a_word_of_its_own(self, library: Path) -> None:  # noqa: F811
+        """What one copy's kernels note about ids on the GPU is that copy's: of others in flight, dropped, or in a graph."""
+        run(
+            library,
+            """
+for name in ("fake_end_capture", "fake_launch_graph", "fake_destroy_graph", "fake_begin_capture"):
+    getattr(driver, name).restype = ctypes.c_void_p
+handle = ctypes.c_void_p
+def on_gpu(*ids):
+    array = np.array(ids)
+    on_gpu.keep.append(array)
+    return FakeCuda(array.shape, "int64", address=array.ctypes.data)
+on_gpu.keep = []
+right, wrong = on_gpu(1, 2), on_gpu(1, 999)
+def is_told(done):
+    try: done.synchronize()
+    except kvbm.BindError as error: return "pair 1 of an earlier copy" in str(error)
+    return False
+defer(1)
+s, d = ends("d2d", "nhd", "universal", 6, 6)
+move = kvbm.Transfer(s.pool, d.pool, "direct")
+def copy(ids, stream=5): return move.copy(ids, on_gpu(3, 4), stream=stream)
+for first, second in itertools.product((right, wrong), repeat=2):
+    dones = [copy(first), copy(second, 6)]
+    assert [is_told(done) for done in dones[::-1]] == [second is wrong, first is wrong]
+    assert [is_told(done) for done in dones] == [False, False]
+for _ in range(20):  # a word that is given back in flight is nobody else's yet
+    copy(wrong, 5)
+    done = copy(right, 6)
+    pump()
+    assert not is_told(done)
+memory = count("slots")
+for _ in range(2000):
+    copy(right)
+    pump()
+assert count("slots") == memory
+# A graph's word is its own as long as it lives, and each replay may be asked about.
+driver.fake_begin_capture(handle(5))
+ids = on_gpu(1, 2)
+held, done = on_gpu.keep[-1], copy(ids)
+graph = handle(driver.fake_end_capture())
+other = copy(right, 6)
+for bad in (False, True, False, True):
+    held[1] = 999 if bad else 2
+    driver.fake_launch_graph(graph, handle(5))
+    pump()
+    assert is_told(done) == bad and not is_told(other)
+del done
+for _ in range(600):
+    held[1] = 999
+    other = copy(right, 6)
+    driver.fake_launch_graph(graph, handle(5))
+    pump()
+    assert not is_told(other)
+driver.fake_destroy_graph(graph)
+assert count("slots") == memory
+""",
+        )
+
+    def test_threads_are_each_told(self, library: Path) -> None:  # noqa: F811
+        """The first copies of a transfer with ids on the GPU, by four threads at once."""
+        run(
+            library,
+            """
+sys.setswitchinterval(1e-6)
+ids = np.array([1, 999, 2])
+on_gpu = FakeCuda(ids.shape, "int64", address=ids.ctypes.data)
+told = []
+for _ in range(100):
+    s, d = ends("d2d", "nhd", "universal", 3, 6, shape=SMALL)
+    move, start = kvbm.Transfer(s.pool, d.pool), threading.Barrier(4)
+    def work(k):
+        start.wait()
+        try: move.copy(on_gpu, [3, 4, 5], stream=5 + k).synchronize()
+        except kvbm.BindError: told.append(k)
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+assert len(told) == 400, len(told)
+""",
+        )
+
+    @pytest.mark.parametrize("direction", ["d2h", "h2d"])
+    def test_closed_beside_a_copy(self, library: Path, direction: str) -> None:  # noqa: F811
+        """The ring is not freed under a copy that is being enqueued, which goes through; later ones are refused."""
+        run(
+            library,
+            f"""
+s, d = ends({direction!r}, "nhd", "universal", 64, 64, shape=SMALL)
+move = kvbm.Transfer(s.pool, d.pool, "staged", chunk_bytes=2 * SMALL.nbytes)
+route = move._mover.route(None).route
+class Closes(On):
+    def __cuda_stream__(self):
+        move.close()
+        return super().__cuda_stream__()
+defer(1)
+move.copy(range(64), range(64), stream=5, wait=Closes(6)).synchronize()
+check(s, d, range(64), range(64))
+for copy in (lambda: move.copy([0], [0], stream=5), lambda: route.copy([0], [0], 5)):
+    try: copy()
+    except kvbm.BindError as error: assert "the transfer is closed" in str(error), error
+    else: raise AssertionError
+kvbm.Transfer(s.pool, d.pool, "staged", chunk_bytes=2 * SMALL.nbytes)  # frees it
+""",
+            MALLOC_PERTURB_="85",
         )
 
     def test_explain_and_auto(self, library: Path) -> None:  # noqa: F811

@@ -255,6 +255,35 @@ def test_the_current_stream_is_torchs() -> None:
         check(s, d, range(8), range(8), direction)
 
 
+@pytest.mark.parametrize("ids_on", ["host", "device"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_more_pairs_than_blocks(direction: str, strategy: str, ids_on: str) -> None:
+    """A source may be named again: batches larger than its pool, with pairs that are skipped, inlined and uploaded."""
+    import torch
+
+    small = kvbm.BlockShape(nl=4, no=2, nh=1, nt=4, hd=32, dtype="bfloat16")
+    if (
+        ids_on == "device"
+        and strategy != "direct"
+        and strategy != "auto"
+        and (strategy, direction) != ("staged", "h2d")
+    ):
+        pytest.skip("refused: the copy engine needs these ids on the host")
+    s, d = ends(direction, "universal", "nhd", 2, 500, shape=small)
+    for n in (64, 65, 500):
+        for skipped in (0, 7):
+            d.refill(n)
+            src, dst = np.arange(n) % 2, np.arange(n)
+            if skipped:
+                src[::skipped] = dst[3::skipped] = -1
+            given: Any = dst if ids_on == "host" else torch.from_numpy(dst).cuda()
+            torch.cuda.synchronize()
+            kvbm.Transfer(s.pool, d.pool, strategy).copy(src, given, stream=stream_of()).synchronize()
+            kept = (src >= 0) & (dst >= 0)
+            check(s, d, src[kept], dst[kept], (n, skipped))
+
+
 # ---- ids on the device ---------------------------------------------------------------------------------------------
 
 
@@ -603,6 +632,30 @@ def test_threads(direction: str, strategy: str) -> None:
         list(pool.map(work, range(threads)))
     check(s, d, range(blocks), range(blocks)[::-1])
     assert move.stats()["blocks"] == blocks and move.stats()["copies"] == 64
+
+
+def test_threads_are_each_told_of_wrong_ids() -> None:
+    """The first copies of a transfer with ids on the GPU, by four threads at once."""
+    import torch
+
+    s, d = ends("d2d", "nhd", "universal", 3, 6)
+    ids, told = torch.tensor([1, 999, 2], device="cuda"), []
+    to = [torch.tensor([3, 4, 5], device="cuda") for _ in range(4)]
+    streams = [stream_of() for _ in range(4)]
+    torch.cuda.synchronize()
+    for _ in range(400):
+        move, start = kvbm.Transfer(s.pool, d.pool), threading.Barrier(4)
+
+        def work(k: int, move: Any = move, start: Any = start) -> None:
+            start.wait()
+            try:
+                move.copy(ids, to[k], stream=streams[k]).synchronize()
+            except kvbm.BindError:
+                told.append(k)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+    assert len(told) == 1600
 
 
 FORK = """

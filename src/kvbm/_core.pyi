@@ -8,13 +8,16 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 # Contiguous items of the named type.  (Buffer alone does not match NumPy arrays before Python 3.12.)
-_Int64s: TypeAlias = NDArray[np.int64] | Buffer
 _UInt64s: TypeAlias = NDArray[np.uint64] | Buffer
 # Offsets (4 numbers), outer modes (5 each), inner modes (3 each).
 _Part: TypeAlias = (
     tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]]
     | tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]], tuple[int, int], Sequence[int]]
 )
+
+MAX_OUTER: int
+MAX_INNER: int
+MAX_PARTS: int
 
 class _DeviceInfo(TypedDict):
     name: str
@@ -28,8 +31,6 @@ class Table:
     def __len__(self) -> int: ...
     @property
     def device(self) -> int: ...
-    @property
-    def is_uploaded(self) -> bool: ...
 
 @final
 class Copy:
@@ -39,25 +40,28 @@ class Copy:
         parts: Sequence[_Part],
         src_id: tuple[int, int],
         dst_id: tuple[int, int],
-        src_blocks: int = ...,
-        dst_blocks: int = ...,
     ) -> None: ...
     @property
     def kernel(self) -> str | None: ...
-    def launch(
+    def launch(self, src: Table, dst: Table, pairs: Pairs, device: int, stream: int, max_sms: int = 0) -> None: ...
+    def run(self, src: Table, dst: Table, pairs: Pairs, threads: int = 0) -> None: ...
+
+@final
+class Pairs:
+    def __init__(
         self,
-        src: Table,
-        dst: Table,
-        src_ids: _Int64s | None,
-        dst_ids: _Int64s | None,
-        n: int,
-        device: int,
-        stream: int,
-        max_sms: int = 0,
+        src_ids: object,
+        dst_ids: object,
+        src_blocks: int,
+        dst_blocks: int,
+        same_pool: bool = False,
+        device: int = -1,
     ) -> None: ...
-    def run(
-        self, src: Table, dst: Table, src_ids: _Int64s | None, dst_ids: _Int64s | None, n: int, threads: int = 0
-    ) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def kept(self) -> int: ...
 
 @final
 class Ring:
@@ -74,6 +78,10 @@ class Ring:
 class Done:
     @property
     def strategy(self) -> str: ...
+    @property
+    def captured(self) -> bool: ...
+    @property
+    def is_wrong(self) -> bool: ...
     def wait(self, stream: object) -> None: ...
     def synchronize(self) -> None: ...
     def query(self) -> bool: ...
@@ -89,26 +97,26 @@ class Route:
         dst_blocks: int,
         *,
         direct: Sequence[Copy],
-        permute: Sequence[Copy],
-        moves: Sequence[Copy],
-        runs: Sequence[Copy],
-        src_bases: _UInt64s,
-        dst_bases: _UInt64s,
-        cuts: _UInt64s,
-        gathers: bool,
-        slot_block_bytes: int,
-        ring: Ring | None,
-        max_sms: int,
-        same_pool: bool,
-        crosses: bool,
-        limits: Sequence[tuple[int, int]],
-        may_choose: bool,
-        keep: object,
+        permute: Sequence[Copy] = (),
+        moves: Sequence[Copy] = (),
+        runs: Sequence[Copy] = (),
+        src_bases: _UInt64s | None = None,
+        dst_bases: _UInt64s | None = None,
+        cuts: _UInt64s | None = None,
+        gathers: bool = False,
+        slot_block_bytes: int = 0,
+        ring: Ring | None = None,
+        max_sms: int = 0,
+        same_pool: bool = False,
+        crosses: bool = False,
+        limits: Sequence[tuple[int, int]] = ((0, 0),),
+        may_choose: bool = False,
+        keep: object = None,
         by_peer: bool = False,
     ) -> None: ...
     def choose(self, pairs: int) -> str: ...
     def counters(self) -> tuple[tuple[int, int, int], tuple[int, int, int], int]: ...
-    def copy(self, src_ids: object, dst_ids: object, stream: object, wait: object = None) -> Done: ...
+    def copy(self, src_ids: object, dst_ids: object, stream: object = None, wait: object = None) -> Done: ...
 
 def finished() -> Done: ...
 def find_ungranted(device: int, spans: _UInt64s) -> tuple[int, str] | None: ...
@@ -120,9 +128,6 @@ def add_kernel(
     name: str, forms: Sequence[tuple[str, int, int, int, int, bool]], cubin: bytes, capability: int
 ) -> int: ...
 def warm(kernel: str | int | None, device: int) -> None: ...
-def check_ids(
-    src_ids: _Int64s | None, dst_ids: _Int64s | None, n: int, src_blocks: int, dst_blocks: int, same_pool: bool
-) -> None: ...
 def stream_handle(stream: object) -> int: ...
 def whole_tensors(tensors: object, rank: int) -> tuple[Table, tuple[int, ...], str, int, int] | None: ...
 def chunk_tensors(
@@ -155,7 +160,6 @@ def memcpy_batch(
 ) -> int: ...
 def alloc_device(device: int, nbytes: int) -> int: ...
 def free_device(device: int, address: int) -> None: ...
-def upload(device: int, dst: int, data: NDArray[np.uint8] | Buffer) -> None: ...
 def host_touch(address: int, nbytes: int, how: int = 0, threads: int = 1) -> None: ...
 def host_register(address: int, nbytes: int, read_only: bool = False) -> None: ...
 def host_unregister(address: int) -> None: ...

@@ -12,8 +12,9 @@ from cpython.exc cimport PyErr_Clear
 from cpython.object cimport Py_TYPE, PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from cpython.buffer cimport (
-    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_ND, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
+    PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
 )
+from cpython.number cimport PyNumber_Index
 from cpython.long cimport PyLong_AsLongLong, PyLong_AsUnsignedLongLong
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
@@ -24,12 +25,15 @@ from kvbm.errors import BindError, CudaError, CudaUnavailableError, MissingKerne
 __all__ = [
     "Copy",
     "Done",
+    "MAX_INNER",
+    "MAX_OUTER",
+    "MAX_PARTS",
+    "Pairs",
     "Ring",
     "Route",
     "Table",
     "add_kernel",
     "alloc_device",
-    "check_ids",
     "check_pairs",
     "chunk_tensors",
     "copy_pairs",
@@ -55,15 +59,14 @@ __all__ = [
     "stream_handle",
     "synchronize",
     "tables_clash",
-    "upload",
     "warm",
     "whole_tensors",
 ]
 
 
 include "core/abi.pxi"
-include "core/kernels.pxi"
 include "core/ids.pxi"
+include "core/kernels.pxi"
 include "core/tensors.pxi"
 include "core/pairs.pxi"
 include "core/streams.pxi"

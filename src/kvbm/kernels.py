@@ -327,9 +327,10 @@ def _prepared(
 
 def _launch(sides: _Sides, layout: str, stream: Any, to_whole: bool) -> None:
     handle, batch = _stream_of(sides, stream), len(sides.whole)
+    pairs = _core.Pairs(None, None, batch, batch)
     src, dst = (sides.blocks, sides.whole) if to_whole else (sides.whole, sides.blocks)
     for copy in _prepared(layout, sides.sizes, sides.dtype, batch, sides.alignments, sides.device, to_whole):
-        copy.launch(src, dst, None, None, batch, sides.device, handle)
+        copy.launch(src, dst, pairs, sides.device, handle)
 
 
 def _permute(blocks: Any, universals: Any, layout: str, stream: Any, *, to_universal: bool) -> None:

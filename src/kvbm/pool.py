@@ -25,7 +25,7 @@ from .layout import Layout
 from .resolved import Allocation, Resolved, merge_steps
 from .shapes import ITEMSIZE, BlockShape, numpy_name
 
-__all__ = ["Array", "Pool", "as_ids", "describe"]
+__all__ = ["Array", "Pool", "describe"]
 
 #: Arrays of integers (or of raw bytes) of the same width stand in for dtypes that NumPy does not have.
 _PLAIN = {1: ("uint8", "int8", "void8"), 2: ("uint16", "int16", "void16")}
@@ -868,27 +868,3 @@ def check_arrays(resolved: Resolved, found: Sequence[Array]) -> None:
 def _same_bytes(array: Array, kind: Allocation) -> bool:
     """Whether an array of bytes, of whatever shape, is the records of an allocation in their order, with or without padding."""
     return merge_steps(array.shape, array.strides) in (kind.runs, [(kind.nbytes, 1)])
-
-
-def as_ids(ids: Any, what: str) -> npt.NDArray[np.int64] | None:
-    """Block ids as a contiguous int64 array.
-
-    Parameters
-    ----------
-    ids : None, int, sequence of int, NumPy array, or CPU tensor
-        None means all blocks in order.
-    what : str
-        What errors call them.
-    """
-    if ids is None:
-        return None
-    if getattr(getattr(ids, "device", None), "type", "cpu") == "cuda" or hasattr(ids, "__cuda_array_interface__"):
-        raise BindError(f"{what}: expected ids in host memory, got a {type(ids).__name__} on a GPU; pass {what}.cpu()")
-    array = np.asarray(ids)
-    if array.size == 0:
-        return np.empty(0, np.int64)
-    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) > np.iinfo(np.int64).max):
-        raise BindError(f"{what}: expected integers, got dtype {array.dtype}")
-    if array.ndim > 1:
-        raise BindError(f"{what}: expected one axis, got shape {array.shape}")
-    return np.ascontiguousarray(np.atleast_1d(array), np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import weakref
@@ -19,7 +20,7 @@ from .layout import Layout
 from .lower import Kernels, Launch, Steps, engine_arguments, lower
 from .nest import Kernel, kernel_name, parse_kernel
 from .planner import Plan, plan, size_text
-from .pool import Pool, as_ids
+from .pool import Pool
 from .shapes import BlockShape
 
 __all__ = ["Transfer", "convert", "current_stream", "prepare", "torch_stream"]
@@ -165,11 +166,9 @@ def prepare(
     )
 
     return [
-        _core.Copy(
-            launch.name, launch.arguments(src_steps, dst_steps), src_id, dst_id, made.src.num_blocks, made.dst.num_blocks
-        )
+        _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), src_id, dst_id)
         for launch in _launches(made, (src_alignment, dst_alignment), few, device)
-    ]  # fmt: skip
+    ]
 
 
 def _runs(made: Plan) -> list[_core.Copy]:
@@ -236,6 +235,7 @@ class _Mover:
         self.max_sms, self.bounded = _max_sms(self, max_sms), max_sms is not None
         self.chunk_bytes = chunk_bytes
         self.lock = threading.Lock()
+        _made.add(self)
         self.ring: _core.Ring | None = None
         self.routes: dict[Any, _Route] = {}
         self.closed = False
@@ -281,14 +281,14 @@ class _Mover:
     def route(self, layers: Layers) -> _Route:
         found = self.routes.get(layers)
         if found is None:
-            if not self.routes and self.closed:
-                raise BindError(f"{self.title}: the transfer is closed")
-            if layers is None:
+            if layers is None and not self.closed:
                 raise BindError(
                     f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; say which by "
                     "layers=(range of the source, range of the destination)"
                 )
             with self.lock:
+                if self.closed:
+                    raise BindError(f"{self.title}: the transfer is closed")
                 found = self.routes.get(layers)  # another thread may have been faster
                 if found is None:
                     found = self.routes[layers] = self._route(layers)
@@ -312,8 +312,13 @@ class _Mover:
         whole = functools.partial(
             prepare, made, src.alignment, dst.alignment, device=self.device, src_steps=src.steps, dst_steps=dst.steps
         )
+        blocks = src.num_blocks, dst.num_blocks
         if self.on_host:
-            return _Route(made, None, whole(), "the host's kernels copy on all cores")
+            direct = whole()
+            route = _core.Route(
+                -1, self.src_table, self.dst_table, *blocks, direct=direct, same_pool=self.same_pool, keep=self.keep
+            )
+            return _Route(made, route, direct, "the host's kernels copy on all cores")
         # Kernels that no batch takes are not looked for: they may have to be compiled.
         direct = whole(few=self.max_sms > 0) if not self.unreached and self.strategy in ("auto", "direct") else []
         steps = made.staged(gathers=self.gathers)
@@ -322,8 +327,9 @@ class _Mover:
         slot_block = (steps[0].dst if self.gathers else steps[1].src).accesses[0].block[0]
         move_runs, all_runs = _runs(move), _runs(runs)
         limits, why = self._limits(made, move, runs, staged=bool(move_runs), engine=bool(all_runs))
-        # No batch is larger than the smaller pool: what would be taken beyond needs no ring.
-        most = min(src.num_blocks, dst.num_blocks)
+        # Every destination is written once, so no batch keeps more pairs than there are: what would be taken beyond needs no
+        # ring.  Batches whose ids lie on the GPU may be larger, and take the last strategy that is left.
+        most = dst.num_blocks
         limits = limits[: 1 + next((i for i, (pairs, _) in enumerate(limits) if pairs >= most), len(limits))]
         if self.chunk_bytes is not None and self.chunk_bytes < slot_block:
             raise BindError(
@@ -344,8 +350,7 @@ class _Mover:
             self.device,
             self.src_table,
             self.dst_table,
-            src.num_blocks,
-            dst.num_blocks,
+            *blocks,
             direct=direct,
             permute=permute,
             moves=move_runs,
@@ -403,26 +408,15 @@ class _Mover:
         if self.keep is not None and (self.keep[0].closed or self.keep[1].closed):
             for pool in self.keep:
                 pool.require_open()
-        if found.route is None:
-            return self._copy_on_host(found, src_ids, dst_ids, stream, wait)
-        if stream is None:
+        if self.on_host:
+            for name, given in (("stream", stream), ("wait", wait)):
+                if given is not None:
+                    raise BindError(
+                        f"{name}: the pools are on the CPU, where the copy is done when the call returns; leave {name} out"
+                    )
+        elif stream is None:
             stream = self._current_stream()
         return found.route.copy(src_ids, dst_ids, stream, wait)
-
-    def _copy_on_host(self, found: _Route, src_ids: Any, dst_ids: Any, stream: Any, wait: Any) -> _core.Done:
-        for name, given in (("stream", stream), ("wait", wait)):
-            if given is not None:
-                raise BindError(
-                    f"{name}: the pools are on the CPU, where the copy is done when the call returns; leave {name} out"
-                )
-        src, dst = as_ids(src_ids, "src_ids"), as_ids(dst_ids, "dst_ids")
-        n = _count_pairs(src, dst, self.src.num_blocks, self.dst.num_blocks)
-        if n:
-            _core.check_ids(src, dst, n, self.src.num_blocks, self.dst.num_blocks, self.same_pool)
-            for copy in found.copies:
-                copy.run(self.src_table, self.dst_table, src, dst, n)
-            found.count(src, dst, n)
-        return _core.finished()
 
     def _current_stream(self) -> Any:
         end = self.src if self.gathers else self.dst
@@ -431,7 +425,7 @@ class _Mover:
     def stats(self) -> dict[str, int]:
         total = dict.fromkeys(("copies", "blocks", "bytes", *_STRATEGIES, "submissions"), 0)
         for found in list(self.routes.values()):
-            copies, blocks, submissions = found.counters()
+            copies, blocks, submissions = found.route.counters()
             total["copies"] += sum(copies)
             total["blocks"] += sum(blocks)
             total["bytes"] += sum(blocks) * found.plan.nbytes
@@ -450,7 +444,7 @@ class _Mover:
             "p2p": f"from {self.src.device} to {self.dst.device}",
         }[self.direction]
         lines = [f"{self.title}, {where}."]
-        if found.route is not None:
+        if not self.on_host:
             counts = [num_blocks] if num_blocks else [1, 4, 16, 64, 256]
             for count in counts:
                 name = found.route.choose(count)
@@ -491,29 +485,26 @@ class _Mover:
         return said
 
 
+_made: weakref.WeakSet[_Mover] = weakref.WeakSet()
+
+
+def _unlock() -> None:
+    """In a forked child, which lacks the thread that may have held a lock."""
+    for mover in _made:
+        mover.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
 @dataclass
 class _Route:
     """A mover's way for all layers, or for a range of them."""
 
     plan: Plan
-    route: _core.Route | None
+    route: _core.Route
     copies: Sequence[_core.Copy]
     why: str
-    host_copies: int = 0
-    host_blocks: int = 0
-
-    def count(self, src: Any, dst: Any, n: int) -> None:
-        skipped = np.zeros(n, bool)
-        for ids in (src, dst):
-            if ids is not None:
-                skipped |= ids == -1
-        self.host_copies += 1
-        self.host_blocks += n - int(skipped.sum())
-
-    def counters(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        if self.route is not None:
-            return self.route.counters()
-        return (self.host_copies, 0, 0), (self.host_blocks, 0, 0), self.host_copies * len(self.copies)
 
 
 def _max_sms(mover: _Mover, asked: object) -> int:
@@ -652,11 +643,15 @@ class Transfer:
         return self._mover.stats()
 
     def close(self) -> None:
-        """Give back the ring; waits for the copies that use it.  Further copies are refused; no thread may be in one."""
+        """Give back the ring; waits for the copies that use it.  Further copies are refused.
+
+        A copy that another thread is enqueueing at this moment goes through, and the ring is given back later.
+        """
         mover = self._mover
-        mover.closed = True
-        mover.routes.clear()
-        ring, mover.ring = mover.ring, None
+        with mover.lock:
+            mover.closed = True
+            mover.routes.clear()
+            ring, mover.ring = mover.ring, None
         if ring is not None:
             ring.close()
 
@@ -675,10 +670,8 @@ _movers: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, _Mover]
 
 def _bind(src: Pool, dst: Pool) -> _Mover:
     targets = _movers.setdefault(src, weakref.WeakKeyDictionary())
-    mover = targets.get(dst)
-    if mover is None:
-        mover = targets[dst] = _Mover(src, dst, "auto", None, None, keeps=False)
-    return mover
+    # Of two threads that make one at once the faster one's stays: what graphs and copies read lives as long as the pools.
+    return targets.get(dst) or targets.setdefault(dst, _Mover(src, dst, "auto", None, None, keeps=False))
 
 
 def require_compatible(src: Pool, dst: Pool) -> None:
@@ -780,13 +773,3 @@ def convert(src_pool: Pool, dst_pool: Pool, src_ids: Any = None, dst_ids: Any = 
     for pool in (src_pool, dst_pool):
         pool.require_open()
     _bind(src_pool, dst_pool).copy(src_ids, dst_ids, None, stream, None)
-
-
-def _count_pairs(src: Any, dst: Any, src_blocks: int, dst_blocks: int) -> int:
-    if src is not None and dst is not None:
-        if len(src) != len(dst):
-            raise BindError(f"ids: expected as many source as destination ids, got {len(src)} and {len(dst)}")
-        return len(src)
-    if src is None and dst is None and src_blocks != dst_blocks:
-        raise BindError(f"ids: the pools hold {src_blocks} and {dst_blocks} blocks; say which by src_ids and dst_ids")
-    return len(src) if src is not None else len(dst) if dst is not None else src_blocks

@@ -204,11 +204,11 @@ class _ByTransfer:
 
     def kernel(self, batch: int) -> str:
         found = self._move._mover.route(None)
-        taken = found.route.choose(batch) if found.route is not None else "direct"
+        taken = found.route.choose(batch)
         if taken != "direct":
             return taken
         names = " ".join(copy.kernel for copy in found.copies if copy.kernel)
-        return names if self._strategy != "auto" or found.route is None else f"direct {names}"
+        return names if self._strategy != "auto" or self._move._mover.on_host else f"direct {names}"
 
 
 class _ByRuns:

@@ -11,8 +11,7 @@ cdef extern from "kvbm.h" nogil:
         KVBM_TOO_LARGE
         KVBM_NO_MEMORY
         KVBM_ID_OK
-        KVBM_ID_SRC_RANGE
-        KVBM_ID_DST_RANGE
+        KVBM_ID_RANGE
         KVBM_ID_DST_TWICE
         KVBM_ID_READ_AND_WRITTEN
         KVBM_SPAN_OK
@@ -46,7 +45,6 @@ cdef extern from "kvbm.h" nogil:
     ctypedef struct kvbm_args:
         int64_t src_id_table, dst_id_table
         uint32_t num_parts
-        uint32_t src_blocks, dst_blocks
         kvbm_part *part
 
     ctypedef struct kvbm_kernel:
@@ -60,16 +58,16 @@ cdef extern from "kvbm.h" nogil:
     ctypedef struct kvbm_form:
         int32_t kind, outer, inner, element, word, few
 
+    ctypedef struct kvbm_side:
+        const int32_t *ids
+        uint64_t ids_device
+        const uint64_t *table
+        uint64_t table_device
+        uint32_t entries, blocks
+
     ctypedef struct kvbm_batch:
-        uint32_t num_pairs
-        uint32_t id_bytes
-        const void *src_ids
-        const void *dst_ids
-        const uint64_t *src_table
-        const uint64_t *dst_table
-        uint64_t src_ids_device, dst_ids_device
-        uint64_t src_table_device, dst_table_device
-        uint32_t src_entries, dst_entries
+        uint32_t num_pairs, kept, id_bytes
+        kvbm_side src, dst
         uint64_t fault
         uint32_t max_ctas
 
@@ -77,9 +75,7 @@ cdef extern from "kvbm.h" nogil:
         pass
 
     ctypedef struct kvbm_route:
-        int device, crosses, by_peer, same_pool
-        int64_t src_blocks, dst_blocks
-        uint32_t max_ctas
+        int device, crosses, by_peer
         uint32_t num_direct
         const int *direct_kernel
         const kvbm_args **direct
@@ -99,10 +95,11 @@ cdef extern from "kvbm.h" nogil:
         uint32_t num_cuts
 
     ctypedef struct kvbm_outcome:
-        int refused
-        int64_t index
         uint64_t submissions
-        uint32_t pairs
+        int captured
+
+    ctypedef struct kvbm_fault:
+        uint32_t pair
 
     enum:
         KVBM_DIRECT
@@ -142,16 +139,18 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_check_spans(const kvbm_spans *src, const kvbm_spans *dst, uint64_t *first, uint64_t *second) noexcept
     int kvbm_find_device(const uint64_t *addresses, uint64_t count, int *device, uint64_t *gpus,
                          uint64_t *index) noexcept
-    int kvbm_check_ids(const void *src_ids, const void *dst_ids, uint32_t id_bytes, uint32_t num_pairs,
-                       int64_t src_blocks, int64_t dst_blocks, int same_pool, int64_t *index) noexcept
+    int kvbm_take_ids(const void *given, uint32_t nbytes, uint32_t count, int64_t blocks, int32_t *out,
+                      int64_t *index, int64_t *id) noexcept
+    int kvbm_check_ids(const int32_t *src, const int32_t *dst, uint32_t num_pairs, int64_t dst_blocks, int same_pool,
+                       uint32_t *kept, int64_t *index) noexcept
     int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring **ring) noexcept
     void kvbm_ring_destroy(kvbm_ring *ring) noexcept
     void kvbm_ring_retire(kvbm_ring *ring) noexcept
     void kvbm_retire_device(int device, uint64_t address) noexcept
     int kvbm_transfer(const kvbm_route *route, const kvbm_batch *batch, int strategy, uint64_t stream,
                       const uint64_t *waits, uint32_t num_waits, uint64_t done, kvbm_outcome *outcome) noexcept
-    int kvbm_fault_create(int device, uint32_t **fault) noexcept
-    void kvbm_fault_destroy(int device, uint32_t *fault) noexcept
+    int kvbm_fault_take(int device, kvbm_fault **fault) noexcept
+    void kvbm_fault_give(kvbm_fault *fault, int device, uint64_t event) noexcept
     int kvbm_event_take(int device, int timed, uint64_t *event) noexcept
     void kvbm_event_give(int device, int timed, uint64_t event) noexcept
     int kvbm_event_record(int device, uint64_t event, uint64_t stream) noexcept

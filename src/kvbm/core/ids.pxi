@@ -1,89 +1,17 @@
-# ids.pxi: Block ids: lists, arrays and tensors as 64-bit integers, and the rules for pairs of them.
+# ids.pxi: Which block goes where: ids of any kind, copied, checked, counted and narrowed once, for every copy.
 
-def check_ids(const int64_t[::1] src_ids, const int64_t[::1] dst_ids, Py_ssize_t n, int64_t src_blocks,
-              int64_t dst_blocks, bint same_pool):
-    """Refuse block ids that are out of range or that would race.
-
-    Parameters
-    ----------
-    src_ids, dst_ids : contiguous int64 array or None
-        None stands for 0 to n-1; an id of -1 on either side skips its pair.
-    n : int
-        Number of pairs.
-    src_blocks, dst_blocks : int
-        Number of blocks of each pool.
-    same_pool : bool
-        Whether both pools share memory: then a block may not be both read and written.
-
-    Raises
-    ------
-    BindError
-        Naming the position, the id and what was expected.
-    """
-    cdef int64_t index = 0
-    cdef int found
-    cdef const void *src = NULL
-    cdef const void *dst = NULL
-    if n < 0 or n > INDEX_LIMIT:
-        raise BindError(f"{n} pairs of blocks: expected 0 to {INDEX_LIMIT}")
-    if src_ids is not None and src_ids.shape[0] != n:
-        raise BindError(f"{src_ids.shape[0]} source ids: expected {n}")
-    if dst_ids is not None and dst_ids.shape[0] != n:
-        raise BindError(f"{dst_ids.shape[0]} destination ids: expected {n}")
-    if n == 0:
-        return
-    if src_ids is not None:
-        src = &src_ids[0]
-    if dst_ids is not None:
-        dst = &dst_ids[0]
-    with nogil:
-        found = kvbm_check_ids(src, dst, 8, <uint32_t> n, src_blocks, dst_blocks, same_pool, &index)
-    if found == KVBM_ID_OK:
-        return
-    if found < 0:
-        check(found, f"checking {n} pairs of block ids")
-    _refuse(found, index, src_ids, dst_ids, src_blocks, dst_blocks)
-
-
-cdef int _refuse(int found, int64_t index, src_ids, dst_ids, int64_t src_blocks, int64_t dst_blocks) except -1:
-    """Say which id of a batch is wrong; ids are sequences, or None where they are counted."""
-    cdef int64_t first = 0
-    src_id = index if src_ids is None else int(src_ids[index])
-    dst_id = index if dst_ids is None else int(dst_ids[index])
-    if found == KVBM_ID_SRC_RANGE:
-        raise BindError(f"src_ids[{index}] is {src_id}: {_expected_range(src_blocks)}")
-    if found == KVBM_ID_DST_RANGE:
-        raise BindError(f"dst_ids[{index}] is {dst_id}: {_expected_range(dst_blocks)}")
-    if found == KVBM_ID_DST_TWICE:
-        while dst_ids[first] != dst_id or (src_ids is not None and src_ids[first] == -1):
-            first += 1
-        raise BindError(
-            f"dst_ids[{index}] is {dst_id}, as is dst_ids[{first}]: expected every destination once a batch"
-        )
-    raise BindError(
-        f"src_ids[{index}] is {src_id}, which is also a destination of this batch: expected no block of one pool to be "
-        "both read and written (split the batch)"
-    )
-
-
-cdef str _expected_range(int64_t blocks):
-    if blocks <= 0:
-        return "the pool has no blocks"
-    return f"expected 0 to {blocks - 1} (the pool's blocks), or -1 to skip the pair"
-
-
-cdef struct Ids:
-    const void *data  # host memory, or NULL
-    uint64_t device   # address on a GPU, or 0
+cdef struct Given:
+    const void *data  # ids as the caller has them, in host memory, or NULL
+    uint64_t device   # their address on a GPU, or 0
     Py_ssize_t count  # -1: none given, ids are counted
-    uint32_t bytes
-    int64_t few[64]   # where ids of a list are written; longer ones are `more`
+    uint32_t nbytes   # of an id: 4 or 8, signed
+    int64_t few[64]   # where ids are written that have another form; longer ones are `more`
     int64_t *more
     Py_buffer buffer
     bint has_buffer
 
 
-cdef void _drop_ids(Ids *ids) noexcept:
+cdef void _drop(Given *ids) noexcept:
     free(ids.more)
     ids.more = NULL
     if ids.has_buffer:
@@ -91,86 +19,246 @@ cdef void _drop_ids(Ids *ids) noexcept:
         ids.has_buffer = False
 
 
+@cython.final
+cdef class Pairs:
+    """The blocks of one copy: block ``src_ids[i]`` goes into block ``dst_ids[i]``.
+
+    Each id is read once, into memory of this object: what is checked is what is copied.
+
+    Parameters
+    ----------
+    src_ids, dst_ids : None, int, sequence of int, array or tensor of one axis
+        None stands for 0, 1, 2, …; -1 skips a pair.  On a GPU they are int32 or int64, and read when the kernel runs.
+    src_blocks, dst_blocks : int
+        Number of blocks of each pool.
+    same_pool : bool
+        Whether both pools share memory: then a block may not be both read and written.
+    device : int
+        CUDA device whose kernels read the ids; -1: the host, and ids on a GPU are refused.
+
+    Raises
+    ------
+    BindError
+        Ids that are no integers of one axis, out of range, repeated in the destination, or read and written; as many on
+        one side as on the other are expected.
+    """
+
+    cdef kvbm_side src, dst  # without tables
+    cdef readonly uint32_t count
+    cdef readonly uint32_t kept
+    """Pairs that are not skipped, as far as the host knows."""
+    cdef uint32_t id_bytes   # of ids on the device
+    cdef int32_t few[128]
+    cdef int32_t *more       # instead of `few`
+    cdef object keep         # whose memory on the device is read
+
+    def __cinit__(self):
+        self.more = NULL
+        self.count = self.kept = self.id_bytes = 0
+        memset(&self.src, 0, sizeof(kvbm_side))
+        memset(&self.dst, 0, sizeof(kvbm_side))
+
+    def __init__(self, src_ids, dst_ids, int64_t src_blocks, int64_t dst_blocks, bint same_pool=False, int device=-1):
+        if self.count:
+            raise TypeError("Pairs are initialised once")
+        self.take(src_ids, dst_ids, src_blocks, dst_blocks, same_pool, device)
+
+    def __dealloc__(self):
+        free(self.more)
+
+    def __len__(self):
+        return self.count
+
+    cdef bint on_device(self) noexcept:
+        return self.src.ids_device != 0 or self.dst.ids_device != 0
+
+    cdef int take(self, src_ids, dst_ids, int64_t src_blocks, int64_t dst_blocks, bint same_pool,
+                  int device) except -1:
+        cdef Given src, dst
+        src.more = dst.more = NULL
+        src.has_buffer = dst.has_buffer = False
+        try:
+            keep = (_read(&src, src_ids, "src_ids", src_blocks, device),
+                    _read(&dst, dst_ids, "dst_ids", dst_blocks, device))
+            self._count(src.count, dst.count, src_blocks, dst_blocks)
+            if src.device and dst.device and src.nbytes != dst.nbytes:
+                raise BindError(
+                    f"ids: src_ids have {src.nbytes * 8} bits and dst_ids {dst.nbytes * 8}; on the device expected one "
+                    "width"
+                )
+            if src.device or dst.device:
+                self.id_bytes = src.nbytes if src.device else dst.nbytes
+                self.keep = keep
+            if self.count > 64:
+                self.more = <int32_t *> malloc(2 * sizeof(int32_t) * self.count)
+                if self.more == NULL:
+                    raise MemoryError(f"{self.count} pairs of block ids")
+            self._take_side(&self.src, &src, 0, "src_ids", src_blocks)
+            if src_ids is dst_ids and src_blocks <= dst_blocks:
+                self.dst = self.src
+                self.dst.blocks = <uint32_t> min(max(dst_blocks, 0), INDEX_LIMIT)
+            else:
+                self._take_side(&self.dst, &dst, self.count, "dst_ids", dst_blocks)
+        finally:
+            _drop(&src)
+            _drop(&dst)
+        return self._check(dst_blocks, same_pool and not self.on_device())
+
+    cdef int _count(self, Py_ssize_t src, Py_ssize_t dst, int64_t src_blocks, int64_t dst_blocks) except -1:
+        cdef int64_t n = src if src >= 0 else dst if dst >= 0 else src_blocks
+        if src >= 0 and dst >= 0 and src != dst:
+            raise BindError(f"ids: expected as many source as destination ids, got {src} and {dst}")
+        if src < 0 and dst < 0 and src_blocks != dst_blocks:
+            raise BindError(
+                f"ids: source and destination hold {src_blocks} and {dst_blocks} blocks; say which by src_ids and "
+                "dst_ids"
+            )
+        if n < 0 or n > INDEX_LIMIT:
+            raise BindError(f"{n} pairs of blocks: expected 0 to {INDEX_LIMIT}")
+        self.count = <uint32_t> n
+        return 0
+
+    cdef int _take_side(self, kvbm_side *side, Given *given, uint32_t first, str what, int64_t blocks) except -1:
+        cdef int64_t index = 0, id = 0
+        cdef int32_t *out = self.more
+        side.blocks = <uint32_t> min(max(blocks, 0), INDEX_LIMIT)
+        if self.count == 0:
+            return 0
+        if out == NULL:
+            out = self.few
+        out += first
+        if given.device:
+            side.ids_device = given.device
+        elif given.count < 0:
+            if self.count > blocks:
+                _refuse_range(what, max(blocks, 0), max(blocks, 0), blocks)
+        else:
+            side.ids = out
+            if kvbm_take_ids(given.data, given.nbytes, self.count, blocks, out, &index, &id) != KVBM_ID_OK:
+                _refuse_range(what, index, id, blocks)
+        return 0
+
+    cdef int _check(self, int64_t dst_blocks, bint same_pool) except -1:
+        cdef int64_t index = 0, first = 0
+        cdef int found
+        cdef const int32_t *src = self.src.ids
+        cdef const int32_t *dst = self.dst.ids
+        if self.count > 1024:
+            with nogil:
+                found = kvbm_check_ids(src, dst, self.count, dst_blocks, same_pool, &self.kept, &index)
+        else:
+            found = kvbm_check_ids(src, dst, self.count, dst_blocks, same_pool, &self.kept, &index)
+        if found == KVBM_ID_OK:
+            return 0
+        if found < 0:
+            check(found, f"checking {self.count} pairs of block ids")
+        if found == KVBM_ID_DST_TWICE:
+            id = dst[index]
+            while dst[first] != id or (src != NULL and src[first] == -1):
+                first += 1
+            raise BindError(
+                f"dst_ids[{index}] is {id}, as is dst_ids[{first}]: expected every destination once a batch"
+            )
+        id = index if src == NULL else src[index]
+        raise BindError(
+            f"src_ids[{index}] is {id}, which is also a destination of this batch: expected no block of one pool to be "
+            "both read and written (split the batch)"
+        )
+
+
+cdef int _refuse_range(str what, int64_t index, id, int64_t blocks) except -1:
+    if blocks <= 0:
+        raise BindError(f"{what}[{index}] is {id}: the pool has no blocks")
+    raise BindError(
+        f"{what}[{index}] is {id}: expected 0 to {blocks - 1} (the pool's blocks), or -1 to skip the pair"
+    )
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------
+
 cdef enum IdsKind:
-    SEQUENCE = 1  # list or tuple
-    NUMBER
-    BUFFER        # NumPy, array.array, memoryview
-    TENSOR        # torch
-    ON_GPU        # __cuda_array_interface__
-    OTHER
+    ITEMS = 1  # list or tuple
+    NUMBER     # int
+    BUFFER     # NumPy, array.array, memoryview
+    TENSOR     # torch
+    ON_GPU     # __cuda_array_interface__
+    ARRAY      # __array__
+    SEQUENCE   # range and the like
+    NEITHER
 
 cdef dict _width_of_dtype = {}  # torch.dtype -> bytes of an id, or 0
 
-cdef dict _kind_of_ids = {list: SEQUENCE, tuple: SEQUENCE, int: NUMBER}  # type -> IdsKind
+cdef dict _kind_of_ids = {list: ITEMS, tuple: ITEMS, int: NUMBER}  # type -> IdsKind
 
 
 cdef int _ids_kind(given) except -1:
     kind = type(given)
-    found = OTHER
-    if hasattr(kind, "is_cuda") and hasattr(kind, "data_ptr"):
+    found = NEITHER
+    if issubclass(kind, (str, bytes, bytearray, bool)):
+        pass
+    elif hasattr(kind, "is_cuda") and hasattr(kind, "data_ptr"):
         found = TENSOR
-    elif hasattr(kind, "__cuda_array_interface__") or hasattr(given, "__cuda_array_interface__"):
+    elif hasattr(given, "__cuda_array_interface__"):
         found = ON_GPU
     elif PyObject_CheckBuffer(given):
         found = BUFFER
+    elif hasattr(kind, "__array__"):
+        found = ARRAY
+    elif hasattr(kind, "__index__"):
+        found = NUMBER
+    elif hasattr(kind, "__len__") and hasattr(kind, "__getitem__") and not hasattr(kind, "keys"):
+        found = SEQUENCE
     _kind_of_ids[kind] = found
     return found
 
 
-cdef object _read_ids(object given, str what, int device, Ids *ids):
+cdef object _read(Given *ids, object given, str what, int64_t blocks, int device):
     """Find the ids in whatever holds them; returns what must be kept alive while they are read."""
     ids.data = NULL
-    ids.more = NULL
-    ids.device, ids.count, ids.bytes, ids.has_buffer = 0, -1, 8, False
+    ids.device, ids.count, ids.nbytes = 0, -1, 8
     if given is None:
         return None
     known = _kind_of_ids.get(type(given))
     cdef int kind = _ids_kind(given) if known is None else known
-    if kind == SEQUENCE:
-        if _read_sequence(given, ids):
-            return None
+    if kind == ITEMS:
+        if not _read_ints(ids, given):
+            _read_items(ids, tuple(given), what, blocks)
     elif kind == BUFFER:
-        if _read_buffer(given, ids):
-            return given
+        _read_buffer(ids, given, what, blocks)
     elif kind == TENSOR:
-        if given.is_cuda:
-            return _read_device_ids(given, what, device, ids)
-        if given.dim() == 1 and given.is_contiguous():
-            width = _width_of_dtype.get(given.dtype)
-            if width is None:
-                width = _width_of_dtype[given.dtype] = {"torch.int64": 8, "torch.int32": 4}.get(str(given.dtype), 0)
-            if width:
-                ids.bytes = width
-                ids.count = given.numel()
-                ids.data = <const void *> <uint64_t> given.data_ptr()
-                return given
+        return _read_tensor(ids, given, what, blocks, device)
     elif kind == NUMBER:
-        if -1 <= given <= INDEX_LIMIT:
-            ids.few[0] = given
-            ids.data = ids.few
-            ids.count = 1
-            return None
+        _read_items(ids, (given,), what, blocks)
     elif kind == ON_GPU:
-        return _read_device_ids(given, what, device, ids)
-    from kvbm.pool import as_ids
-
-    array = as_ids(given, what)  # anything else that holds integers, or the error that says what is wrong
-    if array.shape[0] == 0:
-        ids.count = 0
-        return None
-    if not _read_buffer(array, ids):
-        raise BindError(f"{what}: expected integers of 32 or 64 bits, got {array.dtype}")
-    return array
+        return _read_device(ids, given, what, device)
+    elif kind == ARRAY:
+        _read_buffer(ids, given.__array__(), what, blocks)
+    elif kind == SEQUENCE:
+        _read_items(ids, tuple(given), what, blocks)
+    else:
+        _refuse_kind(what, type(given).__name__)
+    return given
 
 
-cdef bint _read_sequence(object given, Ids *ids) except -1:
-    cdef Py_ssize_t count = len(given), i
-    cdef int64_t *out = ids.few
+cdef int _refuse_kind(str what, got) except -1:
+    raise BindError(f"{what}: expected integers, got {got}")
+
+
+cdef int64_t *_room(Given *ids, Py_ssize_t count) except NULL:
+    ids.count = count
+    ids.data = ids.few
     if count > 64:
         ids.more = <int64_t *> malloc(count * sizeof(int64_t))
         if ids.more == NULL:
             raise MemoryError(f"{count} block ids")
-        out = ids.more
+        ids.data = ids.more
+    return <int64_t *> ids.data
+
+
+cdef bint _read_ints(Given *ids, object given) except -1:
+    """Nothing but ints in a list or tuple: no code of Python's runs, and it stays as it is.  Else False."""
+    cdef Py_ssize_t count = len(given), i
+    cdef int64_t *out = _room(ids, count)
     try:
         if type(given) is list:
             for i in range(count):
@@ -182,8 +270,6 @@ cdef bint _read_sequence(object given, Ids *ids) except -1:
         free(ids.more)
         ids.more = NULL
         return False
-    ids.data = out
-    ids.count = count
     return True
 
 
@@ -193,41 +279,126 @@ cdef inline int64_t _as_id(object item) except? -1:
     return PyLong_AsLongLong(item)
 
 
-cdef bint _read_buffer(object given, Ids *ids) except -1:
-    """Contiguous int32 or int64 in one axis."""
+cdef int _read_items(Given *ids, tuple items, str what, int64_t blocks) except -1:
+    cdef Py_ssize_t i
+    cdef int64_t *out = _room(ids, len(items))
+    for i in range(len(items)):
+        item = items[i]
+        try:
+            if isinstance(item, bool):
+                raise TypeError
+            item = PyNumber_Index(item)
+        except (TypeError, ValueError):
+            raise BindError(f"{what}[{i}]: expected an integer, got {type(item).__name__}") from None
+        try:
+            out[i] = PyLong_AsLongLong(item)
+        except OverflowError:
+            _refuse_range(what, i, "an integer of more than 64 bits", blocks)
+    return 0
+
+
+cdef int _read_buffer(Given *ids, object given, str what, int64_t blocks) except -1:
+    cdef Py_ssize_t i, count, step
+    cdef int64_t *out
+    cdef const char *at
     try:
-        PyObject_GetBuffer(given, &ids.buffer, PyBUF_ND | PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
-    except (BufferError, ValueError):
-        return False
-    cdef const char *code = ids.buffer.format
-    cdef bint fits = ids.buffer.ndim == 1 and code != NULL
-    if fits:
-        if code[0] == c"=" or code[0] == c"<" or code[0] == c"@":
-            code += 1
-        fits = code[0] != 0 and code[1] == 0 and (
-            (ids.buffer.itemsize == 8 and (code[0] == c"l" or code[0] == c"q"))
-            or (ids.buffer.itemsize == 4 and (code[0] == c"i" or code[0] == c"l")))
-    if not fits:
-        PyBuffer_Release(&ids.buffer)
-        return False
+        PyObject_GetBuffer(given, &ids.buffer, PyBUF_STRIDES | PyBUF_FORMAT)
+    except (BufferError, TypeError, ValueError) as error:
+        _refuse_kind(what, f"a {type(given).__name__} that cannot be read: {error}")
     ids.has_buffer = True
-    ids.data = ids.buffer.buf
-    ids.count, ids.bytes = ids.buffer.shape[0], <uint32_t> ids.buffer.itemsize
-    return True
+    if ids.buffer.ndim > 1:
+        _refuse_axes(what, tuple([ids.buffer.shape[i] for i in range(ids.buffer.ndim)]))
+    count = ids.buffer.shape[0] if ids.buffer.ndim else 1
+    step = ids.buffer.strides[0] if ids.buffer.ndim else 0
+    ids.count = count
+    if count == 0:
+        return 0
+    code = (<bytes> ids.buffer.format).decode("ascii", "replace") if ids.buffer.format != NULL else "B"
+    swapped = code[0] in ">!" and ids.buffer.itemsize > 1
+    code = code.lstrip("@=<>!^")
+    signed = code in ("b", "h", "i", "l", "q", "n")
+    if not signed and code not in ("B", "H", "I", "L", "Q", "N"):
+        _refuse_kind(what, f"dtype {getattr(given, 'dtype', code)}")
+    if signed and not swapped and ids.buffer.itemsize >= 4 and (count == 1 or step == ids.buffer.itemsize):
+        ids.data = ids.buffer.buf
+        ids.nbytes = <uint32_t> ids.buffer.itemsize
+        return 0
+    out = _room(ids, count)
+    at = <const char *> ids.buffer.buf
+    order = "big" if swapped else "little"
+    for i in range(count):
+        number = int.from_bytes((at + i * step)[:ids.buffer.itemsize], order, signed=signed)
+        if number > 0x7FFFFFFFFFFFFFFF:
+            _refuse_range(what, i, number, blocks)
+        out[i] = number
+    return 0
 
 
-cdef object _read_device_ids(object given, str what, int device, Ids *ids):
-    from kvbm.pool import describe
+cdef int _refuse_axes(str what, tuple shape) except -1:
+    raise BindError(f"{what}: expected one axis, got shape {shape}")
 
-    array = describe(given, what)
-    if len(array.shape) != 1 or array.dtype not in ("int32", "int64"):
-        raise BindError(f"{what}: expected one axis of int32 or int64, got shape {array.shape} of {array.dtype}")
-    ids.bytes = 8 if array.dtype == "int64" else 4
-    if array.shape[0] > 1 and array.strides[0] != ids.bytes:
-        raise BindError(f"{what}: expected contiguous ids, got strides of {array.strides[0]} bytes; call .contiguous()")
-    if array.device != f"cuda:{device}":
+
+cdef object _read_tensor(Given *ids, object given, str what, int64_t blocks, int device):
+    if given.is_cuda:
+        return _read_device(ids, given, what, device)
+    if not given.is_cpu:
+        _refuse_kind(what, f"a tensor on {given.device}")
+    if given.dim() > 1:
+        _refuse_axes(what, tuple(given.shape))
+    width = _width_of_dtype.get(given.dtype)
+    if width is None:
+        width = _width_of_dtype[given.dtype] = {"torch.int64": 8, "torch.int32": 4}.get(str(given.dtype), 0)
+    if width and given.is_contiguous():
+        ids.count = given.numel()
+        ids.data = <const void *> <uint64_t> given.data_ptr()
+        ids.nbytes = width
+        if ids.count and ids.data == NULL:
+            _refuse_kind(what, "a tensor without memory")
+        return given
+    try:
+        array = given.detach().numpy()
+    except (RuntimeError, TypeError):
+        _refuse_kind(what, f"dtype {given.dtype}")
+    _read_buffer(ids, array, what, blocks)
+    return array
+
+
+cdef object _read_device(Given *ids, object given, str what, int device):
+    cdef int index = -1, status
+    cdef uint64_t address
+    if hasattr(type(given), "data_ptr"):
+        shape, strides, dtype = tuple(given.shape), tuple(given.stride()), str(given.dtype).rpartition(".")[2]
+        address, index = given.data_ptr(), given.device.index or 0
+        width = {"int64": 8, "int32": 4}.get(dtype, 0)
+        dense = len(shape) == 1 and (shape[0] < 2 or strides[0] == 1)
+    else:
+        try:
+            interface = given.__cuda_array_interface__
+            shape, dtype, address = tuple(interface["shape"]), interface["typestr"], interface["data"][0]
+            strides = interface.get("strides")
+            width = {"i8": 8, "i4": 4}.get(dtype[1:], 0) if dtype[0] != ">" else 0
+            dense = len(shape) == 1 and (shape[0] < 2 or strides is None or strides[0] == width)
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise BindError(f"{what}: malformed __cuda_array_interface__: {error!r}") from None
+        where = getattr(given, "device", None)
+        where = getattr(where, "id", where)
+        if isinstance(where, int):
+            index = where
+    if device < 0:
         raise BindError(
-            f"{what}: the ids are on {array.device}, the copy's kernel on cuda:{device}; pass them from there"
+            f"{what}: expected ids in host memory, got a {type(given).__name__} on a GPU; pass {what}.cpu()"
         )
-    ids.device, ids.count = array.address, array.shape[0]
+    if len(shape) != 1 or not width:
+        raise BindError(f"{what}: expected one axis of int32 or int64, got shape {shape} of {dtype}")
+    if not dense:
+        raise BindError(f"{what}: expected contiguous ids; call .contiguous()")
+    if index < 0 and shape[0]:
+        with nogil:
+            status = kvbm_pointer_device(address, &index)
+        check(status, f"asking where {what} lie")
+    if shape[0] and max(index, 0) != device:
+        raise BindError(
+            f"{what}: the ids are on cuda:{max(index, 0)}, the copy's kernel on cuda:{device}; pass them from there"
+        )
+    ids.device, ids.count, ids.nbytes = address, shape[0], width
     return given

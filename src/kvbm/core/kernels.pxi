@@ -1,5 +1,7 @@
 # kernels.pxi: Kernels by name, tables of addresses, and the launches that read both.
 
+MAX_OUTER, MAX_INNER, MAX_PARTS = KVBM_MAX_OUTER, KVBM_MAX_INNER, KVBM_MAX_PARTS
+
 cdef dict _index_of = None  # name -> index, made at first use
 
 
@@ -186,11 +188,6 @@ cdef class Table:
         where = "the host" if self.device < 0 else f"cuda:{self.device}"
         return f"<kvbm Table of {self.count} addresses on {where}>"
 
-    @property
-    def is_uploaded(self):
-        """Whether a copy lies on the device."""
-        return self.device_address != 0
-
 
 # ---- copies -------------------------------------------------------------------------------------------------------
 
@@ -211,8 +208,6 @@ cdef class Copy:
         bytes of its segment.
     src_id, dst_id : tuple of two ints
         What one block id contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
-    src_blocks, dst_blocks : int
-        Ids on the device that are not below these are not followed.
 
     Raises
     ------
@@ -226,8 +221,7 @@ cdef class Copy:
     cdef int index
     cdef readonly str kernel
 
-    def __init__(self, str kernel, parts, src_id, dst_id, int64_t src_blocks=INDEX_LIMIT,
-                 int64_t dst_blocks=INDEX_LIMIT):
+    def __init__(self, str kernel, parts, src_id, dst_id):
         cdef int index = _find_kernel(kernel) if kernel is not None else -1
         parts = tuple(parts)
         if not 0 < len(parts) <= KVBM_MAX_PARTS or (
@@ -235,8 +229,6 @@ cdef class Copy:
             raise PlanError(f"kernel {kernel!r} does not copy {len(parts)} part(s)")
         memset(&self.args, 0, sizeof(kvbm_args))
         self.args.src_id_table, self.args.dst_id_table = src_id[0], dst_id[0]
-        self.args.src_blocks = <uint32_t> min(max(src_blocks, 0), INDEX_LIMIT)
-        self.args.dst_blocks = <uint32_t> min(max(dst_blocks, 0), INDEX_LIMIT)
         self.args.num_parts = <uint32_t> len(parts)
         for number, (offsets, outer, inner, *rest) in enumerate(parts):
             strides, words = rest or ((src_id[1], dst_id[1]), (0,))
@@ -250,19 +242,16 @@ cdef class Copy:
     def __repr__(self):
         return f"<kvbm Copy by {self.kernel}>"
 
-    def launch(self, Table src not None, Table dst not None, const int64_t[::1] src_ids, const int64_t[::1] dst_ids,
-               Py_ssize_t n, int device, uint64_t stream, int max_sms=0):
+    def launch(self, Table src not None, Table dst not None, Pairs pairs not None, int device, uint64_t stream,
+               int max_sms=0):
         """Copy blocks on a GPU: one kernel, ordered by the stream, not waited for.
 
         Parameters
         ----------
         src, dst : Table
             Base addresses of the two pools.  Keep them until the copy is done.
-        src_ids, dst_ids : contiguous int64 array or None
-            Block ids of the pairs, already checked (see `check_ids`); -1 skips a pair; None stands for 0 to n-1.
-            Copied before the call returns.
-        n : int
-            Number of pairs; 0 returns at once.
+        pairs : Pairs
+            Which blocks; their ids are in host memory.
         device : int
             CUDA device ordinal.
         stream : int
@@ -273,65 +262,51 @@ cdef class Copy:
         Raises
         ------
         BindError
-            If the ids do not number n, or a table lies on another device.
+            If a table lies on another device.
         CudaError
             If the launch fails.
         """
         cdef kvbm_batch batch
         cdef int status
-        if n == 0:
+        if pairs.kept == 0:
             return
-        _fill_batch(&batch, src, dst, src_ids, dst_ids, n)
-        _take_uploaded(&batch, src, dst, device)
+        _fill_batch(&batch, src, dst, pairs, device)
         batch.max_ctas = <uint32_t> max(max_sms, 0)
         with nogil:
             status = kvbm_launch(self.index, &self.args, &batch, device, stream)
         if status != KVBM_OK:
             check(status, f"launching {self.kernel} on cuda:{device}")
 
-    def run(self, Table src not None, Table dst not None, const int64_t[::1] src_ids, const int64_t[::1] dst_ids,
-            Py_ssize_t n, int threads=0):
+    def run(self, Table src not None, Table dst not None, Pairs pairs not None, int threads=0):
         """Copy blocks on the host, and return when they are copied.
 
         Parameters
         ----------
         src, dst : Table
             Base addresses of the two pools, in host memory.
-        src_ids, dst_ids : contiguous int64 array or None
-            As in `launch`.
-        n : int
-            Number of pairs; 0 returns at once.
+        pairs : Pairs
+            Which blocks.
         threads : int
             At most so many threads; 0 takes every core that the process may use.
 
         Raises
         ------
         BindError
-            If the ids do not number n, or the batch is too large for 31-bit indices.
+            If the batch is too large for 31-bit indices.
         """
         cdef kvbm_batch batch
         cdef int status
-        if n == 0:
-            return
         if threads < 0:
             raise BindError(f"threads: expected 0 (every core) or more, got {threads}")
-        _fill_batch(&batch, src, dst, src_ids, dst_ids, n)
+        if pairs.on_device():
+            raise BindError("pairs: their ids lie on a GPU, which the host does not read")
+        if pairs.kept == 0:
+            return
+        _fill_batch(&batch, src, dst, pairs, -1)
         with nogil:
             status = kvbm_run_host(self.index, &self.args, &batch, threads)
         if status != KVBM_OK:
             check(status, f"running {self.kernel} on the host")
-
-
-cdef int _take_uploaded(kvbm_batch *batch, Table src, Table dst, int device) except -1:
-    if src.device_address:
-        if src.device != device:
-            raise BindError(f"the source's table lies on cuda:{src.device}: expected cuda:{device}")
-        batch.src_table_device = src.device_address
-    if dst.device_address:
-        if dst.device != device:
-            raise BindError(f"the destination's table lies on cuda:{dst.device}: expected cuda:{device}")
-        batch.dst_table_device = dst.device_address
-    return 0
 
 
 cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides, tuple words) except -1:
@@ -363,26 +338,24 @@ cdef kvbm_div _divisor(extent) except *:
     return kvbm_make_div(<uint32_t> extent)
 
 
-cdef int _fill_batch(kvbm_batch *batch, Table src, Table dst, const int64_t[::1] src_ids, const int64_t[::1] dst_ids,
-                     Py_ssize_t n) except -1:
-    if n < 0 or n > INDEX_LIMIT:
-        raise BindError(f"{n} pairs of blocks: expected 0 to {INDEX_LIMIT}")
-    memset(batch, 0, sizeof(kvbm_batch))
-    batch.num_pairs = <uint32_t> n
-    if src_ids is not None:
-        if src_ids.shape[0] != n:
-            raise BindError(f"{src_ids.shape[0]} source ids: expected {n}")
-        batch.src_ids = &src_ids[0]
-        batch.id_bytes = 8
-    if dst_ids is not None:
-        if dst_ids.shape[0] != n:
-            raise BindError(f"{dst_ids.shape[0]} destination ids: expected {n}")
-        batch.dst_ids = &dst_ids[0]
-        batch.id_bytes = 8
-    if src.count == 0 or dst.count == 0:
+cdef int _fill_batch(kvbm_batch *batch, Table src, Table dst, Pairs pairs, int device) except -1:
+    if pairs.kept and (src.count == 0 or dst.count == 0):
         raise BindError(
-            f"{n} pairs of blocks between tables of {src.count} and {dst.count} addresses: expected at least one each"
+            f"{pairs.count} pairs of blocks between tables of {src.count} and {dst.count} addresses: expected at least "
+            "one each"
         )
-    batch.src_table, batch.dst_table = src.addresses, dst.addresses
-    batch.src_entries, batch.dst_entries = src.count, dst.count
+    batch.num_pairs, batch.kept, batch.id_bytes = pairs.count, pairs.kept, pairs.id_bytes
+    batch.fault = batch.max_ctas = 0
+    batch.src, batch.dst = pairs.src, pairs.dst
+    _fill_side(&batch.src, src, "source", device)
+    _fill_side(&batch.dst, dst, "destination", device)
+    return 0
+
+
+cdef int _fill_side(kvbm_side *side, Table table, str what, int device) except -1:
+    side.table, side.entries = table.addresses, table.count
+    if table.device_address:
+        if table.device != device:
+            raise BindError(f"the {what}'s table lies on cuda:{table.device}: expected cuda:{device}")
+        side.table_device = table.device_address
     return 0

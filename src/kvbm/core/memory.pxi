@@ -79,20 +79,6 @@ def free_device(int device, uint64_t address):
     check(status, f"freeing memory on cuda:{device}")
 
 
-def upload(int device, uint64_t dst, const unsigned char[::1] data not None):
-    """Copy host bytes to device memory, and return when they are there.
-
-    It does not wait for other streams: order it yourself against work that uses the same memory.
-    """
-    cdef uint64_t nbytes = data.shape[0]
-    cdef int status
-    if nbytes == 0:
-        return
-    with nogil:
-        status = kvbm_upload(device, dst, &data[0], nbytes)
-    check(status, f"uploading {nbytes} bytes to cuda:{device}")
-
-
 def host_touch(uint64_t address, uint64_t nbytes, int how=0, int threads=1):
     """Give host pages their memory now, on many threads, instead of at their first use.
 

@@ -18,9 +18,13 @@ cdef class Ring:
     cdef readonly int device
     cdef readonly uint64_t slot_bytes
     cdef readonly int slots
+    cdef int users  # copies that are being enqueued
+    cdef bint closed
 
     def __cinit__(self):
         self.ring = NULL
+        self.users = 0
+        self.closed = False
 
     def __init__(self, int device, uint64_t slot_bytes, int slots):
         cdef int status
@@ -32,44 +36,32 @@ cdef class Ring:
         check(status, f"allocating {slots} slots of {slot_bytes} bytes on cuda:{device} for staged copies")
 
     def close(self):
-        """Free the memory; waits for the copies that use it.  Nothing may be copied through it any more."""
+        """Free the memory; waits for the copies that use it.  Further ones are refused.
+
+        Where another thread is enqueueing one, the memory is freed when a ring is next made.
+        """
         cdef kvbm_ring *ring = self.ring
-        self.ring = NULL
-        with nogil:
-            kvbm_ring_destroy(ring)
+        self.closed = True
+        if self.users == 0:
+            self.ring = NULL
+            with nogil:
+                kvbm_ring_destroy(ring)
+
+    cdef int enter(self) except -1:
+        if self.closed:
+            raise BindError("the transfer is closed")
+        self.users += 1
+        return 0
+
+    cdef void leave(self) noexcept:
+        self.users -= 1
+        if self.closed and self.users == 0:
+            kvbm_ring_retire(self.ring)
+            self.ring = NULL
 
     def __dealloc__(self):
         kvbm_ring_retire(self.ring)
         self.ring = NULL
-
-
-cdef class _Fault:
-    """A word of pinned memory in which kernels note an id on the device that is out of range."""
-
-    cdef uint32_t *word
-    cdef int device
-
-    def __cinit__(self, int device):
-        cdef int status
-        self.word = NULL
-        self.device = device
-        with nogil:
-            status = kvbm_fault_create(device, &self.word)
-        check(status, f"allocating pinned memory for cuda:{device}")
-
-    def __dealloc__(self):
-        with nogil:
-            kvbm_fault_destroy(self.device, self.word)
-
-    cdef int report(self) except -1:
-        cdef uint32_t found = self.word[0]
-        if found:
-            self.word[0] = 0
-            raise BindError(
-                f"block ids on the device: pair {found - 1} of an earlier copy named a block that its pool does not "
-                "have; it was skipped, and nothing of it was copied"
-            )
-        return 0
 
 
 @cython.final
@@ -80,17 +72,25 @@ cdef class Done:
     """
 
     cdef uint64_t event
-    cdef int device  # of the stream
+    cdef int device         # of the stream
     cdef object keep
-    cdef _Fault fault
+    cdef kvbm_fault *fault  # where its kernels note an id that is out of range, or NULL
+    cdef readonly bint captured
+    """Whether a graph has it, where ids on the device are read at every replay."""
     cdef readonly str strategy
     """What ran: ``direct``, ``staged`` or ``engine``."""
 
     def __cinit__(self):
         self.event = 0
         self.device = -1
+        self.fault = NULL
+        self.captured = False
 
     def __dealloc__(self):
+        if self.fault != NULL and not self.captured:
+            kvbm_fault_give(self.fault, self.device, self.event)  # together, when the kernels are done
+            return
+        kvbm_fault_give(self.fault, self.device, 0)
         if self.event:
             kvbm_event_give(self.device, 0, self.event)
 
@@ -110,7 +110,7 @@ cdef class Done:
         check(status, "waiting for a copy on a stream")
 
     def synchronize(self):
-        """Wait on the host until the copy is done.
+        """Wait on the host until the copy is done; a captured one is not waited for: ask it after each replay.
 
         Raises
         ------
@@ -122,11 +122,21 @@ cdef class Done:
         cdef int status
         if self.event == 0:
             return
-        with nogil:
-            status = kvbm_event_synchronize(self.device, self.event)
-        check(status, "waiting for a copy")
-        if self.fault is not None:
-            self.fault.report()
+        if not self.captured:
+            with nogil:
+                status = kvbm_event_synchronize(self.device, self.event)
+            check(status, "waiting for a copy")
+        if self.fault != NULL and self.fault.pair:
+            pair, self.fault.pair = self.fault.pair - 1, 0
+            raise BindError(
+                f"block ids on the device: pair {pair} of an earlier copy named a block that its pool does not have; "
+                "it was skipped, and nothing of it was copied"
+            )
+
+    @property
+    def is_wrong(self):
+        """Whether a kernel has met an id on the device that is out of range, and nobody was told."""
+        return self.fault != NULL and self.fault.pair != 0
 
     def query(self):
         """Whether the copy is done."""
@@ -156,7 +166,7 @@ cdef class Route:
     Parameters
     ----------
     device : int
-        CUDA device that kernels run on.
+        CUDA device that kernels run on; -1: the host, where `direct` is all that runs.
     src, dst : Table
         Base addresses of the two pools.
     src_blocks, dst_blocks : int
@@ -194,9 +204,10 @@ cdef class Route:
     cdef kvbm_route route
     cdef Table src, dst
     cdef Ring ring
-    cdef _Fault fault
     cdef object keep, owned
-    cdef bint may_choose
+    cdef bint same_pool, may_choose
+    cdef int64_t src_blocks, dst_blocks
+    cdef uint32_t max_ctas
     cdef int num_limits
     cdef int64_t limit[8]
     cdef int strategy_of[8]
@@ -212,9 +223,10 @@ cdef class Route:
         free(self.launches)
 
     def __init__(self, int device, Table src not None, Table dst not None, int64_t src_blocks, int64_t dst_blocks, *,
-                 direct, permute, moves, runs, const uint64_t[::1] src_bases, const uint64_t[::1] dst_bases,
-                 const uint64_t[::1] cuts, bint gathers, uint64_t slot_block_bytes, Ring ring, int max_sms,
-                 bint same_pool, bint crosses, limits, bint may_choose, keep, bint by_peer=False):
+                 direct, permute=(), moves=(), runs=(), const uint64_t[::1] src_bases=None,
+                 const uint64_t[::1] dst_bases=None, const uint64_t[::1] cuts=None, bint gathers=False,
+                 uint64_t slot_block_bytes=0, Ring ring=None, int max_sms=0, bint same_pool=False, bint crosses=False,
+                 limits=((0, 0),), bint may_choose=False, keep=None, bint by_peer=False):
         cdef Copy copy
         cdef int i
         memset(&self.route, 0, sizeof(kvbm_route))
@@ -235,9 +247,9 @@ cdef class Route:
         cdef int *numbers = <int *> (args + most)
         self.src, self.dst, self.ring, self.keep = src, dst, ring, keep
         self.owned = (direct, permute, moves, runs, src_bases, dst_bases, cuts)
-        self.route.device, self.route.crosses, self.route.same_pool = device, crosses, same_pool
-        self.route.src_blocks, self.route.dst_blocks, self.route.by_peer = src_blocks, dst_blocks, by_peer
-        self.route.max_ctas = <uint32_t> max_sms
+        self.route.device, self.route.crosses, self.route.by_peer = device, crosses, by_peer
+        self.same_pool, self.src_blocks, self.dst_blocks = same_pool, src_blocks, dst_blocks
+        self.max_ctas = <uint32_t> max_sms
         self.route.gathers, self.route.slot_block_bytes = gathers, slot_block_bytes
         for i, copy in enumerate(every):
             numbers[i], args[i] = copy.index, &copy.args
@@ -278,15 +290,15 @@ cdef class Route:
         """Copies and blocks by strategy, and calls of the driver that they took."""
         return tuple(self.copies), tuple(self.blocks), self.submissions
 
-    def copy(self, src_ids, dst_ids, stream, wait=None):
+    def copy(self, src_ids, dst_ids, stream=None, wait=None):
         """Copy blocks, ordered by the stream.
 
         Parameters
         ----------
-        src_ids, dst_ids : None, int, sequence of int, NumPy array, CPU or CUDA tensor
-            int32 or int64; -1 skips a pair.  CUDA tensors are read when the kernel runs.
+        src_ids, dst_ids : optional
+            See `Pairs`.
         stream : object
-            See `stream_handle`.
+            See `stream_handle`; None on the host.
         wait : optional
             An event, a stream, a `Done`, or a list of them.
 
@@ -301,57 +313,32 @@ cdef class Route:
         CudaError
             A call of the driver failed.
         """
-        cdef Ids src, dst
-        cdef uint64_t handle = _handle_of(stream)
-        src.more = NULL
-        dst.more = NULL
-        src.has_buffer = dst.has_buffer = False
-        try:
-            keep_src = _read_ids(src_ids, "src_ids", self.route.device, &src)
-            keep_dst = _read_ids(dst_ids, "dst_ids", self.route.device, &dst)
-            if src.count >= 0 and dst.count >= 0 and src.bytes != dst.bytes:
-                keep_src = _widen(src_ids, dst_ids, &src, &dst, self.route.device)
-            return self._copy(&src, &dst, handle, stream, wait, src_ids, dst_ids, keep_src, keep_dst)
-        finally:
-            _drop_ids(&src)
-            _drop_ids(&dst)
-
-    cdef Done _copy(self, Ids *src, Ids *dst, uint64_t stream, given_stream, wait, src_ids, dst_ids, keep_src,
-                    keep_dst):
+        cdef Pairs pairs = Pairs.__new__(Pairs)
         cdef kvbm_batch batch
+        cdef int strategy
+        cdef uint64_t handle = 0 if self.route.device < 0 else _handle_of(stream)
+        pairs.take(src_ids, dst_ids, self.src_blocks, self.dst_blocks, self.same_pool, self.route.device)
+        _fill_batch(&batch, self.src, self.dst, pairs, self.route.device)
+        batch.max_ctas = self.max_ctas
+        strategy = self._choose(pairs.kept)
+        if pairs.on_device():
+            strategy = self._choose_for_device_ids(strategy, pairs.src.ids_device != 0, pairs.dst.ids_device != 0)
+        if self.ring is None:
+            return self._copy(pairs, &batch, strategy, handle, stream, wait)
+        self.ring.enter()
+        try:
+            return self._copy(pairs, &batch, strategy, handle, stream, wait)
+        finally:
+            self.ring.leave()
+
+    cdef Done _copy(self, Pairs pairs, kvbm_batch *batch, int strategy, uint64_t stream, given_stream, wait):
         cdef kvbm_outcome outcome
         cdef uint64_t waits[16]
         cdef uint32_t num_waits = 0
-        cdef int status, strategy, home
-        cdef Py_ssize_t n = src.count if src.count >= 0 else dst.count
+        cdef int status = KVBM_OK, home = self.route.device
         cdef list taken = None
-        if src.count >= 0 and dst.count >= 0 and src.count != dst.count:
-            raise BindError(f"ids: expected as many source as destination ids, got {src.count} and {dst.count}")
-        if n < 0:
-            if self.route.src_blocks != self.route.dst_blocks:
-                raise BindError(
-                    f"ids: the pools hold {self.route.src_blocks} and {self.route.dst_blocks} blocks; say which by "
-                    "src_ids and dst_ids"
-                )
-            n = self.route.src_blocks
-        if n > INDEX_LIMIT:
-            raise BindError(f"{n} pairs of blocks: expected 0 to {INDEX_LIMIT}")
-        memset(&batch, 0, sizeof(kvbm_batch))
-        batch.num_pairs = <uint32_t> n
-        batch.src_ids, batch.src_ids_device = src.data, src.device
-        batch.dst_ids, batch.dst_ids_device = dst.data, dst.device
-        batch.id_bytes = src.bytes if src.count >= 0 else dst.bytes
-        batch.src_table, batch.src_entries = self.src.addresses, self.src.count
-        batch.dst_table, batch.dst_entries = self.dst.addresses, self.dst.count
-        _take_uploaded(&batch, self.src, self.dst, self.route.device)
-        batch.max_ctas = self.route.max_ctas
-        strategy = self._choose(n)
-        if src.device or dst.device:
-            strategy = self._choose_for_device_ids(strategy, src.device != 0, dst.device != 0)
-            if self.fault is None:
-                self.fault = _Fault.__new__(_Fault, self.route.device)
-            batch.fault = <uint64_t> self.fault.word
-        home = self.route.device
+        cdef Done done = Done.__new__(Done)
+        memset(&outcome, 0, sizeof(kvbm_outcome))
         if self.route.crosses:
             with nogil:
                 status = kvbm_stream_device(stream, &home)
@@ -363,7 +350,7 @@ cdef class Route:
                         f"stream: two GPUs take part, and the default stream of either has the handle {stream}; pass a "
                         f"stream of your own, or the default stream object of cuda:{self.route.device}"
                     )
-        cdef Done done = Done.__new__(Done)
+        done.device = home
         try:
             if wait is not None:
                 taken = []
@@ -373,11 +360,15 @@ cdef class Route:
                     waits[num_waits] = _event_of(event, taken, home)
                     num_waits += waits[num_waits] != 0
             with nogil:
-                status = kvbm_event_take(home, 0, &done.event)
-                done.device = home
+                if home >= 0:
+                    status = kvbm_event_take(home, 0, &done.event)
+                if status == KVBM_OK and (batch.src.ids_device or batch.dst.ids_device):
+                    status = kvbm_fault_take(self.route.device, &done.fault)
+                    if status == KVBM_OK:
+                        batch.fault = <uint64_t> &done.fault.pair
                 if status == KVBM_OK:
-                    status = kvbm_transfer(&self.route, &batch, strategy, stream, waits, num_waits, done.event,
-                                           &outcome)
+                    status = kvbm_transfer(&self.route, batch, strategy, stream, waits, num_waits, done.event, &outcome)
+            done.captured = outcome.captured != 0
         finally:
             if taken:
                 for device, event in taken:
@@ -385,31 +376,15 @@ cdef class Route:
         if status != KVBM_OK:
             used = () if strategy == KVBM_ENGINE else dict.fromkeys(copy.kernel for copy in self.owned[strategy])
             by = " and ".join(used) or "no kernel"
-            check(status, f"copying {n} blocks on cuda:{self.route.device} ({STRATEGIES[strategy]}, {by})")
-        if outcome.refused:
-            if outcome.refused < 0:
-                check(outcome.refused, f"checking {n} pairs of block ids")
-            self._refuse(&outcome, src, dst, src_ids, dst_ids)
+            where = "the host" if home < 0 else f"cuda:{self.route.device}"
+            check(status, f"copying {pairs.count} blocks on {where} ({STRATEGIES[strategy]}, {by})")
         self.copies[strategy] += 1
-        self.blocks[strategy] += outcome.pairs
+        self.blocks[strategy] += pairs.kept
         self.submissions += outcome.submissions
         done.strategy = STRATEGIES[strategy]
-        done.keep = (self, keep_src, keep_dst) if src.device or dst.device else self
-        done.fault = self.fault if src.device or dst.device else None
+        if home >= 0:
+            done.keep = (self, pairs) if pairs.on_device() else self
         return done
-
-    cdef str _kernels(self, int strategy):
-        used = self.owned[0] if strategy == KVBM_DIRECT else self.owned[1] if strategy == KVBM_STAGED else ()
-        return "".join(f", {copy.kernel}" for copy in used)
-
-    cdef int _refuse(self, kvbm_outcome *outcome, Ids *src, Ids *dst, src_ids, dst_ids) except -1:
-        found = outcome.refused
-        if src.device and found == KVBM_ID_SRC_RANGE:
-            found = KVBM_ID_DST_RANGE
-        mine = None if src.count < 0 or src.device else _as_list(src_ids)
-        others = None if dst.count < 0 or dst.device else _as_list(dst_ids)
-        _refuse(found, outcome.index, mine, others, self.route.src_blocks, self.route.dst_blocks)
-        return 0
 
     cdef int _choose_for_device_ids(self, int strategy, bint src, bint dst) except -1:
         """The copy engine's side of a copy must be known on the host."""
@@ -433,39 +408,6 @@ cdef class Route:
             "staged: src_ids lie on the GPU, and the copy engine that reads the source needs them on the host; pass "
             "src_ids.cpu(), or use strategy='direct'"
         )
-
-
-cdef object _as_list(ids):
-    if isinstance(ids, int):
-        return [ids]
-    return ids
-
-
-cdef object _widen(src_ids, dst_ids, Ids *src, Ids *dst, int device):
-    """Ids of two widths: bring those on the host to the other's."""
-    from kvbm.pool import as_ids
-    import numpy as np
-
-    if src.device and dst.device:
-        raise BindError(
-            f"ids: src_ids have {src.bytes * 8} bits and dst_ids {dst.bytes * 8}; on the device expected one width"
-        )
-    if src.device or (not dst.device and src.bytes == 8):
-        wanted, given, what, ids = src.bytes, dst_ids, "dst_ids", dst
-    else:
-        wanted, given, what, ids = dst.bytes, src_ids, "src_ids", src
-    array = as_ids(given, what)
-    if array.size and (array.min() < -1 or array.max() > INDEX_LIMIT):
-        wrong = int(np.flatnonzero((array < -1) | (array > INDEX_LIMIT))[0])
-        raise BindError(f"{what}[{wrong}] is {array[wrong]}: expected a block of the pool, or -1 to skip the pair")
-    array = np.ascontiguousarray(array, np.int32 if wanted == 4 else np.int64)
-    _drop_ids(ids)
-    if array.shape[0] == 0:
-        ids.count = 0
-        ids.data = NULL
-    else:
-        _read_buffer(array, ids)
-    return array
 
 
 cdef int _device_of_default(stream, int otherwise) except? -1:

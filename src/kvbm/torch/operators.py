@@ -140,17 +140,17 @@ class _Batch:
             self._copies[src_alignment, dst_alignment] = found
         return found
 
-    def run(self, src: _Table, dst: _Table, src_ids: Any, dst_ids: Any, pairs: int) -> None:
+    def run(self, src: _Table, dst: _Table, pairs: _core.Pairs) -> None:
         """Copy: on the CPU now, on a GPU in the order of the current stream."""
         face = self.face
         copies = self.copies(src[1], dst[1])
         if face.index < 0:
             for copy in copies:
-                copy.run(src[0], dst[0], src_ids, dst_ids, pairs)
+                copy.run(src[0], dst[0], pairs)
             return
         stream = torch_stream(face.index)
         for copy in copies:
-            copy.launch(src[0], dst[0], src_ids, dst_ids, pairs, face.index, stream)
+            copy.launch(src[0], dst[0], pairs, face.index, stream)
 
     def shares_blocks(
         self, src: _Table, dst: _Table, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
@@ -341,9 +341,7 @@ def _filled(batch: _Batch, source: _Table) -> list[torch.Tensor]:
     batch.run(
         source,
         _table(_OUTPUT, out, batch.dst, batch.dst_elements, batch.face, batch.face.dtypes[0]),
-        None,
-        None,
-        batch.src_blocks,
+        _core.Pairs(None, None, batch.src_blocks, batch.dst_blocks),
     )
     return out
 
@@ -460,8 +458,7 @@ def _convert_(
         if batch.src_blocks == 0 or batch.dst_blocks == 0:
             _require(_INPUT_, tensors, batch.src, face)
             _require(_OUTPUT_, out, batch.dst, face)
-            if pairs := _pairs(batch, src_ids, dst_ids):
-                raise BindError(f"{pairs} pairs of blocks, and there is no block on one side")
+            _core.Pairs(src_ids, dst_ids, batch.src_blocks, batch.dst_blocks, device=face.index)
             return
         source = _table(_INPUT_, tensors, batch.src, batch.src_elements, face, face.dtypes[0])
         target = _table(_OUTPUT_, out, batch.dst, batch.dst_elements, face, face.dtypes[1])
@@ -503,16 +500,12 @@ def _fill(
     src_ids: torch.Tensor | None,
     dst_ids: torch.Tensor | None,
 ) -> None:
-    pairs = _pairs(batch, src_ids, dst_ids)
     if (src_ids is not None and src_ids.is_cuda) or (dst_ids is not None and dst_ids.is_cuda):
-        if pairs:
-            _route(batch, tensors, out, source, target).run(src_ids, dst_ids)
+        stream = torch.cuda.current_stream(batch.face.device)
+        _note(_route(batch, tensors, out, source, target).copy(src_ids, dst_ids, stream), batch.face.device)
     else:
         same = batch.shares_blocks(source, target, tensors, out)
-        given = _host_ids(src_ids), _host_ids(dst_ids)
-        _core.check_ids(*given, pairs, batch.src_blocks, batch.dst_blocks, same)
-        if pairs:
-            batch.run(source, target, *given, pairs)
+        batch.run(source, target, _core.Pairs(src_ids, dst_ids, batch.src_blocks, batch.dst_blocks, same))
     # Autograd is told that they were written: whoever saved one for a backward is told, too.
     torch.autograd.graph.increment_version(out)
 
@@ -531,7 +524,13 @@ def _fake_convert_(
         _require_ids(batch.face, src_ids, dst_ids)
         _require(_INPUT_, tensors, batch.src, batch.face)
         _require(_OUTPUT_, out, batch.dst, batch.face)
-        _pairs(batch, src_ids, dst_ids)
+        if (
+            src_ids is not None and dst_ids is not None
+        ):  # perhaps a compiler's symbols; real ids are looked at by `_core.Pairs`
+            torch._check(
+                src_ids.shape[0] == dst_ids.shape[0],
+                lambda: "convert_: ids: expected as many source as destination ids",
+            )
     except KvbmError as error:
         _raise("convert_", error)
 
@@ -551,75 +550,38 @@ def _refuse_gradients(
     _PLAIN_(tensors, out, src, dst, shape, *ids)
 
 
-def _pairs(batch: _Batch, src_ids: torch.Tensor | None, dst_ids: torch.Tensor | None) -> Size:
-    if src_ids is not None and dst_ids is not None:
-        pairs, others = src_ids.shape[0], dst_ids.shape[0]
-        if type(pairs) is not int or type(others) is not int:  # a compiler's symbols: it sees to it
-            torch._check(pairs == others, lambda: "convert_: ids: expected as many source as destination ids")
-        elif pairs != others:
-            raise BindError(f"ids: expected as many source as destination ids, got {pairs} and {others}")
-        return pairs
-    given = src_ids if src_ids is not None else dst_ids
-    if given is not None:
-        return given.shape[0]
-    if batch.src_blocks != batch.dst_blocks:
-        raise BindError(
-            f"ids: the inputs hold {batch.src_blocks} blocks and the outputs {batch.dst_blocks}; say which by src_ids and "
-            "dst_ids"
-        )
-    return batch.src_blocks
-
-
-def _host_ids(ids: torch.Tensor | None) -> Any:
-    return None if ids is None else np.ascontiguousarray(ids.numpy(), np.int64)
-
-
 # ---- block ids on the GPU --------------------------------------------------------------------------------------------
 
 
-class _Route:
-    """Launches that read block ids on the GPU, bound to addresses, and the word in which kernels note a wrong id."""
-
-    def __init__(self, batch: _Batch, source: _Table, target: _Table, same: bool) -> None:
-        nothing = np.empty(0, np.uint64)
-        self.captured = False
-        self.device = batch.face.device
-        self._route = _core.Route(
-            batch.face.index, source[0], target[0], batch.src_blocks, batch.dst_blocks,
-            direct=batch.copies(source[1], target[1]), permute=(), moves=(), runs=(),
-            src_bases=nothing, dst_bases=nothing, cuts=nothing, gathers=True, slot_block_bytes=0, ring=None, max_sms=0,
-            same_pool=same, crosses=False, limits=[(0, 0)], may_choose=False, keep=None,
-        )  # fmt: skip
-
-    def run(self, src_ids: Any, dst_ids: Any) -> _core.Done:
-        return self._route.copy(src_ids, dst_ids, torch.cuda.current_stream(self.device))
-
-    def check(self) -> None:
-        skipped = torch.full((1,), -1, dtype=torch.int64, device=self.device)
-        self.run(skipped, skipped).synchronize()
-
-
+_Route = _core.Route
 _routes: OrderedDict[Any, _Route] = OrderedDict()
 _routes_lock = threading.Lock()
+
+#: Copies of which nobody has asked yet what their kernels noted: those in flight, those in graphs, and those that were wrong.
+_unasked: list[tuple[_core.Done, torch.device]] = []
+
+
+def _note(done: _core.Done, device: torch.device) -> None:
+    with _routes_lock:
+        _unasked.append((done, device))
+        if len(_unasked) > _MOST_ROUTES:
+            _unasked[:] = [one for one in _unasked if one[0].captured or one[0].is_wrong or not one[0].query()]
 
 
 def _route(
     batch: _Batch, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], source: _Table, target: _Table
 ) -> _Route:
-    """The route for these addresses, made where it is not known; those that a graph was captured with stay for good."""
+    """The route for these addresses, made where it is not known.  Copies keep theirs, for as long as they are in `_unasked`."""
     key = (batch, tuple(tensor.data_ptr() for tensor in tensors), tuple(tensor.data_ptr() for tensor in out))
-    with torch.cuda.device(batch.face.device):
-        captures = (
-            torch.cuda.is_current_stream_capturing()
-        )  # then the graph reads the tables and the word at every replay
-    found = _routes.get(key) or _Route(batch, source, target, batch.shares_blocks(source, target, tensors, out))
+    found = _routes.get(key) or _Route(
+        batch.face.index, source[0], target[0], batch.src_blocks, batch.dst_blocks,
+        direct=batch.copies(source[1], target[1]), same_pool=batch.shares_blocks(source, target, tensors, out),
+    )  # fmt: skip
     with _routes_lock:
         found = _routes.setdefault(key, found)
-        found.captured |= captures
         _routes.move_to_end(key)
-        idle = [known for known, route in _routes.items() if not route.captured]
-        for known in idle[: max(0, len(idle) - _MOST_ROUTES)]:
-            del _routes[known]
+        while len(_routes) > _MOST_ROUTES:
+            _routes.popitem(last=False)
     return found
 
 
@@ -627,18 +589,24 @@ def check_ids() -> None:
     """Wait for the copies that had block ids on the GPU, and raise what their kernels noted.
 
     An id on the GPU cannot be looked at before the copy.  One that is out of range is skipped; this says so afterwards.
-    The wait is for the current stream: that of the copies, or one that waits for theirs.
+    Of graphs the current stream is waited for: that of their replays, or one that waits for theirs.
 
     Raises
     ------
     BindError
-        The position of a pair that named a block which is not there.
+        The position of a pair that named a block which is not there: of the first such copy, and at the next call of the
+        next one.
     """
     with _routes_lock:
-        known = list(_routes.values())
+        asked = list(_unasked)
     try:
-        for route in known:
-            route.check()
+        for device in {device for done, device in asked if done.captured}:
+            torch.cuda.current_stream(device).synchronize()
+        for one in asked:
+            one[0].synchronize()
+            if not one[0].captured:
+                with _routes_lock:
+                    _unasked[:] = [other for other in _unasked if other is not one]
     except KvbmError as error:
         _raise("convert_", error)
 
