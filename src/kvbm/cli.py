@@ -615,7 +615,8 @@ def tune(device: int, show: bool) -> None:
 
     Takes some seconds and needs 256 MiB of the GPU's memory. The first such transfer does it too, where it was not done before.
     """
-    from . import tuning
+    from . import tuner, tuning
+    from .transfer import Transfer
 
     gpu, driver = tuning.machine(device)
     if show:
@@ -624,9 +625,9 @@ def tune(device: int, show: bool) -> None:
             click.echo(f"no table for {gpu}, driver {driver}: expected {path}; `kvbm tune` makes it", err=True)
             sys.exit(1)
     else:
-        table = _with_progress(f"measuring on cuda:{device}", lambda step: tuning.measure(device, step))
+        table = _with_progress(f"measuring on cuda:{device}", lambda step: tuner.measure(device, Transfer, step))
         path = tuning.save(table)
-        tuning.reload()
+        tuner.reload()
     _print_table(table)
     click.echo(f"{table.title}, kvbm {table.kvbm}: {path}")
 
@@ -645,29 +646,31 @@ def _print_table(measured: tuning.Table) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from . import tuning
+    from . import tuner, tuning
     from .draw import table_box
     from .planner import size_text
 
-    console, largest = _console(), tuning.TOTALS[-1]
+    console, block = _console(), 1 << 20
     table = Table(box=table_box(console), header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for title in ("direction", "pieces of", "fastest"):
         table.add_column(title, no_wrap=title != "fastest")
     for title in tuning.STRATEGIES:
         table.add_column(title, justify="right", no_wrap=True)
     for direction in measured.directions:
-        for run in tuning.RUNS:
-            choices = measured.choices(direction, run)
-            said = [f"{name} up to {size_text(most)}" for most, name in choices[:-1]]
-            said.append(f"then {choices[-1][1]}" if said else choices[-1][1])
+        for run in tuner.RUNS:
+            way = tuning.Way(run)
+            choice = measured.choose(direction, dict.fromkeys(tuning.STRATEGIES, way), block)
+            assert choice is not None
+            *few, (_, last) = choice.limits
+            said = [f"{name} up to {size_text(pairs * block)}" for pairs, name in few]
             speeds = []
             for name in tuning.STRATEGIES:
-                seconds = measured.seconds(direction, name, run, largest)
-                bold = name == choices[-1][1]
-                speeds.append(Text(f"{largest / seconds / 1e9:,.1f}" if seconds else "-", "bold" if bold else ""))
-            table.add_row(direction, size_text(run), ", ".join(said), *speeds)
+                cost = measured.costs.get((direction, name))
+                rate = f"{64 * block / float(cost.seconds(64, block, way)) / 1e9:,.1f}" if cost else "-"
+                speeds.append(Text(rate, "bold" if name == last else ""))
+            table.add_row(direction, size_text(run), ", ".join([*said, f"then {last}" if said else last]), *speeds)
     console.print(table)
-    console.print(f"The three columns at the right are GB/s of batches of {size_text(largest)}.", style="dim")
+    console.print("The three columns at the right are GB/s of 64 blocks of 1 MiB, by the costs fitted to the table.", style="dim")
 
 
 @main.command()

@@ -124,11 +124,11 @@ def commit() -> str:
     return __version__
 
 
-def header(place: str, shape: BlockShape) -> str:
-    """The comment that a CSV begins with."""
+def header(place: str, shape: BlockShape | None) -> str:
+    """The comment that a CSV begins with; without a shape where it has several."""
     name, driver = machine(place)
     parts = [f"kvbm {commit()}", name, f"driver {driver}" if driver else "", f"Python {platform.python_version()}"]
-    parts += [str(shape).replace(",", " "), dt.date.today().isoformat()]
+    parts += [str(shape).replace(",", " ") if shape else "", dt.date.today().isoformat()]
     return "# " + ", ".join(filter(None, parts))
 
 

@@ -95,7 +95,7 @@ def note(text: str) -> None:
 
 
 def write_rows(
-    found: Iterator[Row], columns: Sequence[str], place: str, shape: BlockShape, out: Path | None, title: str
+    found: Iterator[Row], columns: Sequence[str], place: str, shape: BlockShape | None, out: Path | None, title: str
 ) -> int:
     """Write rows as they come, with a line of progress on stderr where that is a terminal.
 
