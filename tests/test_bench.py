@@ -580,7 +580,7 @@ def test_rows_come_as_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (["--num-blocks", "1,x"], "expected numbers from 1 on"),
         (["--num-blocks", "0"], "expected numbers from 1 on"),
-        (["--num-blocks", "1,,2"], "an empty entry"),
+        (["--num-blocks", "1,,2"], "expected a list"),
         (["--direction", "d2x"], "expected some of d2d, h2d, d2h, h2h, p2p, got 'd2x'"),
         (["--backend", "auto,quick"], "expected some of auto, direct"),
         (["--pattern", "fc_to_xx"], "expected some of fc_to_fc"),

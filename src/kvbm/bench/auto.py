@@ -13,7 +13,8 @@ from ..shapes import BlockShape, load_shape
 from ..tuning import STRATEGIES
 from . import copies
 from .measure import Record
-from .section import Note, Row, common_options, figures, note, numbers, require_gpu, stamp, write_rows
+from .options import numbers
+from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows
 
 __all__ = ["COLUMNS", "auto", "measure", "points"]
 

@@ -17,6 +17,7 @@ import click
 
 from ..errors import CudaError, KvbmError
 from ..shapes import load_shape, shape_names
+from .options import listed, numbers
 
 if TYPE_CHECKING:
     from . import copies, measure
@@ -40,28 +41,12 @@ class _Bench(click.Group):
         return found
 
 
-def _listed(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:  # noqa: ARG001
-    """Texts of an option that takes a comma list, and may be repeated."""
-    found = [text.strip() for value in values for text in value.split(",")]
-    if "" in found:
-        raise click.BadParameter(f"an empty entry in {','.join(values)!r}; expected a list such as a,b,c")
-    return tuple(dict.fromkeys(found))
-
-
-def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
-    found = _listed(ctx, param, [value]) if value is not None else ()
-    for text in found:
-        if not text.isdecimal() or int(text) < 1:
-            raise click.BadParameter(f"expected numbers from 1 on, such as 1,4,64, got {text!r}")
-    return tuple(sorted({int(text) for text in found}))
-
-
 def _complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
     return [name for name in shape_names() if name.startswith(incomplete)]
 
 
 def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]:
-    return click.option(*names, multiple=True, callback=_listed, metavar=metavar, **rest)
+    return click.option(*names, multiple=True, callback=listed, metavar=metavar, **rest)
 
 
 @click.group(cls=_Bench, invoke_without_command=True)
@@ -77,14 +62,14 @@ def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]
     metavar="N,N,…",
     default="1,2,4,8,16,32,64,128,256",
     show_default=True,
-    callback=_numbers,
+    callback=numbers,
     help="Blocks of a batch.",
 )
 @click.option(
     "--tokens-per-block",
     "tokens",
     metavar="N,N,…",
-    callback=_numbers,
+    callback=numbers,
     help="Tokens of a block.  [default: the shape's]",
 )
 @_list_option(
@@ -176,8 +161,8 @@ def bench(
         raise click.BadParameter("CUDA graphs are for GPUs, and h2h is measured on the CPU", param_hint="--replay")
     shape = load_shape(profile or (GPU_PROFILE if place != "cpu" else CPU_PROFILE))
     sweep = copies.Sweep(
-        shapes=[replace(shape, nt=nt) for nt in tokens] or [shape],
-        batches=batches,
+        shapes=[replace(shape, nt=nt) for nt in sorted(tokens)] or [shape],
+        batches=sorted(batches),
         directions=directions,
         pairs=chosen,
         backends={each: backends or copies.USUAL[each] for each in copies.DIRECTIONS},

@@ -34,9 +34,9 @@ from .measure import (
     make_clock,
     random_pool,
 )
+from .options import comma_list, numbers
 from .overhead import PAIR, host_seconds
-from .plot import comma_list
-from .section import TINY, Note, Row, common_options, figures, note, numbers, stamp, write_rows
+from .section import TINY, Note, Row, common_options, figures, note, stamp, write_rows
 
 __all__ = ["COLUMNS", "SECTIONS", "scale"]
 
