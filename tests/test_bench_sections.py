@@ -110,7 +110,15 @@ def test_measuring_nothing_is_an_error(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--counts", "1,x"], ["--counts", "0"], ["--counts", ""], ["--counts", " , "], ["--device", "gpu"], ["--device", "cuda:x"]]
+    "arguments",
+    [
+        ["--counts", "1,x"],
+        ["--counts", "0"],
+        ["--counts", ""],
+        ["--counts", ","],
+        ["--device", "gpu"],
+        ["--device", "cuda:x"],
+    ],
 )
 def test_wrong_usage_is_refused_with_what_was_expected(arguments) -> None:
     result = run(overhead.overhead, *arguments)

@@ -233,22 +233,24 @@ def show(name: str, shape_text: str, num_blocks: int, svg: Path | None, png: Pat
 
     _write_pictures(lambda: picture.draw_layout(resolved), svg, png, html)
     if html is not None:
-        html.write_text(picture.page(resolved), encoding="utf-8")
+        from .gallery import page
+
+        html.write_text(page(resolved), encoding="utf-8")
         click.echo(html)
 
 
 def _write_pictures(make: Callable[[], Any], svg: Path | None, png: Path | None, html: Path | None = None) -> None:
     """Write the picture to the files that were asked for; nothing is drawn before all of them are known to be good."""
-    from . import picture
+    from .gallery import check_path, save
 
     for path, suffix in ((svg, ".svg"), (png, ".png"), (html, ".html")):
         if path is not None:
-            picture.check_path(path, suffix)
+            check_path(path, suffix)
     if not (wanted := [path for path in (svg, png) if path is not None]):
         return
     figure = make()
     for path in wanted:
-        picture.save(figure, path)
+        save(figure, path)
         click.echo(path)
 
 
@@ -441,9 +443,9 @@ def gallery(out: Path) -> None:
 
     Needs matplotlib: pip install 'kvbm-layouts[show]'.
     """
-    from . import picture
+    from . import gallery as pictures
 
-    written = picture.gallery(out)
+    written = pictures.gallery(out)
     click.echo(f"{len(written) - 1} pictures and {written[-1].name} in {out}")
 
 
@@ -670,7 +672,9 @@ def _print_table(measured: tuning.Table) -> None:
                 speeds.append(Text(rate, "bold" if name == last else ""))
             table.add_row(direction, size_text(run), ", ".join([*said, f"then {last}" if said else last]), *speeds)
     console.print(table)
-    console.print("The three columns at the right are GB/s of 64 blocks of 1 MiB, by the costs fitted to the table.", style="dim")
+    console.print(
+        "The three columns at the right are GB/s of 64 blocks of 1 MiB, by the costs fitted to the table.", style="dim"
+    )
 
 
 @main.command()

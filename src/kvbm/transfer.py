@@ -401,7 +401,11 @@ class _Mover:
         runs = made.flat(src.step, dst.step)
         slot_block = (steps[0].dst if self.gathers else steps[1].src).id_steps[1]
         move_runs, all_runs = _runs(move), _runs(runs)
-        ways = {"direct": Way(_mean_run(made), len(direct)), "staged": Way(_mean_run(move)), "engine": Way(_mean_run(runs))}
+        ways = {
+            "direct": Way(_mean_run(made), len(direct)),
+            "staged": Way(_mean_run(move)),
+            "engine": Way(_mean_run(runs)),
+        }
         possible = {"direct": self.reaches, "staged": bool(move_runs), "engine": bool(all_runs)}
         limits, why = self._limits({name: way for name, way in ways.items() if possible[name]}, made.nbytes)
         # No batch is larger than the smaller pool: what would be taken beyond needs no ring.

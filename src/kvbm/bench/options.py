@@ -14,9 +14,7 @@ def listed(_: click.Context, parameter: click.Parameter, values: str | Sequence[
     given = [values] if isinstance(values, str) else values or ()
     found = [text.strip() for value in given for text in value.split(",")]
     if "" in found:
-        raise click.BadParameter(
-            f"expected a list such as a,b,c, got {','.join(given)!r}", param=parameter
-        )
+        raise click.BadParameter(f"expected a list such as a,b,c, got {','.join(given)!r}", param=parameter)
     return tuple(dict.fromkeys(found))
 
 
@@ -25,7 +23,7 @@ def numbers(context: click.Context, parameter: click.Parameter, value: str | Non
     found = [text.replace("_", "") for text in listed(context, parameter, value)]
     for text in found:
         if not (text.isascii() and text.isdecimal() and int(text) > 0):
-            raise click.BadParameter(f"expected numbers from 1 on, such as 1,4,64, got {text!r}", param=parameter)
+            raise click.BadParameter(f"expected numbers from 1 on, such as 1,4,64, got {value!r}", param=parameter)
     return tuple(dict.fromkeys(map(int, found)))
 
 
