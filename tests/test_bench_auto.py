@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvbm.bench import auto, copies
-from kvbm.bench.measure import Record
+from kvbm.bench.table import Record
 from kvbm.errors import CudaUnavailableError
 from kvbm.shapes import load_shape
 

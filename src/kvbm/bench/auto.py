@@ -12,9 +12,9 @@ import click
 from ..shapes import BlockShape, load_shape
 from ..tuning import STRATEGIES
 from . import copies
-from .measure import Record
 from .options import numbers
 from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows
+from .table import Record
 
 __all__ = ["COLUMNS", "auto", "measure", "points"]
 

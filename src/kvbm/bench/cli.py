@@ -20,7 +20,7 @@ from ..shapes import load_shape, shape_names
 from .options import listed, numbers
 
 if TYPE_CHECKING:
-    from . import copies, measure
+    from . import copies, table
 
 #: Subcommands, each a click command of that name in the module of that name.
 SUBCOMMANDS = ("auto", "interference", "overhead", "plot", "scale")
@@ -217,10 +217,10 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
     from rich.console import Console
     from rich.progress import Progress
 
-    from . import measure
+    from . import measure, table
 
     console = Console(stderr=True, highlight=False)
-    found: list[tuple[measure.Record, float | None]] = []
+    found: list[tuple[table.Record, float | None]] = []
     comment = measure.header(place, sweep.shapes[0])
     code = 0
     with contextlib.ExitStack() as stack:
@@ -228,7 +228,7 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             stream = stack.enter_context(out.open("w", newline="", encoding="utf-8"))
-        rows = measure.Rows(stream, comment)
+        rows = table.Rows(stream, comment)
         # A bar and CSV on one terminal would write over each other.
         shown = console.is_terminal and not (out is None and sys.stdout.isatty())
         progress = stack.enter_context(Progress(console=console, transient=True, disable=not shown))
@@ -252,7 +252,7 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
     return code
 
 
-def _print_table(title: str, rows: Sequence[tuple[measure.Record, float | None]]) -> None:
+def _print_table(title: str, rows: Sequence[tuple[table.Record, float | None]]) -> None:
     """What was measured, and what was asked for."""
     from rich.console import Console
     from rich.table import Table

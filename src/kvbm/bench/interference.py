@@ -25,7 +25,8 @@ from ..planner import plan, size_text
 from ..pool import Pool
 from ..shapes import BlockShape, load_shape
 from ..transfer import Transfer
-from .measure import Check, Ids, Memory, is_out_of_memory, random_pool
+from .check import Check
+from .measure import Ids, Memory, is_out_of_memory, random_pool
 from .options import comma_list, numbers
 from .scale import split_pair
 from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows

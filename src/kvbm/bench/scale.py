@@ -21,10 +21,10 @@ from ..planner import plan, size_text
 from ..pool import Pool
 from ..shapes import BlockShape, load_shape
 from ..transfer import Transfer
+from .check import Check
 from .clock import CpuClock, GpuClock, cuda
 from .measure import (
     MOST_ARRAYS,
-    Check,
     Ids,
     Memory,
     device_of,

@@ -13,7 +13,8 @@ import click
 from .. import _core, kernels
 from ..errors import CudaUnavailableError, KvbmError
 from ..shapes import BlockShape
-from .measure import Rows, commit, device_of, header, machine
+from .measure import commit, device_of, header, machine
+from .table import Rows
 
 __all__ = ["TINY", "Note", "Row", "common_options", "require_gpu", "stamp", "write_rows"]
 

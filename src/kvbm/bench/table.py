@@ -1,16 +1,17 @@
-"""CSV files as the commands of `kvbm bench` write them, read again: rows that know where they stand."""
+"""CSV files: the rows that the commands of `kvbm bench` write, and the same read again."""
 
 from __future__ import annotations
 
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, TextIO
 
 from ..errors import SpecError
 
-__all__ = ["Row", "Table", "read"]
+__all__ = ["Record", "Row", "Rows", "Table", "read"]
 
 
 class Row(dict[str, str]):
@@ -95,3 +96,78 @@ def _table(path: Path, comments: Sequence[str], held: Sequence[tuple[int, str]])
             raise SpecError(f"{path}:{number}: expected {len(columns)} cells, as the header has, got {len(cells)}")
         rows.append(Row(dict(zip(columns, cells, strict=True)), f"{path}:{number}"))
     return Table(path, tuple(comments), columns, tuple(rows))
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of the sweep's CSV; its fields are the columns.
+
+    Attributes
+    ----------
+    tokens_per_block, num_blocks : int
+        Size of a block, and blocks of the batch.
+    pattern : str
+        ``fc_to_fc``, ``lw_to_fc``, … or ``nhd:universal``.
+    direction : {"d2d", "h2d", "d2h", "h2h", "p2p"}
+    backend : str
+        Who copied; ``memcpy`` is the yardstick itself.
+    total_bytes, inner_bytes : int
+        Bytes of the batch; of one layer's K or V of one block.
+    copy_size, num_copies : int
+        Bytes that are contiguous on both sides (the shortest), and how many such runs the batch has.
+    median_ms, min_ms, max_ms : float
+    bandwidth_gbps : float
+        `total_bytes` over the median: every byte counts once, also where it is read from and written to one memory.
+    memcpy_ms, ratio : float
+        The yardstick's median time in the same run, and that over `median_ms`.
+    timing : {"events", "replay", "clock"}
+    kernel, shape, gpu, driver, commit : str
+    """
+
+    tokens_per_block: int
+    num_blocks: int
+    pattern: str
+    direction: str
+    backend: str
+    total_bytes: int
+    inner_bytes: int
+    copy_size: int
+    num_copies: int
+    median_ms: float
+    bandwidth_gbps: float
+    min_ms: float
+    max_ms: float
+    memcpy_ms: float
+    ratio: float
+    timing: str
+    kernel: str
+    shape: str
+    gpu: str
+    driver: str
+    commit: str
+
+
+class Rows:
+    """Writes rows as they come, so that what was measured is there whenever the run ends.
+
+    Parameters
+    ----------
+    out : text file
+    comment : str
+        What `measure.header` says.
+    columns : sequence of str, optional
+        Those of `Record` if not given.
+    """
+
+    def __init__(self, out: TextIO, comment: str, columns: Sequence[str] | None = None) -> None:
+        names = list(columns) if columns is not None else [field.name for field in fields(Record)]
+        self._out = out
+        self._writer = csv.DictWriter(out, names, lineterminator="\n")
+        out.write(comment + "\n")
+        self._writer.writeheader()
+        out.flush()
+
+    def write(self, row: Record | dict[str, Any]) -> None:
+        """Append one row."""
+        self._writer.writerow({f.name: getattr(row, f.name) for f in fields(row)} if isinstance(row, Record) else row)
+        self._out.flush()
