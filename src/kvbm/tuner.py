@@ -298,11 +298,13 @@ def _on_a_thread(work: Callable[[], list[Row]], stop: threading.Event) -> list[R
 def _clock(device: int) -> Iterator[Any]:
     """A clock with a stream of its own, on a thread that may allocate whatever is being captured elsewhere."""
     from cuda.bindings import driver
+    from cuda.core import Device
 
     from .bench.clock import GpuClock
 
+    Device(device).set_current()
+    driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     with GpuClock(device) as clock:
-        driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         yield clock
 
 

@@ -42,7 +42,7 @@ _SMALL_GROUP, _AT_ONCE = 2 << 20, 4
 #: How much faster the engine must be than the kernel on one GPU: a kernel can be captured into a graph with ids on the device.
 _LEAD = {"d2d": 1.05}
 
-_UNIT = 1e-3  # of exposed bytes in a fit
+_UNIT, _LONG_RUN = 1e-3, 256 << 10  # of a fit: of exposed bytes; runs that count in full
 
 _MOST_ENTRIES = 8  # what a `_core.Route` holds
 _MOST_PAIRS = 1 << 20
@@ -126,12 +126,14 @@ class Cost:
                 table[i, 1:3] = _groups(pairs, row.block_bytes, CHUNK_BYTES, gathers=gathers)
                 table[i, 2] *= _UNIT
             table[i, 3 + runs.index(row.run_bytes)] = row.total_bytes
-        table /= np.array([[row.seconds] for row in rows])
+        # Short runs have slopes of their own, and say less of what all have in common: where they win or lose, it is by far.
+        weights = np.array([min(row.run_bytes / _LONG_RUN, 1.0) ** 0.5 for row in rows])
+        table *= (weights / [row.seconds for row in rows])[:, None]
         found = np.zeros(table.shape[1])
         taken = np.nonzero(table.any(axis=0))[0]
         while taken.size:  # without the most negative one, as long as there is any
             # Where rows do not tell columns apart, the larger one gets the cost: that of all bytes.
-            solved = np.linalg.lstsq(table[:, taken], np.ones(len(rows)), rcond=None)[0]
+            solved = np.linalg.lstsq(table[:, taken], weights, rcond=None)[0]
             if solved.min() >= 0:
                 found[taken] = solved
                 break
