@@ -67,9 +67,9 @@ def machines(draw: Any) -> tuple[str, dict[str, Cost]]:
     return direction, found
 
 
-def measured(direction: str, costs: dict[str, Cost], noise: float = 0.0) -> tuning.Table:
+def measured(direction: str, costs: dict[str, Cost], noise: float = 0.0, seed: int = 1) -> tuning.Table:
     """What `tuner.measure` would find on such a machine."""
-    random = np.random.default_rng(1)
+    random = np.random.default_rng(seed)
     rows = [
         Row(direction, name, run, block, total, float(cost.seconds(total // block, block, Way(run))) * factor)
         for name, cost in costs.items()
@@ -117,7 +117,7 @@ def test_the_predicted_time_of_the_choice_is_the_least(machine: Any, way: Any, s
     for n in {*range(1, 300), *some, *(end + k for end in ends for k in (0, 1) if end + k > 0)}:
         times = {name: float(cost.seconds(n, block, ways[name], chunk * MIB)) for name, cost in costs.items()}
         # Between the places that are looked at, groups of the ring may win and lose again by a hair.
-        assert times[chosen(choice, n)] <= min(times.values()) * (1.002 if n > 256 else 1 + 1e-9), (n, times, choice)
+        assert times[chosen(choice, n)] <= min(times.values()) * (1.002 if n > 100 else 1 + 1e-9), (n, times, choice)
 
 
 @given(
@@ -201,6 +201,17 @@ def test_the_built_in_costs_are_those_of_an_h200(direction: str) -> None:
             assert predicted == pytest.approx(seconds, rel=0.04), (pattern, n, name)
         choice = tuning.choose(BUILT_IN, direction, ways, block)
         assert times[chosen(choice, n)] <= 1.02 * min(times.values()), (pattern, n, choice)
+
+
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+def test_on_a_noisy_h200_the_choice_is_still_within_2_percent(direction: str) -> None:
+    """One percent of noise; thresholds at tuned sizes, with time over bytes in logarithms, missed up to 11 % without any."""
+    costs = {name: BUILT_IN[direction, name] for name in ("direct", "staged")}
+    for seed, (block, ways) in itertools.product(range(3), UNTUNED):
+        choice = measured(direction, costs, 0.01, seed).choose(direction, {name: ways[name] for name in costs}, block)
+        for n in BATCHES:
+            times = {name: float(cost.seconds(n, block, ways[name])) for name, cost in costs.items()}
+            assert times[chosen(choice, n)] <= 1.02 * min(times.values()), (seed, block, ways, n, choice)
 
 
 def test_on_one_gpu_the_engine_must_be_ahead() -> None:

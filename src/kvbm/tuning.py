@@ -203,8 +203,7 @@ class Choice(NamedTuple):
                 found[0] /= _LEAD.get(direction, 1.0)
             return found.argmin(axis=0)
 
-        few = np.arange(1, 257)
-        counts = np.concatenate([few, np.unique(np.geomspace(257, _MOST_PAIRS, 1000).astype(np.int64))])
+        counts = _counts()
         taken = best(counts)
         limits = []
         for i in np.nonzero(np.diff(taken))[0]:
@@ -228,6 +227,14 @@ class Choice(NamedTuple):
             said.append(f"{where} {name} ({size_text(at * block_bytes)} at {gbps[name]:.3g} GB/s{against})")
             start = end
         return cls((*limits[:-1], (limits[-2][0] + 1 if limits[1:] else 0, limits[-1][1])), ", ".join(said))
+
+
+@functools.cache
+def _counts() -> Any:
+    """Numbers of pairs at which the choice is looked at: all of the small ones, then in steps of less than a percent."""
+    import numpy as np
+
+    return np.unique(np.geomspace(1, _MOST_PAIRS, 1500).astype(np.int64))
 
 
 def _few(limits: list[tuple[int, str]]) -> list[tuple[int, str]]:
