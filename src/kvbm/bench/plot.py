@@ -59,13 +59,13 @@ def _looks(dark: bool) -> Iterator[None]:
     except ImportError:
         raise KvbmError("kvbm bench plot: matplotlib is not installed: pip install 'kvbm-layouts[bench]'") from None
     paper, ink, grid = ("#0d1117", "#e6edf3", "#262c34") if dark else ("#ffffff", "#1b1f24", "#e4e8ec")
-    colored = ("text", "axes.label", "axes.title", "xtick", "ytick")
+    inked = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(
             {
-                **{f"{what}{'' if 'tick' not in what and '.' in what else '.'}color": ink for what in colored},
-                "axes.edgecolor": ink, "axes.facecolor": paper, "figure.facecolor": paper, "savefig.facecolor": paper,
+                **dict.fromkeys(inked, ink),
+                **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), paper),
                 "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "grid.color": grid,
                 "axes.prop_cycle": cycler(color=2 * (_SERIES_DARK if dark else _SERIES), marker=list(_MARKERS), linestyle=_DASHES),
                 "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -129,11 +129,8 @@ class _Job:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        lines = [
-            line
-            for part in (f"{self.rows[0]['gpu']}. {said}", *self.footer.split("\n"))
-            for line in textwrap.wrap(part, 120)
-        ]
+        foot = (f"{self.rows[0]['gpu']}. {said}", *self.footer.split("\n"))
+        lines = [line for part in foot for line in textwrap.wrap(part, 120)]
         figure = Figure(figsize=(_WIDTH, sum(heights) + 0.5 + 0.16 * len(lines)))
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.01, ha="left", size=13.5, weight="bold")
@@ -193,11 +190,8 @@ def _by_direction(job: _Job, column: str) -> Iterator[tuple[str, list[Row], list
                 f"{members[0].where}: column 'direction': expected one of {', '.join(_DIRECTIONS)}, got {direction!r}"
             )
     for direction in _DIRECTIONS:
-        rows = [
-            r
-            for r in found.get((direction,), ())
-            if not job.pairs or r["backend"] == YARDSTICK or r[column] in job.pairs
-        ]
+        wanted = {YARDSTICK, *(job.pairs or known)}
+        rows = [row for row in found.get((direction,), ()) if wanted & {row["backend"], row[column]}]
         ours = [row for row in rows if row["backend"] != YARDSTICK]
         if ours:
             yield direction, rows, ours
@@ -257,10 +251,8 @@ def _bars(job: _Job) -> Figure:
     for direction, rows, ours in _by_direction(job, "pattern"):
         sizes = sorted({row.positive("num_blocks") for row in ours})
         size = _BARS_AT if _BARS_AT in sizes else sizes[-1]
-        groups = {
-            pair: held
-            for (pair,), held in _grouped((r for r in ours if r.positive("num_blocks") == size), "pattern").items()
-        }
+        here = (row for row in ours if row.positive("num_blocks") == size)
+        groups = {pair: held for (pair,), held in _grouped(here, "pattern").items()}
         # Pairs that more backends and peers can do say more.
         shown = sorted(groups, key=lambda key: -len(groups[key]))[: len(job.pairs) or _MOST_PAIRS]
         left_out += len(groups) - len(shown)
@@ -405,11 +397,10 @@ def _scale(job: _Job) -> Figure:
     for (what,), rows in found.items():
         if what not in known:
             raise SpecError(f"{rows[0].where}: column 'what': expected one of {', '.join(sorted(known))}, got {what!r}")
-    panels = [
-        (title, {name: found[(what,)] for what, name in lines.items() if (what,) in found}, unit)
-        for title, lines, unit in _SCALES
-    ]
-    panels = [panel for panel in panels if panel[1]]
+    panels = []
+    for title, lines, unit in _SCALES:
+        if held := {name: found[(what,)] for what, name in lines.items() if (what,) in found}:
+            panels.append((title, held, unit))
     said = "Median times. Dotted: growth in proportion."
     figure, every = job.panels("How it grows", said, [2.5] * -(-len(panels) // 2), columns=2)
     for axes, (title, held, unit) in zip(every, panels, strict=False):
