@@ -23,8 +23,9 @@ from click.testing import CliRunner, Result
 
 import kvbm
 import matrix
+from kvbm.bench import backends, clock, copies, measure, peers, table
 from kvbm.bench import cli as bench_cli
-from kvbm.bench import clock, copies, measure, peers
+from kvbm.bench.check import Check, WrongCopyError, _Blocks
 from kvbm.cli import main
 from test_import import fresh
 
@@ -130,7 +131,7 @@ def test_stacked_chunks_lie_as_an_engine_has_them() -> None:
 def test_pools_are_full_of_noise(name: str, dtype: str) -> None:
     shape = kvbm.load_shape(f"nl=3,no=2,nh=4,nt=16,hd=32,dtype={dtype}")
     with measure.random_pool(kvbm.load(name), shape, 6, "cpu") as pool:
-        blocks = measure._Blocks(pool, pool.resolved, ())
+        blocks = _Blocks(pool, pool.resolved, ())
         loaded = [blocks.load(b) for b in range(6)]
         for one in loaded:
             assert len(np.unique(one)) == 256  # a stretch that was left empty would be zeros
@@ -197,7 +198,7 @@ def test_formula_is_the_address(name: str) -> None:
     shape = SHAPE if "h" in layout.order_text else dataclasses.replace(SHAPE, no=1, nh=1)  # latents have no heads
     shape = shape if "l" in layout.order_text else dataclasses.replace(shape, nl=1, nt=128)  # nor scales layers
     with measure.random_pool(layout, shape, 4, "cpu") as pool:
-        blocks = measure._Blocks(pool, pool.resolved, ())
+        blocks = _Blocks(pool, pool.resolved, ())
         for element in random.integers(blocks.entry.size, size=50).tolist():
             at = dict(zip(blocks.axes, (int(i) for i in np.unravel_index(element, blocks.sizes)), strict=True))
             entry, offset = pool.resolved.address(2, **at)
@@ -216,7 +217,7 @@ def test_check_passes_what_is_right(pair: str, batch: int) -> None:
             asked.append(len(src_ids))
             kvbm.convert(src, dst, src_ids, dst_ids)
 
-        measure.Check(src, dst)(copy, batch, "x")
+        Check(src, dst)(copy, batch, "x")
         assert asked == [batch]
 
 
@@ -261,10 +262,10 @@ def test_check_catches_what_is_wrong(wrong: Callable[..., None], pair: str) -> N
         src, dst = two_pools(stack, pair, 30, 30)
         if wrong is _into_source and "operational" in pair:
             pair = "x"  # opaque copies go both ways, too
-        check = measure.Check(src, dst)
+        check = Check(src, dst)
         batch = 25 if wrong is _late_block else 8
         check(lambda i, j: kvbm.convert(src, dst, i, j), batch, "x")
-        with pytest.raises(measure.WrongCopyError, match="nhd by me: wrong") as caught:
+        with pytest.raises(WrongCopyError, match="nhd by me: wrong") as caught:
             check(lambda i, j: wrong(src, dst, i, j), batch, "nhd by me")
         assert caught.value.exit_code == 1
         if wrong is _one_byte and pair == "nhd:universal":
@@ -276,9 +277,9 @@ def test_check_catches_what_is_wrong(wrong: Callable[..., None], pair: str) -> N
 def test_what_stood_there_before_does_not_pass_for_a_copy() -> None:
     with ExitStack() as stack:
         src, dst = two_pools(stack, "nhd:universal", 1, 1)
-        check = measure.Check(src, dst)
+        check = Check(src, dst)
         check(lambda i, j: kvbm.convert(src, dst, i, j), 1, "x")
-        with pytest.raises(measure.WrongCopyError):
+        with pytest.raises(WrongCopyError):
             check(lambda i, j: None, 1, "x")  # noqa: ARG005
 
 
@@ -311,7 +312,7 @@ def test_every_set_of_ids_is_seen_before_the_clock_starts(
 def test_check_reads_and_writes_exactly_a_block() -> None:
     with ExitStack() as stack:
         src, _ = two_pools(stack, "vllm/LBHNC:nhd")
-        blocks = measure._Blocks(src, src.resolved, ())
+        blocks = _Blocks(src, src.resolved, ())
         before = [blocks.load(b) for b in range(9)]
         blocks.spoil(4, seed=1)
         for b in range(9):
@@ -330,12 +331,12 @@ def test_runs_copied_one_by_one_are_the_copy(pair: str) -> None:
         counts = []
 
         def copy(src_ids: Any, dst_ids: Any) -> None:
-            for part in copies.runs(src, dst, made, src_ids, dst_ids):
+            for part in backends.runs(src, dst, made, src_ids, dst_ids):
                 counts.append(len(part.src) * part.size)
                 for a, b in zip(part.src.tolist(), part.dst.tolist(), strict=True):
                     ctypes.memmove(b, a, part.size)
 
-        measure.Check(src, dst)(copy, 3, pair)
+        Check(src, dst)(copy, 3, pair)
         assert sum(counts) == 3 * SHAPE.nbytes
 
 
@@ -380,7 +381,7 @@ def test_built_in_peers_are_right(pair: str, name: str) -> None:
     with ExitStack() as stack:
         src, dst = two_pools(stack, pair)
         copy = dict(peers.installed("h2h"))[name](src, dst)
-        check = measure.Check(src, dst)
+        check = Check(src, dst)
         check(lambda i, j: copy(i, j, None), 4, name)
         check(lambda i, j: copy(i, j, None), 1, name)
 
@@ -397,7 +398,7 @@ def test_peers_say_what_they_do_not_take(tmp_path: Path) -> None:
             src, dst = two_pools(stack, f"nhd:{other}")
             if reason is None:
                 copy = peers.numpy_take(src, dst)
-                measure.Check(src, dst)(lambda i, j, copy=copy: copy(i, j, None), 4, "numpy")
+                Check(src, dst)(lambda i, j, copy=copy: copy(i, j, None), 4, "numpy")
                 continue
             with pytest.raises(peers.NotApplicable, match=reason):
                 peers.numpy_take(src, dst)
@@ -474,7 +475,7 @@ def test_csv() -> None:
     comment = result.stdout.splitlines()[0]
     assert comment.startswith("# kvbm abc1234, ") and "nl=3 no=2 nh=4 nt=16 hd=32 dtype=bfloat16" in comment
     rows = rows_of(result.stdout)
-    assert list(rows[0]) == [field.name for field in fields(measure.Record)]
+    assert list(rows[0]) == [field.name for field in fields(table.Record)]
     assert ",".join(rows[0]) == (
         "tokens_per_block,num_blocks,pattern,direction,backend,total_bytes,inner_bytes,copy_size,num_copies,median_ms,"
         "bandwidth_gbps,min_ms,max_ms,memcpy_ms,ratio,timing,kernel,shape,gpu,driver,commit"
@@ -567,7 +568,7 @@ def test_rows_come_as_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None
             self.flushed += 1
 
     out = Out()
-    rows = measure.Rows(out, "# kvbm", ["a", "b"])  # type: ignore[arg-type]
+    rows = table.Rows(out, "# kvbm", ["a", "b"])  # type: ignore[arg-type]
     rows.write({"a": 1, "b": "x,y"})
     assert "".join(out) == '# kvbm\na,b\n1,"x,y"\n' and out.flushed == 2
 
@@ -580,7 +581,7 @@ def test_rows_come_as_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (["--num-blocks", "1,x"], "expected numbers from 1 on"),
         (["--num-blocks", "0"], "expected numbers from 1 on"),
-        (["--num-blocks", "1,,2"], "an empty entry"),
+        (["--num-blocks", "1,,2"], "expected a list"),
         (["--direction", "d2x"], "expected some of d2d, h2d, d2h, h2h, p2p, got 'd2x'"),
         (["--backend", "auto,quick"], "expected some of auto, direct"),
         (["--pattern", "fc_to_xx"], "expected some of fc_to_fc"),

@@ -14,10 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 import kvbm
-from kvbm import picture, spec
+from kvbm import gallery, picture, spec
+from kvbm.cells import Cell, sections
 from kvbm.cli import main
-from kvbm.draw import address_lines
 from kvbm.errors import KvbmError, SpecError
+from kvbm.facts import address_lines
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -61,6 +62,10 @@ def small(name: str):  # type: ignore[no-untyped-def]
         return resolved(name, None, 3)
 
 
+def rows(resolved):  # type: ignore[no-untyped-def]
+    return [list(section.rows) for section in sections(resolved)]
+
+
 PLAIN = [name for name, layout in distinct().items() if not layout.planes]
 PLANAR = [name for name, layout in distinct().items() if layout.planes]
 
@@ -94,7 +99,7 @@ def indices(extent: int) -> list[int]:
 def test_rows_begin_where_the_addresses_say(name: str) -> None:
     """Each member of each level, from coordinates alone."""
     for each in (resolved(name), small(name)):
-        _, *cascades = picture.rows(each)
+        _, *cascades = rows(each)
         assert len(cascades) == len(each.orders)
         for o, cascade in enumerate(cascades):
             levels = [piece for piece in reversed(each.orders[o]) if not piece.table and piece.extent > 1]
@@ -102,7 +107,7 @@ def test_rows_begin_where_the_addresses_say(name: str) -> None:
             is_half = any(piece.table and piece.term.axes == ("o",) for piece in each.orders[o])
             for row, piece in zip(cascade, levels, strict=True):
                 assert (row.extent, row.step) == (piece.extent, piece.stride)
-                cells = [cell for cell in row.cells if isinstance(cell, picture.Cell)]
+                cells = [cell for cell in row.cells if isinstance(cell, Cell)]
                 for index, cell in zip([0] if row.opaque else indices(piece.extent), cells, strict=True):
                     at = {"o": o if is_half else 0}
                     rest = index * piece.divisor
@@ -119,7 +124,7 @@ def test_rows_begin_where_the_addresses_say(name: str) -> None:
 def test_rows_of_planes_begin_where_the_addresses_say(name: str) -> None:
     """What planes share begins where the first element of the record does, and each plane's rows where its elements are."""
     for each in (resolved(name), small(name)):
-        _, *further = picture.sections(each)
+        _, *further = sections(each)
         if each.record:
             shared, *further = further
             *cascade, record = shared.rows
@@ -128,7 +133,7 @@ def test_rows_of_planes_begin_where_the_addresses_say(name: str) -> None:
             for row in cascade:
                 _follows(each.parts[0], row, {}, -each.parts[0].bases[0][0])
             assert all(
-                c.nbytes == each.record for c in (cascade[-1].cells if cascade else ()) if isinstance(c, picture.Cell)
+                c.nbytes == each.record for c in (cascade[-1].cells if cascade else ()) if isinstance(c, Cell)
             ) or (_extent(each.parts[0], outer[-1]) == 1)
             _is_the_record(each, record)
         assert [(s.plane, s.half) for s in further] == [
@@ -145,7 +150,7 @@ def test_rows_of_planes_begin_where_the_addresses_say(name: str) -> None:
             in_table = any(piece.table and piece.term.axes == ("o",) for piece in part.pieces())
             at = {} if in_table and not section.half else {"o": section.half or 0}
             for row in section.rows:
-                assert {cell.plane for cell in row.cells if isinstance(cell, picture.Cell)} == {section.plane}
+                assert {cell.plane for cell in row.cells if isinstance(cell, Cell)} == {section.plane}
                 _follows(part, row, at, 0)
 
 
@@ -156,7 +161,7 @@ def _extent(part, term: str) -> int:  # type: ignore[no-untyped-def]
 def _follows(part, row, at: dict[str, int], shift: int) -> None:  # type: ignore[no-untyped-def]
     """A row's members lie where elements with these indices do."""
     piece = next(p for p in part.pieces(at.get("o", 0)) if str(p.term) == row.term and p.extent > 1)
-    cells = [cell for cell in row.cells if isinstance(cell, picture.Cell)]
+    cells = [cell for cell in row.cells if isinstance(cell, Cell)]
     assert (row.extent, row.step) == (piece.extent, piece.stride)
     for index, cell in zip(indices(piece.extent), cells, strict=True):
         rest, here = index * piece.divisor, dict(at)
@@ -183,7 +188,7 @@ def _is_the_record(each, row) -> None:  # type: ignore[no-untyped-def]
     runs = [(number, len(list(group))) for number, group in itertools.groupby(owner)]
     starts = list(itertools.accumulate((length for _, length in runs), initial=0))
     want = [(starts[n], runs[n][1], runs[n][0]) for n in range(len(runs)) if runs[n][0] >= 0]
-    cells = [cell for cell in row.cells if isinstance(cell, picture.Cell)]
+    cells = [cell for cell in row.cells if isinstance(cell, Cell)]
     got = [(cell.start, cell.nbytes, cell.plane) for cell in cells]
     skipped = sum(cell for cell in row.cells if isinstance(cell, int))
     assert row.is_record and row.step == each.record and row.extent == len(want) == len(got) + skipped
@@ -198,8 +203,8 @@ def _is_the_record(each, row) -> None:  # type: ignore[no-untyped-def]
 def test_the_table_of_planes(name: str) -> None:
     """Every array that is drawn is what the allocation of that entry is; of each plane the first and the last."""
     each = resolved(name, num_blocks=3)
-    row = picture.sections(each)[0].rows[0]
-    cells = [cell for cell in row.cells if isinstance(cell, picture.Cell)]
+    row = sections(each)[0].rows[0]
+    cells = [cell for cell in row.cells if isinstance(cell, Cell)]
     everything = each.allocations
     assert row.extent == len(everything)
     for cell in cells:
@@ -215,9 +220,9 @@ def test_the_table_of_planes(name: str) -> None:
 
 
 def test_table_shows_the_allocations() -> None:
-    ((row,), *_) = picture.rows(resolved("dynamo/stacked_nhd", num_blocks=10))
+    ((row,), *_) = rows(resolved("dynamo/stacked_nhd", num_blocks=10))
     everything = resolved("dynamo/stacked_nhd", num_blocks=10).allocations
-    cells = [cell for cell in row.cells if isinstance(cell, picture.Cell)]
+    cells = [cell for cell in row.cells if isinstance(cell, Cell)]
     assert [cell.start for cell in cells] == [0, 1, 63, 64, 639], "the first and last of block 0, the first of block 1"
     for cell in cells:
         wanted = everything[cell.start].label.replace("o=0", "K").replace("o=1", "V").replace("=", "")
@@ -232,17 +237,17 @@ def test_boxes_are_the_rows(name: str) -> None:
     drawn = boxes(figure(name))
     wanted = [
         (f"{row.term} {cell.label} @{cell.start} +{cell.nbytes}", row, cell)
-        for cascade in picture.rows(resolved(name))
+        for cascade in rows(resolved(name))
         for row in cascade
         for cell in row.cells
-        if isinstance(cell, picture.Cell)
+        if isinstance(cell, Cell)
     ]
     members = [box for box in drawn if not box.get_label().startswith("padding")]
     assert [box.get_label() for box in members] == [label for label, _, _ in wanted]
     by_row: dict[float, list] = {}  # type: ignore[type-arg]
     for box, (_, row, cell) in zip(members, wanted, strict=True):
         by_row.setdefault(box.get_y(), []).append((box, row, cell))
-    assert len(by_row) == sum(map(len, picture.rows(resolved(name))))
+    assert len(by_row) == sum(map(len, rows(resolved(name))))
     for found in by_row.values():
         for (box, *_), (after, *_) in itertools.pairwise(found):
             assert box.get_x() + box.get_width() <= after.get_x() + 1e-9
@@ -311,13 +316,11 @@ def test_what_lies_between_the_elements_of_a_plane() -> None:
 
     def between(name: str) -> set[tuple[str, str]]:
         each = resolved(name)
-        rows = [
-            (section, row) for section in picture.sections(each) if section.plane is not None for row in section.rows
-        ]
+        rows = [(section, row) for section in sections(each) if section.plane is not None for row in section.rows]
         return {
             (each.parts[section.plane].plane, row.term)
             for section, row in rows
-            if row.between and any(isinstance(cell, picture.Cell) and cell.padding for cell in row.cells)
+            if row.between and any(isinstance(cell, Cell) and cell.padding for cell in row.cells)
         }
 
     assert between("vllm/deepseek_v4") == {("latent", "t"), ("rope", "t")}
@@ -336,7 +339,7 @@ def test_records_are_drawn_at_the_size_that_their_title_says(name: str) -> None:
 
 def test_k_and_v_alternate_as_they_do() -> None:
     """The stripe below a member that holds both."""
-    turns = {row.term: row.turns for row in picture.rows(resolved("dynamo/universal"))[1]}
+    turns = {row.term: row.turns for row in rows(resolved("dynamo/universal"))[1]}
     assert turns == {"h": 64, "l": 2, "o": 0, "t": 0, "d": 0}
 
 
@@ -406,9 +409,9 @@ def test_copies(src: str, dst: str, shape: str) -> None:
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_the_same_bytes_each_time(tmp_path: Path, suffix: str) -> None:
     paths = [tmp_path / f"{turn}.{suffix}" for turn in range(2)]
-    picture.save(picture.draw_layout(resolved("padded")), paths[0])
+    gallery.save(picture.draw_layout(resolved("padded")), paths[0])
     with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": None, "svg.fonttype": "path"}):
-        picture.save(picture.draw_layout(resolved("padded")), paths[1])
+        gallery.save(picture.draw_layout(resolved("padded")), paths[1])
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert b"<dc:date>" not in paths[0].read_bytes()
 
@@ -417,7 +420,7 @@ def test_the_same_bytes_each_time(tmp_path: Path, suffix: str) -> None:
 def test_svg_and_page(tmp_path: Path, name: str) -> None:
     """Text is text, and whatever a file says is only text."""
     path = tmp_path / "a.svg"
-    picture.save(figure(name), path)
+    gallery.save(figure(name), path)
     root = ET.parse(path).getroot()
     said = {
         "".join(node.itertext()).replace("\N{NO-BREAK SPACE}", " ").strip()
@@ -428,14 +431,14 @@ def test_svg_and_page(tmp_path: Path, name: str) -> None:
     parts = [(part, o) for part in each.planes for o in range(len(part.orders))]
     for part, o in parts:
         assert {line.strip() for line in address_lines(part, o, 108)} <= said and name in said
-    page = picture.page(each)
+    page = gallery.page(each)
     assert page.count("<svg") == page.count("</svg>") == 1 and "<script" not in page
     assert not re.search(r"\b(src|href)=.http|@import|<link", page), "it needs no other file"
     for part, o in parts:
         for line in address_lines(part, o, 88):
             assert line in page
         for piece in part.orders[o]:
-            assert f"<th>{piece.term}</th>" in page and (piece.table or f">{piece.stride:,} B on</td>" in page)
+            assert f"{piece.term}</th>" in page and (piece.table or f">{piece.stride:,} B on</td>" in page)
 
 
 def call(*args: str | Path):  # type: ignore[no-untyped-def]
@@ -468,7 +471,7 @@ def test_bad_files(tmp_path: Path, option: str, file: str, what: str) -> None:
     assert done.exit_code == SpecError.exit_code and "expected a file" in done.output and what in done.output
     assert {path.name for path in tmp_path.iterdir()} == {"d.svg"}, "nothing is written"
     with pytest.raises(SpecError, match=r"\.svg or \.png"):
-        picture.save(figure("dynamo/universal"), tmp_path / "a.pdf")
+        gallery.save(figure("dynamo/universal"), tmp_path / "a.pdf")
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,20 +491,20 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_gallery(tmp_path: Path) -> None:
     layouts = [kvbm.load(name) for name in ("dynamo/stacked_nhd", "nhd", "vllm/dsa_indexer", "vllm/mla")]
-    written = picture.gallery(tmp_path / "g", layouts)
+    written = gallery.gallery(tmp_path / "g", layouts)
     assert [path.name for path in written] == ["nhd.svg", "vllm-dsa_indexer.svg", "vllm-mla.svg", "README.md"], (
         "aliases share a picture"
     )
     text = written[-1].read_text(encoding="utf-8")
     assert "## vllm" in text and "[`dynamo/stacked_nhd`](nhd.svg)" in text and text.count("![") == 3
     with pytest.raises(kvbm.LayoutError, match=r"odd .*no shape is known"):
-        picture.gallery(tmp_path / "h", [spec.parse("order: b l o h t d/7 d%7", name="odd")])
+        gallery.gallery(tmp_path / "h", [spec.parse("order: b l o h t d/7 d%7", name="odd")])
 
 
 def test_the_gallery_in_the_docs_is_current() -> None:
     """Every shipped name, each picture of the layout that it is named for; `kvbm gallery --out docs/gallery` makes it so."""
     index = (GALLERY / "README.md").read_text(encoding="utf-8")
-    assert index == picture.gallery_index(spec.load_dir(spec.layouts_dir()))
+    assert index == gallery.gallery_index(spec.load_dir(spec.layouts_dir()))
     assert set(re.findall(r"\]\(([^)]+)\)", index)) == {path.name for path in GALLERY.glob("*.svg")}
     assert {path.suffix for path in GALLERY.iterdir()} == {".svg", ".md"}
     assert sum(path.stat().st_size for path in GALLERY.iterdir()) <= 4 << 20

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 import kvbm
 import oracle
-from kvbm import _core, cli, codegen, doctor, kernels, nest, runtime, spec, transfer, tuning
+from kvbm import _core, cli, codegen, doctor, kernels, nest, runtime, spec, transfer
 from kvbm.nest import Mode
 from memory import aligned, numpy_views, placed
 from test_driver import COMPILER, PRELUDE
@@ -765,13 +765,6 @@ def test_plan_tells_what_is_not_built(tmp_path: Path, cache: Path, monkeypatch: 
     assert "Not built in" not in told(ORDERS["universal"])
     monkeypatch.setenv("KVBM_NVRTC", "0")
     assert "A general kernel of more modes runs in its place (KVBM_NVRTC=0 turns" in told(NEW["rows"])
-
-
-def test_strategies_without_the_ring() -> None:
-    """The built-in rule where the copy engine lacks the modes."""
-    assert tuning._built_in("h2d", {"direct": 64}, 1 << 20) == [(0, "direct")]
-    assert tuning._built_in("p2p", {"engine": 64}, 1 << 20) == [(0, "engine")]
-    assert {name for _, name in tuning._built_in("h2d", {"direct": 64, "staged": 64}, 1 << 20)} == {"direct", "staged"}
 
 
 # ---- on a GPU that is not one --------------------------------------------------------------------------------------

@@ -157,22 +157,24 @@ def show(name: str, shape_text: str, num_blocks: int, svg: Path | None, png: Pat
 
     _write_pictures(lambda: picture.draw_layout(resolved), svg, png, html)
     if html is not None:
-        html.write_text(picture.page(resolved), encoding="utf-8")
+        from .gallery import page
+
+        html.write_text(page(resolved), encoding="utf-8")
         click.echo(html)
 
 
 def _write_pictures(make: Callable[[], Any], svg: Path | None, png: Path | None, html: Path | None = None) -> None:
     """Write the picture to the files that were asked for; nothing is drawn before all of them are known to be good."""
-    from . import picture
+    from .gallery import check_path, save
 
     for path, suffix in ((svg, ".svg"), (png, ".png"), (html, ".html")):
         if path is not None:
-            picture.check_path(path, suffix)
+            check_path(path, suffix)
     if not (wanted := [path for path in (svg, png) if path is not None]):
         return
     figure = make()
     for path in wanted:
-        picture.save(figure, path)
+        save(figure, path)
         click.echo(path)
 
 
@@ -274,9 +276,9 @@ def gallery(out: Path) -> None:
 
     Needs matplotlib: pip install 'kvbm-layouts[show]'.
     """
-    from . import picture
+    from . import gallery as pictures
 
-    written = picture.gallery(out)
+    written = pictures.gallery(out)
     click.echo(f"{len(written) - 1} pictures and {written[-1].name} in {out}")
 
 
@@ -442,7 +444,8 @@ def tune(device: int, show: bool) -> None:
 
     Takes some seconds and needs 256 MiB of the GPU's memory. The first such transfer does it too, where it was not done before.
     """
-    from . import tuning
+    from . import tuner, tuning
+    from .transfer import Transfer
 
     gpu, driver = tuning.machine(device)
     if show:
@@ -452,9 +455,9 @@ def tune(device: int, show: bool) -> None:
             sys.exit(1)
     else:
         with progress(f"measuring on cuda:{device}") as update:
-            table = tuning.measure(device, lambda done, total: update(completed=done, total=total))
+            table = tuner.measure(device, Transfer, lambda done, total: update(completed=done, total=total))
         path = tuning.save(table)
-        tuning.reload()
+        tuner.reload()
     _print_table(table)
     click.echo(f"{table.title}, kvbm {table.kvbm}: {path}")
 
@@ -463,29 +466,33 @@ def _print_table(measured: tuning.Table) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from . import tuning
+    from . import tuner, tuning
     from .draw import table_box
     from .planner import size_text
 
-    console, largest = terminal(), tuning.TOTALS[-1]
+    console, block = terminal(), 1 << 20
     table = Table(box=table_box(console), header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for title in ("direction", "pieces of", "fastest"):
         table.add_column(title, no_wrap=title != "fastest")
     for title in tuning.STRATEGIES:
         table.add_column(title, justify="right", no_wrap=True)
     for direction in measured.directions:
-        for run in tuning.RUNS:
-            choices = measured.choices(direction, run)
-            said = [f"{name} up to {size_text(most)}" for most, name in choices[:-1]]
-            said.append(f"then {choices[-1][1]}" if said else choices[-1][1])
+        for run in tuner.RUNS:
+            way = tuning.Way(run)
+            choice = measured.choose(direction, dict.fromkeys(tuning.STRATEGIES, way), block)
+            assert choice is not None
+            *few, (_, last) = choice.limits
+            said = [f"{name} up to {size_text(pairs * block)}" for pairs, name in few]
             speeds = []
             for name in tuning.STRATEGIES:
-                seconds = measured.seconds(direction, name, run, largest)
-                bold = name == choices[-1][1]
-                speeds.append(Text(f"{largest / seconds / 1e9:,.1f}" if seconds else "-", "bold" if bold else ""))
-            table.add_row(direction, size_text(run), ", ".join(said), *speeds)
+                cost = measured.costs.get((direction, name))
+                rate = f"{64 * block / float(cost.seconds(64, block, way)) / 1e9:,.1f}" if cost else "-"
+                speeds.append(Text(rate, "bold" if name == last else ""))
+            table.add_row(direction, size_text(run), ", ".join([*said, f"then {last}" if said else last]), *speeds)
     console.print(table)
-    console.print(f"The three columns at the right are GB/s of batches of {size_text(largest)}.", style="dim")
+    console.print(
+        "The three columns at the right are GB/s of 64 blocks of 1 MiB, by the costs fitted to the table.", style="dim"
+    )
 
 
 @main.command()

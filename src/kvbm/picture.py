@@ -1,360 +1,31 @@
 """Pictures of layouts and of copies, for `kvbm show --svg`, `kvbm plan --svg` and `kvbm gallery`.
 
-A layout is a cascade: one row a level, slowest first, the first member of each opened in the row below.  What a row shows
-is worked out first (`rows`: labels, bytes, padding, all from the pieces of a `Resolved` layout) and only then drawn, so
-that a picture can be checked against addresses.  Many members are the first three, an ellipsis and the last.
-
-matplotlib draws; it is imported when the first picture is made.  Equal layouts make equal bytes: text stays text, and no
-date and no random name is in a file.
+What is shown is worked out in `kvbm.cells`, and here only drawn, so that a picture can be checked against addresses.
+matplotlib draws; it is imported when the first picture is made.
 """
 
 from __future__ import annotations
 
 import functools
-import html as markup
-import io
 import math
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import spec
-from .draw import address_lines, index_label, levels, meaning, plane_lines, record_runs, runs, shared_levels, size_text
-from .errors import KvbmError, LayoutError, SpecError
-from .layout import Layout
+from .cells import Cell, Row, Section, sections
+from .errors import KvbmError
+from .facts import address_lines, one_block, pitch_lines, plane_lines, size_text
 from .nest import Form, Mode, Part
 from .planner import Plan
-from .resolved import Piece, Resolved
-from .shapes import load_shape
+from .resolved import Resolved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "Cell",
-    "Row",
-    "Section",
-    "check_path",
-    "draw_layout",
-    "draw_plan",
-    "gallery",
-    "gallery_index",
-    "page",
-    "rows",
-    "save",
-    "sections",
-]
-
-#: Members that a row shows one by one; of more it shows the first three and the last.
-_ALL, _FIRST = 8, 3
-#: Runs of a record that are shown at its beginning and at its end.
-_RUNS = (5, 2)
-
-_GALLERY_BLOCKS = 1024
-
-
-# ---- what is shown -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One member of a level.
-
-    Attributes
-    ----------
-    label : str
-        ``t3``, ``K``, ``d 0–7``.
-    start : int
-        First byte in its allocation; of an allocation, its table entry.
-    nbytes, padding : int
-        Bytes that it holds, and bytes to the next member that hold nothing.
-    half : int or None
-        0 for K, 1 for V, None for both or neither.
-    plane : int or None
-        Which plane, None for all or where there is none.
-    """
-
-    label: str
-    start: int
-    nbytes: int
-    padding: int = 0
-    half: int | None = None
-    plane: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One level of a layout: the table of allocations, or an axis inside an allocation.
-
-    Attributes
-    ----------
-    term, about : str
-        As declared, and in prose.
-    extent, step : int
-        Members; bytes from one to the next (of allocations: bytes of each).
-    cells : tuple of (Cell or int)
-        A number stands for so many left out.
-    opened : int
-        Place in `cells` of the member that the next row shows.
-    turns : int
-        How often K and V alternate inside a member; 0 where there is nothing to alternate.
-    opaque : bool
-        The order of the elements is not promised: one cell stands for all.
-    blocks : tuple of (int, int, str)
-        First and last place in `cells` of what belongs to a block, and its name, where a block has several allocations.
-    is_record : bool
-        The members are runs of planes, of different sizes.
-    between : bool
-        What lies between the members belongs to other planes: it is no padding, or not all of it.
-    """
-
-    term: str
-    about: str
-    extent: int
-    step: int
-    cells: tuple[Cell | int, ...]
-    opened: int = 0
-    turns: int = 0
-    opaque: bool = False
-    blocks: tuple[tuple[int, int, str], ...] = ()
-    is_record: bool = False
-    between: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Rows that are drawn below one title: the table, the levels inside an allocation, those of K, of V, or of a plane.
-
-    Attributes
-    ----------
-    rows : tuple of Row
-        Slowest first; the member that one opens is shown by the next.
-    title, about : str
-        ``Inside: scale of V`` and what that is; empty where there is nothing to tell apart.
-    half, plane : int or None
-        0 for K, 1 for V; which plane.
-    """
-
-    rows: tuple[Row, ...]
-    title: str = ""
-    about: str = ""
-    half: int | None = None
-    plane: int | None = None
-
-
-def sections(resolved: Resolved) -> list[Section]:
-    """What a picture shows: the table of allocations first, then what lies inside one.
-
-    Parameters
-    ----------
-    resolved : Resolved
-        The layout at a shape and a number of blocks.
-
-    Returns
-    -------
-    list of Section
-        The table; one an order, or for planes that share records what they share and then one a plane and order.
-    """
-    made = [Section((_table_row(resolved),))]
-    if not resolved.parts:
-        for o in range(len(resolved.orders)):
-            is_one = len(resolved.orders) == 1
-            made.append(Section(_levels(resolved, resolved, o), "" if is_one else f"Inside: {'KV'[o]}", half=o))
-        return made
-    around = shared_levels(resolved)
-    if resolved.record:
-        part = resolved.parts[0]
-        steps = [step for step in levels(resolved, part, 0)[:around] if step[0].extent > 1]
-        o_in_table = any(piece.table and piece.term.axes == ("o",) for piece in part.pieces())
-        cascade = _cascade(steps, 0, 0 if o_in_table and resolved.shape.no == 2 else None, 0)
-        made.append(Section((*cascade, _record_row(resolved))))
-    told = dict(plane_lines(resolved))
-    for index, part in enumerate(resolved.parts):
-        for o in range(len(part.orders)):
-            name = part.plane + (f" of {'KV'[o]}" if len(part.orders) == 2 else "")
-            about = told[f"plane {part.plane}"].partition(", ")[2]
-            cascade = _levels(resolved, part, o, index)
-            made.append(Section(cascade, f"Inside: {name}", about, o if len(part.orders) == 2 else None, index))
-    return made
-
-
-def rows(resolved: Resolved) -> list[list[Row]]:
-    """What a picture shows: the table of allocations first, then the levels inside one, those of K and of V where they differ.
-
-    Parameters
-    ----------
-    resolved : Resolved
-        The layout at a shape and a number of blocks.
-
-    Returns
-    -------
-    list of list of Row
-        ``[table]``, then one list an order, slowest first.  Axes of size one have no row.  Of planes see `sections`.
-    """
-    return [list(section.rows) for section in sections(resolved)]
-
-
-def _levels(resolved: Resolved, part: Resolved, o: int, plane: int | None = None) -> tuple[Row, ...]:
-    """The levels of K or V inside an allocation, or of a plane inside a record."""
-    in_table = any(piece.table and piece.term.axes == ("o",) for piece in part.pieces())
-    half = o if in_table and plane is None else None  # of the table's first entries the one that this order is in
-    steps = levels(resolved, part, o)
-    around = steps[: shared_levels(resolved)]
-    base = part.bases[min(o, len(part.bases) - 1)][0]
-    if plane is not None:  # the half that the rows above open, which is K's, unless V has an order of its own
-        base += sum(o * piece.stride for piece, _ in around if piece.term.axes == ("o",))
-    own = [step for step in steps[len(around) :] if step[0].extent > 1]
-    cascade = _cascade(own, base, half, o)
-    if plane is None:
-        return cascade
-    ends = [
-        (p.bases[0][0], p.bases[0][0] + sum((q.extent - 1) * q.stride for q in _own(resolved, p)))
-        for p in resolved.parts
-    ]
-    (start, end), others = ends[plane], [*ends[:plane], *ends[plane + 1 :]]
-    is_between = bool(resolved.record) and any(start < to and since < end for since, to in others)
-    return tuple(_of_plane(row, plane, is_between) for row in cascade)
-
-
-def _own(resolved: Resolved, part: Resolved) -> list[Piece]:
-    return [piece for piece, _ in levels(resolved, part, 0)[shared_levels(resolved) :]]
-
-
-def _of_plane(row: Row, plane: int, is_between: bool) -> Row:
-    is_o = row.term == "o"  # K and V keep their colours where they are told apart; below, a plane has its own
-    cells = tuple(
-        replace(cell, plane=plane, half=cell.half if is_o else None) if isinstance(cell, Cell) else cell
-        for cell in row.cells
-    )
-    return replace(row, cells=cells, between=is_between)
-
-
-def _cascade(steps: Sequence[tuple[Piece, int]], base: int, half: int | None, o: int) -> tuple[Row, ...]:
-    """One row a level, each beginning where the member of the one before is that it opens: K, or V for `o` = 1."""
-    cascade = []
-    for number, (piece, holds) in enumerate(steps):
-        row = _level(piece, holds, base, half, [piece for piece, _ in steps[number + 1 :]])
-        if piece.term.axes == ("o",):
-            row = replace(row, opened=o)
-            half, base = o, base + o * piece.stride
-        cascade.append(row)
-    return tuple(cascade)
-
-
-def _record_row(resolved: Resolved) -> Row:
-    """The runs of all planes in the first record."""
-    first, more, last = record_runs(resolved, 0, *_RUNS)
-    cells = [
-        Cell(resolved.parts[run.plane].plane, run.start, run.nbytes, run.gap, plane=run.plane)
-        for run in (*first, *last)
-    ]
-    shown: list[Cell | int] = [*cells[: len(first)], *([more] if more else []), *cells[len(first) :]]
-    about = f"{len(resolved.parts)} planes"
-    count = len(cells) + more
-    return Row("record", about, count, resolved.record, tuple(shown), is_record=True)
-
-
-def _shown(extent: int, first: int = _FIRST, most: int = _ALL) -> list[int]:
-    return list(range(extent)) if extent <= most else [*range(first), extent - 1]
-
-
-def _with_gaps(indices: Sequence[int], cells: Sequence[Cell]) -> tuple[Cell | int, ...]:
-    """The cells of these indices, and between any two how many are left out."""
-    made: list[Cell | int] = [cells[0]]
-    for before, index, cell in zip(indices, indices[1:], cells[1:], strict=False):
-        made += [index - before - 1, cell] if index > before + 1 else [cell]
-    return tuple(made)
-
-
-def _table_row(resolved: Resolved) -> Row:
-    if resolved.apart:
-        return _table_of_planes(resolved)
-    one = resolved.planes[0]
-    table = [piece for piece in reversed(one.pieces()) if piece.table]
-    count = resolved.table_size
-    each = next((piece.table for piece in table if piece.term.axes == ("b",)), 0)  # allocations of a block
-    has_brackets = each > 1 and each * resolved.num_blocks == count > 5
-    entries = sorted({0, 1, each - 1, each, count - 1}) if has_brackets else _shown(count, most=5)
-    shown: list[Cell] = []
-    for entry in entries:
-        at = {piece.term.axes: entry // piece.table % piece.extent for piece in table}
-        label = " ".join(index_label(p, at[p.term.axes]) for p in table if p.extent > 1) or "all of it"
-        kind = resolved.kinds[resolved.kind_of_entry[entry]]
-        half = at.get(("o",)) if resolved.shape.no == 2 else None
-        shown.append(Cell(label, entry, _span(kind.shape, kind.strides, kind.itemsize), half=half))
-    cells = _with_gaps(entries, shown)
-    blocks = []
-    for block in range(2 if has_brackets and resolved.num_blocks > 1 else 0):
-        mine = [place for place, cell in enumerate(cells) if isinstance(cell, Cell) and cell.start // each == block]
-        blocks.append((mine[0], mine[-1], f"block {block}"))
-    inner = [piece for piece in reversed(one.pieces()) if not piece.table and piece.extent > 1]
-    term = "[" + " ".join(str(piece.term) for piece in table) + "]" if table else "pool"
-    turns = 0 if shown[0].half is not None else _turns(inner)
-    about = "one allocation" if count == 1 else "allocations"
-    return Row(term, about, count, shown[0].nbytes, cells, turns=turns, blocks=tuple(blocks))
-
-
-def _table_of_planes(resolved: Resolved) -> Row:
-    """The first and the last arrays of each plane."""
-    shown: dict[int, Cell] = {}
-    for index, part in enumerate(resolved.parts):
-        table = [piece for piece in reversed(part.pieces()) if piece.table]
-        base = part.bases[0][1]
-        picked = (
-            {0: 1} | {sum(piece.table for piece in table[-1:]): 1} | {sum((p.extent - 1) * p.table for p in table): 1}
-        )
-        kind = part.first
-        for at in picked if len(resolved.parts) < 3 else (0, max(picked)):
-            label = " ".join([part.plane, *(index_label(p, at // p.table % p.extent) for p in table if p.extent > 1)])
-            shown[base + at] = Cell(label, base + at, _span(kind.shape, kind.strides, kind.itemsize), plane=index)
-    entries = sorted(shown)
-    term = "[" + " ".join("<…>" if term.planes else str(term) for term in resolved.layout.orders[0].table) + "]"
-    cells = _with_gaps(entries, [shown[entry] for entry in entries])
-    return Row(term, "arrays of planes", resolved.table_size, shown[0].nbytes, cells)
-
-
-def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    return shape[0] * strides[0] if shape else itemsize
-
-
-def _level(piece: Piece, holds: int, base: int, half: int | None, below: Sequence[Piece]) -> Row:
-    padding = piece.stride - holds
-    if piece.term.opaque:
-        label = f"{piece.extent:,} elements in an order that is not promised"
-        cell = Cell(label, base, piece.stride * piece.extent, half=half)
-        return Row(str(piece.term), meaning(piece), piece.extent, piece.stride, (cell,), opaque=True)
-    is_o = piece.term.axes == ("o",) and piece.extent == 2
-    indices = _shown(piece.extent)
-    cells = [Cell(_member(piece, i), base + i * piece.stride, holds, padding, i if is_o else half) for i in indices]
-    turns = 0 if is_o or half is not None else _turns(below)
-    about = meaning(piece)
-    return Row(str(piece.term), about, piece.extent, piece.stride, _with_gaps(indices, cells), turns=turns)
-
-
-def _turns(pieces: Sequence[Piece]) -> int:
-    """How many runs of K and V alternate in what these pieces, slowest first, step through."""
-    turns = 1
-    for piece in pieces:
-        turns *= piece.extent
-        if piece.term.axes == ("o",) and piece.extent == 2:
-            return turns
-    return 0
-
-
-def _member(piece: Piece, index: int) -> str:
-    """``t3``, ``K``; of a quotient the elements that it holds, ``d 0–7``."""
-    name = " ".join(piece.term.axes)
-    if piece.divisor > 1:
-        first = index * piece.divisor
-        return f"{name} {first}–{first + piece.divisor - 1}"
-    if len(piece.term.axes) > 1:
-        return f"{name} {index}"
-    return index_label(piece, index) if not piece.term.steps else f"{name}{index}"
-
+__all__ = ["draw_layout", "draw_plan", "looks"]
 
 # ---- looks ---------------------------------------------------------------------------------------------------------
 
@@ -362,7 +33,6 @@ _WIDTH = 8.0  # inches; 800 px at 100 dots an inch
 _LEFT, _RIGHT, _EDGE = 1.22, 1.3, 0.16
 _BAND = _WIDTH - _LEFT - _RIGHT
 _TALL, _GAP = 0.46, 0.24  # of a row, and of what is between two
-_DPI = 200
 
 _PAPER, _INK, _MUTED, _LINE = "#ffffff", "#1b1f24", "#59636e", "#7d8791"
 _PLAIN, _FAN, _PAD = "#e6eaee", "#f3f5f7", "#ffffff"
@@ -375,7 +45,7 @@ _PLANE_HUES = ("#00805d", "#9a4f86", "#7a6a00", "#59636e")
 
 
 @contextmanager
-def _looks() -> Iterator[None]:
+def looks() -> Iterator[None]:
     """The defaults of matplotlib and ours over them, for as long as it takes: no setting of the caller's gets in, none is lost."""
     try:
         import matplotlib as mpl
@@ -540,16 +210,13 @@ def draw_layout(resolved: Resolved) -> Figure:
         matplotlib is not installed.
     """
     layout, shape = resolved.layout, resolved.shape
-    with _looks():
+    with looks():
         sheet = _Sheet()
         names = [""] if len(layout.orders) == 1 else ["K: ", "V: "]
         lines = [layout.title] if layout.title else []
         lines += [f"{name}{order}" for name, order in zip(names, layout.orders, strict=True)]
         lines += [f"{name}: {text}" for name, text in plane_lines(resolved)]
-        lines += [
-            f"pitch of {term}: {pitch.expression.text}{' B' if pitch.in_bytes else ' elements'}"
-            for term, pitch in layout.pitch
-        ]
+        lines += [f"{name}: {text}" for name, text in pitch_lines(resolved)]
         blocks = f"{resolved.num_blocks:,} block{'' if resolved.num_blocks == 1 else 's'}"
         lines.append(f"{str(shape).replace(',', ', ')}; {blocks} of {size_text(resolved.block_bytes)}")
         sheet.head(layout.name, lines)
@@ -573,7 +240,7 @@ def draw_layout(resolved: Resolved) -> Figure:
                 opened, top = places[row.opened], sheet.y
         sheet.y += 0.2
         sheet.key(_key(resolved, [row for section in (first, *further) for row in section.rows]))
-        sheet.text(_EDGE, sheet.y + 0.06, f"One block: {_one_block(resolved)}.", size=8.5, room=_WIDTH - 2 * _EDGE)
+        sheet.text(_EDGE, sheet.y + 0.06, f"One block: {one_block(resolved)}.", size=8.5, room=_WIDTH - 2 * _EDGE)
         sheet.y += 0.22
         for part in resolved.planes:
             for o in range(len(part.orders)):
@@ -589,11 +256,6 @@ def _draw_title(sheet: _Sheet, section: Section) -> None:
     about = section.about if section.rows else f"{section.about}: one element"
     if about:
         sheet.text(left, sheet.y - 0.02, about, size=8.5, color=_MUTED, room=_WIDTH - _EDGE - left)
-
-
-def _one_block(resolved: Resolved) -> str:
-    text = re.sub(r"\b1 runs", "1 run", runs(resolved, (), "runs of"))
-    return f"{text}, contiguous" if text.startswith("1 run ") else f"{text}, each contiguous"
 
 
 def _draw_row(sheet: _Sheet, row: Row, resolved: Resolved, *, is_table: bool = False) -> list[tuple[float, float]]:
@@ -713,7 +375,7 @@ def draw_plan(plan: Plan) -> Figure:
     KvbmError
         matplotlib is not installed.
     """
-    with _looks():
+    with looks():
         sheet = _Sheet()
         sides = [plan.src.layout.order_text, plan.dst.layout.order_text]
         lines = [
@@ -908,189 +570,3 @@ def _draw_tile(sheet: _Sheet, part: Part, loops: _Loops, word: int, top: float) 
     sheet.text(left, y + 0.54, "turned in tiles", size=7.5, color=_MUTED)
     if word > part.run_bytes:
         sheet.text(left, y + 0.69, f"a word is {word // part.run_bytes} of them", size=7.5, color=_MUTED, room=1.12)
-
-
-# ---- files ---------------------------------------------------------------------------------------------------------
-
-
-def check_path(path: Path, *suffixes: str) -> None:
-    """Refuse a file that could not be written, before anything is drawn.
-
-    Raises
-    ------
-    SpecError
-        Another suffix; no folder to write to.
-    """
-    if path.suffix.lower() not in suffixes:
-        raise SpecError(f"{path}: expected a file that ends in {' or '.join(suffixes)}, got {path.name!r}")
-    if path.is_dir():
-        raise SpecError(f"{path}: expected a file, got a folder")
-    if not path.parent.is_dir():
-        raise SpecError(f"{path}: expected a file in a folder that is there; {path.parent} is not: make it first")
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a picture: SVG with text as text, or PNG at twice the size.
-
-    Raises
-    ------
-    SpecError
-        The file ends in neither .svg nor .png; no folder to write to.
-    """
-    check_path(path, ".svg", ".png")
-    path.write_bytes(_bytes(figure, path.suffix.lower().lstrip(".")))
-
-
-def _bytes(figure: Figure, form: str) -> bytes:
-    made = io.BytesIO()
-    metadata: dict[str, Any] = {"Date": None, "Creator": "kvbm"} if form == "svg" else {"Software": "kvbm"}
-    with _looks():
-        figure.savefig(made, format=form, dpi=_DPI if form == "png" else 72, metadata=metadata)
-    if form == "png":
-        return made.getvalue()
-    # A third of what matplotlib writes is indents, comments, and a number for each element.
-    text = re.sub(rb"<!--.*?-->", b"", made.getvalue(), flags=re.DOTALL)
-    text = re.sub(rb'<g id="(?:patch|line2d|text)_[0-9]+">', b"<g>", text)
-    return b"\n".join(filter(None, map(bytes.strip, text.splitlines()))) + b"\n"
-
-
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;color:#1b1f24;background:#fff;max-width:800px;margin:2em auto;padding:0 1em}"
-    "svg{width:100%;height:auto}table{border-collapse:collapse;margin:1em 0}"
-    "th,td{text-align:left;padding:.25em .9em;border-bottom:1px solid #e4e8ec}td.n{text-align:right}"
-    "pre{background:#f3f5f7;padding:.8em;overflow-x:auto}"
-)
-
-
-def page(resolved: Resolved) -> str:
-    """The picture of a layout, its axes and its address in one HTML file that needs no other.
-
-    Raises
-    ------
-    KvbmError
-        matplotlib is not installed.
-    """
-    layout, shape = resolved.layout, resolved.shape
-    say = markup.escape
-    svg = _bytes(draw_layout(resolved), "svg").decode("utf-8")
-    label = say(f"Layout {layout.name}: {layout.order_text}", quote=True)
-    svg = svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
-    facts = [("title", layout.title), ("order", layout.order_text), ("fingerprint", layout.fingerprint)]
-    facts += [
-        (f"pitch of {term}", p.expression.text + (" B" if p.in_bytes else " elements")) for term, p in layout.pitch
-    ]
-    facts += [("used by", ", ".join(layout.used_by)), ("read from", layout.read_from), ("shape", str(shape))]
-    facts += [
-        ("blocks", f"{resolved.num_blocks:,} of {size_text(resolved.block_bytes)}"),
-        ("one block", _one_block(resolved)),
-    ]
-    facts.append(("pool", f"{resolved.table_size:,} allocations, {size_text(resolved.nbytes)}"))
-    facts += [(name, text) for name, text in plane_lines(resolved)]
-    body = [f"<h1>{say(layout.name)}</h1>", svg, "<table>"]
-    body += [f"<tr><th>{say(key)}</th><td>{say(value)}</td></tr>" for key, value in facts if value]
-    body.append("</table>")
-    for part, o in [(plane, o) for plane in resolved.planes for o in range(len(plane.orders))]:
-        order = part.orders[o]
-        name = f" of {part.plane}" if part.plane else ""
-        name += f" of {'KV'[o]}" if len(part.orders) == 2 else ""
-        body.append(f"<h2>Axes{name}, slowest first</h2>\n<table>")
-        body.append("<tr><th>axis</th><th>what</th><th>extent</th><th>the next one lies</th><th>padding</th></tr>")
-        lines = [(p, f"{p.table:,} allocation{'' if p.table == 1 else 's'} on", "") for p in reversed(order) if p.table]
-        for place, (piece, holds) in enumerate(levels(resolved, part, o)):
-            between = " to the plane's next" if resolved.record and place >= shared_levels(resolved) else ""
-            padding = f"{piece.stride - holds:,} B{between}" if piece.stride > holds else ""
-            lines.append((piece, f"{piece.stride:,} B on", padding))
-        body += [
-            f'<tr><th>{say(str(piece.term))}</th><td>{say(meaning(piece))}</td><td class="n">{piece.extent:,}</td>'
-            f'<td class="n">{step}</td><td class="n">{padding}</td></tr>'
-            for piece, step, padding in lines
-        ]
-        body.append("</table>")
-        body.append(f"<pre>{say(chr(10).join(address_lines(part, o, 88)))}</pre>")
-    head = f'<meta charset="utf-8"><title>{say(layout.name)}</title><style>{_STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
-
-
-# ---- the gallery ---------------------------------------------------------------------------------------------------
-
-
-def _meanings(layouts: Sequence[Layout]) -> dict[str, list[Layout]]:
-    """Names by what they mean; short names before those of a folder, and the first one is drawn."""
-    found: dict[str, list[Layout]] = {}
-    for layout in sorted(layouts, key=lambda layout: ("/" in layout.name, layout.name)):
-        found.setdefault(layout.fingerprint, []).append(layout)
-    return found
-
-
-def _file(layout: Layout) -> str:
-    return layout.name.replace("/", "-") + ".svg"
-
-
-def gallery_index(layouts: Sequence[Layout]) -> str:
-    """The text of the gallery's ``README.md``: every name by folder, and each picture once."""
-    meanings = _meanings(layouts)
-    groups: dict[str, list[Layout]] = {}
-    for layout in sorted(layouts, key=lambda layout: ("/" in layout.name, layout.name)):
-        groups.setdefault(layout.name.rpartition("/")[0], []).append(layout)
-    lines = [
-        "# Gallery of layouts",
-        "",
-        "Made by `kvbm gallery`; do not edit. One row a level, slowest first: the first member of each is opened in the row "
-        "below it. Blue is K, orange is V.",
-        "Planes have colours of their own; dots stand for bytes of other planes.",
-        f"Blocks are those of Llama 3.1 8B, latents those of DeepSeek-V3, or what else is legal; {_GALLERY_BLOCKS:,} of them. "
-        f"{len(layouts)} names are {len(meanings)} layouts: names with one meaning share a picture.",
-    ]
-    for folder, members in groups.items():
-        lines += ["", f"## {folder}" if folder else "## Short names", "", "| name | order | what |", "|---|---|---|"]
-        for layout in members:
-            file = _file(meanings[layout.fingerprint][0])
-            cells = (f"[`{layout.name}`]({file})", f"`{layout.order_text}`", layout.title.replace("|", "\\|"))
-            lines.append(f"| {' | '.join(cells)} |")
-        for layout in members:
-            first, *others = meanings[layout.fingerprint]
-            if layout.name == first.name:
-                also = f", also {', '.join(f'`{other.name}`' for other in others)}" if others else ""
-                lines += [
-                    "",
-                    f"**`{layout.name}`**{also}",
-                    "",
-                    f"![{layout.name}: {layout.order_text}]({_file(layout)})",
-                ]
-    return "\n".join(lines) + "\n"
-
-
-def gallery(out: Path, layouts: Sequence[Layout] | None = None) -> list[Path]:
-    """Draw every layout, one SVG a meaning, and write an index of them.
-
-    Parameters
-    ----------
-    out : Path
-        Folder; made if it is not there.  Other files in it are left alone.
-    layouts : sequence of Layout, optional
-        The shipped ones if not given.
-
-    Returns
-    -------
-    list of Path
-        What was written.
-
-    Raises
-    ------
-    KvbmError
-        matplotlib is not installed.
-    """
-    layouts = spec.load_dir(spec.layouts_dir()) if layouts is None else layouts
-    out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for first, *_ in _meanings(layouts).values():
-        written.append(out / _file(first))
-        shape = spec.example_shape(first)
-        if shape is None:
-            raise LayoutError(
-                f"{first.name} ({first.order_text}): no shape is known at which it is legal, so it has no picture"
-            )
-        save(draw_layout(first.resolve(load_shape(shape), _GALLERY_BLOCKS)), written[-1])
-    written.append(out / "README.md")
-    written[-1].write_text(gallery_index(layouts), encoding="utf-8")
-    return written

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _core, runtime, tuning
+from . import _core, runtime, tuner, tuning
 from .errors import BindError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
 from .lower import Kernels, Launch, Steps, engine_arguments, lower
@@ -22,6 +22,7 @@ from .nest import Kernel, kernel_name, parse_kernel
 from .planner import Plan, plan, size_text
 from .pool import Pool
 from .shapes import BlockShape
+from .tuning import CHUNK_BYTES, Way
 
 __all__ = ["Transfer", "convert", "current_stream", "prepare", "torch_stream"]
 
@@ -33,9 +34,6 @@ SLOTS = 3
 
 #: What divides the address of every slot.
 _SLOT_ALIGNMENT = 16
-
-#: Bytes of a slot where the caller does not say; a block more if a block is larger.
-CHUNK_BYTES = 32 << 20
 
 #: Shorter runs are not given to the copy engine unless the caller asks: each costs half a microsecond of the processor, which
 #: a measurement on an idle machine does not show.
@@ -175,6 +173,11 @@ def _runs(made: Plan) -> list[_core.Copy]:
     """A plan's loop nests in bytes, as the copy engine takes them; none: one has too many modes."""
     ids = made.parts[0].src_id, made.parts[0].dst_id
     return [_core.Copy(None, told, *ids) for told in engine_arguments(made.parts)]
+
+
+def _mean_run(made: Plan) -> int:
+    """Bytes that stay together, on average."""
+    return made.nbytes // sum(part.nbytes // part.run_bytes for part in made.parts)
 
 
 @dataclass(frozen=True)
@@ -326,7 +329,13 @@ class _Mover:
         runs = made.flat(src.step, dst.step)
         slot_block = (steps[0].dst if self.gathers else steps[1].src).accesses[0].block[0]
         move_runs, all_runs = _runs(move), _runs(runs)
-        limits, why = self._limits(made, move, runs, staged=bool(move_runs), engine=bool(all_runs))
+        ways = {
+            "direct": Way(_mean_run(made), len(direct)),
+            "staged": Way(_mean_run(move)),
+            "engine": Way(_mean_run(runs)),
+        }
+        possible = {"direct": not self.unreached, "staged": bool(move_runs), "engine": bool(all_runs)}
+        limits, why = self._limits({name: way for name, way in ways.items() if possible[name]}, made.nbytes)
         # Every destination is written once, so no batch keeps more pairs than there are: what would be taken beyond needs no
         # ring.  Batches whose ids lie on the GPU may be larger, and take the last strategy that is left.
         most = dst.num_blocks
@@ -371,27 +380,19 @@ class _Mover:
         )
         return _Route(made, route, direct, why)
 
-    def _limits(
-        self, made: Plan, move: Plan, runs: Plan, *, staged: bool, engine: bool
-    ) -> tuple[list[tuple[int, str]], str]:
+    def _limits(self, ways: dict[str, Way], block_bytes: int) -> tuning.Choice:
         """Up to how many pairs which strategy is taken, and why; not one that the copy engine lacks the modes for."""
-        possible = {"direct": not self.unreached, "staged": staged, "engine": engine}
-        if not (any(possible.values()) if self.strategy == "auto" else possible[self.strategy]):
+        if not (ways if self.strategy == "auto" else self.strategy in ways):
             raise MissingKernelError(
                 f"{self.title}: strategy={self.strategy!r}: the loop nest has more modes than the copy engine is fed with; "
                 "use strategy='direct' between pools that one GPU reaches"
             )
         if self.strategy != "auto":
-            return [(0, self.strategy)], "it was asked for"
-        shortest = {
-            "direct": min(part.run_bytes for part in made.parts),
-            "staged": min(part.run_bytes for part in move.parts),
-            "engine": min(part.run_bytes for part in runs.parts),
-        }
-        shortest = {name: run for name, run in shortest.items() if possible[name]}
-        if len(shortest) > 1 and shortest.get("engine", ENGINE_RUN) < ENGINE_RUN:
-            del shortest["engine"]
-        return tuning.limits(self.direction, self.device, shortest, made.nbytes)
+            return tuning.Choice(((0, self.strategy),), "it was asked for")
+        if len(ways) > 1 and "engine" in ways and ways["engine"].run_bytes < ENGINE_RUN:
+            del ways["engine"]
+        chunk_bytes = self.chunk_bytes or CHUNK_BYTES
+        return tuner.limits(self.direction, self.device, ways, block_bytes, chunk_bytes, Transfer)
 
     def _take_ring(self) -> _core.Ring:
         """The ring that all ranges of layers share; a range's block is never larger than the whole one."""

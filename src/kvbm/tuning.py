@@ -1,62 +1,254 @@
-"""The table of what is fastest on this machine: measured once, kept in the user's cache folder, read by ``strategy="auto"``.
+"""The table of what is fastest on this machine: what was measured, what a batch costs by it, and the file that keeps it.
 
-A row is one measurement, the best of some copies: a direction, a strategy, how many bytes stay together, how many bytes a batch
-moved, seconds.  `limits` turns rows into answers: seconds over bytes are straight lines in logarithms, and where two of them
-cross the strategy changes.
+A row is one measurement: a direction, a strategy, how many bytes stay together, the size of a block and of the batch, seconds.
+`Cost` is a model of one strategy, fitted to its rows; `Table.limits` takes the strategy whose predicted time is the least.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime as dt
+import functools
 import json
 import logging
 import math
-import os
 import re
-import statistics
-import sys
-import threading
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import cache
+from .planner import size_text
 
-__all__ = ["Row", "Table", "limits", "load", "machine", "measure", "path", "reload", "save"]
+__all__ = ["Cost", "Row", "Table", "Way", "load", "machine", "path", "save"]
 
 _log = logging.getLogger(__name__)
 
 #: Of the file.  Another number is another meaning: files of other versions are left alone.
-VERSION = 1
+VERSION = 2
 
-#: In the order of preference where they are equally fast: the fewer parts a copy has, the better.
 STRATEGIES = ("direct", "staged", "engine")
 DIRECTIONS = ("d2h", "h2d", "d2d", "p2p")
 
-#: How much faster another strategy must be before it is preferred.  On one GPU the engine would have to be clearly so: a kernel
-#: can be captured into a graph with ids on the device.
-_TIE = {"d2d": 0.05}
-_TIE_ELSEWHERE = 0.02
+#: Bytes of a slot of the ring that staged copies go through; a block more if a block is larger.
+CHUNK_BYTES = 32 << 20
+
+#: Of a staged batch, what is packed before, or unpacked after, the copy engine works (``kSmallGroupBytes`` of engine.cpp),
+#: and up to how many of these a batch that is packed first is one launch and one copy.
+_SMALL_GROUP, _AT_ONCE = 2 << 20, 4
+
+#: How much faster the engine must be than the kernel on one GPU: a kernel can be captured into a graph with ids on the device.
+_LEAD = {"d2d": 1.05}
+
+_UNIT, _LONG_RUN = 1e-3, 256 << 10  # of a fit: of exposed bytes; runs that count in full
 
 _MOST_ENTRIES = 8  # what a `_core.Route` holds
 _MOST_PAIRS = 1 << 20
 
-Progress = Callable[[int, int], object]
+
+class Way(NamedTuple):
+    """What a strategy does with each block of a copy: how many bytes stay together on average, and in how many launches."""
+
+    run_bytes: int
+    launches: int = 1
 
 
 class Row(NamedTuple):
-    """One measurement: the quickest of some copies, from the call to the end of the copy."""
+    """One measurement: the median of some copies, on the stream."""
 
     direction: str
     strategy: str
     run_bytes: int
+    block_bytes: int
     total_bytes: int
     seconds: float
+
+
+# ---- what a batch costs --------------------------------------------------------------------------------------------
+
+
+def _groups(pairs: Any, block_bytes: int, chunk_bytes: int, *, gathers: bool) -> tuple[Any, Any]:
+    """Groups that a staged batch goes through the ring in, and the bytes during whose packing or unpacking the engine rests.
+
+    `group_sizes` of engine.cpp: a small group at the end where the kernel works alone, the others as large as a slot.
+    """
+    import numpy as np
+
+    pairs = np.asarray(pairs)
+    most = max(chunk_bytes // block_bytes, 1)
+    small = min(most, max(_SMALL_GROUP // block_bytes, 1))
+    count = 1 + -(-np.maximum(pairs - small, 0) // most)
+    if not gathers:
+        return count, np.minimum(pairs, small) * block_bytes
+    at_once = (pairs <= most) & (pairs * block_bytes <= _AT_ONCE * _SMALL_GROUP)
+    return np.where(at_once, 0, count), np.where(at_once, pairs, np.minimum(pairs, small)) * block_bytes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a batch: ``fixed * launches + group * groups + exposed * bytes_exposed + seconds_a_byte(run) * bytes``.
+
+    Attributes
+    ----------
+    strategy : str
+    gathers : bool
+        Whether staged blocks are packed first and then taken by the copy engine: all directions but ``h2d``.
+    fixed : float
+        Seconds of a launch, whatever it moves.
+    group, exposed : float
+        Staged copies: seconds a group of blocks (a batch that is packed at once has none), and a byte that a kernel moves while
+        the copy engine has nothing to do.
+    slopes : tuple of (int, float)
+        Run length in bytes, and seconds a byte there; runs ascend, and seconds never rise.
+    """
+
+    strategy: str
+    gathers: bool
+    fixed: float
+    group: float
+    exposed: float
+    slopes: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def fit(cls, rows: Sequence[Row]) -> Cost:
+        """The cost of one strategy in one direction: the smallest sum of squared relative errors; nothing costs less than zero."""
+        import numpy as np
+
+        strategy, gathers = rows[0].strategy, rows[0].direction != "h2d"
+        runs = sorted({row.run_bytes for row in rows})
+        table = np.zeros((len(rows), 3 + len(runs)))
+        for i, row in enumerate(rows):
+            table[i, 0] = 1
+            if strategy == "staged":
+                pairs = row.total_bytes // row.block_bytes
+                table[i, 1:3] = _groups(pairs, row.block_bytes, CHUNK_BYTES, gathers=gathers)
+                table[i, 2] *= _UNIT
+            table[i, 3 + runs.index(row.run_bytes)] = row.total_bytes
+        # Short runs have slopes of their own, and say less of what all have in common: where they win or lose, it is by far.
+        weights = np.array([min(row.run_bytes / _LONG_RUN, 1.0) ** 0.5 for row in rows])
+        table *= (weights / [row.seconds for row in rows])[:, None]
+        found = np.zeros(table.shape[1])
+        taken = np.nonzero(table.any(axis=0))[0]
+        while taken.size:  # without the most negative one, as long as there is any
+            # Where rows do not tell columns apart, the larger one gets the cost: that of all bytes.
+            solved = np.linalg.lstsq(table[:, taken], weights, rcond=None)[0]
+            if solved.min() >= 0:
+                found[taken] = solved
+                break
+            taken = np.delete(taken, (solved * np.linalg.norm(table[:, taken], axis=0)).argmin())
+        slopes = np.maximum.accumulate(found[:2:-1])[::-1]  # a shorter run is never faster
+        fixed, group, exposed = found[:3].tolist()
+        return cls(strategy, gathers, fixed, group, exposed * _UNIT, tuple(zip(runs, slopes.tolist(), strict=True)))
+
+    def seconds_a_byte(self, run_bytes: int) -> float:
+        """Between two run lengths the price of a run is straight; shorter runs than all cost the copy engine as much each."""
+        runs, is_kernel = [run for run, _ in self.slopes], self.strategy == "direct"
+        above = bisect_right(runs, run_bytes)
+        if above == len(runs):
+            return self.slopes[-1][1]
+        if above == 0 and (is_kernel or len(runs) == 1):
+            return self.slopes[0][1] * (1 if is_kernel else runs[0] / run_bytes)
+        (run0, slope0), (run1, slope1) = self.slopes[max(above - 1, 0) :][:2]
+        return slope1 + (slope0 - slope1) * (1 / run_bytes - 1 / run1) / (1 / run0 - 1 / run1)
+
+    def seconds(self, pairs: Any, block_bytes: int, way: Way, chunk_bytes: int = CHUNK_BYTES) -> Any:
+        """Predicted time of batches of so many pairs (a number, or an array)."""
+        found = self.fixed * way.launches + self.seconds_a_byte(way.run_bytes) * block_bytes * pairs
+        if self.strategy == "staged":
+            groups, exposed = _groups(pairs, block_bytes, chunk_bytes, gathers=self.gathers)
+            found = found + self.group * groups + self.exposed * exposed
+        return found
+
+
+#: Without a table: what was fitted on one NVIDIA H200 on PCIe 5.
+BUILT_IN: dict[tuple[str, str], Cost] = {
+    ("d2h", "direct"): Cost("direct", True, 6.9e-6, 0, 0, ((1, 1.901e-11),)),
+    ("d2h", "staged"): Cost("staged", True, 9.7e-6, 4.2e-6, 1e-12, ((32 << 10, 2.43e-11), (4 << 20, 1.807e-11))),
+    ("h2d", "direct"): Cost("direct", False, 9.1e-6, 0, 0, ((1, 1.946e-11),)),
+    ("h2d", "staged"): Cost("staged", False, 11.7e-6, 1.6e-6, 1e-12, ((32 << 10, 2.43e-11), (4 << 20, 1.807e-11))),
+}
+
+
+class Choice(NamedTuple):
+    """Which strategy each batch takes.
+
+    Attributes
+    ----------
+    limits : tuple of (int, str)
+        Up to how many pairs which strategy; the last one, at most the eighth, is for all larger batches.
+    why : str
+        For people: the same in words, with predicted speeds.
+    """
+
+    limits: tuple[tuple[int, str], ...]
+    why: str
+
+    @classmethod
+    def of(
+        cls, costs: Mapping[str, Cost], ways: Mapping[str, Way], block_bytes: int, direction: str, chunk_bytes: int
+    ) -> Choice:
+        """The least predicted time of each batch from 1 to `_MOST_PAIRS` pairs."""
+        import numpy as np
+
+        names = [name for name in STRATEGIES if name in costs and name in ways]
+
+        def times(pairs: Any) -> Any:
+            return np.array([costs[n].seconds(pairs, block_bytes, ways[n], chunk_bytes) for n in names])
+
+        def best(pairs: Any) -> Any:
+            found = times(pairs)
+            if names[0] == "direct":
+                found[0] /= _LEAD.get(direction, 1.0)
+            return found.argmin(axis=0)
+
+        counts = _counts()
+        taken = best(counts)
+        limits = []
+        for i in np.nonzero(np.diff(taken))[0]:
+            low, high = int(counts[i]), int(counts[i + 1])  # the last one before the change lies in [low, high)
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if best(np.array([middle]))[0] == taken[i] else (low, middle)
+            limits.append((low, names[taken[i]]))
+        limits = _few([*limits, (_MOST_PAIRS, names[taken[-1]])])
+        said: list[str] = []
+        start = 1
+        for end, name in limits:
+            is_last = end == _MOST_PAIRS
+            at = math.isqrt(start * (max((64 << 20) // block_bytes, 4 * start) if is_last else end)) or 1
+            gbps = {
+                n: at * block_bytes / float(t) / 1e9 for n, t in zip(names, times(np.array([at]))[:, 0], strict=True)
+            }
+            other = max((n for n in names if n != name), key=gbps.__getitem__, default=None)
+            against = f" against {other} {gbps[other]:.3g}" if other else ""
+            where = f"up to {size_text(end * block_bytes)}" if not is_last else "beyond that" if said else "always"
+            said.append(f"{where} {name} ({size_text(at * block_bytes)} at {gbps[name]:.3g} GB/s{against})")
+            start = end
+        return cls((*limits[:-1], (limits[-2][0] + 1 if limits[1:] else 0, limits[-1][1])), ", ".join(said))
+
+
+@functools.cache
+def _counts() -> Any:
+    """Numbers of pairs at which the choice is looked at: all of the small ones, then in steps of less than a percent."""
+    import numpy as np
+
+    return np.unique(np.geomspace(1, _MOST_PAIRS, 1500).astype(np.int64))
+
+
+def _few(limits: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """At most `_MOST_ENTRIES`: the narrowest ones go to what stands before (the first one to what stands behind)."""
+    while len(limits) > _MOST_ENTRIES:
+        starts = [1, *(end + 1 for end, _ in limits[:-1])]
+        at = min(range(len(limits)), key=lambda i: (limits[i][0] + 1) / starts[i])
+        if at:
+            limits[at - 1] = (limits[at][0], limits[at - 1][1])
+        del limits[at]
+        limits = [entry for entry, behind in pairwise([*limits, (0, "")]) if entry[1] != behind[1]]
+    return limits
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,6 +272,14 @@ class Table:
     kvbm: str
     rows: tuple[Row, ...]
 
+    @functools.cached_property
+    def costs(self) -> dict[tuple[str, str], Cost]:
+        """The fitted cost of every direction and strategy that was measured."""
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row[:2], []).append(row)
+        return {key: Cost.fit(rows) for key, rows in found.items()}
+
     @property
     def directions(self) -> tuple[str, ...]:
         """Those that were measured."""
@@ -90,318 +290,23 @@ class Table:
     def title(self) -> str:
         return f"{self.gpu}, driver {self.driver}, {self.date}"
 
-    def seconds(self, direction: str, strategy: str, run_bytes: int, total_bytes: int) -> float | None:
-        """Predicted time of a batch of `total_bytes` of which `run_bytes` stay together; None where nothing was measured."""
-        line = self._line(direction, strategy, run_bytes)
-        return None if line is None else math.exp(line(math.log(total_bytes)))
-
-    def segments(
-        self, direction: str, shortest: Mapping[str, int], block_bytes: int
-    ) -> tuple[list[tuple[int, str]], str]:
-        """What `limits` answers from this table; an empty list where it has no row for the direction."""
-        lines = self._lines(direction, shortest)
-        if not lines:
-            return [], f"the table of {self.date} has no row for {direction}"
-        found = _few(_segments(lines, block_bytes, _tie(direction)))
-        why = f"measured on this machine ({self.title}): {_said(lines, found, block_bytes)}"
-        if len(found) == 1:
-            name = found[0][1]
-            # A single entry is what an explicit strategy looks like; `auto` has two, and may then take the kernel for ids that
-            # only the GPU can read.
-            return ([(0, "direct"), (1, name)] if name != "direct" and "direct" in shortest else [(0, name)]), why
-        return [*found[:-1], (found[-2][0] + 1, found[-1][1])], why
-
-    def choices(self, direction: str, run_bytes: int) -> list[tuple[int, str]]:
-        """Up to how many bytes which strategy is best where they all keep `run_bytes` together; the last one is for all more."""
-        lines, step = self._lines(direction, dict.fromkeys(STRATEGIES, run_bytes)), TOTALS[0]
-        return [(n * step, name) for n, name in _segments(lines, step, _tie(direction))] if lines else []
-
-    def _lines(self, direction: str, shortest: Mapping[str, int]) -> dict[str, _Line]:
-        found = {name: self._line(direction, name, shortest[name]) for name in STRATEGIES if name in shortest}
-        return {name: line for name, line in found.items() if line is not None}
-
-    def _line(self, direction: str, strategy: str, run_bytes: int) -> _Line | None:
-        """Time over bytes at one run length: between the two nearest that were measured, else at the nearest."""
-        found: dict[int, dict[int, float]] = {}
-        for row in self.rows:
-            if (row.direction, row.strategy) == (direction, strategy):
-                found.setdefault(row.run_bytes, {})[row.total_bytes] = row.seconds
-        if not found:
-            return None
-        floor = math.log(min(seconds for points in found.values() for seconds in points.values()))
-        runs = sorted(found)
-        above = bisect_right(runs, run_bytes)
-        if above == 0:
-            line = _Line.through(found[runs[0]], floor)
-            # The copy engine takes as long for a small piece as for a smaller one, and there are so many more of them.
-            return line if strategy == "direct" else line.slower(math.log(runs[0] / run_bytes))
-        lower = _Line.through(found[runs[above - 1]], floor)
-        if above == len(runs) or runs[above - 1] == run_bytes:
-            return lower
-        upper = _Line.through(found[runs[above]], floor)
-        return lower.towards(upper, math.log(run_bytes / runs[above - 1]) / math.log(runs[above] / runs[above - 1]))
+    def choose(
+        self, direction: str, ways: Mapping[str, Way], block_bytes: int, chunk_bytes: int = CHUNK_BYTES
+    ) -> Choice | None:
+        """Which strategy each batch takes; None where none of them was measured in this direction."""
+        return choose(self.costs, direction, ways, block_bytes, chunk_bytes)
 
 
-# ---- from rows to answers ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Logarithm of seconds over logarithm of bytes: straight between knots, level before them, the last bandwidth behind."""
-
-    xs: tuple[float, ...]
-    ys: tuple[float, ...]
-
-    @classmethod
-    def through(cls, points: Mapping[int, float], floor: float) -> _Line:
-        """Through measured points, and from the first one down at its bandwidth as far as any copy was ever fast."""
-        knots = [(math.log(size), math.log(seconds)) for size, seconds in sorted(points.items())]
-        x, y = knots[0]
-        if y > floor:
-            knots.insert(0, (x - (y - floor), floor))
-        return cls(*zip(*knots, strict=True))
-
-    def __call__(self, x: float) -> float:
-        above = bisect_right(self.xs, x)
-        if above == 0:
-            return self.ys[0]
-        x0, y0 = self.xs[above - 1], self.ys[above - 1]
-        if above == len(self.xs):
-            return y0 + (x - x0)
-        return y0 + (self.ys[above] - y0) * (x - x0) / (self.xs[above] - x0)
-
-    def slower(self, by: float) -> _Line:
-        return _Line(self.xs, tuple(y + by for y in self.ys))
-
-    def towards(self, other: _Line, share: float) -> _Line:
-        xs = tuple(sorted({*self.xs, *other.xs}))
-        return _Line(xs, tuple((1 - share) * self(x) + share * other(x) for x in xs))
-
-
-def _tie(direction: str) -> float:
-    return math.log1p(_TIE.get(direction, _TIE_ELSEWHERE))
-
-
-def _best(lines: Mapping[str, _Line], x: float, tie: float) -> str:
-    """The first strategy in the order of preference that is as fast as the fastest."""
-    times = {name: lines[name](x) for name in STRATEGIES if name in lines}
-    fastest = min(times.values())
-    return next(name for name, y in times.items() if y <= fastest + tie)
-
-
-def _segments(lines: Mapping[str, _Line], block_bytes: int, tie: float) -> list[tuple[int, str]]:
-    """Up to how many pairs which strategy is best, for all batches from 1 to `_MOST_PAIRS`.
-
-    Between two knots all lines are straight, so the choice changes only where one passes another (by the tie): these places
-    are computed, and nothing is searched for.
-    """
-    start, end = math.log(block_bytes), math.log(block_bytes * _MOST_PAIRS)
-    knots = sorted({start, end, *(x for line in lines.values() for x in line.xs if start < x < end)})
-    places = set(knots)
-    for x0, x1 in pairwise(knots):
-        for one in lines.values():
-            for other in lines.values():
-                gap0, gap1 = one(x0) - other(x0) - tie, one(x1) - other(x1) - tie
-                if (gap0 < 0) != (gap1 < 0):
-                    places.add(x0 + (x1 - x0) * gap0 / (gap0 - gap1))
-    counts = {1, _MOST_PAIRS}
-    for x in places:
-        near = math.floor(math.exp(x) / block_bytes)
-        counts.update(n for n in (near - 1, near, near + 1) if 1 <= n <= _MOST_PAIRS)  # whichever way it was rounded
-    found: list[tuple[int, str]] = []
-    for n in sorted(counts):
-        name = _best(lines, math.log(n * block_bytes), tie)
-        if found and found[-1][1] == name:
-            found.pop()
-        found.append((n, name))
-    return found
-
-
-def _few(found: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """At most `_MOST_ENTRIES`: the narrowest ones go to what stands before (the first one to what stands behind)."""
-    found = list(found)
-    while len(found) > _MOST_ENTRIES:
-        starts = [1, *(n + 1 for n, _ in found[:-1])]
-        at = min(range(len(found)), key=lambda i: (found[i][0] + 1) / starts[i])
-        if at:
-            found[at - 1] = (found[at][0], found[at - 1][1])
-        del found[at]
-        found = [entry for entry, behind in pairwise([*found, (0, "")]) if entry[1] != behind[1]]
-    return found
-
-
-def _said(lines: Mapping[str, _Line], found: Sequence[tuple[int, str]], block_bytes: int) -> str:
-    """The choice in words, each with its speed in the middle of where it is taken, and the next best one's."""
-    from .planner import size_text
-
-    said: list[str] = []
-    start = block_bytes
-    for i, (n, name) in enumerate(found):
-        is_last = i == len(found) - 1
-        end = max(64 << 20, 4 * start) if is_last else n * block_bytes
-        x = (math.log(start) + math.log(end)) / 2
-        others = sorted((lines[other](x), other) for other in lines if other != name)
-        speeds = [f"{_gbps(x, lines[name](x))} GB/s", *(f"{other} {_gbps(x, y)}" for y, other in others[:1])]
-        where = f"up to {size_text(end)}" if not is_last else "beyond that" if said else "always"
-        said.append(f"{where} {name} ({size_text(round(math.exp(x)))} at {' against '.join(speeds)})")
-        start = end
-    return ", ".join(said)
-
-
-def _gbps(x: float, y: float) -> str:
-    return f"{math.exp(x - y) / 1e9:.3g}"
-
-
-def _built_in(direction: str, shortest: Mapping[str, int], block_bytes: int) -> list[tuple[int, str]]:
-    """The rule without a table; its numbers come from one NVIDIA H200 on PCIe 5."""
-    if "staged" not in shortest:
-        return [(0, "direct" if "direct" in shortest else "engine")]
-    if "direct" not in shortest:
-        return [(0, "staged")]
-    if direction in ("d2d", "p2p"):
-        return [(0, "direct")]
-    few = max(1, (10 << 20) // block_bytes)
-    return [(few, "direct"), (few + 1, "staged")]
-
-
-def limits(
-    direction: str, device: int, shortest: Mapping[str, int], block_bytes: int
-) -> tuple[list[tuple[int, str]], str]:
-    """Up to how many pairs which strategy is the fastest here.
-
-    Parameters
-    ----------
-    direction : {"d2h", "h2d", "d2d", "p2p"}
-    device : int
-        CUDA device ordinal of the GPU that runs the kernels.
-    shortest : mapping of str to int
-        The strategies that are possible, and how many bytes stay together in each: ``direct``, on both sides; ``staged``, in
-        the pieces that the copy engine moves; ``engine``, in the merged runs.
-    block_bytes : int
-        Bytes that one pair moves.
-
-    Returns
-    -------
-    list of (int, str)
-        Ascending; the last one, at most the eighth, is for all larger batches.
-    str
-        Why, for people.
-
-    Notes
-    -----
-    It never raises because of the table.  Where there is none, this measures (once a machine, some 2 s), unless ``KVBM_TUNE=0``
-    or the copy stays on one GPU; where that is not possible either, a built-in rule answers.
-
-    Examples
-    --------
-    >>> limits("d2h", 0, {"direct": 4096, "staged": 1 << 20, "engine": 4096}, 1 << 20)  # doctest: +SKIP
-    ([(8, 'direct'), (9, 'staged')], 'measured on this machine (…): up to 8 MiB direct …')
-    """
-    try:
-        table, why = _find(direction, device)
-        if table is not None:
-            found, why = table.segments(direction, shortest, block_bytes)
-            if found:
-                return found, why
-    except Exception as error:  # a server must not fall over a cache
-        why = _reason(error)
-        _log.warning("kvbm: the table of copy speeds cannot be used, the built-in rule is (%s)", why, exc_info=True)
-    if direction == "d2d":
-        why = "one kernel on one GPU is the fastest way there"
-    elif "direct" not in shortest:
-        why = f"the GPUs do not reach each other's memory; the built-in rule, because {why}"
-    else:
-        why = f"the built-in rule, because {why}"
-    return _built_in(direction, shortest, block_bytes), why
-
-
-# ---- tables that this process knows --------------------------------------------------------------------------------
-
-
-@dataclass
-class _Known:
-    """What this process knows of a GPU: its table, if there is one, and why a direction is not in it."""
-
-    table: Table | None
-    failed: dict[str, str] = field(default_factory=dict)
-
-
-_known: dict[int, _Known] = {}
-_lock = threading.Lock()
-
-
-def reload() -> None:
-    """Forget the tables that this process has read, and what could not be measured: the next `limits` looks again."""
-    with _lock:
-        _known.clear()
-
-
-def _find(direction: str, device: int) -> tuple[Table | None, str]:
-    """The table with this direction in it, measured now if need be; or None, and why."""
-    with _lock:
-        known = _known.get(device)
-        if known is None:
-            known = _known[device] = _Known(load(*machine(device)))
-        table = known.table
-        if direction == "d2d" or (table is not None and direction in table.directions):
-            return table, ""
-        if os.environ.get("KVBM_TUNE") == "0":
-            return None, f"{direction} was never measured here and KVBM_TUNE=0 forbids to; `kvbm tune` does it"
-        if direction in known.failed:
-            return None, known.failed[direction]
-        if _is_capturing():
-            return (
-                None,
-                "a stream capture was going on, during which nothing is measured; `kvbm tune` does it beforehand",
-            )
-        try:
-            known.table = table = _measure_now(direction, device, table)
-        except Exception as error:
-            known.failed[direction] = reason = f"measuring failed: {_reason(error)}"
-            _log.warning(
-                "kvbm: measuring copies on cuda:%d failed, the built-in rule is used: %s", device, _reason(error)
-            )
-            return None, reason
-        if direction not in table.directions:
-            known.failed[direction] = f"{direction} could not be measured"
-            return None, known.failed[direction]
-        return table, ""
-
-
-def _measure_now(direction: str, device: int, table: Table | None) -> Table:
-    gpu, _ = machine(device)
-    _log.info("kvbm: measuring copies on cuda:%d (%s), once a machine, some 2 s; KVBM_TUNE=0 forbids it", device, gpu)
-    # Only what is asked for, and only GPUs that this process uses: others would each lose memory to a context.
-    wanted = ("p2p",) if direction == "p2p" else ("d2h", "h2d", "d2d")
-    made = measure(device, directions=wanted, peers=_used_peers(device) if direction == "p2p" else ())
-    if table is not None:
-        made = replace(made, rows=(*(row for row in table.rows if row.direction not in wanted), *made.rows))
-    try:
-        _log.info("kvbm: wrote %s", save(made))
-    except (OSError, RuntimeError) as error:
-        _log.warning(
-            "kvbm: the table of copy speeds cannot be kept, and every process measures for itself: %s", _reason(error)
-        )
-    return made
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _is_capturing() -> bool:
-    """Whether this thread's current stream, in torch or CuPy, is being captured into a graph.
-
-    The default stream never is, and asking about it would break the capture of another one.
-    """
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
-    captures = False
-    if torch is not None and torch.cuda.is_initialized() and torch.cuda.current_stream().cuda_stream > 2:
-        captures = torch.cuda.is_current_stream_capturing()
-    if cupy is not None and not captures:
-        stream = cupy.cuda.get_current_stream()
-        captures = stream.ptr > 2 and stream.is_capturing()
-    return bool(captures)
+def choose(
+    costs: Mapping[tuple[str, str], Cost],
+    direction: str,
+    ways: Mapping[str, Way],
+    block_bytes: int,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Choice | None:
+    """As `Table.choose`, by costs of (direction, strategy)."""
+    known = {strategy: cost for (of, strategy), cost in costs.items() if of == direction and strategy in ways}
+    return Choice.of(known, ways, block_bytes, direction, chunk_bytes) if known else None
 
 
 # ---- the file ------------------------------------------------------------------------------------------------------
@@ -433,6 +338,11 @@ def path(gpu: str, driver: str) -> Path:
     return cache.folder() / f"tuning-{name}-v{VERSION}.json"
 
 
+def reason(error: Exception) -> str:
+    """What an error says, or its kind."""
+    return str(error) or type(error).__name__
+
+
 def load(gpu: str, driver: str) -> Table | None:
     """The table of a machine; None where there is none.
 
@@ -445,7 +355,7 @@ def load(gpu: str, driver: str) -> Table | None:
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home; nested beyond all measure
-        _log.warning("kvbm: %s is ignored; `kvbm tune` remakes it: %s", where or "the cache folder", _reason(error))
+        _log.warning("kvbm: %s is ignored; `kvbm tune` remakes it: %s", where or "the cache folder", reason(error))
         return None
 
 
@@ -464,13 +374,11 @@ def _parsed(text: str, gpu: str, driver: str) -> Table:
 
 def _parsed_row(index: int, given: Any) -> Row:
     match given:
-        case [str(direction), str(strategy), int(run), int(total), float(seconds)]:
+        case [str(direction), str(strategy), int(run), int(block), int(total), float(seconds)]:
             known = direction in DIRECTIONS and strategy in STRATEGIES
-            if known and run > 0 and total > 0 and 0 < seconds < math.inf:
-                return Row(direction, strategy, run, total, seconds)
-    raise ValueError(
-        f"rows[{index}]: expected direction, strategy, run_bytes, total_bytes and seconds, got {given!r:.100}"
-    )
+            if known and 0 < run <= block <= total and 0 < seconds < math.inf:
+                return Row(direction, strategy, run, block, total, seconds)
+    raise ValueError(f"rows[{index}]: expected {', '.join(Row._fields)}, got {given!r:.100}")
 
 
 def save(table: Table) -> Path:
@@ -495,241 +403,3 @@ def save(table: Table) -> Path:
     with cache.replacing(where, mode=0o600) as part:
         part.write_text(text, encoding="utf-8")
     return where
-
-
-# ---- measuring -----------------------------------------------------------------------------------------------------
-
-#: Bytes that stay together, and that a batch moves.
-RUNS = (4 << 10, 32 << 10, 256 << 10, 4 << 20)
-TOTALS = (256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-
-_ROUNDS = 9  # of every strategy in turn, as far as the time suffices
-_SECONDS = 0.5  # for one direction, the pools not counted
-_WAKE_SECONDS = 0.03  # until clocks and links are up
-_TOO_LONG = 0.1  # a copy that is expected to take longer is left to extrapolation
-
-#: Both keep runs whole; between them every run goes somewhere else, so a run is contiguous on both sides, in the pieces of
-#: a staged copy, and in what is left to the engine alone.
-_NEAR, _FAR = "b l t d", "l b t d"
-
-
-def _grid() -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Run, block, totals: small batches of small blocks, large ones of blocks as large as a model's."""
-    for run in RUNS:
-        for block, totals in ((256 << 10, TOTALS[:2]), (1 << 20, TOTALS[2:])):
-            if run <= totals[0]:
-                yield run, max(run, block), totals
-
-
-def _shapes(run: int, block: int) -> tuple[Any, Any, Any]:
-    """Layouts near and far and a block's shape, such that runs have this length."""
-    from . import spec
-    from .shapes import BlockShape
-
-    near, far = (spec.parse(f'order: "{order}"', "tuning", order.replace(" ", "")) for order in (_NEAR, _FAR))
-    return near, far, BlockShape(nl=block // run, no=1, nh=1, nt=1, hd=run, dtype="uint8")
-
-
-class _StoppedError(Exception):
-    """The measuring thread was told to end."""
-
-
-def measure(
-    device: int,
-    progress: Progress | None = None,
-    *,
-    directions: Sequence[str] = DIRECTIONS,
-    peers: Iterable[int] | None = None,
-) -> Table:
-    """Measure the strategies on this machine.
-
-    Parameters
-    ----------
-    device : int
-        CUDA device ordinal.
-    progress : callable, optional
-        Called as ``progress(done, of)`` after every step, on another thread.
-    directions : sequence of str
-        Which of `DIRECTIONS`; all of them if not given.
-    peers : iterable of int, optional
-        GPUs to measure ``p2p`` with (the medians of all are kept); every other one if not given.
-
-    Returns
-    -------
-    Table
-        See `save`; nothing is written here.
-
-    Raises
-    ------
-    CudaError, CudaUnavailableError
-        No GPU; not enough memory: up to 256 MiB of the GPU, and 64 MiB that are pinned, are needed for a moment.
-
-    Notes
-    -----
-    It takes about 2 s, and half a second for the other GPUs together.  It works on a thread and streams of its own: neither the
-    caller's current device nor a capture that is going on elsewhere notices.
-    """
-    from . import __version__, _core
-
-    gpu, driver = machine(device)
-    others = [d for d in range(_core.device_count()) if d != device] if peers is None else list(peers)
-    jobs = [(direction, -1) for direction in directions if direction != "p2p"]
-    jobs += [("p2p", peer) for peer in others if "p2p" in directions]
-    steps = len(jobs) * sum(len(totals) for _, _, totals in _grid())
-    ended = 0
-    stop = threading.Event()
-
-    def step() -> None:
-        nonlocal ended
-        ended += 1
-        if progress is not None:
-            progress(ended, steps)
-        if stop.is_set():
-            raise _StoppedError
-
-    def work() -> list[Row]:
-        with _stream(device) as stream:
-            return [
-                row
-                for direction, peer in jobs
-                for row in _measured(
-                    direction, device, peer, stream, _SECONDS / (len(others) if direction == "p2p" else 1), step
-                )
-            ]
-
-    rows = _medians(_on_a_thread(work, stop))
-    return Table(gpu, driver, dt.date.today().isoformat(), __version__, tuple(rows))
-
-
-def _on_a_thread(work: Callable[[], list[Row]], stop: threading.Event) -> list[Row]:
-    """A thread has a current context and a capture mode of its own; the caller's stay as they are."""
-    rows: list[Row] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            rows.extend(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="kvbm-tune")
-    try:
-        thread.start()
-        thread.join()
-    except BaseException:  # Ctrl-C: the GPU's memory is given back first
-        stop.set()
-        if thread.is_alive():
-            thread.join()
-        raise
-    if errors:
-        raise errors[0]
-    return rows
-
-
-@contextlib.contextmanager
-def _stream(device: int) -> Iterator[Any]:
-    """A stream, and a thread that may allocate whatever is being captured elsewhere."""
-    from cuda.bindings import driver
-    from cuda.core import Device
-
-    gpu = Device(device)
-    gpu.set_current()
-    driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-    stream = gpu.create_stream()
-    try:
-        yield stream
-    finally:
-        stream.close()
-
-
-def _used_peers(device: int) -> list[int]:
-    """The other GPUs that this process has a context on."""
-    from cuda.bindings import driver
-
-    from . import _core
-
-    used = []
-    for peer in range(_core.device_count()):
-        status, _, active = driver.cuDevicePrimaryCtxGetState(peer)
-        if peer != device and int(status) == 0 and active:
-            used.append(peer)
-    return used
-
-
-def _measured(
-    direction: str, device: int, peer: int, stream: Any, seconds: float, step: Callable[[], None]
-) -> Iterator[Row]:
-    import numpy as np
-
-    from . import _core
-    from .pool import Pool
-    from .transfer import Transfer
-
-    names: tuple[str, ...] = ("direct", "engine") if direction == "d2d" else STRATEGIES
-    if direction == "p2p" and not _core.enable_peer(device, peer):
-        names = names[1:]
-    place = {"d2d": f"cuda:{device}", "p2p": f"cuda:{peer}"}.get(direction, "pinned")
-    grid = list(_grid())
-    left = sum(len(totals) for _, _, totals in grid)
-    random = np.random.default_rng(0)
-    is_awake = False
-    slowest = dict.fromkeys(names, 0.0)
-    begin, elsewhere = time.perf_counter(), 0.0
-    for run, block, totals in grid:
-        near_layout, far_layout, shape = _shapes(run, block)
-        with contextlib.ExitStack() as stack:
-            setup = time.perf_counter()
-            blocks = max(totals[-1] // block, 16)
-            near = stack.enter_context(Pool.allocate(near_layout, shape, blocks, f"cuda:{device}"))
-            far = stack.enter_context(Pool.allocate(far_layout, shape, blocks, place))
-            ends = (far, near) if direction == "h2d" else (near, far)
-            moves = {name: stack.enter_context(Transfer(*ends, strategy=name)) for name in names}
-            elsewhere += time.perf_counter() - setup
-            for total in totals:
-                # Neighbours are never neighbours on the other side, or the engine would merge them.
-                src = random.permutation(blocks)[: total // block]
-                dst = blocks - 1 - src
-                if not is_awake:
-                    is_awake, until = True, time.perf_counter() + _WAKE_SECONDS
-                    elsewhere += _WAKE_SECONDS
-                    while time.perf_counter() < until:
-                        _timed(moves[names[0]], src, dst, stream)
-                spent = time.perf_counter() - begin - elsewhere
-                # A strategy's seconds a byte at this run length, from the batch before.
-                quick = {name: move for name, move in moves.items() if slowest[name] * total < _TOO_LONG}
-                for name, took in _sampled(quick, src, dst, stream, max(seconds - spent, 0) / left).items():
-                    slowest[name] = took / total
-                    yield Row(direction, name, run, total, took)
-                left -= 1
-                step()
-        slowest = dict.fromkeys(names, 0.0) if totals[-1] == TOTALS[-1] else slowest
-
-
-def _sampled(moves: Mapping[str, Any], src: Any, dst: Any, stream: Any, seconds: float) -> dict[str, float]:
-    """The least seconds of each; strategies take turns, so that what drifts drifts for all."""
-    begin = time.perf_counter()
-    for move in moves.values():
-        _timed(move, src, dst, stream)
-    samples: dict[str, list[float]] = {name: [] for name in moves}
-    for _ in range(_ROUNDS):
-        for name, move in moves.items():
-            samples[name].append(_timed(move, src, dst, stream))
-        if time.perf_counter() - begin > seconds:
-            break
-    # What else runs on the machine only ever makes a copy slower, and not every strategy alike.
-    return {name: min(times) for name, times in samples.items()}
-
-
-def _timed(move: Any, src: Any, dst: Any, stream: Any) -> float:
-    """From the call to the end of the copy, on the host's clock: submitting many small pieces is part of the price."""
-    start = time.perf_counter()
-    move.copy(src, dst, stream=stream).synchronize()
-    return time.perf_counter() - start
-
-
-def _medians(rows: Iterable[Row]) -> list[Row]:
-    """One row a key: `limits` is not told which peer."""
-    found: dict[tuple[str, str, int, int], list[float]] = {}
-    for row in rows:
-        found.setdefault(row[:4], []).append(row.seconds)
-    return [Row(*key, float(f"{statistics.median(times):.4g}")) for key, times in found.items()]

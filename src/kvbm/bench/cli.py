@@ -17,12 +17,13 @@ import click
 
 from ..errors import CudaError, KvbmError
 from ..shapes import load_shape, shape_names
+from .options import listed, numbers
 
 if TYPE_CHECKING:
-    from . import copies, measure
+    from . import copies, table
 
 #: Subcommands, each a click command of that name in the module of that name.
-SUBCOMMANDS = ("interference", "overhead", "plot", "scale")
+SUBCOMMANDS = ("auto", "interference", "overhead", "plot", "scale")
 
 GPU_PROFILE, CPU_PROFILE = "llama-3.1-70b", "llama-3.1-8b"
 
@@ -40,28 +41,12 @@ class _Bench(click.Group):
         return found
 
 
-def _listed(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:  # noqa: ARG001
-    """Texts of an option that takes a comma list, and may be repeated."""
-    found = [text.strip() for value in values for text in value.split(",")]
-    if "" in found:
-        raise click.BadParameter(f"an empty entry in {','.join(values)!r}; expected a list such as a,b,c")
-    return tuple(dict.fromkeys(found))
-
-
-def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
-    found = _listed(ctx, param, [value]) if value is not None else ()
-    for text in found:
-        if not text.isdecimal() or int(text) < 1:
-            raise click.BadParameter(f"expected numbers from 1 on, such as 1,4,64, got {text!r}")
-    return tuple(sorted({int(text) for text in found}))
-
-
 def _complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
     return [name for name in shape_names() if name.startswith(incomplete)]
 
 
 def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]:
-    return click.option(*names, multiple=True, callback=_listed, metavar=metavar, **rest)
+    return click.option(*names, multiple=True, callback=listed, metavar=metavar, **rest)
 
 
 @click.group(cls=_Bench, invoke_without_command=True)
@@ -77,14 +62,14 @@ def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]
     metavar="N,N,…",
     default="1,2,4,8,16,32,64,128,256",
     show_default=True,
-    callback=_numbers,
+    callback=numbers,
     help="Blocks of a batch.",
 )
 @click.option(
     "--tokens-per-block",
     "tokens",
     metavar="N,N,…",
-    callback=_numbers,
+    callback=numbers,
     help="Tokens of a block.  [default: the shape's]",
 )
 @_list_option(
@@ -176,8 +161,8 @@ def bench(
         raise click.BadParameter("CUDA graphs are for GPUs, and h2h is measured on the CPU", param_hint="--replay")
     shape = load_shape(profile or (GPU_PROFILE if place != "cpu" else CPU_PROFILE))
     sweep = copies.Sweep(
-        shapes=[replace(shape, nt=nt) for nt in tokens] or [shape],
-        batches=batches,
+        shapes=[replace(shape, nt=nt) for nt in sorted(tokens)] or [shape],
+        batches=sorted(batches),
         directions=directions,
         pairs=chosen,
         backends={each: backends or copies.USUAL[each] for each in copies.DIRECTIONS},
@@ -232,10 +217,10 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
     from rich.console import Console
     from rich.progress import Progress
 
-    from . import measure
+    from . import measure, table
 
     console = Console(stderr=True, highlight=False)
-    found: list[tuple[measure.Record, float | None]] = []
+    found: list[tuple[table.Record, float | None]] = []
     comment = measure.header(place, sweep.shapes[0])
     code = 0
     with contextlib.ExitStack() as stack:
@@ -243,7 +228,7 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             stream = stack.enter_context(out.open("w", newline="", encoding="utf-8"))
-        rows = measure.Rows(stream, comment)
+        rows = table.Rows(stream, comment)
         # A bar and CSV on one terminal would write over each other.
         shown = console.is_terminal and not (out is None and sys.stdout.isatty())
         progress = stack.enter_context(Progress(console=console, transient=True, disable=not shown))
@@ -267,7 +252,7 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
     return code
 
 
-def _print_table(title: str, rows: Sequence[tuple[measure.Record, float | None]]) -> None:
+def _print_table(title: str, rows: Sequence[tuple[table.Record, float | None]]) -> None:
     """What was measured, and what was asked for."""
     from rich.console import Console
     from rich.table import Table

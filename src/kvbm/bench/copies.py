@@ -8,30 +8,35 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from .. import _core, kernels, spec
+from .. import _core, spec
 from ..errors import CudaError, KvbmError
 from ..layout import Layout
-from ..nest import Part
 from ..planner import Plan, plan, size_text
 from ..pool import Pool
 from ..shapes import BlockShape
-from ..transfer import Transfer
 from . import measure, peers
+from .backends import BACKENDS, RAW, STRATEGIES, Backend, ByPeer, ByRuns, ByTransfer, num_runs
+from .check import Check
 from .clock import CpuClock, GpuClock, Timed
 from .peers import NotApplicable
+from .table import Record
 
-__all__ = ["BACKENDS", "DIRECTIONS", "MEMCPY", "MOST_COPIES", "PATTERNS", "USUAL", "Pair", "Sweep", "asked", "runs"]
+__all__ = [
+    "BACKENDS",
+    "DIRECTIONS",
+    "MEMCPY",
+    "MOST_COPIES",
+    "PATTERNS",
+    "STRATEGIES",
+    "USUAL",
+    "Pair",
+    "Sweep",
+    "asked",
+]
 
 DIRECTIONS = ("d2d", "h2d", "d2h", "h2h", "p2p")
-STRATEGIES = ("auto", "direct", "staged", "engine")
-RAW = ("vectorized", "batched", "memcpy_async")
-BACKENDS = (*STRATEGIES, *RAW, "host")
-
 #: The backend of the yardstick's own rows.
 MEMCPY = "memcpy"
 
@@ -136,139 +141,6 @@ def _class(made: Plan) -> str:
     return "short rows" if min(part.run_bytes for part in made.parts) <= 64 else "rows"
 
 
-# ---- runs and their addresses --------------------------------------------------------------------------------------
-
-
-class Runs(NamedTuple):
-    """Runs that are contiguous on both sides: all of one size."""
-
-    src: npt.NDArray[np.uint64]
-    dst: npt.NDArray[np.uint64]
-    size: int
-
-
-def runs(src: Pool, dst: Pool, made: Plan, src_ids: Any, dst_ids: Any) -> list[Runs]:
-    """Addresses of every run of a batch; one list a part of the plan (K and V where these differ)."""
-    found = []
-    for part in made.parts:
-        ends = []
-        for pool, ids, step, start, strides in (
-            (src, src_ids, part.src_id, (part.src_table_offset, part.src_offset), _side(part, is_source=True)),
-            (dst, dst_ids, part.dst_id, (part.dst_table_offset, part.dst_offset), _side(part, is_source=False)),
-        ):
-            blocks = np.asarray(ids, np.int64)[:, None]
-            entry, offset = strides
-            where = pool.addresses.astype(np.int64)[blocks * step[0] + start[0] + entry]
-            ends.append((where + (blocks * step[1] + start[1] + offset)).reshape(-1).astype(np.uint64))
-        found.append(Runs(ends[0], ends[1], part.run_bytes))
-    return found
-
-
-def _side(part: Part, *, is_source: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Table entry and offset of every run of a block, relative to its first."""
-    entry, offset = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    for mode in reversed((*part.inner[1:], *part.outer)):
-        table, stride = (mode.src_table, mode.src) if is_source else (mode.dst_table, mode.dst)
-        steps = np.arange(mode.extent, dtype=np.int64)
-        entry = (entry[:, None] + steps * table).reshape(-1)
-        offset = (offset[:, None] + steps * stride).reshape(-1)
-    return entry, offset
-
-
-def _num_runs(made: Plan) -> int:
-    """Runs a block."""
-    return sum(part.nbytes // part.run_bytes for part in made.parts)
-
-
-# ---- backends ------------------------------------------------------------------------------------------------------
-
-
-class Backend(Protocol):
-    """Somebody who copies between two pools."""
-
-    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
-        """The call that is measured, for these ids; what can be prepared is prepared here."""
-
-    def kernel(self, batch: int) -> str:
-        """What runs."""
-
-
-class _ByTransfer:
-    def __init__(self, src: Pool, dst: Pool, strategy: str, max_sms: int | None, stack: contextlib.ExitStack) -> None:
-        sms = None if strategy == "engine" or src.device == dst.device == "cpu" else max_sms
-        self._move = stack.enter_context(Transfer(src, dst, strategy, sms))
-        self._strategy = strategy
-
-    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
-        return lambda stream: self._move.copy(src_ids, dst_ids, stream=stream)
-
-    def kernel(self, batch: int) -> str:
-        found = self._move._mover.route(None)
-        taken = found.route.choose(batch)
-        if taken != "direct":
-            return taken
-        names = " ".join(copy.kernel for copy in found.copies if copy.kernel)
-        return names if self._strategy != "auto" or self._move._mover.on_host else f"direct {names}"
-
-
-class _ByRuns:
-    def __init__(self, src: Pool, dst: Pool, name: str, made: Plan, device: int) -> None:
-        if device < 0:
-            raise NotApplicable("it needs a GPU")
-        if name == "batched" and not _core.has_memcpy_batch():
-            raise NotApplicable("this driver has no batched copies (CUDA 12.8 has them)")
-        self._runs = functools.partial(runs, src, dst, made)
-        self._name, self._device = name, device
-
-    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
-        parts = self._runs(src_ids, dst_ids)
-
-        def copy(stream: Any) -> None:
-            for part in parts:
-                if self._name == "vectorized":
-                    kernels.vectorized_copy(*part, stream=stream, device=self._device)
-                else:
-                    kernels.memcpy_batch(
-                        *part, mode=_MODES[self._name], stream=stream, device=self._device, merge=False
-                    )
-
-        return copy
-
-    def kernel(self, batch: int) -> str:  # noqa: ARG002
-        return {"vectorized": "copy_pairs", "batched": "cuMemcpyBatchAsync", "memcpy_async": "cuMemcpyAsync"}[
-            self._name
-        ]
-
-
-_MODES = {
-    "batched": kernels.MemcpyBatchMode.BATCH_WITHOUT_FALLBACK,
-    "memcpy_async": kernels.MemcpyBatchMode.FALLBACK_ONLY,
-}
-
-
-class _ByPeer:
-    def __init__(self, src: Pool, dst: Pool, name: str, peer: peers.Peer) -> None:
-        self._name = name
-        self._copy = self._guarded(peer, src, dst)
-
-    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
-        return lambda stream: self._guarded(self._copy, src_ids, dst_ids, stream)
-
-    def kernel(self, batch: int) -> str:  # noqa: ARG002
-        return ""
-
-    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """An error of somebody else's code says whose it was."""
-        try:
-            return call(*args)
-        except KvbmError:
-            raise
-        except Exception as error:
-            if measure.is_out_of_memory(error) or "out of memory" in str(error).lower():
-                raise MemoryError(f"{self._name}: {error}") from error
-            raise peers.PeerError(f"peer {self._name}: {type(error).__name__}: {error}") from error
-
-
 # ---- the sweep -----------------------------------------------------------------------------------------------------
 
 
@@ -337,7 +209,7 @@ class Sweep:
         for shape, pair in itertools.product(self.shapes, self.pairs):
             plan(pair.src, pair.dst, shape, num_blocks=max(self.batches))
 
-    def run(self) -> Iterator[tuple[measure.Record, float | None]]:
+    def run(self) -> Iterator[tuple[Record, float | None]]:
         """Measure; every row with what is asked for, as soon as it is known.
 
         Raises
@@ -377,7 +249,7 @@ class Sweep:
 
     def _of_direction(
         self, direction: str, shape: BlockShape, ends: tuple[str, str], clock: GpuClock | CpuClock
-    ) -> Iterator[tuple[measure.Record, float | None]]:
+    ) -> Iterator[tuple[Record, float | None]]:
         batches = self._that_fit(direction, shape, ends)
         self._skip_steps(direction, len(self.pairs) * (len(self.batches) - len(batches)))
         if not batches:
@@ -443,7 +315,7 @@ class Sweep:
         pair: Pair,
         batches: Sequence[int],
         told: set[int],
-    ) -> Iterator[tuple[measure.Record, float | None]]:
+    ) -> Iterator[tuple[Record, float | None]]:
         with contextlib.ExitStack() as stack:
             src, dst = (
                 stack.enter_context(
@@ -458,7 +330,7 @@ class Sweep:
             made = plan(pair.src, pair.dst, shape, num_blocks=(src.num_blocks, dst.num_blocks))
             title = f"{direction} {pair.pattern}"
             backends = dict(self._backends(direction, src, dst, made, stack))
-            check = measure.Check(src, dst)
+            check = Check(src, dst)
             for batch in batches:
                 nbytes = batch * made.nbytes
                 options = {"iters": self.iters, "warmup": self.warmup}
@@ -484,7 +356,7 @@ class Sweep:
                     self.measured |= {direction, name}
                     row = replace(
                         base, pattern=pair.pattern, backend=name, kernel=kernel, timing=timed.how,
-                        copy_size=min(part.run_bytes for part in made.parts), num_copies=batch * _num_runs(made),
+                        copy_size=min(part.run_bytes for part in made.parts), num_copies=batch * num_runs(made),
                         **_times(nbytes, timed, stick),
                     )  # fmt: skip
                     yield row, asked(direction, name, made, batch, timed.how)
@@ -497,13 +369,13 @@ class Sweep:
         for name in self.backends[direction]:
             try:
                 if name in RAW:
-                    yield name, _ByRuns(src, dst, name, made, device)
+                    yield name, ByRuns(src, dst, name, made, device)
                 elif name == "host":
                     if direction != "h2h":
                         raise NotApplicable("it copies from host memory to host memory")
-                    yield name, _ByTransfer(src, dst, "auto", None, stack)
+                    yield name, ByTransfer(src, dst, "auto", None, stack)
                 else:
-                    yield name, _ByTransfer(src, dst, name, self.max_sms, stack)
+                    yield name, ByTransfer(src, dst, name, self.max_sms, stack)
             except (KvbmError, MemoryError) as reason:
                 self._leave_out(f"{direction} {name}", reason)
         built_in = peers.installed(direction) if self.built_in_peers else ()
@@ -511,7 +383,7 @@ class Sweep:
             try:
                 if self.replay and name not in self.peers:
                     raise NotApplicable("its own allocations cannot be captured into a graph here")
-                yield name, _ByPeer(src, dst, name, peer)
+                yield name, ByPeer(src, dst, name, peer)
             except NotApplicable as reason:
                 self._leave_out(f"{direction} {name}", reason)
 
@@ -520,13 +392,13 @@ class Sweep:
         name: str,
         backend: Backend,
         clock: GpuClock | CpuClock,
-        check: measure.Check,
+        check: Check,
         batch: int,
         sets: Sequence[Any],
         made: Plan,
         title: str,
     ) -> tuple[Timed, str]:
-        copies = batch * _num_runs(made)
+        copies = batch * num_runs(made)
         if copies > MOST_COPIES and name in (*RAW, "engine"):
             raise NotApplicable(f"more than {MOST_COPIES:,} copies a batch (runs of {_shortest(made)})")
 
@@ -557,10 +429,10 @@ class Sweep:
         """Of the largest blocks among the pairs: layouts with planes have sizes of their own."""
         return max(measure.block_bytes(pair.src, shape) for pair in self.pairs)
 
-    def _record(self, direction: str, shape: BlockShape, batch: int, nbytes: int, stick: Timed) -> measure.Record:
+    def _record(self, direction: str, shape: BlockShape, batch: int, nbytes: int, stick: Timed) -> Record:
         """The yardstick's own row."""
         gpu, driver, commit = self._names(direction)
-        return measure.Record(
+        return Record(
             tokens_per_block=shape.nt, num_blocks=batch, pattern="contiguous", direction=direction, backend=MEMCPY,
             total_bytes=nbytes, inner_bytes=shape.nt * shape.nh * shape.hd * shape.itemsize, copy_size=nbytes, num_copies=1,
             timing=stick.how, kernel="", shape=str(shape).replace(",", " "), gpu=gpu, driver=driver, commit=commit,

@@ -20,15 +20,16 @@ import click
 import numpy as np
 
 from .. import _core, spec
-from ..errors import BindError, KvbmError, SpecError
+from ..errors import BindError, KvbmError
 from ..planner import plan, size_text
 from ..pool import Pool
 from ..shapes import BlockShape, load_shape
 from ..transfer import Transfer
-from .measure import Check, Ids, Memory, is_out_of_memory, random_pool
-from .plot import comma_list
+from .check import Check
+from .measure import Ids, Memory, is_out_of_memory, random_pool
+from .options import comma_list, numbers
 from .scale import split_pair
-from .section import Note, Row, common_options, figures, note, numbers, require_gpu, stamp, write_rows
+from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows
 
 __all__ = ["COLUMNS", "PAIRS", "interference", "measure"]
 
@@ -351,8 +352,6 @@ def interference(
     for pair in pairs:
         src, dst = split_pair(pair)
         plan(spec.load(src), spec.load(dst), shape)
-    if not directions:
-        raise SpecError(f"--directions: expected some of {', '.join(PAIRS)}")
     require_gpu(place, "interference")
     _torch()
     rounds = min(iters, 3)

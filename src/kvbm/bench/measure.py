@@ -1,12 +1,8 @@
-"""What every measurement needs: pools of random bytes, ids that change, a yardstick, a bitwise check, and the CSV.
-
-Nothing here asks the planner where a byte belongs: the check reads the declared layouts alone.
-"""
+"""What every measurement needs: pools of random bytes, ids that change, and a yardstick."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import ctypes
 import datetime as dt
 import functools
@@ -15,37 +11,33 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import _core, spec
-from ..errors import CudaError, KvbmError
+from ..errors import CudaError
 from ..layout import Layout
 from ..machine import cache_bytes, cuda, device_of, machine
 from ..pool import Pool
-from ..resolved import Piece, Resolved
+from ..resolved import Piece
 from ..shapes import BlockShape, numpy_name
 from .clock import CpuClock, GpuClock, Timed
 
 __all__ = [
-    "Check",
     "Ids",
     "Memory",
-    "Record",
-    "Rows",
     "View",
-    "WrongCopyError",
     "Yardstick",
     "block_bytes",
     "cache_bytes",
     "commit",
     "device_of",
+    "entry_offsets",
     "free_bytes",
     "header",
     "held_blocks",
@@ -65,17 +57,8 @@ NOISE_BYTES = 64 << 20
 #: Arrays of a pool of small blocks: more would take longer to bind than to measure.
 MOST_ARRAYS = 50_000
 
-#: Sampled coordinates of a check besides whole blocks, and how many blocks it looks at whole.
-SAMPLES, WHOLE_BLOCKS = 4096, 3
-
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
-
-
-class WrongCopyError(KvbmError):
-    """A copy that was to be measured has put other bytes than it must at some coordinate."""
-
-    exit_code = 1
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------
@@ -108,11 +91,11 @@ def commit() -> str:
     return __version__
 
 
-def header(place: str, shape: BlockShape) -> str:
-    """The comment that a CSV begins with."""
+def header(place: str, shape: BlockShape | None) -> str:
+    """The comment that a CSV begins with; without a shape where it has several."""
     name, driver = machine(place)
     parts = [f"kvbm {commit()}", name, f"driver {driver}" if driver else "", f"Python {platform.python_version()}"]
-    parts += [str(shape).replace(",", " "), dt.date.today().isoformat()]
+    parts += [str(shape).replace(",", " ") if shape else "", dt.date.today().isoformat()]
     return "# " + ", ".join(filter(None, parts))
 
 
@@ -270,8 +253,11 @@ def random_pool(layout: Layout, shape: BlockShape, num_blocks: int, place: str, 
     resolved = layout.resolve(shape, num_blocks)
     allocations = resolved.allocations
     if is_stacked(layout):
-        steps = _entry_steps(resolved.orders[0], {"o": num_blocks, "l": num_blocks * shape.no, "b": 1})
-        offsets = steps * allocations[0].nbytes
+        table = [
+            piece for piece in resolved.orders[0] if piece.table
+        ]  # brackets of stacked layouts hold plain axes: b, l and o
+        steps = {"o": num_blocks, "l": num_blocks * shape.no, "b": 1}
+        offsets = entry_offsets(table, [steps[piece.term.axes[0]] for piece in table]) * allocations[0].nbytes
         total = allocations[0].nbytes * len(allocations)
     else:
         sizes = np.array([-(-each.nbytes // 256) * 256 for each in allocations], np.int64)
@@ -295,14 +281,12 @@ def random_pool(layout: Layout, shape: BlockShape, num_blocks: int, place: str, 
         memory.close()
 
 
-def _entry_steps(pieces: Sequence[Piece], step: dict[str, int]) -> Numbers:
-    """For every table entry the sum of its axes' indices times their steps."""
-    table = [piece for piece in pieces if piece.table]
+def entry_offsets(table: Sequence[Piece], steps: Sequence[int]) -> Numbers:
+    """Of every table entry the sum of its indices along these pieces, each times its step."""
     entries = np.arange(math.prod(piece.extent for piece in table), dtype=np.int64)
     found = np.zeros_like(entries)
-    for piece in table:
-        # Brackets of stacked layouts hold plain axes: b, l and o.
-        found += entries // piece.table % piece.extent * step[piece.term.axes[0]]
+    for piece, step in zip(table, steps, strict=True):
+        found += entries // piece.table % piece.extent * step
     return found
 
 
@@ -473,293 +457,6 @@ class Yardstick:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# ---- the check -----------------------------------------------------------------------------------------------------
-
-
-class _Blocks:
-    """Where every element of a plane of a pool's blocks lies, by the declared layout, in an order that both sides of a copy share.
-
-    Elements stand in the order of ``l o h t d`` and further axes.  Axes of an opaque group stand last, in the order in
-    which they lie in memory: the bytes of a chunk stay as they are, and nobody promises which is which.  Of elements that share
-    an item only the first is looked at: the item is what moves.
-    """
-
-    def __init__(self, pool: Pool, resolved: Resolved, opaque: Sequence[str]) -> None:
-        self.pool, self.itemsize, self.plane = pool, resolved.shape.itemsize, resolved.plane
-        fastest = min(
-            (p for p in resolved.orders[0] if p.extent > 1 and not p.table), key=lambda p: p.stride, default=None
-        )
-        shared = resolved.shape.pack if fastest is not None else 1
-        inside = [axis for axis in resolved.sizes if axis != "b" and axis not in opaque]
-        self.axes = (*sorted(inside, key=_axis_order), *sorted(opaque, key=_axis_order))
-        self.sizes = tuple(resolved.sizes[axis] for axis in self.axes)
-        of_item = fastest.term.axes[-1] if fastest is not None else ""
-        steps = [shared if axis == of_item else 1 for axis in self.axes]
-        grid = np.meshgrid(
-            *(np.arange(0, n, step) for n, step in zip(self.sizes, steps, strict=True)), indexing="ij", sparse=True
-        )
-        self.sizes = tuple(n // step for n, step in zip(self.sizes, steps, strict=True))
-        entry, offset = _formula(resolved, dict(zip(self.axes, grid, strict=True)))
-        entry, offset = (np.broadcast_to(each, self.sizes).reshape(-1) for each in (entry, offset))
-        span = int(offset.max()) + self.itemsize
-        key = entry * span + offset
-        if opaque:
-            inner = math.prod(n for axis, n in zip(self.axes, self.sizes, strict=True) if axis in opaque)
-            key = np.sort(key.reshape(-1, inner), axis=1).reshape(-1)
-        self.entry, self.offset = np.divmod(key, span)
-        step = next(piece for piece in resolved.orders[0] if piece.term.axes == ("b",))
-        self.entry_step, self.byte_step = step.table, step.stride
-
-    @functools.cached_property
-    def _ranges(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        """Entry, offset and bytes of the ranges that a block consists of, and for every element its place in them."""
-        itemsize = self.itemsize
-        order = np.lexsort((self.offset, self.entry))
-        entry, offset = self.entry[order], self.offset[order]
-        breaks = (np.diff(entry) != 0) | (np.diff(offset) != itemsize)
-        starts = np.concatenate([[0], np.nonzero(breaks)[0] + 1])
-        place = np.empty_like(order)
-        place[order] = np.arange(order.size)
-        sizes = np.diff(np.concatenate([starts, [order.size]])) * itemsize
-        return entry[starts], offset[starts], sizes, place
-
-    def addresses(self, block: int, elements: Any = slice(None)) -> Numbers:
-        """Addresses of a block's elements (indices in the shared order)."""
-        return self._at(block, self.entry[elements], self.offset[elements])
-
-    def _at(self, block: int, entry: Numbers, offset: Numbers) -> Numbers:
-        bases = self.pool.addresses.astype(np.int64)
-        found: Numbers = bases[entry + block * self.entry_step] + offset + block * self.byte_step
-        return found
-
-    def load(self, block: int) -> Bytes:
-        """All elements of a block in the shared order, ``(elements, itemsize)``."""
-        entry, offset, sizes, place = self._ranges
-        found = read(device_of(self.pool.device), self._at(block, entry, offset), sizes)
-        elements: Bytes = found.reshape(-1, self.itemsize)[place]
-        return elements
-
-    def spoil(self, block: int, seed: int) -> None:
-        """Other bytes, so that what stood there before does not pass for a copy."""
-        entry, offset, sizes, _ = self._ranges
-        data = np.frombuffer(np.random.default_rng(seed).bytes(int(sizes.sum())), np.uint8)
-        write(device_of(self.pool.device), self._at(block, entry, offset), sizes, data)
-
-    def sample(self, blocks: Numbers, elements: Numbers) -> Bytes:
-        """One element of each of these blocks, ``(samples, itemsize)``."""
-        bases = self.pool.addresses.astype(np.int64)
-        where = bases[self.entry[elements] + blocks * self.entry_step] + self.offset[elements] + blocks * self.byte_step
-        sizes = np.full(where.size, self.itemsize, np.int64)
-        return read(device_of(self.pool.device), where, sizes).reshape(-1, self.itemsize)
-
-    def coordinate(self, element: int) -> str:
-        """In words."""
-        at = np.unravel_index(element, self.sizes)
-        words = [self.plane] if self.plane else []
-        return " ".join([*words, *(f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))])
-
-
-def _axis_order(axis: str) -> tuple[int, str]:
-    known = "lohtd"
-    return (known.index(axis) if axis in known else len(known), axis)
-
-
-def _formula(resolved: Resolved, at: dict[str, Any]) -> tuple[Any, Any]:
-    """Entry and offset of elements of block 0, as arrays of coordinates broadcast: `Resolved.address` for many."""
-    found = []
-    for o, (offset, entry) in zip(range(len(resolved.orders)), resolved.bases, strict=False):
-        entries, offsets = np.int64(entry), np.int64(offset)
-        for piece in resolved.pieces(o):
-            index: Any = np.int64(0)
-            for axis in piece.term.axes:
-                index = index * resolved.sizes[axis] + at.get(axis, 0)
-            step = index // piece.divisor % piece.extent
-            entries = entries + step * piece.table
-            offsets = offsets + step * piece.stride
-        found.append((entries, offsets))
-    if len(found) == 1:
-        return found[0]
-    is_v = np.asarray(at["o"]) >= 1
-    return tuple(np.where(is_v, v, k) for k, v in zip(*found, strict=True))
-
-
-class _Wanted(NamedTuple):
-    """What a plane must hold after a copy: blocks that were not asked for, whole blocks, and samples."""
-
-    left: dict[int, Bytes]
-    whole: dict[int, Bytes]
-    samples: tuple[Numbers, Numbers]
-    sampled: Bytes
-
-
-class Check:
-    """Whether copies between two pools put every byte where the layouts say: not more, not less.
-
-    Parameters
-    ----------
-    src, dst : Pool
-        Anywhere; they may be of different sizes.
-    """
-
-    def __init__(self, src: Pool, dst: Pool) -> None:
-        terms = [term for pool in (src, dst) for order in pool.layout.orders for term in order.terms if term.opaque]
-        opaque = sorted({axis for term in terms for axis in term.axes})
-        theirs = {part.plane: part for part in dst.resolved.planes}
-        self._planes = [
-            (_Blocks(src, part, opaque), _Blocks(dst, theirs[part.plane], opaque)) for part in src.resolved.planes
-        ]
-        self._pools = src, dst
-        self._calls = 0
-
-    def __call__(self, copy: Callable[[Any, Any], object], batch: int, what: str) -> None:
-        """Run a copy once and look.
-
-        Parameters
-        ----------
-        copy : callable
-            ``copy(src_ids, dst_ids)``; nothing is pending when it returns.
-        batch : int
-            Pairs of ids; other ones each time.
-        what : str
-            What errors call it: pair and backend.
-
-        Raises
-        ------
-        WrongCopyError
-            A byte that differs, in a block that was to be written, or in one that was not.
-        """
-        self._calls += 1
-        random = np.random.default_rng(1000 + self._calls)
-        pairs = [random.permutation(pool.num_blocks)[:batch].astype(np.int32) for pool in self._pools]
-        others = np.setdiff1d(np.arange(self._pools[1].num_blocks), pairs[1])
-        left = random.permutation(others)[:2].tolist()
-        whole = random.permutation(batch)[:WHOLE_BLOCKS].tolist()
-        # All that must stay or arrive is read before the copy: one that writes into its source is caught, too.
-        wanted = [self._before(src, dst, pairs, whole, left, random) for src, dst in self._planes]
-        copy(*pairs)
-        for (src, dst), one in zip(self._planes, wanted, strict=True):
-            self._after(src, dst, pairs, one, what)
-
-    def _before(
-        self, src: _Blocks, dst: _Blocks, pairs: Sequence[Any], whole: Sequence[int], left: Sequence[int], random: Any
-    ) -> _Wanted:
-        samples = random.integers(len(pairs[0]), size=SAMPLES), random.integers(src.entry.size, size=SAMPLES)
-        for i in whole:
-            dst.spoil(int(pairs[1][i]), seed=self._calls * 64 + i)
-        return _Wanted(
-            {block: dst.load(block) for block in left},
-            {i: src.load(int(pairs[0][i])) for i in whole},
-            samples,
-            src.sample(pairs[0][samples[0]].astype(np.int64), samples[1]),
-        )
-
-    def _after(self, src: _Blocks, dst: _Blocks, pairs: Sequence[Any], want: _Wanted, what: str) -> None:
-        for i, wanted in want.whole.items():
-            got = dst.load(int(pairs[1][i]))
-            self._compare(dst, what, got, wanted, pairs, np.full(src.entry.size, i), None)
-        got = dst.sample(pairs[1][want.samples[0]].astype(np.int64), want.samples[1])
-        self._compare(dst, what, got, want.sampled, pairs, *want.samples)
-        for block, wanted in want.left.items():
-            differs = np.nonzero((dst.load(block) != wanted).any(axis=1))[0]
-            if differs.size:
-                raise WrongCopyError(
-                    f"{what}: wrong: block {block} of the destination was not asked for, and is written at "
-                    f"{dst.coordinate(int(differs[0]))} ({differs.size:,} of {len(wanted):,} elements)"
-                )
-
-    @staticmethod
-    def _compare(
-        dst: _Blocks, what: str, got: Bytes, want: Bytes, pairs: Sequence[Any], which: Numbers, elements: Numbers | None
-    ) -> None:
-        differs = np.nonzero((got != want).any(axis=1))[0]
-        if differs.size:
-            first = int(differs[0])
-            pair, element = int(which[first]), first if elements is None else int(elements[first])
-            raise WrongCopyError(
-                f"{what}: wrong at {dst.coordinate(element)} of block {pairs[0][pair]} → {pairs[1][pair]}: expected bytes "
-                f"{want[first].tobytes().hex()}, got {got[first].tobytes().hex()} "
-                f"({differs.size:,} of {len(want):,} elements that were looked at differ)"
-            )
-
-
-# ---- the CSV -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Record:
-    """One row of the sweep's CSV; its fields are the columns.
-
-    Attributes
-    ----------
-    tokens_per_block, num_blocks : int
-        Size of a block, and blocks of the batch.
-    pattern : str
-        ``fc_to_fc``, ``lw_to_fc``, … or ``nhd:universal``.
-    direction : {"d2d", "h2d", "d2h", "h2h", "p2p"}
-    backend : str
-        Who copied; ``memcpy`` is the yardstick itself.
-    total_bytes, inner_bytes : int
-        Bytes of the batch; of one layer's K or V of one block.
-    copy_size, num_copies : int
-        Bytes that are contiguous on both sides (the shortest), and how many such runs the batch has.
-    median_ms, min_ms, max_ms : float
-    bandwidth_gbps : float
-        `total_bytes` over the median: every byte counts once, also where it is read from and written to one memory.
-    memcpy_ms, ratio : float
-        The yardstick's median time in the same run, and that over `median_ms`.
-    timing : {"events", "replay", "clock"}
-    kernel, shape, gpu, driver, commit : str
-    """
-
-    tokens_per_block: int
-    num_blocks: int
-    pattern: str
-    direction: str
-    backend: str
-    total_bytes: int
-    inner_bytes: int
-    copy_size: int
-    num_copies: int
-    median_ms: float
-    bandwidth_gbps: float
-    min_ms: float
-    max_ms: float
-    memcpy_ms: float
-    ratio: float
-    timing: str
-    kernel: str
-    shape: str
-    gpu: str
-    driver: str
-    commit: str
-
-
-class Rows:
-    """Writes rows as they come, so that what was measured is there whenever the run ends.
-
-    Parameters
-    ----------
-    out : text file
-    comment : str
-        What `header` says.
-    columns : sequence of str, optional
-        Those of `Record` if not given.
-    """
-
-    def __init__(self, out: TextIO, comment: str, columns: Sequence[str] | None = None) -> None:
-        names = list(columns) if columns is not None else [field.name for field in fields(Record)]
-        self._out = out
-        self._writer = csv.DictWriter(out, names, lineterminator="\n")
-        out.write(comment + "\n")
-        self._writer.writeheader()
-        out.flush()
-
-    def write(self, row: Record | dict[str, Any]) -> None:
-        """Append one row."""
-        self._writer.writerow({f.name: getattr(row, f.name) for f in fields(row)} if isinstance(row, Record) else row)
-        self._out.flush()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -22,7 +22,8 @@ from .. import kernels, spec
 from ..transfer import Transfer, convert
 from .clock import CpuClock, GpuClock
 from .measure import device_of, make_clock, random_pool
-from .section import TINY, Note, Row, common_options, figures, note, numbers, stamp, write_rows
+from .options import numbers
+from .section import TINY, Note, Row, common_options, figures, note, stamp, write_rows
 
 __all__ = ["COLUMNS", "host_seconds", "measure", "overhead"]
 

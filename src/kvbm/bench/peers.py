@@ -42,7 +42,7 @@ from .. import _core
 from ..access import refine
 from ..errors import KvbmError, LayoutError
 from ..pool import Pool
-from .measure import View, device_of
+from .measure import View, device_of, entry_offsets
 
 __all__ = [
     "BUILT_IN",
@@ -171,8 +171,7 @@ def _table_steps(pool: Pool) -> dict[int, int]:
     if len(pool.resolved.orders) > 1 and table and len({a.nbytes for a in pool.resolved.allocations}) > 1:
         raise NotApplicable(f"{pool.layout.name}: K and V have allocations of different sizes")
     steps = {p.table: int(bases[p.table] - bases[0]) if p.extent > 1 else 0 for p in table}
-    entries = np.arange(len(bases))
-    expected = bases[0] + sum(entries // p.table % p.extent * steps[p.table] for p in table) if table else bases
+    expected = bases[0] + entry_offsets(table, [steps[p.table] for p in table]) if table else bases
     if not np.array_equal(expected, bases) or any(step < 0 for step in steps.values()):
         raise NotApplicable(f"{pool.layout.name}: its allocations do not lie at regular distances")
     return steps

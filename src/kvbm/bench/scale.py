@@ -21,10 +21,10 @@ from ..planner import plan, size_text
 from ..pool import Pool
 from ..shapes import BlockShape, load_shape
 from ..transfer import Transfer
+from .check import Check
 from .clock import CpuClock, GpuClock, cuda
 from .measure import (
     MOST_ARRAYS,
-    Check,
     Ids,
     Memory,
     device_of,
@@ -34,9 +34,9 @@ from .measure import (
     make_clock,
     random_pool,
 )
+from .options import comma_list, numbers
 from .overhead import PAIR, host_seconds
-from .plot import comma_list
-from .section import TINY, Note, Row, common_options, figures, note, numbers, stamp, write_rows
+from .section import TINY, Note, Row, common_options, figures, note, stamp, write_rows
 
 __all__ = ["COLUMNS", "SECTIONS", "scale"]
 

@@ -13,9 +13,10 @@ import click
 from .. import _core, kernels
 from ..errors import CudaUnavailableError, KvbmError
 from ..shapes import BlockShape
-from .measure import Rows, commit, device_of, header, machine
+from .measure import commit, device_of, header, machine
+from .table import Rows
 
-__all__ = ["TINY", "Note", "Row", "common_options", "numbers", "require_gpu", "stamp", "write_rows"]
+__all__ = ["TINY", "Note", "Row", "common_options", "require_gpu", "stamp", "write_rows"]
 
 #: Blocks of 1 KiB, of which a million fit: what is measured with them is not the bytes.
 TINY = BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
@@ -45,17 +46,6 @@ def stamp(place: str) -> Row:
     """The columns that every row ends with."""
     gpu, driver = machine(place)
     return {"gpu": gpu, "driver": driver, "commit": commit()}
-
-
-def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """A callback for options that take positive numbers with commas between them."""
-    try:
-        found = [int(part.replace("_", "")) for part in value.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise click.BadParameter(f"expected positive numbers with commas between them, got {value!r}", param=parameter)
-    return tuple(dict.fromkeys(found))
 
 
 def _place(_: click.Context, parameter: click.Parameter, value: str | None) -> str:
@@ -95,7 +85,7 @@ def note(text: str) -> None:
 
 
 def write_rows(
-    found: Iterator[Row], columns: Sequence[str], place: str, shape: BlockShape, out: Path | None, title: str
+    found: Iterator[Row], columns: Sequence[str], place: str, shape: BlockShape | None, out: Path | None, title: str
 ) -> int:
     """Write rows as they come, with a line of progress on stderr where that is a terminal.
 

@@ -1,0 +1,118 @@
+"""How good the choice of ``strategy="auto"`` is, also for blocks that were not tuned: ``kvbm bench auto``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from ..shapes import BlockShape, load_shape
+from ..tuning import STRATEGIES
+from . import copies
+from .options import numbers
+from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows
+from .table import Record
+
+__all__ = ["COLUMNS", "auto", "measure", "points"]
+
+COLUMNS = (
+    "shape", "direction", "host", "num_blocks", "total_bytes", "memcpy_ms", *STRATEGIES, "auto", "chosen", "of_best",
+    "gpu", "driver", "commit",
+)  # fmt: skip
+
+#: Blocks of several sizes and run lengths; on the GPU one array a layer, on the host the layouts that caches are kept in.
+SHAPES = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-70b/tp4", "deepseek-v3")
+GPU_LAYOUT, HOST_LAYOUTS = "nhd", ("nhd", "universal", "vllm/LBHNC")
+
+#: What the choice is to reach of the best strategy's speed.
+ASKED = 0.98
+
+
+def sweeps(
+    shapes: Sequence[BlockShape], hosts: Sequence[str], batches: Sequence[int], place: str, iters: int, note: Note
+) -> Iterator[copies.Sweep]:
+    """Out and in, for every shape; all shapes at once would need the memory of the largest for each."""
+    for shape, direction in itertools.product(shapes, ("d2h", "h2d")):
+        pairs = [f"{GPU_LAYOUT}:{host}" if direction == "d2h" else f"{host}:{GPU_LAYOUT}" for host in hosts]
+        yield copies.Sweep(
+            shapes=[shape], batches=batches, directions=[direction], pairs=[copies.Pair.parse(pair) for pair in pairs],
+            backends={direction: copies.STRATEGIES}, peers={}, built_in_peers=False, place=place, iters=iters, note=note,
+        )  # fmt: skip
+
+
+def points(records: Iterable[Record]) -> Iterator[Row]:
+    """A row for each shape, direction, host layout and batch: shares of a memcpy, and how near to the best the choice is.
+
+    `of_best` takes the better of the two measurements that there are of what was chosen, so that noise is not taken for a choice.
+    """
+    ours = (record for record in records if record.backend != copies.MEMCPY)
+    for _, held in itertools.groupby(ours, lambda each: (each.shape, each.direction, each.pattern, each.num_blocks)):
+        by_name = {record.backend: record for record in held}
+        if "auto" not in by_name or len(by_name) == 1:
+            continue
+        auto = by_name.pop("auto")
+        chosen = auto.kernel.partition(" ")[0]
+        taken = min(auto.median_ms, by_name[chosen].median_ms if chosen in by_name else auto.median_ms)
+        src, dst = auto.pattern.split(":")
+        yield {
+            "shape": auto.shape,
+            "direction": auto.direction,
+            "host": dst if auto.direction == "d2h" else src,
+            "num_blocks": auto.num_blocks,
+            "total_bytes": auto.total_bytes,
+            "memcpy_ms": auto.memcpy_ms,
+            **{name: by_name[name].ratio if name in by_name else "" for name in STRATEGIES},
+            "auto": auto.ratio,
+            "chosen": chosen,
+            "of_best": round(min(taken, *(record.median_ms for record in by_name.values())) / taken, 3),
+        }
+
+
+def measure(planned: Iterable[copies.Sweep], place: str) -> Iterator[Row]:
+    """Rows of all sweeps, as they come."""
+    end = stamp(place)
+    for sweep in planned:
+        with contextlib.closing(sweep.run()) as found:  # type: ignore[type-var]
+            yield from ({**point, **end} for point in points(record for record, _ in found))
+
+
+@click.command()
+@common_options(iters=12)
+@click.option("--profile", "profiles", multiple=True, default=SHAPES, show_default=True, metavar="SHAPE",
+              help="Shape of a block; may be repeated.")  # fmt: skip
+@click.option("--host", "hosts", multiple=True, default=HOST_LAYOUTS, show_default=True, metavar="LAYOUT",
+              help=f"Layout in host memory; may be repeated. On the GPU it is {GPU_LAYOUT}.")  # fmt: skip
+@click.option("--num-blocks", "batches", default="1,2,4,8,16,64,256", show_default=True, callback=numbers, metavar="N,...",
+              help="Blocks of a batch.")  # fmt: skip
+def auto(
+    place: str, iters: int, out: Path | None, profiles: Sequence[str], hosts: Sequence[str], batches: tuple[int, ...]
+) -> None:
+    """How near the choice of strategy="auto" comes to the best strategy, between a GPU and pinned host memory.
+
+    The columns direct, staged, engine and auto are shares of one contiguous pinned copy; of_best is the best strategy's time
+    over that of what auto chose. Makes the machine's table first if there is none: see `kvbm tune`.
+    """
+    require_gpu(place, "bench auto")
+    shapes = [load_shape(profile) for profile in profiles]
+    planned = list(sweeps(shapes, hosts, batches, place, iters, note))
+    for sweep in planned:
+        sweep.plans()
+    shares: list[tuple[float, str]] = []
+
+    def told(rows: Iterator[Row]) -> Iterator[Row]:
+        with contextlib.closing(rows):  # type: ignore[type-var]
+            for row in rows:
+                what = "{shape}, {direction}, {host}, {num_blocks} blocks, {chosen}".format_map(row)
+                shares.append((row["of_best"], what))
+                yield row
+
+    write_rows(told(measure(planned, place)), COLUMNS, place, None, out, "auto")
+    short = sorted(each for each in shares if each[0] < ASKED)
+    for share, what in short:
+        note(f"{share:.3f} of the best: {what}")
+    note(
+        f"auto: {len(shares) - len(short)} of {len(shares)} within {figures(100 * (1 - ASKED)):g} % of the best strategy"
+    )

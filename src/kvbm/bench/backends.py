@@ -1,0 +1,165 @@
+"""Who copies: kvbm's strategies, raw copies run by run, and peers; each bound to two pools."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core, kernels
+from ..errors import KvbmError
+from ..nest import Part
+from ..planner import Plan
+from ..pool import Pool
+from ..transfer import Transfer
+from . import measure, peers
+from .peers import NotApplicable
+
+__all__ = ["BACKENDS", "RAW", "STRATEGIES", "Backend", "ByPeer", "ByRuns", "ByTransfer", "num_runs", "runs"]
+
+STRATEGIES = ("auto", "direct", "staged", "engine")
+RAW = ("vectorized", "batched", "memcpy_async")
+BACKENDS = (*STRATEGIES, *RAW, "host")
+
+
+# ---- runs and their addresses --------------------------------------------------------------------------------------
+
+
+class Runs(NamedTuple):
+    """Runs that are contiguous on both sides: all of one size."""
+
+    src: npt.NDArray[np.uint64]
+    dst: npt.NDArray[np.uint64]
+    size: int
+
+
+def runs(src: Pool, dst: Pool, made: Plan, src_ids: Any, dst_ids: Any) -> list[Runs]:
+    """Addresses of every run of a batch; one list a part of the plan (K and V where these differ)."""
+    found = []
+    for part in made.parts:
+        ends = []
+        for pool, ids, step, start, strides in (
+            (src, src_ids, part.src_id, (part.src_table_offset, part.src_offset), _side(part, is_source=True)),
+            (dst, dst_ids, part.dst_id, (part.dst_table_offset, part.dst_offset), _side(part, is_source=False)),
+        ):
+            blocks = np.asarray(ids, np.int64)[:, None]
+            entry, offset = strides
+            where = pool.addresses.astype(np.int64)[blocks * step[0] + start[0] + entry]
+            ends.append((where + (blocks * step[1] + start[1] + offset)).reshape(-1).astype(np.uint64))
+        found.append(Runs(ends[0], ends[1], part.run_bytes))
+    return found
+
+
+def _side(part: Part, *, is_source: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Table entry and offset of every run of a block, relative to its first."""
+    entry, offset = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for mode in reversed((*part.inner[1:], *part.outer)):
+        table, stride = (mode.src_table, mode.src) if is_source else (mode.dst_table, mode.dst)
+        steps = np.arange(mode.extent, dtype=np.int64)
+        entry = (entry[:, None] + steps * table).reshape(-1)
+        offset = (offset[:, None] + steps * stride).reshape(-1)
+    return entry, offset
+
+
+def num_runs(made: Plan) -> int:
+    """Runs a block."""
+    return sum(part.nbytes // part.run_bytes for part in made.parts)
+
+
+# ---- backends ------------------------------------------------------------------------------------------------------
+
+
+class Backend(Protocol):
+    """Somebody who copies between two pools."""
+
+    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
+        """The call that is measured, for these ids; what can be prepared is prepared here."""
+
+    def kernel(self, batch: int) -> str:
+        """What runs."""
+
+
+class ByTransfer:
+    """A strategy of `Transfer`."""
+
+    def __init__(self, src: Pool, dst: Pool, strategy: str, max_sms: int | None, stack: contextlib.ExitStack) -> None:
+        sms = None if strategy == "engine" or src.device == dst.device == "cpu" else max_sms
+        self._move = stack.enter_context(Transfer(src, dst, strategy, sms))
+        self._strategy = strategy
+
+    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
+        return lambda stream: self._move.copy(src_ids, dst_ids, stream=stream)
+
+    def kernel(self, batch: int) -> str:
+        found = self._move._mover.route(None)
+        taken = found.route.choose(batch)
+        if taken != "direct":
+            return taken
+        names = " ".join(copy.kernel for copy in found.copies if copy.kernel)
+        return names if self._strategy != "auto" or self._move._mover.on_host else f"direct {names}"
+
+
+class ByRuns:
+    """Every run that is contiguous on both sides as a copy of its own."""
+
+    def __init__(self, src: Pool, dst: Pool, name: str, made: Plan, device: int) -> None:
+        if device < 0:
+            raise NotApplicable("it needs a GPU")
+        if name == "batched" and not _core.has_memcpy_batch():
+            raise NotApplicable("this driver has no batched copies (CUDA 12.8 has them)")
+        self._runs = functools.partial(runs, src, dst, made)
+        self._name, self._device = name, device
+
+    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
+        parts = self._runs(src_ids, dst_ids)
+
+        def copy(stream: Any) -> None:
+            for part in parts:
+                if self._name == "vectorized":
+                    kernels.vectorized_copy(*part, stream=stream, device=self._device)
+                else:
+                    kernels.memcpy_batch(
+                        *part, mode=_MODES[self._name], stream=stream, device=self._device, merge=False
+                    )
+
+        return copy
+
+    def kernel(self, batch: int) -> str:  # noqa: ARG002
+        return {"vectorized": "copy_pairs", "batched": "cuMemcpyBatchAsync", "memcpy_async": "cuMemcpyAsync"}[
+            self._name
+        ]
+
+
+_MODES = {
+    "batched": kernels.MemcpyBatchMode.BATCH_WITHOUT_FALLBACK,
+    "memcpy_async": kernels.MemcpyBatchMode.FALLBACK_ONLY,
+}
+
+
+class ByPeer:
+    """Somebody else's function."""
+
+    def __init__(self, src: Pool, dst: Pool, name: str, peer: peers.Peer) -> None:
+        self._name = name
+        self._copy = self._guarded(peer, src, dst)
+
+    def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
+        return lambda stream: self._guarded(self._copy, src_ids, dst_ids, stream)
+
+    def kernel(self, batch: int) -> str:  # noqa: ARG002
+        return ""
+
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
+        """An error of somebody else's code says whose it was."""
+        try:
+            return call(*args)
+        except KvbmError:
+            raise
+        except Exception as error:
+            if measure.is_out_of_memory(error) or "out of memory" in str(error).lower():
+                raise MemoryError(f"{self._name}: {error}") from error
+            raise peers.PeerError(f"peer {self._name}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,173 @@
+"""CSV files: the rows that the commands of `kvbm bench` write, and the same read again."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..errors import SpecError
+
+__all__ = ["Record", "Row", "Rows", "Table", "read"]
+
+
+class Row(dict[str, str]):
+    """A line of a CSV file that knows where it stands."""
+
+    def __init__(self, values: Mapping[str, str], where: str) -> None:
+        super().__init__(values)
+        self.where = where
+
+    def number(self, column: str) -> float:
+        """The number in a column; `SpecError` names file and line if there is none."""
+        try:
+            value = float(self[column])
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise SpecError(f"{self.where}: column {column!r}: expected a number, got {self[column]!r}")
+        return value
+
+    def positive(self, column: str) -> float:
+        """The number in a column that is drawn on a logarithmic axis, or divided by."""
+        value = self.number(column)
+        if value <= 0:
+            raise SpecError(f"{self.where}: column {column!r}: expected a number above 0, got {self[column]!r}")
+        return value
+
+
+@dataclass(frozen=True)
+class Table:
+    """One header row and what stands below it.
+
+    Attributes
+    ----------
+    path : Path
+    comments : tuple of str
+        The comment lines above the header, without their ``#``: commit, machine, driver, date.
+    columns : tuple of str
+    rows : tuple of Row
+    """
+
+    path: Path
+    comments: tuple[str, ...]
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def read(path: Path) -> list[Table]:
+    """The tables of a CSV file: a comment line begins a new one, as where runs were appended to one file.
+
+    Raises
+    ------
+    SpecError
+        Nothing but comments, a row with too few or too many cells, or text that is not UTF-8.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path}: expected a CSV file in UTF-8: {error}") from None
+    parts: list[tuple[list[str], list[tuple[int, str]]]] = []
+    for number, line in enumerate(lines, 1):
+        is_comment = line.startswith("#")
+        if not parts or (is_comment and parts[-1][1]):
+            parts.append(([], []))
+        if is_comment:
+            parts[-1][0].append(line.lstrip("# ").rstrip())
+        elif line.strip():
+            parts[-1][1].append((number, line))
+    tables = [_table(path, comments, held) for comments, held in parts if held]
+    if not any(table.rows for table in tables):
+        found = "a header and no rows" if tables else "none"
+        raise SpecError(f"{path}: expected a header line and rows, as `kvbm bench` writes them, got {found}")
+    return tables
+
+
+def _table(path: Path, comments: Sequence[str], held: Sequence[tuple[int, str]]) -> Table:
+    (_, header), *rest = held
+    columns = tuple(next(csv.reader([header])))
+    rows = []
+    for number, line in rest:
+        cells = next(csv.reader([line]))
+        if len(cells) != len(columns):
+            raise SpecError(f"{path}:{number}: expected {len(columns)} cells, as the header has, got {len(cells)}")
+        rows.append(Row(dict(zip(columns, cells, strict=True)), f"{path}:{number}"))
+    return Table(path, tuple(comments), columns, tuple(rows))
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of the sweep's CSV; its fields are the columns.
+
+    Attributes
+    ----------
+    tokens_per_block, num_blocks : int
+        Size of a block, and blocks of the batch.
+    pattern : str
+        ``fc_to_fc``, ``lw_to_fc``, … or ``nhd:universal``.
+    direction : {"d2d", "h2d", "d2h", "h2h", "p2p"}
+    backend : str
+        Who copied; ``memcpy`` is the yardstick itself.
+    total_bytes, inner_bytes : int
+        Bytes of the batch; of one layer's K or V of one block.
+    copy_size, num_copies : int
+        Bytes that are contiguous on both sides (the shortest), and how many such runs the batch has.
+    median_ms, min_ms, max_ms : float
+    bandwidth_gbps : float
+        `total_bytes` over the median: every byte counts once, also where it is read from and written to one memory.
+    memcpy_ms, ratio : float
+        The yardstick's median time in the same run, and that over `median_ms`.
+    timing : {"events", "replay", "clock"}
+    kernel, shape, gpu, driver, commit : str
+    """
+
+    tokens_per_block: int
+    num_blocks: int
+    pattern: str
+    direction: str
+    backend: str
+    total_bytes: int
+    inner_bytes: int
+    copy_size: int
+    num_copies: int
+    median_ms: float
+    bandwidth_gbps: float
+    min_ms: float
+    max_ms: float
+    memcpy_ms: float
+    ratio: float
+    timing: str
+    kernel: str
+    shape: str
+    gpu: str
+    driver: str
+    commit: str
+
+
+class Rows:
+    """Writes rows as they come, so that what was measured is there whenever the run ends.
+
+    Parameters
+    ----------
+    out : text file
+    comment : str
+        What `measure.header` says.
+    columns : sequence of str, optional
+        Those of `Record` if not given.
+    """
+
+    def __init__(self, out: TextIO, comment: str, columns: Sequence[str] | None = None) -> None:
+        names = list(columns) if columns is not None else [field.name for field in fields(Record)]
+        self._out = out
+        self._writer = csv.DictWriter(out, names, lineterminator="\n")
+        out.write(comment + "\n")
+        self._writer.writeheader()
+        out.flush()
+
+    def write(self, row: Record | dict[str, Any]) -> None:
+        """Append one row."""
+        self._writer.writerow({f.name: getattr(row, f.name) for f in fields(row)} if isinstance(row, Record) else row)
+        self._out.flush()

@@ -1,0 +1,300 @@
+"""What a picture of a layout shows: labels, bytes and padding of every member, all from the pieces of a `Resolved` layout.
+
+A layout is a cascade: one row a level, slowest first, the first member of each opened in the row below.  Many members are the
+first three, an ellipsis and the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .facts import index_label, levels, meaning, plane_lines, record_runs, shared_levels
+from .resolved import Piece, Resolved
+
+__all__ = ["Cell", "Row", "Section", "sections"]
+
+#: Members that a row shows one by one; of more it shows the first three and the last.
+_ALL, _FIRST = 8, 3
+#: Runs of a record that are shown at its beginning and at its end.
+_RUNS = (5, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One member of a level.
+
+    Attributes
+    ----------
+    label : str
+        ``t3``, ``K``, ``d 0–7``.
+    start : int
+        First byte in its allocation; of an allocation, its table entry.
+    nbytes, padding : int
+        Bytes that it holds, and bytes to the next member that hold nothing.
+    half : int or None
+        0 for K, 1 for V, None for both or neither.
+    plane : int or None
+        Which plane, None for all or where there is none.
+    """
+
+    label: str
+    start: int
+    nbytes: int
+    padding: int = 0
+    half: int | None = None
+    plane: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One level of a layout: the table of allocations, or an axis inside an allocation.
+
+    Attributes
+    ----------
+    term, about : str
+        As declared, and in prose.
+    extent, step : int
+        Members; bytes from one to the next (of allocations: bytes of each).
+    cells : tuple of (Cell or int)
+        A number stands for so many left out.
+    opened : int
+        Place in `cells` of the member that the next row shows.
+    turns : int
+        How often K and V alternate inside a member; 0 where there is nothing to alternate.
+    opaque : bool
+        The order of the elements is not promised: one cell stands for all.
+    blocks : tuple of (int, int, str)
+        First and last place in `cells` of what belongs to a block, and its name, where a block has several allocations.
+    is_record : bool
+        The members are runs of planes, of different sizes.
+    between : bool
+        What lies between the members belongs to other planes: it is no padding, or not all of it.
+    """
+
+    term: str
+    about: str
+    extent: int
+    step: int
+    cells: tuple[Cell | int, ...]
+    opened: int = 0
+    turns: int = 0
+    opaque: bool = False
+    blocks: tuple[tuple[int, int, str], ...] = ()
+    is_record: bool = False
+    between: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Rows that are drawn below one title: the table, the levels inside an allocation, those of K, of V, or of a plane.
+
+    Attributes
+    ----------
+    rows : tuple of Row
+        Slowest first; the member that one opens is shown by the next.
+    title, about : str
+        ``Inside: scale of V`` and what that is; empty where there is nothing to tell apart.
+    half, plane : int or None
+        0 for K, 1 for V; which plane.
+    """
+
+    rows: tuple[Row, ...]
+    title: str = ""
+    about: str = ""
+    half: int | None = None
+    plane: int | None = None
+
+
+def sections(resolved: Resolved) -> list[Section]:
+    """What a picture shows: the table of allocations first, then what lies inside one.
+
+    Parameters
+    ----------
+    resolved : Resolved
+        The layout at a shape and a number of blocks.
+
+    Returns
+    -------
+    list of Section
+        The table; one an order, or for planes that share records what they share and then one a plane and order.
+    """
+    made = [Section((_table_row(resolved),))]
+    if not resolved.parts:
+        for o in range(len(resolved.orders)):
+            is_one = len(resolved.orders) == 1
+            made.append(Section(_levels(resolved, resolved, o), "" if is_one else f"Inside: {'KV'[o]}", half=o))
+        return made
+    around = shared_levels(resolved)
+    if resolved.record:
+        part = resolved.parts[0]
+        steps = [step for step in levels(resolved, part, 0)[:around] if step[0].extent > 1]
+        o_in_table = any(piece.table and piece.term.axes == ("o",) for piece in part.pieces())
+        cascade = _cascade(steps, 0, 0 if o_in_table and resolved.shape.no == 2 else None, 0)
+        made.append(Section((*cascade, _record_row(resolved))))
+    told = dict(plane_lines(resolved))
+    for index, part in enumerate(resolved.parts):
+        for o in range(len(part.orders)):
+            name = part.plane + (f" of {'KV'[o]}" if len(part.orders) == 2 else "")
+            about = told[f"plane {part.plane}"].partition(", ")[2]
+            cascade = _levels(resolved, part, o, index)
+            made.append(Section(cascade, f"Inside: {name}", about, o if len(part.orders) == 2 else None, index))
+    return made
+
+
+def _levels(resolved: Resolved, part: Resolved, o: int, plane: int | None = None) -> tuple[Row, ...]:
+    """The levels of K or V inside an allocation, or of a plane inside a record."""
+    in_table = any(piece.table and piece.term.axes == ("o",) for piece in part.pieces())
+    half = o if in_table and plane is None else None  # of the table's first entries the one that this order is in
+    steps = levels(resolved, part, o)
+    around = steps[: shared_levels(resolved)]
+    base = part.bases[min(o, len(part.bases) - 1)][0]
+    if plane is not None:  # the half that the rows above open, which is K's, unless V has an order of its own
+        base += sum(o * piece.stride for piece, _ in around if piece.term.axes == ("o",))
+    own = [step for step in steps[len(around) :] if step[0].extent > 1]
+    cascade = _cascade(own, base, half, o)
+    if plane is None:
+        return cascade
+    ends = [
+        (
+            p.bases[0][0],
+            p.bases[0][0]
+            + sum((q.extent - 1) * q.stride for q, _ in levels(resolved, p, 0)[shared_levels(resolved) :]),
+        )
+        for p in resolved.parts
+    ]
+    (start, end), others = ends[plane], [*ends[:plane], *ends[plane + 1 :]]
+    is_between = bool(resolved.record) and any(start < to and since < end for since, to in others)
+    return tuple(_of_plane(row, plane, is_between) for row in cascade)
+
+
+def _of_plane(row: Row, plane: int, is_between: bool) -> Row:
+    is_o = row.term == "o"  # K and V keep their colours where they are told apart; below, a plane has its own
+    cells = tuple(
+        replace(cell, plane=plane, half=cell.half if is_o else None) if isinstance(cell, Cell) else cell
+        for cell in row.cells
+    )
+    return replace(row, cells=cells, between=is_between)
+
+
+def _cascade(steps: Sequence[tuple[Piece, int]], base: int, half: int | None, o: int) -> tuple[Row, ...]:
+    """One row a level, each beginning where the member of the one before is that it opens: K, or V for `o` = 1."""
+    cascade = []
+    for number, (piece, holds) in enumerate(steps):
+        row = _level(piece, holds, base, half, [piece for piece, _ in steps[number + 1 :]])
+        if piece.term.axes == ("o",):
+            row = replace(row, opened=o)
+            half, base = o, base + o * piece.stride
+        cascade.append(row)
+    return tuple(cascade)
+
+
+def _record_row(resolved: Resolved) -> Row:
+    """The runs of all planes in the first record."""
+    first, more, last = record_runs(resolved, 0, *_RUNS)
+    cells = [
+        Cell(resolved.parts[run.plane].plane, run.start, run.nbytes, run.gap, plane=run.plane)
+        for run in (*first, *last)
+    ]
+    shown: list[Cell | int] = [*cells[: len(first)], *([more] if more else []), *cells[len(first) :]]
+    about = f"{len(resolved.parts)} planes"
+    count = len(cells) + more
+    return Row("record", about, count, resolved.record, tuple(shown), is_record=True)
+
+
+def _shown(extent: int, first: int = _FIRST, most: int = _ALL) -> list[int]:
+    return list(range(extent)) if extent <= most else [*range(first), extent - 1]
+
+
+def _with_gaps(indices: Sequence[int], cells: Sequence[Cell]) -> tuple[Cell | int, ...]:
+    """The cells of these indices, and between any two how many are left out."""
+    made: list[Cell | int] = [cells[0]]
+    for before, index, cell in zip(indices, indices[1:], cells[1:], strict=False):
+        made += [index - before - 1, cell] if index > before + 1 else [cell]
+    return tuple(made)
+
+
+def _table_row(resolved: Resolved) -> Row:
+    if resolved.apart:
+        return _table_of_planes(resolved)
+    one = resolved.planes[0]
+    table = [piece for piece in reversed(one.pieces()) if piece.table]
+    count = resolved.table_size
+    each = next((piece.table for piece in table if piece.term.axes == ("b",)), 0)  # allocations of a block
+    has_brackets = each > 1 and each * resolved.num_blocks == count > 5
+    entries = sorted({0, 1, each - 1, each, count - 1}) if has_brackets else _shown(count, most=5)
+    shown: list[Cell] = []
+    for entry in entries:
+        at = {piece.term.axes: entry // piece.table % piece.extent for piece in table}
+        label = " ".join(index_label(p, at[p.term.axes]) for p in table if p.extent > 1) or "all of it"
+        kind = resolved.kinds[resolved.kind_of_entry[entry]]
+        half = at.get(("o",)) if resolved.shape.no == 2 else None
+        shown.append(Cell(label, entry, _span(kind.shape, kind.strides, kind.itemsize), half=half))
+    cells = _with_gaps(entries, shown)
+    blocks = []
+    for block in range(2 if has_brackets and resolved.num_blocks > 1 else 0):
+        mine = [place for place, cell in enumerate(cells) if isinstance(cell, Cell) and cell.start // each == block]
+        blocks.append((mine[0], mine[-1], f"block {block}"))
+    inner = [piece for piece in reversed(one.pieces()) if not piece.table and piece.extent > 1]
+    term = "[" + " ".join(str(piece.term) for piece in table) + "]" if table else "pool"
+    turns = 0 if shown[0].half is not None else _turns(inner)
+    about = "one allocation" if count == 1 else "allocations"
+    return Row(term, about, count, shown[0].nbytes, cells, turns=turns, blocks=tuple(blocks))
+
+
+def _table_of_planes(resolved: Resolved) -> Row:
+    """The first and the last arrays of each plane."""
+    shown: dict[int, Cell] = {}
+    for index, part in enumerate(resolved.parts):
+        table = [piece for piece in reversed(part.pieces()) if piece.table]
+        base = part.bases[0][1]
+        picked = (
+            {0: 1} | {sum(piece.table for piece in table[-1:]): 1} | {sum((p.extent - 1) * p.table for p in table): 1}
+        )
+        kind = part.first
+        for at in picked if len(resolved.parts) < 3 else (0, max(picked)):
+            label = " ".join([part.plane, *(index_label(p, at // p.table % p.extent) for p in table if p.extent > 1)])
+            shown[base + at] = Cell(label, base + at, _span(kind.shape, kind.strides, kind.itemsize), plane=index)
+    entries = sorted(shown)
+    term = "[" + " ".join("<…>" if term.planes else str(term) for term in resolved.layout.orders[0].table) + "]"
+    cells = _with_gaps(entries, [shown[entry] for entry in entries])
+    return Row(term, "arrays of planes", resolved.table_size, shown[0].nbytes, cells)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    return shape[0] * strides[0] if shape else itemsize
+
+
+def _level(piece: Piece, holds: int, base: int, half: int | None, below: Sequence[Piece]) -> Row:
+    padding = piece.stride - holds
+    if piece.term.opaque:
+        label = f"{piece.extent:,} elements in an order that is not promised"
+        cell = Cell(label, base, piece.stride * piece.extent, half=half)
+        return Row(str(piece.term), meaning(piece), piece.extent, piece.stride, (cell,), opaque=True)
+    is_o = piece.term.axes == ("o",) and piece.extent == 2
+    indices = _shown(piece.extent)
+    cells = [Cell(_member(piece, i), base + i * piece.stride, holds, padding, i if is_o else half) for i in indices]
+    turns = 0 if is_o or half is not None else _turns(below)
+    about = meaning(piece)
+    return Row(str(piece.term), about, piece.extent, piece.stride, _with_gaps(indices, cells), turns=turns)
+
+
+def _turns(pieces: Sequence[Piece]) -> int:
+    """How many runs of K and V alternate in what these pieces, slowest first, step through."""
+    turns = 1
+    for piece in pieces:
+        turns *= piece.extent
+        if piece.term.axes == ("o",) and piece.extent == 2:
+            return turns
+    return 0
+
+
+def _member(piece: Piece, index: int) -> str:
+    """``t3``, ``K``; of a quotient the elements that it holds, ``d 0–7``."""
+    name = " ".join(piece.term.axes)
+    if piece.divisor > 1:
+        first = index * piece.divisor
+        return f"{name} {first}–{first + piece.divisor - 1}"
+    if len(piece.term.axes) > 1:
+        return f"{name} {index}"
+    return index_label(piece, index) if not piece.term.steps else f"{name}{index}"

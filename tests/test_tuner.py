@@ -1,0 +1,394 @@
+"""Measuring the strategies: when it happens, what it runs, and what `auto` takes without it."""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import kvbm
+import test_driver
+from kvbm import cli, doctor, planner, tuner, tuning
+from kvbm.tuning import Row, Way
+from test_tuning import DRIVER, GPU, KIB, MIB, PLAIN
+
+library = test_driver.library  # the fixture
+ALL = {"direct": Way(4 * KIB), "staged": Way(2 * MIB), "engine": Way(4 * KIB)}
+BUILT_IN = ((7, "direct"), (8, "staged"))  # for d2h
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """A cache folder of its own, a machine that has not been measured, and no measuring that a test did not ask for."""
+    monkeypatch.setenv("KVBM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVBM_TUNE", raising=False)
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(tuning, "machine", lambda _: (GPU, DRIVER))
+        monkeypatch.setattr(tuner, "measure", Measured(kvbm.KvbmError("this test did not ask for it")))
+    tuner.reload()
+    yield
+    tuner.reload()
+
+
+def limits(direction: str, ways: dict[str, Way] = ALL, block: int = 2 * MIB) -> tuning.Choice:
+    return tuner.limits(direction, 0, ways, block, tuning.CHUNK_BYTES, kvbm.Transfer)
+
+
+# ---- without a table -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("direction", "runs", "found"),
+    [
+        ("d2d", {"direct": 64, "staged": 64, "engine": 64}, ((0, "direct"),)),
+        ("d2h", {"direct": 64, "staged": 2 * MIB}, ((7, "direct"), (8, "staged"))),
+        ("h2d", {"direct": 64, "staged": 2 * MIB}, ((2, "direct"), (3, "staged"))),
+        ("d2h", {"direct": 64, "staged": 32 * KIB}, ((0, "direct"),)),  # the copy engine wants long pieces
+        ("h2d", {"direct": 64}, ((0, "direct"),)),
+        ("h2d", {"staged": 64}, ((0, "staged"),)),
+        ("h2d", {"engine": 64}, ((0, "engine"),)),
+        ("p2p", {"direct": 64, "staged": 64}, ((0, "direct"),)),
+        ("p2p", {"staged": 64, "engine": 64}, ((0, "staged"),)),
+        ("p2p", {"engine": 64}, ((0, "engine"),)),
+    ],
+)
+def test_the_built_in_rule(direction: str, runs: Any, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBM_TUNE", "0")
+    got, why = limits(direction, {name: Way(run) for name, run in runs.items()})
+    assert got == found
+    assert ("KVBM_TUNE=0" in why and "built-in rule" in why) == (direction != "d2d")
+
+
+def test_a_table_is_read_where_measuring_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBM_TUNE", "0")
+    tuning.save(PLAIN)
+    why = limits("d2h").why
+    assert "measured on this machine" in why and GPU in why and DRIVER in why and PLAIN.date in why
+    assert "KVBM_TUNE=0" in limits("h2d").why
+
+
+def test_one_gpu_alone_is_never_measured() -> None:
+    assert limits("d2d") == (((0, "direct"),), "one kernel on one GPU is the fastest way there")
+    tuning.save(PLAIN)  # which does not know d2d
+    tuner.reload()
+    assert limits("d2d").limits == ((0, "direct"),)
+    assert tuner.measure.asked == []  # type: ignore[attr-defined]
+
+
+class Measured:
+    """Stands in for `measure`: takes a while, and counts."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.asked = error, []  # type: ignore[var-annotated]
+
+    def __call__(self, device: int, mover: Any, *, directions: Any, peers: Any) -> tuning.Table:
+        assert bool(peers) == (directions == ("p2p",)), "no context on a GPU that this process does not use"
+        assert mover is kvbm.Transfer
+        self.asked.append((device, *directions))
+        time.sleep(0.05)
+        if self.error:
+            raise self.error
+        rows = (Row(d, name, KIB, MIB, MIB, t) for d in directions for name, t in (("direct", 2e-4), ("engine", 1e-4)))
+        return tuning.Table(GPU, DRIVER, "2026-01-31", "0.0.7", tuple(rows))
+
+
+def test_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    measured = Measured()
+    monkeypatch.setattr(tuner, "measure", measured)
+    monkeypatch.setattr(tuner, "_used_peers", lambda _: [1])
+    answers: list[Any] = []
+    with caplog.at_level(logging.INFO, "kvbm"):
+        threads = [threading.Thread(target=lambda: answers.append(limits("d2h"))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(answers) == 8 and {str(found) for found, _ in answers} == {"((0, 'engine'),)"}
+    assert measured.asked == [(0, "d2h", "h2d", "d2d")]
+    assert "KVBM_TUNE=0" in caplog.text and str(tuning.path(GPU, DRIVER)) in caplog.text
+    tuner.reload()  # as another process
+    for direction in ("h2d", "d2h", "d2d"):
+        assert "2026-01-31" in limits(direction)[1]
+    assert len(measured.asked) == 1
+    limits("p2p")
+    assert measured.asked[1:] == [(0, "p2p")], "only what is missing"
+    tuner.reload()
+    assert tuning.load(GPU, DRIVER).directions == tuning.DIRECTIONS  # type: ignore[union-attr]
+
+
+def test_measuring_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    measured = Measured(kvbm.CudaError("out of memory on cuda:0"))
+    monkeypatch.setattr(tuner, "measure", measured)
+    for _ in range(3):
+        found, why = limits("d2h")
+        assert found == BUILT_IN
+        assert "built-in rule" in why and "out of memory on cuda:0" in why
+    assert len(measured.asked) == 1, "not at every transfer"
+    assert len(caplog.records) == 1
+    assert not tuning.path(GPU, DRIVER).exists()
+    tuner.reload()
+    limits("d2h")
+    assert len(measured.asked) == 2
+
+
+def test_a_bug_in_here_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning.save(PLAIN)
+    monkeypatch.setattr(tuning.Table, "choose", lambda *_: 1 // 0)
+    found, why = limits("d2h")
+    assert found == BUILT_IN and "division" in why
+
+
+def test_not_while_a_capture_is_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, asked = Measured(), []
+    stream = SimpleNamespace(cuda_stream=0)
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        current_stream=lambda: stream,
+        is_current_stream_capturing=lambda: bool(asked.append(stream.cuda_stream)) or stream.cuda_stream == 7,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
+    monkeypatch.setattr(tuner, "measure", measured)
+    stream.cuda_stream = 7
+    assert "capture" in limits("d2h")[1]
+    assert not measured.asked
+    stream.cuda_stream = 0
+    assert "measured on this machine" in limits("d2h")[1]
+    assert measured.asked and asked == [7], "the default stream must not even be asked"
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVBM_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    measured = Measured()
+    monkeypatch.setattr(tuner, "measure", measured)
+    for _ in range(2):
+        assert "measured on this machine" in limits("d2h")[1]
+    assert len(measured.asked) == 1
+    assert "cannot be kept" in caplog.text
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------
+
+
+def test_synthetic_layouts_have_the_runs_that_they_are_filed_under() -> None:
+    for run, block, sizes_ in tuner.grid():
+        near, far, shape = tuner._shapes(run, block)
+        assert shape.nbytes == block and all(size % block == 0 for size in sizes_)
+        for src, dst, gathers in ((near, far, True), (far, near, False)):
+            made = kvbm.plan(src, dst, shape, num_blocks=64)
+            steps = made.staged(gathers=gathers)
+            move = steps[1].flat(None, 0) if gathers else steps[0].flat(0, None)
+            for nest in (made, move, made.flat(0, 0)):
+                assert min(part.run_bytes for part in nest.parts) == run
+
+
+def test_ctrl_c_ends_the_measuring_thread() -> None:
+    stop, ended = threading.Event(), []
+
+    def work() -> list[Row]:
+        _thread.interrupt_main()
+        ended.append(stop.wait(20))
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        tuner._on_a_thread(work, stop)
+    assert ended == [True]
+
+
+#: Measures on the fake driver, whose streams are numbers.
+FAKE = """
+import contextlib, logging, time
+from types import SimpleNamespace
+from kvbm import tuner, tuning
+def seconds(call, *, iters, warmup):
+    start = time.perf_counter()
+    call(5).synchronize()
+    return SimpleNamespace(median=time.perf_counter() - start)
+@contextlib.contextmanager
+def clock(device): yield SimpleNamespace(time=seconds)
+tuner._clock = clock
+"""
+needs_launches = [*test_driver.pytestmark]
+
+
+class TestOnTheFakeDriver:
+    pytestmark = needs_launches
+
+    def test_measure_and_auto(self, library: Path, tmp_path: Path) -> None:
+        """Every strategy runs, nothing stays behind, and a transfer does what the table says."""
+        test_driver.run(
+            library,
+            FAKE
+            + """
+steps = []
+made = tuner.measure(0, kvbm.Transfer, lambda done, of: steps.append((done, of)), directions=("d2h", "d2d"))
+assert count("registered") == 0 and count("launches") and count("batches")
+assert steps == [(i + 1, len(steps)) for i in range(len(steps))]
+for direction, names in (("d2h", {"direct", "staged", "engine"}), ("d2d", {"direct", "engine"})):
+    for run in tuner.RUNS:
+        found = [row for row in made.rows if (row.direction, row.run_bytes) == (direction, run)]
+        assert {row.strategy for row in found} == names
+        assert all(row.run_bytes <= row.block_bytes <= row.total_bytes <= 64 << 20 for row in found)
+layouts = kvbm.load("nhd"), kvbm.load("universal")
+def expect(**costs):
+    tuning.save(tuning.Table(*tuning.machine(0), "2026-01-31", "0", tuple(
+        tuning.Row("d2h", name, shape.nbytes, shape.nbytes, n * shape.nbytes, fixed + n * each)
+        for name, (fixed, each) in costs.items() for n in (1, 10, 40))))
+    tuner.reload()
+    with kvbm.Pool.allocate(layouts[0], shape, 40, "cuda:0") as src, kvbm.Pool.allocate(layouts[1], shape, 40, "pinned") as dst:
+        with kvbm.Transfer(src, dst) as move:
+            ran = [move.copy(range(n), range(n), stream=5).strategy for n in (1, 40)]
+            assert "2026-01-31" in move.explain()
+            return ran
+assert expect(direct=(1e-5, 2e-5), staged=(1e-4, 1e-5)) == ["direct", "staged"]
+assert expect(direct=(1e-4, 1e-5), engine=(1e-6, 1e-7)) == ["direct", "direct"]  # its runs are too short for the engine
+kvbm.transfer.ENGINE_RUN = 0
+assert expect(direct=(1e-4, 1e-5), engine=(1e-6, 1e-7)) == ["engine", "engine"]
+""",
+            KVBM_CACHE_DIR=str(tmp_path),
+        )
+
+    def test_no_memory_to_measure_with(self, library: Path, tmp_path: Path) -> None:
+        test_driver.run(
+            library,
+            FAKE
+            + """
+ways = {"direct": tuning.Way(4096), "staged": tuning.Way(5 << 20)}
+found, why = tuner.limits("d2h", 0, ways, 5 << 20, 32 << 20, kvbm.Transfer)
+assert found == ((3, "direct"), (4, "staged")) and "measuring failed" in why and "CUDA_ERROR" in why, why
+assert count("registered") == 0 and not list(__import__("pathlib").Path(os.environ["KVBM_CACHE_DIR"]).glob("*"))
+""",
+            KVBM_CACHE_DIR=str(tmp_path),
+            FAKE_REGISTER="2",
+        )
+
+
+@pytest.mark.gpu
+def test_measure_on_a_gpu(tmp_path: Path) -> None:
+    """In seconds, all strategies, nothing left behind; and a transfer does what the table says."""
+    import torch
+
+    torch.cuda.init()
+    device = torch.cuda.current_device()
+    tuner.measure(0, kvbm.Transfer, directions=("d2d",))  # contexts and kernels are loaded
+    free = torch.cuda.mem_get_info(0)[0]
+    begin = time.perf_counter()
+    made = tuner.measure(0, kvbm.Transfer)
+    assert time.perf_counter() - begin < 10
+    assert torch.cuda.current_device() == device
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # other processes use the GPU's memory too
+        assert torch.cuda.mem_get_info(0)[0] >= free - 32 * MIB
+    for direction in ("d2h", "h2d"):
+        for run in tuner.RUNS:
+            names = {row.strategy for row in made.rows if (row.direction, row.run_bytes) == (direction, run)}
+            assert names == set(tuning.STRATEGIES)
+    assert "d2d" in made.directions and ("p2p" in made.directions) == (torch.cuda.device_count() > 1)
+    assert all(1e-7 < row.seconds < 1 for row in made.rows)
+    tuning.save(made)
+    shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=16, hd=128)
+    near, far = kvbm.load("nhd"), kvbm.load("universal")
+    stream = torch.cuda.Stream()
+    with kvbm.Pool.allocate(near, shape, 256, "cuda:0") as src, kvbm.Pool.allocate(far, shape, 256, "pinned") as dst:
+        for ends in ((src, dst), (dst, src)):
+            with kvbm.Transfer(*ends) as move:
+                assert made.date in move.explain()
+                for n in (1, 8, 64, 256):
+                    done = move.copy(range(n), range(n), stream=stream)
+                    done.synchronize()
+                    assert (
+                        f"{n} block{'s' if n > 1 else ''} ({planner.size_text(n * shape.nbytes)}): {done.strategy}"
+                        in (move.explain(n))
+                    )
+
+
+@pytest.mark.gpu
+def test_a_capture_elsewhere_stays_whole() -> None:
+    """`limits` measures nothing on a thread that captures; `measure` harms no capture even if it is asked to."""
+    import torch
+
+    x = torch.zeros(1000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        assert "capture" in limits("d2h")[1]
+        made = tuner.measure(0, kvbm.Transfer, directions=("d2h",))
+        x += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert made.directions == ("d2h",) and bool((x == 2).all())
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def call(*args: str) -> Any:
+    return CliRunner().invoke(cli.main, ["tune", *args], env={"COLUMNS": "200"})
+
+
+def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def measure(device: int, mover: Any, progress: Callable[[int, int], object]) -> tuning.Table:
+        assert mover is kvbm.Transfer
+        calls.append(device)
+        progress(1, 2)
+        return PLAIN
+
+    result = call("--show")
+    assert result.exit_code == 1 and "`kvbm tune` makes it" in result.output
+    monkeypatch.setattr(tuner, "measure", measure)
+    monkeypatch.setenv("KVBM_TUNE", "0")  # is for what happens by itself
+    limits("d2h")
+    result = call("--device", "3")
+    assert result.exit_code == 0, result.output
+    assert calls == [3] and tuning.load(GPU, DRIVER) == PLAIN
+    assert "measured on this machine" in limits("d2h")[1], "this process takes it too"
+    assert str(tuning.path(GPU, DRIVER)) in result.output and "2026-01-31" in result.output
+    (row,) = [line.split() for line in result.output.splitlines() if " 4 KiB" in line]
+    (end, _), _ = PLAIN.choose("d2h", dict.fromkeys(tuning.STRATEGIES, Way(4 * KIB)), MIB).limits
+    text = f"direct up to {planner.size_text(end * MIB)}, then staged"
+    assert " ".join(row) == f"d2h 4 KiB {text} 49.8 54.6 11.1"
+    shown = call("--show")
+    assert shown.exit_code == 0 and shown.output == result.output and calls == [3]
+
+
+def test_tune_without_a_gpu(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbm", "tune"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert done.returncode == kvbm.CudaUnavailableError.exit_code, done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr and not done.stdout
+    assert not (tmp_path / "cache").exists()
+
+
+def test_tune_is_in_the_help_and_doctor_tells_of_it() -> None:
+    assert "tune" in CliRunner().invoke(cli.main, ["--help"]).output
+    info = {"name": GPU, "capability": (9, 0), "sms": 132, "memory": 1 << 37}
+    core = SimpleNamespace(
+        driver_version=lambda: 13000,
+        device_count=lambda: 2,
+        device_info=lambda _: info,
+        has_memcpy_batch=lambda: True,
+    )
+    ((mark, text),) = [(mark, text) for mark, what, text in doctor._gpus(core, "", "") if what == "tuning"]
+    assert mark == "note" and "kvbm tune" in text and GPU in text
+    tuning.save(PLAIN)
+    ((mark, text),) = [(mark, text) for mark, what, text in doctor._gpus(core, "", "") if what == "tuning"]
+    assert mark == "ok" and str(tuning.path(GPU, DRIVER)) in text
