@@ -16,6 +16,7 @@ import matrix
 import oracle
 from conftest import why_no_gpu
 from kvbm import contract
+from kvbm.arrays import Array
 from memory import Bound, FakeCuda, aligned, numpy_views, placed
 
 SIZES = "nl=2,no=2,nh=4,nt=16,hd=32"
@@ -187,9 +188,9 @@ def test_foreign_devices_are_refused_by_name() -> None:
     who = contract.Caller("convert", "input")
     sized = contract.side_of("vllm/LBHNC", of("float32")).sized(3)
     (kind,) = sized.kinds
-    look = lambda device, **rest: contract.Seen(0, kind.shape, kind.strides, "float32", device, **rest)  # noqa: E731
+    look = lambda device, **rest: Array(0, kind.shape, kind.strides, "float32", device, **rest)  # noqa: E731
     side = contract.side_of("vllm/flash_attn_nhd", of("float32")).sized(3)
-    seen = [contract.Seen(0, side.kinds[0].shape, side.kinds[0].strides, "float32", d) for d in ("cuda:0", "cuda:1")]
+    seen = [Array(0, side.kinds[0].shape, side.kinds[0].strides, "float32", d) for d in ("cuda:0", "cuda:1")]
     with pytest.raises(kvbm.BindError, match=r"convert: input #1 is on cuda:1, input #0 on cuda:0; .*kvbm\.Transfer"):
         contract.require(who, seen, side)
     contract.require(who, [look("cuda:3")], sized)
@@ -204,13 +205,13 @@ def test_foreign_devices_are_refused_by_name() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return (7, 0)  # Vulkan
 
-    from kvbm.arrays import Bridge, convert
+    from kvbm.bridge import Bridge
 
     bridge = Bridge("any", "anything", lambda _: True, "copy", lambda *_: None)
     with pytest.raises(
         kvbm.BindError, match=r"any.convert: input #0: expected memory of the CPU or of a CUDA GPU, got DLPack"
     ):
-        convert(bridge, [Foreign()], "vllm/LBHNC", "universal", SIZES)
+        bridge.convert([Foreign()], "vllm/LBHNC", "universal", SIZES)
 
 
 @pytest.mark.parametrize("name", [*matrix.names(), "vllm/tpu"])

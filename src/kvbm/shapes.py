@@ -22,6 +22,7 @@ __all__ = [
     "BlockShape",
     "data_dir",
     "heads_of_rank",
+    "is_file",
     "load_shape",
     "numpy_name",
     "shape_names",
@@ -91,14 +92,15 @@ class BlockShape:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        dtype: object = self.dtype
         for name in ("nl", "no", "nh", "nt", "hd"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise SpecError(f"shape: {name}: expected an integer, got {value!r}")
             if value < 1:
                 raise SpecError(f"shape: {name}: expected at least 1, got {value}")
-        if self.dtype not in ITEMSIZE:
-            raise DTypeError(f"shape: dtype: expected one of {', '.join(ITEMSIZE)}, got {self.dtype!r}")
+        if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+            raise DTypeError(f"shape: dtype: expected one of {', '.join(ITEMSIZE)}, got {dtype!r:.200}")
 
     @property
     def itemsize(self) -> int:
@@ -131,6 +133,14 @@ def data_dir() -> Path:
         if candidate.is_dir():
             return candidate
     raise SpecError(f"the shipped layouts are missing: expected the folder {here / 'layouts'}; reinstall kvbm-layouts")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file of this name: no for what can be none, such as one of 5,000 characters."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def heads_of_rank(heads: int, degree: int, rank: int) -> range:
@@ -207,6 +217,10 @@ def load_shape(text: str) -> BlockShape:
     SpecError
         Unknown preset or size; a degree by which the heads cannot be shared.
     """
+    if not isinstance(text, str):
+        raise SpecError(
+            f"shape: expected a text such as 'llama-3.1-8b' or 'nl=2,no=2,nh=4,nt=16,hd=32', got {text!r:.200}"
+        )
     head, *rest = [part.strip() for part in text.split(",")]
     values: dict[str, Any] = {}
     if "=" in head:
@@ -214,9 +228,9 @@ def load_shape(text: str) -> BlockShape:
     else:
         match = re.fullmatch(r"(?P<name>[^/]+)(?:/tp(?P<tp>[0-9]+))?", head)
         path = data_dir() / "shapes" / f"{match['name']}.yaml" if match else None
-        if match is None or path is None or not path.is_file():
+        if match is None or path is None or not is_file(path):
             known = ", ".join(p.stem for p in sorted((data_dir() / "shapes").glob("*.yaml")))
-            raise SpecError(f"shape {head!r}: expected a preset ({known}), NAME/tpN, or nl=…,no=…,nh=…,nt=…,hd=…")
+            raise SpecError(f"shape {head!r:.200}: expected a preset ({known}), NAME/tpN, or nl=…,no=…,nh=…,nt=…,hd=…")
         preset = _preset(path)
         values = {key: preset[key] for key in ("nl", "no", "nh", "nt", "hd", "dtype")}
         if match["tp"]:
@@ -224,13 +238,16 @@ def load_shape(text: str) -> BlockShape:
                 values["nh"] = len(heads_of_rank(values["nh"], int(match["tp"]), 0))
             except SpecError as error:
                 raise SpecError(f"shape {head!r}: {error}") from None
-    names = [f.name for f in fields(BlockShape)]
+    names, given = [f.name for f in fields(BlockShape)], set[str]()
     for item in rest:
         key, _, value = item.partition("=")
         if key not in names:
-            raise SpecError(f"shape {text!r}: expected one of {', '.join(names)}, got {key!r}")
-        if key != "dtype" and not value.isdecimal():
-            raise SpecError(f"shape {text!r}: {key}: expected a positive integer, got {value!r}")
+            raise SpecError(f"shape {text!r:.200}: expected one of {', '.join(names)}, got {key!r:.200}")
+        if key in given:
+            raise SpecError(f"shape {text!r:.200}: {key}: expected once, got twice")
+        given.add(key)
+        if key != "dtype" and not (value.isdecimal() and len(value) < 19):
+            raise SpecError(f"shape {text!r:.200}: {key}: expected a positive integer below 2^63, got {value!r:.200}")
         values[key] = value if key == "dtype" else int(value)
     missing = [name for name in names if name not in values and name != "dtype"]
     if missing:

@@ -12,7 +12,7 @@ import yaml
 
 from .errors import LayoutError, SpecError
 from .layout import AXES, Expression, Layout, Order, Pitch, Plane, Term
-from .shapes import ITEMSIZE, data_dir, load_shape
+from .shapes import ITEMSIZE, data_dir, is_file, load_shape
 
 __all__ = ["KEYS", "PLANE_KEYS", "example_shape", "layouts", "layouts_dir", "load", "load_all", "load_dir", "parse"]
 
@@ -102,13 +102,13 @@ def load(name: str | Path) -> Layout:
     text = str(name)
     if text.endswith((".yaml", ".yml")):
         path = Path(name)
-        if not path.is_file():
-            raise SpecError(f"{path}: no such file")
+        if not is_file(path):
+            raise SpecError(f"{text:.200}: no such file")
         return _read(path, path.stem)
     path = layouts_dir() / f"{text}.yaml"
-    if text.startswith(("/", "shapes/")) or ".." in text or not path.is_file():
+    if text.startswith(("/", "shapes/")) or ".." in text or not is_file(path):
         raise SpecError(
-            f"layout {text!r}: expected one of {', '.join(layouts())}, or the path of a .yaml file. Run `kvbm layouts`."
+            f"layout {text!r:.200}: expected one of {', '.join(layouts())}, or the path of a .yaml file. Run `kvbm layouts`."
         )
     return _read(path, text)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import BindError
-from .shapes import ITEMSIZE, PACKED, BlockShape, numpy_name
+from .shapes import ITEMSIZE, PACKED, BlockShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -406,6 +406,7 @@ def _reserve(fd: int, size: int, path: Path) -> None:
 def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mmap, offsets: Sequence[int]) -> Pool:
     import numpy as np
 
+    from .arrays import numpy_dtype
     from .pool import Pool
 
     arrays: list[np.ndarray[Any, Any]] = [
@@ -413,10 +414,3 @@ def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mma
         for allocation, offset in zip(resolved.allocations, offsets, strict=True)
     ]
     return Pool(layout, shape, arrays)
-
-
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return NumPy's dtype of that name, or unsigned integers of the same width where NumPy has none."""
-    import numpy as np
-
-    return np.dtype(numpy_name(dtype))
