@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from typing import Any
+
 import pytest
 import yaml
 
@@ -121,3 +123,39 @@ def test_a_file_with_a_wrong_key(tmp_path: object) -> None:
         other.write_text(bad, encoding="utf-8")
         with pytest.raises(kvbm.SpecError):
             shapes._preset(other)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("nl=1,nl=2,no=2,nh=4,nt=16,hd=8", "nl: expected once, got twice"),
+        ("llama-3.1-8b,nt=32,nt=32", "nt: expected once, got twice"),
+        ("nl=" + "9" * 5000 + ",no=2,nh=4,nt=16,hd=8", r"nl: expected a positive integer below 2\^63"),
+        ("x" * 5000, "expected a preset"),
+        ("llama\0", "expected a preset"),
+        (None, "shape: expected a text such as 'llama-3.1-8b'.*got None"),
+        (7, "shape: expected a text"),
+    ],
+)
+def test_texts_that_are_no_shape(text: Any, match: str) -> None:
+    with pytest.raises(kvbm.SpecError, match=match) as info:
+        kvbm.load_shape(text)
+    assert len(str(info.value)) < 2000
+
+
+def test_an_override_of_a_preset_is_given_once() -> None:
+    assert kvbm.load_shape("llama-3.1-8b,nt=32").nt == 32
+
+
+@pytest.mark.parametrize("dtype", [[], {}, None, 7, "float33", "x" * 5000])
+def test_dtypes_that_are_none(dtype: Any) -> None:
+    with pytest.raises(kvbm.DTypeError, match="shape: dtype: expected one of") as info:
+        kvbm.BlockShape(1, 2, 3, 4, 5, dtype)
+    assert len(str(info.value)) < 600
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 5000 + ".yaml", "nhd\0", "nhd\0.yaml", "\udc80"])
+def test_names_that_no_file_has(name: str) -> None:
+    with pytest.raises(kvbm.SpecError, match="no such file|expected one of") as info:
+        kvbm.load(name)
+    assert len(str(info.value)) < 4000

@@ -937,6 +937,43 @@ def test_a_route_for_ids_on_the_gpu_is_made_of_what_there_is() -> None:
     assert route._route.choose(3) == "direct" and route._route.counters() == ((0, 0, 0), (0, 0, 0), 0)
 
 
+@pytest.mark.parametrize("twin", ["", "_"])
+def test_operators_without_tensors(twin: str) -> None:
+    """The dispatcher has no device to go by: no blocks where that can be, else a sentence."""
+    fill, make = (getattr(torch.ops.kvbm, f"{twin}{name}") for name in ("convert_", "convert"))
+    assert make([], "nhd", "universal", SIZES) == [] and fill([], [], "nhd", "universal", SIZES) is None
+    for operator, call in (("convert", make), ("convert_", lambda *names: fill([], *names))):
+        with pytest.raises(kvbm.BindError, match=rf"^{operator}: inputs: vllm/LBHNC .* expects 1 arrays, got none"):
+            call([], "vllm/LBHNC", "universal", SIZES)
+        with pytest.raises(kvbm.SpecError, match=rf"^{operator}: layout 'nonsense'"):
+            call([], "nonsense", "universal", SIZES)
+    with pytest.raises(kvbm.BindError, match=r"^convert: inputs: vllm/LBHNC .* expects 1 arrays"):
+        kvbm.torch.convert([], "vllm/LBHNC", "universal", SIZES)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_operators_with_tensors_that_no_kernel_takes() -> None:
+    tensors = random("nhd", 1)
+    for odd, match in (
+        (tensors[0].to_sparse(), "sparse_coo"),
+        (torch._make_per_tensor_quantized_tensor(torch.zeros(tensors[0].shape, dtype=torch.uint8), 0.1, 0), "(quantized|quint8)"),
+    ):
+        with pytest.raises(kvbm.KvbmError, match=rf"convert: .*{match}"):
+            kvbm.torch.convert([odd] * len(tensors), "nhd", "universal", SIZES)
+        with pytest.raises(kvbm.KvbmError, match=rf"convert_: .*{match}"):
+            kvbm.torch.convert_([odd] * len(tensors), random("universal", 1), "nhd", "universal", SIZES)
+
+
+def test_strides_of_an_output_are_no_reason_to_copy_it() -> None:
+    """A contiguous copy of an input is as good as it; one of an output is memory that nobody looks at."""
+    tensors, out = random("nhd", 1), [one.transpose(2, 3).contiguous().transpose(2, 3) for one in random("universal", 1)]
+    with pytest.raises(kvbm.BindError, match=r"output #0: .*its axes lie as h l t o d: name a layout of that order") as info:
+        kvbm.torch.convert_(tensors, out, "nhd", "universal", SIZES)
+    assert "call" not in str(info.value)
+    with pytest.raises(kvbm.BindError, match=r"input #0: .*call \.contiguous\(\)"):
+        kvbm.torch.convert_(out, tensors, "universal", "nhd", SIZES)
+
+
 def test_nothing_imports_the_bridges() -> None:
     code = (
         "import sys, kvbm\n"

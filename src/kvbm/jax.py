@@ -104,7 +104,8 @@ def _look(array: Any, what: str) -> Array:
         )
     (device,) = devices
     if device.platform == "cpu":
-        return describe(np.asarray(array), what)  # a view; it waits for the value, as JAX on the CPU does anyhow
+        view = np.asarray(array)  # it waits for the value, as JAX on the CPU does anyhow
+        return describe(view, what)._replace(owner=view)
     if device.platform not in ("gpu", "cuda"):
         raise BindError(f"{what} is on {device}; expected memory of the CPU or of a CUDA GPU: use jax.device_put")
     from cuda.core.utils import StridedMemoryView
