@@ -246,7 +246,9 @@ def test_tensors_that_have_other_memory_by_now(how: str, what: str, torch: Any) 
         case "set_":
             tensor.set_(torch.full(WHOLE, 3.0))
     for call in (lambda: kvbm.convert(*pair), transfer.copy):
-        with pytest.raises(kvbm.BindError, match=r"array 0 has other memory than when it was bound.*make the pool anew"):
+        with pytest.raises(
+            kvbm.BindError, match=r"array 0 has other memory than when it was bound.*make the pool anew"
+        ):
             call()
 
 
@@ -366,7 +368,9 @@ def test_arrays_of_a_kind_each_overlap_too() -> None:
     kinds = layout.resolve(shape, 3).kinds
     memory = np.zeros(512, np.uint8)
     for offset, fits in ((32, True), (28, False), (36, False), (0, False), (192, True)):
-        arrays = [np.ndarray(k.shape, "float32", memory, at, k.strides) for k, at in zip(kinds, (0, offset), strict=True)]
+        arrays = [
+            np.ndarray(k.shape, "float32", memory, at, k.strides) for k, at in zip(kinds, (0, offset), strict=True)
+        ]
         assert fits == (not held(arrays[0]) & held(arrays[1]))
         if fits:
             kvbm.Pool(layout, shape, arrays)

@@ -374,7 +374,9 @@ def test_a_stream_for_jax_leaves_the_current_device(monkeypatch: pytest.MonkeyPa
                 raise RuntimeError("no such device")
             return f"a stream of {current[0]}"
 
-    driver = SimpleNamespace(cuCtxGetCurrent=lambda: (0, current[0]), cuCtxSetCurrent=lambda to: current.__setitem__(0, to))
+    driver = SimpleNamespace(
+        cuCtxGetCurrent=lambda: (0, current[0]), cuCtxSetCurrent=lambda to: current.__setitem__(0, to)
+    )
     monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace(Device=Device))
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
     make = kvbm.jax._stream_of_device.__wrapped__
@@ -401,7 +403,7 @@ def test_cupy_fences_a_stream_that_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     class Memory:
         def __init__(self, shape: Any, dtype: Any, memory: Any = None, strides: Any = None) -> None:
-            self.array = np.zeros(shape, dtype)
+            self.array, self.strides = np.zeros(shape, dtype), strides
             self.dtype, self.device = self.array.dtype, contextlib.nullcontext()
             done.append(f"alloc {self.array.nbytes}" if memory else "input")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-
 from typing import Any
 
 import pytest
@@ -156,6 +155,6 @@ def test_dtypes_that_are_none(dtype: Any) -> None:
 
 @pytest.mark.parametrize("name", ["x" * 5000, "x" * 5000 + ".yaml", "nhd\0", "nhd\0.yaml", "\udc80"])
 def test_names_that_no_file_has(name: str) -> None:
-    with pytest.raises(kvbm.SpecError, match="no such file|expected one of") as info:
+    with pytest.raises(kvbm.SpecError, match=r"no such file|expected one of") as info:
         kvbm.load(name)
     assert len(str(info.value)) < 4000

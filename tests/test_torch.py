@@ -217,7 +217,7 @@ def test_who_listens_at_the_dispatcher_is_called(name: str, call: Any, monkeypat
     with pytest.raises(RuntimeError, match=r"(?i)batching|vmap|functorch"):
         torch.func.vmap(lambda tensor: call([tensor, *tensors[1:]])[0])(torch.stack(tensors[:2]))
     with monkeypatch.context() as patch:  # torch.func may want to know of plain tensors, too
-        for direct in ("convert_plain", "convert_plain_"):
+        for direct in ("run", "run_"):
             patch.setattr(functions, direct, None)
         torch.func.vmap(lambda each: call(tensors) and each, randomness="same")(torch.ones(2))
     if not SEEN_FROM_C:
@@ -251,7 +251,7 @@ def test_a_torch_that_does_not_answer_is_always_told(monkeypatch: pytest.MonkeyP
     listeners = functions._listeners()
     assert len(listeners) == 1 and listeners[0]()
     monkeypatch.setattr(functions, "_LISTENERS", listeners)
-    monkeypatch.setattr(functions, "convert_plain", None)
+    monkeypatch.setattr(functions, "run", None)
     tensors = random("nhd")
     assert alike(
         kvbm.torch.convert(tensors, "nhd", "hnd", SIZES), [one.transpose(0, 1).contiguous() for one in tensors]
@@ -956,7 +956,10 @@ def test_operators_with_tensors_that_no_kernel_takes() -> None:
     tensors = random("nhd", 1)
     for odd, match in (
         (tensors[0].to_sparse(), "sparse_coo"),
-        (torch._make_per_tensor_quantized_tensor(torch.zeros(tensors[0].shape, dtype=torch.uint8), 0.1, 0), "(quantized|quint8)"),
+        (
+            torch._make_per_tensor_quantized_tensor(torch.zeros(tensors[0].shape, dtype=torch.uint8), 0.1, 0),
+            "(quantized|quint8)",
+        ),
     ):
         with pytest.raises(kvbm.KvbmError, match=rf"convert: .*{match}"):
             kvbm.torch.convert([odd] * len(tensors), "nhd", "universal", SIZES)
@@ -966,8 +969,13 @@ def test_operators_with_tensors_that_no_kernel_takes() -> None:
 
 def test_strides_of_an_output_are_no_reason_to_copy_it() -> None:
     """A contiguous copy of an input is as good as it; one of an output is memory that nobody looks at."""
-    tensors, out = random("nhd", 1), [one.transpose(2, 3).contiguous().transpose(2, 3) for one in random("universal", 1)]
-    with pytest.raises(kvbm.BindError, match=r"output #0: .*its axes lie as h l t o d: name a layout of that order") as info:
+    tensors, out = (
+        random("nhd", 1),
+        [one.transpose(2, 3).contiguous().transpose(2, 3) for one in random("universal", 1)],
+    )
+    with pytest.raises(
+        kvbm.BindError, match=r"output #0: .*its axes lie as h l t o d: name a layout of that order"
+    ) as info:
         kvbm.torch.convert_(tensors, out, "nhd", "universal", SIZES)
     assert "call" not in str(info.value)
     with pytest.raises(kvbm.BindError, match=r"input #0: .*call \.contiguous\(\)"):

@@ -114,8 +114,8 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
             f"{what}: a {kind.__name__} holds its values elsewhere; pass the plain tensor that has the memory"
         )
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        kinds = {"quantized": tensor.is_quantized, "nested": tensor.is_nested}
-        found = next((name for name, is_ in kinds.items() if is_), str(tensor.layout).removeprefix("torch."))
+        odd = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else ""
+        found = odd or str(tensor.layout).removeprefix("torch.")
         raise BindError(
             f"{what}: expected a dense tensor, got a {found} one; pass the dense tensors that it is made of"
         )
@@ -185,16 +185,13 @@ def _cuda_array(array: Any, interface: Any, what: str) -> Array:
         strides = dense(shape, dtype.itemsize) if strides is None else tuple(map(operator.index, strides))
         fields = any(field[0] for field in interface.get("descr") or ())
         mask = interface.get("mask")
+        if len(strides) != len(shape) or min(shape, default=0) < 0 or not 0 <= address < 1 << 64:
+            raise ValueError(f"shape {shape}, strides {strides}, address {address}")
     except _MALFORMED as error:
         raise BindError(
             f"{what}: the __cuda_array_interface__ of {type(array).__name__} is malformed ({type(error).__name__}: {error}); "
             "expected 'shape', 'typestr' and 'data' as Numba defines them"
         ) from None
-    if len(strides) != len(shape) or min(shape, default=0) < 0 or not 0 <= address < 1 << 64:
-        raise BindError(
-            f"{what}: the __cuda_array_interface__ of {type(array).__name__} is malformed: shape {shape}, strides {strides}, "
-            f"address {address}"
-        )
     if mask is not None:
         raise BindError(f"{what}: a masked array, and a copy has no mask; pass the array of its values")
     if not address and 0 not in shape:

@@ -289,9 +289,11 @@ def _unfused(
         at, (first, _, rest) = names.index(name), name.partition("*")
         if first not in sizes:
             raise BindError(f"{what}: dims {' '.join(dims)!r}: '{name}': expected one of {', '.join(sizes)} first")
-        if any(len(tensor.shape) != len(names) for tensor in found):
-            shape = next(tuple(tensor.shape) for tensor in found if len(tensor.shape) != len(names))
-            raise BindError(f"{what}: expected {len(names)} dimensions ({' '.join(dims)}), got {shape}")
+        for tensor in found:
+            if len(tensor.shape) != len(names):
+                raise BindError(
+                    f"{what}: expected {len(names)} dimensions ({' '.join(dims)}), got {tuple(tensor.shape)}"
+                )
         found = [_split(tensor, at, (sizes[first], -1), f"{what}: dimension '{name}'") for tensor in found]
         names[at : at + 1] = [first, rest]
     return found, names
@@ -304,16 +306,12 @@ def _joined(tensors: Sequence[Any], what: str) -> Any:
     step = at[1] - at[0] if len(at) > 1 else 0
     for index, tensor in enumerate(tensors):
         alike = (tensor.shape, tensor.stride(), tensor.dtype) == (first.shape, first.stride(), first.dtype)
-        if not alike or tensor.untyped_storage()._cdata != first.untyped_storage()._cdata:
-            where = " in other memory" if alike else ""
+        together = tensor.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not alike or not together or at[index] != at[0] + index * step or step < 0:
+            found = f"{at[index] - at[0]} elements behind tensor 0, tensor 1 {step}" if together else "in other memory"
             raise BindError(
-                f"{what}: tensor {index}: expected views of one tensor of all layers, each as tensor 0 of shape "
-                f"{tuple(first.shape)} and strides {first.stride()}, got {tuple(tensor.shape)}, {tensor.stride()}{where}"
-            )
-        if at[index] != at[0] + index * step or step < 0:
-            raise BindError(
-                f"{what}: tensor {index}: expected layers at equal steps, in order: it lies {at[index] - at[0]} elements behind "
-                f"tensor 0, tensor 1 {step}"
+                f"{what}: tensor {index}: expected views of one tensor of all layers, in order and at equal steps, each of shape "
+                f"{tuple(first.shape)} and strides {first.stride()}, got {tuple(tensor.shape)}, {tensor.stride()}, {found}"
             )
     return first.as_strided((len(at), *first.shape), (step, *first.stride()), at[0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -160,6 +160,8 @@ class Batch:
 
 
 Table = tuple[_core.Table, int]
+#: How tensors become a table: `table_of` or `plain_table`.
+Look = Callable[[Caller, Sequence[torch.Tensor], Sized, Any, Face, str], Table | None]
 KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
 _faces: dict[Any, Face] = {}
 KNOWN: dict[Any, Batch] = {}  # by what real tensors have; faces are for symbols, too
@@ -247,8 +249,10 @@ def table_of(
     return _core.Table(addresses, face.index, upload=False), bits & -bits
 
 
-def plain_table(tensors: Sequence[torch.Tensor], sized: Sized, elements: Any, face: Face, dtype: str) -> Table | None:
-    """The addresses of tensors that are as they must be, of no subclass, and of which autograd need not know.
+def plain_table(
+    _: Caller, tensors: Sequence[torch.Tensor], sized: Sized, elements: Any, face: Face, dtype: str
+) -> Table | None:
+    """The addresses of tensors that are as they must be, of no subclass, and of which autograd need not know; else None.
 
     One thing is not asked, as it would cost as much as all the rest: whether a tensor is ``torch._neg_view`` of another.  What
     PyTorch itself makes of that kind, imaginary parts of conjugates, has strides that no layout has.

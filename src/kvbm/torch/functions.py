@@ -16,9 +16,9 @@ from ..contract import layout_name, reads_as, shape_text
 from ..errors import BindError, DTypeError, KvbmError
 from ..pool import Pool
 from ..shapes import BlockShape
-from .batches import KINDS, any_requires_grad, dtype_name, raise_named, torch_dtype, wants_gradient
+from .batches import KINDS, any_requires_grad, dtype_name, plain_table, raise_named, torch_dtype, wants_gradient
 from .fences import fence, keep
-from .operators import CONVERT, CONVERT_, PLAIN, PLAIN_, convert_plain, convert_plain_
+from .operators import CONVERT, CONVERT_, PLAIN, PLAIN_, run, run_
 
 __all__ = ["convert", "convert_", "reinterpret", "tensors"]
 
@@ -78,7 +78,7 @@ def convert(
     if isinstance(tensors, torch.Tensor):
         tensors = [tensors]
     if stream is None and _nobody_listens(tensors):
-        out = convert_plain(tensors, *names)
+        out = run(tensors, *names, plain_table)
         if out is not None:
             return out
     given = _list("convert", "tensors", tensors)
@@ -138,7 +138,7 @@ def convert_(
     if isinstance(out, torch.Tensor):
         out = [out]
     listed = [[one] for one in ids if one is not None]
-    if stream is None and _nobody_listens(tensors, out, *listed) and convert_plain_(tensors, out, *names, *ids):
+    if stream is None and _nobody_listens(tensors, out, *listed) and run_(tensors, out, *names, *ids, plain_table):
         return
     given, into = _list("convert_", "tensors", tensors), _list("convert_", "out", out)
     if torch.compiler.is_compiling():

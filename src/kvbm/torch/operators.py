@@ -22,20 +22,20 @@ from .batches import (
     KNOWN,
     Batch,
     Face,
+    Look,
     Table,
     any_requires_grad,
     count_blocks,
     dtype_name,
     face_of,
     is_fake,
-    plain_table,
     raise_named,
     remembered,
     require_all,
     table_of,
 )
 
-__all__ = ["CONVERT", "CONVERT_", "PLAIN", "PLAIN_", "check_ids", "convert_plain", "convert_plain_"]
+__all__ = ["CONVERT", "CONVERT_", "PLAIN", "PLAIN_", "check_ids", "run", "run_"]
 
 #: Batches of block ids on the GPU whose pools are remembered.
 _MOST_ROUTES = 64
@@ -65,38 +65,25 @@ def _known(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> B
     return KNOWN.get(key) or remembered(key, _batch(tensors, src, dst, shape))
 
 
-def _convert(tensors: list[torch.Tensor], src: str, dst: str, shape: str) -> list[torch.Tensor]:
+def run(
+    tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str, look: Look = table_of
+) -> list[torch.Tensor] | None:
+    """Convert on the spot; None, and nothing is done, where `look` is not content with the tensors."""
     try:
         batch = _known(tensors, src, dst, shape)
-        if batch.src_blocks == 0:
-            require_all(_INPUT, tensors, batch.src, batch.face)
+        face = batch.face
+        if batch.src_blocks == 0 and look is table_of:
+            require_all(_INPUT, tensors, batch.src, face)
             return batch.outputs()
-        source = table_of(_INPUT, tensors, batch.src, batch.src_elements, batch.face, batch.face.dtypes[0])
-        return _filled(batch, source)
+        source = look(_INPUT, tensors, batch.src, batch.src_elements, face, face.dtypes[0])
+        if source is None:
+            return None
+        out = batch.outputs()
+        target = table_of(_OUTPUT, out, batch.dst, batch.dst_elements, face, face.dtypes[0])
+        batch.run(source, target, None, None, batch.src_blocks)
+        return out
     except KvbmError as error:
         raise_named("convert", error)
-
-
-def convert_plain(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> list[torch.Tensor] | None:
-    """The same without a dispatcher, or None where it must be asked or something is wrong."""
-    try:
-        batch = _known(tensors, src, dst, shape)
-        source = plain_table(tensors, batch.src, batch.src_elements, batch.face, batch.face.dtypes[0])
-        return None if source is None else _filled(batch, source)
-    except KvbmError as error:
-        raise_named("convert", error)
-
-
-def _filled(batch: Batch, source: Table) -> list[torch.Tensor]:
-    out = batch.outputs()
-    batch.run(
-        source,
-        table_of(_OUTPUT, out, batch.dst, batch.dst_elements, batch.face, batch.face.dtypes[0]),
-        None,
-        None,
-        batch.src_blocks,
-    )
-    return out
 
 
 def _fake_convert(tensors: list[torch.Tensor], src: str, dst: str, shape: str) -> list[torch.Tensor]:
@@ -196,54 +183,39 @@ def _require_ids(face: Face, *ids: torch.Tensor | None) -> None:
             require_device(f"convert_: {what}", str(given.device), "input #0", str(face.device))
 
 
-def _convert_(
-    tensors: list[torch.Tensor],
-    out: list[torch.Tensor],
-    src: str,
-    dst: str,
-    shape: str,
-    src_ids: torch.Tensor | None = None,
-    dst_ids: torch.Tensor | None = None,
-) -> None:
-    try:
-        batch = _known_(tensors, out, src, dst, shape)
-        face = batch.face
-        _require_ids(face, src_ids, dst_ids)
-        if batch.src_blocks == 0 or batch.dst_blocks == 0:
-            require_all(_INPUT_, tensors, batch.src, face)
-            require_all(_OUTPUT_, out, batch.dst, face)
-            if pairs := _pairs(batch, src_ids, dst_ids):
-                raise BindError(f"{pairs} pairs of blocks, and there is no block on one side")
-            return
-        source = table_of(_INPUT_, tensors, batch.src, batch.src_elements, face, face.dtypes[0])
-        target = table_of(_OUTPUT_, out, batch.dst, batch.dst_elements, face, face.dtypes[1])
-        _fill(batch, tensors, out, source, target, src_ids, dst_ids)
-    except KvbmError as error:
-        raise_named("convert_", error)
-
-
-def convert_plain_(
+def run_(
     tensors: Sequence[torch.Tensor],
     out: Sequence[torch.Tensor],
     src: str,
     dst: str,
     shape: str,
-    src_ids: torch.Tensor | None,
-    dst_ids: torch.Tensor | None,
+    src_ids: torch.Tensor | None = None,
+    dst_ids: torch.Tensor | None = None,
+    look: Look = table_of,
 ) -> bool:
-    """The same without a dispatcher; False where it must be asked or something is wrong, and nothing is done."""
+    """As `run`, into tensors that are there already; False where `look` is not content."""
     try:
         batch = _known_(tensors, out, src, dst, shape)
         face = batch.face
         _require_ids(face, src_ids, dst_ids)
-        source = plain_table(tensors, batch.src, batch.src_elements, face, face.dtypes[0])
-        target = source and plain_table(out, batch.dst, batch.dst_elements, face, face.dtypes[1])
+        if (batch.src_blocks == 0 or batch.dst_blocks == 0) and look is table_of:
+            require_all(_INPUT_, tensors, batch.src, face)
+            require_all(_OUTPUT_, out, batch.dst, face)
+            if pairs := _pairs(batch, src_ids, dst_ids):
+                raise BindError(f"{pairs} pairs of blocks, and there is no block on one side")
+            return True
+        source = look(_INPUT_, tensors, batch.src, batch.src_elements, face, face.dtypes[0])
+        target = source and look(_OUTPUT_, out, batch.dst, batch.dst_elements, face, face.dtypes[1])
         if source is None or target is None:
             return False
         _fill(batch, tensors, out, source, target, src_ids, dst_ids)
         return True
     except KvbmError as error:
         raise_named("convert_", error)
+
+
+def _run_(*given: Any) -> None:
+    run_(*given)
 
 
 def _fill(
@@ -430,8 +402,8 @@ def _convert_elsewhere_(tensors: list[torch.Tensor], out: list[torch.Tensor], *n
 
 for _twin in ("", "_"):
     for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(f"{_twin}convert", _convert, _key)
-        _LIBRARY.impl(f"{_twin}convert_", _convert_, _key)
+        _LIBRARY.impl(f"{_twin}convert", run, _key)
+        _LIBRARY.impl(f"{_twin}convert_", _run_, _key)
     _LIBRARY.impl(f"{_twin}convert", _convert_elsewhere, "CompositeExplicitAutograd")
     _LIBRARY.impl(f"{_twin}convert_", _convert_elsewhere_, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kvbm::{_twin}convert", _fake_convert, lib=_LIBRARY)
