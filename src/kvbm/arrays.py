@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -256,30 +257,29 @@ def of_view(view: Any, dtype: str, itemsize: int, index: int, readonly: bool = F
 class Borrowed:
     """The caller's arrays behind a pool: what may change while they are bound, and who wants to know that they were written."""
 
+    #: Index of a tensor that has other memory than when it was bound, or -1.
+    moved: Callable[[], int]
+
     def __init__(self, arrays: Sequence[Any], found: Sequence[Array]) -> None:
         self._owners = tuple(array.owner for array in found)  # live as long as the addresses
-        at = [index for index, array in enumerate(arrays) if hasattr(array, "untyped_storage")]
-        self._at = at
-        self._tensors = [arrays[index] for index in at]
-        self._addresses = np.array([found[index].address for index in at], np.uint64)
-        # Views of one tensor share its version; tensors that were made in inference mode have none.
-        bases = [one if one._base is None else one._base for one in self._tensors if not one.is_inference()]
-        self._versions = list({id(base): base for base in bases}.values())
         self._numpy = [array for array in arrays if isinstance(array, np.ndarray)]
+        tensors = [array if hasattr(array, "untyped_storage") else None for array in arrays]
+        # Views of one tensor share its version; tensors that were made in inference mode have none.
+        bases = [
+            one if one._base is None else one._base for one in tensors if one is not None and not one.is_inference()
+        ]
+        self._versions = list({id(base): base for base in bases}.values())
+        self.moved = (-1).__int__
+        if any(tensor is not None for tensor in tensors):
+            from . import _core
 
-    def moved(self) -> int:
-        """Index of an array that has other memory than when it was bound, or -1."""
-        if not self._tensors:
-            return -1
-        from . import _core
-
-        found = _core.moved_tensor(self._tensors, self._addresses)
-        return self._at[found] if found >= 0 else -1
+            addresses = np.array([array.address for array in found], np.uint64)
+            self.moved = functools.partial(_core.moved_tensor, tensors, _core.Table(addresses, upload=False))
 
     @property
     def locked(self) -> bool:
         """Whether an array may not be written any more."""
-        return any(not array.flags.writeable for array in self._numpy)
+        return bool(self._numpy) and not all(array.flags.writeable for array in self._numpy)
 
     def written(self) -> None:
         """Let autograd know, as after any operator that writes: a graph that saved one must not use it."""

@@ -89,6 +89,9 @@ class Pool(FromEngines):
     A pool is a context manager: what it owns (memory of `allocate`, registrations of `pin`) is given back at the end of
     the ``with`` statement, by `close`, or with the last reference.  Wait for your copies first.
 
+    Before each copy it is asked whether the arrays are still where they were (a tensor's storage may be replaced or resized)
+    and may be written; after it, autograd is told of tensors that were.
+
     Examples
     --------
     >>> import numpy as np
@@ -126,6 +129,7 @@ class Pool(FromEngines):
             )
         self.device = found[0].device
         self._readonly_arrays = [array.readonly for array in found]
+        self._readonly = any(self._readonly_arrays)
         check_alike(self.resolved, found)
         self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
         self._borrowed = Borrowed(arrays, found)
@@ -221,7 +225,7 @@ class Pool(FromEngines):
     @property
     def readonly(self) -> bool:
         """Whether one of the arrays may not be written."""
-        return any(self._readonly_arrays) or self._borrowed.locked
+        return self._readonly or self._borrowed.locked
 
     def written(self) -> None:
         """Tell the arrays' framework that a copy into them has been enqueued: autograd, for one, may have saved them."""

@@ -767,12 +767,13 @@ def require_compatible(src: Pool, dst: Pool) -> None:
         raise BindError(f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}")
 
 
-def _require_usable(src: Pool, dst: Pool) -> None:
+def _require_usable(src: Any, dst: Any) -> None:
     """Two pools that are as they were when they were bound, before every copy."""
-    for pool, what in ((src, "source"), (dst, "destination")):
-        if not isinstance(pool, Pool):
-            raise BindError(f"the {what}: expected a kvbm.Pool, got {type(pool).__name__}; bind arrays with kvbm.Pool")
-        pool.require_open()
+    if not (isinstance(src, Pool) and isinstance(dst, Pool)):
+        what, pool = ("destination", dst) if isinstance(src, Pool) else ("source", src)
+        raise BindError(f"the {what}: expected a kvbm.Pool, got {type(pool).__name__}; bind arrays with kvbm.Pool")
+    src.require_open()
+    dst.require_open()
     if dst.readonly:
         raise BindError(f"{src.layout.name} → {dst.layout.name}: the destination is read-only")
 

@@ -416,14 +416,14 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
 
 
 @cython.boundscheck(True)
-def moved_tensor(list tensors not None, const uint64_t[::1] addresses not None):
+def moved_tensor(list tensors not None, Table table not None):
     """Index of the first tensor of torch that does not start at its address any more, or -1.
 
     Parameters
     ----------
-    tensors : list of tensors
+    tensors : list of (tensor or None)
         Strided, on the host or a GPU.
-    addresses : memoryview of uint64
+    table : Table
         Where they started.
     """
     cdef Exchange *api = NULL
@@ -431,8 +431,10 @@ def moved_tensor(list tensors not None, const uint64_t[::1] addresses not None):
     cdef DLTensor found
     cdef uint64_t address
     cdef Py_ssize_t i
-    for i in range(addresses.shape[0]):
+    for i in range(table.count):
         tensor = tensors[i]
+        if tensor is None:
+            continue
         if Py_TYPE(tensor) != kind:
             api = _exchange(type(tensor))
             kind = Py_TYPE(tensor)
@@ -441,7 +443,7 @@ def moved_tensor(list tensors not None, const uint64_t[::1] addresses not None):
         else:
             PyErr_Clear()
             address = tensor.data_ptr()
-        if address != addresses[i]:
+        if address != table.addresses[i]:
             return i
     return -1
 
