@@ -13,7 +13,7 @@ import kvbm  # noqa: E402
 import kvbm.numpy  # noqa: E402
 import kvbm.torch  # noqa: E402
 import plane_oracle  # noqa: E402
-from kvbm.torch import operators  # noqa: E402
+from kvbm.torch import batches  # noqa: E402
 from memory import Strided, aligned  # noqa: E402
 from plane_oracle import FAMILIES, TABLE, held  # noqa: E402
 from test_planes import PAIRS, Shape, cuda_arrays, numpy_arrays, shapes  # noqa: E402
@@ -115,7 +115,7 @@ def test_fake_tensors_and_the_compiler(src: str, dst: str) -> None:
 @pytest.mark.skipif(not SEEN_FROM_C, reason="this PyTorch lets C look at no tensors")
 def test_the_engine_s_shapes_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records in any shape of their bytes: (block, K and V x heads, token, bytes) as vLLM has NVFP4."""
-    monkeypatch.setattr(operators, "_require", None)
+    monkeypatch.setattr(batches, "require_all", None)
     for src, dst in FEW[:3]:
         into(src, dst, shapes(src)[0], IDS[0])
     src, dst = FEW[3]
@@ -169,10 +169,10 @@ def test_refused(name: str) -> None:
 
 def test_what_is_not_built_is_compiled_for_the_tensors_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(operators, "prepare", lambda *_, device: asked.append(device) or ())
+    monkeypatch.setattr(batches, "prepare", lambda *_, device: asked.append(device) or ())
     for device in ("cpu", "cuda:1"):
         names = ("nhd", "universal", "nl=2,no=2,nh=4,nt=16,hd=32")
-        operators._Face("convert", names, (torch.bfloat16,) * 2, torch.device(device)).batch(3, 3).copies(16, 16)
+        batches.Face("convert", names, (torch.bfloat16,) * 2, torch.device(device)).batch(3, 3).copies(16, 16)
     assert asked == [-1, 1]
 
 
@@ -187,7 +187,7 @@ def test_numpy(src: str, dst: str) -> None:
     middle = kvbm.numpy.convert(numpy_arrays(one, memory), src, dst, text(shape))
     kinds = kvbm.load(dst).resolve(kvbm.BlockShape(*shape), 3).allocations
     assert [(array.shape, array.dtype) for array in middle] == [
-        (kind.shape, kvbm.numpy.numpy_dtype(kind.dtype)) for kind in kinds
+        (kind.shape, kvbm.arrays.numpy_dtype(kind.dtype, rich=True)) for kind in kinds
     ]
     before = other.copy()
     kvbm.numpy.convert_(middle, numpy_arrays(back, other), dst, src, text(shape), [0, 1, 2], [2, 0, 1])

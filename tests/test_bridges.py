@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,8 @@ import kvbm.numpy
 import matrix
 import oracle
 from conftest import why_no_gpu
-from kvbm import contract
+from kvbm import bridge, contract
+from kvbm.arrays import Array, describe
 from memory import Bound, FakeCuda, aligned, numpy_views, placed
 
 SIZES = "nl=2,no=2,nh=4,nt=16,hd=32"
@@ -187,9 +191,9 @@ def test_foreign_devices_are_refused_by_name() -> None:
     who = contract.Caller("convert", "input")
     sized = contract.side_of("vllm/LBHNC", of("float32")).sized(3)
     (kind,) = sized.kinds
-    look = lambda device, **rest: contract.Seen(0, kind.shape, kind.strides, "float32", device, **rest)  # noqa: E731
+    look = lambda device, **rest: Array(0, kind.shape, kind.strides, "float32", device, **rest)  # noqa: E731
     side = contract.side_of("vllm/flash_attn_nhd", of("float32")).sized(3)
-    seen = [contract.Seen(0, side.kinds[0].shape, side.kinds[0].strides, "float32", d) for d in ("cuda:0", "cuda:1")]
+    seen = [Array(0, side.kinds[0].shape, side.kinds[0].strides, "float32", d) for d in ("cuda:0", "cuda:1")]
     with pytest.raises(kvbm.BindError, match=r"convert: input #1 is on cuda:1, input #0 on cuda:0; .*kvbm\.Transfer"):
         contract.require(who, seen, side)
     contract.require(who, [look("cuda:3")], sized)
@@ -204,13 +208,13 @@ def test_foreign_devices_are_refused_by_name() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return (7, 0)  # Vulkan
 
-    from kvbm.arrays import Bridge, convert
+    from kvbm.bridge import Bridge
 
-    bridge = Bridge("any", "anything", lambda _: True, "copy", lambda *_: None)
+    any_ = Bridge("any", "anything", lambda _: True, "copy", lambda *_: None)
     with pytest.raises(
         kvbm.BindError, match=r"any.convert: input #0: expected memory of the CPU or of a CUDA GPU, got DLPack"
     ):
-        convert(bridge, [Foreign()], "vllm/LBHNC", "universal", SIZES)
+        any_.convert([Foreign()], "vllm/LBHNC", "universal", SIZES)
 
 
 @pytest.mark.parametrize("name", [*matrix.names(), "vllm/tpu"])
@@ -351,6 +355,78 @@ def test_numba_refuses_what_is_no_device_array() -> None:
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 GPU_DTYPES = ["float32", "int16", "uint8"]
+
+
+def test_a_stream_for_jax_leaves_the_current_device(monkeypatch: pytest.MonkeyPatch, jax: Any) -> None:
+    import kvbm.jax
+
+    current = ["the caller's"]
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def set_current(self) -> None:
+            current[0] = f"cuda:{self.index}"
+
+        def create_stream(self) -> str:
+            if self.index == 8:
+                raise RuntimeError("no such device")
+            return f"a stream of {current[0]}"
+
+    driver = SimpleNamespace(
+        cuCtxGetCurrent=lambda: (0, current[0]), cuCtxSetCurrent=lambda to: current.__setitem__(0, to)
+    )
+    monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace(Device=Device))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    make = kvbm.jax._stream_of_device.__wrapped__
+    assert make(7) == "a stream of cuda:7" and current == ["the caller's"]
+    with pytest.raises(RuntimeError, match="no such device"):
+        make(8)
+    assert current == ["the caller's"]
+
+
+def test_cupy_fences_a_stream_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's pool gives out memory in the order of its current stream: the named one must not run ahead, nor behind."""
+    done: list[str] = []
+
+    class Stream:
+        def __init__(self, handle: int) -> None:
+            self.handle = handle
+
+        def record(self) -> str:
+            done.append(f"{self.handle} records")
+            return f"what {self.handle} had"
+
+        def wait_event(self, event: str) -> None:
+            done.append(f"{self.handle} waits for {event}")
+
+    class Memory:
+        def __init__(self, shape: Any, dtype: Any, memory: Any = None, strides: Any = None) -> None:
+            self.array, self.strides = np.zeros(shape, dtype), strides
+            self.dtype, self.device = self.array.dtype, contextlib.nullcontext()
+            done.append(f"alloc {self.array.nbytes}" if memory else "input")
+
+    cuda = SimpleNamespace(
+        get_current_stream=lambda: Stream(1), ExternalStream=Stream, alloc=lambda nbytes: f"{nbytes} bytes", Device=None
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Memory, cuda=cuda))
+    monkeypatch.delitem(sys.modules, "kvbm.cupy", raising=False)
+    module = importlib.import_module("kvbm.cupy")
+    monkeypatch.delitem(sys.modules, "kvbm.cupy")
+    monkeypatch.setattr(bridge, "convert_pools", lambda *_, stream: done.append(f"copy on {stream}"))
+    looking = module._BRIDGE._replace(look=lambda memory, what: describe(memory.array, what))
+    given = [Memory((2, 3, 4, 16, 2, 32), "float32")]
+    (out,) = looking.convert(given, "vllm/LBHNC", "vllm/BLHNC", SIZES, stream=7)
+    fenced = ["1 records", "7 waits for what 1 had", "copy on 7", "7 records", "1 waits for what 7 had"]
+    assert [line for line in done if line not in ("input", f"alloc {out.array.nbytes}")] == fenced
+    assert done.index(f"alloc {out.array.nbytes}") > done.index("7 waits for what 1 had")
+    done.clear()
+    looking.convert_(given, [out], "vllm/LBHNC", "vllm/BLHNC", SIZES, stream=7)
+    assert done == fenced
+    done.clear()
+    looking.convert_(given, [out], "vllm/LBHNC", "vllm/BLHNC", SIZES)
+    assert done == ["copy on None"]
 
 
 @pytest.mark.gpu

@@ -312,10 +312,10 @@ def test_convert_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_numpy_dtype_agrees() -> None:
-    from kvbm import store
+    from kvbm import arrays
 
     for dtype in oracle.ITEMSIZE:
-        assert store.numpy_dtype(dtype).itemsize == numpy_dtype(dtype).itemsize
+        assert arrays.numpy_dtype(dtype).itemsize == numpy_dtype(dtype).itemsize
 
 
 def test_exactly_one_of_four_makes_a_new_file(tmp_path: Path) -> None:

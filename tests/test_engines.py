@@ -83,6 +83,59 @@ def test_vllm_flashinfer_one_tensor_for_all_layers_and_latents() -> None:
     same(stored(pool), torch.stack(latents)[:, IDS].permute(1, 0, 2, 3)[:, :, None, None])
 
 
+def per_layer(order: str, nb: int = NB) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What `register_kv_caches` gets since 0.26: views [B, H, N, C] of one storage by name, and all of it as l b h n c."""
+    sizes = {"L": NL, "B": nb, "H": NH, "N": NT, "C": 2 * HD}
+    whole = numbered(*(sizes[axis] for axis in order)).permute([order.index(axis) for axis in "LBHNC"])
+    return {f"model.layers.{layer}.self_attn.attn": whole[layer] for layer in (2, 0, 1)}, whole
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+@pytest.mark.parametrize("how", ["by name", "list", "whole"])
+def test_vllm_views_of_one_storage(order: str, how: str) -> None:
+    caches, whole = per_layer(order)
+    want = whole.unflatten(4, (2, HD))  # l b h t o d: K and V of a token and head
+    given: Any = caches if how == "by name" else [caches[name] for name in sorted(caches)]
+    if how == "whole":  # the older form
+        axes = [*(order.replace("N", "T").lower().replace("c", "")), "o", "d"]
+        given = want.permute(["lbhtod".index(axis) for axis in axes])
+    pool = kvbm.Pool.from_vllm(given, f"vllm/{order}")
+    assert (pool.shape.nl, pool.shape.no, pool.shape.nh, pool.shape.nt, pool.shape.hd, pool.num_blocks) == (
+        NL, 2, NH, NT, HD, NB,
+    )  # fmt: skip
+    assert pool.addresses.tolist() == [whole.data_ptr()]
+    same(stored(pool), want[:, IDS].permute(1, 0, 4, 2, 3, 5))
+
+
+def test_vllm_strides_of_a_real_one() -> None:
+    """(8192, 4, 32, 128) with strides (16384, 4096, 128, 1), at a tenth of the blocks; and what comes back reaches the views."""
+    nb, layers = 819, 2
+    memory = torch.zeros(layers * nb * 16384, dtype=torch.bfloat16)
+    views = {
+        f"model.layers.{i}.self_attn.attn": memory.as_strided((nb, 4, 32, 128), (16384, 4096, 128, 1), i * nb * 16384)
+        for i in range(layers)
+    }
+    pool = kvbm.Pool.from_vllm(views, "vllm/LBHNC")
+    assert str(pool.shape) == "nl=2,no=2,nh=4,nt=32,hd=64,dtype=bfloat16" and pool.num_blocks == nb
+    store = kvbm.Pool.allocate(kvbm.load("universal"), pool.shape, 1)
+    (entry,) = (torch.from_numpy(array.view("int16")) for array in store.arrays)  # h l o t d
+    entry.view(-1).copy_(torch.arange(entry.numel()) + 1)
+    kvbm.convert(store, pool, [0], [700])
+    for layer, view in enumerate(views.values()):
+        got = view[700].view(torch.int16).unflatten(2, (2, 64))  # h t o d
+        assert torch.equal(got, entry[:, layer].permute(0, 2, 1, 3))
+        assert not view[:700].any() and not view[701:].any()
+
+
+def test_vllm_one_layer_and_latents() -> None:
+    caches, whole = per_layer("LBHNC")
+    pool = kvbm.Pool.from_vllm([caches["model.layers.1.self_attn.attn"]], "vllm/LBHNC")
+    same(stored(pool), whole[1:2].unflatten(4, (2, HD))[:, IDS].permute(1, 0, 4, 2, 3, 5))
+    shape = kvbm.BlockShape(NL, 1, NH, NT, 2 * HD, "float32")
+    pool = kvbm.Pool.from_vllm(caches, "vllm/LBHNC", shape=shape)
+    same(stored(pool), whole[:, IDS].permute(1, 0, 2, 3, 4)[:, :, None])
+
+
 def test_vllm_dims_may_be_named() -> None:
     views = [numbered(NB, 2, NT, NH, HD).permute(3, 0, 1, 2, 4) for _ in range(NL)]  # h b o t d to look at
     pool = kvbm.Pool.from_vllm(views, "vllm/flashinfer_nhd", dims="h b o t d")
@@ -265,6 +318,15 @@ LAYERS = [numbered(2, NB, NT, NH, HD) for _ in range(2)]
         (lambda: kvbm.Pool.from_vllm(LAYERS, "vllm/flash_attn_nhd", dims="o b t d"), "in any order, got o b t d"),
         (lambda: kvbm.Pool.from_vllm(LAYERS, "vllm/paged_attn_v0"), "split or fused"),
         (lambda: kvbm.Pool.from_vllm(LAYERS, "vllm/nothing"), "vllm/nothing"),
+        (lambda: kvbm.Pool.from_vllm([*per_layer("LBHNC")[0].values()], "vllm/LBHNC"), "in order and at equal steps"),
+        (
+            lambda: kvbm.Pool.from_vllm([one.clone() for one in per_layer("LBHNC")[0].values()], "vllm/LBHNC"),
+            "in other memory",
+        ),
+        (lambda: kvbm.Pool.from_vllm(per_layer("LBNHC")[0], "vllm/LBHNC"), "its axes lie as l b t h o d: name a layout"),
+        (lambda: kvbm.Pool.from_vllm([LAYERS[0][0][..., 1:]], "vllm/LBHNC"), "dimension 'o*d': expected a multiple of 2, got 15"),
+        (lambda: kvbm.Pool.from_vllm([LAYERS[0][0, 0]], "vllm/LBHNC"), "expected 4 dimensions (b h t o*d), got (8, 4, 16)"),
+        (lambda: kvbm.Pool.from_vllm([flash_attn("hnd")], "vllm/flash_attn_nhd"), "its axes lie as o b h t d: name a"),
         (lambda: kvbm.Pool.from_sglang(SimpleNamespace(page_size=16)), "expected a pool with k_buffer"),
         (lambda: kvbm.Pool.from_sglang(SimpleNamespace(k_buffer=[])), "page_size: expected"),
         (

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvbm
-from kvbm import pool as pools
+from kvbm import memory as pinning
 from test_driver import COMPILER, library, run  # noqa: F401  (a fixture)
 
 needs_fake = pytest.mark.skipif(COMPILER is None, reason="no C compiler for the fake driver")
@@ -23,7 +23,7 @@ needs_fake = pytest.mark.skipif(COMPILER is None, reason="no C compiler for the 
 #: Layers of 4 KiB a block: [l] o b t h d has nl allocations, each K and V of all blocks.
 SETUP = """
 import gc, mmap
-from kvbm import _core, pool as pools
+from kvbm import _core, memory as pinning
 flash, nhd, universal, whole = map(kvbm.load, ("vllm/flash_attn_nhd", "nhd", "universal", "vllm/LBHNC"))
 shape = kvbm.BlockShape(nl=3, no=2, nh=2, nt=8, hd=64, dtype="float16")
 page = mmap.PAGESIZE
@@ -184,7 +184,7 @@ before = resident()
 pool = kvbm.Pool.allocate(whole, shape, 8192, "pinned")
 assert pool.nbytes > 90 << 20 and resident() - before > 0.9 * pool.nbytes, "touched ahead"
 pool.close()
-pools.STEP_BYTES, pools.PIECE_BYTES = 1 << 20, 8 << 20
+pinning.STEP_BYTES, pinning.PIECE_BYTES = 1 << 20, 8 << 20
 calls = []
 before = resident()
 pool = kvbm.Pool.allocate(whole, shape, 2048, "pinned", progress=lambda *call: calls.append(call))
@@ -193,8 +193,8 @@ total = -(-pool.nbytes // page) * page
 done = [call[0] for call in calls]
 assert {call[1] for call in calls} == {total} and done[-1] == total
 assert done == sorted(done) and 0 < done[0] <= 1 << 20
-assert count("registered") == total // pools.PIECE_BYTES == 3
-assert len(done) == total // pools.STEP_BYTES + 3
+assert count("registered") == total // pinning.PIECE_BYTES == 3
+assert len(done) == total // pinning.STEP_BYTES + 3
 for device in ("cpu", "cuda"):
     calls.clear()
     kvbm.Pool.allocate(whole, shape, 2, device, lambda *call: calls.append(call))
@@ -208,7 +208,7 @@ def test_progress_that_raises_ends_it(library: Path) -> None:  # noqa: F811
     faked(
         library,
         """
-pools.STEP_BYTES = pools.PIECE_BYTES = 1 << 20
+pinning.STEP_BYTES = pinning.PIECE_BYTES = 1 << 20
 def stop(done, total):
     if done > total // 2:
         assert count("registered") > 0
@@ -237,14 +237,14 @@ def test_pieces(library: Path, name: str, nt: int, border: str) -> None:  # noqa
     faked(
         library,
         f"""
-pools.PIECE_BYTES = 80 * page
+pinning.PIECE_BYTES = 80 * page
 shape = kvbm.BlockShape(nl=8, no=2, nh=2, nt={nt}, hd=64, dtype="float16")
 pool = kvbm.Pool.allocate(kvbm.load({name!r}), shape, 32, "pinned")
 pieces = sorted(pool._owned[0].pins.ranges)
 begin, end = int(pool.addresses[0]), int(pool.addresses[0]) + -(-pool.nbytes // page) * page
 assert len(pieces) == count("registered") > 2
 assert [pieces[0][0], *(b for _, b in pieces)] == [*(a for a, _ in pieces), end] and pieces[0][0] == begin
-assert all(0 < b - a <= pools.PIECE_BYTES and a % page == 0 for a, b in pieces)
+assert all(0 < b - a <= pinning.PIECE_BYTES and a % page == 0 for a, b in pieces)
 assert pool.pinned and pool.cuts.tolist() == [a for a, _ in pieces[1:]]
 step = {{"allocation": pool.step, "block": 2 * {nt} * 64 * 2, "page": page}}[{border!r}]
 assert not [cut for cut in pool.cuts.tolist() if (cut - begin) % step], (pool.cuts - begin, step)
@@ -270,9 +270,9 @@ def test_where_pieces_are_cut(
     starts: list[float], block: float, want: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = os.sysconf("SC_PAGESIZE")
-    monkeypatch.setattr(pools, "PIECE_BYTES", 100 * page)
+    monkeypatch.setattr(pinning, "PIECE_BYTES", 100 * page)
     base = 1000 * page
-    pieces = list(pools._split(base, base + 250 * page, [base + int(s * page) for s in starts], int(block * page)))
+    pieces = list(pinning._split(base, base + 250 * page, [base + int(s * page) for s in starts], int(block * page)))
     assert [(end - begin) // page for begin, end in pieces] == want
     assert [base, *(end for _, end in pieces)] == [*(begin for begin, _ in pieces), base + 250 * page]
 
@@ -284,7 +284,7 @@ def test_a_registration_that_fails(library: Path, status: str, kept: str) -> Non
     faked(
         library,
         f"""
-pools.PIECE_BYTES = 8 * page
+pinning.PIECE_BYTES = 8 * page
 def mapped():
     with open("/proc/self/maps") as maps:
         return sum(int(b, 16) - int(a, 16) for a, b in (line.split()[0].split("-") for line in maps))
@@ -526,7 +526,7 @@ def test_which_pages_are_left_to_pin() -> None:
             return inside[-1] if inside else (0, 0)
 
         bytes_of = [(int(a * page), int(b * page)) for a, b in spans]
-        return [(a / page, b / page, fixed) for a, b, fixed in pools._unpinned_pages(bytes_of, readonly, ask)]
+        return [(a / page, b / page, fixed) for a, b, fixed in pinning.unpinned_pages(bytes_of, readonly, ask)]
 
     assert left([(1, 2)], [False], []) == [(1, 2, False)]
     assert left([(1.5, 2.5), (2.5, 3.5)], [True, True], []) == [(1, 4, True)]
@@ -642,7 +642,7 @@ def test_gpu_allocated(torch: Any) -> None:
 
 @pytest.mark.gpu
 def test_gpu_pieces(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(pinning, "PIECE_BYTES", 1 << 20)
     with kvbm.Pool.allocate(kvbm.load(FLASH), SHAPE, 300, "pinned") as pool:
         assert pool.pinned and is_pinned(pool) and pool.cuts.size >= 3
         twin = kvbm.Pool(pool.layout, SHAPE, pool.arrays)

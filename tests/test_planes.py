@@ -1375,5 +1375,5 @@ def test_whether_nests_meet(given_: Any) -> None:
 
     a, b = given_
     meet = bool(bytes_of(*a) & bytes_of(*b))
-    assert resolved._meet(*a, *b) is meet
-    assert resolved._meet(*b, *a) is meet
+    assert resolved.meet(*a, *b) is meet
+    assert resolved.meet(*b, *a) is meet

@@ -19,7 +19,7 @@ import kvbm.torch  # noqa: E402
 import matrix  # noqa: E402
 import oracle  # noqa: E402
 from kvbm import _core, contract, transfer  # noqa: E402
-from kvbm.torch import operators  # noqa: E402
+from kvbm.torch import batches, functions, operators  # noqa: E402
 from memory import Bound, aligned, placed, torch_views  # noqa: E402
 
 SHAPE = kvbm.BlockShape(nl=2, no=2, nh=4, nt=16, hd=32, dtype="bfloat16")
@@ -217,14 +217,14 @@ def test_who_listens_at_the_dispatcher_is_called(name: str, call: Any, monkeypat
     with pytest.raises(RuntimeError, match=r"(?i)batching|vmap|functorch"):
         torch.func.vmap(lambda tensor: call([tensor, *tensors[1:]])[0])(torch.stack(tensors[:2]))
     with monkeypatch.context() as patch:  # torch.func may want to know of plain tensors, too
-        for direct in ("_convert_plain", "_convert_plain_"):
-            patch.setattr(operators, direct, None)
+        for direct in ("run", "run_"):
+            patch.setattr(functions, direct, None)
         torch.func.vmap(lambda each: call(tensors) and each, randomness="same")(torch.ones(2))
     if not SEEN_FROM_C:
         return
     # And otherwise nobody calls the operators.
-    for operator in ("_PLAIN", "_PLAIN_", "_CONVERT", "_CONVERT_"):
-        monkeypatch.setattr(operators, operator, None)
+    for operator in ("PLAIN", "PLAIN_", "CONVERT", "CONVERT_"):
+        monkeypatch.setattr(functions, operator, None)
     call(tensors)
     call(tuple(tensors))
     one, other = torch.zeros(2, 3, 4, 16, 2, 32), torch.zeros(3, 2, 4, 16, 2, 32)
@@ -248,10 +248,10 @@ def test_a_gradient_wanted_of_the_last_tensor_alone() -> None:
 def test_a_torch_that_does_not_answer_is_always_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version without one of the private questions: the dispatcher is called, with the same result."""
     monkeypatch.delattr(torch._C._functorch, "peek_interpreter_stack")
-    listeners = operators._listeners()
+    listeners = functions._listeners()
     assert len(listeners) == 1 and listeners[0]()
-    monkeypatch.setattr(operators, "_LISTENERS", listeners)
-    monkeypatch.setattr(operators, "_convert_plain", None)
+    monkeypatch.setattr(functions, "_LISTENERS", listeners)
+    monkeypatch.setattr(functions, "run", None)
     tensors = random("nhd")
     assert alike(
         kvbm.torch.convert(tensors, "nhd", "hnd", SIZES), [one.transpose(0, 1).contiguous() for one in tensors]
@@ -598,7 +598,7 @@ def test_threads() -> None:
 
     def work(k: int) -> None:
         for _ in range(20):
-            operators._faces.clear()
+            batches._faces.clear()
             if not alike(kvbm.torch.convert(tensors, "nhd", "universal", SIZES), want):
                 wrong.append(k)
 
@@ -663,10 +663,10 @@ def test_what_is_not_wanted_is_not_recorded() -> None:
 def test_the_first_backward_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way back is planned with the way there, so that the first backward takes as long as the second."""
     tensors = small("nhd", 3)
-    operators._faces.clear()
+    batches._faces.clear()
     contract.side_of.cache_clear()
     out = kvbm.torch.convert(tensors, "nhd", "universal", SMALL)
-    for module, name in ((operators, "plan"), (operators, "prepare"), (operators, "_Face"), (operators, "_Batch")):
+    for module, name in ((batches, "plan"), (batches, "prepare"), (batches, "Face"), (batches, "Batch")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("planned in the backward"))
     sum(one.sum() for one in out).backward()
     assert torch.equal(tensors[0].grad, torch.ones_like(tensors[0]))
@@ -846,7 +846,7 @@ def test_a_cuda_error_is_the_framework_s(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*rest: Any) -> None:
         raise kvbm.CudaError("cuLaunchKernel: an illegal address", code=700, name="CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    monkeypatch.setattr(operators._Batch, "run", fail)
+    monkeypatch.setattr(batches.Batch, "run", fail)
     with pytest.raises(torch.AcceleratorError, match=r"^convert: cuLaunchKernel: an illegal address") as info:
         kvbm.torch.convert(random("nhd"), "nhd", "universal", SIZES)
     error = info.value
@@ -927,7 +927,7 @@ def test_a_route_for_ids_on_the_gpu_is_made_of_what_there_is() -> None:
     tensors, out = random("nhd", 3), random("universal", 3)
     batch = operators._batch_(tensors, out, "nhd", "universal", SIZES)
     tables = [
-        operators._table(who, given, sized, elements, batch.face, "float32")
+        operators.table_of(who, given, sized, elements, batch.face, "float32")
         for who, given, sized, elements in (
             (operators._INPUT_, tensors, batch.src, batch.src_elements),
             (operators._OUTPUT_, out, batch.dst, batch.dst_elements),
@@ -937,14 +937,59 @@ def test_a_route_for_ids_on_the_gpu_is_made_of_what_there_is() -> None:
     assert route.choose(3) == "direct" and route.counters() == ((0, 0, 0), (0, 0, 0), 0)
 
 
+@pytest.mark.parametrize("twin", ["", "_"])
+def test_operators_without_tensors(twin: str) -> None:
+    """The dispatcher has no device to go by: no blocks where that can be, else a sentence."""
+    fill, make = (getattr(torch.ops.kvbm, f"{twin}{name}") for name in ("convert_", "convert"))
+    assert make([], "nhd", "universal", SIZES) == [] and fill([], [], "nhd", "universal", SIZES) is None
+    for operator, call in (("convert", make), ("convert_", lambda *names: fill([], *names))):
+        with pytest.raises(kvbm.BindError, match=rf"^{operator}: inputs: vllm/LBHNC .* expects 1 arrays, got none"):
+            call([], "vllm/LBHNC", "universal", SIZES)
+        with pytest.raises(kvbm.SpecError, match=rf"^{operator}: layout 'nonsense'"):
+            call([], "nonsense", "universal", SIZES)
+    with pytest.raises(kvbm.BindError, match=r"^convert: inputs: vllm/LBHNC .* expects 1 arrays"):
+        kvbm.torch.convert([], "vllm/LBHNC", "universal", SIZES)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_operators_with_tensors_that_no_kernel_takes() -> None:
+    tensors = random("nhd", 1)
+    for odd, match in (
+        (tensors[0].to_sparse(), "sparse_coo"),
+        (
+            torch._make_per_tensor_quantized_tensor(torch.zeros(tensors[0].shape, dtype=torch.uint8), 0.1, 0),
+            "(quantized|quint8)",
+        ),
+    ):
+        with pytest.raises(kvbm.KvbmError, match=rf"convert: .*{match}"):
+            kvbm.torch.convert([odd] * len(tensors), "nhd", "universal", SIZES)
+        with pytest.raises(kvbm.KvbmError, match=rf"convert_: .*{match}"):
+            kvbm.torch.convert_([odd] * len(tensors), random("universal", 1), "nhd", "universal", SIZES)
+
+
+def test_strides_of_an_output_are_no_reason_to_copy_it() -> None:
+    """A contiguous copy of an input is as good as it; one of an output is memory that nobody looks at."""
+    tensors, out = (
+        random("nhd", 1),
+        [one.transpose(2, 3).contiguous().transpose(2, 3) for one in random("universal", 1)],
+    )
+    with pytest.raises(
+        kvbm.BindError, match=r"output #0: .*its axes lie as h l t o d: name a layout of that order"
+    ) as info:
+        kvbm.torch.convert_(tensors, out, "nhd", "universal", SIZES)
+    assert "call" not in str(info.value)
+    with pytest.raises(kvbm.BindError, match=r"input #0: .*call \.contiguous\(\)"):
+        kvbm.torch.convert_(out, tensors, "universal", "nhd", SIZES)
+
+
 def test_nothing_imports_the_bridges() -> None:
     code = (
         "import sys, kvbm\n"
         "kvbm.convert, kvbm.kernels, kvbm.Pool\n"
-        "names = ('torch', 'cupy', 'numba', 'jax', 'kvbm.torch', 'kvbm.contract', 'kvbm.arrays', 'kvbm.numpy')\n"
+        "names = ('torch', 'cupy', 'numba', 'jax', 'kvbm.torch', 'kvbm.contract', 'kvbm.bridge', 'kvbm.numpy')\n"
         "print([name for name in names if name in sys.modules])\n"
         "kvbm.numpy.convert\n"
         "print([name for name in names if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout.splitlines() == ["[]", "['kvbm.contract', 'kvbm.arrays', 'kvbm.numpy']"]
+    assert done.stdout.splitlines() == ["[]", "['kvbm.contract', 'kvbm.bridge', 'kvbm.numpy']"]

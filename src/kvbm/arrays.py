@@ -1,154 +1,381 @@
-"""Lists of arrays in, lists of arrays out: what the bridges to NumPy, CuPy, Numba and JAX have in common.
-
-A bridge is one file that says how its framework's arrays are looked at and made; everything else stands here.
-"""
+"""Arrays of any framework as kvbm sees them: where they lie, how they step, what they hold.  Nothing is read through them."""
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .contract import (
-    Caller,
-    Kind,
-    Seen,
-    Side,
-    block_shape,
-    layout_name,
-    named,
-    require,
-    require_copy,
-    require_device,
-    require_writable,
-    shape_text,
-    side_of,
-)
-from .errors import BindError, KvbmError
-from .pool import Array, Pool, describe
-from .transfer import convert as convert_pools
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["Bridge", "convert", "convert_"]
+from .errors import BindError, DTypeError
+from .resolved import Allocation, meet
+from .shapes import ITEMSIZE, PACKED, numpy_name
+
+__all__ = [
+    "PAIRS",
+    "Array",
+    "Borrowed",
+    "dense",
+    "describe",
+    "empty",
+    "find_overlap",
+    "numpy_dtype",
+    "of_view",
+    "other_order",
+    "same_dtype",
+    "span",
+    "stand_ins",
+]
+
+#: What frameworks call a dtype whose items hold several elements.
+PAIRS = {"float4_e2m1fn_x2": "float4_e2m1fn"}
+#: Arrays of integers (or of raw bytes) of the same width stand in for dtypes that NumPy does not have.
+_PLAIN = {1: ("uint8", "int8", "void8"), 2: ("uint16", "int16", "void16")}
+#: What a foreign object raises where it keeps to its protocol only in part.
+_MALFORMED = (AttributeError, BufferError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_SWAPPED = ">" if sys.byteorder == "little" else "<"
 
 
-class Bridge(NamedTuple):
-    """How a framework's arrays are looked at and made.
+class Array(NamedTuple):
+    """What kvbm needs to know of an array.
 
     Attributes
     ----------
-    name : str
-        What errors call the framework.
-    expected : str
-        The type that is taken.
-    takes : callable
-        Whether an object is one of its arrays.
-    contiguous : str
-        How it makes an array contiguous.
-    empty : callable
-        ``(kind, like)``: an array of a kind, not initialised, of its dtype or else of that of another, on whose device it is.
-    look : callable
-        As `kvbm.pool.describe`.
+    address : int
+        Of its first element.
+    shape, strides : tuple of int
+        Elements along each axis; bytes between neighbours.
+    dtype, device : str
+        By name; ``"cpu"`` or ``"cuda:N"``.
+    readonly : bool
+    offset : int
+        Into its storage, in elements.
+    owner : object
+        What must live as long as the address is used, where that is not the array itself.
     """
 
-    name: str
-    expected: str
-    takes: Callable[[Any], bool]
-    contiguous: str
-    empty: Callable[[Kind, Any], Any]
-    look: Callable[[Any, str], Array] = describe
-
-    def caller(self, operator: str, argument: str) -> Caller:
-        return Caller(f"{self.name}.{operator}", argument, self.contiguous)
-
-
-class _List(NamedTuple):
-    """Arrays as they were given, and as they are seen."""
-
-    who: Caller
-    arrays: list[Any]
-    seen: list[Seen]
-
-    @classmethod
-    def of(cls, bridge: Bridge, who: Caller, arrays: Any) -> _List:
-        given = list(arrays) if isinstance(arrays, list | tuple) else [arrays]
-        seen = []
-        for index, array in enumerate(given):
-            if not bridge.takes(array):
-                kind = type(array)
-                raise BindError(
-                    f"{who(index)} is a {kind.__module__.partition('.')[0]}.{kind.__name__}; expected {bridge.expected}"
-                )
-            seen.append(Seen(*bridge.look(array, who(index))))
-        return cls(who, given, seen)
-
-    def blocks(self, side: Side) -> int:
-        return int(side.blocks(self.who, [one.shape for one in self.seen]))
-
-    def pool(self, side: Side, blocks: int, device: str) -> Pool | None:
-        """A pool of them, once they have passed all gates; None for no blocks."""
-        if self.seen:
-            require_device(self.who(0), self.seen[0].device, "input #0", device)
-        require(self.who, self.seen, side.sized(blocks))
-        if not blocks:
-            return None
-        # Memory of one width is memory of the dtype that is wanted: the gates have seen to that.
-        sized = side.sized(blocks)
-        found = [Array(*one[:3], sized.dtype(index), one.device, one.readonly) for index, one in enumerate(self.seen)]
-        return Pool.trusted(side.layout, side.shape, found, self.arrays)
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: str
+    readonly: bool = False
+    offset: int = 0
+    owner: Any = None
 
 
-def convert(bridge: Bridge, arrays: Any, src: Any, dst: Any, shape: Any, stream: Any = None) -> list[Any]:
-    """Convert blocks into new arrays."""
-    who = bridge.caller("convert", "input")
+def describe(array: Any, what: str = "array") -> Array:
+    """Look at an array without touching its memory.
+
+    Parameters
+    ----------
+    array : torch.Tensor, numpy.ndarray, or anything with ``__cuda_array_interface__`` or ``__dlpack__``
+        torch is not imported for it.
+    what : str
+        What errors call it.
+
+    Raises
+    ------
+    BindError
+        It is none of these, keeps to its protocol only in part, has no memory in which its values lie as they are (sparse,
+        fake, negated, masked, …), or lies on a device that is neither the CPU nor a CUDA GPU.
+    DTypeError
+        Its bytes are not the elements that its dtype is named for: swapped, structured, four bits a byte.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _tensor(array, what, torch)
+    if isinstance(array, np.ndarray):
+        return _numpy(array, what)
     try:
-        source = _List.of(bridge, who, arrays)
-        sides = _sides(who.operator, src, dst, shape, source)
-        blocks = source.blocks(sides[0])
-        if not source.arrays:
-            if sides[1].arrays_a_block:
-                return []
-            raise BindError(f"inputs: expected at least one array, which tells the dtype and the device of {sides[1]}")
-        pool = source.pool(sides[0], blocks, source.seen[0].device)
-        sized = sides[1].sized(blocks)
-        out = [bridge.empty(sized.kind(index), source.arrays[0]) for index in range(sized.arrays)]
-        if pool is None:
-            return out
-        target = _List.of(bridge, bridge.caller("convert", "output"), out)
-        into = target.pool(sides[1], blocks, source.seen[0].device)
-        assert into is not None
-        convert_pools(pool, into, stream=stream)
-        return out
-    except KvbmError as error:
-        raise named(who.operator, error) from error.__cause__
+        interface = getattr(array, "__cuda_array_interface__", None)
+    except _MALFORMED as error:
+        raise BindError(f"{what}: {type(array).__name__} has no memory: {error}") from None
+    if interface is not None:
+        return _cuda_array(array, interface, what)
+    if hasattr(array, "__dlpack__"):
+        return _dlpack(array, what)
+    raise BindError(
+        f"{what}: expected a torch tensor, a NumPy array, or an object with __cuda_array_interface__ or __dlpack__, "
+        f"got {type(array).__name__}"
+    )
 
 
-def convert_(
-    bridge: Bridge, arrays: Any, out: Any, src: Any, dst: Any, shape: Any, ids: Sequence[Any], stream: Any = None
-) -> None:
-    """Convert blocks into arrays that are there already."""
-    who = bridge.caller("convert_", "input")
-    try:
-        source = _List.of(bridge, who, arrays)
-        target = _List.of(bridge, bridge.caller("convert_", "output"), out)
-        require_writable(target.who, target.seen)
-        sides = _sides(who.operator, src, dst, shape, source)
-        device = (source.seen or target.seen or [Seen(0, (), (), "", "cpu")])[0].device
-        pool, into = (
-            given.pool(side, given.blocks(side), device) for given, side in zip((source, target), sides, strict=True)
+def _tensor(tensor: Any, what: str, torch: Any) -> Array:
+    device, kind = tensor.device, type(tensor)
+    if device.type not in ("cpu", "cuda"):
+        raise BindError(f"{what}: expected a CPU or CUDA tensor, got one on {device}")
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # fake, masked, distributed, …
+        raise BindError(
+            f"{what}: a {kind.__name__} holds its values elsewhere; pass the plain tensor that has the memory"
         )
-        if into is not None:
-            into.require_distinct()
-        if pool is not None and into is not None:
-            convert_pools(pool, into, *ids, stream=stream)
-        elif (pool or into) is not None and not all(hasattr(one, "__len__") and len(one) == 0 for one in ids):
-            raise BindError("there is no block on one side, and blocks to copy on the other")
-    except KvbmError as error:
-        raise named(who.operator, error) from error.__cause__
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        odd = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else ""
+        found = odd or str(tensor.layout).removeprefix("torch.")
+        raise BindError(
+            f"{what}: expected a dense tensor, got a {found} one; pass the dense tensors that it is made of"
+        )
+    if tensor.is_neg() or tensor.is_conj():
+        raise BindError(
+            f"{what}: a view of the {'negative' if tensor.is_neg() else 'conjugate'} of what its memory holds; pass the tensor "
+            "that it is a view of"
+        )
+    shape, size = tuple(tensor.shape), tensor.element_size()
+    strides = tuple(stride * size for stride in tensor.stride())
+    try:
+        address, storage = tensor.data_ptr(), tensor.untyped_storage()
+        room = storage.data_ptr() + storage.nbytes() - address
+    except (NotImplementedError, RuntimeError):
+        raise BindError(
+            f"{what}: the tensor has no memory; expected one outside of torch.func and of subclasses"
+        ) from None
+    extent = span(shape, strides, size)
+    if extent > room:
+        raise BindError(
+            f"{what}: its storage ends {max(room, 0)} bytes behind its start, where its shape and strides span {extent}: the "
+            "storage was resized"
+        )
+    return Array(
+        address,
+        shape,
+        strides,
+        str(tensor.dtype).removeprefix("torch."),
+        "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
+        False,
+        tensor.storage_offset(),
+        storage,
+    )
 
 
-def _sides(operator: str, src: Any, dst: Any, shape: Any, source: _List) -> tuple[Side, Side]:
-    text = shape_text(f"{operator}: shape", shape)
-    sizes = block_shape(text, source.seen[0].dtype if source.seen else "uint8")
-    sides = side_of(layout_name(f"{operator}: src", src), sizes), side_of(layout_name(f"{operator}: dst", dst), sizes)
-    if sides[0].layout.planes or sides[1].layout.planes:
-        require_copy(*sides)
-    return sides
+def _numpy(array: npt.NDArray[Any], what: str, owner: Any = None) -> Array:
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(array, masked.MaskedArray):
+        raise BindError(f"{what}: a masked array, and a copy has no mask; pass array.data, or array.filled()")
+    dtype = _dtype_name(array.dtype, what)
+    return Array(array.ctypes.data, array.shape, array.strides, dtype, "cpu", not array.flags.writeable, owner=owner)
+
+
+def _dtype_name(dtype: np.dtype[Any], what: str, fields: bool = False, *, swapped: bool = False) -> str:
+    """The name of a dtype, if the bytes are the elements that it stands for."""
+    if fields or dtype.fields is not None or dtype.subdtype is not None:
+        raise DTypeError(f"{what}: expected elements of one dtype, got the structured {dtype}; pass a field of it")
+    if swapped or not dtype.isnative:
+        raise DTypeError(
+            f"{what}: expected the byte order of this machine, got {dtype.name} in the other one ({dtype.str}); pass "
+            "array.astype(array.dtype.newbyteorder('='))"
+        )
+    if dtype.name in PACKED:
+        raise DTypeError(
+            f"{what}: {dtype.name} of ml_dtypes has a byte for each element, and a block {PACKED[dtype.name]} elements a byte; "
+            "pack them, and pass uint8"
+        )
+    return dtype.name
+
+
+def _cuda_array(array: Any, interface: Any, what: str) -> Array:
+    try:
+        typestr, (address, readonly) = interface["typestr"], interface["data"]
+        dtype, address = np.dtype(typestr), operator.index(address or 0)
+        shape: tuple[int, ...] = tuple(map(operator.index, interface["shape"]))
+        strides = interface.get("strides")
+        strides = dense(shape, dtype.itemsize) if strides is None else tuple(map(operator.index, strides))
+        fields = any(field[0] for field in interface.get("descr") or ())
+        mask = interface.get("mask")
+        if len(strides) != len(shape) or min(shape, default=0) < 0 or not 0 <= address < 1 << 64:
+            raise ValueError(f"shape {shape}, strides {strides}, address {address}")
+    except _MALFORMED as error:
+        raise BindError(
+            f"{what}: the __cuda_array_interface__ of {type(array).__name__} is malformed ({type(error).__name__}: {error}); "
+            "expected 'shape', 'typestr' and 'data' as Numba defines them"
+        ) from None
+    if mask is not None:
+        raise BindError(f"{what}: a masked array, and a copy has no mask; pass the array of its values")
+    if not address and 0 not in shape:
+        raise BindError(f"{what}: {type(array).__name__} has no memory: its address is 0")
+    name = _dtype_name(dtype, what, fields, swapped=str(typestr)[:1] == _SWAPPED and dtype.itemsize > 1)
+    # Users of the interface that have richer dtypes than NumPy say so (CuPy with ml_dtypes).
+    own = str(getattr(getattr(array, "dtype", None), "name", ""))
+    if ITEMSIZE.get(own) == dtype.itemsize and own not in PACKED and numpy_name(own) != own:
+        name = own
+    return Array(address, shape, strides, name, f"cuda:{_ordinal(array, address)}", bool(readonly))
+
+
+def _ordinal(array: Any, address: int) -> int:
+    """CUDA's number of the device that an array lies on."""
+    device = getattr(array, "device", None)
+    # JAX counts the devices of all processes by `id`, those of this one by `local_hardware_id`.
+    for index in (getattr(device, "local_hardware_id", None), getattr(device, "id", None), device):
+        if isinstance(index, int):
+            return index
+    from . import _core
+
+    return max(_core.pointer_device(address), 0)
+
+
+def _dlpack(array: Any, what: str) -> Array:
+    name = type(array).__name__
+    try:
+        kind, index = map(operator.index, array.__dlpack_device__())
+    except _MALFORMED as error:
+        raise BindError(
+            f"{what}: the __dlpack_device__ of {name} is malformed ({type(error).__name__}: {error}); expected (type, number)"
+        ) from None
+    if kind in (1, 3):  # kDLCPU, kDLCUDAHost
+        try:
+            on_host = np.from_dlpack(array)
+        except _MALFORMED as error:
+            raise BindError(f"{what}: NumPy cannot view this {name} through DLPack: {error}") from None
+        return _numpy(on_host, what, on_host)
+    if kind != 2:  # kDLCUDA
+        raise BindError(f"{what}: expected memory of the CPU or of a CUDA GPU, got DLPack device type {kind}")
+    from cuda.core.utils import StridedMemoryView
+
+    try:
+        # stream_ptr=-1: no synchronisation here; the copy runs in the order of the stream that the caller names.
+        view = StridedMemoryView.from_dlpack(array, stream_ptr=-1)
+        dtype = view.dtype
+    except _MALFORMED as error:
+        raise BindError(
+            f"{what}: cuda.core cannot view this {name} through DLPack: {error}; pass its bits as integers of the same width, or "
+            "a torch tensor"
+        ) from None
+    return of_view(view, _dtype_name(dtype, what), dtype.itemsize, index)
+
+
+def of_view(view: Any, dtype: str, itemsize: int, index: int, readonly: bool = False) -> Array:
+    """What a ``StridedMemoryView`` shows; it is kept, as the memory may be its own."""
+    shape = tuple(view.shape)
+    strides = tuple(s * itemsize for s in view.strides) if view.strides else dense(shape, itemsize)
+    return Array(view.ptr, shape, strides, dtype, f"cuda:{index}", readonly or bool(view.readonly), owner=view)
+
+
+class Borrowed:
+    """The caller's arrays behind a pool: what may change while they are bound, and who wants to know that they were written."""
+
+    #: Index of a tensor that has other memory than when it was bound, or -1.
+    moved: Callable[[], int]
+
+    def __init__(self, arrays: Sequence[Any], found: Sequence[Array]) -> None:
+        self._owners = tuple(array.owner for array in found)  # live as long as the addresses
+        self._numpy = [array for array in arrays if isinstance(array, np.ndarray)]
+        tensors = [array if hasattr(array, "untyped_storage") else None for array in arrays]
+        # Views of one tensor share its version; tensors that were made in inference mode have none.
+        bases = [
+            one if one._base is None else one._base for one in tensors if one is not None and not one.is_inference()
+        ]
+        self._versions = list({id(base): base for base in bases}.values())
+        self.moved = (-1).__int__
+        if any(tensor is not None for tensor in tensors):
+            from . import _core
+
+            addresses = np.array([array.address for array in found], np.uint64)
+            self.moved = functools.partial(_core.moved_tensor, tensors, _core.Table(addresses, upload=False))
+
+    @property
+    def locked(self) -> bool:
+        """Whether an array may not be written any more."""
+        return bool(self._numpy) and not all(array.flags.writeable for array in self._numpy)
+
+    def written(self) -> None:
+        """Let autograd know, as after any operator that writes: a graph that saved one must not use it."""
+        if self._versions:
+            sys.modules["torch"].autograd.graph.increment_version(self._versions)
+
+
+def other_order(axes: Sequence[str], strides: Sequence[int]) -> str:
+    """What to do with an array whose axes lie in another order, or further apart, than its layout says."""
+    lie = [axis for axis, _ in sorted(zip(axes, strides, strict=True), key=lambda one: -one[1])]
+    if lie == list(axes):
+        found = "its neighbours are further apart than the layout says: name a layout with that pitch"
+    else:
+        found = f"its axes lie as {' '.join(lie)}: name a layout of that order"
+    return f"{found}. A contiguous copy would be filled in its place, and its owner would never see it"
+
+
+def empty(shape: Sequence[int], dtype: Any, strides: Sequence[int]) -> npt.NDArray[Any]:
+    """A NumPy array that is not initialised, with these strides in bytes."""
+    dtype = np.dtype(dtype)
+    return np.ndarray(shape, dtype, np.empty(span(shape, strides, dtype.itemsize), np.uint8), strides=strides)
+
+
+def span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes from the first to behind the last item; 0 where there is none."""
+    return math.prod(shape) and itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def dense(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Bytes between neighbours along each axis of a contiguous array."""
+    strides, held = [], itemsize
+    for extent in reversed(shape):
+        strides.append(held)
+        held *= extent
+    return tuple(reversed(strides))
+
+
+def same_dtype(found: str, wanted: str) -> bool:
+    """Whether an array of dtype `found` holds elements of dtype `wanted`: equal, or a stand-in of the same width."""
+    return PAIRS.get(found, found) == wanted or found in stand_ins(wanted)
+
+
+def stand_ins(dtype: str) -> tuple[str, ...]:
+    """Dtypes of the same width whose bits may be those of one that NumPy does not have."""
+    return _PLAIN[ITEMSIZE[dtype]] if numpy_name(dtype) != dtype else ()
+
+
+def numpy_dtype(name: str, *, rich: bool = False) -> np.dtype[Any]:
+    """NumPy's dtype of a name; for one that it lacks unsigned integers of its width, or if `rich` that of ml_dtypes.
+
+    Where elements share a byte, it is bytes: those of ml_dtypes do not share.
+    """
+    if rich and name not in PACKED:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name, name))
+    return np.dtype(numpy_name(name))
+
+
+def find_overlap(
+    addresses: npt.NDArray[np.uint64], kinds: Sequence[Allocation], kind_of: Sequence[int]
+) -> tuple[int, int] | None:
+    """Two arrays that share a byte of an element, or None.
+
+    Padding is no element's: arrays may lie in each other's, as the rows of several views of one tensor do.
+
+    Parameters
+    ----------
+    addresses : numpy.ndarray of uint64
+        Where each starts.
+    kinds : sequence of Allocation
+    kind_of : sequence of int
+        Which of them each array is.
+    """
+    order = np.argsort(addresses, kind="stable")
+    starts, which = addresses.astype(np.int64)[order], np.asarray(kind_of, np.int64)[order]
+    ends = starts + np.array([kind.extent for kind in kinds], np.int64)[which]
+    nests = [_nest(kind) for kind in kinds]
+    behind = np.searchsorted(starts, ends)  # the first that starts where this one has ended
+    known: set[tuple[int, int, int]] = set()  # two kinds and a distance, at which they do not meet
+    for i in np.flatnonzero(behind > np.arange(1, starts.size + 1)):
+        later = slice(i + 1, behind[i])
+        mine = int(which[i])
+        pairs = np.unique(np.stack([which[later], starts[later] - starts[i]]), axis=1)
+        for other, distance in pairs.T.tolist():
+            key = (mine, other, distance)
+            if key not in known and meet(nests[mine][0], 0, nests[mine][1], nests[other][0], distance, nests[other][1]):
+                j = next(j for j in range(i + 1, behind[i]) if (which[j], starts[j] - starts[i]) == (other, distance))
+                return int(order[i]), int(order[j])
+            known.add(key)
+    return None
+
+
+def _nest(kind: Allocation) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Steps of an array, slowest first, around runs of so many bytes."""
+    runs, nbytes = list(kind.runs), kind.itemsize
+    if runs and runs[0][1] == nbytes:
+        nbytes *= runs.pop(0)[0]
+    return tuple(reversed(runs)), nbytes

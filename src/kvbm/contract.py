@@ -11,30 +11,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from .arrays import Array, dense, other_order, same_dtype, span
 from .errors import BindError, DTypeError, KvbmError, SpecError
 from .layout import Layout
 from .planner import plan
-from .pool import same_dtype
 from .resolved import merge_steps
 from .shapes import ITEMSIZE, BlockShape, load_shape
 from .spec import load
 
-__all__ = ["GATES", "Caller", "Kind", "Seen", "Side", "Sized", "block_shape", "named", "reads_as", "require", "side_of"]
+__all__ = ["GATES", "Caller", "Kind", "Side", "Sized", "block_shape", "named", "reads_as", "require", "side_of"]
 
 #: Integers that any other dtype of one byte may be read as, and the other way round: the bits stay where they are.
 _BITS8 = ("uint8", "int8")
-
-
-class Seen(NamedTuple):
-    """What is looked at of an array.  Strides are bytes; `offset` is that into its storage, in elements."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    device: str
-    readonly: bool = False
-    offset: int = 0
 
 
 class Kind(NamedTuple):
@@ -89,7 +77,7 @@ class Sized(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes from the first to behind the last item of the largest array."""
-        return max(sum((n - 1) * s for n, s in zip(k.shape, k.strides, strict=True)) + k.itemsize for k in self.kinds)
+        return max(span(kind.shape, kind.strides, kind.itemsize) for kind in self.kinds)
 
 
 class Caller(NamedTuple):
@@ -111,8 +99,8 @@ class Look(NamedTuple):
 
     who: Caller
     number: int
-    seen: Seen
-    first: Seen
+    seen: Array
+    first: Array
     kind: Kind
     shape: BlockShape
 
@@ -172,9 +160,10 @@ def of_the_strides(at: Look) -> None:
         return
     where = f" at storage offset {seen.offset}" if seen.offset else ""
     if kind.strides == dense(kind.shape, kind.itemsize):
+        advice = f"call {at.who.contiguous}" if at.who.argument == "input" else other_order(kind.axes, seen.strides)
         raise BindError(
             f"{at.name}: expected a contiguous array, got strides of {_tuple(seen.strides)} bytes{where}, a slice or a "
-            f"transpose of another; call {at.who.contiguous}"
+            f"transpose of another; {advice}"
         )
     raise BindError(
         f"{at.name}: expected strides of {_tuple(kind.strides)} bytes, the layout's pitch, got {_tuple(seen.strides)}{where}; "
@@ -202,7 +191,7 @@ GATES: tuple[Callable[[Look], None], ...] = (
 )
 
 
-def require(who: Caller, seen: Sequence[Seen], sized: Sized) -> None:
+def require(who: Caller, seen: Sequence[Array], sized: Sized) -> None:
     """Let a list of arrays through all gates, one array after the other, or say what is wrong with the first that fails."""
     if len(seen) != sized.arrays:
         raise BindError(
@@ -214,7 +203,7 @@ def require(who: Caller, seen: Sequence[Seen], sized: Sized) -> None:
             gate(Look(who, index, array, seen[0], sized.kind(index), sized.side.shape))
 
 
-def require_writable(who: Caller, seen: Sequence[Seen]) -> None:
+def require_writable(who: Caller, seen: Sequence[Array]) -> None:
     """Destinations may be written."""
     for index, array in enumerate(seen):
         if array.readonly:
@@ -272,7 +261,7 @@ def _width(dtype: str) -> int:
     return 1 if dtype.startswith(("float8_", "float4_")) else ITEMSIZE.get(dtype, 0)
 
 
-def _reshape(seen: Seen, kind: Kind) -> str:
+def _reshape(seen: Array, kind: Kind) -> str:
     same = all(isinstance(n, int) for n in (*seen.shape, *kind.shape)) and math.prod(seen.shape) == math.prod(
         kind.shape
     )
@@ -283,15 +272,6 @@ def _reshape(seen: Seen, kind: Kind) -> str:
 
 def _tuple(numbers: Sequence[int]) -> str:
     return f"({', '.join(map(str, numbers))})"
-
-
-def dense(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Bytes between neighbours along each axis of a contiguous array."""
-    strides, held = [], itemsize
-    for extent in reversed(shape):
-        strides.append(held)
-        held *= extent
-    return tuple(reversed(strides))
 
 
 # ---- what a layout expects -----------------------------------------------------------------------------------------

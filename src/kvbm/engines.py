@@ -26,6 +26,8 @@ VLLM_DIMS = {
     "vllm/flash_attn_hnd": "o b t h d",
     "vllm/flashinfer_nhd": "b o t h d",
     "vllm/flashinfer_hnd": "b o t h d",
+    # From 0.26 on: views of one tensor of all layers, whose last dimension is K and V of a token and head.
+    **dict.fromkeys((f"vllm/{order}" for order in ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")), "b h t o*d"),
     # Of several planes: bytes, whose last dimension is whatever a token, or a token of a head, has of them.
     "vllm/fp8_ds_mla": "b t bytes",
     "vllm/nvfp4_ds_mla": "b t bytes",
@@ -58,15 +60,17 @@ class FromEngines:
         ----------
         kv_caches : mapping of str to tensor, sequence of tensors, or tensor
             As a KV connector gets them: one tensor a layer by the layer's name (``model.layers.3.self_attn.attn``), in any
-            order; or in the order of the layers; or one for all layers, where the layout has one allocation.
+            order; or in the order of the layers.  Where the layout has one allocation for all layers, either the views of it,
+            a layer each, or all of it in the layout's own dimensions.
         layout : str or Layout
             That of the attention backend and of ``VLLM_KV_CACHE_LAYOUT``, such as ``"vllm/flash_attn_hnd"``.
         dims : str, optional
             What the dimensions of a tensor are, as its shape shows them, such as ``"o b t h d"``.  If not given, vLLM's for
-            `VLLM_DIMS`, else those of the layout in its own order.  Of tensors that several planes share, such as ``"b t
-            bytes"``: the last dimension holds them, ``o*h`` is two axes in one.
+            `VLLM_DIMS`, else those of the layout in its own order.  ``o*d`` is two axes in one.  Of tensors that several planes
+            share, such as ``"b t bytes"``: the last dimension holds them.
         shape : BlockShape, optional
-            The sizes of a block, where no dimensions tell: layouts of several planes that are not among `VLLM_DIMS`.
+            The sizes of a block, where no dimensions tell: layouts of several planes that are not among `VLLM_DIMS`; whether
+            ``o*d`` is K and V (``no=2``, as where it is not given) or a latent.
 
         Returns
         -------
@@ -94,10 +98,10 @@ class FromEngines:
         if chosen.planes:
             text = dims or VLLM_DIMS.get(chosen.name)
             return cls(chosen, shape or _shape_of_planes(chosen, tensors, text, "vLLM"), tensors)  # type: ignore[call-arg]
-        if shape is not None:
-            return cls._over(chosen, tensors, _inner(chosen), "vLLM", shape)
-        named = (dims or VLLM_DIMS.get(chosen.name) or " ".join(_inner(chosen))).split()
-        return cls._over(chosen, tensors, named, "vLLM")
+        own = " ".join(_inner(chosen))
+        usual = VLLM_DIMS.get(chosen.name, own)
+        whole = bool(tensors) and len(tensors[0].shape) == len(own.split()) != len(usual.split())
+        return cls._over(chosen, tensors, (dims or (own if whole else usual)).split(), "vLLM", shape)
 
     @classmethod
     def from_sglang(cls, token_pool: Any, *, page_size: int | None = None, layout: str | Layout | None = None) -> Self:
@@ -150,7 +154,9 @@ class FromEngines:
             raise BindError(
                 f"SGLang: expected a pool with k_buffer and v_buffer, or with kv_buffer, got {type(token_pool).__name__}"
             )
-        return cls._over(chosen, [_split(buffer, 0, tokens, "SGLang: slots") for buffer in buffers], dims, "SGLang")
+        return cls._over(
+            chosen, [_split(buffer, 0, (-1, tokens), "SGLang: slots") for buffer in buffers], dims, "SGLang"
+        )
 
     @classmethod
     def from_trtllm(
@@ -231,7 +237,7 @@ class FromEngines:
                     f"transformers: layer {index // 2}: expected (batch, heads, tokens, dim) with a row {row}, got "
                     f"{tuple(tensor.shape)}"
                 )
-            tensors.append(_split(tensor[row], 1, tokens_per_block, "transformers: tokens"))
+            tensors.append(_split(tensor[row], 1, (-1, tokens_per_block), "transformers: tokens"))
         return cls._over(spec.load("hf/dynamic_cache"), tensors, ["h", "b", "t", "d"], "transformers")
 
     @classmethod
@@ -243,6 +249,10 @@ class FromEngines:
         what = f"{engine}: {layout.name} ({layout.order_text})"
         if not tensors:
             raise BindError(f"{what}: expected at least one tensor, got none")
+        if "*" in "".join(dims):
+            tensors, dims = _unfused(tensors, dims, {"o": known.no if known else 2}, what)
+        if "l" in wanted and "l" not in dims:
+            tensors, dims = [_joined(tensors, what)], ["l", *dims]
         if sorted(dims) != sorted(wanted):
             raise BindError(
                 f"{what}: expected tensors of the dimensions {' '.join(wanted)} in any order, got {' '.join(dims)}"
@@ -268,6 +278,42 @@ class FromEngines:
         shape = known or BlockShape(nl, no, nh, nt, hd, dtype)
         turned = [tensor.permute([list(dims).index(axis) for axis in wanted]) for tensor in tensors]
         return cls(layout, shape, turned)  # type: ignore[call-arg]
+
+
+def _unfused(
+    tensors: Sequence[Any], dims: Sequence[str], sizes: Mapping[str, int], what: str
+) -> tuple[list[Any], list[str]]:
+    """Tensors whose dimensions of two axes, such as ``o*d``, are two; the size of the first is known."""
+    found, names = list(tensors), list(dims)
+    for name in [name for name in dims if "*" in name]:
+        at, (first, _, rest) = names.index(name), name.partition("*")
+        if first not in sizes:
+            raise BindError(f"{what}: dims {' '.join(dims)!r}: '{name}': expected one of {', '.join(sizes)} first")
+        for tensor in found:
+            if len(tensor.shape) != len(names):
+                raise BindError(
+                    f"{what}: expected {len(names)} dimensions ({' '.join(dims)}), got {tuple(tensor.shape)}"
+                )
+        found = [_split(tensor, at, (sizes[first], -1), f"{what}: dimension '{name}'") for tensor in found]
+        names[at : at + 1] = [first, rest]
+    return found, names
+
+
+def _joined(tensors: Sequence[Any], what: str) -> Any:
+    """Views of one tensor, a layer each, as that tensor: the layers first."""
+    first = tensors[0]
+    at = [tensor.storage_offset() for tensor in tensors]
+    step = at[1] - at[0] if len(at) > 1 else 0
+    for index, tensor in enumerate(tensors):
+        alike = (tensor.shape, tensor.stride(), tensor.dtype) == (first.shape, first.stride(), first.dtype)
+        together = tensor.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not alike or not together or at[index] != at[0] + index * step or step < 0:
+            found = f"{at[index] - at[0]} elements behind tensor 0, tensor 1 {step}" if together else "in other memory"
+            raise BindError(
+                f"{what}: tensor {index}: expected views of one tensor of all layers, in order and at equal steps, each of shape "
+                f"{tuple(first.shape)} and strides {first.stride()}, got {tuple(tensor.shape)}, {tensor.stride()}, {found}"
+            )
+    return first.as_strided((len(at), *first.shape), (step, *first.stride()), at[0])
 
 
 def _layout(layout: str | Layout) -> Layout:
@@ -352,7 +398,7 @@ def _sglang_scaled(pool: Any, tokens: int, layout: str | Layout | None) -> tuple
     buffers = [list(getattr(pool, name, ())) for name in ("k_buffer", "v_buffer", "k_scale_buffer", "v_scale_buffer")]
     if len(set(map(len, buffers))) != 1 or not buffers[0]:
         raise BindError(f"{what}: expected as many buffers of K, V and their scales, got {[*map(len, buffers)]}")
-    data = [_split(buffer, 0, tokens, "SGLang: slots") for buffer in (*buffers[0], *buffers[1])]
+    data = [_split(buffer, 0, (-1, tokens), "SGLang: slots") for buffer in (*buffers[0], *buffers[1])]
     if len(data[0].shape) != 4:
         raise BindError(f"SGLang: k_buffer: expected (slots, heads, dim), got {tuple(buffers[0][0].shape)}")
     blocks, _, heads, dim = map(int, data[0].shape)
@@ -387,12 +433,13 @@ def _without_heads(buffer: Any) -> Any:
     return buffer[:, 0]
 
 
-def _split(tensor: Any, dim: int, inner: int, what: str) -> Any:
-    """One dimension as two: blocks, and so many of them each."""
-    if len(tensor.shape) <= dim or tensor.shape[dim] % inner or not tensor.shape[dim]:
+def _split(tensor: Any, dim: int, sizes: tuple[int, int], what: str) -> Any:
+    """One dimension as two; -1 stands for what the other leaves."""
+    count = max(sizes)
+    if len(tensor.shape) <= dim or tensor.shape[dim] % count or not tensor.shape[dim]:
         size = tensor.shape[dim] if len(tensor.shape) > dim else None
-        raise BindError(f"{what}: expected a multiple of {inner}, got {size} in a tensor of {tuple(tensor.shape)}")
-    return tensor.unflatten(dim, (tensor.shape[dim] // inner, inner))
+        raise BindError(f"{what}: expected a multiple of {count}, got {size} in a tensor of {tuple(tensor.shape)}")
+    return tensor.unflatten(dim, sizes)
 
 
 def _viewed(tensor: Any, sizes: Iterable[int], what: str) -> Any:

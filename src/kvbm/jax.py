@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from . import arrays as _arrays
-from .contract import Kind, dense
+from . import bridge
+from .arrays import Array, dense, describe, numpy_dtype, of_view
+from .contract import Kind
 from .errors import BindError
-from .numpy import numpy_dtype
-from .pool import Array, DeviceArray, describe
+from .memory import DeviceArray
 from .resolved import Allocation
 from .shapes import BlockShape
 
@@ -61,7 +61,7 @@ def convert(arrays: Any, src: str = "nhd", dst: str = "universal", shape: str | 
     """
     given = list(arrays) if isinstance(arrays, list | tuple) else [arrays]
     stream = next((_stream(array) for array in given if _is_on_gpu(array)), None)
-    made = _arrays.convert(_BRIDGE, given, src, dst, shape, stream)
+    made = _BRIDGE.convert(given, src, dst, shape, stream=stream)
     if stream is not None:
         stream.sync()
     return [_published(one) for one in made]
@@ -79,12 +79,17 @@ def _stream(array: Any) -> Any:
 
 @functools.cache
 def _stream_of_device(index: int) -> Any:
-    """A stream of this bridge's own: JAX's are its own affair."""
+    """A stream of this bridge's own: JAX's are its own affair.  The caller's current device stays as it is."""
+    from cuda.bindings import driver
     from cuda.core import Device
 
     device = Device(index)
+    _, before = driver.cuCtxGetCurrent()
     device.set_current()
-    return device.create_stream()
+    try:
+        return device.create_stream()
+    finally:
+        driver.cuCtxSetCurrent(before)
 
 
 def _look(array: Any, what: str) -> Array:
@@ -99,19 +104,19 @@ def _look(array: Any, what: str) -> Array:
         )
     (device,) = devices
     if device.platform == "cpu":
-        return describe(np.asarray(array), what)  # a view; it waits for the value, as JAX on the CPU does anyhow
+        view = np.asarray(array)  # it waits for the value, as JAX on the CPU does anyhow
+        return describe(view, what)._replace(owner=view)
     if device.platform not in ("gpu", "cuda"):
         raise BindError(f"{what} is on {device}; expected memory of the CPU or of a CUDA GPU: use jax.device_put")
     from cuda.core.utils import StridedMemoryView
 
     # The hand-over orders our stream behind the work that makes the array; the host does not wait.
     view = StridedMemoryView.from_dlpack(array, stream_ptr=int(_stream(array).handle))
-    strides = [s * array.itemsize for s in view.strides] if view.strides else dense(array.shape, array.itemsize)
-    return Array(view.ptr, tuple(view.shape), tuple(strides), array.dtype.name, f"cuda:{view.device_id}", True)
+    return of_view(view, array.dtype.name, array.itemsize, view.device_id, readonly=True)
 
 
 def _empty(kind: Kind, like: Any) -> _Memory:
-    dtype = numpy_dtype(kind.dtype or like.dtype.name)
+    dtype = numpy_dtype(kind.dtype or like.dtype.name, rich=True)
     if kind.strides != dense(kind.shape, dtype.itemsize):
         raise BindError(f"the layout's pitch has strides of {kind.strides} bytes, and JAX's arrays have no strides")
     # NumPy's DLPack has no bfloat16 and no fp8: their bits are integers until JAX has them.
@@ -143,7 +148,7 @@ def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
     return array if array.dtype == dtype else array.view(dtype)
 
 
-_BRIDGE = _arrays.Bridge(
+_BRIDGE = bridge.Bridge(
     "jax",
     "a jax.Array",
     lambda array: isinstance(array, jax.Array | _Memory),

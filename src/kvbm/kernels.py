@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
+from .arrays import Array, dense, describe
 from .errors import BindError, DTypeError
 from .layout import Layout
 from .planner import plan
-from .pool import Array, Pool, describe
+from .pool import Pool
 from .shapes import ITEMSIZE, BlockShape
 from .spec import load, parse
 from .transfer import current_stream, prepare, require_compatible, require_disjoint, torch_stream
@@ -179,15 +180,14 @@ def _described(tensor: Any, what: str) -> Array:
         raise BindError(
             f"{what}: expected a CUDA tensor, got one on the CPU; use kvbm.Pool and kvbm.convert for the CPU"
         )
-    held = ITEMSIZE.get(array.dtype)
-    if held is None:
+    itemsize = ITEMSIZE.get(array.dtype)
+    if itemsize is None:
         raise DTypeError(f"{what}: expected one of {', '.join(ITEMSIZE)}, got {array.dtype}")
-    for extent, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
-        if extent > 1 and stride != held:
-            raise BindError(
-                f"{what}: expected a contiguous tensor, got strides of {array.strides} bytes; call .contiguous()"
-            )
-        held *= extent
+    if any(n > 1 and a != b for n, a, b in zip(array.shape, array.strides, dense(array.shape, itemsize), strict=True)):
+        raise BindError(
+            f"{what}: expected a contiguous tensor, got strides of {array.strides} bytes; bind what it is a view of with kvbm.Pool "
+            "and the layout that its memory has. A contiguous copy would be filled in its place, and its owner would never see it"
+        )
     return array
 
 

@@ -7,22 +7,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import arrays as _arrays
+from . import bridge
+from .arrays import empty, numpy_dtype
 from .contract import Kind
-from .errors import BindError
 from .pool import Pool
-from .shapes import PACKED, BlockShape
+from .shapes import BlockShape
 
 __all__ = ["arrays", "convert", "convert_"]
 
 
 def _empty(kind: Kind, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    nbytes = kind.itemsize + sum((n - 1) * s for n, s in zip(kind.shape, kind.strides, strict=True))
-    dtype = numpy_dtype(kind.dtype) if kind.dtype else like.dtype
-    return np.ndarray(kind.shape, dtype, np.empty(max(nbytes, 0), np.uint8), strides=kind.strides)
+    return empty(kind.shape, numpy_dtype(kind.dtype, rich=True) if kind.dtype else like.dtype, kind.strides)
 
 
-_BRIDGE = _arrays.Bridge(
+_BRIDGE = bridge.Bridge(
     "numpy", "a numpy.ndarray", lambda array: isinstance(array, np.ndarray), "numpy.ascontiguousarray", _empty
 )
 
@@ -60,7 +58,7 @@ def convert(arrays: Any, src: str = "nhd", dst: str = "universal", shape: str | 
     >>> len(blocks), blocks[0].shape  # [b] h l o t d
     (6, (4, 3, 2, 16, 8))
     """
-    return _arrays.convert(_BRIDGE, arrays, src, dst, shape)
+    return _BRIDGE.convert(arrays, src, dst, shape)
 
 
 def convert_(
@@ -79,16 +77,13 @@ def convert_(
     BindError, DTypeError, LayoutError, PlanError, SpecError
         As `convert`; a destination that is read-only.  Nothing was written.
     """
-    _arrays.convert_(_BRIDGE, arrays, out, src, dst, shape, (src_ids, dst_ids))
+    _BRIDGE.convert_(arrays, out, src, dst, shape, src_ids, dst_ids)
 
 
 def arrays(pool: Pool) -> list[npt.NDArray[Any]]:
     """A pool's arrays as NumPy's on the same memory, bfloat16 and fp8 by ml_dtypes.  Keep the pool open."""
-    pool.require_open()
-    if pool.device != "cpu":
-        raise BindError(f"numpy.arrays: the pool is on {pool.device}; expected one on the CPU: NumPy reaches no GPU")
-    kinds = [pool.resolved.kinds[kind].dtype for kind in pool.resolved.kind_of_entry]
-    return [numpy_view(array, kind) for array, kind in zip(pool.arrays, kinds, strict=True)]
+    found = bridge.views(pool, "numpy", "NumPy reaches no GPU", on_gpu=False)
+    return [numpy_view(array, dtype) for array, dtype in found]
 
 
 def numpy_view(array: Any, dtype: str) -> npt.NDArray[Any]:
@@ -98,11 +93,4 @@ def numpy_view(array: Any, dtype: str) -> npt.NDArray[Any]:
 
         array = array.detach().view(getattr(torch, f"uint{8 * array.element_size()}")).numpy()
     found: npt.NDArray[Any] = np.asarray(array)
-    return found.view(numpy_dtype(dtype))
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of a name, with those of ml_dtypes; bytes where elements share one, as those of ml_dtypes do not."""
-    import ml_dtypes
-
-    return np.dtype("uint8" if name in PACKED else getattr(ml_dtypes, name, name))
+    return found.view(numpy_dtype(dtype, rich=True))

@@ -4,166 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
-import mmap
-import os
+import operator
 import re
-import sys
-import weakref
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from .arrays import (
+    PAIRS,
+    Array,
+    Borrowed,
+    dense,
+    describe,
+    empty,
+    find_overlap,
+    numpy_dtype,
+    other_order,
+    same_dtype,
+    stand_ins,
+)
 from .engines import FromEngines
 from .errors import BindError, CudaError, CudaUnavailableError, DTypeError
 from .layout import Layout
+from .memory import (
+    READONLY,
+    WRITABLE,
+    DeviceArray,
+    Pins,
+    Progress,
+    Slab,
+    explained,
+    find_ranges,
+    pinned_arrays,
+    unpinned_pages,
+)
 from .resolved import Allocation, Resolved, merge_steps
-from .shapes import ITEMSIZE, BlockShape, numpy_name
+from .shapes import ITEMSIZE, BlockShape
 
-__all__ = ["Array", "Pool", "describe"]
-
-#: Arrays of integers (or of raw bytes) of the same width stand in for dtypes that NumPy does not have.
-_PLAIN = {1: ("uint8", "int8", "void8"), 2: ("uint16", "int16", "void16")}
-#: What frameworks call a dtype whose items hold several elements.
-_PAIRS = {"float4_e2m1fn_x2": "float4_e2m1fn"}
-
-#: What `progress` is: it takes the bytes that are done and all of them.
-Progress = Callable[[int, int], object]
-
-#: Most bytes of one registration.  The copy engine refuses a copy that crosses from one into the next, so there are as few
-#: as can be, and their borders lie between allocations or blocks where they can.
-PIECE_BYTES = 64 << 30
-#: Bytes that are touched between two calls of `progress`, and between two looks at a pending Ctrl-C.
-STEP_BYTES = 1 << 30
-#: Where an allocation may start: what cuMemAlloc promises too, and more than any word or tile of a kernel asks for.
-_ALIGNMENT = 256
-_HUGE_PAGE = 2 << 20
-_NEW, _WRITABLE, _READONLY = 0, 1, 2  # `how` of _core.host_touch
-
-
-class Array(NamedTuple):
-    """What kvbm needs to know of an array: address, elements along each axis, bytes between neighbours, dtype, device."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    device: str
-    readonly: bool
-
-
-def describe(array: Any, what: str = "array") -> Array:
-    """Look at an array without touching its memory.
-
-    Parameters
-    ----------
-    array : torch.Tensor, numpy.ndarray, or anything with ``__cuda_array_interface__`` or ``__dlpack__``
-        torch is not imported for it.
-    what : str
-        What errors call it.
-
-    Raises
-    ------
-    BindError
-        It is none of these, or lies on a device that is neither the CPU nor a CUDA GPU.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
-        device = array.device
-        if device.type not in ("cpu", "cuda"):
-            raise BindError(f"{what}: expected a CPU or CUDA tensor, got one on {device}")
-        size = array.element_size()
-        return Array(
-            array.data_ptr(),
-            tuple(array.shape),
-            tuple(stride * size for stride in array.stride()),
-            str(array.dtype).removeprefix("torch."),
-            "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
-            False,
-        )
-    if isinstance(array, np.ndarray):
-        return _numpy(array)
-    interface = getattr(array, "__cuda_array_interface__", None)
-    if interface is not None:
-        return _cuda_array(array, interface)
-    if hasattr(array, "__dlpack__"):
-        return _dlpack(array, what)
-    raise BindError(
-        f"{what}: expected a torch tensor, a NumPy array, or an object with __cuda_array_interface__ or __dlpack__, "
-        f"got {type(array).__name__}"
-    )
-
-
-def _numpy(array: npt.NDArray[Any]) -> Array:
-    return Array(array.ctypes.data, array.shape, array.strides, array.dtype.name, "cpu", not array.flags.writeable)
-
-
-def _cuda_array(array: Any, interface: dict[str, Any]) -> Array:
-    dtype = np.dtype(interface["typestr"])
-    shape = tuple(interface["shape"])
-    address, readonly = interface["data"]
-    strides = interface.get("strides") or _dense(shape, dtype.itemsize)
-    device = getattr(array, "device", None)
-    index = getattr(device, "id", device if isinstance(device, int) else None)
-    if index is None:
-        from . import _core
-
-        index = max(_core.pointer_device(address), 0)
-    # Users of the interface that have richer dtypes say so (CuPy with ml_dtypes).
-    name = getattr(getattr(array, "dtype", None), "name", None) or dtype.name
-    return Array(address, shape, tuple(strides), str(name), f"cuda:{index}", bool(readonly))
-
-
-def _dlpack(array: Any, what: str) -> Array:
-    kind, index = array.__dlpack_device__()
-    if int(kind) in (1, 3):  # kDLCPU, kDLCUDAHost
-        try:
-            return _numpy(np.from_dlpack(array))
-        except (BufferError, RuntimeError, TypeError) as error:
-            raise BindError(f"{what}: NumPy cannot view this {type(array).__name__} through DLPack: {error}") from None
-    if int(kind) != 2:  # kDLCUDA
-        raise BindError(f"{what}: expected memory of the CPU or of a CUDA GPU, got DLPack device type {int(kind)}")
-    from cuda.core.utils import StridedMemoryView
-
-    try:
-        # stream_ptr=-1: no synchronisation here; the copy runs in the order of the stream that the caller names.
-        view = StridedMemoryView.from_dlpack(array, stream_ptr=-1)
-        dtype = view.dtype
-    except (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise BindError(
-            f"{what}: cuda.core cannot view this {type(array).__name__} through DLPack: {error}; pass its bits as integers of "
-            "the same width, or a torch tensor"
-        ) from None
-    shape = tuple(view.shape)
-    strides = tuple(s * dtype.itemsize for s in view.strides) if view.strides else _dense(shape, dtype.itemsize)
-    return Array(view.ptr, shape, strides, dtype.name, f"cuda:{index}", bool(view.readonly))
-
-
-def _dense(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    strides, held = [], itemsize
-    for extent in reversed(shape):
-        strides.append(held)
-        held *= extent
-    return tuple(reversed(strides))
-
-
-def _same_strides(array: Array, strides: Sequence[int]) -> bool:
-    """Strides of axes of one element are never stepped."""
-    return all(a == b for n, a, b in zip(array.shape, array.strides, strides, strict=True) if n > 1)
-
-
-def same_dtype(found: str, wanted: str) -> bool:
-    """Whether an array of dtype `found` holds elements of dtype `wanted`: equal, or a stand-in of the same width."""
-    return _PAIRS.get(found, found) == wanted or found in _stand_ins(wanted)
-
-
-def _stand_ins(dtype: str) -> tuple[str, ...]:
-    return _PLAIN[ITEMSIZE[dtype]] if numpy_name(dtype) != dtype else ()
+__all__ = ["Pool", "check_alike", "check_arrays"]
 
 
 class Pool(FromEngines):
@@ -208,6 +90,9 @@ class Pool(FromEngines):
     A pool is a context manager: what it owns (memory of `allocate`, registrations of `pin`) is given back at the end of
     the ``with`` statement, by `close`, or with the last reference.  Wait for your copies first.
 
+    Before each copy it is asked whether the arrays are still where they were (a tensor's storage may be replaced or resized)
+    and may be written; after it, autograd is told of tensors that were.
+
     Examples
     --------
     >>> import numpy as np
@@ -245,14 +130,15 @@ class Pool(FromEngines):
             )
         self.device = found[0].device
         self._readonly_arrays = [array.readonly for array in found]
-        self.readonly = any(self._readonly_arrays)
+        self._readonly = any(self._readonly_arrays)
         check_alike(self.resolved, found)
         self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
+        self._borrowed = Borrowed(arrays, found)
         self._spans: npt.NDArray[np.uint64] | None = None
         self._step: tuple[int | None] | None = None
         self._closed = False
-        self._owned: tuple[_Slab | DeviceArray, ...] = ()
-        self._pins: _Pins | None = None
+        self._owned: tuple[Slab | DeviceArray, ...] = ()
+        self._pins: Pins | None = None
         self._ranges: list[tuple[int, int]] | None = None
 
     @classmethod
@@ -293,17 +179,20 @@ class Pool(FromEngines):
         one before, so equally sized ones lie at a constant `step`.  A forked child does not have this memory, as it would
         not have that of cudaHostAlloc: to touch it there ends the child.
         """
+        if isinstance(num_blocks, bool) or not hasattr(num_blocks, "__index__"):
+            raise BindError(f"{layout.name}: num_blocks: expected an integer, got {num_blocks!r}")
+        num_blocks = operator.index(num_blocks)
         found = re.fullmatch(r"(cpu|pinned|cuda)(?::([0-9]+))?", str(device))
         if not found or (found[2] and found[1] != "cuda"):
             raise BindError(f"device: expected 'cpu', 'pinned', 'cuda' or 'cuda:N', got {device!r}")
         resolved = layout.resolve(shape, num_blocks)
         if found[1] == "pinned":
-            slab, arrays = _pinned_arrays(resolved, progress)
+            slab, arrays = pinned_arrays(resolved, progress)
             pool = cls(layout, shape, arrays)
             pool._owned = (slab,)
             return pool
         if found[1] == "cpu":
-            pool = cls(layout, shape, [_empty(allocation) for allocation in resolved.allocations])
+            pool = cls(layout, shape, [empty(a.shape, numpy_dtype(a.dtype), a.strides) for a in resolved.allocations])
             # Nothing to give back by name: the arrays go with the last reference.
         else:
             index = int(found[2] or 0)
@@ -322,11 +211,32 @@ class Pool(FromEngines):
         return self._closed
 
     def require_open(self) -> None:
-        """Raise `BindError` if the pool was closed: its addresses lead nowhere."""
+        """Raise `BindError` if the pool was closed, or an array has other memory by now: its addresses lead nowhere."""
         if self._closed:
             raise BindError(
                 f"{self!r} is closed; expected a pool that is open: make it anew, or copy before it is closed"
             )
+        moved = self._borrowed.moved()
+        if moved >= 0:
+            raise BindError(
+                f"{self!r}: array {moved} has other memory than when it was bound: its storage was replaced or resized; make the "
+                "pool anew"
+            )
+
+    @property
+    def readonly(self) -> bool:
+        """Whether one of the arrays may not be written."""
+        return self._readonly or self._borrowed.locked
+
+    def written(self) -> None:
+        """Tell the arrays' framework that a copy into them has been enqueued: autograd, for one, may have saved them."""
+        self._borrowed.written()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} is bound to memory of this process and cannot be pickled or copied; pass its layout, shape and num_blocks, "
+            "and bind a pool there"
+        )
 
     def close(self) -> None:
         """Give back what the pool owns; it cannot be copied from or to any more.
@@ -347,6 +257,7 @@ class Pool(FromEngines):
         pins, self._pins = self._pins, None
         if owned:
             self.arrays = ()
+        self._borrowed = Borrowed((), ())
         with contextlib.ExitStack() as stack:  # all of them, whichever fails
             for one in (*owned, *([pins] if pins else [])):
                 stack.callback(one.close)
@@ -391,20 +302,13 @@ class Pool(FromEngines):
         what = f"pinning {self.layout.name}"
         order = np.argsort(self.addresses, kind="stable")
         try:
-            missing = _unpinned_pages(
-                self.spans.tolist(), [self._readonly_arrays[i] for i in order], _core.memory_range
-            )
+            missing = unpinned_pages(self.spans.tolist(), [self._readonly_arrays[i] for i in order], _core.memory_range)
         except CudaUnavailableError as error:
-            raise _explained(error, what) from None
-        starts, block = self.spans[:, 0].tolist(), _block_step(self.resolved)
-        pieces = [
-            _Piece(begin, end, _READONLY if readonly else _WRITABLE)
-            for first, last, readonly in missing
-            for begin, end in _split(first, last, starts, block)
-        ]
-        pins = self._pins or _Pins(self)
+            raise explained(error, what) from None
+        pages = [(begin, end, READONLY if fixed else WRITABLE) for begin, end, fixed in missing]
+        pins = self._pins or Pins(self)
         self._pins = None  # until all is well: a failure gives back what an earlier call had pinned, too
-        pins.add(pieces, progress, what)
+        pins.add(pages, self.spans[:, 0].tolist(), self.resolved, progress, what)
         self._pins = pins
 
     @property
@@ -419,10 +323,10 @@ class Pool(FromEngines):
         if self._ranges is None:
             from . import _core
 
-            ours = [one.pins for one in self._owned if isinstance(one, _Slab)] + ([self._pins] if self._pins else [])
+            ours = [one.pins for one in self._owned if isinstance(one, Slab)] + ([self._pins] if self._pins else [])
             known = [where for pins in ours for where in pins.ranges]
             with contextlib.suppress(CudaError):
-                self._ranges = _find_ranges(self.spans.tolist(), sorted(known), _core.memory_range)
+                self._ranges = find_ranges(self.spans.tolist(), sorted(known), _core.memory_range)
         return self._ranges is not None
 
     @property
@@ -440,7 +344,7 @@ class Pool(FromEngines):
         if self.device != "cpu" and self._ranges is None:
             from . import _core
 
-            self._ranges = _find_ranges(self.spans.tolist(), [], functools.partial(_core.memory_range, pinned=False))
+            self._ranges = find_ranges(self.spans.tolist(), [], functools.partial(_core.memory_range, pinned=False))
             if self._ranges is None:
                 raise BindError(
                     f"{self.layout.name}: the driver knows no memory of {self.device} at one of the arrays' addresses"
@@ -489,294 +393,14 @@ class Pool(FromEngines):
         return self._spans
 
     def require_distinct(self) -> None:
-        """No two arrays share bytes.  Where rows are padded, arrays may lie in each other's padding, but not on one address."""
-        dense = all(_dense(kind.shape, kind.itemsize) == kind.strides for kind in self.resolved.kinds)
-        ends = self.spans[:-1, 1] if dense else self.spans[:-1, 0] + np.uint64(1)
-        clash = np.nonzero(ends > self.spans[1:, 0])[0]
-        if clash.size:
-            order = np.argsort(self.addresses, kind="stable")
-            one, other = sorted(int(i) for i in order[clash[0] : clash[0] + 2])
+        """No two arrays share an element's byte.  Where rows are padded, arrays may lie in each other's padding."""
+        clash = find_overlap(self.addresses, self.resolved.kinds, self.resolved.kind_of_entry)
+        if clash is not None:
+            one, other = sorted(clash)
             raise BindError(f"{self.layout.name}: arrays {one} and {other} share memory; expected one allocation each")
 
     def __repr__(self) -> str:
         return f"Pool({self.layout.name}, {self.shape}, num_blocks={self.num_blocks}, device={self.device})"
-
-
-class DeviceArray:
-    """One allocation of GPU memory as an array; the memory is freed by `close`, or with the last reference to the array.
-
-    It comes from cuMemAlloc.  Memory of cuda.core's pools (stream-ordered) would be as fast to copy, but another GPU reaches
-    it only after a grant a pool and a peer, while cuMemAlloc's is there for every peer that the context has been opened to.
-    """
-
-    def __init__(self, device: int, allocation: Allocation) -> None:
-        from . import _core
-
-        address = _core.alloc_device(device, allocation.nbytes)
-        self.close = weakref.finalize(self, _free_device, device, address, os.getpid())
-        self.device = device
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "version": 3,
-            "shape": allocation.shape,
-            "strides": allocation.strides,
-            "typestr": _numpy_dtype(allocation.dtype).str,
-            "data": (address, False),
-            "stream": None,
-        }
-
-
-def _free_device(device: int, address: int, pid: int) -> None:
-    if os.getpid() == pid:  # not a forked child, to which neither the memory nor the driver belongs
-        from . import _core
-
-        _core.free_device(device, address)
-
-
-# ---- host memory that GPUs reach -----------------------------------------------------------------------------------
-#
-# It is mapped, touched and registered here, and comes neither from cudaHostAlloc nor from cuda.core's memory resources, which
-# end in it.  That clears and locks small pages on one thread: 4 GiB take 1.36 s on an H200's host of 16 cores.  Huge pages that
-# all cores touch take 0.08 s, and to register them 0.07 s; the copies are as fast.
-
-
-class _Piece(NamedTuple):
-    """Whole pages that become one registration."""
-
-    begin: int
-    end: int
-    how: int
-
-
-class _Pins:
-    """Registrations of host memory, given back together: by `close`, or with their owner."""
-
-    def __init__(self, owner: object) -> None:
-        self.ranges: list[tuple[int, int]] = []
-        self.close = weakref.finalize(owner, _unregister, self.ranges, os.getpid())
-        # Copies may still run when the process ends; the driver then takes everything back in an order that it knows is safe.
-        self.close.atexit = False
-
-    def add(self, pieces: Sequence[_Piece], progress: Progress | None, what: str) -> None:
-        """Touch and register piece by piece, or leave nothing registered."""
-        from . import _core
-
-        total = sum(piece.end - piece.begin for piece in pieces)
-        threads = len(os.sched_getaffinity(0))
-        done = start = 0  # bytes, twice: once touched and once registered
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done // 2, total)
-
-        try:
-            for begin, end, how in pieces:
-                start = done // 2
-                for at in range(begin, end, STEP_BYTES):
-                    size = min(STEP_BYTES, end - at)
-                    _core.host_touch(at, size, how, threads)
-                    advance(size)
-                _core.host_register(begin, end - begin, how == _READONLY)
-                self.ranges.append((begin, end))
-                advance(end - begin)
-        except BaseException as error:
-            with contextlib.suppress(CudaError):  # what went wrong first is what matters
-                self.close()
-            if not isinstance(error, CudaError | MemoryError):
-                raise
-            advice = (
-                "Raise the limits of the process (`ulimit -l`; in a container also its memory), or pin fewer blocks"
-            )
-            if pieces[0].how != _NEW:
-                advice += "; a file on disk that is mapped to be written may not be pinnable at all, one in /dev/shm is"
-            where = f"{what}: bytes {start} to {start + end - begin} of {total}"
-            raise _explained(error, where, f" What had been pinned is released again. {advice}.") from None
-
-
-def _unregister(ranges: list[tuple[int, int]], pid: int) -> None:
-    """Give back registrations, all of them even if one fails."""
-    from . import _core
-
-    with contextlib.ExitStack() as stack:
-        while ranges:
-            begin, _ = ranges.pop()
-            if os.getpid() == pid:  # not a forked child: the registrations are its parent's
-                stack.callback(_core.host_unregister, begin)
-
-
-def _explained(error: CudaError | MemoryError, what: str, advice: str = "") -> CudaError | MemoryError:
-    """The same error, saying what for and what to do."""
-    text = f"{what}: {error}{advice}"
-    return type(error)(text, code=error.code, name=error.name) if isinstance(error, CudaError) else MemoryError(text)
-
-
-class _Slab:
-    """Fresh host memory in huge pages, to be registered; it is unmapped when the last array on it is gone.
-
-    Arrays are made from it through ``__array_interface__``, and so keep it: whoever holds one when the pool is closed has
-    memory that is no longer pinned, and not an address that leads nowhere.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        # More than is asked for, so that it can start with a huge page; pages that are not touched cost nothing.
-        self._memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # DONTFORK: the kernel would copy page-locked memory at a fork, every byte of it.
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-            with contextlib.suppress(OSError):  # a kernel without it
-                self._memory.madvise(advice)
-        self.address = _round_up(np.frombuffer(self._memory, np.uint8).ctypes.data, _HUGE_PAGE)
-        self.pins = _Pins(self)
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-        }
-
-    def close(self) -> None:
-        """No longer pinned."""
-        self.pins.close()
-
-    def discard(self) -> None:
-        """Unmap now what no array has been made of: the traceback of an error would keep it."""
-        self._memory.close()
-
-
-def _pinned_arrays(resolved: Resolved, progress: Progress | None) -> tuple[_Slab, list[npt.NDArray[Any]]]:
-    """Every allocation of a pool in one slab, touched and registered."""
-    from . import _core
-
-    what = f"pinned memory for {resolved.layout.name}"
-    try:
-        _core.device_count()  # before anything is touched
-    except CudaUnavailableError as error:
-        raise _explained(error, what, " Memory for the CPU alone is device='cpu'.") from None
-    ends = list(itertools.accumulate(_round_up(a.nbytes, _ALIGNMENT) for a in resolved.allocations))
-    offsets = [0, *ends[:-1]]
-    nbytes = _round_up(ends[-1], mmap.PAGESIZE)
-    try:
-        slab = _Slab(nbytes)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(
-            f"{what}: {nbytes} bytes: {error}. Raise the limits that the process runs under (`ulimit -v`), or ask for fewer blocks"
-        ) from None
-    starts = [slab.address + offset for offset in offsets]
-    pieces = _split(slab.address, slab.address + nbytes, starts, _block_step(resolved))
-    try:
-        slab.pins.add([_Piece(begin, end, _NEW) for begin, end in pieces], progress, what)
-    except BaseException:
-        slab.discard()
-        raise
-    memory = np.asarray(slab)
-    return slab, [
-        np.ndarray(a.shape, _numpy_dtype(a.dtype), memory, offset, a.strides)
-        for a, offset in zip(resolved.allocations, offsets, strict=True)
-    ]
-
-
-def _round_up(number: int, to: int) -> int:
-    return -(-number // to) * to
-
-
-def _block_step(resolved: Resolved) -> int:
-    """Bytes from block to block inside an allocation, or 0 where each has allocations of its own."""
-    return resolved.id_steps[1]
-
-
-def _split(begin: int, end: int, starts: Sequence[int], block: int) -> Iterator[tuple[int, int]]:
-    """Cut pages into pieces of at most `PIECE_BYTES`: where an allocation starts (sorted), else a block, else anywhere."""
-    while end - begin > PIECE_BYTES:
-        cut = _last_border(begin + PIECE_BYTES, starts, block)
-        yield begin, cut
-        begin = cut
-    yield begin, end
-
-
-def _last_border(limit: int, starts: Sequence[int], block: int) -> int:
-    page = mmap.PAGESIZE
-    worth = limit - PIECE_BYTES // 2  # a cut before it would make more pieces
-    index = bisect_right(starts, limit)
-    for start in itertools.takewhile(lambda start: start >= worth, reversed(starts[:index])):
-        if start % page == 0:
-            return start
-    if index and block:
-        first = starts[index - 1]
-        last = first + (limit - first) // block * block
-        for border in range(last, max(first, worth, last - page * block), -block):
-            if border % page == 0:
-                return border
-    return limit
-
-
-def _find_ranges(
-    spans: Iterable[tuple[int, int]], known: Sequence[tuple[int, int]], ask: Callable[[int], tuple[int, int]]
-) -> list[tuple[int, int]] | None:
-    """The allocations or registrations that hold these spans (sorted), or None where one lies in none.
-
-    `known` are our own; `ask` is the driver, and answers for one byte where it knows no more.
-    """
-    found: list[tuple[int, int]] = []
-    begin = end = 0
-    for first, last in spans:
-        at = first
-        while at < last:
-            if not begin <= at < end:
-                near = bisect_right(known, (at, sys.maxsize)) - 1
-                begin, end = known[near] if near >= 0 and at < known[near][1] else ask(at)
-                if not begin <= at < end:
-                    return None
-                found.append((begin, end))
-            if end - begin == 1:  # no more is known than that this byte is pinned: see that the last one is too
-                if not ask(last - 1)[1]:
-                    return None
-                break
-            at = end
-    return found
-
-
-def _unpinned_pages(
-    spans: Sequence[tuple[int, int]], readonly: Sequence[bool], ask: Callable[[int], tuple[int, int]]
-) -> list[tuple[int, int, bool]]:
-    """Pages of these spans (sorted) that are not pinned: begin, end, and whether they may only be read."""
-    page = mmap.PAGESIZE
-    wanted: list[tuple[int, int, bool]] = []
-    pinned: list[tuple[int, int]] = []
-    for (first, last), fixed in zip(spans, readonly, strict=True):
-        begin, end = first // page * page, _round_up(last, page)
-        ranges = [ask(first), ask(last - 1)]
-        if all(b - a == 1 for a, b in ranges):
-            pinned.append((begin, end))
-        pinned += [(a // page * page, _round_up(b, page)) for a, b in ranges if b]
-        # One page can be in two arrays; then it can be written if one of them can.  Pages of different mappings are not joined.
-        if wanted and (begin < wanted[-1][1] or (begin == wanted[-1][1] and fixed == wanted[-1][2])):
-            before = wanted.pop()
-            begin, end, fixed = before[0], max(before[1], end), before[2] and fixed
-        wanted.append((begin, end, fixed))
-    pinned.sort()
-    missing, i = [], 0
-    for begin, end, fixed in wanted:
-        at = begin
-        while i < len(pinned) and pinned[i][0] < end:
-            if pinned[i][0] > at:
-                missing.append((at, pinned[i][0], fixed))
-            at = max(at, pinned[i][1])
-            if pinned[i][1] > end:
-                break
-            i += 1
-        if at < end:
-            missing.append((at, end, fixed))
-    return missing
-
-
-def _numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """NumPy's dtype for one of ours; those that it lacks become unsigned integers of the same width."""
-    return np.dtype(numpy_name(dtype))
-
-
-def _empty(allocation: Allocation) -> npt.NDArray[Any]:
-    memory = np.empty(allocation.nbytes, np.uint8)
-    return np.ndarray(allocation.shape, _numpy_dtype(allocation.dtype), memory, strides=allocation.strides)
 
 
 def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> int:
@@ -817,13 +441,13 @@ def check_alike(resolved: Resolved, found: Sequence[Array]) -> None:
     for index, array in enumerate(found[:1] if alike else found):
         kind = kinds[kind_of[index]]
         if kind.is_record:
-            if ITEMSIZE.get(_PAIRS.get(array.dtype, array.dtype)) != 1 and array.dtype not in _PLAIN[1]:
+            if ITEMSIZE.get(PAIRS.get(array.dtype, array.dtype)) != 1 and array.dtype != "void8":
                 raise DTypeError(
                     f"{name}: array {index}: its planes share it, so expected bytes (uint8, or another dtype of one byte), got "
                     f"{array.dtype}; pass .view(torch.uint8)"
                 )
         elif not same_dtype(array.dtype, kind.dtype):
-            bits = _stand_ins(kind.dtype)[:2]
+            bits = stand_ins(kind.dtype)[:2]
             also = f" (or {', '.join(bits)} as its bits)" if bits else ""
             raise DTypeError(f"{name}: array {index}: expected dtype {kind.dtype}{also}, got {array.dtype}")
 
@@ -835,7 +459,9 @@ def check_arrays(resolved: Resolved, found: Sequence[Array]) -> None:
     for index, array in enumerate(found):
         kind = kinds[kind_of[index]]
         shape, strides = kind.shape, kind.strides
-        if array.shape == shape and _same_strides(array, strides):
+        if array.shape == shape and all(
+            n == 1 or a == b for n, a, b in zip(shape, array.strides, strides, strict=True)
+        ):
             continue
         if kind.is_record and _same_bytes(array, kind):
             continue
@@ -858,11 +484,11 @@ def check_arrays(resolved: Resolved, found: Sequence[Array]) -> None:
                 raise BindError(
                     f"{where}: axis '{axis}': expected {want}, got {got} (shape {array.shape}, expected {shape})"
                 )
-        if _dense(shape, kind.itemsize) == strides:
-            raise BindError(
-                f"{where}: expected a contiguous array, got strides of {array.strides} bytes; call .contiguous()"
-            )
-        raise BindError(f"{where}: expected strides of {strides} bytes, got {array.strides}")
+        is_dense = dense(shape, kind.itemsize) == strides
+        wanted = "a contiguous array" if is_dense else f"strides of {strides} bytes, the layout's pitch"
+        raise BindError(
+            f"{where}: expected {wanted}, got strides of {array.strides} bytes; {other_order(expected.axes, array.strides)}"
+        )
 
 
 def _same_bytes(array: Array, kind: Allocation) -> bool:

@@ -270,7 +270,7 @@ def _require_apart(found: Sequence[_Found]) -> None:
     for index, one in enumerate(found):
         for other in found[index + 1 :]:
             for a, b in itertools.product(one.orders[:], other.orders[:]):
-                if _meet(_boxes(a), one.offset, one.shape.itemsize, _boxes(b), other.offset, other.shape.itemsize):
+                if meet(_boxes(a), one.offset, one.shape.itemsize, _boxes(b), other.offset, other.shape.itemsize):
                     raise LayoutError(
                         f"planes '{one.plane.name}' (bytes {one.offset} to {one.offset + one.held} of a record) and "
                         f"'{other.plane.name}' ({other.offset} to {other.offset + other.held}) overlap"
@@ -282,29 +282,22 @@ def _boxes(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
     return tuple((piece.extent, piece.stride) for piece in reversed(pieces) if piece.extent > 1)
 
 
-def _meet(
+def meet(
     a: Sequence[tuple[int, int]], a_start: int, a_size: int, b: Sequence[tuple[int, int]], b_start: int, b_size: int
 ) -> bool:
-    """Whether two nests of steps share a byte: exact, and quick where both step alike."""
+    """Whether two nests of steps (extents and strides, slowest first) share a byte: exact, and quick where both step alike."""
     if a_start >= b_start + _reach(b, b_size) or b_start >= a_start + _reach(a, a_size):
         return False
     if not a and not b:
         return True
-    if a and b and a[0] == b[0]:
-        # Both go on in step: what matters is how far apart two turns are, and only near ones can meet.
-        (extent, stride), *inner_a = a
-        inner_b = b[1:]
-        near = (_reach(inner_a, a_size) + _reach(inner_b, b_size) + abs(a_start - b_start)) // stride + 1
-        return any(
-            _meet(inner_a, a_start + shift * stride, a_size, inner_b, b_start, b_size)
-            for shift in range(-min(near, extent - 1), min(near, extent - 1) + 1)
-        )
     if b and (not a or _reach(b, b_size) > _reach(a, a_size)):
         a, a_start, a_size, b, b_start, b_size = b, b_start, b_size, a, a_start, a_size
     (extent, stride), *inner = a
-    first = max(0, (b_start - a_start - _reach(inner, a_size)) // stride)
-    last = min(extent - 1, (b_start + _reach(b, b_size) - a_start) // stride)
-    return any(_meet(inner, a_start + turn * stride, a_size, b, b_start, b_size) for turn in range(first, last + 1))
+    # Where both go on in step, what matters is how many turns one is ahead of the other.
+    rest, behind = (b[1:], extent - 1) if b and a[0] == b[0] else (b, 0)
+    first = max(-behind, (b_start - a_start - _reach(inner, a_size)) // stride)
+    last = min(extent - 1, (b_start + _reach(rest, b_size) - a_start) // stride)
+    return any(meet(inner, a_start + turn * stride, a_size, rest, b_start, b_size) for turn in range(first, last + 1))
 
 
 def _reach(steps: Sequence[tuple[int, int]], size: int) -> int:

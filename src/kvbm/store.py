@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .cache import replacing
 from .errors import BindError
 from .resolved import merge_steps
-from .shapes import ITEMSIZE, PACKED, BlockShape, numpy_name
+from .shapes import ITEMSIZE, PACKED, BlockShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -421,6 +421,7 @@ def _reserve(fd: int, size: int, path: str | os.PathLike[str]) -> None:
 def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mmap, offsets: Sequence[int]) -> Pool:
     import numpy as np
 
+    from .arrays import numpy_dtype
     from .pool import Pool
 
     arrays: list[np.ndarray[Any, Any]] = [
@@ -428,10 +429,3 @@ def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mma
         for allocation, offset in zip(resolved.allocations, offsets, strict=True)
     ]
     return Pool(layout, shape, arrays)
-
-
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return NumPy's dtype of that name, or unsigned integers of the same width where NumPy has none."""
-    import numpy as np
-
-    return np.dtype(numpy_name(dtype))

@@ -623,10 +623,10 @@ class Transfer:
         CudaError
             A call of the driver failed.
         """
-        for pool in self._pools:
-            if pool.closed:
-                pool.require_open()
-        return self._mover.copy(src_ids, dst_ids, layers, stream, wait)
+        _require_usable(*self._pools)
+        done = self._mover.copy(src_ids, dst_ids, layers, stream, wait)
+        self._pools[1].written()
+        return done
 
     def explain(self, num_blocks: int | None = None, *, layers: Layers = None) -> str:
         """What runs, and why, for batches of so many blocks (not given: of several sizes)."""
@@ -677,17 +677,25 @@ def _bind(src: Pool, dst: Pool) -> _Mover:
 
 def require_compatible(src: Pool, dst: Pool) -> None:
     """Two pools between which blocks can move: one block shape but for the layers, a destination that may be written."""
+    _require_usable(src, dst)
     title = f"{src.layout.name} → {dst.layout.name}"
-    for pool in (src, dst):
-        pool.require_open()
     if src.shape.dtype != dst.shape.dtype:
         raise DTypeError(
             f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype"
         )
     if replace(src.shape, nl=1) != replace(dst.shape, nl=1):
         raise BindError(f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}")
+
+
+def _require_usable(src: Any, dst: Any) -> None:
+    """Two pools that are as they were when they were bound, before every copy."""
+    if not (isinstance(src, Pool) and isinstance(dst, Pool)):
+        what, pool = ("destination", dst) if isinstance(src, Pool) else ("source", src)
+        raise BindError(f"the {what}: expected a kvbm.Pool, got {type(pool).__name__}; bind arrays with kvbm.Pool")
+    src.require_open()
+    dst.require_open()
     if dst.readonly:
-        raise BindError(f"{title}: the destination is read-only")
+        raise BindError(f"{src.layout.name} → {dst.layout.name}: the destination is read-only")
 
 
 def require_disjoint(src: Pool, dst: Pool) -> bool:
@@ -701,7 +709,8 @@ def require_disjoint(src: Pool, dst: Pool) -> bool:
     clash = np.nonzero((before > 0) & (reach[np.maximum(before, 1) - 1] > a[:, 0]))[0]
     if not clash.size:
         return False
-    if src.layout == dst.layout and src.num_blocks == dst.num_blocks and np.array_equal(src.addresses, dst.addresses):
+    blocks = [(pool.layout, pool.shape, pool.num_blocks) for pool in (src, dst)]
+    if blocks[0] == blocks[1] and np.array_equal(src.addresses, dst.addresses):
         return True
     raise BindError(
         f"{src.layout.name} → {dst.layout.name}: source and destination overlap in memory at address {int(a[clash[0], 0]):#x}; "
@@ -771,6 +780,6 @@ def convert(src_pool: Pool, dst_pool: Pool, src_ids: Any = None, dst_ids: Any = 
     --------
     >>> convert(engine_pool, storage_pool, src_ids=[7, 3], dst_ids=[0, 1])  # doctest: +SKIP
     """
-    for pool in (src_pool, dst_pool):
-        pool.require_open()
+    _require_usable(src_pool, dst_pool)
     _bind(src_pool, dst_pool).copy(src_ids, dst_ids, None, stream, None)
+    dst_pool.written()

@@ -84,7 +84,7 @@ def device_index(data: Any) -> int:
             if value.device.type == "cuda":
                 return int(value.device.index or 0)
         elif is_array(value) and not isinstance(value, np.ndarray):
-            from ..pool import describe
+            from ..arrays import describe
 
             return int(describe(value).device.partition(":")[2] or -1)
     return -1

@@ -8,8 +8,10 @@ They work under ``torch.compile(fullgraph=True)``, ``torch.export`` and ``torch.
 
 from __future__ import annotations
 
+from .batches import AcceleratorError
 from .fences import after, before, fence, keep
-from .operators import AcceleratorError, check_ids, convert, convert_, reinterpret, tensors
+from .functions import convert, convert_, reinterpret, tensors
+from .operators import check_ids
 
 __all__ = [
     "AcceleratorError",

@@ -1,0 +1,287 @@
+"""What a call of the operators needs to know, remembered: layouts, sizes and launches by what was passed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from .. import _core
+from ..arrays import Array
+from ..contract import (
+    Caller,
+    Side,
+    Size,
+    Sized,
+    block_shape,
+    named,
+    require,
+    require_copy,
+    require_device,
+    require_dtype,
+    side_of,
+)
+from ..errors import BindError, CudaError, CudaUnavailableError, KvbmError
+from ..planner import plan
+from ..pool import Pool
+from ..shapes import ITEMSIZE, PACKED
+from ..transfer import prepare, require_disjoint, torch_stream
+
+__all__ = ["AcceleratorError", "Batch", "Face"]
+
+_RuntimeError: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)  # torch 2.8 and newer
+
+#: Batches, faces and their sizes that are remembered.
+_MOST_SIZES = 1024
+
+
+class AcceleratorError(CudaError, _RuntimeError):  # type: ignore[misc, valid-type]
+    """A CUDA call that failed inside an operator: PyTorch's ``AcceleratorError``, and kvbm's `CudaError`.
+
+    Attributes
+    ----------
+    code, error_code : int
+        The ``CUresult``.
+    name : str
+        Its name.
+    """
+
+    def __init__(self, message: str, *, code: int = 0, name: str = "") -> None:
+        super().__init__(message, code=code, name=name)
+        self.error_code = code
+
+
+class Face:
+    """Two layouts, a block shape, dtypes and a device: everything about a call but its number of blocks."""
+
+    def __init__(
+        self, operator: str, names: tuple[str, str, str], dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
+    ) -> None:
+        src, dst, text = names
+        self.dtypes, self.device = (dtype_name(dtypes[0]), dtype_name(dtypes[1])), device
+        self.torch_dtype = dtypes[0]
+        self.index = (device.index or 0) if device.type == "cuda" else -1
+        self.shape = block_shape(text, self.dtypes[0])
+        self.src, self.dst = side_of(src, self.shape), side_of(dst, self.shape)
+        if self.src.layout.planes or self.dst.layout.planes:  # dtypes of their own, which the gates compare
+            require_copy(self.src, self.dst)
+        else:
+            for what, dtype in zip(("input", "output"), self.dtypes, strict=True):
+                require_dtype(f"{operator}: {what} #0", dtype, self.shape.dtype)
+        #: Whether values that have gradients are read as integers, which have none.
+        self.hides_gradients = dtypes[0].is_floating_point and self.shape.dtype not in _FLOATS
+        self._batches: dict[tuple[int, int], Batch] = {}
+
+    def empty(self, kind: tuple[tuple[int, ...], tuple[int, ...], str, int]) -> torch.Tensor:
+        """A tensor of a kind: of its own dtype, or else that of the inputs."""
+        shape, strides, dtype, _ = kind
+        return torch.empty_strided(
+            shape, strides, dtype=torch_dtype(dtype) if dtype else self.torch_dtype, device=self.device
+        )
+
+    def batch(self, src_blocks: Size, dst_blocks: Size) -> Batch:
+        if not (isinstance(src_blocks, int) and isinstance(dst_blocks, int)):
+            return Batch(self, src_blocks, dst_blocks)
+        found = self._batches.get((src_blocks, dst_blocks))
+        if found is None:
+            if len(self._batches) >= _MOST_SIZES:
+                self._batches.clear()
+            found = self._batches[src_blocks, dst_blocks] = Batch(self, src_blocks, dst_blocks)
+        return found
+
+
+_FLOATS = frozenset(name for name in ITEMSIZE if "float" in name)
+
+
+class Batch:
+    """A face with its numbers of blocks: what the tensors must be, and the launches."""
+
+    def __init__(self, face: Face, src_blocks: Size, dst_blocks: Size) -> None:
+        self.face = face
+        self.src_blocks, self.dst_blocks = src_blocks, dst_blocks
+        self.src, self.dst = face.src.sized(src_blocks), face.dst.sized(dst_blocks)
+        self.src_elements, self.dst_elements = self.src.elements(), self.dst.elements()
+        concrete = isinstance(src_blocks, int) and isinstance(dst_blocks, int)
+        self._nbytes = (self.src.nbytes, self.dst.nbytes) if concrete else (0, 0)
+        self._copies: dict[tuple[int, int], tuple[_core.Copy, ...]] = {}
+
+    def outputs(self) -> list[torch.Tensor]:
+        which, kinds, face, count = self.dst.which, self.dst_elements, self.face, int(self.dst.arrays)
+        if which is None and count:
+            first = face.empty(kinds[0])
+            if first.is_contiguous():  # then a tensor like it has the same strides, and is made in half the time
+                return [first, *[torch.empty_like(first) for _ in range(count - 1)]]
+        return [face.empty(kinds[which[i] if which else 0]) for i in range(count)]
+
+    def copies(self, src_alignment: int, dst_alignment: int) -> tuple[_core.Copy, ...]:
+        found = self._copies.get((src_alignment, dst_alignment))
+        if found is None:
+            blocks = (self.src_blocks, self.dst_blocks)
+            made = plan(self.face.src.layout, self.face.dst.layout, self.face.shape, num_blocks=blocks)
+            found = tuple(prepare(made, src_alignment, dst_alignment, device=self.face.index))
+            self._copies[src_alignment, dst_alignment] = found
+        return found
+
+    def run(self, src: Table, dst: Table, pairs: _core.Pairs) -> None:
+        """Copy: on the CPU now, on a GPU in the order of the current stream."""
+        face = self.face
+        copies = self.copies(src[1], dst[1])
+        if face.index < 0:
+            for copy in copies:
+                copy.run(src[0], dst[0], pairs)
+            return
+        stream = torch_stream(face.index)
+        for copy in copies:
+            copy.launch(src[0], dst[0], pairs, face.index, stream)
+
+    def shares_blocks(
+        self, src: Table, dst: Table, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether inputs and outputs are the same blocks; an error where they overlap otherwise."""
+        if not _core.tables_clash(src[0], self._nbytes[0], dst[0], self._nbytes[1]):
+            return False
+        pools = self.pools(tensors, out)
+        pools[1].require_distinct()
+        return require_disjoint(*pools)
+
+    def pools(self, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[Pool, Pool]:
+        """The slow and thorough way of looking at both sides."""
+        face = self.face
+        made = []
+        for side, given in ((self.src, tensors), (self.dst, out)):
+            found = [
+                Array(*_seen(tensor)[:3], side.dtype(index), str(face.device), False)
+                for index, tensor in enumerate(given)
+            ]
+            made.append(Pool.trusted(side.side.layout, face.shape, found, given))
+        return made[0], made[1]
+
+
+Table = tuple[_core.Table, int]
+#: How tensors become a table: `table_of` or `plain_table`.
+Look = Callable[[Caller, Sequence[torch.Tensor], Sized, Any, Face, str], Table | None]
+KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
+_faces: dict[Any, Face] = {}
+KNOWN: dict[Any, Batch] = {}  # by what real tensors have; faces are for symbols, too
+_names: dict[torch.dtype, str] = {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16``, remembered."""
+    found = _names.get(dtype)
+    if found is None:
+        found = _names[dtype] = str(dtype).removeprefix("torch.")
+    return found
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Torch's dtype of a name: pairs of 4 bits as torch has them, or as bytes."""
+    found: torch.dtype = getattr(torch, f"{name}_x2" if name in PACKED else name, torch.uint8)
+    return found
+
+
+def face_of(operator: str, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], *names: str) -> Face:
+    """The face of a call; one of its two lists has a tensor."""
+    first = tensors[0] if tensors else out[0]
+    other = out[0].dtype if out else first.dtype
+    key = (*names, first.dtype, other, first.device)
+    found = _faces.get(key)
+    if found is None:
+        if len(_faces) >= _MOST_SIZES:
+            _faces.clear()
+        found = _faces[key] = Face(operator, names, (first.dtype, other), first.device)  # type: ignore[arg-type]
+    return found
+
+
+def remembered(key: Any, batch: Batch) -> Batch:
+    """The batch, which is `KNOWN` by this key from now on."""
+    if len(KNOWN) >= _MOST_SIZES:
+        KNOWN.clear()
+    KNOWN[key] = batch
+    return batch
+
+
+def _seen(tensor: torch.Tensor) -> Array:
+    """A tensor as the contract looks at it; a fake one has no address."""
+    if tensor.layout is not torch.strided:
+        raise BindError(f"expected strided tensors, got one of layout {_name_of(tensor.layout)}; call .to_dense()")
+    size = tensor.element_size()
+    real = tensor.device.type in ("cpu", "cuda") and not is_fake(tensor)
+    return Array(
+        tensor.data_ptr() if real else 0,
+        tuple(tensor.shape),
+        tuple(stride * size for stride in tensor.stride()),
+        dtype_name(tensor.dtype),
+        str(tensor.device),
+        False,
+        tensor.storage_offset(),
+    )
+
+
+def _name_of(layout: Any) -> str:
+    return str(layout).removeprefix("torch.")
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a compiler passes it, without memory."""
+    return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def count_blocks(who: Caller, side: Side, tensors: Sequence[torch.Tensor]) -> Size:
+    """How many blocks a list of tensors holds."""
+    if side.arrays_a_block and len(tensors) % side.arrays_a_block == 0:
+        return len(tensors) // side.arrays_a_block
+    return side.blocks(who, [tensor.shape for tensor in tensors[:1]] + [()] * (len(tensors) - 1))
+
+
+def table_of(
+    who: Caller, tensors: Sequence[torch.Tensor], sized: Sized, elements: Any, face: Face, dtype: str
+) -> Table:
+    """The addresses of tensors that are as they must be: looked at from C, and one by one where something is not."""
+    found = _core.strided_tensors(tensors, sized.arrays, elements, sized.which, dtype, face.index)
+    if found is not None:
+        return found
+    seen = require_all(who, tensors, sized, face)
+    addresses = np.array([array.address for array in seen], np.uint64)
+    bits = int(np.bitwise_or.reduce(addresses)) | 16
+    return _core.Table(addresses, face.index, upload=False), bits & -bits
+
+
+def plain_table(
+    _: Caller, tensors: Sequence[torch.Tensor], sized: Sized, elements: Any, face: Face, dtype: str
+) -> Table | None:
+    """The addresses of tensors that are as they must be, of no subclass, and of which autograd need not know; else None.
+
+    One thing is not asked, as it would cost as much as all the rest: whether a tensor is ``torch._neg_view`` of another.  What
+    PyTorch itself makes of that kind, imaginary parts of conjugates, has strides that no layout has.
+    """
+    return _core.strided_tensors(
+        tensors, sized.arrays, elements, sized.which, dtype, face.index, KINDS, not torch.is_grad_enabled()
+    )
+
+
+def require_all(who: Caller, tensors: Sequence[torch.Tensor], sized: Sized, face: Face) -> list[Array]:
+    """Look at tensors one by one: they are what they must be, or the sentence says which is not."""
+    seen = [_seen(tensor) for tensor in tensors]
+    if seen:
+        require_device(who(0), seen[0].device, "input #0", str(face.device))
+    require(who, seen, sized)
+    return seen
+
+
+def wants_gradient(*lists: Sequence[torch.Tensor]) -> bool:
+    """Whether a tensor requires a gradient; a compiler can look through it."""
+    return any(tensor.requires_grad for tensors in lists for tensor in tensors)
+
+
+# What torch.library itself asks; older versions have only the slow way.
+any_requires_grad = getattr(torch._C, "any_requires_grad", wants_gradient)
+
+
+def raise_named(operator: str, error: KvbmError) -> NoReturn:
+    """The error with the operator's name; a CUDA call that failed as the framework's exception."""
+    if isinstance(error, CudaError) and not isinstance(error, CudaUnavailableError | AcceleratorError):
+        raise AcceleratorError(f"{operator}: {error}", code=error.code, name=error.name) from error
+    raise named(operator, error)

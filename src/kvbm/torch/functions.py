@@ -1,0 +1,285 @@
+"""The functions that users call, in front of the operators.
+
+They call no operator where the dispatcher would only carry the tensors over, one by one (`_nobody_listens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..contract import layout_name, reads_as, shape_text
+from ..errors import BindError, DTypeError, KvbmError
+from ..pool import Pool
+from ..shapes import BlockShape
+from .batches import KINDS, any_requires_grad, dtype_name, plain_table, raise_named, torch_dtype, wants_gradient
+from .fences import fence, keep
+from .operators import CONVERT, CONVERT_, PLAIN, PLAIN_, run, run_
+
+__all__ = ["convert", "convert_", "reinterpret", "tensors"]
+
+
+def convert(
+    tensors: Sequence[torch.Tensor] | torch.Tensor,
+    src: str = "nhd",
+    dst: str = "universal",
+    shape: str | BlockShape = "",
+    *,
+    stream: Any = None,
+) -> list[torch.Tensor]:
+    """Convert blocks from one layout into new tensors of another: the operator ``kvbm::convert``.
+
+    Parameters
+    ----------
+    tensors : sequence of torch.Tensor
+        One an allocation of the source's layout, in table order, each shaped as its order says; on one device.  A tensor
+        alone is a list of one.  Records of several planes are bytes, in any shape whose first axis is the blocks.
+    src, dst : str
+        Layouts, by name or by the path of a YAML file (which is read once in a process).
+    shape : str or BlockShape
+        As `kvbm.load_shape` reads it.  Sizes without a dtype (``"nl=2,no=2,nh=4,nt=16,hd=32"``) take the tensors'.
+    stream : optional
+        A stream to copy on, fenced on both sides (see `fence`).  Not given: torch's current one.  Not inside
+        ``torch.compile``.
+
+    Returns
+    -------
+    list of torch.Tensor
+        One an allocation of the destination's layout, holding the same blocks in the same order; of the dtype of the inputs,
+        or of its plane's where a layout has several.
+
+    Raises
+    ------
+    BindError, DTypeError
+        Tensors that do not fit: the sentence names the operator, the input and the remedy.
+    LayoutError, PlanError, SpecError
+        There is no copy between the two layouts, or no such layout or shape.
+    AcceleratorError
+        A CUDA call failed.
+
+    Notes
+    -----
+    Gradients flow, to any order: the adjoint of a permutation is its inverse; not through layouts of several planes.
+    Autocast leaves dtypes alone.
+
+    Examples
+    --------
+    >>> import torch, kvbm.torch
+    >>> layers = [torch.randn(2, 6, 16, 4, 8) for _ in range(3)]  # [l] o b t h d
+    >>> blocks = kvbm.torch.convert(layers, "vllm/flash_attn_nhd", "universal", "nl=3,no=2,nh=4,nt=16,hd=8")
+    >>> len(blocks), tuple(blocks[0].shape)  # [b] h l o t d
+    (6, (4, 3, 2, 16, 8))
+    """
+    names = (layout_name("convert: src", src), layout_name("convert: dst", dst), shape_text("convert: shape", shape))
+    if isinstance(tensors, torch.Tensor):
+        tensors = [tensors]
+    if stream is None and _nobody_listens(tensors):
+        out = run(tensors, *names, plain_table)
+        if out is not None:
+            return out
+    given = _list("convert", "tensors", tensors)
+    if torch.compiler.is_compiling():
+        _refuse_stream("convert", stream)
+    elif stream is not None and given:
+        with _named("convert"), fence(stream, *given):
+            out = convert(given, *names)
+        keep(out, torch.cuda.current_stream(given[0].device))
+        return out
+    operator = CONVERT if _autograd_looks(given) else PLAIN
+    return list(operator(given, *names))
+
+
+def convert_(
+    tensors: Sequence[torch.Tensor] | torch.Tensor,
+    out: Sequence[torch.Tensor] | torch.Tensor,
+    src: str = "nhd",
+    dst: str = "universal",
+    shape: str | BlockShape = "",
+    src_ids: Any = None,
+    dst_ids: Any = None,
+    *,
+    stream: Any = None,
+) -> None:
+    """Convert blocks into tensors that are there already: the operator ``kvbm::convert_``.
+
+    Parameters
+    ----------
+    tensors, out : sequence of torch.Tensor
+        One an allocation of each layout, in table order, on one device.  Bits are copied, so one byte wide dtypes may
+        differ where one of them is uint8 or int8.
+    src, dst, shape, stream
+        As for `convert`.
+    src_ids, dst_ids : torch.Tensor or sequence of int, optional
+        One axis of int32 or int64: block ``src_ids[i]`` is copied into block ``dst_ids[i]``; -1 skips a pair.  Not given:
+        0, 1, 2, … on that side.  Ids on the CPU are checked, and may be changed at once.  Ids on the GPU are read when the
+        kernel runs, so that a graph can be replayed with others; see `check_ids`.
+
+    Raises
+    ------
+    BindError, DTypeError, LayoutError, PlanError, SpecError, AcceleratorError
+        As `convert`; ids that are out of range or repeated, memory that overlaps, gradients.  Nothing was written.
+
+    Examples
+    --------
+    >>> import torch, kvbm.torch
+    >>> cache, stored = torch.arange(48.0).view(1, 6, 1, 4, 2, 1), torch.zeros(1, 3, 4, 1, 2, 1)
+    >>> kvbm.torch.convert_(cache, stored, "vllm/LBHNC", "vllm/LBNHC", "nl=1,no=2,nh=1,nt=4,hd=1", [5, 0], [2, 1])
+    >>> stored[0, 2].flatten().tolist()
+    [40.0, 41.0, 42.0, 43.0, 44.0, 45.0, 46.0, 47.0]
+    """
+    names = (layout_name("convert_: src", src), layout_name("convert_: dst", dst), shape_text("convert_: shape", shape))
+    ids = (_ids("src_ids", src_ids), _ids("dst_ids", dst_ids))
+    if isinstance(tensors, torch.Tensor):
+        tensors = [tensors]
+    if isinstance(out, torch.Tensor):
+        out = [out]
+    listed = [[one] for one in ids if one is not None]
+    if stream is None and _nobody_listens(tensors, out, *listed) and run_(tensors, out, *names, *ids, plain_table):
+        return
+    given, into = _list("convert_", "tensors", tensors), _list("convert_", "out", out)
+    if torch.compiler.is_compiling():
+        _refuse_stream("convert_", stream)
+    elif stream is not None and (given or into):
+        used = [*given, *into, *(one for one in ids if one is not None and one.is_cuda)]
+        with _named("convert_"), fence(stream, *used):
+            convert_(given, into, *names, *ids)
+        return
+    operator = CONVERT_ if _autograd_looks(given, into) else PLAIN_
+    operator(given, into, *names, *ids)
+
+
+def reinterpret(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same bytes as another dtype of one byte: fp8 as uint8 or int8, or back.  A view; no memory is touched.
+
+    Raises
+    ------
+    DTypeError
+        Another width, or two formats of fp8, whose values would not be the same.
+    BindError
+        A gradient is asked of integers.
+
+    Examples
+    --------
+    >>> reinterpret(torch.tensor([0x38], dtype=torch.uint8), torch.float8_e4m3fn).float().tolist()
+    [1.0]
+    """
+    if dtype.itemsize != 1 or tensor.dtype.itemsize != 1 or not reads_as(dtype_name(tensor.dtype), dtype_name(dtype)):
+        raise DTypeError(
+            f"reinterpret: expected dtypes of one byte, one of them uint8 or int8 at least, got {dtype_name(tensor.dtype)} as "
+            f"{dtype_name(dtype)}; .to({dtype}) converts values"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise BindError(
+            f"reinterpret: the tensor requires a gradient, and as {dtype_name(dtype)} it has none; call .detach()"
+        )
+    return tensor.view(dtype)
+
+
+def tensors(pool: Pool) -> list[torch.Tensor]:
+    """A pool's arrays as tensors on the same memory, in table order; the pool's own GPU memory, too.
+
+    Keep the pool open as long as they are used.
+
+    Examples
+    --------
+    >>> import kvbm
+    >>> shape = kvbm.BlockShape(nl=2, no=2, nh=4, nt=16, hd=8, dtype="bfloat16")
+    >>> tensors(kvbm.Pool.allocate(kvbm.load("vllm/LBHNC"), shape, 6))[0].dtype
+    torch.bfloat16
+    """
+    pool.require_open()
+    kinds = [pool.resolved.kinds[kind].dtype for kind in pool.resolved.kind_of_entry]
+    return [_tensor(array, pool.device).view(torch_dtype(kind)) for array, kind in zip(pool.arrays, kinds, strict=True)]
+
+
+def _tensor(array: Any, device: str) -> torch.Tensor:
+    if isinstance(array, torch.Tensor):
+        return array
+    if isinstance(array, np.ndarray):
+        if array.dtype.isbuiltin != 1:  # those of ml_dtypes: their bits
+            array = array.view(f"u{array.itemsize}")
+        return torch.from_numpy(array)
+    return torch.as_tensor(array, device=device)
+
+
+def _list(operator: str, what: str, tensors: Any) -> list[torch.Tensor]:
+    if not isinstance(tensors, (list, tuple)):
+        raise BindError(f"{operator}: {what}: expected a list of tensors, got a {type(tensors).__name__}")
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise BindError(f"{operator}: {what}: #{index} is a {type(tensor).__name__}; expected a torch.Tensor")
+    return list(tensors)
+
+
+def _ids(what: str, ids: Any) -> torch.Tensor | None:
+    if ids is None or isinstance(ids, torch.Tensor):
+        return ids
+    try:
+        made = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BindError(f"convert_: {what}: expected block ids: {error}") from None
+    return made.to(torch.int64) if made.numel() == 0 else made
+
+
+def _listeners() -> tuple[Callable[[], Any], ...]:
+    """Questions after whoever is called between an operator and its kernel: modes, tracers, torch.func, the profiler.
+
+    PyTorch has no public names for them: where one is missing, somebody is taken to listen always.
+    """
+    names = (
+        "_len_torch_dispatch_stack",
+        "_len_torch_function_stack",
+        "_functorch.peek_interpreter_stack",
+        "_get_tracing_state",
+        "_autograd._profiler_enabled",
+    )
+    try:
+        return tuple(attrgetter(name)(torch._C) for name in names)
+    except AttributeError:
+        return (lambda: True,)
+
+
+_LISTENERS = _listeners()
+
+
+def _nobody_listens(*lists: Any) -> bool:
+    """Whether the dispatcher would do no more than carry plain tensors to the kernel, which costs 0.1 to 0.2 µs each.
+
+    What all the tensors are is asked later, in C.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    for listens in _LISTENERS:
+        if listens():
+            return False
+    return all(type(one) in (list, tuple) and one and type(one[0]) in KINDS for one in lists)
+
+
+def _autograd_looks(*lists: Sequence[torch.Tensor]) -> bool:
+    """Whether the operator itself must be called: a gradient is wanted, or it goes into a file."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting() or (torch.is_grad_enabled() and wants_gradient(*lists))
+    return torch.is_grad_enabled() and bool(any_requires_grad(*lists))
+
+
+def _refuse_stream(operator: str, stream: Any) -> None:
+    if stream is not None:
+        raise BindError(f"{operator}: stream: inside torch.compile the compiler orders the work; leave stream out")
+
+
+class _named:  # noqa: N801  (used as a function)
+    """Errors of a block carry the operator's name."""
+
+    def __init__(self, operator: str) -> None:
+        self.operator = operator
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, KvbmError):
+            raise_named(self.operator, error)
