@@ -18,7 +18,7 @@ import pytest
 
 import kvbm
 import matrix
-from kvbm import codegen, nest, nvcc, spec
+from kvbm import codegen, nest, nvcc, prepare, spec
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 UPDATE = os.environ.get("KVBM_UPDATE_GOLDEN") == "1"
@@ -174,7 +174,7 @@ def test_every_plan_has_its_kernel(src: str, dst: str) -> None:
         nl, no, nh, nt, hd = shape
         made = kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.BlockShape(nl, no, nh, nt, hd, dtype), num_blocks=(5, 3))
         for alignment in (1, 2, 4, 8, 16):
-            assert transfer.prepare(made, alignment, 16) and transfer.prepare(made, 16, alignment)
+            assert prepare.prepare(made, alignment, 16) and transfer.prepare(made, 16, alignment)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.1-8b/tp8", "llama-3.1-70b", "llama-3.1-70b/tp8"])

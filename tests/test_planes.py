@@ -23,7 +23,7 @@ import oracle
 import plane_oracle
 import test_driver
 import test_transfer
-from kvbm import _core, resolved, spec, transfer
+from kvbm import _core, prepare, resolved, spec
 from memory import FakeCuda, Strided, aligned
 from plane_oracle import FAMILIES, TABLE, Arena, held
 from test_driver import library  # noqa: F401
@@ -383,9 +383,9 @@ def test_two_steps_are_the_one(src: str, dst: str, gathers: bool) -> None:
 
         memory = aligned(slot)
         table = _core.Table(np.array([memory.ctypes.data + 64], np.uint64))
-        for copy in transfer.prepare(first, one.pool.alignment, 16):
+        for copy in prepare.prepare(first, one.pool.alignment, 16):
             copy.run(_core.Table(one.pool.addresses), table, _core.Pairs(src_ids, None, one.pool.num_blocks, 3))
-        for copy in transfer.prepare(second, 16, other.pool.alignment):
+        for copy in prepare.prepare(second, 16, other.pool.alignment):
             copy.run(table, _core.Table(other.pool.addresses), _core.Pairs(None, dst_ids, 3, other.pool.num_blocks))
         assert np.array_equal(other.buffer, want), plane_oracle.explain(other.arena, other.buffer, want)
         assert np.array_equal(memory[:64], slot[:64]) and np.array_equal(memory[-64:], slot[-64:])

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 import kvbm
 import oracle
-from kvbm import _core, cli, codegen, doctor, kernels, nest, runtime, spec, transfer
+from kvbm import _core, cli, codegen, doctor, kernels, nest, prepare, runtime, spec
 from kvbm.nest import Mode
 from memory import aligned, numpy_views, placed
 from test_driver import COMPILER, PRELUDE
@@ -665,7 +665,7 @@ def test_any_nest_converts_on_the_host(name: str) -> None:
             deep.append(
                 any(len(part.outer) > nest.MAX_OUTER or len(part.inner) > nest.MAX_INNER for part in made.parts)
             )
-            copies = transfer.prepare(made, src.pool.alignment, dst.pool.alignment)
+            copies = prepare.prepare(made, src.pool.alignment, dst.pool.alignment)
             assert len(copies) == sum(len(part.fit(part.kind)) for part in made.parts)
     assert any(deep) == (name in DEEP)
 

@@ -24,7 +24,7 @@ import kvbm
 import matrix
 import oracle
 import test_driver
-from kvbm import _core, kernels, spec, transfer
+from kvbm import _core, kernels, prepare, spec
 from memory import Bound, aligned, numpy_views, placed
 from test_driver import library  # noqa: F401
 from test_planner import execute
@@ -190,9 +190,9 @@ def test_two_steps_are_the_one(src: str, gathers: bool) -> None:
 
         memory = aligned(slot)
         table = _core.Table(np.array([memory.ctypes.data + 64], np.uint64))
-        for copy in transfer.prepare(first, one.pool.alignment, 16):
+        for copy in prepare.prepare(first, one.pool.alignment, 16):
             copy.run(_core.Table(one.pool.addresses), table, _core.Pairs(src_ids, None, one.pool.num_blocks, 3))
-        for copy in transfer.prepare(second, 16, other.pool.alignment):
+        for copy in prepare.prepare(second, 16, other.pool.alignment):
             copy.run(table, _core.Table(other.pool.addresses), _core.Pairs(None, dst_ids, 3, other.pool.num_blocks))
         assert np.array_equal(other.buffer, want), oracle.explain(other.arena, other.buffer, want)
         assert np.array_equal(memory[:64], slot[:64]) and np.array_equal(memory[-64:], slot[-64:])
@@ -224,7 +224,7 @@ def test_tables_are_as_short_as_the_memory_is_regular(
     arena = placed(matrix.orders()[name], SHAPE, 5).layout_bytes(0, how)
     buffer = aligned(oracle.source_bytes(arena, 0))
     pool = kvbm.Pool(kvbm.load(name), SHAPE, numpy_views(arena, buffer, SHAPE.dtype))
-    steps = transfer.steps_of(pool)
+    steps = prepare.steps_of(pool)
     assert (steps.block is not None, steps.entry is not None) == (block, entry)
     table = steps.shorten(pool.addresses, pool.num_blocks)
     assert np.array_equal(table, pool.addresses[:length])
@@ -234,14 +234,14 @@ def test_tables_are_as_short_as_the_memory_is_regular(
         number, rest = divmod(i, per_block) if block else (0, i)
         known = int(table[0]) + rest * (steps.entry or 0) if entry else int(table[rest])
         assert known + number * (steps.block or 0) == address
-    assert transfer.prepare(kvbm.plan(pool.layout, pool.layout, SHAPE, num_blocks=5), 16, 16, src_steps=steps)
+    assert prepare.prepare(kvbm.plan(pool.layout, pool.layout, SHAPE, num_blocks=5), 16, 16, src_steps=steps)
 
 
 def test_tables_in_which_blocks_are_not_the_slowest_stay_whole() -> None:
     layout = spec.parse('order: "[l b] o h t d"', name="mine")
     memory = np.arange(4 * 3 * SHAPE.nbytes // 8, dtype=np.uint16).reshape(4, 3, 2, 2, 4, 16)  # l b o h t d
     pool = kvbm.Pool(layout, SHAPE, [block for layer in memory for block in layer])
-    assert transfer.steps_of(pool) == (None, None)
+    assert prepare.steps_of(pool) == (None, None)
     universal = kvbm.Pool.allocate(kvbm.load("universal"), SHAPE, 3)
     kvbm.convert(pool, universal, [2, 0, 1])
     want = memory.transpose(1, 3, 0, 2, 4, 5)[[2, 0, 1]]

@@ -255,7 +255,7 @@ def expect(**costs):
             return ran
 assert expect(direct=(1e-5, 2e-5), staged=(1e-4, 1e-5)) == ["direct", "staged"]
 assert expect(direct=(1e-4, 1e-5), engine=(1e-6, 1e-7)) == ["direct", "direct"]  # its runs are too short for the engine
-kvbm.transfer.ENGINE_RUN = 0
+kvbm.mover.ENGINE_RUN = 0
 assert expect(direct=(1e-4, 1e-5), engine=(1e-6, 1e-7)) == ["engine", "engine"]
 """,
             KVBM_CACHE_DIR=str(tmp_path),

@@ -18,7 +18,7 @@ from .errors import LayoutError, MissingKernelError, PlanError, SpecError
 from .layout import Layout
 from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form, Kernel, kernel_name, parse_kernel
 from .planner import between
-from .resolved import Section
+from .section import Section
 from .shapes import BlockShape
 from .spec import layouts_dir, load_dir
 

@@ -20,11 +20,12 @@ from . import _core
 from .arrays import Array, dense, describe
 from .errors import BindError, DTypeError
 from .layout import Layout
+from .mover import current_stream, require_compatible, require_disjoint, torch_stream
 from .planner import plan
 from .pool import Pool
+from .prepare import prepare
 from .shapes import ITEMSIZE, BlockShape
 from .spec import load, parse
-from .transfer import current_stream, prepare, require_compatible, require_disjoint, torch_stream
 
 __all__ = [
     "MemcpyBatchMode",

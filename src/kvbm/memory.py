@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from .arrays import numpy_dtype
 from .errors import CudaError, CudaUnavailableError
-from .resolved import Allocation, Resolved, round_up
+from .resolved import Allocation, Resolved
+from .shapes import round_up
 
 __all__ = ["DeviceArray", "Pins", "Progress", "Slab", "explained", "find_ranges", "pinned_arrays", "unpinned_pages"]
 

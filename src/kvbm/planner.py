@@ -16,7 +16,7 @@ from .errors import LayoutError, MissingKernelError, PlanError
 from .layout import Layout
 from .lower import Launch, launches
 from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form, Mode, Part
-from .resolved import Section
+from .section import Section
 from .shapes import BlockShape
 
 __all__ = ["Plan", "between", "plan", "size_text"]

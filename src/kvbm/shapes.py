@@ -66,6 +66,11 @@ def numpy_name(dtype: str) -> str:
     return f"uint{8 * ITEMSIZE[dtype]}" if dtype in _NOT_IN_NUMPY else dtype
 
 
+def round_up(value: int, to: int) -> int:
+    """The smallest multiple of `to` that is not below `value`."""
+    return -(-value // to) * to
+
+
 @dataclass(frozen=True, slots=True)
 class BlockShape:
     """The sizes of one KV block.

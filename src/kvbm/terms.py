@@ -11,7 +11,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from .errors import LayoutError
-from .shapes import LIMIT
+from .shapes import LIMIT, round_up
 
 __all__ = ["AXES", "Expression", "Order", "Pitch", "Plane", "Term"]
 
@@ -28,7 +28,7 @@ AXES: Mapping[str, str] = MappingProxyType(
 SIZES = ("nb", "nl", "no", "nh", "nt", "hd", "es")
 _LONGEST = 1000
 FUNCTIONS: Mapping[str, Callable[..., int]] = MappingProxyType(
-    {"round_up": lambda x, to: -(-x // to) * to, "min": min, "max": max}
+    {"round_up": round_up, "min": min, "max": max}
 )
 OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
     {

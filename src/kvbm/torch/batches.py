@@ -24,10 +24,11 @@ from ..contract import (
     side_of,
 )
 from ..errors import BindError, CudaError, CudaUnavailableError, KvbmError
+from ..mover import require_disjoint, torch_stream
 from ..planner import plan
 from ..pool import Pool
+from ..prepare import prepare
 from ..shapes import ITEMSIZE, PACKED
-from ..transfer import prepare, require_disjoint, torch_stream
 
 __all__ = ["AcceleratorError", "Batch", "Face"]
 

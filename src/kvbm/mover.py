@@ -1,0 +1,509 @@
+"""Movers: two pools bound for copies: which ways there are between them, and which a batch takes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _core, tuner, tuning
+from .errors import BindError, DTypeError, MissingKernelError, PlanError
+from .layout import Layout
+from .lower import Steps
+from .planner import Plan, plan, size_text
+from .pool import Pool
+from .prepare import engine_copies, kernel_notes, launches_of, prepare, steps_of
+from .shapes import BlockShape
+from .tuning import CHUNK_BYTES, Way
+
+__all__ = [
+    "Layers",
+    "Mover",
+    "current_stream",
+    "require_compatible",
+    "require_disjoint",
+    "require_usable",
+    "torch_stream",
+]
+
+#: Multiprocessors of a kernel that works on host memory, where the caller does not say: more do not make PCIe faster.
+HOST_SMS = 16
+
+#: Slots of a staged copy: one is filled, one is emptied, one is between.
+SLOTS = 3
+
+#: What divides the address of every slot.
+_SLOT_ALIGNMENT = 16
+
+#: Shorter runs are not given to the copy engine unless the caller asks: each costs half a microsecond of the processor, which
+#: a measurement on an idle machine does not show.
+ENGINE_RUN = 256 << 10
+
+_STRATEGIES = ("direct", "staged", "engine")
+
+#: How memory that is not cuMemAlloc's is opened to another GPU's kernels.
+_GRANT = (
+    " (grant it before the transfer is made, by cuMemSetAccess or cuMemPoolSetAccess; torch does so at its first own copy from "
+    "{src} to {dst})"
+)
+
+Layers = range | tuple[range, range] | None
+
+
+def _mean_run(made: Plan) -> int:
+    """Bytes that stay together, on average."""
+    return made.nbytes // sum(part.nbytes // part.run_bytes for part in made.parts)
+
+
+@dataclass(frozen=True)
+class _End:
+    """What a transfer knows of a pool without keeping it alive."""
+
+    layout: Layout
+    shape: BlockShape
+    num_blocks: int
+    device: str
+    alignment: int
+    step: int | None
+    slot_bytes: int  # of a block, packed
+    addresses: npt.NDArray[np.uint64]
+    steps: Steps
+    framework: str
+
+    @classmethod
+    def of(cls, pool: Pool) -> _End:
+        framework = type(pool.arrays[0]).__module__.partition(".")[0]
+        return cls(
+            pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step,
+            pool.resolved.section.packed().accesses[0].block[0], pool.addresses, steps_of(pool), framework,
+        )  # fmt: skip
+
+    @property
+    def index(self) -> int:
+        """CUDA device ordinal, -1 for the host."""
+        return -1 if self.device == "cpu" else int(self.device.partition(":")[2])
+
+    @property
+    def table(self) -> npt.NDArray[np.uint64]:
+        """The table as kernels read it."""
+        table: npt.NDArray[np.uint64] = self.steps.shorten(self.addresses, self.num_blocks)
+        return table
+
+    @property
+    def bases(self) -> npt.NDArray[np.uint64]:
+        """The table as the copy engine counts it: one base where allocations lie at a step."""
+        return self.addresses if self.step is None else self.addresses[:1]
+
+
+class Mover:
+    """Everything that a transfer needs, apart from the pools themselves: a cache of these keeps no memory alive."""
+
+    def __init__(
+        self,
+        src: Pool,
+        dst: Pool,
+        strategy: str,
+        max_sms: int | None,
+        chunk_bytes: int | None,
+        *,
+        keeps: bool,
+        transfer: type[Any],
+    ) -> None:
+        self.transfer = transfer  # what the strategies are measured with, where this machine was not measured yet
+        require_compatible(src, dst)
+        self.src, self.dst = _End.of(src), _End.of(dst)
+        self.title = f"{src.layout.name} → {dst.layout.name}"
+        self.strategy = strategy
+        self.same_pool = require_disjoint(src, dst)
+        self.keep = (src, dst) if keeps else None
+        self.on_host = src.device == dst.device == "cpu"
+        self.gathers = self.src.index >= 0
+        self.device = self.src.index if self.gathers else self.dst.index  # -1: none
+        self.max_sms, self.bounded = _max_sms(self, max_sms), max_sms is not None
+        self.chunk_bytes = chunk_bytes
+        self.lock = threading.Lock()
+        _made.add(self)
+        self.ring: _core.Ring | None = None
+        self.routes: dict[Any, _Route] = {}
+        self.closed = False
+        self.by_peer = False  # whether the copy engine has to cross by the one call that needs no grant
+        self.unreached = "" if self.on_host else self._unreached(src, dst)
+        self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
+        # Kernels read both tables where they run.
+        self.src_table, self.dst_table = (_core.Table(end.table, self.device) for end in (self.src, self.dst))
+        if self.src.shape == self.dst.shape:
+            self.routes[None] = self._route(None)
+        elif strategy != "auto" or chunk_bytes is not None:
+            _check_strategy(self)
+
+    @property
+    def direction(self) -> str:
+        """``h2h``, ``d2d``, ``d2h``, ``h2d`` or ``p2p``."""
+        src, dst = self.src.index, self.dst.index
+        if src >= 0 and dst >= 0:
+            return "d2d" if src == dst else "p2p"
+        return ("d" if src >= 0 else "h") + "2" + ("d" if dst >= 0 else "h")
+
+    def _unreached(self, src: Pool, dst: Pool) -> str:
+        """Why kernels do not reach both sides, empty if they do; the copy engine needs pinned memory, too."""
+        for pool, what in ((src, "source"), (dst, "destination")):
+            if pool.device == "cpu" and not pool.pinned:
+                raise BindError(
+                    f"{self.title}: the {what} is in host memory that GPUs do not reach; allocate it with "
+                    "Pool.allocate(..., device='pinned'), or call its pool's pin()"
+                )
+            if pool.device == f"cuda:{self.device}" or (found := _core.find_ungranted(self.device, pool.spans)) is None:
+                continue
+            array = int(np.argsort(pool.addresses, kind="stable")[found[0]])
+            why = f"array {array} of the {what} lies in {found[1]} that is not granted to cuda:{self.device}"
+            if pool.device == "cpu":
+                raise BindError(f"{self.title}: {why}; call cuMemSetAccess or cuMemPoolSetAccess, or use Pool.pin()")
+            self.by_peer = True
+            reaches = _core.enable_peer(self.device, self.dst.index)
+            return f"{why}{_GRANT.format(src=src.device, dst=dst.device) if reaches else ''}"
+        if self.direction != "p2p" or _core.enable_peer(self.device, self.dst.index):
+            return ""
+        return "this machine has no peer access between them"
+
+    def route(self, layers: Layers) -> _Route:
+        found = self.routes.get(layers)
+        if found is None:
+            if layers is None and not self.closed:
+                raise BindError(
+                    f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; say which by "
+                    "layers=(range of the source, range of the destination)"
+                )
+            with self.lock:
+                if self.closed:
+                    raise BindError(f"{self.title}: the transfer is closed")
+                found = self.routes.get(layers)  # another thread may have been faster
+                if found is None:
+                    found = self.routes[layers] = self._route(layers)
+        return found
+
+    def _route(self, layers: Layers) -> _Route:
+        src, dst = self.src, self.dst
+        try:
+            made = plan(
+                src.layout,
+                dst.layout,
+                (src.shape, dst.shape),
+                num_blocks=(src.num_blocks, dst.num_blocks),
+                layers=layers,
+            )
+        except PlanError as error:
+            if layers is not None and "layers:" in str(error):
+                raise BindError(str(error)) from None
+            raise
+        _check_strategy(self)
+        whole = functools.partial(
+            prepare, made, src.alignment, dst.alignment, device=self.device, src_steps=src.steps, dst_steps=dst.steps
+        )
+        blocks = src.num_blocks, dst.num_blocks
+        if self.on_host:
+            direct = whole()
+            route = _core.Route(
+                -1, self.src_table, self.dst_table, *blocks, direct=direct, same_pool=self.same_pool, keep=self.keep
+            )
+            return _Route(made, route, direct, "the host's kernels copy on all cores")
+        # Kernels that no batch takes are not looked for: they may have to be compiled.
+        direct = whole(few=self.max_sms > 0) if not self.unreached and self.strategy in ("auto", "direct") else []
+        steps = made.staged(gathers=self.gathers)
+        move = steps[1].flat(None, dst.step) if self.gathers else steps[0].flat(src.step, None)
+        runs = made.flat(src.step, dst.step)
+        slot_block = (steps[0].dst if self.gathers else steps[1].src).accesses[0].block[0]
+        move_runs, all_runs = engine_copies(move), engine_copies(runs)
+        ways = {
+            "direct": Way(_mean_run(made), len(direct)),
+            "staged": Way(_mean_run(move)),
+            "engine": Way(_mean_run(runs)),
+        }
+        possible = {"direct": not self.unreached, "staged": bool(move_runs), "engine": bool(all_runs)}
+        limits, why = self._limits({name: way for name, way in ways.items() if possible[name]}, made.nbytes)
+        # Every destination is written once, so no batch keeps more pairs than there are: what would be taken beyond needs no
+        # ring.  Batches whose ids lie on the GPU may be larger, and take the last strategy that is left.
+        most = dst.num_blocks
+        limits = limits[: 1 + next((i for i, (pairs, _) in enumerate(limits) if pairs >= most), len(limits))]
+        if self.chunk_bytes is not None and self.chunk_bytes < slot_block:
+            raise BindError(
+                f"{self.title}: chunk_bytes: expected at least one block of {slot_block} bytes, got {self.chunk_bytes}"
+            )
+        ring = self._take_ring() if any(name == "staged" for _, name in limits) else None
+        permute: list[_core.Copy] = []
+        if ring is not None:
+            few = self.bounded  # between device memory and device memory a kernel on all of the GPU is over in no time
+            slot = _SLOT_ALIGNMENT
+            if self.gathers:
+                permute = prepare(steps[0], src.alignment, slot, few=few, device=self.device, src_steps=src.steps)
+            else:
+                permute = prepare(steps[1], slot, dst.alignment, few=few, device=self.device, dst_steps=dst.steps)
+        for kernel in dict.fromkeys(copy.kernel for copy in (*direct, *permute)):  # now, and not beside a running model
+            _core.warm(kernel, self.device)
+        route = _core.Route(
+            self.device,
+            self.src_table,
+            self.dst_table,
+            *blocks,
+            direct=direct,
+            permute=permute,
+            moves=move_runs,
+            runs=all_runs,
+            src_bases=src.bases,
+            dst_bases=dst.bases,
+            cuts=self.cuts,
+            gathers=self.gathers,
+            slot_block_bytes=slot_block,
+            ring=ring,
+            max_sms=self.max_sms,
+            same_pool=self.same_pool,
+            crosses=self.direction == "p2p",
+            limits=[(pairs, _STRATEGIES.index(name)) for pairs, name in limits],
+            may_choose=self.strategy == "auto",
+            keep=self.keep,
+            by_peer=self.by_peer,
+        )
+        return _Route(made, route, direct, why)
+
+    def _limits(self, ways: dict[str, Way], block_bytes: int) -> tuning.Choice:
+        """Up to how many pairs which strategy is taken, and why; not one that the copy engine lacks the modes for."""
+        if not (ways if self.strategy == "auto" else self.strategy in ways):
+            raise MissingKernelError(
+                f"{self.title}: strategy={self.strategy!r}: the loop nest has more modes than the copy engine is fed with; "
+                "use strategy='direct' between pools that one GPU reaches"
+            )
+        if self.strategy != "auto":
+            return tuning.Choice(((0, self.strategy),), "it was asked for")
+        if len(ways) > 1 and "engine" in ways and ways["engine"].run_bytes < ENGINE_RUN:
+            del ways["engine"]
+        chunk_bytes = self.chunk_bytes or CHUNK_BYTES
+        return tuner.limits(self.direction, self.device, ways, block_bytes, chunk_bytes, self.transfer)
+
+    def _take_ring(self) -> _core.Ring:
+        """The ring that all ranges of layers share; a range's block is never larger than the whole one."""
+        if self.ring is None:
+            largest = max(end.slot_bytes for end in (self.src, self.dst))
+            self.ring = _core.Ring(self.device, self.chunk_bytes or max(CHUNK_BYTES, largest), SLOTS)
+        return self.ring
+
+    def copy(self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any) -> _core.Done:
+        try:
+            found = self.routes.get(layers) or self.route(layers)
+        except TypeError:
+            raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
+        if self.keep is not None and (self.keep[0].closed or self.keep[1].closed):
+            for pool in self.keep:
+                pool.require_open()
+        if self.on_host:
+            for name, given in (("stream", stream), ("wait", wait)):
+                if given is not None:
+                    raise BindError(
+                        f"{name}: the pools are on the CPU, where the copy is done when the call returns; leave {name} out"
+                    )
+        elif stream is None:
+            stream = self._current_stream()
+        return found.route.copy(src_ids, dst_ids, stream, wait)
+
+    def _current_stream(self) -> Any:
+        end = self.src if self.gathers else self.dst
+        return _current_stream(end.framework, end.index)
+
+    def stats(self) -> dict[str, int]:
+        total = dict.fromkeys(("copies", "blocks", "bytes", *_STRATEGIES, "submissions"), 0)
+        for found in list(self.routes.values()):
+            copies, blocks, submissions = found.route.counters()
+            total["copies"] += sum(copies)
+            total["blocks"] += sum(blocks)
+            total["bytes"] += sum(blocks) * found.plan.nbytes
+            total["submissions"] += submissions
+            for name, count in zip(_STRATEGIES, copies, strict=True):
+                total[name] += count
+        return total
+
+    def explain(self, num_blocks: int | None, layers: Layers) -> str:
+        found = self.route(layers)
+        where = {
+            "h2h": "from host memory to host memory",
+            "d2d": f"on {self.src.device}",
+            "d2h": f"from {self.src.device} to pinned host memory",
+            "h2d": f"from pinned host memory to {self.dst.device}",
+            "p2p": f"from {self.src.device} to {self.dst.device}",
+        }[self.direction]
+        lines = [f"{self.title}, {where}."]
+        if not self.on_host:
+            counts = [num_blocks] if num_blocks else [1, 4, 16, 64, 256]
+            for count in counts:
+                name = found.route.choose(count)
+                lines.append(
+                    f"{count} block{'s' if count > 1 else ''} ({size_text(count * found.plan.nbytes)}): {name}."
+                )
+            lines += [f"Why: {found.why}.", *self._how(found)]
+        else:
+            lines.append(f"{found.why[0].upper()}{found.why[1:]}.")
+            lines += kernel_notes(launches_of(found.plan, (self.src.alignment, self.dst.alignment), False, -1), -1)
+        return "\n".join([*lines, found.plan.explain()])
+
+    def _how(self, found: _Route) -> list[str]:
+        """What each strategy does, in a sentence, and what there is to say about its kernels."""
+        budget = f" on at most {self.max_sms} multiprocessors" if self.max_sms else ""
+        said, made = [f"direct is left out: {self.unreached}."] if self.unreached else [], found.plan
+        if self.by_peer:
+            said.append("the copy engine takes one range a call (cuMemcpyPeerAsync): memory without a grant needs it.")
+        launches = []
+        if found.copies:
+            many = f"{len(found.copies)} launches" if len(found.copies) > 1 else "one launch"
+            names = " and ".join(dict.fromkeys(copy.kernel for copy in found.copies if copy.kernel))
+            said.append(f"direct is {many} of {names}{budget}: it reads and writes both pools.")
+            launches += launches_of(made, (self.src.alignment, self.dst.alignment), self.max_sms > 0, self.device)
+        if self.ring is not None:
+            order = (
+                "a kernel packs blocks into a slot and the copy engine takes them from there"
+                if self.gathers
+                else "the copy engine fills a slot and a kernel unpacks the blocks from there"
+            )
+            said.append(
+                f"staged goes through {self.ring.slots} slots of {size_text(self.ring.slot_bytes)} on cuda:{self.device}: {order}."
+            )
+            step = made.staged(gathers=self.gathers)[0 if self.gathers else 1]
+            ends = (self.src.alignment, _SLOT_ALIGNMENT) if self.gathers else (_SLOT_ALIGNMENT, self.dst.alignment)
+            launches += launches_of(step, ends, self.bounded, self.device)
+        said += kernel_notes(launches, self.device)
+        return said
+
+
+_made: weakref.WeakSet[Mover] = weakref.WeakSet()
+
+
+def _unlock() -> None:
+    """In a forked child, which lacks the thread that may have held a lock."""
+    for mover in _made:
+        mover.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
+@dataclass
+class _Route:
+    """A mover's way for all layers, or for a range of them."""
+
+    plan: Plan
+    route: _core.Route
+    copies: Sequence[_core.Copy]
+    why: str
+
+
+def _max_sms(mover: Mover, asked: object) -> int:
+    if asked is None:
+        return HOST_SMS if mover.direction in ("d2h", "h2d") else 0
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise BindError(f"max_sms: expected a number of multiprocessors from 1 on, got {asked!r}")
+    if mover.on_host:
+        raise BindError("max_sms: both pools are in host memory, where no GPU copies; leave it out")
+    if mover.strategy == "engine":
+        raise BindError("max_sms: the copy engine uses no multiprocessor; leave it out")
+    return asked
+
+
+def _check_strategy(mover: Mover) -> None:
+    """An explicit strategy or chunk size that cannot be honoured is an error."""
+    if mover.strategy not in ("auto", *_STRATEGIES):
+        raise BindError(f"strategy: expected 'auto', 'direct', 'staged' or 'engine', got {mover.strategy!r}")
+    if mover.on_host and mover.strategy in ("staged", "engine"):
+        raise BindError(f"strategy: {mover.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
+    if mover.strategy == "direct" and mover.unreached:
+        raise BindError(
+            f"strategy: 'direct' needs a kernel on {mover.src.device} to reach {mover.dst.device}, and {mover.unreached}; "
+            "use 'staged' or 'engine'"
+        )
+    chunk: object = mover.chunk_bytes
+    if chunk is not None:
+        if mover.on_host or mover.strategy in ("direct", "engine"):
+            raise BindError(
+                f"chunk_bytes: only staged copies go through chunks, and strategy is {mover.strategy!r}; leave it out"
+            )
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            raise BindError(f"chunk_bytes: expected a number of bytes, got {chunk!r}")
+
+
+def require_usable(src: Any, dst: Any) -> None:
+    """Two pools that are as they were when they were bound, before every copy."""
+    if not (isinstance(src, Pool) and isinstance(dst, Pool)):
+        what, pool = ("destination", dst) if isinstance(src, Pool) else ("source", src)
+        raise BindError(f"the {what}: expected a kvbm.Pool, got {type(pool).__name__}; bind arrays with kvbm.Pool")
+    src.require_open()
+    dst.require_open()
+    if dst.readonly:
+        raise BindError(f"{src.layout.name} → {dst.layout.name}: the destination is read-only")
+
+
+def require_compatible(src: Pool, dst: Pool) -> None:
+    """Two pools between which blocks can move: one block shape but for the layers, a destination that may be written."""
+    require_usable(src, dst)
+    title = f"{src.layout.name} → {dst.layout.name}"
+    if src.shape.dtype != dst.shape.dtype:
+        raise DTypeError(
+            f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype"
+        )
+    if replace(src.shape, nl=1) != replace(dst.shape, nl=1):
+        raise BindError(f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}")
+
+
+def require_disjoint(src: Pool, dst: Pool) -> bool:
+    """False where the pools share no memory, True where they are the same blocks of one layout; else an error."""
+    if src is dst:
+        return True
+    a, b = src.spans, dst.spans
+    # Of the spans of the other side that start before this one ends (they are sorted), does any end behind its start?
+    before = np.searchsorted(b[:, 0], a[:, 1], side="left")
+    reach = np.maximum.accumulate(b[:, 1])
+    clash = np.nonzero((before > 0) & (reach[np.maximum(before, 1) - 1] > a[:, 0]))[0]
+    if not clash.size:
+        return False
+    blocks = [(pool.layout, pool.shape, pool.num_blocks) for pool in (src, dst)]
+    if blocks[0] == blocks[1] and np.array_equal(src.addresses, dst.addresses):
+        return True
+    raise BindError(
+        f"{src.layout.name} → {dst.layout.name}: source and destination overlap in memory at address {int(a[clash[0], 0]):#x}; "
+        "a block would be read after it was overwritten. Convert into memory of its own"
+    )
+
+
+def current_stream(pool: Pool) -> int:
+    """The stream that the pool's framework is on: torch's or CuPy's current one for the pool's device.
+
+    Raises
+    ------
+    BindError
+        Arrays of neither: there is no stream to assume.
+    """
+    framework = type(pool.arrays[0]).__module__.partition(".")[0]
+    return _core.stream_handle(_current_stream(framework, int(pool.device.partition(":")[2])))
+
+
+def torch_stream(index: int) -> int:
+    """Handle of torch's current stream on a GPU that it uses already."""
+    raw = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
+    if raw is not None:  # what Inductor and Triton ask: without a Stream object, a tenth of the time
+        return int(raw(index))
+    return int(sys.modules["torch"].cuda.current_stream(index).cuda_stream)
+
+
+def _current_stream(framework: str, index: int) -> Any:
+    """As the framework's object: a default stream's handle does not tell of which GPU it is."""
+    module = sys.modules.get(framework)
+    if framework == "torch" and module is not None:
+        return module.cuda.current_stream(index)
+    if framework == "cupy" and module is not None:
+        with module.cuda.Device(index):
+            return module.cuda.get_current_stream()
+    raise BindError(
+        f"stream: arrays of {framework} have no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
+    )

@@ -1,0 +1,143 @@
+"""Prepared launches: a plan as copies that the compiled half runs.  Here describing and launching meet, by a kernel's name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _core, runtime
+from .errors import MissingKernelError
+from .lower import Kernels, Launch, Steps, engine_arguments, lower
+from .nest import Kernel, kernel_name, parse_kernel
+from .planner import Plan
+from .pool import Pool
+
+__all__ = ["engine_copies", "kernel_notes", "launches_of", "prepare", "steps_of"]
+
+
+@functools.cache
+def _kernels_on(device: int) -> Kernels:
+    """The kernels of a CUDA device, or of the host (-1)."""
+    names = _core.kernel_names()
+    single = (parse_kernel(name)[0] for name in names if "__" not in name)
+    forms = sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind))
+    return Kernels(frozenset(names), tuple(forms), functools.partial(_compiles, device), device >= 0)
+
+
+def _compiles(device: int, kernel: Kernel) -> bool:
+    """Whether a kernel that is not built is there after all, compiled at run time."""
+    if device < 0 or not _core.num_images() or not runtime.is_known_kind(kernel) or runtime.why_not(device):
+        return False
+    runtime.kernel(kernel_name(kernel), device)
+    return True
+
+
+def launches_of(made: Plan, alignments: tuple[int, int], few: bool, device: int) -> list[Launch]:
+    """What a plan takes on a GPU, or on the host (-1)."""
+    try:
+        return lower(made.launches(*alignments, pages=device >= 0 and not few), _kernels_on(device), few=few)
+    except MissingKernelError as error:
+        raise MissingKernelError(f"{error}; {runtime.PERMANENT}") from None
+
+
+def kernel_notes(launches: Sequence[Launch], device: int) -> list[str]:
+    """What there is to say about kernels that were not built for the copy."""
+    said, missing = [], False
+    for launch in {launch.kernel: launch for launch in launches}.values():
+        if (origin := runtime.origin(launch.name, device)) is not None:
+            said.append(f"{origin}.")
+        elif launch.wanted and launch.kernel != launch.wanted:
+            wanted = kernel_name(launch.wanted)
+            said.append(f"{launch.name} runs in place of {wanted}, which is not built in: {_cost(launch)}.")
+            missing = True
+    if missing:
+        why = runtime.why_not(device) if device >= 0 and _core.num_images() else ""
+        said.append(f"{why}. {runtime.PERMANENT}." if why else f"{runtime.PERMANENT}.")
+    return said
+
+
+def _cost(launch: Launch) -> str:
+    [wanted], [has] = launch.wanted, launch.kernel
+    if wanted.kind == "tile" and has.kind != "tile":
+        return f"{wanted.element}-byte elements move one by one, not in tiles, at a fraction of the speed"
+    more = has.outer - wanted.outer + has.modes - wanted.modes
+    text = f"it has {more} mode{'s' if more != 1 else ''} more than needed, and each costs every word a division"
+    return text + (", and its teams share one large CTA a multiprocessor" if has.few else "")
+
+
+def steps_of(pool: Pool) -> Steps:
+    """What is regular about a pool's addresses.
+
+    An engine's blocks lie side by side in each layer's tensor, and a store's in one range of memory.  A short table fits
+    a kernel's parameters, while that of all blocks comes from memory before the first byte does.
+    """
+    table = pool.addresses.astype(np.int64)
+    each, _ = pool.resolved.id_steps
+    if pool.resolved.apart:
+        return Steps(None, _only(np.diff(table)) if not each else None)
+    if not each:  # blocks inside the allocations
+        return Steps(None, _only(np.diff(table)))
+    if each * pool.num_blocks != table.size:  # b is not the slowest
+        return Steps()
+    by_block = table.reshape(pool.num_blocks, -1)
+    block = _only(np.diff(by_block, axis=0))
+    return Steps(block, _only(np.diff(by_block[0])) if block is not None else None)
+
+
+def _only(steps: npt.NDArray[np.int64]) -> int | None:
+    """The one value of all steps, 0 where there is none; None if they differ."""
+    if not steps.size:
+        return 0
+    first = int(steps.flat[0])
+    return first if bool((steps == first).all()) else None
+
+
+def prepare(
+    made: Plan,
+    src_alignment: int,
+    dst_alignment: int,
+    *,
+    few: bool = False,
+    device: int = -1,
+    src_steps: Steps = Steps(),  # noqa: B008  (immutable)
+    dst_steps: Steps = Steps(),  # noqa: B008
+) -> list[_core.Copy]:
+    """The launches that a plan takes: one, or one a half where K and V have no kernel in common, or where it has many modes.
+
+    Parameters
+    ----------
+    made : Plan
+    src_alignment, dst_alignment : int
+        What divides every base address of each side.
+    few : bool
+        Take kernels that keep to as many multiprocessors as they are told.
+    device : int
+        CUDA device ordinal: what is not built is compiled for it, if that is possible.  -1: built kernels alone, as the host's.
+    src_steps, dst_steps : Steps
+        How each side's table was shortened, if it was.
+
+    Raises
+    ------
+    MissingKernelError
+        A plan of so many modes that it would take thousands of launches.
+    BuildError
+        NVRTC refused a kernel.
+    """
+    src_id, dst_id = (
+        of_plan if steps.block is None else (0, steps.block)
+        for of_plan, steps in ((made.parts[0].src_id, src_steps), (made.parts[0].dst_id, dst_steps))
+    )
+
+    return [
+        _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), src_id, dst_id)
+        for launch in launches_of(made, (src_alignment, dst_alignment), few, device)
+    ]
+
+
+def engine_copies(made: Plan) -> list[_core.Copy]:
+    """A plan's loop nests in bytes, as the copy engine takes them; none: one has too many modes."""
+    ids = made.parts[0].src_id, made.parts[0].dst_id
+    return [_core.Copy(None, told, *ids) for told in engine_arguments(made.parts)]
