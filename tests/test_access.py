@@ -263,3 +263,13 @@ def test_blanks_in_expressions_mean_nothing() -> None:
         assert one == other and hash(one) == hash(other) and one.fingerprint == other.fingerprint
     different = spec.parse('order: "b l o h t d"\npitch: {t: "hd*9"}')
     assert different != spec.parse(pairs[0][0]) and different.fingerprint != spec.parse(pairs[0][0]).fingerprint
+
+
+def test_arrays_of_planes_of_two_orders() -> None:
+    """`o` in the brackets before the planes: V's arrays have V's shape."""
+    layout = spec.parse(
+        'order: "[o <data scale>] b"\naxes: {g: "hd//4"}\n'
+        "planes:\n  data: {order: {k: t d, v: d t}, dtype: uint8}\n  scale: {order: t g, dtype: float32}\n"
+    )
+    resolved = layout.resolve(kvbm.BlockShape(1, 2, 1, 4, 8, "uint8"), 3)
+    assert [a.axes for a in resolved.allocations] == [("b", "t", "d"), ("b", "t", "g"), ("b", "d", "t"), ("b", "t", "g")]

@@ -407,3 +407,21 @@ def test_no_refinement() -> None:
     with pytest.raises((kvbm.PlanError, kvbm.LayoutError), match="no common refinement"):
         kvbm.convert(*pools)
     assert (pools[1].arrays[0] == 2).all()
+
+
+def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
+    """K and V in one array, `o` outside `b`: the array does not tell how many blocks there are; every one is copied."""
+    layout = spec.parse('order: {k: "o b l t d", v: "o b l d t"}\npitch: {o: "65536B"}')
+    shape = kvbm.BlockShape(nl=2, no=2, nh=1, nt=4, hd=8, dtype="uint8")
+    padded = kvbm.Pool.allocate(layout, shape, 6)
+    plain = kvbm.Pool.allocate(kvbm.load("universal"), shape, 6)
+    back = kvbm.Pool.allocate(kvbm.load("universal"), shape, 6)
+    assert padded.num_blocks == 6
+    plain.arrays[0][:] = np.random.default_rng(0).integers(0, 256, plain.arrays[0].shape, np.uint8)
+    kvbm.convert(plain, padded)
+    kvbm.convert(padded, back)
+    assert np.array_equal(back.arrays[0], plain.arrays[0])
+    assert kvbm.Pool(layout, shape, padded.arrays, num_blocks=5).num_blocks == 5
+    assert kvbm.Pool(layout, shape, padded.arrays).num_blocks == 1024, "as many as have room"
+    with pytest.raises(kvbm.LayoutError, match="pitch"):
+        kvbm.Pool(layout, shape, padded.arrays, num_blocks=1025)

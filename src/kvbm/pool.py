@@ -7,6 +7,7 @@ import functools
 import math
 import operator
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ from .arrays import (
     stand_ins,
 )
 from .engines import FromEngines
-from .errors import BindError, CudaError, CudaUnavailableError, DTypeError
+from .errors import BindError, CudaError, CudaUnavailableError, DTypeError, LayoutError
 from .layout import Layout
 from .memory import (
     READONLY,
@@ -60,6 +61,9 @@ class Pool(FromEngines):
     tensors : sequence of arrays
         One an allocation, in table order, each shaped as its order says: ``[l] o b t h d`` takes ``nl`` arrays of shape
         ``(no, nb, nt, nh, hd)``.  One array may be given as it is where there is one allocation.
+    num_blocks : int, optional
+        Blocks, as the arrays tell if it is not given.  Where K and V lie in one array in different orders and a pitch leaves room
+        behind the blocks, the array does not tell, and as many are taken as have room.
 
     Attributes
     ----------
@@ -101,10 +105,10 @@ class Pool(FromEngines):
     1
     """
 
-    def __init__(self, layout: Layout, shape: BlockShape, tensors: Any) -> None:
+    def __init__(self, layout: Layout, shape: BlockShape, tensors: Any, *, num_blocks: int | None = None) -> None:
         arrays = tuple(tensors) if isinstance(tensors, list | tuple) else (tensors,)
         found = [describe(array, f"{layout.name}: array {index}") for index, array in enumerate(arrays)]
-        self._bind(layout, shape, found, arrays)
+        self._bind(layout, shape, found, arrays, num_blocks)
         check_arrays(self.resolved, found)
         self.require_distinct()
 
@@ -115,13 +119,20 @@ class Pool(FromEngines):
         pool._bind(layout, shape, found, tuple(arrays))
         return pool
 
-    def _bind(self, layout: Layout, shape: BlockShape, found: Sequence[Array], arrays: tuple[Any, ...]) -> None:
+    def _bind(
+        self,
+        layout: Layout,
+        shape: BlockShape,
+        found: Sequence[Array],
+        arrays: tuple[Any, ...],
+        num_blocks: int | None = None,
+    ) -> None:
         if not found:
             raise BindError(f"{layout.name}: expected at least one array, got none")
         self.layout = layout
         self.shape = shape
         self.arrays = arrays
-        self.num_blocks = _count_blocks(layout, shape, found)
+        self.num_blocks = num_blocks if num_blocks is not None else _count_blocks(layout, shape, found)
         self.resolved: Resolved = layout.resolve(shape, self.num_blocks)
         if len(found) != self.resolved.table_size:
             raise BindError(
@@ -188,16 +199,17 @@ class Pool(FromEngines):
         resolved = layout.resolve(shape, num_blocks)
         if found[1] == "pinned":
             slab, arrays = pinned_arrays(resolved, progress)
-            pool = cls(layout, shape, arrays)
+            pool = cls(layout, shape, arrays, num_blocks=num_blocks)
             pool._owned = (slab,)
             return pool
         if found[1] == "cpu":
-            pool = cls(layout, shape, [empty(a.shape, numpy_dtype(a.dtype), a.strides) for a in resolved.allocations])
+            arrays = [empty(a.shape, numpy_dtype(a.dtype), a.strides) for a in resolved.allocations]
+            pool = cls(layout, shape, arrays, num_blocks=num_blocks)
             # Nothing to give back by name: the arrays go with the last reference.
         else:
             index = int(found[2] or 0)
             owned = tuple(DeviceArray(index, allocation) for allocation in resolved.allocations)
-            pool = cls(layout, shape, owned)
+            pool = cls(layout, shape, owned, num_blocks=num_blocks)
             pool._owned = owned
         if progress is not None:
             progress(pool.nbytes, pool.nbytes)
@@ -420,10 +432,27 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
             f"{layout.name}: array 0: expected {len(first.axes)} axes ({' '.join(first.axes)}), got shape {found[0].shape}"
         )
     rows = found[0].shape
-    blocks = rows[first.axes.index("b")] if "b" in first.axes else rows[0] * first.itemsize // first.nbytes
+    # Where K and V lie in it in different orders no axis says how many.
+    named = "b" in first.axes
+    blocks = rows[first.axes.index("b")] if named else _most_blocks(layout, shape, rows[0] * first.itemsize)
     if blocks < 1:
         raise BindError(f"{layout.name}: array 0: expected at least one block along 'b', got shape {found[0].shape}")
     return blocks
+
+
+def _most_blocks(layout: Layout, shape: BlockShape, nbytes: int) -> int:
+    """The largest number of blocks for which an array has so many bytes, or fewer; 0 if there is none."""
+
+    def fits(blocks: int) -> bool:
+        try:
+            return layout.resolve(shape, blocks).first.nbytes <= nbytes
+        except LayoutError:  # a pitch that holds fewer
+            return False
+
+    above = 1
+    while fits(above):
+        above *= 2
+    return bisect_left(range(1, above), True, key=lambda blocks: not fits(blocks))
 
 
 def check_alike(resolved: Resolved, found: Sequence[Array]) -> None:

@@ -428,4 +428,4 @@ def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mma
         np.ndarray(allocation.shape, numpy_dtype(allocation.dtype), pages, offset, allocation.strides)
         for allocation, offset in zip(resolved.allocations, offsets, strict=True)
     ]
-    return Pool(layout, shape, arrays)
+    return Pool(layout, shape, arrays, num_blocks=resolved.num_blocks)
