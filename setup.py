@@ -37,9 +37,6 @@ class BuildExt(build_ext):
             sys.exit("\nkvbm: error: " + "\n".join(filter(None, details)))
 
     def build_core(self, ext):
-        from Cython import __version__ as cython_version
-        from Cython.Build import cythonize
-
         from kvbm import codegen, nvcc
 
         work = Path(self.build_temp).resolve()
@@ -58,8 +55,7 @@ class BuildExt(build_ext):
                 tasks = [pool.submit(self.compile, ext, path) for path in [*hosts, *sorted(CUDA.glob("*.cpp"))]]
                 build = (CUDA, self.cache / "fatbins", compiler, target, -(-cores // 8))
                 fatbins = [pool.submit(nvcc.fatbin, path, *build) for path in kernels]
-                [core] = cythonize([ext], build_dir=os.path.join(self.build_temp, f"cython-{cython_version}"))
-                tasks.append(pool.submit(self.compile, ext, Path(core.sources[0])))
+                tasks.append(pool.submit(self.compile, ext, self.cythonize(ext)))
                 images = work / "generated" / "kvbm_images.cpp"
                 images.write_text(embed(kernels, [task.result() for task in fatbins]))
                 tasks.append(pool.submit(self.compile, ext, images))
@@ -67,19 +63,36 @@ class BuildExt(build_ext):
             except BaseException:
                 pool.shutdown(cancel_futures=True)  # one error is enough: do not compile the rest first
                 raise
-        ext.sources, ext.depends = [], ext.extra_objects
+        result = Path(self.get_ext_fullpath(ext.name))
+        result.unlink(missing_ok=True)  # link always: an object that was taken again may be older than the last extension
+        ext.sources = []
         super().build_extension(ext)
-        self.info = Path(self.get_ext_fullpath(ext.name)).with_name("_build.json")  # `kvbm doctor` reads it
+        self.info = result.with_name("_build.json")  # `kvbm doctor` reads it
         info = {"nvcc": compiler and compiler.version, "targets": compiler and str(target), "why_not": why_not}
         self.info.write_text(json.dumps(info | {"extra_layouts": extra}, indent=1) + "\n")
+
+    def cythonize(self, ext):
+        """Return the C++ text of the extension; what was made before, from the same text, is taken again."""
+        from Cython import __version__
+        from Cython.Build import cythonize
+
+        from kvbm import nvcc
+
+        source = Path(ext.sources[0])
+        digest = nvcc.digest([__version__], nvcc.sources(source))
+        result = self.cache.resolve() / "cython" / digest / f"{source.stem}.cpp"
+        if not result.exists():
+            with nvcc.replacing(result) as part, tempfile.TemporaryDirectory(dir=result.parent) as folder:
+                [made] = cythonize([ext], build_dir=folder, force=True)
+                os.replace(made.sources[0], part)
+        return result
 
     def compile(self, ext, source):
         """Compile one C++ file and return its object; what was compiled before, from the same text, is taken again."""
         from kvbm import nvcc
 
-        headers = sorted(CUDA.glob("*.h")) + sorted(CUDA.glob("*.cuh"))
         how = [*self.compiler.compiler_so_cxx, *ext.extra_compile_args, str(ext.define_macros), sys.version]
-        result = self.cache.resolve() / "objects" / f"{source.stem}.{nvcc.digest(how, [source, *headers])}.o"
+        result = self.cache.resolve() / "objects" / f"{source.stem}.{nvcc.digest(how, nvcc.sources(source, CUDA))}.o"
         if not result.exists():
             with nvcc.replacing(result) as part, tempfile.TemporaryDirectory(dir=result.parent) as folder:
                 args = [*ext.extra_compile_args, f"-ffile-prefix-map={ROOT}=."]  # the same bytes wherever it is built

@@ -53,6 +53,7 @@ def test_golden_text() -> None:
         _golden(f"{name}.txt", text)
 
 
+@pytest.mark.slow
 def test_golden_kernels() -> None:
     """Which kernels all shipped layouts ask for; and that they are what was built."""
     from kvbm import _core
@@ -82,6 +83,7 @@ print(json.dumps([list(files), {n: hashlib.sha256(t.encode()).hexdigest() for n,
 """
 
 
+@pytest.mark.slow
 def test_two_processes_agree(files: dict[str, str]) -> None:
     """Hash seeds, working folders and locales do not show in the text."""
     outputs = []
@@ -170,9 +172,9 @@ def test_every_plan_has_its_kernel(src: str, dst: str) -> None:
 
     one_of_each_width = [(dtype, shape) for dtype, shape in matrix.possible(src, dst) if dtype.startswith("uint")]
     assert one_of_each_width
+    layouts = kvbm.load(src), kvbm.load(dst)
     for dtype, shape in one_of_each_width:
-        nl, no, nh, nt, hd = shape
-        made = kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.BlockShape(nl, no, nh, nt, hd, dtype), num_blocks=(5, 3))
+        made = kvbm.plan(*layouts, kvbm.BlockShape(*shape, dtype), num_blocks=(5, 3))
         for alignment in (1, 2, 4, 8, 16):
             assert transfer.prepare(made, alignment, 16) and transfer.prepare(made, 16, alignment)
 
@@ -252,6 +254,7 @@ def cubin(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> st
     return done.stderr
 
 
+@pytest.mark.slow
 def test_registers(cubin: str) -> None:
     """Rows leave room for every warp that a multiprocessor can hold; nothing spills."""
     used = {

@@ -55,6 +55,7 @@ def test_ids_on_one_side() -> None:
     check(src, dst, [0, 1, 2], [4, 0, 2])
 
 
+@pytest.mark.slow
 def test_many_small_blocks() -> None:
     """More ids and tables than fit a kernel's parameters."""
     shape = kvbm.BlockShape(nl=3, no=2, nh=1, nt=2, hd=2, dtype="int16")

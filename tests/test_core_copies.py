@@ -457,7 +457,7 @@ def lists(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("lists") / "as_cuda.so"
     command = [test_driver.COMPILER, "-shared", "-fPIC", "-O1", "-o", path, HERE / "data" / "as_cuda.c"]
     subprocess.run(command, check=True)
-    return lambda code: test_driver.run(library, LISTS + code, AS_CUDA=str(path))
+    return lambda code: test_driver.run(library, LISTS + code, "torch", AS_CUDA=str(path))
 
 
 @driven

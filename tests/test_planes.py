@@ -407,7 +407,7 @@ WAYS = ("steps", "rows", "scattered")
 
 
 def run(folder: Path, code: str) -> str:
-    return test_driver.run(folder, PRELUDE + code)
+    return test_driver.run(folder, PRELUDE + code, "test_planes")
 
 
 STRATEGIES = ("direct", "staged", "engine")
@@ -1364,6 +1364,7 @@ def nests(draw: Any) -> tuple[Any, Any]:
 
 @given(nests())
 @settings(max_examples=3000)
+@pytest.mark.slow
 def test_whether_nests_meet(given_: Any) -> None:
     """Against the bytes themselves."""
 

@@ -33,7 +33,8 @@ import oracle
 from kvbm import _core, cli, codegen, kernels, planner, runtime, spec, transfer, tuning
 from kvbm.layout import Mode
 from memory import aligned, numpy_views, placed
-from test_driver import COMPILER, PRELUDE
+from test_driver import COMPILER
+from test_driver import run as run_program
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -330,6 +331,7 @@ print(hashlib.sha256(code).hexdigest(), origin.cached, *(name in sys.modules for
 
 
 @needs_nvrtc
+@pytest.mark.slow
 def test_two_processes_at_once(cache: Path) -> None:
     """Both compile, or one finds what the other did: the same code, one whole file.  The next one needs no compiler."""
     import time
@@ -508,6 +510,7 @@ int main() {
 """
 
 
+@pytest.mark.slow
 def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
     """The grid and every prepared field, over random nests, for every structure of some layouts and every kind that there is."""
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
@@ -668,6 +671,7 @@ def test_explain_tells_of_pieces() -> None:
     assert "Kernels have at most" not in kvbm.plan(kvbm.load("universal"), kvbm.load("nhd"), shape).explain()
 
 
+@pytest.mark.slow
 def test_absurd_nests_are_refused() -> None:
     """Said before anything is copied; a plan of it still explains itself."""
     shape = kvbm.BlockShape(nl=4, no=2, nh=128, nt=128, hd=2, dtype="uint16")
@@ -791,14 +795,8 @@ def both(one, other):
     return kvbm.Transfer(s_gpu, d_gpu), count("launches") - before
 def wanted(move): return move._mover.route(None).plan.kernels()[0]
 """
-        done = subprocess.run(
-            [sys.executable, "-c", PRELUDE + more + code],
-            capture_output=True, text=True, timeout=120, cwd="/", check=False,
-            env={**os.environ, "KVBM_NVRTC": "1", "KVBM_TUNE": "0", "LD_LIBRARY_PATH": str(library), "KVBM_TESTS": str(HERE),
-                 "KVBM_CACHE_DIR": str(tmp_path / "cache"), **knobs},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        usual = {"KVBM_NVRTC": "1", "KVBM_TUNE": "0", "KVBM_CACHE_DIR": str(tmp_path / "cache")}
+        return run_program(library, more + code, **(usual | knobs))
 
     return run
 

@@ -46,6 +46,7 @@ def test_smoke() -> None:
     assert lines[-1].startswith(f"{len(NAMES)} of {len(NAMES)} correct in ") and "(cpu), kvbm 0" in lines[-1]
 
 
+@pytest.mark.slow
 def test_python_m_and_json() -> None:
     command = [sys.executable, "-W", "error", "-m", "kvbm.testing.smoke", "--cpu", "--runs", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")

@@ -95,6 +95,7 @@ def test_convert_is_the_oracle_s(pair: tuple[str, str], dtype: str) -> None:
     assert alike(out, expected(src, pair[1], shape, 3)) and src.untouched
 
 
+@pytest.mark.slow
 def test_every_layout_there_and_back() -> None:
     """By the wrapper, and by the operator alone; fake tensors are laid out as the real ones."""
     from torch._subclasses import FakeTensorMode
@@ -530,6 +531,7 @@ def test_ids_whose_number_is_data() -> None:
             assert torch.equal(compiled(tensors, mine, mask), picked(tensors, theirs, mask)) and alike(mine, theirs)
 
 
+@pytest.mark.slow
 def test_inductor_with_gradients() -> None:
     """The real compiler, once: forward, backward, the operator that writes, and inputs that it must lay out itself."""
 

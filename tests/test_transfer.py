@@ -547,7 +547,7 @@ def batch(n, src_blocks, dst_blocks, skips=True):
 
 
 def run(folder: Path, code: str, **knobs: str) -> str:
-    return test_driver.run(folder, PRELUDE + code, **knobs)
+    return test_driver.run(folder, PRELUDE + code, "matrix", **knobs)
 
 
 @pytest.mark.parametrize("direction", ["d2d", "d2h", "h2d"])
@@ -1035,6 +1035,7 @@ for far in ("vllm/BLHNC", "vllm/LBHNC", "vllm/flash_attn_nhd"):
 """,
         )
 
+    @pytest.mark.slow
     def test_a_few_multiprocessors(self, library: Path) -> None:  # noqa: F811
         """Never more CTAs than were granted; 16 where host memory is involved and nothing was said."""
         run(
@@ -1056,6 +1057,7 @@ for direction in ("d2h", "h2d", "d2d"):
 """,
         )
 
+    @pytest.mark.slow
     def test_explain_and_auto(self, library: Path) -> None:  # noqa: F811
         """What is said is what runs."""
         run(

@@ -495,6 +495,7 @@ needs_launches = [*test_driver.pytestmark]
 class TestOnTheFakeDriver:
     pytestmark = needs_launches
 
+    @pytest.mark.slow
     def test_measure_and_auto(self, library: Path, tmp_path: Path) -> None:
         """Every strategy runs, nothing stays behind, and a transfer does what the table says."""
         test_driver.run(
