@@ -22,7 +22,7 @@ if str(HERE) not in sys.path:  # oracle, matrix, memory: also under --import-mod
 
 # Derandomised: a red run stays red.  KVBM_HYPOTHESIS=explore looks for new cases.
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-settings.register_profile("quick", derandomize=True, database=None, max_examples=30, **_common)
+settings.register_profile("quick", derandomize=True, database=None, max_examples=15, **_common)
 settings.register_profile("ci", derandomize=True, database=None, max_examples=300, **_common)
 settings.register_profile("deep", derandomize=True, database=None, max_examples=5000, **_common)
 settings.register_profile("explore", max_examples=2000, **_common)

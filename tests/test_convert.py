@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import kvbm
 import matrix
@@ -78,7 +78,7 @@ def test_large_blocks_on_all_cores(pair: tuple[str, str]) -> None:
 
 
 @given(strategies.pair(limit=900))
-@settings(max_examples=250)
+@strategies.cases(250)
 def test_random_layouts_on_the_host(drawn: Any) -> None:
     """Layouts nobody has compiled for: they run on the general kernels, whatever their number of modes."""
     sizes, one, other = drawn

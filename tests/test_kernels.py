@@ -614,6 +614,7 @@ def grid_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(
     kernels.is_using_stubs() or test_driver.COMPILER is None, reason="needs CUDA kernels and a C compiler"
 )
+@pytest.mark.slow
 def test_few_launches(grid_driver: Path) -> None:
     """Each few kernel is found and launched on no more multiprocessors than it may have; and its arguments are right."""
     told = test_driver.run(

@@ -404,6 +404,7 @@ def test_copies(src: str, dst: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.slow
 def test_the_same_bytes_each_time(tmp_path: Path, suffix: str) -> None:
     paths = [tmp_path / f"{turn}.{suffix}" for turn in range(2)]
     picture.save(picture.draw_layout(resolved("padded")), paths[0])

@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvbm
 import oracle
+import strategies
 from kvbm import _core, cli, codegen, kernels, planner, runtime, spec, transfer, tuning
 from kvbm.layout import Mode
 from memory import aligned, numpy_views, placed
@@ -590,7 +591,7 @@ def moved(part: planner.Part) -> Counter[tuple[int, int, int, int]]:
 
 
 @given(parts(), st.sampled_from(["rows", "tile"]))
-@settings(max_examples=200)
+@strategies.cases(200)
 def test_pieces_are_the_whole(part: planner.Part, kind: str) -> None:
     """Every run once, in no more modes than a kernel has, in pieces of one structure; what fits stays as it is."""
     kind = kind if part.spans else "rows"

@@ -493,6 +493,7 @@ SHAPE32 = of("float32")
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.slow
 def test_compile_without_a_graph_break(backend: str, dynamic: bool) -> None:
     compiled = torch.compile(forward, fullgraph=True, backend=backend, dynamic=dynamic)
     for blocks in (3, 5):

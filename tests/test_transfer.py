@@ -907,6 +907,7 @@ class TestOrder:
     pytestmark = on_the_fake_driver
 
     @pytest.mark.parametrize("mark", ["done", "stream", "list"])
+    @pytest.mark.slow
     def test_wait(self, library: Path, mark: str) -> None:  # noqa: F811
         """A copy that waits for another's end is right in any order of the streams; without it some order is wrong."""
         out = run(
