@@ -37,16 +37,15 @@ class BuildExt(build_ext):
             sys.exit("\nkvbm: error: " + "\n".join(filter(None, details)))
 
     def build_core(self, ext):
-        from kvbm import codegen, nvcc
+        from kvbm import nvcc
 
         work = Path(self.build_temp).resolve()
         self.cache = Path(os.environ.get("KVBM_BUILD_DIR") or (ROOT / "build" if os.access(ROOT, os.W_OK) else work))
         compiler, target, why_not = find_cuda()
         layouts, extra = find_layouts()
-        text = codegen.generate(layouts)
-        codegen.write(text, work / "generated")
-        hosts = [work / "generated" / name for name in sorted(text) if name.endswith(".cpp")]
-        kernels = [work / "generated" / name for name in sorted(text) if name.endswith(".cu")]
+        generated = self.generate(layouts, work / "generated")
+        hosts = [path for path in generated if path.suffix == ".cpp"]
+        kernels = [path for path in generated if path.suffix == ".cu"]
         kernels = [*kernels, *sorted(CUDA.glob("*.cu"))] if compiler else []  # generated ones first: they are numbered
         print(f"kvbm: {len(kernels)} files, {compiler}, for {target}" if compiler else f"kvbm: no CUDA: {why_not}")
         cores = os.cpu_count() or 1
@@ -70,6 +69,23 @@ class BuildExt(build_ext):
         self.info = result.with_name("_build.json")  # `kvbm doctor` reads it
         info = {"nvcc": compiler and compiler.version, "targets": compiler and str(target), "why_not": why_not}
         self.info.write_text(json.dumps(info | {"extra_layouts": extra}, indent=1) + "\n")
+
+    def generate(self, layouts, folder):
+        """Write the kernels' text and return its files; if nothing changed that it is made from, they are there already."""
+        from kvbm import codegen, nvcc
+
+        data = sorted((ROOT / "layouts").rglob("*.yaml"))
+        made_from = [*data, CUDA / "kernels.cu.in", *sorted((ROOT / "src" / "kvbm").glob("*.py"))]
+        digest = nvcc.digest(list(map(repr, layouts or [])), list(map(str, data)), made_from)
+        stamp = folder / "made_from.json"
+        was = json.loads(stamp.read_text()) if stamp.exists() else {}
+        if was.get("digest") != digest:
+            text = codegen.generate(layouts)
+            stamp.unlink(missing_ok=True)
+            codegen.write(text, folder)
+            was = {"digest": digest, "files": sorted(text)}
+            stamp.write_text(json.dumps(was))
+        return [folder / name for name in was["files"]]
 
     def cythonize(self, ext):
         """Return the C++ text of the extension; what was made before, from the same text, is taken again."""

@@ -103,11 +103,22 @@ def test_a_header_compiles_what_includes_it_and_its_way_back_compiles_nothing(tr
     assert tree.linked == before, "the objects were taken again and the extension was not linked again"
 
 
+@pytest.mark.slow
 def test_a_file_that_the_pyx_includes(tree: Tree) -> None:
     before = tree.linked
     tree.add("src/kvbm/core/one.pxi", "other = 2\n")
     assert tree.build() == {"_core.cpp"} and tree.linked != before
     tree.write("src/kvbm/core/one.pxi", "number = 1\n")
+    assert tree.build() == set() and tree.linked == before
+
+
+@pytest.mark.slow
+def test_a_layout_that_is_added_and_one_that_goes(tree: Tree) -> None:
+    """The kernels' text is made anew if it can have changed, and taken again if not."""
+    before = tree.linked
+    shutil.copy(ROOT / "layouts" / "vllm" / "paged_attn_v0.yaml", tree.root / "layouts")
+    assert "kernels_host.cpp" in tree.build() and tree.linked != before
+    (tree.root / "layouts" / "paged_attn_v0.yaml").unlink()
     assert tree.build() == set() and tree.linked == before
 
 

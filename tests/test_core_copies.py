@@ -461,6 +461,7 @@ def lists(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @driven
+@pytest.mark.slow
 def test_lists_are_looked_at_from_c(lists: Any) -> None:
     """Once a tensor, whatever holds them, in every dtype; and the right bytes move."""
     lists("""

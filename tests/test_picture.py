@@ -384,6 +384,7 @@ def test_runs_go_where_the_addresses_say() -> None:
         ("vllm/deepseek_v4", "record/deepseek_v4_planes", "nl=61,no=1,nh=1,nt=64,hd=512"),
     ],
 )
+@pytest.mark.slow
 def test_copies(src: str, dst: str, shape: str) -> None:
     """Kernel and loop nest stand beside the runs, and nothing overlaps."""
     made = plan(src, dst, shape)

@@ -173,6 +173,7 @@ CALLS = {"convert": lambda given: kvbm.torch.convert(given, "hf/dynamic_cache", 
 
 
 @pytest.mark.parametrize(("name", "call"), list(CALLS.items()), ids=list(CALLS))
+@pytest.mark.slow
 def test_who_listens_at_the_dispatcher_is_called(name: str, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain tensors go past the dispatcher only where nobody would notice."""
     from torch.overrides import TorchFunctionMode
@@ -462,6 +463,7 @@ def test_writing_is_seen_by_autograd() -> None:
 )  # opcheck's own, in PyTorch 2.15
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3], PAIRS[6]], ids=">".join)
+@pytest.mark.slow
 def test_opcheck_convert(pair: tuple[str, str], grad: bool) -> None:
     tensors = [tensor.requires_grad_(grad) for tensor in random(pair[0], 2)]
     done = torch.library.opcheck(CONVERT, (tensors, *pair, SIZES))

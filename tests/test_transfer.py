@@ -749,6 +749,7 @@ for src, dst in itertools.product(NAMES[:5], NAMES[:5]):
 """,
         )
 
+    @pytest.mark.slow
     def test_graphs(self, library: Path, direction: str, strategy: str) -> None:  # noqa: F811
         """Nothing runs in a capture and no call breaks it; replays move what is there; destroyed graphs give back what they had."""
         run(
