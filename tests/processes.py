@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import subprocess
@@ -36,7 +37,8 @@ class Server:
     def close(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(OSError):  # nobody reads the other end any more
+                pipe.close()
         self.process.wait()
 
     def run(self, code: str, **knobs: str) -> str:

@@ -7,8 +7,12 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+import conftest
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
@@ -97,6 +101,24 @@ def test_the_graph_is_read_right() -> None:
 @pytest.mark.parametrize("name", expected(TOO_LONG, f"more than {MOST_LINES} lines"))
 def test_no_module_is_too_long(name: str) -> None:
     assert FILES[name].read_text(encoding="utf-8").count("\n") <= MOST_LINES
+
+
+# ---- the quick tests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cases", "chosen"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 3]), (101, [0, 50, 100])]
+)
+def test_quick_ones_are_spread_over_the_cases(cases: int, chosen: list[int]) -> None:
+    """A few of every test, the first and the last among them; a slow test is left out, and tests of one name are two."""
+
+    def item(name: str, *marks: str) -> Any:
+        return SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: mark in marks)
+
+    names = [f"{file}::test[{i}]" for file in ("a.py", "b.py") for i in range(cases)]
+    slow = [item(f"a.py::test_slow[{i}]", "slow") for i in range(cases)]
+    found = [one.nodeid for one in conftest.quick([*map(item, names), *slow])]
+    assert sorted(found) == sorted(f"{file}::test[{i}]" for file in ("a.py", "b.py") for i in chosen)
 
 
 # ---- environment variables -------------------------------------------------------------------------------------------
