@@ -1,5 +1,6 @@
 # `make demo` and `make test` need Python, a C++ compiler and make, nothing else: they make .venv, build a wheel (nvcc
-# comes with the build requirements) and install that wheel, not the tree. Nothing is done twice: see the stamp files.
+# comes with the build requirements) and install that wheel, not the tree. `make dev` and `make quick` install the tree,
+# editable, and compile in place what has changed. Nothing is done twice: see the stamp files.
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n auto
@@ -17,22 +18,37 @@ SOURCES := $(sort $(shell find src cuda layouts -type f -not -path '*/__pycache_
 SETTINGS := $(SOURCES) $(foreach v,CUDACXX CUDA_HOME CUDA_PATH CUDA_ARCHS CUDA_PTX_ARCHS \
 	KVBM_CUDA KVBM_REQUIRE_CUDA KVBM_LAYOUTS,$(v)=$($(v)))
 
-.PHONY: demo test lint format wheel gpu clean
+# Tools come with either.
+TOOLS = $(or $(wildcard $(VENV)/.editable),$(VENV)/.dev)
+# What a build needs, apart: PyTorch has parts of a CUDA toolkit of its own in the environment.
+IN_PLACE := PYTHONPATH=$(abspath $(VENV))/build-requires
+
+.PHONY: demo dev quick test coverage lint format wheel gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/kvbm demo
 
+dev: $(VENV)/.editable
+	$(IN_PLACE) $(RUN) setup.py build_ext --inplace
+
+quick: dev
+	$(RUN) -m pytest -m "quick and not gpu" $(PYTEST_ARGS)
+
 test: $(VENV)/.test
 	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
 
-lint: $(VENV)/.dev
+# Of the quick tests, as whatever looks at every line costs time; programs that tests start count too.
+coverage: $(VENV)/.test
+	$(RUN) -m pytest -m "quick and not gpu" --cov $(PYTEST_ARGS)
+
+lint: $(TOOLS)
 	$(RUN) -m ruff check
 	$(RUN) -m mypy
 	PATH="$$PWD/$(VENV)/bin:$$PATH" cython-lint src/kvbm
 	$(VENV)/bin/clang-format --dry-run --Werror cuda/*.h cuda/*.cuh cuda/*.cpp cuda/*.cu
 
-format: $(VENV)/.dev
+format: $(TOOLS)
 	$(RUN) -m ruff check --select I --fix
 	$(VENV)/bin/clang-format -i cuda/*.h cuda/*.cuh cuda/*.cpp cuda/*.cu
 
@@ -62,8 +78,17 @@ dist/.wheel: $(SOURCES) build/.settings | $(VENV)/.python
 # --force-reinstall: pip takes a wheel of the same version for the same wheel.
 $(VENV)/.kvbm: dist/.wheel
 	$(PIP) install --quiet --force-reinstall --no-deps dist/*.whl
+	@rm -f $(VENV)/.editable
 	@touch $@
 
 $(VENV)/.test $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: $(VENV)/.kvbm constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[$*]"
+	@touch $@
+
+$(VENV)/.editable: pyproject.toml constraints.txt | $(VENV)/.python
+	$(RUN) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
+		> $(VENV)/build-requires.txt
+	$(PIP) install --quiet --upgrade --target $(VENV)/build-requires --requirement $(VENV)/build-requires.txt
+	$(IN_PLACE) $(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test,dev]'
+	@rm -f $(VENV)/.kvbm
 	@touch $@

@@ -37,19 +37,15 @@ class BuildExt(build_ext):
             sys.exit("\nkvbm: error: " + "\n".join(filter(None, details)))
 
     def build_core(self, ext):
-        from Cython import __version__ as cython_version
-        from Cython.Build import cythonize
-
-        from kvbm import codegen, nvcc
+        from kvbm import nvcc
 
         work = Path(self.build_temp).resolve()
         self.cache = Path(os.environ.get("KVBM_BUILD_DIR") or (ROOT / "build" if os.access(ROOT, os.W_OK) else work))
         compiler, target, why_not = find_cuda()
         layouts, extra = find_layouts()
-        text = codegen.generate(layouts)
-        codegen.write(text, work / "generated")
-        hosts = [work / "generated" / name for name in sorted(text) if name.endswith(".cpp")]
-        kernels = [work / "generated" / name for name in sorted(text) if name.endswith(".cu")]
+        generated = self.generate(layouts, work / "generated")
+        hosts = [path for path in generated if path.suffix == ".cpp"]
+        kernels = [path for path in generated if path.suffix == ".cu"]
         kernels = [*kernels, *sorted(CUDA.glob("*.cu"))] if compiler else []  # generated ones first: they are numbered
         print(f"kvbm: {len(kernels)} files, {compiler}, for {target}" if compiler else f"kvbm: no CUDA: {why_not}")
         cores = os.cpu_count() or 1
@@ -58,8 +54,7 @@ class BuildExt(build_ext):
                 tasks = [pool.submit(self.compile, ext, path) for path in [*hosts, *sorted(CUDA.glob("*.cpp"))]]
                 build = (CUDA, self.cache / "fatbins", compiler, target, -(-cores // 8))
                 fatbins = [pool.submit(nvcc.fatbin, path, *build) for path in kernels]
-                [core] = cythonize([ext], build_dir=os.path.join(self.build_temp, f"cython-{cython_version}"))
-                tasks.append(pool.submit(self.compile, ext, Path(core.sources[0])))
+                tasks.append(pool.submit(self.compile, ext, self.cythonize(ext)))
                 images = work / "generated" / "kvbm_images.cpp"
                 images.write_text(embed(kernels, [task.result() for task in fatbins]))
                 tasks.append(pool.submit(self.compile, ext, images))
@@ -67,19 +62,53 @@ class BuildExt(build_ext):
             except BaseException:
                 pool.shutdown(cancel_futures=True)  # one error is enough: do not compile the rest first
                 raise
-        ext.sources, ext.depends = [], ext.extra_objects
+        result = Path(self.get_ext_fullpath(ext.name))
+        result.unlink(missing_ok=True)  # link always: an object that was taken again may be older than the last extension
+        ext.sources = []
         super().build_extension(ext)
-        self.info = Path(self.get_ext_fullpath(ext.name)).with_name("_build.json")  # `kvbm doctor` reads it
+        self.info = result.with_name("_build.json")  # `kvbm doctor` reads it
         info = {"nvcc": compiler and compiler.version, "targets": compiler and str(target), "why_not": why_not}
         self.info.write_text(json.dumps(info | {"extra_layouts": extra}, indent=1) + "\n")
+
+    def generate(self, layouts, folder):
+        """Write the kernels' text and return its files; if nothing changed that it is made from, they are there already."""
+        from kvbm import codegen, nvcc
+
+        data = sorted((ROOT / "layouts").rglob("*.yaml"))
+        made_from = [*data, CUDA / "kernels.cu.in", *sorted((ROOT / "src" / "kvbm").glob("*.py"))]
+        digest = nvcc.digest(list(map(repr, layouts or [])), list(map(str, data)), made_from)
+        stamp = folder / "made_from.json"
+        was = json.loads(stamp.read_text()) if stamp.exists() else {}
+        if was.get("digest") != digest:
+            text = codegen.generate(layouts)
+            stamp.unlink(missing_ok=True)
+            codegen.write(text, folder)
+            was = {"digest": digest, "files": sorted(text)}
+            stamp.write_text(json.dumps(was))
+        return [folder / name for name in was["files"]]
+
+    def cythonize(self, ext):
+        """Return the C++ text of the extension; what was made before, from the same text, is taken again."""
+        from Cython import __version__
+        from Cython.Build import cythonize
+
+        from kvbm import nvcc
+
+        source = Path(ext.sources[0])
+        digest = nvcc.digest([__version__], nvcc.sources(source))
+        result = self.cache.resolve() / "cython" / digest / f"{source.stem}.cpp"
+        if not result.exists():
+            with nvcc.replacing(result) as part, tempfile.TemporaryDirectory(dir=result.parent) as folder:
+                [made] = cythonize([ext], build_dir=folder, force=True)
+                os.replace(made.sources[0], part)
+        return result
 
     def compile(self, ext, source):
         """Compile one C++ file and return its object; what was compiled before, from the same text, is taken again."""
         from kvbm import nvcc
 
-        headers = sorted(CUDA.glob("*.h")) + sorted(CUDA.glob("*.cuh"))
         how = [*self.compiler.compiler_so_cxx, *ext.extra_compile_args, str(ext.define_macros), sys.version]
-        result = self.cache.resolve() / "objects" / f"{source.stem}.{nvcc.digest(how, [source, *headers])}.o"
+        result = self.cache.resolve() / "objects" / f"{source.stem}.{nvcc.digest(how, nvcc.sources(source, CUDA))}.o"
         if not result.exists():
             with nvcc.replacing(result) as part, tempfile.TemporaryDirectory(dir=result.parent) as folder:
                 args = [*ext.extra_compile_args, f"-ffile-prefix-map={ROOT}=."]  # the same bytes wherever it is built

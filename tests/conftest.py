@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -22,10 +22,10 @@ if str(HERE) not in sys.path:  # oracle, matrix, memory: also under --import-mod
 
 # Derandomised: a red run stays red.  KVBM_HYPOTHESIS=explore looks for new cases.
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+settings.register_profile("quick", derandomize=True, database=None, max_examples=15, **_common)
 settings.register_profile("ci", derandomize=True, database=None, max_examples=300, **_common)
 settings.register_profile("deep", derandomize=True, database=None, max_examples=5000, **_common)
 settings.register_profile("explore", max_examples=2000, **_common)
-settings.load_profile(os.environ.get("KVBM_HYPOTHESIS", "ci"))
 
 
 @cache
@@ -56,11 +56,32 @@ def why_no_gpu() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    chosen = config.getoption("-m") or ""
+    usual = "quick" if "quick" in chosen and "not quick" not in chosen else "ci"
+    settings.load_profile(os.environ.get("KVBM_HYPOTHESIS", usual))
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU, torch, and kvbm built with CUDA kernels")
     config.addinivalue_line("markers", "full: the whole matrix, minutes to an hour; runs only with -m full")
+    config.addinivalue_line("markers", "slow: a test of a second or more, which -m quick leaves out")
+    config.addinivalue_line("markers", f"quick: {QUICK} cases of every test that is not slow (given by conftest.py)")
 
 
+QUICK = 3
+
+
+def quick(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """The first, the last and those half-way of every test's cases, but no slow test: what `-m quick` runs."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for some in cases.values():
+        yield from (some[i] for i in {(len(some) - 1) * i // (QUICK - 1) for i in range(QUICK)})
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in quick(items):
+        item.add_marker("quick")
     if "full" not in (config.getoption("-m") or ""):
         dropped = [item for item in items if item.get_closest_marker("full")]
         if dropped:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ class Piece:
 _WORD = re.compile(r"(?:\(\s*(?P<fused>[a-z][a-z ]*)\)|(?P<axis>[a-z][a-z_0-9]*))(?P<ops>(?:[/%]\d+B?)*)")
 
 
-def parse_order(text: str) -> tuple[list[Piece], list[Piece], tuple[str, ...]]:
+@lru_cache(4096)
+def parse_order(text: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...], tuple[str, ...]]:
     """-> (pieces in brackets, pieces outside, axes of the opaque group)."""
     table: list[Piece] = []
     inner: list[Piece] = []
@@ -101,7 +103,7 @@ def parse_order(text: str) -> tuple[list[Piece], list[Piece], tuple[str, ...]]:
         piece = Piece(m[0].strip(), axes, ops)
         (table if inside_brackets else inner).append(piece)
         rest = rest[m.end() :].lstrip()
-    return table, inner, opaque
+    return tuple(table), tuple(inner), opaque
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,10 @@ class Placed:
         names = [p.text for p in table]
         full = self._full()
         extents = [p.extent(full, self.itemsize) for p in table]
+        inner = cache(self._inner)
         for flat in range(math.prod(extents)):
             coords = dict(zip(names, (int(c) for c in np.unravel_index(flat, extents or (1,))), strict=False))
-            _, shape, strides, nbytes = self._inner(coords.get("o", 0))
+            _, shape, strides, nbytes = inner(coords.get("o", 0))
             if self.order.v and self.sizes["o"] == 2 and "o" not in names:  # two orders in one array: it has no axes
                 shape, strides = [nbytes // self.itemsize], [self.itemsize]
             self.spaces.append(Space(coords, tuple(shape), tuple(strides), nbytes))
@@ -166,7 +169,7 @@ class Placed:
     def _full(self) -> dict[str, int]:
         return {**self.sizes, "b": self.num_blocks}
 
-    def _inner(self, o: int) -> tuple[list[Piece], list[int], list[int], int]:
+    def _inner(self, o: int) -> tuple[tuple[Piece, ...], list[int], list[int], int]:
         text = self.order.v if (o == 1 and self.order.v) else self.order.k
         _, inner, _ = parse_order(text)
         full, pitch = self._full(), dict(self.order.pitch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 import oracle
@@ -226,3 +227,8 @@ def refinable(points: tuple[int, ...], others: tuple[int, ...]) -> bool:
     """Whether the union of split points is a divisibility chain."""
     union = sorted(set(points) | set(others))
     return all(b % a == 0 for a, b in zip(union, union[1:], strict=False))
+
+
+def cases(number: int) -> settings:
+    """A test's own number of cases under the profile ci; quick and deep have fewer and more in proportion."""
+    return settings(max_examples=max(number * settings.default.max_examples // 300, 10))  # type: ignore[union-attr]

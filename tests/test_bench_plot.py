@@ -76,6 +76,7 @@ def bars(axes):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(("name", "kinds"), SAMPLES.items())
+@pytest.mark.slow
 def test_a_files_columns_and_rows_decide_which_pictures_are_made(name, kinds) -> None:
     notes: list[str] = []
     assert list(plot.draw(read(DATA / f"{name}.csv"), note=notes.append)) == kinds
@@ -234,6 +235,7 @@ def test_an_svgs_text_is_text_and_its_footer_names_machine_and_commit(name, kind
     assert wanted[kind] <= set(found)
 
 
+@pytest.mark.slow
 def test_the_same_rows_give_the_same_bytes_whatever_the_callers_settings(tmp_path) -> None:
     def made(folder: str) -> list[bytes]:
         figures = plot.draw(read(DATA / "sweep_few.csv"))

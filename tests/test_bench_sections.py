@@ -201,6 +201,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_scale_on_the_cpu_measures_blocks_layers_ids_and_a_soak(tmp_path) -> None:
     result = run(scale.scale, "--device", "cpu", *SMALL)
     assert result.exit_code == 0, (result.output, result.exception)
@@ -251,6 +252,7 @@ def test_scale_goes_on_after_a_section_that_ran_out_of_memory(monkeypatch) -> No
     assert "blocks: the rest is left out: MemoryError" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_soak_that_takes_too_long_is_stopped_and_says_so() -> None:
     result = run(
         scale.scale, "--device", "cpu", "--what", "soak", "--profile", SHAPE, "--copies", "100000000", "--seconds", "0.05"
@@ -261,6 +263,7 @@ def test_a_soak_that_takes_too_long_is_stopped_and_says_so() -> None:
     assert f"stopped after {counts[-1]:,} of 100,000,000" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_soak_sees_memory_that_is_never_given_back(monkeypatch) -> None:
     kept = []
     before = scale.Transfer.copy

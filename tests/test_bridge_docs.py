@@ -34,6 +34,7 @@ def passes(folder: Path, *parts: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_pytorch_under_the_compiler(tmp_path: Path) -> None:
     assert len(TORCH) == 5 and "fullgraph=True" in TORCH[0]
     passes(tmp_path, *TORCH)
@@ -46,6 +47,7 @@ def test_cuda(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", OTHERS, ids=["numpy", "jax"])
+@pytest.mark.slow
 def test_others(tmp_path: Path, block: str) -> None:
     if "jax" in block:
         pytest.importorskip("jax")

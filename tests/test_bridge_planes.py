@@ -93,6 +93,7 @@ def test_every_pair(src: str, dst: str) -> None:
 
 
 @pytest.mark.parametrize(("src", "dst"), FEW)
+@pytest.mark.slow
 def test_fake_tensors_and_the_compiler(src: str, dst: str) -> None:
     shape = shapes(src)[0]
     real = through(src, dst, shape)

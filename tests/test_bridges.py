@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -303,18 +304,14 @@ def test_jax_refusals(jax: Any) -> None:
 
 def test_jax_arrays_on_several_devices_are_refused() -> None:
     pytest.importorskip("jax")
-    code = (
-        "import jax, numpy as np, kvbm, kvbm.jax\n"
-        "mesh = jax.sharding.Mesh(np.array(jax.devices()), ('x',))\n"
-        "spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x'))\n"
-        "one = jax.device_put(np.zeros((2, 3, 4, 16, 2, 32), 'float32'), spec)\n"
-        "try:\n"
-        f"    kvbm.jax.convert([one], 'vllm/LBHNC', 'vllm/BLHNC', {SIZES!r})\n"
-        "except kvbm.BindError as error:\n"
-        "    print(error)\n"
-    )
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, cwd="/")
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / "programs" / "jax_devices.py", SIZES],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=env,
+    )
     assert done.stdout.startswith("jax.convert: input #0 is spread over 2 devices; expected one: convert shard.data")
 
 

@@ -508,6 +508,7 @@ def test_gaps_of_a_page_are_shown() -> None:
     assert "64 B of padding" in text and "128 B between" in text and "0.2 % of the pool is padding" in text
 
 
+@pytest.mark.slow
 def test_planes_are_checked(tmp_path: Path) -> None:
     path = matrix.LAYOUTS / "vllm"
     text = ok("check", path / "fp8_ds_mla.yaml", path / "deepseek_v4.yaml", path / "nvfp4.yaml")

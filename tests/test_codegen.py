@@ -21,6 +21,7 @@ import matrix
 from kvbm import codegen, nest, nvcc, prepare, spec
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
+PROGRAMS = Path(__file__).parent / "programs"
 UPDATE = os.environ.get("KVBM_UPDATE_GOLDEN") == "1"
 
 
@@ -53,6 +54,7 @@ def test_golden_text() -> None:
         _golden(f"{name}.txt", text)
 
 
+@pytest.mark.slow
 def test_golden_kernels() -> None:
     """Which kernels all shipped layouts ask for; and that they are what was built."""
     from kvbm import _core
@@ -73,22 +75,14 @@ def test_golden_plans(pair: tuple[str, str]) -> None:
     _golden(f"plan-{name}.txt", f"{plan}\n\n{plan.explain()}\n")
 
 
-_SCRIPT = """
-import hashlib, json, sys
-import kvbm
-from kvbm import codegen
-files = codegen.generate([kvbm.load(name) for name in sys.argv[1:]])
-print(json.dumps([list(files), {n: hashlib.sha256(t.encode()).hexdigest() for n, t in files.items()}]))
-"""
-
-
+@pytest.mark.slow
 def test_two_processes_agree(files: dict[str, str]) -> None:
     """Hash seeds, working folders and locales do not show in the text."""
     outputs = []
     for seed, locale in (("0", "C"), ("1", "C.UTF-8"), ("4242", "POSIX")):
         env = {**os.environ, "PYTHONHASHSEED": seed, "LC_ALL": locale}
         done = subprocess.run(
-            [sys.executable, "-c", _SCRIPT, *SOME], env=env, capture_output=True, text=True, check=True, cwd="/"
+            [sys.executable, PROGRAMS / "generate.py", *SOME], env=env, capture_output=True, text=True, check=True, cwd="/"
         )
         outputs.append(json.loads(done.stdout))
     assert outputs[0] == outputs[1] == outputs[2]
@@ -170,9 +164,9 @@ def test_every_plan_has_its_kernel(src: str, dst: str) -> None:
 
     one_of_each_width = [(dtype, shape) for dtype, shape in matrix.possible(src, dst) if dtype.startswith("uint")]
     assert one_of_each_width
+    layouts = kvbm.load(src), kvbm.load(dst)
     for dtype, shape in one_of_each_width:
-        nl, no, nh, nt, hd = shape
-        made = kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.BlockShape(nl, no, nh, nt, hd, dtype), num_blocks=(5, 3))
+        made = kvbm.plan(*layouts, kvbm.BlockShape(*shape, dtype), num_blocks=(5, 3))
         for alignment in (1, 2, 4, 8, 16):
             assert prepare.prepare(made, alignment, 16) and transfer.prepare(made, 16, alignment)
 
@@ -252,6 +246,7 @@ def cubin(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> st
     return done.stderr
 
 
+@pytest.mark.slow
 def test_registers(cubin: str) -> None:
     """Rows leave room for every warp that a multiprocessor can hold; nothing spills."""
     used = {
@@ -272,72 +267,6 @@ def test_registers(cubin: str) -> None:
 
 # ---- the host half of the templates, in a program of its own -------------------------------------------------------
 
-_PROGRAM = """
-#include <cstdio>
-#include <cstring>
-#include <vector>
-#include "permute.cuh"
-using namespace kvbm;
-static const kvbm_kernel kernels[] = {
-%s
-};
-
-// sms, pairs, extents of the four outer and the eight inner modes -> what each kernel says of its grid
-static void grids() {
-  kvbm_args a = {};
-  uint32_t sms, n;
-  if (scanf("%%u %%u", &sms, &a.num_pairs) != 2) return;
-  for (auto& mode : a.part[0].outer) if (scanf("%%u", &n) == 1) mode.extent.n = n;
-  for (auto& mode : a.part[0].inner) if (scanf("%%u", &n) == 1) mode.extent.n = n;
-  for (const kvbm_kernel& kernel : kernels) {
-    kvbm_grid grid = {};
-    const int status = kernel.prepare(&a, sms, &grid);
-    printf("%%s %%u %%d %%d %%u %%u %%u %%u\\n", kernel.name, kernel.teams, kernel.host != nullptr, status, a.part[0].ctas,
-           grid.ctas, grid.threads_x, grid.shared_bytes);
-  }
-}
-
-// id_bytes, inline_mask, blocks of both sides, pairs, ids of both sides -> where each pair goes, and what is noted of it: first
-// with nowhere to note it
-static void places() {
-  static kvbm_args a = {};
-  uint32_t noted;
-  if (scanf("%%u %%u %%u %%u %%u", &a.id_bytes, &a.inline_mask, &a.src_blocks, &a.dst_blocks, &a.num_pairs) != 5) return;
-  std::vector<long long> ids[2];
-  std::vector<int32_t> narrow[2];
-  uint64_t* const field[2] = {&a.src_ids, &a.dst_ids};
-  for (int side = 0; side < 2; ++side) {
-    ids[side].resize(a.num_pairs);
-    for (auto& id : ids[side]) if (scanf("%%lld", &id) != 1) return;
-    narrow[side].assign(ids[side].begin(), ids[side].end());
-    const void* list = a.id_bytes == 8 ? static_cast<const void*>(ids[side].data()) : narrow[side].data();
-    const uint64_t behind = sizeof(kvbm_part) + side * 1024;  // the one part
-    char* inside = reinterpret_cast<char*>(a.payload) + behind;
-    memcpy(inside, list, a.num_pairs * a.id_bytes);
-    *field[side] = a.inline_mask >> side & 1 ? behind : reinterpret_cast<uint64_t>(list);
-    if (a.inline_mask >> side & 16) *field[side] = 8;  // not to be followed
-  }
-  const uint64_t base = 0;
-  const auto number = [](const void* p) { return static_cast<long long>(reinterpret_cast<intptr_t>(p)); };
-  a.src_table = a.dst_table = reinterpret_cast<uint64_t>(&base);
-  a.part[0].src_id_stride = a.part[0].dst_id_stride = 1;
-  set_jobs(a, a.part[0], 0, 1, 1);
-  for (int turn = 0; turn < 2; ++turn) {
-    a.fault = turn ? reinterpret_cast<uint64_t>(&noted) : 0;
-    for (uint32_t pair = 0; pair < a.num_pairs; ++pair) {
-      Bases at = {};
-      noted = 0;
-      if (!locate<0>(a, a.part[0], pair, at)) printf("- - ");
-      else printf("%%lld %%lld ", number(at.src), number(at.dst));
-      printf("%%u ", noted);
-    }
-  }
-}
-
-int main(int, char** how) { *how[1] == 'g' ? grids() : places(); }
-"""
-
-
 @pytest.fixture(scope="module")
 def program(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
@@ -349,15 +278,16 @@ def program(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
         for line in files["kernels_host.cpp"].splitlines()
         if re.match(r"  KVBM_KERNEL\((few_\w+|copy_o0_w16),", line)
     ]
-    (folder / "program.cpp").write_text(_PROGRAM % "\n".join(rows))
+    (folder / "kernels.inc").write_text("\n".join(rows))
     command = [
         compiler,
         "-std=c++17",
         "-O1",
         f"-I{codegen.cuda_dir()}",
+        f"-I{folder}",
         "-o",
         folder / "program",
-        folder / "program.cpp",
+        PROGRAMS / "templates.cpp",
     ]
     subprocess.run(command, check=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import kvbm
 import matrix
@@ -55,6 +55,7 @@ def test_ids_on_one_side() -> None:
     check(src, dst, [0, 1, 2], [4, 0, 2])
 
 
+@pytest.mark.slow
 def test_many_small_blocks() -> None:
     """More ids and tables than fit a kernel's parameters."""
     shape = kvbm.BlockShape(nl=3, no=2, nh=1, nt=2, hd=2, dtype="int16")
@@ -77,7 +78,7 @@ def test_large_blocks_on_all_cores(pair: tuple[str, str]) -> None:
 
 
 @given(strategies.pair(limit=900))
-@settings(max_examples=250)
+@strategies.cases(250)
 def test_random_layouts_on_the_host(drawn: Any) -> None:
     """Layouts nobody has compiled for: they run on the general kernels, whatever their number of modes."""
     sizes, one, other = drawn

@@ -457,10 +457,11 @@ def lists(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("lists") / "as_cuda.so"
     command = [test_driver.COMPILER, "-shared", "-fPIC", "-O1", "-o", path, HERE / "data" / "as_cuda.c"]
     subprocess.run(command, check=True)
-    return lambda code: test_driver.run(library, LISTS + code, AS_CUDA=str(path))
+    return lambda code: test_driver.run(library, LISTS + code, "torch", AS_CUDA=str(path))
 
 
 @driven
+@pytest.mark.slow
 def test_lists_are_looked_at_from_c(lists: Any) -> None:
     """Once a tensor, whatever holds them, in every dtype; and the right bytes move."""
     lists("""

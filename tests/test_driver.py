@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvbm import codegen, kernels
+from processes import server
 
 HERE = Path(__file__).resolve().parent
 COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
@@ -26,32 +27,8 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="no C compiler for the fake driver"),
 ]
 
-#: What every test's code starts with: fake CUDA arrays over NumPy memory, and the driver's counters.
-PRELUDE = """
-import ctypes, os, sys
-import numpy as np
-sys.path.insert(0, os.environ["KVBM_TESTS"])
-import kvbm
-from kvbm import kernels
-from memory import FakeCuda
-
-driver = ctypes.CDLL("libcuda.so.1")
-def count(name): return ctypes.c_long.in_dll(driver, name).value
-def defer(on): ctypes.c_int.in_dll(driver, "deferred").value = on
-
-shape = kvbm.BlockShape(nl=3, no=2, nh=2, nt=8, hd=16, dtype="float16")
-random = np.random.default_rng(5)
-
-def pool(name, blocks):
-    layout = kvbm.load(name)
-    memory = [random.integers(0, 2**16, a.shape, np.uint16) for a in layout.resolve(shape, blocks).allocations]
-    on_gpu = [FakeCuda(m.shape, "float16", address=m.ctypes.data) for m in memory]
-    on_cpu = [m.copy().view(np.float16) for m in memory]
-    return memory, kvbm.Pool(layout, shape, on_gpu), kvbm.Pool(layout, shape, on_cpu)
-
-def same(memory, cpu):
-    return all(np.array_equal(m, a.view(np.uint16)) for m, a in zip(memory, cpu.arrays))
-"""
+#: What every test's code starts with: its text, so that code may give `shape` and `random` another value.
+PRELUDE = (HERE / "programs" / "fake_gpu.py").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +39,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(library: Path, code: str, **knobs: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "LD_LIBRARY_PATH": str(library), "KVBM_TESTS": str(HERE), **knobs},
-        cwd="/",
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(library: Path, code: str, *modules: str, **knobs: str) -> str:
+    """Run `PRELUDE` and `code` in a process of its own, and return what it prints.
+
+    `modules` are what the code imports that takes long to import: that is done once for all; `knobs` are environment variables.
+    """
+    return server(library, "programs.fake_gpu", *modules).run(PRELUDE + code, **knobs)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +240,7 @@ def test_the_batch_call_and_an_old_driver(library: Path) -> None:
 
 def test_every_call_fails_once(library: Path) -> None:
     """Whichever call of the driver fails: an exception says so, what is tried again is right, and nothing is left behind."""
-    env = {**os.environ, "LD_LIBRARY_PATH": str(library), "KVBM_TESTS": str(HERE), "FAKE_DEVICES": "2"}
+    env = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_DEVICES": "2"}
     program = HERE / "programs" / "failing_calls.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, env=env, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr

@@ -282,6 +282,7 @@ def test_trtllm() -> None:
 
 
 @pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+@pytest.mark.slow
 def test_transformers(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     tokens = NB * NT

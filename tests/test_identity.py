@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 
 import kvbm
 import matrix
@@ -108,7 +108,7 @@ def test_not_the_same_addresses(one: str, other: str) -> None:
 
 
 @given(strategies.pair(limit=100, opaque=False))
-@settings(max_examples=600)
+@strategies.cases(600)
 def test_same_addresses_law(drawn: tuple[strategies.Sizes, strategies.Declared, strategies.Declared]) -> None:
     """Two layouts are one group exactly where every coordinate has one address in both, by the oracle."""
     sizes, one, other = drawn
@@ -232,6 +232,7 @@ def test_planes_that_nothing_tells_apart() -> None:
 
 
 @pytest.mark.parametrize("text", PLANAR_SHAPES)
+@pytest.mark.slow
 def test_ambiguous_law_of_planes(text: str) -> None:
     """What one pool's arrays are taken for, in either direction, is ambiguous or equal; and nothing else is."""
     shape = kvbm.load_shape(text)

@@ -584,30 +584,17 @@ def test_few_kernels_have_no_host_half() -> None:
         nest.copy().run(table, table, nest.pairs)
 
 
-#: A driver that also notes the grid it was asked for.
-GRID = """
-long last_grid, last_threads, last_shared, most_shared;
-int launch(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
-int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned x, unsigned y, unsigned z, unsigned shared, void* s,
-                   void** p, void** e) {
-  last_grid = gx, last_threads = x, last_shared = shared;
-  return shared > 49152 && shared > most_shared ? 1 : launch(f, gx, gy, gz, x, y, z, shared, s, p, e);
-}
-int cuFuncSetAttribute(void* f, int what, int value) { return most_shared = what == 8 ? value : most_shared, 0; }
-"""
-
-
 @pytest.fixture(scope="module")
 def grid_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grid")
-    (folder / "grid.c").write_text(GRID)
+    programs = Path(__file__).parent / "programs"
     fake = Path(__file__).parent / "data" / "fake_driver.c"
     shutil.copy(fake, folder)
     compiler = [str(test_driver.COMPILER), "-fPIC", "-O1", "-w", f"-I{codegen.cuda_dir()}"]
     hidden = ["-DcuLaunchKernel=launch", "-DcuFuncSetAttribute=unused"]
     subprocess.run([*compiler, *hidden, "-c", folder / "fake_driver.c", "-o", folder / "fake.o"], check=True)
     subprocess.run(
-        [*compiler, "-shared", folder / "grid.c", folder / "fake.o", "-o", folder / "libcuda.so.1"], check=True
+        [*compiler, "-shared", programs / "grid.c", folder / "fake.o", "-o", folder / "libcuda.so.1"], check=True
     )
     return folder
 
@@ -615,6 +602,7 @@ def grid_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(
     kernels.is_using_stubs() or test_driver.COMPILER is None, reason="needs CUDA kernels and a C compiler"
 )
+@pytest.mark.slow
 def test_few_launches(grid_driver: Path) -> None:
     """Each few kernel is found and launched on no more multiprocessors than it may have; and its arguments are right."""
     told = test_driver.run(

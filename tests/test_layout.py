@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import kvbm
 import matrix
@@ -52,7 +52,7 @@ def same_allocations(resolved: Any, want: oracle.Placed) -> None:
 
 
 @given(strategies.one(limit=700))
-@settings(max_examples=1200)
+@strategies.cases(1200)
 def test_laws(drawn: tuple[strategies.Sizes, strategies.Declared]) -> None:
     sizes, declared = drawn
     layout = spec.parse(declared.yaml)

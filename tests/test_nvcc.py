@@ -113,12 +113,12 @@ def test_targets_that_are_none(archs: str, ptx: str, got: str) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> tuple[Path, Path]:
-    """A source and the folder of its headers."""
+    """A source that includes a header, and the folder of that."""
     include = tmp_path / "include"
     include.mkdir()
     (include / "kvbm.h").write_text("// one\n")
     source = tmp_path / "kernels_00.cu"
-    source.write_text("__global__ void k() {}\n")
+    source.write_text('#include "kvbm.h"\n__global__ void k() {}\n')
     return source, include
 
 
@@ -134,9 +134,11 @@ def test_nothing_changed_nothing_compiled(tmp_path: Path, tree: tuple[Path, Path
     flags = first.read_bytes()
     assert b"-gencode=arch=compute_90,code=sm_90" in flags and b"--compress-mode=size" in flags
     names = {first}
+    (include / "other.h").write_text("// it does not include this one\n")
+    assert first == nvcc.fatbin(source, include, out, compiler, target) and calls(script) == 1
     (include / "kvbm.h").write_text("// two\n")
     names.add(nvcc.fatbin(source, include, out, compiler, target))
-    source.write_text("__global__ void other() {}\n")
+    source.write_text('#include "kvbm.h"\n__global__ void other() {}\n')
     names.add(nvcc.fatbin(source, include, out, compiler, target))
     names.add(nvcc.fatbin(source, include, out, compiler, nvcc.targets({"CUDA_ARCHS": "80"})))
     newer = nvcc.find(environment(CUDACXX=fake(tmp_path / "newer", release="13.1")), [])

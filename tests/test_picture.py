@@ -387,6 +387,7 @@ def test_runs_go_where_the_addresses_say() -> None:
         ("vllm/deepseek_v4", "record/deepseek_v4_planes", "nl=61,no=1,nh=1,nt=64,hd=512"),
     ],
 )
+@pytest.mark.slow
 def test_copies(src: str, dst: str, shape: str) -> None:
     """Kernel and loop nest stand beside the runs, and nothing overlaps."""
     made = plan(src, dst, shape)
@@ -407,6 +408,7 @@ def test_copies(src: str, dst: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.slow
 def test_the_same_bytes_each_time(tmp_path: Path, suffix: str) -> None:
     paths = [tmp_path / f"{turn}.{suffix}" for turn in range(2)]
     gallery.save(picture.draw_layout(resolved("padded")), paths[0])

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvbm
 import matrix
 import oracle
 import plane_oracle
+import strategies
 import test_driver
 import test_transfer
 from kvbm import _core, prepare, resolved, spec
@@ -406,7 +407,7 @@ WAYS = ("steps", "rows", "scattered")
 
 
 def run(folder: Path, code: str) -> str:
-    return test_driver.run(folder, PRELUDE + code)
+    return test_driver.run(folder, PRELUDE + code, "test_planes")
 
 
 STRATEGIES = ("direct", "staged", "engine")
@@ -418,6 +419,7 @@ class TestOnTheFakeDriver:
 
     @pytest.mark.parametrize("direction", DIRECTIONS)
     @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+    @pytest.mark.slow
     def test_every_pair(self, library: Path, direction: str, strategy: str) -> None:  # noqa: F811
         """Bit-exact whatever order the streams run in; skipped pairs skipped, ids read before the call returns."""
         run(
@@ -465,6 +467,7 @@ for src, dst in PAIRS:
         )
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
+    @pytest.mark.slow
     def test_ranges_of_layers(self, library: Path, strategy: str) -> None:  # noqa: F811
         run(
             library,
@@ -734,7 +737,7 @@ def block_shape(sizes: dict[str, int]) -> kvbm.BlockShape:
 
 
 @given(one_drawn())
-@settings(max_examples=600)
+@strategies.cases(600)
 def test_random_layouts_lie_where_their_structure_says(given_: Any) -> None:
     """Every byte of every element; and refused exactly where planes share a byte, counted one by one, or nothing fits."""
     sizes, layout = given_
@@ -761,7 +764,7 @@ def test_random_layouts_lie_where_their_structure_says(given_: Any) -> None:
 
 
 @given(two_drawn(), st.sampled_from(((1, 4), (0, 0), (16, 0))))
-@settings(max_examples=500)
+@strategies.cases(500)
 def test_random_pairs_convert(given_: Any, aligns: tuple[int, int]) -> None:
     """Bit for bit by the host's kernels, by the loop nests, and by launches as a GPU runs them; or a refusal that says why."""
     sizes, one, other = given_
@@ -1363,7 +1366,8 @@ def nests(draw: Any) -> tuple[Any, Any]:
 
 
 @given(nests())
-@settings(max_examples=3000)
+@strategies.cases(3000)
+@pytest.mark.slow
 def test_whether_nests_meet(given_: Any) -> None:
     """Against the bytes themselves."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import kvbm
 import matrix
@@ -73,7 +73,7 @@ def moves_the_right_bytes(plan: Any, src: oracle.Placed, dst: oracle.Placed) -> 
 
 
 @given(strategies.pair(limit=700))
-@settings(max_examples=1200)
+@strategies.cases(1200)
 def test_random_pairs(drawn: Any) -> None:
     sizes, one, other = drawn
     layouts = spec.parse(one.yaml, name="one"), spec.parse(other.yaml, name="other")

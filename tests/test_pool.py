@@ -411,7 +411,7 @@ def test_no_refinement() -> None:
 
 def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
     """K and V in one array, `o` outside `b`: the array does not tell how many blocks there are; every one is copied."""
-    layout = spec.parse('order: {k: "o b l t d", v: "o b l d t"}\npitch: {o: "65536B"}')
+    layout = kvbm.spec.parse('order: {k: "o b l t d", v: "o b l d t"}\npitch: {o: "65536B"}')
     shape = kvbm.BlockShape(nl=2, no=2, nh=1, nt=4, hd=8, dtype="uint8")
     padded = kvbm.Pool.allocate(layout, shape, 6)
     plain = kvbm.Pool.allocate(kvbm.load("universal"), shape, 6)

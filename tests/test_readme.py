@@ -61,11 +61,13 @@ def test_numpy(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("torch")
+@pytest.mark.slow
 def test_torch(tmp_path: Path) -> None:
     passes(tmp_path, NUMPY, TORCH)
 
 
 @pytest.mark.usefixtures("torch")
+@pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
     passes(tmp_path, COMPILED)
 

@@ -25,18 +25,21 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvbm
 import oracle
+import strategies
 from kvbm import _core, cli, codegen, doctor, kernels, nest, prepare, runtime, spec
 from kvbm.nest import Mode
 from memory import aligned, numpy_views, placed
-from test_driver import COMPILER, PRELUDE
+from test_driver import COMPILER
+from test_driver import run as run_program
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+PROGRAMS = HERE / "programs"
 
 #: Not in the catalogue, and of structures that nothing in it has.
 NEW = {
@@ -339,22 +342,14 @@ def test_no_home(compiled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert len(caplog.records) == 1 and "home" in caplog.text
 
 
-_PROCESS = """
-import hashlib, sys, time
-from kvbm import runtime
-while time.time() < float(sys.argv[1]): pass
-code, origin = runtime.cubin("rows_o2_i7_w8", 90)
-print(hashlib.sha256(code).hexdigest(), origin.cached, *(name in sys.modules for name in ("cuda.core", "cuda.bindings", "numpy")))
-"""
-
-
 @needs_nvrtc
+@pytest.mark.slow
 def test_two_processes_at_once(cache: Path) -> None:
     """Both compile, or one finds what the other did: the same code, one whole file.  The next one needs no compiler."""
     import time
 
     def start(at: float) -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, "-c", _PROCESS, str(at)], stdout=subprocess.PIPE, text=True, cwd="/")
+        return subprocess.Popen([sys.executable, PROGRAMS / "compile_at.py", str(at)], stdout=subprocess.PIPE, text=True, cwd="/")
 
     at = time.time() + 2
     both = [start(at) for _ in range(2)]
@@ -433,21 +428,7 @@ def test_what_cannot_be_added() -> None:
 
 def test_the_registry_is_full() -> None:
     """An error with what to do, in a process of its own; numbers go on, and known names take further architectures."""
-    code = """
-import kvbm
-from kvbm import _core
-built = len(_core.kernel_names())
-form = ("rows", 2, 3, 0, 16, False)
-assert [_core.add_kernel(f"k{i}", [form], b"code", 90) for i in range(4096)] == list(range(built, built + 4096))
-assert _core.add_kernel("k7", [form], b"other", 80) == _core.add_kernel("k7", [form], b"code", 90) == built + 7
-assert len(_core.kernel_names()) == built and _core.kernel_index("k4095") == built + 4095
-_core.Copy("k9", [((0, 0, 0, 0), [], [(1, 1, 1)])], (1, 0), (1, 0))
-try:
-    _core.add_kernel("one more", [form], b"code", 90)
-except kvbm.CudaError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    done = subprocess.run([sys.executable, PROGRAMS / "fill_registry.py"], capture_output=True, text=True, check=True)
     assert "KVBM_TOO_MANY" in done.stdout and "KVBM_LAYOUTS" in done.stdout
 
 
@@ -461,72 +442,7 @@ def test_a_run_time_kernel_has_no_host_half(compiled: Any, monkeypatch: pytest.M
         copy.run(table, table, _core.Pairs(None, None, 1, 1))
 
 
-_PREPARE = """
-#include <cstdio>
-#include <cstdlib>
-#include "runtime.cpp"
-namespace kvbm_driver { Driver driver; thread_local const char* last_call = ""; }
-using namespace kvbm;
-extern "C" const kvbm_kernel kvbm_kernels[] = {
-%s
-};
-extern "C" const int32_t kvbm_num_kernels = %d;
-static const struct { uint32_t parts; kvbm_form forms[2]; } forms[] = {
-%s
-};
-
-static long agreed, refused;
-static uint64_t state = 12345;
-static uint64_t draw(uint64_t below) {
-  state = state * 6364136223846793005u + 1442695040888963407u;
-  return (state >> 33) %% below;
-}
-static uint32_t extent() { return draw(3) ? 1 + draw(5) : draw(4) ? 1u << draw(10) : 1 + draw(3000); }
-
-int main() {
-  static kvbm_args given, built, compiled;
-  for (int k = 0; k < kvbm_num_kernels; ++k) {
-    int number = 0;
-    const kvbm_kernel& kernel = kvbm_kernels[k];
-    if (kvbm_add_kernel("compiled", forms[k].forms, forms[k].parts, "code", 4, 90, &number))
-      return printf("%%s: not added\\n", kernel.name);
-    kvbm_driver::num_compiled.store(0);  // a number for the next one
-    kvbm_driver::Compiled* entry = kvbm_driver::compiled[0].load();
-    if (entry->parts != kernel.parts || entry->teams != kernel.teams) return printf("%%s: other parts\\n", kernel.name);
-    for (int turn = 0; turn < 300; ++turn) {
-      given = {};
-      given.num_pairs = 1 + draw(2000);
-      given.num_parts = forms[k].parts;
-      const int64_t src_id = int64_t(draw(2)) << draw(30), dst_id = int64_t(draw(2)) << draw(30);
-      for (uint32_t p = 0; p < given.num_parts; ++p) {
-        given.part[p].src_id_stride = src_id, given.part[p].dst_id_stride = dst_id;
-        for (auto& mode : given.part[p].outer) {
-          mode.extent = kvbm_make_div(draw(4) ? 1 : extent());
-          mode.src = draw(1u << 31), mode.dst = draw(1u << 31), mode.src_table = draw(3), mode.dst_table = draw(3);
-        }
-        for (auto& mode : given.part[p].inner) {
-          mode.extent = kvbm_make_div(draw(2) ? 1 : extent());
-          mode.src = draw(1u << 31) << !draw(200), mode.dst = draw(1u << 31);
-        }
-        for (int side = 0; side < 2 && forms[k].forms[p].kind == KVBM_TILE; ++side)  // whole words on both sides
-          given.part[p].inner[side].extent = kvbm_make_div(16 * given.part[p].inner[side].extent.n);
-      }
-      built = given, compiled = given;
-      const uint32_t sms = draw(5) ? 132 : 1 + draw(160);
-      kvbm_grid a = {}, b = {};
-      const int one = kernel.prepare(&built, sms, &a);
-      const int other = kvbm_driver::prepare_runtime(*entry, &compiled, sms, &b);
-      if (one != other || (one == 0 && (memcmp(&a, &b, sizeof a) || memcmp(&built, &compiled, sizeof built))))
-        return printf("%%s: turn %%d: %%d %%d, %%u %%u CTAs, %%u %%u bytes\\n", kernel.name, turn, one, other, a.ctas, b.ctas,
-                      a.shared_bytes, b.shared_bytes);
-      ++(one ? refused : agreed);
-    }
-  }
-  return printf("%%ld agreed, %%ld refused\\n", agreed, refused), 0;
-}
-"""
-
-
+@pytest.mark.slow
 def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
     """The grid and every prepared field, over random nests, for every structure of some layouts and every kind that there is."""
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
@@ -557,16 +473,17 @@ def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
         + "}},"
         for of in parsed.values()
     )
-    text = _PREPARE % (built, len(names), forms)
-    (tmp_path / "prepare.cpp").write_text(text)
+    (tmp_path / "kernels.inc").write_text(built)
+    (tmp_path / "forms.inc").write_text(forms)
     command = [
         compiler,
         "-std=c++17",
         "-O1",
         f"-I{ROOT / 'cuda'}",
+        f"-I{tmp_path}",
         "-o",
         tmp_path / "prepare",
-        tmp_path / "prepare.cpp",
+        PROGRAMS / "prepare.cpp",
     ]
     subprocess.run(command, check=True)
     done = subprocess.run([tmp_path / "prepare"], capture_output=True, text=True, check=False)
@@ -606,7 +523,7 @@ def moved(part: nest.Part) -> Counter[tuple[int, int, int, int]]:
 
 
 @given(parts(), st.sampled_from(["rows", "tile"]))
-@settings(max_examples=200)
+@strategies.cases(200)
 def test_pieces_are_the_whole(part: nest.Part, kind: str) -> None:
     """Every run once, in no more modes than a kernel has, in pieces of one structure; what fits stays as it is."""
     kind = kind if part.spans else "rows"
@@ -687,6 +604,7 @@ def test_explain_tells_of_pieces() -> None:
     assert "Kernels have at most" not in kvbm.plan(kvbm.load("universal"), kvbm.load("nhd"), shape).explain()
 
 
+@pytest.mark.slow
 def test_absurd_nests_are_refused() -> None:
     """Said before anything is copied; a plan of it still explains itself."""
     shape = kvbm.BlockShape(nl=4, no=2, nh=128, nt=128, hd=2, dtype="uint16")
@@ -803,14 +721,8 @@ def both(one, other):
     return kvbm.Transfer(s_gpu, d_gpu), count("launches") - before
 def wanted(move): return move._mover.route(None).plan.kernels()[0]
 """
-        done = subprocess.run(
-            [sys.executable, "-c", PRELUDE + more + code],
-            capture_output=True, text=True, timeout=120, cwd="/", check=False,
-            env={**os.environ, "KVBM_NVRTC": "1", "KVBM_TUNE": "0", "LD_LIBRARY_PATH": str(library), "KVBM_TESTS": str(HERE),
-                 "KVBM_CACHE_DIR": str(tmp_path / "cache"), **knobs},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        usual = {"KVBM_NVRTC": "1", "KVBM_TUNE": "0", "KVBM_CACHE_DIR": str(tmp_path / "cache")}
+        return run_program(library, more + code, **(usual | knobs))
 
     return run
 
@@ -944,52 +856,6 @@ print(move.explain())
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
 
-_ON_GPU = """
-import json, os, sys, time
-sys.path.insert(0, os.environ["KVBM_TESTS"])
-import numpy as np
-import torch
-import kvbm, oracle
-from kvbm import _core, runtime
-from memory import placed, torch_views
-
-shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=32, hd=64, dtype="bfloat16")
-orders = json.loads(sys.argv[1])
-
-class Side:
-    def __init__(self, name, blocks, dst, align=0):
-        order = orders.get(name) or [kvbm.load(name).order_text]
-        path = os.path.join(sys.argv[2], name + ".yaml")
-        self.layout = kvbm.load(path if name in orders else name)
-        self.arena = placed(oracle.Order(*order), shape, blocks).layout_bytes(align)
-        self.before = (oracle.dest_bytes if dst else oracle.source_bytes)(self.arena, 0)
-        self.buffer = torch.from_numpy(self.before).to("cuda:0")
-        self.pool = kvbm.Pool(self.layout, shape, torch_views(self.arena, self.buffer, shape.dtype))
-
-torch.zeros(1, device="cuda:0")
-warm = [Side("nhd", 2, False), Side("universal", 2, True)]
-kvbm.convert(warm[0].pool, warm[1].pool)  # images and context: what every process pays
-torch.cuda.synchronize()
-src_ids, dst_ids = [4, 0, -1, 2], [1, 3, 2, 0]
-for name in orders:
-    for pair in ((name, "nhd"), ("universal", name)):
-        for align in (0, 8):
-            s, d = Side(pair[0], 5, False, align), Side(pair[1], 4, True, align)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            kvbm.convert(s.pool, d.pool, src_ids, dst_ids)
-            seconds = time.perf_counter() - began
-            torch.cuda.synchronize()
-            kept = [i for i in range(4) if src_ids[i] >= 0]
-            want = oracle.expected_bytes(s.arena, d.arena, s.before, d.before, [4, 0, 2], [1, 3, 0])
-            got = d.buffer.cpu().numpy()
-            assert np.array_equal(got, want), oracle.explain(d.arena, got, want)
-            assert np.array_equal(s.buffer.cpu().numpy(), s.before)
-            text = kvbm.Transfer(s.pool, d.pool).explain()
-            how = [word for word in ("compiled it for", "came from the cache", "in place of") if word in text]
-            print(json.dumps([*pair, align, round(1e3 * seconds, 2), how]), flush=True)
-"""
-
 HALVES = ["[l o] b h/2 t/4 h%2 t%4 d", "[l o] b d/8 t/4 h d%8 t%4"]
 
 
@@ -1003,9 +869,9 @@ def on_gpu(tmp_path: Path) -> Callable[..., list[Any]]:
 
     def run(**knobs: str) -> list[Any]:
         done = subprocess.run(
-            [sys.executable, "-c", _ON_GPU, json.dumps(orders), str(tmp_path)],
+            [sys.executable, PROGRAMS / "convert_new_layouts.py", json.dumps(orders), str(tmp_path)],
             capture_output=True, text=True, timeout=280, cwd="/", check=False,
-            env={**os.environ, "KVBM_NVRTC": "1", "KVBM_TESTS": str(HERE), "KVBM_CACHE_DIR": str(tmp_path / "cache"), **knobs},
+            env={**os.environ, "KVBM_NVRTC": "1", "KVBM_CACHE_DIR": str(tmp_path / "cache"), **knobs},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         print(done.stdout)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvbm
@@ -83,14 +83,14 @@ def test_bad_files(path: Path) -> None:
 
 
 @given(strategies.one(limit=700))
-@settings(max_examples=400)
+@strategies.cases(400)
 def test_never_stricter_than_the_parser(drawn: tuple[strategies.Sizes, strategies.Declared]) -> None:
     _, declared = drawn
     assert refused("layout", declared.yaml) == []
 
 
 @given(st.text("bloht d/%()[]{}8B16", max_size=24))
-@settings(max_examples=2000)
+@strategies.cases(2000)
 def test_texts_that_the_parser_takes(text: str) -> None:
     declared = f"order: {json.dumps('b ' + text)}\n"
     try:
@@ -244,7 +244,7 @@ NAMES = st.sampled_from(["a", "bb", "tbt", "scale", "d_8", "b", "o"])
     st.lists(st.text("bohtds /%()[]{}8B16", max_size=8), min_size=3, max_size=3),
     st.booleans(),
 )
-@settings(max_examples=1500)
+@strategies.cases(1500)
 def test_planes_that_the_parser_takes(planes: list[str], text: str, orders: list[str], apart: bool) -> None:
     """Letters in the names of planes are no axes, whatever stands around them."""
     names = f"<{' '.join(planes)}>"

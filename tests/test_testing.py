@@ -588,6 +588,7 @@ def blocks(fence: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("torch")
+@pytest.mark.slow
 def test_what_the_document_says_runs(tmp_path: Path) -> None:
     """All Python blocks as one script; what its comments say is printed, is printed."""
     script = "\n".join(blocks("python"))
@@ -601,6 +602,7 @@ def test_what_the_document_says_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("torch")
+@pytest.mark.slow
 def test_the_document_s_test_passes(tmp_path: Path) -> None:
     (test,) = blocks("python title=test_mine.py")
     (tmp_path / "test_mine.py").write_text(test, encoding="utf-8")

@@ -106,21 +106,10 @@ def test_nan_and_exceptions(torch: Any) -> None:
     assert "the kernel raised" in str(benchmark_kernel(lambda x: x @ x, value, 1, 2).error)
 
 
-FAILS = """
-import torch
-from kvbm.testing import benchmark_kernel, make_match_reference
-x, far = torch.ones(4, device="cuda"), torch.tensor([10**6], device="cuda")
-print(make_match_reference(lambda x: x, limit_s=20)(lambda x: x[far], x)[1])
-try:
-    print(benchmark_kernel(lambda x: x[far], x, 1, 2, limit_s=20).error)
-except RuntimeError:
-    print("nothing can be copied on this GPU any more")
-"""
-
-
 def test_a_kernel_that_makes_the_gpu_fail() -> None:
     """In a process of its own, as nothing runs there afterwards."""
-    done = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, check=False, timeout=120)
+    program = Path(__file__).parent / "programs" / "gpu_fails.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=120)
     assert re.match(r"the (GPU failed while running the kernel|kernel raised)", done.stdout), done.stdout + done.stderr
     assert len(done.stdout.strip().splitlines()) >= 2
 

@@ -691,6 +691,7 @@ def test_plugin_goes_through_the_layouts(pytester: pytest.Pytester) -> None:
     )
 
 
+@pytest.mark.slow
 def test_plugin_goes_through_planes(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(MINE)
     layouts = "vllm/fp8_ds_mla,record/mla_fp8_planes,record/mla_fp8_tensors"
@@ -699,12 +700,14 @@ def test_plugin_goes_through_planes(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*test_mine?vllm/fp8_ds_mla->record/mla_fp8_tensors-b2? PASSED*"])
 
 
+@pytest.mark.slow
 def test_plugin_has_defaults(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_mine(kvbm_case): assert not hasattr(kvbm_case.src_arrays[0], 'data_ptr')")
     run(pytester).assert_outcomes(passed=4 * 4 * 2)
 
 
 @pytest.mark.usefixtures("torch")
+@pytest.mark.slow
 def test_plugin_gives_tensors(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_mine(kvbm_case): assert kvbm_case.src_arrays[0].data_ptr()")
     run(pytester, "--kvbm-layouts=nhd", "--kvbm-framework=torch").assert_outcomes(passed=2)
@@ -723,6 +726,7 @@ def test_plugin_gives_tensors(pytester: pytest.Pytester) -> None:
         ("--kvbm-device=tpu", "device: expected cpu, cuda or cuda:N"),
     ],
 )
+@pytest.mark.slow
 def test_plugin_refuses(pytester: pytest.Pytester, option: str, said: str) -> None:
     pytester.makepyfile(MINE)
     result = run(pytester, option)

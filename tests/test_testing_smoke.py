@@ -46,6 +46,7 @@ def test_smoke() -> None:
     assert lines[-1].startswith(f"{len(NAMES)} of {len(NAMES)} correct in ") and "(cpu), kvbm 0" in lines[-1]
 
 
+@pytest.mark.slow
 def test_python_m_and_json() -> None:
     command = [sys.executable, "-W", "error", "-m", "kvbm.testing.smoke", "--cpu", "--runs", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
@@ -383,15 +384,6 @@ def test_a_gpu_that_is_not_there_over_there(server: sshd.Server) -> None:
     assert "carrying" not in done.stderr, "nothing was carried there"
 
 
-FAKE_DRIVER = """
-#include <string.h>
-int cuInit(unsigned flags) { return flags; }
-int cuDeviceGetCount(int *count) { *count = 2; return 0; }
-int cuDeviceGet(int *device, int index) { *device = index; return 0; }
-int cuDeviceGetName(char *name, int size, int device) { strcpy(name, device ? "Second GPU" : "First GPU"); return size == 0; }
-"""
-
-
 def test_gpus_are_named(server: sshd.Server, tmp_path: Path) -> None:
     """The machine's driver is asked; here it is one of ours, with two GPUs."""
     import shutil
@@ -399,8 +391,8 @@ def test_gpus_are_named(server: sshd.Server, tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler for a driver to ask")
-    (tmp_path / "fake.c").write_text(FAKE_DRIVER, encoding="ascii")
-    subprocess.run([compiler, "-shared", "-o", tmp_path / "libcuda.so.1", tmp_path / "fake.c"], check=True)
+    source = Path(__file__).parent / "programs" / "two_gpus.c"
+    subprocess.run([compiler, "-shared", "-o", tmp_path / "libcuda.so.1", source], check=True)
     (tmp_path / "python").write_text(
         f'#!/bin/sh\nLD_LIBRARY_PATH={tmp_path} exec {sys.executable} "$@"\n', encoding="ascii"
     )

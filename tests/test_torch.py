@@ -95,6 +95,7 @@ def test_convert_is_the_oracle_s(pair: tuple[str, str], dtype: str) -> None:
     assert alike(out, expected(src, pair[1], shape, 3)) and src.untouched
 
 
+@pytest.mark.slow
 def test_every_layout_there_and_back() -> None:
     """By the wrapper, and by the operator alone; fake tensors are laid out as the real ones."""
     from torch._subclasses import FakeTensorMode
@@ -172,6 +173,7 @@ CALLS = {"convert": lambda given: kvbm.torch.convert(given, "hf/dynamic_cache", 
 
 
 @pytest.mark.parametrize(("name", "call"), list(CALLS.items()), ids=list(CALLS))
+@pytest.mark.slow
 def test_who_listens_at_the_dispatcher_is_called(name: str, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain tensors go past the dispatcher only where nobody would notice."""
     from torch.overrides import TorchFunctionMode
@@ -461,6 +463,7 @@ def test_writing_is_seen_by_autograd() -> None:
 )  # opcheck's own, in PyTorch 2.15
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3], PAIRS[6]], ids=">".join)
+@pytest.mark.slow
 def test_opcheck_convert(pair: tuple[str, str], grad: bool) -> None:
     tensors = [tensor.requires_grad_(grad) for tensor in random(pair[0], 2)]
     done = torch.library.opcheck(CONVERT, (tensors, *pair, SIZES))
@@ -492,6 +495,7 @@ SHAPE32 = of("float32")
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.slow
 def test_compile_without_a_graph_break(backend: str, dynamic: bool) -> None:
     compiled = torch.compile(forward, fullgraph=True, backend=backend, dynamic=dynamic)
     for blocks in (3, 5):
@@ -530,6 +534,7 @@ def test_ids_whose_number_is_data() -> None:
             assert torch.equal(compiled(tensors, mine, mask), picked(tensors, theirs, mask)) and alike(mine, theirs)
 
 
+@pytest.mark.slow
 def test_inductor_with_gradients() -> None:
     """The real compiler, once: forward, backward, the operator that writes, and inputs that it must lay out itself."""
 

@@ -647,7 +647,7 @@ def batch(n, src_blocks, dst_blocks, skips=True):
 
 
 def run(folder: Path, code: str, **knobs: str) -> str:
-    return test_driver.run(folder, PRELUDE + code, **knobs)
+    return test_driver.run(folder, PRELUDE + code, "matrix", **knobs)
 
 
 @pytest.mark.parametrize("direction", ["d2d", "d2h", "h2d"])
@@ -886,6 +886,7 @@ for src, dst in itertools.product(NAMES[:5], NAMES[:5]):
 """,
         )
 
+    @pytest.mark.slow
     def test_graphs(self, library: Path, direction: str, strategy: str) -> None:  # noqa: F811
         """Nothing runs in a capture and no call breaks it; replays move what is there; destroyed graphs give back what they had."""
         run(
@@ -1210,6 +1211,7 @@ class TestOrder:
     pytestmark = on_the_fake_driver
 
     @pytest.mark.parametrize("mark", ["done", "stream", "list"])
+    @pytest.mark.slow
     def test_wait(self, library: Path, mark: str) -> None:  # noqa: F811
         """A copy that waits for another's end is right in any order of the streams; without it some order is wrong."""
         out = run(
@@ -1379,6 +1381,7 @@ for far in ("vllm/BLHNC", "vllm/LBHNC", "vllm/flash_attn_nhd"):
 """,
         )
 
+    @pytest.mark.slow
     def test_a_few_multiprocessors(self, library: Path) -> None:  # noqa: F811
         """Never more CTAs than were granted; 16 where host memory is involved and nothing was said."""
         run(
@@ -1507,6 +1510,7 @@ kvbm.Transfer(s.pool, d.pool, "staged", chunk_bytes=2 * SMALL.nbytes)  # frees i
             MALLOC_PERTURB_="85",
         )
 
+    @pytest.mark.slow
     def test_explain_and_auto(self, library: Path) -> None:  # noqa: F811
         """What is said is what runs."""
         run(

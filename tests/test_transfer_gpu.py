@@ -658,34 +658,9 @@ def test_threads_are_each_told_of_wrong_ids() -> None:
     assert len(told) == 1600
 
 
-FORK = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import kvbm
-from test_transfer_gpu import ends, stream_of, check
-s, d = ends("d2h", "nhd", "universal", 4, 4)
-move, stream = kvbm.Transfer(s.pool, d.pool, "staged"), stream_of()
-done = move.copy([0], [0], stream=stream)
-handle = stream.cuda_stream
-pid = os.fork()
-if not pid:
-    code = 0
-    for call in (lambda: move.copy([1], [1], stream=handle), lambda: done.synchronize(), lambda: kvbm.Transfer(s.pool, d.pool)):
-        try: call()
-        except kvbm.CudaError as error: code += "before it forked" in str(error)
-    os._exit(code)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
-move.copy([1], [1], stream=stream)
-check(s, d, [0, 1], [0, 1])
-print("right")
-"""
-
-
 def test_a_forked_child_is_told() -> None:
-    here = str(Path(__file__).resolve().parent)
-    done = subprocess.run(
-        [sys.executable, "-c", FORK, here], capture_output=True, text=True, timeout=120, cwd="/", check=False
-    )
+    program = Path(__file__).resolve().parent / "programs" / "fork.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stdout.split() == ["right"], done.stderr
 
 

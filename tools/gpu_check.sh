@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # Checks kvbm on a machine with a GPU; needs no network: Python with the build and run-time requirements, nvcc, a driver.
 #
-#   tools/gpu_check.sh [build] [test] [sanitize] [bench] [transfers] [plots]      all six if none is named
+#   tools/gpu_check.sh [build] [test] [memcheck] [racecheck] [bench] [transfers] [plots]      all if none is named
+#
+# `sanitize` is both checks. Every stage ends with a summary of what ran so far, so stages can be run one by one.
 #
 # OUT        where the logs go (benchmarks/results)
 # PYTHON     the interpreter (python3)
 # CUDA_ARCHS what to build for (the first GPU's own)
-# JOBS       test processes that share the GPU (4)
+# WHEEL      a wheel that was built elsewhere: the stage `build` installs it, and needs no nvcc
+# JOBS       test processes that share the GPU (4; under compute-sanitizer half the cores)
+# LIMIT      seconds that one command may take (no limit): what takes longer has failed, and the summary still comes
 # PLOTS      where the pictures go ($OUT/plots)
 # KVBM_COMMIT what the results are labelled with, where there is no repository (git describe)
 #
@@ -16,7 +20,6 @@ cd "$(dirname "$0")/.."
 
 OUT=${OUT:-benchmarks/results}
 PYTHON=${PYTHON:-python3}
-JOBS=${JOBS:-4}
 SITE=$PWD/build/gpu-site # installed beside, not into, the environment it borrows
 mkdir -p "$OUT" build
 OUT=$(cd "$OUT" && pwd)
@@ -33,9 +36,11 @@ run() {
   local stage=$1 begin=$SECONDS code result=ok
   shift
   printf '\n==> %s: %s\n' "$stage" "$*"
-  "$@" 2>&1 | tee "$OUT/$stage.log"
+  ${LIMIT:+timeout --kill-after=10 "$LIMIT"} "$@" 2>&1 | tee "$OUT/$stage.log"
   code=${PIPESTATUS[0]}
-  if [[ $code != 0 ]]; then
+  if [[ $code == 124 || $code == 137 ]] && [[ -n ${LIMIT:-} ]]; then
+    result="FAILED, $LIMIT s"
+  elif [[ $code != 0 ]]; then
     result="FAILED ($code)"
   elif [[ -n ${need:-} ]] && ! grep -qE "$need" "$OUT/$stage.log"; then
     result="FAILED"
@@ -49,6 +54,7 @@ run() {
   [[ $result == ok ]]
 }
 
+# What ran so far, at the end of every stage.
 summary() {
   {
     printf '\n%s, %s, commit %s\n' "${gpu:-no GPU}" "$("$PYTHON" --version)" \
@@ -57,7 +63,6 @@ summary() {
     # What was asked for, and reached.
     grep -hE ' (yes|NO) *$' "$OUT"/*.log 2> /dev/null
   } | tee "$OUT/summary.txt"
-  exit "$status"
 }
 
 build() {
@@ -65,27 +70,30 @@ build() {
   CUDA_ARCHS=${CUDA_ARCHS:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | head -n 1)}
   export CUDA_ARCHS=${CUDA_ARCHS:-90} KVBM_REQUIRE_CUDA=1
   tell='kvbm:|Successfully installed|ERROR' run build \
-    "$PYTHON" -m pip install -v --no-build-isolation --no-deps --no-index --target "$SITE" . || summary
+    "$PYTHON" -m pip install -v --no-build-isolation --no-deps --no-index --target "$SITE" "${WHEEL:-.}" || {
+    summary
+    exit "$status"
+  }
 }
 
 tests() {
-  tell=' in [0-9.]+s' need='[0-9] passed' run test "$PYTHON" -m pytest -p no:benchmark -m gpu -n "$JOBS" -q
+  tell=' in [0-9.]+s' need='[0-9] passed' run test "$PYTHON" -m pytest -p no:benchmark -m gpu -n "${JOBS:-4}" -q
   # Those that look at the GPU's free memory want no others beside them.
   tell=' in [0-9.]+s' need='[0-9] passed' run alone "$PYTHON" -m pytest -p no:benchmark -m gpu -k alone -p no:xdist -q
 }
 
+# sanitize TOOL CLEAN WHICH: the tests named WHICH under compute-sanitizer; CLEAN is what it says when all is well.
 sanitize() {
-  local tool which clean
-  for tool in memcheck racecheck; do
-    which=sanitize clean='ERROR SUMMARY: 0 errors'
-    # Races are within a kernel: each by itself, and not again behind every door that leads to it.
-    [[ $tool == memcheck ]] || which='sanitize and (each or records)' clean='SUMMARY: 0 hazards'
-    # PyTorch's caching allocator would hide a read past the end of a tensor from memcheck.
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 tell='SUMMARY|not supported|not found' need=$clean run "$tool" \
-      compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 99 \
-      "$PYTHON" -m pytest -p no:benchmark -m gpu -k "$which" -n "$JOBS" -q --timeout 0
-  done
+  # PyTorch's caching allocator would hide a read past the end of a tensor from memcheck.
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 tell='SUMMARY|not supported|not found' need=$2 run "$1" \
+    compute-sanitizer --tool "$1" --target-processes all --error-exitcode 99 \
+    "$PYTHON" -m pytest -p no:benchmark -m gpu -k "$3" -n "${JOBS:-$((($(nproc) + 1) / 2))}" -q --timeout 0
 }
+
+memcheck() { sanitize memcheck 'ERROR SUMMARY: 0 errors' sanitize; }
+
+# Races are within a kernel: each by itself and once, at its larger sizes, and not again behind every door that leads to it.
+racecheck() { sanitize racecheck 'SUMMARY: 0 hazards' 'sanitize and each and not True'; }
 
 # measure NAME ARGUMENTS...: `kvbm bench`, with its rows in $OUT/NAME.csv
 measure() {
@@ -157,19 +165,25 @@ plots() {
 }
 
 stages=("$@")
-[ $# -gt 0 ] || stages=(build test sanitize bench transfers plots)
+[ $# -gt 0 ] || stages=(build test memcheck racecheck bench transfers plots)
 for stage in "${stages[@]}"; do
   case $stage in
     build) build ;;
     test) tests ;;
-    sanitize) sanitize ;;
+    memcheck) memcheck ;;
+    racecheck) racecheck ;;
+    sanitize)
+      memcheck
+      racecheck
+      ;;
     bench) bench ;;
     transfers) transfers ;;
     plots) plots ;;
     *)
-      echo "gpu_check.sh: expected stages build, test, sanitize, bench, transfers, plots; got '$stage'" >&2
+      echo "gpu_check.sh: expected stages build, test, sanitize, memcheck, racecheck, bench, transfers, plots; got '$stage'" >&2
       exit 2
       ;;
   esac
+  summary
 done
-summary
+exit "$status"

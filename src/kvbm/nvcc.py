@@ -22,11 +22,13 @@ from pathlib import Path
 from .cache import replacing
 from .errors import BuildError
 
-__all__ = ["DEFAULT_ARCHS", "Compiler", "Targets", "digest", "fatbin", "find", "targets"]
+__all__ = ["DEFAULT_ARCHS", "Compiler", "Targets", "digest", "fatbin", "find", "replacing", "sources", "targets"]
 
 DEFAULT_ARCHS = "80;90;100;120"  # cubins run on later minor versions: 86 and 89, 103, 121 are covered too
 MIN_VERSION = (12, 8)  # the first that knows sm_100, sm_120 and --compress-mode
 _FATBIN = 0xBA55ED50
+#: `#include "file"` and <file>, Cython's `include "file"`, and as the second group the macro in `#include MACRO`.
+_INCLUDE = re.compile(r"""^[ \t]*(?:#[ \t]*)?include[ \t]*["'<]([^"'>\n]+)|^[ \t]*#[ \t]*include[ \t]+(\w+)""", re.MULTILINE)
 _NEXT = (
     "install a CUDA toolkit, or `pip install 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.*'`, or name a compiler in "
     "CUDACXX or CUDA_HOME; KVBM_CUDA=0 builds without CUDA"
@@ -174,7 +176,7 @@ def fatbin(source: Path, include: Path, out: Path, compiler: Compiler, target: T
     source : Path
         A ``.cu`` file.
     include : Path
-        The folder of its headers: every header in it counts as used.
+        The folder of its headers. Those that it includes count, however deep; the others do not.
     out : Path
         Where the fatbin goes, ``<stem>.<hash>.fatbin``; made if it is not there.
     compiler : Compiler
@@ -205,7 +207,7 @@ def fatbin(source: Path, include: Path, out: Path, compiler: Compiler, target: T
     if host:
         flags.append(f"-ccbin={host}")
     ambient = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")]
-    name = f"{source.stem}.{digest(compiler.banner, flags, ambient, [source, *_headers(include)])}.fatbin"
+    name = f"{source.stem}.{digest(compiler.banner, flags, ambient, sources(source, include))}.fatbin"
     result = out / name
     if _is_whole(result):
         return result
@@ -252,8 +254,37 @@ def digest(*parts: str | Sequence[str | Path]) -> str:
     return state.hexdigest()[:16]
 
 
-def _headers(include: Path) -> list[Path]:
-    return sorted(p for p in include.iterdir() if p.suffix in {".h", ".cuh"})
+def sources(path: Path, *folders: Path) -> list[Path]:
+    """Return a source and every file that it includes, however deep: the text that its object is made from.
+
+    Parameters
+    ----------
+    path : Path
+        A C, C++, CUDA or Cython source.
+    *folders : Path
+        Where an included file is looked for, after the folder of the file that includes it. One that is in none of them
+        belongs to the system and is left out.
+
+    Returns
+    -------
+    list of Path
+        `path` first, each file once. A file that a false ``#if`` hides is among them.
+
+    Raises
+    ------
+    BuildError
+        An ``#include`` of a macro: which file that is cannot be read here.
+    """
+    found = [path]
+    for file in found:  # it grows on the way
+        for name, macro in _INCLUDE.findall(file.read_text(encoding="utf-8")):
+            if macro:
+                raise BuildError(f'{file}: expected #include "file" or <file>, got #include {macro}')
+            places = (folder / name for folder in (file.parent, *folders))
+            included = next(filter(Path.is_file, places), path)
+            if included not in found:
+                found.append(included)
+    return found
 
 
 def _candidates(environ: Mapping[str, str], path: Iterable[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:

@@ -10,10 +10,11 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, os.environ["KVBM_TESTS"])
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests
 
 import kvbm
 import matrix

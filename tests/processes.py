@@ -1,0 +1,62 @@
+"""Programs in processes of their own: `Server` starts one Python a set of imports, and each program is a fork of it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+LIMIT = 120  #: Seconds that a program may take.
+
+
+class Server:
+    """A Python that has imported `modules`, with `variables` in its environment; see programs/server.py."""
+
+    def __init__(self, modules: tuple[str, ...], **variables: str) -> None:
+        self.variables = variables
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "programs" / "server.py", *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+            env=self.environment(),
+        )
+        atexit.register(self.close)
+
+    def environment(self, **knobs: str) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+        return {**os.environ, "PYTHONPATH": path, **self.variables, **knobs}
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # nobody reads the other end any more
+                pipe.close()
+        self.process.wait()
+
+    def run(self, code: str, **knobs: str) -> str:
+        """Run a program and return what it prints; an exit status other than 0 fails the test with what it says."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            request = {"code": code, "variables": self.environment(**knobs), "limit": LIMIT}
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            answer = json.loads(self.process.stdout.readline())
+        except BaseException:  # its answer may still come: no other test may read that
+            self.process.kill()
+            server.cache_clear()
+            raise
+        assert answer["returncode"] == 0, f"exit status {answer['returncode']}\n{answer['stderr']}"
+        return str(answer["stdout"])
+
+
+@cache
+def server(library: Path, *modules: str) -> Server:
+    """The one in which libcuda.so.1 is the file in the folder `library`."""
+    return Server(modules, LD_LIBRARY_PATH=str(library))
