@@ -126,7 +126,8 @@ int kvbm_find_ungranted(int device, const uint64_t* spans, uint64_t count, uint6
         int access = 0;
         RETURN_IF_FAILED(CU(MemPoolGetAccess, &access, pool, &location));
         if (access != kAccessReadWrite) *how = KVBM_UNGRANTED_POOL;
-      } else if (type != 0 && !(managed & 0xff) && !(legacy & 0xff)) {
+      } else if (!is_host && !(managed & 0xff) && !(legacy & 0xff)) {
+        // Registered host memory is every GPU's, though cuMemGetAccess answers for it, too, and says that there is none.
         // What is no mapping the driver knows no access of; inside a reservation that means: not mapped.
         bool is_mapping = false;
         for (; at < std::min(behind, last); at = (at | (kMappingBytes - 1)) + 1) {

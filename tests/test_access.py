@@ -153,7 +153,7 @@ def test_packed(drawn: Any) -> None:
         places.append(meant(access, place))
         before = np.lexsort((meant(access, nbytes).ravel(), meant(access, entry).ravel()))
         assert (np.diff(meant(access, place).ravel()[before]) > 0).all()
-        assert access.block[0] % 16 == 0 and access.block[0] - section.nbytes in range(16)
+        assert access.block[0] % 16 == 0 and access.block[0] - section.block_bytes in range(16)
     every = np.sort(np.concatenate([place.ravel() for place in places]))
     assert np.array_equal(every, np.arange(len(every)) * section.accesses[0].itemsize)
 

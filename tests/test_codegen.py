@@ -160,15 +160,13 @@ def test_index_of_kernels() -> None:
 @pytest.mark.parametrize(("src", "dst"), matrix.pairs())
 def test_every_plan_has_its_kernel(src: str, dst: str) -> None:
     """Whatever the shape and the alignment, a conversion between shipped layouts finds a kernel."""
-    from kvbm import transfer
-
     one_of_each_width = [(dtype, shape) for dtype, shape in matrix.possible(src, dst) if dtype.startswith("uint")]
     assert one_of_each_width
     layouts = kvbm.load(src), kvbm.load(dst)
     for dtype, shape in one_of_each_width:
         made = kvbm.plan(*layouts, kvbm.BlockShape(*shape, dtype), num_blocks=(5, 3))
         for alignment in (1, 2, 4, 8, 16):
-            assert prepare.prepare(made, alignment, 16) and transfer.prepare(made, 16, alignment)
+            assert prepare.prepare(made, alignment, 16) and prepare.prepare(made, 16, alignment)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.1-8b/tp8", "llama-3.1-70b", "llama-3.1-70b/tp8"])

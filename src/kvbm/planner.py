@@ -320,10 +320,10 @@ def between(src: Section, dst: Section, title: str) -> Plan:
     # Where one plane's K and V differ, all planes keep the two apart: they then have the same loops.
     kept = parts if any(len(halves) > 1 for halves in joined) else joined
     made = Plan(src, dst, _gathered([part for halves in kept for part in halves]))
-    if not made.nbytes == src.nbytes == dst.nbytes:  # the law that every rule above must keep
+    if not made.nbytes == src.block_bytes == dst.block_bytes:  # the law that every rule above must keep
         raise PlanError(
-            f"{title}: the plan moves {made.nbytes} bytes a block, the source holds {src.nbytes} and the destination {dst.nbytes}: "
-            "this is a defect of kvbm; please report both layouts and the shape"
+            f"{title}: the plan moves {made.nbytes} bytes a block, the source holds {src.block_bytes} and the destination "
+            f"{dst.block_bytes}: this is a defect of kvbm; please report both layouts and the shape"
         )
     return made
 

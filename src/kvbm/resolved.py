@@ -440,7 +440,7 @@ class Resolved:
     @property
     def block_bytes(self) -> int:
         """Bytes that the elements of a block hold, padding not counted."""
-        return sum(math.prod(part.extents.values()) // part.shape.pack * part.shape.itemsize for part in self.planes)
+        return self.section.block_bytes
 
     @cached_property
     def kinds(self) -> tuple[Allocation, ...]:

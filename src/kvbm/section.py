@@ -40,7 +40,7 @@ class Section:
     record: bool = False
 
     @property
-    def nbytes(self) -> int:
+    def block_bytes(self) -> int:
         """Bytes that the elements of a block hold, padding not counted."""
         return sum(access.nbytes for access in self.accesses if not access.half)
 
@@ -72,7 +72,7 @@ class Section:
         Records stay as they are inside, gaps included: what fills a page on one side is then one run.
         """
         if not self.layout.planes:
-            step = round_up(self.nbytes, 16)
+            step = round_up(self.block_bytes, 16)
             return replace(self, accesses=tuple(_pack(access, access.itemsize, 0, step) for access in self.accesses))
         start, placed = 0, []
         # A window may begin far behind the record: whole words of that are left out.

@@ -512,6 +512,9 @@ int cuMemPoolGetAccess(int *flags, struct Memory *pool, const Location *where) {
 int cuMemGetAccess(unsigned long long *flags, const Location *where, Address address) {
   MAY_FAIL;
   const struct Memory *memory = memory_at(address);
+  /* The driver answers for registered memory, too: that nobody was granted it, although every GPU reaches it. */
+  for (long i = 0; i < registered; ++i)
+    if (address >= (Address)ranges[i].begin && address < (Address)ranges[i].end) return *flags = 0, 0;
   if (!memory || memory->kind != MAPPING || where->type != 1) return INVALID_VALUE;
   return *flags = memory->granted >> where->id & 1 ? 3 : 0, 0;
 }
