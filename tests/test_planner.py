@@ -13,7 +13,7 @@ import kvbm
 import matrix
 import oracle
 import strategies
-from kvbm import _core, planner, spec
+from kvbm import _core, nest, spec
 from memory import placed
 from test_layout import SHAPE, block_shape
 
@@ -318,7 +318,7 @@ def test_text() -> None:
 
 
 def test_what_fits_a_kernel_is_what_was_compiled() -> None:
-    assert (planner.MAX_OUTER, planner.MAX_INNER, planner.MAX_PARTS) == (
+    assert (nest.MAX_OUTER, nest.MAX_INNER, nest.MAX_PARTS) == (
         _core.MAX_OUTER,
         _core.MAX_INNER,
         _core.MAX_PARTS,

@@ -125,13 +125,34 @@ def test_layers_that_are_refused(layers: Any, match: str) -> None:
     assert other.untouched
 
 
+def by_layer(pool: kvbm.Pool) -> np.ndarray:
+    """Elements as ``b l …``, of the two layouts below."""
+    values = np.stack([array.view(np.uint16) for array in pool.arrays])
+    if pool.layout.name == "split":  # one array: b l/2 h l%2 t o d
+        values = values[0].transpose(0, 1, 3, 2, 4, 5, 6)
+        return values.reshape(values.shape[0], -1, *values.shape[3:])
+    return values.transpose(0, 2, 1, 3, 4, 5)  # an array a block: h l o t d
+
+
 def test_layers_of_a_split_axis() -> None:
     split = spec.parse('order: "b l/2 h l%2 t o d"', name="split")
     plain = kvbm.load("universal")
     for pair in ((split, plain), (plain, split)):
         assert kvbm.plan(*pair, SHAPE).nbytes == SHAPE.nbytes
-        with pytest.raises(kvbm.LayoutError, match=r"split.*'l' is split"):
-            kvbm.plan(*pair, SHAPE, layers=range(2))
+        with pytest.raises(kvbm.LayoutError, match=r"split.*axis 'l' is split, and 2 from 1 on are 2 boxes"):
+            kvbm.plan(*pair, SHAPE, layers=range(1, 3))
+        # A range of whole digits, or inside one, is a loop.
+        for layers in (range(2), range(2, 4), range(3, 4)):
+            s, d, whole = (kvbm.Pool.allocate(layout, SHAPE, 3) for layout in (*pair, pair[1]))
+            random = np.random.default_rng(7)
+            for one in s.arrays:
+                one.view(np.uint16)[:] = random.integers(0, 1 << 16, one.shape)
+            for one in d.arrays:
+                one.view(np.uint16)[:] = 12345
+            kvbm.convert(s, whole)
+            kvbm.Transfer(s, d).copy([0, 1, 2], [0, 1, 2], layers=layers)
+            got, want = (by_layer(pool) for pool in (d, whole))
+            assert np.array_equal(got[:, layers], want[:, layers]) and (np.delete(got, layers, 1) == 12345).all()
     # Where the axis is outside of every layout's order there is one layer, and a range of it is all of it.
     one = kvbm.BlockShape(nl=1, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
     flat = spec.parse('order: "b h t o d"', name="flat")
@@ -1129,12 +1150,11 @@ other, far = End("nhd", 12, 0), End("universal", 12, 1, dst=True)
 move, beside = transfer(s, d, {strategy!r}), transfer(other, far, {strategy!r})
 for one in (move, beside): one.copy([0], [0], stream=0x105).synchronize()
 d.refill(0); far.refill(0)
-held = []
+held, tables = [], []
 for turn in range(3):
     driver.fake_begin_capture(handle(0x106))
     move.copy(range(6), range(6), stream=0x106)
-    word = _core.alloc_device(0, 64)
-    _core.upload(0, word, b"x" * 64)
+    tables.append(_core.Table(np.arange(8, dtype=np.uint64), 0))  # is uploaded
     beside.copy(range(12), range(12), stream=0x105).synchronize()
     check(other, far, range(12), range(12), "beside")
     move.copy(range(6, 12), range(6, 12), stream=0x107).synchronize()

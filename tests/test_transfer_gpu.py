@@ -773,7 +773,7 @@ def test_memory_that_is_granted_by_itself(memory: str) -> None:
         env=env if memory == "cupy" else {**env, "PYTORCH_CUDA_ALLOC_CONF": memory},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

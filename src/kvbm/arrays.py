@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -254,37 +253,54 @@ def of_view(view: Any, dtype: str, itemsize: int, index: int, readonly: bool = F
     return Array(view.ptr, shape, strides, dtype, f"cuda:{index}", readonly or bool(view.readonly), owner=view)
 
 
+#: Arrays that are looked at before a copy, at most: the next ones at the next copy.  Each costs 40 ns.
+_LOOKED_AT = 16
+
+#: Tensors that are all told of a copy into them; of more only those that had gradients when they were bound.
+_TOLD = 256
+
+
 class Borrowed:
     """The caller's arrays behind a pool: what may change while they are bound, and who wants to know that they were written."""
-
-    #: Index of a tensor that has other memory than when it was bound, or -1.
-    moved: Callable[[], int]
 
     def __init__(self, arrays: Sequence[Any], found: Sequence[Array]) -> None:
         self._owners = tuple(array.owner for array in found)  # live as long as the addresses
         self._numpy = [array for array in arrays if isinstance(array, np.ndarray)]
-        tensors = [array if hasattr(array, "untyped_storage") else None for array in arrays]
-        # Views of one tensor share its version; tensors that were made in inference mode have none.
-        bases = [
-            one if one._base is None else one._base for one in tensors if one is not None and not one.is_inference()
-        ]
-        self._versions = list({id(base): base for base in bases}.values())
-        self.moved = (-1).__int__
-        if any(tensor is not None for tensor in tensors):
-            from . import _core
+        self._tensors = [array if hasattr(array, "untyped_storage") else None for array in arrays]
+        tensors = [tensor for tensor in self._tensors if tensor is not None]
+        self._turn = 0
+        if not tensors:
+            self._tensors, self._versions = [], []
+            return
+        from . import _core
 
-            addresses = np.array([array.address for array in found], np.uint64)
-            self.moved = functools.partial(_core.moved_tensor, tensors, _core.Table(addresses, upload=False))
+        # Views of one tensor share its version; tensors that were made in inference mode have none.
+        bases = {id(base): base for base in (_base(tensor) for tensor in tensors) if not base.is_inference()}
+        self._versions = [base for base in bases.values() if len(bases) <= _TOLD or base.requires_grad]
+        self._table = _core.Table(np.array([array.address for array in found], np.uint64), upload=False)
+        self._moved = _core.moved_tensor
+
+    def moved(self) -> int:
+        """Index of a tensor that has other memory than when it was bound, or -1; of many some are asked, in turn."""
+        if not self._tensors:
+            return -1
+        first, count = self._turn, min(len(self._tensors), _LOOKED_AT)
+        self._turn = (first + count) % len(self._tensors)
+        return self._moved(self._tensors, self._table, first, count)
 
     @property
     def locked(self) -> bool:
-        """Whether an array may not be written any more."""
-        return bool(self._numpy) and not all(array.flags.writeable for array in self._numpy)
+        """Whether an array may not be written any more; of many the first are asked."""
+        return bool(self._numpy) and not all(array.flags.writeable for array in self._numpy[:_LOOKED_AT])
 
     def written(self) -> None:
         """Let autograd know, as after any operator that writes: a graph that saved one must not use it."""
         if self._versions:
             sys.modules["torch"].autograd.graph.increment_version(self._versions)
+
+
+def _base(tensor: Any) -> Any:
+    return tensor if tensor._base is None else tensor._base
 
 
 def other_order(axes: Sequence[str], strides: Sequence[int]) -> str:

@@ -418,7 +418,7 @@ def _in_oneform_of(title: str, src: _Side, dst: _Side) -> tuple[Access, Access]:
             whole = sides[index].gather(group)
             if whole is None:
                 text = next(
-                    str(step) for side in sides for step in side.steps if step.opaque and set(step.axes) == group
+                    str(step) for side in (src[1], dst[1]) for step in side.steps if step.opaque and set(step.axes) == group
                 )
                 raise PlanError(
                     f"{title}: {other.layout.name} does not promise the order inside {text}, and {section.layout.name} "

@@ -94,8 +94,9 @@ class Pool(FromEngines):
     A pool is a context manager: what it owns (memory of `allocate`, registrations of `pin`) is given back at the end of
     the ``with`` statement, by `close`, or with the last reference.  Wait for your copies first.
 
-    Before each copy it is asked whether the arrays are still where they were (a tensor's storage may be replaced or resized)
-    and may be written; after it, autograd is told of tensors that were.
+    Before each copy arrays of the caller's are asked whether they are still where they were (a tensor's storage may be replaced
+    or resized) and may be written: up to 16 of them, the next ones at the next copy.  After it, autograd is told of tensors
+    that were written.
 
     Examples
     --------
@@ -200,11 +201,12 @@ class Pool(FromEngines):
         if found[1] == "pinned":
             slab, arrays = pinned_arrays(resolved, progress)
             pool = cls(layout, shape, arrays, num_blocks=num_blocks)
-            pool._owned = (slab,)
+            pool._owned, pool._borrowed = (slab,), Borrowed((), ())
             return pool
         if found[1] == "cpu":
             arrays = [empty(a.shape, numpy_dtype(a.dtype), a.strides) for a in resolved.allocations]
             pool = cls(layout, shape, arrays, num_blocks=num_blocks)
+            pool._borrowed = Borrowed((), ())
             # Nothing to give back by name: the arrays go with the last reference.
         else:
             index = int(found[2] or 0)

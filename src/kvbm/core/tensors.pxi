@@ -416,8 +416,8 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
 
 
 @cython.boundscheck(True)
-def moved_tensor(list tensors not None, Table table not None):
-    """Index of the first tensor of torch that does not start at its address any more, or -1.
+def moved_tensor(list tensors not None, Table table not None, Py_ssize_t first, Py_ssize_t count):
+    """Index of a tensor of torch that does not start at its address any more, of `count` from `first` on (in turn), or -1.
 
     Parameters
     ----------
@@ -430,8 +430,9 @@ def moved_tensor(list tensors not None, Table table not None):
     cdef PyTypeObject *kind = NULL
     cdef DLTensor found
     cdef uint64_t address
-    cdef Py_ssize_t i
-    for i in range(table.count):
+    cdef Py_ssize_t i, k
+    for k in range(count):
+        i = (first + k) % table.count
         tensor = tensors[i]
         if tensor is None:
             continue
