@@ -415,6 +415,10 @@ def test_many_tensors_are_asked_in_turn() -> None:
         tensors = [torch.zeros(3, 2, 4) for _ in range(40)]
         pool = kvbm.Pool(layout, shape, tensors)
         tensors[moved].data = torch.zeros(3, 2, 4)
-        with pytest.raises(kvbm.BindError, match=f"array {moved} has other memory"):
-            for _ in range(3):
+
+        def asked(times: int, pool: kvbm.Pool = pool) -> None:
+            for _ in range(times):
                 pool.require_open()
+
+        with pytest.raises(kvbm.BindError, match=f"array {moved} has other memory"):
+            asked(3)

@@ -24,7 +24,7 @@ import plane_oracle
 import strategies
 import test_driver
 import test_transfer
-from kvbm import _core, prepare, resolved, spec
+from kvbm import _core, prepare, spans, spec
 from memory import FakeCuda, Strided, aligned
 from plane_oracle import FAMILIES, TABLE, Arena, held
 from test_driver import library  # noqa: F401
@@ -1357,7 +1357,7 @@ def nests(draw: Any) -> tuple[Any, Any]:
     sizes = [draw(st.sampled_from((1, 2, 4))) for _ in range(2)]
     sides = [grown([], size) for size in sizes]
     if draw(st.booleans()):
-        stride = max(resolved._reach(side, size) for side, size in zip(sides, sizes, strict=True)) + draw(
+        stride = max(spans.reach(side, size) for side, size in zip(sides, sizes, strict=True)) + draw(
             st.integers(0, 30)
         )
         sides = [[(extent, stride), *side] for side in sides for extent in [draw(st.just(3))]]
@@ -1379,5 +1379,5 @@ def test_whether_nests_meet(given_: Any) -> None:
 
     a, b = given_
     meet = bool(bytes_of(*a) & bytes_of(*b))
-    assert resolved.meet(*a, *b) is meet
-    assert resolved.meet(*b, *a) is meet
+    assert spans.meet(*a, *b) is meet
+    assert spans.meet(*b, *a) is meet

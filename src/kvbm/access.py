@@ -147,6 +147,18 @@ class Access:
         LayoutError
             The axis has no steps of its own, the index is out of range, or elements along it share a byte.
         """
+        own = [step for step in self.steps if axis in step.axes]
+        if len(own) == 1 and own[0].axes == (axis,) and not own[0].opaque and axis not in self.packed:
+            step = own[0]
+            if 0 <= index < step.extent:  # most axes are not split
+                return Access(
+                    self.plane, self.half, self.dtype, self.itemsize, self.pack,
+                    tuple([item for item in self.sizes if item[0] != axis]),
+                    self.packed,
+                    (self.at[0] + index * step.nbytes, self.at[1] + index * step.entries),
+                    self.block,
+                    tuple([other for other in self.steps if other is not step]),
+                )  # fmt: skip
         return self._restrict(axis, index, 1, 1)[0]
 
     def window(self, axis: str, first: int, count: int, step: int = 1) -> tuple[Access, ...]:

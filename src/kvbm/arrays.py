@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import BindError, DTypeError
-from .resolved import Allocation, meet
+from .resolved import Allocation
 from .shapes import ITEMSIZE, PACKED, numpy_name
+from .spans import meet
 
 __all__ = [
     "PAIRS",

@@ -15,8 +15,8 @@ from .arrays import Array, dense, other_order, same_dtype, span
 from .errors import BindError, DTypeError, KvbmError, SpecError
 from .layout import Layout
 from .planner import plan
-from .resolved import merge_steps
 from .shapes import ITEMSIZE, BlockShape, load_shape
+from .spans import merge_steps
 from .spec import load
 
 __all__ = ["GATES", "Caller", "Kind", "Side", "Sized", "block_shape", "named", "reads_as", "require", "side_of"]

@@ -43,8 +43,9 @@ from .memory import (
     pinned_arrays,
     unpinned_pages,
 )
-from .resolved import Allocation, Resolved, merge_steps
+from .resolved import Allocation, Resolved
 from .shapes import ITEMSIZE, BlockShape
+from .spans import merge_steps
 
 __all__ = ["Pool", "check_alike", "check_arrays"]
 

@@ -14,12 +14,13 @@ from .access import Access, Index, Step, declared
 from .errors import LayoutError
 from .section import Section
 from .shapes import ITEMSIZE, BlockShape
+from .spans import meet, merge_steps, reach
 from .terms import AXES, Order, Pitch, Plane, Term
 
 if TYPE_CHECKING:
     from .layout import Layout
 
-__all__ = ["Allocation", "Piece", "Resolved", "meet", "merge_steps", "resolve"]
+__all__ = ["Allocation", "Piece", "Resolved", "resolve"]
 
 
 # ---- from terms to strides -----------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def _resolve_planes(
             ) from None
         found.append(one)
         # What is placed by hand may lie in the gaps of another plane, where nothing needs room behind its last byte.
-        own = max(_reach(_boxes(pieces), one.shape.itemsize) for pieces in one.orders) if plane.offset else one.held
+        own = max(reach(_boxes(pieces), one.shape.itemsize) for pieces in one.orders) if plane.offset else one.held
         end = max(end, one.offset + own)
     try:
         if not apart:
@@ -283,34 +284,10 @@ def _boxes(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
     return tuple((piece.extent, piece.stride) for piece in reversed(pieces) if piece.extent > 1)
 
 
-def meet(
-    a: Sequence[tuple[int, int]], a_start: int, a_size: int, b: Sequence[tuple[int, int]], b_start: int, b_size: int
-) -> bool:
-    """Whether two nests of steps (extents and strides, slowest first) share a byte: exact, and quick where both step alike."""
-    if a_start >= b_start + _reach(b, b_size) or b_start >= a_start + _reach(a, a_size):
-        return False
-    if not a and not b:
-        return True
-    if b and (not a or _reach(b, b_size) > _reach(a, a_size)):
-        a, a_start, a_size, b, b_start, b_size = b, b_start, b_size, a, a_start, a_size
-    (extent, stride), *inner = a
-    # Where both go on in step, what matters is how many turns one is ahead of the other.
-    rest, behind = (b[1:], extent - 1) if b and a[0] == b[0] else (b, 0)
-    first = max(-behind, (b_start - a_start - _reach(inner, a_size)) // stride)
-    last = min(extent - 1, (b_start + _reach(rest, b_size) - a_start) // stride)
-    return any(meet(inner, a_start + turn * stride, a_size, rest, b_start, b_size) for turn in range(first, last + 1))
-
-
-def _reach(steps: Sequence[tuple[int, int]], size: int) -> int:
-    """Bytes from the first to behind the last."""
-    return size + sum((extent - 1) * stride for extent, stride in steps)
-
-
 # ---- what is resolved ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A declared term with sizes: ``(index // divisor) % extent`` steps `stride` bytes and `table` table entries.
 
     Pieces are the declaration, for shapes of arrays and for pictures; where elements lie is read from `Access`.
@@ -614,16 +591,3 @@ class Resolved:
     def section(self) -> Section:
         """All of it, for a plan."""
         return Section(self.layout, self.shape, self.num_blocks, self.accesses, record=bool(self.record))
-
-
-def merge_steps(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Extents and strides, fastest first, with axes that continue each other as one and none of extent one."""
-    runs: list[tuple[int, int]] = []
-    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if extent == 1:
-            continue
-        if runs and stride == runs[-1][0] * runs[-1][1]:
-            runs[-1] = (runs[-1][0] * extent, runs[-1][1])
-        else:
-            runs.append((extent, stride))
-    return runs

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from .cache import replacing
 from .errors import BindError
-from .resolved import merge_steps
 from .shapes import ITEMSIZE, PACKED, BlockShape
+from .spans import merge_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
