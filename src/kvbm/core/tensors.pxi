@@ -417,7 +417,7 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
 
 @cython.boundscheck(True)
 def moved_tensor(list tensors not None, Table table not None, Py_ssize_t first, Py_ssize_t count):
-    """Index of a tensor of torch that does not start at its address any more, of `count` from `first` on (in turn), or -1.
+    """Index of a tensor that does not start at its address any more, of `count` from `first` on (in turn), or -1.
 
     Parameters
     ----------
