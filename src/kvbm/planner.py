@@ -389,7 +389,7 @@ def _part(title: str, src: _Side, dst: _Side, half: int | None) -> Part:
     """The loop nest of all of the block, or of one half of it (0 = K, 1 = V)."""
     here, there = src[1], dst[1]
     if not _is_plain(here) or not _is_plain(there):
-        here, there = _in_oneform_of(title, src, dst)
+        here, there = _in_one_form(title, src, dst)
     if here.packed != there.packed:
         raise PlanError(
             f"{title}: axis '{' '.join(here.packed)}': {here.pack} elements of {here.dtype} share a byte on one side only, and "
@@ -410,7 +410,7 @@ def _is_plain(access: Access) -> bool:
     return all(len(step.axes) == 1 and not step.opaque for step in access.steps)
 
 
-def _in_oneform_of(title: str, src: _Side, dst: _Side) -> tuple[Access, Access]:
+def _in_one_form(title: str, src: _Side, dst: _Side) -> tuple[Access, Access]:
     """Both maps in the same axes: a group that is opaque, or fused, on one side is so on both."""
     sides = [src[1], dst[1]]
     for group in sorted({frozenset(s.axes) for side in sides for s in side.steps if s.opaque}, key=sorted):

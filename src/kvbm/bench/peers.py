@@ -39,10 +39,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..access import refine
-from ..errors import KvbmError, LayoutError
+from ..errors import KvbmError, LayoutError, PlanError
+from ..nest import Part
+from ..planner import plan
 from ..pool import Pool
-from .measure import View, device_of, entry_offsets
+from .measure import View, device_of
 
 __all__ = [
     "BUILT_IN",
@@ -104,118 +105,74 @@ class Strided:
     dst_address: int
 
 
-#: Axis, divisor → (extent, bytes between neighbours).
-_Axes = dict[tuple[str, int], tuple[int, int]]
-
-
 def strided(src: Pool, dst: Pool) -> tuple[Strided, ...]:
     """Both pools as strided tensors: one pair, or one for K and one for V where their orders differ.
 
     Raises
     ------
     NotApplicable
-        Pitches, fused axes, splits without a common refinement, or allocations that no strides describe.
+        Pitches, planes, splits without a common refinement, or allocations that no strides describe.
     """
-    halves = max(len(pool.resolved.orders) for pool in (src, dst))
-    opaque = tuple(
-        dict.fromkeys(
-            axis
-            for pool in (src, dst)
-            for order in pool.layout.orders
-            for term in order.terms
-            if term.opaque
-            for axis in term.axes
-        )
+    for pool in (src, dst):
+        if pool.layout.pitch or pool.layout.planes:
+            raise NotApplicable(f"{pool.layout.name} has {'pitches' if pool.layout.pitch else 'planes'}")
+    try:
+        made = plan(src.layout, dst.layout, src.shape, num_blocks=(src.num_blocks, dst.num_blocks))
+    except (LayoutError, PlanError) as error:
+        raise NotApplicable(str(error)) from None
+    return tuple(_strided(part, src, dst) for part in made.parts)
+
+
+def _strided(part: Part, src: Pool, dst: Pool) -> Strided:
+    """The loops of a part, tables folded away, in the order of the destination."""
+    loops = [*part.inner[1:], *part.outer]
+    (src_at, src_entry), (dst_at, dst_entry) = part.start
+    from_, src_block, src_address = _folded(
+        src, src_entry, src_at, part.src_id, [(m.extent, m.src_table, m.src) for m in loops]
     )
-    found = []
-    for o in range(halves):
-        sides = [_side(pool, o if halves > 1 else None, opaque) for pool in (src, dst)]
-        found.append(_aligned(sides[0], sides[1], src.shape.itemsize))
-    return tuple(found)
-
-
-def _side(pool: Pool, o: int | None, opaque: Sequence[str]) -> tuple[_Axes, int, int]:
-    """Axes of one pool (of its half `o`), bytes from block to block, and the address of the first element."""
-    name = pool.layout.name
-    if pool.layout.pitch:
-        raise NotApplicable(f"{name} has pitches")
-    steps = _table_steps(pool)
-    axes: _Axes = {}
-    address, block, chunk = int(pool.addresses[0]), 0, []
-    for piece in pool.resolved.pieces(o or 0):
-        stride = steps[piece.table] if piece.table else piece.stride
-        if piece.term.opaque or (opaque and set(piece.term.axes) <= set(opaque)):
-            chunk.append((stride, piece.extent))
-        elif len(piece.term.axes) > 1:
-            raise NotApplicable(f"{name} has fused axes: '{piece.term}'")
-        elif piece.term.axes == ("b",):
-            block = stride
-        elif piece.term.axes == ("o",) and o is not None:
-            address += o * stride
-        else:
-            axes[piece.term.axes[0], piece.divisor] = piece.extent, stride
-    if chunk:
-        held = pool.shape.itemsize
-        for stride, extent in sorted(chunk):
-            if extent > 1 and stride != held:
-                raise NotApplicable(f"{name} does not keep the chunk of {{{' '.join(opaque)}}} together")
-            held *= extent
-        axes["{}", 1] = held // pool.shape.itemsize, pool.shape.itemsize
-    return axes, block, address
-
-
-def _table_steps(pool: Pool) -> dict[int, int]:
-    """Bytes from allocation to allocation along each axis in brackets, by its step in the table."""
-    table = [piece for piece in pool.resolved.orders[0] if piece.table]
-    bases = pool.addresses.astype(np.int64)
-    if len(pool.resolved.orders) > 1 and table and len({a.nbytes for a in pool.resolved.allocations}) > 1:
-        raise NotApplicable(f"{pool.layout.name}: K and V have allocations of different sizes")
-    steps = {p.table: int(bases[p.table] - bases[0]) if p.extent > 1 else 0 for p in table}
-    expected = bases[0] + entry_offsets(table, [steps[p.table] for p in table]) if table else bases
-    if not np.array_equal(expected, bases) or any(step < 0 for step in steps.values()):
-        raise NotApplicable(f"{pool.layout.name}: its allocations do not lie at regular distances")
-    return steps
-
-
-def _aligned(src: tuple[_Axes, int, int], dst: tuple[_Axes, int, int], itemsize: int) -> Strided:
-    """Split both sides at the union of their splits; order and merge axes as the destination has them."""
-    atoms: list[tuple[int, int, int]] = []  # destination stride, source stride, extent
-    cuts: dict[str, set[int]] = {}
-    sizes: dict[str, int] = {}
-    for axes, _, _ in (src, dst):
-        for (axis, divisor), (extent, _) in axes.items():
-            cuts.setdefault(axis, set()).update((divisor, divisor * extent))
-            sizes[axis] = max(sizes.get(axis, 1), divisor * extent)
-    for axis, size in sizes.items():
-        try:
-            pieces = list(refine(cuts[axis], size))
-        except LayoutError as error:
-            raise NotApplicable(f"axis '{axis}': the splits have no common refinement: {error}") from None
-        for divisor, extent in pieces:
-            if extent > 1:
-                strides = [_stride_at(axes, axis, divisor) for axes, _, _ in (dst, src)]
-                atoms.append((strides[0], strides[1], extent))
+    to, dst_block, dst_address = _folded(
+        dst, dst_entry, dst_at, part.dst_id, [(m.extent, m.dst_table, m.dst) for m in loops]
+    )
+    itemsize = src.shape.itemsize
+    atoms = [(itemsize, itemsize, part.run_bytes // itemsize), *zip(to, from_, (m.extent for m in loops), strict=True)]
     merged: list[tuple[int, int, int]] = []
-    for to, from_, extent in sorted(atoms, reverse=True):
-        if merged and merged[-1][:2] == (to * extent, from_ * extent):
-            merged[-1] = (to, from_, extent * merged[-1][2])
+    for there, here, extent in sorted((atom for atom in atoms if atom[2] > 1), reverse=True):
+        if merged and merged[-1][:2] == (there * extent, here * extent):
+            merged[-1] = (there, here, extent * merged[-1][2])
         else:
-            merged.append((to, from_, extent))
+            merged.append((there, here, extent))
     merged = merged or [(itemsize, itemsize, 1)]
     return Strided(
         tuple(extent for _, _, extent in merged),
-        tuple(from_ for _, from_, _ in merged),
-        tuple(to for to, _, _ in merged),
-        src[1], dst[1], src[2], dst[2],
+        tuple(here for _, here, _ in merged),
+        tuple(there for there, _, _ in merged),
+        src_block, dst_block, src_address, dst_address,
     )  # fmt: skip
 
 
-def _stride_at(axes: _Axes, axis: str, divisor: int) -> int:
-    """Bytes that a step of so many elements along an axis takes."""
-    for (name, start), (extent, stride) in axes.items():
-        if name == axis and start <= divisor < start * extent:
-            return divisor // start * stride
-    raise NotApplicable(f"axis '{axis}' is only on one side")
+def _folded(
+    pool: Pool, entry: int, at: int, block: tuple[int, int], loops: Sequence[tuple[int, int, int]]
+) -> tuple[list[int], int, int]:
+    """Bytes that each loop (extent, table entries, bytes) and a block id step, and the address of the first element."""
+    bases = pool.addresses.astype(np.int64)
+
+    def step(extent: int, entries: int) -> int:
+        return int(bases[entry + entries] - bases[entry]) if entries and extent > 1 else 0
+
+    steps = [
+        (extent, entries, step(extent, entries))
+        for extent, entries in [(pool.num_blocks, block[0]), *(x[:2] for x in loops)]
+    ]
+    reached, expected = np.array([entry]), bases[entry : entry + 1]
+    for extent, entries, nbytes in steps:
+        if entries:
+            turns = np.arange(extent)
+            reached = (reached[:, None] + turns * entries).reshape(-1)
+            expected = (expected[:, None] + turns * nbytes).reshape(-1)
+    if not np.array_equal(bases[reached], expected) or any(nbytes < 0 for *_, nbytes in steps):
+        raise NotApplicable(f"{pool.layout.name}: its allocations do not lie at regular distances")
+    strides = [nbytes + own for (*_, nbytes), (*_, own) in zip(steps[1:], loops, strict=True)]
+    return strides, block[1] + steps[0][2], int(bases[entry]) + at
 
 
 def _order_in_memory(strides: Sequence[int]) -> list[int]:
