@@ -1,5 +1,5 @@
 # cython: language_level=3, embedsignature=True, boundscheck=False, wraparound=False, initializedcheck=False
-"""The compiled half: kernels by name, pointers, streams and status codes.  It has never heard of a layout.
+"""The compiled half: kernels by name, pointers, streams and status codes.  It knows nothing of layouts.
 
 Every function here is called from Python code that has already checked its arguments; the checks below guard memory,
 not manners.  Below the line everything is ``noexcept nogil``; every status passes through `check`.

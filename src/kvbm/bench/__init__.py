@@ -1,4 +1,4 @@
 """Measure kvbm on this machine, against a memcpy of the same bytes and against other libraries: ``kvbm bench``.
 
-Nothing else in kvbm imports this package.
+Outside of it only the command line and the tuner, for its clock, import this package.
 """
