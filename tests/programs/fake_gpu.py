@@ -36,6 +36,8 @@ def pool(name: str, blocks: int) -> tuple[list[Any], kvbm.Pool, kvbm.Pool]:
     layout = kvbm.load(name)
     memory = [random.integers(0, 2**16, a.shape, np.uint16) for a in layout.resolve(shape, blocks).allocations]
     on_gpu = [FakeCuda(m.shape, "float16", address=m.ctypes.data) for m in memory]
+    for fake, m in zip(on_gpu, memory, strict=True):
+        fake.memory = m  # lives as long as the pool
     on_cpu = [m.copy().view(np.float16) for m in memory]
     return memory, kvbm.Pool(layout, shape, on_gpu), kvbm.Pool(layout, shape, on_cpu)
 
