@@ -315,6 +315,10 @@ def test_a_pool_stays_where_its_memory_is(how: Any) -> None:
 def test_numbers_of_blocks_are_integers(number: Any) -> None:
     with pytest.raises(kvbm.BindError, match="num_blocks: expected an integer"):
         kvbm.Pool.allocate(kvbm.load("nhd"), SHAPE, number)
+    whole = [np.zeros(array.shape, array.dtype) for array in kvbm.Pool.allocate(kvbm.load("nhd"), SHAPE, 2).arrays]
+    if number is not None:
+        with pytest.raises(kvbm.BindError, match="num_blocks: expected an integer"):
+            kvbm.Pool(kvbm.load("nhd"), SHAPE, whole, num_blocks=number)
     assert kvbm.Pool.allocate(kvbm.load("nhd"), SHAPE, np.int64(2)).num_blocks == 2  # type: ignore[arg-type]
 
 

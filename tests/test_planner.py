@@ -98,6 +98,26 @@ def test_random_pairs(drawn: Any) -> None:
     assert plan.kernels() and str(plan) and plan.explain()
 
 
+@pytest.mark.parametrize(
+    ("smaller", "larger"), [("{h t} d", "{d h t}"), ("{h d} t", "{d h t}"), ("{h d} {t o}", "{o t d h}")]
+)
+def test_an_opaque_group_inside_a_larger_one(smaller: str, larger: str) -> None:
+    """It goes with the larger one, whose bytes stay as they are; axes of one element change nothing."""
+    outside = "" if "o" in larger else "o"
+    layouts = [spec.parse(f'order: "[b] {outside} {order}"') for order in (smaller, larger)]
+    shape = kvbm.BlockShape(nl=1, no=2, nh=3, nt=2, hd=4)
+    for src, dst in (layouts, layouts[::-1]):
+        (part,) = kvbm.plan(src, dst, shape).parts
+        assert part.kind == "copy" and part.run_bytes == shape.nbytes
+
+
+def test_opaque_groups_that_cross() -> None:
+    src, dst = (spec.parse(f'order: "[b] {order}"') for order in ("{h d} t", "h {d t}"))
+    for pair in ((src, dst), (dst, src)):
+        with pytest.raises(kvbm.PlanError, match=r"does not promise the order inside \{d t\}"):
+            kvbm.plan(*pair, kvbm.BlockShape(nl=1, no=1, nh=3, nt=2, hd=4))
+
+
 @given(strategies.pair(limit=500, opaque=False))
 def test_there_and_back(drawn: Any) -> None:
     """Src → dst → src, by the plans alone, is the identity."""

@@ -166,3 +166,12 @@ def test_one_of_two_makes_a_file(tmp_path: Path) -> None:
     with store.create(path, kvbm.load("universal"), SHAPE, 1, force=True) as pool:
         pool.arrays[0][...] = 3
     assert (take(path).arrays[0] == 3).all()
+
+
+def test_no_folder_is_made(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FileNotFoundError, match="no such folder"),
+        store.create(tmp_path / "there" / "out", kvbm.load("universal"), SHAPE, 1),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -342,6 +342,8 @@ def test_one_id_none_and_no_ids() -> None:
         (None, [2, 0], ([0, 1], [2, 0])),
         ([2, 0], None, ([2, 0], [0, 1])),
         (np.array([1], np.uint64), [1], ([1], [1])),
+        ((ctypes.c_int * 2)(3, 1), (ctypes.c_int64 * 2)(0, 5), ([3, 1], [0, 5])),  # buffers that name no strides
+        ((ctypes.c_uint8 * 2)(3, 1), [0, 5], ([3, 1], [0, 5])),
     ):
         src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 7, dst=True)
         kvbm.Transfer(src.pool, dst.pool).copy(src_ids, dst_ids)
@@ -384,6 +386,8 @@ REFUSED_IDS = [
     ([0, -(1 << 63)], [0, 1], r"src_ids\[1\] is -9223372036854775808"),
     (np.array([(1 << 64) - 1], np.uint64), [0], r"src_ids\[0\] is 18446744073709551615"),
     ([0, np.int64(9)], [0, 1], r"src_ids\[1\] is 9"),
+    (np.ma.array([0, 1], mask=[False, True]), [0, 1], "src_ids: expected integers, got MaskedArray"),
+    ((ctypes.c_int * 1 * 1)(), [0], r"src_ids: expected one axis, got shape \(1, 1\)"),
 ]
 
 

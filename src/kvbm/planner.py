@@ -413,15 +413,16 @@ def _is_plain(access: Access) -> bool:
 def _in_one_form(title: str, src: _Side, dst: _Side) -> tuple[Access, Access]:
     """Both maps in the same axes: a group that is opaque, or fused, on one side is so on both."""
     sides = [src[1], dst[1]]
-    for group in sorted({frozenset(s.axes) for side in sides for s in side.steps if s.opaque}, key=sorted):
+    # The largest first: a smaller one inside it on the other side goes with it.
+    for step in sorted((s for side in sides for s in side.steps if s.opaque), key=lambda s: (-len(s.axes), s.axes)):
+        group = frozenset(step.axes)
+        if not any(s.opaque and group == set(s.axes) for side in sides for s in side.steps):
+            continue
         for index, (section, other) in enumerate(((src[0], dst[0]), (dst[0], src[0]))):
             whole = sides[index].gather(group)
             if whole is None:
-                text = next(
-                    str(step) for side in (src[1], dst[1]) for step in side.steps if step.opaque and set(step.axes) == group
-                )
                 raise PlanError(
-                    f"{title}: {other.layout.name} does not promise the order inside {text}, and {section.layout.name} "
+                    f"{title}: {other.layout.name} does not promise the order inside {step}, and {section.layout.name} "
                     f"({section.layout.order_text}) needs it; use a layout with a promised order, such as operational_nhd or "
                     "operational_hnd"
                 )

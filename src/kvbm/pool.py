@@ -134,7 +134,7 @@ class Pool(FromEngines):
         self.layout = layout
         self.shape = shape
         self.arrays = arrays
-        self.num_blocks = num_blocks if num_blocks is not None else _count_blocks(layout, shape, found)
+        self.num_blocks = _count_blocks(layout, shape, found) if num_blocks is None else _whole(layout, num_blocks)
         self.resolved: Resolved = layout.resolve(shape, self.num_blocks)
         if len(found) != self.resolved.table_size:
             raise BindError(
@@ -192,9 +192,7 @@ class Pool(FromEngines):
         one before, so equally sized ones lie at a constant `step`.  A forked child does not have this memory, as it would
         not have that of cudaHostAlloc: to touch it there ends the child.
         """
-        if isinstance(num_blocks, bool) or not hasattr(num_blocks, "__index__"):
-            raise BindError(f"{layout.name}: num_blocks: expected an integer, got {num_blocks!r}")
-        num_blocks = operator.index(num_blocks)
+        num_blocks = _whole(layout, num_blocks)
         found = re.fullmatch(r"(cpu|pinned|cuda)(?::([0-9]+))?", str(device))
         if not found or (found[2] and found[1] != "cuda"):
             raise BindError(f"device: expected 'cpu', 'pinned', 'cuda' or 'cuda:N', got {device!r}")
@@ -416,6 +414,13 @@ class Pool(FromEngines):
 
     def __repr__(self) -> str:
         return f"Pool({self.layout.name}, {self.shape}, num_blocks={self.num_blocks}, device={self.device})"
+
+
+def _whole(layout: Layout, num_blocks: Any) -> int:
+    """A number of blocks that the caller gives, as an int."""
+    if isinstance(num_blocks, bool) or not hasattr(num_blocks, "__index__"):
+        raise BindError(f"{layout.name}: num_blocks: expected an integer, got {num_blocks!r}")
+    return operator.index(num_blocks)
 
 
 def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> int:

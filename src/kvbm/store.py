@@ -343,6 +343,8 @@ def create(
         )
     header, offsets = _header(layout, shape, resolved)
     size = len(header) + resolved.nbytes
+    if not Path(path).parent.is_dir():  # a typing error makes no folders
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(Path(path).parent))
     with replacing(path, new=not force, durable=True) as part:
         with part.open("rb+") as file:
             _reserve(file.fileno(), size, path)

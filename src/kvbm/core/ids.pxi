@@ -194,7 +194,7 @@ cdef dict _kind_of_ids = {list: ITEMS, tuple: ITEMS, int: NUMBER}  # type -> Ids
 cdef int _ids_kind(given) except -1:
     kind = type(given)
     found = NEITHER
-    if issubclass(kind, (str, bytes, bytearray, bool)):
+    if issubclass(kind, (str, bytes, bytearray, bool)) or hasattr(kind, "filled"):  # a copy has no mask
         pass
     elif hasattr(kind, "is_cuda") and hasattr(kind, "data_ptr"):
         found = TENSOR
@@ -309,7 +309,9 @@ cdef int _read_buffer(Given *ids, object given, str what, int64_t blocks) except
     if ids.buffer.ndim > 1:
         _refuse_axes(what, tuple([ids.buffer.shape[i] for i in range(ids.buffer.ndim)]))
     count = ids.buffer.shape[0] if ids.buffer.ndim else 1
-    step = ids.buffer.strides[0] if ids.buffer.ndim else 0
+    step = 0
+    if ids.buffer.ndim:  # without strides, as ctypes has it, they are dense
+        step = ids.buffer.strides[0] if ids.buffer.strides != NULL else ids.buffer.itemsize
     ids.count = count
     if count == 0:
         return 0
