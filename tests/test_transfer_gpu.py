@@ -417,10 +417,12 @@ def test_one_copy_waits_for_another(strategies: tuple[str, str]) -> None:
     out, back = kvbm.Transfer(s.pool, m.pool, strategies[0]), kvbm.Transfer(m.pool, d.pool, strategies[1])
     first, second = stream_of(), stream_of()
     back.copy(stream=second, wait=out.copy(stream=first)).synchronize()
+    # The engine is given every run by itself, which beside other tests takes the processor a while.
+    pause = 8 * SLEEP if strategies[0] == "engine" else SLEEP
     for waits in (False, True):
         m.refill(), d.refill()
         with torch.cuda.stream(first):
-            torch.cuda._sleep(SLEEP)
+            torch.cuda._sleep(pause)
         done = out.copy(stream=first)
         assert not done.query()
         back.copy(stream=second, wait=done if waits else None)
