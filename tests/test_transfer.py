@@ -577,15 +577,20 @@ def test_threads_share_a_transfer() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")  # JAX of another test
 def test_a_child_of_a_process_that_held_the_lock() -> None:
     src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)
     move = kvbm.Transfer(src.pool, dst.pool)
     with move._mover.lock:
         child = os.fork()
         if not child:
-            signal.alarm(20)
-            move.copy([1], [2], layers=range(1))  # a range that is met for the first time
-            os._exit(0)
+            status = 1
+            try:
+                signal.alarm(20)
+                move.copy([1], [2], layers=range(1))  # a range that is met for the first time
+                status = 0
+            finally:
+                os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
 
 
