@@ -22,10 +22,6 @@ FILES = {
 }
 MOST_LINES = 620
 
-#: What is not so yet. Each is an expected failure, strictly: who mends one takes it from here, and nothing is added.
-IN_A_CIRCLE: set[str] = set()
-TOO_LONG: set[str] = set()
-
 
 def imports(name: str, text: str, is_package: bool) -> Iterator[str]:
     """What a module imports, inside functions too, as full names; not what only a type checker sees."""
@@ -66,14 +62,7 @@ def reaches(start: str, goal: str, edges: dict[str, set[str]]) -> bool:
     return False
 
 
-def expected(names: set[str], reason: str) -> list[object]:
-    """All modules as parameters; those in `names` as strict expected failures."""
-    assert names <= set(FILES), f"no longer there: {names - set(FILES)}"
-    xfail = pytest.mark.xfail(reason=reason, strict=True)
-    return [pytest.param(name, marks=xfail if name in names else ()) for name in FILES]
-
-
-@pytest.mark.parametrize("name", expected(IN_A_CIRCLE, "imports itself by way of others"))
+@pytest.mark.parametrize("name", FILES)
 def test_no_module_imports_itself(name: str) -> None:
     """Not by way of any others, and not inside a function either."""
     assert not reaches(name, name, graph())
@@ -92,7 +81,7 @@ def test_the_graph_is_read_right() -> None:
     assert {"kvbm.layout", "kvbm.errors"} <= graph()["kvbm.planner"]
 
 
-@pytest.mark.parametrize("name", expected(TOO_LONG, f"more than {MOST_LINES} lines"))
+@pytest.mark.parametrize("name", FILES)
 def test_no_module_is_too_long(name: str) -> None:
     assert FILES[name].read_text(encoding="utf-8").count("\n") <= MOST_LINES
 

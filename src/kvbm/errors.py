@@ -1,7 +1,7 @@
 """Every exception of kvbm and the exit code its command line ends with.
 
 A message says where, what was expected, what was found and what to do next; the class says what kind of mistake it was.
-Each class is also the built-in exception that a caller who has never heard of kvbm would catch.
+Each class is also a built-in exception, so that callers can catch it without importing kvbm.
 """
 
 from __future__ import annotations
