@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .errors import (
         BindError,
         BuildError,
+        CoverageError,
         CudaError,
         CudaUnavailableError,
         DTypeError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .planner import Plan, plan
     from .pool import Pool
+    from .reshard.placement import Placement
     from .shapes import BlockShape, load_shape, shape_names
     from .spec import layouts, load
     from .transfer import Transfer, convert
@@ -41,13 +43,14 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
         (
-            "BindError", "BuildError", "CudaError", "CudaUnavailableError", "DTypeError",
+            "BindError", "BuildError", "CoverageError", "CudaError", "CudaUnavailableError", "DTypeError",
             "KvbmError", "LayoutError", "MissingKernelError", "PlanError", "SpecError",
         ),
         "errors",
     ),
     "BlockShape": "shapes",
     "Layout": "layout",
+    "Placement": "reshard.placement",
     "Plan": "planner",
     "Pool": "pool",
     "Transfer": "transfer",
@@ -63,6 +66,7 @@ __all__ = [
     "BindError",
     "BlockShape",
     "BuildError",
+    "CoverageError",
     "CudaError",
     "CudaUnavailableError",
     "DTypeError",
@@ -70,6 +74,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "MissingKernelError",
+    "Placement",
     "Plan",
     "PlanError",
     "Pool",
@@ -85,7 +90,7 @@ __all__ = [
 ]
 
 #: Modules that are imported when they are named: the bridges, each with its framework, are not in ``__all__``.
-_MODULES = ("cupy", "jax", "kernels", "numba", "numpy", "torch")
+_MODULES = ("cupy", "jax", "kernels", "numba", "numpy", "reshard", "torch")
 
 
 def __getattr__(name: str) -> Any:

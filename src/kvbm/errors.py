@@ -10,6 +10,7 @@ __all__ = [
     "AuthenticationError",
     "BindError",
     "BuildError",
+    "CoverageError",
     "CudaError",
     "CudaUnavailableError",
     "DTypeError",
@@ -47,6 +48,12 @@ class PlanError(KvbmError, ValueError):
     """Two layouts between which there is no copy: ``nhd → universal: axes {'o'} only in the source``."""
 
     exit_code = 13
+
+
+class CoverageError(PlanError):
+    """A resharding in which something of the destination is missing, written twice, or comes from the wrong place."""
+
+    exit_code = 20
 
 
 class BindError(KvbmError, ValueError):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
 import yaml
 
-from .errors import KvbmError, LayoutError, SpecError
+from .errors import LayoutError, SpecError
 from .layout import Layout
 from .shapes import ITEMSIZE, data_dir, is_file, load_shape
 from .terms import AXES, Expression, Order, Pitch, Plane, Term
+from .yamlfile import YamlFile, read_text
 
 __all__ = [
     "KEYS",
@@ -39,9 +39,6 @@ PLANE_KEYS = ("order", "dtype", "offset", "pitch", "shared")
 _TOKEN = re.compile(
     r"\s*(?:(?P<open>\[)|(?P<close>\])|<(?P<planes>[^<>]*)>|\{(?P<opaque>[^{}]*)\}|(?:\((?P<fused>[^()]*)\)|(?P<axis>[A-Za-z]))(?P<steps>(?:[/%][0-9]{1,18}B?)*))"
 )
-#: Characters that a file has at most, and a text in it.
-_LONGEST_FILE, _LONGEST_TEXT = 1 << 16, 4096
-
 _STEP = re.compile(r"([/%])([0-9]+)(B?)")
 
 
@@ -172,16 +169,7 @@ def example_shape(layout: Layout) -> str | None:
 
 def _read(path: Path, name: str) -> Layout:
     file = _display(path)
-    if not is_file(path):  # to open a FIFO would be to wait for its writer
-        raise SpecError(f"{file:.300}: {'expected a regular file' if os.path.lexists(path) else 'no such file'}")
-    try:
-        with path.open(encoding="utf-8") as stream:
-            text = stream.read(_LONGEST_FILE + 1)
-    except UnicodeDecodeError as error:
-        raise SpecError(f"{file}: expected UTF-8: {error}") from None
-    except OSError as error:
-        raise SpecError(f"{file}: {error.strerror}") from None
-    return _parse_cached(text, file, name)
+    return _parse_cached(read_text(path, file), file, name)
 
 
 def _display(path: Path) -> str:
@@ -215,38 +203,16 @@ def parse(text: str, file: str = "<string>", name: str | None = None) -> Layout:
     SpecError
         Not YAML, unknown or repeated key, wrong type, unknown or repeated axis, a split that is not written as one.
     """
-    if len(text) > _LONGEST_FILE:
-        raise SpecError(f"{file}: expected at most {_LONGEST_FILE:,} characters")
-    try:
-        return _File(file).layout(text, name or Path(file).stem)
-    except KvbmError:
-        raise
-    except RecursionError:
-        raise SpecError(f"{file}: nested too deeply") from None
-    except (ValueError, ArithmeticError) as error:  # of YAML's: a number or a character that there cannot be
-        raise SpecError(f"{file}: not YAML: {error}") from None
+    reader = _File(file)
+    with reader.guarded(text):
+        return reader.layout(text, name or Path(file).stem)
 
 
-class _File:
-    """One file being read: everything that must name it and a line when it complains."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-
-    def fail(self, node: yaml.Node | None, message: str) -> NoReturn:
-        line = f":{node.start_mark.line + 1}" if node is not None else ""
-        raise SpecError(f"{self.file}{line}: {message}")
+class _File(YamlFile):
+    """One layout file being read."""
 
     def layout(self, text: str, name: str) -> Layout:
-        try:
-            root = yaml.compose(text, Loader=yaml.SafeLoader)
-        except yaml.MarkedYAMLError as error:
-            line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-            raise SpecError(f"{self.file}{line}: not YAML: {error.problem}") from None
-        except yaml.YAMLError as error:
-            raise SpecError(f"{self.file}: not YAML: {error}") from None
-        if root is None:
-            self.fail(None, "empty; expected at least 'order: …'")
+        root = self.root(text, "order: …")
         keys = self.mapping(root, "the file", KEYS)
         if "order" not in keys:
             self.fail(root, "key 'order' missing; expected e.g. order: \"[b l o] t h d\"")
@@ -272,38 +238,6 @@ class _File:
             used_by=self.strings(keys.get("used_by"), "used_by"),
             read_from=self.scalar(keys["read_from"], "read_from") if "read_from" in keys else "",
         )
-
-    # -- YAML nodes, each with the line it came from
-
-    def mapping(self, node: yaml.Node, what: str, known: Sequence[str] | None = None) -> dict[str, yaml.Node]:
-        if not isinstance(node, yaml.MappingNode):
-            self.fail(node, f"{what}: expected a mapping, got {_kind(node)}")
-        nodes: dict[str, yaml.Node] = {}
-        for key, value in node.value:
-            text = self.scalar(key, f"a key of {what}")
-            if known is not None and text not in known:
-                self.fail(key, f"unknown key {text!r}: expected one of {', '.join(known)}")
-            if text in nodes:
-                self.fail(key, f"key {text!r} is there twice")
-            nodes[text] = value
-        return nodes
-
-    def scalar(self, node: yaml.Node, what: str) -> str:
-        if not isinstance(node, yaml.ScalarNode):
-            self.fail(node, f"{what}: expected a text, got {_kind(node)}")
-        text = str(node.value)
-        if len(text) > _LONGEST_TEXT or re.search("[\ud800-\udfff]", text):
-            self.fail(
-                node, f"{what}: expected at most {_LONGEST_TEXT:,} characters, none of them half of a pair (\\ud800)"
-            )
-        return text
-
-    def strings(self, node: yaml.Node | None, what: str) -> tuple[str, ...]:
-        if node is None:
-            return ()
-        if not isinstance(node, yaml.SequenceNode):
-            self.fail(node, f"{what}: expected a list, got {_kind(node)}")
-        return tuple(self.scalar(item, f"an entry of {what}") for item in node.value)
 
     def expression(self, node: yaml.Node, text: str, what: str) -> Expression:
         try:
@@ -494,7 +428,3 @@ class _File:
             body = match["expression"].strip() if match and in_bytes else text
             pitches[term] = Pitch(self.expression(value, body, f"pitch of '{term}'"), in_bytes)
         return tuple(sorted(pitches.items(), key=lambda item: item[0]))
-
-
-def _kind(node: yaml.Node) -> str:
-    return {"MappingNode": "a mapping", "SequenceNode": "a list", "ScalarNode": f"{node.value!r}"}[type(node).__name__]

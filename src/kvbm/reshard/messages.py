@@ -1,0 +1,292 @@
+"""Resharding: who sends what to whom, between two placements of one model's cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import PlanError
+from ..shapes import ITEMSIZE
+from .placement import Placement, Strips
+from .proof import prove
+from .report import table
+from .strips import Meeting, Runs, Turns, Unit, meet, meet_in_unit, share_a_token
+
+__all__ = ["Message", "Prefer", "Resharding", "gather", "plan"]
+
+#: Which of equal source ranks sends to a destination rank: of ``(destination rank, ranks)``, one of the ranks.
+Prefer = Callable[[int, Sequence[int]], int]
+
+#: Where each side's layout splits the tokens of a block.
+Cuts = tuple[Sequence[int], Sequence[int]]
+
+
+class Message(NamedTuple):
+    """What one rank sends to one other: the product of what they have in common on each axis.
+
+    Attributes
+    ----------
+    src, dst : int
+        Ranks.
+    l, h : tuple of Meeting
+        Layers and KV heads.
+    t : Unit
+        Tokens.
+    """
+
+    src: int
+    dst: int
+    l: tuple[Meeting, ...]  # noqa: E741  (the axis)
+    h: tuple[Meeting, ...]
+    t: Unit
+
+    @property
+    def layers(self) -> int:
+        return sum(meeting.size for meeting in self.l)
+
+    @property
+    def heads(self) -> int:
+        return sum(meeting.size for meeting in self.h)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a unit that go."""
+        return self.t.meeting.size if self.t.meeting else 0
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """A copy between two engines that spread one cache differently; proven when it is made.
+
+    Attributes
+    ----------
+    src, dst : Placement
+    sends, takes : tuple of Strips
+        What each source rank can send, and each destination rank is to get: what it holds, or a share of it (`gather`).
+    messages : tuple of Message
+        By destination rank.
+    cuts : two sequences of int
+        Where each side's layout splits the tokens of a block.
+
+    Raises
+    ------
+    CoverageError
+        Some coordinate of a destination rank would be missing, written twice, or come from the wrong place.
+    """
+
+    src: Placement
+    dst: Placement
+    sends: tuple[Strips, ...]
+    takes: tuple[Strips, ...]
+    messages: tuple[Message, ...]
+    cuts: Cuts = ((), ())
+
+    def __post_init__(self) -> None:
+        prove(self)
+
+    @property
+    def title(self) -> str:
+        return f"{self.src.name} → {self.dst.name}"
+
+    def with_cuts(self, cuts: Cuts) -> Resharding:
+        """The same messages in units for layouts that split the tokens of a block there."""
+        cuts = (tuple(cuts[0]), tuple(cuts[1]))
+        if cuts == self.cuts:
+            return self
+        messages = [
+            m._replace(t=_unit(self.sends[m.src].t, self.takes[m.dst].t, self.src, self.dst, cuts))
+            for m in self.messages
+        ]
+        return Resharding(self.src, self.dst, self.sends, self.takes, tuple(messages), cuts)
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a unit, as few as any message has."""
+        return min((message.t.tokens for message in self.messages), default=1)
+
+    def nbytes(self, message: Message, tokens: int) -> int:
+        """Bytes that a message carries of so many whole units' tokens of a sequence, where elements have one dtype."""
+        model = self.src.model
+        held = tokens // message.t.tokens * message.tokens
+        return message.layers * message.heads * model.no * model.hd * held * ITEMSIZE[model.dtype] // model.pack
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for both sides where they planned alike."""
+        meaning = (self.src.fingerprint, self.dst.fingerprint, self.messages, self.cuts)
+        return hashlib.sha256(repr(meaning).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+# ---- planning ------------------------------------------------------------------------------------------------------
+
+
+def plan(
+    src: Placement, dst: Placement, *, stripe: bool = False, prefer: Prefer | None = None, cuts: Cuts = ((), ())
+) -> Resharding:
+    """Plan the copy of a cache from one engine to another, and prove it.
+
+    Parameters
+    ----------
+    src, dst : Placement
+        Of one model.
+    stripe : bool
+        Let all ranks that hold the same send a share of the layers each, instead of one of them all of it: a replicated source
+        then sends through as many network cards as it has ranks.
+    prefer : callable, optional
+        Of ``(destination rank, source ranks that hold the same)``: which of them sends.  Not given: the one with the least to
+        send so far, and of those the one at the nearest place.  All ranks must decide alike.
+    cuts : two sequences of int
+        Where each side's layout splits the tokens of a block; `Local` says so for its pools.
+
+    Returns
+    -------
+    Resharding
+        `print` it: it is a table.
+
+    Raises
+    ------
+    PlanError
+        The placements are of different models.
+    CoverageError
+        Something of the destination is held by no source rank.
+
+    Examples
+    --------
+    >>> from kvbm import Placement, load_shape
+    >>> model = load_shape("llama-3.1-70b")
+    >>> prefill = Placement("tp4", shard={"h": "tp"}, model=model, nt=16, name="prefill")
+    >>> decode = Placement("tp2", shard={"h": "tp"}, model=model, nt=64, name="decode")
+    >>> print(plan(prefill, decode))
+    prefill (tp4, 16 tokens a block) → decode (tp2, 64 tokens a block): 4 messages, unit 16 tokens: a block → 1/4 block
+      from   to   heads             layers   tokens a unit      bytes   rows of
+         0    0   0–1               0–79     16 of 16        1.25 MiB     256 B
+         1    0   2–3               0–79     16 of 16        1.25 MiB     256 B
+         2    1   4–5 → local 0–1   0–79     16 of 16        1.25 MiB     256 B
+         3    1   6–7 → local 2–3   0–79     16 of 16        1.25 MiB     256 B
+    proven: every coordinate of decode once, from a rank that holds it; 4 of 4 source ranks send 1 message each
+    """
+    _require_one_model(src, dst)
+    sends = tuple(map(src.strips, range(src.world)))
+    takes = tuple(map(dst.strips, range(dst.world)))
+    return Resharding(src, dst, sends, takes, _messages(src, dst, sends, takes, stripe, prefer, cuts), cuts)
+
+
+def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, Resharding]:
+    """Plan the same in two steps, for a destination where several ranks hold the same: each gets a share, then they exchange.
+
+    Parameters
+    ----------
+    src, dst : Placement
+    **options
+        As for `plan`.
+
+    Returns
+    -------
+    tuple of Resharding
+        From the source to the destination, a share of the layers to each rank; and among the destination's ranks, from and into
+        the same pools, where every rank sends its share to the others.  The first carries each byte once.
+
+    Raises
+    ------
+    PlanError, CoverageError
+        As `plan`.
+    """
+    _require_one_model(src, dst)
+    whole = tuple(map(dst.strips, range(dst.world)))
+    groups: dict[Strips, list[int]] = {}
+    for rank, strips in enumerate(whole):
+        groups.setdefault(strips, []).append(rank)
+    shares = list(whole)
+    for strips, ranks in groups.items():
+        for index, rank in enumerate(ranks):
+            shares[rank] = strips._replace(l=strips.l.share(index, len(ranks)))
+    sends = tuple(map(src.strips, range(src.world)))
+    stripe, prefer, cuts = options.pop("stripe", False), options.pop("prefer", None), options.pop("cuts", ((), ()))
+    if options:
+        raise TypeError(f"gather: unexpected {', '.join(options)}; expected stripe, prefer, cuts")
+    first = Resharding(
+        src, dst, sends, tuple(shares), _messages(src, dst, sends, tuple(shares), stripe, prefer, cuts), cuts
+    )
+    others = tuple(strips._replace(l=strips.l.without(share.l)) for strips, share in zip(whole, shares, strict=True))
+    among = (cuts[1], cuts[1])
+    second = Resharding(
+        dst, dst, tuple(shares), others, _messages(dst, dst, tuple(shares), others, False, None, among), among
+    )
+    return first, second
+
+
+def _require_one_model(src: Placement, dst: Placement) -> None:
+    ours, theirs = src.model, dst.model
+    for axis, what in (
+        ("nl", "layers"),
+        ("no", "of K and V"),
+        ("nh", "KV heads"),
+        ("hd", "elements a head"),
+        ("dtype", ""),
+    ):
+        a, b = getattr(ours, axis), getattr(theirs, axis)
+        if a != b:
+            raise PlanError(
+                f"{src.name} → {dst.name}: {axis}: {a} {what} in one model, {b} in the other; expected two placements of one model"
+            )
+
+
+def _unit(src_turns: Turns, dst_turns: Turns, src: Placement, dst: Placement, cuts: Cuts) -> Unit:
+    return meet_in_unit(src_turns, dst_turns, (src.nt, dst.nt), cuts)
+
+
+def _messages(
+    src: Placement,
+    dst: Placement,
+    sends: Sequence[Strips],
+    takes: Sequence[Strips],
+    stripe: bool,
+    prefer: Prefer | None,
+    cuts: Cuts,
+) -> tuple[Message, ...]:
+    """For every destination rank a message of each class of source ranks that hold the same, and something that it takes."""
+    classes: dict[Strips, list[int]] = {}
+    for rank, strips in enumerate(sends):
+        classes.setdefault(strips, []).append(rank)
+    load, made = [0.0] * src.world, []
+    units: dict[tuple[Turns, Turns], Unit] = {}
+    common: dict[tuple[Runs, Runs], tuple[Meeting, ...]] = {}
+
+    def both(ours: Runs, theirs: Runs) -> tuple[Meeting, ...]:
+        if (ours, theirs) not in common:
+            common[ours, theirs] = meet(ours, theirs)
+        return common[ours, theirs]
+
+    for rank, wanted in enumerate(takes):
+        for held, ranks in classes.items():
+            heads = both(held.h, wanted.h)
+            if not heads or not both(held.l, wanted.l) or not share_a_token(held.t, wanted.t):
+                continue
+            if (held.t, wanted.t) not in units:
+                units[held.t, wanted.t] = _unit(held.t, wanted.t, src, dst, cuts)
+            unit = units[held.t, wanted.t]
+            if stripe and len(ranks) > 1:
+                shares = [(one, both(held.l.share(i, len(ranks)), wanted.l)) for i, one in enumerate(ranks)]
+            else:
+                shares = [(_sender(rank, ranks, load, src.world, dst.world, prefer), both(held.l, wanted.l))]
+            for one, layers in shares:
+                if layers:
+                    made.append(Message(one, rank, layers, heads, unit))
+                    load[one] += made[-1].layers * made[-1].heads * made[-1].tokens / unit.tokens
+    return tuple(made)
+
+
+def _sender(
+    rank: int, ranks: Sequence[int], load: Sequence[float], world: int, dst_world: int, prefer: Prefer | None
+) -> int:
+    if prefer is not None:
+        chosen = prefer(rank, tuple(ranks))
+        if chosen not in ranks:
+            raise PlanError(f"prefer: expected one of the ranks {list(ranks)} for rank {rank}, got {chosen!r}")
+        return chosen
+    return min(ranks, key=lambda one: (load[one], abs(one * dst_world - rank * world)))

@@ -1,0 +1,194 @@
+"""The proof that a resharding is right: every coordinate of the destination once, from a rank that holds it, at its place.
+
+It shares no code with what plans: sets of layers and heads are bits of an integer, tokens are counted by a formula.  Its cost
+depends on the numbers of ranks and messages, not on the sizes of the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import CoverageError
+from .strips import Meeting, Runs, Turns, Unit
+
+if TYPE_CHECKING:
+    from .messages import Message, Resharding
+
+__all__ = ["prove"]
+
+
+def prove(made: Resharding) -> None:
+    """Check a resharding; returning is the proof.
+
+    1. Each message's loops name coordinates that its source holds and its destination takes, at the places that both strips
+       give them: a loop inside one run is right where both its ends and its step are, and digits of a position do not carry.
+    2. What a destination rank takes is a product over axes.  For each turn of the source's that meets its own, the layers and
+       heads of its messages are a partition of what it takes; the turns partition the tokens.
+    3. A unit is a whole part of a block on both sides, and holds exactly the tokens that both ranks hold.
+
+    Raises
+    ------
+    CoverageError
+        Naming the rank, the axis, and what is missing, there twice, or from the wrong place.
+    """
+    by_rank: dict[int, list[Message]] = {rank: [] for rank in range(made.dst.world)}
+    for message in made.messages:
+        if message.dst not in by_rank or not 0 <= message.src < made.src.world:
+            raise CoverageError(
+                f"{made.title}: message from rank {message.src} to rank {message.dst}: there is no such rank"
+            )
+        by_rank[message.dst].append(message)
+    for rank, messages in by_rank.items():
+        where = f"{made.title}: {made.dst.name} rank {rank}"
+        for message in messages:
+            _require_right(made, message, f"{where} from {made.src.name} rank {message.src}")
+        _require_partition(made, rank, messages, where)
+
+
+# ---- one message ---------------------------------------------------------------------------------------------------
+
+
+def _require_right(made: Resharding, message: Message, where: str) -> None:
+    sends, takes = made.sends[message.src], made.takes[message.dst]
+    for axis, meetings in (("l", message.l), ("h", message.h)):
+        for meeting in meetings:
+            for side, strip, of in ((0, getattr(sends, axis), made.src), (1, getattr(takes, axis), made.dst)):
+                if not _is_held(meeting, strip, side):
+                    held = strip if strip.size else "none"
+                    raise CoverageError(
+                        f"{where}: {_AXES[axis]}: {meeting}: {of.name} holds {held}, elsewhere or not at all"
+                    )
+    _require_unit(message.t, (sends.t, takes.t), (made.src.nt, made.dst.nt), where)
+
+
+_AXES = {"l": "layers", "h": "heads"}
+
+
+def _is_held(meeting: Meeting, strip: Runs, side: int) -> bool:
+    """Whether a progression lies in one run of a strip, at the local coordinates that it says."""
+    if len(meeting.loops) > 1:
+        return False
+    count, step, *locals_ = meeting.loops[0] if meeting.loops else (1, 0, 0, 0)
+    first, local, move = meeting.first, (meeting.src, meeting.dst)[side], locals_[side]
+    for run in strip.runs:
+        turns, rest = divmod(first - run.first, run.step)
+        if rest == 0 and turns >= 0 and turns + move * (count - 1) < run.length:
+            return local == run.local + turns and step == move * run.step and (move > 0 or count == 1)
+    return False
+
+
+def _require_unit(unit: Unit, turns: tuple[Turns, Turns], sizes: tuple[int, int], where: str) -> None:
+    """A unit's slots are a whole part of a block on both sides, and its loops are all the tokens that both hold."""
+    meeting = unit.meeting
+    if meeting is None:
+        raise CoverageError(f"{where}: tokens: the two ranks have none in common")
+    inside = [unit.tokens % turn.period == 0 for turn in turns]
+    for turn, size, whole, slots in zip(turns, sizes, inside, (unit.src_slots, unit.dst_slots), strict=True):
+        expected = unit.tokens // turn.over if whole else unit.tokens
+        if slots != expected or size % slots or not (whole or turn.every % unit.tokens == 0):
+            raise CoverageError(
+                f"{where}: a unit of {unit.tokens} tokens in {slots} slots is no whole part of a block of {size}"
+            )
+    # Loops whose steps are a chain, and a start below them in other digits: no digit carries.
+    width, start = 1, meeting.first
+    for loop in sorted(meeting.loops, key=lambda loop: loop.step):
+        if loop.extent < 2 or loop.step < 1 or loop.step % width or start % (loop.step * loop.extent) // loop.step:
+            raise CoverageError(f"{where}: tokens: {loop} overlaps another loop of {meeting}")
+        width = loop.step * loop.extent
+    if start + sum((loop.extent - 1) * loop.step for loop in meeting.loops) >= unit.tokens:
+        raise CoverageError(f"{where}: tokens: {meeting} leaves its unit of {unit.tokens}")
+    for side, (turn, whole) in enumerate(zip(turns, inside, strict=True)):
+        slot = (meeting.src, meeting.dst)[side]
+        if whole and turn.over > 1 and start % turn.period // turn.every != turn.index:
+            raise CoverageError(f"{where}: tokens: position {start} of a unit is another rank's turn")
+        if slot != (start // turn.period * turn.every + start % turn.every if whole else start):
+            raise CoverageError(f"{where}: tokens: position {start} of a unit is not slot {slot}")
+        for loop in meeting.loops:
+            below = not whole or turn.every % (loop.step * loop.extent) == 0
+            if not below and loop.step % turn.period:
+                raise CoverageError(f"{where}: tokens: {loop} leaves the turn of {turn}")
+            if (loop.src, loop.dst)[side] != (loop.step if below else loop.step // turn.over):
+                raise CoverageError(f"{where}: tokens: {loop}: expected another step of slots for {turn}")
+    both = [turn for turn, whole in zip(turns, inside, strict=True) if whole]
+    expected = unit.tokens // math.lcm(*(t.period for t in both)) * _common(both) if both else unit.tokens
+    if meeting.size != expected:
+        raise CoverageError(f"{where}: tokens: {meeting.size} of a unit, expected the {expected} that both ranks hold")
+
+
+def _common(turns: Sequence[Turns]) -> int:
+    """How many positions all of one or two turns hold, in as many as are common to both periods."""
+    if len(turns) == 1:
+        return turns[0].every
+    a, b = turns
+    # Positions in both are pairs of one each that agree modulo what divides both periods.
+    modulus = math.gcd(a.period, b.period)
+    (wholes, rest), (other_wholes, other_rest) = divmod(a.every, modulus), divmod(b.every, modulus)
+    ahead = (b.index * b.every - a.index * a.every) % modulus
+    # Residues in [0, rest) and in [ahead, ahead + other_rest) modulo.
+    overlap = max(0, min(rest, ahead + other_rest) - ahead) + max(0, min(rest, ahead + other_rest - modulus))
+    return modulus * wholes * other_wholes + wholes * other_rest + other_wholes * rest + overlap
+
+
+# ---- all messages of a rank ----------------------------------------------------------------------------------------
+
+
+def _require_partition(made: Resharding, rank: int, messages: Sequence[Message], where: str) -> None:
+    takes = made.takes[rank]
+    rules = {(strips.t.every, strips.t.over) for strips in made.sends}
+    if len(rules) != 1:
+        raise CoverageError(f"{where}: ranks of {made.src.name} take turns by {len(rules)} rules; expected one")
+    ((every, over),) = rules
+    needed = [turn for turn in (Turns(every, over, index) for index in range(over)) if _common([turn, takes.t])]
+    if not takes.l.size or not takes.h.size:  # nothing is to come: every message is one too many
+        needed = []
+    by_turn: dict[Turns, list[Message]] = {turn: [] for turn in needed}
+    for message in messages:
+        turn = made.sends[message.src].t
+        if turn not in by_turn:
+            raise CoverageError(f"{where}: rank {message.src} sends tokens that it is not to get (turns: {turn})")
+        by_turn[turn].append(message)
+    for turn, some in by_turn.items():
+        at = where if over == 1 else f"{where}: tokens {turn}"
+        # One set of heads after the other: for each, the layers of those who send it.
+        heads: dict[int, list[int]] = {}
+        for message in some:
+            for meeting in message.h:
+                heads.setdefault(_bits(meeting), []).extend(_bits(other) for other in message.l)
+        _require_all(heads, takes.h, f"{at}: heads", made)
+        for layers in heads.values():
+            _require_all(layers, takes.l, f"{at}: layers", made)
+
+
+def _bits(meeting: Meeting) -> int:
+    """The destination's local coordinates of a progression, as bits."""
+    if not meeting.loops:
+        return 1 << meeting.dst
+    count, step = meeting.loops[0].extent, meeting.loops[0].dst
+    return ((1 << step * count) - 1) // ((1 << step) - 1) << meeting.dst
+
+
+def _require_all(sets: Iterable[int], strip: Runs, where: str, made: Resharding) -> None:
+    """Sets of bits that share none, and together are what a strip holds."""
+    found = 0
+    for one in sets:
+        if found & one:
+            raise CoverageError(f"{where}: {_names(found & one, strip)} would be written twice")
+        found |= one
+    wanted = 0
+    for run in strip.runs:
+        wanted |= (1 << run.length) - 1 << run.local
+    if found != wanted:
+        missing = wanted & ~found
+        raise CoverageError(
+            f"{where}: {(wanted & found).bit_count()} of {strip.size} covered: no rank of {made.src.name} sends "
+            f"{_names(missing or found & ~wanted, strip)}"
+        )
+
+
+def _names(bits: int, strip: Runs) -> str:
+    """Local coordinates as the model's, for an error."""
+    model = {run.local + i: run.first + i * run.step for run in strip.runs for i in range(run.length)}
+    found = [model.get(i, i) for i in range(bits.bit_length()) if bits >> i & 1]
+    return str(Runs.of(sorted(found)))
