@@ -197,7 +197,8 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   memcpy(&copy, args, inline_start(*args));
   copy.num_pairs = batch->num_pairs;
   copy.id_bytes = batch->src.ids || batch->dst.ids ? sizeof(int32_t) : 0;
-  copy.inline_mask = static_cast<uint32_t>(!batch->src.ids) << 4 | static_cast<uint32_t>(!batch->dst.ids) << 5;
+  copy.inline_mask &= kSrcUnits | kDstUnits;
+  copy.inline_mask |= static_cast<uint32_t>(!batch->src.ids) << 4 | static_cast<uint32_t>(!batch->dst.ids) << 5;
   copy.fault = 0;
   copy.src_blocks = batch->src.blocks;
   copy.dst_blocks = batch->dst.blocks;

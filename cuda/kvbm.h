@@ -9,6 +9,9 @@
  *
  *   address = table[id * id_table + table_offset + sum(c_k * mode_k.table)]
  *           + id * id_stride + offset + sum(c_k * mode_k.stride)          (once for src, once for dst)
+ *
+ * Ids may count *units*, of which several fill a block: then the digits below the block are taken out of the id first, and each
+ * adds its own stride.
  */
 #ifndef KVBM_H
 #define KVBM_H
@@ -34,7 +37,8 @@ enum {
   KVBM_MAX_OUTER = 4,       /* modes that pick a chunk */
   KVBM_MAX_INNER = 8,       /* modes inside a chunk */
   KVBM_MAX_PARTS = 4,       /* of one launch */
-  KVBM_INLINE_BYTES = 4016, /* parts, and behind them ids and tables, in the kernel's parameters (4,096 bytes in all) */
+  KVBM_UNIT_DIGITS = 2,     /* of an id below the block, where ids count units */
+  KVBM_INLINE_BYTES = 3968, /* parts, and behind them ids and tables, in the kernel's parameters (4,096 bytes in all) */
 };
 
 /* ---- the loop nest -------------------------------------------------------------------------------------------- */
@@ -89,6 +93,7 @@ typedef struct kvbm_part {
   int64_t src_id_stride, dst_id_stride;       /* bytes a block id */
   kvbm_outer outer[KVBM_MAX_OUTER];
   kvbm_inner inner[KVBM_MAX_INNER];
+  int64_t src_unit_stride[KVBM_UNIT_DIGITS], dst_unit_stride[KVBM_UNIT_DIGITS]; /* bytes a digit of a unit */
 } kvbm_part;
 
 /* A kernel's whole parameter block.  Table steps of ids and the parts are the caller's description of the copy (extents made
@@ -99,11 +104,14 @@ typedef struct kvbm_args {
   uint32_t num_pairs;
   uint32_t id_bytes;    /* 4 or 8 (signed); 0: ids are 0 .. num_pairs-1 on both sides.  -1 skips its pair */
   uint32_t inline_mask; /* bit 0 src_ids, 1 dst_ids, 2 src_table, 3 dst_table: the field below is an offset into payload;
-                           bit 4 src, 5 dst: the ids of this side are 0 .. num_pairs-1, whatever id_bytes says */
+                           bit 4 src, 5 dst: the ids of this side are 0 .. num_pairs-1, whatever id_bytes says;
+                           bit 6 src, 7 dst: the ids of this side count units */
   uint32_t src_blocks, dst_blocks; /* other ids that are not below these are not followed: the pair is skipped and noted */
   uint64_t fault;                  /* address of a uint32_t that takes 1 + the number of such a pair; 0: nowhere */
   uint64_t src_ids, dst_ids;       /* addresses readable where the kernel runs, or offsets into payload */
   uint64_t src_table, dst_table;   /* likewise: arrays of 64-bit base addresses */
+  kvbm_div src_units[KVBM_UNIT_DIGITS], dst_units[KVBM_UNIT_DIGITS]; /* digits of an id below the block, fastest first; read
+                                                                         where inline_mask has bit 6 for src, 7 for dst */
   union {
     kvbm_part part[KVBM_MAX_PARTS];
     uint64_t payload[KVBM_INLINE_BYTES / 8]; /* free behind the last of num_parts */

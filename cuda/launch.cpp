@@ -176,7 +176,7 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, voi
   const void* const source[kFields] = {batch->src.ids, batch->dst.ids, batch->src.table, batch->dst.table};
   args->num_pairs = batch->num_pairs;
   args->id_bytes = f.id_bytes;
-  args->inline_mask = f.counted;
+  args->inline_mask = (args->inline_mask & (kSrcUnits | kDstUnits)) | f.counted;
   args->fault = batch->fault;
   args->src_blocks = batch->src.blocks;
   args->dst_blocks = batch->dst.blocks;
@@ -267,6 +267,8 @@ struct Small {
   int64_t* id_table;
   int64_t id_stride;
   int64_t span;  // table entries of a block, from its first to behind its last
+  int64_t (*start)(const kvbm_args&, const kvbm_part&, int64_t*);
+  uint32_t units;  // the bit that says that ids count units
   // Table entries to carry, or -1 where a block's do not follow each other.
   int64_t to_carry(uint32_t pairs) const {
     if (!side->ids) return *id_table ? -1 : side->entries;
@@ -291,13 +293,15 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
       (!batch->src.ids && !batch->dst.ids))
     return false;
   const kvbm_part& one = args->part[0];
-  for (uint32_t p = 1; p < args->num_parts; ++p)  // planes in arrays of their own, where a block id steps differently
-    if (args->part[p].src_id_stride != one.src_id_stride || args->part[p].dst_id_stride != one.dst_id_stride) return false;
+  for (uint32_t p = 1; p < args->num_parts; ++p)  // planes in arrays of their own, where an id steps differently
+    if (args->part[p].src_id_stride != one.src_id_stride || args->part[p].dst_id_stride != one.dst_id_stride ||
+        memcmp(args->part[p].src_unit_stride, one.src_unit_stride, sizeof one.src_unit_stride + sizeof one.dst_unit_stride) != 0)
+      return false;
   Small sides[] = {
       {&batch->src, &args->src_id_table, one.src_id_stride,
-       block_span(*args, &kvbm_outer::src_table, &kvbm_part::src_table_offset)},
+       block_span(*args, &kvbm_outer::src_table, &kvbm_part::src_table_offset), src_start, kSrcUnits},
       {&batch->dst, &args->dst_id_table, one.dst_id_stride,
-       block_span(*args, &kvbm_outer::dst_table, &kvbm_part::dst_table_offset)},
+       block_span(*args, &kvbm_outer::dst_table, &kvbm_part::dst_table_offset), dst_start, kDstUnits},
   };
   int64_t bytes = static_cast<int64_t>(args->num_parts * sizeof(kvbm_part));
   for (const Small& small : sides) {
@@ -306,25 +310,29 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
     bytes += static_cast<int64_t>(align_16(8 * carried) + align_16(4 * size_t{n}));
   }
   if (bytes > KVBM_INLINE_BYTES) return false;
+  uint32_t units = 0;  // of sides whose ids are no longer needed
   for (Small& small : sides) {
     const int64_t carried = small.to_carry(n);
     kvbm_side& side = *small.side;
     if (side.ids) {
       for (uint32_t i = 0; i < n; ++i) {
         // The kernel adds i strides, as for ids that are not given; its stride still tells `prepare` how blocks lie.
-        const int64_t id = side.ids[i];
+        int64_t id = side.ids[i];
+        const int64_t start = small.start(*args, one, &id) - i * small.id_stride;
         for (int64_t entry = 0; entry < small.span; ++entry)
-          gathered[i * small.span + entry] = side.table[id * *small.id_table + entry] + (id - i) * small.id_stride;
+          gathered[i * small.span + entry] = side.table[id * *small.id_table + entry] + start;
       }
       side.table = gathered;
       gathered += carried;
       side.ids = nullptr;  // block i of the batch
       side.blocks = n;
       *small.id_table = small.span;
+      units |= small.units;
     }
     side.table_device = 0;
     side.entries = static_cast<uint32_t>(carried);
   }
+  args->inline_mask &= ~units;
   return true;
 }
 

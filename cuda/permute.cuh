@@ -213,6 +213,14 @@ KVBM_INLINE int64_t whole(const kvbm_args& a, Id id) {
   return a.id_bytes == 8 ? int64_t(uint64_t(id.high) << 32 | id.low) : int32_t(id.low);
 }
 
+// Takes the digits of a unit out of an id, which then is a block's, and returns where the unit begins in the block.
+KVBM_INLINE uint64_t unit_of(uint32_t& id, const kvbm_div* digits, const int64_t* strides) {
+  uint64_t bytes = 0;
+  KVBM_UNROLL
+  for (int k = 0; k < KVBM_UNIT_DIGITS; ++k) bytes += uint64_t(take(id, digits[k])) * strides[k];
+  return bytes;
+}
+
 // Splits a job's place (the job without its tile) into pair and chunk, and follows ids, tables and outer modes.  False: the
 // pair is skipped (id -1), or an id is out of range, which is noted: ids on the device are seen by nobody before they are
 // followed here.
@@ -236,8 +244,11 @@ KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t place, 
     src_id = uint32_t(src_wide);
     dst_id = uint32_t(dst_wide);
   }
-  uint64_t src = p.src_offset + uint64_t(src_id) * p.src_id_stride;
-  uint64_t dst = p.dst_offset + uint64_t(dst_id) * p.dst_id_stride;
+  uint64_t src = p.src_offset, dst = p.dst_offset;
+  if (a.inline_mask & 1u << 6) src += unit_of(src_id, a.src_units, p.src_unit_stride);
+  if (a.inline_mask & 1u << 7) dst += unit_of(dst_id, a.dst_units, p.dst_unit_stride);
+  src += uint64_t(src_id) * p.src_id_stride;
+  dst += uint64_t(dst_id) * p.dst_id_stride;
   uint32_t src_entry = p.src_table_offset + src_id * uint32_t(a.src_id_table);
   uint32_t dst_entry = p.dst_table_offset + dst_id * uint32_t(a.dst_id_table);
   KVBM_UNROLL

@@ -12,12 +12,19 @@ _UInt64s: TypeAlias = NDArray[np.uint64] | Buffer
 # Offsets (4 numbers), outer modes (5 each), inner modes (3 each).
 _Part: TypeAlias = (
     tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]]
-    | tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]], tuple[int, int], Sequence[int]]
+    | tuple[
+        Sequence[int],
+        Sequence[Sequence[int]],
+        Sequence[Sequence[int]],
+        tuple[Sequence[int], Sequence[int]],
+        Sequence[int],
+    ]
 )
 
 MAX_OUTER: int
 MAX_INNER: int
 MAX_PARTS: int
+MAX_UNIT_DIGITS: int
 
 class _DeviceInfo(TypedDict):
     name: str
@@ -40,6 +47,7 @@ class Copy:
         parts: Sequence[_Part],
         src_id: tuple[int, int],
         dst_id: tuple[int, int],
+        units: tuple[Sequence[int], Sequence[int]] = ...,
     ) -> None: ...
     @property
     def kernel(self) -> str | None: ...

@@ -82,6 +82,9 @@ class Access:
         What a block id steps: bytes, and table entries.
     steps : tuple of Step
         Sorted by axes and divisor; digits that continue each other are one, and none has an extent of one.
+    units : tuple of (int, int)
+        Where ids count units, of which several fill a block: the digits of an id below the block, fastest first, each an extent
+        and what it steps in bytes.  Empty: ids are blocks.
     """
 
     plane: str
@@ -94,6 +97,7 @@ class Access:
     at: tuple[int, int]
     block: tuple[int, int]
     steps: tuple[Step, ...]
+    units: tuple[tuple[int, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -121,12 +125,16 @@ class Access:
         Parameters
         ----------
         block
-            Block id.
+            Block id, or a unit's.
         coordinates
             Axis → coordinate; 0 where not given.  Nothing is checked.  Inside an opaque group the declared order is assumed.
         """
         sizes = dict(self.sizes)
-        nbytes = self.at[0] + block * self.block[0]
+        nbytes = self.at[0]
+        for extent, step_bytes in self.units:
+            nbytes = nbytes + block % extent * step_bytes
+            block = block // extent
+        nbytes = nbytes + block * self.block[0]
         entry = self.at[1] + block * self.block[1]
         for step in self.steps:
             index = 0
@@ -158,6 +166,7 @@ class Access:
                     (self.at[0] + index * step.nbytes, self.at[1] + index * step.entries),
                     self.block,
                     tuple([other for other in self.steps if other is not step]),
+                    self.units,
                 )  # fmt: skip
         return self._restrict(axis, index, 1, 1)[0]
 
@@ -212,9 +221,54 @@ class Access:
                     (self.at[0] + nbytes, self.at[1] + entries),
                     self.block,
                     tuple(sorted([*rest, *own]) if own else rest),
+                    self.units,
                 )
             )  # fmt: skip
         return tuple(made)
+
+    def cut(self, axis: str, count: int) -> Access:
+        """The map of units of a block: `count` neighbours along an axis each, of which ids count all.
+
+        Unit ``k`` of a block with ``n`` of them has the id ``block * n + k``; inside it the axis has `count` coordinates.
+
+        Raises
+        ------
+        LayoutError
+            `count` does not divide the axis, a unit would not be whole digits, or would pick an allocation; or as for `fix`.
+        """
+        size = dict(self.sizes).get(axis, 1)
+        if count == size:
+            return self
+        if count < 1 or size % count:
+            raise LayoutError(f"axis '{axis}': units of {count}: expected a divisor of {size}")
+        low = 1
+        if axis in self.packed:
+            low = self.pack
+            if len(self.packed) > 1 or count % low:
+                raise LayoutError(
+                    f"axis '{axis}': {low} elements along it share a byte, and units of {count} would part them"
+                )
+        inside, units = [], []
+        for digit in self.digits(axis):
+            end = digit.divisor * digit.extent
+            if end <= count:
+                inside.append(digit)
+                continue
+            start = max(digit.divisor, count)
+            if start % digit.divisor or end % start or digit.entries:
+                what = "picks an allocation" if digit.entries else f"is split at {digit.divisor}"
+                raise LayoutError(f"axis '{axis}' {what}; expected units that are whole pieces, got {count}")
+            if start > digit.divisor:
+                inside.append(digit._replace(extent=start // digit.divisor))
+            units.append((end // start, digit.nbytes * (start // digit.divisor)))
+        rest = [step for step in self.steps if axis not in step.axes]
+        sizes = [item for item in self.sizes if item[0] != axis]
+        return replace(
+            self,
+            sizes=tuple(sorted([*sizes, (axis, count)]) if count > 1 else sizes),
+            steps=normal([*rest, *inside]),
+            units=(*units, *self.units),
+        )
 
     # ---- other forms of a map ----
 
@@ -228,8 +282,8 @@ class Access:
         return replace(self, at=folded(*self.at), block=folded(*self.block), steps=normal(steps))
 
     def place(self, at: int, block: int, steps: Iterable[Step]) -> Access:
-        """The map with the same elements in one allocation: `steps` with bytes of their own."""
-        return replace(self, at=(at, 0), block=(block, 0), steps=normal(steps))
+        """The map with the same elements in one allocation of its own, whose ids are blocks: `steps` with other bytes."""
+        return replace(self, at=(at, 0), block=(block, 0), steps=normal(steps), units=())
 
     def gather(self, group: frozenset[str]) -> Access | None:
         """The map with a group of axes as one opaque axis; None where they are not dense by themselves."""

@@ -105,6 +105,8 @@ def launches(parts: Sequence[Part], alignments: tuple[int, int], *, planes: bool
     work = [(part, part.form(*alignments)) for part in parts]
     if planes:
         return _of_planes(work, alignments) if pages else _of_records(work)
+    if len(work) > 2:  # pieces of a section
+        return _of_records(work)
     if all(part.fit(form.kind) == (part,) for part, form in work):
         return [_launch(tuple(form for _, form in work), work)] if work else []
     pieces = [piece for part, form in work for piece in part.fit(form.kind)]

@@ -18,9 +18,11 @@ from . import _core, tuner, tuning
 from .errors import BindError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
 from .lower import Steps
-from .planner import Plan, plan, size_text
+from .planner import Plan, between_layers, plan, size_text
 from .pool import Pool
 from .prepare import engine_copies, kernel_notes, launches_of, prepare, steps_of
+from .section import Section
+from .selection import PoolSection
 from .shapes import BlockShape
 from .tuning import CHUNK_BYTES, Way
 
@@ -28,6 +30,7 @@ __all__ = [
     "Layers",
     "Mover",
     "current_stream",
+    "part_of",
     "require_compatible",
     "require_disjoint",
     "require_usable",
@@ -69,6 +72,7 @@ class _End:
 
     layout: Layout
     shape: BlockShape
+    section: Section
     num_blocks: int
     device: str
     alignment: int
@@ -79,11 +83,12 @@ class _End:
     framework: str
 
     @classmethod
-    def of(cls, pool: Pool) -> _End:
+    def of(cls, part: PoolSection) -> _End:
+        pool = part.pool
         framework = type(pool.arrays[0]).__module__.partition(".")[0]
         return cls(
-            pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step,
-            pool.resolved.section.packed().accesses[0].block[0], pool.addresses, steps_of(pool), framework,
+            pool.layout, pool.shape, part.of, pool.num_blocks, pool.device, pool.alignment, pool.step,
+            part.of.packed().accesses[0].block[0], pool.addresses, steps_of(pool), framework,
         )  # fmt: skip
 
     @property
@@ -108,8 +113,8 @@ class Mover:
 
     def __init__(
         self,
-        src: Pool,
-        dst: Pool,
+        src_part: PoolSection,
+        dst_part: PoolSection,
         strategy: str,
         max_sms: int | None,
         chunk_bytes: int | None,
@@ -118,11 +123,21 @@ class Mover:
         transfer: type[Any],
     ) -> None:
         self.transfer = transfer  # what the strategies are measured with, where this machine was not measured yet
-        require_compatible(src, dst)
-        self.src, self.dst = _End.of(src), _End.of(dst)
+        src, dst = src_part.pool, dst_part.pool
+        self.whole = src_part.is_whole and dst_part.is_whole
+        if self.whole:
+            require_compatible(src, dst)
+        else:
+            require_usable(src, dst)
+        self.src, self.dst = _End.of(src_part), _End.of(dst_part)
         self.title = f"{src.layout.name} → {dst.layout.name}"
         self.strategy = strategy
         self.same_pool = require_disjoint(src, dst)
+        if self.same_pool and self.src.section.units != self.dst.section.units:
+            raise BindError(
+                f"{self.title}: source and destination are one memory, and their ids count units of {src_part.tokens} and "
+                f"{dst_part.tokens} tokens, so that none tells whether a block is read and written; take units of one size"
+            )
         self.keep = (src, dst) if keeps else None
         self.on_host = src.device == dst.device == "cpu"
         self.gathers = self.src.index >= 0
@@ -139,7 +154,7 @@ class Mover:
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Kernels read both tables where they run.
         self.src_table, self.dst_table = (_core.Table(end.table, self.device) for end in (self.src, self.dst))
-        if self.src.shape == self.dst.shape:
+        if not self.whole or self.src.shape == self.dst.shape:
             self.routes[None] = self._route(None)
         elif strategy != "auto" or chunk_bytes is not None:
             _check_strategy(self)
@@ -192,12 +207,16 @@ class Mover:
     def _route(self, layers: Layers) -> _Route:
         src, dst = self.src, self.dst
         try:
-            made = plan(
-                src.layout,
-                dst.layout,
-                (src.shape, dst.shape),
-                num_blocks=(src.num_blocks, dst.num_blocks),
-                layers=layers,
+            made = (
+                plan(
+                    src.layout,
+                    dst.layout,
+                    (src.shape, dst.shape),
+                    num_blocks=(src.num_blocks, dst.num_blocks),
+                    layers=layers,
+                )
+                if self.whole
+                else between_layers(src.section, dst.section, self.title, layers)
             )
         except PlanError as error:
             if layers is not None and "layers:" in str(error):
@@ -207,7 +226,7 @@ class Mover:
         whole = functools.partial(
             prepare, made, src.alignment, dst.alignment, device=self.device, src_steps=src.steps, dst_steps=dst.steps
         )
-        blocks = src.num_blocks, dst.num_blocks
+        blocks = src.section.num_ids, dst.section.num_ids
         if self.on_host:
             direct = whole()
             route = _core.Route(
@@ -230,7 +249,7 @@ class Mover:
         limits, why = self._limits({name: way for name, way in ways.items() if possible[name]}, made.nbytes)
         # Every destination is written once, so no batch keeps more pairs than there are: what would be taken beyond needs no
         # ring.  Batches whose ids lie on the GPU may be larger, and take the last strategy that is left.
-        most = dst.num_blocks
+        most = blocks[1]
         limits = limits[: 1 + next((i for i, (pairs, _) in enumerate(limits) if pairs >= most), len(limits))]
         if self.chunk_bytes is not None and self.chunk_bytes < slot_block:
             raise BindError(
@@ -433,6 +452,17 @@ def _check_strategy(mover: Mover) -> None:
             raise BindError(f"chunk_bytes: expected a number of bytes, got {chunk!r}")
 
 
+def part_of(given: Any, what: str) -> PoolSection:
+    """A pool or a section of one, as the section that it is."""
+    if isinstance(given, Pool):
+        return given.whole
+    if isinstance(given, PoolSection):
+        return given
+    raise BindError(
+        f"the {what}: expected a kvbm.Pool or a section of one, got {type(given).__name__}; bind arrays with kvbm.Pool"
+    )
+
+
 def require_usable(src: Any, dst: Any) -> None:
     """Two pools that are as they were when they were bound, before every copy."""
     if not (isinstance(src, Pool) and isinstance(dst, Pool)):
@@ -453,7 +483,10 @@ def require_compatible(src: Pool, dst: Pool) -> None:
             f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype"
         )
     if replace(src.shape, nl=1) != replace(dst.shape, nl=1):
-        raise BindError(f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}")
+        raise BindError(
+            f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}; where blocks hold other numbers of "
+            "tokens take units of both (pool.units), where pools hold other heads take sections (pool.section)"
+        )
 
 
 def require_disjoint(src: Pool, dst: Pool) -> bool:

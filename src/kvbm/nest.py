@@ -21,6 +21,7 @@ __all__ = [
     "WIDEST",
     "Arguments",
     "Form",
+    "Id",
     "Kernel",
     "Mode",
     "Part",
@@ -62,6 +63,36 @@ class Mode(NamedTuple):
             and self.dst_table == n * inner.dst_table
             and self.src_table == n * inner.src_table
         )
+
+
+class Id(NamedTuple):
+    """What an id steps on one side.
+
+    Attributes
+    ----------
+    entries, nbytes : int
+        Of a block: table entries and bytes.
+    units : tuple of (int, int)
+        Where ids count units of a block: the digits of an id below the block, fastest first, each an extent and its bytes.
+    """
+
+    entries: int
+    nbytes: int
+    units: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Bytes that each digit steps, the block first."""
+        return (self.nbytes, *(nbytes for _, nbytes in self.units))
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Extents of the digits below the block."""
+        return tuple(extent for extent, _ in self.units)
+
+    def bytes_of(self, block: int | None) -> tuple[int, ...]:
+        """`steps`, with other bytes a block where the table was shortened to the first one's."""
+        return self.steps if block is None else (block, *self.steps[1:])
 
 
 def coalesce(modes: Iterable[Mode]) -> tuple[Mode, ...]:
@@ -184,8 +215,8 @@ class Part:
         Modes that pick a chunk, fastest first: those that step through a table of allocations, or very far.
     inner : tuple of Mode
         Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, its extent in bytes.
-    src_id, dst_id : tuple of int
-        ``(table entries, bytes)`` that a block id steps.
+    src_id, dst_id : Id
+        What an id steps.
     label : str
         What of a block it is: ``K``, ``V``, a plane; empty for all of it.
     half : int, optional
@@ -198,8 +229,8 @@ class Part:
     dst_table_offset: int
     outer: tuple[Mode, ...]
     inner: tuple[Mode, ...]
-    src_id: tuple[int, int]
-    dst_id: tuple[int, int]
+    src_id: Id
+    dst_id: Id
     label: str = ""
     half: int | None = None
 
@@ -208,13 +239,13 @@ class Part:
         cls,
         modes: Iterable[Mode],
         start: Sequence[tuple[int, int]],
-        ids: tuple[tuple[int, int], tuple[int, int]],
+        ids: tuple[Id, Id],
         label: str,
         half: int | None = None,
     ) -> Part:
         """The part with these loops, in any order: coalesced, and those that pick chunks apart from those inside one.
 
-        `start` is where each side begins (bytes, table entries); `ids` what a block id steps on each (table entries, bytes).
+        `start` is where each side begins (bytes, table entries); `ids` what an id steps on each.
         """
         outer: list[Mode] = []
         inner: list[Mode] = []
@@ -284,8 +315,8 @@ class Part:
         The word is the largest power of two up to 16 that divides the run, every other stride and both alignments.
         """
         run, loops = self.run_bytes, (*self.inner[1:], *self.outer)
-        src_alignment = math.gcd(src_alignment, self.src_id[1])
-        dst_alignment = math.gcd(dst_alignment, self.dst_id[1])
+        src_alignment = math.gcd(src_alignment, *self.src_id.steps)
+        dst_alignment = math.gcd(dst_alignment, *self.dst_id.steps)
         src = _power(src_alignment, self.src_offset, *[mode.src for mode in loops])
         dst = _power(dst_alignment, self.dst_offset, *[mode.dst for mode in loops])
         if (spans := self.spans) and min(src, dst) >= run:
@@ -314,7 +345,7 @@ class Part:
             return src, dst, src_table, dst_table
 
         start = folded(self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
-        ids = folded(self.src_id[1], self.dst_id[1], self.src_id[0], self.dst_id[0])
+        ids = folded(self.src_id.nbytes, self.dst_id.nbytes, self.src_id.entries, self.dst_id.entries)
         return replace(
             self,
             src_offset=start[0],
@@ -322,8 +353,8 @@ class Part:
             src_table_offset=start[2],
             dst_table_offset=start[3],
             outer=tuple(Mode(m.extent, *folded(m.src, m.dst, m.src_table, m.dst_table)) for m in self.outer),
-            src_id=(ids[2], ids[0]),
-            dst_id=(ids[3], ids[1]),
+            src_id=self.src_id._replace(entries=ids[2], nbytes=ids[0]),
+            dst_id=self.dst_id._replace(entries=ids[3], nbytes=ids[1]),
         )
 
     def fit(self, kind: str) -> tuple[Part, ...]:
@@ -401,13 +432,19 @@ class Part:
             offsets,
             [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
             [(m.extent, m.src, m.dst) for m in inner],
-            (self.src_id[1] if src_step is None else src_step, self.dst_id[1] if dst_step is None else dst_step),
+            (self.src_id.bytes_of(src_step), self.dst_id.bytes_of(dst_step)),
             (form.word,),
         )
 
 
-#: Offsets, outer modes, inner modes, bytes that a block id steps, what is said of words.
-Arguments = tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]], tuple[int, int], tuple[int, ...]]
+#: Offsets, outer modes, inner modes, bytes that the digits of an id step on each side (the block first), what is said of words.
+Arguments = tuple[
+    tuple[int, ...],
+    list[tuple[int, ...]],
+    list[tuple[int, ...]],
+    tuple[tuple[int, ...], tuple[int, ...]],
+    tuple[int, ...],
+]
 
 #: There are few forms and many plans.
 form_of = functools.lru_cache(maxsize=None)(Form)

@@ -130,7 +130,7 @@ def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> li
     segments = _segments([part for part, _ in cut], side)
     if segments is None:
         return None
-    ids = [part.dst_id[1] if side else part.src_id[1] for part in parts]
+    ids = [step for part in parts for step in (part.dst_id if side else part.src_id).steps]
     steps = [_step(mode, side) for part, pieces in cut for mode in (*part.outer, pieces)]
     if _power(alignments[side], *ids, *steps) < _WORD or any(
         start[1] % _WORD or size % _WORD for start, size in segments
@@ -142,7 +142,7 @@ def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> li
         places[start] = begin
         begin += size
     led: set[tuple[int, int]] = set()
-    turns: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+    turns: dict[tuple[int, int], tuple[tuple[object, ...], ...]] = {}
     for part, pieces in cut:
         at = _start(part, side)
         first, size = next((s, n) for s, n in segments if s[0] == at[0] and s[1] <= at[1] < s[1] + n)
@@ -156,8 +156,8 @@ def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> li
     return made if led == {start for start, _ in segments} else None
 
 
-def _turns(part: Part, pieces: Mode, side: int) -> tuple[tuple[int, int], ...]:
-    """What a block id, each outer loop and a piece step on one side: table entries and bytes."""
+def _turns(part: Part, pieces: Mode, side: int) -> tuple[tuple[object, ...], ...]:
+    """What an id, each outer loop and a piece step on one side: table entries and bytes."""
     if side:
         return (part.dst_id, *((mode.dst_table, mode.dst) for mode in (*part.outer, pieces)))
     return (part.src_id, *((mode.src_table, mode.src) for mode in (*part.outer, pieces)))
@@ -167,12 +167,12 @@ def _items(part: Part, pieces: Mode, side: int, alignment: int, place: int, held
     """A part's loops over items: whole on the side that is not staged, put together from words where runs are short."""
     other, run = 1 - side, part.run_bytes
     loops = sorted(part.inner[1:], key=lambda mode: _step(mode, other))
-    far_id = part.src_id[1] if side else part.dst_id[1]
+    far_id = part.src_id if side else part.dst_id
 
     def sizes(run: int, loops: Sequence[Mode]) -> tuple[int, int]:
         """Bytes of an item, and what divides every step in shared memory."""
         far = [_step(mode, other) for mode in (*loops, pieces, *part.outer) if mode.extent > 1]
-        item = _power(run, alignment, _start(part, other)[1], far_id, *far)
+        item = _power(run, alignment, _start(part, other)[1], *far_id.steps, *far)
         return item, _power(item, place, *(_step(mode, side) for mode in loops if mode.extent > 1))
 
     def staged(run: int, loops: Sequence[Mode], word: int, item: int, apart: int) -> Staged:

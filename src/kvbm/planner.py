@@ -15,11 +15,11 @@ from .access import Access, Step, refine
 from .errors import LayoutError, MissingKernelError, PlanError
 from .layout import Layout
 from .lower import Launch, launches
-from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form, Mode, Part
-from .section import Section
+from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
+from .section import Section, pieces
 from .shapes import BlockShape
 
-__all__ = ["Plan", "between", "plan", "size_text"]
+__all__ = ["Plan", "between", "between_layers", "plan", "size_text"]
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,13 @@ def _loops(part: Part, form: Form) -> Iterator[str]:
         return " ".join(filter(None, (f"table+{table}" if table else "", f"+{stride} B" if stride else ""))) or "-"
 
     yield f"  {'for each':<22}{'times':>10}   {'source':<24}destination"
-    yield f"  {'pair of block ids':<22}{'':>10}   {side(*part.src_id):<24}{side(*part.dst_id)}"
+    ids = [side(of.entries, of.nbytes) for of in (part.src_id, part.dst_id)]
+    what = "pair of unit ids" if part.src_id.units or part.dst_id.units else "pair of block ids"
+    yield f"  {what:<22}{'':>10}   {ids[0]:<24}{ids[1]}"
+    for extent, nbytes in reversed(part.src_id.units):
+        yield f"  {'  unit of the source':<22}{extent:>10}   {side(0, nbytes):<24}-"
+    for extent, nbytes in reversed(part.dst_id.units):
+        yield f"  {'  unit of the dest.':<22}{extent:>10}   {'-':<24}{side(0, nbytes)}"
     for mode in reversed(part.outer):
         yield f"  {'chunk':<22}{mode.extent:>10}   {side(mode.src_table, mode.src):<24}{side(mode.dst_table, mode.dst)}"
     for mode in reversed(part.inner[1:]):
@@ -269,27 +275,25 @@ def plan(
     """
     blocks = (num_blocks, num_blocks) if isinstance(num_blocks, int) else num_blocks
     shapes = (shape, shape) if isinstance(shape, BlockShape) else shape
-    windows = None if layers is None else _windows(f"{src.name} → {dst.name}", shapes, layers)
+    windows = None if layers is None else _windows(f"{src.name} → {dst.name}", (shapes[0].nl, shapes[1].nl), layers)
     # Layouts are equal when they mean the same; names are part of the key so that a plan is titled as it was asked for.
     return _plan_cached(src, dst, src.name, dst.name, shapes, blocks, windows)
 
 
-def _windows(
-    title: str, shapes: tuple[BlockShape, BlockShape], layers: object
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """First layer and number of layers on each side."""
+def _windows(title: str, counts: tuple[int, int], layers: object) -> tuple[range, range]:
+    """The layers on each side."""
     given = (layers, layers) if isinstance(layers, range) else layers if isinstance(layers, tuple) else ()
     sides = [side for side in given if isinstance(side, range) and side.step == 1]
     if len(given) != 2 or len(sides) != 2:
         raise PlanError(f"{title}: layers: expected range(first, last) or two of them, got {layers}")
-    for side, shape, where in zip(sides, shapes, ("source", "destination"), strict=True):
-        if not 0 <= side.start < side.stop <= shape.nl:
-            raise PlanError(f"{title}: layers: expected a range within 0 to {shape.nl} of the {where}, got {side}")
+    for side, count, where in zip(sides, counts, ("source", "destination"), strict=True):
+        if not 0 <= side.start < side.stop <= count:
+            raise PlanError(f"{title}: layers: expected a range within 0 to {count} of the {where}, got {side}")
     if len(sides[0]) != len(sides[1]):
         raise PlanError(
             f"{title}: layers: expected as many in the source as in the destination, got {sides[0]} and {sides[1]}"
         )
-    return (sides[0].start, len(sides[0])), (sides[1].start, len(sides[1]))
+    return sides[0], sides[1]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -300,16 +304,41 @@ def _plan_cached(
     dst_name: str,
     shapes: tuple[BlockShape, BlockShape],
     blocks: tuple[int, int],
-    windows: tuple[tuple[int, int], tuple[int, int]] | None,
+    windows: tuple[range, range] | None,
 ) -> Plan:
     here, there = src.resolve(shapes[0], blocks[0]).section, dst.resolve(shapes[1], blocks[1]).section
     if windows is not None:
-        here, there = here.window("l", *windows[0]), there.window("l", *windows[1])
+        here, there = here.select("l", windows[0]), there.select("l", windows[1])
     return between(here, there, f"{src_name} → {dst_name}")
 
 
 def between(src: Section, dst: Section, title: str) -> Plan:
-    """Plan the copy between two layouts with sizes; `plan` resolves them first, and remembers what it made."""
+    """Plan the copy between two sections; `plan` makes them of layouts and sizes, and remembers what it made."""
+    try:
+        parts = [part for here, there in pieces(src, dst) for part in _parts(title, here, there)]
+    except LayoutError as error:
+        raise PlanError(f"{title}: {error}") from None
+    if src.chosen or dst.chosen:
+        parts = _in_step(parts)
+    made = Plan(src, dst, tuple(parts))
+    if not made.nbytes == src.block_bytes == dst.block_bytes:  # the law that every rule above must keep
+        raise PlanError(
+            f"{title}: the plan moves {made.nbytes} bytes a block, the source holds {src.block_bytes} and the destination "
+            f"{dst.block_bytes}: this is a defect of kvbm; please report both layouts and the shape"
+        )
+    return made
+
+
+def between_layers(src: Section, dst: Section, title: str, layers: range | tuple[range, range] | None) -> Plan:
+    """`between`, of some layers of the sections."""
+    if layers is not None:
+        ours, theirs = _windows(title, (src.count("l"), dst.count("l")), layers)
+        src, dst = src.select("l", ours), dst.select("l", theirs)
+    return between(src, dst, title)
+
+
+def _parts(title: str, src: Section, dst: Section) -> tuple[Part, ...]:
+    """The loop nests of two sections that are one loop along each axis."""
     planes = _planes(title, src, dst)
     apart = any(len(side) == 2 for pair in planes for side in pair)
     parts = []
@@ -319,13 +348,51 @@ def between(src: Section, dst: Section, title: str) -> Plan:
     joined = [_rejoined(halves) for halves in parts]
     # Where one plane's K and V differ, all planes keep the two apart: they then have the same loops.
     kept = parts if any(len(halves) > 1 for halves in joined) else joined
-    made = Plan(src, dst, _gathered([part for halves in kept for part in halves]))
-    if not made.nbytes == src.block_bytes == dst.block_bytes:  # the law that every rule above must keep
-        raise PlanError(
-            f"{title}: the plan moves {made.nbytes} bytes a block, the source holds {src.block_bytes} and the destination "
-            f"{dst.block_bytes}: this is a defect of kvbm; please report both layouts and the shape"
-        )
+    return _gathered([part for halves in kept for part in halves])
+
+
+def _in_step(parts: Sequence[Part]) -> list[Part]:
+    """Parts that differ only in where they start, at equal distances, as one: those of the pieces of an axis."""
+    groups: dict[Part, list[Part]] = {}
+    for part in parts:
+        like = replace(part, src_offset=0, dst_offset=0, src_table_offset=0, dst_table_offset=0)
+        groups.setdefault(like, []).append(part)
+    made = []
+    for group in groups.values():
+        before = len(group) + 1
+        while len(group) < before:
+            before = len(group)
+            group = _progressions(group)
+        made += group
     return made
+
+
+def _progressions(parts: Sequence[Part]) -> list[Part]:
+    """Runs of parts at equal distances as one each; of one shape, in order."""
+    merged, at = [], 0
+    while at < len(parts):
+        first, last = parts[at], at
+        step = _distance(first, parts[at + 1]) if at + 1 < len(parts) else None
+        while step and last + 1 < len(parts) and _distance(parts[last], parts[last + 1]) == step:
+            last += 1
+        if last > at and step:
+            loops = [Mode(last - at + 1, *step), *first.inner, *first.outer]
+            merged.append(Part.of(loops, first.start, (first.src_id, first.dst_id), first.label, first.half))
+        else:
+            merged.append(first)
+        at = last + 1
+    return merged
+
+
+def _distance(one: Part, other: Part) -> tuple[int, int, int, int] | None:
+    """What lies between two parts' starts, as a mode steps it; None where they are no loops of one shape, or it leads back."""
+    if (one.outer, one.inner) != (other.outer, other.inner):
+        return None
+    (src, src_table), (dst, dst_table) = (
+        (b[0] - a[0], b[1] - a[1]) for a, b in zip(one.start, other.start, strict=True)
+    )
+    steps = src, dst, src_table, dst_table
+    return steps if min(steps) >= 0 else None
 
 
 #: A plane's maps on one side: one, or K's and V's.
@@ -397,7 +464,7 @@ def _part(title: str, src: _Side, dst: _Side, half: int | None) -> Part:
         )
     modes = [*_paired(title, here, there), Mode(here.itemsize, 1, 1)]
     label = " ".join(filter(None, (here.plane, "KV"[half] if half is not None else "")))
-    ids = (here.block[1], here.block[0]), (there.block[1], there.block[0])
+    ids = Id(here.block[1], here.block[0], here.units), Id(there.block[1], there.block[0], there.units)
     return Part.of(modes, (here.at, there.at), ids, label, half)
 
 

@@ -8,7 +8,7 @@ import math
 import operator
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -44,6 +44,7 @@ from .memory import (
     unpinned_pages,
 )
 from .resolved import Allocation, Resolved
+from .selection import Axis, PoolSection
 from .shapes import ITEMSIZE, BlockShape
 from .spans import merge_steps
 
@@ -215,6 +216,68 @@ class Pool(FromEngines):
         if progress is not None:
             progress(pool.nbytes, pool.nbytes)
         return pool
+
+    # ---- parts of it -----------------------------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> PoolSection:
+        """All of the pool, as copies take it."""
+        return PoolSection(self, self.resolved.section, is_whole=True)
+
+    def section(
+        self,
+        *,
+        l: Axis | None = None,  # noqa: E741  (the axis)
+        o: Axis | None = None,
+        h: Axis | None = None,
+        t: Axis | None = None,
+        d: Axis | None = None,
+        planes: str | Iterable[str] | None = None,
+        **others: Axis,
+    ) -> PoolSection:
+        """Part of the pool, which a copy takes in its place: some coordinates of its axes, some of its planes.
+
+        Parameters
+        ----------
+        l, o, h, t, d : int, range or sequence of int, optional
+            Layers, K and V (0 and 1), heads, tokens of a block, elements of a head: all if not given.  In the section they count
+            from 0 on.  The layout's own axes by their letters.
+        planes : str or iterable of str, optional
+            Names of planes.
+
+        Raises
+        ------
+        PlanError
+            Coordinates that there are not; an axis in an opaque group, of which the order is not promised; elements that share a
+            byte and would be parted; a plane that has one element for all of the axis.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from kvbm import BlockShape, load
+        >>> shape = BlockShape(nl=1, no=2, nh=4, nt=16, hd=8, dtype="float32")
+        >>> pool = Pool.allocate(load("nhd"), shape, 8)
+        >>> pool.section(h=range(2, 4), o=0).num_ids  # the keys of two heads, of each block
+        8
+        """
+        return self.whole.section(l=l, o=o, h=h, t=t, d=d, planes=planes, **others)
+
+    def units(self, tokens: int) -> PoolSection:
+        """The pool with ids that count units of a block: unit ``k`` of block ``b`` is ``b * n + k``, with ``n`` of them a block.
+
+        So blocks of different sizes meet: a pool with 16 tokens a block and ``other.units(16)`` of one with 64.
+
+        Parameters
+        ----------
+        tokens : int
+            Tokens of a unit; a divisor of the block's.
+
+        Raises
+        ------
+        PlanError
+            Units that are no whole part of a block, or that the layout's splits would part; a plane that units would share.
+        """
+        return self.whole.units(tokens)
 
     # ---- memory that is given back ---------------------------------------------------------------------------------
 

@@ -126,18 +126,24 @@ def prepare(
     BuildError
         NVRTC refused a kernel.
     """
-    src_id, dst_id = (
-        of_plan if steps.block is None else (0, steps.block)
-        for of_plan, steps in ((made.parts[0].src_id, src_steps), (made.parts[0].dst_id, dst_steps))
-    )
-
+    ids = [
+        (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
+        for of, steps in ((made.parts[0].src_id, src_steps), (made.parts[0].dst_id, dst_steps))
+    ]
     return [
-        _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), src_id, dst_id)
+        _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), ids[0], ids[1], _units(made))
         for launch in launches_of(made, (src_alignment, dst_alignment), few, device)
     ]
 
 
 def engine_copies(made: Plan) -> list[_core.Copy]:
     """A plan's loop nests in bytes, as the copy engine takes them; none: one has too many modes."""
-    ids = made.parts[0].src_id, made.parts[0].dst_id
-    return [_core.Copy(None, told, *ids) for told in engine_arguments(made.parts)]
+    one = made.parts[0]
+    return [
+        _core.Copy(None, told, one.src_id[:2], one.dst_id[:2], _units(made)) for told in engine_arguments(made.parts)
+    ]
+
+
+def _units(made: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Extents of the digits of an id below the block: the same for all parts."""
+    return made.parts[0].src_id.extents, made.parts[0].dst_id.extents

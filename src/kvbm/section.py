@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .access import Access, Step
+from .access import Access, Step, refine
 from .errors import LayoutError
 from .shapes import BlockShape, round_up
 
 if TYPE_CHECKING:
     from .layout import Layout
 
-__all__ = ["Section"]
+__all__ = ["MAX_UNIT_DIGITS", "Section", "pieces"]
+
+#: Digits of an id below the block that kernels take out of it (``KVBM_UNIT_DIGITS`` of ``cuda/kvbm.h``).
+MAX_UNIT_DIGITS = 2
+
+#: Coordinates of an axis, ascending steps of one or a list.
+Coordinates = range | tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Section:
-    """What of a pool a copy means: all blocks' elements, a window of them, or slots that hold them packed.
+    """What of a pool a copy means: all of its blocks, some coordinates of an axis, units of a block, or slots that hold it packed.
 
     Attributes
     ----------
@@ -31,6 +38,10 @@ class Section:
         As in `Resolved`.
     record : bool
         Whether planes fill records together.
+    units : int
+        How many of a block ids count.
+    chosen : tuple of (str, coordinates)
+        Axes of which some coordinates are meant that are no loop: `accesses` are of all of them.
     """
 
     layout: Layout
@@ -38,42 +49,141 @@ class Section:
     num_blocks: int
     accesses: tuple[Access, ...]
     record: bool = False
+    units: int = 1
+    chosen: tuple[tuple[str, Coordinates], ...] = ()
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that the elements of a block hold, padding not counted."""
-        return sum(access.nbytes for access in self.accesses if not access.half)
+        """Bytes that the elements of a block, or of a unit, hold, padding not counted."""
+        total = 0
+        for access in self.accesses:
+            if not access.half:
+                part = access.nbytes
+                for axis, coordinates in self.chosen:
+                    part = part // self.size(axis) * len(coordinates)
+                total += part
+        return total
 
-    def window(self, axis: str, first: int, count: int) -> Section:
-        """The same memory, of which a range of one axis is meant.
+    @property
+    def num_ids(self) -> int:
+        """Ids go from 0 to below this."""
+        return self.num_blocks * self.units
+
+    def size(self, axis: str) -> int:
+        """Coordinates of an axis, before some of them were chosen."""
+        return max(dict(access.sizes).get(axis, 1) for access in self.accesses)
+
+    def count(self, axis: str) -> int:
+        """Coordinates of an axis that are meant."""
+        return len(dict(self.chosen).get(axis, range(self.size(axis))))
+
+    def of_planes(self, names: Sequence[str]) -> Section:
+        """Some of the planes.
 
         Raises
         ------
         LayoutError
-            The axis is split or fused with others, so that the range is no loop.
+            There is no plane of that name.
         """
-        made = []
+        known = list(dict.fromkeys(access.plane for access in self.accesses))
+        for name in names:
+            if name not in known or not name:
+                has = f"has the planes {', '.join(known)}" if known != [""] else "has no planes"
+                raise LayoutError(f"{self.layout.name} {has}, got {name!r}")
+        return replace(self, accesses=tuple(access for access in self.accesses if access.plane in names))
+
+    def select(self, axis: str, coordinates: Coordinates) -> Section:
+        """The same memory, of which these coordinates of one axis are meant; they count from 0 on then.
+
+        Raises
+        ------
+        LayoutError
+            A coordinate that there is not; the axis is in an opaque group or fused with others; elements share a byte that would
+            be parted; a plane has one element for all coordinates of the axis.
+        """
+        where = f"{self.layout.name} ({self.layout.order_text})"
+        chosen = dict(self.chosen)
+        given: Coordinates = chosen.pop(axis, range(self.size(axis)))
+        if not len(coordinates) or min(coordinates) < 0 or max(coordinates) >= len(given):
+            raise LayoutError(
+                f"{where}: axis '{axis}': expected coordinates from 0 to {len(given) - 1}, got {_said(coordinates)}"
+            )
+        if isinstance(given, range) and isinstance(coordinates, range):
+            coordinates = given[coordinates.start : coordinates.stop : coordinates.step]
+        else:
+            coordinates = tuple(given[i] for i in coordinates)
+        if coordinates == range(self.size(axis)):
+            return replace(self, chosen=tuple(sorted(chosen.items())))
+        accesses = list(self.accesses)
+        if axis == "o" and len(coordinates) == 1 and any(access.half is not None for access in accesses):
+            # K and V have maps of their own: what is left is one of them.
+            accesses = [replace(access, half=None) for access in accesses if access.half in (None, coordinates[0])]
+        try:
+            for access in accesses:
+                if axis not in dict(access.sizes) and self.size(axis) > 1:
+                    raise LayoutError(
+                        f"axis '{axis}': plane '{access.plane}' has one element for all of it; expected all of the axis, or a "
+                        "section without that plane"
+                    )
+            alone = [
+                box
+                for first, count, step in _runs(coordinates)
+                for access in accesses
+                for box in access.window(axis, first, count, step)
+            ]
+        except LayoutError as error:
+            raise LayoutError(f"{where}: {error}") from None
+        if len(alone) == len(accesses):
+            return replace(self, accesses=tuple(alone), chosen=tuple(sorted(chosen.items())))
+        return replace(self, accesses=tuple(accesses), chosen=tuple(sorted([*chosen.items(), (axis, coordinates)])))
+
+    def cut(self, tokens: int) -> Section:
+        """The same memory, whose ids count units of so many tokens: unit ``k`` of a block with ``n`` of them is ``block * n + k``.
+
+        Raises
+        ------
+        LayoutError
+            Units that are no whole part of a block, or that the layout's splits would part; planes that units of a block share;
+            tokens that were chosen.
+        """
+        where = f"{self.layout.name} ({self.layout.order_text}): units of {tokens} tokens"
+        size = self.size("t")
+        if tokens == size:
+            return self
+        if "t" in dict(self.chosen):
+            raise LayoutError(
+                f"{where}: some tokens of a block are chosen; take units first, and tokens of a unit then"
+            )
         for access in self.accesses:
-            try:
-                one, *others = access.window(axis, first, count)
-            except LayoutError as error:
-                raise LayoutError(f"{self.layout.name} ({self.layout.order_text}): {error}") from None
-            if others:
+            if "t" not in dict(access.sizes):
                 raise LayoutError(
-                    f"{self.layout.name} ({self.layout.order_text}): axis '{axis}' is split, and {count} from {first} on are "
-                    f"{len(others) + 1} boxes; expected a range of whole pieces"
+                    f"{where}: plane '{access.plane}' has one element for {size} tokens, which units would share"
                 )
-            made.append(one)
-        return replace(self, accesses=tuple(made))
+        try:
+            made = [access.cut("t", tokens) for access in self.accesses]
+            accesses = _in_common_digits(made)
+        except LayoutError as error:
+            raise LayoutError(f"{where}: {error}") from None
+        return replace(self, accesses=accesses, units=self.units * (size // tokens))
+
+    def box(self, windows: Iterable[tuple[str, tuple[int, int, int]]]) -> Section:
+        """A part that is one loop along each axis: of `pieces`."""
+        accesses = list(self.accesses)
+        for axis, (first, count, step) in windows:
+            accesses = [access.window(axis, first, count, step)[0] for access in accesses]
+        return replace(self, accesses=tuple(accesses), chosen=())
 
     def packed(self) -> Section:
         """The elements of a block in this layout's order without gaps, one block after the other in one allocation.
 
         Records stay as they are inside, gaps included: what fills a page on one side is then one run.
         """
+        if self.chosen:
+            return self._dense()
         if not self.layout.planes:
             step = round_up(self.block_bytes, 16)
-            return replace(self, accesses=tuple(_pack(access, access.itemsize, 0, step) for access in self.accesses))
+            made = [_pack(access, access.itemsize, 0, step) for access in self.accesses]
+            return replace(self, accesses=tuple(made), units=1)
         start, placed = 0, []
         # A window may begin far behind the record: whole words of that are left out.
         before = min(access.at[0] for access in self.accesses) // 16 * 16
@@ -88,7 +198,149 @@ class Section:
             elif plane == self.accesses[-1].plane:
                 start = size
         step = round_up(start, 16)
-        return replace(self, accesses=tuple(_pack(access, held, at, step) for access, held, at in placed))
+        return replace(self, accesses=tuple(_pack(access, held, at, step) for access, held, at in placed), units=1)
+
+    def _dense(self) -> Section:
+        """Chosen coordinates without gaps: the planes one after the other, each in the order of its steps."""
+        chosen = {axis: len(coordinates) for axis, coordinates in self.chosen}
+        start, made = 0, []
+        for _, group in itertools.groupby(self.accesses, key=lambda access: access.plane):
+            for access in list(group):
+                steps = [step for step in access.steps if not chosen.keys() & set(step.axes)]
+                for axis, count in chosen.items():
+                    slowest = access.digits(axis)[-1]
+                    low = access.pack if axis in access.packed else 1
+                    steps.append(slowest._replace(divisor=low, extent=count // low))
+                sizes = tuple(sorted({**dict(access.sizes), **chosen}.items()))
+                whole = replace(access, sizes=tuple(item for item in sizes if item[1] > 1))
+                made.append((whole, steps, start))
+            start += math.prod(step.extent for step in steps) * access.itemsize
+        block = round_up(start, 16)
+        accesses = []
+        for access, steps, at in made:
+            held, placed = access.itemsize, []
+            # K and V where they have orders of their own: one behind the other.
+            for step in sorted(
+                steps, key=lambda s: (access.half is not None and s.axes == ("o",), s.entries > 0, s.entries, s.nbytes)
+            ):
+                placed.append(step._replace(nbytes=held, entries=0))
+                held *= step.extent
+            accesses.append(access.place(at, block, placed))
+        return replace(self, accesses=tuple(accesses), units=1, chosen=(), record=False)
+
+
+def pieces(src: Section, dst: Section) -> Iterator[tuple[Section, Section]]:
+    """Two sections as pairs of parts that are one loop along each axis on both sides.
+
+    Raises
+    ------
+    LayoutError
+        Other numbers of coordinates are chosen on one side than on the other.
+    """
+    axes = sorted({axis for side in (src, dst) for axis, _ in side.chosen})
+    if not axes:
+        yield src, dst
+        return
+    cuts = [list(_axis_pieces(src, dst, axis)) for axis in axes]
+    for combination in itertools.product(*cuts):
+        windows = list(zip(axes, combination, strict=True))
+        yield (
+            src.box((axis, ours) for axis, (ours, _) in windows),
+            dst.box((axis, theirs) for axis, (_, theirs) in windows),
+        )
+
+
+#: First coordinate, number of them, step.
+_Window = tuple[int, int, int]
+
+
+def _axis_pieces(src: Section, dst: Section, axis: str) -> Iterator[tuple[_Window, _Window]]:
+    """Along one axis: as few windows as there are that are one loop on both sides."""
+    sides = [(side, dict(side.chosen).get(axis, range(side.size(axis)))) for side in (src, dst)]
+    sizes = [len(coordinates) for _, coordinates in sides]
+    if sizes[0] != sizes[1]:
+        raise LayoutError(f"axis '{axis}': {sizes[0]} in the source, {sizes[1]} in the destination")
+    done = 0
+    while done < sizes[0]:
+        runs = [next(_runs(coordinates[done:])) for _, coordinates in sides]
+        count = min(run[1] for run in runs)
+        while True:
+            most = min(
+                dict(access.window(axis, first, count, step)[0].sizes).get(axis, 1)
+                for (side, _), (first, _, step) in zip(sides, runs, strict=True)
+                for access in side.accesses
+            )
+            if most == count:
+                break
+            count = most
+        ours, theirs = ((first, count, step) for first, _, step in runs)
+        yield ours, theirs
+        done += count
+
+
+def _runs(coordinates: Coordinates) -> Iterator[_Window]:
+    """Coordinates as windows of equal steps, in order."""
+    if isinstance(coordinates, range) and coordinates.step > 0:
+        yield coordinates.start, len(coordinates), coordinates.step
+        return
+    at = 0
+    while at < len(coordinates):
+        step = coordinates[at + 1] - coordinates[at] if at + 1 < len(coordinates) else 1
+        count = 1
+        while (
+            step > 0 and at + count < len(coordinates) and coordinates[at + count] - coordinates[at + count - 1] == step
+        ):
+            count += 1
+        yield coordinates[at], count, step if count > 1 else 1
+        at += count
+
+
+def _said(coordinates: Coordinates) -> str:
+    return str(coordinates) if isinstance(coordinates, range) else f"{list(coordinates)!r:.200}"
+
+
+def _in_common_digits(accesses: Sequence[Access]) -> tuple[Access, ...]:
+    """The maps with the same digits of a unit: planes of a block are copied by one kernel, which takes an id apart once."""
+    if len({access.units for access in accesses}) > 1:
+        cuts = {math.prod(n for n, _ in access.units[:i]) for access in accesses for i in range(len(access.units) + 1)}
+        size = max(cuts)
+        accesses = [replace(access, units=tuple(_refined(access.units, cuts, size))) for access in accesses]
+    # The slowest digit goes on where the block does: ids then count smaller blocks.
+    while all(access.units and access.block == (access.units[-1][0] * access.units[-1][1], 0) for access in accesses):
+        accesses = [replace(access, block=(access.units[-1][1], 0), units=access.units[:-1]) for access in accesses]
+    # Neighbouring digits that are one on all maps.
+    at = 0
+    while at + 1 < len(accesses[0].units):
+        if all(access.units[at + 1][1] == access.units[at][0] * access.units[at][1] for access in accesses):
+            accesses = [
+                replace(
+                    access,
+                    units=(
+                        *access.units[:at],
+                        (access.units[at][0] * access.units[at + 1][0], access.units[at][1]),
+                        *access.units[at + 2 :],
+                    ),
+                )
+                for access in accesses
+            ]
+        else:
+            at += 1
+    if len(accesses[0].units) > MAX_UNIT_DIGITS:
+        raise LayoutError(
+            f"they step in {len(accesses[0].units)} digits through a block; expected at most {MAX_UNIT_DIGITS}: take larger ones"
+        )
+    return tuple(accesses)
+
+
+def _refined(units: Sequence[tuple[int, int]], cuts: Iterable[int], size: int) -> Iterator[tuple[int, int]]:
+    bounds = []
+    at = 1
+    for extent, nbytes in units:
+        bounds.append((at, at * extent, nbytes))
+        at *= extent
+    for divisor, extent in refine(cuts, size):
+        low, _, nbytes = next(bound for bound in bounds if bound[0] <= divisor < bound[1])
+        yield extent, nbytes * (divisor // low)
 
 
 def _pack(access: Access, held: int, at: int, block: int) -> Access:

@@ -6,8 +6,9 @@ import weakref
 from typing import Any
 
 from . import _core
-from .mover import Layers, Mover, require_usable
+from .mover import Layers, Mover, part_of, require_usable
 from .pool import Pool
+from .selection import PoolSection
 
 __all__ = ["Transfer", "convert"]
 
@@ -17,9 +18,9 @@ class Transfer:
 
     Parameters
     ----------
-    src_pool, dst_pool : Pool
+    src_pool, dst_pool : Pool or PoolSection
         Each on a GPU, or in host memory: pinned, unless both are in host memory.  They may be the same pool if no block is
-        both read and written.  The transfer keeps them.
+        both read and written.  The transfer keeps them.  Of sections (`Pool.section`, `Pool.units`) only these are copied.
     strategy : {"auto", "direct", "staged", "engine"}
         ``direct``: one kernel, also on pinned memory and on another GPU's.  ``staged``: a kernel packs blocks into a ring on
         the GPU and the copy engine takes them from there, or the reverse.  ``engine``: runs that are contiguous on both sides,
@@ -53,14 +54,15 @@ class Transfer:
 
     def __init__(
         self,
-        src_pool: Pool,
-        dst_pool: Pool,
+        src_pool: Pool | PoolSection,
+        dst_pool: Pool | PoolSection,
         strategy: str = "auto",
         max_sms: int | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        self._mover = Mover(src_pool, dst_pool, strategy, max_sms, chunk_bytes, keeps=True, transfer=Transfer)
-        self._pools = (src_pool, dst_pool)
+        src, dst = part_of(src_pool, "source"), part_of(dst_pool, "destination")
+        self._mover = Mover(src, dst, strategy, max_sms, chunk_bytes, keeps=True, transfer=Transfer)
+        self._pools = (src.pool, dst.pool)
 
     def copy(
         self, src_ids: Any = None, dst_ids: Any = None, *, layers: Layers = None, stream: Any = None, wait: Any = None
@@ -137,24 +139,40 @@ class Transfer:
         return f"Transfer({self._mover.title}, {self._mover.direction}, strategy={self._mover.strategy})"
 
 
-_movers: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, Mover]] = weakref.WeakKeyDictionary()
+#: By the pools, then by what of them is meant.
+_movers: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, dict[Any, Mover]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _bind(src: Pool, dst: Pool) -> Mover:
-    targets = _movers.setdefault(src, weakref.WeakKeyDictionary())
+def _bind(src: Pool | PoolSection, dst: Pool | PoolSection) -> Mover:
+    ours, theirs = (given if isinstance(given, Pool) else given.pool for given in (src, dst))
+    targets = _movers.setdefault(ours, weakref.WeakKeyDictionary())
+    parts = targets.setdefault(theirs, {})
     # Of two threads that make one at once the faster one's stays: what graphs and copies read lives as long as the pools.
-    mover = targets.get(dst)
+    key = None if src is ours and dst is theirs else (part_of(src, "source").of, part_of(dst, "destination").of)
+    mover = parts.get(key)
     if mover is None:
-        mover = targets.setdefault(dst, Mover(src, dst, "auto", None, None, keeps=False, transfer=Transfer))
+        made = Mover(
+            part_of(src, "source"), part_of(dst, "destination"), "auto", None, None, keeps=False, transfer=Transfer
+        )
+        mover = parts.setdefault(key, made)
     return mover
 
 
-def convert(src_pool: Pool, dst_pool: Pool, src_ids: Any = None, dst_ids: Any = None, *, stream: Any = None) -> None:
+def convert(
+    src_pool: Pool | PoolSection,
+    dst_pool: Pool | PoolSection,
+    src_ids: Any = None,
+    dst_ids: Any = None,
+    *,
+    stream: Any = None,
+) -> None:
     """Copy blocks from one pool into another, each in its own layout.
 
     Parameters
     ----------
-    src_pool, dst_pool : Pool
+    src_pool, dst_pool : Pool or PoolSection
         On one device.  They may be the same pool if no block is both read and written.
     src_ids, dst_ids : sequence of int, NumPy array or CPU tensor, optional
         Pair ``i`` copies block ``src_ids[i]`` into ``dst_ids[i]``.  Not given: 0, 1, 2, … on that side, as many as the
@@ -178,6 +196,8 @@ def convert(src_pool: Pool, dst_pool: Pool, src_ids: Any = None, dst_ids: Any = 
     --------
     >>> convert(engine_pool, storage_pool, src_ids=[7, 3], dst_ids=[0, 1])  # doctest: +SKIP
     """
-    require_usable(src_pool, dst_pool)
+    src = src_pool.pool if isinstance(src_pool, PoolSection) else src_pool
+    dst = dst_pool.pool if isinstance(dst_pool, PoolSection) else dst_pool
+    require_usable(src, dst)
     _bind(src_pool, dst_pool).copy(src_ids, dst_ids, None, stream, None)
-    dst_pool.written()
+    dst.written()

@@ -169,11 +169,16 @@ static void run_kernel(const char *name, const kvbm_args *a) {
     if (staged) unit = p->item;
     if (!strncmp(segment, "tile", 4)) unit = atoi(strstr(segment, "_e") + 2);
     for (uint32_t i = 0; i < a->num_pairs; ++i) {
-      const int64_t src = block(a, 0, a->src_ids, i), dst = block(a, 1, a->dst_ids, i);
-      const Place at = {p->src_offset + src * p->src_id_stride, p->dst_offset + dst * p->dst_id_stride,
-                        p->src_table_offset + src * a->src_id_table, p->dst_table_offset + dst * a->dst_id_table};
+      int64_t src = block(a, 0, a->src_ids, i), dst = block(a, 1, a->dst_ids, i), src_unit = 0, dst_unit = 0;
       if (src == -1 || dst == -1) continue;
-      if (src >= 0 && dst >= 0 && src < a->src_blocks && dst < a->dst_blocks)
+      const int is_there = src >= 0 && dst >= 0 && src < a->src_blocks && dst < a->dst_blocks;
+      for (int k = 0; k < KVBM_UNIT_DIGITS; ++k) {
+        if (a->inline_mask >> 6 & 1) src_unit += src % a->src_units[k].n * p->src_unit_stride[k], src /= a->src_units[k].n;
+        if (a->inline_mask >> 7 & 1) dst_unit += dst % a->dst_units[k].n * p->dst_unit_stride[k], dst /= a->dst_units[k].n;
+      }
+      const Place at = {p->src_offset + src_unit + src * p->src_id_stride, p->dst_offset + dst_unit + dst * p->dst_id_stride,
+                        p->src_table_offset + src * a->src_id_table, p->dst_table_offset + dst * a->dst_id_table};
+      if (is_there)
         walk(a, p, 0, unit, at);
       else if (a->fault)
         *(uint32_t *)a->fault = i + 1;

@@ -128,10 +128,10 @@ def _strided(part: Part, src: Pool, dst: Pool) -> Strided:
     loops = [*part.inner[1:], *part.outer]
     (src_at, src_entry), (dst_at, dst_entry) = part.start
     from_, src_block, src_address = _folded(
-        src, src_entry, src_at, part.src_id, [(m.extent, m.src_table, m.src) for m in loops]
+        src, src_entry, src_at, part.src_id[:2], [(m.extent, m.src_table, m.src) for m in loops]
     )
     to, dst_block, dst_address = _folded(
-        dst, dst_entry, dst_at, part.dst_id, [(m.extent, m.dst_table, m.dst) for m in loops]
+        dst, dst_entry, dst_at, part.dst_id[:2], [(m.extent, m.dst_table, m.dst) for m in loops]
     )
     itemsize = src.shape.itemsize
     atoms = [(itemsize, itemsize, part.run_bytes // itemsize), *zip(to, from_, (m.extent for m in loops), strict=True)]

@@ -5,6 +5,7 @@ cdef extern from "kvbm.h" nogil:
         KVBM_MAX_OUTER
         KVBM_MAX_INNER
         KVBM_MAX_PARTS
+        KVBM_UNIT_DIGITS
         KVBM_OK
         KVBM_NO_DRIVER
         KVBM_NOT_BUILT
@@ -41,10 +42,14 @@ cdef extern from "kvbm.h" nogil:
         int32_t src_table_offset, dst_table_offset
         kvbm_outer *outer
         kvbm_inner *inner
+        int64_t *src_unit_stride
+        int64_t *dst_unit_stride
 
     ctypedef struct kvbm_args:
         int64_t src_id_table, dst_id_table
-        uint32_t num_parts
+        uint32_t num_parts, inline_mask
+        kvbm_div *src_units
+        kvbm_div *dst_units
         kvbm_part *part
 
     ctypedef struct kvbm_kernel:

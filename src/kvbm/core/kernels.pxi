@@ -1,6 +1,6 @@
 # kernels.pxi: Kernels by name, tables of addresses, and the launches that read both.
 
-MAX_OUTER, MAX_INNER, MAX_PARTS = KVBM_MAX_OUTER, KVBM_MAX_INNER, KVBM_MAX_PARTS
+MAX_OUTER, MAX_INNER, MAX_PARTS, MAX_UNIT_DIGITS = KVBM_MAX_OUTER, KVBM_MAX_INNER, KVBM_MAX_PARTS, KVBM_UNIT_DIGITS
 
 cdef dict _index_of = None  # name -> index, made at first use
 
@@ -203,11 +203,13 @@ cdef class Copy:
         One part, or several: K and V, or planes.  ``offsets`` is ``(src, dst, src_table, dst_table)``; ``outer`` holds
         ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
         ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
-        ``strides``: bytes that a block id contributes in this part.  ``words``: for kernels of records the bytes of a
+        ``strides``: on each side the bytes of a block, and of each digit of a unit, fastest first.  ``words``: for kernels of records the bytes of a
         word; of pages also of an item, from word to word of one in shared memory, where the part starts there, and the
         bytes of its segment.
     src_id, dst_id : tuple of two ints
-        What one block id contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
+        What one block contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
+    units : tuple of two tuples of int
+        Where ids count units of a block: extents of the digits below the block, fastest first, on each side.
 
     Raises
     ------
@@ -221,7 +223,7 @@ cdef class Copy:
     cdef int index
     cdef readonly str kernel
 
-    def __init__(self, str kernel, parts, src_id, dst_id):
+    def __init__(self, str kernel, parts, src_id, dst_id, units=((), ())):
         cdef int index = _find_kernel(kernel) if kernel is not None else -1
         parts = tuple(parts)
         if not 0 < len(parts) <= KVBM_MAX_PARTS or (
@@ -229,9 +231,11 @@ cdef class Copy:
             raise PlanError(f"kernel {kernel!r} does not copy {len(parts)} part(s)")
         memset(&self.args, 0, sizeof(kvbm_args))
         self.args.src_id_table, self.args.dst_id_table = src_id[0], dst_id[0]
+        _fill_units(&self.args, self.args.src_units, tuple(units[0]), 6)
+        _fill_units(&self.args, self.args.dst_units, tuple(units[1]), 7)
         self.args.num_parts = <uint32_t> len(parts)
         for number, (offsets, outer, inner, *rest) in enumerate(parts):
-            strides, words = rest or ((src_id[1], dst_id[1]), (0,))
+            strides, words = rest or (((src_id[1],), (dst_id[1],)), (0,))
             try:
                 _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), strides, tuple(words))
             except OverflowError as error:
@@ -317,7 +321,11 @@ cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides,
             f"expected at most {KVBM_MAX_OUTER} and {KVBM_MAX_INNER}"
         )
     part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset = offsets
-    part.src_id_stride, part.dst_id_stride = strides
+    (part.src_id_stride, *src_units), (part.dst_id_stride, *dst_units) = strides
+    for i, stride in enumerate(src_units):
+        part.src_unit_stride[i] = stride
+    for i, stride in enumerate(dst_units):
+        part.dst_unit_stride[i] = stride
     part.word, part.item, part.apart, part.place, part.held = words + (0,) * (5 - len(words))
     # Modes that are not used have extent 1 and stride 0, so that a loop over all of them is right too.
     for i in range(KVBM_MAX_OUTER):
@@ -329,6 +337,17 @@ cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides,
         extent, src, dst = inner[i] if i < len(inner) else (1, 0, 0)
         part.inner[i].extent = _divisor(extent)
         part.inner[i].src, part.inner[i].dst = src, dst
+    return 0
+
+
+cdef int _fill_units(kvbm_args *args, kvbm_div *digits, tuple extents, int bit) except -1:
+    cdef int i
+    if len(extents) > KVBM_UNIT_DIGITS:
+        raise PlanError(f"units of {len(extents)} digits: expected at most {KVBM_UNIT_DIGITS}")
+    for i in range(KVBM_UNIT_DIGITS):
+        digits[i] = _divisor(extents[i] if i < len(extents) else 1)
+    if extents:
+        args.inline_mask |= 1 << bit
     return 0
 
 

@@ -1,0 +1,119 @@
+"""Sections of pools: some coordinates of their axes, some of their planes, units of their blocks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .errors import LayoutError, PlanError
+from .section import Coordinates, Section
+
+if TYPE_CHECKING:
+    from .pool import Pool
+
+__all__ = ["Axis", "PoolSection"]
+
+#: Coordinates of an axis, as a caller gives them.
+Axis = int | range | Sequence[int]
+
+#: Ids travel as 32 bits, and -1 means none.
+_MOST_IDS = (1 << 31) - 1
+
+
+class PoolSection:
+    """Part of a pool, which copies take in its place: the same memory, of which less is meant.
+
+    Made by `Pool.section` and `Pool.units`; never by hand.
+
+    Attributes
+    ----------
+    pool : Pool
+        Whose memory it is.
+    num_ids : int
+        Ids go from 0 to below this: of blocks, or of units.
+    tokens : int
+        Tokens of a block, or of a unit.
+    is_whole : bool
+        Whether all of the pool's blocks is meant.
+    """
+
+    def __init__(self, pool: Pool, section: Section, *, is_whole: bool = False) -> None:
+        self.pool = pool
+        self.of = section
+        self.is_whole = is_whole
+
+    @property
+    def num_ids(self) -> int:
+        return self.of.num_ids
+
+    @property
+    def tokens(self) -> int:
+        return self.of.size("t")
+
+    def section(
+        self,
+        *,
+        l: Axis | None = None,  # noqa: E741  (the axis)
+        o: Axis | None = None,
+        h: Axis | None = None,
+        t: Axis | None = None,
+        d: Axis | None = None,
+        planes: str | Iterable[str] | None = None,
+        **others: Axis,
+    ) -> PoolSection:
+        """Some coordinates of this section: as `Pool.section`."""
+        section = self.of
+        try:
+            if planes is not None:
+                section = section.of_planes([planes] if isinstance(planes, str) else list(planes))
+            for axis, given in {"l": l, "o": o, "h": h, "t": t, "d": d, **others}.items():
+                if given is not None:
+                    self._require_axis(axis)
+                    section = section.select(axis, _coordinates(axis, given))
+        except LayoutError as error:
+            raise PlanError(str(error)) from None
+        return PoolSection(self.pool, section)
+
+    def units(self, tokens: int) -> PoolSection:
+        """Units of this section's blocks: as `Pool.units`."""
+        if isinstance(tokens, bool) or not hasattr(tokens, "__index__"):
+            raise PlanError(f"{self.pool.layout.name}: units: expected a number of tokens, got {tokens!r:.200}")
+        try:
+            section = self.of.cut(operator.index(tokens))
+        except LayoutError as error:
+            raise PlanError(str(error)) from None
+        if section.num_ids > _MOST_IDS:
+            raise PlanError(
+                f"{self.pool.layout.name}: units of {tokens} tokens: {section.num_ids} of them; expected at most {_MOST_IDS}: "
+                "take larger ones"
+            )
+        return PoolSection(self.pool, section)
+
+    def _require_axis(self, axis: str) -> None:
+        sizes = self.of.shape.sizes | dict.fromkeys(self.pool.layout.axes, 1)
+        if axis not in sizes:
+            raise PlanError(f"{self.pool.layout.name}: expected axes among {' '.join(sizes)}, got {axis!r}")
+
+    def __repr__(self) -> str:
+        parts = [f"{axis}={_said(coordinates)}" for axis, coordinates in self.of.chosen]
+        units = f", units of {self.tokens} tokens" if self.of.units > 1 else ""
+        return f"PoolSection({self.pool.layout.name}{units}{', ' if parts else ''}{', '.join(parts)}, num_ids={self.num_ids})"
+
+
+def _coordinates(axis: str, given: Any) -> Coordinates:
+    if isinstance(given, range):
+        return given
+    try:
+        if hasattr(given, "__index__") and not isinstance(given, bool):
+            return range(operator.index(given), operator.index(given) + 1)
+        found = tuple(operator.index(one) for one in given)
+    except TypeError:
+        raise PlanError(f"axis '{axis}': expected an int, a range or a list of ints, got {given!r:.200}") from None
+    if len(set(found)) != len(found):
+        raise PlanError(f"axis '{axis}': expected each coordinate once, got {list(found)!r:.200}")
+    return found
+
+
+def _said(coordinates: Coordinates) -> str:
+    return str(coordinates) if isinstance(coordinates, range) else f"{list(coordinates)!r:.60}"
