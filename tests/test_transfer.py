@@ -400,6 +400,42 @@ def test_ids_that_are_refused(src_ids: Any, dst_ids: Any, match: str) -> None:
     assert dst.untouched and move.stats()["copies"] == 0
 
 
+def test_tensors_of_ids_whose_memory_does_not_hold_them() -> None:
+    """Lazy views, shrunk storages and tensors without memory are refused; views and clones that share memory are read."""
+    torch = pytest.importorskip("torch")
+
+    def shrunk(ids: Any, nbytes: int) -> Any:
+        ids.untyped_storage().resize_(nbytes)
+        return ids
+
+    odd = {
+        "shrunk": [
+            shrunk(torch.tensor([5, 3]), 0),
+            shrunk(torch.tensor([5, 3]), 15),
+            shrunk(torch.tensor([0, 5, 3], dtype=torch.int32)[1:], 8),
+            shrunk(torch.tensor([5, 0, 3])[::2], 16),  # what NumPy would look at
+            shrunk(torch.tensor([5, 3], dtype=torch.int16), 2),
+            shrunk(torch.tensor(5), 4),
+        ],
+        "negative": [torch._neg_view(torch.tensor([-5, -3])), torch._neg_view(torch.tensor([-5, -3], dtype=torch.int32))],
+        "without memory": [torch._efficientzerotensor(2, dtype=torch.int64), torch.empty(2, dtype=torch.int64, device="meta")],
+        "nested": [torch._nested_view_from_buffer(torch.arange(2), *[torch.tensor(x) for x in ([[1], [1]], [[1], [1]], [0, 1])])],
+        "other": [torch.tensor([5, 3]).to_sparse(), torch.tensor([5.0, 3.0], dtype=torch.bfloat16)],
+    }
+    src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 7, dst=True)
+    move = kvbm.Transfer(src.pool, dst.pool)
+    for what, ids in ((what, ids) for what, several in odd.items() for ids in several):
+        for pair in ((ids, [0, 1]), ([0, 1], ids)):
+            with pytest.raises(kvbm.BindError, match="_ids: expected integers, got "):
+                move.copy(*pair)
+            assert dst.untouched, what
+    torch.vmap(lambda one: [pytest.raises(kvbm.BindError, move.copy, one, [0, 1]), one][1])(torch.zeros(2, 2).long())
+    assert dst.untouched
+    ids = torch.tensor([9, 5, 3])
+    move.copy(torch._lazy_clone(ids)[1:], shrunk(torch.tensor([0, 1, 9])[:2], 16))
+    check(src, dst, [5, 3], [0, 1])
+
+
 def test_a_list_that_changes_while_it_is_read() -> None:
     class Evil:
         def __index__(self) -> int:
