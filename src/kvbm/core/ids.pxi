@@ -338,6 +338,9 @@ cdef int _refuse_axes(str what, tuple shape) except -1:
     raise BindError(f"{what}: expected one axis, got shape {shape}")
 
 
+cdef str NOT_HELD = "it is the negative of what its memory holds (pass .resolve_neg()), or its storage was resized"
+
+
 cdef bint _holds(object given, int64_t items, int64_t width) except -1:
     """Whether the values of a tensor, which span so many items, lie in its memory as they are."""
     return (not given.is_neg() and
@@ -363,7 +366,7 @@ cdef object _read_tensor(Given *ids, object given, str what, int64_t blocks, int
             _refuse_axes(what, tuple(given.shape))
         if not _holds(given, given.numel() and 1 + (given.numel() - 1) * (given.stride(0) if given.dim() else 0),
                       given.element_size()):
-            raise RuntimeError("its memory does not hold its values")
+            raise RuntimeError(NOT_HELD)
         array = given.detach().numpy()
     except (RuntimeError, TypeError) as error:
         _refuse_kind(what, f"a {given.dtype} tensor on {given.device} that cannot be read: {error}")
@@ -380,7 +383,7 @@ cdef object _read_device(Given *ids, object given, str what, int device):
         width = {"int64": 8, "int32": 4}.get(dtype, 0)
         dense = len(shape) == 1 and (shape[0] < 2 or strides[0] == 1)
         if dense and not _holds(given, shape[0], width):
-            _refuse_kind(what, "a tensor whose memory does not hold its values")
+            _refuse_kind(what, f"a tensor that cannot be read: {NOT_HELD}")
     else:
         try:
             interface = given.__cuda_array_interface__
