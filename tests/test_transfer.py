@@ -228,11 +228,11 @@ def step(arena: oracle.Arena) -> int:
 @pytest.mark.parametrize(
     ("name", "how", "length", "block", "entry"),
     [
-        ("nhd", "steps", 1, True, True),
+        ("nhd", "steps", 1, False, True),
         ("nhd", "rows", 8, True, False),  # four layers, K and V: one block's allocations
         ("nhd", "scattered", 40, False, False),
-        ("universal", "steps", 1, True, True),
-        ("universal", "rows", 1, True, True),
+        ("universal", "steps", 1, False, True),
+        ("universal", "rows", 1, False, True),
         ("universal", "scattered", 5, False, False),
         ("vllm/LBHNC", "scattered", 1, False, True),  # one allocation
         ("hf/dynamic_cache", "steps", 1, False, True),
@@ -245,7 +245,7 @@ def test_tables_are_as_short_as_the_memory_is_regular(
     arena = placed(matrix.orders()[name], SHAPE, 5).layout_bytes(0, how)
     buffer = aligned(oracle.source_bytes(arena, 0))
     pool = kvbm.Pool(kvbm.load(name), SHAPE, numpy_views(arena, buffer, SHAPE.dtype))
-    steps = prepare.steps_of(pool)
+    steps = pool.steps
     assert (steps.block is not None, steps.entry is not None) == (block, entry)
     table = steps.shorten(pool.addresses, pool.num_blocks)
     assert np.array_equal(table, pool.addresses[:length])
@@ -258,11 +258,15 @@ def test_tables_are_as_short_as_the_memory_is_regular(
     assert prepare.prepare(kvbm.plan(pool.layout, pool.layout, SHAPE, num_blocks=5), 16, 16, src_steps=steps)
 
 
-def test_tables_in_which_blocks_are_not_the_slowest_stay_whole() -> None:
+@pytest.mark.parametrize("gap", [0, 64])
+def test_tables_in_which_blocks_are_not_the_slowest(gap: int) -> None:
+    """One base where all lie at a step, else all of them: the steps of a block alone do not shorten it."""
     layout = spec.parse('order: "[l b] o h t d"', name="mine")
-    memory = np.arange(4 * 3 * SHAPE.nbytes // 8, dtype=np.uint16).reshape(4, 3, 2, 2, 4, 16)  # l b o h t d
-    pool = kvbm.Pool(layout, SHAPE, [block for layer in memory for block in layer])
-    assert prepare.steps_of(pool) == (None, None)
+    size = SHAPE.nbytes // 8  # elements of a layer of a block
+    raw = np.arange(4 * (3 * size + gap), dtype=np.uint16).reshape(4, -1)[:, : 3 * size]
+    memory = raw.reshape(4, 3, 2, 2, 4, 16)  # l b o h t d
+    pool = kvbm.Pool(layout, SHAPE, [block for layer in raw for block in layer.reshape(3, 2, 2, 4, 16)])
+    assert pool.steps == (None, None if gap else 2 * size)
     universal = kvbm.Pool.allocate(kvbm.load("universal"), SHAPE, 3)
     kvbm.convert(pool, universal, [2, 0, 1])
     want = memory.transpose(1, 3, 0, 2, 4, 5)[[2, 0, 1]]
@@ -275,7 +279,7 @@ def test_tables_as_strides(src: str) -> None:
     ids = [4, 0, 2], [5, 1, 0]
     for number, name in enumerate(partners(src)):
         one, other = Bound(src, SHAPE, 5), Bound(name, SHAPE, 6, dst=True)
-        assert one.pool.step == step(one.arena)
+        assert one.pool.steps == (None, step(one.arena))
         layers = range(1, 3) if number % 2 else range(4)
         made = kvbm.plan(one.layout, other.layout, SHAPE, num_blocks=(5, 6), layers=layers)
         want = moved(one, other, *ids, (layers, layers))

@@ -31,6 +31,7 @@ from .arrays import (
 from .engines import FromEngines
 from .errors import BindError, CudaError, CudaUnavailableError, DTypeError, LayoutError
 from .layout import Layout
+from .lower import Steps
 from .memory import (
     READONLY,
     WRITABLE,
@@ -148,7 +149,6 @@ class Pool(FromEngines):
         self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
         self._borrowed = Borrowed(arrays, found)
         self._spans: npt.NDArray[np.uint64] | None = None
-        self._step: tuple[int | None] | None = None
         self._closed = False
         self._owned: tuple[Slab | DeviceArray, ...] = ()
         self._pins: Pins | None = None
@@ -189,7 +189,7 @@ class Pool(FromEngines):
         Notes
         -----
         The allocations of a pinned pool lie in one range of addresses, each at a multiple of 256 bytes and right behind the
-        one before, so equally sized ones lie at a constant `step`.  A forked child does not have this memory, as it would
+        one before, so equally sized ones lie at one step (see `steps`).  A forked child does not have this memory, as it would
         not have that of cudaHostAlloc: to touch it there ends the child.
         """
         num_blocks = _whole(layout, num_blocks)
@@ -373,17 +373,22 @@ class Pool(FromEngines):
         self.require_open()
         return self._addresses
 
-    @property
-    def step(self) -> int | None:
-        """Bytes from each base address to the next where that is the same for all and above 0; 0 where there is one address.
+    @functools.cached_property
+    def steps(self) -> Steps:
+        """What is regular about the table.
 
-        None where the addresses are irregular.
+        An engine's blocks lie side by side in each layer's tensor, and a store's in one range of memory.  A short table fits
+        a kernel's parameters, while that of all blocks comes from memory before the first byte does.
         """
-        if self._step is None:
-            steps = np.diff(self.addresses.astype(np.int64))
-            regular = not steps.size or (steps[0] > 0 and bool((steps == steps[0]).all()))
-            self._step = (int(steps[0]) if steps.size and regular else 0 if regular else None,)
-        return self._step[0]
+        table = self.addresses.astype(np.int64)
+        step = _only(np.diff(table))
+        if step is not None and (step > 0 or table.size == 1):
+            return Steps(None, step)
+        if self.resolved.apart or self.resolved.id_steps[0] * self.num_blocks != table.size:  # b is not the slowest
+            return Steps()
+        by_block = table.reshape(self.num_blocks, -1)
+        block = _only(np.diff(by_block, axis=0))
+        return Steps(block, _only(np.diff(by_block[0])) if block is not None else None)
 
     @property
     def nbytes(self) -> int:
@@ -414,6 +419,14 @@ class Pool(FromEngines):
 
     def __repr__(self) -> str:
         return f"Pool({self.layout.name}, {self.shape}, num_blocks={self.num_blocks}, device={self.device})"
+
+
+def _only(steps: npt.NDArray[np.int64]) -> int | None:
+    """The one value of all steps, 0 where there is none; None if they differ."""
+    if not steps.size:
+        return 0
+    first = int(steps.flat[0])
+    return first if bool((steps == first).all()) else None
 
 
 def _whole(layout: Layout, num_blocks: Any) -> int:
