@@ -184,10 +184,7 @@ class _List(NamedTuple):
         require(self.who, self.seen, side.sized(blocks))
         if not blocks:
             return None
-        # Memory of one width is memory of the dtype that is wanted: the gates have seen to that.
-        sized = side.sized(blocks)
-        found = [one._replace(dtype=sized.dtype(index)) for index, one in enumerate(self.seen)]
-        return Pool.trusted(side.layout, side.shape, found, self.arrays)
+        return Pool.trusted(side.layout, side.shape, self.seen, self.arrays)
 
 
 def _sides(operator: str, src: Any, dst: Any, shape: Any, source: _List) -> tuple[Side, Side]:
