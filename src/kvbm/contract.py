@@ -128,7 +128,8 @@ class Look(NamedTuple):
 
 def on_one_device(at: Look) -> None:
     """All arrays lie on one device ordinal."""
-    require_device(at.name, at.seen.device, f"{at.who.argument} {at.who.mark}0", at.first.device)
+    if at.seen.device != at.first.device:  # names are made where they are said
+        require_device(at.name, at.seen.device, f"{at.who.argument} {at.who.mark}0", at.first.device)
 
 
 def of_one_dtype(at: Look) -> None:
@@ -141,15 +142,15 @@ def of_one_dtype(at: Look) -> None:
 
 def holds_the_dtype(at: Look) -> None:
     """The dtype is the shape's, or the plane's, or its bits can be read as these."""
-    if at.kind.whole and not reads_as(at.seen.dtype, at.kind.dtype):
+    if reads_as(at.seen.dtype, at.kind.dtype or at.shape.dtype):
+        return
+    if at.kind.whole:
         raise DTypeError(
             f"{at.name}: its planes share it, so expected bytes (uint8, or another dtype of one byte), got {at.seen.dtype}; pass "
             ".view(torch.uint8)"
         )
-    if at.kind.dtype:
-        require_dtype(at.name, at.seen.dtype, at.kind.dtype, "the layout's planes say")
-    else:
-        require_dtype(at.name, at.seen.dtype, at.shape.dtype)
+    why = "the layout's planes say" if at.kind.dtype else "the shape says"
+    require_dtype(at.name, at.seen.dtype, at.kind.dtype or at.shape.dtype, why)
 
 
 def of_the_bytes(at: Look) -> None:
@@ -238,10 +239,15 @@ def require_each(
     gates: Sequence[Callable[[Look], None]] = GATES,
 ) -> None:
     """Let arrays through gates, one array after the other; each is of ``kinds[which[index]]``, or of the only kind."""
+    passed: dict[int, Array] = {}  # the last of each kind: one that looks the same passes, too
     for index, array in enumerate(seen):
-        look = Look(who, index, array, seen[0], kinds[which[index] if which else 0], shape)
+        kind = which[index] if which else 0
+        if kind in passed and passed[kind][1:5] == array[1:5]:  # shape, strides, dtype, device
+            continue
+        look = Look(who, index, array, seen[0], kinds[kind], shape)
         for gate in gates:
             gate(look)
+        passed[kind] = array
 
 
 def require_writable(who: Caller, seen: Sequence[Array]) -> None:
