@@ -68,7 +68,8 @@ cdef class Ring:
 cdef class Done:
     """The end of one copy, as an event: wait for it on a stream, or on the host.
 
-    It keeps the pools of its copy alive.  On the CPU the copy is done before this exists.
+    It keeps the pools of its copy alive.  On the CPU the copy is done before this exists.  `synchronize`
+    alone tells what kernels noted of ids on the device: where this was dropped before, nobody is told.
     """
 
     cdef uint64_t event
