@@ -111,26 +111,25 @@ int open_slowly(Device* device, int ordinal) {
 
 // ---- events --------------------------------------------------------------------------------------------------------
 
-int take_event(Device* device, int timed, Handle* event) {
-  std::vector<Handle>& free = device->events[timed];
+int take_event(Device* device, Handle* event) {
   {
     std::lock_guard<std::mutex> lock(device->events_mutex);
-    if (!free.empty()) {
-      *event = free.back();
-      free.pop_back();
+    if (!device->events.empty()) {
+      *event = device->events.back();
+      device->events.pop_back();
       return KVBM_OK;
     }
   }
   RelaxedCapture relaxed;
   Current current;  // an event is of the context that it is made in, and the caller may be in another GPU's
   RETURN_IF_FAILED(current.enter(device->context));
-  return CU(EventCreate, event, timed ? 0u : static_cast<unsigned>(kEventNoTiming));
+  return CU(EventCreate, event, kEventNoTiming);
 }
 
-void give_event(Device* device, int timed, Handle event) {
+void give_event(Device* device, Handle event) {
   try {
     std::lock_guard<std::mutex> lock(device->events_mutex);
-    device->events[timed].push_back(event);
+    device->events.push_back(event);
   } catch (...) {
     driver.EventDestroy(event);
   }
@@ -138,12 +137,12 @@ void give_event(Device* device, int timed, Handle event) {
 
 int order_streams(Device* device, Stream from, Stream to) {
   Handle event = nullptr;
-  RETURN_IF_FAILED(take_event(device, 0, &event));
+  RETURN_IF_FAILED(take_event(device, &event));
   Current current;
   int status = current.enter(device->context);
   if (status == KVBM_OK) status = CU(EventRecord, event, from);
   if (status == KVBM_OK) status = CU(StreamWaitEvent, to, event, 0);
-  give_event(device, 0, event);
+  give_event(device, event);
   return status;
 }
 
@@ -247,13 +246,14 @@ constexpr Status kStatuses[] = {
      "The legacy default stream cannot be used while another stream captures a graph. Pass the capturing stream."},
 };
 
-const Status* find_status(int code) {
-  for (const Status& status : kStatuses)
-    if (status.code == code) return &status;
-  return nullptr;
+// What the table says of a status, else what the driver does.
+const char* said(int status, const char* Status::* field, int (*Driver::*ask)(int, const char**), const char* otherwise) {
+  for (const Status& known : kStatuses)
+    if (known.code == status) return known.*field;
+  const bool is_loaded = load_status.load(std::memory_order_acquire) == KVBM_OK;
+  const char* text = nullptr;
+  return is_loaded && (driver.*ask)(status, &text) == KVBM_OK && text ? text : otherwise;
 }
-
-bool is_loaded() { return load_status.load(std::memory_order_acquire) == KVBM_OK; }
 
 }  // namespace kvbm_driver
 
@@ -263,18 +263,10 @@ extern "C" {
 
 const char* kvbm_last_call(void) { return last_call; }
 
-const char* kvbm_status_name(int status) {
-  if (const Status* known = find_status(status)) return known->name;
-  const char* name = nullptr;
-  if (is_loaded() && driver.GetErrorName(status, &name) == KVBM_OK && name) return name;
-  return "CUDA_ERROR_UNKNOWN";
-}
+const char* kvbm_status_name(int status) { return said(status, &Status::name, &Driver::GetErrorName, "CUDA_ERROR_UNKNOWN"); }
 
 const char* kvbm_status_text(int status) {
-  if (const Status* known = find_status(status)) return known->text;
-  const char* text = nullptr;
-  if (is_loaded() && driver.GetErrorString(status, &text) == KVBM_OK && text) return text;
-  return "The driver knows no more about this error.";
+  return said(status, &Status::text, &Driver::GetErrorString, "The driver knows no more about this error.");
 }
 
 int kvbm_driver_version(int* version) {
@@ -313,20 +305,20 @@ int kvbm_synchronize(int device, uint64_t stream) {
   return CU(StreamSynchronize, reinterpret_cast<Stream>(stream));
 }
 
-int kvbm_event_take(int device, int timed, uint64_t* event) {
+int kvbm_event_take(int device, uint64_t* event) {
   *event = 0;
   Current current;
   Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
   Handle taken = nullptr;
-  RETURN_IF_FAILED(take_event(opened, timed != 0, &taken));
+  RETURN_IF_FAILED(take_event(opened, &taken));
   *event = reinterpret_cast<uint64_t>(taken);
   return KVBM_OK;
 }
 
-void kvbm_event_give(int device, int timed, uint64_t event) {
+void kvbm_event_give(int device, uint64_t event) {
   // After a fork there is no driver to talk to; the event is its parent's.
-  if (event && start() == KVBM_OK) give_event(&devices[device], timed != 0, reinterpret_cast<Handle>(event));
+  if (event && start() == KVBM_OK) give_event(&devices[device], reinterpret_cast<Handle>(event));
 }
 
 int kvbm_event_record(int device, uint64_t event, uint64_t stream) {

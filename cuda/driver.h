@@ -174,7 +174,7 @@ struct Device {
   std::mutex ring_mutex;
   Slot* newest = nullptr;  // circular: newest->next is the slot used longest ago
   std::mutex events_mutex;
-  std::vector<Handle> events[2];  // not in use; [1]: timed
+  std::vector<Handle> events;  // not in use
   std::mutex retired_mutex;
   std::vector<Address> retired;  // memory to be freed when something is allocated
 };
@@ -261,8 +261,8 @@ int give_to_graph(Handle graph, void* object, void (*release)(void*));
 
 // driver.cpp: an event of the device that is not in use, and its way back.  What waits for it already is not disturbed by its
 // next use.
-int take_event(Device* device, int timed, Handle* event);
-void give_event(Device* device, int timed, Handle event);
+int take_event(Device* device, Handle* event);
+void give_event(Device* device, Handle event);
 
 // driver.cpp: what comes on `to` from now on waits for what is on `from`, a stream of this device; its context is made current.
 int order_streams(Device* device, Stream from, Stream to);

@@ -653,7 +653,7 @@ void collect_faults() {
       retired_faults.push_back(oldest);
       continue;
     }
-    give_event(&devices[oldest.device], 0, reinterpret_cast<Handle>(oldest.event));
+    give_event(&devices[oldest.device], reinterpret_cast<Handle>(oldest.event));
     leave_fault(oldest.fault);
   }
 }

@@ -335,8 +335,8 @@ int kvbm_fault_take(int device, kvbm_fault** fault);
 void kvbm_fault_give(kvbm_fault* fault, int device, uint64_t event);
 
 /* Events come from a pool a device and go back there. */
-int kvbm_event_take(int device, int timed, uint64_t* event);
-void kvbm_event_give(int device, int timed, uint64_t event);
+int kvbm_event_take(int device, uint64_t* event);
+void kvbm_event_give(int device, uint64_t event);
 int kvbm_event_record(int device, uint64_t event, uint64_t stream);
 int kvbm_event_query(int device, uint64_t event, int* is_done);
 int kvbm_event_synchronize(int device, uint64_t event);

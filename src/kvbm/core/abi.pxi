@@ -151,8 +151,8 @@ cdef extern from "kvbm.h" nogil:
                       const uint64_t *waits, uint32_t num_waits, uint64_t done, kvbm_outcome *outcome) noexcept
     int kvbm_fault_take(int device, kvbm_fault **fault) noexcept
     void kvbm_fault_give(kvbm_fault *fault, int device, uint64_t event) noexcept
-    int kvbm_event_take(int device, int timed, uint64_t *event) noexcept
-    void kvbm_event_give(int device, int timed, uint64_t event) noexcept
+    int kvbm_event_take(int device, uint64_t *event) noexcept
+    void kvbm_event_give(int device, uint64_t event) noexcept
     int kvbm_event_record(int device, uint64_t event, uint64_t stream) noexcept
     int kvbm_event_query(int device, uint64_t event, int *is_done) noexcept
     int kvbm_event_synchronize(int device, uint64_t event) noexcept
