@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <climits>
 #include <new>
 
@@ -135,15 +136,61 @@ void give_event(Device* device, Handle event) {
   }
 }
 
-int order_streams(Device* device, Stream from, Stream to) {
-  Handle event = nullptr;
-  RETURN_IF_FAILED(take_event(device, &event));
+int mark(Device* device, Stream stream, Handle* event) {
+  RETURN_IF_FAILED(take_event(device, event));
   Current current;
   int status = current.enter(device->context);
-  if (status == KVBM_OK) status = CU(EventRecord, event, from);
-  if (status == KVBM_OK) status = CU(StreamWaitEvent, to, event, 0);
+  if (status == KVBM_OK) status = CU(EventRecord, *event, stream);
+  if (status == KVBM_OK) return KVBM_OK;
+  give_event(device, *event);
+  *event = nullptr;
+  return status;
+}
+
+int order_streams(Device* device, Stream from, Stream to) {
+  Current current;
+  RETURN_IF_FAILED(current.enter(device->context));
+  Handle event = nullptr;
+  RETURN_IF_FAILED(mark(device, from, &event));
+  const int status = CU(StreamWaitEvent, to, event, 0);
   give_event(device, event);
   return status;
+}
+
+// ---- what is retired ------------------------------------------------------------------------------------------------
+
+Retired& retired_memory = *new Retired;
+
+void Retired::Thing::let_go() const {
+  if (event) give_event(&devices[device], event);
+  release(device, what);
+}
+
+void Retired::add(int device, Handle event, void* what, Release release) {
+  const Thing thing = {device, event, what, release};
+  try {
+    std::lock_guard<std::mutex> lock(mutex_);
+    things_.push_back(thing);
+  } catch (...) {  // no memory for the list: then wait
+    if (event) driver.EventSynchronize(event);
+    thing.let_go();
+  }
+}
+
+void Retired::collect(size_t most, bool waits) {
+  RelaxedCapture relaxed;
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (size_t left = std::min(most, things_.size()); left > 0 && !things_.empty(); --left) {
+    const Thing thing = things_.front();
+    if (thing.event ? driver.EventQuery(thing.event) != KVBM_OK : !waits) {
+      things_.splice(things_.end(), things_, things_.begin());
+      continue;
+    }
+    things_.pop_front();
+    lock.unlock();
+    thing.let_go();
+    lock.lock();
+  }
 }
 
 // ---- graphs --------------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ struct Slot {
   Address device;
   size_t capacity;
   Handle event;
-  // kTaken: one thread fills it.  kCaptured: a graph reads it at every replay.  kLost: its event failed; never again
-  enum { kFree, kTaken, kInFlight, kCaptured, kLost } state;
+  // kTaken: one thread fills it.  kCaptured: a graph reads it at every replay.  kLost: its event failed; never again.
+  // To take one needs the ring's lock, to leave it none: the driver may wait for a thread of its own that does.
+  enum State { kFree, kTaken, kInFlight, kCaptured, kLost };
+  std::atomic<State> state;
   Slot* next;
-  Device* owner;
 };
 
 // ---- images and kernels --------------------------------------------------------------------------------------------
@@ -72,13 +73,12 @@ void free_slot(Slot* slot) {
   delete slot;
 }
 
-int make_slot(Device* device, size_t bytes, Slot** out) {
+int make_slot(size_t bytes, Slot** out) {
   size_t capacity = kSmallestSlot;
   while (capacity < bytes) capacity *= 2;
   Slot* slot = new (std::nothrow) Slot{};
   if (!slot) return check("malloc", KVBM_NO_MEMORY);
   slot->capacity = capacity;
-  slot->owner = device;
   slot->state = Slot::kTaken;
   int status = CU(MemHostAlloc, &slot->host, capacity, kHostPortable);
   if (status == KVBM_OK) status = CU(MemAlloc, &slot->device, capacity);
@@ -114,7 +114,7 @@ int take_slot(Device* device, size_t bytes, Slot** out) {
     } while (slot != device->newest);
   }
   Slot* slot = nullptr;
-  RETURN_IF_FAILED(make_slot(device, bytes, &slot));
+  RETURN_IF_FAILED(make_slot(bytes, &slot));
   slot->next = device->newest ? device->newest->next : slot;
   if (device->newest) device->newest->next = slot;
   device->newest = slot;
@@ -122,13 +122,8 @@ int take_slot(Device* device, size_t bytes, Slot** out) {
   return KVBM_OK;
 }
 
-void leave_slot(Slot* slot, decltype(Slot::state) state) {
-  std::lock_guard<std::mutex> lock(slot->owner->ring_mutex);
-  slot->state = state;
-}
-
 // Called by the driver, on any thread, when the last graph that reads the slot is gone.
-void release_captured_slot(void* slot) { leave_slot(static_cast<Slot*>(slot), Slot::kFree); }
+void release_captured_slot(void* slot) { static_cast<Slot*>(slot)->state = Slot::kFree; }
 
 // ---- ids and tables ------------------------------------------------------------------------------------------------
 
@@ -233,12 +228,12 @@ int carry(Device* device, size_t bytes, Stream stream, Cargo* cargo) {
   if (status == KVBM_OK) status = cargo->launch();
   if (graph) {
     // A captured upload reads its slot again at every replay: the slot is the graph's for as long as that lives.
-    leave_slot(slot, Slot::kCaptured);
+    slot->state = Slot::kCaptured;
     const int given = give_to_graph(graph, slot, release_captured_slot);
     return status == KVBM_OK ? given : status;
   }
   // Also after a failure: the copy may have been enqueued.
-  leave_slot(slot, driver.EventRecord(slot->event, stream) == KVBM_OK ? Slot::kInFlight : Slot::kLost);
+  slot->state = driver.EventRecord(slot->event, stream) == KVBM_OK ? Slot::kInFlight : Slot::kLost;
   return status;
 }
 

@@ -20,6 +20,10 @@ enum : uint64_t { kTurnBytes = 16 << 20 };  // whole huge pages, and no core wai
 enum : unsigned { kMostTouching = 256 };
 enum : uint64_t { kMappingBytes = 2 << 20 };  // cuMemMap: mappings of GPU memory begin and end at multiples of it
 
+// No event tells when the last copy by a table is done: to free it waits for the GPU, so it is done for many at once.
+enum : uint64_t { kMostRetired = 1 << 20 };
+std::atomic<uint64_t> retired_bytes{0};
+
 // The driver's answers about an address; `count` of them.
 int ask(unsigned count, int* attributes, void** values, uint64_t address) {
   RETURN_IF_FAILED(start());
@@ -196,13 +200,10 @@ int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address) {
   Current current;
   Device* opened = nullptr;
   RETURN_IF_FAILED(open(device, &opened, &current));
+  const bool waits = retired_bytes > kMostRetired;
+  if (waits) retired_bytes = 0;
+  retired_memory.collect(SIZE_MAX, waits);
   RelaxedCapture relaxed;
-  std::vector<Address> retired;
-  {
-    std::lock_guard<std::mutex> lock(opened->retired_mutex);
-    retired.swap(opened->retired);
-  }
-  for (const Address memory : retired) driver.MemFree(memory);
   Address allocated = 0;
   RETURN_IF_FAILED(CU(MemAlloc, &allocated, bytes));
   *address = allocated;
@@ -218,14 +219,11 @@ int kvbm_free_device(int device, uint64_t address) {
   return CU(MemFree, address);
 }
 
-void kvbm_retire_device(int device, uint64_t address) {
+void kvbm_retire_device(int device, uint64_t address, uint64_t bytes) {
   if (!address || start() != KVBM_OK) return;  // after a fork it is the parent's
-  try {
-    std::lock_guard<std::mutex> lock(devices[device].retired_mutex);
-    devices[device].retired.push_back(address);
-  } catch (...) {  // no memory for the list: then wait
-    kvbm_free_device(device, address);
-  }
+  retired_bytes += bytes;
+  retired_memory.add(device, nullptr, reinterpret_cast<void*>(address),
+                     [](int on, void* memory) { kvbm_free_device(on, reinterpret_cast<uint64_t>(memory)); });
 }
 
 int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes) {

@@ -146,7 +146,7 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring **ring) noexcept
     void kvbm_ring_destroy(kvbm_ring *ring) noexcept
     void kvbm_ring_retire(kvbm_ring *ring) noexcept
-    void kvbm_retire_device(int device, uint64_t address) noexcept
+    void kvbm_retire_device(int device, uint64_t address, uint64_t nbytes) noexcept
     int kvbm_transfer(const kvbm_route *route, const kvbm_batch *batch, int strategy, uint64_t stream,
                       const uint64_t *waits, uint32_t num_waits, uint64_t done, kvbm_outcome *outcome) noexcept
     int kvbm_fault_take(int device, kvbm_fault **fault) noexcept

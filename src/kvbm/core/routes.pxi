@@ -38,7 +38,7 @@ cdef class Ring:
     def close(self):
         """Free the memory; waits for the copies that use it.  Further ones are refused.
 
-        Where another thread is enqueueing one, the memory is freed when a ring is next made.
+        Where another thread is enqueueing one, the memory is freed when some is next allocated.
         """
         cdef kvbm_ring *ring = self.ring
         self.closed = True
