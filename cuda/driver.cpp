@@ -78,7 +78,8 @@ int start() {
       start_begun.store(true, std::memory_order_relaxed);
       int result = CU(Init, 0);
       if (result == KVBM_OK) result = CU(DeviceGetCount, &num_devices);
-      if (result == KVBM_OK && num_devices > 0) {
+      if (result == KVBM_OK && num_devices == 0) result = check("cuDeviceGetCount", kNoDevice);
+      if (result == KVBM_OK) {
         devices = new (std::nothrow) Device[static_cast<size_t>(num_devices)];
         if (!devices) result = check("malloc", KVBM_NO_MEMORY);
       }
@@ -347,18 +348,16 @@ int kvbm_device_info(int device, char* name, int name_bytes, int* major, int* mi
 
 int kvbm_synchronize(int device, uint64_t stream) {
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   return CU(StreamSynchronize, reinterpret_cast<Stream>(stream));
 }
 
 int kvbm_event_take(int device, uint64_t* event) {
   *event = 0;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   Handle taken = nullptr;
-  RETURN_IF_FAILED(take_event(opened, &taken));
+  RETURN_IF_FAILED(take_event(current.device, &taken));
   *event = reinterpret_cast<uint64_t>(taken);
   return KVBM_OK;
 }
@@ -370,15 +369,13 @@ void kvbm_event_give(int device, uint64_t event) {
 
 int kvbm_event_record(int device, uint64_t event, uint64_t stream) {
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   return CU(EventRecord, reinterpret_cast<Handle>(event), reinterpret_cast<Stream>(stream));
 }
 
 int kvbm_event_query(int device, uint64_t event, int* is_done) {
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
   const int status = driver.EventQuery(reinterpret_cast<Handle>(event));
   *is_done = status == KVBM_OK;
@@ -387,16 +384,14 @@ int kvbm_event_query(int device, uint64_t event, int* is_done) {
 
 int kvbm_event_synchronize(int device, uint64_t event) {
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
   return CU(EventSynchronize, reinterpret_cast<Handle>(event));
 }
 
 int kvbm_stream_wait(int device, uint64_t stream, uint64_t event) {
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   return CU(StreamWaitEvent, reinterpret_cast<Stream>(stream), reinterpret_cast<Handle>(event), 0);
 }
 
@@ -415,12 +410,11 @@ int kvbm_enable_peer(int device, int peer, int* can) {
   enum { kAlreadyEnabled = 704 };
   *can = 0;
   Current current, other;
-  Device *opened = nullptr, *reached = nullptr;
-  RETURN_IF_FAILED(open(peer, &reached, &other));
-  RETURN_IF_FAILED(open(device, &opened, &current));
-  RETURN_IF_FAILED(CU(DeviceCanAccessPeer, can, opened->handle, reached->handle));
+  RETURN_IF_FAILED(other.open(peer));
+  RETURN_IF_FAILED(current.open(device));
+  RETURN_IF_FAILED(CU(DeviceCanAccessPeer, can, current.device->handle, other.device->handle));
   if (!*can) return KVBM_OK;
-  const int status = driver.CtxEnablePeerAccess(reached->context, 0);
+  const int status = driver.CtxEnablePeerAccess(other.device->context, 0);
   return status == kAlreadyEnabled ? KVBM_OK : check("cuCtxEnablePeerAccess", status);
 }
 

@@ -26,6 +26,7 @@ using Address = unsigned long long;
 
 enum : int {
   kInvalidValue = 1,
+  kNoDevice = 100,
   kInvalidDevice = 101,
   kInvalidContext = 201,
   kNotReady = 600,
@@ -203,6 +204,8 @@ class Current {
     pushed_ = true;
     return KVBM_OK;
   }
+  int open(int ordinal);  // opens this device, and enters its context
+  Device* device = nullptr;
 
  private:
   bool pushed_ = false;
@@ -221,14 +224,12 @@ class RelaxedCapture {
   int mode_ = kCaptureRelaxed;
 };
 
-// The device with this ordinal, its context current until `current` goes out of scope.
-inline int open(int ordinal, Device** out, Current* current) {
+inline int Current::open(int ordinal) {
   RETURN_IF_FAILED(start());
   if (ordinal < 0 || ordinal >= num_devices) return check("cuDeviceGet", kInvalidDevice);
-  Device* device = &devices[ordinal];
+  device = &devices[ordinal];
   if (!device->is_open.load(std::memory_order_acquire)) RETURN_IF_FAILED(open_slowly(device, ordinal));
-  *out = device;
-  return current->enter(device->context);
+  return enter(device->context);
 }
 
 // launch.cpp, with the device's context current:

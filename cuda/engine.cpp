@@ -29,9 +29,8 @@ int context_of(Address address, Handle* context) {
   RETURN_IF_FAILED(kvbm_pointer_device(address, &ordinal));
   if (ordinal < 0) return KVBM_OK;
   Current current;
-  Device* device = nullptr;
-  RETURN_IF_FAILED(open(ordinal, &device, &current));
-  *context = device->context;
+  RETURN_IF_FAILED(current.open(ordinal));
+  *context = current.device->context;
   return KVBM_OK;
 }
 
@@ -682,8 +681,7 @@ int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* 
   if (mode < kAuto || mode > kBatched) return check("kvbm_memcpy_batch", kInvalidValue);
   if (count == 0) return KVBM_OK;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   auto* handle = reinterpret_cast<Stream>(stream);
   if (mode == kBatched && !can_batch()) return check("cuMemcpyBatchAsync", KVBM_NO_FUNCTION);
   Submission::Mode how;
@@ -697,29 +695,28 @@ int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* 
     for (uint64_t i = 0; i < count && !failed; ++i) failed = out->range(dst[i], src[i], sizes ? sizes[i] : size);
     return out->join(failed ? failed : out->flush());
   };
-  Submission first(opened, handle, how, merge);
+  Submission first(current.device, handle, how, merge);
   int status = submit(&first);
   uint64_t submissions = first.submissions;
   if (status == kInvalidValue && merge) {
     // Neighbours may be two allocations, and the driver takes no copy across their border.  Whatever went in before the
     // refusal is only copied once more.
     merge = false;
-    Submission apart(opened, handle, how, false);
+    Submission apart(current.device, handle, how, false);
     status = submit(&apart);
     submissions = apart.submissions;
   }
   const bool refused = status == kInvalidValue || status == kNotSupported || status == kCaptureUnsupported;
   if (mode != kAuto || how != Submission::kBatched || !refused || submissions > 1) return status;
   *used = kOneByOne;
-  Submission again(opened, handle, Submission::kOneByOne, merge);
+  Submission again(current.device, handle, Submission::kOneByOne, merge);
   return submit(&again);
 }
 
 int kvbm_fault_take(int device, kvbm_fault** fault) {
   *fault = nullptr;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
   try {
     retired_faults.collect(kMostFaultQueries);
@@ -741,11 +738,10 @@ void kvbm_fault_give(kvbm_fault* fault, int device, uint64_t event) {
 int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring** ring) {
   *ring = nullptr;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   retired_memory.collect(SIZE_MAX);
   RelaxedCapture relaxed;
-  return make_ring(opened, slot_bytes, slots, ring);
+  return make_ring(current.device, slot_bytes, slots, ring);
 }
 
 void kvbm_ring_retire(kvbm_ring* ring) {
@@ -777,8 +773,8 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
   *outcome = {};
   if (route->device < 0) return batch->kept ? copy_on_host(*route, *batch, &outcome->submissions) : KVBM_OK;
   Current current;
-  Device* device = nullptr;
-  RETURN_IF_FAILED(open(route->device, &device, &current));
+  RETURN_IF_FAILED(current.open(route->device));
+  Device* const device = current.device;
   auto* callers = reinterpret_cast<Stream>(stream);
   for (uint32_t i = 0; i < num_waits; ++i)
     RETURN_IF_FAILED(CU(StreamWaitEvent, callers, reinterpret_cast<Handle>(waits[i]), 0));

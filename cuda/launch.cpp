@@ -352,21 +352,19 @@ extern "C" {
 int kvbm_warm(int kernel, int device) {
   if (kernel != -1 && !kvbm_kernel_at(kernel)) return check("kvbm_warm", kInvalidValue);
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   if (kvbm_num_images == 0 && kernel < kvbm_num_kernels) return check("kvbm_images", KVBM_NOT_BUILT);
   Handle function = nullptr;
   const int first = kernel < 0 ? 0 : kernel, last = kernel < 0 ? kvbm_num_kernels : kernel + 1;
-  for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(opened, i, &function));
-  return kernel < 0 ? find_pairs_kernel(opened, &function) : KVBM_OK;
+  for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(current.device, i, &function));
+  return kernel < 0 ? find_pairs_kernel(current.device, &function) : KVBM_OK;
 }
 
 int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream) {
   if (batch->num_pairs == 0) return KVBM_OK;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
-  return launch_batch(opened, kernel, args, batch, reinterpret_cast<Stream>(stream));
+  RETURN_IF_FAILED(current.open(device));
+  return launch_batch(current.device, kernel, args, batch, reinterpret_cast<Stream>(stream));
 }
 
 }  // extern "C"

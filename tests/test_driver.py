@@ -164,8 +164,10 @@ def test_no_kernel_image_for_this_gpu(library: Path) -> None:
     assert text.startswith("CudaError 209 CUDA_ERROR_NO_BINARY_FOR_GPU") and "CUDA_ARCHS" in text
 
 
-def test_no_gpu(library: Path) -> None:
-    text = refused(library, CONVERT, FAKE_INIT="100")
+@pytest.mark.parametrize("knobs", [{"FAKE_INIT": "100"}, {"FAKE_DEVICES": "0"}])
+def test_no_gpu(library: Path, knobs: dict[str, str]) -> None:
+    """Also from a driver that starts, and counts none."""
+    text = refused(library, CONVERT, **knobs)
     assert text.startswith("CudaUnavailableError 100 CUDA_ERROR_NO_DEVICE") and "CUDA_VISIBLE_DEVICES" in text
 
 
@@ -290,6 +292,7 @@ assert (folder / "cpu").read_bytes() == (folder / "cuda:0").read_bytes()
         KVBM_TUNE="0",
     )
 
+
 # ---- what the GPU still uses when its owner lets go of it ------------------------------------------------------------
 
 RETIRED = """
@@ -408,5 +411,7 @@ ctypes.c_void_p.in_dll(driver, "fake_last").value = graphs.value
 """
     )
     env = server(library, "programs.fake_gpu").environment()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=False
+    )
     assert done.returncode == 0, (done.returncode, done.stderr)
