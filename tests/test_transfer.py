@@ -7,8 +7,6 @@ events allow (`fake_seed`): a wait that is missing shows as wrong bytes.
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
 import threading
 from array import array
 from collections import deque
@@ -630,26 +628,6 @@ def test_threads_share_a_transfer() -> None:
         list(pool.map(work, range(threads)))
     check(src, dst, list(range(blocks)), list(range(blocks))[::-1])
     assert move.stats()["blocks"] == 4 * blocks and move.stats()["bytes"] == blocks * SHAPE.nbytes
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings(
-    "ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning"
-)  # JAX of another test
-def test_a_child_of_a_process_that_held_the_lock() -> None:
-    src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)
-    move = kvbm.Transfer(src.pool, dst.pool)
-    with move._mover.lock:
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                signal.alarm(20)
-                move.copy([1], [2], layers=range(1))  # a range that is met for the first time
-                status = 0
-            finally:
-                os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_transfer_keeps_its_pools() -> None:

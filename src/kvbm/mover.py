@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
-import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +14,7 @@ import numpy.typing as npt
 from . import _core, tuner, tuning
 from .errors import BindError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
+from .locks import Lock
 from .lower import Steps
 from .planner import Plan, plan, size_text
 from .pool import Pool
@@ -128,8 +126,7 @@ class Mover:
         self.device = self.src.index if self.gathers else self.dst.index  # -1: none
         self.max_sms, self.bounded = _max_sms(self, max_sms), max_sms is not None
         self.chunk_bytes = chunk_bytes
-        self.lock = threading.Lock()
-        _made.add(self)
+        self.lock = Lock()
         self.ring: _core.Ring | None = None
         self.routes: dict[Any, _Route] = {}
         self.closed = False
@@ -375,18 +372,6 @@ class Mover:
             launches += launches_of(step, ends, self.bounded, self.device)
         said += kernel_notes(launches, self.device)
         return said
-
-
-_made: weakref.WeakSet[Mover] = weakref.WeakSet()
-
-
-def _unlock() -> None:
-    """In a forked child, which lacks the thread that may have held a lock."""
-    for mover in _made:
-        mover.lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock)
 
 
 @dataclass
