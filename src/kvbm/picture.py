@@ -10,7 +10,7 @@ import functools
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,19 +44,34 @@ _PLANE_FILLS = ("#a6dcc6", "#e0bcd4", "#f1e59b", "#c4cbd3")
 _PLANE_HUES = ("#00805d", "#9a4f86", "#7a6a00", "#59636e")
 
 
+#: Two families instead of twenty: SVG repeats them at every word. Text stays text, and a $ in a title is a $.
+_SETTINGS = {
+    "font.sans-serif": ["DejaVu Sans", "Verdana"], "font.monospace": ["DejaVu Sans Mono"], "text.color": _INK,
+    "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "kvbm",
+    "hatch.linewidth": 0.6, "hatch.color": _MUTED,
+}  # fmt: skip
+
+
 @contextmanager
-def looks() -> Iterator[None]:
-    """The defaults of matplotlib and ours over them, for as long as it takes: no setting of the caller's gets in, none is lost."""
+def looks(settings: Mapping[str, Any] | None = None, extra: str = "show") -> Iterator[None]:
+    """The defaults of matplotlib and ours over them, for as long as it takes: no setting of the caller's gets in, none is lost.
+
+    Parameters
+    ----------
+    settings : mapping, optional
+        Further ones of matplotlib's, over ours.
+    extra : str
+        With what matplotlib would be installed.
+    """
     try:
         import matplotlib as mpl
     except ImportError:
-        raise KvbmError("pictures need matplotlib, which is not installed: pip install 'kvbm-layouts[show]'") from None
+        raise KvbmError(
+            f"pictures need matplotlib, which is not installed: pip install 'kvbm-layouts[{extra}]'"
+        ) from None
     with mpl.rc_context():
         mpl.rcdefaults()
-        # Two families instead of twenty: SVG repeats them at every word.
-        ours: dict[str, Any] = {"font.sans-serif": ["DejaVu Sans", "Verdana"], "font.monospace": ["DejaVu Sans Mono"]}
-        ours |= {"svg.fonttype": "none", "svg.hashsalt": "kvbm", "hatch.linewidth": 0.6, "hatch.color": _MUTED}
-        mpl.rcParams.update({**ours, "text.color": _INK, "text.parse_math": False})  # a $ in a title is a $
+        mpl.rcParams.update({**_SETTINGS, **(settings or {})})
         yield
 
 
