@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import math
 import re
@@ -12,9 +13,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import kvbm
-from kvbm import gallery, picture, spec
+from kvbm import draw, gallery, picture, spec
 from kvbm.cells import Cell, sections
 from kvbm.cli import main
 from kvbm.errors import KvbmError, SpecError
@@ -229,6 +231,26 @@ def test_table_shows_the_allocations() -> None:
         assert cell.label == wanted and cell.nbytes == everything[cell.start].nbytes
         assert cell.half == "KV".index(wanted[-1])
     assert row.blocks == ((0, 3, "block 0"), (4, 4, "block 1"))
+
+
+@pytest.mark.parametrize("name", ["dynamo/stacked_nhd", "lmcache/KV_T2D", "dynamo/universal"])
+def test_table_of_one_block(name: str) -> None:
+    """No second block to bracket: the first allocations and the last."""
+    each = resolved(name, num_blocks=1)
+    ((row,), *_) = rows(each)
+    starts = [cell.start for cell in row.cells if isinstance(cell, Cell)]
+    count = each.table_size
+    assert starts == (list(range(count)) if count <= 5 else [0, 1, 2, count - 1]) and not row.blocks
+
+
+@pytest.mark.parametrize("width", [40, 50])
+@pytest.mark.parametrize("name", MORE)
+def test_narrow_terminals(name: str, width: int) -> None:
+    """What does not fit is cut off, and no line is longer than the terminal."""
+    console = Console(file=io.StringIO(), width=width)
+    draw.show(console, resolved(name))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines and max(map(len, lines)) <= width
 
 
 @pytest.mark.parametrize("name", distinct())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .facts import index_label, levels, meaning, plane_lines, record_runs, shared_levels
+from .facts import Half, Level, halves, index_label, meaning, plane_lines, record_runs, several
 from .resolved import Piece, Resolved
 
 __all__ = ["Cell", "Row", "Section", "sections"]
@@ -120,52 +120,35 @@ def sections(resolved: Resolved) -> list[Section]:
         The table; one an order, or for planes that share records what they share and then one a plane and order.
     """
     made = [Section((_table_row(resolved),))]
-    if not resolved.parts:
-        for o in range(len(resolved.orders)):
-            is_one = len(resolved.orders) == 1
-            made.append(Section(_levels(resolved, resolved, o), "" if is_one else f"Inside: {'KV'[o]}", half=o))
-        return made
-    around = shared_levels(resolved)
+    every = halves(resolved)
+    first = every[0]
+    half = 0 if _is_o_in_table(first) else None
     if resolved.record:
-        part = resolved.parts[0]
-        steps = [step for step in levels(resolved, part, 0)[:around] if step[0].extent > 1]
-        o_in_table = any(piece.table and piece.term.axes == ("o",) for piece in part.pieces())
-        cascade = _cascade(steps, 0, 0 if o_in_table and resolved.shape.no == 2 else None, 0)
+        cascade = _cascade(several(first.shared), 0, half if resolved.shape.no == 2 else None, 0)
         made.append(Section((*cascade, _record_row(resolved))))
     told = dict(plane_lines(resolved))
-    for index, part in enumerate(resolved.parts):
-        for o in range(len(part.orders)):
-            name = part.plane + (f" of {'KV'[o]}" if len(part.orders) == 2 else "")
-            about = told[f"plane {part.plane}"].partition(", ")[2]
-            cascade = _levels(resolved, part, o, index)
-            made.append(Section(cascade, f"Inside: {name}", about, o if len(part.orders) == 2 else None, index))
+    names = [part.plane for part in resolved.parts]
+    for each in every:
+        o = each.o or 0
+        # The half that the rows above open is K's, unless V has an order of its own.
+        base = each.start + sum(o * piece.stride for piece, _ in each.shared if piece.term.axes == ("o",))
+        if not resolved.parts:
+            title = "" if each.o is None else f"Inside: {each.name}"
+            # Of the table's first entries the one that this order is in.
+            made.append(Section(_cascade(several(each.own), base, None if half is None else o, o), title, half=each.o))
+            continue
+        others = (other for other in every if resolved.record and other.part is not each.part)
+        is_between = any(each.start < other.end and other.start < each.end for other in others)
+        plane = names.index(each.part.plane)
+        rows = (_of_plane(row, plane, is_between) for row in _cascade(several(each.own), base, None, o))
+        title = f"Inside: {' of '.join(each.name.split())}"
+        about = told[f"plane {each.part.plane}"].partition(", ")[2]
+        made.append(Section(tuple(rows), title, about, each.o, plane))
     return made
 
 
-def _levels(resolved: Resolved, part: Resolved, o: int, plane: int | None = None) -> tuple[Row, ...]:
-    """The levels of K or V inside an allocation, or of a plane inside a record."""
-    in_table = any(piece.table and piece.term.axes == ("o",) for piece in part.pieces())
-    half = o if in_table and plane is None else None  # of the table's first entries the one that this order is in
-    steps = levels(resolved, part, o)
-    around = steps[: shared_levels(resolved)]
-    base = part.bases[min(o, len(part.bases) - 1)][0]
-    if plane is not None:  # the half that the rows above open, which is K's, unless V has an order of its own
-        base += sum(o * piece.stride for piece, _ in around if piece.term.axes == ("o",))
-    own = [step for step in steps[len(around) :] if step[0].extent > 1]
-    cascade = _cascade(own, base, half, o)
-    if plane is None:
-        return cascade
-    ends = [
-        (
-            p.bases[0][0],
-            p.bases[0][0]
-            + sum((q.extent - 1) * q.stride for q, _ in levels(resolved, p, 0)[shared_levels(resolved) :]),
-        )
-        for p in resolved.parts
-    ]
-    (start, end), others = ends[plane], [*ends[:plane], *ends[plane + 1 :]]
-    is_between = bool(resolved.record) and any(start < to and since < end for since, to in others)
-    return tuple(_of_plane(row, plane, is_between) for row in cascade)
+def _is_o_in_table(half: Half) -> bool:
+    return any(piece.table and piece.term.axes == ("o",) for piece in half.part.pieces())
 
 
 def _of_plane(row: Row, plane: int, is_between: bool) -> Row:
@@ -177,7 +160,7 @@ def _of_plane(row: Row, plane: int, is_between: bool) -> Row:
     return replace(row, cells=cells, between=is_between)
 
 
-def _cascade(steps: Sequence[tuple[Piece, int]], base: int, half: int | None, o: int) -> tuple[Row, ...]:
+def _cascade(steps: Sequence[Level], base: int, half: int | None, o: int) -> tuple[Row, ...]:
     """One row a level, each beginning where the member of the one before is that it opens: K, or V for `o` = 1."""
     cascade = []
     for number, (piece, holds) in enumerate(steps):
@@ -221,7 +204,7 @@ def _table_row(resolved: Resolved) -> Row:
     table = [piece for piece in reversed(one.pieces()) if piece.table]
     count = resolved.table_size
     each = next((piece.table for piece in table if piece.term.axes == ("b",)), 0)  # allocations of a block
-    has_brackets = each > 1 and each * resolved.num_blocks == count > 5
+    has_brackets = 1 < each < count == each * resolved.num_blocks > 5
     entries = sorted({0, 1, each - 1, each, count - 1}) if has_brackets else _shown(count, most=5)
     shown: list[Cell] = []
     for entry in entries:
@@ -232,7 +215,7 @@ def _table_row(resolved: Resolved) -> Row:
         shown.append(Cell(label, entry, _span(kind.shape, kind.strides, kind.itemsize), half=half))
     cells = _with_gaps(entries, shown)
     blocks = []
-    for block in range(2 if has_brackets and resolved.num_blocks > 1 else 0):
+    for block in range(2 if has_brackets else 0):
         mine = [place for place, cell in enumerate(cells) if isinstance(cell, Cell) and cell.start // each == block]
         blocks.append((mine[0], mine[-1], f"block {block}"))
     inner = [piece for piece in reversed(one.pieces()) if not piece.table and piece.extent > 1]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cells import Cell, Row, Section, sections
 from .errors import KvbmError
-from .facts import address_lines, one_block, pitch_lines, plane_lines, size_text
+from .facts import address_lines, exact_size, one_block, pitch_lines, plane_lines
 from .nest import Form, Mode, Part
 from .planner import Plan
 from .resolved import Resolved
@@ -233,7 +233,7 @@ def draw_layout(resolved: Resolved) -> Figure:
         lines += [f"{name}: {text}" for name, text in plane_lines(resolved)]
         lines += [f"{name}: {text}" for name, text in pitch_lines(resolved)]
         blocks = f"{resolved.num_blocks:,} block{'' if resolved.num_blocks == 1 else 's'}"
-        lines.append(f"{str(shape).replace(',', ', ')}; {blocks} of {size_text(resolved.block_bytes)}")
+        lines.append(f"{str(shape).replace(',', ', ')}; {blocks} of {exact_size(resolved.block_bytes)}")
         sheet.head(layout.name, lines)
         sheet.y += 0.14
         first, *further = sections(resolved)
@@ -278,17 +278,17 @@ def _draw_row(sheet: _Sheet, row: Row, resolved: Resolved, *, is_table: bool = F
     y = sheet.y
     if row.is_record:
         gaps = sum(cell.padding for cell in row.cells if isinstance(cell, Cell))
-        right, below = size_text(row.step), f"{row.extent:,} runs of planes" if row.extent > 1 else ""
-        below = f"{size_text(gaps)} of gaps" if gaps and row.extent <= len(row.cells) else below
+        right, below = exact_size(row.step), f"{row.extent:,} runs of planes" if row.extent > 1 else ""
+        below = f"{exact_size(gaps)} of gaps" if gaps and row.extent <= len(row.cells) else below
     elif is_table:
         sizes = sorted({cell.nbytes for cell in row.cells if isinstance(cell, Cell)})
-        right = f"{row.extent:,} × {size_text(sizes[0])}" if len(sizes) == 1 else f"{row.extent:,}"
-        below = f"= {size_text(resolved.nbytes)}" if row.extent > 1 else ""
+        right = f"{row.extent:,} × {exact_size(sizes[0])}" if len(sizes) == 1 else f"{row.extent:,}"
+        below = f"= {exact_size(resolved.nbytes)}" if row.extent > 1 else ""
     else:
-        right = f"{row.extent:,} × {size_text(row.step)}"
+        right = f"{row.extent:,} × {exact_size(row.step)}"
         padding = next((cell.padding for cell in row.cells if isinstance(cell, Cell)), 0)
         what = "between" if row.between else "padding in each"
-        below = f"{size_text(padding)} {what}" if padding else f"= {size_text(row.extent * row.step)}"
+        below = f"{exact_size(padding)} {what}" if padding else f"= {exact_size(row.extent * row.step)}"
     sheet.gutters(row.term, row.about, right, below)
     gap = 0.1 if is_table and row.extent > 1 else 0.0  # allocations are apart
     dots = 0.66
@@ -339,7 +339,7 @@ def _draw_cell(sheet: _Sheet, row: Row, cell: Cell, x: float, width: float, *, i
     else:
         number = f"{cell.start:,}"
         if _inches(number, 6.5) > held - 0.06:
-            number = size_text(cell.start)
+            number = exact_size(cell.start)
     weight = "bold" if is_open and len(row.cells) > 1 else "normal"
     if row.opaque:
         sheet.box(x + held / 2 - 1.95, y + 0.11, 3.9, _TALL - 0.22, fill, linewidth=0, edgecolor="none")
@@ -395,7 +395,7 @@ def draw_plan(plan: Plan) -> Figure:
         sides = [plan.src.layout.order_text, plan.dst.layout.order_text]
         lines = [
             *([f"{sides[0]}   →", sides[1]] if plan.src.layout.planes else [f"{sides[0]}   →   {sides[1]}"]),
-            f"{str(plan.shape).replace(',', ', ')}; {size_text(plan.nbytes)} a block",
+            f"{str(plan.shape).replace(',', ', ')}; {exact_size(plan.nbytes)} a block",
             f"kernel {', '.join(plan.kernels())}",
         ]
         sheet.head(plan.title, lines)
@@ -405,7 +405,7 @@ def draw_plan(plan: Plan) -> Figure:
             form = chosen.get(part.label, itself)
             sheet.y += 0.16
             if part.label:
-                name = f"{part.label}: {form.kind}, {size_text(part.nbytes)} a block"
+                name = f"{part.label}: {form.kind}, {exact_size(part.nbytes)} a block"
                 sheet.text(_EDGE, sheet.y + 0.02, name, size=10, weight="bold")
                 sheet.y += 0.2
             _draw_part(sheet, part, form)
@@ -472,7 +472,7 @@ def _draw_chunks(sheet: _Sheet, part: Part, side: str) -> None:
     is_source = side == "source"
     count = part.chunks
     sheet.gutters(
-        side, "chunks of a block", f"{count:,} × {size_text(part.chunk_bytes)}", f"= {size_text(part.nbytes)}"
+        side, "chunks of a block", f"{count:,} × {exact_size(part.chunk_bytes)}", f"= {exact_size(part.nbytes)}"
     )
     indices: list[int | None] = list(range(count)) if count <= 4 else [0, 1, 2, None, count - 1]
     dots = 0.66
@@ -524,7 +524,7 @@ def _draw_runs(
     below = f"{part.run_bytes // word:,} words of {word} B" if part.run_bytes >= word else f"{word} B words"
     about = "runs of chunk 0" if part.kind != "tile" else "elements"
     sheet.gutters(
-        side, about, f"{total:,} × {size_text(part.run_bytes)}", below if part.run_bytes != word else "one word each"
+        side, about, f"{total:,} × {exact_size(part.run_bytes)}", below if part.run_bytes != word else "one word each"
     )
     dots, far = 0.24, 0.1
     cells = sum(j is not None for j in groups) * sum(i is not None for i in members)
@@ -561,7 +561,7 @@ def _draw_runs(
 
 def _short(offset: int, room: float) -> str:
     text = f"+{offset:,}"
-    return text if _inches(text, 6.5) <= room else f"+{size_text(offset)}"
+    return text if _inches(text, 6.5) <= room else f"+{exact_size(offset)}"
 
 
 def _tick(sheet: _Sheet, x: float, y: float, width: float, words: int) -> None:
