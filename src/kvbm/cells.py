@@ -7,15 +7,15 @@ first three, an ellipsis and the last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from .facts import Half, Level, halves, index_label, meaning, plane_lines, record_runs, several
+from .facts import Half, Level, halves, index_label, meaning, picked, plane_lines, record_runs, several
 from .resolved import Piece, Resolved
 
 __all__ = ["Cell", "Row", "Section", "sections"]
 
-#: Members that a row shows one by one; of more it shows the first three and the last.
-_ALL, _FIRST = 8, 3
+#: A row shows the first three of its members and the last, where there are more than eight; of a table, than five.
+_FIRST, _MOST, _MOST_ENTRIES = 3, 8, 5
 #: Runs of a record that are shown at its beginning and at its end.
 _RUNS = (5, 2)
 
@@ -84,6 +84,11 @@ class Row:
     is_record: bool = False
     between: bool = False
 
+    @property
+    def members(self) -> list[Cell]:
+        """The cells that stand for something."""
+        return [cell for cell in self.cells if isinstance(cell, Cell)]
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -140,10 +145,10 @@ def sections(resolved: Resolved) -> list[Section]:
         others = (other for other in every if resolved.record and other.part is not each.part)
         is_between = any(each.start < other.end and other.start < each.end for other in others)
         plane = names.index(each.part.plane)
-        rows = (_of_plane(row, plane, is_between) for row in _cascade(several(each.own), base, None, o))
+        rows = _cascade(several(each.own), base, None, o, plane, is_between)
         title = f"Inside: {' of '.join(each.name.split())}"
         about = told[f"plane {each.part.plane}"].partition(", ")[2]
-        made.append(Section(tuple(rows), title, about, each.o, plane))
+        made.append(Section(rows, title, about, each.o, plane))
     return made
 
 
@@ -151,24 +156,44 @@ def _is_o_in_table(half: Half) -> bool:
     return any(piece.table and piece.term.axes == ("o",) for piece in half.part.pieces())
 
 
-def _of_plane(row: Row, plane: int, is_between: bool) -> Row:
-    is_o = row.term == "o"  # K and V keep their colours where they are told apart; below, a plane has its own
-    cells = tuple(
-        replace(cell, plane=plane, half=cell.half if is_o else None) if isinstance(cell, Cell) else cell
-        for cell in row.cells
-    )
-    return replace(row, cells=cells, between=is_between)
+def _cascade(
+    steps: Sequence[Level], base: int, half: int | None, o: int, plane: int | None = None, is_between: bool = False
+) -> tuple[Row, ...]:
+    """One row a level, each beginning where the member of the one before is that it opens: K, or V for `o` = 1.
 
-
-def _cascade(steps: Sequence[Level], base: int, half: int | None, o: int) -> tuple[Row, ...]:
-    """One row a level, each beginning where the member of the one before is that it opens: K, or V for `o` = 1."""
+    K and V keep their colours where they are told apart; below, a plane has its own.
+    """
     cascade = []
     for number, (piece, holds) in enumerate(steps):
-        row = _level(piece, holds, base, half, [piece for piece, _ in steps[number + 1 :]])
-        if piece.term.axes == ("o",):
-            row = replace(row, opened=o)
-            half, base = o, base + o * piece.stride
-        cascade.append(row)
+        term, is_o, opened = str(piece.term), piece.term.axes == ("o",), 0
+        padding, turns = piece.stride - holds, 0
+        if piece.term.opaque:
+            label = f"{piece.extent:,} elements in an order that is not promised"
+            cells: tuple[Cell | int, ...] = (Cell(label, base, piece.stride * piece.extent, 0, half, plane),)
+        else:
+            cells = tuple(
+                piece.extent - _FIRST - 1
+                if i is None
+                else Cell(_member(piece, i), base + i * piece.stride, holds, padding, i if is_o else half, plane)
+                for i in picked(piece.extent, _FIRST, _MOST)
+            )
+            turns = 0 if is_o or half is not None else _turns([piece for piece, _ in steps[number + 1 :]])
+        if is_o:
+            opened, base = o, base + o * piece.stride
+            half = o if plane is None else None
+        cascade.append(
+            Row(
+                term,
+                meaning(piece),
+                piece.extent,
+                piece.stride,
+                cells,
+                opened,
+                turns,
+                piece.term.opaque,
+                between=is_between,
+            )
+        )
     return tuple(cascade)
 
 
@@ -183,10 +208,6 @@ def _record_row(resolved: Resolved) -> Row:
     about = f"{len(resolved.parts)} planes"
     count = len(cells) + more
     return Row("record", about, count, resolved.record, tuple(shown), is_record=True)
-
-
-def _shown(extent: int, first: int = _FIRST, most: int = _ALL) -> list[int]:
-    return list(range(extent)) if extent <= most else [*range(first), extent - 1]
 
 
 def _with_gaps(indices: Sequence[int], cells: Sequence[Cell]) -> tuple[Cell | int, ...]:
@@ -205,14 +226,18 @@ def _table_row(resolved: Resolved) -> Row:
     count = resolved.table_size
     each = next((piece.table for piece in table if piece.term.axes == ("b",)), 0)  # allocations of a block
     has_brackets = 1 < each < count == each * resolved.num_blocks > 5
-    entries = sorted({0, 1, each - 1, each, count - 1}) if has_brackets else _shown(count, most=5)
+    entries = (
+        sorted({0, 1, each - 1, each, count - 1})
+        if has_brackets
+        else [entry for entry in picked(count, _FIRST, _MOST_ENTRIES) if entry is not None]
+    )
     shown: list[Cell] = []
     for entry in entries:
         at = {piece.term.axes: entry // piece.table % piece.extent for piece in table}
         label = " ".join(index_label(p, at[p.term.axes]) for p in table if p.extent > 1) or "all of it"
         kind = resolved.kinds[resolved.kind_of_entry[entry]]
         half = at.get(("o",)) if resolved.shape.no == 2 else None
-        shown.append(Cell(label, entry, _span(kind.shape, kind.strides, kind.itemsize), half=half))
+        shown.append(Cell(label, entry, kind.nbytes, half=half))
     cells = _with_gaps(entries, shown)
     blocks = []
     for block in range(2 if has_brackets else 0):
@@ -231,35 +256,16 @@ def _table_of_planes(resolved: Resolved) -> Row:
     for index, part in enumerate(resolved.parts):
         table = [piece for piece in reversed(part.pieces()) if piece.table]
         base = part.bases[0][1]
-        picked = (
-            {0: 1} | {sum(piece.table for piece in table[-1:]): 1} | {sum((p.extent - 1) * p.table for p in table): 1}
-        )
+        last = sum((piece.extent - 1) * piece.table for piece in table)
         kind = part.first
-        for at in picked if len(resolved.parts) < 3 else (0, max(picked)):
+        second = sum(piece.table for piece in table[-1:]) if len(resolved.parts) < 3 else 0
+        for at in {0, second, last}:
             label = " ".join([part.plane, *(index_label(p, at // p.table % p.extent) for p in table if p.extent > 1)])
-            shown[base + at] = Cell(label, base + at, _span(kind.shape, kind.strides, kind.itemsize), plane=index)
+            shown[base + at] = Cell(label, base + at, kind.nbytes, plane=index)
     entries = sorted(shown)
     term = "[" + " ".join("<…>" if term.planes else str(term) for term in resolved.layout.orders[0].table) + "]"
     cells = _with_gaps(entries, [shown[entry] for entry in entries])
     return Row(term, "arrays of planes", resolved.table_size, shown[0].nbytes, cells)
-
-
-def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    return shape[0] * strides[0] if shape else itemsize
-
-
-def _level(piece: Piece, holds: int, base: int, half: int | None, below: Sequence[Piece]) -> Row:
-    padding = piece.stride - holds
-    if piece.term.opaque:
-        label = f"{piece.extent:,} elements in an order that is not promised"
-        cell = Cell(label, base, piece.stride * piece.extent, half=half)
-        return Row(str(piece.term), meaning(piece), piece.extent, piece.stride, (cell,), opaque=True)
-    is_o = piece.term.axes == ("o",) and piece.extent == 2
-    indices = _shown(piece.extent)
-    cells = [Cell(_member(piece, i), base + i * piece.stride, holds, padding, i if is_o else half) for i in indices]
-    turns = 0 if is_o or half is not None else _turns(below)
-    about = meaning(piece)
-    return Row(str(piece.term), about, piece.extent, piece.stride, _with_gaps(indices, cells), turns=turns)
 
 
 def _turns(pieces: Sequence[Piece]) -> int:

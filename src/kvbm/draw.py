@@ -23,6 +23,7 @@ from .facts import (
     halves,
     index_label,
     meaning,
+    picked,
     record_runs,
     runs,
     several,
@@ -135,13 +136,10 @@ class _Drawing:
         ]
         inner = max(len(line) for entry in (0, count - 1, *ends) for line in self.cell(entry)[0]) + 2
         fitting = max(1, (self.width - 2) // (inner + 3))
-        indices: list[int | None] = list(range(count)) if count <= fitting else []
-        if not indices:
-            before = max(1, (self.width - 2 - len("  ... ")) // (inner + 3) - 1)
-            indices = [*range(before), None, count - 1]
+        before = max(1, (self.width - 2 - len("  ... ")) // (inner + 3) - 1)
         rows: list[Text] = [Text("  ") for _ in range(5)]
         g = self.glyphs
-        for index in indices:
+        for index in picked(count, before, fitting):
             if index is None:
                 for row, text in zip(rows, (" ", " ", g.dots, " ", " "), strict=True):
                     row.append(f" {text:^3} ")
@@ -239,7 +237,7 @@ class _Drawing:
     def rows(self, levels: Sequence[Level], room: int, half: Half, style: str) -> Iterator[Text]:
         """The two innermost levels: a line a member."""
         (piece, holds), (inner, _) = levels
-        indices = list(range(piece.extent)) if piece.extent <= 4 else [0, 1, None, piece.extent - 1]
+        indices = picked(piece.extent, 2, 4)
         size = max(len(index_label(piece, i)) for i in indices if i is not None)
         pad = piece.stride - holds
         hatch = f" {self.glyphs.hatch * 4} {exact_size(pad)}" if pad else ""

@@ -27,6 +27,7 @@ __all__ = [
     "index_label",
     "meaning",
     "one_block",
+    "picked",
     "pitch_lines",
     "plane_lines",
     "record_runs",
@@ -70,6 +71,11 @@ def index_label(piece: Piece, index: int) -> str:
     if text == "o" and index < 2 and piece.extent <= 2:
         return "KV"[index]
     return f"{text}{index}" if len(text) == 1 else f"{text}={index}"
+
+
+def picked(extent: int, first: int, most: int) -> list[int | None]:
+    """Which members are shown: all of at most `most`, else the first ones and the last, with None for those between."""
+    return list(range(extent)) if extent <= most else [*range(first), None, extent - 1]
 
 
 def address_lines(resolved: Resolved, o: int, width: int) -> list[str]:

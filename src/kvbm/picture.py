@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cells import Cell, Row, Section, sections
 from .errors import KvbmError
-from .facts import address_lines, exact_size, one_block, pitch_lines, plane_lines
+from .facts import address_lines, exact_size, one_block, picked, pitch_lines, plane_lines
 from .nest import Form, Mode, Part
 from .planner import Plan
 from .resolved import Resolved
@@ -43,6 +43,8 @@ _HUES = ("#0072b2", "#b85000", "#00805d", "#9a4f86")
 _PLANE_FILLS = ("#a6dcc6", "#e0bcd4", "#f1e59b", "#c4cbd3")
 _PLANE_HUES = ("#00805d", "#9a4f86", "#7a6a00", "#59636e")
 
+#: What lies between members: hatch and name of bytes of nobody, and of those of other planes.
+_GAPS, _GAP_NAMES = ("/////", "...."), ("padding, never touched", "other planes")
 
 #: Two families instead of twenty: SVG repeats them at every word. Text stays text, and a $ in a title is a $.
 _SETTINGS = {
@@ -277,25 +279,25 @@ def _draw_row(sheet: _Sheet, row: Row, resolved: Resolved, *, is_table: bool = F
     """Draw a row at `sheet.y`, which moves to its lower edge; return where each cell is."""
     y = sheet.y
     if row.is_record:
-        gaps = sum(cell.padding for cell in row.cells if isinstance(cell, Cell))
+        gaps = sum(cell.padding for cell in row.members)
         right, below = exact_size(row.step), f"{row.extent:,} runs of planes" if row.extent > 1 else ""
         below = f"{exact_size(gaps)} of gaps" if gaps and row.extent <= len(row.cells) else below
     elif is_table:
-        sizes = sorted({cell.nbytes for cell in row.cells if isinstance(cell, Cell)})
+        sizes = sorted({cell.nbytes for cell in row.members})
         right = f"{row.extent:,} × {exact_size(sizes[0])}" if len(sizes) == 1 else f"{row.extent:,}"
         below = f"= {exact_size(resolved.nbytes)}" if row.extent > 1 else ""
     else:
         right = f"{row.extent:,} × {exact_size(row.step)}"
-        padding = next((cell.padding for cell in row.cells if isinstance(cell, Cell)), 0)
+        padding = row.members[0].padding
         what = "between" if row.between else "padding in each"
         below = f"{exact_size(padding)} {what}" if padding else f"= {exact_size(row.extent * row.step)}"
     sheet.gutters(row.term, row.about, right, below)
     gap = 0.1 if is_table and row.extent > 1 else 0.0  # allocations are apart
     dots = 0.66
-    count = sum(isinstance(cell, Cell) for cell in row.cells)
+    count = len(row.members)
     skips = len(row.cells) - count
     room = _BAND - dots * skips - gap * (len(row.cells) - 1)
-    bytes_shown = sum(cell.nbytes + cell.padding for cell in row.cells if isinstance(cell, Cell))
+    bytes_shown = sum(cell.nbytes + cell.padding for cell in row.members)
     least = min(0.62, room / count) if row.is_record else room / count  # in a record the rest goes by size
     x, places = _LEFT, []
     for place, cell in enumerate(row.cells):
@@ -328,8 +330,7 @@ def _draw_cell(sheet: _Sheet, row: Row, cell: Cell, x: float, width: float, *, i
     sheet.box(x, y, held, _TALL, fill, hatch="xx" if row.opaque else None,
               label=f"{row.term} {cell.label} @{cell.start} +{cell.nbytes}")  # fmt: skip
     if pad:
-        hatch = "...." if row.between else "/////"
-        sheet.box(x + held, y, pad, _TALL, _PAD, hatch=hatch, label=f"padding +{cell.padding}")
+        sheet.box(x + held, y, pad, _TALL, _PAD, hatch=_GAPS[row.between], label=f"padding +{cell.padding}")
     if row.turns:
         # True stripes up to 16; above that there are more than can be seen, and 16 say so.
         sheet.stripes(x, y + _TALL - 0.07, held, 0.07, min(row.turns, 16))
@@ -349,16 +350,13 @@ def _draw_cell(sheet: _Sheet, row: Row, cell: Cell, x: float, width: float, *, i
 
 
 def _key(resolved: Resolved, shown: Sequence[Row]) -> list[tuple[str, str, str]]:
-    cells = [cell for row in shown for cell in row.cells if isinstance(cell, Cell)]
     entries = []
-    if resolved.shape.no == 2 and any(cell.half is not None for cell in cells):
+    if resolved.shape.no == 2 and any(cell.half is not None for row in shown for cell in row.members):
         entries += [(_FILLS[0], "", "K"), (_FILLS[1], "", "V")]
     for index, part in enumerate(resolved.parts):
         entries.append((_PLANE_FILLS[index % len(_PLANE_FILLS)], "", part.plane))
-    if any(cell.padding for row in shown if not row.between for cell in row.cells if isinstance(cell, Cell)):
-        entries.append((_PAD, "/////", "padding, never touched"))
-    if any(cell.padding for row in shown if row.between for cell in row.cells if isinstance(cell, Cell)):
-        entries.append((_PAD, "....", "other planes"))
+    padded = {row.between for row in shown for cell in row.members if cell.padding}
+    entries += [(_PAD, _GAPS[between], _GAP_NAMES[between]) for between in sorted(padded)]
     if any(row.opaque for row in shown):
         entries.append((_PLAIN, "xx", "order not promised"))
     if any(row.turns for row in shown):
@@ -438,8 +436,9 @@ class _Loops:
         return j * self.fast.extent + i
 
 
-def _picked(extent: int) -> list[int | None]:
-    return list(range(extent)) if extent <= 4 else [0, 1, None, extent - 1]
+def _end(mode: Mode, is_source: bool) -> tuple[int, int]:
+    """What a mode steps on a side: bytes and table entries."""
+    return (mode.src, mode.src_table) if is_source else (mode.dst, mode.dst_table)
 
 
 def _draw_part(sheet: _Sheet, part: Part, form: Form) -> None:
@@ -474,7 +473,7 @@ def _draw_chunks(sheet: _Sheet, part: Part, side: str) -> None:
     sheet.gutters(
         side, "chunks of a block", f"{count:,} × {exact_size(part.chunk_bytes)}", f"= {exact_size(part.nbytes)}"
     )
-    indices: list[int | None] = list(range(count)) if count <= 4 else [0, 1, 2, None, count - 1]
+    indices = picked(count, 3, 4)
     dots = 0.66
     shown = [index for index in indices if index is not None]
     width = (_BAND - dots * (len(indices) - len(shown))) / len(shown)
@@ -485,14 +484,13 @@ def _draw_chunks(sheet: _Sheet, part: Part, side: str) -> None:
             sheet.skipped(x, y, dots, count - len(shown))
             x += dots
             continue
-        entry = part.src_table_offset if is_source else part.dst_table_offset
-        offset = part.src_offset if is_source else part.dst_offset
+        offset, entry = part.start[not is_source]
         rest = index
         for mode in part.outer:
             rest, step = divmod(rest, mode.extent)
-            entry += step * (mode.src_table if is_source else mode.dst_table)
-            offset += step * (mode.src if is_source else mode.dst)
-        tabled = any((mode.src_table if is_source else mode.dst_table) for mode in part.outer) or entry
+            nbytes, entries = _end(mode, is_source)
+            offset, entry = offset + step * nbytes, entry + step * entries
+        tabled = entry or any(_end(mode, is_source)[1] for mode in part.outer)
         where = " ".join(filter(None, (f"table+{entry:,}" if tabled else "", f"+{offset:,} B" if offset else "")))
         sheet.box(x, y, width, _TALL, _PLAIN, label=f"{side} chunk {index} @{entry},{offset}")
         sheet.words(x, y, width, f"chunk {index:,}", where or "+0 B", weight="bold" if index == 0 else "normal")
@@ -512,14 +510,14 @@ def _draw_runs(
     is_source = side == "source"
 
     def stride(mode: Mode) -> int:
-        return mode.src if is_source else mode.dst
+        return _end(mode, is_source)[0]
 
     # On each side the loop with the smaller step is the inner one: that is the order of the addresses.
     first, second = sorted((loops.fast, loops.slow), key=lambda mode: (mode.extent == 1, stride(mode)))
     by_dst = sorted((loops.fast, loops.slow), key=lambda mode: (mode.extent == 1, mode.dst))
     goes = by_dst[1] if by_dst[1].extent > 1 else by_dst[0]  # the colour: which row of the destination
-    groups, members = _picked(second.extent), _picked(first.extent)
-    colour_of = {index: turn for turn, index in enumerate(i for i in _picked(goes.extent) if i is not None)}
+    groups, members = picked(second.extent, 2, 4), picked(first.extent, 2, 4)
+    colour_of = {index: turn for turn, index in enumerate(i for i in picked(goes.extent, 2, 4) if i is not None)}
     total = loops.fast.extent * loops.slow.extent
     below = f"{part.run_bytes // word:,} words of {word} B" if part.run_bytes >= word else f"{word} B words"
     about = "runs of chunk 0" if part.kind != "tile" else "elements"
