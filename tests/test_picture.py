@@ -243,6 +243,12 @@ def test_table_of_one_block(name: str) -> None:
     assert starts == (list(range(count)) if count <= 5 else [0, 1, 2, count - 1]) and not row.blocks
 
 
+@pytest.mark.parametrize("name", ["dynamo/stacked_nhd", "dynamo/universal", "apart"])
+def test_a_picture_of_many_blocks_lists_no_table(name: str) -> None:
+    ((row,), *_) = rows(resolved(name, num_blocks=10**11))
+    assert row.extent == resolved(name, num_blocks=10**11).table_size
+
+
 @pytest.mark.parametrize("width", [40, 50])
 @pytest.mark.parametrize("name", MORE)
 def test_narrow_terminals(name: str, width: int) -> None:

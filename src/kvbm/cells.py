@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .facts import Half, Level, halves, index_label, meaning, picked, plane_lines, record_runs, several
+from .facts import Half, Level, entry, halves, index_label, meaning, picked, plane_lines, record_runs, several
 from .resolved import Piece, Resolved
 
 __all__ = ["Cell", "Row", "Section", "sections"]
@@ -219,53 +219,45 @@ def _with_gaps(indices: Sequence[int], cells: Sequence[Cell]) -> tuple[Cell | in
 
 
 def _table_row(resolved: Resolved) -> Row:
-    if resolved.apart:
-        return _table_of_planes(resolved)
-    one = resolved.planes[0]
-    table = [piece for piece in reversed(one.pieces()) if piece.table]
-    count = resolved.table_size
+    """The first allocations and the last; of two blocks where a block has several, and of each plane that has its own."""
+    count, first = resolved.table_size, resolved.planes[0].pieces()
+    table = [piece for piece in reversed(first) if piece.table]
     each = next((piece.table for piece in table if piece.term.axes == ("b",)), 0)  # allocations of a block
-    has_brackets = 1 < each < count == each * resolved.num_blocks > 5
-    entries = (
-        sorted({0, 1, each - 1, each, count - 1})
-        if has_brackets
-        else [entry for entry in picked(count, _FIRST, _MOST_ENTRIES) if entry is not None]
-    )
-    shown: list[Cell] = []
-    for entry in entries:
-        at = {piece.term.axes: entry // piece.table % piece.extent for piece in table}
-        label = " ".join(index_label(p, at[p.term.axes]) for p in table if p.extent > 1) or "all of it"
-        kind = resolved.kinds[resolved.kind_of_entry[entry]]
-        half = at.get(("o",)) if resolved.shape.no == 2 else None
-        shown.append(Cell(label, entry, kind.nbytes, half=half))
-    cells = _with_gaps(entries, shown)
+    has_brackets = not resolved.apart and 1 < each < count == each * resolved.num_blocks > 5
+    if resolved.apart:
+        numbers = sorted(number for part in resolved.parts for number in _ends_of_plane(resolved, part))
+        term, about = (
+            " ".join("<…>" if term.planes else str(term) for term in resolved.layout.orders[0].table),
+            "arrays of planes",
+        )
+    else:
+        shown = [0, 1, each - 1, each, count - 1] if has_brackets else picked(count, _FIRST, _MOST_ENTRIES)
+        numbers = sorted({number for number in shown if number is not None})
+        term, about = " ".join(str(piece.term) for piece in table), "one allocation" if count == 1 else "allocations"
+    cells = []
+    for number in numbers:
+        found = entry(resolved, number)
+        half = found.o if resolved.shape.no == 2 and found.plane is None else None
+        label = found.label(resolved, 2) or "all of it"
+        cells.append(Cell(label, number, found.nbytes, half=half, plane=found.plane))
+    shown_cells = _with_gaps(numbers, cells)
     blocks = []
     for block in range(2 if has_brackets else 0):
-        mine = [place for place, cell in enumerate(cells) if isinstance(cell, Cell) and cell.start // each == block]
+        mine = [
+            place for place, cell in enumerate(shown_cells) if isinstance(cell, Cell) and cell.start // each == block
+        ]
         blocks.append((mine[0], mine[-1], f"block {block}"))
-    inner = [piece for piece in reversed(one.pieces()) if not piece.table and piece.extent > 1]
-    term = "[" + " ".join(str(piece.term) for piece in table) + "]" if table else "pool"
-    turns = 0 if shown[0].half is not None else _turns(inner)
-    about = "one allocation" if count == 1 else "allocations"
-    return Row(term, about, count, shown[0].nbytes, cells, turns=turns, blocks=tuple(blocks))
+    inner = [piece for piece in reversed(first) if not piece.table and piece.extent > 1]
+    turns = 0 if resolved.apart or cells[0].half is not None else _turns(inner)
+    term = f"[{term}]" if term else "pool"
+    return Row(term, about, count, cells[0].nbytes, shown_cells, turns=turns, blocks=tuple(blocks))
 
 
-def _table_of_planes(resolved: Resolved) -> Row:
-    """The first and the last arrays of each plane."""
-    shown: dict[int, Cell] = {}
-    for index, part in enumerate(resolved.parts):
-        table = [piece for piece in reversed(part.pieces()) if piece.table]
-        base = part.bases[0][1]
-        last = sum((piece.extent - 1) * piece.table for piece in table)
-        kind = part.first
-        second = sum(piece.table for piece in table[-1:]) if len(resolved.parts) < 3 else 0
-        for at in {0, second, last}:
-            label = " ".join([part.plane, *(index_label(p, at // p.table % p.extent) for p in table if p.extent > 1)])
-            shown[base + at] = Cell(label, base + at, kind.nbytes, plane=index)
-    entries = sorted(shown)
-    term = "[" + " ".join("<…>" if term.planes else str(term) for term in resolved.layout.orders[0].table) + "]"
-    cells = _with_gaps(entries, [shown[entry] for entry in entries])
-    return Row(term, "arrays of planes", resolved.table_size, shown[0].nbytes, cells)
+def _ends_of_plane(resolved: Resolved, part: Resolved) -> set[int]:
+    """Table entries of the first arrays of a plane and of the last."""
+    table = [piece for piece in part.pieces() if piece.table]
+    second = table[0].table if table and len(resolved.parts) < 3 else 0
+    return {part.bases[0][1] + at for at in (0, second, sum((piece.extent - 1) * piece.table for piece in table))}
 
 
 def _turns(pieces: Sequence[Piece]) -> int:

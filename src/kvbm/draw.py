@@ -18,6 +18,7 @@ from .facts import (
     Level,
     address_lines,
     axis_rows,
+    entry,
     exact_size,
     facts,
     halves,
@@ -92,7 +93,6 @@ class _Drawing:
         self.shape: BlockShape = resolved.shape
         self.glyphs = _ASCII if console.options.ascii_only else _UNICODE
         self.width = max(40, min(console.width, _MAX_WIDTH))
-        self.outer = tuple(piece for piece in reversed(resolved.planes[0].pieces(0)) if piece.table)
         self.halves = halves(resolved)
 
     # ---- the head ---------------------------------------------------------------------------------------------------
@@ -132,9 +132,9 @@ class _Drawing:
         self.head("Allocations")
         count = self.resolved.table_size
         ends = [
-            entry for part in self.resolved.planes for entry in (part.bases[0][1], part.bases[0][1] - 1) if entry > 0
+            start for part in self.resolved.planes for start in (part.bases[0][1], part.bases[0][1] - 1) if start > 0
         ]
-        inner = max(len(line) for entry in (0, count - 1, *ends) for line in self.cell(entry)[0]) + 2
+        inner = max(len(line) for number in (0, count - 1, *ends) for line in self.cell(number)[0]) + 2
         fitting = max(1, (self.width - 2) // (inner + 3))
         before = max(1, (self.width - 2 - len("  ... ")) // (inner + 3) - 1)
         rows: list[Text] = [Text("  ") for _ in range(5)]
@@ -153,21 +153,13 @@ class _Drawing:
             rows[4].append(f"{f'{index:,}':^{inner + 2}} ", _DIM)
         self.lines(rows, "")
 
-    def cell(self, index: int) -> tuple[tuple[str, str], str]:
-        if self.resolved.apart:
-            for number, part in enumerate(self.resolved.parts):
-                at = {piece: (index - part.bases[0][1]) // piece.table % piece.extent for piece in self.outer}
-                if index == part.bases[0][1] + sum(step * piece.table for piece, step in at.items()):
-                    label = " ".join([part.plane, *(index_label(piece, at[piece]) for piece in self.outer)])
-                    size = part.kinds[0].nbytes
-                    return (label, exact_size(size)), _PLANES[number % len(_PLANES)]
-        return self.plain_cell(index)
-
-    def plain_cell(self, index: int) -> tuple[tuple[str, str], str]:
-        at = {str(piece.term): index // piece.table % piece.extent for piece in self.outer}
-        half = self.halves[0 if self.resolved.parts else min(at.get("o", 0), len(self.halves) - 1)]
-        label = " ".join(index_label(piece, at[str(piece.term)]) for piece in self.outer) or "the pool"
-        return (label, exact_size(half.nbytes)), {0: _K, 1: _V}.get(at.get("o", -1), "")
+    def cell(self, number: int) -> tuple[tuple[str, str], str]:
+        """The two lines of a box, and their style."""
+        found = entry(self.resolved, number)
+        style = {0: _K, 1: _V}.get(-1 if found.o is None else found.o, "")
+        if found.plane is not None:
+            style = _PLANES[found.plane % len(_PLANES)]
+        return (found.label(self.resolved, 1) or "the pool", exact_size(found.nbytes)), style
 
     # ---- the nesting ------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,14 @@ from .resolved import Piece, Resolved
 from .terms import AXES
 
 __all__ = [
+    "Entry",
     "Half",
     "Level",
     "RecordRun",
     "address_lines",
     "axis_rows",
     "count_text",
+    "entry",
     "exact_size",
     "facts",
     "halves",
@@ -98,6 +100,36 @@ def address_lines(resolved: Resolved, o: int, width: int) -> list[str]:
             lines.append(" " * (len(prefix) - 2))
         lines[-1] += f" + {term}"
     return lines
+
+
+# ---- the table of allocations --------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """One allocation: where it stands along the axes of the table, slowest first, and its bytes."""
+
+    plane: int | None  # None where planes have no arrays of their own
+    o: int | None
+    at: tuple[tuple[Piece, int], ...]
+    nbytes: int
+
+    def label(self, resolved: Resolved, least: int) -> str:
+        """``l3 K``: the axes with at least so many members."""
+        name = [resolved.parts[self.plane].plane] if self.plane is not None else []
+        return " ".join([*name, *(index_label(piece, index) for piece, index in self.at if piece.extent >= least)])
+
+
+def entry(resolved: Resolved, number: int) -> Entry:
+    """What the allocation of this number is."""
+    for plane, part in enumerate(resolved.planes):
+        first = part.bases[0][1]
+        table = [piece for piece in reversed(part.pieces()) if piece.table]
+        at = tuple((piece, (number - first) // piece.table % piece.extent) for piece in table)
+        if not resolved.apart or number == first + sum(piece.table * index for piece, index in at):
+            o = next((index for piece, index in at if piece.term.axes == ("o",)), None)
+            kinds = part.kinds if resolved.apart else resolved.kinds
+            return Entry(plane if resolved.apart else None, o, at, kinds[min(o or 0, len(kinds) - 1)].nbytes)
+    raise IndexError(f"expected an entry of {resolved.table_size}, got {number}")
 
 
 # ---- what lies inside an allocation --------------------------------------------------------------------------------
