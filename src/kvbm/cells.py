@@ -6,13 +6,14 @@ first three, an ellipsis and the last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .facts import Half, Level, entry, halves, index_label, meaning, picked, plane_lines, record_runs, several
+from .facts import Half, Level, entry, halves, index_label, meaning, picked, plane_lines, several
 from .resolved import Piece, Resolved
 
-__all__ = ["Cell", "Row", "Section", "sections"]
+__all__ = ["Cell", "Row", "Section", "record_runs", "sections"]
 
 #: A row shows the first three of its members and the last, where there are more than eight; of a table, than five.
 _FIRST, _MOST, _MOST_ENTRIES = 3, 8, 5
@@ -197,17 +198,49 @@ def _cascade(
     return tuple(cascade)
 
 
+def record_runs(resolved: Resolved, first: int, last: int) -> tuple[list[Cell], int, list[Cell]]:
+    """The first runs of planes in a record in the order of their addresses, how many are left out, and the last ones.
+
+    Parameters
+    ----------
+    resolved : Resolved
+        A layout whose planes share records; where V has an order of its own, K's is shown.
+    first, last : int
+        How many runs, where there are more than these together.
+    """
+    found, total = [], 0
+    for plane, half in enumerate(half for half in halves(resolved) if not half.o):
+        run = half.part.shape.itemsize
+        loops: list[Piece] = []
+        for piece, _ in sorted(several(half.own), key=lambda level: level.piece.stride):
+            if not loops and piece.stride == run:
+                run *= piece.extent
+            else:
+                loops.append(piece)
+        count = math.prod(piece.extent for piece in loops)
+        total += count
+        # What is among the first of all planes is among the first of its own, and so with the last.
+        for number in {*range(min(first + last, count)), *range(max(0, count - last), count)}:
+            start, rest = half.start, number
+            for piece in loops:
+                rest, index = divmod(rest, piece.extent)
+                start += index * piece.stride
+            found.append(Cell(half.part.plane, start, run, plane=plane))
+    found.sort(key=lambda cell: cell.start)
+    ends = [*(cell.start for cell in found[1:]), resolved.record]
+    found = [
+        replace(cell, padding=max(0, end - cell.start - cell.nbytes)) for cell, end in zip(found, ends, strict=True)
+    ]
+    more = total - first - last
+    return (found[:first], more, found[-last:]) if more > 0 else (found, 0, [])
+
+
 def _record_row(resolved: Resolved) -> Row:
     """The runs of all planes in the first record."""
-    first, more, last = record_runs(resolved, 0, *_RUNS)
-    cells = [
-        Cell(resolved.parts[run.plane].plane, run.start, run.nbytes, run.gap, plane=run.plane)
-        for run in (*first, *last)
-    ]
-    shown: list[Cell | int] = [*cells[: len(first)], *([more] if more else []), *cells[len(first) :]]
-    about = f"{len(resolved.parts)} planes"
-    count = len(cells) + more
-    return Row("record", about, count, resolved.record, tuple(shown), is_record=True)
+    first, more, last = record_runs(resolved, *_RUNS)
+    cells: list[Cell | int] = [*first, *([more] if more else []), *last]
+    count = len(first) + more + len(last)
+    return Row("record", f"{len(resolved.parts)} planes", count, resolved.record, tuple(cells), is_record=True)
 
 
 def _with_gaps(indices: Sequence[int], cells: Sequence[Cell]) -> tuple[Cell | int, ...]:

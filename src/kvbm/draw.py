@@ -13,6 +13,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from .cells import record_runs
 from .facts import (
     Half,
     Level,
@@ -25,7 +26,6 @@ from .facts import (
     index_label,
     meaning,
     picked,
-    record_runs,
     runs,
     several,
 )
@@ -265,7 +265,7 @@ class _Drawing:
 
     def strip_records(self) -> None:
         """Draw the first bytes in a line, one cell a run of a plane."""
-        first, more, _ = record_runs(self.resolved, 0, 12, 12)
+        first, more, _ = record_runs(self.resolved, 12, 12)
         around = [piece for piece, _ in several(self.halves[0].shared)][-1:]
         cells: list[tuple[int, str, str, bool]] = []
         for turn in range(min(around[0].extent, 12) if around and not more else 1):
@@ -273,10 +273,9 @@ class _Drawing:
             if first[0].start:
                 cells.append((base, "pad", _PAD, True))
             for run in first:
-                name = self.resolved.parts[run.plane].plane
-                label = f"{index_label(around[0], turn)} {name}" if around else name
-                cells.append((base + run.start, label, _PLANES[run.plane % len(_PLANES)], False))
-                if run.gap:
+                label = f"{index_label(around[0], turn)} {run.label}" if around else run.label
+                cells.append((base + run.start, label, _PLANES[(run.plane or 0) % len(_PLANES)], False))
+                if run.padding:
                     cells.append((base + run.start + run.nbytes, "pad", _PAD, True))
         self.head("Its first bytes, in runs of planes", blank=False)
         self.cells_in_a_line(cells)
@@ -317,16 +316,14 @@ class _Drawing:
             name = name if len(name) <= room else f"{piece.term}: order not promised"
             return Text("[").append(f"{name[:room]:^{room}}", style).append("]").append(size, _DIM)
         text = f"{piece.term}/{piece.divisor}" if piece.divisor > 1 and not piece.term.steps else f"{piece.term}"
-        for index in range(piece.extent):
-            more = f" {index}"
-            whole = sum(len(str(i)) + 1 for i in range(index, piece.extent)) if piece.extent - index < 40 else room
-            if len(text) + whole <= room and piece.extent - index < 40:
-                text += "".join(f" {i}" for i in range(index, piece.extent))
-                break
-            if len(text) + len(more) + len(last) + 1 > room:
-                text += f" {last}"
-                break
-            text += more
+        numbers = [f" {index}" for index in range(min(piece.extent, _MAX_WIDTH))]
+        if piece.extent > len(numbers) or len(text) + sum(map(len, numbers)) > room:
+            whole, numbers = numbers, [f" {last}"]
+            for number in whole:
+                if len(text) + len(number) + len(last) + 1 > room:
+                    break
+                text += number
+        text += "".join(numbers)
         return Text("[").append(f"{text[:room]:<{room}}", style).append("]").append(size, _DIM)
 
     # ---- the first runs ---------------------------------------------------------------------------------------------

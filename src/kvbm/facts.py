@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .resolved import Piece, Resolved
@@ -18,7 +18,6 @@ __all__ = [
     "Entry",
     "Half",
     "Level",
-    "RecordRun",
     "address_lines",
     "axis_rows",
     "count_text",
@@ -32,7 +31,6 @@ __all__ = [
     "picked",
     "pitch_lines",
     "plane_lines",
-    "record_runs",
     "runs",
     "several",
 ]
@@ -262,68 +260,6 @@ def plane_lines(resolved: Resolved) -> list[tuple[str, str]]:
         shared = f", one for all {' '.join(plane.shared)}" if plane.shared else ""
         lines.append((f"plane {plane.name}", f"{order}, {half.part.shape.dtype}, {nbytes}{pitch}{shared}"))
     return lines
-
-
-@dataclass(frozen=True, slots=True)
-class RecordRun:
-    """Neighbouring bytes of one plane in a record."""
-
-    start: int
-    nbytes: int
-    plane: int
-    gap: int = 0  # bytes to the next run, or to the end of the record
-
-
-def record_runs(resolved: Resolved, o: int, first: int, last: int) -> tuple[list[RecordRun], int, list[RecordRun]]:
-    """The first runs of planes in a record in the order of their addresses, how many are left out, and the last ones.
-
-    Parameters
-    ----------
-    resolved : Resolved
-        A layout whose planes share records.
-    o : int
-        0 for K (or both), 1 for V.
-    first, last : int
-        How many runs, where there are more than these together.
-    """
-    begin: list[RecordRun] = []
-    end: list[RecordRun] = []
-    total = 0
-    for index, half in enumerate(half for half in halves(resolved) if half.o in (None, o)):
-        run = half.part.shape.itemsize
-        loops: list[Piece] = []
-        for piece, _ in sorted(several(half.own), key=lambda level: level.piece.stride):
-            if not loops and piece.stride == run:
-                run *= piece.extent
-            else:
-                loops.append(piece)
-        count = math.prod(piece.extent for piece in loops)
-        total += count
-        # What is among the first of all planes is among the first of its own.
-        for runs_of, numbers in (
-            (begin, range(min(first + last + 1, count))),
-            (end, range(max(0, count - last), count)),
-        ):
-            runs_of += [RecordRun(half.part.bases[0][0] + _step(loops, number), run, index) for number in numbers]
-    begin.sort(key=lambda run: run.start)
-    end.sort(key=lambda run: run.start)
-    if total <= first + last:
-        return _with_gaps(begin, resolved.record), 0, []
-    return _with_gaps(begin, begin[first].start)[:first], total - first - last, _with_gaps(end[-last:], resolved.record)
-
-
-def _step(loops: Sequence[Piece], number: int) -> int:
-    """Bytes to the run of this number: of loops, fastest first."""
-    step = 0
-    for piece in loops:
-        number, index = divmod(number, piece.extent)
-        step += index * piece.stride
-    return step
-
-
-def _with_gaps(found: Sequence[RecordRun], end: int) -> list[RecordRun]:
-    starts = [*(run.start for run in found[1:]), end]
-    return [replace(run, gap=max(0, to - run.start - run.nbytes)) for run, to in zip(found, starts, strict=True)]
 
 
 def _index_name(piece: Piece, sizes: Mapping[str, int]) -> str:
