@@ -267,7 +267,7 @@ def _bars(job: _Job) -> Figure:
         sizes = {row.positive("num_blocks") for row in ours}
         size = _BARS_AT if _BARS_AT in sizes else max(sizes)
         here = (row for row in ours if row.positive("num_blocks") == size)
-        groups = {_pair_text(pair): held for (pair,), held in _grouped(here, "pattern").items()}
+        groups = {pair: held for (pair,), held in _grouped(here, "pattern").items()}
         # Pairs that more backends and peers can do say more.
         most = sorted(groups, key=lambda pair: -len(groups[pair]))[: len(job.pairs) or _MOST_PAIRS]
         left_out += len(groups) - len(most)
@@ -283,7 +283,7 @@ def _bars(job: _Job) -> Figure:
         bars, yardsticks = [_Bar(0.0, YARDSTICK, roof, _GREY, f"{_rate_text(roof)}  1×")], {}
         for pair, held in groups.items():
             head = bars[-1].place + 1
-            axes.annotate(pair, (0, head), (4, 0), textcoords="offset points", va="center", weight="bold")
+            axes.annotate(_pair_text(pair), (0, head), (4, 0), textcoords="offset points", va="center", weight="bold")
             for place, row in enumerate(sorted(held, key=_bar_order), 1):
                 bars.append(_bar(row, head + place))
                 yardsticks[head + place] = _yardstick(row)
@@ -319,8 +319,8 @@ def _interference(job: _Job) -> Figure:
     heights = [0.27 * len(rows) + 0.8 for _, rows in panels]
     figure, every = job.panels("What a copy costs the model beside it", said, heights)
     for axes, (direction, rows) in zip(every, panels, strict=True):
-        pairs = sorted({_pair_text(row["pair"]) for row in rows})
-        said = f", {pairs[0]}" if len(pairs) == 1 else ""
+        pairs = sorted({row["pair"] for row in rows})
+        said = f", {_pair_text(pairs[0])}" if len(pairs) == 1 else ""
         reference = rows[0].positive("memcpy_slowdown")
         bars = []
         for place, row in enumerate(sorted(rows, key=lambda row: row.positive("slowdown"))):
