@@ -221,6 +221,22 @@ def test_the_table_of_planes(name: str) -> None:
             assert {mine[0], mine[-1]} <= {cell.start for cell in cells if cell.plane == number and cell.half is None}
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"), [("record/nvfp4_tensors", "nl=1,no=2,nh=1,nt=1,hd=32"), ("apart", "nl=3,no=1,nh=1,nt=16,hd=64")]
+)
+def test_the_table_of_planes_where_an_axis_has_one_member(name: str, shape: str) -> None:
+    each = resolved(name, shape, 2)
+    for cell in sections(each)[0].rows[0].members:
+        allocation = each.allocations[cell.start]
+        assert cell.nbytes == allocation.nbytes and cell.label.split()[0] == allocation.label.split()[0]
+        index = re.search(r"l=(\d+)", allocation.label)
+        assert each.shape.nl == 1 or (index and f"l{index[1]}" in cell.label)
+        assert each.parts[cell.plane or 0].plane == cell.label.split()[0]
+    starts = [cell.start for cell in sections(each)[0].rows[0].members]
+    entries = [n for n, allocation in enumerate(each.allocations) if allocation.label.startswith(each.parts[0].plane)]
+    assert [n for n in starts if n in entries] == sorted({entries[0], *entries[1:2], entries[-1]})
+
+
 def test_table_shows_the_allocations() -> None:
     ((row,), *_) = rows(resolved("dynamo/stacked_nhd", num_blocks=10))
     everything = resolved("dynamo/stacked_nhd", num_blocks=10).allocations

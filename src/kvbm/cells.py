@@ -288,7 +288,7 @@ def _table_row(resolved: Resolved) -> Row:
 
 def _ends_of_plane(resolved: Resolved, part: Resolved) -> set[int]:
     """Table entries of the first arrays of a plane and of the last."""
-    table = [piece for piece in part.pieces() if piece.table]
+    table = [piece for piece in part.pieces() if piece.table and piece.extent > 1]
     second = table[0].table if table and len(resolved.parts) < 3 else 0
     return {part.bases[0][1] + at for at in (0, second, sum((piece.extent - 1) * piece.table for piece in table))}
 
