@@ -561,6 +561,39 @@ print(from_c)
 
 
 @driven
+def test_destinations_count_as_written(lists: Any) -> None:
+    """Autograd is told once of each tensor that was written, looked at from C or not; of very many chunks only by the latter."""
+    lists("""
+def versions(tensors): return [tensor._version for tensor in tensors]
+by_c = _core.whole_tensors
+for _core.whole_tensors in (by_c, lambda *_: None):
+    for nb in (1, 3):
+        chunks, whole = batch(nb=nb)
+        flat, given = sum(chunks, []), chunks[0] if nb == 1 else chunks
+        kernels.block_to_universal(given, whole, stream=5)
+        assert versions(whole) == [1] * nb and versions(flat) == [0] * len(flat)
+        kernels.universal_to_block(whole, given, stream=5)
+        assert versions(whole) == [1] * nb and versions(flat) == [1] * len(flat)
+        inner = [made(*FLAT) for _ in range(nb)]
+        for turn, backend in enumerate((None, "batch", "async"), 1):
+            kernels.block_to_operational(given, inner, backend, stream=5)
+            assert versions(inner) == [turn] * nb
+            kernels.operational_to_block(inner, given, backend, stream=5)
+            assert versions(flat) == [1 + turn] * len(flat)
+        try: kernels.universal_to_block([*whole[:-1], whole[-1][0]], given, stream=5)
+        except kvbm.BindError: assert versions(flat) == [4] * len(flat)
+_core.whole_tensors = by_c
+chunks, _ = batch()
+stacked = made(NB, *FLAT)
+kernels.block_to_operational(chunks, stacked, stream=5)
+assert stacked._version == 1
+chunks, whole = batch(nb=40)
+kernels.universal_to_block(whole, chunks, stream=5)
+assert not any(versions(sum(chunks, [])))
+""")
+
+
+@driven
 def test_a_list_that_changes_while_it_is_looked_at(lists: Any) -> None:
     """Looking at an object may run Python; a list that became shorter by then is an error, not a crash."""
     lists("""

@@ -164,8 +164,10 @@ def test_no_kernel_image_for_this_gpu(library: Path) -> None:
     assert text.startswith("CudaError 209 CUDA_ERROR_NO_BINARY_FOR_GPU") and "CUDA_ARCHS" in text
 
 
-def test_no_gpu(library: Path) -> None:
-    text = refused(library, CONVERT, FAKE_INIT="100")
+@pytest.mark.parametrize("knobs", [{"FAKE_INIT": "100"}, {"FAKE_DEVICES": "0"}])
+def test_no_gpu(library: Path, knobs: dict[str, str]) -> None:
+    """Also from a driver that starts, and counts none."""
+    text = refused(library, CONVERT, **knobs)
     assert text.startswith("CudaUnavailableError 100 CUDA_ERROR_NO_DEVICE") and "CUDA_VISIBLE_DEVICES" in text
 
 
@@ -289,3 +291,127 @@ assert (folder / "cpu").read_bytes() == (folder / "cuda:0").read_bytes()
 """,
         KVBM_TUNE="0",
     )
+
+
+# ---- what the GPU still uses when its owner lets go of it ------------------------------------------------------------
+
+RETIRED = """
+from kvbm import _core
+import gc, threading
+live = (ctypes.c_long * 5).in_dll(driver, "live")
+for name in ("fake_begin_capture", "fake_end_capture", "fake_launch_graph"): getattr(driver, name).restype = ctypes.c_void_p
+handle = ctypes.c_void_p
+(s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool("nhd", 9), pool("universal", 9)
+pinned = (ctypes.c_ulonglong * 2).in_dll(driver, "fake_pinned")
+
+def captured(copy):
+    driver.fake_begin_capture(handle(5))
+    copy()
+    return handle(driver.fake_end_capture())
+"""
+
+
+def test_what_is_dropped_is_not_waited_for(library: Path) -> None:
+    """A ring is freed when its copies are done and memory is next allocated, of whatever kind; tables many at once."""
+    run(
+        library,
+        RETIRED
+        + """
+before, sizes = d[0].copy(), []
+for cycle in range(4):
+    d[0][...] = before
+    defer(1)
+    kvbm.Transfer(s_gpu, d_gpu, "staged", chunk_bytes=2 * shape.nbytes).copy(range(9), range(9), stream=5)
+    held = live[2]
+    move = kvbm.Transfer(s_gpu, d_gpu, "staged", chunk_bytes=2 * shape.nbytes)
+    assert np.array_equal(d[0], before), "who makes a transfer waits for the copies of another"
+    driver.fake_pump(-1)
+    kvbm.convert(s_cpu, d_cpu)
+    assert same(d, d_cpu)
+    defer(0)
+    del move
+    for _ in range(2): _core.free_device(0, _core.alloc_device(0, 64))
+    assert live[2] == held - 3 + 2, "the slots are not freed, or tables are"
+    sizes.append([*live[:2], live[2] - 4 * cycle, *live[3:]])
+assert sizes[1] == sizes[-1], sizes
+table = np.zeros(8192, np.uint64)
+for _ in range(50):
+    _core.Table(table, 0)
+    assert live[2] <= held + 24
+""",
+        MALLOC_PERTURB_="85",
+    )
+
+
+def test_threads_that_drop_transfers(library: Path) -> None:
+    """Each makes transfers, copies, and drops them with the copies in flight: right, and nothing is left at the end."""
+    run(
+        library,
+        RETIRED
+        + """
+sys.setswitchinterval(1e-5)
+failed = []
+def work(k):
+    try:
+        for turn in range(25):
+            move = kvbm.Transfer(s_gpu, d_gpu, ("staged", "direct")[turn % 2], chunk_bytes=shape.nbytes if turn % 2 == 0 else None)
+            move.copy([k, k + 4], [k + 4, k], stream=5 + k)
+    except BaseException as error: failed.append(error)
+sizes = []
+for _ in range(3):
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    for _ in range(2): _core.free_device(0, _core.alloc_device(0, 64))
+    sizes.append([live[1], live[2] - 200 * len(sizes), live[3]])
+assert not failed, failed
+kvbm.convert(s_cpu, d_cpu, [0, 1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7, 0, 1, 2, 3])
+assert same(d, d_cpu)
+assert sizes == sizes[:1] * 3, sizes
+""",
+    )
+
+
+@pytest.mark.parametrize("ids", ["FakeCuda((2,), 'int64', address=two.ctypes.data)", "np.arange(700)"])
+def test_a_graph_that_is_destroyed_while_the_driver_allocates(library: Path, ids: str) -> None:
+    """On a thread of the driver's, which the driver waits for: kvbm holds no lock then that giving back takes."""
+    run(
+        library,
+        RETIRED
+        + f"""
+import signal
+signal.alarm(60)  # red: for ever
+two = np.array([1, 2])
+n = 700
+(s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool("nhd", n), pool("universal", n)
+move = kvbm.Transfer(s_gpu, d_gpu, "direct")
+ids = {ids}
+out = np.arange(len(ids) if isinstance(ids, np.ndarray) else 2)
+move.copy(ids, out, stream=5)
+graph = captured(lambda: move.copy(ids, out, stream=5))
+gone, kept = ctypes.c_void_p.in_dll(driver, "fake_gone"), []
+gone.value = graph.value
+defer(1)
+while gone.value: kept.append(move.copy(ids, out, stream=6))  # until the driver has to allocate
+driver.fake_pump(-1)
+""",
+    )
+
+
+def test_a_graph_that_outlives_the_process_s_memory(library: Path) -> None:
+    """What a graph gives back when the process ends is not written into lists that are gone."""
+    code = (
+        PRELUDE
+        + RETIRED
+        + """
+two = np.array([1, 2])
+move = kvbm.Transfer(s_gpu, d_gpu, "direct")
+graphs = captured(lambda: [move.copy(FakeCuda((2,), "int64", address=two.ctypes.data), [1, 2], stream=5) for _ in range(20)])
+ctypes.c_void_p.in_dll(driver, "fake_last").value = graphs.value
+"""
+    )
+    env = server(library, "programs.fake_gpu").environment()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=False
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)

@@ -164,7 +164,7 @@ def test_allocations_lie_at_a_step(library: Path, name: str, hd: int, step: int)
         f"""
 shape = kvbm.BlockShape(nl=3, no=2, nh=2, nt=8, hd={hd}, dtype="float16")
 pool = kvbm.Pool.allocate(kvbm.load({name!r}), shape, 7, "pinned")
-assert pool.step == {step} == pool.step, pool.step
+assert pool.steps == (None, {step}), pool.steps
 assert not (pool.addresses % np.uint64(256)).any()
 assert (pool.addresses == pool.addresses[0] + np.uint64({step}) * np.arange(len(pool.addresses), dtype=np.uint64)).all()
 """,
@@ -246,7 +246,7 @@ assert len(pieces) == count("registered") > 2
 assert [pieces[0][0], *(b for _, b in pieces)] == [*(a for a, _ in pieces), end] and pieces[0][0] == begin
 assert all(0 < b - a <= pinning.PIECE_BYTES and a % page == 0 for a, b in pieces)
 assert pool.pinned and pool.cuts.tolist() == [a for a, _ in pieces[1:]]
-step = {{"allocation": pool.step, "block": 2 * {nt} * 64 * 2, "page": page}}[{border!r}]
+step = {{"allocation": pool.steps.entry, "block": 2 * {nt} * 64 * 2, "page": page}}[{border!r}]
 assert not [cut for cut in pool.cuts.tolist() if (cut - begin) % step], (pool.cuts - begin, step)
 pool.close()
 assert count("registered") == 0 and pool.pinned is False
@@ -418,7 +418,7 @@ def cut(places): return [raw[start + at:start + at + 128].view("float16").reshap
 first, last = start + raw.ctypes.data - 32, lambda n: start + raw.ctypes.data - 32 + n * page
 pool = kvbm.Pool(nhd, small, cut([640, 0, 128, 512, 256, 384]))
 pool.pin()
-assert pool._pins.ranges == [(first, last(1))] and pool.step is None
+assert pool._pins.ranges == [(first, last(1))] and pool.steps.whole is None
 pool.close()
 pool = kvbm.Pool(nhd, small, cut([0, page - 64, 2 * page, 5 * page, 5 * page + 500, 6 * page]))
 pool.pin()
@@ -453,7 +453,7 @@ for first, n in ((0, 30), (30, 34)):
     assert driver.cuMemHostRegister_v2(at(begin + first * page), ctypes.c_size_t(n * page), 1) == 0
 size = 2 * 5 * 2048
 pool = kvbm.Pool(flash, shape, [raw[i * size:(i + 1) * size].view("float16").reshape(2, 5, 8, 2, 64) for i in range(3)])
-assert pool.pinned and pool.device == "cpu" and pool.step == size
+assert pool.pinned and pool.device == "cpu" and pool.steps.entry == size
 pool.pin()
 assert count("registered") == 2
 pool.close()
@@ -542,9 +542,9 @@ def test_step() -> None:
     shape = kvbm.BlockShape(nl=3, no=2, nh=2, nt=8, hd=64, dtype="float16")
     layout, raw = kvbm.load("vllm/flash_attn_nhd"), np.zeros((9, 2, 5, 8, 2, 64), np.float16)
     for places, step in (((0, 1, 2), 1), ((1, 4, 7), 3), ((2, 1, 0), None), ((0, 1, 3), None), ((0, 2, 1), None)):
-        assert kvbm.Pool(layout, shape, [raw[i] for i in places]).step == (step and step * raw[0].nbytes)
+        assert kvbm.Pool(layout, shape, [raw[i] for i in places]).steps.entry == (step and step * raw[0].nbytes)
     one = kvbm.BlockShape(nl=1, no=2, nh=2, nt=8, hd=64, dtype="float16")
-    assert kvbm.Pool(layout, one, raw[4]).step == 0
+    assert kvbm.Pool(layout, one, raw[4]).steps == (None, 0)
 
 
 def test_pin_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,12 +625,12 @@ def test_gpu_allocated(torch: Any) -> None:
     blocks = 4096  # 16 MiB a layer
     calls: list[tuple[int, int]] = []
     with kvbm.Pool.allocate(kvbm.load(FLASH), SHAPE, blocks, "pinned", lambda *call: calls.append(call)) as pool:
-        assert pool.pinned and pool.step == 2 * blocks * 2048 and is_pinned(pool) and not pool.cuts.size
+        assert pool.pinned and pool.steps.entry == 2 * blocks * 2048 and is_pinned(pool) and not pool.cuts.size
         assert calls[-1][0] == calls[-1][1] == pool.nbytes
         fill(pool)
         assert all(same_on_gpu(array, torch) for array in pool.arrays)
         # One copy across the border of two arrays: they are one registration.
-        both = np.ndarray((pool.step,), np.uint8, pool.arrays[0].base, pool.step // 2)
+        both = np.ndarray((pool.steps.entry,), np.uint8, pool.arrays[0].base, pool.steps.entry // 2)
         assert same_on_gpu(both.view(np.int16), torch)
         twin = kvbm.Pool(pool.layout, SHAPE, pool.arrays)  # nothing is known of these but what the driver says
         assert twin.pinned and not twin.cuts.size, "the driver says where a registration begins and ends"
