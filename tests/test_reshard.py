@@ -139,7 +139,7 @@ def random_placement(rng: random.Random, model: BlockShape, name: str) -> Placem
     shard: dict[str, object] = {}
     if model.nh % tp == 0 or tp % model.nh == 0:
         shard["h"] = "tp"
-    if pp > 1:
+    if 1 < pp <= model.nl:
         cuts = sorted(rng.sample(range(1, model.nl), pp - 1))
         shard["l"] = {"over": "pp", "bounds": [0, *cuts, model.nl]}
     if cp > 1:

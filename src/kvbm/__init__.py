@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .planner import Plan, plan
     from .pool import Pool
     from .reshard.placement import Placement
+    from .reshard.sequence import Span
+    from .selection import PoolSection
     from .shapes import BlockShape, load_shape, shape_names
     from .spec import layouts, load
     from .transfer import Transfer, convert
@@ -51,6 +53,8 @@ _HOME = {
     "BlockShape": "shapes",
     "Layout": "layout",
     "Placement": "reshard.placement",
+    "PoolSection": "selection",
+    "Span": "reshard.sequence",
     "Plan": "planner",
     "Pool": "pool",
     "Transfer": "transfer",
@@ -78,6 +82,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "Pool",
+    "PoolSection",
+    "Span",
     "SpecError",
     "Transfer",
     "convert",

@@ -108,10 +108,10 @@ class Section:
             raise LayoutError(
                 f"{where}: axis '{axis}': expected coordinates from 0 to {len(given) - 1}, got {_said(coordinates)}"
             )
-        if isinstance(given, range) and isinstance(coordinates, range):
-            coordinates = given[coordinates.start : coordinates.stop : coordinates.step]
-        else:
-            coordinates = tuple(given[i] for i in coordinates)
+        coordinates = tuple(given[i] for i in coordinates)
+        first, count, step = next(_runs(coordinates))
+        if count == len(coordinates):
+            coordinates = range(first, first + count * step, step)
         if coordinates == range(self.size(axis)):
             return replace(self, chosen=tuple(sorted(chosen.items())))
         accesses = list(self.accesses)

@@ -64,6 +64,11 @@ class Transfer:
         self._mover = Mover(src, dst, strategy, max_sms, chunk_bytes, keeps=True, transfer=Transfer)
         self._pools = (src.pool, dst.pool)
 
+    @property
+    def device(self) -> int:
+        """The CUDA device whose kernels and streams copies take; -1 between two pools in host memory."""
+        return self._mover.device
+
     def copy(
         self, src_ids: Any = None, dst_ids: Any = None, *, layers: Layers = None, stream: Any = None, wait: Any = None
     ) -> _core.Done:

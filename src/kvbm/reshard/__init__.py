@@ -1,9 +1,47 @@
-"""Resharding: one planned, proven copy between engines that spread a cache differently over their ranks."""
+"""Resharding: one planned, proven copy between engines that spread a cache differently over their ranks.
+
+`plan` and `gather` are pure; what needs NumPy and the compiled half is imported when it is named.
+"""
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .messages import Message, Resharding, gather, plan
 from .placement import Placement
 from .proof import prove
 
-__all__ = ["Message", "Placement", "Resharding", "gather", "plan", "prove"]
+if TYPE_CHECKING:
+    from .local import Local, LocalDone
+    from .sequence import Pairs, Rank, Span, pair_up
+
+__all__ = [
+    "Local",
+    "LocalDone",
+    "Message",
+    "Pairs",
+    "Placement",
+    "Rank",
+    "Resharding",
+    "Span",
+    "gather",
+    "pair_up",
+    "plan",
+    "prove",
+]
+
+_HOME = {
+    "Local": "local",
+    "LocalDone": "local",
+    "Pairs": "sequence",
+    "Rank": "sequence",
+    "Span": "sequence",
+    "pair_up": "sequence",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

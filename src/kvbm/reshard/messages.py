@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..errors import PlanError
@@ -90,16 +90,24 @@ class Resharding:
     def title(self) -> str:
         return f"{self.src.name} → {self.dst.name}"
 
-    def with_cuts(self, cuts: Cuts) -> Resharding:
-        """The same messages in units for layouts that split the tokens of a block there."""
-        cuts = (tuple(cuts[0]), tuple(cuts[1]))
-        if cuts == self.cuts:
+    def refit(self, cuts: Cuts, shift: int = 0) -> Resharding:
+        """The same messages in other units.
+
+        Parameters
+        ----------
+        cuts : two sequences of int
+            Where each side's layout splits the tokens of a block.
+        shift : int
+            What the units must divide besides: the distance of the positions at which both sides' block tables begin.
+        """
+        if (tuple(cuts[0]), tuple(cuts[1])) == self.cuts and all(shift % m.t.tokens == 0 for m in self.messages):
             return self
+        sizes = self.src.nt, self.dst.nt
         messages = [
-            m._replace(t=_unit(self.sends[m.src].t, self.takes[m.dst].t, self.src, self.dst, cuts))
+            m._replace(t=meet_in_unit(self.sends[m.src].t, self.takes[m.dst].t, sizes, cuts, shift))
             for m in self.messages
         ]
-        return Resharding(self.src, self.dst, self.sends, self.takes, tuple(messages), cuts)
+        return replace(self, messages=tuple(messages), cuts=(tuple(cuts[0]), tuple(cuts[1])))
 
     @property
     def unit(self) -> int:
@@ -236,10 +244,6 @@ def _require_one_model(src: Placement, dst: Placement) -> None:
             )
 
 
-def _unit(src_turns: Turns, dst_turns: Turns, src: Placement, dst: Placement, cuts: Cuts) -> Unit:
-    return meet_in_unit(src_turns, dst_turns, (src.nt, dst.nt), cuts)
-
-
 def _messages(
     src: Placement,
     dst: Placement,
@@ -268,7 +272,7 @@ def _messages(
             if not heads or not both(held.l, wanted.l) or not share_a_token(held.t, wanted.t):
                 continue
             if (held.t, wanted.t) not in units:
-                units[held.t, wanted.t] = _unit(held.t, wanted.t, src, dst, cuts)
+                units[held.t, wanted.t] = meet_in_unit(held.t, wanted.t, (src.nt, dst.nt), cuts)
             unit = units[held.t, wanted.t]
             if stripe and len(ranks) > 1:
                 shares = [(one, both(held.l.share(i, len(ranks)), wanted.l)) for i, one in enumerate(ranks)]

@@ -1,0 +1,175 @@
+"""Sequences: which blocks of a rank hold which tokens, and the pairs of units that a message copies of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BindError
+from .strips import Turns, Unit
+
+__all__ = ["Pairs", "Rank", "Span", "pair_up"]
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class Span:
+    """Tokens of a sequence, and the blocks of one rank that hold them.
+
+    Parameters
+    ----------
+    table : sequence of int
+        Block ids of the rank for the sequence, in order; -1 where there is no block: its tokens are left out.
+    tokens : range
+        Positions to copy.
+    origin : int
+        The position whose slot is the first of ``table[0]``: where a sliding window dropped its first blocks, or the sequence is
+        cut in two.
+
+    Raises
+    ------
+    BindError
+        A table that is no list of ids; tokens that are no range, or begin before `origin`.
+    """
+
+    table: Ids
+    tokens: range
+    origin: int
+
+    def __init__(self, table: Any, tokens: range, origin: int = 0) -> None:
+        given: Any = tokens
+        try:
+            ids = np.array(table)
+        except (TypeError, ValueError):
+            ids = np.zeros((1, 1))
+        if ids.size == 0:
+            ids = ids.astype(np.int64)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise BindError(f"table: expected a list of block ids, got {table!r:.200}")
+        if not isinstance(given, range) or tokens.step != 1 or tokens.start < 0:
+            raise BindError(f"tokens: expected range(first, behind the last), got {tokens!r:.200}")
+        if not 0 <= origin <= tokens.start and len(tokens):
+            raise BindError(f"origin: expected a position from 0 to the first token's, {tokens.start}, got {origin}")
+        ids = ids.astype(np.int64)
+        ids.flags.writeable = False
+        for name, value in (("table", ids), ("tokens", tokens), ("origin", origin)):
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return (
+            f"Span({len(self.table)} blocks, {self.tokens}" + (f", origin={self.origin}" if self.origin else "") + ")"
+        )
+
+
+class Rank(NamedTuple):
+    """What listing pairs must know of a rank.
+
+    Attributes
+    ----------
+    name : str
+        For errors.
+    turns : Turns
+        The tokens that it holds.
+    nt, num_blocks : int
+        Slots of a block, and blocks of its pool.
+    """
+
+    name: str
+    turns: Turns
+    nt: int
+    num_blocks: int
+
+    def slots(self, span: Span, positions: Any) -> Any:
+        """Slots of positions that the rank holds, counted from the first of the table's."""
+        return self.turns.slot(positions) - self.turns.slot(span.origin)
+
+    def held(self, span: Span) -> int:
+        """Slots up to behind the last token that the rank holds."""
+        position, turns = span.tokens.stop, self.turns
+        rest = min(max(position % turns.period - turns.index * turns.every, 0), turns.every)
+        found: int = position // turns.period * turns.every + rest - turns.slot(span.origin)
+        return found
+
+    def ids(self, span: Span, slots: Ids, of: int) -> Ids:
+        """Ids of parts of `of` slots each that begin at these; -1 where there is no block."""
+        blocks = span.table[slots // self.nt]
+        found: Ids = np.where(blocks < 0, -1, blocks * (self.nt // of) + slots % self.nt // of)
+        return found
+
+    def require(self, span: Span, *, written: bool) -> None:
+        """The table has a block for every token, each of the pool, and none twice where they are written."""
+        if self.turns.over > 1 and span.origin % self.turns.period:
+            raise BindError(
+                f"{self.name}: origin {span.origin}: expected a multiple of {self.turns.period}, a whole turn"
+            )
+        needed = -(-self.held(span) // self.nt) if len(span.tokens) else 0
+        if len(span.table) < needed:
+            raise BindError(
+                f"{self.name}: tokens {span.tokens.start} to {span.tokens.stop - 1} need {needed} blocks of {self.nt}, got "
+                f"a table of {len(span.table)}"
+            )
+        wrong = np.flatnonzero((span.table < -1) | (span.table >= self.num_blocks))
+        if wrong.size:
+            raise BindError(
+                f"{self.name}: table[{wrong[0]}] is {span.table[wrong[0]]}: expected 0 to {self.num_blocks - 1}, or -1 for no block"
+            )
+        if written:
+            used = span.table[span.table >= 0]
+            if np.unique(used).size != used.size:
+                order = np.argsort(used, kind="stable")
+                twice = order[1:][np.diff(used[order]) == 0]
+                raise BindError(
+                    f"{self.name}: block {used[twice.min()]} stands in the table twice; its tokens would be written twice"
+                )
+
+
+class Pairs(NamedTuple):
+    """What a message copies: ids of units, and of single tokens where the range begins or ends inside a unit."""
+
+    src_units: Ids
+    dst_units: Ids
+    src_tokens: Ids
+    dst_tokens: Ids
+
+
+def pair_up(unit: Unit, src: Rank, dst: Rank, src_span: Span, dst_span: Span) -> Pairs:
+    """The pairs of one message and one sequence.
+
+    Parameters
+    ----------
+    unit : Unit
+        Which divides the distance of both origins.
+    src, dst : Rank
+    src_span, dst_span : Span
+        Of the same tokens.
+
+    Raises
+    ------
+    BindError
+        Spans of other tokens on both sides.
+    """
+    tokens = src_span.tokens
+    if tokens != dst_span.tokens:
+        raise BindError(
+            f"{src.name} → {dst.name}: tokens: {tokens} in the source, {dst_span.tokens} in the destination"
+        )
+    base = src_span.origin % unit.tokens
+    first = base + -(-(tokens.start - base) // unit.tokens) * unit.tokens
+    behind = base + (tokens.stop - base) // unit.tokens * unit.tokens
+    starts = np.arange(first, behind, unit.tokens, dtype=np.int64)
+    for rank in (src, dst):
+        if unit.tokens % rank.turns.period:  # all of a unit is one rank's
+            starts = starts[rank.turns.holds(starts)]
+    if behind < first:
+        edges = np.arange(tokens.start, tokens.stop, dtype=np.int64)
+    else:
+        edges = np.concatenate([np.arange(tokens.start, first), np.arange(behind, tokens.stop)]).astype(np.int64)
+    edges = edges[src.turns.holds(edges) & dst.turns.holds(edges)]
+    sides = (src, src_span, unit.src_slots), (dst, dst_span, unit.dst_slots)
+    units = [rank.ids(span, rank.slots(span, starts), slots) for rank, span, slots in sides]
+    ones = [rank.ids(span, rank.slots(span, edges), 1) for rank, span, _ in sides]
+    return Pairs(units[0], units[1], ones[0], ones[1])
