@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,10 @@ import matrix
 import oracle
 import plane_oracle
 import strategies
-import test_driver
-import test_transfer
 from kvbm import _core, prepare, spans, spec
 from memory import FakeCuda, Strided, aligned
 from plane_oracle import FAMILIES, TABLE, Arena, held
-from test_driver import library  # noqa: F401
+from processes import FakeDriver
 from test_planner import execute, minimal
 
 NAMES = sorted(TABLE)
@@ -394,95 +391,26 @@ def test_two_steps_are_the_one(src: str, dst: str, gathers: bool) -> None:
 
 # ---- on a driver that is not one -------------------------------------------------------------------------------------
 
-#: What the processes of test_driver start with, for planes.
-PRELUDE = """
-import itertools
-from test_planes import PAIRS, Side, check, shapes
-import test_planes
-def seed(n): ctypes.c_uint.in_dll(driver, "fake_seed").value = n
-def pump(n=-1): return driver.fake_pump(n)
-SIDES = {"d2d": ("fake", "fake"), "d2h": ("fake", "fake pinned"), "h2d": ("fake pinned", "fake")}
-WAYS = ("steps", "rows", "scattered")
-"""
-
-
-def run(folder: Path, code: str) -> str:
-    return test_driver.run(folder, PRELUDE + code, "test_planes")
-
-
 STRATEGIES = ("direct", "staged", "engine")
 DIRECTIONS = ("d2d", "d2h", "h2d")
 
 
 class TestOnTheFakeDriver:
-    pytestmark = test_transfer.on_the_fake_driver
-
     @pytest.mark.parametrize("direction", DIRECTIONS)
     @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
     @pytest.mark.slow
-    def test_every_pair(self, library: Path, direction: str, strategy: str) -> None:  # noqa: F811
+    def test_every_pair(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
         """Bit-exact whatever order the streams run in; skipped pairs skipped, ids read before the call returns."""
-        run(
-            library,
-            f"""
-defer(1)
-for number, (src, dst) in enumerate(PAIRS):
-    a, b = SIDES[{direction!r}]
-    # Where a copy of the engine moves one byte, few of them are enough.
-    shape = shapes(src)[0 if src != "sglang/mxfp8" and dst != "sglang/mxfp8" or {strategy!r} != "engine" else 2]
-    ways = WAYS[number % 3], WAYS[number // 3 % 3]
-    s = Side(src, shape, 7, where=a, how=ways[0], align=(0, 2, 4)[number % 3])
-    d = Side(dst, shape, 9, where=b, how=ways[1], align=(4, 0, 1)[number % 3], dst=True)
-    seed(number % 4)
-    chunk = (None, max(s.slot, d.slot), 3 * max(s.slot, d.slot))[number % 3] if {strategy!r} in ("staged", "auto") else None
-    most = 3 if number % 5 == 4 and {strategy!r} != "engine" else None
-    with kvbm.Transfer(s.pool, d.pool, {strategy!r}, chunk_bytes=chunk, max_sms=most) as move:
-        src_ids, dst_ids = np.array([6, 1, -1, 0, 5]), np.array([3, 8, 1, -1, 0])
-        given = src_ids.copy(), dst_ids.copy()
-        done = move.copy(*given, stream=5)
-        given[0][:] = given[1][:] = 0
-        assert d.untouched and not done.query()
-        pump()
-        assert done.query()
-        check(s, d, src_ids, dst_ids, what=(src, dst, ways))
-        assert move.stats()["bytes"] == 3 * s.arena.placed.block_bytes, (src, dst, move.stats())
-        assert {strategy!r} in ("auto", done.strategy)
-assert count("pushes") == count("pops")
-""",
-        )
+        fake_gpu("planes.every_pair", direction, strategy)
 
-    def test_one_launch_moves_all_planes(self, library: Path) -> None:  # noqa: F811
+    def test_one_launch_moves_all_planes(self, fake_gpu: FakeDriver) -> None:
         """All planes of a page in one launch, by way of records or of tensors of their own."""
-        run(
-            library,
-            """
-for src, dst in PAIRS:
-    shape = shapes(src)[0]
-    s, d = Side(src, shape, 4, where="fake"), Side(dst, shape, 5, where="fake", dst=True)
-    before = count("launches")
-    kvbm.convert(s.pool, d.pool, [3, 0], [1, 4], stream=5)
-    check(s, d, [3, 0], [1, 4])
-    assert count("launches") == before + 1, (src, dst, count("launches") - before)
-""",
-        )
+        fake_gpu("planes.one_launch_moves_all_planes")
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
     @pytest.mark.slow
-    def test_ranges_of_layers(self, library: Path, strategy: str) -> None:  # noqa: F811
-        run(
-            library,
-            f"""
-for number, (src, dst) in enumerate(PAIRS):
-    a, b = list(SIDES.values())[number % 3]
-    base = shapes(src)[2 if {strategy!r} == "engine" and "mxfp8" in src else 0]
-    s = Side(src, (4, *base[1:]), 4, where=a)
-    d = Side(dst, (2, *base[1:]), 5, where=b, dst=True)
-    layers = range(1, 3), range(2)
-    with kvbm.Transfer(s.pool, d.pool, {strategy!r}) as move:
-        move.copy([3, 0], [1, 4], layers=layers, stream=5).synchronize()
-    check(s, d, [3, 0], [1, 4], layers, what=(src, dst))
-""",
-        )
+    def test_ranges_of_layers(self, fake_gpu: FakeDriver, strategy: str) -> None:
+        fake_gpu("planes.ranges_of_layers", strategy)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
