@@ -11,10 +11,11 @@ import itertools
 import math
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -241,6 +242,13 @@ def others(src: str) -> list[str]:
     return [dst for dst in everyone() if not refused(src, dst) and possible(src, dst)]
 
 
+def draw(rng: random.Random, src: str, dst: str, options: Sequence[Any], batches: Sequence[str]) -> Case:
+    """Any case of a pair: `options` are its dtypes with the shapes that they are possible at."""
+    dtype, shape = rng.choice(options)
+    batch, src_align, dst_align = rng.choice(batches), rng.choice(ALIGNS), rng.choice(ALIGNS)
+    return Case(src, dst, dtype, shape, batch, src_align, dst_align, rng.choice(ID_KINDS))
+
+
 #: Elements of a block in `meetings`: tiny, as the pairs are many.
 TINY = 2200
 
@@ -255,15 +263,7 @@ def meetings(src: str) -> list[Case]:
     for dst in others(src):
         rng = random.Random(zlib.crc32(f"{src} meets {dst}".encode()))
         options = [one for one in possible(src, dst) if math.prod(one[1]) <= TINY] or list(possible(src, dst))
-        drawn = []
-        for _ in range(8):
-            dtype, shape = rng.choice(options)
-            drawn.append(
-                Case(
-                    src, dst, dtype, shape, rng.choice(("one", "two", "many")),
-                    rng.choice(ALIGNS), rng.choice(ALIGNS), rng.choice(ID_KINDS),
-                )
-            )  # fmt: skip
+        drawn = [draw(rng, src, dst, options, BATCHES[1:]) for _ in range(8)]
         best = max(drawn, key=lambda case: sum(key not in seen for key in turns(case)))
         chosen.append(best)
         seen.update(turns(best))
@@ -360,11 +360,7 @@ def cases() -> tuple[Case, ...]:
         while not want <= seen:
             best, most = None, -1
             for _ in range(12):
-                dtype, shape = rng.choice(options)
-                case = Case(
-                    src, dst, dtype, shape, rng.choice(BATCHES),  # type: ignore[arg-type]
-                    rng.choice(ALIGNS), rng.choice(ALIGNS), rng.choice(ID_KINDS),
-                )  # fmt: skip
+                case = draw(rng, src, dst, options, BATCHES)
                 if case.batch == "none" and case.ids == "all":
                     continue
                 new = sum((8 if key in want else 1) for key in covers(case) if key not in seen)

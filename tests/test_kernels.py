@@ -657,6 +657,17 @@ class Stack:
         self.args_blocks = [flat[i * per : (i + 1) * per] for i in range(nb)]
         self.args_whole = views(self.whole, of_whole, shape.dtype)
 
+    def fill_late(self, stream: Any) -> None:
+        """The source is zeros, until `stream` has slept for a while: only what comes after that on the stream reads the data."""
+        import torch
+
+        original = self.buffers[0].clone()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            self.buffers[0].zero_()
+            torch.cuda._sleep(100_000_000)
+            self.buffers[0].copy_(original)
+
     def check(self) -> None:
         import torch
 
@@ -756,12 +767,8 @@ def test_current_stream_of_torch() -> None:
     shape = kvbm.BlockShape(4, 2, 8, 16, 128, "bfloat16")
     stack = Stack("universal", "nhd", shape, 8, True, torch_views, (0, 0))
     side = torch.cuda.Stream()
-    original = stack.buffers[0].clone()
-    torch.cuda.synchronize()
+    stack.fill_late(side)
     with torch.cuda.stream(side):
-        stack.buffers[0].zero_()
-        torch.cuda._sleep(100_000_000)
-        stack.buffers[0].copy_(original)
         kernels.block_to_universal(stack.args_blocks, stack.args_whole)
     stack.check()
 
@@ -795,12 +802,7 @@ def test_streams(how: str) -> None:
                 return (0, side.cuda_stream)
 
         stream = Mine()
-    original = stack.buffers[0].clone()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        stack.buffers[0].zero_()
-        torch.cuda._sleep(100_000_000)
-        stack.buffers[0].copy_(original)
+    stack.fill_late(side)
     kernels.block_to_universal(stack.args_blocks, stack.args_whole, "HND", stream=stream)
     side.synchronize()
     stack.check()

@@ -13,7 +13,6 @@ import threading
 from array import array
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ import oracle
 from kvbm import _core, prepare, spec
 from memory import Bound, aligned, numpy_views, placed
 from processes import FakeDriver
-from test_planner import execute
+from test_planner import at_slot, execute, run_two_steps, step
 
 SHAPE = kvbm.BlockShape(nl=4, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
 NAMES = sorted(matrix.SHIPPED)
@@ -175,10 +174,6 @@ def test_pools_of_other_layers_need_a_range() -> None:
 # ---- two steps -----------------------------------------------------------------------------------------------------
 
 
-def at_slot(base: int) -> Any:
-    return SimpleNamespace(bases=[base])
-
-
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("src", NAMES)
 def test_two_steps_are_the_one(src: str, gathers: bool) -> None:
@@ -207,20 +202,8 @@ def test_two_steps_are_the_one(src: str, gathers: bool) -> None:
         got = execute(nests[1], at_slot(64), other.arena, filled, other.before, range(3), dst_ids)
         assert np.array_equal(got, want), (src, name)
 
-        memory = aligned(slot)
-        table = _core.Table(np.array([memory.ctypes.data + 64], np.uint64))
-        for copy in prepare.prepare(first, one.pool.alignment, 16):
-            copy.run(_core.Table(one.pool.addresses), table, _core.Pairs(src_ids, None, one.pool.num_blocks, 3))
-        for copy in prepare.prepare(second, 16, other.pool.alignment):
-            copy.run(table, _core.Table(other.pool.addresses), _core.Pairs(None, dst_ids, 3, other.pool.num_blocks))
+        run_two_steps(first, second, one, other, slot, src_ids, dst_ids)
         assert np.array_equal(other.buffer, want), oracle.explain(other.arena, other.buffer, want)
-        assert np.array_equal(memory[:64], slot[:64]) and np.array_equal(memory[-64:], slot[-64:])
-
-
-def step(arena: oracle.Arena) -> int:
-    steps = set(np.diff(arena.bases).tolist()) or {0}
-    assert len(steps) == 1
-    return int(steps.pop())
 
 
 @pytest.mark.parametrize(
@@ -313,8 +296,8 @@ def ids_as(kind: str, ids: list[int]) -> Any:
 
 
 KINDS = [
-    "list", "tuple", "int8", "int16", "int32", "int64", "torch.int16", "torch.int32", "torch.int64", "strided", "reversed",
-    "big endian", "array", "numbers", "memoryview", "deque",
+    "list", "tuple", "int8", "int16", "int32", "int64", "uint8", "uint64", "torch.int16", "torch.int32", "torch.int64",
+    "strided", "reversed", "big endian", "array", "numbers", "memoryview", "deque",
 ]  # fmt: skip
 
 

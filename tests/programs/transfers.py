@@ -828,7 +828,7 @@ def closed_beside_a_copy(direction: str) -> None:
 
 
 def explain_and_auto() -> None:
-    large = replace(SHAPE, nl=16, nh=8, hd=512)
+    large = replace(SHAPE, nl=16, nh=8, hd=256)
     for direction in SIDES:
         names = ("universal", "nhd") if direction == "h2d" else ("nhd", "universal")  # whole blocks on the host's side
         s, d = ends(direction, *names, 20, 20, shape=large)
