@@ -61,7 +61,11 @@ def test_stubs_are_told() -> None:
     """As the build wrote it down: whether it had a compiler."""
     built = json.loads((Path(kvbm.__file__).parent / "_build.json").read_text())
     assert kernels.is_using_stubs() is (built["nvcc"] is None)
-    assert isinstance(kernels.is_memcpy_batch_available(), bool)
+
+
+@pytest.mark.parametrize(("version", "answer"), [("12070", "False"), ("12080", "True"), ("13000", "True")])
+def test_batched_copies_are_there_from_12_8_on(fake_driver: FakeDriver, version: str, answer: str) -> None:
+    assert fake_driver("launches.has_memcpy_batch", FAKE_VERSION=version) == f"{answer}\n"
 
 
 @pytest.mark.parametrize("empty", [[], ()])

@@ -140,6 +140,10 @@ def the_batch_call_and_a_capture() -> None:
     assert count("broken_captures") == 0
 
 
+def has_memcpy_batch() -> None:
+    print(kernels.is_memcpy_batch_available())
+
+
 def fork_after_cuda() -> None:
     """A child of a process that only imported kvbm may use CUDA; one of a process that used it may not."""
     (_, s_gpu, _), (_, d_gpu, _) = pool("nhd", 3), pool("universal", 3)
