@@ -25,7 +25,7 @@ from kvbm import spans, spec
 from memory import FakeCuda, Strided, aligned
 from plane_oracle import FAMILIES, TABLE, Arena, held
 from processes import FakeDriver
-from test_planner import at_slot, execute, minimal, run_two_steps, step
+from test_planner import at_slot, execute, has_whole_runs, minimal, run_two_steps, step
 
 NAMES = sorted(TABLE)
 PAIRS = plane_oracle.pairs()
@@ -365,6 +365,7 @@ def test_two_steps_are_the_one(src: str, dst: str, gathers: bool) -> None:
         block = first.parts[0].dst_id[1]
         assert {part.dst_id for part in first.parts} == {part.src_id for part in second.parts} == {(0, block)}
         assert block % 16 == 0 and block >= made.nbytes
+        assert has_whole_runs(*((second, other.pool) if gathers else (first, one.pool)))
         want = plane_oracle.expected(one.arena, other.arena, one.before, other.before, src_ids, dst_ids)
         slot = oracle.noise(64 + 3 * block + 64, 5)
 

@@ -58,6 +58,12 @@ def step(arena: oracle.Arena) -> int:
     return int(only)
 
 
+def has_whole_runs(far: kvbm.Plan, pool: kvbm.Pool) -> bool:
+    """Whether a step between packed blocks and a pool has runs as long as a copy to another pool of that layout has."""
+    same = kvbm.plan(pool.layout, pool.layout, pool.shape, num_blocks=pool.num_blocks)
+    return sorted(part.run_bytes for part in far.parts) == sorted(part.run_bytes for part in same.parts)
+
+
 def run_two_steps(first: Any, second: Any, src: Any, dst: Any, slot: np.ndarray, src_ids: Any, dst_ids: Any) -> None:
     """Run both halves of a staged plan by the host's kernels, by way of a slot that begins 64 bytes into `slot`."""
     memory = aligned(slot)

@@ -24,7 +24,7 @@ import oracle
 from kvbm import _core, prepare, spec
 from memory import Bound, aligned, numpy_views, placed
 from processes import FakeDriver
-from test_planner import at_slot, execute, run_two_steps, step
+from test_planner import at_slot, execute, has_whole_runs, run_two_steps, step
 
 SHAPE = kvbm.BlockShape(nl=4, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
 NAMES = sorted(matrix.SHIPPED)
@@ -191,6 +191,7 @@ def test_two_steps_are_the_one(src: str, gathers: bool) -> None:
         assert first_id == second_id and first_id[0] == 0
         block = first_id[1]
         assert block % 16 == 0 and SHAPE.nbytes <= block < SHAPE.nbytes + 16
+        assert has_whole_runs(*((second, other.pool) if gathers else (first, one.pool)))
         want = moved(one, other, src_ids, dst_ids)
         slot = oracle.noise(64 + 3 * block + 64, 5)
 
