@@ -142,6 +142,12 @@ class Case:
         return f"{self.src}>{self.dst}-{self.dtype}-{sizes}-{self.batch}-a{self.src_align}.{self.dst_align}-{self.ids}"
 
     @property
+    def values(self) -> tuple[tuple[str, object], ...]:
+        """What a case is besides its pair, by name."""
+        aligns = ("src align", self.src_align), ("dst align", self.dst_align)
+        return ("dtype", self.dtype), ("shape", self.shape), ("batch", self.batch), *aligns, ("ids", self.ids)
+
+    @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
@@ -272,15 +278,7 @@ def meetings(src: str) -> list[Case]:
 
 def turns(case: Case) -> Iterator[tuple[object, ...]]:
     """Values of a case, and pairs of them: what `meetings` spreads over the layouts that one layout meets."""
-    values = (
-        ("width", case.itemsize),
-        ("dtype", case.dtype),
-        ("shape", case.shape),
-        ("batch", case.batch),
-        ("src align", case.src_align),
-        ("dst align", case.dst_align),
-        ("ids", case.ids),
-    )
+    values = (("width", case.itemsize), *case.values)
     yield from values
     for a, b in itertools.combinations(values, 2):
         yield (*a, *b)
@@ -332,17 +330,7 @@ def covers(case: Case) -> Iterator[tuple[object, ...]]:
     yield ("dst shape width", case.dst, case.shape, width)
     yield ("src dtype", case.src, case.dtype)
     yield ("dst dtype", case.dst, case.dtype)
-    for a, b in itertools.combinations(
-        (
-            ("dtype", case.dtype),
-            ("shape", case.shape),
-            ("batch", case.batch),
-            ("src align", case.src_align),
-            ("dst align", case.dst_align),
-            ("ids", case.ids),
-        ),
-        2,
-    ):
+    for a, b in itertools.combinations(case.values, 2):
         yield (f"{a[0]} {b[0]}", a[1], b[1])
 
 
