@@ -64,8 +64,8 @@ def test_stubs_are_told() -> None:
 
 
 @pytest.mark.parametrize(("version", "answer"), [("12070", "False"), ("12080", "True"), ("13000", "True")])
-def test_batched_copies_are_there_from_12_8_on(fake_driver: FakeDriver, version: str, answer: str) -> None:
-    assert fake_driver("launches.has_memcpy_batch", FAKE_VERSION=version) == f"{answer}\n"
+def test_batched_copies_are_there_from_12_8_on(fake_gpu: FakeDriver, version: str, answer: str) -> None:
+    assert fake_gpu("launches.has_memcpy_batch", FAKE_VERSION=version) == f"{answer}\n"
 
 
 @pytest.mark.parametrize("empty", [[], ()])
