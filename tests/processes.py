@@ -12,8 +12,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from kvbm import codegen
-
 HERE = Path(__file__).resolve().parent
 COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 LIMIT = 120  #: Seconds that a program may take.
@@ -68,6 +66,8 @@ def server(library: Path, *modules: str) -> Server:
 
 def compile_fake_driver(folder: Path, source: Path = HERE / "data" / "fake_driver.c") -> Path:
     """The libcuda.so.1 of a folder."""
+    from kvbm import codegen
+
     assert COMPILER is not None
     command = [COMPILER, "-shared", "-fPIC", "-O1", "-w", f"-I{codegen.cuda_dir()}", "-o", folder / "libcuda.so.1"]
     subprocess.run([*command, source], check=True)
