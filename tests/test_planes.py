@@ -985,6 +985,20 @@ def test_what_goes_by_shared_memory(src: str, dst: str, launches: str) -> None:
     assert " ".join(launch.name for launch in made.launches()) == launches
 
 
+def test_a_page_of_which_no_piece_fits() -> None:
+    """The slowest loop of packed blocks is that of layers, and one of 64 tokens is more than shared memory holds."""
+    shape = (4, 1, 1, 64, 576, "bfloat16")
+    one, other = Side("record/mla_fp8_planes", shape, 3), Side("vllm/fp8_ds_mla", shape, 3, dst=True)
+    made = kvbm.plan(one.layout, other.layout, one.shape, num_blocks=3)
+    first, second = made.staged(gathers=True)
+    block = first.parts[0].dst_id[1]
+    slot = oracle.noise(64 + 2 * block, 5)
+    filled, staged = by_launches(first, one.arena, at_slot(64), one.before, slot, ([2, 0], [0, 1]), (16, 16))
+    got = execute(second, at_slot(64), other.arena, filled, other.before, [0, 1], [1, 2])
+    assert not staged
+    assert np.array_equal(got, plane_oracle.expected(one.arena, other.arena, one.before, other.before, [2, 0], [1, 2]))
+
+
 def test_planes_that_step_differently() -> None:
     """Two planes lie side by side in the first piece of a page, and not in the second: no stream may join them."""
     planes = [
