@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <climits>
 #include <new>
 
@@ -77,7 +78,8 @@ int start() {
       start_begun.store(true, std::memory_order_relaxed);
       int result = CU(Init, 0);
       if (result == KVBM_OK) result = CU(DeviceGetCount, &num_devices);
-      if (result == KVBM_OK && num_devices > 0) {
+      if (result == KVBM_OK && num_devices == 0) result = check("cuDeviceGetCount", kNoDevice);
+      if (result == KVBM_OK) {
         devices = new (std::nothrow) Device[static_cast<size_t>(num_devices)];
         if (!devices) result = check("malloc", KVBM_NO_MEMORY);
       }
@@ -111,40 +113,85 @@ int open_slowly(Device* device, int ordinal) {
 
 // ---- events --------------------------------------------------------------------------------------------------------
 
-int take_event(Device* device, int timed, Handle* event) {
-  std::vector<Handle>& free = device->events[timed];
+int take_event(Device* device, Handle* event) {
   {
     std::lock_guard<std::mutex> lock(device->events_mutex);
-    if (!free.empty()) {
-      *event = free.back();
-      free.pop_back();
+    if (!device->events.empty()) {
+      *event = device->events.back();
+      device->events.pop_back();
       return KVBM_OK;
     }
   }
   RelaxedCapture relaxed;
   Current current;  // an event is of the context that it is made in, and the caller may be in another GPU's
   RETURN_IF_FAILED(current.enter(device->context));
-  return CU(EventCreate, event, timed ? 0u : static_cast<unsigned>(kEventNoTiming));
+  return CU(EventCreate, event, kEventNoTiming);
 }
 
-void give_event(Device* device, int timed, Handle event) {
+void give_event(Device* device, Handle event) {
   try {
     std::lock_guard<std::mutex> lock(device->events_mutex);
-    device->events[timed].push_back(event);
+    device->events.push_back(event);
   } catch (...) {
     driver.EventDestroy(event);
   }
 }
 
-int order_streams(Device* device, Stream from, Stream to) {
-  Handle event = nullptr;
-  RETURN_IF_FAILED(take_event(device, 0, &event));
+int mark(Device* device, Stream stream, Handle* event) {
+  RETURN_IF_FAILED(take_event(device, event));
   Current current;
   int status = current.enter(device->context);
-  if (status == KVBM_OK) status = CU(EventRecord, event, from);
-  if (status == KVBM_OK) status = CU(StreamWaitEvent, to, event, 0);
-  give_event(device, 0, event);
+  if (status == KVBM_OK) status = CU(EventRecord, *event, stream);
+  if (status == KVBM_OK) return KVBM_OK;
+  give_event(device, *event);
+  *event = nullptr;
   return status;
+}
+
+int order_streams(Device* device, Stream from, Stream to) {
+  Current current;
+  RETURN_IF_FAILED(current.enter(device->context));
+  Handle event = nullptr;
+  RETURN_IF_FAILED(mark(device, from, &event));
+  const int status = CU(StreamWaitEvent, to, event, 0);
+  give_event(device, event);
+  return status;
+}
+
+// ---- what is retired ------------------------------------------------------------------------------------------------
+
+Retired& retired_memory = *new Retired;
+
+void Retired::Thing::let_go() const {
+  if (event) give_event(&devices[device], event);
+  release(device, what);
+}
+
+void Retired::add(int device, Handle event, void* what, Release release) {
+  const Thing thing = {device, event, what, release};
+  try {
+    std::lock_guard<std::mutex> lock(mutex_);
+    things_.push_back(thing);
+  } catch (...) {  // no memory for the list: then wait
+    if (event) driver.EventSynchronize(event);
+    thing.let_go();
+  }
+}
+
+void Retired::collect(size_t most, bool waits) {
+  RelaxedCapture relaxed;
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (size_t left = std::min(most, things_.size()); left > 0 && !things_.empty(); --left) {
+    const Thing thing = things_.front();
+    if (thing.event ? driver.EventQuery(thing.event) != KVBM_OK : !waits) {
+      things_.splice(things_.end(), things_, things_.begin());
+      continue;
+    }
+    things_.pop_front();
+    lock.unlock();
+    thing.let_go();
+    lock.lock();
+  }
 }
 
 // ---- graphs --------------------------------------------------------------------------------------------------------
@@ -247,13 +294,14 @@ constexpr Status kStatuses[] = {
      "The legacy default stream cannot be used while another stream captures a graph. Pass the capturing stream."},
 };
 
-const Status* find_status(int code) {
-  for (const Status& status : kStatuses)
-    if (status.code == code) return &status;
-  return nullptr;
+// What the table says of a status, else what the driver does.
+const char* said(int status, const char* Status::* field, int (*Driver::*ask)(int, const char**), const char* otherwise) {
+  for (const Status& known : kStatuses)
+    if (known.code == status) return known.*field;
+  const bool is_loaded = load_status.load(std::memory_order_acquire) == KVBM_OK;
+  const char* text = nullptr;
+  return is_loaded && (driver.*ask)(status, &text) == KVBM_OK && text ? text : otherwise;
 }
-
-bool is_loaded() { return load_status.load(std::memory_order_acquire) == KVBM_OK; }
 
 }  // namespace kvbm_driver
 
@@ -263,18 +311,10 @@ extern "C" {
 
 const char* kvbm_last_call(void) { return last_call; }
 
-const char* kvbm_status_name(int status) {
-  if (const Status* known = find_status(status)) return known->name;
-  const char* name = nullptr;
-  if (is_loaded() && driver.GetErrorName(status, &name) == KVBM_OK && name) return name;
-  return "CUDA_ERROR_UNKNOWN";
-}
+const char* kvbm_status_name(int status) { return said(status, &Status::name, &Driver::GetErrorName, "CUDA_ERROR_UNKNOWN"); }
 
 const char* kvbm_status_text(int status) {
-  if (const Status* known = find_status(status)) return known->text;
-  const char* text = nullptr;
-  if (is_loaded() && driver.GetErrorString(status, &text) == KVBM_OK && text) return text;
-  return "The driver knows no more about this error.";
+  return said(status, &Status::text, &Driver::GetErrorString, "The driver knows no more about this error.");
 }
 
 int kvbm_driver_version(int* version) {
@@ -308,38 +348,34 @@ int kvbm_device_info(int device, char* name, int name_bytes, int* major, int* mi
 
 int kvbm_synchronize(int device, uint64_t stream) {
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   return CU(StreamSynchronize, reinterpret_cast<Stream>(stream));
 }
 
-int kvbm_event_take(int device, int timed, uint64_t* event) {
+int kvbm_event_take(int device, uint64_t* event) {
   *event = 0;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   Handle taken = nullptr;
-  RETURN_IF_FAILED(take_event(opened, timed != 0, &taken));
+  RETURN_IF_FAILED(take_event(current.device, &taken));
   *event = reinterpret_cast<uint64_t>(taken);
   return KVBM_OK;
 }
 
-void kvbm_event_give(int device, int timed, uint64_t event) {
+void kvbm_event_give(int device, uint64_t event) {
   // After a fork there is no driver to talk to; the event is its parent's.
-  if (event && start() == KVBM_OK) give_event(&devices[device], timed != 0, reinterpret_cast<Handle>(event));
+  if (event && start() == KVBM_OK) give_event(&devices[device], reinterpret_cast<Handle>(event));
 }
 
 int kvbm_event_record(int device, uint64_t event, uint64_t stream) {
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   return CU(EventRecord, reinterpret_cast<Handle>(event), reinterpret_cast<Stream>(stream));
 }
 
 int kvbm_event_query(int device, uint64_t event, int* is_done) {
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
   const int status = driver.EventQuery(reinterpret_cast<Handle>(event));
   *is_done = status == KVBM_OK;
@@ -348,16 +384,14 @@ int kvbm_event_query(int device, uint64_t event, int* is_done) {
 
 int kvbm_event_synchronize(int device, uint64_t event) {
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
   return CU(EventSynchronize, reinterpret_cast<Handle>(event));
 }
 
 int kvbm_stream_wait(int device, uint64_t stream, uint64_t event) {
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   return CU(StreamWaitEvent, reinterpret_cast<Stream>(stream), reinterpret_cast<Handle>(event), 0);
 }
 
@@ -376,12 +410,11 @@ int kvbm_enable_peer(int device, int peer, int* can) {
   enum { kAlreadyEnabled = 704 };
   *can = 0;
   Current current, other;
-  Device *opened = nullptr, *reached = nullptr;
-  RETURN_IF_FAILED(open(peer, &reached, &other));
-  RETURN_IF_FAILED(open(device, &opened, &current));
-  RETURN_IF_FAILED(CU(DeviceCanAccessPeer, can, opened->handle, reached->handle));
+  RETURN_IF_FAILED(other.open(peer));
+  RETURN_IF_FAILED(current.open(device));
+  RETURN_IF_FAILED(CU(DeviceCanAccessPeer, can, current.device->handle, other.device->handle));
   if (!*can) return KVBM_OK;
-  const int status = driver.CtxEnablePeerAccess(reached->context, 0);
+  const int status = driver.CtxEnablePeerAccess(other.device->context, 0);
   return status == kAlreadyEnabled ? KVBM_OK : check("cuCtxEnablePeerAccess", status);
 }
 

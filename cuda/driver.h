@@ -4,12 +4,13 @@
 // extension imports on any machine and a missing driver is a status code.  Nothing here throws across the C ABI and
 // nothing aborts.
 //
-// What lives until the process ends, on purpose: the retained primary contexts, the loaded images, the rings' slots.
-// Tearing them down in a static destructor would race with the driver's own shutdown.
+// What lives until the process ends, on purpose: the retained primary contexts, the loaded images, the rings' slots, and every list
+// of such things.  A static destructor would race with the driver's own shutdown, which may still call back.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
+#include <list>
 #include <mutex>
 #include <vector>
 
@@ -25,6 +26,7 @@ using Address = unsigned long long;
 
 enum : int {
   kInvalidValue = 1,
+  kNoDevice = 100,
   kInvalidDevice = 101,
   kInvalidContext = 201,
   kNotReady = 600,
@@ -174,9 +176,7 @@ struct Device {
   std::mutex ring_mutex;
   Slot* newest = nullptr;  // circular: newest->next is the slot used longest ago
   std::mutex events_mutex;
-  std::vector<Handle> events[2];  // not in use; [1]: timed
-  std::mutex retired_mutex;
-  std::vector<Address> retired;  // memory to be freed when something is allocated
+  std::vector<Handle> events;  // not in use
 };
 
 extern Device* devices;
@@ -204,6 +204,8 @@ class Current {
     pushed_ = true;
     return KVBM_OK;
   }
+  int open(int ordinal);  // opens this device, and enters its context
+  Device* device = nullptr;
 
  private:
   bool pushed_ = false;
@@ -222,14 +224,12 @@ class RelaxedCapture {
   int mode_ = kCaptureRelaxed;
 };
 
-// The device with this ordinal, its context current until `current` goes out of scope.
-inline int open(int ordinal, Device** out, Current* current) {
+inline int Current::open(int ordinal) {
   RETURN_IF_FAILED(start());
   if (ordinal < 0 || ordinal >= num_devices) return check("cuDeviceGet", kInvalidDevice);
-  Device* device = &devices[ordinal];
+  device = &devices[ordinal];
   if (!device->is_open.load(std::memory_order_acquire)) RETURN_IF_FAILED(open_slowly(device, ordinal));
-  *out = device;
-  return current->enter(device->context);
+  return enter(device->context);
 }
 
 // launch.cpp, with the device's context current:
@@ -261,10 +261,35 @@ int give_to_graph(Handle graph, void* object, void (*release)(void*));
 
 // driver.cpp: an event of the device that is not in use, and its way back.  What waits for it already is not disturbed by its
 // next use.
-int take_event(Device* device, int timed, Handle* event);
-void give_event(Device* device, int timed, Handle event);
+int take_event(Device* device, Handle* event);
+void give_event(Device* device, Handle event);
 
-// driver.cpp: what comes on `to` from now on waits for what is on `from`, a stream of this device; its context is made current.
+// driver.cpp: what its owner has let go of while the GPU may still use it.  Whoever takes such a thing looks through the list.
+class Retired {
+ public:
+  using Release = void (*)(int device, void* what);
+  // Nothing uses `what` any more once the event is done, which then goes back to its device's pool; null: `release` waits for the GPU.
+  void add(int device, Handle event, void* what, Release release);
+  // Releases what is done with among the `most` that have waited longest; what has no event only if the caller `waits`.
+  void collect(size_t most, bool waits = false);
+
+ private:
+  struct Thing {
+    int device;  // of the event
+    Handle event;
+    void* what;
+    Release release;
+    void let_go() const;
+  };
+  std::mutex mutex_;
+  std::list<Thing> things_;
+};
+extern Retired& retired_memory;  // rings and tables; looked through when memory is allocated
+
+// driver.cpp: an event of the pool, recorded on a stream of this device; null after a failure.
+int mark(Device* device, Stream stream, Handle* event);
+
+// driver.cpp: what comes on `to` from now on waits for what is on `from`, a stream of this device.
 int order_streams(Device* device, Stream from, Stream to);
 
 // The null stream and CU_STREAM_LEGACY.

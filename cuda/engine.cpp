@@ -1,7 +1,6 @@
 // engine.cpp: transfers: by the copy engine, through a ring on the device, or by one kernel.
 #include <algorithm>
 #include <climits>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -30,9 +29,8 @@ int context_of(Address address, Handle* context) {
   RETURN_IF_FAILED(kvbm_pointer_device(address, &ordinal));
   if (ordinal < 0) return KVBM_OK;
   Current current;
-  Device* device = nullptr;
-  RETURN_IF_FAILED(open(ordinal, &device, &current));
-  *context = device->context;
+  RETURN_IF_FAILED(current.open(ordinal));
+  *context = current.device->context;
   return KVBM_OK;
 }
 
@@ -341,8 +339,7 @@ int make_ring(Device* device, uint64_t slot_bytes, uint32_t slots, kvbm_ring** o
 // Rings that graphs use.  A captured copy replays on its own ring, at any time and beside any other copy; when its last
 // graph is gone the ring serves the next capture.
 std::mutex captured_mutex;
-std::vector<kvbm_ring*> captured_rings;
-std::vector<kvbm_ring*> retired_rings;  // to be destroyed when one is next created; under the same mutex
+std::vector<kvbm_ring*>& captured_rings = *new std::vector<kvbm_ring*>;
 
 void release_captured_ring(void* ring) {  // called by the driver, on any thread
   std::lock_guard<std::mutex> lock(captured_mutex);
@@ -620,52 +617,39 @@ int copy_on_host(const kvbm_route& route, const kvbm_batch& batch, uint64_t* sub
 // ---- fault words ---------------------------------------------------------------------------------------------------
 
 // A word is of one copy, until its event is done and no graph reads it: what another copy finds is not mixed up with it.
-struct RetiredFault {
-  kvbm_fault* fault;
-  int device;  // of the event
-  uint64_t event;
-};
 std::mutex faults_mutex;
-std::vector<kvbm_fault*> free_faults;  // has room for all there are
-std::deque<RetiredFault> retired_faults;
+std::vector<kvbm_fault*>& free_faults = *new std::vector<kvbm_fault*>;  // has room for all there are
+Retired& retired_faults = *new Retired;
 size_t num_faults = 0;
 
 enum : size_t { kFaultsAtOnce = 512 };  // a page of them
 enum : int { kMostFaultQueries = 4 };
 
-// With faults_mutex held.
-void leave_fault(kvbm_fault* fault) {
+// Also called by the driver, on any thread, when a graph is gone.
+void leave_fault(void* left) {
+  auto* const fault = static_cast<kvbm_fault*>(left);
+  std::lock_guard<std::mutex> lock(faults_mutex);
   if (--fault->users == 0) free_faults.push_back(fault);
 }
 
-// Called by the driver, on any thread, when a graph is gone.
-void release_captured_fault(void* fault) {
-  std::lock_guard<std::mutex> lock(faults_mutex);
-  leave_fault(static_cast<kvbm_fault*>(fault));
-}
-
-// With faults_mutex held.
-void collect_faults() {
-  for (int i = 0; i < kMostFaultQueries && !retired_faults.empty(); ++i) {
-    const RetiredFault oldest = retired_faults.front();
-    retired_faults.pop_front();
-    if (driver.EventQuery(reinterpret_cast<Handle>(oldest.event)) != KVBM_OK) {
-      retired_faults.push_back(oldest);
-      continue;
-    }
-    give_event(&devices[oldest.device], 0, reinterpret_cast<Handle>(oldest.event));
-    leave_fault(oldest.fault);
-  }
-}
-
-// With faults_mutex held.
+// Not with faults_mutex held: the driver may wait for a thread of its own that is in leave_fault.
 int make_faults() {
-  free_faults.reserve(num_faults + kFaultsAtOnce);
   void* memory = nullptr;
   RETURN_IF_FAILED(CU(MemHostAlloc, &memory, kFaultsAtOnce * sizeof(kvbm_fault), kHostPortable | kHostMapped));
+  std::lock_guard<std::mutex> lock(faults_mutex);
+  free_faults.reserve(num_faults + kFaultsAtOnce);
   for (size_t i = 0; i < kFaultsAtOnce; ++i) free_faults.push_back(static_cast<kvbm_fault*>(memory) + i);
   num_faults += kFaultsAtOnce;
   return KVBM_OK;
+}
+
+kvbm_fault* take_fault() {
+  std::lock_guard<std::mutex> lock(faults_mutex);
+  if (free_faults.empty()) return nullptr;
+  kvbm_fault* const fault = free_faults.back();
+  free_faults.pop_back();
+  *fault = {0, 1};
+  return fault;
 }
 
 // The word of a captured copy is written by every replay.
@@ -679,8 +663,8 @@ int give_fault_to_graph(const kvbm_batch& batch, Stream stream, int* captured) {
     std::lock_guard<std::mutex> lock(faults_mutex);
     ++fault->users;
   }
-  const int given = give_to_graph(graph, fault, release_captured_fault);
-  if (given != KVBM_OK) release_captured_fault(fault);
+  const int given = give_to_graph(graph, fault, leave_fault);
+  if (given != KVBM_OK) leave_fault(fault);
   return given;
 }
 
@@ -697,8 +681,7 @@ int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* 
   if (mode < kAuto || mode > kBatched) return check("kvbm_memcpy_batch", kInvalidValue);
   if (count == 0) return KVBM_OK;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   auto* handle = reinterpret_cast<Stream>(stream);
   if (mode == kBatched && !can_batch()) return check("cuMemcpyBatchAsync", KVBM_NO_FUNCTION);
   Submission::Mode how;
@@ -712,37 +695,32 @@ int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* 
     for (uint64_t i = 0; i < count && !failed; ++i) failed = out->range(dst[i], src[i], sizes ? sizes[i] : size);
     return out->join(failed ? failed : out->flush());
   };
-  Submission first(opened, handle, how, merge);
+  Submission first(current.device, handle, how, merge);
   int status = submit(&first);
   uint64_t submissions = first.submissions;
   if (status == kInvalidValue && merge) {
     // Neighbours may be two allocations, and the driver takes no copy across their border.  Whatever went in before the
     // refusal is only copied once more.
     merge = false;
-    Submission apart(opened, handle, how, false);
+    Submission apart(current.device, handle, how, false);
     status = submit(&apart);
     submissions = apart.submissions;
   }
   const bool refused = status == kInvalidValue || status == kNotSupported || status == kCaptureUnsupported;
   if (mode != kAuto || how != Submission::kBatched || !refused || submissions > 1) return status;
   *used = kOneByOne;
-  Submission again(opened, handle, Submission::kOneByOne, merge);
+  Submission again(current.device, handle, Submission::kOneByOne, merge);
   return submit(&again);
 }
 
 int kvbm_fault_take(int device, kvbm_fault** fault) {
   *fault = nullptr;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
   try {
-    std::lock_guard<std::mutex> lock(faults_mutex);
-    collect_faults();
-    if (free_faults.empty()) RETURN_IF_FAILED(make_faults());
-    *fault = free_faults.back();
-    free_faults.pop_back();
-    **fault = {0, 1};
+    retired_faults.collect(kMostFaultQueries);
+    while (!(*fault = take_fault())) RETURN_IF_FAILED(make_faults());
   } catch (...) {
     return check("malloc", KVBM_NO_MEMORY);
   }
@@ -751,39 +729,35 @@ int kvbm_fault_take(int device, kvbm_fault** fault) {
 
 void kvbm_fault_give(kvbm_fault* fault, int device, uint64_t event) {
   if (!fault || start() != KVBM_OK) return;  // after a fork it is the parent's
-  try {
-    std::lock_guard<std::mutex> lock(faults_mutex);
-    if (event)
-      retired_faults.push_back({fault, device, event});
-    else
-      leave_fault(fault);
-  } catch (...) {  // no memory for the list: neither is ever used again
-  }
+  if (event)
+    retired_faults.add(device, reinterpret_cast<Handle>(event), fault, [](int, void* left) { leave_fault(left); });
+  else
+    leave_fault(fault);
 }
 
 int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring** ring) {
   *ring = nullptr;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
-  std::vector<kvbm_ring*> retired;
-  {
-    std::lock_guard<std::mutex> lock(captured_mutex);
-    retired.swap(retired_rings);
-  }
-  for (kvbm_ring* old : retired) kvbm_ring_destroy(old);
+  RETURN_IF_FAILED(current.open(device));
+  retired_memory.collect(SIZE_MAX);
   RelaxedCapture relaxed;
-  return make_ring(opened, slot_bytes, slots, ring);
+  return make_ring(current.device, slot_bytes, slots, ring);
 }
 
 void kvbm_ring_retire(kvbm_ring* ring) {
   if (!ring || start() != KVBM_OK) return;
-  try {
-    std::lock_guard<std::mutex> lock(captured_mutex);
-    retired_rings.push_back(ring);
-  } catch (...) {  // no memory for the list: then wait
-    kvbm_ring_destroy(ring);
-  }
+  // One event for all that uses it; where none is to be had, it is waited for.
+  Device* const device = ring->device;
+  Handle event = nullptr;
+  Current current;
+  int status = current.enter(device->context);
+  if (status == KVBM_OK) status = order_streams(device, ring->kernels, ring->engine);
+  for (const kvbm_ring::Slot& slot : ring->slots)
+    if (status == KVBM_OK && slot.used) status = CU(StreamWaitEvent, ring->engine, slot.emptied, 0);
+  if (status == KVBM_OK) status = mark(device, ring->engine, &event);
+  if (status != KVBM_OK) return kvbm_ring_destroy(ring);
+  retired_memory.add(static_cast<int>(device - devices), event, ring,
+                     [](int, void* old) { kvbm_ring_destroy(static_cast<kvbm_ring*>(old)); });
 }
 
 void kvbm_ring_destroy(kvbm_ring* ring) {
@@ -799,8 +773,8 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
   *outcome = {};
   if (route->device < 0) return batch->kept ? copy_on_host(*route, *batch, &outcome->submissions) : KVBM_OK;
   Current current;
-  Device* device = nullptr;
-  RETURN_IF_FAILED(open(route->device, &device, &current));
+  RETURN_IF_FAILED(current.open(route->device));
+  Device* const device = current.device;
   auto* callers = reinterpret_cast<Stream>(stream);
   for (uint32_t i = 0; i < num_waits; ++i)
     RETURN_IF_FAILED(CU(StreamWaitEvent, callers, reinterpret_cast<Handle>(waits[i]), 0));

@@ -284,7 +284,7 @@ enum { KVBM_DIRECT = 0, KVBM_STAGED = 1, KVBM_ENGINE = 2 };
 typedef struct kvbm_ring kvbm_ring;
 int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring** ring);
 void kvbm_ring_destroy(kvbm_ring* ring); /* waits for the copies that use it */
-void kvbm_ring_retire(kvbm_ring* ring);  /* the same later, when a ring is next created */
+void kvbm_ring_retire(kvbm_ring* ring);  /* the same later, when these are done and memory is allocated */
 
 /* One way from pool to pool.  All args are templates; a loop nest for the copy engine is one of bytes: inner[0] is a run. */
 typedef struct kvbm_route {
@@ -335,8 +335,8 @@ int kvbm_fault_take(int device, kvbm_fault** fault);
 void kvbm_fault_give(kvbm_fault* fault, int device, uint64_t event);
 
 /* Events come from a pool a device and go back there. */
-int kvbm_event_take(int device, int timed, uint64_t* event);
-void kvbm_event_give(int device, int timed, uint64_t event);
+int kvbm_event_take(int device, uint64_t* event);
+void kvbm_event_give(int device, uint64_t event);
 int kvbm_event_record(int device, uint64_t event, uint64_t stream);
 int kvbm_event_query(int device, uint64_t event, int* is_done);
 int kvbm_event_synchronize(int device, uint64_t event);
@@ -351,8 +351,8 @@ int kvbm_find_ungranted(int device, const uint64_t* spans, uint64_t count, uint6
 
 int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address);
 int kvbm_free_device(int device, uint64_t address); /* waits for running work, as the driver does */
-/* The same later, when something is next allocated: whoever drops the last reference to a table must not wait for the GPU. */
-void kvbm_retire_device(int device, uint64_t address);
+/* The same later, when something is allocated and there is much of it: whoever drops a table must not wait for the GPU. */
+void kvbm_retire_device(int device, uint64_t address, uint64_t bytes);
 int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes); /* blocking */
 int kvbm_synchronize(int device, uint64_t stream);
 

@@ -15,10 +15,11 @@ struct Slot {
   Address device;
   size_t capacity;
   Handle event;
-  // kTaken: one thread fills it.  kCaptured: a graph reads it at every replay.  kLost: its event failed; never again
-  enum { kFree, kTaken, kInFlight, kCaptured, kLost } state;
+  // kTaken: one thread fills it.  kCaptured: a graph reads it at every replay.  kLost: its event failed; never again.
+  // To take one needs the ring's lock, to leave it none: the driver may wait for a thread of its own that does.
+  enum State { kFree, kTaken, kInFlight, kCaptured, kLost };
+  std::atomic<State> state;
   Slot* next;
-  Device* owner;
 };
 
 // ---- images and kernels --------------------------------------------------------------------------------------------
@@ -72,13 +73,12 @@ void free_slot(Slot* slot) {
   delete slot;
 }
 
-int make_slot(Device* device, size_t bytes, Slot** out) {
+int make_slot(size_t bytes, Slot** out) {
   size_t capacity = kSmallestSlot;
   while (capacity < bytes) capacity *= 2;
   Slot* slot = new (std::nothrow) Slot{};
   if (!slot) return check("malloc", KVBM_NO_MEMORY);
   slot->capacity = capacity;
-  slot->owner = device;
   slot->state = Slot::kTaken;
   int status = CU(MemHostAlloc, &slot->host, capacity, kHostPortable);
   if (status == KVBM_OK) status = CU(MemAlloc, &slot->device, capacity);
@@ -114,7 +114,7 @@ int take_slot(Device* device, size_t bytes, Slot** out) {
     } while (slot != device->newest);
   }
   Slot* slot = nullptr;
-  RETURN_IF_FAILED(make_slot(device, bytes, &slot));
+  RETURN_IF_FAILED(make_slot(bytes, &slot));
   slot->next = device->newest ? device->newest->next : slot;
   if (device->newest) device->newest->next = slot;
   device->newest = slot;
@@ -122,13 +122,8 @@ int take_slot(Device* device, size_t bytes, Slot** out) {
   return KVBM_OK;
 }
 
-void leave_slot(Slot* slot, decltype(Slot::state) state) {
-  std::lock_guard<std::mutex> lock(slot->owner->ring_mutex);
-  slot->state = state;
-}
-
 // Called by the driver, on any thread, when the last graph that reads the slot is gone.
-void release_captured_slot(void* slot) { leave_slot(static_cast<Slot*>(slot), Slot::kFree); }
+void release_captured_slot(void* slot) { static_cast<Slot*>(slot)->state = Slot::kFree; }
 
 // ---- ids and tables ------------------------------------------------------------------------------------------------
 
@@ -233,12 +228,12 @@ int carry(Device* device, size_t bytes, Stream stream, Cargo* cargo) {
   if (status == KVBM_OK) status = cargo->launch();
   if (graph) {
     // A captured upload reads its slot again at every replay: the slot is the graph's for as long as that lives.
-    leave_slot(slot, Slot::kCaptured);
+    slot->state = Slot::kCaptured;
     const int given = give_to_graph(graph, slot, release_captured_slot);
     return status == KVBM_OK ? given : status;
   }
   // Also after a failure: the copy may have been enqueued.
-  leave_slot(slot, driver.EventRecord(slot->event, stream) == KVBM_OK ? Slot::kInFlight : Slot::kLost);
+  slot->state = driver.EventRecord(slot->event, stream) == KVBM_OK ? Slot::kInFlight : Slot::kLost;
   return status;
 }
 
@@ -357,21 +352,19 @@ extern "C" {
 int kvbm_warm(int kernel, int device) {
   if (kernel != -1 && !kvbm_kernel_at(kernel)) return check("kvbm_warm", kInvalidValue);
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   if (kvbm_num_images == 0 && kernel < kvbm_num_kernels) return check("kvbm_images", KVBM_NOT_BUILT);
   Handle function = nullptr;
   const int first = kernel < 0 ? 0 : kernel, last = kernel < 0 ? kvbm_num_kernels : kernel + 1;
-  for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(opened, i, &function));
-  return kernel < 0 ? find_pairs_kernel(opened, &function) : KVBM_OK;
+  for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(current.device, i, &function));
+  return kernel < 0 ? find_pairs_kernel(current.device, &function) : KVBM_OK;
 }
 
 int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream) {
   if (batch->num_pairs == 0) return KVBM_OK;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
-  return launch_batch(opened, kernel, args, batch, reinterpret_cast<Stream>(stream));
+  RETURN_IF_FAILED(current.open(device));
+  return launch_batch(current.device, kernel, args, batch, reinterpret_cast<Stream>(stream));
 }
 
 }  // extern "C"

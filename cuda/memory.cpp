@@ -20,6 +20,10 @@ enum : uint64_t { kTurnBytes = 16 << 20 };  // whole huge pages, and no core wai
 enum : unsigned { kMostTouching = 256 };
 enum : uint64_t { kMappingBytes = 2 << 20 };  // cuMemMap: mappings of GPU memory begin and end at multiples of it
 
+// No event tells when the last copy by a table is done: to free it waits for the GPU, so it is done for many at once.
+enum : uint64_t { kMostRetired = 1 << 20 };
+std::atomic<uint64_t> retired_bytes{0};
+
 // The driver's answers about an address; `count` of them.
 int ask(unsigned count, int* attributes, void** values, uint64_t address) {
   RETURN_IF_FAILED(start());
@@ -27,8 +31,7 @@ int ask(unsigned count, int* attributes, void** values, uint64_t address) {
   int status = driver.PointerGetAttributes(count, attributes, values, address);
   if (status == kInvalidContext) {  // some drivers want a context, whichever
     Current current;
-    Device* opened = nullptr;
-    RETURN_IF_FAILED(open(0, &opened, &current));
+    RETURN_IF_FAILED(current.open(0));
     status = driver.PointerGetAttributes(count, attributes, values, address);
   }
   return check("cuPointerGetAttributes", status);
@@ -47,8 +50,7 @@ int enter_any(Current* current) {
   Handle callers = nullptr;
   RETURN_IF_FAILED(CU(CtxGetCurrent, &callers));
   if (callers) return KVBM_OK;
-  Device* opened = nullptr;
-  return open(0, &opened, current);
+  return current->open(0);
 }
 
 // What the kernel said, or 0.
@@ -97,10 +99,9 @@ int kvbm_memory_range(uint64_t address, int pinned, uint64_t* begin, uint64_t* e
 int kvbm_find_ungranted(int device, const uint64_t* spans, uint64_t count, uint64_t* index, int* how) {
   *how = KVBM_GRANTED;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
-  const Location location = {kLocationDevice, opened->handle};
+  const Location location = {kLocationDevice, current.device->handle};
   Address at = 0;  // what lies before it has been looked at
   for (*index = 0; *index < count; ++*index) {
     const Address last = spans[2 * *index + 1];
@@ -194,15 +195,11 @@ int kvbm_host_unregister(uint64_t address) {
 int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address) {
   *address = 0;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
+  const bool waits = retired_bytes > kMostRetired;
+  if (waits) retired_bytes = 0;
+  retired_memory.collect(SIZE_MAX, waits);
   RelaxedCapture relaxed;
-  std::vector<Address> retired;
-  {
-    std::lock_guard<std::mutex> lock(opened->retired_mutex);
-    retired.swap(opened->retired);
-  }
-  for (const Address memory : retired) driver.MemFree(memory);
   Address allocated = 0;
   RETURN_IF_FAILED(CU(MemAlloc, &allocated, bytes));
   *address = allocated;
@@ -212,31 +209,26 @@ int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address) {
 int kvbm_free_device(int device, uint64_t address) {
   if (address == 0) return KVBM_OK;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
   return CU(MemFree, address);
 }
 
-void kvbm_retire_device(int device, uint64_t address) {
+void kvbm_retire_device(int device, uint64_t address, uint64_t bytes) {
   if (!address || start() != KVBM_OK) return;  // after a fork it is the parent's
-  try {
-    std::lock_guard<std::mutex> lock(devices[device].retired_mutex);
-    devices[device].retired.push_back(address);
-  } catch (...) {  // no memory for the list: then wait
-    kvbm_free_device(device, address);
-  }
+  retired_bytes += bytes;
+  retired_memory.add(device, nullptr, reinterpret_cast<void*>(address),
+                     [](int on, void* memory) { kvbm_free_device(on, reinterpret_cast<uint64_t>(memory)); });
 }
 
 int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes) {
   if (bytes == 0) return KVBM_OK;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
   // On a stream of its own: a plain cuMemcpyHtoD would wait for the legacy stream, and so for a running model.
-  RETURN_IF_FAILED(CU(MemcpyHtoDAsync, dst, src, bytes, opened->private_stream));
-  return CU(StreamSynchronize, opened->private_stream);
+  RETURN_IF_FAILED(CU(MemcpyHtoDAsync, dst, src, bytes, current.device->private_stream));
+  return CU(StreamSynchronize, current.device->private_stream);
 }
 
 }  // extern "C"

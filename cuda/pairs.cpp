@@ -123,13 +123,8 @@ int find_allocation(uint64_t address, Allocation* out) {
   *out = {address, address + 1, -1};
   RETURN_IF_FAILED(kvbm_pointer_device(address, &out->device));
   if (out->device == -1) return KVBM_OK;
-  Address start = 0;
-  size_t bytes = 0;
-  int attributes[] = {kPointerRangeStart, kPointerRangeSize};
-  void* values[] = {&start, &bytes};
-  RelaxedCapture relaxed;
-  if (driver.PointerGetAttributes(2, attributes, values, address) == KVBM_OK && start <= address && address - start < bytes)
-    *out = {start, start + bytes, out->device};
+  uint64_t first = 0, behind = 0;
+  if (kvbm_memory_range(address, out->device == -2, &first, &behind) == KVBM_OK && behind) *out = {first, behind, out->device};
   return KVBM_OK;
 }
 
@@ -277,20 +272,19 @@ int kvbm_find_device(const uint64_t* addresses, uint64_t count, int* device, uin
 int kvbm_launch_pairs(const uint64_t* dst, const uint64_t* src, uint64_t size, uint64_t count, int device, uint64_t stream) {
   if (count == 0 || size == 0) return KVBM_OK;
   Current current;
-  Device* opened = nullptr;
-  RETURN_IF_FAILED(open(device, &opened, &current));
+  RETURN_IF_FAILED(current.open(device));
   Handle function = nullptr;
-  RETURN_IF_FAILED(find_pairs_kernel(opened, &function));
+  RETURN_IF_FAILED(find_pairs_kernel(current.device, &function));
   auto* handle = reinterpret_cast<Stream>(stream);
   for (uint64_t i = 0; i < count; i += kMostPairs) {
     const uint64_t n = std::min<uint64_t>(count - i, kMostPairs);
     Launch launch(function, dst + i, src + i, n, handle);
-    RETURN_IF_FAILED(launch.prepare(size, opened->sms));
+    RETURN_IF_FAILED(launch.prepare(size, current.device->sms));
     if (n <= KVBM_INLINE_PAIRS) {
       launch.write_inline();
       RETURN_IF_FAILED(launch.launch());
     } else {
-      RETURN_IF_FAILED(carry(opened, launch.bytes(), handle, &launch));
+      RETURN_IF_FAILED(carry(current.device, launch.bytes(), handle, &launch));
     }
   }
   return KVBM_OK;

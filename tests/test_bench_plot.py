@@ -148,7 +148,8 @@ def test_bars_are_as_long_as_the_rows_of_64_blocks_say() -> None:
 def test_bars_mark_the_memcpy_that_each_row_is_compared_with() -> None:
     axes = drawn("sweep_cpu", "bars").axes[0]
     held = [row for row in rows("sweep_cpu") if row["backend"] != "memcpy"]
-    marks = [each.get_segments()[0][0][0] for each in axes.collections if each.get_gid() == "roof"]
+    (roofs,) = (each for each in axes.collections if each.get_gid() == "roof")
+    marks = [segment[0][0] for segment in roofs.get_segments()]
     assert marks == pytest.approx([float(row["total_bytes"]) / float(row["memcpy_ms"]) / 1e6 for row in held])
 
 

@@ -152,7 +152,7 @@ def refusals() -> dict[str, tuple[type[Exception], str, Any]]:
         "a plane's dtype": (kvbm.DTypeError, rf"convert: input #{wrong}: expected float32, as the layout's planes say, got int32; a copy converts no dtype", lambda: call(bad, src, dst, say)),
         "a plane's shape": (kvbm.BindError, rf"convert: input #{wrong}: axis 't': expected", lambda: call([*good[:wrong], good[wrong][:, :-1].contiguous(), *good[wrong + 1 :]], src, dst, say)),
         "one too few": (kvbm.BindError, rf"convert: inputs: {src} .* expects {len(good)} arrays, got {len(good) - 1}", lambda: call(good[:-1], src, dst, say)),
-        "bytes that are not": (kvbm.DTypeError, r"convert: input #0: expected uint8, as the layout's planes say, got float32", lambda: call([torch.zeros(3, 4, 656)] * shape[0], "vllm/fp8_ds_mla", src, say)),
+        "bytes that are not": (kvbm.DTypeError, r"convert: input #0: its planes share it, so expected bytes .* got float32", lambda: call([torch.zeros(3, 4, 656)] * shape[0], "vllm/fp8_ds_mla", src, say)),
         "too few bytes": (kvbm.BindError, r"convert: input #0: .*expected", lambda: call([torch.zeros(3, 4, 655, dtype=torch.uint8)] * shape[0], "vllm/fp8_ds_mla", src, say)),
         "no planes on one side": (kvbm.PlanError, r"^convert: vllm/fp8_ds_mla → nhd: .* has a plane .*; expected the same planes on both sides", lambda: call(Given(dst, shape, 3).tensors, dst, "nhd", say)),
         "no planes on one side, fake": (kvbm.PlanError, r"^convert: vllm/fp8_ds_mla → nhd: .*; expected the same planes on both sides", lambda: pretend(Given(dst, shape, 3).tensors, lambda fake: call(fake, dst, "nhd", say))),

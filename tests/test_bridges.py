@@ -94,6 +94,12 @@ def test_numpy_with_a_pitch_there_and_back() -> None:
     assert same(kvbm.numpy.convert(padded, "vllm/tpu", "nhd", SIZES), arrays)
 
 
+def test_numpy_has_no_streams() -> None:
+    arrays = [np.zeros((2, 3, 4, 16, 2, 32), "float32")]
+    with pytest.raises(kvbm.BindError, match=r"convert: stream: the pools are on the CPU.*leave stream out"):
+        kvbm.numpy.convert(arrays, "vllm/LBHNC", "vllm/LBNHC", SIZES, stream=5)
+
+
 def test_numpy_no_blocks() -> None:
     assert kvbm.numpy.convert([], "nhd", "universal", SIZES) == []
     (out,) = kvbm.numpy.convert(np.zeros((2, 0, 4, 16, 2, 32), "float32"), "vllm/LBHNC", "vllm/BLHNC", SIZES)

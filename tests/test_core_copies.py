@@ -278,6 +278,11 @@ def test_what_is_wrong_is_said_as_from_python(lists: FakeDriver, what: str) -> N
     assert all(outcome is None or outcome[0] in ("BindError", "DTypeError", "LayoutError") for outcome in outcomes)
 
 
+def test_destinations_count_as_written(lists: FakeDriver) -> None:
+    """Autograd is told once of each tensor that was written, looked at from C or not; of very many chunks only by the latter."""
+    lists("tensor_lists.destinations_count_as_written")
+
+
 def test_a_list_that_changes_while_it_is_looked_at(lists: FakeDriver) -> None:
     """Looking at an object may run Python; a list that became shorter by then is an error, not a crash."""
     lists("tensor_lists.a_list_that_changes_while_it_is_looked_at")

@@ -6,16 +6,23 @@ show is whether the kernels are right; what it does show is everything before th
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from processes import FakeDriver
+from processes import FakeDriver, server
 
-PROGRAMS = Path(__file__).resolve().parent / "programs"
+
+def alone(fake_gpu: FakeDriver, code: str, **knobs: str) -> str:
+    """Run code in a process that is no fork of another, and return what it prints."""
+    env = server(fake_gpu.folder, "programs.retired").environment(**knobs)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, check=False
+    )
+    assert done.returncode == 0, (done.returncode, done.stdout[-3000:] + done.stderr)
+    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -49,10 +56,17 @@ def test_backends(fake_gpu: FakeDriver, backend: str | None, counter: str) -> No
     [
         (False, {"FAKE_LOAD": "209"}, "CudaError 209 CUDA_ERROR_NO_BINARY_FOR_GPU", ["CUDA_ARCHS"]),
         (False, {"FAKE_INIT": "100"}, "CudaUnavailableError 100 CUDA_ERROR_NO_DEVICE", ["CUDA_VISIBLE_DEVICES"]),
+        (False, {"FAKE_DEVICES": "0"}, "CudaUnavailableError 100 CUDA_ERROR_NO_DEVICE", ["CUDA_VISIBLE_DEVICES"]),
         (False, {"FAKE_LAUNCH": "1"}, "CudaError 1 CUDA_ERROR_INVALID_VALUE", ["copy_o1_w16"]),
         (True, {"FAKE_VERSION": "12040"}, "CudaError", ["KVBM_NO_FUNCTION", "12.8"]),
     ],
-    ids=["no kernel image for this GPU", "no GPU", "a launch that fails", "the batch call and an old driver"],
+    ids=[
+        "no kernel image for this GPU",
+        "no GPU",
+        "a driver that counts no GPU",
+        "a launch that fails",
+        "the batch call and an old driver",
+    ],
 )
 def test_what_fails_says_why(
     fake_gpu: FakeDriver, operator: bool, knobs: dict[str, str], start: str, words: list[str]
@@ -75,11 +89,7 @@ def test_the_batch_call_and_a_capture(fake_gpu: FakeDriver) -> None:
 
 def test_every_call_fails_once(fake_gpu: FakeDriver) -> None:
     """Whichever call of the driver fails: an exception says so, what is tried again is right, and nothing is left behind."""
-    env = {**os.environ, "LD_LIBRARY_PATH": str(fake_gpu.folder), "FAKE_DEVICES": "2"}
-    program = PROGRAMS / "failing_calls.py"
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, env=env, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
-    met = set(done.stdout.split())
+    met = set(alone(fake_gpu, "import programs.failing_calls", FAKE_DEVICES="2").split())
     assert {"cuMemAlloc_v2", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel", "cuMemcpyPeerAsync"} <= met, met
 
 
@@ -91,3 +101,27 @@ def test_fork_after_cuda(fake_gpu: FakeDriver) -> None:
 def test_files_are_converted_on_the_gpu(fake_gpu: FakeDriver, tmp_path: Path) -> None:
     """`kvbm convert --device`: several steps, the last one shorter, and the bytes that the CPU writes."""
     fake_gpu("launches.files_are_converted_on_the_gpu", str(tmp_path), KVBM_TUNE="0")
+
+
+# ---- what the GPU still uses when its owner lets go of it ------------------------------------------------------------
+
+
+def test_what_is_dropped_is_not_waited_for(fake_gpu: FakeDriver) -> None:
+    """A ring is freed when its copies are done and memory is next allocated, of whatever kind; tables many at once."""
+    alone(fake_gpu, "from programs import retired; retired.what_is_dropped_is_not_waited_for()", MALLOC_PERTURB_="85")
+
+
+def test_threads_that_drop_transfers(fake_gpu: FakeDriver) -> None:
+    """Each makes transfers, copies, and drops them with the copies in flight: right, and nothing is left at the end."""
+    fake_gpu("retired.threads_that_drop_transfers")
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_graph_that_is_destroyed_while_the_driver_allocates(fake_gpu: FakeDriver, on_gpu: bool) -> None:
+    """On a thread of the driver's, which the driver waits for: kvbm holds no lock then that giving back takes."""
+    fake_gpu("retired.a_graph_that_is_destroyed_while_the_driver_allocates", on_gpu)
+
+
+def test_a_graph_that_outlives_the_process_s_memory(fake_gpu: FakeDriver) -> None:
+    """What a graph gives back when the process ends is not written into lists that are gone."""
+    alone(fake_gpu, "from programs import retired; retired.a_graph_that_outlives_the_process_s_memory()")

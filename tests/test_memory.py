@@ -169,9 +169,9 @@ def test_step() -> None:
     shape = kvbm.BlockShape(nl=3, no=2, nh=2, nt=8, hd=64, dtype="float16")
     layout, raw = kvbm.load("vllm/flash_attn_nhd"), np.zeros((9, 2, 5, 8, 2, 64), np.float16)
     for places, step in (((0, 1, 2), 1), ((1, 4, 7), 3), ((2, 1, 0), None), ((0, 1, 3), None), ((0, 2, 1), None)):
-        assert kvbm.Pool(layout, shape, [raw[i] for i in places]).step == (step and step * raw[0].nbytes)
+        assert kvbm.Pool(layout, shape, [raw[i] for i in places]).steps.entry == (step and step * raw[0].nbytes)
     one = kvbm.BlockShape(nl=1, no=2, nh=2, nt=8, hd=64, dtype="float16")
-    assert kvbm.Pool(layout, one, raw[4]).step == 0
+    assert kvbm.Pool(layout, one, raw[4]).steps == (None, 0)
 
 
 def test_pin_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,12 +234,12 @@ def test_gpu_allocated(torch: Any) -> None:
     blocks = 4096  # 16 MiB a layer
     calls: list[tuple[int, int]] = []
     with kvbm.Pool.allocate(kvbm.load(FLASH), SHAPE, blocks, "pinned", lambda *call: calls.append(call)) as pool:
-        assert pool.pinned and pool.step == 2 * blocks * 2048 and is_pinned(pool) and not pool.cuts.size
+        assert pool.pinned and pool.steps.entry == 2 * blocks * 2048 and is_pinned(pool) and not pool.cuts.size
         assert calls[-1][0] == calls[-1][1] == pool.nbytes
         fill(pool)
         assert all(same_on_gpu(array, torch) for array in pool.arrays)
         # One copy across the border of two arrays: they are one registration.
-        both = np.ndarray((pool.step,), np.uint8, pool.arrays[0].base, pool.step // 2)
+        both = np.ndarray((pool.steps.entry,), np.uint8, pool.arrays[0].base, pool.steps.entry // 2)
         assert same_on_gpu(both.view(np.int16), torch)
         twin = kvbm.Pool(pool.layout, SHAPE, pool.arrays)  # nothing is known of these but what the driver says
         assert twin.pinned and not twin.cuts.size, "the driver says where a registration begins and ends"

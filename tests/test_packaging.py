@@ -40,7 +40,7 @@ def test_layouts_travel() -> None:
 
 
 def test_headers_travel() -> None:
-    for name in ("kvbm.h", "permute.cuh", "kernels.cu.in"):
+    for name in ("kvbm.h", "permute.cuh", "pages.cuh", "kernels.cu.in"):
         assert (codegen.cuda_dir() / name).read_bytes() == (ROOT / "cuda" / name).read_bytes(), name
 
 

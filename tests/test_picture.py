@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import math
 import re
@@ -12,9 +13,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import kvbm
-from kvbm import gallery, picture, spec
+from kvbm import draw, gallery, picture, spec
 from kvbm.cells import Cell, sections
 from kvbm.cli import main
 from kvbm.errors import KvbmError, SpecError
@@ -219,6 +221,22 @@ def test_the_table_of_planes(name: str) -> None:
             assert {mine[0], mine[-1]} <= {cell.start for cell in cells if cell.plane == number and cell.half is None}
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"), [("record/nvfp4_tensors", "nl=1,no=2,nh=1,nt=1,hd=32"), ("apart", "nl=3,no=1,nh=1,nt=16,hd=64")]
+)
+def test_the_table_of_planes_where_an_axis_has_one_member(name: str, shape: str) -> None:
+    each = resolved(name, shape, 2)
+    for cell in sections(each)[0].rows[0].members:
+        allocation = each.allocations[cell.start]
+        assert cell.nbytes == allocation.nbytes and cell.label.split()[0] == allocation.label.split()[0]
+        index = re.search(r"l=(\d+)", allocation.label)
+        assert each.shape.nl == 1 or (index and f"l{index[1]}" in cell.label)
+        assert each.parts[cell.plane or 0].plane == cell.label.split()[0]
+    starts = [cell.start for cell in sections(each)[0].rows[0].members]
+    entries = [n for n, allocation in enumerate(each.allocations) if allocation.label.startswith(each.parts[0].plane)]
+    assert [n for n in starts if n in entries] == sorted({entries[0], *entries[1:2], entries[-1]})
+
+
 def test_table_shows_the_allocations() -> None:
     ((row,), *_) = rows(resolved("dynamo/stacked_nhd", num_blocks=10))
     everything = resolved("dynamo/stacked_nhd", num_blocks=10).allocations
@@ -229,6 +247,32 @@ def test_table_shows_the_allocations() -> None:
         assert cell.label == wanted and cell.nbytes == everything[cell.start].nbytes
         assert cell.half == "KV".index(wanted[-1])
     assert row.blocks == ((0, 3, "block 0"), (4, 4, "block 1"))
+
+
+@pytest.mark.parametrize("name", ["dynamo/stacked_nhd", "lmcache/KV_T2D", "dynamo/universal"])
+def test_table_of_one_block(name: str) -> None:
+    """No second block to bracket: the first allocations and the last."""
+    each = resolved(name, num_blocks=1)
+    ((row,), *_) = rows(each)
+    starts = [cell.start for cell in row.cells if isinstance(cell, Cell)]
+    count = each.table_size
+    assert starts == (list(range(count)) if count <= 5 else [0, 1, 2, count - 1]) and not row.blocks
+
+
+@pytest.mark.parametrize("name", ["dynamo/stacked_nhd", "dynamo/universal", "apart"])
+def test_a_picture_of_many_blocks_lists_no_table(name: str) -> None:
+    ((row,), *_) = rows(resolved(name, num_blocks=10**11))
+    assert row.extent == resolved(name, num_blocks=10**11).table_size
+
+
+@pytest.mark.parametrize("width", [40, 50])
+@pytest.mark.parametrize("name", MORE)
+def test_narrow_terminals(name: str, width: int) -> None:
+    """What does not fit is cut off, and no line is longer than the terminal."""
+    console = Console(file=io.StringIO(), width=width)
+    draw.show(console, resolved(name))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines and max(map(len, lines)) <= width
 
 
 @pytest.mark.parametrize("name", distinct())

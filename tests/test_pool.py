@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import kvbm
+import kvbm.numpy
 import oracle
 from memory import Bound, FakeCuda, FakeDlpack, aligned, numpy_dtype
 
@@ -205,15 +207,15 @@ def test_stand_ins_have_the_same_width() -> None:
 def test_mixed_dtypes() -> None:
     arrays = zeros("vllm/flash_attn_nhd")
     arrays[1] = arrays[1].astype("int32")
-    _refused(arrays, r"(?s)mixed.*array 1.*int32.*float32", kvbm.DTypeError)
+    _refused(arrays, r"array 1 .*is int32, array 0 float32; expected one dtype for all", kvbm.DTypeError)
 
 
 def test_device_mix() -> None:
     arrays: list[Any] = zeros("vllm/flash_attn_nhd")
     fake = FakeCuda((2, 3, 4, 3, 8), "float32", device=0)
-    _refused([arrays[0], fake], r"array 1 is on cuda:0.*array 0 on cpu")
+    _refused([arrays[0], fake], r"array 1 .*is on cuda:0.*array 0 on cpu")
     other = FakeCuda((2, 3, 4, 3, 8), "float32", device=1)
-    _refused([fake, other], r"array 1 is on cuda:1.*array 0 on cuda:0")
+    _refused([fake, other], r"array 1 .*is on cuda:1.*array 0 on cuda:0")
 
 
 def test_not_an_array() -> None:
@@ -405,3 +407,20 @@ def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
     assert kvbm.Pool(layout, shape, padded.arrays).num_blocks == 1024, "as many as have room"
     with pytest.raises(kvbm.LayoutError, match="pitch"):
         kvbm.Pool(layout, shape, padded.arrays, num_blocks=1025)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "bool", "V1", "float8_e4m3fn", "int16", "float32"])
+def test_one_rule_for_pools_and_calls(dtype: str) -> None:
+    """What a pool takes, `kvbm.numpy.convert` takes, and what it refuses that refuses too, for the same reason."""
+    shape = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=8, dtype="uint8")
+    arrays = [one.astype(getattr(ml_dtypes, dtype, dtype)) for one in zeros("nhd", shape=shape, dtype="uint8")]
+    said = []
+    for call in (
+        lambda: kvbm.Pool(kvbm.load("nhd"), shape, arrays),
+        lambda: kvbm.numpy.convert(arrays, shape=f"{shape}"),
+    ):
+        try:
+            call()
+        except kvbm.DTypeError as error:
+            said.append(str(error).partition(": expected")[2])
+    assert len(said) in (0, 2) and len(set(said)) == (dtype in ("int16", "float32")), said

@@ -225,7 +225,7 @@ def test_everything_that_changes_a_bit_is_in_the_key(
     folder = cache / "headers"
     shutil.copytree(codegen.cuda_dir(), folder)
     monkeypatch.setattr(runtime, "cuda_dir", lambda: folder)
-    for name in ("permute.cuh", "kvbm.h"):
+    for name in ("permute.cuh", "pages.cuh", "kvbm.h"):
         (folder / name).write_bytes((folder / name).read_bytes() + b"\n")
         runtime._headers.cache_clear()
         keys.append(runtime._key(NAME, 90, compiler))

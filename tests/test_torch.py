@@ -400,6 +400,11 @@ def test_ids_that_skip_and_ids_on_one_side() -> None:
     assert np.array_equal(dst.buffer, want), oracle.explain(dst.arena, dst.buffer, want)
 
 
+def nested(tensor: Any) -> Any:
+    """A nested tensor of two."""
+    return torch._nested_view_from_buffer(tensor.view(-1), *(torch.tensor(x) for x in ([[1], [1]], [[1], [1]], [0, 1])))
+
+
 @pytest.mark.parametrize(
     ("src_ids", "dst_ids", "match"),
     [
@@ -413,6 +418,12 @@ def test_ids_that_skip_and_ids_on_one_side() -> None:
         ([0.5], [0], r"convert_: src_ids: expected one axis of int32 or int64, got .* float32"),
         ("x", [0], r"convert_: src_ids: expected block ids"),
         (None, [0, 1, 2, 3, 4], r"convert_: src_ids\[4\] is 4: expected 0 to 3"),
+        (nested(torch.arange(2)), [0], r"convert_: ids: #0 is a nested tensor"),
+        (
+            torch.arange(2)[:1],
+            torch._neg_view(torch.arange(1)),
+            r"convert_: dst_ids: expected integers, got .* cannot be read: it is the negative",
+        ),
     ],
 )
 def test_ids_that_are_refused_leave_the_destination(src_ids: Any, dst_ids: Any, match: str) -> None:
@@ -761,6 +772,16 @@ REFUSED = {
     ),
     "complex": (bad(tensors=lambda x: [t.to(torch.complex64) for t in x]), TypeError, r"convert: .*complex64"),
     "sparse": (bad(at={0: lambda x: x.to_sparse()}), Exception, r"sparse|Sparse"),
+    "nested": (
+        bad(at={0: lambda x: nested(x)}),
+        ValueError,
+        r"convert: tensors: #0 is a nested tensor; expected a dense one: .*\.unbind\(\)",
+    ),
+    "jagged": (
+        bad(at={1: lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 2]))}),
+        ValueError,
+        r"convert: tensors: #1 is a nested tensor",
+    ),
     "no list": (bad(tensors=lambda x: dict(enumerate(x))), ValueError, r"convert: tensors: expected a list of tensors, got a dict"),
     "no tensor": (bad(at={1: lambda x: x.numpy()}), ValueError, r"convert: tensors: #1 is a ndarray"),
     "no layout": (bad(dst="nothing"), ValueError, r"convert: layout 'nothing'"),
@@ -991,10 +1012,10 @@ def test_nothing_imports_the_bridges() -> None:
     code = (
         "import sys, kvbm\n"
         "kvbm.convert, kvbm.kernels, kvbm.Pool\n"
-        "names = ('torch', 'cupy', 'numba', 'jax', 'kvbm.torch', 'kvbm.contract', 'kvbm.bridge', 'kvbm.numpy')\n"
+        "names = ('torch', 'cupy', 'numba', 'jax', 'kvbm.torch', 'kvbm.bridge', 'kvbm.numpy')\n"
         "print([name for name in names if name in sys.modules])\n"
         "kvbm.numpy.convert\n"
         "print([name for name in names if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout.splitlines() == ["[]", "['kvbm.contract', 'kvbm.bridge', 'kvbm.numpy']"]
+    assert done.stdout.splitlines() == ["[]", "['kvbm.bridge', 'kvbm.numpy']"]

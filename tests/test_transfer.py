@@ -7,8 +7,6 @@ events allow (`fake_seed`): a wait that is missing shows as wrong bytes.
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
 import threading
 from array import array
 from collections import deque
@@ -210,11 +208,11 @@ def test_two_steps_are_the_one(src: str, gathers: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "how", "length", "block", "entry"),
     [
-        ("nhd", "steps", 1, True, True),
+        ("nhd", "steps", 1, False, True),
         ("nhd", "rows", 8, True, False),  # four layers, K and V: one block's allocations
         ("nhd", "scattered", 40, False, False),
-        ("universal", "steps", 1, True, True),
-        ("universal", "rows", 1, True, True),
+        ("universal", "steps", 1, False, True),
+        ("universal", "rows", 1, False, True),
         ("universal", "scattered", 5, False, False),
         ("vllm/LBHNC", "scattered", 1, False, True),  # one allocation
         ("hf/dynamic_cache", "steps", 1, False, True),
@@ -227,7 +225,7 @@ def test_tables_are_as_short_as_the_memory_is_regular(
     arena = placed(matrix.orders()[name], SHAPE, 5).layout_bytes(0, how)
     buffer = aligned(oracle.source_bytes(arena, 0))
     pool = kvbm.Pool(kvbm.load(name), SHAPE, numpy_views(arena, buffer, SHAPE.dtype))
-    steps = prepare.steps_of(pool)
+    steps = pool.steps
     assert (steps.block is not None, steps.entry is not None) == (block, entry)
     table = steps.shorten(pool.addresses, pool.num_blocks)
     assert np.array_equal(table, pool.addresses[:length])
@@ -240,11 +238,15 @@ def test_tables_are_as_short_as_the_memory_is_regular(
     assert prepare.prepare(kvbm.plan(pool.layout, pool.layout, SHAPE, num_blocks=5), 16, 16, src_steps=steps)
 
 
-def test_tables_in_which_blocks_are_not_the_slowest_stay_whole() -> None:
+@pytest.mark.parametrize("gap", [0, 64])
+def test_tables_in_which_blocks_are_not_the_slowest(gap: int) -> None:
+    """One base where all lie at a step, else all of them: the steps of a block alone do not shorten it."""
     layout = spec.parse('order: "[l b] o h t d"', name="mine")
-    memory = np.arange(4 * 3 * SHAPE.nbytes // 8, dtype=np.uint16).reshape(4, 3, 2, 2, 4, 16)  # l b o h t d
-    pool = kvbm.Pool(layout, SHAPE, [block for layer in memory for block in layer])
-    assert prepare.steps_of(pool) == (None, None)
+    size = SHAPE.nbytes // 8  # elements of a layer of a block
+    raw = np.arange(4 * (3 * size + gap), dtype=np.uint16).reshape(4, -1)[:, : 3 * size]
+    memory = raw.reshape(4, 3, 2, 2, 4, 16)  # l b o h t d
+    pool = kvbm.Pool(layout, SHAPE, [block for layer in raw for block in layer.reshape(3, 2, 2, 4, 16)])
+    assert pool.steps == (None, None if gap else 2 * size)
     universal = kvbm.Pool.allocate(kvbm.load("universal"), SHAPE, 3)
     kvbm.convert(pool, universal, [2, 0, 1])
     want = memory.transpose(1, 3, 0, 2, 4, 5)[[2, 0, 1]]
@@ -257,7 +259,7 @@ def test_tables_as_strides(src: str) -> None:
     ids = [4, 0, 2], [5, 1, 0]
     for number, name in enumerate(partners(src)):
         one, other = Bound(src, SHAPE, 5), Bound(name, SHAPE, 6, dst=True)
-        assert one.pool.step == step(one.arena)
+        assert one.pool.steps == (None, step(one.arena))
         layers = range(1, 3) if number % 2 else range(4)
         made = kvbm.plan(one.layout, other.layout, SHAPE, num_blocks=(5, 6), layers=layers)
         want = moved(one, other, *ids, (layers, layers))
@@ -389,6 +391,58 @@ def test_ids_that_are_refused(src_ids: Any, dst_ids: Any, match: str) -> None:
     with pytest.raises(kvbm.BindError, match=match):
         move.copy(src_ids, dst_ids)
     assert dst.untouched and move.stats()["copies"] == 0
+
+
+def test_tensors_of_ids_whose_memory_does_not_hold_them() -> None:
+    """Lazy views, shrunk storages and tensors without memory are refused; views and clones that share memory are read."""
+    torch = pytest.importorskip("torch")
+
+    def shrunk(ids: Any, nbytes: int) -> Any:
+        ids.untyped_storage().resize_(nbytes)
+        return ids
+
+    odd = {
+        "shrunk": [
+            shrunk(torch.tensor([5, 3]), 0),
+            shrunk(torch.tensor([5, 3]), 15),
+            shrunk(torch.tensor([0, 5, 3], dtype=torch.int32)[1:], 8),
+            shrunk(torch.tensor([5, 0, 3])[::2], 16),  # what NumPy would look at
+            shrunk(torch.tensor([5, 3], dtype=torch.int16), 2),
+            shrunk(torch.tensor(5), 4),
+        ],
+        "negative": [
+            torch._neg_view(torch.tensor([-5, -3])),
+            torch._neg_view(torch.tensor([-5, -3], dtype=torch.int32)),
+        ],
+        "without memory": [
+            torch._efficientzerotensor(2, dtype=torch.int64),
+            torch.empty(2, dtype=torch.int64, device="meta"),
+        ],
+        "nested": [
+            torch._nested_view_from_buffer(
+                torch.arange(2), *[torch.tensor(x) for x in ([[1], [1]], [[1], [1]], [0, 1])]
+            )
+        ],
+        "other": [torch.tensor([5, 3]).to_sparse(), torch.tensor([5.0, 3.0], dtype=torch.bfloat16)],
+    }
+    src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 7, dst=True)
+    move = kvbm.Transfer(src.pool, dst.pool)
+    for what, ids in ((what, ids) for what, several in odd.items() for ids in several):
+        for pair in ((ids, [0, 1]), ([0, 1], ids)):
+            with pytest.raises(kvbm.BindError, match="_ids: expected integers, got "):
+                move.copy(*pair)
+            assert dst.untouched, what
+
+    def inside(ids: Any) -> Any:
+        with pytest.raises(kvbm.BindError, match="src_ids: expected integers, got "):
+            move.copy(ids, [0, 1])
+        return ids
+
+    torch.vmap(inside)(torch.zeros(2, 2).long())
+    assert dst.untouched
+    ids = torch.tensor([9, 5, 3])
+    move.copy(torch._lazy_clone(ids)[1:], shrunk(torch.tensor([0, 1, 9])[:2], 16))
+    check(src, dst, [5, 3], [0, 1])
 
 
 def test_a_list_that_changes_while_it_is_read() -> None:
@@ -565,24 +619,6 @@ def test_threads_share_a_transfer() -> None:
         list(pool.map(work, range(threads)))
     check(src, dst, list(range(blocks)), list(range(blocks))[::-1])
     assert move.stats()["blocks"] == 4 * blocks and move.stats()["bytes"] == blocks * SHAPE.nbytes
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")  # JAX of another test
-def test_a_child_of_a_process_that_held_the_lock() -> None:
-    src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)
-    move = kvbm.Transfer(src.pool, dst.pool)
-    with move._mover.lock:
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                signal.alarm(20)
-                move.copy([1], [2], layers=range(1))  # a range that is met for the first time
-                status = 0
-            finally:
-                os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_transfer_keeps_its_pools() -> None:

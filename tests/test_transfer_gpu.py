@@ -341,7 +341,8 @@ def test_device_ids_that_are_refused() -> None:
 
     s, d = ends("d2d", "nhd", "universal", 9, 11)
     move, stream = kvbm.Transfer(s.pool, d.pool), stream_of()
-    ids = torch.zeros(8, dtype=torch.int64, device="cuda")
+    ids, shrunk = (torch.zeros(8, dtype=torch.int64, device="cuda") for _ in range(2))
+    shrunk.untyped_storage().resize_(56)
     for given, match in (
         ((ids[::2], [0, 1, 2, 3]), "contiguous"),
         ((ids.float(), [0] * 8), "int32 or int64"),
@@ -350,6 +351,8 @@ def test_device_ids_that_are_refused() -> None:
         ((ids, [0, 1]), "as many source as destination ids, got 8 and 2"),
         ((ids[:2], [3, 3]), r"dst_ids\[1\] is 3, as is dst_ids\[0\]"),
         ((ids[:2], [3, 11]), r"dst_ids\[1\] is 11"),
+        ((torch._neg_view(ids), [0] * 8), "src_ids: expected integers, got a tensor that cannot be read"),
+        ((shrunk, [0] * 8), "src_ids: expected integers, got a tensor that cannot be read"),
     ):
         with pytest.raises(kvbm.BindError, match=match):
             move.copy(*given, stream=stream)

@@ -18,6 +18,7 @@ from .spans import meet
 
 __all__ = [
     "PAIRS",
+    "TOLD",
     "Array",
     "Borrowed",
     "dense",
@@ -30,6 +31,7 @@ __all__ = [
     "same_dtype",
     "span",
     "stand_ins",
+    "written",
 ]
 
 #: What frameworks call a dtype whose items hold several elements.
@@ -258,7 +260,7 @@ def of_view(view: Any, dtype: str, itemsize: int, index: int, readonly: bool = F
 _LOOKED_AT = 16
 
 #: Tensors that are all told of a copy into them; of more only those that had gradients when they were bound.
-_TOLD = 256
+TOLD = 256
 
 
 class Borrowed:
@@ -277,7 +279,7 @@ class Borrowed:
 
         # Views of one tensor share its version; tensors that were made in inference mode have none.
         bases = {id(base): base for base in (_base(tensor) for tensor in tensors) if not base.is_inference()}
-        self._versions = [base for base in bases.values() if len(bases) <= _TOLD or base.requires_grad]
+        self._versions = [base for base in bases.values() if len(bases) <= TOLD or base.requires_grad]
         self._table = _core.Table(np.array([array.address for array in found], np.uint64), upload=False)
         self._moved = _core.moved_tensor
 
@@ -295,9 +297,14 @@ class Borrowed:
         return bool(self._numpy) and not all(array.flags.writeable for array in self._numpy[:_LOOKED_AT])
 
     def written(self) -> None:
-        """Let autograd know, as after any operator that writes: a graph that saved one must not use it."""
+        """Let autograd know of the tensors that were written."""
         if self._versions:
-            sys.modules["torch"].autograd.graph.increment_version(self._versions)
+            written(self._versions)
+
+
+def written(tensors: Sequence[Any]) -> None:
+    """Let autograd know, as after any operator that writes: a graph that saved one of these tensors must not use it."""
+    sys.modules["torch"].autograd.graph.increment_version(tensors)
 
 
 def _base(tensor: Any) -> Any:

@@ -73,13 +73,39 @@ class Bridge(NamedTuple):
         *,
         stream: Any = None,
     ) -> list[Any]:
-        """Convert blocks from one layout into new arrays of another, on the framework's current stream or the one named.
+        """Convert blocks from one layout into new arrays of another.
 
-        The parameters and errors are those of `kvbm.numpy.convert`.
+        Parameters
+        ----------
+        arrays : sequence of the framework's arrays
+            One an allocation of the source's layout, in table order, each shaped as its order says.  dtypes of ml_dtypes
+            (bfloat16, float8_e4m3fn, float8_e5m2) are taken as they are.
+        src, dst : str
+            Layouts, by name or by the path of a YAML file.
+        shape : str or BlockShape
+            As `kvbm.load_shape` reads it.  Sizes without a dtype take the arrays'.
+        stream : optional
+            Where a copy on a GPU is ordered, as for `kvbm.convert`.  Not given: the framework's current stream.
+
+        Returns
+        -------
+        list of the framework's arrays
+            One an allocation of the destination's layout, of the inputs' dtype, or of its plane's where a layout has several.
+
+        Raises
+        ------
+        BindError, DTypeError
+            Arrays that do not fit: the sentence names the input and the remedy.
+        LayoutError, PlanError, SpecError
+            There is no copy between the two layouts, or no such layout or shape.
 
         Examples
         --------
-        >>> blocks = kvbm.cupy.convert(layers, "vllm/flash_attn_nhd", "universal", "llama-3.1-8b")  # doctest: +SKIP
+        >>> import numpy as np, kvbm.numpy
+        >>> layers = [np.zeros((2, 6, 16, 4, 8), "float32") for _ in range(3)]  # [l] o b t h d
+        >>> blocks = kvbm.numpy.convert(layers, "vllm/flash_attn_nhd", "universal", "nl=3,no=2,nh=4,nt=16,hd=8")
+        >>> len(blocks), blocks[0].shape  # [b] h l o t d
+        (6, (4, 3, 2, 16, 8))
         """
         who = self.caller("convert", "input")
         try:
@@ -120,7 +146,10 @@ class Bridge(NamedTuple):
     ) -> None:
         """Convert blocks into arrays that are there already; ids are those of `kvbm.convert`, on the GPU too.
 
-        The parameters and errors are those of `kvbm.numpy.convert_`.
+        Raises
+        ------
+        BindError, DTypeError, LayoutError, PlanError, SpecError
+            As `convert`; a destination that is read-only.  Nothing was written.
         """
         who, ids = self.caller("convert_", "input"), (src_ids, dst_ids)
         try:
@@ -184,10 +213,7 @@ class _List(NamedTuple):
         require(self.who, self.seen, side.sized(blocks))
         if not blocks:
             return None
-        # Memory of one width is memory of the dtype that is wanted: the gates have seen to that.
-        sized = side.sized(blocks)
-        found = [one._replace(dtype=sized.dtype(index)) for index, one in enumerate(self.seen)]
-        return Pool.trusted(side.layout, side.shape, found, self.arrays)
+        return Pool.trusted(side.layout, side.shape, self.seen, self.arrays)
 
 
 def _sides(operator: str, src: Any, dst: Any, shape: Any, source: _List) -> tuple[Side, Side]:

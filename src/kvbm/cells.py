@@ -6,16 +6,17 @@ first three, an ellipsis and the last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .facts import index_label, levels, meaning, plane_lines, record_runs, shared_levels
+from .facts import Half, Level, entry, halves, index_label, meaning, picked, plane_lines, several
 from .resolved import Piece, Resolved
 
-__all__ = ["Cell", "Row", "Section", "sections"]
+__all__ = ["Cell", "Row", "Section", "record_runs", "sections"]
 
-#: Members that a row shows one by one; of more it shows the first three and the last.
-_ALL, _FIRST = 8, 3
+#: A row shows the first three of its members and the last, where there are more than eight; of a table, than five.
+_FIRST, _MOST, _MOST_ENTRIES = 3, 8, 5
 #: Runs of a record that are shown at its beginning and at its end.
 _RUNS = (5, 2)
 
@@ -84,6 +85,11 @@ class Row:
     is_record: bool = False
     between: bool = False
 
+    @property
+    def members(self) -> list[Cell]:
+        """The cells that stand for something."""
+        return [cell for cell in self.cells if isinstance(cell, Cell)]
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -120,90 +126,121 @@ def sections(resolved: Resolved) -> list[Section]:
         The table; one an order, or for planes that share records what they share and then one a plane and order.
     """
     made = [Section((_table_row(resolved),))]
-    if not resolved.parts:
-        for o in range(len(resolved.orders)):
-            is_one = len(resolved.orders) == 1
-            made.append(Section(_levels(resolved, resolved, o), "" if is_one else f"Inside: {'KV'[o]}", half=o))
-        return made
-    around = shared_levels(resolved)
+    every = halves(resolved)
+    first = every[0]
+    half = 0 if _is_o_in_table(first) else None
     if resolved.record:
-        part = resolved.parts[0]
-        steps = [step for step in levels(resolved, part, 0)[:around] if step[0].extent > 1]
-        o_in_table = any(piece.table and piece.term.axes == ("o",) for piece in part.pieces())
-        cascade = _cascade(steps, 0, 0 if o_in_table and resolved.shape.no == 2 else None, 0)
+        cascade = _cascade(several(first.shared), 0, half if resolved.shape.no == 2 else None, 0)
         made.append(Section((*cascade, _record_row(resolved))))
     told = dict(plane_lines(resolved))
-    for index, part in enumerate(resolved.parts):
-        for o in range(len(part.orders)):
-            name = part.plane + (f" of {'KV'[o]}" if len(part.orders) == 2 else "")
-            about = told[f"plane {part.plane}"].partition(", ")[2]
-            cascade = _levels(resolved, part, o, index)
-            made.append(Section(cascade, f"Inside: {name}", about, o if len(part.orders) == 2 else None, index))
+    names = [part.plane for part in resolved.parts]
+    for each in every:
+        o = each.o or 0
+        # The half that the rows above open is K's, unless V has an order of its own.
+        base = each.start + sum(o * piece.stride for piece, _ in each.shared if piece.term.axes == ("o",))
+        if not resolved.parts:
+            title = "" if each.o is None else f"Inside: {each.name}"
+            # Of the table's first entries the one that this order is in.
+            made.append(Section(_cascade(several(each.own), base, None if half is None else o, o), title, half=each.o))
+            continue
+        others = (other for other in every if resolved.record and other.part is not each.part)
+        is_between = any(each.start < other.end and other.start < each.end for other in others)
+        plane = names.index(each.part.plane)
+        rows = _cascade(several(each.own), base, None, o, plane, is_between)
+        title = f"Inside: {' of '.join(each.name.split())}"
+        about = told[f"plane {each.part.plane}"].partition(", ")[2]
+        made.append(Section(rows, title, about, each.o, plane))
     return made
 
 
-def _levels(resolved: Resolved, part: Resolved, o: int, plane: int | None = None) -> tuple[Row, ...]:
-    """The levels of K or V inside an allocation, or of a plane inside a record."""
-    in_table = any(piece.table and piece.term.axes == ("o",) for piece in part.pieces())
-    half = o if in_table and plane is None else None  # of the table's first entries the one that this order is in
-    steps = levels(resolved, part, o)
-    around = steps[: shared_levels(resolved)]
-    base = part.bases[min(o, len(part.bases) - 1)][0]
-    if plane is not None:  # the half that the rows above open, which is K's, unless V has an order of its own
-        base += sum(o * piece.stride for piece, _ in around if piece.term.axes == ("o",))
-    own = [step for step in steps[len(around) :] if step[0].extent > 1]
-    cascade = _cascade(own, base, half, o)
-    if plane is None:
-        return cascade
-    ends = [
-        (
-            p.bases[0][0],
-            p.bases[0][0]
-            + sum((q.extent - 1) * q.stride for q, _ in levels(resolved, p, 0)[shared_levels(resolved) :]),
-        )
-        for p in resolved.parts
-    ]
-    (start, end), others = ends[plane], [*ends[:plane], *ends[plane + 1 :]]
-    is_between = bool(resolved.record) and any(start < to and since < end for since, to in others)
-    return tuple(_of_plane(row, plane, is_between) for row in cascade)
+def _is_o_in_table(half: Half) -> bool:
+    return any(piece.table and piece.term.axes == ("o",) for piece in half.part.pieces())
 
 
-def _of_plane(row: Row, plane: int, is_between: bool) -> Row:
-    is_o = row.term == "o"  # K and V keep their colours where they are told apart; below, a plane has its own
-    cells = tuple(
-        replace(cell, plane=plane, half=cell.half if is_o else None) if isinstance(cell, Cell) else cell
-        for cell in row.cells
-    )
-    return replace(row, cells=cells, between=is_between)
+def _cascade(
+    steps: Sequence[Level], base: int, half: int | None, o: int, plane: int | None = None, is_between: bool = False
+) -> tuple[Row, ...]:
+    """One row a level, each beginning where the member of the one before is that it opens: K, or V for `o` = 1.
 
-
-def _cascade(steps: Sequence[tuple[Piece, int]], base: int, half: int | None, o: int) -> tuple[Row, ...]:
-    """One row a level, each beginning where the member of the one before is that it opens: K, or V for `o` = 1."""
+    K and V keep their colours where they are told apart; below, a plane has its own.
+    """
     cascade = []
     for number, (piece, holds) in enumerate(steps):
-        row = _level(piece, holds, base, half, [piece for piece, _ in steps[number + 1 :]])
-        if piece.term.axes == ("o",):
-            row = replace(row, opened=o)
-            half, base = o, base + o * piece.stride
-        cascade.append(row)
+        term, is_o, opened = str(piece.term), piece.term.axes == ("o",), 0
+        padding, turns = piece.stride - holds, 0
+        if piece.term.opaque:
+            label = f"{piece.extent:,} elements in an order that is not promised"
+            cells: tuple[Cell | int, ...] = (Cell(label, base, piece.stride * piece.extent, 0, half, plane),)
+        else:
+            cells = tuple(
+                piece.extent - _FIRST - 1
+                if i is None
+                else Cell(_member(piece, i), base + i * piece.stride, holds, padding, i if is_o else half, plane)
+                for i in picked(piece.extent, _FIRST, _MOST)
+            )
+            turns = 0 if is_o or half is not None else _turns([piece for piece, _ in steps[number + 1 :]])
+        if is_o:
+            opened, base = o, base + o * piece.stride
+            half = o if plane is None else None
+        cascade.append(
+            Row(
+                term,
+                meaning(piece),
+                piece.extent,
+                piece.stride,
+                cells,
+                opened,
+                turns,
+                piece.term.opaque,
+                between=is_between,
+            )
+        )
     return tuple(cascade)
+
+
+def record_runs(resolved: Resolved, first: int, last: int) -> tuple[list[Cell], int, list[Cell]]:
+    """The first runs of planes in a record in the order of their addresses, how many are left out, and the last ones.
+
+    Parameters
+    ----------
+    resolved : Resolved
+        A layout whose planes share records; where V has an order of its own, K's is shown.
+    first, last : int
+        How many runs, where there are more than these together.
+    """
+    found, total = [], 0
+    for plane, half in enumerate(half for half in halves(resolved) if not half.o):
+        run = half.part.shape.itemsize
+        loops: list[Piece] = []
+        for piece, _ in sorted(several(half.own), key=lambda level: level.piece.stride):
+            if not loops and piece.stride == run:
+                run *= piece.extent
+            else:
+                loops.append(piece)
+        count = math.prod(piece.extent for piece in loops)
+        total += count
+        # What is among the first of all planes is among the first of its own, and so with the last.
+        for number in {*range(min(first + last, count)), *range(max(0, count - last), count)}:
+            start, rest = half.start, number
+            for piece in loops:
+                rest, index = divmod(rest, piece.extent)
+                start += index * piece.stride
+            found.append(Cell(half.part.plane, start, run, plane=plane))
+    found.sort(key=lambda cell: cell.start)
+    ends = [*(cell.start for cell in found[1:]), resolved.record]
+    found = [
+        replace(cell, padding=max(0, end - cell.start - cell.nbytes)) for cell, end in zip(found, ends, strict=True)
+    ]
+    more = total - first - last
+    return (found[:first], more, found[-last:]) if more > 0 else (found, 0, [])
 
 
 def _record_row(resolved: Resolved) -> Row:
     """The runs of all planes in the first record."""
-    first, more, last = record_runs(resolved, 0, *_RUNS)
-    cells = [
-        Cell(resolved.parts[run.plane].plane, run.start, run.nbytes, run.gap, plane=run.plane)
-        for run in (*first, *last)
-    ]
-    shown: list[Cell | int] = [*cells[: len(first)], *([more] if more else []), *cells[len(first) :]]
-    about = f"{len(resolved.parts)} planes"
-    count = len(cells) + more
-    return Row("record", about, count, resolved.record, tuple(shown), is_record=True)
-
-
-def _shown(extent: int, first: int = _FIRST, most: int = _ALL) -> list[int]:
-    return list(range(extent)) if extent <= most else [*range(first), extent - 1]
+    first, more, last = record_runs(resolved, *_RUNS)
+    cells: list[Cell | int] = [*first, *([more] if more else []), *last]
+    count = len(first) + more + len(last)
+    return Row("record", f"{len(resolved.parts)} planes", count, resolved.record, tuple(cells), is_record=True)
 
 
 def _with_gaps(indices: Sequence[int], cells: Sequence[Cell]) -> tuple[Cell | int, ...]:
@@ -215,68 +252,45 @@ def _with_gaps(indices: Sequence[int], cells: Sequence[Cell]) -> tuple[Cell | in
 
 
 def _table_row(resolved: Resolved) -> Row:
-    if resolved.apart:
-        return _table_of_planes(resolved)
-    one = resolved.planes[0]
-    table = [piece for piece in reversed(one.pieces()) if piece.table]
-    count = resolved.table_size
+    """The first allocations and the last; of two blocks where a block has several, and of each plane that has its own."""
+    count, first = resolved.table_size, resolved.planes[0].pieces()
+    table = [piece for piece in reversed(first) if piece.table]
     each = next((piece.table for piece in table if piece.term.axes == ("b",)), 0)  # allocations of a block
-    has_brackets = each > 1 and each * resolved.num_blocks == count > 5
-    entries = sorted({0, 1, each - 1, each, count - 1}) if has_brackets else _shown(count, most=5)
-    shown: list[Cell] = []
-    for entry in entries:
-        at = {piece.term.axes: entry // piece.table % piece.extent for piece in table}
-        label = " ".join(index_label(p, at[p.term.axes]) for p in table if p.extent > 1) or "all of it"
-        kind = resolved.kinds[resolved.kind_of_entry[entry]]
-        half = at.get(("o",)) if resolved.shape.no == 2 else None
-        shown.append(Cell(label, entry, _span(kind.shape, kind.strides, kind.itemsize), half=half))
-    cells = _with_gaps(entries, shown)
-    blocks = []
-    for block in range(2 if has_brackets and resolved.num_blocks > 1 else 0):
-        mine = [place for place, cell in enumerate(cells) if isinstance(cell, Cell) and cell.start // each == block]
-        blocks.append((mine[0], mine[-1], f"block {block}"))
-    inner = [piece for piece in reversed(one.pieces()) if not piece.table and piece.extent > 1]
-    term = "[" + " ".join(str(piece.term) for piece in table) + "]" if table else "pool"
-    turns = 0 if shown[0].half is not None else _turns(inner)
-    about = "one allocation" if count == 1 else "allocations"
-    return Row(term, about, count, shown[0].nbytes, cells, turns=turns, blocks=tuple(blocks))
-
-
-def _table_of_planes(resolved: Resolved) -> Row:
-    """The first and the last arrays of each plane."""
-    shown: dict[int, Cell] = {}
-    for index, part in enumerate(resolved.parts):
-        table = [piece for piece in reversed(part.pieces()) if piece.table]
-        base = part.bases[0][1]
-        picked = (
-            {0: 1} | {sum(piece.table for piece in table[-1:]): 1} | {sum((p.extent - 1) * p.table for p in table): 1}
+    has_brackets = not resolved.apart and 1 < each < count == each * resolved.num_blocks > 5
+    if resolved.apart:
+        numbers = sorted(number for part in resolved.parts for number in _ends_of_plane(resolved, part))
+        term, about = (
+            " ".join("<…>" if term.planes else str(term) for term in resolved.layout.orders[0].table),
+            "arrays of planes",
         )
-        kind = part.first
-        for at in picked if len(resolved.parts) < 3 else (0, max(picked)):
-            label = " ".join([part.plane, *(index_label(p, at // p.table % p.extent) for p in table if p.extent > 1)])
-            shown[base + at] = Cell(label, base + at, _span(kind.shape, kind.strides, kind.itemsize), plane=index)
-    entries = sorted(shown)
-    term = "[" + " ".join("<…>" if term.planes else str(term) for term in resolved.layout.orders[0].table) + "]"
-    cells = _with_gaps(entries, [shown[entry] for entry in entries])
-    return Row(term, "arrays of planes", resolved.table_size, shown[0].nbytes, cells)
+    else:
+        shown = [0, 1, each - 1, each, count - 1] if has_brackets else picked(count, _FIRST, _MOST_ENTRIES)
+        numbers = sorted({number for number in shown if number is not None})
+        term, about = " ".join(str(piece.term) for piece in table), "one allocation" if count == 1 else "allocations"
+    cells = []
+    for number in numbers:
+        found = entry(resolved, number)
+        half = found.o if resolved.shape.no == 2 and found.plane is None else None
+        label = found.label(resolved, 2) or "all of it"
+        cells.append(Cell(label, number, found.nbytes, half=half, plane=found.plane))
+    shown_cells = _with_gaps(numbers, cells)
+    blocks = []
+    for block in range(2 if has_brackets else 0):
+        mine = [
+            place for place, cell in enumerate(shown_cells) if isinstance(cell, Cell) and cell.start // each == block
+        ]
+        blocks.append((mine[0], mine[-1], f"block {block}"))
+    inner = [piece for piece in reversed(first) if not piece.table and piece.extent > 1]
+    turns = 0 if resolved.apart or cells[0].half is not None else _turns(inner)
+    term = f"[{term}]" if term else "pool"
+    return Row(term, about, count, cells[0].nbytes, shown_cells, turns=turns, blocks=tuple(blocks))
 
 
-def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    return shape[0] * strides[0] if shape else itemsize
-
-
-def _level(piece: Piece, holds: int, base: int, half: int | None, below: Sequence[Piece]) -> Row:
-    padding = piece.stride - holds
-    if piece.term.opaque:
-        label = f"{piece.extent:,} elements in an order that is not promised"
-        cell = Cell(label, base, piece.stride * piece.extent, half=half)
-        return Row(str(piece.term), meaning(piece), piece.extent, piece.stride, (cell,), opaque=True)
-    is_o = piece.term.axes == ("o",) and piece.extent == 2
-    indices = _shown(piece.extent)
-    cells = [Cell(_member(piece, i), base + i * piece.stride, holds, padding, i if is_o else half) for i in indices]
-    turns = 0 if is_o or half is not None else _turns(below)
-    about = meaning(piece)
-    return Row(str(piece.term), about, piece.extent, piece.stride, _with_gaps(indices, cells), turns=turns)
+def _ends_of_plane(resolved: Resolved, part: Resolved) -> set[int]:
+    """Table entries of the first arrays of a plane and of the last."""
+    table = [piece for piece in part.pieces() if piece.table and piece.extent > 1]
+    second = table[0].table if table and len(resolved.parts) < 3 else 0
+    return {part.bases[0][1] + at for at in (0, second, sum((piece.extent - 1) * piece.table for piece in table))}
 
 
 def _turns(pieces: Sequence[Piece]) -> int:

@@ -1,4 +1,4 @@
-"""The contract at the border: what arrays of a framework must be, gate by gate, before anything touches their memory.
+"""The contract at the border: what the arrays of a pool or of a call must be, gate by gate, before anything touches them.
 
 Read `GATES` as a list: each gate lets an array pass, or raises one sentence that names the operator, the argument, what was
 expected, what was found, and the remedy.  No framework is imported here, and none is needed to try a gate.
@@ -11,18 +11,33 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .arrays import Array, dense, other_order, same_dtype, span
+from .arrays import Array, dense, other_order, same_dtype, span, stand_ins
 from .errors import BindError, DTypeError, KvbmError, SpecError
 from .layout import Layout
 from .planner import plan
+from .resolved import Resolved
 from .shapes import ITEMSIZE, BlockShape, load_shape
 from .spans import merge_steps
 from .spec import load
 
-__all__ = ["GATES", "Caller", "Kind", "Side", "Sized", "block_shape", "named", "reads_as", "require", "side_of"]
+__all__ = [
+    "ALIKE",
+    "GATES",
+    "Caller",
+    "Kind",
+    "Side",
+    "Sized",
+    "block_shape",
+    "kinds_of",
+    "named",
+    "reads_as",
+    "require",
+    "require_each",
+    "side_of",
+]
 
 #: Integers that any other dtype of one byte may be read as, and the other way round: the bits stay where they are.
-_BITS8 = ("uint8", "int8")
+_BITS8 = ("uint8", "int8", "void8")
 
 
 class Kind(NamedTuple):
@@ -56,10 +71,6 @@ class Sized(NamedTuple):
     def kind(self, index: int) -> Kind:
         return self.kinds[self.which[index] if self.which else 0]
 
-    def dtype(self, index: int) -> str:
-        """Of the items of one array."""
-        return self.kind(index).dtype or self.side.shape.dtype
-
     def elements(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], str, int], ...]:
         """Shape and strides in items of each kind, as torch counts them, its dtype, and `Kind.whole`."""
         found = []
@@ -81,14 +92,20 @@ class Sized(NamedTuple):
 
 
 class Caller(NamedTuple):
-    """Who is refused, and in which words: ``convert``, ``input``, and how its framework makes an array contiguous."""
+    """Who is refused, and in which words: ``convert``, ``input``, ``#``, and how its framework makes an array contiguous.
+
+    `label` is what a layout calls an array, such as ``l=3``.
+    """
 
     operator: str
     argument: str
     contiguous: str = ".contiguous()"
+    mark: str = "#"
+    label: Callable[[int], str] = lambda _: ""
 
     def __call__(self, index: int) -> str:
-        return f"{self.operator}: {self.argument} #{index}"
+        label = self.label(index)
+        return f"{self.operator}: {self.argument} {self.mark}{index}{f' ({label})' if label else ''}"
 
 
 # ---- the gates -----------------------------------------------------------------------------------------------------
@@ -111,28 +128,49 @@ class Look(NamedTuple):
 
 def on_one_device(at: Look) -> None:
     """All arrays lie on one device ordinal."""
-    require_device(at.name, at.seen.device, f"{at.who.argument} #0", at.first.device)
+    if at.seen.device != at.first.device:  # names are made where they are said
+        require_device(at.name, at.seen.device, f"{at.who.argument} {at.who.mark}0", at.first.device)
 
 
 def of_one_dtype(at: Look) -> None:
     """All arrays of a list have one dtype, unless planes have their own."""
     if not at.kind.dtype and at.seen.dtype != at.first.dtype:
         raise DTypeError(
-            f"{at.name} is {at.seen.dtype}, {at.who.argument} #0 {at.first.dtype}; expected one dtype for all"
+            f"{at.name} is {at.seen.dtype}, {at.who.argument} {at.who.mark}0 {at.first.dtype}; expected one dtype for all"
         )
 
 
 def holds_the_dtype(at: Look) -> None:
     """The dtype is the shape's, or the plane's, or its bits can be read as these."""
-    if at.kind.dtype:
-        require_dtype(at.name, at.seen.dtype, at.kind.dtype, "the layout's planes say")
-    else:
-        require_dtype(at.name, at.seen.dtype, at.shape.dtype)
+    if reads_as(at.seen.dtype, at.kind.dtype or at.shape.dtype):
+        return
+    if at.kind.whole:
+        raise DTypeError(
+            f"{at.name}: its planes share it, so expected bytes (uint8, or another dtype of one byte), got {at.seen.dtype}; pass "
+            ".view(torch.uint8)"
+        )
+    why = "the layout's planes say" if at.kind.dtype else "the shape says"
+    require_dtype(at.name, at.seen.dtype, at.kind.dtype or at.shape.dtype, why)
+
+
+def of_the_bytes(at: Look) -> None:
+    """Records are bytes in any shape, with or without the padding."""
+    seen, kind = at.seen, at.kind
+    if not kind.whole or (seen.shape == kind.shape and _steps_alike(at)):
+        return
+    dense_or_not = (merge_steps(kind.shape, kind.strides), [(kind.whole, 1)])
+    if merge_steps(seen.shape, seen.strides) not in dense_or_not:
+        padded = f", or dense, {kind.whole} bytes with the padding" if kind.whole != math.prod(kind.shape) else ""
+        raise BindError(
+            f"{at.name}: expected bytes of shape {_tuple(kind.shape)} ({' '.join(kind.axes)}) and strides {_tuple(kind.strides)}, "
+            f"or another shape of the same bytes{padded}; got shape {_tuple(seen.shape)} and strides of {_tuple(seen.strides)} "
+            "bytes"
+        )
 
 
 def of_the_rank(at: Look) -> None:
     """As many axes as the layout has."""
-    if len(at.seen.shape) != len(at.kind.shape) and not _in_another_shape(at):
+    if len(at.seen.shape) != len(at.kind.shape) and not at.kind.whole:
         raise BindError(
             f"{at.name}: expected {len(at.kind.shape)} axes ({' '.join(at.kind.axes)}) of {_tuple(at.kind.shape)}, got shape "
             f"{_tuple(at.seen.shape)}; {_reshape(at.seen, at.kind)}"
@@ -142,7 +180,7 @@ def of_the_rank(at: Look) -> None:
 def of_the_shape(at: Look) -> None:
     """As many elements along each axis."""
     for axis, want, got in zip(at.kind.axes, at.kind.shape, at.seen.shape, strict=False):
-        if want != got and not _in_another_shape(at):
+        if want != got and not at.kind.whole:
             raise BindError(
                 f"{at.name}: axis '{axis}': expected {want}, got {got} (shape {_tuple(at.seen.shape)}, expected "
                 f"{_tuple(at.kind.shape)}); {_reshape(at.seen, at.kind)}"
@@ -152,11 +190,7 @@ def of_the_shape(at: Look) -> None:
 def of_the_strides(at: Look) -> None:
     """Neighbours as far apart as the layout has them: contiguous, unless it declares a pitch."""
     seen, kind = at.seen, at.kind
-    if all(a == b or n == 1 for n, a, b in zip(seen.shape, seen.strides, kind.strides, strict=False)):
-        return
-    if _in_another_shape(at):
-        return
-    if any(type(n) is int and n == 0 for n in seen.shape):  # nothing is stepped through
+    if kind.whole or _steps_alike(at):
         return
     where = f" at storage offset {seen.offset}" if seen.offset else ""
     if kind.strides == dense(kind.shape, kind.itemsize):
@@ -171,36 +205,49 @@ def of_the_strides(at: Look) -> None:
     )
 
 
-def _in_another_shape(at: Look) -> bool:
-    """Whether it is the bytes of records in another shape, with or without the padding."""
-    kind = at.kind
-    return bool(kind.whole) and merge_steps(at.seen.shape, at.seen.strides) in (
-        merge_steps(kind.shape, kind.strides),
-        [(kind.whole, 1)],
+def _steps_alike(at: Look) -> bool:
+    """Whether an array of the kind's shape has its strides, or nothing is stepped through."""
+    seen, kind = at.seen, at.kind
+    return all(a == b or n == 1 for n, a, b in zip(seen.shape, seen.strides, kind.strides, strict=False)) or any(
+        type(n) is int and n == 0 for n in seen.shape
     )
 
 
+#: What the arrays of a list have in common.
+ALIKE: tuple[Callable[[Look], None], ...] = (on_one_device, of_one_dtype, holds_the_dtype)
+
 #: What every array of a list must pass, in this order.
-GATES: tuple[Callable[[Look], None], ...] = (
-    on_one_device,
-    of_one_dtype,
-    holds_the_dtype,
-    of_the_rank,
-    of_the_shape,
-    of_the_strides,
-)
+GATES: tuple[Callable[[Look], None], ...] = (*ALIKE, of_the_bytes, of_the_rank, of_the_shape, of_the_strides)
 
 
 def require(who: Caller, seen: Sequence[Array], sized: Sized) -> None:
-    """Let a list of arrays through all gates, one array after the other, or say what is wrong with the first that fails."""
+    """Let a list of arrays through all gates, or say what is wrong with the first that fails."""
     if len(seen) != sized.arrays:
         raise BindError(
             f"{who.operator}: {who.argument}s: {sized.side} holds {sized.num_blocks} blocks in {sized.arrays} arrays, got "
             f"{len(seen)}"
         )
+    require_each(who, seen, sized.kinds, sized.which, sized.side.shape)
+
+
+def require_each(
+    who: Caller,
+    seen: Sequence[Array],
+    kinds: Sequence[Kind],
+    which: Sequence[int] | None,
+    shape: BlockShape,
+    gates: Sequence[Callable[[Look], None]] = GATES,
+) -> None:
+    """Let arrays through gates, one array after the other; each is of ``kinds[which[index]]``, or of the only kind."""
+    passed: dict[int, Array] = {}  # the last of each kind: one that looks the same passes, too
     for index, array in enumerate(seen):
-        for gate in GATES:
-            gate(Look(who, index, array, seen[0], sized.kind(index), sized.side.shape))
+        kind = which[index] if which else 0
+        if kind in passed and passed[kind][1:5] == array[1:5]:  # shape, strides, dtype, device
+            continue
+        look = Look(who, index, array, seen[0], kinds[kind], shape)
+        for gate in gates:
+            gate(look)
+        passed[kind] = array
 
 
 def require_writable(who: Caller, seen: Sequence[Array]) -> None:
@@ -242,6 +289,8 @@ def require_dtype(name: str, found: str, wanted: str, why: str = "the shape says
         advice = f"a copy converts no dtype: pass shape='…,dtype={found}', or convert the values before"
     else:
         advice = "a copy converts no dtype: convert the values before"
+    bits = " or ".join(stand_ins(wanted)[:2])
+    advice += f"; {bits} may hold the bits" if bits else ""
     raise DTypeError(f"{name}: expected {wanted}, as {why}, got {found}; {advice}")
 
 
@@ -258,7 +307,7 @@ def reads_as(found: str, wanted: str) -> bool:
 
 
 def _width(dtype: str) -> int:
-    return 1 if dtype.startswith(("float8_", "float4_")) else ITEMSIZE.get(dtype, 0)
+    return 1 if dtype.startswith(("float8_", "float4_", "void8")) else ITEMSIZE.get(dtype, 0)
 
 
 def _reshape(seen: Array, kind: Kind) -> str:
@@ -351,19 +400,7 @@ class Side:
         return Sized(self, blocks, count, kinds, which)
 
     def _kinds(self, blocks: int) -> tuple[Kind, ...]:
-        found = self.layout.resolve(self.shape, blocks).kinds
-        own = bool(self.layout.planes)
-        return tuple(
-            Kind(
-                tuple(one.axes),
-                tuple(one.shape),
-                tuple(one.strides),
-                one.itemsize,
-                one.dtype if own else "",
-                one.nbytes if one.is_record else 0,
-            )
-            for one in found
-        )
+        return kinds_of(self.layout.resolve(self.shape, blocks))
 
     @staticmethod
     def _line(blocks: Any, at_2: int, at_3: int, at_7: int) -> Any:
@@ -371,6 +408,17 @@ class Side:
         if at_7 != at_2 + 5 * step:
             return None
         return at_2 if step == 0 else at_2 - 2 * step + step * blocks
+
+
+def kinds_of(resolved: Resolved) -> tuple[Kind, ...]:
+    """What the arrays of a layout at given sizes must be; `Resolved.kind_of_entry` tells which of them is which."""
+    own = bool(resolved.layout.planes)
+    return tuple(
+        Kind(
+            one.axes, one.shape, one.strides, one.itemsize, one.dtype if own else "", one.nbytes if one.is_record else 0
+        )
+        for one in resolved.kinds
+    )
 
 
 def _numbers(kinds: tuple[Kind, ...]) -> list[int]:

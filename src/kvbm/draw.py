@@ -13,7 +13,22 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from .facts import Half, address_lines, axis_rows, facts, halves, index_label, meaning, record_runs, runs, size_text
+from .cells import record_runs
+from .facts import (
+    Half,
+    Level,
+    address_lines,
+    axis_rows,
+    entry,
+    exact_size,
+    facts,
+    halves,
+    index_label,
+    meaning,
+    picked,
+    runs,
+    several,
+)
 from .resolved import Piece, Resolved
 
 if TYPE_CHECKING:
@@ -78,7 +93,6 @@ class _Drawing:
         self.shape: BlockShape = resolved.shape
         self.glyphs = _ASCII if console.options.ascii_only else _UNICODE
         self.width = max(40, min(console.width, _MAX_WIDTH))
-        self.outer = tuple(piece for piece in reversed(resolved.planes[0].pieces(0)) if piece.table)
         self.halves = halves(resolved)
 
     # ---- the head ---------------------------------------------------------------------------------------------------
@@ -108,12 +122,8 @@ class _Drawing:
             table.add_row(f"  {row[0]}", *row[1 : len(table.columns)])
         self.console.print(table, width=self.width)
         for half in self.halves:
-            self.address(half)
-
-    def address(self, half: Half) -> None:
-        """Print the address form of the language, with this layout's numbers in it."""
-        for line in address_lines(half.part, half.o or 0, self.width - 2):
-            self.line(Text(f"  {line}"))
+            for line in address_lines(half.part, half.o or 0, self.width - 2):
+                self.line(Text(f"  {line}"))
 
     # ---- the table of allocations -----------------------------------------------------------------------------------
 
@@ -122,17 +132,14 @@ class _Drawing:
         self.head("Allocations")
         count = self.resolved.table_size
         ends = [
-            entry for part in self.resolved.planes for entry in (part.bases[0][1], part.bases[0][1] - 1) if entry > 0
+            start for part in self.resolved.planes for start in (part.bases[0][1], part.bases[0][1] - 1) if start > 0
         ]
-        inner = max(len(line) for entry in (0, count - 1, *ends) for line in self.cell(entry)[0]) + 2
+        inner = max(len(line) for number in (0, count - 1, *ends) for line in self.cell(number)[0]) + 2
         fitting = max(1, (self.width - 2) // (inner + 3))
-        indices: list[int | None] = list(range(count)) if count <= fitting else []
-        if not indices:
-            before = max(1, (self.width - 2 - len("  ... ")) // (inner + 3) - 1)
-            indices = [*range(before), None, count - 1]
+        before = max(1, (self.width - 2 - len("  ... ")) // (inner + 3) - 1)
         rows: list[Text] = [Text("  ") for _ in range(5)]
         g = self.glyphs
-        for index in indices:
+        for index in picked(count, before, fitting):
             if index is None:
                 for row, text in zip(rows, (" ", " ", g.dots, " ", " "), strict=True):
                     row.append(f" {text:^3} ")
@@ -144,171 +151,134 @@ class _Drawing:
                 row.append(g.vertical).append(f"{line:^{inner}}", style).append(f"{g.vertical} ")
             rows[3].append(f"{g.corners[2]}{bar}{g.corners[3]} ")
             rows[4].append(f"{f'{index:,}':^{inner + 2}} ", _DIM)
-        for row in rows:
-            row.rstrip()
-            self.line(row)
+        self.lines(rows, "")
 
-    def cell(self, index: int) -> tuple[tuple[str, str], str]:
-        if self.resolved.apart:
-            for number, part in enumerate(self.resolved.parts):
-                at = {piece: (index - part.bases[0][1]) // piece.table % piece.extent for piece in self.outer}
-                if index == part.bases[0][1] + sum(step * piece.table for piece, step in at.items()):
-                    label = " ".join([part.plane, *(index_label(piece, at[piece]) for piece in self.outer)])
-                    size = part.kinds[0].nbytes
-                    return (label, size_text(size)), _PLANES[number % len(_PLANES)]
-        return self.plain_cell(index)
-
-    def plain_cell(self, index: int) -> tuple[tuple[str, str], str]:
-        at = {str(piece.term): index // piece.table % piece.extent for piece in self.outer}
-        half = self.halves[0 if self.resolved.parts else min(at.get("o", 0), len(self.halves) - 1)]
-        label = " ".join(index_label(piece, at[str(piece.term)]) for piece in self.outer) or "the pool"
-        return (label, size_text(half.nbytes)), {0: _K, 1: _V}.get(at.get("o", -1), "")
+    def cell(self, number: int) -> tuple[tuple[str, str], str]:
+        """The two lines of a box, and their style."""
+        found = entry(self.resolved, number)
+        style = {0: _K, 1: _V}.get(-1 if found.o is None else found.o, "")
+        if found.plane is not None:
+            style = _PLANES[found.plane % len(_PLANES)]
+        return (found.label(self.resolved, 1) or "the pool", exact_size(found.nbytes)), style
 
     # ---- the nesting ------------------------------------------------------------------------------------------------
 
     def nest(self, half: Half) -> None:
         """Axes as boxes in boxes: each shows its first member opened up, and the others by their labels."""
-        what = " of ".join(filter(None, ("of " + "KV"[half.o] if half.o is not None else "", half.part.plane)))
-        count = self.resolved.table_size
-        title = "Inside the allocation" if count == 1 else "Inside an allocation (all are alike)"
+        is_one = self.resolved.table_size == 1
         if half.part.plane:
-            title = f"Inside an array of {' of '.join(filter(None, (half.part.plane, 'KV'[half.o] if half.o is not None else '')))}"
-            title += f", {half.part.shape.dtype}"
+            title = f"Inside an array of {' of '.join(half.name.split())}, {half.part.shape.dtype}"
         elif half.o is not None:
-            title = f"Inside an allocation {what}" if count > 1 else f"Inside the allocation, the half {what}"
+            title = (
+                f"Inside the allocation, the half of {half.name}" if is_one else f"Inside an allocation of {half.name}"
+            )
+        else:
+            title = "Inside the allocation" if is_one else "Inside an allocation (all are alike)"
         self.head(title)
-        steps = [step for step in zip(half.pieces, half.held, strict=True) if step[0].extent > 1]
-        steps = steps or list(zip(half.pieces[-1:], half.held[-1:], strict=True))
-        pieces, held = [piece for piece, _ in steps], [holds for _, holds in steps]
-        style = _V if half.o == 1 else _K if half.o == 0 else ""
-        if half.part.plane:
-            style = self.plane_style(half.part)
-        if not pieces:
-            self.line(Text(f"  one element of {size_text(half.nbytes)}"))
-            return
-        lines = self.level(pieces, held, "", half.nbytes, self.width - 2, style, half.o or 0, half.part.shape.itemsize)
-        for line in lines:
-            self.line(Text("  ").append_text(line))
-
-    def plane_style(self, part: Resolved) -> str:
-        return _PLANES[[other.plane for other in self.resolved.parts].index(part.plane) % len(_PLANES)]
-
-    # ---- records ----------------------------------------------------------------------------------------------------
+        if levels := several(half.own) or half.own[-1:]:
+            self.lines(self.boxes(levels, "", half.nbytes, self.width - 2, half, self.style(half)))
+        else:
+            self.line(Text(f"  one element of {exact_size(half.nbytes)}"))
 
     def nest_records(self) -> None:
         """What planes share as boxes in boxes, and in the innermost a record: a line or a box a plane."""
-        count = self.resolved.table_size
-        self.head("Inside the allocation" if count == 1 else "Inside an allocation (all are alike)")
+        is_one = self.resolved.table_size == 1
+        self.head("Inside the allocation" if is_one else "Inside an allocation (all are alike)")
         half = self.halves[0]
-        steps = list(zip(half.pieces[: half.shared], half.held[: half.shared], strict=True))
-        nbytes = steps[0][0].stride * steps[0][0].extent if steps else self.resolved.record
-        for line in self.around([step for step in steps if step[0].extent > 1], "", nbytes, self.width - 2):
-            self.line(Text("  ").append_text(line))
+        self.lines(
+            self.boxes(several(half.shared), "", half.nbytes if half.shared else self.resolved.record, self.width - 2)
+        )
 
-    def around(self, steps: Sequence[tuple[Piece, int]], label: str, nbytes: int, width: int) -> list[Text]:
-        g = self.glyphs
-        if not steps:
-            title = f"{label} {g.horizontal} the planes" if label else "the planes"
-            return self.boxed(title, size_text(nbytes), self.plane_content(width - 4), width)
-        piece, holds = steps[0]
-        title = f"{label} {g.horizontal} " if label else ""
-        title += f"{piece.term} {meaning(piece)} {piece.extent:,} {g.times} {size_text(piece.stride)}"
-        content = self.around(steps[1:], index_label(piece, 0), holds, width - 4)
-        if piece.stride > holds:
-            content.append(self.hatched(piece.stride - holds, "of padding", width - 4))
-        return self.boxed(title, size_text(nbytes), [*content, self.others(piece, 0)], width)
+    def style(self, half: Half) -> str:
+        if half.part.plane:
+            return _PLANES[[other.plane for other in self.resolved.parts].index(half.part.plane) % len(_PLANES)]
+        return "" if half.o is None else (_K, _V)[half.o]
+
+    def boxes(
+        self, levels: Sequence[Level], label: str, nbytes: int, width: int, half: Half | None = None, style: str = ""
+    ) -> list[Text]:
+        """One box: its first level counted out inside it, of K or V that of `half`; in the innermost the planes if there is none.
+
+        Parameters
+        ----------
+        label : str
+            Which member of the level outside is opened.
+        nbytes : int
+            What the box stands for.
+        width : int
+            Columns.
+        """
+        room = width - 4
+        if not levels:
+            return self.boxed(label, "the planes", nbytes, self.plane_content(room), width)
+        piece, holds = levels[0]
+        if half is not None and len(levels) == 1:
+            content = [self.bar(piece, room, style, half.part.shape.itemsize)]
+        elif half is not None and len(levels) == 2:
+            content = list(self.rows(levels, room, half, style))
+        else:
+            opened = half.o or 0 if half is not None and piece.term.axes == ("o",) else 0
+            own = _style_of(piece, opened) or style
+            content = self.boxes(levels[1:], index_label(piece, opened), holds, room, half, own)
+            if piece.stride > holds:
+                content.append(self.hatched(piece.stride - holds, "of padding", room))
+            content.append(self.others(piece, opened))
+        title = f"{piece.term} {meaning(piece)} {piece.extent:,} {self.glyphs.times} {exact_size(piece.stride)}"
+        return self.boxed(label, title, nbytes, content, width)
+
+    def rows(self, levels: Sequence[Level], room: int, half: Half, style: str) -> Iterator[Text]:
+        """The two innermost levels: a line a member."""
+        (piece, holds), (inner, _) = levels
+        indices = picked(piece.extent, 2, 4)
+        size = max(len(index_label(piece, i)) for i in indices if i is not None)
+        pad = piece.stride - holds
+        hatch = f" {self.glyphs.hatch * 4} {exact_size(pad)}" if pad else ""
+        for index in indices:
+            if index is None:
+                yield Text(f"{self.glyphs.below:>{size}}", _DIM)
+                continue
+            bar = self.bar(
+                inner, room - size - 1 - len(hatch), _style_of(piece, index) or style, half.part.shape.itemsize
+            )
+            yield Text(f"{index_label(piece, index):>{size}} ", _DIM).append_text(bar).append(hatch, _PAD)
 
     def hatched(self, nbytes: int, what: str, room: int) -> Text:
-        line = Text(f"{self.glyphs.hatch * 2} {size_text(nbytes)} {what} ", _PAD)
+        line = Text(f"{self.glyphs.hatch * 2} {exact_size(nbytes)} {what} ", _PAD)
         return line.append(self.glyphs.hatch * max(0, room - len(line)), _PAD)
 
     def plane_content(self, room: int) -> list[Text]:
         content: list[Text] = []
         wide = max(len(half.name) for half in self.halves)
         for half in self.halves:
-            part, style = half.part, self.plane_style(half.part)
-            own = zip(half.pieces[half.shared :], half.held[half.shared :], strict=True)
-            steps = [step for step in own if step[0].extent > 1]
-            start = Text(f"{half.name:<{wide}} ", style).append(
-                f"{part.shape.dtype} from byte {part.bases[0][0]:,} on", _DIM
-            )
-            if not steps:
-                content.append(start.append(f": one of {part.shape.itemsize} B", _DIM))
-                continue
-            content.append(start)
-            pieces, held = [piece for piece, _ in steps], [holds for _, holds in steps]
-            if len(steps) == 1:
-                content.append(self.bar(pieces[0], room, style, part.shape.itemsize))
+            style, itemsize = self.style(half), half.part.shape.itemsize
+            content.append(Text(f"{half.name:<{wide}} ", style))
+            content[-1].append(f"{half.part.shape.dtype} from byte {half.start:,} on", _DIM)
+            levels = several(half.own)
+            if not levels:
+                content[-1].append(f": one of {itemsize} B", _DIM)
+            elif len(levels) == 1:
+                content.append(self.bar(levels[0].piece, room, style, itemsize))
             else:
-                nbytes = pieces[0].stride * pieces[0].extent
-                content += self.level(pieces, held, "", nbytes, room, style, half.o or 0, part.shape.itemsize)
+                nbytes = levels[0].piece.stride * levels[0].piece.extent
+                content += self.boxes(levels, "", nbytes, room, half, style)
         return content
 
     def strip_records(self) -> None:
         """Draw the first bytes in a line, one cell a run of a plane."""
-        first, more, last = record_runs(self.resolved, 0, 12, 12)
-        half = self.halves[0]
-        around = [piece for piece in half.pieces[: half.shared] if piece.extent > 1][-1:]
+        first, more, _ = record_runs(self.resolved, 12, 12)
+        around = [piece for piece, _ in several(self.halves[0].shared)][-1:]
         cells: list[tuple[int, str, str, bool]] = []
-        for turn in range(min(around[0].extent, 12) if around else 1):
+        for turn in range(min(around[0].extent, 12) if around and not more else 1):
             base = turn * around[0].stride if around else 0
-            end = base
-            for run in [*first, *([] if more else last)]:
-                if base + run.start > end:
-                    cells.append((end, "pad", _PAD, True))
-                name = self.resolved.parts[run.plane].plane
-                label = f"{index_label(around[0], turn)} {name}" if around else name
-                cells.append((base + run.start, label, _PLANES[run.plane % len(_PLANES)], False))
-                end = base + run.start + run.nbytes
-            if more:
-                break
-            if end < base + self.resolved.record:
-                cells.append((end, "pad", _PAD, True))
+            if first[0].start:
+                cells.append((base, "pad", _PAD, True))
+            for run in first:
+                label = f"{index_label(around[0], turn)} {run.label}" if around else run.label
+                cells.append((base + run.start, label, _PLANES[(run.plane or 0) % len(_PLANES)], False))
+                if run.padding:
+                    cells.append((base + run.start + run.nbytes, "pad", _PAD, True))
         self.head("Its first bytes, in runs of planes", blank=False)
         self.cells_in_a_line(cells)
-
-    def level(
-        self,
-        pieces: Sequence[Piece],
-        held: Sequence[int],
-        label: str,
-        nbytes: int,
-        width: int,
-        style: str,
-        first: int,
-        itemsize: int,
-    ) -> list[Text]:
-        """One box: `pieces[0]` counted out inside it.  `nbytes` is the room it takes, `first` the K or V to open."""
-        g = self.glyphs
-        piece, holds = pieces[0], held[0]
-        title = f"{label} {g.horizontal} " if label else ""
-        title += f"{piece.term} {meaning(piece)} {piece.extent:,} {g.times} {size_text(piece.stride)}"
-        content: list[Text] = []
-        room = width - 4
-        opened = first if piece.term.axes == ("o",) else 0
-        if len(pieces) == 1:
-            content.append(self.bar(piece, room, style, itemsize))
-        elif len(pieces) == 2:
-            indices = list(range(piece.extent)) if piece.extent <= 4 else [0, 1, None, piece.extent - 1]
-            size = max(len(index_label(piece, i)) for i in indices if i is not None)
-            pad = piece.stride - holds
-            hatch = f" {g.hatch * 4} {size_text(pad)}" if pad else ""
-            for index in indices:
-                if index is None:
-                    content.append(Text(f"{g.below:>{size}}", _DIM))
-                    continue
-                own = _style_of(piece, index) or style
-                row = Text(f"{index_label(piece, index):>{size}} ", _DIM)
-                row.append_text(self.bar(pieces[1], room - size - 1 - len(hatch), own, itemsize)).append(hatch, _PAD)
-                content.append(row)
-        else:
-            own = _style_of(piece, opened) or style
-            child = self.level(pieces[1:], held[1:], index_label(piece, opened), holds, room, own, first, itemsize)
-            if piece.stride > holds:
-                child.append(self.hatched(piece.stride - holds, "of padding", room))
-            content += child
-            content.append(self.others(piece, opened))
-        return self.boxed(title, size_text(nbytes), content, width)
 
     def others(self, piece: Piece, opened: int) -> Text:
         """The members that are not opened up, by their labels."""
@@ -317,9 +287,10 @@ class _Drawing:
             others = [index_label(piece, 1), self.glyphs.dots, index_label(piece, piece.extent - 1)]
         return Text("  " + " ".join(others), _style_of(piece, 1) if piece.extent == 2 else _DIM)
 
-    def boxed(self, title: str, right: str, content: Iterable[Text], width: int) -> list[Text]:
+    def boxed(self, label: str, title: str, nbytes: int, content: Iterable[Text], width: int) -> list[Text]:
         g = self.glyphs
-        right = f" {right} "
+        right = f" {exact_size(nbytes)} "
+        title = f"{label} {g.horizontal} {title}" if label else title
         title = f" {title[: max(0, width - 6)]} "
         if len(title) + len(right) + 5 > width:
             right = ""
@@ -337,35 +308,33 @@ class _Drawing:
         """Draw the innermost axis, element by element: ``[d 0 1 2 … 127] 256 B``."""
         g = self.glyphs
         gap = piece.stride - itemsize
-        size = f" {size_text(piece.stride * piece.extent)}" + (f", {gap} B padding after each" if gap else "")
-        room = width - len(size) - 2
+        size = f" {exact_size(piece.stride * piece.extent)}" + (f", {gap} B padding after each" if gap else "")
+        room = max(0, width - len(size) - 2)
         last = f"{g.dots} {piece.extent - 1}"
         if piece.term.opaque:
             name = f"{piece.term}: {piece.extent:,} elements, their order is not promised"
             name = name if len(name) <= room else f"{piece.term}: order not promised"
             return Text("[").append(f"{name[:room]:^{room}}", style).append("]").append(size, _DIM)
         text = f"{piece.term}/{piece.divisor}" if piece.divisor > 1 and not piece.term.steps else f"{piece.term}"
-        for index in range(piece.extent):
-            more = f" {index}"
-            whole = sum(len(str(i)) + 1 for i in range(index, piece.extent)) if piece.extent - index < 40 else room
-            if len(text) + whole <= room and piece.extent - index < 40:
-                text += "".join(f" {i}" for i in range(index, piece.extent))
-                break
-            if len(text) + len(more) + len(last) + 1 > room:
-                text += f" {last}"
-                break
-            text += more
+        numbers = [f" {index}" for index in range(min(piece.extent, _MAX_WIDTH))]
+        if piece.extent > len(numbers) or len(text) + sum(map(len, numbers)) > room:
+            whole, numbers = numbers, [f" {last}"]
+            for number in whole:
+                if len(text) + len(number) + len(last) + 1 > room:
+                    break
+                text += number
+        text += "".join(numbers)
         return Text("[").append(f"{text[:room]:<{room}}", style).append("]").append(size, _DIM)
 
     # ---- the first runs ---------------------------------------------------------------------------------------------
 
     def strip(self, half: Half) -> None:
         """Draw the allocation's first bytes in a line, one cell a run of the innermost axis, padding hatched."""
-        pieces = [p for p in half.pieces if p.extent > 1]
+        pieces = [piece for piece, _ in several(half.own)]
         if len(pieces) < 2:
             return
         length = pieces[-1].stride * pieces[-1].extent
-        self.head(f"Its first bytes, in runs of {pieces[-1].term}: {size_text(length)} each", blank=False)
+        self.head(f"Its first bytes, in runs of {pieces[-1].term}: {exact_size(length)} each", blank=False)
         self.cells_in_a_line(self.cells(pieces, half))
 
     def cells_in_a_line(self, cells: Iterable[tuple[int, str, str, bool]]) -> None:
@@ -391,9 +360,7 @@ class _Drawing:
         rows[1].append(f"{g.vertical} {g.dots}")
         rows[2].append(g.tees[1] + g.horizontal)
         rows[3].append("bytes", _DIM)
-        for row in rows:
-            row.rstrip()
-            self.line(row)
+        self.lines(rows, "")
 
     def cells(self, pieces: Sequence[Piece], half: Half) -> Iterator[tuple[int, str, str, bool]]:
         """(byte, label, style, is padding) of the first runs, in the order of their addresses."""
@@ -440,11 +407,11 @@ class _Drawing:
         table.add_column("bytes", justify="right")
         table.add_column("runs", justify="right")
         for name, fixed in wholes:
-            nbytes = 0
-            for part in self.resolved.planes:
-                held = math.prod(part.extents.values()) // part.shape.pack * part.shape.itemsize
-                nbytes += held // math.prod(part.extents.get(axis, 1) for axis in fixed)
-            table.add_row(f"  {name}", size_text(nbytes), runs(self.resolved, fixed, self.glyphs.times))
+            nbytes = sum(
+                part.block_bytes // math.prod(part.extents.get(axis, 1) for axis in fixed)
+                for part in self.resolved.planes
+            )
+            table.add_row(f"  {name}", exact_size(nbytes), runs(self.resolved, fixed, self.glyphs.times))
         self.console.print(table, width=self.width)
 
     # ---- lines ------------------------------------------------------------------------------------------------------
@@ -453,6 +420,11 @@ class _Drawing:
         if blank:
             self.console.print()
         self.console.print(Text(text, "bold underline" if self.console.is_terminal else ""))
+
+    def lines(self, texts: Iterable[Text], margin: str = "  ") -> None:
+        for text in texts:
+            text.rstrip()
+            self.line(Text(margin).append_text(text))
 
     def line(self, text: Text) -> None:
         text.no_wrap = True

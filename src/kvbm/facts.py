@@ -5,43 +5,43 @@ Everything is computed from the pieces of a `Resolved` layout, never by listing 
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from .resolved import Piece, Resolved
 from .terms import AXES
 
 __all__ = [
+    "Entry",
     "Half",
-    "RecordRun",
+    "Level",
     "address_lines",
     "axis_rows",
     "count_text",
+    "entry",
+    "exact_size",
     "facts",
     "halves",
     "index_label",
-    "levels",
     "meaning",
     "one_block",
+    "picked",
     "pitch_lines",
     "plane_lines",
-    "record_runs",
     "runs",
-    "shared_levels",
-    "size_text",
+    "several",
 ]
 
 
-def size_text(nbytes: int) -> str:
+def exact_size(nbytes: int) -> str:
     """Bytes as people say them, exact: ``4 KiB``, ``1.5 GiB``, ``9,345 B``.
 
     Examples
     --------
-    >>> size_text(4096), size_text(9345), size_text(3 << 29)
+    >>> exact_size(4096), exact_size(9345), exact_size(3 << 29)
     ('4 KiB', '9,345 B', '1.5 GiB')
     """
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -73,6 +73,11 @@ def index_label(piece: Piece, index: int) -> str:
     return f"{text}{index}" if len(text) == 1 else f"{text}={index}"
 
 
+def picked(extent: int, first: int, most: int) -> list[int | None]:
+    """Which members are shown: all of at most `most`, else the first ones and the last, with None for those between."""
+    return list(range(extent)) if extent <= most else [*range(first), None, extent - 1]
+
+
 def address_lines(resolved: Resolved, o: int, width: int) -> list[str]:
     """The address with this layout's numbers, for K or for V (`o`), in lines of at most `width` where that can be."""
 
@@ -95,163 +100,166 @@ def address_lines(resolved: Resolved, o: int, width: int) -> list[str]:
     return lines
 
 
+# ---- the table of allocations --------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """One allocation: where it stands along the axes of the table, slowest first, and its bytes."""
+
+    plane: int | None  # None where planes have no arrays of their own
+    o: int | None
+    at: tuple[tuple[Piece, int], ...]
+    nbytes: int
+
+    def label(self, resolved: Resolved, least: int) -> str:
+        """``l3 K``: the axes with at least so many members."""
+        name = [resolved.parts[self.plane].plane] if self.plane is not None else []
+        return " ".join([*name, *(index_label(piece, index) for piece, index in self.at if piece.extent >= least)])
+
+
+def entry(resolved: Resolved, number: int) -> Entry:
+    """What the allocation of this number is."""
+    for plane, part in enumerate(resolved.planes):
+        first = part.bases[0][1]
+        table = [piece for piece in reversed(part.pieces()) if piece.table]
+        at = tuple((piece, (number - first) // piece.table % piece.extent) for piece in table)
+        if not resolved.apart or number == first + sum(piece.table * index for piece, index in at):
+            o = next((index for piece, index in at if piece.term.axes == ("o",)), None)
+            kinds = part.kinds if resolved.apart else resolved.kinds
+            return Entry(plane if resolved.apart else None, o, at, kinds[min(o or 0, len(kinds) - 1)].nbytes)
+    raise IndexError(f"expected an entry of {resolved.table_size}, got {number}")
+
+
+# ---- what lies inside an allocation --------------------------------------------------------------------------------
+
+
+class Level(NamedTuple):
+    """What steps inside an allocation, and the bytes that one step holds: its stride less its padding."""
+
+    piece: Piece
+    holds: int
+
+
+@dataclass(frozen=True)
+class Half:
+    """What is drawn once: all allocations where they are alike, K's and V's where their orders differ, a plane's.
+
+    Attributes
+    ----------
+    part : Resolved
+        The plane, or the layout itself.
+    o : int or None
+        0 for K, 1 for V; None for both.
+    shared, own : tuple of Level
+        Slowest first: those around the record that planes share, and those inside it; all are its own where there is none.
+    """
+
+    part: Resolved
+    o: int | None
+    shared: tuple[Level, ...]
+    own: tuple[Level, ...]
+
+    @property
+    def name(self) -> str:
+        return " ".join(filter(None, (self.part.plane, "" if self.o is None else "KV"[self.o])))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an allocation."""
+        piece = (*self.shared, *self.own)[0].piece if self.shared or self.own else None
+        return piece.stride * piece.extent if piece else self.part.shape.itemsize
+
+    @property
+    def held(self) -> int:
+        """Bytes of the elements of its own levels."""
+        return math.prod(piece.extent for piece, _ in self.own) * self.part.shape.itemsize
+
+    @property
+    def start(self) -> int:
+        """Its first byte in an allocation, or in a record."""
+        return self.part.bases[min(self.o or 0, len(self.part.bases) - 1)][0]
+
+    @property
+    def end(self) -> int:
+        """Where its last element begins."""
+        return self.start + sum((piece.extent - 1) * piece.stride for piece, _ in self.own)
+
+
+def halves(resolved: Resolved) -> list[Half]:
+    """Of every plane, or of the layout itself, K and V where their orders differ, else both in one."""
+    around = sum(not term.planes for term in resolved.layout.orders[0].inner) if resolved.record else 0
+    found = []
+    for part in resolved.planes:
+        for o in range(len(part.orders)):
+            inner = [piece for piece in reversed(part.pieces(o)) if not piece.table]
+            held = [*(piece.stride * piece.extent for piece in inner[1:]), part.shape.itemsize][: len(inner)]
+            if around:
+                held[around - 1] = resolved.record
+            levels = tuple(map(Level, inner, held))
+            found.append(Half(part, o if len(part.orders) == 2 else None, levels[:around], levels[around:]))
+    return found
+
+
+def several(levels: Sequence[Level]) -> list[Level]:
+    """Those with more than one member."""
+    return [level for level in levels if level.piece.extent > 1]
+
+
 def runs(resolved: Resolved, fixed: Sequence[str], times: str = "×") -> str:
-    """Contiguous runs of a block with the `fixed` axes held: ``160 × 4 KiB``; K's and V's apart where they differ."""
-    if resolved.parts:
-        return _runs_of_planes(resolved, fixed, times)
-    return _runs_of(resolved, fixed, times, resolved.shape.itemsize)
+    """Contiguous runs of a block with the `fixed` axes held: ``160 × 4 KiB``; K's and V's apart where they differ.
+
+    Records count as runs where planes leave no gap in them and all of a record is touched; else each plane for itself.
+    """
+    every = halves(resolved)
+    inside = {axis for half in every for piece, _ in several(half.own) for axis in piece.term.axes}
+    if resolved.record == sum(half.held for half in every if not half.o) and not inside & set(fixed):
+        around = [
+            *(piece for piece, _ in every[0].shared),
+            *(piece for piece in every[0].part.orders[0] if piece.table),
+        ]
+        return _runs([around], fixed, times, resolved.record)
+    found = ((part.plane, _runs(part.orders, fixed, times, part.shape.itemsize)) for part in resolved.planes)
+    return ", ".join(f"{plane} {text}".lstrip() for plane, text in found)
 
 
-def _runs_of(resolved: Resolved, fixed: Sequence[str], times: str, itemsize: int) -> str:
-    parts = []
-    halves = range(len(resolved.orders)) if "o" not in fixed else range(1)
-    for o in halves:
-        pieces = [p for p in resolved.pieces(o) if p.extent > 1 and "b" not in p.term.axes]
-        if any(set(p.term.axes) & set(fixed) and set(p.term.axes) - set(fixed) for p in pieces):
-            return "order not promised" if any(p.term.opaque for p in pieces) else "not whole pieces"
-        pieces = [p for p in pieces if not set(p.term.axes) & set(fixed)]
-        if len(resolved.orders) == 2:
-            pieces = [p for p in pieces if p.term.axes != ("o",)]
-        run = itemsize
-        inside = sorted((p for p in pieces if not p.table), key=lambda p: p.stride)
-        count = math.prod(p.extent for p in pieces if p.table)
-        for piece in inside:
-            if piece.stride == run and count >= 1:
+def _runs(orders: Sequence[Sequence[Piece]], fixed: Sequence[str], times: str, itemsize: int) -> str:
+    """The same of K's pieces and V's, or of those that place both."""
+    found = []
+    held = set(fixed)
+    for order in orders[:1] if "o" in fixed else orders:
+        pieces = [piece for piece in order if piece.extent > 1 and "b" not in piece.term.axes]
+        if len(orders) == 2:
+            pieces = [piece for piece in pieces if piece.term.axes != ("o",)]
+        if any(held & set(piece.term.axes) and set(piece.term.axes) - held for piece in pieces):
+            return "order not promised" if any(piece.term.opaque for piece in pieces) else "not whole pieces"
+        count, run = 1, itemsize
+        pieces = [piece for piece in pieces if not held & set(piece.term.axes)]
+        for piece in sorted(pieces, key=lambda piece: (piece.table > 0, piece.stride)):
+            if piece.stride == run and not piece.table:
                 run *= piece.extent
             else:
                 count *= piece.extent
-        parts.append((count, run))
-    if len(set(parts)) == 1 and len(parts) == 2:
-        parts = [(parts[0][0] * 2, parts[0][1])]
-    named = zip("KV", parts, strict=False) if len(parts) == 2 else [("", parts[0])]
-    return ", ".join(f"{name} {count:,} {times} {size_text(run)}".lstrip() for name, (count, run) in named)
-
-
-def _runs_of_planes(resolved: Resolved, fixed: Sequence[str], times: str) -> str:
-    """Records count as runs where planes leave no gap in them and all of a record is touched; else each plane for itself."""
-    around = shared_levels(resolved)
-    inside = [piece for part in resolved.parts for order in part.orders for piece, _ in _own(part, order, around)]
-    held = sum(_plane_bytes(resolved, part) for part in resolved.parts)
-    if resolved.record == held and not any(set(piece.term.axes) & set(fixed) for piece in inside if piece.extent > 1):
-        part = resolved.parts[0]
-        inner = [piece for piece in reversed(part.orders[0]) if not piece.table][:around]
-        table = [piece for piece in part.orders[0] if piece.table]
-        itself = replace(part.shape, dtype="uint8")
-        shared = replace(part, parts=(), orders=((*table, *reversed(inner)),), shape=itself, plane="")
-        return _runs_of(shared, fixed, times, resolved.record)
-    return ", ".join(f"{part.plane} {runs(part, fixed, times)}" for part in resolved.parts)
-
-
-def levels(resolved: Resolved, part: Resolved, o: int) -> list[tuple[Piece, int]]:
-    """What steps inside an allocation, slowest first, and the bytes that one step holds: its stride less its padding.
-
-    Parameters
-    ----------
-    resolved, part : Resolved
-        A layout, and the plane of it that is looked at; the layout itself where it has none.
-    o : int
-        0 for K (or both), 1 for V.
-    """
-    inner = [piece for piece in reversed(part.pieces(o)) if not piece.table]
-    held = [*(piece.stride * piece.extent for piece in inner[1:]), part.shape.itemsize][: len(inner)]
-    if around := shared_levels(resolved):
-        held[around - 1] = resolved.record
-    return list(zip(inner, held, strict=True))
-
-
-def shared_levels(resolved: Resolved) -> int:
-    """How many of the levels inside an allocation all planes of a record share: the first ones."""
-    return sum(not term.planes for term in resolved.layout.orders[0].inner) if resolved.record else 0
+        found.append((count, run))
+    if len(found) == 2 and found[0] == found[1]:
+        found = [(2 * found[0][0], found[0][1])]
+    names = "KV" if len(found) == 2 else ("",)
+    return ", ".join(
+        f"{name} {count:,} {times} {exact_size(run)}".lstrip() for name, (count, run) in zip(names, found, strict=True)
+    )
 
 
 def plane_lines(resolved: Resolved) -> list[tuple[str, str]]:
     """Each plane in a line: ``("plane scale", "s, float32, 16 B of a record from byte 512 on")``."""
     lines = []
-    for plane, part in zip(resolved.layout.planes, resolved.parts, strict=True):
+    first = (half for half in halves(resolved) if not half.o)
+    for plane, half in zip(resolved.layout.planes, first, strict=False):
         order = " / ".join(filter(None, map(str, plane.orders))) or "one element"
-        text = f"{order}, {part.shape.dtype}, {size_text(_plane_bytes(resolved, part))}"
-        text += (
-            f" of {size_text(resolved.record)} from byte {part.bases[0][0]:,} on" if resolved.record else " of a block"
-        )
-        text += "".join(f", pitch of {term} {pitch}" for term, pitch in plane.pitch)
-        lines.append(
-            (f"plane {plane.name}", text + (f", one for all {' '.join(plane.shared)}" if plane.shared else ""))
-        )
+        where = f" of {exact_size(resolved.record)} from byte {half.start:,} on"
+        nbytes = exact_size(half.held) + where if resolved.record else f"{exact_size(half.part.block_bytes)} of a block"
+        pitch = "".join(f", pitch of {term} {pitch}" for term, pitch in plane.pitch)
+        shared = f", one for all {' '.join(plane.shared)}" if plane.shared else ""
+        lines.append((f"plane {plane.name}", f"{order}, {half.part.shape.dtype}, {nbytes}{pitch}{shared}"))
     return lines
-
-
-def _own(part: Resolved, order: Sequence[Piece], around: int) -> list[tuple[Piece, int]]:
-    """A plane's own levels inside a record, slowest first."""
-    inner = [piece for piece in reversed(order) if not piece.table][around:]
-    return [(piece, part.shape.itemsize) for piece in inner]
-
-
-def _plane_bytes(resolved: Resolved, part: Resolved) -> int:
-    """Bytes of a plane's elements in a record, or in a block where it has arrays of its own."""
-    own = _own(part, part.orders[0], shared_levels(resolved))
-    if resolved.record:
-        return math.prod(piece.extent for piece, _ in own) * part.shape.itemsize
-    return math.prod(part.extents.values()) // part.shape.pack * part.shape.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class RecordRun:
-    """Neighbouring bytes of one plane in a record."""
-
-    start: int
-    nbytes: int
-    plane: int
-    gap: int = 0  # bytes to the next run, or to the end of the record
-
-
-def record_runs(resolved: Resolved, o: int, first: int, last: int) -> tuple[list[RecordRun], int, list[RecordRun]]:
-    """The first runs of planes in a record in the order of their addresses, how many are left out, and the last ones.
-
-    Parameters
-    ----------
-    resolved : Resolved
-        A layout whose planes share records.
-    o : int
-        0 for K (or both), 1 for V.
-    first, last : int
-        How many runs, where there are more than these together.
-    """
-    nests = []
-    for index, part in enumerate(resolved.parts):
-        run = part.shape.itemsize
-        loops: list[tuple[int, int]] = []
-        own = _own(part, part.pieces(o), shared_levels(resolved))
-        for piece in sorted((piece for piece, _ in own if piece.extent > 1), key=lambda piece: piece.stride):
-            if not loops and piece.stride == run:
-                run *= piece.extent
-            else:
-                loops.append((piece.extent, piece.stride))
-        nests.append((part.bases[0][0], run, loops[::-1], index))
-    total = sum(math.prod(extent for extent, _ in loops) for _, _, loops, _ in nests)
-
-    def stepped(
-        start: int, run: int, loops: Sequence[tuple[int, int]], index: int, *, back: bool
-    ) -> Iterator[RecordRun]:
-        steps = [
-            [turn * stride for turn in (range(extent)[::-1] if back else range(extent))] for extent, stride in loops
-        ]
-        for at in itertools.product(*steps):
-            yield RecordRun(start + sum(at), run, index)
-
-    def some(count: int, *, back: bool) -> list[RecordRun]:
-        merged = heapq.merge(*(stepped(*nest, back=back) for nest in nests), key=lambda run: run.start, reverse=back)
-        return list(itertools.islice(merged, count))
-
-    if total <= first + last:
-        whole = _with_gaps(some(total, back=False), resolved.record)
-        return whole, 0, []
-    begin, end = some(first + 1, back=False), some(last, back=True)[::-1]
-    return _with_gaps(begin, begin[-1].start)[:first], total - first - last, _with_gaps(end, resolved.record)
-
-
-def _with_gaps(found: Sequence[RecordRun], end: int) -> list[RecordRun]:
-    starts = [*(run.start for run in found[1:]), end]
-    return [replace(run, gap=max(0, to - run.start - run.nbytes)) for run, to in zip(found, starts, strict=True)]
 
 
 def _index_name(piece: Piece, sizes: Mapping[str, int]) -> str:
@@ -268,35 +276,6 @@ def _index_name(piece: Piece, sizes: Mapping[str, int]) -> str:
     if piece.divisor * piece.extent == total:
         return f"({name}/{piece.divisor})"
     return f"({name}/{piece.divisor}%{piece.extent})"
-
-
-@dataclass(frozen=True)
-class Half:
-    """What is drawn once: all allocations where they are alike, K's and V's where their orders differ, a plane's."""
-
-    o: int | None
-    pieces: tuple[Piece, ...]  # inside an allocation, slowest first
-    held: tuple[int, ...]  # bytes that one step of each piece holds: its stride less its padding
-    part: Resolved
-    shared: int = 0  # of the pieces, those that all planes of a record share
-
-    @property
-    def name(self) -> str:
-        return " ".join(filter(None, (self.part.plane, "" if self.o is None else "KV"[self.o])))
-
-    @property
-    def nbytes(self) -> int:
-        return self.pieces[0].stride * self.pieces[0].extent if self.pieces else self.part.shape.itemsize
-
-
-def halves(resolved: Resolved) -> list[Half]:
-    """Of every plane, or of the layout itself, K and V where their orders differ, else both in one."""
-    found = []
-    for part in resolved.planes:
-        for o in range(len(part.orders)):
-            pieces, held = zip(*levels(resolved, part, o), strict=True) if levels(resolved, part, o) else ((), ())
-            found.append(Half(o if len(part.orders) == 2 else None, pieces, held, part, shared_levels(resolved)))
-    return found
 
 
 def facts(resolved: Resolved, shape_text: str | None = None) -> list[tuple[str, str]]:
@@ -322,9 +301,11 @@ def facts(resolved: Resolved, shape_text: str | None = None) -> list[tuple[str, 
     total, count = resolved.nbytes, resolved.table_size
     padding = total - resolved.num_blocks * resolved.block_bytes
     padded = f", and {padding * 100 / total:.1f} % of the pool is padding" if padding else ""
-    found.append(("one block", f"{size_text(resolved.block_bytes)}{padded}"))
-    each = f" of {' or '.join(dict.fromkeys(size_text(half.nbytes) for half in halves(resolved)))}" if count > 1 else ""
-    pool = f"{count_text(count, 'allocation')}{each}, {size_text(total)}"
+    found.append(("one block", f"{exact_size(resolved.block_bytes)}{padded}"))
+    each = (
+        f" of {' or '.join(dict.fromkeys(exact_size(half.nbytes) for half in halves(resolved)))}" if count > 1 else ""
+    )
+    pool = f"{count_text(count, 'allocation')}{each}, {exact_size(total)}"
     found.append(("pool", f"{count_text(resolved.num_blocks, 'block')} in {pool}"))
     return found
 
@@ -344,16 +325,14 @@ def axis_rows(resolved: Resolved) -> list[tuple[str, str, str, str, str]]:
         if piece.table:
             step = f"{count_text(piece.table, 'allocation')} on"
             found.append((str(piece.term), meaning(piece), f"{piece.extent:,}", step, ""))
-    for number, half in enumerate(halves(resolved)):
-        for place, (piece, holds) in enumerate(zip(half.pieces, half.held, strict=True)):
-            is_shared = place < half.shared
-            if is_shared and number:
-                continue
-            name = f"{half.name}  {piece.term}" if half.name and not is_shared else str(piece.term)
-            padded = piece.stride != holds and piece.extent > 1
-            between = "between" if resolved.record and not is_shared else "padding"
-            padding = f"{size_text(piece.stride - holds)} {between}" if padded else ""
-            found.append((name, meaning(piece), f"{piece.extent:,}", f"{piece.stride:,} B on", padding))
+    every = halves(resolved)
+    told = [("", "padding", level) for level in every[0].shared]
+    between = "between" if resolved.record else "padding"
+    told += [(f"{half.name}  " if half.name else "", between, level) for half in every for level in half.own]
+    for name, what, (piece, holds) in told:
+        is_padded = piece.stride != holds and piece.extent > 1
+        padding = f"{exact_size(piece.stride - holds)} {what}" if is_padded else ""
+        found.append((f"{name}{piece.term}", meaning(piece), f"{piece.extent:,}", f"{piece.stride:,} B on", padding))
     return found
 
 

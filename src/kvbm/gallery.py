@@ -8,7 +8,7 @@ from __future__ import annotations
 import html as markup
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +46,15 @@ def check_path(path: Path, *suffixes: str) -> None:
         raise SpecError(f"{path}: expected a file in a folder that is there; {path.parent} is not: make it first")
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path, settings: Mapping[str, Any] | None = None) -> None:
     """Write a picture: SVG with text as text, or PNG at twice the size.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+    path : Path
+    settings : mapping, optional
+        Those of `looks` that the figure was drawn with.
 
     Raises
     ------
@@ -55,13 +62,13 @@ def save(figure: Figure, path: Path) -> None:
         The file ends in neither .svg nor .png; no folder to write to.
     """
     check_path(path, ".svg", ".png")
-    path.write_bytes(_bytes(figure, path.suffix.lower().lstrip(".")))
+    path.write_bytes(_bytes(figure, path.suffix.lower().lstrip("."), settings))
 
 
-def _bytes(figure: Figure, form: str) -> bytes:
+def _bytes(figure: Figure, form: str, settings: Mapping[str, Any] | None = None) -> bytes:
     made = io.BytesIO()
     metadata: dict[str, Any] = {"Date": None, "Creator": "kvbm"} if form == "svg" else {"Software": "kvbm"}
-    with looks():
+    with looks(settings):
         figure.savefig(made, format=form, dpi=200 if form == "png" else 72, metadata=metadata)
     if form == "png":
         return made.getvalue()

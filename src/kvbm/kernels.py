@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from .arrays import Array, dense, describe
+from .arrays import TOLD, Array, dense, describe, written
 from .errors import BindError, DTypeError
 from .layout import Layout
 from .mover import current_stream, require_compatible, require_disjoint, torch_stream
@@ -231,7 +232,7 @@ class _Sides(NamedTuple):
     dtype: str
     device: int
     alignments: tuple[int, int]
-    pool: Pool | None
+    pools: tuple[Pool, Pool] | None
 
 
 def _pair(layout: str) -> tuple[Layout, Layout]:
@@ -294,7 +295,7 @@ def _look_closely(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Side
     # These lists live for one call: their addresses travel with the launch instead of being uploaded and kept.
     tables = [_core.Table(pool.addresses, device, upload=False) for pool in pools]
     alignments = pools[0].alignment, pools[1].alignment
-    return _Sides(tables[0], tables[1], arrays[0].shape, shape.dtype, device, alignments, src)
+    return _Sides(tables[0], tables[1], arrays[0].shape, shape.dtype, device, alignments, (src, dst))
 
 
 def _require_empty(blocks: Any, name: str) -> None:
@@ -306,7 +307,17 @@ def _require_empty(blocks: Any, name: str) -> None:
 def _stream_of(sides: _Sides, stream: Any) -> int:
     if stream is not None:
         return _core.stream_handle(stream)
-    return torch_stream(sides.device) if sides.pool is None else current_stream(sides.pool)
+    return torch_stream(sides.device) if sides.pools is None else current_stream(sides.pools[0])
+
+
+def _written(sides: _Sides, blocks: Any, whole: Any, to_whole: bool) -> None:
+    """Tell autograd, as `Pool.written` does; of many chunks nothing, as that would take as long as looking at them."""
+    if sides.pools is not None:
+        sides.pools[1].written()
+    elif to_whole:
+        written(whole if isinstance(whole, Sequence) else [whole])
+    elif len(sides.blocks) <= TOLD:
+        written(list(itertools.chain.from_iterable(blocks) if isinstance(blocks[0], Sequence) else blocks))
 
 
 @functools.lru_cache(maxsize=256)
@@ -339,6 +350,7 @@ def _permute(blocks: Any, universals: Any, layout: str, stream: Any, *, to_unive
     sides = _sides(blocks, universals, name, to_whole=to_universal)
     if sides is not None:
         _launch(sides, name, stream, to_universal)
+        _written(sides, blocks, universals, to_universal)
 
 
 def _copy_chunks(blocks: Any, operationals: Any, backend: str | None, stream: Any, *, to_operational: bool) -> None:
@@ -348,15 +360,16 @@ def _copy_chunks(blocks: Any, operationals: Any, backend: str | None, stream: An
         return
     if how == "kernel":
         _launch(sides, "operational", stream, to_operational)
-        return
-    handle = _stream_of(sides, stream)
-    size = sides.sizes[2] * ITEMSIZE[sides.dtype]
-    pieces = []
-    for table in (sides.blocks, sides.whole) if to_operational else (sides.whole, sides.blocks):
-        pieces.append(np.empty(len(sides.blocks), np.uint64))
-        _core.spread(table, pieces[-1], size)
-    mode, merge = (2, True) if how == "batch" else (1, False)
-    _core.memcpy_batch(pieces[1], pieces[0], size, mode, sides.device, handle, merge)
+    else:
+        handle = _stream_of(sides, stream)
+        size = sides.sizes[2] * ITEMSIZE[sides.dtype]
+        pieces = []
+        for table in (sides.blocks, sides.whole) if to_operational else (sides.whole, sides.blocks):
+            pieces.append(np.empty(len(sides.blocks), np.uint64))
+            _core.spread(table, pieces[-1], size)
+        mode, merge = (2, True) if how == "batch" else (1, False)
+        _core.memcpy_batch(pieces[1], pieces[0], size, mode, sides.device, handle, merge)
+    _written(sides, blocks, operationals, to_operational)
 
 
 # ---- raw addresses -------------------------------------------------------------------------------------------------

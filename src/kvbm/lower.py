@@ -76,6 +76,11 @@ class Steps(NamedTuple):
     block: int | None = None
     entry: int | None = None
 
+    @property
+    def whole(self) -> int | None:
+        """Bytes from every entry of the whole table to the next, above 0, or 0 where there is one; None where they differ."""
+        return self.entry if self.block is None else None
+
     def shorten(self, table: Addresses, num_blocks: int) -> Addresses:
         """The part of the table that is read."""
         if self.entry is not None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
-import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +14,11 @@ import numpy.typing as npt
 from . import _core, tuner, tuning
 from .errors import BindError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
+from .locks import Lock
 from .lower import Steps
 from .planner import Plan, plan, size_text
 from .pool import Pool
-from .prepare import engine_copies, kernel_notes, launches_of, prepare, steps_of
+from .prepare import engine_copies, kernel_notes, launches_of, prepare
 from .shapes import BlockShape
 from .tuning import CHUNK_BYTES, Way
 
@@ -72,7 +70,6 @@ class _End:
     num_blocks: int
     device: str
     alignment: int
-    step: int | None
     slot_bytes: int  # of a block, packed
     addresses: npt.NDArray[np.uint64]
     steps: Steps
@@ -82,8 +79,8 @@ class _End:
     def of(cls, pool: Pool) -> _End:
         framework = type(pool.arrays[0]).__module__.partition(".")[0]
         return cls(
-            pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment, pool.step,
-            pool.resolved.section.packed().accesses[0].block[0], pool.addresses, steps_of(pool), framework,
+            pool.layout, pool.shape, pool.num_blocks, pool.device, pool.alignment,
+            pool.resolved.section.packed().accesses[0].block[0], pool.addresses, pool.steps, framework,
         )  # fmt: skip
 
     @property
@@ -100,7 +97,7 @@ class _End:
     @property
     def bases(self) -> npt.NDArray[np.uint64]:
         """The table as the copy engine counts it: one base where allocations lie at a step."""
-        return self.addresses if self.step is None else self.addresses[:1]
+        return self.addresses if self.steps.whole is None else self.addresses[:1]
 
 
 class Mover:
@@ -129,8 +126,7 @@ class Mover:
         self.device = self.src.index if self.gathers else self.dst.index  # -1: none
         self.max_sms, self.bounded = _max_sms(self, max_sms), max_sms is not None
         self.chunk_bytes = chunk_bytes
-        self.lock = threading.Lock()
-        _made.add(self)
+        self.lock = Lock()
         self.ring: _core.Ring | None = None
         self.routes: dict[Any, _Route] = {}
         self.closed = False
@@ -217,8 +213,8 @@ class Mover:
         # Kernels that no batch takes are not looked for: they may have to be compiled.
         direct = whole(few=self.max_sms > 0) if not self.unreached and self.strategy in ("auto", "direct") else []
         steps = made.staged(gathers=self.gathers)
-        move = steps[1].flat(None, dst.step) if self.gathers else steps[0].flat(src.step, None)
-        runs = made.flat(src.step, dst.step)
+        move = steps[1].flat(None, dst.steps.whole) if self.gathers else steps[0].flat(src.steps.whole, None)
+        runs = made.flat(src.steps.whole, dst.steps.whole)
         slot_block = (steps[0].dst if self.gathers else steps[1].src).accesses[0].block[0]
         move_runs, all_runs = engine_copies(move), engine_copies(runs)
         ways = {
@@ -376,18 +372,6 @@ class Mover:
             launches += launches_of(step, ends, self.bounded, self.device)
         said += kernel_notes(launches, self.device)
         return said
-
-
-_made: weakref.WeakSet[Mover] = weakref.WeakSet()
-
-
-def _unlock() -> None:
-    """In a forked child, which lacks the thread that may have held a lock."""
-    for mover in _made:
-        mover.lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock)
 
 
 @dataclass

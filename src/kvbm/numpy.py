@@ -11,7 +11,6 @@ from . import bridge
 from .arrays import empty, numpy_dtype
 from .contract import Kind
 from .pool import Pool
-from .shapes import BlockShape
 
 __all__ = ["arrays", "convert", "convert_"]
 
@@ -23,61 +22,7 @@ def _empty(kind: Kind, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
 _BRIDGE = bridge.Bridge(
     "numpy", "a numpy.ndarray", lambda array: isinstance(array, np.ndarray), "numpy.ascontiguousarray", _empty
 )
-
-
-def convert(arrays: Any, src: str = "nhd", dst: str = "universal", shape: str | BlockShape = "") -> list[Any]:
-    """Convert blocks from one layout into new arrays of another.
-
-    Parameters
-    ----------
-    arrays : sequence of numpy.ndarray
-        One an allocation of the source's layout, in table order, each shaped as its order says.  dtypes of ml_dtypes
-        (bfloat16, float8_e4m3fn, float8_e5m2) are taken as they are.
-    src, dst : str
-        Layouts, by name or by the path of a YAML file.
-    shape : str or BlockShape
-        As `kvbm.load_shape` reads it.  Sizes without a dtype take the arrays'.
-
-    Returns
-    -------
-    list of numpy.ndarray
-        One an allocation of the destination's layout, of the inputs' dtype, or of its plane's where a layout has several.
-
-    Raises
-    ------
-    BindError, DTypeError
-        Arrays that do not fit: the sentence names the input and the remedy.
-    LayoutError, PlanError, SpecError
-        There is no copy between the two layouts, or no such layout or shape.
-
-    Examples
-    --------
-    >>> import numpy as np, kvbm.numpy
-    >>> layers = [np.zeros((2, 6, 16, 4, 8), "float32") for _ in range(3)]  # [l] o b t h d
-    >>> blocks = kvbm.numpy.convert(layers, "vllm/flash_attn_nhd", "universal", "nl=3,no=2,nh=4,nt=16,hd=8")
-    >>> len(blocks), blocks[0].shape  # [b] h l o t d
-    (6, (4, 3, 2, 16, 8))
-    """
-    return _BRIDGE.convert(arrays, src, dst, shape)
-
-
-def convert_(
-    arrays: Any,
-    out: Any,
-    src: str = "nhd",
-    dst: str = "universal",
-    shape: str | BlockShape = "",
-    src_ids: Any = None,
-    dst_ids: Any = None,
-) -> None:
-    """Convert blocks into arrays that are there already; ids are those of `kvbm.convert`.
-
-    Raises
-    ------
-    BindError, DTypeError, LayoutError, PlanError, SpecError
-        As `convert`; a destination that is read-only.  Nothing was written.
-    """
-    _BRIDGE.convert_(arrays, out, src, dst, shape, src_ids, dst_ids)
+convert, convert_ = _BRIDGE.convert, _BRIDGE.convert_
 
 
 def arrays(pool: Pool) -> list[npt.NDArray[Any]]:

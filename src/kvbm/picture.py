@@ -10,14 +10,14 @@ import functools
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .cells import Cell, Row, Section, sections
 from .errors import KvbmError
-from .facts import address_lines, one_block, pitch_lines, plane_lines, size_text
+from .facts import address_lines, exact_size, one_block, picked, pitch_lines, plane_lines
 from .nest import Form, Mode, Part
 from .planner import Plan
 from .resolved import Resolved
@@ -43,20 +43,37 @@ _HUES = ("#0072b2", "#b85000", "#00805d", "#9a4f86")
 _PLANE_FILLS = ("#a6dcc6", "#e0bcd4", "#f1e59b", "#c4cbd3")
 _PLANE_HUES = ("#00805d", "#9a4f86", "#7a6a00", "#59636e")
 
+#: What lies between members: hatch and name of bytes of nobody, and of those of other planes.
+_GAPS, _GAP_NAMES = ("/////", "...."), ("padding, never touched", "other planes")
+
+#: Two families instead of twenty: SVG repeats them at every word. Text stays text, and a $ in a title is a $.
+_SETTINGS = {
+    "font.sans-serif": ["DejaVu Sans", "Verdana"], "font.monospace": ["DejaVu Sans Mono"], "text.color": _INK,
+    "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "kvbm",
+    "hatch.linewidth": 0.6, "hatch.color": _MUTED,
+}  # fmt: skip
+
 
 @contextmanager
-def looks() -> Iterator[None]:
-    """The defaults of matplotlib and ours over them, for as long as it takes: no setting of the caller's gets in, none is lost."""
+def looks(settings: Mapping[str, Any] | None = None, extra: str = "show") -> Iterator[None]:
+    """The defaults of matplotlib and ours over them, for as long as it takes: no setting of the caller's gets in, none is lost.
+
+    Parameters
+    ----------
+    settings : mapping, optional
+        Further ones of matplotlib's, over ours.
+    extra : str
+        With what matplotlib would be installed.
+    """
     try:
         import matplotlib as mpl
     except ImportError:
-        raise KvbmError("pictures need matplotlib, which is not installed: pip install 'kvbm-layouts[show]'") from None
+        raise KvbmError(
+            f"pictures need matplotlib, which is not installed: pip install 'kvbm-layouts[{extra}]'"
+        ) from None
     with mpl.rc_context():
         mpl.rcdefaults()
-        # Two families instead of twenty: SVG repeats them at every word.
-        ours: dict[str, Any] = {"font.sans-serif": ["DejaVu Sans", "Verdana"], "font.monospace": ["DejaVu Sans Mono"]}
-        ours |= {"svg.fonttype": "none", "svg.hashsalt": "kvbm", "hatch.linewidth": 0.6, "hatch.color": _MUTED}
-        mpl.rcParams.update({**ours, "text.color": _INK, "text.parse_math": False})  # a $ in a title is a $
+        mpl.rcParams.update({**_SETTINGS, **(settings or {})})
         yield
 
 
@@ -218,7 +235,7 @@ def draw_layout(resolved: Resolved) -> Figure:
         lines += [f"{name}: {text}" for name, text in plane_lines(resolved)]
         lines += [f"{name}: {text}" for name, text in pitch_lines(resolved)]
         blocks = f"{resolved.num_blocks:,} block{'' if resolved.num_blocks == 1 else 's'}"
-        lines.append(f"{str(shape).replace(',', ', ')}; {blocks} of {size_text(resolved.block_bytes)}")
+        lines.append(f"{str(shape).replace(',', ', ')}; {blocks} of {exact_size(resolved.block_bytes)}")
         sheet.head(layout.name, lines)
         sheet.y += 0.14
         first, *further = sections(resolved)
@@ -262,25 +279,25 @@ def _draw_row(sheet: _Sheet, row: Row, resolved: Resolved, *, is_table: bool = F
     """Draw a row at `sheet.y`, which moves to its lower edge; return where each cell is."""
     y = sheet.y
     if row.is_record:
-        gaps = sum(cell.padding for cell in row.cells if isinstance(cell, Cell))
-        right, below = size_text(row.step), f"{row.extent:,} runs of planes" if row.extent > 1 else ""
-        below = f"{size_text(gaps)} of gaps" if gaps and row.extent <= len(row.cells) else below
+        gaps = sum(cell.padding for cell in row.members)
+        right, below = exact_size(row.step), f"{row.extent:,} runs of planes" if row.extent > 1 else ""
+        below = f"{exact_size(gaps)} of gaps" if gaps and row.extent <= len(row.cells) else below
     elif is_table:
-        sizes = sorted({cell.nbytes for cell in row.cells if isinstance(cell, Cell)})
-        right = f"{row.extent:,} × {size_text(sizes[0])}" if len(sizes) == 1 else f"{row.extent:,}"
-        below = f"= {size_text(resolved.nbytes)}" if row.extent > 1 else ""
+        sizes = sorted({cell.nbytes for cell in row.members})
+        right = f"{row.extent:,} × {exact_size(sizes[0])}" if len(sizes) == 1 else f"{row.extent:,}"
+        below = f"= {exact_size(resolved.nbytes)}" if row.extent > 1 else ""
     else:
-        right = f"{row.extent:,} × {size_text(row.step)}"
-        padding = next((cell.padding for cell in row.cells if isinstance(cell, Cell)), 0)
+        right = f"{row.extent:,} × {exact_size(row.step)}"
+        padding = row.members[0].padding
         what = "between" if row.between else "padding in each"
-        below = f"{size_text(padding)} {what}" if padding else f"= {size_text(row.extent * row.step)}"
+        below = f"{exact_size(padding)} {what}" if padding else f"= {exact_size(row.extent * row.step)}"
     sheet.gutters(row.term, row.about, right, below)
     gap = 0.1 if is_table and row.extent > 1 else 0.0  # allocations are apart
     dots = 0.66
-    count = sum(isinstance(cell, Cell) for cell in row.cells)
+    count = len(row.members)
     skips = len(row.cells) - count
     room = _BAND - dots * skips - gap * (len(row.cells) - 1)
-    bytes_shown = sum(cell.nbytes + cell.padding for cell in row.cells if isinstance(cell, Cell))
+    bytes_shown = sum(cell.nbytes + cell.padding for cell in row.members)
     least = min(0.62, room / count) if row.is_record else room / count  # in a record the rest goes by size
     x, places = _LEFT, []
     for place, cell in enumerate(row.cells):
@@ -313,8 +330,7 @@ def _draw_cell(sheet: _Sheet, row: Row, cell: Cell, x: float, width: float, *, i
     sheet.box(x, y, held, _TALL, fill, hatch="xx" if row.opaque else None,
               label=f"{row.term} {cell.label} @{cell.start} +{cell.nbytes}")  # fmt: skip
     if pad:
-        hatch = "...." if row.between else "/////"
-        sheet.box(x + held, y, pad, _TALL, _PAD, hatch=hatch, label=f"padding +{cell.padding}")
+        sheet.box(x + held, y, pad, _TALL, _PAD, hatch=_GAPS[row.between], label=f"padding +{cell.padding}")
     if row.turns:
         # True stripes up to 16; above that there are more than can be seen, and 16 say so.
         sheet.stripes(x, y + _TALL - 0.07, held, 0.07, min(row.turns, 16))
@@ -324,7 +340,7 @@ def _draw_cell(sheet: _Sheet, row: Row, cell: Cell, x: float, width: float, *, i
     else:
         number = f"{cell.start:,}"
         if _inches(number, 6.5) > held - 0.06:
-            number = size_text(cell.start)
+            number = exact_size(cell.start)
     weight = "bold" if is_open and len(row.cells) > 1 else "normal"
     if row.opaque:
         sheet.box(x + held / 2 - 1.95, y + 0.11, 3.9, _TALL - 0.22, fill, linewidth=0, edgecolor="none")
@@ -334,16 +350,13 @@ def _draw_cell(sheet: _Sheet, row: Row, cell: Cell, x: float, width: float, *, i
 
 
 def _key(resolved: Resolved, shown: Sequence[Row]) -> list[tuple[str, str, str]]:
-    cells = [cell for row in shown for cell in row.cells if isinstance(cell, Cell)]
     entries = []
-    if resolved.shape.no == 2 and any(cell.half is not None for cell in cells):
+    if resolved.shape.no == 2 and any(cell.half is not None for row in shown for cell in row.members):
         entries += [(_FILLS[0], "", "K"), (_FILLS[1], "", "V")]
     for index, part in enumerate(resolved.parts):
         entries.append((_PLANE_FILLS[index % len(_PLANE_FILLS)], "", part.plane))
-    if any(cell.padding for row in shown if not row.between for cell in row.cells if isinstance(cell, Cell)):
-        entries.append((_PAD, "/////", "padding, never touched"))
-    if any(cell.padding for row in shown if row.between for cell in row.cells if isinstance(cell, Cell)):
-        entries.append((_PAD, "....", "other planes"))
+    padded = {row.between for row in shown for cell in row.members if cell.padding}
+    entries += [(_PAD, _GAPS[between], _GAP_NAMES[between]) for between in sorted(padded)]
     if any(row.opaque for row in shown):
         entries.append((_PLAIN, "xx", "order not promised"))
     if any(row.turns for row in shown):
@@ -380,7 +393,7 @@ def draw_plan(plan: Plan) -> Figure:
         sides = [plan.src.layout.order_text, plan.dst.layout.order_text]
         lines = [
             *([f"{sides[0]}   →", sides[1]] if plan.src.layout.planes else [f"{sides[0]}   →   {sides[1]}"]),
-            f"{str(plan.shape).replace(',', ', ')}; {size_text(plan.nbytes)} a block",
+            f"{str(plan.shape).replace(',', ', ')}; {exact_size(plan.nbytes)} a block",
             f"kernel {', '.join(plan.kernels())}",
         ]
         sheet.head(plan.title, lines)
@@ -390,7 +403,7 @@ def draw_plan(plan: Plan) -> Figure:
             form = chosen.get(part.label, itself)
             sheet.y += 0.16
             if part.label:
-                name = f"{part.label}: {form.kind}, {size_text(part.nbytes)} a block"
+                name = f"{part.label}: {form.kind}, {exact_size(part.nbytes)} a block"
                 sheet.text(_EDGE, sheet.y + 0.02, name, size=10, weight="bold")
                 sheet.y += 0.2
             _draw_part(sheet, part, form)
@@ -423,8 +436,9 @@ class _Loops:
         return j * self.fast.extent + i
 
 
-def _picked(extent: int) -> list[int | None]:
-    return list(range(extent)) if extent <= 4 else [0, 1, None, extent - 1]
+def _end(mode: Mode, is_source: bool) -> tuple[int, int]:
+    """What a mode steps on a side: bytes and table entries."""
+    return (mode.src, mode.src_table) if is_source else (mode.dst, mode.dst_table)
 
 
 def _draw_part(sheet: _Sheet, part: Part, form: Form) -> None:
@@ -457,9 +471,9 @@ def _draw_chunks(sheet: _Sheet, part: Part, side: str) -> None:
     is_source = side == "source"
     count = part.chunks
     sheet.gutters(
-        side, "chunks of a block", f"{count:,} × {size_text(part.chunk_bytes)}", f"= {size_text(part.nbytes)}"
+        side, "chunks of a block", f"{count:,} × {exact_size(part.chunk_bytes)}", f"= {exact_size(part.nbytes)}"
     )
-    indices: list[int | None] = list(range(count)) if count <= 4 else [0, 1, 2, None, count - 1]
+    indices = picked(count, 3, 4)
     dots = 0.66
     shown = [index for index in indices if index is not None]
     width = (_BAND - dots * (len(indices) - len(shown))) / len(shown)
@@ -470,14 +484,13 @@ def _draw_chunks(sheet: _Sheet, part: Part, side: str) -> None:
             sheet.skipped(x, y, dots, count - len(shown))
             x += dots
             continue
-        entry = part.src_table_offset if is_source else part.dst_table_offset
-        offset = part.src_offset if is_source else part.dst_offset
+        offset, entry = part.start[not is_source]
         rest = index
         for mode in part.outer:
             rest, step = divmod(rest, mode.extent)
-            entry += step * (mode.src_table if is_source else mode.dst_table)
-            offset += step * (mode.src if is_source else mode.dst)
-        tabled = any((mode.src_table if is_source else mode.dst_table) for mode in part.outer) or entry
+            nbytes, entries = _end(mode, is_source)
+            offset, entry = offset + step * nbytes, entry + step * entries
+        tabled = entry or any(_end(mode, is_source)[1] for mode in part.outer)
         where = " ".join(filter(None, (f"table+{entry:,}" if tabled else "", f"+{offset:,} B" if offset else "")))
         sheet.box(x, y, width, _TALL, _PLAIN, label=f"{side} chunk {index} @{entry},{offset}")
         sheet.words(x, y, width, f"chunk {index:,}", where or "+0 B", weight="bold" if index == 0 else "normal")
@@ -497,19 +510,19 @@ def _draw_runs(
     is_source = side == "source"
 
     def stride(mode: Mode) -> int:
-        return mode.src if is_source else mode.dst
+        return _end(mode, is_source)[0]
 
     # On each side the loop with the smaller step is the inner one: that is the order of the addresses.
     first, second = sorted((loops.fast, loops.slow), key=lambda mode: (mode.extent == 1, stride(mode)))
     by_dst = sorted((loops.fast, loops.slow), key=lambda mode: (mode.extent == 1, mode.dst))
     goes = by_dst[1] if by_dst[1].extent > 1 else by_dst[0]  # the colour: which row of the destination
-    groups, members = _picked(second.extent), _picked(first.extent)
-    colour_of = {index: turn for turn, index in enumerate(i for i in _picked(goes.extent) if i is not None)}
+    groups, members = picked(second.extent, 2, 4), picked(first.extent, 2, 4)
+    colour_of = {index: turn for turn, index in enumerate(i for i in picked(goes.extent, 2, 4) if i is not None)}
     total = loops.fast.extent * loops.slow.extent
     below = f"{part.run_bytes // word:,} words of {word} B" if part.run_bytes >= word else f"{word} B words"
     about = "runs of chunk 0" if part.kind != "tile" else "elements"
     sheet.gutters(
-        side, about, f"{total:,} × {size_text(part.run_bytes)}", below if part.run_bytes != word else "one word each"
+        side, about, f"{total:,} × {exact_size(part.run_bytes)}", below if part.run_bytes != word else "one word each"
     )
     dots, far = 0.24, 0.1
     cells = sum(j is not None for j in groups) * sum(i is not None for i in members)
@@ -546,7 +559,7 @@ def _draw_runs(
 
 def _short(offset: int, room: float) -> str:
     text = f"+{offset:,}"
-    return text if _inches(text, 6.5) <= room else f"+{size_text(offset)}"
+    return text if _inches(text, 6.5) <= room else f"+{exact_size(offset)}"
 
 
 def _tick(sheet: _Sheet, x: float, y: float, width: float, words: int) -> None:

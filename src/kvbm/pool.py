@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import operator
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import (
-    PAIRS,
-    Array,
-    Borrowed,
-    dense,
-    describe,
-    empty,
-    find_overlap,
-    numpy_dtype,
-    other_order,
-    same_dtype,
-    stand_ins,
-)
+from .arrays import Array, Borrowed, describe, empty, find_overlap, numpy_dtype
+from .contract import ALIKE, GATES, Caller, kinds_of, require_each
 from .engines import FromEngines
-from .errors import BindError, CudaError, CudaUnavailableError, DTypeError, LayoutError
+from .errors import BindError, CudaError, CudaUnavailableError, LayoutError
 from .layout import Layout
+from .lower import Steps
 from .memory import (
     READONLY,
     WRITABLE,
@@ -43,11 +32,10 @@ from .memory import (
     pinned_arrays,
     unpinned_pages,
 )
-from .resolved import Allocation, Resolved
-from .shapes import ITEMSIZE, BlockShape
-from .spans import merge_steps
+from .resolved import Resolved
+from .shapes import BlockShape
 
-__all__ = ["Pool", "check_alike", "check_arrays"]
+__all__ = ["Pool"]
 
 
 class Pool(FromEngines):
@@ -110,8 +98,7 @@ class Pool(FromEngines):
     def __init__(self, layout: Layout, shape: BlockShape, tensors: Any, *, num_blocks: int | None = None) -> None:
         arrays = tuple(tensors) if isinstance(tensors, list | tuple) else (tensors,)
         found = [describe(array, f"{layout.name}: array {index}") for index, array in enumerate(arrays)]
-        self._bind(layout, shape, found, arrays, num_blocks)
-        check_arrays(self.resolved, found)
+        self._bind(layout, shape, found, arrays, num_blocks, GATES)
         self.require_distinct()
 
     @classmethod
@@ -128,6 +115,7 @@ class Pool(FromEngines):
         found: Sequence[Array],
         arrays: tuple[Any, ...],
         num_blocks: int | None = None,
+        gates: Sequence[Callable[[Any], None]] = ALIKE,
     ) -> None:
         if not found:
             raise BindError(f"{layout.name}: expected at least one array, got none")
@@ -144,11 +132,13 @@ class Pool(FromEngines):
         self.device = found[0].device
         self._readonly_arrays = [array.readonly for array in found]
         self._readonly = any(self._readonly_arrays)
-        check_alike(self.resolved, found)
+        who = Caller(
+            f"{layout.name} ({layout.order_text})", "array", mark="", label=lambda i: self.resolved.allocations[i].label
+        )
+        require_each(who, found, kinds_of(self.resolved), self.resolved.kind_of_entry, shape, gates)
         self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
         self._borrowed = Borrowed(arrays, found)
         self._spans: npt.NDArray[np.uint64] | None = None
-        self._step: tuple[int | None] | None = None
         self._closed = False
         self._owned: tuple[Slab | DeviceArray, ...] = ()
         self._pins: Pins | None = None
@@ -189,7 +179,7 @@ class Pool(FromEngines):
         Notes
         -----
         The allocations of a pinned pool lie in one range of addresses, each at a multiple of 256 bytes and right behind the
-        one before, so equally sized ones lie at a constant `step`.  A forked child does not have this memory, as it would
+        one before, so equally sized ones lie at one step (see `steps`).  A forked child does not have this memory, as it would
         not have that of cudaHostAlloc: to touch it there ends the child.
         """
         num_blocks = _whole(layout, num_blocks)
@@ -373,17 +363,22 @@ class Pool(FromEngines):
         self.require_open()
         return self._addresses
 
-    @property
-    def step(self) -> int | None:
-        """Bytes from each base address to the next where that is the same for all and above 0; 0 where there is one address.
+    @functools.cached_property
+    def steps(self) -> Steps:
+        """What is regular about the table.
 
-        None where the addresses are irregular.
+        An engine's blocks lie side by side in each layer's tensor, and a store's in one range of memory.  A short table fits
+        a kernel's parameters, while that of all blocks comes from memory before the first byte does.
         """
-        if self._step is None:
-            steps = np.diff(self.addresses.astype(np.int64))
-            regular = not steps.size or (steps[0] > 0 and bool((steps == steps[0]).all()))
-            self._step = (int(steps[0]) if steps.size and regular else 0 if regular else None,)
-        return self._step[0]
+        table = self.addresses.astype(np.int64)
+        step = _only(np.diff(table))
+        if step is not None and (step > 0 or table.size == 1):
+            return Steps(None, step)
+        if self.resolved.apart or self.resolved.id_steps[0] * self.num_blocks != table.size:  # b is not the slowest
+            return Steps()
+        by_block = table.reshape(self.num_blocks, -1)
+        block = _only(np.diff(by_block, axis=0))
+        return Steps(block, _only(np.diff(by_block[0])) if block is not None else None)
 
     @property
     def nbytes(self) -> int:
@@ -414,6 +409,14 @@ class Pool(FromEngines):
 
     def __repr__(self) -> str:
         return f"Pool({self.layout.name}, {self.shape}, num_blocks={self.num_blocks}, device={self.device})"
+
+
+def _only(steps: npt.NDArray[np.int64]) -> int | None:
+    """The one value of all steps, 0 where there is none; None if they differ."""
+    if not steps.size:
+        return 0
+    first = int(steps.flat[0])
+    return first if bool((steps == first).all()) else None
 
 
 def _whole(layout: Layout, num_blocks: Any) -> int:
@@ -461,73 +464,3 @@ def _most_blocks(layout: Layout, shape: BlockShape, nbytes: int) -> int:
     while fits(above):
         above *= 2
     return bisect_left(range(1, above), True, key=lambda blocks: not fits(blocks))
-
-
-def check_alike(resolved: Resolved, found: Sequence[Array]) -> None:
-    """All on one device, each of the dtype that the layout and the shape say."""
-    name, first = resolved.layout.name, found[0]
-    kinds, kind_of = resolved.kinds, resolved.kind_of_entry
-    alike = not resolved.parts  # then one dtype serves all
-    for index, array in enumerate(found):
-        if array.device != first.device:
-            raise BindError(
-                f"{name}: array {index} is on {array.device}, array 0 on {first.device}; expected one device"
-            )
-        if alike and array.dtype != first.dtype:
-            raise DTypeError(f"{name}: mixed dtypes: array {index} is {array.dtype}, array 0 {first.dtype}")
-    for index, array in enumerate(found[:1] if alike else found):
-        kind = kinds[kind_of[index]]
-        if kind.is_record:
-            if ITEMSIZE.get(PAIRS.get(array.dtype, array.dtype)) != 1 and array.dtype != "void8":
-                raise DTypeError(
-                    f"{name}: array {index}: its planes share it, so expected bytes (uint8, or another dtype of one byte), got "
-                    f"{array.dtype}; pass .view(torch.uint8)"
-                )
-        elif not same_dtype(array.dtype, kind.dtype):
-            bits = stand_ins(kind.dtype)[:2]
-            also = f" (or {', '.join(bits)} as its bits)" if bits else ""
-            raise DTypeError(f"{name}: array {index}: expected dtype {kind.dtype}{also}, got {array.dtype}")
-
-
-def check_arrays(resolved: Resolved, found: Sequence[Array]) -> None:
-    """Shape and strides of each array against the layout."""
-    layout = resolved.layout
-    kinds, kind_of = resolved.kinds, resolved.kind_of_entry
-    for index, array in enumerate(found):
-        kind = kinds[kind_of[index]]
-        shape, strides = kind.shape, kind.strides
-        if array.shape == shape and all(
-            n == 1 or a == b for n, a, b in zip(shape, array.strides, strides, strict=True)
-        ):
-            continue
-        if kind.is_record and _same_bytes(array, kind):
-            continue
-        expected = resolved.allocations[index]
-        where = f"{layout.name} ({layout.order_text}): array {index}" + (
-            f" ({expected.label})" if expected.label else ""
-        )
-        if kind.is_record:
-            padded = f", or dense, {kind.nbytes} bytes with the padding" if kind.nbytes != math.prod(shape) else ""
-            raise BindError(
-                f"{where}: expected bytes of shape {shape} ({' '.join(expected.axes)}) and strides {strides}, or another shape of "
-                f"the same bytes{padded}; got shape {array.shape} and strides of {array.strides} bytes"
-            )
-        if len(array.shape) != len(shape):
-            raise BindError(
-                f"{where}: expected {len(shape)} axes ({' '.join(expected.axes)}) of {shape}, got shape {array.shape}"
-            )
-        for axis, want, got in zip(expected.axes, shape, array.shape, strict=True):
-            if want != got:
-                raise BindError(
-                    f"{where}: axis '{axis}': expected {want}, got {got} (shape {array.shape}, expected {shape})"
-                )
-        is_dense = dense(shape, kind.itemsize) == strides
-        wanted = "a contiguous array" if is_dense else f"strides of {strides} bytes, the layout's pitch"
-        raise BindError(
-            f"{where}: expected {wanted}, got strides of {array.strides} bytes; {other_order(expected.axes, array.strides)}"
-        )
-
-
-def _same_bytes(array: Array, kind: Allocation) -> bool:
-    """Whether an array of bytes, of whatever shape, is the records of an allocation in their order, with or without padding."""
-    return merge_steps(array.shape, array.strides) in (kind.runs, [(kind.nbytes, 1)])

@@ -5,17 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from . import _core, runtime
 from .errors import MissingKernelError
 from .lower import Kernels, Launch, Steps, engine_arguments, lower
 from .nest import Kernel, kernel_name, parse_kernel
 from .planner import Plan
-from .pool import Pool
 
-__all__ = ["engine_copies", "kernel_notes", "launches_of", "prepare", "steps_of"]
+__all__ = ["engine_copies", "kernel_notes", "launches_of", "prepare"]
 
 
 @functools.cache
@@ -68,33 +64,6 @@ def _cost(launch: Launch) -> str:
     return text + (", and its teams share one large CTA a multiprocessor" if has.few else "")
 
 
-def steps_of(pool: Pool) -> Steps:
-    """What is regular about a pool's addresses.
-
-    An engine's blocks lie side by side in each layer's tensor, and a store's in one range of memory.  A short table fits
-    a kernel's parameters, while that of all blocks comes from memory before the first byte does.
-    """
-    table = pool.addresses.astype(np.int64)
-    each, _ = pool.resolved.id_steps
-    if pool.resolved.apart:
-        return Steps(None, _only(np.diff(table)) if not each else None)
-    if not each:  # blocks inside the allocations
-        return Steps(None, _only(np.diff(table)))
-    if each * pool.num_blocks != table.size:  # b is not the slowest
-        return Steps()
-    by_block = table.reshape(pool.num_blocks, -1)
-    block = _only(np.diff(by_block, axis=0))
-    return Steps(block, _only(np.diff(by_block[0])) if block is not None else None)
-
-
-def _only(steps: npt.NDArray[np.int64]) -> int | None:
-    """The one value of all steps, 0 where there is none; None if they differ."""
-    if not steps.size:
-        return 0
-    first = int(steps.flat[0])
-    return first if bool((steps == first).all()) else None
-
-
 def prepare(
     made: Plan,
     src_alignment: int,
@@ -126,11 +95,11 @@ def prepare(
     BuildError
         NVRTC refused a kernel.
     """
+    part = made.parts[0].fold(src_steps.entry, dst_steps.entry)
     src_id, dst_id = (
         of_plan if steps.block is None else (0, steps.block)
-        for of_plan, steps in ((made.parts[0].src_id, src_steps), (made.parts[0].dst_id, dst_steps))
+        for of_plan, steps in ((part.src_id, src_steps), (part.dst_id, dst_steps))
     )
-
     return [
         _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), src_id, dst_id)
         for launch in launches_of(made, (src_alignment, dst_alignment), few, device)

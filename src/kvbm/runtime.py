@@ -20,7 +20,6 @@ import logging
 import os
 import re
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 from . import cache
 from .codegen import cuda_dir, source
 from .errors import BuildError
+from .locks import Lock
 from .nest import Kernel, parse_kernel
 
 __all__ = ["Compiler", "Origin", "cubin", "find", "folder", "is_known_kind", "kernel", "origin", "why_not"]
@@ -116,7 +116,7 @@ class Origin:
 
 # ---- the compiler --------------------------------------------------------------------------------------------------
 
-_lock = threading.RLock()  # compiling and loading; never while a kernel is found that is known
+_lock = Lock()  # compiling and loading; never while a kernel is found that is known
 _found: Compiler | BuildError | None = None
 
 

@@ -72,7 +72,8 @@ class Transfer:
         src_ids, dst_ids : int, sequence of int, NumPy array, CPU or CUDA tensor, optional
             int32 or int64; -1 skips a pair.  Not given: 0, 1, 2, … on that side.  Ids in host memory are checked and may be
             changed at once.  Ids on the GPU are read when the kernel runs, so that a captured graph can be replayed with
-            others; keep them until then.  One that is out of range there is skipped, and `Done.synchronize` says so.
+            others; keep them until then.  One that is out of range there is skipped, and `Done.synchronize` says so: keep the
+            `Done`, as a stream or a later copy that is waited for tells nothing.
         layers : range or (range, range), optional
             The layers to copy: on both sides, or of the source and of the destination where the pools hold other layers.
         stream : optional

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from . import tuning
+from .locks import Lock
 from .tuning import BUILT_IN, DIRECTIONS, STRATEGIES, Choice, Row, Table, Way, reason
 
 __all__ = ["limits", "measure", "reload"]
@@ -89,7 +90,7 @@ class _Known:
 
 
 _known: dict[int, _Known] = {}
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def reload() -> None:

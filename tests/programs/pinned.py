@@ -107,7 +107,7 @@ def allocated_memory_goes_with_the_last_reference() -> None:
 def allocations_lie_at_a_step(hd: int, name: str, step: int) -> None:
     shape = kvbm.BlockShape(nl=3, no=2, nh=2, nt=8, hd=hd, dtype="float16")
     pool = kvbm.Pool.allocate(kvbm.load(name), shape, 7, "pinned")
-    assert pool.step == step, pool.step
+    assert pool.steps == (None, step), pool.steps
     assert not (pool.addresses % np.uint64(256)).any()
     assert (
         pool.addresses == pool.addresses[0] + np.uint64(step) * np.arange(len(pool.addresses), dtype=np.uint64)
@@ -165,7 +165,7 @@ def pieces(nt: int, name: str, border: str) -> None:
     assert [pieces[0][0], *(b for _, b in pieces)] == [*(a for a, _ in pieces), end] and pieces[0][0] == begin
     assert all(0 < b - a <= pinning.PIECE_BYTES and a % page == 0 for a, b in pieces)
     assert pool.pinned and pool.cuts.tolist() == [a for a, _ in pieces[1:]]
-    step = {"allocation": pool.step, "block": 2 * nt * 64 * 2, "page": page}[border]
+    step = {"allocation": pool.steps.entry, "block": 2 * nt * 64 * 2, "page": page}[border]
     assert not [cut for cut in pool.cuts.tolist() if (cut - begin) % step], (pool.cuts - begin, step)
     pool.close()
     assert count("registered") == 0 and pool.pinned is False
@@ -272,7 +272,7 @@ def arrays_that_share_pages() -> None:
     first, last = start + raw.ctypes.data - 32, lambda n: start + raw.ctypes.data - 32 + n * page
     pool = kvbm.Pool(nhd, small, cut([640, 0, 128, 512, 256, 384]))
     pool.pin()
-    assert pool._pins.ranges == [(first, last(1))] and pool.step is None
+    assert pool._pins.ranges == [(first, last(1))] and pool.steps.whole is None
     pool.close()
     pool = kvbm.Pool(nhd, small, cut([0, page - 64, 2 * page, 5 * page, 5 * page + 500, 6 * page]))
     pool.pin()
@@ -300,7 +300,7 @@ def memory_that_is_pinned_already(ranges: bool) -> None:
     pool = kvbm.Pool(
         flash, shape, [raw[i * size : (i + 1) * size].view("float16").reshape(2, 5, 8, 2, 64) for i in range(3)]
     )
-    assert pool.pinned and pool.device == "cpu" and pool.step == size
+    assert pool.pinned and pool.device == "cpu" and pool.steps.entry == size
     pool.pin()
     assert count("registered") == 2
     pool.close()

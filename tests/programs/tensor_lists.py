@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,40 @@ def what_is_wrong_is_said_as_from_python(deviation: str) -> None:
     _core.whole_tensors = lambda *_: None
     assert outcomes() == from_c, (outcomes(), from_c)
     print(from_c)
+
+
+def destinations_count_as_written() -> None:
+    def versions(tensors: list[torch.Tensor]) -> list[int]:
+        return [tensor._version for tensor in tensors]
+
+    by_c = _core.whole_tensors
+    for look in (by_c, lambda *_: None):
+        _core.whole_tensors = look
+        for nb in (1, 3):
+            chunks, whole = batch(nb=nb)
+            flat, given = [*chain(*chunks)], chunks[0] if nb == 1 else chunks
+            kernels.block_to_universal(given, whole, stream=5)
+            assert versions(whole) == [1] * nb and versions(flat) == [0] * len(flat)
+            kernels.universal_to_block(whole, given, stream=5)
+            assert versions(whole) == [1] * nb and versions(flat) == [1] * len(flat)
+            inner = [made(*FLAT) for _ in range(nb)]
+            for turn, backend in enumerate((None, "batch", "async"), 1):
+                kernels.block_to_operational(given, inner, backend, stream=5)
+                assert versions(inner) == [turn] * nb
+                kernels.operational_to_block(inner, given, backend, stream=5)
+                assert versions(flat) == [1 + turn] * len(flat)
+            try:
+                kernels.universal_to_block([*whole[:-1], whole[-1][0]], given, stream=5)
+            except kvbm.BindError:
+                assert versions(flat) == [4] * len(flat)
+    _core.whole_tensors = by_c
+    chunks, _ = batch()
+    stacked = made(NB, *FLAT)
+    kernels.block_to_operational(chunks, stacked, stream=5)
+    assert stacked._version == 1
+    chunks, whole = batch(nb=40)
+    kernels.universal_to_block(whole, chunks, stream=5)
+    assert not any(versions([*chain(*chunks)]))
 
 
 def a_list_that_changes_while_it_is_looked_at() -> None:

@@ -7,7 +7,6 @@ import ctypes
 import datetime as dt
 import functools
 import itertools
-import math
 import os
 import platform
 import subprocess
@@ -24,7 +23,6 @@ from ..errors import CudaError
 from ..layout import Layout
 from ..machine import cache_bytes, cuda, device_of, machine
 from ..pool import Pool
-from ..resolved import Piece
 from ..shapes import BlockShape, numpy_name
 from .clock import CpuClock, GpuClock, Timed
 
@@ -37,7 +35,6 @@ __all__ = [
     "cache_bytes",
     "commit",
     "device_of",
-    "entry_offsets",
     "free_bytes",
     "header",
     "held_blocks",
@@ -253,11 +250,10 @@ def random_pool(layout: Layout, shape: BlockShape, num_blocks: int, place: str, 
     resolved = layout.resolve(shape, num_blocks)
     allocations = resolved.allocations
     if is_stacked(layout):
-        table = [
-            piece for piece in resolved.orders[0] if piece.table
-        ]  # brackets of stacked layouts hold plain axes: b, l and o
-        steps = {"o": num_blocks, "l": num_blocks * shape.no, "b": 1}
-        offsets = entry_offsets(table, [steps[piece.term.axes[0]] for piece in table]) * allocations[0].nbytes
+        layer, o, block = np.ogrid[: shape.nl, : shape.no, :num_blocks]
+        entries, _ = resolved.address(block, l=layer, o=o)
+        # An entry's place in memory: where it stands among the entries in the order of the engine's array.
+        offsets = np.argsort(entries, axis=None) * allocations[0].nbytes
         total = allocations[0].nbytes * len(allocations)
     else:
         sizes = np.array([-(-each.nbytes // 256) * 256 for each in allocations], np.int64)
@@ -279,15 +275,6 @@ def random_pool(layout: Layout, shape: BlockShape, num_blocks: int, place: str, 
             pool.close()
     finally:
         memory.close()
-
-
-def entry_offsets(table: Sequence[Piece], steps: Sequence[int]) -> Numbers:
-    """Of every table entry the sum of its indices along these pieces, each times its step."""
-    entries = np.arange(math.prod(piece.extent for piece in table), dtype=np.int64)
-    found = np.zeros_like(entries)
-    for piece, step in zip(table, steps, strict=True):
-        found += entries // piece.table % piece.extent * step
-    return found
 
 
 def _dtype_of(name: str) -> np.dtype[Any]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ..errors import KvbmError, SpecError
+from .. import gallery
+from ..errors import SpecError
+from ..picture import looks
 from .options import comma_list
 from .table import Row, Table, read
 
@@ -30,11 +31,11 @@ KVBM_BACKENDS = ("auto", "direct", "staged", "engine", "host", "vectorized", "ba
 YARDSTICK = "memcpy"
 
 _DIRECTIONS = {
-    "d2d": "within a GPU",
-    "d2h": "GPU to pinned host memory",
-    "h2d": "pinned host memory to GPU",
-    "p2p": "GPU to GPU",
-    "h2h": "within the host",
+    "d2d": "within a GPU (d2d)",
+    "d2h": "GPU to pinned host memory (d2h)",
+    "h2d": "pinned host memory to GPU (h2d)",
+    "p2p": "GPU to GPU (p2p)",
+    "h2h": "within the host (h2h)",
 }
 _MOST_PAIRS, _BARS_AT = 4, 64  # of bars; blocks
 
@@ -44,37 +45,26 @@ _MOST_PAIRS, _BARS_AT = 4, 64  # of bars; blocks
 #: Series differ in hue for the colour-blind (Okabe and Ito), in marker and dash for those who print in grey.
 _MARKERS = "os^DvPXph<>*"
 _DASHES = 2 * ["-", "--", ":", "-.", (0, (3, 1)), (0, (8, 2))]
-_SERIES = ("#0072b2", "#d55e00", "#009e73", "#9a4f86", "#56b4e9", "#b07d00")
-_SERIES_DARK = ("#56b4e9", "#f0824a", "#2fc79b", "#d99ac2", "#9fd3f5", "#e6c34a")
-_PEER, _RAW = "#c9a227", "#8fc1e3"
-_WIDTH, _DPI = 8.0, 200  # inches; at 100 dots an inch, the 800 px that a README gives a picture
+_SERIES = ["#0072b2", "#d55e00", "#009e73", "#9a4f86", "#56b4e9", "#b07d00"]
+_SERIES_DARK = ["#56b4e9", "#f0824a", "#2fc79b", "#d99ac2", "#9fd3f5", "#e6c34a"]
+_PEER, _RAW, _GREY = "#c9a227", "#8fc1e3", "0.5"
+_WIDTH = 8.0  # inches; at 100 dots an inch, the 800 px that a README gives a picture
+_BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}  # of a legend
 
 
-@contextmanager
-def _looks(dark: bool) -> Iterator[None]:
-    """The defaults of matplotlib and ours over them, for as long as it takes: no setting of the caller's gets in, none is lost."""
-    try:
-        import matplotlib as mpl
-        from cycler import cycler
-    except ImportError:
-        raise KvbmError("kvbm bench plot: matplotlib is not installed: pip install 'kvbm-layouts[bench]'") from None
+def _settings(dark: bool) -> dict[str, Any]:
+    """The style sheet of all these pictures."""
     paper, ink, grid = ("#0d1117", "#e6edf3", "#262c34") if dark else ("#ffffff", "#1b1f24", "#e4e8ec")
     inked = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    with mpl.rc_context():
-        mpl.rcdefaults()
-        mpl.rcParams.update(
-            {
-                **dict.fromkeys(inked, ink),
-                **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), paper),
-                "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "grid.color": grid,
-                "axes.prop_cycle": cycler(color=2 * (_SERIES_DARK if dark else _SERIES), marker=list(_MARKERS), linestyle=_DASHES),
-                "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
-                "lines.markersize": 5.0, "legend.frameon": False, "legend.fontsize": 9.0, "figure.constrained_layout.use": True,
-                # Text stays text: it can be found and read aloud. The salt and no date: the same rows, the same bytes.
-                "svg.fonttype": "none", "svg.hashsalt": "kvbm",
-            }
-        )  # fmt: skip
-        yield
+    colors = 2 * (_SERIES_DARK if dark else _SERIES)
+    return {
+        **dict.fromkeys(inked, ink), "axes.facecolor": paper, "figure.facecolor": paper,
+        "axes.prop_cycle": f"cycler(color={colors}, marker={list(_MARKERS)}, linestyle={_DASHES})",
+        "axes.grid": True, "axes.grid.axis": "y", "grid.color": grid, "axes.axisbelow": True,
+        "axes.spines.top": False, "axes.spines.right": False,
+        "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
+        "lines.markersize": 5.0, "legend.frameon": False, "legend.fontsize": 9.0, "figure.constrained_layout.use": True,
+    }  # fmt: skip
 
 
 def _scaled(value: float, units: Mapping[str, float]) -> str:
@@ -106,11 +96,9 @@ def _pair_text(pattern: str) -> str:
 
 def _ticks(axis: Any, values: Sequence[float], text: Callable[[float], str], most: int = 7) -> None:
     """Every value has a tick, or every second, third, …; the last one always has."""
-    from matplotlib.ticker import NullLocator
-
     shown = list(values)[:: -1 * -(-len(values) // most)]
     axis.set_ticks(shown, [text(value) for value in shown])
-    axis.set_minor_locator(NullLocator())
+    axis.set_ticks([], minor=True)
 
 
 # ---- what the pictures have in common ------------------------------------------------------------------------------
@@ -120,6 +108,7 @@ def _ticks(axis: Any, values: Sequence[float], text: Callable[[float], str], mos
 class _Job:
     """The rows of one picture, all of one machine."""
 
+    kind: str
     rows: tuple[Row, ...]
     footer: str
     pairs: tuple[str, ...] = ()
@@ -138,9 +127,30 @@ class _Job:
         grid = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
         return figure, list(grid.flat)
 
+    def by_direction(self, column: str) -> Iterator[tuple[str, list[Row], list[Row]]]:
+        """Directions with rows of the pairs asked for: all rows, and those that are no yardsticks."""
+        known = {row[column] for row in self.rows if row["backend"] != YARDSTICK}
+        if not known:
+            raise _TooLittleError(f"{self.kind}: expected rows of kvbm's backends or of peers, got only yardsticks")
+        if unknown := [pair for pair in self.pairs if pair not in known]:
+            raise _unknown(f"pair {unknown[0]!r}", sorted(known))
+        wanted = {YARDSTICK, *(self.pairs or known)}
+        found = _grouped(self.rows, "direction")
+        for (direction,), members in found.items():
+            if direction not in _DIRECTIONS:
+                raise _unknown(f"{members[0].where}: column 'direction'", _DIRECTIONS, direction)
+        for direction in _DIRECTIONS:
+            rows = [row for row in found.get((direction,), ()) if wanted & {row["backend"], row[column]}]
+            if ours := [row for row in rows if row["backend"] != YARDSTICK]:
+                yield direction, rows, ours
+
 
 class _TooLittleError(SpecError):
     """Rows of the right columns that do not make this picture."""
+
+
+def _unknown(what: str, known: Iterable[str], got: str = "") -> SpecError:
+    return SpecError(f"{what}: expected one of {', '.join(known)}" + (f", got {got!r}" if got else ""))
 
 
 def _grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[str, ...], list[Row]]:
@@ -171,34 +181,43 @@ def _yardstick(row: Row) -> float:
 
 def _roof(rows: Iterable[Row]) -> dict[float, float]:
     """GB/s of the yardstick by total bytes: the fastest that stands in any row, its own or one that is compared with it."""
-    found: dict[float, float] = {}
-    for row in rows:
-        nbytes = row.positive("total_bytes")
-        found[nbytes] = max(_yardstick(row), found.get(nbytes, 0.0))
-    return dict(sorted(found.items()))
+    return dict(sorted((row.positive("total_bytes"), _yardstick(row)) for row in rows))
 
 
-def _by_direction(job: _Job, column: str) -> Iterator[tuple[str, list[Row], list[Row]]]:
-    """Directions with rows of the pairs asked for: all rows, and those that are no yardsticks."""
-    known = {row[column] for row in job.rows if row["backend"] != YARDSTICK}
-    if unknown := [pair for pair in job.pairs if pair not in known]:
-        raise SpecError(f"pair {unknown[0]!r}: expected one of {', '.join(sorted(known))}")
-    found = _grouped(job.rows, "direction")
-    for (direction,), members in found.items():
-        if direction not in _DIRECTIONS:
-            raise SpecError(
-                f"{members[0].where}: column 'direction': expected one of {', '.join(_DIRECTIONS)}, got {direction!r}"
-            )
-    for direction in _DIRECTIONS:
-        wanted = {YARDSTICK, *(job.pairs or known)}
-        rows = [row for row in found.get((direction,), ()) if wanted & {row["backend"], row[column]}]
-        ours = [row for row in rows if row["backend"] != YARDSTICK]
-        if ours:
-            yield direction, rows, ours
+def _log_lines(axes: Axes, drawn: Mapping[str, tuple[list[float], list[float]]], unit: str) -> None:
+    """Lines on two logarithmic axes; `y` is in µs."""
+    axes.set(xscale="log", yscale="log", xlabel=unit)
+    for name, points in drawn.items():
+        axes.plot(*points, label=name)
+    _ticks(axes.xaxis, sorted({at for x, _ in drawn.values() for at in x}), _count_text, 5)
+    axes.yaxis.set_major_formatter(lambda value, _: _time_text(value))
+    ys = [at for _, y in drawn.values() for at in y]
+    if max(ys) < 10 * min(ys):
+        axes.yaxis.set_minor_formatter(lambda value, _: _time_text(value))
 
 
-def _legend(axes: Axes) -> None:
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+class _Bar(NamedTuple):
+    """A bar that ends at a value, its name on the axis, and what is said behind it."""
+
+    place: float
+    name: str
+    end: float
+    color: str
+    text: str
+
+
+def _draw_bars(axes: Axes, bars: Sequence[_Bar], start: float = 0.0) -> None:
+    """Bars from a value on, the first one on top, with room on the right for what is said behind them."""
+    places, names, ends, colors, texts = zip(*bars, strict=True)
+    drawn = axes.barh(places, [end - start for end in ends], 0.75, start, color=colors, tick_label=names)
+    paper = {"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 0.5}
+    axes.bar_label(drawn, texts, padding=6, size=9, bbox=paper)
+    axes.set_ylim(places[-1] + 0.6, -0.6)
+    axes.margins(x=0.28)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
+    axes.spines["left"].set_visible(False)
 
 
 # ---- the sweep -----------------------------------------------------------------------------------------------------
@@ -207,12 +226,11 @@ def _legend(axes: Axes) -> None:
 def _roofline(job: _Job) -> Figure:
     """Bandwidth against the bytes of a batch, under that of one contiguous copy."""
     panels = []
-    for direction, rows, ours in _by_direction(job, "pattern"):
-        there = {row["backend"] for row in ours}
+    for direction, rows, ours in job.by_direction("pattern"):
         first = {"d2d": ("direct",), "h2h": ("host", "direct")}.get(direction, ())
-        backend = next((name for name in (*first, *KVBM_BACKENDS) if name in there), None)
-        if backend is not None:
-            panels.append((direction, backend, rows, _grouped((r for r in ours if r["backend"] == backend), "pattern")))
+        there = _grouped(ours, "backend")
+        if backend := next((name for name in (*first, *KVBM_BACKENDS) if (name,) in there), None):
+            panels.append((direction, backend, rows, _grouped(there[(backend,)], "pattern")))
     if not panels:
         raise _TooLittleError("roofline: expected rows of kvbm's backends, got only yardsticks and peers")
     if all(len(_roof(rows)) < 2 for _, _, rows, _ in panels):
@@ -220,23 +238,20 @@ def _roofline(job: _Job) -> Figure:
     said = "GB/s of payload, each byte once. At the names: share of the memcpy at the largest size."
     figure, every = job.panels("Bandwidth by size of the batch", said, [3.4] * len(panels))
     for axes, (direction, backend, rows, pairs) in zip(every, panels, strict=True):
+        blocks = {row.positive("total_bytes"): _blocks_text(row.positive("num_blocks")) for row in rows}
+        axes.set(title=f"{_DIRECTIONS[direction]}, kvbm's backend {backend!r}", xscale="log", ylabel="GB/s")
         roof = _roof(rows)
-        axes.set_title(f"{_DIRECTIONS[direction]} ({direction}), kvbm's backend {backend!r}")
-        axes.plot(
-            [*roof], [*roof.values()], color="0.5", marker="", linestyle="-", linewidth=2.5,
-            label=f"memcpy  {_rate_text(roof[max(roof)])}",
-        )  # fmt: skip
+        label = f"memcpy  {_rate_text(roof[max(roof)])}"
+        axes.plot([*roof], [*roof.values()], color=_GREY, marker="", linestyle="-", linewidth=2.5, label=label)
         axes.set_prop_cycle(None)
         points = {pair: _line(held, "total_bytes", "bandwidth_gbps") for (pair,), held in pairs.items()}
         for pair, (x, y) in sorted(points.items(), key=lambda item: -item[1][1][-1]):
             last = max(pairs[(pair,)], key=lambda row: row.number("total_bytes"))
             axes.plot(x, y, label=f"{_pair_text(pair)}  {last.number('ratio'):.2f}")
         axes.margins(y=0.1)
-        axes.set(xscale="log", ylabel="GB/s", ylim=(0, None))
-        axes.grid(axis="y")
-        blocks = {row.positive("total_bytes"): row.positive("num_blocks") for row in rows}
-        _ticks(axes.xaxis, sorted(blocks), lambda size, n=blocks: f"{_bytes_text(size)}\n{_blocks_text(n[size])}")  # type: ignore[misc]
-        _legend(axes)
+        axes.set_ylim(0, None)
+        _ticks(axes.xaxis, sorted(blocks), lambda size, said=blocks: f"{_bytes_text(size)}\n{said[size]}")  # type: ignore[misc]
+        axes.legend(**_BESIDE)
     return figure
 
 
@@ -248,64 +263,48 @@ def _bars(job: _Job) -> Figure:
     """Bandwidth at one size: the yardstick, kvbm, and what one would write without it."""
     panels = []
     left_out = 0
-    for direction, rows, ours in _by_direction(job, "pattern"):
-        sizes = sorted({row.positive("num_blocks") for row in ours})
-        size = _BARS_AT if _BARS_AT in sizes else sizes[-1]
+    for direction, rows, ours in job.by_direction("pattern"):
+        sizes = {row.positive("num_blocks") for row in ours}
+        size = _BARS_AT if _BARS_AT in sizes else max(sizes)
         here = (row for row in ours if row.positive("num_blocks") == size)
         groups = {pair: held for (pair,), held in _grouped(here, "pattern").items()}
         # Pairs that more backends and peers can do say more.
-        shown = sorted(groups, key=lambda key: -len(groups[key]))[: len(job.pairs) or _MOST_PAIRS]
-        left_out += len(groups) - len(shown)
-        roof = _roof(row for row in rows if row.positive("num_blocks") == size)
-        panels.append((direction, size, roof, {pair: groups[pair] for pair in groups if pair in shown}))
-    if not panels:
-        raise _TooLittleError("bars: expected rows of kvbm's backends or of peers, got only yardsticks")
+        most = sorted(groups, key=lambda pair: -len(groups[pair]))[: len(job.pairs) or _MOST_PAIRS]
+        left_out += len(groups) - len(most)
+        nbytes, gbps = max(_roof(row for row in rows if row.positive("num_blocks") == size).items())
+        title = f"{_DIRECTIONS[direction]}, {_blocks_text(size)}, {_bytes_text(nbytes)}"
+        panels.append((title, gbps, {pair: groups[pair] for pair in groups if pair in most}))
     said = "GB/s of payload, each byte once, and the share of the memcpy measured with it (line)."
     if left_out:
         said += f" {left_out} more pairs were measured: choose with --pair."
     heights = [0.7 + 0.24 * (1 + sum(1 + len(held) for held in groups.values())) for *_, groups in panels]
     figure, every = job.panels("kvbm, a memcpy, and other ways to do it", said, heights)
-    for axes, (direction, size, roof, groups) in zip(every, panels, strict=True):
-        axes.set_title(f"{_DIRECTIONS[direction]} ({direction}), {_blocks_text(size)}, {_bytes_text(max(roof))}")
-        _bar(axes, 0.0, YARDSTICK, roof[max(roof)], "0.5", f"{_rate_text(roof[max(roof)])}  1×")
-        place = 0.0
+    for axes, (title, roof, groups) in zip(every, panels, strict=True):
+        bars, yardsticks = [_Bar(0.0, YARDSTICK, roof, _GREY, f"{_rate_text(roof)}  1×")], {}
         for pair, held in groups.items():
-            place += 1.0
-            axes.annotate(
-                _pair_text(pair), (0, place), xytext=(4, 0), textcoords="offset points", va="center", weight="bold"
-            )
-            for row in sorted(held, key=_bar_order):  # kvbm's first, in their usual order; peers by speed
-                place += 1.0
-                name, gbps, ratio = row["backend"], row.positive("bandwidth_gbps"), row.positive("ratio")
-                color = _RAW if name in KVBM_BACKENDS[5:] else "C0" if name in KVBM_BACKENDS else _PEER
-                text = f"{_rate_text(gbps)}  {ratio:.{2 if ratio >= 0.1 else 3}f}×"
-                _bar(axes, place, f"kvbm {name}" if name in KVBM_BACKENDS else name, gbps, color, text)
-                # Each row's own yardstick: on a noisy machine they differ, and the ratio is to this one.
-                axes.vlines(_yardstick(row), place - 0.5, place + 0.5, color="0.5", gid="roof", zorder=1)
-        _bars_axes(axes, place)
-        axes.set(xlim=(0, None), xlabel="GB/s")
+            head = bars[-1].place + 1
+            axes.annotate(_pair_text(pair), (0, head), (4, 0), textcoords="offset points", va="center", weight="bold")
+            for place, row in enumerate(sorted(held, key=_bar_order), 1):
+                bars.append(_bar(row, head + place))
+                yardsticks[head + place] = _yardstick(row)
+        _draw_bars(axes, bars)
+        # Each row's own yardstick: on a noisy machine they differ, and the ratio is to this one.
+        low, high = ([place + half for place in yardsticks] for half in (-0.5, 0.5))
+        axes.vlines([*yardsticks.values()], low, high, color=_GREY, gid="roof", zorder=1)
+        axes.set(title=title, xlim=(0, None), xlabel="GB/s")
     return figure
 
 
-def _bar(axes: Axes, place: float, name: str, width: float, color: str, text: str, start: float = 0.0) -> None:
-    """A bar, its name on the axis, and its value behind it."""
-    bar = axes.barh(place, width - start, left=start, height=0.75, color=color, label=name)
-    paper = axes.get_facecolor()
-    axes.bar_label(bar, [text], padding=6, size=9, bbox={"facecolor": paper, "edgecolor": "none", "pad": 0.5})
-
-
-def _bars_axes(axes: Axes, last: float) -> None:
-    """Names beside the bars, the first one on top, room for the values on the right."""
-    bars = [(held[0].get_y() + held[0].get_height() / 2, held.get_label()) for held in axes.containers]
-    axes.set_yticks([place for place, _ in bars], [str(name) for _, name in bars])
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(last + 0.6, -0.6)
-    axes.margins(x=0.28)
-    axes.grid(axis="x")
-    axes.spines["left"].set_visible(False)
+def _bar(row: Row, place: float) -> _Bar:
+    name, gbps, ratio = row["backend"], row.positive("bandwidth_gbps"), row.positive("ratio")
+    text = f"{_rate_text(gbps)}  {ratio:.{2 if ratio >= 0.1 else 3}f}×"
+    if name not in KVBM_BACKENDS:
+        return _Bar(place, name, gbps, _PEER, text)
+    return _Bar(place, f"kvbm {name}", gbps, _RAW if name in KVBM_BACKENDS[5:] else "C0", text)
 
 
 def _bar_order(row: Row) -> tuple[int, float]:
+    """Those of kvbm first, in their usual order; peers by speed."""
     name = row["backend"]
     return (KVBM_BACKENDS.index(name), 0.0) if name in KVBM_BACKENDS else (99, -row.positive("bandwidth_gbps"))
 
@@ -315,9 +314,7 @@ def _bar_order(row: Row) -> tuple[int, float]:
 
 def _interference(job: _Job) -> Figure:
     """How much longer a matrix product takes while copies run beside it."""
-    panels = [(direction, ours) for direction, _, ours in _by_direction(job, "pair")]
-    if not panels:
-        raise _TooLittleError("interference: expected rows of kvbm's strategies, got only the yardstick")
+    panels = [(direction, ours) for direction, _, ours in job.by_direction("pair")]
     said = "Time of a matrix product while copies run, over its time alone; speed of the copies. Dashed: a memcpy."
     heights = [0.27 * len(rows) + 0.8 for _, rows in panels]
     figure, every = job.panels("What a copy costs the model beside it", said, heights)
@@ -325,33 +322,21 @@ def _interference(job: _Job) -> Figure:
         pairs = sorted({row["pair"] for row in rows})
         said = f", {_pair_text(pairs[0])}" if len(pairs) == 1 else ""
         reference = rows[0].positive("memcpy_slowdown")
-        axes.set_title(f"{_DIRECTIONS[direction]} ({direction}){said}; beside a memcpy {reference:.2f}×")
+        bars = []
         for place, row in enumerate(sorted(rows, key=lambda row: row.positive("slowdown"))):
             slowdown = row.positive("slowdown")
             name = row["backend"] + (f", {row['max_sms']} SMs" if row["max_sms"] else "")
-            name = f"{_pair_text(row['pair'])}, {name}" if len(pairs) > 1 else name
+            name = name if said else f"{_pair_text(row['pair'])}, {name}"
             # No worse than a memcpy is what is asked for; the colour says so, and the number beside it.
             color = "C0" if slowdown <= reference * 1.05 else "C1"
-            _bar(axes, place, name, slowdown, color, f"{slowdown:.2f}×  {_rate_text(row.positive('copy_gbps'))}", 1.0)
-        axes.axvline(1.0, color="0.5", marker="", linestyle="-", gid="alone")
-        axes.axvline(reference, color="0.5", marker="", linestyle="--", gid="memcpy", zorder=1)
-        _bars_axes(axes, len(rows) - 1)
+            bars.append(_Bar(place, name, slowdown, color, f"{slowdown:.2f}×  {_rate_text(row.positive('copy_gbps'))}"))
+        _draw_bars(axes, bars, start=1.0)
+        axes.axvline(1.0, color=_GREY, marker="", linestyle="-", gid="alone")
+        axes.axvline(reference, color=_GREY, marker="", linestyle="--", gid="memcpy", zorder=1)
+        axes.set_title(f"{_DIRECTIONS[direction]}{said}; beside a memcpy {reference:.2f}×")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
     every[-1].set_xlabel("time of the product, alone = 1×")
     return figure
-
-
-def _log_lines(axes: Axes, drawn: Mapping[str, tuple[list[float], list[float]]], unit: str) -> None:
-    """Lines on two logarithmic axes; `y` is in µs."""
-    axes.set(xscale="log", yscale="log", xlabel=unit)
-    for name, (x, y) in drawn.items():
-        axes.plot(x, y, label=name)
-    _ticks(axes.xaxis, sorted({x for xs, _ in drawn.values() for x in xs}), _count_text, 5)
-    axes.yaxis.set_major_formatter(lambda value, _: _time_text(value))
-    ys = [at for _, y in drawn.values() for at in y]
-    if max(ys) < 10 * min(ys):
-        axes.yaxis.set_minor_formatter(lambda value, _: _time_text(value))
-    axes.grid(axis="y")
 
 
 def _overhead(job: _Job) -> Figure:
@@ -367,16 +352,15 @@ def _overhead(job: _Job) -> Figure:
             name = kind if call == rows[0]["call"] else f"{call}, {kind}"
             name = call.removeprefix("kernels.") if len(kinds) == 1 and len(calls) > 1 else name
             drawn[name] = _line(held, "count", "median_us")
-        panels.append(
-            (f"{rows[0]['call']}, by kind of ids" if what == "ids" else "lists of tensors (kvbm.kernels)", what, drawn)
-        )
+        title = f"{rows[0]['call']}, by kind of ids" if what == "ids" else "lists of tensors (kvbm.kernels)"
+        panels.append((title, what, drawn))
     on_gpu = "From the call to its return, the copy being in the stream; the GPU is never waited for."
     said = on_gpu if job.rows[0]["driver"] else "On the CPU the copy itself is part of the call."
     figure, every = job.panels("Host time of a call", said, [3.0] * len(panels))
     for axes, (title, what, drawn) in zip(every, panels, strict=True):
         axes.set_title(title)
         _log_lines(axes, drawn, f"{what} a call")
-        _legend(axes)
+        axes.legend(**_BESIDE)
     return figure
 
 
@@ -392,15 +376,13 @@ _SCALES: tuple[tuple[str, dict[str, str], str], ...] = (
 
 def _scale(job: _Job) -> Figure:
     """How time and memory grow with blocks, layers, ids, copies and the size of a pool."""
-    found = _grouped(job.rows, "what")
+    found = {what: rows for (what,), rows in _grouped(job.rows, "what").items()}
     known = {what for _, lines, _ in _SCALES for what in lines}
-    for (what,), rows in found.items():
+    for what, rows in found.items():
         if what not in known:
-            raise SpecError(f"{rows[0].where}: column 'what': expected one of {', '.join(sorted(known))}, got {what!r}")
-    panels = []
-    for title, lines, unit in _SCALES:
-        if held := {name: found[(what,)] for what, name in lines.items() if (what,) in found}:
-            panels.append((title, held, unit))
+            raise _unknown(f"{rows[0].where}: column 'what'", sorted(known), what)
+    every_panel = [(title, {lines[w]: found[w] for w in lines if w in found}, unit) for title, lines, unit in _SCALES]
+    panels = [panel for panel in every_panel if panel[1]]
     said = "Median times. Dotted: growth in proportion."
     figure, every = job.panels("How it grows", said, [2.5] * -(-len(panels) // 2), columns=2)
     for axes, (title, held, unit) in zip(every, panels, strict=False):
@@ -412,7 +394,6 @@ def _scale(job: _Job) -> Figure:
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} MiB")
             axes.xaxis.set_major_formatter(lambda value, _: _count_text(value))
             axes.set_xlabel(unit)
-            axes.grid(axis="y")
         else:
             times = {name: _line(rows, "n", "median_ms") for name, rows in held.items()}
             drawn = {name: (x, [1e3 * ms for ms in y]) for name, (x, y) in times.items()}
@@ -420,7 +401,7 @@ def _scale(job: _Job) -> Figure:
             axes.set_ylim(axes.get_ylim())  # which the dotted lines do not stretch
             for x, y in drawn.values():
                 ends = [x[0], x[-1]], [y[-1] * x[0] / x[-1], y[-1]]
-                axes.plot(*ends, color="0.5", marker="", linestyle=":", zorder=1.5, gid="in proportion")
+                axes.plot(*ends, color=_GREY, marker="", linestyle=":", zorder=1.5, gid="in proportion")
         if len(held) > 1:
             axes.legend()
     for axes in every[len(panels) :]:
@@ -470,17 +451,14 @@ def draw(
     KvbmError
         matplotlib is not installed.
     """
-    for kind in kinds:
-        if kind not in _KINDS:
-            raise SpecError(f"kind {kind!r}: expected one of {', '.join(KINDS)}")
     found: dict[str, Figure] = {}
-    with _looks(dark):
+    with looks(_settings(dark), "bench"):
         for kind in kinds or KINDS:
+            if kind not in _KINDS:
+                raise _unknown(f"kind {kind!r}", KINDS)
             fitting = [table for table in tables if table.rows and not _missing(table, kind)]
-            if not fitting:
-                if kinds:
-                    raise SpecError(_no_table(tables, kind))
-                continue
+            if not fitting and kinds:
+                raise _no_table(tables, kind)
             try:
                 for name, job in _jobs(kind, fitting, tuple(pairs)):
                     found[name] = _KINDS[kind][1](job)
@@ -489,7 +467,7 @@ def draw(
                     raise
                 note(f"{error}: left out")
     if not found:
-        raise SpecError(_no_table(tables, *KINDS))
+        raise _no_table(tables, *KINDS)
     return found
 
 
@@ -497,41 +475,41 @@ def _missing(table: Table, kind: str) -> list[str]:
     return [column for column in _KINDS[kind][0] if column not in table.columns]
 
 
-def _no_table(tables: Sequence[Table], *kinds: str) -> str:
+def _no_table(tables: Sequence[Table], *kinds: str) -> SpecError:
     """What would have been needed, and how near the nearest came."""
-    kind, nearest = min(
-        ((kind, table) for kind in kinds for table in tables),
-        key=lambda each: len(_missing(each[1], each[0])) / len(_KINDS[each[0]][0]),
-    )
-    missing = _missing(nearest, kind)
+    lacks = {(table.path, kind): _missing(table, kind) for kind in kinds for table in tables}
+    (path, kind), missing = min(lacks.items(), key=lambda item: len(item[1]) / len(_KINDS[item[0][1]][0]))
     if not missing:
-        return f"{nearest.path}: no rows that a picture could be made of"
-    lacks = f"column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
-    return f"{nearest.path}: {kind}: expected the columns that `kvbm bench` writes; {lacks} missing"
+        return SpecError(f"{path}: no rows that a picture could be made of")
+    columns = f"column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
+    return SpecError(f"{path}: {kind}: expected the columns that `kvbm bench` writes; {columns} missing")
 
 
 def _jobs(kind: str, tables: Sequence[Table], pairs: tuple[str, ...]) -> Iterator[tuple[str, _Job]]:
+    """The pictures of a kind by name: one, or one a shape and timing of the sweep."""
     rows = [row for table in tables for row in table.rows]
-    machines: dict[str, Row] = {}
-    for row in rows:
-        machines.setdefault(row["gpu"], row)
+    machines = [(gpu, held[0].where) for (gpu,), held in _grouped(rows, "gpu").items()]
     if len(machines) > 1:
-        (one, here), (other, there) = list(machines.items())[:2]
+        (one, here), (other, there) = machines[:2]
         raise SpecError(
-            f"{kind}: a picture shows one machine, got {one} ({here.where}) and {other} ({there.where}); plot them apart"
+            f"{kind}: a picture shows one machine, got {one} ({here}) and {other} ({there}); plot them apart"
         )
     footer = "\n".join(dict.fromkeys(comment for table in tables for comment in table.comments))
-    groups = _grouped(rows, "shape", "timing") if "timing" in _KINDS[kind][0] else {("", ""): rows}
-    for (shape, timing), held in groups.items():
-        suffix = ""
-        if len({key[0] for key in groups}) > 1:
-            suffix += "-" + "-".join(part.replace("=", "") for part in shape.replace("dtype=", "").split(","))
-        if len({key[1] for key in groups}) > 1:
-            suffix += f"-{timing}"
-        is_said = not shape or shape in footer or shape.replace(",", " ") in footer
-        said = footer if is_said else f"{footer}\n{shape}"
-        said = f"{said}\ntimed by graph replays" if timing == "replay" else said
-        yield kind + suffix, _Job(tuple(held), said, pairs)
+    groups = _grouped(rows, *(column for column in ("shape", "timing") if column in _KINDS[kind][0])) if rows else {}
+    several = [len(set(column)) > 1 for column in zip(*groups, strict=True)]
+    for key, held in groups.items():
+        name = "-".join([kind, *(_name(part) for part, is_told in zip(key, several, strict=True) if is_told)])
+        said = [footer]
+        if key and key[0] not in footer and key[0].replace(",", " ") not in footer:
+            said.append(key[0])
+        if "replay" in key:
+            said.append("timed by graph replays")
+        yield name, _Job(kind, tuple(held), "\n".join(said), pairs)
+
+
+def _name(part: str) -> str:
+    """A shape or a timing as part of a file's name."""
+    return part.replace("dtype=", "").replace("=", "").replace(",", "-")
 
 
 def save(
@@ -539,15 +517,10 @@ def save(
 ) -> list[Path]:
     """Write figures of `draw` into a folder, and return their files; the same rows give the same bytes."""
     out.mkdir(parents=True, exist_ok=True)
-    written = []
-    with _looks(dark):
-        for name, figure in figures.items():
-            for suffix in formats:
-                path = out / f"{name}.{suffix}"
-                metadata = {"Date": None, "Creator": "kvbm"} if suffix == "svg" else {"Software": "kvbm"}
-                figure.savefig(path, format=suffix, dpi=_DPI if suffix == "png" else 72, metadata=metadata)
-                written.append(path)
-    return written
+    files = {out / f"{name}.{suffix}": figure for name, figure in figures.items() for suffix in formats}
+    for path, figure in files.items():
+        gallery.save(figure, path, _settings(dark))
+    return list(files)
 
 
 @click.command()

@@ -146,13 +146,13 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring **ring) noexcept
     void kvbm_ring_destroy(kvbm_ring *ring) noexcept
     void kvbm_ring_retire(kvbm_ring *ring) noexcept
-    void kvbm_retire_device(int device, uint64_t address) noexcept
+    void kvbm_retire_device(int device, uint64_t address, uint64_t nbytes) noexcept
     int kvbm_transfer(const kvbm_route *route, const kvbm_batch *batch, int strategy, uint64_t stream,
                       const uint64_t *waits, uint32_t num_waits, uint64_t done, kvbm_outcome *outcome) noexcept
     int kvbm_fault_take(int device, kvbm_fault **fault) noexcept
     void kvbm_fault_give(kvbm_fault *fault, int device, uint64_t event) noexcept
-    int kvbm_event_take(int device, int timed, uint64_t *event) noexcept
-    void kvbm_event_give(int device, int timed, uint64_t event) noexcept
+    int kvbm_event_take(int device, uint64_t *event) noexcept
+    void kvbm_event_give(int device, uint64_t event) noexcept
     int kvbm_event_record(int device, uint64_t event, uint64_t stream) noexcept
     int kvbm_event_query(int device, uint64_t event, int *is_done) noexcept
     int kvbm_event_synchronize(int device, uint64_t event) noexcept

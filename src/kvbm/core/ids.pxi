@@ -186,8 +186,6 @@ cdef enum IdsKind:
     SEQUENCE   # range and the like
     NEITHER
 
-cdef dict _width_of_dtype = {}  # torch.dtype -> bytes of an id, or 0
-
 cdef dict _kind_of_ids = {list: ITEMS, tuple: ITEMS, int: NUMBER}  # type -> IdsKind
 
 
@@ -340,27 +338,38 @@ cdef int _refuse_axes(str what, tuple shape) except -1:
     raise BindError(f"{what}: expected one axis, got shape {shape}")
 
 
+cdef str NOT_HELD = "it is the negative of what its memory holds (pass .resolve_neg()), or its storage was resized"
+
+
+cdef bint _holds(object given, int64_t items, int64_t width) except -1:
+    """Whether the values of a tensor, which span so many items, lie in its memory as they are."""
+    return (not given.is_neg() and
+            (<int64_t> given.storage_offset() + items) * width <= <int64_t> given.untyped_storage().nbytes())
+
+
 cdef object _read_tensor(Given *ids, object given, str what, int64_t blocks, int device):
-    if given.is_cuda:
-        return _read_device(ids, given, what, device)
-    if not given.is_cpu:
-        _refuse_kind(what, f"a tensor on {given.device}")
-    if given.dim() > 1:
-        _refuse_axes(what, tuple(given.shape))
-    width = _width_of_dtype.get(given.dtype)
-    if width is None:
-        width = _width_of_dtype[given.dtype] = {"torch.int64": 8, "torch.int32": 4}.get(str(given.dtype), 0)
-    if width and given.is_contiguous():
-        ids.count = given.numel()
-        ids.data = <const void *> <uint64_t> given.data_ptr()
-        ids.nbytes = width
-        if ids.count and ids.data == NULL:
-            _refuse_kind(what, "a tensor without memory")
-        return given
+    cdef DLTensor found
+    cdef Exchange *api = _exchange(type(given))
     try:
+        if api != NULL and api.look(<PyObject *> given, &found) != 0:
+            PyErr_Clear()
+        elif (api != NULL and found.ndim == 1 and (found.device_type == KDL_CPU or found.device_type == KDL_CUDA_HOST)
+                and found.code == 0 and (found.bits == 64 or found.bits == 32) and found.lanes == 1
+                and (found.strides == NULL or found.strides[0] == 1 or found.shape[0] < 2)
+                and (found.data != NULL or found.shape[0] == 0) and _holds(given, found.shape[0], found.bits // 8)):
+            ids.data = <const char *> found.data + found.byte_offset
+            ids.count, ids.nbytes = found.shape[0], found.bits // 8
+            return given
+        if given.is_cuda:
+            return _read_device(ids, given, what, device)
+        if given.dim() > 1:
+            _refuse_axes(what, tuple(given.shape))
+        if not _holds(given, given.numel() and 1 + (given.numel() - 1) * (given.stride(0) if given.dim() else 0),
+                      given.element_size()):
+            raise RuntimeError(NOT_HELD)
         array = given.detach().numpy()
-    except (RuntimeError, TypeError):
-        _refuse_kind(what, f"dtype {given.dtype}")
+    except (RuntimeError, TypeError) as error:
+        _refuse_kind(what, f"a {given.dtype} tensor on {given.device} that cannot be read: {error}")
     _read_buffer(ids, array, what, blocks)
     return array
 
@@ -373,6 +382,8 @@ cdef object _read_device(Given *ids, object given, str what, int device):
         address, index = given.data_ptr(), given.device.index or 0
         width = {"int64": 8, "int32": 4}.get(dtype, 0)
         dense = len(shape) == 1 and (shape[0] < 2 or strides[0] == 1)
+        if dense and not _holds(given, shape[0], width):
+            _refuse_kind(what, f"a tensor that cannot be read: {NOT_HELD}")
     else:
         try:
             interface = given.__cuda_array_interface__

@@ -134,8 +134,7 @@ cdef class Table:
     Notes
     -----
     A launch is asynchronous and may read the copy on the device after it returns: whoever launches keeps the table as
-    long as its pool.  After the last reference the copy is freed when something is next allocated: freeing waits for
-    running work.
+    long as its pool.  After the last reference the copy is freed later, with others: freeing waits for running work.
     """
 
     cdef uint64_t *addresses
@@ -179,7 +178,7 @@ cdef class Table:
         free(self.addresses)
         self.addresses = NULL
         if address:
-            kvbm_retire_device(device, address)
+            kvbm_retire_device(device, address, self.count * sizeof(uint64_t))
 
     def __len__(self):
         return self.count

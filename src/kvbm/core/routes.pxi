@@ -38,7 +38,7 @@ cdef class Ring:
     def close(self):
         """Free the memory; waits for the copies that use it.  Further ones are refused.
 
-        Where another thread is enqueueing one, the memory is freed when a ring is next made.
+        Where another thread is enqueueing one, the memory is freed when some is next allocated.
         """
         cdef kvbm_ring *ring = self.ring
         self.closed = True
@@ -68,7 +68,8 @@ cdef class Ring:
 cdef class Done:
     """The end of one copy, as an event: wait for it on a stream, or on the host.
 
-    It keeps the pools of its copy alive.  On the CPU the copy is done before this exists.
+    It keeps the pools of its copy alive.  On the CPU the copy is done before this exists.  `synchronize`
+    alone tells what kernels noted of ids on the device: where this was dropped before, nobody is told.
     """
 
     cdef uint64_t event
@@ -92,7 +93,7 @@ cdef class Done:
             return
         kvbm_fault_give(self.fault, self.device, 0)
         if self.event:
-            kvbm_event_give(self.device, 0, self.event)
+            kvbm_event_give(self.device, self.event)
 
     def __repr__(self):
         return f"<kvbm Done, {self.strategy}>"
@@ -361,7 +362,7 @@ cdef class Route:
                     num_waits += waits[num_waits] != 0
             with nogil:
                 if home >= 0:
-                    status = kvbm_event_take(home, 0, &done.event)
+                    status = kvbm_event_take(home, &done.event)
                 if status == KVBM_OK and (batch.src.ids_device or batch.dst.ids_device):
                     status = kvbm_fault_take(self.route.device, &done.fault)
                     if status == KVBM_OK:
@@ -372,7 +373,7 @@ cdef class Route:
         finally:
             if taken:
                 for device, event in taken:
-                    kvbm_event_give(device, 0, event)
+                    kvbm_event_give(device, event)
         if status != KVBM_OK:
             used = () if strategy == KVBM_ENGINE else dict.fromkeys(copy.kernel for copy in self.owned[strategy])
             by = " and ".join(used) or "no kernel"
@@ -454,7 +455,7 @@ cdef uint64_t _event_of(producer, list taken, int home) except? 0:
         if status == KVBM_OK:
             if device < 0:
                 device = home
-            status = kvbm_event_take(device, 0, &event)
+            status = kvbm_event_take(device, &event)
         if status == KVBM_OK:
             status = kvbm_event_record(device, event, stream)
     if event:

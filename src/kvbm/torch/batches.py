@@ -149,15 +149,11 @@ class Batch:
 
     def pools(self, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[Pool, Pool]:
         """The slow and thorough way of looking at both sides."""
-        face = self.face
-        made = []
-        for side, given in ((self.src, tensors), (self.dst, out)):
-            found = [
-                Array(*_seen(tensor)[:3], side.dtype(index), str(face.device), False)
-                for index, tensor in enumerate(given)
-            ]
-            made.append(Pool.trusted(side.side.layout, face.shape, found, given))
-        return made[0], made[1]
+        src, dst = (
+            Pool.trusted(side.side.layout, self.face.shape, [_seen(tensor) for tensor in given], given)
+            for side, given in ((self.src, tensors), (self.dst, out))
+        )
+        return src, dst
 
 
 Table = tuple[_core.Table, int]

@@ -141,6 +141,7 @@ def convert_(
     if stream is None and _nobody_listens(tensors, out, *listed) and run_(tensors, out, *names, *ids, plain_table):
         return
     given, into = _list("convert_", "tensors", tensors), _list("convert_", "out", out)
+    _list("convert_", "ids", [one for one in ids if one is not None])
     if torch.compiler.is_compiling():
         _refuse_stream("convert_", stream)
     elif stream is not None and (given or into):
@@ -212,6 +213,10 @@ def _list(operator: str, what: str, tensors: Any) -> list[torch.Tensor]:
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise BindError(f"{operator}: {what}: #{index} is a {type(tensor).__name__}; expected a torch.Tensor")
+        if tensor.is_nested:  # what such a tensor answers to most questions is an error of torch's
+            raise BindError(
+                f"{operator}: {what}: #{index} is a nested tensor; expected a dense one: pass those that it is made of, .unbind()"
+            )
     return list(tensors)
 
 
@@ -256,7 +261,7 @@ def _nobody_listens(*lists: Any) -> bool:
     for listens in _LISTENERS:
         if listens():
             return False
-    return all(type(one) in (list, tuple) and one and type(one[0]) in KINDS for one in lists)
+    return all(type(one) in (list, tuple) and one and type(one[0]) in KINDS and not one[0].is_nested for one in lists)
 
 
 def _autograd_looks(*lists: Sequence[torch.Tensor]) -> bool:

@@ -6,7 +6,6 @@ has a twin with an underscore in front, which autograd does not look at: compile
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from .. import _core
 from ..arrays import describe
 from ..contract import Caller, block_shape, require_device, side_of
 from ..errors import BindError, KvbmError
+from ..locks import Lock
 from .batches import (
     KNOWN,
     Batch,
@@ -251,7 +251,8 @@ def _fake_convert_(
         require_all(_OUTPUT_, out, batch.dst, batch.face)
         if src_ids is not None and dst_ids is not None:  # perhaps symbols; real ids are looked at by `_core.Pairs`
             torch._check(
-                src_ids.shape[0] == dst_ids.shape[0], lambda: "convert_: ids: expected as many source as destination ids"
+                src_ids.shape[0] == dst_ids.shape[0],
+                lambda: "convert_: ids: expected as many source as destination ids",
             )
     except KvbmError as error:
         raise_named("convert_", error)
@@ -277,7 +278,7 @@ def _refuse_gradients(
 
 _Route = _core.Route
 _routes: OrderedDict[Any, _Route] = OrderedDict()
-_routes_lock = threading.Lock()
+_routes_lock = Lock()
 
 #: Copies of which nobody has asked yet what their kernels noted: those in flight, those in graphs, and those that were wrong.
 _unasked: list[tuple[_core.Done, torch.device]] = []

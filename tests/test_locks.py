@@ -1,0 +1,113 @@
+"""Locks and fork: a child lacks the thread that held one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kvbm
+from kvbm import runtime, tuner
+from kvbm.errors import BuildError
+from kvbm.locks import Lock
+from memory import Bound
+
+SHAPE = kvbm.BlockShape(nl=2, no=2, nh=2, nt=2, hd=8, dtype="float16")
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")
+
+
+@contextlib.contextmanager
+def held(lock: Lock) -> Iterator[None]:
+    """Another thread has it."""
+    has, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            has.set()
+            end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    has.wait()
+    yield
+    end.set()
+    thread.join()
+
+
+def in_child(call: Callable[[], object]) -> int:
+    """The status of a forked child that makes a call: 0, or the signal that ends one that waits for ever."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            signal.alarm(5)
+            call()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1]
+
+
+def of_a_range_of_layers() -> tuple[Lock, Callable[[], object]]:
+    src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)
+    move = kvbm.Transfer(src.pool, dst.pool)
+    return move._mover.lock, lambda: move.copy([1], [2], layers=range(1))  # met for the first time
+
+
+def of_the_compiler() -> tuple[Lock, Callable[[], object]]:
+    def find() -> None:
+        os.environ["KVBM_NVRTC"] = "1"
+        with contextlib.suppress(BuildError):
+            runtime.find()
+
+    return runtime._lock, find
+
+
+def of_the_tables() -> tuple[Lock, Callable[[], object]]:
+    return tuner._lock, tuner.reload
+
+
+def of_the_operators() -> tuple[Lock, Callable[[], object]]:
+    operators = pytest.importorskip("kvbm.torch.operators")
+    return operators._routes_lock, operators.check_ids
+
+
+@pytest.mark.parametrize("case", [of_a_range_of_layers, of_the_compiler, of_the_tables, of_the_operators])
+def test_a_child_of_a_process_in_which_a_thread_held_the_lock(
+    case: Callable[[], tuple[Lock, Callable[[], object]]],
+) -> None:
+    lock, call = case()
+    with held(lock):
+        assert in_child(call) == 0
+    with lock:  # the parent's works as before
+        assert in_child(call) == 0
+
+
+def test_a_thread_that_forks_keeps_its_lock() -> None:
+    lock = Lock()
+
+    def still_held() -> None:
+        taken: list[bool] = []
+        thread = threading.Thread(target=lambda: taken.append(lock._lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        assert taken == [False]
+
+    with lock:
+        assert in_child(still_held) == 0
+
+
+def test_no_other_locks() -> None:
+    """Of the library's modules; one that is left to `threading` would be held for ever in some child."""
+    source = Path(kvbm.__file__).parent
+    files = {*source.glob("*.py"), *(source / "torch").glob("*.py")} - {source / "locks.py"}
+    assert len(files) > 40
+    assert not [
+        file.name for file in files if re.search(r"threading\.(R?Lock|Condition|Semaphore)\b", file.read_text())
+    ]
