@@ -20,6 +20,8 @@ os.environ.setdefault("KVBM_NVRTC", "0")
 if str(HERE) not in sys.path:  # oracle, matrix, memory: also under --import-mode=importlib
     sys.path.insert(0, str(HERE))
 
+import processes  # noqa: E402
+
 # Derandomised: a red run stays red.  KVBM_HYPOTHESIS=explore looks for new cases.
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("quick", derandomize=True, database=None, max_examples=15, **_common)
@@ -96,6 +98,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.fail(f"KVBM_REQUIRE_GPU=1, but {reason}", pytrace=False)
         if reason:
             pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> processes.FakeDriver:
+    """Runs programs on a machine whose CUDA driver is data/fake_driver.c."""
+    if processes.COMPILER is None:
+        pytest.skip("no C compiler for the fake driver")
+    return processes.FakeDriver(processes.compile_fake_driver(tmp_path_factory.mktemp("driver")))
+
+
+@pytest.fixture(scope="session")
+def fake_gpu(fake_driver: processes.FakeDriver) -> processes.FakeDriver:
+    """The same, where programs launch kernels."""
+    from kvbm import kernels
+
+    if kernels.is_using_stubs():
+        pytest.skip("kvbm was built without CUDA kernels: there is nothing to launch")
+    return fake_driver
 
 
 @pytest.fixture

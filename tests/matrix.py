@@ -11,10 +11,11 @@ import itertools
 import math
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -141,6 +142,12 @@ class Case:
         return f"{self.src}>{self.dst}-{self.dtype}-{sizes}-{self.batch}-a{self.src_align}.{self.dst_align}-{self.ids}"
 
     @property
+    def values(self) -> tuple[tuple[str, object], ...]:
+        """What a case is besides its pair, by name."""
+        aligns = ("src align", self.src_align), ("dst align", self.dst_align)
+        return ("dtype", self.dtype), ("shape", self.shape), ("batch", self.batch), *aligns, ("ids", self.ids)
+
+    @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
@@ -241,6 +248,13 @@ def others(src: str) -> list[str]:
     return [dst for dst in everyone() if not refused(src, dst) and possible(src, dst)]
 
 
+def draw(rng: random.Random, src: str, dst: str, options: Sequence[Any], batches: Sequence[str]) -> Case:
+    """Any case of a pair: `options` are its dtypes with the shapes that they are possible at."""
+    dtype, shape = rng.choice(options)
+    batch, src_align, dst_align = rng.choice(batches), rng.choice(ALIGNS), rng.choice(ALIGNS)
+    return Case(src, dst, dtype, shape, batch, src_align, dst_align, rng.choice(ID_KINDS))
+
+
 #: Elements of a block in `meetings`: tiny, as the pairs are many.
 TINY = 2200
 
@@ -255,15 +269,7 @@ def meetings(src: str) -> list[Case]:
     for dst in others(src):
         rng = random.Random(zlib.crc32(f"{src} meets {dst}".encode()))
         options = [one for one in possible(src, dst) if math.prod(one[1]) <= TINY] or list(possible(src, dst))
-        drawn = []
-        for _ in range(8):
-            dtype, shape = rng.choice(options)
-            drawn.append(
-                Case(
-                    src, dst, dtype, shape, rng.choice(("one", "two", "many")),
-                    rng.choice(ALIGNS), rng.choice(ALIGNS), rng.choice(ID_KINDS),
-                )
-            )  # fmt: skip
+        drawn = [draw(rng, src, dst, options, BATCHES[1:]) for _ in range(8)]
         best = max(drawn, key=lambda case: sum(key not in seen for key in turns(case)))
         chosen.append(best)
         seen.update(turns(best))
@@ -272,15 +278,7 @@ def meetings(src: str) -> list[Case]:
 
 def turns(case: Case) -> Iterator[tuple[object, ...]]:
     """Values of a case, and pairs of them: what `meetings` spreads over the layouts that one layout meets."""
-    values = (
-        ("width", case.itemsize),
-        ("dtype", case.dtype),
-        ("shape", case.shape),
-        ("batch", case.batch),
-        ("src align", case.src_align),
-        ("dst align", case.dst_align),
-        ("ids", case.ids),
-    )
+    values = (("width", case.itemsize), *case.values)
     yield from values
     for a, b in itertools.combinations(values, 2):
         yield (*a, *b)
@@ -332,17 +330,7 @@ def covers(case: Case) -> Iterator[tuple[object, ...]]:
     yield ("dst shape width", case.dst, case.shape, width)
     yield ("src dtype", case.src, case.dtype)
     yield ("dst dtype", case.dst, case.dtype)
-    for a, b in itertools.combinations(
-        (
-            ("dtype", case.dtype),
-            ("shape", case.shape),
-            ("batch", case.batch),
-            ("src align", case.src_align),
-            ("dst align", case.dst_align),
-            ("ids", case.ids),
-        ),
-        2,
-    ):
+    for a, b in itertools.combinations(case.values, 2):
         yield (f"{a[0]} {b[0]}", a[1], b[1])
 
 
@@ -360,11 +348,7 @@ def cases() -> tuple[Case, ...]:
         while not want <= seen:
             best, most = None, -1
             for _ in range(12):
-                dtype, shape = rng.choice(options)
-                case = Case(
-                    src, dst, dtype, shape, rng.choice(BATCHES),  # type: ignore[arg-type]
-                    rng.choice(ALIGNS), rng.choice(ALIGNS), rng.choice(ID_KINDS),
-                )  # fmt: skip
+                case = draw(rng, src, dst, options, BATCHES)
                 if case.batch == "none" and case.ids == "all":
                     continue
                 new = sum((8 if key in want else 1) for key in covers(case) if key not in seen)

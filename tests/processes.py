@@ -6,12 +6,14 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 LIMIT = 120  #: Seconds that a program may take.
 
 
@@ -60,3 +62,29 @@ class Server:
 def server(library: Path, *modules: str) -> Server:
     """The one in which libcuda.so.1 is the file in the folder `library`."""
     return Server(modules, LD_LIBRARY_PATH=str(library))
+
+
+def compile_fake_driver(folder: Path, source: Path = HERE / "data" / "fake_driver.c") -> Path:
+    """The libcuda.so.1 of a folder."""
+    from kvbm import codegen
+
+    assert COMPILER is not None
+    command = [COMPILER, "-shared", "-fPIC", "-O1", "-w", f"-I{codegen.cuda_dir()}", "-o", folder / "libcuda.so.1"]
+    subprocess.run([*command, source], check=True)
+    return folder
+
+
+class FakeDriver:
+    """Runs functions of programs/, each in a process of its own whose libcuda.so.1 is the one in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, program: str, *arguments: object, **knobs: str) -> str:
+        """Call ``"module.function"`` with the arguments, which are plain data, and return what it prints.
+
+        The module is imported once for all of its programs; `knobs` are environment variables.
+        """
+        module, _, function = program.partition(".")
+        code = f"from programs.{module} import {function}\n{function}(*{arguments!r})"
+        return server(self.folder, f"programs.{module}").run(code, **knobs)

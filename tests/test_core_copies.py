@@ -1,12 +1,13 @@
 """Raw copies, and lists of tensors that are looked at from C.
 
-Refusals need no GPU; the way to the launch is tested on the fake driver (test_driver.py); what the kernel does, on a GPU.
+Refusals need no GPU; the way to the launch is tested on the fake driver (programs/); what the kernel does, on a GPU.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,11 @@ import numpy as np
 import pytest
 
 import kvbm
-import test_driver
 from kvbm import _core, kernels
 from kvbm.kernels import MemcpyBatchMode, memcpy_batch, vectorized_copy
+from processes import COMPILER, FakeDriver
 
 HERE = Path(__file__).resolve().parent
-library = test_driver.library  # the fixture
-
-with_driver = [
-    pytest.mark.skipif(kernels.is_using_stubs(), reason="kvbm was built without CUDA kernels"),
-    pytest.mark.skipif(test_driver.COMPILER is None, reason="no C compiler for the fake driver"),
-]
-
-
-def driven(test: Any) -> Any:
-    for mark in with_driver:
-        test = mark(test)
-    return test
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -188,319 +177,63 @@ def test_ranges_at_the_end_of_the_address_space() -> None:
 
 # ---- the way to the driver -----------------------------------------------------------------------------------------
 
-RAW = """
-import gc
-from kvbm.kernels import MemcpyBatchMode as Mode, memcpy_batch, vectorized_copy
-def named(name, memory):
-    pair = (ctypes.c_ulonglong * 2).in_dll(driver, name)
-    pair[0], pair[1] = memory.ctypes.data, memory.ctypes.data + memory.nbytes
 
-class Arena:
-    def __init__(self, n, size, gap=64):
-        self.pitch = size + gap
-        self.src = random.integers(0, 256, n * self.pitch + 64, np.uint8)
-        self.dst = random.integers(0, 256, n * self.pitch + 64, np.uint8)
-        self.want = self.dst.copy()
-        self.n, self.size = n, size
-    def addresses(self, src_skew=None, dst_skew=None):
-        zero = np.zeros(self.n, np.int64)
-        s = np.arange(self.n) * self.pitch + (zero if src_skew is None else src_skew)
-        d = np.arange(self.n) * self.pitch + (zero if dst_skew is None else dst_skew)
-        for a, b in zip(s, d):
-            self.want[b : b + self.size] = self.src[a : a + self.size]
-        return (s + self.src.ctypes.data).astype(np.uint64), (d + self.dst.ctypes.data).astype(np.uint64)
-    @property
-    def done(self):
-        return np.array_equal(self.dst, self.want)
-"""
-
-
-@driven
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 255, 256, 257, 4096, 4097, 8191, 70_001])
-def test_every_alignment(library: Path, size: int) -> None:
+def test_every_alignment(fake_gpu: FakeDriver, size: int) -> None:
     """Alignments 0 to 17 of either side: one launch, the bytes of every tile, and no byte beside them."""
-    test_driver.run(
-        library,
-        RAW
-        + f"""
-for forms in (list, lambda a: a, lambda a: memoryview(a), lambda a: a.astype(np.int64)):
-    arena = Arena(18 * 18, {size})
-    src, dst = arena.addresses(np.repeat(np.arange(18), 18), np.tile(np.arange(18), 18))
-    before = count("launches")
-    vectorized_copy(forms(src), forms(dst), {size}, stream=5)
-    assert count("launches") == before + 1
-    assert arena.done
-for skew in (0, 1, 4, 8, 17):  # one at a time, too: all of one alignment
-    arena = Arena(3, {size})
-    vectorized_copy(*arena.addresses(None, np.full(3, skew)), {size}, stream=5)
-    assert arena.done
-assert count("pushes") == count("pops") > 0
-""",
-    )
+    fake_gpu("raw_copies.every_alignment", size)
 
 
-@driven
-def test_large_pairs_and_many(library: Path) -> None:
-    test_driver.run(
-        library,
-        RAW
-        + """
-arena = Arena(1, (64 << 20) + 3)
-vectorized_copy(*arena.addresses([3], [19]), arena.size, stream=5)
-assert arena.done and count("launches") == 1
-n = (1 << 20) + 5  # more than one launch takes
-src = random.integers(0, 256, n, np.uint8); dst = np.zeros(n + 1, np.uint8)
-at = np.arange(n, dtype=np.uint64)
-vectorized_copy(at + np.uint64(src.ctypes.data), at + np.uint64(dst.ctypes.data), 1, stream=5)
-assert np.array_equal(src, dst[:-1]) and dst[-1] == 0
-assert count("launches") == 3, count("launches")
-""",
-    )
+def test_large_pairs_and_many(fake_gpu: FakeDriver) -> None:
+    fake_gpu("raw_copies.large_pairs_and_many")
 
 
-@driven
-def test_pairs_beyond_the_parameters_go_through_the_ring(library: Path) -> None:
+def test_pairs_beyond_the_parameters_go_through_the_ring(fake_gpu: FakeDriver) -> None:
     """Deferred launches whose addresses the caller overwrites: each has its own, and the ring does not grow for ever."""
-    test_driver.run(
-        library,
-        RAW
-        + """
-few = Arena(253, 24)
-vectorized_copy(*few.addresses(), 24, stream=5)
-inline = count("slots")
-assert few.done
-defer(1)
-def turn(n):
-    arena = Arena(n, 40)
-    src, dst = arena.addresses(random.integers(0, 20, n), random.integers(0, 20, n))
-    vectorized_copy(src, dst, 40, stream=5)
-    src[:] = dst[:] = 0
-    return arena
-arenas = [turn(n) for n in (254, 20_000, 254, 1000)]
-assert not any(arena.done for arena in arenas)
-driver.fake_pump(-1)
-assert all(arena.done for arena in arenas)
-grown = count("slots")
-assert grown > inline
-for n in (20_000, 254, 1000, 254) * 5:
-    arena = turn(n)
-    driver.fake_pump(-1)
-    assert arena.done
-assert count("slots") == grown
-""",
-    )
+    fake_gpu("raw_copies.pairs_beyond_the_parameters_go_through_the_ring")
 
 
-@driven
-def test_which_device(library: Path) -> None:
+def test_which_device(fake_gpu: FakeDriver) -> None:
     """Host memory that no GPU reaches is refused before anything is copied; an allocation is asked about once."""
-    test_driver.run(
-        library,
-        RAW
-        + """
-arena = Arena(500, 32)
-src, dst = arena.addresses()
-named("fake_ordinary", arena.dst)
-for call in (vectorized_copy, memcpy_batch):
-    for addresses in ((src, dst), (dst, src)):
-        for device in (None, 0):
-            try:
-                call(*addresses, 32, stream=5, device=device)
-                raise SystemExit("not refused")
-            except kvbm.BindError as error:
-                assert "_ptrs[0]" in str(error) and "no GPU reaches" in str(error)
-assert not arena.done and count("launches") == count("batches") == count("single_copies") == 0
-named("fake_ordinary", np.empty(0, np.uint8))
-named("fake_pinned", arena.dst)
-asked = count("lookups")
-vectorized_copy(src, dst, 32, stream=5)  # GPU to pinned memory
-assert arena.done
-assert count("lookups") - asked < 1100, count("lookups")  # 500 of the GPU, of which this driver tells no range; and one
-for device in ("cuda", "cuda:0", 0, np.int64(0)):
-    vectorized_copy(src, dst, 32, stream=5, device=device)
-try:
-    vectorized_copy(src, dst, 32, stream=5, device=3)
-    raise SystemExit("not refused")
-except kvbm.CudaError as error:
-    assert error.code == 101
-pinned = np.zeros(128, np.uint8)
-named("fake_pinned", pinned)
-at = pinned.ctypes.data
-assert kernels._gpu(np.array([at], np.uint64), np.array([at + 64], np.uint64), None) == (0, 0)
-try:
-    vectorized_copy([at], [at + 64], 8)
-    raise SystemExit("not refused")
-except kvbm.BindError as error:
-    assert "stream" in str(error)
-""",
-    )
+    fake_gpu("raw_copies.which_device")
 
 
-@driven
-def test_neighbours_become_one_copy(library: Path) -> None:
-    test_driver.run(
-        library,
-        RAW
-        + """
-memory = random.integers(0, 256, 20_000, np.uint8)
-def turn(src_steps, dst_steps, sizes, expected, **rest):
-    out = np.zeros(20_000, np.uint8)
-    want = out.copy()
-    src, dst = np.cumsum([0, *src_steps]), np.cumsum([0, *dst_steps])
-    each = np.broadcast_to(sizes, src.shape)
-    for s, d, n in zip(src, dst, each):
-        want[d : d + n] = memory[s : s + n]
-    before = count("batched_copies") + count("single_copies")
-    used = memcpy_batch(src + memory.ctypes.data, dst + out.ctypes.data, sizes, stream=5, **rest)
-    assert np.array_equal(out, want)
-    assert used == (Mode.FALLBACK_ONLY if rest.get("mode") == 1 else Mode.BATCH_WITHOUT_FALLBACK)
-    made = count("batched_copies") + count("single_copies") - before
-    assert made == expected, made
-on = [64] * 99
-turn(on, on, 64, 1)
-turn(on, on, 64, 1, mode=1)
-turn(on, on, 64, 100, merge=False)
-turn(on, on, 64, 100, merge=False, mode=1)
-turn([65] * 99, on, 64, 100)       # only one side goes on
-turn(on, [80] * 99, 64, 100)
-turn([64] * 49 + [128] + [64] * 49, on, 64, 2)
-turn([3, 5, 7], [3, 5, 7], [3, 5, 7, 9], 1)
-turn([3, 0, 5, 7], [3, 0, 5, 7], [3, 0, 5, 7, 9], 1)    # a copy of nothing breaks no run
-turn([3, 5, 8], [3, 5, 7], [3, 5, 7, 9], 2)
-turn([0, 64], [0, 64], [0, 64, 64], 1)
-assert count("batch_on_legacy") == 0
-# Backwards: every pair goes on before the last one, none where it ends.  Their order stays, and so do they.
-out = np.zeros(6400, np.uint8)
-src = memory.ctypes.data + 64 * np.arange(100)[::-1]
-memcpy_batch(src, out.ctypes.data + 64 * np.arange(100)[::-1], 64, stream=5)
-assert np.array_equal(out, memory[:6400])
-""",
-    )
+def test_neighbours_become_one_copy(fake_gpu: FakeDriver) -> None:
+    fake_gpu("raw_copies.neighbours_become_one_copy")
 
 
-@driven
-def test_neighbours_of_two_allocations_are_copied_one_by_one(library: Path) -> None:
+@pytest.mark.parametrize(("mode", "used"), [(0, 2), (1, 1), (2, 2)])
+def test_neighbours_of_two_allocations_are_copied_one_by_one(fake_gpu: FakeDriver, mode: int, used: int) -> None:
     """The driver takes no copy across the end of an allocation: what was merged in vain is copied as it was given."""
-    code = """
-arena = Arena(40, 64, gap=0)
-addresses = arena.addresses()
-assert memcpy_batch(*addresses, 64, stream=5, mode=MODE) == USED
-assert arena.done, "not copied"
-assert count("batched_copies") + count("single_copies") == 40
-"""
-    for mode, used in ((0, 2), (1, 1), (2, 2)):
-        text = RAW + code.replace("MODE", str(mode)).replace("USED", str(used))
-        test_driver.run(library, text, FAKE_MOST_BYTES="100")
+    fake_gpu("raw_copies.neighbours_of_two_allocations_are_copied_one_by_one", mode, used, FAKE_MOST_BYTES="100")
 
 
-@driven
-def test_modes(library: Path) -> None:
-    """Each does what it says; what cannot be had is an error, and the fallback is told."""
-    code = """
-arena = Arena(10, 64)
-src, dst = arena.addresses()
-def ran(mode, stream):
-    try:
-        return memcpy_batch(src, dst, 64, mode=mode, stream=stream).value
-    except kvbm.CudaError as error:
-        return error.name
-print([ran(mode, stream) for stream in (5, 0) for mode in Mode])
-assert arena.done and count("batch_on_legacy") == 0
-"""
-    assert eval(test_driver.run(library, RAW + code)) == [2, 1, 2, 2, 1, 2]
-    old = test_driver.run(library, RAW + code, FAKE_VERSION="12040")
-    assert eval(old) == [1, 1, "KVBM_NO_FUNCTION"] * 2
+@pytest.mark.parametrize(("version", "used"), [("13000", "2 1 2"), ("12040", "1 1 KVBM_NO_FUNCTION")])
+def test_modes(fake_gpu: FakeDriver, version: str, used: str) -> None:
+    """Each does what it says, also for the legacy stream; what cannot be had is an error, and the fallback is told."""
+    assert fake_gpu("raw_copies.modes", FAKE_VERSION=version) == f"{used} {used}\n"
 
 
 # ---- lists of tensors ----------------------------------------------------------------------------------------------
 
-LISTS = """
-import torch
-from kvbm import _core
-lib = ctypes.CDLL(os.environ["AS_CUDA"])
-lib.as_cuda.restype, lib.as_cuda.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-get, new = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
-get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-NAME = ctypes.create_string_buffer(b"dlpack_exchange_api")
-API = lib.as_cuda(get(torch.Tensor.__dlpack_c_exchange_api__, NAME.value))
-looks = lambda: ctypes.c_long.in_dll(lib, "looks").value
-
-class OnGpu(torch.Tensor):
-    "A CPU tensor that says it is on a GPU, to Python and to C."
-    __dlpack_c_exchange_api__ = new(API, ctypes.addressof(NAME), None)
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    device = property(lambda self: torch.device("cuda", 0))
-
-def gpu(tensor): return tensor.as_subclass(OnGpu)
-def made(*shape, dtype=torch.float16, on=gpu):
-    bits = torch.from_numpy(random.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8))
-    return on(bits.view(dtype).view(shape) if bits.numel() else torch.empty(shape, dtype=dtype))
-
-NB, NL, NO, NH, NT, HD = 3, 4, 2, 3, 5, 8
-PER = NL * NO
-CHUNK, WHOLE, FLAT = (NT, NH, HD), (NH, NL, NO, NT, HD), (NL, NO, NT * NH * HD)
-def batch(whole=WHOLE, nb=NB, **rest):
-    return [[made(*CHUNK, **rest) for _ in range(PER)] for _ in range(nb)], [made(*whole, **rest) for _ in range(nb)]
-
-def closely(*arguments): raise SystemExit("looked at closely")
-def plain(tensor): return tensor.as_subclass(torch.Tensor)
-def bits(tensor): return plain(tensor).view(torch.uint8)
-"""
-
 
 @pytest.fixture(scope="module")
-def lists(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def lists(fake_gpu: FakeDriver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+    """Runs programs in which CPU tensors say that they are on a GPU (data/as_cuda.c)."""
     torch = pytest.importorskip("torch")
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("this torch cannot be looked at from C")
     path = tmp_path_factory.mktemp("lists") / "as_cuda.so"
-    command = [test_driver.COMPILER, "-shared", "-fPIC", "-O1", "-o", path, HERE / "data" / "as_cuda.c"]
-    subprocess.run(command, check=True)
-    return lambda code: test_driver.run(library, LISTS + code, "torch", AS_CUDA=str(path))
+    subprocess.run([str(COMPILER), "-shared", "-fPIC", "-O1", "-o", path, HERE / "data" / "as_cuda.c"], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AS_CUDA", str(path))  # read once, when the module is imported
+        yield fake_gpu
 
 
-@driven
 @pytest.mark.slow
-def test_lists_are_looked_at_from_c(lists: Any) -> None:
+def test_lists_are_looked_at_from_c(lists: FakeDriver) -> None:
     """Once a tensor, whatever holds them, in every dtype; and the right bytes move."""
-    lists("""
-look_closely, kernels._look_closely = kernels._look_closely, closely
-names = "bool int8 uint8 float8_e4m3fn float8_e5m2 int16 uint16 float16 bfloat16 int32 uint32 float32 int64 uint64 float64"
-for name in names.split():
-    for layout, order in (("NHD", (2, 0, 1, 3)), ("HND", (1, 0, 2, 3))):
-        chunks, whole = batch(dtype=getattr(torch, name))
-        if layout == "HND":
-            chunks = [[made(NH, NT, HD, dtype=getattr(torch, name)) for _ in row] for row in chunks]
-        before = looks()
-        kernels.block_to_universal(chunks, whole, layout, stream=5)
-        # The first of each list is looked at twice.
-        assert looks() - before <= NB * PER + NB + 2, looks() - before
-        for row, w in zip(chunks, whole):
-            stacked = torch.stack([bits(c) for c in row]).view(NL, NO, *chunks[0][0].shape[:2], -1)
-            heads = stacked.permute(3, 0, 1, 2, 4) if layout == "NHD" else stacked.permute(2, 0, 1, 3, 4)
-            assert torch.equal(bits(w), heads.contiguous())
-            bits(w)[...] ^= 0xff
-        kernels.universal_to_block(tuple(whole), tuple(tuple(row) for row in chunks), layout, stream=5)
-        for row, w in zip(chunks, whole):
-            stacked = torch.stack([bits(c) for c in row]).view(NL, NO, *chunks[0][0].shape[:2], -1)
-            heads = stacked.permute(3, 0, 1, 2, 4) if layout == "NHD" else stacked.permute(2, 0, 1, 3, 4)
-            assert torch.equal(bits(w), heads.contiguous())
-for backend in (None, "batch", "async"):
-    chunks, _ = batch()
-    flat = made(NB, *FLAT)  # one tensor for all
-    kernels.block_to_operational(chunks, flat, backend, stream=5)
-    stacked = torch.stack([torch.stack([bits(chunk) for chunk in row]) for row in chunks])
-    assert torch.equal(bits(flat).view(NB, PER, -1), stacked.view(NB, PER, -1))
-one, _ = batch(nb=1)
-whole = made(*WHOLE)
-kernels.block_to_universal(one[0], whole, stream=5)         # a flat list, one tensor
-kernels._look_closely = look_closely
-again = made(*WHOLE)
-_core.whole_tensors, by_c = (lambda *_: None), _core.whole_tensors
-kernels.block_to_universal(one, [again], stream=5)          # as it is looked at from Python
-assert torch.equal(bits(whole), bits(again))
-""")
+    lists("tensor_lists.lists_are_looked_at_from_c")
 
 
 DEVIATIONS = {
@@ -535,85 +268,24 @@ DEVIATIONS = {
 }
 
 
-@driven
 @pytest.mark.parametrize("what", DEVIATIONS)
-def test_what_is_wrong_is_said_as_from_python(lists: Any, what: str) -> None:
+def test_what_is_wrong_is_said_as_from_python(lists: FakeDriver, what: str) -> None:
     """Looked at from C or not: one outcome, one message, and the destination as it was unless the copy is right."""
-    text = lists(f"""
-chunks, whole = batch()
-{DEVIATIONS[what]}
-def tried(call, *arguments):
-    try:
-        return call(*arguments, stream=5)
-    except Exception as error:
-        return type(error).__name__, str(error)
-def outcomes():
-    return [tried(kernels.block_to_universal, chunks, whole), tried(kernels.universal_to_block, whole, chunks)]
-from_c = outcomes()
-by_c, _core.whole_tensors = _core.whole_tensors, lambda *_: None
-assert outcomes() == from_c, (outcomes(), from_c)
-print(from_c)
-""")
+    text = lists("tensor_lists.what_is_wrong_is_said_as_from_python", DEVIATIONS[what])
     outcomes = eval(text)
     harmless = {"a chunk twice": 1, "a whole tensor twice": 1}  # read twice: that is no race
     assert sum(outcome is None for outcome in outcomes) == harmless.get(what, 0), outcomes
     assert all(outcome is None or outcome[0] in ("BindError", "DTypeError", "LayoutError") for outcome in outcomes)
 
 
-@driven
-def test_destinations_count_as_written(lists: Any) -> None:
+def test_destinations_count_as_written(lists: FakeDriver) -> None:
     """Autograd is told once of each tensor that was written, looked at from C or not; of very many chunks only by the latter."""
-    lists("""
-def versions(tensors): return [tensor._version for tensor in tensors]
-by_c = _core.whole_tensors
-for _core.whole_tensors in (by_c, lambda *_: None):
-    for nb in (1, 3):
-        chunks, whole = batch(nb=nb)
-        flat, given = sum(chunks, []), chunks[0] if nb == 1 else chunks
-        kernels.block_to_universal(given, whole, stream=5)
-        assert versions(whole) == [1] * nb and versions(flat) == [0] * len(flat)
-        kernels.universal_to_block(whole, given, stream=5)
-        assert versions(whole) == [1] * nb and versions(flat) == [1] * len(flat)
-        inner = [made(*FLAT) for _ in range(nb)]
-        for turn, backend in enumerate((None, "batch", "async"), 1):
-            kernels.block_to_operational(given, inner, backend, stream=5)
-            assert versions(inner) == [turn] * nb
-            kernels.operational_to_block(inner, given, backend, stream=5)
-            assert versions(flat) == [1 + turn] * len(flat)
-        try: kernels.universal_to_block([*whole[:-1], whole[-1][0]], given, stream=5)
-        except kvbm.BindError: assert versions(flat) == [4] * len(flat)
-_core.whole_tensors = by_c
-chunks, _ = batch()
-stacked = made(NB, *FLAT)
-kernels.block_to_operational(chunks, stacked, stream=5)
-assert stacked._version == 1
-chunks, whole = batch(nb=40)
-kernels.universal_to_block(whole, chunks, stream=5)
-assert not any(versions(sum(chunks, [])))
-""")
+    lists("tensor_lists.destinations_count_as_written")
 
 
-@driven
-def test_a_list_that_changes_while_it_is_looked_at(lists: Any) -> None:
+def test_a_list_that_changes_while_it_is_looked_at(lists: FakeDriver) -> None:
     """Looking at an object may run Python; a list that became shorter by then is an error, not a crash."""
-    lists("""
-chunks, whole = batch()
-class Evil(torch.Tensor):
-    pass
-class Meta(type(torch.Tensor)):
-    def __getattribute__(cls, name):
-        if name == "__dlpack_c_exchange_api__":
-            del chunks[1][2:]
-        return super().__getattribute__(name)
-class Evil(torch.Tensor, metaclass=Meta):
-    device = property(lambda self: torch.device("cuda", 0))
-chunks[1][1] = made(*CHUNK, on=lambda t: t.as_subclass(Evil))
-try:
-    kernels.block_to_universal(chunks, whole, stream=5)
-    raise SystemExit("not refused")
-except (kvbm.BindError, IndexError) as error:
-    pass
-""")
+    lists("tensor_lists.a_list_that_changes_while_it_is_looked_at")
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------

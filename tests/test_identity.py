@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -122,16 +123,29 @@ def test_same_addresses_law(drawn: tuple[strategies.Sizes, strategies.Declared, 
     assert bool(identity.same_addresses(layouts, shape, sizes.num_blocks)) is equal
 
 
+def allocated(layouts: list[kvbm.Layout], shape: kvbm.BlockShape) -> dict[str, kvbm.Pool]:
+    """A pool of each layout that is legal at this shape, by its fingerprint."""
+    pools = {}
+    for layout in layouts:
+        with suppress(kvbm.LayoutError):
+            pools[layout.fingerprint] = kvbm.Pool.allocate(layout, shape, 3)
+    return pools
+
+
+def takes(layout: kvbm.Layout, arrays: kvbm.Pool) -> bool:
+    """Whether a pool of this layout binds the arrays of another one."""
+    try:
+        kvbm.Pool(layout, arrays.shape, list(arrays.arrays))
+    except (kvbm.BindError, kvbm.DTypeError):
+        return False
+    return True
+
+
 @pytest.mark.parametrize("text", SHAPES)
 def test_ambiguous_law(text: str) -> None:
     """A pool takes one layout's arrays for the other exactly where the two are ambiguous, or equal there."""
     shape = kvbm.load_shape(text)
-    pools = {}
-    for layout in PLAIN:
-        try:
-            pools[layout.fingerprint] = kvbm.Pool.allocate(layout, shape, 3)
-        except kvbm.LayoutError:
-            continue
+    pools = allocated(PLAIN, shape)
     legal = [layout for layout in PLAIN if layout.fingerprint in pools]
     assert len(legal) > 20
     blind = paired(identity.ambiguous(PLAIN, shape, 3))
@@ -140,11 +154,7 @@ def test_ambiguous_law(text: str) -> None:
     for n, one in enumerate(legal):
         for other in legal[n + 1 :]:
             both = frozenset((one.fingerprint, other.fingerprint))
-            try:
-                kvbm.Pool(other, shape, list(pools[one.fingerprint].arrays))
-                bound = True
-            except kvbm.BindError:
-                bound = False
+            bound = takes(other, pools[one.fingerprint])
             assert bound >= (both in blind), (one.name, other.name)
             assert not bound or both in blind | equal, (one.name, other.name)
 
@@ -236,12 +246,7 @@ def test_planes_that_nothing_tells_apart() -> None:
 def test_ambiguous_law_of_planes(text: str) -> None:
     """What one pool's arrays are taken for, in either direction, is ambiguous or equal; and nothing else is."""
     shape = kvbm.load_shape(text)
-    pools = {}
-    for layout in DISTINCT:
-        try:
-            pools[layout.fingerprint] = kvbm.Pool.allocate(layout, shape, 3)
-        except kvbm.LayoutError:
-            continue
+    pools = allocated(DISTINCT, shape)
     blind = paired(identity.ambiguous(DISTINCT, shape, 3))
     equal = paired(identity.same_addresses(DISTINCT, shape, 3))
     legal = [layout for layout in PLANAR if layout.fingerprint in pools]
@@ -251,11 +256,7 @@ def test_ambiguous_law_of_planes(text: str) -> None:
         for other in DISTINCT:
             if other is one or other.fingerprint not in pools:
                 continue
-            for takes, source in ((one, other), (other, one)):
-                try:
-                    kvbm.Pool(takes, shape, list(pools[source.fingerprint].arrays))
-                except (kvbm.BindError, kvbm.DTypeError):
-                    continue
+            if takes(one, pools[other.fingerprint]) or takes(other, pools[one.fingerprint]):
                 taken.add(frozenset((one.fingerprint, other.fingerprint)))
     mine = {layout.fingerprint for layout in legal}
     assert taken <= blind | equal

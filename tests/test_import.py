@@ -31,9 +31,10 @@ def fresh(code: str, **env: str) -> str:
 
 
 def test_import_pulls_nothing_in() -> None:
-    loaded = fresh("import sys, kvbm; print(sorted(sys.modules))")
-    for name in ("numpy", "torch", "cupy", "cuda", "rich", "click", "transformers", "kvbm._core", "yaml"):
-        assert f"'{name}'" not in loaded, name
+    """Nothing but Python's own modules, which is what makes it quick; and nothing that is compiled."""
+    before, after = (set(fresh(f"import sys{more}; print(*sys.modules)").split()) for more in ("", ", kvbm"))
+    pulled_in = {name.partition(".")[0] for name in after - before} - sys.stdlib_module_names
+    assert pulled_in == {"kvbm"} and "kvbm._core" not in after
 
 
 def test_describing_needs_no_numpy_and_nothing_compiled() -> None:
@@ -164,12 +165,6 @@ def test_conversion_on_cuda_without_a_driver_leaves_the_destination() -> None:
         kvbm.convert(far, near.pool)
     assert near.untouched
     assert np.array_equal(near.buffer, near.before)
-
-
-def test_import_is_quick() -> None:
-    """No work at import time: a third of a second would be a library pulled in by mistake (the aim is 60 ms)."""
-    out = fresh("import time; t = time.process_time(); import kvbm; kvbm.load; print(time.process_time() - t)")
-    assert float(out) < 0.35
 
 
 def test_typed() -> None:

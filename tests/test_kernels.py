@@ -6,8 +6,6 @@ import itertools
 import json
 import math
 import random
-import shutil
-import subprocess
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ import pytest
 import kvbm
 import matrix
 import oracle
-import test_driver
-from kvbm import _core, codegen, kernels, nest
+from kvbm import _core, kernels, nest
 from memory import FakeCuda, aligned, interface_views, placed, torch_views
-from test_driver import library  # noqa: F401
+from processes import FakeDriver, compile_fake_driver
 
+HERE = Path(__file__).resolve().parent
 NB, NL, NO, NH, NT, HD = 2, 2, 2, 3, 4, 8
 SHAPE = kvbm.BlockShape(nl=NL, no=NO, nh=NH, nt=NT, hd=HD, dtype="float16")
 
@@ -63,7 +61,11 @@ def test_stubs_are_told() -> None:
     """As the build wrote it down: whether it had a compiler."""
     built = json.loads((Path(kvbm.__file__).parent / "_build.json").read_text())
     assert kernels.is_using_stubs() is (built["nvcc"] is None)
-    assert isinstance(kernels.is_memcpy_batch_available(), bool)
+
+
+@pytest.mark.parametrize(("version", "answer"), [("12070", "False"), ("12080", "True"), ("13000", "True")])
+def test_batched_copies_are_there_from_12_8_on(fake_gpu: FakeDriver, version: str, answer: str) -> None:
+    assert fake_gpu("launches.has_memcpy_batch", FAKE_VERSION=version) == f"{answer}\n"
 
 
 @pytest.mark.parametrize("empty", [[], ()])
@@ -522,26 +524,9 @@ def test_each_of_planes_on_the_host(name: str, how: str, threads: int) -> None:
     page.check(source, got)
 
 
-@pytest.mark.skipif(
-    kernels.is_using_stubs() or test_driver.COMPILER is None, reason="needs CUDA kernels and a C compiler"
-)
-def test_each_of_planes_is_launched(library: Path) -> None:  # noqa: F811
+def test_each_of_planes_is_launched(fake_gpu: FakeDriver) -> None:
     """What a launch is told of every part is right: by the driver that is not one, which walks pages as well."""
-    test_driver.run(
-        library,
-        """
-from memory import aligned
-from kvbm import _core
-from test_kernels import OF_PLANES, Page
-for name, how in OF_PLANES:
-    page = Page(name, how)
-    source, got = aligned(page.data[0]), aligned(page.data[1])
-    tables = [_core.Table(page.addresses(side, b.ctypes.data)) for side, b in enumerate((source, got))]
-    page.copy().launch(*tables, page.pairs, 0, 5)
-    page.check(source, got)
-assert count("launches") == len(OF_PLANES) > 20
-""",
-    )
+    fake_gpu("nests.each_of_planes_is_launched")
 
 
 def test_pages_have_no_host_half() -> None:
@@ -584,43 +569,11 @@ def test_few_kernels_have_no_host_half() -> None:
         nest.copy().run(table, table, nest.pairs)
 
 
-@pytest.fixture(scope="module")
-def grid_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("grid")
-    programs = Path(__file__).parent / "programs"
-    fake = Path(__file__).parent / "data" / "fake_driver.c"
-    shutil.copy(fake, folder)
-    compiler = [str(test_driver.COMPILER), "-fPIC", "-O1", "-w", f"-I{codegen.cuda_dir()}"]
-    hidden = ["-DcuLaunchKernel=launch", "-DcuFuncSetAttribute=unused"]
-    subprocess.run([*compiler, *hidden, "-c", folder / "fake_driver.c", "-o", folder / "fake.o"], check=True)
-    subprocess.run(
-        [*compiler, "-shared", programs / "grid.c", folder / "fake.o", "-o", folder / "libcuda.so.1"], check=True
-    )
-    return folder
-
-
-@pytest.mark.skipif(
-    kernels.is_using_stubs() or test_driver.COMPILER is None, reason="needs CUDA kernels and a C compiler"
-)
 @pytest.mark.slow
-def test_few_launches(grid_driver: Path) -> None:
+def test_few_launches(fake_gpu: FakeDriver, tmp_path: Path) -> None:
     """Each few kernel is found and launched on no more multiprocessors than it may have; and its arguments are right."""
-    told = test_driver.run(
-        grid_driver,
-        """
-from memory import aligned
-from kvbm import _core
-from test_kernels import FEW, Nest
-for name in FEW + ["rows_o4_i8_w16"]:
-    for most in (1, 3, 1000, 0):
-        nest = Nest(name, most == 3)
-        source, got = aligned(nest.src.data), aligned(nest.dst.data)
-        tables = [_core.Table(s.addresses(b.ctypes.data)) for s, b in ((nest.src, source), (nest.dst, got))]
-        nest.copy().launch(*tables, nest.pairs, 0, 5, max_sms=most)
-        nest.check(source, got)
-        print(name, most, count("last_grid"), count("last_threads"), count("last_shared"), count("most_shared"))
-""",
-    )
+    noting = FakeDriver(compile_fake_driver(tmp_path, HERE / "programs" / "grid.c"))
+    told = noting("nests.few_launches")
     rows = [line.split() for line in told.splitlines()]
     assert len(rows) == 4 * 15
     for name, most, grid, threads, shared, allowed in rows:
@@ -707,6 +660,17 @@ class Stack:
         flat = views(self.blocks, of_blocks, shape.dtype)
         self.args_blocks = [flat[i * per : (i + 1) * per] for i in range(nb)]
         self.args_whole = views(self.whole, of_whole, shape.dtype)
+
+    def fill_late(self, stream: Any) -> None:
+        """The source is zeros, until `stream` has slept for a while: only what comes after that on the stream reads the data."""
+        import torch
+
+        original = self.buffers[0].clone()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            self.buffers[0].zero_()
+            torch.cuda._sleep(100_000_000)
+            self.buffers[0].copy_(original)
 
     def check(self) -> None:
         import torch
@@ -807,12 +771,8 @@ def test_current_stream_of_torch() -> None:
     shape = kvbm.BlockShape(4, 2, 8, 16, 128, "bfloat16")
     stack = Stack("universal", "nhd", shape, 8, True, torch_views, (0, 0))
     side = torch.cuda.Stream()
-    original = stack.buffers[0].clone()
-    torch.cuda.synchronize()
+    stack.fill_late(side)
     with torch.cuda.stream(side):
-        stack.buffers[0].zero_()
-        torch.cuda._sleep(100_000_000)
-        stack.buffers[0].copy_(original)
         kernels.block_to_universal(stack.args_blocks, stack.args_whole)
     stack.check()
 
@@ -846,12 +806,7 @@ def test_streams(how: str) -> None:
                 return (0, side.cuda_stream)
 
         stream = Mine()
-    original = stack.buffers[0].clone()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        stack.buffers[0].zero_()
-        torch.cuda._sleep(100_000_000)
-        stack.buffers[0].copy_(original)
+    stack.fill_late(side)
     kernels.block_to_universal(stack.args_blocks, stack.args_whole, "HND", stream=stream)
     side.synchronize()
     stack.check()

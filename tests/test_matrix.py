@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,65 +34,49 @@ def _turn(case: matrix.Case, n: int) -> int:
     return zlib.crc32(f"{case} turn".encode()) % n
 
 
-def run(case: matrix.Case, device: str) -> None:
-    """Convert on `device`, compare every byte of both buffers with the oracle."""
+#: Copies the case's blocks from bytes laid out by one arena into bytes laid out by the other; what both are afterwards.
+Copy = Callable[[matrix.Case, list[oracle.Arena], list[np.ndarray]], list[np.ndarray]]
+
+
+def run(case: matrix.Case, copy: Copy) -> None:
+    """Compare every byte of both buffers with the oracle."""
     ways = ("steps", "rows", "scattered")  # which the tables of a kernel depend on
     src = case.src_placed.layout_bytes(case.src_align, ways[_turn(case, 3)])
     dst = case.dst_placed.layout_bytes(case.dst_align, ways[_turn(case, 9) // 3])
-    src_ids, dst_ids, _, _ = case.batch_ids
-    shape, src_layout, dst_layout = _shape(case), kvbm.load(case.src), kvbm.load(case.dst)
-    kind = ("torch", "numpy" if device == "cpu" else "interface")[_turn(case, 2)]
     for salt in oracle.salts(case.itemsize):
         source, before = oracle.source_bytes(src, salt), oracle.dest_bytes(dst, salt)
-        want = oracle.expected_bytes(src, dst, source, before, src_ids, dst_ids)
-        convert = _on_host if device == "cpu" else _on_gpu
-        source_after, got = convert(case, src, dst, source, before, shape, src_layout, dst_layout, kind)
+        want = oracle.expected_bytes(src, dst, source, before, *case.batch_ids[:2])
+        source_after, got = copy(case, [src, dst], [source, before])
         assert np.array_equal(got, want), f"{case}\n{oracle.explain(dst, got, want)}"
         assert np.array_equal(source_after, source), f"{case}: the source changed"
 
 
-def _on_host(
-    case: matrix.Case,
-    src: Any,
-    dst: Any,
-    source: Any,
-    before: Any,
-    shape: Any,
-    src_layout: Any,
-    dst_layout: Any,
-    kind: str,
-) -> tuple[np.ndarray, np.ndarray]:
-    src_buffer, dst_buffer = aligned(source), aligned(before)
-    src_pool = kvbm.Pool(src_layout, shape, views(src, src_buffer, case.dtype, kind))
-    dst_pool = kvbm.Pool(dst_layout, shape, views(dst, dst_buffer, case.dtype, kind))
-    kvbm.convert(src_pool, dst_pool, *_ids(case))
-    return src_buffer, dst_buffer
+def _pools(case: matrix.Case, arenas: list[oracle.Arena], buffers: list[Any], kind: str) -> list[kvbm.Pool]:
+    return [
+        kvbm.Pool(kvbm.load(name), _shape(case), views(arena, buffer, case.dtype, kind))
+        for name, arena, buffer in zip((case.src, case.dst), arenas, buffers, strict=True)
+    ]
 
 
-def _on_gpu(
-    case: matrix.Case,
-    src: Any,
-    dst: Any,
-    source: Any,
-    before: Any,
-    shape: Any,
-    src_layout: Any,
-    dst_layout: Any,
-    kind: str,
-) -> tuple[np.ndarray, np.ndarray]:
+def on_host(case: matrix.Case, arenas: list[oracle.Arena], data: list[np.ndarray]) -> list[np.ndarray]:
+    buffers = [aligned(one) for one in data]
+    kvbm.convert(*_pools(case, arenas, buffers, ("torch", "numpy")[_turn(case, 2)]), *_ids(case))
+    return buffers
+
+
+def on_gpu(case: matrix.Case, arenas: list[oracle.Arena], data: list[np.ndarray]) -> list[np.ndarray]:
     import torch
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        src_buffer, dst_buffer = torch.from_numpy(source).cuda(), torch.from_numpy(before).cuda()
-        src_pool = kvbm.Pool(src_layout, shape, views(src, src_buffer, case.dtype, kind))
-        dst_pool = kvbm.Pool(dst_layout, shape, views(dst, dst_buffer, case.dtype, kind))
+        buffers = [torch.from_numpy(one).cuda() for one in data]
+        pools = _pools(case, arenas, buffers, ("torch", "interface")[_turn(case, 2)])
         # torch's tensors carry their current stream; others, and every second of torch's, are told.
         # (Views at odd addresses are no tensors, whatever the kind.)
-        tensors = isinstance(src_pool.arrays[0], torch.Tensor)
+        tensors = isinstance(pools[0].arrays[0], torch.Tensor)
         told = {} if tensors and _turn(case, 4) < 2 else {"stream": stream}
-        kvbm.convert(src_pool, dst_pool, *_ids(case), **told)
-        return src_buffer.cpu().numpy(), dst_buffer.cpu().numpy()
+        kvbm.convert(*pools, *_ids(case), **told)
+        return [buffer.cpu().numpy() for buffer in buffers]
 
 
 CASES = matrix.cases()
@@ -102,34 +87,34 @@ ALL_PAIRS = [(src, dst) for src in matrix.everyone() for dst in matrix.others(sr
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_host(case: matrix.Case) -> None:
-    run(case, "cpu")
+    run(case, on_host)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gpu(case: matrix.Case) -> None:
-    run(case, "cuda")
+    run(case, on_gpu)
 
 
 @pytest.mark.parametrize("src", matrix.everyone())
 def test_host_meets_every_other(src: str) -> None:
     """A layout that is added meets all that are there already, and they it."""
     for case in matrix.meetings(src):
-        run(case, "cpu")
+        run(case, on_host)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("src", matrix.everyone())
 def test_gpu_meets_every_other(src: str) -> None:
     for case in matrix.meetings(src):
-        run(case, "cuda")
+        run(case, on_gpu)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("src", "dst"), ALL_PAIRS)
 def test_host_full(src: str, dst: str) -> None:
     for case in matrix.everything(src, dst):
-        run(case, "cpu")
+        run(case, on_host)
 
 
 @pytest.mark.full
@@ -137,7 +122,7 @@ def test_host_full(src: str, dst: str) -> None:
 @pytest.mark.parametrize(("src", "dst"), ALL_PAIRS)
 def test_gpu_full(src: str, dst: str) -> None:
     for case in matrix.everything(src, dst):
-        run(case, "cuda")
+        run(case, on_gpu)
 
 
 @pytest.mark.parametrize(("src", "dst"), matrix.refused_pairs())

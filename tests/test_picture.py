@@ -72,7 +72,7 @@ PLAIN = [name for name, layout in distinct().items() if not layout.planes]
 PLANAR = [name for name, layout in distinct().items() if layout.planes]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def figure(name: str):  # type: ignore[no-untyped-def]
     return picture.draw_layout(resolved(name))
 
@@ -276,7 +276,13 @@ def test_narrow_terminals(name: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("name", distinct())
-def test_boxes_are_the_rows(name: str) -> None:
+def test_boxes_and_texts(name: str) -> None:
+    """Of one drawing, as that is what takes time."""
+    boxes_are_the_rows(name)
+    texts_are_whole_and_apart(name)
+
+
+def boxes_are_the_rows(name: str) -> None:
     """A box for each member, in order, none on another; where nothing is left out, positions are in scale."""
     drawn = boxes(figure(name))
     wanted = [
@@ -322,8 +328,7 @@ def test_boxes_are_the_rows(name: str) -> None:
     assert all(gaps) and sum(hatch == "...." for hatch in gaps) == len(between)
 
 
-@pytest.mark.parametrize("name", distinct())
-def test_texts_are_whole_and_apart(name: str) -> None:
+def texts_are_whole_and_apart(name: str) -> None:
     """Axes, order and address can be read: all there, inside the picture, and no text on another."""
     drawn, each = figure(name), resolved(name)
     said = texts(drawn)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,22 +21,36 @@ import matrix
 import oracle
 import plane_oracle
 import strategies
-import test_driver
-import test_transfer
-from kvbm import _core, prepare, spans, spec
+from kvbm import spans, spec
 from memory import FakeCuda, Strided, aligned
 from plane_oracle import FAMILIES, TABLE, Arena, held
-from test_driver import library  # noqa: F401
-from test_planner import execute, minimal
+from processes import FakeDriver
+from test_planner import at_slot, execute, has_whole_runs, minimal, run_two_steps, step
 
 NAMES = sorted(TABLE)
 PAIRS = plane_oracle.pairs()
+
+
+def that_differ() -> list[tuple[str, str]]:
+    """Pairs for the ways beside `kvbm.convert`, which all pairs go: every kernel, and every layout on either side, is among them."""
+    found, seen = [], set()
+    for src, dst in sorted(PAIRS, key=lambda pair: pair[0] == pair[1]):
+        made = kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.BlockShape(*shapes(src)[0]), num_blocks=(4, 5))
+        keys = {("src", src), ("dst", dst), *(("kernel", launch.name) for launch in made.launches())}
+        if not keys <= seen:
+            found.append((src, dst))
+            seen |= keys
+    return found
+
 
 Shape = tuple[int, int, int, int, int, str]
 
 
 def shapes(name: str) -> tuple[Shape, ...]:
     return FAMILIES[TABLE[name].family].shapes
+
+
+SOME_PAIRS = that_differ()
 
 
 def every_shape() -> list[tuple[str, Shape]]:
@@ -257,16 +270,6 @@ def test_every_pair(src: str, dst: str) -> None:
                 check(one, other, *ids, what=(shape, aligns, ways, ids))
 
 
-@pytest.mark.parametrize(("src", "dst"), PAIRS)
-def test_there_and_back(src: str, dst: str) -> None:
-    for shape in shapes(src)[:3]:
-        one, middle = Side(src, shape, 3, align=2), Side(dst, shape, 4, dst=True, align=4)
-        back = Side(src, shape, 3, dst=True, align=8)
-        kvbm.convert(one.pool, middle.pool, [2, 0, 1], [3, 1, 0])
-        kvbm.convert(middle.pool, back.pool, [3, 1, 0], [2, 0, 1])
-        check(one, back, [0, 1, 2], [0, 1, 2])
-
-
 @pytest.mark.parametrize("empty", [[], [-1]])
 def test_nothing_to_copy(empty: list[int]) -> None:
     one, other = (Side("vllm/fp8_ds_mla", shapes("vllm/fp8_ds_mla")[0], 3, dst=bool(k)) for k in range(2))
@@ -285,7 +288,7 @@ def test_many_blocks_on_all_cores() -> None:
         check(one, other, ids[0].tolist(), ids[1].tolist())
 
 
-@pytest.mark.parametrize(("src", "dst"), PAIRS)
+@pytest.mark.parametrize(("src", "dst"), SOME_PAIRS)
 def test_ranges_of_layers(src: str, dst: str) -> None:
     """Those layers and nothing else; between pools of as many layers, and with a pool that holds some of them."""
     base = shapes(src)[0]
@@ -299,11 +302,6 @@ def test_ranges_of_layers(src: str, dst: str) -> None:
         one, other = Side(src, shapes_[0], 4, align=4), Side(dst, shapes_[1], 5, dst=True)
         kvbm.Transfer(one.pool, other.pool).copy([3, 0], [1, 4], layers=layers)
         check(one, other, [3, 0], [1, 4], layers, what=layers)
-
-
-def step(arena: oracle.Arena) -> int:
-    (only,) = set(np.diff(arena.bases).tolist()) or {0}
-    return int(only)
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
@@ -336,7 +334,7 @@ def test_a_record_that_stays_is_one_run(name: str) -> None:
         assert part.run_bytes == one.block_bytes // (1 if len(one.tensors) == 4 else shape[0])
 
 
-@pytest.mark.parametrize(("src", "dst"), PAIRS)
+@pytest.mark.parametrize(("src", "dst"), SOME_PAIRS)
 def test_tables_as_strides(src: str, dst: str) -> None:
     """Allocations at a step: the copy engine's plan counts bytes from one base."""
     shape = shapes(src)[0]
@@ -352,15 +350,8 @@ def test_tables_as_strides(src: str, dst: str) -> None:
         assert np.array_equal(got, want), (sides, plane_oracle.explain(other.arena, got, want))
 
 
-class Slot:
-    """Packed blocks behind a guard, as `execute` takes a side."""
-
-    def __init__(self, base: int):
-        self.bases = [base]
-
-
 @pytest.mark.parametrize("gathers", [True, False])
-@pytest.mark.parametrize(("src", "dst"), PAIRS)
+@pytest.mark.parametrize(("src", "dst"), SOME_PAIRS)
 def test_two_steps_are_the_one(src: str, dst: str, gathers: bool) -> None:
     """Packed into a slot and moved on, or moved into a slot and unpacked: the bytes of the copy in one step.
 
@@ -374,115 +365,41 @@ def test_two_steps_are_the_one(src: str, dst: str, gathers: bool) -> None:
         block = first.parts[0].dst_id[1]
         assert {part.dst_id for part in first.parts} == {part.src_id for part in second.parts} == {(0, block, ())}
         assert block % 16 == 0 and block >= made.nbytes
+        assert has_whole_runs(*((second, other.pool) if gathers else (first, one.pool)))
         want = plane_oracle.expected(one.arena, other.arena, one.before, other.before, src_ids, dst_ids)
         slot = oracle.noise(64 + 3 * block + 64, 5)
 
-        filled = execute(first, one.arena, Slot(64), one.before, slot, src_ids, range(3))  # type: ignore[arg-type]
+        filled = execute(first, one.arena, at_slot(64), one.before, slot, src_ids, range(3))
         assert np.array_equal(filled[:64], slot[:64]) and np.array_equal(filled[-64:], slot[-64:])
-        got = execute(second, Slot(64), other.arena, filled, other.before, range(3), dst_ids)  # type: ignore[arg-type]
+        got = execute(second, at_slot(64), other.arena, filled, other.before, range(3), dst_ids)
         assert np.array_equal(got, want), plane_oracle.explain(other.arena, got, want)
 
-        memory = aligned(slot)
-        table = _core.Table(np.array([memory.ctypes.data + 64], np.uint64))
-        for copy in prepare.prepare(first, one.pool.alignment, 16):
-            copy.run(_core.Table(one.pool.addresses), table, _core.Pairs(src_ids, None, one.pool.num_blocks, 3))
-        for copy in prepare.prepare(second, 16, other.pool.alignment):
-            copy.run(table, _core.Table(other.pool.addresses), _core.Pairs(None, dst_ids, 3, other.pool.num_blocks))
+        run_two_steps(first, second, one, other, slot, src_ids, dst_ids)
         assert np.array_equal(other.buffer, want), plane_oracle.explain(other.arena, other.buffer, want)
-        assert np.array_equal(memory[:64], slot[:64]) and np.array_equal(memory[-64:], slot[-64:])
 
 
 # ---- on a driver that is not one -------------------------------------------------------------------------------------
-
-#: What the processes of test_driver start with, for planes.
-PRELUDE = """
-import itertools
-from test_planes import PAIRS, Side, check, shapes
-import test_planes
-def seed(n): ctypes.c_uint.in_dll(driver, "fake_seed").value = n
-def pump(n=-1): return driver.fake_pump(n)
-SIDES = {"d2d": ("fake", "fake"), "d2h": ("fake", "fake pinned"), "h2d": ("fake pinned", "fake")}
-WAYS = ("steps", "rows", "scattered")
-"""
-
-
-def run(folder: Path, code: str) -> str:
-    return test_driver.run(folder, PRELUDE + code, "test_planes")
-
 
 STRATEGIES = ("direct", "staged", "engine")
 DIRECTIONS = ("d2d", "d2h", "h2d")
 
 
 class TestOnTheFakeDriver:
-    pytestmark = test_transfer.on_the_fake_driver
-
     @pytest.mark.parametrize("direction", DIRECTIONS)
     @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
     @pytest.mark.slow
-    def test_every_pair(self, library: Path, direction: str, strategy: str) -> None:  # noqa: F811
+    def test_every_strategy(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
         """Bit-exact whatever order the streams run in; skipped pairs skipped, ids read before the call returns."""
-        run(
-            library,
-            f"""
-defer(1)
-for number, (src, dst) in enumerate(PAIRS):
-    a, b = SIDES[{direction!r}]
-    # Where a copy of the engine moves one byte, few of them are enough.
-    shape = shapes(src)[0 if src != "sglang/mxfp8" and dst != "sglang/mxfp8" or {strategy!r} != "engine" else 2]
-    ways = WAYS[number % 3], WAYS[number // 3 % 3]
-    s = Side(src, shape, 7, where=a, how=ways[0], align=(0, 2, 4)[number % 3])
-    d = Side(dst, shape, 9, where=b, how=ways[1], align=(4, 0, 1)[number % 3], dst=True)
-    seed(number % 4)
-    chunk = (None, max(s.slot, d.slot), 3 * max(s.slot, d.slot))[number % 3] if {strategy!r} in ("staged", "auto") else None
-    most = 3 if number % 5 == 4 and {strategy!r} != "engine" else None
-    with kvbm.Transfer(s.pool, d.pool, {strategy!r}, chunk_bytes=chunk, max_sms=most) as move:
-        src_ids, dst_ids = np.array([6, 1, -1, 0, 5]), np.array([3, 8, 1, -1, 0])
-        given = src_ids.copy(), dst_ids.copy()
-        done = move.copy(*given, stream=5)
-        given[0][:] = given[1][:] = 0
-        assert d.untouched and not done.query()
-        pump()
-        assert done.query()
-        check(s, d, src_ids, dst_ids, what=(src, dst, ways))
-        assert move.stats()["bytes"] == 3 * s.arena.placed.block_bytes, (src, dst, move.stats())
-        assert {strategy!r} in ("auto", done.strategy)
-assert count("pushes") == count("pops")
-""",
-        )
+        fake_gpu("planes.every_strategy", direction, strategy)
 
-    def test_one_launch_moves_all_planes(self, library: Path) -> None:  # noqa: F811
+    def test_one_launch_moves_all_planes(self, fake_gpu: FakeDriver) -> None:
         """All planes of a page in one launch, by way of records or of tensors of their own."""
-        run(
-            library,
-            """
-for src, dst in PAIRS:
-    shape = shapes(src)[0]
-    s, d = Side(src, shape, 4, where="fake"), Side(dst, shape, 5, where="fake", dst=True)
-    before = count("launches")
-    kvbm.convert(s.pool, d.pool, [3, 0], [1, 4], stream=5)
-    check(s, d, [3, 0], [1, 4])
-    assert count("launches") == before + 1, (src, dst, count("launches") - before)
-""",
-        )
+        fake_gpu("planes.one_launch_moves_all_planes")
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
     @pytest.mark.slow
-    def test_ranges_of_layers(self, library: Path, strategy: str) -> None:  # noqa: F811
-        run(
-            library,
-            f"""
-for number, (src, dst) in enumerate(PAIRS):
-    a, b = list(SIDES.values())[number % 3]
-    base = shapes(src)[2 if {strategy!r} == "engine" and "mxfp8" in src else 0]
-    s = Side(src, (4, *base[1:]), 4, where=a)
-    d = Side(dst, (2, *base[1:]), 5, where=b, dst=True)
-    layers = range(1, 3), range(2)
-    with kvbm.Transfer(s.pool, d.pool, {strategy!r}) as move:
-        move.copy([3, 0], [1, 4], layers=layers, stream=5).synchronize()
-    check(s, d, [3, 0], [1, 4], layers, what=(src, dst))
-""",
-        )
+    def test_ranges_of_layers(self, fake_gpu: FakeDriver, strategy: str) -> None:
+        fake_gpu("planes.ranges_of_layers", strategy)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -1068,6 +985,20 @@ def test_what_goes_by_shared_memory(src: str, dst: str, launches: str) -> None:
     shape = shapes(src)[0]
     made = kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.BlockShape(*shape), num_blocks=(4, 5))
     assert " ".join(launch.name for launch in made.launches()) == launches
+
+
+def test_a_page_of_which_no_piece_fits() -> None:
+    """The slowest loop of packed blocks is that of layers, and one of 64 tokens is more than shared memory holds."""
+    shape = (4, 1, 1, 64, 576, "bfloat16")
+    one, other = Side("record/mla_fp8_planes", shape, 3), Side("vllm/fp8_ds_mla", shape, 3, dst=True)
+    made = kvbm.plan(one.layout, other.layout, one.shape, num_blocks=3)
+    first, second = made.staged(gathers=True)
+    block = first.parts[0].dst_id[1]
+    slot = oracle.noise(64 + 2 * block, 5)
+    filled, staged = by_launches(first, one.arena, at_slot(64), one.before, slot, ([2, 0], [0, 1]), (16, 16))
+    got = execute(second, at_slot(64), other.arena, filled, other.before, [0, 1], [1, 2])
+    assert not staged
+    assert np.array_equal(got, plane_oracle.expected(one.arena, other.arena, one.before, other.before, [2, 0], [1, 2]))
 
 
 def test_planes_that_step_differently() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import kvbm
 import matrix
 import oracle
 import strategies
-from kvbm import _core, nest, spec
-from memory import placed
+from kvbm import _core, nest, prepare, spec
+from memory import aligned, placed
 from test_layout import SHAPE, block_shape
 
 
@@ -44,6 +45,34 @@ def execute(
             np.add.at(written, write.ravel(), 1)
     assert written.max(initial=0) <= 1
     return result
+
+
+def at_slot(base: int) -> Any:
+    """Packed blocks behind a guard, as `execute` takes a side."""
+    return SimpleNamespace(bases=[base])
+
+
+def step(arena: oracle.Arena) -> int:
+    """Bytes from each allocation to the next."""
+    (only,) = set(np.diff(arena.bases).tolist()) or {0}
+    return int(only)
+
+
+def has_whole_runs(far: kvbm.Plan, pool: kvbm.Pool) -> bool:
+    """Whether a step between packed blocks and a pool has runs as long as a copy to another pool of that layout has."""
+    same = kvbm.plan(pool.layout, pool.layout, pool.shape, num_blocks=pool.num_blocks)
+    return sorted(part.run_bytes for part in far.parts) == sorted(part.run_bytes for part in same.parts)
+
+
+def run_two_steps(first: Any, second: Any, src: Any, dst: Any, slot: np.ndarray, src_ids: Any, dst_ids: Any) -> None:
+    """Run both halves of a staged plan by the host's kernels, by way of a slot that begins 64 bytes into `slot`."""
+    memory = aligned(slot)
+    table = _core.Table(np.array([memory.ctypes.data + 64], np.uint64))
+    for copy in prepare.prepare(first, src.pool.alignment, 16):
+        copy.run(_core.Table(src.pool.addresses), table, _core.Pairs(src_ids, None, src.pool.num_blocks, len(src_ids)))
+    for copy in prepare.prepare(second, 16, dst.pool.alignment):
+        copy.run(table, _core.Table(dst.pool.addresses), _core.Pairs(None, dst_ids, len(dst_ids), dst.pool.num_blocks))
+    assert np.array_equal(memory[:64], slot[:64]) and np.array_equal(memory[-64:], slot[-64:])
 
 
 def minimal(plan: Any) -> None:

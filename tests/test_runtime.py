@@ -1,7 +1,7 @@
 """Layouts declared a minute ago: kernels that NVRTC compiles, their cache, and what runs where there is no NVRTC.
 
-NVRTC needs no GPU, and a fake driver (test_driver.py) launches what it compiled by walking the loop nest, so that everything
-but the code itself is seen here.  The tests at the end run the code.
+NVRTC needs no GPU, and the fake driver (programs/new_layouts.py) launches what it compiled by walking the loop nest, so that
+everything but the code itself is seen here.  The tests at the end run the code.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from hypothesis import strategies as st
 import kvbm
 import oracle
 import strategies
-from kvbm import _core, cli, codegen, doctor, kernels, nest, prepare, runtime, spec
+from kvbm import _core, cli, codegen, doctor, nest, prepare, runtime, spec
 from kvbm.nest import Mode
 from memory import aligned, numpy_views, placed
-from test_driver import COMPILER
-from test_driver import run as run_program
+from processes import FakeDriver
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -688,72 +687,28 @@ def test_plan_tells_what_is_not_built(tmp_path: Path, cache: Path, monkeypatch: 
 # ---- on a GPU that is not one --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if kernels.is_using_stubs() or COMPILER is None:
-        pytest.skip("kvbm was built without CUDA kernels, or there is no C compiler for the fake driver")
-    folder = tmp_path_factory.mktemp("driver")
-    command = [COMPILER, "-shared", "-fPIC", "-O1", "-w", f"-I{codegen.cuda_dir()}", "-o", folder / "libcuda.so.1"]
-    subprocess.run([*command, HERE / "data" / "fake_driver.c"], check=True)
-    return folder
-
-
 @pytest.fixture
-def launched(library: Path, tmp_path: Path) -> Callable[..., str]:
-    """Runs code in a process whose driver is not one, with a cache folder of the test's own."""
+def launched(fake_gpu: FakeDriver, tmp_path: Path) -> Callable[..., str]:
+    """Runs programs of new_layouts.py with a folder of layouts, and a cache folder of the test's own."""
     folder = tmp_path / "layouts"
     folder.mkdir()
     for name, order in (*NEW.items(), *DEEP.items()):
         (folder / f"{name}.yaml").write_text(f'order: "{order}"\n')
     (folder / "halves.yaml").write_text('order:\n  k: "[l o] b h/2 t/4 h%2 t%4 d"\n  v: "[l o] b d/8 t/4 h d%8 t%4"\n')
 
-    def run(code: str, **knobs: str) -> str:
-        more = f"""
-from kvbm import _core, runtime
-shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=32, hd=64, dtype="float16")
-folder = {str(folder)!r}
-def both(one, other):
-    (s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool(one, 5), pool(other, 4)
-    before = count("launches")
-    kvbm.convert(s_cpu, d_cpu, [4, 0, -1], [1, 2, 3])
-    kvbm.convert(s_gpu, d_gpu, [4, 0, -1], [1, 2, 3], stream=5)
-    assert same(d, d_cpu) and same(s, s_cpu), (one, other)
-    return kvbm.Transfer(s_gpu, d_gpu), count("launches") - before
-def wanted(move): return move._mover.route(None).plan.kernels()[0]
-"""
+    def run(program: str, *arguments: object, **knobs: str) -> str:
         usual = {"KVBM_NVRTC": "1", "KVBM_TUNE": "0", "KVBM_CACHE_DIR": str(tmp_path / "cache")}
-        return run_program(library, more + code, **(usual | knobs))
+        return fake_gpu(f"new_layouts.{program}", str(folder), *arguments, **(usual | knobs))
 
     return run
 
 
-EVERY = """
-for name in names:
-    mine = f"{folder}/{name}.yaml"
-    for pair in ((mine, "nhd"), ("universal", mine)):
-        move, launches = both(*pair)
-        text = move.explain()
-        new = _core.kernel_index(wanted(move)) >= len(_core.kernel_names())
-        print(wanted(move), launches, new, "compiled it for sm_90" in text, "came from the cache" in text, "in place of" in text,
-              flush=True)
-"""
-
-
-#: NVRTC asks a driver for more than that one has, which runs kernels by their names, whatever their code.
-COMPILES = """
-runtime._found = runtime.Compiler("13.0", "/there/libnvrtc.so.13", 99, (80, 90))
-def compiled(name, arch, compiler):
-    assert arch == 90, "the fake GPU is an sm_99"
-    return b"\\x7fELF" + bytes(14) + (190).to_bytes(2, "little") + name.encode()
-runtime._compile = compiled
-"""
-
-
 def test_a_new_layout_at_once(launched: Any, tmp_path: Path) -> None:
     """From a YAML to a conversion: compiled by the first process, from the cache in the next; one launch of its very kernel."""
-    code = f"{COMPILES}names = {[*NEW, 'halves']}\n{EVERY}"
-    cached = code.replace("runtime._compile = compiled", "del runtime._compile")
-    first, second = ([line.split() for line in launched(text).splitlines()] for text in (code, cached))
+    first, second = (
+        [line.split() for line in launched("every", [*NEW, "halves"], nvrtc).splitlines()[:8]]
+        for nvrtc in ("compiles", "cached")
+    )
     assert [line[0] for line in first] == [line[0] for line in second] and len(first) == 8
     assert all("__" in line[0] for line in first[-2:]), "K and V in one launch"
     for compiled, cached in zip(first, second, strict=True):
@@ -766,9 +721,7 @@ def test_a_new_layout_at_once(launched: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("why", ["off", "missing"])
 def test_without_nvrtc_the_general_kernels_run(launched: Any, why: str) -> None:
     """The same bytes, no error; `explain` says which kernel runs, what it costs and what to do."""
-    code = f"names = {[*NEW]}\n{EVERY}print(move.explain())"
-    out = launched(code, KVBM_NVRTC="0") if why == "off" else launched("sys.modules['cuda.pathfinder'] = None\n" + code)
-    lines = out.splitlines()
+    lines = launched("every", [*NEW], why, **({"KVBM_NVRTC": "0"} if why == "off" else {})).splitlines()
     for line in lines[:6]:
         assert line.split()[2:] == ["False", "False", "False", "True"], line
     text = "\n".join(lines[6:])
@@ -782,25 +735,7 @@ def test_without_nvrtc_the_general_kernels_run(launched: Any, why: str) -> None:
 
 def test_more_modes_are_more_launches(launched: Any) -> None:
     """As many as there are pieces, by kernels of the pieces' structure; the copy engine is not asked."""
-    out = launched(
-        COMPILES
-        + """
-move, launches = both(f"{folder}/outside.yaml", "nhd")
-print(launches, move.stats())
-print(move.explain(7))
-ids = np.arange(3)
-move.copy(ids, ids, stream=5).synchronize()
-print(move.stats()["submissions"], move.stats()["blocks"])
-s, d = move._pools
-for strategy in ("engine", "staged", "direct"):
-    try:
-        print(kvbm.Transfer(s, d, strategy))
-    except kvbm.MissingKernelError as error:
-        print(error)
-move, launches = both(f"{folder}/inside.yaml", "nhd")
-print(launches, "engine" in repr(kvbm.Transfer(*move._pools, "engine")))
-"""
-    )
+    out = launched("more_modes_are_more_launches")
     lines = out.splitlines()
     assert lines[0].startswith("8 ")
     assert "direct is 8 launches of rows_o4_i4_w16: it reads and writes" in out and "takes 8 launches" in out
@@ -815,42 +750,14 @@ print(launches, "engine" in repr(kvbm.Transfer(*move._pools, "engine")))
 
 def test_code_for_another_gpu(launched: Any) -> None:
     """Kernels take the code of the architecture that the device is, or runs; without any, an error that names the kernel."""
-    out = launched(
-        """
-form = ("rows", 3, 7, 0, 16, False)
-_core.add_kernel("rows_o3_i7_w16", [form], b"eighty", 80)
-try:
-    _core.warm("rows_o3_i7_w16", 0)
-except kvbm.CudaError as error:
-    print(error.name, error)
-_core.add_kernel("rows_o3_i7_w16", [form], b"ninety", 90)
-_core.warm("rows_o3_i7_w16", 0)
-_core.warm(_core.kernel_index("rows_o3_i7_w16"), 0)
-try:
-    _core.warm(len(_core.kernel_names()) + 1, 0)
-except kvbm.MissingKernelError as error:
-    print(error)
-"""
-    )
+    out = launched("code_for_another_gpu")
     assert re.match(r"KVBM_NOT_BUILT .*rows_o3_i7_w16", out)
     assert re.search(r"kernel \d+: expected 0 to \d+\n$", out)
 
 
 def test_few_multiprocessors_need_no_new_kernel(launched: Any) -> None:
     """The kernels that keep to a few wait for the bus: one of each serves every nest, and none is compiled."""
-    out = launched(
-        COMPILES
-        + """
-def compiled(*args): raise AssertionError(args)
-runtime._compile = compiled
-(s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool(f"{folder}/rows.yaml", 5), pool("nhd", 4)
-move = kvbm.Transfer(s_gpu, d_gpu, "direct", max_sms=4)
-move.copy([4, 0], [1, 2], stream=5)
-kvbm.convert(s_cpu, d_cpu, [4, 0], [1, 2])
-assert same(d, d_cpu) and 0 < count("few_ctas") <= 4
-print(move.explain())
-"""
-    )
+    out = launched("few_multiprocessors_need_no_new_kernel")
     assert "few_rows_o4_i8_w16" in out and "in place of" not in out
 
 

@@ -18,12 +18,11 @@ import pytest
 from click.testing import CliRunner
 
 import kvbm
-import test_driver
 from kvbm import cli, doctor, planner, tuner, tuning
 from kvbm.tuning import Row, Way
+from processes import FakeDriver
 from test_tuning import DRIVER, GPU, KIB, MIB, PLAIN
 
-library = test_driver.library  # the fixture
 ALL = {"direct": Way(4 * KIB), "staged": Way(2 * MIB), "engine": Way(4 * KIB)}
 BUILT_IN = ((7, "direct"), (8, "staged"))  # for d2h
 
@@ -208,72 +207,13 @@ def test_ctrl_c_ends_the_measuring_thread() -> None:
     assert ended == [True]
 
 
-#: Measures on the fake driver, whose streams are numbers.
-FAKE = """
-import contextlib, logging, time
-from types import SimpleNamespace
-from kvbm import tuner, tuning
-def seconds(call, *, iters, warmup):
-    start = time.perf_counter()
-    call(5).synchronize()
-    return SimpleNamespace(median=time.perf_counter() - start)
-@contextlib.contextmanager
-def clock(device): yield SimpleNamespace(time=seconds)
-tuner._clock = clock
-"""
-needs_launches = [*test_driver.pytestmark]
-
-
 class TestOnTheFakeDriver:
-    pytestmark = needs_launches
-
-    def test_measure_and_auto(self, library: Path, tmp_path: Path) -> None:
+    def test_measure_and_auto(self, fake_gpu: FakeDriver, tmp_path: Path) -> None:
         """Every strategy runs, nothing stays behind, and a transfer does what the table says."""
-        test_driver.run(
-            library,
-            FAKE
-            + """
-steps = []
-made = tuner.measure(0, kvbm.Transfer, lambda done, of: steps.append((done, of)), directions=("d2h", "d2d"))
-assert count("registered") == 0 and count("launches") and count("batches")
-assert steps == [(i + 1, len(steps)) for i in range(len(steps))]
-for direction, names in (("d2h", {"direct", "staged", "engine"}), ("d2d", {"direct", "engine"})):
-    for run in tuner.RUNS:
-        found = [row for row in made.rows if (row.direction, row.run_bytes) == (direction, run)]
-        assert {row.strategy for row in found} == names
-        assert all(row.run_bytes <= row.block_bytes <= row.total_bytes <= 64 << 20 for row in found)
-layouts = kvbm.load("nhd"), kvbm.load("universal")
-def expect(**costs):
-    tuning.save(tuning.Table(*tuning.machine(0), "2026-01-31", "0", tuple(
-        tuning.Row("d2h", name, shape.nbytes, shape.nbytes, n * shape.nbytes, fixed + n * each)
-        for name, (fixed, each) in costs.items() for n in (1, 10, 40))))
-    tuner.reload()
-    with kvbm.Pool.allocate(layouts[0], shape, 40, "cuda:0") as src, kvbm.Pool.allocate(layouts[1], shape, 40, "pinned") as dst:
-        with kvbm.Transfer(src, dst) as move:
-            ran = [move.copy(range(n), range(n), stream=5).strategy for n in (1, 40)]
-            assert "2026-01-31" in move.explain()
-            return ran
-assert expect(direct=(1e-5, 2e-5), staged=(1e-4, 1e-5)) == ["direct", "staged"]
-assert expect(direct=(1e-4, 1e-5), engine=(1e-6, 1e-7)) == ["direct", "direct"]  # its runs are too short for the engine
-kvbm.mover.ENGINE_RUN = 0
-assert expect(direct=(1e-4, 1e-5), engine=(1e-6, 1e-7)) == ["engine", "engine"]
-""",
-            KVBM_CACHE_DIR=str(tmp_path),
-        )
+        fake_gpu("tune.measure_and_auto", KVBM_CACHE_DIR=str(tmp_path))
 
-    def test_no_memory_to_measure_with(self, library: Path, tmp_path: Path) -> None:
-        test_driver.run(
-            library,
-            FAKE
-            + """
-ways = {"direct": tuning.Way(4096), "staged": tuning.Way(5 << 20)}
-found, why = tuner.limits("d2h", 0, ways, 5 << 20, 32 << 20, kvbm.Transfer)
-assert found == ((3, "direct"), (4, "staged")) and "measuring failed" in why and "CUDA_ERROR" in why, why
-assert count("registered") == 0 and not list(__import__("pathlib").Path(os.environ["KVBM_CACHE_DIR"]).glob("*"))
-""",
-            KVBM_CACHE_DIR=str(tmp_path),
-            FAKE_REGISTER="2",
-        )
+    def test_no_memory_to_measure_with(self, fake_gpu: FakeDriver, tmp_path: Path) -> None:
+        fake_gpu("tune.no_memory_to_measure_with", KVBM_CACHE_DIR=str(tmp_path), FAKE_REGISTER="2")
 
 
 @pytest.mark.gpu

@@ -341,15 +341,8 @@ def test_a_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_two_processes_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """Readers see one of the two tables, never a mixture or a part."""
-    code = """
-import sys
-from kvbm import tuning
-n = int(sys.argv[1])
-rows = tuple(tuning.Row("d2h", "direct", 1, 1, n + i, 1e-4) for i in range(500 * n))
-for _ in range(60):
-    tuning.save(tuning.Table(sys.argv[2], sys.argv[3], str(n), "0", rows))
-"""
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(n), GPU, DRIVER]) for n in (1, 2)]
+    program = Path(__file__).resolve().parent / "programs" / "save_tables.py"
+    writers = [subprocess.Popen([sys.executable, program, str(n), GPU, DRIVER]) for n in (1, 2)]
     seen = set()
     while any(writer.poll() is None for writer in writers):
         found = tuning.load(GPU, DRIVER)

@@ -1,22 +1,24 @@
-"""What a program on the fake driver starts with: fake CUDA arrays over NumPy memory, and the driver's counters.
+"""What programs on the fake driver share: fake CUDA arrays over NumPy memory, and the driver's counters and knobs.
 
-`test_driver.run` puts this text before a program; data/fake_driver.c is the process's libcuda.so.1.
+The functions of the modules beside this one are run by the fixtures `fake_driver` and `fake_gpu` (conftest.py), each in a
+process of its own, whose libcuda.so.1 is data/fake_driver.c.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os  # noqa: F401  (for the programs)
-import sys  # noqa: F401
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 import kvbm
-from kvbm import kernels, transfer  # noqa: F401
 from memory import FakeCuda
 
 driver = ctypes.CDLL("libcuda.so.1")
+handle = ctypes.c_void_p
+driver.fake_end_capture.restype = handle
 shape = kvbm.BlockShape(nl=3, no=2, nh=2, nt=8, hd=16, dtype="float16")
 random = np.random.default_rng(5)
 
@@ -31,17 +33,47 @@ def defer(on: int) -> None:
     ctypes.c_int.in_dll(driver, "deferred").value = on
 
 
-def pool(name: str, blocks: int) -> tuple[list[Any], kvbm.Pool, kvbm.Pool]:
+def seed(n: int) -> None:
+    """The order in which streams run."""
+    ctypes.c_uint.in_dll(driver, "fake_seed").value = n
+
+
+def pump(n: int = -1) -> int:
+    """Run what was deferred, or `n` pieces of it; how many ran."""
+    return int(driver.fake_pump(n))
+
+
+@contextmanager
+def refused(kind: type[BaseException] | tuple[type[BaseException], ...], *words: str) -> Iterator[None]:
+    """The body raises `kind`, and the message has these words."""
+    try:
+        yield
+    except kind as error:
+        message = str(error)
+    else:
+        raise AssertionError(f"not refused: {words}")
+    missing = [word for word in words if word not in message]
+    assert not missing, (missing, message)
+
+
+def pool(name: str, blocks: int, shape: kvbm.BlockShape = shape) -> tuple[list[np.ndarray], kvbm.Pool, kvbm.Pool]:
     """Random memory, a pool over it "on the GPU", and a pool over a copy of it on the CPU."""
     layout = kvbm.load(name)
     memory = [random.integers(0, 2**16, a.shape, np.uint16) for a in layout.resolve(shape, blocks).allocations]
-    on_gpu = [FakeCuda(m.shape, "float16", address=m.ctypes.data) for m in memory]
+    on_gpu: list[Any] = [FakeCuda(m.shape, "float16", address=m.ctypes.data) for m in memory]
     for fake, m in zip(on_gpu, memory, strict=True):
         fake.memory = m  # lives as long as the pool
     on_cpu = [m.copy().view(np.float16) for m in memory]
     return memory, kvbm.Pool(layout, shape, on_gpu), kvbm.Pool(layout, shape, on_cpu)
 
 
-def same(memory: list[Any], cpu: kvbm.Pool) -> bool:
+def ids_on_gpu(ids: np.ndarray) -> FakeCuda:
+    """The same ids "on the GPU": what is written into `ids` is there, too."""
+    fake = FakeCuda(ids.shape, ids.dtype.name, address=ids.ctypes.data)
+    fake.owner = ids
+    return fake
+
+
+def same(memory: list[np.ndarray], cpu: kvbm.Pool) -> bool:
     """Whether both hold the same bytes."""
     return all(np.array_equal(m, a.view(np.uint16)) for m, a in zip(memory, cpu.arrays, strict=True))

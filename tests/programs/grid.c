@@ -1,6 +1,10 @@
-/* grid.c: what the fake driver does not note: the grid that it was asked for. */
+/* The fake driver, which also notes the grid that it was asked for. */
+#define cuLaunchKernel launch
+#define cuFuncSetAttribute unused
+#include "../data/fake_driver.c"
+#undef cuLaunchKernel
+#undef cuFuncSetAttribute
 long last_grid, last_threads, last_shared, most_shared;
-int launch(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned x, unsigned y, unsigned z, unsigned shared, void* s,
                    void** p, void** e) {
   last_grid = gx, last_threads = x, last_shared = shared;

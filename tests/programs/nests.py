@@ -1,0 +1,29 @@
+"""Each kernel's loop nest by itself, as it is launched (test_kernels.py)."""
+
+from __future__ import annotations
+
+from kvbm import _core
+from memory import aligned
+from programs.fake_gpu import count
+from test_kernels import FEW, OF_PLANES, Nest, Page
+
+
+def each_of_planes_is_launched() -> None:
+    for name, how in OF_PLANES:
+        page = Page(name, how)
+        source, got = aligned(page.data[0]), aligned(page.data[1])
+        tables = [_core.Table(page.addresses(side, b.ctypes.data)) for side, b in enumerate((source, got))]
+        page.copy().launch(*tables, page.pairs, 0, 5)
+        page.check(source, got)
+    assert count("launches") == len(OF_PLANES) > 20
+
+
+def few_launches() -> None:
+    for name in [*FEW, "rows_o4_i8_w16"]:
+        for most in (1, 3, 1000, 0):
+            nest = Nest(name, most == 3)
+            source, got = aligned(nest.src.data), aligned(nest.dst.data)
+            tables = [_core.Table(s.addresses(b.ctypes.data)) for s, b in ((nest.src, source), (nest.dst, got))]
+            nest.copy().launch(*tables, nest.pairs, 0, 5, max_sms=most)
+            nest.check(source, got)
+            print(name, most, count("last_grid"), count("last_threads"), count("last_shared"), count("most_shared"))

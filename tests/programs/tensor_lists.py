@@ -1,0 +1,178 @@
+"""Lists of tensors that are looked at from C (test_core_copies.py): data/as_cuda.c is $AS_CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+import kvbm
+from kvbm import _core, kernels
+from programs.fake_gpu import random, refused
+
+lib = ctypes.CDLL(os.environ["AS_CUDA"])
+lib.as_cuda.restype, lib.as_cuda.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+get, new = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
+get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+NAME = ctypes.create_string_buffer(b"dlpack_exchange_api")
+API = lib.as_cuda(get(torch.Tensor.__dlpack_c_exchange_api__, NAME.value))
+NB, NL, NO, NH, NT, HD = 3, 4, 2, 3, 5, 8
+PER = NL * NO
+CHUNK, WHOLE, FLAT = (NT, NH, HD), (NH, NL, NO, NT, HD), (NL, NO, NT * NH * HD)
+
+
+def looks() -> int:
+    """How many tensors C has looked at."""
+    return ctypes.c_long.in_dll(lib, "looks").value
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU, to Python and to C."""
+
+    __dlpack_c_exchange_api__ = new(API, ctypes.addressof(NAME), None)
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda _: torch.device("cuda", 0))
+
+
+def gpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(OnGpu)
+
+
+def made(
+    *shape: int, dtype: torch.dtype = torch.float16, on: Callable[[torch.Tensor], torch.Tensor] = gpu
+) -> torch.Tensor:
+    flat = torch.from_numpy(random.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8))
+    return on(flat.view(dtype).view(shape) if flat.numel() else torch.empty(shape, dtype=dtype))
+
+
+def batch(nb: int = NB, **rest: Any) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+    return [[made(*CHUNK, **rest) for _ in range(PER)] for _ in range(nb)], [made(*WHOLE, **rest) for _ in range(nb)]
+
+
+def closely(*arguments: Any) -> None:
+    raise SystemExit("looked at closely")
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(torch.Tensor)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return plain(tensor).view(torch.uint8)
+
+
+def check(chunks: list[list[torch.Tensor]], whole: list[torch.Tensor], heads_at: int) -> None:
+    for row, universal in zip(chunks, whole, strict=True):
+        stacked = torch.stack([bits(chunk) for chunk in row]).view(NL, NO, *row[0].shape[:2], -1)
+        assert torch.equal(bits(universal), stacked.movedim(heads_at, 0).contiguous())
+
+
+def lists_are_looked_at_from_c() -> None:
+    look_closely, kernels._look_closely = kernels._look_closely, closely
+    names = "bool int8 uint8 float8_e4m3fn float8_e5m2 int16 uint16 float16 bfloat16 int32 uint32 float32 int64 uint64 float64"
+    for name in names.split():
+        for layout, heads_at in (("NHD", 3), ("HND", 2)):
+            chunks, whole = batch(dtype=getattr(torch, name))
+            if layout == "HND":
+                chunks = [[made(NH, NT, HD, dtype=getattr(torch, name)) for _ in row] for row in chunks]
+            before = looks()
+            kernels.block_to_universal(chunks, whole, layout, stream=5)
+            # The first of each list is looked at twice.
+            assert looks() - before <= NB * PER + NB + 2, looks() - before
+            check(chunks, whole, heads_at)
+            for universal in whole:
+                bits(universal)[...] ^= 0xFF
+            kernels.universal_to_block(tuple(whole), tuple(tuple(row) for row in chunks), layout, stream=5)
+            check(chunks, whole, heads_at)
+    for backend in (None, "batch", "async"):
+        chunks, _ = batch()
+        flat = made(NB, *FLAT)  # one tensor for all
+        kernels.block_to_operational(chunks, flat, backend, stream=5)
+        stacked = torch.stack([torch.stack([bits(chunk) for chunk in row]) for row in chunks])
+        assert torch.equal(bits(flat).view(NB, PER, -1), stacked.view(NB, PER, -1))
+    one, _ = batch(nb=1)
+    whole = made(*WHOLE)
+    kernels.block_to_universal(one[0], whole, stream=5)  # a flat list, one tensor
+    kernels._look_closely = look_closely
+    again = made(*WHOLE)
+    _core.whole_tensors = lambda *_: None
+    kernels.block_to_universal(one, [again], stream=5)  # as it is looked at from Python
+    assert torch.equal(bits(whole), bits(again))
+
+
+def what_is_wrong_is_said_as_from_python(deviation: str) -> None:
+    """`deviation`: a statement that changes `chunks` or `whole`."""
+    scope = {**globals(), **dict(zip(("chunks", "whole"), batch(), strict=True))}
+    exec(deviation, scope)
+    chunks, whole = scope["chunks"], scope["whole"]
+
+    def tried(call: Callable[..., None], *arguments: Any) -> tuple[str, str] | None:
+        try:
+            return call(*arguments, stream=5)
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    def outcomes() -> list[tuple[str, str] | None]:
+        return [tried(kernels.block_to_universal, chunks, whole), tried(kernels.universal_to_block, whole, chunks)]
+
+    from_c = outcomes()
+    _core.whole_tensors = lambda *_: None
+    assert outcomes() == from_c, (outcomes(), from_c)
+    print(from_c)
+
+
+def destinations_count_as_written() -> None:
+    def versions(tensors: list[torch.Tensor]) -> list[int]:
+        return [tensor._version for tensor in tensors]
+
+    by_c = _core.whole_tensors
+    for look in (by_c, lambda *_: None):
+        _core.whole_tensors = look
+        for nb in (1, 3):
+            chunks, whole = batch(nb=nb)
+            flat, given = [*chain(*chunks)], chunks[0] if nb == 1 else chunks
+            kernels.block_to_universal(given, whole, stream=5)
+            assert versions(whole) == [1] * nb and versions(flat) == [0] * len(flat)
+            kernels.universal_to_block(whole, given, stream=5)
+            assert versions(whole) == [1] * nb and versions(flat) == [1] * len(flat)
+            inner = [made(*FLAT) for _ in range(nb)]
+            for turn, backend in enumerate((None, "batch", "async"), 1):
+                kernels.block_to_operational(given, inner, backend, stream=5)
+                assert versions(inner) == [turn] * nb
+                kernels.operational_to_block(inner, given, backend, stream=5)
+                assert versions(flat) == [1 + turn] * len(flat)
+            try:
+                kernels.universal_to_block([*whole[:-1], whole[-1][0]], given, stream=5)
+            except kvbm.BindError:
+                assert versions(flat) == [4] * len(flat)
+    _core.whole_tensors = by_c
+    chunks, _ = batch()
+    stacked = made(NB, *FLAT)
+    kernels.block_to_operational(chunks, stacked, stream=5)
+    assert stacked._version == 1
+    chunks, whole = batch(nb=40)
+    kernels.universal_to_block(whole, chunks, stream=5)
+    assert not any(versions([*chain(*chunks)]))
+
+
+def a_list_that_changes_while_it_is_looked_at() -> None:
+    chunks, whole = batch()
+
+    class Meta(type(torch.Tensor)):
+        def __getattribute__(cls, name: str) -> Any:
+            if name == "__dlpack_c_exchange_api__":
+                del chunks[1][2:]
+            return super().__getattribute__(name)
+
+    class Evil(torch.Tensor, metaclass=Meta):
+        device = property(lambda _: torch.device("cuda", 0))
+
+    chunks[1][1] = made(*CHUNK, on=lambda t: t.as_subclass(Evil))
+    with refused((kvbm.BindError, IndexError)):
+        kernels.block_to_universal(chunks, whole, stream=5)
