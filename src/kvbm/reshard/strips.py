@@ -132,6 +132,24 @@ class Turns:
         """How many tokens the rank holds before this one."""
         return position // self.period * self.every + position % self.every
 
+    def count(self, stop: int) -> int:
+        """How many of the tokens before a position the rank holds."""
+        rest = stop % self.period - self.index * self.every
+        return stop // self.period * self.every + min(max(rest, 0), self.every)
+
+    def common(self, other: Turns, stop: int) -> int:
+        """How many of the tokens before a position both ranks hold."""
+        if self.period < other.period:
+            return other.common(self, stop)
+        rounds, rest = divmod(stop, math.lcm(self.period, other.period))
+        found = 0
+        for start in range(self.index * self.every, math.lcm(self.period, other.period), self.period):
+            one, two, three = (
+                other.count(x) for x in (start, start + self.every, max(start, min(start + self.every, rest)))
+            )
+            found += (two - one) * rounds + three - one
+        return found
+
     def __str__(self) -> str:
         return "all" if self.over == 1 else f"{self.every} of every {self.period} from {self.index * self.every}"
 
