@@ -55,8 +55,7 @@ def reshard(
     if svg is not None:
         if gather:
             raise click.UsageError("--svg draws one step; leave out --gather")
-        picture = importlib.import_module(".picture", __package__)
-        write_pictures(lambda: picture.draw(made[0]), svg)
+        write_pictures(lambda: importlib.import_module(".picture", __package__).draw(made[0]), svg)
         return
     if as_json:
         found = [report.as_json(one, tokens) for one in made]
