@@ -85,7 +85,7 @@ def test_shares(share: str, expected: list[Any]) -> None:
         ("mesh: pp2 tp8\n", "", 1, "key 'mesh' missing"),
         ("h: tp/4", "h: tp/3", 4, "8 ranks by 3: expected a divisor of 8"),
         ("h: tp/4", "h: cp", 4, "expected an axis of the mesh pp2 tp8"),
-        ("h: tp/4", "h: tp by 2", 4, "only tokens take turns"),
+        ("h: tp/4", "h: tp by 2", 4, "h: expected no turns, which only tokens take"),
         ("h: tp/4", "h: 8", 4, "expected an axis of the mesh"),
         ("h: tp/4", "h: {over: tp, bounds: [0, 2]}", 4, "for layers"),
         ("h: tp/4", "h: tp//4", 4, "expected an axis of the mesh"),

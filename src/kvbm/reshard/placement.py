@@ -260,7 +260,7 @@ class Placement:
             raise SpecError(f"{where}: expected a text such as 'tp/4' or 'tp%4 by 1', got {given!r:.200}")
         digit = self._digit(match[1], where)
         if (axis == "t") != bool(match[2]):
-            expected = f"expected turns, e.g. '{match[1]} by 1'" if axis == "t" else "only tokens take turns"
+            expected = f"expected turns, e.g. '{match[1]} by 1'" if axis == "t" else "expected no turns, which only tokens take"
             raise SpecError(f"{where}: {expected}, got {given!r:.200}")
         share = Share(digit, (self.nt if match[2] == "nt" else int(match[2])) if match[2] else 0, bounds)
         self._require_even(axis, share, where)
