@@ -109,14 +109,14 @@ def test_a_rank_that_takes_nothing() -> None:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (planned("vllm:tp4,nt16", "vllm:tp2,nt64"), "decode has 2 shares of 4, and a rank of decode gets its own from up to 2 of them."),
+        (planned("vllm:tp4,nt16", "vllm:tp2,nt64"), "and a rank of decode gets its own from up to 2 of them."),
         (planned("vllm:pp3", "sglang:pp3"), "Layers: prefill has 3 shares of 26 to 27, decode has 3 shares of 26 to 27, and"),
         (planned("vllm:tp4,dcp4", "vllm", LATENT), "Tokens: prefill: 4 ranks take turns of 1 token; decode: every rank holds all"),
         (planned("vllm:nt16", "vllm:nt64"), "No larger number divides 16 and 64."),
         (planned("vllm:nt64", "vllm:nt64"), "A larger one would not lie in one block of a rank."),
         (planned("vllm:tp4,dcp4,nt16", "vllm:tp3,dcp3,nt16", LATENT), "In one of 16 tokens the turns of both sides do not fit"),
         (planned("vllm:nt24", "vllm:nt24").refit(((), ()), 16), "begin at other positions; otherwise it would be 24."),
-        (planned("vllm:nt48", "vllm:nt16").refit(((3,), ())), "tokens of a block at 3, which parts a larger one; otherwise it would be 16."),
+        (planned("vllm:nt48", "vllm:nt16").refit(((3,), ())), "at 3, which parts a larger one; otherwise it would be 16."),
         (planned("vllm:nt5", "vllm:nt7"), "Token by token: a unit is one token"),
         (planned("vllm:nt16", "vllm:nt64"), "at most 15 tokens at each end go one by one"),
         (planned("vllm:tp8", "vllm:tp2"), "Senders: no two ranks of prefill have the same to send"),

@@ -63,8 +63,8 @@ def test_errors() -> None:
     six = BlockShape(nl=6, no=2, nh=6, nt=16, hd=16)
     with pytest.raises(SpecError, match=f"^{re.escape(spec)}$"):
         Placement.parse("title: x\nmesh: tp4\nshard:\n  h: tp\n", six, "decode.yaml")
+    few = Placement("pp1", model=six, layers=[0, 1, 2, 3], name="prefill")
     with pytest.raises(CoverageError, match=f"^{re.escape(coverage)}$"):
-        few = Placement("pp1", model=six, layers=[0, 1, 2, 3], name="prefill")
         reshard.plan(few, Placement("pp2", shard={"l": "pp"}, model=six, name="decode"))
 
 

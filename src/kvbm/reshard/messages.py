@@ -188,6 +188,7 @@ def plan(
          1    0   2–3               0–79     16 of 16        1.25 MiB     256 B
          2    1   4–5 → local 0–1   0–79     16 of 16        1.25 MiB     256 B
          3    1   6–7 → local 2–3   0–79     16 of 16        1.25 MiB     256 B
+    5 MiB in all, for a unit of each
     proven: every coordinate of decode once, from a rank that holds it; 4 of 4 source ranks send 1 message each
     """
     _require_one_model(src, dst)

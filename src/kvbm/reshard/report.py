@@ -52,7 +52,9 @@ def table(made: Resharding, tokens: int | None = None) -> str:
         )
     total = sum(made.nbytes(m, tokens) for m in made.messages)
     if len(made.messages) > 1:
-        lines.append(f"{size_text(total)} in all, for {'a unit' if tokens is None else _plural(tokens, 'token')}")
+        lines.append(
+            f"{size_text(total)} in all, for {'a unit of each' if tokens is None else _plural(tokens, 'token')}"
+        )
     lines.append(sentence(made))
     if tokens is not None:
         left = tokens % made.unit
@@ -70,8 +72,16 @@ def _groups(made: Resharding, tokens: int | None) -> Iterator[tuple[list[Message
     names: dict[tuple[Meeting, ...], str] = {}
     alike: dict[tuple[str, ...], list[Message]] = {}
     for m in made.messages:
-        said = [names.setdefault(x, _said(x)) if x not in names else names[x] for x in (m.h, m.l)]
-        row = (*said, f"{m.tokens} of {m.t.tokens}", size_text(made.nbytes(m, tokens)), f"{row_bytes} B")
+        for meetings in (m.h, m.l):
+            if meetings not in names:
+                names[meetings] = _said(meetings)
+        said = names[m.h], names[m.l]
+        row: tuple[str, ...] = (
+            *said,
+            f"{m.tokens} of {m.t.tokens}",
+            size_text(made.nbytes(m, tokens)),
+            f"{row_bytes} B",
+        )
         alike.setdefault(row, []).append(m)
     found = []
     for row, messages in alike.items():
