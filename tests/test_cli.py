@@ -99,8 +99,8 @@ def test_reshard_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     drawn: list[Any] = []
 
-    def draw(made: Any) -> Figure:
-        drawn.append(made)
+    def draw(*made: Any) -> Figure:
+        drawn.extend(made)
         return Figure()
 
     monkeypatch.setitem(sys.modules, "kvbm.reshard.picture", SimpleNamespace(draw=draw))
@@ -109,6 +109,8 @@ def test_reshard_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "<svg" in path.read_text(encoding="utf-8") and [made.title for made in drawn] == ["vllm:tp4 → vllm:tp2"]
     result = call("reshard", "vllm:tp4", "vllm:tp2", "--shape", SHAPE, "--svg", tmp_path / "no" / "x.svg")
     assert result.exit_code == kvbm.SpecError.exit_code and len(drawn) == 1, "nothing is drawn that could not be written"
+    ok("reshard", "vllm", "vllm:tp2", "--shape", "llama-3.1-8b,nh=1", "--gather", "--svg", path)
+    assert len(drawn) == 3, "both steps"
 
 
 def test_placements_are_completed() -> None:
@@ -161,8 +163,7 @@ def test_exit_codes(args: tuple[str, ...], error: type[kvbm.KvbmError]) -> None:
 
 @pytest.mark.parametrize(
     "args", [(), ("nonsense",), ("plan", "nhd"), ("show", "nhd"), ("convert", "nowhere", "out", "--to", "nhd"),
-             ("reshard", "vllm"), ("reshard", "vllm", "vllm"), ("reshard", "vllm", "vllm", "--shape", SHAPE, "--tokens", "0"),
-             ("reshard", "vllm", "vllm", "--shape", SHAPE, "--gather", "--svg", "x.svg")]
+             ("reshard", "vllm"), ("reshard", "vllm", "vllm"), ("reshard", "vllm", "vllm", "--shape", SHAPE, "--tokens", "0")]
 )  # fmt: skip
 def test_usage(args: tuple[str, ...]) -> None:
     assert call(*args).exit_code == 2

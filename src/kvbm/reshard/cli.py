@@ -53,9 +53,7 @@ def reshard(
     sides = presets.load(src, model), presets.load(dst, model)
     made = messages.gather(*sides, stripe=stripe) if gather else (messages.plan(*sides, stripe=stripe),)
     if svg is not None:
-        if gather:
-            raise click.UsageError("--svg draws one step; leave out --gather")
-        write_pictures(lambda: importlib.import_module(".picture", __package__).draw(made[0]), svg)
+        write_pictures(lambda: importlib.import_module(".picture", __package__).draw(*made), svg)
         return
     if as_json:
         found = [report.as_json(one, tokens) for one in made]
