@@ -19,7 +19,7 @@ from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
 from .section import Section, pieces
 from .shapes import BlockShape
 
-__all__ = ["Plan", "between", "between_layers", "plan", "size_text"]
+__all__ = ["Plan", "between", "between_layers", "joined", "plan", "size_text"]
 
 
 @dataclass(frozen=True)
@@ -327,6 +327,11 @@ def between(src: Section, dst: Section, title: str) -> Plan:
             f"{dst.block_bytes}: this is a defect of kvbm; please report both layouts and the shape"
         )
     return made
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """Copies that take one list of ids as one: their parts, those at equal distances as one."""
+    return Plan(plans[0].src, plans[0].dst, tuple(_in_step([part for made in plans for part in made.parts])))
 
 
 def between_layers(src: Section, dst: Section, title: str, layers: range | tuple[range, range] | None) -> Plan:

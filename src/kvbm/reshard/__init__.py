@@ -14,12 +14,14 @@ from .proof import prove
 
 if TYPE_CHECKING:
     from .local import Local, LocalDone
+    from .pack import Packer
     from .sequence import Pairs, Rank, Span, pair_up
 
 __all__ = [
     "Local",
     "LocalDone",
     "Message",
+    "Packer",
     "Pairs",
     "Placement",
     "Rank",
@@ -34,6 +36,7 @@ __all__ = [
 _HOME = {
     "Local": "local",
     "LocalDone": "local",
+    "Packer": "pack",
     "Pairs": "sequence",
     "Rank": "sequence",
     "Span": "sequence",

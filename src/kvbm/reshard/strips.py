@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Family", "Meeting", "Run", "Runs", "Turns", "Unit", "meet", "meet_in_unit", "share_a_token"]
+__all__ = ["ONE_TOKEN", "Family", "Meeting", "Run", "Runs", "Turns", "Unit", "meet", "meet_in_unit", "share_a_token"]
 
 
 class Run(NamedTuple):
@@ -207,6 +207,10 @@ class Unit(NamedTuple):
     meeting: Meeting | None
     src_slots: int
     dst_slots: int
+
+
+#: Units where a range of tokens begins or ends inside larger ones.
+ONE_TOKEN = Unit(1, Meeting(0, 0, 0, ()), 1, 1)
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
