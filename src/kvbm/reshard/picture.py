@@ -198,13 +198,15 @@ class _Drawing:
                     f", on each of {ranks} ranks" if ranks > 1 else ""
                 )
                 sheet.text(x, y + tall + 0.1, said, size=7.5, color=MUTED, room=_SIDE)
-            tokens = [first + i for first in self.tokens for i in range(self.grain)]
-            columns = ((SHARED["l"], range(place.model.nl)), (SHARED["h"], range(place.model.nh)), ("tokens", tokens))
+            turns = Runs.of(x // self.grain for x in self.tokens).runs
+            ends = [(run.first * self.grain, (run.last + 1) * self.grain - 1) for run in turns]
+            tokens = ", ".join(f"{a}–{b}" if a < b else f"{a}" for a, b in ends)
+            whole = [str(Runs.of(range(n))) for n in (place.model.nl, place.model.nh)]
             sheet.text(x, y + 0.52, "rank", size=8, color=MUTED)
-            for i, (name, whole) in enumerate(columns):
+            for i, (name, said) in enumerate(zip(SHARED.values(), (*whole, tokens), strict=True)):
                 left = x + _NAME + i * (_BAR + _GAP)
                 sheet.text(left, y + 0.52, name, size=8, color=MUTED, room=_BAR + 0.06)
-                sheet.text(left, y + 0.67, str(Runs.of(whole)), size=7, color=MUTED, room=_BAR + 0.06)
+                sheet.text(left, y + 0.67, said, size=7, color=MUTED, room=_BAR + 0.06)
         if smallest is not None:
             sheet.axes.annotate(
                 "", (_LEFTS[1] - 0.03, y + tall / 2), (EDGE + _SIDE + 0.03, y + tall / 2),
