@@ -76,7 +76,7 @@ CASES: dict[str, Callable[[], tuple[reshard.Resharding, ...]]] = {
         ),
     ),
     "names as they come": lambda: (
-        reshard.plan(place("tp1", "a $x^2$ & <b>" * 4), place("tp1", "1" * 80, 1 << 20)),
+        reshard.plan(place("tp1", "a $x^2$ & <b>" * 4), place("tp1", "decode-0 " * 12, 1 << 20)),
     ),
 }  # fmt: skip
 
