@@ -13,7 +13,7 @@ from .strips import Meeting, Runs
 if TYPE_CHECKING:
     from .messages import Resharding
 
-__all__ = ["as_json", "sentence", "table"]
+__all__ = ["as_json", "sentence", "table", "units"]
 
 _COLUMNS = ("from", "to", "heads", "layers", "tokens a unit", "bytes", "rows of")
 
@@ -39,7 +39,7 @@ def table(made: Resharding, tokens: int | None = None) -> str:
         for m in made.messages
     ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{made.src} → {made.dst}: {_plural(len(made.messages), 'message')}, {_units(made)}"]
+    lines = [f"{made.src} → {made.dst}: {_plural(len(made.messages), 'message')}, {units(made)}"]
     for row in rows:
         cells = zip(row, widths, _COLUMNS, strict=True)
         said = [
@@ -70,17 +70,18 @@ def sentence(made: Resharding) -> str:
     )
 
 
-def _units(made: Resharding) -> str:
-    units = sorted({m.t.tokens for m in made.messages})
-    if len(units) != 1:
-        return f"units of {units[0]} to {units[-1]} tokens" if units else "nothing to send"
+def units(made: Resharding) -> str:
+    """What a unit is, and how much of a block on each side."""
+    sizes = sorted({m.t.tokens for m in made.messages})
+    if len(sizes) != 1:
+        return f"units of {sizes[0]} to {sizes[-1]} tokens" if sizes else "nothing to send"
     slots = [{m.t.src_slots for m in made.messages}, {m.t.dst_slots for m in made.messages}]
     sides = [
         ("a block" if n == place.nt else f"1/{place.nt // n} block") if len(found) == 1 else "parts of a block"
         for place, found in zip((made.src, made.dst), slots, strict=True)
         for n in (min(found),)
     ]
-    return f"unit {_plural(units[0], 'token')}: {sides[0]} → {sides[1]}"
+    return f"unit {_plural(sizes[0], 'token')}: {sides[0]} → {sides[1]}"
 
 
 def _said(meetings: Sequence[Meeting]) -> str:
