@@ -138,7 +138,7 @@ def test_dcp() -> None:
                     assert slot // nt == pos // (nt * dcp)
                     if pos % 7 == 0:
                         counts = [get_dcp_local_seq_lens(pos + 1, dcp, rank, interleave) for rank in range(dcp)]
-                        assert counts == lengths == [turn.count(pos + 1) for turn in turns[:dcp]]
+                        assert counts == lengths == [turn.held(pos + 1) for turn in turns[:dcp]]
 
 
 def test_dcp_of_several_heads() -> None:

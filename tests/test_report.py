@@ -11,7 +11,7 @@ import pytest
 
 from kvbm import BlockShape, Placement, load_shape, reshard
 from kvbm.reshard.report import as_json, sentence, table
-from kvbm.reshard.strips import Turns
+from kvbm.reshard.strips import Turns, count_common
 
 MODEL = load_shape("llama-3.1-70b")
 LATENT = load_shape("deepseek-v3")
@@ -73,9 +73,9 @@ def test_bytes_are_those_of_the_tokens_that_both_hold() -> None:
             for every, over in ((rng.choice([1, 2, 3, 8]), rng.choice([1, 2, 3, 4])) for _ in range(2))
         )
         stop = rng.randrange(200)
-        assert a.count(stop) == sum(bool(a.holds(x)) for x in range(stop))
-        assert a.common(b, stop) == sum(bool(a.holds(x) and b.holds(x)) for x in range(stop))
-    huge = Turns(1, 7, 3).common(Turns(16, 4, 1), 10**15)
+        assert a.held(stop) == sum(bool(a.holds(x)) for x in range(stop))
+        assert count_common(a, b, stop) == sum(bool(a.holds(x) and b.holds(x)) for x in range(stop))
+    huge = count_common(Turns(1, 7, 3), Turns(16, 4, 1), 10**15)
     assert abs(huge / (10**15 / 28) - 1) < 1e-9
     made = planned("trtllm:tp2,cp4,nt32", "sglang:tp4,nt16")
     whole = MODEL.nbytes // MODEL.nt

@@ -6,6 +6,7 @@ matplotlib draws; it is imported when the first picture is made.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import re
@@ -25,23 +26,23 @@ from .resolved import Resolved
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_layout", "draw_plan", "looks"]
+__all__ = ["Sheet", "draw_layout", "draw_plan", "inches", "looks"]
 
 # ---- looks ---------------------------------------------------------------------------------------------------------
 
-_WIDTH = 8.0  # inches; 800 px at 100 dots an inch
-_LEFT, _RIGHT, _EDGE = 1.22, 1.3, 0.16
-_BAND = _WIDTH - _LEFT - _RIGHT
+WIDTH = 8.0  # inches; 800 px at 100 dots an inch
+_LEFT, _RIGHT, EDGE = 1.22, 1.3, 0.16
+_BAND = WIDTH - _LEFT - _RIGHT
 _TALL, _GAP = 0.46, 0.24  # of a row, and of what is between two
 
-_PAPER, _INK, _MUTED, _LINE = "#ffffff", "#1b1f24", "#59636e", "#7d8791"
-_PLAIN, _FAN, _PAD = "#e6eaee", "#f3f5f7", "#ffffff"
+PAPER, _INK, MUTED, LINE = "#ffffff", "#1b1f24", "#59636e", "#7d8791"
+PLAIN, _FAN, _PAD = "#e6eaee", "#f3f5f7", "#ffffff"
 #: Fills and lines: hues that stay apart for the colour-blind (Okabe and Ito), light enough for text on them.
-_FILLS = ("#a9d0ea", "#f8c793", "#a6dcc6", "#e0bcd4")
-_HUES = ("#0072b2", "#b85000", "#00805d", "#9a4f86")
+FILLS = ("#a9d0ea", "#f8c793", "#a6dcc6", "#e0bcd4")
+HUES = ("#0072b2", "#b85000", "#00805d", "#9a4f86")
 #: Of planes, which may stand beside K and V: the other two hues, then a yellow and a grey.
-_PLANE_FILLS = ("#a6dcc6", "#e0bcd4", "#f1e59b", "#c4cbd3")
-_PLANE_HUES = ("#00805d", "#9a4f86", "#7a6a00", "#59636e")
+PLANE_FILLS = ("#a6dcc6", "#e0bcd4", "#f1e59b", "#c4cbd3")
+PLANE_HUES = ("#00805d", "#9a4f86", "#7a6a00", "#59636e")
 
 #: What lies between members: hatch and name of bytes of nobody, and of those of other planes.
 _GAPS, _GAP_NAMES = ("/////", "...."), ("padding, never touched", "other planes")
@@ -50,7 +51,7 @@ _GAPS, _GAP_NAMES = ("/////", "...."), ("padding, never touched", "other planes"
 _SETTINGS = {
     "font.sans-serif": ["DejaVu Sans", "Verdana"], "font.monospace": ["DejaVu Sans Mono"], "text.color": _INK,
     "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "kvbm",
-    "hatch.linewidth": 0.6, "hatch.color": _MUTED,
+    "hatch.linewidth": 0.6, "hatch.color": MUTED,
 }  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def looks(settings: Mapping[str, Any] | None = None, extra: str = "show") -> Ite
 
 
 @functools.lru_cache(maxsize=4096)
-def _inches(text: str, size: float, family: str = "sans", weight: str = "normal") -> float:
+def inches(text: str, size: float, family: str = "sans", weight: str = "normal") -> float:
     """Width of a text in the fonts that come with matplotlib."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
@@ -87,42 +88,42 @@ def _inches(text: str, size: float, family: str = "sans", weight: str = "normal"
     return float(TextPath((0, 0), text, size=size, prop=font).get_extents().width) / 72 if text.strip() else 0.0
 
 
-class _Sheet:
+class Sheet:
     """A picture that grows downwards; all measures are inches from its upper left corner."""
 
     def __init__(self) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        self.figure = Figure(figsize=(_WIDTH, 1.0), facecolor=_PAPER)
+        self.figure = Figure(figsize=(WIDTH, 1.0), facecolor=PAPER)
         FigureCanvasAgg(self.figure)
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set_axis_off()
-        self.axes.set_xlim(0, _WIDTH)
-        self.y = _EDGE
+        self.axes.set_xlim(0, WIDTH)
+        self.y = EDGE
 
     def finish(self) -> Figure:
-        height = self.y + _EDGE
-        self.figure.set_size_inches(_WIDTH, height)
+        height = self.y + EDGE
+        self.figure.set_size_inches(WIDTH, height)
         self.axes.set_ylim(height, 0)
         return self.figure
 
     def text(self, x: float, y: float, text: str, *, size: float = 9.0, room: float = math.inf, **rest: Any) -> None:
         """Text whose middle is at `y`; made smaller, then cut, where it is wider than `room`."""
         family, weight = rest.get("family", "sans"), rest.get("weight", "normal")
-        while size > 6.5 and _inches(text, size, family, weight) > room:
+        while size > 6.5 and inches(text, size, family, weight) > room:
             size -= 0.5
-        if _inches(text, size, family, weight) > room:
-            while len(text) > 1 and _inches(text + "…", size, family, weight) > room:
-                text = text[:-1].rstrip()
-            text += "…"
+        if inches(text, size, family, weight) > room:
+            cuts = range(1, len(text))
+            fit = bisect.bisect_right(cuts, room, key=lambda n: inches(text[:n].rstrip() + "…", size, family, weight))
+            text = text[: max(fit, 1)].rstrip() + "…"
         rest = {"color": _INK, "ha": "left", "va": "center_baseline", **rest}
         self.axes.text(x, y, text, size=size, parse_math=False, **rest)
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, **rest: Any) -> None:
         from matplotlib.patches import Rectangle
 
-        rest = {"edgecolor": _LINE, "linewidth": 0.7, "clip_on": False, **rest}
+        rest = {"edgecolor": LINE, "linewidth": 0.7, "clip_on": False, **rest}
         self.axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, **rest))
 
     def stripes(self, x: float, y: float, width: float, height: float, count: int) -> None:
@@ -130,7 +131,7 @@ class _Sheet:
         from matplotlib.patches import PathPatch
         from matplotlib.path import Path as Outline
 
-        self.box(x, y, width, height, _FILLS[0], linewidth=0, edgecolor="none")
+        self.box(x, y, width, height, FILLS[0], linewidth=0, edgecolor="none")
         each = width / count
         lefts = [x + turn * each for turn in range(1, count, 2)]
         corners = [
@@ -140,7 +141,7 @@ class _Sheet:
             for left in lefts
         ]
         self.axes.add_patch(
-            PathPatch(Outline.make_compound_path(*corners), facecolor=_FILLS[1], edgecolor="none", clip_on=False)
+            PathPatch(Outline.make_compound_path(*corners), facecolor=FILLS[1], edgecolor="none", clip_on=False)
         )
 
     def fan(self, upper: tuple[float, float], lower: tuple[float, float], top: float, bottom: float) -> None:
@@ -151,57 +152,57 @@ class _Sheet:
         self.axes.add_patch(Polygon(corners, facecolor=_FAN, edgecolor="none", zorder=0.5, clip_on=False))
         for x, to in zip(upper, lower, strict=True):
             self.axes.plot(
-                [x, to], [top, bottom], color=_LINE, linewidth=0.6, linestyle=(0, (3, 2)), zorder=0.6, clip_on=False
+                [x, to], [top, bottom], color=LINE, linewidth=0.6, linestyle=(0, (3, 2)), zorder=0.6, clip_on=False
             )
 
     def head(self, title: str, lines: Sequence[str]) -> None:
-        self.text(_EDGE, self.y + 0.1, title, size=13.5, weight="bold", room=_WIDTH - 2 * _EDGE)
+        self.text(EDGE, self.y + 0.1, title, size=13.5, weight="bold", room=WIDTH - 2 * EDGE)
         self.y += 0.34
         for line in lines:
             for part in textwrap.wrap(line, 112) or [""]:
-                self.text(_EDGE, self.y + 0.05, part, size=9, color=_MUTED, room=_WIDTH - 2 * _EDGE)
+                self.text(EDGE, self.y + 0.05, part, size=9, color=MUTED, room=WIDTH - 2 * EDGE)
                 self.y += 0.18
 
     def mono(self, lines: Sequence[str], size: float = 8.0) -> None:
         for line in lines:
             # SVG viewers fold spaces: what is aligned must be made of spaces that do not fold.
             kept = re.sub(r"^ +| {2,}", lambda match: "\N{NO-BREAK SPACE}" * len(match[0]), line)
-            self.text(_EDGE, self.y + 0.06, kept, size=size, family="monospace", room=_WIDTH - 2 * _EDGE)
+            self.text(EDGE, self.y + 0.06, kept, size=size, family="monospace", room=WIDTH - 2 * EDGE)
             self.y += 0.165
 
     def gutters(self, term: str, about: str, right: str, below: str) -> None:
         """The two lines left and right of the row that stands at `y`."""
         up, down = self.y + _TALL / 2 - 0.085, self.y + _TALL / 2 + 0.095
-        room = _LEFT - _EDGE - 0.08
-        self.text(_EDGE, up, term, size=10, weight="bold", room=room)
-        self.text(_EDGE, down, about, size=7.5, color=_MUTED, room=room)
+        room = _LEFT - EDGE - 0.08
+        self.text(EDGE, up, term, size=10, weight="bold", room=room)
+        self.text(EDGE, down, about, size=7.5, color=MUTED, room=room)
         left = _LEFT + _BAND + 0.1
         room = _RIGHT - 0.1 - 0.08
         self.text(left, up if below else (up + down) / 2, right, size=9, room=room)
-        self.text(left, down, below, size=7.5, color=_MUTED, room=room)
+        self.text(left, down, below, size=7.5, color=MUTED, room=room)
 
     def words(self, x: float, y: float, width: float, label: str, number: str, **rest: Any) -> None:
         """Label of a cell over its first byte; what does not fit is left out, the label last."""
         middle, room = x + width / 2, width - 0.06
-        has_number = bool(number) and _inches(number, 6.5) <= room
+        has_number = bool(number) and inches(number, 6.5) <= room
         at = y + (_TALL / 2 - 0.07 if has_number else _TALL / 2)
-        if label and _inches(label, 6.5) <= room + 0.03:
+        if label and inches(label, 6.5) <= room + 0.03:
             self.text(middle, at, label, size=8.5, room=room + 0.03, ha="center", **rest)
         if has_number:
-            self.text(middle, y + _TALL / 2 + 0.09, number, size=6.5, color=_MUTED, ha="center")
+            self.text(middle, y + _TALL / 2 + 0.09, number, size=6.5, color=MUTED, ha="center")
 
     def skipped(self, x: float, y: float, width: float, count: int) -> None:
-        self.text(x + width / 2, y + _TALL / 2 - 0.07, "…", size=11, color=_MUTED, ha="center")
-        more = next((text for text in (f"{count:,} more", f"{count:,}") if _inches(text, 6.5) < width - 0.04), "")
-        self.text(x + width / 2, y + _TALL / 2 + 0.09, more, size=6.5, color=_MUTED, ha="center")
+        self.text(x + width / 2, y + _TALL / 2 - 0.07, "…", size=11, color=MUTED, ha="center")
+        more = next((text for text in (f"{count:,} more", f"{count:,}") if inches(text, 6.5) < width - 0.04), "")
+        self.text(x + width / 2, y + _TALL / 2 + 0.09, more, size=6.5, color=MUTED, ha="center")
 
     def key(self, entries: Sequence[tuple[str, str, str]]) -> None:
         """What fills and hatches mean: (fill, hatch, text)."""
-        x = _EDGE
+        x = EDGE
         for fill, hatch, text in entries:
             self.box(x, self.y + 0.01, 0.2, 0.12, fill, hatch=hatch or None)
-            self.text(x + 0.26, self.y + 0.075, text, size=8, color=_MUTED)
-            x += 0.26 + _inches(text, 8) + 0.24
+            self.text(x + 0.26, self.y + 0.075, text, size=8, color=MUTED)
+            x += 0.26 + inches(text, 8) + 0.24
         self.y += 0.24 if entries else 0.0
 
 
@@ -228,7 +229,7 @@ def draw_layout(resolved: Resolved) -> Figure:
     """
     layout, shape = resolved.layout, resolved.shape
     with looks():
-        sheet = _Sheet()
+        sheet = Sheet()
         names = [""] if len(layout.orders) == 1 else ["K: ", "V: "]
         lines = [layout.title] if layout.title else []
         lines += [f"{name}{order}" for name, order in zip(names, layout.orders, strict=True)]
@@ -257,7 +258,7 @@ def draw_layout(resolved: Resolved) -> Figure:
                 opened, top = places[row.opened], sheet.y
         sheet.y += 0.2
         sheet.key(_key(resolved, [row for section in (first, *further) for row in section.rows]))
-        sheet.text(_EDGE, sheet.y + 0.06, f"One block: {one_block(resolved)}.", size=8.5, room=_WIDTH - 2 * _EDGE)
+        sheet.text(EDGE, sheet.y + 0.06, f"One block: {one_block(resolved)}.", size=8.5, room=WIDTH - 2 * EDGE)
         sheet.y += 0.22
         for part in resolved.planes:
             for o in range(len(part.orders)):
@@ -265,17 +266,17 @@ def draw_layout(resolved: Resolved) -> Figure:
         return sheet.finish()
 
 
-def _draw_title(sheet: _Sheet, section: Section) -> None:
+def _draw_title(sheet: Sheet, section: Section) -> None:
     plane, half = section.plane, section.half
-    colour = _PLANE_HUES[plane % len(_PLANE_HUES)] if plane is not None else _HUES[half or 0]
-    sheet.text(_EDGE, sheet.y - 0.02, section.title, size=9.5, weight="bold", color=colour)
-    left = _EDGE + _inches(section.title, 9.5, weight="bold") + 0.14
+    colour = PLANE_HUES[plane % len(PLANE_HUES)] if plane is not None else HUES[half or 0]
+    sheet.text(EDGE, sheet.y - 0.02, section.title, size=9.5, weight="bold", color=colour)
+    left = EDGE + inches(section.title, 9.5, weight="bold") + 0.14
     about = section.about if section.rows else f"{section.about}: one element"
     if about:
-        sheet.text(left, sheet.y - 0.02, about, size=8.5, color=_MUTED, room=_WIDTH - _EDGE - left)
+        sheet.text(left, sheet.y - 0.02, about, size=8.5, color=MUTED, room=WIDTH - EDGE - left)
 
 
-def _draw_row(sheet: _Sheet, row: Row, resolved: Resolved, *, is_table: bool = False) -> list[tuple[float, float]]:
+def _draw_row(sheet: Sheet, row: Row, resolved: Resolved, *, is_table: bool = False) -> list[tuple[float, float]]:
     """Draw a row at `sheet.y`, which moves to its lower edge; return where each cell is."""
     y = sheet.y
     if row.is_record:
@@ -307,26 +308,26 @@ def _draw_row(sheet: _Sheet, row: Row, resolved: Resolved, *, is_table: bool = F
         places.append((x, x + wide))
         if isinstance(cell, int):
             if not is_table:  # the axis goes on; allocations do not
-                sheet.box(x, y, wide, _TALL, _PAPER, linestyle=(0, (2, 2)))
+                sheet.box(x, y, wide, _TALL, PAPER, linestyle=(0, (2, 2)))
             sheet.skipped(x, y, wide, cell)
         else:
             _draw_cell(sheet, row, cell, x, wide, is_table=is_table, is_open=place == row.opened)
         x += wide + gap
     for start, end, name in row.blocks:
         x, to = places[start][0], places[end][1]
-        sheet.axes.plot([x, x, to, to], [y - 0.05, y - 0.09, y - 0.09, y - 0.05], color=_LINE, linewidth=0.8)
-        sheet.text((x + to) / 2, y - 0.17, name, size=8, color=_MUTED, ha="center", room=to - x + 0.2)
+        sheet.axes.plot([x, x, to, to], [y - 0.05, y - 0.09, y - 0.09, y - 0.05], color=LINE, linewidth=0.8)
+        sheet.text((x + to) / 2, y - 0.17, name, size=8, color=MUTED, ha="center", room=to - x + 0.2)
     sheet.y += _TALL
     return places
 
 
-def _draw_cell(sheet: _Sheet, row: Row, cell: Cell, x: float, width: float, *, is_table: bool, is_open: bool) -> None:
+def _draw_cell(sheet: Sheet, row: Row, cell: Cell, x: float, width: float, *, is_table: bool, is_open: bool) -> None:
     y = sheet.y
     pad = max(0.07, width * cell.padding / (cell.nbytes + cell.padding)) if cell.padding else 0.0
     held = width - pad
-    fill = _PLAIN if cell.half is None else _FILLS[cell.half]
+    fill = PLAIN if cell.half is None else FILLS[cell.half]
     if cell.plane is not None and cell.half is None:
-        fill = _PLANE_FILLS[cell.plane % len(_PLANE_FILLS)]
+        fill = PLANE_FILLS[cell.plane % len(PLANE_FILLS)]
     sheet.box(x, y, held, _TALL, fill, hatch="xx" if row.opaque else None,
               label=f"{row.term} {cell.label} @{cell.start} +{cell.nbytes}")  # fmt: skip
     if pad:
@@ -339,7 +340,7 @@ def _draw_cell(sheet: _Sheet, row: Row, cell: Cell, x: float, width: float, *, i
         number = f"table[{cell.start:,}]" if row.extent > 1 else ""
     else:
         number = f"{cell.start:,}"
-        if _inches(number, 6.5) > held - 0.06:
+        if inches(number, 6.5) > held - 0.06:
             number = exact_size(cell.start)
     weight = "bold" if is_open and len(row.cells) > 1 else "normal"
     if row.opaque:
@@ -352,15 +353,15 @@ def _draw_cell(sheet: _Sheet, row: Row, cell: Cell, x: float, width: float, *, i
 def _key(resolved: Resolved, shown: Sequence[Row]) -> list[tuple[str, str, str]]:
     entries = []
     if resolved.shape.no == 2 and any(cell.half is not None for row in shown for cell in row.members):
-        entries += [(_FILLS[0], "", "K"), (_FILLS[1], "", "V")]
+        entries += [(FILLS[0], "", "K"), (FILLS[1], "", "V")]
     for index, part in enumerate(resolved.parts):
-        entries.append((_PLANE_FILLS[index % len(_PLANE_FILLS)], "", part.plane))
+        entries.append((PLANE_FILLS[index % len(PLANE_FILLS)], "", part.plane))
     padded = {row.between for row in shown for cell in row.members if cell.padding}
     entries += [(_PAD, _GAPS[between], _GAP_NAMES[between]) for between in sorted(padded)]
     if any(row.opaque for row in shown):
-        entries.append((_PLAIN, "xx", "order not promised"))
+        entries.append((PLAIN, "xx", "order not promised"))
     if any(row.turns for row in shown):
-        entries.append((_PLAIN, "", "both; the stripe: how they alternate (16 stand for more)"))
+        entries.append((PLAIN, "", "both; the stripe: how they alternate (16 stand for more)"))
     return entries
 
 
@@ -389,7 +390,7 @@ def draw_plan(plan: Plan) -> Figure:
         matplotlib is not installed.
     """
     with looks():
-        sheet = _Sheet()
+        sheet = Sheet()
         sides = [plan.src.layout.order_text, plan.dst.layout.order_text]
         lines = [
             *([f"{sides[0]}   →", sides[1]] if plan.src.layout.planes else [f"{sides[0]}   →   {sides[1]}"]),
@@ -404,12 +405,12 @@ def draw_plan(plan: Plan) -> Figure:
             sheet.y += 0.16
             if part.label:
                 name = f"{part.label}: {form.kind}, {exact_size(part.nbytes)} a block"
-                sheet.text(_EDGE, sheet.y + 0.02, name, size=10, weight="bold")
+                sheet.text(EDGE, sheet.y + 0.02, name, size=10, weight="bold")
                 sheet.y += 0.2
             _draw_part(sheet, part, form)
         sheet.y += 0.18
         note = "Runs are numbered as in the source, and coloured by where they go. Small numbers: bytes from the chunk's start."
-        sheet.text(_EDGE, sheet.y + 0.06, note, size=8, color=_MUTED, room=_WIDTH - 2 * _EDGE)
+        sheet.text(EDGE, sheet.y + 0.06, note, size=8, color=MUTED, room=WIDTH - 2 * EDGE)
         sheet.y += 0.24
         sheet.mono(str(plan).splitlines()[1:], 7.8)
         return sheet.finish()
@@ -441,7 +442,7 @@ def _end(mode: Mode, is_source: bool) -> tuple[int, int]:
     return (mode.src, mode.src_table) if is_source else (mode.dst, mode.dst_table)
 
 
-def _draw_part(sheet: _Sheet, part: Part, form: Form) -> None:
+def _draw_part(sheet: Sheet, part: Part, form: Form) -> None:
     loops, word = _Loops.of(part), form.word
     _draw_chunks(sheet, part, "source")
     sheet.y += _GAP
@@ -453,7 +454,7 @@ def _draw_part(sheet: _Sheet, part: Part, form: Form) -> None:
         to, _ = there[pair]
         sheet.axes.annotate(
             "", (to, sheet.y - _TALL), (x, top + _TALL),
-            arrowprops={"arrowstyle": "-|>,head_width=0.16,head_length=0.35", "color": _HUES[colour], "linewidth": 1.0,
+            arrowprops={"arrowstyle": "-|>,head_width=0.16,head_length=0.35", "color": HUES[colour], "linewidth": 1.0,
                         "shrinkA": 1, "shrinkB": 1},
         )  # fmt: skip
     if form.kind == "tile":
@@ -461,12 +462,12 @@ def _draw_part(sheet: _Sheet, part: Part, form: Form) -> None:
     rest = [mode for mode in part.inner[1:] if mode not in (loops.fast, loops.slow)]
     if rest:
         times = " × ".join(f"{mode.extent:,}" for mode in reversed(rest))
-        sheet.text(_EDGE, top + _TALL + 0.48, f"and so {times}\ntimes a chunk", size=7.5, color=_MUTED)
+        sheet.text(EDGE, top + _TALL + 0.48, f"and so {times}\ntimes a chunk", size=7.5, color=MUTED)
     sheet.y += _GAP
     _draw_chunks(sheet, part, "destination")
 
 
-def _draw_chunks(sheet: _Sheet, part: Part, side: str) -> None:
+def _draw_chunks(sheet: Sheet, part: Part, side: str) -> None:
     """The first chunks of a block, and the last, with where each begins; the first one opens towards the runs."""
     is_source = side == "source"
     count = part.chunks
@@ -480,7 +481,7 @@ def _draw_chunks(sheet: _Sheet, part: Part, side: str) -> None:
     x, y = _LEFT, sheet.y
     for index in indices:
         if index is None:
-            sheet.box(x, y, dots, _TALL, _PAPER, linestyle=(0, (2, 2)))
+            sheet.box(x, y, dots, _TALL, PAPER, linestyle=(0, (2, 2)))
             sheet.skipped(x, y, dots, count - len(shown))
             x += dots
             continue
@@ -492,7 +493,7 @@ def _draw_chunks(sheet: _Sheet, part: Part, side: str) -> None:
             offset, entry = offset + step * nbytes, entry + step * entries
         tabled = entry or any(_end(mode, is_source)[1] for mode in part.outer)
         where = " ".join(filter(None, (f"table+{entry:,}" if tabled else "", f"+{offset:,} B" if offset else "")))
-        sheet.box(x, y, width, _TALL, _PLAIN, label=f"{side} chunk {index} @{entry},{offset}")
+        sheet.box(x, y, width, _TALL, PLAIN, label=f"{side} chunk {index} @{entry},{offset}")
         sheet.words(x, y, width, f"chunk {index:,}", where or "+0 B", weight="bold" if index == 0 else "normal")
         x += width
     sheet.y += _TALL
@@ -504,7 +505,7 @@ def _draw_chunks(sheet: _Sheet, part: Part, side: str) -> None:
 
 
 def _draw_runs(
-    sheet: _Sheet, part: Part, loops: _Loops, word: int, side: str
+    sheet: Sheet, part: Part, loops: _Loops, word: int, side: str
 ) -> dict[tuple[int, int], tuple[float, int]]:
     """Runs of the first chunk in the order of a side's addresses; return the middle and the colour of each."""
     is_source = side == "source"
@@ -534,20 +535,20 @@ def _draw_runs(
     found: dict[tuple[int, int], tuple[float, int]] = {}
     for j in groups:
         if j is None:
-            sheet.text(x + dots / 2, y + _TALL / 2, "…", size=11, color=_MUTED, ha="center")
+            sheet.text(x + dots / 2, y + _TALL / 2, "…", size=11, color=MUTED, ha="center")
             x += dots + between
             continue
         for i in members:
             if i is None:
-                sheet.box(x, y, dots, _TALL, _PAPER, linestyle=(0, (2, 2)))
-                sheet.text(x + dots / 2, y + _TALL / 2, "…", size=9, color=_MUTED, ha="center")
+                sheet.box(x, y, dots, _TALL, PAPER, linestyle=(0, (2, 2)))
+                sheet.text(x + dots / 2, y + _TALL / 2, "…", size=9, color=MUTED, ha="center")
                 x += dots
                 continue
             fast, slow = (i, j) if first is loops.fast else (j, i)
             offset = i * stride(first) + j * stride(second)
             number = loops.number(fast, slow)
             colour = colour_of.get(fast if goes is loops.fast else slow, 0)
-            sheet.box(x, y, width, _TALL, _FILLS[colour], label=f"{side} {number} @{offset}")
+            sheet.box(x, y, width, _TALL, FILLS[colour], label=f"{side} {number} @{offset}")
             sheet.words(x, y - 0.03, width, f"{number:,}", _short(offset, width - 0.06))
             _tick(sheet, x, y, width, part.run_bytes // word)
             found[fast, slow] = (x + width / 2, colour)
@@ -559,27 +560,27 @@ def _draw_runs(
 
 def _short(offset: int, room: float) -> str:
     text = f"+{offset:,}"
-    return text if _inches(text, 6.5) <= room else f"+{exact_size(offset)}"
+    return text if inches(text, 6.5) <= room else f"+{exact_size(offset)}"
 
 
-def _tick(sheet: _Sheet, x: float, y: float, width: float, words: int) -> None:
+def _tick(sheet: Sheet, x: float, y: float, width: float, words: int) -> None:
     """Mark the words of a run along its lower edge: all of them, or the first few of many."""
     each = width / words if 1 < words <= 32 else 0.06
     for tick in range(1, min(words, 32) if words <= 32 else 4):
         at = x + tick * each
-        sheet.axes.plot([at, at], [y + _TALL - 0.06, y + _TALL], color=_MUTED, linewidth=0.5)
+        sheet.axes.plot([at, at], [y + _TALL - 0.06, y + _TALL], color=MUTED, linewidth=0.5)
 
 
-def _draw_tile(sheet: _Sheet, part: Part, loops: _Loops, word: int, top: float) -> None:
+def _draw_tile(sheet: Sheet, part: Part, loops: _Loops, word: int, top: float) -> None:
     if part.spans is None:
         return
     a, b = part.spans
     left, y, each = _LEFT + _BAND + 0.1, top + 0.13, 0.1
     for i in range(4):
         for j in range(4):
-            sheet.box(left + i * each, y + j * each, each, each, _FILLS[i if a is loops.fast else j], linewidth=0.4)
+            sheet.box(left + i * each, y + j * each, each, each, FILLS[i if a is loops.fast else j], linewidth=0.4)
     sheet.text(left + 0.5, y + 0.1, f"{a.extent:,} × {b.extent:,}", size=8, room=0.65)
     sheet.text(left + 0.5, y + 0.27, f"of {part.run_bytes} B", size=8, room=0.65)
-    sheet.text(left, y + 0.54, "turned in tiles", size=7.5, color=_MUTED)
+    sheet.text(left, y + 0.54, "turned in tiles", size=7.5, color=MUTED)
     if word > part.run_bytes:
-        sheet.text(left, y + 0.69, f"a word is {word // part.run_bytes} of them", size=7.5, color=_MUTED, room=1.12)
+        sheet.text(left, y + 0.69, f"a word is {word // part.run_bytes} of them", size=7.5, color=MUTED, room=1.12)

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from .access import Access, Step, refine
 from .errors import LayoutError, MissingKernelError, PlanError
@@ -19,7 +20,7 @@ from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
 from .section import Section, pieces
 from .shapes import BlockShape
 
-__all__ = ["Plan", "between", "between_layers", "plan", "size_text"]
+__all__ = ["Plan", "between", "between_layers", "joined", "plan", "size_text"]
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,12 @@ class Plan:
         """The plan in sentences: what stays together, what moves, which word, which kernel and why."""
         paragraphs = [
             f"{self.src.layout.name} ({self.src.layout.order_text}) becomes "
-            f"{self.dst.layout.name} ({self.dst.layout.order_text}): {size_text(self.nbytes)} a block."
+            f"{self.dst.layout.name} ({self.dst.layout.order_text}): {size_text(self.nbytes)} a "
+            f"{'unit' if max(self.src.units, self.dst.units) > 1 else 'block'}."
         ]
-        for part, form in zip(self.parts, self.forms(), strict=True):
-            who = f"In {part.label}, every" if part.label else "Every"
+        for number, (part, form) in enumerate(zip(self.parts, self.forms(), strict=True), 1):
+            label = part.label or (f"part {number}" if len(self.parts) > 1 else "")
+            who = f"In {label}, every" if label else "Every"
             steps = " and ".join(
                 f"{side} table picks one of {math.prod(m.extent for m in modes)} allocations a block"
                 for side, modes in (
@@ -156,7 +159,7 @@ class Plan:
         if self._of_planes:
             paragraphs += [f"{_OF_PLANES[run.kernel[0].kind]}: {run.name}." for run in self.launches()]
         elif len(self.parts) == 2:
-            paragraphs.append("Both halves go in one launch where the joined kernel is built, else in one launch each.")
+            paragraphs.append("Both go in one launch where the joined kernel is built, else in one launch each.")
         return "\n".join(paragraphs)
 
 
@@ -232,13 +235,41 @@ def size_text(count: int) -> str:
     return f"{count} B"
 
 
+@runtime_checkable
+class _Part(Protocol):
+    """A section of a pool."""
+
+    @property
+    def of(self) -> Section: ...
+
+
+@runtime_checkable
+class _Bound(Protocol):
+    """A pool."""
+
+    @property
+    def whole(self) -> _Part: ...
+
+
+#: What knows its layout and its shape.
+Meant = _Part | _Bound
+
+
+def _meant(given: object) -> Section:
+    if isinstance(given, _Part):
+        return given.of
+    if isinstance(given, _Bound):
+        return given.whole.of
+    raise PlanError(f"plan: expected a layout, a pool or a section of one, got {type(given).__name__}")
+
+
 # ---- making a plan -------------------------------------------------------------------------------------------------
 
 
 def plan(
-    src: Layout,
-    dst: Layout,
-    shape: BlockShape | tuple[BlockShape, BlockShape],
+    src: Layout | Meant,
+    dst: Layout | Meant,
+    shape: BlockShape | tuple[BlockShape, BlockShape] | None = None,
     *,
     num_blocks: int | tuple[int, int] = 1024,
     layers: range | tuple[range, range] | None = None,
@@ -247,10 +278,10 @@ def plan(
 
     Parameters
     ----------
-    src, dst : Layout
+    src, dst : Layout, Pool or PoolSection
         From and to.
     shape : BlockShape or (BlockShape, BlockShape)
-        Sizes of a block; of each side, where the pools hold other layers.
+        Of layouts: sizes of a block; of each side, where the pools hold other layers.  Pools know theirs.
     num_blocks : int or (int, int)
         Blocks in each pool (source, destination).  Layouts with an axis slower than ``b`` have strides that depend on it.
     layers : range or (range, range), optional
@@ -273,6 +304,13 @@ def plan(
     >>> plan(load("nhd"), load("universal"), BlockShape(nl=80, no=2, nh=8, nt=16, hd=128)).kind
     'rows'
     """
+    if not isinstance(src, Layout) or not isinstance(dst, Layout):
+        if shape is not None or isinstance(src, Layout) or isinstance(dst, Layout):
+            raise PlanError("plan: expected two layouts and a shape, or two pools or sections of them without one")
+        here, there = (_meant(side) for side in (src, dst))
+        return between_layers(here, there, f"{here.layout.name} → {there.layout.name}", layers)
+    if shape is None:
+        raise PlanError(f"{src.name} → {dst.name}: shape: expected a BlockShape, or one for each side, got none")
     blocks = (num_blocks, num_blocks) if isinstance(num_blocks, int) else num_blocks
     shapes = (shape, shape) if isinstance(shape, BlockShape) else shape
     windows = None if layers is None else _windows(f"{src.name} → {dst.name}", (shapes[0].nl, shapes[1].nl), layers)
@@ -327,6 +365,11 @@ def between(src: Section, dst: Section, title: str) -> Plan:
             f"{dst.block_bytes}: this is a defect of kvbm; please report both layouts and the shape"
         )
     return made
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """Copies that take one list of ids as one: their parts, those at equal distances as one."""
+    return Plan(plans[0].src, plans[0].dst, tuple(_in_step([part for made in plans for part in made.parts])))
 
 
 def between_layers(src: Section, dst: Section, title: str, layers: range | tuple[range, range] | None) -> Plan:

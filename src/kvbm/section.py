@@ -200,6 +200,41 @@ class Section:
         step = round_up(start, 16)
         return replace(self, accesses=tuple(_pack(access, held, at, step) for access, held, at in placed), units=1)
 
+    def wire(self) -> Section:
+        """The same elements in an order that depends on no layout, without gaps: planes by name, in each ``l o h t … d``.
+
+        Two sides with different layouts write and read the same bytes so.
+
+        Raises
+        ------
+        LayoutError
+            An opaque group; elements that share a byte along another axis than the last.
+        """
+        start, made = 0, []
+        for name in sorted({access.plane for access in self.accesses}):
+            access = next(access for access in self.accesses if access.plane == name)
+            sizes = dict(access.sizes) | {axis: self.count(axis) for axis, _ in self.chosen}
+            order = [axis for axis in sorted(sizes, key=_canonical) if sizes[axis] > 1]
+            held, steps = access.itemsize, []
+            for axis in reversed(order):
+                low = access.pack if axis in access.packed else 1
+                if low > 1 and axis != order[-1]:
+                    raise LayoutError(
+                        f"axis '{axis}': elements along it share a byte, and a wire's go on along '{order[-1]}'"
+                    )
+                access.digits(axis)
+                steps.append(Step((axis,), low, sizes[axis] // low, held, 0))
+                held *= sizes[axis] // low
+            whole = tuple((axis, sizes[axis]) for axis in sorted(order))
+            made.append((replace(access, half=None, sizes=whole), steps, start))
+            start += round_up(held, 16)
+        accesses = tuple(access.place(at, start, steps) for access, steps, at in made)
+        return replace(self, accesses=accesses, units=1, chosen=(), record=False)
+
+    def behind(self, entry: int) -> Section:
+        """The same in allocations that stand so many entries further on in the table."""
+        return replace(self, accesses=tuple(replace(a, at=(a.at[0], a.at[1] + entry)) for a in self.accesses))
+
     def _dense(self) -> Section:
         """Chosen coordinates without gaps: the planes one after the other, each in the order of its steps."""
         chosen = {axis: len(coordinates) for axis, coordinates in self.chosen}
@@ -293,6 +328,11 @@ def _runs(coordinates: Coordinates) -> Iterator[_Window]:
             count += 1
         yield coordinates[at], count, step if count > 1 else 1
         at += count
+
+
+def _canonical(axis: str) -> tuple[int, str]:
+    """Where an axis stands on a wire: l o h t, a layout's own, d."""
+    return ("l", "o", "h", "t").index(axis) if axis in "loht" else 5 if axis == "d" else 4, axis
 
 
 def _said(coordinates: Coordinates) -> str:

@@ -15,12 +15,14 @@ from .proof import prove
 
 if TYPE_CHECKING:
     from .local import Local, LocalDone
+    from .pack import Packer
     from .sequence import Pairs, Rank, Span, pair_up
 
 __all__ = [
     "Local",
     "LocalDone",
     "Message",
+    "Packer",
     "Pairs",
     "Placement",
     "Rank",
@@ -40,6 +42,7 @@ __all__ = [
 _HOME = {
     "Local": "local",
     "LocalDone": "local",
+    "Packer": "pack",
     "Pairs": "sequence",
     "Rank": "sequence",
     "Span": "sequence",

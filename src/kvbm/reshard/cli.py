@@ -5,7 +5,6 @@ Only click is imported here before something runs, as for every command.
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
@@ -53,7 +52,9 @@ def reshard(
     sides = presets.load(src, model), presets.load(dst, model)
     made = messages.gather(*sides, stripe=stripe) if gather else (messages.plan(*sides, stripe=stripe),)
     if svg is not None:
-        write_pictures(lambda: importlib.import_module(".picture", __package__).draw(*made), svg)
+        from . import picture
+
+        write_pictures(lambda: picture.draw(*made), svg)
         return
     if as_json:
         found = [report.as_json(one, tokens) for one in made]

@@ -15,7 +15,7 @@ from ..transfer import Transfer
 from .messages import Message, Resharding
 from .placement import Placement
 from .sequence import Ids, Rank, Span, pair_up
-from .strips import Meeting, Unit
+from .strips import ONE_TOKEN
 
 __all__ = ["Local", "LocalDone", "Spans"]
 
@@ -230,7 +230,7 @@ class Local:
 
     def _transfer(self, message: Message, layers: range | None, single: bool = False) -> Transfer:
         if single:
-            message = message._replace(t=_ONE_TOKEN)
+            message = message._replace(t=ONE_TOKEN)
         key = message, layers, single
         found = self._transfers.get(key)
         if found is None:
@@ -283,8 +283,6 @@ class Local:
 
 #: A transfer, and the ids of both sides.
 _Work = tuple[Transfer, Ids, Ids]
-
-_ONE_TOKEN = Unit(1, Meeting(0, 0, 0, ()), 1, 1)
 
 _WHOLE_BLOCKS = "; tokens go one by one where a range begins or ends inside a unit: expected ranges of whole ones"
 

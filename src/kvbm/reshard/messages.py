@@ -12,7 +12,7 @@ from ..shapes import ITEMSIZE
 from . import report
 from .placement import Placement, Strips
 from .proof import prove
-from .strips import Meeting, Runs, Turns, Unit, meet, meet_in_unit, share_a_token
+from .strips import Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
 
 __all__ = ["Message", "Prefer", "Resharding", "gather", "plan"]
 
@@ -125,7 +125,7 @@ class Resharding:
         """
         model = self.src.model
         ours, theirs = self.sends[message.src].t, self.takes[message.dst].t
-        held = message.tokens if tokens is None else ours.common(theirs, tokens)
+        held = message.tokens if tokens is None else count_common(ours, theirs, tokens)
         return message.layers * message.heads * model.no * model.hd * held * ITEMSIZE[model.dtype] // model.pack
 
     @property

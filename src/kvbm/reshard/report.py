@@ -15,7 +15,7 @@ from .strips import Meeting, Runs, meet_in_unit
 if TYPE_CHECKING:
     from .messages import Message, Resharding
 
-__all__ = ["as_json", "explain", "sentence", "table"]
+__all__ = ["as_json", "explain", "sentence", "table", "units"]
 
 _COLUMNS = ("from", "to", "heads", "layers", "tokens a unit", "bytes", "rows of")
 _LEFT = ("heads", "layers", "tokens a unit")
@@ -41,7 +41,7 @@ def table(made: Resharding, tokens: int | None = None) -> str:
     left_out = sum(len(group) for group, _ in groups[cut:])
     rows = rows[: cut + 1]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{made.src} → {made.dst}: {_plural(len(made.messages), 'message')}, {_units(made)}"]
+    lines = [f"{made.src} → {made.dst}: {_plural(len(made.messages), 'message')}, {units(made)}"]
     for row in rows:
         cells = zip(row, widths, _COLUMNS, strict=True)
         said = [text.ljust(n) if column in _LEFT else text.rjust(n) for text, n, column in cells]
@@ -110,7 +110,8 @@ def sentence(made: Resharding) -> str:
     )
 
 
-def _units(made: Resharding) -> str:
+def units(made: Resharding) -> str:
+    """What a unit is, and how much of a block on each side."""
     if not made.messages:
         return "nothing to send"
     unit = made.messages[0].t  # of all of them: it follows from the turns of a side, not from whose turn it is

@@ -89,7 +89,9 @@ class Rank(NamedTuple):
 
     def held(self, span: Span) -> int:
         """Slots up to behind the last token that the rank holds."""
-        found: int = self.turns.count(span.tokens.stop) - self.turns.slot(span.origin)
+        position, turns = span.tokens.stop, self.turns
+        rest = min(max(position % turns.period - turns.index * turns.every, 0), turns.every)
+        found: int = position // turns.period * turns.every + rest - turns.slot(span.origin)
         return found
 
     def ids(self, span: Span, slots: Ids, of: int) -> Ids:

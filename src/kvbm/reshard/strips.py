@@ -12,7 +12,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Family", "Meeting", "Run", "Runs", "Turns", "Unit", "meet", "meet_in_unit", "share_a_token"]
+__all__ = [
+    "ONE_TOKEN",
+    "Family",
+    "Meeting",
+    "Run",
+    "Runs",
+    "Turns",
+    "Unit",
+    "count_common",
+    "meet",
+    "meet_in_unit",
+    "share_a_token",
+]
 
 
 class Run(NamedTuple):
@@ -129,26 +141,13 @@ class Turns:
         return position // self.every % self.over == self.index
 
     def slot(self, position: Any) -> Any:
-        """How many tokens the rank holds before this one."""
+        """How many tokens the rank holds before this one, which it holds."""
         return position // self.period * self.every + position % self.every
 
-    def count(self, stop: int) -> int:
-        """How many of the tokens before a position the rank holds."""
+    def held(self, stop: int) -> int:
+        """How many tokens before this position the rank holds."""
         rest = stop % self.period - self.index * self.every
         return stop // self.period * self.every + min(max(rest, 0), self.every)
-
-    def common(self, other: Turns, stop: int) -> int:
-        """How many of the tokens before a position both ranks hold."""
-        if self.period < other.period:
-            return other.common(self, stop)
-        rounds, rest = divmod(stop, math.lcm(self.period, other.period))
-        found = 0
-        for start in range(self.index * self.every, math.lcm(self.period, other.period), self.period):
-            one, two, three = (
-                other.count(x) for x in (start, start + self.every, max(start, min(start + self.every, rest)))
-            )
-            found += (two - one) * rounds + three - one
-        return found
 
     def __str__(self) -> str:
         return "all" if self.over == 1 else f"{self.every} of every {self.period} from {self.index * self.every}"
@@ -227,6 +226,10 @@ class Unit(NamedTuple):
     dst_slots: int
 
 
+#: Units where a range of tokens begins or ends inside larger ones.
+ONE_TOKEN = Unit(1, Meeting(0, 0, 0, ()), 1, 1)
+
+
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +267,19 @@ def share_a_token(src: Turns, dst: Turns) -> bool:
         return True
     a, b = src.index * src.every % common, dst.index * dst.every % common
     return (b - a) % common < src.every or (a - b) % common < dst.every
+
+
+def count_common(src: Turns, dst: Turns, stop: int) -> int:
+    """How many of the tokens before a position both hold."""
+    long, short = sorted((src, dst), key=lambda turn: -turn.period)
+    again = math.lcm(long.period, short.period)
+    rounds, rest = divmod(stop, again)
+    found = 0
+    for start in range(long.index * long.every, again, long.period):
+        behind = start + long.every
+        found += (short.held(behind) - short.held(start)) * rounds
+        found += short.held(max(start, min(behind, rest))) - short.held(start)
+    return found
 
 
 def meet_in_unit(

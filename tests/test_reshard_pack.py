@@ -1,0 +1,162 @@
+"""Packing: slots whose order depends on no layout, written by one launch for all peers and read by another."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import kvbm
+from kvbm import Placement, Pool, Span, reshard
+from kvbm.reshard.pack import Packer
+
+MODEL = kvbm.BlockShape(nl=3, no=2, nh=4, nt=4, hd=16, dtype="float16")
+
+
+def memory(pool: Pool) -> list[np.ndarray]:
+    """The bytes of every array."""
+    found = []
+    for array in pool.arrays:
+        size = sum((n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)) + array.itemsize
+        found.append(np.frombuffer((ctypes.c_ubyte * size).from_address(array.ctypes.data), np.uint8))
+    return found
+
+
+def pools(place: Placement, layout: str, tokens: int, rng: random.Random) -> list[Pool]:
+    made = []
+    for rank in range(place.world):
+        pool = Pool.allocate(kvbm.load(layout), place.shape(rank), -(-tokens // place.nt) + 2)
+        for part in memory(pool):
+            part[:] = np.frombuffer(rng.randbytes(part.size), np.uint8)
+        made.append(pool)
+    return made
+
+
+def slots_of(sizes: dict[int, int]) -> dict[int, np.ndarray]:
+    found = {}
+    for peer, size in sizes.items():
+        wide = np.zeros(size + 32, np.uint8)
+        found[peer] = wide[-wide.ctypes.data % 16 :][: max(size, 1)]
+    return found
+
+
+PLACEMENTS = {
+    "tp4": ("tp4", {"h": "tp"}),
+    "tp2": ("tp2", {"h": "tp"}),
+    "tp8": ("tp8", {"h": "tp"}),
+    "pp2": ("pp2", {"l": {"over": "pp", "bounds": [0, 1, 3]}}),
+    "cp2": ("cp2 tp2", {"h": "tp", "t": "cp by 1"}),
+    "one": ("tp1", {}),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("src", "dst", "sizes", "layouts"),
+    [
+        ("tp4", "tp2", (4, 16), ("vllm/flash_attn_nhd", "vllm/flash_attn_hnd")),
+        ("tp2", "tp4", (16, 4), ("universal", "nhd")),
+        ("tp2", "tp8", (8, 8), ("vllm/LBHNC", "hnd")),
+        ("pp2", "tp2", (6, 4), ("nhd", "universal")),
+        ("one", "cp2", (4, 4), ("hnd", "nhd")),
+        ("cp2", "one", (4, 8), ("nhd", "hf/dynamic_cache")),
+    ],
+)
+def test_packed_and_unpacked_is_as_copied(src: str, dst: str, sizes: tuple[int, int], layouts: tuple[str, str]) -> None:
+    rng = random.Random(f"{src}{dst}")
+    ends = [
+        Placement(PLACEMENTS[name][0], shard=PLACEMENTS[name][1], model=MODEL, nt=nt, name=name)
+        for name, nt in zip((src, dst), sizes, strict=True)
+    ]
+    made = reshard.plan(*ends)
+    senders, takers = (pools(place, layout, 40, rng) for place, layout in zip(ends, layouts, strict=True))
+    wanted = pools(ends[1], layouts[1], 40, rng)
+    for a, b in zip(wanted, takers, strict=True):
+        for mine, other in zip(memory(a), memory(b), strict=True):
+            mine[:] = other
+    spans = [
+        [Span(rng.sample(range(p.num_blocks), p.num_blocks), range(3, 37)) for p in side] for side in (senders, takers)
+    ]
+    copy = reshard.Local(made, senders, wanted)
+    copy(*spans)
+    sent = {}
+    for rank, pool in enumerate(senders):
+        pack = Packer(copy.made, rank, pool)
+        slots = slots_of(pack.sizes(spans[0][rank]))
+        pack(spans[0][rank], slots)
+        sent |= {(rank, peer): slot for peer, slot in slots.items()}
+    for rank, pool in enumerate(takers):
+        unpack = Packer(copy.made, rank, pool, side="dst")
+        sizes_there = unpack.sizes(spans[1][rank])
+        assert all(sizes_there[peer] <= sent[peer, rank].size for peer in unpack.peers)
+        unpack(spans[1][rank], {peer: sent[peer, rank] for peer in unpack.peers})
+    for a, b in zip(wanted, takers, strict=True):
+        assert all(np.array_equal(mine, other) for mine, other in zip(memory(a), memory(b), strict=True))
+
+
+@pytest.mark.quick
+def test_a_slot_depends_on_no_layout() -> None:
+    """Sixteen tokens of one head: written out by hand."""
+    place = Placement("tp4", shard={"h": "tp"}, model=MODEL, nt=16, name="prefill")
+    far = Placement("tp1", model=MODEL, nt=16, name="decode")
+    made, shape = reshard.plan(place, far), place.shape(0)
+    values = np.arange(shape.nl * 2 * 16 * 16, dtype=np.float16).reshape(3, 2, 16, 16)  # l o t d
+    seen = []
+    for name in ("vllm/flash_attn_nhd", "universal"):
+        pool = Pool.allocate(kvbm.load(name), shape, 2)
+        for layer in range(shape.nl):
+            for o in range(2):
+                for token in range(16):
+                    entry, at = pool.resolved.address(1, l=layer, o=o, h=0, t=token, d=0)
+                    memory(pool)[entry][at : at + 32] = values[layer, o, token].view(np.uint8)
+        pack = Packer(made, 0, pool)
+        slots = slots_of(pack.sizes(Span([1], range(16))))
+        pack(Span([1], range(16)), slots)
+        seen.append(slots[0].tobytes())
+    assert seen[0] == seen[1] == values.tobytes()
+
+
+@pytest.mark.quick
+def test_one_launch_for_all_peers() -> None:
+    """Eight peers with a head each are one loop: a step of the slots' table."""
+    model = replace(MODEL, nh=8)
+    src = Placement("tp1", model=model, nt=16, name="prefill")
+    dst = Placement("tp8", shard={"h": "tp"}, model=model, nt=16, name="decode")
+    pack = Packer(reshard.plan(src, dst), 0, Pool.allocate(kvbm.load("nhd"), src.shape(0), 4))
+    assert [len(way.messages) for way in pack._units] == [8] and [len(way.copies) for way in pack._units] == [1]
+
+
+@pytest.mark.quick
+def test_slots_that_do_not_fit() -> None:
+    src = Placement("tp2", shard={"h": "tp"}, model=MODEL, nt=4, name="prefill")
+    dst = Placement("tp4", shard={"h": "tp"}, model=MODEL, nt=4, name="decode")
+    made = reshard.plan(src, dst)
+    pool = Pool.allocate(kvbm.load("nhd"), src.shape(0), 4)
+    pack, span = Packer(made, 0, pool), Span([0, 1], range(8))
+    slots = slots_of(pack.sizes(span))
+    before = {peer: slot.copy() for peer, slot in slots.items()}
+    cases = [
+        ({0: slots[0]}, "slot of rank 1: missing; expected one for each of the ranks [0, 1]"),
+        ({**slots, 1: slots[1][:-1]}, "slot of rank 1: expected at least"),
+        ({**slots, 1: np.zeros(10_000, np.uint8)[::2]}, "slot of rank 1: expected contiguous bytes"),
+        ({**slots, 1: np.zeros(5_000, np.uint16)}, "slot of rank 1: expected contiguous bytes"),
+        (
+            {**slots, 1: slots_of({1: slots[1].size + 1})[1][1:]},
+            "slot of rank 1: expected an address at a multiple of 16",
+        ),
+    ]
+    for given, message in cases:
+        with pytest.raises(kvbm.BindError) as error:
+            pack(span, given)
+        assert message in str(error.value)
+    with pytest.raises(kvbm.BindError, match="rank 0: tokens 0 to 7 need 2 blocks of 4, got a table of 1"):
+        pack(Span([0], range(8)), slots)
+    assert all(np.array_equal(slots[peer], before[peer]) for peer in slots)
+    with pytest.raises(kvbm.BindError, match=r"prefill: rank 0: expected a pool of nl=3,no=2,nh=2,nt=4"):
+        Packer(made, 0, Pool.allocate(kvbm.load("nhd"), MODEL, 4))
+    opaque = Pool.allocate(kvbm.load("operational"), src.shape(0), 4)
+    with pytest.raises(kvbm.PlanError, match="opaque group"):
+        Packer(made, 0, opaque)
