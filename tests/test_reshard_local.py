@@ -62,6 +62,10 @@ def test_every_byte_through_the_fake_driver(fake_gpu: processes.FakeDriver, kind
     fake_gpu("reshards.every_byte", 30_000, 40, kind)
 
 
+def test_streams_of_other_gpus_are_found_before_a_byte_is_written(fake_gpu: processes.FakeDriver) -> None:
+    fake_gpu("reshards.streams_of_other_gpus", FAKE_DEVICES="2")
+
+
 @pytest.mark.parametrize("clear_tail", [False, True])
 @pytest.mark.parametrize(("small", "large", "most"), [(16, 64, 130), (64, 16, 70), (48, 32, 70), (5, 7, 40)])
 def test_every_range(small: int, large: int, most: int, clear_tail: bool) -> None:
