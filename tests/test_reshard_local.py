@@ -190,12 +190,12 @@ def test_bad_calls_are_refused_before_a_byte_is_written(
 
 @pytest.mark.parametrize(("side", "rank"), [(0, 0), (0, 3), (1, 0), (1, 1)])
 def test_a_closed_pool_is_found_before_a_byte_is_written(side: int, rank: int) -> None:
-    pair = Pair()
+    pair, spans = Pair(), (Span([5, 2], range(32)), Span([3], range(32)))
     before = bytes_of(pair.pools[1])
     arrays = [array for pool in pair.pools[1] for array in pool.arrays]
     pair.pools[side][rank].close()
     with pytest.raises(BindError, match="is closed"):
-        pair.copy(*GOOD)
+        pair.copy(*spans)
     assert [array.tobytes() for array in arrays] == before
 
 
