@@ -12,7 +12,7 @@ import pytest
 
 import processes
 import reshard_oracle
-from kvbm import BindError, BlockShape, CoverageError, Placement, PlanError, Pool, Span, load, reshard
+from kvbm import BindError, BlockShape, CoverageError, Placement, PlanError, Pool, Span, load, reshard, spec
 from kvbm.reshard import local, messages, sequence, strips
 from reshard_oracle import on_host, random_case
 
@@ -59,7 +59,7 @@ def test_every_byte_on_a_gpu(first: int) -> None:
 
 @pytest.mark.parametrize("kind", ["device", "pinned"])
 def test_every_byte_through_the_fake_driver(fake_gpu: processes.FakeDriver, kind: str) -> None:
-    fake_gpu("reshards.every_byte", 30_000, 40, kind)
+    fake_gpu("reshards.every_byte", 30_000, 20, kind)
 
 
 def test_streams_of_other_gpus_are_found_before_a_byte_is_written(fake_gpu: processes.FakeDriver) -> None:
@@ -365,6 +365,25 @@ def test_a_message_that_cuts_an_opaque_group(name: str, other: str) -> None:
     for src, dst in ((engine("tp1", 16, "src"), one[1]), (engine("tp2", 24, "src"), one[1])):
         with pytest.raises(PlanError, match=r"the opaque group|does not promise the order"):
             reshard.Local(reshard.plan(src, dst), pools_of(src, name), pools_of(dst, other))
+
+
+def test_a_scale_that_the_tokens_of_a_block_share() -> None:
+    """Whole blocks of one size go; the scale of 64 tokens is not that of 16, nor that of 15 of them."""
+    layout = spec.parse(
+        'order: "[b] h l o <data scale>"\n'
+        'planes: {data: {order: "t d", dtype: int8}, scale: {dtype: float32, shared: t}}\n',
+        name="scaled",
+    )
+    src, other = engine("tp4", 16, "src"), engine("tp2", 64, "dst")
+    pools = [[Pool.allocate(layout, place.shape(r), 8) for r in range(place.world)] for place in (src, src, other)]
+    with pytest.raises(PlanError, match="plane 'scale' has one element for 64 tokens, which units would share"):
+        reshard.Local(reshard.plan(src, other), pools[0], pools[2])
+    copy = reshard.Local(reshard.plan(src, src), pools[0], pools[1])
+    copy(Span([1, 2], range(32)), Span([4, 3], range(32)))
+    before = bytes_of(pools[1])
+    with pytest.raises(PlanError, match="plane 'scale' has one element for 16 tokens, which units would share"):
+        copy(Span([1, 2], range(31)), Span([4, 3], range(31)))
+    assert bytes_of(pools[1]) == before
 
 
 def test_placements_of_other_models() -> None:

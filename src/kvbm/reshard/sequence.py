@@ -133,17 +133,20 @@ class Rank(NamedTuple):
                 f"of {self.nt}, got a table of {len(span.table)}"
             )
         behind = self._whole(behind) if tail else behind
-        entries = np.arange(first // self.nt, self._whole(behind) // self.nt if behind > first else first // self.nt)
-        blocks = span.table[entries]
+        if behind == first:
+            return np.zeros((0, 2), np.int64)
+        entry = first // self.nt
+        blocks = span.table[entry : self._whole(behind) // self.nt]
         wrong = np.flatnonzero((blocks < -1) | (blocks >= self.num_blocks))
         if wrong.size:
             raise BindError(
-                f"{self.name}: table[{entries[wrong[0]]}] is {blocks[wrong[0]]}: expected 0 to {self.num_blocks - 1}, or -1 for "
-                "no block"
+                f"{self.name}: table[{entry + wrong[0]}] is {blocks[wrong[0]]}: expected 0 to {self.num_blocks - 1}, or -1 for no "
+                "block"
             )
-        starts = np.maximum(first - entries * self.nt, 0), np.minimum(behind - entries * self.nt, self.nt)
-        found: Ids = np.stack([blocks * self.nt + start for start in starts], axis=1)[blocks >= 0]
-        return found
+        found: Ids = np.stack([blocks, blocks + 1], axis=1) * self.nt
+        found[0, 0] += first % self.nt
+        found[-1, 1] -= self._whole(behind) - behind
+        return found[blocks >= 0]
 
 
 class Pairs(NamedTuple):
