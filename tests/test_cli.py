@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,7 +102,7 @@ def test_reshard_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         drawn.extend(made)
         return Figure()
 
-    monkeypatch.setitem(sys.modules, "kvbm.reshard.picture", SimpleNamespace(draw=draw))
+    monkeypatch.setattr("kvbm.reshard.picture.draw", draw)
     path = tmp_path / "made.svg"
     assert ok("reshard", "vllm:tp4", "vllm:tp2", "--shape", SHAPE, "--svg", path) == f"{path}\n"
     assert "<svg" in path.read_text(encoding="utf-8") and [made.title for made in drawn] == ["vllm:tp4 → vllm:tp2"]
