@@ -19,7 +19,7 @@ from ..transfer import Transfer
 from .messages import Message, Resharding
 from .placement import Placement
 from .sequence import Ids, Rank, Span, pair_up
-from .strips import ONE_TOKEN
+from .strips import ONE_TOKEN, Meeting
 
 __all__ = ["Local", "LocalDone", "Spans"]
 

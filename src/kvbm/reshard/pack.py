@@ -132,7 +132,7 @@ class Packer:
         """
         self._pool.require_open()
         for message in list(self._ranks)[:1]:  # the rank itself is the same for all
-            self._ends(message)[0].require(span, written=not self._sends)
+            self._require_span(self._ends(message)[0], span)
         work = self._listed(span, origin)
         sizes = self.sizes(span, origin)
         found = {peer: self._slot(peer, slots, size) for peer, size in sizes.items() if size}
@@ -228,13 +228,18 @@ class Packer:
         for way, place in itertools.chain(((w, 0) for w in self._units), ((w, 2) for w in self._tokens)):
             message = way.messages[0]
             far = self._ends(message)[1]
-            blocks = -(-far.held(Span([], span.tokens, origin)) // far.nt)
+            blocks = -(-far.extent(Span([], span.tokens, origin))[1] // far.nt)
             spans = [span, Span(np.zeros(blocks, np.int64), span.tokens, origin)]
             pairs = pair_up(message.t, *self._ranks[message], *(spans if self._sends else spans[::-1]))
             ids = pairs[place + (0 if self._sends else 1)]
             if ids.size:
                 found.append((way, ids))
         return found
+
+    def _require_span(self, rank: Rank, span: Span) -> None:
+        blocks = rank.touched(span)[:, 0] // rank.nt
+        if not self._sends and np.unique(blocks).size != blocks.size:
+            raise BindError(f"{rank.name}: a block stands in the table twice, and would be written twice")
 
     def _slot(self, peer: int, slots: Mapping[int, Any], size: int) -> Array:
         where = f"slot of rank {peer}"
