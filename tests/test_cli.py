@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 import kvbm
 import matrix
 import oracle
+from kvbm import reshard
 from kvbm.cli import main
 from memory import numpy_dtype, placed
 
@@ -38,7 +40,7 @@ def ok(*args: str | Path) -> str:
 
 def test_help() -> None:
     text = ok("--help")
-    for command in ("layouts", "show", "check", "plan", "gallery", "schema", "codegen", "convert", "doctor", "demo"):
+    for command in ("layouts", "show", "check", "plan", "gallery", "schema", "codegen", "convert", "doctor", "demo", "reshard"):
         assert command in text
         assert "Usage" in ok(command, "--help")
     assert kvbm.__version__ in ok("--version")
@@ -63,6 +65,57 @@ def test_plan() -> None:
     made = kvbm.plan(kvbm.load("nhd"), kvbm.load("universal"), kvbm.load_shape("llama-3.1-70b"))
     assert str(made) in text
     assert made.kernels()[0] in text
+
+
+def test_reshard(tmp_path: Path) -> None:
+    """Files and presets; what is printed is what the library says."""
+    file = tmp_path / "prefill.yaml"
+    file.write_text("mesh: tp4\nshard: {h: tp}\nnt: 16\n", encoding="utf-8")
+    made = reshard.plan(reshard.load(str(file), kvbm.load_shape(SHAPE)), reshard.load("vllm:tp2,nt64", kvbm.load_shape(SHAPE)))
+    text = ok("reshard", file, "vllm:tp2,nt64", "--shape", SHAPE)
+    assert text.startswith(f"{made}\n\nLayers: ") and "prefill (tp4, 16 tokens a block) → vllm:tp2,nt64" in text
+    assert " ".join(text.partition("\n\n")[2].split()) == " ".join(made.explain().split())
+    counted = ok("reshard", file, "vllm:tp2,nt64", "--shape", SHAPE, "--tokens", 1000)
+    assert "1,000 tokens: 62 units, and 8 tokens one by one" in counted
+    printed = json.loads(ok("reshard", file, "vllm:tp2,nt64", "--shape", SHAPE, "--json"))
+    assert printed["fingerprint"] == made.fingerprint and len(printed["messages"]) == 4
+    assert [m["bytes"] for m in printed["messages"]] == [2 * 2 * 16 * 32 * 2] * 4
+
+
+def test_reshard_of_replicas() -> None:
+    shape = "llama-3.1-8b,nh=1"
+    one, striped = (ok("reshard", "vllm:tp4", "vllm", "--shape", shape, *more) for more in ((), ("--stripe",)))
+    assert "1 message, unit" in one and "4 messages, unit" in striped and "All of a group send" in striped
+    text = ok("reshard", "vllm", "vllm:tp4", "--shape", shape, "--gather")
+    assert text.startswith("Step 1:\n") and "\nStep 2:\n" in text and "4 messages" in text and "12 messages" in text
+    first, second = json.loads(ok("reshard", "vllm", "vllm:tp4", "--shape", shape, "--gather", "--json"))
+    assert (len(first["messages"]), len(second["messages"])) == (4, 12)
+
+
+def test_reshard_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+
+    def draw(*made: Any) -> Figure:
+        drawn.extend(made)
+        return Figure()
+
+    monkeypatch.setattr("kvbm.reshard.picture.draw", draw)
+    path = tmp_path / "made.svg"
+    assert ok("reshard", "vllm:tp4", "vllm:tp2", "--shape", SHAPE, "--svg", path) == f"{path}\n"
+    assert "<svg" in path.read_text(encoding="utf-8") and [made.title for made in drawn] == ["vllm:tp4 → vllm:tp2"]
+    result = call("reshard", "vllm:tp4", "vllm:tp2", "--shape", SHAPE, "--svg", tmp_path / "no" / "x.svg")
+    assert result.exit_code == kvbm.SpecError.exit_code and len(drawn) == 1, "nothing is drawn that could not be written"
+    ok("reshard", "vllm", "vllm:tp2", "--shape", "llama-3.1-8b,nh=1", "--gather", "--svg", path)
+    assert len(drawn) == 3, "both steps"
+
+
+def test_placements_are_completed() -> None:
+    for given, expected in (("v", ["vllm:tp"]), ("", [""]), ("some", ["some"]), ("./x", ["./x"])):
+        complete = ShellComplete(main, {}, "kvbm", "_KVBM_COMPLETE")
+        assert [item.value for item in complete.get_completions(["reshard"], given)] == expected
 
 
 def test_check_good(tmp_path: Path) -> None:
@@ -94,6 +147,10 @@ def test_check_bad() -> None:
         (("plan", "nhd", "vllm/paged_attn_v0", "--shape", SHAPE.replace("hd=32", "hd=5")), kvbm.LayoutError),
         (("show", "vllm/paged_attn_v0", "--shape", SHAPE.replace("hd=32", "hd=5")), kvbm.LayoutError),
         (("show", "no/such", "--shape", SHAPE), kvbm.SpecError),
+        (("reshard", "vllm:tp3", "vllm", "--shape", SHAPE), kvbm.SpecError),
+        (("reshard", "vllm", "no.yaml", "--shape", SHAPE), kvbm.SpecError),
+        (("reshard", "vllm:tp4", "vllm", "--shape", "llama-9"), kvbm.SpecError),
+        (("reshard", "vllm", "vllm", "--shape", SHAPE, "--svg", "picture.png"), kvbm.SpecError),
     ],
 )
 def test_exit_codes(args: tuple[str, ...], error: type[kvbm.KvbmError]) -> None:
@@ -104,8 +161,9 @@ def test_exit_codes(args: tuple[str, ...], error: type[kvbm.KvbmError]) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [(), ("nonsense",), ("plan", "nhd"), ("show", "nhd"), ("convert", "nowhere", "out", "--to", "nhd")]
-)
+    "args", [(), ("nonsense",), ("plan", "nhd"), ("show", "nhd"), ("convert", "nowhere", "out", "--to", "nhd"),
+             ("reshard", "vllm"), ("reshard", "vllm", "vllm"), ("reshard", "vllm", "vllm", "--shape", SHAPE, "--tokens", "0")]
+)  # fmt: skip
 def test_usage(args: tuple[str, ...]) -> None:
     assert call(*args).exit_code == 2
 

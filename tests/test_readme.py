@@ -33,6 +33,7 @@ FIVE = section("Declare a layout in five minutes")
 SHORT, NUMPY, TORCH, CUDA = blocks(FIVE, "python")
 API, LISTS, COMPILED = blocks(section("Python"), "python")
 (SERVING,) = blocks(section("Move blocks beside a running model"), "python")
+(RESHARD,) = blocks(section("Between engines that spread a cache differently"), "python")
 CONSOLE = blocks(README, "console")
 
 
@@ -107,6 +108,12 @@ def test_serving_loop_names_what_there_is() -> None:
     assert all(hasattr(kvbm.Transfer, name) for name in ("explain", "stats", "close"))
 
 
+def test_resharding(tmp_path: Path) -> None:
+    assert len(list(filter(None, RESHARD.splitlines()))) < 15
+    passes(tmp_path, RESHARD)
+    assert execute(tmp_path, RESHARD.replace("[:, 1, 6, 1]", "[:, 1, 6, 0]")).returncode, "of another head"
+
+
 def test_a_layout_of_the_same_shape_fails_as_the_readme_says(tmp_path: Path) -> None:
     (other,) = re.findall(r'change the order to `"(.*?)"`', FIVE)
     wrong, count = re.subn(r'^order: ".*"$', f'order: "{other}"', MINE, flags=re.MULTILINE)
@@ -159,7 +166,7 @@ def test_errors_and_exit_codes() -> None:
     rows = re.findall(r"^\| `(\w+)` \(`(\w+)`\) \|.*\| (\d+) \|$", README, re.MULTILINE)
     said = {name: (base, int(code)) for name, base, code in rows}
     known = {
-        name: (error.__mro__[1 if issubclass(error.__mro__[1], errors.CudaError) else 2].__name__, error.exit_code)
+        name: (error.__mro__[1 if error.__mro__[1] is not errors.KvbmError else 2].__name__, error.exit_code)
         for name, error in vars(errors).items()
         if isinstance(error, type) and issubclass(error, errors.KvbmError) and error is not errors.KvbmError
     }
@@ -185,6 +192,7 @@ def test_links_and_files_are_there() -> None:
         "cuda",
         "src/kvbm",
         "src/kvbm/bench",
+        "src/kvbm/reshard",
         "src/kvbm/testing",
         "src/kvbm/torch",
         "tests",

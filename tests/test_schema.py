@@ -18,9 +18,14 @@ import matrix
 import strategies
 from kvbm import schema, spec
 from kvbm.cli import main
+from kvbm.reshard import placement
 from kvbm.terms import Expression
 
-FILES = {"layout": matrix.LAYOUTS / "schema.json", "shape": matrix.LAYOUTS / "shapes" / "schema.json"}
+FILES = {
+    "layout": matrix.LAYOUTS / "schema.json",
+    "shape": matrix.LAYOUTS / "shapes" / "schema.json",
+    "placement": matrix.LAYOUTS / "placements" / "schema.json",
+}
 BAD = sorted((Path(__file__).parent / "data" / "bad").glob("*.yaml"))
 #: What no schema sees: it is right but for a size or another layout, or one part of it does not fit another.
 UNSEEN = {"k_v_brackets_differ", "k_v_without_o", "pitch_of_bracketed"}
@@ -63,7 +68,7 @@ def test_is_a_schema(kind: str) -> None:
         for key, value in re.findall(r'"(pattern)": ("(?:[^"\\]|\\.)*")', schema.text(kind))
         for value in [json.loads(value)]
     ]
-    assert bool(patterns) is (kind == "layout")
+    assert bool(patterns) is (kind != "shape")
     for pattern in patterns:
         assert not re.search(r"\(\?[P<#]|\\[AZz]", pattern), "JavaScript reads it too"
 
@@ -261,3 +266,78 @@ def test_planes_that_the_parser_takes(planes: list[str], text: str, orders: list
 def test_planes_are_what_is_described() -> None:
     said = schema.layout_schema()["properties"]["planes"]["additionalProperties"]["properties"]
     assert tuple(said) == spec.PLANE_KEYS and said["dtype"]["enum"] == list(kvbm.shapes.ITEMSIZE)
+
+
+# ---- placements ----------------------------------------------------------------------------------------------------
+
+PLACEMENT = """title: 8
+mesh: pp2 tp8
+shard: {h: tp/4, t: tp%4 by 1, l: {over: pp, bounds: [0, 5, '12']}}
+layers: [0-2, 5, 7-11 by 2]
+nt: 64
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "good"),
+    [
+        ("", "", True),
+        ("mesh: pp2 tp8", "mesh: ' pp2   tp8 '", True),
+        ("h: tp/4", "h: ' tp/4%2 '", True),
+        ("by 1", "by nt", True),
+        ("{over: pp, bounds: [0, 5, '12']}", "pp", True),
+        ("[0-2, 5, 7-11 by 2]", "3", True),
+        ("[0-2, 5, 7-11 by 2]", "0 - 11 by 6", True),
+        ("nt: 64", "nt: '64'", True),
+        ("mesh: pp2 tp8", "mesh: pp2,tp8", False),
+        ("mesh: pp2 tp8", "mesh: [pp2, tp8]", False),
+        ("mesh: pp2 tp8", "mesh: tp", False),
+        ("mesh: pp2 tp8\n", "", False),
+        ("h: tp/4", "h: tp//4", False),
+        ("h: tp/4", "h: tp by 4", False),
+        ("h: tp/4", "h: {over: tp, bounds: [0, 2]}", False),
+        ("h: tp/4", "o: tp", False),
+        ("tp%4 by 1", "tp%4", False),
+        ("tp%4 by 1", "tp%4 by 0", False),
+        ("bounds:", "bound:", False),
+        ("[0, 5, '12']", "[0, 5, 12.5]", False),
+        ("[0-2, 5, 7-11 by 2]", "[]", False),
+        ("[0-2, 5, 7-11 by 2]", "[0..2]", False),
+        ("nt: 64", "nt: 0", False),
+        ("nt: 64", "nt: 1.5", False),
+        ("title: 8", "tittle: 8", False),
+        ("h: tp/4", "h: cp", None),
+        ("h: tp/4", "h: tp/3", None),
+        ("[0, 5, '12']", "[0, 12, 5]", None),
+        ("nt: 64", "nt: 999999999", None),
+    ],
+)
+def test_placements(old: str, new: str, good: bool | None) -> None:
+    """What the parser says (None: only it can see that), the schema says too."""
+    assert old in PLACEMENT
+    text = PLACEMENT.replace(old, new)
+    try:
+        kvbm.Placement.parse(text, kvbm.BlockShape(nl=12, no=2, nh=2, nt=16, hd=64))
+        taken = True
+    except kvbm.SpecError:
+        taken = False
+    assert taken is bool(good), text
+    assert (refused("placement", text) == []) is (taken or good is None), text
+
+
+@given(st.text("tpnby0123458/% -,[]", max_size=14), st.sampled_from(["mesh", "h", "t", "l", "layers", "nt"]))
+@strategies.cases(1500)
+def test_placements_that_the_parser_takes(text: str, key: str) -> None:
+    values: dict[str, Any] = {"mesh": "tp8", "shard": {"h": "tp%2"}}
+    values["shard" if key in {"h", "t", "l"} else key] = {key: text} if key in {"h", "t", "l"} else text
+    declared = json.dumps(values)
+    try:
+        kvbm.Placement.parse(declared, kvbm.BlockShape(nl=8, no=2, nh=2, nt=16, hd=64))
+    except kvbm.SpecError:
+        return
+    assert refused("placement", declared) == [], declared
+
+
+def test_placements_are_what_is_described() -> None:
+    said = schema.placement_schema()["properties"]
+    assert tuple(said) == placement.KEYS and tuple(said["shard"]["properties"]) == tuple(placement.SHARED)

@@ -1,4 +1,4 @@
-"""The command line: ``kvbm layouts | show | check | plan | gallery | schema | codegen | convert | tune | …``, and so on.
+"""The command line: ``kvbm layouts | show | check | plan | reshard | gallery | schema | codegen | convert | tune | …``, and so on.
 
 Commands parse, call the library and print; what they know, they know from there. Every error that kvbm raises on
 purpose ends as one message on stderr and its class's exit code; ``KVBM_DEBUG=1`` adds the traceback.
@@ -28,6 +28,7 @@ from .commands import (
     progress,
     shape_option,
     terminal,
+    write_pictures,
 )
 from .errors import BindError, BuildError, KvbmError, MissingKernelError, SpecError
 from .layout import Layout
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from .pool import Pool
 
 _CHUNK_BYTES = 64 << 20  # `convert` moves this much between two steps of its progress bar
-_LAZY = {"bench": ".bench.cli", "smoke": ".testing.smoke"}  # commands of other rooms
+_LAZY = {"bench": ".bench.cli", "reshard": ".reshard.cli", "smoke": ".testing.smoke"}  # commands of other rooms
 
 
 @click.group(cls=Group, lazy=_LAZY, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -155,27 +156,12 @@ def show(name: str, shape_text: str, num_blocks: int, svg: Path | None, png: Pat
         return
     from . import picture
 
-    _write_pictures(lambda: picture.draw_layout(resolved), svg, png, html)
+    write_pictures(lambda: picture.draw_layout(resolved), svg, png, html)
     if html is not None:
         from .gallery import page
 
         html.write_text(page(resolved), encoding="utf-8")
         click.echo(html)
-
-
-def _write_pictures(make: Callable[[], Any], svg: Path | None, png: Path | None, html: Path | None = None) -> None:
-    """Write the picture to the files that were asked for; nothing is drawn before all of them are known to be good."""
-    from .gallery import check_path, save
-
-    for path, suffix in ((svg, ".svg"), (png, ".png"), (html, ".html")):
-        if path is not None:
-            check_path(path, suffix)
-    if not (wanted := [path for path in (svg, png) if path is not None]):
-        return
-    figure = make()
-    for path in wanted:
-        save(figure, path)
-        click.echo(path)
 
 
 @main.command()
@@ -237,7 +223,7 @@ def plan(src: str, dst: str, shape_text: str, num_blocks: int, svg: Path | None,
     if svg is not None or png is not None:
         from . import picture
 
-        _write_pictures(lambda: picture.draw_plan(made), svg, png)
+        write_pictures(lambda: picture.draw_plan(made), svg, png)
         return
     click.echo(str(made))
     click.echo()
@@ -283,9 +269,9 @@ def gallery(out: Path) -> None:
 
 
 @main.command()
-@click.argument("kind", type=click.Choice(["layout", "shape"]), default="layout")
+@click.argument("kind", type=click.Choice(["layout", "shape", "placement"]), default="layout")
 def schema(kind: str) -> None:
-    """Print the JSON schema of layout files, or of shape files, for an editor.
+    """Print the JSON schema of layout files, or of shape or placement files, for an editor.
 
     The first line of a file names it: # yaml-language-server: $schema=PATH
     """

@@ -173,3 +173,20 @@ def picture_option(suffix: str, what: str) -> Callable[[Any], Any]:
         type=click.Path(path_type=Path),
         help=f"Write {what} instead; FILE ends in .{suffix}. Needs matplotlib: pip install 'kvbm-layouts[show]'.",
     )
+
+
+def write_pictures(
+    make: Callable[[], Any], svg: Path | None, png: Path | None = None, html: Path | None = None
+) -> None:
+    """Write the picture to the files that were asked for; nothing is drawn before all of them are known to be good."""
+    from .gallery import check_path, save
+
+    for path, suffix in ((svg, ".svg"), (png, ".png"), (html, ".html")):
+        if path is not None:
+            check_path(path, suffix)
+    if not (wanted := [path for path in (svg, png) if path is not None]):
+        return
+    figure = make()
+    for path in wanted:
+        save(figure, path)
+        click.echo(path)

@@ -1,4 +1,4 @@
-"""JSON schemas of layout files and shape files, for editors: made from what the parser knows, so that the two agree.
+"""JSON schemas of layout, shape and placement files, for editors: made from what the parser knows, so that the two agree.
 
 A schema never refuses what the parser takes.  It cannot see everything that the parser refuses: no pattern knows whether
 a pitch belongs to an axis of the order, or whether a split divides a size.  `kvbm check` does.
@@ -12,11 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .reshard import placement
 from .shapes import ITEMSIZE, OPTIONAL_KEYS, REQUIRED_KEYS
 from .spec import KEYS, PLANE_KEYS
 from .terms import AXES, FUNCTIONS, OPERATORS, SIZES
 
-__all__ = ["SCHEMAS", "layout_schema", "shape_schema", "text"]
+__all__ = ["SCHEMAS", "layout_schema", "placement_schema", "shape_schema", "text"]
 
 _Schema = dict[str, Any]
 
@@ -131,8 +132,73 @@ def shape_schema() -> _Schema:
     }
 
 
+def placement_schema() -> _Schema:
+    """The schema of a placement file."""
+    name, size, spaces = "[a-z][a-z_]*", "[1-9][0-9]{0,8}", r"\s"
+    digit = f"{name}(?:[/%]{size})*"
+    number = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]{1,9}$"}
+    some = {**number, "pattern": rf"^[0-9]{{1,9}}(?:{spaces}*-{spaces}*[0-9]{{1,9}}(?:{spaces}+by{spaces}+{size})?)?$"}
+    uneven = {
+        "over": {"type": "string", "pattern": f"^{spaces}*{digit}{spaces}*$"},
+        "bounds": {"type": "array", "items": number},
+    }
+    shares: dict[str, _Schema] = {
+        "l": {
+            "type": ["string", "object"],
+            "pattern": f"^{spaces}*{digit}{spaces}*$",
+            "properties": uneven,
+            "required": list(placement.SHARE_KEYS),
+            "additionalProperties": False,
+            "description": "Layers: pp in equal shares, or {over: pp, bounds: [0, 20, 48, 80]}.",
+        },
+        "h": {
+            "type": "string",
+            "pattern": f"^{spaces}*{digit}{spaces}*$",
+            "description": "KV heads, in equal shares; of more ranks than heads, neighbours hold the same.",
+        },
+        "t": {
+            "type": "string",
+            "pattern": f"^{spaces}*{digit}{spaces}+by{spaces}+(?:nt|{size}){spaces}*$",
+            "description": "Tokens, in turns: tp%4 by 1, cp by nt.",
+        },
+    }
+    described: dict[str, _Schema] = {
+        "title": {**_TEXT, "description": "What it is, in a line."},
+        "mesh": {
+            "type": "string",
+            "pattern": f"^{spaces}*{name}{size}(?:{spaces}+{name}{size})*{spaces}*$",
+            "description": "The ranks, slowest axis first: pp2 tp8.",
+        },
+        "shard": {
+            "type": "object",
+            "properties": {axis: shares[axis] for axis in placement.SHARED},
+            "additionalProperties": False,
+            "description": "Axis of the cache → axis of the mesh that shares it, or a digit of it: tp/4, tp%4.",
+        },
+        "layers": {
+            **some,
+            "type": ["integer", "string", "array"],
+            "items": some,
+            "minItems": 1,
+            "description": "The layers of the model that the pools hold, ascending: [0-3, 5-77 by 6]; all if not given.",
+        },
+        "nt": {**number, "minimum": 1, "description": "Tokens of a block on a rank; the model's if not given."},
+        "read_from": {**_TEXT, "description": "What it was read from."},
+        "notes": {"description": "Whatever else a reader should know."},
+    }
+    return {
+        "$schema": _DRAFT,
+        "title": "kvbm placement",
+        "description": "Which part of a model's cache each rank of an engine holds.",
+        "type": "object",
+        "properties": {key: described[key] for key in placement.KEYS},
+        "required": ["mesh"],
+        "additionalProperties": False,
+    }
+
+
 #: What there is a schema of.
-SCHEMAS = {"layout": layout_schema, "shape": shape_schema}
+SCHEMAS = {"layout": layout_schema, "shape": shape_schema, "placement": placement_schema}
 
 
 def text(kind: str) -> str:

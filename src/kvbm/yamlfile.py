@@ -83,9 +83,9 @@ class YamlFile:
         for key, value in node.value:
             text = self.scalar(key, f"a key of {what}")
             if known is not None and text not in known:
-                self.fail(key, f"unknown key {text!r}: expected one of {', '.join(known)}")
+                self.fail(key, f"unknown key {text!r:.200}: expected one of {', '.join(known)}")
             if text in nodes:
-                self.fail(key, f"key {text!r} is there twice")
+                self.fail(key, f"key {text!r:.200} is there twice")
             nodes[text] = value
         return nodes
 
@@ -109,4 +109,4 @@ class YamlFile:
 
 def kind_of(node: yaml.Node) -> str:
     """A node as a person would call it."""
-    return {"MappingNode": "a mapping", "SequenceNode": "a list", "ScalarNode": f"{node.value!r}"}[type(node).__name__]
+    return {"MappingNode": "a mapping", "SequenceNode": "a list", "ScalarNode": f"{node.value!r:.200}"}[type(node).__name__]

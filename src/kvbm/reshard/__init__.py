@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .messages import Message, Resharding, gather, plan
 from .placement import Placement
+from .presets import dynamo, load, sglang, trtllm, vllm
 from .proof import prove
 
 if TYPE_CHECKING:
@@ -27,10 +28,15 @@ __all__ = [
     "Rank",
     "Resharding",
     "Span",
+    "dynamo",
     "gather",
+    "load",
     "pair_up",
     "plan",
     "prove",
+    "sglang",
+    "trtllm",
+    "vllm",
 ]
 
 _HOME = {

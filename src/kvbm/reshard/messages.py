@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from ..errors import PlanError
 from ..shapes import ITEMSIZE
+from . import report
 from .placement import Placement, Strips
 from .proof import prove
-from .report import table
-from .strips import Meeting, Runs, Turns, Unit, meet, meet_in_unit, share_a_token
+from .strips import Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
 
 __all__ = ["Message", "Prefer", "Resharding", "gather", "plan"]
 
@@ -114,10 +114,18 @@ class Resharding:
         """Tokens of a unit, as few as any message has."""
         return min((message.t.tokens for message in self.messages), default=1)
 
-    def nbytes(self, message: Message, tokens: int) -> int:
-        """Bytes that a message carries of so many whole units' tokens of a sequence, where elements have one dtype."""
+    def nbytes(self, message: Message, tokens: int | None = None) -> int:
+        """Bytes of a message, where elements have one dtype.
+
+        Parameters
+        ----------
+        message : Message
+        tokens : int, optional
+            Of a sequence from its beginning on; those of one unit that the message carries if not given.
+        """
         model = self.src.model
-        held = tokens // message.t.tokens * message.tokens
+        ours, theirs = self.sends[message.src].t, self.takes[message.dst].t
+        held = message.tokens if tokens is None else count_common(ours, theirs, tokens)
         return message.layers * message.heads * model.no * model.hd * held * ITEMSIZE[model.dtype] // model.pack
 
     @property
@@ -126,8 +134,12 @@ class Resharding:
         meaning = (self.src.fingerprint, self.dst.fingerprint, self.messages, self.cuts)
         return hashlib.sha256(repr(meaning).encode()).hexdigest()[:16]
 
+    def explain(self) -> str:
+        """The same in sentences: what meets on each axis, the unit, what goes token by token, which replicas send."""
+        return report.explain(self)
+
     def __str__(self) -> str:
-        return table(self)
+        return report.table(self)
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------
@@ -176,6 +188,7 @@ def plan(
          1    0   2–3               0–79     16 of 16        1.25 MiB     256 B
          2    1   4–5 → local 0–1   0–79     16 of 16        1.25 MiB     256 B
          3    1   6–7 → local 2–3   0–79     16 of 16        1.25 MiB     256 B
+    5 MiB in all, for a unit of each
     proven: every coordinate of decode once, from a rank that holds it; 4 of 4 source ranks send 1 message each
     """
     _require_one_model(src, dst)

@@ -161,7 +161,7 @@ class _Drawing:
     def _nbytes(self, messages: Sequence[Message]) -> float:
         """Bytes a token of a sequence, on the average: ranks that take turns send of some tokens only."""
         sends, takes, nbytes = self.made.sends, self.made.takes, self.made.nbytes
-        return sum(nbytes(m, m.t.tokens) / m.tokens * _share(sends[m.src].t, takes[m.dst].t) for m in messages)
+        return sum(nbytes(m) / m.tokens * _share(sends[m.src].t, takes[m.dst].t) for m in messages)
 
     def _cells(self, side: int, box: _Box, axis: str) -> list[tuple[int, ...] | None]:
         """For each coordinate of an axis: None where others hold it, else the boxes that send it, which may be none."""

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
+import operator
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,21 +24,23 @@ from ..shapes import BlockShape
 from ..yamlfile import YamlFile, read_text
 from .strips import Runs, Turns
 
-__all__ = ["KEYS", "SHARED", "Digit", "Placement", "Share", "Strips"]
+__all__ = ["KEYS", "SHARED", "SHARE_KEYS", "Digit", "Placement", "Share", "Strips"]
 
 #: Keys of a placement file, and of a share that is written as a mapping.
-KEYS = ("title", "mesh", "shard", "nt", "read_from", "notes")
-_SHARE_KEYS = ("over", "bounds")
+KEYS = ("title", "mesh", "shard", "layers", "nt", "read_from", "notes")
+SHARE_KEYS = ("over", "bounds")
 
 #: Axes that can be shared by ranks.
 SHARED = {"l": "layers", "h": "KV heads", "t": "tokens"}
 
+_NAME = re.compile(r"[a-z][a-z_]*")
 _AXIS = re.compile(r"([a-z][a-z_]*)([1-9][0-9]{0,8})")
 _DIGIT = re.compile(r"([a-z][a-z_]*)((?:[/%][1-9][0-9]{0,8})*)")
 _SHARE = re.compile(r"\s*([^\s]+)(?:\s+by\s+(nt|[1-9][0-9]{0,8}))?\s*")
+_SOME = re.compile(r"([0-9]{1,9})(?:\s*-\s*([0-9]{1,9})(?:\s+by\s+([1-9][0-9]{0,8}))?)?")
 
-#: Ranks of a placement at most: a typing error would otherwise take all memory.
-_MOST_RANKS = 1 << 16
+#: Ranks, layers or heads of a placement at most, and tokens of a block: a typing error would otherwise take all memory.
+_MOST, _MOST_TOKENS = 1 << 16, 1 << 20
 
 
 class Digit(NamedTuple):
@@ -97,6 +102,10 @@ class Placement:
     title, name : str
         For people.
 
+    Notes
+    -----
+    A file may also say ``layers:``, as a list such as ``[0-3, 5-77 by 6]``.
+
     Raises
     ------
     SpecError
@@ -133,9 +142,13 @@ class Placement:
             for key, value in values.items():
                 object.__setattr__(self, key, value)
 
-        put(title=title, name=name, model=_model(model, name), nt=_tokens(nt, model, name), mesh=_mesh(mesh, name))
+        for what, value in (("name", name), ("title", title)):
+            if not isinstance(value, str):
+                raise SpecError(f"placement: {what}: expected a text, got {value!r:.200}")
+        put(title=title, name=name, model=_model(model, name), mesh=_mesh(mesh, name))
+        put(nt=_tokens(self.model.nt if nt is None else nt, name), layers=_layers(layers, self.model.nl, name))
         put(shares=tuple(sorted((axis, self._share(axis, share)) for axis, share in _shard(shard, name).items())))
-        put(layers=self._layers(layers))
+        self._require_all()
 
     @classmethod
     def load(cls, path: str | Path, model: BlockShape, **overrides: Any) -> Placement:
@@ -163,12 +176,16 @@ class Placement:
         >>> Placement.load(file, load_shape("llama-3.1-70b,nh=2")).strips(5).t
         Turns(every=1, over=4, index=1)
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise SpecError(f"placement: expected the path of a file, got {path!r:.200}")
         file = Path(path)
         return cls.parse(read_text(file, str(file)), model, str(file), **{"name": file.stem, **overrides})
 
     @classmethod
     def parse(cls, text: str, model: BlockShape, file: str = "<string>", **overrides: Any) -> Placement:
         """The text of a placement file, as `load`."""
+        if not isinstance(text, str):
+            raise SpecError(f"{file}: expected the text of a placement file, got {text!r:.200}")
         reader = _File(file)
         with reader.guarded(text):
             return reader.placement(text, model, overrides)
@@ -187,15 +204,14 @@ class Placement:
 
     def place(self, rank: int) -> dict[str, int]:
         """Where a rank stands on each axis of the mesh."""
-        self._require_rank(rank)
-        found = {}
+        rank, found = self._rank(rank), {}
         for axis, size in reversed(self.mesh):
             rank, found[axis] = divmod(rank, size)
         return found
 
     def strips(self, rank: int) -> Strips:
         """What a rank holds of each axis."""
-        return _strips(self, rank)
+        return _strips(self, self._rank(rank))
 
     def shape(self, rank: int) -> BlockShape:
         """The block shape of a rank's pool.
@@ -225,25 +241,27 @@ class Placement:
 
     # ---- reading what the caller says ------------------------------------------------------------------------------
 
-    def _require_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world:
-            raise SpecError(f"{self.name}: rank {rank!r}: expected 0 to {self.world - 1} (mesh {self.mesh_text})")
+    def _rank(self, rank: Any) -> int:
+        found = _whole(rank)
+        if found is None or not 0 <= found < self.world:
+            raise SpecError(f"{self.name}: rank {rank!r:.200}: expected 0 to {self.world - 1} (mesh {self.mesh_text})")
+        return found
 
     def _share(self, axis: str, given: Any) -> Share:
         where = f"{self.name}: {axis}"
         bounds: tuple[int, ...] = ()
         if isinstance(given, Mapping):
-            if axis != "l" or set(given) != set(_SHARE_KEYS):
+            if axis != "l" or set(given) != set(SHARE_KEYS):
                 raise SpecError(
-                    f"{where}: expected a text such as 'tp', or {{over: pp, bounds: […]}} for layers, got {given!r}"
+                    f"{where}: expected a text such as 'tp', or {{over: pp, bounds: […]}} for layers, got {given!r:.200}"
                 )
             given, bounds = given["over"], _bounds(given["bounds"], where)
         if not isinstance(given, str) or not (match := _SHARE.fullmatch(given)):
             raise SpecError(f"{where}: expected a text such as 'tp/4' or 'tp%4 by 1', got {given!r:.200}")
         digit = self._digit(match[1], where)
         if (axis == "t") != bool(match[2]):
-            expected = f"expected turns, e.g. '{match[1]} by 1'" if axis == "t" else "only tokens take turns"
-            raise SpecError(f"{where}: {expected}, got {given!r}")
+            expected = f"expected turns, e.g. '{match[1]} by 1'" if axis == "t" else "expected no turns, which only tokens take"
+            raise SpecError(f"{where}: {expected}, got {given!r:.200}")
         share = Share(digit, (self.nt if match[2] == "nt" else int(match[2])) if match[2] else 0, bounds)
         self._require_even(axis, share, where)
         return share
@@ -256,11 +274,11 @@ class Placement:
                 f"{where}: expected an axis of the mesh {self.mesh_text}, such as {self.mesh[-1][0]!r}, got {text!r:.200}"
             )
         divisor, extent = 1, sizes[match[1]]
-        for operator, number in re.findall(r"([/%])([0-9]+)", match[2]):
+        for sign, number in re.findall(r"([/%])([0-9]+)", match[2]):
             by = int(number)
             if extent % by:
-                raise SpecError(f"{where}: {text!r}: {extent} ranks by {by}: expected a divisor of {extent}")
-            divisor, extent = (divisor * by, extent // by) if operator == "/" else (divisor, by)
+                raise SpecError(f"{where}: {text!r:.200}: {extent} ranks by {by}: expected a divisor of {extent}")
+            divisor, extent = (divisor * by, extent // by) if sign == "/" else (divisor, by)
         return Digit(match[1], divisor, extent)
 
     def _require_even(self, axis: str, share: Share, where: str) -> None:
@@ -276,26 +294,36 @@ class Placement:
                 f"bounds, e.g. {{over: {share.digit.axis}, bounds: [0, …, {self.model.nl}]}}"
             )
         if axis == "l" and share.bounds:
-            ascending = all(a < b for a, b in zip(share.bounds, share.bounds[1:], strict=False))
-            if len(share.bounds) != ranks + 1 or not ascending or share.bounds[0] or share.bounds[-1] != self.model.nl:
+            bounds, last = share.bounds, self.model.nl
+            ascending = all(a < b for a, b in itertools.pairwise(bounds))
+            if len(bounds) != ranks + 1 or not ascending or bounds[0] or bounds[-1] != last:
                 raise SpecError(
-                    f"{where}: bounds: expected {ranks + 1} numbers that ascend from 0 to {self.model.nl}, got {list(share.bounds)}"
+                    f"{where}: bounds: expected {ranks + 1} numbers that ascend from 0 to {last}, got {list(bounds)!r:.200}"
                 )
         if axis == "t" and share.digit.extent > 1 and share.every % self.nt and self.nt % share.every:
             raise SpecError(
                 f"{where}: turns of {share.every} tokens, blocks of {self.nt}: expected one to divide the other"
             )
 
-    def _layers(self, given: Iterable[int] | None) -> Runs:
-        if given is None:
-            return Runs.of(range(self.model.nl))
-        found = list(given)
-        ascending = all(0 <= x < self.model.nl for x in found) and found == sorted(set(found))
-        if not found or not ascending:
-            raise SpecError(
-                f"{self.name}: layers: expected layers from 0 to {self.model.nl - 1}, ascending, got {found!r:.200}"
-            )
-        return Runs.of(found)
+    def _require_all(self) -> None:
+        """The ranks together hold all of the cache: shares that go by one axis of the mesh meet in every combination."""
+        for (axis, one), (other, two) in itertools.combinations(self.shares, 2):
+            if one.digit.axis != two.digit.axis:
+                continue
+            places = range(dict(self.mesh)[one.digit.axis])
+            pairs = {(self._part(axis, one.digit, at), self._part(other, two.digit, at)) for at in places}
+            counts = [len({pair[i] for pair in pairs}) for i in (0, 1)]
+            if len(pairs) != math.prod(counts):
+                raise SpecError(
+                    f"{self.name}: {axis} by {one.digit} and {other} by {two.digit}: expected ranks for all "
+                    f"{counts[0]} × {counts[1]} combinations of {SHARED[axis]} and {SHARED[other]}, got {len(pairs)}; no rank "
+                    "holds the rest of the cache"
+                )
+
+    def _part(self, axis: str, digit: Digit, at: int) -> int:
+        """Which share of an axis is held at a place on a mesh axis; neighbours hold one head where there are more ranks."""
+        index = at // digit.divisor % digit.extent
+        return index * self.model.nh // digit.extent if axis == "h" and digit.extent > self.model.nh else index
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -321,57 +349,85 @@ def _strips(placement: Placement, rank: int) -> Strips:
     return Strips(layers, heads, tokens)
 
 
+def _whole(value: Any) -> int | None:
+    """An integer, of NumPy's too; None where it is something else."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # an array of several
+        return None
+
+
 def _model(model: Any, name: str) -> BlockShape:
     if not isinstance(model, BlockShape):
         raise SpecError(
             f"{name}: model: expected a BlockShape of the whole model (kvbm.load_shape), got {model!r:.200}"
         )
+    if max(model.nl, model.nh) > _MOST:
+        raise SpecError(f"{name}: model: expected at most {_MOST:,} layers and KV heads, got {model}")
     return model
 
 
-def _tokens(nt: Any, model: BlockShape, name: str) -> int:
-    if nt is None:
-        return model.nt
-    if isinstance(nt, bool) or not isinstance(nt, int) or nt < 1:
-        raise SpecError(f"{name}: nt: expected tokens of a block, from 1 on, got {nt!r:.200}")
-    return nt
+def _tokens(nt: Any, name: str) -> int:
+    found = _whole(nt)
+    if found is None or not 1 <= found <= _MOST_TOKENS:
+        raise SpecError(f"{name}: nt: expected tokens of a block, from 1 to {_MOST_TOKENS:,}, got {nt!r:.200}")
+    return found
 
 
 def _mesh(given: Any, name: str) -> tuple[tuple[str, int], ...]:
     if isinstance(given, Mapping):
-        found = [(str(axis), size) for axis, size in given.items()]
+        found = [(axis, _whole(size) or 0) for axis, size in itertools.islice(given.items(), 65)]
     else:
         matches = [_AXIS.fullmatch(word) for word in given.split()] if isinstance(given, str) else []
-        found = [(match[1], int(match[2])) for match in matches if match]
-        if not found or len(found) != len(matches):
-            found = []
-    sizes = [size for _, size in found]
-    whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
-    if not found or not whole or len({axis for axis, _ in found}) != len(found):
+        found = [(match[1], int(match[2])) if match else ("", 0) for match in matches]
+    names = [axis for axis, _ in found if isinstance(axis, str) and _NAME.fullmatch(axis)]
+    if not found or len(set(names)) != len(found) or min(size for _, size in found) < 1 or len(found) > 64:
         raise SpecError(
             f"{name}: mesh: expected axes with their sizes, slowest first, e.g. 'pp2 tp8', got {given!r:.200}"
         )
-    if math.prod(sizes) > _MOST_RANKS:
-        raise SpecError(f"{name}: mesh: expected at most {_MOST_RANKS:,} ranks, got {given!r:.200}")
+    if math.prod(size for _, size in found) > _MOST:
+        raise SpecError(f"{name}: mesh: expected at most {_MOST:,} ranks, got {given!r:.200}")
     return tuple(found)
 
 
 def _shard(given: Any, name: str) -> Mapping[str, Any]:
     if given is None:
         return {}
-    unknown = set(given) - set(SHARED) if isinstance(given, Mapping) else {given}
+    unknown = [axis for axis in given if axis not in SHARED] if isinstance(given, Mapping) else [given]
     if unknown:
         known = ", ".join(f"{axis} ({what})" for axis, what in SHARED.items())
-        raise SpecError(f"{name}: shard: expected a mapping with the axes {known}, got {next(iter(unknown))!r:.200}")
+        raise SpecError(f"{name}: shard: expected a mapping with the axes {known}, got {unknown[0]!r:.200}")
     found: Mapping[str, Any] = given
     return found
 
 
-def _bounds(given: Any, where: str) -> tuple[int, ...]:
+def _numbers(given: Any, most: int) -> list[int] | None:
+    """At most so many integers, and one more; None where it is something else."""
     try:
-        return tuple(int(bound) for bound in given)
-    except (TypeError, ValueError):
-        raise SpecError(f"{where}: bounds: expected a list of layers, got {given!r:.200}") from None
+        found = [_whole(one) for one in itertools.islice(iter(given), most + 1)]
+    except TypeError:
+        return None
+    return None if None in found else [one for one in found if one is not None]
+
+
+def _bounds(given: Any, where: str) -> tuple[int, ...]:
+    found = _numbers(given, _MOST)
+    if found is None:
+        raise SpecError(f"{where}: bounds: expected a list of layers, got {given!r:.200}")
+    return tuple(found)
+
+
+def _layers(given: Any, nl: int, name: str) -> Runs:
+    if given is None:
+        return Runs.of(range(nl))
+    found = _numbers(given, nl)
+    if not found or not all(a < b for a, b in itertools.pairwise([-1, *found, nl])):
+        raise SpecError(
+            f"{name}: layers: expected layers from 0 to {nl - 1}, ascending, got {given if found is None else found!r:.200}"
+        )
+    return Runs.of(found)
 
 
 class _File(YamlFile):
@@ -382,32 +438,50 @@ class _File(YamlFile):
         keys = self.mapping(root, "the file", KEYS)
         if "mesh" not in keys:
             self.fail(root, "key 'mesh' missing; expected e.g. mesh: pp2 tp8")
-        values: dict[str, Any] = {"title": self.scalar(keys["title"], "title") if "title" in keys else ""}
-        if "nt" in keys:
-            values["nt"] = self.integer(keys["nt"], "nt")
-        values = {**values, "name": Path(self.file).stem, **overrides}
-        mesh = self.scalar(keys["mesh"], "mesh")
-        shard: dict[str, Any] = {}
+        for key in ("title", "read_from"):
+            if key in keys:
+                self.scalar(keys[key], key)
+        values: dict[str, Any] = {"name": Path(self.file).stem, **overrides, "model": model, "shard": {}}
+        if "title" in keys:
+            values.setdefault("title", self.scalar(keys["title"], "title"))
         # One after the other, so that what is wrong has a line.
-        self.attempt(keys["mesh"], mesh, shard, model, values)
+        values["mesh"] = self.scalar(keys["mesh"], "mesh")
+        made = self.attempt(keys["mesh"], values)
+        readers = {"nt": lambda node: self.integer(node, "nt"), "layers": self.layers}
+        for key, read in readers.items():
+            if key in keys:
+                values[key] = overrides.get(key, read(keys[key]))
+                made = self.attempt(keys[key], values)
         for axis, node in self.mapping(keys["shard"], "shard", tuple(SHARED)).items() if "shard" in keys else ():
-            shard[axis] = self.share(node, axis)
-            self.attempt(node, mesh, shard, model, values)
-        return self.attempt(root, mesh, shard, model, values)
+            values["shard"][axis] = self.share(node, axis)
+            made = self.attempt(node, values)
+        return made
 
-    def attempt(
-        self, node: yaml.Node, mesh: str, shard: Mapping[str, Any], model: BlockShape, values: Any
-    ) -> Placement:
+    def attempt(self, node: yaml.Node, values: Mapping[str, Any]) -> Placement:
         try:
-            return Placement(mesh, shard=shard, model=model, **values)
+            return Placement(**values)
         except SpecError as error:
             self.fail(node, str(error).removeprefix(f"{values['name']}: "))
+
+    def layers(self, node: yaml.Node) -> list[int]:
+        """``[0-3, 5-77 by 6]``, or such a thing alone."""
+        found: list[int] = []
+        for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            text = self.scalar(item, "layers")
+            match = _SOME.fullmatch(text)
+            if not match:
+                self.fail(item, f"layers: expected layers such as 3, 4-20 or 5-77 by 6, got {text!r:.200}")
+            first = int(match[1])
+            found += itertools.islice(range(first, int(match[2] or first) + 1, int(match[3] or 1)), _MOST + 1)
+            if len(found) > _MOST:
+                self.fail(item, f"layers: expected at most {_MOST:,}")
+        return found
 
     def share(self, node: yaml.Node, axis: str) -> Any:
         if not isinstance(node, yaml.MappingNode):
             return self.scalar(node, f"share of {axis}")
-        keys = self.mapping(node, f"share of {axis}", _SHARE_KEYS)
-        for key in _SHARE_KEYS:
+        keys = self.mapping(node, f"share of {axis}", SHARE_KEYS)
+        for key in SHARE_KEYS:
             if key not in keys:
                 self.fail(node, f"share of {axis}: key {key!r} missing; expected over and bounds")
         bounds = keys["bounds"]

@@ -1,25 +1,31 @@
-"""What a resharding is, for people and for programs: a table, a sentence, JSON."""
+"""What a resharding is, for people and for programs: a table, sentences, JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..planner import size_text
 from ..shapes import ITEMSIZE
-from .placement import Placement
-from .strips import Meeting, Runs
+from .placement import Placement, Strips
+from .strips import Meeting, Runs, meet_in_unit
 
 if TYPE_CHECKING:
-    from .messages import Resharding
+    from .messages import Message, Resharding
 
-__all__ = ["as_json", "sentence", "table", "units"]
+__all__ = ["as_json", "explain", "sentence", "table", "units"]
 
 _COLUMNS = ("from", "to", "heads", "layers", "tokens a unit", "bytes", "rows of")
+_LEFT = ("heads", "layers", "tokens a unit")
+
+#: Rows of a table at most, and what is shown where there are more.
+_MOST_ROWS, _SHOWN = 40, 32
 
 
 def table(made: Resharding, tokens: int | None = None) -> str:
-    """Who sends what to whom.
+    """Who sends what to whom.  Messages that are alike are one row, and of very many the first are shown.
 
     Parameters
     ----------
@@ -27,26 +33,28 @@ def table(made: Resharding, tokens: int | None = None) -> str:
     tokens : int, optional
         Length of a sequence to count bytes for; one unit if not given.
     """
-    length = made.unit if tokens is None else tokens
-    model = made.src.model
-    row_bytes = model.hd * ITEMSIZE[model.dtype] // model.pack  # of one head of one token, whatever the layouts are
-    rows = [_COLUMNS]
-    rows += [
-        (
-            str(m.src), str(m.dst), _said(m.h), _said(m.l), f"{m.tokens} of {m.t.tokens}",
-            size_text(made.nbytes(m, length // m.t.tokens * m.t.tokens)), f"{row_bytes} B",
-        )
-        for m in made.messages
-    ]  # fmt: skip
+    groups = list(_groups(made, tokens))
+    several = any(len(group) > 1 for group, _ in groups)
+    rows = [tuple(f"{column} each" if several and column == "bytes" else column for column in _COLUMNS)]
+    rows += [(_ranks(m.src for m in group), _ranks(m.dst for m in group), *said) for group, said in groups]
+    cut = len(rows) - 1 if len(rows) - 1 <= _MOST_ROWS else _SHOWN
+    left_out = sum(len(group) for group, _ in groups[cut:])
+    rows = rows[: cut + 1]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{made.src} → {made.dst}: {_plural(len(made.messages), 'message')}, {units(made)}"]
     for row in rows:
         cells = zip(row, widths, _COLUMNS, strict=True)
-        said = [
-            text.ljust(n) if column in ("heads", "layers", "tokens a unit") else text.rjust(n)
-            for text, n, column in cells
-        ]
+        said = [text.ljust(n) if column in _LEFT else text.rjust(n) for text, n, column in cells]
         lines.append("  " + "   ".join(said).rstrip())
+    if left_out:
+        lines.append(
+            f"  … and {_plural(left_out, 'message')} in {_plural(len(groups) - cut, 'row')}; as JSON they are all there"
+        )
+    total = sum(made.nbytes(m, tokens) for m in made.messages)
+    if len(made.messages) > 1:
+        lines.append(
+            f"{size_text(total)} in all, for {'a unit of each' if tokens is None else _plural(tokens, 'token')}"
+        )
     lines.append(sentence(made))
     if tokens is not None:
         left = tokens % made.unit
@@ -55,6 +63,38 @@ def table(made: Resharding, tokens: int | None = None) -> str:
             + (f", and {_plural(left, 'token')} one by one" if left else "")
         )
     return "\n".join(lines)
+
+
+def _groups(made: Resharding, tokens: int | None) -> Iterator[tuple[list[Message], tuple[str, ...]]]:
+    """Messages that say the same but for one of their ranks, by their destinations; and what they say."""
+    model = made.src.model
+    row_bytes = model.hd * ITEMSIZE[model.dtype] // model.pack  # of one head of one token, whatever the layouts are
+    names: dict[tuple[Meeting, ...], str] = {}
+    alike: dict[tuple[str, ...], list[Message]] = {}
+    for m in made.messages:
+        for meetings in (m.h, m.l):
+            if meetings not in names:
+                names[meetings] = _said(meetings)
+        said = names[m.h], names[m.l]
+        row: tuple[str, ...] = (
+            *said,
+            f"{m.tokens} of {m.t.tokens}",
+            size_text(made.nbytes(m, tokens)),
+            f"{row_bytes} B",
+        )
+        alike.setdefault(row, []).append(m)
+    found = []
+    for row, messages in alike.items():
+        sides = [
+            {rank: [m for m in messages if m[i] == rank] for rank in sorted({m[i] for m in messages})} for i in (0, 1)
+        ]
+        found += [(group, row) for group in min(sides, key=len).values()]
+    return iter(sorted(found, key=lambda group: (group[0][0].dst, group[0][0].src)))
+
+
+def _ranks(ranks: Iterator[int]) -> str:
+    found = sorted(set(ranks))
+    return ", ".join(map(str, found)) if len(found) == 2 else str(Runs.of(found))
 
 
 def sentence(made: Resharding) -> str:
@@ -72,16 +112,12 @@ def sentence(made: Resharding) -> str:
 
 def units(made: Resharding) -> str:
     """What a unit is, and how much of a block on each side."""
-    sizes = sorted({m.t.tokens for m in made.messages})
-    if len(sizes) != 1:
-        return f"units of {sizes[0]} to {sizes[-1]} tokens" if sizes else "nothing to send"
-    slots = [{m.t.src_slots for m in made.messages}, {m.t.dst_slots for m in made.messages}]
-    sides = [
-        ("a block" if n == place.nt else f"1/{place.nt // n} block") if len(found) == 1 else "parts of a block"
-        for place, found in zip((made.src, made.dst), slots, strict=True)
-        for n in (min(found),)
-    ]
-    return f"unit {_plural(sizes[0], 'token')}: {sides[0]} → {sides[1]}"
+    if not made.messages:
+        return "nothing to send"
+    unit = made.messages[0].t  # of all of them: it follows from the turns of a side, not from whose turn it is
+    slots = (made.src, unit.src_slots), (made.dst, unit.dst_slots)
+    sides = ["a block" if n == place.nt else f"1/{place.nt // n} block" for place, n in slots]
+    return f"unit {_plural(unit.tokens, 'token')}: {sides[0]} → {sides[1]}"
 
 
 def _said(meetings: Sequence[Meeting]) -> str:
@@ -92,11 +128,131 @@ def _said(meetings: Sequence[Meeting]) -> str:
 
 
 def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def as_json(made: Resharding) -> dict[str, Any]:
-    """Everything of a resharding as JSON holds it: placements, messages with their loops, units."""
+# ---- sentences -----------------------------------------------------------------------------------------------------
+
+
+def explain(made: Resharding) -> str:
+    """What meets on each axis, the unit and why it is no larger, what goes token by token, and who sends: a paragraph each."""
+    return "\n".join([*_meetings(made), _why_the_unit(made), _one_by_one(made), *_senders(made)])
+
+
+def _meetings(made: Resharding) -> Iterator[str]:
+    sides = (made.src, made.sends), (made.dst, made.takes)
+    for axis, what in (("l", "Layers"), ("h", "KV heads")):
+        parts = []
+        for place, strips in sides:
+            held = {getattr(one, axis) for one in strips}
+            sizes = _span(sorted({one.size for one in held}))
+            parts.append(
+                f"every rank of {place.name} has {sizes}"
+                if len(held) == 1
+                else f"{place.name} has {len(held)} shares of {sizes}"
+            )
+        sources: dict[int, set[Runs]] = {}
+        for m in made.messages:
+            sources.setdefault(m.dst, set()).add(getattr(made.sends[m.src], axis))
+        most = max(map(len, sources.values()), default=0)
+        met = f", and a rank of {made.dst.name} gets its own from up to {most} of them" if most > 1 else ""
+        yield f"{what}: {', '.join(parts)}{met}."
+    yield f"Tokens: {'; '.join(f'{place.name}: {_turns(strips)}' for place, strips in sides)}."
+
+
+def _span(sizes: Sequence[int]) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+
+
+def _turns(strips: Sequence[Strips]) -> str:
+    turn = strips[0].t
+    if turn.over == 1:
+        return "every rank holds all of a sequence"
+    return f"{turn.over} ranks take turns of {_plural(turn.every, 'token')}"
+
+
+def _why_the_unit(made: Resharding) -> str:
+    if not made.messages:
+        return "Unit: there is nothing to send."
+    message = made.messages[0]
+    unit, sides = message.t.tokens, (made.sends[message.src].t, made.takes[message.dst].t)
+    sizes = made.src.nt, made.dst.nt
+    spans = [size * turn.over for size, turn in zip(sizes, sides, strict=True)]
+    parts = [
+        f"a block of {place.name} holds {place.nt} tokens"
+        + (f", those of the {turn.over} ranks together {span} neighbours" if turn.over > 1 else "")
+        for place, turn, span in zip((made.src, made.dst), sides, spans, strict=True)
+    ]
+    text = f"Unit: {_plural(unit, 'token')}, copied as one: {'; '.join(parts)}."
+    whole = math.gcd(*spans)
+    if unit == spans[0] == spans[1]:
+        return f"{text} A larger one would not lie in one block of a rank."
+    if unit == whole:
+        return f"{text} No larger number divides {spans[0]} and {spans[1]}."
+    if unit < (best := meet_in_unit(*sides, sizes, made.cuts).tokens):
+        return f"{text} The block tables of both sides begin at other positions; otherwise it would be {best}."
+    if unit < (best := meet_in_unit(*sides, sizes).tokens):
+        cuts = ", ".join(str(cut) for cut in sorted({*made.cuts[0], *made.cuts[1]}))
+        return f"{text} The layouts split the tokens of a block at {cuts}, which parts a larger one; otherwise it would be {best}."
+    return (
+        f"{text} In one of {whole} tokens the turns of both sides do not fit in each other: every rank must hold the same part of "
+        "every unit, or one rank all of one."
+    )
+
+
+def _one_by_one(made: Resharding) -> str:
+    if made.unit == 1:
+        return "Token by token: a unit is one token, so ranges of tokens may begin and end anywhere."
+    most = _plural(made.unit - 1, "token")
+    return (
+        f"Token by token: where a range begins or ends inside a unit, at most {most} at each end go one by one, in a second copy. "
+        "No other token of their blocks is touched."
+    )
+
+
+def _senders(made: Resharding) -> Iterator[str]:
+    source, destination = made.src.name, made.dst.name
+    classes: dict[Strips, list[int]] = {}
+    for rank, strips in enumerate(made.sends):
+        classes.setdefault(strips, []).append(rank)
+    equal = [ranks for ranks in classes.values() if len(ranks) > 1]
+    if not equal:
+        yield f"Senders: no two ranks of {source} have the same to send, so there is no choice."
+    else:
+        more = f", and so on, {len(equal)} groups" if len(equal) > 1 else ""
+        text = f"Senders: ranks of {source} hold the same: {_ranks(iter(equal[0]))}{more}."
+        parts = Counter((m.dst, made.sends[m.src]) for m in made.messages)
+        if max(parts.values(), default=0) > 1:
+            yield f"{text} All of a group send, a share of the layers each, to use all of their links."
+        else:
+            yield (
+                f"{text} One of a group sends to a rank of {destination}: the one with the least to send so far, and of those the "
+                "one at the nearest place, unless prefer= says another. All ranks come to the same choice by themselves."
+            )
+    held = [made.dst.strips(rank) for rank in range(made.dst.world)]
+    if len(set(held)) == len(held):
+        return
+    if list(made.takes) != held:
+        yield f"Receivers: ranks of {destination} that hold the same get a share of the layers each in this step."
+    else:
+        yield (
+            f"Receivers: {len(held) // len(set(held))} ranks of {destination} hold the same, and each gets all of it. In two steps "
+            "(reshard.gather, --gather) each gets a share, and they exchange these."
+        )
+
+
+# ---- JSON ----------------------------------------------------------------------------------------------------------
+
+
+def as_json(made: Resharding, tokens: int | None = None) -> dict[str, Any]:
+    """Everything of a resharding as JSON holds it: placements, messages with their loops, units.
+
+    Parameters
+    ----------
+    made : Resharding
+    tokens : int, optional
+        Length of a sequence to count bytes for; one unit if not given.
+    """
     return {
         "source": _placement(made.src),
         "destination": _placement(made.dst),
@@ -110,7 +266,7 @@ def as_json(made: Resharding) -> dict[str, Any]:
                 "unit": m.t.tokens,
                 "tokens": _meeting(m.t.meeting) if m.t.meeting else None,
                 "slots": [m.t.src_slots, m.t.dst_slots],
-                "bytes": made.nbytes(m, m.t.tokens),
+                "bytes": made.nbytes(m, tokens),
             }
             for m in made.messages
         ],

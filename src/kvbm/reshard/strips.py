@@ -12,7 +12,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["ONE_TOKEN", "Family", "Meeting", "Run", "Runs", "Turns", "Unit", "meet", "meet_in_unit", "share_a_token"]
+__all__ = [
+    "ONE_TOKEN",
+    "Family",
+    "Meeting",
+    "Run",
+    "Runs",
+    "Turns",
+    "Unit",
+    "count_common",
+    "meet",
+    "meet_in_unit",
+    "share_a_token",
+]
 
 
 class Run(NamedTuple):
@@ -255,6 +267,19 @@ def share_a_token(src: Turns, dst: Turns) -> bool:
         return True
     a, b = src.index * src.every % common, dst.index * dst.every % common
     return (b - a) % common < src.every or (a - b) % common < dst.every
+
+
+def count_common(src: Turns, dst: Turns, stop: int) -> int:
+    """How many of the tokens before a position both hold."""
+    long, short = sorted((src, dst), key=lambda turn: -turn.period)
+    again = math.lcm(long.period, short.period)
+    rounds, rest = divmod(stop, again)
+    found = 0
+    for start in range(long.index * long.every, again, long.period):
+        behind = start + long.every
+        found += (short.held(behind) - short.held(start)) * rounds
+        found += short.held(max(start, min(behind, rest))) - short.held(start)
+    return found
 
 
 def meet_in_unit(
