@@ -532,7 +532,11 @@ def _peer(run: Run) -> Iterator[Row]:
             """Both messages side by side; the far GPU's stream, which is timed, waits for the other one's."""
             local(pair[0], pair[1], stream={there: stream, here: near_stream}, wait=stream).wait(stream)
 
-        bound.check(lambda *ids: (bound.move.copy(*ids, stream=clock.stream), clock.synchronize()), n, "kvbm")
+        def once(src_ids: Any, dst_ids: Any) -> None:
+            bound.move.copy(src_ids, dst_ids, stream=clock.stream)
+            clock.synchronize()
+
+        bound.check(once, n, "kvbm")
         times = _race(
             {
                 "peer memcpy": functools.partial(_stick, stick, n * bound.plan.nbytes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -90,6 +91,9 @@ class Local:
         self._pools = tuple(src_pools), tuple(dst_pools)
         self._options: dict[str, Any] = {"strategy": strategy, "max_sms": max_sms, "chunk_bytes": chunk_bytes}
         self.made = made.refit((_cuts(src_pools), _cuts(dst_pools)))
+        kinds = dict.fromkeys((made.sends[m.src].t, made.takes[m.dst].t) for m in made.messages)
+        of_kind = {kind: index for index, kind in enumerate(kinds)}
+        self._kinds = [of_kind[made.sends[m.src].t, made.takes[m.dst].t] for m in made.messages]
         self._lock = Lock()
         self._transfers: dict[tuple[Message, range | None, bool], Transfer] = {}
         self._tails: dict[int, Transfer] = {}
@@ -194,27 +198,34 @@ class Local:
         """Of every message: a transfer, and the ids that it copies."""
         shifts = [abs(a.origin - b.origin) for a, b in zip(src[0], dst[0], strict=True)]
         made = self._fitting(math.gcd(*shifts) if any(shifts) else 0)
-        for message in made.messages:
+        listed: dict[Any, list[tuple[Ids, Ids, bool]]] = {}  # messages of one kind have the same pairs in the same tables
+        for kind, message in zip(self._kinds, made.messages, strict=True):
             if layers is not None and not _layers_of(message, layers)[0]:
                 continue
-            ranks = self._ranks[0][message.src], self._ranks[1][message.dst]
-            lists = [
-                pair_up(message.t, *ranks, ours, theirs)
-                for ours, theirs in zip(src[message.src], dst[message.dst], strict=True)
-            ]
-            for single in (False, True):
-                src_ids, dst_ids = (
-                    np.concatenate([pairs[2 * single + side] for pairs in lists] or [np.zeros(0, np.int64)])
-                    for side in (0, 1)
-                )
-                kept = (src_ids >= 0) & (dst_ids >= 0)
-                if not kept.any():
-                    continue
-                self._require_once(message, src_ids[kept], dst_ids[kept])
+            spans = src[message.src], dst[message.dst]
+            key = kind, *map(id, itertools.chain(*spans))
+            if key not in listed:
+                listed[key] = self._pairs(message, *spans)
+            for src_ids, dst_ids, single in listed[key]:
+                self._require_once(message, src_ids, dst_ids)
                 yield self._transfer(message, layers, single), src_ids, dst_ids
+
+    def _pairs(self, message: Message, src: list[Span], dst: list[Span]) -> list[tuple[Ids, Ids, bool]]:
+        """Pairs of units, and pairs of single tokens, of several sequences; without those that are empty."""
+        ranks = self._ranks[0][message.src], self._ranks[1][message.dst]
+        pairs = [pair_up(message.t, *ranks, *spans) for spans in zip(src, dst, strict=True)]
+        found = []
+        for single in (False, True):
+            ids = [[each[2 * single + side] for each in pairs] for side in (0, 1)]
+            src_ids, dst_ids = (one[0] if len(one) == 1 else np.concatenate(one) if one else _NONE for one in ids)
+            if src_ids.size and (np.minimum(src_ids, dst_ids) >= 0).any():
+                found.append((src_ids, dst_ids, single))
+        return found
 
     def _require_once(self, message: Message, src_ids: Ids, dst_ids: Ids) -> None:
         """What copies would refuse, before any of them has begun."""
+        kept = (src_ids >= 0) & (dst_ids >= 0)
+        src_ids, dst_ids = src_ids[kept], dst_ids[kept]
         if np.unique(dst_ids).size != dst_ids.size:
             raise BindError(
                 f"{self._ranks[1][message.dst].name}: two sequences have one block in their tables, which would be written twice"
@@ -283,6 +294,8 @@ class Local:
 
 #: A transfer, and the ids of both sides.
 _Work = tuple[Transfer, Ids, Ids]
+
+_NONE: Ids = np.zeros(0, np.int64)
 
 _ONE_TOKEN = Unit(1, Meeting(0, 0, 0, ()), 1, 1)
 
