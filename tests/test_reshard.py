@@ -209,7 +209,11 @@ def test_the_proof_refuses_each_mutant() -> None:
     few = replace(MODEL, nh=2)
     replicas = reshard.plan(
         Placement("tp8", shard={"h": "tp"}, model=few, name="prefill"),
-        Placement("tp2", shard={"h": "tp"}, model=few, name="decode"),
+        Placement("tp4", shard={"h": "tp"}, model=few, name="decode"),
+    )
+    staged = reshard.plan(
+        Placement("pp2", shard={"l": {"over": "pp", "bounds": [0, 50, 80]}}, model=few, name="prefill"),
+        Placement("tp1", model=few, name="decode"),
     )
     made = reshard.plan(tp(4, "prefill", nt=16), tp(2, "decode", nt=64))
     one = made.messages[0]
@@ -219,8 +223,16 @@ def test_the_proof_refuses_each_mutant() -> None:
     mutants = {
         "the head of a replica by rank % heads": (
             replicas,
-            swap(replicas, 0, src=1 if replicas.messages[0].src != 1 else 0)[:0]
-            + swap(replicas, 1, src=replicas.messages[0].src),
+            [m._replace(src=3 * (m.dst % 2), h=(Meeting(m.dst % 2, 0, 0, ()),)) for m in replicas.messages],
+        ),
+        "the rank of a head of a replica by rank % heads": (
+            replicas,
+            [m._replace(src=3 * (m.dst % 2)) for m in replicas.messages],
+        ),
+        "a rank without those layers": (staged, swap(staged, 0, src=1)),
+        "a stage's layers at the other stage's places": (
+            staged,
+            swap(staged, 0, l=(staged.messages[0].l[0]._replace(dst=2),)),
         ),
         "a message is missing": (made, list(made.messages[1:])),
         "a message twice": (made, [*made.messages, one]),

@@ -63,6 +63,16 @@ def stream_handle(stream):
     return _handle_of(stream)
 
 
+def stream_device(stream):
+    """The GPU of a CUDA stream; -1 of a default stream, which is whichever GPU's is meant, and of a context that is not kvbm's."""
+    cdef uint64_t handle = _handle_of(stream)
+    cdef int status, device = -1
+    with nogil:
+        status = kvbm_stream_device(handle, &device)
+    check(status, "asking which GPU a stream is of")
+    return device
+
+
 cdef uint64_t _handle_of(stream) except? 0xFFFFFFFFFFFFFFFF:
     if type(stream) is int:
         try:

@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from .. import _core
+from ..arrays import find_overlap
 from ..errors import BindError, PlanError
 from ..locks import Lock
+from ..mover import current_stream, require_disjoint
 from ..pool import Pool
 from ..transfer import Transfer
 from .messages import Message, Resharding
@@ -58,7 +61,8 @@ class Local:
     ----------
     made : Resharding
     src_pools, dst_pools : sequence of Pool
-        By rank; each of the shape that its placement says.
+        By rank; each of the shape that its placement says.  None for a rank that holds none of the layers.  Those of the
+        destination share no memory.
     strategy, max_sms, chunk_bytes
         As for `Transfer`.
 
@@ -79,8 +83,8 @@ class Local:
     def __init__(
         self,
         made: Resharding,
-        src_pools: Sequence[Pool],
-        dst_pools: Sequence[Pool],
+        src_pools: Sequence[Pool | None],
+        dst_pools: Sequence[Pool | None],
         *,
         strategy: str = "auto",
         max_sms: int | None = None,
@@ -89,6 +93,7 @@ class Local:
         _require_pools(made.src, src_pools, "source")
         _require_pools(made.dst, dst_pools, "destination")
         self._pools = tuple(src_pools), tuple(dst_pools)
+        _require_own_memory(made, dst_pools)
         self._options: dict[str, Any] = {"strategy": strategy, "max_sms": max_sms, "chunk_bytes": chunk_bytes}
         self.made = made.refit((_cuts(src_pools), _cuts(dst_pools)))
         kinds = dict.fromkeys((made.sends[m.src].t, made.takes[m.dst].t) for m in made.messages)
@@ -96,9 +101,14 @@ class Local:
         self._kinds = [of_kind[made.sends[m.src].t, made.takes[m.dst].t] for m in made.messages]
         self._lock = Lock()
         self._transfers: dict[tuple[Message, range | None, bool], Transfer] = {}
-        self._tails: dict[int, Transfer] = {}
+        self._tails: dict[tuple[int, tuple[int, ...]], tuple[Transfer, _Ends]] = {}
+        self._fitted = {0: self.made}
+        self._both = _read_and_written(self.made, src_pools, dst_pools)
         self._ranks = tuple(
-            [Rank(f"{place.name} rank {i}", strips[i].t, place.nt, pool.num_blocks) for i, pool in enumerate(pools)]
+            [
+                Rank(f"{place.name} rank {i}", strips[i].t, place.nt, 0 if pool is None else pool.num_blocks)
+                for i, pool in enumerate(pools)
+            ]
             for place, strips, pools in (
                 (made.src, made.sends, src_pools),
                 (made.dst, made.takes, dst_pools),
@@ -143,25 +153,26 @@ class Local:
             Spans that do not fit: tables too short, blocks that there are not, or twice, other tokens on both sides.  Nothing
             has been copied.
         """
+        # All of it is checked before any of it is copied.
+        for side in (0, 1):
+            for rank, pool in zip(self._ranks[side], self._pools[side], strict=True):
+                if pool is not None:
+                    pool.require_open()
+                    if side and pool.readonly:
+                        raise BindError(f"{self.made.title}: {rank.name}: the pool is read-only")
         src, dst = (self._by_rank(side, spans) for side, spans in enumerate((src_spans, dst_spans)))
         if len({len(spans) for spans in (*src, *dst)}) > 1:
             raise BindError(
                 f"{self.made.title}: expected as many sequences for every rank, got {', '.join(str(len(s)) for s in (*src, *dst))}"
             )
-        if layers is not None and (layers.step != 1 or not 0 <= layers.start < layers.stop <= self.made.src.model.nl):
-            raise BindError(
-                f"layers: expected a range within 0 to {self.made.src.model.nl} of the model, got {layers!r}"
-            )
-        for side, given in enumerate((src, dst)):
-            for rank, spans in zip(self._ranks[side], given, strict=True):
-                for span in spans:
-                    rank.require(span, written=side == 1)
-        # All of it is checked before any of it is copied.
+        _require_layers(layers, self.made.src.model.nl)
+        self._require_apart(src, dst, clear_tail)
         work = [*self._listed(src, dst, layers)]
         if clear_tail:
-            work += self._cleared(dst)
+            work += self._cleared(dst, layers)
+        streams = [self._stream_of(transfer, ends, stream, wait) for transfer, ends, *_ in work]
         return LocalDone(
-            [transfer.copy(*ids, stream=_stream_of(transfer, stream), wait=wait) for transfer, *ids in work]
+            [transfer.copy(*ids, stream=one, wait=wait) for (transfer, _, *ids), one in zip(work, streams, strict=True)]
         )
 
     def explain(self) -> str:
@@ -174,7 +185,7 @@ class Local:
     def stats(self) -> dict[str, int]:
         """What has been enqueued so far: as `Transfer.stats`, of all messages."""
         total: dict[str, int] = {}
-        for transfer in (*list(self._transfers.values()), *list(self._tails.values())):
+        for transfer in (*list(self._transfers.values()), *(one for one, _ in list(self._tails.values()))):
             for name, count in transfer.stats().items():
                 total[name] = total.get(name, 0) + count
         return total
@@ -183,32 +194,72 @@ class Local:
 
     def _by_rank(self, side: int, spans: Spans) -> list[list[Span]]:
         ranks, what = self._ranks[side], ("source", "destination")[side]
-        given = [spans] * len(ranks) if isinstance(spans, Span) else list(spans)
-        if len(given) != len(ranks):
-            raise BindError(
-                f"{self.made.title}: {what}: expected one kvbm.Span for all ranks, or {len(ranks)}, one a rank, got {len(given)}"
-            )
-        found = [[one] if isinstance(one, Span) else list(one) for one in given]
+        expected = f"expected one kvbm.Span for all ranks, or {len(ranks)}, one a rank, or as many lists of them"
+        try:
+            given = [spans] * len(ranks) if isinstance(spans, Span) else list(spans)
+            found = [[one] if isinstance(one, Span) else list(one) for one in given]
+        except TypeError:
+            raise BindError(f"{self.made.title}: {what}: {expected}, got {spans!r:.200}") from None
+        if len(found) != len(ranks):
+            raise BindError(f"{self.made.title}: {what}: {expected}, got {len(found)}")
         for one in (span for row in found for span in row):
             if not isinstance(one, Span):
                 raise BindError(f"{self.made.title}: {what}: expected kvbm.Span, got {type(one).__name__}")
         return found
 
+    def _require_apart(self, src: list[list[Span]], dst: list[list[Span]], tail: bool) -> None:
+        """Tables are long enough; every slot is written once at most, and none is both read and written."""
+        slots: tuple[list[Ids], list[Ids]] = [], []
+        for side, given in enumerate((src, dst)):
+            known: dict[Any, Ids] = {}  # ranks of one kind touch the same slots by the same tables
+            for rank, pool, spans in zip(self._ranks[side], self._pools[side], given, strict=True):
+                key = pool is None, rank.num_blocks, rank.turns.index, *map(id, spans)
+                if key not in known:
+                    known[key] = self._touched(rank, spans if pool is not None else [], side == 1, tail)
+                slots[side].append(known[key])
+        for i, j in self._both:
+            ours, theirs = slots[0][i], slots[1][j]
+            # Slots that are written are apart, so those that end behind a start begin before its end, or there is none.
+            theirs = theirs[np.argsort(theirs[:, 0])]
+            at = np.searchsorted(theirs[:, 1], ours[:, 0], side="right")
+            if (
+                theirs.size
+                and (hit := (at < len(theirs)) & (theirs[np.minimum(at, len(theirs) - 1), 0] < ours[:, 1])).any()
+            ):
+                slot = int(max(ours[hit][0, 0], theirs[at[hit][0], 0]))
+                raise BindError(
+                    f"{self.made.title}: block {slot // self._ranks[1][j].nt} of {self._ranks[1][j].name}, whose pool is that of "
+                    f"{self._ranks[0][i].name}, would be both read and written"
+                )
+
+    @staticmethod
+    def _touched(rank: Rank, spans: list[Span], written: bool, tail: bool) -> Ids:
+        """Slots of a rank's pool that spans touch, as ranges; none twice where they are written."""
+        found = [rank.touched(span, tail=tail and written) for span in spans]
+        slots = found[0] if len(found) == 1 else np.concatenate(found) if found else np.zeros((0, 2), np.int64)
+        if written and (slot := _slot_in_two(slots)) is not None:
+            twice = sum(bool(((one[:, 0] <= slot) & (slot < one[:, 1])).any()) for one in found) > 1
+            where = "two sequences have it in their tables" if twice else "it stands in the table twice"
+            raise BindError(f"{rank.name}: block {slot // rank.nt} would be written twice: {where}")
+        return slots
+
     def _listed(self, src: list[list[Span]], dst: list[list[Span]], layers: range | None) -> Iterator[_Work]:
         """Of every message: a transfer, and the ids that it copies."""
-        shifts = [abs(a.origin - b.origin) for a, b in zip(src[0], dst[0], strict=True)]
-        made = self._fitting(math.gcd(*shifts) if any(shifts) else 0)
+        chosen = [(i, m) for i, m in enumerate(self.made.messages) if layers is None or _layers_of(m, layers)[0]]
+        shifts = {
+            a.origin - b.origin for _, m in chosen for a, b in zip(src[m.src], dst[m.dst], strict=True) if len(a.tokens)
+        }
+        made = self._fitting(math.gcd(*shifts))
         listed: dict[Any, list[tuple[Ids, Ids, bool]]] = {}  # messages of one kind have the same pairs in the same tables
-        for kind, message in zip(self._kinds, made.messages, strict=True):
-            if layers is not None and not _layers_of(message, layers)[0]:
-                continue
+        for i, _ in chosen:
+            message = made.messages[i]
             spans = src[message.src], dst[message.dst]
-            key = kind, *map(id, itertools.chain(*spans))
+            key = self._kinds[i], *map(id, itertools.chain(*spans))
             if key not in listed:
                 listed[key] = self._pairs(message, *spans)
+            ends = self._pool(0, message.src), self._pool(1, message.dst)
             for src_ids, dst_ids, single in listed[key]:
-                self._require_once(message, src_ids, dst_ids)
-                yield self._transfer(message, layers, single), src_ids, dst_ids
+                yield self._transfer(message, layers, single), ends, src_ids, dst_ids
 
     def _pairs(self, message: Message, src: list[Span], dst: list[Span]) -> list[tuple[Ids, Ids, bool]]:
         """Pairs of units, and pairs of single tokens, of several sequences; without those that are empty."""
@@ -222,22 +273,20 @@ class Local:
                 found.append((src_ids, dst_ids, single))
         return found
 
-    def _require_once(self, message: Message, src_ids: Ids, dst_ids: Ids) -> None:
-        """What copies would refuse, before any of them has begun."""
-        kept = (src_ids >= 0) & (dst_ids >= 0)
-        src_ids, dst_ids = src_ids[kept], dst_ids[kept]
-        if np.unique(dst_ids).size != dst_ids.size:
-            raise BindError(
-                f"{self._ranks[1][message.dst].name}: two sequences have one block in their tables, which would be written twice"
-            )
-        if self._pools[0][message.src] is self._pools[1][message.dst] and np.intersect1d(src_ids, dst_ids).size:
-            raise BindError(
-                f"{self.made.title}: rank {message.dst}: a block of its pool would be both read and written"
-            )
+    def _pool(self, side: int, rank: int) -> Pool:
+        """The pool of a rank that holds something."""
+        pool = self._pools[side][rank]
+        assert pool is not None
+        return pool
 
     def _fitting(self, shift: int) -> Resharding:
-        """The messages in units that divide the distance of the positions at which both sides' tables begin."""
-        return self.made if shift == 0 else self.made.refit(self.made.cuts, shift)
+        """The messages in units that divide the distances of the positions at which both sides' tables begin."""
+        places = (self.made.src, self.made.sends), (self.made.dst, self.made.takes)
+        most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
+        shift = math.gcd(shift, most) % most
+        if shift not in self._fitted:
+            self._fitted[shift] = self.made.refit(self.made.cuts, shift)
+        return self._fitted[shift]
 
     def _transfer(self, message: Message, layers: range | None, single: bool = False) -> Transfer:
         if single:
@@ -256,7 +305,7 @@ class Local:
         assert message.t.meeting is not None
         ends = []
         for side, (name, slots) in enumerate((("src", message.t.src_slots), ("dst", message.t.dst_slots))):
-            pool = self._pools[side][(message.src, message.dst)[side]]
+            pool = self._pool(side, (message.src, message.dst)[side])
             heads = [x for meeting in message.h for x in meeting.coordinates(name)]
             tokens = list(message.t.meeting.coordinates(name))
             where = f"{self._ranks[side][(message.src, message.dst)[side]].name} ({pool.layout.name})"
@@ -267,33 +316,69 @@ class Local:
                 raise PlanError(f"{where}: {error}" + (_WHOLE_BLOCKS if slots == 1 < pool.shape.nt else "")) from None
         return Transfer(ends[0], ends[1], **self._options)
 
-    def _cleared(self, dst: list[list[Span]]) -> Iterator[_Work]:
+    def _cleared(self, dst: list[list[Span]], layers: range | None) -> Iterator[_Work]:
         """Of every destination rank: a transfer from a block of zeros, and the slots behind the last tokens."""
         for index, (rank, spans) in enumerate(zip(self._ranks[1], dst, strict=True)):
-            slots = []
-            for span in spans:
-                held = rank.held(span)
-                rest = np.arange(held, -(-held // rank.nt) * rank.nt, dtype=np.int64)
-                slots.append(rank.ids(span, rest, 1) if rest.size else rest)
-            ids = np.concatenate(slots) if slots else np.zeros(0, np.int64)
-            if (ids >= 0).any():
-                yield self._tail(index), np.zeros(ids.size, np.int64), ids
+            takes = self.made.takes[index].l
+            own = [at for layer, at in zip(takes, takes.places, strict=True) if layers is None or layer in layers]
+            ids = [rank.ids(span, slots, 1) for span in spans if own and (slots := rank.tail(span)).size]
+            if any((some >= 0).any() for some in ids):
+                found = np.concatenate(ids)
+                yield *self._tail(index, own), np.zeros(found.size, np.int64), found
 
-    def _tail(self, index: int) -> Transfer:
+    def _tail(self, index: int, layers: list[int]) -> tuple[Transfer, _Ends]:
+        key = index, tuple(layers)
         with self._lock:
-            if index not in self._tails:
-                pool = self._pools[1][index]
+            if key not in self._tails:
+                # Zeros lie where a message comes from: they are then in order with it on the same stream.
+                pool = self._pool(1, index)
+                source = self._pool(0, next(m.src for m in self.made.messages if m.dst == index))
                 zeros = Pool.allocate(
-                    pool.layout, pool.shape, 1, "cpu" if pool.device == "cpu" and not pool.pinned else "pinned"
+                    pool.layout, pool.shape, 1, "cpu" if source.device == pool.device == "cpu" else "pinned"
                 )
                 for array in zeros.arrays:
                     array.view(np.uint8)[...] = 0
-                self._tails[index] = Transfer(zeros.units(1), pool.units(1))
-            return self._tails[index]
+                if source.device != "cpu":
+                    on_gpu = Pool.allocate(pool.layout, pool.shape, 1, source.device)
+                    Transfer(zeros, on_gpu).copy([0], [0], stream=_OWN_STREAM).synchronize()
+                    zeros = on_gpu
+                ours, theirs = (part.units(1).section(l=layers) for part in (zeros, pool))
+                self._tails[key] = Transfer(ours, theirs), (zeros, pool)
+            return self._tails[key]
+
+    def _stream_of(self, transfer: Transfer, ends: _Ends, stream: Streams, wait: Any) -> Any:
+        """The stream of a copy, which is one that it can take."""
+        if isinstance(stream, Mapping) and transfer.device >= 0:
+            if transfer.device not in stream:
+                raise BindError(f"stream: expected one for cuda:{transfer.device}, got streams for {list(stream)}")
+            stream = stream[transfer.device]
+        elif transfer.device < 0:
+            stream = None if isinstance(stream, Mapping) else stream
+            if stream is not None or wait is not None:
+                raise BindError(
+                    f"{self.made.title}: stream, wait: pools are on the CPU, where a copy is done when the call returns; "
+                    "leave them out"
+                )
+        elif stream is None:
+            current_stream(next(pool for pool in ends if pool.device == f"cuda:{transfer.device}"))
+        if stream is not None:
+            found = _core.stream_device(stream)
+            if found >= 0 and f"cuda:{found}" not in (pool.device for pool in ends):
+                raise BindError(
+                    f"stream: expected one of cuda:{transfer.device}, got one of cuda:{found}; pass a mapping from CUDA device to "
+                    "stream where several GPUs take part"
+                )
+        return stream
 
 
-#: A transfer, and the ids of both sides.
-_Work = tuple[Transfer, Ids, Ids]
+#: The thread's default stream, on which nothing of the caller's must be.
+_OWN_STREAM = 2
+
+#: The pools of a copy.
+_Ends = tuple[Pool, Pool]
+
+#: A transfer, its pools, and the ids of both sides.
+_Work = tuple[Transfer, _Ends, Ids, Ids]
 
 _NONE: Ids = np.zeros(0, np.int64)
 
@@ -313,30 +398,79 @@ def _layers_of(message: Message, layers: range | None) -> tuple[list[int], list[
     return [src for _, src, _ in found], [dst for *_, dst in found]
 
 
-def _stream_of(transfer: Transfer, stream: Streams) -> Any:
-    if not isinstance(stream, Mapping):
-        return stream
-    if transfer.device not in stream:
-        raise BindError(f"stream: expected one for cuda:{transfer.device}, got streams for {list(stream)}")
-    return stream[transfer.device]
-
-
-def _cuts(pools: Sequence[Pool]) -> tuple[int, ...]:
+def _cuts(pools: Sequence[Pool | None]) -> tuple[int, ...]:
     """Where the layouts of pools split the tokens of a block."""
     found = set()
-    for pool in pools:
+    for pool in filter(None, pools):
         for access in pool.resolved.section.accesses:
             found |= {step.divisor for step in access.steps if step.axes == ("t",) and not step.opaque}
     return tuple(sorted(found - {1}))
 
 
-def _require_pools(place: Placement, pools: Sequence[Pool], what: str) -> None:
+def _require_pools(place: Placement, pools: Sequence[Any], what: str) -> None:
     if len(pools) != place.world:
         raise BindError(
             f"{place.name}: expected {place.world} {what} pools, one a rank of {place.mesh_text}, got {len(pools)}"
         )
     for rank, pool in enumerate(pools):
+        if not place.strips(rank).l.size:
+            if pool is not None:
+                raise BindError(
+                    f"{place.name}: rank {rank}: expected None, as it holds none of the layers {place.layers}, got {pool!r}"
+                )
+            continue
         if not isinstance(pool, Pool):
             raise BindError(f"{place.name}: rank {rank}: expected a kvbm.Pool, got {type(pool).__name__}")
         if pool.shape != place.shape(rank):
             raise BindError(f"{place.name}: rank {rank}: expected a pool of {place.shape(rank)}, got {pool.shape}")
+
+
+def _require_own_memory(made: Resharding, pools: Sequence[Pool | None]) -> None:
+    """No two ranks of the destination write the same memory."""
+    held = [(rank, pool) for rank, pool in enumerate(pools) if pool is not None]
+    kinds = [kind for _, pool in held for kind in pool.resolved.kinds]
+    offsets = np.cumsum([0, *(len(pool.resolved.kinds) for _, pool in held)])
+    kind_of = [np.asarray(pool.resolved.kind_of_entry) + at for (_, pool), at in zip(held, offsets, strict=False)]
+    clash = find_overlap(np.concatenate([pool.addresses for _, pool in held]), kinds, np.concatenate(kind_of).tolist())
+    if clash is not None:
+        ends = np.cumsum([pool.addresses.size for _, pool in held])
+        one, other = (held[int(np.searchsorted(ends, at, side="right"))][0] for at in sorted(clash))
+        raise BindError(
+            f"{made.title}: ranks {one} and {other} of {made.dst.name} share memory; expected a pool of its own for every rank"
+        )
+
+
+def _read_and_written(
+    made: Resharding, src_pools: Sequence[Pool | None], dst_pools: Sequence[Pool | None]
+) -> list[tuple[int, int]]:
+    """Pairs of a source rank and a destination rank with one memory, of which a call could read what it writes."""
+    found = []
+    for (i, src), (j, dst) in itertools.product(enumerate(src_pools), enumerate(dst_pools)):
+        if src is None or dst is None or not require_disjoint(src, dst):
+            continue
+        reads, writes = [m for m in made.messages if m.src == i], [m for m in made.messages if m.dst == j]
+        # Passing on a share (`gather`) reads and writes the same blocks, of which other layers.
+        if any(m.dst == j for m in reads) or any(
+            _places(a.l, "src") & _places(b.l, "dst") and _places(a.h, "src") & _places(b.h, "dst")
+            for a, b in itertools.product(reads, writes)
+        ):
+            found.append((i, j))
+    return found
+
+
+def _places(meetings: Sequence[Meeting], side: str) -> set[int]:
+    return {place for meeting in meetings for place in meeting.coordinates(side)}
+
+
+def _slot_in_two(slots: Ids) -> int | None:
+    """A slot that is in two of these ranges, if there is one."""
+    ordered = slots[np.argsort(slots[:, 0], kind="stable")]
+    twice = ordered[1:, 0][ordered[1:, 0] < ordered[:-1, 1]]
+    return int(twice[0]) if twice.size else None
+
+
+def _require_layers(layers: Any, most: int) -> None:
+    if layers is not None and not (
+        isinstance(layers, range) and layers.step == 1 and 0 <= layers.start < layers.stop <= most
+    ):
+        raise BindError(f"layers: expected a range within 0 to {most} of the model, got {layers!r:.200}")

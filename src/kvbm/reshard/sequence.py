@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,11 +53,13 @@ class Span:
             raise BindError(f"table: expected a list of block ids, got {table!r:.200}")
         if not isinstance(given, range) or tokens.step != 1 or tokens.start < 0:
             raise BindError(f"tokens: expected range(first, behind the last), got {tokens!r:.200}")
-        if not 0 <= origin <= tokens.start and len(tokens):
-            raise BindError(f"origin: expected a position from 0 to the first token's, {tokens.start}, got {origin}")
+        if isinstance(origin, bool) or not hasattr(origin, "__index__") or not 0 <= origin <= tokens.start:
+            raise BindError(
+                f"origin: expected a position from 0 to the first token's, {tokens.start}, got {origin!r:.200}"
+            )
         ids = ids.astype(np.int64)
         ids.flags.writeable = False
-        for name, value in (("table", ids), ("tokens", tokens), ("origin", origin)):
+        for name, value in (("table", ids), ("tokens", tokens), ("origin", operator.index(origin))):
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
@@ -87,12 +90,21 @@ class Rank(NamedTuple):
         """Slots of positions that the rank holds, counted from the first of the table's."""
         return self.turns.slot(positions) - self.turns.slot(span.origin)
 
-    def held(self, span: Span) -> int:
-        """Slots up to behind the last token that the rank holds."""
-        position, turns = span.tokens.stop, self.turns
-        rest = min(max(position % turns.period - turns.index * turns.every, 0), turns.every)
-        found: int = position // turns.period * turns.every + rest - turns.slot(span.origin)
-        return found
+    def extent(self, span: Span) -> tuple[int, int]:
+        """The first slot of the table that a token of the range is in, and the one behind the last."""
+        first, behind = (
+            self.turns.held(position) - self.turns.held(span.origin)
+            for position in (span.tokens.start, max(span.tokens.start, span.tokens.stop))
+        )
+        return first, behind
+
+    def tail(self, span: Span) -> Ids:
+        """Slots behind the last token that the rank holds, to the end of its block."""
+        _, behind = self.extent(span)
+        return np.arange(behind, self._whole(behind) if len(span.tokens) else behind, dtype=np.int64)
+
+    def _whole(self, slots: int) -> int:
+        return -(-slots // self.nt) * self.nt
 
     def ids(self, span: Span, slots: Ids, of: int) -> Ids:
         """Ids of parts of `of` slots each that begin at these; -1 where there is no block."""
@@ -110,31 +122,44 @@ class Rank(NamedTuple):
         found: Ids = np.maximum(blocks, -1)
         return found
 
-    def require(self, span: Span, *, written: bool) -> None:
-        """The table has a block for every token, each of the pool, and none twice where they are written."""
+    def touched(self, span: Span, *, tail: bool = False) -> Ids:
+        """Slots of the pool that the range's tokens fill, as ``(first, behind)`` of each block; with the tail behind them.
+
+        Raises
+        ------
+        BindError
+            A table that is too short, or names blocks that the pool has not; turns that do not begin where the table does.
+        """
         if self.turns.over > 1 and span.origin % self.turns.period:
             raise BindError(
                 f"{self.name}: origin {span.origin}: expected a multiple of {self.turns.period}, a whole turn"
             )
-        needed = -(-self.held(span) // self.nt) if len(span.tokens) else 0
-        if len(span.table) < needed:
+        if not len(span.tokens):
+            return np.zeros((0, 2), np.int64)
+        first, behind = self.extent(span)
+        if len(span.table) * self.nt < behind:
             raise BindError(
-                f"{self.name}: tokens {span.tokens.start} to {span.tokens.stop - 1} need {needed} blocks of {self.nt}, got "
-                f"a table of {len(span.table)}"
+                f"{self.name}: tokens {span.tokens.start} to {span.tokens.stop - 1} need {self._whole(behind) // self.nt} blocks "
+                f"of {self.nt}, got a table of {len(span.table)}"
             )
-        wrong = np.flatnonzero((span.table < -1) | (span.table >= self.num_blocks))
-        if wrong.size:
+        behind = self._whole(behind) if tail else behind
+        if behind == first:
+            return np.zeros((0, 2), np.int64)
+        entry = first // self.nt
+        blocks = span.table[entry : self._whole(behind) // self.nt]
+        least = blocks.min()
+        if least < -1 or blocks.max() >= self.num_blocks:
+            wrong = np.flatnonzero((blocks < -1) | (blocks >= self.num_blocks))
             raise BindError(
-                f"{self.name}: table[{wrong[0]}] is {span.table[wrong[0]]}: expected 0 to {self.num_blocks - 1}, or -1 for no block"
+                f"{self.name}: table[{entry + wrong[0]}] is {blocks[wrong[0]]}: expected 0 to {self.num_blocks - 1}, or -1 for no "
+                "block"
             )
-        if written:
-            used = span.table[span.table >= 0]
-            if np.unique(used).size != used.size:
-                order = np.argsort(used, kind="stable")
-                twice = order[1:][np.diff(used[order]) == 0]
-                raise BindError(
-                    f"{self.name}: block {used[twice.min()]} stands in the table twice; its tokens would be written twice"
-                )
+        found = np.empty((len(blocks), 2), np.int64)
+        found[:, 0] = blocks * self.nt
+        found[:, 1] = found[:, 0] + self.nt
+        found[0, 0] += first % self.nt
+        found[-1, 1] -= self._whole(behind) - behind
+        return found if least >= 0 else found[blocks >= 0]
 
 
 class Pairs(NamedTuple):

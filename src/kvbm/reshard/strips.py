@@ -129,8 +129,13 @@ class Turns:
         return position // self.every % self.over == self.index
 
     def slot(self, position: Any) -> Any:
-        """How many tokens the rank holds before this one."""
+        """How many tokens the rank holds before this one, which it holds."""
         return position // self.period * self.every + position % self.every
+
+    def held(self, stop: int) -> int:
+        """How many tokens before this position the rank holds."""
+        rest = stop % self.period - self.index * self.every
+        return stop // self.period * self.every + min(max(rest, 0), self.every)
 
     def __str__(self) -> str:
         return "all" if self.over == 1 else f"{self.every} of every {self.period} from {self.index * self.every}"

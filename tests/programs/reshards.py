@@ -1,0 +1,86 @@
+"""Reshardings on one GPU, and between it and pinned memory (test_reshard_local.py).  Streams run when they are waited for."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+
+import kvbm
+import plane_oracle
+import reshard_oracle
+from kvbm import reshard
+from memory import FakeCuda
+from programs.fake_gpu import count, defer, pump, refused, seed
+from programs.transfers import POOL, grant
+from test_planes import fake_arrays
+
+
+def on_pages(data: np.ndarray) -> np.ndarray:
+    found = np.frombuffer(mmap.mmap(-1, data.size + mmap.PAGESIZE), np.uint8)[: data.size]
+    found[:] = data
+    return found
+
+
+def arrays(arena: Any, buffer: np.ndarray, dtype: str) -> list[Any]:
+    if isinstance(arena, plane_oracle.Arena):
+        return fake_arrays(arena, buffer)
+    views = reshard_oracle.host_arrays(arena, buffer, dtype)
+    kind = "uint8" if views[0].dtype == np.uint8 else dtype
+    return [FakeCuda(v.shape, kind, address=v.ctypes.data, strides=v.strides) for v in views]
+
+
+def every_byte(first: int, cases: int, kind: str) -> None:
+    """From device memory into device memory, or from and into pinned memory by turns."""
+    defer(1)
+    for number in range(cases):
+        case = reshard_oracle.random_case(first + number)
+        pinned = {0: "", 1: ""}
+        if kind == "pinned" and not case.gather:
+            pinned[number % 2] = "pinned"
+        run = reshard_oracle.Run(case, on_pages, arrays, pinned=tuple(bool(pinned[side]) for side in (0, 1)))
+        seed(number % 4)
+        for done in run.call(stream=5):
+            pump()
+            assert done.query()
+        run.check(np.asarray)
+    assert count("pushes") == count("pops")
+
+
+def streams_of_other_gpus() -> None:
+    """Two ranks on two GPUs: streams are looked at before the first message is copied."""
+    model = kvbm.BlockShape(nl=2, no=2, nh=2, nt=8, hd=16, dtype="int16")
+    place = kvbm.Placement("tp2", shard={"h": "tp"}, model=model, name="engine")
+    shape = place.shape(0)
+    memory: list[np.ndarray] = []
+
+    def pool(device: int) -> kvbm.Pool:
+        layout = kvbm.load("universal")
+        found = [on_pages(np.full(a.nbytes, len(memory), np.uint8)) for a in layout.resolve(shape, 4).allocations]
+        memory.extend(found)
+        shapes = [a.shape for a in layout.resolve(shape, 4).allocations]
+        given = [
+            FakeCuda(s, "int16", address=m.ctypes.data, device=device) for s, m in zip(shapes, found, strict=True)
+        ]
+        for one in found:
+            grant(one.ctypes.data, one.ctypes.data + one.nbytes, POOL, device, 3)
+        return kvbm.Pool(layout, shape, given)
+
+    defer(0)
+    src, dst = ([pool(device) for device in (0, 1)] for _ in range(2))
+    copy = reshard.Local(reshard.plan(place, place), src, dst)
+    before = [one.tobytes() for one in memory]
+    span = kvbm.Span([2, 1], range(13))
+    for stream, words in (
+        (5, "stream: expected one of cuda:1, got one of cuda:0"),
+        (0x105, "stream: expected one of cuda:0, got one of cuda:1"),
+        ({0: 5}, "stream: expected one for cuda:1, got streams for [0]"),
+        ({0: 5, 1: 5}, "stream: expected one of cuda:1, got one of cuda:0"),
+        (None, "have no current stream"),
+    ):
+        with refused(kvbm.BindError, words):
+            copy(span, span, stream=stream, clear_tail=True)
+        assert [one.tobytes() for one in memory] == before, stream
+    copy(span, span, stream={0: 5, 1: 0x105}, clear_tail=True).synchronize()
+    assert [one.tobytes() for one in memory] != before
