@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import kvbm
-from kvbm.bench import measure, reshard
+from kvbm.bench import measure, messages, reshard
 from kvbm.bench.check import WrongCopyError
 
 MODEL = kvbm.load_shape("nl=2,no=2,nh=8,nt=16,hd=16,dtype=bfloat16")
@@ -20,7 +20,7 @@ PLACES = ("cpu", "cpu")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (measure, reshard):
+    for module in (measure, messages):
         monkeypatch.setattr(module, "cache_bytes", lambda _: 64 << 10)
     monkeypatch.setattr(measure, "NOISE_BYTES", 1 << 20)
     monkeypatch.setenv("KVBM_COMMIT", "abc1234")
@@ -41,10 +41,10 @@ def ran(*arguments: str) -> list[dict[str, str]]:
     return rows
 
 
-@pytest.mark.parametrize("case", reshard.cases(MODEL), ids=lambda case: case.name)
-def test_every_case_is_copied_right_and_a_wrong_copy_is_seen(case: reshard.Case) -> None:
+@pytest.mark.parametrize("case", messages.cases(MODEL), ids=lambda case: case.name)
+def test_every_case_is_copied_right_and_a_wrong_copy_is_seen(case: messages.Case) -> None:
     with contextlib.ExitStack() as stack:
-        bound = reshard.Bound(case, PLACES, 8, stack)
+        bound = messages.Bound(case, PLACES, 8, stack)
         bound.check(bound.move.copy, 8, "kvbm")
         if "torch" in sys.modules:
             copy = reshard.by_torch(bound)
@@ -56,7 +56,7 @@ def test_every_case_is_copied_right_and_a_wrong_copy_is_seen(case: reshard.Case)
             bound.check(lambda src_ids, dst_ids: bound.move.copy(*others(bound, src_ids, dst_ids)), 8, "kvbm")
 
 
-def others(bound: reshard.Bound, src_ids, dst_ids):  # type: ignore[no-untyped-def]
+def others(bound: messages.Bound, src_ids, dst_ids):  # type: ignore[no-untyped-def]
     """The pairs, and all other units of the destination."""
     src, dst = (section.num_ids for section in bound.sections)
     more = [unit for unit in range(dst) if unit not in set(dst_ids.tolist())]
