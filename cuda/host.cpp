@@ -24,7 +24,7 @@ enum : uint64_t { kBytesAThread = 512 << 10 };  // below two of these a second t
 enum : unsigned { kMostThreads = 256, kTurnsAThread = 8 };
 // From here on stores go around the cache.  The size of the last level would be the textbook's limit, but a virtual
 // machine reports its host's and owns a slice of it; writing around measured ahead well below that.
-enum : uint64_t { kStreamFrom = 8 << 20 };
+enum : uint64_t { kStreamFrom = 2 << 20 };
 
 unsigned usable_cores() {
   cpu_set_t set;

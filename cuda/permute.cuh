@@ -152,10 +152,12 @@ inline void copy_run(char* dst, const char* src, uint64_t bytes, bool streaming)
   }
 }
 
-// Pieces of a few lines at a stride are too short for the processor to see the next one coming: it is asked for by hand.
+// Pieces that lie apart are too short for the processor to see the next one coming: it is asked for by hand, some of them ahead.
 // Never faults, whatever the address.
 constexpr uint32_t kLine = 64;
-constexpr uint32_t kPrefetchAhead = 2048;  // bytes; 1024 and 4096 measured behind
+constexpr uint64_t kPiece = 1024;              // bytes that are copied at a time
+constexpr uint64_t kPrefetchAhead = 12 << 10;  // bytes; 4 and 32 KiB measured behind
+constexpr uint64_t kPrefetchCached = 8 << 10;  // where stores go through the cache, too
 inline void prefetch(const char* src, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; i += kLine) __builtin_prefetch(src + i);
 }
@@ -470,36 +472,88 @@ struct Rows {
       if (first + u * width < last) store(at.dst + to[u], v[u]);
   }
 #else
-  static void host(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job, bool streaming) {
-    for (uint32_t job = first_job; job < last_job; ++job) {
-      Bases at;
-      uint32_t place = job;
-      const uint32_t tile = take(place, p.tiles);
-      if (!locate<OUTER>(a, p, place, at)) continue;
-      const uint64_t first = uint64_t{tile} * p.tile_words;
-      const uint64_t last = first + p.tile_words < p.words ? first + p.tile_words : p.words;
-      if constexpr (INNER == 1) {
-        copy_run<WORD>(at.dst + first * WORD, at.src + first * WORD, (last - first) * WORD, streaming);
-      } else {
-        const uint64_t run = p.inner[0].extent.n, bytes = run * WORD;
-        const kvbm_inner& row = p.inner[1];
-        // Longer runs are streams of their own; below a line the arithmetic would cost more than it saves.
-        const uint64_t ahead = bytes >= kLine && bytes < kPrefetchAhead ? kPrefetchAhead / bytes : 0;
-        for (uint64_t r = first / run, end = last / run; r < end;) {
-          uint32_t slow = uint32_t(r);
-          const uint64_t c = take(slow, row.extent);
-          uint64_t src = 0, dst = 0;
-          step<2, INNER - 2>(p, slow, src, dst);
-          const uint64_t stop = c + (end - r) < row.extent.n ? c + (end - r) : row.extent.n;
-          for (uint64_t i = c; i < stop; ++i, ++r) {
-            if (ahead && r + ahead < end) {
-              uint64_t soon = 0, unused = 0;
-              step<1, INNER - 1>(p, uint32_t(r + ahead), soon, unused);
-              prefetch(at.src + soon, uint32_t(bytes));
-            }
-            copy_run<WORD>(at.dst + dst + int64_t(i) * row.dst, at.src + src + int64_t(i) * row.src, bytes, streaming);
-          }
+  // Goes through a range of jobs: by runs at equal distances, or piece by piece, at most `kPiece` bytes of a run.
+  struct Walk {
+    const kvbm_args& a;
+    const kvbm_part& p;
+    uint32_t job, last_job;
+    uint64_t next_run = 0, end = 0;  // of the job
+    Bases at = {};                   // the job's chunk
+    Bases row = {};                  // the next run of the row
+    uint64_t runs = 0;               // of the row that are left
+    Bases rest = {};                 // of the run: where its next piece begins
+    uint64_t left = 0;               // of the run, in bytes
+    Bases piece = {};
+
+    uint64_t run_words() const { return INNER == 1 ? p.tile_words : p.inner[0].extent.n; }
+
+    // Finds the next row, if there is one.
+    bool open() {
+      while (next_run == end) {
+        if (job == last_job) return false;
+        uint32_t place = job++;
+        const uint32_t tile = take(place, p.tiles);
+        if (!locate<OUTER>(a, p, place, at)) continue;
+        const uint64_t first = uint64_t{tile} * p.tile_words;
+        const uint64_t last = first + p.tile_words < p.words ? first + p.tile_words : p.words;
+        if constexpr (INNER == 1) {
+          row = {at.src + first * WORD, at.dst + first * WORD};
+          left = (last - first) * WORD;
+          runs = 1;
+          return true;
         }
+        next_run = first / run_words();
+        end = last / run_words();
+      }
+      if constexpr (INNER > 1) {
+        uint32_t slow = uint32_t(next_run);
+        const uint32_t c = take(slow, p.inner[1].extent);
+        uint64_t src = 0, dst = 0;
+        step<2, INNER - 2>(p, slow, src, dst);
+        row = {at.src + src + int64_t(c) * p.inner[1].src, at.dst + dst + int64_t(c) * p.inner[1].dst};
+        runs = p.inner[1].extent.n - c < end - next_run ? p.inner[1].extent.n - c : end - next_run;
+        next_run += runs;
+      }
+      return true;
+    }
+
+    // Bytes of the next piece, 0 behind the last.
+    uint64_t next() {
+      if (left == 0) {
+        if (runs == 0 && !open()) return 0;
+        rest = row;
+        --runs;
+        if constexpr (INNER > 1) {
+          left = run_words() * WORD;
+          row = {row.src + p.inner[1].src, row.dst + p.inner[1].dst};
+        }
+      }
+      const uint64_t bytes = left < kPiece ? left : kPiece;
+      piece = rest;
+      rest = {rest.src + bytes, rest.dst + bytes};
+      left -= bytes;
+      return bytes;
+    }
+  };
+
+  static void host(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job, bool streaming) {
+    Walk here = {a, p, first_job, last_job}, soon = here;
+    const uint64_t run = here.run_words() * WORD;
+    if (INNER > 1 && run < kLine) {  // to look ahead would cost more than it saves
+      while (here.open())
+        for (uint64_t i = 0; i < here.runs; ++i)
+          copy_run<WORD>(here.row.dst + int64_t(i) * p.inner[1].dst, here.row.src + int64_t(i) * p.inner[1].src, run,
+                         streaming);
+    } else {
+      const uint64_t most = streaming ? kPrefetchAhead : kPrefetchCached;
+      for (uint64_t ahead = 0, bytes = 1; bytes && ahead < most; ahead += bytes) {
+        bytes = soon.next();
+        prefetch(soon.piece.src, uint32_t(bytes));
+      }
+      while (const uint64_t bytes = here.next()) {
+        const uint64_t more = soon.next();
+        prefetch(soon.piece.src, uint32_t(more));
+        copy_run<WORD>(here.piece.dst, here.piece.src, bytes, streaming);
       }
     }
     fence_streaming_stores(streaming);

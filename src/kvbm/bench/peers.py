@@ -52,6 +52,8 @@ __all__ = [
     "Peer",
     "PeerError",
     "Strided",
+    "folded",
+    "host_array",
     "installed",
     "load",
     "release",
@@ -127,10 +129,10 @@ def _strided(part: Part, src: Pool, dst: Pool) -> Strided:
     """The loops of a part, tables folded away, in the order of the destination."""
     loops = [*part.inner[1:], *part.outer]
     (src_at, src_entry), (dst_at, dst_entry) = part.start
-    from_, src_block, src_address = _folded(
+    from_, src_block, src_address = folded(
         src, src_entry, src_at, part.src_id[:2], [(m.extent, m.src_table, m.src) for m in loops]
     )
-    to, dst_block, dst_address = _folded(
+    to, dst_block, dst_address = folded(
         dst, dst_entry, dst_at, part.dst_id[:2], [(m.extent, m.dst_table, m.dst) for m in loops]
     )
     itemsize = src.shape.itemsize
@@ -150,7 +152,7 @@ def _strided(part: Part, src: Pool, dst: Pool) -> Strided:
     )  # fmt: skip
 
 
-def _folded(
+def folded(
     pool: Pool, entry: int, at: int, block: tuple[int, int], loops: Sequence[tuple[int, int, int]]
 ) -> tuple[list[int], int, int]:
     """Bytes that each loop (extent, table entries, bytes) and a block id step, and the address of the first element."""
@@ -242,7 +244,7 @@ def _torch(src: Pool, dst: Pool, move: Callable[..., None]) -> Copy:
             view = View(device, address, (nbytes // itemsize,), (itemsize,), f"<i{itemsize}" if itemsize > 1 else "|i1")
             flat = torch.as_tensor(view, device=f"cuda:{device}")
         else:
-            flat = torch.from_numpy(_host(address, nbytes, itemsize))
+            flat = torch.from_numpy(host_array(address, nbytes, itemsize))
         return torch.as_strided(flat.view(kind), tuple(shape), tuple(s // itemsize for s in strides))
 
     halves = []
@@ -323,7 +325,7 @@ def numpy_take(src: Pool, dst: Pool) -> Copy:
     itemsize = src.shape.itemsize
 
     def array(pool: Pool, address: int, block: int, shape: Sequence[int], strides: Sequence[int]) -> Any:
-        flat = _host(address, _span(block, pool.num_blocks, shape, strides, itemsize), itemsize)
+        flat = host_array(address, _span(block, pool.num_blocks, shape, strides, itemsize), itemsize)
         whole = flat.view(f"i{itemsize}")
         return np.lib.stride_tricks.as_strided(whole, (pool.num_blocks, *shape), (block, *strides))
 
@@ -342,7 +344,7 @@ def numpy_take(src: Pool, dst: Pool) -> Copy:
     return copy
 
 
-def _host(address: int, nbytes: int, itemsize: int) -> npt.NDArray[Any]:
+def host_array(address: int, nbytes: int, itemsize: int) -> npt.NDArray[Any]:
     """Host memory that the pool keeps, as integers."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).view(f"i{itemsize}")
 

@@ -96,6 +96,9 @@ class Local:
         _require_own_memory(made, dst_pools)
         self._options: dict[str, Any] = {"strategy": strategy, "max_sms": max_sms, "chunk_bytes": chunk_bytes}
         self.made = made.refit((_cuts(src_pools), _cuts(dst_pools)))
+        kinds = dict.fromkeys((made.sends[m.src].t, made.takes[m.dst].t) for m in made.messages)
+        of_kind = {kind: index for index, kind in enumerate(kinds)}
+        self._kinds = [of_kind[made.sends[m.src].t, made.takes[m.dst].t] for m in made.messages]
         self._lock = Lock()
         self._transfers: dict[tuple[Message, range | None, bool], Transfer] = {}
         self._tails: dict[tuple[int, tuple[int, ...]], tuple[Transfer, _Ends]] = {}
@@ -208,13 +211,12 @@ class Local:
         """Tables are long enough; every slot is written once at most, and none is both read and written."""
         slots: tuple[list[Ids], list[Ids]] = [], []
         for side, given in enumerate((src, dst)):
+            known: dict[Any, Ids] = {}  # ranks of one kind touch the same slots by the same tables
             for rank, pool, spans in zip(self._ranks[side], self._pools[side], given, strict=True):
-                found = [rank.touched(span, tail=tail and side == 1) for span in spans if pool is not None]
-                slots[side].append(np.concatenate(found) if found else np.zeros((0, 2), np.int64))
-                if side == 1 and (slot := _slot_in_two(slots[1][-1])) is not None:
-                    twice = sum(bool(((one[:, 0] <= slot) & (slot < one[:, 1])).any()) for one in found) > 1
-                    where = "two sequences have it in their tables" if twice else "it stands in the table twice"
-                    raise BindError(f"{rank.name}: block {slot // rank.nt} would be written twice: {where}")
+                key = pool is None, rank.num_blocks, rank.turns.index, *map(id, spans)
+                if key not in known:
+                    known[key] = self._touched(rank, spans if pool is not None else [], side == 1, tail)
+                slots[side].append(known[key])
         for i, j in self._both:
             ours, theirs = slots[0][i], slots[1][j]
             # Slots that are written are apart, so those that end behind a start begin before its end, or there is none.
@@ -230,6 +232,17 @@ class Local:
                     f"{self._ranks[0][i].name}, would be both read and written"
                 )
 
+    @staticmethod
+    def _touched(rank: Rank, spans: list[Span], written: bool, tail: bool) -> Ids:
+        """Slots of a rank's pool that spans touch, as ranges; none twice where they are written."""
+        found = [rank.touched(span, tail=tail and written) for span in spans]
+        slots = found[0] if len(found) == 1 else np.concatenate(found) if found else np.zeros((0, 2), np.int64)
+        if written and (slot := _slot_in_two(slots)) is not None:
+            twice = sum(bool(((one[:, 0] <= slot) & (slot < one[:, 1])).any()) for one in found) > 1
+            where = "two sequences have it in their tables" if twice else "it stands in the table twice"
+            raise BindError(f"{rank.name}: block {slot // rank.nt} would be written twice: {where}")
+        return slots
+
     def _listed(self, src: list[list[Span]], dst: list[list[Span]], layers: range | None) -> Iterator[_Work]:
         """Of every message: a transfer, and the ids that it copies."""
         chosen = [(i, m) for i, m in enumerate(self.made.messages) if layers is None or _layers_of(m, layers)[0]]
@@ -237,22 +250,28 @@ class Local:
             a.origin - b.origin for _, m in chosen for a, b in zip(src[m.src], dst[m.dst], strict=True) if len(a.tokens)
         }
         made = self._fitting(math.gcd(*shifts))
-        for message in (made.messages[i] for i, _ in chosen):
-            ranks = self._ranks[0][message.src], self._ranks[1][message.dst]
-            lists = [
-                pair_up(message.t, *ranks, ours, theirs)
-                for ours, theirs in zip(src[message.src], dst[message.dst], strict=True)
-            ]
-            for single in (False, True):
-                src_ids, dst_ids = (
-                    np.concatenate([pairs[2 * single + side] for pairs in lists] or [np.zeros(0, np.int64)])
-                    for side in (0, 1)
-                )
-                kept = (src_ids >= 0) & (dst_ids >= 0)
-                if not kept.any():
-                    continue
-                ends = self._pool(0, message.src), self._pool(1, message.dst)
+        listed: dict[Any, list[tuple[Ids, Ids, bool]]] = {}  # messages of one kind have the same pairs in the same tables
+        for i, _ in chosen:
+            message = made.messages[i]
+            spans = src[message.src], dst[message.dst]
+            key = self._kinds[i], *map(id, itertools.chain(*spans))
+            if key not in listed:
+                listed[key] = self._pairs(message, *spans)
+            ends = self._pool(0, message.src), self._pool(1, message.dst)
+            for src_ids, dst_ids, single in listed[key]:
                 yield self._transfer(message, layers, single), ends, src_ids, dst_ids
+
+    def _pairs(self, message: Message, src: list[Span], dst: list[Span]) -> list[tuple[Ids, Ids, bool]]:
+        """Pairs of units, and pairs of single tokens, of several sequences; without those that are empty."""
+        ranks = self._ranks[0][message.src], self._ranks[1][message.dst]
+        pairs = [pair_up(message.t, *ranks, *spans) for spans in zip(src, dst, strict=True)]
+        found = []
+        for single in (False, True):
+            ids = [[each[2 * single + side] for each in pairs] for side in (0, 1)]
+            src_ids, dst_ids = (one[0] if len(one) == 1 else np.concatenate(one) if one else _NONE for one in ids)
+            if src_ids.size and (np.minimum(src_ids, dst_ids) >= 0).any():
+                found.append((src_ids, dst_ids, single))
+        return found
 
     def _pool(self, side: int, rank: int) -> Pool:
         """The pool of a rank that holds something."""
@@ -360,6 +379,8 @@ _Ends = tuple[Pool, Pool]
 
 #: A transfer, its pools, and the ids of both sides.
 _Work = tuple[Transfer, _Ends, Ids, Ids]
+
+_NONE: Ids = np.zeros(0, np.int64)
 
 _WHOLE_BLOCKS = "; tokens go one by one where a range begins or ends inside a unit: expected ranges of whole ones"
 

@@ -112,6 +112,16 @@ class Rank(NamedTuple):
         found: Ids = np.where(blocks < 0, -1, blocks * (self.nt // of) + slots % self.nt // of)
         return found
 
+    def run(self, span: Span, first: int, count: int, of: int) -> Ids:
+        """Ids of `count` parts of `of` slots each that follow each other in the table; negative where there is no block."""
+        each = self.nt // of
+        begin = first // each
+        blocks = span.table[begin : -(-(first + count) // each)]
+        if each > 1:
+            blocks = np.add.outer(blocks * each, np.arange(each)).reshape(-1)[first % each :][:count]
+        found: Ids = np.maximum(blocks, -1)
+        return found
+
     def touched(self, span: Span, *, tail: bool = False) -> Ids:
         """Slots of the pool that the range's tokens fill, as ``(first, behind)`` of each block; with the tail behind them.
 
@@ -137,16 +147,19 @@ class Rank(NamedTuple):
             return np.zeros((0, 2), np.int64)
         entry = first // self.nt
         blocks = span.table[entry : self._whole(behind) // self.nt]
-        wrong = np.flatnonzero((blocks < -1) | (blocks >= self.num_blocks))
-        if wrong.size:
+        least = blocks.min()
+        if least < -1 or blocks.max() >= self.num_blocks:
+            wrong = np.flatnonzero((blocks < -1) | (blocks >= self.num_blocks))
             raise BindError(
                 f"{self.name}: table[{entry + wrong[0]}] is {blocks[wrong[0]]}: expected 0 to {self.num_blocks - 1}, or -1 for no "
                 "block"
             )
-        found: Ids = np.stack([blocks, blocks + 1], axis=1) * self.nt
+        found = np.empty((len(blocks), 2), np.int64)
+        found[:, 0] = blocks * self.nt
+        found[:, 1] = found[:, 0] + self.nt
         found[0, 0] += first % self.nt
         found[-1, 1] -= self._whole(behind) - behind
-        return found[blocks >= 0]
+        return found if least >= 0 else found[blocks >= 0]
 
 
 class Pairs(NamedTuple):
@@ -182,16 +195,27 @@ def pair_up(unit: Unit, src: Rank, dst: Rank, src_span: Span, dst_span: Span) ->
     base = src_span.origin % unit.tokens
     first = base + -(-(tokens.start - base) // unit.tokens) * unit.tokens
     behind = base + (tokens.stop - base) // unit.tokens * unit.tokens
-    starts = np.arange(first, behind, unit.tokens, dtype=np.int64)
-    for rank in (src, dst):
-        if unit.tokens % rank.turns.period:  # all of a unit is one rank's
-            starts = starts[rank.turns.holds(starts)]
+    sides = (src, src_span, unit.src_slots), (dst, dst_span, unit.dst_slots)
+    if all(unit.tokens % rank.turns.period == 0 for rank in (src, dst)):  # every unit is of both, and they follow each other
+        units = [
+            rank.run(span, rank.slots(span, first) // slots, max(behind - first, 0) // unit.tokens, slots)
+            for rank, span, slots in sides
+        ]
+    else:
+        starts = np.arange(first, behind, unit.tokens, dtype=np.int64)
+        for rank in (src, dst):
+            if unit.tokens % rank.turns.period:  # all of a unit is one rank's
+                starts = starts[rank.turns.holds(starts)]
+        units = [rank.ids(span, rank.slots(span, starts), slots) for rank, span, slots in sides]
+    if (first, behind) == (tokens.start, tokens.stop):
+        return Pairs(units[0], units[1], _NONE, _NONE)
     if behind < first:
         edges = np.arange(tokens.start, tokens.stop, dtype=np.int64)
     else:
         edges = np.concatenate([np.arange(tokens.start, first), np.arange(behind, tokens.stop)]).astype(np.int64)
     edges = edges[src.turns.holds(edges) & dst.turns.holds(edges)]
-    sides = (src, src_span, unit.src_slots), (dst, dst_span, unit.dst_slots)
-    units = [rank.ids(span, rank.slots(span, starts), slots) for rank, span, slots in sides]
     ones = [rank.ids(span, rank.slots(span, edges), 1) for rank, span, _ in sides]
     return Pairs(units[0], units[1], ones[0], ones[1])
+
+
+_NONE: Ids = np.zeros(0, np.int64)

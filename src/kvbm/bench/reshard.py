@@ -1,0 +1,496 @@
+"""Messages of a resharding beside a memcpy of the same bytes, PyTorch, and today's copies: ``kvbm bench reshard``.
+
+Every figure is a ratio of medians that were taken in turns, a few calls of each at a time, so that a machine that slows down
+slows all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import click
+import numpy as np
+
+from .. import _core, spec
+from ..errors import KvbmError
+from ..nest import Id, Part
+from ..reshard import Local, Placement, Span, plan
+from ..shapes import BlockShape, load_shape
+from ..transfer import Transfer
+from . import peers
+from .clock import CpuClock, GpuClock, Timed
+from .measure import View, Yardstick, device_of, is_out_of_memory, make_clock, random_pool
+from .messages import HND, NHD, Asked, Bound, Case, End, cases, strategy_on
+from .options import comma_list
+from .overhead import host_seconds
+from .section import Note, Row, common_options, figures, note, stamp, write_rows
+
+__all__ = ["COLUMNS", "SECTIONS", "measure", "reshard"]
+
+COLUMNS = (
+    "case", "by", "n", "total_bytes", "median_ms", "gbps", "beside", "beside_ms", "ratio", "asked", "reached",
+    "gpu", "driver", "commit",
+)  # fmt: skip
+
+SECTIONS = ("messages", "equal", "peer", "host", "plan")
+
+#: Seconds of some calls: ``run(iters, warmup)``.
+Runner: TypeAlias = Callable[[int, int], Timed]
+
+#: Turns in which what is compared is timed.
+_ROUNDS = 5
+
+
+# ---- PyTorch -------------------------------------------------------------------------------------------------------
+
+
+def by_torch(bound: Bound) -> Callable[[Any, Any, Any], object]:
+    """What one would write: blocks viewed as units, indexed, permuted, and assigned by index.
+
+    On the CPU unit by unit, which is faster there.
+
+    Raises
+    ------
+    NotApplicable
+        There is no torch that can; strides do not describe a pool.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise peers.NotApplicable(f"torch does not import: {error}") from None
+    device = device_of(bound.places[0])
+    if device >= 0 and not torch.cuda.is_available():
+        raise peers.NotApplicable("this torch cannot use the GPU")
+    halves = [_tensors(torch, bound, part) for part in bound.plan.parts]
+    steps = bound.plan.parts[0].src_id, bound.plan.parts[0].dst_id
+    known: dict[tuple[int, int], Any] = {}
+
+    def digits(src_ids: Any, dst_ids: Any) -> Any:
+        """Ids taken apart, and taken to the GPU: once, not in every call."""
+        key = id(src_ids), id(dst_ids)
+        if key not in known:
+            made = [_digits(ids, step) for ids, step in zip((src_ids, dst_ids), steps, strict=True)]
+            if device < 0:
+                found = [list(zip(*(digit.tolist() for digit in each), strict=True)) for each in made]
+            else:
+                found = [[torch.from_numpy(digit).to(f"cuda:{device}") for digit in each] for each in made]
+            known[key] = (*found, src_ids, dst_ids)
+        return known[key][:2]
+
+    def copy(src_ids: Any, dst_ids: Any, stream: Any) -> None:
+        here, there = digits(src_ids, dst_ids)
+        if device >= 0:
+            with torch.cuda.stream(torch.cuda.ExternalStream(_core.stream_handle(stream), device=device)):
+                for src, dst, order in halves:
+                    dst.index_put_(tuple(there), src[tuple(here)].permute(0, *(1 + axis for axis in order)))
+            return
+        for src, dst, order in halves:
+            lead = src.dim() - len(order)
+            turned = src.permute(*range(lead), *(lead + axis for axis in order))
+            for one, other in zip(here, there, strict=True):
+                dst[other].copy_(turned[one])
+
+    return copy
+
+
+def _digits(ids: Any, step: Id) -> list[Any]:
+    """An id as block and units, slowest first."""
+    rest, digits = ids.astype(np.int64), []
+    for extent in step.extents:
+        digits.append(rest % extent)
+        rest = rest // extent
+    return [rest, *reversed(digits)]
+
+
+def _tensors(torch: Any, bound: Bound, part: Part) -> tuple[Any, Any, tuple[int, ...]]:
+    """A part of the plan as two strided tensors, digits of the id first, and the other axes of the source by the destination's."""
+    loops = [*part.inner[1:], *part.outer]
+    sides = []
+    for pool, section, (at, entry), step, strides in (
+        (bound.pools[0], bound.sections[0], part.start[0], part.src_id, [(m.extent, m.src_table, m.src) for m in loops]),
+        (bound.pools[1], bound.sections[1], part.start[1], part.dst_id, [(m.extent, m.dst_table, m.dst) for m in loops]),
+    ):  # fmt: skip
+        inner, block, address = peers.folded(pool, entry, at, step[:2], strides)
+        blocks = section.num_ids // math.prod(step.extents)
+        lead = [(blocks, block), *reversed(step.units)]
+        sides.append((device_of(pool.device), address, lead, inner))
+    steps = [nbytes for _, address, lead, inner in sides for nbytes in (address, *(n for _, n in lead), *inner)]
+    item = next(size for size in (8, 4, 2, 1) if all(n % size == 0 for n in (*steps, part.run_bytes)))
+    run = [(part.run_bytes // item, item)] if part.run_bytes > item else []
+    made, orders = [], []
+    for device, address, lead, inner in sides:
+        rest = [*zip((m.extent for m in loops), inner, strict=True), *run]
+        order = sorted(range(len(rest)), key=lambda axis: -rest[axis][1])
+        axes = [*lead, *(rest[axis] for axis in order)]
+        made.append(_as_tensor(torch, device, address, axes, item))
+        orders.append(order)
+    return made[0], made[1], tuple(orders[0].index(axis) for axis in orders[1])
+
+
+def _as_tensor(torch: Any, device: int, address: int, axes: Sequence[tuple[int, int]], item: int) -> Any:
+    """Bytes as integers of `item` bytes, with these extents and strides; the pool keeps the memory."""
+    span = sum((extent - 1) * nbytes for extent, nbytes in axes) + item
+    if device >= 0:
+        view = View(device, address, (span // item,), (item,), f"<i{item}" if item > 1 else "|i1")
+        flat = torch.as_tensor(view, device=f"cuda:{device}")
+    else:
+        flat = torch.from_numpy(peers.host_array(address, span, item))
+    return torch.as_strided(flat, [extent for extent, _ in axes], [nbytes // item for _, nbytes in axes])
+
+
+# ---- taking turns --------------------------------------------------------------------------------------------------
+
+
+def _race(runners: Mapping[str, Runner], iters: int) -> dict[str, list[float]]:
+    """Medians of every round, by runner: a few calls of each, again and again."""
+    found: dict[str, list[float]] = {name: [] for name in runners}
+    for turn in range(_ROUNDS):
+        for name, run in runners.items():
+            found[name].append(run(max(iters // _ROUNDS, 1), 1 if turn else 3).median)
+    return found
+
+
+def _ratio(times: Sequence[float], of: Sequence[float]) -> float:
+    return statistics.median(one / other for one, other in zip(times, of, strict=True))
+
+
+def _row(
+    case: str, by: str, n: int, nbytes: int, times: Sequence[float], beside: str, other: Sequence[float], asked: Asked
+) -> Row:
+    """A copy beside another: how much of its speed is reached."""
+    ratio = round(_ratio(other, times), 4)
+    seconds = statistics.median(times)
+    return {
+        "case": case, "by": by, "n": n, "total_bytes": nbytes, "median_ms": figures(seconds * 1e3),
+        "gbps": figures(nbytes / seconds / 1e9), "beside": beside, "beside_ms": figures(statistics.median(other) * 1e3),
+        "ratio": ratio, "asked": "" if asked is None else f">= {asked:g}",
+        "reached": "" if asked is None else "yes" if ratio >= asked else "no",
+    }  # fmt: skip
+
+
+def _host_row(case: str, by: str, n: int, seconds: float, beside: str, other: float | None, most: float) -> Row:
+    """Host time: beside another's, or within so many milliseconds."""
+    ratio = round(seconds / other, 3) if other else ""
+    value = ratio if other else seconds * 1e3
+    return {
+        "case": case, "by": by, "n": n, "total_bytes": "", "median_ms": figures(seconds * 1e3), "gbps": "",
+        "beside": beside, "beside_ms": figures(other * 1e3) if other else "", "ratio": ratio,
+        "asked": f"<= {most:g}" + ("" if other else " ms"), "reached": "yes" if float(value) <= most else "no",
+    }  # fmt: skip
+
+
+def _runner(clock: GpuClock | CpuClock, calls: Sequence[Callable[[Any], object]]) -> Runner:
+    turns = itertools.cycle(calls)
+    return lambda iters, warmup: clock.time(lambda stream: next(turns)(stream), iters=iters, warmup=warmup)
+
+
+# ---- what is measured ----------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """What all of it must know."""
+
+    place: str
+    model: BlockShape
+    iters: int
+    quick: bool
+    torch: bool
+    note: Note
+
+
+def measure(run: Run, sections: Sequence[str]) -> Iterator[Row]:
+    """Rows of these `SECTIONS`; what lacks memory, or a second GPU, is left out with a note."""
+    end = stamp(run.place)
+    for name in sections:
+        for row in _SECTIONS[name](run):
+            yield {**row, **end}
+
+
+def _messages(run: Run) -> Iterator[Row]:
+    with make_clock(run.place) as clock:
+        for case in cases(run.model, is_cpu=run.place == "cpu", quick=run.quick):
+            try:
+                with contextlib.ExitStack() as stack:
+                    yield from _message(run, case, clock, stack)
+            except (KvbmError, MemoryError) as error:
+                if not is_out_of_memory(error) and not isinstance(error, peers.NotApplicable):
+                    raise
+                run.note(f"{case.name}: left out: {error}")
+
+
+def _message(run: Run, case: Case, clock: GpuClock | CpuClock, stack: contextlib.ExitStack) -> Iterator[Row]:
+    largest = max(n for n, _ in case.asked)
+    bound = Bound(case, (run.place, run.place), largest, stack)
+    nbytes = bound.plan.nbytes
+    stick = stack.enter_context(Yardstick(run.place, run.place, largest * nbytes, clock))
+    stack.callback(peers.release)
+    backends: dict[str, Callable[[Any, Any, Any], object]] = {
+        "kvbm": lambda src_ids, dst_ids, stream: bound.move.copy(src_ids, dst_ids, stream=stream)
+    }
+    if run.torch:
+        try:
+            backends["torch"] = by_torch(bound)
+        except peers.NotApplicable as reason:
+            run.note(f"{case.name}: torch: left out: {reason}")
+    for n, asked in case.asked:
+        runners: dict[str, Runner] = {
+            "memcpy": lambda iters, warmup, n=n: stick.time(n * nbytes, iters=iters, warmup=warmup)  # type: ignore[misc]
+        }
+        sets = bound.ids(n)
+        for by, copy in backends.items():
+            if by == "torch" and run.quick and n < largest:
+                continue
+
+            def once(src_ids: Any, dst_ids: Any, copy: Any = copy) -> None:
+                copy(src_ids, dst_ids, clock.stream)
+                clock.synchronize()
+
+            bound.check(once, n, by)
+            for ids in sets:
+                once(*ids)
+            runners[by] = _runner(clock, [functools.partial(_bound_call, copy, ids) for ids in sets])
+        times = _race(runners, run.iters)
+        for by in [name for name in backends if name in times]:
+            yield _row(
+                case.name, by, n, n * nbytes, times[by], "memcpy", times["memcpy"], asked if by == "kvbm" else None
+            )
+
+
+def _bound_call(copy: Callable[[Any, Any, Any], object], ids: tuple[Any, Any], stream: Any) -> object:
+    return copy(*ids, stream)
+
+
+def _equal(run: Run) -> Iterator[Row]:
+    """Equal shapes: pools, and their units that are whole blocks."""
+    shape = replace(run.model, nh=max(run.model.nh // 4, 1), nt=16)
+    with make_clock(run.place) as clock, contextlib.ExitStack() as stack:
+        case = Case("equal shapes, NHD → HND, nt 16", End(NHD, shape, 16), End(HND, shape, 16), ())
+        bound = Bound(case, (run.place, run.place), 256, stack)
+        pools = stack.enter_context(Transfer(bound.pools[0], bound.pools[1], strategy_on(run.place)))
+        nbytes = bound.plan.nbytes
+        stick = stack.enter_context(Yardstick(run.place, run.place, 256 * nbytes, clock))
+        for n in (64, 256):
+            sets = bound.ids(n)
+            times = _race(
+                {
+                    "memcpy": functools.partial(_stick, stick, n * nbytes),
+                    **{
+                        by: _runner(clock, [functools.partial(_transfer_call, move, ids) for ids in sets])
+                        for by, move in (("pools", pools), ("units", bound.move))
+                    },
+                },
+                2 * run.iters,
+            )
+            yield _row(case.name, "pools", n, n * nbytes, times["pools"], "memcpy", times["memcpy"], None)
+            yield _row(case.name, "units", n, n * nbytes, times["units"], "pools", times["pools"], 0.995)
+
+
+def _stick(stick: Yardstick, nbytes: int, iters: int, warmup: int) -> Timed:
+    return stick.time(nbytes, iters=iters, warmup=warmup)
+
+
+def _transfer_call(move: Transfer, ids: tuple[Any, Any], stream: Any) -> object:
+    return move.copy(*ids, stream=stream)
+
+
+def _placements(model: BlockShape, src_nt: int = 16, dst_nt: int = 64, tp: tuple[int, int] = (4, 2)) -> Any:
+    return tuple(
+        Placement(f"tp{n}", shard={"h": "tp"}, model=model, nt=nt, name=name)
+        for n, nt, name in zip(tp, (src_nt, dst_nt), ("prefill", "decode"), strict=True)
+    )
+
+
+def _peer(run: Run) -> Iterator[Row]:
+    """From tp 2 to tp 1: one source rank on each of two GPUs, the destination on the first."""
+    here = device_of(run.place)
+    if here < 0 or _core.device_count() < 2:
+        run.note("peer: left out: it needs two GPUs")
+        return
+    from cuda.core import Device
+
+    there = (here + 1) % _core.device_count()
+    far = f"cuda:{there}"
+    if not _core.enable_peer(there, here):
+        run.note(f"peer: left out: {far} does not reach {run.place}")
+        return
+    n = 256
+    half = replace(run.model, nh=max(run.model.nh // 2, 1), nt=16)
+    whole = replace(run.model, nh=2 * half.nh, nt=64)
+    case = Case(
+        "tp 2 → 1 over two GPUs", End(NHD, half, 16), End(HND, whole, 16, {"h": range(half.nh, 2 * half.nh)}), ()
+    )
+    with GpuClock(there) as clock, contextlib.ExitStack() as stack:
+        bound = Bound(case, (far, run.place), n, stack)
+        near = stack.enter_context(random_pool(spec.load(NHD), half, bound.pools[0].num_blocks, run.place, seed=3))
+        made = plan(*_placements(replace(run.model, nh=whole.nh), tp=(2, 1)))
+        local = Local(made, [near, bound.pools[0]], [bound.pools[1]], strategy="direct")
+        stick = stack.enter_context(Yardstick(far, run.place, n * bound.plan.nbytes, clock))
+        sets = bound.ids(n)
+        spans = [
+            tuple(
+                Span(np.random.default_rng(seed).permutation(pool.num_blocks)[: n * 16 // pool.shape.nt], range(n * 16))
+                for pool in (near, bound.pools[1])
+            )
+            for seed in range(4)
+        ]  # fmt: skip
+        near_stream = stack.enter_context(GpuClock(here)).stream
+        Device(there).set_current()  # the clock's: the line above made the other one current
+
+        def all_of_it(pair: Sequence[Span], stream: Any) -> None:
+            """Both messages side by side; the far GPU's stream, which is timed, waits for the other one's."""
+            local(pair[0], pair[1], stream={there: stream, here: near_stream}, wait=stream).wait(stream)
+
+        def once(src_ids: Any, dst_ids: Any) -> None:
+            bound.move.copy(src_ids, dst_ids, stream=clock.stream)
+            clock.synchronize()
+
+        bound.check(once, n, "kvbm")
+        times = _race(
+            {
+                "peer memcpy": functools.partial(_stick, stick, n * bound.plan.nbytes),
+                "kvbm, one message": _runner(
+                    clock, [functools.partial(_transfer_call, bound.move, ids) for ids in sets]
+                ),
+                "Local, both messages": _runner(clock, [functools.partial(all_of_it, pair) for pair in spans]),
+            },
+            run.iters,
+        )
+        for by in ("kvbm, one message", "Local, both messages"):
+            # The local half is over before the far one is: what a peer memcpy of that half takes is what can be had.
+            yield _row(case.name, by, n, n * bound.plan.nbytes, times[by], "peer memcpy", times["peer memcpy"], 0.94)
+
+
+def _host(run: Run) -> Iterator[Row]:
+    """Host time of calls whose bytes do not matter: 64 units beside 64 blocks, and `Local` beside its four copies."""
+    model = BlockShape(nl=2, no=2, nh=8, nt=4, hd=16, dtype="bfloat16")
+    src_place, dst_place = _placements(model, 4, 16)
+    src_layout, dst_layout, random, units = spec.load(NHD), spec.load(HND), np.random.default_rng(1), 64
+    strategy = strategy_on(run.place)
+    with make_clock(run.place) as clock, contextlib.ExitStack() as stack:
+        src = [stack.enter_context(random_pool(src_layout, src_place.shape(i), 256, run.place)) for i in range(4)]
+        dst = [stack.enter_context(random_pool(dst_layout, dst_place.shape(i), 64, run.place)) for i in range(2)]
+        plain = stack.enter_context(random_pool(dst_layout, src_place.shape(0), 256, run.place))
+        stream = {} if clock.stream is None else {"stream": clock.stream}
+        blocks = stack.enter_context(Transfer(src[0], plain, strategy))
+        moves = [
+            stack.enter_context(Transfer(src[i], dst[i // 2].units(4).section(h=range(2 * (i % 2), 2 * (i % 2) + 2)), strategy))
+            for i in range(4)
+        ]  # fmt: skip
+        local = Local(plan(src_place, dst_place), src, dst, strategy=strategy)
+        tables = [(random.permutation(256)[:units], random.permutation(64)[: units // 4]) for _ in range(4)]
+        spans = [tuple(Span(table, range(4 * units)) for table in pair) for pair in tables]
+        k = np.arange(units)
+        ids = [(a.astype(np.int32), (b[k // 4] * 4 + k % 4).astype(np.int32)) for a, b in tables]
+        calls: dict[str, tuple[Callable[[Any], object], Sequence[Any]]] = {
+            "blocks": (lambda pair: blocks.copy(*pair, **stream), [(pair[0], pair[0]) for pair in ids]),
+            "units": (lambda pair: moves[0].copy(*pair, **stream), ids),
+            "copies": (lambda pair: [move.copy(*pair, **stream) for move in moves], ids),
+            "Local": (lambda pair: local(*pair, **stream), spans),
+            "Local and Span": (
+                lambda pair: local(*(Span(table, range(4 * units)) for table in pair), **stream), tables,
+            ),
+        }  # fmt: skip
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _, (name, (call, given)) in itertools.product(range(_ROUNDS), calls.items()):
+            times[name].append(host_seconds(call, given, clock.synchronize, 100 if run.quick else 400)[0])
+    found = {name: statistics.median(each) for name, each in times.items()}
+    what = "host time of a call" + (", copies included" if run.place == "cpu" else "")
+    yield _host_row(what, "Transfer.copy of units", units, found["units"], "of blocks", found["blocks"], 1.3)
+    for by in ("Local", "Local and Span"):
+        yield _host_row(what, f"{by}, tp 4 → 2", units, found[by], "4 Transfer.copy", found["copies"], 1.3)
+
+
+def _plan(run: Run) -> Iterator[Row]:
+    """Time of plan and proof."""
+    model = load_shape("llama-3.1-70b")
+    few = _placements(model)
+    many = (
+        Placement(
+            "pp4 tp16", shard={"l": {"over": "pp", "bounds": [0, 18, 40, 61, 80]}, "h": "tp/2", "t": "tp%2 by 16"},
+            model=model, nt=16, name="prefill",
+        ),
+        Placement(
+            "pp2 tp8", shard={"l": {"over": "pp", "bounds": [0, 37, 80]}, "h": "tp/4", "t": "tp%4 by 1"},
+            model=model, nt=64, name="decode",
+        ),
+    )  # fmt: skip
+    for case, pair, most in (("tp 4 → 2", few, 5.0), ("64 → 16 ranks, uneven stages, DCP", many, 50.0)):
+        seconds, _ = host_seconds(lambda ends: plan(*ends), [pair], lambda: None, 9 if run.quick else 30)
+        yield _host_row("plan and proof", case, len(plan(*pair).messages), seconds, "", None, most)
+
+
+_SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {
+    "messages": _messages,
+    "equal": _equal,
+    "peer": _peer,
+    "host": _host,
+    "plan": _plan,
+}
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@common_options(iters=30)
+@click.option("--profile", metavar="SHAPE", help="The model.  [default: llama-3.1-70b; llama-3.1-8b on the CPU]")
+@click.option("--what", "sections", default=",".join(SECTIONS), show_default=True, callback=comma_list(SECTIONS), metavar="LIST",
+              help="Sections to measure.")  # fmt: skip
+@click.option("--torch/--no-torch", "torch", default=True, help="Also what one would write in PyTorch.")
+@click.option("--quick", is_flag=True, help="Fewer sizes, and PyTorch at the largest only.")
+def reshard(
+    place: str,
+    iters: int,
+    out: Path | None,
+    profile: str | None,
+    sections: tuple[str, ...],
+    torch: bool,
+    quick: bool,
+) -> None:
+    """Resharding: messages between ranks beside a memcpy and PyTorch, host time of calls, time of plan and proof.
+
+    With --out a table goes to stdout. Copies are checked before they are timed; ratios are of medians taken in turns.
+    """
+    model = load_shape(profile or ("llama-3.1-8b" if place == "cpu" else "llama-3.1-70b"))
+    found: list[Row] = []
+
+    def kept() -> Iterator[Row]:
+        for row in measure(Run(place, model, iters, quick, torch, note), sections):
+            found.append(row)
+            yield row
+
+    write_rows(kept(), COLUMNS, place, model, out, "reshard")
+    if out is not None:
+        _print_table(found)
+
+
+def _print_table(found: Sequence[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..draw import table_box
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 160)
+    table = Table(box=table_box(console), header_style="bold", pad_edge=False)
+    for name in ("case", "by", "beside"):
+        table.add_column(name, no_wrap=True)
+    for name in ("n", "MB", "ms", "GB/s", "ratio", "asked", "reached"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found:
+        megabytes = f"{row['total_bytes'] / 1e6:.0f}" if row["total_bytes"] else ""
+        reached = "[bold red]NO[/]" if row["reached"] == "no" else row["reached"]
+        table.add_row(
+            row["case"], row["by"], row["beside"], str(row["n"]), megabytes, str(row["median_ms"]), str(row["gbps"]),
+            str(row["ratio"]), row["asked"], reached,
+        )  # fmt: skip
+    console.print(table)

@@ -1,0 +1,85 @@
+"""`kvbm bench reshard`: cases, rows and the check.  Small sizes; no time is asserted."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import sys
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner
+
+import kvbm
+from kvbm.bench import measure, messages, reshard
+from kvbm.bench.check import WrongCopyError
+
+MODEL = kvbm.load_shape("nl=2,no=2,nh=8,nt=16,hd=16,dtype=bfloat16")
+PLACES = ("cpu", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (measure, messages):
+        monkeypatch.setattr(module, "cache_bytes", lambda _: 64 << 10)
+    monkeypatch.setattr(measure, "NOISE_BYTES", 1 << 20)
+    monkeypatch.setenv("KVBM_COMMIT", "abc1234")
+    measure._noise.cache_clear()
+    yield
+    measure._noise.cache_clear()
+
+
+def ran(*arguments: str) -> list[dict[str, str]]:
+    found = CliRunner().invoke(
+        reshard.reshard, ["--device", "cpu", "--iters", "1", "--profile", str(MODEL), *arguments]
+    )
+    assert found.exit_code == 0, (found.output, found.exception)
+    comment, *lines = found.stdout.splitlines()
+    assert comment.startswith("# kvbm abc1234")
+    rows = list(csv.DictReader(lines))
+    assert tuple(rows[0]) == reshard.COLUMNS
+    return rows
+
+
+@pytest.mark.parametrize("case", messages.cases(MODEL), ids=lambda case: case.name)
+def test_every_case_is_copied_right_and_a_wrong_copy_is_seen(case: messages.Case) -> None:
+    with contextlib.ExitStack() as stack:
+        bound = messages.Bound(case, PLACES, 8, stack)
+        bound.check(bound.move.copy, 8, "kvbm")
+        if "torch" in sys.modules:
+            copy = reshard.by_torch(bound)
+            bound.check(lambda *ids: copy(*ids, None), 8, "torch")
+        with pytest.raises(WrongCopyError, match="was to arrive"):
+            bound.check(lambda src_ids, dst_ids: bound.move.copy(src_ids[::-1].copy(), dst_ids), 8, "kvbm")
+        with pytest.raises(WrongCopyError, match="was to stay"):
+            # As many units again, which nobody asked for.
+            bound.check(lambda src_ids, dst_ids: bound.move.copy(*others(bound, src_ids, dst_ids)), 8, "kvbm")
+
+
+def others(bound: messages.Bound, src_ids, dst_ids):  # type: ignore[no-untyped-def]
+    """The pairs, and all other units of the destination."""
+    src, dst = (section.num_ids for section in bound.sections)
+    more = [unit for unit in range(dst) if unit not in set(dst_ids.tolist())]
+    return [*src_ids.tolist(), *(i % src for i in range(len(more)))], [*dst_ids.tolist(), *more]
+
+
+@pytest.mark.slow
+def test_rows_say_what_was_asked_for() -> None:
+    rows = ran("--what", "messages,equal", "--quick")
+    assert {row["by"] for row in rows if row["beside"] == "memcpy"} >= {"kvbm", "pools"}
+    assert [row["asked"] for row in rows if row["by"] == "kvbm"] == [">= 0.9", ">= 0.9"]
+    assert {row["asked"] for row in rows if row["beside"] == "pools"} == {">= 0.995"}
+    assert all(row["reached"] in ("yes", "no") for row in rows if row["asked"])
+
+
+def test_host_times_stand_beside_todays_calls() -> None:
+    rows = ran("--what", "host,plan", "--quick")
+    assert [row["asked"] for row in rows] == ["<= 1.3"] * 3 + ["<= 5 ms", "<= 50 ms"]
+    assert all(float(row["median_ms"]) > 0 for row in rows)
+
+
+def test_a_second_gpu_that_is_not_there_is_said(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    arguments = ["--device", "cpu", "--iters", "1", "--profile", str(MODEL), "--what", "peer,plan", "--quick"]
+    found = CliRunner().invoke(reshard.reshard, [*arguments, "--out", str(tmp_path / "out.csv")])
+    assert found.exit_code == 0 and "it needs two GPUs" in found.stderr
+    assert "reached" in found.stdout and "plan and proof" in found.stdout
