@@ -419,8 +419,9 @@ def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]
     for name, ours in sources.items():
         theirs = destinations[name]
         if ours[0].dtype != theirs[0].dtype:
+            plane = f"plane '{name}': " if name else ""
             raise PlanError(
-                f"{title}: plane '{name}': {ours[0].dtype} in the source, {theirs[0].dtype} in the destination; a copy "
+                f"{title}: {plane}{ours[0].dtype} in the source, {theirs[0].dtype} in the destination; a copy "
                 "converts no dtype"
             )
     pairs = [(maps, destinations[name]) for name, maps in sources.items()]
@@ -436,7 +437,7 @@ def _require_same_axes(title: str, src: Access, dst: Access) -> None:
     for here, there, where in ((ours, theirs, "source"), (theirs, ours, "destination")):
         only = here.keys() - there.keys()
         if only:
-            raise PlanError(f"{title}: axes {only} only in the {where}")
+            raise PlanError(f"{title}: axes {only} only in the {where}; of the other side one coordinate, or none, is meant")
     for axis in ours.keys() & theirs.keys():
         if ours[axis] != theirs[axis]:
             raise PlanError(f"{title}: axis '{axis}': {ours[axis]} in the source, {theirs[axis]} in the destination")
