@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +40,8 @@ PLANAR = [
     ("vllm/dsa_indexer_mxfp4", "record/dsa_indexer_mxfp4_tokens", 2),
     ("vllm/nvfp4_sm120", "record/nvfp4_universal", 2),
     ("flashinfer/mla_split", "record/mla_joined", 1),
-    ("vllm/deepseek_v4", "record/deepseek_v4_tokens", 1),
+    ("vllm/deepseek_v4", "record/deepseek_v4_tokens", 2),
+    ("record/deepseek_v4_tokens", "record/deepseek_v4_planes", 2),
 ]
 
 
@@ -56,7 +58,7 @@ def ends(direction: str) -> Iterator[tuple[Any, Any, Meant, Meant]]:
         shape = next(shape for shape in shapes(src) if shape[3] > unit and shape[3] % unit == 0)
         s = Planar(src, shape, 9, where=a, how=("rows", "steps")[number % 2])
         d = Planar(dst, shape, 7, where=b, dst=True)
-        part = Meant(unit, {"planes": [p.name for p in s.arena.placed.planes][number % 2 :]})
+        part = Meant(unit, {"planes": [p.name for p in s.arena.placed.planes][number == 1 :]})
         yield s, d, part, part
 
 
@@ -112,11 +114,12 @@ def ranges_of_layers(strategy: str) -> None:
         for s, d, ours, theirs in list(ends(direction))[: len(CASES)]:
             parts = [Meant(m.unit, {**m.chosen, "l": range(1, 3)}) for m in (ours, theirs)]
             here, there = parts[0].of(s.pool), parts[1].of(d.pool)
+            src_ids, dst_ids = [2, 0, 1], [1, 2, 0]
             with kvbm.Transfer(here, there, strategy) as move:
                 for layer in range(2):
-                    move.copy([3, 0, 5], [6, 1, 2], layers=range(layer, layer + 1), stream=5)
+                    move.copy(src_ids, dst_ids, layers=range(layer, layer + 1), stream=5)
                 pump()
-                check(s, d, *parts, [3, 0, 5], [6, 1, 2])
+                check(s, d, *parts, src_ids, dst_ids)
 
 
 def ids_on_the_gpu(direction: str, strategy: str) -> None:
@@ -178,26 +181,31 @@ def graphs(direction: str, strategy: str) -> None:
 
 def ids_in_the_parameters() -> None:
     """How many ids travel with a launch and need no upload: units cost room where they are, and blocks none."""
-    shape = BlockShape(nl=1, no=2, nh=1, nt=2, hd=8, dtype="float16")
-    names = {1: ("vllm/flash_attn_hnd", "vllm/BLHNC"), 2: ("vllm/paged_attn_v0", "vllm/BLHNC")}
-    pools = {
-        parts: [Plain(name, shape, 1000, dst=bool(side), where=0).pool for side, name in enumerate(pair)]
-        for parts, pair in names.items()
-    }
-    most = {(1, False): 428, (1, True): 420, (2, False): 356, (2, True): 344}
+    shape = BlockShape(nl=1, no=2, nh=2, nt=2, hd=8, dtype="float16")
+    paged = next(shape for shape in shapes("record/mla_fp8_pages") if shape[3] > 1)
+    pairs: list[tuple[Any, Any]] = [
+        (Plain("vllm/flash_attn_hnd", shape, 999, where=0), Plain("vllm/BLHNC", shape, 999, where=0)),
+        tuple(Planar(f"record/mla_fp8_{name}", paged, 999, where="fake") for name in ("pages", "tensors")),
+    ]
+    seen = []
     for over in (0, 1):
-        for (parts, in_units), n in most.items():
-            src, dst = (pool.units(1) if in_units else pool for pool in pools[parts])
-            with kvbm.Transfer(src, dst, "direct") as move:
-                assert len(move._mover.routes[None].plan.parts) == parts
-                before = count("uploads")
-                move.copy([*range(n + over - 1, 0, -1), -1], range(n + over), stream=5)
-                assert count("uploads") - before == over, (parts, in_units, n + over, count("uploads") - before)
+        for s, d in pairs:
+            for src, dst in ((s.pool, d.pool), (s.pool.units(1), d.pool.units(1))):
+                with kvbm.Transfer(src, dst, "direct") as move:
+                    [_] = move._mover.routes[None].copies
+                    parts = len(move._mover.routes[None].plan.parts)
+                    room = 4016 - 576 * parts - (48 + 32 * parts if src is not s.pool else 0)
+                    n = room // 2 // 16 * 4 + over  # two lists of 4 bytes an id, each in whole words of 16
+                    seen.append((parts, n))
+                    before = count("uploads")
+                    move.copy([*range(n - 1, 0, -1), -1], range(n), stream=5)
+                    assert count("uploads") - before == over, (parts, src, n, over)
+    assert seen[:4] == [(1, 428), (1, 420), (3, 284), (3, 268)], seen
 
 
 def kernels_of_planes() -> None:
     names = set()
     for s, d, ours, theirs in list(ends("d2d"))[len(CASES) :]:
         with kvbm.Transfer(ours.of(s.pool), theirs.of(d.pool), "direct") as move:
-            names |= {copy.kernel.split("_o")[0] for copy in move._mover.routes[None].copies}
+            names |= {re.sub(r"_o\d.*", "", copy.kernel) for copy in move._mover.routes[None].copies}
     assert {"record", "page_in", "page_out"} <= names, names
