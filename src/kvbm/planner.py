@@ -437,7 +437,7 @@ def _require_same_axes(title: str, src: Access, dst: Access) -> None:
     for here, there, where in ((ours, theirs, "source"), (theirs, ours, "destination")):
         only = here.keys() - there.keys()
         if only:
-            raise PlanError(f"{title}: axes {only} only in the {where}; of the other side one coordinate, or none, is meant")
+            raise PlanError(f"{title}: axes {only} only in the {where}; the other side has one coordinate, or none")
     for axis in ours.keys() & theirs.keys():
         if ours[axis] != theirs[axis]:
             raise PlanError(f"{title}: axis '{axis}': {ours[axis]} in the source, {theirs[axis]} in the destination")

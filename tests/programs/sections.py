@@ -49,9 +49,10 @@ def ends(direction: str) -> Iterator[tuple[Any, Any, Meant, Meant]]:
     here, there = SIDES[direction]
     for number, ((src, nt), (dst, other_nt), unit, ours, theirs) in enumerate(CASES):
         sizes = [BlockShape(nl=3, no=2, nh=4, nt=tokens, hd=8, dtype="float16") for tokens in (nt, other_nt)]
+        blocks = [max(480 if unit == 1 else 96, 2 * tokens) // tokens for tokens in (nt, other_nt)]
         ways = ("steps", "rows", "scattered")
-        s = Plain(src, sizes[0], max(480 if unit == 1 else 96, 2 * nt) // nt, how=ways[number % 3], where=here)
-        d = Plain(dst, sizes[1], max(480 if unit == 1 else 96, 2 * other_nt) // other_nt, dst=True, how=ways[number // 2 % 3], where=there)
+        s = Plain(src, sizes[0], blocks[0], how=ways[number % 3], where=here)
+        d = Plain(dst, sizes[1], blocks[1], dst=True, how=ways[number // 2 % 3], where=there)
         yield s, d, Meant(unit, ours), Meant(unit, theirs)
     for number, (src, dst, unit) in enumerate(PLANAR if "p2p" not in direction else ()):
         a, b = ("fake" if place == 0 else "fake pinned" for place in (here, there))

@@ -202,9 +202,9 @@ cdef class Copy:
         One part, or several: K and V, or planes.  ``offsets`` is ``(src, dst, src_table, dst_table)``; ``outer`` holds
         ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
         ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
-        ``strides``: on each side the bytes of a block, and of each digit of a unit, fastest first.  ``words``: for kernels of records the bytes of a
-        word; of pages also of an item, from word to word of one in shared memory, where the part starts there, and the
-        bytes of its segment.
+        ``strides``: on each side the bytes of a block, and of each digit of a unit, fastest first.  ``words``: for
+        kernels of records the bytes of a word; of pages also of an item, from word to word of one in shared memory,
+        where the part starts there, and the bytes of its segment.
     src_id, dst_id : tuple of two ints
         What one block contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
     units : tuple of two tuples of int
@@ -242,7 +242,8 @@ cdef class Copy:
             if len(src_steps) != len(units[0]) or len(dst_steps) != len(units[1]):
                 raise PlanError(f"part {number} of the plan for {kernel!r}: expected a stride for each digit of a unit")
             try:
-                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), (src_block, dst_block), tuple(words))
+                blocks = src_block, dst_block
+                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), blocks, tuple(words))
                 for digit, step in enumerate(src_steps):
                     digits.part[number].src[digit] = step
                 for digit, step in enumerate(dst_steps):
