@@ -8,10 +8,22 @@
 
 namespace kvbm_driver {
 
+static_assert(sizeof(kvbm_args) == 4096, "the inline payload fills the parameters");
+
 enum : int32_t { kSkip = -1 };  // the id of a pair that is left out
 
-// Bytes of a copy's parameters that its caller has set; behind them ids and tables may travel.
-inline size_t inline_start(const kvbm_args& args) { return offsetof(kvbm_args, part) + args.num_parts * sizeof(kvbm_part); }
+// Bytes of the payload that parts, and the units of their ids, take; behind them ids and tables may travel.
+inline size_t described_bytes(uint32_t num_parts, uint32_t mask) {
+  const bool has_units = mask & (KVBM_SRC_UNITS | KVBM_DST_UNITS);
+  return num_parts * sizeof(kvbm_part) + (has_units ? offsetof(kvbm_units, part) + num_parts * sizeof(kvbm_unit_strides) : 0);
+}
+// Bytes of a copy's parameters that its caller has set.
+inline size_t described_end(const kvbm_args& args) {
+  return offsetof(kvbm_args, part) + described_bytes(args.num_parts, args.inline_mask);
+}
+inline const kvbm_units& units_of(const kvbm_args& args) {
+  return reinterpret_cast<const kvbm_units&>(args.payload[args.num_parts * (sizeof(kvbm_part) / 8)]);
+}
 
 inline bool is_kernel(int kernel) { return kernel >= 0 && kernel < kvbm_num_kernels; }
 
@@ -20,9 +32,6 @@ inline int64_t id_at(const kvbm_side& side, uint32_t i) { return side.ids ? side
 inline bool is_skipped(const kvbm_batch& batch, uint32_t i) {
   return id_at(batch.src, i) == kSkip || id_at(batch.dst, i) == kSkip;
 }
-
-// Bits of kvbm_args.inline_mask that are the caller's: ids that count units.
-enum : uint32_t { kSrcUnits = 1u << 6, kDstUnits = 1u << 7 };
 
 // Takes the digits of a unit out of an id, which then is a block's, and returns where the unit begins in the block.
 inline int64_t unit_of(int64_t* id, const kvbm_div* digits, const int64_t* strides) {
@@ -35,13 +44,15 @@ inline int64_t unit_of(int64_t* id, const kvbm_div* digits, const int64_t* strid
 }
 
 // Where a block, or a unit, of one part begins behind its allocation's address; *id becomes the block's.
-inline int64_t src_start(const kvbm_args& args, const kvbm_part& part, int64_t* id) {
-  const int64_t unit = args.inline_mask & kSrcUnits ? unit_of(id, args.src_units, part.src_unit_stride) : 0;
-  return unit + *id * part.src_id_stride;
+inline int64_t src_start(const kvbm_args& args, uint32_t part, int64_t* id) {
+  const kvbm_units& units = units_of(args);
+  const int64_t unit = args.inline_mask & KVBM_SRC_UNITS ? unit_of(id, units.src, units.part[part].src) : 0;
+  return unit + *id * args.part[part].src_id_stride;
 }
-inline int64_t dst_start(const kvbm_args& args, const kvbm_part& part, int64_t* id) {
-  const int64_t unit = args.inline_mask & kDstUnits ? unit_of(id, args.dst_units, part.dst_unit_stride) : 0;
-  return unit + *id * part.dst_id_stride;
+inline int64_t dst_start(const kvbm_args& args, uint32_t part, int64_t* id) {
+  const kvbm_units& units = units_of(args);
+  const int64_t unit = args.inline_mask & KVBM_DST_UNITS ? unit_of(id, units.dst, units.part[part].dst) : 0;
+  return unit + *id * args.part[part].dst_id_stride;
 }
 
 inline bool has_ids(const kvbm_side& side) { return side.ids || side.ids_device; }

@@ -234,13 +234,13 @@ int copy_nest(const kvbm_args& args, const kvbm_batch& batch, Submission* out) {
     // Blocks that follow each other with nothing between are one range, if they are met one after the other.
     const bool blocks_touch = part.src_id_stride == static_cast<int64_t>(nest.run) &&
                               part.src_id_stride == part.dst_id_stride && args.src_id_table == 0 && args.dst_id_table == 0 &&
-                              !(args.inline_mask & (kSrcUnits | kDstUnits));
+                              !(args.inline_mask & (KVBM_SRC_UNITS | KVBM_DST_UNITS));
     const int rows = !blocks_touch && nest.depth > 0 && nest.loops[0].src_entry == 0 && nest.loops[0].dst_entry == 0;
     auto start = [&](uint32_t pair, Spot* at) {
       int64_t src = id_at(batch.src, pair), dst = id_at(batch.dst, pair);
       if (src == kSkip || dst == kSkip) return false;
-      at->src = part.src_offset + src_start(args, part, &src);
-      at->dst = part.dst_offset + dst_start(args, part, &dst);
+      at->src = part.src_offset + src_start(args, p, &src);
+      at->dst = part.dst_offset + dst_start(args, p, &dst);
       at->src_entry = part.src_table_offset + src * args.src_id_table;
       at->dst_entry = part.dst_table_offset + dst * args.dst_id_table;
       return true;

@@ -11,7 +11,7 @@
  *           + id * id_stride + offset + sum(c_k * mode_k.stride)          (once for src, once for dst)
  *
  * Ids may count *units*, of which several fill a block: then the digits below the block are taken out of the id first, and each
- * adds its own stride.
+ * adds its own stride (kvbm_units).
  */
 #ifndef KVBM_H
 #define KVBM_H
@@ -38,7 +38,7 @@ enum {
   KVBM_MAX_INNER = 8,       /* modes inside a chunk */
   KVBM_MAX_PARTS = 4,       /* of one launch */
   KVBM_UNIT_DIGITS = 2,     /* of an id below the block, where ids count units */
-  KVBM_INLINE_BYTES = 3968, /* parts, and behind them ids and tables, in the kernel's parameters (4,096 bytes in all) */
+  KVBM_INLINE_BYTES = 4016, /* parts, and behind them ids and tables, in the kernel's parameters (4,096 bytes in all) */
 };
 
 /* ---- the loop nest -------------------------------------------------------------------------------------------- */
@@ -93,8 +93,18 @@ typedef struct kvbm_part {
   int64_t src_id_stride, dst_id_stride;       /* bytes a block id */
   kvbm_outer outer[KVBM_MAX_OUTER];
   kvbm_inner inner[KVBM_MAX_INNER];
-  int64_t src_unit_stride[KVBM_UNIT_DIGITS], dst_unit_stride[KVBM_UNIT_DIGITS]; /* bytes a digit of a unit */
 } kvbm_part;
+
+/* How ids that count units are taken apart.  It lies in the payload, behind the last part, and only where ids do count them: a
+ * copy of blocks has that room for its ids. */
+typedef struct kvbm_unit_strides {
+  int64_t src[KVBM_UNIT_DIGITS], dst[KVBM_UNIT_DIGITS]; /* bytes a step of each digit */
+} kvbm_unit_strides;
+
+typedef struct kvbm_units {
+  kvbm_div src[KVBM_UNIT_DIGITS], dst[KVBM_UNIT_DIGITS]; /* digits of an id below the block, fastest first; unused: of 1 */
+  kvbm_unit_strides part[KVBM_MAX_PARTS];                /* there are num_parts */
+} kvbm_units;
 
 /* A kernel's whole parameter block.  Table steps of ids and the parts are the caller's description of the copy (extents made
  * by kvbm_make_div); ids and tables are set per batch by kvbm_launch and kvbm_run_host. */
@@ -110,13 +120,14 @@ typedef struct kvbm_args {
   uint64_t fault;                  /* address of a uint32_t that takes 1 + the number of such a pair; 0: nowhere */
   uint64_t src_ids, dst_ids;       /* addresses readable where the kernel runs, or offsets into payload */
   uint64_t src_table, dst_table;   /* likewise: arrays of 64-bit base addresses */
-  kvbm_div src_units[KVBM_UNIT_DIGITS], dst_units[KVBM_UNIT_DIGITS]; /* digits of an id below the block, fastest first; read
-                                                                         where inline_mask has bit 6 for src, 7 for dst */
   union {
     kvbm_part part[KVBM_MAX_PARTS];
-    uint64_t payload[KVBM_INLINE_BYTES / 8]; /* free behind the last of num_parts */
+    uint64_t payload[KVBM_INLINE_BYTES / 8]; /* free behind the last of num_parts, and behind its kvbm_units */
   };
 } kvbm_args;
+
+/* Bits of inline_mask that are the caller's, as the parts are. */
+enum { KVBM_SRC_UNITS = 1 << 6, KVBM_DST_UNITS = 1 << 7 };
 
 /* ---- the kernel table (generated: kernels_host.cpp) ------------------------------------------------------------ */
 

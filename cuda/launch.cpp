@@ -142,7 +142,7 @@ struct Fields {
 
 constexpr size_t align_16(size_t bytes) { return (bytes + 15) & ~size_t{15}; }
 
-Fields place_fields(const kvbm_batch* batch, uint32_t num_parts) {
+Fields place_fields(const kvbm_batch* batch, size_t described) {
   Fields f;
   const kvbm_side &src = batch->src, &dst = batch->dst;
   const bool on_device = src.ids_device || dst.ids_device;
@@ -155,7 +155,7 @@ Fields place_fields(const kvbm_batch* batch, uint32_t num_parts) {
   f.bytes[kDstIds] = dst.ids && !f.same_ids ? size_t{f.id_bytes} * batch->num_pairs : 0;
   f.bytes[kSrcTable] = src.table_device ? 0 : size_t{8} * src.entries;
   f.bytes[kDstTable] = dst.table_device ? 0 : size_t{8} * dst.entries;
-  size_t inlined = num_parts * sizeof(kvbm_part);
+  size_t inlined = described;
   for (int i = 0; i < kFields; ++i) {
     const size_t bytes = align_16(f.bytes[i]);
     f.is_inline[i] = bytes > 0 && inlined + bytes <= KVBM_INLINE_BYTES;
@@ -171,7 +171,7 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, voi
   const void* const source[kFields] = {batch->src.ids, batch->dst.ids, batch->src.table, batch->dst.table};
   args->num_pairs = batch->num_pairs;
   args->id_bytes = f.id_bytes;
-  args->inline_mask = (args->inline_mask & (kSrcUnits | kDstUnits)) | f.counted;
+  args->inline_mask = (args->inline_mask & (KVBM_SRC_UNITS | KVBM_DST_UNITS)) | f.counted;
   args->fault = batch->fault;
   args->src_blocks = batch->src.blocks;
   args->dst_blocks = batch->dst.blocks;
@@ -262,7 +262,7 @@ struct Small {
   int64_t* id_table;
   int64_t id_stride;
   int64_t span;  // table entries of a block, from its first to behind its last
-  int64_t (*start)(const kvbm_args&, const kvbm_part&, int64_t*);
+  int64_t (*start)(const kvbm_args&, uint32_t, int64_t*);
   uint32_t units;  // the bit that says that ids count units
   // Table entries to carry, or -1 where a block's do not follow each other.
   int64_t to_carry(uint32_t pairs) const {
@@ -288,24 +288,27 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
       (!batch->src.ids && !batch->dst.ids))
     return false;
   const kvbm_part& one = args->part[0];
+  const kvbm_units& units = units_of(*args);
+  uint32_t mask = args->inline_mask;
   for (uint32_t p = 1; p < args->num_parts; ++p)  // planes in arrays of their own, where an id steps differently
     if (args->part[p].src_id_stride != one.src_id_stride || args->part[p].dst_id_stride != one.dst_id_stride ||
-        memcmp(args->part[p].src_unit_stride, one.src_unit_stride, sizeof one.src_unit_stride + sizeof one.dst_unit_stride) != 0)
+        (mask & (KVBM_SRC_UNITS | KVBM_DST_UNITS) && memcmp(&units.part[p], &units.part[0], sizeof units.part[0]) != 0))
       return false;
   Small sides[] = {
       {&batch->src, &args->src_id_table, one.src_id_stride,
-       block_span(*args, &kvbm_outer::src_table, &kvbm_part::src_table_offset), src_start, kSrcUnits},
+       block_span(*args, &kvbm_outer::src_table, &kvbm_part::src_table_offset), src_start, KVBM_SRC_UNITS},
       {&batch->dst, &args->dst_id_table, one.dst_id_stride,
-       block_span(*args, &kvbm_outer::dst_table, &kvbm_part::dst_table_offset), dst_start, kDstUnits},
+       block_span(*args, &kvbm_outer::dst_table, &kvbm_part::dst_table_offset), dst_start, KVBM_DST_UNITS},
   };
-  int64_t bytes = static_cast<int64_t>(args->num_parts * sizeof(kvbm_part));
+  for (const Small& small : sides)
+    if (small.side->ids) mask &= ~small.units;  // these will be followed here
+  auto bytes = static_cast<int64_t>(described_bytes(args->num_parts, mask));
   for (const Small& small : sides) {
     const int64_t carried = small.to_carry(n);
     if (carried < 0) return false;
     bytes += static_cast<int64_t>(align_16(8 * carried) + align_16(4 * size_t{n}));
   }
   if (bytes > KVBM_INLINE_BYTES) return false;
-  uint32_t units = 0;  // of sides whose ids are no longer needed
   for (Small& small : sides) {
     const int64_t carried = small.to_carry(n);
     kvbm_side& side = *small.side;
@@ -313,7 +316,7 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
       for (uint32_t i = 0; i < n; ++i) {
         // The kernel adds i strides, as for ids that are not given; its stride still tells `prepare` how blocks lie.
         int64_t id = side.ids[i];
-        const int64_t start = small.start(*args, one, &id) - i * small.id_stride;
+        const int64_t start = small.start(*args, 0, &id) - i * small.id_stride;
         for (int64_t entry = 0; entry < small.span; ++entry)
           gathered[i * small.span + entry] = side.table[id * *small.id_table + entry] + start;
       }
@@ -322,12 +325,11 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
       side.ids = nullptr;  // block i of the batch
       side.blocks = n;
       *small.id_table = small.span;
-      units |= small.units;
     }
     side.table_device = 0;
     side.entries = static_cast<uint32_t>(carried);
   }
-  args->inline_mask &= ~units;
+  args->inline_mask = mask;
   return true;
 }
 
@@ -338,11 +340,11 @@ int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_b
   Handle function = nullptr;
   RETURN_IF_FAILED(find_kernel(device, kernel, &function));
   kvbm_args copy;  // the payload's unused rest stays as it is: no kernel reads it
-  memcpy(&copy, args, inline_start(*args));
+  memcpy(&copy, args, described_end(*args));
   kvbm_batch small = *batch;
   uint64_t gathered[KVBM_INLINE_BYTES / 8];
   if (resolve(&copy, &small, gathered)) batch = &small;
-  const Fields fields = place_fields(batch, copy.num_parts);
+  const Fields fields = place_fields(batch, described_bytes(copy.num_parts, copy.inline_mask));
   if (__builtin_expect(fields.slot_bytes > 0, 0)) {
     BatchCargo cargo(function, *entry, &copy, batch, fields, device->sms, stream);
     return carry(device, fields.slot_bytes, stream, &cargo);

@@ -237,8 +237,12 @@ KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t place, 
     dst_id = uint32_t(dst_wide);
   }
   uint64_t src = p.src_offset, dst = p.dst_offset;
-  if (a.inline_mask & 1u << 6) src += unit_of(src_id, a.src_units, p.src_unit_stride);
-  if (a.inline_mask & 1u << 7) dst += unit_of(dst_id, a.dst_units, p.dst_unit_stride);
+  if (a.inline_mask & (KVBM_SRC_UNITS | KVBM_DST_UNITS)) {
+    const kvbm_units& units = reinterpret_cast<const kvbm_units&>(a.payload[a.num_parts * (sizeof(kvbm_part) / 8)]);
+    const kvbm_unit_strides& stride = units.part[&p - a.part];
+    if (a.inline_mask & KVBM_SRC_UNITS) src += unit_of(src_id, units.src, stride.src);
+    if (a.inline_mask & KVBM_DST_UNITS) dst += unit_of(dst_id, units.dst, stride.dst);
+  }
   src += uint64_t(src_id) * p.src_id_stride;
   dst += uint64_t(dst_id) * p.dst_id_stride;
   uint32_t src_entry = p.src_table_offset + src_id * uint32_t(a.src_id_table);

@@ -376,7 +376,7 @@ class Loops:
         inner = list(zip(self.inner, *self.steps, strict=True))
         if self.pieces:
             inner += [(1, 0, 0)] * (nest.MAX_INNER - 1 - len(inner)) + [(2, *self.pieces)]
-        return (*self.offset, table_offset, table_offset), outer, inner, tuple(self.of_id), self.words
+        return (*self.offset, table_offset, table_offset), outer, inner, tuple((step,) for step in self.of_id), self.words
 
 
 class Page:

@@ -14,7 +14,7 @@ import kvbm
 import matrix
 import oracle
 import strategies
-from kvbm import _core, nest, prepare, spec
+from kvbm import _core, nest, prepare, section, spec
 from memory import aligned, placed
 from test_layout import SHAPE, block_shape
 
@@ -367,8 +367,9 @@ def test_text() -> None:
 
 
 def test_what_fits_a_kernel_is_what_was_compiled() -> None:
-    assert (nest.MAX_OUTER, nest.MAX_INNER, nest.MAX_PARTS) == (
+    assert (nest.MAX_OUTER, nest.MAX_INNER, nest.MAX_PARTS, section.MAX_UNIT_DIGITS) == (
         _core.MAX_OUTER,
         _core.MAX_INNER,
         _core.MAX_PARTS,
+        _core.MAX_UNIT_DIGITS,
     )

@@ -153,11 +153,14 @@ def _of_records(work: Sequence[tuple[Part, Form]]) -> list[Launch]:
     total = sum(part.nbytes for part, _ in work)
     for part, form in work:
         if form.kind == "tile" and _SMALL_SHARE * part.nbytes > total:
-            made.append(_launch((form,), [(part, form)]))
-        elif form.kind == "tile":
-            rows.append((part, form_of("rows", form.outer, len(part.inner), 0, form.element)))
-        else:
-            rows.append((part, form))
+            for piece in part.fit("tile"):
+                own = form_of("tile", len(piece.outer), len(piece.inner) - 3, form.element, form.word)
+                made.append(_launch((own,), [(piece, own)]))
+            continue
+        kind = "rows" if form.kind == "tile" else form.kind
+        for piece in part.fit(kind):
+            word = form.element or form.word
+            rows.append((piece, form_of(kind, len(piece.outer), len(piece.inner), 0, word)))
     for first in range(0, len(rows), MAX_PARTS):
         some = rows[first : first + MAX_PARTS]
         if len(some) == 1:

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from .access import Access, Step, refine
 from .errors import LayoutError, MissingKernelError, PlanError
+from .joining import gathered, in_step, rejoined
 from .layout import Layout
 from .lower import Launch, launches
 from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
@@ -93,7 +94,7 @@ class Plan:
         """The plan for pools whose allocations lie `step` bytes apart (None: they do not): their tables become strides."""
         folded = [part.fold(src_step, dst_step) for part in self.parts]
         parts = [Part.of((*p.inner, *p.outer), p.start, (p.src_id, p.dst_id), p.label) for p in folded]
-        return Plan(self.src, self.dst, _gathered(parts))
+        return Plan(self.src, self.dst, gathered(parts))
 
     def __str__(self) -> str:
         lines = [f"{self.title}   {self.shape}"]
@@ -357,7 +358,7 @@ def between(src: Section, dst: Section, title: str) -> Plan:
     except LayoutError as error:
         raise PlanError(f"{title}: {error}") from None
     if src.chosen or dst.chosen:
-        parts = _in_step(parts)
+        parts = in_step(parts)
     made = Plan(src, dst, tuple(parts))
     if not made.nbytes == src.block_bytes == dst.block_bytes:  # the law that every rule above must keep
         raise PlanError(
@@ -369,7 +370,7 @@ def between(src: Section, dst: Section, title: str) -> Plan:
 
 def joined(plans: Sequence[Plan]) -> Plan:
     """Copies that take one list of ids as one: their parts, those at equal distances as one."""
-    return Plan(plans[0].src, plans[0].dst, tuple(_in_step([part for made in plans for part in made.parts])))
+    return Plan(plans[0].src, plans[0].dst, tuple(in_step([part for made in plans for part in made.parts])))
 
 
 def between_layers(src: Section, dst: Section, title: str, layers: range | tuple[range, range] | None) -> Plan:
@@ -388,54 +389,10 @@ def _parts(title: str, src: Section, dst: Section) -> tuple[Part, ...]:
     for here, there in planes:
         halves: Sequence[int | None] = range(src.shape.no) if apart else (None,)
         parts.append([_part(title, (src, _half(title, here, o)), (dst, _half(title, there, o)), o) for o in halves])
-    joined = [_rejoined(halves) for halves in parts]
+    joined = [rejoined(halves) for halves in parts]
     # Where one plane's K and V differ, all planes keep the two apart: they then have the same loops.
     kept = parts if any(len(halves) > 1 for halves in joined) else joined
-    return _gathered([part for halves in kept for part in halves])
-
-
-def _in_step(parts: Sequence[Part]) -> list[Part]:
-    """Parts that differ only in where they start, at equal distances, as one: those of the pieces of an axis."""
-    groups: dict[Part, list[Part]] = {}
-    for part in parts:
-        like = replace(part, src_offset=0, dst_offset=0, src_table_offset=0, dst_table_offset=0)
-        groups.setdefault(like, []).append(part)
-    made = []
-    for group in groups.values():
-        before = len(group) + 1
-        while len(group) < before:
-            before = len(group)
-            group = _progressions(group)
-        made += group
-    return made
-
-
-def _progressions(parts: Sequence[Part]) -> list[Part]:
-    """Runs of parts at equal distances as one each; of one shape, in order."""
-    merged, at = [], 0
-    while at < len(parts):
-        first, last = parts[at], at
-        step = _distance(first, parts[at + 1]) if at + 1 < len(parts) else None
-        while step and last + 1 < len(parts) and _distance(parts[last], parts[last + 1]) == step:
-            last += 1
-        if last > at and step:
-            loops = [Mode(last - at + 1, *step), *first.inner, *first.outer]
-            merged.append(Part.of(loops, first.start, (first.src_id, first.dst_id), first.label, first.half))
-        else:
-            merged.append(first)
-        at = last + 1
-    return merged
-
-
-def _distance(one: Part, other: Part) -> tuple[int, int, int, int] | None:
-    """What lies between two parts' starts, as a mode steps it; None where they are no loops of one shape, or it leads back."""
-    if (one.outer, one.inner) != (other.outer, other.inner):
-        return None
-    (src, src_table), (dst, dst_table) = (
-        (b[0] - a[0], b[1] - a[1]) for a, b in zip(one.start, other.start, strict=True)
-    )
-    steps = src, dst, src_table, dst_table
-    return steps if min(steps) >= 0 else None
+    return gathered([part for halves in kept for part in halves])
 
 
 #: A plane's maps on one side: one, or K's and V's.
@@ -462,8 +419,9 @@ def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]
     for name, ours in sources.items():
         theirs = destinations[name]
         if ours[0].dtype != theirs[0].dtype:
+            plane = f"plane '{name}': " if name else ""
             raise PlanError(
-                f"{title}: plane '{name}': {ours[0].dtype} in the source, {theirs[0].dtype} in the destination; a copy "
+                f"{title}: {plane}{ours[0].dtype} in the source, {theirs[0].dtype} in the destination; a copy "
                 "converts no dtype"
             )
     pairs = [(maps, destinations[name]) for name, maps in sources.items()]
@@ -479,7 +437,7 @@ def _require_same_axes(title: str, src: Access, dst: Access) -> None:
     for here, there, where in ((ours, theirs, "source"), (theirs, ours, "destination")):
         only = here.keys() - there.keys()
         if only:
-            raise PlanError(f"{title}: axes {only} only in the {where}")
+            raise PlanError(f"{title}: axes {only} only in the {where}; the other side has one coordinate, or none")
     for axis in ours.keys() & theirs.keys():
         if ours[axis] != theirs[axis]:
             raise PlanError(f"{title}: axis '{axis}': {ours[axis]} in the source, {theirs[axis]} in the destination")
@@ -581,52 +539,3 @@ def _by_axes(access: Access) -> dict[tuple[str, ...], list[Step]]:
     for step in access.steps:
         groups.setdefault(step.axes, []).append(step)
     return groups
-
-
-def _rejoined(halves: list[Part]) -> list[Part]:
-    """K and V as one part where they differ in nothing but where they start."""
-    if len(halves) != 2:
-        return halves
-    k, v = halves
-    whole = _joined(k, v, k.label[:-1].strip(), None)
-    return [whole] if whole else halves
-
-
-def _gathered(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Planes that go on in each other on both sides as one part, as often as there are such."""
-    if len(parts) == 1:
-        return tuple(parts)
-    done: list[Part] = []
-    for part in sorted(parts, key=lambda part: (part.src_table_offset, part.src_offset)):
-        while (
-            done
-            and _goes_on(last := done[-1], part)
-            and (whole := _joined(last, part, f"{last.label} + {part.label}", part.half))
-        ):
-            done.pop()
-            part = whole
-        done.append(part)
-    return tuple(sorted(done, key=lambda part: -part.nbytes)) if len(done) < len(parts) else tuple(parts)
-
-
-def _goes_on(one: Part, other: Part) -> bool:
-    """Whether the second's runs begin where the first's end, on both sides."""
-    run = one.run_bytes
-    ends = tuple((start + run, entry) for start, entry in one.start)
-    return ends == other.start and one.half == other.half
-
-
-def _joined(one: Part, other: Part, label: str, half: int | None) -> Part | None:
-    """Two parts as one, where they differ in nothing but where they start, or the second's runs go on in the first's."""
-    if (one.outer, one.inner[1:], one.src_id, one.dst_id) != (other.outer, other.inner[1:], other.src_id, other.dst_id):
-        return None
-    if _goes_on(one, other):
-        loops = [Mode(one.run_bytes + other.run_bytes, 1, 1)]
-    elif one.run_bytes == other.run_bytes:
-        (src, src_table), (dst, dst_table) = (
-            (b[0] - a[0], b[1] - a[1]) for a, b in zip(one.start, other.start, strict=True)
-        )
-        loops = [one.inner[0], Mode(2, src, dst, src_table, dst_table)]
-    else:
-        return None
-    return Part.of([*loops, *one.inner[1:], *one.outer], one.start, (one.src_id, one.dst_id), label, half)

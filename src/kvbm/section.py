@@ -83,8 +83,10 @@ class Section:
         Raises
         ------
         LayoutError
-            There is no plane of that name.
+            There is no plane of that name, or no name.
         """
+        if not names:
+            raise LayoutError(f"{self.layout.name}: planes: expected one or more names")
         known = list(dict.fromkeys(access.plane for access in self.accesses))
         for name in names:
             if name not in known or not name:
@@ -114,10 +116,7 @@ class Section:
             coordinates = range(first, first + count * step, step)
         if coordinates == range(self.size(axis)):
             return replace(self, chosen=tuple(sorted(chosen.items())))
-        accesses = list(self.accesses)
-        if axis == "o" and len(coordinates) == 1 and any(access.half is not None for access in accesses):
-            # K and V have maps of their own: what is left is one of them.
-            accesses = [replace(access, half=None) for access in accesses if access.half in (None, coordinates[0])]
+        accesses = _of_half(self.accesses, axis, coordinates)
         try:
             for access in accesses:
                 if axis not in dict(access.sizes) and self.size(axis) > 1:
@@ -143,22 +142,18 @@ class Section:
         Raises
         ------
         LayoutError
-            Units that are no whole part of a block, or that the layout's splits would part; planes that units of a block share;
-            tokens that were chosen.
+            Units that are no whole part of a block, or that the layout's splits would part; tokens that were chosen.
         """
         where = f"{self.layout.name} ({self.layout.order_text}): units of {tokens} tokens"
         size = self.size("t")
         if tokens == size:
             return self
+        if tokens < 1 or size % tokens:
+            raise LayoutError(f"{where}: expected a divisor of {size}")
         if "t" in dict(self.chosen):
             raise LayoutError(
                 f"{where}: some tokens of a block are chosen; take units first, and tokens of a unit then"
             )
-        for access in self.accesses:
-            if "t" not in dict(access.sizes):
-                raise LayoutError(
-                    f"{where}: plane '{access.plane}' has one element for {size} tokens, which units would share"
-                )
         try:
             made = [access.cut("t", tokens) for access in self.accesses]
             accesses = _in_common_digits(made)
@@ -168,9 +163,10 @@ class Section:
 
     def box(self, windows: Iterable[tuple[str, tuple[int, int, int]]]) -> Section:
         """A part that is one loop along each axis: of `pieces`."""
-        accesses = list(self.accesses)
+        accesses: Sequence[Access] = self.accesses
         for axis, (first, count, step) in windows:
-            accesses = [access.window(axis, first, count, step)[0] for access in accesses]
+            mine = _of_half(accesses, axis, range(first, first + count))
+            accesses = [access.window(axis, first, count, step)[0] for access in mine]
         return replace(self, accesses=tuple(accesses), chosen=())
 
     def packed(self) -> Section:
@@ -333,6 +329,13 @@ def _runs(coordinates: Coordinates) -> Iterator[_Window]:
 def _canonical(axis: str) -> tuple[int, str]:
     """Where an axis stands on a wire: l o h t, a layout's own, d."""
     return ("l", "o", "h", "t").index(axis) if axis in "loht" else 5 if axis == "d" else 4, axis
+
+
+def _of_half(accesses: Sequence[Access], axis: str, coordinates: Coordinates) -> list[Access]:
+    """Where K and V have maps of their own and one of them is meant: its maps alone."""
+    if axis != "o" or len(coordinates) > 1:
+        return list(accesses)
+    return [replace(access, half=None) for access in accesses if access.half in (None, coordinates[0])]
 
 
 def _said(coordinates: Coordinates) -> str:

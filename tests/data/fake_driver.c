@@ -42,6 +42,7 @@ unsigned register_flags; /* of the last registration */
 long pushes, pops, slots, launches, single_copies, batches, batch_on_legacy;
 long batched_copies; /* that the batches held */
 long lookups;        /* of addresses */
+long uploads;        /* by cuMemcpyHtoDAsync: ids and tables that no parameters hold */
 long allocated_bytes; /* on GPUs, ever */
 long few_ctas;       /* of the largest launch of a kernel that keeps to a few multiprocessors */
 Address fake_pinned[2], fake_ordinary[2];
@@ -172,9 +173,10 @@ static void run_kernel(const char *name, const kvbm_args *a) {
       int64_t src = block(a, 0, a->src_ids, i), dst = block(a, 1, a->dst_ids, i), src_unit = 0, dst_unit = 0;
       if (src == -1 || dst == -1) continue;
       const int is_there = src >= 0 && dst >= 0 && src < a->src_blocks && dst < a->dst_blocks;
+      const kvbm_units *u = (const kvbm_units *)&a->part[a->num_parts];
       for (int k = 0; k < KVBM_UNIT_DIGITS; ++k) {
-        if (a->inline_mask >> 6 & 1) src_unit += src % a->src_units[k].n * p->src_unit_stride[k], src /= a->src_units[k].n;
-        if (a->inline_mask >> 7 & 1) dst_unit += dst % a->dst_units[k].n * p->dst_unit_stride[k], dst /= a->dst_units[k].n;
+        if (a->inline_mask & KVBM_SRC_UNITS) src_unit += src % u->src[k].n * u->part[part].src[k], src /= u->src[k].n;
+        if (a->inline_mask & KVBM_DST_UNITS) dst_unit += dst % u->dst[k].n * u->part[part].dst[k], dst /= u->dst[k].n;
       }
       const Place at = {p->src_offset + src_unit + src * p->src_id_stride, p->dst_offset + dst_unit + dst * p->dst_id_stride,
                         p->src_table_offset + src * a->src_id_table, p->dst_table_offset + dst * a->dst_id_table};
@@ -456,6 +458,7 @@ int cuMemHostAlloc(void **made, size_t bytes, unsigned flags) {
 int cuMemFreeHost(void *memory) { return __sync_sub_and_fetch(&live[PINNED], 1), free(memory), 0; }
 int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, Handle stream) {
   MAY_FAIL;
+  ++uploads;
   return submit((Work){.kind = COPY, .stream = stream, .to = (void *)to, .from = from, .bytes = bytes}), 0;
 }
 static struct {

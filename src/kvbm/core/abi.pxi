@@ -42,15 +42,24 @@ cdef extern from "kvbm.h" nogil:
         int32_t src_table_offset, dst_table_offset
         kvbm_outer *outer
         kvbm_inner *inner
-        int64_t *src_unit_stride
-        int64_t *dst_unit_stride
+
+    ctypedef struct kvbm_unit_strides:
+        int64_t *src
+        int64_t *dst
+
+    ctypedef struct kvbm_units:
+        kvbm_div *src
+        kvbm_div *dst
+        kvbm_unit_strides *part
 
     ctypedef struct kvbm_args:
         int64_t src_id_table, dst_id_table
         uint32_t num_parts, inline_mask
-        kvbm_div *src_units
-        kvbm_div *dst_units
         kvbm_part *part
+
+    enum:
+        KVBM_SRC_UNITS
+        KVBM_DST_UNITS
 
     ctypedef struct kvbm_kernel:
         const char *name

@@ -170,7 +170,7 @@ cdef int _refuse_range(str what, int64_t index, id, int64_t blocks) except -1:
     if blocks <= 0:
         raise BindError(f"{what}[{index}] is {id}: the pool has no blocks")
     raise BindError(
-        f"{what}[{index}] is {id}: expected 0 to {blocks - 1} (the pool's blocks), or -1 to skip the pair"
+        f"{what}[{index}] is {id}: expected 0 to {blocks - 1} (the pool's blocks, or units), or -1 to skip the pair"
     )
 
 

@@ -202,9 +202,9 @@ cdef class Copy:
         One part, or several: K and V, or planes.  ``offsets`` is ``(src, dst, src_table, dst_table)``; ``outer`` holds
         ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
         ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
-        ``strides``: on each side the bytes of a block, and of each digit of a unit, fastest first.  ``words``: for kernels of records the bytes of a
-        word; of pages also of an item, from word to word of one in shared memory, where the part starts there, and the
-        bytes of its segment.
+        ``strides``: on each side the bytes of a block, and of each digit of a unit, fastest first.  ``words``: for
+        kernels of records the bytes of a word; of pages also of an item, from word to word of one in shared memory,
+        where the part starts there, and the bytes of its segment.
     src_id, dst_id : tuple of two ints
         What one block contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
     units : tuple of two tuples of int
@@ -230,13 +230,24 @@ cdef class Copy:
             raise PlanError(f"kernel {kernel!r} does not copy {len(parts)} part(s)")
         memset(&self.args, 0, sizeof(kvbm_args))
         self.args.src_id_table, self.args.dst_id_table = src_id[0], dst_id[0]
-        _fill_units(&self.args, self.args.src_units, tuple(units[0]), 6)
-        _fill_units(&self.args, self.args.dst_units, tuple(units[1]), 7)
         self.args.num_parts = <uint32_t> len(parts)
+        cdef kvbm_units *digits = <kvbm_units *> &self.args.part[len(parts)] if units[0] or units[1] else NULL
+        if digits != NULL:
+            self.args.inline_mask = (KVBM_SRC_UNITS if units[0] else 0) | (KVBM_DST_UNITS if units[1] else 0)
+            _fill_digits(digits.src, tuple(units[0]))
+            _fill_digits(digits.dst, tuple(units[1]))
         for number, (offsets, outer, inner, *rest) in enumerate(parts):
             strides, words = rest or (((src_id[1],), (dst_id[1],)), (0,))
+            (src_block, *src_steps), (dst_block, *dst_steps) = strides
+            if len(src_steps) != len(units[0]) or len(dst_steps) != len(units[1]):
+                raise PlanError(f"part {number} of the plan for {kernel!r}: expected a stride for each digit of a unit")
             try:
-                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), strides, tuple(words))
+                blocks = src_block, dst_block
+                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), blocks, tuple(words))
+                for digit, step in enumerate(src_steps):
+                    digits.part[number].src[digit] = step
+                for digit, step in enumerate(dst_steps):
+                    digits.part[number].dst[digit] = step
             except OverflowError as error:
                 raise PlanError(f"part {number} of the plan for {kernel!r}: {error}") from None
         self.index = index
@@ -320,11 +331,7 @@ cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides,
             f"expected at most {KVBM_MAX_OUTER} and {KVBM_MAX_INNER}"
         )
     part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset = offsets
-    (part.src_id_stride, *src_units), (part.dst_id_stride, *dst_units) = strides
-    for i, stride in enumerate(src_units):
-        part.src_unit_stride[i] = stride
-    for i, stride in enumerate(dst_units):
-        part.dst_unit_stride[i] = stride
+    part.src_id_stride, part.dst_id_stride = strides
     part.word, part.item, part.apart, part.place, part.held = words + (0,) * (5 - len(words))
     # Modes that are not used have extent 1 and stride 0, so that a loop over all of them is right too.
     for i in range(KVBM_MAX_OUTER):
@@ -339,14 +346,12 @@ cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides,
     return 0
 
 
-cdef int _fill_units(kvbm_args *args, kvbm_div *digits, tuple extents, int bit) except -1:
+cdef int _fill_digits(kvbm_div *digits, tuple extents) except -1:
     cdef int i
     if len(extents) > KVBM_UNIT_DIGITS:
         raise PlanError(f"units of {len(extents)} digits: expected at most {KVBM_UNIT_DIGITS}")
     for i in range(KVBM_UNIT_DIGITS):
         digits[i] = _divisor(extents[i] if i < len(extents) else 1)
-    if extents:
-        args.inline_mask |= 1 << bit
     return 0
 
 

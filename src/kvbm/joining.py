@@ -1,0 +1,103 @@
+"""Joining: loop nests that are one: K and V, planes that go on in each other, pieces of an axis at equal distances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .nest import Mode, Part
+
+__all__ = ["gathered", "in_step", "rejoined"]
+
+
+def in_step(parts: Sequence[Part]) -> list[Part]:
+    """Parts that differ only in where they start, at equal distances, as one: those of the pieces of an axis."""
+    groups: dict[Part, list[Part]] = {}
+    for part in parts:
+        like = replace(part, src_offset=0, dst_offset=0, src_table_offset=0, dst_table_offset=0)
+        groups.setdefault(like, []).append(part)
+    made = []
+    for group in groups.values():
+        before = len(group) + 1
+        while len(group) < before:
+            before = len(group)
+            group = _progressions(group)
+        made += group
+    return made
+
+
+def _progressions(parts: Sequence[Part]) -> list[Part]:
+    """Runs of parts at equal distances as one each; of one shape, in order."""
+    merged, at = [], 0
+    while at < len(parts):
+        first, last = parts[at], at
+        step = _distance(first, parts[at + 1]) if at + 1 < len(parts) else None
+        while step and last + 1 < len(parts) and _distance(parts[last], parts[last + 1]) == step:
+            last += 1
+        if last > at and step:
+            loops = [Mode(last - at + 1, *step), *first.inner, *first.outer]
+            merged.append(Part.of(loops, first.start, (first.src_id, first.dst_id), first.label, first.half))
+        else:
+            merged.append(first)
+        at = last + 1
+    return merged
+
+
+def _distance(one: Part, other: Part) -> tuple[int, int, int, int] | None:
+    """What lies between two parts' starts, as a mode steps it; None where they are no loops of one shape, or it leads back."""
+    if (one.outer, one.inner) != (other.outer, other.inner):
+        return None
+    (src, src_table), (dst, dst_table) = (
+        (b[0] - a[0], b[1] - a[1]) for a, b in zip(one.start, other.start, strict=True)
+    )
+    steps = src, dst, src_table, dst_table
+    return steps if min(steps) >= 0 else None
+
+
+def rejoined(halves: list[Part]) -> list[Part]:
+    """K and V as one part where they differ in nothing but where they start."""
+    if len(halves) != 2:
+        return halves
+    k, v = halves
+    whole = _joined(k, v, k.label[:-1].strip(), None)
+    return [whole] if whole else halves
+
+
+def gathered(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Planes that go on in each other on both sides as one part, as often as there are such."""
+    if len(parts) == 1:
+        return tuple(parts)
+    done: list[Part] = []
+    for part in sorted(parts, key=lambda part: (part.src_table_offset, part.src_offset)):
+        while (
+            done
+            and _goes_on(last := done[-1], part)
+            and (whole := _joined(last, part, f"{last.label} + {part.label}", part.half))
+        ):
+            done.pop()
+            part = whole
+        done.append(part)
+    return tuple(sorted(done, key=lambda part: -part.nbytes)) if len(done) < len(parts) else tuple(parts)
+
+
+def _goes_on(one: Part, other: Part) -> bool:
+    """Whether the second's runs begin where the first's end, on both sides."""
+    run = one.run_bytes
+    ends = tuple((start + run, entry) for start, entry in one.start)
+    return ends == other.start and one.half == other.half
+
+
+def _joined(one: Part, other: Part, label: str, half: int | None) -> Part | None:
+    """Two parts as one, where they differ in nothing but where they start, or the second's runs go on in the first's."""
+    if (one.outer, one.inner[1:], one.src_id, one.dst_id) != (other.outer, other.inner[1:], other.src_id, other.dst_id):
+        return None
+    if _goes_on(one, other):
+        loops = [Mode(one.run_bytes + other.run_bytes, 1, 1)]
+    elif one.run_bytes == other.run_bytes:
+        (src, src_table), (dst, dst_table) = (
+            (b[0] - a[0], b[1] - a[1]) for a, b in zip(one.start, other.start, strict=True)
+        )
+        loops = [one.inner[0], Mode(2, src, dst, src_table, dst_table)]
+    else:
+        return None
+    return Part.of([*loops, *one.inner[1:], *one.outer], one.start, (one.src_id, one.dst_id), label, half)
