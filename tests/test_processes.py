@@ -43,7 +43,7 @@ def test_no_program_sees_another_one(server: processes.Server, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("assert 1 == 2, 'not so'", "exit status 1\nTraceback(.|\n)*AssertionError: not so"),
+        ("assert 1 == 2, 'not so'", "exit status 1\n *Traceback(.|\n)*AssertionError: not so"),
         ("raise SystemExit(7)", "exit status 7"),
         ("import ctypes; ctypes.string_at(0)", "exit status -11"),
         ("def f(:", "SyntaxError"),

@@ -320,6 +320,7 @@ def test_memory_that_is_not_kept_is_given_away_under_the_copy(kept: bool) -> Non
         with torch.cuda.stream(side):
             torch.cuda._sleep(LONG)
             CONVERT_([src], [out], *NAMES)
+        copied = side.record_event()
         if kept:
             fences.keep([src], side)
         del src
@@ -327,7 +328,11 @@ def test_memory_that_is_not_kept_is_given_away_under_the_copy(kept: bool) -> Non
         others = [
             torch.full(SIDE, 9.0, device="cuda") for _ in range(16)
         ]  # one of them gets the memory, if it may be had
-    assert any(other.data_ptr() == address for other in others) is not kept
+    given = any(other.data_ptr() == address for other in others)
+    if copied.query():  # on a machine that is too slow for the delay, what was kept is given back in time
+        assert value(out) == 2.0
+        pytest.skip("the copy was over before memory was taken")
+    assert given is not kept
     assert value(out) == (2.0 if kept else 9.0)
 
 

@@ -265,7 +265,7 @@ class Pool(FromEngines):
         Raises
         ------
         PlanError
-            Units that are no whole part of a block, or that the layout's splits would part.
+            Units that are no whole part of a block, or that the layout's splits would part; a plane that units would share.
         """
         return self.whole.units(tokens)
 

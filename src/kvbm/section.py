@@ -142,7 +142,8 @@ class Section:
         Raises
         ------
         LayoutError
-            Units that are no whole part of a block, or that the layout's splits would part; tokens that were chosen.
+            Units that are no whole part of a block, or that the layout's splits would part; planes that units of a block share;
+            tokens that were chosen.
         """
         where = f"{self.layout.name} ({self.layout.order_text}): units of {tokens} tokens"
         size = self.size("t")
@@ -154,6 +155,11 @@ class Section:
             raise LayoutError(
                 f"{where}: some tokens of a block are chosen; take units first, and tokens of a unit then"
             )
+        for access in self.accesses:
+            if "t" not in dict(access.sizes):
+                raise LayoutError(
+                    f"{where}: plane '{access.plane}' has one element for {size} tokens, which units would share"
+                )
         try:
             made = [access.cut("t", tokens) for access in self.accesses]
             accesses = _in_common_digits(made)
