@@ -451,7 +451,9 @@ def require_usable(src: Any, dst: Any) -> None:
     """Two pools that are as they were when they were bound, before every copy."""
     if not (isinstance(src, Pool) and isinstance(dst, Pool)):
         what, pool = ("destination", dst) if isinstance(src, Pool) else ("source", src)
-        raise BindError(f"the {what}: expected a kvbm.Pool, got {type(pool).__name__}; bind arrays with kvbm.Pool")
+        raise BindError(
+            f"the {what}: expected a kvbm.Pool or a section of one, got {type(pool).__name__}; bind arrays with kvbm.Pool"
+        )
     src.require_open()
     dst.require_open()
     if dst.readonly:
