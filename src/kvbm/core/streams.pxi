@@ -64,7 +64,7 @@ def stream_handle(stream):
 
 
 def stream_device(stream):
-    """The GPU of a CUDA stream; -1 of a default stream, which is whichever GPU's is meant, and of a context that is not kvbm's."""
+    """The GPU of a CUDA stream; -1 of a default stream, which may be any GPU's, and where kvbm does not know the context."""
     cdef uint64_t handle = _handle_of(stream)
     cdef int status, device = -1
     with nogil:
