@@ -64,7 +64,7 @@ def stream_handle(stream):
 
 
 def stream_device(stream):
-    """The GPU of a CUDA stream; -1 of a default stream, which may be any GPU's, and where kvbm does not know the context."""
+    """The GPU of a CUDA stream; -1 of a default stream, which may be any GPU's, and of an unknown context."""
     cdef uint64_t handle = _handle_of(stream)
     cdef int status, device = -1
     with nogil:
