@@ -126,7 +126,7 @@ def test_one_launch_for_all_peers() -> None:
     src = Placement("tp1", model=model, nt=16, name="prefill")
     dst = Placement("tp8", shard={"h": "tp"}, model=model, nt=16, name="decode")
     pack = Packer(reshard.plan(src, dst), 0, Pool.allocate(kvbm.load("nhd"), src.shape(0), 4))
-    assert [len(way.messages) for way in pack._units] == [8] and [len(way.copies) for way in pack._units] == [1]
+    assert [len(way.messages) for way in pack._units[0]] == [8] and [len(way.copies) for way in pack._units[0]] == [1]
 
 
 @pytest.mark.quick

@@ -151,7 +151,7 @@ class Section:
             return self
         if tokens < 1 or size % tokens:
             raise LayoutError(f"{where}: expected a divisor of {size}")
-        if "t" in dict(self.chosen):
+        if "t" in dict(self.chosen) or size * self.units != self.shape.nt:
             raise LayoutError(
                 f"{where}: some tokens of a block are chosen; take units first, and tokens of a unit then"
             )

@@ -49,7 +49,7 @@ class PoolSection:
 
     @property
     def tokens(self) -> int:
-        return self.of.size("t")
+        return self.of.count("t")
 
     def section(
         self,
@@ -102,12 +102,21 @@ class PoolSection:
 
 
 def _coordinates(axis: str, given: Any) -> Coordinates:
-    if isinstance(given, range):
+    if (
+        isinstance(given, range)
+        and -(1 << 31) <= min(given.start, given.stop)
+        and max(given.start, given.stop) < 1 << 31
+    ):
         return given
+    if isinstance(given, range):
+        raise PlanError(f"axis '{axis}': expected coordinates of the axis, got {given!r:.200}")
     try:
-        if hasattr(given, "__index__") and not isinstance(given, bool):
+        if hasattr(given, "__index__") and not isinstance(given, bool) and not getattr(given, "shape", ()):
             return range(operator.index(given), operator.index(given) + 1)
-        found = tuple(operator.index(one) for one in given)
+        found = list(given)
+        if any(isinstance(one, bool) for one in found):  # a mask is no list of coordinates
+            raise TypeError
+        found = tuple(map(operator.index, found))
     except TypeError:
         raise PlanError(f"axis '{axis}': expected an int, a range or a list of ints, got {given!r:.200}") from None
     if len(set(found)) != len(found):

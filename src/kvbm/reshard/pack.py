@@ -91,16 +91,17 @@ class Packer:
         self._pool, self._max_sms = pool, max_sms or 0
         self._device = -1 if pool.device == "cpu" else int(pool.device.partition(":")[2])
         self._table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self._device)
-        mine = [m for m in made.messages if (m.src if self._sends else m.dst) == rank]
-        self.peers = tuple(m.dst if self._sends else m.src for m in mine)
+        self._made, self._rank = made, rank
+        mine = self._messages(made)
+        self.peers = tuple(map(self._peer, mine))
         self._ranks = {
-            m: (
+            (m.src, m.dst): (
                 Rank(f"{made.src.name} rank {m.src}", made.sends[m.src].t, made.src.nt, pool.num_blocks),
                 Rank(f"{made.dst.name} rank {m.dst}", made.takes[m.dst].t, made.dst.nt, pool.num_blocks),
             )
             for m in mine
         }
-        self._units = self._ways(mine, single=False)
+        self._units = {0: self._ways(mine, single=False)}
         self._tokens = self._ways(mine, single=True)
 
     def sizes(self, span: Span, origin: int = 0) -> dict[int, int]:
@@ -131,8 +132,10 @@ class Packer:
             A span that does not fit; slots that are missing, too small, or lie elsewhere.  Nothing has been copied.
         """
         self._pool.require_open()
-        for message in list(self._ranks)[:1]:  # the rank itself is the same for all
-            self._require_span(self._ends(message)[0], span)
+        if not self._sends and self._pool.readonly:
+            raise BindError(f"{self._pool!r}: read-only")
+        for ends in list(self._ranks.values())[:1]:  # the rank itself is the same for all
+            self._require_span(ends[0 if self._sends else 1], span)
         work = self._listed(span, origin)
         sizes = self.sizes(span, origin)
         found = {peer: self._slot(peer, slots, size) for peer, size in sizes.items() if size}
@@ -163,12 +166,25 @@ class Packer:
 
     # ---- planning --------------------------------------------------------------------------------------------------
 
+    def _messages(self, made: Resharding) -> list[Message]:
+        return [m for m in made.messages if (m.src if self._sends else m.dst) == self._rank]
+
+    def _fitting(self, shift: int) -> tuple[_Way, ...]:
+        """Ways in units that divide the distance of the positions at which both sides' tables begin: the same on both sides."""
+        made = self._made
+        places = (made.src, made.sends), (made.dst, made.takes)
+        most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
+        shift = math.gcd(shift, most) % most
+        if shift not in self._units:
+            self._units[shift] = self._ways(self._messages(made.refit(made.cuts, shift)), single=False)
+        return self._units[shift]
+
     def _peer(self, message: Message) -> int:
         return message.dst if self._sends else message.src
 
     def _ends(self, message: Message) -> tuple[Rank, Rank]:
         """The rank itself, and its peer."""
-        src, dst = self._ranks[message]
+        src, dst = self._ranks[message.src, message.dst]
         return (src, dst) if self._sends else (dst, src)
 
     def _ways(self, messages: Sequence[Message], *, single: bool) -> tuple[_Way, ...]:
@@ -225,12 +241,14 @@ class Packer:
     def _listed(self, span: Span, origin: int) -> list[tuple[_Way, Ids]]:
         """Of every launch the rank's ids: of units first, then of single tokens."""
         found = []
-        for way, place in itertools.chain(((w, 0) for w in self._units), ((w, 2) for w in self._tokens)):
-            message = way.messages[0]
+        units = self._fitting(span.origin - origin)
+        fitted = {(m.src, m.dst): m for way in units for m in way.messages}
+        for way, place in itertools.chain(((w, 0) for w in units), ((w, 2) for w in self._tokens)):
+            message = fitted[way.messages[0].src, way.messages[0].dst]
             far = self._ends(message)[1]
             blocks = -(-far.extent(Span([], span.tokens, origin))[1] // far.nt)
             spans = [span, Span(np.zeros(blocks, np.int64), span.tokens, origin)]
-            pairs = pair_up(message.t, *self._ranks[message], *(spans if self._sends else spans[::-1]))
+            pairs = pair_up(message.t, *self._ranks[message.src, message.dst], *(spans if self._sends else spans[::-1]))
             ids = pairs[place + (0 if self._sends else 1)]
             if ids.size:
                 found.append((way, ids))

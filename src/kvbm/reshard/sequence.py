@@ -57,6 +57,8 @@ class Span:
             raise BindError(
                 f"origin: expected a position from 0 to the first token's, {tokens.start}, got {origin!r:.200}"
             )
+        if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
+            raise BindError(f"table: expected a list of block ids, got {table!r:.200}")
         ids = ids.astype(np.int64)
         ids.flags.writeable = False
         for name, value in (("table", ids), ("tokens", tokens), ("origin", operator.index(origin))):
