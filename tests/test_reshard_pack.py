@@ -160,3 +160,46 @@ def test_slots_that_do_not_fit() -> None:
     opaque = Pool.allocate(kvbm.load("operational"), src.shape(0), 4)
     with pytest.raises(kvbm.PlanError, match="opaque group"):
         Packer(made, 0, opaque)
+
+
+SMALL = kvbm.BlockShape(nl=1, no=2, nh=2, nt=4, hd=4, dtype="float32")
+LAYOUT = "vllm/flash_attn_nhd"
+
+
+def slot_at(nbytes: int) -> np.ndarray:
+    whole = np.zeros(nbytes + 16, np.uint8)
+    return whole[-whole.ctypes.data % 16 :][:nbytes]
+
+
+def pack_and_unpack(src_span: kvbm.Span, dst_span: kvbm.Span, a: np.ndarray, b: np.ndarray) -> None:
+    place = reshard.vllm(SMALL)
+    made = reshard.plan(place, place)
+    src, dst = (kvbm.Pool(kvbm.load(LAYOUT), SMALL, array) for array in (a, b))
+    pack, unpack = reshard.Packer(made, 0, src), reshard.Packer(made, 0, dst, side="dst")
+    slot = slot_at(pack.sizes(src_span, dst_span.origin)[0])
+    pack(src_span, {0: slot}, origin=dst_span.origin)
+    assert unpack.sizes(dst_span, src_span.origin) == {0: slot.size}
+    unpack(dst_span, {0: slot}, origin=src_span.origin)
+
+
+@pytest.mark.parametrize("origin", range(5))
+def test_packer_where_tables_begin_at_other_positions(origin: int) -> None:
+    a = np.arange(2 * 4 * 4 * 2 * 4, dtype=np.float32).reshape(2, 4, 4, 2, 4)
+    b = np.zeros_like(a)
+    pack_and_unpack(kvbm.Span([3, 1, 2], range(4, 12)), kvbm.Span([2, 3, 0], range(4, 12), origin), a, b)
+    for token in range(4, 12):
+        block, slot = divmod(token - origin, 4)
+        assert np.array_equal(b[:, [2, 3, 0][block], slot], a[:, [3, 1, 2][token // 4], token % 4])
+
+
+def test_packer_leaves_what_is_read_only() -> None:
+    a, b = np.ones((2, 2, 4, 2, 4), np.float32), np.zeros((2, 2, 4, 2, 4), np.float32)
+    b.flags.writeable = False
+    with pytest.raises(kvbm.BindError, match="read-only"):
+        pack_and_unpack(kvbm.Span([0], range(4)), kvbm.Span([0], range(4)), a, b)
+    assert not b.any()
+
+
+def test_a_span_of_ids_beyond_64_bits() -> None:
+    with pytest.raises(kvbm.BindError, match="table: expected a list of block ids"):
+        kvbm.Span(np.array([2**64 - 1], np.uint64), range(4))

@@ -403,3 +403,23 @@ def test_units_by_kernels_sanitize(name: str, on_gpu: bool) -> None:
                 given[0][0] = here.num_ids
                 with pytest.raises(kvbm.BindError, match="pair 0"):
                     kvbm.Transfer(here, there, "direct").copy(*given, stream=stream).synchronize()
+
+
+FOUR = kvbm.BlockShape(nl=1, no=2, nh=2, nt=4, hd=4, dtype="float32")
+
+
+def test_units_of_chosen_tokens_are_refused() -> None:
+    """Their ids would not tell which tokens of a block are read and written, where both ends are one pool."""
+    pool = kvbm.Pool.allocate(kvbm.load("nhd"), FOUR, 2)
+    for tokens in (range(2), [1, 0], range(0, 4, 2)):
+        with pytest.raises(kvbm.PlanError, match="take units first"):
+            pool.section(t=tokens).units(1)
+    assert pool.units(2).units(1).section(h=1).num_ids == 8
+
+
+def test_coordinates_that_are_none() -> None:
+    pool = kvbm.Pool.allocate(kvbm.load("nhd"), FOUR, 2)
+    for wrong in ([True, False], range(10**30), range(-(10**30), 0)):
+        with pytest.raises(kvbm.PlanError, match="axis 'h': expected"):
+            pool.section(h=wrong)
+    assert pool.section(t=np.array([2, 0])).tokens == pool.section(t=[2, 0]).tokens == 2

@@ -132,8 +132,8 @@ class Mover:
         self.same_pool = require_disjoint(src, dst)
         if self.same_pool and self.src.section.units != self.dst.section.units:
             raise BindError(
-                f"{self.title}: source and destination are one memory, and their ids count units of {src_part.tokens} and "
-                f"{dst_part.tokens} tokens, so that none tells whether a block is read and written; take units of one size"
+                f"{self.title}: source and destination are one memory, and ids count {self.src.section.units} units a block on one "
+                f"side and {self.dst.section.units} on the other, which do not tell what is read and written; take equal units"
             )
         self.keep = (src, dst) if keeps else None
         self.on_host = src.device == dst.device == "cpu"

@@ -97,14 +97,14 @@ class PoolSection:
 
     def __repr__(self) -> str:
         parts = [f"{axis}={_said(coordinates)}" for axis, coordinates in self.of.chosen]
-        units = f", units of {self.tokens} tokens" if self.of.units > 1 else ""
+        units = f", {self.of.units} units a block" if self.of.units > 1 else ""
         return f"PoolSection({self.pool.layout.name}{units}{', ' if parts else ''}{', '.join(parts)}, num_ids={self.num_ids})"
 
 
 def _coordinates(axis: str, given: Any) -> Coordinates:
     if (
         isinstance(given, range)
-        and -(1 << 31) <= min(given.start, given.stop)
+        and min(given.start, given.stop) >= -(1 << 31)
         and max(given.start, given.stop) < 1 << 31
     ):
         return given
@@ -113,10 +113,10 @@ def _coordinates(axis: str, given: Any) -> Coordinates:
     try:
         if hasattr(given, "__index__") and not isinstance(given, bool) and not getattr(given, "shape", ()):
             return range(operator.index(given), operator.index(given) + 1)
-        found = list(given)
-        if any(isinstance(one, bool) for one in found):  # a mask is no list of coordinates
+        listed = list(given)
+        if any(isinstance(one, bool) for one in listed):  # a mask is no list of coordinates
             raise TypeError
-        found = tuple(map(operator.index, found))
+        found = tuple(map(operator.index, listed))
     except TypeError:
         raise PlanError(f"axis '{axis}': expected an int, a range or a list of ints, got {given!r:.200}") from None
     if len(set(found)) != len(found):

@@ -56,10 +56,19 @@ def refused(kind: type[BaseException] | tuple[type[BaseException], ...], *words:
     assert not missing, (missing, message)
 
 
-def pool(name: str, blocks: int, shape: kvbm.BlockShape = shape) -> tuple[list[np.ndarray], kvbm.Pool, kvbm.Pool]:
-    """Random memory, a pool over it "on the GPU", and a pool over a copy of it on the CPU."""
+def pool(
+    name: str, blocks: int, shape: kvbm.BlockShape = shape, apart: bool = False
+) -> tuple[list[np.ndarray], kvbm.Pool, kvbm.Pool]:
+    """Random memory, a pool over it "on the GPU", and a pool over a copy of it on the CPU; `apart`: at no common step."""
     layout = kvbm.load(name)
     memory = [random.integers(0, 2**16, a.shape, np.uint16) for a in layout.resolve(shape, blocks).allocations]
+    if apart:
+        gaps = [256 * (i * i + 1) for i in range(len(memory))]
+        room, at = np.zeros(sum(gaps) + sum(m.size for m in memory), np.uint16), 0
+        for i, (gap, one) in enumerate(zip(gaps, memory, strict=True)):
+            memory[i] = room[at : at + one.size].reshape(one.shape)
+            memory[i][...] = one
+            at += one.size + gap
     on_gpu: list[Any] = [FakeCuda(m.shape, "float16", address=m.ctypes.data) for m in memory]
     for fake, m in zip(on_gpu, memory, strict=True):
         fake.memory = m  # lives as long as the pool

@@ -34,7 +34,7 @@ def not_called(*arguments: Any) -> bytes:
 
 def both(one: Path | str, other: Path | str) -> tuple[kvbm.Transfer, int]:
     """Convert on the host and by launches; the transfer, and how many launches there were."""
-    (s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool(str(one), 5, SHAPE), pool(str(other), 4, SHAPE)
+    (s, s_gpu, s_cpu), (d, d_gpu, d_cpu) = pool(str(one), 5, SHAPE, apart=True), pool(str(other), 4, SHAPE, apart=True)
     before = count("launches")
     kvbm.convert(s_cpu, d_cpu, [4, 0, -1], [1, 2, 3])
     kvbm.convert(s_gpu, d_gpu, [4, 0, -1], [1, 2, 3], stream=5)

@@ -102,6 +102,7 @@ class Local:
         self._lock = Lock()
         self._transfers: dict[tuple[Message, range | None, bool], Transfer] = {}
         self._tails: dict[tuple[int, tuple[int, ...]], tuple[Transfer, _Ends]] = {}
+        self._zeros: dict[int, Pool] = {}
         self._fitted = {0: self.made}
         self._both = _read_and_written(self.made, src_pools, dst_pools)
         self._ranks = tuple(
@@ -250,7 +251,9 @@ class Local:
             a.origin - b.origin for _, m in chosen for a, b in zip(src[m.src], dst[m.dst], strict=True) if len(a.tokens)
         }
         made = self._fitting(math.gcd(*shifts))
-        listed: dict[Any, list[tuple[Ids, Ids, bool]]] = {}  # messages of one kind have the same pairs in the same tables
+        listed: dict[
+            Any, list[tuple[Ids, Ids, bool]]
+        ] = {}  # messages of one kind have the same pairs in the same tables
         for i, _ in chosen:
             message = made.messages[i]
             spans = src[message.src], dst[message.dst]
@@ -330,21 +333,26 @@ class Local:
         key = index, tuple(layers)
         with self._lock:
             if key not in self._tails:
-                # Zeros lie where a message comes from: they are then in order with it on the same stream.
-                pool = self._pool(1, index)
-                source = self._pool(0, next(m.src for m in self.made.messages if m.dst == index))
-                zeros = Pool.allocate(
-                    pool.layout, pool.shape, 1, "cpu" if source.device == pool.device == "cpu" else "pinned"
-                )
-                for array in zeros.arrays:
-                    array.view(np.uint8)[...] = 0
-                if source.device != "cpu":
-                    on_gpu = Pool.allocate(pool.layout, pool.shape, 1, source.device)
-                    Transfer(zeros, on_gpu).copy([0], [0], stream=_OWN_STREAM).synchronize()
-                    zeros = on_gpu
+                zeros, pool = self._zeros_of(index), self._pool(1, index)
                 ours, theirs = (part.units(1).section(l=layers) for part in (zeros, pool))
                 self._tails[key] = Transfer(ours, theirs), (zeros, pool)
             return self._tails[key]
+
+    def _zeros_of(self, index: int) -> Pool:
+        """A block of zeros for a destination rank, where its messages come from: copies are then in order with them."""
+        if index not in self._zeros:
+            pool = self._pool(1, index)
+            source = self._pool(0, next(m.src for m in self.made.messages if m.dst == index))
+            where = "cpu" if source.device == pool.device == "cpu" else "pinned"
+            zeros = Pool.allocate(pool.layout, pool.shape, 1, where)
+            for array in zeros.arrays:
+                array.view(np.uint8)[...] = 0
+            if source.device != "cpu":
+                on_gpu = Pool.allocate(pool.layout, pool.shape, 1, source.device)
+                Transfer(zeros, on_gpu).copy([0], [0], stream=_OWN_STREAM).synchronize()
+                zeros = on_gpu
+            self._zeros[index] = zeros
+        return self._zeros[index]
 
     def _stream_of(self, transfer: Transfer, ends: _Ends, stream: Streams, wait: Any) -> Any:
         """The stream of a copy, which is one that it can take."""
