@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from .prepare import engine_copies, kernel_notes, launches_of, prepare
 from .section import Section
 from .selection import PoolSection
 from .shapes import BlockShape
+from .streams import framework_of, framework_stream, torch_stream
 from .tuning import CHUNK_BYTES, Way
 
 __all__ = [
@@ -82,7 +82,7 @@ class _End:
     @classmethod
     def of(cls, part: PoolSection) -> _End:
         pool = part.pool
-        framework = type(pool.arrays[0]).__module__.partition(".")[0]
+        framework = framework_of(pool.arrays[0])
         return cls(
             pool.layout, pool.shape, part.of, pool.num_blocks, pool.device, pool.alignment,
             part.of.packed().accesses[0].block[0], pool.addresses, pool.steps, framework,
@@ -328,7 +328,7 @@ class Mover:
 
     def _current_stream(self) -> Any:
         end = self.src if self.gathers else self.dst
-        return _current_stream(end.framework, end.index)
+        return framework_stream(end.framework, end.index)
 
     def stats(self) -> dict[str, int]:
         total = dict.fromkeys(("copies", "blocks", "bytes", *_STRATEGIES, "submissions"), 0)
@@ -503,26 +503,5 @@ def current_stream(pool: Pool) -> int:
     BindError
         Arrays of neither: there is no stream to assume.
     """
-    framework = type(pool.arrays[0]).__module__.partition(".")[0]
-    return _core.stream_handle(_current_stream(framework, int(pool.device.partition(":")[2])))
-
-
-def torch_stream(index: int) -> int:
-    """Handle of torch's current stream on a GPU that it uses already."""
-    raw = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
-    if raw is not None:  # what Inductor and Triton ask: without a Stream object, a tenth of the time
-        return int(raw(index))
-    return int(sys.modules["torch"].cuda.current_stream(index).cuda_stream)
-
-
-def _current_stream(framework: str, index: int) -> Any:
-    """As the framework's object: a default stream's handle does not tell of which GPU it is."""
-    module = sys.modules.get(framework)
-    if framework == "torch" and module is not None:
-        return module.cuda.current_stream(index)
-    if framework == "cupy" and module is not None:
-        with module.cuda.Device(index):
-            return module.cuda.get_current_stream()
-    raise BindError(
-        f"stream: arrays of {framework} have no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
-    )
+    framework = framework_of(pool.arrays[0])
+    return _core.stream_handle(framework_stream(framework, int(pool.device.partition(":")[2])))

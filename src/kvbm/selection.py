@@ -6,6 +6,8 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .digest import Keys, Model, keys_of
+from .digesting import Digester
 from .errors import LayoutError, PlanError
 from .section import Coordinates, Section
 
@@ -19,6 +21,9 @@ Axis = int | range | Sequence[int]
 
 #: Ids travel as 32 bits, and -1 means none.
 _MOST_IDS = (1 << 31) - 1
+
+#: Sections that a pool keeps digesters of.
+_MOST_DIGESTERS = 256
 
 
 class PoolSection:
@@ -38,10 +43,14 @@ class PoolSection:
         Whether all of the pool's blocks is meant.
     """
 
-    def __init__(self, pool: Pool, section: Section, *, is_whole: bool = False) -> None:
+    def __init__(
+        self, pool: Pool, section: Section, *, is_whole: bool = False, choices: tuple[tuple[str, Any], ...] = ()
+    ) -> None:
         self.pool = pool
         self.of = section
         self.is_whole = is_whole
+        self._choices = choices  # what was chosen of the pool, one after the other
+        self._keys: dict[Model | None, Keys] = {}
 
     @property
     def num_ids(self) -> int:
@@ -63,17 +72,21 @@ class PoolSection:
         **others: Axis,
     ) -> PoolSection:
         """Some coordinates of this section: as `Pool.section`."""
-        section = self.of
+        section, choices = self.of, list(self._choices)
         try:
             if planes is not None:
-                section = section.of_planes([planes] if isinstance(planes, str) else list(planes))
+                names = [planes] if isinstance(planes, str) else list(planes)
+                section = section.of_planes(names)
+                choices.append(("", tuple(names)))
             for axis, given in {"l": l, "o": o, "h": h, "t": t, "d": d, **others}.items():
                 if given is not None:
                     self._require_axis(axis)
-                    section = section.select(axis, _coordinates(axis, given))
+                    coordinates = _coordinates(axis, given)
+                    section = section.select(axis, coordinates)
+                    choices.append((axis, coordinates))
         except LayoutError as error:
             raise PlanError(str(error)) from None
-        return PoolSection(self.pool, section)
+        return PoolSection(self.pool, section, choices=tuple(choices))
 
     def units(self, tokens: int) -> PoolSection:
         """Units of this section's blocks: as `Pool.units`."""
@@ -88,7 +101,45 @@ class PoolSection:
                 f"{self.pool.layout.name}: units of {tokens} tokens: {section.num_ids} of them; expected at most {_MOST_IDS}: "
                 "take larger ones"
             )
-        return PoolSection(self.pool, section)
+        return PoolSection(self.pool, section, choices=(*self._choices, ("t", range(section.count("t")))))
+
+    def keys(self, model: Model | None = None) -> Keys:
+        """The keys of this section's cells, for digests.
+
+        Parameters
+        ----------
+        model : Model, optional
+            Which layers, K and V, and heads of a whole model the pool holds; not given: the model is what the pool holds.
+
+        Raises
+        ------
+        PlanError
+            A layout without digests; a model of which the pool does not hold so many.
+        """
+        found = self._keys.get(model)
+        if found is None:
+            try:
+                found = keys_of(self.pool.resolved.section, model)
+                for axis, chosen in self._choices:
+                    found = found.select(axis, chosen) if axis else found.of_planes(chosen)
+            except LayoutError as error:
+                raise PlanError(f"a digest: {error}") from None
+            self._keys[model] = found
+        return found
+
+    def digest(
+        self, ids: Any = None, *, tokens: Any = None, model: Model | None = None, out: Any = None, stream: Any = None, wait: Any = None
+    ) -> Any:
+        """Digests of blocks of this section, or of units: as `Pool.digest`."""
+        self.pool.require_open()
+        known: dict[Any, Digester] = self.pool.digesters
+        what = self.of, self._choices, model
+        found = known.get(what)
+        if found is None:
+            if len(known) >= _MOST_DIGESTERS:
+                known.clear()
+            found = known.setdefault(what, Digester(self, self.keys(model)))
+        return found.digest(self.pool, ids, tokens, out, stream, wait)
 
     def _require_axis(self, axis: str) -> None:
         sizes = self.of.shape.sizes | dict.fromkeys(self.pool.layout.axes, 1)

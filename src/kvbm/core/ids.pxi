@@ -166,6 +166,69 @@ cdef class Pairs:
         )
 
 
+@cython.final
+cdef class Positions:
+    """The position of each block's first token in its sequence, where blocks are digested.
+
+    Parameters
+    ----------
+    given : int, sequence of int, array or tensor of one axis
+        One for all, or one each.  On a GPU they are int32 or int64, and read when the kernel runs.
+    count : int
+        How many blocks.
+    device : int
+        CUDA device whose kernels read them; -1: the host.
+
+    Raises
+    ------
+    BindError
+        No integers, other than `count` of them, below 0.
+    """
+
+    cdef int64_t *on_host
+    cdef uint64_t on_device
+    cdef uint32_t nbytes  # of one on the device
+    cdef object keep
+
+    def __cinit__(self):
+        self.on_host = NULL
+        self.on_device = 0
+        self.nbytes = 0
+
+    def __init__(self, given, uint32_t count, int device=-1):
+        cdef Given read
+        cdef uint32_t i
+        cdef int64_t one
+        if self.on_host != NULL or self.on_device:
+            raise TypeError("Positions are initialised once")
+        read.more = NULL
+        read.has_buffer = False
+        try:
+            keep = _read(&read, given, "tokens", INDEX_LIMIT, device)
+            single = isinstance(given, int)
+            if read.count != count and not single:
+                raise BindError(f"tokens: expected {count}, the position of each block's first token, got {read.count}")
+            if read.device:
+                self.on_device, self.nbytes, self.keep = read.device, read.nbytes, keep
+                return
+            self.on_host = <int64_t *> malloc((<size_t> count + 1) * sizeof(int64_t))
+            if self.on_host == NULL:
+                raise MemoryError(f"{count} positions")
+            for i in range(count):
+                if read.nbytes == 4:
+                    one = (<const int32_t *> read.data)[0 if single else i]
+                else:
+                    one = (<const int64_t *> read.data)[0 if single else i]
+                if one < 0:
+                    raise BindError(f"tokens[{i}] is {one}: expected a position from 0 on")
+                self.on_host[i] = one
+        finally:
+            _drop(&read)
+
+    def __dealloc__(self):
+        free(self.on_host)
+
+
 cdef int _refuse_range(str what, int64_t index, id, int64_t blocks) except -1:
     if blocks <= 0:
         raise BindError(f"{what}[{index}] is {id}: the pool has no blocks")
