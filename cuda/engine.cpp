@@ -840,6 +840,11 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
   }
 
   int status = batch->fault ? give_fault_to_graph(*batch, mine, &outcome->captured) : KVBM_OK;
+  if (status == KVBM_OK && (batch->digests || batch->both[kOfSrc])) {
+    Handle graph = nullptr;
+    status = capturing_graph(mine, &graph);
+    outcome->captured |= graph != nullptr;  // its digests are written at every replay
+  }
   if (status == KVBM_OK) status = copy_by(strategy, *route, *batch, device, mine, &outcome->submissions);
   if (foreign) {
     const int joined = order_streams(device, mine, callers);

@@ -7,9 +7,9 @@ each cell takes `CELL` bytes, in the order p (the token's position), plane, l, o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .access import Access, Step, normal
 from .errors import LayoutError, PlanError
@@ -62,12 +62,15 @@ class Told(NamedTuple):
         Keys that the modes step.
     steps : tuple of int
         Bytes that each binary digit of a word's number in its cell steps, fastest first.
+    word : int
+        Bytes of a word; 0: the kernel's own, and a cell is one.
     """
 
     first: int
     outer: tuple[int, ...]
     inner: tuple[int, ...]
     steps: tuple[int, ...] = ()
+    word: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,12 @@ class Model:
                 yield axis, held, count
 
 
-def keys_of(whole: Section, model: Model | None = None) -> Keys:
-    """The keys of all that a pool holds.
+#: Coordinates of an axis, or names of planes where it is empty.
+Choice = tuple[str, Any]
+
+
+def keys_of(whole: Section, model: Model | None = None, choices: Iterable[Choice] = ()) -> Keys:
+    """The keys of what a pool holds, or of some of it.
 
     Parameters
     ----------
@@ -105,12 +112,24 @@ def keys_of(whole: Section, model: Model | None = None) -> Keys:
         All of a pool.
     model : Model, optional
         What the pool holds of a whole model.
+    choices : iterable of (str, coordinates)
+        What was chosen of the pool, one after the other.
 
     Raises
     ------
-    LayoutError
+    PlanError
         Elements that share a byte along another axis than the last of their plane; a model that does not fit the pool.
     """
+    try:
+        keys = _keys_of_all(whole, model)
+        for axis, chosen in choices:
+            keys = keys.select(axis, chosen) if axis else keys.of_planes(chosen)
+    except LayoutError as error:
+        raise PlanError(f"a digest: {error}") from None
+    return keys
+
+
+def _keys_of_all(whole: Section, model: Model | None) -> Keys:
     chosen = list(model.axes()) if model else []
     counts = {axis: count for axis, _, count in chosen}
     for axis, held, _ in chosen:
@@ -239,8 +258,8 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
         some = ready[first : first + MAX_PARTS]
         outer, inner = max(len(part.outer) for part, _, _ in some), max(len(part.inner) for part, _, _ in some)
         kernel = (form_of("digest", outer, inner, 0, 0),)
-        work = tuple((part, form_of("rows", outer, inner, 0, word)) for part, word, _ in some)
-        launches.append((Launch(kernel, work, kernel), [_told(part, steps) for part, _, steps in some]))
+        work = tuple((part, form_of("rows", outer, inner, 0, CELL)) for part, _, _ in some)
+        launches.append((Launch(kernel, work, kernel), [_told(part, steps, word) for part, word, steps in some]))
     return launches
 
 
@@ -296,14 +315,14 @@ def _keyed(mode: Mode) -> Mode:
     return Mode(mode.extent, mode.src, 0, mode.src_table, 0, mode.dst)
 
 
-def _told(part: Part, steps: tuple[int, ...] = ()) -> Told:
+def _told(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> Told:
     keys = [mode.key // CELL for mode in (*part.outer, *part.inner)]
     if max(keys, default=0) >= _KEY_LIMIT or sum(
         (mode.extent - 1) * mode.key for mode in part.inner[1:]
     ) >= _KEY_LIMIT * CELL:
         raise PlanError(f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens a block, got {part.inner}")
     count = len(part.outer)
-    return Told(part.key // CELL, tuple(keys[:count]), (1, *keys[count + 1 :]), steps)
+    return Told(part.key // CELL, tuple(keys[:count]), (1, *keys[count + 1 :]), steps, word)
 
 
 def fused(

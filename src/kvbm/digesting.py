@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import operator
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,16 +13,18 @@ import numpy.typing as npt
 from . import _core
 from .arrays import Array, describe
 from .digest import Keys, alone
-from .errors import BindError
+from .errors import BindError, DigestError
 from .locks import Lock
 from .lower import Steps
+from .memory import Slab
 from .prepare import digest_copies
+from .shapes import round_up
 from .streams import framework_of, framework_stream
 
 if TYPE_CHECKING:
     from .selection import PoolSection
 
-__all__ = ["Digester", "digest_array", "unit_positions"]
+__all__ = ["Digester", "Proof", "digest_array", "unit_positions"]
 
 _MOST = (1 << 31) - 1
 
@@ -148,3 +152,104 @@ def digest_array(array: Any, count: int, device: int) -> Array:
     if not reached:
         raise BindError(f"digests: expected memory on {where}, or pinned host memory, got an array on {told.device}")
     return told
+
+
+class Proof:
+    """The digests of both sides of a copy that verifies, and their comparison, which `Done.synchronize` calls.
+
+    Parameters
+    ----------
+    title : str
+        Of the copy, for errors.
+    count : int
+        Pairs.
+    device : int
+        Where kernels run; -1: the host.
+    untold : list of DigestError
+        Takes what was found of a copy whose `Done` was dropped.
+    """
+
+    def __init__(self, title: str, count: int, device: int, untold: list[DigestError]) -> None:
+        self.title, self.count = title, count
+        self._memory = np.zeros(2 * count, np.uint64) if device < 0 else _pinned.take(2 * count)
+        self._on_gpu = device >= 0
+        self._untold, self._is_told = untold, False
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the source's and of the destination's."""
+        start = int(self._memory.ctypes.data)
+        return start, start + 8 * self.count
+
+    def watch(self, done: _core.Done) -> None:
+        """Keep the memory until the copy is done, whoever drops what waits for it."""
+        done.proof = self
+        _pinned.watch(done)
+
+    def report(self) -> None:
+        """What was found of a copy that is done, where nobody asked."""
+        try:
+            if not self._is_told:
+                self()
+        except DigestError as error:
+            self._untold.append(error)
+
+    def __call__(self) -> None:
+        self._is_told = True
+        src, dst = self._memory[: self.count], self._memory[self.count : 2 * self.count]
+        wrong = np.flatnonzero(src != dst)
+        if wrong.size:
+            first = int(wrong[0])
+            raise DigestError(
+                f"{self.title}: {wrong.size} of {self.count} pairs differ, the first is pair {first}: the source's digest is "
+                f"{int(src[first]):#018x}, the destination's {int(dst[first]):#018x}",
+                pairs=tuple(map(int, wrong)),
+            )
+
+    def __del__(self) -> None:
+        if getattr(self, "_on_gpu", False):
+            _pinned.give(self._memory)
+
+
+class _Pinned:
+    """Pinned memory for digests: pieces of powers of two that are used again, and the copies that still write some."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._free: dict[int, list[npt.NDArray[np.uint64]]] = {}
+        self._slabs: list[Slab] = []
+        self._watched: deque[_core.Done] = deque()
+
+    def take(self, count: int) -> npt.NDArray[np.uint64]:
+        size = max(512, 1 << max(count - 1, 0).bit_length())
+        with self._lock:
+            free = self._free.setdefault(size, [])
+            if not free:
+                slab = Slab(round_up(8 * size, mmap.PAGESIZE))
+                _core.host_register(slab.address, round_up(8 * size, mmap.PAGESIZE))
+                self._slabs.append(slab)
+                free.append(np.asarray(slab)[: 8 * size].view(np.uint64))
+            memory = free.pop()
+        memory[:count] = 0
+        return memory
+
+    def give(self, memory: npt.NDArray[np.uint64]) -> None:
+        with self._lock:
+            self._free[memory.size].append(memory)
+
+    def watch(self, done: _core.Done) -> None:
+        with self._lock:
+            self._watched.append(done)
+            ready = [self._watched.popleft() for _ in range(self._finished())]
+        for one in ready:  # not with the lock held: what is dropped gives memory back
+            one.proof.report()
+
+    def _finished(self) -> int:
+        """How many of the oldest copies are done, of a few at a time."""
+        count = 0
+        while count < min(len(self._watched), 4) and not self._watched[count].captured and self._watched[count].query():
+            count += 1
+        return count
+
+
+_pinned = _Pinned()

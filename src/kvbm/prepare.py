@@ -139,9 +139,11 @@ def digest_copies(
             for of, steps in ((part.src_id, src_steps), (part.dst_id, dst_steps))
         ]
         units = launch.work[0][0].src_id.extents, launch.work[0][0].dst_id.extents
-        copies.append(
-            _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), ids[0], ids[1], units, (lanes, told))
-        )
+        parts = [
+            (*part[:-1], (one.word,) if one.word else part[-1])
+            for part, one in zip(launch.arguments(src_steps, dst_steps), told, strict=True)
+        ]
+        copies.append(_core.Copy(launch.name, parts, ids[0], ids[1], units, (lanes, [one[:4] for one in told])))
     return copies
 
 

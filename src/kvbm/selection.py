@@ -41,6 +41,8 @@ class PoolSection:
         Tokens of a block, or of a unit.
     is_whole : bool
         Whether all of the pool's blocks is meant.
+    choices : tuple of (str, coordinates)
+        What was chosen, one after the other: of an axis; of planes where it is empty.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class PoolSection:
         self.pool = pool
         self.of = section
         self.is_whole = is_whole
-        self._choices = choices  # what was chosen of the pool, one after the other
+        self.choices = choices
         self._keys: dict[Model | None, Keys] = {}
 
     @property
@@ -72,7 +74,7 @@ class PoolSection:
         **others: Axis,
     ) -> PoolSection:
         """Some coordinates of this section: as `Pool.section`."""
-        section, choices = self.of, list(self._choices)
+        section, choices = self.of, list(self.choices)
         try:
             if planes is not None:
                 names = [planes] if isinstance(planes, str) else list(planes)
@@ -101,7 +103,7 @@ class PoolSection:
                 f"{self.pool.layout.name}: units of {tokens} tokens: {section.num_ids} of them; expected at most {_MOST_IDS}: "
                 "take larger ones"
             )
-        return PoolSection(self.pool, section, choices=(*self._choices, ("t", range(section.count("t")))))
+        return PoolSection(self.pool, section, choices=(*self.choices, ("t", range(section.count("t")))))
 
     def keys(self, model: Model | None = None) -> Keys:
         """The keys of this section's cells, for digests.
@@ -118,13 +120,7 @@ class PoolSection:
         """
         found = self._keys.get(model)
         if found is None:
-            try:
-                found = keys_of(self.pool.resolved.section, model)
-                for axis, chosen in self._choices:
-                    found = found.select(axis, chosen) if axis else found.of_planes(chosen)
-            except LayoutError as error:
-                raise PlanError(f"a digest: {error}") from None
-            self._keys[model] = found
+            found = self._keys[model] = keys_of(self.pool.resolved.section, model, self.choices)
         return found
 
     def digest(
@@ -133,7 +129,7 @@ class PoolSection:
         """Digests of blocks of this section, or of units: as `Pool.digest`."""
         self.pool.require_open()
         known: dict[Any, Digester] = self.pool.digesters
-        what = self.of, self._choices, model
+        what = self.of, self.choices, model
         found = known.get(what)
         if found is None:
             if len(known) >= _MOST_DIGESTERS:

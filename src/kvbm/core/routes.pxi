@@ -77,7 +77,7 @@ cdef class Done:
     cdef object keep
     cdef kvbm_fault *fault  # where its kernels note an id that is out of range, or NULL
     cdef readonly bint captured
-    """Whether a graph has it, where ids on the device are read at every replay."""
+    """Whether a graph has it, and ids on the device are read, or digests written, at every replay."""
     cdef readonly str strategy
     """What ran: ``direct``, ``staged`` or ``engine``."""
     cdef public object proof  # what `synchronize` calls at the end: it raises where digests differ
