@@ -299,7 +299,7 @@ def _types(name: str) -> str:
             return f"Tile<{_commas(*sizes, *(['kFewTeams'] if form.few else []))}>"
         extra = [threads, "kFewTeams"] if form.few else [threads] if threads != "kRowThreads" else []
         if form.sums:
-            extra = [threads, 1, "true"]
+            extra = [threads, "1", "true"]
         return f"Rows<{_commas(form.outer, form.inner, form.word, *extra)}>"
 
     return _commas(*map(of, forms))

@@ -1,6 +1,6 @@
 """Digests: where each cell stands in the model's own order, and what kernels are told of it.
 
-``docs/digest.md`` defines the number.  Keys are planned as one more side of a copy: an address map into memory that there is not, in which
+``docs/digest.md`` defines the number.  Keys are planned as one more side of a copy: an address map into imaginary memory, in which
 each cell takes `CELL` bytes, in the order p (the token's position), plane, l, o, h, the layout's own axes, d.
 """
 
@@ -94,7 +94,9 @@ class Model:
         """Axis, coordinates, and how many the model has."""
         for axis, held, count in (("l", self.layers, self.nl), ("h", self.heads, self.nh)):
             if (held is None) != (count is None):
-                raise LayoutError(f"axis '{axis}': expected its coordinates and how many the model has, got one of them")
+                raise LayoutError(
+                    f"axis '{axis}': expected its coordinates and how many the model has, got one of them"
+                )
             if held is not None and count is not None:
                 yield axis, held, count
 
@@ -266,9 +268,7 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
 def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[int, ...]]:
     """A copy into the map of keys as loops over cells, the word that reads them, and where the words of one lie."""
     run = part.run_bytes
-    part = replace(
-        part, inner=(part.inner[0], *_at_cells(part.inner[1:])), outer=tuple(_at_cells(part.outer))
-    )
+    part = replace(part, inner=(part.inner[0], *_at_cells(part.inner[1:])), outer=tuple(_at_cells(part.outer)))
     inside = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst < CELL]
     if any(mode.src_table or mode.src >= _KEY_LIMIT for mode in inside):
         raise PlanError(f"{title}: a digest's cells of up to {CELL} bytes of a row lie in several arrays")
@@ -284,7 +284,9 @@ def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[
     for mode in sorted(inside, key=lambda mode: mode.dst):
         steps += [mode.src << bit for bit in range(mode.extent.bit_length() - 1)]
     if word << len(steps) != cell:
-        raise PlanError(f"{title}: cells of {cell} bytes that are no power of two; please report the layout and the shape")
+        raise PlanError(
+            f"{title}: cells of {cell} bytes that are no power of two; please report the layout and the shape"
+        )
     row = Mode(max(run, CELL), 1, 1, 0, 0, 1)
     return (
         replace(
@@ -317,10 +319,13 @@ def _keyed(mode: Mode) -> Mode:
 
 def _told(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> Told:
     keys = [mode.key // CELL for mode in (*part.outer, *part.inner)]
-    if max(keys, default=0) >= _KEY_LIMIT or sum(
-        (mode.extent - 1) * mode.key for mode in part.inner[1:]
-    ) >= _KEY_LIMIT * CELL:
-        raise PlanError(f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens a block, got {part.inner}")
+    if (
+        max(keys, default=0) >= _KEY_LIMIT
+        or sum((mode.extent - 1) * mode.key for mode in part.inner[1:]) >= _KEY_LIMIT * CELL
+    ):
+        raise PlanError(
+            f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens a block, got {part.inner}"
+        )
     count = len(part.outer)
     return Told(part.key // CELL, tuple(keys[:count]), (1, *keys[count + 1 :]), steps, word)
 

@@ -230,20 +230,25 @@ class Mover:
             ours, theirs, keys = ours.select("l", mine), theirs.select("l", its), keys.select("l", mine)
 
         def by_itself(section: Section, end: _End) -> list[_core.Copy]:
-            return digest_copies(alone(section, keys, end.alignment, self.title), keys.lanes, self.device, end.steps)
+            ready = alone(section, keys, end.alignment, self.title)
+            return digest_copies(ready, keys.lanes, self.device, end.steps)
 
-        def joined(a: Section, b: Section, alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool) -> list[_core.Copy] | str:
-            made = "kernels that keep to few multiprocessors do not digest" if few else fused(a, b, keys, alignments, self.title)
+        def joined(
+            sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool
+        ) -> list[_core.Copy] | str:
+            if few:
+                return "kernels that keep to few multiprocessors do not digest"
+            made = fused(*sides, keys, alignments, self.title)
             return made if isinstance(made, str) else digest_copies(made, keys.lanes, self.device, *ends)
 
         none = Steps()
-        direct = joined(ours, theirs, (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
+        direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
         if self.on_host:
             permute: list[_core.Copy] | str = []
         elif self.gathers:
-            permute = joined(ours, steps[0].dst, (src.alignment, _SLOT_ALIGNMENT), (src.steps, none), self.bounded)
+            permute = joined((ours, steps[0].dst), (src.alignment, _SLOT_ALIGNMENT), (src.steps, none), self.bounded)
         else:
-            permute = joined(steps[1].src, theirs, (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
+            permute = joined((steps[1].src, theirs), (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
         both = by_itself(ours, src), [] if self.unreached else by_itself(theirs, dst)
         return _Digests(direct, permute, both)
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import Array, Borrowed, describe, empty, find_overlap, numpy_dtype
-from .digest import Model
 from .contract import ALIKE, GATES, Caller, kinds_of, require_each
+from .digest import Model
 from .engines import FromEngines
 from .errors import BindError, CudaError, CudaUnavailableError, LayoutError
 from .layout import Layout

@@ -124,7 +124,14 @@ class PoolSection:
         return found
 
     def digest(
-        self, ids: Any = None, *, tokens: Any = None, model: Model | None = None, out: Any = None, stream: Any = None, wait: Any = None
+        self,
+        ids: Any = None,
+        *,
+        tokens: Any = None,
+        model: Model | None = None,
+        out: Any = None,
+        stream: Any = None,
+        wait: Any = None,
     ) -> Any:
         """Digests of blocks of this section, or of units: as `Pool.digest`."""
         self.pool.require_open()

@@ -32,8 +32,8 @@ class Transfer:
     chunk_bytes : int, optional
         Size of one of the three slots of the ring that staged copies use; at least one block, 32 MiB if not given.
     verify : bool
-        Digest the source before and the destination after each copy, by kernels that share nothing with the copy's, and compare both:
-        `Done.synchronize` raises `DigestError` where they differ.  It costs a read of either side.
+        Digest the source before and the destination after each copy, by kernels that share no loop with the copy's, and compare
+        both: `Done.synchronize` raises `DigestError` where they differ.  It costs a read of either side.
     model : kvbm.Model, optional
         Which layers and heads of a whole model the source holds, for `digests`.
 
@@ -132,9 +132,7 @@ class Transfer:
                 raise BindError("tokens: positions are for digests; pass digests=, or leave tokens out")
             done = self._mover.copy(src_ids, dst_ids, layers, stream, wait)
         else:
-            done = self._mover.copy_digested(
-                src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies
-            )
+            done = self._mover.copy_digested(src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies)
         self._pools[1].written()
         return done
 
