@@ -313,9 +313,6 @@ class Mover:
             found = self.routes.get(layers) or self.route(layers)
         except TypeError:
             raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
-        if self.keep is not None and (self.keep[0].closed or self.keep[1].closed):
-            for pool in self.keep:
-                pool.require_open()
         if self.on_host:
             for name, given in (("stream", stream), ("wait", wait)):
                 if given is not None:

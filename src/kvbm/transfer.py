@@ -102,9 +102,12 @@ class Transfer:
         CudaError
             A call of the driver failed.
         """
-        require_usable(*self._pools)
+        src, dst = self._pools
+        if src.asked or dst.asked:
+            require_usable(src, dst)
         done = self._mover.copy(src_ids, dst_ids, layers, stream, wait)
-        self._pools[1].written()
+        if dst.asked:
+            dst.written()
         return done
 
     def explain(self, num_blocks: int | None = None, *, layers: Layers = None) -> str:
