@@ -376,12 +376,16 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
     const int64_t carried = small.to_carry(n);
     kvbm_side& side = *small.side;
     if (side.ids) {
+      // Taken out of memory once: for all that the compiler knows, `gathered` may be over it.
+      const int32_t* const ids = side.ids;
+      const uint64_t* const table = side.table;
+      const int64_t stride = small.id_stride, step = *small.id_table, span = small.span;
+      const bool has_units = args->inline_mask & small.units;
       for (uint32_t i = 0; i < n; ++i) {
         // The kernel adds i strides, as for ids that are not given; its stride still tells `prepare` how blocks lie.
-        int64_t id = side.ids[i];
-        const int64_t start = small.start(*args, 0, &id) - i * small.id_stride;
-        for (int64_t entry = 0; entry < small.span; ++entry)
-          gathered[i * small.span + entry] = side.table[id * *small.id_table + entry] + start;
+        int64_t id = ids[i];
+        const int64_t start = (has_units ? small.start(*args, 0, &id) : id * stride) - i * stride;
+        for (int64_t entry = 0; entry < span; ++entry) gathered[i * span + entry] = table[id * step + entry] + start;
       }
       side.table = gathered;
       gathered += carried;

@@ -371,7 +371,9 @@ class Mover:
             found = self.routes.get(layers) or self.route(layers)
         except TypeError:
             raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
-        return found.route.copy(src_ids, dst_ids, self._stream(stream, wait), wait)
+        if self.on_host or stream is None:
+            stream = self._stream(stream, wait)
+        return found.route.copy(src_ids, dst_ids, stream, wait)
 
     def copy_digested(
         self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any, out: Any, tokens: Any, verifies: bool
@@ -405,10 +407,7 @@ class Mover:
         return done
 
     def _stream(self, stream: Any, wait: Any) -> Any:
-        """The stream of a copy, whose pools are open."""
-        if self.keep is not None and (self.keep[0].closed or self.keep[1].closed):
-            for pool in self.keep:
-                pool.require_open()
+        """The stream of a copy that names none; none on the host."""
         if self.on_host:
             for name, given in (("stream", stream), ("wait", wait)):
                 if given is not None:

@@ -126,14 +126,17 @@ class Transfer:
         CudaError
             A call of the driver failed.
         """
-        require_usable(*self._pools)
+        src, dst = self._pools
+        if src.asked or dst.asked:
+            require_usable(src, dst)
         if digests is None and not self._verifies:
             if tokens is not None:
                 raise BindError("tokens: positions are for digests; pass digests=, or leave tokens out")
             done = self._mover.copy(src_ids, dst_ids, layers, stream, wait)
         else:
             done = self._mover.copy_digested(src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies)
-        self._pools[1].written()
+        if dst.asked:
+            dst.written()
         return done
 
     def explain(self, num_blocks: int | None = None, *, layers: Layers = None) -> str:
