@@ -217,8 +217,8 @@ KVBM_INLINE uint64_t unit_of(uint32_t& id, const kvbm_div* digits, const int64_t
 // pair is skipped (id -1), or an id is out of range, which is noted: ids on the device are seen by nobody before they are
 // followed here.
 // Indices are 32 bits wide and strides 64, which is what one wide multiply-add takes.
-template <int OUTER, bool UNITS>
-KVBM_INLINE bool locate_by(const kvbm_args& a, const kvbm_part& p, uint32_t place, Bases& at) {
+template <int OUTER>
+KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t place, Bases& at) {
   uint32_t chunk = take(place, p.faster), pair = place;
   if (p.pairs_first) {
     pair = chunk;
@@ -237,7 +237,7 @@ KVBM_INLINE bool locate_by(const kvbm_args& a, const kvbm_part& p, uint32_t plac
     dst_id = uint32_t(dst_wide);
   }
   uint64_t src = p.src_offset, dst = p.dst_offset;
-  if constexpr (UNITS) {
+  if (a.inline_mask & (KVBM_SRC_UNITS | KVBM_DST_UNITS)) {
     const kvbm_units& units = reinterpret_cast<const kvbm_units&>(a.payload[a.num_parts * (sizeof(kvbm_part) / 8)]);
     const kvbm_unit_strides& stride = units.part[&p - a.part];
     if (a.inline_mask & KVBM_SRC_UNITS) src += unit_of(src_id, units.src, stride.src);
@@ -260,14 +260,6 @@ KVBM_INLINE bool locate_by(const kvbm_args& a, const kvbm_part& p, uint32_t plac
   at.src = reinterpret_cast<const char*>(src_base + src);
   at.dst = reinterpret_cast<char*>(dst_base + dst);
   return true;
-}
-
-// Whether ids count units is asked at once, beside the first division: between the ids and the tables the test would lengthen
-// what a row of threads waits for, and move what ptxas computes ahead of it.
-template <int OUTER>
-KVBM_INLINE bool locate(const kvbm_args& a, const kvbm_part& p, uint32_t place, Bases& at) {
-  if (a.inline_mask & (KVBM_SRC_UNITS | KVBM_DST_UNITS)) return locate_by<OUTER, true>(a, p, place, at);
-  return locate_by<OUTER, false>(a, p, place, at);
 }
 
 // Offsets of an index over the inner modes FIRST .. FIRST+COUNT-1; the slowest needs no division.  Inner strides fit 32 bits
