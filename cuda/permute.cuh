@@ -470,10 +470,14 @@ struct Rows {
     }
     const uint32_t first = tile * p.tile_words + lane, last = min(tile * p.tile_words + p.tile_words, p.words);
     uint64_t from[kLoads], to[kLoads];
+    uint32_t key[kLoads];
     KVBM_UNROLL
     for (uint32_t u = 0; u < kLoads; ++u) {
-      from[u] = to[u] = 0;
-      step<0, INNER>(p, first + u * width, from[u], to[u]);
+      from[u] = to[u] = key[u] = 0;
+      if constexpr (SUMS)
+        step_key<0, INNER>(p, first + u * width, from[u], to[u], key[u]);
+      else
+        step<0, INNER>(p, first + u * width, from[u], to[u]);
     }
     Mine::sync();
     const bool copies = here.copies;
@@ -493,11 +497,8 @@ struct Rows {
       static_assert(TEAMS == 1, "teams take turns in which not all threads of a warp meet");
       uint64_t sum = 0;
       KVBM_UNROLL
-      for (uint32_t u = 0; u < kLoads; ++u) {
-        uint64_t none = 0, key = keys[row];
-        step_key<0, INNER>(p, first + u * width, none, key);
-        if (copies && first + u * width < last) sum += digest_of(key, cell_of(v[u]));
-      }
+      for (uint32_t u = 0; u < kLoads; ++u)
+        if (copies && first + u * width < last) sum += digest_of(keys[row] + key[u], cell_of(v[u]));
       put_sum(a, p, job, lane, sum);
     }
   }
@@ -549,9 +550,9 @@ struct Rows {
         step<2, INNER - 2>(p, slow, src, dst);
         row = {at.src + src + int64_t(c) * p.inner[1].src, at.dst + dst + int64_t(c) * p.inner[1].dst};
         if constexpr (SUMS) {
-          src = 0;
-          row_key = chunk_key + uint64_t(c) * p.inner[1].key;
-          step_key<2, INNER - 2>(p, slow, src, row_key);
+          uint32_t key = c * p.inner[1].key;
+          step_key<2, INNER - 2>(p, slow, src, dst, key);
+          row_key = chunk_key + key;
         }
         runs = p.inner[1].extent.n - c < end - next_run ? p.inner[1].extent.n - c : end - next_run;
         next_run += runs;
