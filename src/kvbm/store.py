@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .cache import replacing
-from .errors import BindError
+from .errors import BindError, LayoutError
 from .shapes import ITEMSIZE, PACKED, BlockShape
 from .spans import merge_steps
 
@@ -154,7 +154,10 @@ class Stored:
             The file is in another layout, of another shape, or its tensors are not what the layout says.
         """
         shape, num_blocks = self._agree(layout, shape, num_blocks)
-        resolved = layout.resolve(shape, num_blocks)
+        try:
+            resolved = layout.resolve(shape, num_blocks)
+        except LayoutError as error:  # the file's own shape, most often
+            raise BindError(f"{self.path}: {error}") from None
         offsets = self._check_tensors(layout, resolved)
         with self.path.open("rb") as file:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

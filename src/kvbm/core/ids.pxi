@@ -189,6 +189,13 @@ cdef enum IdsKind:
 cdef dict _kind_of_ids = {list: ITEMS, tuple: ITEMS, int: NUMBER}  # type -> IdsKind
 
 
+cdef bint _is_on_gpu(given) noexcept:
+    try:
+        return hasattr(given, "__cuda_array_interface__")
+    except Exception:  # the object's own code may raise anything
+        return False
+
+
 cdef int _ids_kind(given) except -1:
     kind = type(given)
     found = NEITHER
@@ -196,7 +203,7 @@ cdef int _ids_kind(given) except -1:
         pass
     elif hasattr(kind, "is_cuda") and hasattr(kind, "data_ptr"):
         found = TENSOR
-    elif hasattr(given, "__cuda_array_interface__"):
+    elif _is_on_gpu(given):
         found = ON_GPU
     elif PyObject_CheckBuffer(given):
         found = BUFFER
@@ -391,12 +398,12 @@ cdef object _read_device(Given *ids, object given, str what, int device):
             strides = interface.get("strides")
             width = {"i8": 8, "i4": 4}.get(dtype[1:], 0) if dtype[0] != ">" else 0
             dense = len(shape) == 1 and (shape[0] < 2 or strides is None or strides[0] == width)
-        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            where = getattr(given, "device", None)
+            where = getattr(where, "id", where)
+            if isinstance(where, int):
+                index = where
+        except Exception as error:  # the object's own code may raise anything
             raise BindError(f"{what}: malformed __cuda_array_interface__: {error!r}") from None
-        where = getattr(given, "device", None)
-        where = getattr(where, "id", where)
-        if isinstance(where, int):
-            index = where
     if device < 0:
         raise BindError(
             f"{what}: expected ids in host memory, got a {type(given).__name__} on a GPU; pass {what}.cpu()"
