@@ -30,7 +30,7 @@ from kvbm import BlockShape, KvbmError, Placement, Pool, reshard, shapes, spec, 
 from kvbm.arrays import numpy_dtype
 from kvbm.layout import Layout
 from kvbm.resolved import Resolved
-from kvbm.shapes import ITEMSIZE, PACKED
+from kvbm.shapes import ITEMSIZE
 from kvbm.terms import Expression, Order, Term
 
 __all__ = ["KINDS", "seeds", "try_case", "try_input"]
@@ -68,8 +68,48 @@ def refusal(call: Callable[[], Any], where: str) -> Any:
 # ---- words that change ---------------------------------------------------------------------------------------------
 
 _TOKEN = re.compile(r"[A-Za-z_]+|[0-9]+|\s+|.", re.DOTALL)
-_NUMBERS = (0, 1, 2, 3, 4, 6, 7, 8, 15, 16, 17, 64, 128, 255, 256, 720720, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, 2**64, 10**30)
-_SIGNS = [*"[](){}<>/%:,'\"&*!|-?#\\+=.", "\n", " ", "\n  ", ": ", "- ", "//", "B", "\0", "\t", "²", "é", "\U0001f600", "true", "null"]
+_NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    6,
+    7,
+    8,
+    15,
+    16,
+    17,
+    64,
+    128,
+    255,
+    256,
+    720720,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**62,
+    2**63,
+    2**64,
+    10**30,
+)
+_SIGNS = [
+    *"[](){}<>/%:,'\"&*!|-?#\\+=.",
+    "\n",
+    " ",
+    "\n  ",
+    ": ",
+    "- ",
+    "//",
+    "B",
+    "\0",
+    "\t",
+    "²",
+    "é",
+    "\U0001f600",
+    "true",
+    "null",
+]
 
 
 def mutated(rng: random.Random, text: str, words: Sequence[str], others: Sequence[str]) -> str:
@@ -98,7 +138,9 @@ def mutated(rng: random.Random, text: str, words: Sequence[str], others: Sequenc
                 tokens[at] = str(rng.choice((value + 1, value - 1, value * 2, value // 2, -value, *_NUMBERS)))
         elif what == 6:  # a word of the same kind, so that it may still be a file
             same = [word for word in tokens if word != token and word.isalpha() and len(word) == len(token)]
-            tokens[at : at + 1] = [rng.choice(same)] if same and token.isalpha() else [token] * rng.choice((1, 2, 2, 40))
+            tokens[at : at + 1] = (
+                [rng.choice(same)] if same and token.isalpha() else [token] * rng.choice((1, 2, 2, 40))
+            )
         elif what == 7:
             lines, theirs = "".join(tokens).split("\n"), rng.choice(others).split("\n")
             lines[rng.randrange(len(lines)) :][: rng.randrange(2)] = []
@@ -189,7 +231,9 @@ def require_one_to_one(layout: Layout, resolved: Resolved) -> _Places:
             at = part.accesses[o or 0].address(coordinates["b"], one)
             mine = (coordinates["o"] == o) if o is not None else np.True_
             for ours, theirs in zip((entry, byte), at, strict=True):
-                assert (np.broadcast_to(theirs, ours.shape) == ours)[np.broadcast_to(mine, ours.shape)].all(), layout.meaning
+                assert (np.broadcast_to(theirs, ours.shape) == ours)[np.broadcast_to(mine, ours.shape)].all(), (
+                    layout.meaning
+                )
         assert (byte >= 0).all() and (byte + part.shape.itemsize <= ends[entry]).all(), f"outside: {layout.meaning}"
         items = starts[entry] + byte
         if part.shape.pack > 1:
@@ -211,7 +255,7 @@ def places(layout: Layout, resolved: Resolved, part: Resolved) -> tuple[dict[str
     grid = dict(zip(sizes, np.ix_(*(np.arange(n, dtype=np.int64) for n in sizes.values())), strict=True))
     names = {f"n{axis}": n for axis, n in resolved.sizes.items()} | {"hd": resolved.shape.hd}
     plane = next((plane for plane in layout.planes if plane.name == part.plane), None)
-    orders = plane.orders if plane else layout.orders
+    orders = (plane.orders if plane else layout.orders)[: shape.no]
     halves = []
     for order in orders:
         entry: Any = np.int64(0)
@@ -222,7 +266,9 @@ def places(layout: Layout, resolved: Resolved, part: Resolved) -> tuple[dict[str
                 index, extent = _index(term, grid, sizes, shape)
                 entry = entry * extent + index
         own = names | {"es": shape.itemsize}
-        byte, held, packed = _bytes_of(order, dict((plane or layout).pitch), grid, sizes, own, shape, shape.itemsize, shape.pack)
+        byte, held, packed = _bytes_of(
+            order, dict((plane or layout).pitch), grid, sizes, own, shape, shape.itemsize, shape.pack
+        )
         if plane:
             assert packed == 1
             outer = layout.orders[0]
@@ -251,7 +297,14 @@ def _index(term: Term, grid: dict[str, np.ndarray], sizes: dict[str, int], shape
 
 
 def _bytes_of(
-    order: Order, pitch: dict[str, Any], grid: Any, sizes: Any, names: dict[str, int], shape: BlockShape, held: int, packed: int
+    order: Order,
+    pitch: dict[str, Any],
+    grid: Any,
+    sizes: Any,
+    names: dict[str, int],
+    shape: BlockShape,
+    held: int,
+    packed: int,
 ) -> tuple[Any, int, int]:
     """Bytes from the first element on; what all of it holds; elements of a byte that no axis took."""
     byte: Any = np.int64(0)
@@ -284,20 +337,27 @@ def require_copies(rng: random.Random, layout: Layout, resolved: Resolved, found
     theirs = require_one_to_one(plain, other)
     (src, ours), (dst, dense) = (bound(rng, *one, shape) for one in ((layout, resolved), (plain, other)))
     DONE["copied"] += 1
-    for a, a_found, b, b_found, ends in ((ours, found, dense, theirs, (src, dst)), (dense, theirs, ours, found, (dst, src))):
+    for a, a_found, b, b_found, ends in (
+        (ours, found, dense, theirs, (src, dst)),
+        (dense, theirs, ours, found, (dst, src)),
+    ):
         expected = [buffer.copy() for buffer in b]
         for part in resolved.planes:
             axes, *read = a_found[part.plane]
             back, *write = b_found[part.plane]
             order = [list(back).index(axis) for axis in axes]
             for i in range(part.shape.itemsize):
-                for e, at, to, into in zip(*map(np.ravel, read), *(np.ravel(x.transpose(order)) for x in write), strict=True):
+                for e, at, to, into in zip(
+                    *map(np.ravel, read), *(np.ravel(x.transpose(order)) for x in write), strict=True
+                ):
                     expected[to][into + i] = a[e][at + i]
         try:
             kvbm.convert(*ends)
         except (kvbm.PlanError, kvbm.MissingKernelError):
             return
-        assert all((x == y).all() for x, y in zip(b, expected, strict=True)), f"other bytes: {layout.meaning} at {shape}"
+        assert all((x == y).all() for x, y in zip(b, expected, strict=True)), (
+            f"other bytes: {layout.meaning} at {shape}"
+        )
         a = b
 
 
@@ -331,15 +391,37 @@ def bound(rng: random.Random, layout: Layout, resolved: Resolved, shape: BlockSh
 
 # ---- shapes and placements -----------------------------------------------------------------------------------------
 
-_SHAPE_WORDS = ("nl", "no", "nh", "nt", "hd", "dtype", "tp", "/tp8", ",nt=32", "=", ",", "llama-3.1-8b", "title: x", "..", "/", *ITEMSIZE)
-_SHAPE_TEXTS = ("llama-3.1-70b", "llama-3.1-70b/tp8", "llama-3.1-8b,nt=32,dtype=float8_e4m3fn", "nl=2,no=2,nh=4,nt=16,hd=32,dtype=float16")
+_SHAPE_WORDS = (
+    "nl",
+    "no",
+    "nh",
+    "nt",
+    "hd",
+    "dtype",
+    "tp",
+    "/tp8",
+    ",nt=32",
+    "=",
+    ",",
+    "llama-3.1-8b",
+    "title: x",
+    "..",
+    "/",
+    *ITEMSIZE,
+)
+_SHAPE_TEXTS = (
+    "llama-3.1-70b",
+    "llama-3.1-70b/tp8",
+    "llama-3.1-8b,nt=32,dtype=float8_e4m3fn",
+    "nl=2,no=2,nh=4,nt=16,hd=32,dtype=float16",
+)
 
 
 def shape_text(rng: random.Random) -> str:
     return mutated(rng, rng.choice(_SHAPE_TEXTS), _SHAPE_WORDS, _SHAPE_TEXTS)
 
 
-def try_shape(rng: random.Random, text: str) -> None:  # noqa: ARG001
+def try_shape(rng: random.Random, text: str) -> None:
     shape = refusal(lambda: kvbm.load_shape(text), "shape")
     assert kvbm.load_shape(str(shape)) == shape
 
@@ -348,7 +430,7 @@ def shape_file_text(rng: random.Random) -> str:
     return mutated(rng, rng.choice(seeds("shapes")), _SHAPE_WORDS, seeds("shapes"))
 
 
-def try_shape_file(rng: random.Random, text: str) -> None:  # noqa: ARG001
+def try_shape_file(rng: random.Random, text: str) -> None:
     path = _folder() / "shape.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     preset = refusal(lambda: shapes._preset.__wrapped__(path), str(path))
@@ -365,12 +447,36 @@ _PLACEMENTS = (
     "mesh: pp2 tp2 cp2\nshard: {l: pp, h: tp, t: cp by nt}\n",
     "mesh: tp4\nshard: {h: tp}\nlayers: 2-6 by 2\n",
 )
-_PRESETS = ("vllm:tp8,pp2,dcp4,nt16", "trtllm:tp2,cp4,order=pp cp tp,nt32", "sglang:tp4,pp3", "dynamo:tp2,engine=trtllm")
-_PRESET_WORDS = ("vllm", "trtllm", "sglang", "dynamo", "tp8", "pp", "cp2", "dcp", "interleave", "nt", "engine=", "order=", "layers", ":", ",", "=")
+_PRESETS = (
+    "vllm:tp8,pp2,dcp4,nt16",
+    "trtllm:tp2,cp4,order=pp cp tp,nt32",
+    "sglang:tp4,pp3",
+    "dynamo:tp2,engine=trtllm",
+)
+_PRESET_WORDS = (
+    "vllm",
+    "trtllm",
+    "sglang",
+    "dynamo",
+    "tp8",
+    "pp",
+    "cp2",
+    "dcp",
+    "interleave",
+    "nt",
+    "engine=",
+    "order=",
+    "layers",
+    ":",
+    ",",
+    "=",
+)
 
 
 def _model(rng: random.Random) -> BlockShape:
-    return BlockShape(nl=rng.choice((1, 3, 8, 8, 8, 61)), no=2, nh=rng.choice((1, 2, 4, 8, 8)), nt=rng.choice((1, 16, 64)), hd=4)
+    return BlockShape(
+        nl=rng.choice((1, 3, 8, 8, 8, 61)), no=2, nh=rng.choice((1, 2, 4, 8, 8)), nt=rng.choice((1, 16, 64)), hd=4
+    )
 
 
 def placement_text(rng: random.Random) -> str:
@@ -409,7 +515,9 @@ def require_placed(rng: random.Random, place: Placement) -> None:
         if layers.size:
             assert place.shape(rank).nl == len(list(layers))
     assert {x[0] for x in held} == set(place.layers) and {x[1] for x in held} == set(range(place.model.nh))
-    other = Placement(rng.choice(("tp1", "tp2", "pp2")), model=place.model, nt=rng.choice((1, 16, 64)), layers=list(place.layers))
+    other = Placement(
+        rng.choice(("tp1", "tp2", "pp2")), model=place.model, nt=rng.choice((1, 16, 64)), layers=list(place.layers)
+    )
     for ends in ((place, other), (other, place)):
         try:
             made = refusal(lambda e=ends: reshard.plan(*e, stripe=bool(rng.randrange(2))), "")
@@ -442,7 +550,9 @@ def stored_files() -> tuple[tuple[bytes, str], ...]:
         path = _folder() / "good.safetensors"
         with store.create(path, kvbm.load(name), shape, 2, force=True) as pool:
             for number, array in enumerate(pool.arrays):
-                array.view(np.uint8)[...] = np.random.default_rng(number).integers(0, 256, array.view(np.uint8).shape, np.uint8)
+                array.view(np.uint8)[...] = np.random.default_rng(number).integers(
+                    0, 256, array.view(np.uint8).shape, np.uint8
+                )
         found.append((path.read_bytes(), name))
     return tuple(found)
 
@@ -499,7 +609,9 @@ def require_converts(path: Path) -> None:
     out.unlink(missing_ok=True)
     result = CliRunner().invoke(main, ["convert", str(path), str(out), "--to", "universal"])
     codes = {0, 2} | {getattr(kvbm.errors, error).exit_code for error in kvbm.errors.__all__}
-    assert result.exit_code in codes and isinstance(result.exception, SystemExit | KvbmError | None), repr(result.exception)
+    assert result.exit_code in codes and isinstance(result.exception, SystemExit | KvbmError | None), repr(
+        result.exception
+    )
     assert result.exit_code == 0 or not out.exists()
 
 
@@ -516,7 +628,7 @@ def anything(rng: random.Random) -> Any:
     """A value of any type."""
     made = (
         lambda: rng.choice(_NUMBERS), lambda: -1, lambda: -rng.choice(_NUMBERS), lambda: True, lambda: None, lambda: 1.5, lambda: math.nan,
-        lambda: "".join(rng.choices(string.printable, k=3)), lambda: b"\0\1", lambda: (), lambda: [[]], lambda: {}, lambda: {1, 2},
+        lambda: "".join(rng.choices(string.printable, k=3)), lambda: b"\0\1", lambda: (), lambda: [[]], dict, lambda: {1, 2},
         lambda: range(3), lambda: np.int64(3), lambda: np.zeros(2, np.int32), lambda: np.float32(2), lambda: object(), lambda: np.array(3),
         lambda: (1, 2, 3), lambda: [0, 1], lambda: np.zeros((2, 2)), lambda: slice(2), lambda: 1j, lambda: np.datetime64("2026-01-01"),
         lambda: "int16", lambda: np.array([None]), lambda: Odd(rng),
@@ -533,7 +645,14 @@ class Odd:
         self._array = np.zeros((2, 2, 2, 2, 2, 4), rng.choice(("int16", "uint16", "int32")))
         self._protocols = {
             name
-            for name in ("__cuda_array_interface__", "__dlpack__", "__dlpack_device__", "__array_interface__", "__index__", "__len__")
+            for name in (
+                "__cuda_array_interface__",
+                "__dlpack__",
+                "__dlpack_device__",
+                "__array_interface__",
+                "__index__",
+                "__len__",
+            )
             if rng.randrange(2)
         }
 
@@ -558,17 +677,23 @@ class Odd:
         }  # fmt: skip
         for _ in range(self._rng.randrange(3)):
             key = self._rng.choice(list(said))
-            said[key] = self._rng.choice((anything(self._rng), ("<i2", ">i2", "|V3", "|O", "i", "f4", "")[self._rng.randrange(7)]))
+            said[key] = self._rng.choice(
+                (anything(self._rng), ("<i2", ">i2", "|V3", "|O", "i", "f4", "")[self._rng.randrange(7)])
+            )
             if not self._rng.randrange(4):
                 del said[key]
             if key in ("shape", "strides") and self._rng.randrange(2):
-                said[key] = tuple(self._rng.choice((2, 2, 0, -1, 2**40, 2**63, 8)) for _ in range(self._rng.randrange(7)))
+                said[key] = tuple(
+                    self._rng.choice((2, 2, 0, -1, 2**40, 2**63, 8)) for _ in range(self._rng.randrange(7))
+                )
         return said
 
     def _dlpack_device(self) -> Any:
         if not self._rng.randrange(4):
             raise self._raises("no device")
-        return self._rng.choice(((1, 0), (1, 0), (1, 0), (2, 0), (3, 0), (99, -1), anything(self._rng), (anything(self._rng), 0)))
+        return self._rng.choice(
+            ((1, 0), (1, 0), (1, 0), (2, 0), (3, 0), (99, -1), anything(self._rng), (anything(self._rng), 0))
+        )
 
     def _dlpack(self, **_options: Any) -> Any:
         if not self._rng.randrange(3):
@@ -684,7 +809,9 @@ def odd_ids(rng: random.Random) -> Any:
     if what == 5:
         return rng.choice((iter, set, dict.fromkeys, str, np.array, np.asarray))(plain)
     small = [x if abs(x) < 100 else 1 for x in plain]
-    kind = rng.choice(("int8", "int16", "int32", "int64", "uint8", "uint32", "uint64", "bool", "f4", ">i4", "O", "U3", "M8[s]", "c8"))
+    kind = rng.choice(
+        ("int8", "int16", "int32", "int64", "uint8", "uint32", "uint64", "bool", "f4", ">i4", "O", "U3", "M8[s]", "c8")
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -717,7 +844,13 @@ def ids_pair(rng: random.Random) -> tuple[Any, Any]:
     one = odd_ids(rng)
     if not rng.randrange(3):
         return one, one
-    many = len(one) if isinstance(one, list | tuple | range) else getattr(one, "size", 9) if isinstance(one, np.ndarray) else 9
+    many = (
+        len(one)
+        if isinstance(one, list | tuple | range)
+        else getattr(one, "size", 9)
+        if isinstance(one, np.ndarray)
+        else 9
+    )
     return one, (rng.sample(range(_BLOCKS), many) if many <= _BLOCKS and rng.randrange(2) else odd_ids(rng))
 
 

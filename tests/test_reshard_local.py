@@ -408,7 +408,8 @@ def _mutate(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     match name:
         case "a head of a replica by rank % heads":
             monkeypatch.setattr(messages, "prove", lambda *_: None)
-            monkeypatch.setattr(messages, "_sender", lambda rank, *given: (rank + 1) % given[2])
+            monkeypatch.setattr(messages._Replicas, "choose", lambda self, rank: (rank + 1) % self._worlds[0])
+            monkeypatch.setattr(messages._Replicas, "add", lambda *_: None)
         case "a unit too few":
             pairs(lambda found, _: found._replace(src_units=found.src_units[1:], dst_units=found.dst_units[1:]))
         case "a token too few":

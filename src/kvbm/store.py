@@ -114,7 +114,7 @@ class Stored:
             return BlockShape(**_parsed(text))
         except (TypeError, ValueError) as error:
             raise BindError(
-                f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r:.200} ({error})"
+                f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r:.200} ({error!s:.500})"
             ) from None
 
     @property
@@ -167,11 +167,11 @@ class Stored:
         """Settle shape and number of blocks between the caller and the file; refuse where they disagree."""
         version = self.metadata.get("kvbm.format", FORMAT)
         if version != FORMAT:
-            raise BindError(f"{self.path}: kvbm.format is {version!r}; this version of kvbm reads {FORMAT!r}")
+            raise BindError(f"{self.path}: kvbm.format is {version!r:.60}; this version of kvbm reads {FORMAT!r}")
         if self.fingerprint is not None and self.fingerprint != layout.fingerprint:
             raise BindError(
-                f"{self.path}: the file is in layout {self.layout_name or '?'!r} "
-                f"({self.metadata.get('kvbm.order', '?')}, fingerprint {self.fingerprint}), "
+                f"{self.path}: the file is in layout {self.layout_name or '?'!r:.200} "
+                f"({self.metadata.get('kvbm.order', '?')!r:.500}, fingerprint {self.fingerprint!r:.60}), "
                 f"not in {layout.name!r} ({layout.order_text}, fingerprint {layout.fingerprint})"
             )
         if self.shape is not None and shape is not None and self.shape != shape:
@@ -199,7 +199,7 @@ class Stored:
         )  # there may be far more than the file has bytes: they are not listed before that is known
         missing = next((name for name in map(_name, range(count)) if name not in self.tensors), None)
         if missing is not None:
-            have = ", ".join(list(self.tensors)[:3]) + (", …" if len(self.tensors) > 3 else "")
+            have = ", ".join(f"{name!r:.60}" for name in list(self.tensors)[:3]) + (", …" if len(self.tensors) > 3 else "")
             raise BindError(
                 f"{self.path}: no tensor {missing!r}; layout {layout.name!r} expects {count:,}, {_name(0)!r} "
                 f"to {_name(count - 1)!r} in table order (the file has {len(self.tensors)}: {have})"
@@ -207,7 +207,7 @@ class Stored:
         if len(self.tensors) > count:
             known = set(map(_name, range(count)))
             extra = next(name for name in self.tensors if name not in known)
-            raise BindError(f"{self.path}: tensor {extra!r} is one too many: layout {layout.name!r} has {count}")
+            raise BindError(f"{self.path}: tensor {extra!r:.200} is one too many: layout {layout.name!r} has {count}")
         offsets = []
         for index, allocation in enumerate(resolved.allocations):
             name = _name(index)
@@ -215,7 +215,7 @@ class Stored:
             if (entry.dtype, entry.shape) != expected:
                 raise BindError(
                     f"{self.path}: tensor {name!r} ({allocation.label or 'the only one'}): expected {expected[0]} "
-                    f"{list(expected[1])} (axes {' '.join(allocation.axes)}), got {entry.dtype} {list(entry.shape)}"
+                    f"{list(expected[1])} (axes {' '.join(allocation.axes)}), got {entry.dtype!r:.60} {list(entry.shape)!r:.200}"
                 )
             offsets.append(entry.begin)
         return offsets
@@ -256,7 +256,7 @@ def read(path: str | os.PathLike[str]) -> Stored:
         entries = {name: _read_entry(tensor, 8 + length) for name, tensor in header.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = f"no key {error}" if isinstance(error, KeyError) else error
-        raise BindError(f"{path}: not a safetensors file: its header does not parse ({why})") from None
+        raise BindError(f"{path}: not a safetensors file: its header does not parse ({why!s:.500})") from None
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     end = 8 + length
     for name, entry in entries.items():
@@ -264,7 +264,7 @@ def read(path: str | os.PathLike[str]) -> Stored:
         bytes_ = entry.end - entry.begin
         if entry.begin != end or bytes_ < 0 or (bits and math.prod(entry.shape) * bits != bytes_ * 8):
             raise BindError(
-                f"{path}: tensor {name!r}: {entry.dtype} {list(entry.shape)} at bytes {entry.begin:,} to {entry.end:,} "
+                f"{path}: tensor {name!r:.200}: {entry.dtype!r:.60} {list(entry.shape)!r:.200} at bytes {entry.begin:,} to {entry.end:,} "
                 f"of the file; expected {-(-math.prod(entry.shape) * (bits or 0) // 8):,} bytes from {end:,} on"
             )
         end = entry.end
