@@ -176,8 +176,27 @@ _LAYOUT_WORDS = (
 )  # fmt: skip
 
 
+#: What hardly any shipped layout has: planes that are placed by hand, orders of K and V, pitches, axes of their own.
+_LAYOUTS = (
+    """order: b l <data scale>
+planes:
+  data: {order: t d, pitch: {t: hd*es + 4 B}}
+  scale: {order: t, dtype: float32, offset: hd*es, pitch: {t: round_up(hd*es, 4)//4 + 1}}
+""",
+    """order: '[l] b o <a b c>'
+planes: {a: {order: h t d, dtype: uint8, offset: 0}, b: {order: t h, offset: 64, dtype: uint8}, c: {shared: h t, offset: 128 B, dtype: uint8}}
+""",
+    """order: {k: '[l] b o h d/8 t d%8', v: '[l] b o h d t'}
+""",
+    """order: '[l o] b x t h d'
+axes: {x: min(nt, 2)}
+pitch: {b: nt*nh*hd*2 + 64, t: round_up(nh*hd*es, 256) B}
+""",
+)
+
+
 def layout_text(rng: random.Random) -> str:
-    return mutated(rng, rng.choice(seeds()), _LAYOUT_WORDS, seeds())
+    return mutated(rng, rng.choice(rng.choice((seeds(), seeds(), seeds(), _LAYOUTS))), _LAYOUT_WORDS, (*seeds(), *_LAYOUTS))
 
 
 def a_shape(rng: random.Random, most: int = _MOST) -> BlockShape:

@@ -199,7 +199,8 @@ class Stored:
         )  # there may be far more than the file has bytes: they are not listed before that is known
         missing = next((name for name in map(_name, range(count)) if name not in self.tensors), None)
         if missing is not None:
-            have = ", ".join(f"{name!r:.60}" for name in list(self.tensors)[:3]) + (", …" if len(self.tensors) > 3 else "")
+            names = [f"{name!r:.60}" for name in list(self.tensors)[:3]]
+            have = ", ".join(names) + (", …" if len(self.tensors) > 3 else "")
             raise BindError(
                 f"{self.path}: no tensor {missing!r}; layout {layout.name!r} expects {count:,}, {_name(0)!r} "
                 f"to {_name(count - 1)!r} in table order (the file has {len(self.tensors)}: {have})"

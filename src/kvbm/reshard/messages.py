@@ -308,7 +308,7 @@ def _messages(
         return common[ours, theirs]
 
     for rank, wanted in enumerate(takes):
-        for held, ranks in classes.items():
+        for held in classes:
             heads = both(held.h, wanted.h)
             if not heads or not both(held.l, wanted.l) or not share_a_token(held.t, wanted.t):
                 continue
