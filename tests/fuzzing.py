@@ -169,8 +169,8 @@ def seeds(folder: str = "") -> tuple[str, ...]:
 # ---- layouts -------------------------------------------------------------------------------------------------------
 
 _LAYOUT_WORDS = (
-    *"blohtdxyBN", "order", "pitch", "axes", "planes", "k", "v", "dtype", "offset", "shared", "title", "16B", "round_up(", "min(", "max(",
-    *("nb", "nl", "no", "nh", "nt", "hd", "es"), "(h d)", "{t h d}", "d/8", "d%8", "t/4", "t%4", "<data scale>", "data", "scale",
+    *"blohtdxyBN", "order", "pitch", "axes", "planes", "k", "v", "dtype", "offset", "shared", "title", "16B", "round_up(",
+    "min(", "max(",     *("nb", "nl", "no", "nh", "nt", "hd", "es"), "(h d)", "{t h d}", "d/8", "d%8", "t/4", "t%4", "<data scale>", "data", "scale",
     "planes: {data: {order: t d}, scale: {order: t, dtype: float32}}", "axes: {x: 2}", "pitch: {t: 640 B}",
     "order: {k: '[b o] t h d', v: '[b o] d h t'}", "order: b l o h t d", *ITEMSIZE,
 )  # fmt: skip
@@ -184,7 +184,7 @@ planes:
   scale: {order: t, dtype: float32, offset: hd*es, pitch: {t: round_up(hd*es, 4)//4 + 1}}
 """,
     """order: '[l] b o <a b c>'
-planes: {a: {order: h t d, dtype: uint8, offset: 0}, b: {order: t h, offset: 64, dtype: uint8}, c: {shared: h t, offset: 128 B, dtype: uint8}}
+planes: {a: {order: h t d, dtype: uint8, offset: 0}, b: {order: t h, offset: 64, dtype: uint8}, c: {shared: h t, offset: 128 B}}
 """,
     """order: {k: '[l] b o h d/8 t d%8', v: '[l] b o h d t'}
 """,
@@ -196,7 +196,9 @@ pitch: {b: nt*nh*hd*2 + 64, t: round_up(nh*hd*es, 256) B}
 
 
 def layout_text(rng: random.Random) -> str:
-    return mutated(rng, rng.choice(rng.choice((seeds(), seeds(), seeds(), _LAYOUTS))), _LAYOUT_WORDS, (*seeds(), *_LAYOUTS))
+    return mutated(
+        rng, rng.choice(rng.choice((seeds(), seeds(), seeds(), _LAYOUTS))), _LAYOUT_WORDS, (*seeds(), *_LAYOUTS)
+    )
 
 
 def a_shape(rng: random.Random, most: int = _MOST) -> BlockShape:
@@ -457,8 +459,8 @@ def try_shape_file(rng: random.Random, text: str) -> None:
 
 
 _PLACEMENT_WORDS = (
-    "mesh", "shard", "layers", "nt", "over", "bounds", *"lhtd", "tp", "pp", "cp", "tp8", "pp2 tp4", "tp/2", "tp%2", "tp%4 by 1", "by", "by nt",
-    "cp by nt", "shard: {h: tp}", "layers: [0-3, 5-7 by 2]", "{over: pp, bounds: [0, 3, 8]}", "title",
+    "mesh", "shard", "layers", "nt", "over", "bounds", *"lhtd", "tp", "pp", "cp", "tp8", "pp2 tp4", "tp/2", "tp%2", "tp%4 by 1", "by",
+    "by nt",     "cp by nt", "shard: {h: tp}", "layers: [0-3, 5-7 by 2]", "{over: pp, bounds: [0, 3, 8]}", "title",
 )  # fmt: skip
 _PLACEMENTS = (
     "mesh: tp8\nshard: {h: tp/4, t: tp%4 by 1}\nnt: 64\n",
@@ -549,8 +551,9 @@ def require_placed(rng: random.Random, place: Placement) -> None:
 # ---- files of blocks -----------------------------------------------------------------------------------------------
 
 _HEADER_WORDS = (
-    "alloc_00000", "alloc_00001", "__metadata__", "kvbm.shape", "kvbm.num_blocks", "kvbm.fingerprint", "kvbm.format", "kvbm.planes", "dtype",
-    "shape", "data_offsets", "U8", "F16", "BF16", "F4", "I64", "null", "true", "NaN", "1e9", "[]", "{}", '"', "0", "-0", "\\u0000", "\\ud800",
+    "alloc_00000", "alloc_00001", "__metadata__", "kvbm.shape", "kvbm.num_blocks", "kvbm.fingerprint", "kvbm.format", "kvbm.planes",
+    "dtype",     "shape", "data_offsets", "U8", "F16", "BF16", "F4", "I64", "null", "true", "NaN", "1e9", "[]", "{}", '"', "0", "-0", "\\u0000",
+    "\\ud800",
 )  # fmt: skip
 
 
@@ -646,11 +649,11 @@ _ERRORS = (
 def anything(rng: random.Random) -> Any:
     """A value of any type."""
     made = (
-        lambda: rng.choice(_NUMBERS), lambda: -1, lambda: -rng.choice(_NUMBERS), lambda: True, lambda: None, lambda: 1.5, lambda: math.nan,
-        lambda: "".join(rng.choices(string.printable, k=3)), lambda: b"\0\1", lambda: (), lambda: [[]], dict, lambda: {1, 2},
-        lambda: range(3), lambda: np.int64(3), lambda: np.zeros(2, np.int32), lambda: np.float32(2), lambda: object(), lambda: np.array(3),
-        lambda: (1, 2, 3), lambda: [0, 1], lambda: np.zeros((2, 2)), lambda: slice(2), lambda: 1j, lambda: np.datetime64("2026-01-01"),
-        lambda: "int16", lambda: np.array([None]), lambda: Odd(rng),
+        lambda: rng.choice(_NUMBERS), lambda: -1, lambda: -rng.choice(_NUMBERS), lambda: True, lambda: None, lambda: 1.5,
+        lambda: math.nan,         lambda: "".join(rng.choices(string.printable, k=3)), lambda: b"\0\1", lambda: (), lambda: [[]], dict, lambda: {1, 2},
+        lambda: range(3), lambda: np.int64(3), lambda: np.zeros(2, np.int32), lambda: np.float32(2), object,
+        lambda: np.array(3),         lambda: (1, 2, 3), lambda: [0, 1], lambda: np.zeros((2, 2)), lambda: slice(2), lambda: 1j,
+        lambda: np.datetime64("2026-01-01"),         lambda: "int16", lambda: np.array([None]), lambda: Odd(rng),
     )  # fmt: skip
     return rng.choice(made)()
 

@@ -318,8 +318,8 @@ def test_options_that_there_are_not() -> None:
 def test_integers_of_numpy_plan_the_same() -> None:
     """Both sides compare fingerprints."""
     ends = Placement("tp2", model=MODEL), Placement("tp2", model=MODEL)
-    one = reshard.plan(*ends, prefer=lambda rank, ranks: rank, cuts=((4,), (8,)))
-    two = reshard.plan(*ends, prefer=lambda rank, ranks: np.int64(rank), cuts=[np.array([4]), [8]])  # type: ignore[arg-type]
+    one = reshard.plan(*ends, prefer=lambda rank, _: rank, cuts=((4,), (8,)))
+    two = reshard.plan(*ends, prefer=lambda rank, _: np.int64(rank), cuts=[np.array([4]), [8]])  # type: ignore[arg-type]
     assert one == two and one.fingerprint == two.fingerprint and hash(one) == hash(two)
 
 

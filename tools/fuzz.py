@@ -36,6 +36,7 @@ CHUNK, SECONDS, ROOM = 10_000, 20, 2 << 30
 
 
 def main() -> int:
+    """Run what the words of the command line say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=1_000_000)
     parser.add_argument("--kind", choices=PARTS)
@@ -92,6 +93,7 @@ def run(cases: int, path: Path, parts: dict[str, int]) -> int:
 
 
 def again(kind: str, number: int) -> int:
+    """One case, with its traceback."""
     import fuzzing
 
     given = fuzzing.KINDS[kind][0](random.Random(f"{kind} {number}"))
@@ -125,10 +127,12 @@ def by_coverage(kind: str, options: list[str]) -> int:
 
 
 def too_long(*_: object) -> None:
+    """End a case that does not end."""
     raise TimeoutError(f"a case took {SECONDS} s")
 
 
 def limit_memory() -> None:
+    """More memory than `ROOM` is a MemoryError."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         held = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (held + ROOM, resource.RLIM_INFINITY))

@@ -265,8 +265,8 @@ def read(path: str | os.PathLike[str]) -> Stored:
         bytes_ = entry.end - entry.begin
         if entry.begin != end or bytes_ < 0 or (bits and math.prod(entry.shape) * bits != bytes_ * 8):
             raise BindError(
-                f"{path}: tensor {name!r:.200}: {entry.dtype!r:.60} {list(entry.shape)!r:.200} at bytes {entry.begin:,} to {entry.end:,} "
-                f"of the file; expected {-(-math.prod(entry.shape) * (bits or 0) // 8):,} bytes from {end:,} on"
+                f"{path}: tensor {name!r:.200}: {entry.dtype!r:.60} {list(entry.shape)!r:.200} at bytes {entry.begin:,} to "
+                f"{entry.end:,} of the file; expected {-(-math.prod(entry.shape) * (bits or 0) // 8):,} bytes from {end:,} on"
             )
         end = entry.end
     if end != size:
