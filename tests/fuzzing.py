@@ -170,7 +170,8 @@ def seeds(folder: str = "") -> tuple[str, ...]:
 
 _LAYOUT_WORDS = (
     *"blohtdxyBN", "order", "pitch", "axes", "planes", "k", "v", "dtype", "offset", "shared", "title", "16B", "round_up(",
-    "min(", "max(",     *("nb", "nl", "no", "nh", "nt", "hd", "es"), "(h d)", "{t h d}", "d/8", "d%8", "t/4", "t%4", "<data scale>", "data", "scale",
+    "min(", "max(",     *("nb", "nl", "no", "nh", "nt", "hd", "es"), "(h d)", "{t h d}", "d/8", "d%8", "t/4", "t%4",
+    "<data scale>", "data", "scale",
     "planes: {data: {order: t d}, scale: {order: t, dtype: float32}}", "axes: {x: 2}", "pitch: {t: 640 B}",
     "order: {k: '[b o] t h d', v: '[b o] d h t'}", "order: b l o h t d", *ITEMSIZE,
 )  # fmt: skip
@@ -459,7 +460,8 @@ def try_shape_file(rng: random.Random, text: str) -> None:
 
 
 _PLACEMENT_WORDS = (
-    "mesh", "shard", "layers", "nt", "over", "bounds", *"lhtd", "tp", "pp", "cp", "tp8", "pp2 tp4", "tp/2", "tp%2", "tp%4 by 1", "by",
+    "mesh", "shard", "layers", "nt", "over", "bounds", *"lhtd", "tp", "pp", "cp", "tp8", "pp2 tp4", "tp/2", "tp%2",
+    "tp%4 by 1", "by",
     "by nt",     "cp by nt", "shard: {h: tp}", "layers: [0-3, 5-7 by 2]", "{over: pp, bounds: [0, 3, 8]}", "title",
 )  # fmt: skip
 _PLACEMENTS = (
@@ -552,7 +554,8 @@ def require_placed(rng: random.Random, place: Placement) -> None:
 
 _HEADER_WORDS = (
     "alloc_00000", "alloc_00001", "__metadata__", "kvbm.shape", "kvbm.num_blocks", "kvbm.fingerprint", "kvbm.format", "kvbm.planes",
-    "dtype",     "shape", "data_offsets", "U8", "F16", "BF16", "F4", "I64", "null", "true", "NaN", "1e9", "[]", "{}", '"', "0", "-0", "\\u0000",
+    "dtype",     "shape", "data_offsets", "U8", "F16", "BF16", "F4", "I64", "null", "true", "NaN", "1e9", "[]", "{}", '"',
+    "0", "-0", "\\u0000",
     "\\ud800",
 )  # fmt: skip
 
@@ -650,7 +653,8 @@ def anything(rng: random.Random) -> Any:
     """A value of any type."""
     made = (
         lambda: rng.choice(_NUMBERS), lambda: -1, lambda: -rng.choice(_NUMBERS), lambda: True, lambda: None, lambda: 1.5,
-        lambda: math.nan,         lambda: "".join(rng.choices(string.printable, k=3)), lambda: b"\0\1", lambda: (), lambda: [[]], dict, lambda: {1, 2},
+        lambda: math.nan,         lambda: "".join(rng.choices(string.printable, k=3)), lambda: b"\0\1", lambda: (),
+        lambda: [[]], dict, lambda: {1, 2},
         lambda: range(3), lambda: np.int64(3), lambda: np.zeros(2, np.int32), lambda: np.float32(2), object,
         lambda: np.array(3),         lambda: (1, 2, 3), lambda: [0, 1], lambda: np.zeros((2, 2)), lambda: slice(2), lambda: 1j,
         lambda: np.datetime64("2026-01-01"),         lambda: "int16", lambda: np.array([None]), lambda: Odd(rng),
