@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import mmap
@@ -171,7 +172,7 @@ class Stored:
         if self.fingerprint is not None and self.fingerprint != layout.fingerprint:
             raise BindError(
                 f"{self.path}: the file is in layout {self.layout_name or '?'!r:.200} "
-                f"({self.metadata.get('kvbm.order', '?')!r:.500}, fingerprint {self.fingerprint!r:.60}), "
+                f"({self.metadata.get('kvbm.order', '?'):.500}, fingerprint {self.fingerprint:.60}), "
                 f"not in {layout.name!r} ({layout.order_text}, fingerprint {layout.fingerprint})"
             )
         if self.shape is not None and shape is not None and self.shape != shape:
@@ -199,7 +200,7 @@ class Stored:
         )  # there may be far more than the file has bytes: they are not listed before that is known
         missing = next((name for name in map(_name, range(count)) if name not in self.tensors), None)
         if missing is not None:
-            names = [f"{name!r:.60}" for name in list(self.tensors)[:3]]
+            names = [f"{name:.60}" for name in list(self.tensors)[:3]]
             have = ", ".join(names) + (", …" if len(self.tensors) > 3 else "")
             raise BindError(
                 f"{self.path}: no tensor {missing!r}; layout {layout.name!r} expects {count:,}, {_name(0)!r} "
@@ -216,7 +217,7 @@ class Stored:
             if (entry.dtype, entry.shape) != expected:
                 raise BindError(
                     f"{self.path}: tensor {name!r} ({allocation.label or 'the only one'}): expected {expected[0]} "
-                    f"{list(expected[1])} (axes {' '.join(allocation.axes)}), got {entry.dtype!r:.60} {list(entry.shape)!r:.200}"
+                    f"{list(expected[1])} (axes {' '.join(allocation.axes)}), got {entry.dtype:.60} {list(entry.shape)!r:.200}"
                 )
             offsets.append(entry.begin)
         return offsets
@@ -254,6 +255,8 @@ def read(path: str | os.PathLike[str]) -> Stored:
         metadata = header.pop("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__: expected texts")
+        for one in itertools.chain(metadata, metadata.values(), header):
+            one.encode()  # half a character, as JSON may have one, is none
         entries = {name: _read_entry(tensor, 8 + length) for name, tensor in header.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = f"no key {error}" if isinstance(error, KeyError) else error
@@ -265,7 +268,7 @@ def read(path: str | os.PathLike[str]) -> Stored:
         bytes_ = entry.end - entry.begin
         if entry.begin != end or bytes_ < 0 or (bits and math.prod(entry.shape) * bits != bytes_ * 8):
             raise BindError(
-                f"{path}: tensor {name!r:.200}: {entry.dtype!r:.60} {list(entry.shape)!r:.200} at bytes {entry.begin:,} to "
+                f"{path}: tensor {name!r:.200}: {entry.dtype:.60} {list(entry.shape)!r:.200} at bytes {entry.begin:,} to "
                 f"{entry.end:,} of the file; expected {-(-math.prod(entry.shape) * (bits or 0) // 8):,} bytes from {end:,} on"
             )
         end = entry.end
@@ -294,6 +297,7 @@ def _read_entry(said: Any, start: int) -> Entry:
     dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(dtype, str):
         raise ValueError(f"dtype: expected a text, got {dtype!r:.60}")
+    dtype.encode()
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"shape: expected a list of at most {_MAX_DIMENSIONS} sizes, got {shape!r:.60}")
     for number in (*shape, begin, end):

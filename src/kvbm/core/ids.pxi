@@ -189,21 +189,21 @@ cdef enum IdsKind:
 cdef dict _kind_of_ids = {list: ITEMS, tuple: ITEMS, int: NUMBER}  # type -> IdsKind
 
 
-cdef bint _is_on_gpu(given) noexcept:
+cdef int _is_on_gpu(given, str what) except -1:
     try:
         return hasattr(given, "__cuda_array_interface__")
-    except Exception:  # the object's own code may raise anything
-        return False
+    except Exception as error:  # the object's own code may raise anything
+        raise BindError(f"{what}: expected integers, got a {type(given).__name__} that cannot be read: {error!r}") from None
 
 
-cdef int _ids_kind(given) except -1:
+cdef int _ids_kind(given, str what) except -1:
     kind = type(given)
     found = NEITHER
     if issubclass(kind, (str, bytes, bytearray, bool)) or hasattr(kind, "filled"):  # a copy has no mask
         pass
     elif hasattr(kind, "is_cuda") and hasattr(kind, "data_ptr"):
         found = TENSOR
-    elif _is_on_gpu(given):
+    elif _is_on_gpu(given, what):
         found = ON_GPU
     elif PyObject_CheckBuffer(given):
         found = BUFFER
@@ -224,7 +224,7 @@ cdef object _read(Given *ids, object given, str what, int64_t blocks, int device
     if given is None:
         return None
     known = _kind_of_ids.get(type(given))
-    cdef int kind = _ids_kind(given) if known is None else known
+    cdef int kind = _ids_kind(given, what) if known is None else known
     if kind == ITEMS:
         if not _read_ints(ids, given):
             _read_items(ids, tuple(given), what, blocks)
