@@ -193,7 +193,9 @@ cdef int _is_on_gpu(given, str what) except -1:
     try:
         return hasattr(given, "__cuda_array_interface__")
     except Exception as error:  # the object's own code may raise anything
-        raise BindError(f"{what}: expected integers, got a {type(given).__name__} that cannot be read: {error!r}") from None
+        raise BindError(
+            f"{what}: expected integers, got a {type(given).__name__} that cannot be read: {error!r}"
+        ) from None
 
 
 cdef int _ids_kind(given, str what) except -1:
