@@ -1,6 +1,8 @@
 // batch.h: what launches and host runs both ask of a batch and its ids.
 #pragma once
 
+#include <string.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -17,9 +19,13 @@ inline size_t described_bytes(uint32_t num_parts, uint32_t mask) {
   const bool has_units = mask & (KVBM_SRC_UNITS | KVBM_DST_UNITS);
   return num_parts * sizeof(kvbm_part) + (has_units ? offsetof(kvbm_units, part) + num_parts * sizeof(kvbm_unit_strides) : 0);
 }
-// Bytes of a copy's parameters that its caller has set.
-inline size_t described_end(const kvbm_args& args) {
-  return offsetof(kvbm_args, part) + described_bytes(args.num_parts, args.inline_mask);
+// Bits of inline_mask that say what the caller has described.
+enum : uint32_t { kDescribed = KVBM_SRC_UNITS | KVBM_DST_UNITS | KVBM_DIGEST };
+
+// Copies what a copy's caller has set of its parameters: a batch sets the rest.
+inline void copy_description(kvbm_args* to, const kvbm_args& from) {
+  memcpy(to, &from, offsetof(kvbm_args, part) + described_bytes(from.num_parts, from.inline_mask));
+  if (from.inline_mask & KVBM_DIGEST) to->digest = from.digest;
 }
 inline const kvbm_units& units_of(const kvbm_args& args) {
   return reinterpret_cast<const kvbm_units&>(args.payload[args.num_parts * (sizeof(kvbm_part) / 8)]);

@@ -173,6 +173,7 @@ struct Device {
   bool images_loaded = false;
   std::atomic<Handle>* functions = nullptr;  // one a kernel; read without a lock
   std::atomic<Handle> copy_pairs{nullptr};   // the kernel of copy.cu
+  std::atomic<Handle> digest_sums{nullptr};  // and of digest.cu
   std::mutex ring_mutex;
   Slot* newest = nullptr;  // circular: newest->next is the slot used longest ago
   std::mutex events_mutex;
@@ -224,11 +225,15 @@ class RelaxedCapture {
   int mode_ = kCaptureRelaxed;
 };
 
-inline int Current::open(int ordinal) {
+inline int open_device(int ordinal, Device** device) {
   RETURN_IF_FAILED(start());
   if (ordinal < 0 || ordinal >= num_devices) return check("cuDeviceGet", kInvalidDevice);
-  device = &devices[ordinal];
-  if (!device->is_open.load(std::memory_order_acquire)) RETURN_IF_FAILED(open_slowly(device, ordinal));
+  *device = &devices[ordinal];
+  return (*device)->is_open.load(std::memory_order_acquire) ? KVBM_OK : open_slowly(*device, ordinal);
+}
+
+inline int Current::open(int ordinal) {
+  RETURN_IF_FAILED(open_device(ordinal, &device));
   return enter(device->context);
 }
 
@@ -250,10 +255,12 @@ struct Cargo {
  protected:
   ~Cargo() = default;
 };
-// Fills a slot of the ring, uploads it and launches, in the order of `stream`, which may be capturing a graph.
-int carry(Device* device, size_t bytes, Stream stream, Cargo* cargo);
+// Fills a slot of the ring, uploads it and launches, in the order of `stream`, which may be capturing a graph.  Behind the bytes that
+// are uploaded the slot has `scratch` bytes for the kernels.
+int carry(Device* device, size_t bytes, size_t scratch, Stream stream, Cargo* cargo);
 
 int find_pairs_kernel(Device* device, Handle* function);  // pairs.cpp
+int find_own_kernel(Device* device, std::atomic<Handle>* known, const char* file, const char* name, Handle* function);
 
 // driver.cpp: the graph that a stream is being captured into, or null; and an object that lives as long as a graph.
 int capturing_graph(Stream stream, Handle* graph);

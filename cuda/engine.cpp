@@ -489,6 +489,9 @@ class Staged {
       if (side->ids) side->ids += first;
       if (side->ids_device) side->ids_device += first * batch_.id_bytes;
     }
+    if (part.positions) part.positions += first;
+    if (part.positions_device) part.positions_device += first * part.position_bytes;
+    if (part.digests) part.digests += first * sizeof(uint64_t);
     return part;
   }
 
@@ -506,9 +509,14 @@ class Staged {
       for (uint32_t i = 0; i < n; ++i) lists_.src[i] = given[i] == kSkip ? int32_t{kSkip} : static_cast<int32_t>(i);
       far.ids = lists_.src.data();
     }
-    for (uint32_t i = 0; i < route_.num_permute; ++i) {
+    const bool sums = part.digests != 0;
+    const uint32_t count = sums ? route_.num_sum_permute : route_.num_permute;
+    const int* kernels = sums ? route_.sum_permute_kernel : route_.permute_kernel;
+    const kvbm_args** args = sums ? route_.sum_permute : route_.permute;
+    for (uint32_t i = 0; i < count; ++i) {
       ++submissions;
-      RETURN_IF_FAILED(launch_batch(ring_->device, route_.permute_kernel[i], route_.permute[i], &part, stream));
+      part.adds = i > 0;
+      RETURN_IF_FAILED(launch_batch(ring_->device, kernels[i], args[i], &part, stream));
     }
     return KVBM_OK;
   }
@@ -565,12 +573,37 @@ int copy_staged(const kvbm_route& route, const kvbm_batch& given, Stream stream,
 
 // ---- transfers -----------------------------------------------------------------------------------------------------
 
-int copy_direct(const kvbm_route& route, const kvbm_batch& batch, Device* device, Stream stream, uint64_t* submissions) {
-  for (uint32_t i = 0; i < route.num_direct; ++i) {
+// One launch after the other, on the device or on the host (null).
+int launch_all(uint32_t count, const int* kernels, const kvbm_args** args, kvbm_batch batch, Device* device, Stream stream,
+               uint64_t* submissions) {
+  for (uint32_t i = 0; i < count; ++i) {
     ++*submissions;
-    RETURN_IF_FAILED(launch_batch(device, route.direct_kernel[i], route.direct[i], &batch, stream));
+    batch.adds = i > 0;  // digests
+    RETURN_IF_FAILED(device ? launch_batch(device, kernels[i], args[i], &batch, stream)
+                            : kvbm_run_host(kernels[i], args[i], &batch, 0));
   }
   return KVBM_OK;
+}
+
+int copy_direct(const kvbm_route& route, const kvbm_batch& batch, Device* device, Stream stream, uint64_t* submissions) {
+  if (batch.digests)
+    return launch_all(route.num_sum_direct, route.sum_direct_kernel, route.sum_direct, batch, device, stream, submissions);
+  return launch_all(route.num_direct, route.direct_kernel, route.direct, batch, device, stream, submissions);
+}
+
+enum { kOfSrc, kOfDst };
+
+// Digests of one side's blocks, 0 where the pair is skipped.
+int digest_side(const kvbm_route& route, const kvbm_batch& given, int side, uint64_t out, Device* device, Stream stream,
+                uint64_t* submissions) {
+  kvbm_batch batch = given;
+  if (side == kOfDst) std::swap(batch.src, batch.dst);
+  // The other side's ids tell which pairs are skipped; its memory is not touched, and any table will do for it.
+  batch.dst.table = batch.src.table;
+  batch.dst.table_device = batch.src.table_device;
+  batch.dst.entries = 1;
+  batch.digests = out;
+  return launch_all(route.num_digests[side], route.digest_kernel[side], route.digest[side], batch, device, stream, submissions);
 }
 
 int copy_engine(const kvbm_route& route, const kvbm_batch& given, Device* device, Stream stream, uint64_t* submissions) {
@@ -586,12 +619,35 @@ int copy_engine(const kvbm_route& route, const kvbm_batch& given, Device* device
   return out.join(status);
 }
 
-int copy_by(int strategy, const kvbm_route& route, const kvbm_batch& batch, Device* device, Stream stream,
+// Whether the kernels of a strategy digest what they copy.
+bool is_fused(int strategy, const kvbm_route& route, const kvbm_batch& batch) {
+  if (strategy == KVBM_DIRECT) return route.num_sum_direct > 0;
+  // A staged copy leaves out what is skipped, and with it the places of digests.
+  return strategy == KVBM_STAGED && route.num_sum_permute > 0 && batch.kept == batch.num_pairs;
+}
+
+int copy_only(int strategy, const kvbm_route& route, const kvbm_batch& batch, Device* device, Stream stream,
+              uint64_t* submissions) {
+  if (!batch.kept || strategy == KVBM_NO_COPY) return KVBM_OK;
+  if (strategy == KVBM_STAGED) return copy_staged(route, batch, stream, submissions);
+  if (strategy == KVBM_ENGINE) return copy_engine(route, batch, device, stream, submissions);
+  return copy_direct(route, batch, device, stream, submissions);
+}
+
+// The copy, and the digests that are asked for: fused, or before and after it.
+int copy_by(int strategy, const kvbm_route& route, const kvbm_batch& given, Device* device, Stream stream,
             uint64_t* submissions) noexcept {
   try {
-    if (strategy == KVBM_STAGED) return copy_staged(route, batch, stream, submissions);
-    if (strategy == KVBM_ENGINE) return copy_engine(route, batch, device, stream, submissions);
-    return copy_direct(route, batch, device, stream, submissions);
+    kvbm_batch batch = given;
+    const uint64_t apart = is_fused(strategy, route, batch) && batch.kept ? 0 : batch.digests;
+    if (apart) batch.digests = 0;
+    if (batch.num_pairs == 0) return KVBM_OK;
+    if (batch.both[kOfSrc]) RETURN_IF_FAILED(digest_side(route, given, kOfSrc, batch.both[kOfSrc], device, stream, submissions));
+    if (apart && !route.digests_dst) RETURN_IF_FAILED(digest_side(route, given, kOfSrc, apart, device, stream, submissions));
+    RETURN_IF_FAILED(copy_only(strategy, route, batch, device, stream, submissions));
+    if (apart && route.digests_dst) RETURN_IF_FAILED(digest_side(route, given, kOfDst, apart, device, stream, submissions));
+    if (batch.both[kOfDst]) RETURN_IF_FAILED(digest_side(route, given, kOfDst, batch.both[kOfDst], device, stream, submissions));
+    return KVBM_OK;
   } catch (...) {  // the lists of ids
     return check("malloc", KVBM_NO_MEMORY);
   }
@@ -605,14 +661,6 @@ int stream_beside(const kvbm_route& route, Device* device, Stream callers, Strea
   kvbm_ring* ring = route.ring;
   if (graph) RETURN_IF_FAILED(take_captured_ring(device, graph, 0, 0, &ring));
   *mine = ring ? ring->kernels : device->side_stream;
-  return KVBM_OK;
-}
-
-int copy_on_host(const kvbm_route& route, const kvbm_batch& batch, uint64_t* submissions) {
-  for (uint32_t i = 0; i < route.num_direct; ++i) {
-    ++*submissions;
-    RETURN_IF_FAILED(kvbm_run_host(route.direct_kernel[i], route.direct[i], &batch, 0));
-  }
   return KVBM_OK;
 }
 
@@ -773,7 +821,7 @@ void kvbm_ring_destroy(kvbm_ring* ring) {
 int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy, uint64_t stream, const uint64_t* waits,
                   uint32_t num_waits, uint64_t done, kvbm_outcome* outcome) {
   *outcome = {};
-  if (route->device < 0) return batch->kept ? copy_on_host(*route, *batch, &outcome->submissions) : KVBM_OK;
+  if (route->device < 0) return copy_by(strategy, *route, *batch, nullptr, nullptr, &outcome->submissions);
   Current current;
   RETURN_IF_FAILED(current.open(route->device));
   Device* const device = current.device;
@@ -792,7 +840,12 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
   }
 
   int status = batch->fault ? give_fault_to_graph(*batch, mine, &outcome->captured) : KVBM_OK;
-  if (status == KVBM_OK && batch->kept) status = copy_by(strategy, *route, *batch, device, mine, &outcome->submissions);
+  if (status == KVBM_OK && (batch->digests || batch->both[kOfSrc])) {
+    Handle graph = nullptr;
+    status = capturing_graph(mine, &graph);
+    outcome->captured |= graph != nullptr;  // its digests are written at every replay
+  }
+  if (status == KVBM_OK) status = copy_by(strategy, *route, *batch, device, mine, &outcome->submissions);
   if (foreign) {
     const int joined = order_streams(device, mine, callers);
     if (status == KVBM_OK) status = joined;
@@ -800,6 +853,11 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
   // Also after a failure: some of it may have been enqueued, and uses what is given back once the event is done.
   const int marked = done ? CU(EventRecord, reinterpret_cast<Handle>(done), callers) : KVBM_OK;
   return status == KVBM_OK ? marked : status;
+}
+
+int kvbm_digest_blocks(const kvbm_route* route, const kvbm_batch* batch, uint64_t stream, const uint64_t* waits,
+                       uint32_t num_waits, uint64_t done, kvbm_outcome* outcome) {
+  return kvbm_transfer(route, batch, KVBM_NO_COPY, stream, waits, num_waits, done, outcome);
 }
 
 }  // extern "C"

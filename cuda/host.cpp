@@ -194,10 +194,16 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   if (batch->num_pairs == 0) return KVBM_OK;
   if (!is_kernel(kernel) || !kvbm_kernels[kernel].host) return check("kvbm_run_host", kInvalidValue);
   kvbm_args copy;
-  memcpy(&copy, args, described_end(*args));
+  copy_description(&copy, *args);
   copy.num_pairs = batch->num_pairs;
   copy.id_bytes = batch->src.ids || batch->dst.ids ? sizeof(int32_t) : 0;
-  copy.inline_mask &= KVBM_SRC_UNITS | KVBM_DST_UNITS;
+  copy.inline_mask &= kDescribed;
+  if (copy.inline_mask & KVBM_DIGEST) {
+    copy.digest.sums = batch->digests;
+    copy.digest.positions = reinterpret_cast<uint64_t>(batch->positions);
+    copy.digest.position_bytes = batch->positions ? sizeof(int64_t) : 0;
+    if (!batch->adds) memset(reinterpret_cast<void*>(batch->digests), 0, sizeof(uint64_t) * batch->num_pairs);
+  }
   copy.inline_mask |= static_cast<uint32_t>(!batch->src.ids) << 4 | static_cast<uint32_t>(!batch->dst.ids) << 5;
   copy.fault = 0;
   copy.src_blocks = batch->src.blocks;
@@ -217,8 +223,8 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   for (uint32_t p = 0; p < copy.num_parts; ++p) run.jobs += copy.part[p].jobs;
   const uint64_t bytes = total_bytes(copy);
   run.stream_stores = bytes > kStreamFrom;
-  uint64_t workers = threads > 0 ? static_cast<uint64_t>(threads) : usable_cores();
-  workers = std::min({workers, bytes / kBytesAThread, run.jobs, uint64_t{kMostThreads}});
+  uint64_t workers = std::min({bytes / kBytesAThread, run.jobs, uint64_t{kMostThreads}});
+  if (workers > 1) workers = std::min<uint64_t>(workers, threads > 0 ? static_cast<uint64_t>(threads) : usable_cores());
   workers = std::max<uint64_t>(workers, 1);
   // Several turns a thread, so that one that starts late or shares its core holds nobody up.
   run.turn = workers == 1 ? std::max<uint64_t>(run.jobs, 1) : std::max<uint64_t>(run.jobs / (workers * kTurnsAThread), 1);

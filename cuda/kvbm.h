@@ -12,6 +12,11 @@
  *
  * Ids may count *units*, of which several fill a block: then the digits below the block are taken out of the id first, and each
  * adds its own stride (kvbm_units).
+ *
+ * A kernel may also *digest* what it reads (docs/digest.md): 16 bytes at most of a row are a cell, and each cell has a *key*,
+ * its place in the model's own order, which is one more sum of steps:
+ *
+ *   key = first + position * lanes + sum(c_k * mode_k.key)
  */
 #ifndef KVBM_H
 #define KVBM_H
@@ -58,13 +63,13 @@ static inline kvbm_div kvbm_make_div(uint32_t n) {
 
 typedef struct kvbm_inner {
   kvbm_div extent;
-  uint32_t reserved;
+  uint32_t key;     /* keys a step, where cells are digested */
   int64_t src, dst; /* bytes a step */
 } kvbm_inner;
 
 typedef struct kvbm_outer {
   kvbm_div extent;
-  uint32_t reserved;
+  uint32_t key;                 /* keys a step, where cells are digested */
   int64_t src, dst;             /* bytes a step */
   int32_t src_table, dst_table; /* table entries a step */
 } kvbm_outer;
@@ -83,11 +88,16 @@ typedef struct kvbm_part {
   uint32_t ctas;         /* CTAs of this part */
   /* The caller's: */
   uint32_t word;        /* records and pages: bytes of a load and store; others have theirs built in */
-  uint32_t item;        /* pages: bytes that one thread moves at a time, whole on the side not staged */
-  uint32_t place, held; /* pages: where this part starts in shared memory, and the bytes of the dense segment that starts
-                           with it; 0: it lies in another part's segment */
-  uint32_t reserved;
-  uint32_t apart;                             /* pages: bytes from word to word of an item in shared memory */
+  union {
+    struct {
+      uint32_t item;        /* pages: bytes that one thread moves at a time, whole on the side not staged */
+      uint32_t place, held; /* pages: where this part starts in shared memory, and the bytes of the dense segment that starts
+                               with it; 0: it lies in another part's segment */
+      uint32_t apart;       /* pages: bytes from word to word of an item in shared memory */
+    };
+    uint32_t cell[4]; /* digests: bytes that each binary digit of a word's number in its cell steps, fastest first */
+  };
+  uint32_t cell_words;                        /* digests: words of a cell, a power of two */
   int32_t src_table_offset, dst_table_offset; /* table entries at which this part starts (V's half, a slice) */
   int64_t src_offset, dst_offset;             /* bytes, likewise */
   int64_t src_id_stride, dst_id_stride;       /* bytes a block id */
@@ -106,6 +116,19 @@ typedef struct kvbm_units {
   kvbm_unit_strides part[KVBM_MAX_PARTS];                /* there are num_parts */
 } kvbm_units;
 
+/* What a kernel that digests is told besides: at the end of the payload, and only there where KVBM_DIGEST is set. */
+typedef struct kvbm_digest {
+  uint64_t sums;      /* GPU: address of uint64_t, one a warp of a row's threads (a row's, if that is less); host: one a pair */
+  uint64_t positions; /* address, or offset into the payload, of the position of each pair's first token; 0: all at 0 */
+  uint64_t lanes;     /* keys a token */
+  uint32_t position_bytes; /* 4 or 8, signed; 0: there are none */
+  uint32_t reserved;
+  struct {
+    uint64_t first; /* key of the first cell at position 0 */
+    uint64_t slot;  /* index of the part's first sum */
+  } part[KVBM_MAX_PARTS];
+} kvbm_digest;
+
 /* A kernel's whole parameter block.  Table steps of ids and the parts are the caller's description of the copy (extents made
  * by kvbm_make_div); ids and tables are set per batch by kvbm_launch and kvbm_run_host. */
 typedef struct kvbm_args {
@@ -115,7 +138,8 @@ typedef struct kvbm_args {
   uint32_t id_bytes;    /* 4 or 8 (signed); 0: ids are 0 .. num_pairs-1 on both sides.  -1 skips its pair */
   uint32_t inline_mask; /* bit 0 src_ids, 1 dst_ids, 2 src_table, 3 dst_table: the field below is an offset into payload;
                            bit 4 src, 5 dst: the ids of this side are 0 .. num_pairs-1, whatever id_bytes says;
-                           bit 6 src, 7 dst: the ids of this side count units */
+                           bit 6 src, 7 dst: the ids of this side count units;
+                           bit 8: `digest` is there; bit 9: its positions lie in the payload */
   uint32_t src_blocks, dst_blocks; /* other ids that are not below these are not followed: the pair is skipped and noted */
   uint64_t fault;                  /* address of a uint32_t that takes 1 + the number of such a pair; 0: nowhere */
   uint64_t src_ids, dst_ids;       /* addresses readable where the kernel runs, or offsets into payload */
@@ -123,11 +147,26 @@ typedef struct kvbm_args {
   union {
     kvbm_part part[KVBM_MAX_PARTS];
     uint64_t payload[KVBM_INLINE_BYTES / 8]; /* free behind the last of num_parts, and behind its kvbm_units */
+    struct {
+      uint64_t before_digest[(KVBM_INLINE_BYTES - sizeof(kvbm_digest)) / 8];
+      kvbm_digest digest;
+    };
   };
 } kvbm_args;
 
-/* Bits of inline_mask that are the caller's, as the parts are. */
-enum { KVBM_SRC_UNITS = 1 << 6, KVBM_DST_UNITS = 1 << 7 };
+/* Bits of inline_mask that are the caller's, as the parts are; the last is a batch's. */
+enum { KVBM_SRC_UNITS = 1 << 6, KVBM_DST_UNITS = 1 << 7, KVBM_DIGEST = 1 << 8, KVBM_POSITIONS_INLINE = 1 << 9 };
+
+/* The whole parameter block of kvbm_digest_sums (digest.cu), which ends a launch that digests: sums a pair become its digest. */
+typedef struct kvbm_sums {
+  uint64_t sums, out; /* addresses: what the kernel left; a uint64_t a pair */
+  uint32_t num_parts, adds;
+  struct {
+    uint64_t slot;                            /* of the part's first sum */
+    uint32_t chunks, in_place, pairs_first; /* chunks a pair, sums a chunk; all pairs of a chunk before the next chunk */
+    uint32_t reserved;
+  } part[KVBM_MAX_PARTS];
+} kvbm_sums;
 
 /* ---- the kernel table (generated: kernels_host.cpp) ------------------------------------------------------------ */
 
@@ -236,6 +275,12 @@ typedef struct kvbm_batch {
   uint32_t id_bytes; /* of ids on the device: 4 or 8, on both sides */
   kvbm_side src, dst;
   uint64_t fault;    /* where the kernel notes an id that is out of range (kvbm_args.fault), or 0 */
+  const int64_t* positions;  /* of each pair's first token, where it is digested: host memory, copied before the call returns */
+  uint64_t positions_device; /* the same on the device, `position_bytes` each and read when the kernel runs, or 0; neither: 0 */
+  uint32_t position_bytes;
+  uint32_t adds;    /* digests are added to what is there */
+  uint64_t digests; /* address of a uint64_t a pair, readable and writable where the kernel runs, or 0: of what is copied */
+  uint64_t both[2]; /* likewise: of the source before, and of the destination after the copy */
   uint32_t max_ctas; /* of a kernel with teams: CTAs of its grid at most (one a multiprocessor); 0: one a multiprocessor */
 } kvbm_batch;
 
@@ -260,6 +305,8 @@ int kvbm_warm(int kernel, int device);
 int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream);
 /* The same on the host, on at most `threads` threads (0: all cores), blocking. */
 int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, int threads);
+/* Digest of `count` cells of 16 bytes, one after the other in host memory, whose keys count up from `key`. */
+uint64_t kvbm_digest_cells(const char* cells, uint64_t count, uint64_t key);
 
 /* mode: 0 batched with fallback, 1 one call a copy, 2 batched only.  *used tells the mode that ran (1 or 2).  `by_peer`: some
  * memory is another GPU's and not granted (kvbm_find_ungranted): one cuMemcpyPeerAsync a copy.  `size` is used for every copy where `sizes` is NULL.  `merge`: copies where source and destination go on where those of the
@@ -297,7 +344,7 @@ int kvbm_check_ids(const int32_t* src, const int32_t* dst, uint32_t num_pairs, i
 
 /* ---- transfers (engine.cpp) -------------------------------------------------------------------------------------- */
 
-enum { KVBM_DIRECT = 0, KVBM_STAGED = 1, KVBM_ENGINE = 2 };
+enum { KVBM_NO_COPY = -1, KVBM_DIRECT = 0, KVBM_STAGED = 1, KVBM_ENGINE = 2 };
 
 /* Device memory in slots, a stream of its own for the copy engine, and the events between both. */
 typedef struct kvbm_ring kvbm_ring;
@@ -326,6 +373,15 @@ typedef struct kvbm_route {
   /* engine */
   uint32_t num_runs;
   const kvbm_args** runs;
+  /* Digests.  Of what is read, fused into the copies: in place of `direct`, and of `permute`, where there are any. */
+  uint32_t num_sum_direct, num_sum_permute;
+  const int *sum_direct_kernel, *sum_permute_kernel;
+  const kvbm_args **sum_direct, **sum_permute;
+  /* And by themselves, of each side. */
+  uint32_t num_digests[2];
+  const int* digest_kernel[2];
+  const kvbm_args** digest[2];
+  int digests_dst; /* where they are not fused: of the destination, when the copy is done */
   /* The tables as the engine's loop nests count them: the pools', or one base address where allocations lie at a step. */
   const uint64_t *src_bases, *dst_bases;
   /* Where one allocation, or registration of pinned memory, ends and the next begins, ascending: the engine refuses a copy
@@ -343,6 +399,10 @@ typedef struct kvbm_outcome {
  * copy is done when the call returns.  The ids are checked. */
 int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy, uint64_t stream, const uint64_t* waits,
                   uint32_t num_waits, uint64_t done, kvbm_outcome* outcome);
+
+/* Digests of the blocks that batch->src names into batch->digests, and nothing is copied; otherwise as kvbm_transfer. */
+int kvbm_digest_blocks(const kvbm_route* route, const kvbm_batch* batch, uint64_t stream, const uint64_t* waits,
+                       uint32_t num_waits, uint64_t done, kvbm_outcome* outcome);
 
 /* Pinned memory in which the kernels of one copy note an id that is out of range.  They come from a pool, and live for ever. */
 typedef struct kvbm_fault {

@@ -6,6 +6,7 @@
 
 #include "batch.h"
 #include "driver.h"
+#include "permute.cuh"
 
 namespace kvbm_driver {
 
@@ -58,6 +59,22 @@ int find_kernel(Device* device, int kernel, Handle* function) {
   RelaxedCapture relaxed;
   RETURN_IF_FAILED(load_kernel(device, kernel));
   *function = device->functions[kernel].load(std::memory_order_relaxed);
+  return KVBM_OK;
+}
+
+// A kernel of a .cu file that was written by hand.
+int find_own_kernel(Device* device, std::atomic<Handle>* known, const char* file, const char* name, Handle* function) {
+  *function = known->load(std::memory_order_acquire);
+  if (__builtin_expect(*function != nullptr, 1)) return KVBM_OK;
+  std::lock_guard<std::mutex> lock(device->mutex);
+  RelaxedCapture relaxed;
+  RETURN_IF_FAILED(load_images(device));
+  int image = 0;
+  while (image < kvbm_num_images && strcmp(kvbm_images[image].name, file) != 0) ++image;
+  if (image == kvbm_num_images) return check(name, KVBM_NOT_BUILT);
+  RETURN_IF_FAILED(CU(ModuleGetFunction, function, device->modules[image], name));
+  if (driver.FuncLoad) RETURN_IF_FAILED(CU(FuncLoad, *function));
+  known->store(*function, std::memory_order_release);
   return KVBM_OK;
 }
 
@@ -127,8 +144,8 @@ void release_captured_slot(void* slot) { static_cast<Slot*>(slot)->state = Slot:
 
 // ---- ids and tables ------------------------------------------------------------------------------------------------
 
-// The four fields of kvbm_args that are set per batch, in the order of inline_mask.
-enum { kSrcIds, kDstIds, kSrcTable, kDstTable, kFields };
+// The fields of kvbm_args that are set per batch: four in the order of inline_mask, and the positions of what is digested.
+enum { kSrcIds, kDstIds, kSrcTable, kDstTable, kPositions, kFields };
 
 struct Fields {
   size_t bytes[kFields] = {};   // 0: nothing to carry
@@ -142,7 +159,8 @@ struct Fields {
 
 constexpr size_t align_16(size_t bytes) { return (bytes + 15) & ~size_t{15}; }
 
-Fields place_fields(const kvbm_batch* batch, size_t described) {
+Fields place_fields(const kvbm_batch* batch, size_t described, bool digests) {
+  const size_t room = KVBM_INLINE_BYTES - (digests ? sizeof(kvbm_digest) : 0);
   Fields f;
   const kvbm_side &src = batch->src, &dst = batch->dst;
   const bool on_device = src.ids_device || dst.ids_device;
@@ -155,10 +173,11 @@ Fields place_fields(const kvbm_batch* batch, size_t described) {
   f.bytes[kDstIds] = dst.ids && !f.same_ids ? size_t{f.id_bytes} * batch->num_pairs : 0;
   f.bytes[kSrcTable] = src.table_device ? 0 : size_t{8} * src.entries;
   f.bytes[kDstTable] = dst.table_device ? 0 : size_t{8} * dst.entries;
+  f.bytes[kPositions] = digests && batch->positions ? sizeof(int64_t) * batch->num_pairs : 0;
   size_t inlined = described;
   for (int i = 0; i < kFields; ++i) {
     const size_t bytes = align_16(f.bytes[i]);
-    f.is_inline[i] = bytes > 0 && inlined + bytes <= KVBM_INLINE_BYTES;
+    f.is_inline[i] = bytes > 0 && inlined + bytes <= room;
     size_t& end = f.is_inline[i] ? inlined : f.slot_bytes;
     f.offset[i] = end;
     end += bytes;
@@ -167,11 +186,16 @@ Fields place_fields(const kvbm_batch* batch, size_t described) {
 }
 
 void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, void* slot_host, Address slot_device) {
-  uint64_t* const field[kFields] = {&args->src_ids, &args->dst_ids, &args->src_table, &args->dst_table};
-  const void* const source[kFields] = {batch->src.ids, batch->dst.ids, batch->src.table, batch->dst.table};
+  uint64_t* const field[kFields] = {&args->src_ids, &args->dst_ids, &args->src_table, &args->dst_table, &args->digest.positions};
+  const void* const source[kFields] = {batch->src.ids, batch->dst.ids, batch->src.table, batch->dst.table, batch->positions};
+  static const uint32_t bit[kFields] = {1, 2, 4, 8, KVBM_POSITIONS_INLINE};
   args->num_pairs = batch->num_pairs;
   args->id_bytes = f.id_bytes;
-  args->inline_mask = (args->inline_mask & (KVBM_SRC_UNITS | KVBM_DST_UNITS)) | f.counted;
+  args->inline_mask = (args->inline_mask & kDescribed) | f.counted;
+  if (args->inline_mask & KVBM_DIGEST) {
+    args->digest.positions = batch->positions_device;
+    args->digest.position_bytes = batch->positions ? sizeof(int64_t) : batch->positions_device ? batch->position_bytes : 0;
+  }
   args->fault = batch->fault;
   args->src_blocks = batch->src.blocks;
   args->dst_blocks = batch->dst.blocks;
@@ -188,7 +212,7 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, voi
     else
       memcpy(out, source[i], f.bytes[i]);
     *field[i] = f.is_inline[i] ? f.offset[i] : slot_device + f.offset[i];
-    args->inline_mask |= static_cast<uint32_t>(f.is_inline[i]) << i;
+    if (f.is_inline[i]) args->inline_mask |= bit[i];
   }
   if (f.same_ids) {
     args->dst_ids = args->src_ids;
@@ -217,14 +241,14 @@ int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, int sms,
             nullptr);
 }
 
-int carry(Device* device, size_t bytes, Stream stream, Cargo* cargo) {
+int carry(Device* device, size_t bytes, size_t scratch, Stream stream, Cargo* cargo) {
   RelaxedCapture relaxed;
   Handle graph = nullptr;
   RETURN_IF_FAILED(capturing_graph(stream, &graph));
   Slot* slot = nullptr;
-  RETURN_IF_FAILED(take_slot(device, bytes, &slot));
+  RETURN_IF_FAILED(take_slot(device, bytes + scratch, &slot));
   cargo->write(slot->host, slot->device);
-  int status = CU(MemcpyHtoDAsync, slot->device, slot->host, bytes, stream);
+  int status = bytes ? CU(MemcpyHtoDAsync, slot->device, slot->host, bytes, stream) : KVBM_OK;
   if (status == KVBM_OK) status = cargo->launch();
   if (graph) {
     // A captured upload reads its slot again at every replay: the slot is the graph's for as long as that lives.
@@ -237,7 +261,36 @@ int carry(Device* device, size_t bytes, Stream stream, Cargo* cargo) {
   return status;
 }
 
-// The batch whose ids or tables do not fit the kernel's parameters.
+// ---- digests -------------------------------------------------------------------------------------------------------
+
+// How many sums a kernel leaves that was prepared with these parameters, a part after the other; and where the next kernel finds
+// those of a pair.
+uint64_t place_sums(kvbm_args* args, kvbm_sums* sums) {
+  uint64_t count = 0;
+  sums->num_parts = args->num_parts;
+  for (uint32_t i = 0; i < args->num_parts; ++i) {
+    const kvbm_part& part = args->part[i];
+    const uint32_t in_tile = kvbm::sums_of_row(part);
+    const uint32_t places = part.jobs / part.tiles.n;
+    args->digest.part[i].slot = count;
+    sums->part[i] = {count, places / args->num_pairs, part.tiles.n * in_tile, part.pairs_first, 0};
+    count += uint64_t{part.jobs} * in_tile;
+  }
+  return count;
+}
+
+int find_sums_kernel(Device* device, Handle* function) {
+  return find_own_kernel(device, &device->digest_sums, "digest.cu", "kvbm_digest_sums", function);
+}
+
+int add_up(Handle function, const kvbm_batch* batch, kvbm_sums* sums, Stream stream) {
+  sums->out = batch->digests;
+  sums->adds = batch->adds;
+  void* parameters[] = {sums};
+  return CU(LaunchKernel, function, batch->num_pairs, 1, 1, 256, 1, 1, 0, stream, parameters, nullptr);
+}
+
+// The batch whose ids or tables do not fit the kernel's parameters, or that is digested.
 struct BatchCargo : Cargo {
   Handle function;
   const kvbm_kernel& kernel;
@@ -246,11 +299,19 @@ struct BatchCargo : Cargo {
   const Fields& fields;
   int sms;
   Stream stream;
+  Handle ends = nullptr;  // the kernel that adds up what this one leaves
+  kvbm_sums sums = {};
   BatchCargo(Handle function, const kvbm_kernel& kernel, kvbm_args* args, const kvbm_batch* batch, const Fields& fields,
              int sms, Stream stream)
       : function(function), kernel(kernel), args(args), batch(batch), fields(fields), sms(sms), stream(stream) {}
-  void write(void* host, Address device) override { write_fields(batch, fields, args, host, device); }
-  int launch() override { return kvbm_driver::launch(function, kernel, args, sms, batch->max_ctas, stream); }
+  void write(void* host, Address device) override {
+    write_fields(batch, fields, args, host, device);
+    if (ends) args->digest.sums = sums.sums = device + fields.slot_bytes;
+  }
+  int launch() override {
+    RETURN_IF_FAILED(kvbm_driver::launch(function, kernel, args, sms, batch->max_ctas, stream));
+    return ends ? add_up(ends, batch, &sums, stream) : KVBM_OK;
+  }
 };
 
 // ---- small batches -------------------------------------------------------------------------------------------------
@@ -308,17 +369,23 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
     if (carried < 0) return false;
     bytes += static_cast<int64_t>(align_16(8 * carried) + align_16(4 * size_t{n}));
   }
+  if (mask & KVBM_DIGEST)
+    bytes += static_cast<int64_t>(sizeof(kvbm_digest) + (batch->positions ? align_16(sizeof(int64_t) * size_t{n}) : 0));
   if (bytes > KVBM_INLINE_BYTES) return false;
   for (Small& small : sides) {
     const int64_t carried = small.to_carry(n);
     kvbm_side& side = *small.side;
     if (side.ids) {
+      // Taken out of memory once: for all that the compiler knows, `gathered` may be over it.
+      const int32_t* const ids = side.ids;
+      const uint64_t* const table = side.table;
+      const int64_t stride = small.id_stride, step = *small.id_table, span = small.span;
+      const bool has_units = args->inline_mask & small.units;
       for (uint32_t i = 0; i < n; ++i) {
         // The kernel adds i strides, as for ids that are not given; its stride still tells `prepare` how blocks lie.
-        int64_t id = side.ids[i];
-        const int64_t start = small.start(*args, 0, &id) - i * small.id_stride;
-        for (int64_t entry = 0; entry < small.span; ++entry)
-          gathered[i * small.span + entry] = side.table[id * *small.id_table + entry] + start;
+        int64_t id = ids[i];
+        const int64_t start = (has_units ? small.start(*args, 0, &id) : id * stride) - i * stride;
+        for (int64_t entry = 0; entry < span; ++entry) gathered[i * span + entry] = table[id * step + entry] + start;
       }
       side.table = gathered;
       gathered += carried;
@@ -340,14 +407,23 @@ int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_b
   Handle function = nullptr;
   RETURN_IF_FAILED(find_kernel(device, kernel, &function));
   kvbm_args copy;  // the payload's unused rest stays as it is: no kernel reads it
-  memcpy(&copy, args, described_end(*args));
+  copy_description(&copy, *args);
   kvbm_batch small = *batch;
   uint64_t gathered[KVBM_INLINE_BYTES / 8];
   if (resolve(&copy, &small, gathered)) batch = &small;
-  const Fields fields = place_fields(batch, described_bytes(copy.num_parts, copy.inline_mask));
-  if (__builtin_expect(fields.slot_bytes > 0, 0)) {
+  const bool digests = copy.inline_mask & KVBM_DIGEST;
+  const Fields fields = place_fields(batch, described_bytes(copy.num_parts, copy.inline_mask), digests);
+  if (__builtin_expect(fields.slot_bytes > 0 || digests, 0)) {
     BatchCargo cargo(function, *entry, &copy, batch, fields, device->sms, stream);
-    return carry(device, fields.slot_bytes, stream, &cargo);
+    uint64_t count = 0;
+    if (digests) {
+      kvbm_grid grid = {};
+      copy.num_pairs = batch->num_pairs;
+      RETURN_IF_FAILED(find_sums_kernel(device, &cargo.ends));
+      RETURN_IF_FAILED(check(entry->name, entry->prepare(&copy, static_cast<uint32_t>(device->sms), &grid)));
+      count = place_sums(&copy, &cargo.sums);
+    }
+    return carry(device, fields.slot_bytes, count * sizeof(uint64_t), stream, &cargo);
   }
   write_fields(batch, fields, &copy, nullptr, 0);
   return launch(function, *entry, &copy, device->sms, batch->max_ctas, stream);
@@ -367,7 +443,8 @@ int kvbm_warm(int kernel, int device) {
   Handle function = nullptr;
   const int first = kernel < 0 ? 0 : kernel, last = kernel < 0 ? kvbm_num_kernels : kernel + 1;
   for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(current.device, i, &function));
-  return kernel < 0 ? find_pairs_kernel(current.device, &function) : KVBM_OK;
+  if (kernel < 0) RETURN_IF_FAILED(find_pairs_kernel(current.device, &function));
+  return find_sums_kernel(current.device, &function);
 }
 
 int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream) {

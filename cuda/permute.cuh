@@ -5,7 +5,7 @@
 //   Rows<OUTER, INNER, WORD>        runs stay whole; each thread moves words, several independent loads before the first store
 //   Tile<OUTER, REST, ELEMENT, WORD> single elements move; a tile of the two axes along which source and destination go on
 //                                    is turned in shared memory (and in registers where a word holds several elements)
-// and pages.cuh has those of the planes of a block.
+// and pages.cuh has those of the planes of a block; digest.cuh has what may be summed up beside a copy, and by itself.
 //
 // Structure is a template parameter, sizes and strides are arguments: one multiply-high a mode and word, and any model's
 // shape runs at full speed.  Kernel<P> and Kernel<P, Q> make kernels of one part and of two (K and V in one launch).
@@ -321,6 +321,7 @@ inline bool set_jobs(const kvbm_args& a, kvbm_part& p, int outer, uint64_t chunk
 struct Structure {
   int outer, inner;  // tiles: the modes besides A and B
   uint32_t element, word, threads, teams;
+  uint32_t loads = 0;  // words a thread has in flight at most; 0: what copies have
 };
 
 constexpr uint32_t kMinWidth = 8;          // rows: threads a row at least
@@ -345,7 +346,7 @@ inline bool prepare_rows(const Structure& s, const kvbm_args& a, kvbm_part& p, u
     return set_jobs(a, p, s.outer, chunks, divide_up(words, p.tile_words));
   }
   const uint32_t busy = s.teams > 1 ? s.teams : 4;  // pieces of work a multiprocessor should have at least
-  uint32_t loads = loads_of_rows(s.teams), width = s.threads;
+  uint32_t loads = s.loads ? s.loads : loads_of_rows(s.teams), width = s.threads;
   while (width > min_width && width / 2 * loads >= words) width /= 2;
   // Small batches: more, smaller tiles, until every multiprocessor has some.
   while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{busy} * sms * s.threads)
@@ -420,9 +421,19 @@ struct Team {
 #endif
 };
 
+template <class... PARTS>
+struct Kernel;
+
+}  // namespace kvbm
+
+#include "digest.cuh"
+
+namespace kvbm {
+
 // ---- rows ----------------------------------------------------------------------------------------------------------
 
-template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads, int TEAMS = 1>
+// SUMS: each word is a cell, which is digested as it passes.
+template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads, int TEAMS = 1, bool SUMS = false>
 struct Rows {
   using Mine = Team<THREADS, TEAMS>;
   static constexpr uint32_t kThreads = THREADS, kTeams = TEAMS;
@@ -443,6 +454,7 @@ struct Rows {
       Bases at;
       bool copies;
     } found[TEAMS][kThreads / kMinWidth];
+    __shared__ uint64_t keys[SUMS ? kThreads / kMinWidth : 1];
     const uint32_t width = p.tile[0].n;
     uint32_t row = Mine::thread();
     const uint32_t lane = take(row, p.tile[0]);
@@ -454,6 +466,7 @@ struct Rows {
       Bases at;  // a store to shared memory between the reads of the two tables would make the second wait
       here.copies = job < p.jobs && locate<OUTER>(a, p, chunk, at);
       here.at = at;
+      if constexpr (SUMS) keys[row] = first_key<OUTER>(a, p, chunk);
     }
     const uint32_t first = tile * p.tile_words + lane, last = min(tile * p.tile_words + p.tile_words, p.words);
     uint64_t from[kLoads], to[kLoads];
@@ -466,14 +479,27 @@ struct Rows {
     const bool copies = here.copies;
     const Bases at = here.at;
     Mine::sync_turn();
-    if (!copies) return;
+    if (!SUMS && !copies) return;
     Word<WORD> v[kLoads];
-    KVBM_UNROLL
-    for (uint32_t u = 0; u < kLoads; ++u)
-      if (first + u * width < last) load(v[u], at.src + from[u]);
-    KVBM_UNROLL
-    for (uint32_t u = 0; u < kLoads; ++u)
-      if (first + u * width < last) store(at.dst + to[u], v[u]);
+    if (!SUMS || copies) {
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kLoads; ++u)
+        if (first + u * width < last) load(v[u], at.src + from[u]);
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kLoads; ++u)
+        if (first + u * width < last) store(at.dst + to[u], v[u]);
+    }
+    if constexpr (SUMS) {
+      static_assert(TEAMS == 1, "teams take turns in which not all threads of a warp meet");
+      uint64_t sum = 0;
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kLoads; ++u) {
+        uint64_t none = 0, key = keys[row];
+        step_key<0, INNER>(p, first + u * width, none, key);
+        if (copies && first + u * width < last) sum += digest_of(key, cell_of(v[u]));
+      }
+      put_sum(a, p, job, lane, sum);
+    }
   }
 #else
   // Goes through a range of jobs: by runs at equal distances, or piece by piece, at most `kPiece` bytes of a run.
@@ -488,6 +514,8 @@ struct Rows {
     Bases rest = {};                 // of the run: where its next piece begins
     uint64_t left = 0;               // of the run, in bytes
     Bases piece = {};
+    uint32_t pair = 0;                                                     // of the job
+    uint64_t chunk_key = 0, row_key = 0, rest_key = 0, piece_key = 0;  // of their first cells, where they are digested
 
     uint64_t run_words() const { return INNER == 1 ? p.tile_words : p.inner[0].extent.n; }
 
@@ -498,10 +526,15 @@ struct Rows {
         uint32_t place = job++;
         const uint32_t tile = take(place, p.tiles);
         if (!locate<OUTER>(a, p, place, at)) continue;
+        if constexpr (SUMS) {
+          chunk_key = first_key<OUTER>(a, p, place);
+          pair = pair_of(p, place);
+        }
         const uint64_t first = uint64_t{tile} * p.tile_words;
         const uint64_t last = first + p.tile_words < p.words ? first + p.tile_words : p.words;
         if constexpr (INNER == 1) {
           row = {at.src + first * WORD, at.dst + first * WORD};
+          row_key = chunk_key + first * p.inner[0].key;
           left = (last - first) * WORD;
           runs = 1;
           return true;
@@ -515,6 +548,11 @@ struct Rows {
         uint64_t src = 0, dst = 0;
         step<2, INNER - 2>(p, slow, src, dst);
         row = {at.src + src + int64_t(c) * p.inner[1].src, at.dst + dst + int64_t(c) * p.inner[1].dst};
+        if constexpr (SUMS) {
+          src = 0;
+          row_key = chunk_key + uint64_t(c) * p.inner[1].key;
+          step_key<2, INNER - 2>(p, slow, src, row_key);
+        }
         runs = p.inner[1].extent.n - c < end - next_run ? p.inner[1].extent.n - c : end - next_run;
         next_run += runs;
       }
@@ -526,24 +564,60 @@ struct Rows {
       if (left == 0) {
         if (runs == 0 && !open()) return 0;
         rest = row;
+        rest_key = row_key;
         --runs;
         if constexpr (INNER > 1) {
           left = run_words() * WORD;
           row = {row.src + p.inner[1].src, row.dst + p.inner[1].dst};
+          if constexpr (SUMS) row_key += p.inner[1].key;
         }
       }
       const uint64_t bytes = left < kPiece ? left : kPiece;
       piece = rest;
       rest = {rest.src + bytes, rest.dst + bytes};
+      if constexpr (SUMS) {
+        piece_key = rest_key;
+        rest_key += bytes / WORD * p.inner[0].key;
+      }
       left -= bytes;
       return bytes;
     }
   };
 
+  // Digests a piece that has just been copied: it is still in the cache.
+  static uint64_t digest(const kvbm_part& p, const char* src, uint64_t bytes, uint64_t key) {
+    if (WORD == 16 && p.inner[0].key == 1) return kvbm_digest_cells(src, bytes / 16, key);
+    uint64_t sum = 0;
+    for (uint64_t i = 0; i < bytes / WORD; ++i) {
+      Word<WORD> v;
+      load(v, src + i * WORD);
+      sum += digest_of(key + i * p.inner[0].key, cell_of(v));
+    }
+    return sum;
+  }
+
   static void host(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job, bool streaming) {
     Walk here = {a, p, first_job, last_job}, soon = here;
     const uint64_t run = here.run_words() * WORD;
-    if (INNER > 1 && run < kLine) {  // to look ahead would cost more than it saves
+    if constexpr (SUMS) {
+      for (uint64_t ahead = 0, bytes = 1; bytes && ahead < kPrefetchAhead; ahead += bytes) {
+        bytes = soon.next();
+        prefetch(soon.piece.src, uint32_t(bytes));
+      }
+      uint64_t sum = 0;
+      uint32_t pair = 0;
+      while (const uint64_t bytes = here.next()) {
+        prefetch(soon.piece.src, uint32_t(soon.next()));
+        if (here.pair != pair) {
+          put_sum(a, pair, sum);
+          pair = here.pair;
+          sum = 0;
+        }
+        copy_run<WORD>(here.piece.dst, here.piece.src, bytes, streaming);
+        sum += digest(p, here.piece.src, bytes, here.piece_key);
+      }
+      put_sum(a, pair, sum);
+    } else if (INNER > 1 && run < kLine) {  // to look ahead would cost more than it saves
       while (here.open())
         for (uint64_t i = 0; i < here.runs; ++i)
           copy_run<WORD>(here.row.dst + int64_t(i) * p.inner[1].dst, here.row.src + int64_t(i) * p.inner[1].src, run,
@@ -856,9 +930,6 @@ struct Tile {
 };
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
-
-template <class... PARTS>
-struct Kernel;
 
 template <class P>
 struct Kernel<P> {

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import kernels
+    from .digest import Model
     from .errors import (
         BindError,
         BuildError,
         CoverageError,
         CudaError,
         CudaUnavailableError,
+        DigestError,
         DTypeError,
         KvbmError,
         LayoutError,
@@ -45,13 +47,14 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
         (
-            "BindError", "BuildError", "CoverageError", "CudaError", "CudaUnavailableError", "DTypeError",
+            "BindError", "BuildError", "CoverageError", "CudaError", "CudaUnavailableError", "DTypeError", "DigestError",
             "KvbmError", "LayoutError", "MissingKernelError", "PlanError", "SpecError",
         ),
         "errors",
     ),
     "BlockShape": "shapes",
     "Layout": "layout",
+    "Model": "digest",
     "Placement": "reshard.placement",
     "PoolSection": "selection",
     "Span": "reshard.sequence",
@@ -74,10 +77,12 @@ __all__ = [
     "CudaError",
     "CudaUnavailableError",
     "DTypeError",
+    "DigestError",
     "KvbmError",
     "Layout",
     "LayoutError",
     "MissingKernelError",
+    "Model",
     "Placement",
     "Plan",
     "PlanError",

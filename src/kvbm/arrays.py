@@ -280,6 +280,7 @@ class Borrowed:
         self._owners = tuple(array.owner for array in found)  # live as long as the addresses
         self._numpy = [array for array in arrays if isinstance(array, np.ndarray)]
         self._tensors = [array if hasattr(array, "untyped_storage") else None for array in arrays]
+        self.asked = bool(self._numpy) or any(tensor is not None for tensor in self._tensors)
         tensors = [tensor for tensor in self._tensors if tensor is not None]
         self._turn = 0
         if not tensors:

@@ -78,7 +78,7 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
     add(Form("record", MAX_OUTER, MAX_INNER, 0, 0))
     for kind in ("page_in", "page_out"):
         add(Form(kind, MAX_OUTER, MAX_INNER - 1, 0, 0))
-    for form in _few():
+    for form in (*_few(), *_digests()):
         add(form)
     named = {kernel_name(kernel): pairs for kernel, pairs in found.items()}
     return {name: sorted(named[name]) for name in sorted(named)}
@@ -199,6 +199,17 @@ def _few() -> Iterator[Form]:
             yield Form("tile", MAX_OUTER, MAX_INNER - 2, element, word, few=True)
 
 
+def _digests() -> Iterator[Form]:
+    """Kernels that digest: of cells by themselves, and of the rows of a copy, at the depths that layouts have.
+
+    A layout of its own asks for more modes than the copies do: keys part what is one run in memory.
+    """
+    for outer, inner in (*itertools.product(range(3), range(1, 7)), (MAX_OUTER, MAX_INNER)):
+        yield Form("digest", outer, inner, 0, 0)
+        for word in _WORDS if outer == MAX_OUTER else (WIDEST,):
+            yield Form("rows", outer, inner, 0, word, sums=True)
+
+
 def _variants(form: Form) -> Iterator[Form]:
     """The same structure for every element size and alignment."""
     if form.of_planes:
@@ -277,6 +288,8 @@ def _types(name: str) -> str:
     threads = "kTileThreads" if any(form.kind == "tile" for form in forms) else "kRowThreads"
 
     def of(form: Form) -> str:
+        if form.kind == "digest":
+            return f"Digest<{_commas(form.outer, form.inner)}>"
         if form.kind == "record":
             return f"Record<{_commas(form.outer, form.inner)}>"
         if form.of_planes:
@@ -285,6 +298,8 @@ def _types(name: str) -> str:
             sizes = [form.outer, form.inner, form.element, form.word]
             return f"Tile<{_commas(*sizes, *(['kFewTeams'] if form.few else []))}>"
         extra = [threads, "kFewTeams"] if form.few else [threads] if threads != "kRowThreads" else []
+        if form.sums:
+            extra = [threads, "1", "true"]
         return f"Rows<{_commas(form.outer, form.inner, form.word, *extra)}>"
 
     return _commas(*map(of, forms))
@@ -306,12 +321,15 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
         elif form.kind == "record":
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "copy a run of the plane's words"
+        elif form.kind == "digest":
+            loops += ["part", *(f"row{k}" for k in reversed(range(1, form.inner)))]
+            inside = "sum up the digests of a run of cells"
         elif form.of_planes:
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "move a run of the plane's items between shared memory and memory"
         else:
             loops += [f"row{k}" for k in reversed(range(1, form.inner))]
-            inside = f"copy a run of {form.word}-byte words"
+            inside = f"copy{' and digest' if form.sums else ''} a run of {form.word}-byte words"
         lines.append(f"// {label if '__' in name else ''}for {', '.join(loops)}: {inside}")
         if form.few:
             lines.append(

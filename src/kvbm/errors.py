@@ -15,6 +15,7 @@ __all__ = [
     "CudaUnavailableError",
     "DTypeError",
     "DeviceNotFoundError",
+    "DigestError",
     "HostKeyError",
     "KvbmError",
     "LayoutError",
@@ -54,6 +55,22 @@ class CoverageError(PlanError):
     """A resharding in which something of the destination is missing, written twice, or comes from the wrong place."""
 
     exit_code = 20
+
+
+class DigestError(KvbmError, ValueError):
+    """Blocks that are not what they should be: their digest differs from the source's, or from the one that was stored with them.
+
+    Attributes
+    ----------
+    pairs : tuple of int
+        Positions in the batch, or numbers of blocks in a file.
+    """
+
+    exit_code = 21
+
+    def __init__(self, message: str, *, pairs: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.pairs = pairs
 
 
 class BindError(KvbmError, ValueError):

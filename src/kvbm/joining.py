@@ -14,7 +14,7 @@ def in_step(parts: Sequence[Part]) -> list[Part]:
     """Parts that differ only in where they start, at equal distances, as one: those of the pieces of an axis."""
     groups: dict[Part, list[Part]] = {}
     for part in parts:
-        like = replace(part, src_offset=0, dst_offset=0, src_table_offset=0, dst_table_offset=0)
+        like = replace(part, src_offset=0, dst_offset=0, src_table_offset=0, dst_table_offset=0, key=0)
         groups.setdefault(like, []).append(part)
     made = []
     for group in groups.values():
@@ -36,21 +36,21 @@ def _progressions(parts: Sequence[Part]) -> list[Part]:
             last += 1
         if last > at and step:
             loops = [Mode(last - at + 1, *step), *first.inner, *first.outer]
-            merged.append(Part.of(loops, first.start, (first.src_id, first.dst_id), first.label, first.half))
+            merged.append(Part.of(loops, first.start, (first.src_id, first.dst_id), first.label, first.half, first.key))
         else:
             merged.append(first)
         at = last + 1
     return merged
 
 
-def _distance(one: Part, other: Part) -> tuple[int, int, int, int] | None:
+def _distance(one: Part, other: Part) -> tuple[int, int, int, int, int] | None:
     """What lies between two parts' starts, as a mode steps it; None where they are no loops of one shape, or it leads back."""
     if (one.outer, one.inner) != (other.outer, other.inner):
         return None
     (src, src_table), (dst, dst_table) = (
         (b[0] - a[0], b[1] - a[1]) for a, b in zip(one.start, other.start, strict=True)
     )
-    steps = src, dst, src_table, dst_table
+    steps = src, dst, src_table, dst_table, other.key - one.key
     return steps if min(steps) >= 0 else None
 
 
@@ -81,10 +81,10 @@ def gathered(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _goes_on(one: Part, other: Part) -> bool:
-    """Whether the second's runs begin where the first's end, on both sides."""
+    """Whether the second's runs begin where the first's end, on both sides and in keys."""
     run = one.run_bytes
     ends = tuple((start + run, entry) for start, entry in one.start)
-    return ends == other.start and one.half == other.half
+    return ends == other.start and one.half == other.half and one.key + run * one.inner[0].key == other.key
 
 
 def _joined(one: Part, other: Part, label: str, half: int | None) -> Part | None:
@@ -92,12 +92,12 @@ def _joined(one: Part, other: Part, label: str, half: int | None) -> Part | None
     if (one.outer, one.inner[1:], one.src_id, one.dst_id) != (other.outer, other.inner[1:], other.src_id, other.dst_id):
         return None
     if _goes_on(one, other):
-        loops = [Mode(one.run_bytes + other.run_bytes, 1, 1)]
+        loops = [one.inner[0]._replace(extent=one.run_bytes + other.run_bytes)]
     elif one.run_bytes == other.run_bytes:
         (src, src_table), (dst, dst_table) = (
             (b[0] - a[0], b[1] - a[1]) for a, b in zip(one.start, other.start, strict=True)
         )
-        loops = [one.inner[0], Mode(2, src, dst, src_table, dst_table)]
+        loops = [one.inner[0], Mode(2, src, dst, src_table, dst_table, other.key - one.key)]
     else:
         return None
-    return Part.of([*loops, *one.inner[1:], *one.outer], one.start, (one.src_id, one.dst_id), label, half)
+    return Part.of([*loops, *one.inner[1:], *one.outer], one.start, (one.src_id, one.dst_id), label, half, one.key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,16 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core, tuner, tuning
-from .errors import BindError, DTypeError, MissingKernelError, PlanError
+from .digest import Choice, Model, alone, fused, keys_of
+from .digesting import Proof, digest_array, unit_positions
+from .errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
 from .locks import Lock
 from .lower import Steps
 from .planner import Plan, between_layers, plan, size_text
 from .pool import Pool
-from .prepare import engine_copies, kernel_notes, launches_of, prepare
+from .prepare import digest_copies, engine_copies, kernel_notes, launches_of, prepare
 from .section import Section
 from .selection import PoolSection
 from .shapes import BlockShape
+from .streams import framework_of, framework_stream, torch_stream
 from .tuning import CHUNK_BYTES, Way
 
 __all__ = [
@@ -78,14 +80,16 @@ class _End:
     addresses: npt.NDArray[np.uint64]
     steps: Steps
     framework: str
+    whole: Section
+    choices: tuple[Choice, ...]
 
     @classmethod
     def of(cls, part: PoolSection) -> _End:
         pool = part.pool
-        framework = type(pool.arrays[0]).__module__.partition(".")[0]
+        framework = framework_of(pool.arrays[0])
         return cls(
             pool.layout, pool.shape, part.of, pool.num_blocks, pool.device, pool.alignment,
-            part.of.packed().accesses[0].block[0], pool.addresses, pool.steps, framework,
+            part.of.packed().accesses[0].block[0], pool.addresses, pool.steps, framework, pool.resolved.section, part.choices,
         )  # fmt: skip
 
     @property
@@ -118,6 +122,7 @@ class Mover:
         *,
         keeps: bool,
         transfer: type[Any],
+        model: Model | None = None,
     ) -> None:
         self.transfer = transfer  # what the strategies are measured with, where this machine was not measured yet
         src, dst = src_part.pool, dst_part.pool
@@ -141,6 +146,8 @@ class Mover:
         self.device = self.src.index if self.gathers else self.dst.index  # -1: none
         self.max_sms, self.bounded = _max_sms(self, max_sms), max_sms is not None
         self.chunk_bytes = chunk_bytes
+        self.model = model
+        self.untold: list[DigestError] = []
         self.lock = Lock()
         self.ring: _core.Ring | None = None
         self.routes: dict[Any, _Route] = {}
@@ -200,7 +207,52 @@ class Mover:
                     found = self.routes[layers] = self._route(layers)
         return found
 
-    def _route(self, layers: Layers) -> _Route:
+    def digested(self, layers: Layers) -> _Route:
+        """The route with the launches of digests; planned at the first need."""
+        key = ("digests", layers)
+        found = self.routes.get(key)
+        if found is None:
+            self.route(layers)
+            with self.lock:
+                if self.closed:
+                    raise BindError(f"{self.title}: the transfer is closed")
+                found = self.routes.get(key)
+                if found is None:
+                    found = self.routes[key] = self._route(layers, digests=True)
+        return found
+
+    def _digests(self, layers: Layers, steps: tuple[Plan, Plan]) -> _Digests:
+        """What digests a copy: fused into its kernels, and each side by itself."""
+        src, dst = self.src, self.dst
+        ours, theirs, keys = src.section, dst.section, keys_of(src.whole, self.model, src.choices)
+        if layers is not None:
+            mine, its = layers if isinstance(layers, tuple) else (layers, layers)
+            ours, theirs, keys = ours.select("l", mine), theirs.select("l", its), keys.select("l", mine)
+
+        def by_itself(section: Section, end: _End) -> list[_core.Copy]:
+            ready = alone(section, keys, end.alignment, self.title)
+            return digest_copies(ready, keys.lanes, self.device, end.steps)
+
+        def joined(
+            sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool
+        ) -> list[_core.Copy] | str:
+            if few:
+                return "kernels that keep to few multiprocessors do not digest"
+            made = fused(*sides, keys, alignments, self.title)
+            return made if isinstance(made, str) else digest_copies(made, keys.lanes, self.device, *ends)
+
+        none = Steps()
+        direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
+        if self.on_host:
+            permute: list[_core.Copy] | str = []
+        elif self.gathers:
+            permute = joined((ours, steps[0].dst), (src.alignment, _SLOT_ALIGNMENT), (src.steps, none), self.bounded)
+        else:
+            permute = joined((steps[1].src, theirs), (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
+        both = by_itself(ours, src), [] if self.unreached else by_itself(theirs, dst)
+        return _Digests(direct, permute, both)
+
+    def _route(self, layers: Layers, *, digests: bool = False) -> _Route:
         src, dst = self.src, self.dst
         try:
             made = (
@@ -225,10 +277,12 @@ class Mover:
         blocks = src.section.num_ids, dst.section.num_ids
         if self.on_host:
             direct = whole()
+            more = self._digests(layers, (made, made)) if digests else None
             route = _core.Route(
-                -1, self.src_table, self.dst_table, *blocks, direct=direct, same_pool=self.same_pool, keep=self.keep
-            )
-            return _Route(made, route, direct, "the host's kernels copy on all cores")
+                -1, self.src_table, self.dst_table, *blocks, direct=direct, same_pool=self.same_pool, keep=self.keep,
+                **(more.options(False) if more else {}),
+            )  # fmt: skip
+            return _Route(made, route, direct, "the host's kernels copy on all cores", more)
         # Kernels that no batch takes are not looked for: they may have to be compiled.
         direct = whole(few=self.max_sms > 0) if not self.unreached and self.strategy in ("auto", "direct") else []
         steps = made.staged(gathers=self.gathers)
@@ -260,7 +314,10 @@ class Mover:
                 permute = prepare(steps[0], src.alignment, slot, few=few, device=self.device, src_steps=src.steps)
             else:
                 permute = prepare(steps[1], slot, dst.alignment, few=few, device=self.device, dst_steps=dst.steps)
-        for kernel in dict.fromkeys(copy.kernel for copy in (*direct, *permute)):  # now, and not beside a running model
+        more = self._digests(layers, steps) if digests else None
+        options = more.options(not self.gathers) if more else {}
+        every = (*direct, *permute, *(more.copies if more else ()))
+        for kernel in dict.fromkeys(copy.kernel for copy in every):  # now, and not beside a running model
             _core.warm(kernel, self.device)
         route = _core.Route(
             self.device,
@@ -284,8 +341,9 @@ class Mover:
             may_choose=self.strategy == "auto",
             keep=self.keep,
             by_peer=self.by_peer,
+            **options,
         )
-        return _Route(made, route, direct, why)
+        return _Route(made, route, direct, why, more)
 
     def _limits(self, ways: dict[str, Way], block_bytes: int) -> tuning.Choice:
         """Up to how many pairs which strategy is taken, and why; not one that the copy engine lacks the modes for."""
@@ -313,9 +371,43 @@ class Mover:
             found = self.routes.get(layers) or self.route(layers)
         except TypeError:
             raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
-        if self.keep is not None and (self.keep[0].closed or self.keep[1].closed):
-            for pool in self.keep:
-                pool.require_open()
+        if self.on_host or stream is None:
+            stream = self._stream(stream, wait)
+        return found.route.copy(src_ids, dst_ids, stream, wait)
+
+    def copy_digested(
+        self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any, out: Any, tokens: Any, verifies: bool
+    ) -> _core.Done:
+        """`copy`, of which the digests are written to `out`, or compared on both sides."""
+        try:
+            found = self.digested(layers)
+        except TypeError:
+            raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
+        if verifies and self.unreached:
+            raise BindError(f"{self.title}: verify: the destination is digested by a kernel, and {self.unreached}")
+        stream = self._stream(stream, wait)
+        pairs = found.route.pairs_of(src_ids, dst_ids)
+        count = len(pairs)
+        if tokens is None and self.src.section.units > 1:
+            units = self.src.section
+            tokens = unit_positions(src_ids, units.num_ids, units.units, units.count("t"))[:count]
+        positions = None if tokens is None else _core.Positions(tokens, count, self.device)
+        address, keep = 0, None
+        if out is not None:
+            told = digest_array(out, count, self.device)
+            address, keep = told.address, (out, told.owner)
+        if self.untold:
+            raise self.untold.pop(0)  # of an earlier copy, whose `Done` was dropped
+        proof = Proof(self.title, count, self.device, self.untold) if verifies else None
+        done = found.route.copy_digested(
+            pairs, positions, address, proof.addresses if proof else (0, 0), stream, wait, (keep, proof, self.keep)
+        )
+        if proof:
+            proof.watch(done)
+        return done
+
+    def _stream(self, stream: Any, wait: Any) -> Any:
+        """The stream of a copy that names none; none on the host."""
         if self.on_host:
             for name, given in (("stream", stream), ("wait", wait)):
                 if given is not None:
@@ -324,11 +416,11 @@ class Mover:
                     )
         elif stream is None:
             stream = self._current_stream()
-        return found.route.copy(src_ids, dst_ids, stream, wait)
+        return stream
 
     def _current_stream(self) -> Any:
         end = self.src if self.gathers else self.dst
-        return _current_stream(end.framework, end.index)
+        return framework_stream(end.framework, end.index)
 
     def stats(self) -> dict[str, int]:
         total = dict.fromkeys(("copies", "blocks", "bytes", *_STRATEGIES, "submissions"), 0)
@@ -401,6 +493,26 @@ class _Route:
     route: _core.Route
     copies: Sequence[_core.Copy]
     why: str
+    digests: _Digests | None = None
+
+
+@dataclass
+class _Digests:
+    """The launches that digest a copy: in place of its own, or why there are none; and each side's by itself."""
+
+    direct: list[_core.Copy] | str
+    permute: list[_core.Copy] | str
+    both: tuple[list[_core.Copy], list[_core.Copy]]
+
+    @property
+    def copies(self) -> list[_core.Copy]:
+        fused = [copy for made in (self.direct, self.permute) if not isinstance(made, str) for copy in made]
+        return [*fused, *self.both[0], *self.both[1]]
+
+    def options(self, of_dst: bool) -> dict[str, Any]:
+        """As a `Route` takes them; `of_dst`: what is not fused digests the destination."""
+        direct, permute = ([] if isinstance(made, str) else made for made in (self.direct, self.permute))
+        return {"sum_direct": direct, "sum_permute": permute, "digests": self.both, "digests_dst": of_dst}
 
 
 def _max_sms(mover: Mover, asked: object) -> int:
@@ -503,26 +615,5 @@ def current_stream(pool: Pool) -> int:
     BindError
         Arrays of neither: there is no stream to assume.
     """
-    framework = type(pool.arrays[0]).__module__.partition(".")[0]
-    return _core.stream_handle(_current_stream(framework, int(pool.device.partition(":")[2])))
-
-
-def torch_stream(index: int) -> int:
-    """Handle of torch's current stream on a GPU that it uses already."""
-    raw = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
-    if raw is not None:  # what Inductor and Triton ask: without a Stream object, a tenth of the time
-        return int(raw(index))
-    return int(sys.modules["torch"].cuda.current_stream(index).cuda_stream)
-
-
-def _current_stream(framework: str, index: int) -> Any:
-    """As the framework's object: a default stream's handle does not tell of which GPU it is."""
-    module = sys.modules.get(framework)
-    if framework == "torch" and module is not None:
-        return module.cuda.current_stream(index)
-    if framework == "cupy" and module is not None:
-        with module.cuda.Device(index):
-            return module.cuda.get_current_stream()
-    raise BindError(
-        f"stream: arrays of {framework} have no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
-    )
+    framework = framework_of(pool.arrays[0])
+    return _core.stream_handle(framework_stream(framework, int(pool.device.partition(":")[2])))

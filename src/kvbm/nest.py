@@ -46,22 +46,24 @@ _STRIDE_LIMIT = 1 << 32
 
 
 class Mode(NamedTuple):
-    """One loop of a copy: `extent` steps of so many bytes and table entries on each side."""
+    """One loop of a copy: `extent` steps of so many bytes and table entries on each side, and of so many keys of a digest."""
 
     extent: int
     src: int
     dst: int
     src_table: int = 0
     dst_table: int = 0
+    key: int = 0
 
     def continues(self, inner: Mode) -> bool:
-        """Whether this mode goes on, on both sides, where `inner` ends, so that the two are one."""
+        """Whether this mode goes on, on both sides and in keys, where `inner` ends, so that the two are one."""
         n = inner.extent
         return (
             self.dst == n * inner.dst
             and self.src == n * inner.src
             and self.dst_table == n * inner.dst_table
             and self.src_table == n * inner.src_table
+            and self.key == n * inner.key
         )
 
 
@@ -105,7 +107,7 @@ def coalesce(modes: Iterable[Mode]) -> tuple[Mode, ...]:
     for mode in sorted([mode for mode in modes if mode.extent > 1], key=_nesting):
         if merged and mode.continues(merged[-1]):
             inner = merged[-1]
-            merged[-1] = Mode(inner.extent * mode.extent, inner.src, inner.dst, inner.src_table, inner.dst_table)
+            merged[-1] = inner._replace(extent=inner.extent * mode.extent)
         else:
             merged.append(mode)
     return tuple(merged)
@@ -121,10 +123,11 @@ class Form:
 
     Attributes
     ----------
-    kind : {"copy", "rows", "tile", "record", "page_in", "page_out"}
+    kind : {"copy", "rows", "tile", "record", "page_in", "page_out", "digest"}
         ``copy``: a chunk is one run.  ``rows``: runs move whole, their order changes.  ``tile``: single elements move, so
         source and destination run along different axes and meet in a tile.  ``record``: rows of several parts, the planes of a
-        block.  ``page_in``, ``page_out``: the same with the source, or the destination, by way of shared memory.
+        block.  ``page_in``, ``page_out``: the same with the source, or the destination, by way of shared memory.  ``digest``:
+        cells of any number of parts are read and summed up.
     outer, inner : int
         Modes that pick a chunk, modes inside it (for tiles: besides the two that span the tile).
     element : int
@@ -133,6 +136,8 @@ class Form:
         Bytes of a load and store; 0 for records and pages, where each part has its own.
     few : bool
         Whether the kernel keeps to as few multiprocessors as it is told.
+    sums : bool
+        Whether the words, which are cells then, are digested as they pass.
     """
 
     kind: str
@@ -141,11 +146,12 @@ class Form:
     element: int
     word: int
     few: bool = False
+    sums: bool = False
 
     @property
     def name(self) -> str:
         """Its part of a kernel's name; everything that changes the bits is in it."""
-        prefix = "few_" if self.few else ""
+        prefix = "few_" if self.few else "sum_" if self.sums else ""
         if self.kind == "copy":
             return f"{prefix}copy_o{self.outer}_w{self.word}"
         if self.kind == "rows":
@@ -157,7 +163,7 @@ class Form:
     @property
     def of_planes(self) -> bool:
         """Whether it takes any number of parts, each with its own word."""
-        return self.kind in ("record", "page_in", "page_out")
+        return self.kind in ("record", "page_in", "page_out", "digest")
 
     @property
     def modes(self) -> int:
@@ -167,7 +173,7 @@ class Form:
     def runs(self, wanted: Form) -> bool:
         """Whether a kernel of this form can do the work of `wanted`, with extents of one for the modes it has too many."""
         kinds = {"copy", "rows"} if self.kind == "rows" else {self.kind}
-        same = (self.few, self.element, self.word) == (wanted.few, wanted.element, wanted.word)
+        same = (self.few, self.sums, self.element, self.word) == (wanted.few, wanted.sums, wanted.element, wanted.word)
         return wanted.kind in kinds and same and self.outer >= wanted.outer and self.inner >= wanted.inner
 
 
@@ -193,14 +199,17 @@ def parse_kernel(name: str) -> Kernel:
         match = _NAME.fullmatch(part)
         if match is None:
             raise PlanError(f"kernel {name!r}: expected names such as rows_o1_i3_w16, got {part!r}")
-        few, kind, outer, inner, element, word = match.groups()
-        forms.append(Form(kind, int(outer), int(inner or 1), int(element or 0), int(word or 0), bool(few)))
+        prefix, kind, outer, inner, element, word = match.groups()
+        sizes = int(outer), int(inner or 1), int(element or 0), int(word or 0)
+        forms.append(Form(kind, *sizes, prefix == "few_", prefix == "sum_"))
         if forms[-1].name != part:
             raise PlanError(f"kernel {name!r}: expected {forms[-1].name!r}, got {part!r}")
     return tuple(forms)
 
 
-_NAME = re.compile(r"(few_)?(copy|rows|tile|record|page_in|page_out)_o(\d+)(?:_[ir](\d+))?(?:_e(\d+))?(?:_w(\d+))?")
+_NAME = re.compile(
+    r"(few_|sum_)?(copy|rows|tile|record|page_in|page_out|digest)_o(\d+)(?:_[ir](\d+))?(?:_e(\d+))?(?:_w(\d+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -221,6 +230,8 @@ class Part:
         What of a block it is: ``K``, ``V``, a plane; empty for all of it.
     half : int, optional
         0 for K and 1 for V, where the two are apart.
+    key : int
+        Where it starts among keys, where it is digested: as those of its modes, 16 a cell.
     """
 
     src_offset: int
@@ -233,6 +244,7 @@ class Part:
     dst_id: Id
     label: str = ""
     half: int | None = None
+    key: int = 0
 
     @classmethod
     def of(
@@ -242,6 +254,7 @@ class Part:
         ids: tuple[Id, Id],
         label: str,
         half: int | None = None,
+        key: int = 0,
     ) -> Part:
         """The part with these loops, in any order: coalesced, and those that pick chunks apart from those inside one.
 
@@ -261,7 +274,9 @@ class Part:
         while size >= _CHUNK_LIMIT and len(inner) > 1:
             outer.insert(0, inner.pop())
             size //= outer[0].extent
-        return cls(start[0][0], start[1][0], start[0][1], start[1][1], tuple(outer), tuple(inner), *ids, label, half)
+        return cls(
+            start[0][0], start[1][0], start[0][1], start[1][1], tuple(outer), tuple(inner), *ids, label, half, key
+        )
 
     @property
     def start(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -352,7 +367,7 @@ class Part:
             dst_offset=start[1],
             src_table_offset=start[2],
             dst_table_offset=start[3],
-            outer=tuple(Mode(m.extent, *folded(m.src, m.dst, m.src_table, m.dst_table)) for m in self.outer),
+            outer=tuple(Mode(m.extent, *folded(m.src, m.dst, m.src_table, m.dst_table), m.key) for m in self.outer),
             src_id=self.src_id._replace(entries=ids[2], nbytes=ids[0]),
             dst_id=self.dst_id._replace(entries=ids[3], nbytes=ids[1]),
         )
@@ -402,6 +417,7 @@ class Part:
                     dst_offset=self.dst_offset + sum(step * mode.dst for step, mode in at),
                     src_table_offset=self.src_table_offset + sum(step * mode.src_table for step, mode in at),
                     dst_table_offset=self.dst_table_offset + sum(step * mode.dst_table for step, mode in at),
+                    key=self.key + sum(step * mode.key for step, mode in at),
                     outer=tuple(outer),
                     inner=tuple(inner),
                 )

@@ -351,10 +351,13 @@ def _plan_cached(
     return between(here, there, f"{src_name} → {dst_name}")
 
 
-def between(src: Section, dst: Section, title: str) -> Plan:
-    """Plan the copy between two sections; `plan` makes them of layouts and sizes, and remembers what it made."""
+def between(src: Section, dst: Section, title: str, keys: Section | None = None) -> Plan:
+    """Plan the copy between two sections; `plan` makes them of layouts and sizes, and remembers what it made.
+
+    With `keys` (`kvbm.digest`) its loops are whole there, too, and say what they step; for sections of which each axis is a loop.
+    """
     try:
-        parts = [part for here, there in pieces(src, dst) for part in _parts(title, here, there)]
+        parts = [part for here, there in pieces(src, dst) for part in _parts(title, here, there, keys)]
     except LayoutError as error:
         raise PlanError(f"{title}: {error}") from None
     if src.chosen or dst.chosen:
@@ -381,14 +384,21 @@ def between_layers(src: Section, dst: Section, title: str, layers: range | tuple
     return between(src, dst, title)
 
 
-def _parts(title: str, src: Section, dst: Section) -> tuple[Part, ...]:
+def _parts(title: str, src: Section, dst: Section, keys: Section | None = None) -> tuple[Part, ...]:
     """The loop nests of two sections that are one loop along each axis."""
     planes = _planes(title, src, dst)
     apart = any(len(side) == 2 for pair in planes for side in pair)
+    of_keys = {access.plane: (access,) for access in keys.accesses} if keys else {}
     parts = []
     for here, there in planes:
         halves: Sequence[int | None] = range(src.shape.no) if apart else (None,)
-        parts.append([_part(title, (src, _half(title, here, o)), (dst, _half(title, there, o)), o) for o in halves])
+        told = [_half(title, of_keys[here[0].plane], o) if keys else None for o in halves]
+        parts.append(
+            [
+                _part(title, (src, _half(title, here, o)), (dst, _half(title, there, o)), o, key)
+                for o, key in zip(halves, told, strict=True)
+            ]
+        )
     joined = [rejoined(halves) for halves in parts]
     # Where one plane's K and V differ, all planes keep the two apart: they then have the same loops.
     kept = parts if any(len(halves) > 1 for halves in joined) else joined
@@ -453,7 +463,7 @@ def _half(title: str, maps: _Maps, o: int | None) -> Access:
         raise PlanError(f"{title}: K and V have orders of their own on one side, and on the other {error}") from None
 
 
-def _part(title: str, src: _Side, dst: _Side, half: int | None) -> Part:
+def _part(title: str, src: _Side, dst: _Side, half: int | None, key: Access | None = None) -> Part:
     """The loop nest of all of the block, or of one half of it (0 = K, 1 = V)."""
     here, there = src[1], dst[1]
     if not _is_plain(here) or not _is_plain(there):
@@ -463,10 +473,13 @@ def _part(title: str, src: _Side, dst: _Side, half: int | None) -> Part:
             f"{title}: axis '{' '.join(here.packed)}': {here.pack} elements of {here.dtype} share a byte on one side only, and "
             f"along '{' '.join(there.packed)}' on the other, so that a copy would have to take bytes apart"
         )
-    modes = [*_paired(title, here, there), Mode(here.itemsize, 1, 1)]
+    if key is None:
+        modes = [*_paired(title, here, there), Mode(here.itemsize, 1, 1)]
+    else:
+        modes = [*_in_keys(title, here, there, key), Mode(here.itemsize, 1, 1, key=1)]
     label = " ".join(filter(None, (here.plane, "KV"[half] if half is not None else "")))
     ids = Id(here.block[1], here.block[0], here.units), Id(there.block[1], there.block[0], there.units)
-    return Part.of(modes, (here.at, there.at), ids, label, half)
+    return Part.of(modes, (here.at, there.at), ids, label, half, key.at[0] if key else 0)
 
 
 #: One side of a copy, and the map of it that is planned.
@@ -532,6 +545,24 @@ def _paired(title: str, src: Access, dst: Access) -> Iterator[Mode]:
             s, d = (next(x for x in side if x.divisor <= divisor < x.divisor * x.extent) for side in (here, there))
             si, di = divisor // s.divisor, divisor // d.divisor
             yield Mode(extent, s.nbytes * si, d.nbytes * di, s.entries * si, d.entries * di)
+
+
+def _in_keys(title: str, src: Access, dst: Access, key: Access) -> Iterator[Mode]:
+    """The same, whole on three sides."""
+    sides = [_by_axes(access) for access in (src, dst, key)]
+    for axes, own in sides[0].items():
+        steps = [side.get(axes, []) for side in sides]
+        end = own[-1].divisor * own[-1].extent
+        try:
+            pieces = list(refine([step.divisor for side in steps for step in side], end, own[0].divisor))
+            for divisor, extent in pieces:
+                s, d, k = (next(x for x in side if x.divisor <= divisor < x.divisor * x.extent) for side in steps)
+                si, di, ki = (divisor // x.divisor for x in (s, d, k))
+                yield Mode(extent, s.nbytes * si, d.nbytes * di, s.entries * si, d.entries * di, k.nbytes * ki)
+        except (LayoutError, StopIteration):
+            raise PlanError(
+                f"{title}: splits of '{' '.join(axes)}' have no common refinement with a digest's cells"
+            ) from None
 
 
 def _by_axes(access: Access) -> dict[tuple[str, ...], list[Step]]:

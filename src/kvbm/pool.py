@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from .arrays import Array, Borrowed, describe, empty, find_overlap, numpy_dtype
 from .contract import ALIKE, GATES, Caller, kinds_of, require_each
+from .digest import Model
 from .engines import FromEngines
 from .errors import BindError, CudaError, CudaUnavailableError, LayoutError
 from .layout import Layout
@@ -138,12 +139,13 @@ class Pool(FromEngines):
         )
         require_each(who, found, kinds_of(self.resolved), self.resolved.kind_of_entry, shape, gates)
         self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
-        self._borrowed = Borrowed(arrays, found)
+        self._borrow(arrays, found)
         self._spans: npt.NDArray[np.uint64] | None = None
         self._closed = False
         self._owned: tuple[Slab | DeviceArray, ...] = ()
         self._pins: Pins | None = None
         self._ranges: list[tuple[int, int]] | None = None
+        self.digesters: dict[Any, Any] = {}  # of sections that were digested
 
     @classmethod
     def allocate(
@@ -191,12 +193,13 @@ class Pool(FromEngines):
         if found[1] == "pinned":
             slab, arrays = pinned_arrays(resolved, progress)
             pool = cls(layout, shape, arrays, num_blocks=num_blocks)
-            pool._owned, pool._borrowed = (slab,), Borrowed((), ())
+            pool._owned = (slab,)
+            pool._borrow((), ())
             return pool
         if found[1] == "cpu":
             arrays = [empty(a.shape, numpy_dtype(a.dtype), a.strides) for a in resolved.allocations]
             pool = cls(layout, shape, arrays, num_blocks=num_blocks)
-            pool._borrowed = Borrowed((), ())
+            pool._borrow((), ())
             # Nothing to give back by name: the arrays go with the last reference.
         else:
             index = int(found[2] or 0)
@@ -269,6 +272,58 @@ class Pool(FromEngines):
         """
         return self.whole.units(tokens)
 
+    def digest(
+        self,
+        ids: Any = None,
+        *,
+        tokens: Any = None,
+        model: Model | None = None,
+        out: Any = None,
+        stream: Any = None,
+        wait: Any = None,
+    ) -> Any:
+        """Digests of blocks: a number each that depends on what a block holds, and on no layout.
+
+        Equal contents have equal digests in every layout, block size and partition; digests of parts add up to the whole's, modulo
+        2**64.  ``docs/digest.md`` defines them, and says what they find.
+
+        Parameters
+        ----------
+        ids : int, sequence of int, array or tensor, optional
+            Blocks, as copies take them; -1 has the digest 0.  All blocks if not given.
+        tokens : int, sequence of int, array or tensor, optional
+            The position of each block's first token in its sequence; one int for all of them.  0 if not given; a unit's place in
+            its block then counts.
+        model : kvbm.Model, optional
+            Which layers and heads of a whole model the pool holds; not given: the pool holds the model.
+        out : array, optional
+            Contiguous uint64 or int64, one a block: of the pool's device, or pinned.  It is filled in the order of the stream.
+        stream, wait : optional
+            As for `Transfer.copy`; on a GPU alone.
+
+        Returns
+        -------
+        numpy.ndarray or Done
+            The digests, uint64, when they are there.  On a GPU with `out` nobody waits, and their `Done` is returned.
+
+        Raises
+        ------
+        BindError
+            Ids, positions, or an `out` that do not fit.
+        PlanError
+            A layout without digests: elements that share a byte along an axis that is not the last.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from kvbm import BlockShape, load
+        >>> shape = BlockShape(nl=1, no=2, nh=4, nt=16, hd=8, dtype="float32")
+        >>> pool = Pool.allocate(load("nhd"), shape, 8)
+        >>> bool(pool.digest([3]) == pool.units(4).digest([12, 13, 14, 15]).sum())
+        True
+        """
+        return self.whole.digest(ids, tokens=tokens, model=model, out=out, stream=stream, wait=wait)
+
     # ---- memory that is given back ---------------------------------------------------------------------------------
 
     @property
@@ -288,6 +343,11 @@ class Pool(FromEngines):
                 f"{self!r}: array {moved} has other memory than when it was bound: its storage was replaced or resized; make the "
                 "pool anew"
             )
+
+    def _borrow(self, arrays: Sequence[Any], found: Sequence[Array]) -> None:
+        self._borrowed = Borrowed(arrays, found)
+        #: Whether a copy must ask the pool if it may (`require_open`, `readonly`), and tell it that it was `written`.
+        self.asked = self._borrowed.asked
 
     @property
     def readonly(self) -> bool:
@@ -317,13 +377,14 @@ class Pool(FromEngines):
         """
         if self._closed:
             return
-        self._closed = True
+        self._closed = self.asked = True
         self._ranges = None
+        self.digesters.clear()
         owned, self._owned = self._owned, ()
         pins, self._pins = self._pins, None
         if owned:
             self.arrays = ()
-        self._borrowed = Borrowed((), ())
+        self._borrowed = Borrowed((), ())  # and asked: it is closed
         with contextlib.ExitStack() as stack:  # all of them, whichever fails
             for one in (*owned, *([pins] if pins else [])):
                 stack.callback(one.close)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from . import _core, runtime
+from .digest import Told
 from .errors import MissingKernelError
 from .lower import Kernels, Launch, Steps, engine_arguments, lower
 from .nest import Kernel, kernel_name, parse_kernel
 from .planner import Plan
 
-__all__ = ["engine_copies", "kernel_notes", "launches_of", "prepare"]
+__all__ = ["digest_copies", "engine_copies", "kernel_notes", "launches_of", "prepare"]
 
 
 @functools.cache
@@ -104,6 +106,55 @@ def prepare(
         _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), ids[0], ids[1], _units(made))
         for launch in launches_of(made, (src_alignment, dst_alignment), few, device)
     ]
+
+
+def digest_copies(
+    ready: Sequence[tuple[Launch, Sequence[Told]]],
+    lanes: int,
+    device: int,
+    src_steps: Steps = Steps(),  # noqa: B008  (immutable)
+    dst_steps: Steps = Steps(),  # noqa: B008
+) -> list[_core.Copy]:
+    """The launches of a digest, by itself or fused into a copy (`kvbm.digest`), with kernels that are built in.
+
+    Parameters
+    ----------
+    ready : sequence of (Launch, sequence of Told)
+    lanes : int
+        Keys a token of the whole model.
+    device, src_steps, dst_steps
+        As for `prepare`.
+
+    Raises
+    ------
+    MissingKernelError
+        None is built that would do.
+    """
+    copies = []
+    for asked, told in ready:
+        launch = _built(asked, _kernels_on(device))
+        part = launch.work[0][0].fold(src_steps.entry, dst_steps.entry)
+        ids = [
+            (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
+            for of, steps in ((part.src_id, src_steps), (part.dst_id, dst_steps))
+        ]
+        units = launch.work[0][0].src_id.extents, launch.work[0][0].dst_id.extents
+        parts = [
+            (*part[:-1], (one.word,) if one.word else part[-1])
+            for part, one in zip(launch.arguments(src_steps, dst_steps), told, strict=True)
+        ]
+        copies.append(_core.Copy(launch.name, parts, ids[0], ids[1], units, (lanes, [one[:4] for one in told])))
+    return copies
+
+
+def _built(launch: Launch, kernels: Kernels) -> Launch:
+    """A launch of kernels that digest, with the leanest one that is built."""
+    [wanted] = launch.kernel
+    for form in kernels.forms if wanted.name not in kernels.names else (wanted,):
+        if form.runs(wanted):
+            work = [(part, replace(of, outer=form.outer, inner=form.inner)) for part, of in launch.work]
+            return launch._replace(kernel=(form,), work=tuple(work))
+    raise MissingKernelError(f"no kernel runs {wanted.name}, and none was built for any loop nest")
 
 
 def engine_copies(made: Plan) -> list[_core.Copy]:

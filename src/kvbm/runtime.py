@@ -441,7 +441,7 @@ def kernel(name: str, device: int) -> Origin:
 
 def is_known_kind(kernel: Kernel) -> bool:
     """Whether the compiled half can launch such a kernel without a template of its own."""
-    return not any(form.of_planes for form in kernel)
+    return not any(form.of_planes or form.sums for form in kernel)
 
 
 def origin(name: str, device: int) -> Origin | None:

@@ -15,7 +15,7 @@ from .shapes import BlockShape, round_up
 if TYPE_CHECKING:
     from .layout import Layout
 
-__all__ = ["MAX_UNIT_DIGITS", "Section", "pieces"]
+__all__ = ["MAX_UNIT_DIGITS", "Section", "canonical", "pieces"]
 
 #: Digits of an id below the block that kernels take out of it (``KVBM_UNIT_DIGITS`` of ``cuda/kvbm.h``).
 MAX_UNIT_DIGITS = 2
@@ -217,7 +217,7 @@ class Section:
         for name in sorted({access.plane for access in self.accesses}):
             access = next(access for access in self.accesses if access.plane == name)
             sizes = dict(access.sizes) | {axis: self.count(axis) for axis, _ in self.chosen}
-            order = [axis for axis in sorted(sizes, key=_canonical) if sizes[axis] > 1]
+            order = [axis for axis in sorted(sizes, key=canonical) if sizes[axis] > 1]
             held, steps = access.itemsize, []
             for axis in reversed(order):
                 low = access.pack if axis in access.packed else 1
@@ -333,7 +333,7 @@ def _runs(coordinates: Coordinates) -> Iterator[_Window]:
         at += count
 
 
-def _canonical(axis: str) -> tuple[int, str]:
+def canonical(axis: str) -> tuple[int, str]:
     """Where an axis stands on a wire: l o h t, a layout's own, d."""
     return ("l", "o", "h", "t").index(axis) if axis in "loht" else 5 if axis == "d" else 4, axis
 

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .digest import Keys, Model, keys_of
+from .digesting import Digester
 from .errors import LayoutError, PlanError
 from .section import Coordinates, Section
 
@@ -19,6 +21,9 @@ Axis = int | range | Sequence[int]
 
 #: Ids travel as 32 bits, and -1 means none.
 _MOST_IDS = (1 << 31) - 1
+
+#: Sections that a pool keeps digesters of.
+_MOST_DIGESTERS = 256
 
 
 class PoolSection:
@@ -36,13 +41,25 @@ class PoolSection:
         Tokens of a block, or of a unit.
     is_whole : bool
         Whether all of the pool's blocks is meant.
+    choices : tuple of (str, coordinates)
+        What was chosen, one after the other: of an axis; of planes where it is empty.
     """
 
-    def __init__(self, pool: Pool, section: Section, *, is_whole: bool = False, said: str = "") -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        section: Section,
+        *,
+        is_whole: bool = False,
+        choices: tuple[tuple[str, Any], ...] = (),
+        said: str = "",
+    ) -> None:
         self.pool = pool
         self.of = section
         self.is_whole = is_whole
+        self.choices = choices
         self._said = said  # the calls that it was made by, for people
+        self._keys: dict[Model | None, Keys] = {}
 
     @property
     def num_ids(self) -> int:
@@ -64,19 +81,23 @@ class PoolSection:
         **others: Axis,
     ) -> PoolSection:
         """Some coordinates of this section: as `Pool.section`."""
-        section = self.of
+        section, choices = self.of, list(self.choices)
         try:
             if planes is not None:
-                section = section.of_planes(self._names(planes))
+                names = self._names(planes)
+                section = section.of_planes(names)
+                choices.append(("", tuple(names)))
             for axis, given in {"l": l, "o": o, "h": h, "t": t, "d": d, **others}.items():
                 if given is not None:
                     self._require_axis(axis)
-                    section = section.select(axis, _coordinates(axis, given))
+                    coordinates = _coordinates(axis, given)
+                    section = section.select(axis, coordinates)
+                    choices.append((axis, coordinates))
         except LayoutError as error:
             raise PlanError(str(error)) from None
         named = [("planes", planes), ("l", l), ("o", o), ("h", h), ("t", t), ("d", d), *others.items()]
         said = ", ".join(f"{what}={_said(some)}" for what, some in named if some is not None)
-        return PoolSection(self.pool, section, said=f"{self._said}.section({said})")
+        return PoolSection(self.pool, section, choices=tuple(choices), said=f"{self._said}.section({said})")
 
     def units(self, tokens: int) -> PoolSection:
         """Units of this section's blocks: as `Pool.units`."""
@@ -91,7 +112,8 @@ class PoolSection:
                 f"{self.pool.layout.name}: units of {tokens} tokens: {section.num_ids} of them; expected at most {_MOST_IDS}: "
                 "take larger ones"
             )
-        return PoolSection(self.pool, section, said=f"{self._said}.units({tokens})")
+        choices = (*self.choices, ("t", range(section.count("t"))))
+        return PoolSection(self.pool, section, choices=choices, said=f"{self._said}.units({tokens})")
 
     def _names(self, planes: Any) -> list[str]:
         try:
@@ -100,6 +122,45 @@ class PoolSection:
             raise PlanError(
                 f"{self.pool.layout.name}: planes: expected a name, or a list of names, got {planes!r:.200}"
             ) from None
+
+    def keys(self, model: Model | None = None) -> Keys:
+        """The keys of this section's cells, for digests.
+
+        Parameters
+        ----------
+        model : Model, optional
+            Which layers, K and V, and heads of a whole model the pool holds; not given: the model is what the pool holds.
+
+        Raises
+        ------
+        PlanError
+            A layout without digests; a model of which the pool does not hold so many.
+        """
+        found = self._keys.get(model)
+        if found is None:
+            found = self._keys[model] = keys_of(self.pool.resolved.section, model, self.choices)
+        return found
+
+    def digest(
+        self,
+        ids: Any = None,
+        *,
+        tokens: Any = None,
+        model: Model | None = None,
+        out: Any = None,
+        stream: Any = None,
+        wait: Any = None,
+    ) -> Any:
+        """Digests of blocks of this section, or of units: as `Pool.digest`."""
+        self.pool.require_open()
+        known: dict[Any, Digester] = self.pool.digesters
+        what = self.of, self.choices, model
+        found = known.get(what)
+        if found is None:
+            if len(known) >= _MOST_DIGESTERS:
+                known.clear()
+            found = known.setdefault(what, Digester(self, self.keys(model)))
+        return found.digest(self.pool, ids, tokens, out, stream, wait)
 
     def _require_axis(self, axis: str) -> None:
         sizes = self.of.shape.sizes | dict.fromkeys(self.pool.layout.axes, 1)

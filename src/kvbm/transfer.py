@@ -6,6 +6,8 @@ import weakref
 from typing import Any
 
 from . import _core
+from .digest import Model
+from .errors import BindError
 from .mover import Layers, Mover, part_of, require_usable
 from .pool import Pool
 from .selection import PoolSection
@@ -29,6 +31,11 @@ class Transfer:
         Multiprocessors that kernels may use.  Not given: 16 where host memory is involved, else all.
     chunk_bytes : int, optional
         Size of one of the three slots of the ring that staged copies use; at least one block, 32 MiB if not given.
+    verify : bool
+        Digest the source before and the destination after each copy, by kernels that share no loop with the copy's, and compare
+        both: `Done.synchronize` raises `DigestError` where they differ.  It costs a read of either side.
+    model : kvbm.Model, optional
+        Which layers and heads of a whole model the source holds, for `digests`.
 
     Raises
     ------
@@ -59,9 +66,13 @@ class Transfer:
         strategy: str = "auto",
         max_sms: int | None = None,
         chunk_bytes: int | None = None,
+        *,
+        verify: bool = False,
+        model: Model | None = None,
     ) -> None:
         src, dst = part_of(src_pool, "source"), part_of(dst_pool, "destination")
-        self._mover = Mover(src, dst, strategy, max_sms, chunk_bytes, keeps=True, transfer=Transfer)
+        self._mover = Mover(src, dst, strategy, max_sms, chunk_bytes, keeps=True, transfer=Transfer, model=model)
+        self._verifies = verify
         self._pools = (src.pool, dst.pool)
 
     @property
@@ -70,7 +81,15 @@ class Transfer:
         return self._mover.device
 
     def copy(
-        self, src_ids: Any = None, dst_ids: Any = None, *, layers: Layers = None, stream: Any = None, wait: Any = None
+        self,
+        src_ids: Any = None,
+        dst_ids: Any = None,
+        *,
+        layers: Layers = None,
+        stream: Any = None,
+        wait: Any = None,
+        digests: Any = None,
+        tokens: Any = None,
     ) -> _core.Done:
         """Enqueue a batch: block ``src_ids[i]`` is copied into block ``dst_ids[i]``.
 
@@ -89,6 +108,11 @@ class Transfer:
             when the call returns.
         wait : optional
             What must be done before: an event, a stream, the `Done` of another copy, or a list of them.
+        digests : array, optional
+            Takes the digest of what each pair copies: contiguous uint64 or int64, one a pair, on the transfer's device or pinned; 0
+            for pairs that are skipped.  Kernels digest what passes through them where they can (`explain`), else one reads a side.
+        tokens : int, sequence of int, array or tensor, optional
+            With `digests`: the position of each block's first token in its sequence, as for `Pool.digest`.
 
         Returns
         -------
@@ -102,9 +126,17 @@ class Transfer:
         CudaError
             A call of the driver failed.
         """
-        require_usable(*self._pools)
-        done = self._mover.copy(src_ids, dst_ids, layers, stream, wait)
-        self._pools[1].written()
+        src, dst = self._pools
+        if src.asked or dst.asked:
+            require_usable(src, dst)
+        if digests is None and not self._verifies:
+            if tokens is not None:
+                raise BindError("tokens: positions are for digests; pass digests=, or leave tokens out")
+            done = self._mover.copy(src_ids, dst_ids, layers, stream, wait)
+        else:
+            done = self._mover.copy_digested(src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies)
+        if dst.asked:
+            dst.written()
         return done
 
     def explain(self, num_blocks: int | None = None, *, layers: Layers = None) -> str:

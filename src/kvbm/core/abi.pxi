@@ -28,15 +28,18 @@ cdef extern from "kvbm.h" nogil:
 
     ctypedef struct kvbm_inner:
         kvbm_div extent
+        uint32_t key
         int64_t src, dst
 
     ctypedef struct kvbm_outer:
         kvbm_div extent
+        uint32_t key
         int64_t src, dst
         int32_t src_table, dst_table
 
     ctypedef struct kvbm_part:
-        uint32_t word, item, place, held, apart
+        uint32_t word, item, place, held, apart, cell_words
+        uint32_t *cell
         int64_t src_offset, dst_offset
         int64_t src_id_stride, dst_id_stride
         int32_t src_table_offset, dst_table_offset
@@ -52,14 +55,23 @@ cdef extern from "kvbm.h" nogil:
         kvbm_div *dst
         kvbm_unit_strides *part
 
+    ctypedef struct kvbm_digest_part "decltype(kvbm_digest::part[0])":
+        uint64_t first
+
+    ctypedef struct kvbm_digest:
+        uint64_t lanes
+        kvbm_digest_part *part
+
     ctypedef struct kvbm_args:
         int64_t src_id_table, dst_id_table
         uint32_t num_parts, inline_mask
         kvbm_part *part
+        kvbm_digest digest
 
     enum:
         KVBM_SRC_UNITS
         KVBM_DST_UNITS
+        KVBM_DIGEST
 
     ctypedef struct kvbm_kernel:
         const char *name
@@ -84,6 +96,11 @@ cdef extern from "kvbm.h" nogil:
         kvbm_side src, dst
         uint64_t fault
         uint32_t max_ctas
+        const int64_t *positions
+        uint64_t positions_device
+        uint32_t position_bytes
+        uint64_t digests
+        uint64_t *both
 
     ctypedef struct kvbm_ring:
         pass
@@ -103,6 +120,15 @@ cdef extern from "kvbm.h" nogil:
         kvbm_ring *ring
         uint32_t num_runs
         const kvbm_args **runs
+        uint32_t num_sum_direct, num_sum_permute
+        const int *sum_direct_kernel
+        const int *sum_permute_kernel
+        const kvbm_args **sum_direct
+        const kvbm_args **sum_permute
+        uint32_t *num_digests
+        const int **digest_kernel
+        const kvbm_args ***digest
+        int digests_dst
         const uint64_t *src_bases
         const uint64_t *dst_bases
         const uint64_t *cuts
@@ -116,6 +142,7 @@ cdef extern from "kvbm.h" nogil:
         uint32_t pair
 
     enum:
+        KVBM_NO_COPY
         KVBM_DIRECT
         KVBM_STAGED
         KVBM_ENGINE

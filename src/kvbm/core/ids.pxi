@@ -78,8 +78,8 @@ cdef class Pairs:
         src.more = dst.more = NULL
         src.has_buffer = dst.has_buffer = False
         try:
-            keep = (_read(&src, src_ids, "src_ids", src_blocks, device),
-                    _read(&dst, dst_ids, "dst_ids", dst_blocks, device))
+            keep_src = _read(&src, src_ids, "src_ids", src_blocks, device)
+            keep_dst = _read(&dst, dst_ids, "dst_ids", dst_blocks, device)
             self._count(src.count, dst.count, src_blocks, dst_blocks)
             if src.device and dst.device and src.nbytes != dst.nbytes:
                 raise BindError(
@@ -88,7 +88,7 @@ cdef class Pairs:
                 )
             if src.device or dst.device:
                 self.id_bytes = src.nbytes if src.device else dst.nbytes
-                self.keep = keep
+                self.keep = keep_src, keep_dst
             if self.count > 64:
                 self.more = <int32_t *> malloc(2 * sizeof(int32_t) * self.count)
                 if self.more == NULL:
@@ -166,6 +166,69 @@ cdef class Pairs:
         )
 
 
+@cython.final
+cdef class Positions:
+    """The position of each block's first token in its sequence, where blocks are digested.
+
+    Parameters
+    ----------
+    given : int, sequence of int, array or tensor of one axis
+        One for all, or one each.  On a GPU they are int32 or int64, and read when the kernel runs.
+    count : int
+        How many blocks.
+    device : int
+        CUDA device whose kernels read them; -1: the host.
+
+    Raises
+    ------
+    BindError
+        No integers, other than `count` of them, below 0.
+    """
+
+    cdef int64_t *on_host
+    cdef uint64_t on_device
+    cdef uint32_t nbytes  # of one on the device
+    cdef object keep
+
+    def __cinit__(self):
+        self.on_host = NULL
+        self.on_device = 0
+        self.nbytes = 0
+
+    def __init__(self, given, uint32_t count, int device=-1):
+        cdef Given read
+        cdef uint32_t i
+        cdef int64_t one
+        if self.on_host != NULL or self.on_device:
+            raise TypeError("Positions are initialised once")
+        read.more = NULL
+        read.has_buffer = False
+        try:
+            keep = _read(&read, given, "tokens", INDEX_LIMIT, device)
+            single = isinstance(given, int)
+            if read.count != count and not single:
+                raise BindError(f"tokens: expected {count}, the position of each block's first token, got {read.count}")
+            if read.device:
+                self.on_device, self.nbytes, self.keep = read.device, read.nbytes, keep
+                return
+            self.on_host = <int64_t *> malloc((<size_t> count + 1) * sizeof(int64_t))
+            if self.on_host == NULL:
+                raise MemoryError(f"{count} positions")
+            for i in range(count):
+                if read.nbytes == 4:
+                    one = (<const int32_t *> read.data)[0 if single else i]
+                else:
+                    one = (<const int64_t *> read.data)[0 if single else i]
+                if one < 0:
+                    raise BindError(f"tokens[{i}] is {one}: expected a position from 0 on")
+                self.on_host[i] = one
+        finally:
+            _drop(&read)
+
+    def __dealloc__(self):
+        free(self.on_host)
+
+
 cdef int _refuse_range(str what, int64_t index, id, int64_t blocks) except -1:
     if blocks <= 0:
         raise BindError(f"{what}[{index}] is {id}: the pool has no blocks")
@@ -227,15 +290,14 @@ cdef object _read(Given *ids, object given, str what, int64_t blocks, int device
         return None
     known = _kind_of_ids.get(type(given))
     cdef int kind = _ids_kind(given, what) if known is None else known
-    if kind == ITEMS:
-        if not _read_ints(ids, given):
-            _read_items(ids, tuple(given), what, blocks)
+    if kind == ITEMS or kind == NUMBER:
+        items = given if kind == ITEMS else (given,)
+        if not _read_ints(ids, items):
+            _read_items(ids, tuple(items), what, blocks)
     elif kind == BUFFER:
         _read_buffer(ids, given, what, blocks)
     elif kind == TENSOR:
         return _read_tensor(ids, given, what, blocks, device)
-    elif kind == NUMBER:
-        _read_items(ids, (given,), what, blocks)
     elif kind == ON_GPU:
         return _read_device(ids, given, what, device)
     elif kind == ARRAY:
@@ -304,6 +366,16 @@ cdef int _read_items(Given *ids, tuple items, str what, int64_t blocks) except -
     return 0
 
 
+cdef bint _is_plain(const Py_buffer *buffer) noexcept:
+    """Whether the items are int32 or int64 of this machine's byte order."""
+    cdef const char *code = buffer.format
+    if code == NULL or (buffer.itemsize != 4 and buffer.itemsize != 8):
+        return False
+    if code[0] == c"@" or code[0] == c"=" or code[0] == c"<":
+        code += 1
+    return code[0] != 0 and code[1] == 0 and code[0] in (c"i", c"l", c"q", c"n")
+
+
 cdef int _read_buffer(Given *ids, object given, str what, int64_t blocks) except -1:
     cdef Py_ssize_t i, count, step
     cdef int64_t *out
@@ -322,16 +394,16 @@ cdef int _read_buffer(Given *ids, object given, str what, int64_t blocks) except
     ids.count = count
     if count == 0:
         return 0
+    if _is_plain(&ids.buffer) and (count == 1 or step == ids.buffer.itemsize):  # without a string of Python's
+        ids.data = ids.buffer.buf
+        ids.nbytes = <uint32_t> ids.buffer.itemsize
+        return 0
     code = (<bytes> ids.buffer.format).decode("ascii", "replace") if ids.buffer.format != NULL else "B"
     swapped = code[0] in ">!" and ids.buffer.itemsize > 1
     code = code.lstrip("@=<>!^")
     signed = code in ("b", "h", "i", "l", "q", "n")
     if not signed and code not in ("B", "H", "I", "L", "Q", "N"):
         _refuse_kind(what, f"dtype {getattr(given, 'dtype', code)}")
-    if signed and not swapped and ids.buffer.itemsize >= 4 and (count == 1 or step == ids.buffer.itemsize):
-        ids.data = ids.buffer.buf
-        ids.nbytes = <uint32_t> ids.buffer.itemsize
-        return 0
     out = _room(ids, count)
     at = <const char *> ids.buffer.buf
     order = "big" if swapped else "little"

@@ -209,6 +209,9 @@ cdef class Copy:
         What one block contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
     units : tuple of two tuples of int
         Where ids count units of a block: extents of the digits below the block, fastest first, on each side.
+    digest : tuple of (int, sequence of (first, outer, inner, steps)), optional
+        For kernels that digest: keys a token of the model, and a part each the key of its first cell, the keys that its outer and
+        inner modes step, and the bytes that each binary digit of a word's number in its cell steps.
 
     Raises
     ------
@@ -222,7 +225,7 @@ cdef class Copy:
     cdef int index
     cdef readonly str kernel
 
-    def __init__(self, str kernel, parts, src_id, dst_id, units=((), ())):
+    def __init__(self, str kernel, parts, src_id, dst_id, units=((), ()), digest=None):
         cdef int index = _find_kernel(kernel) if kernel is not None else -1
         parts = tuple(parts)
         if not 0 < len(parts) <= KVBM_MAX_PARTS or (
@@ -250,6 +253,18 @@ cdef class Copy:
                     digits.part[number].dst[digit] = step
             except OverflowError as error:
                 raise PlanError(f"part {number} of the plan for {kernel!r}: {error}") from None
+        if digest is not None:
+            lanes, told = digest
+            if len(told) != len(parts):
+                raise PlanError(f"kernel {kernel!r}: expected keys of {len(parts)} part(s), got {len(told)}")
+            self.args.inline_mask |= KVBM_DIGEST
+            self.args.digest.lanes = lanes
+            for number, (first, outer, inner, steps) in enumerate(told):
+                try:
+                    self.args.digest.part[number].first = first
+                    _fill_keys(&self.args.part[number], tuple(outer), tuple(inner), tuple(steps))
+                except OverflowError as error:
+                    raise PlanError(f"keys of part {number} of the plan for {kernel!r}: {error}") from None
         self.index = index
         self.kernel = kernel
 
@@ -346,6 +361,20 @@ cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides,
     return 0
 
 
+cdef int _fill_keys(kvbm_part *part, tuple outer, tuple inner, tuple steps) except -1:
+    cdef int i
+    if len(outer) > KVBM_MAX_OUTER or len(inner) > KVBM_MAX_INNER or len(steps) > 4:
+        raise PlanError(f"keys of {len(outer)} outer and {len(inner)} inner modes, and of {1 << len(steps)} words a cell")
+    for i in range(len(outer)):
+        part.outer[i].key = outer[i]
+    for i in range(len(inner)):
+        part.inner[i].key = inner[i]
+    for i in range(len(steps)):
+        part.cell[i] = steps[i]
+    part.cell_words = 1 << len(steps)
+    return 0
+
+
 cdef int _fill_digits(kvbm_div *digits, tuple extents) except -1:
     cdef int i
     if len(extents) > KVBM_UNIT_DIGITS:
@@ -367,8 +396,8 @@ cdef int _fill_batch(kvbm_batch *batch, Table src, Table dst, Pairs pairs, int d
             f"{pairs.count} pairs of blocks between tables of {src.count} and {dst.count} addresses: expected at least "
             "one each"
         )
+    memset(batch, 0, sizeof(kvbm_batch))
     batch.num_pairs, batch.kept, batch.id_bytes = pairs.count, pairs.kept, pairs.id_bytes
-    batch.fault = batch.max_ctas = 0
     batch.src, batch.dst = pairs.src, pairs.dst
     _fill_side(&batch.src, src, "source", device)
     _fill_side(&batch.dst, dst, "destination", device)

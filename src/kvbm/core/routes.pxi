@@ -77,9 +77,10 @@ cdef class Done:
     cdef object keep
     cdef kvbm_fault *fault  # where its kernels note an id that is out of range, or NULL
     cdef readonly bint captured
-    """Whether a graph has it, where ids on the device are read at every replay."""
+    """Whether a graph has it, and ids on the device are read, or digests written, at every replay."""
     cdef readonly str strategy
     """What ran: ``direct``, ``staged`` or ``engine``."""
+    cdef public object proof  # what `synchronize` calls at the end: it raises where digests differ
 
     def __cinit__(self):
         self.event = 0
@@ -119,11 +120,11 @@ cdef class Done:
             What failed on the GPU.
         BindError
             A kernel met an id on the device that is out of range.
+        DigestError
+            Of a transfer that verifies: what was written is not what was read.
         """
         cdef int status
-        if self.event == 0:
-            return
-        if not self.captured:
+        if self.event and not self.captured:
             with nogil:
                 status = kvbm_event_synchronize(self.device, self.event)
             check(status, "waiting for a copy")
@@ -133,6 +134,8 @@ cdef class Done:
                 f"block ids on the device: pair {pair} of an earlier copy named a block that its pool does not have; "
                 "it was skipped, and nothing of it was copied"
             )
+        if self.proof is not None:
+            self.proof()
 
     @property
     def is_wrong(self):
@@ -200,6 +203,12 @@ cdef class Route:
         What the copies need alive.
     by_peer : bool
         Whether the far GPU has memory that is not granted to the device (`find_ungranted`).
+    sum_direct, sum_permute : sequence of Copy
+        In place of `direct` and `permute`, where what is copied is digested; empty: nothing is fused.
+    digests : tuple of two sequences of Copy
+        Digests by themselves of the source and of the destination.
+    digests_dst : bool
+        Where nothing is fused the destination is digested, after the copy; else the source before.
     """
 
     cdef kvbm_route route
@@ -227,7 +236,8 @@ cdef class Route:
                  direct, permute=(), moves=(), runs=(), const uint64_t[::1] src_bases=None,
                  const uint64_t[::1] dst_bases=None, const uint64_t[::1] cuts=None, bint gathers=False,
                  uint64_t slot_block_bytes=0, Ring ring=None, int max_sms=0, bint same_pool=False, bint crosses=False,
-                 limits=((0, 0),), bint may_choose=False, keep=None, bint by_peer=False):
+                 limits=((0, 0),), bint may_choose=False, keep=None, bint by_peer=False, sum_direct=(),
+                 sum_permute=(), digests=((), ()), bint digests_dst=False):
         cdef Copy copy
         cdef int i
         memset(&self.route, 0, sizeof(kvbm_route))
@@ -235,11 +245,12 @@ cdef class Route:
         memset(self.blocks, 0, sizeof(self.blocks))
         self.submissions = 0
         direct, permute, moves, runs, limits = tuple(direct), tuple(permute), tuple(moves), tuple(runs), tuple(limits)
-        if not 0 < len(limits) <= 8:
-            raise PlanError(f"{len(limits)} limits: expected 1 to 8")
+        if len(limits) > 8:
+            raise PlanError(f"{len(limits)} limits: expected at most 8")
         if self.launches != NULL:
             raise TypeError("a Route is initialised once")
-        every = (*direct, *permute, *moves, *runs)
+        lists = [direct, permute, tuple(sum_direct), tuple(sum_permute), *map(tuple, digests), moves, runs]
+        every = tuple([copy for each in lists for copy in each])
         cdef size_t most = <size_t> len(every)
         self.launches = malloc((most + 1) * (sizeof(void *) + sizeof(int)))
         if self.launches == NULL:
@@ -247,20 +258,35 @@ cdef class Route:
         cdef const kvbm_args **args = <const kvbm_args **> self.launches
         cdef int *numbers = <int *> (args + most)
         self.src, self.dst, self.ring, self.keep = src, dst, ring, keep
-        self.owned = (direct, permute, moves, runs, src_bases, dst_bases, cuts)
+        self.owned = (direct, permute, moves, runs, src_bases, dst_bases, cuts, lists)
         self.route.device, self.route.crosses, self.route.by_peer = device, crosses, by_peer
         self.same_pool, self.src_blocks, self.dst_blocks = same_pool, src_blocks, dst_blocks
         self.max_ctas = <uint32_t> max_sms
         self.route.gathers, self.route.slot_block_bytes = gathers, slot_block_bytes
         for i, copy in enumerate(every):
             numbers[i], args[i] = copy.index, &copy.args
-        self.route.direct_kernel, self.route.direct = numbers, args
-        self.route.num_direct = <uint32_t> len(direct)
-        self.route.permute_kernel, self.route.permute = numbers + len(direct), args + len(direct)
-        self.route.num_permute = <uint32_t> len(permute)
-        args += len(direct) + len(permute)
-        self.route.moves, self.route.num_moves = args, <uint32_t> len(moves)
-        self.route.runs, self.route.num_runs = args + len(moves), <uint32_t> len(runs)
+        cdef uint32_t counts[8]
+        for i, each in enumerate(lists):
+            counts[i] = <uint32_t> len(each)
+        self.route.direct_kernel, self.route.direct, self.route.num_direct = numbers, args, counts[0]
+        numbers += counts[0]
+        args += counts[0]
+        self.route.permute_kernel, self.route.permute, self.route.num_permute = numbers, args, counts[1]
+        numbers += counts[1]
+        args += counts[1]
+        self.route.sum_direct_kernel, self.route.sum_direct, self.route.num_sum_direct = numbers, args, counts[2]
+        numbers += counts[2]
+        args += counts[2]
+        self.route.sum_permute_kernel, self.route.sum_permute, self.route.num_sum_permute = numbers, args, counts[3]
+        numbers += counts[3]
+        args += counts[3]
+        for i in range(2):
+            self.route.digest_kernel[i], self.route.digest[i], self.route.num_digests[i] = numbers, args, counts[4 + i]
+            numbers += counts[4 + i]
+            args += counts[4 + i]
+        self.route.digests_dst = digests_dst
+        self.route.moves, self.route.num_moves = args, counts[6]
+        self.route.runs, self.route.num_runs = args + counts[6], counts[7]
         if ring is not None:
             self.route.ring = ring.ring
         if src_bases is not None and src_bases.shape[0]:
@@ -290,6 +316,62 @@ cdef class Route:
     def counters(self):
         """Copies and blocks by strategy, and calls of the driver that they took."""
         return tuple(self.copies), tuple(self.blocks), self.submissions
+
+    def digest(self, Pairs pairs not None, Positions positions, uint64_t out, stream=None, wait=None, keep=None):
+        """Digest blocks of the source; nothing is copied.
+
+        Parameters
+        ----------
+        pairs : Pairs
+            The blocks are its source ids.
+        positions : Positions or None
+            Of their first tokens; None: 0.
+        out : int
+            Address of a uint64 a pair, readable and writable where the kernels run.
+        stream, wait : optional
+            As for `copy`.
+        keep : optional
+            What must live as long as the digests are not done.
+
+        Returns
+        -------
+        Done
+        """
+        cdef kvbm_batch batch
+        cdef uint64_t handle = 0 if self.route.device < 0 else _handle_of(stream)
+        cdef Done done
+        _fill_batch(&batch, self.src, self.dst, pairs, self.route.device)
+        _fill_digests(&batch, positions, out)
+        done = self._copy(pairs, &batch, KVBM_NO_COPY, handle, stream, wait)
+        done.keep = (self, pairs, positions, keep)
+        return done
+
+    def copy_digested(self, Pairs pairs not None, Positions positions, uint64_t out, both, stream=None, wait=None, keep=None):
+        """`copy` with digests: of what is copied at `out`, or 0; of the source before and the destination after it at `both`."""
+        cdef kvbm_batch batch
+        cdef uint64_t handle = 0 if self.route.device < 0 else _handle_of(stream)
+        cdef Done done
+        cdef int strategy
+        _fill_batch(&batch, self.src, self.dst, pairs, self.route.device)
+        _fill_digests(&batch, positions, out)
+        batch.both[0], batch.both[1] = both
+        batch.max_ctas = self.max_ctas
+        strategy = self._choose(pairs.kept)
+        if pairs.on_device():
+            strategy = self._choose_for_device_ids(strategy, pairs.src.ids_device != 0, pairs.dst.ids_device != 0)
+        if self.ring is not None:
+            self.ring.enter()
+        try:
+            done = self._copy(pairs, &batch, strategy, handle, stream, wait)
+        finally:
+            if self.ring is not None:
+                self.ring.leave()
+        done.keep = (self, pairs, positions, keep)
+        return done
+
+    def pairs_of(self, src_ids, dst_ids):
+        """Ids of a batch, checked."""
+        return Pairs(src_ids, dst_ids, self.src_blocks, self.dst_blocks, self.same_pool, self.route.device)
 
     def copy(self, src_ids, dst_ids, stream=None, wait=None):
         """Copy blocks, ordered by the stream.
@@ -374,6 +456,9 @@ cdef class Route:
             if taken:
                 for device, event in taken:
                     kvbm_event_give(device, event)
+        if strategy == KVBM_NO_COPY:
+            check(status, f"digesting {pairs.count} blocks on {'the host' if home < 0 else f'cuda:{self.route.device}'}")
+            return done
         if status != KVBM_OK:
             used = () if strategy == KVBM_ENGINE else dict.fromkeys(copy.kernel for copy in self.owned[strategy])
             by = " and ".join(used) or "no kernel"
@@ -409,6 +494,16 @@ cdef class Route:
             "staged: src_ids lie on the GPU, and the copy engine that reads the source needs them on the host; pass "
             "src_ids.cpu(), or use strategy='direct'"
         )
+
+
+cdef int _fill_digests(kvbm_batch *batch, Positions positions, uint64_t out) except -1:
+    if out & 7:
+        raise BindError(f"digests: expected an address that is a multiple of 8, got {out:#x}")
+    batch.digests = out
+    if positions is not None:
+        batch.positions, batch.positions_device = positions.on_host, positions.on_device
+        batch.position_bytes = positions.nbytes
+    return 0
 
 
 cdef int _device_of_default(stream, int otherwise) except? -1:

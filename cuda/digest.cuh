@@ -1,0 +1,260 @@
+// digest.cuh: sums over cells that no layout changes, beside a copy and by themselves.  docs/digest.md defines them.
+//
+//   Digest<OUTER, INNER>   reads the cells of any number of parts; what a cell's words are is an argument
+//
+// permute.cuh includes it between what finds a job's addresses and what copies.
+#pragma once
+
+namespace kvbm {
+
+// Of version 1.  The four of the words are the best of 20,000 sets; tools/digest_constants.py finds them again.
+constexpr uint64_t kOfWord0 = UINT64_C(0xa55c9364d6777aa3), kOfWord1 = UINT64_C(0xb78448c894e972e3),
+                   kOfWord2 = UINT64_C(0x1e2754521961ffbb), kOfWord3 = UINT64_C(0x055ccea021bda7a7),
+                   kOfCell = UINT64_C(0xa0761d6478bd642f);
+constexpr uint64_t kOfKey0 = UINT64_C(0xbf58476d1ce4e5b9), kOfKey1 = UINT64_C(0x94d049bb133111eb);
+
+KVBM_INLINE uint64_t folded(uint64_t x) { return x ^ (x >> 32); }
+KVBM_INLINE uint64_t weight(uint64_t key) { return folded(folded(key * kOfKey0) * kOfKey1) | 1; }
+KVBM_INLINE uint64_t content(const Word16& v) {
+  return folded(kOfCell + v.x[0] * kOfWord0 + v.x[1] * kOfWord1 + v.x[2] * kOfWord2 + v.x[3] * kOfWord3);
+}
+KVBM_INLINE uint64_t digest_of(uint64_t key, const Word16& v) { return weight(key) * content(v); }
+
+// A word as the cell that it is: what is missing is zero.
+KVBM_INLINE Word16 cell_of(const Word16& v) { return v; }
+KVBM_INLINE Word16 cell_of(const Word8& v) { return {{v.x[0], v.x[1], 0, 0}}; }
+KVBM_INLINE Word16 cell_of(uint32_t v) { return {{v, 0, 0, 0}}; }
+KVBM_INLINE Word16 cell_of(uint16_t v) { return {{v, 0, 0, 0}}; }
+KVBM_INLINE Word16 cell_of(uint8_t v) { return {{v, 0, 0, 0}}; }
+
+// ---- keys ----------------------------------------------------------------------------------------------------------
+
+KVBM_INLINE uint64_t position_of(const kvbm_args& a, uint32_t pair) {
+  const kvbm_digest& d = a.digest;
+  if (d.position_bytes == 0) return 0;
+  if (a.inline_mask & KVBM_POSITIONS_INLINE) return a.payload[d.positions / 8 + pair];
+  if (d.position_bytes == 8) return reinterpret_cast<const uint64_t*>(d.positions)[pair];
+  return uint64_t(int64_t(reinterpret_cast<const int32_t*>(d.positions)[pair]));
+}
+
+KVBM_INLINE uint32_t pair_of(const kvbm_part& p, uint32_t& place) {
+  uint32_t chunk = take(place, p.faster), pair = place;
+  place = chunk;
+  if (p.pairs_first) {
+    place = pair;
+    pair = chunk;
+  }
+  return pair;
+}
+
+// Key of the first cell of a job's place.
+template <int OUTER>
+KVBM_INLINE uint64_t first_key(const kvbm_args& a, const kvbm_part& p, uint32_t place) {
+  uint32_t chunk = place;
+  const uint32_t pair = pair_of(p, chunk);
+  uint64_t key = a.digest.part[&p - a.part].first + position_of(a, pair) * a.digest.lanes;
+  KVBM_UNROLL
+  for (int k = 0; k < OUTER; ++k) {
+    const uint32_t c = k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk;
+    key += uint64_t(c) * p.outer[k].key;
+  }
+  return key;
+}
+
+// Keys and bytes of the source that an index over the inner modes FIRST .. FIRST+COUNT-1 steps.
+template <int FIRST, int COUNT>
+KVBM_INLINE void step_key(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_t& key) {
+  KVBM_UNROLL
+  for (int k = FIRST; k < FIRST + COUNT; ++k) {
+    const uint32_t c = k + 1 < FIRST + COUNT ? take(index, p.inner[k].extent) : index;
+    src += uint64_t(c) * uint32_t(p.inner[k].src);
+    key += uint64_t(c) * p.inner[k].key;
+  }
+}
+
+// ---- sums ----------------------------------------------------------------------------------------------------------
+
+// Sums of a part, one after the other in memory: of a row's threads, a warp each, or all of them where they are fewer.
+KVBM_INLINE uint32_t sums_of_row(const kvbm_part& p) { return p.tile[0].n > 32 ? p.tile[0].n / 32 : 1; }
+
+#ifdef __CUDACC__
+// Every thread of a warp takes part, whatever it has found.  No sum is added to in memory: nothing waits for anything, and nothing
+// must be zero before.  kvbm_digest_sums adds them up.
+__device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint32_t lane, uint64_t sum) {
+  const uint32_t width = p.tile[0].n;
+  uint64_t* out = reinterpret_cast<uint64_t*>(a.digest.sums) + a.digest.part[&p - a.part].slot;
+  if (width >= 32) {
+    // Three limbs, each of which 32 times fits a 32-bit sum.
+    const uint32_t low = __reduce_add_sync(~0u, uint32_t(sum) & 0x3fffffu), middle = __reduce_add_sync(~0u, uint32_t(sum >> 22) & 0x1fffffu),
+                   high = __reduce_add_sync(~0u, uint32_t(sum >> 43));
+    if (lane % 32 == 0 && job < p.jobs)
+      out[uint64_t(job) * sums_of_row(p) + lane / 32] = low + (uint64_t(middle) << 22) + (uint64_t(high) << 43);
+  } else {
+    for (uint32_t apart = width / 2; apart; apart /= 2) sum += __shfl_xor_sync(~0u, (unsigned long long)sum, apart);
+    if (lane == 0 && job < p.jobs) out[job] = sum;
+  }
+}
+#else
+inline void put_sum(const kvbm_args& a, uint32_t pair, uint64_t sum) {
+  __atomic_fetch_add(reinterpret_cast<uint64_t*>(a.digest.sums) + pair, sum, __ATOMIC_RELAXED);
+}
+#endif
+
+// ---- digests alone -------------------------------------------------------------------------------------------------
+
+// A cell of `cell_words` words that lie where the layout has them.
+template <int WORD>
+KVBM_INLINE Word16 gather_cell(const kvbm_part& p, const char* at) {
+  if constexpr (WORD == 16) {
+    Word16 v;
+    load(v, at);
+    return v;
+  } else {
+    uint32_t x[4] = {0, 0, 0, 0};
+    KVBM_UNROLL
+    for (uint32_t j = 0; j < 16 / WORD; ++j) {
+      if (j >= p.cell_words) break;
+      uint64_t offset = 0;
+      KVBM_UNROLL
+      for (uint32_t bit = 0; bit < 4; ++bit) offset += j >> bit & 1 ? uint64_t(p.cell[bit]) : 0;
+      Word<WORD> v;
+      load(v, at + offset);
+      const Word16 whole = cell_of(v);
+      x[j * WORD / 4] |= whole.x[0] << j * WORD % 4 * 8;
+      if constexpr (WORD == 8) x[j * 2 + 1] = whole.x[1];
+    }
+    return {{x[0], x[1], x[2], x[3]}};
+  }
+}
+
+// Cells are the words here: their number and steps are a row's.
+template <int OUTER, int INNER>
+struct Digest;
+
+template <int OUTER, int INNER>
+struct Kernel<Digest<OUTER, INNER>> {
+  static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = 1024 / kRowThreads;
+  static constexpr uint32_t kLoads = 4;  // cells a thread has in flight
+
+  static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
+    uint64_t ctas = 0;
+    uint32_t none = 0;  // of shared memory
+    for (uint32_t i = 0; i < a->num_parts; ++i) {
+      if (!prepare_rows({OUTER, INNER, 0, 16, kThreads, kTeams, kLoads}, *a, a->part[i], sms, none)) return KVBM_TOO_LARGE;
+      ctas += a->part[i].ctas;
+    }
+    if (ctas >= (1u << 31)) return KVBM_TOO_LARGE;
+    grid->ctas = uint32_t(ctas);
+    grid->threads_x = kThreads;
+    grid->threads_y = 1;
+    grid->shared_bytes = none;
+    return KVBM_OK;
+  }
+
+#ifdef __CUDACC__
+  template <int WORD>
+  static __device__ __forceinline__ void run_part(const kvbm_args& a, const kvbm_part& p, uint32_t cta) {
+    __shared__ struct {
+      const char* src;
+      uint64_t key;
+      bool reads;
+    } found[kThreads / kMinWidth];
+    const uint32_t width = p.tile[0].n;
+    uint32_t row = threadIdx.x;
+    const uint32_t lane = take(row, p.tile[0]);
+    const uint32_t job = cta * p.tile[1].n + row;
+    uint32_t place = job;
+    const uint32_t tile = take(place, p.tiles);
+    if (lane == 0) {
+      Bases at;
+      found[row].reads = job < p.jobs && locate<OUTER>(a, p, place, at);
+      found[row].src = at.src;
+      found[row].key = first_key<OUTER>(a, p, place);
+    }
+    const uint32_t first = tile * p.tile_words + lane, last = min(tile * p.tile_words + p.tile_words, p.words);
+    uint64_t from[kLoads], key[kLoads];
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < kLoads; ++u) {
+      from[u] = key[u] = 0;
+      step_key<0, INNER>(p, first + u * width, from[u], key[u]);
+    }
+    __syncthreads();
+    uint64_t sum = 0;
+    if (found[row].reads) {
+      const char* src = found[row].src;
+      const uint64_t base = found[row].key;
+      Word16 v[kLoads];
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kLoads; ++u)
+        if (first + u * width < last) v[u] = gather_cell<WORD>(p, src + from[u]);
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kLoads; ++u)
+        if (first + u * width < last) sum += digest_of(base + key[u], v[u]);
+    }
+    put_sum(a, p, job, lane, sum);
+  }
+
+  static __device__ __forceinline__ void run(const kvbm_args& a, char*) {
+    uint32_t part = 0, cta = blockIdx.x;
+    for (; cta >= a.part[part].ctas; ++part) cta -= a.part[part].ctas;
+    const kvbm_part& p = a.part[part];
+    if (p.word == 16)
+      run_part<16>(a, p, cta);
+    else if (p.word == 8)
+      run_part<8>(a, p, cta);
+    else if (p.word == 4)
+      run_part<4>(a, p, cta);
+    else if (p.word == 2)
+      run_part<2>(a, p, cta);
+    else
+      run_part<1>(a, p, cta);
+  }
+#else
+  template <int WORD>
+  static void host_part(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job) {
+    const kvbm_inner& run = p.inner[0];
+    const bool dense = WORD == 16 && run.key == 1 && (run.src == 16 || run.extent.n == 1);
+    for (uint32_t job = first_job; job < last_job; ++job) {
+      uint32_t place = job;
+      const uint32_t tile = take(place, p.tiles);
+      Bases at;
+      if (!locate<OUTER>(a, p, place, at)) continue;
+      const uint64_t base = first_key<OUTER>(a, p, place);
+      const uint32_t first = tile * p.tile_words, last = first + p.tile_words < p.words ? first + p.tile_words : p.words;
+      uint64_t sum = 0;
+      for (uint32_t index = first; index < last;) {
+        uint64_t src = 0, key = base;
+        step_key<0, INNER>(p, index, src, key);
+        const uint32_t left = run.extent.n - index % run.extent.n, count = left < last - index ? left : last - index;
+        if (dense) {
+          sum += kvbm_digest_cells(at.src + src, count, key);
+        } else {
+          for (uint32_t i = 0; i < count; ++i)
+            sum += digest_of(key + uint64_t(i) * run.key, gather_cell<WORD>(p, at.src + src + int64_t(i) * run.src));
+        }
+        index += count;
+      }
+      put_sum(a, pair_of(p, place), sum);
+    }
+  }
+
+  static void run_host(const kvbm_args* a, uint32_t part, uint32_t first, uint32_t last, int) {
+    const kvbm_part& p = a->part[part];
+    switch (p.word) {
+      case 16:
+        return host_part<16>(*a, p, first, last);
+      case 8:
+        return host_part<8>(*a, p, first, last);
+      case 4:
+        return host_part<4>(*a, p, first, last);
+      case 2:
+        return host_part<2>(*a, p, first, last);
+      default:
+        return host_part<1>(*a, p, first, last);
+    }
+  }
+  static constexpr decltype(&run_host) host() { return run_host; }
+#endif
+};
+
+}  // namespace kvbm

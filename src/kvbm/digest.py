@@ -1,0 +1,359 @@
+"""Digests: where each cell stands in the model's own order, and what kernels are told of it.
+
+``docs/digest.md`` defines the number.  Keys are planned as one more side of a copy: an address map into imaginary memory, in which
+each cell takes `CELL` bytes, in the order p (the token's position), plane, l, o, h, the layout's own axes, d.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from .access import Access, Step, normal
+from .errors import LayoutError, PlanError
+from .lower import Launch
+from .nest import MAX_PARTS, Form, Id, Mode, Part, form_of
+from .planner import between
+from .section import Section, canonical
+
+__all__ = ["CELL", "Keys", "Model", "Told", "alone", "fused", "keys_of"]
+
+#: Bytes of the largest cell, and what each takes in the map of keys.
+CELL = 16
+
+#: Inside a chunk kernels step through keys with 32 bits.
+_KEY_LIMIT = 1 << 32
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a section's cells.
+
+    Attributes
+    ----------
+    section : Section
+        The address map: keys times `CELL`.
+    lanes : int
+        Keys a token of the whole model.
+    """
+
+    section: Section
+    lanes: int
+
+    def of_planes(self, names: Sequence[str]) -> Keys:
+        """Those of some planes."""
+        return replace(self, section=self.section.of_planes(names))
+
+    def select(self, axis: str, coordinates: range | tuple[int, ...]) -> Keys:
+        """Those of some coordinates of an axis."""
+        return replace(self, section=self.section.select(axis, coordinates))
+
+
+class Told(NamedTuple):
+    """What a kernel is told of a part's cells, besides its loops.
+
+    Attributes
+    ----------
+    first : int
+        Key of the first one at position 0.
+    outer, inner : tuple of int
+        Keys that the modes step.
+    steps : tuple of int
+        Bytes that each binary digit of a word's number in its cell steps, fastest first.
+    word : int
+        Bytes of a word; 0: the kernel's own, and a cell is one.
+    """
+
+    first: int
+    outer: tuple[int, ...]
+    inner: tuple[int, ...]
+    steps: tuple[int, ...] = ()
+    word: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a pool holds of a whole model, where it does not hold all of it.
+
+    Attributes
+    ----------
+    layers, heads : range or tuple of int, optional
+        Numbers in the model of the layers and of the heads that the pool holds, in the pool's order; all if not given.
+    nl, nh : int, optional
+        How many the model has.
+    """
+
+    layers: range | tuple[int, ...] | None = None
+    heads: range | tuple[int, ...] | None = None
+    nl: int | None = None
+    nh: int | None = None
+
+    def axes(self) -> Iterator[tuple[str, range | tuple[int, ...], int]]:
+        """Axis, coordinates, and how many the model has."""
+        for axis, held, count in (("l", self.layers, self.nl), ("h", self.heads, self.nh)):
+            if (held is None) != (count is None):
+                raise LayoutError(
+                    f"axis '{axis}': expected its coordinates and how many the model has, got one of them"
+                )
+            if held is not None and count is not None:
+                yield axis, held, count
+
+
+#: Coordinates of an axis, or names of planes where it is empty.
+Choice = tuple[str, Any]
+
+
+def keys_of(whole: Section, model: Model | None = None, choices: Iterable[Choice] = ()) -> Keys:
+    """The keys of what a pool holds, or of some of it.
+
+    Parameters
+    ----------
+    whole : Section
+        All of a pool.
+    model : Model, optional
+        What the pool holds of a whole model.
+    choices : iterable of (str, coordinates)
+        What was chosen of the pool, one after the other.
+
+    Raises
+    ------
+    PlanError
+        Elements that share a byte along another axis than the last of their plane; a model that does not fit the pool.
+    """
+    try:
+        keys = _keys_of_all(whole, model)
+        for axis, chosen in choices:
+            keys = keys.select(axis, chosen) if axis else keys.of_planes(chosen)
+    except LayoutError as error:
+        raise PlanError(f"a digest: {error}") from None
+    return keys
+
+
+def _keys_of_all(whole: Section, model: Model | None) -> Keys:
+    chosen = list(model.axes()) if model else []
+    counts = {axis: count for axis, _, count in chosen}
+    for axis, held, _ in chosen:
+        if len(held) != whole.size(axis):
+            raise LayoutError(f"axis '{axis}': the pool holds {whole.size(axis)}, and its model says {len(held)} of it")
+    planes = {access.plane: access for access in reversed(whole.accesses)}
+    rows = {name: _Row.of(access, _sizes(whole, access, counts)) for name, access in sorted(planes.items())}
+    lanes = sum(row.lanes for row in rows.values())
+    made, first = {}, 0
+    for name, row in rows.items():
+        made[name] = row.access(planes[name], first, lanes)
+        first += row.lanes
+    accesses = tuple(made[name] for name in dict.fromkeys(access.plane for access in whole.accesses))
+    keys = Keys(replace(whole, accesses=accesses, record=False), lanes)
+    for axis, held, count in chosen:
+        if count > 1 and axis in dict(accesses[0].sizes):
+            keys = keys.select(axis, held)
+    return keys
+
+
+def _sizes(whole: Section, access: Access, model: Mapping[str, int]) -> dict[str, int]:
+    return dict(access.sizes) | {
+        axis: count for axis, count in model.items() if axis in dict(access.sizes) or axis in whole.layout.axes
+    }
+
+
+class _Row(NamedTuple):
+    """The cells of a plane's rows."""
+
+    axes: tuple[str, ...]  # besides t and the row's own, slowest first
+    sizes: Mapping[str, int]
+    axis: str  # along which a row goes; empty: it is one element
+    low: int  # elements that share a byte
+    cell: int  # bytes
+    cells: int  # a row
+
+    @classmethod
+    def of(cls, access: Access, sizes: Mapping[str, int]) -> _Row:
+        order = sorted((axis for axis, size in sizes.items() if size > 1 and axis != "t"), key=canonical)
+        axis = order[-1] if order and order[-1] not in ("l", "o", "h") else ""
+        packed = access.packed[-1:] if access.pack > 1 else ()
+        if access.pack > 1 and packed != (axis,) and not set(access.packed) > {axis}:
+            raise LayoutError(
+                f"plane '{access.plane}': elements share a byte along '{' '.join(access.packed)}', and a digest's cells lie along "
+                f"'{axis or 'no axis'}'"
+            )
+        nbytes = access.itemsize * sizes.get(axis, access.pack) // access.pack
+        cell = math.gcd(nbytes, CELL)
+        axes = tuple(name for name in order if name != axis)
+        return cls(axes, sizes, axis, access.pack, cell, nbytes // cell)
+
+    @property
+    def lanes(self) -> int:
+        """Cells a token."""
+        return math.prod(self.sizes[axis] for axis in self.axes) * self.cells
+
+    def access(self, of: Access, first: int, lanes: int) -> Access:
+        steps = []
+        if self.axis:
+            inside = self.cell * of.pack // of.itemsize
+            steps.append(Step((self.axis,), self.low, inside // self.low, of.itemsize, 0))
+            steps.append(Step((self.axis,), inside, self.cells, CELL, 0))
+        held = self.cells
+        for axis in reversed(self.axes):
+            steps.append(Step((axis,), 1, self.sizes[axis], held * CELL, 0))
+            held *= self.sizes[axis]
+        steps.append(Step(("t",), 1, self.sizes.get("t", 1), lanes * CELL, 0))
+        packed = (self.axis,) if of.pack > 1 else ()
+        sizes = tuple(sorted((axis, size) for axis, size in self.sizes.items() if size > 1))
+        return replace(of, half=None, sizes=sizes, packed=packed).place(first * CELL, 0, steps)
+
+
+def formal(section: Section) -> Section:
+    """The section with an order inside its opaque groups: that of the keys.
+
+    Two layouts with one opaque group hold the same bytes in it, and so have the same digest.
+    """
+    return replace(section, accesses=tuple(map(_formal, section.accesses)))
+
+
+def _formal(access: Access) -> Access:
+    opaque = [step for step in access.steps if step.opaque]
+    if not opaque:
+        return access
+    sizes, packed = dict(access.sizes), access.packed
+    steps = [step for step in access.steps if not step.opaque]
+    for group in opaque:
+        order, held = sorted(group.axes, key=canonical), group.nbytes
+        if access.pack > 1 and set(packed) == set(group.axes):
+            packed = (order[-1],)
+        for axis in reversed(order):
+            low = access.pack if packed == (axis,) else 1
+            steps.append(Step((axis,), low, sizes[axis] // low, held, 0))
+            held *= sizes[axis] // low
+        if held != group.nbytes * group.extent:
+            raise LayoutError(f"a digest of a part of {group}, of which the order is not promised")
+    return replace(access, packed=packed, steps=normal(steps))
+
+
+# ---- what kernels do -----------------------------------------------------------------------------------------------
+
+
+def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tuple[Launch, list[Told]]]:
+    """The launches that digest a section, and what they are told of its cells.
+
+    Parameters
+    ----------
+    section : Section
+    keys : Keys
+        Of the same coordinates.
+    alignment : int
+        What divides every base address.
+    title : str
+        For errors.
+
+    Raises
+    ------
+    PlanError
+        Cells of which the elements lie in several arrays.
+    """
+    made = between(formal(section), keys.section, title)
+    cells = [_of_cells(part, alignment, title) for part in made.parts]
+    ready = [(piece, word, steps) for part, word, steps in cells for piece in part.fit("rows")]
+    launches = []
+    for first in range(0, len(ready), MAX_PARTS):
+        some = ready[first : first + MAX_PARTS]
+        outer, inner = max(len(part.outer) for part, _, _ in some), max(len(part.inner) for part, _, _ in some)
+        kernel = (form_of("digest", outer, inner, 0, 0),)
+        work = tuple((part, form_of("rows", outer, inner, 0, CELL)) for part, _, _ in some)
+        launches.append((Launch(kernel, work, kernel), [_told(part, steps, word) for part, word, steps in some]))
+    return launches
+
+
+def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[int, ...]]:
+    """A copy into the map of keys as loops over cells, the word that reads them, and where the words of one lie."""
+    run = part.run_bytes
+    part = replace(part, inner=(part.inner[0], *_at_cells(part.inner[1:])), outer=tuple(_at_cells(part.outer)))
+    inside = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst < CELL]
+    if any(mode.src_table or mode.src >= _KEY_LIMIT for mode in inside):
+        raise PlanError(f"{title}: a digest's cells of up to {CELL} bytes of a row lie in several arrays")
+    cell = CELL if run >= CELL else run * math.prod(mode.extent for mode in inside)
+    loops = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst >= CELL]
+    strides = [mode.src for mode in (*inside, *loops)]
+    word = math.gcd(min(run, CELL), alignment, part.src_offset, *part.src_id.steps, *strides)
+    word &= -word
+    steps, at = [], word
+    while at < min(run, CELL):
+        steps.append(at)
+        at *= 2
+    for mode in sorted(inside, key=lambda mode: mode.dst):
+        steps += [mode.src << bit for bit in range(mode.extent.bit_length() - 1)]
+    if word << len(steps) != cell:
+        raise PlanError(
+            f"{title}: cells of {cell} bytes that are no power of two; please report the layout and the shape"
+        )
+    row = Mode(max(run, CELL), 1, 1, 0, 0, 1)
+    return (
+        replace(
+            part,
+            dst_offset=0,
+            dst_table_offset=0,
+            dst_id=Id(0, 0),
+            key=part.dst_offset,
+            inner=(row, *(_keyed(mode) for mode in part.inner[1:] if mode.dst >= CELL)),
+            outer=tuple(_keyed(mode) for mode in part.outer if mode.dst >= CELL),
+        ),
+        word,
+        tuple(steps),
+    )
+
+
+def _at_cells(modes: Sequence[Mode]) -> Iterator[Mode]:
+    """Modes that end where cells do: elements of a cell, and cells that follow each other, may have been one."""
+    for mode in modes:
+        count = CELL // mode.dst if mode.dst else 0
+        if 1 < count < mode.extent:
+            yield mode._replace(extent=count)
+            mode = Mode(mode.extent // count, mode.src * count, CELL, mode.src_table * count)
+        yield mode
+
+
+def _keyed(mode: Mode) -> Mode:
+    return Mode(mode.extent, mode.src, 0, mode.src_table, 0, mode.dst)
+
+
+def _told(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> Told:
+    keys = [mode.key // CELL for mode in (*part.outer, *part.inner)]
+    if (
+        max(keys, default=0) >= _KEY_LIMIT
+        or sum((mode.extent - 1) * mode.key for mode in part.inner[1:]) >= _KEY_LIMIT * CELL
+    ):
+        raise PlanError(
+            f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens a block, got {part.inner}"
+        )
+    count = len(part.outer)
+    return Told(part.key // CELL, tuple(keys[:count]), (1, *keys[count + 1 :]), steps, word)
+
+
+def fused(
+    src: Section, dst: Section, keys: Keys, alignments: tuple[int, int], title: str
+) -> list[tuple[Launch, list[Told]]] | str:
+    """The launches that copy and digest what they read, or why there are none.
+
+    Each word that such a kernel moves is a cell: rows move whole on both sides.
+    """
+    if src.chosen or dst.chosen or keys.section.chosen:
+        return "some coordinates are chosen one by one"
+    try:
+        made = between(formal(src), formal(dst), title, keys.section)
+    except (LayoutError, PlanError) as error:
+        return str(error)
+    launches = []
+    for part in made.parts:
+        for piece in part.fit("rows"):
+            form = piece.form(*alignments)
+            run, loops = piece.run_bytes, (*piece.inner[1:], *piece.outer)
+            cell = min(run, CELL)
+            if form.kind == "tile" or any(mode.key % CELL for mode in loops):
+                return "elements change places in tiles"
+            word = form.word
+            if word != cell or run % cell:
+                return f"cells of {cell} bytes move in words of {word}"
+            kernel = (Form("rows", len(piece.outer), len(piece.inner), 0, word, sums=True),)
+            launches.append((Launch(kernel, ((piece, kernel[0]),), kernel), [_told(piece)]))
+    return launches

@@ -1,0 +1,264 @@
+"""Digests of blocks where they lie: a pool's section bound to the kernels that sum its cells up."""
+
+from __future__ import annotations
+
+import mmap
+import operator
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _core
+from .arrays import Array, describe
+from .digest import Keys, alone
+from .errors import BindError, DigestError
+from .locks import Lock
+from .lower import Steps
+from .memory import Slab
+from .prepare import digest_copies
+from .shapes import round_up
+from .streams import framework_of, framework_stream
+
+if TYPE_CHECKING:
+    from .selection import PoolSection
+
+__all__ = ["Digester", "Proof", "digest_array", "unit_positions"]
+
+_MOST = (1 << 31) - 1
+
+
+class Digester:
+    """Digests the blocks, or units, of one section of a pool, which keeps it.
+
+    Parameters
+    ----------
+    part : PoolSection
+    keys : Keys
+        Of the same coordinates.
+    """
+
+    def __init__(self, part: PoolSection, keys: Keys) -> None:
+        pool = part.pool
+        self.title = f"digest of {pool.layout.name}"
+        self.device = -1 if pool.device == "cpu" else int(pool.device.partition(":")[2])
+        self.framework = framework_of(pool.arrays[0])
+        self.num_ids, self.units, self.unit_tokens = part.num_ids, part.of.units, part.tokens
+        table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
+        copies = copies_of(part, keys, self.device)
+        for kernel in dict.fromkeys(copy.kernel for copy in copies) if self.device >= 0 else ():
+            _core.warm(kernel, self.device)
+        self.route = _core.Route(
+            self.device, table, table, self.num_ids, _MOST, direct=(), limits=(), digests=(copies, ())
+        )
+        self.lock = Lock()
+        self.scratch = (0, 0)  # address and digests of device memory that results pass through
+
+    def digest(
+        self, pool: object, ids: Any, tokens: Any, out: Any, stream: Any, wait: Any
+    ) -> npt.NDArray[np.uint64] | _core.Done:
+        most = self.num_ids if ids is None else _MOST
+        pairs = _core.Pairs(ids, None, self.num_ids, most, False, self.device)
+        if tokens is None and self.units > 1:
+            tokens = unit_positions(ids, self.num_ids, self.units, self.unit_tokens)
+        positions = None if tokens is None else _core.Positions(tokens, len(pairs), self.device)
+        if self.device < 0:
+            for name, given in (("stream", stream), ("wait", wait)):
+                if given is not None:
+                    raise BindError(
+                        f"{name}: the pool is on the CPU, where digests are done when the call returns; leave {name} out"
+                    )
+            found: npt.NDArray[np.uint64] = np.zeros(len(pairs), np.uint64) if out is None else out
+            address = digest_array(found, len(pairs), -1).address
+            self.route.digest(pairs, positions, address)
+            return found
+        if stream is None:
+            stream = framework_stream(self.framework, self.device)
+        if out is not None:
+            told = digest_array(out, len(pairs), self.device)
+            return self.route.digest(pairs, positions, told.address, stream, wait, (pool, out, told.owner))
+        found = np.zeros(len(pairs), np.uint64)
+        if len(pairs):
+            with self.lock:
+                address = self._room(len(pairs))
+                self.route.digest(pairs, positions, address, stream, wait).synchronize()
+                handle = _core.stream_handle(stream)
+                _core.memcpy_batch(
+                    np.array([found.ctypes.data], np.uint64),
+                    np.array([address], np.uint64),
+                    found.nbytes,
+                    1,
+                    self.device,
+                    handle,
+                )
+                _core.synchronize(self.device, handle)
+        return found
+
+    def _room(self, count: int) -> int:
+        address, room = self.scratch
+        if room < count:
+            self.scratch = (0, 0)
+            if address:
+                _core.free_device(self.device, address)
+            room = max(64, 1 << (count - 1).bit_length())
+            address = _core.alloc_device(self.device, 8 * room)
+            self.scratch = (address, room)
+        return address
+
+    def __del__(self) -> None:
+        address, _ = getattr(self, "scratch", (0, 0))
+        if address:
+            _core.free_device(self.device, address)
+
+
+def copies_of(part: PoolSection, keys: Keys, device: int, steps: Steps | None = None) -> list[_core.Copy]:
+    """The launches that digest a section by themselves."""
+    pool = part.pool
+    ready = alone(part.of, keys, pool.alignment, f"digest of {pool.layout.name}")
+    return digest_copies(ready, keys.lanes, device, pool.steps if steps is None else steps)
+
+
+def unit_positions(ids: Any, num_ids: int, units: int, tokens: int) -> npt.NDArray[np.int64]:
+    """Where the first token of each unit stands in its block.
+
+    Raises
+    ------
+    BindError
+        Ids on a GPU, which the host does not read.
+    """
+    if ids is None:
+        given = np.arange(num_ids)
+    elif hasattr(ids, "__cuda_array_interface__") or getattr(ids, "is_cuda", False):
+        raise BindError(
+            "tokens: ids of units on a GPU do not tell the host where in its block a unit stands; pass tokens=, the position of "
+            "each unit's first token"
+        )
+    else:
+        given = np.atleast_1d(
+            np.asarray(operator.index(ids) if hasattr(ids, "__index__") and not hasattr(ids, "__len__") else ids)
+        )
+    return np.where(given < 0, 0, given.astype(np.int64) % units) * tokens
+
+
+def digest_array(array: Any, count: int, device: int) -> Array:
+    """An array that takes digests.
+
+    Raises
+    ------
+    BindError
+        No contiguous array of `count` 64-bit integers that may be written, or one that lies elsewhere than the kernels reach.
+    """
+    told = describe(array, "digests")
+    where = "cpu" if device < 0 else f"cuda:{device}"
+    if told.dtype not in ("uint64", "int64") or told.shape != (count,) or (count > 1 and told.strides != (8,)):
+        raise BindError(
+            f"digests: expected a contiguous array of {count} uint64 or int64, got shape {told.shape} of {told.dtype}"
+        )
+    if told.readonly:
+        raise BindError("digests: expected an array that may be written, got a read-only one")
+    reached = told.device == where or (told.device == "cpu" and (not count or _core.memory_range(told.address)[1]))
+    if not reached:
+        raise BindError(f"digests: expected memory on {where}, or pinned host memory, got an array on {told.device}")
+    return told
+
+
+class Proof:
+    """The digests of both sides of a copy that verifies, and their comparison, which `Done.synchronize` calls.
+
+    Parameters
+    ----------
+    title : str
+        Of the copy, for errors.
+    count : int
+        Pairs.
+    device : int
+        Where kernels run; -1: the host.
+    untold : list of DigestError
+        Takes what was found of a copy whose `Done` was dropped.
+    """
+
+    def __init__(self, title: str, count: int, device: int, untold: list[DigestError]) -> None:
+        self.title, self.count = title, count
+        self._memory = np.zeros(2 * count, np.uint64) if device < 0 else _pinned.take(2 * count)
+        self._on_gpu = device >= 0
+        self._untold, self._is_told = untold, False
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the source's and of the destination's."""
+        start = int(self._memory.ctypes.data)
+        return start, start + 8 * self.count
+
+    def watch(self, done: _core.Done) -> None:
+        """Keep the memory until the copy is done, whoever drops what waits for it."""
+        done.proof = self
+        _pinned.watch(done)
+
+    def report(self) -> None:
+        """What was found of a copy that is done, where nobody asked."""
+        try:
+            if not self._is_told:
+                self()
+        except DigestError as error:
+            self._untold.append(error)
+
+    def __call__(self) -> None:
+        self._is_told = True
+        src, dst = self._memory[: self.count], self._memory[self.count : 2 * self.count]
+        wrong = np.flatnonzero(src != dst)
+        if wrong.size:
+            first = int(wrong[0])
+            raise DigestError(
+                f"{self.title}: {wrong.size} of {self.count} pairs differ, the first is pair {first}: the source's digest is "
+                f"{int(src[first]):#018x}, the destination's {int(dst[first]):#018x}",
+                pairs=tuple(map(int, wrong)),
+            )
+
+    def __del__(self) -> None:
+        if getattr(self, "_on_gpu", False):
+            _pinned.give(self._memory)
+
+
+class _Pinned:
+    """Pinned memory for digests: pieces of powers of two that are used again, and the copies that still write some."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._free: dict[int, list[npt.NDArray[np.uint64]]] = {}
+        self._slabs: list[Slab] = []
+        self._watched: deque[_core.Done] = deque()
+
+    def take(self, count: int) -> npt.NDArray[np.uint64]:
+        size = max(512, 1 << max(count - 1, 0).bit_length())
+        with self._lock:
+            free = self._free.setdefault(size, [])
+            if not free:
+                slab = Slab(round_up(8 * size, mmap.PAGESIZE))
+                _core.host_register(slab.address, round_up(8 * size, mmap.PAGESIZE))
+                self._slabs.append(slab)
+                free.append(np.asarray(slab)[: 8 * size].view(np.uint64))
+            memory = free.pop()
+        memory[:count] = 0
+        return memory
+
+    def give(self, memory: npt.NDArray[np.uint64]) -> None:
+        with self._lock:
+            self._free[memory.size].append(memory)
+
+    def watch(self, done: _core.Done) -> None:
+        with self._lock:
+            self._watched.append(done)
+            ready = [self._watched.popleft() for _ in range(self._finished())]
+        for one in ready:  # not with the lock held: what is dropped gives memory back
+            one.proof.report()
+
+    def _finished(self) -> int:
+        """How many of the oldest copies are done, of a few at a time."""
+        count = 0
+        while count < min(len(self._watched), 4) and not self._watched[count].captured and self._watched[count].query():
+            count += 1
+        return count
+
+
+_pinned = _Pinned()

@@ -1,0 +1,62 @@
+"""The definition of a digest in NumPy: what kernels and layouts are judged by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["digest"]
+
+_U = np.uint64
+_OF_WORD = tuple(map(_U, (0xA55C9364D6777AA3, 0xB78448C894E972E3, 0x1E2754521961FFBB, 0x055CCEA021BDA7A7)))
+_OF_CELL, _OF_KEY = _U(0xA0761D6478BD642F), (_U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB))
+
+
+def digest(
+    planes: Mapping[str, npt.NDArray[np.uint8]] | npt.NDArray[np.uint8],
+    first: int = 0,
+    model: Mapping[str, tuple[int, ...]] | None = None,
+) -> int:
+    """Digest of tokens that follow each other, of all that a model keeps for them: kvbm-digest-1, as ``docs/digest.md`` defines it.
+
+    Parameters
+    ----------
+    planes : array, or mapping of str to array
+        Bytes, ``[tokens, …, bytes of a row]`` in the order of the model: layers, K and V, heads, further axes.  One array, or one a
+        plane by name.
+    first : int
+        Position of the first token.
+    model : mapping of str to tuple of int, optional
+        What the array holds of a larger model, by plane: the whole extent of each axis between tokens and row, that is, where the
+        arrays here stand at the beginning of each axis.
+
+    Returns
+    -------
+    int
+        64 bits.
+    """
+    named = {"": planes} if isinstance(planes, np.ndarray) else dict(planes)
+    shapes = {name: (model or {}).get(name, held.shape[1:-1]) for name, held in named.items()}
+    cells = {name: math.gcd(held.shape[-1], 16) for name, held in named.items()}
+    lanes = {name: math.prod(shapes[name]) * (held.shape[-1] // cells[name]) for name, held in named.items()}
+    total, before, each = _U(0), 0, sum(lanes.values())
+    with np.errstate(over="ignore"):
+        for name in sorted(named):
+            held, cell = named[name], cells[name]
+            padded = np.zeros((*held.shape[:-1], held.shape[-1] // cell, 16), np.uint8)
+            padded[..., :cell] = held.reshape(*held.shape[:-1], -1, cell)
+            words = padded.view("<u4").astype(_U)
+            place = np.arange(lanes[name], dtype=_U).reshape(*shapes[name], -1)[tuple(map(slice, held.shape[1:-1]))]
+            positions = np.arange(first, first + held.shape[0], dtype=_U).reshape(-1, *[1] * place.ndim)
+            key = positions * _U(each) + _U(before) + place
+            weight = _fold(_fold(key * _OF_KEY[0]) * _OF_KEY[1]) | _U(1)
+            total += (weight * _fold(_OF_CELL + (words * np.array(_OF_WORD)).sum(-1, dtype=_U))).sum(dtype=_U)
+            before += lanes[name]
+    return int(total)
+
+
+def _fold(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    return x ^ (x >> _U(32))
