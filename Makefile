@@ -23,7 +23,7 @@ TOOLS = $(or $(wildcard $(VENV)/.editable),$(VENV)/.dev)
 # What a build needs, apart: PyTorch has parts of a CUDA toolkit of its own in the environment.
 IN_PLACE := PYTHONPATH=$(abspath $(VENV))/build-requires
 
-.PHONY: demo dev quick test coverage lint format wheel gpu clean
+.PHONY: demo dev quick test fuzz coverage lint format wheel gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -37,6 +37,10 @@ quick: dev
 
 test: $(VENV)/.test
 	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+# A million inputs that are almost right; goes on where it was stopped (build/fuzz.json).
+fuzz: dev
+	$(RUN) tools/fuzz.py $(FUZZ_ARGS)
 
 # Of the quick tests, as whatever looks at every line costs time; programs that tests start count too.
 coverage: $(VENV)/.test
