@@ -75,25 +75,30 @@ KVBM_INLINE void step_key(const kvbm_part& p, uint32_t index, uint64_t& src, uin
 
 // ---- sums ----------------------------------------------------------------------------------------------------------
 
-// Sums of a part, one after the other in memory: of a row's threads, a warp each, or all of them where they are fewer.
-KVBM_INLINE uint32_t sums_of_row(const kvbm_part& p) { return p.tile[0].n > 32 ? p.tile[0].n / 32 : 1; }
-
 #ifdef __CUDACC__
-// Every thread of a warp takes part, whatever it has found.  No sum is added to in memory: nothing waits for anything, and nothing
-// must be zero before.  kvbm_digest_sums adds them up.
-__device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint32_t lane, uint64_t sum) {
-  const uint32_t width = p.tile[0].n;
+// The sum of a row's threads, which all take part whatever they have found, is put where nothing else is: nothing is added to in
+// memory, nothing waits, and nothing must be zero before.  A job has one sum; kvbm_digest_sums adds those of a pair up.
+template <uint32_t THREADS>
+__device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint32_t lane, uint32_t width, uint64_t sum) {
   uint64_t* out = reinterpret_cast<uint64_t*>(a.digest.sums) + a.digest.part[&p - a.part].slot;
-  if (width >= 32) {
-    // Three limbs, each of which 32 times fits a 32-bit sum.
-    const uint32_t low = __reduce_add_sync(~0u, uint32_t(sum) & 0x3fffffu), middle = __reduce_add_sync(~0u, uint32_t(sum >> 22) & 0x1fffffu),
-                   high = __reduce_add_sync(~0u, uint32_t(sum >> 43));
-    if (lane % 32 == 0 && job < p.jobs)
-      out[uint64_t(job) * sums_of_row(p) + lane / 32] = low + (uint64_t(middle) << 22) + (uint64_t(high) << 43);
-  } else {
+  if (width < 32) {
     for (uint32_t apart = width / 2; apart; apart /= 2) sum += __shfl_xor_sync(~0u, (unsigned long long)sum, apart);
-    if (lane == 0 && job < p.jobs) out[job] = sum;
+  } else {
+    __shared__ uint64_t of_warp[THREADS / 32];
+    // Three limbs, each of which 32 times fits a 32-bit sum.
+    const uint32_t low = __reduce_add_sync(~0u, uint32_t(sum) & 0x3fffffu),
+                   middle = __reduce_add_sync(~0u, uint32_t(sum >> 22) & 0x1fffffu),
+                   high = __reduce_add_sync(~0u, uint32_t(sum >> 43));
+    sum = low + (uint64_t(middle) << 22) + (uint64_t(high) << 43);
+    if (width > 32) {
+      const uint32_t warp = threadIdx.x / 32;
+      if (threadIdx.x % 32 == 0) of_warp[warp] = sum;
+      __syncthreads();
+      if (lane == 0)
+        for (uint32_t i = 1; i < width / 32; ++i) sum += of_warp[warp + i];
+    }
   }
+  if (lane == 0 && job < p.jobs) out[job] = sum;
 }
 #else
 inline void put_sum(const kvbm_args& a, uint32_t pair, uint64_t sum) {
@@ -194,7 +199,7 @@ struct Kernel<Digest<OUTER, INNER>> {
           if (i + u * width < last) sum += digest_of(base + key[u], v[u]);
       }
     }
-    put_sum(a, p, job, lane, sum);
+    put_sum<kThreads>(a, p, job, lane, width, sum);
   }
 
   static __device__ __forceinline__ void run(const kvbm_args& a, char*) {

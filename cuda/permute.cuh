@@ -499,7 +499,7 @@ struct Rows {
       KVBM_UNROLL
       for (uint32_t u = 0; u < kLoads; ++u)
         if (copies && first + u * width < last) sum += digest_of(keys[row] + key[u], cell_of(v[u]));
-      put_sum(a, p, job, lane, sum);
+      put_sum<kThreads>(a, p, job, lane, width, sum);
     }
   }
 #else

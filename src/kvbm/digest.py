@@ -295,7 +295,8 @@ def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[
             dst_table_offset=0,
             dst_id=Id(0, 0),
             key=part.dst_offset,
-            inner=(row, *(_keyed(mode) for mode in part.inner[1:] if mode.dst >= CELL)),
+            # A sum has no order: memory's, so that neighbours are read by neighbours.
+            inner=(row, *sorted((_keyed(mode) for mode in part.inner[1:] if mode.dst >= CELL), key=lambda mode: mode.src)),
             outer=tuple(_keyed(mode) for mode in part.outer if mode.dst >= CELL),
         ),
         word,
