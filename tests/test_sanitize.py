@@ -1,0 +1,52 @@
+"""What tools/sanitize.sh runs looks at kvbm's code: each mistake made on purpose is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvbm
+
+HERE = Path(__file__).resolve().parent
+SANITIZERS = os.environ.get("KVBM_SANITIZE", "").split(",")
+pytestmark = [
+    pytest.mark.skipif(SANITIZERS == [""], reason="no sanitizer: see tools/sanitize.sh"),
+    pytest.mark.sanitize,
+    pytest.mark.threads,
+]
+
+
+def test_the_extension_is_built_with_them() -> None:
+    built = json.loads((Path(kvbm.__file__).parent / "_build.json").read_text(encoding="utf-8"))
+    assert built["sanitize"].split(",") == SANITIZERS
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "program", "report"),
+    [
+        ("address", "read_beyond", "AddressSanitizer: heap-buffer-overflow"),
+        ("address", "write_beyond", "AddressSanitizer: heap-buffer-overflow"),
+        ("undefined", "overflow", "runtime error: "),
+        ("thread", "race", "ThreadSanitizer: data race"),
+    ],
+)
+def test_a_mistake_is_reported(sanitizer: str, program: str, report: str) -> None:
+    if sanitizer not in SANITIZERS:
+        pytest.skip(f"not with {sanitizer}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), os.environ["PYTHONPATH"]))}
+    for name in ("ASAN_OPTIONS", "UBSAN_OPTIONS", "TSAN_OPTIONS"):  # not a report of the run
+        environment[name] = environment[name] + ":log_path=stderr"
+    done = subprocess.run(
+        [sys.executable, "-c", f"from programs import broken; broken.{program}()"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0 and report in done.stderr, done.stderr
+    assert "permute.cuh" in done.stderr, "not in a kernel"
