@@ -130,18 +130,24 @@ inline void store(char* p, const W& v) {
   std::memcpy(p, &v, sizeof v);
 }
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;  // a sanitizer sees neither stores around the cache nor every memcpy: word by word
+#else
+constexpr bool kSanitized = false;
+#endif
+
 // A run on the host.  With `streaming`, words of 16 bytes go around the cache, as a large memcpy's do: a destination line
 // would otherwise be read before it is written, and half as many bytes again would cross the bus.
 template <int WORD>
 inline void copy_run(char* dst, const char* src, uint64_t bytes, bool streaming) {
 #ifdef __SSE2__
-  if (WORD == 16 && streaming) {
+  if (WORD == 16 && streaming && !kSanitized) {
     for (uint64_t i = 0; i < bytes; i += 16)
       _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
     return;
   }
 #endif
-  if (bytes >= 64) {
+  if (bytes >= 64 && !kSanitized) {
     std::memcpy(dst, src, bytes);
     return;
   }
