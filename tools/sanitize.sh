@@ -11,6 +11,7 @@
 # the marker `threads`. A new file of tests belongs to them, unless it is named in `others` below.
 # Each report is a file build/<the first sanitizer>/report.*: one is a failure, even if no test failed. Leaks are not looked for:
 # what CPython and NumPy keep until they end cannot be told from them.
+# UndefinedBehaviorSanitizer writes to the standard error alone, which pytest must therefore not capture.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -52,8 +53,8 @@ check() {
   local common=log_path=$folder/report:print_stacktrace=1 status=0
   env PYTHONPATH="$folder/lib" LD_PRELOAD="$preload" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
     ASAN_OPTIONS="$common:detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=32" UBSAN_OPTIONS="$common" \
-    TSAN_OPTIONS="$common:suppressions=$PWD/tests/data/tsan.supp:die_after_fork=0" \
-    "$PYTHON" -m pytest "${skip[@]}" "$@" || status=$?
+    TSAN_OPTIONS="$common:suppressions=$PWD/tests/data/tsan.supp:die_after_fork=0:halt_on_error=1" \
+    "$PYTHON" -m pytest --capture=sys "${skip[@]}" "$@" || status=$?
   for found in "$folder"/report.*; do
     [[ -e $found ]] || break
     cat "$found"
