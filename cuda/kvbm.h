@@ -97,7 +97,7 @@ typedef struct kvbm_part {
     };
     uint32_t cell[4]; /* digests: bytes that each binary digit of a word's number in its cell steps, fastest first */
   };
-  uint32_t cell_words;                        /* digests: words of a cell, a power of two */
+  uint32_t cell_words;                        /* digests: words of a cell, a power of two; tiles: 1: cells lie along A, 0: along B */
   int32_t src_table_offset, dst_table_offset; /* table entries at which this part starts (V's half, a slice) */
   int64_t src_offset, dst_offset;             /* bytes, likewise */
   int64_t src_id_stride, dst_id_stride;       /* bytes a block id */
