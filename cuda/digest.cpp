@@ -26,46 +26,45 @@ uint64_t plain(const char* cells, uint64_t count, uint64_t key) {
 #ifdef __x86_64__
 // Both widths from one text: 64-bit lanes hold two words of a cell.  A product of 64 bits is made of products of 32.
 #define KVBM_WIDE(name, isa, Vector, LANES, load_wide, set1, zero, add, shift_right, shift_left, exclusive, either, multiply, \
-                  low_words, high_words)                                                                                       \
-  __attribute__((target(isa))) uint64_t name(const char* cells, uint64_t count, uint64_t key) {                                \
-    constexpr uint64_t kHalf = UINT64_C(0xffffffff);                                                                           \
-    alignas(64) uint64_t even[LANES], even_high[LANES], odd[LANES], odd_high[LANES], keys[LANES];                              \
-    for (int i = 0; i < LANES; ++i) {                                                                                          \
-      even[i] = (i % 2 ? kvbm::kOfWord2 : kvbm::kOfWord0) & kHalf;                                                             \
-      even_high[i] = (i % 2 ? kvbm::kOfWord2 : kvbm::kOfWord0) >> 32;                                                          \
-      odd[i] = (i % 2 ? kvbm::kOfWord3 : kvbm::kOfWord1) & kHalf;                                                              \
-      odd_high[i] = (i % 2 ? kvbm::kOfWord3 : kvbm::kOfWord1) >> 32;                                                           \
-      /* Lane i of the two halves of words side by side, which the unpacking interleaves. */                                   \
-      keys[i] = (key + static_cast<uint64_t>(i / 2 + i % 2 * (LANES / 2))) * kvbm::kOfKey0;                                    \
-    }                                                                                                                          \
-    const Vector w_even = load_wide(even), w_even_high = load_wide(even_high), w_odd = load_wide(odd),                         \
-                 w_odd_high = load_wide(odd_high), cell = set1(kvbm::kOfCell), one = set1(1),                                  \
-                 key_low = set1(kvbm::kOfKey1 & kHalf), key_high = set1(kvbm::kOfKey1 >> 32),                                  \
-                 key_step = set1(LANES * kvbm::kOfKey0);                                                                       \
-    Vector k = load_wide(keys), sum = zero();                                                                                  \
-    uint64_t i = 0;                                                                                                            \
-    for (; i + LANES <= count; i += LANES) {                                                                                   \
-      const Vector a = load_wide(cells + 16 * i), b = load_wide(cells + 16 * i + 8 * LANES);                                   \
-      const Vector a1 = shift_right(a, 32), b1 = shift_right(b, 32);                                                           \
-      const Vector sa = add(add(multiply(a, w_even), multiply(a1, w_odd)),                                                     \
-                            shift_left(add(multiply(a, w_even_high), multiply(a1, w_odd_high)), 32));                          \
-      const Vector sb = add(add(multiply(b, w_even), multiply(b1, w_odd)),                                                     \
-                            shift_left(add(multiply(b, w_even_high), multiply(b1, w_odd_high)), 32));                          \
-      Vector s = add(add(low_words(sa, sb), high_words(sa, sb)), cell);                                                        \
-      s = exclusive(s, shift_right(s, 32));                                                                                    \
-      Vector w = exclusive(k, shift_right(k, 32));                                                                             \
-      k = add(k, key_step);                                                                                                    \
-      w = add(multiply(w, key_low),                                                                                            \
-              shift_left(add(multiply(shift_right(w, 32), key_low), multiply(w, key_high)), 32));                              \
-      w = either(exclusive(w, shift_right(w, 32)), one);                                                                       \
-      sum = add(sum, add(multiply(w, s),                                                                                       \
-                         shift_left(add(multiply(shift_right(w, 32), s), multiply(w, shift_right(s, 32))), 32)));              \
-    }                                                                                                                          \
-    alignas(64) uint64_t sums[LANES];                                                                                          \
-    memcpy(sums, &sum, sizeof sums);                                                                                           \
-    uint64_t total = plain(cells + 16 * i, count - i, key + i);                                                                \
-    for (int lane = 0; lane < LANES; ++lane) total += sums[lane];                                                              \
-    return total;                                                                                                              \
+                  low_words, high_words)                                                                                      \
+  __attribute__((target(isa))) uint64_t name(const char* cells, uint64_t count, uint64_t key) {                               \
+    constexpr uint64_t kHalf = UINT64_C(0xffffffff);                                                                          \
+    alignas(64) uint64_t even[LANES], even_high[LANES], odd[LANES], odd_high[LANES], keys[LANES];                             \
+    for (int i = 0; i < LANES; ++i) {                                                                                         \
+      even[i] = (i % 2 ? kvbm::kOfWord2 : kvbm::kOfWord0) & kHalf;                                                            \
+      even_high[i] = (i % 2 ? kvbm::kOfWord2 : kvbm::kOfWord0) >> 32;                                                         \
+      odd[i] = (i % 2 ? kvbm::kOfWord3 : kvbm::kOfWord1) & kHalf;                                                             \
+      odd_high[i] = (i % 2 ? kvbm::kOfWord3 : kvbm::kOfWord1) >> 32;                                                          \
+      /* Lane i of the two halves of words side by side, which the unpacking interleaves. */                                  \
+      keys[i] = (key + static_cast<uint64_t>(i / 2 + i % 2 * (LANES / 2))) * kvbm::kOfKey0;                                   \
+    }                                                                                                                         \
+    const Vector w_even = load_wide(even), w_even_high = load_wide(even_high), w_odd = load_wide(odd),                        \
+                 w_odd_high = load_wide(odd_high), cell = set1(kvbm::kOfCell), one = set1(1),                                 \
+                 key_low = set1(kvbm::kOfKey1 & kHalf), key_high = set1(kvbm::kOfKey1 >> 32),                                 \
+                 key_step = set1(LANES * kvbm::kOfKey0);                                                                      \
+    Vector k = load_wide(keys), sum = zero();                                                                                 \
+    uint64_t i = 0;                                                                                                           \
+    for (; i + LANES <= count; i += LANES) {                                                                                  \
+      const Vector a = load_wide(cells + 16 * i), b = load_wide(cells + 16 * i + 8 * LANES);                                  \
+      const Vector a1 = shift_right(a, 32), b1 = shift_right(b, 32);                                                          \
+      const Vector sa = add(add(multiply(a, w_even), multiply(a1, w_odd)),                                                    \
+                            shift_left(add(multiply(a, w_even_high), multiply(a1, w_odd_high)), 32));                         \
+      const Vector sb = add(add(multiply(b, w_even), multiply(b1, w_odd)),                                                    \
+                            shift_left(add(multiply(b, w_even_high), multiply(b1, w_odd_high)), 32));                         \
+      Vector s = add(add(low_words(sa, sb), high_words(sa, sb)), cell);                                                       \
+      s = exclusive(s, shift_right(s, 32));                                                                                   \
+      Vector w = exclusive(k, shift_right(k, 32));                                                                            \
+      k = add(k, key_step);                                                                                                   \
+      w = add(multiply(w, key_low), shift_left(add(multiply(shift_right(w, 32), key_low), multiply(w, key_high)), 32));       \
+      w = either(exclusive(w, shift_right(w, 32)), one);                                                                      \
+      sum = add(sum,                                                                                                          \
+                add(multiply(w, s), shift_left(add(multiply(shift_right(w, 32), s), multiply(w, shift_right(s, 32))), 32)));  \
+    }                                                                                                                         \
+    alignas(64) uint64_t sums[LANES];                                                                                         \
+    memcpy(sums, &sum, sizeof sums);                                                                                          \
+    uint64_t total = plain(cells + 16 * i, count - i, key + i);                                                               \
+    for (int lane = 0; lane < LANES; ++lane) total += sums[lane];                                                             \
+    return total;                                                                                                             \
   }
 
 #define KVBM_LOAD_256(p) _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))

@@ -14,11 +14,17 @@ constexpr uint64_t kOfWord0 = UINT64_C(0xa55c9364d6777aa3), kOfWord1 = UINT64_C(
 constexpr uint64_t kOfKey0 = UINT64_C(0xbf58476d1ce4e5b9), kOfKey1 = UINT64_C(0x94d049bb133111eb);
 
 KVBM_INLINE uint64_t folded(uint64_t x) { return x ^ (x >> 32); }
-KVBM_INLINE uint64_t weight(uint64_t key) { return folded(folded(key * kOfKey0) * kOfKey1) | 1; }
+KVBM_INLINE uint64_t weight_of_scaled(uint64_t scaled) { return folded(folded(scaled) * kOfKey1) | 1; }
+KVBM_INLINE uint64_t weight(uint64_t key) { return weight_of_scaled(key * kOfKey0); }
 KVBM_INLINE uint64_t content(const Word16& v) {
   return folded(kOfCell + v.x[0] * kOfWord0 + v.x[1] * kOfWord1 + v.x[2] * kOfWord2 + v.x[3] * kOfWord3);
 }
 KVBM_INLINE uint64_t digest_of(uint64_t key, const Word16& v) { return weight(key) * content(v); }
+// The same where the first key of many is scaled once: key = first + step.
+KVBM_INLINE uint64_t scaled_key(uint64_t first) { return first * kOfKey0; }
+KVBM_INLINE uint64_t digest_of(uint64_t scaled, uint32_t step, const Word16& v) {
+  return weight_of_scaled(scaled + step * kOfKey0) * content(v);
+}
 
 // A word as the cell that it is: what is missing is zero.
 KVBM_INLINE Word16 cell_of(const Word16& v) { return v; }
@@ -52,7 +58,7 @@ template <int OUTER>
 KVBM_INLINE uint64_t first_key(const kvbm_args& a, const kvbm_part& p, uint32_t place) {
   uint32_t chunk = place;
   const uint32_t pair = pair_of(p, chunk);
-  uint64_t key = a.digest.part[&p - a.part].first + position_of(a, pair) * a.digest.lanes;
+  uint64_t key = a.digest.first[&p - a.part] + position_of(a, pair) * a.digest.lanes;
   KVBM_UNROLL
   for (int k = 0; k < OUTER; ++k) {
     const uint32_t c = k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk;
@@ -76,21 +82,21 @@ KVBM_INLINE void step_key(const kvbm_part& p, uint32_t index, uint64_t& src, uin
 // ---- sums ----------------------------------------------------------------------------------------------------------
 
 #ifdef __CUDACC__
-// The sum of a row's threads, which all take part whatever they have found, is put where nothing else is: nothing is added to in
-// memory, nothing waits, and nothing must be zero before.  A job has one sum; kvbm_digest_sums adds those of a pair up.
+// Adds the sum of a row's threads, which all take part whatever they have found, to the digest of their pair: once a row, as what
+// is added at one address stands in line there.
 template <uint32_t THREADS>
-__device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint32_t lane, uint32_t width, uint64_t sum) {
-  uint64_t* out = reinterpret_cast<uint64_t*>(a.digest.sums) + a.digest.part[&p - a.part].slot;
+__device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint32_t lane, uint32_t width,
+                                        uint64_t sum) {
   if (width < 32) {
     for (uint32_t apart = width / 2; apart; apart /= 2) sum += __shfl_xor_sync(~0u, (unsigned long long)sum, apart);
   } else {
-    __shared__ uint64_t of_warp[THREADS / 32];
     // Three limbs, each of which 32 times fits a 32-bit sum.
     const uint32_t low = __reduce_add_sync(~0u, uint32_t(sum) & 0x3fffffu),
                    middle = __reduce_add_sync(~0u, uint32_t(sum >> 22) & 0x1fffffu),
                    high = __reduce_add_sync(~0u, uint32_t(sum >> 43));
     sum = low + (uint64_t(middle) << 22) + (uint64_t(high) << 43);
     if (width > 32) {
+      __shared__ uint64_t of_warp[THREADS / 32];
       const uint32_t warp = threadIdx.x / 32;
       if (threadIdx.x % 32 == 0) of_warp[warp] = sum;
       __syncthreads();
@@ -98,11 +104,14 @@ __device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, 
         for (uint32_t i = 1; i < width / 32; ++i) sum += of_warp[warp + i];
     }
   }
-  if (lane == 0 && job < p.jobs) out[job] = sum;
+  if (lane == 0 && job < p.jobs) {
+    uint32_t place = quotient(job, p.tiles);
+    atomicAdd(reinterpret_cast<unsigned long long*>(a.digest.out) + pair_of(p, place), (unsigned long long)sum);
+  }
 }
 #else
 inline void put_sum(const kvbm_args& a, uint32_t pair, uint64_t sum) {
-  __atomic_fetch_add(reinterpret_cast<uint64_t*>(a.digest.sums) + pair, sum, __ATOMIC_RELAXED);
+  __atomic_fetch_add(reinterpret_cast<uint64_t*>(a.digest.out) + pair, sum, __ATOMIC_RELAXED);
 }
 #endif
 
@@ -176,7 +185,7 @@ struct Kernel<Digest<OUTER, INNER>> {
       Bases at;
       found[row].reads = job < p.jobs && locate<OUTER>(a, p, place, at);
       found[row].src = at.src;
-      found[row].key = first_key<OUTER>(a, p, place);
+      found[row].key = scaled_key(first_key<OUTER>(a, p, place));
     }
     const uint32_t first = tile * p.tile_words + lane, last = min(tile * p.tile_words + p.tile_words, p.words);
     __syncthreads();
@@ -196,7 +205,7 @@ struct Kernel<Digest<OUTER, INNER>> {
         }
         KVBM_UNROLL
         for (uint32_t u = 0; u < kLoads; ++u)
-          if (i + u * width < last) sum += digest_of(base + key[u], v[u]);
+          if (i + u * width < last) sum += digest_of(base, key[u], v[u]);
       }
     }
     put_sum<kThreads>(a, p, job, lane, width, sum);

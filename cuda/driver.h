@@ -105,6 +105,7 @@ using BatchV2 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, si
   X(MemAlloc, "_v2", true, (Address*, size_t))                                                              \
   X(MemFree, "_v2", true, (Address))                                                                        \
   X(MemHostAlloc, "", true, (void**, size_t, unsigned))                                                     \
+  X(MemsetD32Async, "", true, (Address, unsigned, size_t, Stream))                                          \
   X(MemFreeHost, "", true, (void*))                                                                         \
   X(MemcpyHtoDAsync, "_v2", true, (Address, const void*, size_t, Stream))                                   \
   X(MemcpyAsync, "", true, (Address, Address, size_t, Stream))                                              \
@@ -173,7 +174,6 @@ struct Device {
   bool images_loaded = false;
   std::atomic<Handle>* functions = nullptr;  // one a kernel; read without a lock
   std::atomic<Handle> copy_pairs{nullptr};   // the kernel of copy.cu
-  std::atomic<Handle> digest_sums{nullptr};  // and of digest.cu
   std::mutex ring_mutex;
   Slot* newest = nullptr;  // circular: newest->next is the slot used longest ago
   std::mutex events_mutex;
@@ -260,7 +260,6 @@ struct Cargo {
 int carry(Device* device, size_t bytes, size_t scratch, Stream stream, Cargo* cargo);
 
 int find_pairs_kernel(Device* device, Handle* function);  // pairs.cpp
-int find_own_kernel(Device* device, std::atomic<Handle>* known, const char* file, const char* name, Handle* function);
 
 // driver.cpp: the graph that a stream is being captured into, or null; and an object that lives as long as a graph.
 int capturing_graph(Stream stream, Handle* graph);

@@ -635,19 +635,64 @@ int copy_only(int strategy, const kvbm_route& route, const kvbm_batch& batch, De
 }
 
 // The copy, and the digests that are asked for: fused, or before and after it.
-int copy_by(int strategy, const kvbm_route& route, const kvbm_batch& given, Device* device, Stream stream,
+int copy_and_digest(int strategy, const kvbm_route& route, const kvbm_batch& given, Device* device, Stream stream,
+                    uint64_t* submissions) {
+  kvbm_batch batch = given;
+  const uint64_t apart = is_fused(strategy, route, batch) && batch.kept ? 0 : batch.digests;
+  if (apart) batch.digests = 0;
+  if (batch.num_pairs == 0) return KVBM_OK;
+  if (batch.both[kOfSrc]) RETURN_IF_FAILED(digest_side(route, given, kOfSrc, batch.both[kOfSrc], device, stream, submissions));
+  if (apart && !route.digests_dst) RETURN_IF_FAILED(digest_side(route, given, kOfSrc, apart, device, stream, submissions));
+  RETURN_IF_FAILED(copy_only(strategy, route, batch, device, stream, submissions));
+  if (apart && route.digests_dst) RETURN_IF_FAILED(digest_side(route, given, kOfDst, apart, device, stream, submissions));
+  if (batch.both[kOfDst]) RETURN_IF_FAILED(digest_side(route, given, kOfDst, batch.both[kOfDst], device, stream, submissions));
+  return KVBM_OK;
+}
+
+// Digests for pinned memory: kernels add to memory of the device, and what they made is copied.
+class FarDigests : public Cargo {
+ public:
+  FarDigests(int strategy, const kvbm_route& route, const kvbm_batch& batch, Device* device, Stream stream,
+             uint64_t* submissions)
+      : strategy_(strategy), route_(route), batch_(batch), device_(device), stream_(stream), submissions_(submissions) {
+    if (batch_.digests_far && batch_.digests) far_[count_++] = &batch_.digests;
+    for (uint64_t& out : batch_.both)
+      if (batch_.both_far && out) far_[count_++] = &out;
+  }
+  size_t bytes() const { return count_ * each(); }
+  void write(void*, Address scratch) override {
+    for (int i = 0; i < count_; ++i) {
+      out_[i] = *far_[i];
+      *far_[i] = scratch_[i] = scratch + i * each();
+    }
+  }
+  int launch() override {
+    RETURN_IF_FAILED(copy_and_digest(strategy_, route_, batch_, device_, stream_, submissions_));
+    for (int i = 0; i < count_; ++i)
+      RETURN_IF_FAILED(CU(MemcpyAsync, out_[i], scratch_[i], sizeof(uint64_t) * batch_.num_pairs, stream_));
+    return KVBM_OK;
+  }
+
+ private:
+  size_t each() const { return (sizeof(uint64_t) * batch_.num_pairs + 15) & ~size_t{15}; }
+  int strategy_;
+  const kvbm_route& route_;
+  kvbm_batch batch_;
+  Device* device_;
+  Stream stream_;
+  uint64_t* submissions_;
+  int count_ = 0;
+  uint64_t* far_[3];
+  Address out_[3], scratch_[3];
+};
+
+int copy_by(int strategy, const kvbm_route& route, const kvbm_batch& batch, Device* device, Stream stream,
             uint64_t* submissions) noexcept {
   try {
-    kvbm_batch batch = given;
-    const uint64_t apart = is_fused(strategy, route, batch) && batch.kept ? 0 : batch.digests;
-    if (apart) batch.digests = 0;
-    if (batch.num_pairs == 0) return KVBM_OK;
-    if (batch.both[kOfSrc]) RETURN_IF_FAILED(digest_side(route, given, kOfSrc, batch.both[kOfSrc], device, stream, submissions));
-    if (apart && !route.digests_dst) RETURN_IF_FAILED(digest_side(route, given, kOfSrc, apart, device, stream, submissions));
-    RETURN_IF_FAILED(copy_only(strategy, route, batch, device, stream, submissions));
-    if (apart && route.digests_dst) RETURN_IF_FAILED(digest_side(route, given, kOfDst, apart, device, stream, submissions));
-    if (batch.both[kOfDst]) RETURN_IF_FAILED(digest_side(route, given, kOfDst, batch.both[kOfDst], device, stream, submissions));
-    return KVBM_OK;
+    if (!device || !(batch.digests_far || batch.both_far) || batch.num_pairs == 0)
+      return copy_and_digest(strategy, route, batch, device, stream, submissions);
+    FarDigests far(strategy, route, batch, device, stream, submissions);
+    return carry(device, 0, far.bytes(), stream, &far);
   } catch (...) {  // the lists of ids
     return check("malloc", KVBM_NO_MEMORY);
   }

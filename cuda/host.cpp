@@ -199,7 +199,7 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   copy.id_bytes = batch->src.ids || batch->dst.ids ? sizeof(int32_t) : 0;
   copy.inline_mask &= kDescribed;
   if (copy.inline_mask & KVBM_DIGEST) {
-    copy.digest.sums = batch->digests;
+    copy.digest.out = batch->digests;
     copy.digest.positions = reinterpret_cast<uint64_t>(batch->positions);
     copy.digest.position_bytes = batch->positions ? sizeof(int64_t) : 0;
     if (!batch->adds) memset(reinterpret_cast<void*>(batch->digests), 0, sizeof(uint64_t) * batch->num_pairs);

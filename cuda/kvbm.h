@@ -118,15 +118,12 @@ typedef struct kvbm_units {
 
 /* What a kernel that digests is told besides: at the end of the payload, and only there where KVBM_DIGEST is set. */
 typedef struct kvbm_digest {
-  uint64_t sums;      /* address of uint64_t: GPU: one a job; host: one a pair */
-  uint64_t positions; /* address, or offset into the payload, of the position of each pair's first token; 0: all at 0 */
-  uint64_t lanes;     /* keys a token */
+  uint64_t out;            /* address of uint64_t, one a pair, to which is added */
+  uint64_t positions;      /* address, or offset into the payload, of the position of each pair's first token; 0: all at 0 */
+  uint64_t lanes;          /* keys a token */
   uint32_t position_bytes; /* 4 or 8, signed; 0: there are none */
   uint32_t reserved;
-  struct {
-    uint64_t first; /* key of the first cell at position 0 */
-    uint64_t slot;  /* index of the part's first sum */
-  } part[KVBM_MAX_PARTS];
+  uint64_t first[KVBM_MAX_PARTS]; /* key of the part's first cell at position 0 */
 } kvbm_digest;
 
 /* A kernel's whole parameter block.  Table steps of ids and the parts are the caller's description of the copy (extents made
@@ -156,19 +153,6 @@ typedef struct kvbm_args {
 
 /* Bits of inline_mask that are the caller's, as the parts are; the last is a batch's. */
 enum { KVBM_SRC_UNITS = 1 << 6, KVBM_DST_UNITS = 1 << 7, KVBM_DIGEST = 1 << 8, KVBM_POSITIONS_INLINE = 1 << 9 };
-
-enum { KVBM_SUM_THREADS = 512 }; /* a CTA of kvbm_digest_sums */
-
-/* The whole parameter block of kvbm_digest_sums (digest.cu), which ends a launch that digests: sums a pair become its digest. */
-typedef struct kvbm_sums {
-  uint64_t sums, out; /* addresses: what the kernel left; a uint64_t a pair */
-  uint32_t num_parts, adds;
-  struct {
-    uint64_t slot;                            /* of the part's first sum */
-    uint32_t chunks, in_place, pairs_first; /* chunks a pair, sums a chunk; all pairs of a chunk before the next chunk */
-    uint32_t reserved;
-  } part[KVBM_MAX_PARTS];
-} kvbm_sums;
 
 /* ---- the kernel table (generated: kernels_host.cpp) ------------------------------------------------------------ */
 
@@ -281,8 +265,9 @@ typedef struct kvbm_batch {
   uint64_t positions_device; /* the same on the device, `position_bytes` each and read when the kernel runs, or 0; neither: 0 */
   uint32_t position_bytes;
   uint32_t adds;    /* digests are added to what is there */
-  uint64_t digests; /* address of a uint64_t a pair, readable and writable where the kernel runs, or 0: of what is copied */
+  uint64_t digests; /* address of a uint64_t a pair, or 0: of what is copied */
   uint64_t both[2]; /* likewise: of the source before, and of the destination after the copy */
+  uint32_t digests_far, both_far; /* whether these lie in pinned host memory, which kernels do not add to */
   uint32_t max_ctas; /* of a kernel with teams: CTAs of its grid at most (one a multiprocessor); 0: one a multiprocessor */
 } kvbm_batch;
 

@@ -61,22 +61,6 @@ int find_kernel(Device* device, int kernel, Handle* function) {
   return KVBM_OK;
 }
 
-// A kernel of a .cu file that was written by hand.
-int find_own_kernel(Device* device, std::atomic<Handle>* known, const char* file, const char* name, Handle* function) {
-  *function = known->load(std::memory_order_acquire);
-  if (__builtin_expect(*function != nullptr, 1)) return KVBM_OK;
-  std::lock_guard<std::mutex> lock(device->mutex);
-  RelaxedCapture relaxed;
-  RETURN_IF_FAILED(load_images(device));
-  int image = 0;
-  while (image < kvbm_num_images && strcmp(kvbm_images[image].name, file) != 0) ++image;
-  if (image == kvbm_num_images) return check(name, KVBM_NOT_BUILT);
-  RETURN_IF_FAILED(CU(ModuleGetFunction, function, device->modules[image], name));
-  if (driver.FuncLoad) RETURN_IF_FAILED(CU(FuncLoad, *function));
-  known->store(*function, std::memory_order_release);
-  return KVBM_OK;
-}
-
 // ---- the ring ------------------------------------------------------------------------------------------------------
 
 enum : size_t { kSmallestSlot = 16 << 10 };
@@ -185,7 +169,8 @@ Fields place_fields(const kvbm_batch* batch, size_t described, bool digests) {
 }
 
 void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, void* slot_host, Address slot_device) {
-  uint64_t* const field[kFields] = {&args->src_ids, &args->dst_ids, &args->src_table, &args->dst_table, &args->digest.positions};
+  uint64_t* const field[kFields] = {&args->src_ids, &args->dst_ids, &args->src_table, &args->dst_table,
+                                    &args->digest.positions};
   const void* const source[kFields] = {batch->src.ids, batch->dst.ids, batch->src.table, batch->dst.table, batch->positions};
   static const uint32_t bit[kFields] = {1, 2, 4, 8, KVBM_POSITIONS_INLINE};
   args->num_pairs = batch->num_pairs;
@@ -260,34 +245,7 @@ int carry(Device* device, size_t bytes, size_t scratch, Stream stream, Cargo* ca
   return status;
 }
 
-// ---- digests -------------------------------------------------------------------------------------------------------
-
-// How many sums a kernel leaves that was prepared with these parameters, a part after the other; and where the next kernel finds
-// those of a pair.
-uint64_t place_sums(kvbm_args* args, kvbm_sums* sums) {
-  uint64_t count = 0;
-  sums->num_parts = args->num_parts;
-  for (uint32_t i = 0; i < args->num_parts; ++i) {
-    const kvbm_part& part = args->part[i];
-    args->digest.part[i].slot = count;
-    sums->part[i] = {count, part.jobs / part.tiles.n / args->num_pairs, part.tiles.n, part.pairs_first, 0};
-    count += part.jobs;
-  }
-  return count;
-}
-
-int find_sums_kernel(Device* device, Handle* function) {
-  return find_own_kernel(device, &device->digest_sums, "digest.cu", "kvbm_digest_sums", function);
-}
-
-int add_up(Handle function, const kvbm_batch* batch, kvbm_sums* sums, Stream stream) {
-  sums->out = batch->digests;
-  sums->adds = batch->adds;
-  void* parameters[] = {sums};
-  return CU(LaunchKernel, function, batch->num_pairs, 1, 1, KVBM_SUM_THREADS, 1, 1, 0, stream, parameters, nullptr);
-}
-
-// The batch whose ids or tables do not fit the kernel's parameters, or that is digested.
+// The batch whose ids or tables do not fit the kernel's parameters.
 struct BatchCargo : Cargo {
   Handle function;
   const kvbm_kernel& kernel;
@@ -296,19 +254,11 @@ struct BatchCargo : Cargo {
   const Fields& fields;
   int sms;
   Stream stream;
-  Handle ends = nullptr;  // the kernel that adds up what this one leaves
-  kvbm_sums sums = {};
   BatchCargo(Handle function, const kvbm_kernel& kernel, kvbm_args* args, const kvbm_batch* batch, const Fields& fields,
              int sms, Stream stream)
       : function(function), kernel(kernel), args(args), batch(batch), fields(fields), sms(sms), stream(stream) {}
-  void write(void* host, Address device) override {
-    write_fields(batch, fields, args, host, device);
-    if (ends) args->digest.sums = sums.sums = device + fields.slot_bytes;
-  }
-  int launch() override {
-    RETURN_IF_FAILED(kvbm_driver::launch(function, kernel, args, sms, batch->max_ctas, stream));
-    return ends ? add_up(ends, batch, &sums, stream) : KVBM_OK;
-  }
+  void write(void* host, Address device) override { write_fields(batch, fields, args, host, device); }
+  int launch() override { return kvbm_driver::launch(function, kernel, args, sms, batch->max_ctas, stream); }
 };
 
 // ---- small batches -------------------------------------------------------------------------------------------------
@@ -410,17 +360,13 @@ int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_b
   if (resolve(&copy, &small, gathered)) batch = &small;
   const bool digests = copy.inline_mask & KVBM_DIGEST;
   const Fields fields = place_fields(batch, described_bytes(copy.num_parts, copy.inline_mask), digests);
-  if (__builtin_expect(fields.slot_bytes > 0 || digests, 0)) {
+  if (digests) {
+    copy.digest.out = batch->digests;
+    if (!batch->adds) RETURN_IF_FAILED(CU(MemsetD32Async, batch->digests, 0, size_t{2} * batch->num_pairs, stream));
+  }
+  if (__builtin_expect(fields.slot_bytes > 0, 0)) {
     BatchCargo cargo(function, *entry, &copy, batch, fields, device->sms, stream);
-    uint64_t count = 0;
-    if (digests) {
-      kvbm_grid grid = {};
-      copy.num_pairs = batch->num_pairs;
-      RETURN_IF_FAILED(find_sums_kernel(device, &cargo.ends));
-      RETURN_IF_FAILED(check(entry->name, entry->prepare(&copy, static_cast<uint32_t>(device->sms), &grid)));
-      count = place_sums(&copy, &cargo.sums);
-    }
-    return carry(device, fields.slot_bytes, count * sizeof(uint64_t), stream, &cargo);
+    return carry(device, fields.slot_bytes, 0, stream, &cargo);
   }
   write_fields(batch, fields, &copy, nullptr, 0);
   return launch(function, *entry, &copy, device->sms, batch->max_ctas, stream);
@@ -440,8 +386,7 @@ int kvbm_warm(int kernel, int device) {
   Handle function = nullptr;
   const int first = kernel < 0 ? 0 : kernel, last = kernel < 0 ? kvbm_num_kernels : kernel + 1;
   for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(current.device, i, &function));
-  if (kernel < 0) RETURN_IF_FAILED(find_pairs_kernel(current.device, &function));
-  return find_sums_kernel(current.device, &function);
+  return kernel < 0 ? find_pairs_kernel(current.device, &function) : KVBM_OK;
 }
 
 int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream) {

@@ -193,7 +193,18 @@ static_assert(sizeof(kvbm_pairs) == 4096, "the inline payload fills the paramete
 }  // namespace
 
 int find_pairs_kernel(Device* device, Handle* function) {
-  return find_own_kernel(device, &device->copy_pairs, "copy.cu", "kvbm_copy_pairs", function);
+  *function = device->copy_pairs.load(std::memory_order_acquire);
+  if (__builtin_expect(*function != nullptr, 1)) return KVBM_OK;
+  std::lock_guard<std::mutex> lock(device->mutex);
+  RelaxedCapture relaxed;
+  RETURN_IF_FAILED(load_images(device));
+  int image = 0;
+  while (image < kvbm_num_images && strcmp(kvbm_images[image].name, "copy.cu") != 0) ++image;
+  if (image == kvbm_num_images) return check("kvbm_copy_pairs", KVBM_NOT_BUILT);
+  RETURN_IF_FAILED(CU(ModuleGetFunction, function, device->modules[image], "kvbm_copy_pairs"));
+  if (driver.FuncLoad) RETURN_IF_FAILED(CU(FuncLoad, *function));
+  device->copy_pairs.store(*function, std::memory_order_release);
+  return KVBM_OK;
 }
 
 }  // namespace kvbm_driver

@@ -443,11 +443,15 @@ template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads, int TEAMS =
 struct Rows {
   using Mine = Team<THREADS, TEAMS>;
   static constexpr uint32_t kThreads = THREADS, kTeams = TEAMS;
-  static constexpr uint32_t kMinCtas = 2048 / THREADS;  // every warp that a multiprocessor can hold
+  static constexpr uint32_t kMinCtas =
+      (SUMS ? 1536 : 2048) / THREADS;  // every warp that a multiprocessor can hold, or its registers
   static constexpr uint32_t kLoads = loads_of_rows(TEAMS);
 
+  // What a row looks up, and its sum, is worth more words where these are digested, too.
+  static constexpr uint32_t kWords = SUMS ? 4 * kLoads : kLoads;
+
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
-    return prepare_rows({OUTER, INNER, 0, WORD, THREADS, TEAMS}, a, p, sms, shared_bytes);
+    return prepare_rows({OUTER, INNER, 0, WORD, THREADS, TEAMS, kWords}, a, p, sms, shared_bytes);
   }
 
   // Of the shared memory that is asked for at the launch: none.
@@ -472,41 +476,57 @@ struct Rows {
       Bases at;  // a store to shared memory between the reads of the two tables would make the second wait
       here.copies = job < p.jobs && locate<OUTER>(a, p, chunk, at);
       here.at = at;
-      if constexpr (SUMS) keys[row] = first_key<OUTER>(a, p, chunk);
+      if constexpr (SUMS) keys[row] = scaled_key(first_key<OUTER>(a, p, chunk));
     }
     const uint32_t first = tile * p.tile_words + lane, last = min(tile * p.tile_words + p.tile_words, p.words);
     uint64_t from[kLoads], to[kLoads];
     uint32_t key[kLoads];
-    KVBM_UNROLL
-    for (uint32_t u = 0; u < kLoads; ++u) {
-      from[u] = to[u] = key[u] = 0;
-      if constexpr (SUMS)
-        step_key<0, INNER>(p, first + u * width, from[u], to[u], key[u]);
-      else
-        step<0, INNER>(p, first + u * width, from[u], to[u]);
-    }
+    find(p, first, width, from, to, key);
     Mine::sync();
     const bool copies = here.copies;
     const Bases at = here.at;
     Mine::sync_turn();
     if (!SUMS && !copies) return;
     Word<WORD> v[kLoads];
-    if (!SUMS || copies) {
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < kLoads; ++u)
-        if (first + u * width < last) load(v[u], at.src + from[u]);
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < kLoads; ++u)
-        if (first + u * width < last) store(at.dst + to[u], v[u]);
-    }
-    if constexpr (SUMS) {
+    if constexpr (!SUMS) {
+      move(at, first, last, width, from, to, v);
+    } else {
       static_assert(TEAMS == 1, "teams take turns in which not all threads of a warp meet");
       uint64_t sum = 0;
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < kLoads; ++u)
-        if (copies && first + u * width < last) sum += digest_of(keys[row] + key[u], cell_of(v[u]));
+      for (uint32_t i = first; copies && i < last;) {
+        move(at, i, last, width, from, to, v);
+        KVBM_UNROLL
+        for (uint32_t u = 0; u < kLoads; ++u)
+          if (i + u * width < last) sum += digest_of(keys[row], key[u], cell_of(v[u]));
+        i += kLoads * width;
+        if (i < last) find(p, i, width, from, to, key);
+      }
       put_sum<kThreads>(a, p, job, lane, width, sum);
     }
+  }
+
+  // Where a thread's words lie from the chunk's first ones.
+  static __device__ __forceinline__ void find(const kvbm_part& p, uint32_t index, uint32_t width, uint64_t (&from)[kLoads],
+                                              uint64_t (&to)[kLoads], uint32_t (&key)[kLoads]) {
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < kLoads; ++u) {
+      from[u] = to[u] = key[u] = 0;
+      if constexpr (SUMS)
+        step_key<0, INNER>(p, index + u * width, from[u], to[u], key[u]);
+      else
+        step<0, INNER>(p, index + u * width, from[u], to[u]);
+    }
+  }
+
+  static __device__ __forceinline__ void move(const Bases& at, uint32_t index, uint32_t last, uint32_t width,
+                                              const uint64_t (&from)[kLoads], const uint64_t (&to)[kLoads],
+                                              Word<WORD> (&v)[kLoads]) {
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < kLoads; ++u)
+      if (index + u * width < last) load(v[u], at.src + from[u]);
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < kLoads; ++u)
+      if (index + u * width < last) store(at.dst + to[u], v[u]);
   }
 #else
   // Goes through a range of jobs: by runs at equal distances, or piece by piece, at most `kPiece` bytes of a run.
@@ -521,7 +541,7 @@ struct Rows {
     Bases rest = {};                 // of the run: where its next piece begins
     uint64_t left = 0;               // of the run, in bytes
     Bases piece = {};
-    uint32_t pair = 0;                                                     // of the job
+    uint32_t pair = 0;                                                 // of the job
     uint64_t chunk_key = 0, row_key = 0, rest_key = 0, piece_key = 0;  // of their first cells, where they are digested
 
     uint64_t run_words() const { return INNER == 1 ? p.tile_words : p.inner[0].extent.n; }
@@ -754,14 +774,18 @@ struct Tile {
 
   // What a tile's words sum up to.  Along the side of the cells a key is a word's, along the other an element's.
   struct Sum {
-    uint64_t first, value;
-    KVBM_INLINE void add(const kvbm_part& p, uint32_t rest, uint32_t a, uint32_t b, const Word<WORD>& v) {
-      uint64_t none = 0;
-      uint32_t key = a * p.inner[0].key + b * p.inner[1].key;
-      step_key<2, REST>(p, rest, none, none, key);
-      value += digest_of(first + key, cell_of(v));
-    }
+    uint64_t first, value;  // scaled
+    KVBM_INLINE void add(uint32_t key, const Word<WORD>& v) { value += digest_of(first, key, cell_of(v)); }
   };
+  static KVBM_INLINE void step_tile(const kvbm_part& p, uint32_t rest, uint32_t a, uint32_t b, uint64_t& src, uint64_t& dst,
+                                    uint32_t& key) {
+    if constexpr (SUMS) {
+      key = a * p.inner[0].key + b * p.inner[1].key;
+      step_key<2, REST>(p, rest, src, dst, key);
+    } else {
+      step<2, REST>(p, rest, src, dst);
+    }
+  }
 
 #ifdef __CUDACC__
   static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char* shared) {
@@ -773,7 +797,7 @@ struct Tile {
     Corner from = corner(p, tile);
     if (!copies) from.rests = 0;  // a team passes its barriers whatever happens to the ids meanwhile
     Word<WORD>* words = reinterpret_cast<Word<WORD>*>(shared);
-    Sum sum = {SUMS ? first_key<OUTER>(a, p, place) : 0, 0};
+    Sum sum = {SUMS ? scaled_key(first_key<OUTER>(a, p, place)) : 0, 0};
     if (kCanTurnBehind && p.turns_behind)
       turn_behind(p, at, from, words, sum);
     else
@@ -783,13 +807,13 @@ struct Tile {
   }
 
   // Squares are turned on the way into shared memory: neighbouring threads read along A, and write along B whatever B's length.
-  static __device__ __forceinline__ void turn_ahead(const kvbm_part& p, const Bases& at, const Corner& from,
-                                                    Word<WORD>* words, Sum& sum) {
+  static __device__ __forceinline__ void turn_ahead(const kvbm_part& p, const Bases& at, const Corner& from, Word<WORD>* words,
+                                                    Sum& sum) {
     const uint32_t ta = p.tile[0].n, tb = p.tile[1].n, turned = pitch(p);
     const uint32_t loads = from.rests * ta * tb;
     for (uint32_t i = Mine::thread(); i < loads; i += kThreads * kLoads) {
       Word<WORD> v[kLoads][kSide];
-      uint32_t slot[kLoads];
+      uint32_t slot[kLoads], key[kLoads];
       KVBM_UNROLL
       for (uint32_t u = 0; u < kLoads; ++u) {
         uint32_t c = i + u * kThreads;
@@ -798,7 +822,7 @@ struct Tile {
         slot[u] = (inside && ia < from.na && ib < from.nb) ? (c * ta + ia) * turned + ib : ~0u;
         if (slot[u] == ~0u) continue;
         uint64_t src = 0, dst = 0;
-        step<2, REST>(p, from.rest + c, src, dst);
+        step_tile(p, from.rest + c, from.a + ia, (from.b + ib) * kSide, src, dst, key[u]);
         src += (from.a + ia) * WORD + uint64_t((from.b + ib) * kSide) * uint32_t(p.inner[1].src);
         KVBM_UNROLL
         for (uint32_t j = 0; j < kSide; ++j) load(v[u][j], at.src + src + j * p.inner[1].src);
@@ -806,11 +830,9 @@ struct Tile {
       if (SUMS && p.cell_words) {
         KVBM_UNROLL
         for (uint32_t u = 0; u < kLoads; ++u) {
-          uint32_t c = i + u * kThreads;
-          const uint32_t ia = take(c, p.tile[0]), ib = take(c, p.tile[1]);
+          if (slot[u] == ~0u) continue;
           KVBM_UNROLL
-          for (uint32_t j = 0; j < kSide; ++j)
-            if (slot[u] != ~0u) sum.add(p, from.rest + c, from.a + ia, (from.b + ib) * kSide + j, v[u][j]);
+          for (uint32_t j = 0; j < kSide; ++j) sum.add(key[u] + j * p.inner[1].key, v[u][j]);
         }
       }
       KVBM_UNROLL
@@ -832,24 +854,25 @@ struct Tile {
       const uint32_t ia = take(c, p.tile[0]);
       if (ia >= from.na || ib >= from.nb) continue;
       uint64_t src = 0, dst = 0;
-      step<2, REST>(p, from.rest + c, src, dst);
+      uint32_t key;
+      step_tile(p, from.rest + c, (from.a + ia) * kSide + j, from.b + ib, src, dst, key);
       dst += uint64_t((from.a + ia) * kSide + j) * uint32_t(p.inner[0].dst) + (from.b + ib) * WORD;
       const Word<WORD> v = words[(c * ta + ia) * turned + j * tb + ib];
       store(at.dst + dst, v);
-      if (SUMS && !p.cell_words) sum.add(p, from.rest + c, (from.a + ia) * kSide + j, from.b + ib, v);
+      if (SUMS && !p.cell_words) sum.add(key, v);
     }
   }
 
   // Squares are turned on the way out of it, where A is the shorter side: neighbouring threads read along A and then on to
   // the next rows, whose words would otherwise be read a sector here and a sector there, and write along B.
-  static __device__ __forceinline__ void turn_behind(const kvbm_part& p, const Bases& at, const Corner& from,
-                                                     Word<WORD>* words, Sum& sum) {
+  static __device__ __forceinline__ void turn_behind(const kvbm_part& p, const Bases& at, const Corner& from, Word<WORD>* words,
+                                                     Sum& sum) {
     constexpr uint32_t kAtOnce = 8;  // words a thread has in flight
     const uint32_t ta = p.tile[0].n, tb = p.tile[1].n, turned = pitch(p);
     const uint32_t loads = from.rests * tb * kSide * ta;
     for (uint32_t i = Mine::thread(); i < loads; i += kThreads * kAtOnce) {
       Word<WORD> v[kAtOnce];
-      uint32_t slot[kAtOnce];
+      uint32_t slot[kAtOnce], key[kAtOnce];
       KVBM_UNROLL
       for (uint32_t u = 0; u < kAtOnce; ++u) {
         uint32_t c = i + u * kThreads;
@@ -860,19 +883,14 @@ struct Tile {
         slot[u] = (inside && ia < from.na && ib < from.nb) ? (c * tb + ib) * turned + j * ta + ia : ~0u;
         if (slot[u] == ~0u) continue;
         uint64_t src = 0, dst = 0;
-        step<2, REST>(p, from.rest + c, src, dst);
+        step_tile(p, from.rest + c, from.a + ia, (from.b + ib) * kSide + j, src, dst, key[u]);
         src += (from.a + ia) * WORD + uint64_t((from.b + ib) * kSide + j) * uint32_t(p.inner[1].src);
         load(v[u], at.src + src);
       }
       if (SUMS && p.cell_words) {
         KVBM_UNROLL
-        for (uint32_t u = 0; u < kAtOnce; ++u) {
-          uint32_t c = i + u * kThreads;
-          const uint32_t ia = take(c, p.tile[0]), j = c % kSide;
-          c /= kSide;
-          const uint32_t ib = take(c, p.tile[1]);
-          if (slot[u] != ~0u) sum.add(p, from.rest + c, from.a + ia, (from.b + ib) * kSide + j, v[u]);
-        }
+        for (uint32_t u = 0; u < kAtOnce; ++u)
+          if (slot[u] != ~0u) sum.add(key[u], v[u]);
       }
       KVBM_UNROLL
       for (uint32_t u = 0; u < kAtOnce; ++u)
@@ -890,12 +908,13 @@ struct Tile {
       for (uint32_t j = 0; j < kSide; ++j) v[j] = words[(c * tb + ib) * turned + j * ta + ia];
       if constexpr (kSide > 1) Square<ELEMENT>::turn(v);
       uint64_t src = 0, dst = 0;
-      step<2, REST>(p, from.rest + c, src, dst);
+      uint32_t key;
+      step_tile(p, from.rest + c, (from.a + ia) * kSide, from.b + ib, src, dst, key);
       dst += uint64_t((from.a + ia) * kSide) * uint32_t(p.inner[0].dst) + (from.b + ib) * WORD;
       KVBM_UNROLL
       for (uint32_t j = 0; j < kSide; ++j) {
         store(at.dst + dst + j * p.inner[0].dst, v[j]);
-        if (SUMS && !p.cell_words) sum.add(p, from.rest + c, (from.a + ia) * kSide + j, from.b + ib, v[j]);
+        if (SUMS && !p.cell_words) sum.add(key + j * p.inner[0].key, v[j]);
       }
     }
   }
@@ -917,7 +936,7 @@ struct Tile {
     if (found.skipped) return found;
     found.from = corner(p, tile);
     if constexpr (SUMS) {
-      found.key = first_key<OUTER>(a, p, job);
+      found.key = scaled_key(first_key<OUTER>(a, p, job));
       found.pair = pair_of(p, job);
     }
     return found;
@@ -939,7 +958,9 @@ struct Tile {
           next.skipped ? 0 : reinterpret_cast<uint64_t>(next.source(p)) - reinterpret_cast<uint64_t>(now.source(p));
       for (uint32_t c = 0; c < from.rests; ++c) {
         uint64_t src = 0, dst = 0;
-        step<2, REST>(p, from.rest + c, src, dst);
+        uint32_t rest_key = 0;
+        step_tile(p, from.rest + c, 0, 0, src, dst, rest_key);
+        auto key_at = [&](uint32_t ia, uint32_t ib) { return rest_key + ia * along_a.key + ib * along_b.key; };
         const char* in = now.source(p) + src;
         char* out = now.at.dst + dst + int64_t(from.a * kSide) * along_a.dst + int64_t(from.b) * WORD;
         if constexpr (kSide == 1) {
@@ -953,7 +974,7 @@ struct Tile {
               if constexpr (SUMS) {
                 Word<WORD> v;
                 load(v, word);
-                sum.add(p, from.rest + c, from.a + ia, from.b + ib, v);
+                sum.add(key_at(from.a + ia, from.b + ib), v);
               }
             }
           }
@@ -967,11 +988,11 @@ struct Tile {
             Word<WORD> v[kSide];
             for (uint32_t j = 0; j < kSide; ++j) load(v[j], row + j * along_b.src);
             if (SUMS && p.cell_words)
-              for (uint32_t j = 0; j < kSide; ++j) sum.add(p, from.rest + c, from.a + ia, (from.b + ib) * kSide + j, v[j]);
+              for (uint32_t j = 0; j < kSide; ++j) sum.add(key_at(from.a + ia, (from.b + ib) * kSide + j), v[j]);
             if constexpr (kSide > 1) Square<ELEMENT>::turn(v);
             for (uint32_t j = 0; j < kSide; ++j) {
               words[(ia * kSide + j) * from.nb + ib] = v[j];
-              if (SUMS && !p.cell_words) sum.add(p, from.rest + c, (from.a + ia) * kSide + j, from.b + ib, v[j]);
+              if (SUMS && !p.cell_words) sum.add(key_at((from.a + ia) * kSide + j, from.b + ib), v[j]);
             }
           }
         }
