@@ -17,19 +17,22 @@ import numpy.typing as npt
 from . import _core
 from .digest import CELL, Keys
 from .digesting import Digester
-from .errors import BindError, LayoutError, PlanError
+from .errors import BindError, KvbmError, LayoutError, PlanError
 from .planner import between
 from .section import canonical
 from .selection import PoolSection
 from .streams import framework_of, framework_stream
 
-__all__ = ["Differences", "Mismatch", "Region", "locate"]
+__all__ = ["Differences", "Mismatch", "Region", "locate", "told"]
 
 #: Pairs that are looked into, regions that are told of each, and slices that are digested on either side.
 MOST_PAIRS, MOST_REGIONS, MOST_DIGESTS = 16, 8, 8192
 
 #: The calling thread's default stream: all that is to be digested is there by then.
 _STREAM = 2
+
+#: The same for an error that somebody waits for.
+_TOLD_PAIRS, _TOLD_DIGESTS = 4, 4096
 
 _NAMES = {"l": "layer", "h": "head", "t": "token", "d": "element"}
 
@@ -189,6 +192,40 @@ def locate(
     return Differences(tuple(map(int, wrong)), tuple(found), (counted[0], counted[1]), tuple(dict.fromkeys(search.notes)))
 
 
+def told(
+    src: PoolSection, dst: PoolSection, pairs: _core.Pairs, layers: range | tuple[range, range] | None, wrong: Sequence[int]
+) -> str:
+    """Where pairs of a copy that is done differ now, for an error.
+
+    Parameters
+    ----------
+    src, dst : PoolSection
+    pairs : Pairs
+        The copy's.
+    layers : range or (range, range), optional
+        Of the copy.
+    wrong : sequence of int
+        Pairs of which the digests differed.
+    """
+    src_ids, dst_ids = pairs.ids()
+    if src_ids is None or dst_ids is None:
+        return "where they differ cannot be told: block ids are on the device; kvbm.testing.locate takes them from there"
+    try:
+        if layers is not None:
+            ours, theirs = layers if isinstance(layers, tuple) else (layers, layers)
+            src, dst = src.section(l=ours), dst.section(l=theirs)
+        some = set(wrong[:_TOLD_PAIRS])
+        ids = [[one if pair in some else -1 for pair, one in enumerate(side)] for side in (src_ids, dst_ids)]
+        stream = None if src.pool.device == dst.pool.device == "cpu" else _STREAM
+        found = locate(src, dst, *ids, stream=stream, most_digests=_TOLD_DIGESTS)
+    except KvbmError as error:
+        return f"where they differ cannot be told: {error}"
+    if not found:
+        return "the blocks are equal now: the source was written while the copy ran, or one of them has been written since"
+    more = len(wrong) - len(some)
+    return f"{found}\nand {more} more pairs" if more else str(found)
+
+
 def _on_host(ids: Any) -> Any:
     """Ids, or positions, of a GPU as the host's."""
     for name in ("cpu", "get"):  # torch, CuPy
@@ -238,6 +275,12 @@ class _Slice(NamedTuple):
         axes |= {axis for axis, _ in self.src.of.chosen}
         counts = {axis: self.src.of.count(axis) for axis in sorted(axes, key=canonical)}
         return {axis: count for axis, count in counts.items() if count > 1}
+
+    def fixed(self) -> dict[str, tuple[int, ...]]:
+        """Axes of which one coordinate of several was chosen."""
+        plane, pool = self.src.of.accesses[0].plane, self.src.pool
+        axes = {axis for access in pool.resolved.section.accesses if access.plane == plane for axis, _ in access.sizes}
+        return {axis: tuple(self.numbers(axis)) for axis in axes if self.src.of.count(axis) == 1}
 
     def numbers(self, axis: str) -> Sequence[int]:
         """What the pool of the source calls the coordinates."""
@@ -328,8 +371,8 @@ class _Search:
                 found.setdefault((box, exact and not over), []).append(members[index])
         for (box, exact), members in found.items():
             at = {axis: tuple(held.numbers(axis)[c] for c in each) for axis, each in zip(axes, box, strict=True)}
-            at |= {axis: tuple(held.numbers(axis)) for axis in over}
-            complete = frozenset(axis for axis, each in at.items() if len(each) == sizes[axis])
+            at |= {axis: tuple(held.numbers(axis)) for axis in over} | held.fixed()
+            complete = frozenset(axis for axis, each in at.items() if len(each) == sizes.get(axis, 1))
             at = {axis: at[axis] for axis in sorted(at, key=canonical)}
             region = Region((plane,), at, complete, exact, tuple(unresolved))
             for index, elements in zip(members, self._elements(held, row, axes, box, pairs[members]), strict=True):
