@@ -37,17 +37,33 @@ class Keys:
         The address map: keys times `CELL`.
     lanes : int
         Keys a token of the whole model.
+    whole : tuple of (str, int)
+        Of each plane the axis along which its cells lie, and how many coordinates a cell holds.
     """
 
     section: Section
     lanes: int
+    whole: tuple[tuple[str, int], ...]
 
     def of_planes(self, names: Sequence[str]) -> Keys:
         """Those of some planes."""
         return replace(self, section=self.section.of_planes(names))
 
     def select(self, axis: str, coordinates: range | tuple[int, ...]) -> Keys:
-        """Those of some coordinates of an axis."""
+        """Those of some coordinates of an axis.
+
+        Raises
+        ------
+        LayoutError
+            They cut a cell.
+        """
+        for of, count in self.whole:
+            firsts = coordinates[::count]
+            cells = [one for first in firsts for one in range(first, first + count)]
+            if of == axis and count > 1 and (any(first % count for first in firsts) or list(coordinates) != cells):
+                raise LayoutError(
+                    f"axis '{axis}': a digest is of whole cells, {count} coordinates each; expected all of each cell that is taken"
+                )
         return replace(self, section=self.section.select(axis, coordinates))
 
 
@@ -64,6 +80,8 @@ class Told(NamedTuple):
         Bytes that each binary digit of a word's number in its cell steps, fastest first.
     word : int
         Bytes of a word; 0: the kernel's own, and a cell is one.
+    along_b : bool
+        Tiles: cells are the words of the destination.
     """
 
     first: int
@@ -71,6 +89,7 @@ class Told(NamedTuple):
     inner: tuple[int, ...]
     steps: tuple[int, ...] = ()
     word: int = 0
+    along_b: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,7 +164,8 @@ def _keys_of_all(whole: Section, model: Model | None) -> Keys:
         made[name] = row.access(planes[name], first, lanes)
         first += row.lanes
     accesses = tuple(made[name] for name in dict.fromkeys(access.plane for access in whole.accesses))
-    keys = Keys(replace(whole, accesses=accesses, record=False), lanes)
+    cells = tuple((row.axis, row.cell * planes[name].pack // planes[name].itemsize) for name, row in rows.items())
+    keys = Keys(replace(whole, accesses=accesses, record=False), lanes, cells)
     for axis, held, count in chosen:
         if count > 1 and axis in dict(accesses[0].sizes):
             keys = keys.select(axis, held)
@@ -295,7 +315,8 @@ def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[
             dst_table_offset=0,
             dst_id=Id(0, 0),
             key=part.dst_offset,
-            inner=(row, *(_keyed(mode) for mode in part.inner[1:] if mode.dst >= CELL)),
+            # A sum has no order: memory's, so that neighbours are read by neighbours.
+            inner=(row, *sorted((_keyed(mode) for mode in part.inner[1:] if mode.dst >= CELL), key=lambda mode: mode.src)),
             outer=tuple(_keyed(mode) for mode in part.outer if mode.dst >= CELL),
         ),
         word,
@@ -335,7 +356,7 @@ def fused(
 ) -> list[tuple[Launch, list[Told]]] | str:
     """The launches that copy and digest what they read, or why there are none.
 
-    Each word that such a kernel moves is a cell: rows move whole on both sides.
+    Each word that such a kernel moves is a cell, on one side at least.
     """
     if src.chosen or dst.chosen or keys.section.chosen:
         return "some coordinates are chosen one by one"
@@ -345,15 +366,47 @@ def fused(
         return str(error)
     launches = []
     for part in made.parts:
-        for piece in part.fit("rows"):
-            form = piece.form(*alignments)
-            run, loops = piece.run_bytes, (*piece.inner[1:], *piece.outer)
-            cell = min(run, CELL)
-            if form.kind == "tile" or any(mode.key % CELL for mode in loops):
-                return "elements change places in tiles"
-            word = form.word
-            if word != cell or run % cell:
-                return f"cells of {cell} bytes move in words of {word}"
-            kernel = (Form("rows", len(piece.outer), len(piece.inner), 0, word, sums=True),)
-            launches.append((Launch(kernel, ((piece, kernel[0]),), kernel), [_told(piece)]))
+        form = part.form(*alignments)
+        for piece in part.fit(form.kind):
+            made_of = _fused_form(piece, piece.form(*alignments))
+            if isinstance(made_of, str):
+                return made_of
+            form, told = made_of
+            launches.append((Launch((form,), ((piece, form),), (form,)), [told]))
     return launches
+
+
+def _fused_form(part: Part, form: Form) -> tuple[Form, Told] | str:
+    """The kernel that copies a part and digests it, and what it is told; or why there is none."""
+    if form.kind == "tile":
+        return _fused_tile(part, form)
+    run = part.run_bytes
+    cell = min(run, CELL)
+    if any(mode.key % CELL for mode in (*part.inner[1:], *part.outer)):
+        return "elements of a cell lie apart on both sides"
+    if form.word != cell or run % cell:
+        return f"cells of {cell} bytes move in words of {form.word}"
+    return Form("rows", len(part.outer), len(part.inner), 0, form.word, sums=True), _told(part)
+
+
+def _fused_tile(part: Part, form: Form) -> tuple[Form, Told] | str:
+    """The same of a tile: the words of one side are cells, or each element is one."""
+    assert part.spans is not None
+    rest = [mode for mode in part.inner[1:] if not any(mode is span for span in part.spans)]
+    steps = [span.key for span in part.spans]
+    if any(mode.key % CELL for mode in (*rest, *part.outer)):
+        return "elements of a cell lie apart on both sides"
+    if form.element == form.word:
+        if any(step % CELL for step in steps) or form.word != CELL:
+            return f"cells move in elements of {form.word} bytes"
+        behind, keys = 0, [step // CELL for step in steps]
+    else:
+        sides = [side for side in (0, 1) if steps[side] == form.element and steps[1 - side] % CELL == 0]
+        if not sides:
+            return "neither side goes on along the cells' own axis"
+        behind = sides[0]
+        keys = [1 if side == behind else steps[side] // CELL for side in (0, 1)]
+    kernel = Form("tile", len(part.outer), len(rest), form.element, form.word, sums=True)
+    told = _told(replace(part, inner=(part.inner[0], *rest)))
+    return kernel, told._replace(inner=(*keys, *told.inner[1:]), steps=(), word=0, along_b=bool(behind))
+

@@ -545,9 +545,12 @@ def _only(steps: npt.NDArray[np.int64]) -> int | None:
 
 def _whole(layout: Layout, num_blocks: Any) -> int:
     """A number of blocks that the caller gives, as an int."""
-    if isinstance(num_blocks, bool) or not hasattr(num_blocks, "__index__"):
-        raise BindError(f"{layout.name}: num_blocks: expected an integer, got {num_blocks!r}")
-    return operator.index(num_blocks)
+    try:
+        if not isinstance(num_blocks, bool):
+            return operator.index(num_blocks)
+    except TypeError:
+        pass
+    raise BindError(f"{layout.name}: num_blocks: expected an integer, got {num_blocks!r:.200}")
 
 
 def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> int:

@@ -263,14 +263,23 @@ cdef enum IdsKind:
 cdef dict _kind_of_ids = {list: ITEMS, tuple: ITEMS, int: NUMBER}  # type -> IdsKind
 
 
-cdef int _ids_kind(given) except -1:
+cdef int _is_on_gpu(given, str what) except -1:
+    try:
+        return hasattr(given, "__cuda_array_interface__")
+    except Exception as error:  # the object's own code may raise anything
+        raise BindError(
+            f"{what}: expected integers, got a {type(given).__name__} that cannot be read: {error!r}"
+        ) from None
+
+
+cdef int _ids_kind(given, str what) except -1:
     kind = type(given)
     found = NEITHER
     if issubclass(kind, (str, bytes, bytearray, bool)) or hasattr(kind, "filled"):  # a copy has no mask
         pass
     elif hasattr(kind, "is_cuda") and hasattr(kind, "data_ptr"):
         found = TENSOR
-    elif hasattr(given, "__cuda_array_interface__"):
+    elif _is_on_gpu(given, what):
         found = ON_GPU
     elif PyObject_CheckBuffer(given):
         found = BUFFER
@@ -291,7 +300,7 @@ cdef object _read(Given *ids, object given, str what, int64_t blocks, int device
     if given is None:
         return None
     known = _kind_of_ids.get(type(given))
-    cdef int kind = _ids_kind(given) if known is None else known
+    cdef int kind = _ids_kind(given, what) if known is None else known
     if kind == ITEMS or kind == NUMBER:
         items = given if kind == ITEMS else (given,)
         if not _read_ints(ids, items):
@@ -474,12 +483,12 @@ cdef object _read_device(Given *ids, object given, str what, int device):
             strides = interface.get("strides")
             width = {"i8": 8, "i4": 4}.get(dtype[1:], 0) if dtype[0] != ">" else 0
             dense = len(shape) == 1 and (shape[0] < 2 or strides is None or strides[0] == width)
-        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            where = getattr(given, "device", None)
+            where = getattr(where, "id", where)
+            if isinstance(where, int):
+                index = where
+        except Exception as error:  # the object's own code may raise anything
             raise BindError(f"{what}: malformed __cuda_array_interface__: {error!r}") from None
-        where = getattr(given, "device", None)
-        where = getattr(where, "id", where)
-        if isinstance(where, int):
-            index = where
     if device < 0:
         raise BindError(
             f"{what}: expected ids in host memory, got a {type(given).__name__} on a GPU; pass {what}.cpu()"
