@@ -24,7 +24,11 @@ NAMES = (
     "nhd", "hnd", "universal", "operational_nhd", "vllm/LBHNC", "vllm/BHLNC", "vllm/flash_attn_nhd", "vllm/paged_attn_v0",
     "hf/dynamic_cache",
 )  # fmt: skip
-PAIRS = [*zip(NAMES, (*NAMES[1:], NAMES[0]), strict=True), ("nhd", "universal"), ("vllm/paged_attn_v0", "vllm/paged_attn_v0")]
+PAIRS = [
+    *zip(NAMES, (*NAMES[1:], NAMES[0]), strict=True),
+    ("nhd", "universal"),
+    ("vllm/paged_attn_v0", "vllm/paged_attn_v0"),
+]
 SIZES = {"l": 3, "o": 2, "h": 4, "t": 16}
 
 
@@ -38,7 +42,9 @@ def pools(request: pytest.FixtureRequest) -> Iterator[tuple[kvbm.Pool, kvbm.Pool
 
 class bound:  # noqa: N801
     def __init__(self, src: str, dst: str, shape: kvbm.BlockShape, blocks: int = 6) -> None:
-        self.made = [random_pool(kvbm.load(name), shape, blocks, "cpu", seed=seed) for seed, name in enumerate((src, dst), 1)]
+        self.made = [
+            random_pool(kvbm.load(name), shape, blocks, "cpu", seed=seed) for seed, name in enumerate((src, dst), 1)
+        ]
 
     def __enter__(self) -> tuple[kvbm.Pool, kvbm.Pool]:
         src, dst = (each.__enter__() for each in self.made)
@@ -97,7 +103,10 @@ def test_random_rectangles_are_found_exactly(pools: Any, seed: int) -> None:
     wrong: dict[int, set[tuple[int, ...]]] = {}
     for block in pick.sample(range(6), 2):
         for _ in range(pick.randint(1, 3)):
-            at = {axis: sorted(pick.sample(range(n), pick.choice((1, 1, n, pick.randint(1, n))))) for axis, n in SIZES.items()}
+            at = {
+                axis: sorted(pick.sample(range(n), pick.choice((1, 1, n, pick.randint(1, n)))))
+                for axis, n in SIZES.items()
+            }
             for row in product(at):
                 if tuple(row.values()) not in wrong.setdefault(block, set()):
                     flip(dst, block, {**row, "d": pick.randrange(16)})
@@ -297,7 +306,9 @@ def test_a_transfer_that_verifies_says_where(pools: Any) -> None:
         with pytest.raises(DigestError) as caught:
             done.synchronize()
         first, second = str(caught.value).splitlines()
-        assert first.startswith("nhd → universal: 1 of 3 pairs differ, the first is pair 1 (1 → 4): the source's digest is 0x")
+        assert first.startswith(
+            "nhd → universal: 1 of 3 pairs differ, the first is pair 1 (1 → 4): the source's digest is 0x"
+        )
         assert second == "pair 1 (block 1 → block 4): layer 2, V, head 3, token 5, elements 0–7"
         assert caught.value.pairs == (1,)
         flip(dst, 4, {"l": 2, "o": 1, "h": 3, "t": 5})

@@ -189,11 +189,17 @@ def locate(
             _add(regions[int(pair)], replace(region, at=at))
     found = [Mismatch(pair, int(ids[0, pair]), int(ids[1, pair]), tuple(each)) for pair, each in regions.items()]
     counted = ["unit" if part.of.units > 1 else "block" for part in (src, dst)]
-    return Differences(tuple(map(int, wrong)), tuple(found), (counted[0], counted[1]), tuple(dict.fromkeys(search.notes)))
+    return Differences(
+        tuple(map(int, wrong)), tuple(found), (counted[0], counted[1]), tuple(dict.fromkeys(search.notes))
+    )
 
 
 def told(
-    src: PoolSection, dst: PoolSection, pairs: _core.Pairs, layers: range | tuple[range, range] | None, wrong: Sequence[int]
+    src: PoolSection,
+    dst: PoolSection,
+    pairs: _core.Pairs,
+    layers: range | tuple[range, range] | None,
+    wrong: Sequence[int],
 ) -> str:
     """Where pairs of a copy that is done differ now, for an error.
 
@@ -209,7 +215,9 @@ def told(
     """
     src_ids, dst_ids = pairs.ids()
     if src_ids is None or dst_ids is None:
-        return "where they differ cannot be told: block ids are on the device; kvbm.testing.locate takes them from there"
+        return (
+            "where they differ cannot be told: block ids are on the device; kvbm.testing.locate takes them from there"
+        )
     try:
         if layers is not None:
             ours, theirs = layers if isinstance(layers, tuple) else (layers, layers)
@@ -221,7 +229,9 @@ def told(
     except KvbmError as error:
         return f"where they differ cannot be told: {error}"
     if not found:
-        return "the blocks are equal now: the source was written while the copy ran, or one of them has been written since"
+        return (
+            "the blocks are equal now: the source was written while the copy ran, or one of them has been written since"
+        )
     more = len(wrong) - len(some)
     return f"{found}\nand {more} more pairs" if more else str(found)
 
@@ -433,7 +443,9 @@ class _Search:
         except (_OverError, LayoutError, PlanError):
             return nothing
         numbers = held.numbers(row)
-        return [tuple(numbers[i] for i in np.flatnonzero(np.repeat(wrong[:, p], count)).tolist()) for p in range(len(pairs))]
+        return [
+            tuple(numbers[i] for i in np.flatnonzero(np.repeat(wrong[:, p], count)).tolist()) for p in range(len(pairs))
+        ]
 
 
 def _chosen(part: PoolSection, axis: str, coordinates: Sequence[int]) -> PoolSection:
