@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import operator
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +182,37 @@ class CopyDigests:
         """As a `Route` takes them; `of_dst`: what is not fused digests the destination."""
         direct, permute = ([] if isinstance(made, str) else made for made in (self.direct, self.permute))
         return {"sum_direct": direct, "sum_permute": permute, "digests": self.both, "digests_dst": of_dst}
+
+    def explain(self, strategies: Iterable[str], of_dst: bool) -> list[str]:
+        """How copies by each of these strategies are digested: a sentence each."""
+        side = "destination when the copy is done" if of_dst else "source before the copy"
+        ways = {"direct": self.direct, "staged": self.permute, "engine": "the copy engine computes nothing"}
+        said = []
+        for name in strategies:
+            made = ways[name]
+            if not isinstance(made, str):
+                but = ", but for batches in which pairs are skipped" if name == "staged" else ""
+                said.append(f"Digests are fused into {name} copies ({_kernels(made)}){but}.")
+            else:
+                said.append(
+                    f"Digests of {name} copies are taken by a pass of their own ({_kernels(self.both[of_dst])}) over the {side}: "
+                    f"{made}."
+                )
+        return said
+
+    def explain_verify(self, nbytes: str, places: Sequence[str]) -> str:
+        """What it takes to verify a copy; `nbytes` a block, and the sides that lie across a link from the kernels."""
+        across = f"; the {' and the '.join(places)} {'is' if len(places) == 1 else 'are'} read across the link" if places else ""
+        kernels = " and ".join(dict.fromkeys(map(_kernels, self.both)))
+        return (
+            f"verify digests the source before the copy and the destination after it, each by a pass of its own ({kernels}): "
+            f"{nbytes} a block are read once more on either side{across}."
+        )
+
+
+def _kernels(copies: Sequence[_core.Copy]) -> str:
+    many = f"{len(copies)} launches" if len(copies) > 1 else "one launch"
+    return f"{many} of {' and '.join(dict.fromkeys(copy.kernel or 'the copy engine' for copy in copies))}"
 
 
 class Proof:

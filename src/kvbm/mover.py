@@ -439,7 +439,7 @@ class Mover:
                 total[name] += count
         return total
 
-    def explain(self, num_blocks: int | None, layers: Layers) -> str:
+    def explain(self, num_blocks: int | None, layers: Layers, verifies: bool = False) -> str:
         found = self.route(layers)
         where = {
             "h2h": "from host memory to host memory",
@@ -460,7 +460,20 @@ class Mover:
         else:
             lines.append(f"{found.why[0].upper()}{found.why[1:]}.")
             lines += kernel_notes(launches_of(found.plan, (self.src.alignment, self.dst.alignment), False, -1), -1)
+        if verifies or ("digests", layers) in self.routes:
+            lines += self._how_digested(self.digested(layers), verifies)
         return "\n".join([*lines, found.plan.explain()])
+
+    def _how_digested(self, found: _Route, verifies: bool) -> list[str]:
+        assert found.digests
+        names = dict.fromkeys(found.route.choose(1 << power) for power in range(24))
+        said = found.digests.explain(names, not (self.on_host or self.gathers))
+        if verifies and self.unreached:
+            said.append(f"verify is refused: the destination is digested by a kernel, and {self.unreached}.")
+        elif verifies:
+            far = [name for name, end in (("source", self.src), ("destination", self.dst)) if end.index != self.device]
+            said.append(found.digests.explain_verify(size_text(found.plan.nbytes), far))
+        return said
 
     def _how(self, found: _Route) -> list[str]:
         """What each strategy does, in a sentence, and what there is to say about its kernels."""
