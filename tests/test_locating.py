@@ -253,6 +253,22 @@ def test_pairs_that_are_skipped_and_ids_that_do_not_fit(pools: Any) -> None:
         locate(src, dst, [0], [5])
 
 
+def test_blocks_that_change_while_they_are_looked_into(pools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    src, dst = pools
+    flip(dst, 5, {})
+    plain, calls = locating._digest, []
+
+    def digest(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 3:  # after the first look at both
+            flip(dst, 5, {})
+        return plain(*given)
+
+    monkeypatch.setattr(locating, "_digest", digest)
+    text = "pair 0 (block 0 → block 5): nothing any more: it changed while it was looked into"
+    assert str(locate(src, dst, *BATCH)) == text
+
+
 def test_products_cover_and_are_disjoint() -> None:
     random_ = np.random.default_rng(1)
     for _ in range(200):

@@ -359,6 +359,8 @@ class _Search:
         for axis in (name for name in sizes if name != row):
             try:
                 wrong = self._each(narrow, axis, [(c,) for c in range(sizes[axis])], pairs)
+                if not wrong.any():  # it is written beside this
+                    return
                 if not wrong.any(axis=1).all():
                     narrow = narrow.select(axis, np.flatnonzero(wrong.any(axis=1)).tolist())
             except (LayoutError, PlanError) as error:
