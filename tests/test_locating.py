@@ -246,6 +246,9 @@ def test_pairs_that_are_skipped_and_ids_that_do_not_fit(pools: Any) -> None:
         locate(src, dst, [0], [6])
     with pytest.raises(BindError, match="stream: the pools are on the CPU"):
         locate(src, dst, [0], [5], stream=2)
+    for tokens in ([1, 2], 1.5, [[1]]):
+        with pytest.raises(BindError, match="tokens: expected 1 integers"):
+            locate(src, dst, [0], [5], tokens=tokens)
     with pytest.raises(PlanError, match="axis 'h'"):
         locate(src.section(h=range(2)), dst, [0], [5])
     dst.close()
@@ -314,6 +317,7 @@ def test_a_transfer_that_verifies_says_where(pools: Any) -> None:
         def spoil(proof: Any) -> None:
             """As if the kernel had written a wrong token: in memory, and in the digest."""
             flip(dst, 4, {"l": 2, "o": 1, "h": 3, "t": 5})
+            flip(dst, 2, {"l": 2, "o": 1, "h": 3, "t": 5})  # after it was verified, by its owner
             proof._memory[proof.count + 1] ^= np.uint64(1)
             ids[...] = 5  # the caller's, who may
 

@@ -169,7 +169,10 @@ def locate(
     given = _core.Pairs(_on_host(src_ids), _on_host(dst_ids), src.num_ids, dst.num_ids)
     ids = np.array(given.ids(), np.int32).reshape(2, -1)
     count = ids.shape[1]
-    starts = np.broadcast_to(np.asarray(0 if tokens is None else _on_host(tokens), np.int64), (count,))
+    starts = np.atleast_1d(np.asarray(0 if tokens is None else _on_host(tokens)))
+    if starts.dtype.kind not in "iu" or starts.shape not in ((1,), (count,)):
+        raise BindError(f"tokens: expected {count} integers, the position of each pair's first token, got {tokens!r:.200}")
+    starts = np.broadcast_to(starts, (count,))
     _wait(stream, src, dst)
     kept = np.flatnonzero((ids >= 0).all(axis=0))
     search = _Search(ids, most_digests)
