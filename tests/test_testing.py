@@ -595,8 +595,8 @@ def test_what_the_document_says_runs(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(script, encoding="utf-8")
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    said = re.findall(r"^# ((?:wrong|nhd|vllm/\S+) .*)$", script, re.MULTILINE)
-    assert len(said) == 3
+    said = re.findall(r"^# ((?:wrong|nhd|pair|vllm/\S+) .*)$", script, re.MULTILINE)
+    assert len(said) == 4
     for line in said:
         assert re.search("^" + ".*".join(map(re.escape, line.split("…"))) + "$", done.stdout, re.MULTILINE), line
 

@@ -19,7 +19,7 @@ import pytest
 import kvbm
 import matrix
 import oracle
-from kvbm import _core, prepare, spec
+from kvbm import _core, digesting, prepare, spec
 from memory import Bound, aligned, numpy_views, placed
 from processes import FakeDriver
 from test_planner import at_slot, execute, has_whole_runs, run_two_steps, step
@@ -540,6 +540,43 @@ def test_explain_says_what_runs() -> None:
     assert "cores" in text and "tile_" in text and "2 KiB a block" in text
     assert "512 B a block" in move.explain(4, layers=range(1))
     assert "nhd → vllm/paged_attn_v0" in repr(move) and "h2h" in repr(move)
+
+
+def test_explain_says_how_digests_are_made() -> None:
+    """Once they were asked for: what they are fused into, or why they are not; and what `verify` costs."""
+    src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)
+    move = kvbm.Transfer(src.pool, dst.pool)
+    assert "igest" not in move.explain()
+    move.copy([1], [2], digests=np.zeros(1, np.uint64))
+    assert "\nDigests are fused into direct copies (one launch of sum_rows_" in move.explain()
+    assert "verify" not in move.explain() and "igest" not in move.explain(layers=range(2))
+    text = kvbm.Transfer(src.pool, dst.pool, verify=True).explain()
+    assert "verify digests the source before the copy and the destination after it" in text
+    assert "2 KiB a block are read once more on either side.\n" in text
+    apart = kvbm.Transfer(src.pool.section(l=(0, 1, 3)), dst.pool.section(l=(3, 1, 0)), verify=True).explain()
+    why = "over the source before the copy: some coordinates are chosen one by one."
+    assert "direct copies are taken by a pass of their own (" in apart and why in apart
+
+
+def test_explain_of_digests_across_a_link() -> None:
+    """What a ring's kernels do, what the copy engine does not, and which side is far."""
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.kernel = name
+
+    one, other = [Kernel("digest_a")], [Kernel("digest_b"), Kernel("digest_b")]
+    made = digesting.CopyDigests("cells of 16 bytes move in words of 2", [Kernel("sum_rows")], (one, other))  # type: ignore[arg-type, list-item]
+    direct, staged, engine = made.explain(("direct", "staged", "engine"), of_dst=True)
+    assert direct.endswith(
+        "by a pass of their own (2 launches of digest_b) over the destination when the copy is done: cells of 16 bytes move in "
+        "words of 2."
+    )
+    assert staged == "Digests are fused into staged copies (one launch of sum_rows), but for batches in which pairs are skipped."
+    assert engine.endswith("over the destination when the copy is done: the copy engine computes nothing.")
+    cost = made.explain_verify("10 MiB", ["destination"])
+    assert "(one launch of digest_a and 2 launches of digest_b): 10 MiB a block" in cost
+    assert cost.endswith("; the destination is read across the link.")
 
 
 def test_closed_transfers_refuse() -> None:

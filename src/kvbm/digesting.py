@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import operator
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from .streams import framework_of, framework_stream
 if TYPE_CHECKING:
     from .selection import PoolSection
 
-__all__ = ["Digester", "Proof", "digest_array", "unit_positions"]
+__all__ = ["CopyDigests", "Digester", "Proof", "digest_array", "unit_positions"]
 
 _MOST = (1 << 31) - 1
 
@@ -163,6 +165,56 @@ def digest_array(array: Any, count: int, device: int) -> Array:
     return told
 
 
+@dataclass
+class CopyDigests:
+    """The launches that digest a copy: in place of its own, or why there are none; and each side's by itself."""
+
+    direct: list[_core.Copy] | str
+    permute: list[_core.Copy] | str
+    both: tuple[list[_core.Copy], list[_core.Copy]]
+
+    @property
+    def copies(self) -> list[_core.Copy]:
+        fused = [copy for made in (self.direct, self.permute) if not isinstance(made, str) for copy in made]
+        return [*fused, *self.both[0], *self.both[1]]
+
+    def options(self, of_dst: bool) -> dict[str, Any]:
+        """As a `Route` takes them; `of_dst`: what is not fused digests the destination."""
+        direct, permute = ([] if isinstance(made, str) else made for made in (self.direct, self.permute))
+        return {"sum_direct": direct, "sum_permute": permute, "digests": self.both, "digests_dst": of_dst}
+
+    def explain(self, strategies: Iterable[str], of_dst: bool) -> list[str]:
+        """How copies by each of these strategies are digested: a sentence each."""
+        side = "destination when the copy is done" if of_dst else "source before the copy"
+        ways = {"direct": self.direct, "staged": self.permute, "engine": "the copy engine computes nothing"}
+        said = []
+        for name in strategies:
+            made = ways[name]
+            if not isinstance(made, str):
+                but = ", but for batches in which pairs are skipped" if name == "staged" else ""
+                said.append(f"Digests are fused into {name} copies ({_kernels(made)}){but}.")
+            else:
+                said.append(
+                    f"Digests of {name} copies are taken by a pass of their own ({_kernels(self.both[of_dst])}) over the {side}: "
+                    f"{made}."
+                )
+        return said
+
+    def explain_verify(self, nbytes: str, places: Sequence[str]) -> str:
+        """What it takes to verify a copy; `nbytes` a block, and the sides that lie across a link from the kernels."""
+        across = f"; the {' and the '.join(places)} {'is' if len(places) == 1 else 'are'} read across the link" if places else ""
+        kernels = " and ".join(dict.fromkeys(map(_kernels, self.both)))
+        return (
+            f"verify digests the source before the copy and the destination after it, each by a pass of its own ({kernels}): "
+            f"{nbytes} a block are read once more on either side{across}."
+        )
+
+
+def _kernels(copies: Sequence[_core.Copy]) -> str:
+    many = f"{len(copies)} launches" if len(copies) > 1 else "one launch"
+    return f"{many} of {' and '.join(dict.fromkeys(copy.kernel or 'the copy engine' for copy in copies))}"
+
+
 class Proof:
     """The digests of both sides of a copy that verifies, and their comparison, which `Done.synchronize` calls.
 
@@ -176,10 +228,23 @@ class Proof:
         Where kernels run; -1: the host.
     untold : list of DigestError
         Takes what was found of a copy whose `Done` was dropped.
+    pairs : Pairs
+        The copy's.
+    where : callable
+        Says where some of the pairs differ.
     """
 
-    def __init__(self, title: str, count: int, device: int, untold: list[DigestError]) -> None:
+    def __init__(
+        self,
+        title: str,
+        count: int,
+        device: int,
+        untold: list[DigestError],
+        pairs: _core.Pairs,
+        where: Callable[[Sequence[int]], str],
+    ) -> None:
         self.title, self.count = title, count
+        self._pairs, self._where = pairs, where
         self._memory = np.zeros(2 * count, np.uint64) if device < 0 else _pinned.take(2 * count)
         self._on_gpu = device >= 0
         self._untold, self._is_told = untold, False
@@ -199,21 +264,28 @@ class Proof:
         """What was found of a copy that is done, where nobody asked."""
         try:
             if not self._is_told:
-                self()
+                self._compare(lambda _: "")
         except DigestError as error:
-            self._untold.append(error)
+            self._untold.append(error.with_traceback(None))  # whose frames have the pools
 
     def __call__(self) -> None:
+        self._compare(self._where)
+
+    def _compare(self, where: Callable[[Sequence[int]], str]) -> None:
         self._is_told = True
         src, dst = self._memory[: self.count], self._memory[self.count : 2 * self.count]
         wrong = np.flatnonzero(src != dst)
         if wrong.size:
-            first = int(wrong[0])
-            raise DigestError(
-                f"{self.title}: {wrong.size} of {self.count} pairs differ, the first is pair {first}: the source's digest is "
+            pairs = tuple(map(int, wrong))
+            first = pairs[0]
+            ids = [side[first] for side in self._pairs.ids() if side is not None]
+            named = f"pair {first} ({ids[0]} → {ids[1]})" if len(ids) > 1 else f"pair {first}"
+            lines = [
+                f"{self.title}: {len(pairs)} of {self.count} pairs differ, the first is {named}: the source's digest is "
                 f"{int(src[first]):#018x}, the destination's {int(dst[first]):#018x}",
-                pairs=tuple(map(int, wrong)),
-            )
+                where(pairs),
+            ]
+            raise DigestError("\n".join(filter(None, lines)), pairs=pairs)
 
     def __del__(self) -> None:
         if getattr(self, "_on_gpu", False):

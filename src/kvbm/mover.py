@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from . import _core, tuner, tuning
 from .digest import Choice, Model, alone, fused, keys_of
-from .digesting import Proof, digest_array, unit_positions
+from .digesting import CopyDigests, Proof, digest_array, unit_positions
 from .errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
+from .locating import told
 from .locks import Lock
 from .lower import Steps
 from .planner import Plan, between_layers, plan, size_text
@@ -141,6 +142,7 @@ class Mover:
                 f"side and {self.dst.section.units} on the other, which do not tell what is read and written; take equal units"
             )
         self.keep = (src, dst) if keeps else None
+        self.parts = (src_part, dst_part) if keeps else None
         self.on_host = src.device == dst.device == "cpu"
         self.gathers = self.src.index >= 0
         self.device = self.src.index if self.gathers else self.dst.index  # -1: none
@@ -221,7 +223,7 @@ class Mover:
                     found = self.routes[key] = self._route(layers, digests=True)
         return found
 
-    def _digests(self, layers: Layers, steps: tuple[Plan, Plan]) -> _Digests:
+    def _digests(self, layers: Layers, steps: tuple[Plan, Plan]) -> CopyDigests:
         """What digests a copy: fused into its kernels, and each side by itself."""
         src, dst = self.src, self.dst
         ours, theirs, keys = src.section, dst.section, keys_of(src.whole, self.model, src.choices)
@@ -250,7 +252,7 @@ class Mover:
         else:
             permute = joined((steps[1].src, theirs), (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
         both = by_itself(ours, src), [] if self.unreached else by_itself(theirs, dst)
-        return _Digests(direct, permute, both)
+        return CopyDigests(direct, permute, both)
 
     def _route(self, layers: Layers, *, digests: bool = False) -> _Route:
         src, dst = self.src, self.dst
@@ -394,11 +396,14 @@ class Mover:
         positions = None if tokens is None else _core.Positions(tokens, count, self.device)
         address, keep = 0, None
         if out is not None:
-            told = digest_array(out, count, self.device)
-            address, keep = told.address, (out, told.owner)
+            array = digest_array(out, count, self.device)
+            address, keep = array.address, (out, array.owner)
         if self.untold:
             raise self.untold.pop(0)  # of an earlier copy, whose `Done` was dropped
-        proof = Proof(self.title, count, self.device, self.untold) if verifies else None
+        proof = None
+        if verifies and self.parts:
+            where = functools.partial(told, *self.parts, pairs, layers)
+            proof = Proof(self.title, count, self.device, self.untold, pairs, where)
         done = found.route.copy_digested(
             pairs, positions, address, proof.addresses if proof else (0, 0), stream, wait, (keep, proof, self.keep)
         )
@@ -434,7 +439,7 @@ class Mover:
                 total[name] += count
         return total
 
-    def explain(self, num_blocks: int | None, layers: Layers) -> str:
+    def explain(self, num_blocks: int | None, layers: Layers, verifies: bool = False) -> str:
         found = self.route(layers)
         where = {
             "h2h": "from host memory to host memory",
@@ -455,7 +460,20 @@ class Mover:
         else:
             lines.append(f"{found.why[0].upper()}{found.why[1:]}.")
             lines += kernel_notes(launches_of(found.plan, (self.src.alignment, self.dst.alignment), False, -1), -1)
+        if verifies or ("digests", layers) in self.routes:
+            lines += self._how_digested(self.digested(layers), verifies)
         return "\n".join([*lines, found.plan.explain()])
+
+    def _how_digested(self, found: _Route, verifies: bool) -> list[str]:
+        assert found.digests
+        names = dict.fromkeys(found.route.choose(1 << power) for power in range(24))
+        said = found.digests.explain(names, not (self.on_host or self.gathers))
+        if verifies and self.unreached:
+            said.append(f"verify is refused: the destination is digested by a kernel, and {self.unreached}.")
+        elif verifies:
+            far = [name for name, end in (("source", self.src), ("destination", self.dst)) if end.index != self.device]
+            said.append(found.digests.explain_verify(size_text(found.plan.nbytes), far))
+        return said
 
     def _how(self, found: _Route) -> list[str]:
         """What each strategy does, in a sentence, and what there is to say about its kernels."""
@@ -493,26 +511,7 @@ class _Route:
     route: _core.Route
     copies: Sequence[_core.Copy]
     why: str
-    digests: _Digests | None = None
-
-
-@dataclass
-class _Digests:
-    """The launches that digest a copy: in place of its own, or why there are none; and each side's by itself."""
-
-    direct: list[_core.Copy] | str
-    permute: list[_core.Copy] | str
-    both: tuple[list[_core.Copy], list[_core.Copy]]
-
-    @property
-    def copies(self) -> list[_core.Copy]:
-        fused = [copy for made in (self.direct, self.permute) if not isinstance(made, str) for copy in made]
-        return [*fused, *self.both[0], *self.both[1]]
-
-    def options(self, of_dst: bool) -> dict[str, Any]:
-        """As a `Route` takes them; `of_dst`: what is not fused digests the destination."""
-        direct, permute = ([] if isinstance(made, str) else made for made in (self.direct, self.permute))
-        return {"sum_direct": direct, "sum_permute": permute, "digests": self.both, "digests_dst": of_dst}
+    digests: CopyDigests | None = None
 
 
 def _max_sms(mover: Mover, asked: object) -> int:

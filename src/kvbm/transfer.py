@@ -140,8 +140,11 @@ class Transfer:
         return done
 
     def explain(self, num_blocks: int | None = None, *, layers: Layers = None) -> str:
-        """What runs, and why, for batches of so many blocks (not given: of several sizes)."""
-        return self._mover.explain(num_blocks, layers)
+        """What runs, and why, for batches of so many blocks (not given: of several sizes).
+
+        Once digests were asked for, by `verify` or in a copy, also how they are made, and what `verify` costs.
+        """
+        return self._mover.explain(num_blocks, layers, self._verifies)
 
     def stats(self) -> dict[str, int]:
         """What has been enqueued so far.

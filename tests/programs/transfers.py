@@ -842,6 +842,14 @@ def explain_and_auto() -> None:
             check(s, d, range(16), range(16))
             assert "Why: " in text and "direct is one launch of" in text
             assert ("staged goes through 3 slots" in text) == (direction != "d2d")
+            assert "igest" not in text
+        with kvbm.Transfer(s.pool, d.pool, verify=True) as move:
+            text = move.explain()
+            assert ("\nDigests are fused into direct copies (one launch of sum_rows_" in text) == (direction == "d2d")
+            assert ("kernels that keep to few multiprocessors do not digest." in text) == (direction != "d2d")
+            assert ("\nDigests are fused into staged copies (" in text) == (direction != "d2d")
+            far = {"d2d": "either side.", "d2h": "the destination is read", "h2d": "the source is read"}[direction]
+            assert far in next(line for line in text.split("\n") if line.startswith("verify "))
     for strategy in ("direct", "staged", "engine"):
         s, d = ends("d2h", "nhd", "universal", 9, 9)
         assert "1 block (" in kvbm.Transfer(s.pool, d.pool, strategy).explain(1)

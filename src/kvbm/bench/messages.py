@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,13 +17,11 @@ from ..shapes import BlockShape, load_shape
 from ..transfer import Transfer
 from .check import WrongCopyError
 from .measure import Ids, cache_bytes, device_of, random_pool, read
+from .race import Asked
 
-__all__ = ["HND", "NHD", "Asked", "Bound", "Case", "End", "cases", "strategy_on"]
+__all__ = ["HND", "NHD", "Bound", "Case", "End", "cases", "strategy_on"]
 
 NHD, HND, V0, MLA = "vllm/flash_attn_nhd", "vllm/flash_attn_hnd", "vllm/paged_attn_v0", "vllm/mla"
-
-#: What is asked for: at least this ratio of a memcpy's speed.
-Asked: TypeAlias = float | None
 
 
 # ---- what is copied ------------------------------------------------------------------------------------------------

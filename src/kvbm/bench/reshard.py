@@ -11,10 +11,10 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -28,25 +28,15 @@ from ..transfer import Transfer
 from . import peers
 from .clock import CpuClock, GpuClock, Timed
 from .measure import View, Yardstick, device_of, is_out_of_memory, make_clock, random_pool
-from .messages import HND, NHD, Asked, Bound, Case, End, cases, strategy_on
+from .messages import HND, NHD, Bound, Case, End, cases, strategy_on
 from .options import comma_list
 from .overhead import host_seconds
+from .race import COLUMNS, ROUNDS, Runner, print_table, race, row_of, runner
 from .section import Note, Row, common_options, figures, note, stamp, write_rows
 
 __all__ = ["COLUMNS", "SECTIONS", "measure", "reshard"]
 
-COLUMNS = (
-    "case", "by", "n", "total_bytes", "median_ms", "gbps", "beside", "beside_ms", "ratio", "asked", "reached",
-    "gpu", "driver", "commit",
-)  # fmt: skip
-
 SECTIONS = ("messages", "equal", "peer", "host", "plan")
-
-#: Seconds of some calls: ``run(iters, warmup)``.
-Runner: TypeAlias = Callable[[int, int], Timed]
-
-#: Turns in which what is compared is timed.
-_ROUNDS = 5
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------------------------
@@ -146,34 +136,7 @@ def _as_tensor(torch: Any, device: int, address: int, axes: Sequence[tuple[int, 
     return torch.as_strided(flat, [extent for extent, _ in axes], [nbytes // item for _, nbytes in axes])
 
 
-# ---- taking turns --------------------------------------------------------------------------------------------------
-
-
-def _race(runners: Mapping[str, Runner], iters: int) -> dict[str, list[float]]:
-    """Medians of every round, by runner: a few calls of each, again and again."""
-    found: dict[str, list[float]] = {name: [] for name in runners}
-    for turn in range(_ROUNDS):
-        for name, run in runners.items():
-            found[name].append(run(max(iters // _ROUNDS, 1), 1 if turn else 3).median)
-    return found
-
-
-def _ratio(times: Sequence[float], of: Sequence[float]) -> float:
-    return statistics.median(one / other for one, other in zip(times, of, strict=True))
-
-
-def _row(
-    case: str, by: str, n: int, nbytes: int, times: Sequence[float], beside: str, other: Sequence[float], asked: Asked
-) -> Row:
-    """A copy beside another: how much of its speed is reached."""
-    ratio = round(_ratio(other, times), 4)
-    seconds = statistics.median(times)
-    return {
-        "case": case, "by": by, "n": n, "total_bytes": nbytes, "median_ms": figures(seconds * 1e3),
-        "gbps": figures(nbytes / seconds / 1e9), "beside": beside, "beside_ms": figures(statistics.median(other) * 1e3),
-        "ratio": ratio, "asked": "" if asked is None else f">= {asked:g}",
-        "reached": "" if asked is None else "yes" if ratio >= asked else "no",
-    }  # fmt: skip
+# ---- rows -----------------------------------------------------------------------------------------------------------
 
 
 def _host_row(case: str, by: str, n: int, seconds: float, beside: str, other: float | None, most: float) -> Row:
@@ -185,11 +148,6 @@ def _host_row(case: str, by: str, n: int, seconds: float, beside: str, other: fl
         "beside": beside, "beside_ms": figures(other * 1e3) if other else "", "ratio": ratio,
         "asked": f"<= {most:g}" + ("" if other else " ms"), "reached": "yes" if float(value) <= most else "no",
     }  # fmt: skip
-
-
-def _runner(clock: GpuClock | CpuClock, calls: Sequence[Callable[[Any], object]]) -> Runner:
-    turns = itertools.cycle(calls)
-    return lambda iters, warmup: clock.time(lambda stream: next(turns)(stream), iters=iters, warmup=warmup)
 
 
 # ---- what is measured ----------------------------------------------------------------------------------------------
@@ -256,10 +214,10 @@ def _message(run: Run, case: Case, clock: GpuClock | CpuClock, stack: contextlib
             bound.check(once, n, by)
             for ids in sets:
                 once(*ids)
-            runners[by] = _runner(clock, [functools.partial(_bound_call, copy, ids) for ids in sets])
-        times = _race(runners, run.iters)
+            runners[by] = runner(clock, [functools.partial(_bound_call, copy, ids) for ids in sets])
+        times = race(runners, run.iters)
         for by in [name for name in backends if name in times]:
-            yield _row(
+            yield row_of(
                 case.name, by, n, n * nbytes, times[by], "memcpy", times["memcpy"], asked if by == "kvbm" else None
             )
 
@@ -279,18 +237,18 @@ def _equal(run: Run) -> Iterator[Row]:
         stick = stack.enter_context(Yardstick(run.place, run.place, 256 * nbytes, clock))
         for n in (64, 256):
             sets = bound.ids(n)
-            times = _race(
+            times = race(
                 {
                     "memcpy": functools.partial(_stick, stick, n * nbytes),
                     **{
-                        by: _runner(clock, [functools.partial(_transfer_call, move, ids) for ids in sets])
+                        by: runner(clock, [functools.partial(_transfer_call, move, ids) for ids in sets])
                         for by, move in (("pools", pools), ("units", bound.move))
                     },
                 },
                 2 * run.iters,
             )
-            yield _row(case.name, "pools", n, n * nbytes, times["pools"], "memcpy", times["memcpy"], None)
-            yield _row(case.name, "units", n, n * nbytes, times["units"], "pools", times["pools"], 0.995)
+            yield row_of(case.name, "pools", n, n * nbytes, times["pools"], "memcpy", times["memcpy"], None)
+            yield row_of(case.name, "units", n, n * nbytes, times["units"], "pools", times["pools"], 0.995)
 
 
 def _stick(stick: Yardstick, nbytes: int, iters: int, warmup: int) -> Timed:
@@ -353,19 +311,19 @@ def _peer(run: Run) -> Iterator[Row]:
             clock.synchronize()
 
         bound.check(once, n, "kvbm")
-        times = _race(
+        times = race(
             {
                 "peer memcpy": functools.partial(_stick, stick, n * bound.plan.nbytes),
-                "kvbm, one message": _runner(
+                "kvbm, one message": runner(
                     clock, [functools.partial(_transfer_call, bound.move, ids) for ids in sets]
                 ),
-                "Local, both messages": _runner(clock, [functools.partial(all_of_it, pair) for pair in spans]),
+                "Local, both messages": runner(clock, [functools.partial(all_of_it, pair) for pair in spans]),
             },
             run.iters,
         )
         for by in ("kvbm, one message", "Local, both messages"):
             # The local half is over before the far one is: what a peer memcpy of that half takes is what can be had.
-            yield _row(case.name, by, n, n * bound.plan.nbytes, times[by], "peer memcpy", times["peer memcpy"], 0.94)
+            yield row_of(case.name, by, n, n * bound.plan.nbytes, times[by], "peer memcpy", times["peer memcpy"], 0.94)
 
 
 def _host(run: Run) -> Iterator[Row]:
@@ -399,7 +357,7 @@ def _host(run: Run) -> Iterator[Row]:
             ),
         }  # fmt: skip
         times: dict[str, list[float]] = {name: [] for name in calls}
-        for _, (name, (call, given)) in itertools.product(range(_ROUNDS), calls.items()):
+        for _, (name, (call, given)) in itertools.product(range(ROUNDS), calls.items()):
             times[name].append(host_seconds(call, given, clock.synchronize, 100 if run.quick else 400)[0])
     found = {name: statistics.median(each) for name, each in times.items()}
     what = "host time of a call" + (", copies included" if run.place == "cpu" else "")
@@ -469,28 +427,4 @@ def reshard(
 
     write_rows(kept(), COLUMNS, place, model, out, "reshard")
     if out is not None:
-        _print_table(found)
-
-
-def _print_table(found: Sequence[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from ..draw import table_box
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 160)
-    table = Table(box=table_box(console), header_style="bold", pad_edge=False)
-    for name in ("case", "by", "beside"):
-        table.add_column(name, no_wrap=True)
-    for name in ("n", "MB", "ms", "GB/s", "ratio", "asked", "reached"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in found:
-        megabytes = f"{row['total_bytes'] / 1e6:.0f}" if row["total_bytes"] else ""
-        reached = "[bold red]NO[/]" if row["reached"] == "no" else row["reached"]
-        table.add_row(
-            row["case"], row["by"], row["beside"], str(row["n"]), megabytes, str(row["median_ms"]), str(row["gbps"]),
-            str(row["ratio"]), row["asked"], reached,
-        )  # fmt: skip
-    console.print(table)
+        print_table(found)

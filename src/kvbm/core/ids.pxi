@@ -69,6 +69,10 @@ cdef class Pairs:
     def __len__(self):
         return self.count
 
+    def ids(self):
+        """Source and destination ids; in place of those that a GPU alone has, None."""
+        return _listed(&self.src, self.count), _listed(&self.dst, self.count)
+
     cdef bint on_device(self) noexcept:
         return self.src.ids_device != 0 or self.dst.ids_device != 0
 
@@ -164,6 +168,13 @@ cdef class Pairs:
             f"src_ids[{index}] is {id}, which is also a destination of this batch: expected no block of one pool to be "
             "both read and written (split the batch)"
         )
+
+
+cdef object _listed(const kvbm_side *side, uint32_t count):
+    cdef uint32_t i
+    if side.ids_device:
+        return None
+    return [i if side.ids == NULL else side.ids[i] for i in range(count)]
 
 
 @cython.final

@@ -15,14 +15,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cases import CORRECTNESS_TESTS, PERFORMANCE_TESTS, SMOKE_TESTS, TestCase
     from .compare import allclose_with_error, make_match_reference
+    from .digests import digest
     from .layouts import LayoutCase, layout_cases
+    from .places import locate
     from .timing import Benchmark, BenchmarkRecord, benchmark_kernel, write_csv
 
 #: Public name → the module it lives in.
 _HOME = {
     **dict.fromkeys(("CORRECTNESS_TESTS", "PERFORMANCE_TESTS", "SMOKE_TESTS", "TestCase"), "cases"),
     **dict.fromkeys(("allclose_with_error", "make_match_reference"), "compare"),
+    "digest": "digests",
     **dict.fromkeys(("LayoutCase", "layout_cases"), "layouts"),
+    "locate": "places",
     **dict.fromkeys(("Benchmark", "BenchmarkRecord", "benchmark_kernel", "write_csv"), "timing"),
 }
 
@@ -36,7 +40,9 @@ __all__ = [
     "TestCase",
     "allclose_with_error",
     "benchmark_kernel",
+    "digest",
     "layout_cases",
+    "locate",
     "make_match_reference",
     "write_csv",
 ]

@@ -1,0 +1,86 @@
+"""Copies that take turns: rows of a time beside another one, as ratios of medians that were taken in the same rounds."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from .clock import CpuClock, GpuClock, Timed
+from .section import Row, figures
+
+__all__ = ["COLUMNS", "ROUNDS", "Asked", "Runner", "print_table", "race", "ratio", "row_of", "runner"]
+
+COLUMNS = (
+    "case", "by", "n", "total_bytes", "median_ms", "gbps", "beside", "beside_ms", "ratio", "asked", "reached",
+    "gpu", "driver", "commit",
+)  # fmt: skip
+
+#: What is asked for: at least this ratio of the other's speed.
+Asked: TypeAlias = float | None
+
+#: Seconds of some calls: ``run(iters, warmup)``.
+Runner: TypeAlias = Callable[[int, int], Timed]
+
+#: Turns in which what is compared is timed.
+ROUNDS = 5
+
+
+def race(runners: Mapping[str, Runner], iters: int) -> dict[str, list[float]]:
+    """Medians of every round, by runner: a few calls of each, again and again."""
+    found: dict[str, list[float]] = {name: [] for name in runners}
+    for turn in range(ROUNDS):
+        for name, run in runners.items():
+            found[name].append(run(max(iters // ROUNDS, 1), 1 if turn else 3).median)
+    return found
+
+
+def ratio(times: Sequence[float], of: Sequence[float]) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(one / other for one, other in zip(times, of, strict=True))
+
+
+def row_of(
+    case: str, by: str, n: int, nbytes: int, times: Sequence[float], beside: str, other: Sequence[float], asked: Asked
+) -> Row:
+    """A copy beside another: how much of its speed is reached."""
+    reached = round(ratio(other, times), 4)
+    seconds = statistics.median(times)
+    return {
+        "case": case, "by": by, "n": n, "total_bytes": nbytes, "median_ms": figures(seconds * 1e3),
+        "gbps": figures(nbytes / seconds / 1e9), "beside": beside, "beside_ms": figures(statistics.median(other) * 1e3),
+        "ratio": reached, "asked": "" if asked is None else f">= {asked:g}",
+        "reached": "" if asked is None else "yes" if reached >= asked else "no",
+    }  # fmt: skip
+
+
+def runner(clock: GpuClock | CpuClock, calls: Sequence[Callable[[Any], object]]) -> Runner:
+    """What times calls that take turns, with other ids each."""
+    turns = itertools.cycle(calls)
+    return lambda iters, warmup: clock.time(lambda stream: next(turns)(stream), iters=iters, warmup=warmup)
+
+
+def print_table(found: Sequence[Row]) -> None:
+    """What was measured, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..draw import table_box
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 160)
+    table = Table(box=table_box(console), header_style="bold", pad_edge=False)
+    for name in ("case", "by", "beside"):
+        table.add_column(name, no_wrap=True)
+    for name in ("n", "MB", "ms", "GB/s", "ratio", "asked", "reached"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found:
+        megabytes = f"{row['total_bytes'] / 1e6:.0f}" if row["total_bytes"] else ""
+        reached = "[bold red]NO[/]" if row["reached"] == "no" else row["reached"]
+        table.add_row(
+            row["case"], row["by"], row["beside"], str(row["n"]), megabytes, str(row["median_ms"]), str(row["gbps"]),
+            str(row["ratio"]), row["asked"], reached,
+        )  # fmt: skip
+    console.print(table)
