@@ -370,7 +370,7 @@ def create(
     metadata : mapping of str to str, optional
         Further metadata; keys that begin with ``kvbm.`` are kvbm's own and left out.
     force : bool
-        Replace a file that is already there.  What is no regular file (a device, a FIFO) is never replaced.
+        Replace a file that is already there; its permissions stay.  What is no regular file (a device, a FIFO) is never replaced.
 
     Yields
     ------
@@ -400,7 +400,10 @@ def create(
     size = min(offsets) + resolved.nbytes
     if not Path(path).parent.is_dir():  # a typing error makes no folders
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(Path(path).parent))
-    with replacing(path, new=not force, durable=True) as part:
+    mode = 0o666
+    if force and os.path.exists(path):  # what was private stays so
+        mode = os.stat(path).st_mode & 0o777
+    with replacing(path, new=not force, durable=True, mode=mode) as part:
         with part.open("rb+") as file:
             _reserve(file.fileno(), size, path)
             file.write(header)
