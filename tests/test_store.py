@@ -398,10 +398,9 @@ def test_padding_is_no_part_of_a_block(tmp_path: Path, name: str, shape: str) ->
 def test_files_without_digests(tmp_path: Path) -> None:
     """They load and convert, and are given digests; those of others stay as they are."""
     path, pool = tmp_path / "in", noise("nhd", FEW)
-    store.save(path, pool, digests=False, metadata={"mine": "kept", "kvbm.layout": "not kept"})
+    store.save(path, pool, digests=False, metadata={"mine": "kept", "kvbm.digest": "not kept"})
     path.chmod(0o600)
     assert store.read(path).digests is None and np.array_equal(store.load(path).digest(), pool.digest())
-    assert store.read(path).layout_name == "nhd"
     with pytest.raises(kvbm.BindError, match="has no digests: `kvbm digest --write`"):
         store.verify(path)
     store.convert(path, tmp_path / "bare", kvbm.load("hnd"), verify=False)
@@ -499,7 +498,7 @@ def test_a_wrong_copy_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_blocks_that_there_are_not(tmp_path: Path) -> None:
     store.save(tmp_path / "in", noise("nhd", FEW))
     for call in (store.load, store.verify, store.digest):
-        for ids, said in (([3], "from 0 to 2, got 3"), ([-1], "got -1"), ([1, 1], "each block once")):
+        for ids, said in (([3], "from 0 to 2, got 3"), ([-1], "got -1"), ([1, 1], "each block once"), ([], "one block"), ("1", "numbers")):
             with pytest.raises(kvbm.BindError, match=said):
                 call(tmp_path / "in", ids)
 

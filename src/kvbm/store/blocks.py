@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,12 +74,16 @@ def _chosen(title: object, blocks: Sequence[int] | None, num_blocks: int) -> Seq
     """The blocks that are meant, each once."""
     if blocks is None:
         return range(num_blocks)
-    for block in blocks:
+    try:
+        found = [operator.index(block) for block in blocks]
+    except TypeError:
+        raise BindError(f"{title}: expected numbers of blocks, got {blocks!r:.200}") from None
+    for block in found:
         if not 0 <= block < num_blocks:
             raise BindError(f"{title}: expected blocks from 0 to {num_blocks - 1}, got {block}")
-    if len(set(blocks)) != len(blocks):
-        raise BindError(f"{title}: expected each block once, got {list(blocks)!r:.200}")
-    return blocks
+    if not found or len(set(found)) != len(found):
+        raise BindError(f"{title}: expected one block or more, each block once, got {found!r:.200}")
+    return found
 
 
 def _steps(pool: Pool, count: int, progress: Progress | None) -> Iterator[range]:
@@ -147,17 +152,24 @@ def _mover(src: Pool, dst: Pool, step: int, stream: Any = None) -> _Move:
 
 
 def _copy(
-    src: _Side, dst: _Side, move: _Move, *, rows: Digests | None, verify: bool, stream: Any, progress: Progress | None
+    src: _Side,
+    dst: _Side,
+    move: _Move,
+    *,
+    verify: bool,
+    rows: Digests | None = None,
+    stream: Any = None,
+    progress: Progress | None = None,
 ) -> None:
     """Copy all of `src.names` to blocks 0, 1, 2, … of `dst`; compare digests of both, and note those of the source in `rows`.
 
     What is compared is what the source's blocks had and what the destination's have: that covers the file, the reading of it and
     the copy.  Which of these was wrong is looked for when something was.
     """
-    kinds = [Kinds.of(side.pool.resolved) for side in (src, dst)]
-    far = next((side for side, has in zip((dst, src), (kinds[1], kinds[0]), strict=True) if has.blocks), None)
+    # The source's, where the destination's layout has no digests.
+    judged = next((side for side in (dst, src) if Kinds.of(side.pool.resolved).blocks), None)
     for at in _steps(src.pool, len(src.names), progress):
-        ids = [int(src.names[row]) for row in at]
+        ids = [src.names[row] for row in at]
         known = None
         if src.known is not None:
             known = src.known.take(at)
@@ -165,10 +177,10 @@ def _copy(
             known = Digests.of(src.pool, ids, kinds=rows.kinds, stream=src.stream(stream))
             rows.put(at, known)
         move(ids, list(at))
-        if not verify or known is None or far is None:
+        if not verify or known is None or judged is None:
             continue
-        theirs = ids if far is src else list(at)
-        wrong = far.pool.digest(theirs, stream=far.stream(stream if far is src else None)) != known.blocks
+        there = (ids, src.stream(stream)) if judged is src else (list(at), dst.stream())
+        wrong = judged.pool.digest(there[0], stream=there[1]) != known.blocks
         bad = np.flatnonzero(wrong | known.torn())
         if bad.size:
             _refuse(src, dst, known.take(bad.tolist()), [at[row] for row in bad], stream)
@@ -176,7 +188,7 @@ def _copy(
 
 def _refuse(src: _Side, dst: _Side, known: Digests, rows: Sequence[int], stream: Any) -> None:
     """Raise what says where blocks went wrong: in the source, or on the way."""
-    names = [int(src.names[row]) for row in rows]
+    names = [src.names[row] for row in rows]
     title, found = src.title, []
     if src.known is not None and Kinds.of(src.pool.resolved).blocks:
         found = damages(known, src.pool, names, stream=src.stream(stream))
@@ -313,7 +325,7 @@ def load(
     known = _digests_of(stored, names) if verify else None
     src, dst = _Side(mapped, str(stored.path), names, known), _Side(pool, repr(pool), range(len(names)))
     move = _mover(mapped, pool, _step(mapped, len(names)), dst.stream())
-    _copy(src, dst, move, rows=None, verify=verify, stream=None, progress=progress)
+    _copy(src, dst, move, verify=verify, progress=progress)
     return pool
 
 
@@ -379,7 +391,7 @@ def convert(
         src = _Side(mapped, str(stored.path), names, known)
         dst = _Side(made, str(target), range(len(names)))
         move = _mover(mapped, made, step) if device == "cpu" else _by_way_of(device, mapped, made, step)
-        _copy(src, dst, move, rows=rows, verify=verify, stream=None, progress=progress)
+        _copy(src, dst, move, rows=rows, verify=verify, progress=progress)
     return read(target)
 
 
@@ -429,7 +441,7 @@ def verify(
     names = _chosen(stored.path, ids, pool.num_blocks)
     found = []
     for at in _steps(pool, len(names), progress):
-        some = [int(names[row]) for row in at]
+        some = [names[row] for row in at]
         known = stored.digests.take(some)
         bad = np.flatnonzero((pool.digest(some) != known.blocks) | known.torn())
         if bad.size:
@@ -468,7 +480,7 @@ def digest(
     kinds = _require(pool)
     found = Digests.zeros(pool.shape, len(names), kinds)
     for at in _steps(pool, len(names), progress):
-        found.put(at, Digests.of(pool, [int(names[row]) for row in at], kinds=kinds))
+        found.put(at, Digests.of(pool, [names[row] for row in at], kinds=kinds))
     return found
 
 
