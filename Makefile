@@ -16,14 +16,14 @@ SOURCES := $(sort $(shell find src cuda layouts -type f -not -path '*/__pycache_
 # What a wheel depends on beside the text of its sources: a file that is gone, and the settings of the build, so that
 # `KVBM_CUDA=0 make test` is not answered with the last build.
 SETTINGS := $(SOURCES) $(foreach v,CUDACXX CUDA_HOME CUDA_PATH CUDA_ARCHS CUDA_PTX_ARCHS \
-	KVBM_CUDA KVBM_REQUIRE_CUDA KVBM_LAYOUTS,$(v)=$($(v)))
+	KVBM_CUDA KVBM_REQUIRE_CUDA KVBM_LAYOUTS KVBM_SANITIZE,$(v)=$($(v)))
 
 # Tools come with either.
 TOOLS = $(or $(wildcard $(VENV)/.editable),$(VENV)/.dev)
 # What a build needs, apart: PyTorch has parts of a CUDA toolkit of its own in the environment.
 IN_PLACE := PYTHONPATH=$(abspath $(VENV))/build-requires
 
-.PHONY: demo dev quick test coverage lint format wheel gpu clean
+.PHONY: demo dev quick test fuzz coverage sanitize lint format wheel gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -38,9 +38,17 @@ quick: dev
 test: $(VENV)/.test
 	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
 
+# A million inputs that are almost right; goes on where it was stopped (build/fuzz.json).
+fuzz: dev
+	$(RUN) tools/fuzz.py $(FUZZ_ARGS)
+
 # Of the quick tests, as whatever looks at every line costs time; programs that tests start count too.
 coverage: $(VENV)/.test
 	$(RUN) -m pytest -m "quick and not gpu" --cov $(PYTEST_ARGS)
+
+# The host's code is compiled for it in place, apart from what is installed: see the script.
+sanitize: $(or $(wildcard $(VENV)/.editable),$(VENV)/.test) $(VENV)/.requires
+	$(IN_PLACE) PYTHON=$(RUN) PYTEST_ARGS="$(PYTEST_ARGS)" tools/sanitize.sh
 
 lint: $(TOOLS)
 	$(RUN) -m ruff check
@@ -85,10 +93,13 @@ $(VENV)/.test $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: $(VENV)/.kvbm constraints.
 	$(PIP) install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[$*]"
 	@touch $@
 
-$(VENV)/.editable: pyproject.toml constraints.txt | $(VENV)/.python
+$(VENV)/.requires: pyproject.toml | $(VENV)/.python
 	$(RUN) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
 		> $(VENV)/build-requires.txt
 	$(PIP) install --quiet --upgrade --target $(VENV)/build-requires --requirement $(VENV)/build-requires.txt
+	@touch $@
+
+$(VENV)/.editable: pyproject.toml constraints.txt $(VENV)/.requires
 	$(IN_PLACE) $(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test,dev]'
 	@rm -f $(VENV)/.kvbm
 	@touch $@

@@ -2,7 +2,8 @@
 
 Read from the environment: CUDACXX, CUDA_HOME, CUDA_PATH (the compiler), CUDA_ARCHS, CUDA_PTX_ARCHS (its targets),
 KVBM_CUDA=0 (no CUDA), KVBM_REQUIRE_CUDA=1 (no CUDA is an error), KVBM_LAYOUTS (more layouts to build for: files or
-folders), KVBM_BUILD_DIR (where compiled pieces are kept for the next build; build/ here if not given).
+folders), KVBM_BUILD_DIR (where compiled pieces are kept for the next build; build/ here if not given), KVBM_SANITIZE
+(sanitizers that look at the host's code: `address,undefined` or `thread`; see `make sanitize`).
 """
 
 import json
@@ -20,6 +21,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CUDA = ROOT / "cuda"
+SANITIZE = os.environ.get("KVBM_SANITIZE", "")
 ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")  # free-threaded Python has no stable ABI
 sys.path.insert(0, str(ROOT / "src"))  # setuptools.build_meta does not; the describing half runs with nothing built
 
@@ -68,7 +70,7 @@ class BuildExt(build_ext):
         super().build_extension(ext)
         self.info = result.with_name("_build.json")  # `kvbm doctor` reads it
         info = {"nvcc": compiler and compiler.version, "targets": compiler and str(target), "why_not": why_not}
-        self.info.write_text(json.dumps(info | {"extra_layouts": extra}, indent=1) + "\n")
+        self.info.write_text(json.dumps(info | {"extra_layouts": extra, "sanitize": SANITIZE}, indent=1) + "\n")
 
     def generate(self, layouts, folder):
         """Write the kernels' text and return its files; if nothing changed that it is made from, they are there already."""
@@ -180,13 +182,18 @@ def embed(kernels, fatbins):
     return "\n".join([*lines, '}  // extern "C"', ""])
 
 
+def sanitizers():
+    """Return what the compiler and the linker are told beside the usual: -O1 keeps more accesses, and lines for reports."""
+    return [f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-fno-wrapv", "-O1", "-g1"] if SANITIZE else []
+
+
 core = Extension(
     "kvbm._core",
     ["src/kvbm/_core.pyx"],
     include_dirs=["cuda"],
     define_macros=[("Py_LIMITED_API", "0x030B0000")] if ABI3 else [],
-    extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-pthread"],
-    extra_link_args=["-ldl", "-pthread"],
+    extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-pthread", *sanitizers()],
+    extra_link_args=["-ldl", "-pthread", *sanitizers()],
     language="c++",
     py_limited_api=ABI3,
 )

@@ -61,38 +61,44 @@ KVBM_INLINE uint64_t first_key(const kvbm_args& a, const kvbm_part& p, uint32_t 
   return key;
 }
 
-// Keys and bytes of the source that an index over the inner modes FIRST .. FIRST+COUNT-1 steps.
+// Bytes of both sides and keys that an index over the inner modes FIRST .. FIRST+COUNT-1 steps: inside a chunk keys fit 32 bits.
 template <int FIRST, int COUNT>
-KVBM_INLINE void step_key(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_t& key) {
+KVBM_INLINE void step_key(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_t& dst, uint32_t& key) {
   KVBM_UNROLL
   for (int k = FIRST; k < FIRST + COUNT; ++k) {
     const uint32_t c = k + 1 < FIRST + COUNT ? take(index, p.inner[k].extent) : index;
     src += uint64_t(c) * uint32_t(p.inner[k].src);
-    key += uint64_t(c) * p.inner[k].key;
+    dst += uint64_t(c) * uint32_t(p.inner[k].dst);
+    key += c * p.inner[k].key;
   }
 }
 
 // ---- sums ----------------------------------------------------------------------------------------------------------
 
-// Sums of a part, one after the other in memory: of a row's threads, a warp each, or all of them where they are fewer.
-KVBM_INLINE uint32_t sums_of_row(const kvbm_part& p) { return p.tile[0].n > 32 ? p.tile[0].n / 32 : 1; }
-
 #ifdef __CUDACC__
-// Every thread of a warp takes part, whatever it has found.  No sum is added to in memory: nothing waits for anything, and nothing
-// must be zero before.  kvbm_digest_sums adds them up.
-__device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint32_t lane, uint64_t sum) {
-  const uint32_t width = p.tile[0].n;
+// The sum of a row's threads, which all take part whatever they have found, is put where nothing else is: nothing is added to in
+// memory, nothing waits, and nothing must be zero before.  A job has one sum; kvbm_digest_sums adds those of a pair up.
+template <uint32_t THREADS>
+__device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint32_t lane, uint32_t width, uint64_t sum) {
   uint64_t* out = reinterpret_cast<uint64_t*>(a.digest.sums) + a.digest.part[&p - a.part].slot;
-  if (width >= 32) {
-    // Three limbs, each of which 32 times fits a 32-bit sum.
-    const uint32_t low = __reduce_add_sync(~0u, uint32_t(sum) & 0x3fffffu), middle = __reduce_add_sync(~0u, uint32_t(sum >> 22) & 0x1fffffu),
-                   high = __reduce_add_sync(~0u, uint32_t(sum >> 43));
-    if (lane % 32 == 0 && job < p.jobs)
-      out[uint64_t(job) * sums_of_row(p) + lane / 32] = low + (uint64_t(middle) << 22) + (uint64_t(high) << 43);
-  } else {
+  if (width < 32) {
     for (uint32_t apart = width / 2; apart; apart /= 2) sum += __shfl_xor_sync(~0u, (unsigned long long)sum, apart);
-    if (lane == 0 && job < p.jobs) out[job] = sum;
+  } else {
+    __shared__ uint64_t of_warp[THREADS / 32];
+    // Three limbs, each of which 32 times fits a 32-bit sum.
+    const uint32_t low = __reduce_add_sync(~0u, uint32_t(sum) & 0x3fffffu),
+                   middle = __reduce_add_sync(~0u, uint32_t(sum >> 22) & 0x1fffffu),
+                   high = __reduce_add_sync(~0u, uint32_t(sum >> 43));
+    sum = low + (uint64_t(middle) << 22) + (uint64_t(high) << 43);
+    if (width > 32) {
+      const uint32_t warp = threadIdx.x / 32;
+      if (threadIdx.x % 32 == 0) of_warp[warp] = sum;
+      __syncthreads();
+      if (lane == 0)
+        for (uint32_t i = 1; i < width / 32; ++i) sum += of_warp[warp + i];
+    }
   }
+  if (lane == 0 && job < p.jobs) out[job] = sum;
 }
 #else
 inline void put_sum(const kvbm_args& a, uint32_t pair, uint64_t sum) {
@@ -134,13 +140,14 @@ struct Digest;
 template <int OUTER, int INNER>
 struct Kernel<Digest<OUTER, INNER>> {
   static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = 1024 / kRowThreads;
-  static constexpr uint32_t kLoads = 4;  // cells a thread has in flight
+  static constexpr uint32_t kLoads = 4;   // cells a thread has in flight
+  static constexpr uint32_t kCells = 16;  // that a thread digests at most: what is looked up once is worth that many
 
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     uint64_t ctas = 0;
     uint32_t none = 0;  // of shared memory
     for (uint32_t i = 0; i < a->num_parts; ++i) {
-      if (!prepare_rows({OUTER, INNER, 0, 16, kThreads, kTeams, kLoads}, *a, a->part[i], sms, none)) return KVBM_TOO_LARGE;
+      if (!prepare_rows({OUTER, INNER, 0, 16, kThreads, kTeams, kCells}, *a, a->part[i], sms, none)) return KVBM_TOO_LARGE;
       ctas += a->part[i].ctas;
     }
     if (ctas >= (1u << 31)) return KVBM_TOO_LARGE;
@@ -172,30 +179,33 @@ struct Kernel<Digest<OUTER, INNER>> {
       found[row].key = first_key<OUTER>(a, p, place);
     }
     const uint32_t first = tile * p.tile_words + lane, last = min(tile * p.tile_words + p.tile_words, p.words);
-    uint64_t from[kLoads], key[kLoads];
-    KVBM_UNROLL
-    for (uint32_t u = 0; u < kLoads; ++u) {
-      from[u] = key[u] = 0;
-      step_key<0, INNER>(p, first + u * width, from[u], key[u]);
-    }
     __syncthreads();
     uint64_t sum = 0;
     if (found[row].reads) {
       const char* src = found[row].src;
       const uint64_t base = found[row].key;
-      Word16 v[kLoads];
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < kLoads; ++u)
-        if (first + u * width < last) v[u] = gather_cell<WORD>(p, src + from[u]);
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < kLoads; ++u)
-        if (first + u * width < last) sum += digest_of(base + key[u], v[u]);
+      for (uint32_t i = first; i < last; i += kLoads * width) {
+        Word16 v[kLoads];
+        uint32_t key[kLoads];
+        KVBM_UNROLL
+        for (uint32_t u = 0; u < kLoads; ++u) {
+          uint64_t from = 0, none = 0;
+          key[u] = 0;
+          step_key<0, INNER>(p, i + u * width, from, none, key[u]);
+          if (i + u * width < last) v[u] = gather_cell<WORD>(p, src + from);
+        }
+        KVBM_UNROLL
+        for (uint32_t u = 0; u < kLoads; ++u)
+          if (i + u * width < last) sum += digest_of(base + key[u], v[u]);
+      }
     }
-    put_sum(a, p, job, lane, sum);
+    put_sum<kThreads>(a, p, job, lane, width, sum);
   }
 
   static __device__ __forceinline__ void run(const kvbm_args& a, char*) {
     uint32_t part = 0, cta = blockIdx.x;
+    // What nearly all are: the part's fields are then constants of the parameters, and not looked up by its number.
+    if (a.num_parts == 1 && a.part[0].word == 16) return run_part<16>(a, a.part[0], cta);
     for (; cta >= a.part[part].ctas; ++part) cta -= a.part[part].ctas;
     const kvbm_part& p = a.part[part];
     if (p.word == 16)
@@ -223,8 +233,10 @@ struct Kernel<Digest<OUTER, INNER>> {
       const uint32_t first = tile * p.tile_words, last = first + p.tile_words < p.words ? first + p.tile_words : p.words;
       uint64_t sum = 0;
       for (uint32_t index = first; index < last;) {
-        uint64_t src = 0, key = base;
-        step_key<0, INNER>(p, index, src, key);
+        uint64_t src = 0, none = 0;
+        uint32_t step = 0;
+        step_key<0, INNER>(p, index, src, none, step);
+        const uint64_t key = base + step;
         const uint32_t left = run.extent.n - index % run.extent.n, count = left < last - index ? left : last - index;
         if (dense) {
           sum += kvbm_digest_cells(at.src + src, count, key);

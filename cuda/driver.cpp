@@ -354,10 +354,10 @@ int kvbm_synchronize(int device, uint64_t stream) {
 
 int kvbm_event_take(int device, uint64_t* event) {
   *event = 0;
-  Current current;
-  RETURN_IF_FAILED(current.open(device));
+  Device* opened = nullptr;
+  RETURN_IF_FAILED(open_device(device, &opened));
   Handle taken = nullptr;
-  RETURN_IF_FAILED(take_event(current.device, &taken));
+  RETURN_IF_FAILED(take_event(opened, &taken));
   *event = reinterpret_cast<uint64_t>(taken);
   return KVBM_OK;
 }

@@ -225,11 +225,15 @@ class RelaxedCapture {
   int mode_ = kCaptureRelaxed;
 };
 
-inline int Current::open(int ordinal) {
+inline int open_device(int ordinal, Device** device) {
   RETURN_IF_FAILED(start());
   if (ordinal < 0 || ordinal >= num_devices) return check("cuDeviceGet", kInvalidDevice);
-  device = &devices[ordinal];
-  if (!device->is_open.load(std::memory_order_acquire)) RETURN_IF_FAILED(open_slowly(device, ordinal));
+  *device = &devices[ordinal];
+  return (*device)->is_open.load(std::memory_order_acquire) ? KVBM_OK : open_slowly(*device, ordinal);
+}
+
+inline int Current::open(int ordinal) {
+  RETURN_IF_FAILED(open_device(ordinal, &device));
   return enter(device->context);
 }
 

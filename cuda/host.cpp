@@ -223,8 +223,8 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   for (uint32_t p = 0; p < copy.num_parts; ++p) run.jobs += copy.part[p].jobs;
   const uint64_t bytes = total_bytes(copy);
   run.stream_stores = bytes > kStreamFrom;
-  uint64_t workers = threads > 0 ? static_cast<uint64_t>(threads) : usable_cores();
-  workers = std::min({workers, bytes / kBytesAThread, run.jobs, uint64_t{kMostThreads}});
+  uint64_t workers = std::min({bytes / kBytesAThread, run.jobs, uint64_t{kMostThreads}});
+  if (workers > 1) workers = std::min<uint64_t>(workers, threads > 0 ? static_cast<uint64_t>(threads) : usable_cores());
   workers = std::max<uint64_t>(workers, 1);
   // Several turns a thread, so that one that starts late or shares its core holds nobody up.
   run.turn = workers == 1 ? std::max<uint64_t>(run.jobs, 1) : std::max<uint64_t>(run.jobs / (workers * kTurnsAThread), 1);

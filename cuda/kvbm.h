@@ -97,7 +97,7 @@ typedef struct kvbm_part {
     };
     uint32_t cell[4]; /* digests: bytes that each binary digit of a word's number in its cell steps, fastest first */
   };
-  uint32_t cell_words;                        /* digests: words of a cell, a power of two */
+  uint32_t cell_words;                        /* digests: words of a cell, a power of two; tiles: 1: cells lie along A, 0: along B */
   int32_t src_table_offset, dst_table_offset; /* table entries at which this part starts (V's half, a slice) */
   int64_t src_offset, dst_offset;             /* bytes, likewise */
   int64_t src_id_stride, dst_id_stride;       /* bytes a block id */
@@ -118,7 +118,7 @@ typedef struct kvbm_units {
 
 /* What a kernel that digests is told besides: at the end of the payload, and only there where KVBM_DIGEST is set. */
 typedef struct kvbm_digest {
-  uint64_t sums;      /* GPU: address of uint64_t, one a warp of a row's threads (a row's, if that is less); host: one a pair */
+  uint64_t sums;      /* address of uint64_t: GPU: one a job; host: one a pair */
   uint64_t positions; /* address, or offset into the payload, of the position of each pair's first token; 0: all at 0 */
   uint64_t lanes;     /* keys a token */
   uint32_t position_bytes; /* 4 or 8, signed; 0: there are none */
@@ -156,6 +156,8 @@ typedef struct kvbm_args {
 
 /* Bits of inline_mask that are the caller's, as the parts are; the last is a batch's. */
 enum { KVBM_SRC_UNITS = 1 << 6, KVBM_DST_UNITS = 1 << 7, KVBM_DIGEST = 1 << 8, KVBM_POSITIONS_INLINE = 1 << 9 };
+
+enum { KVBM_SUM_THREADS = 512 }; /* a CTA of kvbm_digest_sums */
 
 /* The whole parameter block of kvbm_digest_sums (digest.cu), which ends a launch that digests: sums a pair become its digest. */
 typedef struct kvbm_sums {

@@ -6,7 +6,6 @@
 
 #include "batch.h"
 #include "driver.h"
-#include "permute.cuh"
 
 namespace kvbm_driver {
 
@@ -270,11 +269,9 @@ uint64_t place_sums(kvbm_args* args, kvbm_sums* sums) {
   sums->num_parts = args->num_parts;
   for (uint32_t i = 0; i < args->num_parts; ++i) {
     const kvbm_part& part = args->part[i];
-    const uint32_t in_tile = kvbm::sums_of_row(part);
-    const uint32_t places = part.jobs / part.tiles.n;
     args->digest.part[i].slot = count;
-    sums->part[i] = {count, places / args->num_pairs, part.tiles.n * in_tile, part.pairs_first, 0};
-    count += uint64_t{part.jobs} * in_tile;
+    sums->part[i] = {count, part.jobs / part.tiles.n / args->num_pairs, part.tiles.n, part.pairs_first, 0};
+    count += part.jobs;
   }
   return count;
 }
@@ -287,7 +284,7 @@ int add_up(Handle function, const kvbm_batch* batch, kvbm_sums* sums, Stream str
   sums->out = batch->digests;
   sums->adds = batch->adds;
   void* parameters[] = {sums};
-  return CU(LaunchKernel, function, batch->num_pairs, 1, 1, 256, 1, 1, 0, stream, parameters, nullptr);
+  return CU(LaunchKernel, function, batch->num_pairs, 1, 1, KVBM_SUM_THREADS, 1, 1, 0, stream, parameters, nullptr);
 }
 
 // The batch whose ids or tables do not fit the kernel's parameters, or that is digested.
@@ -376,12 +373,16 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
     const int64_t carried = small.to_carry(n);
     kvbm_side& side = *small.side;
     if (side.ids) {
+      // Taken out of memory once: for all that the compiler knows, `gathered` may be over it.
+      const int32_t* const ids = side.ids;
+      const uint64_t* const table = side.table;
+      const int64_t stride = small.id_stride, step = *small.id_table, span = small.span;
+      const bool has_units = args->inline_mask & small.units;
       for (uint32_t i = 0; i < n; ++i) {
         // The kernel adds i strides, as for ids that are not given; its stride still tells `prepare` how blocks lie.
-        int64_t id = side.ids[i];
-        const int64_t start = small.start(*args, 0, &id) - i * small.id_stride;
-        for (int64_t entry = 0; entry < small.span; ++entry)
-          gathered[i * small.span + entry] = side.table[id * *small.id_table + entry] + start;
+        int64_t id = ids[i];
+        const int64_t start = (has_units ? small.start(*args, 0, &id) : id * stride) - i * stride;
+        for (int64_t entry = 0; entry < span; ++entry) gathered[i * span + entry] = table[id * step + entry] + start;
       }
       side.table = gathered;
       gathered += carried;

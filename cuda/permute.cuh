@@ -130,18 +130,24 @@ inline void store(char* p, const W& v) {
   std::memcpy(p, &v, sizeof v);
 }
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;  // a sanitizer sees neither stores around the cache nor every memcpy: word by word
+#else
+constexpr bool kSanitized = false;
+#endif
+
 // A run on the host.  With `streaming`, words of 16 bytes go around the cache, as a large memcpy's do: a destination line
 // would otherwise be read before it is written, and half as many bytes again would cross the bus.
 template <int WORD>
 inline void copy_run(char* dst, const char* src, uint64_t bytes, bool streaming) {
 #ifdef __SSE2__
-  if (WORD == 16 && streaming) {
+  if (WORD == 16 && streaming && !kSanitized) {
     for (uint64_t i = 0; i < bytes; i += 16)
       _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
     return;
   }
 #endif
-  if (bytes >= 64) {
+  if (bytes >= 64 && !kSanitized) {
     std::memcpy(dst, src, bytes);
     return;
   }
@@ -470,10 +476,14 @@ struct Rows {
     }
     const uint32_t first = tile * p.tile_words + lane, last = min(tile * p.tile_words + p.tile_words, p.words);
     uint64_t from[kLoads], to[kLoads];
+    uint32_t key[kLoads];
     KVBM_UNROLL
     for (uint32_t u = 0; u < kLoads; ++u) {
-      from[u] = to[u] = 0;
-      step<0, INNER>(p, first + u * width, from[u], to[u]);
+      from[u] = to[u] = key[u] = 0;
+      if constexpr (SUMS)
+        step_key<0, INNER>(p, first + u * width, from[u], to[u], key[u]);
+      else
+        step<0, INNER>(p, first + u * width, from[u], to[u]);
     }
     Mine::sync();
     const bool copies = here.copies;
@@ -493,12 +503,9 @@ struct Rows {
       static_assert(TEAMS == 1, "teams take turns in which not all threads of a warp meet");
       uint64_t sum = 0;
       KVBM_UNROLL
-      for (uint32_t u = 0; u < kLoads; ++u) {
-        uint64_t none = 0, key = keys[row];
-        step_key<0, INNER>(p, first + u * width, none, key);
-        if (copies && first + u * width < last) sum += digest_of(key, cell_of(v[u]));
-      }
-      put_sum(a, p, job, lane, sum);
+      for (uint32_t u = 0; u < kLoads; ++u)
+        if (copies && first + u * width < last) sum += digest_of(keys[row] + key[u], cell_of(v[u]));
+      put_sum<kThreads>(a, p, job, lane, width, sum);
     }
   }
 #else
@@ -549,9 +556,9 @@ struct Rows {
         step<2, INNER - 2>(p, slow, src, dst);
         row = {at.src + src + int64_t(c) * p.inner[1].src, at.dst + dst + int64_t(c) * p.inner[1].dst};
         if constexpr (SUMS) {
-          src = 0;
-          row_key = chunk_key + uint64_t(c) * p.inner[1].key;
-          step_key<2, INNER - 2>(p, slow, src, row_key);
+          uint32_t key = c * p.inner[1].key;
+          step_key<2, INNER - 2>(p, slow, src, dst, key);
+          row_key = chunk_key + key;
         }
         runs = p.inner[1].extent.n - c < end - next_run ? p.inner[1].extent.n - c : end - next_run;
         next_run += runs;
@@ -710,7 +717,8 @@ struct Square {
 // inner[0] = A, along which the source goes on; inner[1] = B, along which the destination does; then REST other modes.
 // A sub-block is SIDE x SIDE elements, SIDE words on either side.  A tile holds `rest` indices of the other modes times
 // tile[1] sub-blocks along B times tile[0] along A.
-template <int OUTER, int REST, int ELEMENT, int WORD, int TEAMS = 1>
+// SUMS: the words of one side are cells, along A (`cell_words` 1) or along B (0), and are digested on their way in, or out.
+template <int OUTER, int REST, int ELEMENT, int WORD, int TEAMS = 1, bool SUMS = false>
 struct Tile {
   using Mine = Team<kTileThreads, TEAMS>;
   static constexpr uint32_t kThreads = kTileThreads, kTeams = TEAMS;
@@ -744,29 +752,39 @@ struct Tile {
   }
   static KVBM_INLINE uint32_t quotient_side(uint32_t extent) { return extent / kSide; }  // a shift
 
+  // What a tile's words sum up to.  Along the side of the cells a key is a word's, along the other an element's.
+  struct Sum {
+    uint64_t first, value;
+    KVBM_INLINE void add(const kvbm_part& p, uint32_t rest, uint32_t a, uint32_t b, const Word<WORD>& v) {
+      uint64_t none = 0;
+      uint32_t key = a * p.inner[0].key + b * p.inner[1].key;
+      step_key<2, REST>(p, rest, none, none, key);
+      value += digest_of(first + key, cell_of(v));
+    }
+  };
+
 #ifdef __CUDACC__
   static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char* shared) {
     Bases at;
     uint32_t place = cta;
     const uint32_t tile = take(place, p.tiles);
     const bool copies = locate<OUTER>(a, p, place, at);
-    if (TEAMS == 1 && !copies) return;  // the same for the whole CTA
+    if (TEAMS == 1 && !SUMS && !copies) return;  // the same for the whole CTA
     Corner from = corner(p, tile);
     if (!copies) from.rests = 0;  // a team passes its barriers whatever happens to the ids meanwhile
     Word<WORD>* words = reinterpret_cast<Word<WORD>*>(shared);
-    if constexpr (kCanTurnBehind) {
-      if (p.turns_behind) {
-        turn_behind(p, at, from, words);
-        return;
-      }
-    }
-    turn_ahead(p, at, from, words);
+    Sum sum = {SUMS ? first_key<OUTER>(a, p, place) : 0, 0};
+    if (kCanTurnBehind && p.turns_behind)
+      turn_behind(p, at, from, words, sum);
+    else
+      turn_ahead(p, at, from, words, sum);
     Mine::sync_turn();
+    if constexpr (SUMS) put_sum<kThreads>(a, p, cta, threadIdx.x, kThreads, sum.value);
   }
 
   // Squares are turned on the way into shared memory: neighbouring threads read along A, and write along B whatever B's length.
   static __device__ __forceinline__ void turn_ahead(const kvbm_part& p, const Bases& at, const Corner& from,
-                                                    Word<WORD>* words) {
+                                                    Word<WORD>* words, Sum& sum) {
     const uint32_t ta = p.tile[0].n, tb = p.tile[1].n, turned = pitch(p);
     const uint32_t loads = from.rests * ta * tb;
     for (uint32_t i = Mine::thread(); i < loads; i += kThreads * kLoads) {
@@ -784,6 +802,16 @@ struct Tile {
         src += (from.a + ia) * WORD + uint64_t((from.b + ib) * kSide) * uint32_t(p.inner[1].src);
         KVBM_UNROLL
         for (uint32_t j = 0; j < kSide; ++j) load(v[u][j], at.src + src + j * p.inner[1].src);
+      }
+      if (SUMS && p.cell_words) {
+        KVBM_UNROLL
+        for (uint32_t u = 0; u < kLoads; ++u) {
+          uint32_t c = i + u * kThreads;
+          const uint32_t ia = take(c, p.tile[0]), ib = take(c, p.tile[1]);
+          KVBM_UNROLL
+          for (uint32_t j = 0; j < kSide; ++j)
+            if (slot[u] != ~0u) sum.add(p, from.rest + c, from.a + ia, (from.b + ib) * kSide + j, v[u][j]);
+        }
       }
       KVBM_UNROLL
       for (uint32_t u = 0; u < kLoads; ++u) {
@@ -806,14 +834,16 @@ struct Tile {
       uint64_t src = 0, dst = 0;
       step<2, REST>(p, from.rest + c, src, dst);
       dst += uint64_t((from.a + ia) * kSide + j) * uint32_t(p.inner[0].dst) + (from.b + ib) * WORD;
-      store(at.dst + dst, words[(c * ta + ia) * turned + j * tb + ib]);
+      const Word<WORD> v = words[(c * ta + ia) * turned + j * tb + ib];
+      store(at.dst + dst, v);
+      if (SUMS && !p.cell_words) sum.add(p, from.rest + c, (from.a + ia) * kSide + j, from.b + ib, v);
     }
   }
 
   // Squares are turned on the way out of it, where A is the shorter side: neighbouring threads read along A and then on to
   // the next rows, whose words would otherwise be read a sector here and a sector there, and write along B.
   static __device__ __forceinline__ void turn_behind(const kvbm_part& p, const Bases& at, const Corner& from,
-                                                     Word<WORD>* words) {
+                                                     Word<WORD>* words, Sum& sum) {
     constexpr uint32_t kAtOnce = 8;  // words a thread has in flight
     const uint32_t ta = p.tile[0].n, tb = p.tile[1].n, turned = pitch(p);
     const uint32_t loads = from.rests * tb * kSide * ta;
@@ -834,6 +864,16 @@ struct Tile {
         src += (from.a + ia) * WORD + uint64_t((from.b + ib) * kSide + j) * uint32_t(p.inner[1].src);
         load(v[u], at.src + src);
       }
+      if (SUMS && p.cell_words) {
+        KVBM_UNROLL
+        for (uint32_t u = 0; u < kAtOnce; ++u) {
+          uint32_t c = i + u * kThreads;
+          const uint32_t ia = take(c, p.tile[0]), j = c % kSide;
+          c /= kSide;
+          const uint32_t ib = take(c, p.tile[1]);
+          if (slot[u] != ~0u) sum.add(p, from.rest + c, from.a + ia, (from.b + ib) * kSide + j, v[u]);
+        }
+      }
       KVBM_UNROLL
       for (uint32_t u = 0; u < kAtOnce; ++u)
         if (slot[u] != ~0u) words[slot[u]] = v[u];
@@ -853,7 +893,10 @@ struct Tile {
       step<2, REST>(p, from.rest + c, src, dst);
       dst += uint64_t((from.a + ia) * kSide) * uint32_t(p.inner[0].dst) + (from.b + ib) * WORD;
       KVBM_UNROLL
-      for (uint32_t j = 0; j < kSide; ++j) store(at.dst + dst + j * p.inner[0].dst, v[j]);
+      for (uint32_t j = 0; j < kSide; ++j) {
+        store(at.dst + dst + j * p.inner[0].dst, v[j]);
+        if (SUMS && !p.cell_words) sum.add(p, from.rest + c, (from.a + ia) * kSide + j, from.b + ib, v[j]);
+      }
     }
   }
 #else
@@ -861,6 +904,8 @@ struct Tile {
     Bases at;
     Corner from;
     bool skipped;
+    uint32_t pair;
+    uint64_t key;
     const char* source(const kvbm_part& p) const {
       return at.src + int64_t(from.a) * WORD + int64_t(from.b * kSide) * p.inner[1].src;
     }
@@ -869,7 +914,12 @@ struct Tile {
     Place found = {};
     const uint32_t tile = take(job, p.tiles);
     found.skipped = !locate<OUTER>(a, p, job, found.at);
-    if (!found.skipped) found.from = corner(p, tile);
+    if (found.skipped) return found;
+    found.from = corner(p, tile);
+    if constexpr (SUMS) {
+      found.key = first_key<OUTER>(a, p, job);
+      found.pair = pair_of(p, job);
+    }
     return found;
   }
 
@@ -883,6 +933,7 @@ struct Tile {
       if (job + 1 < last_job) next = place(a, p, job + 1);
       if (now.skipped) continue;
       const Corner& from = now.from;
+      Sum sum = {now.key, 0};
       // Between two allocations, perhaps: a distance of addresses, not of pointers.
       const uint64_t ahead =
           next.skipped ? 0 : reinterpret_cast<uint64_t>(next.source(p)) - reinterpret_cast<uint64_t>(now.source(p));
@@ -899,6 +950,11 @@ struct Tile {
               const char* word = in + int64_t(ib) * along_b.src;
               if ((ia + ib) * WORD % kLine == 0) __builtin_prefetch(word + ahead);
               copy_run<WORD>(out + ib * WORD, word, WORD, streaming);
+              if constexpr (SUMS) {
+                Word<WORD> v;
+                load(v, word);
+                sum.add(p, from.rest + c, from.a + ia, from.b + ib, v);
+              }
             }
           }
           continue;
@@ -910,8 +966,13 @@ struct Tile {
               for (uint32_t j = 0; j < kSide; ++j) __builtin_prefetch(row + j * along_b.src + ahead);
             Word<WORD> v[kSide];
             for (uint32_t j = 0; j < kSide; ++j) load(v[j], row + j * along_b.src);
+            if (SUMS && p.cell_words)
+              for (uint32_t j = 0; j < kSide; ++j) sum.add(p, from.rest + c, from.a + ia, (from.b + ib) * kSide + j, v[j]);
             if constexpr (kSide > 1) Square<ELEMENT>::turn(v);
-            for (uint32_t j = 0; j < kSide; ++j) words[(ia * kSide + j) * from.nb + ib] = v[j];
+            for (uint32_t j = 0; j < kSide; ++j) {
+              words[(ia * kSide + j) * from.nb + ib] = v[j];
+              if (SUMS && !p.cell_words) sum.add(p, from.rest + c, (from.a + ia) * kSide + j, from.b + ib, v[j]);
+            }
           }
         }
         uint64_t bytes = uint64_t{from.nb} * WORD;
@@ -923,6 +984,7 @@ struct Tile {
         for (uint32_t r = 0; r < rows; ++r)
           copy_run<WORD>(out + int64_t(r) * along_a.dst, reinterpret_cast<const char*>(words) + r * bytes, bytes, streaming);
       }
+      if constexpr (SUMS) put_sum(a, now.pair, sum.value);
     }
     fence_streaming_stores(streaming);
   }

@@ -64,6 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU, torch, and kvbm built with CUDA kernels")
     config.addinivalue_line("markers", "full: the whole matrix, minutes to an hour; runs only with -m full")
     config.addinivalue_line("markers", "slow: a test of a second or more, which -m quick leaves out")
+    config.addinivalue_line("markers", "sanitize: all of its cases run under AddressSanitizer, not only the quick ones")
+    config.addinivalue_line("markers", "threads: runs on several threads, without `thread` in its name: for ThreadSanitizer")
     config.addinivalue_line("markers", f"quick: {QUICK} cases of every test that is not slow (given by conftest.py)")
 
 

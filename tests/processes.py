@@ -70,6 +70,8 @@ def compile_fake_driver(folder: Path, source: Path = HERE / "data" / "fake_drive
 
     assert COMPILER is not None
     command = [COMPILER, "-shared", "-fPIC", "-O1", "-w", f"-I{codegen.cuda_dir()}", "-o", folder / "libcuda.so.1"]
+    if sanitizers := os.environ.get("KVBM_SANITIZE"):  # what runs kvbm's code is looked at as well
+        command += ["-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     subprocess.run([*command, source], check=True)
     return folder
 

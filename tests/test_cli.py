@@ -109,10 +109,11 @@ def test_reshard_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "made.svg"
     assert ok("reshard", "vllm:tp4", "vllm:tp2", "--shape", SHAPE, "--svg", path) == f"{path}\n"
     assert "<svg" in path.read_text(encoding="utf-8") and [made.title for made in drawn] == ["vllm:tp4 → vllm:tp2"]
+    assert len(json.loads(ok("reshard", "vllm:tp4", "vllm:tp2", "--shape", SHAPE, "--svg", path, "--json"))["messages"]) == 4
     result = call("reshard", "vllm:tp4", "vllm:tp2", "--shape", SHAPE, "--svg", tmp_path / "no" / "x.svg")
-    assert result.exit_code == kvbm.SpecError.exit_code and len(drawn) == 1, "nothing is drawn that could not be written"
+    assert result.exit_code == kvbm.SpecError.exit_code and len(drawn) == 2, "nothing is drawn that could not be written"
     ok("reshard", "vllm", "vllm:tp2", "--shape", "llama-3.1-8b,nh=1", "--gather", "--svg", path)
-    assert len(drawn) == 3, "both steps"
+    assert len(drawn) == 4, "both steps"
 
 
 def test_placements_are_completed() -> None:

@@ -66,6 +66,7 @@ def test_many_small_blocks() -> None:
     check(src, dst, src_ids, dst_ids)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize(
     "pair", [("hf/dynamic_cache", "nhd"), ("nhd", "universal"), ("universal", "vllm/paged_attn_v0")]
 )

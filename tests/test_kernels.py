@@ -346,6 +346,7 @@ ONE_PART = [name for name in _core.kernel_names() if "__" not in name and name n
 FEW = [name for name in ONE_PART if name.startswith("few_")]
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("short", [True, False])
 @pytest.mark.parametrize("name", [name for name in ONE_PART if name not in FEW])
 def test_each_on_the_host(name: str, short: bool) -> None:
@@ -511,6 +512,7 @@ PAGES = [name for name in PLANES if name.startswith("page_")]
 OF_PLANES = [(name, how) for name in PLANES for how in (("together",) if name in PAGES else ("together", "apart"))]
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("name", "how"), [one for one in OF_PLANES if one[0] not in PAGES])
 def test_each_of_planes_on_the_host(name: str, how: str, threads: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import kvbm
 import matrix
 import oracle
-from memory import aligned, views
+from memory import aligned, only, views
 
 
 def _shape(case: matrix.Case) -> kvbm.BlockShape:
@@ -60,7 +60,10 @@ def _pools(case: matrix.Case, arenas: list[oracle.Arena], buffers: list[Any], ki
 
 def on_host(case: matrix.Case, arenas: list[oracle.Arena], data: list[np.ndarray]) -> list[np.ndarray]:
     buffers = [aligned(one) for one in data]
-    kvbm.convert(*_pools(case, arenas, buffers, ("torch", "numpy")[_turn(case, 2)]), *_ids(case))
+    pools = _pools(case, arenas, buffers, ("torch", "numpy")[_turn(case, 2)])
+    src_ids, dst_ids, _, _ = case.batch_ids
+    with only(arenas[0], buffers[0], src_ids), only(arenas[1], buffers[1], dst_ids):
+        kvbm.convert(*pools, *_ids(case))
     return buffers
 
 
@@ -96,6 +99,7 @@ def test_gpu(case: matrix.Case) -> None:
     run(case, on_gpu)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("src", matrix.everyone())
 def test_host_meets_every_other(src: str) -> None:
     """A layout that is added meets all that are there already, and they it."""

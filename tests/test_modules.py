@@ -127,7 +127,7 @@ def variables() -> dict[str, str]:
         for text in strings(path):
             if PREFIXES.fullmatch(text) and text not in constants and not text.startswith("CUDA_ERROR_"):
                 found[text] = str(path.relative_to(ROOT))
-    for name in ("Makefile", ".ci/run", "tools/gpu_check.sh"):
+    for name in ("Makefile", ".ci/run", "tools/gpu_check.sh", "tools/sanitize.sh"):
         for pair in DEFAULTS.findall((ROOT / name).read_text(encoding="utf-8")):
             found["".join(pair)] = name
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import strategies
-from kvbm import BlockShape, Placement, SpecError, load_shape
+from kvbm import BlockShape, Placement, SpecError, load_shape, reshard
 from kvbm.reshard.strips import Turns
 
 MODEL = BlockShape(nl=12, no=2, nh=2, nt=16, hd=64)
@@ -230,3 +231,26 @@ def test_a_group_without_layers_of_a_rank_has_no_pool_there() -> None:
     made = Placement("pp2", shard={"l": "pp"}, model=MODEL, layers=[0, 1])
     with pytest.raises(SpecError, match="rank 1 holds none of the layers 0–1"):
         made.shape(1)
+
+
+def test_what_is_given_in_place_of_a_files() -> None:
+    text = "mesh: tp2\nshard: {h: tp}\n"
+    assert Placement.parse(text, MODEL, nt=32, layers=[1], name="x", title="y").nt == 32
+    for wrong in ("foo", "mesh", "shard"):
+        with pytest.raises(SpecError, match=f"expected nt, layers, name or title in place of the file's, got '{wrong}'"):
+            Placement.parse(text, MODEL, **{wrong: 5})
+        with pytest.raises(SpecError, match=f"'vllm:tp2': expected nt, layers or name in place of its own, got '{wrong}'"):
+            reshard.load("vllm:tp2", MODEL, **{wrong: 5})
+    with pytest.raises(SpecError, match="placement: file: expected a text, got 5"):
+        Placement.parse(text, MODEL, 5)  # type: ignore[arg-type]
+
+
+def test_a_placement_is_not_changed_but_made() -> None:
+    with pytest.raises(SpecError, match="x: expected mesh, shard, model, nt, layers, title and name, got 'shares'"):
+        replace(Placement("tp2", model=MODEL, name="x"), nt=32)
+
+
+def test_a_placement_says_all_that_it_is() -> None:
+    shard = {"l": {"over": "pp", "bounds": [0, 1, MODEL.nl]}, "t": "cp by 4"}
+    said = repr(Placement("pp2 cp2", shard=shard, model=MODEL, nt=16, layers=[0, 2]))
+    assert f"l by pp%2 at [0, 1, {MODEL.nl}], t by cp%2 by 4" in said and said.endswith("nt=16, layers 0–2 by 2)")

@@ -277,6 +277,7 @@ def test_nothing_to_copy(empty: list[int]) -> None:
     assert other.untouched
 
 
+@pytest.mark.threads
 def test_many_blocks_on_all_cores() -> None:
     """More pairs than fit a kernel's parameters, shared among threads; blocks and ids in disorder."""
     rng = np.random.default_rng(3)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
 import random
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvbm import BlockShape, CoverageError, Placement, PlanError, SpecError, load_shape, reshard
+from kvbm.reshard.messages import _Replicas
 from kvbm.reshard.strips import Family, Meeting, Runs, Turns, meet, meet_in_unit, share_a_token
 
 MODEL = load_shape("llama-3.1-70b")
@@ -275,3 +280,67 @@ def test_models_that_differ_are_refused() -> None:
     other = Placement("tp2", model=replace(MODEL, nh=4), name="decode")
     with pytest.raises(PlanError, match="prefill → decode: nh: 8 KV heads in one model, 4 in the other"):
         reshard.plan(tp(4, "prefill"), other)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"src": MODEL}, "src: expected a kvbm.Placement, got BlockShape"),
+    ({"dst": None}, "dst: expected a kvbm.Placement, got None"),
+    ({"dst": "vllm:tp2"}, "dst: expected a kvbm.Placement, got 'vllm:tp2'"),
+    *(
+        ({"cuts": cuts}, "cuts: expected two lists of tokens at which blocks are split")
+        for cuts in (None, 5, "ab", ((),), ((0,), ()), ((-1,), ()), ((1.5,), ()), ((), ("4",)), ((True,), ()))
+    ),
+    ({"prefer": 5}, "prefer: expected a function of a rank and ranks, got 5"),
+    *(
+        ({"prefer": lambda *_, one=one: one}, "prefer: expected one of the ranks .* for rank 0")
+        for one in (None, 7, True, 0.0, "0", [], np.zeros(2))
+    ),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_plans_of_what_is_none(number: int) -> None:
+    options, match = BAD[number]
+    given: dict[str, Any] = {"src": tp(1, "prefill"), "dst": tp(2, "decode"), **options}
+    for make in (reshard.plan, reshard.gather):
+        with pytest.raises(PlanError, match=match):
+            make(**given)
+
+
+@pytest.mark.quick
+def test_options_that_there_are_not() -> None:
+    with pytest.raises(PlanError, match="gather: expected stripe, prefer and cuts, got 'foo'"):
+        reshard.gather(tp(1, "prefill"), tp(2, "decode"), foo=1)
+
+
+@pytest.mark.quick
+def test_integers_of_numpy_plan_the_same() -> None:
+    """Both sides compare fingerprints."""
+    ends = Placement("tp2", model=MODEL), Placement("tp2", model=MODEL)
+    one = reshard.plan(*ends, prefer=lambda rank, _: rank, cuts=((4,), (8,)))
+    two = reshard.plan(*ends, prefer=lambda rank, _: np.int64(rank), cuts=[np.array([4]), [8]])  # type: ignore[arg-type]
+    assert one == two and one.fingerprint == two.fingerprint and hash(one) == hash(two)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(40))
+def test_the_replica_with_the_least_to_send_is_chosen(seed: int) -> None:
+    """As if all were asked, which takes a square of 65,536 ranks."""
+    rng = random.Random(seed)
+    world, dst_world = rng.randrange(1, 40), rng.randrange(1, 40)
+    ranks = sorted(rng.sample(range(world), rng.randrange(1, world + 1)))
+    replicas, load = _Replicas(ranks, world, dst_world, None), dict.fromkeys(ranks, 0.0)
+    for rank in (rng.randrange(dst_world) for _ in range(200)):
+        expected = min(ranks, key=lambda one: (load[one], abs(one * dst_world - rank * world)))
+        assert replicas.choose(rank) == expected
+        more = rng.choice((1, 1, 2, 0.5, 1 / 3))
+        load[expected] += more
+        replicas.add(expected, more)
+
+
+@pytest.mark.quick
+def test_a_span_that_was_pickled_is_not_written() -> None:
+    for copied in (pickle.loads(pickle.dumps(reshard.Span([3, 1], range(2, 20), 1))), copy.deepcopy(reshard.Span([3], range(4)))):
+        assert not copied.table.flags.writeable and isinstance(copied.origin, int)
+    assert copied.tokens == range(4)

@@ -321,6 +321,8 @@ def test_pools_that_overlap_in_part() -> None:
         (lambda: Span([1], range(3, 9), origin=-1), "origin: expected a position"),
         (lambda: Span([1], range(3, 9), origin=1.5), "origin: expected a position"),
         (lambda: Span([1], range(3, 9), origin="0"), "origin: expected a position"),
+        (lambda: Span([1], range(3, 9), origin=np.zeros(2)), "origin: expected a position"),
+        *((lambda at=at: Span([1], range(at, at + 4)), "tokens: expected range.* below 2") for at in (2**48 - 3, 2**63)),
     ],
 )
 def test_bad_spans(call: Callable[[], Span], match: str) -> None:
@@ -408,7 +410,8 @@ def _mutate(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     match name:
         case "a head of a replica by rank % heads":
             monkeypatch.setattr(messages, "prove", lambda *_: None)
-            monkeypatch.setattr(messages, "_sender", lambda rank, *given: (rank + 1) % given[2])
+            monkeypatch.setattr(messages._Replicas, "choose", lambda self, rank: (rank + 1) % self._worlds[0])
+            monkeypatch.setattr(messages._Replicas, "add", lambda *_: None)
         case "a unit too few":
             pairs(lambda found, _: found._replace(src_units=found.src_units[1:], dst_units=found.dst_units[1:]))
         case "a token too few":
@@ -562,3 +565,12 @@ def test_eight_threads_with_one_local() -> None:
     assert bytes_of(dst) == bytes_of(alone)
     total = [x.stats()["bytes"] for x in (copy, other, one)]
     assert total[0] + total[1] == total[2]
+
+
+def test_what_is_no_resharding_and_what_are_no_pools() -> None:
+    pair = Pair()
+    with pytest.raises(BindError, match=r"made: expected a Resharding of kvbm\.reshard\.plan, got 5"):
+        reshard.Local(5, *pair.pools)  # type: ignore[arg-type]
+    for pools in (5, None, {0: pair.pools[1][0]}):
+        with pytest.raises(BindError, match=r"decode: expected 2 destination pools, one a rank of tp2, got (int|NoneType|dict)"):
+            reshard.Local(pair.copy.made, pair.pools[0], pools)  # type: ignore[arg-type]

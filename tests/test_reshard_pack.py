@@ -203,3 +203,40 @@ def test_packer_leaves_what_is_read_only() -> None:
 def test_a_span_of_ids_beyond_64_bits() -> None:
     with pytest.raises(kvbm.BindError, match="table: expected a list of block ids"):
         kvbm.Span(np.array([2**64 - 1], np.uint64), range(4))
+
+
+def test_packers_of_what_is_none() -> None:
+    model = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=4, dtype="float32")
+    place = Placement("tp1", model=model, name="here")
+    made = reshard.plan(place, place)
+    pool = Pool.allocate(kvbm.load("nhd"), model, 2)
+    for given, match in (
+        ((5, 0, pool), "made: expected a Resharding of kvbm.reshard.plan, got 5"),
+        ((made, 0, 5), "here: rank 0: expected a kvbm.Pool, got int"),
+        ((made, 0, pool.section(h=0)), "here: rank 0: expected a kvbm.Pool, got PoolSection"),
+    ):
+        with pytest.raises(kvbm.BindError, match=match):
+            reshard.Packer(*given)
+    for sms in (0, -1, "x", 1.5, True):
+        with pytest.raises(kvbm.BindError, match="max_sms: expected a number from 1 on"):
+            reshard.Packer(made, 0, pool, max_sms=sms)  # type: ignore[arg-type]
+
+
+def test_sizes_are_of_spans_that_fit() -> None:
+    """A short table, or a block that there is not, had a size."""
+    model = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=4, dtype="float32")
+    place = Placement("tp1", model=model, name="here")
+    packer = reshard.Packer(reshard.plan(place, place), 0, Pool.allocate(kvbm.load("nhd"), model, 2))
+    good = kvbm.Span([1], range(4))
+    assert packer.sizes(good) == {0: 512}
+    for call, match in (
+        (lambda: packer.sizes(kvbm.Span([0], range(8))), "here rank 0: tokens 0 to 7 need 2 blocks of 4, got a table of 1"),
+        (lambda: packer.sizes(kvbm.Span([7], range(4))), r"here rank 0: table\[0\] is 7: expected 0 to 1"),
+        (lambda: packer.sizes(5), "span: expected a kvbm.Span, got 5"),
+        (lambda: packer.sizes(good, origin="0"), "origin: expected a position"),
+        (lambda: packer.sizes(good, origin=0.5), "origin: expected a position"),
+        (lambda: packer(good, None), "slots: expected a mapping from rank to array, got a NoneType"),
+        (lambda: packer(good, [slot_at(512)]), "slots: expected a mapping from rank to array, got a list"),
+    ):
+        with pytest.raises(kvbm.BindError, match=match):
+            call()

@@ -304,9 +304,11 @@ REFUSED: list[tuple[str, Callable[[Pool], Any], str]] = [
     ("nhd", lambda p: p.section(h=[2, 2]), "expected each coordinate once"),
     ("nhd", lambda p: p.section(l=range(0)), "expected coordinates from 0 to 1, got range(0, 0)"),
     ("nhd", lambda p: p.section(b=0), "expected axes among l o h t d, got 'b'"),
+    ("nhd", lambda p: p.section(planes=5), "planes: expected a name, or a list of names, got 5"),
     ("nhd", lambda p: p.section(planes=[]), "planes: expected one or more names"),
     ("nhd", lambda p: p.section(planes="scale"), "has no planes, got 'scale'"),
     ("vllm/nvfp4_sm120", lambda p: p.section(planes="data", d=range(3)), "elements along it share a byte"),
+    ("vllm/nvfp4_sm120", lambda p: p.section(**{p.resolved.layout.extra[0][0]: 0}), "plane 'data' is without it"),
     ("vllm/nvfp4_sm120", lambda p: p.section(d=range(16)), "plane 'scale' has one element for all of it"),
     ("nhd", lambda p: kvbm.convert(p.section(h=0), twin(p).section(h=[0, 1])), "the other side has one coordinate"),
     ("nhd", lambda p: kvbm.convert(p.units(4), twin(p).units(8)), "axis 't': 4 in the source, 8 in the destination"),
@@ -423,3 +425,11 @@ def test_coordinates_that_are_none() -> None:
         with pytest.raises(kvbm.PlanError, match="axis 'h': expected"):
             pool.section(h=wrong)
     assert pool.section(t=np.array([2, 0])).tokens == pool.section(t=[2, 0]).tokens == 2
+
+
+@pytest.mark.quick
+def test_a_section_says_what_of_the_pool_it_is() -> None:
+    pool = Pool.allocate(kvbm.load("nhd"), BlockShape(nl=2, no=2, nh=4, nt=16, hd=8), 4)
+    made = pool.units(4).section(h=range(2, 4), l=[1, 0]).section(h=1)
+    assert repr(made) == "PoolSection(nhd.units(4).section(l=[1, 0], h=range(2, 4)).section(h=1), num_ids=16)"
+    assert len(repr(pool.section(d=list(range(8)), t=list(range(16)), l=[0, 1]))) < 200

@@ -186,6 +186,29 @@ def test_no_folder_is_made(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("place", [("__metadata__", "kvbm.layout"), ("__metadata__", "kvbm.order"), ("alloc_00000", "dtype")])
+def test_half_a_character_is_no_text(tmp_path: Path, place: tuple[str, ...]) -> None:
+    """An error that quoted it could not be printed."""
+    with pytest.raises(kvbm.BindError, match="surrogates not allowed") as error:
+        take(write(tmp_path / "in", changed(place, '"\\ud800"')))
+    str(error.value).encode()
+
+
+def test_long_texts_of_a_header_are_cut(tmp_path: Path) -> None:
+    with pytest.raises(kvbm.BindError) as error:
+        take(write(tmp_path / "in", changed(("__metadata__", "kvbm.fingerprint"), '"' + "x" * 5000 + '"')))
+    assert len(str(error.value)) < 1000
+
+
+def test_a_shape_that_does_not_fit_the_layout_names_the_file(tmp_path: Path) -> None:
+    shape = json.dumps(json.dumps({"nl": 1, "no": 3, "nh": 1, "nt": 2, "hd": 2, "dtype": "int16"}))
+    header = changed(("__metadata__", "kvbm.shape"), shape).replace(kvbm.load("universal").fingerprint, "")
+    stored = store.read(write(tmp_path / "in", header.replace('"kvbm.fingerprint": "", ', "")))
+    halves = kvbm.spec.parse("order: {k: '[b] l o h t d', v: '[b] l o h d t'}")
+    with pytest.raises(kvbm.BindError, match=f"{tmp_path / 'in'}: .*no must be 1 or 2, got 3"):
+        stored.pool(halves)
+
+
 # ---- digests ---------------------------------------------------------------------------------------------------------
 
 FEW = "nl=3,no=2,nh=2,nt=4,hd=8,dtype=bfloat16"
@@ -498,7 +521,7 @@ def test_a_wrong_copy_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_blocks_that_there_are_not(tmp_path: Path) -> None:
     store.save(tmp_path / "in", noise("nhd", FEW))
     for call in (store.load, store.verify, store.digest):
-        for ids, said in (([3], "from 0 to 2, got 3"), ([-1], "got -1"), ([1, 1], "each block once"), ([], "one block"), ("1", "numbers")):
+        for ids, said in (([3], "0 to 2, got 3"), ([-1], "got -1"), ([1, 1], "block once"), ([], "one block"), ("1", "numbers")):
             with pytest.raises(kvbm.BindError, match=said):
                 call(tmp_path / "in", ids)
 

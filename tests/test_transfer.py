@@ -335,6 +335,10 @@ def test_one_id_none_and_no_ids() -> None:
         (np.array([1], np.uint64), [1], ([1], [1])),
         ((ctypes.c_int * 2)(3, 1), (ctypes.c_int64 * 2)(0, 5), ([3, 1], [0, 5])),  # buffers that name no strides
         ((ctypes.c_uint8 * 2)(3, 1), [0, 5], ([3, 1], [0, 5])),
+        (memoryview(np.array([3, 1])).cast("B").cast("n"), np.array([0, 5], np.longlong), ([3, 1], [0, 5])),
+        (np.array([3, 1], ">i8"), np.array([0, 5], ">i4"), ([3, 1], [0, 5])),
+        (np.array([3, 9, 1])[::2], np.array([5, 0], np.int32)[::-1], ([3, 1], [0, 5])),
+        (np.frombuffer(b"." + np.array([3, 1]).tobytes(), np.int64, offset=1), [0, 5], ([3, 1], [0, 5])),  # not aligned
     ):
         src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 7, dst=True)
         kvbm.Transfer(src.pool, dst.pool).copy(src_ids, dst_ids)
@@ -548,6 +552,16 @@ def test_closed_transfers_refuse() -> None:
             move.copy([2], [2], layers=layers)
     move.close()
     check(src, dst, [1], [1])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_closed_pools_of_own_memory_refuse(which: int) -> None:
+    pools = [kvbm.Pool.allocate(kvbm.load(name), SHAPE, 6) for name in ("nhd", "universal")]
+    move = kvbm.Transfer(*pools)
+    move.copy([1], [1])
+    pools[which].close()
+    with pytest.raises(kvbm.BindError, match="closed"):
+        move.copy([2], [2])
 
 
 @pytest.mark.parametrize("copy", ["Transfer", "convert", "new"])

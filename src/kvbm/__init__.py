@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import kernels
+    from .digest import Model
     from .errors import (
         BindError,
         BuildError,
         CoverageError,
         CudaError,
         CudaUnavailableError,
-        DTypeError,
         DigestError,
+        DTypeError,
         KvbmError,
         LayoutError,
         MissingKernelError,
         PlanError,
         SpecError,
     )
-    from .digest import Model
     from .layout import Layout
     from .planner import Plan, plan
     from .pool import Pool

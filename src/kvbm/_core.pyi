@@ -1,7 +1,7 @@
 """Types of the compiled half; its docstrings are in ``_core.pyx``."""
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypedDict, final
+from typing import Any, TypeAlias, TypedDict, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,7 @@ class Copy:
         src_id: tuple[int, int],
         dst_id: tuple[int, int],
         units: tuple[Sequence[int], Sequence[int]] = ...,
+        digest: tuple[int, Sequence[tuple[object, ...]]] | None = None,
     ) -> None: ...
     @property
     def kernel(self) -> str | None: ...
@@ -72,6 +73,10 @@ class Pairs:
     def kept(self) -> int: ...
 
 @final
+class Positions:
+    def __init__(self, given: object, count: int, device: int = -1) -> None: ...
+
+@final
 class Ring:
     def __init__(self, device: int, slot_bytes: int, slots: int) -> None: ...
     @property
@@ -84,6 +89,7 @@ class Ring:
 
 @final
 class Done:
+    proof: Any
     @property
     def strategy(self) -> str: ...
     @property
@@ -121,7 +127,31 @@ class Route:
         may_choose: bool = False,
         keep: object = None,
         by_peer: bool = False,
+        sum_direct: Sequence[Copy] = (),
+        sum_permute: Sequence[Copy] = (),
+        digests: tuple[Sequence[Copy], Sequence[Copy]] = ...,
+        digests_dst: bool = False,
     ) -> None: ...
+    def digest(
+        self,
+        pairs: Pairs,
+        positions: Positions | None,
+        out: int,
+        stream: object = None,
+        wait: object = None,
+        keep: object = None,
+    ) -> Done: ...
+    def copy_digested(
+        self,
+        pairs: Pairs,
+        positions: Positions | None,
+        out: int,
+        both: tuple[int, int],
+        stream: object = None,
+        wait: object = None,
+        keep: object = None,
+    ) -> Done: ...
+    def pairs_of(self, src_ids: object, dst_ids: object) -> Pairs: ...
     def choose(self, pairs: int) -> str: ...
     def counters(self) -> tuple[tuple[int, int, int], tuple[int, int, int], int]: ...
     def copy(self, src_ids: object, dst_ids: object, stream: object = None, wait: object = None) -> Done: ...

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .errors import BindError, DTypeError
+from .errors import BindError, CudaError, DTypeError, KvbmError
 from .resolved import Allocation
 from .shapes import ITEMSIZE, PACKED, numpy_name
 from .spans import meet
@@ -95,13 +95,20 @@ def describe(array: Any, what: str = "array") -> Array:
     if isinstance(array, np.ndarray):
         return _numpy(array, what)
     try:
-        interface = getattr(array, "__cuda_array_interface__", None)
-    except _MALFORMED as error:
-        raise BindError(f"{what}: {type(array).__name__} has no memory: {error}") from None
-    if interface is not None:
-        return _cuda_array(array, interface, what)
-    if hasattr(array, "__dlpack__"):
-        return _dlpack(array, what)
+        try:
+            interface = getattr(array, "__cuda_array_interface__", None)
+        except _MALFORMED as error:
+            raise BindError(f"{what}: {type(array).__name__} has no memory: {error}") from None
+        if interface is not None:
+            return _cuda_array(array, interface, what)
+        if hasattr(array, "__dlpack__"):
+            return _dlpack(array, what)
+    except (KvbmError, MemoryError):
+        raise
+    except Exception as error:  # the object's own code may raise anything
+        raise BindError(
+            f"{what}: expected an array, got a {type(array).__name__} that cannot be looked at ({type(error).__name__}: {error})"
+        ) from error
     raise BindError(
         f"{what}: expected a torch tensor, a NumPy array, or an object with __cuda_array_interface__ or __dlpack__, "
         f"got {type(array).__name__}"
@@ -204,10 +211,10 @@ def _cuda_array(array: Any, interface: Any, what: str) -> Array:
     own = str(getattr(getattr(array, "dtype", None), "name", ""))
     if ITEMSIZE.get(own) == dtype.itemsize and own not in PACKED and numpy_name(own) != own:
         name = own
-    return Array(address, shape, strides, name, f"cuda:{_ordinal(array, address)}", bool(readonly))
+    return Array(address, shape, strides, name, f"cuda:{_ordinal(array, address, what)}", bool(readonly))
 
 
-def _ordinal(array: Any, address: int) -> int:
+def _ordinal(array: Any, address: int, what: str) -> int:
     """CUDA's number of the device that an array lies on."""
     device = getattr(array, "device", None)
     # JAX counts the devices of all processes by `id`, those of this one by `local_hardware_id`.
@@ -216,7 +223,10 @@ def _ordinal(array: Any, address: int) -> int:
             return index
     from . import _core
 
-    return max(_core.pointer_device(address), 0)
+    try:
+        return max(_core.pointer_device(address), 0)
+    except CudaError as error:
+        raise type(error)(f"{what}: {error}", code=error.code, name=error.name) from None
 
 
 def _dlpack(array: Any, what: str) -> Array:
@@ -270,6 +280,7 @@ class Borrowed:
         self._owners = tuple(array.owner for array in found)  # live as long as the addresses
         self._numpy = [array for array in arrays if isinstance(array, np.ndarray)]
         self._tensors = [array if hasattr(array, "untyped_storage") else None for array in arrays]
+        self.asked = bool(self._numpy) or any(tensor is not None for tensor in self._tensors)
         tensors = [tensor for tensor in self._tensors if tensor is not None]
         self._turn = 0
         if not tensors:

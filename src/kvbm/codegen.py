@@ -208,6 +208,8 @@ def _digests() -> Iterator[Form]:
         yield Form("digest", outer, inner, 0, 0)
         for word in _WORDS if outer == MAX_OUTER else (WIDEST,):
             yield Form("rows", outer, inner, 0, word, sums=True)
+    for outer, inner, element in (*itertools.product(range(3), range(4), (1, 2, 16)), (MAX_OUTER, MAX_INNER - 2, 4)):
+        yield Form("tile", outer, inner, element, WIDEST, sums=True)
 
 
 def _variants(form: Form) -> Iterator[Form]:
@@ -296,10 +298,11 @@ def _types(name: str) -> str:
             return f"Page<{_commas(form.outer, form.inner, str(form.kind == 'page_in').lower())}>"
         if form.kind == "tile":
             sizes = [form.outer, form.inner, form.element, form.word]
-            return f"Tile<{_commas(*sizes, *(['kFewTeams'] if form.few else []))}>"
+            extra = ["kFewTeams"] if form.few else ["1", "true"] if form.sums else []
+            return f"Tile<{_commas(*sizes, *extra)}>"
         extra = [threads, "kFewTeams"] if form.few else [threads] if threads != "kRowThreads" else []
         if form.sums:
-            extra = [threads, 1, "true"]
+            extra = [threads, "1", "true"]
         return f"Rows<{_commas(form.outer, form.inner, form.word, *extra)}>"
 
     return _commas(*map(of, forms))

@@ -176,9 +176,12 @@ def picture_option(suffix: str, what: str) -> Callable[[Any], Any]:
 
 
 def write_pictures(
-    make: Callable[[], Any], svg: Path | None, png: Path | None = None, html: Path | None = None
+    make: Callable[[], Any], svg: Path | None, png: Path | None = None, html: Path | None = None, *, quiet: bool = False
 ) -> None:
-    """Write the picture to the files that were asked for; nothing is drawn before all of them are known to be good."""
+    """Write the picture to the files that were asked for; nothing is drawn before all of them are known to be good.
+
+    Their names are printed, unless `quiet`.
+    """
     from .gallery import check_path, save
 
     for path, suffix in ((svg, ".svg"), (png, ".png"), (html, ".html")):
@@ -189,4 +192,5 @@ def write_pictures(
     figure = make()
     for path in wanted:
         save(figure, path)
-        click.echo(path)
+        if not quiet:
+            click.echo(path)

@@ -1,6 +1,6 @@
 """Digests: where each cell stands in the model's own order, and what kernels are told of it.
 
-``docs/digest.md`` defines the number.  Keys are planned as one more side of a copy: an address map into memory that there is not, in which
+``docs/digest.md`` defines the number.  Keys are planned as one more side of a copy: an address map into imaginary memory, in which
 each cell takes `CELL` bytes, in the order p (the token's position), plane, l, o, h, the layout's own axes, d.
 """
 
@@ -37,17 +37,33 @@ class Keys:
         The address map: keys times `CELL`.
     lanes : int
         Keys a token of the whole model.
+    whole : tuple of (str, int)
+        Of each plane the axis along which its cells lie, and how many coordinates a cell holds.
     """
 
     section: Section
     lanes: int
+    whole: tuple[tuple[str, int], ...]
 
     def of_planes(self, names: Sequence[str]) -> Keys:
         """Those of some planes."""
         return replace(self, section=self.section.of_planes(names))
 
     def select(self, axis: str, coordinates: range | tuple[int, ...]) -> Keys:
-        """Those of some coordinates of an axis."""
+        """Those of some coordinates of an axis.
+
+        Raises
+        ------
+        LayoutError
+            They cut a cell.
+        """
+        for of, count in self.whole:
+            firsts = coordinates[::count]
+            cells = [one for first in firsts for one in range(first, first + count)]
+            if of == axis and count > 1 and (any(first % count for first in firsts) or list(coordinates) != cells):
+                raise LayoutError(
+                    f"axis '{axis}': a digest is of whole cells, {count} coordinates each; expected all of each cell that is taken"
+                )
         return replace(self, section=self.section.select(axis, coordinates))
 
 
@@ -64,6 +80,8 @@ class Told(NamedTuple):
         Bytes that each binary digit of a word's number in its cell steps, fastest first.
     word : int
         Bytes of a word; 0: the kernel's own, and a cell is one.
+    along_b : bool
+        Tiles: cells are the words of the destination.
     """
 
     first: int
@@ -71,6 +89,7 @@ class Told(NamedTuple):
     inner: tuple[int, ...]
     steps: tuple[int, ...] = ()
     word: int = 0
+    along_b: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +113,9 @@ class Model:
         """Axis, coordinates, and how many the model has."""
         for axis, held, count in (("l", self.layers, self.nl), ("h", self.heads, self.nh)):
             if (held is None) != (count is None):
-                raise LayoutError(f"axis '{axis}': expected its coordinates and how many the model has, got one of them")
+                raise LayoutError(
+                    f"axis '{axis}': expected its coordinates and how many the model has, got one of them"
+                )
             if held is not None and count is not None:
                 yield axis, held, count
 
@@ -143,7 +164,8 @@ def _keys_of_all(whole: Section, model: Model | None) -> Keys:
         made[name] = row.access(planes[name], first, lanes)
         first += row.lanes
     accesses = tuple(made[name] for name in dict.fromkeys(access.plane for access in whole.accesses))
-    keys = Keys(replace(whole, accesses=accesses, record=False), lanes)
+    cells = tuple((row.axis, row.cell * planes[name].pack // planes[name].itemsize) for name, row in rows.items())
+    keys = Keys(replace(whole, accesses=accesses, record=False), lanes, cells)
     for axis, held, count in chosen:
         if count > 1 and axis in dict(accesses[0].sizes):
             keys = keys.select(axis, held)
@@ -266,9 +288,7 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
 def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[int, ...]]:
     """A copy into the map of keys as loops over cells, the word that reads them, and where the words of one lie."""
     run = part.run_bytes
-    part = replace(
-        part, inner=(part.inner[0], *_at_cells(part.inner[1:])), outer=tuple(_at_cells(part.outer))
-    )
+    part = replace(part, inner=(part.inner[0], *_at_cells(part.inner[1:])), outer=tuple(_at_cells(part.outer)))
     inside = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst < CELL]
     if any(mode.src_table or mode.src >= _KEY_LIMIT for mode in inside):
         raise PlanError(f"{title}: a digest's cells of up to {CELL} bytes of a row lie in several arrays")
@@ -284,7 +304,9 @@ def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[
     for mode in sorted(inside, key=lambda mode: mode.dst):
         steps += [mode.src << bit for bit in range(mode.extent.bit_length() - 1)]
     if word << len(steps) != cell:
-        raise PlanError(f"{title}: cells of {cell} bytes that are no power of two; please report the layout and the shape")
+        raise PlanError(
+            f"{title}: cells of {cell} bytes that are no power of two; please report the layout and the shape"
+        )
     row = Mode(max(run, CELL), 1, 1, 0, 0, 1)
     return (
         replace(
@@ -293,7 +315,8 @@ def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[
             dst_table_offset=0,
             dst_id=Id(0, 0),
             key=part.dst_offset,
-            inner=(row, *(_keyed(mode) for mode in part.inner[1:] if mode.dst >= CELL)),
+            # A sum has no order: memory's, so that neighbours are read by neighbours.
+            inner=(row, *sorted((_keyed(mode) for mode in part.inner[1:] if mode.dst >= CELL), key=lambda mode: mode.src)),
             outer=tuple(_keyed(mode) for mode in part.outer if mode.dst >= CELL),
         ),
         word,
@@ -317,10 +340,13 @@ def _keyed(mode: Mode) -> Mode:
 
 def _told(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> Told:
     keys = [mode.key // CELL for mode in (*part.outer, *part.inner)]
-    if max(keys, default=0) >= _KEY_LIMIT or sum(
-        (mode.extent - 1) * mode.key for mode in part.inner[1:]
-    ) >= _KEY_LIMIT * CELL:
-        raise PlanError(f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens a block, got {part.inner}")
+    if (
+        max(keys, default=0) >= _KEY_LIMIT
+        or sum((mode.extent - 1) * mode.key for mode in part.inner[1:]) >= _KEY_LIMIT * CELL
+    ):
+        raise PlanError(
+            f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens a block, got {part.inner}"
+        )
     count = len(part.outer)
     return Told(part.key // CELL, tuple(keys[:count]), (1, *keys[count + 1 :]), steps, word)
 
@@ -330,7 +356,7 @@ def fused(
 ) -> list[tuple[Launch, list[Told]]] | str:
     """The launches that copy and digest what they read, or why there are none.
 
-    Each word that such a kernel moves is a cell: rows move whole on both sides.
+    Each word that such a kernel moves is a cell, on one side at least.
     """
     if src.chosen or dst.chosen or keys.section.chosen:
         return "some coordinates are chosen one by one"
@@ -340,15 +366,47 @@ def fused(
         return str(error)
     launches = []
     for part in made.parts:
-        for piece in part.fit("rows"):
-            form = piece.form(*alignments)
-            run, loops = piece.run_bytes, (*piece.inner[1:], *piece.outer)
-            cell = min(run, CELL)
-            if form.kind == "tile" or any(mode.key % CELL for mode in loops):
-                return "elements change places in tiles"
-            word = form.word
-            if word != cell or run % cell:
-                return f"cells of {cell} bytes move in words of {word}"
-            kernel = (Form("rows", len(piece.outer), len(piece.inner), 0, word, sums=True),)
-            launches.append((Launch(kernel, ((piece, kernel[0]),), kernel), [_told(piece)]))
+        form = part.form(*alignments)
+        for piece in part.fit(form.kind):
+            made_of = _fused_form(piece, piece.form(*alignments))
+            if isinstance(made_of, str):
+                return made_of
+            form, told = made_of
+            launches.append((Launch((form,), ((piece, form),), (form,)), [told]))
     return launches
+
+
+def _fused_form(part: Part, form: Form) -> tuple[Form, Told] | str:
+    """The kernel that copies a part and digests it, and what it is told; or why there is none."""
+    if form.kind == "tile":
+        return _fused_tile(part, form)
+    run = part.run_bytes
+    cell = min(run, CELL)
+    if any(mode.key % CELL for mode in (*part.inner[1:], *part.outer)):
+        return "elements of a cell lie apart on both sides"
+    if form.word != cell or run % cell:
+        return f"cells of {cell} bytes move in words of {form.word}"
+    return Form("rows", len(part.outer), len(part.inner), 0, form.word, sums=True), _told(part)
+
+
+def _fused_tile(part: Part, form: Form) -> tuple[Form, Told] | str:
+    """The same of a tile: the words of one side are cells, or each element is one."""
+    assert part.spans is not None
+    rest = [mode for mode in part.inner[1:] if not any(mode is span for span in part.spans)]
+    steps = [span.key for span in part.spans]
+    if any(mode.key % CELL for mode in (*rest, *part.outer)):
+        return "elements of a cell lie apart on both sides"
+    if form.element == form.word:
+        if any(step % CELL for step in steps) or form.word != CELL:
+            return f"cells move in elements of {form.word} bytes"
+        behind, keys = 0, [step // CELL for step in steps]
+    else:
+        sides = [side for side in (0, 1) if steps[side] == form.element and steps[1 - side] % CELL == 0]
+        if not sides:
+            return "neither side goes on along the cells' own axis"
+        behind = sides[0]
+        keys = [1 if side == behind else steps[side] // CELL for side in (0, 1)]
+    kernel = Form("tile", len(part.outer), len(rest), form.element, form.word, sums=True)
+    told = _told(replace(part, inner=(part.inner[0], *rest)))
+    return kernel, told._replace(inner=(*keys, *told.inner[1:]), steps=(), word=0, along_b=bool(behind))
+

@@ -66,8 +66,10 @@ class Digester:
         if self.device < 0:
             for name, given in (("stream", stream), ("wait", wait)):
                 if given is not None:
-                    raise BindError(f"{name}: the pool is on the CPU, where digests are done when the call returns; leave {name} out")
-            found = np.zeros(len(pairs), np.uint64) if out is None else out
+                    raise BindError(
+                        f"{name}: the pool is on the CPU, where digests are done when the call returns; leave {name} out"
+                    )
+            found: npt.NDArray[np.uint64] = np.zeros(len(pairs), np.uint64) if out is None else out
             address = digest_array(found, len(pairs), -1).address
             self.route.digest(pairs, positions, address)
             return found
@@ -83,7 +85,12 @@ class Digester:
                 self.route.digest(pairs, positions, address, stream, wait).synchronize()
                 handle = _core.stream_handle(stream)
                 _core.memcpy_batch(
-                    np.array([found.ctypes.data], np.uint64), np.array([address], np.uint64), found.nbytes, 1, self.device, handle
+                    np.array([found.ctypes.data], np.uint64),
+                    np.array([address], np.uint64),
+                    found.nbytes,
+                    1,
+                    self.device,
+                    handle,
                 )
                 _core.synchronize(self.device, handle)
         return found
@@ -128,7 +135,9 @@ def unit_positions(ids: Any, num_ids: int, units: int, tokens: int) -> npt.NDArr
             "each unit's first token"
         )
     else:
-        given = np.atleast_1d(np.asarray(operator.index(ids) if hasattr(ids, "__index__") and not hasattr(ids, "__len__") else ids))
+        given = np.atleast_1d(
+            np.asarray(operator.index(ids) if hasattr(ids, "__index__") and not hasattr(ids, "__len__") else ids)
+        )
     return np.where(given < 0, 0, given.astype(np.int64) % units) * tokens
 
 

@@ -230,20 +230,25 @@ class Mover:
             ours, theirs, keys = ours.select("l", mine), theirs.select("l", its), keys.select("l", mine)
 
         def by_itself(section: Section, end: _End) -> list[_core.Copy]:
-            return digest_copies(alone(section, keys, end.alignment, self.title), keys.lanes, self.device, end.steps)
+            ready = alone(section, keys, end.alignment, self.title)
+            return digest_copies(ready, keys.lanes, self.device, end.steps)
 
-        def joined(a: Section, b: Section, alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool) -> list[_core.Copy] | str:
-            made = "kernels that keep to few multiprocessors do not digest" if few else fused(a, b, keys, alignments, self.title)
+        def joined(
+            sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool
+        ) -> list[_core.Copy] | str:
+            if few:
+                return "kernels that keep to few multiprocessors do not digest"
+            made = fused(*sides, keys, alignments, self.title)
             return made if isinstance(made, str) else digest_copies(made, keys.lanes, self.device, *ends)
 
         none = Steps()
-        direct = joined(ours, theirs, (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
+        direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
         if self.on_host:
             permute: list[_core.Copy] | str = []
         elif self.gathers:
-            permute = joined(ours, steps[0].dst, (src.alignment, _SLOT_ALIGNMENT), (src.steps, none), self.bounded)
+            permute = joined((ours, steps[0].dst), (src.alignment, _SLOT_ALIGNMENT), (src.steps, none), self.bounded)
         else:
-            permute = joined(steps[1].src, theirs, (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
+            permute = joined((steps[1].src, theirs), (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
         both = by_itself(ours, src), [] if self.unreached else by_itself(theirs, dst)
         return _Digests(direct, permute, both)
 
@@ -366,7 +371,9 @@ class Mover:
             found = self.routes.get(layers) or self.route(layers)
         except TypeError:
             raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
-        return found.route.copy(src_ids, dst_ids, self._stream(stream, wait), wait)
+        if self.on_host or stream is None:
+            stream = self._stream(stream, wait)
+        return found.route.copy(src_ids, dst_ids, stream, wait)
 
     def copy_digested(
         self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any, out: Any, tokens: Any, verifies: bool
@@ -400,10 +407,7 @@ class Mover:
         return done
 
     def _stream(self, stream: Any, wait: Any) -> Any:
-        """The stream of a copy, whose pools are open."""
-        if self.keep is not None and (self.keep[0].closed or self.keep[1].closed):
-            for pool in self.keep:
-                pool.require_open()
+        """The stream of a copy that names none; none on the host."""
         if self.on_host:
             for name, given in (("stream", stream), ("wait", wait)):
                 if given is not None:

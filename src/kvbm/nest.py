@@ -207,7 +207,9 @@ def parse_kernel(name: str) -> Kernel:
     return tuple(forms)
 
 
-_NAME = re.compile(r"(few_|sum_)?(copy|rows|tile|record|page_in|page_out|digest)_o(\d+)(?:_[ir](\d+))?(?:_e(\d+))?(?:_w(\d+))?")
+_NAME = re.compile(
+    r"(few_|sum_)?(copy|rows|tile|record|page_in|page_out|digest)_o(\d+)(?:_[ir](\d+))?(?:_e(\d+))?(?:_w(\d+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,9 @@ class Part:
         while size >= _CHUNK_LIMIT and len(inner) > 1:
             outer.insert(0, inner.pop())
             size //= outer[0].extent
-        return cls(start[0][0], start[1][0], start[0][1], start[1][1], tuple(outer), tuple(inner), *ids, label, half, key)
+        return cls(
+            start[0][0], start[1][0], start[0][1], start[1][1], tuple(outer), tuple(inner), *ids, label, half, key
+        )
 
     @property
     def start(self) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -560,7 +560,9 @@ def _in_keys(title: str, src: Access, dst: Access, key: Access) -> Iterator[Mode
                 si, di, ki = (divisor // x.divisor for x in (s, d, k))
                 yield Mode(extent, s.nbytes * si, d.nbytes * di, s.entries * si, d.entries * di, k.nbytes * ki)
         except (LayoutError, StopIteration):
-            raise PlanError(f"{title}: splits of '{' '.join(axes)}' have no common refinement with a digest's cells") from None
+            raise PlanError(
+                f"{title}: splits of '{' '.join(axes)}' have no common refinement with a digest's cells"
+            ) from None
 
 
 def _by_axes(access: Access) -> dict[tuple[str, ...], list[Step]]:

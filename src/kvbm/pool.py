@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import Array, Borrowed, describe, empty, find_overlap, numpy_dtype
-from .digest import Model
 from .contract import ALIKE, GATES, Caller, kinds_of, require_each
+from .digest import Model
 from .engines import FromEngines
 from .errors import BindError, CudaError, CudaUnavailableError, LayoutError
 from .layout import Layout
@@ -139,7 +139,7 @@ class Pool(FromEngines):
         )
         require_each(who, found, kinds_of(self.resolved), self.resolved.kind_of_entry, shape, gates)
         self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
-        self._borrowed = Borrowed(arrays, found)
+        self._borrow(arrays, found)
         self._spans: npt.NDArray[np.uint64] | None = None
         self._closed = False
         self._owned: tuple[Slab | DeviceArray, ...] = ()
@@ -193,12 +193,13 @@ class Pool(FromEngines):
         if found[1] == "pinned":
             slab, arrays = pinned_arrays(resolved, progress)
             pool = cls(layout, shape, arrays, num_blocks=num_blocks)
-            pool._owned, pool._borrowed = (slab,), Borrowed((), ())
+            pool._owned = (slab,)
+            pool._borrow((), ())
             return pool
         if found[1] == "cpu":
             arrays = [empty(a.shape, numpy_dtype(a.dtype), a.strides) for a in resolved.allocations]
             pool = cls(layout, shape, arrays, num_blocks=num_blocks)
-            pool._borrowed = Borrowed((), ())
+            pool._borrow((), ())
             # Nothing to give back by name: the arrays go with the last reference.
         else:
             index = int(found[2] or 0)
@@ -343,6 +344,11 @@ class Pool(FromEngines):
                 "pool anew"
             )
 
+    def _borrow(self, arrays: Sequence[Any], found: Sequence[Array]) -> None:
+        self._borrowed = Borrowed(arrays, found)
+        #: Whether a copy must ask the pool if it may (`require_open`, `readonly`), and tell it that it was `written`.
+        self.asked = self._borrowed.asked
+
     @property
     def readonly(self) -> bool:
         """Whether one of the arrays may not be written."""
@@ -371,14 +377,14 @@ class Pool(FromEngines):
         """
         if self._closed:
             return
-        self._closed = True
+        self._closed = self.asked = True
         self._ranges = None
         self.digesters.clear()
         owned, self._owned = self._owned, ()
         pins, self._pins = self._pins, None
         if owned:
             self.arrays = ()
-        self._borrowed = Borrowed((), ())
+        self._borrowed = Borrowed((), ())  # and asked: it is closed
         with contextlib.ExitStack() as stack:  # all of them, whichever fails
             for one in (*owned, *([pins] if pins else [])):
                 stack.callback(one.close)
@@ -539,9 +545,12 @@ def _only(steps: npt.NDArray[np.int64]) -> int | None:
 
 def _whole(layout: Layout, num_blocks: Any) -> int:
     """A number of blocks that the caller gives, as an int."""
-    if isinstance(num_blocks, bool) or not hasattr(num_blocks, "__index__"):
-        raise BindError(f"{layout.name}: num_blocks: expected an integer, got {num_blocks!r}")
-    return operator.index(num_blocks)
+    try:
+        if not isinstance(num_blocks, bool):
+            return operator.index(num_blocks)
+    except TypeError:
+        pass
+    raise BindError(f"{layout.name}: num_blocks: expected an integer, got {num_blocks!r:.200}")
 
 
 def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> int:

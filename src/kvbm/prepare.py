@@ -143,7 +143,7 @@ def digest_copies(
             (*part[:-1], (one.word,) if one.word else part[-1])
             for part, one in zip(launch.arguments(src_steps, dst_steps), told, strict=True)
         ]
-        copies.append(_core.Copy(launch.name, parts, ids[0], ids[1], units, (lanes, [one[:4] for one in told])))
+        copies.append(_core.Copy(launch.name, parts, ids[0], ids[1], units, (lanes, [(*one[:4], one.along_b) for one in told])))
     return copies
 
 

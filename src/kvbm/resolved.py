@@ -37,10 +37,10 @@ def resolve(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved:
             sizes[axis] = expression.evaluate(names, exact=True)
         except LayoutError as error:
             raise LayoutError(f"{layout.where}: axis '{axis}': {error} (at {shape})") from None
+    if shape.no > 2 and any(len(orders) == 2 for orders in (layout.orders, *(plane.orders for plane in layout.planes))):
+        raise LayoutError(f"{layout.name}: K and V have orders of their own, so no must be 1 or 2, got {shape.no}")
     if layout.planes:
         return _resolve_planes(layout, shape, num_blocks, sizes, names)
-    if len(layout.orders) == 2 and shape.no > 2:
-        raise LayoutError(f"{layout.name}: K and V have orders of their own, so no must be 1 or 2, got {shape.no}")
     resolved = []
     for order in layout.orders[: shape.no]:
         try:

@@ -120,8 +120,9 @@ class Section:
         try:
             for access in accesses:
                 if axis not in dict(access.sizes) and self.size(axis) > 1:
+                    has = "is without it" if axis in self.layout.axes else "has one element for all of it"
                     raise LayoutError(
-                        f"axis '{axis}': plane '{access.plane}' has one element for all of it; expected all of the axis, or a "
+                        f"axis '{axis}': plane '{access.plane}' {has}; expected all of the axis, or a "
                         "section without that plane"
                     )
             alone = [

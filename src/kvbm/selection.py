@@ -46,12 +46,19 @@ class PoolSection:
     """
 
     def __init__(
-        self, pool: Pool, section: Section, *, is_whole: bool = False, choices: tuple[tuple[str, Any], ...] = ()
+        self,
+        pool: Pool,
+        section: Section,
+        *,
+        is_whole: bool = False,
+        choices: tuple[tuple[str, Any], ...] = (),
+        said: str = "",
     ) -> None:
         self.pool = pool
         self.of = section
         self.is_whole = is_whole
         self.choices = choices
+        self._said = said  # the calls that it was made by, for people
         self._keys: dict[Model | None, Keys] = {}
 
     @property
@@ -77,7 +84,7 @@ class PoolSection:
         section, choices = self.of, list(self.choices)
         try:
             if planes is not None:
-                names = [planes] if isinstance(planes, str) else list(planes)
+                names = self._names(planes)
                 section = section.of_planes(names)
                 choices.append(("", tuple(names)))
             for axis, given in {"l": l, "o": o, "h": h, "t": t, "d": d, **others}.items():
@@ -88,7 +95,9 @@ class PoolSection:
                     choices.append((axis, coordinates))
         except LayoutError as error:
             raise PlanError(str(error)) from None
-        return PoolSection(self.pool, section, choices=tuple(choices))
+        named = [("planes", planes), ("l", l), ("o", o), ("h", h), ("t", t), ("d", d), *others.items()]
+        said = ", ".join(f"{what}={_said(some)}" for what, some in named if some is not None)
+        return PoolSection(self.pool, section, choices=tuple(choices), said=f"{self._said}.section({said})")
 
     def units(self, tokens: int) -> PoolSection:
         """Units of this section's blocks: as `Pool.units`."""
@@ -103,7 +112,16 @@ class PoolSection:
                 f"{self.pool.layout.name}: units of {tokens} tokens: {section.num_ids} of them; expected at most {_MOST_IDS}: "
                 "take larger ones"
             )
-        return PoolSection(self.pool, section, choices=(*self.choices, ("t", range(section.count("t")))))
+        choices = (*self.choices, ("t", range(section.count("t"))))
+        return PoolSection(self.pool, section, choices=choices, said=f"{self._said}.units({tokens})")
+
+    def _names(self, planes: Any) -> list[str]:
+        try:
+            return [planes] if isinstance(planes, str) else list(planes)
+        except TypeError:
+            raise PlanError(
+                f"{self.pool.layout.name}: planes: expected a name, or a list of names, got {planes!r:.200}"
+            ) from None
 
     def keys(self, model: Model | None = None) -> Keys:
         """The keys of this section's cells, for digests.
@@ -124,7 +142,14 @@ class PoolSection:
         return found
 
     def digest(
-        self, ids: Any = None, *, tokens: Any = None, model: Model | None = None, out: Any = None, stream: Any = None, wait: Any = None
+        self,
+        ids: Any = None,
+        *,
+        tokens: Any = None,
+        model: Model | None = None,
+        out: Any = None,
+        stream: Any = None,
+        wait: Any = None,
     ) -> Any:
         """Digests of blocks of this section, or of units: as `Pool.digest`."""
         self.pool.require_open()
@@ -140,12 +165,11 @@ class PoolSection:
     def _require_axis(self, axis: str) -> None:
         sizes = self.of.shape.sizes | dict.fromkeys(self.pool.layout.axes, 1)
         if axis not in sizes:
-            raise PlanError(f"{self.pool.layout.name}: expected axes among {' '.join(sizes)}, got {axis!r}")
+            hint = "; ids say which blocks" if axis == "b" else ""
+            raise PlanError(f"{self.pool.layout.name}: expected axes among {' '.join(sizes)}, got {axis!r:.200}{hint}")
 
     def __repr__(self) -> str:
-        parts = [f"{axis}={_said(coordinates)}" for axis, coordinates in self.of.chosen]
-        units = f", {self.of.units} units a block" if self.of.units > 1 else ""
-        return f"PoolSection({self.pool.layout.name}{units}{', ' if parts else ''}{', '.join(parts)}, num_ids={self.num_ids})"
+        return f"PoolSection({self.pool.layout.name}{self._said}, num_ids={self.num_ids})"
 
 
 def _coordinates(axis: str, given: Any) -> Coordinates:
@@ -171,5 +195,6 @@ def _coordinates(axis: str, given: Any) -> Coordinates:
     return found
 
 
-def _said(coordinates: Coordinates) -> str:
-    return str(coordinates) if isinstance(coordinates, range) else f"{list(coordinates)!r:.60}"
+def _said(given: Any) -> str:
+    text = repr(given)
+    return text if len(text) <= 60 else f"{text[:59]}…"

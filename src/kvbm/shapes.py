@@ -270,7 +270,10 @@ def load_shape(text: str) -> BlockShape:
 @functools.cache
 def _preset(path: Path) -> Mapping[str, Any]:
     # BaseLoader leaves every scalar a text: in YAML 1.1 a bare `no` is the value false.
-    data = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506  (it builds nothing but texts)
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506  (it builds nothing but texts)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise SpecError(f"{path}: not YAML: {error!s:.500}") from None
     sizes = ("nl", "no", "nh", "nt", "hd")
     wanted = set(REQUIRED_KEYS)
     if not isinstance(data, dict) or set(data) - set(OPTIONAL_KEYS) != wanted:
@@ -282,8 +285,11 @@ def _preset(path: Path) -> Mapping[str, Any]:
         values: dict[str, Any] = {key: int(data[key]) for key in sizes} | {"dtype": data["dtype"]}
         degrees = [int(degree) for degree in data["tp"]]
     except (TypeError, ValueError) as error:
-        raise SpecError(f"{path}: expected integers: {error}") from None
-    BlockShape(**values)  # refuses what is not a shape
-    for degree in degrees:
-        heads_of_rank(values["nh"], degree, 0)
+        raise SpecError(f"{path}: expected integers: {error!s:.500}") from None
+    try:
+        BlockShape(**values)  # refuses what is not a shape
+        for degree in degrees:
+            heads_of_rank(values["nh"], degree, 0)
+    except (DTypeError, SpecError) as error:
+        raise type(error)(f"{path}: {error}") from None
     return MappingProxyType({**values, "title": data["title"], "tp": degrees})

@@ -32,8 +32,8 @@ class Transfer:
     chunk_bytes : int, optional
         Size of one of the three slots of the ring that staged copies use; at least one block, 32 MiB if not given.
     verify : bool
-        Digest the source before and the destination after each copy, by kernels that share nothing with the copy's, and compare both:
-        `Done.synchronize` raises `DigestError` where they differ.  It costs a read of either side.
+        Digest the source before and the destination after each copy, by kernels that share no loop with the copy's, and compare
+        both: `Done.synchronize` raises `DigestError` where they differ.  It costs a read of either side.
     model : kvbm.Model, optional
         Which layers and heads of a whole model the source holds, for `digests`.
 
@@ -126,16 +126,17 @@ class Transfer:
         CudaError
             A call of the driver failed.
         """
-        require_usable(*self._pools)
+        src, dst = self._pools
+        if src.asked or dst.asked:
+            require_usable(src, dst)
         if digests is None and not self._verifies:
             if tokens is not None:
                 raise BindError("tokens: positions are for digests; pass digests=, or leave tokens out")
             done = self._mover.copy(src_ids, dst_ids, layers, stream, wait)
         else:
-            done = self._mover.copy_digested(
-                src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies
-            )
-        self._pools[1].written()
+            done = self._mover.copy_digested(src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies)
+        if dst.asked:
+            dst.written()
         return done
 
     def explain(self, num_blocks: int | None = None, *, layers: Layers = None) -> str:

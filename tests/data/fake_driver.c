@@ -36,24 +36,24 @@ static int knob(const char *name, int otherwise) {
   return text ? atoi(text) : otherwise;
 }
 
-/* ---- what the tests read and steer ---- */
-long copies_2d, registered;
+/* ---- what the tests read and steer: counters of all threads ---- */
+_Atomic long copies_2d, registered;
 unsigned register_flags; /* of the last registration */
-long pushes, pops, slots, launches, single_copies, batches, batch_on_legacy;
-long batched_copies; /* that the batches held */
-long lookups;        /* of addresses */
-long uploads;        /* by cuMemcpyHtoDAsync: ids and tables that no parameters hold */
-long allocated_bytes; /* on GPUs, ever */
-long few_ctas;       /* of the largest launch of a kernel that keeps to a few multiprocessors */
+_Atomic long pushes, pops, slots, launches, single_copies, batches, batch_on_legacy;
+_Atomic long batched_copies; /* that the batches held */
+_Atomic long lookups;        /* of addresses */
+_Atomic long uploads;        /* by cuMemcpyHtoDAsync: ids and tables that no parameters hold */
+_Atomic long allocated_bytes; /* on GPUs, ever */
+_Atomic long few_ctas;       /* of the largest launch of a kernel that keeps to a few multiprocessors */
 Address fake_pinned[2], fake_ordinary[2];
 enum { EVENTS, STREAMS, ALLOCATIONS, PINNED, MODULES };
-long live[5];
-long peer_copies; /* by cuMemcpyPeerAsync */
-long illegal;     /* accesses of memory without a grant */
-long fake_fail_at;
+_Atomic long live[5];
+_Atomic long peer_copies; /* by cuMemcpyPeerAsync */
+_Atomic long illegal;     /* accesses of memory without a grant */
+_Atomic long fake_fail_at;
 const char *fake_failed;
 static int fails(const char *call) {
-  if (fake_fail_at == 0 || __sync_sub_and_fetch(&fake_fail_at, 1)) return 0;
+  if (fake_fail_at == 0 || --fake_fail_at) return 0;
   return fake_failed = call, 1;
 }
 /* The first statement of a call that can fail: CUDA_ERROR_OPERATING_SYSTEM, which nothing handles in a way of its own. */
@@ -78,7 +78,7 @@ static struct Memory *memory_at(Address at) {
 }
 static void access(const void *at, int device) {
   const struct Memory *memory = memory_at((Address)at);
-  if (memory && !(memory->granted >> device & 1)) __sync_add_and_fetch(&illegal, 1);
+  if (memory && !(memory->granted >> device & 1)) ++illegal;
 }
 int deferred; /* work waits for fake_pump instead of being done at once */
 
@@ -264,7 +264,7 @@ typedef struct UserObject {
   void *object;
 } UserObject;
 static Graph *capture; /* the one capture that is going on */
-long broken_captures;  /* calls that a capture in the global mode does not survive */
+_Atomic long broken_captures;  /* calls that a capture in the global mode does not survive */
 static __thread int capture_mode;
 
 static int current_device(void);
@@ -385,7 +385,7 @@ static __thread Handle context[64];
 static __thread int depth;
 enum { INVALID_VALUE = 1, NO_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, CAPTURE_ISOLATION = 905 };
 static int made_on[4096]; /* the devices of kvbm's own streams */
-static int streams_made;
+static _Atomic int streams_made;
 static int current_device(void) { return depth ? (int)(uintptr_t)context[depth - 1] - 1 : -1; }
 static int device_of(Handle stream) {
   const uintptr_t number = (uintptr_t)stream;
@@ -403,8 +403,8 @@ int cuDeviceGetAttribute(int *value, int what, int device) { return *value = wha
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { return *bytes = 1ull << 37, 0; }
 int cuDevicePrimaryCtxRetain(Handle *made, int device) { return *made = (Handle)(uintptr_t)(device + 1), 0; }
 int cuCtxGetCurrent(Handle *current) { return *current = depth ? context[depth - 1] : NULL, 0; }
-int cuCtxPushCurrent_v2(Handle made) { return context[depth++] = made, __sync_add_and_fetch(&pushes, 1), 0; }
-int cuCtxPopCurrent_v2(Handle *was) { return *was = context[--depth], __sync_add_and_fetch(&pops, 1), 0; }
+int cuCtxPushCurrent_v2(Handle made) { return context[depth++] = made, ++pushes, 0; }
+int cuCtxPopCurrent_v2(Handle *was) { return *was = context[--depth], ++pops, 0; }
 int cuModuleLoadData(Handle *module, const void *image) {
   MAY_FAIL;
   const int status = depth ? knob("FAKE_LOAD", 0) : NO_CONTEXT;
@@ -440,22 +440,22 @@ int cuMemAlloc_v2(Address *made, size_t bytes) {
   MAY_FAIL;
   if (!depth) return NO_CONTEXT;
   allocated_bytes += bytes;
-  __sync_add_and_fetch(&live[ALLOCATIONS], 1);
+  ++live[ALLOCATIONS];
   return *made = (Address)malloc(bytes), unsafe();
 }
 /* As the real one, this waits for all work. */
 int cuMemFree_v2(Address address) {
   fake_pump(-1);
-  return __sync_sub_and_fetch(&live[ALLOCATIONS], 1), free((void *)address), 0;
+  return --live[ALLOCATIONS], free((void *)address), 0;
 }
 int cuMemHostAlloc(void **made, size_t bytes, unsigned flags) {
   MAY_FAIL;
   pthread_t thread;
   if (fake_gone && !pthread_create(&thread, NULL, destroy_graph, fake_gone)) pthread_join(thread, NULL), fake_gone = NULL;
-  __sync_add_and_fetch(&live[PINNED], 1);
+  ++live[PINNED];
   return ++slots, *made = malloc(bytes), unsafe();
 }
-int cuMemFreeHost(void *memory) { return __sync_sub_and_fetch(&live[PINNED], 1), free(memory), 0; }
+int cuMemFreeHost(void *memory) { return --live[PINNED], free(memory), 0; }
 int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, Handle stream) {
   MAY_FAIL;
   ++uploads;
@@ -549,9 +549,10 @@ int cuMemGetAccess(unsigned long long *flags, const Location *where, Address add
 int cuStreamCreate(Handle *made, unsigned flags) {
   MAY_FAIL;
   ++live[STREAMS];
-  if (streams_made == 4096) abort();
-  made_on[streams_made] = current_device();
-  return *made = (Handle)(uintptr_t)(0x10000 + streams_made++), 0;
+  const int mine = streams_made++;
+  if (mine >= 4096) abort();
+  made_on[mine] = current_device();
+  return *made = (Handle)(uintptr_t)(0x10000 + mine), 0;
 }
 int cuStreamDestroy_v2(Handle stream) { return --live[STREAMS], 0; }
 int cuStreamSynchronize(Handle stream) {
@@ -574,7 +575,7 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
 }
 int cuEventCreate(Handle *made, unsigned flags) {
   MAY_FAIL;
-  __sync_add_and_fetch(&live[EVENTS], 1);
+  ++live[EVENTS];
   Event *event = calloc(1, sizeof *event);
   return event->device = current_device(), *made = event, 0;
 }
@@ -592,7 +593,7 @@ int cuEventQuery(Handle event) {
   const int status = unsafe();
   return status ? status : record && !record->done ? NOT_READY : 0;
 }
-int cuEventDestroy_v2(Handle event) { return __sync_sub_and_fetch(&live[EVENTS], 1), free(event), 0; }
+int cuEventDestroy_v2(Handle event) { return --live[EVENTS], free(event), 0; }
 int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *how) {
   /* Everything else is found under its plain name. */
   *found = NULL;

@@ -180,9 +180,9 @@ def _memcpy(direction: str, nbytes: int, device: int) -> Iterator[Callable[[Any]
         yield lambda stream: _core.memcpy_batch(dst, src, nbytes, 1, device, _core.stream_handle(stream))
 
 
-def _strategies(direction: str, sms: Sequence[int]) -> list[tuple[str, Mapping[str, int]]]:
+def _strategies(direction: str, sms: Sequence[int]) -> list[tuple[str, Mapping[str, Any]]]:
     """Backends and their options: staged ones first, then the direct kernel on few multiprocessors and on all it takes."""
-    budgets: list[tuple[str, Mapping[str, int]]] = [("direct", {"max_sms": count}) for count in sms]
+    budgets: list[tuple[str, Mapping[str, Any]]] = [("direct", {"max_sms": count}) for count in sms]
     found = [*budgets, ("direct", {}), ("engine", {})]
     return found if direction == "d2d" else [("staged", {}), ("staged", {"max_sms": 8}), *found]
 

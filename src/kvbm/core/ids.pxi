@@ -78,8 +78,8 @@ cdef class Pairs:
         src.more = dst.more = NULL
         src.has_buffer = dst.has_buffer = False
         try:
-            keep = (_read(&src, src_ids, "src_ids", src_blocks, device),
-                    _read(&dst, dst_ids, "dst_ids", dst_blocks, device))
+            keep_src = _read(&src, src_ids, "src_ids", src_blocks, device)
+            keep_dst = _read(&dst, dst_ids, "dst_ids", dst_blocks, device)
             self._count(src.count, dst.count, src_blocks, dst_blocks)
             if src.device and dst.device and src.nbytes != dst.nbytes:
                 raise BindError(
@@ -88,7 +88,7 @@ cdef class Pairs:
                 )
             if src.device or dst.device:
                 self.id_bytes = src.nbytes if src.device else dst.nbytes
-                self.keep = keep
+                self.keep = keep_src, keep_dst
             if self.count > 64:
                 self.more = <int32_t *> malloc(2 * sizeof(int32_t) * self.count)
                 if self.more == NULL:
@@ -252,14 +252,23 @@ cdef enum IdsKind:
 cdef dict _kind_of_ids = {list: ITEMS, tuple: ITEMS, int: NUMBER}  # type -> IdsKind
 
 
-cdef int _ids_kind(given) except -1:
+cdef int _is_on_gpu(given, str what) except -1:
+    try:
+        return hasattr(given, "__cuda_array_interface__")
+    except Exception as error:  # the object's own code may raise anything
+        raise BindError(
+            f"{what}: expected integers, got a {type(given).__name__} that cannot be read: {error!r}"
+        ) from None
+
+
+cdef int _ids_kind(given, str what) except -1:
     kind = type(given)
     found = NEITHER
     if issubclass(kind, (str, bytes, bytearray, bool)) or hasattr(kind, "filled"):  # a copy has no mask
         pass
     elif hasattr(kind, "is_cuda") and hasattr(kind, "data_ptr"):
         found = TENSOR
-    elif hasattr(given, "__cuda_array_interface__"):
+    elif _is_on_gpu(given, what):
         found = ON_GPU
     elif PyObject_CheckBuffer(given):
         found = BUFFER
@@ -280,16 +289,15 @@ cdef object _read(Given *ids, object given, str what, int64_t blocks, int device
     if given is None:
         return None
     known = _kind_of_ids.get(type(given))
-    cdef int kind = _ids_kind(given) if known is None else known
-    if kind == ITEMS:
-        if not _read_ints(ids, given):
-            _read_items(ids, tuple(given), what, blocks)
+    cdef int kind = _ids_kind(given, what) if known is None else known
+    if kind == ITEMS or kind == NUMBER:
+        items = given if kind == ITEMS else (given,)
+        if not _read_ints(ids, items):
+            _read_items(ids, tuple(items), what, blocks)
     elif kind == BUFFER:
         _read_buffer(ids, given, what, blocks)
     elif kind == TENSOR:
         return _read_tensor(ids, given, what, blocks, device)
-    elif kind == NUMBER:
-        _read_items(ids, (given,), what, blocks)
     elif kind == ON_GPU:
         return _read_device(ids, given, what, device)
     elif kind == ARRAY:
@@ -358,6 +366,16 @@ cdef int _read_items(Given *ids, tuple items, str what, int64_t blocks) except -
     return 0
 
 
+cdef bint _is_plain(const Py_buffer *buffer) noexcept:
+    """Whether the items are int32 or int64 of this machine's byte order."""
+    cdef const char *code = buffer.format
+    if code == NULL or (buffer.itemsize != 4 and buffer.itemsize != 8):
+        return False
+    if code[0] == c"@" or code[0] == c"=" or code[0] == c"<":
+        code += 1
+    return code[0] != 0 and code[1] == 0 and code[0] in (c"i", c"l", c"q", c"n")
+
+
 cdef int _read_buffer(Given *ids, object given, str what, int64_t blocks) except -1:
     cdef Py_ssize_t i, count, step
     cdef int64_t *out
@@ -376,16 +394,16 @@ cdef int _read_buffer(Given *ids, object given, str what, int64_t blocks) except
     ids.count = count
     if count == 0:
         return 0
+    if _is_plain(&ids.buffer) and (count == 1 or step == ids.buffer.itemsize):  # without a string of Python's
+        ids.data = ids.buffer.buf
+        ids.nbytes = <uint32_t> ids.buffer.itemsize
+        return 0
     code = (<bytes> ids.buffer.format).decode("ascii", "replace") if ids.buffer.format != NULL else "B"
     swapped = code[0] in ">!" and ids.buffer.itemsize > 1
     code = code.lstrip("@=<>!^")
     signed = code in ("b", "h", "i", "l", "q", "n")
     if not signed and code not in ("B", "H", "I", "L", "Q", "N"):
         _refuse_kind(what, f"dtype {getattr(given, 'dtype', code)}")
-    if signed and not swapped and ids.buffer.itemsize >= 4 and (count == 1 or step == ids.buffer.itemsize):
-        ids.data = ids.buffer.buf
-        ids.nbytes = <uint32_t> ids.buffer.itemsize
-        return 0
     out = _room(ids, count)
     at = <const char *> ids.buffer.buf
     order = "big" if swapped else "little"
@@ -454,12 +472,12 @@ cdef object _read_device(Given *ids, object given, str what, int device):
             strides = interface.get("strides")
             width = {"i8": 8, "i4": 4}.get(dtype[1:], 0) if dtype[0] != ">" else 0
             dense = len(shape) == 1 and (shape[0] < 2 or strides is None or strides[0] == width)
-        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            where = getattr(given, "device", None)
+            where = getattr(where, "id", where)
+            if isinstance(where, int):
+                index = where
+        except Exception as error:  # the object's own code may raise anything
             raise BindError(f"{what}: malformed __cuda_array_interface__: {error!r}") from None
-        where = getattr(given, "device", None)
-        where = getattr(where, "id", where)
-        if isinstance(where, int):
-            index = where
     if device < 0:
         raise BindError(
             f"{what}: expected ids in host memory, got a {type(given).__name__} on a GPU; pass {what}.cpu()"

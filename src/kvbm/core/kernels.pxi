@@ -209,9 +209,10 @@ cdef class Copy:
         What one block contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
     units : tuple of two tuples of int
         Where ids count units of a block: extents of the digits below the block, fastest first, on each side.
-    digest : tuple of (int, sequence of (first, outer, inner, steps)), optional
+    digest : tuple of (int, sequence of (first, outer, inner, steps, along_b)), optional
         For kernels that digest: keys a token of the model, and a part each the key of its first cell, the keys that its outer and
-        inner modes step, and the bytes that each binary digit of a word's number in its cell steps.
+        inner modes step, the bytes that each binary digit of a word's number in its cell steps, and whether a tile's cells lie
+        along the destination.
 
     Raises
     ------
@@ -259,10 +260,12 @@ cdef class Copy:
                 raise PlanError(f"kernel {kernel!r}: expected keys of {len(parts)} part(s), got {len(told)}")
             self.args.inline_mask |= KVBM_DIGEST
             self.args.digest.lanes = lanes
-            for number, (first, outer, inner, steps) in enumerate(told):
+            for number, (first, outer, inner, steps, along_b) in enumerate(told):
                 try:
                     self.args.digest.part[number].first = first
                     _fill_keys(&self.args.part[number], tuple(outer), tuple(inner), tuple(steps))
+                    if along_b:
+                        self.args.part[number].cell_words = 0
                 except OverflowError as error:
                     raise PlanError(f"keys of part {number} of the plan for {kernel!r}: {error}") from None
         self.index = index

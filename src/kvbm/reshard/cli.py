@@ -54,8 +54,9 @@ def reshard(
     if svg is not None:
         from . import picture
 
-        write_pictures(lambda: picture.draw(*made), svg)
-        return
+        write_pictures(lambda: picture.draw(*made), svg, quiet=as_json)
+        if not as_json:
+            return
     if as_json:
         found = [report.as_json(one, tokens) for one in made]
         click.echo(json.dumps(found if gather else found[0], indent=2, ensure_ascii=False))

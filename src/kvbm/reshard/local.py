@@ -90,6 +90,7 @@ class Local:
         max_sms: int | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
+        require_made(made)
         _require_pools(made.src, src_pools, "source")
         _require_pools(made.dst, dst_pools, "destination")
         self._pools = tuple(src_pools), tuple(dst_pools)
@@ -413,10 +414,25 @@ def _cuts(pools: Sequence[Pool | None]) -> tuple[int, ...]:
     return tuple(sorted(found - {1}))
 
 
-def _require_pools(place: Placement, pools: Sequence[Any], what: str) -> None:
-    if len(pools) != place.world:
+def require_made(made: Any) -> None:
+    """It is a resharding."""
+    if not isinstance(made, Resharding):
+        raise BindError(f"made: expected a Resharding of kvbm.reshard.plan, got {made!r:.200}")
+
+
+def require_pool(place: Placement, rank: int, pool: Any) -> None:
+    """It is the pool of a rank that has one."""
+    if not isinstance(pool, Pool):
+        raise BindError(f"{place.name}: rank {rank}: expected a kvbm.Pool, got {type(pool).__name__}")
+    if pool.shape != place.shape(rank):
+        raise BindError(f"{place.name}: rank {rank}: expected a pool of {place.shape(rank)}, got {pool.shape}")
+
+
+def _require_pools(place: Placement, pools: Any, what: str) -> None:
+    if not isinstance(pools, Sequence) or len(pools) != place.world:
+        got = len(pools) if isinstance(pools, Sequence) else type(pools).__name__
         raise BindError(
-            f"{place.name}: expected {place.world} {what} pools, one a rank of {place.mesh_text}, got {len(pools)}"
+            f"{place.name}: expected {place.world} {what} pools, one a rank of {place.mesh_text}, got {got}"
         )
     for rank, pool in enumerate(pools):
         if not place.strips(rank).l.size:
@@ -425,10 +441,7 @@ def _require_pools(place: Placement, pools: Sequence[Any], what: str) -> None:
                     f"{place.name}: rank {rank}: expected None, as it holds none of the layers {place.layers}, got {pool!r}"
                 )
             continue
-        if not isinstance(pool, Pool):
-            raise BindError(f"{place.name}: rank {rank}: expected a kvbm.Pool, got {type(pool).__name__}")
-        if pool.shape != place.shape(rank):
-            raise BindError(f"{place.name}: rank {rank}: expected a pool of {place.shape(rank)}, got {pool.shape}")
+        require_pool(place, rank, pool)
 
 
 def _require_own_memory(made: Resharding, pools: Sequence[Pool | None]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -10,7 +12,7 @@ from typing import Any, NamedTuple
 from ..errors import PlanError
 from ..shapes import ITEMSIZE
 from . import report
-from .placement import Placement, Strips
+from .placement import Placement, Strips, whole
 from .proof import prove
 from .strips import Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
 
@@ -84,6 +86,8 @@ class Resharding:
     cuts: Cuts = ((), ())
 
     def __post_init__(self) -> None:
+        _require_one_model(self.src, self.dst)
+        object.__setattr__(self, "cuts", _whole_cuts(self.cuts))
         prove(self)
 
     @property
@@ -100,14 +104,15 @@ class Resharding:
         shift : int
             What the units must divide besides: the distance of the positions at which both sides' block tables begin.
         """
-        if (tuple(cuts[0]), tuple(cuts[1])) == self.cuts and all(shift % m.t.tokens == 0 for m in self.messages):
+        cuts = _whole_cuts(cuts)
+        if cuts == self.cuts and all(shift % m.t.tokens == 0 for m in self.messages):
             return self
         sizes = self.src.nt, self.dst.nt
         messages = [
             m._replace(t=meet_in_unit(self.sends[m.src].t, self.takes[m.dst].t, sizes, cuts, shift))
             for m in self.messages
         ]
-        return replace(self, messages=tuple(messages), cuts=(tuple(cuts[0]), tuple(cuts[1])))
+        return replace(self, messages=tuple(messages), cuts=cuts)
 
     @property
     def unit(self) -> int:
@@ -171,7 +176,7 @@ def plan(
     Raises
     ------
     PlanError
-        The placements are of different models.
+        The placements are of different models, or none; cuts that are none; `prefer` names another rank.
     CoverageError
         Something of the destination is held by no source rank.
 
@@ -192,6 +197,7 @@ def plan(
     proven: every coordinate of decode once, from a rank that holds it; 4 of 4 source ranks send 1 message each
     """
     _require_one_model(src, dst)
+    cuts = _whole_cuts(cuts)
     sends = tuple(map(src.strips, range(src.world)))
     takes = tuple(map(dst.strips, range(dst.world)))
     return Resharding(src, dst, sends, takes, _messages(src, dst, sends, takes, stripe, prefer, cuts), cuts)
@@ -218,22 +224,23 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
         As `plan`.
     """
     _require_one_model(src, dst)
-    whole = tuple(map(dst.strips, range(dst.world)))
+    stripe, prefer = options.pop("stripe", False), options.pop("prefer", None)
+    cuts = _whole_cuts(options.pop("cuts", ((), ())))
+    if options:
+        raise PlanError(f"gather: expected stripe, prefer and cuts, got {next(iter(options))!r:.200}")
+    everything = tuple(map(dst.strips, range(dst.world)))
     groups: dict[Strips, list[int]] = {}
-    for rank, strips in enumerate(whole):
+    for rank, strips in enumerate(everything):
         groups.setdefault(strips, []).append(rank)
-    shares = list(whole)
+    shares = list(everything)
     for strips, ranks in groups.items():
         for index, rank in enumerate(ranks):
             shares[rank] = strips._replace(l=strips.l.share(index, len(ranks)))
     sends = tuple(map(src.strips, range(src.world)))
-    stripe, prefer, cuts = options.pop("stripe", False), options.pop("prefer", None), options.pop("cuts", ((), ()))
-    if options:
-        raise TypeError(f"gather: unexpected {', '.join(options)}; expected stripe, prefer, cuts")
     first = Resharding(
         src, dst, sends, tuple(shares), _messages(src, dst, sends, tuple(shares), stripe, prefer, cuts), cuts
     )
-    others = tuple(strips._replace(l=strips.l.without(share.l)) for strips, share in zip(whole, shares, strict=True))
+    others = tuple(strips._replace(l=strips.l.without(share.l)) for strips, share in zip(everything, shares, strict=True))
     among = (cuts[1], cuts[1])
     second = Resharding(
         dst, dst, tuple(shares), others, _messages(dst, dst, tuple(shares), others, False, None, among), among
@@ -242,6 +249,10 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
 
 
 def _require_one_model(src: Placement, dst: Placement) -> None:
+    for what, place in (("src", src), ("dst", dst)):
+        given: object = place
+        if not isinstance(given, Placement):
+            raise PlanError(f"{what}: expected a kvbm.Placement, got {given!r:.200}")
     ours, theirs = src.model, dst.model
     for axis, what in (
         ("nl", "layers"),
@@ -257,6 +268,17 @@ def _require_one_model(src: Placement, dst: Placement) -> None:
             )
 
 
+def _whole_cuts(cuts: Any) -> Cuts:
+    try:
+        ours, theirs = (tuple(map(whole, one)) for one in cuts)
+    except (TypeError, ValueError):
+        ours = theirs = (None,)
+    found = tuple(tuple(cut for cut in one if cut is not None and cut > 0) for one in (ours, theirs))
+    if found != (ours, theirs):
+        raise PlanError(f"cuts: expected two lists of tokens at which blocks are split, got {cuts!r:.200}")
+    return found
+
+
 def _messages(
     src: Placement,
     dst: Placement,
@@ -270,7 +292,13 @@ def _messages(
     classes: dict[Strips, list[int]] = {}
     for rank, strips in enumerate(sends):
         classes.setdefault(strips, []).append(rank)
-    load, made = [0.0] * src.world, []
+    made: list[Message] = []
+    replicas = {strips: _Replicas(ranks, src.world, dst.world, prefer) for strips, ranks in classes.items()}
+    shares = {
+        strips: [(one, share) for i, one in enumerate(ranks) if (share := strips.l.share(i, len(ranks))).size]
+        for strips, ranks in classes.items()
+        if stripe and len(ranks) > 1
+    }
     units: dict[tuple[Turns, Turns], Unit] = {}
     common: dict[tuple[Runs, Runs], tuple[Meeting, ...]] = {}
 
@@ -280,30 +308,59 @@ def _messages(
         return common[ours, theirs]
 
     for rank, wanted in enumerate(takes):
-        for held, ranks in classes.items():
+        for held in classes:
             heads = both(held.h, wanted.h)
             if not heads or not both(held.l, wanted.l) or not share_a_token(held.t, wanted.t):
                 continue
             if (held.t, wanted.t) not in units:
                 units[held.t, wanted.t] = meet_in_unit(held.t, wanted.t, (src.nt, dst.nt), cuts)
             unit = units[held.t, wanted.t]
-            if stripe and len(ranks) > 1:
-                shares = [(one, both(held.l.share(i, len(ranks)), wanted.l)) for i, one in enumerate(ranks)]
+            senders = replicas[held]
+            if held in shares:
+                parts = [(one, both(share, wanted.l)) for one, share in shares[held]]
             else:
-                shares = [(_sender(rank, ranks, load, src.world, dst.world, prefer), both(held.l, wanted.l))]
-            for one, layers in shares:
+                parts = [(senders.choose(rank), both(held.l, wanted.l))]
+            for one, layers in parts:
                 if layers:
                     made.append(Message(one, rank, layers, heads, unit))
-                    load[one] += made[-1].layers * made[-1].heads * made[-1].tokens / unit.tokens
+                    senders.add(one, made[-1].layers * made[-1].heads * made[-1].tokens / unit.tokens)
     return tuple(made)
 
 
-def _sender(
-    rank: int, ranks: Sequence[int], load: Sequence[float], world: int, dst_world: int, prefer: Prefer | None
-) -> int:
-    if prefer is not None:
-        chosen = prefer(rank, tuple(ranks))
-        if chosen not in ranks:
-            raise PlanError(f"prefer: expected one of the ranks {list(ranks)} for rank {rank}, got {chosen!r}")
-        return chosen
-    return min(ranks, key=lambda one: (load[one], abs(one * dst_world - rank * world)))
+class _Replicas:
+    """Source ranks that hold the same, by what each has to send so far: the one with the least is found without asking all."""
+
+    def __init__(self, ranks: Sequence[int], world: int, dst_world: int, prefer: Prefer | None) -> None:
+        self._ranks, self._worlds, self._prefer = tuple(ranks), (world, dst_world), prefer
+        self._load = dict.fromkeys(ranks, 0.0)
+        self._with = {0.0: list(ranks)}  # load → ranks, ascending
+        self._loads = [0.0]  # a heap
+
+    def choose(self, rank: int) -> int:
+        """Which of them sends to a destination rank."""
+        if self._prefer is not None:
+            if not callable(self._prefer):
+                raise PlanError(f"prefer: expected a function of a rank and ranks, got {self._prefer!r:.200}")
+            chosen = self._prefer(rank, self._ranks)
+            if (found := whole(chosen)) not in self._load:
+                raise PlanError(
+                    f"prefer: expected one of the ranks {list(self._ranks)!r:.200} for rank {rank}, got {chosen!r:.200}"
+                )
+            return found
+        world, dst_world = self._worlds
+        least = self._with[self._loads[0]]
+        at = bisect.bisect_left(least, rank * world, key=lambda one: one * dst_world)
+        return min(least[max(at - 1, 0) : at + 1], key=lambda one: abs(one * dst_world - rank * world))
+
+    def add(self, rank: int, load: float) -> None:
+        """It has more to send."""
+        before = self._load[rank]
+        self._load[rank] = after = before + load
+        alike = self._with[before]
+        del alike[bisect.bisect_left(alike, rank)]
+        if after not in self._with:
+            self._with[after] = []
+            heapq.heappush(self._loads, after)
+        bisect.insort(self._with[after], rank)
+        while not self._with[self._loads[0]]:
+            del self._with[heapq.heappop(self._loads)]

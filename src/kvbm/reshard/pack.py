@@ -20,7 +20,9 @@ from ..prepare import prepare
 from ..section import Section
 from ..shapes import ITEMSIZE
 from ..spans import merge_steps
+from .local import require_made, require_pool
 from .messages import Message, Resharding
+from .placement import whole
 from .sequence import Ids, Rank, Span, pair_up
 from .strips import ONE_TOKEN, Turns
 
@@ -84,10 +86,12 @@ class Packer:
     ) -> None:
         if side not in ("src", "dst"):
             raise BindError(f"side: expected 'src' or 'dst', got {side!r}")
+        require_made(made)
+        if max_sms is not None and ((count := whole(max_sms)) is None or count < 1):
+            raise BindError(f"max_sms: expected a number from 1 on, got {max_sms!r:.200}")
         self._sends = side == "src"
         place = made.src if self._sends else made.dst
-        if pool.shape != place.shape(rank):
-            raise BindError(f"{place.name}: rank {rank}: expected a pool of {place.shape(rank)}, got {pool.shape}")
+        require_pool(place, rank, pool)
         self._pool, self._max_sms = pool, max_sms or 0
         self._device = -1 if pool.device == "cpu" else int(pool.device.partition(":")[2])
         self._table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self._device)
@@ -105,9 +109,12 @@ class Packer:
         self._tokens = self._ways(mine, single=True)
 
     def sizes(self, span: Span, origin: int = 0) -> dict[int, int]:
-        """Bytes of each peer's slot for a sequence; `origin` is that of the peers' spans."""
+        """Bytes of each peer's slot for a sequence; `origin` is that of the peers' spans.  `BindError` as for a call."""
+        return self._sizes(self._listed(span, origin))
+
+    def _sizes(self, work: Sequence[tuple[_Way, Ids]]) -> dict[int, int]:
         found = dict.fromkeys(self.peers, 0)
-        for way, ids in self._listed(span, origin):
+        for way, ids in work:
             for message, nbytes in zip(way.messages, way.nbytes, strict=True):
                 found[self._peer(message)] += len(ids) * nbytes
         return found
@@ -134,10 +141,10 @@ class Packer:
         self._pool.require_open()
         if not self._sends and self._pool.readonly:
             raise BindError(f"{self._pool!r}: read-only")
-        for ends in list(self._ranks.values())[:1]:  # the rank itself is the same for all
-            self._require_span(ends[0 if self._sends else 1], span)
         work = self._listed(span, origin)
-        sizes = self.sizes(span, origin)
+        sizes = self._sizes(work)
+        if not isinstance(slots, Mapping):
+            raise BindError(f"slots: expected a mapping from rank to array, got a {type(slots).__name__}")
         found = {peer: self._slot(peer, slots, size) for peer, size in sizes.items() if size}
         handle = 0
         if self._device >= 0:
@@ -240,6 +247,11 @@ class Packer:
 
     def _listed(self, span: Span, origin: int) -> list[tuple[_Way, Ids]]:
         """Of every launch the rank's ids: of units first, then of single tokens."""
+        if not isinstance(span, Span):
+            raise BindError(f"span: expected a kvbm.Span, got {span!r:.200}")
+        Span([], span.tokens, origin)  # refuses what is no origin of the peers' spans
+        for ends in list(self._ranks.values())[:1]:  # the rank itself is the same for all
+            self._require_span(ends[0 if self._sends else 1], span)
         found = []
         units = self._fitting(span.origin - origin)
         fitted = {(m.src, m.dst): m for way in units for m in way.messages}
@@ -255,6 +267,7 @@ class Packer:
         return found
 
     def _require_span(self, rank: Rank, span: Span) -> None:
+        """A table that is long enough, of blocks that there are, none of them to be written twice."""
         blocks = rank.touched(span)[:, 0] // rank.nt
         if not self._sends and np.unique(blocks).size != blocks.size:
             raise BindError(f"{rank.name}: a block stands in the table twice, and would be written twice")

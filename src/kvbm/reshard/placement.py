@@ -24,7 +24,7 @@ from ..shapes import BlockShape
 from ..yamlfile import YamlFile, read_text
 from .strips import Runs, Turns
 
-__all__ = ["KEYS", "SHARED", "SHARE_KEYS", "Digit", "Placement", "Share", "Strips"]
+__all__ = ["KEYS", "SHARED", "SHARE_KEYS", "Digit", "Placement", "Share", "Strips", "whole"]
 
 #: Keys of a placement file, and of a share that is written as a mapping.
 KEYS = ("title", "mesh", "shard", "layers", "nt", "read_from", "notes")
@@ -70,6 +70,10 @@ class Share(NamedTuple):
     digit: Digit
     every: int = 0
     bounds: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        more = f" by {self.every}" if self.every else f" at {list(self.bounds)!r:.200}" if self.bounds else ""
+        return f"{self.digit}{more}"
 
 
 class Strips(NamedTuple):
@@ -137,6 +141,7 @@ class Placement:
         layers: Iterable[int] | None = None,
         title: str = "",
         name: str = "placement",
+        **others: Any,
     ) -> None:
         def put(**values: Any) -> None:
             for key, value in values.items():
@@ -145,6 +150,11 @@ class Placement:
         for what, value in (("name", name), ("title", title)):
             if not isinstance(value, str):
                 raise SpecError(f"placement: {what}: expected a text, got {value!r:.200}")
+        if others:  # dataclasses.replace names the shares as they were read
+            raise SpecError(
+                f"{name}: expected mesh, shard, model, nt, layers, title and name, got {next(iter(others))!r:.200}; a placement "
+                "with something changed is made from these anew"
+            )
         put(title=title, name=name, model=_model(model, name), mesh=_mesh(mesh, name))
         put(nt=_tokens(self.model.nt if nt is None else nt, name), layers=_layers(layers, self.model.nl, name))
         put(shares=tuple(sorted((axis, self._share(axis, share)) for axis, share in _shard(shard, name).items())))
@@ -184,8 +194,9 @@ class Placement:
     @classmethod
     def parse(cls, text: str, model: BlockShape, file: str = "<string>", **overrides: Any) -> Placement:
         """The text of a placement file, as `load`."""
-        if not isinstance(text, str):
-            raise SpecError(f"{file}: expected the text of a placement file, got {text!r:.200}")
+        for what, given in (("text", text), ("file", file)):
+            if not isinstance(given, str):
+                raise SpecError(f"placement: {what}: expected a text, got {given!r:.200}")
         reader = _File(file)
         with reader.guarded(text):
             return reader.placement(text, model, overrides)
@@ -236,13 +247,14 @@ class Placement:
         return f"{self.name} ({self.mesh_text}, {self.nt} token{'s' if self.nt > 1 else ''} a block)"
 
     def __repr__(self) -> str:
-        shard = ", ".join(f"{axis} by {share.digit}" for axis, share in self.shares)
-        return f"Placement({self.mesh_text!r}, {shard or 'replicated'}, {self.model}, nt={self.nt})"
+        shard = ", ".join(f"{axis} by {share}" for axis, share in self.shares)
+        layers = f", layers {self.layers}" if self.layers.size < self.model.nl else ""
+        return f"Placement({self.mesh_text!r}, {shard or 'replicated'}, {self.model}, nt={self.nt}{layers})"
 
     # ---- reading what the caller says ------------------------------------------------------------------------------
 
     def _rank(self, rank: Any) -> int:
-        found = _whole(rank)
+        found = whole(rank)
         if found is None or not 0 <= found < self.world:
             raise SpecError(f"{self.name}: rank {rank!r:.200}: expected 0 to {self.world - 1} (mesh {self.mesh_text})")
         return found
@@ -349,7 +361,7 @@ def _strips(placement: Placement, rank: int) -> Strips:
     return Strips(layers, heads, tokens)
 
 
-def _whole(value: Any) -> int | None:
+def whole(value: Any) -> int | None:
     """An integer, of NumPy's too; None where it is something else."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
@@ -370,7 +382,7 @@ def _model(model: Any, name: str) -> BlockShape:
 
 
 def _tokens(nt: Any, name: str) -> int:
-    found = _whole(nt)
+    found = whole(nt)
     if found is None or not 1 <= found <= _MOST_TOKENS:
         raise SpecError(f"{name}: nt: expected tokens of a block, from 1 to {_MOST_TOKENS:,}, got {nt!r:.200}")
     return found
@@ -378,7 +390,7 @@ def _tokens(nt: Any, name: str) -> int:
 
 def _mesh(given: Any, name: str) -> tuple[tuple[str, int], ...]:
     if isinstance(given, Mapping):
-        found = [(axis, _whole(size) or 0) for axis, size in itertools.islice(given.items(), 65)]
+        found = [(axis, whole(size) or 0) for axis, size in itertools.islice(given.items(), 65)]
     else:
         matches = [_AXIS.fullmatch(word) for word in given.split()] if isinstance(given, str) else []
         found = [(match[1], int(match[2])) if match else ("", 0) for match in matches]
@@ -406,7 +418,7 @@ def _shard(given: Any, name: str) -> Mapping[str, Any]:
 def _numbers(given: Any, most: int) -> list[int] | None:
     """At most so many integers, and one more; None where it is something else."""
     try:
-        found = [_whole(one) for one in itertools.islice(iter(given), most + 1)]
+        found = [whole(one) for one in itertools.islice(iter(given), most + 1)]
     except TypeError:
         return None
     return None if None in found else [one for one in found if one is not None]
@@ -441,6 +453,8 @@ class _File(YamlFile):
         for key in ("title", "read_from"):
             if key in keys:
                 self.scalar(keys[key], key)
+        if other := [key for key in overrides if key not in ("nt", "layers", "name", "title")]:
+            self.fail(None, f"expected nt, layers, name or title in place of the file's, got {other[0]!r:.200}")
         values: dict[str, Any] = {"name": Path(self.file).stem, **overrides, "model": model, "shard": {}}
         if "title" in keys:
             values.setdefault("title", self.scalar(keys["title"], "title"))

@@ -220,6 +220,8 @@ def load(text: str, model: BlockShape, **overrides: Any) -> Placement:
                 f"placement {text!r:.200}: expected a .yaml file, or a preset such as 'vllm:tp8,pp2' ({', '.join(PRESETS)})"
             )
         return Placement.load(text, model, **overrides)
+    if other := [key for key in overrides if key not in ("nt", "layers", "name", *_NUMBERS[kind], *_TEXTS.get(kind, ()))]:
+        raise SpecError(f"placement {text!r:.200}: expected nt, layers or name in place of its own, got {other[0]!r:.200}")
     options: dict[str, Any] = {}
     for item in rest.split(",") if colon else ():
         key, value = _option(kind, item.strip(), text)

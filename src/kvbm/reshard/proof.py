@@ -34,6 +34,7 @@ def prove(made: Resharding) -> None:
         Naming the rank, the axis, and what is missing, there twice, or from the wrong place.
     """
     by_rank: dict[int, list[Message]] = {rank: [] for rank in range(made.dst.world)}
+    rules = {(strips.t.every, strips.t.over) for strips in made.sends}
     for message in made.messages:
         if message.dst not in by_rank or not 0 <= message.src < made.src.world:
             raise CoverageError(
@@ -44,7 +45,7 @@ def prove(made: Resharding) -> None:
         where = f"{made.title}: {made.dst.name} rank {rank}"
         for message in messages:
             _require_right(made, message, f"{where} from {made.src.name} rank {message.src}")
-        _require_partition(made, rank, messages, where)
+        _require_partition(made, rank, messages, rules, where)
 
 
 # ---- one message ---------------------------------------------------------------------------------------------------
@@ -134,9 +135,10 @@ def _common(turns: Sequence[Turns]) -> int:
 # ---- all messages of a rank ----------------------------------------------------------------------------------------
 
 
-def _require_partition(made: Resharding, rank: int, messages: Sequence[Message], where: str) -> None:
+def _require_partition(
+    made: Resharding, rank: int, messages: Sequence[Message], rules: set[tuple[int, int]], where: str
+) -> None:
     takes = made.takes[rank]
-    rules = {(strips.t.every, strips.t.over) for strips in made.sends}
     if len(rules) != 1:
         raise CoverageError(f"{where}: ranks of {made.src.name} take turns by {len(rules)} rules; expected one")
     ((every, over),) = rules

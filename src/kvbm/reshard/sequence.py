@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,11 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BindError
+from .placement import whole
 from .strips import Turns, Unit
 
 __all__ = ["Pairs", "Rank", "Span", "pair_up"]
 
 Ids = npt.NDArray[np.int64]
+
+#: Positions of a sequence are below it: so slots and ids of their blocks have 64 bits.
+_MOST = 1 << 48
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -51,9 +54,9 @@ class Span:
             ids = ids.astype(np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise BindError(f"table: expected a list of block ids, got {table!r:.200}")
-        if not isinstance(given, range) or tokens.step != 1 or tokens.start < 0:
-            raise BindError(f"tokens: expected range(first, behind the last), got {tokens!r:.200}")
-        if isinstance(origin, bool) or not hasattr(origin, "__index__") or not 0 <= origin <= tokens.start:
+        if not isinstance(given, range) or tokens.step != 1 or not 0 <= tokens.start < _MOST or tokens.stop > _MOST:
+            raise BindError(f"tokens: expected range(first, behind the last) below 2**48, got {tokens!r:.200}")
+        if (first := whole(origin)) is None or not 0 <= first <= tokens.start:
             raise BindError(
                 f"origin: expected a position from 0 to the first token's, {tokens.start}, got {origin!r:.200}"
             )
@@ -61,8 +64,11 @@ class Span:
             raise BindError(f"table: expected a list of block ids, got {table!r:.200}")
         ids = ids.astype(np.int64)
         ids.flags.writeable = False
-        for name, value in (("table", ids), ("tokens", tokens), ("origin", operator.index(origin))):
+        for name, value in (("table", ids), ("tokens", tokens), ("origin", first)):
             object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an array that was pickled may be written again
+        return Span, (self.table, self.tokens, self.origin)
 
     def __repr__(self) -> str:
         return (

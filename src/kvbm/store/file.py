@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import math
 import mmap
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from ..cache import replacing
-from ..errors import BindError
+from ..errors import BindError, LayoutError
 from ..shapes import ITEMSIZE, PACKED, BlockShape
 from ..spans import merge_steps
 from .digests import DIGEST, PARTS, Digests, Kinds
@@ -116,7 +117,7 @@ class Stored:
             return BlockShape(**_parsed(text))
         except (TypeError, ValueError) as error:
             raise BindError(
-                f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r:.200} ({error})"
+                f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r:.200} ({error!s:.500})"
             ) from None
 
     @property
@@ -196,7 +197,10 @@ class Stored:
             The file is in another layout, of another shape, or its tensors are not what the layout says.
         """
         shape, num_blocks = self._agree(layout, shape, num_blocks)
-        resolved = layout.resolve(shape, num_blocks)
+        try:
+            resolved = layout.resolve(shape, num_blocks)
+        except LayoutError as error:  # the file's own shape, most often
+            raise BindError(f"{self.path}: {error}") from None
         offsets = self._check_tensors(layout, resolved)
         with self.path.open("rb") as file:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -206,11 +210,11 @@ class Stored:
         """Settle shape and number of blocks between the caller and the file; refuse where they disagree."""
         version = self.metadata.get("kvbm.format", FORMAT)
         if version != FORMAT:
-            raise BindError(f"{self.path}: kvbm.format is {version!r}; this version of kvbm reads {FORMAT!r}")
+            raise BindError(f"{self.path}: kvbm.format is {version!r:.60}; this version of kvbm reads {FORMAT!r}")
         if self.fingerprint is not None and self.fingerprint != layout.fingerprint:
             raise BindError(
-                f"{self.path}: the file is in layout {self.layout_name or '?'!r} "
-                f"({self.metadata.get('kvbm.order', '?')}, fingerprint {self.fingerprint}), "
+                f"{self.path}: the file is in layout {self.layout_name or '?'!r:.200} "
+                f"({self.metadata.get('kvbm.order', '?'):.500}, fingerprint {self.fingerprint:.60}), "
                 f"not in {layout.name!r} ({layout.order_text}, fingerprint {layout.fingerprint})"
             )
         if self.shape is not None and shape is not None and self.shape != shape:
@@ -238,7 +242,8 @@ class Stored:
         )  # there may be far more than the file has bytes: they are not listed before that is known
         missing = next((name for name in map(_name, range(count)) if name not in self.tensors), None)
         if missing is not None:
-            have = ", ".join(list(self.tensors)[:3]) + (", …" if len(self.tensors) > 3 else "")
+            names = [f"{name:.60}" for name in list(self.tensors)[:3]]
+            have = ", ".join(names) + (", …" if len(self.tensors) > 3 else "")
             raise BindError(
                 f"{self.path}: no tensor {missing!r}; layout {layout.name!r} expects {count:,}, {_name(0)!r} "
                 f"to {_name(count - 1)!r} in table order (the file has {len(self.tensors)}: {have})"
@@ -246,7 +251,7 @@ class Stored:
         if len(self.blocks) > count:
             known = set(map(_name, range(count)))
             extra = next(name for name in self.blocks if name not in known)
-            raise BindError(f"{self.path}: tensor {extra!r} is one too many: layout {layout.name!r} has {count}")
+            raise BindError(f"{self.path}: tensor {extra!r:.200} is one too many: layout {layout.name!r} has {count}")
         offsets = []
         for index, allocation in enumerate(resolved.allocations):
             name = _name(index)
@@ -254,7 +259,7 @@ class Stored:
             if (entry.dtype, entry.shape) != expected:
                 raise BindError(
                     f"{self.path}: tensor {name!r} ({allocation.label or 'the only one'}): expected {expected[0]} "
-                    f"{list(expected[1])} (axes {' '.join(allocation.axes)}), got {entry.dtype} {list(entry.shape)}"
+                    f"{list(expected[1])} (axes {' '.join(allocation.axes)}), got {entry.dtype:.60} {list(entry.shape)!r:.200}"
                 )
             offsets.append(entry.begin)
         return offsets
@@ -292,10 +297,12 @@ def read(path: str | os.PathLike[str]) -> Stored:
         metadata = header.pop("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__: expected texts")
+        for one in itertools.chain(metadata, metadata.values(), header):
+            one.encode()  # half a character, as JSON may have one, is none
         entries = {name: _read_entry(tensor, 8 + length) for name, tensor in header.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = f"no key {error}" if isinstance(error, KeyError) else error
-        raise BindError(f"{path}: not a safetensors file: its header does not parse ({why})") from None
+        raise BindError(f"{path}: not a safetensors file: its header does not parse ({why!s:.500})") from None
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     end = 8 + length
     for name, entry in entries.items():
@@ -303,8 +310,8 @@ def read(path: str | os.PathLike[str]) -> Stored:
         bytes_ = entry.end - entry.begin
         if entry.begin != end or bytes_ < 0 or (bits and math.prod(entry.shape) * bits != bytes_ * 8):
             raise BindError(
-                f"{path}: tensor {name!r}: {entry.dtype} {list(entry.shape)} at bytes {entry.begin:,} to {entry.end:,} "
-                f"of the file; expected {-(-math.prod(entry.shape) * (bits or 0) // 8):,} bytes from {end:,} on"
+                f"{path}: tensor {name!r:.200}: {entry.dtype:.60} {list(entry.shape)!r:.200} at bytes {entry.begin:,} to "
+                f"{entry.end:,} of the file; expected {-(-math.prod(entry.shape) * (bits or 0) // 8):,} bytes from {end:,} on"
             )
         end = entry.end
     if end != size:
@@ -332,6 +339,7 @@ def _read_entry(said: Any, start: int) -> Entry:
     dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(dtype, str):
         raise ValueError(f"dtype: expected a text, got {dtype!r:.60}")
+    dtype.encode()
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"shape: expected a list of at most {_MAX_DIMENSIONS} sizes, got {shape!r:.60}")
     for number in (*shape, begin, end):
@@ -398,11 +406,10 @@ def create(
     kinds = digests.kinds if isinstance(digests, Digests) else Kinds.of(resolved) if digests else Kinds()
     header, offsets = _header(layout, shape, resolved, kinds, metadata or {})
     size = min(offsets) + resolved.nbytes
-    if not Path(path).parent.is_dir():  # a typing error makes no folders
-        raise FileNotFoundError(errno.ENOENT, "no such folder", str(Path(path).parent))
-    mode = 0o666
-    if force and os.path.exists(path):  # what was private stays so
-        mode = os.stat(path).st_mode & 0o777
+    path = Path(path)
+    if not path.parent.is_dir():  # a typing error makes no folders
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(path.parent))
+    mode = path.stat().st_mode & 0o777 if force and path.exists() else 0o666  # what was private stays so
     with replacing(path, new=not force, durable=True, mode=mode) as part:
         with part.open("rb+") as file:
             _reserve(file.fileno(), size, path)

@@ -53,7 +53,7 @@ def digest(
             positions = np.arange(first, first + held.shape[0], dtype=_U).reshape(-1, *[1] * place.ndim)
             key = positions * _U(each) + _U(before) + place
             weight = _fold(_fold(key * _OF_KEY[0]) * _OF_KEY[1]) | _U(1)
-            total += (weight * _fold(_OF_CELL + sum(words[..., j] * _OF_WORD[j] for j in range(4)))).sum(dtype=_U)
+            total += (weight * _fold(_OF_CELL + (words * np.array(_OF_WORD)).sum(-1, dtype=_U))).sum(dtype=_U)
             before += lanes[name]
     return int(total)
 
