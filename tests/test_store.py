@@ -617,3 +617,38 @@ def test_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocates: bo
         store.save(tmp_path / "out", big)
     assert error.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
     assert bool(written) != allocates
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nhd", "universal"])
+def test_a_pool_on_a_gpu(tmp_path: Path, name: str) -> None:
+    """Its digests are the GPU's, those of the file the host's; what is wrong in a file is named when it is read to the GPU."""
+    near = noise("vllm/LBHNC", FEW.replace("nt=4", "nt=16"), 70)
+    store.save(tmp_path / "near", near, list(range(69, -1, -1)))
+    far = store.load(tmp_path / "near", layout=kvbm.load(name), device="cuda:0")
+    store.save(tmp_path / "far", far, [1, 0], layout=kvbm.load("hnd"))
+    assert same(stored(tmp_path / "far"), stored(tmp_path / "near").take([1, 0]))
+    assert np.array_equal(stored(tmp_path / "far").blocks, near.digest([68, 69])) and store.verify(tmp_path / "far") == []
+    store.convert(tmp_path / "near", tmp_path / "out", kvbm.load("vllm/paged_attn_v0"), device="cuda:0")
+    assert same(stored(tmp_path / "out"), stored(tmp_path / "near")) and store.verify(tmp_path / "out") == []
+    flip(tmp_path / "near", store.read(tmp_path / "near").tensors["alloc_00000"].begin)
+    for call in (
+        lambda: store.load(tmp_path / "near", device="cuda:0"),
+        lambda: store.convert(tmp_path / "near", tmp_path / "bad", kvbm.load("hnd"), device="cuda:0"),
+    ):
+        with pytest.raises(kvbm.DigestError, match="near: block 0: layer 0, token 0: "):
+            call()
+    assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.gpu
+def test_a_pool_of_torch_s(tmp_path: Path, torch: Any) -> None:
+    """What a stream of torch's writes is saved, though it is the current one and nobody waited."""
+    near = noise("vllm/LBHNC", FEW.replace("nt=4", "nt=16"), 70)
+    tensor = torch.from_numpy(near.arrays[0].view(np.int16)).view(torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        there = tensor.cuda().clone()
+        pool = kvbm.Pool(near.layout, near.shape, there)
+        store.save(tmp_path / "out", pool)
+    assert np.array_equal(stored(tmp_path / "out").blocks, near.digest()) and store.verify(tmp_path / "out") == []
