@@ -44,4 +44,4 @@ def test_the_tables_name_what_there_is(tmp_path: Path, monkeypatch: pytest.Monke
     listed = set(re.findall(r"`(kvbm\.[a-z_]+)`", TEXT.split("| metadata |")[1].split("\n\n")[0]))
     assert listed == set(stored.metadata) | {"kvbm.planes"}
     functions = set(re.findall(r"^\| `(\w+)\(", TEXT, re.MULTILINE))
-    assert functions == {name for name in store.__all__ if name.islower()} - {"layout_of"}
+    assert functions == {name for name in store.__all__ if name.islower()}

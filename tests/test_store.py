@@ -590,6 +590,31 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == b"mine" and len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize("nameless", [True, False])
+def test_contents_are_on_the_disk_before_the_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nameless: bool
+) -> None:
+    """And the name before the call returns."""
+    steps = []
+    fsync, replace = os.fsync, Path.replace
+
+    def sync(fd: int) -> None:
+        steps.append("folder" if Path(f"/proc/self/fd/{fd}").samefile(tmp_path) else "file")
+        fsync(fd)
+
+    def named(part: Path, result: Path) -> Path:
+        steps.append("name")
+        return replace(part, result)
+
+    if not nameless:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    store.save(tmp_path / "out", noise("nhd", FEW))
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", named)
+    store.save(tmp_path / "out", noise("nhd", FEW), force=True)
+    assert steps == ["file", "name", "folder"] and kvbm.store is store
+
+
 @pytest.mark.parametrize("allocates", [True, False])
 @pytest.mark.parametrize("nameless", [True, False])
 def test_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocates: bool, nameless: bool) -> None:

@@ -63,9 +63,7 @@ def layout_of(stored: Stored) -> Layout:
     return layout
 
 
-def _open(
-    path: _Path, source: Layout | None, shape: BlockShape | None, num_blocks: int | None
-) -> tuple[Stored, Pool]:
+def _open(path: _Path, source: Layout | None, shape: BlockShape | None, num_blocks: int | None) -> tuple[Stored, Pool]:
     stored = read(path)
     return stored, stored.pool(layout_of(stored) if source is None else source, shape, num_blocks)
 
@@ -195,7 +193,9 @@ def _refuse(src: _Side, dst: _Side, known: Digests, rows: Sequence[int], stream:
     if not found:
         title, found = f"{src.title} → {dst.title}", damages(known, dst.pool, rows, names, dst.stream())
     if not found:  # memory or disk that gives other bytes each time
-        raise DigestError(f"{title}: block {names[0]} was wrong, and was not when it was read again", pairs=tuple(names))
+        raise DigestError(
+            f"{title}: block {names[0]} was wrong, and was not when it was read again", pairs=tuple(names)
+        )
     more = f"; and {len(found) - 1} more of the blocks that were compared" if len(found) > 1 else ""
     raise DigestError(f"{title}: {found[0]}{more}", pairs=tuple(one.block for one in found))
 
@@ -383,11 +383,9 @@ def convert(
     kinds = Kinds.of(mapped.resolved)
     rows = Digests.zeros(mapped.shape, len(names), kinds) if verify and known is None and kinds.blocks else None
     has_digests = Kinds.of(layout.resolve(mapped.shape, len(names))).blocks
-    write = has_digests and (known or rows or verify)
+    write = (has_digests and (known or rows)) or False
     step = _step(mapped, len(names))
-    with create(
-        target, layout, mapped.shape, len(names), digests=write, metadata=stored.metadata, force=force
-    ) as made:
+    with create(target, layout, mapped.shape, len(names), digests=write, metadata=stored.metadata, force=force) as made:
         src = _Side(mapped, str(stored.path), names, known)
         dst = _Side(made, str(target), range(len(names)))
         move = _mover(mapped, made, step) if device == "cpu" else _by_way_of(device, mapped, made, step)
@@ -436,7 +434,9 @@ def verify(
     """
     stored = read(path)
     if stored.digests is None:
-        raise BindError(f"{stored.path}: the file has no digests: `kvbm digest --write` adds those of what it holds now")
+        raise BindError(
+            f"{stored.path}: the file has no digests: `kvbm digest --write` adds those of what it holds now"
+        )
     pool = stored.pool(layout_of(stored) if source is None else source)
     names = _chosen(stored.path, ids, pool.num_blocks)
     found = []

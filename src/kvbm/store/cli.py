@@ -58,15 +58,19 @@ _BLOCKS = click.option("--blocks", callback=_runs, metavar="LIST", help="Only th
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
 
 
-def _source_options(command: Any) -> Any:
+def _source_options(name: str) -> Callable[[Any], Any]:
     """What a file does not say."""
-    for option in (
-        num_blocks_option("Blocks in the file; needed if neither the file nor its size says."),
-        shape_option(required=False),
-        layout_option("--from", "src_name", help="Layout of the file; needed if it does not say."),
-    ):
-        command = option(command)
-    return command
+
+    def add(command: Any) -> Any:
+        for option in (
+            num_blocks_option(f"Blocks in {name}; needed if neither {name} nor its size says."),
+            shape_option(required=False),
+            layout_option("--from", "src_name", help=f"Layout of {name}; needed if {name} does not say."),
+        ):
+            command = option(command)
+        return command
+
+    return add
 
 
 @contextlib.contextmanager
@@ -81,7 +85,7 @@ def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
 @click.argument("source", metavar="IN", type=_FILE)
 @click.argument("target", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path))
 @layout_option("--to", "dst_name", required=True, help="Layout of OUT.")
-@_source_options
+@_source_options("IN")
 @_BLOCKS
 @click.option("--device", default="cpu", show_default=True, help="Where to convert: cpu or cuda:N.")
 @click.option("--no-verify", is_flag=True, help="Compare no digests, and make none; OUT gets those that IN has.")
@@ -154,9 +158,9 @@ def convert(
 @_BLOCKS
 @_JSON
 def verify(paths: tuple[Path, ...], src_name: str | None, blocks: Sequence[range] | None, as_json: bool) -> None:
-    """Compare blocks of safetensors files with the digests that were stored with them.
+    """Compare blocks of safetensors files with their digests.
 
-    Prints each block that is not what it was, with the layers and tokens that are wrong: no others are. Exits with 21 if
+    Digests are stored by `kvbm convert` and by `kvbm digest --write`. Prints each block that is not what it was, with the layers and tokens that are wrong: no others are. Exits with 21 if
     there is one; else with the code of the first file that cannot be read or has no digests.
     """
     from .. import store
@@ -174,7 +178,9 @@ def verify(paths: tuple[Path, ...], src_name: str | None, blocks: Sequence[range
         if not as_json:
             for one in found:
                 click.echo(f"{path}: {one}")
-            click.echo(f"{path}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}")
+            click.echo(
+                f"{path}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}"
+            )
         return {"num_blocks": stored.num_blocks, "compared": checked, "wrong": [_as_json(one) for one in found]}
 
     code = _each(paths, look, as_json)
@@ -195,7 +201,7 @@ def _as_json(one: Damage) -> dict[str, Any]:
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=_FILE, metavar="FILE...")
-@_source_options
+@_source_options("FILE")
 @_BLOCKS
 @click.option("--write", is_flag=True, help="Write the digests into files that have none.")
 @_JSON
@@ -208,10 +214,10 @@ def digest(
     write: bool,
     as_json: bool,
 ) -> None:
-    """Print the digest of each block of safetensors files, as the blocks are now.
+    """Print the digest of each block of safetensors files.
 
-    It depends on what a block holds and on no layout: a converted file has the same. Digests that are stored in a file are
-    not looked at; `kvbm verify` compares them.
+    It depends on what a block holds and on no layout: a converted file has the same. It is the digest of the block as it is
+    now; `kvbm verify` compares it with the one that is stored.
 
     With --write a file that has no digests is written anew with them; it is replaced when the new one is whole.
     """

@@ -71,7 +71,9 @@ class Kinds:
 
     def nbytes(self, shape: BlockShape, num_blocks: int) -> int:
         """Bytes that they take in a file."""
-        return sum(8 * math.prod(sizes) for kind, sizes in Digests.sizes(shape, num_blocks).items() if getattr(self, kind))
+        return sum(
+            8 * math.prod(sizes) for kind, sizes in Digests.sizes(shape, num_blocks).items() if getattr(self, kind)
+        )
 
 
 def _plan(section: Section, choices: Iterable[tuple[str, Any]]) -> None:
@@ -117,7 +119,9 @@ class Digests:
         return cls(**{kind: np.zeros(size, np.uint64) for kind, size in sizes.items() if getattr(kinds, kind)})
 
     @classmethod
-    def of(cls, pool: Pool, ids: Sequence[int] | None = None, *, kinds: Kinds | None = None, stream: Any = None) -> Digests:
+    def of(
+        cls, pool: Pool, ids: Sequence[int] | None = None, *, kinds: Kinds | None = None, stream: Any = None
+    ) -> Digests:
         """Digest blocks of a pool.
 
         Parameters
