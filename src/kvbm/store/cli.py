@@ -160,8 +160,9 @@ def convert(
 def verify(paths: tuple[Path, ...], src_name: str | None, blocks: Sequence[range] | None, as_json: bool) -> None:
     """Compare blocks of safetensors files with their digests.
 
-    Digests are stored by `kvbm convert` and by `kvbm digest --write`. Prints each block that is not what it was, with the layers and tokens that are wrong: no others are. Exits with 21 if
-    there is one; else with the code of the first file that cannot be read or has no digests.
+    Digests are stored by `kvbm convert` and by `kvbm digest --write`. Prints each block that is not what it was, with the
+    layers and tokens that are wrong: no others are. Exits with 21 if there is one; else with the code of the first file
+    that cannot be read or has no digests.
     """
     from .. import store
 
