@@ -125,8 +125,9 @@ def _name(handle: int, path: Path) -> None:
     folder = os.open(path.parent, os.O_RDONLY)  # with a folder Python calls linkat, which follows the link
     try:
         os.link(_by_number(handle), path, src_dir_fd=folder, follow_symlinks=True)
-    except FileExistsError:
-        raise FileExistsError(errno.EEXIST, "already there", str(path)) from None
+    except OSError as error:  # with the name that a user knows
+        what = "already there" if isinstance(error, FileExistsError) else error.strerror
+        raise OSError(error.errno, what, str(path)) from None
     finally:
         os.close(folder)
 
