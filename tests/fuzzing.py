@@ -612,6 +612,7 @@ def try_file(rng: random.Random, given: tuple[bytes, str]) -> None:
     def take() -> tuple[store.Stored, Pool]:
         stored = store.read(path)
         assert stored.layout_name is None or isinstance(stored.layout_name, str)
+        stored.digests  # noqa: B018
         return stored, stored.pool(layout, None if rng.randrange(3) else stored.shape)
 
     _stored, pool = refusal(take, str(path))

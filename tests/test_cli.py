@@ -40,7 +40,10 @@ def ok(*args: str | Path) -> str:
 
 def test_help() -> None:
     text = ok("--help")
-    for command in ("layouts", "show", "check", "plan", "gallery", "schema", "codegen", "convert", "doctor", "demo", "reshard"):
+    for command in (
+        "layouts", "show", "check", "plan", "gallery", "schema", "codegen", "convert", "digest", "doctor", "demo", "reshard",
+        "verify",
+    ):  # fmt: skip
         assert command in text
         assert "Usage" in ok(command, "--help")
     assert kvbm.__version__ in ok("--version")
@@ -238,6 +241,8 @@ def _check(path: Path, name: str, text: str, blocks: int) -> dict[str, str]:
     shape = kvbm.load_shape(text)
     where = placed(matrix.orders()[name], shape, blocks)
     body = np.frombuffer(raw[8 + length :], np.uint8)
+    digests = [header.pop(name) for name in [*header] if name.startswith("kvbm.digests")]
+    body = body[max(each["data_offsets"][1] for each in digests) :]
     assert [header[f"alloc_{i:05d}"]["shape"] for i in range(len(where.spaces))] == [
         list(s.shape) for s in where.spaces
     ]
@@ -354,6 +359,108 @@ def test_convert_keeps_what_is_there(tmp_path: Path) -> None:
     _check(out, "universal", SHAPE, 3)
 
 
+# ---- digests of files ------------------------------------------------------------------------------------------------
+
+
+def _flip(path: Path, tensor: str, at: int) -> None:
+    from kvbm import store
+
+    raw = bytearray(path.read_bytes())
+    raw[store.read(path).tensors[tensor].begin + at] ^= 16
+    path.write_bytes(raw)
+
+
+def _two_files(tmp_path: Path) -> tuple[Path, Path]:
+    """The same blocks in two layouts."""
+    _source(tmp_path / "bare", "nhd", SHAPE, 5)
+    one, other = tmp_path / "one", tmp_path / "other"
+    said = ok("convert", tmp_path / "bare", one, "--from", "nhd", "--to", "vllm/LBHNC", "--shape", SHAPE)
+    assert said.endswith("on cpu, verified\n")
+    ok("convert", one, other, "--to", "universal")
+    return one, other
+
+
+def test_digest(tmp_path: Path) -> None:
+    one, other = _two_files(tmp_path)
+    pool = kvbm.Pool(kvbm.load("nhd"), kvbm.load_shape(SHAPE), _arrays(tmp_path / "bare"))
+    want = [f"{value:016x}" for value in pool.digest().tolist()]
+    assert ok("digest", one) == "".join(f"{text}  {one}:{block}\n" for block, text in enumerate(want))
+    args = ("--from", "nhd", "--shape", SHAPE)
+    for text in (ok("digest", "--json", one, other), ok("digest", "--json", tmp_path / "bare", *args)):
+        told = json.loads(text)
+        assert told.keys() == {"digest", "files"} and told["digest"] == "kvbm-digest-1"
+        for file in told["files"]:
+            assert file.keys() == {"path", "error", "blocks"} and file["error"] is None
+            assert file["blocks"] == [{"block": block, "digest": text} for block, text in enumerate(want)]
+    assert [line.split()[0] for line in ok("digest", other, "--blocks", "4,1-2").splitlines()] == [want[i] for i in (4, 1, 2)]
+    assert ok("digest", "--write", tmp_path / "bare", *args).split()[0::2] == want
+    assert "5 blocks compared, all as they were" in ok("verify", tmp_path / "bare")
+    again = call("digest", "--write", tmp_path / "bare")
+    assert again.exit_code == kvbm.BindError.exit_code and "the file has digests" in again.stderr
+    assert call("digest", "--write", other, "--blocks", "1").exit_code == 2
+
+
+def _arrays(path: Path) -> list[np.ndarray]:
+    from kvbm import store
+
+    return list(store.read(path).pool(kvbm.load("nhd"), kvbm.load_shape(SHAPE)).arrays)
+
+
+def test_verify(tmp_path: Path) -> None:
+    """What is wrong is told of every file; the exit code is that of digests before all others."""
+    one, other = _two_files(tmp_path)
+    assert ok("verify", one, other).splitlines() == [f"{path}: 5 blocks compared, all as they were" for path in (one, other)]
+    _flip(one, "alloc_00000", (1 * 5 + 1) * 4 * 16 * 64 * 2 + 70)  # l b h n c: K and V of a token side by side
+    result = call("verify", tmp_path / "bare", other, one)
+    assert result.exit_code == kvbm.DigestError.exit_code == 21 and "bare: the file has no digests" in result.stderr
+    first, line, last = result.stdout.splitlines()
+    assert first.startswith(str(other)) and last == f"{one}: 5 blocks compared, 1 wrong"
+    assert line.startswith(f"{one}: block 1: layer 1, token 0: digest 0x"), line
+    told = json.loads(call("verify", "--json", one, tmp_path / "bare").stdout)
+    assert told["digest"] == "kvbm-digest-1" and [file["path"] for file in told["files"]] == [str(one), str(tmp_path / "bare")]
+    wrong, bare = told["files"]
+    assert wrong.keys() == {"path", "error", "num_blocks", "compared", "wrong"} and bare.keys() == {"path", "error"}
+    assert wrong["error"] is None and "no digests" in bare["error"] and (wrong["num_blocks"], wrong["compared"]) == (5, 5)
+    (damage,) = wrong["wrong"]
+    assert damage | {"stored": "", "found": ""} == {
+        "block": 1, "what": "data", "layers": [1], "tokens": [0], "stored": "", "found": ""
+    }  # fmt: skip
+    assert damage["stored"] == ok("digest", other).split()[2] != damage["found"]
+    assert call("verify", one, "--blocks", "0,2-4").exit_code == 0
+    assert call("verify", one, "--blocks", "0-1").exit_code == 21
+    assert call("verify", tmp_path / "bare").exit_code == kvbm.BindError.exit_code
+
+
+def test_convert_verifies(tmp_path: Path) -> None:
+    one, other = _two_files(tmp_path)
+    _flip(one, "alloc_00000", 0)
+    before = other.read_bytes()
+    result = call("convert", one, other, "--to", "hnd", "--force")
+    assert result.exit_code == kvbm.DigestError.exit_code and f"error: {one}: block 0: layer 0, token 0: digest" in result.stderr
+    assert other.read_bytes() == before
+    ok("convert", one, other, "--to", "hnd", "--force", "--blocks", "1-4")
+    assert "4 blocks compared, all" in ok("verify", other)
+    assert "verified" not in ok("convert", one, other, "--to", "hnd", "--force", "--no-verify")
+    assert f"{other}: block 0: layer 0, token 0" in call("verify", other).stdout
+    ok("convert", tmp_path / "bare", other, "--from", "nhd", "--to", "hnd", "--shape", SHAPE, "--force", "--no-verify")
+    assert "no digests" in call("verify", other).stderr
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "3-1", "-1", "1,,2", "1;2", "9" * 5000, "1-99999999999", "²"])
+def test_blocks_that_are_no_numbers(tmp_path: Path, text: str) -> None:
+    one, _ = _two_files(tmp_path)
+    result = call("verify", one, "--blocks", text)
+    assert result.exit_code == 2 and "numbers of blocks such as 3,7-9" in result.stderr and len(result.stderr) < 1000
+
+
+def test_blocks_that_there_are_not(tmp_path: Path) -> None:
+    one, _ = _two_files(tmp_path)
+    for text in ("5", "0-5", "0-4000000000"):
+        result = call("verify", one, "--blocks", text)
+        assert result.exit_code == kvbm.BindError.exit_code and str(one) in result.stderr, result.output
+    assert call("verify", one, "--blocks", "1,0-2").exit_code == 2
+
+
 @pytest.mark.gpu
 def test_convert_on_a_gpu(tmp_path: Path) -> None:
     _source(tmp_path / "in.safetensors", "vllm/LBHNC", SHAPE, 70)
@@ -401,14 +508,13 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) 
     """Red: SIGTERM and SIGHUP left the hidden file, at full size."""
     _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3)
     code = (
-        "import time, kvbm.cli as cli\n"
+        "import time, kvbm.cli as cli\nfrom kvbm.store import blocks\n"
         "def move(*_):\n    print('moving', flush=True)\n    time.sleep(60)\n"
-        "cli._on_host = move\ncli.main()"
+        "blocks.convert_blocks = move\ncli.main()"
     )
     args = ["convert", "in.safetensors", "out.safetensors", "--from", "nhd", "--to", "universal", "--shape", SHAPE]
     with subprocess.Popen([sys.executable, "-c", code, *args], cwd=tmp_path, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"moving\n"
-        assert len(list(tmp_path.iterdir())) == 2, "there is a hidden file"
         process.send_signal(number)
         assert process.wait(timeout=60) == (1 if number == signal.SIGINT else 128 + number)
     assert [path.name for path in tmp_path.iterdir()] == ["in.safetensors"]
@@ -661,7 +767,8 @@ def test_convert_planes(tmp_path: Path, torch: Any, src: str, dst: str, shape: s
             assert {name: plane[where] for name, plane in planes.items()} == {
                 p.plane: p.bases[0][each.apart] for p in each.parts
             }
-            assert len(file.keys()) == each.table_size
+            blocks = [name for name in file.keys() if not name.startswith("kvbm.digests")]  # noqa: SIM118
+            assert len(blocks) == each.table_size and file.get_tensor("kvbm.digests").shape == (5,)
             for number, (allocation, array) in enumerate(zip(each.allocations, pool.arrays, strict=True)):
                 tensor = file.get_tensor(f"alloc_{number:05d}")
                 assert tensor.dtype == dtypes[allocation.dtype], allocation

@@ -103,6 +103,10 @@ def test_files_are_converted_on_the_gpu(fake_gpu: FakeDriver, tmp_path: Path) ->
     fake_gpu("launches.files_are_converted_on_the_gpu", str(tmp_path), KVBM_TUNE="0")
 
 
+def test_files_of_a_pool_on_the_gpu(fake_gpu: FakeDriver, tmp_path: Path) -> None:
+    fake_gpu("launches.files_of_a_pool_on_the_gpu", str(tmp_path))
+
+
 # ---- what the GPU still uses when its owner lets go of it ------------------------------------------------------------
 
 

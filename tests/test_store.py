@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import signal
 import struct
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvbm
+import matrix
 from kvbm import store
+from kvbm.testing.digests import digest
+from memory import placed
 
 SHAPE = kvbm.BlockShape(nl=1, no=2, nh=1, nt=2, hd=2, dtype="int16")
 GOOD: dict[str, Any] = {
@@ -198,3 +207,473 @@ def test_a_shape_that_does_not_fit_the_layout_names_the_file(tmp_path: Path) -> 
     halves = kvbm.spec.parse("order: {k: '[b] l o h t d', v: '[b] l o h d t'}")
     with pytest.raises(kvbm.BindError, match=f"{tmp_path / 'in'}: .*no must be 1 or 2, got 3"):
         stored.pool(halves)
+
+
+# ---- digests ---------------------------------------------------------------------------------------------------------
+
+FEW = "nl=3,no=2,nh=2,nt=4,hd=8,dtype=bfloat16"
+MLA, V4 = "nl=2,no=1,nh=1,nt=8,hd=576,dtype=bfloat16", "nl=2,no=1,nh=1,nt=64,hd=512,dtype=bfloat16"
+GQA = "nl=2,no=2,nh=4,nt=128,hd=128,dtype=bfloat16"
+
+
+def noise(name: str | kvbm.Layout, text: str, blocks: int = 3) -> kvbm.Pool:
+    """Blocks whose every byte is noise, padding included."""
+    layout = kvbm.load(name) if isinstance(name, str) else name
+    pool, rng = kvbm.Pool.allocate(layout, kvbm.load_shape(text), blocks), np.random.default_rng(7)
+    for array in pool.arrays:
+        array.view(np.uint8)[...] = rng.integers(0, 256, array.view(np.uint8).shape, np.uint8)
+    return pool
+
+
+def same(one: store.Digests, other: store.Digests) -> bool:
+    pairs = zip(one.arrays(), other.arrays(), strict=True)
+    return all(a.dtype == b.dtype == np.uint64 and np.array_equal(a, b) for a, b in pairs)
+
+
+def stored(path: Path) -> store.Digests:
+    found = store.read(path).digests
+    assert found is not None
+    return found
+
+
+def test_digests_are_those_of_the_definition(tmp_path: Path) -> None:
+    """Of blocks, layers and tokens, each as NumPy has it, in every layout that the file is written in."""
+    text = 'order: "[b] t l o h d"\n'
+    pool = noise(kvbm.spec.parse(text, name="canonical"), FEW)
+    bytes_ = [array.view(np.uint8) for array in pool.arrays]  # t l o h, bytes
+    for name in ("nhd", "universal", "hnd", "vllm/LBHNC", "vllm/paged_attn_v0"):
+        store.save(tmp_path / "out", pool, layout=kvbm.load(name), force=True)
+        found = stored(tmp_path / "out")
+        assert found.layers is not None and found.tokens is not None
+        assert found.layers.shape == (3, 3) and found.tokens.shape == (3, 4)
+        for block, held in enumerate(bytes_):
+            assert found.blocks[block] == digest(held)
+            up_to = [digest(held[:, :count], model={"": (3, 2, 2)}) if count else 0 for count in range(4)]
+            assert [int(one) for one in found.layers[block]] == [(up_to[i + 1] - up_to[i]) % 2**64 for i in range(3)]
+            for token in range(4):
+                assert found.tokens[block, token] == digest(held[token : token + 1], token)
+        assert not found.torn().any()
+
+
+def test_digests_of_planes_in_four_bits(tmp_path: Path) -> None:
+    text = 'order: "[<x y> l] b"\nplanes: {x: {order: t d, dtype: int4}, y: {order: t, dtype: float64}}\n'
+    pool = noise(kvbm.spec.parse(text, name="mine"), "nl=2,no=1,nh=1,nt=3,hd=6", 5)
+    store.save(tmp_path / "out", pool, [4, 0])
+    found = stored(tmp_path / "out")
+    for row, block in enumerate((4, 0)):
+        x, y = (np.stack([array.view(np.uint8)[block].reshape(3, -1) for array in pool.arrays[at : at + 2]], 1) for at in (0, 2))
+        assert found.blocks[row] == digest({"x": x, "y": y})
+        assert found.tokens is not None and found.tokens[row, 2] == digest({"x": x[2:], "y": y[2:]}, 2)
+
+
+PAIRS = [
+    ("nhd", "universal", FEW),
+    ("vllm/LBHNC", "vllm/paged_attn_v0", FEW),
+    ("vllm/tpu", "hf/dynamic_cache", FEW),
+    ("operational", "operational", FEW),
+    ("vllm/fp8_ds_mla", "record/mla_fp8_tensors", MLA),
+    ("vllm/nvfp4", "record/nvfp4_tensors", GQA),
+    ("record/mxfp8_universal", "sglang/mxfp8", GQA),
+    ("vllm/deepseek_v4", "record/deepseek_v4_tokens", V4),
+    ("vllm/dsa_indexer_mxfp4", "record/dsa_indexer_mxfp4_tokens", V4.replace("512", "128")),
+]
+
+
+@pytest.mark.parametrize(("src", "dst", "shape"), PAIRS)
+def test_there_and_back(tmp_path: Path, src: str, dst: str, shape: str) -> None:
+    """Digests stay as they are in each layout, and so do blocks; padding is no part of either."""
+    pool = noise(src, shape, 5)
+    a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    store.save(a, pool)
+    store.convert(a, b, kvbm.load(dst))
+    store.convert(b, c, kvbm.load(src), [3, 1])
+    assert same(stored(a), stored(b)) and same(stored(a).take([3, 1]), stored(c))
+    assert np.array_equal(stored(a).blocks, pool.digest())
+    for path in (a, b, c):
+        assert store.verify(path) == [] and same(store.digest(path), stored(path))
+    back = store.load(b, [2, 4], layout=kvbm.load(src))
+    want = kvbm.Pool.allocate(pool.layout, pool.shape, 2)
+    for each in (back, want):  # what is compared is elements
+        clean = kvbm.Pool.allocate(pool.layout, pool.shape, 2)
+        for array in clean.arrays:
+            array.view(np.uint8)[...] = 0
+        kvbm.convert(*((back, clean) if each is back else (pool, clean)), None if each is back else [2, 4], [0, 1])
+        each.arrays = clean.arrays
+    assert all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in zip(back.arrays, want.arrays, strict=True))
+
+
+def flip(path: Path, at: int, bit: int = 3) -> None:
+    with path.open("rb+") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+@contextlib.contextmanager
+def flipped(path: Path, at: int, bit: int = 3) -> Iterator[None]:
+    flip(path, at, bit)
+    yield
+    flip(path, at, bit)
+
+
+@pytest.mark.parametrize("name", ["nhd", "universal", "vllm/LBHNC", "vllm/paged_attn_v0"])
+def test_a_flipped_bit_is_named(tmp_path: Path, name: str) -> None:
+    """Everywhere in the data: first and last bytes of each tensor, and some between; by where the oracle says that elements lie."""
+    path = tmp_path / "in"
+    store.save(path, noise(name, FEW))
+    tensors = [entry for key, entry in sorted(store.read(path).tensors.items()) if key.startswith("alloc")]
+    entries, offsets = placed(matrix.orders()[name], kvbm.load_shape(FEW), 3).address(range(3))
+    at = np.array([entry.begin for entry in tensors])[entries] + offsets  # b l o h t d
+    picks = np.random.default_rng(3).permutation(at.size)[:25].tolist()
+    picks += [int(np.flatnonzero(at == end)[0]) for entry in tensors for end in (entry.begin, entry.end - 2)][:20]
+    for pick in picks:
+        block, layer, _, _, token, _ = map(int, np.unravel_index(pick, at.shape))
+        with flipped(path, int(at.flat[pick]) + pick % 2, pick % 8):
+            (found,) = store.verify(path)
+            assert (found.block, found.what, found.layers, found.tokens) == (block, "data", (layer,), (token,))
+            assert found.expected == stored(path).blocks[block] != found.found
+            assert store.verify(path, [b for b in range(3) if b != block]) == []
+    with contextlib.ExitStack() as stack:
+        for place in ((1, 0, 0, 0, 2, 0), (1, 2, 1, 1, 3, 7), (0, 1, 0, 0, 0, 0)):
+            stack.enter_context(flipped(path, int(at[place])))
+        zero, one = store.verify(path)
+        assert (one.block, one.layers, one.tokens) == (1, (0, 2), (2, 3)) and (zero.layers, zero.tokens) == ((1,), (0,))
+        said = r"in: block 1: layers 0, 2, tokens 2-3: digest 0x[0-9a-f]{16}, stored 0x[0-9a-f]{16}"
+        with pytest.raises(kvbm.DigestError, match=said) as error:
+            store.load(path, [1, 2])
+        assert error.value.pairs == (1,) and str(error.value).startswith(str(path))
+        with pytest.raises(kvbm.DigestError, match=r"block 0: layer 1, token 0: .*; and 1 more") as error:
+            store.convert(path, tmp_path / "out", kvbm.load("hnd"))
+        assert error.value.pairs == (0, 1) and not (tmp_path / "out").exists()
+        store.load(path, verify=False)
+        store.convert(path, tmp_path / "out", kvbm.load("hnd"), verify=False)
+        assert [each.block for each in store.verify(tmp_path / "out")] == [0, 1], "the digests are still those of before"
+
+
+def test_a_flipped_digest_is_named(tmp_path: Path) -> None:
+    """It is the digest that was changed, and of which block, layer or token; the block is not suspected."""
+    path = tmp_path / "in"
+    store.save(path, noise("nhd", FEW))
+    tensors = store.read(path).tensors
+    for key, wide, expected in (
+        ("kvbm.digests", 1, ((), ())),
+        ("kvbm.digests.layers", 3, (None, ())),
+        ("kvbm.digests.tokens", 4, ((), None)),
+    ):
+        entry = tensors[key]
+        for at in range(entry.begin, entry.end, 5):
+            row, column = divmod((at - entry.begin) // 8, wide)
+            with flipped(path, at):
+                (found,) = store.verify(path)
+                assert (found.block, found.what) == (row, "digests")
+                assert (found.layers, found.tokens) == tuple((column,) if one is None else one for one in expected)
+                with pytest.raises(kvbm.DigestError, match=f"in: block {row}: its stored digests were changed"):
+                    store.load(path)
+
+
+def test_no_flip_goes_unseen(tmp_path: Path) -> None:
+    """Of any byte of a file: an error, or the same blocks; in the header, too."""
+    path = tmp_path / "in"
+    pool = noise("universal", "nl=1,no=1,nh=1,nt=2,hd=2,dtype=int16", 2)
+    store.save(path, pool)
+    raw = path.read_bytes()
+    text = 8 + len(raw[8:].split(b"}  ")[0])
+    for at in [*range(text + 2), *range(text + 2, len(raw) - 200, 501), *range(len(raw) - 100, len(raw))]:
+        with flipped(path, at, at % 8):
+            try:
+                if store.verify(path):
+                    continue
+                found = store.load(path)
+            except kvbm.KvbmError:
+                continue
+            assert np.array_equal(found.digest(), pool.digest()), (at, raw[at - 20 : at + 20])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("vllm/tpu", "nl=1,no=2,nh=1,nt=2,hd=576,dtype=bfloat16"),
+        ("vllm/deepseek_v4", V4),
+        ("vllm/nvfp4", GQA.replace("128", "64")),
+    ],
+)
+def test_padding_is_no_part_of_a_block(tmp_path: Path, name: str, shape: str) -> None:
+    """A byte that holds no element may be changed; each other one is found."""
+    pool = noise(name, shape, 2)
+    store.save(tmp_path / "in", pool)
+    for array in pool.arrays:
+        array.view(np.uint8)[...] = 255
+    store.save(tmp_path / "ones", pool)  # of which padding is zeros
+    mask, told = (tmp_path / "ones").read_bytes(), []
+    for entry in store.read(tmp_path / "in").blocks.values():
+        rare = [at for at in range(entry.begin, entry.end) if not mask[at]][:: 1 + entry.end // 1000]
+        for at in (*range(entry.begin, entry.end, (entry.end - entry.begin) // 16 + 1), *rare[:8], *rare[-8:], entry.end - 1):
+            with flipped(tmp_path / "in", at):
+                assert bool(store.verify(tmp_path / "in")) == bool(mask[at])
+            told.append(bool(mask[at]))
+    assert True in told and (False in told or pool.nbytes == 2 * pool.resolved.block_bytes)
+
+
+# ---- files without, and with strange digests ---------------------------------------------------------------------------
+
+
+def test_files_without_digests(tmp_path: Path) -> None:
+    """They load and convert, and are given digests; those of others stay as they are."""
+    path, pool = tmp_path / "in", noise("nhd", FEW)
+    store.save(path, pool, digests=False, metadata={"mine": "kept", "kvbm.digest": "not kept"})
+    path.chmod(0o600)
+    assert store.read(path).digests is None and np.array_equal(store.load(path).digest(), pool.digest())
+    with pytest.raises(kvbm.BindError, match="has no digests: `kvbm digest --write`"):
+        store.verify(path)
+    store.convert(path, tmp_path / "bare", kvbm.load("hnd"), verify=False)
+    assert store.read(tmp_path / "bare").digests is None
+    store.convert(path, tmp_path / "out", kvbm.load("hnd"))
+    assert np.array_equal(stored(tmp_path / "out").blocks, pool.digest())
+    made = store.add_digests(path)
+    assert made.digests is not None and same(made.digests, stored(tmp_path / "out")) and store.verify(path) == []
+    assert made.metadata["mine"] == store.read(tmp_path / "out").metadata["mine"] == "kept"
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(kvbm.BindError, match="the file has digests"):
+        store.add_digests(path)
+
+
+def test_a_layout_without_digests(tmp_path: Path) -> None:
+    """Elements that share a byte along another axis than the last have none: such a file is written without, and says so."""
+    text = 'order: "[<x y> l] b"\nplanes: {x: {order: d t, dtype: int4}, y: {order: t, dtype: float32}}\n'
+    layout = kvbm.spec.parse(text, name="mine")
+    pool = noise(layout, "nl=2,no=1,nh=1,nt=4,hd=6")
+    with pytest.raises(kvbm.PlanError):
+        pool.digest()
+    store.save(tmp_path / "in", pool)
+    assert store.read(tmp_path / "in").digests is None and store.load(tmp_path / "in", source=layout).num_blocks == 3
+    for call in (store.digest, store.add_digests):
+        with pytest.raises(kvbm.PlanError, match="share a byte"):
+            call(tmp_path / "in", source=layout)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"__metadata__": {"kvbm.digest": "kvbm-digest-2"}}, "kvbm.digest is 'kvbm-digest-2'"),
+        ({"__metadata__": {"kvbm.digest": None}}, "kvbm.digest is None"),
+        ({"__metadata__": {"kvbm.shape": None}}, "does not say its shape"),
+        ({"kvbm.digests": {"dtype": "F64"}}, r"'kvbm.digests': expected I64 \[3\], got F64"),
+        ({"kvbm.digests.layers": {"shape": [1, 9]}}, r"expected I64 \[3, 3\], got I64 \[1, 9\]"),
+        ({"kvbm.digests": None, "kvbm.digest": {}}, "expected|too many|bytes"),
+    ],
+)
+def test_strange_digests(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / "in"
+    store.save(path, noise("nhd", FEW))
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    for key, changes in change.items():
+        for name, value in (changes or {}).items():
+            header.setdefault(key, {})[name] = value
+            if value is None:
+                del header[key][name]
+        if changes is None:
+            del header[key]
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    with pytest.raises(kvbm.BindError, match=said) as error:
+        store.verify(path)
+    assert str(error.value).startswith(str(path))
+
+
+def test_other_readers_take_all_of_it(tmp_path: Path, torch: Any) -> None:
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    pool = noise("nhd", FEW.replace("bfloat16", "float16"))
+    store.save(tmp_path / "in", pool)
+    found = load_file(tmp_path / "in")
+    assert np.array_equal(found["kvbm.digests"].view(np.uint64), pool.digest())
+    assert pytest.importorskip("safetensors.torch").load_file(tmp_path / "in")["kvbm.digests.tokens"].dtype == torch.int64
+    stored_ = store.read(tmp_path / "in")
+    assert min(entry.begin for entry in stored_.blocks.values()) % 4096 == 0, "kernels use their widest words"
+
+
+def test_a_wrong_copy_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong on the way, it is no file; and what was there stays."""
+    from kvbm.store import blocks
+
+    pool = noise("nhd", FEW)
+    store.save(tmp_path / "in", pool)
+    (tmp_path / "out").write_bytes(b"mine")
+    right = blocks.convert_blocks
+
+    def wrong(src: Any, dst: Any, ids: Any, into: Any, **rest: Any) -> None:
+        right(src, dst, ids, into, **rest)
+        right(src.section(l=1), dst.section(l=2), [ids[0]], [into[1]], **rest)
+
+    monkeypatch.setattr(blocks, "convert_blocks", wrong)
+    said = "block 1: layer 2, tokens 0-3: "
+    with pytest.raises(kvbm.DigestError, match=f"in → .*out: {said}"):
+        store.convert(tmp_path / "in", tmp_path / "out", kvbm.load("hnd"), force=True)
+    with pytest.raises(kvbm.DigestError, match=f"Pool.* → .*out: {said}"):
+        store.save(tmp_path / "out", pool, force=True)
+    with pytest.raises(kvbm.DigestError, match=f"in → Pool.*: {said}"):
+        store.load(tmp_path / "in")
+    assert {each.name: each.stat().st_size > 4 for each in tmp_path.iterdir()} == {"in": True, "out": False}
+
+
+def test_blocks_that_there_are_not(tmp_path: Path) -> None:
+    store.save(tmp_path / "in", noise("nhd", FEW))
+    for call in (store.load, store.verify, store.digest):
+        for ids, said in (([3], "0 to 2, got 3"), ([-1], "got -1"), ([1, 1], "block once"), ([], "one block"), ("1", "numbers")):
+            with pytest.raises(kvbm.BindError, match=said):
+                call(tmp_path / "in", ids)
+
+
+def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvbm.store import blocks
+
+    monkeypatch.setattr(blocks, "_STEP_BYTES", 1)
+    pool, told = noise("nhd", FEW), []
+    each = pool.resolved.block_bytes
+    store.save(tmp_path / "in", pool, progress=lambda *said: told.append(said))
+    assert told == [(done * each, 3 * each) for done in (1, 2, 3)]
+    assert same(stored(tmp_path / "in"), store.Digests.of(pool)), "step by step"
+    store.convert(tmp_path / "in", tmp_path / "out", kvbm.load("hnd"))
+    assert store.verify(tmp_path / "out", progress=lambda *said: told.append(said)) == [] and len(told) == 6
+
+
+# ---- whole, or not at all ----------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+import kvbm
+from kvbm import cache, store
+from kvbm.store import blocks, file
+
+what, named = sys.argv[1:]
+if named == "named":
+    del os.O_TMPFILE
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "copy":
+    blocks.convert_blocks = die
+elif what == "sync":
+    cache._sync = die
+elif what == "replace":
+    cache.Path.replace = die
+store.convert("in", "out", kvbm.load("hnd"), force=True)
+"""
+
+
+@pytest.mark.parametrize("named", ["nameless", "named"])
+@pytest.mark.parametrize("what", ["copy", "sync", "replace"])
+def test_a_kill_leaves_the_old_file(tmp_path: Path, what: str, named: str) -> None:
+    store.save(tmp_path / "in", noise("nhd", FEW))
+    (tmp_path / "out").write_bytes(b"mine")
+    done = subprocess.run([sys.executable, "-c", KILLED, what, named], cwd=tmp_path, check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL and (tmp_path / "out").read_bytes() == b"mine"
+    left = {each.name for each in tmp_path.iterdir()} - {"in", "out"}
+    if named == "nameless" and what != "replace" and hasattr(os, "O_TMPFILE"):
+        assert not left, "a file without a name goes with its process"
+    store.convert(tmp_path / "in", tmp_path / "out", kvbm.load("hnd"), force=True)
+    assert store.verify(tmp_path / "out") == []
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The system's own refusal, by a limit to the size of files: at once, and nothing is left."""
+    store.save(tmp_path / "in", noise("nhd", FEW))
+    (tmp_path / "out").write_bytes(b"mine")
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+        "import kvbm; from kvbm import store\n"
+        "store.convert('in', 'out', kvbm.load('hnd'), force=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 1 and "bytes wanted" in done.stderr, done.stderr
+    assert (tmp_path / "out").read_bytes() == b"mine" and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_contents_are_on_the_disk_before_the_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nameless: bool
+) -> None:
+    """And the name before the call returns."""
+    steps = []
+    fsync, replace = os.fsync, Path.replace
+
+    def sync(fd: int) -> None:
+        steps.append("folder" if Path(f"/proc/self/fd/{fd}").samefile(tmp_path) else "file")
+        fsync(fd)
+
+    def named(part: Path, result: Path) -> Path:
+        steps.append("name")
+        return replace(part, result)
+
+    if not nameless:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    store.save(tmp_path / "out", noise("nhd", FEW))
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", named)
+    store.save(tmp_path / "out", noise("nhd", FEW), force=True)
+    assert steps == ["file", "name", "folder"] and kvbm.store is store
+
+
+@pytest.mark.parametrize("allocates", [True, False])
+@pytest.mark.parametrize("nameless", [True, False])
+def test_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocates: bool, nameless: bool) -> None:
+    """Also where the file system cannot set space aside: then zeros are written, as a mapped page without a disk block kills."""
+    pool = noise("nhd", FEW)
+    written = []
+
+    def refuse(fd: int, begin: int, size: int) -> None:
+        raise OSError(errno.ENOSPC if allocates else errno.EOPNOTSUPP, "no")
+
+    def pwrite(fd: int, data: bytes, at: int) -> int:
+        written.append(len(data))
+        return len(data) // 2 if len(written) > 1 else os.lseek(fd, 0, os.SEEK_SET) + len(data)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    if not nameless:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    if not allocates:
+        store.save(tmp_path / "zeros", pool)
+        assert store.verify(tmp_path / "zeros") == []
+        (tmp_path / "zeros").unlink()
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    big = noise("nhd", FEW.replace("nt=4", "nt=4096"), 2)
+    with pytest.raises(OSError, match="bytes wanted") as error:
+        store.save(tmp_path / "out", big)
+    assert error.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
+    assert bool(written) != allocates
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nhd", "universal"])
+def test_a_pool_on_a_gpu(tmp_path: Path, name: str) -> None:
+    """Its digests are the GPU's, those of the file the host's; what is wrong in a file is named when it is read to the GPU."""
+    near = noise("vllm/LBHNC", FEW.replace("nt=4", "nt=16"), 70)
+    store.save(tmp_path / "near", near, list(range(69, -1, -1)))
+    far = store.load(tmp_path / "near", layout=kvbm.load(name), device="cuda:0")
+    store.save(tmp_path / "far", far, [1, 0], layout=kvbm.load("hnd"))
+    assert same(stored(tmp_path / "far"), stored(tmp_path / "near").take([1, 0]))
+    assert np.array_equal(stored(tmp_path / "far").blocks, near.digest([68, 69])) and store.verify(tmp_path / "far") == []
+    store.convert(tmp_path / "near", tmp_path / "out", kvbm.load("vllm/paged_attn_v0"), device="cuda:0")
+    assert same(stored(tmp_path / "out"), stored(tmp_path / "near")) and store.verify(tmp_path / "out") == []
+    flip(tmp_path / "near", store.read(tmp_path / "near").tensors["alloc_00000"].begin)
+    for call in (
+        lambda: store.load(tmp_path / "near", device="cuda:0"),
+        lambda: store.convert(tmp_path / "near", tmp_path / "bad", kvbm.load("hnd"), device="cuda:0"),
+    ):
+        with pytest.raises(kvbm.DigestError, match="near: block 0: layer 0, token 0: "):
+            call()
+    assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.gpu
+def test_a_pool_of_torch_s(tmp_path: Path, torch: Any) -> None:
+    """What a stream of torch's writes is saved, though it is the current one and nobody waited."""
+    near = noise("vllm/LBHNC", FEW.replace("nt=4", "nt=16"), 70)
+    tensor = torch.from_numpy(near.arrays[0].view(np.int16)).view(torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        there = tensor.cuda().clone()
+        pool = kvbm.Pool(near.layout, near.shape, there)
+        store.save(tmp_path / "out", pool)
+    assert np.array_equal(stored(tmp_path / "out").blocks, near.digest()) and store.verify(tmp_path / "out") == []

@@ -101,7 +101,7 @@ __all__ = [
 ]
 
 #: Modules that are imported when they are named: the bridges, each with its framework, are not in ``__all__``.
-_MODULES = ("cupy", "jax", "kernels", "numba", "numpy", "reshard", "torch")
+_MODULES = ("cupy", "jax", "kernels", "numba", "numpy", "reshard", "store", "torch")
 
 
 def __getattr__(name: str) -> Any:

@@ -39,7 +39,8 @@ def replacing(
     """Yield an empty file beside `path`; it gets that name at the end, or is removed on an exception.
 
     Its name is unique, also among machines and containers that share the folder: of several writers at once the last one's
-    file stays.  A symlink is followed, and its target replaced.
+    file stays.  A symlink is followed, and its target replaced.  A durable file has no name until the end where the system has
+    such files, so that a process that is killed while it writes leaves nothing behind.
 
     Parameters
     ----------
@@ -79,19 +80,56 @@ def replacing(
         raise FileExistsError(errno.EEXIST, what, str(path))
     result.parent.mkdir(parents=True, exist_ok=True)
     part = result.with_name(f".kvbm-{secrets.token_hex(8)}.tmp")  # short: the name may be as long as names can be
+    nameless = _nameless(result.parent, mode) if durable else -1
     try:
-        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
-        yield part
-        if durable:
-            _sync(part)
-        if new:
-            _take_name(part, result)
+        if nameless < 0:
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+            yield part
         else:
+            yield _by_number(nameless)
+        if durable:
+            _sync(part if nameless < 0 else _by_number(nameless))
+        if nameless >= 0:
+            _name(nameless, result if new else part)
+        if new and nameless < 0:
+            _take_name(part, result)
+        elif not new:
             part.replace(result)
     finally:
+        if nameless >= 0:
+            os.close(nameless)
         part.unlink(missing_ok=True)
     if durable:
         _sync(result.parent)
+
+
+def _nameless(folder: Path, mode: int) -> int:
+    """A descriptor of a file without a name; -1 where there are none."""
+    if not hasattr(os, "O_TMPFILE"):
+        return -1
+    try:
+        handle = os.open(folder, os.O_TMPFILE | os.O_RDWR, mode)
+    except OSError:  # whatever it is, an ordinary file says it
+        return -1
+    if not _by_number(handle).exists():  # no /proc
+        os.close(handle)
+        return -1
+    return handle
+
+
+def _by_number(handle: int) -> Path:
+    return Path("/proc/self/fd", str(handle))
+
+
+def _name(handle: int, path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)  # with a folder Python calls linkat, which follows the link
+    try:
+        os.link(_by_number(handle), path, src_dir_fd=folder, follow_symlinks=True)
+    except OSError as error:  # with the name that a user knows
+        what = "already there" if isinstance(error, FileExistsError) else error.strerror
+        raise OSError(error.errno, what, str(path)) from None
+    finally:
+        os.close(folder)
 
 
 def _take_name(part: Path, result: Path) -> None:

@@ -7,12 +7,10 @@ purpose ends as one message on stderr and its class's exit code; ``KVBM_DEBUG=1`
 from __future__ import annotations
 
 import itertools
-import re
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,7 +18,6 @@ from . import spec
 from .commands import (
     Group,
     layout_argument,
-    layout_option,
     layouts_option,
     num_blocks_option,
     picture_option,
@@ -30,17 +27,21 @@ from .commands import (
     terminal,
     write_pictures,
 )
-from .errors import BindError, BuildError, KvbmError, MissingKernelError, SpecError
+from .errors import BuildError, KvbmError, MissingKernelError, SpecError
 from .layout import Layout
 from .shapes import BlockShape, load_shape
 
 if TYPE_CHECKING:
     from . import tuning
     from .planner import Plan
-    from .pool import Pool
 
-_CHUNK_BYTES = 64 << 20  # `convert` moves this much between two steps of its progress bar
-_LAZY = {"bench": ".bench.cli", "reshard": ".reshard.cli", "smoke": ".testing.smoke"}  # commands of other rooms
+#: Commands of other rooms.
+_LAZY = {
+    "bench": ".bench.cli",
+    **dict.fromkeys(("convert", "digest", "verify"), ".store.cli"),
+    "reshard": ".reshard.cli",
+    "smoke": ".testing.smoke",
+}
 
 
 @click.group(cls=Group, lazy=_LAZY, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -304,117 +305,6 @@ def codegen(paths: tuple[Path, ...], out: Path, only_check: bool) -> None:
     for path in written:
         click.echo(path)
     click.echo(f"{len(files)} files in {out}, {len(written)} written, {len(files) - len(written)} as they were")
-
-
-@main.command()
-@click.argument("source", metavar="IN", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("target", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path))
-@layout_option("--from", "src_name", help="Layout of IN; needed if IN does not say.")
-@layout_option("--to", "dst_name", required=True, help="Layout of OUT.")
-@shape_option(required=False)
-@num_blocks_option("Blocks in IN; needed if neither IN nor its size says.")
-@click.option("--device", default="cpu", show_default=True, help="Where to convert: cpu or cuda:N.")
-@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
-def convert(
-    source: Path,
-    target: Path,
-    src_name: str | None,
-    dst_name: str,
-    shape_text: str | None,
-    num_blocks: int | None,
-    device: str,
-    force: bool,
-) -> None:
-    """Convert a safetensors file of blocks from one layout to another.
-
-    A file holds one tensor an allocation, alloc_00000, alloc_00001, … in table order; layout, fingerprint and shape are
-    in its metadata; a name without a fingerprint is not believed: --from says that it is right. Both files are
-    memory-mapped; OUT appears whole or not at all. Where OUT is a symlink, what it points to is written.
-    """
-    from . import store
-
-    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", device)
-    if match is None:
-        raise click.BadParameter(f"expected cpu or cuda:N, got {device!r:.60}", param_hint="--device")
-    if target.exists():
-        if source.samefile(target):
-            raise click.UsageError(f"IN and OUT are the same file: {source}")
-        if not target.is_file():
-            raise click.UsageError(f"{target} is no regular file: it is not replaced")
-        if not force:
-            raise click.UsageError(f"{target} is already there: --force replaces it")
-    stored = store.read(source)
-    src = stored.pool(_source_layout(stored, src_name), load_shape(shape_text) if shape_text else None, num_blocks)
-    dst_layout = spec.load(dst_name)
-    step = min(max(1, _CHUNK_BYTES // src.resolved.block_bytes), src.num_blocks)
-    move = _on_host if device == "cpu" else _on_device(int(match[1] or 0), src, dst_layout, step)
-    start = time.perf_counter()
-    with store.create(target, dst_layout, src.shape, src.num_blocks, force=force) as dst:
-        _in_steps(f"{src.layout.name} → {dst_layout.name}", src, dst, step, move)
-    seconds = time.perf_counter() - start
-    nbytes = src.num_blocks * src.resolved.block_bytes
-    click.echo(
-        f"{source} ({src.layout.name}) → {target} ({dst_layout.name}): {src.num_blocks:,} blocks, "
-        f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.2f} GB/s, on {device}"
-    )
-
-
-def _source_layout(stored: Any, name: str | None) -> Layout:
-    if name is not None:
-        return spec.load(name)
-    if stored.layout_name is None:
-        raise BindError(f"{stored.path}: the file does not say which layout it is in: give --from")
-    if stored.fingerprint is None:
-        raise BindError(
-            f"{stored.path}: the file names layout {stored.layout_name!r:.200}, without the fingerprint that says which one that "
-            "was when it was written: give it with --from if you trust the name"
-        )
-    if (layout := spec.load_shipped(stored.layout_name)) is None:
-        raise BindError(
-            f"{stored.path}: the file is in layout {stored.layout_name!r:.200} ({stored.metadata.get('kvbm.order', '?'):.200}), "
-            "which is not a shipped one: give its .yaml file with --from"
-        )
-    return layout
-
-
-_Move = Callable[["Pool", "Pool", range], None]
-
-
-def _in_steps(title: str, src: Pool, dst: Pool, step: int, move: _Move) -> None:
-    from rich.progress import TimeRemainingColumn, TransferSpeedColumn
-
-    block_bytes, columns = src.resolved.block_bytes, (TransferSpeedColumn(), TimeRemainingColumn())
-    with progress(title, src.num_blocks * block_bytes, *columns) as update:
-        for first in range(0, src.num_blocks, step):
-            ids = range(first, min(first + step, src.num_blocks))
-            move(src, dst, ids)
-            update(advance=len(ids) * block_bytes)
-
-
-def _on_host(src: Pool, dst: Pool, ids: range) -> None:
-    from .transfer import convert as convert_blocks
-
-    convert_blocks(src, dst, list(ids), list(ids))
-
-
-def _on_device(device: int, src: Pool, dst_layout: Layout, num_blocks: int) -> _Move:
-    """Convert on a GPU, some blocks at a time: they get there and back through pinned memory, each time in one layout."""
-    from . import _core
-    from .pool import Pool
-    from .transfer import convert as convert_blocks
-
-    far = Pool.allocate(dst_layout, src.shape, num_blocks, f"cuda:{device}")
-    near_src, near_dst = (Pool.allocate(it, src.shape, num_blocks, "pinned") for it in (src.layout, dst_layout))
-
-    def move(src: Pool, dst: Pool, ids: range) -> None:
-        here = list(range(len(ids)))
-        convert_blocks(src, near_src, list(ids), here)
-        convert_blocks(near_src, far, here, here, stream=0)
-        convert_blocks(far, near_dst, here, here, stream=0)
-        _core.synchronize(device, 0)
-        convert_blocks(near_dst, dst, here, list(ids))
-
-    return move
 
 
 # ---- the machine ----------------------------------------------------------------------------------------------------

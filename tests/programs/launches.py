@@ -10,6 +10,7 @@ import numpy as np
 
 import kvbm
 from kvbm import cli, kernels, store
+from kvbm.store import blocks
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, driver, handle, pool, pump, random, refused, same, seed, shape
 
@@ -168,10 +169,25 @@ def files_are_converted_on_the_gpu(path: str) -> None:
     (_, _, cpu) = pool("vllm/LBHNC", 7)
     with store.create(folder / "in", cpu.layout, shape, 7) as out:
         kvbm.convert(cpu, out)
-    cli._CHUNK_BYTES = 3 * shape.nbytes
+    blocks._STEP_BYTES = 3 * shape.nbytes
     before = count("launches")
     for device in ("cpu", "cuda:0"):
         to = ["--to", "vllm/paged_attn_v0", "--device", device]
         cli.main(["convert", str(folder / "in"), str(folder / device), *to], standalone_mode=False)
     assert count("launches") - before >= 3
     assert (folder / "cpu").read_bytes() == (folder / "cuda:0").read_bytes()
+
+
+def files_of_a_pool_on_the_gpu(path: str) -> None:
+    """Read into one and written from one, some blocks at a time, by way of pinned memory."""
+    at = Path(path) / "out"
+    (_, _, cpu), (memory, gpu, _) = pool("vllm/LBHNC", 7), pool("nhd", 7)
+    blocks._STEP_BYTES = 3 * shape.nbytes
+    store.save(at, cpu)
+    kvbm.convert(cpu, kvbm.Pool(gpu.layout, shape, [one.view(np.float16) for one in memory]))
+    store.save(at, gpu, [6, 0, 3, 4], layout=kvbm.load("universal"), digests=False, force=True, stream=5)
+    found = store.load(at, layout=kvbm.load("hnd"), device="cuda:0")
+    assert found.device == "cuda:0" and found.num_blocks == 4
+    back = kvbm.Pool.allocate(cpu.layout, shape, 4, "pinned")
+    kvbm.convert(found, back, stream=5)
+    assert np.array_equal(back.digest(), cpu.digest([6, 0, 3, 4]))

@@ -3,8 +3,8 @@
 A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table, and says in its
 metadata what they mean: ``kvbm.layout`` (name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON),
 ``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the
-record or tensors). Records are tensors of bytes; planes in arrays of their own have their dtypes. Any safetensors reader
-opens it.
+record or tensors). Records are tensors of bytes; planes in arrays of their own have their dtypes. Digests are tensors before
+them. Any safetensors reader opens it; ``docs/files.md`` is about the format.
 
 The header is read and written here rather than by the ``safetensors`` package: both directions are memory-mapped, so
 that a pool larger than the memory is converted from file to file; and NumPy has no bfloat16 or fp8 that the package
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import math
@@ -25,19 +26,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .cache import replacing
-from .errors import BindError, LayoutError
-from .shapes import ITEMSIZE, PACKED, BlockShape
-from .spans import merge_steps
+import numpy as np
+
+from ..cache import replacing
+from ..errors import BindError, LayoutError
+from ..shapes import ITEMSIZE, PACKED, BlockShape
+from ..spans import merge_steps
+from .digests import DIGEST, PARTS, Digests, Kinds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    import numpy as np
-
-    from .layout import Layout
-    from .pool import Pool
-    from .resolved import Allocation, Resolved
+    from ..layout import Layout
+    from ..pool import Pool
+    from ..resolved import Allocation, Resolved
 
 FORMAT = "1"
 _ALIGN = 4096  # where the first tensor starts: a page, so that the kernels can use their widest words
@@ -129,9 +131,49 @@ class Stored:
         return int(text)
 
     @property
+    def blocks(self) -> Mapping[str, Entry]:
+        """The tensors that hold blocks: all but those of digests."""
+        return {name: entry for name, entry in self.tensors.items() if name not in PARTS.values()}
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(entry.end - entry.begin for entry in self.tensors.values())
+        """Bytes of all tensors that hold blocks."""
+        return sum(entry.end - entry.begin for entry in self.blocks.values())
+
+    @functools.cached_property
+    def digests(self) -> Digests | None:
+        """The digests that were stored with the blocks, or None where the file has none.
+
+        Raises
+        ------
+        BindError
+            Digests of another version, or that are not of the file's blocks.
+        """
+        version = self.metadata.get("kvbm.digest")
+        if version is None and not any(name in self.tensors for name in PARTS.values()):
+            return None
+        if version != DIGEST:
+            raise BindError(
+                f"{self.path}: kvbm.digest is {version!r:.60}; this version of kvbm knows {DIGEST!r} (to convert the blocks "
+                "without them: --no-verify, or verify=False)"
+            )
+        if self.shape is None or self.num_blocks is None:
+            raise BindError(f"{self.path}: the file has digests, and does not say its shape and its number of blocks")
+        found: dict[str, np.ndarray[Any, np.dtype[np.uint64]]] = {}
+        for kind, sizes in Digests.sizes(self.shape, self.num_blocks).items():
+            entry = self.tensors.get(PARTS[kind])
+            if entry is None and kind != "blocks":
+                continue
+            if entry is None or (entry.dtype, entry.shape) != (_DIGEST_CODE, sizes):
+                got = "none" if entry is None else f"{entry.dtype:.60} {list(entry.shape)!r:.200}"
+                raise BindError(
+                    f"{self.path}: tensor {PARTS[kind]!r}: expected {_DIGEST_CODE} {list(sizes)}, got {got}"
+                )
+            raw = np.fromfile(self.path, "<u8", math.prod(sizes), offset=entry.begin)
+            if raw.size != math.prod(sizes):
+                raise BindError(f"{self.path}: cut short since its header was read")
+            found[kind] = raw.astype(np.uint64).reshape(sizes)
+        return Digests(**found)
 
     def pool(self, layout: Layout, shape: BlockShape | None = None, num_blocks: int | None = None) -> Pool:
         """Map the file's tensors into memory, read-only, and bind them to a layout.
@@ -206,9 +248,9 @@ class Stored:
                 f"{self.path}: no tensor {missing!r}; layout {layout.name!r} expects {count:,}, {_name(0)!r} "
                 f"to {_name(count - 1)!r} in table order (the file has {len(self.tensors)}: {have})"
             )
-        if len(self.tensors) > count:
+        if len(self.blocks) > count:
             known = set(map(_name, range(count)))
-            extra = next(name for name in self.tensors if name not in known)
+            extra = next(name for name in self.blocks if name not in known)
             raise BindError(f"{self.path}: tensor {extra!r:.200} is one too many: layout {layout.name!r} has {count}")
         offsets = []
         for index, allocation in enumerate(resolved.allocations):
@@ -310,7 +352,14 @@ def _read_entry(said: Any, start: int) -> Entry:
 
 @contextlib.contextmanager
 def create(
-    path: str | os.PathLike[str], layout: Layout, shape: BlockShape, num_blocks: int, *, force: bool = False
+    path: str | os.PathLike[str],
+    layout: Layout,
+    shape: BlockShape,
+    num_blocks: int,
+    *,
+    digests: bool | Digests = True,
+    metadata: Mapping[str, str] | None = None,
+    force: bool = False,
 ) -> Iterator[Pool]:
     """Write a file through a pool that lies in it: a context manager.
 
@@ -323,8 +372,13 @@ def create(
         The file to write.
     layout, shape, num_blocks
         The pool to make room for.
+    digests : bool or Digests
+        Whether digests are stored, of what the pool holds when the block ends; a layout that has none is stored without.
+        Digests that are known are stored as they are when the block ends.
+    metadata : mapping of str to str, optional
+        Further metadata; keys that begin with ``kvbm.`` are kvbm's own and left out.
     force : bool
-        Replace a file that is already there.  What is no regular file (a device, a FIFO) is never replaced.
+        Replace a file that is already there; its permissions stay.  What is no regular file (a device, a FIFO) is never replaced.
 
     Yields
     ------
@@ -349,19 +403,32 @@ def create(
             f"layout {layout.name!r} has {resolved.table_size:,} allocations for {num_blocks:,} blocks, more than a "
             "safetensors header holds: store them in a layout with 'b' outside the brackets, such as 'vllm/LBHNC'"
         )
-    header, offsets = _header(layout, shape, resolved)
-    size = len(header) + resolved.nbytes
-    if not Path(path).parent.is_dir():  # a typing error makes no folders
-        raise FileNotFoundError(errno.ENOENT, "no such folder", str(Path(path).parent))
-    with replacing(path, new=not force, durable=True) as part:
+    kinds = digests.kinds if isinstance(digests, Digests) else Kinds.of(resolved) if digests else Kinds()
+    header, offsets = _header(layout, shape, resolved, kinds, metadata or {})
+    size = min(offsets) + resolved.nbytes
+    path = Path(path)
+    if not path.parent.is_dir():  # a typing error makes no folders
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(path.parent))
+    mode = path.stat().st_mode & 0o777 if force and path.exists() else 0o666  # what was private stays so
+    with replacing(path, new=not force, durable=True, mode=mode) as part:
         with part.open("rb+") as file:
             _reserve(file.fileno(), size, path)
             file.write(header)
             file.flush()
             pages = mmap.mmap(file.fileno(), size)
-        yield _bind(layout, shape, resolved, pages, offsets)
+        pool = _bind(layout, shape, resolved, pages, offsets)
+        yield pool
+        if kinds.blocks:
+            known = digests if isinstance(digests, Digests) else Digests.of(pool, kinds=kinds)
+            begin = min(offsets) - kinds.nbytes(shape, num_blocks)
+            for array in known.arrays():
+                pages[begin : begin + array.nbytes] = array.astype("<u8").tobytes()
+                begin += array.nbytes
         pages.flush()
 
+
+#: Digests are 64 bits without a sign; not every reader has such integers.
+_DIGEST_CODE = "I64"
 
 #: Bits an element.
 _BITS = {code: ITEMSIZE[dtype] * 8 // PACKED.get(dtype, 1) for dtype, code in _CODES.items()}
@@ -383,9 +450,11 @@ def _entry(allocation: Allocation) -> tuple[str, tuple[int, ...]]:
     return _CODES[allocation.dtype], (*sizes[:-1], sizes[-1] * pack) if pack > 1 else sizes
 
 
-def _header(layout: Layout, shape: BlockShape, resolved: Resolved) -> tuple[bytes, list[int]]:
-    """Return the file's first bytes, padded to a page, and each allocation's offset in the file."""
-    metadata = {
+def _header(
+    layout: Layout, shape: BlockShape, resolved: Resolved, kinds: Kinds, further: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
+    """Return the file's first bytes, so many that blocks begin at a page, and each allocation's offset in the file."""
+    metadata = {key: text for key, text in further.items() if not key.startswith("kvbm.")} | {
         "kvbm.format": FORMAT,
         "kvbm.layout": layout.name,
         "kvbm.order": layout.order_text,
@@ -403,9 +472,17 @@ def _header(layout: Layout, shape: BlockShape, resolved: Resolved) -> tuple[byte
                 for part in resolved.parts
             }
         )
+    if kinds.blocks:
+        metadata["kvbm.digest"] = DIGEST
     header: dict[str, Any] = {"__metadata__": metadata}
     allocations = resolved.allocations
     offsets, end = [0] * len(allocations), 0
+    for kind, sizes in Digests.sizes(shape, resolved.num_blocks).items():
+        if getattr(kinds, kind):
+            size = 8 * math.prod(sizes)
+            header[PARTS[kind]] = {"dtype": _DIGEST_CODE, "shape": sizes, "data_offsets": (end, end + size)}
+            end += size
+    before = end
     # Wide dtypes first: then each tensor starts at a multiple of its item, which some readers need.
     for index, allocation in sorted(enumerate(allocations), key=lambda item: -item[1].itemsize):
         code, sizes = _entry(allocation)
@@ -413,7 +490,7 @@ def _header(layout: Layout, shape: BlockShape, resolved: Resolved) -> tuple[byte
         offsets[index] = end
         end += allocation.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGN)
+    text += b" " * (-(8 + len(text) + before) % _ALIGN)
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, [start + offset for offset in offsets]
 
@@ -421,18 +498,23 @@ def _header(layout: Layout, shape: BlockShape, resolved: Resolved) -> tuple[byte
 def _reserve(fd: int, size: int, path: str | os.PathLike[str]) -> None:
     """Take the disk space now: writing to a mapped page that the disk has no room for would kill the process."""
     try:
-        os.posix_fallocate(fd, 0, size)
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise OSError(error.errno, f"{error.strerror} ({size:,} bytes wanted)", str(path)) from None
-        os.ftruncate(fd, size)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            zeros = bytes(1 << 20)
+            for begin in range(0, size, len(zeros)):
+                wanted = min(len(zeros), size - begin)
+                if os.pwrite(fd, zeros[:wanted], begin) != wanted:  # the next write would say why
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} ({size:,} bytes wanted)", str(path)) from None
 
 
 def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mmap, offsets: Sequence[int]) -> Pool:
-    import numpy as np
-
-    from .arrays import numpy_dtype
-    from .pool import Pool
+    from ..arrays import numpy_dtype
+    from ..pool import Pool
 
     arrays: list[np.ndarray[Any, Any]] = [
         np.ndarray(allocation.shape, numpy_dtype(allocation.dtype), pages, offset, allocation.strides)

@@ -1,0 +1,269 @@
+"""The command line: ``kvbm convert | verify | digest``.
+
+Only click is imported here before something runs, as for every command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import spec
+from ..commands import layout_option, num_blocks_option, print_error, progress, shape_option
+from ..errors import BindError, DigestError, KvbmError
+from ..shapes import LIMIT, load_shape
+
+if TYPE_CHECKING:
+    from .digests import Damage
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def _runs(ctx: click.Context, param: click.Parameter, given: str | None) -> list[range] | None:  # noqa: ARG001
+    """``3,7-9``: numbers and ranges."""
+    if given is None:
+        return None
+    runs = []
+    for text in given.split(","):
+        match = re.fullmatch(r"\s*(\d{1,10})(?:-(\d{1,10}))?\s*", text, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if last < first or last >= LIMIT:
+            raise click.BadParameter(f"expected numbers of blocks such as 3,7-9, got {given!r:.60}")
+        runs.append(range(first, last + 1))
+    return runs
+
+
+def _listed(runs: Sequence[range] | None, path: Path) -> list[int] | None:
+    """The blocks that are meant; a range that goes beyond any file of that size is not listed."""
+    if runs is None:
+        return None
+    most = max(run.stop for run in runs)
+    if most > path.stat().st_size * 2:  # a block has four bits, or more
+        raise BindError(f"{path}: --blocks: there is no block {most - 1}")
+    found = [block for run in runs for block in run]
+    if len(set(found)) != len(found):
+        raise click.UsageError("--blocks: expected each block once")
+    return found
+
+
+_BLOCKS = click.option("--blocks", callback=_runs, metavar="LIST", help="Only these blocks, such as 3,7-9.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
+
+
+def _source_options(name: str) -> Callable[[Any], Any]:
+    """What a file does not say."""
+
+    def add(command: Any) -> Any:
+        for option in (
+            num_blocks_option(f"Blocks in {name}; needed if neither {name} nor its size says."),
+            shape_option(required=False),
+            layout_option("--from", "src_name", help=f"Layout of {name}; needed if {name} does not say."),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+@contextlib.contextmanager
+def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    from rich.progress import TimeRemainingColumn, TransferSpeedColumn
+
+    with progress(title, None, TransferSpeedColumn(), TimeRemainingColumn()) as update:
+        yield lambda done, total: update(completed=done, total=total)
+
+
+@click.command()
+@click.argument("source", metavar="IN", type=_FILE)
+@click.argument("target", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path))
+@layout_option("--to", "dst_name", required=True, help="Layout of OUT.")
+@_source_options("IN")
+@_BLOCKS
+@click.option("--device", default="cpu", show_default=True, help="Where to convert: cpu or cuda:N.")
+@click.option("--no-verify", is_flag=True, help="Compare no digests, and make none; OUT gets those that IN has.")
+@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+def convert(
+    source: Path,
+    target: Path,
+    src_name: str | None,
+    dst_name: str,
+    shape_text: str | None,
+    num_blocks: int | None,
+    blocks: Sequence[range] | None,
+    device: str,
+    no_verify: bool,
+    force: bool,
+) -> None:
+    """Convert a safetensors file of blocks from one layout to another.
+
+    A file holds one tensor an allocation, alloc_00000, alloc_00001, … in table order; layout, fingerprint and shape are
+    in its metadata; a name without a fingerprint is not believed: --from says that it is right. Both files are
+    memory-mapped; OUT appears whole or not at all. Where OUT is a symlink, what it points to is written.
+
+    Each block that was written is compared with its digest in IN, or with the digest of what was read where IN has none;
+    OUT gets these digests. A wrong block is an error that names its layers and tokens, and OUT is as it was before.
+    """
+    from .. import store
+
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", device)
+    if match is None:
+        raise click.BadParameter(f"expected cpu or cuda:N, got {device!r:.60}", param_hint="--device")
+    if target.exists():
+        if source.samefile(target):
+            raise click.UsageError(f"IN and OUT are the same file: {source}")
+        if not target.is_file():
+            raise click.UsageError(f"{target} is no regular file: it is not replaced")
+        if not force:
+            raise click.UsageError(f"{target} is already there: --force replaces it")
+    src_layout = spec.load(src_name) if src_name else None
+    dst_layout = spec.load(dst_name)
+    start = time.perf_counter()
+    with _bar(f"{source} → {dst_layout.name}") as update:
+        made = store.convert(
+            source,
+            target,
+            dst_layout,
+            _listed(blocks, source),
+            source_layout=src_layout,
+            shape=load_shape(shape_text) if shape_text else None,
+            num_blocks=num_blocks,
+            device=device,
+            verify=not no_verify,
+            force=force,
+            progress=update,
+        )
+    seconds = time.perf_counter() - start
+    assert made.shape is not None
+    assert made.num_blocks is not None
+    nbytes = made.num_blocks * dst_layout.resolve(made.shape, made.num_blocks).block_bytes
+    name = src_layout.name if src_layout else store.read(source).layout_name
+    said = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
+    click.echo(
+        f"{source} ({name}) → {target} ({dst_layout.name}): {made.num_blocks:,} blocks, "
+        f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.2f} GB/s, on {device}{said}"
+    )
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=_FILE, metavar="FILE...")
+@layout_option("--from", "src_name", help="Layout of the files; needed if it is not a shipped one.")
+@_BLOCKS
+@_JSON
+def verify(paths: tuple[Path, ...], src_name: str | None, blocks: Sequence[range] | None, as_json: bool) -> None:
+    """Compare blocks of safetensors files with their digests.
+
+    Digests are stored by `kvbm convert` and by `kvbm digest --write`. Prints each block that is not what it was, with the
+    layers and tokens that are wrong: no others are. Exits with 21 if there is one; else with the code of the first file
+    that cannot be read or has no digests.
+    """
+    from .. import store
+
+    source = spec.load(src_name) if src_name else None
+    wrong = False
+
+    def look(path: Path) -> dict[str, Any]:
+        nonlocal wrong
+        stored, ids = store.read(path), _listed(blocks, path)
+        with _bar(str(path)) as update:
+            found = store.verify(path, ids, source=source, progress=update)
+        wrong |= bool(found)
+        checked = stored.num_blocks if ids is None else len(ids)
+        if not as_json:
+            for one in found:
+                click.echo(f"{path}: {one}")
+            click.echo(
+                f"{path}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}"
+            )
+        return {"num_blocks": stored.num_blocks, "compared": checked, "wrong": [_as_json(one) for one in found]}
+
+    code = _each(paths, look, as_json)
+    if wrong or code:
+        sys.exit(DigestError.exit_code if wrong else code)
+
+
+def _as_json(one: Damage) -> dict[str, Any]:
+    return {
+        "block": one.block,
+        "what": one.what,
+        "layers": None if one.layers is None else list(one.layers),
+        "tokens": None if one.tokens is None else list(one.tokens),
+        "stored": f"{one.expected:016x}",
+        "found": f"{one.found:016x}",
+    }
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=_FILE, metavar="FILE...")
+@_source_options("FILE")
+@_BLOCKS
+@click.option("--write", is_flag=True, help="Write the digests into files that have none.")
+@_JSON
+def digest(
+    paths: tuple[Path, ...],
+    src_name: str | None,
+    shape_text: str | None,
+    num_blocks: int | None,
+    blocks: Sequence[range] | None,
+    write: bool,
+    as_json: bool,
+) -> None:
+    """Print the digest of each block of safetensors files.
+
+    It depends on what a block holds and on no layout: a converted file has the same. It is the digest of the block as it is
+    now; `kvbm verify` compares it with the one that is stored.
+
+    With --write a file that has no digests is written anew with them; it is replaced when the new one is whole.
+    """
+    from .. import store
+
+    if write and blocks is not None:
+        raise click.UsageError("--write is for whole files: leave --blocks out")
+    given: dict[str, Any] = {
+        "source": spec.load(src_name) if src_name else None,
+        "shape": load_shape(shape_text) if shape_text else None,
+        "num_blocks": num_blocks,
+    }
+
+    def look(path: Path) -> dict[str, Any]:
+        ids = _listed(blocks, path)
+        with _bar(str(path)) as update:
+            if write:
+                stored = store.add_digests(path, **given, progress=update)
+                assert stored.digests is not None
+                found = stored.digests
+            else:
+                found = store.digest(path, ids, **given, progress=update)
+        texts = [f"{value:016x}" for value in found.blocks.tolist()]
+        named = dict(zip(range(len(texts)) if ids is None else ids, texts, strict=True))
+        if not as_json:
+            for block, text in named.items():
+                click.echo(f"{text}  {path}:{block}")
+        return {"blocks": [{"block": block, "digest": text} for block, text in named.items()]}
+
+    if code := _each(paths, look, as_json):
+        sys.exit(code)
+
+
+def _each(paths: Sequence[Path], look: Callable[[Path], dict[str, Any]], as_json: bool) -> int:
+    """Look at all files, whatever is found in one; the exit code of the first that could not be."""
+    from .digests import DIGEST
+
+    code, told = 0, []
+    for path in paths:
+        try:
+            told.append({"path": str(path), "error": None} | look(path))
+        except (KvbmError, OSError) as error:
+            print_error(error)
+            code = code or (error.exit_code if isinstance(error, KvbmError) else 1)
+            told.append({"path": str(path), "error": str(error)})
+    if as_json:
+        click.echo(json.dumps({"digest": DIGEST, "files": told}, indent=2, ensure_ascii=False))
+    return code

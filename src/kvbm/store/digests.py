@@ -1,0 +1,261 @@
+"""Digests that are stored with blocks: one a block, and for each block one a layer and one a token, which name what is wrong.
+
+Each is of the block at position 0, with what the file holds as the whole model (``docs/digest.md``).  So those of a block's layers
+add up to the block's, and those of its tokens too, modulo 2**64; no layout changes any of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..digest import alone, keys_of
+from ..errors import LayoutError, PlanError
+from ..section import Section
+
+if TYPE_CHECKING:
+    from ..pool import Pool
+    from ..resolved import Resolved
+    from ..shapes import BlockShape
+
+__all__ = ["DIGEST", "PARTS", "Damage", "Digests", "Kinds", "damages"]
+
+#: The definition, as metadata name it.
+DIGEST = "kvbm-digest-1"
+
+#: Kind of digest → its tensor in a file.
+PARTS = {"blocks": "kvbm.digests", "layers": "kvbm.digests.layers", "tokens": "kvbm.digests.tokens"}
+
+_MOST_IDS = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Which digests there are.
+
+    Attributes
+    ----------
+    blocks, layers, tokens : bool
+        One a block, a layer of a block, a token of a block.
+    reason : str
+        Why there is none a block.
+    """
+
+    blocks: bool = False
+    layers: bool = False
+    tokens: bool = False
+    reason: str = ""
+
+    @classmethod
+    def of(cls, resolved: Resolved) -> Kinds:
+        """Those that a layout has: layers and tokens in an opaque group have none of their own."""
+        whole = resolved.section
+        try:
+            _plan(whole, ())
+        except (LayoutError, PlanError) as error:
+            return cls(reason=str(error))
+        layers = _has(lambda: _plan(whole.select("l", range(1)), [("l", range(1))]))
+        tokens = whole.num_blocks * whole.count("t") <= _MOST_IDS and _has(
+            lambda: _plan(whole.cut(1), [("t", range(1))])
+        )
+        return cls(True, layers, tokens)
+
+    def __and__(self, other: Kinds) -> Kinds:
+        return Kinds(self.blocks and other.blocks, self.layers and other.layers, self.tokens and other.tokens)
+
+    def nbytes(self, shape: BlockShape, num_blocks: int) -> int:
+        """Bytes that they take in a file."""
+        return sum(
+            8 * math.prod(sizes) for kind, sizes in Digests.sizes(shape, num_blocks).items() if getattr(self, kind)
+        )
+
+
+def _plan(section: Section, choices: Iterable[tuple[str, Any]]) -> None:
+    layout = section.layout
+    alone(section, keys_of(layout.resolve(section.shape, section.num_blocks).section, None, choices), 1, layout.name)
+
+
+def _has(plan: Any) -> bool:
+    try:
+        plan()
+    except (LayoutError, PlanError):
+        return False
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class Digests:
+    """Digests of some blocks.
+
+    Attributes
+    ----------
+    blocks : numpy.ndarray of uint64
+        ``(n,)``.
+    layers : numpy.ndarray of uint64, optional
+        ``(n, nl)``: they add up to the block's.
+    tokens : numpy.ndarray of uint64, optional
+        ``(n, nt)``: they do, too.
+    """
+
+    blocks: npt.NDArray[np.uint64]
+    layers: npt.NDArray[np.uint64] | None = None
+    tokens: npt.NDArray[np.uint64] | None = None
+
+    @staticmethod
+    def sizes(shape: BlockShape, num_blocks: int) -> Mapping[str, tuple[int, ...]]:
+        """Kind → shape of its array, in the order of a file."""
+        return {"blocks": (num_blocks,), "layers": (num_blocks, shape.nl), "tokens": (num_blocks, shape.nt)}
+
+    @classmethod
+    def zeros(cls, shape: BlockShape, num_blocks: int, kinds: Kinds) -> Digests:
+        """Room for those of some kinds."""
+        sizes = cls.sizes(shape, num_blocks)
+        return cls(**{kind: np.zeros(size, np.uint64) for kind, size in sizes.items() if getattr(kinds, kind)})
+
+    @classmethod
+    def of(
+        cls, pool: Pool, ids: Sequence[int] | None = None, *, kinds: Kinds | None = None, stream: Any = None
+    ) -> Digests:
+        """Digest blocks of a pool.
+
+        Parameters
+        ----------
+        pool : Pool
+        ids : sequence of int, optional
+            All blocks if not given.
+        kinds : Kinds, optional
+            All that the layout has if not given.
+        stream : optional
+            As for `Pool.digest`.
+
+        Raises
+        ------
+        PlanError
+            The layout has no digests.
+        """
+        if kinds is None:
+            kinds = Kinds.of(pool.resolved)
+        given = np.arange(pool.num_blocks) if ids is None else np.asarray(ids, np.int64)
+        layers = tokens = None
+        if kinds.layers:
+            rows = [pool.section(l=layer).digest(given, stream=stream) for layer in range(pool.shape.nl)]
+            layers = np.stack(rows, axis=1).astype(np.uint64)
+        if kinds.tokens:
+            nt = pool.shape.nt
+            units = (given[:, None] * nt + np.arange(nt)).reshape(-1)
+            tokens = pool.units(1).digest(units, stream=stream).reshape(given.size, nt)
+        blocks = pool.digest(given, stream=stream) if layers is None else layers.sum(axis=1, dtype=np.uint64)
+        return cls(blocks, layers, tokens)
+
+    @property
+    def kinds(self) -> Kinds:
+        """Which there are."""
+        return Kinds(True, self.layers is not None, self.tokens is not None)
+
+    def arrays(self) -> list[npt.NDArray[np.uint64]]:
+        """Those that there are, in the order of a file."""
+        return [part for part in (self.blocks, self.layers, self.tokens) if part is not None]
+
+    def take(self, rows: Sequence[int] | range) -> Digests:
+        """Those of some of the blocks."""
+        at = np.asarray(rows, np.int64)
+        return Digests(*(None if part is None else part[at] for part in (self.blocks, self.layers, self.tokens)))  # type: ignore[arg-type]
+
+    def put(self, rows: range, some: Digests) -> None:
+        """Set those of some of the blocks."""
+        for own, part in zip(self.arrays(), some.arrays(), strict=True):
+            own[rows.start : rows.stop] = part
+
+    def torn(self) -> npt.NDArray[np.bool_]:
+        """Of which blocks they do not add up: they were changed themselves."""
+        found = np.zeros(self.blocks.size, np.bool_)
+        for part in (self.layers, self.tokens):
+            if part is not None:
+                found |= part.sum(axis=1, dtype=np.uint64) != self.blocks
+        return found
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A block that is not what its digests say.
+
+    Attributes
+    ----------
+    block : int
+    what : {"data", "digests"}
+        What was changed: the block, or the digests that were stored with it while the block is as it was.
+    layers, tokens : tuple of int, optional
+        Which: no other layer and no other token of the block is wrong.  None where the digests do not tell.
+    expected, found : int
+        The block's digest, as it was stored and as it is.
+    """
+
+    block: int
+    what: str
+    layers: tuple[int, ...] | None
+    tokens: tuple[int, ...] | None
+    expected: int
+    found: int
+
+    def __str__(self) -> str:
+        named = [
+            f"{name}{'' if len(some) == 1 else 's'} {numbers(some)}"
+            for name, some in (("layer", self.layers), ("token", self.tokens))
+            if some
+        ]
+        where = ", ".join(named) or ("layers and tokens not known" if self.what == "data" else "the block's own")
+        if self.what == "digests":
+            return f"block {self.block}: its stored digests were changed ({where}), the block itself was not"
+        return f"block {self.block}: {where}: digest {self.found:#018x}, stored {self.expected:#018x}"
+
+
+def damages(
+    stored: Digests, pool: Pool, ids: Sequence[int], names: Sequence[int] | None = None, stream: Any = None
+) -> list[Damage]:
+    """What of some blocks is not what their digests say: the smallest rectangle of layers and tokens of each.
+
+    Parameters
+    ----------
+    stored : Digests
+        A row a block.
+    pool : Pool
+    ids : sequence of int
+        Of those blocks in the pool.
+    names : sequence of int, optional
+        What to call them: `ids` if not given.
+    stream : optional
+        As for `Pool.digest`.
+    """
+    there = Digests.of(pool, ids, kinds=stored.kinds & Kinds.of(pool.resolved), stream=stream)
+    found, torn = [], stored.torn()
+    for row, name in enumerate(ids if names is None else names):
+        wrong = [
+            None if old is None or new is None else tuple(np.flatnonzero(np.atleast_1d(old[row] != new[row])).tolist())
+            for old, new in zip(_parts(stored), _parts(there), strict=True)
+        ]
+        told = [bool(one) for one in wrong if one is not None]
+        if any(told) or torn[row]:
+            # A wrong byte changes the block's digest, a layer's and a token's: where one of them is right, the bytes are.
+            _, layers, tokens = wrong
+            what = "data" if all(told) else "digests"
+            found.append(Damage(int(name), what, layers, tokens, int(stored.blocks[row]), int(there.blocks[row])))
+    return found
+
+
+def _parts(digests: Digests) -> tuple[npt.NDArray[np.uint64] | None, ...]:
+    return digests.blocks, digests.layers, digests.tokens
+
+
+def numbers(some: Iterable[int]) -> str:
+    """Ascending numbers as text: ``1, 4-7``."""
+    runs = []
+    for _, group in itertools.groupby(enumerate(some), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        runs.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ", ".join(runs) if len(runs) <= 12 else ", ".join([*runs[:11], f"… {runs[-1]}"])
