@@ -54,8 +54,6 @@ class Digester:
         self.route = _core.Route(
             self.device, table, table, self.num_ids, _MOST, direct=(), limits=(), digests=(copies, ())
         )
-        self.lock = Lock()
-        self.scratch = (0, 0)  # address and digests of device memory that results pass through
 
     def digest(
         self, pool: object, ids: Any, tokens: Any, out: Any, stream: Any, wait: Any
@@ -79,39 +77,11 @@ class Digester:
             stream = framework_stream(self.framework, self.device)
         if out is not None:
             told = digest_array(out, len(pairs), self.device)
-            return self.route.digest(pairs, positions, told.address, stream, wait, (pool, out, told.owner))
+            far = told.device == "cpu"
+            return self.route.digest(pairs, positions, told.address, far, stream, wait, (pool, out, told.owner))
         found = np.zeros(len(pairs), np.uint64)
-        if len(pairs):
-            with self.lock:
-                address = self._room(len(pairs))
-                self.route.digest(pairs, positions, address, stream, wait).synchronize()
-                handle = _core.stream_handle(stream)
-                _core.memcpy_batch(
-                    np.array([found.ctypes.data], np.uint64),
-                    np.array([address], np.uint64),
-                    found.nbytes,
-                    1,
-                    self.device,
-                    handle,
-                )
-                _core.synchronize(self.device, handle)
+        self.route.digest(pairs, positions, found.ctypes.data, True, stream, wait).synchronize()
         return found
-
-    def _room(self, count: int) -> int:
-        address, room = self.scratch
-        if room < count:
-            self.scratch = (0, 0)
-            if address:
-                _core.free_device(self.device, address)
-            room = max(64, 1 << (count - 1).bit_length())
-            address = _core.alloc_device(self.device, 8 * room)
-            self.scratch = (address, room)
-        return address
-
-    def __del__(self) -> None:
-        address, _ = getattr(self, "scratch", (0, 0))
-        if address:
-            _core.free_device(self.device, address)
 
 
 def copies_of(part: PoolSection, keys: Keys, device: int, steps: Steps | None = None) -> list[_core.Copy]:

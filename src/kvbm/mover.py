@@ -394,10 +394,10 @@ class Mover:
             units = self.src.section
             tokens = unit_positions(src_ids, units.num_ids, units.units, units.count("t"))[:count]
         positions = None if tokens is None else _core.Positions(tokens, count, self.device)
-        address, keep = 0, None
+        address, far, keep = 0, False, None
         if out is not None:
             array = digest_array(out, count, self.device)
-            address, keep = array.address, (out, array.owner)
+            address, far, keep = array.address, not self.on_host and array.device == "cpu", (out, array.owner)
         if self.untold:
             raise self.untold.pop(0)  # of an earlier copy, whose `Done` was dropped
         proof = None
@@ -405,7 +405,7 @@ class Mover:
             where = functools.partial(told, *self.parts, pairs, layers)
             proof = Proof(self.title, count, self.device, self.untold, pairs, where)
         done = found.route.copy_digested(
-            pairs, positions, address, proof.addresses if proof else (0, 0), stream, wait, (keep, proof, self.keep)
+            pairs, positions, address, far, proof.addresses if proof else (0, 0), stream, wait, (keep, proof, self.keep)
         )
         if proof:
             proof.watch(done)

@@ -55,12 +55,9 @@ cdef extern from "kvbm.h" nogil:
         kvbm_div *dst
         kvbm_unit_strides *part
 
-    ctypedef struct kvbm_digest_part "decltype(kvbm_digest::part[0])":
-        uint64_t first
-
     ctypedef struct kvbm_digest:
         uint64_t lanes
-        kvbm_digest_part *part
+        uint64_t *first
 
     ctypedef struct kvbm_args:
         int64_t src_id_table, dst_id_table
@@ -101,6 +98,7 @@ cdef extern from "kvbm.h" nogil:
         uint32_t position_bytes
         uint64_t digests
         uint64_t *both
+        uint32_t digests_far, both_far
 
     ctypedef struct kvbm_ring:
         pass

@@ -262,7 +262,7 @@ cdef class Copy:
             self.args.digest.lanes = lanes
             for number, (first, outer, inner, steps, along_b) in enumerate(told):
                 try:
-                    self.args.digest.part[number].first = first
+                    self.args.digest.first[number] = first
                     _fill_keys(&self.args.part[number], tuple(outer), tuple(inner), tuple(steps))
                     if along_b:
                         self.args.part[number].cell_words = 0

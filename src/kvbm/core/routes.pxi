@@ -317,7 +317,8 @@ cdef class Route:
         """Copies and blocks by strategy, and calls of the driver that they took."""
         return tuple(self.copies), tuple(self.blocks), self.submissions
 
-    def digest(self, Pairs pairs not None, Positions positions, uint64_t out, stream=None, wait=None, keep=None):
+    def digest(self, Pairs pairs not None, Positions positions, uint64_t out, bint far=False, stream=None, wait=None,
+               keep=None):
         """Digest blocks of the source; nothing is copied.
 
         Parameters
@@ -327,7 +328,9 @@ cdef class Route:
         positions : Positions or None
             Of their first tokens; None: 0.
         out : int
-            Address of a uint64 a pair, readable and writable where the kernels run.
+            Address of a uint64 a pair.
+        far : bool
+            Whether it lies in pinned memory, and the kernels on a GPU.
         stream, wait : optional
             As for `copy`.
         keep : optional
@@ -341,20 +344,25 @@ cdef class Route:
         cdef uint64_t handle = 0 if self.route.device < 0 else _handle_of(stream)
         cdef Done done
         _fill_batch(&batch, self.src, self.dst, pairs, self.route.device)
-        _fill_digests(&batch, positions, out)
+        _fill_digests(&batch, positions, out, far)
         done = self._copy(pairs, &batch, KVBM_NO_COPY, handle, stream, wait)
         done.keep = (self, pairs, positions, keep)
         return done
 
-    def copy_digested(self, Pairs pairs not None, Positions positions, uint64_t out, both, stream=None, wait=None, keep=None):
-        """`copy` with digests: of what is copied at `out`, or 0; of the source before and the destination after it at `both`."""
+    def copy_digested(self, Pairs pairs not None, Positions positions, uint64_t out, bint far, both, stream=None, wait=None,
+                      keep=None):
+        """`copy` with digests: of what is copied at `out`, or 0; of the source before and the destination after it at `both`.
+
+        `far`: as for `digest`.  `both` always lies in host memory.
+        """
         cdef kvbm_batch batch
         cdef uint64_t handle = 0 if self.route.device < 0 else _handle_of(stream)
         cdef Done done
         cdef int strategy
         _fill_batch(&batch, self.src, self.dst, pairs, self.route.device)
-        _fill_digests(&batch, positions, out)
+        _fill_digests(&batch, positions, out, far)
         batch.both[0], batch.both[1] = both
+        batch.both_far = self.route.device >= 0
         batch.max_ctas = self.max_ctas
         strategy = self._choose(pairs.kept)
         if pairs.on_device():
@@ -496,10 +504,10 @@ cdef class Route:
         )
 
 
-cdef int _fill_digests(kvbm_batch *batch, Positions positions, uint64_t out) except -1:
+cdef int _fill_digests(kvbm_batch *batch, Positions positions, uint64_t out, bint far) except -1:
     if out & 7:
         raise BindError(f"digests: expected an address that is a multiple of 8, got {out:#x}")
-    batch.digests = out
+    batch.digests, batch.digests_far = out, far
     if positions is not None:
         batch.positions, batch.positions_device = positions.on_host, positions.on_device
         batch.position_bytes = positions.nbytes
