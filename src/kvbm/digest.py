@@ -251,7 +251,7 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
         Cells of which the elements lie in several arrays.
     """
     made = between(formal(section), keys.section, title)
-    cells = [_of_cells(part, alignment, title) for part in made.parts]
+    cells = [_of_cells(piece, alignment, title) for part in made.parts for piece in _by_cells(part)]
     ready = [(piece, word, steps) for part, word, steps in cells for piece in part.fit("rows")]
     launches = []
     for first in range(0, len(ready), MAX_PARTS):
@@ -261,6 +261,22 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
         work = tuple((part, form_of("rows", outer, inner, 0, CELL)) for part, _, _ in some)
         launches.append((Launch(kernel, work, kernel), [_told(part, steps, word) for part, word, steps in some]))
     return launches
+
+
+def _by_cells(part: Part) -> Iterator[Part]:
+    """Planes that go on in each other are one part; a last one whose rows are smaller than a cell is a part of its own."""
+    run, over = part.inner[0], part.run_bytes % CELL
+    if part.run_bytes > CELL and over:
+        held = part.run_bytes - over
+        yield replace(part, inner=(run._replace(extent=held), *part.inner[1:]))
+        part = replace(
+            part,
+            src_offset=part.src_offset + held,
+            dst_offset=part.dst_offset + held,
+            key=part.key + held * run.key,
+            inner=(run._replace(extent=over), *part.inner[1:]),
+        )
+    yield part
 
 
 def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[int, ...]]:
@@ -339,7 +355,7 @@ def fused(
     except (LayoutError, PlanError) as error:
         return str(error)
     launches = []
-    for part in made.parts:
+    for part in (piece for whole in made.parts for piece in _by_cells(whole)):
         for piece in part.fit("rows"):
             form = piece.form(*alignments)
             run, loops = piece.run_bytes, (*piece.inner[1:], *piece.outer)

@@ -4,7 +4,9 @@
  *   Memory    Device memory is host memory.  All addresses lie on GPU 0, in cuMemAlloc's memory, but for registrations and for
  *             what a test names: `fake_pinned`, `fake_ordinary`, and with fake_memory() pools and mappings of a GPU, granted to
  *             some GPUs or none; kernels and copies that touch what they are not granted are counted in `illegal`.
- *   Kernels   A launch runs the loop nest of its parameters by plain recursion.
+ *   Kernels   A launch runs the loop nest of its parameters by plain recursion; one that digests leaves the sums where the real one
+ *             does, of which no single one tells anything: they add up.  `fake_wrong` = n: n kernels from then on turn a bit of what
+ *             they write, and digest what they read.
  *   Streams   Work of one stream runs in its order, of several in any order that events allow (`fake_seed`), when it is pumped
  *             (`deferred`, fake_pump) or at once.  Streams that tests make up are numbers: 5 is GPU 0's, 0x105 GPU 1's; 0, 1
  *             (both the legacy stream) and 2 are the current GPU's.  A batched copy on the legacy stream is refused.
@@ -50,6 +52,8 @@ enum { EVENTS, STREAMS, ALLOCATIONS, PINNED, MODULES };
 long live[5];
 long peer_copies; /* by cuMemcpyPeerAsync */
 long illegal;     /* accesses of memory without a grant */
+long digests;     /* kernels that digest */
+long fake_wrong;
 long fake_fail_at;
 const char *fake_failed;
 static int fails(const char *call) {
@@ -101,6 +105,7 @@ typedef struct Work {
   union {
     kvbm_args args;
     kvbm_pairs pairs;
+    kvbm_sums sums;
   };
   struct Work *next;
 } Work;
@@ -120,15 +125,78 @@ static int64_t block(const kvbm_args *a, int bit, uint64_t field, uint32_t i) {
   return a->id_bytes == 4 ? ((const int32_t *)list(a, bit, field))[i] : ((const int64_t *)list(a, bit, field))[i];
 }
 
+static int running_on; /* the GPU of the kernel */
+static int is_wrong;   /* whether it writes what it did not read */
+
 typedef struct Place {
   int64_t src, dst, src_entry, dst_entry;
+  uint64_t key;
 } Place;
+
+/* ---- digests: docs/digest.md ---- */
+static enum { NO_DIGEST, ALONE, BESIDE } summing; /* what the kernel does */
+static uint64_t sum;                              /* of a pair */
+
+static uint64_t folded(uint64_t x) { return x ^ x >> 32; }
+
+static void add_cell(const char *at, const kvbm_part *p, int64_t word, uint32_t words, uint64_t key) {
+  static const uint64_t of_word[] = {0xa55c9364d6777aa3u, 0xb78448c894e972e3u, 0x1e2754521961ffbbu, 0x055ccea021bda7a7u};
+  uint64_t content = 0xa0761d6478bd642fu;
+  uint32_t x[4] = {0};
+  if (word * words > 16 || 16 % (word * words)) abort();
+  for (uint32_t j = 0; j < words; ++j) {
+    int64_t from = 0;
+    for (int bit = 0; words >> bit > 1; ++bit) from += j >> bit & 1 ? p->cell[bit] : 0;
+    memcpy((char *)x + j * word, at + from, word);
+  }
+  for (int i = 0; i < 4; ++i) content += x[i] * of_word[i];
+  sum += (folded(folded(key * 0xbf58476d1ce4e5b9u) * 0x94d049bb133111ebu) | 1) * folded(content);
+}
+
+static uint64_t position(const kvbm_args *a, uint32_t pair) {
+  const uint64_t at = a->digest.positions;
+  if (a->digest.position_bytes == 0) return 0;
+  if (a->inline_mask & KVBM_POSITIONS_INLINE) return ((const int64_t *)((const char *)a->payload + at))[pair];
+  return a->digest.position_bytes == 4 ? ((const int32_t *)at)[pair] : ((const int64_t *)at)[pair];
+}
+
+/* A sum a warp of each of a pair's tiles: any numbers that add up to the pair's. */
+static void leave_sums(const kvbm_args *a, uint32_t part, uint32_t pair) {
+  const kvbm_part *p = &a->part[part];
+  const uint32_t warps = p->tile[0].n > 32 ? p->tile[0].n / 32 : 1, in_place = p->tiles.n * warps;
+  const uint32_t chunks = p->jobs / p->tiles.n / a->num_pairs;
+  uint64_t *out = (uint64_t *)a->digest.sums + a->digest.part[part].slot, noise = sum + pair;
+  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+    const uint64_t place = p->pairs_first ? (uint64_t)chunk * a->num_pairs + pair : (uint64_t)pair * chunks + chunk;
+    for (uint32_t j = 0; j < in_place; ++j) {
+      const int is_last = chunk + 1 == chunks && j + 1 == in_place;
+      noise = noise * 6364136223846793005u + 1442695040888963407u;
+      out[place * in_place + j] = is_last ? sum : noise;
+      sum -= noise;
+    }
+  }
+}
+
+/* digest.cu's. */
+static void add_up(const kvbm_sums *s, uint32_t pairs) {
+  for (uint32_t pair = 0; pair < pairs; ++pair) {
+    uint64_t total = s->adds ? ((uint64_t *)s->out)[pair] : 0;
+    for (uint32_t i = 0; i < s->num_parts; ++i) {
+      const uint64_t *sums = (const uint64_t *)s->sums + s->part[i].slot;
+      for (uint32_t chunk = 0; chunk < s->part[i].chunks; ++chunk)
+        for (uint32_t j = 0; j < s->part[i].in_place; ++j) {
+          const uint64_t place = s->part[i].pairs_first ? (uint64_t)chunk * pairs + pair : (uint64_t)pair * s->part[i].chunks + chunk;
+          total += sums[place * s->part[i].in_place + j];
+        }
+    }
+    access((uint64_t *)s->out + pair, running_on);
+    ((uint64_t *)s->out)[pair] = total;
+  }
+}
 
 /* What is staged in shared memory by a page: an item of it lies there in words of a size that is compiled, `apart` bytes from
  * one to the next; here as in memory. */
 static enum { NOTHING, SOURCE, DESTINATION } staged;
-
-static int running_on; /* the GPU of the kernel */
 
 static void move(char *dst, const char *src, int64_t unit, const kvbm_part *p) {
   access(src, running_on), access(dst, running_on);
@@ -136,6 +204,7 @@ static void move(char *dst, const char *src, int64_t unit, const kvbm_part *p) {
   const int word = p->item < 4 || p->word < 4 ? 1 : 4;
   if (staged == NOTHING || fetched) {
     memcpy(dst, src, unit);
+    if (is_wrong) *dst ^= 1, is_wrong = 0;
     return;
   }
   for (int k = 0; k < unit / word; ++k)
@@ -144,6 +213,10 @@ static void move(char *dst, const char *src, int64_t unit, const kvbm_part *p) {
 
 static void walk(const kvbm_args *a, const kvbm_part *p, int mode, int64_t unit, Place at) {
   if (mode == KVBM_MAX_OUTER + KVBM_MAX_INNER) {
+    const char *from = (char *)list(a, 2, a->src_table)[at.src_entry] + at.src;
+    if (summing == ALONE) access(from, running_on), add_cell(from, p, p->word, p->cell_words, at.key);
+    if (summing == BESIDE) add_cell(from, p, unit, 1, at.key);
+    if (summing == ALONE) return;
     move((char *)list(a, 3, a->dst_table)[at.dst_entry] + at.dst, (char *)list(a, 2, a->src_table)[at.src_entry] + at.src, unit, p);
     return;
   }
@@ -156,11 +229,16 @@ static void walk(const kvbm_args *a, const kvbm_part *p, int mode, int64_t unit,
     at.dst += o ? o->dst : i->dst;
     at.src_entry += o ? o->src_table : 0;
     at.dst_entry += o ? o->dst_table : 0;
+    at.key += o ? o->key : i->key;
   }
 }
 
 static void run_kernel(const char *name, const kvbm_args *a) {
-  if (!strncmp(name, "few_", 4)) name += 4;
+  summing = !strncmp(name, "digest", 6) ? ALONE : !strncmp(name, "sum_", 4) ? BESIDE : NO_DIGEST;
+  if (!!summing != !!(a->inline_mask & KVBM_DIGEST)) abort();
+  if (summing) __sync_add_and_fetch(&digests, 1);
+  is_wrong = summing != ALONE && fake_wrong > 0 && fake_wrong--;
+  if (!strncmp(name, "few_", 4) || summing == BESIDE) name += 4;
   staged = !strncmp(name, "page_in", 7) ? SOURCE : !strncmp(name, "page_out", 8) ? DESTINATION : NOTHING;
   for (uint32_t part = 0; part < a->num_parts; ++part) {
     const char *joined = strstr(name, "__"); /* a name a part; planes have one for all */
@@ -171,7 +249,11 @@ static void run_kernel(const char *name, const kvbm_args *a) {
     if (!strncmp(segment, "tile", 4)) unit = atoi(strstr(segment, "_e") + 2);
     for (uint32_t i = 0; i < a->num_pairs; ++i) {
       int64_t src = block(a, 0, a->src_ids, i), dst = block(a, 1, a->dst_ids, i), src_unit = 0, dst_unit = 0;
-      if (src == -1 || dst == -1) continue;
+      sum = 0;
+      if (src == -1 || dst == -1) {
+        if (summing) leave_sums(a, part, i);
+        continue;
+      }
       const int is_there = src >= 0 && dst >= 0 && src < a->src_blocks && dst < a->dst_blocks;
       const kvbm_units *u = (const kvbm_units *)&a->part[a->num_parts];
       for (int k = 0; k < KVBM_UNIT_DIGITS; ++k) {
@@ -179,11 +261,13 @@ static void run_kernel(const char *name, const kvbm_args *a) {
         if (a->inline_mask & KVBM_DST_UNITS) dst_unit += dst % u->dst[k].n * u->part[part].dst[k], dst /= u->dst[k].n;
       }
       const Place at = {p->src_offset + src_unit + src * p->src_id_stride, p->dst_offset + dst_unit + dst * p->dst_id_stride,
-                        p->src_table_offset + src * a->src_id_table, p->dst_table_offset + dst * a->dst_id_table};
+                        p->src_table_offset + src * a->src_id_table, p->dst_table_offset + dst * a->dst_id_table,
+                        summing ? a->digest.part[part].first + position(a, i) * a->digest.lanes : 0};
       if (is_there)
         walk(a, p, 0, unit, at);
       else if (a->fault)
         *(uint32_t *)a->fault = i + 1;
+      if (summing) leave_sums(a, part, i);
     }
   }
 }
@@ -209,6 +293,8 @@ static void run_work(Work *work) {
   if (work->kind == COPY) memcpy(work->to, work->from, work->bytes);
   if (work->kind == LAUNCH && !strcmp(work->from, "kvbm_copy_pairs"))
     run_pairs(&work->pairs, work->bytes);
+  else if (work->kind == LAUNCH && !strcmp(work->from, "kvbm_digest_sums"))
+    add_up(&work->sums, work->bytes);
   else if (work->kind == LAUNCH)
     run_kernel(work->from, &work->args);
   if (work->kind == EVENT) ((Record *)work->to)->done = 1;
@@ -432,7 +518,7 @@ int cuLaunchKernel(Handle name, unsigned gx, unsigned gy, unsigned gz, unsigned 
   ++launches;
   if (!strncmp(name, "few_", 4) && gx > few_ctas) few_ctas = gx;
   Work work = {.kind = LAUNCH, .stream = stream, .from = name, .bytes = gx, .device = current_device()};
-  memcpy(&work.args, parameters[0], sizeof work.args);
+  memcpy(&work.args, parameters[0], strcmp(name, "kvbm_digest_sums") ? sizeof work.args : sizeof work.sums);
   if (!knob("FAKE_LAUNCH", 0)) submit(work);
   return knob("FAKE_LAUNCH", 0);
 }

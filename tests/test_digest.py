@@ -1,0 +1,496 @@
+"""Digests: the definition, over every layout and every part of one; transfers that digest and verify.
+
+Judged by `digest_oracle` over what `oracle` and `plane_oracle` say lies where; none of them shares code with kvbm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import random
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+import digest_oracle
+import kvbm
+import matrix
+import oracle
+import plane_oracle
+import strategies
+from digest_oracle import MASK, Block
+from kvbm import BindError, BlockShape, DigestError, LayoutError, Model, PlanError, Pool, spec
+from kvbm.testing.digests import digest as defined
+from memory import numpy_views, placed
+from processes import COMPILER, FakeDriver
+from test_planes import Shape, shapes
+from test_sections import Meant, Plain, Planar, cannot, divisors, drawn, some
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADS = matrix.names()
+LATENTS = [name for name in matrix.further() if matrix.latent(name)]
+
+
+# ---- what the oracles say ------------------------------------------------------------------------------------------
+
+
+def contents(side: Any, block: int, packs: dict[str, int] | None = None) -> dict[str, tuple[list[str], np.ndarray]]:
+    """By plane: axes, and the bytes of a block's items, ``[*axes, bytes of an item]``."""
+    if isinstance(side, Planar):
+        found = {}
+        for plane in side.arena.placed.planes:
+            positions = side.arena.of(plane, [block])[0]
+            found[plane.name] = list(plane.extents), oracle.gather(side.buffer, positions, plane.itemsize)
+        return found
+    positions = side.arena.positions([block])[0]
+    opaque = side.arena.placed.order.opaque
+    if opaque:  # the bytes of the group as they lie there, in the order of the model's axes
+        kept = [i for i, axis in enumerate("lohtd") if axis not in opaque]
+        group = [i for i, axis in enumerate("lohtd") if axis in opaque]
+        flat = positions.transpose(kept + group)
+        shape = flat.shape
+        flat = np.sort(flat.reshape(*shape[: len(kept)], -1), axis=-1).reshape(shape)
+        positions = flat.transpose(np.argsort(kept + group))
+    return {"": (list("lohtd"), oracle.gather(side.buffer, positions, side.arena.placed.itemsize))}
+
+
+def expected(
+    side: Any,
+    ids: Sequence[int],
+    meant: Meant = Meant(),  # noqa: B008  (immutable)
+    tokens: Sequence[int] | None = None,
+    held: Mapping[str, tuple[Sequence[int], int]] | None = None,
+) -> list[int]:
+    """Digests of blocks, or of units, of a part of a pool; 0 where the id is -1."""
+    nt = side.pool.shape.nt
+    unit, result = meant.unit or nt, []
+    chosen = {axis: of for axis, of in meant.chosen.items() if axis != "planes"}
+    planes = meant.chosen.get("planes")
+    for number, one in enumerate(ids):
+        if one == -1:
+            result.append(0)
+            continue
+        block, k = divmod(one, nt // unit)
+        parts = {}
+        for name, (axes, data) in contents(side, block).items():
+            if "t" in axes:
+                data = data.take(range(k * unit, (k + 1) * unit), axis=axes.index("t"))
+            parts[name] = axes, data
+        first = k * unit if tokens is None else tokens[number]
+        result.append(Block(parts, held).digest(first, chosen, [planes] if isinstance(planes, str) else planes))
+    return result
+
+
+def as_defined(side: Any, block: int, first: int = 0) -> int:
+    """The same by `kvbm.testing`, which takes rows."""
+    planes = {}
+    for name, (order, data) in Block(contents(side, block)).rows.items():
+        planes[name] = np.ascontiguousarray(data).reshape(*data.shape[: 1 + len(order)], -1)
+    return defined(planes, first)
+
+
+def digests(side: Any, *ids: Any, **rest: Any) -> list[int]:
+    return [int(one) for one in side.pool.digest(*ids, **rest)]
+
+
+# ---- layouts -------------------------------------------------------------------------------------------------------
+
+ALIGNS = (0, 1, 2, 4, 8, 16, 12)
+WAYS = ("steps", "rows", "scattered")
+
+
+def sizes_of(name: str) -> Iterator[BlockShape]:
+    """Shapes that the layout has, every width of elements, in turn."""
+    for number, sizes in enumerate(matrix.SHAPES):
+        dtype = ("float16", "float32", "uint8", "float64")[(number + len(name)) % 4]
+        nl, no, nh, nt, hd = sizes
+        if matrix.latent(name):
+            no = nh = 1
+        yield BlockShape(nl=1 if matrix.scales(name) else nl, no=no, nh=nh, nt=nt, hd=hd, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", [*HEADS, *LATENTS])
+def test_every_layout(name: str) -> None:
+    """At many shapes, also of one element; bases at odd addresses, tables of every kind."""
+    done = 0
+    for number, shape in enumerate(sizes_of(name)):
+        if math.prod(shape.sizes.values()) > 40000:
+            continue
+        try:
+            side = Plain(name, shape, 3, align=ALIGNS[number % 7], how=WAYS[number % 3])
+            side.arena.placed.check()
+        except (oracle.IllegalError, LayoutError):
+            continue
+        want = expected(side, [2, 0, 1, 0])
+        assert digests(side, [2, 0, -1, 1, 0]) == [*want[:2], 0, *want[2:]], shape
+        assert as_defined(side, 2) == want[0]
+        assert len(set(want)) == 3
+        done += 1
+    assert done > 2
+
+
+@pytest.mark.parametrize("name", sorted(plane_oracle.TABLE))
+def test_every_layout_of_planes(name: str) -> None:
+    for number, shape in enumerate(shapes(name)):
+        side = Planar(name, shape, 3, align=ALIGNS[number % 7], how=WAYS[number % 3])
+        want = expected(side, [2, 0, 1])
+        assert digests(side, [2, 0, -1, 1]) == [*want[:2], 0, want[2]], shape
+        assert as_defined(side, 1, 7) == expected(side, [1], tokens=[7])[0] == digests(side, 1, tokens=7)[0]
+
+
+def test_a_layout_with_a_pitch() -> None:
+    shape = BlockShape(nl=2, no=2, nh=3, nt=8, hd=16, dtype="bfloat16")
+    one = Plain("nhd", shape, 3)
+    other = Pool.allocate(kvbm.load("vllm/tpu"), shape, 3)
+    kvbm.convert(one.pool, other)
+    assert other.digest().tolist() == expected(one, range(3))
+
+
+def test_rows_of_every_length() -> None:
+    """Cells of 1, 2, 4, 8 and 16 bytes, a row of one and of several; by elements too, where the layout has no rows."""
+    for hd, dtype in itertools.product((1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48), ("uint8", "int16", "float32")):
+        shape = BlockShape(nl=2, no=1, nh=2, nt=3, hd=hd, dtype=dtype)
+        for order in ("b l o h t d", "d b t l o h", "b l o d h t"):
+            side = Plain(order, shape, 2, align=hd % 4)
+            assert digests(side) == expected(side, range(2)), (order, hd, dtype)
+
+
+def shares(dtype: str) -> Any:
+    return BlockShape(nl=2, no=2, nh=2, nt=4, hd=24, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", plane_oracle.oracle.PAIRED)
+def test_elements_that_share_a_byte(dtype: str) -> None:
+    """Rows of bytes: as those of as many uint8."""
+    rng = np.random.default_rng(1)
+    half = BlockShape(nl=2, no=2, nh=2, nt=4, hd=12, dtype="uint8")
+    for name in ("nhd", "universal", "vllm/LBHNC", "operational"):
+        try:
+            pool = Pool.allocate(kvbm.load(name), shares(dtype), 3)
+        except (LayoutError, kvbm.DTypeError):
+            continue
+        other = Pool.allocate(kvbm.load(name), half, 3)
+        for a, b in zip(pool.arrays, other.arrays, strict=True):
+            b[...] = rng.integers(0, 256, b.shape, np.uint8)
+            np.asarray(a).reshape(-1).view(np.uint8)[:] = b.reshape(-1)
+        assert pool.digest().tolist() == other.digest().tolist()
+
+
+def test_elements_that_share_a_byte_along_another_axis() -> None:
+    layout = spec.parse('order: "b l o h d t"')
+    with pytest.raises(PlanError, match=r"share a byte along 't', and a digest's cells lie along 'd'"):
+        Pool.allocate(layout, shares("int4"), 2).digest()
+
+
+def test_any_order() -> None:
+    """Axes split at random, in brackets, of every width: what a layout may be."""
+    rng = random.Random(5)
+    for number in range(60):
+        shape = BlockShape(nl=3, no=2, nh=4, nt=8, hd=rng.choice((6, 8, 16)), dtype=rng.choice(("uint8", "float16", "float32")))
+        side = Plain(drawn(rng, shape.sizes), shape, 2, align=ALIGNS[number % 7], how=WAYS[number % 3])
+        try:
+            assert digests(side) == expected(side, range(2)), side.pool
+        except PlanError as error:
+            assert re.search("lie in several arrays|no common refinement", str(error)), error
+
+
+@given(strategies.one())
+def test_layouts_at_random(case: Any) -> None:
+    sizes, declared = case
+    shape = BlockShape(**{f"n{a}" if a != "d" else "hd": n for a, n in sizes.sizes.items()}, dtype=sizes.dtype)
+    try:
+        arena = sizes.placed(declared.order, 2).layout_bytes(0)
+        buffer = oracle.noise(arena.nbytes, 3)
+        pool = Pool(spec.parse(declared.yaml), shape, numpy_views(arena, buffer, sizes.dtype))
+    except (oracle.IllegalError, LayoutError):
+        reject()
+
+    class Side:
+        pass
+
+    side: Any = Side()
+    side.arena, side.buffer, side.pool = arena, buffer, pool
+    try:
+        got = digests(side)
+    except PlanError as error:
+        assert re.search("lie in several arrays|fused|common refinement", str(error)), error
+        return
+    assert got == expected(side, range(2))
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def of_part(side: Any, meant: Meant, rng: random.Random, model: Model | None = None, held: Any = None) -> None:
+    part = meant.of(side.pool)
+    ids = [rng.randrange(part.num_ids) for _ in range(min(part.num_ids, 5))]
+    ids.insert(1, -1)
+    tokens = [rng.randrange(1 << 40) for _ in ids]
+    assert part.digest(ids, model=model).tolist() == expected(side, ids, meant, held=held), (side.pool, meant)
+    assert part.digest(ids, tokens=tokens, model=model).tolist() == expected(side, ids, meant, tokens, held), (side.pool, meant)
+
+
+def chosen(rng: random.Random, sizes: Mapping[str, int], unit: int, share: float) -> Meant:
+    """Coordinates of some axes of units of so many tokens (0: of blocks); rows stay whole."""
+    sizes = {axis: unit if axis == "t" and unit else n for axis, n in sizes.items()}
+    return Meant(unit, {axis: some(rng, n) for axis, n in sizes.items() if rng.random() < share})
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_parts(name: str) -> None:
+    """Units of every divisor, alone and with coordinates of any axes but d."""
+    rng = random.Random(name)
+    order = matrix.orders()[name]
+    shape = BlockShape(nl=2, no=2, nh=4, nt=32, hd=16, dtype=rng.choice(["float16", "float32"]))
+    for number, unit in enumerate([0, *divisors(32)] * 2):
+        side = Plain(name, shape, 3, how=WAYS[number % 3], align=ALIGNS[number % 7])
+        meant = chosen(rng, {axis: n for axis, n in shape.sizes.items() if axis != "d"}, unit, 0.4 if number % 2 else 0)
+        try:
+            of_part(side, meant, rng)
+        except PlanError:
+            if not cannot(order, meant, 32):
+                raise
+
+
+@pytest.mark.parametrize("name", sorted(plane_oracle.TABLE))
+def test_parts_of_planes(name: str) -> None:
+    rng = random.Random(name)
+    done = 0
+    for shape in shapes(name)[:4]:
+        for unit in (0, *divisors(shape[3])[:4]):
+            side = Planar(name, shape, 3, align=ALIGNS[rng.randrange(7)])
+            planes = rng.sample(side.arena.placed.planes, rng.randint(1, len(side.arena.placed.planes)))
+            common = {a: n for a, n in planes[0].extents.items() if all(a in p.extents for p in planes) and a in "loht"}
+            meant = chosen(rng, common, unit, 0.4)
+            try:
+                of_part(side, Meant(unit, {"planes": [plane.name for plane in planes], **meant.chosen}), rng)
+                done += 1
+            except PlanError as error:
+                if not any(words in str(error) for words in ("share a byte", "split at", "digits")):
+                    raise
+    assert done > 2
+
+
+def test_parts_of_rows() -> None:
+    """Whole cells of a row have digests; parts of cells have none."""
+    rng = random.Random(2)
+    for dtype, hd, given_, right in (
+        ("float16", 32, range(8, 24), True),
+        ("float16", 32, range(8), True),
+        ("float16", 32, [8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31], True),
+        ("float32", 6, [0, 1, 4, 5], True),
+        ("float32", 5, [3, 0], True),
+        ("uint8", 7, 5, True),
+        ("float16", 32, range(4), False),
+        ("float16", 32, range(4, 12), False),
+        ("float16", 32, range(4, 20), False),
+        ("float16", 32, range(0, 32, 2), False),
+        ("float16", 32, 3, False),
+        ("float16", 32, [0, 9], False),
+        ("float32", 6, range(1, 3), False),
+        ("float32", 6, 5, False),
+    ):
+        shape = BlockShape(nl=2, no=2, nh=2, nt=4, hd=hd, dtype=dtype)
+        for name in ("nhd", "universal", "b d l o h t"):
+            side, meant = Plain(name, shape, 3), Meant(0, {"d": given_})
+            if right:
+                of_part(side, meant, rng)
+            else:
+                with pytest.raises(PlanError, match="axis 'd'.*whole cells"):
+                    meant.of(side.pool).digest()
+
+
+@pytest.mark.parametrize("what", ["h", "t", "d"])
+def test_parts_of_a_group_without_an_order(what: str) -> None:
+    shape = BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="float16")
+    pool = Pool.allocate(kvbm.load("operational"), shape, 2)
+    with pytest.raises(PlanError, match="opaque group {t h d}"):
+        pool.section(**{what: range(1)}).digest()
+    of_part(Plain("operational", shape, 2), Meant(0, {"l": 1, "o": 0}), random.Random(1))
+
+
+def test_parts_of_fused_axes() -> None:
+    """What of a fused axis can be told is digested; what cannot be cut is refused."""
+    shape = BlockShape(nl=2, no=2, nh=4, nt=6, hd=8, dtype="float16")
+    side = Plain("b l o (h t)/8 (h t)%8 d", shape, 2)
+    try:
+        assert digests(side) == expected(side, range(2))
+    except PlanError as error:
+        assert "refinement" in str(error) or "fused" in str(error), error
+    with pytest.raises(PlanError, match="fused|axis 'h'"):
+        side.pool.section(h=1).digest()
+
+
+def test_a_model_of_ranks() -> None:
+    """Layers of stages and heads of ranks, replicated ones too; sections of a rank."""
+    rng = random.Random(3)
+    whole = BlockShape(nl=6, no=2, nh=4, nt=8, hd=24, dtype="float16")
+    for name, other in (("nhd", "universal"), ("universal", "vllm/BLHNC"), ("vllm/paged_attn_v0", "nhd")):
+        whole = BlockShape(nl=6, no=2, nh=4, nt=8, hd=24 if "paged" not in name else 32, dtype="float16")
+        all_of_it = Plain(name, whole, 2)
+        want = digests(all_of_it, tokens=64)
+        total = [0, 0]
+        for layers, heads in itertools.product((range(2), (5, 3), range(2, 5, 2)), (range(1), (3, 1), range(2, 3))):
+            held = {"l": (list(layers), 6), "h": (list(heads), 4)}
+            rank = BlockShape(nl=len(layers), no=2, nh=len(heads), nt=8, hd=whole.hd, dtype="float16")
+            side = Plain(other, rank, 2)
+            kvbm.convert(all_of_it.pool.section(l=layers, h=heads), side.pool)
+            model = Model(layers=layers, nl=6, heads=heads, nh=4)
+            got = digests(side, tokens=64, model=model)
+            assert got == expected(side, range(2), tokens=[64, 64], held=held)
+            total = [(a + b) & MASK for a, b in zip(total, got, strict=True)]
+            of_part(side, Meant(4, {"o": 1, "h": 0, "l": [1, 0]}), rng, model, held)
+        assert total == want
+
+
+def test_a_model_of_planes() -> None:
+    name = "record/mla_fp8_planes"
+    whole = Planar(name, (4, 1, 1, 4, 576, "bfloat16"), 2)
+    want = digests(whole)
+    total = [0, 0]
+    for layers in (range(3), (3,)):
+        shape = BlockShape(nl=len(layers), no=1, nh=1, nt=4, hd=576, dtype="bfloat16")
+        stage = Pool.allocate(kvbm.load(name), shape, 2)
+        kvbm.Transfer(whole.pool, stage).copy(layers=(range(layers[0], layers[-1] + 1), range(len(layers))))
+        total = [(a + int(b)) & MASK for a, b in zip(total, stage.digest(model=Model(layers=layers, nl=4)), strict=True)]
+    assert total == want
+
+
+MODELS: list[tuple[dict[str, Any], str]] = [
+    ({"layers": range(2)}, "axis 'l': expected its coordinates and how many the model has"),
+    ({"nh": 4}, "axis 'h': expected its coordinates and how many the model has"),
+    ({"layers": range(3), "nl": 6}, "axis 'l': the pool holds 2, and its model says 3"),
+    ({"heads": (0, 4), "nh": 4}, "axis 'h': expected coordinates from 0 to 3"),
+    ({"heads": (0, -1), "nh": 4}, "axis 'h': expected coordinates from 0 to 3"),
+    ({"heads": (1, 1), "nh": 4}, "axis 'h'.*once"),
+]
+
+
+@pytest.mark.parametrize(("given_", "match"), MODELS)
+def test_models_that_are_refused(given_: dict[str, Any], match: str) -> None:
+    pool = Pool.allocate(kvbm.load("nhd"), BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float32"), 2)
+    with pytest.raises(PlanError, match=match):
+        pool.digest(model=Model(**given_))
+
+
+def test_it_is_a_sum() -> None:
+    """Over every axis, planes, units, block sizes and positions: whatever part of the whole."""
+    shape = BlockShape(nl=3, no=2, nh=4, nt=32, hd=16, dtype="float32")
+    pool = Plain("vllm/LBHNC", shape, 3).pool
+    want = pool.digest()
+    with np.errstate(over="ignore"):
+        for axis, parts_ in {"l": (0, [2, 1]), "o": (1, 0), "h": ([3, 0], range(1, 3)), "t": (range(7), range(7, 32))}.items():
+            assert np.array_equal(sum(pool.section(**{axis: part}).digest() for part in parts_), want), axis
+        assert np.array_equal(pool.section(d=range(8)).digest() + pool.section(d=range(8, 16)).digest(), want)
+        for unit in divisors(32):
+            assert np.array_equal(pool.units(unit).digest().reshape(3, -1).sum(1), want), unit
+        other = Pool.allocate(kvbm.load("universal"), BlockShape(nl=3, no=2, nh=4, nt=8, hd=16, dtype="float32"), 12)
+        kvbm.convert(pool.units(8), other)
+        tokens = np.arange(12) * 8 + 1000
+        assert np.array_equal(other.digest(tokens=tokens).reshape(3, 4).sum(1), pool.digest(tokens=[1000, 1032, 1064]))
+        planes = Planar("vllm/fp8_ds_mla", shapes("vllm/fp8_ds_mla")[0], 2).pool
+        some_ = [planes.section(planes=name).digest() for name in ("rope", ["latent", "scale"])]
+        assert np.array_equal(some_[0] + some_[1], planes.digest())
+
+
+# ---- ids, positions, results ---------------------------------------------------------------------------------------
+
+SMALL = BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float16")
+
+
+def test_ids_of_every_kind() -> None:
+    import torch
+
+    side = Plain("nhd", SMALL, 5)
+    want = expected(side, range(5))
+    for ids in ([3, 0, 3, -1], (3, 0, 3, -1), np.array([3, 0, 3, -1]), np.array([3, 0, 3, -1], np.int32), torch.tensor([3, 0, 3, -1])):
+        got = side.pool.digest(ids)
+        assert got.dtype == np.uint64 and got.tolist() == [want[3], want[0], want[3], 0]
+    assert side.pool.digest(4).tolist() == [want[4]] and side.pool.digest().tolist() == want
+    for none in ([], np.array([], np.int64), np.array([], np.int32)):
+        assert side.pool.digest(none).shape == (0,)
+    many = np.random.default_rng(1).integers(0, 5, 3000)
+    assert side.pool.digest(many).tolist() == [want[i] for i in many]
+    for bad in ([5], [-2], [0, 99]):
+        with pytest.raises(BindError, match="src_ids|ids"):
+            side.pool.digest(bad)
+    with pytest.raises((BindError, TypeError)):
+        side.pool.digest([0.5])
+
+
+def test_positions_of_every_kind() -> None:
+    import torch
+
+    side = Plain("universal", SMALL, 4)
+    for tokens in ([9, 0, 1 << 40], np.array([9, 0, 77]), np.array([9, 0, 77], np.int32), torch.tensor([9, 5, 4]), (1, 2, 3)):
+        assert digests(side, [2, 1, 2], tokens=tokens) == expected(side, [2, 1, 2], tokens=[int(t) for t in tokens])
+    for one in (0, 5, np.int64(5), 1 << 45):
+        assert digests(side, [2, 1], tokens=one) == expected(side, [2, 1], tokens=[int(one)] * 2)
+    units = side.pool.units(2)
+    assert units.digest([7, 0, -1]).tolist() == expected(side, [7, 0, -1], Meant(2))
+    assert units.digest(5).tolist() == expected(side, [5], Meant(2))
+    assert units.digest([7, 0], tokens=3).tolist() == expected(side, [7, 0], Meant(2), [3, 3])
+    for bad, match in (([1, 2], "tokens: expected 3"), ([0, -1, 0], r"tokens\[1\] is -1"), (-5, r"tokens\[0\] is -5")):
+        with pytest.raises(BindError, match=match):
+            side.pool.digest([2, 1, 2], tokens=bad)
+    with pytest.raises((BindError, TypeError)):
+        side.pool.digest([2], tokens=[0.5])
+
+
+def test_results_of_every_kind() -> None:
+    import torch
+
+    side = Plain("nhd", SMALL, 5)
+    want = np.array(expected(side, [3, -1, 0]), np.uint64)
+    for out in (np.full(3, 7, np.uint64), np.full(3, 7, np.int64), torch.full((3,), 7), torch.full((3,), 7).to(torch.uint64)):
+        assert side.pool.digest([3, -1, 0], out=out) is out
+        got = np.asarray(out)
+        assert np.array_equal(got.view(np.uint64), want)
+    one = np.zeros(8, np.uint64)[3:4]
+    side.pool.digest([3], out=one)
+    assert one[0] == want[0]
+    side.pool.digest([], out=np.zeros(0, np.uint64))
+
+
+WRONG: list[tuple[Any, str]] = [
+    (np.zeros(2, np.uint64), "expected a contiguous array of 3"),
+    (np.zeros((3, 1), np.uint64), "expected a contiguous array of 3"),
+    (np.zeros(6, np.uint64)[::2], "expected a contiguous array of 3"),
+    (np.zeros(3, np.uint32), "uint64 or int64"),
+    (np.zeros(3, np.float64), "uint64 or int64"),
+]
+
+
+@pytest.mark.parametrize(("out", "match"), WRONG)
+def test_results_that_are_refused(out: Any, match: str) -> None:
+    side = Plain("nhd", SMALL, 5)
+    with pytest.raises(BindError, match=match):
+        side.pool.digest([3, -1, 0], out=out)
+    with pytest.raises(BindError, match=match):
+        kvbm.Transfer(side.pool, Plain("nhd", SMALL, 5).pool).copy([0, 1, 2], digests=out)
+    readonly = np.zeros(3, np.uint64)
+    readonly.flags.writeable = False
+    with pytest.raises(BindError, match="may be written"):
+        side.pool.digest([3, -1, 0], out=readonly)
+    apart = np.frombuffer(bytearray(25), np.uint8)[1:].view(np.uint64)
+    with pytest.raises(BindError, match="multiple of 8"):
+        side.pool.digest([3, -1, 0], out=apart)
+    for name in ("stream", "wait"):
+        with pytest.raises(BindError, match=f"{name}: the pool is on the CPU"):
+            side.pool.digest([0], **{name: 5})
+
+
+def test_a_pool_that_is_closed() -> None:
+    pool = Pool.allocate(kvbm.load("nhd"), SMALL, 2)
+    pool.digest()
+    pool.close()
+    with pytest.raises(BindError, match="closed"):
+        pool.digest()
