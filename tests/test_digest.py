@@ -202,6 +202,18 @@ def test_any_order() -> None:
             assert re.search("lie in several arrays|no common refinement", str(error)), error
 
 
+@pytest.mark.parametrize(("order", "hd"), [("b d%3 d/3 l o h t", 12), ("b d%6 d/6 l o h t", 24), ("b l o h t d/6 d%6", 12), ("b l d/6 o h t d%6", 12)])
+def test_rows_that_are_split_beside_cells(order: str, hd: int) -> None:
+    """A mode that would cross a cell is refused where it cannot be told, and right where it can."""
+    side = Plain(order, BlockShape(nl=2, no=2, nh=2, nt=2, hd=hd, dtype="float32"), 2)
+    try:
+        assert digests(side) == expected(side, range(2))
+    except PlanError as error:
+        assert "no common refinement" in str(error)
+    else:
+        assert order.endswith("d/6 d%6")
+
+
 @given(strategies.one())
 def test_layouts_at_random(case: Any) -> None:
     sizes, declared = case
@@ -320,7 +332,7 @@ def test_parts_of_a_group_without_an_order(what: str) -> None:
 def test_parts_of_fused_axes() -> None:
     """What of a fused axis can be told is digested; what cannot be cut is refused."""
     shape = BlockShape(nl=2, no=2, nh=4, nt=6, hd=8, dtype="float16")
-    side = Plain("b l o (h t)/8 (h t)%8 d", shape, 2)
+    side = Plain("b l o (h t)/8 d (h t)%8", shape, 2)
     try:
         assert digests(side) == expected(side, range(2))
     except PlanError as error:
@@ -370,6 +382,7 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     ({"layers": range(3), "nl": 6}, "axis 'l': the pool holds 2, and its model says 3"),
     ({"heads": (0, 4), "nh": 4}, "axis 'h': expected coordinates from 0 to 3"),
     ({"heads": (0, -1), "nh": 4}, "axis 'h': expected coordinates from 0 to 3"),
+    ({"heads": range(2), "nh": 4, "layers": (0, 1)}, "axis 'l': expected its coordinates and how many"),
     ({"heads": (1, 1), "nh": 4}, "axis 'h'.*once"),
 ]
 

@@ -37,18 +37,36 @@ class Keys:
         The address map: keys times `CELL`.
     lanes : int
         Keys a token of the whole model.
+    rows : tuple of (str, str, int)
+        Of each plane: the axis along which its rows go, and elements a cell.
     """
 
     section: Section
     lanes: int
+    rows: tuple[tuple[str, str, int], ...]
 
     def of_planes(self, names: Sequence[str]) -> Keys:
         """Those of some planes."""
         return replace(self, section=self.section.of_planes(names))
 
     def select(self, axis: str, coordinates: range | tuple[int, ...]) -> Keys:
-        """Those of some coordinates of an axis."""
+        """Those of some coordinates of an axis: of rows, whole cells."""
+        planes = {access.plane for access in self.section.accesses}
+        for plane, along, count in self.rows:
+            if axis == along and plane in planes and not _are_whole(coordinates, count):
+                raise LayoutError(
+                    f"axis '{axis}': a cell of rows{f' of {plane!r}' if plane else ''} is {count} elements: expected whole cells, "
+                    f"got {coordinates}"
+                )
         return replace(self, section=self.section.select(axis, coordinates))
+
+
+def _are_whole(coordinates: range | tuple[int, ...], count: int) -> bool:
+    """Whether coordinates are pieces of `count`, each in order and from a multiple of that on."""
+    firsts = coordinates[::count]
+    return not any(first % count for first in firsts) and tuple(coordinates) == tuple(
+        first + i for first in firsts for i in range(count)
+    )
 
 
 class Told(NamedTuple):
@@ -96,6 +114,8 @@ class Model:
             if (held is None) != (count is None):
                 raise LayoutError(f"axis '{axis}': expected its coordinates and how many the model has, got one of them")
             if held is not None and count is not None:
+                if len(set(held)) < len(held):
+                    raise LayoutError(f"axis '{axis}': expected each coordinate once, got {held}")
                 yield axis, held, count
 
 
@@ -133,6 +153,8 @@ def _keys_of_all(whole: Section, model: Model | None) -> Keys:
     chosen = list(model.axes()) if model else []
     counts = {axis: count for axis, _, count in chosen}
     for axis, held, _ in chosen:
+        if axis not in whole.layout.present:
+            raise LayoutError(f"axis '{axis}': {whole.layout.name} has no such axis; leave it out of the model")
         if len(held) != whole.size(axis):
             raise LayoutError(f"axis '{axis}': the pool holds {whole.size(axis)}, and its model says {len(held)} of it")
     planes = {access.plane: access for access in reversed(whole.accesses)}
@@ -143,17 +165,21 @@ def _keys_of_all(whole: Section, model: Model | None) -> Keys:
         made[name] = row.access(planes[name], first, lanes)
         first += row.lanes
     accesses = tuple(made[name] for name in dict.fromkeys(access.plane for access in whole.accesses))
-    keys = Keys(replace(whole, accesses=accesses, record=False), lanes)
+    told = tuple((name, row.axis, row.cell * planes[name].pack // planes[name].itemsize) for name, row in rows.items())
+    keys = Keys(replace(whole, accesses=accesses, record=False), lanes, told)
     for axis, held, count in chosen:
-        if count > 1 and axis in dict(accesses[0].sizes):
+        if count > 1:
             keys = keys.select(axis, held)
     return keys
 
 
 def _sizes(whole: Section, access: Access, model: Mapping[str, int]) -> dict[str, int]:
-    return dict(access.sizes) | {
-        axis: count for axis, count in model.items() if axis in dict(access.sizes) or axis in whole.layout.axes
-    }
+    """Extents of a plane's axes in the whole model, where a pool may hold one coordinate."""
+    planes = [plane for plane in whole.layout.planes if plane.name == access.plane]
+    orders = [*whole.layout.orders, *(order for plane in planes for order in plane.orders)]
+    own = {axis for order in orders for term in order.terms if not term.planes for axis in term.axes}
+    own -= {axis for plane in planes for axis in plane.shared}
+    return dict(access.sizes) | {axis: count for axis, count in model.items() if axis in own}
 
 
 class _Row(NamedTuple):
@@ -288,8 +314,12 @@ def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[
     inside = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst < CELL]
     if any(mode.src_table or mode.src >= _KEY_LIMIT for mode in inside):
         raise PlanError(f"{title}: a digest's cells of up to {CELL} bytes of a row lie in several arrays")
-    cell = CELL if run >= CELL else run * math.prod(mode.extent for mode in inside)
     loops = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst >= CELL]
+    cell = min(run, CELL)
+    for mode in sorted(inside, key=lambda mode: mode.dst):
+        cell = cell * mode.extent if mode.dst == cell else 0
+    if not cell or cell & (cell - 1) or cell > CELL or any(mode.dst % CELL for mode in loops):
+        raise PlanError(f"{title}: the layout parts rows at other elements than a digest's cells of up to {CELL} bytes: no common refinement")
     strides = [mode.src for mode in (*inside, *loops)]
     word = math.gcd(min(run, CELL), alignment, part.src_offset, *part.src_id.steps, *strides)
     word &= -word
@@ -299,8 +329,6 @@ def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[
         at *= 2
     for mode in sorted(inside, key=lambda mode: mode.dst):
         steps += [mode.src << bit for bit in range(mode.extent.bit_length() - 1)]
-    if word << len(steps) != cell:
-        raise PlanError(f"{title}: cells of {cell} bytes that are no power of two; please report the layout and the shape")
     row = Mode(max(run, CELL), 1, 1, 0, 0, 1)
     return (
         replace(
@@ -321,7 +349,7 @@ def _at_cells(modes: Sequence[Mode]) -> Iterator[Mode]:
     """Modes that end where cells do: elements of a cell, and cells that follow each other, may have been one."""
     for mode in modes:
         count = CELL // mode.dst if mode.dst else 0
-        if 1 < count < mode.extent:
+        if 1 < count < mode.extent and mode.extent % count == 0 and mode.dst * count == CELL:
             yield mode._replace(extent=count)
             mode = Mode(mode.extent // count, mode.src * count, CELL, mode.src_table * count)
         yield mode

@@ -44,7 +44,8 @@ class Digester:
         self.title = f"digest of {pool.layout.name}"
         self.device = -1 if pool.device == "cpu" else int(pool.device.partition(":")[2])
         self.framework = framework_of(pool.arrays[0])
-        self.num_ids, self.units, self.unit_tokens = part.num_ids, part.of.units, part.tokens
+        self.num_ids, self.units = part.num_ids, part.of.units
+        self.unit_tokens = pool.shape.nt // self.units
         table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
         copies = copies_of(part, keys, self.device)
         for kernel in dict.fromkeys(copy.kernel for copy in copies) if self.device >= 0 else ():

@@ -383,7 +383,7 @@ class Mover:
         count = len(pairs)
         if tokens is None and self.src.section.units > 1:
             units = self.src.section
-            tokens = unit_positions(src_ids, units.num_ids, units.units, units.count("t"))[:count]
+            tokens = unit_positions(src_ids, units.num_ids, units.units, units.shape.nt // units.units)[:count]
         positions = None if tokens is None else _core.Positions(tokens, count, self.device)
         address, keep = 0, None
         if out is not None:
