@@ -32,7 +32,7 @@ from kvbm.testing.digests import digest as defined
 from memory import numpy_views, placed
 from processes import COMPILER, FakeDriver
 from test_planes import Shape, shapes
-from test_sections import Meant, Plain, Planar, cannot, divisors, drawn, some
+from test_sections import Meant, Plain, Planar, cannot, divisors, drawn, moved, some
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS = matrix.names()
@@ -507,3 +507,179 @@ def test_a_pool_that_is_closed() -> None:
     pool.close()
     with pytest.raises(BindError, match="closed"):
         pool.digest()
+
+
+# ---- transfers, on the host ----------------------------------------------------------------------------------------
+
+
+def transferred(s: Any, d: Any, rng: random.Random, verify: bool) -> None:
+    n = rng.randint(1, min(s.pool.num_blocks, d.pool.num_blocks))
+    src_ids, dst_ids = rng.sample(range(s.pool.num_blocks), n), rng.sample(range(d.pool.num_blocks), n)
+    if n > 2:
+        src_ids[1], dst_ids[2] = -1, -1
+    tokens = [rng.randrange(1 << 40) for _ in src_ids] if rng.random() < 0.5 else None
+    out = np.full(n, 7, np.uint64)
+    kvbm.Transfer(s.pool, d.pool, verify=verify).copy(src_ids, dst_ids, digests=out, tokens=tokens).synchronize()
+    assert np.array_equal(d.buffer, moved(s, d, Meant(), Meant(), src_ids, dst_ids)), (s.pool, d.pool)
+    kept = [k for k in range(n) if src_ids[k] != -1 != dst_ids[k]]
+    at = None if tokens is None else [tokens[k] for k in kept]
+    want = expected(s, [src_ids[k] for k in kept], tokens=at)
+    assert [int(out[k]) for k in kept] == want and not any(out[k] for k in range(n) if k not in kept), (s.pool, d.pool)
+    if d.opaque == s.opaque:
+        assert expected(d, [dst_ids[k] for k in kept], tokens=at) == want, (s.pool, d.pool)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_copies_digest(name: str) -> None:
+    """To and from other layouts, fused or not: the digests of the source, and of the destination after."""
+    rng = random.Random(name)
+    for number in range(6):
+        other = rng.choice(HEADS)
+        hd, dtype = rng.choice(((16, "float16"), (32, "uint8"), (16, "float32"), (64, "float16")))
+        shape = BlockShape(nl=2, no=2, nh=4, nt=16, hd=hd, dtype=dtype)
+        for pair in ((name, other), (other, name)):
+            s = Plain(pair[0], shape, 5, how=WAYS[number % 3], align=ALIGNS[rng.randrange(7)])
+            d = Plain(pair[1], shape, 6, dst=True, align=ALIGNS[rng.randrange(7)])
+            try:
+                kvbm.plan(s.pool.layout, d.pool.layout, shape)
+            except PlanError:
+                continue
+            transferred(s, d, rng, bool(number % 2))
+
+
+@pytest.mark.parametrize("other", ["nhd", "operational_nhd", "vllm/aiter_shuffle", "universal", "vllm/paged_attn_v0", "vllm/ascend_nz", "operational"])
+@pytest.mark.parametrize("back", [False, True])
+def test_groups_without_an_order(other: str, back: bool) -> None:
+    """They are copied as they lie, and digested as what the source holds on both sides."""
+    shape = BlockShape(nl=2, no=2, nh=4, nt=16, hd=16, dtype="float16")
+    names = ("operational", other)[:: -1 if back else 1]
+    s, d = Plain(names[0], shape, 5), Plain(names[1], shape, 6, dst=True)
+    try:
+        kvbm.plan(s.pool.layout, d.pool.layout, shape)
+    except PlanError:
+        return
+    transferred(s, d, random.Random(1), verify=True)
+
+
+@pytest.mark.parametrize(("src", "dst"), plane_oracle.pairs())
+def test_copies_of_planes_digest(src: str, dst: str) -> None:
+    rng = random.Random(src + dst)
+    for number, shape in enumerate(shapes(src)):
+        s = Planar(src, shape, 4, align=ALIGNS[number % 7])
+        d = Planar(dst, shape, 5, dst=True, align=ALIGNS[number * 3 % 7])
+        transferred(s, d, rng, bool(number % 2))
+
+
+def test_fused_is_the_rule_for_rows() -> None:
+    """What the issue names is fused: rows of whole cells between layouts."""
+    shape = BlockShape(nl=2, no=2, nh=4, nt=16, hd=64, dtype="float16")
+    for src, dst in (("nhd", "universal"), ("universal", "nhd"), ("nhd", "vllm/LBHNC"), ("vllm/LBNHC", "hnd"), ("nhd", "nhd")):
+        made = kvbm.Transfer(Plain(src, shape, 2).pool, Plain(dst, shape, 2, dst=True).pool)
+        assert not isinstance(made._mover.digested(None).digests.direct, str), (src, dst)
+
+
+def test_layers_of_a_copy() -> None:
+    shape = BlockShape(nl=4, no=2, nh=2, nt=8, hd=16, dtype="float16")
+    stage = BlockShape(nl=2, no=2, nh=2, nt=8, hd=16, dtype="float16")
+    s, d = Plain("nhd", shape, 3), Plain("universal", stage, 3, dst=True)
+    out = np.zeros(2, np.uint64)
+    with kvbm.Transfer(s.pool, d.pool, verify=True) as move:
+        move.copy([2, 0], [0, 1], layers=(range(1, 3), range(2)), digests=out).synchronize()
+        assert out.tolist() == expected(s, [2, 0], Meant(0, {"l": range(1, 3)}))
+        assert out.tolist() == expected(d, [0, 1], held={"l": ([1, 2], 4)})
+    whole = Plain("universal", shape, 3, dst=True)
+    with kvbm.Transfer(d.pool, whole.pool, model=Model(layers=range(1, 3), nl=4)) as move:
+        move.copy([0, 1], [2, 1], layers=(range(2), range(1, 3)), digests=out)
+        assert out.tolist() == expected(s, [2, 0], Meant(0, {"l": range(1, 3)}))
+
+
+def test_positions_want_digests() -> None:
+    s, d = Plain("nhd", SMALL, 3), Plain("universal", SMALL, 3, dst=True)
+    with pytest.raises(BindError, match="tokens: positions are for digests"):
+        kvbm.Transfer(s.pool, d.pool).copy([0], [0], tokens=[0])
+    with pytest.raises(BindError, match="tokens: expected 2"):
+        kvbm.Transfer(s.pool, d.pool, verify=True).copy([0, 1], [0, 1], tokens=[0])
+
+
+def test_one_pool() -> None:
+    s = Plain("nhd", SMALL, 6)
+    out = np.zeros(2, np.uint64)
+    want = expected(s, [0, 1])
+    kvbm.Transfer(s.pool, s.pool, verify=True).copy([0, 1], [4, 5], digests=out).synchronize()
+    assert out.tolist() == want == expected(s, [4, 5])
+
+
+class TestVerify:
+    def test_what_changes_is_found(self) -> None:
+        """The destination's digest is what is there when it is read: here a page that two blocks of the destination share."""
+        shape = BlockShape(nl=1, no=2, nh=2, nt=4, hd=16, dtype="float16")
+        s = Plain("nhd", shape, 4)
+        d = Plain("universal", shape, 4, dst=True)
+        with kvbm.Transfer(s.pool, d.pool, verify=True) as move:
+            route = move._mover.digested(None)
+            assert isinstance(route.digests.both[1], list)
+            move.copy([0, 1], [2, 3]).synchronize()
+
+    def test_the_error(self) -> None:
+        from kvbm.digesting import Proof
+
+        untold: list[DigestError] = []
+        proof = Proof("a → b", 3, -1, untold)
+        memory = proof._memory
+        memory[:] = [1, 2, 3, 1, 9, 3]
+        with pytest.raises(DigestError, match=r"a → b: 1 of 3 pairs differ, the first is pair 1: the source's digest is 0x0+2") as info:
+            proof()
+        assert info.value.pairs == (1,)
+        proof.report()
+        assert not untold
+        other = Proof("a → b", 3, -1, untold)
+        other._memory[:] = [1, 2, 3, 1, 2, 4]
+        other.report()
+        assert untold[0].pairs == (2,)
+
+
+# ---- transfers, on a driver that is not one --------------------------------------------------------------------------
+
+DIRECTIONS = ("d2d", "d2h", "h2d")
+STRATEGIES = ("direct", "staged", "engine", "auto")
+
+
+class TestOnTheFakeDriver:
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_every_strategy(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
+        """The copy's bytes and its digests, whatever order the streams run in."""
+        fake_gpu("digests.every_strategy", direction, strategy)
+
+    @pytest.mark.parametrize("strategy", ["direct", "staged", "engine"])
+    def test_two_gpus(self, fake_gpu: FakeDriver, strategy: str) -> None:
+        fake_gpu("digests.every_strategy", "p2p", strategy, FAKE_DEVICES="2")
+
+    def test_pools(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.pools")
+
+    def test_all_planes(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.all_planes")
+
+    @pytest.mark.parametrize(("direction", "strategy"), [("d2d", "direct"), ("d2h", "direct"), ("h2d", "staged")])
+    def test_ids_on_the_gpu(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
+        fake_gpu("digests.ids_on_the_gpu", direction, strategy)
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    @pytest.mark.parametrize("strategy", ["direct", "staged", "engine"])
+    def test_graphs(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
+        fake_gpu("digests.graphs", direction, strategy)
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    @pytest.mark.parametrize("strategy", ["direct", "staged", "engine"])
+    def test_verified(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
+        fake_gpu("digests.verified", direction, strategy)
+
+    def test_nothing_grows(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.nothing_grows")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("copy", ["direct", "staged", "engine", "pool"])
+    def test_a_call_that_fails(self, fake_gpu: FakeDriver, copy: str) -> None:
+        met = set(fake_gpu("digests.failing", copy).split())
+        assert {"cuLaunchKernel", "cuMemAlloc_v2", "cuEventRecord"} <= met, met

@@ -18,7 +18,7 @@ from .nest import MAX_PARTS, Form, Id, Mode, Part, form_of
 from .planner import between
 from .section import Section, canonical
 
-__all__ = ["CELL", "Keys", "Model", "Told", "alone", "fused", "keys_of"]
+__all__ = ["CELL", "Keys", "Model", "Told", "alike", "alone", "fused", "keys_of"]
 
 #: Bytes of the largest cell, and what each takes in the map of keys.
 CELL = 16
@@ -236,6 +236,32 @@ def formal(section: Section) -> Section:
     return replace(section, accesses=tuple(map(_formal, section.accesses)))
 
 
+def alike(src: Section, dst: Section) -> tuple[Section, Section]:
+    """Two sides of a copy in the coordinates of its source.
+
+    Where one side promises no order inside a group, the group moves as it lies: on both sides its elements are then those of the
+    source's order, or of the keys' where the source has none.
+    """
+    made = []
+    for access in dst.accesses:
+        ours = [one for one in src.accesses if one.plane == access.plane]
+        if access.half is not None:  # K and V have orders of their own on one side: that is also where they differ
+            ours = [one for one in ours if one.half == access.half] or ours
+        made += [replace(_alike(one, access), half=one.half if access.half is None else access.half) for one in ours]
+    return formal(src), formal(replace(dst, accesses=tuple(made)))
+
+
+def _alike(src: Access, dst: Access) -> Access:
+    for group in (frozenset(step.axes) for step in src.steps if step.opaque):
+        dst = dst.gather(group) or dst
+    known = {step.axes for step in src.steps if step.opaque}
+    for group in [step for step in dst.steps if step.opaque and step.axes not in known]:
+        inside = [step for step in src.steps if set(step.axes) <= set(group.axes)]
+        packed = src.packed if set(dst.packed) == set(group.axes) else dst.packed
+        dst = replace(dst, packed=packed, steps=normal([*(step for step in dst.steps if step != group), *inside]))
+    return dst
+
+
 def _formal(access: Access) -> Access:
     opaque = [step for step in access.steps if step.opaque]
     if not opaque:
@@ -379,7 +405,7 @@ def fused(
     if src.chosen or dst.chosen or keys.section.chosen:
         return "some coordinates are chosen one by one"
     try:
-        made = between(formal(src), formal(dst), title, keys.section)
+        made = between(*alike(src, dst), title, keys.section)
     except (LayoutError, PlanError) as error:
         return str(error)
     launches = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import operator
 from collections import deque
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from . import _core
 from .arrays import Array, describe
 from .digest import Keys, alone
-from .errors import BindError, DigestError
+from .errors import BindError, CudaError, DigestError
 from .locks import Lock
 from .lower import Steps
 from .memory import Slab
@@ -100,10 +101,10 @@ class Digester:
             self.scratch = (address, room)
         return address
 
-    def __del__(self) -> None:
+    def __del__(self, free: Any = _core.free_device) -> None:  # also when the process ends, and modules are gone
         address, _ = getattr(self, "scratch", (0, 0))
         if address:
-            _core.free_device(self.device, address)
+            free(self.device, address)
 
 
 def copies_of(part: PoolSection, keys: Keys, device: int, steps: Steps | None = None) -> list[_core.Copy]:
@@ -172,8 +173,8 @@ class Proof:
 
     def __init__(self, title: str, count: int, device: int, untold: list[DigestError]) -> None:
         self.title, self.count = title, count
-        self._memory = np.zeros(2 * count, np.uint64) if device < 0 else _pinned.take(2 * count)
-        self._on_gpu = device >= 0
+        self._pinned = _pinned if device >= 0 else None
+        self._memory = self._pinned.take(2 * count) if self._pinned else np.zeros(2 * count, np.uint64)
         self._untold, self._is_told = untold, False
 
     @property
@@ -208,8 +209,8 @@ class Proof:
             )
 
     def __del__(self) -> None:
-        if getattr(self, "_on_gpu", False):
-            _pinned.give(self._memory)
+        if hasattr(self, "_memory") and self._pinned:
+            self._pinned.give(self._memory)
 
 
 class _Pinned:
@@ -248,8 +249,9 @@ class _Pinned:
     def _finished(self) -> int:
         """How many of the oldest copies are done, of a few at a time."""
         count = 0
-        while count < min(len(self._watched), 4) and not self._watched[count].captured and self._watched[count].query():
-            count += 1
+        with contextlib.suppress(CudaError):  # of an older copy: whoever waits for that is told
+            while count < min(len(self._watched), 4) and not self._watched[count].captured and self._watched[count].query():
+                count += 1
         return count
 
 
