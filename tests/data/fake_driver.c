@@ -202,13 +202,10 @@ static void move(char *dst, const char *src, int64_t unit, const kvbm_part *p) {
   access(src, running_on), access(dst, running_on);
   const int fetched = p->word == p->item && (staged == SOURCE ? p->word == 16 : p->word >= 4);
   const int word = p->item < 4 || p->word < 4 ? 1 : 4;
-  if (staged == NOTHING || fetched) {
-    memcpy(dst, src, unit);
-    if (is_wrong) *dst ^= 1, is_wrong = 0;
-    return;
-  }
-  for (int k = 0; k < unit / word; ++k)
+  if (staged == NOTHING || fetched) memcpy(dst, src, unit);
+  for (int k = 0; staged != NOTHING && !fetched && k < unit / word; ++k)
     memcpy(dst + k * (staged == SOURCE ? word : p->apart), src + k * (staged == SOURCE ? p->apart : word), word);
+  if (is_wrong) *dst ^= 1, is_wrong = 0;
 }
 
 static void walk(const kvbm_args *a, const kvbm_part *p, int mode, int64_t unit, Place at) {

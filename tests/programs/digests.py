@@ -98,7 +98,7 @@ def every_strategy(direction: str, strategy: str) -> None:
                 pump()
                 assert empty.found() == [0, 0, 0]
                 move.copy([], [], stream=5, digests=Out(0, device=device).array)
-    assert apart and (fused or strategy == "engine"), (apart, fused)
+    assert apart and (fused or strategy != "staged" and (strategy, direction) != ("direct", "d2d")), (apart, fused)
     assert count("illegal") == 0 and count("pushes") == count("pops")
 
 
@@ -117,7 +117,6 @@ def pools() -> None:
         assert part.digest(np.array(ids, np.int32), tokens=np.array(tokens), stream=6).tolist() == placed
         out = Out(n)
         done = part.digest(ids, tokens=tokens, out=out.array, stream=5)
-        assert not done.query() and out.found() == [77] * n
         done.synchronize()
         assert out.found() == placed
         for kinds in ((np.int32, np.int64), (np.int64, np.int32)):
@@ -299,6 +298,11 @@ def nothing_grows() -> None:
 # ---- a call of the driver fails ------------------------------------------------------------------------------------
 
 
+#: Whose failure may change nothing: a slot whose event cannot be recorded is not used again; an allocation's ends save questions;
+#: whether an older copy is done is asked again.
+ADVICE = ("cuEventRecord", "cuPointerGetAttributes", "cuEventQuery")
+
+
 def failing(copy: str) -> None:
     """Whichever call it is: it is said, what is alive is what would be, and the next try is right."""
     fail_at = ctypes.c_long.in_dll(driver, "fake_fail_at")
@@ -324,7 +328,7 @@ def failing(copy: str) -> None:
         assert out.found() == want
         check(s, d, Meant(), Meant(), range(blocks), range(blocks)[::-1])
 
-    want = expected(made()[0], range(blocks), tokens=None if copy == "pool" else [7] * blocks)
+    want = expected(Plain("vllm/LBHNC", shape, blocks), range(blocks), tokens=None if copy == "pool" else [7] * blocks)
 
     def attempt(number: int, results: int) -> None:
         fail_at.value = number
@@ -339,7 +343,7 @@ def failing(copy: str) -> None:
             call()
         gc.collect()
         said = (failed.value or b"").decode()
-        assert raised == bool(said) or said in ("cuEventRecord", "cuPointerGetAttributes"), said
+        assert raised == bool(said) or said in ADVICE, said
         assert count("pushes") == count("pops") and count("illegal") == 0
         os.write(results, f"{said or '-'} {' '.join(map(str, live))}\n".encode())
 
@@ -364,7 +368,7 @@ def failing(copy: str) -> None:
         elif name == "-":
             break
         met.add(name)
-        lost = name == "cuEventRecord"
+        lost = name in ("cuEventRecord", "cuEventQuery")  # a slot; an event that the next copy could not take yet
         assert all(now <= was + lost for now, was in zip(left, clean, strict=True)), (copy, number, name, left, clean)
         number += 1
     print(*sorted(met))
