@@ -6,11 +6,15 @@ Judged by `digest_oracle` over what `oracle` and `plane_oracle` say lies where; 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import itertools
+import json
 import math
 import random
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ from digest_oracle import MASK, Block
 from kvbm import BindError, BlockShape, DigestError, LayoutError, Model, PlanError, Pool, spec
 from kvbm.testing.digests import digest as defined
 from memory import numpy_views, placed
-from processes import COMPILER, FakeDriver
+from processes import FakeDriver
 from test_planes import Shape, shapes
 from test_sections import Meant, Plain, Planar, cannot, divisors, drawn, moved, some
 
@@ -683,3 +687,161 @@ class TestOnTheFakeDriver:
     def test_a_call_that_fails(self, fake_gpu: FakeDriver, copy: str) -> None:
         met = set(fake_gpu("digests.failing", copy).split())
         assert {"cuLaunchKernel", "cuMemAlloc_v2", "cuEventRecord"} <= met, met
+
+
+# ---- the document, and how its numbers were found --------------------------------------------------------------------
+
+DOCUMENT = (ROOT / "docs" / "digest.md").read_text(encoding="utf-8")
+
+
+def tool(name: str) -> Any:
+    found = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def constants() -> dict[str, list[int]]:
+    """Those of the document, by the name of what they are of."""
+    [text] = re.findall(r"```text\n(fold.*?)```", DOCUMENT, re.DOTALL)
+    return {
+        name: [int(one, 16) for one in re.findall("0x[0-9a-f]{16}", body)]
+        for name, body in re.findall(r"^(weight|content)\(\w\) +=(.*?)(?=^\w|\Z)", text, re.DOTALL | re.MULTILINE)
+    }
+
+
+def by_hand(key: int, cell: bytes) -> tuple[int, int, int]:
+    """Weight, content and digest of a cell, as the document says, one number after the other."""
+
+    def fold(x: int) -> int:
+        return x ^ x >> 32
+
+    (first, second), (start, *factors) = constants()["weight"], constants()["content"]
+    cell += bytes(16 - len(cell))
+    content = start
+    for i in range(4):
+        content = (content + int.from_bytes(cell[4 * i : 4 * i + 4], "little") * factors[i]) % 2**64
+    weight = fold(fold(key * first % 2**64) * second % 2**64) | 1
+    return weight, fold(content), weight * fold(content) % 2**64
+
+
+class TestDocument:
+    vectors = json.loads(re.findall(r"```json\n(.*?)```", DOCUMENT, re.DOTALL)[0])
+
+    def test_cells(self) -> None:
+        for one in self.vectors["cells"]:
+            found = by_hand(one["key"], bytes.fromhex(one["bytes"]))
+            assert [f"{x:#018x}" for x in found] == [one["weight"], one["content"], one["digest"]]
+
+    @pytest.mark.parametrize("number", range(5))
+    def test_blocks(self, number: int) -> None:
+        """By hand from the document alone, and by what kvbm ships and the tests use."""
+        one = self.vectors["blocks"][number]
+        planes, lanes = one["planes"], 0
+        for plane in planes.values():
+            lanes += math.prod(plane["model"].values()) * (plane["row"] // math.gcd(plane["row"], 16))
+        assert lanes == one["lanes"]
+        total = before = 0
+        arrays, tables = {}, {}
+        for name in sorted(planes):
+            plane = planes[name]
+            cell = math.gcd(plane["row"], 16)
+            coordinates = list(itertools.product(range(plane["tokens"]), *plane["held"].values()))
+            data = bytes((i * plane["factor"] + 1) % 251 for i in range(len(coordinates) * plane["row"]))
+            for number_, (t, *where) in enumerate(coordinates):
+                place = 0
+                for size, c in zip(plane["model"].values(), where, strict=True):
+                    place = place * size + c
+                for k in range(plane["row"] // cell):
+                    key = (one["first"] + t) * lanes + before + place * (plane["row"] // cell) + k
+                    at = number_ * plane["row"] + k * cell
+                    total += by_hand(key, data[at : at + cell])[2]
+            before += math.prod(plane["model"].values()) * (plane["row"] // cell)
+            shape = plane["tokens"], *map(len, plane["held"].values()), plane["row"]
+            arrays[name] = np.frombuffer(data, np.uint8).reshape(shape)
+            tables[name] = ["t", *plane["held"], "d"], arrays[name][..., None]
+        assert f"{total % 2**64:#018x}" == one["digest"]
+        held = {a: (c, plane["model"][a]) for plane in planes.values() for a, c in plane["held"].items()}
+        assert Block(tables, held).digest(one["first"]) == total % 2**64
+        if all(c == list(range(plane["model"][a])) for plane in planes.values() for a, c in plane["held"].items()):
+            assert defined(arrays, one["first"]) == total % 2**64
+
+    def test_the_constants_are_the_search_s(self) -> None:
+        """Near the best set: the whole search takes half a minute."""
+        search = tool("digest_constants")
+        assert search.best(range(4370, 4377)) == (search.quality(4373), 4373)
+        assert round(math.log2(search.quality(4373)), 2) == 31.74
+        assert search.factors(4373) == constants()["content"][1:]
+        assert all(search.quality(n) < search.quality(4373) for n in range(500))
+
+    def test_a_shortest_vector(self) -> None:
+        """By trying all of them, modulo a smaller power."""
+        search = tool("digest_constants")
+        search.MODULUS = 1 << 10
+        for a, b in ((3, 5), (511, 77), (1023, 1), (33, 31), (7, 7)):
+            reach = range(-40, 41)
+            near = [max(abs(x), abs(y)) for x in reach for y in reach if (x, y) != (0, 0) and (x * a + y * b) % 1024 == 0]
+            euclid = search.shortest(a, b)
+            assert min(near) <= euclid <= 1.5 * min(near), (a, b)
+
+    def test_injected_errors(self) -> None:
+        """All kinds are errors, and found; a sum without weights, or of words, would miss some."""
+        errors = tool("digest_errors")
+        assert len(errors.KINDS) == 12
+        rng = np.random.default_rng(2)
+        for name in errors.KINDS:
+            assert errors.inject(name, 600, rng) == 0
+        counts = re.findall(r"^(.+?) +([\d,]+) injected +(\d+) missed$", DOCUMENT, re.MULTILINE)
+        assert [name for name, *_ in counts] == [*errors.KINDS, "all"]
+        assert all(missed == "0" for *_, missed in counts) and int(counts[-1][1].replace(",", "")) >= 10**6
+        errors.weight = lambda key: np.ones_like(key)
+        assert errors.inject("two tokens exchanged", 100, rng) == 100
+
+    def test_a_block_of_the_tool_is_one_of_the_definition(self) -> None:
+        errors = tool("digest_errors")
+        data = errors.block(np.random.default_rng(1))
+        total = (errors.weight(np.arange(len(data), dtype=np.uint64)) * errors.content(data)).sum(dtype=np.uint64)
+        assert int(total) == defined(data.view(np.uint8).reshape(*errors.SIZES[:-1], -1))
+
+
+# ---- the host's kernels ------------------------------------------------------------------------------------------------
+
+WAYS_ON_HOST = """
+#include "digest.cpp"
+extern "C" int run(int which, const char* cells, uint64_t count, uint64_t key, uint64_t* out) {
+#ifdef __x86_64__
+  if (which == 2) return __builtin_cpu_supports("avx512f") ? (*out = by_512(cells, count, key), 1) : 0;
+  if (which == 1) return __builtin_cpu_supports("avx2") ? (*out = by_256(cells, count, key), 1) : 0;
+#endif
+  return which ? 0 : (*out = plain(cells, count, key), 1);
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_every_width_of_the_host(tmp_path: Path) -> None:
+    """AVX-512, AVX2 and neither: as many cells as there may be at the end, at odd addresses, from any key on."""
+    from kvbm import codegen
+
+    (tmp_path / "ways.cpp").write_text(WAYS_ON_HOST)
+    library = tmp_path / "ways.so"
+    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-I{codegen.cuda_dir()}", "-o", library, tmp_path / "ways.cpp"]
+    subprocess.run(command, check=True)
+    run = ctypes.CDLL(str(library)).run
+    run.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p]
+    memory = oracle.noise(16 * 80, 1)
+    memory[200:300] = 255
+    ran = set()
+    for count in range(71):
+        for offset, key in ((0, 0), (1 + count % 15, count), (4, (1 << 32) - 3), (8, (1 << 64) - 5)):
+            cells = memory[offset : offset + 16 * count].reshape(-1, 16)
+            keys = np.arange(count, dtype=np.uint64) + np.uint64(key)
+            want = int(digest_oracle.of_cells(cells, keys).sum(dtype=np.uint64)) if count else 0
+            for which in range(3):
+                out = np.zeros(1, np.uint64)
+                if run(which, memory.ctypes.data + offset, count, key, out.ctypes.data):
+                    assert int(out[0]) == want, (which, count, offset, key)
+                    ran.add(which)
+    assert 0 in ran
