@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ from kvbm import BlockShape, DigestError
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, driver, handle, ids_on_gpu, pump, refused, seed
 from programs.sections import SIDES, batches, check, ends
-from test_digest import MASK, expected
+from test_digest import expected
 from test_planes import shapes
-from test_sections import Meant, Plain, Planar
+from test_sections import Meant, Plain, Planar, moved
 
 SHAPE = BlockShape(nl=3, no=2, nh=2, nt=8, hd=16, dtype="float16")
 WAYS = ("steps", "rows", "scattered")
@@ -240,6 +240,18 @@ def verified(direction: str, strategy: str) -> None:
             move.copy(src_ids, dst_ids, stream=5, digests=out.array).synchronize()
             assert out.found() == wanted(s, ours, src_ids, dst_ids)
             check(s, d, ours, theirs, src_ids, dst_ids)
+            # A byte that another writes between the copy and the digest of the destination.
+            seed(0)
+            want = moved(s, d, ours, theirs, src_ids, dst_ids)
+            done = move.copy(src_ids, dst_ids, stream=5)
+            while not np.array_equal(d.buffer, want):
+                assert pump(1), "the copy is not done"
+            assert not done.query()
+            at = next(iter(d.positions(theirs).values()))[0][dst_ids[0]]
+            d.buffer[at.ravel()[number % at.size]] ^= 1 << number % 8
+            with refused(DigestError, f"1 of {n} pairs differ, the first is pair 0"):
+                done.synchronize()
+            d.buffer[:] = d.before
             if strategy == "engine":
                 continue
             # A kernel that writes what it did not read, in its first pair.
@@ -271,6 +283,19 @@ def verified(direction: str, strategy: str) -> None:
             move.copy(src_ids, dst_ids, stream=5).synchronize()
             check(s, d, ours, theirs, src_ids, dst_ids)
     assert count("illegal") == 0 and count("pushes") == count("pops")
+
+
+def beyond_reach() -> None:
+    """Another GPU's memory that no kernel reaches: digests of what is packed, and no verification."""
+    s, d = Plain("nhd", SHAPE, 5, where=0), Plain("universal", SHAPE, 5, dst=True, where=1)
+    with kvbm.Transfer(s.pool, d.pool, "staged") as move:
+        out = Out(3, device=move.device)
+        move.copy([0, 1, 2], [2, 1, 0], stream=5, digests=out.array).synchronize()
+        assert out.found() == expected(s, [0, 1, 2])
+        check(s, d, Meant(), Meant(), [0, 1, 2], [2, 1, 0])
+    with kvbm.Transfer(s.pool, d.pool, "staged", verify=True) as move:
+        with refused(kvbm.BindError, "verify: the destination is digested by a kernel"):
+            move.copy([0], [0], stream=5)
 
 
 def nothing_grows() -> None:
