@@ -33,7 +33,9 @@ def of_cells(cells: np.ndarray, keys: np.ndarray) -> np.ndarray:
     padded[..., : cells.shape[-1]] = cells
     content = np.full(cells.shape[:-1], CELL, np.uint64)
     for number, factor in enumerate(WORDS):
-        content += padded[..., 4 * number : 4 * number + 4].copy().view("<u4")[..., 0].astype(np.uint64) * np.uint64(factor)
+        content += padded[..., 4 * number : 4 * number + 4].copy().view("<u4")[..., 0].astype(np.uint64) * np.uint64(
+            factor
+        )
     weight = fold(fold(keys * np.uint64(KEYS[0])) * np.uint64(KEYS[1])) | np.uint64(1)
     return weight * fold(content)
 
@@ -51,7 +53,9 @@ class Block:
     """
 
     def __init__(
-        self, planes: Mapping[str, tuple[Sequence[str], np.ndarray]], held: Mapping[str, tuple[Sequence[int], int]] | None = None
+        self,
+        planes: Mapping[str, tuple[Sequence[str], np.ndarray]],
+        held: Mapping[str, tuple[Sequence[int], int]] | None = None,
     ) -> None:
         self.rows: dict[str, tuple[list[str], np.ndarray]] = {}
         self.lanes, self.places = 0, dict[str, np.ndarray]()
@@ -94,7 +98,9 @@ class Block:
         positions = np.arange(first, first + data.shape[0], dtype=np.uint64).reshape(-1, *[1] * self.places[name].ndim)
         return order, of_cells(data, positions * np.uint64(self.lanes) + self.places[name])
 
-    def digest(self, first: int = 0, chosen: Mapping[str, Any] | None = None, planes: Sequence[str] | None = None) -> int:
+    def digest(
+        self, first: int = 0, chosen: Mapping[str, Any] | None = None, planes: Sequence[str] | None = None
+    ) -> int:
         """Of all of it, or of some coordinates: of d whole cells."""
         total = 0
         for name in self.rows if planes is None else planes:

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, reject
-from hypothesis import strategies as st
 
 import digest_oracle
 import kvbm
@@ -33,9 +32,9 @@ import strategies
 from digest_oracle import MASK, Block
 from kvbm import BindError, BlockShape, DigestError, LayoutError, Model, PlanError, Pool, spec
 from kvbm.testing.digests import digest as defined
-from memory import numpy_views, placed
+from memory import numpy_views
 from processes import FakeDriver
-from test_planes import Shape, shapes
+from test_planes import shapes
 from test_sections import Meant, Plain, Planar, cannot, divisors, drawn, moved, some
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,7 +159,9 @@ def test_a_layout_with_a_pitch() -> None:
 
 def test_rows_of_every_length() -> None:
     """Cells of 1, 2, 4, 8 and 16 bytes, a row of one and of several; by elements too, where the layout has no rows."""
-    for hd, dtype in itertools.product((1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48), ("uint8", "int16", "float32")):
+    for hd, dtype in itertools.product(
+        (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48), ("uint8", "int16", "float32")
+    ):
         shape = BlockShape(nl=2, no=1, nh=2, nt=3, hd=hd, dtype=dtype)
         for order in ("b l o h t d", "d b t l o h", "b l o d h t"):
             side = Plain(order, shape, 2, align=hd % 4)
@@ -198,7 +199,9 @@ def test_any_order() -> None:
     """Axes split at random, in brackets, of every width: what a layout may be."""
     rng = random.Random(5)
     for number in range(60):
-        shape = BlockShape(nl=3, no=2, nh=4, nt=8, hd=rng.choice((6, 8, 16)), dtype=rng.choice(("uint8", "float16", "float32")))
+        shape = BlockShape(
+            nl=3, no=2, nh=4, nt=8, hd=rng.choice((6, 8, 16)), dtype=rng.choice(("uint8", "float16", "float32"))
+        )
         side = Plain(drawn(rng, shape.sizes), shape, 2, align=ALIGNS[number % 7], how=WAYS[number % 3])
         try:
             assert digests(side) == expected(side, range(2)), side.pool
@@ -206,7 +209,10 @@ def test_any_order() -> None:
             assert re.search("lie in several arrays|no common refinement", str(error)), error
 
 
-@pytest.mark.parametrize(("order", "hd"), [("b d%3 d/3 l o h t", 12), ("b d%6 d/6 l o h t", 24), ("b l o h t d/6 d%6", 12), ("b l d/6 o h t d%6", 12)])
+@pytest.mark.parametrize(
+    ("order", "hd"),
+    [("b d%3 d/3 l o h t", 12), ("b d%6 d/6 l o h t", 24), ("b l o h t d/6 d%6", 12), ("b l d/6 o h t d%6", 12)],
+)
 def test_rows_that_are_split_beside_cells(order: str, hd: int) -> None:
     """A mode that would cross a cell is refused where it cannot be told, and right where it can."""
     side = Plain(order, BlockShape(nl=2, no=2, nh=2, nt=2, hd=hd, dtype="float32"), 2)
@@ -251,7 +257,10 @@ def of_part(side: Any, meant: Meant, rng: random.Random, model: Model | None = N
     ids.insert(1, -1)
     tokens = [rng.randrange(1 << 40) for _ in ids]
     assert part.digest(ids, model=model).tolist() == expected(side, ids, meant, held=held), (side.pool, meant)
-    assert part.digest(ids, tokens=tokens, model=model).tolist() == expected(side, ids, meant, tokens, held), (side.pool, meant)
+    assert part.digest(ids, tokens=tokens, model=model).tolist() == expected(side, ids, meant, tokens, held), (
+        side.pool,
+        meant,
+    )
 
 
 def chosen(rng: random.Random, sizes: Mapping[str, int], unit: int, share: float) -> Meant:
@@ -376,7 +385,9 @@ def test_a_model_of_planes() -> None:
         shape = BlockShape(nl=len(layers), no=1, nh=1, nt=4, hd=576, dtype="bfloat16")
         stage = Pool.allocate(kvbm.load(name), shape, 2)
         kvbm.Transfer(whole.pool, stage).copy(layers=(range(layers[0], layers[-1] + 1), range(len(layers))))
-        total = [(a + int(b)) & MASK for a, b in zip(total, stage.digest(model=Model(layers=layers, nl=4)), strict=True)]
+        total = [
+            (a + int(b)) & MASK for a, b in zip(total, stage.digest(model=Model(layers=layers, nl=4)), strict=True)
+        ]
     assert total == want
 
 
@@ -404,7 +415,12 @@ def test_it_is_a_sum() -> None:
     pool = Plain("vllm/LBHNC", shape, 3).pool
     want = pool.digest()
     with np.errstate(over="ignore"):
-        for axis, parts_ in {"l": (0, [2, 1]), "o": (1, 0), "h": ([3, 0], range(1, 3)), "t": (range(7), range(7, 32))}.items():
+        for axis, parts_ in {
+            "l": (0, [2, 1]),
+            "o": (1, 0),
+            "h": ([3, 0], range(1, 3)),
+            "t": (range(7), range(7, 32)),
+        }.items():
             assert np.array_equal(sum(pool.section(**{axis: part}).digest() for part in parts_), want), axis
         assert np.array_equal(pool.section(d=range(8)).digest() + pool.section(d=range(8, 16)).digest(), want)
         for unit in divisors(32):
@@ -428,7 +444,13 @@ def test_ids_of_every_kind() -> None:
 
     side = Plain("nhd", SMALL, 5)
     want = expected(side, range(5))
-    for ids in ([3, 0, 3, -1], (3, 0, 3, -1), np.array([3, 0, 3, -1]), np.array([3, 0, 3, -1], np.int32), torch.tensor([3, 0, 3, -1])):
+    for ids in (
+        [3, 0, 3, -1],
+        (3, 0, 3, -1),
+        np.array([3, 0, 3, -1]),
+        np.array([3, 0, 3, -1], np.int32),
+        torch.tensor([3, 0, 3, -1]),
+    ):
         got = side.pool.digest(ids)
         assert got.dtype == np.uint64 and got.tolist() == [want[3], want[0], want[3], 0]
     assert side.pool.digest(4).tolist() == [want[4]] and side.pool.digest().tolist() == want
@@ -447,7 +469,13 @@ def test_positions_of_every_kind() -> None:
     import torch
 
     side = Plain("universal", SMALL, 4)
-    for tokens in ([9, 0, 1 << 40], np.array([9, 0, 77]), np.array([9, 0, 77], np.int32), torch.tensor([9, 5, 4]), (1, 2, 3)):
+    for tokens in (
+        [9, 0, 1 << 40],
+        np.array([9, 0, 77]),
+        np.array([9, 0, 77], np.int32),
+        torch.tensor([9, 5, 4]),
+        (1, 2, 3),
+    ):
         assert digests(side, [2, 1, 2], tokens=tokens) == expected(side, [2, 1, 2], tokens=[int(t) for t in tokens])
     for one in (0, 5, np.int64(5), 1 << 45):
         assert digests(side, [2, 1], tokens=one) == expected(side, [2, 1], tokens=[int(one)] * 2)
@@ -467,7 +495,12 @@ def test_results_of_every_kind() -> None:
 
     side = Plain("nhd", SMALL, 5)
     want = np.array(expected(side, [3, -1, 0]), np.uint64)
-    for out in (np.full(3, 7, np.uint64), np.full(3, 7, np.int64), torch.full((3,), 7), torch.full((3,), 7).to(torch.uint64)):
+    for out in (
+        np.full(3, 7, np.uint64),
+        np.full(3, 7, np.int64),
+        torch.full((3,), 7),
+        torch.full((3,), 7).to(torch.uint64),
+    ):
         assert side.pool.digest([3, -1, 0], out=out) is out
         got = np.asarray(out)
         assert np.array_equal(got.view(np.uint64), want)
@@ -551,7 +584,18 @@ def test_copies_digest(name: str) -> None:
             transferred(s, d, rng, bool(number % 2))
 
 
-@pytest.mark.parametrize("other", ["nhd", "operational_nhd", "vllm/aiter_shuffle", "universal", "vllm/paged_attn_v0", "vllm/ascend_nz", "operational"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        "nhd",
+        "operational_nhd",
+        "vllm/aiter_shuffle",
+        "universal",
+        "vllm/paged_attn_v0",
+        "vllm/ascend_nz",
+        "operational",
+    ],
+)
 @pytest.mark.parametrize("back", [False, True])
 def test_groups_without_an_order(other: str, back: bool) -> None:
     """They are copied as they lie, and digested as what the source holds on both sides."""
@@ -577,7 +621,13 @@ def test_copies_of_planes_digest(src: str, dst: str) -> None:
 def test_fused_is_the_rule_for_rows() -> None:
     """What the issue names is fused: rows of whole cells between layouts."""
     shape = BlockShape(nl=2, no=2, nh=4, nt=16, hd=64, dtype="float16")
-    for src, dst in (("nhd", "universal"), ("universal", "nhd"), ("nhd", "vllm/LBHNC"), ("vllm/LBNHC", "hnd"), ("nhd", "nhd")):
+    for src, dst in (
+        ("nhd", "universal"),
+        ("universal", "nhd"),
+        ("nhd", "vllm/LBHNC"),
+        ("vllm/LBNHC", "hnd"),
+        ("nhd", "nhd"),
+    ):
         made = kvbm.Transfer(Plain(src, shape, 2).pool, Plain(dst, shape, 2, dst=True).pool)
         assert not isinstance(made._mover.digested(None).digests.direct, str), (src, dst)
 
@@ -620,7 +670,9 @@ def test_the_error_of_a_proof() -> None:
     proof = Proof("a → b", 3, -1, untold)
     memory = proof._memory
     memory[:] = [1, 2, 3, 1, 9, 3]
-    with pytest.raises(DigestError, match=r"a → b: 1 of 3 pairs differ, the first is pair 1: the source's digest is 0x0+2") as info:
+    with pytest.raises(
+        DigestError, match=r"a → b: 1 of 3 pairs differ, the first is pair 1: the source's digest is 0x0+2"
+    ) as info:
         proof()
     assert info.value.pairs == (1,)
     proof.report()
@@ -774,7 +826,9 @@ class TestDocument:
         search.MODULUS = 1 << 10
         for a, b in ((3, 5), (511, 77), (1023, 1), (33, 31), (7, 7)):
             reach = range(-40, 41)
-            near = [max(abs(x), abs(y)) for x in reach for y in reach if (x, y) != (0, 0) and (x * a + y * b) % 1024 == 0]
+            near = [
+                max(abs(x), abs(y)) for x in reach for y in reach if (x, y) != (0, 0) and (x * a + y * b) % 1024 == 0
+            ]
             euclid = search.shortest(a, b)
             assert min(near) == euclid, (a, b)
 
@@ -819,7 +873,18 @@ def test_every_width_of_the_host(tmp_path: Path) -> None:
 
     (tmp_path / "ways.cpp").write_text(WAYS_ON_HOST)
     library = tmp_path / "ways.so"
-    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-I{codegen.cuda_dir()}", "-o", library, tmp_path / "ways.cpp"]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        "-w",
+        f"-I{codegen.cuda_dir()}",
+        "-o",
+        library,
+        tmp_path / "ways.cpp",
+    ]
     subprocess.run(command, check=True)
     run = ctypes.CDLL(str(library)).run
     run.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p]

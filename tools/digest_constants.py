@@ -37,8 +37,8 @@ def shortest(a: int, b: int) -> int:
         v = v[0] - times * u[0], v[1] - times * u[1]
         if _norm(v) >= _norm(u):
             break
-    times_two = itertools.product(range(-2, 3), repeat=2)  # the shortest by the larger coordinate is near those by length
-    return min(max(abs(i * u[0] + j * v[0]), abs(i * u[1] + j * v[1])) for i, j in times_two if (i, j) != (0, 0))
+    near = itertools.product(range(-2, 3), repeat=2)  # the shortest by the larger coordinate is near those by length
+    return min(max(abs(i * u[0] + j * v[0]), abs(i * u[1] + j * v[1])) for i, j in near if (i, j) != (0, 0))
 
 
 def _norm(v: tuple[int, int]) -> int:

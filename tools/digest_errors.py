@@ -52,14 +52,14 @@ Kind = Callable[[np.random.Generator, Words, int], tuple[Index, Words]]
 
 
 def bits(count: int) -> Kind:
-    def kind(rng: np.random.Generator, data: Words, n: int) -> tuple[Index, Words]:
+    def one(rng: np.random.Generator, data: Words, n: int) -> tuple[Index, Words]:
         at = rng.integers(0, len(data), (n, 1))
         new = data[at]
         for _ in range(count):
             new[np.arange(n), 0, rng.integers(0, 4, n)] ^= np.uint32(1) << rng.integers(0, 32, n).astype(np.uint32)
         return at, new
 
-    return kind
+    return one
 
 
 def top_bits(rng: np.random.Generator, data: Words, n: int) -> tuple[Index, Words]:
@@ -85,11 +85,11 @@ def swap(axis: int) -> Kind:
     """All that two coordinates of an axis hold; of tokens, layers, K and V, heads."""
     lines = np.moveaxis(NUMBER, axis, 0).reshape(SIZES[axis], -1)
 
-    def kind(rng: np.random.Generator, data: Words, n: int) -> tuple[Index, Words]:
+    def one(rng: np.random.Generator, data: Words, n: int) -> tuple[Index, Words]:
         a, b = two(rng, len(lines), n).T
         return np.concatenate([lines[a], lines[b]], 1), data[np.concatenate([lines[b], lines[a]], 1)]
 
-    return kind
+    return one
 
 
 ROWS = NUMBER.reshape(-1, C)
@@ -157,6 +157,7 @@ def inject(name: str, errors: int, rng: np.random.Generator, batch: int = 256) -
 
 
 def main(errors: int, seed: int) -> int:
+    """Inject that many errors, print the counts, and return how many were missed."""
     rng = np.random.default_rng(seed)
     each, total = -(-errors // len(KINDS)), 0
     for name in KINDS:

@@ -62,7 +62,9 @@ class Out:
         return [int(one) for one in self.memory[1:-1]]
 
 
-def wanted(s: Any, meant: Meant, src_ids: Sequence[int], dst_ids: Sequence[int], tokens: Sequence[int] | None = None) -> list[int]:
+def wanted(
+    s: Any, meant: Meant, src_ids: Sequence[int], dst_ids: Sequence[int], tokens: Sequence[int] | None = None
+) -> list[int]:
     kept = [a if b != -1 else -1 for a, b in zip(src_ids, dst_ids, strict=True)]
     return expected(s, kept, meant, tokens)
 
@@ -83,7 +85,9 @@ def every_strategy(direction: str, strategy: str) -> None:
                     out = Out(len(src_ids), ("uint64", "int64")[turn % 2], device)
                     tokens = [rng.randrange(1 << 40) for _ in src_ids] if (number + turn) % 2 else None
                     before = count("digests")
-                    done = move.copy(np.array(src_ids), np.array(dst_ids, np.int32), stream=5, digests=out.array, tokens=tokens)
+                    done = move.copy(
+                        np.array(src_ids), np.array(dst_ids, np.int32), stream=5, digests=out.array, tokens=tokens
+                    )
                     assert not done.query()
                     pump()
                     assert done.query() and strategy in ("auto", done.strategy) and count("digests") > before
@@ -98,7 +102,7 @@ def every_strategy(direction: str, strategy: str) -> None:
                 pump()
                 assert empty.found() == [0, 0, 0]
                 move.copy([], [], stream=5, digests=Out(0, device=device).array)
-    assert apart and (fused or strategy != "staged" and (strategy, direction) != ("direct", "d2d")), (apart, fused)
+    assert apart and (fused or (strategy != "staged" and (strategy, direction) != ("direct", "d2d"))), (apart, fused)
     assert count("illegal") == 0 and count("pushes") == count("pops")
 
 
@@ -178,7 +182,10 @@ def ids_on_the_gpu(direction: str, strategy: str) -> None:
                 with refused(kvbm.BindError, "pair 3"):
                     done.synchronize()
                 src_ids[3] = -1
-                assert out.found() == wanted(s, ours, src_ids.tolist(), dst_ids.tolist(), tokens.tolist()), (s.pool, d.pool)
+                assert out.found() == wanted(s, ours, src_ids.tolist(), dst_ids.tolist(), tokens.tolist()), (
+                    s.pool,
+                    d.pool,
+                )
                 check(s, d, ours, theirs, src_ids.tolist(), dst_ids.tolist(), wide)
                 if here.of.units > 1 and on[0]:
                     with refused(kvbm.BindError, "ids of units on a GPU", "pass tokens="):
@@ -195,7 +202,9 @@ def graphs(direction: str, strategy: str) -> None:
         tokens = [rng.randrange(1 << 20) for _ in range(n)]
         verify = number % 2 == 1
         slot = 4 * max(part.of.packed().accesses[0].block[0] for part in (here, there))
-        with kvbm.Transfer(here, there, strategy, verify=verify, chunk_bytes=slot if strategy == "staged" else None) as move:
+        with kvbm.Transfer(
+            here, there, strategy, verify=verify, chunk_bytes=slot if strategy == "staged" else None
+        ) as move:
             out = Out(n)
             defer(1)
             driver.fake_begin_capture(handle(6))
@@ -208,7 +217,11 @@ def graphs(direction: str, strategy: str) -> None:
                 seed(turn)
                 driver.fake_launch_graph(handle(graph), handle(5))
                 pump()
-                assert out.found() == wanted(s, ours, src_ids.tolist(), dst_ids.tolist(), tokens), (s.pool, d.pool, turn)
+                assert out.found() == wanted(s, ours, src_ids.tolist(), dst_ids.tolist(), tokens), (
+                    s.pool,
+                    d.pool,
+                    turn,
+                )
                 check(s, d, ours, theirs, src_ids.tolist(), dst_ids.tolist(), turn)
                 done.synchronize()
             if verify:  # asked after each replay
@@ -347,7 +360,9 @@ def failing(copy: str) -> None:
             assert s.pool.digest(stream=5).tolist() == want
             return
         out = Out(blocks)
-        with kvbm.Transfer(s.pool, d.pool, strategy, verify=True, chunk_bytes=5 * shape.nbytes if strategy == "staged" else None) as move:
+        with kvbm.Transfer(
+            s.pool, d.pool, strategy, verify=True, chunk_bytes=5 * shape.nbytes if strategy == "staged" else None
+        ) as move:
             move.copy(range(blocks), range(blocks)[::-1], stream=5, digests=out.array, tokens=7).synchronize()
             fail_at.value = 0  # what closing waits for has been waited for
         assert out.found() == want
