@@ -100,6 +100,10 @@ def as_defined(side: Any, block: int, first: int = 0) -> int:
     return defined(planes, first)
 
 
+def require(error: Exception, pattern: str) -> None:
+    assert re.search(pattern, str(error)), error
+
+
 def digests(side: Any, *ids: Any, **rest: Any) -> list[int]:
     return [int(one) for one in side.pool.digest(*ids, **rest)]
 
@@ -206,7 +210,7 @@ def test_any_order() -> None:
         try:
             assert digests(side) == expected(side, range(2)), side.pool
         except PlanError as error:
-            assert re.search("lie in several arrays|no common refinement", str(error)), error
+            require(error, "lie in several arrays|no common refinement")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +223,7 @@ def test_rows_that_are_split_beside_cells(order: str, hd: int) -> None:
     try:
         assert digests(side) == expected(side, range(2))
     except PlanError as error:
-        assert "no common refinement" in str(error)
+        require(error, "no common refinement")
     else:
         assert order.endswith("d/6 d%6")
 
@@ -243,7 +247,7 @@ def test_layouts_at_random(case: Any) -> None:
     try:
         got = digests(side)
     except PlanError as error:
-        assert re.search("lie in several arrays|fused|common refinement", str(error)), error
+        require(error, "lie in several arrays|fused|common refinement")
         return
     assert got == expected(side, range(2))
 
@@ -329,7 +333,7 @@ def test_parts_of_rows() -> None:
             if right:
                 of_part(side, meant, rng)
             else:
-                with pytest.raises(PlanError, match="axis 'd'.*whole cells"):
+                with pytest.raises(PlanError, match=r"axis 'd'.*whole cells"):
                     meant.of(side.pool).digest()
 
 
@@ -337,7 +341,7 @@ def test_parts_of_rows() -> None:
 def test_parts_of_a_group_without_an_order(what: str) -> None:
     shape = BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="float16")
     pool = Pool.allocate(kvbm.load("operational"), shape, 2)
-    with pytest.raises(PlanError, match="opaque group {t h d}"):
+    with pytest.raises(PlanError, match=r"opaque group \{t h d\}"):
         pool.section(**{what: range(1)}).digest()
     of_part(Plain("operational", shape, 2), Meant(0, {"l": 1, "o": 0}), random.Random(1))
 
@@ -349,8 +353,8 @@ def test_parts_of_fused_axes() -> None:
     try:
         assert digests(side) == expected(side, range(2))
     except PlanError as error:
-        assert "refinement" in str(error) or "fused" in str(error), error
-    with pytest.raises(PlanError, match="fused|axis 'h'"):
+        require(error, "refinement|fused")
+    with pytest.raises(PlanError, match=r"fused|axis 'h'"):
         side.pool.section(h=1).digest()
 
 
@@ -459,7 +463,7 @@ def test_ids_of_every_kind() -> None:
     many = np.random.default_rng(1).integers(0, 5, 3000)
     assert side.pool.digest(many).tolist() == [want[i] for i in many]
     for bad in ([5], [-2], [0, 99]):
-        with pytest.raises(BindError, match="src_ids|ids"):
+        with pytest.raises(BindError, match="ids"):
             side.pool.digest(bad)
     with pytest.raises((BindError, TypeError)):
         side.pool.digest([0.5])

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Inject errors into blocks, and count those that their digests miss (docs/digest.md).
 
-A block of bfloat16 has 8 tokens, 2 layers, K and V, 2 heads and rows of 64 bytes; each error has a position of its own, and some of
-the blocks others.  Only the terms of what an error changed are computed: the rest of both sums is the same.  What changes no byte is no
-error, and is drawn again.
+A block of bfloat16 has 8 tokens, 2 layers, K and V, 2 heads and rows of 64 bytes; each error is at a position of its own, and every
+256 of them in a new block.  Only the terms of what an error changed are computed: the rest of both sums is the same.  What changes
+no byte is no error, and is drawn again.
 
 usage: digest_errors.py [ERRORS [SEED]]
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 
@@ -20,17 +21,19 @@ Words = npt.NDArray[np.uint32]
 Index = npt.NDArray[np.int64]
 U = np.uint64
 
-T, L, O, H, C = SIZES = 8, 2, 2, 2, 4
-LANES = L * O * H * C
+SIZES = T, *_, C = 8, 2, 2, 2, 4  # tokens, layers, K and V, heads, cells of a row
+LANES = math.prod(SIZES[1:])
 FACTORS = [U(x) for x in (0xA55C9364D6777AA3, 0xB78448C894E972E3, 0x1E2754521961FFBB, 0x055CCEA021BDA7A7)]
 NUMBER: Index = np.arange(T * LANES).reshape(SIZES)
 
 
 def fold(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The high half into the low one."""
     return x ^ (x >> U(32))
 
 
 def content(words: Words) -> npt.NDArray[np.uint64]:
+    """Of cells of four words."""
     total = np.full(words.shape[:-1], 0xA0761D6478BD642F, np.uint64)
     for j, factor in enumerate(FACTORS):
         total += words[..., j].astype(np.uint64) * factor
@@ -38,6 +41,7 @@ def content(words: Words) -> npt.NDArray[np.uint64]:
 
 
 def weight(key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Of cells at these keys."""
     return fold(fold(key * U(0xBF58476D1CE4E5B9)) * U(0x94D049BB133111EB)) | U(1)
 
 
@@ -52,6 +56,8 @@ Kind = Callable[[np.random.Generator, Words, int], tuple[Index, Words]]
 
 
 def bits(count: int) -> Kind:
+    """That many bits of a cell."""
+
     def one(rng: np.random.Generator, data: Words, n: int) -> tuple[Index, Words]:
         at = rng.integers(0, len(data), (n, 1))
         new = data[at]
@@ -77,6 +83,7 @@ def top_bits(rng: np.random.Generator, data: Words, n: int) -> tuple[Index, Word
 
 
 def two(rng: np.random.Generator, size: int, n: int) -> Index:
+    """Two different numbers, `n` times."""
     first = rng.integers(0, size, n)
     return np.stack([first, (first + rng.integers(1, size, n)) % size], axis=1)
 
@@ -96,22 +103,24 @@ ROWS = NUMBER.reshape(-1, C)
 
 
 def swap_rows(rng: np.random.Generator, data: Words, n: int) -> tuple[Index, Words]:
+    """Two rows of any coordinates."""
     a, b = two(rng, len(ROWS), n).T
     return np.concatenate([ROWS[a], ROWS[b]], 1), data[np.concatenate([ROWS[b], ROWS[a]], 1)]
 
 
-def zero_row(rng: np.random.Generator, data: Words, n: int) -> tuple[Index, Words]:
+def zero_row(rng: np.random.Generator, _: Words, n: int) -> tuple[Index, Words]:
+    """A row that was never written."""
     at = ROWS[rng.integers(0, len(ROWS), n)]
     return at, np.zeros((*at.shape, 4), np.uint32)
 
 
-def stale_row(rng: np.random.Generator, data: Words, n: int) -> tuple[Index, Words]:
+def stale_row(rng: np.random.Generator, _: Words, n: int) -> tuple[Index, Words]:
     """A row of another block, or of this one's before."""
     at = ROWS[rng.integers(0, len(ROWS), n)]
     return at, block(rng)[ROWS[rng.integers(0, len(ROWS), n)]]
 
 
-def broken_lane(rng: np.random.Generator, data: Words, n: int) -> tuple[Index, Words]:
+def broken_lane(rng: np.random.Generator, _: Words, n: int) -> tuple[Index, Words]:
     """One of 32 lanes of each warp writes nothing: every 32nd cell is what the block held before."""
     at = NUMBER.reshape(-1, 32).T[rng.integers(0, 32, n)]
     return at, block(rng)[at]

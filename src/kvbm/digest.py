@@ -252,8 +252,8 @@ def alike(src: Section, dst: Section) -> tuple[Section, Section]:
 
 
 def _alike(src: Access, dst: Access) -> Access:
-    for group in (frozenset(step.axes) for step in src.steps if step.opaque):
-        dst = dst.gather(group) or dst
+    for opaque in (step for step in src.steps if step.opaque):
+        dst = dst.gather(frozenset(opaque.axes)) or dst
     known = {step.axes for step in src.steps if step.opaque}
     for group in [step for step in dst.steps if step.opaque and step.axes not in known]:
         inside = [step for step in src.steps if set(step.axes) <= set(group.axes)]
@@ -345,7 +345,9 @@ def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[
     for mode in sorted(inside, key=lambda mode: mode.dst):
         cell = cell * mode.extent if mode.dst == cell else 0
     if not cell or cell & (cell - 1) or cell > CELL or any(mode.dst % CELL for mode in loops):
-        raise PlanError(f"{title}: the layout parts rows at other elements than a digest's cells of up to {CELL} bytes: no common refinement")
+        raise PlanError(
+            f"{title}: the layout parts rows at other elements than a digest's cells of up to {CELL} bytes: no common refinement"
+        )
     strides = [mode.src for mode in (*inside, *loops)]
     word = math.gcd(min(run, CELL), alignment, part.src_offset, *part.src_id.steps, *strides)
     word &= -word
