@@ -18,7 +18,7 @@ from .nest import MAX_PARTS, Form, Id, Mode, Part, form_of
 from .planner import between
 from .section import Section, canonical
 
-__all__ = ["CELL", "Keys", "Model", "Told", "alone", "fused", "keys_of"]
+__all__ = ["CELL", "Keys", "Model", "Told", "alike", "alone", "fused", "keys_of"]
 
 #: Bytes of the largest cell, and what each takes in the map of keys.
 CELL = 16
@@ -37,34 +37,36 @@ class Keys:
         The address map: keys times `CELL`.
     lanes : int
         Keys a token of the whole model.
-    whole : tuple of (str, int)
-        Of each plane the axis along which its cells lie, and how many coordinates a cell holds.
+    rows : tuple of (str, str, int)
+        Of each plane: the axis along which its rows go, and elements a cell.
     """
 
     section: Section
     lanes: int
-    whole: tuple[tuple[str, int], ...]
+    rows: tuple[tuple[str, str, int], ...]
 
     def of_planes(self, names: Sequence[str]) -> Keys:
         """Those of some planes."""
         return replace(self, section=self.section.of_planes(names))
 
     def select(self, axis: str, coordinates: range | tuple[int, ...]) -> Keys:
-        """Those of some coordinates of an axis.
-
-        Raises
-        ------
-        LayoutError
-            They cut a cell.
-        """
-        for of, count in self.whole:
-            firsts = coordinates[::count]
-            cells = [one for first in firsts for one in range(first, first + count)]
-            if of == axis and count > 1 and (any(first % count for first in firsts) or list(coordinates) != cells):
+        """Those of some coordinates of an axis: of rows, whole cells."""
+        planes = {access.plane for access in self.section.accesses}
+        for plane, along, count in self.rows:
+            if axis == along and plane in planes and not _are_whole(coordinates, count):
                 raise LayoutError(
-                    f"axis '{axis}': a digest is of whole cells, {count} coordinates each; expected all of each cell that is taken"
+                    f"axis '{axis}': a cell of rows{f' of {plane!r}' if plane else ''} is {count} elements: expected whole cells, "
+                    f"got {coordinates}"
                 )
         return replace(self, section=self.section.select(axis, coordinates))
+
+
+def _are_whole(coordinates: range | tuple[int, ...], count: int) -> bool:
+    """Whether coordinates are pieces of `count`, each in order and from a multiple of that on."""
+    firsts = coordinates[::count]
+    return not any(first % count for first in firsts) and tuple(coordinates) == tuple(
+        first + i for first in firsts for i in range(count)
+    )
 
 
 class Told(NamedTuple):
@@ -117,6 +119,8 @@ class Model:
                     f"axis '{axis}': expected its coordinates and how many the model has, got one of them"
                 )
             if held is not None and count is not None:
+                if len(set(held)) < len(held):
+                    raise LayoutError(f"axis '{axis}': expected each coordinate once, got {held}")
                 yield axis, held, count
 
 
@@ -154,6 +158,8 @@ def _keys_of_all(whole: Section, model: Model | None) -> Keys:
     chosen = list(model.axes()) if model else []
     counts = {axis: count for axis, _, count in chosen}
     for axis, held, _ in chosen:
+        if axis not in whole.layout.present:
+            raise LayoutError(f"axis '{axis}': {whole.layout.name} has no such axis; leave it out of the model")
         if len(held) != whole.size(axis):
             raise LayoutError(f"axis '{axis}': the pool holds {whole.size(axis)}, and its model says {len(held)} of it")
     planes = {access.plane: access for access in reversed(whole.accesses)}
@@ -164,18 +170,21 @@ def _keys_of_all(whole: Section, model: Model | None) -> Keys:
         made[name] = row.access(planes[name], first, lanes)
         first += row.lanes
     accesses = tuple(made[name] for name in dict.fromkeys(access.plane for access in whole.accesses))
-    cells = tuple((row.axis, row.cell * planes[name].pack // planes[name].itemsize) for name, row in rows.items())
-    keys = Keys(replace(whole, accesses=accesses, record=False), lanes, cells)
+    told = tuple((name, row.axis, row.cell * planes[name].pack // planes[name].itemsize) for name, row in rows.items())
+    keys = Keys(replace(whole, accesses=accesses, record=False), lanes, told)
     for axis, held, count in chosen:
-        if count > 1 and axis in dict(accesses[0].sizes):
+        if count > 1:
             keys = keys.select(axis, held)
     return keys
 
 
 def _sizes(whole: Section, access: Access, model: Mapping[str, int]) -> dict[str, int]:
-    return dict(access.sizes) | {
-        axis: count for axis, count in model.items() if axis in dict(access.sizes) or axis in whole.layout.axes
-    }
+    """Extents of a plane's axes in the whole model, where a pool may hold one coordinate."""
+    planes = [plane for plane in whole.layout.planes if plane.name == access.plane]
+    orders = [*whole.layout.orders, *(order for plane in planes for order in plane.orders)]
+    own = {axis for order in orders for term in order.terms if not term.planes for axis in term.axes}
+    own -= {axis for plane in planes for axis in plane.shared}
+    return dict(access.sizes) | {axis: count for axis, count in model.items() if axis in own}
 
 
 class _Row(NamedTuple):
@@ -232,6 +241,32 @@ def formal(section: Section) -> Section:
     return replace(section, accesses=tuple(map(_formal, section.accesses)))
 
 
+def alike(src: Section, dst: Section) -> tuple[Section, Section]:
+    """Two sides of a copy in the coordinates of its source.
+
+    Where one side promises no order inside a group, the group moves as it lies: on both sides its elements are then those of the
+    source's order, or of the keys' where the source has none.
+    """
+    made = []
+    for access in dst.accesses:
+        ours = [one for one in src.accesses if one.plane == access.plane]
+        if access.half is not None:  # K and V have orders of their own on one side: that is also where they differ
+            ours = [one for one in ours if one.half == access.half] or ours
+        made += [replace(_alike(one, access), half=one.half if access.half is None else access.half) for one in ours]
+    return formal(src), formal(replace(dst, accesses=tuple(made)))
+
+
+def _alike(src: Access, dst: Access) -> Access:
+    for opaque in (step for step in src.steps if step.opaque):
+        dst = dst.gather(frozenset(opaque.axes)) or dst
+    known = {step.axes for step in src.steps if step.opaque}
+    for group in [step for step in dst.steps if step.opaque and step.axes not in known]:
+        inside = [step for step in src.steps if set(step.axes) <= set(group.axes)]
+        packed = src.packed if set(dst.packed) == set(group.axes) else dst.packed
+        dst = replace(dst, packed=packed, steps=normal([*(step for step in dst.steps if step != group), *inside]))
+    return dst
+
+
 def _formal(access: Access) -> Access:
     opaque = [step for step in access.steps if step.opaque]
     if not opaque:
@@ -273,7 +308,7 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
         Cells of which the elements lie in several arrays.
     """
     made = between(formal(section), keys.section, title)
-    cells = [_of_cells(part, alignment, title) for part in made.parts]
+    cells = [_of_cells(piece, alignment, title) for part in made.parts for piece in _by_cells(part)]
     ready = [(piece, word, steps) for part, word, steps in cells for piece in part.fit("rows")]
     launches = []
     for first in range(0, len(ready), MAX_PARTS):
@@ -285,6 +320,22 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
     return launches
 
 
+def _by_cells(part: Part) -> Iterator[Part]:
+    """Planes that go on in each other are one part; a last one whose rows are smaller than a cell is a part of its own."""
+    run, over = part.inner[0], part.run_bytes % CELL
+    if part.run_bytes > CELL and over:
+        held = part.run_bytes - over
+        yield replace(part, inner=(run._replace(extent=held), *part.inner[1:]))
+        part = replace(
+            part,
+            src_offset=part.src_offset + held,
+            dst_offset=part.dst_offset + held,
+            key=part.key + held * run.key,
+            inner=(run._replace(extent=over), *part.inner[1:]),
+        )
+    yield part
+
+
 def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[int, ...]]:
     """A copy into the map of keys as loops over cells, the word that reads them, and where the words of one lie."""
     run = part.run_bytes
@@ -292,8 +343,14 @@ def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[
     inside = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst < CELL]
     if any(mode.src_table or mode.src >= _KEY_LIMIT for mode in inside):
         raise PlanError(f"{title}: a digest's cells of up to {CELL} bytes of a row lie in several arrays")
-    cell = CELL if run >= CELL else run * math.prod(mode.extent for mode in inside)
     loops = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst >= CELL]
+    cell = min(run, CELL)
+    for mode in sorted(inside, key=lambda mode: mode.dst):
+        cell = cell * mode.extent if mode.dst == cell else 0
+    if not cell or cell & (cell - 1) or cell > CELL or any(mode.dst % CELL for mode in loops):
+        raise PlanError(
+            f"{title}: the layout parts rows at other elements than a digest's cells of up to {CELL} bytes: no common refinement"
+        )
     strides = [mode.src for mode in (*inside, *loops)]
     word = math.gcd(min(run, CELL), alignment, part.src_offset, *part.src_id.steps, *strides)
     word &= -word
@@ -303,10 +360,6 @@ def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[
         at *= 2
     for mode in sorted(inside, key=lambda mode: mode.dst):
         steps += [mode.src << bit for bit in range(mode.extent.bit_length() - 1)]
-    if word << len(steps) != cell:
-        raise PlanError(
-            f"{title}: cells of {cell} bytes that are no power of two; please report the layout and the shape"
-        )
     row = Mode(max(run, CELL), 1, 1, 0, 0, 1)
     return (
         replace(
@@ -328,7 +381,7 @@ def _at_cells(modes: Sequence[Mode]) -> Iterator[Mode]:
     """Modes that end where cells do: elements of a cell, and cells that follow each other, may have been one."""
     for mode in modes:
         count = CELL // mode.dst if mode.dst else 0
-        if 1 < count < mode.extent:
+        if 1 < count < mode.extent and mode.extent % count == 0 and mode.dst * count == CELL:
             yield mode._replace(extent=count)
             mode = Mode(mode.extent // count, mode.src * count, CELL, mode.src_table * count)
         yield mode
@@ -361,11 +414,11 @@ def fused(
     if src.chosen or dst.chosen or keys.section.chosen:
         return "some coordinates are chosen one by one"
     try:
-        made = between(formal(src), formal(dst), title, keys.section)
+        made = between(*alike(src, dst), title, keys.section)
     except (LayoutError, PlanError) as error:
         return str(error)
     launches = []
-    for part in made.parts:
+    for part in (piece for whole in made.parts for piece in _by_cells(whole)):
         form = part.form(*alignments)
         for piece in part.fit(form.kind):
             made_of = _fused_form(piece, piece.form(*alignments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import operator
 from collections import deque
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from . import _core
 from .arrays import Array, describe
 from .digest import Keys, alone
-from .errors import BindError, DigestError
+from .errors import BindError, CudaError, DigestError
 from .locks import Lock
 from .lower import Steps
 from .memory import Slab
@@ -46,7 +47,8 @@ class Digester:
         self.title = f"digest of {pool.layout.name}"
         self.device = -1 if pool.device == "cpu" else int(pool.device.partition(":")[2])
         self.framework = framework_of(pool.arrays[0])
-        self.num_ids, self.units, self.unit_tokens = part.num_ids, part.of.units, part.tokens
+        self.num_ids, self.units = part.num_ids, part.of.units
+        self.unit_tokens = pool.shape.nt // self.units
         table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
         copies = copies_of(part, keys, self.device)
         for kernel in dict.fromkeys(copy.kernel for copy in copies) if self.device >= 0 else ():
@@ -215,8 +217,8 @@ class Proof:
     ) -> None:
         self.title, self.count = title, count
         self._pairs, self._where = pairs, where
-        self._memory = np.zeros(2 * count, np.uint64) if device < 0 else _pinned.take(2 * count)
-        self._on_gpu = device >= 0
+        self._pinned = _pinned if device >= 0 else None
+        self._memory = self._pinned.take(2 * count) if self._pinned else np.zeros(2 * count, np.uint64)
         self._untold, self._is_told = untold, False
 
     @property
@@ -258,8 +260,8 @@ class Proof:
             raise DigestError("\n".join(filter(None, lines)), pairs=pairs)
 
     def __del__(self) -> None:
-        if getattr(self, "_on_gpu", False):
-            _pinned.give(self._memory)
+        if hasattr(self, "_memory") and self._pinned:
+            self._pinned.give(self._memory)
 
 
 class _Pinned:
@@ -298,8 +300,9 @@ class _Pinned:
     def _finished(self) -> int:
         """How many of the oldest copies are done, of a few at a time."""
         count = 0
-        while count < min(len(self._watched), 4) and not self._watched[count].captured and self._watched[count].query():
-            count += 1
+        with contextlib.suppress(CudaError):  # of an older copy: whoever waits for that is told
+            while count < min(len(self._watched), 4) and not self._watched[count].captured and self._watched[count].query():
+                count += 1
         return count
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core, tuner, tuning
-from .digest import Choice, Model, alone, fused, keys_of
+from .digest import Choice, Model, alike, alone, fused, keys_of
 from .digesting import CopyDigests, Proof, digest_array, unit_positions
 from .errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
@@ -228,8 +228,8 @@ class Mover:
         src, dst = self.src, self.dst
         ours, theirs, keys = src.section, dst.section, keys_of(src.whole, self.model, src.choices)
         if layers is not None:
-            mine, its = layers if isinstance(layers, tuple) else (layers, layers)
-            ours, theirs, keys = ours.select("l", mine), theirs.select("l", its), keys.select("l", mine)
+            of_src, of_dst = layers if isinstance(layers, tuple) else (layers, layers)
+            ours, theirs, keys = ours.select("l", of_src), theirs.select("l", of_dst), keys.select("l", of_src)
 
         def by_itself(section: Section, end: _End) -> list[_core.Copy]:
             ready = alone(section, keys, end.alignment, self.title)
@@ -251,7 +251,8 @@ class Mover:
             permute = joined((ours, steps[0].dst), (src.alignment, _SLOT_ALIGNMENT), (src.steps, none), self.bounded)
         else:
             permute = joined((steps[1].src, theirs), (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
-        both = by_itself(ours, src), [] if self.unreached else by_itself(theirs, dst)
+        mine, its = alike(ours, theirs)
+        both = by_itself(mine, src), [] if self.unreached else by_itself(its, dst)
         return CopyDigests(direct, permute, both)
 
     def _route(self, layers: Layers, *, digests: bool = False) -> _Route:
@@ -392,7 +393,7 @@ class Mover:
         count = len(pairs)
         if tokens is None and self.src.section.units > 1:
             units = self.src.section
-            tokens = unit_positions(src_ids, units.num_ids, units.units, units.count("t"))[:count]
+            tokens = unit_positions(src_ids, units.num_ids, units.units, units.shape.nt // units.units)[:count]
         positions = None if tokens is None else _core.Positions(tokens, count, self.device)
         address, far, keep = 0, False, None
         if out is not None:

@@ -4,7 +4,9 @@
  *   Memory    Device memory is host memory.  All addresses lie on GPU 0, in cuMemAlloc's memory, but for registrations and for
  *             what a test names: `fake_pinned`, `fake_ordinary`, and with fake_memory() pools and mappings of a GPU, granted to
  *             some GPUs or none; kernels and copies that touch what they are not granted are counted in `illegal`.
- *   Kernels   A launch runs the loop nest of its parameters by plain recursion.
+ *   Kernels   A launch runs the loop nest of its parameters by plain recursion; one that digests leaves the sums where the real one
+ *             does, of which no single one tells anything: they add up.  `fake_wrong` = n: n kernels from then on turn a bit of what
+ *             they write, and digest what they read.
  *   Streams   Work of one stream runs in its order, of several in any order that events allow (`fake_seed`), when it is pumped
  *             (`deferred`, fake_pump) or at once.  Streams that tests make up are numbers: 5 is GPU 0's, 0x105 GPU 1's; 0, 1
  *             (both the legacy stream) and 2 are the current GPU's.  A batched copy on the legacy stream is refused.
@@ -50,6 +52,8 @@ enum { EVENTS, STREAMS, ALLOCATIONS, PINNED, MODULES };
 _Atomic long live[5];
 _Atomic long peer_copies; /* by cuMemcpyPeerAsync */
 _Atomic long illegal;     /* accesses of memory without a grant */
+_Atomic long digests;     /* kernels that digest */
+_Atomic long fake_wrong;
 _Atomic long fake_fail_at;
 const char *fake_failed;
 static int fails(const char *call) {
@@ -92,7 +96,7 @@ typedef struct Event {
   Record *last;
 } Event;
 typedef struct Work {
-  enum { COPY, LAUNCH, EVENT, WAIT } kind;
+  enum { COPY, CLEAR, LAUNCH, EVENT, WAIT } kind;
   Handle stream;
   void *to;         /* EVENT, WAIT: the record */
   const void *from; /* COPY: source.  LAUNCH: the kernel's name */
@@ -120,30 +124,68 @@ static int64_t block(const kvbm_args *a, int bit, uint64_t field, uint32_t i) {
   return a->id_bytes == 4 ? ((const int32_t *)list(a, bit, field))[i] : ((const int64_t *)list(a, bit, field))[i];
 }
 
+static int running_on; /* the GPU of the kernel */
+static int is_wrong;   /* whether it writes what it did not read */
+
 typedef struct Place {
   int64_t src, dst, src_entry, dst_entry;
+  uint64_t key;
 } Place;
+
+/* ---- digests: docs/digest.md ---- */
+static enum { NO_DIGEST, ALONE, BESIDE } summing; /* what the kernel does */
+static uint64_t sum;                              /* of a pair */
+
+static uint64_t folded(uint64_t x) { return x ^ x >> 32; }
+
+static void add_cell(const char *at, const kvbm_part *p, int64_t word, uint32_t words, uint64_t key) {
+  static const uint64_t of_word[] = {0xa55c9364d6777aa3u, 0xb78448c894e972e3u, 0x1e2754521961ffbbu, 0x055ccea021bda7a7u};
+  uint64_t content = 0xa0761d6478bd642fu;
+  uint32_t x[4] = {0};
+  if (word * words > 16 || 16 % (word * words)) abort();
+  for (uint32_t j = 0; j < words; ++j) {
+    int64_t from = 0;
+    for (int bit = 0; words >> bit > 1; ++bit) from += j >> bit & 1 ? p->cell[bit] : 0;
+    memcpy((char *)x + j * word, at + from, word);
+  }
+  for (int i = 0; i < 4; ++i) content += x[i] * of_word[i];
+  sum += (folded(folded(key * 0xbf58476d1ce4e5b9u) * 0x94d049bb133111ebu) | 1) * folded(content);
+}
+
+static uint64_t position(const kvbm_args *a, uint32_t pair) {
+  const uint64_t at = a->digest.positions;
+  if (a->digest.position_bytes == 0) return 0;
+  if (a->inline_mask & KVBM_POSITIONS_INLINE) return ((const int64_t *)((const char *)a->payload + at))[pair];
+  return a->digest.position_bytes == 4 ? ((const int32_t *)at)[pair] : ((const int64_t *)at)[pair];
+}
+
+/* To what is there: kernels that run one after the other make one digest. */
+static void leave_sum(const kvbm_args *a, uint32_t pair) {
+  uint64_t *out = (uint64_t *)a->digest.out + pair;
+  access(out, running_on);
+  *out += sum;
+}
 
 /* What is staged in shared memory by a page: an item of it lies there in words of a size that is compiled, `apart` bytes from
  * one to the next; here as in memory. */
 static enum { NOTHING, SOURCE, DESTINATION } staged;
 
-static int running_on; /* the GPU of the kernel */
-
 static void move(char *dst, const char *src, int64_t unit, const kvbm_part *p) {
   access(src, running_on), access(dst, running_on);
   const int fetched = p->word == p->item && (staged == SOURCE ? p->word == 16 : p->word >= 4);
   const int word = p->item < 4 || p->word < 4 ? 1 : 4;
-  if (staged == NOTHING || fetched) {
-    memcpy(dst, src, unit);
-    return;
-  }
-  for (int k = 0; k < unit / word; ++k)
+  if (staged == NOTHING || fetched) memcpy(dst, src, unit);
+  for (int k = 0; staged != NOTHING && !fetched && k < unit / word; ++k)
     memcpy(dst + k * (staged == SOURCE ? word : p->apart), src + k * (staged == SOURCE ? p->apart : word), word);
+  if (is_wrong) *dst ^= 1, is_wrong = 0;
 }
 
 static void walk(const kvbm_args *a, const kvbm_part *p, int mode, int64_t unit, Place at) {
   if (mode == KVBM_MAX_OUTER + KVBM_MAX_INNER) {
+    const char *from = (char *)list(a, 2, a->src_table)[at.src_entry] + at.src;
+    if (summing == ALONE) access(from, running_on), add_cell(from, p, p->word, p->cell_words, at.key);
+    if (summing == BESIDE) add_cell(from, p, unit, 1, at.key);
+    if (summing == ALONE) return;
     move((char *)list(a, 3, a->dst_table)[at.dst_entry] + at.dst, (char *)list(a, 2, a->src_table)[at.src_entry] + at.src, unit, p);
     return;
   }
@@ -156,11 +198,31 @@ static void walk(const kvbm_args *a, const kvbm_part *p, int mode, int64_t unit,
     at.dst += o ? o->dst : i->dst;
     at.src_entry += o ? o->src_table : 0;
     at.dst_entry += o ? o->dst_table : 0;
+    at.key += o ? o->key : i->key;
   }
 }
 
+/* A tile's cells are the words of one side: along A in the source as they lie, along B of elements that lie apart there. */
+static void digest_tile(const kvbm_args *a, const kvbm_part *p, int64_t element, Place at) {
+  kvbm_part cells = *p;
+  const uint32_t count = 16 / element;
+  kvbm_inner *side = &cells.inner[p->cell_words ? 0 : 1];
+  cells.word = p->cell_words ? 16 : element;
+  cells.cell_words = p->cell_words ? 1 : count;
+  for (int bit = 0; !p->cell_words && bit < 4; ++bit) cells.cell[bit] = (uint32_t)side->src << bit;
+  side->extent.n /= count;
+  side->src *= count;
+  summing = ALONE;
+  walk(a, &cells, 0, 16, at);
+  summing = NO_DIGEST; /* until the elements are moved */
+}
+
 static void run_kernel(const char *name, const kvbm_args *a) {
-  if (!strncmp(name, "few_", 4)) name += 4;
+  summing = !strncmp(name, "digest", 6) ? ALONE : !strncmp(name, "sum_", 4) ? BESIDE : NO_DIGEST;
+  if (!!summing != !!(a->inline_mask & KVBM_DIGEST)) abort();
+  if (summing) ++digests;
+  is_wrong = summing != ALONE && fake_wrong > 0 && fake_wrong--;
+  if (!strncmp(name, "few_", 4) || summing == BESIDE) name += 4;
   staged = !strncmp(name, "page_in", 7) ? SOURCE : !strncmp(name, "page_out", 8) ? DESTINATION : NOTHING;
   for (uint32_t part = 0; part < a->num_parts; ++part) {
     const char *joined = strstr(name, "__"); /* a name a part; planes have one for all */
@@ -171,7 +233,10 @@ static void run_kernel(const char *name, const kvbm_args *a) {
     if (!strncmp(segment, "tile", 4)) unit = atoi(strstr(segment, "_e") + 2);
     for (uint32_t i = 0; i < a->num_pairs; ++i) {
       int64_t src = block(a, 0, a->src_ids, i), dst = block(a, 1, a->dst_ids, i), src_unit = 0, dst_unit = 0;
-      if (src == -1 || dst == -1) continue;
+      sum = 0;
+      if (src == -1 || dst == -1) {
+        continue;
+      }
       const int is_there = src >= 0 && dst >= 0 && src < a->src_blocks && dst < a->dst_blocks;
       const kvbm_units *u = (const kvbm_units *)&a->part[a->num_parts];
       for (int k = 0; k < KVBM_UNIT_DIGITS; ++k) {
@@ -179,11 +244,15 @@ static void run_kernel(const char *name, const kvbm_args *a) {
         if (a->inline_mask & KVBM_DST_UNITS) dst_unit += dst % u->dst[k].n * u->part[part].dst[k], dst /= u->dst[k].n;
       }
       const Place at = {p->src_offset + src_unit + src * p->src_id_stride, p->dst_offset + dst_unit + dst * p->dst_id_stride,
-                        p->src_table_offset + src * a->src_id_table, p->dst_table_offset + dst * a->dst_id_table};
+                        p->src_table_offset + src * a->src_id_table, p->dst_table_offset + dst * a->dst_id_table,
+                        summing ? a->digest.first[part] + position(a, i) * a->digest.lanes : 0};
+      if (is_there && summing == BESIDE && !strncmp(segment, "tile", 4)) digest_tile(a, p, unit, at);
       if (is_there)
         walk(a, p, 0, unit, at);
       else if (a->fault)
         *(uint32_t *)a->fault = i + 1;
+      if (!strncmp(segment, "tile", 4) && summing == NO_DIGEST && (a->inline_mask & KVBM_DIGEST)) summing = BESIDE;
+      if (is_there && summing) leave_sum(a, i);
     }
   }
 }
@@ -207,6 +276,7 @@ static void run_work(Work *work) {
   running_on = work->device;
   if (work->kind == COPY && work->device >= 0) access(work->to, work->device), access(work->from, work->device);
   if (work->kind == COPY) memcpy(work->to, work->from, work->bytes);
+  if (work->kind == CLEAR) access(work->to, work->device), memset(work->to, 0, work->bytes);
   if (work->kind == LAUNCH && !strcmp(work->from, "kvbm_copy_pairs"))
     run_pairs(&work->pairs, work->bytes);
   else if (work->kind == LAUNCH)
@@ -485,6 +555,11 @@ int cuMemcpyAsync(Address to, Address from, size_t bytes, Handle stream) {
   if (is_refused(to, bytes) || is_refused(from, bytes)) return INVALID_VALUE;
   ++single_copies;
   return submit((Work){COPY, stream, (void *)to, (void *)from, bytes, current_device()}), 0;
+}
+int cuMemsetD32Async(Address to, unsigned value, size_t count, Handle stream) {
+  MAY_FAIL;
+  if (value) return INVALID_VALUE;
+  return submit((Work){.kind = CLEAR, .stream = stream, .to = (void *)to, .bytes = 4 * count, .device = current_device()}), 0;
 }
 static int memcpy_batch(Address *to, Address *from, size_t *bytes, size_t count, int *attributes, size_t *starts, size_t kinds,
                         Handle stream) {

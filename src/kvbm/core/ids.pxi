@@ -216,7 +216,7 @@ cdef class Positions:
         read.has_buffer = False
         try:
             keep = _read(&read, given, "tokens", INDEX_LIMIT, device)
-            single = isinstance(given, int)
+            single = read.count == 1 and not read.device and not hasattr(given, "__len__")
             if read.count != count and not single:
                 raise BindError(f"tokens: expected {count}, the position of each block's first token, got {read.count}")
             if read.device:
