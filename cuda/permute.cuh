@@ -331,7 +331,6 @@ struct Structure {
 };
 
 constexpr uint32_t kMinWidth = 8;          // rows: threads a row at least
-constexpr uint32_t kLongTiles = 64;        // rows: pieces of work a multiprocessor should have where these are long
 constexpr uint64_t kHostTile = 128 << 10;  // rows: bytes a host job moves at least
 constexpr uint32_t kHostTimes = 2;         // tiles: a core's cache holds larger ones, and longer rows go to memory faster
 constexpr uint32_t loads_of_rows(uint32_t teams) {
@@ -357,11 +356,6 @@ inline bool prepare_rows(const Structure& s, const kvbm_args& a, kvbm_part& p, u
   while (width > min_width && width / 2 * loads >= words) width /= 2;
   // Small batches: more, smaller tiles, until every multiprocessor has some.
   while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{busy} * sms * s.threads)
-    loads /= 2;
-  // Long tiles: so many that the last wave, in which not every multiprocessor has work, is short beside the others.
-  const bool is_long = s.loads > loads_of_rows(s.teams);
-  while (is_long && loads > 2 &&
-         a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{kLongTiles} * sms * s.threads)
     loads /= 2;
   const uint32_t tiles = divide_up(words, width * loads);
   p.tile_words = divide_up(words, uint64_t{tiles} * width) * width;  // tiles of one size
