@@ -16,7 +16,8 @@ import pytest
 import kvbm
 import matrix
 import oracle
-from kvbm import _core, kernels, nest
+from digest_oracle import of_cells
+from kvbm import PlanError, _core, kernels, nest
 from memory import FakeCuda, aligned, interface_views, placed, torch_views
 from processes import FakeDriver, compile_fake_driver
 
@@ -280,13 +281,35 @@ class Nest:
             for s, d in zip(self.src_ids[moved], self.dst_ids[moved], strict=True):
                 self.dst.view(self.want, d, at)[...] = self.src.view(self.src.data, s, at)
         assert not np.array_equal(self.want, self.dst.data)
+        # A kernel that digests: keys that each mode steps, and the side of a tile whose words are cells.
+        self.along = pick.randrange(2) if form.kind == "tile" and side > 1 else 0
+        self.first, *keys = pick.choices(range(1, 1 << 20), k=1 + form.outer + form.modes)
+        self.keys = keys[: form.outer], keys[form.outer :]
+        self.digests = [self.digest(s, d) for s, d in zip(self.src_ids, self.dst_ids, strict=True)] if form.sums else []
+
+    def digest(self, src_id: int, dst_id: int) -> int:
+        """Of the words that a pair reads, each a cell."""
+        total = 0
+        for at in itertools.product(*map(range, self.outer)) if min(src_id, dst_id) >= 0 else ():
+            words = np.moveaxis(self.src.view(self.src.data, src_id, at), self.along, -2)  # … elements along, bytes
+            words = words.reshape(*words.shape[:-2], -1, self.form.word)
+            cells = np.zeros((*words.shape[:-1], 16), np.uint8)
+            cells[..., : self.form.word] = words
+            steps = [key for mode, key in enumerate(self.keys[1]) if mode != self.along]
+            steps.append(self.keys[1][self.along])
+            places = np.indices(words.shape[:-1])
+            keys = self.first + sum(c * key for c, key in zip(at, self.keys[0], strict=True))
+            keys = keys + sum(place * key for place, key in zip(places, steps, strict=True))
+            total += int(of_cells(cells, keys.astype(np.uint64)).sum(dtype=np.uint64))
+        return total % (1 << 64)
 
     def copy(self) -> _core.Copy:
         s, d = self.src, self.dst
         outer = list(zip(self.outer, s.outer, d.outer, s.outer_table, d.outer_table, strict=True))
         inner = list(zip(self.inner, s.inner, d.inner, strict=True))
         offsets = (s.offset, d.offset, s.table_offset, d.table_offset)
-        return _core.Copy(self.kernel, [(offsets, outer, inner)], s.of_id, d.of_id)
+        told = (1, [(self.first, *self.keys, (), self.along == 1)]) if self.form.sums else None
+        return _core.Copy(self.kernel, [(offsets, outer, inner)], s.of_id, d.of_id, ((), ()), told)
 
     def check(self, source: np.ndarray, got: np.ndarray) -> None:
         wrong = np.nonzero(got != self.want)[0]
@@ -342,7 +365,8 @@ class Side:
 
 
 PLANES = [name for name in _core.kernel_names() if name.startswith(("record_", "page_"))]
-ONE_PART = [name for name in _core.kernel_names() if "__" not in name and name not in PLANES]
+# Those that only digest are test_digest's.
+ONE_PART = [name for name in _core.kernel_names() if "__" not in name and name not in PLANES and "digest" not in name]
 FEW = [name for name in ONE_PART if name.startswith("few_")]
 
 
@@ -353,8 +377,21 @@ def test_each_on_the_host(name: str, short: bool) -> None:
     nest = Nest(name, short)
     source, got = aligned(nest.src.data), aligned(nest.dst.data)
     tables = [_core.Table(side.addresses(b.ctypes.data)) for side, b in ((nest.src, source), (nest.dst, got))]
-    nest.copy().run(*tables, nest.pairs, threads=2)
+    digests = np.full(len(nest.digests), 7, np.uint64)
+    nest.copy().run(*tables, nest.pairs, threads=2, digests=digests.ctypes.data if nest.digests else 0)
     nest.check(source, got)
+    assert digests.tolist() == nest.digests
+
+
+def test_kernels_that_digest_are_told_keys() -> None:
+    table = _core.Table(np.zeros(1, np.uint64))
+    pairs = _core.Pairs([0], [0], 1, 1)
+    part = [((0, 0, 0, 0), [], [(1, 16, 16)])]
+    for name, told in (("copy_o0_w16", (1, [(0, (), (1,), (), False)])), ("sum_rows_o0_i1_w16", None)):
+        with pytest.raises(PlanError, match="expected keys for a kernel that digests"):
+            _core.Copy(name, part, (0, 16), (0, 16), ((), ()), told)
+    with pytest.raises(PlanError, match="an address of digests"):
+        _core.Copy("copy_o0_w16", part, (0, 16), (0, 16)).run(table, table, pairs, digests=8)
 
 
 class Loops:
@@ -601,9 +638,13 @@ def test_each_on_a_gpu_sanitize(name: str, short: bool) -> None:
         with torch.cuda.stream(stream):
             source, got = torch.from_numpy(nest.src.data).cuda(), torch.from_numpy(nest.dst.data).cuda()
         tables = [_core.Table(s.addresses(b.data_ptr()), 0) for s, b in ((nest.src, source), (nest.dst, got))]
-        nest.copy().launch(*tables, nest.pairs, 0, stream.cuda_stream, max_sms=most)
+        digests = torch.full((len(nest.digests),), 7, dtype=torch.int64, device="cuda")
+        stream.wait_stream(torch.cuda.current_stream())
+        address = digests.data_ptr() if nest.digests else 0
+        nest.copy().launch(*tables, nest.pairs, 0, stream.cuda_stream, max_sms=most, digests=address)
         stream.synchronize()
         nest.check(source.cpu().numpy(), got.cpu().numpy())
+        assert digests.cpu().numpy().view(np.uint64).tolist() == nest.digests
 
 
 @pytest.mark.gpu

@@ -232,6 +232,8 @@ cdef class Copy:
         if not 0 < len(parts) <= KVBM_MAX_PARTS or (
                 index >= 0 and kvbm_kernel_at(index).parts not in (0, len(parts))):
             raise PlanError(f"kernel {kernel!r} does not copy {len(parts)} part(s)")
+        if kernel is not None and kernel.startswith(("digest_", "sum_")) != (digest is not None):
+            raise PlanError(f"kernel {kernel!r}: expected keys for a kernel that digests, and none for another")
         memset(&self.args, 0, sizeof(kvbm_args))
         self.args.src_id_table, self.args.dst_id_table = src_id[0], dst_id[0]
         self.args.num_parts = <uint32_t> len(parts)
@@ -275,7 +277,7 @@ cdef class Copy:
         return f"<kvbm Copy by {self.kernel}>"
 
     def launch(self, Table src not None, Table dst not None, Pairs pairs not None, int device, uint64_t stream,
-               int max_sms=0):
+               int max_sms=0, uint64_t digests=0):
         """Copy blocks on a GPU: one kernel, ordered by the stream, not waited for.
 
         Parameters
@@ -290,6 +292,8 @@ cdef class Copy:
             Handle of the stream.
         max_sms : int
             Multiprocessors that a ``few_`` kernel keeps to; 0: all.
+        digests : int
+            For kernels that digest: address of a uint64 a pair on the device, which are written.
 
         Raises
         ------
@@ -300,16 +304,23 @@ cdef class Copy:
         """
         cdef kvbm_batch batch
         cdef int status
-        if pairs.kept == 0:
+        if pairs.kept == 0 and not digests:
             return
         _fill_batch(&batch, src, dst, pairs, device)
         batch.max_ctas = <uint32_t> max(max_sms, 0)
+        self._fill_digests(&batch, digests)
         with nogil:
             status = kvbm_launch(self.index, &self.args, &batch, device, stream)
         if status != KVBM_OK:
             check(status, f"launching {self.kernel} on cuda:{device}")
 
-    def run(self, Table src not None, Table dst not None, Pairs pairs not None, int threads=0):
+    cdef int _fill_digests(self, kvbm_batch *batch, uint64_t digests) except -1:
+        if bool(self.args.inline_mask & KVBM_DIGEST) != (digests != 0):
+            raise PlanError(f"kernel {self.kernel!r}: expected an address of digests for a kernel that digests, and none for another")
+        batch.digests = digests
+        return 0
+
+    def run(self, Table src not None, Table dst not None, Pairs pairs not None, int threads=0, uint64_t digests=0):
         """Copy blocks on the host, and return when they are copied.
 
         Parameters
@@ -320,6 +331,8 @@ cdef class Copy:
             Which blocks.
         threads : int
             At most so many threads; 0 takes every core that the process may use.
+        digests : int
+            For kernels that digest: address of a uint64 a pair, which are written.
 
         Raises
         ------
@@ -332,9 +345,10 @@ cdef class Copy:
             raise BindError(f"threads: expected 0 (every core) or more, got {threads}")
         if pairs.on_device():
             raise BindError("pairs: their ids lie on a GPU, which the host does not read")
-        if pairs.kept == 0:
+        if pairs.kept == 0 and not digests:
             return
         _fill_batch(&batch, src, dst, pairs, -1)
+        self._fill_digests(&batch, digests)
         with nogil:
             status = kvbm_run_host(self.index, &self.args, &batch, threads)
         if status != KVBM_OK:
