@@ -676,13 +676,14 @@ def test_the_error_of_a_proof() -> None:
     memory = proof._memory
     memory[:] = [1, 2, 3, 1, 9, 3]
     with pytest.raises(
-        DigestError, match=r"a → b: 1 of 3 pairs differ, the first is pair 1 \(5 → 1\): the source's digest is 0x0+2.*\nlooked into \(1,\)"
+        DigestError,
+        match=r"a → b: 1 of 3 pairs differ, the first is pair 1 \(5 → 1\): the source's digest is 0x0+2.*\nlooked into \(1,\)",
     ) as info:
         proof()
     assert info.value.pairs == (1,)
     proof.report()
     assert not untold
-    other = Proof("a → b", 3, -1, untold, pairs, lambda wrong: "")
+    other = Proof("a → b", 3, -1, untold, pairs, lambda _: "")
     other._memory[:] = [1, 2, 3, 1, 2, 4]
     other.report()
     assert untold[0].pairs == (2,)
