@@ -444,11 +444,11 @@ struct Rows {
   using Mine = Team<THREADS, TEAMS>;
   static constexpr uint32_t kThreads = THREADS, kTeams = TEAMS;
   static constexpr uint32_t kMinCtas =
-      (SUMS ? 1536 : 2048) / THREADS;  // every warp that a multiprocessor can hold, or its registers
-  static constexpr uint32_t kLoads = loads_of_rows(TEAMS);
+      (SUMS ? 1024 : 2048) / THREADS;  // every warp that a multiprocessor can hold, or its registers
+  static constexpr uint32_t kLoads = SUMS ? 4 : loads_of_rows(TEAMS);
 
   // What a row looks up, and its sum, is worth more words where these are digested, too.
-  static constexpr uint32_t kWords = SUMS ? 4 * kLoads : kLoads;
+  static constexpr uint32_t kWords = SUMS ? 2 * kLoads : kLoads;
 
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
     return prepare_rows({OUTER, INNER, 0, WORD, THREADS, TEAMS, kWords}, a, p, sms, shared_bytes);
