@@ -7,6 +7,9 @@
 
 namespace kvbm {
 
+template <int ELEMENT>
+struct Square;  // of elements, which it turns (permute.cuh)
+
 // Of version 1.  The four of the words are the best of 20,000 sets; tools/digest_constants.py finds them again.
 constexpr uint64_t kOfWord0 = UINT64_C(0xa55c9364d6777aa3), kOfWord1 = UINT64_C(0xb78448c894e972e3),
                    kOfWord2 = UINT64_C(0x1e2754521961ffbb), kOfWord3 = UINT64_C(0x055ccea021bda7a7),
@@ -113,9 +116,31 @@ __device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, 
 inline void put_sum(const kvbm_args& a, uint32_t pair, uint64_t sum) {
   __atomic_fetch_add(reinterpret_cast<uint64_t*>(a.digest.out) + pair, sum, __ATOMIC_RELAXED);
 }
+
+// A run of words that are cells, whose keys go up by `step` from that of the first.  They are copied `to` there, too, if anywhere.
+template <int WORD>
+uint64_t digest_run(const char* cells, uint64_t count, uint64_t key, uint64_t step, char* to = nullptr, bool streaming = false) {
+  if constexpr (WORD == 16) return kvbm_digest_cells(cells, count, key, step, to, streaming);
+  if (to) copy_run<WORD>(to, cells, count * WORD, streaming);
+  uint64_t sum = 0;
+  for (uint64_t i = 0; i < count; ++i) {
+    Word<WORD> v;
+    load(v, cells + i * WORD);
+    sum += digest_of(key + i * step, cell_of(v));
+  }
+  return sum;
+}
 #endif
 
 // ---- digests alone -------------------------------------------------------------------------------------------------
+
+// Bytes from the first word of a cell to another one.
+KVBM_INLINE uint64_t offset_in_cell(const kvbm_part& p, uint32_t word) {
+  uint64_t offset = 0;
+  KVBM_UNROLL
+  for (uint32_t bit = 0; bit < 4; ++bit) offset += word >> bit & 1 ? uint64_t(p.cell[bit]) : 0;
+  return offset;
+}
 
 // A cell of `cell_words` words that lie where the layout has them.
 template <int WORD>
@@ -129,11 +154,8 @@ KVBM_INLINE Word16 gather_cell(const kvbm_part& p, const char* at) {
     KVBM_UNROLL
     for (uint32_t j = 0; j < 16 / WORD; ++j) {
       if (j >= p.cell_words) break;
-      uint64_t offset = 0;
-      KVBM_UNROLL
-      for (uint32_t bit = 0; bit < 4; ++bit) offset += j >> bit & 1 ? uint64_t(p.cell[bit]) : 0;
       Word<WORD> v;
-      load(v, at + offset);
+      load(v, at + offset_in_cell(p, j));
       const Word16 whole = cell_of(v);
       x[j * WORD / 4] |= whole.x[0] << j * WORD % 4 * 8;
       if constexpr (WORD == 8) x[j * 2 + 1] = whole.x[1];
@@ -229,10 +251,29 @@ struct Kernel<Digest<OUTER, INNER>> {
       run_part<1>(a, p, cta);
   }
 #else
+  static constexpr uint32_t kGathered = 64;  // cells that are made whole at a time
+
+  // Cells at a step of `apart` bytes, into memory.  Where words lie side by side, those of some cells are read at once.
+  template <int WORD>
+  static void gather_cells(const kvbm_part& p, const char* at, int64_t apart, uint32_t count, Word16* cells) {
+    constexpr uint32_t kSide = 16 / WORD;
+    uint32_t i = 0;
+    if constexpr (WORD < 16) {
+      for (; apart == WORD && i + kSide <= count; i += kSide) {
+        for (uint32_t j = 0; j < kSide; ++j) {
+          cells[i + j] = {};
+          if (j < p.cell_words) load(cells[i + j], at + i * WORD + offset_in_cell(p, j));
+        }
+        Square<WORD>::turn(reinterpret_cast<Word16(&)[kSide]>(cells[i]));
+      }
+    }
+    for (; i < count; ++i) cells[i] = gather_cell<WORD>(p, at + int64_t(i) * apart);
+  }
+
   template <int WORD>
   static void host_part(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job) {
     const kvbm_inner& run = p.inner[0];
-    const bool dense = WORD == 16 && run.key == 1 && (run.src == 16 || run.extent.n == 1);
+    const bool dense = WORD == 16 && (run.src == 16 || run.extent.n == 1);
     for (uint32_t job = first_job; job < last_job; ++job) {
       uint32_t place = job;
       const uint32_t tile = take(place, p.tiles);
@@ -246,12 +287,15 @@ struct Kernel<Digest<OUTER, INNER>> {
         uint32_t step = 0;
         step_key<0, INNER>(p, index, src, none, step);
         const uint64_t key = base + step;
-        const uint32_t left = run.extent.n - index % run.extent.n, count = left < last - index ? left : last - index;
+        uint32_t count = run.extent.n - index % run.extent.n;
+        count = count < last - index ? count : last - index;
         if (dense) {
-          sum += kvbm_digest_cells(at.src + src, count, key);
+          sum += digest_run<16>(at.src + src, count, key, run.key);
         } else {
-          for (uint32_t i = 0; i < count; ++i)
-            sum += digest_of(key + uint64_t(i) * run.key, gather_cell<WORD>(p, at.src + src + int64_t(i) * run.src));
+          Word16 cells[kGathered];
+          count = count < kGathered ? count : kGathered;
+          gather_cells<WORD>(p, at.src + src, run.src, count, cells);
+          sum += digest_run<16>(reinterpret_cast<const char*>(cells), count, key, run.key);
         }
         index += count;
       }

@@ -293,7 +293,7 @@ int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int 
 /* The same on the host, on at most `threads` threads (0: all cores), blocking. */
 int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, int threads);
 /* Digest of `count` cells of 16 bytes, one after the other in host memory, whose keys count up from `key`. */
-uint64_t kvbm_digest_cells(const char* cells, uint64_t count, uint64_t key);
+uint64_t kvbm_digest_cells(const char* cells, uint64_t count, uint64_t key, uint64_t step, char* to, int streaming);
 
 /* mode: 0 batched with fallback, 1 one call a copy, 2 batched only.  *used tells the mode that ran (1 or 2).  `by_peer`: some
  * memory is another GPU's and not granted (kvbm_find_ungranted): one cuMemcpyPeerAsync a copy.  `size` is used for every copy where `sizes` is NULL.  `merge`: copies where source and destination go on where those of the

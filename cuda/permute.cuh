@@ -611,44 +611,39 @@ struct Rows {
     }
   };
 
-  // Digests a piece that has just been copied: it is still in the cache.
-  static uint64_t digest(const kvbm_part& p, const char* src, uint64_t bytes, uint64_t key) {
-    if (WORD == 16 && p.inner[0].key == 1) return kvbm_digest_cells(src, bytes / 16, key);
-    uint64_t sum = 0;
-    for (uint64_t i = 0; i < bytes / WORD; ++i) {
-      Word<WORD> v;
-      load(v, src + i * WORD);
-      sum += digest_of(key + i * p.inner[0].key, cell_of(v));
+  // What was found of the pair that is being copied.
+  struct Sum {
+    const kvbm_args& a;
+    uint32_t pair = 0;
+    uint64_t value = 0;
+    void put() {
+      if constexpr (SUMS) put_sum(a, pair, value);
     }
-    return sum;
+  };
+
+  // Copies words one after the other, and digests them.
+  static void move(const kvbm_part& p, const Bases& at, uint64_t bytes, bool streaming, uint32_t pair, uint64_t key, Sum& sum) {
+    if constexpr (!SUMS) {
+      copy_run<WORD>(at.dst, at.src, bytes, streaming);
+    } else {
+      if (pair != sum.pair) {
+        sum.put();
+        sum.pair = pair;
+        sum.value = 0;
+      }
+      sum.value += digest_run<WORD>(at.src, bytes / WORD, key, p.inner[0].key, at.dst, streaming);
+    }
   }
 
   static void host(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job, bool streaming) {
     Walk here = {a, p, first_job, last_job}, soon = here;
+    Sum sum = {a};
     const uint64_t run = here.run_words() * WORD;
-    if constexpr (SUMS) {
-      for (uint64_t ahead = 0, bytes = 1; bytes && ahead < kPrefetchAhead; ahead += bytes) {
-        bytes = soon.next();
-        prefetch(soon.piece.src, uint32_t(bytes));
-      }
-      uint64_t sum = 0;
-      uint32_t pair = 0;
-      while (const uint64_t bytes = here.next()) {
-        prefetch(soon.piece.src, uint32_t(soon.next()));
-        if (here.pair != pair) {
-          put_sum(a, pair, sum);
-          pair = here.pair;
-          sum = 0;
-        }
-        copy_run<WORD>(here.piece.dst, here.piece.src, bytes, streaming);
-        sum += digest(p, here.piece.src, bytes, here.piece_key);
-      }
-      put_sum(a, pair, sum);
-    } else if (INNER > 1 && run < kLine) {  // to look ahead would cost more than it saves
+    if (INNER > 1 && run < kLine) {  // to look ahead would cost more than it saves
       while (here.open())
         for (uint64_t i = 0; i < here.runs; ++i)
-          copy_run<WORD>(here.row.dst + int64_t(i) * p.inner[1].dst, here.row.src + int64_t(i) * p.inner[1].src, run,
-                         streaming);
+          move(p, {here.row.src + int64_t(i) * p.inner[1].src, here.row.dst + int64_t(i) * p.inner[1].dst}, run, streaming,
+               here.pair, here.row_key + i * p.inner[1].key, sum);
     } else {
       const uint64_t most = streaming ? kPrefetchAhead : kPrefetchCached;
       for (uint64_t ahead = 0, bytes = 1; bytes && ahead < most; ahead += bytes) {
@@ -658,9 +653,10 @@ struct Rows {
       while (const uint64_t bytes = here.next()) {
         const uint64_t more = soon.next();
         prefetch(soon.piece.src, uint32_t(more));
-        copy_run<WORD>(here.piece.dst, here.piece.src, bytes, streaming);
+        move(p, here.piece, bytes, streaming, here.pair, here.piece_key, sum);
       }
     }
+    sum.put();
     fence_streaming_stores(streaming);
   }
 #endif

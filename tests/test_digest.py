@@ -860,19 +860,23 @@ class TestDocument:
 
 WAYS_ON_HOST = """
 #include "digest.cpp"
-extern "C" int run(int which, const char* cells, uint64_t count, uint64_t key, uint64_t* out) {
+extern "C" int run(int which, const char* cells, uint64_t count, uint64_t key, uint64_t step, char* to, int streaming, uint64_t* out) {
+  Way chosen = which ? nullptr : plain;
 #ifdef __x86_64__
-  if (which == 2) return __builtin_cpu_supports("avx512f") ? (*out = by_512(cells, count, key), 1) : 0;
-  if (which == 1) return __builtin_cpu_supports("avx2") ? (*out = by_256(cells, count, key), 1) : 0;
+  if (which == 1 && __builtin_cpu_supports("avx2")) chosen = avx2::digest;
+  if (which == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) chosen = avx512::digest;
 #endif
-  return which ? 0 : (*out = plain(cells, count, key), 1);
+  if (!chosen) return 0;
+  *out = chosen(cells, count, key, step, to, streaming);
+  kvbm::fence_streaming_stores(streaming);
+  return 1;
 }
 """
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_every_width_of_the_host(tmp_path: Path) -> None:
-    """AVX-512, AVX2 and neither: as many cells as there may be at the end, at odd addresses, from any key on."""
+    """AVX-512, AVX2 and neither: any number of cells, at odd addresses, from any key on, by any step; copied too, or not."""
     from kvbm import codegen
 
     (tmp_path / "ways.cpp").write_text(WAYS_ON_HOST)
@@ -891,18 +895,26 @@ def test_every_width_of_the_host(tmp_path: Path) -> None:
     ]
     subprocess.run(command, check=True)
     run = ctypes.CDLL(str(library)).run
-    run.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p]
+    number, address = ctypes.c_uint64, ctypes.c_void_p
+    run.argtypes = [ctypes.c_int, address, number, number, number, address, ctypes.c_int, address]
     memory = oracle.noise(16 * 80, 1)
     memory[200:300] = 255
+    spare = np.zeros(16 * 80 + 64, np.uint8)
+    to = spare[-spare.ctypes.data % 64 :]
     ran = set()
     for count in range(71):
-        for offset, key in ((0, 0), (1 + count % 15, count), (4, (1 << 32) - 3), (8, (1 << 64) - 5)):
+        for offset, key, step in ((0, 0, 1), (1 + count % 15, count, 0), (4, (1 << 32) - 3, 9), (8, (1 << 64) - 5, 1 << 31)):
             cells = memory[offset : offset + 16 * count].reshape(-1, 16)
-            keys = np.arange(count, dtype=np.uint64) + np.uint64(key)
+            keys = np.arange(count, dtype=np.uint64) * np.uint64(step) + np.uint64(key)
             want = int(digest_oracle.of_cells(cells, keys).sum(dtype=np.uint64)) if count else 0
-            for which in range(3):
+            for which, (at, streaming) in itertools.product(range(3), ((None, 0), (offset, 0), (0, 1), (16, 1))):
                 out = np.zeros(1, np.uint64)
-                if run(which, memory.ctypes.data + offset, count, key, out.ctypes.data):
-                    assert int(out[0]) == want, (which, count, offset, key)
+                to[:] = 0
+                where = None if at is None else to.ctypes.data + at
+                if run(which, cells.ctypes.data, count, key, step, where, streaming, out.ctypes.data):
+                    assert int(out[0]) == want, (which, count, offset, key, step, at, streaming)
+                    if at is not None:
+                        assert to[at : at + 16 * count].tobytes() == cells.tobytes(), (which, count, at, streaming)
+                        assert not to[:at].any() and not to[at + 16 * count :].any(), (which, count, at, streaming)
                     ran.add(which)
     assert 0 in ran
