@@ -15,14 +15,23 @@
 namespace {
 
 // Other processors multiply numbers of 64 bits one by one, or in vectors no faster.
-uint64_t plain(const char* cells, uint64_t count, uint64_t key, uint64_t step, char* to, bool streaming) {
-  if (to) kvbm::copy_run<16>(to, cells, 16 * count, streaming);
+uint64_t plain_row(const char* src, char* dst, uint64_t count, uint64_t key, const kvbm_cells& cells) {
+  if (dst) kvbm::copy_run<16>(dst, src, 16 * count, cells.streaming);
   uint64_t sum = 0;
   for (uint64_t i = 0; i < count; ++i) {
     kvbm::Word16 v;
-    kvbm::load(v, cells + 16 * i);
-    sum += kvbm::digest_of(key + i * step, v);
+    kvbm::load(v, src + 16 * i);
+    sum += kvbm::digest_of(key + i * cells.key_step, v);
   }
+  return sum;
+}
+
+uint64_t plain(const kvbm_cells& cells) {
+  uint64_t sum = 0;
+  for (uint64_t row = 0; row < cells.rows; ++row)
+    sum += plain_row(cells.src + static_cast<int64_t>(row) * cells.src_row,
+                     cells.dst ? cells.dst + static_cast<int64_t>(row) * cells.dst_row : nullptr, cells.count,
+                     cells.key + row * cells.key_row, cells);
   return sum;
 }
 
@@ -60,7 +69,7 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-using Way = uint64_t (*)(const char*, uint64_t, uint64_t, uint64_t, char*, bool);
+using Way = uint64_t (*)(const kvbm_cells&);
 Way widest() {
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return avx512::digest;
@@ -72,6 +81,4 @@ const Way way = widest();
 
 }  // namespace
 
-extern "C" uint64_t kvbm_digest_cells(const char* cells, uint64_t count, uint64_t key, uint64_t step, char* to, int streaming) {
-  return way(cells, count, key, step, to, streaming != 0);
-}
+extern "C" uint64_t kvbm_digest_cells(const kvbm_cells* cells) { return way(*cells); }

@@ -117,16 +117,19 @@ inline void put_sum(const kvbm_args& a, uint32_t pair, uint64_t sum) {
   __atomic_fetch_add(reinterpret_cast<uint64_t*>(a.digest.out) + pair, sum, __ATOMIC_RELAXED);
 }
 
-// A run of words that are cells, whose keys go up by `step` from that of the first.  They are copied `to` there, too, if anywhere.
+// Words of WORD bytes that are cells, and may be copied, too.
 template <int WORD>
-uint64_t digest_run(const char* cells, uint64_t count, uint64_t key, uint64_t step, char* to = nullptr, bool streaming = false) {
-  if constexpr (WORD == 16) return kvbm_digest_cells(cells, count, key, step, to, streaming);
-  if (to) copy_run<WORD>(to, cells, count * WORD, streaming);
+uint64_t digest_cells(const kvbm_cells& c) {
+  if constexpr (WORD == 16) return kvbm_digest_cells(&c);
   uint64_t sum = 0;
-  for (uint64_t i = 0; i < count; ++i) {
-    Word<WORD> v;
-    load(v, cells + i * WORD);
-    sum += digest_of(key + i * step, cell_of(v));
+  for (uint64_t row = 0; row < c.rows; ++row) {
+    const char* src = c.src + int64_t(row) * c.src_row;
+    if (c.dst) copy_run<WORD>(c.dst + int64_t(row) * c.dst_row, src, c.count * WORD, c.streaming);
+    for (uint64_t i = 0; i < c.count; ++i) {
+      Word<WORD> v;
+      load(v, src + i * WORD);
+      sum += digest_of(c.key + row * c.key_row + i * c.key_step, cell_of(v));
+    }
   }
   return sum;
 }
@@ -290,12 +293,12 @@ struct Kernel<Digest<OUTER, INNER>> {
         uint32_t count = run.extent.n - index % run.extent.n;
         count = count < last - index ? count : last - index;
         if (dense) {
-          sum += digest_run<16>(at.src + src, count, key, run.key);
+          sum += digest_cells<16>({at.src + src, nullptr, count, 1, 0, 0, key, run.key, 0, 0});
         } else {
           Word16 cells[kGathered];
           count = count < kGathered ? count : kGathered;
           gather_cells<WORD>(p, at.src + src, run.src, count, cells);
-          sum += digest_run<16>(reinterpret_cast<const char*>(cells), count, key, run.key);
+          sum += digest_cells<16>({reinterpret_cast<const char*>(cells), nullptr, count, 1, 0, 0, key, run.key, 0, 0});
         }
         index += count;
       }
