@@ -177,10 +177,22 @@ struct Kernel<Digest<OUTER, INNER>> {
   static constexpr uint32_t kLoads = 4;   // cells a thread has in flight
   static constexpr uint32_t kCells = 16;  // that a thread digests at most: what is looked up once is worth that many
 
+  // A sum may be taken in any order; the host reads as memory goes on.  Modes of one step lead nowhere.
+  static void order_modes(kvbm_part& p) {
+    auto step = [&](int mode) { return p.inner[mode].extent.n > 1 ? uint64_t(p.inner[mode].src) : ~UINT64_C(0); };
+    for (int i = 1; i < INNER; ++i)
+      for (int k = i; k > 0 && step(k) < step(k - 1); --k) {
+        const kvbm_inner slower = p.inner[k - 1];
+        p.inner[k - 1] = p.inner[k];
+        p.inner[k] = slower;
+      }
+  }
+
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     uint64_t ctas = 0;
     uint32_t none = 0;  // of shared memory
     for (uint32_t i = 0; i < a->num_parts; ++i) {
+      if (sms == 0) order_modes(a->part[i]);
       if (!prepare_rows({OUTER, INNER, 0, 16, kThreads, kTeams, kCells}, *a, a->part[i], sms, none)) return KVBM_TOO_LARGE;
       ctas += a->part[i].ctas;
     }
@@ -274,9 +286,24 @@ struct Kernel<Digest<OUTER, INNER>> {
   }
 
   template <int WORD>
+  static uint64_t digest_gathered(const kvbm_part& p, const kvbm_cells& cells) {
+    Word16 some[kGathered];
+    uint64_t sum = 0;
+    for (uint64_t row = 0; row < cells.rows; ++row) {
+      for (uint64_t i = 0; i < cells.count; i += kGathered) {
+        const uint64_t count = cells.count - i < kGathered ? cells.count - i : kGathered;
+        gather_cells<WORD>(p, cells.src + row * cells.src_row + i * p.inner[0].src, p.inner[0].src, uint32_t(count), some);
+        const kvbm_cells whole = {reinterpret_cast<const char*>(some), nullptr, count, 1, 0, 0,
+                                  cells.key + row * cells.key_row + i * cells.key_step, cells.key_step, 0, 0};
+        sum += kvbm_digest_cells(&whole);
+      }
+    }
+    return sum;
+  }
+
+  template <int WORD>
   static void host_part(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job) {
-    const kvbm_inner& run = p.inner[0];
-    const bool dense = WORD == 16 && (run.src == 16 || run.extent.n == 1);
+    const kvbm_inner &run = p.inner[0], &rows = p.inner[INNER > 1 ? 1 : 0];
     for (uint32_t job = first_job; job < last_job; ++job) {
       uint32_t place = job;
       const uint32_t tile = take(place, p.tiles);
@@ -285,22 +312,19 @@ struct Kernel<Digest<OUTER, INNER>> {
       const uint64_t base = first_key<OUTER>(a, p, place);
       const uint32_t first = tile * p.tile_words, last = first + p.tile_words < p.words ? first + p.tile_words : p.words;
       uint64_t sum = 0;
-      for (uint32_t index = first; index < last;) {
+      for (uint32_t index = first; index < last;) {  // by whole runs, where there are several
         uint64_t src = 0, none = 0;
-        uint32_t step = 0;
+        uint32_t step = 0, row = index;
         step_key<0, INNER>(p, index, src, none, step);
-        const uint64_t key = base + step;
-        uint32_t count = run.extent.n - index % run.extent.n;
-        count = count < last - index ? count : last - index;
-        if (dense) {
-          sum += digest_cells<16>({at.src + src, nullptr, count, 1, 0, 0, key, run.key, 0, 0});
-        } else {
-          Word16 cells[kGathered];
-          count = count < kGathered ? count : kGathered;
-          gather_cells<WORD>(p, at.src + src, run.src, count, cells);
-          sum += digest_cells<16>({reinterpret_cast<const char*>(cells), nullptr, count, 1, 0, 0, key, run.key, 0, 0});
+        kvbm_cells cells = {at.src + src, nullptr, last - index, 1, int64_t(rows.src), 0, base + step, run.key, rows.key, 0};
+        if constexpr (INNER > 1) {
+          take(row, run.extent);
+          const uint32_t left = rows.extent.n - take(row, rows.extent), runs = (last - index) / run.extent.n;
+          cells.count = run.extent.n;
+          cells.rows = left < runs ? left : runs;
         }
-        index += count;
+        index += uint32_t(cells.count * cells.rows);
+        sum += WORD == 16 && run.src == 16 ? kvbm_digest_cells(&cells) : digest_gathered<WORD>(p, cells);
       }
       put_sum(a, pair_of(p, place), sum);
     }

@@ -38,11 +38,11 @@ uint64_t saturating_product(uint64_t a, uint64_t b) {
 }
 
 // Bytes that a batch writes.  Extents count words (or elements), and inner[0] is the mode along which the source goes
-// on: its step is their size.
+// on: its step is their size.  Digests by themselves count cells.
 uint64_t total_bytes(const kvbm_args& args) {
   uint64_t total = 0;
   for (uint32_t p = 0; p < args.num_parts; ++p) {
-    const int64_t unit = args.part[p].inner[0].src;
+    const int64_t cell = int64_t{args.part[p].word} * args.part[p].cell_words, unit = cell ? cell : args.part[p].inner[0].src;
     uint64_t bytes = saturating_product(args.num_pairs, static_cast<uint64_t>(unit < 0 ? -unit : std::max<int64_t>(unit, 1)));
     for (const kvbm_outer& mode : args.part[p].outer) bytes = saturating_product(bytes, std::max(mode.extent.n, 1u));
     for (const kvbm_inner& mode : args.part[p].inner) bytes = saturating_product(bytes, std::max(mode.extent.n, 1u));
