@@ -43,8 +43,7 @@ namespace avx2 {
 #define EVEN(a, b) __builtin_shufflevector(a, b, 0, 4, 2, 6)
 #define ODD(a, b) __builtin_shufflevector(a, b, 1, 5, 3, 7)
 #define PRODUCT(x, f) Vector(_mm256_mul_epu32(__m256i(x), __m256i(Vector{} + (f))))  // of the lower 32 bits
-#define WORDS(x, f, g) \
-  (PRODUCT(x, f) + PRODUCT((x) >> 32, g) + ((PRODUCT(x, (f) >> 32) + PRODUCT((x) >> 32, (g) >> 32)) << 32))
+#define WORDS(x, f, g) (PRODUCT(x, f) + PRODUCT((x) >> 32, g) + ((PRODUCT(x, (f) >> 32) + PRODUCT((x) >> 32, (g) >> 32)) << 32))
 #define STREAM(p, v) _mm256_stream_si256(reinterpret_cast<__m256i*>(p), __m256i(v))
 #include "digest_wide.h"
 #undef ISA

@@ -285,6 +285,7 @@ struct Kernel<Digest<OUTER, INNER>> {
     for (; i < count; ++i) cells[i] = gather_cell<WORD>(p, at + int64_t(i) * apart);
   }
 
+  // Rows of cells that lie anywhere: the steps from cell to cell are the first mode's.
   template <int WORD>
   static uint64_t digest_gathered(const kvbm_part& p, const kvbm_cells& cells) {
     Word16 some[kGathered];
@@ -292,9 +293,13 @@ struct Kernel<Digest<OUTER, INNER>> {
     for (uint64_t row = 0; row < cells.rows; ++row) {
       for (uint64_t i = 0; i < cells.count; i += kGathered) {
         const uint64_t count = cells.count - i < kGathered ? cells.count - i : kGathered;
-        gather_cells<WORD>(p, cells.src + row * cells.src_row + i * p.inner[0].src, p.inner[0].src, uint32_t(count), some);
-        const kvbm_cells whole = {reinterpret_cast<const char*>(some), nullptr, count, 1, 0, 0,
-                                  cells.key + row * cells.key_row + i * cells.key_step, cells.key_step, 0, 0};
+        gather_cells<WORD>(p, cells.src + int64_t(row) * cells.src_row + int64_t(i) * p.inner[0].src, p.inner[0].src,
+                           uint32_t(count), some);
+        kvbm_cells whole = cells;
+        whole.src = reinterpret_cast<const char*>(some);
+        whole.count = count;
+        whole.rows = 1;
+        whole.key += row * cells.key_row + i * cells.key_step;
         sum += kvbm_digest_cells(&whole);
       }
     }

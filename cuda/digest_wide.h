@@ -21,8 +21,8 @@ __attribute__((target(ISA))) uint64_t digest(const kvbm_cells& cells) {
     const char* src = cells.src + static_cast<int64_t>(row) * cells.src_row;
     char* dst = cells.dst ? cells.dst + static_cast<int64_t>(row) * cells.dst_row : nullptr;
     bool around = cells.streaming;
-    if (around && (kSanitized || reinterpret_cast<uint64_t>(dst) % sizeof(Vector))) {
-      if (dst) copy_run<16>(dst, src, 16 * cells.count, true);
+    if (dst && around && (kSanitized || reinterpret_cast<uint64_t>(dst) % sizeof(Vector))) {  // digested from the cache
+      copy_run<16>(dst, src, 16 * cells.count, true);
       dst = nullptr;
     }
     Vector scaled = scaled_key(cells.key + row * cells.key_row) + kCells * step;

@@ -295,12 +295,12 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
 /* Rows of cells in host memory: those of a row lie one after the other. */
 typedef struct kvbm_cells {
   const char* src;
-  char* dst;               /* where they are copied to, too, or NULL */
-  uint64_t count, rows;    /* cells a row */
-  int64_t src_row, dst_row; /* bytes from row to row */
-  uint64_t key;            /* of the first cell */
+  char* dst;                  /* where they are copied to, too, or NULL */
+  uint64_t count, rows;       /* cells a row */
+  int64_t src_row, dst_row;   /* bytes from row to row */
+  uint64_t key;               /* of the first cell */
   uint64_t key_step, key_row; /* from cell to cell, and from row to row */
-  int streaming;           /* the copy goes around the cache */
+  int streaming;              /* the copy goes around the cache */
 } kvbm_cells;
 
 /* Digest of cells of 16 bytes. */

@@ -645,8 +645,8 @@ struct Rows {
         sum.pair = walk.pair;
         sum.value = 0;
       }
-      sum.value += digest_cells<WORD>({at.src, at.dst, bytes / WORD, walk.piece_runs, runs.src, runs.dst, walk.piece_key,
-                                       cells.key, runs.key, streaming});
+      sum.value += digest_cells<WORD>(
+          {at.src, at.dst, bytes / WORD, walk.piece_runs, runs.src, runs.dst, walk.piece_key, cells.key, runs.key, streaming});
     }
   }
 
@@ -973,12 +973,13 @@ struct Tile {
       for (uint32_t c = 0; c < from.rests; ++c) {
         uint64_t src = 0, dst = 0;
         uint32_t key = 0;
-        const bool cells_in = kSide == 1 || p.cell_words;  // the words that are read are the cells, or else those that are written
+        const bool cells_in = kSide == 1 || p.cell_words;  // cells are the words that are read, or else those that are written
         step_tile(p, from.rest + c, from.a * (cells_in ? 1 : kSide), from.b * (cells_in ? kSide : 1), src, dst, key);
         const char* in = now.source(p) + src;
         char* out = now.at.dst + dst + int64_t(from.a * kSide) * along_a.dst + int64_t(from.b) * WORD;
         if (SUMS && cells_in)
-          sum += digest_cells<WORD>({in, nullptr, from.na, from.nb * kSide, along_b.src, 0, now.key + key, along_a.key, along_b.key, 0});
+          sum += digest_cells<WORD>(
+              {in, nullptr, from.na, from.nb * kSide, along_b.src, 0, now.key + key, along_a.key, along_b.key, 0});
         if constexpr (kSide == 1) {
           // Whole words need no turning: straight to the destination, in its order.  The prefetches of a line's words are
           // spread over its rows, or they would all be waited for at once.
@@ -1005,8 +1006,8 @@ struct Tile {
         uint64_t bytes = uint64_t{from.nb} * WORD;
         uint32_t rows = from.na * kSide;
         if (SUMS && !cells_in)
-          sum += digest_cells<WORD>({reinterpret_cast<const char*>(words), nullptr, from.nb, rows, int64_t(bytes), 0, now.key + key,
-                                     along_b.key, along_a.key, 0});
+          sum += digest_cells<WORD>({reinterpret_cast<const char*>(words), nullptr, from.nb, rows, int64_t(bytes), 0,
+                                     now.key + key, along_b.key, along_a.key, 0});
         if (along_a.dst == int64_t(bytes)) {  // the turned tile is one run
           bytes *= rows;
           rows = 1;
