@@ -292,8 +292,19 @@ int kvbm_warm(int kernel, int device);
 int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream);
 /* The same on the host, on at most `threads` threads (0: all cores), blocking. */
 int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, int threads);
-/* Digest of `count` cells of 16 bytes, one after the other in host memory, whose keys count up from `key`. */
-uint64_t kvbm_digest_cells(const char* cells, uint64_t count, uint64_t key);
+/* Rows of cells in host memory: those of a row lie one after the other. */
+typedef struct kvbm_cells {
+  const char* src;
+  char* dst;                  /* where they are copied to, too, or NULL */
+  uint64_t count, rows;       /* cells a row */
+  int64_t src_row, dst_row;   /* bytes from row to row */
+  uint64_t key;               /* of the first cell */
+  uint64_t key_step, key_row; /* from cell to cell, and from row to row */
+  int streaming;              /* the copy goes around the cache */
+} kvbm_cells;
+
+/* Digest of cells of 16 bytes. */
+uint64_t kvbm_digest_cells(const kvbm_cells* cells);
 
 /* mode: 0 batched with fallback, 1 one call a copy, 2 batched only.  *used tells the mode that ran (1 or 2).  `by_peer`: some
  * memory is another GPU's and not granted (kvbm_find_ungranted): one cuMemcpyPeerAsync a copy.  `size` is used for every copy where `sizes` is NULL.  `merge`: copies where source and destination go on where those of the
