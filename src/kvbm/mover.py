@@ -241,7 +241,10 @@ class Mover:
             if few:
                 return "kernels that keep to few multiprocessors do not digest"
             made = fused(*sides, keys, alignments, self.title)
-            return made if isinstance(made, str) else digest_copies(made, keys.lanes, self.device, *ends)
+            try:
+                return made if isinstance(made, str) else digest_copies(made, keys.lanes, self.device, *ends)
+            except MissingKernelError as error:
+                return str(error)
 
         none = Steps()
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
