@@ -624,11 +624,12 @@ class Fake:
             self.driver.fake_begin_capture(ctypes.c_void_p(6))
             done = move.copy(*ids, stream=6, **given)
             graph = self.driver.fake_end_capture()
-            assert graph and done.captured, "a stream of the capture was left behind"
+            assert graph, "a stream of the capture was left behind"
             for _ in range(rng.randint(1, 2)):
                 self.driver.fake_launch_graph(ctypes.c_void_p(graph), ctypes.c_void_p(stream))
                 self.pump()
-            done.synchronize()
+            if done.captured:  # it digests: ask it
+                done.synchronize()
             self.driver.fake_destroy_graph(ctypes.c_void_p(graph))
         self.defer(0)
         return done
@@ -685,13 +686,12 @@ def action(rng: random.Random) -> Callable[[], None]:
                 try:
                     fake.driver.fake_begin_capture(ctypes.c_void_p(6))
                     try:
-                        done = move.copy(at.src_ids, at.dst_ids, stream=6)
+                        move.copy(at.src_ids, at.dst_ids, stream=6)
                     finally:
                         graph = fake.driver.fake_end_capture()
                     assert graph, "a stream of the capture was left behind"
                     fake.driver.fake_launch_graph(ctypes.c_void_p(graph), ctypes.c_void_p(5))
                     fake.pump()
-                    done.synchronize()
                     fake.driver.fake_destroy_graph(ctypes.c_void_p(graph))
                 finally:
                     fake.defer(0)
