@@ -37,8 +37,9 @@ LIMIT, LINES = 180, 30
 #: Samples of a soak; of these the first part is left out: pools of memory, caches and imports fill up in it.
 SAMPLES, WARM = 40, 0.25
 
-#: What a process may hold more at the end than the line through its samples starts with: bytes; numbers of things may not grow.
-ROOM = {"rss": 4 << 20, "device": 4 << 20}
+#: By how much the line through the samples may rise: bytes, and allocations on a GPU, of which tables of 1 MiB in all, of 8 bytes or
+#: more each, wait to be freed together.  Other numbers of things may not grow.
+ROOM = {"rss": 4 << 20, "device": 4 << 20, "allocations": 1 << 17}
 
 
 def main() -> int:
@@ -331,8 +332,8 @@ def soak(device: str, copies: int, path: Path) -> int:
 def judged(samples: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
     """By name: its slope by least squares over the samples behind the warm-up, and whether that is flat.
 
-    Of bytes the line may rise by `ROOM` over all of these samples; numbers of things may not be larger in the second half of these
-    samples than in the first.
+    What `ROOM` names may rise by that over all of these samples; other numbers of things may not be larger in the second half of
+    these samples than in the first.
     """
     rest = samples[int(len(samples) * WARM) :]
     at = [one["copies"] for one in rest]
