@@ -720,7 +720,9 @@ def test_elements_of_every_width_that_change_places(other: str, dtype: str) -> N
         transferred(s, d, rng, verify=True)
 
 
-@pytest.mark.parametrize(("given", "is_whole"), [([0, 1, 7, 4, 6, 2, 5, 3], False), ([8, *range(7), 7], False), (range(4, 12), True)])
+@pytest.mark.parametrize(
+    ("given", "is_whole"), [([0, 1, 7, 4, 6, 2, 5, 3], False), ([8, *range(7), 7], False), (range(4, 12), True)]
+)
 def test_a_destination_that_parts_cells(given: Any, is_whole: bool) -> None:
     """A cell whose elements lie there in pieces has no digest; a part of it is not taken for one."""
     shape = BlockShape(nl=1, no=2, nh=2, nt=2, hd=16, dtype="float16")

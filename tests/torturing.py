@@ -183,16 +183,18 @@ def plane_pairs() -> list[tuple[str, str]]:
     return [pair for pair in plane_oracle.pairs() if "mxfp8" not in pair[0]]
 
 
-def scene(rng: random.Random, device: str, *, most: int = 6000, blocks: int = 10, whole: bool = False) -> Scene:
-    """Pools that a copy is planned between, of about `most` elements a block."""
+def scene(
+    rng: random.Random, device: str, *, least: int = 0, most: int = 6000, blocks: int = 10, whole: bool = False
+) -> Scene:
+    """Pools that a copy is planned between, of `least` to `most` elements a block where they have one plane."""
     while True:
         try:
-            return _scene(rng, device, most, blocks, whole)
+            return _scene(rng, device, least, most, blocks, whole)
         except (PlanError, LayoutError, oracle.IllegalError):
             continue
 
 
-def _scene(rng: random.Random, device: str, most: int, blocks: int, whole: bool) -> Scene:
+def _scene(rng: random.Random, device: str, least: int, most: int, blocks: int, whole: bool) -> Scene:
     here, there = places(rng, device)
     ways = rng.choice(WAYS), rng.choice(WAYS)
     aligns = rng.choice((0, 0, 1, 2, 4, 8, 16, 12)), rng.choice((0, 0, 2, 8, 16))
@@ -213,7 +215,7 @@ def _scene(rng: random.Random, device: str, most: int, blocks: int, whole: bool)
         while True:
             nl, nh, hd = rng.randint(1, 4), rng.choice((1, 2, 3, 4)), rng.choice((8, 16, 16, 32, 64))
             nt = rng.choice((1, 2, 4, 8, 16, 16, 32))
-            if nl * 2 * nh * hd * nt <= most:
+            if least <= nl * 2 * nh * hd * nt <= most:
                 break
         dtype = rng.choice(("float16", "bfloat16", "float32", "uint8", "float64", "int8"))
         shape = BlockShape(nl=nl, no=2, nh=nh, nt=nt, hd=hd, dtype=dtype)
@@ -254,22 +256,23 @@ def ids_of(rng: random.Random, ids: Sequence[int]) -> Any:
     return list(ids) if kind is list else np.array(ids, kind)
 
 
-def options(rng: random.Random, at: Scene) -> dict[str, Any]:
+def options(rng: random.Random, at: Scene, staged: bool) -> dict[str, Any]:
     """Of a transfer."""
     if at.device == "host":
         return {}
-    strategy = rng.choice(STRATEGIES)
+    strategy = "staged" if staged else rng.choice(STRATEGIES)
     slot = max(part.of.packed().accesses[0].block[0] for part in at.ends)
     chunk = rng.choice((None, slot, 3 * slot)) if strategy == "staged" else None
+    chunk = max(slot, 1 << 17) if staged else chunk  # more than anything else on the GPU
     sms = rng.choice((None, 1, 4)) if strategy in ("auto", "direct") else None
     return {"strategy": strategy, "chunk_bytes": chunk, "max_sms": sms}
 
 
-def transfer(rng: random.Random, at: Scene, **rest: Any) -> kvbm.Transfer:
+def transfer(rng: random.Random, at: Scene, *, staged: bool = False, **rest: Any) -> kvbm.Transfer:
     """A transfer by any strategy that there is for the pair."""
     while True:
         try:
-            return kvbm.Transfer(*at.ends, **options(rng, at), **rest)
+            return kvbm.Transfer(*at.ends, **options(rng, at, staged), **rest)
         except (kvbm.MissingKernelError, kvbm.BindError):  # the copy engine lacks the modes
             if at.device == "host":
                 raise
@@ -400,12 +403,18 @@ def flipped(data: np.ndarray, flip: Flip) -> np.ndarray:
 def flips(rng: random.Random, device: str) -> Found:
     """One bit changes while a verifying copy runs, or behind its back."""
     where = ("source", "destination", "ring", "kernel") if device == "fake" else ("source", "destination")
-    at = scene(rng, device, most=60000 if device != "fake" else 6000, whole=rng.random() < 0.5)
-    if not any(a != -1 != b for a, b in zip(at.src_ids, at.dst_ids, strict=True)):
-        return Counter(right=1)
-    flip = draw_flip(rng, at, rng.choice(where))
+    place = rng.choice(where)
+    while True:
+        least, most = (0, 6000) if device == "fake" else (8000, 60000)
+        at = scene(rng, device, least=least, most=most, whole=rng.random() < 0.5)
+        crosses = "cpu" in (at.s.pool.device, at.d.pool.device)
+        if not any(a != -1 != b for a, b in zip(at.src_ids, at.dst_ids, strict=True)) or (not crosses and place == "ring"):
+            continue
+        if device != "host" or (isinstance(at.s, Flat) and isinstance(at.d, Flat)):  # in pages that processes share
+            break
+    flip = draw_flip(rng, at, place)
     inject = {"host": flip_on_host, "fake": flip_on_fake}.get(device, flip_on_gpu)
-    with transfer(rng, at, verify=True) as move:
+    with transfer(rng, at, staged=place == "ring", verify=True) as move:
         made, done = inject(rng, at, move, flip)
         seen = done.proof._memory[: 2 * len(at.src_ids)]
         raised: tuple[int, ...] = ()
@@ -466,11 +475,10 @@ def require_located(at: Scene, said: str) -> None:
     src, dst = read(at.s), read(at.d)
     want = at.after(src)
     wrong = np.flatnonzero(dst != want)
-    kept = [one for one in zip(at.src_ids, at.dst_ids, strict=True)]
+    kept = list(zip(at.src_ids, at.dst_ids, strict=True))
     stream = streams(at.device)[0]
     found = locate(*at.ends, at.src_ids, at.dst_ids, **({} if stream is None else {"stream": stream}))
     pairs, inside = set(), {}
-    reads = at.s.positions(at.ours)
     for plane, (where, itemsize) in at.d.positions(at.theirs).items():
         for k, (a, b) in enumerate(kept):
             if a == -1 or b == -1:
@@ -480,7 +488,6 @@ def require_located(at: Scene, said: str) -> None:
             if hit.any():
                 pairs.add(k)
                 inside[plane, k] = hit
-    del reads
     assert set(found.pairs) == pairs, (at, str(found), pairs)
     assert found.pairs or "nothing any more" in said or "→" in said, said
     if wrong.size != 1 or at.s.opaque or at.d.opaque:
@@ -502,24 +509,45 @@ def require_located(at: Scene, said: str) -> None:
 
 
 def flip_on_host(rng: random.Random, at: Scene, move: kvbm.Transfer, flip: Flip) -> tuple[bool, Any]:
-    """Another thread flips it, at any time."""
-    side = at.s if flip.place == "source" else at.d
-    memory = side.memory if getattr(side, "memory", None) is not None else side.buffer
-    turns, start = rng.choice((0, 50, 500, 3000)) * rng.random(), threading.Barrier(2)
-
-    def work() -> None:
-        start.wait()
-        end = time.perf_counter() + turns * 1e-6
-        while time.perf_counter() < end:
-            pass
-        memory[flip.byte] ^= flip.mask
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    start.wait()
-    done = move.copy(at.src_ids, at.dst_ids)
-    thread.join()
+    """Another process, which shares the memory, flips it at any time."""
+    move.copy(at.src_ids, at.dst_ids)
+    begin = time.perf_counter()
+    move.copy(at.src_ids, at.dst_ids)
+    took, n = time.perf_counter() - begin, len(at.src_ids)
+    whole = at.digests(at.s.before)
+    wanted = [at.after(one) for one in (at.s.before, flipped(at.s.before, flip) if flip.place == "source" else at.s.before)]
+    for _ in range(12):  # until it comes between the digests
+        at.refill()
+        done = flip_while_copied(at, move, flip, took * rng.random())
+        seen = done.proof._memory
+        if not np.array_equal(seen[:n], seen[n : 2 * n]):
+            break
+        want = wanted[int(seen[flip.pair] != whole[flip.pair])]
+        wrong = np.flatnonzero(at.d.buffer != want)
+        late = flip.place == "destination" and wrong.tolist() == [flip.byte]
+        assert late or not wrong.size, (at, flip, "a wrong copy was called right")
     return True, done
+
+
+def flip_while_copied(at: Scene, move: kvbm.Transfer, flip: Flip, wait: float) -> Any:
+    memory = (at.s if flip.place == "source" else at.d).buffer
+    with mmap.mmap(-1, mmap.PAGESIZE) as flags:
+        child = os.fork()
+        if child == 0:
+            flags[0] = 1
+            while not flags[1]:
+                pass
+            end = time.perf_counter() + wait
+            while time.perf_counter() < end:
+                pass
+            memory[flip.byte] ^= flip.mask
+            os._exit(0)
+        while not flags[0]:
+            pass
+        flags[1] = 1
+        done = move.copy(at.src_ids, at.dst_ids)
+        assert os.waitpid(child, 0)[1] == 0
+    return done
 
 
 def flip_on_gpu(rng: random.Random, at: Scene, move: kvbm.Transfer, flip: Flip) -> tuple[bool, Any]:
@@ -559,20 +587,21 @@ def flip_on_fake(rng: random.Random, at: Scene, move: kvbm.Transfer, flip: Flip)
     del done
     at.refill()
     fake.seed(order)
+    ring = np.zeros(0, np.uint8)
+    if flip.place == "ring":  # it is the largest allocation
+        begin, end = (ctypes.c_ulonglong * 2).in_dll(fake.driver, "fake_largest")
+        ring = np.frombuffer((ctypes.c_ubyte * (end - begin)).from_address(begin), np.uint8)
+        ring[:] = 0
     done = move.copy(at.src_ids, at.dst_ids, stream=5)
-    fake.pump(rng.randrange(steps + 1))
+    fake.pump(rng.randrange(steps + 1) if flip.place != "kernel" or rng.random() < 0.3 else 0)
     made = True
     if flip.place == "kernel":
         fake.number("fake_wrong").value = 1
     elif flip.place == "ring":
-        begin, end = (ctypes.c_ulonglong * 2).in_dll(fake.driver, "fake_largest")
-        made = done.strategy == "staged" and end > begin
-        if made:  # a byte of one of the first blocks of a slot
-            ring = (ctypes.c_ubyte * (end - begin)).from_address(begin)
-            block = max(part.of.packed().accesses[0].block[0] for part in at.ends)
-            slot = (end - begin) // 3
-            offset = rng.randrange(3) * slot + rng.randrange(min(slot, block * len(at.src_ids)))
-            ring[offset] ^= flip.mask
+        inside = np.flatnonzero(ring)
+        made = inside.size > 0
+        if made:
+            ring[rng.choice(inside)] ^= flip.mask
     else:
         side = at.s if flip.place == "source" else at.d
         memory = side.memory if getattr(side, "memory", None) is not None else side.buffer
@@ -1205,8 +1234,8 @@ class Soak:
         gc.collect()
         found = {
             "rss": int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE,
-            "fds": len(os.listdir("/proc/self/fd")),
-            "threads": len(os.listdir("/proc/self/task")),
+            "fds": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+            "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
         }
         if self.device == "fake":
             found |= dict(zip(Fake.KINDS, Fake().live, strict=True))

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,8 @@ LIMIT, LINES = 180, 30
 #: Samples of a soak; of these the first part is left out: pools of memory, caches and imports fill up in it.
 SAMPLES, WARM = 40, 0.25
 
-#: By how much the line through the samples may rise: bytes, and allocations on a GPU, of which tables of 1 MiB in all, of 8 bytes or
-#: more each, wait to be freed together.  Other numbers of things may not grow.
+#: By how much the line through the samples may rise: bytes, and allocations on a GPU, of which tables of 1 MiB in all, of 8 bytes
+#: or more each, wait to be freed together.  Other numbers of things may not grow.
 ROOM = {"rss": 4 << 20, "device": 4 << 20, "allocations": 1 << 17}
 
 
@@ -213,7 +212,7 @@ class Worker:
 
     def batch(self, kind: str, numbers: list[int]) -> Any:
         """Number, counts and error of each round; one that ends the process ends the batch."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([kind, numbers]) + "\n")
         self.process.stdin.flush()
         number, end = numbers[0], time.monotonic() + LIMIT + 30
@@ -250,7 +249,7 @@ class Worker:
 
 
 def work(device: str, seed: int) -> int:
-    """Rounds as the standard input says.  Each batch is a child, so that none sees what another left; on a GPU there is one process."""
+    """Rounds as the standard input says; each batch is a child, so that none sees what another left, but on a GPU."""
     import torturing
 
     say = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
@@ -346,10 +345,9 @@ def judged(samples: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
         spread = sum((x - mean) ** 2 for x in at)
         slope = sum((x - mean) * (y - middle) for x, y in zip(at, of, strict=True)) / spread if spread else 0.0
         half = len(of) // 2
-        flat: Callable[[], bool] = (
-            (lambda s=slope: s * (at[-1] - at[0]) <= ROOM[name]) if name in ROOM else (lambda of=of: max(of[half:]) <= max(of[:half]))
-        )
-        told[name] = {"first": of[0], "last": of[-1], "slope": slope, "flat": flat()}
+        rises = slope * (at[-1] - at[0])
+        flat = rises <= ROOM[name] if name in ROOM else max(of[half:]) <= max(of[:half])
+        told[name] = {"first": of[0], "last": of[-1], "slope": slope, "flat": flat}
     return told
 
 

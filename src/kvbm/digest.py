@@ -348,7 +348,7 @@ def _by_cells(part: Part) -> Iterator[Part]:
 
 
 def _of_cells(part: Part, whole: int, alignment: int, title: str) -> tuple[Part, int, tuple[int, ...]]:
-    """A copy into the map of keys as loops over cells of `whole` bytes, the word that reads them, and where the words of one lie."""
+    """A copy into the map of keys as loops over cells of `whole` bytes, the word that reads them, and where its words lie."""
     run = part.run_bytes
     part = replace(part, inner=(part.inner[0], *_at_cells(part.inner[1:])), outer=tuple(_at_cells(part.outer)))
     inside = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst < CELL]

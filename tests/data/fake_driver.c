@@ -47,7 +47,7 @@ _Atomic long batched_copies; /* that the batches held */
 _Atomic long lookups;        /* of addresses */
 _Atomic long uploads;        /* by cuMemcpyHtoDAsync: ids and tables that no parameters hold */
 _Atomic long allocated_bytes; /* on GPUs, ever */
-Address fake_largest[2];      /* of these allocations the last of the largest ones, until it is freed: [from, to) */
+Address fake_largest[2];      /* of these allocations the first of the largest ones, until it is freed: [from, to) */
 _Atomic long few_ctas;       /* of the largest launch of a kernel that keeps to a few multiprocessors */
 Address fake_pinned[2], fake_ordinary[2];
 enum { EVENTS, STREAMS, ALLOCATIONS, PINNED, MODULES };
@@ -522,7 +522,7 @@ int cuMemAlloc_v2(Address *made, size_t bytes) {
   allocated_bytes += bytes;
   ++live[ALLOCATIONS];
   *made = (Address)malloc(bytes);
-  if (bytes >= fake_largest[1] - fake_largest[0]) fake_largest[0] = *made, fake_largest[1] = *made + bytes;
+  if (bytes > fake_largest[1] - fake_largest[0]) fake_largest[0] = *made, fake_largest[1] = *made + bytes;
   return unsafe();
 }
 /* As the real one, this waits for all work. */
