@@ -19,9 +19,9 @@ TOOL = Path(__file__).resolve().parents[1] / "tools" / "torture.py"
 
 #: Rounds of a kind.
 ROUNDS = {
-    ("host", "copies"): 60, ("host", "reshards"): 40, ("host", "flips"): 80, ("host", "threads"): 30, ("host", "kills"): 4,
-    ("host", "full disk"): 12, ("host", "host memory"): 2, ("fake", "copies"): 50, ("fake", "flips"): 60, ("fake", "threads"): 30,
-    ("fake", "device memory"): 8, ("fake", "calls"): 1,
+    ("host", "copies"): 30, ("host", "reshards"): 30, ("host", "flips"): 20, ("host", "threads"): 20, ("host", "kills"): 2,
+    ("host", "full disk"): 8, ("host", "host memory"): 1, ("fake", "copies"): 20, ("fake", "flips"): 30, ("fake", "threads"): 20,
+    ("fake", "device memory"): 4, ("fake", "calls"): 1,
 }  # fmt: skip
 
 

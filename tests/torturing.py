@@ -737,7 +737,7 @@ def action(rng: random.Random) -> Callable[[], None]:
 
 
 def calls(rng: random.Random, device: str) -> Found:
-    """Each call of the driver that an action makes fails, one after the other."""
+    """Calls of the driver that an action makes fail, one after the other: about half of them a round."""
     call = action(rng)
     many = 1 << 30
 
@@ -792,7 +792,7 @@ def calls(rng: random.Random, device: str) -> Found:
             found["injected"] += 1
             found["done" if name in ADVICE else "stated error"] += 1
             found[name] += 1
-        number += 1
+        number += rng.choice((1, 2, 3)) if number else 1  # other rounds meet the others
     return found
 
 
