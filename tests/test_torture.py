@@ -76,7 +76,7 @@ def test_ten_thousand_copies_hold_nothing(tmp_path: Path, device: str) -> None:
 @pytest.mark.quick
 def test_what_grows_is_seen() -> None:
     judged = tool().judged
-    samples = [{"copies": n, "rss": 10**8 + n * 100, "fds": 7, "threads": 4 + n // 500_000} for n in range(0, 10**6, 25_000)]
+    samples = [{"copies": n, "rss": 10**8 + n * 100, "fds": 7, "threads": 4 + n // 800_000} for n in range(0, 10**6, 25_000)]
     told = judged(samples)
     assert [told[name]["flat"] for name in ("rss", "fds", "threads")] == [False, True, False]
     assert told["rss"]["slope"] == pytest.approx(100)
