@@ -689,6 +689,59 @@ def test_the_error_of_a_proof() -> None:
     assert untold[0].pairs == (2,)
 
 
+def test_an_error_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever waits for the copy; the next one is about itself."""
+    from kvbm.digesting import Proof
+
+    s, d = Plain("nhd", SMALL, 3), Plain("universal", SMALL, 3, dst=True)
+    watch = Proof.watch
+
+    def spoil(proof: Any, done: Any) -> None:
+        proof._memory[0] ^= np.uint64(1)
+        watch(proof, done)
+
+    with kvbm.Transfer(s.pool, d.pool, verify=True) as move:
+        with monkeypatch.context() as patch:
+            patch.setattr(Proof, "watch", spoil)
+            wrong = move.copy([0, 1], [1, 2])
+        with pytest.raises(DigestError, match="1 of 2 pairs differ, the first is pair 0"):
+            wrong.synchronize()
+        move.copy([0, 1], [1, 2]).synchronize()
+        with pytest.raises(DigestError, match="1 of 2 pairs differ, the first is pair 0"):
+            wrong.synchronize()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "uint8"])
+@pytest.mark.parametrize("other", ["b l o h d t", "b d l o h t", "b l t o d h"])
+def test_elements_of_every_width_that_change_places(other: str, dtype: str) -> None:
+    """Where no kernel that copies also digests, one reads a side."""
+    rng = random.Random(other + dtype)
+    shape = BlockShape(nl=2, no=2, nh=4, nt=16, hd=16, dtype=dtype)
+    for pair in (("nhd", other), (other, "nhd")):
+        s, d = (Plain(order, shape, 4, dst=bool(side)) for side, order in enumerate(pair))
+        transferred(s, d, rng, verify=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_whole"), [([0, 1, 7, 4, 6, 2, 5, 3], False), ([8, *range(7), 7], False), (range(4, 12), True)]
+)
+def test_a_destination_that_parts_cells(given: Any, is_whole: bool) -> None:
+    """A cell whose elements lie there in pieces has no digest; a part of it is not taken for one."""
+    shape = BlockShape(nl=1, no=2, nh=2, nt=2, hd=16, dtype="float16")
+    s, d = Plain("nhd", shape, 2), Plain("hnd", shape, 2, dst=True)
+    n = 8
+    src, dst = s.pool.section(d=range(n)), d.pool.section(d=list(given)[:n])
+    move = kvbm.Transfer(src, dst, verify=True)
+    if is_whole:
+        move.copy([0], [1]).synchronize()
+    else:
+        with pytest.raises(PlanError, match="parts rows at other elements than a digest's cells"):
+            move.copy([0], [1])
+    kvbm.Transfer(src, dst).copy([0], [1]).synchronize()
+    chosen = Meant(0, {"d": list(given)[:n]})
+    assert np.array_equal(d.buffer, moved(s, d, Meant(0, {"d": range(n)}), chosen, [0], [1]))
+
+
 # ---- transfers, on a driver that is not one --------------------------------------------------------------------------
 
 DIRECTIONS = ("d2d", "d2h", "h2d")

@@ -232,8 +232,7 @@ class Mover:
             ours, theirs, keys = ours.select("l", of_src), theirs.select("l", of_dst), keys.select("l", of_src)
 
         def by_itself(section: Section, end: _End) -> list[_core.Copy]:
-            ready = alone(section, keys, end.alignment, self.title)
-            return digest_copies(ready, keys.lanes, self.device, end.steps)
+            return digest_copies(alone(section, keys, end.alignment, self.title), keys.lanes, self.device, end.steps)
 
         def joined(
             sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool
@@ -241,7 +240,10 @@ class Mover:
             if few:
                 return "kernels that keep to few multiprocessors do not digest"
             made = fused(*sides, keys, alignments, self.title)
-            return made if isinstance(made, str) else digest_copies(made, keys.lanes, self.device, *ends)
+            try:
+                return made if isinstance(made, str) else digest_copies(made, keys.lanes, self.device, *ends)
+            except MissingKernelError as error:
+                return str(error)
 
         none = Steps()
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
@@ -252,8 +254,7 @@ class Mover:
         else:
             permute = joined((steps[1].src, theirs), (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
         mine, its = alike(ours, theirs)
-        both = by_itself(mine, src), [] if self.unreached else by_itself(its, dst)
-        return CopyDigests(direct, permute, both)
+        return CopyDigests(direct, permute, (by_itself(mine, src), [] if self.unreached else by_itself(its, dst)))
 
     def _route(self, layers: Layers, *, digests: bool = False) -> _Route:
         src, dst = self.src, self.dst
