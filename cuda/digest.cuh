@@ -1,6 +1,6 @@
 // digest.cuh: sums over cells that no layout changes, beside a copy and by themselves.  docs/digest.md defines them.
 //
-//   Digest<OUTER, INNER>   reads the cells of any number of parts; what a cell's words are is an argument
+//   Digest<OUTER, INNER, WORD>   reads cells; how many words one has, and where they lie, are arguments
 //
 // permute.cuh includes it between what finds a job's addresses and what copies.
 #pragma once
@@ -167,12 +167,9 @@ KVBM_INLINE Word16 gather_cell(const kvbm_part& p, const char* at) {
   }
 }
 
-// Cells are the words here: their number and steps are a row's.
-template <int OUTER, int INNER>
-struct Digest;
-
-template <int OUTER, int INNER>
-struct Kernel<Digest<OUTER, INNER>> {
+// Cells are what is counted here: their number and steps are a row's words.
+template <int OUTER, int INNER, int WORD>
+struct Digest {
   static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = 1024 / kRowThreads;
   static constexpr uint32_t kLoads = 4;   // cells a thread has in flight
   static constexpr uint32_t kCells = 16;  // that a thread digests at most: what is looked up once is worth that many
@@ -188,25 +185,15 @@ struct Kernel<Digest<OUTER, INNER>> {
       }
   }
 
-  static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
-    uint64_t ctas = 0;
-    uint32_t none = 0;  // of shared memory
-    for (uint32_t i = 0; i < a->num_parts; ++i) {
-      if (sms == 0) order_modes(a->part[i]);
-      if (!prepare_rows({OUTER, INNER, 0, 16, kThreads, kTeams, kCells}, *a, a->part[i], sms, none)) return KVBM_TOO_LARGE;
-      ctas += a->part[i].ctas;
-    }
-    if (ctas >= (1u << 31)) return KVBM_TOO_LARGE;
-    grid->ctas = uint32_t(ctas);
-    grid->threads_x = kThreads;
-    grid->threads_y = 1;
-    grid->shared_bytes = none;
-    return KVBM_OK;
+  static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
+    if (sms == 0) order_modes(p);
+    return prepare_rows({OUTER, INNER, 0, 16, kThreads, kTeams, kCells}, a, p, sms, shared_bytes);
   }
 
+  static KVBM_INLINE uint32_t team_bytes(const kvbm_part&) { return 0; }
+
 #ifdef __CUDACC__
-  template <int WORD>
-  static __device__ __forceinline__ void run_part(const kvbm_args& a, const kvbm_part& p, uint32_t cta) {
+  static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char*) {
     __shared__ struct {
       const char* src;
       uint64_t key;
@@ -247,29 +234,10 @@ struct Kernel<Digest<OUTER, INNER>> {
     }
     put_sum<kThreads>(a, p, job, lane, width, sum);
   }
-
-  static __device__ __forceinline__ void run(const kvbm_args& a, char*) {
-    uint32_t part = 0, cta = blockIdx.x;
-    // What nearly all are: the part's fields are then constants of the parameters, and not looked up by its number.
-    if (a.num_parts == 1 && a.part[0].word == 16) return run_part<16>(a, a.part[0], cta);
-    for (; cta >= a.part[part].ctas; ++part) cta -= a.part[part].ctas;
-    const kvbm_part& p = a.part[part];
-    if (p.word == 16)
-      run_part<16>(a, p, cta);
-    else if (p.word == 8)
-      run_part<8>(a, p, cta);
-    else if (p.word == 4)
-      run_part<4>(a, p, cta);
-    else if (p.word == 2)
-      run_part<2>(a, p, cta);
-    else
-      run_part<1>(a, p, cta);
-  }
 #else
   static constexpr uint32_t kGathered = 64;  // cells that are made whole at a time
 
   // Cells at a step of `apart` bytes, into memory.  Where words lie side by side, those of some cells are read at once.
-  template <int WORD>
   static void gather_cells(const kvbm_part& p, const char* at, int64_t apart, uint32_t count, Word16* cells) {
     constexpr uint32_t kSide = 16 / WORD;
     uint32_t i = 0;
@@ -286,15 +254,14 @@ struct Kernel<Digest<OUTER, INNER>> {
   }
 
   // Rows of cells that lie anywhere: the steps from cell to cell are the first mode's.
-  template <int WORD>
   static uint64_t digest_gathered(const kvbm_part& p, const kvbm_cells& cells) {
     Word16 some[kGathered];
     uint64_t sum = 0;
     for (uint64_t row = 0; row < cells.rows; ++row) {
       for (uint64_t i = 0; i < cells.count; i += kGathered) {
         const uint64_t count = cells.count - i < kGathered ? cells.count - i : kGathered;
-        gather_cells<WORD>(p, cells.src + int64_t(row) * cells.src_row + int64_t(i) * p.inner[0].src, p.inner[0].src,
-                           uint32_t(count), some);
+        gather_cells(p, cells.src + int64_t(row) * cells.src_row + int64_t(i) * p.inner[0].src, p.inner[0].src, uint32_t(count),
+                     some);
         kvbm_cells whole = cells;
         whole.src = reinterpret_cast<const char*>(some);
         whole.count = count;
@@ -306,8 +273,7 @@ struct Kernel<Digest<OUTER, INNER>> {
     return sum;
   }
 
-  template <int WORD>
-  static void host_part(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job) {
+  static void host(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job, bool) {
     const kvbm_inner &run = p.inner[0], &rows = p.inner[INNER > 1 ? 1 : 0];
     for (uint32_t job = first_job; job < last_job; ++job) {
       uint32_t place = job;
@@ -329,28 +295,11 @@ struct Kernel<Digest<OUTER, INNER>> {
           cells.rows = left < runs ? left : runs;
         }
         index += uint32_t(cells.count * cells.rows);
-        sum += WORD == 16 && run.src == 16 ? kvbm_digest_cells(&cells) : digest_gathered<WORD>(p, cells);
+        sum += WORD == 16 && run.src == 16 ? kvbm_digest_cells(&cells) : digest_gathered(p, cells);
       }
       put_sum(a, pair_of(p, place), sum);
     }
   }
-
-  static void run_host(const kvbm_args* a, uint32_t part, uint32_t first, uint32_t last, int) {
-    const kvbm_part& p = a->part[part];
-    switch (p.word) {
-      case 16:
-        return host_part<16>(*a, p, first, last);
-      case 8:
-        return host_part<8>(*a, p, first, last);
-      case 4:
-        return host_part<4>(*a, p, first, last);
-      case 2:
-        return host_part<2>(*a, p, first, last);
-      default:
-        return host_part<1>(*a, p, first, last);
-    }
-  }
-  static constexpr decltype(&run_host) host() { return run_host; }
 #endif
 };
 

@@ -202,14 +202,15 @@ def _few() -> Iterator[Form]:
 def _digests() -> Iterator[Form]:
     """Kernels that digest: of cells by themselves, and of the rows of a copy, at the depths that layouts have.
 
-    A layout of its own asks for more modes than the copies do: keys part what is one run in memory.
+    What is deeper runs by the one of any loop nest.
     """
-    for outer, inner in (*itertools.product(range(3), range(1, 7)), (MAX_OUTER, MAX_INNER)):
-        yield Form("digest", outer, inner, 0, 0)
+    for outer, inner in (*itertools.product(range(2), range(1, 6)), (MAX_OUTER, MAX_INNER)):
         for word in _WORDS if outer == MAX_OUTER else (WIDEST,):
+            yield Form("digest", outer, inner, 0, word)
             yield Form("rows", outer, inner, 0, word, sums=True)
-    for outer, inner, element in (*itertools.product(range(3), range(4), (1, 2, 16)), (MAX_OUTER, MAX_INNER - 2, 4)):
-        yield Form("tile", outer, inner, element, WIDEST, sums=True)
+    for outer, inner in ((0, 1), (0, 2), (1, 0), (1, 1), (MAX_OUTER, MAX_INNER - 2)):
+        for element in (2, WIDEST) if outer < MAX_OUTER else (1, 2, WIDEST):
+            yield Form("tile", outer, inner, element, WIDEST, sums=True)
 
 
 def _variants(form: Form) -> Iterator[Form]:
@@ -291,7 +292,7 @@ def _types(name: str) -> str:
 
     def of(form: Form) -> str:
         if form.kind == "digest":
-            return f"Digest<{_commas(form.outer, form.inner)}>"
+            return f"Digest<{_commas(form.outer, form.inner, form.word)}>"
         if form.kind == "record":
             return f"Record<{_commas(form.outer, form.inner)}>"
         if form.of_planes:
@@ -325,8 +326,8 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "copy a run of the plane's words"
         elif form.kind == "digest":
-            loops += ["part", *(f"row{k}" for k in reversed(range(1, form.inner)))]
-            inside = "sum up the digests of a run of cells"
+            loops += [f"row{k}" for k in reversed(range(1, form.inner))]
+            inside = f"sum up the digests of a run of cells, in words of {form.word} bytes"
         elif form.of_planes:
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "move a run of the plane's items between shared memory and memory"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .access import Access, Step, normal
 from .errors import LayoutError, PlanError
 from .lower import Launch
-from .nest import MAX_PARTS, Form, Id, Mode, Part, form_of
+from .nest import Form, Id, Mode, Part, form_of
 from .planner import between
 from .section import Section, canonical
 
@@ -322,12 +322,10 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
     ]
     ready = [(piece, word, steps) for part, word, steps in cells for piece in part.fit("rows")]
     launches = []
-    for first in range(0, len(ready), MAX_PARTS):
-        some = ready[first : first + MAX_PARTS]
-        outer, inner = max(len(part.outer) for part, _, _ in some), max(len(part.inner) for part, _, _ in some)
-        kernel = (form_of("digest", outer, inner, 0, 0),)
-        work = tuple((part, form_of("rows", outer, inner, 0, CELL)) for part, _, _ in some)
-        launches.append((Launch(kernel, work, kernel), [_told(part, steps, word) for part, word, steps in some]))
+    for part, word, steps in ready:
+        kernel = (form_of("digest", len(part.outer), len(part.inner), 0, word),)
+        work = ((part, form_of("rows", len(part.outer), len(part.inner), 0, CELL)),)
+        launches.append((Launch(kernel, work, kernel), [_told(part, steps, word)]))
     return launches
 
 

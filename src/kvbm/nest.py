@@ -127,7 +127,7 @@ class Form:
         ``copy``: a chunk is one run.  ``rows``: runs move whole, their order changes.  ``tile``: single elements move, so
         source and destination run along different axes and meet in a tile.  ``record``: rows of several parts, the planes of a
         block.  ``page_in``, ``page_out``: the same with the source, or the destination, by way of shared memory.  ``digest``:
-        cells of any number of parts are read and summed up.
+        cells are read and summed up.
     outer, inner : int
         Modes that pick a chunk, modes inside it (for tiles: besides the two that span the tile).
     element : int
@@ -156,6 +156,8 @@ class Form:
             return f"{prefix}copy_o{self.outer}_w{self.word}"
         if self.kind == "rows":
             return f"{prefix}rows_o{self.outer}_i{self.inner}_w{self.word}"
+        if self.kind == "digest":
+            return f"digest_o{self.outer}_i{self.inner}_w{self.word}"
         if self.of_planes:
             return f"{self.kind}_o{self.outer}_i{self.inner}"
         return f"{prefix}tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"
@@ -163,7 +165,7 @@ class Form:
     @property
     def of_planes(self) -> bool:
         """Whether it takes any number of parts, each with its own word."""
-        return self.kind in ("record", "page_in", "page_out", "digest")
+        return self.kind in ("record", "page_in", "page_out")
 
     @property
     def modes(self) -> int:
