@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ class Digester:
         most = self.num_ids if ids is None else _MOST
         pairs = _core.Pairs(ids, None, self.num_ids, most, False, self.device)
         if tokens is None and self.units > 1:
-            tokens = unit_positions(ids, self.num_ids, self.units, self.unit_tokens)
+            tokens = unit_positions(ids, pairs, self.units, self.unit_tokens)
         positions = None if tokens is None else _core.Positions(tokens, len(pairs), self.device)
         if self.device < 0:
             for name, given in (("stream", stream), ("wait", wait)):
@@ -72,17 +71,24 @@ class Digester:
                         f"{name}: the pool is on the CPU, where digests are done when the call returns; leave {name} out"
                     )
             found: npt.NDArray[np.uint64] = np.zeros(len(pairs), np.uint64) if out is None else out
-            address = digest_array(found, len(pairs), -1).address
-            self.route.digest(pairs, positions, address)
+            told = digest_array(found, len(pairs), -1, () if out is None else (pool,))
+            self.route.digest(pairs, positions, told.address)
             return found
         if stream is None:
             stream = framework_stream(self.framework, self.device)
         if out is not None:
-            told = digest_array(out, len(pairs), self.device)
+            told = digest_array(out, len(pairs), self.device, (pool,))
             far = told.device == "cpu"
             return self.route.digest(pairs, positions, told.address, far, stream, wait, (pool, out, told.owner))
         found = np.zeros(len(pairs), np.uint64)
-        self.route.digest(pairs, positions, found.ctypes.data, True, stream, wait).synchronize()
+        done = self.route.digest(pairs, positions, found.ctypes.data, True, stream, wait, (pool, found))
+        if done.captured:
+            _captured.append(done)  # its graph, if that is ever launched, writes to this memory
+            raise BindError(
+                f"{self.title}: the stream captures a graph, whose digests are there after a replay; pass out=, an array for "
+                "them"
+            )
+        done.synchronize()
         return found
 
 
@@ -93,35 +99,36 @@ def copies_of(part: PoolSection, keys: Keys, device: int, steps: Steps | None = 
     return digest_copies(ready, keys.lanes, device, pool.steps if steps is None else steps)
 
 
-def unit_positions(ids: Any, num_ids: int, units: int, tokens: int) -> npt.NDArray[np.int64]:
-    """Where the first token of each unit stands in its block.
+#: What graphs write to that nobody was given.
+_captured: list[_core.Done] = []
+
+
+def unit_positions(ids: Any, pairs: _core.Pairs, units: int, tokens: int) -> npt.NDArray[np.int64]:
+    """Where the first token of each unit stands in its block; `ids` are those of the pairs' source, as they were given.
 
     Raises
     ------
     BindError
         Ids on a GPU, which the host does not read.
     """
-    if ids is None:
-        given = np.arange(num_ids)
-    elif hasattr(ids, "__cuda_array_interface__") or getattr(ids, "is_cuda", False):
+    given = ids if isinstance(ids, np.ndarray) else pairs.ids()[0]
+    if given is None:
         raise BindError(
             "tokens: ids of units on a GPU do not tell the host where in its block a unit stands; pass tokens=, the position of "
             "each unit's first token"
         )
-    else:
-        given = np.atleast_1d(
-            np.asarray(operator.index(ids) if hasattr(ids, "__index__") and not hasattr(ids, "__len__") else ids)
-        )
-    return np.where(given < 0, 0, given.astype(np.int64) % units) * tokens
+    numbers = np.atleast_1d(given).astype(np.int64)
+    return np.where(numbers < 0, 0, numbers % units) * tokens
 
 
-def digest_array(array: Any, count: int, device: int) -> Array:
+def digest_array(array: Any, count: int, device: int, pools: Iterable[Any]) -> Array:
     """An array that takes digests.
 
     Raises
     ------
     BindError
-        No contiguous array of `count` 64-bit integers that may be written, or one that lies elsewhere than the kernels reach.
+        No contiguous array of `count` 64-bit integers that may be written, or one that lies elsewhere than the kernels reach, or
+        in one of the pools.
     """
     told = describe(array, "digests")
     where = "cpu" if device < 0 else f"cuda:{device}"
@@ -134,6 +141,10 @@ def digest_array(array: Any, count: int, device: int) -> Array:
     reached = told.device == where or (told.device == "cpu" and (not count or _core.memory_range(told.address)[1]))
     if not reached:
         raise BindError(f"digests: expected memory on {where}, or pinned host memory, got an array on {told.device}")
+    for pool in pools:
+        begin, end = told.address, told.address + 8 * count
+        if count and ((pool.spans[:, 0] < np.uint64(end)) & (pool.spans[:, 1] > np.uint64(begin))).any():
+            raise BindError(f"digests: expected memory of its own, got an array that lies in the memory of {pool!r}")
     return told
 
 
@@ -220,6 +231,7 @@ class Proof:
         self._pinned = _pinned if device >= 0 else None
         self._memory = self._pinned.take(2 * count) if self._pinned else np.zeros(2 * count, np.uint64)
         self._untold, self._is_told = untold, False
+        self._reported: DigestError | None = None
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -228,9 +240,12 @@ class Proof:
         return start, start + 8 * self.count
 
     def watch(self, done: _core.Done) -> None:
-        """Keep the memory until the copy is done, whoever drops what waits for it."""
+        """Keep the memory until the copy is done, whoever drops what waits for it; a captured one's the caller keeps."""
         done.proof = self
-        _pinned.watch(done)
+        if not self._pinned:
+            self.report()
+        elif not done.captured:
+            self._pinned.watch(done)
 
     def report(self) -> None:
         """What was found of a copy that is done, where nobody asked."""
@@ -238,9 +253,16 @@ class Proof:
             if not self._is_told:
                 self._compare(lambda _: "")
         except DigestError as error:
-            self._untold.append(error.with_traceback(None))  # whose frames have the pools
+            self._reported = error.with_traceback(None)  # whose frames have the pools
+            self._untold.append(self._reported)
 
     def __call__(self) -> None:
+        self._is_told = True
+        if self._reported in self._untold:  # whoever waits is told here, and not at another copy
+            with contextlib.suppress(ValueError):  # another thread's copy may have been faster
+                self._untold.remove(self._reported)
+        if self._pinned:
+            self._pinned.release()
         self._compare(self._where)
 
     def _compare(self, where: Callable[[Sequence[int]], str]) -> None:
@@ -291,17 +313,21 @@ class _Pinned:
             self._free[memory.size].append(memory)
 
     def watch(self, done: _core.Done) -> None:
+        self.release(4)
         with self._lock:
             self._watched.append(done)
-            ready = [self._watched.popleft() for _ in range(self._finished())]
+
+    def release(self, most: int = 1 << 31) -> None:
+        """Watch those of the oldest copies no longer that are done."""
+        with self._lock:
+            ready = [self._watched.popleft() for _ in range(self._finished(most))]
         for one in ready:  # not with the lock held: what is dropped gives memory back
             one.proof.report()
 
-    def _finished(self) -> int:
-        """How many of the oldest copies are done, of a few at a time."""
+    def _finished(self, most: int) -> int:
         count = 0
         with contextlib.suppress(CudaError):  # of an older copy: whoever waits for that is told
-            while count < min(len(self._watched), 4) and not self._watched[count].captured and self._watched[count].query():
+            while count < min(len(self._watched), most) and self._watched[count].query():
                 count += 1
         return count
 

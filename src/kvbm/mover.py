@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -150,6 +151,7 @@ class Mover:
         self.chunk_bytes = chunk_bytes
         self.model = model
         self.untold: list[DigestError] = []
+        self.captured: list[_core.Done] = []  # that verify: each replay writes to their memory
         self.lock = Lock()
         self.ring: _core.Ring | None = None
         self.routes: dict[Any, _Route] = {}
@@ -241,7 +243,10 @@ class Mover:
             if few:
                 return "kernels that keep to few multiprocessors do not digest"
             made = fused(*sides, keys, alignments, self.title)
-            return made if isinstance(made, str) else digest_copies(made, keys.lanes, self.device, *ends)
+            try:
+                return made if isinstance(made, str) else digest_copies(made, keys.lanes, self.device, *ends)
+            except MissingKernelError as error:
+                return str(error)
 
         none = Steps()
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
@@ -393,13 +398,13 @@ class Mover:
         count = len(pairs)
         if tokens is None and self.src.section.units > 1:
             units = self.src.section
-            tokens = unit_positions(src_ids, units.num_ids, units.units, units.shape.nt // units.units)[:count]
+            tokens = unit_positions(src_ids, pairs, units.units, units.shape.nt // units.units)
         positions = None if tokens is None else _core.Positions(tokens, count, self.device)
         address, far, keep = 0, False, None
         if out is not None:
-            array = digest_array(out, count, self.device)
+            array = digest_array(out, count, self.device, self.keep or ())
             address, far, keep = array.address, not self.on_host and array.device == "cpu", (out, array.owner)
-        if self.untold:
+        with contextlib.suppress(IndexError):  # none, or another thread's copy told it
             raise self.untold.pop(0)  # of an earlier copy, whose `Done` was dropped
         proof = None
         if verifies and self.parts:
@@ -410,6 +415,8 @@ class Mover:
         )
         if proof:
             proof.watch(done)
+            if done.captured:
+                self.captured.append(done)
         return done
 
     def _stream(self, stream: Any, wait: Any) -> Any:
