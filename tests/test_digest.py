@@ -516,7 +516,12 @@ def test_positions_of_every_kind() -> None:
     assert units.digest([7, 0, -1]).tolist() == expected(side, [7, 0, -1], Meant(2))
     assert units.digest(5).tolist() == expected(side, [5], Meant(2))
     assert units.digest([7, 0], tokens=3).tolist() == expected(side, [7, 0], Meant(2), [3, 3])
-    for bad, match in (([1, 2], "tokens: expected 3"), ([0, -1, 0], r"tokens\[1\] is -1"), (-5, r"tokens\[0\] is -5"), (1 << 63, "expected a position below 2")):
+    for bad, match in (
+        ([1, 2], "tokens: expected 3"),
+        ([0, -1, 0], r"tokens\[1\] is -1"),
+        (-5, r"tokens\[0\] is -5"),
+        (1 << 63, "expected a position below 2"),
+    ):
         with pytest.raises(BindError, match=match):
             side.pool.digest([2, 1, 2], tokens=bad)
     with pytest.raises((BindError, TypeError)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -230,8 +231,13 @@ class Proof:
         self._pairs, self._where = pairs, where
         self._pinned = _pinned if device >= 0 else None
         self._memory = self._pinned.take(2 * count) if self._pinned else np.zeros(2 * count, np.uint64)
-        self._untold, self._is_told = untold, False
+        self._untold, self.is_told = untold, False
         self._reported: DigestError | None = None
+
+    @staticmethod
+    def settle() -> None:
+        """Report the oldest copies that are done by now, and keep them no longer: a few at a time."""
+        _pinned.release(4)
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -250,14 +256,14 @@ class Proof:
     def report(self) -> None:
         """What was found of a copy that is done, where nobody asked."""
         try:
-            if not self._is_told:
+            if not self.is_told:
                 self._compare(lambda _: "")
         except DigestError as error:
             self._reported = error.with_traceback(None)  # whose frames have the pools
             self._untold.append(self._reported)
 
     def __call__(self) -> None:
-        self._is_told = True
+        self.is_told = True
         if self._reported in self._untold:  # whoever waits is told here, and not at another copy
             with contextlib.suppress(ValueError):  # another thread's copy may have been faster
                 self._untold.remove(self._reported)
@@ -266,7 +272,7 @@ class Proof:
         self._compare(self._where)
 
     def _compare(self, where: Callable[[Sequence[int]], str]) -> None:
-        self._is_told = True
+        self.is_told = True
         src, dst = self._memory[: self.count], self._memory[self.count : 2 * self.count]
         wrong = np.flatnonzero(src != dst)
         if wrong.size:
@@ -313,23 +319,22 @@ class _Pinned:
             self._free[memory.size].append(memory)
 
     def watch(self, done: _core.Done) -> None:
-        self.release(4)
         with self._lock:
             self._watched.append(done)
 
-    def release(self, most: int = 1 << 31) -> None:
-        """Watch those of the oldest copies no longer that are done."""
-        with self._lock:
-            ready = [self._watched.popleft() for _ in range(self._finished(most))]
+    def release(self, most: int = 64) -> None:
+        """Watch those of the oldest copies no longer that are done, and report what nobody waits for."""
+        ready: list[_core.Done] = []
+        with self._lock, contextlib.suppress(CudaError):  # of an older copy: whoever waits for that is told
+            for _ in range(min(len(self._watched), most)):
+                if not self._watched[0].query():
+                    break
+                one = self._watched.popleft()
+                # Two references: `one`, and the call's.  Who has another may still ask.
+                is_held = not one.proof.is_told and sys.getrefcount(one) > 2
+                (self._watched if is_held else ready).append(one)
         for one in ready:  # not with the lock held: what is dropped gives memory back
             one.proof.report()
-
-    def _finished(self, most: int) -> int:
-        count = 0
-        with contextlib.suppress(CudaError):  # of an older copy: whoever waits for that is told
-            while count < min(len(self._watched), most) and self._watched[count].query():
-                count += 1
-        return count
 
 
 _pinned = _Pinned()

@@ -404,6 +404,8 @@ class Mover:
         if out is not None:
             array = digest_array(out, count, self.device, self.keep or ())
             address, far, keep = array.address, not self.on_host and array.device == "cpu", (out, array.owner)
+        if verifies:
+            Proof.settle()
         with contextlib.suppress(IndexError):  # none, or another thread's copy told it
             raise self.untold.pop(0)  # of an earlier copy, whose `Done` was dropped
         proof = None
