@@ -23,7 +23,7 @@ TOOLS = $(or $(wildcard $(VENV)/.editable),$(VENV)/.dev)
 # What a build needs, apart: PyTorch has parts of a CUDA toolkit of its own in the environment.
 IN_PLACE := PYTHONPATH=$(abspath $(VENV))/build-requires
 
-.PHONY: demo dev quick test fuzz coverage sanitize lint format wheel gpu clean
+.PHONY: demo dev quick test fuzz torture soak coverage sanitize lint format wheel gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -41,6 +41,15 @@ test: $(VENV)/.test
 # A million inputs that are almost right; goes on where it was stopped (build/fuzz.json).
 fuzz: dev
 	$(RUN) tools/fuzz.py $(FUZZ_ARGS)
+
+# Copies with injected faults, an hour of them or as TORTURE_ARGS says (--time, --device cuda:0); goes on where it was
+# stopped (build/torture.json).
+torture: dev
+	$(RUN) tools/torture.py $(TORTURE_ARGS)
+
+# A million copies in one process, and whether what it holds grows.
+soak: dev
+	$(RUN) tools/torture.py soak $(TORTURE_ARGS)
 
 # Of the quick tests, as whatever looks at every line costs time; programs that tests start count too.
 coverage: $(VENV)/.test

@@ -9,84 +9,75 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"  // in GCC 12's own header
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace {
 
-uint64_t plain(const char* cells, uint64_t count, uint64_t key) {
+// Other processors multiply numbers of 64 bits one by one, or in vectors no faster.
+uint64_t plain_row(const char* src, char* dst, uint64_t count, uint64_t key, const kvbm_cells& cells) {
+  if (dst) kvbm::copy_run<16>(dst, src, 16 * count, cells.streaming);
   uint64_t sum = 0;
   for (uint64_t i = 0; i < count; ++i) {
     kvbm::Word16 v;
-    kvbm::load(v, cells + 16 * i);
-    sum += kvbm::digest_of(key + i, v);
+    kvbm::load(v, src + 16 * i);
+    sum += kvbm::digest_of(key + i * cells.key_step, v);
   }
   return sum;
 }
 
+uint64_t plain(const kvbm_cells& cells) {
+  uint64_t sum = 0;
+  for (uint64_t row = 0; row < cells.rows; ++row)
+    sum += plain_row(cells.src + static_cast<int64_t>(row) * cells.src_row,
+                     cells.dst ? cells.dst + static_cast<int64_t>(row) * cells.dst_row : nullptr, cells.count,
+                     cells.key + row * cells.key_row, cells);
+  return sum;
+}
+
 #ifdef __x86_64__
-// Both widths from one text: 64-bit lanes hold two words of a cell.  A product of 64 bits is made of products of 32.
-#define KVBM_WIDE(name, isa, Vector, LANES, load_wide, set1, zero, add, shift_right, shift_left, exclusive, either, multiply, \
-                  low_words, high_words)                                                                                      \
-  __attribute__((target(isa))) uint64_t name(const char* cells, uint64_t count, uint64_t key) {                               \
-    constexpr uint64_t kHalf = UINT64_C(0xffffffff);                                                                          \
-    alignas(64) uint64_t even[LANES], even_high[LANES], odd[LANES], odd_high[LANES], keys[LANES];                             \
-    for (int i = 0; i < LANES; ++i) {                                                                                         \
-      even[i] = (i % 2 ? kvbm::kOfWord2 : kvbm::kOfWord0) & kHalf;                                                            \
-      even_high[i] = (i % 2 ? kvbm::kOfWord2 : kvbm::kOfWord0) >> 32;                                                         \
-      odd[i] = (i % 2 ? kvbm::kOfWord3 : kvbm::kOfWord1) & kHalf;                                                             \
-      odd_high[i] = (i % 2 ? kvbm::kOfWord3 : kvbm::kOfWord1) >> 32;                                                          \
-      /* Lane i of the two halves of words side by side, which the unpacking interleaves. */                                  \
-      keys[i] = (key + static_cast<uint64_t>(i / 2 + i % 2 * (LANES / 2))) * kvbm::kOfKey0;                                   \
-    }                                                                                                                         \
-    const Vector w_even = load_wide(even), w_even_high = load_wide(even_high), w_odd = load_wide(odd),                        \
-                 w_odd_high = load_wide(odd_high), cell = set1(kvbm::kOfCell), one = set1(1),                                 \
-                 key_low = set1(kvbm::kOfKey1 & kHalf), key_high = set1(kvbm::kOfKey1 >> 32),                                 \
-                 key_step = set1(LANES * kvbm::kOfKey0);                                                                      \
-    Vector k = load_wide(keys), sum = zero();                                                                                 \
-    uint64_t i = 0;                                                                                                           \
-    for (; i + LANES <= count; i += LANES) {                                                                                  \
-      const Vector a = load_wide(cells + 16 * i), b = load_wide(cells + 16 * i + 8 * LANES);                                  \
-      const Vector a1 = shift_right(a, 32), b1 = shift_right(b, 32);                                                          \
-      const Vector sa = add(add(multiply(a, w_even), multiply(a1, w_odd)),                                                    \
-                            shift_left(add(multiply(a, w_even_high), multiply(a1, w_odd_high)), 32));                         \
-      const Vector sb = add(add(multiply(b, w_even), multiply(b1, w_odd)),                                                    \
-                            shift_left(add(multiply(b, w_even_high), multiply(b1, w_odd_high)), 32));                         \
-      Vector s = add(add(low_words(sa, sb), high_words(sa, sb)), cell);                                                       \
-      s = exclusive(s, shift_right(s, 32));                                                                                   \
-      Vector w = exclusive(k, shift_right(k, 32));                                                                            \
-      k = add(k, key_step);                                                                                                   \
-      w = add(multiply(w, key_low), shift_left(add(multiply(shift_right(w, 32), key_low), multiply(w, key_high)), 32));       \
-      w = either(exclusive(w, shift_right(w, 32)), one);                                                                      \
-      sum = add(sum,                                                                                                          \
-                add(multiply(w, s), shift_left(add(multiply(shift_right(w, 32), s), multiply(w, shift_right(s, 32))), 32)));  \
-    }                                                                                                                         \
-    alignas(64) uint64_t sums[LANES];                                                                                         \
-    memcpy(sums, &sum, sizeof sums);                                                                                          \
-    uint64_t total = plain(cells + 16 * i, count - i, key + i);                                                               \
-    for (int lane = 0; lane < LANES; ++lane) total += sums[lane];                                                             \
-    return total;                                                                                                             \
-  }
+namespace avx2 {
+#define ISA "avx2"
+#define LANES 4
+#define CELLS {0, 2, 1, 3}
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 4, 2, 6)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 5, 3, 7)
+#define PRODUCT(x, f) Vector(_mm256_mul_epu32(__m256i(x), __m256i(Vector{} + (f))))  // of the lower 32 bits
+#define WORDS(x, f, g) (PRODUCT(x, f) + PRODUCT((x) >> 32, g) + ((PRODUCT(x, (f) >> 32) + PRODUCT((x) >> 32, (g) >> 32)) << 32))
+#define STREAM(p, v) _mm256_stream_si256(reinterpret_cast<__m256i*>(p), __m256i(v))
+#include "digest_wide.h"
+#undef ISA
+#undef LANES
+#undef CELLS
+#undef EVEN
+#undef ODD
+#undef PRODUCT
+#undef WORDS
+#undef STREAM
+}  // namespace avx2
 
-#define KVBM_LOAD_256(p) _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
-#define KVBM_SET_256(x) _mm256_set1_epi64x(static_cast<long long>(x))
-KVBM_WIDE(by_256, "avx2", __m256i, 4, KVBM_LOAD_256, KVBM_SET_256, _mm256_setzero_si256, _mm256_add_epi64, _mm256_srli_epi64,
-          _mm256_slli_epi64, _mm256_xor_si256, _mm256_or_si256, _mm256_mul_epu32, _mm256_unpacklo_epi64, _mm256_unpackhi_epi64)
-#define KVBM_LOAD_512(p) _mm512_loadu_si512(p)
-#define KVBM_SET_512(x) _mm512_set1_epi64(static_cast<long long>(x))
-KVBM_WIDE(by_512, "avx512f", __m512i, 8, KVBM_LOAD_512, KVBM_SET_512, _mm512_setzero_si512, _mm512_add_epi64, _mm512_srli_epi64,
-          _mm512_slli_epi64, _mm512_xor_si512, _mm512_or_si512, _mm512_mul_epu32, _mm512_unpacklo_epi64, _mm512_unpackhi_epi64)
+namespace avx512 {
+#define ISA "avx512f,avx512dq"
+#define LANES 8
+#define CELLS {0, 4, 1, 5, 2, 6, 3, 7}
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15)
+#define WORDS(x, f, g) ((x) * (f) + ((x) >> 32) * ((g) - ((f) << 32)))  // as x is of the lower and 2^32 of the upper ones
+#define STREAM(p, v) _mm512_stream_si512(reinterpret_cast<__m512i*>(p), __m512i(v))
+#include "digest_wide.h"
+}  // namespace avx512
+#endif
 
-using Way = uint64_t (*)(const char*, uint64_t, uint64_t);
+using Way = uint64_t (*)(const kvbm_cells&);
 Way widest() {
-  if (__builtin_cpu_supports("avx512f")) return by_512;
-  if (__builtin_cpu_supports("avx2")) return by_256;
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return avx512::digest;
+  if (__builtin_cpu_supports("avx2")) return avx2::digest;
+#endif
   return plain;
 }
 const Way way = widest();
-#else
-constexpr auto way = plain;
-#endif
 
 }  // namespace
 
-extern "C" uint64_t kvbm_digest_cells(const char* cells, uint64_t count, uint64_t key) { return way(cells, count, key); }
+extern "C" uint64_t kvbm_digest_cells(const kvbm_cells* cells) { return way(*cells); }

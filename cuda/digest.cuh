@@ -7,6 +7,9 @@
 
 namespace kvbm {
 
+template <int ELEMENT>
+struct Square;  // of elements, which it turns (permute.cuh)
+
 // Of version 1.  The four of the words are the best of 20,000 sets; tools/digest_constants.py finds them again.
 constexpr uint64_t kOfWord0 = UINT64_C(0xa55c9364d6777aa3), kOfWord1 = UINT64_C(0xb78448c894e972e3),
                    kOfWord2 = UINT64_C(0x1e2754521961ffbb), kOfWord3 = UINT64_C(0x055ccea021bda7a7),
@@ -113,9 +116,34 @@ __device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, 
 inline void put_sum(const kvbm_args& a, uint32_t pair, uint64_t sum) {
   __atomic_fetch_add(reinterpret_cast<uint64_t*>(a.digest.out) + pair, sum, __ATOMIC_RELAXED);
 }
+
+// Words of WORD bytes that are cells, and may be copied, too.
+template <int WORD>
+uint64_t digest_cells(const kvbm_cells& c) {
+  if constexpr (WORD == 16) return kvbm_digest_cells(&c);
+  uint64_t sum = 0;
+  for (uint64_t row = 0; row < c.rows; ++row) {
+    const char* src = c.src + int64_t(row) * c.src_row;
+    if (c.dst) copy_run<WORD>(c.dst + int64_t(row) * c.dst_row, src, c.count * WORD, c.streaming);
+    for (uint64_t i = 0; i < c.count; ++i) {
+      Word<WORD> v;
+      load(v, src + i * WORD);
+      sum += digest_of(c.key + row * c.key_row + i * c.key_step, cell_of(v));
+    }
+  }
+  return sum;
+}
 #endif
 
 // ---- digests alone -------------------------------------------------------------------------------------------------
+
+// Bytes from the first word of a cell to another one.
+KVBM_INLINE uint64_t offset_in_cell(const kvbm_part& p, uint32_t word) {
+  uint64_t offset = 0;
+  KVBM_UNROLL
+  for (uint32_t bit = 0; bit < 4; ++bit) offset += word >> bit & 1 ? uint64_t(p.cell[bit]) : 0;
+  return offset;
+}
 
 // A cell of `cell_words` words that lie where the layout has them.
 template <int WORD>
@@ -129,11 +157,8 @@ KVBM_INLINE Word16 gather_cell(const kvbm_part& p, const char* at) {
     KVBM_UNROLL
     for (uint32_t j = 0; j < 16 / WORD; ++j) {
       if (j >= p.cell_words) break;
-      uint64_t offset = 0;
-      KVBM_UNROLL
-      for (uint32_t bit = 0; bit < 4; ++bit) offset += j >> bit & 1 ? uint64_t(p.cell[bit]) : 0;
       Word<WORD> v;
-      load(v, at + offset);
+      load(v, at + offset_in_cell(p, j));
       const Word16 whole = cell_of(v);
       x[j * WORD / 4] |= whole.x[0] << j * WORD % 4 * 8;
       if constexpr (WORD == 8) x[j * 2 + 1] = whole.x[1];
@@ -152,10 +177,22 @@ struct Kernel<Digest<OUTER, INNER>> {
   static constexpr uint32_t kLoads = 4;   // cells a thread has in flight
   static constexpr uint32_t kCells = 16;  // that a thread digests at most: what is looked up once is worth that many
 
+  // A sum may be taken in any order; the host reads as memory goes on.  Modes of one step lead nowhere.
+  static void order_modes(kvbm_part& p) {
+    auto step = [&](int mode) { return p.inner[mode].extent.n > 1 ? uint64_t(p.inner[mode].src) : ~UINT64_C(0); };
+    for (int i = 1; i < INNER; ++i)
+      for (int k = i; k > 0 && step(k) < step(k - 1); --k) {
+        const kvbm_inner slower = p.inner[k - 1];
+        p.inner[k - 1] = p.inner[k];
+        p.inner[k] = slower;
+      }
+  }
+
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     uint64_t ctas = 0;
     uint32_t none = 0;  // of shared memory
     for (uint32_t i = 0; i < a->num_parts; ++i) {
+      if (sms == 0) order_modes(a->part[i]);
       if (!prepare_rows({OUTER, INNER, 0, 16, kThreads, kTeams, kCells}, *a, a->part[i], sms, none)) return KVBM_TOO_LARGE;
       ctas += a->part[i].ctas;
     }
@@ -229,10 +266,49 @@ struct Kernel<Digest<OUTER, INNER>> {
       run_part<1>(a, p, cta);
   }
 #else
+  static constexpr uint32_t kGathered = 64;  // cells that are made whole at a time
+
+  // Cells at a step of `apart` bytes, into memory.  Where words lie side by side, those of some cells are read at once.
+  template <int WORD>
+  static void gather_cells(const kvbm_part& p, const char* at, int64_t apart, uint32_t count, Word16* cells) {
+    constexpr uint32_t kSide = 16 / WORD;
+    uint32_t i = 0;
+    if constexpr (WORD < 16) {
+      for (; apart == WORD && i + kSide <= count; i += kSide) {
+        for (uint32_t j = 0; j < kSide; ++j) {
+          cells[i + j] = {};
+          if (j < p.cell_words) load(cells[i + j], at + i * WORD + offset_in_cell(p, j));
+        }
+        Square<WORD>::turn(reinterpret_cast<Word16(&)[kSide]>(cells[i]));
+      }
+    }
+    for (; i < count; ++i) cells[i] = gather_cell<WORD>(p, at + int64_t(i) * apart);
+  }
+
+  // Rows of cells that lie anywhere: the steps from cell to cell are the first mode's.
+  template <int WORD>
+  static uint64_t digest_gathered(const kvbm_part& p, const kvbm_cells& cells) {
+    Word16 some[kGathered];
+    uint64_t sum = 0;
+    for (uint64_t row = 0; row < cells.rows; ++row) {
+      for (uint64_t i = 0; i < cells.count; i += kGathered) {
+        const uint64_t count = cells.count - i < kGathered ? cells.count - i : kGathered;
+        gather_cells<WORD>(p, cells.src + int64_t(row) * cells.src_row + int64_t(i) * p.inner[0].src, p.inner[0].src,
+                           uint32_t(count), some);
+        kvbm_cells whole = cells;
+        whole.src = reinterpret_cast<const char*>(some);
+        whole.count = count;
+        whole.rows = 1;
+        whole.key += row * cells.key_row + i * cells.key_step;
+        sum += kvbm_digest_cells(&whole);
+      }
+    }
+    return sum;
+  }
+
   template <int WORD>
   static void host_part(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job) {
-    const kvbm_inner& run = p.inner[0];
-    const bool dense = WORD == 16 && run.key == 1 && (run.src == 16 || run.extent.n == 1);
+    const kvbm_inner &run = p.inner[0], &rows = p.inner[INNER > 1 ? 1 : 0];
     for (uint32_t job = first_job; job < last_job; ++job) {
       uint32_t place = job;
       const uint32_t tile = take(place, p.tiles);
@@ -241,19 +317,19 @@ struct Kernel<Digest<OUTER, INNER>> {
       const uint64_t base = first_key<OUTER>(a, p, place);
       const uint32_t first = tile * p.tile_words, last = first + p.tile_words < p.words ? first + p.tile_words : p.words;
       uint64_t sum = 0;
-      for (uint32_t index = first; index < last;) {
+      for (uint32_t index = first; index < last;) {  // by whole runs, where there are several
         uint64_t src = 0, none = 0;
-        uint32_t step = 0;
+        uint32_t step = 0, row = index;
         step_key<0, INNER>(p, index, src, none, step);
-        const uint64_t key = base + step;
-        const uint32_t left = run.extent.n - index % run.extent.n, count = left < last - index ? left : last - index;
-        if (dense) {
-          sum += kvbm_digest_cells(at.src + src, count, key);
-        } else {
-          for (uint32_t i = 0; i < count; ++i)
-            sum += digest_of(key + uint64_t(i) * run.key, gather_cell<WORD>(p, at.src + src + int64_t(i) * run.src));
+        kvbm_cells cells = {at.src + src, nullptr, last - index, 1, int64_t(rows.src), 0, base + step, run.key, rows.key, 0};
+        if constexpr (INNER > 1) {
+          take(row, run.extent);
+          const uint32_t left = rows.extent.n - take(row, rows.extent), runs = (last - index) / run.extent.n;
+          cells.count = run.extent.n;
+          cells.rows = left < runs ? left : runs;
         }
-        index += count;
+        index += uint32_t(cells.count * cells.rows);
+        sum += WORD == 16 && run.src == 16 ? kvbm_digest_cells(&cells) : digest_gathered<WORD>(p, cells);
       }
       put_sum(a, pair_of(p, place), sum);
     }

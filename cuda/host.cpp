@@ -38,12 +38,12 @@ uint64_t saturating_product(uint64_t a, uint64_t b) {
 }
 
 // Bytes that a batch writes.  Extents count words (or elements), and inner[0] is the mode along which the source goes
-// on: its step is their size.
+// on: its step is their size.  Digests by themselves count cells, which may lie farther apart.  Preparing may order modes anew.
 uint64_t total_bytes(const kvbm_args& args) {
   uint64_t total = 0;
   for (uint32_t p = 0; p < args.num_parts; ++p) {
     const int64_t unit = args.part[p].inner[0].src;
-    uint64_t bytes = saturating_product(args.num_pairs, static_cast<uint64_t>(unit < 0 ? -unit : std::max<int64_t>(unit, 1)));
+    uint64_t bytes = saturating_product(args.num_pairs, static_cast<uint64_t>(std::clamp<int64_t>(std::abs(unit), 1, 16)));
     for (const kvbm_outer& mode : args.part[p].outer) bytes = saturating_product(bytes, std::max(mode.extent.n, 1u));
     for (const kvbm_inner& mode : args.part[p].inner) bytes = saturating_product(bytes, std::max(mode.extent.n, 1u));
     if (__builtin_add_overflow(total, bytes, &total)) return std::numeric_limits<uint64_t>::max();
@@ -213,6 +213,7 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   copy.src_table = reinterpret_cast<uint64_t>(batch->src.table);
   copy.dst_table = reinterpret_cast<uint64_t>(batch->dst.table);
   const kvbm_kernel& entry = kvbm_kernels[kernel];
+  const uint64_t bytes = total_bytes(copy);
   kvbm_grid grid = {};
   RETURN_IF_FAILED(check(entry.name, entry.prepare(&copy, 0, &grid)));
 
@@ -221,7 +222,6 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   run.args = &copy;
   run.jobs = 0;
   for (uint32_t p = 0; p < copy.num_parts; ++p) run.jobs += copy.part[p].jobs;
-  const uint64_t bytes = total_bytes(copy);
   run.stream_stores = bytes > kStreamFrom;
   uint64_t workers = std::min({bytes / kBytesAThread, run.jobs, uint64_t{kMostThreads}});
   if (workers > 1) workers = std::min<uint64_t>(workers, threads > 0 ? static_cast<uint64_t>(threads) : usable_cores());

@@ -87,7 +87,7 @@ typedef struct kvbm_part {
   uint32_t jobs;         /* pairs * chunks * tiles */
   uint32_t ctas;         /* CTAs of this part */
   /* The caller's: */
-  uint32_t word;        /* records and pages: bytes of a load and store; others have theirs built in */
+  uint32_t word; /* records and pages: bytes of a load and store; others have theirs built in */
   union {
     struct {
       uint32_t item;        /* pages: bytes that one thread moves at a time, whole on the side not staged */
@@ -97,7 +97,7 @@ typedef struct kvbm_part {
     };
     uint32_t cell[4]; /* digests: bytes that each binary digit of a word's number in its cell steps, fastest first */
   };
-  uint32_t cell_words;                        /* digests: words of a cell, a power of two; tiles: 1: cells lie along A, 0: along B */
+  uint32_t cell_words; /* digests: words of a cell, a power of two; tiles: 1: cells lie along A, 0: along B */
   int32_t src_table_offset, dst_table_offset; /* table entries at which this part starts (V's half, a slice) */
   int64_t src_offset, dst_offset;             /* bytes, likewise */
   int64_t src_id_stride, dst_id_stride;       /* bytes a block id */
@@ -260,13 +260,13 @@ typedef struct kvbm_batch {
   uint32_t kept;     /* pairs that are not skipped, as far as the host knows */
   uint32_t id_bytes; /* of ids on the device: 4 or 8, on both sides */
   kvbm_side src, dst;
-  uint64_t fault;    /* where the kernel notes an id that is out of range (kvbm_args.fault), or 0 */
+  uint64_t fault;            /* where the kernel notes an id that is out of range (kvbm_args.fault), or 0 */
   const int64_t* positions;  /* of each pair's first token, where it is digested: host memory, copied before the call returns */
   uint64_t positions_device; /* the same on the device, `position_bytes` each and read when the kernel runs, or 0; neither: 0 */
   uint32_t position_bytes;
-  uint32_t adds;    /* digests are added to what is there */
-  uint64_t digests; /* address of a uint64_t a pair, or 0: of what is copied */
-  uint64_t both[2]; /* likewise: of the source before, and of the destination after the copy */
+  uint32_t adds;                  /* digests are added to what is there */
+  uint64_t digests;               /* address of a uint64_t a pair, or 0: of what is copied */
+  uint64_t both[2];               /* likewise: of the source before, and of the destination after the copy */
   uint32_t digests_far, both_far; /* whether these lie in pinned host memory, which kernels do not add to */
   uint32_t max_ctas; /* of a kernel with teams: CTAs of its grid at most (one a multiprocessor); 0: one a multiprocessor */
 } kvbm_batch;
@@ -292,8 +292,19 @@ int kvbm_warm(int kernel, int device);
 int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream);
 /* The same on the host, on at most `threads` threads (0: all cores), blocking. */
 int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, int threads);
-/* Digest of `count` cells of 16 bytes, one after the other in host memory, whose keys count up from `key`. */
-uint64_t kvbm_digest_cells(const char* cells, uint64_t count, uint64_t key);
+/* Rows of cells in host memory: those of a row lie one after the other. */
+typedef struct kvbm_cells {
+  const char* src;
+  char* dst;                  /* where they are copied to, too, or NULL */
+  uint64_t count, rows;       /* cells a row */
+  int64_t src_row, dst_row;   /* bytes from row to row */
+  uint64_t key;               /* of the first cell */
+  uint64_t key_step, key_row; /* from cell to cell, and from row to row */
+  int streaming;              /* the copy goes around the cache */
+} kvbm_cells;
+
+/* Digest of cells of 16 bytes. */
+uint64_t kvbm_digest_cells(const kvbm_cells* cells);
 
 /* mode: 0 batched with fallback, 1 one call a copy, 2 batched only.  *used tells the mode that ran (1 or 2).  `by_peer`: some
  * memory is another GPU's and not granted (kvbm_find_ungranted): one cuMemcpyPeerAsync a copy.  `size` is used for every copy where `sizes` is NULL.  `merge`: copies where source and destination go on where those of the

@@ -444,11 +444,11 @@ struct Rows {
   using Mine = Team<THREADS, TEAMS>;
   static constexpr uint32_t kThreads = THREADS, kTeams = TEAMS;
   static constexpr uint32_t kMinCtas =
-      (SUMS ? 1536 : 2048) / THREADS;  // every warp that a multiprocessor can hold, or its registers
-  static constexpr uint32_t kLoads = loads_of_rows(TEAMS);
+      (SUMS ? 1024 : 2048) / THREADS;  // every warp that a multiprocessor can hold, or its registers
+  static constexpr uint32_t kLoads = SUMS ? 4 : loads_of_rows(TEAMS);
 
   // What a row looks up, and its sum, is worth more words where these are digested, too.
-  static constexpr uint32_t kWords = SUMS ? 4 * kLoads : kLoads;
+  static constexpr uint32_t kWords = SUMS ? 2 * kLoads : kLoads;
 
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
     return prepare_rows({OUTER, INNER, 0, WORD, THREADS, TEAMS, kWords}, a, p, sms, shared_bytes);
@@ -540,7 +540,8 @@ struct Rows {
     uint64_t runs = 0;               // of the row that are left
     Bases rest = {};                 // of the run: where its next piece begins
     uint64_t left = 0;               // of the run, in bytes
-    Bases piece = {};
+    Bases piece = {};                // or several whole runs, of which this is the first
+    uint64_t piece_runs = 1;
     uint32_t pair = 0;                                                 // of the job
     uint64_t chunk_key = 0, row_key = 0, rest_key = 0, piece_key = 0;  // of their first cells, where they are digested
 
@@ -586,18 +587,28 @@ struct Rows {
       return true;
     }
 
-    // Bytes of the next piece, 0 behind the last.
+    // Takes runs of a row, of which there are so many.
+    void take_runs(uint64_t count) {
+      piece = row;
+      piece_key = row_key;
+      piece_runs = count;
+      runs -= count;
+      if constexpr (INNER > 1) {
+        row = {row.src + int64_t(count) * p.inner[1].src, row.dst + int64_t(count) * p.inner[1].dst};
+        if constexpr (SUMS) row_key += count * p.inner[1].key;
+      }
+    }
+
+    // Bytes of each run of the next piece, 0 behind the last.
     uint64_t next() {
       if (left == 0) {
         if (runs == 0 && !open()) return 0;
-        rest = row;
-        rest_key = row_key;
-        --runs;
-        if constexpr (INNER > 1) {
-          left = run_words() * WORD;
-          row = {row.src + p.inner[1].src, row.dst + p.inner[1].dst};
-          if constexpr (SUMS) row_key += p.inner[1].key;
-        }
+        const uint64_t run = run_words() * WORD, most = kPiece / run;
+        take_runs(INNER == 1 || most < 2 ? 1 : most < runs ? most : runs);
+        if (INNER > 1 && most > 1) return run;
+        rest = piece;
+        rest_key = piece_key;
+        if constexpr (INNER > 1) left = run;
       }
       const uint64_t bytes = left < kPiece ? left : kPiece;
       piece = rest;
@@ -611,56 +622,59 @@ struct Rows {
     }
   };
 
-  // Digests a piece that has just been copied: it is still in the cache.
-  static uint64_t digest(const kvbm_part& p, const char* src, uint64_t bytes, uint64_t key) {
-    if (WORD == 16 && p.inner[0].key == 1) return kvbm_digest_cells(src, bytes / 16, key);
-    uint64_t sum = 0;
-    for (uint64_t i = 0; i < bytes / WORD; ++i) {
-      Word<WORD> v;
-      load(v, src + i * WORD);
-      sum += digest_of(key + i * p.inner[0].key, cell_of(v));
+  // What was found of the pair that is being copied.
+  struct Sum {
+    const kvbm_args& a;
+    uint32_t pair = 0;
+    uint64_t value = 0;
+    void put() {
+      if constexpr (SUMS) put_sum(a, pair, value);
     }
-    return sum;
+  };
+
+  // Copies a piece, and digests it.
+  static void move(const Walk& walk, uint64_t bytes, bool streaming, Sum& sum) {
+    const kvbm_inner &cells = walk.p.inner[0], &runs = walk.p.inner[1];
+    const Bases& at = walk.piece;
+    if constexpr (!SUMS) {
+      for (uint64_t i = 0; i < walk.piece_runs; ++i)
+        copy_run<WORD>(at.dst + int64_t(i) * runs.dst, at.src + int64_t(i) * runs.src, bytes, streaming);
+    } else {
+      if (walk.pair != sum.pair) {
+        sum.put();
+        sum.pair = walk.pair;
+        sum.value = 0;
+      }
+      sum.value += digest_cells<WORD>(
+          {at.src, at.dst, bytes / WORD, walk.piece_runs, runs.src, runs.dst, walk.piece_key, cells.key, runs.key, streaming});
+    }
+  }
+
+  static uint64_t prefetch_next(Walk& walk) {
+    const uint64_t bytes = walk.next();
+    for (uint64_t i = 0; bytes && i < walk.piece_runs; ++i)
+      prefetch(walk.piece.src + int64_t(i) * walk.p.inner[1].src, uint32_t(bytes));
+    return bytes * walk.piece_runs;
   }
 
   static void host(const kvbm_args& a, const kvbm_part& p, uint32_t first_job, uint32_t last_job, bool streaming) {
     Walk here = {a, p, first_job, last_job}, soon = here;
+    Sum sum = {a};
     const uint64_t run = here.run_words() * WORD;
-    if constexpr (SUMS) {
-      for (uint64_t ahead = 0, bytes = 1; bytes && ahead < kPrefetchAhead; ahead += bytes) {
-        bytes = soon.next();
-        prefetch(soon.piece.src, uint32_t(bytes));
+    if (INNER > 1 && run < kLine) {  // to look ahead would cost more than it saves
+      while (here.open()) {
+        here.take_runs(here.runs);
+        move(here, run, streaming, sum);
       }
-      uint64_t sum = 0;
-      uint32_t pair = 0;
-      while (const uint64_t bytes = here.next()) {
-        prefetch(soon.piece.src, uint32_t(soon.next()));
-        if (here.pair != pair) {
-          put_sum(a, pair, sum);
-          pair = here.pair;
-          sum = 0;
-        }
-        copy_run<WORD>(here.piece.dst, here.piece.src, bytes, streaming);
-        sum += digest(p, here.piece.src, bytes, here.piece_key);
-      }
-      put_sum(a, pair, sum);
-    } else if (INNER > 1 && run < kLine) {  // to look ahead would cost more than it saves
-      while (here.open())
-        for (uint64_t i = 0; i < here.runs; ++i)
-          copy_run<WORD>(here.row.dst + int64_t(i) * p.inner[1].dst, here.row.src + int64_t(i) * p.inner[1].src, run,
-                         streaming);
     } else {
       const uint64_t most = streaming ? kPrefetchAhead : kPrefetchCached;
-      for (uint64_t ahead = 0, bytes = 1; bytes && ahead < most; ahead += bytes) {
-        bytes = soon.next();
-        prefetch(soon.piece.src, uint32_t(bytes));
-      }
+      for (uint64_t ahead = 0, bytes = 1; bytes && ahead < most; ahead += bytes) bytes = prefetch_next(soon);
       while (const uint64_t bytes = here.next()) {
-        const uint64_t more = soon.next();
-        prefetch(soon.piece.src, uint32_t(more));
-        copy_run<WORD>(here.piece.dst, here.piece.src, bytes, streaming);
+        prefetch_next(soon);
+        move(here, bytes, streaming, sum);
       }
     }
+    sum.put();
     fence_streaming_stores(streaming);
   }
 #endif
@@ -936,7 +950,7 @@ struct Tile {
     if (found.skipped) return found;
     found.from = corner(p, tile);
     if constexpr (SUMS) {
-      found.key = scaled_key(first_key<OUTER>(a, p, job));
+      found.key = first_key<OUTER>(a, p, job);
       found.pair = pair_of(p, job);
     }
     return found;
@@ -952,17 +966,20 @@ struct Tile {
       if (job + 1 < last_job) next = place(a, p, job + 1);
       if (now.skipped) continue;
       const Corner& from = now.from;
-      Sum sum = {now.key, 0};
+      uint64_t sum = 0;
       // Between two allocations, perhaps: a distance of addresses, not of pointers.
       const uint64_t ahead =
           next.skipped ? 0 : reinterpret_cast<uint64_t>(next.source(p)) - reinterpret_cast<uint64_t>(now.source(p));
       for (uint32_t c = 0; c < from.rests; ++c) {
         uint64_t src = 0, dst = 0;
-        uint32_t rest_key = 0;
-        step_tile(p, from.rest + c, 0, 0, src, dst, rest_key);
-        auto key_at = [&](uint32_t ia, uint32_t ib) { return rest_key + ia * along_a.key + ib * along_b.key; };
+        uint32_t key = 0;
+        const bool cells_in = kSide == 1 || p.cell_words;  // cells are the words that are read, or else those that are written
+        step_tile(p, from.rest + c, from.a * (cells_in ? 1 : kSide), from.b * (cells_in ? kSide : 1), src, dst, key);
         const char* in = now.source(p) + src;
         char* out = now.at.dst + dst + int64_t(from.a * kSide) * along_a.dst + int64_t(from.b) * WORD;
+        if (SUMS && cells_in)
+          sum += digest_cells<WORD>(
+              {in, nullptr, from.na, from.nb * kSide, along_b.src, 0, now.key + key, along_a.key, along_b.key, 0});
         if constexpr (kSide == 1) {
           // Whole words need no turning: straight to the destination, in its order.  The prefetches of a line's words are
           // spread over its rows, or they would all be waited for at once.
@@ -971,11 +988,6 @@ struct Tile {
               const char* word = in + int64_t(ib) * along_b.src;
               if ((ia + ib) * WORD % kLine == 0) __builtin_prefetch(word + ahead);
               copy_run<WORD>(out + ib * WORD, word, WORD, streaming);
-              if constexpr (SUMS) {
-                Word<WORD> v;
-                load(v, word);
-                sum.add(key_at(from.a + ia, from.b + ib), v);
-              }
             }
           }
           continue;
@@ -987,17 +999,15 @@ struct Tile {
               for (uint32_t j = 0; j < kSide; ++j) __builtin_prefetch(row + j * along_b.src + ahead);
             Word<WORD> v[kSide];
             for (uint32_t j = 0; j < kSide; ++j) load(v[j], row + j * along_b.src);
-            if (SUMS && p.cell_words)
-              for (uint32_t j = 0; j < kSide; ++j) sum.add(key_at(from.a + ia, (from.b + ib) * kSide + j), v[j]);
             if constexpr (kSide > 1) Square<ELEMENT>::turn(v);
-            for (uint32_t j = 0; j < kSide; ++j) {
-              words[(ia * kSide + j) * from.nb + ib] = v[j];
-              if (SUMS && !p.cell_words) sum.add(key_at((from.a + ia) * kSide + j, from.b + ib), v[j]);
-            }
+            for (uint32_t j = 0; j < kSide; ++j) words[(ia * kSide + j) * from.nb + ib] = v[j];
           }
         }
         uint64_t bytes = uint64_t{from.nb} * WORD;
         uint32_t rows = from.na * kSide;
+        if (SUMS && !cells_in)
+          sum += digest_cells<WORD>({reinterpret_cast<const char*>(words), nullptr, from.nb, rows, int64_t(bytes), 0,
+                                     now.key + key, along_b.key, along_a.key, 0});
         if (along_a.dst == int64_t(bytes)) {  // the turned tile is one run
           bytes *= rows;
           rows = 1;
@@ -1005,7 +1015,7 @@ struct Tile {
         for (uint32_t r = 0; r < rows; ++r)
           copy_run<WORD>(out + int64_t(r) * along_a.dst, reinterpret_cast<const char*>(words) + r * bytes, bytes, streaming);
       }
-      if constexpr (SUMS) put_sum(a, now.pair, sum.value);
+      if constexpr (SUMS) put_sum(a, now.pair, sum);
     }
     fence_streaming_stores(streaming);
   }

@@ -322,7 +322,10 @@ def test_pools_that_overlap_in_part() -> None:
         (lambda: Span([1], range(3, 9), origin=1.5), "origin: expected a position"),
         (lambda: Span([1], range(3, 9), origin="0"), "origin: expected a position"),
         (lambda: Span([1], range(3, 9), origin=np.zeros(2)), "origin: expected a position"),
-        *((lambda at=at: Span([1], range(at, at + 4)), "tokens: expected range.* below 2") for at in (2**48 - 3, 2**63)),
+        *(
+            (lambda at=at: Span([1], range(at, at + 4)), "tokens: expected range.* below 2")
+            for at in (2**48 - 3, 2**63)
+        ),
     ],
 )
 def test_bad_spans(call: Callable[[], Span], match: str) -> None:
@@ -572,5 +575,31 @@ def test_what_is_no_resharding_and_what_are_no_pools() -> None:
     with pytest.raises(BindError, match=r"made: expected a Resharding of kvbm\.reshard\.plan, got 5"):
         reshard.Local(5, *pair.pools)  # type: ignore[arg-type]
     for pools in (5, None, {0: pair.pools[1][0]}):
-        with pytest.raises(BindError, match=r"decode: expected 2 destination pools, one a rank of tp2, got (int|NoneType|dict)"):
+        with pytest.raises(
+            BindError, match=r"decode: expected 2 destination pools, one a rank of tp2, got (int|NoneType|dict)"
+        ):
             reshard.Local(pair.copy.made, pair.pools[0], pools)  # type: ignore[arg-type]
+
+
+def test_digests_survive_other_ranks_layouts_and_block_sizes() -> None:
+    """The sum over ranks, each at its layers and heads, and over blocks, each at its position: before and after."""
+    model = BlockShape(nl=5, no=2, nh=8, nt=16, hd=24, dtype="float16")
+    here, there = reshard.vllm(model, tp=4, pp=2, nt=16), reshard.vllm(model, tp=2, nt=64)
+    rng = np.random.default_rng(0)
+    src = [Pool.allocate(load("vllm/flash_attn_nhd"), here.shape(rank), 12) for rank in range(here.world)]
+    dst = [Pool.allocate(load("universal"), there.shape(rank), 4) for rank in range(there.world)]
+    for pool in src:
+        for array in pool.arrays:
+            array.view(np.uint8)[...] = rng.integers(0, 256, array.view(np.uint8).shape, np.uint8)
+    blocks = [5, 0, 7, 2, 1, 3, 4, 11]
+    spans = Span(blocks, tokens=range(128)), Span([2, 0], tokens=range(128))
+    reshard.Local(reshard.plan(here, there), src, dst)(*spans).synchronize()
+
+    def total(pools: list[Pool], placed: Placement, ids: list[int], nt: int) -> int:
+        each = [
+            pool.digest(ids, tokens=[nt * i for i in range(len(ids))], model=placed.part(rank))
+            for rank, pool in enumerate(pools)
+        ]
+        return int(np.concatenate(each).sum(dtype=np.uint64))
+
+    assert total(src, here, blocks, 16) == total(dst, there, [2, 0], 64) != total(dst, there, [0, 2], 64)

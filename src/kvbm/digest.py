@@ -41,11 +41,19 @@ class Keys:
         Keys a token of the whole model.
     rows : tuple of (str, str, int)
         Of each plane: the axis along which its rows go, and elements a cell.
+    cells : tuple of (int, int)
+        Of each plane: the place of its first cell, and bytes a cell.
     """
 
     section: Section
     lanes: int
     rows: tuple[tuple[str, str, int], ...]
+    cells: tuple[tuple[int, int], ...]
+
+    def cell_at(self, offset: int) -> int:
+        """Bytes of the cell at an offset of the map; 0 where none begins."""
+        key, inside = divmod(offset, CELL)
+        return 0 if inside else next(cell for first, cell in reversed(self.cells) if first <= key % self.lanes)
 
     def of_planes(self, names: Sequence[str]) -> Keys:
         """Those of some planes."""
@@ -194,13 +202,14 @@ def _keys_of_all(whole: Section, model: Model | None) -> Keys:
     planes = {access.plane: access for access in reversed(whole.accesses)}
     rows = {name: _Row.of(access, _sizes(whole, access, counts)) for name, access in sorted(planes.items())}
     lanes = sum(row.lanes for row in rows.values())
-    made, first = {}, 0
+    made, first, cells = {}, 0, []
     for name, row in rows.items():
         made[name] = row.access(planes[name], first, lanes)
+        cells.append((first, row.cell))
         first += row.lanes
     accesses = tuple(made[name] for name in dict.fromkeys(access.plane for access in whole.accesses))
     told = tuple((name, row.axis, row.cell * planes[name].pack // planes[name].itemsize) for name, row in rows.items())
-    keys = Keys(replace(whole, accesses=accesses, record=False), lanes, told)
+    keys = Keys(replace(whole, accesses=accesses, record=False), lanes, told, tuple(cells))
     for axis, held, count in chosen:
         if count > 1:
             keys = keys.select(axis, held)
@@ -337,7 +346,9 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
         Cells of which the elements lie in several arrays.
     """
     made = between(formal(section), keys.section, title)
-    cells = [_of_cells(piece, alignment, title) for part in made.parts for piece in _by_cells(part)]
+    cells = [
+        _of_cells(piece, keys.cell_at(piece.dst_offset), alignment, title) for part in made.parts for piece in _by_cells(part)
+    ]
     ready = [(piece, word, steps) for part, word, steps in cells for piece in part.fit("rows")]
     launches = []
     for first in range(0, len(ready), MAX_PARTS):
@@ -365,8 +376,8 @@ def _by_cells(part: Part) -> Iterator[Part]:
     yield part
 
 
-def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[int, ...]]:
-    """A copy into the map of keys as loops over cells, the word that reads them, and where the words of one lie."""
+def _of_cells(part: Part, whole: int, alignment: int, title: str) -> tuple[Part, int, tuple[int, ...]]:
+    """A copy into the map of keys as loops over cells of `whole` bytes, the word that reads them, and where its words lie."""
     run = part.run_bytes
     part = replace(part, inner=(part.inner[0], *_at_cells(part.inner[1:])), outer=tuple(_at_cells(part.outer)))
     inside = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst < CELL]
@@ -376,7 +387,7 @@ def _of_cells(part: Part, alignment: int, title: str) -> tuple[Part, int, tuple[
     cell = min(run, CELL)
     for mode in sorted(inside, key=lambda mode: mode.dst):
         cell = cell * mode.extent if mode.dst == cell else 0
-    if not cell or cell & (cell - 1) or cell > CELL or any(mode.dst % CELL for mode in loops):
+    if cell != whole or any(mode.dst % CELL for mode in loops):
         raise PlanError(
             f"{title}: the layout parts rows at other elements than a digest's cells of up to {CELL} bytes: no common refinement"
         )

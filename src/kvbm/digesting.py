@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from . import _core
 from .arrays import Array, describe
-from .digest import Keys, alone
-from .errors import BindError, CudaError, DigestError
+from .digest import Keys, Told, alone
+from .errors import BindError, CudaError, DigestError, MissingKernelError
 from .locks import Lock
-from .lower import Steps
+from .lower import Launch, Steps
 from .memory import Slab
 from .prepare import digest_copies
 from .shapes import round_up
@@ -27,7 +27,7 @@ from .streams import framework_of, framework_stream
 if TYPE_CHECKING:
     from .selection import PoolSection
 
-__all__ = ["CopyDigests", "Digester", "Proof", "digest_array", "unit_positions"]
+__all__ = ["CopyDigests", "Digester", "Proof", "digest_array", "fused_copies", "unit_positions"]
 
 _MOST = (1 << 31) - 1
 
@@ -102,6 +102,16 @@ def copies_of(part: PoolSection, keys: Keys, device: int, steps: Steps | None = 
 
 #: What graphs write to that nobody was given.
 _captured: list[_core.Done] = []
+
+
+def fused_copies(
+    made: list[tuple[Launch, list[Told]]] | str, lanes: int, device: int, src_steps: Steps, dst_steps: Steps
+) -> list[_core.Copy] | str:
+    """The launches that copy and digest, or why there are none."""
+    try:
+        return made if isinstance(made, str) else digest_copies(made, lanes, device, src_steps, dst_steps)
+    except MissingKernelError as error:
+        return str(error)
 
 
 def unit_positions(ids: Any, pairs: _core.Pairs, units: int, tokens: int) -> npt.NDArray[np.int64]:
@@ -235,9 +245,11 @@ class Proof:
         self._reported: DigestError | None = None
 
     @staticmethod
-    def settle() -> None:
-        """Report the oldest copies that are done by now, and keep them no longer: a few at a time."""
+    def settle(untold: list[DigestError]) -> None:
+        """Keep the oldest copies that are done no longer, a few at a time; raise what was found of one that nobody waits for."""
         _pinned.release(4)
+        with contextlib.suppress(IndexError):  # none, or another thread's copy was faster
+            raise untold.pop(0)
 
     @property
     def addresses(self) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from . import _core, tuner, tuning
 from .digest import Choice, Model, alike, alone, fused, keys_of
-from .digesting import CopyDigests, Proof, digest_array, unit_positions
+from .digesting import CopyDigests, Proof, digest_array, fused_copies, unit_positions
 from .errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
 from .locating import told
@@ -234,19 +233,14 @@ class Mover:
             ours, theirs, keys = ours.select("l", of_src), theirs.select("l", of_dst), keys.select("l", of_src)
 
         def by_itself(section: Section, end: _End) -> list[_core.Copy]:
-            ready = alone(section, keys, end.alignment, self.title)
-            return digest_copies(ready, keys.lanes, self.device, end.steps)
+            return digest_copies(alone(section, keys, end.alignment, self.title), keys.lanes, self.device, end.steps)
 
         def joined(
             sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool
         ) -> list[_core.Copy] | str:
             if few:
                 return "kernels that keep to few multiprocessors do not digest"
-            made = fused(*sides, keys, alignments, self.title)
-            try:
-                return made if isinstance(made, str) else digest_copies(made, keys.lanes, self.device, *ends)
-            except MissingKernelError as error:
-                return str(error)
+            return fused_copies(fused(*sides, keys, alignments, self.title), keys.lanes, self.device, *ends)
 
         none = Steps()
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
@@ -257,8 +251,7 @@ class Mover:
         else:
             permute = joined((steps[1].src, theirs), (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
         mine, its = alike(ours, theirs)
-        both = by_itself(mine, src), [] if self.unreached else by_itself(its, dst)
-        return CopyDigests(direct, permute, both)
+        return CopyDigests(direct, permute, (by_itself(mine, src), [] if self.unreached else by_itself(its, dst)))
 
     def _route(self, layers: Layers, *, digests: bool = False) -> _Route:
         src, dst = self.src, self.dst
@@ -404,10 +397,7 @@ class Mover:
         if out is not None:
             array = digest_array(out, count, self.device, self.keep or ())
             address, far, keep = array.address, not self.on_host and array.device == "cpu", (out, array.owner)
-        if verifies:
-            Proof.settle()
-        with contextlib.suppress(IndexError):  # none, or another thread's copy told it
-            raise self.untold.pop(0)  # of an earlier copy, whose `Done` was dropped
+        Proof.settle(self.untold)
         proof = None
         if verifies and self.parts:
             where = functools.partial(told, *self.parts, pairs, layers)

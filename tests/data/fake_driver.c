@@ -16,7 +16,8 @@
  *             host for a stream that is captured, are counted in `broken_captures`.
  *   Faults    The environment: FAKE_INIT, FAKE_LOAD, FAKE_LAUNCH, FAKE_REGISTER (a CUresult), FAKE_REGISTER_FROM,
  *             FAKE_MOST_BYTES, FAKE_NO_RANGES, FAKE_PEERS (1), FAKE_VERSION (13000), FAKE_DEVICES (1).  `fake_fail_at` = n: the n-th call from
- *             then on that can fail does, before it does anything; `fake_failed` is its name.
+ *             then on that can fail does, before it does anything; `fake_failed` is its name.  `fake_room` = n: allocations on the
+ *             GPU and pinned ones may take n bytes more, and are then refused.
  *   Counters  What is alive: `live` events, streams, allocations and pinned allocations, modules; and what was done, below.
  *
  * What it does not
@@ -46,6 +47,7 @@ _Atomic long batched_copies; /* that the batches held */
 _Atomic long lookups;        /* of addresses */
 _Atomic long uploads;        /* by cuMemcpyHtoDAsync: ids and tables that no parameters hold */
 _Atomic long allocated_bytes; /* on GPUs, ever */
+Address fake_largest[2];      /* of these allocations the first of the largest ones, until it is freed: [from, to) */
 _Atomic long few_ctas;       /* of the largest launch of a kernel that keeps to a few multiprocessors */
 Address fake_pinned[2], fake_ordinary[2];
 enum { EVENTS, STREAMS, ALLOCATIONS, PINNED, MODULES };
@@ -54,6 +56,7 @@ _Atomic long peer_copies; /* by cuMemcpyPeerAsync */
 _Atomic long illegal;     /* accesses of memory without a grant */
 _Atomic long digests;     /* kernels that digest */
 _Atomic long fake_wrong;
+_Atomic long fake_room = -1; /* without a limit */
 _Atomic long fake_fail_at;
 const char *fake_failed;
 static int fails(const char *call) {
@@ -63,6 +66,12 @@ static int fails(const char *call) {
 /* The first statement of a call that can fail: CUDA_ERROR_OPERATING_SYSTEM, which nothing handles in a way of its own. */
 #define MAY_FAIL \
   if (fails(__func__)) return 304
+
+static int is_full(size_t bytes) {
+  if (fake_room < 0) return 0;
+  if ((long)bytes > fake_room) return 1;
+  return fake_room -= bytes, 0;
+}
 
 /* ---- memory that is granted by itself ---- */
 enum { POOL = 1, MAPPING = 2 };
@@ -453,7 +462,7 @@ __attribute__((destructor)) static void end(void) {
 /* ---- the driver's functions, as far as kvbm calls them ---- */
 static __thread Handle context[64];
 static __thread int depth;
-enum { INVALID_VALUE = 1, NO_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, CAPTURE_ISOLATION = 905 };
+enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, CAPTURE_ISOLATION = 905 };
 static int made_on[4096]; /* the devices of kvbm's own streams */
 static _Atomic int streams_made;
 static int current_device(void) { return depth ? (int)(uintptr_t)context[depth - 1] - 1 : -1; }
@@ -509,18 +518,23 @@ int cuLaunchKernel(Handle name, unsigned gx, unsigned gy, unsigned gz, unsigned 
 int cuMemAlloc_v2(Address *made, size_t bytes) {
   MAY_FAIL;
   if (!depth) return NO_CONTEXT;
+  if (is_full(bytes)) return OUT_OF_MEMORY;
   allocated_bytes += bytes;
   ++live[ALLOCATIONS];
-  return *made = (Address)malloc(bytes), unsafe();
+  *made = (Address)malloc(bytes);
+  if (bytes > fake_largest[1] - fake_largest[0]) fake_largest[0] = *made, fake_largest[1] = *made + bytes;
+  return unsafe();
 }
 /* As the real one, this waits for all work. */
 int cuMemFree_v2(Address address) {
   fake_pump(-1);
+  if (address == fake_largest[0]) fake_largest[0] = fake_largest[1] = 0;
   return --live[ALLOCATIONS], free((void *)address), 0;
 }
 int cuMemHostAlloc(void **made, size_t bytes, unsigned flags) {
   MAY_FAIL;
   pthread_t thread;
+  if (is_full(bytes)) return OUT_OF_MEMORY;
   if (fake_gone && !pthread_create(&thread, NULL, destroy_graph, fake_gone)) pthread_join(thread, NULL), fake_gone = NULL;
   ++live[PINNED];
   return ++slots, *made = malloc(bytes), unsafe();

@@ -210,9 +210,9 @@ cdef class Copy:
     units : tuple of two tuples of int
         Where ids count units of a block: extents of the digits below the block, fastest first, on each side.
     digest : tuple of (int, sequence of (first, outer, inner, steps, along_b)), optional
-        For kernels that digest: keys a token of the model, and a part each the key of its first cell, the keys that its outer and
-        inner modes step, the bytes that each binary digit of a word's number in its cell steps, and whether a tile's cells lie
-        along the destination.
+        For kernels that digest: keys a token of the model, and a part each the key of its first cell, the keys that its
+        outer and inner modes step, the bytes that each binary digit of a word's number in its cell steps, and whether a
+        tile's cells lie along the destination.
 
     Raises
     ------
@@ -316,7 +316,9 @@ cdef class Copy:
 
     cdef int _fill_digests(self, kvbm_batch *batch, uint64_t digests) except -1:
         if bool(self.args.inline_mask & KVBM_DIGEST) != (digests != 0):
-            raise PlanError(f"kernel {self.kernel!r}: expected an address of digests for a kernel that digests, and none for another")
+            raise PlanError(
+                f"kernel {self.kernel!r}: expected an address of digests for a kernel that digests, none for another"
+            )
         batch.digests = digests
         return 0
 
@@ -381,7 +383,7 @@ cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides,
 cdef int _fill_keys(kvbm_part *part, tuple outer, tuple inner, tuple steps) except -1:
     cdef int i
     if len(outer) > KVBM_MAX_OUTER or len(inner) > KVBM_MAX_INNER or len(steps) > 4:
-        raise PlanError(f"keys of {len(outer)} outer and {len(inner)} inner modes, and of {1 << len(steps)} words a cell")
+        raise PlanError(f"keys of {len(outer)} outer and {len(inner)} inner modes, and {1 << len(steps)} words a cell")
     for i in range(len(outer)):
         part.outer[i].key = outer[i]
     for i in range(len(inner)):

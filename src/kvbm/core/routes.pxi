@@ -349,9 +349,10 @@ cdef class Route:
         done.keep = (self, pairs, positions, keep)
         return done
 
-    def copy_digested(self, Pairs pairs not None, Positions positions, uint64_t out, bint far, both, stream=None, wait=None,
-                      keep=None):
-        """`copy` with digests: of what is copied at `out`, or 0; of the source before and the destination after it at `both`.
+    def copy_digested(self, Pairs pairs not None, Positions positions, uint64_t out, bint far, both, stream=None,
+                      wait=None, keep=None):
+        """`copy` with digests: of what is copied at `out`, or 0; of the source before and the destination after it at
+        `both`.
 
         `far`: as for `digest`.  `both` always lies in host memory.
         """
@@ -465,7 +466,8 @@ cdef class Route:
                 for device, event in taken:
                     kvbm_event_give(device, event)
         if strategy == KVBM_NO_COPY:
-            check(status, f"digesting {pairs.count} blocks on {'the host' if home < 0 else f'cuda:{self.route.device}'}")
+            where = "the host" if home < 0 else f"cuda:{self.route.device}"
+            check(status, f"digesting {pairs.count} blocks on {where}")
             return done
         if status != KVBM_OK:
             used = () if strategy == KVBM_ENGINE else dict.fromkeys(copy.kernel for copy in self.owned[strategy])

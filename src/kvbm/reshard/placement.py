@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ..digest import Model
 from ..errors import SpecError
 from ..shapes import BlockShape
 from ..yamlfile import YamlFile, read_text
@@ -223,6 +224,15 @@ class Placement:
     def strips(self, rank: int) -> Strips:
         """What a rank holds of each axis."""
         return _strips(self, self._rank(rank))
+
+    def part(self, rank: int) -> Model:
+        """What a rank's pool holds of the model, for digests: those of all ranks, each head once, add up to the model's.
+
+        Where ranks share tokens, the position of each block's first token tells where its tokens stand; blocks whose tokens do not
+        follow each other in the sequence (turns of single tokens) have no digest of the model.
+        """
+        held = self.strips(rank)
+        return Model(tuple(held.l), tuple(held.h), self.model.nl, self.model.nh)
 
     def shape(self, rank: int) -> BlockShape:
         """The block shape of a rank's pool.
