@@ -403,6 +403,14 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     ({"heads": (0, -1), "nh": 4}, "axis 'h': expected coordinates from 0 to 3"),
     ({"heads": range(2), "nh": 4, "layers": (0, 1)}, "axis 'l': expected its coordinates and how many"),
     ({"heads": (1, 1), "nh": 4}, "axis 'h'.*once"),
+    ({"layers": 2, "nl": 4}, "Model: layers: expected a range, or a list of integers, got 2"),
+    ({"layers": (0, 0.5), "nl": 4}, "Model: layers: expected a range, or a list of integers"),
+    ({"layers": "ab", "nl": 4}, "Model: layers: expected a range, or a list of integers, got 'ab'"),
+    ({"heads": range(2), "nh": "4"}, "Model: nh: expected an integer, got '4'"),
+    ({"heads": range(2), "nh": 0}, "axis 'h': expected a model of 1 to"),
+    ({"heads": range(2), "nh": 1 << 70}, "axis 'h': expected a model of 1 to"),
+    ({"heads": range(1 << 40), "nh": 1 << 41}, "axis 'h': the pool holds 2, and its model says"),
+    ({"heads": [], "nh": 4}, "axis 'h': expected coordinates from 0 to 3"),
 ]
 
 
@@ -411,6 +419,21 @@ def test_models_that_are_refused(given_: dict[str, Any], match: str) -> None:
     pool = Pool.allocate(kvbm.load("nhd"), BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float32"), 2)
     with pytest.raises(PlanError, match=match):
         pool.digest(model=Model(**given_))
+
+
+def test_a_model_of_lists() -> None:
+    pool = Plain("nhd", BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float32"), 2).pool
+    want = pool.digest(model=Model(layers=(1, 3), nl=4)).tolist()
+    for given_ in ([1, 3], np.array([1, 3]), range(1, 4, 2)):
+        assert pool.digest(model=Model(layers=given_, nl=4)).tolist() == want
+    one = Pool.allocate(kvbm.load("nhd"), BlockShape(nl=1, no=2, nh=2, nt=4, hd=8, dtype="float32"), 2)
+    with pytest.raises(PlanError, match="axis 'l': expected coordinates from 0 to 0"):
+        one.digest(model=Model(layers=(5,), nl=1))
+    for wrong in (5, {}, "model"):
+        with pytest.raises(PlanError, match=r"model: expected a kvbm\.Model, got"):
+            pool.digest(model=wrong)  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match=r"model: expected a kvbm\.Model, got"):
+            kvbm.Transfer(pool, one, model=wrong).copy([], [], layers=(range(1), range(1)), digests=np.zeros(0, np.uint64))  # type: ignore[arg-type]
 
 
 def test_it_is_a_sum() -> None:
@@ -468,6 +491,12 @@ def test_ids_of_every_kind() -> None:
     with pytest.raises((BindError, TypeError)):
         side.pool.digest([0.5])
 
+    class Number:
+        def __index__(self) -> int:
+            return 3
+
+    assert side.pool.units(2).digest([Number(), 3]).tolist() == expected(side, [3, 3], Meant(2))
+
 
 def test_positions_of_every_kind() -> None:
     import torch
@@ -487,7 +516,12 @@ def test_positions_of_every_kind() -> None:
     assert units.digest([7, 0, -1]).tolist() == expected(side, [7, 0, -1], Meant(2))
     assert units.digest(5).tolist() == expected(side, [5], Meant(2))
     assert units.digest([7, 0], tokens=3).tolist() == expected(side, [7, 0], Meant(2), [3, 3])
-    for bad, match in (([1, 2], "tokens: expected 3"), ([0, -1, 0], r"tokens\[1\] is -1"), (-5, r"tokens\[0\] is -5")):
+    for bad, match in (
+        ([1, 2], "tokens: expected 3"),
+        ([0, -1, 0], r"tokens\[1\] is -1"),
+        (-5, r"tokens\[0\] is -5"),
+        (1 << 63, "expected a position below 2"),
+    ):
         with pytest.raises(BindError, match=match):
             side.pool.digest([2, 1, 2], tokens=bad)
     with pytest.raises((BindError, TypeError)):
@@ -540,6 +574,22 @@ def test_results_that_are_refused(out: Any, match: str) -> None:
     for name in ("stream", "wait"):
         with pytest.raises(BindError, match=f"{name}: the pool is on the CPU"):
             side.pool.digest([0], **{name: 5})
+
+
+def test_results_in_a_pool() -> None:
+    """They would be part of what is digested, or copied over it."""
+    shape = BlockShape(nl=1, no=2, nh=2, nt=4, hd=8, dtype="uint64")
+    src, dst = (Pool.allocate(kvbm.load("universal"), shape, 4) for _ in range(2))
+    before = [pool.arrays[0].tobytes() for pool in (src, dst)]
+    for pool in (src, dst):
+        inside = pool.arrays[0].reshape(-1)
+        for out in (inside[:4], inside[-4:]):
+            with pytest.raises(BindError, match="digests: expected memory of its own"):
+                pool.digest(out=out)
+            with pytest.raises(BindError, match="digests: expected memory of its own"):
+                kvbm.Transfer(src, dst).copy(digests=out)
+    assert before == [pool.arrays[0].tobytes() for pool in (src, dst)]
+    src.digest([], out=src.arrays[0].reshape(-1)[:0])
 
 
 def test_a_pool_that_is_closed() -> None:
@@ -634,6 +684,24 @@ def test_fused_is_the_rule_for_rows() -> None:
     ):
         made = kvbm.Transfer(Plain(src, shape, 2).pool, Plain(dst, shape, 2, dst=True).pool)
         assert not isinstance(made._mover.digested(None).digests.direct, str), (src, dst)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "hd", "dtype"),
+    [
+        ("nhd", "b l o h d t", 32, "float64"),
+        ("nhd", "b h/2 o d%4 l t h%2 d/4", 32, "uint8"),
+        ("vllm/ascend_nz", "nhd", 12, "float32"),
+    ],
+)
+def test_what_no_kernel_fuses_is_digested_beside_the_copy(src: str, dst: str, hd: int, dtype: str) -> None:
+    shape = BlockShape(nl=3, no=2, nh=4, nt=16, hd=hd, dtype=dtype)
+    s, d = Plain(src, shape, 3), Plain(dst, shape, 3, dst=True)
+    with kvbm.Transfer(s.pool, d.pool, verify=True) as move:
+        out = np.zeros(2, np.uint64)
+        move.copy([2, 0], [1, 2], digests=out).synchronize()
+        assert out.tolist() == expected(s, [2, 0])
+        assert "by a pass of their own" in move.explain()
 
 
 def test_layers_of_a_copy() -> None:
@@ -784,6 +852,18 @@ class TestOnTheFakeDriver:
 
     def test_nothing_grows(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.nothing_grows")
+
+    def test_captured_copies_stand_in_no_line(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.captured_copies_stand_in_no_line")
+
+    def test_told_once(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.told_once")
+
+    def test_a_captured_digest_wants_memory(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.a_captured_digest_wants_memory")
+
+    def test_memory_that_digests_share(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.memory_that_digests_share")
 
     @pytest.mark.slow
     @pytest.mark.parametrize("copy", ["direct", "staged", "engine", "pool"])

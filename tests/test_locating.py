@@ -246,7 +246,7 @@ def test_pairs_that_are_skipped_and_ids_that_do_not_fit(pools: Any) -> None:
         locate(src, dst, [0], [6])
     with pytest.raises(BindError, match="stream: the pools are on the CPU"):
         locate(src, dst, [0], [5], stream=2)
-    for tokens in ([1, 2], 1.5, [[1]]):
+    for tokens in ([1, 2], 1.5, [[1]], [[1], [1, 2]]):
         with pytest.raises(BindError, match="tokens: expected 1 integers"):
             locate(src, dst, [0], [5], tokens=tokens)
     with pytest.raises(PlanError, match="axis 'h'"):
@@ -365,6 +365,21 @@ def test_a_copy_that_nobody_waits_for_is_told_of_at_the_next_one(pools: Any) -> 
             move.copy([1], [4])
         with pytest.raises(DigestError, match=r"pair 0 \(1 → 4\): the source's digest is .*[0-9a-f]$"):
             move.copy([0], [5])
+        move.copy([0], [5]).synchronize()
+
+
+def test_whoever_waits_is_told_and_no_later_copy(pools: Any) -> None:
+    src, dst = pools
+    with kvbm.Transfer(src, dst, verify=True) as move:
+
+        def spoil(proof: Any) -> None:
+            proof._memory[proof.count] ^= np.uint64(1)
+
+        with Disturbed(spoil):
+            done = move.copy([1], [4])
+        for _ in range(2):
+            with pytest.raises(DigestError, match=r"pair 0 \(1 → 4\)"):
+                done.synchronize()
         move.copy([0], [5]).synchronize()
 
 

@@ -184,6 +184,30 @@ def test_no_folder_is_made(tmp_path: Path) -> None:
     ):
         pass
     assert not list(tmp_path.iterdir())
+    (tmp_path / "link").symlink_to("there/out")
+    with (
+        pytest.raises(FileNotFoundError, match="no such folder"),
+        store.create(tmp_path / "link", kvbm.load("universal"), SHAPE, 1),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "match"),
+    [
+        ({"a": 1}, "metadata: expected texts by name, got 1"),
+        ({1: "a"}, "metadata: expected texts by name, got 1"),
+        ({"a": "\ud800"}, "metadata: expected texts by name"),
+        ({"a": "x" * 100_000_001}, "a safetensors header holds 100,000,000 bytes"),
+    ],
+    ids=["number", "key", "half a character", "long"],
+)
+def test_metadata_that_no_file_could_be_read_with(tmp_path: Path, metadata: Any, match: str) -> None:
+    pool = kvbm.Pool.allocate(kvbm.load("universal"), SHAPE, 1)
+    with pytest.raises(kvbm.BindError, match=match):
+        store.save(tmp_path / "out", pool, metadata=metadata)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("place", [("__metadata__", "kvbm.layout"), ("__metadata__", "kvbm.order"), ("alloc_00000", "dtype")])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, NamedTuple
 
 from .access import Access, Step, normal
@@ -17,8 +18,9 @@ from .lower import Launch
 from .nest import Form, Id, Mode, Part, form_of
 from .planner import between
 from .section import Section, canonical
+from .shapes import LIMIT
 
-__all__ = ["CELL", "Keys", "Model", "Told", "alike", "alone", "fused", "keys_of"]
+__all__ = ["CELL", "Keys", "Model", "Told", "alike", "alone", "fused", "keys_of", "require_model"]
 
 #: Bytes of the largest cell, and what each takes in the map of keys.
 CELL = 16
@@ -114,10 +116,20 @@ class Model:
         How many the model has.
     """
 
-    layers: range | tuple[int, ...] | None = None
-    heads: range | tuple[int, ...] | None = None
+    layers: range | Sequence[int] | None = None
+    heads: range | Sequence[int] | None = None
     nl: int | None = None
     nh: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, convert in (("layers", _coordinates), ("heads", _coordinates), ("nl", index), ("nh", index)):
+            given = getattr(self, name)
+            try:
+                found = None if given is None else convert(given)
+            except TypeError:
+                what = "an integer" if convert is index else "a range, or a list of integers"
+                raise PlanError(f"Model: {name}: expected {what}, got {given!r:.200}") from None
+            object.__setattr__(self, name, found)
 
     def axes(self) -> Iterator[tuple[str, range | tuple[int, ...], int]]:
         """Axis, coordinates, and how many the model has."""
@@ -127,9 +139,25 @@ class Model:
                     f"axis '{axis}': expected its coordinates and how many the model has, got one of them"
                 )
             if held is not None and count is not None:
-                if len(set(held)) < len(held):
-                    raise LayoutError(f"axis '{axis}': expected each coordinate once, got {held}")
+                held = _coordinates(held)
+                ends = (held[0], held[-1]) if isinstance(held, range) and held else held
+                if not 0 < count < LIMIT:
+                    raise LayoutError(f"axis '{axis}': expected a model of 1 to {LIMIT - 1}, got {count}")
+                if not ends or min(ends) < 0 or max(ends) >= count:
+                    raise LayoutError(f"axis '{axis}': expected coordinates from 0 to {count - 1}, got {held!r:.200}")
+                if isinstance(held, tuple) and len(set(held)) < len(held):
+                    raise LayoutError(f"axis '{axis}': expected each coordinate once, got {held!r:.200}")
                 yield axis, held, count
+
+
+def _coordinates(given: Any) -> range | tuple[int, ...]:
+    return given if isinstance(given, range) else tuple(map(index, given))
+
+
+def require_model(given: Any) -> None:
+    """Raise `PlanError` for what is no model."""
+    if given is not None and not isinstance(given, Model):
+        raise PlanError(f"model: expected a kvbm.Model, got {given!r:.200}")
 
 
 #: Coordinates of an axis, or names of planes where it is empty.
@@ -153,6 +181,7 @@ def keys_of(whole: Section, model: Model | None = None, choices: Iterable[Choice
     PlanError
         Elements that share a byte along another axis than the last of their plane; a model that does not fit the pool.
     """
+    require_model(model)
     try:
         keys = _keys_of_all(whole, model)
         for axis, chosen in choices:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import operator
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from . import _core
 from .arrays import Array, describe
-from .digest import Keys, alone
-from .errors import BindError, CudaError, DigestError
+from .digest import Keys, Told, alone
+from .errors import BindError, CudaError, DigestError, MissingKernelError
 from .locks import Lock
-from .lower import Steps
+from .lower import Launch, Steps
 from .memory import Slab
 from .prepare import digest_copies
 from .shapes import round_up
@@ -27,7 +27,7 @@ from .streams import framework_of, framework_stream
 if TYPE_CHECKING:
     from .selection import PoolSection
 
-__all__ = ["CopyDigests", "Digester", "Proof", "digest_array", "unit_positions"]
+__all__ = ["CopyDigests", "Digester", "Proof", "digest_array", "fused_copies", "unit_positions"]
 
 _MOST = (1 << 31) - 1
 
@@ -63,7 +63,7 @@ class Digester:
         most = self.num_ids if ids is None else _MOST
         pairs = _core.Pairs(ids, None, self.num_ids, most, False, self.device)
         if tokens is None and self.units > 1:
-            tokens = unit_positions(ids, self.num_ids, self.units, self.unit_tokens)
+            tokens = unit_positions(ids, pairs, self.units, self.unit_tokens)
         positions = None if tokens is None else _core.Positions(tokens, len(pairs), self.device)
         if self.device < 0:
             for name, given in (("stream", stream), ("wait", wait)):
@@ -72,17 +72,24 @@ class Digester:
                         f"{name}: the pool is on the CPU, where digests are done when the call returns; leave {name} out"
                     )
             found: npt.NDArray[np.uint64] = np.zeros(len(pairs), np.uint64) if out is None else out
-            address = digest_array(found, len(pairs), -1).address
-            self.route.digest(pairs, positions, address)
+            told = digest_array(found, len(pairs), -1, () if out is None else (pool,))
+            self.route.digest(pairs, positions, told.address)
             return found
         if stream is None:
             stream = framework_stream(self.framework, self.device)
         if out is not None:
-            told = digest_array(out, len(pairs), self.device)
+            told = digest_array(out, len(pairs), self.device, (pool,))
             far = told.device == "cpu"
             return self.route.digest(pairs, positions, told.address, far, stream, wait, (pool, out, told.owner))
         found = np.zeros(len(pairs), np.uint64)
-        self.route.digest(pairs, positions, found.ctypes.data, True, stream, wait).synchronize()
+        done = self.route.digest(pairs, positions, found.ctypes.data, True, stream, wait, (pool, found))
+        if done.captured:
+            _captured.append(done)  # its graph, if that is ever launched, writes to this memory
+            raise BindError(
+                f"{self.title}: the stream captures a graph, whose digests are there after a replay; pass out=, an array for "
+                "them"
+            )
+        done.synchronize()
         return found
 
 
@@ -93,35 +100,46 @@ def copies_of(part: PoolSection, keys: Keys, device: int, steps: Steps | None = 
     return digest_copies(ready, keys.lanes, device, pool.steps if steps is None else steps)
 
 
-def unit_positions(ids: Any, num_ids: int, units: int, tokens: int) -> npt.NDArray[np.int64]:
-    """Where the first token of each unit stands in its block.
+#: What graphs write to that nobody was given.
+_captured: list[_core.Done] = []
+
+
+def fused_copies(
+    made: list[tuple[Launch, list[Told]]] | str, lanes: int, device: int, src_steps: Steps, dst_steps: Steps
+) -> list[_core.Copy] | str:
+    """The launches that copy and digest, or why there are none."""
+    try:
+        return made if isinstance(made, str) else digest_copies(made, lanes, device, src_steps, dst_steps)
+    except MissingKernelError as error:
+        return str(error)
+
+
+def unit_positions(ids: Any, pairs: _core.Pairs, units: int, tokens: int) -> npt.NDArray[np.int64]:
+    """Where the first token of each unit stands in its block; `ids` are those of the pairs' source, as they were given.
 
     Raises
     ------
     BindError
         Ids on a GPU, which the host does not read.
     """
-    if ids is None:
-        given = np.arange(num_ids)
-    elif hasattr(ids, "__cuda_array_interface__") or getattr(ids, "is_cuda", False):
+    given = ids if isinstance(ids, np.ndarray) else pairs.ids()[0]
+    if given is None:
         raise BindError(
             "tokens: ids of units on a GPU do not tell the host where in its block a unit stands; pass tokens=, the position of "
             "each unit's first token"
         )
-    else:
-        given = np.atleast_1d(
-            np.asarray(operator.index(ids) if hasattr(ids, "__index__") and not hasattr(ids, "__len__") else ids)
-        )
-    return np.where(given < 0, 0, given.astype(np.int64) % units) * tokens
+    numbers = np.atleast_1d(given).astype(np.int64)
+    return np.where(numbers < 0, 0, numbers % units) * tokens
 
 
-def digest_array(array: Any, count: int, device: int) -> Array:
+def digest_array(array: Any, count: int, device: int, pools: Iterable[Any]) -> Array:
     """An array that takes digests.
 
     Raises
     ------
     BindError
-        No contiguous array of `count` 64-bit integers that may be written, or one that lies elsewhere than the kernels reach.
+        No contiguous array of `count` 64-bit integers that may be written, or one that lies elsewhere than the kernels reach, or
+        in one of the pools.
     """
     told = describe(array, "digests")
     where = "cpu" if device < 0 else f"cuda:{device}"
@@ -134,6 +152,10 @@ def digest_array(array: Any, count: int, device: int) -> Array:
     reached = told.device == where or (told.device == "cpu" and (not count or _core.memory_range(told.address)[1]))
     if not reached:
         raise BindError(f"digests: expected memory on {where}, or pinned host memory, got an array on {told.device}")
+    for pool in pools:
+        begin, end = told.address, told.address + 8 * count
+        if count and ((pool.spans[:, 0] < np.uint64(end)) & (pool.spans[:, 1] > np.uint64(begin))).any():
+            raise BindError(f"digests: expected memory of its own, got an array that lies in the memory of {pool!r}")
     return told
 
 
@@ -219,8 +241,15 @@ class Proof:
         self._pairs, self._where = pairs, where
         self._pinned = _pinned if device >= 0 else None
         self._memory = self._pinned.take(2 * count) if self._pinned else np.zeros(2 * count, np.uint64)
-        self._untold, self._is_told = untold, False
-        self._noted: DigestError | None = None
+        self._untold, self.is_told = untold, False
+        self._reported: DigestError | None = None
+
+    @staticmethod
+    def settle(untold: list[DigestError]) -> None:
+        """Keep the oldest copies that are done no longer, a few at a time; raise what was found of one that nobody waits for."""
+        _pinned.release(4)
+        with contextlib.suppress(IndexError):  # none, or another thread's copy was faster
+            raise untold.pop(0)
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -229,26 +258,33 @@ class Proof:
         return start, start + 8 * self.count
 
     def watch(self, done: _core.Done) -> None:
-        """Keep the memory until the copy is done, whoever drops what waits for it."""
+        """Keep the memory until the copy is done, whoever drops what waits for it; a captured one's the caller keeps."""
         done.proof = self
-        _pinned.watch(done)
+        if not self._pinned:
+            self.report()
+        elif not done.captured:
+            self._pinned.watch(done)
 
     def report(self) -> None:
         """What was found of a copy that is done, where nobody asked."""
         try:
-            if not self._is_told:
+            if not self.is_told:
                 self._compare(lambda _: "")
         except DigestError as error:
-            self._noted = error.with_traceback(None)  # whose frames have the pools
-            self._untold.append(self._noted)
+            self._reported = error.with_traceback(None)  # whose frames have the pools
+            self._untold.append(self._reported)
 
     def __call__(self) -> None:
-        if self._is_told:  # what the next copy would say is said here, to who asks
-            self._untold[:] = [error for error in self._untold if error is not self._noted]
+        self.is_told = True
+        if self._reported in self._untold:  # whoever waits is told here, and not at another copy
+            with contextlib.suppress(ValueError):  # another thread's copy may have been faster
+                self._untold.remove(self._reported)
+        if self._pinned:
+            self._pinned.release()
         self._compare(self._where)
 
     def _compare(self, where: Callable[[Sequence[int]], str]) -> None:
-        self._is_told = True
+        self.is_told = True
         src, dst = self._memory[: self.count], self._memory[self.count : 2 * self.count]
         wrong = np.flatnonzero(src != dst)
         if wrong.size:
@@ -297,17 +333,20 @@ class _Pinned:
     def watch(self, done: _core.Done) -> None:
         with self._lock:
             self._watched.append(done)
-            ready = [self._watched.popleft() for _ in range(self._finished())]
+
+    def release(self, most: int = 64) -> None:
+        """Watch those of the oldest copies no longer that are done, and report what nobody waits for."""
+        ready: list[_core.Done] = []
+        with self._lock, contextlib.suppress(CudaError):  # of an older copy: whoever waits for that is told
+            for _ in range(min(len(self._watched), most)):
+                if not self._watched[0].query():
+                    break
+                one = self._watched.popleft()
+                # Two references: `one`, and the call's.  Who has another may still ask.
+                is_held = not one.proof.is_told and sys.getrefcount(one) > 2
+                (self._watched if is_held else ready).append(one)
         for one in ready:  # not with the lock held: what is dropped gives memory back
             one.proof.report()
-
-    def _finished(self) -> int:
-        """How many of the oldest copies are done, of a few at a time."""
-        count = 0
-        with contextlib.suppress(CudaError):  # of an older copy: whoever waits for that is told
-            while count < min(len(self._watched), 4) and not self._watched[count].captured and self._watched[count].query():
-                count += 1
-        return count
 
 
 _pinned = _Pinned()

@@ -169,7 +169,10 @@ def locate(
     given = _core.Pairs(_on_host(src_ids), _on_host(dst_ids), src.num_ids, dst.num_ids)
     ids = np.array(given.ids(), np.int32).reshape(2, -1)
     count = ids.shape[1]
-    starts = np.atleast_1d(np.asarray(0 if tokens is None else _on_host(tokens)))
+    try:
+        starts = np.atleast_1d(np.asarray(0 if tokens is None else _on_host(tokens)))
+    except (TypeError, ValueError):  # rows of other lengths
+        starts = np.zeros((0, 0))
     if starts.dtype.kind not in "iu" or starts.shape not in ((1,), (count,)):
         raise BindError(f"tokens: expected {count} integers, the position of each pair's first token, got {tokens!r:.200}")
     starts = np.broadcast_to(starts, (count,))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from . import _core, tuner, tuning
 from .digest import Choice, Model, alike, alone, fused, keys_of
-from .digesting import CopyDigests, Proof, digest_array, unit_positions
+from .digesting import CopyDigests, Proof, digest_array, fused_copies, unit_positions
 from .errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
 from .layout import Layout
 from .locating import told
@@ -150,6 +150,7 @@ class Mover:
         self.chunk_bytes = chunk_bytes
         self.model = model
         self.untold: list[DigestError] = []
+        self.captured: list[_core.Done] = []  # that verify: each replay writes to their memory
         self.lock = Lock()
         self.ring: _core.Ring | None = None
         self.routes: dict[Any, _Route] = {}
@@ -239,11 +240,7 @@ class Mover:
         ) -> list[_core.Copy] | str:
             if few:
                 return "kernels that keep to few multiprocessors do not digest"
-            made = fused(*sides, keys, alignments, self.title)
-            try:
-                return made if isinstance(made, str) else digest_copies(made, keys.lanes, self.device, *ends)
-            except MissingKernelError as error:
-                return str(error)
+            return fused_copies(fused(*sides, keys, alignments, self.title), keys.lanes, self.device, *ends)
 
         none = Steps()
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
@@ -394,14 +391,13 @@ class Mover:
         count = len(pairs)
         if tokens is None and self.src.section.units > 1:
             units = self.src.section
-            tokens = unit_positions(src_ids, units.num_ids, units.units, units.shape.nt // units.units)[:count]
+            tokens = unit_positions(src_ids, pairs, units.units, units.shape.nt // units.units)
         positions = None if tokens is None else _core.Positions(tokens, count, self.device)
         address, far, keep = 0, False, None
         if out is not None:
-            array = digest_array(out, count, self.device)
+            array = digest_array(out, count, self.device, self.keep or ())
             address, far, keep = array.address, not self.on_host and array.device == "cpu", (out, array.owner)
-        if self.untold:
-            raise self.untold.pop(0)  # of an earlier copy, whose `Done` was dropped
+        Proof.settle(self.untold)
         proof = None
         if verifies and self.parts:
             where = functools.partial(told, *self.parts, pairs, layers)
@@ -411,6 +407,8 @@ class Mover:
         )
         if proof:
             proof.watch(done)
+            if done.captured:
+                self.captured.append(done)
         return done
 
     def _stream(self, stream: Any, wait: Any) -> Any:

@@ -556,7 +556,7 @@ def _in_keys(title: str, src: Access, dst: Access, key: Access) -> Iterator[Mode
         try:
             pieces = list(refine([step.divisor for side in steps for step in side], end, own[0].divisor))
             for divisor, extent in pieces:
-                s, d, k = (next(x for x in side if x.divisor <= divisor < x.divisor * x.extent) for side in steps)
+                s, d, k = [next(x for x in side if x.divisor <= divisor < x.divisor * x.extent) for side in steps]
                 si, di, ki = (divisor // x.divisor for x in (s, d, k))
                 yield Mode(extent, s.nbytes * si, d.nbytes * di, s.entries * si, d.entries * di, k.nbytes * ki)
         except (LayoutError, StopIteration):

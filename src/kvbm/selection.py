@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .digest import Keys, Model, keys_of
+from .digest import Keys, Model, keys_of, require_model
 from .digesting import Digester
 from .errors import LayoutError, PlanError
 from .section import Coordinates, Section
@@ -153,6 +153,7 @@ class PoolSection:
     ) -> Any:
         """Digests of blocks of this section, or of units: as `Pool.digest`."""
         self.pool.require_open()
+        require_model(model)
         known: dict[Any, Digester] = self.pool.digesters
         what = self.of, self.choices, model
         found = known.get(what)

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -331,6 +332,90 @@ def nothing_grows() -> None:
             seen.append(tuple(live))
             assert ctypes.c_long.in_dll(driver, "registered").value <= 4
     assert len(set(seen[15:])) == 1, seen
+
+
+def captured_copies_stand_in_no_line() -> None:
+    """A captured copy that verifies is done at no time: others beside it are let go, and told of, as ever."""
+    s, d = Plain("nhd", SHAPE, 9, where=0), Plain("universal", SHAPE, 9, dst=True, where=0)
+    defer(1)
+    with kvbm.Transfer(s.pool, d.pool, verify=True) as move:
+        driver.fake_begin_capture(handle(6))
+        done = move.copy([1, 2], [3, 4], stream=6)
+        graph = driver.fake_end_capture()
+        del done  # the graph writes to its memory all the same
+        gc.collect()
+        for _ in range(100):
+            move.copy([1, 2], [5, 6], stream=5).synchronize()
+            driver.fake_launch_graph(handle(graph), handle(7))
+            pump()
+        assert ctypes.c_long.in_dll(driver, "registered").value <= 4
+        ctypes.c_long.in_dll(driver, "fake_wrong").value = 1
+        move.copy([1, 2], [5, 6], stream=5)
+        pump()
+        with refused(DigestError, "1 of 2 pairs differ"):
+            move.copy([1, 2], [5, 6], stream=5)
+        driver.fake_destroy_graph(handle(graph))
+
+
+def told_once() -> None:
+    """Whoever waits for a wrong copy is told, and no later copy; then nothing of it is kept."""
+    wrong = ctypes.c_long.in_dll(driver, "fake_wrong")
+    for deferred in (0, 1):
+        defer(deferred)
+        s, d = Plain("nhd", SHAPE, 9, where=0), Plain("universal", SHAPE, 9, dst=True, where=0)
+        move = kvbm.Transfer(s.pool, d.pool, verify=True)
+        wrong.value = 1
+        done = move.copy([1, 2], [3, 4], stream=5)
+        for _ in range(2):
+            with refused(DigestError, "1 of 2 pairs differ"):
+                done.synchronize()
+        move.copy([1, 2], [3, 4], stream=5).synchronize()
+        # The next copy finds it done before anybody waits for it.
+        wrong.value = 1
+        done = move.copy([1, 2], [3, 4], stream=5)
+        pump()
+        after = move.copy([1, 2], [5, 6], stream=5)
+        with refused(DigestError, "1 of 2 pairs differ"):
+            done.synchronize()
+        after.synchronize()
+        move.copy([1, 2], [3, 4], stream=5).synchronize()
+        seen = weakref.ref(s.pool)
+        del move, done, after, s
+        gc.collect()
+        assert seen() is None, "a copy that is done keeps its pools"
+
+
+def a_captured_digest_wants_memory() -> None:
+    s = Plain("nhd", SHAPE, 9, where=0)
+    defer(1)
+    out = Out(2)
+    driver.fake_begin_capture(handle(6))
+    s.pool.digest([1, 2], out=out.array, stream=6)
+    with refused(kvbm.BindError, "the stream captures a graph", "pass out="):
+        s.pool.digest([1, 2], stream=6)
+    graph = driver.fake_end_capture()
+    gc.collect()
+    driver.fake_launch_graph(handle(graph), handle(5))  # which has the refused one, too
+    pump()
+    assert out.found() == expected(s, [1, 2])
+    driver.fake_destroy_graph(handle(graph))
+
+
+def memory_that_digests_share() -> None:
+    """Digests begin as zeros: ids or positions there would be read as these."""
+    s, d = Plain("nhd", SHAPE, 9, where=0), Plain("universal", SHAPE, 9, dst=True, where=0)
+    memory = np.array([1, 2, 5, 6])
+    out, given = (FakeCuda((2,), "int64", address=memory[first:].ctypes.data) for first in (1, 2))
+    same = FakeCuda((2,), "int64", address=memory[1:].ctypes.data)
+    with kvbm.Transfer(s.pool, d.pool, "direct") as move:
+        for shared in (given, same):
+            with refused(kvbm.BindError, "digests: expected memory of its own, got that of tokens"):
+                s.pool.digest([1, 2], tokens=shared, out=out, stream=5)
+            with refused(kvbm.BindError, "got that of ids"):
+                s.pool.digest(shared, tokens=0, out=out, stream=5)
+            with refused(kvbm.BindError, "got that of ids"):
+                move.copy([1, 2], shared, digests=out, stream=5)
+    assert memory.tolist() == [1, 2, 5, 6]
 
 
 # ---- a call of the driver fails ------------------------------------------------------------------------------------

@@ -241,6 +241,8 @@ cdef class Positions:
 
 
 cdef int _refuse_range(str what, int64_t index, id, int64_t blocks) except -1:
+    if what == "tokens":
+        raise BindError(f"tokens[{index}] is {id}: expected a position below 2**63")
     if blocks <= 0:
         raise BindError(f"{what}[{index}] is {id}: the pool has no blocks")
     raise BindError(

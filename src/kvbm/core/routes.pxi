@@ -513,6 +513,16 @@ cdef int _fill_digests(kvbm_batch *batch, Positions positions, uint64_t out, bin
     if positions is not None:
         batch.positions, batch.positions_device = positions.on_host, positions.on_device
         batch.position_bytes = positions.nbytes
+    _refuse_shared(batch, batch.positions_device, batch.position_bytes, "tokens")
+    _refuse_shared(batch, batch.src.ids_device, batch.id_bytes, "ids")
+    return _refuse_shared(batch, batch.dst.ids_device, batch.id_bytes, "ids")
+
+
+cdef int _refuse_shared(const kvbm_batch *batch, uint64_t begin, uint64_t nbytes, str what) except -1:
+    """Digests are set to 0 before anything on the GPU is read."""
+    cdef uint64_t count = batch.num_pairs
+    if begin and batch.digests and begin < batch.digests + 8 * count and batch.digests < begin + nbytes * count:
+        raise BindError(f"digests: expected memory of its own, got that of {what} on the GPU")
     return 0
 
 

@@ -407,8 +407,9 @@ def create(
     header, offsets = _header(layout, shape, resolved, kinds, metadata or {})
     size = min(offsets) + resolved.nbytes
     path = Path(path)
-    if not path.parent.is_dir():  # a typing error makes no folders
-        raise FileNotFoundError(errno.ENOENT, "no such folder", str(path.parent))
+    folder = Path(os.path.realpath(path)).parent  # of what a symlink leads to
+    if not folder.is_dir():  # a typing error makes no folders
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
     mode = path.stat().st_mode & 0o777 if force and path.exists() else 0o666  # what was private stays so
     with replacing(path, new=not force, durable=True, mode=mode) as part:
         with part.open("rb+") as file:
@@ -454,6 +455,11 @@ def _header(
     layout: Layout, shape: BlockShape, resolved: Resolved, kinds: Kinds, further: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
     """Return the file's first bytes, so many that blocks begin at a page, and each allocation's offset in the file."""
+    for one in itertools.chain.from_iterable(dict(further).items()):
+        try:
+            one.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise BindError(f"metadata: expected texts by name, got {one!r:.200}") from None
     metadata = {key: text for key, text in further.items() if not key.startswith("kvbm.")} | {
         "kvbm.format": FORMAT,
         "kvbm.layout": layout.name,
@@ -491,6 +497,8 @@ def _header(
         end += allocation.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text) + before) % _ALIGN)
+    if len(text) > _MAX_HEADER:
+        raise BindError(f"metadata: a safetensors header holds {_MAX_HEADER:,} bytes, and this one would have {len(text):,}")
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, [start + offset for offset in offsets]
 
