@@ -155,7 +155,7 @@ class PoolSection:
         self.pool.require_open()
         require_model(model)
         known: dict[Any, Digester] = self.pool.digesters
-        what = self.of, self.choices, model
+        what = self.of.units, self.choices, model
         found = known.get(what)
         if found is None:
             if len(known) >= _MOST_DIGESTERS:

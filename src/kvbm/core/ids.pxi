@@ -380,9 +380,9 @@ cdef int _read_items(Given *ids, tuple items, str what, int64_t blocks) except -
 
 
 cdef bint _is_plain(const Py_buffer *buffer) noexcept:
-    """Whether the items are int32 or int64 of this machine's byte order."""
+    """Whether the items are int32 or int64 of this machine's byte order, and aligned."""
     cdef const char *code = buffer.format
-    if code == NULL or (buffer.itemsize != 4 and buffer.itemsize != 8):
+    if code == NULL or (buffer.itemsize != 4 and buffer.itemsize != 8) or <uint64_t> buffer.buf % buffer.itemsize:
         return False
     if code[0] == c"@" or code[0] == c"=" or code[0] == c"<":
         code += 1
@@ -450,6 +450,7 @@ cdef object _read_tensor(Given *ids, object given, str what, int64_t blocks, int
         elif (api != NULL and found.ndim == 1 and (found.device_type == KDL_CPU or found.device_type == KDL_CUDA_HOST)
                 and found.code == 0 and (found.bits == 64 or found.bits == 32) and found.lanes == 1
                 and (found.strides == NULL or found.strides[0] == 1 or found.shape[0] < 2)
+                and (<uint64_t> found.data + found.byte_offset) % (found.bits // 8) == 0
                 and (found.data != NULL or found.shape[0] == 0) and _holds(given, found.shape[0], found.bits // 8)):
             ids.data = <const char *> found.data + found.byte_offset
             ids.count, ids.nbytes = found.shape[0], found.bits // 8
