@@ -545,14 +545,27 @@ int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, Handle stre
   ++uploads;
   return submit((Work){.kind = COPY, .stream = stream, .to = (void *)to, .from = from, .bytes = bytes}), 0;
 }
-static struct {
+typedef struct Range {
   char *begin, *end;
-} ranges[64]; /* `registered` of them */
+} Range;
+static Range ranges[64]; /* `registered` of them, with ranges_lock held: any thread registers, and asks */
+static pthread_mutex_t ranges_lock = PTHREAD_MUTEX_INITIALIZER;
+/* The registration around an address; false: none. */
+static int find_range(Address address, Range *found) {
+  int is_found = 0;
+  pthread_mutex_lock(&ranges_lock);
+  for (long i = 0; i < registered && !is_found; ++i)
+    if (address >= (Address)ranges[i].begin && address < (Address)ranges[i].end) *found = ranges[i], is_found = 1;
+  pthread_mutex_unlock(&ranges_lock);
+  return is_found;
+}
 /* Beyond its allocation, or from one registration into the next: the driver refuses these. */
 static int is_refused(Address at, size_t bytes) {
-  for (long i = 0; i < registered; ++i)
-    if (at < (Address)ranges[i].end && (Address)ranges[i].end < at + bytes) return 1;
-  return bytes > knob("FAKE_MOST_BYTES", 1 << 30);
+  int is_cut = 0;
+  pthread_mutex_lock(&ranges_lock);
+  for (long i = 0; i < registered; ++i) is_cut |= at < (Address)ranges[i].end && (Address)ranges[i].end < at + bytes;
+  pthread_mutex_unlock(&ranges_lock);
+  return is_cut || bytes > knob("FAKE_MOST_BYTES", 1 << 30);
 }
 int cuMemcpyPeerAsync(Address to, Handle to_context, Address from, Handle from_context, size_t bytes, Handle stream) {
   MAY_FAIL;
@@ -600,10 +613,9 @@ int cuPointerGetAttributes(unsigned count, int *what, void **values, Address add
   /* All on GPU 0 but for what is registered, and two ranges that a test names: [from, to) of pinned and of ordinary host memory. */
   MAY_FAIL;
   const struct Memory *memory = memory_at(address);
-  long in = 0;
-  while (in < registered && !(address >= (Address)ranges[in].begin && address < (Address)ranges[in].end)) ++in;
-  const Address begin = in < registered ? (Address)ranges[in].begin : fake_pinned[0];
-  const Address end = in < registered ? (Address)ranges[in].end : fake_pinned[1];
+  Range range = {(char *)fake_pinned[0], (char *)fake_pinned[1]};
+  find_range(address, &range);
+  const Address begin = (Address)range.begin, end = (Address)range.end;
   const int pinned = address - begin < end - begin, is_told = pinned && !knob("FAKE_NO_RANGES", 0);
   const int ordinary = address - fake_ordinary[0] < fake_ordinary[1] - fake_ordinary[0];
   ++lookups;
@@ -630,8 +642,8 @@ int cuMemGetAccess(unsigned long long *flags, const Location *where, Address add
   MAY_FAIL;
   const struct Memory *memory = memory_at(address);
   /* The driver answers for registered memory, too: that nobody was granted it, although every GPU reaches it. */
-  for (long i = 0; i < registered; ++i)
-    if (address >= (Address)ranges[i].begin && address < (Address)ranges[i].end) return *flags = 0, 0;
+  Range range;
+  if (find_range(address, &range)) return *flags = 0, 0;
   if (!memory || memory->kind != MAPPING || where->type != 1) return INVALID_VALUE;
   return *flags = memory->granted >> where->id & 1 ? 3 : 0, 0;
 }
@@ -770,14 +782,20 @@ int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
   if (status) return status;
   if (!depth) return NO_CONTEXT;
   if (((uintptr_t)memory | bytes) % 4096 || registered == 64) return INVALID_VALUE; /* stricter than the real one */
-  for (long i = 0; i < registered; ++i)
-    if ((char *)memory < ranges[i].end && ranges[i].begin < (char *)memory + bytes) return 712; /* registered already */
-  ranges[registered].begin = memory, ranges[registered++].end = (char *)memory + bytes;
-  return register_flags = flags, 0;
+  int is_known = 0;
+  pthread_mutex_lock(&ranges_lock);
+  for (long i = 0; i < registered; ++i) is_known |= (char *)memory < ranges[i].end && ranges[i].begin < (char *)memory + bytes;
+  if (!is_known) ranges[registered] = (Range){memory, (char *)memory + bytes}, ++registered, register_flags = flags;
+  pthread_mutex_unlock(&ranges_lock);
+  return is_known ? 712 : 0; /* registered already */
 }
 int cuMemHostUnregister(void *memory) {
   long i = 0;
+  if (!depth) return NO_CONTEXT;
+  pthread_mutex_lock(&ranges_lock);
   while (i < registered && ranges[i].begin != memory) ++i;
-  if (!depth || i == registered) return depth ? 713 : NO_CONTEXT; /* not registered */
-  return ranges[i] = ranges[--registered], 0;
+  const int is_known = i < registered;
+  if (is_known) --registered, ranges[i] = ranges[registered];
+  pthread_mutex_unlock(&ranges_lock);
+  return is_known ? 0 : 713; /* not registered */
 }
