@@ -5,7 +5,9 @@ Judged by `digest_oracle` over what `oracle` and `plane_oracle` say lies where; 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import importlib.util
 import itertools
 import json
@@ -733,6 +735,28 @@ def test_one_pool() -> None:
     want = expected(s, [0, 1])
     kvbm.Transfer(s.pool, s.pool, verify=True).copy([0, 1], [4, 5], digests=out).synchronize()
     assert out.tolist() == want == expected(s, [4, 5])
+
+
+def test_memory_of_a_copy_that_failed_is_not_used_again() -> None:
+    """What was enqueued before the failure may write it later, into another copy's digests."""
+    from kvbm.digesting import Proof
+
+    class Pinned:
+        given = 0
+
+        def give(self, memory: np.ndarray) -> None:
+            self.given += 1
+
+    pairs, pinned = kvbm._core.Pairs([4], [0], 8, 8), Pinned()
+    for fails in (True, False):
+        proof = Proof("a → b", 1, -1, [], pairs, lambda _: "")
+        proof._pinned = pinned
+        with contextlib.suppress(RuntimeError), proof:
+            if fails:
+                raise RuntimeError
+        del proof
+        gc.collect()
+        assert pinned.given == (0 if fails else 1)
 
 
 def test_the_error_of_a_proof() -> None:

@@ -257,6 +257,14 @@ class Proof:
         start = int(self._memory.ctypes.data)
         return start, start + 8 * self.count
 
+    def __enter__(self) -> Proof:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Of the enqueueing: where that failed some of it may still write the memory, which nobody gets again."""
+        if kind is not None:
+            self._pinned = None
+
     def watch(self, done: _core.Done) -> None:
         """Keep the memory until the copy is done, whoever drops what waits for it; a captured one's the caller keeps."""
         done.proof = self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -399,12 +400,12 @@ class Mover:
             address, far, keep = array.address, not self.on_host and array.device == "cpu", (out, array.owner)
         Proof.settle(self.untold)
         proof = None
-        if verifies and self.parts:
-            where = functools.partial(told, *self.parts, pairs, layers)
+        if verifies:
+            where = functools.partial(told, *(self.parts or ()), pairs, layers)
             proof = Proof(self.title, count, self.device, self.untold, pairs, where)
-        done = found.route.copy_digested(
-            pairs, positions, address, far, proof.addresses if proof else (0, 0), stream, wait, (keep, proof, self.keep)
-        )
+        both, kept = proof.addresses if proof else (0, 0), (keep, proof, self.keep)
+        with proof or contextlib.nullcontext():
+            done = found.route.copy_digested(pairs, positions, address, far, both, stream, wait, kept)
         if proof:
             proof.watch(done)
             if done.captured:
