@@ -744,7 +744,7 @@ def test_memory_of_a_copy_that_failed_is_not_used_again() -> None:
     class Pinned:
         given = 0
 
-        def give(self, memory: np.ndarray) -> None:
+        def give(self, _memory: np.ndarray) -> None:
             self.given += 1
 
     pairs, pinned = kvbm._core.Pairs([4], [0], 8, 8), Pinned()

@@ -401,7 +401,8 @@ class Mover:
         Proof.settle(self.untold)
         proof = None
         if verifies:
-            where = functools.partial(told, *(self.parts or ()), pairs, layers)
+            assert self.parts is not None  # a transfer keeps them, and it alone verifies
+            where = functools.partial(told, *self.parts, pairs, layers)
             proof = Proof(self.title, count, self.device, self.untold, pairs, where)
         both, kept = proof.addresses if proof else (0, 0), (keep, proof, self.keep)
         with proof or contextlib.nullcontext():
