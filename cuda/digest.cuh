@@ -209,7 +209,7 @@ struct Digest {
       Bases at;
       found[row].reads = job < p.jobs && locate<OUTER>(a, p, place, at);
       found[row].src = at.src;
-      found[row].key = scaled_key(first_key<OUTER>(a, p, place));
+      found[row].key = job < p.jobs ? scaled_key(first_key<OUTER>(a, p, place)) : 0;  // beyond them is no position
     }
     const uint32_t first = tile * p.tile_words + lane, last = min(tile * p.tile_words + p.tile_words, p.words);
     __syncthreads();

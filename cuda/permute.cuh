@@ -476,7 +476,7 @@ struct Rows {
       Bases at;  // a store to shared memory between the reads of the two tables would make the second wait
       here.copies = job < p.jobs && locate<OUTER>(a, p, chunk, at);
       here.at = at;
-      if constexpr (SUMS) keys[row] = scaled_key(first_key<OUTER>(a, p, chunk));
+      if constexpr (SUMS) keys[row] = job < p.jobs ? scaled_key(first_key<OUTER>(a, p, chunk)) : 0;
     }
     const uint32_t first = tile * p.tile_words + lane, last = min(tile * p.tile_words + p.tile_words, p.words);
     uint64_t from[kLoads], to[kLoads];
