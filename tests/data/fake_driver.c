@@ -48,6 +48,7 @@ _Atomic long lookups;        /* of addresses */
 _Atomic long uploads;        /* by cuMemcpyHtoDAsync: ids and tables that no parameters hold */
 _Atomic long allocated_bytes; /* on GPUs, ever */
 Address fake_largest[2];      /* of these allocations the first of the largest ones, until it is freed: [from, to) */
+static pthread_mutex_t largest_lock = PTHREAD_MUTEX_INITIALIZER; /* any thread allocates and frees */
 _Atomic long few_ctas;       /* of the largest launch of a kernel that keeps to a few multiprocessors */
 Address fake_pinned[2], fake_ordinary[2];
 enum { EVENTS, STREAMS, ALLOCATIONS, PINNED, MODULES };
@@ -97,7 +98,7 @@ int deferred; /* work waits for fake_pump instead of being done at once */
 
 /* ---- work: in the order of its submission on each stream, and in any order between streams ---- */
 typedef struct Record { /* one record of an event */
-  int done;
+  _Atomic int done;    /* asked for by any thread */
   struct Graph *graph; /* of a capture: where it belongs */
 } Record;
 typedef struct Event {
@@ -522,13 +523,17 @@ int cuMemAlloc_v2(Address *made, size_t bytes) {
   allocated_bytes += bytes;
   ++live[ALLOCATIONS];
   *made = (Address)malloc(bytes);
+  pthread_mutex_lock(&largest_lock);
   if (bytes > fake_largest[1] - fake_largest[0]) fake_largest[0] = *made, fake_largest[1] = *made + bytes;
+  pthread_mutex_unlock(&largest_lock);
   return unsafe();
 }
 /* As the real one, this waits for all work. */
 int cuMemFree_v2(Address address) {
   fake_pump(-1);
+  pthread_mutex_lock(&largest_lock);
   if (address == fake_largest[0]) fake_largest[0] = fake_largest[1] = 0;
+  pthread_mutex_unlock(&largest_lock);
   return --live[ALLOCATIONS], free((void *)address), 0;
 }
 int cuMemHostAlloc(void **made, size_t bytes, unsigned flags) {
