@@ -6,7 +6,8 @@
  *             some GPUs or none; kernels and copies that touch what they are not granted are counted in `illegal`.
  *   Kernels   A launch runs the loop nest of its parameters by plain recursion; one that digests leaves the sums where the real one
  *             does, of which no single one tells anything: they add up.  `fake_wrong` = n: n kernels from then on turn a bit of what
- *             they write, and digest what they read.
+ *             they write, and digest what they read.  With FAKE_KERNELS (a list of libraries, made by emulation.py) a launch runs the
+ *             kernel's own code instead, its threads in turns (emulated_gpu.h); a kernel that is in none of them aborts.
  *   Streams   Work of one stream runs in its order, of several in any order that events allow (`fake_seed`), when it is pumped
  *             (`deferred`, fake_pump) or at once.  Streams that tests make up are numbers: 5 is GPU 0's, 0x105 GPU 1's; 0, 1
  *             (both the legacy stream) and 2 are the current GPU's.  A batched copy on the legacy stream is refused.
@@ -21,8 +22,10 @@
  *   Counters  What is alive: `live` events, streams, allocations and pinned allocations, modules; and what was done, below.
  *
  * What it does not
- *   Time, real threads of a GPU, caches, the code of kernels, the legacy stream's waiting for other streams, contexts besides
+ *   Time, real threads of a GPU, caches, the legacy stream's waiting for other streams, contexts besides
  *   the primary ones, errors that come late or last (a context that is lost), limits of memory, IPC, graphs that are updated. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -111,6 +114,7 @@ typedef struct Work {
   void *to;         /* EVENT, WAIT: the record */
   const void *from; /* COPY: source.  LAUNCH: the kernel's name */
   size_t bytes;     /* LAUNCH: CTAs */
+  unsigned threads, shared; /* LAUNCH: of a CTA, and its bytes of shared memory */
   int device;       /* where it runs; COPY: -1, any reaches both sides */
   union {
     kvbm_args args;
@@ -282,11 +286,33 @@ static void run_pairs(const kvbm_pairs *p, size_t ctas) {
   }
 }
 
+/* The kernel itself, of the libraries that FAKE_KERNELS names (tests/emulation.py); false: what it means is done instead. */
+_Atomic long emulated;
+static int run_device_code(const Work *work) {
+  const char *libraries = getenv("FAKE_KERNELS");
+  char name[256];
+  void (*launch)(const void *, unsigned, unsigned, unsigned) = NULL;
+  if (!libraries || fake_wrong > 0) return 0; /* what a kernel does wrong, this driver does itself */
+  if (snprintf(name, sizeof name, "emulated_%s", (const char *)work->from) >= (int)sizeof name) abort();
+  char *copy = strdup(libraries), *rest = copy;
+  for (char *path; !launch && (path = strsep(&rest, ":"));) {
+    void *library = dlopen(path, RTLD_NOW);
+    if (!library) fprintf(stderr, "fake driver: %s\n", dlerror()), abort();
+    *(void **)&launch = dlsym(library, name);
+  }
+  free(copy);
+  if (!launch) fprintf(stderr, "fake driver: %s is in none of %s\n", name, libraries), abort();
+  launch(&work->args, work->bytes, work->threads, work->shared);
+  digests += !strncmp(work->from, "digest", 6) || !strncmp(work->from, "sum_", 4);
+  return ++emulated;
+}
+
 static void run_work(Work *work) {
   running_on = work->device;
   if (work->kind == COPY && work->device >= 0) access(work->to, work->device), access(work->from, work->device);
   if (work->kind == COPY) memcpy(work->to, work->from, work->bytes);
   if (work->kind == CLEAR) access(work->to, work->device), memset(work->to, 0, work->bytes);
+  if (work->kind == LAUNCH && run_device_code(work)) return;
   if (work->kind == LAUNCH && !strcmp(work->from, "kvbm_copy_pairs"))
     run_pairs(&work->pairs, work->bytes);
   else if (work->kind == LAUNCH)
@@ -511,7 +537,7 @@ int cuLaunchKernel(Handle name, unsigned gx, unsigned gy, unsigned gz, unsigned 
   if (device_of(stream) != current_device()) return INVALID_HANDLE;
   ++launches;
   if (!strncmp(name, "few_", 4) && gx > few_ctas) few_ctas = gx;
-  Work work = {.kind = LAUNCH, .stream = stream, .from = name, .bytes = gx, .device = current_device()};
+  Work work = {.kind = LAUNCH, .stream = stream, .from = name, .bytes = gx, .device = current_device(), .threads = x, .shared = shared};
   memcpy(&work.args, parameters[0], sizeof work.args);
   if (!knob("FAKE_LAUNCH", 0)) submit(work);
   return knob("FAKE_LAUNCH", 0);

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvbm import _core
 from memory import aligned
 from programs.fake_gpu import count
-from test_kernels import FEW, OF_PLANES, Nest, Page
+from test_kernels import FEW, OF_PLANES, ONE_PART, Nest, Page
 
 
 def each_of_planes_is_launched() -> None:
@@ -16,6 +18,21 @@ def each_of_planes_is_launched() -> None:
         page.copy().launch(*tables, page.pairs, 0, 5)
         page.check(source, got)
     assert count("launches") == len(OF_PLANES) > 20
+
+
+def each(names: tuple[str, ...] = ()) -> None:
+    """Every kernel of one part, or those of these names, bit for bit, guards and digests included."""
+    for name in names or ONE_PART:
+        for short in (True, False):
+            for most in (1, 3) if name in FEW else (0,):
+                nest = Nest(name, short)
+                source, got = aligned(nest.src.data), aligned(nest.dst.data)
+                tables = [_core.Table(s.addresses(b.ctypes.data)) for s, b in ((nest.src, source), (nest.dst, got))]
+                digests = np.full(len(nest.digests), 7, np.uint64)
+                address = digests.ctypes.data if nest.digests else 0
+                nest.copy().launch(*tables, nest.pairs, 0, 5, max_sms=most, digests=address)
+                nest.check(source, got)
+                assert digests.tolist() == nest.digests, f"{name}: digests"
 
 
 def few_launches() -> None:
