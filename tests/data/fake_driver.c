@@ -114,8 +114,8 @@ typedef struct Work {
   void *to;         /* EVENT, WAIT: the record */
   const void *from; /* COPY: source.  LAUNCH: the kernel's name */
   size_t bytes;     /* LAUNCH: CTAs */
-  unsigned threads, shared; /* LAUNCH: of a CTA, and its bytes of shared memory */
   int device;       /* where it runs; COPY: -1, any reaches both sides */
+  unsigned threads, shared; /* LAUNCH: of a CTA, and its bytes of shared memory */
   union {
     kvbm_args args;
     kvbm_pairs pairs;
@@ -241,6 +241,7 @@ static void run_kernel(const char *name, const kvbm_args *a) {
   for (uint32_t part = 0; part < a->num_parts; ++part) {
     const char *joined = strstr(name, "__"); /* a name a part; planes have one for all */
     const char *segment = part && joined ? joined + 2 : name;
+    if (!strncmp(segment, "sum_", 4)) segment += 4;
     const kvbm_part *p = &a->part[part];
     int64_t unit = p->inner[0].src; /* a word; a tile's modes step elements, whose size is in its name */
     if (staged) unit = p->item;
