@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from .access import Access, Step, normal
 from .errors import LayoutError, PlanError
 from .lower import Launch
-from .nest import Form, Id, Mode, Part, form_of
+from .nest import MAX_PARTS, Form, Id, Mode, Part, form_of
 from .planner import between
 from .section import Section, canonical
 from .shapes import LIMIT
@@ -455,16 +455,32 @@ def fused(
         made = between(*alike(src, dst), title, keys.section)
     except (LayoutError, PlanError) as error:
         return str(error)
-    launches = []
+    work = []
     for part in (piece for whole in made.parts for piece in _by_cells(whole)):
         form = part.form(*alignments)
         for piece in part.fit(form.kind):
             made_of = _fused_form(piece, piece.form(*alignments))
             if isinstance(made_of, str):
                 return made_of
-            form, told = made_of
-            launches.append((Launch((form,), ((piece, form),), (form,)), [told]))
-    return launches
+            work.append((piece, *made_of))
+    return list(_shared(work))
+
+
+def _shared(work: Sequence[tuple[Part, Form, Told]]) -> Iterator[tuple[Launch, list[Told]]]:
+    """Launches of parts that are digested: rows share those of records, the tiles of K and V one."""
+    tiles, rows = ([one for one in work if (one[1].kind == "tile") == is_tile] for is_tile in (True, False))
+    tiles.sort(key=lambda one: -one[1].element)
+    for first in range(0, len(tiles), 2):
+        some = tiles[first : first + 2]
+        kernel = tuple(form for _, form, _ in some)
+        yield Launch(kernel, tuple((part, form) for part, form, _ in some), kernel), [told for *_, told in some]
+    for first in range(0, len(rows), MAX_PARTS):
+        some = rows[first : first + MAX_PARTS]
+        kernel = (some[0][1],)
+        if len(some) > 1:
+            outer, inner = max(form.outer for _, form, _ in some), max(form.inner for _, form, _ in some)
+            kernel = (Form("record", outer, inner, 0, 0, sums=True),)
+        yield Launch(kernel, tuple((part, form) for part, form, _ in some), kernel), [told for *_, told in some]
 
 
 def _fused_form(part: Part, form: Form) -> tuple[Form, Told] | str:

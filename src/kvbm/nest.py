@@ -159,7 +159,7 @@ class Form:
         if self.kind == "digest":
             return f"digest_o{self.outer}_i{self.inner}_w{self.word}"
         if self.of_planes:
-            return f"{self.kind}_o{self.outer}_i{self.inner}"
+            return f"{prefix}{self.kind}_o{self.outer}_i{self.inner}"
         return f"{prefix}tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from . import _core, runtime
@@ -131,8 +131,7 @@ def digest_copies(
         None is built that would do.
     """
     copies = []
-    for asked, told in ready:
-        launch = _built(asked, _kernels_on(device))
+    for launch, told in (one for asked, told in ready for one in _built(asked, told)):
         part = launch.work[0][0].fold(src_steps.entry, dst_steps.entry)
         ids = [
             (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
@@ -147,14 +146,29 @@ def digest_copies(
     return copies
 
 
-def _built(launch: Launch, kernels: Kernels) -> Launch:
-    """A launch of kernels that digest, with the leanest one that is built."""
-    [wanted] = launch.kernel
-    for form in kernels.forms if wanted.name not in kernels.names else (wanted,):
-        if form.runs(wanted):
-            work = [(part, replace(of, outer=form.outer, inner=form.inner)) for part, of in launch.work]
-            return launch._replace(kernel=(form,), work=tuple(work))
-    raise MissingKernelError(f"no kernel runs {wanted.name}, and none was built for any loop nest")
+@functools.cache
+def _digesting() -> tuple[Kernel, ...]:
+    """The kernels that digest, the leanest first."""
+    built = map(parse_kernel, _core.kernel_names())
+    chosen = [kernel for kernel in built if kernel[0].sums or kernel[0].kind == "digest"]
+    return tuple(sorted(chosen, key=lambda kernel: sorted((form.inner, form.outer) for form in kernel)[::-1]))
+
+
+def _built(asked: Launch, told: Sequence[Told]) -> Iterator[tuple[Launch, Sequence[Told]]]:
+    """The launch with the leanest kernel that is built for it; where there is none, its parts one by one."""
+    for kernel in _digesting():
+        if len(kernel) == len(asked.kernel) and all(has.runs(form) for has, form in zip(kernel, asked.kernel, strict=True)):
+            forms = kernel if len(kernel) > 1 else kernel * len(asked.work)
+            work = tuple(
+                (part, replace(of, outer=form.outer, inner=form.inner))
+                for (part, of), form in zip(asked.work, forms, strict=True)
+            )
+            yield asked._replace(kernel=kernel, work=work), told
+            return
+    if len(asked.work) == 1:
+        raise MissingKernelError(f"no kernel runs {kernel_name(asked.kernel)}, and none was built for any loop nest")
+    for (part, form), one in zip(asked.work, told, strict=True):
+        yield from _built(Launch((form,), ((part, form),), (form,)), [one])
 
 
 def engine_copies(made: Plan) -> list[_core.Copy]:
