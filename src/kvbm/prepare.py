@@ -111,7 +111,6 @@ def prepare(
 def digest_copies(
     ready: Sequence[tuple[Launch, Sequence[Told]]],
     lanes: int,
-    device: int,
     src_steps: Steps = Steps(),  # noqa: B008  (immutable)
     dst_steps: Steps = Steps(),  # noqa: B008
 ) -> list[_core.Copy]:
@@ -122,7 +121,7 @@ def digest_copies(
     ready : sequence of (Launch, sequence of Told)
     lanes : int
         Keys a token of the whole model.
-    device, src_steps, dst_steps
+    src_steps, dst_steps
         As for `prepare`.
 
     Raises
@@ -131,7 +130,7 @@ def digest_copies(
         None is built that would do.
     """
     copies = []
-    for launch, told in (one for asked, told in ready for one in _built(asked, told)):
+    for launch, keys in (one for asked, told in ready for one in _built(asked, told)):
         part = launch.work[0][0].fold(src_steps.entry, dst_steps.entry)
         ids = [
             (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
@@ -140,9 +139,9 @@ def digest_copies(
         units = launch.work[0][0].src_id.extents, launch.work[0][0].dst_id.extents
         parts = [
             (*part[:-1], (one.word,) if one.word else part[-1])
-            for part, one in zip(launch.arguments(src_steps, dst_steps), told, strict=True)
+            for part, one in zip(launch.arguments(src_steps, dst_steps), keys, strict=True)
         ]
-        copies.append(_core.Copy(launch.name, parts, ids[0], ids[1], units, (lanes, [(*one[:4], one.along_b) for one in told])))
+        copies.append(_core.Copy(launch.name, parts, ids[0], ids[1], units, (lanes, [(*one[:4], one.along_b) for one in keys])))
     return copies
 
 
