@@ -28,8 +28,11 @@ if TYPE_CHECKING:
         KvbmError,
         LayoutError,
         MissingKernelError,
+        PeerLostError,
         PlanError,
         SpecError,
+        TransferError,
+        TransferTimeoutError,
     )
     from .layout import Layout
     from .planner import Plan, plan
@@ -48,7 +51,8 @@ _HOME = {
     **dict.fromkeys(
         (
             "BindError", "BuildError", "CoverageError", "CudaError", "CudaUnavailableError", "DTypeError", "DigestError",
-            "KvbmError", "LayoutError", "MissingKernelError", "PlanError", "SpecError",
+            "KvbmError", "LayoutError", "MissingKernelError", "PeerLostError", "PlanError", "SpecError", "TransferError",
+            "TransferTimeoutError",
         ),
         "errors",
     ),
@@ -83,6 +87,7 @@ __all__ = [
     "LayoutError",
     "MissingKernelError",
     "Model",
+    "PeerLostError",
     "Placement",
     "Plan",
     "PlanError",
@@ -91,6 +96,8 @@ __all__ = [
     "Span",
     "SpecError",
     "Transfer",
+    "TransferError",
+    "TransferTimeoutError",
     "convert",
     "kernels",
     "layouts",
@@ -101,7 +108,7 @@ __all__ = [
 ]
 
 #: Modules that are imported when they are named: the bridges, each with its framework, are not in ``__all__``.
-_MODULES = ("cupy", "jax", "kernels", "numba", "numpy", "reshard", "store", "torch")
+_MODULES = ("cupy", "jax", "kernels", "numba", "numpy", "reshard", "store", "torch", "wire")
 
 
 def __getattr__(name: str) -> Any:

@@ -20,9 +20,12 @@ __all__ = [
     "KvbmError",
     "LayoutError",
     "MissingKernelError",
+    "PeerLostError",
     "PlanError",
     "RemoteError",
     "SpecError",
+    "TransferError",
+    "TransferTimeoutError",
     "UnreachableError",
 ]
 
@@ -57,7 +60,35 @@ class CoverageError(PlanError):
     exit_code = 20
 
 
-class DigestError(KvbmError, ValueError):
+class TransferError(KvbmError, RuntimeError):
+    """Blocks that did not arrive as they should: the peer, the deadline or the bytes; nothing of them is visible."""
+
+    exit_code = 22
+
+
+class PeerLostError(TransferError, ConnectionError):
+    """A peer that is no more: its process ended, its connection broke, or one side has dropped the other.
+
+    Attributes
+    ----------
+    peer : str
+        Its name, as `Wire.connect` returned it.
+    """
+
+    exit_code = 23
+
+    def __init__(self, message: str, *, peer: str = "") -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class TransferTimeoutError(TransferError, TimeoutError):
+    """A deadline that passed before the peer had answered."""
+
+    exit_code = 24
+
+
+class DigestError(TransferError, ValueError):
     """Blocks that are not what they should be: their digest differs from the source's, or from the one that was stored with them.
 
     Attributes

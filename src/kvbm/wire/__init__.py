@@ -1,0 +1,41 @@
+"""Wires: how bytes and notes go from one process to another.  kvbm opens no socket; NIXL and torch.distributed do.
+
+`Wire` says what every wire does and keeps to.  A transport is imported when it is named, and needs its package only then.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .protocol import NOTE_BYTES, Op, Slab, Slice, Wire
+
+if TYPE_CHECKING:
+    from .faults import Fault, Faulty, faulty, random_faults
+    from .hub import Hub, memory
+
+__all__ = [
+    "NOTE_BYTES",
+    "Fault",
+    "Faulty",
+    "Hub",
+    "Op",
+    "Slab",
+    "Slice",
+    "Wire",
+    "faulty",
+    "memory",
+    "random_faults",
+]
+
+#: Name → module.  No module has the name of a transport: importing it would hide the function.
+_HOME = {
+    **dict.fromkeys(("Fault", "Faulty", "faulty", "random_faults"), "faults"),
+    **dict.fromkeys(("Hub", "memory"), "hub"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

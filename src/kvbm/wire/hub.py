@@ -1,0 +1,137 @@
+"""`memory`: endpoints of one process.  It is what the laws of `Wire` mean, in a page."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from ..errors import BindError, PeerLostError
+from .protocol import Card, Ends, Peer, Ready, Slab, Slice, move
+
+__all__ = ["Hub", "memory"]
+
+
+class Hub:
+    """Where endpoints of one process find each other."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, _Memory] = {}
+
+
+_HUB = Hub()
+
+
+def memory(name: str, hub: Hub | None = None) -> _Memory:
+    """A wire between threads, or between ends that one thread drives; on the CPU, or on GPUs of one process.
+
+    Parameters
+    ----------
+    name : str
+    hub : Hub, optional
+        Ends of one hub see each other; without one, all of the process do.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvbm import wire
+    >>> here, there = wire.memory("here"), wire.memory("there")
+    >>> slabs = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
+    >>> here.register(wire.Slab.of(slabs[0])), there.register(wire.Slab.of(slabs[1]))
+    (None, None)
+    >>> peer, _ = here.connect(there.card()), there.connect(here.card())
+    >>> here.put(peer, wire.Slice(4, 4), wire.Slice(0, 4), b"four bytes").query()
+    True
+    >>> there.poll()[0][1], slabs[1].tolist()
+    (b'four bytes', [4, 5, 6, 7, 0, 0, 0, 0])
+    """
+    return _Memory(name, hub or _HUB)
+
+
+class _Memory(Ends[Peer]):
+    """An endpoint.  Its lock is held while its slab or its inbox changes, so whoever drops a peer waits for the peer's write."""
+
+    transport = "memory"
+
+    def __init__(self, name: str, hub: Hub) -> None:
+        super().__init__(name)
+        self._hub = hub
+        self._lock = threading.Lock()
+        self._inbox: deque[tuple[str, bytes]] = deque()
+        hub.ends[self.name] = self
+
+    def register(self, slab: Slab) -> None:
+        self._take_slab(slab)
+
+    def card(self) -> bytes:
+        return Card(self.name, self.slab).write(self.transport)
+
+    def connect(self, card: bytes) -> str:
+        held = self._read(card)
+        there = self._hub.ends.get(held.name)
+        if there is None or there.slab != held.slab:
+            raise BindError(f"card of {held.name}: there is no such end in this hub")
+        with self._lock:
+            self._peers.setdefault(held.name, Peer(held))
+        return held.name
+
+    def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Ready:
+        self._check(peer, local, remote, note)
+        there = self._open(peer)
+        with there._lock:
+            there._admit(self.name)
+            move(there.slab, remote[0], self.slab, local[0], local[1])
+            if note:
+                there._inbox.append((self.name, note))
+        return Ready()
+
+    def get(self, peer: str, local: Slice, remote: Slice) -> Ready:
+        self._check(peer, local, remote)
+        there = self._open(peer)
+        with there._lock:
+            there._admit(self.name)
+            move(self.slab, local[0], there.slab, remote[0], local[1])
+        return Ready()
+
+    def note(self, peer: str, note: bytes) -> None:
+        self._check_note(note)
+        self._peer(peer)
+        there = self._open(peer)
+        with there._lock:
+            there._admit(self.name)
+            there._inbox.append((self.name, note))
+
+    def poll(self) -> list[tuple[str, bytes]]:
+        with self._lock:
+            came = [note for note in self._inbox if note[0] in self._peers]
+            self._inbox = deque(note for note in self._inbox if note[0] not in self._peers)
+        return [note for note in came if not self._peers[note[0]].lost]
+
+    def drop(self, peer: str) -> None:
+        with self._lock:
+            if peer in self._peers:
+                self._peers[peer].lost = self._peers[peer].lost or "it was dropped"
+
+    def close(self) -> None:
+        with self._lock:
+            self._hub.ends.pop(self.name, None)
+            for peer in self._peers.values():
+                peer.lost = peer.lost or "this side is closed"
+
+    def _open(self, peer: str) -> _Memory:
+        """The other end, if it is there."""
+        there = self._hub.ends.get(peer)
+        if there is None:
+            self._peers[peer].lost = "it is closed"
+            self._peer(peer)
+        assert there is not None
+        return there
+
+    def _admit(self, sender: str) -> None:
+        """Refuse a sender that was dropped: it is told, and what it wanted is not done."""
+        known = self._peers.get(sender)
+        if known is not None and known.lost:
+            its = self._hub.ends[sender]._peers[self.name]
+            its.lost = f"{self.name} has ended the connection: {known.lost}"
+            raise PeerLostError(f"{sender}: {self.name} is lost: {its.lost}", peer=self.name)
+        if self.name not in self._hub.ends:
+            raise PeerLostError(f"{sender}: {self.name} is lost: it is closed", peer=self.name)
