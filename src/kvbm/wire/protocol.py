@@ -277,7 +277,7 @@ class Ends(Generic[P]):
 
     def __init__(self, name: str) -> None:
         self.name = f"{name}#{secrets.token_hex(4)}"
-        if not _NAME.fullmatch(self.name):
+        if not _NAME.fullmatch(name) or not _NAME.fullmatch(self.name):
             raise BindError(f"wire: expected a name of 1 to 119 letters, digits and ./:#@+-_, got {name!r:.140}")
         self._slab: Slab | None = None
         self._peers: dict[str, P] = {}

@@ -1,0 +1,546 @@
+"""Wires: one suite of the laws of `kvbm.wire.Wire`, run on every transport that is here; cards; faults."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvbm
+from kvbm import BindError, PeerLostError, wire
+from kvbm.wire.protocol import CARD_BYTES, Card
+from programs import wires
+
+SIZE = 1 << 20
+LIMIT = 20.0  # seconds; nothing takes them, and nothing waits longer
+KINDS = ["memory", "faulty"]
+#: Those whose ends are processes.
+APART: list[str] = []
+
+
+class Far:
+    """The far end: in a process of its own, or for what lives in one process in a thread."""
+
+    def __init__(self, near: wires.End, kind: str, place: Any = None) -> None:
+        self.near = near
+        self.pipe, theirs = multiprocessing.Pipe()
+        arguments = (theirs, kind, "far", SIZE, place)
+        self.process: Any
+        if kind in APART:
+            self.process = context().Process(target=wires.serve, args=arguments, daemon=True)
+        else:
+            self.process = threading.Thread(target=wires.serve, args=arguments, daemon=True)
+        self.process.start()
+        if kind in APART:
+            theirs.close()
+        self.card = self.answer()
+
+    def answer(self) -> Any:
+        """What the far end says; this end is polled until it does."""
+        end = time.monotonic() + LIMIT
+        while not self.pipe.poll(0.0002):
+            self.near.poll()
+            assert time.monotonic() < end, "the far end does not answer"
+        what, *rest = self.pipe.recv()
+        if what != "ok":
+            raise getattr(kvbm, what)(*rest)
+        return rest[0]
+
+    def __call__(self, *command: Any) -> Any:
+        self.pipe.send(command)
+        return self.answer()
+
+    def wait(self, count: int) -> list[bytes]:
+        """So many notes that came."""
+        end, notes = time.monotonic() + LIMIT, []
+        while len(notes) < count:
+            notes += self("notes")
+            assert time.monotonic() < end, f"{len(notes)} of {count} notes came"
+        return notes
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(LIMIT)
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.process.join(LIMIT)
+
+
+def context() -> Any:
+    """Processes come from one that has imported what they need, and has done nothing with it."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["programs.wires"])
+    return found
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+Open = Callable[..., tuple[wires.End, Far]]
+
+
+@pytest.fixture
+def pair(kind: str) -> Iterator[Open]:
+    """Opens ends of a kind, connected on both sides."""
+    with contextlib.ExitStack() as stack:
+
+        def make(script: Any = None, connect: bool = True) -> tuple[wires.End, Far]:
+            place = None
+            near = wires.End(kind, "near", SIZE, place, script)
+            stack.callback(near.close)
+            far = Far(near, kind, place)
+            stack.callback(far.close)
+            if connect:
+                near.connect(far.card)
+                far("connect", near.card())
+            return near, far
+
+        yield make
+
+
+def until(happens: Callable[[], Any], what: str) -> Any:
+    """Call until it returns something true."""
+    end = time.monotonic() + LIMIT
+    while not (found := happens()):
+        assert time.monotonic() < end, f"not in {LIMIT} s: {what}"
+        time.sleep(0)
+    return found
+
+
+def done(near: wires.End) -> None:
+    until(lambda: near.poll() or near.query(), "the put is done")
+
+
+def lost(near: wires.End, *, by: Callable[[], Any] | None = None) -> float:
+    """Seconds until a call finds that the peer is lost; after that each call does."""
+    start = time.monotonic()
+
+    def one() -> bool:
+        try:
+            near.poll()
+            (by or (lambda: near.send(b"there?")))()
+        except PeerLostError as error:
+            assert error.peer == near.peer
+            return True
+        time.sleep(0.001)
+        return False
+
+    until(one, "PeerLostError")
+    seconds = time.monotonic() - start
+    with pytest.raises(PeerLostError):
+        near.send(b"there?")
+    with pytest.raises(PeerLostError):
+        near.start(0, 0, 1)
+    near.poll()
+    return seconds
+
+
+# ---- the laws --------------------------------------------------------------------------------------------------------
+
+
+def test_data_come_before_their_note(pair: Open) -> None:
+    near, far = pair()
+    random = np.random.default_rng(1)
+    for value in range(240):
+        nbytes = int(2 ** random.uniform(0, 20))
+        offset = int(random.integers(0, SIZE - nbytes + 1))
+        near.slab[:nbytes] = value
+        near.start(0, offset, nbytes, b"holds %d %d %d" % (offset, nbytes, value))
+        until(lambda: near.poll() or near.notes(), "it was looked at")  # before the next one overwrites it
+        done(near)
+    assert far("counts") == (240, 0) and far("guards")
+
+
+def test_notes_come_in_order_each_once(pair: Open) -> None:
+    """Those of puts and others mixed, and several puts under way."""
+    near, far = pair()
+    sent, ops = [], []
+    for number in range(300):
+        note = b"%d" % number
+        if number % 3 == 0:
+            nbytes = SIZE // 8 if number % 2 else 8
+            place = wire.Slice(number % 8 * (SIZE // 8), nbytes)
+            ops.append(near.wire.put(near.peer, place, place, note))
+        else:
+            near.send(note)
+        sent.append(note)
+    until(lambda: near.poll() or all(op.query() for op in ops), "all puts are done")
+    assert far.wait(300) == sent
+    assert far("notes") == []
+
+
+def test_notes_come_whole(pair: Open) -> None:
+    near, far = pair()
+    every = bytes(range(256)) * (wire.NOTE_BYTES // 256)
+    notes = [b"", b"\0", b"\xff" * 7, every[: wire.NOTE_BYTES - 1], every]
+    for note in notes:
+        near.send(note)
+    near.start(0, 0, 8)  # no note
+    near.send(b"end")
+    done(near)
+    assert far.wait(6) == [*notes, b"end"]
+    for wrong in (every + b"x", "text", None):
+        with pytest.raises(BindError, match="note"):
+            near.send(wrong)  # type: ignore[arg-type]
+        with pytest.raises(BindError, match="note"):
+            near.start(0, 0, 8, wrong)  # type: ignore[arg-type]
+
+
+def test_both_ways(pair: Open) -> None:
+    near, far = pair()
+    near.slab[:] = 1
+    far("fill", 2)
+    near.start(0, 0, SIZE // 2, b"mine")
+    far("start", SIZE // 2, SIZE // 2, SIZE // 2, b"yours")
+    done(near)
+    until(lambda: far("query"), "its put is done")
+    until(lambda: near.poll() or near.inbox == [b"yours"], "its note")
+    assert far.wait(1) == [b"mine"]
+    assert (near.slab == np.repeat([1, 2], SIZE // 2)).all()
+    assert far("read", 0, SIZE) == near.slab.tobytes()
+
+
+def test_get(pair: Open) -> None:
+    near, far = pair()
+    far("fill", 9)
+    before = near.slab.copy()
+    op = near.wire.get(near.peer, wire.Slice(100, 5000), wire.Slice(SIZE - 5000, 5000))
+    until(lambda: near.poll() or op.query(), "the get is done")
+    assert (near.slab[100:5100] == 9).all()
+    before[100:5100] = 9
+    assert (near.slab == before).all() and near.guards()
+    assert far("notes") == []
+
+
+def test_notes_wait_for_the_connection(pair: Open) -> None:
+    near, far = pair(connect=False)
+    near.connect(far.card)
+    near.send(b"first")
+    near.send(b"second")
+    assert far("notes") == []
+    far("connect", near.card())
+    assert far.wait(2) == [b"first", b"second"]
+
+
+def test_nothing_lands_after_a_drop(pair: Open) -> None:
+    """Of puts that were held back, and of new ones; no note either."""
+    near, far = pair([wire.Fault("late", 0)])
+    near.slab[:] = 5
+    far("fill", 6)
+    near.start(0, 0, SIZE, b"late")
+    near.send(b"before")
+    assert far.wait(1) == [b"before"]
+    far("drop")
+    assert near.wire.release() == 0  # type: ignore[attr-defined]
+    lost(near, by=lambda: near.start(0, 0, SIZE, b"new"))
+    assert far("read", 0, SIZE) == bytes([6]) * SIZE
+    assert far("notes") == []
+    with pytest.raises(PeerLostError):
+        far("send", b"x")
+    far("drop")  # again
+    with pytest.raises(BindError, match="start again"):
+        far("connect", near.card())
+
+
+def test_a_drop_ends_this_side_at_once(pair: Open) -> None:
+    near, _far = pair()
+    near.drop()
+    near.drop()
+    near.wire.drop("nobody")
+    assert lost(near) < 1
+    with pytest.raises(BindError, match="start again"):
+        near.connect(_far.card)
+
+
+def test_a_closed_peer_is_lost(pair: Open) -> None:
+    near, far = pair()
+    near.start(0, 0, 8, b"one")
+    done(near)
+    assert far.wait(1) == [b"one"]
+    far("close")
+    lost(near)
+    near.drop()
+
+
+def test_close(pair: Open) -> None:
+    near, far = pair()
+    far("fill", 6)
+    near.close()
+    near.close()
+    for call in (lambda: near.send(b"x"), lambda: near.start(0, 0, 8)):
+        with pytest.raises(PeerLostError, match="closed"):
+            call()
+    assert near.wire.poll() == []
+    assert far("read", 0, SIZE) == bytes([6]) * SIZE
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [
+        ((0, SIZE + 1), (0, SIZE + 1)),
+        ((-1, 8), (0, 8)),
+        ((0, 8), (-1, 8)),
+        ((SIZE - 7, 8), (0, 8)),
+        ((0, 8), (SIZE - 7, 8)),
+        ((0, 8), (1 << 64, 8)),
+        ((0, 8), (0, 9)),
+        ((0, 0), (0, 0)),
+        ((0, -8), (0, -8)),
+        ((8, -8), (8, -8)),
+    ],
+)
+def test_slices_stay_in_the_slabs(pair: Open, local: tuple[int, int], remote: tuple[int, int]) -> None:
+    near, far = pair()
+    before, theirs = near.slab.copy(), far("read", 0, SIZE)
+    for call in (near.wire.put, near.wire.get):
+        with pytest.raises(BindError, match="slice|bytes here"):
+            call(near.peer, wire.Slice(*local), wire.Slice(*remote))
+    near.send(b"end")
+    assert far.wait(1) == [b"end"]
+    assert (near.slab == before).all() and near.guards()
+    assert far("read", 0, SIZE) == theirs and far("guards")
+
+
+@pytest.mark.parametrize("change", [{"nbytes": 2 * SIZE}, {"address": -64}])
+def test_a_card_that_promises_more_than_there_is(pair: Open, change: dict[str, int]) -> None:
+    """The far side, or the transport, refuses what this side believes to be inside."""
+    near, far = pair(connect=False)
+    card = json.loads(far.card)
+    (key, by), *_ = change.items()
+    card[key] = by if by > 0 else card[key] + by
+    theirs = far("read", 0, SIZE)
+    far("connect", near.card())
+    try:
+        near.connect(json.dumps(card).encode())
+    except BindError:
+        pass
+    else:
+        for remote in (0, SIZE - 8, card["nbytes"] - 64) if key == "nbytes" else (0,):
+            with contextlib.suppress(BindError, PeerLostError):
+                near.start(0, remote, 64, b"x")
+                done(near)
+    assert far("guards")
+    assert far("read", 0, SIZE - 64) == theirs[:-64]
+
+
+def test_calls_in_the_wrong_order(kind: str) -> None:
+    end = wires.make(kind, "alone")
+    with pytest.raises(BindError, match="register"):
+        end.card()
+    slab = wire.Slab.of(np.zeros(64, np.uint8))
+    end.register(slab)
+    with pytest.raises(BindError, match="already"):
+        end.register(slab)
+    with pytest.raises(BindError, match="this side"):
+        end.connect(end.card())
+    with pytest.raises(BindError, match="no peer"):
+        end.note("nobody", b"")
+    assert end.poll() == []
+    end.close()
+
+
+def test_names_are_new_each_time(kind: str) -> None:
+    ends = [wires.End(kind, "same", 64) for _ in range(3)]
+    assert len({json.loads(end.card())["name"] for end in ends}) == 3
+    assert len({ends[0].connect(end.card()) for end in (*ends[1:], *ends[1:])}) == 2
+    for end in ends:
+        end.close()
+
+
+# ---- cards and slabs -------------------------------------------------------------------------------------------------
+
+GOOD = json.loads(Card("far#0", wire.Slab(4096, 64), b"data").write("memory"))
+
+
+def broken() -> Iterator[bytes]:
+    text = json.dumps(GOOD).encode()
+    yield from (text[:n] for n in range(len(text)))
+    yield from (text + b"x", b"\xff" + text, b"[" * 60000, b"9" * 5000, b"NaN", b"[]", b"null", b'"kvbm"', b" " * (CARD_BYTES + 1))
+    for key, values in {
+        "kvbm-wire": [0, 2, True, "1", None, 1.0],
+        "transport": ["nixl", None, ["memory"]],
+        "name": ["", "a b", "x" * 200, "é", 5, None, "a\n"],
+        "address": [0, -1, 1 << 64, (1 << 64) - 1, 1.5, "4096", None, True, 10**400],
+        "nbytes": [0, -1, 1 << 64, 1e9, None, False],
+        "device": ["", "gpu", "cuda:", "cuda:-1", "cuda:99999", "cpu ", 0, "cuda:٣"],
+        "data": ["*", "a", 5, None, "é"],
+    }.items():
+        yield json.dumps({k: v for k, v in GOOD.items() if k != key}).encode()
+        yield from (json.dumps({**GOOD, key: value}).encode() for value in values)
+
+
+def test_malformed_cards_are_refused() -> None:
+    assert Card.read(json.dumps(GOOD).encode(), "memory") == Card("far#0", wire.Slab(4096, 64), b"data")
+    for card in broken():
+        with pytest.raises(BindError, match="card"):
+            Card.read(card, "memory")
+    for other in (None, "{}", 5, bytearray(b"{}")):
+        with pytest.raises(BindError, match="card"):
+            Card.read(other, "memory")  # type: ignore[arg-type]
+
+
+def test_every_wire_refuses_malformed_cards(kind: str) -> None:
+    end = wires.End(kind, "near", 64)
+    stranger = {**json.loads(end.card()), "name": "far#1", "data": base64.b64encode(b"garbage" * 9).decode()}
+    for card in (b"", b"{", json.dumps({**stranger, "kvbm-wire": 2}).encode(), json.dumps({**stranger, "nbytes": -1}).encode()):
+        with pytest.raises(BindError, match="card"):
+            end.connect(card)
+    with pytest.raises(BindError, match="card"):
+        end.connect(json.dumps(stranger).encode())
+    end.close()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a\nb", "ä"])
+def test_names_are_plain(kind: str, name: str) -> None:
+    with pytest.raises(BindError, match="name"):
+        wires.make(kind, name)
+
+
+def test_slabs_are_contiguous_and_writable() -> None:
+    array = np.zeros((4, 8), np.float32)
+    assert wire.Slab.of(array) == wire.Slab(array.ctypes.data, 128) and wire.Slab.of(array).owner is array
+    frozen = array.copy()
+    frozen.flags.writeable = False
+    for wrong in (array[:, ::2], array.T, frozen):
+        with pytest.raises(BindError, match="slab"):
+            wire.Slab.of(wrong)
+    for numbers in ((0, 8, "cpu"), (8, 0, "cpu"), (1 << 63, 1 << 63 | 1, "cpu"), (8, 8, "gpu")):
+        with pytest.raises(BindError, match="slab"):
+            wire.Slab(*numbers)
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def two(script: list[wire.Fault], end: str = "near") -> tuple[wires.End, wires.End]:
+    """Ends of memory in this thread, one with faults."""
+    near, far = (wires.End("memory", name, 4096, None, script if name == end else None) for name in ("near", "far"))
+    near.connect(far.card())
+    far.connect(near.card())
+    return near, far
+
+
+@pytest.mark.parametrize(
+    ("fault", "polls"),
+    [
+        (wire.Fault("lose", 1), [[0, 2, 3]]),
+        (wire.Fault("double", 1), [[0, 1, 1, 2, 3]]),
+        (wire.Fault("swap", 1), [[0, 2, 1, 3]]),
+        (wire.Fault("swap", 3), [[0, 1, 2], [], [4, 3]]),
+        (wire.Fault("delay", 1, after=2), [[0, 2, 3], [], [4, 1]]),
+        (wire.Fault("lose", 9), [[0, 1, 2, 3], [], [4]]),
+    ],
+    ids=str,
+)
+def test_faults_of_notes(fault: wire.Fault, polls: list[list[int]]) -> None:
+    near, far = two([fault], "far")
+    for number in range(4):
+        near.send(b"%d" % number)
+    for turn, expected in enumerate(polls):
+        if turn == 2:
+            near.send(b"4")
+        assert [int(note) for _, note in far.wire.poll()] == expected
+    assert far.wire.counts == ({fault.what: 1} if fault.at < 4 else {})  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("what", "changed", "bits"), [("bit", 1, 1), ("word", 8, 64), ("row", 256, 2048), ("chunk", 1000, 8000)])
+def test_faults_of_puts(what: str, changed: int, bits: int) -> None:
+    """So many bytes arrive changed, always the same, and this side's are as they were."""
+    found = []
+    for _ in range(2):
+        near, far = two([wire.Fault(what, 1)])
+        kept = near.slab.copy()
+        for offset in (0, 1000, 2000):
+            near.start(offset, offset, 1000, b"note")
+            done(near)
+        assert (near.slab == kept).all() and near.guards() and far.guards()
+        differ = near.slab[:3000] ^ far.slab[:3000]
+        assert np.count_nonzero(differ) == changed == np.count_nonzero(differ[1000:2000])
+        assert int(np.bitwise_count(differ).sum()) == bits
+        found.append(differ)
+        assert near.wire.counts == {what: 1}  # type: ignore[attr-defined]
+    assert (found[0] == found[1]).all()
+
+
+def test_a_killed_peer_is_lost_from_the_call_on() -> None:
+    near, far = two([wire.Fault("kill", 2)])
+    near.send(b"0")
+    near.start(0, 0, 8)
+    far.send(b"never seen")
+    for call in (lambda: near.send(b"2"), near.query, lambda: near.start(0, 0, 8)):
+        with pytest.raises(PeerLostError):
+            call()
+    assert near.wire.poll() == [] and [note for _, note in far.wire.poll()] == [b"0"]
+
+
+def test_late_puts_come_when_they_are_released() -> None:
+    near, far = two([wire.Fault("late", 0)])
+    near.slab[:] = 3
+    near.start(0, 0, 8, b"late")
+    assert not near.query() and far.wire.poll() == []
+    assert near.wire.release() == 1 and near.query()  # type: ignore[attr-defined]
+    assert [note for _, note in far.wire.poll()] == [b"late"] and (far.slab[:8] == 3).all()
+
+
+def test_random_faults_are_those_of_their_seed() -> None:
+    one, two, other = (wire.random_faults(seed, 0.01, most=10_000) for seed in (1, 1, 2))
+    assert one == two != other and 120 < len(one) < 280
+    assert {fault.what for fault in wire.random_faults(1, 0.5, ["lose", "kill"], 20)} == {"lose", "kill"}
+    for wrong in (("burn", 0), ("lose", -1), ("delay", 0, 0)):
+        with pytest.raises(BindError, match="fault"):
+            wire.Fault(*wrong)
+
+
+# ---- many ------------------------------------------------------------------------------------------------------------
+
+
+def test_threads_of_one_process() -> None:
+    """64 ends, each driven by a thread, write to one, while it drops half of them: no write lands after its drop."""
+    hub = wire.Hub()
+    sink = wire.memory("sink", hub)
+    memory = np.zeros(64 * 64, np.uint8)
+    sink.register(wire.Slab.of(memory))
+    stop = threading.Event()
+    puts = [0] * 64
+
+    def write(number: int) -> None:
+        end = wire.memory(f"source{number}", hub)
+        mine = np.full(64, number + 1, np.uint8)
+        end.register(wire.Slab.of(mine))
+        names[number] = sink.connect(end.card())
+        peer = end.connect(sink.card())
+        with contextlib.suppress(PeerLostError):
+            while not stop.is_set():
+                end.put(peer, wire.Slice(0, 64), wire.Slice(64 * number, 64), b"%d" % number)
+                puts[number] += 1
+
+    names = [""] * 64
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(64)]
+    for thread in threads:
+        thread.start()
+    until(lambda: all(puts), "each has written")
+    for number in range(0, 64, 2):
+        sink.drop(names[number])
+        memory[64 * number : 64 * number + 64] = 0
+    here = sum(puts)
+    until(lambda: sum(puts) > here + 1000, "the others go on")
+    stop.set()
+    for thread in threads:
+        thread.join(LIMIT)
+    rows = memory.reshape(64, 64)
+    assert not rows[::2].any() and (rows[1::2] == np.arange(2, 66, 2)[:, None]).all()
+    came = {int(note) for _, note in sink.poll()}
+    assert came == set(range(1, 64, 2))
