@@ -854,6 +854,9 @@ class TestOnTheFakeDriver:
     def test_pools(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.pools")
 
+    def test_elements_are_turned(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.turned")
+
     def test_all_planes(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.all_planes")
 

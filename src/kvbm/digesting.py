@@ -96,7 +96,7 @@ class Digester:
 def copies_of(part: PoolSection, keys: Keys, steps: Steps | None = None) -> list[_core.Copy]:
     """The launches that digest a section by themselves."""
     pool = part.pool
-    ready = alone(part.of, keys, pool.alignment, f"digest of {pool.layout.name}")
+    ready = alone(part.of, keys, pool.alignment, f"digest of {pool.layout.name}", turns=pool.device != "cpu")
     return digest_copies(ready, keys.lanes, pool.steps if steps is None else steps)
 
 

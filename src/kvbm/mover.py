@@ -234,7 +234,7 @@ class Mover:
             ours, theirs, keys = ours.select("l", of_src), theirs.select("l", of_dst), keys.select("l", of_src)
 
         def by_itself(section: Section, end: _End) -> list[_core.Copy]:
-            return digest_copies(alone(section, keys, end.alignment, self.title), keys.lanes, end.steps)
+            return digest_copies(alone(section, keys, end.alignment, self.title, turns=self.device >= 0), keys.lanes, end.steps)
 
         def joined(
             sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool
