@@ -239,7 +239,7 @@ class Proof:
     ) -> None:
         self.title, self.count = title, count
         self._pairs, self._where = pairs, where
-        self._pinned = _pinned if device >= 0 else None
+        self._pinned = pinned if device >= 0 else None
         self._memory = self._pinned.take(2 * count) if self._pinned else np.zeros(2 * count, np.uint64)
         self._untold, self.is_told = untold, False
         self._reported: DigestError | None = None
@@ -247,7 +247,7 @@ class Proof:
     @staticmethod
     def settle(untold: list[DigestError]) -> None:
         """Keep the oldest copies that are done no longer, a few at a time; raise what was found of one that nobody waits for."""
-        _pinned.release(4)
+        pinned.release(4)
         with contextlib.suppress(IndexError):  # none, or another thread's copy was faster
             raise untold.pop(0)
 
@@ -357,4 +357,4 @@ class _Pinned:
             one.proof.report()
 
 
-_pinned = _Pinned()
+pinned = _Pinned()

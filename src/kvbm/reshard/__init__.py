@@ -14,11 +14,16 @@ from .presets import dynamo, load, sglang, trtllm, vllm
 from .proof import prove
 
 if TYPE_CHECKING:
+    from .chunk import Chunk, Trailer, chunks
+    from .cut import ChunksDone, Cut
     from .local import Local, LocalDone
     from .pack import Packer
     from .sequence import Pairs, Rank, Span, pair_up
 
 __all__ = [
+    "Chunk",
+    "ChunksDone",
+    "Cut",
     "Local",
     "LocalDone",
     "Message",
@@ -28,6 +33,8 @@ __all__ = [
     "Rank",
     "Resharding",
     "Span",
+    "Trailer",
+    "chunks",
     "dynamo",
     "gather",
     "load",
@@ -40,12 +47,17 @@ __all__ = [
 ]
 
 _HOME = {
+    "Chunk": "chunk",
+    "ChunksDone": "cut",
+    "Cut": "cut",
     "Local": "local",
     "LocalDone": "local",
     "Packer": "pack",
     "Pairs": "sequence",
     "Rank": "sequence",
     "Span": "sequence",
+    "Trailer": "chunk",
+    "chunks": "chunk",
     "pair_up": "sequence",
 }
 

@@ -167,7 +167,7 @@ class Local:
             raise BindError(
                 f"{self.made.title}: expected as many sequences for every rank, got {', '.join(str(len(s)) for s in (*src, *dst))}"
             )
-        _require_layers(layers, self.made.src.model.nl)
+        require_layers(layers, self.made.src.model.nl)
         self._require_apart(src, dst, clear_tail)
         work = [*self._listed(src, dst, layers)]
         if clear_tail:
@@ -396,13 +396,10 @@ _WHOLE_BLOCKS = "; tokens go one by one where a range begins or ends inside a un
 
 def _layers_of(message: Message, layers: range | None) -> tuple[list[int], list[int]]:
     """The message's layers on each side, those among `layers` of the model."""
-    found = [
-        triple
-        for meeting in message.l
-        for triple in zip(*(meeting.coordinates(name) for name in ("first", "src", "dst")), strict=True)
-        if layers is None or triple[0] in layers
-    ]
-    return [src for _, src, _ in found], [dst for *_, dst in found]
+    some = message if layers is None else message.of_layers(layers)
+    meetings = some.l if some else ()
+    src, dst = ([x for meeting in meetings for x in meeting.coordinates(name)] for name in ("src", "dst"))
+    return src, dst
 
 
 def _cuts(pools: Sequence[Pool | None]) -> tuple[int, ...]:
@@ -488,7 +485,7 @@ def _slot_in_two(slots: Ids) -> int | None:
     return int(twice[0]) if twice.size else None
 
 
-def _require_layers(layers: Any, most: int) -> None:
+def require_layers(layers: Any, most: int) -> None:
     if layers is not None and not (
         isinstance(layers, range) and layers.step == 1 and 0 <= layers.start < layers.stop <= most
     ):

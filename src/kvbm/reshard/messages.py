@@ -57,6 +57,11 @@ class Message(NamedTuple):
         """Tokens of a unit that go."""
         return self.t.meeting.size if self.t.meeting else 0
 
+    def of_layers(self, layers: range) -> Message | None:
+        """The same of some layers of the model; None where it has none of them."""
+        found = tuple(part for meeting in self.l if (part := meeting.within(layers)) is not None)
+        return self._replace(l=found) if found else None
+
 
 @dataclass(frozen=True)
 class Resharding:

@@ -1,35 +1,41 @@
-"""Packing: what one rank sends to all its peers, or gets from them, in slots whose order depends on no layout."""
+"""Packing: what one rank sends to all its peers, or gets from them, in an order that depends on no layout: whole, or in chunks."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import _core
 from ..arrays import Array, describe
+from ..digest import Keys, Model, alone, fused, keys_of
+from ..digesting import fused_copies
 from ..errors import BindError, LayoutError, PlanError
 from ..lower import Steps
 from ..mover import current_stream
-from ..planner import between, joined
+from ..planner import Plan, between, joined
 from ..pool import Pool
-from ..prepare import prepare
+from ..prepare import digest_copies, prepare
 from ..section import Section
 from ..shapes import ITEMSIZE
 from ..spans import merge_steps
 from .local import require_made, require_pool
 from .messages import Message, Resharding
 from .placement import whole
-from .sequence import Ids, Rank, Span, pair_up
+from .sequence import Ids, Parts, Rank, Span, split
 from .strips import ONE_TOKEN, Turns
 
-__all__ = ["Packer"]
+__all__ = ["Lane", "Packer"]
 
 #: What divides the address of a slot.
 _ALIGNMENT = 16
+
+#: Launches with digests that are kept: of messages, ranges of layers, distances of origins.
+_MOST_LANES = 4096
 
 
 class _Way(NamedTuple):
@@ -49,6 +55,32 @@ class _Way(NamedTuple):
     copies: tuple[_core.Copy, ...]
     num_ids: int
     nbytes: tuple[int, ...]
+
+
+class Lane(NamedTuple):
+    """A launch, or some: one message's units, or single tokens, with digests.
+
+    Attributes
+    ----------
+    copies : tuple of Copy
+    is_fused : bool
+        Whether they digest what they copy.
+    digests : tuple of Copy
+        Those that digest a slot by themselves.
+    num_ids : int
+        Ids of the rank's pool are below it.
+    nbytes : int
+        Of a unit, or a token, in the slot.
+    first : int
+        Where in a unit the first token stands that goes.
+    """
+
+    copies: tuple[_core.Copy, ...]
+    is_fused: bool
+    digests: tuple[_core.Copy, ...]
+    num_ids: int
+    nbytes: int
+    first: int
 
 
 class Packer:
@@ -89,15 +121,15 @@ class Packer:
         require_made(made)
         if max_sms is not None and ((count := whole(max_sms)) is None or count < 1):
             raise BindError(f"max_sms: expected a number from 1 on, got {max_sms!r:.200}")
-        self._sends = side == "src"
-        place = made.src if self._sends else made.dst
+        self.sends = side == "src"
+        place = made.src if self.sends else made.dst
         require_pool(place, rank, pool)
-        self._pool, self._max_sms = pool, max_sms or 0
-        self._device = -1 if pool.device == "cpu" else int(pool.device.partition(":")[2])
-        self._table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self._device)
-        self._made, self._rank = made, rank
+        self.pool, self.max_sms = pool, max_sms or 0
+        self.device = -1 if pool.device == "cpu" else int(pool.device.partition(":")[2])
+        self.table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
+        self.made, self.rank = made, rank
         mine = self._messages(made)
-        self.peers = tuple(map(self._peer, mine))
+        self.peers = tuple(map(self.peer, mine))
         self._ranks = {
             (m.src, m.dst): (
                 Rank(f"{made.src.name} rank {m.src}", made.sends[m.src].t, made.src.nt, pool.num_blocks),
@@ -105,8 +137,17 @@ class Packer:
             )
             for m in mine
         }
+        self._addressed = (pool.alignment, pool.steps), (_ALIGNMENT, Steps())
+        self._title = f"{pool.layout.name} {'→' if self.sends else '←'} slot"
         self._units = {0: self._ways(mine, single=False)}
         self._tokens = self._ways(mine, single=True)
+        self._lanes: dict[tuple[Message, bool], Lane] = {}
+        self._model = _without(place.part(rank), pool.layout.present)
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """The plan's, as trailers of chunks have it."""
+        return int(self.made.fingerprint, 16)
 
     def sizes(self, span: Span, origin: int = 0) -> dict[int, int]:
         """Bytes of each peer's slot for a sequence; `origin` is that of the peers' spans.  `BindError` as for a call."""
@@ -116,7 +157,7 @@ class Packer:
         found = dict.fromkeys(self.peers, 0)
         for way, ids in work:
             for message, nbytes in zip(way.messages, way.nbytes, strict=True):
-                found[self._peer(message)] += len(ids) * nbytes
+                found[self.peer(message)] += len(ids) * nbytes
         return found
 
     def __call__(self, span: Span, slots: Mapping[int, Any], *, origin: int = 0, stream: Any = None) -> None:
@@ -138,47 +179,51 @@ class Packer:
         BindError
             A span that does not fit; slots that are missing, too small, or lie elsewhere.  Nothing has been copied.
         """
-        self._pool.require_open()
-        if not self._sends and self._pool.readonly:
-            raise BindError(f"{self._pool!r}: read-only")
+        self.require_usable()
         work = self._listed(span, origin)
         sizes = self._sizes(work)
         if not isinstance(slots, Mapping):
             raise BindError(f"slots: expected a mapping from rank to array, got a {type(slots).__name__}")
-        found = {peer: self._slot(peer, slots, size) for peer, size in sizes.items() if size}
+        found = {}
+        for peer, size in ((peer, size) for peer, size in sizes.items() if size):
+            where = f"slot of rank {peer}"
+            if peer not in slots:
+                raise BindError(f"{where}: missing; expected one for each of the ranks {sorted(set(self.peers))}")
+            found[peer] = self.slot(slots[peer], size, where)
+        self.require_no_stream(stream)
         handle = 0
-        if self._device >= 0:
-            handle = current_stream(self._pool) if stream is None else _core.stream_handle(stream)
-        elif stream is not None:
-            raise BindError(
-                "stream: the pool is on the CPU, where the copy is done when the call returns; leave stream out"
-            )
+        if self.device >= 0:
+            handle = current_stream(self.pool) if stream is None else _core.stream_handle(stream)
         filled = dict.fromkeys(self.peers, 0)
         for way, ids in work:
             addresses = []
             for message, nbytes in zip(way.messages, way.nbytes, strict=True):
-                peer = self._peer(message)
+                peer = self.peer(message)
                 addresses.append(found[peer].address + filled[peer])
                 filled[peer] += len(ids) * nbytes
-            table = _core.Table(np.array(addresses, np.uint64), self._device, False)
+            table = _core.Table(np.array(addresses, np.uint64), self.device, False)
             for copy in way.copies:
-                if self._sends:
-                    pairs = _core.Pairs(ids, None, way.num_ids, len(ids), False, self._device)
-                    self._run(copy, self._table, table, pairs, handle)
+                if self.sends:
+                    pairs = _core.Pairs(ids, None, way.num_ids, len(ids), False, self.device)
+                    self._run(copy, self.table, table, pairs, handle)
                 else:
-                    pairs = _core.Pairs(None, ids, len(ids), way.num_ids, False, self._device)
-                    self._run(copy, table, self._table, pairs, handle)
-        if not self._sends:
-            self._pool.written()
+                    pairs = _core.Pairs(None, ids, len(ids), way.num_ids, False, self.device)
+                    self._run(copy, table, self.table, pairs, handle)
+        if not self.sends:
+            self.pool.written()
 
     # ---- planning --------------------------------------------------------------------------------------------------
 
     def _messages(self, made: Resharding) -> list[Message]:
-        return [m for m in made.messages if (m.src if self._sends else m.dst) == self._rank]
+        return [m for m in made.messages if (m.src if self.sends else m.dst) == self.rank]
 
-    def _fitting(self, shift: int) -> tuple[_Way, ...]:
+    def in_order(self, mine: Any, far: Any) -> tuple[Any, Any]:
+        """The source's and the destination's, of what is the rank's and what is the other side's."""
+        return (mine, far) if self.sends else (far, mine)
+
+    def fitting(self, shift: int) -> tuple[_Way, ...]:
         """Ways in units that divide the distance of the positions at which both sides' tables begin: the same on both sides."""
-        made = self._made
+        made = self.made
         places = (made.src, made.sends), (made.dst, made.takes)
         most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
         shift = math.gcd(shift, most) % most
@@ -186,19 +231,19 @@ class Packer:
             self._units[shift] = self._ways(self._messages(made.refit(made.cuts, shift)), single=False)
         return self._units[shift]
 
-    def _peer(self, message: Message) -> int:
-        return message.dst if self._sends else message.src
+    def peer(self, message: Message) -> int:
+        return message.dst if self.sends else message.src
 
-    def _ends(self, message: Message) -> tuple[Rank, Rank]:
+    def ends(self, message: Message) -> tuple[Rank, Rank]:
         """The rank itself, and its peer."""
-        src, dst = self._ranks[message.src, message.dst]
-        return (src, dst) if self._sends else (dst, src)
+        mine, far = self.in_order(*self._ranks[message.src, message.dst])
+        return mine, far
 
     def _ways(self, messages: Sequence[Message], *, single: bool) -> tuple[_Way, ...]:
         """Messages that take the same ids of the rank together."""
 
         def key(message: Message) -> tuple[int, Turns | None]:
-            far = self._ends(message)[1].turns
+            far = self.ends(message)[1].turns
             if single:
                 return 1, far
             return message.t.tokens, far if message.t.tokens % far.period else None
@@ -211,31 +256,71 @@ class Packer:
     def _way(self, messages: Sequence[Message], single: bool) -> _Way:
         plans, sizes, num_ids = [], [], 0
         for entry, message in enumerate(messages):
-            unit = ONE_TOKEN if single else message.t
-            name = "src" if self._sends else "dst"
-            assert unit.meeting is not None
-            part = self._pool.units(unit.src_slots if self._sends else unit.dst_slots).section(
-                l=[x for meeting in message.l for x in meeting.coordinates(name)],
-                h=[x for meeting in message.h for x in meeting.coordinates(name)],
-                t=list(unit.meeting.coordinates(name)),
-            )
-            slot = self._wire(part.of).behind(entry)
-            ends = (part.of, slot) if self._sends else (slot, part.of)
-            plans.append(between(*ends, f"{self._pool.layout.name} {'→' if self._sends else '←'} slot"))
+            part, slot = self._parts(message, single)
+            plans.append(between(*self.in_order(part, slot.behind(entry)), self._title))
             sizes.append(slot.accesses[0].block[0])
             num_ids = part.num_ids
-        alignments, steps = (self._pool.alignment, _ALIGNMENT), (self._pool.steps, Steps())
-        src, dst = (0, 1) if self._sends else (1, 0)
-        copies = prepare(
-            joined(plans),
-            alignments[src],
-            alignments[dst],
-            few=self._max_sms > 0,
-            device=self._device,
-            src_steps=steps[src],
-            dst_steps=steps[dst],
+        return _Way(tuple(messages), tuple(self._prepared(joined(plans))), num_ids, tuple(sizes))
+
+    def _prepared(self, made: Plan) -> list[_core.Copy]:
+        (src, src_steps), (dst, dst_steps) = self.in_order(*self._addressed)
+        few = self.max_sms > 0
+        return prepare(made, src, dst, few=few, device=self.device, src_steps=src_steps, dst_steps=dst_steps)
+
+    def _parts(self, message: Message, single: bool) -> tuple[Section, Section]:
+        """What a message means of the pool's units, or tokens, and the slot that holds it packed."""
+        unit, name = ONE_TOKEN if single else message.t, "src" if self.sends else "dst"
+        assert unit.meeting is not None
+        part = self.pool.units(unit.src_slots if self.sends else unit.dst_slots).section(
+            l=[x for meeting in message.l for x in meeting.coordinates(name)],
+            h=[x for meeting in message.h for x in meeting.coordinates(name)],
+            t=list(unit.meeting.coordinates(name)),
         )
-        return _Way(tuple(messages), tuple(copies), num_ids, tuple(sizes))
+        return part.of, self._wire(part.of)
+
+    def lane(self, message: Message, *, single: bool) -> Lane:
+        """The launches that copy one message's units, or single tokens, and digest them; kept."""
+        found = self._lanes.get((message, single))
+        if found is None:
+            if len(self._lanes) >= _MOST_LANES:
+                self._lanes.clear()
+            found = self._lanes.setdefault((message, single), self._lane(message, single))
+        return found
+
+    def _lane(self, message: Message, single: bool) -> Lane:
+        part, slot = self._parts(message, single)
+        first, keys = self._keys(message, single)
+        ends, (alignments, steps) = self.in_order(part, slot), zip(*self.in_order(*self._addressed), strict=True)
+        made = (
+            None if self.max_sms else fused(*ends, keys, alignments, self._title)
+        )  # kernels of few multiprocessors do not digest
+        sums = None if made is None else fused_copies(made, keys.lanes, *steps)
+        is_fused = isinstance(sums, list)
+        copies = sums if isinstance(sums, list) else self._prepared(between(*ends, self._title))
+        digests = digest_copies(alone(slot, keys, _ALIGNMENT, self._title), keys.lanes)
+        for kernel in dict.fromkeys(copy.kernel for copy in (*copies, *digests)) if self.device >= 0 else ():
+            _core.warm(kernel, self.device)
+        return Lane(tuple(copies), is_fused, tuple(digests), part.num_ids, slot.accesses[0].block[0], first)
+
+    def _keys(self, message: Message, single: bool) -> tuple[int, Keys]:
+        """The keys of a unit's cells, at the model's coordinates, and the position in a unit that they count from."""
+        unit, name = ONE_TOKEN if single else message.t, "src" if self.sends else "dst"
+        assert unit.meeting is not None
+        section, layout = self.pool.resolved.section, self.pool.layout
+        choices: list[tuple[str, tuple[int, ...]]] = [
+            (axis, tuple(x for meeting in meetings for x in meeting.coordinates(name)))
+            for axis, meetings in (("l", message.l), ("h", message.h))
+            if axis in layout.present
+        ]
+        first, *others = unit.meeting.coordinates("first")
+        choices.append(("t", (0, *(position - first for position in others))))
+        if others:  # a rank's slots count the tokens that it holds, and keys all of a unit
+            accesses = [
+                replace(access, sizes=tuple((axis, unit.tokens if axis == "t" else n) for axis, n in access.sizes))
+                for access in section.accesses
+            ]
+            section = replace(section, accesses=tuple(accesses))
+        return first, keys_of(section, self._model, choices)
 
     def _wire(self, section: Section) -> Section:
         try:
@@ -247,55 +332,83 @@ class Packer:
 
     def _listed(self, span: Span, origin: int) -> list[tuple[_Way, Ids]]:
         """Of every launch the rank's ids: of units first, then of single tokens."""
+        self.require_spans(span, origin)
+        units = self.fitting(span.origin - origin)
+        fitted = {(m.src, m.dst): m for way in units for m in way.messages}
+        found = []
+        for single, ways in ((False, units), (True, self._tokens)):
+            for way in ways:
+                message = fitted[way.messages[0].src, way.messages[0].dst]
+                ids = self.ids(message, span, self.positions(message, span, origin))[single]
+                if ids.size:
+                    found.append((way, ids))
+        return found
+
+    def positions(self, message: Message, span: Span, origin: int) -> Parts:
+        """Positions of the units, and of the single tokens, that a message has of a sequence."""
+        src, dst = self._ranks[message.src, message.dst]
+        return split(message.t, src.turns, dst.turns, span.tokens, self.in_order(span.origin, origin)[0])
+
+    def ids(self, message: Message, span: Span, at: Parts) -> tuple[Ids, Ids]:
+        """The rank's ids of units, and of single tokens, at these positions; -1 where there is no block."""
+        mine, unit = self.ends(message)[0], message.t
+        units = mine.units(span, at.units, unit.tokens, unit.src_slots if self.sends else unit.dst_slots)
+        return units, mine.ids(span, mine.slots(span, at.tokens), 1)
+
+    def require_spans(self, span: Span, origin: int) -> None:
         if not isinstance(span, Span):
             raise BindError(f"span: expected a kvbm.Span, got {span!r:.200}")
         Span([], span.tokens, origin)  # refuses what is no origin of the peers' spans
         for ends in list(self._ranks.values())[:1]:  # the rank itself is the same for all
-            self._require_span(ends[0 if self._sends else 1], span)
-        found = []
-        units = self._fitting(span.origin - origin)
-        fitted = {(m.src, m.dst): m for way in units for m in way.messages}
-        for way, place in itertools.chain(((w, 0) for w in units), ((w, 2) for w in self._tokens)):
-            message = fitted[way.messages[0].src, way.messages[0].dst]
-            far = self._ends(message)[1]
-            blocks = -(-far.extent(Span([], span.tokens, origin))[1] // far.nt)
-            spans = [span, Span(np.zeros(blocks, np.int64), span.tokens, origin)]
-            pairs = pair_up(message.t, *self._ranks[message.src, message.dst], *(spans if self._sends else spans[::-1]))
-            ids = pairs[place + (0 if self._sends else 1)]
-            if ids.size:
-                found.append((way, ids))
-        return found
+            self._require_span(ends[0 if self.sends else 1], span)
 
     def _require_span(self, rank: Rank, span: Span) -> None:
         """A table that is long enough, of blocks that there are, none of them to be written twice."""
         blocks = rank.touched(span)[:, 0] // rank.nt
-        if not self._sends and np.unique(blocks).size != blocks.size:
+        if not self.sends and np.unique(blocks).size != blocks.size:
             raise BindError(f"{rank.name}: a block stands in the table twice, and would be written twice")
 
-    def _slot(self, peer: int, slots: Mapping[int, Any], size: int) -> Array:
-        where = f"slot of rank {peer}"
-        if peer not in slots:
-            raise BindError(f"{where}: missing; expected one for each of the ranks {sorted(set(self.peers))}")
-        found = describe(slots[peer], where)
+    def slot(self, given: Any, size: int, where: str, *, exact: bool = False) -> Array:
+        found = describe(given, where)
         nbytes = math.prod(found.shape)
         if ITEMSIZE.get(found.dtype) != 1 or merge_steps(found.shape, found.strides) not in ([], [(nbytes, 1)]):
             raise BindError(
                 f"{where}: expected contiguous bytes, got {found.dtype} of shape {found.shape} and strides of {found.strides} bytes"
             )
-        if nbytes < size:
-            raise BindError(f"{where}: expected at least {size} bytes, got {nbytes}")
+        if nbytes < size or (exact and nbytes > size):
+            raise BindError(f"{where}: expected {'' if exact else 'at least '}{size} bytes, got {nbytes}")
         if found.address % _ALIGNMENT:
             raise BindError(f"{where}: expected an address at a multiple of {_ALIGNMENT}, got {found.address:#x}")
-        if self._sends and found.readonly:
+        if self.sends and found.readonly:
             raise BindError(f"{where}: read-only")
-        if found.device not in (self._pool.device, "cpu") or (self._device < 0 and found.device != "cpu"):
-            raise BindError(f"{where}: expected memory of {self._pool.device}, or pinned, got {found.device}")
-        if self._device >= 0 and found.device == "cpu":
+        if found.device not in (self.pool.device, "cpu") or (self.device < 0 and found.device != "cpu"):
+            raise BindError(f"{where}: expected memory of {self.pool.device}, or pinned, got {found.device}")
+        if self.device >= 0 and found.device == "cpu":
             _core.find_device(np.array([found.address], np.uint64), where)  # refuses what is not pinned
         return found
 
+    def require_usable(self) -> None:
+        self.pool.require_open()
+        if not self.sends and self.pool.readonly:
+            raise BindError(f"{self.pool!r}: read-only")
+
+    def require_no_stream(self, stream: Any, wait: Any = None) -> None:
+        for name, given in (("stream", stream), ("wait", wait)):
+            if self.device < 0 and given is not None:
+                raise BindError(
+                    f"{name}: the pool is on the CPU, where the copy is done when the call returns; leave {name} out"
+                )
+
     def _run(self, copy: _core.Copy, src: _core.Table, dst: _core.Table, pairs: _core.Pairs, stream: int) -> None:
-        if self._device >= 0:
-            copy.launch(src, dst, pairs, self._device, stream, self._max_sms)
+        if self.device >= 0:
+            copy.launch(src, dst, pairs, self.device, stream, self.max_sms)
         else:
             copy.run(src, dst, pairs)
+
+
+def _without(model: Model, present: frozenset[str]) -> Model:
+    """Without the axes that a layout has not."""
+    for axis, names in (("l", ("layers", "nl")), ("h", ("heads", "nh"))):
+        if axis not in present:
+            model = replace(model, **dict.fromkeys(names))
+    return model

@@ -12,7 +12,7 @@ from ..errors import BindError
 from .placement import whole
 from .strips import Turns, Unit
 
-__all__ = ["Pairs", "Rank", "Span", "pair_up"]
+__all__ = ["Ids", "Pairs", "Parts", "Rank", "Span", "pair_up", "split"]
 
 Ids = npt.NDArray[np.int64]
 
@@ -120,8 +120,17 @@ class Rank(NamedTuple):
         found: Ids = np.where(blocks < 0, -1, blocks * (self.nt // of) + slots % self.nt // of)
         return found
 
-    def run(self, span: Span, first: int, count: int, of: int) -> Ids:
+    def units(self, span: Span, starts: Ids, tokens: int, of: int) -> Ids:
+        """Ids of the units of so many tokens that begin at these positions, `of` slots each; -1 where there is no block."""
+        if not starts.size:
+            return _NONE
+        if (int(starts[-1]) - int(starts[0])) // tokens + 1 == starts.size and tokens % self.turns.period == 0:
+            return self._run(span, self.slots(span, int(starts[0])), starts.size, of)
+        return self.ids(span, self.slots(span, starts), of)
+
+    def _run(self, span: Span, first: int, count: int, of: int) -> Ids:
         """Ids of `count` parts of `of` slots each that follow each other in the table; negative where there is no block."""
+        first //= of
         each = self.nt // of
         begin = first // each
         blocks = span.table[begin : -(-(first + count) // each)]
@@ -200,30 +209,48 @@ def pair_up(unit: Unit, src: Rank, dst: Rank, src_span: Span, dst_span: Span) ->
         raise BindError(
             f"{src.name} → {dst.name}: tokens: {tokens} in the source, {dst_span.tokens} in the destination"
         )
-    base = src_span.origin % unit.tokens
+    starts, edges = split(unit, src.turns, dst.turns, tokens, src_span.origin)
+    sides = (src, src_span, unit.src_slots), (dst, dst_span, unit.dst_slots)
+    units = [rank.units(span, starts, unit.tokens, slots) for rank, span, slots in sides]
+    if not edges.size:
+        return Pairs(units[0], units[1], _NONE, _NONE)
+    ones = [rank.ids(span, rank.slots(span, edges), 1) for rank, span, _ in sides]
+    return Pairs(units[0], units[1], ones[0], ones[1])
+
+
+class Parts(NamedTuple):
+    """Positions of what a message copies of a sequence: of the first token of each unit, and of single tokens; ascending."""
+
+    units: Ids
+    tokens: Ids
+
+
+def split(unit: Unit, src: Turns, dst: Turns, tokens: range, origin: int) -> Parts:
+    """The whole units of a range of tokens that both ranks hold, and the single tokens where it begins or ends inside one.
+
+    Parameters
+    ----------
+    unit : Unit
+    src, dst : Turns
+        Tokens that the ranks hold.
+    tokens : range
+    origin : int
+        The position at which the block table of either side begins; the unit divides how far they are apart.
+    """
+    base = origin % unit.tokens
     first = base + -(-(tokens.start - base) // unit.tokens) * unit.tokens
     behind = base + (tokens.stop - base) // unit.tokens * unit.tokens
-    sides = (src, src_span, unit.src_slots), (dst, dst_span, unit.dst_slots)
-    if all(unit.tokens % rank.turns.period == 0 for rank in (src, dst)):  # every unit is of both, and they follow each other
-        units = [
-            rank.run(span, rank.slots(span, first) // slots, max(behind - first, 0) // unit.tokens, slots)
-            for rank, span, slots in sides
-        ]
-    else:
-        starts = np.arange(first, behind, unit.tokens, dtype=np.int64)
-        for rank in (src, dst):
-            if unit.tokens % rank.turns.period:  # all of a unit is one rank's
-                starts = starts[rank.turns.holds(starts)]
-        units = [rank.ids(span, rank.slots(span, starts), slots) for rank, span, slots in sides]
+    starts = np.arange(first, behind, unit.tokens, dtype=np.int64)
+    for turns in (src, dst):
+        if unit.tokens % turns.period:  # all of a unit is one rank's
+            starts = starts[turns.holds(starts)]
     if (first, behind) == (tokens.start, tokens.stop):
-        return Pairs(units[0], units[1], _NONE, _NONE)
+        return Parts(starts, _NONE)
     if behind < first:
         edges = np.arange(tokens.start, tokens.stop, dtype=np.int64)
     else:
         edges = np.concatenate([np.arange(tokens.start, first), np.arange(behind, tokens.stop)]).astype(np.int64)
-    edges = edges[src.turns.holds(edges) & dst.turns.holds(edges)]
-    ones = [rank.ids(span, rank.slots(span, edges), 1) for rank, span, _ in sides]
-    return Pairs(units[0], units[1], ones[0], ones[1])
+    return Parts(starts, edges[src.holds(edges) & dst.holds(edges)])
 
 
 _NONE: Ids = np.zeros(0, np.int64)

@@ -207,6 +207,19 @@ class Meeting(NamedTuple):
             yield start + sum(c * getattr(loop, step) for c, loop in zip(reversed(turn), self.loops, strict=True))
 
 
+    def within(self, some: range) -> Meeting | None:
+        """Those of one loop whose coordinate in the model lies in a range of step 1; None: none does."""
+        if not self.loops:
+            return self if self.first in some else None
+        [(extent, step, src, dst)] = self.loops
+        low = max(-(-(some.start - self.first) // step), 0)
+        count = min(-(-(some.stop - self.first) // step), extent) - low
+        if count < 1:
+            return None
+        loops = (Family(count, step, src, dst),) if count > 1 else ()
+        return Meeting(self.first + low * step, self.src + low * src, self.dst + low * dst, loops)
+
+
 class Unit(NamedTuple):
     """Tokens that lie in one block on both sides, as many as can be; blocks of different sizes are copied in units.
 

@@ -1,0 +1,273 @@
+"""Wire format 1: how a message is cut into chunks, and the trailer behind each.  ``docs/wire.md`` is the specification.
+
+All of it is computed from what both sides know before a byte moves: the plan, the tokens, the layers, how large a chunk may be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..errors import BindError, DigestError
+from ..shapes import ITEMSIZE, round_up
+from .messages import Message, Resharding
+from .placement import whole
+from .sequence import Parts, split
+from .strips import ONE_TOKEN, Unit
+
+__all__ = ["MOST", "TRAILER", "VERSION", "Chunk", "Trailer", "chunks", "cut", "key_of", "mark_of"]
+
+VERSION = 1
+
+#: Bytes of a trailer.
+TRAILER = 64
+
+#: Bytes of the largest chunk, its trailer not counted, where the caller names no other number.
+MOST = 16 << 20
+
+#: A message is cut into about four, but into none smaller than this, so that one is packed while another travels.
+_LEAST, _PARTS = 1 << 20, 4
+
+_MAGIC = b"KVBM"
+_LAYOUT = struct.Struct("<Q4sHHQQQHHIIIII")
+_LIMIT = 1 << 32
+
+
+class Trailer(NamedTuple):
+    """The last 64 bytes of a chunk, little endian, in this order.
+
+    Attributes
+    ----------
+    digest : int
+        kvbm-digest-1 of what the chunk holds, at the model's coordinates (64 bits).
+    magic : bytes
+        ``KVBM``.
+    version, reserved : int
+        1 and 0 (16 bits each).
+    plan, key, epoch : int
+        The plan's fingerprint, the sequence's `key_of`, and which attempt to send it this is (64 bits each).
+    source, destination : int
+        Ranks (16 bits each).
+    mark : int
+        `mark_of` what of the sequence was cut, and how (32 bits).
+    chunk, chunks : int
+        Which chunk of the message this is, from 0 on, and how many it has (32 bits each).
+    units, nbytes : int
+        Whole units in it, and bytes before the trailer (32 bits each).
+    """
+
+    digest: int
+    magic: bytes
+    version: int
+    reserved: int
+    plan: int
+    key: int
+    epoch: int
+    source: int
+    destination: int
+    mark: int
+    chunk: int
+    chunks: int
+    units: int
+    nbytes: int
+
+    @classmethod
+    def read(cls, data: Any, where: str = "a chunk") -> Trailer:
+        """The trailer that these 64 bytes are.
+
+        Raises
+        ------
+        BindError
+            Other than 64 bytes; no trailer of this version.
+        """
+        held = bytes(data)
+        if len(held) != TRAILER:
+            raise BindError(f"{where}: trailer: expected {TRAILER} bytes, got {len(held)}")
+        found = cls(*_LAYOUT.unpack(held))
+        for name, expected in (("magic", _MAGIC), ("version", VERSION), ("reserved", 0)):
+            if (got := getattr(found, name)) != expected:
+                raise BindError(
+                    f"{where}: {name}: expected {expected!r}, got {got!r}; it is no chunk of wire format {VERSION}"
+                )
+        return found
+
+    @classmethod
+    def of(cls, chunk: Chunk, *, plan: int, key: int, epoch: int, mark: int, digest: int = 0) -> Trailer:
+        """That of a chunk."""
+        return cls(
+            digest, _MAGIC, VERSION, 0, plan, key, epoch, chunk.message.src, chunk.message.dst, mark, chunk.number, chunk.of,
+            len(chunk.units), chunk.nbytes,
+        )  # fmt: skip
+
+    def write(self) -> bytes:
+        """Its 64 bytes."""
+        return _LAYOUT.pack(*self)
+
+    def require(self, expected: Trailer, where: str = "a chunk") -> None:
+        """Raise `BindError` for the first field, but for the digest, that is not as expected."""
+        for name in self._fields[1:]:
+            if (got := getattr(self, name)) != (known := getattr(expected, name)):
+                raise BindError(f"{where}: {name}: expected {_said(name, known)}, got {_said(name, got)}")
+
+    def require_digest(self, found: int, where: str = "a chunk", *, written: bool = False) -> None:
+        """Raise `DigestError` where what arrived has another digest than what was sent."""
+        if found != self.digest:
+            raise DigestError(
+                f"{where}: digest: expected {self.digest:#018x}, got {found:#018x}; "
+                + ("its blocks were written: do not use them" if written else "none of it was written")
+            )
+
+
+def _said(name: str, value: Any) -> str:
+    return f"{value:#018x}" if name in ("plan", "key", "epoch") else repr(value)
+
+
+class Chunk(NamedTuple):
+    """Part of a message that travels as one: whole units, then single tokens, then the trailer.
+
+    Attributes
+    ----------
+    message : Message
+        Of the layers that go.
+    number, of : int
+        Which chunk of the message it is, and how many there are.
+    units, tokens : range
+        Which of the message's units, and of its single tokens.
+    nbytes : int
+        Bytes, without the trailer; a multiple of 16.
+    """
+
+    message: Message
+    number: int
+    of: int
+    units: range
+    tokens: range
+    nbytes: int
+
+    @property
+    def size(self) -> int:
+        """Bytes with the trailer."""
+        return self.nbytes + TRAILER
+
+    def __str__(self) -> str:
+        held = [f"units {_span(self.units)}"] if self.units else []
+        held += [f"single tokens {_span(self.tokens)}"] if self.tokens else []
+        layers = [x for meeting in self.message.l for x in meeting.coordinates("first")]
+        held.append(f"layers {_span(range(layers[0], layers[-1] + 1))}")
+        return f"chunk {self.number} of {self.of} from rank {self.message.src} to rank {self.message.dst} ({', '.join(held)})"
+
+
+def _span(some: range) -> str:
+    return f"{some[0]}" if len(some) == 1 else f"{some[0]}–{some[-1]}"
+
+
+def key_of(name: str | bytes) -> int:
+    """What a trailer says of a sequence's name: the first 8 bytes of its SHA-256, little endian."""
+    return int.from_bytes(hashlib.sha256(name.encode() if isinstance(name, str) else name).digest()[:8], "little")
+
+
+def mark_of(tokens: range, origins: tuple[int, int], layers: range, most: int) -> int:
+    """What of a sequence was cut, and how: the first 4 bytes of a SHA-256, little endian, of seven 64-bit integers.
+
+    They are the first token and the one behind the last, the source's and the destination's origin, the first layer and the one
+    behind the last, and the largest chunk.
+    """
+    told = struct.pack("<7Q", tokens.start, max(tokens.start, tokens.stop), *origins, layers.start, layers.stop, most)
+    return int.from_bytes(hashlib.sha256(told).digest()[:4], "little")
+
+
+def chunks(
+    made: Resharding,
+    message: Message,
+    tokens: range,
+    *,
+    origins: tuple[int, int] = (0, 0),
+    layers: range | None = None,
+    most: int = MOST,
+) -> tuple[Chunk, ...]:
+    """The chunks of a message, where a cache has one plane; a `Packer` knows its pool's planes, and has them of any.
+
+    Parameters
+    ----------
+    made : Resharding
+    message : Message
+        One of its messages.
+    tokens : range
+        Positions of the sequence.
+    origins : (int, int)
+        The position at which the block tables begin, of the source's and of the destination's span.
+    layers : range, optional
+        Of the model; all if not given.
+    most : int
+        Bytes of the largest chunk, its trailer not counted.
+
+    Returns
+    -------
+    tuple of Chunk
+        None where the message has nothing of these tokens and layers.
+
+    Raises
+    ------
+    BindError
+        A unit that is larger than `most`; tokens, origins or layers that there are not.
+    """
+    shift = origins[0] - origins[1]
+    messages = made.refit(made.cuts, shift).messages if shift else made.messages
+    message = messages[made.messages.index(message)]
+    some = message if layers is None else message.of_layers(layers)
+    if some is None:
+        return ()
+    model = made.src.model
+
+    def nbytes(unit: Unit) -> int:
+        held = unit.meeting.size if unit.meeting else 0
+        return round_up(some.layers * some.heads * model.no * model.hd * held * ITEMSIZE[model.dtype] // model.pack, 16)
+
+    parts = split(message.t, made.sends[message.src].t, made.takes[message.dst].t, tokens, origins[0])
+    return cut(some, parts, (nbytes(message.t), nbytes(ONE_TOKEN)), most)
+
+
+def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int) -> tuple[Chunk, ...]:
+    """The chunks of a message: equal numbers of whole units, the single tokens in the last one, or behind it.
+
+    Parameters
+    ----------
+    message : Message
+    parts : Parts
+        Its units and single tokens.
+    sizes : (int, int)
+        Bytes of a unit and of a single token.
+    most : int
+        Bytes of the largest chunk, its trailer not counted.
+
+    Raises
+    ------
+    BindError
+        `most` is no number of bytes below 2**32, or a unit is larger.
+    """
+    limit = whole(most)
+    if limit is None or not 0 < limit < _LIMIT:
+        raise BindError(f"most: expected bytes of a chunk, below 2**32, got {most!r:.200}")
+    counts = parts.units.size, parts.tokens.size
+    for count, size, what in zip(counts, sizes, ("unit", "single token"), strict=True):
+        if count and size > limit:
+            raise BindError(
+                f"rank {message.src} → rank {message.dst}: a {what} takes {size} bytes, and a chunk at most {limit}: expected "
+                f"most={size} or more, and slots of {size + TRAILER}; or send fewer layers at a time"
+            )
+    total = sum(count * size for count, size in zip(counts, sizes, strict=True))
+    wanted = min(limit, max(_LEAST, total // _PARTS))
+    found: list[tuple[range, range]] = []
+    each = max(wanted // sizes[0], 1)
+    found += [(range(at, min(at + each, counts[0])), range(0)) for at in range(0, counts[0], each)]
+    at = 0
+    if found and counts[1] and len(found[-1][0]) * sizes[0] + counts[1] * sizes[1] <= limit:
+        found[-1], at = (found[-1][0], range(counts[1])), counts[1]
+    each = limit // sizes[1]
+    found += [(range(0), range(first, min(first + each, counts[1]))) for first in range(at, counts[1], each)]
+    return tuple(
+        Chunk(message, number, len(found), units, tokens, len(units) * sizes[0] + len(tokens) * sizes[1])
+        for number, (units, tokens) in enumerate(found)
+    )

@@ -1,0 +1,401 @@
+"""Sequences cut into chunks, which one rank packs and another unpacks: wire format 1 carried out."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from ..arrays import Array
+from ..digesting import pinned
+from ..errors import BindError
+from ..mover import current_stream
+from .chunk import MOST, TRAILER, Chunk, Trailer, cut, key_of, mark_of
+from .local import require_layers
+from .pack import Lane, Packer
+from .placement import whole
+from .sequence import Ids, Parts, Span
+
+__all__ = ["ChunksDone", "Cut"]
+
+#: The thread's default stream, for trailers: small copies that the host waits for, beside whatever runs.
+_OWN_STREAM = 2
+
+
+class Cut:
+    """Some tokens and layers of a sequence, cut into chunks (``docs/wire.md``): what a rank sends to its peers, or gets from them.
+
+    Parameters
+    ----------
+    packer : Packer
+        Of the rank.
+    span : Span
+        Of the rank; a rank that sends has a block for each of its tokens.
+    origin : int
+        That of the peers' spans.
+    layers : range, optional
+        Of the model; all if not given.
+    most : int
+        Bytes of the largest chunk, its trailer not counted: slots have 64 more.
+
+    Attributes
+    ----------
+    chunks : dict of int to tuple of Chunk
+        Peer → its chunks, in order; none where it has nothing of these tokens and layers.  Both sides find the same ones.
+
+    Raises
+    ------
+    BindError
+        A span that does not fit; a unit that is larger than `most`.
+    PlanError
+        A layout that has no digests.
+
+    Examples
+    --------
+    >>> sent = Cut(packer, Span([5, 9, 2], range(40)))  # doctest: +SKIP
+    >>> slots = {(1, k): ring[k][: chunk.size] for k, chunk in enumerate(sent.chunks[1])}  # doctest: +SKIP
+    >>> sent.pack(slots, key="request-17").synchronize()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, packer: Packer, span: Span, *, origin: int = 0, layers: range | None = None, most: int = MOST
+    ) -> None:
+        model = packer.made.src.model
+        require_layers(layers, model.nl)
+        packer.require_spans(span, origin)
+        layers = range(model.nl) if layers is None else layers
+        self._packer = packer
+        self.chunks: dict[int, tuple[Chunk, ...]] = {}
+        self._at: dict[int, tuple[Parts, tuple[Ids, Ids]]] = {}
+        self._lanes: dict[int, tuple[Lane, Lane]] = {}
+        known: dict[Any, tuple[Parts, tuple[Ids, Ids]]] = {}  # peers of one kind get the same tokens
+        for message in (message for way in packer.fitting(span.origin - origin) for message in way.messages):
+            peer, some = packer.peer(message), message.of_layers(layers)
+            mine, far = packer.ends(message)
+            key = message.t.tokens, far.turns
+            if key not in known:
+                at = packer.positions(message, span, origin)
+                known[key] = at, packer.ids(message, span, at)
+            if packer.sends and any((ids < 0).any() for ids in known[key][1]):
+                raise BindError(
+                    f"{mine.name}: table: an entry without a block among the tokens {span.tokens}: expected blocks for all "
+                    "that is sent; send the tokens that have them"
+                )
+            self.chunks[peer] = ()
+            if some is not None:
+                self._lanes[peer] = lanes = packer.lane(some, single=False), packer.lane(some, single=True)
+                self.chunks[peer] = cut(some, known[key][0], [lane.nbytes for lane in lanes], most)
+            self._at[peer] = known[key]
+        self._mark = mark_of(span.tokens, packer.in_order(span.origin, origin), layers, most)
+
+    def trailer(self, peer: int, number: int, *, key: str | bytes, epoch: int = 0) -> Trailer:
+        """What the trailer of a chunk must say, but for the digest, which is 0 here."""
+        chunk = self._chunk(peer, number)
+        if (found := whole(epoch)) is None or not 0 <= found < 1 << 64:
+            raise BindError(f"epoch: expected a number from 0 to below 2**64, got {epoch!r:.200}")
+        if not isinstance(key, str | bytes):
+            raise BindError(f"key: expected text or bytes, got {key!r:.200}")
+        return Trailer.of(chunk, plan=self._packer.fingerprint, key=key_of(key), epoch=found, mark=self._mark)
+
+    def pack(
+        self,
+        slots: Mapping[tuple[int, int], Any],
+        *,
+        key: str | bytes,
+        epoch: int = 0,
+        stream: Any = None,
+        wait: Any = None,
+    ) -> ChunksDone:
+        """Pack some of the chunks, each with its trailer.
+
+        Parameters
+        ----------
+        slots : mapping
+            (peer, number of the chunk) → array of at least `Chunk.size` bytes, contiguous, at a multiple of 16, on the pool's GPU
+            or in pinned memory.
+        key : str or bytes
+            The sequence's name, which both sides know.
+        epoch : int
+            Which attempt to send it this is; below 2**64.
+        stream, wait : optional
+            As for `Transfer.copy`.
+
+        Returns
+        -------
+        ChunksDone
+            Trailers are there when it is done, and not before: on a GPU it must be asked, or waited for.
+
+        Raises
+        ------
+        BindError
+            Slots that do not fit; a chunk that there is not.  Nothing has been written.
+        """
+        jobs, stream = self._jobs(True, slots, key, epoch, stream, wait)
+        return ChunksDone(self._packing(jobs, stream, wait))
+
+    def unpack(
+        self,
+        slots: Mapping[tuple[int, int], Any],
+        *,
+        key: str | bytes,
+        epoch: int = 0,
+        verify: str = "after",
+        stream: Any = None,
+        wait: Any = None,
+    ) -> ChunksDone:
+        """Unpack some of the chunks, if their trailers are right.
+
+        Parameters
+        ----------
+        slots : mapping
+            (peer, number of the chunk) → array of the `Chunk.size` bytes that came.
+        key, epoch
+            As they were packed with.
+        verify : {"after", "before"}
+            ``after``: what is read is digested on its way into the pool: wrong chunks have been written when that shows, into
+            blocks that nobody may read yet.  ``before``: chunks are digested first, and none of the call is written unless all
+            are right: one more read of the slots.  What is written is digested all the same: a slot may have changed meanwhile.
+        stream, wait : optional
+            As for `Transfer.copy`.
+
+        Returns
+        -------
+        ChunksDone
+            Whose `query` and `synchronize` raise `DigestError` where a chunk holds something else than what was sent.
+
+        Raises
+        ------
+        BindError
+            Slots that do not fit; a trailer that is not this chunk's, with the field, what was expected and what came.  Nothing
+            has been written.
+        DigestError
+            On the CPU, where all is done when the call returns.
+        """
+        if verify not in ("after", "before"):
+            raise BindError(f"verify: expected 'after' or 'before', got {verify!r:.200}")
+        jobs, stream = self._jobs(False, slots, key, epoch, stream, wait)
+        return ChunksDone(self._unpacking(jobs, verify == "before", stream, wait))
+
+    # ---- one call --------------------------------------------------------------------------------------------------
+
+    def _chunk(self, peer: int, number: int) -> Chunk:
+        held = self.chunks.get(peer, ())
+        if (at := whole(number)) is None or not 0 <= at < len(held):
+            raise BindError(
+                f"chunk {number!r:.200} of rank {peer!r:.200}: expected one of {len(held)} of the ranks {sorted(self.chunks)}"
+            )
+        return held[at]
+
+    def _jobs(
+        self, sends: bool, slots: Any, key: str | bytes, epoch: int, stream: Any, wait: Any
+    ) -> tuple[list[_Job], Any]:
+        """What a call is asked to do, if it can be done: slots that fit, and where they are read, trailers that are right."""
+        packer = self._packer
+        if packer.sends != sends:
+            raise BindError(
+                f"this rank {'sends' if packer.sends else 'gets'}: expected {'pack' if packer.sends else 'unpack'}"
+            )
+        packer.require_usable()
+        packer.require_no_stream(stream, wait)
+        if not isinstance(slots, Mapping) or not all(isinstance(at, tuple) and len(at) == 2 for at in slots):
+            raise BindError(f"slots: expected a mapping from (peer, chunk) to array, got {slots!r:.200}")
+        jobs = []
+        for (peer, number), given in slots.items():
+            chunk, expected = self._chunk(peer, number), self.trailer(peer, number, key=key, epoch=epoch)
+            slot = packer.slot(given, chunk.size, str(chunk), exact=not sends)
+            jobs.append(_Job(peer, chunk, slot, expected, given))
+        if packer.device >= 0 and stream is None:
+            stream = current_stream(packer.pool)
+        if sends:
+            return jobs, stream
+        told = _Trailers(packer.device, jobs).read()
+        for at, (job, data) in enumerate(zip(jobs, told, strict=True)):
+            found = Trailer.read(data, str(job.chunk))
+            found.require(job.trailer, str(job.chunk))
+            jobs[at] = job._replace(trailer=found)
+        return jobs, stream
+
+    def _packing(self, jobs: Sequence[_Job], stream: Any, wait: Any) -> _Steps:
+        work = _Work(self, jobs, True, stream, wait)
+        yield work.dones
+        told = [job.trailer._replace(digest=digest).write() for job, digest in zip(jobs, work.digests(), strict=True)]
+        _Trailers(self._packer.device, jobs).write(told)
+
+    def _unpacking(self, jobs: Sequence[_Job], before: bool, stream: Any, wait: Any) -> _Steps:
+        for copies in (False, True) if before else (True,):
+            work = _Work(self, jobs, copies, stream, wait)
+            yield work.dones
+            if copies:
+                self._packer.pool.written()
+            for job, digest in zip(jobs, work.digests(), strict=True):
+                job.trailer.require_digest(digest, str(job.chunk), written=copies)
+
+
+#: What a call waits for, step by step.
+_Steps = Iterator[Sequence[_core.Done]]
+
+
+class _Job(NamedTuple):
+    """A chunk and its slot; the trailer that it must have, or has."""
+
+    peer: int
+    chunk: Chunk
+    slot: Array
+    trailer: Trailer
+    keep: Any
+
+
+class ChunksDone:
+    """The end of a call of `Cut`: of all its chunks.
+
+    On a GPU a step that follows another, such as the trailers behind the kernels, begins when the host asks or waits: do so until
+    it is done, as what is dropped before does not give its pinned memory back.
+    """
+
+    def __init__(self, steps: _Steps) -> None:
+        self._steps = steps
+        self._error: Exception | None = None
+        self._waits = tuple(next(steps))
+        self._is_done = False
+        if all(done.query() for done in self._waits):  # on the CPU
+            self.query()
+
+    def query(self) -> bool:
+        """Whether all is done; raises what was found wrong."""
+        while not self._is_done and all(done.query() for done in self._waits):
+            self._go_on()
+        return self._told()
+
+    def synchronize(self) -> None:
+        """Wait on the host until all is done; raises what was found wrong."""
+        while not self._is_done:
+            for done in self._waits:
+                done.synchronize()
+            self._go_on()
+        self._told()
+
+    def _go_on(self) -> None:
+        try:
+            self._waits = tuple(next(self._steps))
+        except StopIteration:
+            self._is_done = True
+        except Exception as error:
+            self._is_done, self._error = True, error
+
+    def _told(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return self._is_done
+
+    def __repr__(self) -> str:
+        return f"<kvbm ChunksDone of {len(self._waits)} copies>"
+
+
+class _Piece(NamedTuple):
+    """Units, or single tokens, of a chunk: the rank's ids of those that are copied, or which of the slot's are digested alone."""
+
+    job: int
+    lane: Lane
+    address: int
+    positions: Ids
+    ids: Ids | None
+    some: Ids | None = None
+
+
+class _Work:
+    """Copies of chunks that are digested on their way, or digests of slots alone: enqueued."""
+
+    def __init__(self, of: Cut, jobs: Sequence[_Job], copies: bool, stream: Any, wait: Any) -> None:
+        self._packer = packer = of._packer
+        self._pieces: list[_Piece] = []
+        for number, job in enumerate(jobs):
+            at = job.slot.address
+            for single, some in enumerate((job.chunk.units, job.chunk.tokens)):
+                if some:
+                    lane = of._lanes[job.peer][single]
+                    positions, ids = (each[single][some.start : some.stop] for each in of._at[job.peer])
+                    positions = positions + lane.first
+                    self._pieces.append(_Piece(number, lane, at, positions, ids if copies else None))
+                    # What has no block is not copied, and belongs to the digest all the same.
+                    if copies and (holes := np.flatnonzero(ids < 0)).size:
+                        self._pieces.append(_Piece(number, lane, at, positions[holes], None, holes))
+                    at += len(some) * lane.nbytes
+        count = sum(piece.positions.size for piece in self._pieces)
+        self._jobs, self._on_gpu = len(jobs), packer.device >= 0
+        self._found: npt.NDArray[np.uint64] = pinned.take(count) if self._on_gpu else np.zeros(count, np.uint64)
+        out, self.dones = int(self._found.ctypes.data), []
+        for piece in self._pieces:
+            self.dones.append(self._enqueue(piece, out, stream, wait, (packer, jobs, self._found)))
+            out += 8 * piece.positions.size
+
+    def _enqueue(self, piece: _Piece, out: int, stream: Any, wait: Any, keep: Any) -> _core.Done:
+        packer, lane, count, device = self._packer, piece.lane, piece.positions.size, self._packer.device
+        slot = _core.Table(np.array([piece.address], np.uint64), device, False)
+        positions = _core.Positions(piece.positions, count, device)
+        if piece.ids is None:
+            most = count if piece.some is None else int(piece.some[-1]) + 1
+            pairs = _core.Pairs(piece.some, None, most, most, False, device)
+            route = _core.Route(device, slot, slot, most, most, direct=(), limits=(), digests=(lane.digests, ()))
+            return route.digest(pairs, positions, out, self._on_gpu, stream, wait, keep)
+        ids, sizes = packer.in_order(piece.ids, None), packer.in_order(lane.num_ids, count)
+        pairs = _core.Pairs(*ids, *sizes, False, device)
+        route = _core.Route(
+            device, *packer.in_order(packer.table, slot), *sizes, direct=lane.copies,
+            sum_direct=lane.copies if lane.is_fused else (),
+            digests=packer.in_order((), lane.digests), digests_dst=packer.sends, max_sms=packer.max_sms,
+        )  # fmt: skip
+        return route.copy_digested(pairs, positions, out, self._on_gpu, (0, 0), stream, wait, keep)
+
+    def digests(self) -> list[int]:
+        """Of each chunk, once all is done."""
+        found, at = [0] * self._jobs, 0
+        for piece in self._pieces:
+            found[piece.job] += int(self._found[at : at + piece.positions.size].sum(dtype=np.uint64))
+            at += piece.positions.size
+        if self._on_gpu:
+            pinned.give(self._found)
+        return [digest % (1 << 64) for digest in found]
+
+
+class _Trailers:
+    """The last bytes of chunks in their slots, where the host reads and writes them."""
+
+    def __init__(self, device: int, jobs: Sequence[_Job]) -> None:
+        self._places = [job.slot.address + job.chunk.nbytes for job in jobs]
+        self._device = device if any(job.slot.device != "cpu" for job in jobs) else -1
+
+    def read(self) -> list[bytes]:
+        if self._device < 0:
+            return [ctypes.string_at(at, TRAILER) for at in self._places]
+        with self._staged() as (memory, addresses):
+            self._move(addresses, self._places)
+            data = memory.tobytes()
+        return [data[at : at + TRAILER] for at in range(0, TRAILER * len(self._places), TRAILER)]
+
+    def write(self, told: Sequence[bytes]) -> None:
+        if self._device < 0:
+            for at, data in zip(self._places, told, strict=True):
+                ctypes.memmove(at, data, TRAILER)
+            return
+        with self._staged() as (memory, addresses):
+            memory[: 8 * len(told)] = np.frombuffer(b"".join(told), np.uint64)
+            self._move(self._places, addresses)
+
+    @contextmanager
+    def _staged(self) -> Iterator[tuple[npt.NDArray[np.uint64], list[int]]]:
+        memory = pinned.take(8 * len(self._places))
+        start = int(memory.ctypes.data)
+        yield memory, [start + TRAILER * i for i in range(len(self._places))]
+        pinned.give(memory)  # not after an error: something may still write it
+
+    def _move(self, dst: Sequence[int], src: Sequence[int]) -> None:
+        if dst:
+            _core.memcpy_batch(
+                np.array(dst, np.uint64), np.array(src, np.uint64), TRAILER, 1, self._device, _OWN_STREAM
+            )
+            _core.synchronize(self._device, _OWN_STREAM)
