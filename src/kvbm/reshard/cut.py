@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -223,8 +223,9 @@ class Cut:
     def _packing(self, jobs: Sequence[_Job], stream: Any, wait: Any) -> _Steps:
         work = _Work(self, jobs, True, stream, wait)
         yield work.dones
-        told = [job.trailer._replace(digest=digest).write() for job, digest in zip(jobs, work.digests(), strict=True)]
-        _Trailers(self._packer.device, jobs).write(told)
+        found = [job.trailer._replace(digest=digest) for job, digest in zip(jobs, work.digests(), strict=True)]
+        _Trailers(self._packer.device, jobs).write([trailer.write() for trailer in found])
+        return {(job.peer, job.chunk.number): trailer.digest for job, trailer in zip(jobs, found, strict=True)}
 
     def _unpacking(self, jobs: Sequence[_Job], before: bool, stream: Any, wait: Any) -> _Steps:
         for copies in (False, True) if before else (True,):
@@ -234,10 +235,11 @@ class Cut:
                 self._packer.pool.written()
             for job, digest in zip(jobs, work.digests(), strict=True):
                 job.trailer.require_digest(digest, str(job.chunk), written=copies)
+        return {(job.peer, job.chunk.number): job.trailer.digest for job in jobs}
 
 
-#: What a call waits for, step by step.
-_Steps = Iterator[Sequence[_core.Done]]
+#: What a call waits for, step by step; at the end each chunk's digest.
+_Steps = Generator[Sequence[_core.Done], None, dict[tuple[int, int], int]]
 
 
 class _Job(NamedTuple):
@@ -253,6 +255,11 @@ class _Job(NamedTuple):
 class ChunksDone:
     """The end of a call of `Cut`: of all its chunks.
 
+    Attributes
+    ----------
+    digests : dict of (int, int) to int
+        (Peer, number of the chunk) → its digest, when it is done.
+
     On a GPU a step that follows another, such as the trailers behind the kernels, begins when the host asks or waits: do so until
     it is done, as what is dropped before does not give its pinned memory back.
     """
@@ -260,6 +267,7 @@ class ChunksDone:
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps
         self._error: Exception | None = None
+        self.digests: dict[tuple[int, int], int] = {}
         self._waits = tuple(next(steps))
         self._is_done = False
         if all(done.query() for done in self._waits):  # on the CPU
@@ -282,8 +290,8 @@ class ChunksDone:
     def _go_on(self) -> None:
         try:
             self._waits = tuple(next(self._steps))
-        except StopIteration:
-            self._is_done = True
+        except StopIteration as end:
+            self._is_done, self.digests = True, end.value
         except Exception as error:
             self._is_done, self._error = True, error
 

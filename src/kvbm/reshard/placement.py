@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import json
 import math
 import operator
 import os
@@ -246,6 +247,28 @@ class Placement:
         if not held.l.size:
             raise SpecError(f"{self.name}: rank {rank} holds none of the layers {self.layers}; it has no pool")
         return replace(self.model, nl=held.l.size, nh=held.h.size, nt=self.nt)
+
+    def text(self) -> str:
+        """The placement as a file says it: JSON, which is YAML; the model is not in it.
+
+        Examples
+        --------
+        >>> from kvbm import load_shape
+        >>> model = load_shape("llama-3.1-70b")
+        >>> decode = Placement("tp8", shard={"h": "tp/4", "t": "tp%4 by 1"}, model=model)
+        >>> decode.text()
+        '{"mesh": "tp8", "nt": 16, "shard": {"h": "tp/4%2", "t": "tp%4 by 1"}}'
+        >>> Placement.parse(decode.text(), model).fingerprint == decode.fingerprint
+        True
+        """
+        shard: dict[str, Any] = {}
+        for axis, share in self.shares:
+            over = str(share.digit) + (f" by {share.every}" if share.every else "")
+            shard[axis] = {"over": over, "bounds": list(share.bounds)} if share.bounds else over
+        held: dict[str, Any] = {"mesh": self.mesh_text, "nt": self.nt, "shard": shard}
+        if self.layers.size < self.model.nl:
+            held["layers"] = [str(layer) for run in self.layers.runs for layer in range(run.first, run.last + 1, run.step)]
+        return json.dumps(held)
 
     @property
     def fingerprint(self) -> str:

@@ -1,0 +1,381 @@
+"""Endpoints: one rank of an engine, its pools and its wire; cards, what two engines must have in common, and the thread."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+from ..errors import BindError, KvbmError, PlanError, SpecError, TransferError, TransferTimeoutError
+from ..pool import Pool
+from ..shapes import load_shape
+from ..wire import Wire
+from .chunk import MOST, TRAILER
+from .link import Link
+from .local import require_pool
+from .messages import Resharding, plan
+from .notes import read
+from .placement import Placement, whole
+from .ring import Ring
+
+__all__ = ["Endpoint"]
+
+_VERSION = 1
+_MOST_CARD = 1 << 20
+
+#: Seconds that the thread sleeps: while something is under way, and while nothing is.
+_SHORT, _LONG = 50e-6, 2e-3
+
+
+class Endpoint:
+    """A rank of an engine, which sends and receives sequences.
+
+    Parameters
+    ----------
+    engine : str
+        The engine's name; its ranks have one.
+    placement : Placement or mapping
+        What the ranks hold; or group → (placement, pool) where a rank has several pools (full attention, sliding window, a
+        draft model).
+    rank : int
+    pool : Pool, optional
+        The rank's, where there is one placement.
+    wire : Wire
+        Of this process; the endpoint registers its ring with it and uses it alone.
+    model : str
+        What tells models of one shape apart: name, revision, adapter. Both sides must say the same.
+    incarnation : str
+        What tells one start of the engine from another: all its ranks say the same, such as a job's number.
+    chunk_bytes : int
+        Of the largest chunk.
+    ring_bytes : int
+        Of registered memory, on the pools' device: half of it for what goes, half for what comes.
+    max_sms : int, optional
+        Multiprocessors that kernels may use.
+
+    Raises
+    ------
+    BindError
+        Pools that do not fit, or lie on several devices; a ring without room for a chunk each way.
+
+    Examples
+    --------
+    >>> me = Endpoint("prefill-0", placement, rank, pool, wire=wire.nixl(f"prefill-0/{rank}"))  # doctest: +SKIP
+    >>> link = me.meet(cards_of_decode)  # doctest: +SKIP
+    >>> link.send("request-17", kvbm.Span(table, range(1000))).synchronize()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        placement: Placement | Mapping[str, tuple[Placement, Pool]],
+        rank: int,
+        pool: Pool | None = None,
+        *,
+        wire: Wire,
+        model: str = "",
+        incarnation: str = "",
+        chunk_bytes: int = MOST,
+        ring_bytes: int = 256 << 20,
+        max_sms: int | None = None,
+    ) -> None:
+        if isinstance(placement, Placement):
+            if not isinstance(pool, Pool):
+                raise BindError(f"endpoint {engine}: pool: expected a kvbm.Pool, got {type(pool).__name__}")
+            groups: dict[str, tuple[Placement, Pool]] = {"": (placement, pool)}
+        else:
+            groups = dict(placement)
+        if not isinstance(engine, str) or not engine or not groups:
+            raise BindError(f"endpoint: expected a name and a placement, got {engine!r:.200}")
+        for place, mine in groups.values():
+            require_pool(place, rank, mine)
+        devices = {mine.device for _, mine in groups.values()}
+        worlds = {place.world for place, _ in groups.values()}
+        if len(devices) > 1 or len(worlds) > 1:
+            raise BindError(f"endpoint {engine}: expected pools on one device and placements of one world, got {devices}, {worlds}")
+        self.engine, self.rank, self.groups, self.wire, self.model = engine, rank, groups, wire, model
+        [self._world], [device] = worlds, devices
+        self.max_sms = max_sms
+        self.stream: Any = None if device == "cpu" else 2  # the thread's own
+        self.incarnation = incarnation
+        if (whole(chunk_bytes) or 0) < 1 or (whole(ring_bytes) or 0) < 1:
+            raise BindError(f"endpoint {engine}: expected numbers of bytes, got {chunk_bytes!r:.40} and {ring_bytes!r:.40}")
+        self._chunk_bytes = chunk_bytes
+        size = Ring.slot_size(chunk_bytes + TRAILER)
+        slots = ring_bytes // size // 2
+        self.ring = Ring(device, size, slots, slots)
+        wire.register(self.ring.slab)
+        self._card = self._written(wire.card())
+        self._links: list[Link] = []
+        self._by_peer: dict[str, Link] = {}
+        self.dropping: dict[str, Link] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._is_closed, self._broken = False, ""
+        self._thread = threading.Thread(target=self._run, name=f"kvbm {engine}/{rank}", daemon=True)
+        self._thread.start()
+
+    # ---- cards -----------------------------------------------------------------------------------------------------
+
+    def card(self) -> bytes:
+        """What the ranks of another engine need to meet this one: JSON, some KB; it gives access to the ring."""
+        return self._card
+
+    def _written(self, of_wire: bytes) -> bytes:
+        groups = {
+            name: {"placement": place.text(), "model": str(place.model), "planes": _planes(pool)}
+            for name, (place, pool) in self.groups.items()
+        }
+        held = {
+            "kvbm-link": _VERSION, "engine": self.engine, "incarnation": self.incarnation, "rank": self.rank, "world": self._world,
+            "model": self.model, "groups": groups, "sends": self.ring.sends, "takes": self.ring.takes,
+            "slot_bytes": self.ring.slot_bytes, "chunk_bytes": self._chunk_bytes, "wire": base64.b64encode(of_wire).decode(),
+        }  # fmt: skip
+        return json.dumps(held).encode()
+
+    def meet(self, cards: Iterable[bytes], *, stripe: bool = False) -> Link:
+        """Connect to the ranks of another engine: compare, plan and prove both ways.
+
+        Parameters
+        ----------
+        cards : iterable of bytes
+            Of all its ranks, in any order.
+        stripe : bool
+            As for `plan`; both sides alike.
+
+        Returns
+        -------
+        Link
+
+        Raises
+        ------
+        BindError
+            A card that is none, or of another version; ranks that are missing or there twice; incarnations that differ; another
+            model; other planes or groups.
+        PlanError
+            The two engines hold different models.
+        """
+        found = [_Card(card) for card in cards]
+        if not found:
+            raise BindError(f"{self.engine}: meet: expected the cards of all ranks of an engine, got none")
+        first = found[0]
+        title = f"{self.engine} rank {self.rank} ↔ {first.engine}"
+        for one in found:
+            for name in ("engine", "incarnation", "world", "model", "groups_text"):
+                if getattr(one, name) != getattr(first, name):
+                    raise BindError(
+                        f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {getattr(first, name)!r:.200} and "
+                        f"{getattr(one, name)!r:.200}"
+                    )
+        ranks = sorted(one.rank for one in found)
+        if ranks != list(range(first.world)):
+            missing, doubled = set(range(first.world)) - set(ranks), {rank for rank in ranks if ranks.count(rank) > 1}
+            raise BindError(f"{title}: expected a card of each of {first.world} ranks; missing {sorted(missing)}, twice {sorted(doubled)}")
+        if first.model != self.model:
+            raise BindError(f"{title}: model: {self.model!r} here and {first.model!r} there; expected the same")
+        if set(first.groups) != set(self.groups):
+            raise BindError(f"{title}: groups: {sorted(self.groups)} here and {sorted(first.groups)} there; expected the same")
+        outgoing: dict[str, Resharding | KvbmError] = {}
+        incoming: dict[str, Resharding | KvbmError] = {}
+        for name, (mine, pool) in self.groups.items():
+            theirs, planes = first.groups[name]
+            if planes != _planes(pool):
+                raise BindError(f"{title}: planes: {_planes(pool)} here and {planes} there; expected the same")
+            for plans, ends in ((outgoing, (mine, theirs)), (incoming, (theirs, mine))):
+                try:
+                    plans[name] = plan(*ends, stripe=stripe)
+                except PlanError as error:
+                    plans[name] = error
+            if isinstance(outgoing[name], KvbmError) and isinstance(incoming[name], KvbmError):
+                raise outgoing[name]  # type: ignore[misc]
+        return self.call(lambda: self._connect(found, outgoing, incoming))  # type: ignore[no-any-return]
+
+    def _connect(
+        self, cards: list[_Card], outgoing: dict[str, Resharding | KvbmError], incoming: dict[str, Resharding | KvbmError]
+    ) -> Link:
+        most = min(self._chunk_bytes, *(card.chunk_bytes for card in cards))
+        link = Link(self, cards[0].engine, outgoing, incoming, most)
+        needed = {
+            rank
+            for plans, mine, far in ((outgoing, "src", "dst"), (incoming, "dst", "src"))
+            for made in plans.values()
+            if isinstance(made, Resharding)
+            for message in made.messages
+            if getattr(message, mine) == self.rank
+            for rank in [getattr(message, far)]
+        }
+        for card in cards:
+            if card.rank in needed:
+                peer = self.wire.connect(card.wire)
+                link.peers[peer] = card.rank
+                link.rings[peer] = (card.sends, card.takes, card.slot_bytes)
+                self._by_peer[peer] = link
+        self._links.append(link)
+        return link
+
+    # ---- the thread ------------------------------------------------------------------------------------------------
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Let the thread call something."""
+        if self._is_closed or self._broken:
+            raise BindError(f"{self.engine} rank {self.rank}: the endpoint is closed{self._broken and f': {self._broken}'}")
+        self._commands.put(call)
+        self._wake.set()
+
+    def call(self, call: Callable[[], Any]) -> Any:
+        """Let the thread call something, and return what it returns, or raise what it raises."""
+        found: dict[str, Any] = {}
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                found["value"] = call()
+            except BaseException as error:
+                found["error"] = error
+            finally:
+                ended.set()
+
+        self.submit(run)
+        while not ended.wait(0.1):
+            if not self._thread.is_alive():
+                raise BindError(f"{self.engine} rank {self.rank}: the endpoint is closed: {self._broken}")
+        if "error" in found:
+            raise found["error"]
+        return found["value"]
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                busy = self._step()
+                if busy:
+                    continue
+                is_idle = all(link.is_idle for link in self._links) and not self.dropping
+                if is_idle:
+                    self._wake.wait(_LONG)
+                else:
+                    time.sleep(_SHORT)
+                self._wake.clear()
+        except BaseException as error:  # the thread's end is the end of all its links
+            self._broken = f"{type(error).__name__}: {error}"
+            for link in self._links:
+                for handle in link.handles:
+                    handle.fail(TransferError(f"{link.title}: {handle.what} {handle.key!r}: {self._broken}"))
+                    handle.settle()
+            if not isinstance(error, Exception):
+                raise
+
+    def _step(self) -> bool:
+        busy = False
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                break
+            busy = True
+            command()
+        for peer, data in self.wire.poll():
+            link = self._by_peer.get(peer)
+            if link is None:
+                continue
+            busy = True
+            try:
+                note = read(data)
+            except BindError:
+                link.count("notes_wrong")
+            else:
+                link.heard(peer, note)
+        now = time.monotonic()
+        for link in self._links:
+            busy |= link.tick(now)
+        for peer, link in list(self.dropping.items()):
+            try:
+                self.wire.drop(peer)
+            except TransferTimeoutError:
+                continue  # it may still write: its slots wait
+            del self.dropping[peer]
+            self._by_peer.pop(peer, None)
+            link.dropped(peer)
+        return busy
+
+    def close(self) -> None:
+        """End all links, and release the ring.  It may be called again."""
+        if self._is_closed:
+            return
+        if not self._broken:
+            for link in list(self._links):
+                link.close()
+        self._is_closed = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10)
+        self.wire.close()
+        self.ring.close()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<kvbm Endpoint {self.engine} rank {self.rank} of {self._world}, {len(self._links)} links>"
+
+
+class _Card:
+    """A card of another rank, of which nothing is believed before it was looked at."""
+
+    def __init__(self, card: bytes) -> None:
+        if not isinstance(card, bytes) or len(card) > _MOST_CARD:
+            _refuse(f"at most {_MOST_CARD} bytes", type(card).__name__)
+        try:
+            held = json.loads(card.decode())
+        except (ValueError, RecursionError):
+            _refuse("JSON", repr(card[:40]))
+        if not isinstance(held, dict) or held.get("kvbm-link") != _VERSION:
+            _refuse(f"version {_VERSION}: both sides need the same kvbm", repr(held)[:60])
+        kinds = {
+            "engine": str, "incarnation": str, "rank": int, "world": int, "model": str, "groups": dict, "sends": int, "takes": int,
+            "slot_bytes": int, "chunk_bytes": int, "wire": str,
+        }  # fmt: skip
+        for key, kind in kinds.items():
+            if type(held.get(key)) is not kind:
+                _refuse(f"{key!r} to be of {kind.__name__}", repr(held.get(key))[:60])
+        self.engine, self.incarnation, self.model = held["engine"], held["incarnation"], held["model"]
+        self.rank, self.world = held["rank"], held["world"]
+        self.sends, self.takes = held["sends"], held["takes"]
+        self.slot_bytes, self.chunk_bytes = held["slot_bytes"], held["chunk_bytes"]
+        if not 0 <= self.rank < self.world <= 1 << 16:
+            _refuse("a rank of a world of at most 65,536", f"{self.rank} of {self.world}")
+        if not (0 < self.chunk_bytes <= self.slot_bytes - TRAILER and 0 < self.sends < 1 << 32 and 0 < self.takes < 1 << 32):
+            _refuse("slots that hold a chunk", f"{self.takes} of {self.slot_bytes} bytes for chunks of {self.chunk_bytes}")
+        try:
+            self.wire = base64.b64decode(held["wire"], validate=True)
+        except (binascii.Error, ValueError):
+            _refuse("'wire' in base64", repr(held["wire"])[:60])
+        self.groups: dict[str, tuple[Placement, str]] = {}
+        for name, group in held["groups"].items():
+            texts = [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
+            if not all(isinstance(text, str) and len(text) < 1 << 19 for text in texts):
+                _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
+            try:
+                place = Placement.parse(texts[0], load_shape(texts[1]), file=f"card of {self.engine}", name=self.engine)
+            except (SpecError, KvbmError) as error:
+                raise BindError(f"card of {self.engine}: {error}") from None
+            if place.world != self.world:
+                _refuse(f"a placement of {self.world} ranks", str(place.world))
+            self.groups[name] = (place, texts[2])
+        self.groups_text = json.dumps(held["groups"], sort_keys=True)
+
+
+def _refuse(expected: str, got: str) -> NoReturn:
+    raise BindError(f"card: expected {expected}, got {got}")
+
+
+def _planes(pool: Pool) -> str:
+    """What a pool holds, in whatever layout."""
+    return ", ".join(sorted({f"{plane.name} {plane.dtype}" for plane in pool.layout.planes})) or pool.shape.dtype

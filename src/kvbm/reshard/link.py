@@ -1,0 +1,589 @@
+"""Links: sequences between the ranks of two engines, chunk by chunk, each proven by its digest; what is sent, and what comes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
+from ..wire import Op, Slice
+from .cut import Cut
+from .flows import Inflow, Outflow
+from .messages import Resharding
+from .notes import Done, Note, Offer, Put, Stop, Stopped, Want, write
+from .pack import Packer
+from .sequence import Span
+
+if TYPE_CHECKING:
+    from .endpoint import Endpoint
+
+__all__ = ["Arrival", "Link", "Sending"]
+
+#: Offers that nobody has asked for, and ended flows whose answers are known, of a link.
+_MOST = 4096
+
+
+class _Handle:
+    """What `send` and `receive` return: the end of a transfer, for whoever waits for it on another thread."""
+
+    what = ""
+
+    def __init__(self, link: Link, key: str, span: Span, timeout: float, order: dict[str, Any]) -> None:
+        self.link, self.key, self.span, self.order = link, key, span, order
+        self.began = time.monotonic()
+        self.deadline = self.began + timeout
+        self.timeout = timeout
+        self.flows: list[Any] = []
+        self._ended = threading.Event()
+        self._error: KvbmError | None = None
+
+    def query(self) -> bool:
+        """Whether it is done.
+
+        Raises
+        ------
+        TransferError
+            It failed: `PeerLostError`, `TransferTimeoutError`, `DigestError` among them.
+        """
+        if self._ended.is_set() and self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._ended.is_set()
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait on the host until it is done; raises as `query`, and `TransferTimeoutError` where that takes longer.
+
+        The transfer's own deadline is that of the call that began it: a wait that is given up does not end it.
+        """
+        if not self._ended.wait(timeout):
+            raise TransferTimeoutError(f"{self.link.title}: {self.what} {self.key!r}: not done after {timeout} s; it goes on")
+        self.query()
+
+    def abort(self) -> None:
+        """Give it up; whoever waits is told, and the other side."""
+        error = TransferError(f"{self.link.title}: {self.what} {self.key!r}: it was aborted here")
+        self.link.endpoint.submit(lambda: self.fail(error))
+
+    # ---- the endpoint's thread -------------------------------------------------------------------------------------
+
+    def fail(self, error: KvbmError) -> None:
+        if self._error is None and not self._ended.is_set():
+            self._error = error
+            self.link.count("failed")
+            for flow in self.flows:
+                flow.fail(error)
+
+    def settle(self) -> None:
+        """Tell whoever waits, once memory of the pool is not in use any more."""
+        if not self._ended.is_set():
+            self.link.count("seconds", time.monotonic() - self.began)
+            self._ended.set()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self._ended.is_set() else "under way"
+        return f"<kvbm {type(self).__name__} of {self.key!r}: {state}>"
+
+
+class Sending(_Handle):
+    """A sequence, or some layers of it, that goes to the ranks of the other engine.
+
+    When it is done, all of it has arrived and was found right: its blocks may be used for something else.
+    """
+
+    what = "sending"
+
+    def ended(self) -> None:
+        if all(flow.is_over for flow in self.flows):
+            self.settle()
+
+
+class Arrival(_Handle):
+    """A sequence that comes from the ranks of the other engine.
+
+    Before it is done nobody may read its blocks: some may hold a part.  When it is done, all chunks of all ranks are there and
+    right.
+
+    Attributes
+    ----------
+    digest : int
+        kvbm-digest-1 of what came, once it is done.
+    """
+
+    what = "receiving"
+
+    def __init__(
+        self,
+        link: Link,
+        key: str,
+        span: Span,
+        timeout: float,
+        order: dict[str, Any],
+        *,
+        verify: str,
+        identity: tuple[int, bytes],
+        layers: range,
+    ) -> None:
+        super().__init__(link, key, span, timeout, order)
+        self.number = secrets.randbits(64) or 1
+        self.verify, self.identity, self.layers = verify, identity, layers
+        self.digest = 0
+        self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that are still to come
+
+    def wait(self, stream: Any = None) -> None:
+        """Wait until it is done, as `synchronize`; then kernels of any stream may read the blocks."""
+        self.synchronize()
+
+    def ended(self, flow: Inflow) -> None:
+        self.missing[flow.rank] -= set(flow.offer.layers)
+        self.digest = (self.digest + sum(flow.digests.values())) % (1 << 64)
+        if not any(self.missing.values()):
+            self.settle()
+
+
+class Link:
+    """What an endpoint has to do with another engine; made by `Endpoint.meet`.
+
+    Attributes
+    ----------
+    endpoint : Endpoint
+    engine : str
+        The other one.
+    outgoing, incoming : dict of str to Resharding
+        By group: the proven plans.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        engine: str,
+        outgoing: Mapping[str, Resharding | KvbmError],
+        incoming: Mapping[str, Resharding | KvbmError],
+        chunk_bytes: int,
+    ) -> None:
+        self.endpoint, self.engine = endpoint, engine
+        self.title = f"{endpoint.engine} rank {endpoint.rank} ↔ {engine}"
+        self.ring = endpoint.ring
+        self._plans = {True: dict(outgoing), False: dict(incoming)}
+        self._packers: dict[tuple[str, bool], Packer] = {}
+        self._cuts: OrderedDict[Any, Cut] = OrderedDict()
+        self._chunk_bytes = chunk_bytes
+        self.peers: dict[str, int] = {}  # of the wire → rank
+        self.rings: dict[str, tuple[int, int, int]] = {}  # of each peer: its first slot's offset, slots, bytes of one
+        self._lost: dict[str, PeerLostError] = {}
+        self._losing: dict[str, PeerLostError] = {}  # found since the last `tick`
+        self._flows: dict[tuple[str, int], Outflow] = {}
+        self._inflows: OrderedDict[tuple[str, int], Inflow] = OrderedDict()
+        self._offers: OrderedDict[tuple[str, int], Offer] = OrderedDict()
+        self._handles: list[_Handle] = []
+        self._counts: Counter[str] = Counter()
+        self._numbers, self._serials = itertools.count(secrets.randbits(32) + 1), itertools.count(1)
+        self.is_closed = False
+
+    # ---- what callers ask for --------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        key: str,
+        span: Span,
+        *,
+        layers: range | None = None,
+        group: str = "",
+        wait: Any = None,
+        stream: Any = None,
+        timeout: float = 30.0,
+    ) -> Sending:
+        """Push tokens of a sequence to the ranks that are to hold them.
+
+        Parameters
+        ----------
+        key : str
+            The sequence's name, which both sides know.
+        span : Span
+            Of this rank.
+        layers : range, optional
+            Of the model, so that layers go as they are computed: a call a range; all if not given.
+        group : str, optional
+            Which of the endpoint's pools.
+        wait, stream : optional
+            As for `Transfer.copy`: the event behind which the blocks hold what is sent.
+        timeout : float
+            Seconds until it has failed.
+
+        Returns
+        -------
+        Sending
+
+        Raises
+        ------
+        BindError
+            A span that does not fit, or a group that there is not.
+        CoverageError
+            The other engine's ranks cannot hold what this one's do.
+        """
+        return self._send(key, span, layers, group, wait, stream, timeout, pulls=False)
+
+    def offer(self, key: str, span: Span, **options: Any) -> Sending:
+        """The same, where the other side fetches: chunks are packed when they are wanted, and read from here."""
+        return self._send(key, span, pulls=True, **{**_SEND, **options})
+
+    def receive(
+        self,
+        key: str,
+        span: Span,
+        *,
+        layers: range | None = None,
+        group: str = "",
+        verify: str = "after",
+        wait: Any = None,
+        stream: Any = None,
+        timeout: float = 30.0,
+    ) -> Arrival:
+        """Take tokens of a sequence from the ranks that hold them, whether they push or are to be asked.
+
+        Parameters
+        ----------
+        key, group, layers, wait, stream, timeout
+            As for `send`; `layers` are all that is to come, in however many sendings.
+        span : Span
+            Of this rank; only its tokens come, which may be fewer than are sent.
+        verify : {"after", "before"}
+            As for `Cut.unpack`.
+
+        Returns
+        -------
+        Arrival
+        """
+        packer = self._packer(group, sends=False)
+        _require_key(key)
+        some = _require_layers(layers, packer.made.src.model.nl)
+        packer.require_usable()
+        packer.require_spans(span, span.origin)
+        if verify not in ("after", "before"):
+            raise BindError(f"verify: expected 'after' or 'before', got {verify!r:.200}")
+        identity = _identity(group, self.endpoint.groups, key)
+        order = self._order(packer, wait, stream)
+        arrival = Arrival(self, key, span, timeout, order, verify=verify, identity=identity, layers=some)
+        for message in packer.made.messages:
+            if message.dst == self.endpoint.rank:
+                held = {x for meeting in message.l for x in meeting.coordinates("first")}
+                arrival.missing[message.src] = arrival.missing.get(message.src, set()) | held & set(some)
+        self.endpoint.submit(lambda: self._begin_arrival(arrival))
+        return arrival
+
+    fetch = receive
+
+    def stats(self) -> dict[str, float]:
+        """Chunks and bytes each way, what was said again or wrong, waits for slots, failures, seconds of all transfers."""
+        names = (
+            "bytes_sent", "bytes_received", "chunks_sent", "chunks_received", "chunks_wrong", "notes_again", "notes_wrong",
+            "stalls", "sendings", "arrivals", "failed", "seconds",
+        )  # fmt: skip
+        return {name: self._counts[name] for name in names}
+
+    def close(self) -> None:
+        """End what is under way, and the connections."""
+        self.endpoint.call(lambda: self._close("it was closed"))
+
+    # ---- beginning -------------------------------------------------------------------------------------------------
+
+    def _send(
+        self, key: str, span: Span, layers: Any, group: str, wait: Any, stream: Any, timeout: float, *, pulls: bool
+    ) -> Sending:
+        packer = self._packer(group, sends=True)
+        _require_key(key)
+        some = _require_layers(layers, packer.made.src.model.nl)
+        packer.require_usable()
+        packer.require_spans(span, span.origin)
+        sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
+        identity = _identity(group, self.endpoint.groups, key)
+        self.endpoint.submit(lambda: self._begin_sending(sending, packer, identity, some, pulls))
+        return sending
+
+    def _begin_sending(
+        self, sending: Sending, packer: Packer, identity: tuple[int, bytes], layers: range, pulls: bool
+    ) -> None:
+        self._handles.append(sending)
+        self.count("sendings")
+        by_rank = {rank: peer for peer, rank in self.peers.items()}
+        for message in packer.made.messages:
+            if message.src != self.endpoint.rank or message.of_layers(layers) is None or not len(sending.span.tokens):
+                continue
+            peer, number = by_rank[message.dst], next(self._numbers)
+            if peer in self._lost:
+                sending.fail(self._lost[peer])
+                break
+            plan = int(packer.made.fingerprint, 16)
+            offer = Offer(number, plan, identity[1], identity[0], layers, sending.span.tokens, sending.span.origin, pulls)
+            flow = Outflow(self, sending, peer, message.dst, number, offer)
+            sending.flows.append(flow)
+            self._flows[peer, number] = flow
+        if not sending.flows and not sending.has_failed:
+            sending.settle()
+
+    def _begin_arrival(self, arrival: Arrival) -> None:
+        self._handles.append(arrival)
+        self.count("arrivals")
+        ranks = {rank for rank, missing in arrival.missing.items() if missing}
+        for peer, rank in self.peers.items():
+            if peer in self._lost and rank in ranks:
+                arrival.fail(self._lost[peer])
+                return
+        if not ranks or not len(arrival.span.tokens):
+            arrival.settle()
+            return
+        for (peer, number), offer in list(self._offers.items()):
+            if (offer.group, offer.key) == arrival.identity:
+                self._match(peer, offer, arrival)
+                self._offers.pop((peer, number), None)
+
+    def _match(self, peer: str, offer: Offer, arrival: Arrival) -> None:
+        """An offer of what is awaited."""
+        rank = self.peers[peer]
+        missing = arrival.missing.get(rank, set())
+        held = {flow.offer.layers for flow in arrival.flows if flow.rank == rank}
+        try:
+            if offer.plan != self.plans(offer.group)[1]:
+                raise BindError(f"{self.title}: {peer} has another plan: both sides need the same kvbm, placements and options")
+            tokens = arrival.span.tokens
+            if not offer.tokens.start <= tokens.start < tokens.stop <= offer.tokens.stop:
+                raise BindError(f"{self.title}: {arrival.key!r}: expected tokens {tokens}, {peer} offers {offer.tokens}")
+            if not set(offer.layers) <= set(arrival.layers) or any(
+                max(one.start, offer.layers.start) < min(one.stop, offer.layers.stop) for one in held
+            ):
+                raise BindError(
+                    f"{self.title}: {arrival.key!r}: {peer} offers layers {offer.layers}, expected some of {sorted(missing)}, each once"
+                )
+            cut = self.cut(offer.group, arrival.span, offer.origin, offer.layers, sends=False)
+            flow = Inflow(self, arrival, peer, rank, offer, cut)
+        except KvbmError as error:
+            arrival.fail(error)
+            self.say(peer, Stop(offer.sending, arrival.number, False, False, str(error)))
+            return
+        if not flow.is_done:
+            arrival.flows.append(flow)
+        self._inflows[peer, offer.sending] = flow
+
+    # ---- the endpoint's thread -------------------------------------------------------------------------------------
+
+    def heard(self, peer: str, note: Note) -> None:
+        """A note of a peer."""
+        at = peer, note.sending
+        if isinstance(note, Offer):
+            self._offered(peer, note)
+        elif isinstance(note, Want):
+            flow = self._flows.get(at)
+            self.say(peer, Stopped(note.sending, note.arrival, True)) if flow is None else flow.wanted(note)
+        elif isinstance(note, Put):
+            if (inflow := self._inflows.get(at)) is not None:
+                inflow.put(note)
+        elif isinstance(note, Done):
+            if (flow := self._flows.get(at)) is not None:
+                flow.finished(note)
+        elif isinstance(note, Stop):
+            self._told_to_stop(peer, note)
+        elif note.by_sender:
+            if (inflow := self._inflows.get(at)) is not None:
+                inflow.answered()
+        elif (flow := self._flows.get(at)) is not None:
+            flow.answered()
+
+    def _told_to_stop(self, peer: str, note: Stop) -> None:
+        at = peer, note.sending
+        if note.by_sender:
+            inflow = self._inflows.get(at)
+            self._offers.pop(at, None)
+            if inflow is None:
+                self.say(peer, Stopped(note.sending, note.arrival, False))
+            else:
+                inflow.stopped(note)
+        else:
+            flow = self._flows.get(at)
+            self.say(peer, Stopped(note.sending, note.arrival, True)) if flow is None else flow.stopped(note)
+
+    def _offered(self, peer: str, offer: Offer) -> None:
+        known = self._inflows.get((peer, offer.sending))
+        if known is not None:
+            known.offered()
+            return
+        for arrival in self._handles:
+            if isinstance(arrival, Arrival) and not arrival.has_failed and not arrival.has_ended:
+                if (offer.group, offer.key) == arrival.identity:
+                    self._match(peer, offer, arrival)
+                    return
+        self._offers[peer, offer.sending] = offer
+        while len(self._offers) > _MOST:
+            self._offers.popitem(last=False)  # it is said again
+
+    def tick(self, now: float) -> bool:
+        """Go on with everything; whether something was done."""
+        busy = False
+        for flow in (*self._flows.values(), *self._inflows.values()):
+            if flow.is_over:
+                continue
+            try:
+                busy |= flow.tick(now)
+            except PeerLostError as error:
+                self._losing.setdefault(flow.peer, error)
+            except KvbmError as error:  # of a peer that says what cannot be
+                flow.fail(error)
+        for peer, error in list(self._losing.items()):
+            self._lose(peer, error)
+        self._losing.clear()
+        for handle in self._handles:
+            if not handle.has_ended and not handle.has_failed and now > handle.deadline:
+                handle.fail(TransferTimeoutError(f"{self.title}: {handle.what} {handle.key!r}: not done after {handle.timeout} s"))
+        for handle in self._handles:
+            if handle.has_failed and all(flow.uses_no_pool for flow in handle.flows):
+                handle.settle()
+        self._handles = [handle for handle in self._handles if not handle.has_ended]
+        for over in [at for at, flow in self._flows.items() if flow.is_over and flow.sending.has_ended]:
+            self._flows.pop(over)
+        while len(self._inflows) > _MOST and next(iter(self._inflows.values())).is_over:
+            self._inflows.popitem(last=False)
+        return busy
+
+    @property
+    def handles(self) -> tuple[_Handle, ...]:
+        """What is under way."""
+        return tuple(self._handles)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._handles and not any(not flow.is_over for flow in self._inflows.values())
+
+    def _lose(self, peer: str, error: PeerLostError) -> None:
+        """A peer is no more: what it has to do with fails; its slots are free once nothing of it can land."""
+        if peer in self._lost:
+            return
+        self._lost[peer] = error
+        for flow in (*self._flows.values(), *self._inflows.values()):
+            if flow.peer == peer and not flow.is_over:
+                (flow.sending if isinstance(flow, Outflow) else flow.arrival).fail(error)
+        for handle in self._handles:
+            if isinstance(handle, Arrival) and handle.missing.get(self.peers[peer]):
+                handle.fail(error)
+        self.endpoint.dropping[peer] = self
+
+    def dropped(self, peer: str) -> None:
+        """Nothing of a lost peer lands any more."""
+        for flow in (*self._flows.values(), *self._inflows.values()):
+            if flow.peer == peer:
+                flow.lost()
+        self.ring.release(peer)
+
+    def _close(self, why: str) -> None:
+        self.is_closed = True
+        for handle in list(self._handles):
+            handle.fail(TransferError(f"{self.title}: {handle.what} {handle.key!r}: {why}"))
+        for peer in self.peers:
+            self._lose(peer, PeerLostError(f"{self.title}: {peer}: {why}", peer=peer))
+
+    # ---- what flows use --------------------------------------------------------------------------------------------
+
+    def say(self, peer: str, note: Note) -> None:
+        self._guarded(peer, lambda: self.endpoint.wire.note(peer, write(note)))
+
+    def put(self, peer: str, local: Slice, slot: int, note: Put) -> Op | None:
+        return self._guarded(peer, lambda: self.endpoint.wire.put(peer, local, self._far(peer, slot, local), write(note)))
+
+    def get(self, peer: str, local: Slice, slot: int) -> Op | None:
+        return self._guarded(peer, lambda: self.endpoint.wire.get(peer, local, self._far(peer, slot, local, sends=True)))
+
+    def _far(self, peer: str, slot: int, local: Slice, *, sends: bool = False) -> Slice:
+        sending, taking, size = self.rings[peer]
+        if not 0 <= slot < (sending if sends else taking) or local.nbytes > size:
+            raise BindError(f"{self.title}: {peer}: slot {slot} of {local.nbytes} bytes: it has {taking} slots of {size} bytes")
+        return Slice((slot if sends else sending + slot) * size, local.nbytes)
+
+    def _guarded(self, peer: str, call: Callable[[], Any]) -> Any:
+        if peer in self._lost or peer in self._losing:
+            return None
+        try:
+            return call()
+        except PeerLostError as error:  # seen to by `tick`
+            self._losing.setdefault(peer, error)
+            return None
+
+    def count(self, name: str, many: float = 1) -> None:
+        self._counts[name] += many  # type: ignore[assignment]
+
+    def serial(self) -> int:
+        return next(self._serials) & 0xFFFFFFFF
+
+    def plans(self, group: int) -> tuple[int, int]:
+        """Fingerprints of what goes, and of what comes; 0 where there is no such plan."""
+        name = sorted(self.endpoint.groups)[group]
+        made = [self._plans[sends][name] for sends in (True, False)]
+        out, into = (int(one.fingerprint, 16) if isinstance(one, Resharding) else 0 for one in made)
+        return out, into
+
+    def cut(self, group: int, span: Span, origin: int, layers: range, *, sends: bool) -> Cut:
+        """The chunks of a sequence's layers; the last ones are kept."""
+        at = group, id(span.table), span.tokens, span.origin, origin, layers, sends
+        found = self._cuts.get(at)
+        if found is None:
+            packer = self._packer(sorted(self.endpoint.groups)[group], sends=sends)
+            found = Cut(packer, span, origin=origin, layers=layers, most=self._chunk_bytes)
+        self._cuts[at] = found
+        while len(self._cuts) > 64:
+            self._cuts.popitem(last=False)
+        return found
+
+    def _packer(self, group: str, *, sends: bool) -> Packer:
+        if group not in self.endpoint.groups:
+            raise BindError(f"{self.title}: group {group!r}: expected one of {sorted(self.endpoint.groups)}")
+        if self.is_closed:
+            raise BindError(f"{self.title}: the link is closed")
+        made = self._plans[sends][group]
+        if isinstance(made, KvbmError):
+            raise made.with_traceback(None)
+        found = self._packers.get((group, sends))
+        if found is None:
+            pool = self.endpoint.groups[group][1]
+            found = self._packers[group, sends] = Packer(
+                made, self.endpoint.rank, pool, side="src" if sends else "dst", max_sms=self.endpoint.max_sms
+            )
+        return found
+
+    def _order(self, packer: Packer, wait: Any, stream: Any) -> dict[str, Any]:
+        if packer.device < 0:
+            packer.require_no_stream(stream, wait)
+            return {}
+        return {"wait": wait, "stream": self.endpoint.stream if stream is None else stream}
+
+    def __repr__(self) -> str:
+        return f"<kvbm Link {self.title}, {len(self.peers)} peers>"
+
+
+#: What `offer` takes as `send` does.
+_SEND: dict[str, Any] = {"layers": None, "group": "", "wait": None, "stream": None, "timeout": 30.0}
+
+
+def _identity(group: str, groups: Mapping[str, Any], key: str) -> tuple[int, bytes]:
+    return sorted(groups).index(group), hashlib.sha256(key.encode()).digest()[:16]
+
+
+def _require_key(key: Any) -> None:
+    if not isinstance(key, str) or not key:
+        raise BindError(f"key: expected the sequence's name, got {key!r:.200}")
+
+
+def _require_layers(layers: Any, nl: int) -> range:
+    if layers is None:
+        return range(nl)
+    if not isinstance(layers, range) or layers.step != 1 or not 0 <= layers.start < layers.stop <= nl:
+        raise BindError(f"layers: expected range(first, behind the last) of {nl} layers, got {layers!r:.200}")
+    return layers

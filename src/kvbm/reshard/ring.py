@@ -1,0 +1,104 @@
+"""The ring of an endpoint: registered memory cut into slots, in which chunks are packed, and arrive."""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from .. import _core
+from ..errors import BindError
+from ..shapes import round_up
+from ..wire import Slab, Slice
+
+__all__ = ["Ring"]
+
+
+class Ring:
+    """Slots of one size: some for chunks that go, the others for chunks that come.  One thread uses it.
+
+    Parameters
+    ----------
+    device : str
+        ``"cpu"`` or ``"cuda:N"``: where the pools are.
+    slot_bytes : int
+        Of a slot; the largest chunk and its trailer.
+    sends, takes : int
+        Slots for what goes, and for what comes.
+
+    Attributes
+    ----------
+    slab : Slab
+        What a wire registers.
+    quarantined : set of (str, int)
+        Peer and slot: the peer may still write to it.
+    """
+
+    def __init__(self, device: str, slot_bytes: int, sends: int, takes: int) -> None:
+        if min(sends, takes) < 1:
+            raise BindError(f"ring: expected room for a slot each way, got {sends} and {takes} of {slot_bytes} bytes")
+        self.device, self.slot_bytes = device, slot_bytes
+        self.sends, self.takes = sends, takes
+        nbytes = (sends + takes) * slot_bytes
+        self._free_device: Any = None
+        if device == "cpu":
+            self._pages = mmap.mmap(-1, nbytes)
+            self._bytes = np.frombuffer(self._pages, np.uint8)
+            address = int(self._bytes.ctypes.data)
+        else:
+            number = int(device.partition(":")[2])
+            address = _core.alloc_device(number, nbytes)
+            self._free_device = (number, address)
+        self.slab = Slab(address, nbytes, device, self)
+        self._free = deque(range(sends)), deque(range(sends, sends + takes))
+        self.quarantined: set[tuple[str, int]] = set()
+
+    @staticmethod
+    def slot_size(chunk_bytes: int) -> int:
+        """Bytes of a slot for chunks of so many bytes, the trailer included: whole lines of memory."""
+        return round_up(chunk_bytes, 256)
+
+    def take(self, *, sends: bool) -> int | None:
+        """A free slot; None where there is none."""
+        free = self._free[not sends]
+        return free.popleft() if free else None
+
+    def give(self, slot: int) -> None:
+        """A slot that nobody writes any more is free."""
+        self._free[slot >= self.sends].append(slot)
+
+    def free(self, *, sends: bool) -> int:
+        return len(self._free[not sends])
+
+    def slice(self, slot: int, nbytes: int) -> Slice:
+        return Slice(slot * self.slot_bytes, nbytes)
+
+    def array(self, slot: int, nbytes: int) -> Any:
+        """A slot's first bytes, as what packs and unpacks takes them."""
+        first = slot * self.slot_bytes
+        if self.device == "cpu":
+            return self._bytes[first : first + nbytes]
+        return _OnGpu(self, self.slab.address + first, nbytes)
+
+    def release(self, peer: str) -> None:
+        """A peer that was dropped writes nothing any more."""
+        for mine in [one for one in self.quarantined if one[0] == peer]:
+            self.quarantined.discard(mine)
+            self.give(mine[1])
+
+    def close(self) -> None:
+        if self._free_device is not None:
+            _core.free_device(*self._free_device)
+            self._free_device = None
+
+
+class _OnGpu:
+    """Bytes of a slot on a GPU, by the CUDA array interface."""
+
+    def __init__(self, ring: Ring, address: int, nbytes: int) -> None:
+        self._ring = ring
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None, "stream": None,
+        }  # fmt: skip
