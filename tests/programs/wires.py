@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from kvbm import KvbmError, wire
+
+with contextlib.suppress(ImportError):  # here, so that processes that start from one that has it need not
+    importlib.import_module("nixl._api")
 
 #: Bytes of noise around each slab.
 GUARD = 4096
@@ -18,7 +22,7 @@ def make(kind: str, name: str, place: Any = None) -> wire.Wire:
     """A wire; `place` is where its peers find it, for those that need to be told."""
     if kind == "faulty":
         return wire.faulty(wire.memory(name))
-    return {"memory": wire.memory}[kind](name)
+    return {"memory": wire.memory, "nixl": wire.nixl}[kind](name)
 
 
 class End:

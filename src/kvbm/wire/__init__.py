@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .protocol import NOTE_BYTES, Op, Slab, Slice, Wire
 
 if TYPE_CHECKING:
+    from .agents import nixl
     from .faults import Fault, Faulty, faulty, random_faults
     from .hub import Hub, memory
 
@@ -25,6 +26,7 @@ __all__ = [
     "Wire",
     "faulty",
     "memory",
+    "nixl",
     "random_faults",
 ]
 
@@ -32,6 +34,7 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(("Fault", "Faulty", "faulty", "random_faults"), "faults"),
     **dict.fromkeys(("Hub", "memory"), "hub"),
+    "nixl": "agents",
 }
 
 
