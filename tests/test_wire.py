@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import kvbm
-from kvbm import BindError, PeerLostError, wire
+from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
 from kvbm.wire.protocol import CARD_BYTES, Card
 from programs import wires
 
@@ -29,7 +29,7 @@ LIMIT = 20.0  # seconds; nothing takes them, and nothing waits longer
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed"))
 KINDS = ["memory", "faulty", NIXL]
 #: Those whose ends are processes.
-APART = ["nixl"]
+APART = [NIXL]
 
 
 class Far:
@@ -40,12 +40,13 @@ class Far:
         self.pipe, theirs = multiprocessing.Pipe()
         arguments = (theirs, kind, "far", SIZE, place)
         self.process: Any
-        if kind in APART:
+        apart = kind not in ("memory", "faulty")
+        if apart:
             self.process = context().Process(target=wires.serve, args=arguments, daemon=True)
         else:
             self.process = threading.Thread(target=wires.serve, args=arguments, daemon=True)
         self.process.start()
-        if kind in APART:
+        if apart:
             theirs.close()
         self.card = self.answer()
 
@@ -298,9 +299,10 @@ def test_close(pair: Open) -> None:
     assert far("read", 0, SIZE) == bytes([6]) * SIZE
 
 
-@pytest.mark.parametrize(
-    ("local", "remote"),
-    [
+def test_slices_stay_in_the_slabs(pair: Open) -> None:
+    near, far = pair()
+    before, theirs = near.slab.copy(), far("read", 0, SIZE)
+    for local, remote in [
         ((0, SIZE + 1), (0, SIZE + 1)),
         ((-1, 8), (0, 8)),
         ((0, 8), (-1, 8)),
@@ -311,14 +313,10 @@ def test_close(pair: Open) -> None:
         ((0, 0), (0, 0)),
         ((0, -8), (0, -8)),
         ((8, -8), (8, -8)),
-    ],
-)
-def test_slices_stay_in_the_slabs(pair: Open, local: tuple[int, int], remote: tuple[int, int]) -> None:
-    near, far = pair()
-    before, theirs = near.slab.copy(), far("read", 0, SIZE)
-    for call in (near.wire.put, near.wire.get):
-        with pytest.raises(BindError, match=r"slice|bytes here"):
-            call(near.peer, wire.Slice(*local), wire.Slice(*remote))
+    ]:
+        for call in (near.wire.put, near.wire.get):
+            with pytest.raises(BindError, match=r"slice|bytes here"):
+                call(near.peer, wire.Slice(*local), wire.Slice(*remote))
     near.send(b"end")
     assert far.wait(1) == [b"end"]
     assert (near.slab == before).all() and near.guards()
@@ -369,6 +367,95 @@ def test_names_are_new_each_time(kind: str) -> None:
     assert len({ends[0].connect(end.card()) for end in (*ends[1:], *ends[1:])}) == 2
     for end in reversed(ends):
         end.close()
+
+
+# ---- processes that end ----------------------------------------------------------------------------------------------
+
+
+def settle(near: wires.End, ops: list[wire.Op]) -> list[bool]:
+    """Whether each op was done or failed: each ends."""
+    ended: dict[int, bool] = {}
+
+    def all_have() -> bool:
+        near.poll()
+        for number, op in enumerate(ops):
+            if number not in ended:
+                try:
+                    if op.query():
+                        ended[number] = True
+                except PeerLostError:
+                    ended[number] = False
+        return len(ended) == len(ops)
+
+    until(all_have, "every put ends")
+    return [ended[number] for number in range(len(ops))]
+
+
+@pytest.mark.parametrize("kind", APART, indirect=True)
+@pytest.mark.parametrize("stage", ["card", "connected", "used", "puts", "gets", "its put", "noted"])
+def test_a_killed_process_is_lost(pair: Open, stage: str) -> None:
+    """At any stage: what is under way ends, the next call fails, a drop returns, and a new process works."""
+    near, far = pair(connect=False)
+    ops: list[wire.Op] = []
+    if stage != "card":
+        near.connect(far.card)
+        far("connect", near.card())
+    if stage not in ("card", "connected"):
+        near.start(0, 0, 8, b"one")
+        done(near)
+        assert far.wait(1) == [b"one"]
+    if stage in ("puts", "gets"):
+        start = near.wire.put if stage == "puts" else near.wire.get
+        ops = [start(near.peer, wire.Slice(0, SIZE), wire.Slice(0, SIZE)) for _ in range(30)]
+    if stage == "its put":
+        for _ in range(30):
+            far("start", 0, 0, SIZE, b"half")
+    if stage == "noted":
+        for number in range(1000):
+            near.send(b"%d" % number)
+    far.kill()
+    settle(near, ops)
+    try:
+        near.connect(far.card)
+    except BindError:
+        assert stage == "card", "the connection was made"
+    except PeerLostError:
+        pass
+    else:
+        assert lost(near) < LIMIT
+    near.drop()
+    kept = near.slab.copy()
+    near.poll()
+    near.notes()
+    again, far = pair(connect=False)
+    near.connect(far.card)
+    far("connect", near.card())
+    far.near = near
+    near.start(0, 0, SIZE, b"next")
+    done(near)
+    assert far.wait(1) == [b"next"] and far("read", 0, SIZE) == kept.tobytes() and near.guards()
+    assert again.notes() == []
+
+
+@pytest.mark.parametrize("kind", APART, indirect=True)
+def test_a_stopped_process_is_not_waited_for(pair: Open) -> None:
+    """A drop returns, or says that it cannot be sure; once the process goes on, it returns."""
+    near, far = pair()
+    near.start(0, 0, 8, b"one")
+    done(near)
+    far.wait(1)
+    os.kill(far.process.pid, signal.SIGSTOP)
+    try:
+        near.send(b"there?")
+        start = time.monotonic()
+        with contextlib.suppress(TransferTimeoutError):
+            near.drop()
+        assert time.monotonic() - start < LIMIT
+        with pytest.raises(PeerLostError):
+            near.send(b"there?")
+    finally:
+        os.kill(far.process.pid, signal.SIGCONT)
+    near.drop()
 
 
 # ---- cards and slabs -------------------------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ def make(kind: str, name: str, place: Any = None) -> wire.Wire:
     """A wire; `place` is where its peers find it, for those that need to be told."""
     if kind == "faulty":
         return wire.faulty(wire.memory(name))
-    return {"memory": wire.memory, "nixl": wire.nixl}[kind](name)
+    if kind == "nixl":
+        return wire.nixl(name, drop_seconds=1)
+    return wire.memory(name)
 
 
 class End:
