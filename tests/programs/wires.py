@@ -11,8 +11,9 @@ import numpy as np
 
 from kvbm import KvbmError, wire
 
-with contextlib.suppress(ImportError):  # here, so that processes that start from one that has it need not
-    importlib.import_module("nixl._api")
+for package in ("nixl._api", "torch.distributed"):  # here, so that processes that come from one that has them are quick
+    with contextlib.suppress(ImportError):
+        importlib.import_module(package)
 
 #: Bytes of noise around each slab.
 GUARD = 4096
@@ -24,6 +25,10 @@ def make(kind: str, name: str, place: Any = None) -> wire.Wire:
         return wire.faulty(wire.memory(name))
     if kind == "nixl":
         return wire.nixl(name, drop_seconds=1)
+    if kind == "torch":
+        import torch.distributed
+
+        return wire.torch(name, torch.distributed.FileStore(place, -1), meet_seconds=2)
     return wire.memory(name)
 
 

@@ -13,6 +13,7 @@ from .protocol import NOTE_BYTES, Op, Slab, Slice, Wire
 if TYPE_CHECKING:
     from .agents import nixl
     from .faults import Fault, Faulty, faulty, random_faults
+    from .groups import torch
     from .hub import Hub, memory
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "memory",
     "nixl",
     "random_faults",
+    "torch",
 ]
 
 #: Name → module.  No module has the name of a transport: importing it would hide the function.
@@ -35,6 +37,7 @@ _HOME = {
     **dict.fromkeys(("Fault", "Faulty", "faulty", "random_faults"), "faults"),
     **dict.fromkeys(("Hub", "memory"), "hub"),
     "nixl": "agents",
+    "torch": "groups",
 }
 
 
