@@ -8,24 +8,30 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kvbm
-from kvbm import BindError, PeerLostError, wire
+from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
 from kvbm.wire.protocol import CARD_BYTES, Card
 from programs import wires
 
 SIZE = 1 << 20
 LIMIT = 20.0  # seconds; nothing takes them, and nothing waits longer
-KINDS = ["memory", "faulty"]
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed"))
+TORCH = pytest.param("torch", marks=pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"))
+KINDS = ["memory", "faulty", TORCH, NIXL]
 #: Those whose ends are processes.
-APART: list[str] = []
+APART = [TORCH, NIXL]
 
 
 class Far:
@@ -36,12 +42,13 @@ class Far:
         self.pipe, theirs = multiprocessing.Pipe()
         arguments = (theirs, kind, "far", SIZE, place)
         self.process: Any
-        if kind in APART:
+        apart = kind not in ("memory", "faulty")
+        if apart:
             self.process = context().Process(target=wires.serve, args=arguments, daemon=True)
         else:
             self.process = threading.Thread(target=wires.serve, args=arguments, daemon=True)
         self.process.start()
-        if kind in APART:
+        if apart:
             theirs.close()
         self.card = self.answer()
 
@@ -74,13 +81,20 @@ class Far:
 
     def close(self) -> None:
         self.pipe.close()
-        self.process.join(LIMIT)
+        end = time.monotonic() + LIMIT
+        while self.process.is_alive():  # its wire says good-bye to this one
+            self.near.poll()
+            assert time.monotonic() < end, "the far end does not end"
+            self.process.join(0.001)
 
 
 def context() -> Any:
     """Processes come from one that has imported what they need, and has done nothing with it."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["programs.wires"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
     return found
 
 
@@ -93,12 +107,17 @@ Open = Callable[..., tuple[wires.End, Far]]
 
 
 @pytest.fixture
-def pair(kind: str) -> Iterator[Open]:
+def place(tmp_path: Path) -> str:
+    """Where ends find each other, of a transport that needs it: a file."""
+    return str(tmp_path / "store")
+
+
+@pytest.fixture
+def pair(kind: str, place: str) -> Iterator[Open]:
     """Opens ends of a kind, connected on both sides."""
     with contextlib.ExitStack() as stack:
 
         def make(script: Any = None, connect: bool = True) -> tuple[wires.End, Far]:
-            place = None
             near = wires.End(kind, "near", SIZE, place, script)
             stack.callback(near.close)
             far = Far(near, kind, place)
@@ -287,9 +306,10 @@ def test_close(pair: Open) -> None:
     assert far("read", 0, SIZE) == bytes([6]) * SIZE
 
 
-@pytest.mark.parametrize(
-    ("local", "remote"),
-    [
+def test_slices_stay_in_the_slabs(pair: Open) -> None:
+    near, far = pair()
+    before, theirs = near.slab.copy(), far("read", 0, SIZE)
+    for local, remote in [
         ((0, SIZE + 1), (0, SIZE + 1)),
         ((-1, 8), (0, 8)),
         ((0, 8), (-1, 8)),
@@ -300,14 +320,10 @@ def test_close(pair: Open) -> None:
         ((0, 0), (0, 0)),
         ((0, -8), (0, -8)),
         ((8, -8), (8, -8)),
-    ],
-)
-def test_slices_stay_in_the_slabs(pair: Open, local: tuple[int, int], remote: tuple[int, int]) -> None:
-    near, far = pair()
-    before, theirs = near.slab.copy(), far("read", 0, SIZE)
-    for call in (near.wire.put, near.wire.get):
-        with pytest.raises(BindError, match="slice|bytes here"):
-            call(near.peer, wire.Slice(*local), wire.Slice(*remote))
+    ]:
+        for call in (near.wire.put, near.wire.get):
+            with pytest.raises(BindError, match=r"slice|bytes here"):
+                call(near.peer, wire.Slice(*local), wire.Slice(*remote))
     near.send(b"end")
     assert far.wait(1) == [b"end"]
     assert (near.slab == before).all() and near.guards()
@@ -336,8 +352,8 @@ def test_a_card_that_promises_more_than_there_is(pair: Open, change: dict[str, i
     assert far("read", 0, SIZE - 64) == theirs[:-64]
 
 
-def test_calls_in_the_wrong_order(kind: str) -> None:
-    end = wires.make(kind, "alone")
+def test_calls_in_the_wrong_order(kind: str, place: str) -> None:
+    end = wires.make(kind, "alone", place)
     with pytest.raises(BindError, match="register"):
         end.card()
     slab = wire.Slab.of(np.zeros(64, np.uint8))
@@ -352,12 +368,98 @@ def test_calls_in_the_wrong_order(kind: str) -> None:
     end.close()
 
 
-def test_names_are_new_each_time(kind: str) -> None:
-    ends = [wires.End(kind, "same", 64) for _ in range(3)]
+def test_names_are_new_each_time(kind: str, place: str) -> None:
+    ends = [wires.End(kind, "same", 64, place) for _ in range(3)]
     assert len({json.loads(end.card())["name"] for end in ends}) == 3
     assert len({ends[0].connect(end.card()) for end in (*ends[1:], *ends[1:])}) == 2
-    for end in ends:
+    for end in reversed(ends):
         end.close()
+
+
+# ---- processes that end ----------------------------------------------------------------------------------------------
+
+
+def settle(near: wires.End, ops: list[wire.Op]) -> list[bool]:
+    """Whether each op was done or failed: each ends."""
+    ended: dict[int, bool] = {}
+
+    def all_have() -> bool:
+        near.poll()
+        for number, op in enumerate(ops):
+            if number not in ended:
+                try:
+                    if op.query():
+                        ended[number] = True
+                except PeerLostError:
+                    ended[number] = False
+        return len(ended) == len(ops)
+
+    until(all_have, "every put ends")
+    return [ended[number] for number in range(len(ops))]
+
+
+@pytest.mark.parametrize("kind", APART, indirect=True)
+@pytest.mark.parametrize("stage", ["card", "connected", "used", "puts", "gets", "its put", "noted"])
+def test_a_killed_process_is_lost(pair: Open, stage: str) -> None:
+    """At any stage: what is under way ends, the next call fails, a drop returns, and a new process works."""
+    near, far = pair(connect=False)
+    ops: list[wire.Op] = []
+    if stage != "card":
+        near.connect(far.card)
+        far("connect", near.card())
+    if stage not in ("card", "connected"):
+        near.start(0, 0, 8, b"one")
+        done(near)
+        assert far.wait(1) == [b"one"]
+    if stage in ("puts", "gets"):
+        start = near.wire.put if stage == "puts" else near.wire.get
+        ops = [start(near.peer, wire.Slice(0, SIZE), wire.Slice(0, SIZE)) for _ in range(30)]
+    if stage == "its put":
+        for _ in range(30):
+            far("start", 0, 0, SIZE, b"half")
+    if stage == "noted":
+        for number in range(1000):
+            near.send(b"%d" % number)
+    far.kill()
+    settle(near, ops)
+    if stage == "card":
+        with contextlib.suppress(BindError):
+            near.connect(far.card)
+    if near.peer:
+        assert lost(near) < LIMIT
+    near.drop()
+    kept = near.slab.copy()
+    near.poll()
+    near.notes()
+    again, far = pair(connect=False)
+    near.connect(far.card)
+    far("connect", near.card())
+    far.near = near
+    near.start(0, 0, SIZE, b"next")
+    done(near)
+    assert far.wait(1) == [b"next"] and far("read", 0, SIZE) == kept.tobytes() and near.guards()
+    assert again.notes() == []
+
+
+@pytest.mark.parametrize("kind", APART, indirect=True)
+def test_a_stopped_process_is_not_waited_for(pair: Open) -> None:
+    """A drop returns, or says that it cannot be sure; once the process goes on, it returns."""
+    near, far = pair()
+    near.start(0, 0, 8, b"one")
+    done(near)
+    far.wait(1)
+    os.kill(far.process.pid, signal.SIGSTOP)
+    try:
+        near.send(b"there?")
+        start = time.monotonic()
+        with contextlib.suppress(TransferTimeoutError):
+            near.drop()
+        assert time.monotonic() - start < LIMIT
+        with pytest.raises(PeerLostError):
+            near.send(b"there?")
+    finally:
+        os.kill(far.process.pid, signal.SIGCONT)
+    near.drop()
 
 
 # ---- cards and slabs -------------------------------------------------------------------------------------------------
@@ -392,21 +494,22 @@ def test_malformed_cards_are_refused() -> None:
             Card.read(other, "memory")  # type: ignore[arg-type]
 
 
-def test_every_wire_refuses_malformed_cards(kind: str) -> None:
-    end = wires.End(kind, "near", 64)
+def test_every_wire_refuses_malformed_cards(kind: str, place: str) -> None:
+    end = wires.End(kind, "near", 64, place)
     stranger = {**json.loads(end.card()), "name": "far#1", "data": base64.b64encode(b"garbage" * 9).decode()}
     for card in (b"", b"{", json.dumps({**stranger, "kvbm-wire": 2}).encode(), json.dumps({**stranger, "nbytes": -1}).encode()):
         with pytest.raises(BindError, match="card"):
             end.connect(card)
-    with pytest.raises(BindError, match="card"):
-        end.connect(json.dumps(stranger).encode())
+    if kind != "torch":  # where there is nothing to check it against
+        with pytest.raises(BindError, match="card"):
+            end.connect(json.dumps(stranger).encode())
     end.close()
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a\nb", "ä"])
-def test_names_are_plain(kind: str, name: str) -> None:
+def test_names_are_plain(kind: str, place: str, name: str) -> None:
     with pytest.raises(BindError, match="name"):
-        wires.make(kind, name)
+        wires.make(kind, name, place)
 
 
 def test_slabs_are_contiguous_and_writable() -> None:

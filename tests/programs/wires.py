@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from kvbm import KvbmError, wire
+
+for package in ("nixl._api", "torch.distributed"):  # here, so that processes that come from one that has them are quick
+    with contextlib.suppress(ImportError):
+        importlib.import_module(package)
 
 #: Bytes of noise around each slab.
 GUARD = 4096
@@ -18,7 +23,13 @@ def make(kind: str, name: str, place: Any = None) -> wire.Wire:
     """A wire; `place` is where its peers find it, for those that need to be told."""
     if kind == "faulty":
         return wire.faulty(wire.memory(name))
-    return {"memory": wire.memory}[kind](name)
+    if kind == "nixl":
+        return wire.nixl(name, drop_seconds=1)
+    if kind == "torch":
+        import torch.distributed
+
+        return wire.torch(name, torch.distributed.FileStore(place, -1), meet_seconds=2)
+    return wire.memory(name)
 
 
 class End:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from .protocol import NOTE_BYTES, Op, Slab, Slice, Wire
 
 if TYPE_CHECKING:
+    from .agents import nixl
     from .faults import Fault, Faulty, faulty, random_faults
+    from .groups import torch
     from .hub import Hub, memory
 
 __all__ = [
@@ -25,13 +27,17 @@ __all__ = [
     "Wire",
     "faulty",
     "memory",
+    "nixl",
     "random_faults",
+    "torch",
 ]
 
 #: Name → module.  No module has the name of a transport: importing it would hide the function.
 _HOME = {
     **dict.fromkeys(("Fault", "Faulty", "faulty", "random_faults"), "faults"),
     **dict.fromkeys(("Hub", "memory"), "hub"),
+    "nixl": "agents",
+    "torch": "groups",
 }
 
 

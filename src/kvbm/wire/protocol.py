@@ -125,8 +125,9 @@ class Wire(Protocol):
     4. *Fence.*  After ``drop(peer)`` has returned, no write of this peer lands in the slab, and none of its notes is
        delivered.  A wire that cannot be sure in time raises `TransferTimeoutError` instead: then the peer may still write to
        what it was granted, until another ``drop`` returns, or `close`.
-    5. *No hang.*  A peer that is lost is a `PeerLostError` of the next call that needs it, `Op.query` too, and of every one
-       after that.  `poll` needs no peer.  A peer that is there and silent is not lost: deadlines are the caller's.
+    5. *No hang.*  A peer that is lost is a `PeerLostError` of the next call that needs it, and of every one after that, and of
+       `Op.query` of what is not done.  `poll` needs no peer.  A peer that is there and silent is not lost: deadlines
+       are the caller's.
     6. *Bounds.*  Nothing outside of the registered slabs is written or read.  Both sides check where the transport lets
        them: `BindError`, before a byte moves.
     7. *Names.*  A peer that has started again has another name.  One that was dropped, or was lost, is not connected again.

@@ -1,0 +1,341 @@
+"""`torch`: a wire on torch.distributed, by gloo between hosts and by NCCL between GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, ClassVar, Final, Literal
+
+from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
+from .protocol import NOTE_BYTES, Card, Ends, Op, Peer, Slab, Slice, deadline, inside
+
+__all__ = ["torch"]
+
+#: Each message: what it is, bytes of its note, a slice of the receiver's slab, the number of a get; then the note, and
+#: bytes of no meaning up to the same size for all.
+_HEAD = struct.Struct("<BxHxxxxQQQ")
+_HEAD_BYTES: Final = _HEAD.size + NOTE_BYTES
+_NOTE, _PUT, _ASK, _ANSWER = range(4)
+#: How long gloo waits: not at all is no choice, and what it gives up on is broken.
+_FOREVER: Final = timedelta(days=365)
+#: Tags of messages, of what ends a connection, and of what notices its end.
+_MESSAGES, _ABORT, _WATCH = 0, 1, 2
+
+
+def torch(
+    name: str,
+    store: Any,
+    *,
+    backend: Literal["gloo", "nccl"] = "gloo",
+    meet_seconds: float = 60.0,
+    drop_seconds: float = 5.0,
+) -> _Torch:
+    """A wire on torch.distributed.
+
+    Parameters
+    ----------
+    name : str
+    store : torch.distributed.Store
+        One that all peers reach, such as a ``TCPStore``: here two ends meet.  It is not asked any more once they have met.
+    backend : str
+        What carries slices: ``"gloo"`` those in host memory, ``"nccl"`` those on GPUs.  Notes go by gloo.
+    meet_seconds : float
+        A peer that has not connected to this side so long after this side to it is lost.
+    drop_seconds : float
+        How long `Wire.drop` waits for its own thread.
+
+    Notes
+    -----
+    Two ends have a process group of their own, so that the end of one is nobody else's.  Per peer a thread sends and a thread
+    receives: it takes the head of a message, then posts the receive into the slab, and only then hands on the note.
+
+    *Op.*  A put is done when its bytes have left.  *No hang.*  The end of a process closes its connections: that is noticed at
+    once.  The silent end of a machine is not, until TCP gives up.
+
+    NCCL has not been run with this wire.  A transfer of NCCL that is aborted costs the connection to the peer.
+    """
+    return _Torch(name, store, backend, meet_seconds, drop_seconds)
+
+
+class _Torch(Ends["_Far"]):
+    def __init__(self, name: str, store: Any, backend: str, meet_seconds: float, drop_seconds: float) -> None:
+        super().__init__(name)
+        try:
+            import torch
+            import torch.distributed as distributed
+        except ImportError as error:
+            raise KvbmError(f"this wire needs torch ({error}): pip install torch") from None
+        if backend not in ("gloo", "nccl"):
+            raise BindError(f"{name}: backend: expected 'gloo' or 'nccl', got {backend!r:.40}")
+        self.transport = f"torch/{backend}"
+        self._torch: Any = torch
+        self._distributed: Any = distributed
+        self._store, self._nccl = store, backend == "nccl"
+        self._meet_seconds, self._drop_seconds = meet_seconds, drop_seconds
+        self._inbox: deque[tuple[str, bytes]] = deque()
+        self._device: Any = None
+
+    def register(self, slab: Slab) -> None:
+        if (slab.device == "cpu") is self._nccl:
+            fits = "GPUs; backend='gloo' carries that of hosts" if self._nccl else "hosts; backend='nccl' carries that of GPUs"
+            raise BindError(f"{self.name}: {self.transport} carries memory of {fits}, got {slab.device}")
+        self._take_slab(slab)
+
+    def card(self) -> bytes:
+        return Card(self.name, self.slab).write(self.transport)
+
+    def connect(self, card: bytes) -> str:
+        held = self._read(card)
+        if held.name not in self._peers:
+            if self._device is None:  # one thread of gloo serves all peers
+                self._device = self._distributed.ProcessGroupGloo.create_default_device()
+            far = self._peers[held.name] = _Far(held)
+            threading.Thread(target=self._receive, args=(far,), name=f"{self.name} ← {held.name}", daemon=True).start()
+        return held.name
+
+    def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
+        far = self._check(peer, local, remote, note)
+        return self._queue(far, _PUT, note, remote, local)
+
+    def get(self, peer: str, local: Slice, remote: Slice) -> Op:
+        far = self._check(peer, local, remote)
+        number = next(far.numbers)
+        op = far.gets[number] = _Op(far, local)
+        self._queue(far, _ASK, b"", remote, number=number)
+        return op
+
+    def note(self, peer: str, note: bytes) -> None:
+        self._check_note(note)
+        self._queue(self._peer(peer), _NOTE, note)
+
+    def poll(self) -> list[tuple[str, bytes]]:
+        came = [self._inbox.popleft() for _ in range(len(self._inbox))]
+        return [note for note in came if not self._peers[note[0]].lost]
+
+    def drop(self, peer: str) -> None:
+        if peer in self._peers:
+            self._end([self._peers[peer]], "it was dropped")
+
+    def close(self) -> None:
+        self._end(list(self._peers.values()), "this side is closed")
+
+    def _end(self, peers: list[_Far], why: str) -> None:
+        for far in peers:
+            far.lose(why)
+        for far in peers:
+            if not far.writing.acquire(timeout=self._drop_seconds):
+                raise TransferTimeoutError(
+                    f"{self.name}: a receive from {far.card.name} goes on after {self._drop_seconds} s; it may still write to "
+                    "what the peer was granted: do not use it for something else, and drop again"
+                )
+            far.writing.release()
+
+    # ---- the peer's threads ------------------------------------------------------------------------------------------
+
+    def _queue(
+        self,
+        far: _Far,
+        kind: int,
+        note: bytes,
+        at: tuple[int, int] = (0, 0),
+        data: Slice | None = None,
+        number: int = 0,
+    ) -> _Op:
+        """Hand a message to the thread that sends."""
+        op = _Op(far, data)
+        head = _HEAD.pack(kind, len(note), *at, number) + note
+        far.queue.put((bytearray(head.ljust(_HEAD_BYTES, b"\0")), op))
+        if far.lost:  # its thread may have ended before
+            far.drain()
+        return op
+
+    def _meet(self, far: _Far) -> bool:
+        """Wait for the peer to connect, too, and make the group of the two; whether that was before the end."""
+        names = sorted((self.name, far.card.name))
+        store = self._distributed.PrefixStore(f"kvbm/{self.transport}/{'/'.join(names)}", self._store)
+        store.set(self.name, b"here")
+        pause, late = 0.001, deadline(self._meet_seconds)
+        while not store.check([far.card.name]):
+            if far.lost:
+                return False
+            if late():
+                raise PeerLostError(f"it has not connected to {self.name} within {self._meet_seconds} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        rank = names.index(self.name)
+        far.rank = 1 - rank
+        options = self._distributed.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [self._device], 1, timedelta(seconds=self._meet_seconds)
+        group = self._distributed.ProcessGroupGloo(store, rank, 2, options)
+        group.set_timeout(_FOREVER)
+        if self._nccl:  # one for each direction: the two sides need no common order
+            far.carriers = [
+                self._distributed.ProcessGroupNCCL(self._distributed.PrefixStore(way, store), rank, 2, _FOREVER)
+                for way in ("0→1", "1→0")[:: 1 - 2 * rank]
+            ]
+            threading.Thread(target=far.watch, daemon=True).start()
+        far.group = group
+        return not far.lost
+
+    def _receive(self, far: _Far) -> None:
+        """Run as the peer's thread: from the meeting to the end."""
+        try:
+            if not self._meet(far):
+                return
+            threading.Thread(target=self._send, args=(far,), name=f"{self.name} → {far.card.name}", daemon=True).start()
+            head = bytearray(_HEAD_BYTES)
+            tensor = self._torch.frombuffer(head, dtype=self._torch.uint8)
+            while not far.lost:
+                far.group.recv([tensor], far.rank, _MESSAGES).wait()
+                self._take(far, bytes(head))
+        except Exception as error:
+            far.lose(f"{type(error).__name__}: {error}")
+        finally:
+            far.lose("its thread has ended")
+
+    def _take(self, far: _Far, message: bytes) -> None:
+        """One message: what it names is checked, since it comes from another process."""
+        kind, size, offset, nbytes, number = _HEAD.unpack_from(message)
+        note = message[_HEAD.size : _HEAD.size + size]
+        if kind == _ASK:
+            inside(Slice(offset, nbytes), self.slab.nbytes, f"{far.card.name} reads: a")
+            self._queue(far, _ANSWER, b"", data=Slice(offset, nbytes), number=number)
+        elif kind in (_PUT, _ANSWER):
+            got = far.gets.pop(number) if kind == _ANSWER else None
+            part = got.data if got is not None else Slice(offset, nbytes)
+            assert part is not None
+            inside(part, self.slab.nbytes, f"{far.card.name} writes: a")
+            with far.writing:
+                if far.lost:
+                    return
+                self._carry(far, "recv", part)
+            if got is not None:
+                got.done = True
+        elif kind != _NOTE:
+            raise BindError(f"{far.card.name}: a message of kind {kind}; both sides need the same kvbm")
+        if kind == _NOTE or size:
+            self._inbox.append((far.card.name, note))
+
+    def _send(self, far: _Far) -> None:
+        """Run as the peer's other thread: one message after the other."""
+        try:
+            while (item := far.queue.get()) is not None:
+                message, op = item
+                head = self._torch.frombuffer(message, dtype=self._torch.uint8)
+                sent = far.group.send([head], far.rank, _MESSAGES)
+                if op.data is not None:
+                    self._carry(far, "send", op.data)
+                sent.wait()
+                op.done = True
+                if far.lost:
+                    break
+        except Exception as error:
+            far.lose(f"{type(error).__name__}: {error}")
+        finally:
+            if item is not None:
+                item[1].failed = not item[1].done
+            far.drain()
+
+    def _carry(self, far: _Far, way: Literal["send", "recv"], part: Slice) -> None:
+        """Send or receive a slice of the slab, and wait until it is over."""
+        data = _tensor(Slab(self.slab.address + part[0], part[1], self.slab.device))
+        if not self._nccl:
+            getattr(far.group, way)([data], far.rank, _MESSAGES).wait()
+            return
+        cuda = self._torch.cuda
+        with cuda.stream(cuda.Stream(data.device)):
+            getattr(far.carriers[way == "recv"], way)([data], far.rank, 0).wait()
+            event = cuda.Event()
+            event.record()
+        while not event.query():
+            if far.lost:
+                raise PeerLostError(far.lost)
+            time.sleep(0.00002)
+
+
+@dataclass
+class _Far(Peer):
+    """A peer: its process group, and messages to it."""
+
+    rank: int = 0
+    group: Any = None
+    #: Groups of NCCL: that by which this side sends, and that by which it receives.
+    carriers: list[Any] = field(default_factory=list)
+    queue: SimpleQueue[tuple[bytearray, _Op] | None] = field(default_factory=SimpleQueue)
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+    gets: dict[int, _Op] = field(default_factory=dict)
+    #: Held while something is received into the slab.
+    writing: Any = field(default_factory=threading.Lock)
+
+    def lose(self, why: str) -> None:
+        """End the connection; threads that wait for the peer wake up."""
+        if self.lost:
+            return
+        self.lost = why
+        self.queue.put(None)
+        for carrier in self.carriers:
+            with contextlib.suppress(Exception):
+                carrier.abort()
+        if self.group is not None:
+            import torch
+
+            # gloo breaks a connection on which one receive has timed out, for all that wait on it and for the peer.
+            with contextlib.suppress(RuntimeError):
+                self.group.recv([torch.zeros(1, dtype=torch.uint8)], self.rank, _ABORT).wait(timedelta(milliseconds=1))
+
+    def drain(self) -> None:
+        """What is queued or asked for will never be done."""
+        while not self.queue.empty():
+            if (item := self.queue.get()) is not None:
+                item[1].failed = True
+        for op in list(self.gets.values()):
+            op.failed = True
+
+    def watch(self) -> None:
+        """Notice the end of a peer while NCCL waits for it."""
+        import torch
+
+        with contextlib.suppress(RuntimeError):
+            self.group.recv([torch.zeros(1, dtype=torch.uint8)], self.rank, _WATCH).wait()
+        self.lose("its connection has ended")
+
+
+class _Op:
+    """A message that is under way, or a get."""
+
+    __slots__ = ("data", "done", "failed", "far")
+
+    def __init__(self, far: _Far, data: Slice | None) -> None:
+        self.far, self.data = far, data
+        self.done = self.failed = False
+
+    def query(self) -> bool:
+        if self.failed:
+            raise PeerLostError(f"{self.far.card.name} is lost: {self.far.lost}", peer=self.far.card.name)
+        return self.done
+
+
+def _tensor(slab: Slab) -> Any:
+    """A slab as a tensor of bytes."""
+    import torch
+
+    if slab.device == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * slab.nbytes).from_address(slab.address), dtype=torch.uint8)
+
+    class Memory:
+        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
+            "shape": (slab.nbytes,),
+            "typestr": "|u1",
+            "data": (slab.address, False),
+            "version": 3,
+        }
+
+    return torch.as_tensor(Memory(), device=slab.device)
