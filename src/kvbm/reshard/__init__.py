@@ -47,14 +47,18 @@ __all__ = [
 ]
 
 _HOME = {
+    "Arrival": "link",
     "Chunk": "chunk",
     "ChunksDone": "cut",
     "Cut": "cut",
+    "Endpoint": "endpoint",
+    "Link": "link",
     "Local": "local",
     "LocalDone": "local",
     "Packer": "pack",
     "Pairs": "sequence",
     "Rank": "sequence",
+    "Sending": "link",
     "Span": "sequence",
     "Trailer": "chunk",
     "chunks": "chunk",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BindError, DigestError, KvbmError, TransferError
 from ..wire import Op
 from .notes import MOST_GRANTS, Done, Grant, Offer, Put, Stop, Stopped, Want
-from .sequence import Span
 
 if TYPE_CHECKING:
     from .chunk import Chunk
@@ -122,8 +121,7 @@ class Outflow:
         if not span.tokens.start <= note.tokens.start < note.tokens.stop <= span.tokens.stop:
             raise BindError(f"{link.title}: {self.peer} wants tokens {note.tokens}, of {span.tokens} that there are")
         self.arrival = note.arrival
-        part = Span(span.table, note.tokens, span.origin)
-        self._cut = link.cut(self.offer.group, part, note.origin, self.offer.layers, sends=True)
+        self._cut = link.cut(self.sending, self.offer.group, note.tokens, note.origin, self.offer.layers, sends=True)
 
     def stopped(self, note: Stop) -> None:
         """The receiver takes no more."""
@@ -141,7 +139,7 @@ class Outflow:
             self.is_over = True
 
     def finished(self, note: Done) -> None:
-        if self.is_over or note.arrival != self.arrival:
+        if self.is_over or self.arrival not in (0, note.arrival):  # 0: nothing of it was wanted
             return
         self.is_over = True
         for serial in list(self._packed):

@@ -40,6 +40,7 @@ class _Handle:
         self.deadline = self.began + timeout
         self.timeout = timeout
         self.flows: list[Any] = []
+        self.cuts: dict[tuple[range, int, range], Cut] = {}
         self._ended = threading.Event()
         self._error: KvbmError | None = None
 
@@ -178,7 +179,6 @@ class Link:
         self.ring = endpoint.ring
         self._plans = {True: dict(outgoing), False: dict(incoming)}
         self._packers: dict[tuple[str, bool], Packer] = {}
-        self._cuts: OrderedDict[Any, Cut] = OrderedDict()
         self._chunk_bytes = chunk_bytes
         self.peers: dict[str, int] = {}  # of the wire → rank
         self.rings: dict[str, tuple[int, int, int]] = {}  # of each peer: its first slot's offset, slots, bytes of one
@@ -366,7 +366,7 @@ class Link:
                 raise BindError(
                     f"{self.title}: {arrival.key!r}: {peer} offers layers {offer.layers}, expected some of {sorted(missing)}, each once"
                 )
-            cut = self.cut(offer.group, arrival.span, offer.origin, offer.layers, sends=False)
+            cut = self.cut(arrival, offer.group, tokens, offer.origin, offer.layers, sends=False)
             flow = Inflow(self, arrival, peer, rank, offer, cut)
         except KvbmError as error:
             arrival.fail(error)
@@ -530,16 +530,14 @@ class Link:
         out, into = (int(one.fingerprint, 16) if isinstance(one, Resharding) else 0 for one in made)
         return out, into
 
-    def cut(self, group: int, span: Span, origin: int, layers: range, *, sends: bool) -> Cut:
-        """The chunks of a sequence's layers; the last ones are kept."""
-        at = group, id(span.table), span.tokens, span.origin, origin, layers, sends
-        found = self._cuts.get(at)
+    def cut(self, handle: _Handle, group: int, tokens: range, origin: int, layers: range, *, sends: bool) -> Cut:
+        """The chunks of some tokens and layers of a transfer; what its other peers want is the same mostly."""
+        at = tokens, origin, layers
+        found = handle.cuts.get(at)
         if found is None:
             packer = self._packer(sorted(self.endpoint.groups)[group], sends=sends)
-            found = Cut(packer, span, origin=origin, layers=layers, most=self._chunk_bytes)
-        self._cuts[at] = found
-        while len(self._cuts) > 64:
-            self._cuts.popitem(last=False)
+            span = Span(handle.span.table, tokens, handle.span.origin)
+            found = handle.cuts[at] = Cut(packer, span, origin=origin, layers=layers, most=self._chunk_bytes)
         return found
 
     def _packer(self, group: str, *, sends: bool) -> Packer:

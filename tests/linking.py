@@ -1,0 +1,145 @@
+"""Two engines in one process whose ranks are linked, over wires with faults or without; every byte against `reshard_oracle`."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import reshard_oracle
+from kvbm import KvbmError, Span, wire
+from kvbm.reshard import Endpoint
+from memory import aligned
+
+#: Seconds that anything may take.
+LIMIT = 20.0
+
+Wires = Callable[[int, int], Any]
+
+
+class Linked:
+    """A case of the oracle, with an endpoint a rank.
+
+    Parameters
+    ----------
+    case : Case
+    wires : callable, optional
+        Of side and rank: the rank's wire; of one hub if not given.
+    """
+
+    def __init__(self, case: reshard_oracle.Case, wires: Wires | None = None, **options: Any) -> None:
+        case = replace(case, prefer=None, gather=False, clear_tail=False)
+        self.case, self.run = case, reshard_oracle.Run(case, aligned, reshard_oracle.host_arrays)
+        self.hub = wire.Hub()
+        make = wires or (lambda side, rank: wire.memory(f"{side}/{rank}", self.hub))
+        self.wires = [[make(side, rank) for rank in range(len(self.run.pools[side]))] for side in (0, 1)]
+        given = {"chunk_bytes": 1 << 14, "ring_bytes": 1 << 18, **options}
+        self.ends = [
+            [
+                Endpoint(("prefill", "decode")[side], self.run.places[side], rank, pool, wire=self.wires[side][rank], **given)
+                for rank, pool in enumerate(self.run.pools[side])
+            ]
+            for side in (0, 1)
+        ]
+        cards = [[end.card() for end in ends] for ends in self.ends]
+        self.links = [[end.meet(cards[1 - side], stripe=case.stripe) for end in self.ends[side]] for side in (0, 1)]
+
+    def __enter__(self) -> Linked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in self.all_ends:
+            end.close()
+
+    @property
+    def all_ends(self) -> list[Endpoint]:
+        return [*self.ends[0], *self.ends[1]]
+
+    def spans(self, side: int) -> list[list[Span]]:
+        """By rank, of every sequence."""
+        return [
+            [Span(told[side].tables[rank], tokens, told[side].origins[rank]) for tokens, *told in self.case.sequences]
+            for rank in range(len(self.run.pools[side]))
+        ]
+
+    def begin(self, rng: random.Random | None = None, *, timeout: float = LIMIT, name: str = "") -> list[Any]:
+        """All sendings and arrivals of the case, in any order, pushed or pulled, in windows of layers."""
+        rng = rng or random.Random(0)
+        calls: list[Callable[[], Any]] = []
+        wanted = range(self.case.nl) if self.case.layers is None else self.case.layers
+        cuts = sorted({wanted.start, wanted.stop, *rng.choices(wanted, k=rng.choice((0, 0, 2)))})
+        windows = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        pulls = rng.random() < 0.5
+        for rank, spans in enumerate(self.spans(0)):
+            link = self.links[0][rank]
+            go = link.offer if pulls else link.send
+            for i, span in enumerate(spans):
+                for window in windows:
+                    calls.append(
+                        lambda go=go, i=i, span=span, window=window: go(f"{name}{i}", span, layers=window, timeout=timeout)  # type: ignore[misc]
+                    )
+        for rank, spans in enumerate(self.spans(1)):
+            link, verify = self.links[1][rank], rng.choice(("after", "before"))
+            for i, span in enumerate(spans):
+                calls.append(
+                    lambda link=link, i=i, span=span, verify=verify: link.receive(  # type: ignore[misc]
+                        f"{name}{i}", span, layers=wanted, verify=verify, timeout=timeout
+                    )
+                )
+        rng.shuffle(calls)
+        return [call() for call in calls]
+
+    def check(self) -> None:
+        self.run.check(np.asarray)
+
+    def refill(self) -> None:
+        """The destination as it was."""
+        for buffer, memory in zip(self.run.buffers[1], self.run.scene.sides[1], strict=True):
+            buffer[:] = memory.before
+
+    def require_slots(self, limit: float = LIMIT) -> None:
+        """All slots are free, at once or soon."""
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            held = [
+                (one.engine, one.rank, one.ring.sends - one.ring.free(sends=True), one.ring.takes - one.ring.free(sends=False))
+                for one in self.all_ends
+            ]
+            if not any(sends or takes for _, _, sends, takes in held) and not any(one.ring.quarantined for one in self.all_ends):
+                return
+            time.sleep(0.005)
+        raise AssertionError(f"slots are lost: {held}, {[one.ring.quarantined for one in self.all_ends]}")
+
+
+def ended(handles: Iterable[Any], limit: float = LIMIT) -> list[KvbmError | None]:
+    """What became of transfers; AssertionError for one that hangs."""
+    found: list[KvbmError | None] = []
+    end = time.monotonic() + limit
+    for handle in handles:
+        try:
+            handle.synchronize(max(end - time.monotonic(), 0.01))
+            found.append(None)
+        except KvbmError as error:
+            assert handle.has_ended, f"{handle} hangs: {error}"
+            found.append(error)
+    return found
+
+
+def plain_case(seed: int = 3) -> reshard_oracle.Case:
+    """One sequence of one plane, from several ranks to several."""
+    while True:
+        case = reshard_oracle.random_case(seed, planar=0)
+        seed += 1
+        spans = [told for _, *told in case.sequences]
+        if (
+            len(case.sequences) == 1
+            and case.layers is None
+            and case.src.world >= 2 <= case.dst.world
+            and len(case.sequences[0][0]) > 20
+            and all((np.asarray(table) >= 0).all() for sides in spans for one in sides for table in one.tables)
+        ):
+            return case
