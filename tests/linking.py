@@ -13,6 +13,7 @@ import numpy as np
 import reshard_oracle
 from kvbm import KvbmError, Span, wire
 from kvbm.reshard import Endpoint
+from kvbm.shapes import ITEMSIZE
 from memory import aligned
 
 #: Seconds that anything may take.
@@ -37,7 +38,7 @@ class Linked:
         self.hub = wire.Hub()
         make = wires or (lambda side, rank: wire.memory(f"{side}/{rank}", self.hub))
         self.wires = [[make(side, rank) for rank in range(len(self.run.pools[side]))] for side in (0, 1)]
-        given = {"chunk_bytes": 1 << 14, "ring_bytes": 1 << 18, **options}
+        given = {"chunk_bytes": 1 << 16, "ring_bytes": 1 << 20, **options}
         self.ends = [
             [
                 Endpoint(("prefill", "decode")[side], self.run.places[side], rank, pool, wire=self.wires[side][rank], **given)
@@ -130,7 +131,7 @@ def ended(handles: Iterable[Any], limit: float = LIMIT) -> list[KvbmError | None
 
 
 def plain_case(seed: int = 3) -> reshard_oracle.Case:
-    """One sequence of one plane, from several ranks to several."""
+    """One sequence of one plane, from several ranks to several; rows of whole cells, so that chunks have no padding."""
     while True:
         case = reshard_oracle.random_case(seed, planar=0)
         seed += 1
@@ -138,8 +139,16 @@ def plain_case(seed: int = 3) -> reshard_oracle.Case:
         if (
             len(case.sequences) == 1
             and case.layers is None
+            and case.hd * ITEMSIZE[case.dtype] % 16 == 0
             and case.src.world >= 2 <= case.dst.world
             and len(case.sequences[0][0]) > 20
             and all((np.asarray(table) >= 0).all() for sides in spans for one in sides for table in one.tables)
         ):
             return case
+
+
+def sender_of(case: reshard_oracle.Case) -> int:
+    """A rank that sends something."""
+    with Linked(case) as found:
+        assert not any(ended(found.begin()))
+        return next(rank for rank, link in enumerate(found.links[0]) if link.stats()["chunks_sent"])

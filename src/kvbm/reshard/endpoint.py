@@ -55,6 +55,8 @@ class Endpoint:
         Of the largest chunk.
     ring_bytes : int
         Of registered memory, on the pools' device: half of it for what goes, half for what comes.
+    slots : int, optional
+        Each way, in place of what `ring_bytes` has room for.
     max_sms : int, optional
         Multiprocessors that kernels may use.
 
@@ -82,6 +84,7 @@ class Endpoint:
         incarnation: str = "",
         chunk_bytes: int = MOST,
         ring_bytes: int = 256 << 20,
+        slots: int | None = None,
         max_sms: int | None = None,
     ) -> None:
         if isinstance(placement, Placement):
@@ -107,8 +110,8 @@ class Endpoint:
             raise BindError(f"endpoint {engine}: expected numbers of bytes, got {chunk_bytes!r:.40} and {ring_bytes!r:.40}")
         self._chunk_bytes = chunk_bytes
         size = Ring.slot_size(chunk_bytes + TRAILER)
-        slots = ring_bytes // size // 2
-        self.ring = Ring(device, size, slots, slots)
+        each = ring_bytes // size // 2 if slots is None else slots
+        self.ring = Ring(device, size, each, each)
         wire.register(self.ring.slab)
         self._card = self._written(wire.card())
         self._links: list[Link] = []

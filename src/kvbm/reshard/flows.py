@@ -193,7 +193,7 @@ class Outflow:
                 self._stops += 1
                 self.link.say(self.peer, self._stop)
                 self.is_over = self._stops > 8  # a peer that is there would have answered
-        elif not self._turn and self._again.is_due(now):
+        elif all(one.is_told for one in self._packed.values()) and self._again.is_due(now):  # what was answered may be lost
             self.link.count("notes_again")
             self.link.say(self.peer, self.offer)
         return busy

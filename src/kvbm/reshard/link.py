@@ -309,6 +309,7 @@ class Link:
         packer.require_spans(span, span.origin)
         sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
         identity = _identity(group, self.endpoint.groups, key)
+        self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)  # refuses what cannot be sent
         self.endpoint.submit(lambda: self._begin_sending(sending, packer, identity, some, pulls))
         return sending
 
@@ -482,7 +483,6 @@ class Link:
         for flow in (*self._flows.values(), *self._inflows.values()):
             if flow.peer == peer:
                 flow.lost()
-        self.ring.release(peer)
 
     def _close(self, why: str) -> None:
         self.is_closed = True

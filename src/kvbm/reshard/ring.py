@@ -82,12 +82,6 @@ class Ring:
             return self._bytes[first : first + nbytes]
         return _OnGpu(self, self.slab.address + first, nbytes)
 
-    def release(self, peer: str) -> None:
-        """A peer that was dropped writes nothing any more."""
-        for mine in [one for one in self.quarantined if one[0] == peer]:
-            self.quarantined.discard(mine)
-            self.give(mine[1])
-
     def close(self) -> None:
         if self._free_device is not None:
             _core.free_device(*self._free_device)
