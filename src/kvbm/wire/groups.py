@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import itertools
@@ -9,6 +10,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
@@ -82,10 +84,15 @@ class _Torch(Ends["_Far"]):
         self._meet_seconds, self._drop_seconds = meet_seconds, drop_seconds
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._device: Any = None
+        atexit.register(self.close)  # a thread that waits in gloo when Python ends would abort the process
 
     def register(self, slab: Slab) -> None:
         if (slab.device == "cpu") is self._nccl:
-            fits = "GPUs; backend='gloo' carries that of hosts" if self._nccl else "hosts; backend='nccl' carries that of GPUs"
+            fits = (
+                "GPUs; backend='gloo' carries that of hosts"
+                if self._nccl
+                else "hosts; backend='nccl' carries that of GPUs"
+            )
             raise BindError(f"{self.name}: {self.transport} carries memory of {fits}, got {slab.device}")
         self._take_slab(slab)
 
@@ -98,7 +105,7 @@ class _Torch(Ends["_Far"]):
             if self._device is None:  # one thread of gloo serves all peers
                 self._device = self._distributed.ProcessGroupGloo.create_default_device()
             far = self._peers[held.name] = _Far(held)
-            threading.Thread(target=self._receive, args=(far,), name=f"{self.name} ← {held.name}", daemon=True).start()
+            far.start(self._receive)
         return held.name
 
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
@@ -125,7 +132,11 @@ class _Torch(Ends["_Far"]):
             self._end([self._peers[peer]], "it was dropped")
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._end(list(self._peers.values()), "this side is closed")
+        late = deadline(self._meet_seconds + self._drop_seconds)  # a peer that ended while the two met is waited for
+        while any(thread.is_alive() for far in self._peers.values() for thread in far.threads) and not late():
+            time.sleep(0.001)
 
     def _end(self, peers: list[_Far], why: str) -> None:
         for far in peers:
@@ -173,7 +184,8 @@ class _Torch(Ends["_Far"]):
         rank = names.index(self.name)
         far.rank = 1 - rank
         options = self._distributed.ProcessGroupGloo._Options()
-        options._devices, options._threads, options._timeout = [self._device], 1, timedelta(seconds=self._meet_seconds)
+        options._devices, options._threads = [self._device], 1
+        options._timeout = timedelta(seconds=self._meet_seconds / 5)  # gloo tries five times
         group = self._distributed.ProcessGroupGloo(store, rank, 2, options)
         group.set_timeout(_FOREVER)
         if self._nccl:  # one for each direction: the two sides need no common order
@@ -181,7 +193,7 @@ class _Torch(Ends["_Far"]):
                 self._distributed.ProcessGroupNCCL(self._distributed.PrefixStore(way, store), rank, 2, _FOREVER)
                 for way in ("0→1", "1→0")[:: 1 - 2 * rank]
             ]
-            threading.Thread(target=far.watch, daemon=True).start()
+            far.start(_Far.watch)
         far.group = group
         return not far.lost
 
@@ -190,7 +202,7 @@ class _Torch(Ends["_Far"]):
         try:
             if not self._meet(far):
                 return
-            threading.Thread(target=self._send, args=(far,), name=f"{self.name} → {far.card.name}", daemon=True).start()
+            far.start(self._send)
             head = bytearray(_HEAD_BYTES)
             tensor = self._torch.frombuffer(head, dtype=self._torch.uint8)
             while not far.lost:
@@ -272,8 +284,14 @@ class _Far(Peer):
     queue: SimpleQueue[tuple[bytearray, _Op] | None] = field(default_factory=SimpleQueue)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
     gets: dict[int, _Op] = field(default_factory=dict)
+    threads: list[threading.Thread] = field(default_factory=list)
     #: Held while something is received into the slab.
     writing: Any = field(default_factory=threading.Lock)
+
+    def start(self, function: Callable[[_Far], None]) -> None:
+        thread = threading.Thread(target=function, args=(self,), name=f"kvbm wire {self.card.name}", daemon=True)
+        self.threads.append(thread)
+        thread.start()
 
     def lose(self, why: str) -> None:
         """End the connection; threads that wait for the peer wake up."""
