@@ -263,7 +263,7 @@ def test_nothing_lands_after_a_drop(pair: Open) -> None:
     near.send(b"before")
     assert far.wait(1) == [b"before"]
     far("drop")
-    assert near.wire.release() == 0  # type: ignore[attr-defined]
+    near.wire.release()  # type: ignore[attr-defined]
     lost(near, by=lambda: near.start(0, 0, SIZE, b"new"))
     assert far("read", 0, SIZE) == bytes([6]) * SIZE
     assert far("notes") == []
@@ -460,6 +460,21 @@ def test_a_stopped_process_is_not_waited_for(pair: Open) -> None:
     finally:
         os.kill(far.process.pid, signal.SIGCONT)
     near.drop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", APART, indirect=True)
+def test_silence_is_no_loss(pair: Open) -> None:
+    """For longer than any of the transport's own limits that this test knows to set (gloo's, 0.4 s)."""
+    near, far = pair()
+    near.start(0, 0, 8, b"one")
+    done(near)
+    assert far.wait(1) == [b"one"]
+    time.sleep(1)
+    near.send(b"two")
+    assert far.wait(1) == [b"two"]
+    far("send", b"three")
+    until(lambda: near.poll() or near.notes() == [b"three"], "its note")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

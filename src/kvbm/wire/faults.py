@@ -152,7 +152,7 @@ class Faulty:
         self._wire.close()
 
     def release(self) -> int:
-        """Send the puts that are held back, and return how many got an answer other than that the peer is lost."""
+        """Send the puts that are held back; return of how many the wire below does not know yet that the peer is lost."""
         late, self._late, sent = self._late, [], 0
         for put in late:
             try:

@@ -124,6 +124,8 @@ class _Torch(Ends["_Far"]):
         self._queue(self._peer(peer), _NOTE, note)
 
     def poll(self) -> list[tuple[str, bytes]]:
+        if not self._inbox:
+            time.sleep(0)  # who polls in a loop would keep Python's lock from the threads that receive
         came = [self._inbox.popleft() for _ in range(len(self._inbox))]
         return [note for note in came if not self._peers[note[0]].lost]
 
@@ -187,7 +189,6 @@ class _Torch(Ends["_Far"]):
         options._devices, options._threads = [self._device], 1
         options._timeout = timedelta(seconds=self._meet_seconds / 5)  # gloo tries five times
         group = self._distributed.ProcessGroupGloo(store, rank, 2, options)
-        group.set_timeout(_FOREVER)
         if self._nccl:  # one for each direction: the two sides need no common order
             far.carriers = [
                 self._distributed.ProcessGroupNCCL(self._distributed.PrefixStore(way, store), rank, 2, _FOREVER)
@@ -206,7 +207,7 @@ class _Torch(Ends["_Far"]):
             head = bytearray(_HEAD_BYTES)
             tensor = self._torch.frombuffer(head, dtype=self._torch.uint8)
             while not far.lost:
-                far.group.recv([tensor], far.rank, _MESSAGES).wait()
+                far.group.recv([tensor], far.rank, _MESSAGES).wait(_FOREVER)
                 self._take(far, bytes(head))
         except Exception as error:
             far.lose(f"{type(error).__name__}: {error}")
@@ -245,7 +246,7 @@ class _Torch(Ends["_Far"]):
                 sent = far.group.send([head], far.rank, _MESSAGES)
                 if op.data is not None:
                     self._carry(far, "send", op.data)
-                sent.wait()
+                sent.wait(_FOREVER)
                 op.done = True
                 if far.lost:
                     break
@@ -260,7 +261,7 @@ class _Torch(Ends["_Far"]):
         """Send or receive a slice of the slab, and wait until it is over."""
         data = _tensor(Slab(self.slab.address + part[0], part[1], self.slab.device))
         if not self._nccl:
-            getattr(far.group, way)([data], far.rank, _MESSAGES).wait()
+            getattr(far.group, way)([data], far.rank, _MESSAGES).wait(_FOREVER)
             return
         cuda = self._torch.cuda
         with cuda.stream(cuda.Stream(data.device)):
@@ -322,7 +323,7 @@ class _Far(Peer):
         import torch
 
         with contextlib.suppress(RuntimeError):
-            self.group.recv([torch.zeros(1, dtype=torch.uint8)], self.rank, _WATCH).wait()
+            self.group.recv([torch.zeros(1, dtype=torch.uint8)], self.rank, _WATCH).wait(_FOREVER)
         self.lose("its connection has ended")
 
 
