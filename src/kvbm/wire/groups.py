@@ -28,8 +28,8 @@ _HEAD_BYTES: Final = _HEAD.size + NOTE_BYTES
 _NOTE, _PUT, _ASK, _ANSWER = range(4)
 #: How long gloo waits: not at all is no choice, and what it gives up on is broken.
 _FOREVER: Final = timedelta(days=365)
-#: Tags of messages, of what ends a connection, and of what notices its end.
-_MESSAGES, _ABORT, _WATCH = 0, 1, 2
+#: Tags of gloo: heads, slices, what ends a connection, and what notices its end.
+_HEADS, _SLICES, _ABORT, _WATCH = range(4)
 
 
 def torch(
@@ -204,15 +204,20 @@ class _Torch(Ends["_Far"]):
             if not self._meet(far):
                 return
             far.start(self._send)
-            head = bytearray(_HEAD_BYTES)
-            tensor = self._torch.frombuffer(head, dtype=self._torch.uint8)
+            heads = itertools.cycle([bytearray(_HEAD_BYTES), bytearray(_HEAD_BYTES)])
+            head, work = self._await_head(far, next(heads))
             while not far.lost:
-                far.group.recv([tensor], far.rank, _MESSAGES).wait(_FOREVER)
-                self._take(far, bytes(head))
+                work.wait(_FOREVER)
+                message = bytes(head)
+                head, work = self._await_head(far, next(heads))  # so it is on its way while the slice is
+                self._take(far, message)
         except Exception as error:
             far.lose(f"{type(error).__name__}: {error}")
         finally:
             far.lose("its thread has ended")
+
+    def _await_head(self, far: _Far, head: bytearray) -> tuple[bytearray, Any]:
+        return head, far.group.recv([self._torch.frombuffer(head, dtype=self._torch.uint8)], far.rank, _HEADS)
 
     def _take(self, far: _Far, message: bytes) -> None:
         """One message: what it names is checked, since it comes from another process."""
@@ -229,7 +234,7 @@ class _Torch(Ends["_Far"]):
             with far.writing:
                 if far.lost:
                     return
-                self._carry(far, "recv", part)
+                self._carry(far, "recv", part).wait(_FOREVER)
             if got is not None:
                 got.done = True
         elif kind != _NOTE:
@@ -238,39 +243,53 @@ class _Torch(Ends["_Far"]):
             self._inbox.append((far.card.name, note))
 
     def _send(self, far: _Far) -> None:
-        """Run as the peer's other thread: one message after the other."""
+        """Run as the peer's other thread: one message after the other, two of them under way."""
+        going: deque[tuple[_Op, list[Any]]] = deque()
         try:
-            while (item := far.queue.get()) is not None:
-                message, op = item
-                head = self._torch.frombuffer(message, dtype=self._torch.uint8)
-                sent = far.group.send([head], far.rank, _MESSAGES)
-                if op.data is not None:
-                    self._carry(far, "send", op.data)
-                sent.wait(_FOREVER)
-                op.done = True
-                if far.lost:
-                    break
+            while not far.lost:
+                if len(going) > 1 or (going and far.queue.empty()):
+                    op, works = going[0]
+                    for work in works:
+                        work.wait(_FOREVER)
+                    op.done = True
+                    going.popleft()
+                elif (item := far.queue.get()) is not None:
+                    message, op = item
+                    going.append((op, []))
+                    head = self._torch.frombuffer(message, dtype=self._torch.uint8)
+                    going[-1][1].append(far.group.send([head], far.rank, _HEADS))
+                    if op.data is not None:
+                        going[-1][1].append(self._carry(far, "send", op.data))
         except Exception as error:
             far.lose(f"{type(error).__name__}: {error}")
         finally:
-            if item is not None:
-                item[1].failed = not item[1].done
+            for op, _ in going:
+                op.failed = True
             far.drain()
 
-    def _carry(self, far: _Far, way: Literal["send", "recv"], part: Slice) -> None:
-        """Send or receive a slice of the slab, and wait until it is over."""
+    def _carry(self, far: _Far, way: Literal["send", "recv"], part: Slice) -> Any:
+        """Send or receive a slice of the slab; returns what to wait for."""
         data = _tensor(Slab(self.slab.address + part[0], part[1], self.slab.device))
         if not self._nccl:
-            getattr(far.group, way)([data], far.rank, _MESSAGES).wait(_FOREVER)
-            return
+            return getattr(far.group, way)([data], far.rank, _SLICES)
         cuda = self._torch.cuda
         with cuda.stream(cuda.Stream(data.device)):
             getattr(far.carriers[way == "recv"], way)([data], far.rank, 0).wait()
             event = cuda.Event()
             event.record()
-        while not event.query():
-            if far.lost:
-                raise PeerLostError(far.lost)
+        return _Recorded(event, far)
+
+
+class _Recorded:
+    """Work of NCCL: what comes behind it on its stream."""
+
+    def __init__(self, event: Any, far: _Far) -> None:
+        self._event, self._far = event, far
+
+    def wait(self, _: timedelta) -> None:
+        while not self._event.query():
+            if self._far.lost:
+                raise PeerLostError(self._far.lost)
             time.sleep(0.00002)
 
 
