@@ -37,7 +37,7 @@ class Agent:
         self._errors: tuple[type[Exception], ...] = tuple(kinds)
         self._gone: tuple[type[Exception], ...] = (_bindings.nixlRemoteDisconnectError,)
         self._name, self._backend = name, backend
-        self.nixl: Any = self.call("agent", _api.nixl_agent, name, _api.nixl_agent_config(backends=[backend]))
+        self.nixl: Any = self.call("agent", _api.nixl_agent, name, _api.nixl_agent_config(enable_prog_thread=False, backends=[backend]))
         if backend not in self.nixl.backends:
             raise KvbmError(f"{name}: NIXL has no backend {backend} here; it has {sorted(self.nixl.plugin_list)}")
 
@@ -211,6 +211,9 @@ def nixl(name: str, *, backend: str = "UCX", drop_seconds: float = 5.0) -> _Nixl
     A peer whose connection NIXL reports as broken counts as ended.
 
     *Order.*  NIXL delivers a put's note with the put and other notes at once; the wire numbers and orders them.
+
+    *Progress.*  NIXL's own thread is not used: it keeps a core busy, for each agent.  `Wire.poll` and `Op.query` do its work, on
+    both sides.
 
     *Time.*  Where no adapter carries the bytes, a put copies them before it returns.
     """
