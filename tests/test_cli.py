@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 import kvbm
 import matrix
 import oracle
-from kvbm import reshard
+from kvbm import doctor, reshard
 from kvbm.cli import main
 from memory import numpy_dtype, placed
 
@@ -190,8 +190,25 @@ def test_codegen(tmp_path: Path) -> None:
 
 def test_doctor() -> None:
     text = ok("doctor")
-    for word in ("kvbm", "driver", "torch", "numpy"):
+    for word in ("kvbm", "driver", "torch", "numpy", "wire.memory", "wire.torch", "wire.nixl"):
         assert word in text
+
+
+def test_doctor_on_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed, without an import of it."""
+
+    def told(**versions: str) -> dict[str, tuple[str, str]]:
+        here = {name.replace("_", "-"): version for name, version in versions.items()}
+        monkeypatch.setattr(doctor, "_version", here.get)
+        return {what: (mark, text) for mark, what, text in doctor._transports()}
+
+    files = [Path("x/libplugin_UCX.so"), Path("y/libplugin_UCX.so"), Path("x/libplugin_POSIX.so"), Path("x/other.so")]
+    monkeypatch.setattr("importlib.metadata.files", lambda _: files)
+    none = told()
+    assert none["wire.memory"][0] == "ok" and none["wire.torch"][0] == none["wire.nixl"][0] == ""
+    assert told(nixl="1.5.1")["wire.nixl"] == none["wire.nixl"] and "[nixl]" in none["wire.nixl"][1]
+    assert told(nixl="1.5.1", nixl_cu13="1.5.1")["wire.nixl"] == ("ok", "1.5.1 (nixl-cu13): POSIX, UCX")
+    assert told(torch="2.13")["wire.torch"][0] == "ok"
 
 
 # ---- convert -------------------------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ def test_nothing_lands_after_a_drop(pair: Open) -> None:
     near.send(b"before")
     assert far.wait(1) == [b"before"]
     far("drop")
-    assert near.wire.release() == 0  # type: ignore[attr-defined]
+    near.wire.release()  # type: ignore[attr-defined]
     lost(near, by=lambda: near.start(0, 0, SIZE, b"new"))
     assert far("read", 0, SIZE) == bytes([6]) * SIZE
     assert far("notes") == []
@@ -462,6 +462,64 @@ def test_a_stopped_process_is_not_waited_for(pair: Open) -> None:
     near.drop()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", APART, indirect=True)
+def test_silence_is_no_loss(pair: Open) -> None:
+    """For longer than any of the transport's own limits that this test knows to set (gloo's, 0.4 s)."""
+    near, far = pair()
+    near.start(0, 0, 8, b"one")
+    done(near)
+    assert far.wait(1) == [b"one"]
+    time.sleep(1)
+    near.send(b"two")
+    assert far.wait(1) == [b"two"]
+    far("send", b"three")
+    until(lambda: near.poll() or near.notes() == [b"three"], "its note")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed")
+def test_files_as_peers(tmp_path: Path) -> None:
+    slab = np.random.default_rng(2).integers(0, 256, 1 << 16, np.uint8)
+    content = slab[:4096].tobytes()
+    files = wire.nixl_files(tmp_path)
+    files.register(wire.Slab.of(slab))
+    peer = files.connect(files.file("chunk", 8192))
+    assert files.connect(files.file("chunk", 100)) != peer, "the same file, opened again"
+    until(files.put(peer, wire.Slice(0, 4096), wire.Slice(1000, 4096)).query, "written")
+    assert (tmp_path / "chunk").read_bytes() == bytes(1000) + content + bytes(8192 - 5096)
+    until(files.get(peer, wire.Slice(8192, 4096), wire.Slice(1000, 4096)).query, "read")
+    assert slab[8192 : 8192 + 4096].tobytes() == content
+    before = slab.copy()
+    for start in (files.put, files.get):
+        with pytest.raises(BindError, match="slice"):
+            start(peer, wire.Slice(0, 8), wire.Slice(8185, 8))
+    for call in (lambda: files.note(peer, b"x"), lambda: files.put(peer, wire.Slice(0, 8), wire.Slice(0, 8), b"x")):
+        with pytest.raises(BindError, match="no notes"):
+            call()
+    os.truncate(tmp_path / "chunk", 10)
+    with pytest.raises(PeerLostError):
+        until(files.get(peer, wire.Slice(0, 4096), wire.Slice(1000, 4096)).query, "read")
+    with pytest.raises(PeerLostError):
+        files.get(peer, wire.Slice(0, 8), wire.Slice(0, 8))
+    assert (slab[4096:] == before[4096:]).all() and files.poll() == []
+    with pytest.raises(BindError, match="shorter"):
+        files.connect(json.dumps({**json.loads(files.file("other", 10)), "nbytes": 11}).encode())
+    descriptors = len([*Path("/proc/self/fd").iterdir()])
+    files.drop(peer)
+    files.drop(peer)
+    assert len([*Path("/proc/self/fd").iterdir()]) == descriptors - 1
+    for name in ("../up", "/etc/passwd", "..", ".hidden", "a/b", ""):
+        with pytest.raises(BindError, match="card"):
+            files.file(name, 8)
+    (tmp_path / "link").symlink_to(tmp_path / "chunk")
+    with pytest.raises(OSError):
+        files.file("link", 8)
+    files.close()
+
+
 # ---- cards and slabs -------------------------------------------------------------------------------------------------
 
 GOOD = json.loads(Card("far#0", wire.Slab(4096, 64), b"data").write("memory"))
@@ -470,7 +528,17 @@ GOOD = json.loads(Card("far#0", wire.Slab(4096, 64), b"data").write("memory"))
 def broken() -> Iterator[bytes]:
     text = json.dumps(GOOD).encode()
     yield from (text[:n] for n in range(len(text)))
-    yield from (text + b"x", b"\xff" + text, b"[" * 60000, b"9" * 5000, b"NaN", b"[]", b"null", b'"kvbm"', b" " * (CARD_BYTES + 1))
+    yield from (
+        text + b"x",
+        b"\xff" + text,
+        b"[" * 60000,
+        b"9" * 5000,
+        b"NaN",
+        b"[]",
+        b"null",
+        b'"kvbm"',
+        b" " * (CARD_BYTES + 1),
+    )
     for key, values in {
         "kvbm-wire": [0, 2, True, "1", None, 1.0],
         "transport": ["nixl", None, ["memory"]],
@@ -497,7 +565,12 @@ def test_malformed_cards_are_refused() -> None:
 def test_every_wire_refuses_malformed_cards(kind: str, place: str) -> None:
     end = wires.End(kind, "near", 64, place)
     stranger = {**json.loads(end.card()), "name": "far#1", "data": base64.b64encode(b"garbage" * 9).decode()}
-    for card in (b"", b"{", json.dumps({**stranger, "kvbm-wire": 2}).encode(), json.dumps({**stranger, "nbytes": -1}).encode()):
+    for card in (
+        b"",
+        b"{",
+        json.dumps({**stranger, "kvbm-wire": 2}).encode(),
+        json.dumps({**stranger, "nbytes": -1}).encode(),
+    ):
         with pytest.raises(BindError, match="card"):
             end.connect(card)
     if kind != "torch":  # where there is nothing to check it against
@@ -559,7 +632,9 @@ def test_faults_of_notes(fault: wire.Fault, polls: list[list[int]]) -> None:
     assert far.wire.counts == ({fault.what: 1} if fault.at < 4 else {})  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("what", "changed", "bits"), [("bit", 1, 1), ("word", 8, 64), ("row", 256, 2048), ("chunk", 1000, 8000)])
+@pytest.mark.parametrize(
+    ("what", "changed", "bits"), [("bit", 1, 1), ("word", 8, 64), ("row", 256, 2048), ("chunk", 1000, 8000)]
+)
 def test_faults_of_puts(what: str, changed: int, bits: int) -> None:
     """So many bytes arrive changed, always the same, and this side's are as they were."""
     found = []

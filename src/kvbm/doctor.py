@@ -37,6 +37,7 @@ def findings() -> Iterator[tuple[str, str, str]]:
         yield "missing", "extension", f"kvbm._core does not import ({error}): pip install . (needs a C++ compiler)"
         yield from _compiler()
         yield from _packages()
+        yield from _transports()
         return
     names = _core.kernel_names()
     yield "ok", "extension", f"{len(names)} kernels for the CPU"
@@ -51,6 +52,7 @@ def findings() -> Iterator[tuple[str, str, str]]:
     yield from _gpus(_core, targets, str(build.get("nvcc") or ""))
     yield _run_time_compiler()
     yield from _packages()
+    yield from _transports()
 
 
 def _gpus(core: Any, targets: str, nvcc: str) -> Iterator[tuple[str, str, str]]:
@@ -138,6 +140,21 @@ def _packages() -> Iterator[tuple[str, str, str]]:
     ):
         version = _version(name) or next(filter(None, map(_version, _OTHER_NAMES.get(name, ()))), None)
         yield ("ok" if version else "missing" if what == "needed" else ""), name, version or f"not installed ({what})"
+
+
+def _transports() -> Iterator[tuple[str, str, str]]:
+    """Which wires are here, by what is installed: nothing is imported for it."""
+    yield "ok", "wire.memory", "between threads of a process"
+    version = _version("torch")
+    text = f"torch {version}: gloo between hosts, NCCL between GPUs" if version else "not installed: pip install torch"
+    yield "ok" if version else "", "wire.torch", text
+    found = [name for name in ("nixl-cu12", "nixl-cu13") if _version(name)]
+    if not _version("nixl") or not found:
+        yield "", "wire.nixl", "not installed: pip install 'kvbm-layouts[nixl]'"
+        return
+    files = [file.name for name in found for file in importlib.metadata.files(name) or ()]
+    backends = sorted({match[1] for file in files if (match := re.fullmatch(r"libplugin_(\w+)\.so", file))})
+    yield "ok", "wire.nixl", f"{_version('nixl')} ({', '.join(found)}): {', '.join(backends)}"
 
 
 _OTHER_NAMES = {"cupy": ("cupy-cuda13x", "cupy-cuda12x")}

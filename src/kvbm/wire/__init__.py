@@ -13,6 +13,7 @@ from .protocol import NOTE_BYTES, Op, Slab, Slice, Wire
 if TYPE_CHECKING:
     from .agents import nixl
     from .faults import Fault, Faulty, faulty, random_faults
+    from .files import nixl_files
     from .groups import torch
     from .hub import Hub, memory
 
@@ -28,6 +29,7 @@ __all__ = [
     "faulty",
     "memory",
     "nixl",
+    "nixl_files",
     "random_faults",
     "torch",
 ]
@@ -37,6 +39,7 @@ _HOME = {
     **dict.fromkeys(("Fault", "Faulty", "faulty", "random_faults"), "faults"),
     **dict.fromkeys(("Hub", "memory"), "hub"),
     "nixl": "agents",
+    "nixl_files": "files",
     "torch": "groups",
 }
 

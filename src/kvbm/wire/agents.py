@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
 from .protocol import Card, Ends, Op, Peer, Slab, Slice, deadline
 
-__all__ = ["Agent", "nixl"]
+__all__ = ["Reached", "Transfers", "nixl"]
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Agent:
         self._errors: tuple[type[Exception], ...] = tuple(kinds)
         self._gone: tuple[type[Exception], ...] = (_bindings.nixlRemoteDisconnectError,)
         self._name, self._backend = name, backend
-        self.nixl: Any = self.call("agent", _api.nixl_agent, name, _api.nixl_agent_config(backends=[backend]))
+        self.nixl: Any = self.call("agent", _api.nixl_agent, name, _api.nixl_agent_config(enable_prog_thread=False, backends=[backend]))
         if backend not in self.nixl.backends:
             raise KvbmError(f"{name}: NIXL has no backend {backend} here; it has {sorted(self.nixl.plugin_list)}")
 
@@ -103,15 +103,91 @@ def place(slab: Slab, part: Slice) -> tuple[str, tuple[int, int, int]]:
 
 
 @dataclass
-class _Far(Peer):
-    """A peer: notes that it was sent, notes of it that wait for an earlier one, and transfers that are under way."""
+class Reached(Peer):
+    """A peer of NIXL, and the transfers with it that are under way."""
+
+    ops: set[_Op] = field(default_factory=set)
+    #: No write of it can land any more.
+    fenced: bool = False
+
+
+R = TypeVar("R", bound=Reached)
+
+
+class Transfers(Ends[R]):
+    """Ends of NIXL: one agent, its registered slab, and transfers of one descriptor a side."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        super().__init__(name)
+        self._agent = Agent(self.name, backend)
+        self._memory: Any = None
+
+    def register(self, slab: Slab) -> None:
+        self._take_slab(slab)
+        self._memory = self._agent.register(slab)
+
+    def _start(
+        self, what: str, far: R, local: Slice, remote: tuple[str, tuple[int, int, int]], to: str, note: bytes = b""
+    ) -> Op:
+        handle = self._guarded(far, self._agent.post, what, place(self.slab, local), remote, to, note)
+        op = _Op(self, far, what, handle)
+        if handle is not None:
+            far.ops.add(op)
+        return op
+
+    def _guarded(self, far: Reached, function: Callable[..., T], *arguments: Any) -> T:
+        """Call the agent; whatever fails on the way to a peer loses it."""
+        try:
+            return function(*arguments)
+        except TransferError as error:
+            far.fenced = far.fenced or isinstance(error, PeerLostError)
+            far.lost = far.lost or str(error)
+            raise PeerLostError(str(error), peer=far.card.name) from None
+
+    def _settled(self, far: R) -> bool:
+        """Whether no transfer with a peer is under way."""
+        for op in list(far.ops):
+            op.settle()
+        return not far.ops
+
+
+class _Op:
+    """A transfer under way."""
+
+    __slots__ = ("_failed", "_far", "_handle", "_what", "_wire")
+
+    def __init__(self, wire: Transfers[Any], far: Reached, what: str, handle: Any) -> None:
+        self._wire, self._far, self._what, self._handle = wire, far, what, handle
+        self._failed = False
+
+    def query(self) -> bool:
+        if self._handle is not None:
+            self.settle()
+        if self._failed:
+            raise PeerLostError(f"{self._far.card.name} is lost: {self._far.lost}", peer=self._far.card.name)
+        return self._handle is None
+
+    def settle(self) -> None:
+        """Look whether it is over, one way or the other."""
+        agent = self._wire._agent
+        try:
+            if not self._wire._guarded(self._far, agent.check, self._what, self._handle):
+                return
+        except PeerLostError:
+            self._failed = True
+        agent.release(self._handle)
+        self._handle = None
+        self._far.ops.discard(self)
+
+
+@dataclass
+class _Far(Reached):
+    """A peer: how many notes it was sent, how many of its notes were taken, and those that wait for an earlier one."""
 
     sent: int = 0
     taken: int = 0
     early: dict[int, bytes] = field(default_factory=dict)
-    ops: set[_Op] = field(default_factory=set)
-    #: No write of it can land any more; it has asked this side to stop; it was told that this side has ended the connection.
-    fenced: bool = False
+    #: It has asked this side to stop; it was told that this side has ended the connection.
     asked: bool = False
     told: bool = False
 
@@ -136,28 +212,25 @@ def nixl(name: str, *, backend: str = "UCX", drop_seconds: float = 5.0) -> _Nixl
 
     *Order.*  NIXL delivers a put's note with the put and other notes at once; the wire numbers and orders them.
 
+    *Progress.*  NIXL's own thread is not used: it keeps a core busy, for each agent.  `Wire.poll` and `Op.query` do its work, on
+    both sides.
+
     *Time.*  Where no adapter carries the bytes, a put copies them before it returns.
     """
     return _Nixl(name, backend, drop_seconds)
 
 
-class _Nixl(Ends[_Far]):
+class _Nixl(Transfers[_Far]):
     transport = "nixl"
 
     def __init__(self, name: str, backend: str, drop_seconds: float) -> None:
-        super().__init__(name)
-        self._agent = Agent(self.name, backend)
+        super().__init__(name, backend)
         self._drop_seconds = drop_seconds
-        self._memory: Any = None
         self._strangers: list[tuple[str, bytes]] = []
         self._ready: list[tuple[str, bytes]] = []
         self._closed = False
         #: Peers that were dropped, and when: some ask again, because an answer was lost.
         self._leaving: list[tuple[float, str]] = []
-
-    def register(self, slab: Slab) -> None:
-        self._take_slab(slab)
-        self._memory = self._agent.register(slab)
 
     def card(self) -> bytes:
         metadata = self._agent.call("card", self._agent.nixl.get_agent_metadata)
@@ -185,10 +258,12 @@ class _Nixl(Ends[_Far]):
 
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
         far = self._check(peer, local, remote, note)
-        return self._start("WRITE", far, local, remote, self._numbered(far, note) if note else b"")
+        there = place(far.card.slab, remote)
+        return self._start("WRITE", far, local, there, peer, self._numbered(far, note) if note else b"")
 
     def get(self, peer: str, local: Slice, remote: Slice) -> Op:
-        return self._start("READ", self._check(peer, local, remote), local, remote)
+        far = self._check(peer, local, remote)
+        return self._start("READ", far, local, place(far.card.slab, remote), peer)
 
     def note(self, peer: str, note: bytes) -> None:
         self._check_note(note)
@@ -219,32 +294,10 @@ class _Nixl(Ends[_Far]):
                 self._agent.deregister(self._memory)
             del self._agent.nixl
 
-    # ---- transfers ---------------------------------------------------------------------------------------------------
-
-    def _start(self, what: str, far: _Far, local: Slice, remote: Slice, note: bytes = b"") -> _Op:
-        places = place(self.slab, local), place(far.card.slab, remote)
-        handle = self._guarded(far, self._agent.post, what, *places, far.card.name, note)
-        op = _Op(self, far, what, handle)
-        if handle is not None:
-            far.ops.add(op)
-        return op
+    # ---- notes -------------------------------------------------------------------------------------------------------
 
     def _send(self, far: _Far, note: bytes) -> None:
         self._guarded(far, self._agent.call, "note", self._agent.nixl.send_notif, far.card.name, note)
-
-    def _guarded(self, far: _Far, function: Callable[..., T], *arguments: Any) -> T:
-        """Call the agent; whatever fails on the way to a peer loses it."""
-        try:
-            return function(*arguments)
-        except PeerLostError as error:
-            far.fenced = True
-            far.lost = far.lost or str(error)
-            raise PeerLostError(str(error), peer=far.card.name) from None
-        except TransferError as error:
-            far.lost = far.lost or str(error)
-            raise PeerLostError(str(error), peer=far.card.name) from None
-
-    # ---- notes -------------------------------------------------------------------------------------------------------
 
     def _numbered(self, far: _Far, note: bytes) -> bytes:
         far.sent += 1
@@ -291,12 +344,6 @@ class _Nixl(Ends[_Far]):
             with contextlib.suppress(PeerLostError):
                 self._send(far, _HEAD.pack(_GONE, 0))
 
-    def _settled(self, far: _Far) -> bool:
-        """Whether no transfer with a peer is under way."""
-        for op in list(far.ops):
-            op.settle()
-        return not far.ops
-
     def _fence(self, peers: dict[str, _Far], why: str) -> None:
         """End connections from this side: return when no write of these peers can land."""
         for far in peers.values():
@@ -306,7 +353,8 @@ class _Nixl(Ends[_Far]):
         while True:
             for name, far in list(open_.items()):
                 if self._settled(far):
-                    if not far.told or (not far.fenced and turns % 64 == 0):  # this is how the end of a process is noticed
+                    # Again and again: so the end of a process is noticed.
+                    if not far.told or (not far.fenced and turns % 64 == 0):
                         far.told = True
                         with contextlib.suppress(PeerLostError):
                             self._send(far, _HEAD.pack(_BYE, 0))
@@ -330,32 +378,3 @@ class _Nixl(Ends[_Far]):
             _, name = self._leaving.pop(0)
             with contextlib.suppress(TransferError):
                 self._agent.call("drop", self._agent.nixl.remove_remote_agent, name)
-
-
-class _Op:
-    """A transfer under way."""
-
-    __slots__ = ("_failed", "_far", "_handle", "_what", "_wire")
-
-    def __init__(self, wire: _Nixl, far: _Far, what: str, handle: Any) -> None:
-        self._wire, self._far, self._what, self._handle = wire, far, what, handle
-        self._failed = False
-
-    def query(self) -> bool:
-        if self._handle is not None:
-            self.settle()
-        if self._failed:
-            raise PeerLostError(f"{self._far.card.name} is lost: {self._far.lost}", peer=self._far.card.name)
-        return self._handle is None
-
-    def settle(self) -> None:
-        """Look whether it is over, one way or the other."""
-        agent = self._wire._agent
-        try:
-            if not self._wire._guarded(self._far, agent.check, self._what, self._handle):
-                return
-        except PeerLostError:
-            self._failed = True
-        agent.release(self._handle)
-        self._handle = None
-        self._far.ops.discard(self)

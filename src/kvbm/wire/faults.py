@@ -48,7 +48,9 @@ class Fault:
             raise BindError(f"fault: expected one of {NOTES + PUTS + CALLS} at a number from 0, got {self}")
 
 
-def random_faults(seed: int, rate: float, kinds: Iterable[str] = (*NOTES, *PUTS[:4]), most: int = 100_000) -> list[Fault]:
+def random_faults(
+    seed: int, rate: float, kinds: Iterable[str] = (*NOTES, *PUTS[:4]), most: int = 100_000
+) -> list[Fault]:
     """A script in which each note and each put meets a fault of these kinds with a probability of `rate`."""
     chance, kinds = random.Random(seed), tuple(kinds)
     return [
@@ -150,7 +152,7 @@ class Faulty:
         self._wire.close()
 
     def release(self) -> int:
-        """Send the puts that are held back, and return how many got an answer other than that the peer is lost."""
+        """Send the puts that are held back; return of how many the wire below does not know yet that the peer is lost."""
         late, self._late, sent = self._late, [], 0
         for put in late:
             try:

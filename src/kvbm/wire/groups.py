@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import itertools
@@ -9,6 +10,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
@@ -26,8 +28,8 @@ _HEAD_BYTES: Final = _HEAD.size + NOTE_BYTES
 _NOTE, _PUT, _ASK, _ANSWER = range(4)
 #: How long gloo waits: not at all is no choice, and what it gives up on is broken.
 _FOREVER: Final = timedelta(days=365)
-#: Tags of messages, of what ends a connection, and of what notices its end.
-_MESSAGES, _ABORT, _WATCH = 0, 1, 2
+#: Tags of gloo: heads, slices, what ends a connection, and what notices its end.
+_HEADS, _SLICES, _ABORT, _WATCH = range(4)
 
 
 def torch(
@@ -82,10 +84,15 @@ class _Torch(Ends["_Far"]):
         self._meet_seconds, self._drop_seconds = meet_seconds, drop_seconds
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._device: Any = None
+        atexit.register(self.close)  # a thread that waits in gloo when Python ends would abort the process
 
     def register(self, slab: Slab) -> None:
         if (slab.device == "cpu") is self._nccl:
-            fits = "GPUs; backend='gloo' carries that of hosts" if self._nccl else "hosts; backend='nccl' carries that of GPUs"
+            fits = (
+                "GPUs; backend='gloo' carries that of hosts"
+                if self._nccl
+                else "hosts; backend='nccl' carries that of GPUs"
+            )
             raise BindError(f"{self.name}: {self.transport} carries memory of {fits}, got {slab.device}")
         self._take_slab(slab)
 
@@ -98,7 +105,7 @@ class _Torch(Ends["_Far"]):
             if self._device is None:  # one thread of gloo serves all peers
                 self._device = self._distributed.ProcessGroupGloo.create_default_device()
             far = self._peers[held.name] = _Far(held)
-            threading.Thread(target=self._receive, args=(far,), name=f"{self.name} ← {held.name}", daemon=True).start()
+            far.start(self._receive)
         return held.name
 
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
@@ -117,6 +124,8 @@ class _Torch(Ends["_Far"]):
         self._queue(self._peer(peer), _NOTE, note)
 
     def poll(self) -> list[tuple[str, bytes]]:
+        if not self._inbox:
+            time.sleep(0)  # who polls in a loop would keep Python's lock from the threads that receive
         came = [self._inbox.popleft() for _ in range(len(self._inbox))]
         return [note for note in came if not self._peers[note[0]].lost]
 
@@ -125,7 +134,11 @@ class _Torch(Ends["_Far"]):
             self._end([self._peers[peer]], "it was dropped")
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._end(list(self._peers.values()), "this side is closed")
+        late = deadline(self._meet_seconds + self._drop_seconds)  # a peer that ended while the two met is waited for
+        while any(thread.is_alive() for far in self._peers.values() for thread in far.threads) and not late():
+            time.sleep(0.001)
 
     def _end(self, peers: list[_Far], why: str) -> None:
         for far in peers:
@@ -173,15 +186,15 @@ class _Torch(Ends["_Far"]):
         rank = names.index(self.name)
         far.rank = 1 - rank
         options = self._distributed.ProcessGroupGloo._Options()
-        options._devices, options._threads, options._timeout = [self._device], 1, timedelta(seconds=self._meet_seconds)
+        options._devices, options._threads = [self._device], 1
+        options._timeout = timedelta(seconds=self._meet_seconds / 5)  # gloo tries five times
         group = self._distributed.ProcessGroupGloo(store, rank, 2, options)
-        group.set_timeout(_FOREVER)
         if self._nccl:  # one for each direction: the two sides need no common order
             far.carriers = [
                 self._distributed.ProcessGroupNCCL(self._distributed.PrefixStore(way, store), rank, 2, _FOREVER)
                 for way in ("0→1", "1→0")[:: 1 - 2 * rank]
             ]
-            threading.Thread(target=far.watch, daemon=True).start()
+            far.start(_Far.watch)
         far.group = group
         return not far.lost
 
@@ -190,16 +203,21 @@ class _Torch(Ends["_Far"]):
         try:
             if not self._meet(far):
                 return
-            threading.Thread(target=self._send, args=(far,), name=f"{self.name} → {far.card.name}", daemon=True).start()
-            head = bytearray(_HEAD_BYTES)
-            tensor = self._torch.frombuffer(head, dtype=self._torch.uint8)
+            far.start(self._send)
+            heads = itertools.cycle([bytearray(_HEAD_BYTES), bytearray(_HEAD_BYTES)])
+            head, work = self._await_head(far, next(heads))
             while not far.lost:
-                far.group.recv([tensor], far.rank, _MESSAGES).wait()
-                self._take(far, bytes(head))
+                work.wait(_FOREVER)
+                message = bytes(head)
+                head, work = self._await_head(far, next(heads))  # so it is on its way while the slice is
+                self._take(far, message)
         except Exception as error:
             far.lose(f"{type(error).__name__}: {error}")
         finally:
             far.lose("its thread has ended")
+
+    def _await_head(self, far: _Far, head: bytearray) -> tuple[bytearray, Any]:
+        return head, far.group.recv([self._torch.frombuffer(head, dtype=self._torch.uint8)], far.rank, _HEADS)
 
     def _take(self, far: _Far, message: bytes) -> None:
         """One message: what it names is checked, since it comes from another process."""
@@ -216,7 +234,7 @@ class _Torch(Ends["_Far"]):
             with far.writing:
                 if far.lost:
                     return
-                self._carry(far, "recv", part)
+                self._carry(far, "recv", part).wait(_FOREVER)
             if got is not None:
                 got.done = True
         elif kind != _NOTE:
@@ -225,39 +243,53 @@ class _Torch(Ends["_Far"]):
             self._inbox.append((far.card.name, note))
 
     def _send(self, far: _Far) -> None:
-        """Run as the peer's other thread: one message after the other."""
+        """Run as the peer's other thread: one message after the other, two of them under way."""
+        going: deque[tuple[_Op, list[Any]]] = deque()
         try:
-            while (item := far.queue.get()) is not None:
-                message, op = item
-                head = self._torch.frombuffer(message, dtype=self._torch.uint8)
-                sent = far.group.send([head], far.rank, _MESSAGES)
-                if op.data is not None:
-                    self._carry(far, "send", op.data)
-                sent.wait()
-                op.done = True
-                if far.lost:
-                    break
+            while not far.lost:
+                if len(going) > 1 or (going and far.queue.empty()):
+                    op, works = going[0]
+                    for work in works:
+                        work.wait(_FOREVER)
+                    op.done = True
+                    going.popleft()
+                elif (item := far.queue.get()) is not None:
+                    message, op = item
+                    going.append((op, []))
+                    head = self._torch.frombuffer(message, dtype=self._torch.uint8)
+                    going[-1][1].append(far.group.send([head], far.rank, _HEADS))
+                    if op.data is not None:
+                        going[-1][1].append(self._carry(far, "send", op.data))
         except Exception as error:
             far.lose(f"{type(error).__name__}: {error}")
         finally:
-            if item is not None:
-                item[1].failed = not item[1].done
+            for op, _ in going:
+                op.failed = True
             far.drain()
 
-    def _carry(self, far: _Far, way: Literal["send", "recv"], part: Slice) -> None:
-        """Send or receive a slice of the slab, and wait until it is over."""
+    def _carry(self, far: _Far, way: Literal["send", "recv"], part: Slice) -> Any:
+        """Send or receive a slice of the slab; returns what to wait for."""
         data = _tensor(Slab(self.slab.address + part[0], part[1], self.slab.device))
         if not self._nccl:
-            getattr(far.group, way)([data], far.rank, _MESSAGES).wait()
-            return
+            return getattr(far.group, way)([data], far.rank, _SLICES)
         cuda = self._torch.cuda
         with cuda.stream(cuda.Stream(data.device)):
             getattr(far.carriers[way == "recv"], way)([data], far.rank, 0).wait()
             event = cuda.Event()
             event.record()
-        while not event.query():
-            if far.lost:
-                raise PeerLostError(far.lost)
+        return _Recorded(event, far)
+
+
+class _Recorded:
+    """Work of NCCL: what comes behind it on its stream."""
+
+    def __init__(self, event: Any, far: _Far) -> None:
+        self._event, self._far = event, far
+
+    def wait(self, _: timedelta) -> None:
+        while not self._event.query():
+            if self._far.lost:
+                raise PeerLostError(self._far.lost)
             time.sleep(0.00002)
 
 
@@ -272,8 +304,14 @@ class _Far(Peer):
     queue: SimpleQueue[tuple[bytearray, _Op] | None] = field(default_factory=SimpleQueue)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
     gets: dict[int, _Op] = field(default_factory=dict)
+    threads: list[threading.Thread] = field(default_factory=list)
     #: Held while something is received into the slab.
     writing: Any = field(default_factory=threading.Lock)
+
+    def start(self, function: Callable[[_Far], None]) -> None:
+        thread = threading.Thread(target=function, args=(self,), name=f"kvbm wire {self.card.name}", daemon=True)
+        self.threads.append(thread)
+        thread.start()
 
     def lose(self, why: str) -> None:
         """End the connection; threads that wait for the peer wake up."""
@@ -304,7 +342,7 @@ class _Far(Peer):
         import torch
 
         with contextlib.suppress(RuntimeError):
-            self.group.recv([torch.zeros(1, dtype=torch.uint8)], self.rank, _WATCH).wait()
+            self.group.recv([torch.zeros(1, dtype=torch.uint8)], self.rank, _WATCH).wait(_FOREVER)
         self.lose("its connection has ended")
 
 

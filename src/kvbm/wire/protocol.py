@@ -303,7 +303,9 @@ class Ends(Generic[P]):
             raise BindError(f"card: it is that of this side, {self.name}")
         known = self._peers.get(held.name)
         if known is not None and known.lost:
-            raise BindError(f"card of {held.name}: the peer is lost ({known.lost}); it must start again, with a new card")
+            raise BindError(
+                f"card of {held.name}: the peer is lost ({known.lost}); it must start again, with a new card"
+            )
         if known is not None and known.card != held:
             raise BindError(f"card of {held.name}: not the one that it was connected with")
         return held
