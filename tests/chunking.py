@@ -16,7 +16,7 @@ import numpy as np
 
 import digest_oracle
 import reshard_oracle
-from reshard_oracle import Case, Run
+from reshard_oracle import Case, Engine, Run
 
 # ---- the reader --------------------------------------------------------------------------------------------------------
 
@@ -154,6 +154,26 @@ def mark(tokens: range, origins: tuple[int, int], layers: range, most: int) -> i
 
 
 # ---- cases -------------------------------------------------------------------------------------------------------------
+
+
+def engine(mesh: Any, nt: int, layouts: str, **options: Any) -> Engine:
+    """An engine of one layout."""
+    given: dict[str, Any] = {"heads": None, "tokens": None, "every": 1, "bounds": (0, 3), "group": (0, 1, 2), **options}
+    return Engine(mesh, nt=nt, layouts=(layouts,), **given)
+
+
+def case(src: Engine, dst: Engine, sizes: Any, tokens: range, layers: range | None = None, seed: int = 1) -> Case:
+    nl, no, nh, hd, dtype = sizes
+    told = []
+    for side in (src, dst):
+        entries = -(-tokens.stop // side.nt)
+        told.append(
+            reshard_oracle.Told(tuple(tuple(range(entries))[::-1] for _ in range(side.world)), (0,) * side.world)
+        )
+    blocks = [-(-tokens.stop // side.nt) + 1 for side in (src, dst)]
+    return Case(
+        seed, nl, no, nh, hd, dtype, src, dst, ((tokens, *told),), (blocks[0], blocks[1]), layers, False, False, False, None, (0, 0)
+    )  # fmt: skip
 
 
 def is_sendable(case: Case) -> bool:

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 import chunking
 import digest_oracle
 import reshard_oracle
-from chunking import Told
+from chunking import Told, case, engine
 from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard
 from kvbm.reshard import Cut, Packer, Trailer
 from kvbm.reshard.chunk import MOST, TRAILER, cut, key_of, mark_of
 from kvbm.reshard.sequence import Parts
 from kvbm.reshard.strips import Family, Meeting
 from memory import aligned
-from reshard_oracle import Case, Engine, Run
+from reshard_oracle import Run
 from strategies import cases
 from test_reshard_pack import memory
 
@@ -37,25 +37,6 @@ TEXT = (HERE.parent / "docs" / "wire.md").read_text(encoding="utf-8")
 GOLDEN = HERE / "data" / "wire.json"
 
 # ---- golden chunks -----------------------------------------------------------------------------------------------------
-
-
-def engine(mesh: Any, nt: int, layouts: str, **options: Any) -> Engine:
-    given: dict[str, Any] = {"heads": None, "tokens": None, "every": 1, "bounds": (0, 3), "group": (0, 1, 2), **options}
-    return Engine(mesh, nt=nt, layouts=(layouts,), **given)
-
-
-def case(src: Engine, dst: Engine, sizes: Any, tokens: range, layers: range | None = None, seed: int = 1) -> Case:
-    nl, no, nh, hd, dtype = sizes
-    told = []
-    for side in (src, dst):
-        entries = -(-tokens.stop // side.nt)
-        told.append(
-            reshard_oracle.Told(tuple(tuple(range(entries))[::-1] for _ in range(side.world)), (0,) * side.world)
-        )
-    blocks = [-(-tokens.stop // side.nt) + 1 for side in (src, dst)]
-    return Case(
-        seed, nl, no, nh, hd, dtype, src, dst, ((tokens, *told),), (blocks[0], blocks[1]), layers, False, False, False, None, (0, 0)
-    )  # fmt: skip
 
 
 ONE = (("tp", 1),)
@@ -119,7 +100,8 @@ def golden() -> list[dict[str, Any]]:
                     [data[at : at + 32].tobytes().hex() for at in range(0, data.size, 32)] for data in slots
                 ],
             })  # fmt: skip
-        GOLDEN.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        lines = [",\n ".join(f'"{key}": {json.dumps(value)}' for key, value in entry.items()) for entry in entries]
+        GOLDEN.write_text("[\n" + ",\n".join(f"{{{entry}}}" for entry in lines) + "\n]\n", encoding="utf-8")
     return list(json.loads(GOLDEN.read_text(encoding="utf-8")))
 
 

@@ -13,9 +13,10 @@ import pytest
 
 import digest_oracle
 import kvbm
+import plane_oracle
 import processes
 import reshard_oracle
-from chunking import Carried, is_sendable
+from chunking import Carried, case, engine, is_sendable
 from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard
 from kvbm.reshard import Cut, Packer, Trailer
 from kvbm.reshard.chunk import TRAILER
@@ -38,17 +39,59 @@ def sendable(first: int, count: int) -> list[reshard_oracle.Case]:
     return found
 
 
+def carried(one: reshard_oracle.Case, seed: str) -> None:
+    rng = random.Random(seed)
+    run = reshard_oracle.Run(one, aligned, reshard_oracle.host_arrays)
+    Carried(run, room, rng)(lambda slot: slot.tobytes(), rng.choice(["after", "before"]))
+    run.check(np.asarray)
+
+
 @pytest.mark.parametrize("number", range(40))
 def test_every_byte(number: int) -> None:
     """In the chunks, where a reader that shares no code finds every element, and in the destination's pools."""
-    rng = random.Random(number)
-    for case in sendable(70_000 + 100 * number, 4):
-        try:
-            run = reshard_oracle.Run(case, aligned, reshard_oracle.host_arrays)
-            Carried(run, room, rng)(lambda slot: slot.tobytes(), rng.choice(["after", "before"]))
-        except reshard_oracle.RefusedError:
-            continue
-        run.check(np.asarray)
+    for one in sendable(70_000 + 100 * number, 4):
+        carried(one, str(number))
+
+
+TWELVE = (
+    "nhd", "hnd", "universal", "vllm/flash_attn_nhd", "vllm/flash_attn_hnd", "vllm/LBHNC", "vllm/paged_attn_v0",
+    "hf/dynamic_cache", "trtllm/v1_pool", "flashinfer/combined_hnd", "lmcache/KV_2LTD", "sglang/mha_pool",
+)  # fmt: skip
+TP, CP, PP = (lambda n: (("tp", n),)), (("cp", 2), ("tp", 2)), (("pp", 2), ("tp", 2))
+#: Both sides' mesh, tokens of a block and options.
+WAYS: tuple[Any, ...] = (
+    ((TP(4), 16, {"heads": ("tp", 1, 4)}), (TP(2), 64, {"heads": ("tp", 1, 2)})),
+    ((TP(2), 64, {"heads": ("tp", 1, 2)}), (TP(8), 16, {"heads": ("tp", 1, 8)})),
+    ((TP(1), 48, {}), (CP, 32, {"heads": ("tp", 1, 2), "tokens": ("cp", 1, 2)})),
+    ((CP, 8, {"heads": ("tp", 1, 2), "tokens": ("cp", 1, 2), "every": 8}), (PP, 16, {"heads": ("tp", 1, 2), "bounds": (0, 1, 3)})),
+    ((PP, 16, {"heads": ("tp", 1, 2), "bounds": (0, 2, 3)}), (TP(2), 32, {"tokens": ("tp", 1, 2), "every": 4})),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("src", TWELVE)
+def test_all_pairs_of_twelve_layouts(src: str) -> None:
+    """And all tokens, some, those inside one unit; all layers, and one."""
+    for number, dst in enumerate(TWELVE, TWELVE.index(src)):
+        ours, theirs = WAYS[number % len(WAYS)]
+        tokens = (range(64), range(5, 83), range(17, 31), range(3, 4))[number % 4]
+        layers = (None, None, range(1, 2))[number % 3]
+        sides = [engine(mesh, nt, name, **more) for name, (mesh, nt, more) in ((src, ours), (dst, theirs))]
+        carried(case(*sides, (3, 2, 4, 16, "float16"), tokens, layers), f"{src}{dst}")
+
+
+FAMILIES = [name for name in plane_oracle.FAMILIES if name != "mxfp8"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_pairs_of_layouts_with_planes(family: str) -> None:
+    """Quantised data with scales, latents with positions."""
+    _, no, nh, _, hd, dtype = plane_oracle.FAMILIES[family].shapes[0]
+    names = [name for name, formula in plane_oracle.TABLE.items() if formula.family == family]
+    for number, (src, dst) in enumerate(itertools.product(names, names)):
+        heads = {"heads": ("tp", 1, 2)} if nh == 2 else {}
+        sizes = {"bounds": (0, 2), "group": (0, 1)}
+        sides = engine(TP(1), 4, src, **sizes), engine(TP(2), (4, 8)[number % 2], dst, **heads, **sizes)
+        carried(case(*sides, (2, no, nh, hd, dtype), range(number % 3, 11)), f"{src}{dst}")
 
 
 @pytest.mark.parametrize("kind", ["device", "pinned"])
