@@ -1,4 +1,4 @@
-"""Cases of `reshard_oracle` carried in chunks of wire format 1; and a reader of chunks that knows docs/wire.md, and nothing of kvbm.
+"""Cases of `reshard_oracle` carried in chunks of wire format 1; a reader of chunks that knows docs/wire.md, and nothing of kvbm.
 
 A message is described in the specification's terms; elements are found by NumPy and struct alone.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 import digest_oracle
 import reshard_oracle
-from reshard_oracle import Case, Run
+from reshard_oracle import Case, Engine, Run
 
 # ---- the reader --------------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,9 @@ def sizes(told: Told) -> tuple[int, int]:
     """Bytes of a unit, and of a single token."""
     found = []
     for tokens in (len(told.offsets), 1):
-        held = [item * tokens * int(np.prod([len(some) for some in axes.values()])) for axes, item in told.planes.values()]
+        held = [
+            item * tokens * int(np.prod([len(some) for some in axes.values()])) for axes, item in told.planes.values()
+        ]
         found.append(sum(-(-one // 16) * 16 for one in held))
     return found[0], found[1]
 
@@ -83,7 +85,9 @@ def cut(told: Told, most: int) -> list[tuple[range, range]]:
     return found
 
 
-def planes_of(told: Told, data: bytes, units: range, tokens: range) -> Iterator[tuple[str, list[str], np.ndarray, list[int], int]]:
+def planes_of(
+    told: Told, data: bytes, units: range, tokens: range
+) -> Iterator[tuple[str, list[str], np.ndarray, list[int], int]]:
     """Name, axes, bytes ``[*axes, item]`` and positions along ``t`` of every plane of every unit; the unit's position."""
     at = 0
     for start, offsets in [*((told.units[i], told.offsets) for i in units), *((told.tokens[i], [0]) for i in tokens)]:
@@ -102,7 +106,9 @@ def digest(told: Told, data: bytes, units: range, tokens: range) -> int:
     """kvbm-digest-1 of what a chunk holds, plane by plane."""
     total = 0
     lanes = _lanes(told)
-    firsts = dict(zip(sorted(told.planes), np.cumsum([0, *(lanes[name] for name in sorted(told.planes))]), strict=False))
+    firsts = dict(
+        zip(sorted(told.planes), np.cumsum([0, *(lanes[name] for name in sorted(told.planes))]), strict=False)
+    )
     for name, axes, found, positions, _ in planes_of(told, data, units, tokens):
         held = dict(told.planes[name][0])
         order = [axis for axis in axes if axis != "t"]
@@ -148,6 +154,26 @@ def mark(tokens: range, origins: tuple[int, int], layers: range, most: int) -> i
 
 
 # ---- cases -------------------------------------------------------------------------------------------------------------
+
+
+def engine(mesh: Any, nt: int, layouts: str, **options: Any) -> Engine:
+    """An engine of one layout."""
+    given: dict[str, Any] = {"heads": None, "tokens": None, "every": 1, "bounds": (0, 3), "group": (0, 1, 2), **options}
+    return Engine(mesh, nt=nt, layouts=(layouts,), **given)
+
+
+def case(src: Engine, dst: Engine, sizes: Any, tokens: range, layers: range | None = None, seed: int = 1) -> Case:
+    nl, no, nh, hd, dtype = sizes
+    told = []
+    for side in (src, dst):
+        entries = -(-tokens.stop // side.nt)
+        told.append(
+            reshard_oracle.Told(tuple(tuple(range(entries))[::-1] for _ in range(side.world)), (0,) * side.world)
+        )
+    blocks = [-(-tokens.stop // side.nt) + 1 for side in (src, dst)]
+    return Case(
+        seed, nl, no, nh, hd, dtype, src, dst, ((tokens, *told),), (blocks[0], blocks[1]), layers, False, False, False, None, (0, 0)
+    )  # fmt: skip
 
 
 def is_sendable(case: Case) -> bool:
@@ -198,14 +224,22 @@ class Carried:
     run : Run
     room : callable
         A slot of so many bytes.
-    most : int, optional
-        Bytes of a chunk; by chance if not given.
+    stream : optional
+    finish : callable
+        Waits for the end of a call.
     """
 
-    def __init__(self, run: Run, room: Slots, rng: random.Random, *, stream: Any = None) -> None:
-        self.run, self.room, self.rng = run, room, rng
+    def __init__(
+        self,
+        run: Run,
+        room: Slots,
+        rng: random.Random,
+        *,
+        stream: Any = None,
+        finish: Callable[[Any], None] = lambda done: done.synchronize(),
+    ) -> None:
+        self.run, self.room, self.rng, self.finish = run, room, rng, finish
         self.options = {} if stream is None else {"stream": stream}
-        self.chunks: list[tuple[Any, Any, Any, Any, int, int]] = []  # made, chunk, slot, tokens, sequence, most
 
     def __call__(self, read: Callable[[Any], bytes], verify: str) -> None:
         from kvbm import reshard
@@ -215,7 +249,10 @@ class Carried:
             made = step.made
             pools = self.run.pools[0 if number == 0 else 1], self.run.pools[1]
             packers: list[dict[int, Any]] = [
-                {rank: reshard.Packer(made, rank, pools[side][rank], side=name) for rank in {getattr(m, name) for m in made.messages}}
+                {
+                    rank: reshard.Packer(made, rank, pools[side][rank], side=name)
+                    for rank in {getattr(m, name) for m in made.messages}
+                }
                 for side, name in enumerate(("src", "dst"))
             ]
             for index, (tokens, *sides) in enumerate(case.sequences):
@@ -236,7 +273,10 @@ class Carried:
                         }
                         for side in (0, 1)
                     ]
-                    largest = max((lane.nbytes for cut in cuts[0].values() for both in cut._lanes.values() for lane in both), default=16)
+                    largest = max(
+                        (lane.nbytes for cut in cuts[0].values() for both in cut._lanes.values() for lane in both),
+                        default=16,
+                    )
                     most = most if again else self.rng.choice([largest, 2 * largest + 16, 5 * largest, 16 << 20])
                 self._carry(made, cuts, tokens, index, origins, most, read, verify)
 
@@ -255,7 +295,7 @@ class Carried:
             order = self.rng.sample(list(mine), len(mine))
             while order:
                 now, order = order[:3], order[3:]
-                one.pack({at: mine[at] for at in now}, key=key, epoch=epoch, **self.options).synchronize()
+                self.finish(one.pack({at: mine[at] for at in now}, key=key, epoch=epoch, **self.options))
             for (peer, number), slot in mine.items():
                 slots[rank, peer, number] = slot
                 self._check(made, one.chunks[peer][number], bytes(read(slot)), tokens, origins, most, key, epoch)
@@ -266,7 +306,7 @@ class Carried:
             while order:
                 now, order = order[:2], order[2:]
                 given = {(peer, number): slots[peer, rank, number] for peer, number in now}
-                one.unpack(given, key=key, epoch=epoch, verify=verify, **self.options).synchronize()
+                self.finish(one.unpack(given, key=key, epoch=epoch, verify=verify, **self.options))
 
     def _check(
         self, made: Any, chunk: Any, data: bytes, tokens: range, origins: list[int], most: int, key: str, epoch: int
@@ -297,7 +337,7 @@ class Carried:
         }
         sequence = int(key.rpartition("-")[2])
         for name, axes, got, positions, _ in planes_of(told, data, units, singles):
-            others, items, itemsize, _ = self.run.scene.sides[1][message.dst].planes[name]
+            others, _, itemsize, _ = self.run.scene.sides[1][message.dst].planes[name]
             held = told.planes[name][0]
             grid = [np.asarray([sequence]), np.asarray(positions), *(np.asarray(held[axis]) for axis in others)]
             want = reshard_oracle.values(case, name, others, np.ix_(*grid), itemsize)[0]

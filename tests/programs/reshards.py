@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import random
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy as np
 import kvbm
 import plane_oracle
 import reshard_oracle
-from kvbm import reshard
+from chunking import Carried, is_sendable
+from kvbm import _core, reshard
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, pump, refused, seed
 from programs.transfers import POOL, grant
@@ -84,3 +86,48 @@ def streams_of_other_gpus() -> None:
         assert [one.tobytes() for one in memory] == before, stream
     copy(span, span, stream={0: 5, 1: 0x105}, clear_tail=True).synchronize()
     assert [one.tobytes() for one in memory] != before
+
+
+def chunks(first: int, cases: int, kind: str) -> None:
+    """Packed into slots in device memory, or pinned; trailers lie behind what kernels write, digests are the kernels'."""
+    defer(1)
+    room = slot_on_gpu if kind == "device" else Pinned(64 << 20)
+    for number in range(cases):
+        case = reshard_oracle.replace(reshard_oracle.random_case(first + number), clear_tail=False)
+        if not is_sendable(case):
+            continue
+        run = reshard_oracle.Run(case, on_pages, arrays)
+        seed(number % 4)
+        carried = Carried(run, room, random.Random(number), stream=5, finish=(ask, wait)[number % 3 > 0])
+        carried(lambda slot: slot.memory.tobytes() if kind == "device" else slot.tobytes(), ("after", "before")[number % 2])
+        run.check(np.asarray)
+
+
+def wait(done: Any) -> None:
+    done.synchronize()
+
+
+def ask(done: Any) -> None:
+    """Streams go on between two questions."""
+    while not done.query():
+        assert pump(1), "nothing is left to run, and it is not done"
+
+
+def slot_on_gpu(nbytes: int) -> Any:
+    memory = on_pages(np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8))
+    found = FakeCuda((nbytes,), "uint8", address=memory.ctypes.data)
+    found.memory = memory
+    return found
+
+
+class Pinned:
+    """Slots one behind the other in pinned memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory, self.at = on_pages(np.zeros(nbytes, np.uint8)), 0
+        _core.host_register(self.memory.ctypes.data, nbytes)
+
+    def __call__(self, nbytes: int) -> np.ndarray:
+        found = self.memory[self.at :][:nbytes]
+        self.at += -(-nbytes // 16) * 16
+        return found

@@ -265,7 +265,7 @@ def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int) -> tupl
     at = 0
     if found and counts[1] and len(found[-1][0]) * sizes[0] + counts[1] * sizes[1] <= limit:
         found[-1], at = (found[-1][0], range(counts[1])), counts[1]
-    each = limit // sizes[1]
+    each = max(limit // sizes[1], 1)
     found += [(range(0), range(first, min(first + each, counts[1]))) for first in range(at, counts[1], each)]
     return tuple(
         Chunk(message, number, len(found), units, tokens, len(units) * sizes[0] + len(tokens) * sizes[1])
