@@ -1,0 +1,80 @@
+"""Prefill on four ranks with blocks of 16 tokens, decode on two with blocks of 64: one sequence's cache goes over.
+
+    torchrun --nproc-per-node 6 examples/disaggregated/run.py [--wire torch | nixl] [--tokens 2000]
+
+Each process is a rank: 0 to 3 of prefill, 4 and 5 of decode.  Every element tells its layer, K or V, head, token and place, so that
+decode can check what came without prefill's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import numpy as np
+from torch.distributed import TCPStore
+
+import kvbm
+from kvbm import reshard, wire
+
+PREFILL, DECODE = 4, 2
+
+
+def coded(layer: int, heads: range, tokens: range, model: kvbm.BlockShape) -> np.ndarray:
+    """What K and V of some heads and tokens hold: by o, t, h, d."""
+    o, t, h, d = np.ogrid[0 : model.no, tokens.start : tokens.stop, heads.start : heads.stop, 0 : model.hd]
+    return (((layer * 2 + o) * 131 + h) * 8191 + t * 17 + d).astype(np.uint16)
+
+
+def main() -> None:
+    """Run one rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wire", choices=("torch", "nixl"), default="torch")
+    parser.add_argument("--tokens", type=int, default=2000)
+    given = parser.parse_args()
+
+    number = int(os.environ["RANK"])
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, is_master=number == 0)
+    sends = number < PREFILL
+    rank = number if sends else number - PREFILL
+
+    # What each rank holds: heads in equal shares.
+    model = kvbm.load_shape("llama-3.1-8b,nl=8,dtype=uint16")
+    prefill = reshard.vllm(model, tp=PREFILL, nt=16, name="prefill")
+    decode = reshard.vllm(model, tp=DECODE, nt=64, name="decode")
+    mine = prefill if sends else decode
+    blocks = -(-given.tokens // mine.nt) + 3
+    layout = kvbm.load("vllm/flash_attn_nhd" if sends else "vllm/flash_attn_hnd")
+    pool = kvbm.Pool.allocate(layout, mine.shape(rank), blocks)
+    table = np.random.default_rng(sends).permutation(blocks)[: -(-given.tokens // mine.nt)]
+    heads = range(rank * mine.shape(rank).nh, (rank + 1) * mine.shape(rank).nh)
+
+    # An endpoint a rank; cards go by the store, which carries a few KB.
+    carrier = wire.nixl(f"{mine.name}/{rank}") if given.wire == "nixl" else wire.torch(f"{mine.name}/{rank}", store)
+    with reshard.Endpoint(mine.name, mine, rank, pool, wire=carrier, ring_bytes=64 << 20) as me:
+        store.set(f"card of {number}", me.card())
+        others = range(PREFILL, PREFILL + DECODE) if sends else range(PREFILL)
+        link = me.meet([store.get(f"card of {other}") for other in others])
+
+        if sends:
+            for layer, array in enumerate(pool.arrays):  # o b t h d
+                values = coded(layer, heads, range(len(table) * mine.nt), model)
+                array[:, table] = values.reshape(2, len(table), mine.nt, len(heads), model.hd)
+            link.send("request-17", kvbm.Span(table, range(given.tokens)), timeout=60).synchronize()
+        else:
+            begin = time.perf_counter()
+            arrival = link.receive("request-17", kvbm.Span(table, range(given.tokens)), timeout=60)
+            arrival.synchronize()
+            seconds = time.perf_counter() - begin
+            for layer, array in enumerate(pool.arrays):  # o b h t d
+                came = np.moveaxis(array[:, table], 3, 2).reshape(2, -1, len(heads), model.hd)[:, : given.tokens]
+                assert np.array_equal(came, coded(layer, heads, range(given.tokens), model)), f"layer {layer} is wrong"
+            size = link.stats()["bytes_received"] / 1e6
+            print(f"decode {rank}: {given.tokens} tokens, {size:.0f} MB in {seconds * 1e3:.0f} ms, digest {arrival.digest:#018x}", flush=True)
+        store.set(f"done {number}", b"")
+        store.wait([f"done {other}" for other in range(PREFILL + DECODE)])
+
+
+if __name__ == "__main__":
+    main()
