@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,9 @@ class Linked:
         given = {"chunk_bytes": 1 << 16, "ring_bytes": 1 << 20, **options}
         self.ends = [
             [
-                Endpoint(("prefill", "decode")[side], self.run.places[side], rank, pool, wire=self.wires[side][rank], **given)
+                Endpoint(
+                    ("prefill", "decode")[side], self.run.places[side], rank, pool, wire=self.wires[side][rank], **given
+                )
                 for rank, pool in enumerate(self.run.pools[side])
             ]
             for side in (0, 1)
@@ -79,18 +82,11 @@ class Linked:
             link = self.links[0][rank]
             go = link.offer if pulls else link.send
             for i, span in enumerate(spans):
-                for window in windows:
-                    calls.append(
-                        lambda go=go, i=i, span=span, window=window: go(f"{name}{i}", span, layers=window, timeout=timeout)  # type: ignore[misc]
-                    )
+                calls += [partial(go, f"{name}{i}", span, layers=window, timeout=timeout) for window in windows]
         for rank, spans in enumerate(self.spans(1)):
             link, verify = self.links[1][rank], rng.choice(("after", "before"))
             for i, span in enumerate(spans):
-                calls.append(
-                    lambda link=link, i=i, span=span, verify=verify: link.receive(  # type: ignore[misc]
-                        f"{name}{i}", span, layers=wanted, verify=verify, timeout=timeout
-                    )
-                )
+                calls.append(partial(link.receive, f"{name}{i}", span, layers=wanted, verify=verify, timeout=timeout))
         rng.shuffle(calls)
         return [call() for call in calls]
 
@@ -107,10 +103,17 @@ class Linked:
         end = time.monotonic() + limit
         while time.monotonic() < end:
             held = [
-                (one.engine, one.rank, one.ring.sends - one.ring.free(sends=True), one.ring.takes - one.ring.free(sends=False))
+                (
+                    one.engine,
+                    one.rank,
+                    one.ring.sends - one.ring.free(sends=True),
+                    one.ring.takes - one.ring.free(sends=False),
+                )
                 for one in self.all_ends
             ]
-            if not any(sends or takes for _, _, sends, takes in held) and not any(one.ring.quarantined for one in self.all_ends):
+            if not any(sends or takes for _, _, sends, takes in held) and not any(
+                one.ring.quarantined for one in self.all_ends
+            ):
                 return
             time.sleep(0.005)
         raise AssertionError(f"slots are lost: {held}, {[one.ring.quarantined for one in self.all_ends]}")

@@ -77,7 +77,7 @@ def again(found: Linked) -> None:
 def test_notes(what: str, side: int) -> None:
     """Whichever note of a rank is lost, doubled, late or behind the next: the sequence is right."""
     met = 0
-    for at in range(0, 12):
+    for at in range(12):
         with on_faulty({(side, rank): [wire.Fault(what, at)] for rank in range(8)}) as found:
             assert not any(ended(found.begin(random.Random(at))))
             found.check()
@@ -89,7 +89,9 @@ def test_notes(what: str, side: int) -> None:
 def test_many_faults_of_notes() -> None:
     for seed in range(6):
         scripts = {
-            (side, rank): wire.random_faults(100 * seed + 10 * side + rank, 0.2, ("lose", "double", "delay", "swap"), 500)
+            (side, rank): wire.random_faults(
+                100 * seed + 10 * side + rank, 0.2, ("lose", "double", "delay", "swap"), 500
+            )
             for side in (0, 1)
             for rank in range(8)
         }
@@ -105,7 +107,10 @@ def test_a_wrong_chunk_is_sent_again(what: str, verify: str) -> None:
     for at in range(3):
         with on_faulty({(0, SENDER): [wire.Fault(what, at)]}) as found:
             handles = [link.send("one", span) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)]
-            handles += [link.receive("one", span, verify=verify) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)]
+            handles += [
+                link.receive("one", span, verify=verify)
+                for link, (span,) in zip(found.links[1], found.spans(1), strict=True)
+            ]
             assert not any(ended(handles))
             found.check()
             wrong = sum(link.stats()["chunks_wrong"] for link in found.links[1])
@@ -128,7 +133,7 @@ def test_what_is_wrong_each_time_is_said_on_both_sides() -> None:
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_peer_is_lost(side: int) -> None:
     """At any call: whoever has to do with it is told in time, and the others' transfers work."""
-    for at in range(0, 14):
+    for at in range(14):
         with on_faulty({(side, 0 if side else SENDER): [wire.Fault("kill", at)]}) as found:
             handles = found.begin(random.Random(at), timeout=3)
             errors = ended(handles, 8)
@@ -154,8 +159,13 @@ def test_aborted() -> None:
     """By either side, at any time: the other one is told, and slots come back."""
     for at in range(10):
         with on_faulty({}) as found:
-            sent = [link.send("one", span, timeout=5) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)]
-            came = [link.receive("one", span, timeout=5) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)]
+            sent = [
+                link.send("one", span, timeout=5) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)
+            ]
+            came = [
+                link.receive("one", span, timeout=5)
+                for link, (span,) in zip(found.links[1], found.spans(1), strict=True)
+            ]
             threading.Event().wait(0.002 * at)
             (sent if at % 2 else came)[0].abort()
             errors = ended([*sent, *came], 8)
@@ -166,8 +176,12 @@ def test_aborted() -> None:
 def test_a_late_put_meets_no_pool() -> None:
     """A put that lands after its receiver gave up, and after its slot's peer was dropped, changes no block."""
     with on_faulty({(0, SENDER): [wire.Fault("late", 0)]}) as found:
-        sent = [link.send("one", span, timeout=0.5) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)]
-        came = [link.receive("one", span, timeout=0.4) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)]
+        sent = [
+            link.send("one", span, timeout=0.5) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)
+        ]
+        came = [
+            link.receive("one", span, timeout=0.4) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)
+        ]
         errors = ended([*sent, *came], 5)
         assert any(errors)
         limit = time.monotonic() + 5

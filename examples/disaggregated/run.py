@@ -71,7 +71,8 @@ def main() -> None:
                 came = np.moveaxis(array[:, table], 3, 2).reshape(2, -1, len(heads), model.hd)[:, : given.tokens]
                 assert np.array_equal(came, coded(layer, heads, range(given.tokens), model)), f"layer {layer} is wrong"
             size = link.stats()["bytes_received"] / 1e6
-            print(f"decode {rank}: {given.tokens} tokens, {size:.0f} MB in {seconds * 1e3:.0f} ms, digest {arrival.digest:#018x}", flush=True)
+            took = f"{size:.0f} MB in {seconds * 1e3:.0f} ms"
+            print(f"decode {rank}: {given.tokens} tokens, {took}, digest {arrival.digest:#018x}", flush=True)
         store.set(f"done {number}", b"")
         store.wait([f"done {other}" for other in range(PREFILL + DECODE)])
 

@@ -93,21 +93,25 @@ class Endpoint:
             groups: dict[str, tuple[Placement, Pool]] = {"": (placement, pool)}
         else:
             groups = dict(placement)
-        if not isinstance(engine, str) or not engine or not groups:
+        if not engine or not groups:
             raise BindError(f"endpoint: expected a name and a placement, got {engine!r:.200}")
         for place, mine in groups.values():
             require_pool(place, rank, mine)
         devices = {mine.device for _, mine in groups.values()}
         worlds = {place.world for place, _ in groups.values()}
         if len(devices) > 1 or len(worlds) > 1:
-            raise BindError(f"endpoint {engine}: expected pools on one device and placements of one world, got {devices}, {worlds}")
+            raise BindError(
+                f"endpoint {engine}: expected pools on one device and placements of one world, got {devices}, {worlds}"
+            )
         self.engine, self.rank, self.groups, self.wire, self.model = engine, rank, groups, wire, model
         [self._world], [device] = worlds, devices
         self.max_sms = max_sms
         self.stream: Any = None if device == "cpu" else 2  # the thread's own
         self.incarnation = incarnation
         if (whole(chunk_bytes) or 0) < 1 or (whole(ring_bytes) or 0) < 1:
-            raise BindError(f"endpoint {engine}: expected numbers of bytes, got {chunk_bytes!r:.40} and {ring_bytes!r:.40}")
+            raise BindError(
+                f"endpoint {engine}: expected numbers of bytes, got {chunk_bytes!r:.40} and {ring_bytes!r:.40}"
+            )
         self._chunk_bytes = chunk_bytes
         size = Ring.slot_size(chunk_bytes + TRAILER)
         each = ring_bytes // size // 2 if slots is None else slots
@@ -177,12 +181,19 @@ class Endpoint:
                     )
         ranks = sorted(one.rank for one in found)
         if ranks != list(range(first.world)):
-            missing, doubled = set(range(first.world)) - set(ranks), {rank for rank in ranks if ranks.count(rank) > 1}
-            raise BindError(f"{title}: expected a card of each of {first.world} ranks; missing {sorted(missing)}, twice {sorted(doubled)}")
+            missing, twice = (
+                sorted(set(range(first.world)) - set(ranks)),
+                sorted({one for one in ranks if ranks.count(one) > 1}),
+            )
+            raise BindError(
+                f"{title}: expected a card of each of {first.world} ranks; missing {missing}, twice {twice}"
+            )
         if first.model != self.model:
             raise BindError(f"{title}: model: {self.model!r} here and {first.model!r} there; expected the same")
         if set(first.groups) != set(self.groups):
-            raise BindError(f"{title}: groups: {sorted(self.groups)} here and {sorted(first.groups)} there; expected the same")
+            raise BindError(
+                f"{title}: groups: {sorted(self.groups)} here and {sorted(first.groups)} there; expected the same"
+            )
         outgoing: dict[str, Resharding | KvbmError] = {}
         incoming: dict[str, Resharding | KvbmError] = {}
         for name, (mine, pool) in self.groups.items():
@@ -199,7 +210,10 @@ class Endpoint:
         return self.call(lambda: self._connect(found, outgoing, incoming))  # type: ignore[no-any-return]
 
     def _connect(
-        self, cards: list[_Card], outgoing: dict[str, Resharding | KvbmError], incoming: dict[str, Resharding | KvbmError]
+        self,
+        cards: list[_Card],
+        outgoing: dict[str, Resharding | KvbmError],
+        incoming: dict[str, Resharding | KvbmError],
     ) -> Link:
         most = min(self._chunk_bytes, *(card.chunk_bytes for card in cards))
         link = Link(self, cards[0].engine, outgoing, incoming, most)
@@ -226,7 +240,9 @@ class Endpoint:
     def submit(self, call: Callable[[], None]) -> None:
         """Let the thread call something."""
         if self._is_closed or self._broken:
-            raise BindError(f"{self.engine} rank {self.rank}: the endpoint is closed{self._broken and f': {self._broken}'}")
+            raise BindError(
+                f"{self.engine} rank {self.rank}: the endpoint is closed{self._broken and f': {self._broken}'}"
+            )
         self._commands.put(call)
         self._wake.set()
 
@@ -333,8 +349,8 @@ class _Card:
     """A card of another rank, of which nothing is believed before it was looked at."""
 
     def __init__(self, card: bytes) -> None:
-        if not isinstance(card, bytes) or len(card) > _MOST_CARD:
-            _refuse(f"at most {_MOST_CARD} bytes", type(card).__name__)
+        if len(card) > _MOST_CARD:
+            _refuse(f"at most {_MOST_CARD} bytes", f"{len(card)}")
         try:
             held = json.loads(card.decode())
         except (ValueError, RecursionError):
@@ -354,15 +370,21 @@ class _Card:
         self.slot_bytes, self.chunk_bytes = held["slot_bytes"], held["chunk_bytes"]
         if not 0 <= self.rank < self.world <= 1 << 16:
             _refuse("a rank of a world of at most 65,536", f"{self.rank} of {self.world}")
-        if not (0 < self.chunk_bytes <= self.slot_bytes - TRAILER and 0 < self.sends < 1 << 32 and 0 < self.takes < 1 << 32):
-            _refuse("slots that hold a chunk", f"{self.takes} of {self.slot_bytes} bytes for chunks of {self.chunk_bytes}")
+        if not (
+            0 < self.chunk_bytes <= self.slot_bytes - TRAILER and 0 < self.sends < 1 << 32 and 0 < self.takes < 1 << 32
+        ):
+            _refuse(
+                "slots that hold a chunk", f"{self.takes} of {self.slot_bytes} bytes for chunks of {self.chunk_bytes}"
+            )
         try:
             self.wire = base64.b64decode(held["wire"], validate=True)
         except (binascii.Error, ValueError):
             _refuse("'wire' in base64", repr(held["wire"])[:60])
         self.groups: dict[str, tuple[Placement, str]] = {}
         for name, group in held["groups"].items():
-            texts = [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
+            texts: list[Any] = (
+                [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
+            )
             if not all(isinstance(text, str) and len(text) < 1 << 19 for text in texts):
                 _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
             try:

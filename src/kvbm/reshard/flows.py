@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import BindError, DigestError, KvbmError, TransferError
 from ..wire import Op
@@ -117,7 +117,9 @@ class Outflow:
     def _begin(self, note: Want) -> None:
         span, link = self.sending.span, self.link
         if note.plan != link.plans(self.offer.group)[0]:
-            raise BindError(f"{link.title}: {self.peer} has another plan: both sides need the same kvbm, placements and options")
+            raise BindError(
+                f"{link.title}: {self.peer} has another plan: both sides need the same kvbm, placements and options"
+            )
         if not span.tokens.start <= note.tokens.start < note.tokens.stop <= span.tokens.stop:
             raise BindError(f"{link.title}: {self.peer} wants tokens {note.tokens}, of {span.tokens} that there are")
         self.arrival = note.arrival
@@ -148,8 +150,8 @@ class Outflow:
         if found != note.digest:
             self.sending.fail(
                 DigestError(
-                    f"{self.link.title}: {self.sending.key!r}: the digest of what was sent to {self.peer} is {found:#018x}, and of what "
-                    f"came there {note.digest:#018x}"
+                    f"{self.link.title}: {self.sending.key!r}: digest: {found:#018x} of what was sent to {self.peer}, "
+                    f"{note.digest:#018x} of what came there"
                 )
             )
         self.sending.ended()
@@ -193,7 +195,9 @@ class Outflow:
                 self._stops += 1
                 self.link.say(self.peer, self._stop)
                 self.is_over = self._stops > 8  # a peer that is there would have answered
-        elif all(one.is_told for one in self._packed.values()) and self._again.is_due(now):  # what was answered may be lost
+        elif all(one.is_told for one in self._packed.values()) and self._again.is_due(
+            now
+        ):  # what was answered may be lost
             self.link.count("notes_again")
             self.link.say(self.peer, self.offer)
         return busy
@@ -348,7 +352,9 @@ class Inflow:
         if self.is_done:
             self.is_over = True
             return
-        self._stopping = Stop(self.offer.sending, self.arrival.number, isinstance(error, DigestError), False, str(error))
+        self._stopping = Stop(
+            self.offer.sending, self.arrival.number, isinstance(error, DigestError), False, str(error)
+        )
         self._again.reset()
         self.link.say(self.peer, self._stopping)
 
@@ -405,7 +411,9 @@ class Inflow:
         plan = self.link.plans(self.offer.group)[1]
         self.link.say(
             self.peer,
-            Want(self.offer.sending, arrival.number, plan, arrival.span.tokens, arrival.span.origin, self._turn, grants),
+            Want(
+                self.offer.sending, arrival.number, plan, arrival.span.tokens, arrival.span.origin, self._turn, grants
+            ),
         )
         self._again.reset()
 
@@ -451,7 +459,9 @@ class Inflow:
         if self._stopping is not None:
             return
         if self._tries[number] > TRIES:
-            told = DigestError(f"{self.link.title}: {self.arrival.key!r} of {self.peer}: {self._tries[number]} times: {error}")
+            told = DigestError(
+                f"{self.link.title}: {self.arrival.key!r} of {self.peer}: {self._tries[number]} times: {error}"
+            )
             self.arrival.fail(told)
         else:
             self._todo.appendleft(number)

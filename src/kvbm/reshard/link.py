@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
 from ..wire import Op, Slice
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .endpoint import Endpoint
 
 __all__ = ["Arrival", "Link", "Sending"]
+
+T = TypeVar("T")
 
 #: Offers that nobody has asked for, and ended flows whose answers are known, of a link.
 _MOST = 4096
@@ -62,7 +64,9 @@ class _Handle:
         The transfer's own deadline is that of the call that began it: a wait that is given up does not end it.
         """
         if not self._ended.wait(timeout):
-            raise TransferTimeoutError(f"{self.link.title}: {self.what} {self.key!r}: not done after {timeout} s; it goes on")
+            raise TransferTimeoutError(
+                f"{self.link.title}: {self.what} {self.key!r}: not done after {timeout} s; it goes on"
+            )
         self.query()
 
     def abort(self) -> None:
@@ -143,9 +147,9 @@ class Arrival(_Handle):
         self.digest = 0
         self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that are still to come
 
-    def wait(self, stream: Any = None) -> None:
-        """Wait until it is done, as `synchronize`; then kernels of any stream may read the blocks."""
-        self.synchronize()
+    @property
+    def is_awaited(self) -> bool:
+        return not self.has_failed and not self.has_ended
 
     def ended(self, flow: Inflow) -> None:
         self.missing[flow.rank] -= set(flow.offer.layers)
@@ -327,7 +331,9 @@ class Link:
                 sending.fail(self._lost[peer])
                 break
             plan = int(packer.made.fingerprint, 16)
-            offer = Offer(number, plan, identity[1], identity[0], layers, sending.span.tokens, sending.span.origin, pulls)
+            offer = Offer(
+                number, plan, identity[1], identity[0], layers, sending.span.tokens, sending.span.origin, pulls
+            )
             flow = Outflow(self, sending, peer, message.dst, number, offer)
             sending.flows.append(flow)
             self._flows[peer, number] = flow
@@ -357,15 +363,19 @@ class Link:
         held = {flow.offer.layers for flow in arrival.flows if flow.rank == rank}
         try:
             if offer.plan != self.plans(offer.group)[1]:
-                raise BindError(f"{self.title}: {peer} has another plan: both sides need the same kvbm, placements and options")
+                raise BindError(
+                    f"{self.title}: {peer} has another plan: both sides need the same kvbm, placements and options"
+                )
             tokens = arrival.span.tokens
             if not offer.tokens.start <= tokens.start < tokens.stop <= offer.tokens.stop:
-                raise BindError(f"{self.title}: {arrival.key!r}: expected tokens {tokens}, {peer} offers {offer.tokens}")
+                raise BindError(
+                    f"{self.title}: {arrival.key!r}: expected tokens {tokens}, {peer} offers {offer.tokens}"
+                )
             if not set(offer.layers) <= set(arrival.layers) or any(
                 max(one.start, offer.layers.start) < min(one.stop, offer.layers.stop) for one in held
             ):
                 raise BindError(
-                    f"{self.title}: {arrival.key!r}: {peer} offers layers {offer.layers}, expected some of {sorted(missing)}, each once"
+                    f"{self.title}: {arrival.key!r}: {peer} offers layers {offer.layers}; expected some of {sorted(missing)}, once"
                 )
             cut = self.cut(arrival, offer.group, tokens, offer.origin, offer.layers, sends=False)
             flow = Inflow(self, arrival, peer, rank, offer, cut)
@@ -420,10 +430,9 @@ class Link:
             known.offered()
             return
         for arrival in self._handles:
-            if isinstance(arrival, Arrival) and not arrival.has_failed and not arrival.has_ended:
-                if (offer.group, offer.key) == arrival.identity:
-                    self._match(peer, offer, arrival)
-                    return
+            if isinstance(arrival, Arrival) and arrival.is_awaited and (offer.group, offer.key) == arrival.identity:
+                self._match(peer, offer, arrival)
+                return
         self._offers[peer, offer.sending] = offer
         while len(self._offers) > _MOST:
             self._offers.popitem(last=False)  # it is said again
@@ -431,7 +440,7 @@ class Link:
     def tick(self, now: float) -> bool:
         """Go on with everything; whether something was done."""
         busy = False
-        for flow in (*self._flows.values(), *self._inflows.values()):
+        for flow in self._all_flows():
             if flow.is_over:
                 continue
             try:
@@ -440,12 +449,16 @@ class Link:
                 self._losing.setdefault(flow.peer, error)
             except KvbmError as error:  # of a peer that says what cannot be
                 flow.fail(error)
-        for peer, error in list(self._losing.items()):
-            self._lose(peer, error)
+        for peer, lost in list(self._losing.items()):
+            self._lose(peer, lost)
         self._losing.clear()
         for handle in self._handles:
             if not handle.has_ended and not handle.has_failed and now > handle.deadline:
-                handle.fail(TransferTimeoutError(f"{self.title}: {handle.what} {handle.key!r}: not done after {handle.timeout} s"))
+                handle.fail(
+                    TransferTimeoutError(
+                        f"{self.title}: {handle.what} {handle.key!r}: not done after {handle.timeout} s"
+                    )
+                )
         for handle in self._handles:
             if handle.has_failed and all(flow.uses_no_pool for flow in handle.flows):
                 handle.settle()
@@ -455,6 +468,9 @@ class Link:
         while len(self._inflows) > _MOST and next(iter(self._inflows.values())).is_over:
             self._inflows.popitem(last=False)
         return busy
+
+    def _all_flows(self) -> list[Outflow | Inflow]:
+        return [*self._flows.values(), *self._inflows.values()]
 
     @property
     def handles(self) -> tuple[_Handle, ...]:
@@ -470,7 +486,7 @@ class Link:
         if peer in self._lost:
             return
         self._lost[peer] = error
-        for flow in (*self._flows.values(), *self._inflows.values()):
+        for flow in self._all_flows():
             if flow.peer == peer and not flow.is_over:
                 (flow.sending if isinstance(flow, Outflow) else flow.arrival).fail(error)
         for handle in self._handles:
@@ -480,7 +496,7 @@ class Link:
 
     def dropped(self, peer: str) -> None:
         """Nothing of a lost peer lands any more."""
-        for flow in (*self._flows.values(), *self._inflows.values()):
+        for flow in self._all_flows():
             if flow.peer == peer:
                 flow.lost()
 
@@ -497,18 +513,26 @@ class Link:
         self._guarded(peer, lambda: self.endpoint.wire.note(peer, write(note)))
 
     def put(self, peer: str, local: Slice, slot: int, note: Put) -> Op | None:
-        return self._guarded(peer, lambda: self.endpoint.wire.put(peer, local, self._far(peer, slot, local), write(note)))
+        """Write to a slot that the peer has granted; None: the peer is lost."""
+        return self._guarded(
+            peer, lambda: self.endpoint.wire.put(peer, local, self._far(peer, slot, local), write(note))
+        )
 
     def get(self, peer: str, local: Slice, slot: int) -> Op | None:
-        return self._guarded(peer, lambda: self.endpoint.wire.get(peer, local, self._far(peer, slot, local, sends=True)))
+        """Read a slot that the peer has packed; None: the peer is lost."""
+        return self._guarded(
+            peer, lambda: self.endpoint.wire.get(peer, local, self._far(peer, slot, local, sends=True))
+        )
 
     def _far(self, peer: str, slot: int, local: Slice, *, sends: bool = False) -> Slice:
         sending, taking, size = self.rings[peer]
         if not 0 <= slot < (sending if sends else taking) or local.nbytes > size:
-            raise BindError(f"{self.title}: {peer}: slot {slot} of {local.nbytes} bytes: it has {taking} slots of {size} bytes")
+            raise BindError(
+                f"{self.title}: {peer}: slot {slot} of {local.nbytes} bytes: it has {taking} slots of {size} bytes"
+            )
         return Slice((slot if sends else sending + slot) * size, local.nbytes)
 
-    def _guarded(self, peer: str, call: Callable[[], Any]) -> Any:
+    def _guarded(self, peer: str, call: Callable[[], T]) -> T | None:
         if peer in self._lost or peer in self._losing:
             return None
         try:

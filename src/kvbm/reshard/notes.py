@@ -6,7 +6,8 @@ Each is whole by itself and may be said again: an `Offer` until it is answered, 
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import BindError
 from ..wire import NOTE_BYTES
@@ -36,7 +37,8 @@ class Grant(NamedTuple):
     serial: int
 
 
-class Offer(NamedTuple):
+@dataclass(frozen=True)
+class Offer:
     """Sender: there are these tokens and layers of a sequence.
 
     Attributes
@@ -64,8 +66,8 @@ class Offer(NamedTuple):
     origin: int
     pulls: bool
 
-    KIND = 1
-    LAYOUT = struct.Struct("<Q16sHIIQQQ?")
+    KIND: ClassVar[int] = 1
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q16sHIIQQQ?")
 
     def fields(self) -> tuple[Any, ...]:
         layers, tokens = self.layers, self.tokens
@@ -80,7 +82,8 @@ class Offer(NamedTuple):
         return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls)
 
 
-class Want(NamedTuple):
+@dataclass(frozen=True)
+class Want:
     """Receiver: of an offer these tokens are wanted, and these chunks may come; what it named before and does not now has come.
 
     Attributes
@@ -102,8 +105,8 @@ class Want(NamedTuple):
     turn: int
     grants: tuple[Grant, ...]
 
-    KIND = 2
-    LAYOUT = struct.Struct("<QQQQQI")
+    KIND: ClassVar[int] = 2
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQQQQI")
 
     def fields(self) -> tuple[Any, ...]:
         return self.arrival, self.plan, self.tokens.start, self.tokens.stop, self.origin, self.turn
@@ -126,7 +129,8 @@ _GRANT = struct.Struct("<III")
 MOST_GRANTS = (NOTE_BYTES - _HEAD.size - Want.LAYOUT.size) // _GRANT.size
 
 
-class Put(NamedTuple):
+@dataclass(frozen=True)
+class Put:
     """Sender: this chunk lies in the slot that was granted, or, where it is pulled, in this slot of the sender."""
 
     sending: int
@@ -135,11 +139,11 @@ class Put(NamedTuple):
     chunk: int
     slot: int
 
-    KIND = 3
-    LAYOUT = struct.Struct("<QIII")
+    KIND: ClassVar[int] = 3
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QIII")
 
     def fields(self) -> tuple[Any, ...]:
-        return self[1:]
+        return self.arrival, self.serial, self.chunk, self.slot
 
     @classmethod
     def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Put:
@@ -147,18 +151,19 @@ class Put(NamedTuple):
         return cls(sending, *told)
 
 
-class Done(NamedTuple):
+@dataclass(frozen=True)
+class Done:
     """Receiver: all chunks are there and right, and this is the sum of their digests."""
 
     sending: int
     arrival: int
     digest: int
 
-    KIND = 4
-    LAYOUT = struct.Struct("<QQ")
+    KIND: ClassVar[int] = 4
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQ")
 
     def fields(self) -> tuple[Any, ...]:
-        return self[1:]
+        return self.arrival, self.digest
 
     @classmethod
     def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Done:
@@ -166,7 +171,8 @@ class Done(NamedTuple):
         return cls(sending, *told)
 
 
-class Stop(NamedTuple):
+@dataclass(frozen=True)
+class Stop:
     """Either: it comes to nothing.  The receiver says so once it takes no more; the sender once none of its puts is under way.
 
     Attributes
@@ -184,11 +190,11 @@ class Stop(NamedTuple):
     by_sender: bool
     why: str
 
-    KIND = 5
-    LAYOUT = struct.Struct("<Q??")
+    KIND: ClassVar[int] = 5
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q??")
 
     def fields(self) -> tuple[Any, ...]:
-        return self[1:4]
+        return self.arrival, self.is_digest, self.by_sender
 
     def tail(self) -> bytes:
         return self.why.encode()[:1000]
@@ -196,21 +202,23 @@ class Stop(NamedTuple):
     @classmethod
     def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Stop:
         _require(len(rest) <= 1000, "a stop")
-        return cls(sending, *told, rest.decode("utf-8", "replace"))
+        arrival, is_digest, by_sender = told
+        return cls(sending, arrival, is_digest, by_sender, rest.decode("utf-8", "replace"))
 
 
-class Stopped(NamedTuple):
+@dataclass(frozen=True)
+class Stopped:
     """The answer to a stop.  Of a sender: none of its puts is under way, and none comes."""
 
     sending: int
     arrival: int
     by_sender: bool
 
-    KIND = 6
-    LAYOUT = struct.Struct("<Q?")
+    KIND: ClassVar[int] = 6
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q?")
 
     def fields(self) -> tuple[Any, ...]:
-        return self[1:]
+        return self.arrival, self.by_sender
 
     @classmethod
     def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Stopped:
@@ -241,8 +249,9 @@ def read(data: bytes) -> Note:
     magic, version, number, sending = _HEAD.unpack_from(data)
     _require(magic == _MAGIC, "a note of a kvbm link")
     _require(version == _VERSION, f"a note of version {_VERSION}: both sides need the same kvbm")
-    kind = _KINDS.get(number)
-    _require(kind is not None and len(data) >= _HEAD.size + kind.LAYOUT.size, "a note of a known kind, whole")
+    _require(number in _KINDS, "a note of a known kind")
+    kind = _KINDS[number]
+    _require(len(data) >= _HEAD.size + kind.LAYOUT.size, "a note, whole")
     told = kind.LAYOUT.unpack_from(data, _HEAD.size)
     found: Note = kind.of(sending, told, data[_HEAD.size + kind.LAYOUT.size :])
     return found
