@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvbm
 import reshard_oracle
 from kvbm import BindError, DigestError, PeerLostError, TransferError, TransferTimeoutError, wire
 from kvbm.reshard import notes
 from linking import Linked, ended, plain_case, sender_of
+from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, span
 from reshard_oracle import RefusedError, random_case
+
+HERE = Path(__file__).resolve().parent
+EXAMPLE = HERE.parent / "examples" / "disaggregated" / "run.py"
 
 pytestmark = pytest.mark.threads
 
@@ -249,6 +259,66 @@ def test_the_thread_breaks() -> None:
         assert isinstance(error, TransferError) and "a mistake" in str(error)
         with pytest.raises(BindError, match="a mistake"):
             found.links[0][0].send("two", span)
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+KINDS = ["torch", pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ["decode", "prefill"])
+def test_a_process_is_killed(kind: str, engine: str, tmp_path: Path) -> None:
+    """At any time: the other one is told within its deadline, no slot is lost, and it works with the next process."""
+    if kind == "torch":
+        pytest.importorskip("torch")
+    other = "prefill" if engine == "decode" else "decode"
+    for turn, after in enumerate((0.0, 0.01, 0.05, 0.2)):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        command = [sys.executable, "-m", "programs.links", engine, kind, str(folder)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))}
+        with endpoint(other, kind, folder) as mine, subprocess.Popen(command, env=environment) as process:
+            try:
+                link = meet(mine, other, engine, folder)
+                begin = link.send if other == "prefill" else link.receive
+                begin("0", span(other), timeout=30).synchronize(30)
+                if other == "decode":
+                    require_right(mine)
+                threading.Timer(after, process.kill).start()
+                number, error = 1, None
+                while error is None:
+                    [error] = ended([begin(str(number), span(other), timeout=5)], 10)
+                    number += 1
+                assert isinstance(error, PeerLostError | TransferTimeoutError), error
+                end = time.monotonic() + 10
+                while mine.ring.quarantined or mine.ring.free(sends=False) < mine.ring.takes:
+                    assert time.monotonic() < end, "slots are lost"
+                    time.sleep(0.01)
+            finally:
+                process.kill()
+
+
+def require_right(mine: Any) -> None:
+    """The destination holds what `programs.links` makes of the source."""
+    (_, pool) = mine.groups[""]
+    for number, array in enumerate(pool.arrays):  # o b h t d
+        model = kvbm.load_shape(SHAPE)
+        made = np.random.default_rng(number).integers(0, 1 << 16, (2, 4 * BLOCKS, 16, model.nh, model.hd), np.uint16)
+        want = made[:, span("prefill").table].reshape(2, -1, model.nh, model.hd)[:, :TOKENS]
+        got = np.moveaxis(array[:, span("decode").table], 3, 2).reshape(2, -1, model.nh, model.hd)[:, :TOKENS]
+        assert np.array_equal(got, want)
+
+
+@pytest.mark.slow
+def test_the_example(torch: Any) -> None:
+    """Six processes by gloo; each checks what came."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "6", "--master-port", "0", EXAMPLE, "--tokens", "300"],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.count("digest 0x") == 2, done.stdout + done.stderr
 
 
 # ---- cards and notes -------------------------------------------------------------------------------------------------
