@@ -21,6 +21,7 @@ from memory import aligned
 LIMIT = 20.0
 
 Wires = Callable[[int, int], Any]
+Memory = tuple[Callable[[np.ndarray], Any], Any]
 
 
 class Linked:
@@ -31,11 +32,19 @@ class Linked:
     case : Case
     wires : callable, optional
         Of side and rank: the rank's wire; of one hub if not given.
+    memory : two callables
+        What makes memory of bytes, and arrays in it, as `reshard_oracle.Run` takes them.
     """
 
-    def __init__(self, case: reshard_oracle.Case, wires: Wires | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        case: reshard_oracle.Case,
+        wires: Wires | None = None,
+        memory: Memory = (aligned, reshard_oracle.host_arrays),
+        **options: Any,
+    ) -> None:
         case = replace(case, prefer=None, gather=False, clear_tail=False)
-        self.case, self.run = case, reshard_oracle.Run(case, aligned, reshard_oracle.host_arrays)
+        self.case, self.run = case, reshard_oracle.Run(case, *memory)
         self.hub = wire.Hub()
         make = wires or (lambda side, rank: wire.memory(f"{side}/{rank}", self.hub))
         self.wires = [[make(side, rank) for rank in range(len(self.run.pools[side]))] for side in (0, 1)]

@@ -28,8 +28,6 @@ from reshard_oracle import RefusedError, random_case
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parent / "examples" / "disaggregated" / "run.py"
 
-pytestmark = pytest.mark.threads
-
 
 def linked(seed: int, **options: Any) -> Linked | None:
     case = random_case(seed)
@@ -56,6 +54,11 @@ def test_every_byte(first: int) -> None:
             assert not any(errors), (seed, errors)
             found.check()
             found.require_slots()
+
+
+def test_on_a_gpu_that_is_not_one(fake_gpu: Any) -> None:
+    """Pools and rings of the fake driver."""
+    fake_gpu("reshards.linked", 500, 20)
 
 
 # ---- one case, on wires with faults ----------------------------------------------------------------------------------
@@ -165,6 +168,7 @@ def test_deadlines() -> None:
         again(found)
 
 
+@pytest.mark.threads
 def test_aborted() -> None:
     """By either side, at any time: the other one is told, and slots come back."""
     for at in range(10):
@@ -217,6 +221,7 @@ def test_few_slots() -> None:
         found.require_slots()
 
 
+@pytest.mark.threads
 def test_many_keys_at_once() -> None:
     with on_faulty({}) as found:
         handles = [handle for k in range(20) for handle in found.begin(random.Random(k), name=f"{k}-")]
@@ -263,7 +268,10 @@ def test_the_thread_breaks() -> None:
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
-KINDS = ["torch", pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"))]
+KINDS = [
+    "torch",
+    pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")),
+]
 
 
 @pytest.mark.slow
@@ -278,7 +286,10 @@ def test_a_process_is_killed(kind: str, engine: str, tmp_path: Path) -> None:
         folder = tmp_path / str(turn)
         folder.mkdir()
         command = [sys.executable, "-m", "programs.links", engine, kind, str(folder)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
+        }
         with endpoint(other, kind, folder) as mine, subprocess.Popen(command, env=environment) as process:
             try:
                 link = meet(mine, other, engine, folder)

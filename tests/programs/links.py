@@ -25,7 +25,9 @@ def endpoint(engine: str, kind: str, folder: Path) -> reshard.Endpoint:
     pool = Pool.allocate(layout, place.shape(0), 4 * BLOCKS if is_prefill else BLOCKS)
     for number, array in enumerate(pool.arrays):
         array[:] = np.random.default_rng(number).integers(0, 1 << 16, array.shape, np.uint16) if is_prefill else 0
-    return reshard.Endpoint(engine, place, 0, pool, wire=carrier(kind, engine, folder), chunk_bytes=1 << 20, ring_bytes=1 << 25)
+    return reshard.Endpoint(
+        engine, place, 0, pool, wire=carrier(kind, engine, folder), chunk_bytes=1 << 20, ring_bytes=1 << 25
+    )
 
 
 def carrier(kind: str, name: str, folder: Path) -> Any:

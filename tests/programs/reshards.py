@@ -13,6 +13,7 @@ import plane_oracle
 import reshard_oracle
 from chunking import Carried, is_sendable
 from kvbm import _core, reshard
+from linking import Linked, ended
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, pump, refused, seed
 from programs.transfers import POOL, grant
@@ -48,6 +49,28 @@ def every_byte(first: int, cases: int, kind: str) -> None:
             assert done.query()
         run.check(np.asarray)
     assert count("pushes") == count("pops")
+
+
+def linked(first: int, cases: int) -> None:
+    """Endpoints whose pools and rings are on a GPU."""
+    right = 0
+    for number in range(first, first + cases):
+        try:
+            found = Linked(reshard_oracle.random_case(number), memory=(on_pages, arrays))
+        except (reshard_oracle.RefusedError, kvbm.BindError):
+            continue
+        with found:
+            try:
+                errors = ended(found.begin(random.Random(number), timeout=10))
+            except kvbm.BindError as error:
+                errors = [error]
+            if any("without a block" in str(error) for error in errors):
+                continue
+            assert not any(errors), (number, errors)
+            found.check()
+            found.require_slots()
+            right += 1
+    assert right > cases // 2 and count("pushes") == count("pops") and count("illegal") == 0
 
 
 def streams_of_other_gpus() -> None:
