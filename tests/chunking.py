@@ -274,7 +274,13 @@ class Carried:
                         for side in (0, 1)
                     ]
                     largest = max(
-                        (lane.nbytes for cut in cuts[0].values() for both in cut._lanes.values() for lane in both),
+                        (
+                            lane.nbytes
+                            for cut in cuts[0].values()
+                            for both in cut._lanes.values()
+                            for lane in both
+                            if lane
+                        ),
                         default=16,
                     )
                     most = most if again else self.rng.choice([largest, 2 * largest + 16, 5 * largest, 16 << 20])

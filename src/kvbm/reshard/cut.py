@@ -17,9 +17,9 @@ from ..errors import BindError
 from ..mover import current_stream
 from .chunk import MOST, TRAILER, Chunk, Trailer, cut, key_of, mark_of
 from .local import require_layers
-from .pack import Lane, Packer
+from .pack import Lane, Listed, Packer
 from .placement import whole
-from .sequence import Ids, Parts, Span
+from .sequence import Ids, Span
 
 __all__ = ["ChunksDone", "Cut"]
 
@@ -67,30 +67,23 @@ class Cut:
     ) -> None:
         model = packer.made.src.model
         require_layers(layers, model.nl)
-        packer.require_spans(span, origin)
         layers = range(model.nl) if layers is None else layers
         self._packer = packer
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
-        self._at: dict[int, tuple[Parts, tuple[Ids, Ids]]] = {}
-        self._lanes: dict[int, tuple[Lane, Lane]] = {}
-        known: dict[Any, tuple[Parts, tuple[Ids, Ids]]] = {}  # peers of one kind get the same tokens
-        for message in (message for way in packer.fitting(span.origin - origin) for message in way.messages):
-            peer, some = packer.peer(message), message.of_layers(layers)
-            mine, far = packer.ends(message)
-            key = message.t.tokens, far.turns
-            if key not in known:
-                at = packer.positions(message, span, origin)
-                known[key] = at, packer.ids(message, span, at)
-            if packer.sends and any((ids < 0).any() for ids in known[key][1]):
+        self._listed: dict[int, Listed] = {}
+        self._lanes: dict[int, list[Lane | None]] = {}  # of units, and of single tokens
+        for message, listed in packer.listed(span, origin).items():
+            if packer.sends and any((ids < 0).any() for ids in listed.ids):
                 raise BindError(
-                    f"{mine.name}: table: an entry without a block among the tokens {span.tokens}: expected blocks for all "
-                    "that is sent; send the tokens that have them"
+                    f"{packer.ends(message)[0].name}: table: an entry without a block among the tokens {span.tokens}: expected "
+                    "blocks for all that is sent; send the tokens that have them"
                 )
-            self.chunks[peer] = ()
+            peer, some = packer.peer(message), message.of_layers(layers)
+            self._listed[peer], self.chunks[peer] = listed, ()
             if some is not None:
-                self._lanes[peer] = lanes = packer.lane(some, single=False), packer.lane(some, single=True)
-                self.chunks[peer] = cut(some, known[key][0], [lane.nbytes for lane in lanes], most)
-            self._at[peer] = known[key]
+                lanes = [packer.lane(some, single=bool(i)) if at.size else None for i, at in enumerate(listed.at)]
+                self._lanes[peer] = lanes
+                self.chunks[peer] = cut(some, listed.at, [lane.nbytes if lane else 0 for lane in lanes], most)
         self._mark = mark_of(span.tokens, packer.in_order(span.origin, origin), layers, most)
 
     def trailer(self, peer: int, number: int, *, key: str | bytes, epoch: int = 0) -> Trailer:
@@ -318,7 +311,8 @@ class _Work:
             for single, some in enumerate((job.chunk.units, job.chunk.tokens)):
                 if some:
                     lane = of._lanes[job.peer][single]
-                    positions, ids = (each[single][some.start : some.stop] for each in of._at[job.peer])
+                    assert lane is not None
+                    positions, ids = (each[single][some.start : some.stop] for each in of._listed[job.peer])
                     positions = positions + lane.first
                     self._pieces.append(_Piece(number, lane, at, positions, ids if copies else None))
                     # What has no block is not copied, and belongs to the digest all the same.
