@@ -94,7 +94,11 @@ def test_all_pairs_of_layouts_with_planes(family: str) -> None:
         carried(case(*sides, (2, no, nh, hd, dtype), range(number % 3, 11)), f"{src}{dst}")
 
 
-@pytest.mark.parametrize("kind", ["device", "pinned"])
+def test_wrong_chunks_on_a_gpu(fake_gpu: processes.FakeDriver) -> None:
+    fake_gpu("reshards.wrong_chunks")
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned", "few"])
 def test_every_byte_through_the_fake_driver(fake_gpu: processes.FakeDriver, kind: str) -> None:
     fake_gpu("reshards.chunks", 80_000, 40, kind)
 
