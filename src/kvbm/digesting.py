@@ -14,17 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from .arrays import Array, describe
+from .arrays import describe, flat_integers
 from .digest import Keys, Told, alone
 from .errors import BindError, CudaError, DigestError, MissingKernelError
 from .locks import Lock
 from .lower import Launch, Steps
-from .memory import Slab
+from .memory import Slab, find_ranges
 from .prepare import digest_copies
 from .shapes import round_up
 from .streams import framework_of, framework_stream
 
 if TYPE_CHECKING:
+    from .pool import Pool
     from .selection import PoolSection
 
 __all__ = ["CopyDigests", "Digester", "Proof", "digest_array", "fused_copies", "unit_positions"]
@@ -58,7 +59,7 @@ class Digester:
         )
 
     def digest(
-        self, pool: object, ids: Any, tokens: Any, out: Any, stream: Any, wait: Any
+        self, pool: Pool, ids: Any, tokens: Any, out: Any, stream: Any, wait: Any
     ) -> npt.NDArray[np.uint64] | _core.Done:
         most = self.num_ids if ids is None else _MOST
         pairs = _core.Pairs(ids, None, self.num_ids, most, False, self.device)
@@ -72,15 +73,14 @@ class Digester:
                         f"{name}: the pool is on the CPU, where digests are done when the call returns; leave {name} out"
                     )
             found: npt.NDArray[np.uint64] = np.zeros(len(pairs), np.uint64) if out is None else out
-            told = digest_array(found, len(pairs), -1, () if out is None else (pool,))
-            self.route.digest(pairs, positions, told.address)
+            address, _, _ = digest_array(found, len(pairs), -1, () if out is None else (pool,))
+            self.route.digest(pairs, positions, address)
             return found
         if stream is None:
             stream = framework_stream(self.framework, self.device)
         if out is not None:
-            told = digest_array(out, len(pairs), self.device, (pool,))
-            far = told.device == "cpu"
-            return self.route.digest(pairs, positions, told.address, far, stream, wait, (pool, out, told.owner))
+            address, far, keep = digest_array(out, len(pairs), self.device, (pool,))
+            return self.route.digest(pairs, positions, address, far, stream, wait, (pool, keep))
         found = np.zeros(len(pairs), np.uint64)
         done = self.route.digest(pairs, positions, found.ctypes.data, True, stream, wait, (pool, found))
         if done.captured:
@@ -132,8 +132,8 @@ def unit_positions(ids: Any, pairs: _core.Pairs, units: int, tokens: int) -> npt
     return np.where(numbers < 0, 0, numbers % units) * tokens
 
 
-def digest_array(array: Any, count: int, device: int, pools: Iterable[Any]) -> Array:
-    """An array that takes digests.
+def digest_array(array: Any, count: int, device: int, pools: Iterable[Pool]) -> tuple[int, bool, Any]:
+    """Where digests are written: the address, whether kernels on a GPU write to host memory, and what keeps the memory.
 
     Raises
     ------
@@ -141,22 +141,33 @@ def digest_array(array: Any, count: int, device: int, pools: Iterable[Any]) -> A
         No contiguous array of `count` 64-bit integers that may be written, or one that lies elsewhere than the kernels reach, or
         in one of the pools.
     """
+    address, where, owner = flat_integers(array, count) or _described(array, count)
+    end = address + 8 * count
+    if where != device and (where >= 0 or not _is_pinned(address, end)):
+        on, found = ("cpu" if index < 0 else f"cuda:{index}" for index in (device, where))
+        raise BindError(f"digests: expected memory on {on}, or pinned host memory, got an array on {found}")
+    for pool in pools:
+        if pool.meets(address, end):
+            raise BindError(f"digests: expected memory of its own, got an array that lies in the memory of {pool!r}")
+    return address, where != device, (array, owner)
+
+
+def _described(array: Any, count: int) -> tuple[int, int, Any]:
+    """`flat_integers` of any array, or what is wrong with it."""
     told = describe(array, "digests")
-    where = "cpu" if device < 0 else f"cuda:{device}"
     if told.dtype not in ("uint64", "int64") or told.shape != (count,) or (count > 1 and told.strides != (8,)):
         raise BindError(
             f"digests: expected a contiguous array of {count} uint64 or int64, got shape {told.shape} of {told.dtype}"
         )
     if told.readonly:
         raise BindError("digests: expected an array that may be written, got a read-only one")
-    reached = told.device == where or (told.device == "cpu" and (not count or _core.memory_range(told.address)[1]))
-    if not reached:
-        raise BindError(f"digests: expected memory on {where}, or pinned host memory, got an array on {told.device}")
-    for pool in pools:
-        begin, end = told.address, told.address + 8 * count
-        if count and ((pool.spans[:, 0] < np.uint64(end)) & (pool.spans[:, 1] > np.uint64(begin))).any():
-            raise BindError(f"digests: expected memory of its own, got an array that lies in the memory of {pool!r}")
-    return told
+    return told.address, -1 if told.device == "cpu" else int(told.device.partition(":")[2]), told.owner
+
+
+def _is_pinned(begin: int, end: int) -> bool:
+    """Whether GPUs reach host memory; what lies behind the end of a registration they do not."""
+    behind = _core.memory_range(begin)[1]  # usually the driver is asked once
+    return end <= behind or find_ranges([(begin, end)], (), _core.memory_range) is not None
 
 
 @dataclass
@@ -247,9 +258,11 @@ class Proof:
     @staticmethod
     def settle(untold: list[DigestError]) -> None:
         """Keep the oldest copies that are done no longer, a few at a time; raise what was found of one that nobody waits for."""
-        _pinned.release(4)
-        with contextlib.suppress(IndexError):  # none, or another thread's copy was faster
-            raise untold.pop(0)
+        if _pinned.is_watching:
+            _pinned.release(4)
+        if untold:
+            with contextlib.suppress(IndexError):  # another thread's copy was faster
+                raise untold.pop(0)
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -337,6 +350,11 @@ class _Pinned:
     def give(self, memory: npt.NDArray[np.uint64]) -> None:
         with self._lock:
             self._free[memory.size].append(memory)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether there are copies to ask; another thread's may just have come or gone."""
+        return bool(self._watched)
 
     def watch(self, done: _core.Done) -> None:
         with self._lock:

@@ -146,7 +146,42 @@ def pools() -> None:
             driver_says_ordinary(ordinary)
             part.digest(ids, out=ordinary, stream=5)
         assert part.digest([], stream=5).size == 0
+        nowhere = Out(n, device=-1)  # no GPU's number: the driver is asked
+        part.digest(ids, out=nowhere.array, stream=5).synchronize()
+        assert nowhere.found() == want
     assert count("illegal") == 0 and count("pushes") == count("pops")
+
+
+def pinned_to_the_end() -> None:
+    """Digests in host memory of which GPUs reach the beginning alone."""
+    s, d = Plain("nhd", SHAPE, 5, where=0), Plain("universal", SHAPE, 5, dst=True, where=0)
+    memory, n = np.zeros(16, np.uint64), 3
+    pinned = (ctypes.c_ulonglong * 2).in_dll(driver, "fake_pinned")
+    with kvbm.Transfer(s.pool, d.pool) as move:
+        for last in range(16):
+            pinned[0], pinned[1] = memory[4:].ctypes.data, memory[last:].ctypes.data
+            driver_says_ordinary(memory[last:])
+            out = memory[5 : 5 + n]
+            for call in (
+                lambda out: move.copy([1, -1, 2], [0, 1, 2], stream=5, digests=out),
+                lambda out: s.pool.digest([1, -1, 2], out=out, stream=5),
+            ):
+                for given in (out, out[:, None][:, 0], torch_of(out)):
+                    memory[:] = 7
+                    if last >= 5 + n:
+                        call(given).synchronize()
+                        assert out.tolist() == expected(s, [1, -1, 2])
+                    else:
+                        with refused(kvbm.BindError, "digests: expected memory on cuda:0, or pinned host memory"):
+                            call(given)
+                        assert set(memory.tolist()) == {7}
+        move.copy([], [], stream=5, digests=np.zeros(0, np.uint64))
+
+
+def torch_of(array: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(array.view(np.int64))
 
 
 def driver_says_ordinary(array: np.ndarray) -> None:
