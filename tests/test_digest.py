@@ -34,7 +34,7 @@ import strategies
 from digest_oracle import MASK, Block
 from kvbm import BindError, BlockShape, DigestError, LayoutError, Model, PlanError, Pool, spec
 from kvbm.testing.digests import digest as defined
-from memory import numpy_views
+from memory import FakeCuda, numpy_views
 from processes import FakeDriver
 from test_planes import shapes
 from test_sections import Meant, Plain, Planar, cannot, divisors, drawn, moved, some
@@ -576,6 +576,23 @@ def test_results_that_are_refused(out: Any, match: str) -> None:
     for name in ("stream", "wait"):
         with pytest.raises(BindError, match=f"{name}: the pool is on the CPU"):
             side.pool.digest([0], **{name: 5})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [5, [0, 5], [-2], [1.5], ["a"], "ab", b"ab", True, [True], 1 << 70, [1 << 70], np.zeros((2, 2), int), np.zeros(2), range(9),
+     np.array(7), object(), {}, {0}, np.uint64([1 << 63]), np.zeros(2, "M8[s]"), np.ma.masked_array([1]), FakeCuda((2,), "int64")],
+    ids=repr,
+)  # fmt: skip
+def test_ids_that_are_refused(wrong: Any) -> None:
+    """By their name: a digest has no source and no destination."""
+    pool = Plain("nhd", SMALL, 5).pool
+    for part, most in ((pool, 4), (pool.whole, 4), (pool.section(l=0), 4), (pool.units(SMALL.nt), 4)):
+        with pytest.raises(BindError, match=r"^ids(\[\d+\] is|(\[\d+\])?: expected)") as refused:
+            part.digest(wrong)
+        assert "src" not in str(refused.value) and "dst" not in str(refused.value)
+        if isinstance(wrong, int) and wrong == 5:
+            assert f"expected 0 to {most}" in str(refused.value)
 
 
 def changed(how: str, torch: Any) -> tuple[Any, Any]:

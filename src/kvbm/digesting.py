@@ -62,7 +62,10 @@ class Digester:
         self, pool: Pool, ids: Any, tokens: Any, out: Any, stream: Any, wait: Any
     ) -> npt.NDArray[np.uint64] | _core.Done:
         most = self.num_ids if ids is None else _MOST
-        pairs = _core.Pairs(ids, None, self.num_ids, most, False, self.device)
+        try:
+            pairs = _core.Pairs(ids, None, self.num_ids, most, False, self.device)
+        except BindError as error:  # of the source ids of a copy: here there is no other side
+            raise BindError(str(error).replace("src_ids", "ids")) from None
         if tokens is None and self.units > 1:
             tokens = unit_positions(ids, pairs, self.units, self.unit_tokens)
         positions = None if tokens is None else _core.Positions(tokens, len(pairs), self.device)
