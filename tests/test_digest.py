@@ -851,12 +851,21 @@ def test_the_error_of_a_proof() -> None:
     ) as info:
         proof()
     assert info.value.pairs == (1,)
-    proof.report()
-    assert not untold
-    other = Proof("a → b", 3, -1, untold, pairs, lambda _: "")
-    other._memory[:] = [1, 2, 3, 1, 2, 4]
-    other.report()
-    assert untold[0].pairs == (2,)
+    del info, proof
+    gc.collect()
+    assert not untold, "it was asked for"
+    for is_enqueued in (False, True):
+        other = Proof("a → b", 3, -1, untold, pairs, lambda _: "")
+        other._memory[:] = [1, 2, 3, 1, 2, 4]
+        if is_enqueued:
+            done = kvbm._core.finished()
+            other.watch(done)
+            del other
+            assert not untold, "who has the Done may still ask"
+            del done
+        else:
+            del other
+        assert [error.pairs for error in untold] == [(2,)] * is_enqueued
 
 
 def test_an_error_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -965,6 +974,12 @@ class TestOnTheFakeDriver:
 
     def test_told_once(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.told_once")
+
+    def test_told_when_dropped(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.told_when_dropped")
+
+    def test_memory_that_is_still_written(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.memory_that_is_still_written")
 
     def test_a_captured_digest_wants_memory(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.a_captured_digest_wants_memory")

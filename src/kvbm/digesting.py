@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -226,6 +225,8 @@ def _kernels(copies: Sequence[_core.Copy]) -> str:
 class Proof:
     """The digests of both sides of a copy that verifies, and their comparison, which `Done.synchronize` calls.
 
+    Only the copy's `Done` keeps it, and with it the memory: what nobody has asked for when the `Done` is gone, the next copy tells.
+
     Parameters
     ----------
     title : str
@@ -242,6 +243,9 @@ class Proof:
         Says where some of the pairs differ.
     """
 
+    _memory: npt.NDArray[np.uint64] | None = None
+    _is_asked = True  # before there is a copy to ask about, too
+
     def __init__(
         self,
         title: str,
@@ -252,11 +256,9 @@ class Proof:
         where: Callable[[Sequence[int]], str],
     ) -> None:
         self.title, self.count = title, count
-        self._pairs, self._where = pairs, where
+        self._pairs, self._where, self._untold = pairs, where, untold
         self._pinned = _pinned if device >= 0 else None
         self._memory = self._pinned.take(2 * count) if self._pinned else np.zeros(2 * count, np.uint64)
-        self._untold, self.is_told = untold, False
-        self._reported: DigestError | None = None
 
     @staticmethod
     def settle(untold: list[DigestError]) -> None:
@@ -270,6 +272,7 @@ class Proof:
     @property
     def addresses(self) -> tuple[int, int]:
         """Of the source's and of the destination's."""
+        assert self._memory is not None
         start = int(self._memory.ctypes.data)
         return start, start + 8 * self.count
 
@@ -284,31 +287,19 @@ class Proof:
     def watch(self, done: _core.Done) -> None:
         """Keep the memory until the copy is done, whoever drops what waits for it; a captured one's the caller keeps."""
         done.proof = self
-        if not self._pinned:
-            self.report()
-        elif not done.captured:
-            self._pinned.watch(done)
-
-    def report(self) -> None:
-        """What was found of a copy that is done, where nobody asked."""
-        try:
-            if not self.is_told:
-                self._compare(lambda _: "")
-        except DigestError as error:
-            self._reported = error.with_traceback(None)  # whose frames have the pools
-            self._untold.append(self._reported)
+        if not done.captured:
+            self._is_asked = False
+            if self._pinned:
+                self._pinned.watch(done)
 
     def __call__(self) -> None:
-        self.is_told = True
-        if self._reported in self._untold:  # whoever waits is told here, and not at another copy
-            with contextlib.suppress(ValueError):  # another thread's copy may have been faster
-                self._untold.remove(self._reported)
+        self._is_asked = True
         if self._pinned:
             self._pinned.release()
         self._compare(self._where)
 
     def _compare(self, where: Callable[[Sequence[int]], str]) -> None:
-        self.is_told = True
+        assert self._memory is not None
         src, dst = self._memory[: self.count], self._memory[self.count : 2 * self.count]
         wrong = np.flatnonzero(src != dst)
         if wrong.size:
@@ -324,8 +315,16 @@ class Proof:
             raise DigestError("\n".join(filter(None, lines)), pairs=pairs)
 
     def __del__(self) -> None:
-        if hasattr(self, "_memory") and self._pinned:
-            self._pinned.give(self._memory)
+        if self._memory is None:
+            return
+        try:
+            if not self._is_asked:  # and the copy is done: until then it is watched
+                self._compare(lambda _: "")
+        except DigestError as error:
+            self._untold.append(error.with_traceback(None))  # whose frames have the pools
+        finally:
+            if self._pinned:
+                self._pinned.give(self._memory)
 
 
 class _Pinned:
@@ -364,18 +363,11 @@ class _Pinned:
             self._watched.append(done)
 
     def release(self, most: int = 64) -> None:
-        """Watch those of the oldest copies no longer that are done, and report what nobody waits for."""
-        ready: list[_core.Done] = []
+        """Watch those of the oldest copies no longer that are done."""
+        ready: list[_core.Done] = []  # not dropped with the lock held: whoever drops the last one compares, and gives memory back
         with self._lock, contextlib.suppress(CudaError):  # of an older copy: whoever waits for that is told
-            for _ in range(min(len(self._watched), most)):
-                if not self._watched[0].query():
-                    break
-                one = self._watched.popleft()
-                # Two references: `one`, and the call's.  Who has another may still ask.
-                is_held = not one.proof.is_told and sys.getrefcount(one) > 2
-                (self._watched if is_held else ready).append(one)
-        for one in ready:  # not with the lock held: what is dropped gives memory back
-            one.proof.report()
+            while self._watched and len(ready) < most and self._watched[0].query():
+                ready.append(self._watched.popleft())
 
 
 _pinned = _Pinned()

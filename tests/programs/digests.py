@@ -420,6 +420,51 @@ def told_once() -> None:
         assert seen() is None, "a copy that is done keeps its pools"
 
 
+def told_when_dropped() -> None:
+    """As long as somebody has the Done of a wrong copy, others say nothing of it; then the next one does, whenever it was done."""
+    wrong = ctypes.c_long.in_dll(driver, "fake_wrong")
+    defer(1)
+    s, d = Plain("nhd", SHAPE, 9, where=0), Plain("universal", SHAPE, 9, dst=True, where=0)
+    with kvbm.Transfer(s.pool, d.pool, verify=True) as move:
+        for turn in range(3):
+            wrong.value = 1
+            done: Any = move.copy([1, 2], [3, 4], stream=5)
+            if turn:
+                pump()
+            for _ in range(turn * 3):
+                move.copy([1, 2], [5, 6], stream=5).synchronize()
+            if turn == 2:  # in a cycle
+                done = [done]
+                done.append(done)
+            del done
+            gc.collect()
+            pump()
+            with refused(DigestError, "1 of 2 pairs differ"):
+                move.copy([1, 2], [5, 6], stream=5)
+            for _ in range(3):
+                move.copy([1, 2], [5, 6], stream=5).synchronize()
+
+
+def memory_that_is_still_written() -> None:
+    """Digests of a copy that nobody waits for have their memory until it is done, and others have it afterwards."""
+    defer(1)
+    s, d = Plain("nhd", SHAPE, 9, where=0), Plain("universal", SHAPE, 9, dst=True, where=0)
+    with kvbm.Transfer(s.pool, d.pool, verify=True) as move:
+        first = set[tuple[int, int]]()
+        for _ in range(3):
+            taken = set()
+            for _ in range(20):
+                done = move.copy([1, 2], [3, 4], stream=5)
+                taken.add(done.proof.addresses)
+                del done
+                gc.collect()
+            assert len(taken) == 20
+            first = first or taken
+            assert taken == first, "memory is used again"
+            pump()
+            move.copy([1, 2], [3, 4], stream=5).synchronize()
+
+
 def a_captured_digest_wants_memory() -> None:
     s = Plain("nhd", SHAPE, 9, where=0)
     defer(1)
