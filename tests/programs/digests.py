@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import random
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 
 import kvbm
 import plane_oracle
+from failing import every_call
 from kvbm import BlockShape, DigestError
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, driver, handle, ids_on_gpu, pump, refused, seed
@@ -501,16 +500,9 @@ def memory_that_digests_share() -> None:
 # ---- a call of the driver fails ------------------------------------------------------------------------------------
 
 
-#: Whose failure may change nothing: a slot whose event cannot be recorded is not used again; an allocation's ends save questions;
-#: whether an older copy is done is asked again.
-ADVICE = ("cuEventRecord", "cuPointerGetAttributes", "cuEventQuery")
-
-
 def failing(copy: str) -> None:
     """Whichever call it is: it is said, what is alive is what would be, and the next try is right."""
     fail_at = ctypes.c_long.in_dll(driver, "fake_fail_at")
-    failed = ctypes.c_char_p.in_dll(driver, "fake_failed")
-    live = (ctypes.c_long * 5).in_dll(driver, "live")
     direction, strategy = ("d2h", copy) if copy in ("staged", "engine") else ("d2d", "direct")
     where = SIDES[direction]
     blocks = 12
@@ -534,46 +526,4 @@ def failing(copy: str) -> None:
         check(s, d, Meant(), Meant(), range(blocks), range(blocks)[::-1])
 
     want = expected(Plain("vllm/LBHNC", shape, blocks), range(blocks), tokens=None if copy == "pool" else [7] * blocks)
-
-    def attempt(number: int, results: int) -> None:
-        fail_at.value = number
-        try:
-            call()
-        except (kvbm.CudaError, kvbm.BindError, MemoryError):
-            raised = True
-        else:
-            raised = False
-        fail_at.value = 0
-        for _ in range(2):
-            call()
-        gc.collect()
-        said = (failed.value or b"").decode()
-        assert raised == bool(said) or said in ADVICE, said
-        assert count("pushes") == count("pops") and count("illegal") == 0
-        os.write(results, f"{said or '-'} {' '.join(map(str, live))}\n".encode())
-
-    number, clean, met = 0, list[int](), set[str]()
-    while True:
-        readable, results = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                attempt(number, results)
-            except BaseException as error:
-                print(f"{copy}: call {number}, {failed.value!r}:", repr(error), file=sys.stderr)
-                os._exit(1)
-            os._exit(0)
-        os.close(results)
-        with os.fdopen(readable) as stream:
-            told = stream.read().split()
-        assert os.waitpid(child, 0)[1] == 0, f"{copy}: call {number}"
-        name, left = told[0], [int(n) for n in told[1:]]
-        if number == 0:
-            clean = left
-        elif name == "-":
-            break
-        met.add(name)
-        lost = name in ("cuEventRecord", "cuEventQuery")  # a slot; an event that the next copy could not take yet
-        assert all(now <= was + lost for now, was in zip(left, clean, strict=True)), (copy, number, name, left, clean)
-        number += 1
-    print(*sorted(met))
+    print(*sorted(every_call(copy, call)))
