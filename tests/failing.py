@@ -52,6 +52,7 @@ def every_call(
     call: Callable[[], None],
     again: Callable[[], None] | None = None,
     *,
+    verifies: bool = False,
     step: Callable[[], int] = lambda: 1,
     most: int = 1 << 30,
 ) -> Counter[str]:
@@ -65,6 +66,8 @@ def every_call(
         What is done.  Where it only waits for what is done anyway it sets ``fake_fail_at`` to 0.
     again : callable, optional
         The same after a failure, and whether it is right: `call` if not given.
+    verifies : bool
+        Whether copies verify.  Where one was not enqueued to the end it may still write digests: nobody gets their memory again.
     step : callable
         How many calls further the next one that fails is.
     most : int
@@ -87,8 +90,7 @@ def every_call(
         if number:
             found[name] += 1
             for kind, now, was in zip((*LIVE, "registrations"), live, clean, strict=True):
-                # A copy that was not enqueued to the end may still write its digests: nobody gets their memory again.
-                lost = kind == "registrations" or (name in _LOST and kind != "modules")
+                lost = (name in _LOST and kind != "modules") or (verifies and kind == "registrations")
                 assert now <= was + lost, f"{title}: after {name} (call {number}) failed: {now} {kind}, without: {was}"
         else:
             clean = live
