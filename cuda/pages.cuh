@@ -1,6 +1,6 @@
 // pages.cuh: the planes of a block in one launch.  The end of permute.cuh, which includes it.
 //
-//   Record<OUTER, INNER>            rows of several parts, each with a word of its own
+//   Record<OUTER, INNER, SUMS>      rows of several parts, each with a word of its own; digested as they pass
 //   Page<OUTER, INNER, GATHERS>     the same by way of shared memory, where one side's rows are no whole words or sectors
 #pragma once
 
@@ -9,12 +9,14 @@ namespace kvbm {
 // Of a page all planes are copied before the next page's: what they have in common,
 // sectors and lines of memory, is then read once and written whole.  A part's word is an argument: data moves in words of
 // 16 bytes, and a scale of 4 beside it.
-template <int OUTER, int INNER>
+template <int OUTER, int INNER, bool SUMS = false>
 struct Record;
 
-template <int OUTER, int INNER>
-struct Kernel<Record<OUTER, INNER>> {
-  static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = 2048 / kRowThreads;
+template <int OUTER, int INNER, bool SUMS>
+struct Kernel<Record<OUTER, INNER, SUMS>> {
+  template <int WORD>
+  using Plane = Rows<OUTER, INNER, WORD, kRowThreads, 1, SUMS>;
+  static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = Plane<16>::kMinCtas, kWords = Plane<16>::kWords;
 
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     uint64_t ctas = 0, tiles = 0;
@@ -23,7 +25,7 @@ struct Kernel<Record<OUTER, INNER>> {
     kvbm_part& first = a->part[0];
     for (uint32_t i = 0; i < a->num_parts; ++i) {
       kvbm_part& p = a->part[i];
-      if (!prepare_rows({OUTER, INNER, 0, p.word, kThreads, kTeams}, *a, p, sms, none, kThreads)) return KVBM_TOO_LARGE;
+      if (!prepare_rows({OUTER, INNER, 0, p.word, kThreads, kTeams, kWords}, *a, p, sms, none, kThreads)) return KVBM_TOO_LARGE;
       ctas += p.ctas;
       tiles += p.tiles.n;
       together = together && p.pairs_first == first.pairs_first && p.faster.n == first.faster.n &&
@@ -51,15 +53,15 @@ struct Kernel<Record<OUTER, INNER>> {
     }
     const kvbm_part& p = a.part[part];
     if (p.word == 16)
-      Rows<OUTER, INNER, 16>::run(a, p, cta, shared);
+      Plane<16>::run(a, p, cta, shared);
     else if (p.word == 8)
-      Rows<OUTER, INNER, 8>::run(a, p, cta, shared);
+      Plane<8>::run(a, p, cta, shared);
     else if (p.word == 4)
-      Rows<OUTER, INNER, 4>::run(a, p, cta, shared);
+      Plane<4>::run(a, p, cta, shared);
     else if (p.word == 2)
-      Rows<OUTER, INNER, 2>::run(a, p, cta, shared);
+      Plane<2>::run(a, p, cta, shared);
     else
-      Rows<OUTER, INNER, 1>::run(a, p, cta, shared);
+      Plane<1>::run(a, p, cta, shared);
   }
 #else
   static void run_host(const kvbm_args* a, uint32_t part, uint32_t first, uint32_t last, int streaming) {
@@ -67,15 +69,15 @@ struct Kernel<Record<OUTER, INNER>> {
     const bool around = streaming != 0;
     switch (p.word) {
       case 16:
-        return Rows<OUTER, INNER, 16>::host(*a, p, first, last, around);
+        return Plane<16>::host(*a, p, first, last, around);
       case 8:
-        return Rows<OUTER, INNER, 8>::host(*a, p, first, last, around);
+        return Plane<8>::host(*a, p, first, last, around);
       case 4:
-        return Rows<OUTER, INNER, 4>::host(*a, p, first, last, around);
+        return Plane<4>::host(*a, p, first, last, around);
       case 2:
-        return Rows<OUTER, INNER, 2>::host(*a, p, first, last, around);
+        return Plane<2>::host(*a, p, first, last, around);
       default:
-        return Rows<OUTER, INNER, 1>::host(*a, p, first, last, around);
+        return Plane<1>::host(*a, p, first, last, around);
     }
   }
   static constexpr decltype(&run_host) host() { return run_host; }

@@ -946,6 +946,9 @@ class TestOnTheFakeDriver:
     def test_pinned_to_the_end(self, fake_gpu: FakeDriver, knob: str) -> None:
         fake_gpu("digests.pinned_to_the_end", FAKE_NO_RANGES=knob)
 
+    def test_elements_are_turned(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.turned")
+
     def test_all_planes(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.all_planes")
 

@@ -364,7 +364,7 @@ class Side:
         return np.ndarray(self.shape, np.uint8, data, int(start), (*self.inner, 1))
 
 
-PLANES = [name for name in _core.kernel_names() if name.startswith(("record_", "page_"))]
+PLANES = [name for name in _core.kernel_names() if name.startswith(("record_", "page_", "sum_record_"))]
 # Those that only digest are test_digest's.
 ONE_PART = [name for name in _core.kernel_names() if "__" not in name and name not in PLANES and "digest" not in name]
 FEW = [name for name in ONE_PART if name.startswith("few_")]
@@ -387,7 +387,7 @@ def test_kernels_that_digest_are_told_keys() -> None:
     table = _core.Table(np.zeros(1, np.uint64))
     pairs = _core.Pairs([0], [0], 1, 1)
     part = [((0, 0, 0, 0), [], [(1, 16, 16)])]
-    for name, told in (("copy_o0_w16", (1, [(0, (), (1,), (), False)])), ("sum_rows_o0_i1_w16", None)):
+    for name, told in (("copy_o0_w16", (1, [(0, (), (1,), (), False)])), ("sum_rows_o4_i8_w16", None)):
         with pytest.raises(PlanError, match="expected keys for a kernel that digests"):
             _core.Copy(name, part, (0, 16), (0, 16), ((), ()), told)
     with pytest.raises(PlanError, match="an address of digests"):
@@ -405,6 +405,7 @@ class Loops:
         self.offset = [0, 0]
         self.of_id = [0, 0]
         self.pieces: list[int] = []  # pages: bytes from one piece to the next, of which there are two
+        self.first, self.keys = 0, ([0] * len(outer), [0] * len(inner))  # of digests
 
     def argument(self, table_offset: int) -> Any:
         outer = [
@@ -465,6 +466,25 @@ class Page:
                     if s >= 0 and d >= 0:
                         self.view(loops, 1, self.want, d, at)[...] = self.view(loops, 0, self.data[0], s, at)
         assert not np.array_equal(self.want, self.data[1])
+        if form.sums:
+            for loops in self.loops:
+                loops.first, *keys = pick.choices(range(1, 1 << 20), k=1 + len(loops.outer) + len(loops.inner))
+                loops.keys = keys[: len(loops.outer)], keys[len(loops.outer) :]
+        ids = zip(self.src_ids.tolist(), self.dst_ids.tolist(), strict=True)
+        self.digests = [self.digest(s) if min(s, d) >= 0 else 0 for s, d in ids] if form.sums else []
+
+    def digest(self, src_id: int) -> int:
+        """Of the words of all planes of a block, each a cell."""
+        total = 0
+        for loops in self.loops:
+            places = np.indices(loops.inner)
+            for at in itertools.product(*map(range, loops.outer)):
+                cells = np.zeros((*loops.inner, 16), np.uint8)
+                cells[..., : loops.item] = self.view(loops, 0, self.data[0], src_id, at)
+                keys = loops.first + sum(c * key for c, key in zip(at, loops.keys[0], strict=True))
+                keys = keys + sum(place * key for place, key in zip(places, loops.keys[1], strict=True))
+                total += int(of_cells(cells, keys.astype(np.uint64)).sum(dtype=np.uint64))
+        return total % (1 << 64)
 
     def _place(self, side: int, pick: random.Random) -> int:
         """Where the planes lie on one side; bytes of an allocation."""
@@ -536,8 +556,9 @@ class Page:
 
     def copy(self) -> _core.Copy:
         parts = [loops.argument(2) for loops in self.loops]
+        told = (1, [(loops.first, *loops.keys, (), False) for loops in self.loops]) if self.form.sums else None
         # What all parts say for themselves is not taken from here.
-        return _core.Copy(self.kernel, parts, (0, 1 << 40), (self.tables[1], 1 << 40))
+        return _core.Copy(self.kernel, parts, (0, 1 << 40), (self.tables[1], 1 << 40), ((), ()), told)
 
     def check(self, source: np.ndarray, got: np.ndarray) -> None:
         wrong = np.nonzero(got != self.want)[0]
@@ -559,8 +580,10 @@ def test_each_of_planes_on_the_host(name: str, how: str, threads: int) -> None:
     assert page.form.outer == 0 or len({tuple(loops.outer) for loops in page.loops}) == 1 + (how == "apart")
     source, got = aligned(page.data[0]), aligned(page.data[1])
     tables = [_core.Table(page.addresses(side, b.ctypes.data)) for side, b in enumerate((source, got))]
-    page.copy().run(*tables, page.pairs, threads=threads)
+    digests = np.full(len(page.digests), 7, np.uint64)
+    page.copy().run(*tables, page.pairs, threads=threads, digests=digests.ctypes.data if page.digests else 0)
     page.check(source, got)
+    assert digests.tolist() == page.digests
 
 
 def test_each_of_planes_is_launched(fake_gpu: FakeDriver) -> None:
@@ -585,9 +608,13 @@ def test_each_of_planes_on_a_gpu_sanitize(name: str, how: str) -> None:
     with torch.cuda.stream(stream):
         source, got = (torch.from_numpy(data).cuda() for data in page.data)
     tables = [_core.Table(page.addresses(side, b.data_ptr()), 0) for side, b in enumerate((source, got))]
-    page.copy().launch(*tables, page.pairs, 0, stream.cuda_stream)
+    digests = torch.full((len(page.digests),), 7, dtype=torch.int64, device="cuda")
+    stream.wait_stream(torch.cuda.current_stream())
+    address = digests.data_ptr() if page.digests else 0
+    page.copy().launch(*tables, page.pairs, 0, stream.cuda_stream, digests=address)
     stream.synchronize()
     page.check(source.cpu().numpy(), got.cpu().numpy())
+    assert digests.cpu().numpy().view(np.uint64).tolist() == page.digests
 
 
 def test_parts_of_planes() -> None:

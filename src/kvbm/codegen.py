@@ -78,8 +78,8 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
     add(Form("record", MAX_OUTER, MAX_INNER, 0, 0))
     for kind in ("page_in", "page_out"):
         add(Form(kind, MAX_OUTER, MAX_INNER - 1, 0, 0))
-    for form in (*_few(), *_digests()):
-        add(form)
+    for forms in (*((form,) for form in _few()), *_digests()):
+        add(*forms)
     named = {kernel_name(kernel): pairs for kernel, pairs in found.items()}
     return {name: sorted(named[name]) for name in sorted(named)}
 
@@ -199,18 +199,35 @@ def _few() -> Iterator[Form]:
             yield Form("tile", MAX_OUTER, MAX_INNER - 2, element, word, few=True)
 
 
-def _digests() -> Iterator[Form]:
-    """Kernels that digest: of cells by themselves, and of the rows of a copy, at the depths that layouts have.
+#: Loops that pick a chunk, and inside it, of copies between layouts in use, and of these by themselves.
+_DEPTHS = ((0, 3), (0, 4), (0, 5), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4))
+
+
+def _digests() -> Iterator[Kernel]:
+    """Kernels that digest: cells by themselves, and rows, planes and tiles as they are copied, at the depths that layouts have.
 
     What is deeper runs by the one of any loop nest.
     """
-    for outer, inner in (*itertools.product(range(2), range(1, 6)), (MAX_OUTER, MAX_INNER)):
+    for outer, inner in (*_DEPTHS, (MAX_OUTER, MAX_INNER)):
         for word in _WORDS if outer == MAX_OUTER else (WIDEST,):
-            yield Form("digest", outer, inner, 0, word)
-            yield Form("rows", outer, inner, 0, word, sums=True)
-    for outer, inner in ((0, 1), (0, 2), (1, 0), (1, 1), (MAX_OUTER, MAX_INNER - 2)):
-        for element in (2, WIDEST) if outer < MAX_OUTER else (1, 2, WIDEST):
-            yield Form("tile", outer, inner, element, WIDEST, sums=True)
+            yield (Form("digest", outer, inner, 0, word),)
+            yield (Form("rows", outer, inner, 0, word, sums=True),)
+    for element in (1, 2, 4):
+        yield (Form("digest", MAX_OUTER, MAX_INNER, element, WIDEST),)
+    for outer, inner in ((1, 4), (MAX_OUTER, MAX_INNER)):
+        yield (Form("record", outer, inner, 0, 0, sums=True),)
+
+    def tile(outer: int, inner: int, element: int) -> Form:
+        return Form("tile", outer, inner, element, WIDEST, sums=True)
+
+    for outer, inner in ((0, 1), (1, 0), (1, 1)):
+        yield (tile(outer, inner, WIDEST),)
+    for element in (1, 2, WIDEST):
+        yield (tile(MAX_OUTER, MAX_INNER - 2, element),)
+    # K by whole words, and V by elements: a V's head has a loop more.
+    yield tile(1, 0, WIDEST), tile(1, 0, 2)
+    for element in (1, 2):
+        yield tile(1, 1, WIDEST), tile(1, 2, element)
 
 
 def _variants(form: Form) -> Iterator[Form]:
@@ -292,9 +309,9 @@ def _types(name: str) -> str:
 
     def of(form: Form) -> str:
         if form.kind == "digest":
-            return f"Digest<{_commas(form.outer, form.inner, form.word)}>"
+            return f"Digest<{_commas(form.outer, form.inner, form.word, *([form.element] if form.element else []))}>"
         if form.kind == "record":
-            return f"Record<{_commas(form.outer, form.inner)}>"
+            return f"Record<{_commas(form.outer, form.inner, *(['true'] if form.sums else []))}>"
         if form.of_planes:
             return f"Page<{_commas(form.outer, form.inner, str(form.kind == 'page_in').lower())}>"
         if form.kind == "tile":
@@ -324,10 +341,11 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
             inside = f"turn B x A, elements of {form.element} B, words of {form.word} B{turned}"
         elif form.kind == "record":
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
-            inside = "copy a run of the plane's words"
+            inside = f"copy{' and digest' if form.sums else ''} a run of the plane's words"
         elif form.kind == "digest":
             loops += [f"row{k}" for k in reversed(range(1, form.inner))]
             inside = f"sum up the digests of a run of cells, in words of {form.word} bytes"
+            inside += f", of elements of {form.element} that are turned" if form.element else ""
         elif form.of_planes:
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "move a run of the plane's items between shared memory and memory"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from .access import Access, Step, normal
 from .errors import LayoutError, PlanError
 from .lower import Launch
-from .nest import Form, Id, Mode, Part, form_of
+from .nest import MAX_PARTS, Form, Id, Mode, Part, form_of
 from .planner import between
 from .section import Section, canonical
 from .shapes import LIMIT
@@ -327,7 +327,9 @@ def _formal(access: Access) -> Access:
 # ---- what kernels do -----------------------------------------------------------------------------------------------
 
 
-def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tuple[Launch, list[Told]]]:
+def alone(
+    section: Section, keys: Keys, alignment: int, title: str, *, turns: bool = False
+) -> list[tuple[Launch, list[Told]]]:
     """The launches that digest a section, and what they are told of its cells.
 
     Parameters
@@ -339,6 +341,8 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
         What divides every base address.
     title : str
         For errors.
+    turns : bool
+        Read words of elements that belong to as many cells, and turn them: on a GPU that is faster than to gather a cell.
 
     Raises
     ------
@@ -350,12 +354,36 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
         _of_cells(piece, keys.cell_at(piece.dst_offset), alignment, title) for part in made.parts for piece in _by_cells(part)
     ]
     ready = [(piece, word, steps) for part, word, steps in cells for piece in part.fit("rows")]
-    launches = []
-    for part, word, steps in ready:
-        kernel = (form_of("digest", len(part.outer), len(part.inner), 0, word),)
-        work = ((part, form_of("rows", len(part.outer), len(part.inner), 0, CELL)),)
-        launches.append((Launch(kernel, work, kernel), [_told(part, steps, word)]))
-    return launches
+    return [_launch_alone(*one, _neighbours(*one, alignment) if turns else None) for one in ready]
+
+
+def _launch_alone(
+    part: Part, word: int, steps: tuple[int, ...], neighbours: Mode | None
+) -> tuple[Launch, list[Told]]:
+    """The launch of a part, in squares of elements where cells have such neighbours."""
+    element, told = 0, _told(part, steps, word)
+    if neighbours is not None:
+        element, side = word, CELL // word
+        squares = part.inner[0]._replace(extent=neighbours.extent // side * CELL)
+        part = replace(part, inner=(squares, *(mode for mode in part.inner[1:] if mode is not neighbours)))
+        told = _told(part, steps, word)
+        told = told._replace(inner=(neighbours.key // CELL * side, *told.inner[1:]))
+    kernel = (form_of("digest", len(part.outer), len(part.inner), element, CELL if element else word),)
+    work = ((part, form_of("rows", len(part.outer), len(part.inner), 0, CELL)),)
+    return Launch(kernel, work, kernel), [told]
+
+
+def _neighbours(part: Part, word: int, steps: tuple[int, ...], alignment: int) -> Mode | None:
+    """The mode from cell to cell along which elements of cells lie side by side, if these make whole words of 16 bytes."""
+    side = CELL // word
+    if word > 4 or side != 1 << len(steps) or part.inner[0].extent != CELL:
+        return None
+    for mode in part.inner[1:]:
+        rest = [other.src for other in (*part.inner[1:], *part.outer) if other is not mode]
+        aligned = math.gcd(alignment, part.src_offset, *part.src_id.steps, *steps, *rest) % CELL == 0
+        if (mode.src, mode.src_table) == (word, 0) and mode.extent % side == 0 and aligned:
+            return mode if mode.key // CELL * side < _KEY_LIMIT else None
+    return None
 
 
 def _by_cells(part: Part) -> Iterator[Part]:
@@ -455,16 +483,32 @@ def fused(
         made = between(*alike(src, dst), title, keys.section)
     except (LayoutError, PlanError) as error:
         return str(error)
-    launches = []
+    work = []
     for part in (piece for whole in made.parts for piece in _by_cells(whole)):
         form = part.form(*alignments)
         for piece in part.fit(form.kind):
             made_of = _fused_form(piece, piece.form(*alignments))
             if isinstance(made_of, str):
                 return made_of
-            form, told = made_of
-            launches.append((Launch((form,), ((piece, form),), (form,)), [told]))
-    return launches
+            work.append((piece, *made_of))
+    return list(_shared(work))
+
+
+def _shared(work: Sequence[tuple[Part, Form, Told]]) -> Iterator[tuple[Launch, list[Told]]]:
+    """Launches of parts that are digested: rows share those of records, the tiles of K and V one."""
+    tiles, rows = ([one for one in work if (one[1].kind == "tile") == is_tile] for is_tile in (True, False))
+    tiles.sort(key=lambda one: -one[1].element)
+    for first in range(0, len(tiles), 2):
+        some = tiles[first : first + 2]
+        kernel = tuple(form for _, form, _ in some)
+        yield Launch(kernel, tuple((part, form) for part, form, _ in some), kernel), [told for *_, told in some]
+    for first in range(0, len(rows), MAX_PARTS):
+        some = rows[first : first + MAX_PARTS]
+        kernel = (some[0][1],)
+        if len(some) > 1:
+            outer, inner = max(form.outer for _, form, _ in some), max(form.inner for _, form, _ in some)
+            kernel = (Form("record", outer, inner, 0, 0, sums=True),)
+        yield Launch(kernel, tuple((part, form) for part, form, _ in some), kernel), [told for *_, told in some]
 
 
 def _fused_form(part: Part, form: Form) -> tuple[Form, Told] | str:

@@ -50,7 +50,7 @@ class Digester:
         self.num_ids, self.units = part.num_ids, part.of.units
         self.unit_tokens = pool.shape.nt // self.units
         table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
-        copies = copies_of(part, keys, self.device)
+        copies = copies_of(part, keys)
         for kernel in dict.fromkeys(copy.kernel for copy in copies) if self.device >= 0 else ():
             _core.warm(kernel, self.device)
         self.route = _core.Route(
@@ -95,11 +95,11 @@ class Digester:
         return found
 
 
-def copies_of(part: PoolSection, keys: Keys, device: int, steps: Steps | None = None) -> list[_core.Copy]:
+def copies_of(part: PoolSection, keys: Keys, steps: Steps | None = None) -> list[_core.Copy]:
     """The launches that digest a section by themselves."""
     pool = part.pool
-    ready = alone(part.of, keys, pool.alignment, f"digest of {pool.layout.name}")
-    return digest_copies(ready, keys.lanes, device, pool.steps if steps is None else steps)
+    ready = alone(part.of, keys, pool.alignment, f"digest of {pool.layout.name}", turns=pool.device != "cpu")
+    return digest_copies(ready, keys.lanes, pool.steps if steps is None else steps)
 
 
 #: What graphs write to that nobody was given.
@@ -107,11 +107,11 @@ _captured: list[_core.Done] = []
 
 
 def fused_copies(
-    made: list[tuple[Launch, list[Told]]] | str, lanes: int, device: int, src_steps: Steps, dst_steps: Steps
+    made: list[tuple[Launch, list[Told]]] | str, lanes: int, src_steps: Steps, dst_steps: Steps
 ) -> list[_core.Copy] | str:
     """The launches that copy and digest, or why there are none."""
     try:
-        return made if isinstance(made, str) else digest_copies(made, lanes, device, src_steps, dst_steps)
+        return made if isinstance(made, str) else digest_copies(made, lanes, src_steps, dst_steps)
     except MissingKernelError as error:
         return str(error)
 

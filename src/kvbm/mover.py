@@ -233,14 +233,14 @@ class Mover:
             ours, theirs, keys = ours.select("l", of_src), theirs.select("l", of_dst), keys.select("l", of_src)
 
         def by_itself(section: Section, end: _End) -> list[_core.Copy]:
-            return digest_copies(alone(section, keys, end.alignment, self.title), keys.lanes, self.device, end.steps)
+            return digest_copies(alone(section, keys, end.alignment, self.title, turns=self.device >= 0), keys.lanes, end.steps)
 
         def joined(
             sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool
         ) -> list[_core.Copy] | str:
             if few:
                 return "kernels that keep to few multiprocessors do not digest"
-            return fused_copies(fused(*sides, keys, alignments, self.title), keys.lanes, self.device, *ends)
+            return fused_copies(fused(*sides, keys, alignments, self.title), keys.lanes, *ends)
 
         none = Steps()
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)

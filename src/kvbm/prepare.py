@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from . import _core, runtime
@@ -111,7 +111,6 @@ def prepare(
 def digest_copies(
     ready: Sequence[tuple[Launch, Sequence[Told]]],
     lanes: int,
-    device: int,
     src_steps: Steps = Steps(),  # noqa: B008  (immutable)
     dst_steps: Steps = Steps(),  # noqa: B008
 ) -> list[_core.Copy]:
@@ -122,7 +121,7 @@ def digest_copies(
     ready : sequence of (Launch, sequence of Told)
     lanes : int
         Keys a token of the whole model.
-    device, src_steps, dst_steps
+    src_steps, dst_steps
         As for `prepare`.
 
     Raises
@@ -131,8 +130,7 @@ def digest_copies(
         None is built that would do.
     """
     copies = []
-    for asked, told in ready:
-        launch = _built(asked, _kernels_on(device))
+    for launch, keys in (one for asked, told in ready for one in _built(asked, told)):
         part = launch.work[0][0].fold(src_steps.entry, dst_steps.entry)
         ids = [
             (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
@@ -141,20 +139,35 @@ def digest_copies(
         units = launch.work[0][0].src_id.extents, launch.work[0][0].dst_id.extents
         parts = [
             (*part[:-1], (one.word,) if one.word else part[-1])
-            for part, one in zip(launch.arguments(src_steps, dst_steps), told, strict=True)
+            for part, one in zip(launch.arguments(src_steps, dst_steps), keys, strict=True)
         ]
-        copies.append(_core.Copy(launch.name, parts, ids[0], ids[1], units, (lanes, [(*one[:4], one.along_b) for one in told])))
+        copies.append(_core.Copy(launch.name, parts, ids[0], ids[1], units, (lanes, [(*one[:4], one.along_b) for one in keys])))
     return copies
 
 
-def _built(launch: Launch, kernels: Kernels) -> Launch:
-    """A launch of kernels that digest, with the leanest one that is built."""
-    [wanted] = launch.kernel
-    for form in kernels.forms if wanted.name not in kernels.names else (wanted,):
-        if form.runs(wanted):
-            work = [(part, replace(of, outer=form.outer, inner=form.inner)) for part, of in launch.work]
-            return launch._replace(kernel=(form,), work=tuple(work))
-    raise MissingKernelError(f"no kernel runs {wanted.name}, and none was built for any loop nest")
+@functools.cache
+def _digesting() -> tuple[Kernel, ...]:
+    """The kernels that digest, the leanest first."""
+    built = map(parse_kernel, _core.kernel_names())
+    chosen = [kernel for kernel in built if kernel[0].sums or kernel[0].kind == "digest"]
+    return tuple(sorted(chosen, key=lambda kernel: sorted((form.inner, form.outer) for form in kernel)[::-1]))
+
+
+def _built(asked: Launch, told: Sequence[Told]) -> Iterator[tuple[Launch, Sequence[Told]]]:
+    """The launch with the leanest kernel that is built for it; where there is none, its parts one by one."""
+    for kernel in _digesting():
+        if len(kernel) == len(asked.kernel) and all(has.runs(form) for has, form in zip(kernel, asked.kernel, strict=True)):
+            forms = kernel if len(kernel) > 1 else kernel * len(asked.work)
+            work = tuple(
+                (part, replace(of, outer=form.outer, inner=form.inner))
+                for (part, of), form in zip(asked.work, forms, strict=True)
+            )
+            yield asked._replace(kernel=kernel, work=work), told
+            return
+    if len(asked.work) == 1:
+        raise MissingKernelError(f"no kernel runs {kernel_name(asked.kernel)}, and none was built for any loop nest")
+    for (part, form), one in zip(asked.work, told, strict=True):
+        yield from _built(Launch((form,), ((part, form),), (form,)), [one])
 
 
 def engine_copies(made: Plan) -> list[_core.Copy]:

@@ -15,6 +15,7 @@ import kvbm
 import plane_oracle
 from failing import every_call
 from kvbm import BlockShape, DigestError
+from kvbm.digest import alone, keys_of
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, driver, handle, ids_on_gpu, pump, refused, seed
 from programs.sections import SIDES, batches, check, ends
@@ -104,6 +105,24 @@ def every_strategy(direction: str, strategy: str) -> None:
                 move.copy([], [], stream=5, digests=Out(0, device=device).array)
     assert apart and (fused or (strategy != "staged" and (strategy, direction) != ("direct", "d2d"))), (apart, fused)
     assert count("illegal") == 0 and count("pushes") == count("pops")
+
+
+def turned() -> None:
+    """Cells whose elements lie side by side with their neighbours': in words of 16 bytes that are turned, where these are whole."""
+    found = set()
+    for name in ("vllm/paged_attn_v0", "vllm/aiter_shuffle", "b d l o h t", "l o b h d t"):
+        for nt, hd, dtype in ((16, 32, "float16"), (24, 16, "bfloat16"), (32, 64, "uint8"), (8, 32, "float32"), (8, 8, "float64")):
+            shape = BlockShape(nl=3, no=2, nh=2, nt=nt, hd=hd, dtype=dtype)
+            for align in (0, 8):
+                side = Plain(name, shape, 5, where=0, align=align)
+                want = expected(side, [3, 0, 4])
+                assert side.pool.digest([3, 0, -1, 4], stream=5).tolist() == [*want[:2], 0, want[2]], (name, shape, align)
+                whole = side.pool.whole.of
+                launches = alone(whole, keys_of(whole), side.pool.alignment, "", turns=True)
+                elements = {launch.kernel[0].element for launch, _ in launches}
+                assert elements == {0} or align == 0
+                found |= elements
+    assert found == {0, 1, 2, 4} and count("illegal") == 0
 
 
 def pools() -> None:

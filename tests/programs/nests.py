@@ -15,8 +15,10 @@ def each_of_planes_is_launched() -> None:
         page = Page(name, how)
         source, got = aligned(page.data[0]), aligned(page.data[1])
         tables = [_core.Table(page.addresses(side, b.ctypes.data)) for side, b in enumerate((source, got))]
-        page.copy().launch(*tables, page.pairs, 0, 5)
+        digests = np.full(len(page.digests), 7, np.uint64)
+        page.copy().launch(*tables, page.pairs, 0, 5, digests=digests.ctypes.data if page.digests else 0)
         page.check(source, got)
+        assert digests.tolist() == page.digests, f"{name}: digests"
     assert count("launches") == len(OF_PLANES) > 20
 
 
