@@ -1,6 +1,7 @@
 // digest.cuh: sums over cells that no layout changes, beside a copy and by themselves.  docs/digest.md defines them.
 //
-//   Digest<OUTER, INNER, WORD>   reads cells; how many words one has, and where they lie, are arguments
+//   Digest<OUTER, INNER, WORD>            reads cells; how many words one has, and where they lie, are arguments
+//   Digest<OUTER, INNER, 16, ELEMENT>     reads words of elements that belong to as many cells, side by side, and turns them
 //
 // permute.cuh includes it between what finds a job's addresses and what copies.
 #pragma once
@@ -168,11 +169,16 @@ KVBM_INLINE Word16 gather_cell(const kvbm_part& p, const char* at) {
 }
 
 // Cells are what is counted here: their number and steps are a row's words.
-template <int OUTER, int INNER, int WORD>
+// With ELEMENT it is squares of cells: words of 16 bytes, of which each has one element of as many cells that follow each other.
+// The first mode goes from square to square, and its key is that many cells'.
+template <int OUTER, int INNER, int WORD, int ELEMENT = 0>
 struct Digest {
-  static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = 1024 / kRowThreads;
-  static constexpr uint32_t kLoads = 4;   // cells a thread has in flight
-  static constexpr uint32_t kCells = 16;  // that a thread digests at most: what is looked up once is worth that many
+  static_assert(ELEMENT == 0 || WORD == 16, "elements are turned in words of 16 bytes");
+  static constexpr uint32_t kSide = ELEMENT ? 16 / ELEMENT : 1;  // cells of a square
+  static constexpr uint32_t kTeams = 1, kThreads = kRowThreads;
+  static constexpr uint32_t kMinCtas = ELEMENT == 1 ? 3 : ELEMENT == 2 ? 6 : 8;  // a square is held in registers
+  static constexpr uint32_t kLoads = ELEMENT ? 1 : 4;  // cells, or squares, a thread has in flight
+  static constexpr uint32_t kCells = 16 / kSide;       // that a thread digests at most: what is looked up once is worth that many
 
   // A sum may be taken in any order; the host reads as memory goes on.  Modes of one step lead nowhere.
   static void order_modes(kvbm_part& p) {
@@ -186,11 +192,22 @@ struct Digest {
   }
 
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
-    if (sms == 0) order_modes(p);
+    if (sms == 0 && ELEMENT == 0) order_modes(p);
     return prepare_rows({OUTER, INNER, 0, 16, kThreads, kTeams, kCells}, a, p, sms, shared_bytes);
   }
 
   static KVBM_INLINE uint32_t team_bytes(const kvbm_part&) { return 0; }
+
+  static KVBM_INLINE uint64_t digest_square(const kvbm_part& p, const char* at, uint64_t scaled, uint32_t key) {
+    Word16 v[kSide];
+    KVBM_UNROLL
+    for (uint32_t j = 0; j < kSide; ++j) load(v[j], at + offset_in_cell(p, j));
+    if constexpr (ELEMENT != 0) Square<ELEMENT>::turn(v);
+    uint64_t sum = 0;
+    KVBM_UNROLL
+    for (uint32_t j = 0; j < kSide; ++j) sum += digest_of(scaled, key + j * (p.inner[0].key / kSide), v[j]);
+    return sum;
+  }
 
 #ifdef __CUDACC__
   static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char*) {
@@ -225,8 +242,12 @@ struct Digest {
           uint64_t from = 0, none = 0;
           key[u] = 0;
           step_key<0, INNER>(p, i + u * width, from, none, key[u]);
-          if (i + u * width < last) v[u] = gather_cell<WORD>(p, src + from);
+          if constexpr (ELEMENT != 0)
+            sum += digest_square(p, src + from, base, key[u]);
+          else if (i + u * width < last)
+            v[u] = gather_cell<WORD>(p, src + from);
         }
+        if (ELEMENT) continue;
         KVBM_UNROLL
         for (uint32_t u = 0; u < kLoads; ++u)
           if (i + u * width < last) sum += digest_of(base, key[u], v[u]);
@@ -283,7 +304,13 @@ struct Digest {
       const uint64_t base = first_key<OUTER>(a, p, place);
       const uint32_t first = tile * p.tile_words, last = first + p.tile_words < p.words ? first + p.tile_words : p.words;
       uint64_t sum = 0;
-      for (uint32_t index = first; index < last;) {  // by whole runs, where there are several
+      for (uint32_t index = first; ELEMENT && index < last; ++index) {
+        uint64_t src = 0, none = 0;
+        uint32_t key = 0;
+        step_key<0, INNER>(p, index, src, none, key);
+        sum += digest_square(p, at.src + src, scaled_key(base), key);
+      }
+      for (uint32_t index = first; !ELEMENT && index < last;) {  // by whole runs, where there are several
         uint64_t src = 0, none = 0;
         uint32_t step = 0, row = index;
         step_key<0, INNER>(p, index, src, none, step);

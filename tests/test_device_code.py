@@ -46,6 +46,7 @@ PROGRAMS: list[tuple[str, tuple[object, ...]]] = [
     ("digests.every_strategy", ("d2d", "direct")),
     ("digests.every_strategy", ("d2h", "staged")),
     ("digests.pools", ()),
+    ("digests.turned", ()),
     ("digests.all_planes", ()),
     ("digests.ids_on_the_gpu", ("d2d", "direct")),
     ("digests.graphs", ("d2d", "direct")),

@@ -36,7 +36,8 @@ run() {
   local stage=$1 begin=$SECONDS code result=ok
   shift
   printf '\n==> %s: %s\n' "$stage" "$*"
-  ${LIMIT:+timeout --kill-after=10 "$LIMIT"} "$@" 2>&1 | tee "$OUT/$stage.log"
+  # Interrupted as by a user, pytest still names what failed so far.
+  ${LIMIT:+timeout --signal=INT --kill-after=20 "$LIMIT"} "$@" 2>&1 | tee "$OUT/$stage.log"
   code=${PIPESTATUS[0]}
   if [[ $code == 124 || $code == 137 ]] && [[ -n ${LIMIT:-} ]]; then
     result="FAILED, $LIMIT s"

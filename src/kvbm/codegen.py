@@ -212,6 +212,8 @@ def _digests() -> Iterator[Kernel]:
         for word in _WORDS if outer == MAX_OUTER else (WIDEST,):
             yield (Form("digest", outer, inner, 0, word),)
             yield (Form("rows", outer, inner, 0, word, sums=True),)
+    for element in (1, 2, 4):
+        yield (Form("digest", MAX_OUTER, MAX_INNER, element, WIDEST),)
     for outer, inner in ((1, 4), (MAX_OUTER, MAX_INNER)):
         yield (Form("record", outer, inner, 0, 0, sums=True),)
 
@@ -307,7 +309,7 @@ def _types(name: str) -> str:
 
     def of(form: Form) -> str:
         if form.kind == "digest":
-            return f"Digest<{_commas(form.outer, form.inner, form.word)}>"
+            return f"Digest<{_commas(form.outer, form.inner, form.word, *([form.element] if form.element else []))}>"
         if form.kind == "record":
             return f"Record<{_commas(form.outer, form.inner, *(['true'] if form.sums else []))}>"
         if form.of_planes:
@@ -343,6 +345,7 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
         elif form.kind == "digest":
             loops += [f"row{k}" for k in reversed(range(1, form.inner))]
             inside = f"sum up the digests of a run of cells, in words of {form.word} bytes"
+            inside += f", of elements of {form.element} that are turned" if form.element else ""
         elif form.of_planes:
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "move a run of the plane's items between shared memory and memory"

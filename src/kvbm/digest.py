@@ -327,7 +327,9 @@ def _formal(access: Access) -> Access:
 # ---- what kernels do -----------------------------------------------------------------------------------------------
 
 
-def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tuple[Launch, list[Told]]]:
+def alone(
+    section: Section, keys: Keys, alignment: int, title: str, *, turns: bool = False
+) -> list[tuple[Launch, list[Told]]]:
     """The launches that digest a section, and what they are told of its cells.
 
     Parameters
@@ -339,6 +341,8 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
         What divides every base address.
     title : str
         For errors.
+    turns : bool
+        Read words of elements that belong to as many cells, and turn them: on a GPU that is faster than to gather a cell.
 
     Raises
     ------
@@ -350,12 +354,36 @@ def alone(section: Section, keys: Keys, alignment: int, title: str) -> list[tupl
         _of_cells(piece, keys.cell_at(piece.dst_offset), alignment, title) for part in made.parts for piece in _by_cells(part)
     ]
     ready = [(piece, word, steps) for part, word, steps in cells for piece in part.fit("rows")]
-    launches = []
-    for part, word, steps in ready:
-        kernel = (form_of("digest", len(part.outer), len(part.inner), 0, word),)
-        work = ((part, form_of("rows", len(part.outer), len(part.inner), 0, CELL)),)
-        launches.append((Launch(kernel, work, kernel), [_told(part, steps, word)]))
-    return launches
+    return [_launch_alone(*one, _neighbours(*one, alignment) if turns else None) for one in ready]
+
+
+def _launch_alone(
+    part: Part, word: int, steps: tuple[int, ...], neighbours: Mode | None
+) -> tuple[Launch, list[Told]]:
+    """The launch of a part, in squares of elements where cells have such neighbours."""
+    element, told = 0, _told(part, steps, word)
+    if neighbours is not None:
+        element, side = word, CELL // word
+        squares = part.inner[0]._replace(extent=neighbours.extent // side * CELL)
+        part = replace(part, inner=(squares, *(mode for mode in part.inner[1:] if mode is not neighbours)))
+        told = _told(part, steps, word)
+        told = told._replace(inner=(neighbours.key // CELL * side, *told.inner[1:]))
+    kernel = (form_of("digest", len(part.outer), len(part.inner), element, CELL if element else word),)
+    work = ((part, form_of("rows", len(part.outer), len(part.inner), 0, CELL)),)
+    return Launch(kernel, work, kernel), [told]
+
+
+def _neighbours(part: Part, word: int, steps: tuple[int, ...], alignment: int) -> Mode | None:
+    """The mode from cell to cell along which elements of cells lie side by side, if these make whole words of 16 bytes."""
+    side = CELL // word
+    if word > 4 or side != 1 << len(steps) or part.inner[0].extent != CELL:
+        return None
+    for mode in part.inner[1:]:
+        rest = [other.src for other in (*part.inner[1:], *part.outer) if other is not mode]
+        aligned = math.gcd(alignment, part.src_offset, *part.src_id.steps, *steps, *rest) % CELL == 0
+        if (mode.src, mode.src_table) == (word, 0) and mode.extent % side == 0 and aligned:
+            return mode if mode.key // CELL * side < _KEY_LIMIT else None
+    return None
 
 
 def _by_cells(part: Part) -> Iterator[Part]:

@@ -131,7 +131,7 @@ class Form:
     outer, inner : int
         Modes that pick a chunk, modes inside it (for tiles: besides the two that span the tile).
     element : int
-        Tiles: bytes that stay together.
+        Tiles, and digests of cells that are turned: bytes that stay together.
     word : int
         Bytes of a load and store; 0 for records and pages, where each part has its own.
     few : bool
@@ -157,7 +157,8 @@ class Form:
         if self.kind == "rows":
             return f"{prefix}rows_o{self.outer}_i{self.inner}_w{self.word}"
         if self.kind == "digest":
-            return f"digest_o{self.outer}_i{self.inner}_w{self.word}"
+            turned = f"_e{self.element}" if self.element else ""
+            return f"digest_o{self.outer}_i{self.inner}{turned}_w{self.word}"
         if self.of_planes:
             return f"{prefix}{self.kind}_o{self.outer}_i{self.inner}"
         return f"{prefix}tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"

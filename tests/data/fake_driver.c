@@ -149,6 +149,7 @@ typedef struct Place {
 /* ---- digests: docs/digest.md ---- */
 static enum { NO_DIGEST, ALONE, BESIDE } summing; /* what the kernel does */
 static uint64_t sum;                              /* of a pair */
+static int turned;                                /* ALONE: bytes of the elements of words that cells share; 0: they share none */
 
 static uint64_t folded(uint64_t x) { return x ^ x >> 32; }
 
@@ -197,7 +198,9 @@ static void move(char *dst, const char *src, int64_t unit, const kvbm_part *p) {
 static void walk(const kvbm_args *a, const kvbm_part *p, int mode, int64_t unit, Place at) {
   if (mode == KVBM_MAX_OUTER + KVBM_MAX_INNER) {
     const char *from = (char *)list(a, 2, a->src_table)[at.src_entry] + at.src;
-    if (summing == ALONE) access(from, running_on), add_cell(from, p, p->word, p->cell_words, at.key);
+    if (summing == ALONE) access(from, running_on);
+    for (int j = 0; summing == ALONE && j < (turned ? 16 / turned : 1); ++j)
+      add_cell(from + j * turned, p, p->word, p->cell_words, at.key + j * (turned ? p->inner[0].key / (16 / turned) : 0));
     if (summing == BESIDE) add_cell(from, p, unit, 1, at.key);
     if (summing == ALONE) return;
     move((char *)list(a, 3, a->dst_table)[at.dst_entry] + at.dst, (char *)list(a, 2, a->src_table)[at.src_entry] + at.src, unit, p);
@@ -234,6 +237,7 @@ static void digest_tile(const kvbm_args *a, const kvbm_part *p, int64_t element,
 static void run_kernel(const char *name, const kvbm_args *a) {
   summing = !strncmp(name, "digest", 6) ? ALONE : !strncmp(name, "sum_", 4) ? BESIDE : NO_DIGEST;
   if (!!summing != !!(a->inline_mask & KVBM_DIGEST)) abort();
+  turned = summing == ALONE && strstr(name, "_e") ? atoi(strstr(name, "_e") + 2) : 0;
   if (summing) ++digests;
   is_wrong = summing != ALONE && fake_wrong > 0 && fake_wrong--;
   if (!strncmp(name, "few_", 4) || summing == BESIDE) name += 4;
