@@ -12,7 +12,7 @@ import kvbm
 import plane_oracle
 import reshard_oracle
 from chunking import Carried, is_sendable
-from kvbm import _core, reshard
+from kvbm import _core, digesting, reshard
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, pump, refused, seed
 from programs.transfers import POOL, grant
@@ -182,4 +182,11 @@ def wrong_chunks() -> None:
         got.unpack(slots, key="k", stream=5)
     slots[0, 1].memory[-20] ^= 1
     got.unpack(slots, key="k", stream=5).synchronize()
+    for _ in range(3):  # nobody waits: memory of digests is used again once the kernels are done
+        held = len(digesting.pinned._slabs)
+        for _ in range(30):
+            sent.pack(slots, key="k", stream=5)
+            pump()
+        digesting.pinned.release()
+    assert len(digesting.pinned._slabs) == held
     assert count("pushes") == count("pops")

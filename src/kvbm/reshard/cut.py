@@ -246,8 +246,7 @@ class _Job(NamedTuple):
 class ChunksDone:
     """The end of a call of `Cut`: of all its chunks.
 
-    On a GPU a step that follows another, such as the trailers behind the kernels, begins when the host asks or waits: do so until
-    it is done, as what is dropped before does not give its pinned memory back.
+    On a GPU a step that follows another, such as the trailers behind the kernels, begins when the host asks or waits.
     """
 
     def __init__(self, steps: _Steps) -> None:
@@ -300,6 +299,20 @@ class _Piece(NamedTuple):
     some: Ids | None = None
 
 
+class _Numbers:
+    """Where kernels write digests: given back when nobody has it any more, unless it was not all enqueued."""
+
+    def __init__(self, count: int, on_gpu: bool) -> None:
+        self._on_gpu, self.is_enqueued = on_gpu, False
+        if on_gpu:
+            pinned.release(8)
+        self.memory: npt.NDArray[np.uint64] = pinned.take(count) if on_gpu else np.zeros(count, np.uint64)
+
+    def __del__(self) -> None:
+        if self._on_gpu and self.is_enqueued:
+            pinned.give(self.memory)
+
+
 class _Work:
     """Copies of chunks that are digested on their way, or digests of slots alone: enqueued."""
 
@@ -321,11 +334,15 @@ class _Work:
                     at += len(some) * lane.nbytes
         count = sum(piece.positions.size for piece in self._pieces)
         self._jobs, self._on_gpu = len(jobs), packer.device >= 0
-        self._found: npt.NDArray[np.uint64] = pinned.take(count) if self._on_gpu else np.zeros(count, np.uint64)
-        out, self.dones = int(self._found.ctypes.data), []
+        self._found, self.dones = _Numbers(count, self._on_gpu), []
+        out = int(self._found.memory.ctypes.data)
         for piece in self._pieces:
-            self.dones.append(self._enqueue(piece, out, stream, wait, (packer, jobs, self._found)))
+            done = self._enqueue(piece, out, stream, wait, (packer, jobs, self._found))
+            self.dones.append(done)
+            if self._on_gpu:
+                pinned.watch(done)  # whoever drops it
             out += 8 * piece.positions.size
+        self._found.is_enqueued = True
 
     def _enqueue(self, piece: _Piece, out: int, stream: Any, wait: Any, keep: Any) -> _core.Done:
         packer, lane, count, device = self._packer, piece.lane, piece.positions.size, self._packer.device
@@ -349,10 +366,8 @@ class _Work:
         """Of each chunk, once all is done."""
         found, at = [0] * self._jobs, 0
         for piece in self._pieces:
-            found[piece.job] += int(self._found[at : at + piece.positions.size].sum(dtype=np.uint64))
+            found[piece.job] += int(self._found.memory[at : at + piece.positions.size].sum(dtype=np.uint64))
             at += piece.positions.size
-        if self._on_gpu:
-            pinned.give(self._found)
         return [digest % (1 << 64) for digest in found]
 
 
