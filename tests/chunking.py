@@ -227,6 +227,7 @@ class Carried:
     stream : optional
     finish : callable
         Waits for the end of a call.
+    max_sms : int, optional
     """
 
     def __init__(
@@ -237,8 +238,9 @@ class Carried:
         *,
         stream: Any = None,
         finish: Callable[[Any], None] = lambda done: done.synchronize(),
+        max_sms: int | None = None,
     ) -> None:
-        self.run, self.room, self.rng, self.finish = run, room, rng, finish
+        self.run, self.room, self.rng, self.finish, self.max_sms = run, room, rng, finish, max_sms
         self.options = {} if stream is None else {"stream": stream}
 
     def __call__(self, read: Callable[[Any], bytes], verify: str) -> None:
@@ -250,7 +252,7 @@ class Carried:
             pools = self.run.pools[0 if number == 0 else 1], self.run.pools[1]
             packers: list[dict[int, Any]] = [
                 {
-                    rank: reshard.Packer(made, rank, pools[side][rank], side=name)
+                    rank: reshard.Packer(made, rank, pools[side][rank], side=name, max_sms=self.max_sms)
                     for rank in {getattr(m, name) for m in made.messages}
                 }
                 for side, name in enumerate(("src", "dst"))
@@ -274,7 +276,13 @@ class Carried:
                         for side in (0, 1)
                     ]
                     largest = max(
-                        (lane.nbytes for cut in cuts[0].values() for both in cut._lanes.values() for lane in both),
+                        (
+                            lane.nbytes
+                            for cut in cuts[0].values()
+                            for both in cut._lanes.values()
+                            for lane in both
+                            if lane
+                        ),
                         default=16,
                     )
                     most = most if again else self.rng.choice([largest, 2 * largest + 16, 5 * largest, 16 << 20])

@@ -134,3 +134,17 @@ def side_stream() -> Iterator[object]:
     with torch.cuda.stream(stream):
         yield stream
     stream.synchronize()
+
+
+@pytest.fixture
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For benchmarks: small pools are beyond the caches, and a commit that is known."""
+    from kvbm.bench import measure, messages
+
+    for module in (measure, messages):
+        monkeypatch.setattr(module, "cache_bytes", lambda _: 64 << 10)
+    monkeypatch.setattr(measure, "NOISE_BYTES", 1 << 20)
+    monkeypatch.setenv("KVBM_COMMIT", "abc1234")
+    measure._noise.cache_clear()
+    yield
+    measure._noise.cache_clear()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kvbm
 from kvbm import spec
-from kvbm.arrays import describe, find_overlap
+from kvbm.arrays import describe, find_overlap, flat_integers
 from memory import FakeCuda
 
 SHAPE = kvbm.BlockShape(nl=1, no=2, nh=3, nt=4, hd=8, dtype="float32")
@@ -225,6 +225,87 @@ def test_tensors_without_memory_of_their_own(name: str, torch: Any) -> None:
 def test_tensors_inside_a_transform(torch: Any) -> None:
     with pytest.raises(kvbm.BindError, match="the tensor has no memory"):
         torch.func.vmap(lambda one: bind(one) and one)(torch.zeros(3, *WHOLE))
+
+
+# ---- integers, which every call with digests looks at ----------------------------------------------------------------
+
+
+def integers(torch: Any) -> dict[str, Any]:
+    """Three integers of 64 bits, and what is like them."""
+    from torch._subclasses import FakeTensorMode
+
+    class Own(np.ndarray): ...
+
+    def locked(array: Any) -> Any:
+        array.flags.writeable = False
+        return array
+
+    def resized(tensor: Any, nbytes: int) -> Any:
+        tensor.untyped_storage().resize_(nbytes)
+        return tensor
+
+    memory, zeros = np.zeros(8, np.uint64), torch.zeros(3, dtype=torch.int64)
+    plain = {"shape": (3,), "typestr": "<u8"}
+    elsewhere = Interface(**plain)
+    elsewhere.device = -1
+    with FakeTensorMode():
+        fake = torch.zeros(3, dtype=torch.int64)
+    some = {
+        "uint64": memory[:3], "int64": memory[2:5].view(np.int64), "longlong": np.zeros(3, "longlong"),
+        "float64": memory[:3].view(float), "dates": memory[:3].view("M8[s]"), "swapped": np.zeros(3, f"{OTHER}u8"),
+        "a structure": np.zeros(3, [("a", "u8")]), "narrow": np.zeros(3, np.uint32), "two axes": memory[:6].reshape(3, 2),
+        "a column": memory[:3].reshape(3, 1), "a row": memory[:3].reshape(1, 3), "none": memory[:0], "one": memory[:1],
+        "one of many": memory[::8], "a number": memory[0], "no axis": memory[:1].reshape(()), "every other": memory[:6:2],
+        "backwards": memory[2::-1], "one value": np.lib.stride_tricks.as_strided(memory, (3,), (0,)), "more": memory[:4],
+        "fewer": memory[:2], "locked": locked(memory[:3].copy()), "a subclass": memory[:3].view(Own),
+        "masked": np.ma.masked_array(memory[:3]), "not aligned": np.zeros(25, np.uint8)[1:].view(np.uint64),
+        "a tensor": zeros, "a tensor, unsigned": zeros.to(torch.uint64), "part of a tensor": torch.zeros(9).long()[3:6],
+        "a tensor of floats": zeros.double(), "every other of a tensor": torch.zeros(6).long()[::2],
+        "a tensor of more": torch.zeros(4).long(), "a tensor of two axes": zeros[:, None], "one of a tensor": zeros[:1],
+        "an expanded tensor": zeros[:1].expand(3), "no axis of a tensor": zeros[0], "none of a tensor": zeros[:0],
+        "negative": torch._neg_view(zeros.clone()), "sparse": zeros.to_sparse(), "meta": zeros.to("meta"), "fake": fake,
+        "a parameter": torch.nn.Parameter(zeros, requires_grad=False), "of no memory": torch._efficientzerotensor(3).long(),
+        "quantized": torch._make_per_tensor_quantized_tensor(zeros.int(), 0.1, 0),
+        "nested": torch.nested.nested_tensor([zeros]), "conjugate": torch.zeros(3, dtype=torch.complex64).conj(),
+        "less memory": resized(zeros.clone(), 16), "no memory": resized(zeros.clone(), 0),
+        "on a GPU": Interface(**plain), "on a GPU, signed": Interface(**plain | {"typestr": "<i8"}), "nowhere": elsewhere,
+        "no interface": object(), "nothing": None, "a list": [0, 0, 0],
+    }  # fmt: skip
+    changes = [
+        {"typestr": "<f8"}, {"typestr": f"{OTHER}u8"}, {"typestr": None}, {"typestr": "left out"}, {"shape": (4,)}, {"shape": [3]},
+        {"shape": (3.0,)}, {"shape": (3, 1)}, {"shape": "left out"}, {"strides": (8,)}, {"strides": (16,)}, {"strides": (0,)},
+        {"strides": [8]}, {"strides": "left out"}, {"data": (1 << 40, True)}, {"data": (0, False)}, {"data": (-8, False)},
+        {"data": (1 << 64, False)}, {"data": (np.uint64(1 << 40), False)}, {"data": (float(1 << 40), False)}, {"data": 5},
+        {"data": "left out"}, {"mask": (1,)}, {"descr": [("", "<u8")]}, {"descr": [("a", "<u8")]}, {"descr": 5},
+        {"shape": np.array([3])}, {"strides": np.array([8])}, {"shape": (1,), "strides": (16,)},
+        {"shape": (0,), "data": (0, False)},
+    ]  # fmt: skip
+    return some | {f"on a GPU, {change}": Interface(**plain | change) for change in changes}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quick_look_sees_what_a_long_one_does(torch: Any) -> None:
+    """Whatever is taken is what `describe` says of it, too; and what is usual is taken."""
+    taken = set()
+    for name, array in integers(torch).items():
+        for count in (0, 1, 2, 3, 4):
+            quick = flat_integers(array, count)
+            if quick is None:
+                continue
+            taken.add(name)
+            told = describe(array)
+            assert told.dtype in ("uint64", "int64") and told.shape == (count,) and not told.readonly, name
+            assert told.strides == (8,) or count < 2, name
+            assert quick[:2] == (told.address, -1 if told.device == "cpu" else int(told.device[5:])), name
+            assert (quick[2] is None) == (told.owner is None), name
+            assert quick[2] is None or quick[2].data_ptr() == told.owner.data_ptr(), name
+    assert taken >= {"uint64", "one of many", "a tensor", "a tensor, unsigned", "part of a tensor", "on a GPU, signed"}
+    assert not taken & {"locked", "negative", "less memory", "swapped", "on a GPU, {'data': (1099511627776, True)}"}
+
+
+def test_integers_inside_a_transform(torch: Any) -> None:
+    seen = torch.func.vmap(lambda one: one if flat_integers(one, 3) is None else 1 / 0)(torch.zeros(2, 3).long())
+    assert seen.shape == (2, 3)
 
 
 # ---- arrays that change while they are bound -------------------------------------------------------------------------

@@ -46,16 +46,10 @@ PAIRS = [
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small caches, so that small pools are beyond them."""
-    monkeypatch.setattr(measure, "cache_bytes", lambda _: 64 << 10)
-    monkeypatch.setattr(measure, "NOISE_BYTES", 1 << 20)
-    monkeypatch.setenv("KVBM_COMMIT", "abc1234")
+def small(small_caches: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("KVBM_TUNE", "0")  # no measuring for `auto`, and nothing written to the cache of whoever tests
-    measure._noise.cache_clear()
     copies._names.cache_clear()
     yield
-    measure._noise.cache_clear()
     copies._names.cache_clear()
 
 

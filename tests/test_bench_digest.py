@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
+import benching
 import kvbm
+from benching import MODEL, ON_CPU, run
 from kvbm.bench import cli, digest, measure
 from kvbm.bench.check import WrongCopyError
 
-MODEL = kvbm.load_shape("nl=2,no=2,nh=8,nt=16,hd=16,dtype=bfloat16")
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(measure, "cache_bytes", lambda _: 64 << 10)
-    monkeypatch.setattr(measure, "NOISE_BYTES", 1 << 20)
-    monkeypatch.setenv("KVBM_COMMIT", "abc1234")
-    measure._noise.cache_clear()
-    yield
-    measure._noise.cache_clear()
+pytestmark = pytest.mark.usefixtures("small_caches")
 
 
 def ran(*arguments: str) -> list[dict[str, str]]:
-    command = ["digest", "--device", "cpu", "--iters", "1", "--profile", str(MODEL), *arguments]
-    found = CliRunner().invoke(cli.bench, command)
-    assert found.exit_code == 0, (found.output, found.exception)
-    comment, *lines = found.stdout.splitlines()
-    assert comment.startswith("# kvbm abc1234")
-    rows = list(csv.DictReader(lines))
+    rows = benching.ran(cli.bench, "digest", *ON_CPU, *arguments)
     assert tuple(rows[0]) == digest.COLUMNS
     return rows
 
@@ -53,8 +37,7 @@ def test_every_pair_is_measured_beside_its_copy() -> None:
 
 def test_quick_runs_and_the_table(tmp_path: Path) -> None:
     out = tmp_path / "results" / "digest.csv"
-    command = ["digest", "--device", "cpu", "--iters", "1", "--profile", str(MODEL), "--quick", "--out", str(out)]
-    found = CliRunner().invoke(cli.bench, command)
+    found = run(cli.bench, "digest", *ON_CPU, "--quick", "--out", str(out))
     assert found.exit_code == 0, (found.output, found.exception)
     assert "staged: left out: it needs a GPU" in found.stderr
     assert "NumPy's sum" in found.stdout and "zlib.crc32" in found.stdout

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import sys
-from collections.abc import Iterator
 
 import pytest
-from click.testing import CliRunner
 
-import kvbm
-from kvbm.bench import measure, messages, reshard
+import benching
+from benching import MODEL, ON_CPU, run
+from kvbm.bench import messages, reshard
 from kvbm.bench.check import WrongCopyError
 
-MODEL = kvbm.load_shape("nl=2,no=2,nh=8,nt=16,hd=16,dtype=bfloat16")
+pytestmark = pytest.mark.usefixtures("small_caches")
 PLACES = ("cpu", "cpu")
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (measure, messages):
-        monkeypatch.setattr(module, "cache_bytes", lambda _: 64 << 10)
-    monkeypatch.setattr(measure, "NOISE_BYTES", 1 << 20)
-    monkeypatch.setenv("KVBM_COMMIT", "abc1234")
-    measure._noise.cache_clear()
-    yield
-    measure._noise.cache_clear()
-
-
 def ran(*arguments: str) -> list[dict[str, str]]:
-    found = CliRunner().invoke(
-        reshard.reshard, ["--device", "cpu", "--iters", "1", "--profile", str(MODEL), *arguments]
-    )
-    assert found.exit_code == 0, (found.output, found.exception)
-    comment, *lines = found.stdout.splitlines()
-    assert comment.startswith("# kvbm abc1234")
-    rows = list(csv.DictReader(lines))
+    rows = benching.ran(reshard.reshard, *ON_CPU, *arguments)
     assert tuple(rows[0]) == reshard.COLUMNS
     return rows
 
@@ -79,7 +60,6 @@ def test_host_times_stand_beside_todays_calls() -> None:
 
 
 def test_a_second_gpu_that_is_not_there_is_said(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    arguments = ["--device", "cpu", "--iters", "1", "--profile", str(MODEL), "--what", "peer,plan", "--quick"]
-    found = CliRunner().invoke(reshard.reshard, [*arguments, "--out", str(tmp_path / "out.csv")])
+    found = run(reshard.reshard, *ON_CPU, "--what", "peer,plan", "--quick", "--out", str(tmp_path / "out.csv"))
     assert found.exit_code == 0 and "it needs two GPUs" in found.stderr
     assert "reached" in found.stdout and "plan and proof" in found.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import mmap
 import sys
 import time
@@ -11,31 +10,13 @@ import types
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
+from benching import ran, read, run
 from kvbm import kernels
 from kvbm.bench import interference, overhead, plot, scale, section
 from kvbm.errors import CudaUnavailableError, KvbmError, SpecError
 
 SHAPE = "nl=2,no=2,nh=2,nt=4,hd=16,dtype=float16"  # 1 KiB a block
-
-
-def run(command, *arguments: str):  # type: ignore[no-untyped-def]
-    return CliRunner().invoke(command, list(arguments))
-
-
-def read(text: str) -> tuple[str, list[dict[str, str]]]:
-    """The comment, and the rows; every row has every column."""
-    comment, *lines = text.splitlines()
-    rows = list(csv.DictReader(lines))
-    assert comment.startswith("# kvbm ") and all(None not in row and None not in row.values() for row in rows)
-    return comment, rows
-
-
-def ran(command, *arguments: str) -> list[dict[str, str]]:  # type: ignore[no-untyped-def]
-    result = run(command, *arguments)
-    assert result.exit_code == 0, (result.output, result.exception)
-    return read(result.stdout)[1]
 
 
 def column(rows: list[dict[str, str]], name: str, **where: str) -> list[str]:

@@ -34,7 +34,7 @@ import strategies
 from digest_oracle import MASK, Block
 from kvbm import BindError, BlockShape, DigestError, LayoutError, Model, PlanError, Pool, spec
 from kvbm.testing.digests import digest as defined
-from memory import numpy_views
+from memory import FakeCuda, numpy_views
 from processes import FakeDriver
 from test_planes import shapes
 from test_sections import Meant, Plain, Planar, cannot, divisors, drawn, moved, some
@@ -578,6 +578,84 @@ def test_results_that_are_refused(out: Any, match: str) -> None:
             side.pool.digest([0], **{name: 5})
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [5, [0, 5], [-2], [1.5], ["a"], "ab", b"ab", True, [True], 1 << 70, [1 << 70], np.zeros((2, 2), int), np.zeros(2), range(9),
+     np.array(7), object(), {}, {0}, np.uint64([1 << 63]), np.zeros(2, "M8[s]"), np.ma.masked_array([1]), FakeCuda((2,), "int64")],
+    ids=repr,
+)  # fmt: skip
+def test_ids_that_are_refused(wrong: Any) -> None:
+    """By their name: a digest has no source and no destination."""
+    pool = Plain("nhd", SMALL, 5).pool
+    for part, most in ((pool, 4), (pool.whole, 4), (pool.section(l=0), 4), (pool.units(SMALL.nt), 4)):
+        with pytest.raises(BindError, match=r"^ids(\[\d+\] is|(\[\d+\])?: expected)") as refused:
+            part.digest(wrong)
+        assert "src" not in str(refused.value) and "dst" not in str(refused.value)
+        if isinstance(wrong, int) and wrong == 5:
+            assert f"expected 0 to {most}" in str(refused.value)
+
+
+def changed(how: str, torch: Any) -> tuple[Any, Any]:
+    """Memory for three digests, and what it becomes under the same name: no longer that."""
+    array = np.zeros(3, np.uint64)
+    tensor = torch.zeros(3, dtype=torch.int64)
+    match how:
+        case "locked":
+            return array, lambda: array.setflags(write=False)
+        case "shape":
+            return array, lambda: setattr(array, "shape", (1, 3))
+        case "dtype":
+            return array, lambda: setattr(array, "dtype", np.float64)
+        case "resize":
+            return array, lambda: array.resize(2, refcheck=False)
+        case "state":
+            return array, lambda: array.__setstate__((1, (3,), np.dtype("f8"), False, bytes(24)))
+        case "set_":
+            return tensor, lambda: tensor.set_(torch.zeros(2, dtype=torch.int64))
+        case "resize_":
+            return tensor, lambda: tensor.resize_(4)
+        case "data":
+            return tensor, lambda: setattr(tensor, "data", torch.zeros(6, dtype=torch.int64)[::2])
+        case "storage":
+            return tensor, lambda: tensor.untyped_storage().resize_(16)
+    raise AssertionError(how)
+
+
+@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
+@pytest.mark.parametrize("how", ["locked", "shape", "dtype", "resize", "state", "set_", "resize_", "data", "storage"])
+def test_results_that_change_between_two_calls(how: str, torch: Any) -> None:
+    """Under the same name, and at the same address, there may be another array: nothing is remembered of one."""
+    src, dst = Plain("nhd", SMALL, 5), Plain("universal", SMALL, 5, dst=True)
+    move = kvbm.Transfer(src.pool, dst.pool)
+    for call in (
+        lambda out: move.copy([3, -1, 0], [0, 1, 2], digests=out),
+        lambda out: src.pool.digest([3, -1, 0], out=out),
+    ):
+        out, change = changed(how, torch)
+        call(out)
+        change()
+        with pytest.raises(BindError, match="digests: "):
+            call(out)
+
+
+def test_results_that_move_between_two_calls(torch: Any) -> None:
+    """Other memory of the same kind is written where it is now."""
+    src, dst = Plain("nhd", SMALL, 5), Plain("universal", SMALL, 5, dst=True)
+    move, want = kvbm.Transfer(src.pool, dst.pool), expected(src, [3, 0])
+    tensor, first = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    tensor.set_(first)
+    for _ in range(3):
+        move.copy([3, 0], [0, 1], digests=tensor)
+        assert (first.numpy().view(np.uint64) == want).all()
+        first = torch.zeros(2, dtype=torch.int64)
+        tensor.set_(first)
+    for _ in range(20):  # names of arrays that are gone are used again
+        out = np.zeros(2, np.uint64)
+        move.copy([3, 0], [0, 1], digests=out)
+        assert out.tolist() == want
+        del out
+
+
 def test_results_in_a_pool() -> None:
     """They would be part of what is digested, or copied over it."""
     shape = BlockShape(nl=1, no=2, nh=2, nt=4, hd=8, dtype="uint64")
@@ -773,12 +851,21 @@ def test_the_error_of_a_proof() -> None:
     ) as info:
         proof()
     assert info.value.pairs == (1,)
-    proof.report()
-    assert not untold
-    other = Proof("a → b", 3, -1, untold, pairs, lambda _: "")
-    other._memory[:] = [1, 2, 3, 1, 2, 4]
-    other.report()
-    assert untold[0].pairs == (2,)
+    del info, proof
+    gc.collect()
+    assert not untold, "it was asked for"
+    for is_enqueued in (False, True):
+        other = Proof("a → b", 3, -1, untold, pairs, lambda _: "")
+        other._memory[:] = [1, 2, 3, 1, 2, 4]
+        if is_enqueued:
+            done = kvbm._core.finished()
+            other.watch(done)
+            del other
+            assert not untold, "who has the Done may still ask"
+            del done
+        else:
+            del other
+        assert [error.pairs for error in untold] == [(2,)] * is_enqueued
 
 
 def test_an_error_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -854,6 +941,11 @@ class TestOnTheFakeDriver:
     def test_pools(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.pools")
 
+    @pytest.mark.usefixtures("torch")
+    @pytest.mark.parametrize("knob", ["0", "1"])
+    def test_pinned_to_the_end(self, fake_gpu: FakeDriver, knob: str) -> None:
+        fake_gpu("digests.pinned_to_the_end", FAKE_NO_RANGES=knob)
+
     def test_elements_are_turned(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.turned")
 
@@ -885,6 +977,12 @@ class TestOnTheFakeDriver:
 
     def test_told_once(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.told_once")
+
+    def test_told_when_dropped(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.told_when_dropped")
+
+    def test_memory_that_is_still_written(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("digests.memory_that_is_still_written")
 
     def test_a_captured_digest_wants_memory(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.a_captured_digest_wants_memory")

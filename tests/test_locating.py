@@ -246,7 +246,11 @@ def test_pairs_that_are_skipped_and_ids_that_do_not_fit(pools: Any) -> None:
         locate(src, dst, [0], [6])
     with pytest.raises(BindError, match="stream: the pools are on the CPU"):
         locate(src, dst, [0], [5], stream=2)
-    for tokens in ([1, 2], 1.5, [[1]], [[1], [1, 2]]):
+    for name in ("src_pool", "dst_pool", "src_ids", "dst_ids", "tokens", "stream"):
+        for wrong in (object(), 1.5, "x", b"x", [None], [1.5], {"a": 1}, slice(2), 1 << 70, 1j, True, np.zeros((2, 2)), kvbm):
+            with pytest.raises(BindError, match=r"expected|leave stream out"):
+                locate(**{"src_pool": src, "dst_pool": dst, "src_ids": [0], "dst_ids": [5]} | {name: wrong})
+    for tokens in ([1, 2], 1.5, [[1]], [[1], [1, 2]], -1, [-1]):
         with pytest.raises(BindError, match="tokens: expected 1 integers"):
             locate(src, dst, [0], [5], tokens=tokens)
     with pytest.raises(PlanError, match="axis 'h'"):

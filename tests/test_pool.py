@@ -424,3 +424,24 @@ def test_one_rule_for_pools_and_calls(dtype: str) -> None:
         except kvbm.DTypeError as error:
             said.append(str(error).partition(": expected")[2])
     assert len(said) in (0, 2) and len(set(said)) == (dtype in ("int16", "float32")), said
+
+
+def test_which_memory_a_pool_has() -> None:
+    """Arrays side by side, apart, and in the padding of others: a range meets the pool where it has a byte of one's span."""
+    random = np.random.default_rng(3)
+    for count in range(1, 40):
+        pool = kvbm.Pool(kvbm.load("nhd"), SHAPE, zeros("nhd"))
+        begins = 1000 + np.sort(random.integers(0, 200, count))
+        ends = begins + random.choice([1, 2, 8, 60], count)
+        pool._spans = np.stack([begins, ends], axis=1).astype(np.uint64)
+        inside = np.zeros(2000, bool)
+        for begin, end in zip(begins, ends, strict=True):
+            inside[begin:end] = True
+        edges = (np.flatnonzero(np.diff(inside)) + 1).tolist()
+        for begin in range(990, 1270):
+            for end in (begin - 1, begin, begin + 1, begin + 2, begin + 9, *edges):
+                assert pool.meets(begin, end) == inside[begin : max(begin, end)].any(), (count, begin, end)
+    pool = kvbm.Pool(kvbm.load("nhd"), SHAPE, zeros("nhd"))
+    for array in pool.arrays:
+        first, last = array.ctypes.data, array.ctypes.data + array.nbytes - 1
+        assert pool.meets(first, first + 1) and pool.meets(last, last + 1) and not pool.meets(first, first)

@@ -17,7 +17,7 @@ import plane_oracle
 import processes
 import reshard_oracle
 from chunking import Carried, case, engine, is_sendable
-from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard
+from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard, spec
 from kvbm.reshard import Cut, Packer, Trailer
 from kvbm.reshard.chunk import TRAILER
 from memory import aligned
@@ -94,7 +94,11 @@ def test_all_pairs_of_layouts_with_planes(family: str) -> None:
         carried(case(*sides, (2, no, nh, hd, dtype), range(number % 3, 11)), f"{src}{dst}")
 
 
-@pytest.mark.parametrize("kind", ["device", "pinned"])
+def test_wrong_chunks_on_a_gpu(fake_gpu: processes.FakeDriver) -> None:
+    fake_gpu("reshards.wrong_chunks")
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned", "few"])
 def test_every_byte_through_the_fake_driver(fake_gpu: processes.FakeDriver, kind: str) -> None:
     fake_gpu("reshards.chunks", 80_000, 40, kind)
 
@@ -401,3 +405,28 @@ def test_a_digest_is_of_coordinates_and_not_of_bytes() -> None:
             pair.unpack()
         unit[...] = before
     pair.unpack()
+
+
+def test_a_plane_that_the_tokens_of_a_block_share() -> None:
+    """Units are whole blocks, and parts of one are refused: one scale would be two ranks' to write."""
+    shape = BlockShape(nl=2, no=2, nh=4, nt=4, hd=16, dtype="bfloat16")
+    planes = "planes: {data: {order: t d, dtype: int8}, scale: {dtype: float32, shared: t}}\n"
+    ours, theirs = (
+        spec.parse(f'order: "{o}"\n{planes}', name="scaled")
+        for o in ("[l] b o h <data scale>", "[b] h l o <data scale>")
+    )
+    src, dst = (Placement(mesh, shard={"h": "tp"}, model=shape, name=mesh) for mesh in ("tp1", "tp2"))
+    made, pool = reshard.plan(src, dst), Pool.allocate(ours, src.shape(0), 4)
+    pools = [Pool.allocate(theirs, dst.shape(0), 4) for _ in range(3)]
+    for one in (pool, *pools):
+        for part in memory(one):
+            part[:] = np.random.default_rng(one is pool).integers(0, 256, part.size, np.uint8)
+    spans = Span([3, 0, 2], range(12)), Span([1, 3, 0], range(12))
+    reshard.Local(made, [pool], pools[1:])(*spans)
+    sent = Cut(Packer(made, 0, pool), spans[0])
+    slots = {(0, chunk.number): room(chunk.size) for chunk in sent.chunks[0]}
+    sent.pack(slots, key="k")
+    Cut(Packer(made, 0, pools[0], side="dst"), spans[1]).unpack(slots, key="k", verify="before")
+    assert all(np.array_equal(a, b) for a, b in zip(memory(pools[0]), memory(pools[1]), strict=True))
+    with pytest.raises(kvbm.PlanError, match="plane 'scale' has one element for 4 tokens, which units would share"):
+        Cut(Packer(made, 0, pool), Span([3, 0, 2], range(11)))

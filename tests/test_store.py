@@ -563,6 +563,102 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert store.verify(tmp_path / "out", progress=lambda *said: told.append(said)) == [] and len(told) == 6
 
 
+# ---- arguments of other types ------------------------------------------------------------------------------------------
+
+WRONG = {
+    "None": None, "an int": 5, "below 0": -1, "more than 64 bits": 1 << 70, "a float": 1.5, "a text": "universal", "bytes": b"x",
+    "True": True, "a list": [], "texts": ["a"], "a list of None": [None], "a list of lists": [[0]], "a list of bools": [True],
+    "a tuple": (), "a dict": {"a": 1}, "numbers by number": {1: 2}, "an object": object(), "a type": kvbm.Model, "a module": kvbm,
+    "an array": np.zeros(3), "two axes": np.zeros((2, 2), int), "no axis": np.array(7), "a mask": np.ma.masked_array([0]),
+    "a range": range(99), "a set": {0}, "a slice": slice(2), "a complex number": 1j, "a NUL": "\0", "half a character": "\ud800",
+    "a layout": kvbm.load("universal"), "a shape": SHAPE, "an exception": ValueError("x"),
+}  # fmt: skip
+ANY = {
+    "save": ("path", "pool", "ids", "layout", "digests", "metadata", "force", "progress"),
+    "load": ("path", "ids", "layout", "source", "shape", "num_blocks", "device", "verify", "progress"),
+    "convert": ("source", "target", "layout", "ids", "source_layout", "shape", "num_blocks", "device", "verify", "force",
+                "progress"),
+    "verify": ("path", "ids", "source", "progress"),
+    "digest": ("path", "ids", "source", "shape", "num_blocks", "progress"),
+    "add_digests": ("path", "source", "shape", "num_blocks", "progress"),
+    "create": ("path", "layout", "shape", "num_blocks", "digests", "metadata", "force"),
+    "read": ("path",),
+    "layout_of": ("stored",),
+    "pool": ("layout", "shape", "num_blocks"),
+    "of": ("pool", "ids", "kinds"),
+    "take": ("rows",),
+}  # fmt: skip
+#: What is no wrong one.
+RIGHT = {
+    "None": {"ids", "layout", "source", "source_layout", "shape", "num_blocks", "metadata", "progress", "kinds"},
+    "True": {"digests", "force", "verify"}, "a text": {"path", "target"}, "no axis": {"num_blocks"},
+    "an int": {"num_blocks"}, "a layout": {"layout"}, "a shape": {"shape"}, "a set": {"ids", "rows"}, "a list": {"ids", "rows"},
+    "a tuple": {"ids", "rows"}, "numbers by number": {"ids", "rows"}, "a type": {"progress"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "name"), [(function, name) for function, names in ANY.items() for name in names])
+def test_arguments_of_other_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, name: str) -> None:
+    """Each is an error of kvbm's that begins with what was wrong; no file is made, and none is lost."""
+    monkeypatch.chdir(tmp_path)
+    pool = noise("nhd", FEW)
+    store.save("in", pool)
+    store.save("bare", pool, digests=False)
+    stored = store.read("in")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def made(**arguments: Any) -> None:
+        with store.create(**arguments):
+            raise AssertionError("the arguments were taken")
+
+    call, arguments = {
+        "save": (store.save, {"path": "out", "pool": pool}),
+        "load": (store.load, {"path": "in"}),
+        "convert": (store.convert, {"source": "in", "target": "out", "layout": pool.layout}),
+        "verify": (store.verify, {"path": "in"}),
+        "digest": (store.digest, {"path": "in"}),
+        "add_digests": (store.add_digests, {"path": "bare"}),
+        "create": (made, {"path": "out", "layout": pool.layout, "shape": pool.shape, "num_blocks": 2}),
+        "read": (store.read, {"path": "in"}),
+        "layout_of": (store.layout_of, {"stored": stored}),
+        "pool": (stored.pool, {"layout": pool.layout}),
+        "of": (store.Digests.of, {"pool": pool}),
+        "take": (store.Digests.of(pool).take, {"rows": [0]}),
+    }[function]
+    for kind, wrong in (WRONG | {"a section": pool.section(l=0), "the pool": pool, "the file": stored}).items():
+        if name in RIGHT.get(kind, ()) or (name, kind) == ("pool", "the pool") or (name, kind) == ("stored", "the file"):
+            continue
+        if kind == "a text" and name == "source" and function == "convert":
+            continue
+        with pytest.raises(kvbm.KvbmError) as error:
+            call(**arguments | {name: wrong})
+        if kind in ("an object", "a float", "a section", "a module"):
+            assert str(error.value).startswith((f"{name}: expected", "in: expected numbers of blocks")), kind
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before, kind
+
+
+def test_digests_of_other_blocks(tmp_path: Path) -> None:
+    """More of them than there are blocks would be written over the blocks."""
+    pool = noise("nhd", FEW)
+    known = store.Digests.of(pool)
+    for wrong in (
+        known.take([0, 1]),
+        store.Digests(known.blocks, known.tokens, known.layers),
+        store.Digests(known.blocks.view(np.int64)),  # type: ignore[arg-type]
+        store.Digests([1, 2, 3]),  # type: ignore[arg-type]
+        store.Digests(known.blocks[:, None]),
+    ):
+        with (
+            pytest.raises(kvbm.BindError, match=r"^digests: \w+: expected an array \(3,.*\) of uint64, got"),
+            store.create(tmp_path / "out", pool.layout, pool.shape, 3, digests=wrong),
+        ):
+            raise AssertionError("they were taken")
+    assert list(tmp_path.iterdir()) == []
+    with store.create(tmp_path / "out", pool.layout, pool.shape, 3, digests=known) as made:
+        kvbm.convert(pool, made)
+    assert store.verify(tmp_path / "out") == []
+
+
 # ---- whole, or not at all ----------------------------------------------------------------------------------------------
 
 KILLED = """

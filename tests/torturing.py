@@ -45,6 +45,7 @@ import oracle
 import plane_oracle
 import reshard_oracle
 import test_sections
+from failing import ADVICE, LIVE, every_call, in_child
 from kvbm import BlockShape, CudaError, DigestError, KvbmError, LayoutError, PlanError, Pool, spec, store
 from kvbm.digest import alike, alone, keys_of
 from kvbm.planner import between
@@ -617,8 +618,6 @@ def flip_on_fake(rng: random.Random, at: Scene, move: kvbm.Transfer, flip: Flip)
 class Fake:
     """Knobs and counters of the driver that is not one."""
 
-    KINDS = ("events", "streams", "allocations", "pinned allocations", "modules")
-
     def __init__(self) -> None:
         self.driver = ctypes.CDLL("libcuda.so.1")
         self.driver.fake_end_capture.restype = ctypes.c_void_p
@@ -667,34 +666,6 @@ class Fake:
         return done
 
 
-def in_child(call: Callable[[], Any], limit: int = 60) -> str:
-    """What a function says, in a process of its own."""
-    readable, writable = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(limit)
-            os.write(writable, str(call()).encode())
-            status = 0
-        except BaseException as error:
-            os.write(writable, f"{type(error).__name__}: {error!s:.2000}".encode())
-        finally:
-            os._exit(status)
-    os.close(writable)
-    with os.fdopen(readable) as stream:
-        said = stream.read()
-    status = os.waitpid(child, 0)[1]
-    assert status == 0, f"status {os.waitstatus_to_exitcode(status)}: {said}"
-    return said
-
-
-#: Whose failure may change nothing: a slot whose event cannot be recorded is not used again; an allocation's ends save questions;
-#: whether an older copy is done is asked again.
-ADVICE = ("cuEventRecord", "cuPointerGetAttributes", "cuEventQuery")
-
-
 def action(rng: random.Random) -> Callable[[], None]:
     """A copy, digests of a pool, a captured copy, or pinned memory: all that it takes, from the pools on, and its check."""
     start, what = rng.getrandbits(64), rng.choice(("copy", "copy", "verify", "verify", "digest", "graph", "pin"))
@@ -712,19 +683,19 @@ def action(rng: random.Random) -> Callable[[], None]:
                 pool.digest()
                 fail_at.value = 0
             return
-        with transfer(again, at, verify=what == "verify") as move:
+        with transfer(again, at, verify=what == "verify") as move, contextlib.ExitStack() as stack:
             if what == "graph":
                 fake.defer(1)
                 try:
                     fake.driver.fake_begin_capture(ctypes.c_void_p(6))
                     try:
                         move.copy(at.src_ids, at.dst_ids, stream=6)
-                    finally:
-                        graph = fake.driver.fake_end_capture()
+                    finally:  # also of a copy that failed half-way: the graph has a ring as long as it lives
+                        graph = ctypes.c_void_p(fake.driver.fake_end_capture())
+                        stack.callback(lambda: graph and fake.driver.fake_destroy_graph(graph))
                     assert graph, "a stream of the capture was left behind"
-                    fake.driver.fake_launch_graph(ctypes.c_void_p(graph), ctypes.c_void_p(5))
+                    fake.driver.fake_launch_graph(graph, ctypes.c_void_p(5))
                     fake.pump()
-                    fake.driver.fake_destroy_graph(ctypes.c_void_p(graph))
                 finally:
                     fake.defer(0)
             else:
@@ -741,60 +712,12 @@ def action(rng: random.Random) -> Callable[[], None]:
 def calls(rng: random.Random, device: str) -> Found:
     """Calls of the driver that an action makes fail, one after the other: about half of them a round."""
     call = action(rng)
-    many = 1 << 30
-
-    def attempt(number: int) -> str:
-        fake = Fake()
-        fail_at = fake.number("fake_fail_at")
-        start_fail = number or many
-        made = []
-
-        def armed() -> None:
-            fail_at.value = start_fail
-            try:
-                call()
-            finally:
-                made.append(many - fail_at.value if not number else 0)
-                fail_at.value = 0
-
-        raised = ""
-        counted = -1
-        try:
-            armed()
-        except (KvbmError, MemoryError) as error:
-            raised = f"{type(error).__name__}: {error}"
-            del error
-        failed = (ctypes.c_char_p.in_dll(fake.driver, "fake_failed").value or b"").decode() if number else ""
-        gc.collect()
-        for _ in range(2):
-            call()
-        gc.collect()
-        fake.require_clean()
-        assert bool(raised) == bool(failed) or failed in ADVICE, f"{failed} failed without an exception"
-        del counted
-        return f"{failed or '-'}|{' '.join(map(str, fake.live))}|{fake.number('registered').value}"
-
-    found: Found = Counter()
-    clean: list[int] = []
-    number = 0
-    while number < 400:
-        try:
-            name, live, registered = in_child(lambda n=number: attempt(n)).split("|")
-        except AssertionError as error:
-            raise AssertionError(f"{call.__name__}: call {number}: {error}") from None
-        left = [*map(int, live.split()), int(registered)]
-        if number == 0:
-            clean = left
-        elif name == "-":
-            break
-        else:
-            lost = name in ("cuEventRecord", "cuEventQuery")
-            for kind, now, was in zip((*Fake.KINDS, "registrations"), left, clean, strict=True):
-                assert now <= was + lost, f"{call.__name__}: after {name} (call {number}) failed: {now} {kind}, without: {was}"
-            found["injected"] += 1
-            found["done" if name in ADVICE else "stated error"] += 1
-            found[name] += 1
-        number += rng.choice((1, 2, 3)) if number else 1  # other rounds meet the others
+    verifies, step = call.__name__ == "verify", lambda: rng.choice((1, 2, 3))  # other rounds meet the others
+    names = every_call(call.__name__, call, verifies=verifies, step=step, most=400)
+    found: Found = Counter(names)
+    found["injected"] = names.total()
+    for name, times in names.items():
+        found["done" if name in ADVICE else "stated error"] += times
     return found
 
 
@@ -826,7 +749,7 @@ def device_memory(rng: random.Random, device: str) -> Found:
 
     _, clean = in_child(lambda: attempt(False)).split("|")
     said, live = in_child(lambda: attempt(True)).split("|")
-    for kind, now, was in zip(Fake.KINDS, live.split(), clean.split(), strict=True):
+    for kind, now, was in zip(LIVE, live.split(), clean.split(), strict=True):
         assert int(now) <= int(was), f"{call.__name__}: {room} bytes: {now} {kind}, without: {was}"
     return Counter({"injected": 1, said: 1})
 
@@ -1238,7 +1161,7 @@ class Soak:
             "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
         }
         if self.device == "fake":
-            found |= dict(zip(Fake.KINDS, Fake().live, strict=True))
+            found |= dict(zip(LIVE, Fake().live, strict=True))
         elif self.device != "host":
             import torch
 

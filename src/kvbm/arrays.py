@@ -6,6 +6,7 @@ import math
 import operator
 import sys
 from collections.abc import Sequence
+from ctypes import addressof, c_char
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = [
     "describe",
     "empty",
     "find_overlap",
+    "flat_integers",
     "numpy_dtype",
     "of_view",
     "other_order",
@@ -41,6 +43,8 @@ _PLAIN = {1: ("uint8", "int8", "void8"), 2: ("uint16", "int16", "void16")}
 #: What a foreign object raises where it keeps to its protocol only in part.
 _MALFORMED = (AttributeError, BufferError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _SWAPPED = ">" if sys.byteorder == "little" else "<"
+_INTEGERS = np.dtype(np.uint64), np.dtype(np.int64)
+_TYPESTRS = tuple(dtype.str for dtype in _INTEGERS)
 
 
 class Array(NamedTuple):
@@ -113,6 +117,64 @@ def describe(array: Any, what: str = "array") -> Array:
         f"{what}: expected a torch tensor, a NumPy array, or an object with __cuda_array_interface__ or __dlpack__, "
         f"got {type(array).__name__}"
     )
+
+
+def flat_integers(array: Any, count: int) -> tuple[int, int, Any] | None:
+    """Look at contiguous integers of 64 bits that may be written: a fifth of the time of `describe`, which every call spends.
+
+    Nothing is remembered of an array: under the same name and at the same address it may be another one, or no longer writable.
+
+    Parameters
+    ----------
+    array : as for `describe`
+    count : int
+        How many are expected.
+
+    Returns
+    -------
+    tuple or None
+        ``(address, CUDA device ordinal or -1, owner)``.  None where anything is otherwise, or cannot be seen from here: then
+        `describe` it, and say what is wrong.
+    """
+    kind, torch = type(array), sys.modules.get("torch")
+    if kind is np.ndarray:
+        if array.shape != (count,) or not count or (array.strides != (8,) and count > 1):
+            return None
+        if array.dtype not in _INTEGERS or not array.flags.writeable:
+            return None
+        return addressof(c_char.from_buffer(array)), -1, None  # a third of the time of array.ctypes.data
+    try:
+        if torch is not None and isinstance(array, torch.Tensor):
+            return _flat_tensor(array, count, torch) if kind is torch.Tensor else None
+        if isinstance(array, np.ndarray):
+            return None
+        interface = array.__cuda_array_interface__
+        typestr, (address, readonly) = interface["typestr"], interface["data"]
+        shape, strides, descr = interface["shape"], interface.get("strides"), interface.get("descr")
+        if typestr not in _TYPESTRS or shape != (count,) or (strides is not None and strides != (8,)) or readonly:
+            return None
+        if interface.get("mask") is not None or (descr is not None and descr != [("", typestr)]):
+            return None
+        if not 0 < address < 1 << 64 or {type(address), *map(type, shape), *map(type, strides or ())} != {int}:
+            return None
+        device = getattr(array, "device", None)
+        return address, device if type(device) is int and device >= 0 else _ordinal(array, address, ""), None
+    except Exception:  # the object's own code may raise anything, and raises it again
+        return None
+
+
+def _flat_tensor(tensor: Any, count: int, torch: Any) -> tuple[int, int, Any] | None:
+    dtype = tensor.dtype  # neither is complex or quantized
+    if dtype is not torch.int64 and dtype is not getattr(torch, "uint64", None):
+        return None
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_neg():
+        return None
+    if tensor.shape != (count,) or (count > 1 and tensor.stride() != (1,)) or not (tensor.is_cuda or tensor.is_cpu):
+        return None
+    address, storage = tensor.data_ptr(), tensor.untyped_storage()
+    if address + 8 * count > storage.data_ptr() + storage.nbytes():
+        return None
+    return address, tensor.get_device(), storage
 
 
 def _tensor(tensor: Any, what: str, torch: Any) -> Array:
@@ -219,7 +281,7 @@ def _ordinal(array: Any, address: int, what: str) -> int:
     device = getattr(array, "device", None)
     # JAX counts the devices of all processes by `id`, those of this one by `local_hardware_id`.
     for index in (getattr(device, "local_hardware_id", None), getattr(device, "id", None), device):
-        if isinstance(index, int):
+        if isinstance(index, int) and index >= 0:
             return index
     from . import _core
 

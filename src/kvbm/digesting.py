@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,17 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from .arrays import Array, describe
+from .arrays import describe, flat_integers
 from .digest import Keys, Told, alone
 from .errors import BindError, CudaError, DigestError, MissingKernelError
 from .locks import Lock
 from .lower import Launch, Steps
-from .memory import Slab
+from .memory import Slab, find_ranges
 from .prepare import digest_copies
 from .shapes import round_up
 from .streams import framework_of, framework_stream
 
 if TYPE_CHECKING:
+    from .pool import Pool
     from .selection import PoolSection
 
 __all__ = ["CopyDigests", "Digester", "Proof", "digest_array", "fused_copies", "unit_positions"]
@@ -58,10 +58,13 @@ class Digester:
         )
 
     def digest(
-        self, pool: object, ids: Any, tokens: Any, out: Any, stream: Any, wait: Any
+        self, pool: Pool, ids: Any, tokens: Any, out: Any, stream: Any, wait: Any
     ) -> npt.NDArray[np.uint64] | _core.Done:
         most = self.num_ids if ids is None else _MOST
-        pairs = _core.Pairs(ids, None, self.num_ids, most, False, self.device)
+        try:
+            pairs = _core.Pairs(ids, None, self.num_ids, most, False, self.device)
+        except BindError as error:  # of the source ids of a copy: here there is no other side
+            raise BindError(str(error).replace("src_ids", "ids")) from None
         if tokens is None and self.units > 1:
             tokens = unit_positions(ids, pairs, self.units, self.unit_tokens)
         positions = None if tokens is None else _core.Positions(tokens, len(pairs), self.device)
@@ -72,15 +75,14 @@ class Digester:
                         f"{name}: the pool is on the CPU, where digests are done when the call returns; leave {name} out"
                     )
             found: npt.NDArray[np.uint64] = np.zeros(len(pairs), np.uint64) if out is None else out
-            told = digest_array(found, len(pairs), -1, () if out is None else (pool,))
-            self.route.digest(pairs, positions, told.address)
+            address, _, _ = digest_array(found, len(pairs), -1, () if out is None else (pool,))
+            self.route.digest(pairs, positions, address)
             return found
         if stream is None:
             stream = framework_stream(self.framework, self.device)
         if out is not None:
-            told = digest_array(out, len(pairs), self.device, (pool,))
-            far = told.device == "cpu"
-            return self.route.digest(pairs, positions, told.address, far, stream, wait, (pool, out, told.owner))
+            address, far, keep = digest_array(out, len(pairs), self.device, (pool,))
+            return self.route.digest(pairs, positions, address, far, stream, wait, (pool, keep))
         found = np.zeros(len(pairs), np.uint64)
         done = self.route.digest(pairs, positions, found.ctypes.data, True, stream, wait, (pool, found))
         if done.captured:
@@ -132,8 +134,8 @@ def unit_positions(ids: Any, pairs: _core.Pairs, units: int, tokens: int) -> npt
     return np.where(numbers < 0, 0, numbers % units) * tokens
 
 
-def digest_array(array: Any, count: int, device: int, pools: Iterable[Any]) -> Array:
-    """An array that takes digests.
+def digest_array(array: Any, count: int, device: int, pools: Iterable[Pool]) -> tuple[int, bool, Any]:
+    """Where digests are written: the address, whether kernels on a GPU write to host memory, and what keeps the memory.
 
     Raises
     ------
@@ -141,22 +143,33 @@ def digest_array(array: Any, count: int, device: int, pools: Iterable[Any]) -> A
         No contiguous array of `count` 64-bit integers that may be written, or one that lies elsewhere than the kernels reach, or
         in one of the pools.
     """
+    address, where, owner = flat_integers(array, count) or _described(array, count)
+    end = address + 8 * count
+    if where != device and (where >= 0 or not _is_pinned(address, end)):
+        on, found = ("cpu" if index < 0 else f"cuda:{index}" for index in (device, where))
+        raise BindError(f"digests: expected memory on {on}, or pinned host memory, got an array on {found}")
+    for pool in pools:
+        if pool.meets(address, end):
+            raise BindError(f"digests: expected memory of its own, got an array that lies in the memory of {pool!r}")
+    return address, where != device, (array, owner)
+
+
+def _described(array: Any, count: int) -> tuple[int, int, Any]:
+    """`flat_integers` of any array, or what is wrong with it."""
     told = describe(array, "digests")
-    where = "cpu" if device < 0 else f"cuda:{device}"
     if told.dtype not in ("uint64", "int64") or told.shape != (count,) or (count > 1 and told.strides != (8,)):
         raise BindError(
             f"digests: expected a contiguous array of {count} uint64 or int64, got shape {told.shape} of {told.dtype}"
         )
     if told.readonly:
         raise BindError("digests: expected an array that may be written, got a read-only one")
-    reached = told.device == where or (told.device == "cpu" and (not count or _core.memory_range(told.address)[1]))
-    if not reached:
-        raise BindError(f"digests: expected memory on {where}, or pinned host memory, got an array on {told.device}")
-    for pool in pools:
-        begin, end = told.address, told.address + 8 * count
-        if count and ((pool.spans[:, 0] < np.uint64(end)) & (pool.spans[:, 1] > np.uint64(begin))).any():
-            raise BindError(f"digests: expected memory of its own, got an array that lies in the memory of {pool!r}")
-    return told
+    return told.address, -1 if told.device == "cpu" else int(told.device.partition(":")[2]), told.owner
+
+
+def _is_pinned(begin: int, end: int) -> bool:
+    """Whether GPUs reach host memory; what lies behind the end of a registration they do not."""
+    behind = _core.memory_range(begin)[1]  # usually the driver is asked once
+    return end <= behind or find_ranges([(begin, end)], (), _core.memory_range) is not None
 
 
 @dataclass
@@ -212,6 +225,8 @@ def _kernels(copies: Sequence[_core.Copy]) -> str:
 class Proof:
     """The digests of both sides of a copy that verifies, and their comparison, which `Done.synchronize` calls.
 
+    Only the copy's `Done` keeps it, and with it the memory: what nobody has asked for when the `Done` is gone, the next copy tells.
+
     Parameters
     ----------
     title : str
@@ -228,6 +243,9 @@ class Proof:
         Says where some of the pairs differ.
     """
 
+    _memory: npt.NDArray[np.uint64] | None = None
+    _is_asked = True  # before there is a copy to ask about, too
+
     def __init__(
         self,
         title: str,
@@ -238,22 +256,23 @@ class Proof:
         where: Callable[[Sequence[int]], str],
     ) -> None:
         self.title, self.count = title, count
-        self._pairs, self._where = pairs, where
+        self._pairs, self._where, self._untold = pairs, where, untold
         self._pinned = pinned if device >= 0 else None
         self._memory = self._pinned.take(2 * count) if self._pinned else np.zeros(2 * count, np.uint64)
-        self._untold, self.is_told = untold, False
-        self._reported: DigestError | None = None
 
     @staticmethod
     def settle(untold: list[DigestError]) -> None:
         """Keep the oldest copies that are done no longer, a few at a time; raise what was found of one that nobody waits for."""
-        pinned.release(4)
-        with contextlib.suppress(IndexError):  # none, or another thread's copy was faster
-            raise untold.pop(0)
+        if pinned.is_watching:
+            pinned.release(4)
+        if untold:
+            with contextlib.suppress(IndexError):  # another thread's copy was faster
+                raise untold.pop(0)
 
     @property
     def addresses(self) -> tuple[int, int]:
         """Of the source's and of the destination's."""
+        assert self._memory is not None
         start = int(self._memory.ctypes.data)
         return start, start + 8 * self.count
 
@@ -268,31 +287,19 @@ class Proof:
     def watch(self, done: _core.Done) -> None:
         """Keep the memory until the copy is done, whoever drops what waits for it; a captured one's the caller keeps."""
         done.proof = self
-        if not self._pinned:
-            self.report()
-        elif not done.captured:
-            self._pinned.watch(done)
-
-    def report(self) -> None:
-        """What was found of a copy that is done, where nobody asked."""
-        try:
-            if not self.is_told:
-                self._compare(lambda _: "")
-        except DigestError as error:
-            self._reported = error.with_traceback(None)  # whose frames have the pools
-            self._untold.append(self._reported)
+        if not done.captured:
+            self._is_asked = False
+            if self._pinned:
+                self._pinned.watch(done)
 
     def __call__(self) -> None:
-        self.is_told = True
-        if self._reported in self._untold:  # whoever waits is told here, and not at another copy
-            with contextlib.suppress(ValueError):  # another thread's copy may have been faster
-                self._untold.remove(self._reported)
+        self._is_asked = True
         if self._pinned:
             self._pinned.release()
         self._compare(self._where)
 
     def _compare(self, where: Callable[[Sequence[int]], str]) -> None:
-        self.is_told = True
+        assert self._memory is not None
         src, dst = self._memory[: self.count], self._memory[self.count : 2 * self.count]
         wrong = np.flatnonzero(src != dst)
         if wrong.size:
@@ -308,8 +315,16 @@ class Proof:
             raise DigestError("\n".join(filter(None, lines)), pairs=pairs)
 
     def __del__(self) -> None:
-        if hasattr(self, "_memory") and self._pinned:
-            self._pinned.give(self._memory)
+        if self._memory is None:
+            return
+        try:
+            if not self._is_asked:  # and the copy is done: until then it is watched
+                self._compare(lambda _: "")
+        except DigestError as error:
+            self._untold.append(error.with_traceback(None))  # whose frames have the pools
+        finally:
+            if self._pinned:
+                self._pinned.give(self._memory)
 
 
 class _Pinned:
@@ -338,23 +353,21 @@ class _Pinned:
         with self._lock:
             self._free[memory.size].append(memory)
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether there are copies to ask; another thread's may just have come or gone."""
+        return bool(self._watched)
+
     def watch(self, done: _core.Done) -> None:
         with self._lock:
             self._watched.append(done)
 
     def release(self, most: int = 64) -> None:
-        """Watch those of the oldest copies no longer that are done, and report what nobody waits for."""
-        ready: list[_core.Done] = []
+        """Watch those of the oldest copies no longer that are done."""
+        ready: list[_core.Done] = []  # not dropped with the lock held: whoever drops the last one compares, and gives memory back
         with self._lock, contextlib.suppress(CudaError):  # of an older copy: whoever waits for that is told
-            for _ in range(min(len(self._watched), most)):
-                if not self._watched[0].query():
-                    break
-                one = self._watched.popleft()
-                # Two references: `one`, and the call's.  Who has another may still ask.
-                is_held = not one.proof.is_told and sys.getrefcount(one) > 2
-                (self._watched if is_held else ready).append(one)
-        for one in ready:  # not with the lock held: what is dropped gives memory back
-            one.proof.report()
+            while self._watched and len(ready) < most and self._watched[0].query():
+                ready.append(self._watched.popleft())
 
 
 pinned = _Pinned()

@@ -173,8 +173,10 @@ def locate(
         starts = np.atleast_1d(np.asarray(0 if tokens is None else _on_host(tokens)))
     except (TypeError, ValueError):  # rows of other lengths
         starts = np.zeros((0, 0))
-    if starts.dtype.kind not in "iu" or starts.shape not in ((1,), (count,)):
-        raise BindError(f"tokens: expected {count} integers, the position of each pair's first token, got {tokens!r:.200}")
+    if starts.dtype.kind not in "iu" or starts.shape not in ((1,), (count,)) or (starts < 0).any():
+        raise BindError(
+            f"tokens: expected {count} integers from 0 on, the position of each pair's first token, got {tokens!r:.200}"
+        )
     starts = np.broadcast_to(starts, (count,))
     _wait(stream, src, dst)
     kept = np.flatnonzero((ids >= 0).all(axis=0))

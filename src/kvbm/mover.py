@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -382,35 +381,33 @@ class Mover:
     ) -> _core.Done:
         """`copy`, of which the digests are written to `out`, or compared on both sides."""
         try:
-            found = self.digested(layers)
+            found = self.routes.get(("digests", layers)) or self.digested(layers)
         except TypeError:
             raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
         if verifies and self.unreached:
             raise BindError(f"{self.title}: verify: the destination is digested by a kernel, and {self.unreached}")
-        stream = self._stream(stream, wait)
-        pairs = found.route.pairs_of(src_ids, dst_ids)
+        if self.on_host or stream is None:
+            stream = self._stream(stream, wait)
+        route, units = found.route, self.src.section
+        pairs = route.pairs_of(src_ids, dst_ids)
         count = len(pairs)
-        if tokens is None and self.src.section.units > 1:
-            units = self.src.section
+        if tokens is None and units.units > 1:
             tokens = unit_positions(src_ids, pairs, units.units, units.shape.nt // units.units)
         positions = None if tokens is None else _core.Positions(tokens, count, self.device)
         address, far, keep = 0, False, None
         if out is not None:
-            array = digest_array(out, count, self.device, self.keep or ())
-            address, far, keep = array.address, not self.on_host and array.device == "cpu", (out, array.owner)
+            address, far, keep = digest_array(out, count, self.device, self.keep or ())
         Proof.settle(self.untold)
-        proof = None
-        if verifies:
-            assert self.parts is not None  # a transfer keeps them, and it alone verifies
-            where = functools.partial(told, *self.parts, pairs, layers)
-            proof = Proof(self.title, count, self.device, self.untold, pairs, where)
-        both, kept = proof.addresses if proof else (0, 0), (keep, proof, self.keep)
-        with proof or contextlib.nullcontext():
-            done = found.route.copy_digested(pairs, positions, address, far, both, stream, wait, kept)
-        if proof:
-            proof.watch(done)
-            if done.captured:
-                self.captured.append(done)
+        if not verifies:
+            return route.copy_digested(pairs, positions, address, far, (0, 0), stream, wait, (keep, self.keep))
+        assert self.parts is not None  # a transfer keeps them, and it alone verifies
+        where = functools.partial(told, *self.parts, pairs, layers)
+        with Proof(self.title, count, self.device, self.untold, pairs, where) as proof:
+            kept = (keep, proof, self.keep)
+            done = route.copy_digested(pairs, positions, address, far, proof.addresses, stream, wait, kept)
+        proof.watch(done)
+        if done.captured:
+            self.captured.append(done)
         return done
 
     def _stream(self, stream: Any, wait: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -523,6 +523,20 @@ class Pool(FromEngines):
             ends = self.addresses + extents[self.resolved.kind_of_entry]
             self._spans = np.stack([self.addresses, ends], axis=1)[np.argsort(self.addresses, kind="stable")]
         return self._spans
+
+    def meets(self, begin: int, end: int) -> bool:
+        """Whether a byte of ``[begin, end)`` lies in an array, padding included."""
+        edges = self._edges
+        at = bisect_right(edges, begin)
+        return begin < end and (at % 2 == 1 or edges[at] < end)
+
+    @functools.cached_property
+    def _edges(self) -> list[int]:
+        """Where memory of the arrays begins and ends, in turns and ascending; then the end of all addresses."""
+        begins, ends = self.spans[:, 0], np.maximum.accumulate(self.spans[:, 1])
+        apart = begins[1:] > ends[:-1]
+        edges = np.stack([begins[np.append(True, apart)], ends[np.append(apart, True)]], axis=1)
+        return [*edges.ravel().tolist(), 1 << 64]
 
     def require_distinct(self) -> None:
         """No two arrays share an element's byte.  Where rows are padded, arrays may lie in each other's padding."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import random
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 
 import kvbm
 import plane_oracle
+from failing import every_call
 from kvbm import BlockShape, DigestError
 from kvbm.digest import alone, keys_of
 from memory import FakeCuda
@@ -165,7 +164,42 @@ def pools() -> None:
             driver_says_ordinary(ordinary)
             part.digest(ids, out=ordinary, stream=5)
         assert part.digest([], stream=5).size == 0
+        nowhere = Out(n, device=-1)  # no GPU's number: the driver is asked
+        part.digest(ids, out=nowhere.array, stream=5).synchronize()
+        assert nowhere.found() == want
     assert count("illegal") == 0 and count("pushes") == count("pops")
+
+
+def pinned_to_the_end() -> None:
+    """Digests in host memory of which GPUs reach the beginning alone."""
+    s, d = Plain("nhd", SHAPE, 5, where=0), Plain("universal", SHAPE, 5, dst=True, where=0)
+    memory, n = np.zeros(16, np.uint64), 3
+    pinned = (ctypes.c_ulonglong * 2).in_dll(driver, "fake_pinned")
+    with kvbm.Transfer(s.pool, d.pool) as move:
+        for last in range(16):
+            pinned[0], pinned[1] = memory[4:].ctypes.data, memory[last:].ctypes.data
+            driver_says_ordinary(memory[last:])
+            out = memory[5 : 5 + n]
+            for call in (
+                lambda out: move.copy([1, -1, 2], [0, 1, 2], stream=5, digests=out),
+                lambda out: s.pool.digest([1, -1, 2], out=out, stream=5),
+            ):
+                for given in (out, out[:, None][:, 0], torch_of(out)):
+                    memory[:] = 7
+                    if last >= 5 + n:
+                        call(given).synchronize()
+                        assert out.tolist() == expected(s, [1, -1, 2])
+                    else:
+                        with refused(kvbm.BindError, "digests: expected memory on cuda:0, or pinned host memory"):
+                            call(given)
+                        assert set(memory.tolist()) == {7}
+        move.copy([], [], stream=5, digests=np.zeros(0, np.uint64))
+
+
+def torch_of(array: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(array.view(np.int64))
 
 
 def driver_says_ordinary(array: np.ndarray) -> None:
@@ -404,6 +438,51 @@ def told_once() -> None:
         assert seen() is None, "a copy that is done keeps its pools"
 
 
+def told_when_dropped() -> None:
+    """As long as somebody has the Done of a wrong copy, others say nothing of it; then the next one does, whenever it was done."""
+    wrong = ctypes.c_long.in_dll(driver, "fake_wrong")
+    defer(1)
+    s, d = Plain("nhd", SHAPE, 9, where=0), Plain("universal", SHAPE, 9, dst=True, where=0)
+    with kvbm.Transfer(s.pool, d.pool, verify=True) as move:
+        for turn in range(3):
+            wrong.value = 1
+            done: Any = move.copy([1, 2], [3, 4], stream=5)
+            if turn:
+                pump()
+            for _ in range(turn * 3):
+                move.copy([1, 2], [5, 6], stream=5).synchronize()
+            if turn == 2:  # in a cycle
+                done = [done]
+                done.append(done)
+            del done
+            gc.collect()
+            pump()
+            with refused(DigestError, "1 of 2 pairs differ"):
+                move.copy([1, 2], [5, 6], stream=5)
+            for _ in range(3):
+                move.copy([1, 2], [5, 6], stream=5).synchronize()
+
+
+def memory_that_is_still_written() -> None:
+    """Digests of a copy that nobody waits for have their memory until it is done, and others have it afterwards."""
+    defer(1)
+    s, d = Plain("nhd", SHAPE, 9, where=0), Plain("universal", SHAPE, 9, dst=True, where=0)
+    with kvbm.Transfer(s.pool, d.pool, verify=True) as move:
+        first = set[tuple[int, int]]()
+        for _ in range(3):
+            taken = set()
+            for _ in range(20):
+                done = move.copy([1, 2], [3, 4], stream=5)
+                taken.add(done.proof.addresses)
+                del done
+                gc.collect()
+            assert len(taken) == 20
+            first = first or taken
+            assert taken == first, "memory is used again"
+            pump()
+            move.copy([1, 2], [3, 4], stream=5).synchronize()
+
+
 def a_captured_digest_wants_memory() -> None:
     s = Plain("nhd", SHAPE, 9, where=0)
     defer(1)
@@ -440,16 +519,9 @@ def memory_that_digests_share() -> None:
 # ---- a call of the driver fails ------------------------------------------------------------------------------------
 
 
-#: Whose failure may change nothing: a slot whose event cannot be recorded is not used again; an allocation's ends save questions;
-#: whether an older copy is done is asked again.
-ADVICE = ("cuEventRecord", "cuPointerGetAttributes", "cuEventQuery")
-
-
 def failing(copy: str) -> None:
     """Whichever call it is: it is said, what is alive is what would be, and the next try is right."""
     fail_at = ctypes.c_long.in_dll(driver, "fake_fail_at")
-    failed = ctypes.c_char_p.in_dll(driver, "fake_failed")
-    live = (ctypes.c_long * 5).in_dll(driver, "live")
     direction, strategy = ("d2h", copy) if copy in ("staged", "engine") else ("d2d", "direct")
     where = SIDES[direction]
     blocks = 12
@@ -473,46 +545,4 @@ def failing(copy: str) -> None:
         check(s, d, Meant(), Meant(), range(blocks), range(blocks)[::-1])
 
     want = expected(Plain("vllm/LBHNC", shape, blocks), range(blocks), tokens=None if copy == "pool" else [7] * blocks)
-
-    def attempt(number: int, results: int) -> None:
-        fail_at.value = number
-        try:
-            call()
-        except (kvbm.CudaError, kvbm.BindError, MemoryError):
-            raised = True
-        else:
-            raised = False
-        fail_at.value = 0
-        for _ in range(2):
-            call()
-        gc.collect()
-        said = (failed.value or b"").decode()
-        assert raised == bool(said) or said in ADVICE, said
-        assert count("pushes") == count("pops") and count("illegal") == 0
-        os.write(results, f"{said or '-'} {' '.join(map(str, live))}\n".encode())
-
-    number, clean, met = 0, list[int](), set[str]()
-    while True:
-        readable, results = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                attempt(number, results)
-            except BaseException as error:
-                print(f"{copy}: call {number}, {failed.value!r}:", repr(error), file=sys.stderr)
-                os._exit(1)
-            os._exit(0)
-        os.close(results)
-        with os.fdopen(readable) as stream:
-            told = stream.read().split()
-        assert os.waitpid(child, 0)[1] == 0, f"{copy}: call {number}"
-        name, left = told[0], [int(n) for n in told[1:]]
-        if number == 0:
-            clean = left
-        elif name == "-":
-            break
-        met.add(name)
-        lost = name in ("cuEventRecord", "cuEventQuery")  # a slot; an event that the next copy could not take yet
-        assert all(now <= was + lost for now, was in zip(left, clean, strict=True)), (copy, number, name, left, clean)
-        number += 1
-    print(*sorted(met))
+    print(*sorted(every_call(copy, call, verifies=copy != "pool")))

@@ -6,8 +6,6 @@ Each failure is a child of its own, forked before CUDA is started.  Prints the n
 from __future__ import annotations
 
 import ctypes
-import gc
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests
 import kvbm
 import matrix
 import oracle
+from failing import every_call
 from kvbm import kernels
 from memory import FakeCuda, numpy_views, placed
 
 driver = ctypes.CDLL("libcuda.so.1")
 fail_at = ctypes.c_long.in_dll(driver, "fake_fail_at")
-failed = ctypes.c_char_p.in_dll(driver, "fake_failed")
-live = (ctypes.c_long * 5).in_dll(driver, "live")
-KINDS = ("events", "streams", "allocations", "pinned allocations", "modules")
 
 SHAPE = kvbm.BlockShape(nl=1, no=2, nh=1, nt=2, hd=16, dtype="bfloat16")
 BLOCKS = 600
@@ -106,61 +102,13 @@ WANTED = {
 }
 
 
-def attempt(copy: str, number: int) -> None:
-    """Let call `number` fail (0: none does), and try again."""
-    dst, call = COPIES[copy]
-    fail_at.value = number
-    try:
-        call()
-    except (kvbm.CudaError, kvbm.BindError, MemoryError) as error:
-        raised = str(error)
-    else:
-        raised = ""
-    fail_at.value = 0
-    for _ in range(2):
+met = set[str]()
+for copy, (dst, call) in COPIES.items():
+
+    def again(copy: str = copy, dst: int = dst, call: Callable[[], None] = call) -> None:
         D[dst].buffer[:] = D[dst].before
         call()
-        assert right(copy, dst), f"{copy}, {failed.value!r}: wrong bytes"
-    gc.collect()
-    assert ctypes.c_long.in_dll(driver, "pushes").value == ctypes.c_long.in_dll(driver, "pops").value, failed.value
-    assert ctypes.c_long.in_dll(driver, "illegal").value == 0, (
-        f"{failed.value!r}, {raised}: memory without a grant is touched"
-    )
-    said = (failed.value or b"").decode()
-    # A call whose answer is only advice may fail without a word.
-    assert bool(raised) == bool(said) or said in ADVICE, f"{copy}: {said} failed without an exception"
-    os.write(results, f"{said or '-'} {' '.join(map(str, live))}\n".encode())
+        assert right(copy, dst), "wrong bytes"
 
-
-#: Whose failure may change nothing: a slot whose event cannot be recorded is not used again; an allocation's ends save questions.
-ADVICE = ("cuEventRecord", "cuPointerGetAttributes")
-
-met = set()
-for copy in COPIES:
-    clean: list[int] = []
-    number = 0
-    while True:
-        readable, results = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                attempt(copy, number)
-            except BaseException as error:
-                print(f"call {number}:", repr(error), file=sys.stderr)
-                os._exit(1)
-            os._exit(0)
-        os.close(results)
-        with os.fdopen(readable) as stream:
-            told = stream.read().split()
-        assert os.waitpid(child, 0)[1] == 0, f"{copy}: call {number}"
-        name, left = told[0], [int(n) for n in told[1:]]
-        if number == 0:
-            clean = left
-        elif name == "-":
-            break
-        met.add(name)
-        for kind, now, was in zip(KINDS, left, clean, strict=True):
-            lost = name == "cuEventRecord" and kind != "modules"  # one slot: a copy may still read it
-            assert now <= was + lost, f"{copy}: after {name} (call {number}) failed: {now} {kind}, without: {was}"
-        number += 1
+    met |= set(every_call(copy, call, again))
 print(*sorted(met))

@@ -14,6 +14,7 @@ import reshard_oracle
 from chunking import Carried, is_sendable
 from kvbm import _core, reshard
 from linking import Linked, ended
+from kvbm import _core, digesting, reshard
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, pump, refused, seed
 from programs.transfers import POOL, grant
@@ -85,9 +86,7 @@ def streams_of_other_gpus() -> None:
         found = [on_pages(np.full(a.nbytes, len(memory), np.uint8)) for a in layout.resolve(shape, 4).allocations]
         memory.extend(found)
         shapes = [a.shape for a in layout.resolve(shape, 4).allocations]
-        given = [
-            FakeCuda(s, "int16", address=m.ctypes.data, device=device) for s, m in zip(shapes, found, strict=True)
-        ]
+        given = [FakeCuda(s, "int16", address=m.ctypes.data, device=device) for s, m in zip(shapes, found, strict=True)]
         for one in found:
             grant(one.ctypes.data, one.ctypes.data + one.nbytes, POOL, device, 3)
         return kvbm.Pool(layout, shape, given)
@@ -114,15 +113,22 @@ def streams_of_other_gpus() -> None:
 def chunks(first: int, cases: int, kind: str) -> None:
     """Packed into slots in device memory, or pinned; trailers lie behind what kernels write, digests are the kernels'."""
     defer(1)
-    room = slot_on_gpu if kind == "device" else Pinned(64 << 20)
+    room = Pinned(64 << 20) if kind == "pinned" else slot_on_gpu
     for number in range(cases):
         case = reshard_oracle.replace(reshard_oracle.random_case(first + number), clear_tail=False)
         if not is_sendable(case):
             continue
         run = reshard_oracle.Run(case, on_pages, arrays)
         seed(number % 4)
-        carried = Carried(run, room, random.Random(number), stream=5, finish=(ask, wait)[number % 3 > 0])
-        carried(lambda slot: slot.memory.tobytes() if kind == "device" else slot.tobytes(), ("after", "before")[number % 2])
+        carried = Carried(
+            run,
+            room,
+            random.Random(number),
+            stream=5,
+            finish=(ask, wait)[number % 3 > 0],
+            max_sms=4 if kind == "few" else None,
+        )
+        carried(lambda slot: getattr(slot, "memory", slot).tobytes(), ("after", "before")[number % 2])
         run.check(np.asarray)
 
 
@@ -154,3 +160,57 @@ class Pinned:
         found = self.memory[self.at :][:nbytes]
         self.at += -(-nbytes // 16) * 16
         return found
+
+
+def wrong_chunks() -> None:
+    """Found when the host asks or waits, and told as often as it does; with `before` nothing is written."""
+    defer(1)
+    model = kvbm.BlockShape(nl=2, no=2, nh=2, nt=8, hd=16, dtype="int16")
+    place = kvbm.Placement("tp1", model=model, name="engine")
+    made, memory, pools = reshard.plan(place, place), [], []
+    for number in range(2):
+        layout = kvbm.load(("nhd", "universal")[number])
+        some = [on_pages(np.full(a.nbytes, number, np.uint8)) for a in layout.resolve(model, 3).allocations]
+        shapes = [a.shape for a in layout.resolve(model, 3).allocations]
+        pools.append(
+            kvbm.Pool(
+                layout, model, [FakeCuda(s, "int16", address=m.ctypes.data) for s, m in zip(shapes, some, strict=True)]
+            )
+        )
+        memory.append(some)
+    span = kvbm.Span([2, 0, 1], range(3, 20))
+    sent = reshard.Cut(reshard.Packer(made, 0, pools[0]), span, most=2048)
+    got = reshard.Cut(reshard.Packer(made, 0, pools[1], side="dst"), span, most=2048)
+    slots = {(0, chunk.number): slot_on_gpu(chunk.size) for chunk in sent.chunks[0]}
+    packing = sent.pack(slots, key="k", stream=5)
+    assert not packing.query() and not any(bytes(slot.memory[-56:-52]) == b"KVBM" for slot in slots.values())
+    packing.synchronize()
+    assert packing.query() and all(bytes(slot.memory[-56:-52]) == b"KVBM" for slot in slots.values())
+    slots[0, 1].memory[7] ^= 2
+    for verify in ("before", "after"):
+        for finish in (wait, ask):
+            done = got.unpack(slots, key="k", stream=5, verify=verify)
+            assert not done.query()
+            for _ in range(2):
+                with refused(
+                    kvbm.DigestError,
+                    "chunk 1 of",
+                    "digest: expected 0x",
+                    "none of it" if verify == "before" else "were written",
+                ):
+                    finish(done)
+            assert all((part == 1).all() for part in memory[1]) == (verify == "before")
+    slots[0, 1].memory[7] ^= 2
+    slots[0, 1].memory[-20] ^= 1  # the trailer is read when the call is made
+    with refused(kvbm.BindError, "chunk 1 of", "mark: expected"):
+        got.unpack(slots, key="k", stream=5)
+    slots[0, 1].memory[-20] ^= 1
+    got.unpack(slots, key="k", stream=5).synchronize()
+    for _ in range(3):  # nobody waits: memory of digests is used again once the kernels are done
+        held = len(digesting.pinned._slabs)
+        for _ in range(30):
+            sent.pack(slots, key="k", stream=5)
+            pump()
+        digesting.pinned.release()
+    assert len(digesting.pinned._slabs) == held
+    assert count("pushes") == count("pops")

@@ -82,9 +82,12 @@ class Trailer(NamedTuple):
         BindError
             Other than 64 bytes; no trailer of this version.
         """
-        held = bytes(data)
-        if len(held) != TRAILER:
-            raise BindError(f"{where}: trailer: expected {TRAILER} bytes, got {len(held)}")
+        try:
+            held = memoryview(data)
+        except TypeError:
+            raise BindError(f"{where}: trailer: expected {TRAILER} bytes, got {data!r:.200}") from None
+        if held.nbytes != TRAILER:
+            raise BindError(f"{where}: trailer: expected {TRAILER} bytes, got {held.nbytes}")
         found = cls(*_LAYOUT.unpack(held))
         for name, expected in (("magic", _MAGIC), ("version", VERSION), ("reserved", 0)):
             if (got := getattr(found, name)) != expected:
@@ -238,7 +241,7 @@ def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int) -> tupl
     parts : Parts
         Its units and single tokens.
     sizes : (int, int)
-        Bytes of a unit and of a single token.
+        Bytes of a unit and of a single token, where there are some.
     most : int
         Bytes of the largest chunk, its trailer not counted.
 
@@ -260,12 +263,12 @@ def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int) -> tupl
     total = sum(count * size for count, size in zip(counts, sizes, strict=True))
     wanted = min(limit, max(_LEAST, total // _PARTS))
     found: list[tuple[range, range]] = []
-    each = max(wanted // sizes[0], 1)
+    each = max(wanted // max(sizes[0], 1), 1)
     found += [(range(at, min(at + each, counts[0])), range(0)) for at in range(0, counts[0], each)]
     at = 0
     if found and counts[1] and len(found[-1][0]) * sizes[0] + counts[1] * sizes[1] <= limit:
         found[-1], at = (found[-1][0], range(counts[1])), counts[1]
-    each = max(limit // sizes[1], 1)
+    each = max(limit // max(sizes[1], 1), 1)
     found += [(range(0), range(first, min(first + each, counts[1]))) for first in range(at, counts[1], each)]
     return tuple(
         Chunk(message, number, len(found), units, tokens, len(units) * sizes[0] + len(tokens) * sizes[1])

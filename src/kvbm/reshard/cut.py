@@ -17,9 +17,9 @@ from ..errors import BindError
 from ..mover import current_stream
 from .chunk import MOST, TRAILER, Chunk, Trailer, cut, key_of, mark_of
 from .local import require_layers
-from .pack import Lane, Packer
+from .pack import Lane, Listed, Packer
 from .placement import whole
-from .sequence import Ids, Parts, Span
+from .sequence import Ids, Span
 
 __all__ = ["ChunksDone", "Cut"]
 
@@ -67,30 +67,23 @@ class Cut:
     ) -> None:
         model = packer.made.src.model
         require_layers(layers, model.nl)
-        packer.require_spans(span, origin)
         layers = range(model.nl) if layers is None else layers
         self._packer = packer
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
-        self._at: dict[int, tuple[Parts, tuple[Ids, Ids]]] = {}
-        self._lanes: dict[int, tuple[Lane, Lane]] = {}
-        known: dict[Any, tuple[Parts, tuple[Ids, Ids]]] = {}  # peers of one kind get the same tokens
-        for message in (message for way in packer.fitting(span.origin - origin) for message in way.messages):
-            peer, some = packer.peer(message), message.of_layers(layers)
-            mine, far = packer.ends(message)
-            key = message.t.tokens, far.turns
-            if key not in known:
-                at = packer.positions(message, span, origin)
-                known[key] = at, packer.ids(message, span, at)
-            if packer.sends and any((ids < 0).any() for ids in known[key][1]):
+        self._listed: dict[int, Listed] = {}
+        self._lanes: dict[int, list[Lane | None]] = {}  # of units, and of single tokens
+        for message, listed in packer.listed(span, origin).items():
+            if packer.sends and any((ids < 0).any() for ids in listed.ids):
                 raise BindError(
-                    f"{mine.name}: table: an entry without a block among the tokens {span.tokens}: expected blocks for all "
-                    "that is sent; send the tokens that have them"
+                    f"{packer.ends(message)[0].name}: table: an entry without a block among the tokens {span.tokens}: expected "
+                    "blocks for all that is sent; send the tokens that have them"
                 )
-            self.chunks[peer] = ()
+            peer, some = packer.peer(message), message.of_layers(layers)
+            self._listed[peer], self.chunks[peer] = listed, ()
             if some is not None:
-                self._lanes[peer] = lanes = packer.lane(some, single=False), packer.lane(some, single=True)
-                self.chunks[peer] = cut(some, known[key][0], [lane.nbytes for lane in lanes], most)
-            self._at[peer] = known[key]
+                lanes = [packer.lane(some, single=bool(i)) if at.size else None for i, at in enumerate(listed.at)]
+                self._lanes[peer] = lanes
+                self.chunks[peer] = cut(some, listed.at, [lane.nbytes if lane else 0 for lane in lanes], most)
         self._mark = mark_of(span.tokens, packer.in_order(span.origin, origin), layers, most)
 
     def trailer(self, peer: int, number: int, *, key: str | bytes, epoch: int = 0) -> Trailer:
@@ -255,6 +248,7 @@ class _Job(NamedTuple):
 class ChunksDone:
     """The end of a call of `Cut`: of all its chunks.
 
+<<<<<<< HEAD
     Attributes
     ----------
     digests : dict of (int, int) to int
@@ -262,6 +256,9 @@ class ChunksDone:
 
     On a GPU a step that follows another, such as the trailers behind the kernels, begins when the host asks or waits: do so until
     it is done, as what is dropped before does not give its pinned memory back.
+=======
+    On a GPU a step that follows another, such as the trailers behind the kernels, begins when the host asks or waits.
+>>>>>>> format
     """
 
     def __init__(self, steps: _Steps) -> None:
@@ -315,6 +312,20 @@ class _Piece(NamedTuple):
     some: Ids | None = None
 
 
+class _Numbers:
+    """Where kernels write digests: given back when nobody has it any more, unless it was not all enqueued."""
+
+    def __init__(self, count: int, on_gpu: bool) -> None:
+        self._on_gpu, self.is_enqueued = on_gpu, False
+        if on_gpu:
+            pinned.release(8)
+        self.memory: npt.NDArray[np.uint64] = pinned.take(count) if on_gpu else np.zeros(count, np.uint64)
+
+    def __del__(self) -> None:
+        if self._on_gpu and self.is_enqueued:
+            pinned.give(self.memory)
+
+
 class _Work:
     """Copies of chunks that are digested on their way, or digests of slots alone: enqueued."""
 
@@ -326,7 +337,8 @@ class _Work:
             for single, some in enumerate((job.chunk.units, job.chunk.tokens)):
                 if some:
                     lane = of._lanes[job.peer][single]
-                    positions, ids = (each[single][some.start : some.stop] for each in of._at[job.peer])
+                    assert lane is not None
+                    positions, ids = (each[single][some.start : some.stop] for each in of._listed[job.peer])
                     positions = positions + lane.first
                     self._pieces.append(_Piece(number, lane, at, positions, ids if copies else None))
                     # What has no block is not copied, and belongs to the digest all the same.
@@ -335,11 +347,15 @@ class _Work:
                     at += len(some) * lane.nbytes
         count = sum(piece.positions.size for piece in self._pieces)
         self._jobs, self._on_gpu = len(jobs), packer.device >= 0
-        self._found: npt.NDArray[np.uint64] = pinned.take(count) if self._on_gpu else np.zeros(count, np.uint64)
-        out, self.dones = int(self._found.ctypes.data), []
+        self._found, self.dones = _Numbers(count, self._on_gpu), []
+        out = int(self._found.memory.ctypes.data)
         for piece in self._pieces:
-            self.dones.append(self._enqueue(piece, out, stream, wait, (packer, jobs, self._found)))
+            done = self._enqueue(piece, out, stream, wait, (packer, jobs, self._found))
+            self.dones.append(done)
+            if self._on_gpu:
+                pinned.watch(done)  # whoever drops it
             out += 8 * piece.positions.size
+        self._found.is_enqueued = True
 
     def _enqueue(self, piece: _Piece, out: int, stream: Any, wait: Any, keep: Any) -> _core.Done:
         packer, lane, count, device = self._packer, piece.lane, piece.positions.size, self._packer.device
@@ -363,10 +379,8 @@ class _Work:
         """Of each chunk, once all is done."""
         found, at = [0] * self._jobs, 0
         for piece in self._pieces:
-            found[piece.job] += int(self._found[at : at + piece.positions.size].sum(dtype=np.uint64))
+            found[piece.job] += int(self._found.memory[at : at + piece.positions.size].sum(dtype=np.uint64))
             at += piece.positions.size
-        if self._on_gpu:
-            pinned.give(self._found)
         return [digest % (1 << 64) for digest in found]
 
 

@@ -17,7 +17,7 @@ from ..shapes import load_shape
 from ..wire import Wire
 from .chunk import MOST, TRAILER
 from .link import Link
-from .local import require_pool
+from .local import cuts_of, require_pool
 from .messages import Resharding, plan
 from .notes import read
 from .placement import Placement, whole
@@ -135,7 +135,7 @@ class Endpoint:
 
     def _written(self, of_wire: bytes) -> bytes:
         groups = {
-            name: {"placement": place.text(), "model": str(place.model), "planes": _planes(pool)}
+            name: {"placement": place.text(), "model": str(place.model), "planes": _planes(pool), "cuts": cuts_of([pool])}
             for name, (place, pool) in self.groups.items()
         }
         held = {
@@ -197,12 +197,13 @@ class Endpoint:
         outgoing: dict[str, Resharding | KvbmError] = {}
         incoming: dict[str, Resharding | KvbmError] = {}
         for name, (mine, pool) in self.groups.items():
-            theirs, planes = first.groups[name]
+            theirs, planes, cuts = first.groups[name]
+            ours = cuts_of([pool])
             if planes != _planes(pool):
                 raise BindError(f"{title}: planes: {_planes(pool)} here and {planes} there; expected the same")
-            for plans, ends in ((outgoing, (mine, theirs)), (incoming, (theirs, mine))):
+            for plans, ends, where in ((outgoing, (mine, theirs), (ours, cuts)), (incoming, (theirs, mine), (cuts, ours))):
                 try:
-                    plans[name] = plan(*ends, stripe=stripe)
+                    plans[name] = plan(*ends, stripe=stripe, cuts=where)
                 except PlanError as error:
                     plans[name] = error
             if isinstance(outgoing[name], KvbmError) and isinstance(incoming[name], KvbmError):
@@ -380,7 +381,7 @@ class _Card:
             self.wire = base64.b64decode(held["wire"], validate=True)
         except (binascii.Error, ValueError):
             _refuse("'wire' in base64", repr(held["wire"])[:60])
-        self.groups: dict[str, tuple[Placement, str]] = {}
+        self.groups: dict[str, tuple[Placement, str, tuple[int, ...]]] = {}
         for name, group in held["groups"].items():
             texts: list[Any] = (
                 [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
@@ -393,7 +394,10 @@ class _Card:
                 raise BindError(f"card of {self.engine}: {error}") from None
             if place.world != self.world:
                 _refuse(f"a placement of {self.world} ranks", str(place.world))
-            self.groups[name] = (place, texts[2])
+            cuts = group.get("cuts")
+            if not isinstance(cuts, list) or len(cuts) > 64 or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts):
+                _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
+            self.groups[name] = (place, texts[2], tuple(cuts))
         self.groups_text = json.dumps(held["groups"], sort_keys=True)
 
 

@@ -96,7 +96,7 @@ class Local:
         self._pools = tuple(src_pools), tuple(dst_pools)
         _require_own_memory(made, dst_pools)
         self._options: dict[str, Any] = {"strategy": strategy, "max_sms": max_sms, "chunk_bytes": chunk_bytes}
-        self.made = made.refit((_cuts(src_pools), _cuts(dst_pools)))
+        self.made = made.refit((cuts_of(src_pools), cuts_of(dst_pools)))
         kinds = dict.fromkeys((made.sends[m.src].t, made.takes[m.dst].t) for m in made.messages)
         of_kind = {kind: index for index, kind in enumerate(kinds)}
         self._kinds = [of_kind[made.sends[m.src].t, made.takes[m.dst].t] for m in made.messages]
@@ -402,7 +402,7 @@ def _layers_of(message: Message, layers: range | None) -> tuple[list[int], list[
     return src, dst
 
 
-def _cuts(pools: Sequence[Pool | None]) -> tuple[int, ...]:
+def cuts_of(pools: Sequence[Pool | None]) -> tuple[int, ...]:
     """Where the layouts of pools split the tokens of a block."""
     found = set()
     for pool in filter(None, pools):

@@ -29,7 +29,7 @@ from .placement import whole
 from .sequence import Ids, Parts, Rank, Span, split
 from .strips import ONE_TOKEN, Turns
 
-__all__ = ["Lane", "Packer"]
+__all__ = ["Lane", "Listed", "Packer"]
 
 #: What divides the address of a slot.
 _ALIGNMENT = 16
@@ -81,6 +81,16 @@ class Lane(NamedTuple):
     num_ids: int
     nbytes: int
     first: int
+
+
+class Listed(NamedTuple):
+    """What a message has of a sequence: positions of units and of single tokens, and the rank's ids of both.
+
+    An id is -1 where the rank has no block.
+    """
+
+    at: Parts
+    ids: tuple[Ids, Ids]
 
 
 class Packer:
@@ -140,7 +150,6 @@ class Packer:
         self._addressed = (pool.alignment, pool.steps), (_ALIGNMENT, Steps())
         self._title = f"{pool.layout.name} {'→' if self.sends else '←'} slot"
         self._units = {0: self._ways(mine, single=False)}
-        self._tokens = self._ways(mine, single=True)
         self._lanes: dict[tuple[Message, bool], Lane] = {}
         self._model = _without(place.part(rank), pool.layout.present)
 
@@ -151,7 +160,7 @@ class Packer:
 
     def sizes(self, span: Span, origin: int = 0) -> dict[int, int]:
         """Bytes of each peer's slot for a sequence; `origin` is that of the peers' spans.  `BindError` as for a call."""
-        return self._sizes(self._listed(span, origin))
+        return self._sizes(self._work(span, origin))
 
     def _sizes(self, work: Sequence[tuple[_Way, Ids]]) -> dict[int, int]:
         found = dict.fromkeys(self.peers, 0)
@@ -180,7 +189,7 @@ class Packer:
             A span that does not fit; slots that are missing, too small, or lie elsewhere.  Nothing has been copied.
         """
         self.require_usable()
-        work = self._listed(span, origin)
+        work = self._work(span, origin)
         sizes = self._sizes(work)
         if not isinstance(slots, Mapping):
             raise BindError(f"slots: expected a mapping from rank to array, got a {type(slots).__name__}")
@@ -213,6 +222,11 @@ class Packer:
             self.pool.written()
 
     # ---- planning --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _tokens(self) -> tuple[_Way, ...]:
+        """Ways of single tokens, which not every layout has."""
+        return self._ways(self._messages(self.made), single=True)
 
     def _messages(self, made: Resharding) -> list[Message]:
         return [m for m in made.messages if (m.src if self.sends else m.dst) == self.rank]
@@ -330,30 +344,33 @@ class Packer:
 
     # ---- a sequence ------------------------------------------------------------------------------------------------
 
-    def _listed(self, span: Span, origin: int) -> list[tuple[_Way, Ids]]:
-        """Of every launch the rank's ids: of units first, then of single tokens."""
+    def listed(self, span: Span, origin: int) -> dict[Message, Listed]:
+        """What every message, in fitting units, has of a sequence; `origin` is that of the peers' spans."""
         self.require_spans(span, origin)
-        units = self.fitting(span.origin - origin)
-        fitted = {(m.src, m.dst): m for way in units for m in way.messages}
-        found = []
-        for single, ways in ((False, units), (True, self._tokens)):
-            for way in ways:
-                message = fitted[way.messages[0].src, way.messages[0].dst]
-                ids = self.ids(message, span, self.positions(message, span, origin))[single]
-                if ids.size:
-                    found.append((way, ids))
+        known: dict[tuple[int, Turns], Listed] = {}  # peers of one kind get the same tokens
+        found = {}
+        for message in (message for way in self.fitting(span.origin - origin) for message in way.messages):
+            mine, far = self.ends(message)
+            kind = message.t.tokens, far.turns
+            if kind not in known:
+                src, dst = self.in_order(mine.turns, far.turns)
+                at = split(message.t, src, dst, span.tokens, span.origin)
+                slots = message.t.src_slots if self.sends else message.t.dst_slots
+                units = mine.units(span, at.units, message.t.tokens, slots)
+                known[kind] = Listed(at, (units, mine.ids(span, mine.slots(span, at.tokens), 1)))
+            found[message] = known[kind]
         return found
 
-    def positions(self, message: Message, span: Span, origin: int) -> Parts:
-        """Positions of the units, and of the single tokens, that a message has of a sequence."""
-        src, dst = self._ranks[message.src, message.dst]
-        return split(message.t, src.turns, dst.turns, span.tokens, self.in_order(span.origin, origin)[0])
-
-    def ids(self, message: Message, span: Span, at: Parts) -> tuple[Ids, Ids]:
-        """The rank's ids of units, and of single tokens, at these positions; -1 where there is no block."""
-        mine, unit = self.ends(message)[0], message.t
-        units = mine.units(span, at.units, unit.tokens, unit.src_slots if self.sends else unit.dst_slots)
-        return units, mine.ids(span, mine.slots(span, at.tokens), 1)
+    def _work(self, span: Span, origin: int) -> list[tuple[_Way, Ids]]:
+        """Of every launch the rank's ids: of units first, then of single tokens."""
+        listed = {(m.src, m.dst): each.ids for m, each in self.listed(span, origin).items()}
+        tokens = self._tokens if any(ids.size for _, ids in listed.values()) else ()
+        work = [
+            (way, listed[way.messages[0].src, way.messages[0].dst][single])
+            for single, ways in enumerate((self.fitting(span.origin - origin), tokens))
+            for way in ways
+        ]
+        return [(way, ids) for way, ids in work if ids.size]
 
     def require_spans(self, span: Span, origin: int) -> None:
         if not isinstance(span, Span):

@@ -124,7 +124,9 @@ class Rank(NamedTuple):
         """Ids of the units of so many tokens that begin at these positions, `of` slots each; -1 where there is no block."""
         if not starts.size:
             return _NONE
-        if (int(starts[-1]) - int(starts[0])) // tokens + 1 == starts.size and tokens % self.turns.period == 0:
+        if int(starts[-1]) - int(starts[0]) == tokens * (
+            starts.size - 1
+        ):  # they follow each other, and so do their slots
             return self._run(span, self.slots(span, int(starts[0])), starts.size, of)
         return self.ids(span, self.slots(span, starts), of)
 

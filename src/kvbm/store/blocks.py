@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +13,7 @@ from ..errors import BindError, DigestError
 from ..pool import Pool
 from ..streams import framework_of, framework_stream
 from ..transfer import convert as convert_blocks
+from .arguments import FLAG, LAYOUT, PROGRESS, Kind, blocks_of, path_of, require
 from .digests import DIGEST, Damage, Digests, Kinds, damages
 from .file import Stored, create, read
 
@@ -26,6 +26,9 @@ __all__ = ["add_digests", "convert", "digest", "layout_of", "load", "save", "ver
 _STEP_BYTES = 64 << 20  # between two reports of progress
 
 _Path = str | os.PathLike[str]
+
+_POOL = Kind(Pool, "a kvbm.Pool", "; to save a section, copy it into a pool of its own with kvbm.convert")
+_STORED = Kind(Stored, "what kvbm.store.read returns")
 
 #: Called as ``progress(done_bytes, total_bytes)``.
 Progress = Callable[[int, int], None]
@@ -47,6 +50,7 @@ def layout_of(stored: Stored) -> Layout:
     BindError
         The file names none, or one that is not shipped; a name without a fingerprint is not believed.
     """
+    require(_STORED, stored=stored)
     name = stored.layout_name
     if name is None:
         raise BindError(f"{stored.path}: the file does not say which layout it is in: give it (--from; source=)")
@@ -72,13 +76,7 @@ def _chosen(title: object, blocks: Sequence[int] | None, num_blocks: int) -> Seq
     """The blocks that are meant, each once."""
     if blocks is None:
         return range(num_blocks)
-    try:
-        found = [operator.index(block) for block in blocks]
-    except TypeError:
-        raise BindError(f"{title}: expected numbers of blocks, got {blocks!r:.200}") from None
-    for block in found:
-        if not 0 <= block < num_blocks:
-            raise BindError(f"{title}: expected blocks from 0 to {num_blocks - 1}, got {block}")
+    found = blocks_of(title, blocks, num_blocks)
     if not found or len(set(found)) != len(found):
         raise BindError(f"{title}: expected one block or more, each block once, got {found!r:.200}")
     return found
@@ -247,7 +245,7 @@ def save(
     FileExistsError
         The file is there and `force` is not set.
     BindError, PlanError
-        Ids that there are not; a layout to which there is no copy.
+        A section of a pool; ids that there are not; a layout to which there is no copy.
     DigestError
         What lies in the file is not what lies in the pool.
     OSError
@@ -257,6 +255,10 @@ def save(
     --------
     >>> store.save("blocks.safetensors", pool, [7, 3], layout=kvbm.load("universal"))  # doctest: +SKIP
     """
+    require(_POOL, pool=pool)
+    require(LAYOUT, layout=layout, optional=True)
+    require(PROGRESS, progress=progress, optional=True)
+    require(FLAG, digests=digests)
     names = _chosen("ids", ids, pool.num_blocks)
     kinds = Kinds.of(pool.resolved) if digests else Kinds()
     rows = Digests.zeros(pool.shape, len(names), kinds) if kinds.blocks else None
@@ -319,6 +321,9 @@ def load(
     --------
     >>> pool = store.load("blocks.safetensors", [3], layout=kvbm.load("nhd"), device="cuda:0")  # doctest: +SKIP
     """
+    require(LAYOUT, layout=layout, source=source, optional=True)
+    require(PROGRESS, progress=progress, optional=True)
+    require(FLAG, verify=verify)
     stored, mapped = _open(path, source, shape, num_blocks)
     names = _chosen(stored.path, ids, mapped.num_blocks)
     pool = Pool.allocate(mapped.layout if layout is None else layout, mapped.shape, len(names), device)
@@ -377,6 +382,11 @@ def convert(
     BindError, PlanError, FileExistsError, OSError
         As for `load` and `save`.
     """
+    source, target = path_of("source", source), path_of("target", target)
+    require(LAYOUT, layout=layout)
+    require(LAYOUT, source_layout=source_layout, optional=True)
+    require(PROGRESS, progress=progress, optional=True)
+    require(FLAG, verify=verify)
     stored, mapped = _open(source, source_layout, shape, num_blocks)
     names = _chosen(stored.path, ids, mapped.num_blocks)
     known = _digests_of(stored, names) if verify or stored.metadata.get("kvbm.digest") == DIGEST else None
@@ -388,7 +398,7 @@ def convert(
     with create(target, layout, mapped.shape, len(names), digests=write, metadata=stored.metadata, force=force) as made:
         src = _Side(mapped, str(stored.path), names, known)
         dst = _Side(made, str(target), range(len(names)))
-        move = _mover(mapped, made, step) if device == "cpu" else _by_way_of(device, mapped, made, step)
+        move = _mover(mapped, made, step) if str(device) == "cpu" else _by_way_of(device, mapped, made, step)
         _copy(src, dst, move, rows=rows, verify=verify, progress=progress)
     return read(target)
 
@@ -432,6 +442,8 @@ def verify(
     BindError
         The file has no digests, or is no file of blocks.
     """
+    require(LAYOUT, source=source, optional=True)
+    require(PROGRESS, progress=progress, optional=True)
     stored = read(path)
     if stored.digests is None:
         raise BindError(
@@ -475,6 +487,8 @@ def digest(
     PlanError
         The layout has no digests.
     """
+    require(LAYOUT, source=source, optional=True)
+    require(PROGRESS, progress=progress, optional=True)
     _, pool = _open(path, source, shape, num_blocks)
     names = _chosen(path, ids, pool.num_blocks)
     kinds = _require(pool)
@@ -518,6 +532,7 @@ def add_digests(
     PlanError
         The layout has none.
     """
+    require(LAYOUT, source=source, optional=True)
     stored, pool = _open(path, source, shape, num_blocks)
     if stored.digests is not None:
         raise BindError(f"{stored.path}: the file has digests; `kvbm verify` compares its blocks with them")

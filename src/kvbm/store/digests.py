@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..digest import alone, keys_of
-from ..errors import LayoutError, PlanError
+from ..errors import BindError, LayoutError, PlanError
 from ..section import Section
+from .arguments import Kind, blocks_of, require
 
 if TYPE_CHECKING:
     from ..pool import Pool
@@ -136,12 +137,18 @@ class Digests:
 
         Raises
         ------
+        BindError
+            Blocks that there are not.
         PlanError
             The layout has no digests.
         """
+        from ..pool import Pool
+
+        require(Kind(Pool, "a kvbm.Pool"), pool=pool)
+        require(Kind(Kinds, "what Digests.kinds says"), kinds=kinds, optional=True)
         if kinds is None:
             kinds = Kinds.of(pool.resolved)
-        given = np.arange(pool.num_blocks) if ids is None else np.asarray(ids, np.int64)
+        given = np.arange(pool.num_blocks) if ids is None else np.array(blocks_of("ids", ids, pool.num_blocks), np.int64)
         layers = tokens = None
         if kinds.layers:
             rows = [pool.section(l=layer).digest(given, stream=stream) for layer in range(pool.shape.nl)]
@@ -158,13 +165,23 @@ class Digests:
         """Which there are."""
         return Kinds(True, self.layers is not None, self.tokens is not None)
 
+    def require(self, shape: BlockShape, num_blocks: int) -> None:
+        """Raise `BindError` where they are not of so many blocks."""
+        for kind, size in self.sizes(shape, num_blocks).items():
+            part = getattr(self, kind)
+            if part is None and kind != "blocks":
+                continue
+            if not isinstance(part, np.ndarray) or (part.shape, part.dtype) != (size, np.uint64):
+                got = f"{part.shape} of {part.dtype}" if isinstance(part, np.ndarray) else f"{part!r:.200}"
+                raise BindError(f"digests: {kind}: expected an array {size} of uint64, got {got}")
+
     def arrays(self) -> list[npt.NDArray[np.uint64]]:
         """Those that there are, in the order of a file."""
         return [part for part in (self.blocks, self.layers, self.tokens) if part is not None]
 
     def take(self, rows: Sequence[int] | range) -> Digests:
-        """Those of some of the blocks."""
-        at = np.asarray(rows, np.int64)
+        """Those of some of the blocks; `BindError` where there are no such rows."""
+        at = np.array(blocks_of("rows", rows, len(self.blocks)), np.int64)
         return Digests(*(None if part is None else part[at] for part in (self.blocks, self.layers, self.tokens)))  # type: ignore[arg-type]
 
     def put(self, rows: range, some: Digests) -> None:

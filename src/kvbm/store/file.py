@@ -32,6 +32,7 @@ from ..cache import replacing
 from ..errors import BindError, LayoutError
 from ..shapes import ITEMSIZE, PACKED, BlockShape
 from ..spans import merge_steps
+from .arguments import FLAG, LAYOUT, SHAPE, TEXTS, Kind, number_of, path_of, require
 from .digests import DIGEST, PARTS, Digests, Kinds
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ FORMAT = "1"
 _ALIGN = 4096  # where the first tensor starts: a page, so that the kernels can use their widest words
 _MAX_HEADER = 100_000_000  # the safetensors format's own limit
 _MIN_ENTRY = 100  # bytes that one tensor takes in it, more or less
+_DIGESTS = Kind((*FLAG.types, Digests), "True, False, or the kvbm.store.Digests of the blocks")
 _MAX_DIGITS, _MAX_DIMENSIONS = 18, 64  # of a number, of a tensor: beyond what any file has
 _CODES = {
     "float16": "F16",
@@ -196,6 +198,9 @@ class Stored:
         BindError
             The file is in another layout, of another shape, or its tensors are not what the layout says.
         """
+        require(LAYOUT, layout=layout)
+        require(SHAPE, shape=shape, optional=True)
+        num_blocks = None if num_blocks is None else number_of("num_blocks", num_blocks)
         shape, num_blocks = self._agree(layout, shape, num_blocks)
         try:
             resolved = layout.resolve(shape, num_blocks)
@@ -282,7 +287,7 @@ def read(path: str | os.PathLike[str]) -> Stored:
     BindError
         The file is not safetensors, or is cut short.
     """
-    path = Path(path)
+    path = path_of("path", path)
     if path.exists() and not path.is_file():  # to open a FIFO would be to wait for its writer
         raise BindError(f"{path}: expected a regular file")
     with path.open("rb") as file:
@@ -397,16 +402,24 @@ def create(
     >>> with store.create("blocks.safetensors", kvbm.load("universal"), pool.shape, pool.num_blocks) as out:
     ...     kvbm.convert(pool, out)  # doctest: +SKIP
     """
+    path, num_blocks = path_of("path", path), number_of("num_blocks", num_blocks)
+    metadata = {} if metadata is None else metadata
+    require(LAYOUT, layout=layout)
+    require(SHAPE, shape=shape)
+    require(TEXTS, metadata=metadata)
+    require(FLAG, force=force)
+    require(_DIGESTS, digests=digests)
     resolved = layout.resolve(shape, num_blocks)
+    if isinstance(digests, Digests):
+        digests.require(shape, num_blocks)
     if resolved.table_size * _MIN_ENTRY > _MAX_HEADER:
         raise BindError(
             f"layout {layout.name!r} has {resolved.table_size:,} allocations for {num_blocks:,} blocks, more than a "
             "safetensors header holds: store them in a layout with 'b' outside the brackets, such as 'vllm/LBHNC'"
         )
     kinds = digests.kinds if isinstance(digests, Digests) else Kinds.of(resolved) if digests else Kinds()
-    header, offsets = _header(layout, shape, resolved, kinds, metadata or {})
+    header, offsets = _header(layout, shape, resolved, kinds, metadata)
     size = min(offsets) + resolved.nbytes
-    path = Path(path)
     folder = Path(os.path.realpath(path)).parent  # of what a symlink leads to
     if not folder.is_dir():  # a typing error makes no folders
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
