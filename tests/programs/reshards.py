@@ -12,9 +12,8 @@ import kvbm
 import plane_oracle
 import reshard_oracle
 from chunking import Carried, is_sendable
-from kvbm import _core, reshard
-from linking import Linked, ended
 from kvbm import _core, digesting, reshard
+from linking import Linked, ended
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, pump, refused, seed
 from programs.transfers import POOL, grant

@@ -248,17 +248,12 @@ class _Job(NamedTuple):
 class ChunksDone:
     """The end of a call of `Cut`: of all its chunks.
 
-<<<<<<< HEAD
+    On a GPU a step that follows another, such as the trailers behind the kernels, begins when the host asks or waits.
+
     Attributes
     ----------
     digests : dict of (int, int) to int
         (Peer, number of the chunk) → its digest, when it is done.
-
-    On a GPU a step that follows another, such as the trailers behind the kernels, begins when the host asks or waits: do so until
-    it is done, as what is dropped before does not give its pinned memory back.
-=======
-    On a GPU a step that follows another, such as the trailers behind the kernels, begins when the host asks or waits.
->>>>>>> format
     """
 
     def __init__(self, steps: _Steps) -> None:
