@@ -23,6 +23,7 @@ import pytest
 import kvbm
 from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
 from kvbm.wire.protocol import CARD_BYTES, Card
+from processes import FakeDriver
 from programs import wires
 
 SIZE = 1 << 20
@@ -249,7 +250,9 @@ def test_notes_wait_for_the_connection(pair: Open) -> None:
     near.connect(far.card)
     near.send(b"first")
     near.send(b"second")
-    assert far("notes") == []
+    for _ in range(50):  # they come meanwhile
+        near.poll()
+        assert far("notes") == []
     far("connect", near.card())
     assert far.wait(2) == [b"first", b"second"]
 
@@ -295,6 +298,13 @@ def test_a_closed_peer_is_lost(pair: Open) -> None:
     far("close")
     lost(near)
     near.drop()
+
+
+def test_a_peer_that_closed_before_it_connected_is_lost(pair: Open) -> None:
+    near, far = pair(connect=False)
+    near.connect(far.card)
+    far("close")
+    lost(near)
 
 
 def test_close(pair: Open) -> None:
@@ -683,6 +693,11 @@ def test_random_faults_are_those_of_their_seed() -> None:
     for wrong in (("burn", 0), ("lose", -1), ("delay", 0, 0)):
         with pytest.raises(BindError, match="fault"):
             wire.Fault(*wrong)
+
+
+def test_memory_of_gpus(fake_driver: FakeDriver) -> None:
+    """Between GPUs, and between a GPU and the host, through the driver."""
+    assert fake_driver("wire_gpus.copies", FAKE_DEVICES="2") == "0 1\n0 cpu\ncpu 1\n"
 
 
 # ---- many ------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ class Agent:
         self._errors: tuple[type[Exception], ...] = tuple(kinds)
         self._gone: tuple[type[Exception], ...] = (_bindings.nixlRemoteDisconnectError,)
         self._name, self._backend = name, backend
-        self.nixl: Any = self.call("agent", _api.nixl_agent, name, _api.nixl_agent_config(enable_prog_thread=False, backends=[backend]))
+        config = _api.nixl_agent_config(enable_prog_thread=False, backends=[backend])
+        self.nixl: Any = self.call("agent", _api.nixl_agent, name, config)
         if backend not in self.nixl.backends:
             raise KvbmError(f"{name}: NIXL has no backend {backend} here; it has {sorted(self.nixl.plugin_list)}")
 
