@@ -244,7 +244,8 @@ class _Nixl(Transfers[_Far]):
         self._forget()
         try:
             name = self._agent.call("connect", self._agent.nixl.add_remote_agent, held.data)
-        except TransferError as error:
+        except (TransferError, ValueError) as error:
+            # NIXL may have kept half of them, and then refuses the right ones: a card's sum keeps damaged ones away from it.
             raise BindError(f"card of {held.name}: NIXL does not take its data: {error}") from None
         name = name.decode() if isinstance(name, bytes) else name
         if name != held.name:
