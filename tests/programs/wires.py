@@ -95,8 +95,8 @@ class End:
     def drop(self) -> None:
         self.wire.drop(self.peer)
 
-    def pause(self) -> None:
-        self.polls = False
+    def poll_or_not(self, polls: bool) -> None:
+        self.polls = polls
 
     def close(self) -> None:
         self.wire.close()

@@ -37,7 +37,8 @@ class Agent:
         self._errors: tuple[type[Exception], ...] = tuple(kinds)
         self._gone: tuple[type[Exception], ...] = (_bindings.nixlRemoteDisconnectError,)
         self._name, self._backend = name, backend
-        self.nixl: Any = self.call("agent", _api.nixl_agent, name, _api.nixl_agent_config(enable_prog_thread=False, backends=[backend]))
+        config = _api.nixl_agent_config(enable_prog_thread=False, backends=[backend])
+        self.nixl: Any = self.call("agent", _api.nixl_agent, name, config)
         if backend not in self.nixl.backends:
             raise KvbmError(f"{name}: NIXL has no backend {backend} here; it has {sorted(self.nixl.plugin_list)}")
 
@@ -243,7 +244,8 @@ class _Nixl(Transfers[_Far]):
         self._forget()
         try:
             name = self._agent.call("connect", self._agent.nixl.add_remote_agent, held.data)
-        except TransferError as error:
+        except (TransferError, ValueError) as error:
+            # NIXL may have kept half of them, and then refuses the right ones: a card's sum keeps damaged ones away from it.
             raise BindError(f"card of {held.name}: NIXL does not take its data: {error}") from None
         name = name.decode() if isinstance(name, bytes) else name
         if name != held.name:

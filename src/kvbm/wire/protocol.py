@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import ctypes
+import hashlib
 import json
 import math
 import re
@@ -205,17 +206,16 @@ class Card:
 
     def write(self, transport: str) -> bytes:
         """Return it as JSON."""
-        text = json.dumps(
-            {
-                "kvbm-wire": _VERSION,
-                "transport": transport,
-                "name": self.name,
-                "address": self.slab.address,
-                "nbytes": self.slab.nbytes,
-                "device": self.slab.device,
-                "data": base64.b64encode(self.data).decode(),
-            }
-        ).encode()
+        fields = {
+            "kvbm-wire": _VERSION,
+            "transport": transport,
+            "name": self.name,
+            "address": self.slab.address,
+            "nbytes": self.slab.nbytes,
+            "device": self.slab.device,
+            "data": base64.b64encode(self.data).decode(),
+        }
+        text = json.dumps({**fields, "sha256": _sum(fields)}).encode()
         if len(text) > CARD_BYTES:
             raise BindError(f"card of {self.name}: {len(text)} bytes, expected at most {CARD_BYTES}")
         return text
@@ -239,6 +239,8 @@ class Card:
                 _refuse(f"{key!r} to be of {kind.__name__}", f"{held.get(key)!r:.40}")
         if not _NAME.fullmatch(held["name"]):
             _refuse("a name of 1 to 128 letters, digits and ./:#@+-_", f"{held['name']!r:.40}")
+        if held.get("sha256") != _sum(held):
+            _refuse("the sum that its other fields have: it was damaged on its way", f"{held.get('sha256')!r:.80}")
         try:
             data = base64.b64decode(held["data"], validate=True)
         except (binascii.Error, ValueError):
@@ -247,6 +249,12 @@ class Card:
             return cls(held["name"], Slab(held["address"], held["nbytes"], held["device"]), data)
         except BindError as error:
             raise BindError(f"card of {held['name']}: {error}") from None
+
+
+def _sum(fields: dict[str, Any]) -> str:
+    """Of what a card holds.  It finds accidents, before a transport takes them for an address; it proves no sender."""
+    keys = ("kvbm-wire", "transport", "name", "address", "nbytes", "device", "data")
+    return hashlib.sha256(json.dumps([fields[key] for key in keys]).encode()).hexdigest()
 
 
 def _refuse(expected: str, got: str) -> NoReturn:
