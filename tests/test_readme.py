@@ -196,6 +196,7 @@ def test_links_and_files_are_there() -> None:
         "src/kvbm/store",
         "src/kvbm/testing",
         "src/kvbm/torch",
+        "src/kvbm/wire",
         "tests",
         "benchmarks",
         "tools",
