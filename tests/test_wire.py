@@ -632,6 +632,20 @@ def test_slabs_are_contiguous_and_writable() -> None:
             wire.Slab(*numbers)
 
 
+def test_errors() -> None:
+    """Each can be caught as Python's own, and as what a transfer ends with."""
+    for error, own in {
+        PeerLostError: ConnectionError,
+        TransferTimeoutError: TimeoutError,
+        kvbm.DigestError: ValueError,
+    }.items():
+        assert issubclass(error, own) and issubclass(error, kvbm.TransferError) and issubclass(error, RuntimeError)
+    lost = PeerLostError("text", peer="p#1")
+    assert (str(lost), lost.peer) == ("text", "p#1") and str(PeerLostError("text")) == "text"
+    codes = [error.exit_code for error in vars(kvbm.errors).values() if isinstance(error, type)]
+    assert len(codes) == len(set(codes))
+
+
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
