@@ -177,8 +177,8 @@ struct Digest {
   static constexpr uint32_t kSide = ELEMENT ? 16 / ELEMENT : 1;  // cells of a square
   static constexpr uint32_t kTeams = 1, kThreads = kRowThreads;
   static constexpr uint32_t kMinCtas = ELEMENT == 1 ? 3 : ELEMENT == 2 ? 6 : 8;  // a square is held in registers
-  static constexpr uint32_t kLoads = ELEMENT ? 1 : 4;  // cells, or squares, a thread has in flight
-  static constexpr uint32_t kCells = 16 / kSide;       // that a thread digests at most: what is looked up once is worth that many
+  static constexpr uint32_t kLoads = ELEMENT ? 1 : 4;                            // cells, or squares, a thread has in flight
+  static constexpr uint32_t kCells = 16 / kSide;  // that a thread digests at most: what is looked up once is worth that many
 
   // A sum may be taken in any order; the host reads as memory goes on.  Modes of one step lead nowhere.
   static void order_modes(kvbm_part& p) {

@@ -28,8 +28,11 @@ __all__ = ["Endpoint"]
 _VERSION = 1
 _MOST_CARD = 1 << 20
 
-#: Seconds that the thread sleeps: while something is under way, and while nothing is.
-_SHORT, _LONG = 50e-6, 2e-3
+#: Seconds that the thread sleeps: while something is under way, and while nothing is, or has not been for so many rounds.
+_SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
+
+#: Seconds that `close` waits for what is under way, and for peers to be dropped.
+_CLOSING = 6.0
 
 
 class Endpoint:
@@ -227,12 +230,18 @@ class Endpoint:
             if getattr(message, mine) == self.rank
             for rank in [getattr(message, far)]
         }
-        for card in cards:
-            if card.rank in needed:
-                peer = self.wire.connect(card.wire)
-                link.peers[peer] = card.rank
-                link.rings[peer] = (card.sends, card.takes, card.slot_bytes)
-                self._by_peer[peer] = link
+        try:
+            for card in cards:
+                if card.rank in needed:
+                    peer = self.wire.connect(card.wire)
+                    if peer in self._by_peer:
+                        raise BindError(f"{link.title}: rank {card.rank} was met already: close that link first")
+                    link.peers[peer] = card.rank
+                    link.rings[peer] = (card.sends, card.takes, card.slot_bytes)
+        except KvbmError:
+            self.dropping.update(dict.fromkeys(link.peers, link))
+            raise
+        self._by_peer.update(dict.fromkeys(link.peers, link))
         self._links.append(link)
         return link
 
@@ -269,25 +278,26 @@ class Endpoint:
         return found["value"]
 
     def _run(self) -> None:
+        quiet = 0  # rounds in which nothing was done
         try:
             while not self._is_closed:
-                busy = self._step()
-                if busy:
+                if self._step():
+                    quiet = 0
                     continue
-                is_idle = all(link.is_idle for link in self._links) and not self.dropping
-                if is_idle:
-                    self._wake.wait(_LONG)
-                else:
+                quiet += 1
+                if quiet < _ROUNDS and not (all(link.is_idle for link in self._links) and not self.dropping):
                     time.sleep(_SHORT)
+                else:
+                    self._wake.wait(_LONG)
                 self._wake.clear()
-        except BaseException as error:  # the thread's end is the end of all its links
+        except Exception as error:  # the thread's end is the end of all its links
             self._broken = f"{type(error).__name__}: {error}"
+        finally:
             for link in self._links:
                 for handle in link.handles:
-                    handle.fail(TransferError(f"{link.title}: {handle.what} {handle.key!r}: {self._broken}"))
+                    why = self._broken or "the endpoint was closed"
+                    handle.fail(TransferError(f"{link.title}: {handle.what} {handle.key!r}: {why}"))
                     handle.settle()
-            if not isinstance(error, Exception):
-                raise
 
     def _step(self) -> bool:
         busy = False
@@ -326,9 +336,11 @@ class Endpoint:
         """End all links, and release the ring.  It may be called again."""
         if self._is_closed:
             return
-        if not self._broken:
-            for link in list(self._links):
-                link.close()
+        end = time.monotonic() + _CLOSING
+        for link in [] if self._broken else list(self._links):
+            link.close()
+        while not self._broken and time.monotonic() < end and (self.dropping or any(link.handles for link in self._links)):
+            time.sleep(_LONG)
         self._is_closed = True
         self._wake.set()
         if threading.current_thread() is not self._thread:

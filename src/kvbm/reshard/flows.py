@@ -471,9 +471,15 @@ class Inflow:
         self._say_done()
         self.arrival.ended(self)
 
-    def _say_done(self) -> None:
+    @property
+    def answer(self) -> Done | None:
+        """What there is to say of it when it is over."""
         total = sum(self.digests.values()) % (1 << 64)
-        self.link.say(self.peer, Done(self.offer.sending, self.arrival.number, total))
+        return Done(self.offer.sending, self.arrival.number, total) if self.is_done else None
+
+    def _say_done(self) -> None:
+        if (answer := self.answer) is not None:
+            self.link.say(self.peer, answer)
 
     def _quarantine(self) -> None:
         """Slots that the sender was granted, and may still write."""

@@ -189,7 +189,8 @@ class Link:
         self._lost: dict[str, PeerLostError] = {}
         self._losing: dict[str, PeerLostError] = {}  # found since the last `tick`
         self._flows: dict[tuple[str, int], Outflow] = {}
-        self._inflows: OrderedDict[tuple[str, int], Inflow] = OrderedDict()
+        self._inflows: dict[tuple[str, int], Inflow] = {}
+        self._ended: OrderedDict[tuple[str, int], Done | None] = OrderedDict()  # inflows that are over, and what to say of them
         self._offers: OrderedDict[tuple[str, int], Offer] = OrderedDict()
         self._handles: list[_Handle] = []
         self._counts: Counter[str] = Counter()
@@ -371,7 +372,8 @@ class Link:
                 raise BindError(
                     f"{self.title}: {arrival.key!r}: expected tokens {tokens}, {peer} offers {offer.tokens}"
                 )
-            if not set(offer.layers) <= set(arrival.layers) or any(
+            known = arrival.layers
+            if not known.start <= offer.layers.start < offer.layers.stop <= known.stop or any(
                 max(one.start, offer.layers.start) < min(one.stop, offer.layers.stop) for one in held
             ):
                 raise BindError(
@@ -383,14 +385,23 @@ class Link:
             arrival.fail(error)
             self.say(peer, Stop(offer.sending, arrival.number, False, False, str(error)))
             return
-        if not flow.is_done:
-            arrival.flows.append(flow)
+        arrival.flows.append(flow)
         self._inflows[peer, offer.sending] = flow
 
     # ---- the endpoint's thread -------------------------------------------------------------------------------------
 
     def heard(self, peer: str, note: Note) -> None:
-        """A note of a peer."""
+        """A note of a peer; what cannot be ends the transfer that it speaks of, and nothing else."""
+        try:
+            self._heard(peer, note)
+        except KvbmError as error:
+            self.count("notes_wrong")
+            at = peer, note.sending
+            for flow in (self._flows.get(at), self._inflows.get(at)):
+                if flow is not None:
+                    flow.fail(error)
+
+    def _heard(self, peer: str, note: Note) -> None:
         at = peer, note.sending
         if isinstance(note, Offer):
             self._offered(peer, note)
@@ -400,6 +411,8 @@ class Link:
         elif isinstance(note, Put):
             if (inflow := self._inflows.get(at)) is not None:
                 inflow.put(note)
+            elif (answer := self._ended.get(at)) is not None:
+                self.say(peer, answer)
         elif isinstance(note, Done):
             if (flow := self._flows.get(at)) is not None:
                 flow.finished(note)
@@ -425,9 +438,13 @@ class Link:
             self.say(peer, Stopped(note.sending, note.arrival, True)) if flow is None else flow.stopped(note)
 
     def _offered(self, peer: str, offer: Offer) -> None:
-        known = self._inflows.get((peer, offer.sending))
-        if known is not None:
+        at = peer, offer.sending
+        if (known := self._inflows.get(at)) is not None:
             known.offered()
+            return
+        if at in self._ended:  # it comes late, or what was answered was lost
+            if (answer := self._ended[at]) is not None:
+                self.say(peer, answer)
             return
         for arrival in self._handles:
             if isinstance(arrival, Arrival) and arrival.is_awaited and (offer.group, offer.key) == arrival.identity:
@@ -465,8 +482,10 @@ class Link:
         self._handles = [handle for handle in self._handles if not handle.has_ended]
         for over in [at for at, flow in self._flows.items() if flow.is_over and flow.sending.has_ended]:
             self._flows.pop(over)
-        while len(self._inflows) > _MOST and next(iter(self._inflows.values())).is_over:
-            self._inflows.popitem(last=False)
+        for at in [at for at, inflow in self._inflows.items() if inflow.is_over]:
+            self._ended[at] = self._inflows.pop(at).answer
+        while len(self._ended) > _MOST:
+            self._ended.popitem(last=False)
         return busy
 
     def _all_flows(self) -> list[Outflow | Inflow]:
