@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
 import os
 import random
 import subprocess
@@ -19,7 +22,17 @@ from hypothesis import strategies as st
 
 import kvbm
 import reshard_oracle
-from kvbm import BindError, DigestError, PeerLostError, TransferError, TransferTimeoutError, wire
+from kvbm import (
+    BindError,
+    DigestError,
+    PeerLostError,
+    Pool,
+    Span,
+    TransferError,
+    TransferTimeoutError,
+    reshard,
+    wire,
+)
 from kvbm.reshard import notes
 from linking import Linked, ended, plain_case, sender_of
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, span
@@ -235,8 +248,6 @@ def test_the_receiver_has_some_of_it_already() -> None:
     with on_faulty({}) as found:
         (tokens, *_) = CASE.sequences[0]
         some = range(tokens.start + 3, tokens.stop - 2)
-        from kvbm import Span
-
         sent = [link.send("one", span) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)]
         came = [
             link.receive("one", Span(span.table, some, span.origin))
@@ -332,6 +343,205 @@ def test_the_example(torch: Any) -> None:
     assert done.returncode == 0 and done.stdout.count("digest 0x") == 2, done.stdout + done.stderr
 
 
+# ---- peers that say what they should not -----------------------------------------------------------------------------
+
+MODEL = kvbm.load_shape("llama-3.1-8b,nl=2,hd=16,dtype=float16")
+
+
+class Two:
+    """An engine of some ranks, whose last one is played by hand, and an engine of one rank that receives."""
+
+    def __init__(self, tp: int = 2, model: kvbm.BlockShape = MODEL) -> None:
+        self.hub = wire.Hub()
+        places = reshard.vllm(model, tp=tp, name="prefill"), reshard.vllm(model, name="decode")
+        options: dict[str, Any] = {"chunk_bytes": 1 << 14, "ring_bytes": 1 << 18}
+        layout = kvbm.load("vllm/flash_attn_nhd")
+        self.pools = [Pool.allocate(layout, places[0].shape(rank), 16) for rank in range(tp)]
+        self.pool = Pool.allocate(layout, places[1].shape(0), 16)
+        for array in (array for pool in (*self.pools, self.pool) for array in pool.arrays):
+            array[:] = 0
+        self.ranks = [
+            reshard.Endpoint("prefill", places[0], rank, pool, wire=wire.memory(f"p/{rank}", self.hub), **options)
+            for rank, pool in enumerate(self.pools)
+        ]
+        self.end = reshard.Endpoint("decode", places[1], 0, self.pool, wire=wire.memory("d/0", self.hub), **options)
+
+    def by_hand(self) -> reshard.Link:
+        """The receiver's link, in which this test is the last rank."""
+        self.wire = wire.memory("by-hand", self.hub)
+        self.wire.register(wire.Slab.of(np.zeros(1 << 20, np.uint8)))
+        card = json.loads(self.ranks[-1].card())
+        card["wire"] = base64.b64encode(self.wire.card()).decode()
+        link = self.end.meet([*(end.card() for end in self.ranks[:-1]), json.dumps(card).encode()])
+        self.peer = self.wire.connect(base64.b64decode(json.loads(self.end.card())["wire"]))
+        return link
+
+    def say(self, note: notes.Note) -> None:
+        self.wire.note(self.peer, notes.write(note))
+
+    def hear(self, kind: type, limit: float = 3) -> Any:
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            for _, data in self.wire.poll():
+                if isinstance(note := notes.read(data), kind):
+                    return note
+            time.sleep(0.001)
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def __enter__(self) -> Two:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in (*self.ranks, self.end):
+            end.close()
+
+
+TABLE, ALL = list(range(8)), range(128)
+
+
+def test_a_failed_receive_writes_nothing_more() -> None:
+    """One rank offers too little, another what is right: an error, and no byte of the blocks after it."""
+    with Two() as two:
+        links = [end.meet([two.end.card()]) for end in two.ranks]
+        mine = two.end.meet([end.card() for end in two.ranks])
+        sent = [links[0].send("k", Span(TABLE, range(64)), timeout=2)]
+        time.sleep(0.05)
+        sent.append(links[1].send("k", Span(TABLE, ALL), timeout=2))
+        time.sleep(0.05)
+        two.ranks[1].submit(lambda: time.sleep(0.2))
+        [error] = ended([mine.receive("k", Span(TABLE, ALL))])
+        assert isinstance(error, BindError) and "expected tokens" in str(error)
+        for array in two.pool.arrays:
+            array[:] = 7
+        assert all(isinstance(error, TransferError) for error in ended(sent, 5))
+        assert all((array == 7).all() for array in two.pool.arrays)
+        both = [link.send("k", Span(TABLE, ALL)) for link in links]
+        assert not any(ended([*both, mine.receive("k", Span(TABLE, ALL))])), "the next try is poisoned"
+
+
+def test_offers_that_are_none() -> None:
+    """Of a rank that sends nothing here; of other plans, layers, tokens: the receive is told, and the endpoint lives."""
+    from kvbm.reshard.link import _identity
+
+    for model, change in (
+        (kvbm.load_shape("llama-3.1-8b,nl=2,nh=1,hd=16,dtype=float16"), {}),
+        (MODEL, {"plan": 5}),
+        (MODEL, {"layers": range(1 << 23)}),
+        (MODEL, {"layers": range(1, 3)}),
+        (MODEL, {"tokens": range(3, 9), "origin": 3}),
+    ):
+        with Two(model=model) as two:
+            link = two.by_hand()
+            identity = _identity("", two.end.groups, "k")
+            arrival = link.receive("k", Span(TABLE, ALL), timeout=5)
+            right = {"plan": link.plans(0)[1], "layers": range(2), "tokens": ALL, "origin": 0, "pulls": False}
+            two.say(notes.Offer(1, key=identity[1], group=identity[0], **{**right, **change}))
+            [error] = ended([arrival], 3)
+            assert isinstance(error, BindError), (change, error)
+            assert two.hear(notes.Stop).why in str(error)
+            assert two.end.call(lambda: 5) == 5
+
+
+def test_a_slot_that_there_is_not() -> None:
+    from kvbm.reshard.link import _identity
+
+    with Two() as two:
+        link = two.by_hand()
+        number, key = _identity("", two.end.groups, "k")
+        arrival = link.receive("k", Span(TABLE, ALL), timeout=5)
+        two.say(notes.Offer(1, link.plans(0)[1], key, number, range(2), ALL, 0, True))
+        want = two.hear(notes.Want)
+        two.say(notes.Put(1, want.arrival, want.grants[0].serial, want.grants[0].chunk, 4_000_000_000))
+        [error] = ended([arrival], 3)
+        assert isinstance(error, BindError) and "slot 4000000000" in str(error)
+
+
+def test_any_notes_in_any_order() -> None:
+    """Well-formed and absurd: transfers fail or not, the endpoint lives, and no slot is lost."""
+    from kvbm.reshard.link import _identity
+
+    rng = random.Random(1)
+    with Two() as two:
+        link = two.by_hand()
+        number, key = _identity("", two.end.groups, "k")
+        known = [1, 2, 3]
+        for _ in range(2000):
+            if rng.random() < 0.02:
+                link.receive("k", Span(TABLE, ALL), timeout=0.05)
+            few, any32 = rng.choice([*known, 0]), rng.choice((0, 1, 2, 1 << 31))
+            two.say(
+                rng.choice(
+                    [
+                        notes.Offer(
+                            few, link.plans(0)[1], key, number, range(rng.randrange(2), 2), ALL, 0, rng.random() < 0.5
+                        ),
+                        notes.Want(few, few, 3, range(5), 0, any32, (notes.Grant(any32, any32, any32),)),
+                        notes.Put(few, few, any32, any32, any32),
+                        notes.Done(few, few, few),
+                        notes.Stop(few, few, rng.random() < 0.5, rng.random() < 0.5, "why"),
+                        notes.Stopped(few, few, rng.random() < 0.5),
+                    ]
+                )
+            )
+        assert two.end.call(lambda: 5) == 5
+        two.wire.close()
+        end = time.monotonic() + 5
+        while two.end.ring.free(sends=False) < two.end.ring.takes:
+            link.receive("k", Span(TABLE, ALL), timeout=0.05)
+            assert time.monotonic() < end, "slots are lost"
+            time.sleep(0.01)
+
+
+def test_closed_while_threads_send() -> None:
+    """Each handle ends, whatever was under way."""
+    for _ in range(4):
+        with on_faulty({}) as found:
+            (span,), handles = found.spans(0)[SENDER], []
+            stop = threading.Event()
+
+            def work(
+                link: Any = found.links[0][SENDER], span: Any = span, handles: list[Any] = handles, stop: Any = stop
+            ) -> None:
+                with contextlib.suppress(BindError):
+                    while not stop.is_set():
+                        handles.append(link.send(str(len(handles)), span, timeout=60))
+
+            threads = [threading.Thread(target=work) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.02)
+            found.ends[0][SENDER].close()
+            stop.set()
+            for thread in threads:
+                thread.join(10)
+            assert handles and all(isinstance(error, TransferError) for error in ended(handles, 5))
+            for handle in handles[:3]:
+                handle.abort()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"key": ""}, "key"), ({"key": 5}, "key"), ({"key": "\ud800"}, "key"), ({"span": None}, "span"),
+        ({"timeout": None}, "timeout"), ({"timeout": float("nan")}, "timeout"), ({"group": []}, "group"),
+        ({"layers": range(3)}, "layers"), ({"verify": "no"}, "verify"),
+    ],
+)  # fmt: skip
+def test_arguments(given: dict[str, Any], said: str) -> None:
+    with Two() as two:
+        link = two.end.meet([end.card() for end in two.ranks])
+        with pytest.raises(BindError, match=said):
+            link.receive(**{"key": "k", "span": Span(TABLE, ALL), **given})
+        for cards in (5, b"card", ["card"], [None]):
+            with pytest.raises(BindError, match="card"):
+                two.end.meet(cards)  # type: ignore[arg-type]
+        with pytest.raises(BindError, match="met already"):
+            two.end.meet([end.card() for end in two.ranks])
+    for options in ({"slots": "3"}, {"slots": 0}, {"ring_bytes": 1 << 60}, {"chunk_bytes": 2.5}):
+        with pytest.raises(BindError):
+            reshard.Endpoint("e", reshard.vllm(MODEL), 0, two.pool, wire=wire.memory("e"), **options)
+
+
 # ---- cards and notes -------------------------------------------------------------------------------------------------
 
 
@@ -350,8 +560,6 @@ def test_the_example(torch: Any) -> None:
     ],
 )
 def test_cards(change: dict[str, Any], said: str) -> None:
-    import json
-
     with on_faulty({}) as found:
         cards = [end.card() for end in found.ends[1]]
         wrong = json.dumps({**json.loads(cards[0]), **change}).encode()

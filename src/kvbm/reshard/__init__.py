@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Arrival": "link",
+    "Arrival": "handle",
     "Chunk": "chunk",
     "ChunksDone": "cut",
     "Cut": "cut",
@@ -58,7 +58,7 @@ _HOME = {
     "Packer": "pack",
     "Pairs": "sequence",
     "Rank": "sequence",
-    "Sending": "link",
+    "Sending": "handle",
     "Span": "sequence",
     "Trailer": "chunk",
     "chunks": "chunk",

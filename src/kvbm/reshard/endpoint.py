@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import json
 import queue
 import threading
@@ -30,6 +31,9 @@ _MOST_CARD = 1 << 20
 
 #: Seconds that the thread sleeps: while something is under way, and while nothing is, or has not been for so many rounds.
 _SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
+
+#: Seconds after which a peer that could not be dropped is dropped again: that keeps the thread for as long as the wire says.
+_DROPS = 30.0
 
 #: Seconds that `close` waits for what is under way, and for peers to be dropped.
 _CLOSING = 6.0
@@ -96,7 +100,9 @@ class Endpoint:
             groups: dict[str, tuple[Placement, Pool]] = {"": (placement, pool)}
         else:
             groups = dict(placement)
-        if not engine or not groups:
+        if slots is not None and (whole(slots) or 0) < 1:
+            raise BindError(f"endpoint {engine}: slots: expected a number from 1 on, got {slots!r:.40}")
+        if not isinstance(engine, str) or not engine or not groups:  # type: ignore[redundant-expr]
             raise BindError(f"endpoint: expected a name and a placement, got {engine!r:.200}")
         for place, mine in groups.values():
             require_pool(place, rank, mine)
@@ -124,8 +130,10 @@ class Endpoint:
         self._links: list[Link] = []
         self._by_peer: dict[str, Link] = {}
         self.dropping: dict[str, Link] = {}
+        self._drop_at: dict[str, float] = {}  # of peers that could not be dropped: when it is tried again
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
+        self._lock, self._is_over = threading.Lock(), False
         self._is_closed, self._broken = False, ""
         self._thread = threading.Thread(target=self._run, name=f"kvbm {engine}/{rank}", daemon=True)
         self._thread.start()
@@ -138,7 +146,12 @@ class Endpoint:
 
     def _written(self, of_wire: bytes) -> bytes:
         groups = {
-            name: {"placement": place.text(), "model": str(place.model), "planes": _planes(pool), "cuts": cuts_of([pool])}
+            name: {
+                "placement": place.text(),
+                "model": str(place.model),
+                "planes": _planes(pool),
+                "cuts": cuts_of([pool]),
+            }
             for name, (place, pool) in self.groups.items()
         }
         held = {
@@ -170,7 +183,12 @@ class Endpoint:
         PlanError
             The two engines hold different models.
         """
-        found = [_Card(card) for card in cards]
+        given: Any = cards
+        if isinstance(given, bytes | str) or not isinstance(given, Iterable):
+            raise BindError(
+                f"{self.engine}: meet: expected the cards of all ranks of an engine, got a {type(given).__name__}"
+            )
+        found = [_Card(card) for card in given]
         if not found:
             raise BindError(f"{self.engine}: meet: expected the cards of all ranks of an engine, got none")
         first = found[0]
@@ -204,7 +222,10 @@ class Endpoint:
             ours = cuts_of([pool])
             if planes != _planes(pool):
                 raise BindError(f"{title}: planes: {_planes(pool)} here and {planes} there; expected the same")
-            for plans, ends, where in ((outgoing, (mine, theirs), (ours, cuts)), (incoming, (theirs, mine), (cuts, ours))):
+            for plans, ends, where in (
+                (outgoing, (mine, theirs), (ours, cuts)),
+                (incoming, (theirs, mine), (cuts, ours)),
+            ):
                 try:
                     plans[name] = plan(*ends, stripe=stripe, cuts=where)
                 except PlanError as error:
@@ -230,17 +251,16 @@ class Endpoint:
             if getattr(message, mine) == self.rank
             for rank in [getattr(message, far)]
         }
-        try:
-            for card in cards:
-                if card.rank in needed:
-                    peer = self.wire.connect(card.wire)
-                    if peer in self._by_peer:
-                        raise BindError(f"{link.title}: rank {card.rank} was met already: close that link first")
-                    link.peers[peer] = card.rank
-                    link.rings[peer] = (card.sends, card.takes, card.slot_bytes)
-        except KvbmError:
-            self.dropping.update(dict.fromkeys(link.peers, link))
-            raise
+        for card in cards:
+            if card.rank in needed:
+                peer = self.wire.connect(card.wire)
+                if peer in self._by_peer:
+                    raise BindError(
+                        f"{link.title}: rank {card.rank} was met already: use that link; after it was closed, both sides need new "
+                        "endpoints"
+                    )
+                link.peers[peer] = card.rank
+                link.rings[peer] = (card.sends, card.takes, card.slot_bytes)
         self._by_peer.update(dict.fromkeys(link.peers, link))
         self._links.append(link)
         return link
@@ -249,11 +269,12 @@ class Endpoint:
 
     def submit(self, call: Callable[[], None]) -> None:
         """Let the thread call something."""
-        if self._is_closed or self._broken:
-            raise BindError(
-                f"{self.engine} rank {self.rank}: the endpoint is closed{self._broken and f': {self._broken}'}"
-            )
-        self._commands.put(call)
+        with self._lock:
+            if self._is_closed or self._broken or self._is_over:
+                raise BindError(
+                    f"{self.engine} rank {self.rank}: the endpoint is closed{self._broken and f': {self._broken}'}"
+                )
+            self._commands.put(call)
         self._wake.set()
 
     def call(self, call: Callable[[], Any]) -> Any:
@@ -293,11 +314,19 @@ class Endpoint:
         except Exception as error:  # the thread's end is the end of all its links
             self._broken = f"{type(error).__name__}: {error}"
         finally:
+            with self._lock:
+                self._is_over = True
+            while not self._commands.empty():
+                with contextlib.suppress(Exception):
+                    self._commands.get_nowait()()
             for link in self._links:
                 for handle in link.handles:
                     why = self._broken or "the endpoint was closed"
                     handle.fail(TransferError(f"{link.title}: {handle.what} {handle.key!r}: {why}"))
                     handle.settle()
+            if self._broken:  # peers are to see that it is no more
+                with contextlib.suppress(Exception):
+                    self.wire.close()
 
     def _step(self) -> bool:
         busy = False
@@ -323,12 +352,14 @@ class Endpoint:
         for link in self._links:
             busy |= link.tick(now)
         for peer, link in list(self.dropping.items()):
+            if now < self._drop_at.get(peer, now):
+                continue
             try:
                 self.wire.drop(peer)
-            except TransferTimeoutError:
-                continue  # it may still write: its slots wait
+            except TransferTimeoutError:  # it may still write: its slots wait, and the others do not
+                self._drop_at[peer] = time.monotonic() + _DROPS
+                continue
             del self.dropping[peer]
-            self._by_peer.pop(peer, None)
             link.dropped(peer)
         return busy
 
@@ -339,7 +370,9 @@ class Endpoint:
         end = time.monotonic() + _CLOSING
         for link in [] if self._broken else list(self._links):
             link.close()
-        while not self._broken and time.monotonic() < end and (self.dropping or any(link.handles for link in self._links)):
+        while (
+            not self._broken and time.monotonic() < end and (self.dropping or any(link.handles for link in self._links))
+        ):
             time.sleep(_LONG)
         self._is_closed = True
         self._wake.set()
@@ -361,9 +394,9 @@ class Endpoint:
 class _Card:
     """A card of another rank, of which nothing is believed before it was looked at."""
 
-    def __init__(self, card: bytes) -> None:
-        if len(card) > _MOST_CARD:
-            _refuse(f"at most {_MOST_CARD} bytes", f"{len(card)}")
+    def __init__(self, card: Any) -> None:
+        if not isinstance(card, bytes) or len(card) > _MOST_CARD:
+            _refuse(f"at most {_MOST_CARD} bytes", repr(card)[:60])
         try:
             held = json.loads(card.decode())
         except (ValueError, RecursionError):
@@ -407,7 +440,11 @@ class _Card:
             if place.world != self.world:
                 _refuse(f"a placement of {self.world} ranks", str(place.world))
             cuts = group.get("cuts")
-            if not isinstance(cuts, list) or len(cuts) > 64 or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts):
+            if (
+                not isinstance(cuts, list)
+                or len(cuts) > 64
+                or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts)
+            ):
                 _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
             self.groups[name] = (place, texts[2], tuple(cuts))
         self.groups_text = json.dumps(held["groups"], sort_keys=True)

@@ -16,7 +16,8 @@ from .notes import MOST_GRANTS, Done, Grant, Offer, Put, Stop, Stopped, Want
 if TYPE_CHECKING:
     from .chunk import Chunk
     from .cut import ChunksDone, Cut
-    from .link import Arrival, Link, Sending
+    from .handle import Arrival, Sending
+    from .link import Link
 
 __all__ = ["Inflow", "Outflow"]
 
@@ -495,10 +496,19 @@ class Inflow:
     def _end(self) -> None:
         """Nothing of the sender is under way: all slots are free."""
         for serial, coming in list(self._coming.items()):
+            if coming.op is not None and not _is_over(coming.op):
+                continue  # a get still writes it
             if coming.done is not None and not _is_done(coming.done):
                 continue  # its slot is still read; `tick` frees it
             self._free(serial)
         self.is_over = not self._coming
+
+
+def _is_over(op: Op) -> bool:
+    try:
+        return op.query()
+    except KvbmError:
+        return True
 
 
 def _is_done(done: ChunksDone) -> bool:

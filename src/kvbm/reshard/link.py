@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
-import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +13,7 @@ from ..errors import BindError, KvbmError, PeerLostError, TransferError, Transfe
 from ..wire import Op, Slice
 from .cut import Cut
 from .flows import Inflow, Outflow
+from .handle import Arrival, Handle, Sending
 from .messages import Resharding
 from .notes import Done, Note, Offer, Put, Stop, Stopped, Want, write
 from .pack import Packer
@@ -23,139 +22,12 @@ from .sequence import Span
 if TYPE_CHECKING:
     from .endpoint import Endpoint
 
-__all__ = ["Arrival", "Link", "Sending"]
+__all__ = ["Link"]
 
 T = TypeVar("T")
 
 #: Offers that nobody has asked for, and ended flows whose answers are known, of a link.
 _MOST = 4096
-
-
-class _Handle:
-    """What `send` and `receive` return: the end of a transfer, for whoever waits for it on another thread."""
-
-    what = ""
-
-    def __init__(self, link: Link, key: str, span: Span, timeout: float, order: dict[str, Any]) -> None:
-        self.link, self.key, self.span, self.order = link, key, span, order
-        self.began = time.monotonic()
-        self.deadline = self.began + timeout
-        self.timeout = timeout
-        self.flows: list[Any] = []
-        self.cuts: dict[tuple[range, int, range], Cut] = {}
-        self._ended = threading.Event()
-        self._error: KvbmError | None = None
-
-    def query(self) -> bool:
-        """Whether it is done.
-
-        Raises
-        ------
-        TransferError
-            It failed: `PeerLostError`, `TransferTimeoutError`, `DigestError` among them.
-        """
-        if self._ended.is_set() and self._error is not None:
-            raise self._error.with_traceback(None)
-        return self._ended.is_set()
-
-    def synchronize(self, timeout: float | None = None) -> None:
-        """Wait on the host until it is done; raises as `query`, and `TransferTimeoutError` where that takes longer.
-
-        The transfer's own deadline is that of the call that began it: a wait that is given up does not end it.
-        """
-        if not self._ended.wait(timeout):
-            raise TransferTimeoutError(
-                f"{self.link.title}: {self.what} {self.key!r}: not done after {timeout} s; it goes on"
-            )
-        self.query()
-
-    def abort(self) -> None:
-        """Give it up; whoever waits is told, and the other side."""
-        error = TransferError(f"{self.link.title}: {self.what} {self.key!r}: it was aborted here")
-        self.link.endpoint.submit(lambda: self.fail(error))
-
-    # ---- the endpoint's thread -------------------------------------------------------------------------------------
-
-    def fail(self, error: KvbmError) -> None:
-        if self._error is None and not self._ended.is_set():
-            self._error = error
-            self.link.count("failed")
-            for flow in self.flows:
-                flow.fail(error)
-
-    def settle(self) -> None:
-        """Tell whoever waits, once memory of the pool is not in use any more."""
-        if not self._ended.is_set():
-            self.link.count("seconds", time.monotonic() - self.began)
-            self._ended.set()
-
-    @property
-    def has_failed(self) -> bool:
-        return self._error is not None
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ended.is_set()
-
-    def __repr__(self) -> str:
-        state = "failed" if self._error else "done" if self._ended.is_set() else "under way"
-        return f"<kvbm {type(self).__name__} of {self.key!r}: {state}>"
-
-
-class Sending(_Handle):
-    """A sequence, or some layers of it, that goes to the ranks of the other engine.
-
-    When it is done, all of it has arrived and was found right: its blocks may be used for something else.
-    """
-
-    what = "sending"
-
-    def ended(self) -> None:
-        if all(flow.is_over for flow in self.flows):
-            self.settle()
-
-
-class Arrival(_Handle):
-    """A sequence that comes from the ranks of the other engine.
-
-    Before it is done nobody may read its blocks: some may hold a part.  When it is done, all chunks of all ranks are there and
-    right.
-
-    Attributes
-    ----------
-    digest : int
-        kvbm-digest-1 of what came, once it is done.
-    """
-
-    what = "receiving"
-
-    def __init__(
-        self,
-        link: Link,
-        key: str,
-        span: Span,
-        timeout: float,
-        order: dict[str, Any],
-        *,
-        verify: str,
-        identity: tuple[int, bytes],
-        layers: range,
-    ) -> None:
-        super().__init__(link, key, span, timeout, order)
-        self.number = secrets.randbits(64) or 1
-        self.verify, self.identity, self.layers = verify, identity, layers
-        self.digest = 0
-        self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that are still to come
-
-    @property
-    def is_awaited(self) -> bool:
-        return not self.has_failed and not self.has_ended
-
-    def ended(self, flow: Inflow) -> None:
-        self.missing[flow.rank] -= set(flow.offer.layers)
-        self.digest = (self.digest + sum(flow.digests.values())) % (1 << 64)
-        if not any(self.missing.values()):
-            self.settle()
 
 
 class Link:
@@ -190,9 +62,10 @@ class Link:
         self._losing: dict[str, PeerLostError] = {}  # found since the last `tick`
         self._flows: dict[tuple[str, int], Outflow] = {}
         self._inflows: dict[tuple[str, int], Inflow] = {}
-        self._ended: OrderedDict[tuple[str, int], Done | None] = OrderedDict()  # inflows that are over, and what to say of them
+        #: Inflows that are over, and what to say of them.
+        self._ended: OrderedDict[tuple[str, int], Done | Stop | None] = OrderedDict()
         self._offers: OrderedDict[tuple[str, int], Offer] = OrderedDict()
-        self._handles: list[_Handle] = []
+        self._handles: list[Handle] = []
         self._counts: Counter[str] = Counter()
         self._numbers, self._serials = itertools.count(secrets.randbits(32) + 1), itertools.count(1)
         self.is_closed = False
@@ -271,8 +144,8 @@ class Link:
         -------
         Arrival
         """
+        _require(key, span, timeout)
         packer = self._packer(group, sends=False)
-        _require_key(key)
         some = _require_layers(layers, packer.made.src.model.nl)
         packer.require_usable()
         packer.require_spans(span, span.origin)
@@ -307,8 +180,8 @@ class Link:
     def _send(
         self, key: str, span: Span, layers: Any, group: str, wait: Any, stream: Any, timeout: float, *, pulls: bool
     ) -> Sending:
+        _require(key, span, timeout)
         packer = self._packer(group, sends=True)
-        _require_key(key)
         some = _require_layers(layers, packer.made.src.model.nl)
         packer.require_usable()
         packer.require_spans(span, span.origin)
@@ -354,8 +227,11 @@ class Link:
             return
         for (peer, number), offer in list(self._offers.items()):
             if (offer.group, offer.key) == arrival.identity:
-                self._match(peer, offer, arrival)
                 self._offers.pop((peer, number), None)
+                if arrival.has_failed:
+                    self._refuse(peer, offer, arrival, "another rank's offer does not fit")
+                else:
+                    self._match(peer, offer, arrival)
 
     def _match(self, peer: str, offer: Offer, arrival: Arrival) -> None:
         """An offer of what is awaited."""
@@ -363,6 +239,8 @@ class Link:
         missing = arrival.missing.get(rank, set())
         held = {flow.offer.layers for flow in arrival.flows if flow.rank == rank}
         try:
+            if rank not in arrival.missing:
+                raise BindError(f"{self.title}: {arrival.key!r}: {peer} offers it, and sends nothing here by the plan")
             if offer.plan != self.plans(offer.group)[1]:
                 raise BindError(
                     f"{self.title}: {peer} has another plan: both sides need the same kvbm, placements and options"
@@ -383,10 +261,15 @@ class Link:
             flow = Inflow(self, arrival, peer, rank, offer, cut)
         except KvbmError as error:
             arrival.fail(error)
-            self.say(peer, Stop(offer.sending, arrival.number, False, False, str(error)))
+            self._refuse(peer, offer, arrival, str(error))
             return
         arrival.flows.append(flow)
         self._inflows[peer, offer.sending] = flow
+
+    def _refuse(self, peer: str, offer: Offer, arrival: Arrival, why: str) -> None:
+        """An offer that comes to nothing; that is said again when it is."""
+        stop = self._ended[peer, offer.sending] = Stop(offer.sending, arrival.number, False, False, why)
+        self.say(peer, stop)
 
     # ---- the endpoint's thread -------------------------------------------------------------------------------------
 
@@ -399,7 +282,7 @@ class Link:
             at = peer, note.sending
             for flow in (self._flows.get(at), self._inflows.get(at)):
                 if flow is not None:
-                    flow.fail(error)
+                    _handle_of(flow).fail(error)
 
     def _heard(self, peer: str, note: Note) -> None:
         at = peer, note.sending
@@ -465,7 +348,7 @@ class Link:
             except PeerLostError as error:
                 self._losing.setdefault(flow.peer, error)
             except KvbmError as error:  # of a peer that says what cannot be
-                flow.fail(error)
+                _handle_of(flow).fail(error)
         for peer, lost in list(self._losing.items()):
             self._lose(peer, lost)
         self._losing.clear()
@@ -492,7 +375,7 @@ class Link:
         return [*self._flows.values(), *self._inflows.values()]
 
     @property
-    def handles(self) -> tuple[_Handle, ...]:
+    def handles(self) -> tuple[Handle, ...]:
         """What is under way."""
         return tuple(self._handles)
 
@@ -507,7 +390,7 @@ class Link:
         self._lost[peer] = error
         for flow in self._all_flows():
             if flow.peer == peer and not flow.is_over:
-                (flow.sending if isinstance(flow, Outflow) else flow.arrival).fail(error)
+                _handle_of(flow).fail(error)
         for handle in self._handles:
             if isinstance(handle, Arrival) and handle.missing.get(self.peers[peer]):
                 handle.fail(error)
@@ -573,7 +456,7 @@ class Link:
         out, into = (int(one.fingerprint, 16) if isinstance(one, Resharding) else 0 for one in made)
         return out, into
 
-    def cut(self, handle: _Handle, group: int, tokens: range, origin: int, layers: range, *, sends: bool) -> Cut:
+    def cut(self, handle: Handle, group: int, tokens: range, origin: int, layers: range, *, sends: bool) -> Cut:
         """The chunks of some tokens and layers of a transfer; what its other peers want is the same mostly."""
         at = tokens, origin, layers
         found = handle.cuts.get(at)
@@ -584,7 +467,8 @@ class Link:
         return found
 
     def _packer(self, group: str, *, sends: bool) -> Packer:
-        if group not in self.endpoint.groups:
+        given: Any = group
+        if not isinstance(given, str) or given not in self.endpoint.groups:
             raise BindError(f"{self.title}: group {group!r}: expected one of {sorted(self.endpoint.groups)}")
         if self.is_closed:
             raise BindError(f"{self.title}: the link is closed")
@@ -617,9 +501,22 @@ def _identity(group: str, groups: Mapping[str, Any], key: str) -> tuple[int, byt
     return sorted(groups).index(group), hashlib.sha256(key.encode()).digest()[:16]
 
 
-def _require_key(key: Any) -> None:
-    if not isinstance(key, str) or not key:
+def _handle_of(flow: Outflow | Inflow) -> Handle:
+    return flow.sending if isinstance(flow, Outflow) else flow.arrival
+
+
+def _require(key: Any, span: Any, timeout: Any) -> None:
+    """Refuse what is no key, no span or no number of seconds."""
+    try:
+        is_name = isinstance(key, str) and key != "" and bool(key.encode())
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
         raise BindError(f"key: expected the sequence's name, got {key!r:.200}")
+    if not isinstance(span, Span):
+        raise BindError(f"span: expected a kvbm.Span, got {span!r:.200}")
+    if not isinstance(timeout, int | float) or not 0 <= timeout < 1e9:
+        raise BindError(f"timeout: expected seconds, got {timeout!r:.200}")
 
 
 def _require_layers(layers: Any, nl: int) -> range:

@@ -44,7 +44,12 @@ class Ring:
         nbytes = (sends + takes) * slot_bytes
         self._free_device: Any = None
         if device == "cpu":
-            self._pages = mmap.mmap(-1, nbytes)
+            try:
+                self._pages = mmap.mmap(-1, nbytes)
+            except (OSError, OverflowError, ValueError) as error:
+                raise BindError(
+                    f"ring: {nbytes} bytes wanted: {error}; expected fewer slots, or smaller ones"
+                ) from None
             self._bytes = np.frombuffer(self._pages, np.uint8)
             address = int(self._bytes.ctypes.data)
         else:
