@@ -277,6 +277,61 @@ def test_the_thread_breaks() -> None:
             found.links[0][0].send("two", span)
 
 
+def test_nothing_comes_from_the_dead() -> None:
+    """Who waits for a peer's first word is told that it is closed, or broken, long before the deadline."""
+    for how in ("closed", "broken"):
+        with on_faulty({}) as found:
+            end = found.ends[0][SENDER]
+            if how == "closed":
+                end.close()
+            else:
+                end.submit(lambda: next(iter(())))
+            came = [
+                link.receive("one", span, timeout=15)
+                for link, (span,) in zip(found.links[1], found.spans(1), strict=True)
+            ]
+            begin = time.monotonic()
+            while not any(handle.has_ended for handle in came):
+                assert time.monotonic() < begin + 5
+                time.sleep(0.01)
+            [error, *_] = [error for error in ended([one for one in came if one.has_ended]) if error]
+            assert isinstance(error, PeerLostError), error
+
+
+class Undroppable:
+    """A wire whose `drop` takes a while and then is not sure."""
+
+    def __init__(self, below: Any) -> None:
+        self.below, self.drops = below, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+    def drop(self, peer: str) -> None:
+        self.drops += 1
+        time.sleep(0.2)
+        raise TransferTimeoutError(peer)
+
+
+def test_who_cannot_be_dropped_holds_up_nobody() -> None:
+    with Two() as two:
+        wires = [Undroppable(wire.faulty(wire.memory("d/1", two.hub), ()))]
+        place = reshard.vllm(MODEL, name="decode")
+        with reshard.Endpoint(
+            "decode", place, 0, two.pool, wire=wires[0], chunk_bytes=1 << 14, ring_bytes=1 << 18
+        ) as end:
+            link = end.meet([one.card() for one in two.ranks])
+            others = [one.meet([end.card()]) for one in two.ranks]
+            two.ranks[1].close()
+            [error] = ended([link.receive("k", Span(TABLE, ALL), timeout=5)])
+            assert isinstance(error, PeerLostError)
+            begin = time.monotonic()
+            while time.monotonic() < begin + 1:
+                end.call(lambda: None)
+                time.sleep(0.01)
+            assert wires[0].drops == 1 and others
+
+
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 KINDS = [

@@ -5,6 +5,7 @@ Only the endpoint's thread is in here.  Everything that may be lost is said agai
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING
@@ -300,6 +301,7 @@ class Inflow:
         self._tries: Counter[int] = Counter()
         self.digests: dict[int, int] = {}
         self._turn, self._is_lost = 0, False
+        self._serials = itertools.count(1)
         self._stopping: Stop | None = None
         self._again, self._stops = _Repeat(), 0
         if not self._chunks:
@@ -400,7 +402,7 @@ class Inflow:
             if slot is None:
                 self.link.count("stalls")
                 break
-            grant = Grant(self._todo.popleft(), slot - ring.sends, self.link.serial())
+            grant = Grant(self._todo.popleft(), slot - ring.sends, next(self._serials))
             self._coming[grant.serial] = _Coming(grant, slot)
             news = True
         return news

@@ -26,6 +26,9 @@ __all__ = ["Link"]
 
 T = TypeVar("T")
 
+#: Seconds between two notes to a peer of which something is awaited.
+_ASKS = 0.5
+
 #: Offers that nobody has asked for, and ended flows whose answers are known, of a link.
 _MOST = 4096
 
@@ -67,7 +70,8 @@ class Link:
         self._offers: OrderedDict[tuple[str, int], Offer] = OrderedDict()
         self._handles: list[Handle] = []
         self._counts: Counter[str] = Counter()
-        self._numbers, self._serials = itertools.count(secrets.randbits(32) + 1), itertools.count(1)
+        self._numbers = itertools.count(secrets.randbits(32) + 1)
+        self._asks_at = 0.0  # when silent peers are next asked for a sign of life
         self.is_closed = False
 
     # ---- what callers ask for --------------------------------------------------------------------------------------
@@ -349,6 +353,9 @@ class Link:
                 self._losing.setdefault(flow.peer, error)
             except KvbmError as error:  # of a peer that says what cannot be
                 _handle_of(flow).fail(error)
+        if now >= self._asks_at:
+            self._asks_at = now + _ASKS
+            self._ask()
         for peer, lost in list(self._losing.items()):
             self._lose(peer, lost)
         self._losing.clear()
@@ -370,6 +377,14 @@ class Link:
         while len(self._ended) > _MOST:
             self._ended.popitem(last=False)
         return busy
+
+    def _ask(self) -> None:
+        """Say what means nothing to peers of which something is awaited: a wire tells only then that a peer is no more."""
+        arrivals = [one for one in self._handles if isinstance(one, Arrival) and one.is_awaited]
+        silent = {rank for one in arrivals for rank, layers in one.missing.items() if layers}
+        for peer, rank in self.peers.items():
+            if rank in silent:
+                self.say(peer, Stopped(0, 0, False))
 
     def _all_flows(self) -> list[Outflow | Inflow]:
         return [*self._flows.values(), *self._inflows.values()]
@@ -445,9 +460,6 @@ class Link:
 
     def count(self, name: str, many: float = 1) -> None:
         self._counts[name] += many  # type: ignore[assignment]
-
-    def serial(self) -> int:
-        return next(self._serials) & 0xFFFFFFFF
 
     def plans(self, group: int) -> tuple[int, int]:
         """Fingerprints of what goes, and of what comes; 0 where there is no such plan."""

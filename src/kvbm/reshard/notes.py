@@ -29,7 +29,7 @@ class Grant(NamedTuple):
     slot : int
         Of the receiver, where the sender writes it; pulled ones are fetched into it.
     serial : int
-        Of this receiver, never the same again.
+        From 1 on, of what the receiver grants of this offer; never the same again.
     """
 
     chunk: int
