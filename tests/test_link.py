@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,58 @@ def test_who_cannot_be_dropped_holds_up_nobody() -> None:
                 end.call(lambda: None)
                 time.sleep(0.01)
             assert wires[0].drops == 1 and others
+
+
+class SlowGets:
+    """A wire whose gets read 0.2 s after they were asked for, as an adapter may."""
+
+    def __init__(self, below: Any) -> None:
+        self.below, self.ops = below, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+    def get(self, peer: str, local: wire.Slice, remote: wire.Slice) -> Any:
+        self.ops.append(SlowGet(partial(self.below.get, peer, local, remote), local.offset))
+        return self.ops[-1]
+
+
+class SlowGet:
+    def __init__(self, read: Any, offset: int) -> None:
+        self.read, self.offset, self.at, self.is_done = read, offset, time.monotonic() + 0.2, False
+
+    def query(self) -> bool:
+        if not self.is_done and time.monotonic() > self.at:
+            self.read()
+            self.is_done = True
+        return self.is_done
+
+
+def test_a_slot_is_not_free_while_a_get_writes_it() -> None:
+    """The sender gives up while chunks are fetched from it."""
+    with Two(tp=1) as two:
+        slow = SlowGets(wire.memory("d/1", two.hub))
+        place = reshard.vllm(MODEL, name="decode")
+        with reshard.Endpoint("decode", place, 0, two.pool, wire=slow, chunk_bytes=1 << 14, ring_bytes=1 << 18) as end:
+            mine, other = end.meet([two.ranks[0].card()]), two.ranks[0].meet([end.card()])
+            sent = other.offer("k", Span(TABLE, ALL), timeout=5)
+            came = mine.receive("k", Span(TABLE, ALL), timeout=5)
+            limit = time.monotonic() + 5
+            while not slow.ops:
+                assert time.monotonic() < limit
+                time.sleep(0.001)
+            sent.abort()
+            assert all(isinstance(error, TransferError) for error in ended([sent, came], 5))
+
+            def free_and_written() -> set[int]:
+                written = {op.offset // end.ring.slot_bytes for op in slow.ops if not op.is_done}
+                return written & set(end.ring._free[1])
+
+            while not all(op.is_done for op in slow.ops):
+                assert not end.call(free_and_written)
+                assert time.monotonic() < limit
+            while end.ring.free(sends=False) < end.ring.takes:
+                assert time.monotonic() < limit, "slots are lost"
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
