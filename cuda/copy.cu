@@ -1,4 +1,4 @@
-// copy.cu: copies of raw addresses, the one kernel that knows no layout.
+// copy.cu: the kernels that know no layout: copies of raw addresses, and what sets digests to zero.
 //
 // Each pair moves by the widest word that fits both of its sides: if source and destination are misaligned by the same
 // number of bytes, everything but the first and the last few bytes still goes by words of 16.
@@ -10,6 +10,7 @@ namespace {
 constexpr uint32_t kPairThreads = 128;
 constexpr uint32_t kPairLoads = 2;  // words that a thread has in flight
 constexpr uint32_t kMinPairWidth = 8;
+constexpr uint32_t kClearThreads = 256;
 
 // Bytes [first, last) of one pair by the `width` threads of one tile.
 template <int WORD>
@@ -37,6 +38,12 @@ __device__ __forceinline__ void copy_span(const char* src, char* dst, uint32_t b
       store(dst + at, v);
     }
   }
+}
+
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
 }
 
 }  // namespace
@@ -84,4 +91,12 @@ extern "C" __global__ void __launch_bounds__(kvbm::kPairThreads, 2048 / kvbm::kP
     copy_span<2>(src, dst, bytes, lane, width);
   else
     copy_span<1>(src, dst, bytes, lane, width);
+}
+
+// Digests are added up from zero.  The kernel that adds starts beside this one, and waits for it where it adds (digest.cuh).
+extern "C" __global__ void __launch_bounds__(kvbm::kClearThreads) kvbm_clear(uint64_t* digests, uint64_t count) {
+  kvbm::let_next_start();
+  for (uint64_t i = blockIdx.x * uint64_t{kvbm::kClearThreads} + threadIdx.x; i < count;
+       i += gridDim.x * uint64_t{kvbm::kClearThreads})
+    digests[i] = 0;
 }

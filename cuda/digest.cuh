@@ -86,6 +86,13 @@ KVBM_INLINE void step_key(const kvbm_part& p, uint32_t index, uint64_t& src, uin
 // ---- sums ----------------------------------------------------------------------------------------------------------
 
 #ifdef __CUDACC__
+// Returns when the digests are zero: the launch need not wait for the kernel that clears them (launch.cpp).
+__device__ __forceinline__ void wait_for_clear() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Adds the sum of a row's threads, which all take part whatever they have found, to the digest of their pair: once a row, as what
 // is added at one address stands in line there.
 template <uint32_t THREADS>
@@ -109,6 +116,7 @@ __device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, 
     }
   }
   if (lane == 0 && job < p.jobs) {
+    wait_for_clear();
     uint32_t place = quotient(job, p.tiles);
     atomicAdd(reinterpret_cast<unsigned long long*>(a.digest.out) + pair_of(p, place), (unsigned long long)sum);
   }
@@ -176,8 +184,8 @@ struct Digest {
   static_assert(ELEMENT == 0 || WORD == 16, "elements are turned in words of 16 bytes");
   static constexpr uint32_t kSide = ELEMENT ? 16 / ELEMENT : 1;  // cells of a square
   static constexpr uint32_t kTeams = 1, kThreads = kRowThreads;
-  static constexpr uint32_t kMinCtas = ELEMENT == 1 ? 3 : ELEMENT == 2 ? 6 : 8;  // a square is held in registers
-  static constexpr uint32_t kLoads = ELEMENT ? 1 : 4;                            // cells, or squares, a thread has in flight
+  static constexpr uint32_t kMinCtas = ELEMENT == 1 ? 3 : ELEMENT == 2 ? 7 : 10;  // a square is held in registers
+  static constexpr uint32_t kLoads = ELEMENT ? 1 : 4;                             // cells, or squares, a thread has in flight
   static constexpr uint32_t kCells = 16 / kSide;  // that a thread digests at most: what is looked up once is worth that many
 
   // A sum may be taken in any order; the host reads as memory goes on.  Modes of one step lead nowhere.

@@ -44,8 +44,9 @@ enum : int {                                                     // CUpointer_at
   kPointerRangeSize = 12,
   kPointerPool = 17,
 };
-enum : unsigned { kMemoryHost = 1 };   // CUmemorytype
-enum : int { kMaxDynamicShared = 8 };  // CUfunction_attribute
+enum : unsigned { kMemoryHost = 1 };                    // CUmemorytype
+enum : int { kPtxVersion = 5, kMaxDynamicShared = 8 };  // CUfunction_attribute
+enum : int { kSerialization = 6 };                      // CUlaunchAttributeID: programmatic, of a stream
 enum : unsigned { kHostPortable = 1, kHostMapped = 2, kStreamNonBlocking = 1, kEventNoTiming = 2 };
 enum : int { kCaptureRelaxed = 2 };   // CUstreamCaptureMode
 enum : int { kLocationDevice = 1 };   // CUmemLocationType
@@ -76,6 +77,19 @@ struct Copy2D {  // CUDA_MEMCPY2D
   size_t width, height;
 };
 
+struct LaunchAttribute {  // CUlaunchAttribute
+  int id;
+  alignas(8) int value;
+  char rest[60];
+};
+
+struct LaunchConfig {  // CUlaunchConfig
+  unsigned grid[3], block[3], shared_bytes;
+  Stream stream;
+  const LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
 using BatchV1 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*, Stream);
 using BatchV2 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t, Stream);
 
@@ -100,12 +114,13 @@ using BatchV2 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, si
   X(ModuleGetFunction, "", true, (Handle*, Handle, const char*))                                            \
   X(FuncLoad, "", false, (Handle))                                                                          \
   X(FuncSetAttribute, "", true, (Handle, int, int))                                                         \
+  X(FuncGetAttribute, "", true, (int*, int, Handle))                                                        \
   X(LaunchKernel, "", true,                                                                                 \
     (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**)) \
+  X(LaunchKernelEx, "", true, (const LaunchConfig*, Handle, void**, void**))                                \
   X(MemAlloc, "_v2", true, (Address*, size_t))                                                              \
   X(MemFree, "_v2", true, (Address))                                                                        \
   X(MemHostAlloc, "", true, (void**, size_t, unsigned))                                                     \
-  X(MemsetD32Async, "", true, (Address, unsigned, size_t, Stream))                                          \
   X(MemFreeHost, "", true, (void*))                                                                         \
   X(MemcpyHtoDAsync, "_v2", true, (Address, const void*, size_t, Stream))                                   \
   X(MemcpyAsync, "", true, (Address, Address, size_t, Stream))                                              \
@@ -173,7 +188,7 @@ struct Device {
   Handle* modules = nullptr;        // one an image; null until loaded
   bool images_loaded = false;
   std::atomic<Handle>* functions = nullptr;  // one a kernel; read without a lock
-  std::atomic<Handle> copy_pairs{nullptr};   // the kernel of copy.cu
+  std::atomic<Handle> fixed[2] = {};         // the kernels of copy.cu, by FixedKernel
   std::mutex ring_mutex;
   Slot* newest = nullptr;  // circular: newest->next is the slot used longest ago
   std::mutex events_mutex;
@@ -259,7 +274,9 @@ struct Cargo {
 // are uploaded the slot has `scratch` bytes for the kernels.
 int carry(Device* device, size_t bytes, size_t scratch, Stream stream, Cargo* cargo);
 
-int find_pairs_kernel(Device* device, Handle* function);  // pairs.cpp
+// pairs.cpp: the kernels that no layout has a part in.
+enum FixedKernel { kCopyPairs, kClear };
+int find_fixed_kernel(Device* device, FixedKernel which, Handle* function);
 
 // driver.cpp: the graph that a stream is being captured into, or null; and an object that lives as long as a graph.
 int capturing_graph(Stream stream, Handle* graph);

@@ -207,10 +207,34 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, voi
 // What the teams of a CTA take together at most (permute.cuh: eight times a tile of 8 KiB and half as much padding).
 enum : uint32_t { kTeamsShared = 96 << 10 };
 
-int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, int sms, uint32_t max_ctas, Stream stream) {
+// Enqueues what sets a batch's digests to zero.
+int clear_digests(Device* device, const kvbm_batch& batch, Stream stream) {
+  enum : uint32_t { kThreads = 256 };
+  Handle function = nullptr;
+  RETURN_IF_FAILED(find_fixed_kernel(device, kClear, &function));
+  Address digests = batch.digests;
+  uint64_t count = batch.num_pairs;
+  void* parameters[] = {&digests, &count};
+  return CU(LaunchKernel, function, (batch.num_pairs - 1) / kThreads + 1, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr);
+}
+
+// Launches a kernel right behind `clear_digests`.  It may start before those are zero if it waits where it adds to them, which
+// the instruction does that code has from architecture 90 on: that of the image, not of the GPU, decides.
+int launch_behind_clear(Handle function, const kvbm_grid& grid, Stream stream, void** parameters) {
+  enum : int { kWaits = 90 };
+  int version = 0;
+  RETURN_IF_FAILED(CU(FuncGetAttribute, &version, kPtxVersion, function));
+  const LaunchAttribute early = {kSerialization, 1, {}};
+  const LaunchConfig config = {
+      {grid.ctas, 1, 1}, {grid.threads_x, grid.threads_y, 1}, grid.shared_bytes, stream, &early, version >= kWaits ? 1u : 0u};
+  return CU(LaunchKernelEx, &config, function, parameters, nullptr);
+}
+
+int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, Device* device, const kvbm_batch* batch,
+           Stream stream) {
   // A kernel with teams gets through all the work with any number of CTAs: one a multiprocessor that it may have.
-  uint32_t most = static_cast<uint32_t>(sms);
-  if (kernel.teams > 1 && max_ctas) most = std::min(most, max_ctas);
+  uint32_t most = static_cast<uint32_t>(device->sms);
+  if (kernel.teams > 1 && batch->max_ctas) most = std::min(most, batch->max_ctas);
   kvbm_grid grid = {};
   RETURN_IF_FAILED(
       check(kernel.name, kernel.prepare ? kernel.prepare(args, most, &grid) : prepare_runtime(kernel, args, most, &grid)));
@@ -221,6 +245,10 @@ int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, int sms,
     RETURN_IF_FAILED(CU(FuncSetAttribute, function, kMaxDynamicShared,
                         static_cast<int>(std::max<uint32_t>(grid.shared_bytes, kTeamsShared))));
   void* parameters[] = {args};
+  if (args->inline_mask & KVBM_DIGEST && !batch->adds) {
+    RETURN_IF_FAILED(clear_digests(device, *batch, stream));
+    return launch_behind_clear(function, grid, stream, parameters);
+  }
   return CU(LaunchKernel, function, grid.ctas, 1, 1, grid.threads_x, grid.threads_y, 1, grid.shared_bytes, stream, parameters,
             nullptr);
 }
@@ -252,13 +280,13 @@ struct BatchCargo : Cargo {
   kvbm_args* args;
   const kvbm_batch* batch;
   const Fields& fields;
-  int sms;
+  Device* device;
   Stream stream;
   BatchCargo(Handle function, const kvbm_kernel& kernel, kvbm_args* args, const kvbm_batch* batch, const Fields& fields,
-             int sms, Stream stream)
-      : function(function), kernel(kernel), args(args), batch(batch), fields(fields), sms(sms), stream(stream) {}
+             Device* device, Stream stream)
+      : function(function), kernel(kernel), args(args), batch(batch), fields(fields), device(device), stream(stream) {}
   void write(void* host, Address device) override { write_fields(batch, fields, args, host, device); }
-  int launch() override { return kvbm_driver::launch(function, kernel, args, sms, batch->max_ctas, stream); }
+  int launch() override { return kvbm_driver::launch(function, kernel, args, device, batch, stream); }
 };
 
 // ---- small batches -------------------------------------------------------------------------------------------------
@@ -360,16 +388,13 @@ int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_b
   if (resolve(&copy, &small, gathered)) batch = &small;
   const bool digests = copy.inline_mask & KVBM_DIGEST;
   const Fields fields = place_fields(batch, described_bytes(copy.num_parts, copy.inline_mask), digests);
-  if (digests) {
-    copy.digest.out = batch->digests;
-    if (!batch->adds) RETURN_IF_FAILED(CU(MemsetD32Async, batch->digests, 0, size_t{2} * batch->num_pairs, stream));
-  }
+  if (digests) copy.digest.out = batch->digests;
   if (__builtin_expect(fields.slot_bytes > 0, 0)) {
-    BatchCargo cargo(function, *entry, &copy, batch, fields, device->sms, stream);
+    BatchCargo cargo(function, *entry, &copy, batch, fields, device, stream);
     return carry(device, fields.slot_bytes, 0, stream, &cargo);
   }
   write_fields(batch, fields, &copy, nullptr, 0);
-  return launch(function, *entry, &copy, device->sms, batch->max_ctas, stream);
+  return launch(function, *entry, &copy, device, batch, stream);
 }
 
 }  // namespace kvbm_driver
@@ -386,7 +411,8 @@ int kvbm_warm(int kernel, int device) {
   Handle function = nullptr;
   const int first = kernel < 0 ? 0 : kernel, last = kernel < 0 ? kvbm_num_kernels : kernel + 1;
   for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(current.device, i, &function));
-  return kernel < 0 ? find_pairs_kernel(current.device, &function) : KVBM_OK;
+  RETURN_IF_FAILED(find_fixed_kernel(current.device, kClear, &function));
+  return kernel < 0 ? find_fixed_kernel(current.device, kCopyPairs, &function) : KVBM_OK;
 }
 
 int kvbm_launch(int kernel, const kvbm_args* args, const kvbm_batch* batch, int device, uint64_t stream) {

@@ -192,18 +192,19 @@ static_assert(sizeof(kvbm_pairs) == 4096, "the inline payload fills the paramete
 
 }  // namespace
 
-int find_pairs_kernel(Device* device, Handle* function) {
-  *function = device->copy_pairs.load(std::memory_order_acquire);
+int find_fixed_kernel(Device* device, FixedKernel which, Handle* function) {
+  *function = device->fixed[which].load(std::memory_order_acquire);
   if (__builtin_expect(*function != nullptr, 1)) return KVBM_OK;
   std::lock_guard<std::mutex> lock(device->mutex);
   RelaxedCapture relaxed;
   RETURN_IF_FAILED(load_images(device));
+  const char* const name = which == kClear ? "kvbm_clear" : "kvbm_copy_pairs";
   int image = 0;
   while (image < kvbm_num_images && strcmp(kvbm_images[image].name, "copy.cu") != 0) ++image;
-  if (image == kvbm_num_images) return check("kvbm_copy_pairs", KVBM_NOT_BUILT);
-  RETURN_IF_FAILED(CU(ModuleGetFunction, function, device->modules[image], "kvbm_copy_pairs"));
+  if (image == kvbm_num_images) return check(name, KVBM_NOT_BUILT);
+  RETURN_IF_FAILED(CU(ModuleGetFunction, function, device->modules[image], name));
   if (driver.FuncLoad) RETURN_IF_FAILED(CU(FuncLoad, *function));
-  device->copy_pairs.store(*function, std::memory_order_release);
+  device->fixed[which].store(*function, std::memory_order_release);
   return KVBM_OK;
 }
 
@@ -274,7 +275,7 @@ int kvbm_launch_pairs(const uint64_t* dst, const uint64_t* src, uint64_t size, u
   Current current;
   RETURN_IF_FAILED(current.open(device));
   Handle function = nullptr;
-  RETURN_IF_FAILED(find_pairs_kernel(current.device, &function));
+  RETURN_IF_FAILED(find_fixed_kernel(current.device, kCopyPairs, &function));
   auto* handle = reinterpret_cast<Stream>(stream);
   for (uint64_t i = 0; i < count; i += kMostPairs) {
     const uint64_t n = std::min<uint64_t>(count - i, kMostPairs);

@@ -336,6 +336,7 @@ constexpr uint32_t kHostTimes = 2;         // tiles: a core's cache holds larger
 constexpr uint32_t loads_of_rows(uint32_t teams) {
   return teams > 1 ? 4 : 2;
 }  // words a thread has in flight; few CTAs need more each
+constexpr uint32_t kMostLoads = 4;  // more than these are moved in turns
 constexpr uint32_t words_of_tile(uint32_t word) { return kSharedBytes / word < 4096 ? kSharedBytes / word : 4096; }
 
 // GPU: a row of `tile[0]` threads takes a tile of a chunk; where chunks are short, tile[1] rows share a CTA.
@@ -351,12 +352,14 @@ inline bool prepare_rows(const Structure& s, const kvbm_args& a, kvbm_part& p, u
     p.tile_words = uint32_t(divide_up(divide_up(kHostTile, s.word), run) * run);
     return set_jobs(a, p, s.outer, chunks, divide_up(words, p.tile_words));
   }
-  const uint32_t busy = s.teams > 1 ? s.teams : 4;  // pieces of work a multiprocessor should have at least
   uint32_t loads = s.loads ? s.loads : loads_of_rows(s.teams), width = s.threads;
   while (width > min_width && width / 2 * loads >= words) width /= 2;
-  // Small batches: more, smaller tiles, until every multiprocessor has some.
-  while (loads > 1 && a.num_pairs * chunks * divide_up(words, width * loads) * width < uint64_t{busy} * sms * s.threads)
-    loads /= 2;
+  // Small batches: more, smaller tiles, until every multiprocessor has some.  Those of several turns are worth it only where
+  // there are many: the last ones are waited for.
+  for (; loads > 1; loads /= 2) {
+    const uint64_t busy = s.teams > 1 ? s.teams : loads > kMostLoads ? 12 : 4;  // pieces of work a multiprocessor should have
+    if (a.num_pairs * chunks * divide_up(words, width * loads) * width >= busy * sms * s.threads) break;
+  }
   const uint32_t tiles = divide_up(words, width * loads);
   p.tile_words = divide_up(words, uint64_t{tiles} * width) * width;  // tiles of one size
   p.tile[0] = kvbm_make_div(width);
@@ -756,7 +759,7 @@ template <int OUTER, int REST, int ELEMENT, int WORD, int TEAMS = 1, bool SUMS =
 struct Tile {
   using Mine = Team<kTileThreads, TEAMS>;
   static constexpr uint32_t kThreads = kTileThreads, kTeams = TEAMS;
-  static constexpr uint32_t kMinCtas = 8;
+  static constexpr uint32_t kMinCtas = ELEMENT == 1 ? 8 : 12;  // more warps are worth more than their registers
   static constexpr uint32_t kSide = WORD / ELEMENT;
   static constexpr uint32_t kWords = words_of_tile(WORD);          // a tile's words
   static constexpr uint32_t kLoads = kSide >= 8 ? 1 : 8 / kSide;   // sub-blocks a thread has in flight

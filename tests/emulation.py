@@ -25,6 +25,8 @@ _INSTEAD = (
     (r"\bstore\(char\* p, (const )?\S+ v\)", "emulated::store(p, v);"),
     (r"\bfetch\(char\* shared, const char\* src\)", "emulated::fetch<BYTES>(shared, src);"),
     (r"\barrive\(\)", "__syncthreads();"),
+    (r"\bwait_for_clear\(\)", "emulated::wait_for_clear();"),
+    (r"\blet_next_start\(\)", ""),
     (r"\bsync\(\)", "emulated::wait_at(TEAMS == 1 ? 0 : 1 + number(), TEAMS == 1 ? 0 : THREADS);"),
 )
 
@@ -42,6 +44,13 @@ using namespace kvbm;
 _COPY_PAIRS = """#include "copy.cu"
 extern "C" void emulated_kvbm_copy_pairs(const kvbm_pairs* args, uint32_t ctas, uint32_t threads, uint32_t shared) {
   emulated::launch<kvbm_pairs>([](const kvbm_pairs& a, char*) { kvbm_copy_pairs(a); }, args, ctas, threads, shared);
+}
+struct Clear {
+  uint64_t digests, count;
+};
+extern "C" void emulated_kvbm_clear(const Clear* args, uint32_t ctas, uint32_t threads, uint32_t shared) {
+  const auto run = [](const Clear& a, char*) { kvbm_clear(reinterpret_cast<uint64_t*>(a.digests), a.count); };
+  emulated::launch<Clear>(run, args, ctas, threads, shared);
 }
 """
 

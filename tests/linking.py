@@ -15,13 +15,27 @@ import reshard_oracle
 from kvbm import KvbmError, Span, wire
 from kvbm.reshard import Endpoint
 from kvbm.shapes import ITEMSIZE
-from memory import aligned
+from memory import aligned, views
 
 #: Seconds that anything may take.
 LIMIT = 20.0
 
 Wires = Callable[[int, int], Any]
 Memory = tuple[Callable[[np.ndarray], Any], Any]
+
+
+def gpu_memory(device: str = "cuda:0") -> Memory:
+    """Memory of a GPU, as tensors of torch."""
+    import torch
+
+    from test_planes import cuda_arrays
+
+    def arrays(arena: Any, buffer: Any, dtype: str) -> list[Any]:
+        if isinstance(arena, reshard_oracle.plane_oracle.Arena):
+            return cuda_arrays(arena, buffer)
+        return views(arena, buffer, "uint8" if dtype in reshard_oracle.oracle.PAIRED else dtype, "torch")
+
+    return (lambda data: torch.from_numpy(data).to(device)), arrays
 
 
 class Linked:
@@ -99,8 +113,8 @@ class Linked:
         rng.shuffle(calls)
         return [call() for call in calls]
 
-    def check(self) -> None:
-        self.run.check(np.asarray)
+    def check(self, read: Callable[[Any], np.ndarray] = np.asarray) -> None:
+        self.run.check(read)
 
     def refill(self) -> None:
         """The destination as it was."""

@@ -35,7 +35,7 @@ from kvbm import (
     wire,
 )
 from kvbm.reshard import notes
-from linking import Linked, ended, plain_case, sender_of
+from linking import Linked, ended, gpu_memory, plain_case, sender_of
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, span
 from reshard_oracle import RefusedError, random_case
 
@@ -73,6 +73,27 @@ def test_every_byte(first: int) -> None:
 def test_on_a_gpu_that_is_not_one(fake_gpu: Any) -> None:
     """Pools and rings of the fake driver."""
     fake_gpu("reshards.linked", 500, 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1240, 60))
+def test_every_byte_on_a_gpu(first: int) -> None:
+    """Pools and rings of a GPU; the ends copy from ring to ring through the driver."""
+    for seed in range(first, first + 60):
+        found = linked(seed, memory=gpu_memory())
+        if found is None:
+            continue
+        with found:
+            try:
+                errors = ended(found.begin(random.Random(seed), timeout=10))
+            except BindError as error:
+                errors = [error]
+            if any("without a block" in str(error) for error in errors):
+                continue
+            assert not any(errors), (seed, errors)
+            found.check(lambda buffer: buffer.cpu().numpy())
+            found.require_slots()
 
 
 # ---- one case, on wires with faults ----------------------------------------------------------------------------------
@@ -441,11 +462,21 @@ def require_right(mine: Any) -> None:
         assert np.array_equal(got, want)
 
 
+def two_gpus() -> list[str]:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL connects two GPUs")
+    return ["--devices", "cuda:0", "cuda:1"]
+
+
 @pytest.mark.slow
-def test_the_example(torch: Any) -> None:
-    """Six processes by gloo; each checks what came."""
+@pytest.mark.parametrize("devices", ["hosts", pytest.param("GPUs", marks=pytest.mark.gpu)])
+def test_the_example(torch: Any, devices: str) -> None:
+    """Six processes by gloo, or by NCCL; each checks what came."""
+    words = [EXAMPLE, "--tokens", "300", *(two_gpus() if devices == "GPUs" else ())]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "6", "--master-port", "0", EXAMPLE, "--tokens", "300"],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "6", "--master-port", "0", *words],
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.count("digest 0x") == 2, done.stdout + done.stderr

@@ -27,6 +27,7 @@ from kvbm.reshard import Cut, Packer, Trailer
 from kvbm.reshard.chunk import MOST, TRAILER, cut, key_of, mark_of
 from kvbm.reshard.sequence import Parts
 from kvbm.reshard.strips import Family, Meeting
+from linking import gpu_memory
 from memory import aligned
 from reshard_oracle import Run
 from strategies import cases
@@ -73,15 +74,15 @@ def zeros(nbytes: int) -> np.ndarray:
     return aligned(np.zeros(nbytes, np.uint8))
 
 
-def packed(name: str) -> tuple[Run, Any, Any, list[np.ndarray]]:
+def packed(name: str, memory: tuple[Any, Any] = (aligned, reshard_oracle.host_arrays)) -> tuple[Run, Any, Any, list[Any]]:
     """The run, plan, message and chunks of a case."""
     one, (src, dst), most = MADE[name]
-    run = Run(one, aligned, reshard_oracle.host_arrays)
+    run = Run(one, *memory)
     made = run.steps[0].made
     tokens, there, _ = one.sequences[0]
     sent = Cut(Packer(made, src, run.pools[0][src]), Span(there.tables[src], tokens), layers=one.layers, most=most)
-    slots = {(dst, chunk.number): zeros(chunk.size) for chunk in sent.chunks[dst]}
-    sent.pack(slots, key="golden", epoch=3)
+    slots = {(dst, chunk.number): memory[0](np.zeros(chunk.size, np.uint8)) for chunk in sent.chunks[dst]}
+    sent.pack(slots, key="golden", epoch=3).synchronize()
     return run, made, sent.chunks[dst], list(slots.values())
 
 
@@ -150,6 +151,14 @@ def test_golden_chunks_are_packed_to_the_byte(name: str) -> None:
     (entry,) = (entry for entry in golden() if entry["what"] == name)
     *_, slots = packed(name)
     assert [slot.tobytes() for slot in slots] == read(entry)[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MADE)
+def test_golden_chunks_are_packed_to_the_byte_on_a_gpu(name: str) -> None:
+    (entry,) = (entry for entry in golden() if entry["what"] == name)
+    *_, slots = packed(name, gpu_memory())
+    assert [slot.cpu().numpy().tobytes() for slot in slots] == read(entry)[1]
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -14,6 +14,7 @@ import processes
 import reshard_oracle
 from kvbm import BindError, BlockShape, CoverageError, Placement, PlanError, Pool, Span, load, reshard, spec
 from kvbm.reshard import local, messages, sequence, strips
+from linking import gpu_memory
 from reshard_oracle import on_host, random_case
 
 # ---- against the oracle ----------------------------------------------------------------------------------------------
@@ -40,17 +41,9 @@ def test_every_byte_on_a_gpu(first: int) -> None:
     """A thousand cases; memory goes to the GPU and comes back once a case."""
     import torch
 
-    from memory import views
-    from test_planes import cuda_arrays
-
-    def arrays(arena: Any, buffer: Any, dtype: str) -> list[Any]:
-        if isinstance(arena, reshard_oracle.plane_oracle.Arena):
-            return cuda_arrays(arena, buffer)
-        return views(arena, buffer, "uint8" if dtype in reshard_oracle.oracle.PAIRED else dtype, "torch")
-
     stream = torch.cuda.Stream()
     for seed in range(first, first + 250):
-        run = reshard_oracle.Run(random_case(seed), lambda data: torch.from_numpy(data).cuda(), arrays)
+        run = reshard_oracle.Run(random_case(seed), *gpu_memory())
         torch.cuda.synchronize()
         for done in run.call(stream=stream):
             done.synchronize()

@@ -6,6 +6,7 @@ whose name ends in `alone` look at the GPU's free memory and are skipped while o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -14,13 +15,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cuda.bindings import driver
 
 import kvbm
 import matrix
@@ -39,6 +41,24 @@ SIDES = {"d2d": ("cuda:0", "cuda:0"), "d2h": ("cuda:0", "pinned"), "h2d": ("pinn
 DIRECTIONS = sorted(SIDES)
 STRATEGIES = ["direct", "staged", "engine"]
 SLEEP = 60_000_000  # cycles: some 30 ms, in which every copy of these tests is long done
+
+
+@contextlib.contextmanager
+def held(stream: Any) -> Iterator[None]:
+    """What is enqueued on the stream does not begin before the block is left; 20 s later it does, whatever waits for it."""
+    import torch
+
+    gate = torch.zeros(1, dtype=torch.int32).pin_memory()
+    (status,) = driver.cuStreamWaitValue32(stream.cuda_stream, gate.data_ptr(), 1, 0)
+    assert not status, status
+    late = threading.Timer(20, gate.fill_, (1,))
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+        gate.fill_(1)
+        torch.cuda.synchronize()
 
 
 class End:
@@ -156,11 +176,10 @@ def test_ids_may_change_at_once(direction: str, strategy: str) -> None:
             src_ids, dst_ids, src_kept, dst_kept = batch(rng, n, n + 3, n + 5)
             done = None  # it kept the pools of the turn before, and giving back pinned memory waits for the GPU
             gc.collect()
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(SLEEP // 4)
-            done = move.copy(src_ids, dst_ids.tolist() if n == 1 else dst_ids, stream=stream)
-            assert n == 0 or not done.query(), "the call waited for the stream"
-            src_ids[:] = dst_ids[:] = 0
+            with held(stream):
+                done = move.copy(src_ids, dst_ids.tolist() if n == 1 else dst_ids, stream=stream)
+                assert n == 0 or not done.query(), "the call waited for the stream"
+                src_ids[:] = dst_ids[:] = 0
             check(s, d, src_kept, dst_kept, n)
 
 

@@ -754,13 +754,19 @@ def device_memory(rng: random.Random, device: str) -> Found:
     return Counter({"injected": 1, said: 1})
 
 
+def has_arrays_of_blocks(pool: Pool) -> bool:
+    """Whether each block has arrays of its own: for ever so many blocks that would be ever so many arrays."""
+    twice = pool.layout.resolve(pool.shape, 2 * pool.num_blocks)
+    return twice.table_size > pool.resolved.table_size
+
+
 def real_device_memory(rng: random.Random, device: str) -> Found:
     """A ring, or a pool, larger than the GPU."""
     at = scene(rng, device, most=600, whole=True)
     found: Found = Counter(injected=1)
     large = 1 << rng.randrange(39, 46)
     try:
-        if isinstance(at.s, Flat) and rng.random() < 0.5:
+        if isinstance(at.s, Flat) and rng.random() < 0.5 and not has_arrays_of_blocks(at.s.pool):
             Pool.allocate(at.s.pool.layout, at.s.pool.shape, large // at.s.pool.shape.nbytes, device)
         else:
             with kvbm.Transfer(*at.ends, "staged", chunk_bytes=large) as move:

@@ -1,9 +1,10 @@
 """Prefill on four ranks with blocks of 16 tokens, decode on two with blocks of 64: one sequence's cache goes over.
 
-    torchrun --nproc-per-node 6 examples/disaggregated/run.py [--wire torch | nixl] [--tokens 2000]
+    torchrun --nproc-per-node 6 examples/disaggregated/run.py [--wire torch | nixl] [--devices cuda:0 cuda:1] [--tokens 2000]
 
 Each process is a rank: 0 to 3 of prefill, 4 and 5 of decode.  Every element tells its layer, K or V, head, token and place, so that
-decode can check what came without prefill's memory.
+decode can check what came without prefill's memory.  Without --devices all of it is in host memory.  With the torch wire and GPUs,
+which NCCL connects, prefill and decode need a GPU each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import time
 
 import numpy as np
+import torch
 from torch.distributed import TCPStore
 
 import kvbm
@@ -24,13 +26,14 @@ PREFILL, DECODE = 4, 2
 def coded(layer: int, heads: range, tokens: range, model: kvbm.BlockShape) -> np.ndarray:
     """What K and V of some heads and tokens hold: by o, t, h, d."""
     o, t, h, d = np.ogrid[0 : model.no, tokens.start : tokens.stop, heads.start : heads.stop, 0 : model.hd]
-    return (((layer * 2 + o) * 131 + h) * 8191 + t * 17 + d).astype(np.uint16)
+    return (((layer * 2 + o) * 131 + h) * 8191 + t * 17 + d).astype(np.int16)
 
 
 def main() -> None:
     """Run one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wire", choices=("torch", "nixl"), default="torch")
+    parser.add_argument("--devices", nargs=2, default=("cpu", "cpu"), metavar=("PREFILL", "DECODE"))
     parser.add_argument("--tokens", type=int, default=2000)
     given = parser.parse_args()
 
@@ -40,35 +43,43 @@ def main() -> None:
     rank = number if sends else number - PREFILL
 
     # What each rank holds: heads in equal shares.
-    model = kvbm.load_shape("llama-3.1-8b,nl=8,dtype=uint16")
+    model = kvbm.load_shape("llama-3.1-8b,nl=8,dtype=int16")
     prefill = reshard.vllm(model, tp=PREFILL, nt=16, name="prefill")
     decode = reshard.vllm(model, tp=DECODE, nt=64, name="decode")
     mine = prefill if sends else decode
     blocks = -(-given.tokens // mine.nt) + 3
     layout = kvbm.load("vllm/flash_attn_nhd" if sends else "vllm/flash_attn_hnd")
-    pool = kvbm.Pool.allocate(layout, mine.shape(rank), blocks)
+    device = torch.device(given.devices[not sends])
+    arrays = layout.resolve(mine.shape(rank), blocks).allocations
+    cache = [torch.zeros(array.shape, dtype=torch.int16, device=device) for array in arrays]
+    pool = kvbm.Pool(layout, mine.shape(rank), cache)
     table = np.random.default_rng(sends).permutation(blocks)[: -(-given.tokens // mine.nt)]
     heads = range(rank * mine.shape(rank).nh, (rank + 1) * mine.shape(rank).nh)
 
     # An endpoint a rank; cards go by the store, which carries a few KB.
-    carrier = wire.nixl(f"{mine.name}/{rank}") if given.wire == "nixl" else wire.torch(f"{mine.name}/{rank}", store)
+    name, backend = f"{mine.name}/{rank}", "gloo" if device.type == "cpu" else "nccl"
+    carrier = wire.nixl(name) if given.wire == "nixl" else wire.torch(name, store, backend=backend)
     with reshard.Endpoint(mine.name, mine, rank, pool, wire=carrier, ring_bytes=64 << 20) as me:
         store.set(f"card of {number}", me.card())
         others = range(PREFILL, PREFILL + DECODE) if sends else range(PREFILL)
         link = me.meet([store.get(f"card of {other}") for other in others])
 
+        written = None if device.type == "cpu" else torch.cuda.current_stream(device)  # what the copies wait for
         if sends:
-            for layer, array in enumerate(pool.arrays):  # o b t h d
+            for layer, array in enumerate(cache):  # o b t h d
                 values = coded(layer, heads, range(len(table) * mine.nt), model)
-                array[:, table] = values.reshape(2, len(table), mine.nt, len(heads), model.hd)
-            link.send("request-17", kvbm.Span(table, range(given.tokens)), timeout=60).synchronize()
+                values = values.reshape(2, len(table), mine.nt, len(heads), model.hd)
+                array[:, table] = torch.from_numpy(values).to(device)
+            link.send("request-17", kvbm.Span(table, range(given.tokens)), wait=written, timeout=60).synchronize()
         else:
             begin = time.perf_counter()
-            arrival = link.receive("request-17", kvbm.Span(table, range(given.tokens)), timeout=60)
+            arrival = link.receive("request-17", kvbm.Span(table, range(given.tokens)), wait=written, timeout=60)
             arrival.synchronize()
             seconds = time.perf_counter() - begin
-            for layer, array in enumerate(pool.arrays):  # o b h t d
-                came = np.moveaxis(array[:, table], 3, 2).reshape(2, -1, len(heads), model.hd)[:, : given.tokens]
+            for layer, array in enumerate(cache):  # o b h t d
+                came = (
+                    array[:, table].cpu().numpy().swapaxes(2, 3).reshape(2, -1, len(heads), model.hd)[:, : given.tokens]
+                )
                 assert np.array_equal(came, coded(layer, heads, range(given.tokens), model)), f"layer {layer} is wrong"
             size = link.stats()["bytes_received"] / 1e6
             took = f"{size:.0f} MB in {seconds * 1e3:.0f} ms"

@@ -1,6 +1,7 @@
 // emulated_gpu.h: enough of CUDA C++ that a host compiler compiles the kernels' device code, and runs it: a thread is a fiber.
 //
-// emulation.py puts it in front of permute.cuh, whose statements in PTX become calls of `load`, `store`, `fetch` and `wait_at`.
+// emulation.py puts it in front of permute.cuh, whose statements in PTX become calls of `load`, `store`, `fetch`, `wait_at` and
+// `wait_for_clear`.
 //
 // What it emulates
 //   Threads    Those of a CTA take turns; in every other CTA from the last one to the first. One runs until it waits or returns.
@@ -177,6 +178,12 @@ inline Lanes exchange(uint32_t mask, uint64_t value) {
   leave(IN_WARP);  // nobody gives the next one before all have read this one
   return all;
 }
+
+// What the launch did not wait for is done now.
+extern "C" {
+inline void (*emulated_wait)();
+}
+inline void wait_for_clear() { emulated_wait(); }
 
 inline void wait_at(uint32_t barrier, uint32_t wanted) {
   threads[current].barrier = barrier;
