@@ -735,6 +735,43 @@ def test_memory_of_gpus(fake_driver: FakeDriver) -> None:
     assert fake_driver("wire_gpus.copies", FAKE_DEVICES="2") == "0 1\n0 cpu\ncpu 1\n"
 
 
+@pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+def test_ends_by_nccl_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What carries slices is not here; notes, and that the end of one side is noticed by the other."""
+    from torch import distributed
+
+    aborted: list[object] = []
+
+    class Carrier:
+        def __init__(self, *_: object) -> None: ...
+
+        def abort(self) -> None:
+            aborted.append(self)
+
+    monkeypatch.setattr(distributed, "ProcessGroupNCCL", Carrier, raising=False)
+    store = distributed.HashStore()
+    one, two = (wire.torch(name, store, backend="nccl") for name in ("one", "two"))
+    for number, end in enumerate((one, two)):
+        end.register(wire.Slab(4096 + number, 4096, "cuda:0"))
+    there, here = one.connect(two.card()), two.connect(one.card())
+    one.note(there, b"to two")
+    two.note(here, b"to one")
+    assert until(one.poll, "a note") == [(there, b"to one")] and until(two.poll, "a note") == [(here, b"to two")]
+    two.close()
+
+    def is_lost() -> bool:
+        try:
+            one.note(there, b"there?")
+        except PeerLostError:
+            return True
+        time.sleep(0.001)
+        return False
+
+    until(is_lost, "PeerLostError")
+    one.close()
+    assert len(aborted) == 4  # two each way and side
+
+
 # ---- many ------------------------------------------------------------------------------------------------------------
 
 

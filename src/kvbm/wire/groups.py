@@ -62,7 +62,7 @@ def torch(
     *Op.*  A put is done when its bytes have left.  *No hang.*  The end of a process closes its connections: that is noticed at
     once.  The silent end of a machine is not, until TCP gives up.
 
-    NCCL has not been run with this wire.  A transfer of NCCL that is aborted costs the connection to the peer.
+    A transfer of NCCL that is aborted costs the connection to the peer.
     """
     return _Torch(name, store, backend, meet_seconds, drop_seconds)
 
@@ -194,8 +194,9 @@ class _Torch(Ends["_Far"]):
                 self._distributed.ProcessGroupNCCL(self._distributed.PrefixStore(way, store), rank, 2, _FOREVER)
                 for way in ("0→1", "1→0")[:: 1 - 2 * rank]
             ]
-            far.start(_Far.watch)
         far.group = group
+        if self._nccl:
+            far.start(_Far.watch)
         return not far.lost
 
     def _receive(self, far: _Far) -> None:
