@@ -21,7 +21,8 @@ enum : unsigned { kMostTouching = 256 };
 enum : uint64_t { kMappingBytes = 2 << 20 };  // cuMemMap: mappings of GPU memory begin and end at multiples of it
 
 // No event tells when the last copy by a table is done: to free it waits for the GPU, so it is done for many at once.
-enum : uint64_t { kMostRetired = 1 << 20 };
+// Counted is what the driver takes for each, so that many small ones are not kept for long either.
+enum : uint64_t { kMostRetired = 1 << 20, kDriverBytes = 512 };
 std::atomic<uint64_t> retired_bytes{0};
 
 // The driver's answers about an address; `count` of them.
@@ -216,7 +217,7 @@ int kvbm_free_device(int device, uint64_t address) {
 
 void kvbm_retire_device(int device, uint64_t address, uint64_t bytes) {
   if (!address || start() != KVBM_OK) return;  // after a fork it is the parent's
-  retired_bytes += bytes;
+  retired_bytes += (bytes + kDriverBytes - 1) / kDriverBytes * kDriverBytes;
   retired_memory.add(device, nullptr, reinterpret_cast<void*>(address),
                      [](int on, void* memory) { kvbm_free_device(on, reinterpret_cast<uint64_t>(memory)); });
 }
