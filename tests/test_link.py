@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -242,6 +244,37 @@ def test_a_late_put_meets_no_pool() -> None:
         found.require_slots()
         assert all(np.array_equal(a, b) for a, b in zip(before, found.run.buffers[1], strict=True))
         again(found)
+
+
+def test_a_late_put_into_a_pool_would_meet_it() -> None:
+    """Why chunks land in a ring: the same late put, straight into blocks, changes what they were given to meanwhile."""
+    hub = wire.Hub()
+    writer, reader = wire.faulty(wire.memory("writer", hub), [wire.Fault("late", 0)]), wire.memory("reader", hub)
+    block, blocks = np.full(4096, 7, np.uint8), np.zeros(4 * 4096, np.uint8)
+    for end, memory in ((writer, block), (reader, blocks)):
+        end.register(wire.Slab.of(memory))
+    peer, _ = writer.connect(reader.card()), reader.connect(writer.card())
+    writer.put(peer, wire.Slice(0, 4096), wire.Slice(4096, 4096), b"one")
+    blocks[4096:8192] = 9  # the reader gave up, and the block is another sequence's
+    assert writer.release() == 1
+    assert (blocks[4096:8192] == 7).all()
+
+
+def test_a_closed_link_is_forgotten() -> None:
+    """What it held is free; its ranks are not met again."""
+    with Linked(CASE) as found:
+        assert not any(ended(found.begin()))
+        end, link = found.ends[1][0], found.links[1].pop(0)
+        cards = [one.card() for one in found.ends[0]]
+        link.close()
+        gone, limit = weakref.ref(link), time.monotonic() + 5
+        del link
+        while gone() is not None or "0 links" not in repr(end):
+            assert time.monotonic() < limit, gc.get_referrers(gone())
+            gc.collect()
+            time.sleep(0.001)
+        with pytest.raises(BindError, match="must start again, with a new card"):
+            end.meet(cards, stripe=CASE.stripe)
 
 
 def test_few_slots() -> None:

@@ -36,8 +36,8 @@ LIMIT, LINES = 180, 30
 #: Samples of a soak; of these the first part is left out: pools of memory, caches and imports fill up in it.
 SAMPLES, WARM = 40, 0.25
 
-#: By how much the line through the samples may rise: bytes, and allocations on a GPU, of which tables of 1 MiB in all, counted as 512
-#: bytes or more each, wait to be freed together.  Other numbers of things may not grow.
+#: By how much the line through the samples may rise: bytes, and allocations on a GPU, of which tables of 1 MiB in all, counted as
+#: 512 bytes or more each, wait to be freed together.  Other numbers of things may not grow.
 ROOM = {"rss": 4 << 20, "device": 4 << 20, "allocations": 1 << 11}
 
 

@@ -128,7 +128,7 @@ class Endpoint:
         wire.register(self.ring.slab)
         self._card = self._written(wire.card())
         self._links: list[Link] = []
-        self._by_peer: dict[str, Link] = {}
+        self._by_peer: dict[str, Link | None] = {}  # None: of a link that is closed
         self.dropping: dict[str, Link] = {}
         self._drop_at: dict[str, float] = {}  # of peers that could not be dropped: when it is tried again
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -361,6 +361,10 @@ class Endpoint:
                 continue
             del self.dropping[peer]
             link.dropped(peer)
+        for link in [one for one in self._links if one.is_closed and one.is_idle]:
+            if self.dropping.keys().isdisjoint(link.peers):
+                self._links.remove(link)
+                self._by_peer.update(dict.fromkeys(link.peers))
         return busy
 
     def close(self) -> None:

@@ -195,9 +195,18 @@ class Link:
         self.endpoint.submit(lambda: self._begin_sending(sending, packer, identity, some, pulls))
         return sending
 
+    def _is_late(self, handle: Sending | Arrival) -> bool:
+        """The link was closed meanwhile: what was to begin has failed."""
+        if self.is_closed:
+            handle.fail(TransferError(f"{self.title}: {handle.what} {handle.key!r}: the link was closed"))
+            handle.settle()
+        return self.is_closed
+
     def _begin_sending(
         self, sending: Sending, packer: Packer, identity: tuple[int, bytes], layers: range, pulls: bool
     ) -> None:
+        if self._is_late(sending):
+            return
         self._handles.append(sending)
         self.count("sendings")
         by_rank = {rank: peer for peer, rank in self.peers.items()}
@@ -219,6 +228,8 @@ class Link:
             sending.settle()
 
     def _begin_arrival(self, arrival: Arrival) -> None:
+        if self._is_late(arrival):
+            return
         self._handles.append(arrival)
         self.count("arrivals")
         ranks = {rank for rank, missing in arrival.missing.items() if missing}
