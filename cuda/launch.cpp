@@ -238,6 +238,8 @@ int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, Device* 
   kvbm_grid grid = {};
   RETURN_IF_FAILED(
       check(kernel.name, kernel.prepare ? kernel.prepare(args, most, &grid) : prepare_runtime(kernel, args, most, &grid)));
+  const bool clears = args->inline_mask & KVBM_DIGEST && !batch->adds;
+  if (clears) RETURN_IF_FAILED(clear_digests(device, *batch, stream));
   if (grid.ctas == 0) return KVBM_OK;
   if (kernel.teams > 1) grid.ctas = std::min(grid.ctas, most);
   // One figure for every batch: with its own, a thread would take back what another is about to launch with.
@@ -245,10 +247,7 @@ int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, Device* 
     RETURN_IF_FAILED(CU(FuncSetAttribute, function, kMaxDynamicShared,
                         static_cast<int>(std::max<uint32_t>(grid.shared_bytes, kTeamsShared))));
   void* parameters[] = {args};
-  if (args->inline_mask & KVBM_DIGEST && !batch->adds) {
-    RETURN_IF_FAILED(clear_digests(device, *batch, stream));
-    return launch_behind_clear(function, grid, stream, parameters);
-  }
+  if (clears) return launch_behind_clear(function, grid, stream, parameters);
   return CU(LaunchKernel, function, grid.ctas, 1, 1, grid.threads_x, grid.threads_y, 1, grid.shared_bytes, stream, parameters,
             nullptr);
 }
