@@ -193,7 +193,7 @@ class Endpoint:
             where = cuts_of([pool])
             among[name] = in_two_steps(place, place, cuts=(where, where))[1]
         self.siblings = self.call(lambda: self._connect(found, among, among))
-        return self.siblings  # type: ignore[return-value]
+        return self.siblings
 
     def meet(self, cards: Iterable[bytes], *, stripe: bool = False, gather: bool = False) -> Link:
         """Connect to the ranks of another engine: compare, plan and prove both ways.

@@ -157,7 +157,7 @@ class Arrival(Handle):
 class Gathering(Handle):
     """A sequence of which a share comes from the other engine, and the rest from ranks of this one that hold the same.
 
-    It is done when this rank has all of it, and has passed its share on.  Where one rank fails, all of them do.
+    It is done when this rank has all of it, and has passed its share on.  Where one rank fails, those that wait for it do.
 
     Parameters
     ----------
