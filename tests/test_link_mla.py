@@ -193,6 +193,21 @@ def test_aborted(which: str) -> None:
             again(found)
 
 
+@pytest.mark.parametrize("how", ["aborted", "broken"])
+def test_a_rank_gives_up_before_anything_comes(how: str) -> None:
+    """Both ranks' receives end at once."""
+    with on_faulty({}) as found:
+        arrivals = [
+            link.receive("0", span, timeout=20) for link, [span] in zip(found.links[1], found.spans(1), strict=True)
+        ]
+        if how == "aborted":
+            arrivals[0].abort()
+        else:
+            found.ends[1][0].submit(lambda: next(iter(())))
+        for one, error in zip(arrivals, ended(arrivals, 4), strict=True):
+            assert isinstance(error, TransferError) and not isinstance(error, TransferTimeoutError), (one, error)
+
+
 def test_one_rank_does_not_receive() -> None:
     with on_faulty({}) as found:
         [span], *_ = found.spans(1)
@@ -262,11 +277,14 @@ def test_two_engines_that_prefill(make: Any) -> None:
     cards, handles = [end.card() for end in decode], []
     for end in decode:
         end.join(cards)
-    for number, source in enumerate(sources):
-        handles.append(source.meet(cards, gather=True).send("k", Span([0, 1, 2], range(48))))
-        for end in decode:
-            link = end.meet([source.card()], gather=True)
+    links = [source.meet(cards, gather=True) for source in sources]
+    for end, order in zip(decode, ((0, 1), (1, 0)), strict=True):  # so that rank 0 awaits the other one first
+        for number in order:
+            link = end.meet([sources[number].card()], gather=True)
             handles.append(link.receive("k", Span([4 * number + k for k in range(3)], range(48))))
+    for number in (1, 0):
+        handles.append(links[number].send("k", Span([0, 1, 2], range(48))))
+        handles[-1].synchronize(5)
     assert not any(ended(handles))
     for number, source in enumerate(sources):
         for end in decode:
