@@ -6,6 +6,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import kvbm
 from kvbm import BindError, DigestError, PeerLostError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
 from kvbm.reshard.chunk import TRAILER
 from linking import Linked, ended
+from programs.links import carrier
 from reshard_oracle import Case, Engine, Told
 
 NL, HD, TOKENS = 5, 576, range(3, 203)  # as DeepSeek has it: 512 of the latent, 64 of the rotary part
@@ -103,6 +106,30 @@ def test_digests_of_what_was_gathered() -> None:
             assert not any(ended(handles))
             digests += [handle.digest for handle in handles if not isinstance(handle, reshard.Sending)]
     assert len(digests) == 3 and len(set(digests)) == 1 and digests[0]
+
+
+KINDS = [
+    "torch",
+    pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_transports(kind: str, tmp_path: Path) -> None:
+    """Each rank connects to those of the other engine and to those of its own."""
+    if kind == "torch":
+        pytest.importorskip("torch")
+
+    def make(side: int, rank: int) -> Any:
+        return carrier(kind, f"{side}/{rank}", tmp_path)
+
+    with Linked(case_of(SAME, SAME, gather=True, stripe=True), make, **ROOM) as found:
+        for name in ("first", "second"):
+            assert not any(ended(found.begin(name=name)))
+            found.check()
+            found.refill()
+        found.require_slots()
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -290,6 +317,24 @@ def test_two_engines_that_prefill(make: Any) -> None:
         for end in decode:
             pools = source.groups[""][1], end.groups[""][1]
             assert not kvbm.testing.locate(*pools, range(3), range(4 * number, 4 * number + 3))
+
+
+def test_and_back(make: Any) -> None:
+    """From ranks that hold the same to one, and back to all of them, by the same links."""
+    prefill, [decode] = make("prefill", 2), make("decode", 1)
+    cards = [end.card() for end in prefill]
+    for end in prefill:
+        end.join(cards)
+    links = [end.meet([decode.card()], stripe=True, gather=True) for end in prefill]
+    back = decode.meet(cards, stripe=True, gather=True)
+    here, there, again = (Span([first, first + 1, first + 2], range(41)) for first in (0, 5, 9))
+    assert not any(ended([back.receive("k", there), *(link.send("k", here) for link in links)]))
+    assert not any(ended([back.send("k", there), *(link.receive("k", again) for link in links)]))
+    source = prefill[0].groups[""][1]
+    for end, first in ((decode, 5), (prefill[0], 9), (prefill[1], 9)):
+        assert not kvbm.testing.locate(source, end.groups[""][1], range(2), range(first, first + 2))
+    once = back.stats()["bytes_sent"] - TRAILER * back.stats()["chunks_sent"]
+    assert sum(came(links)) == once == 41 * MODEL.nl * MODEL.hd * 2
 
 
 def test_refused(make: Any) -> None:
