@@ -57,7 +57,7 @@ class Linked:
         memory: Memory = (aligned, reshard_oracle.host_arrays),
         **options: Any,
     ) -> None:
-        case = replace(case, prefer=None, gather=False, clear_tail=False)
+        case = replace(case, prefer=None, clear_tail=False)
         self.case, self.run = case, reshard_oracle.Run(case, *memory)
         self.hub = wire.Hub()
         make = wires or (lambda side, rank: wire.memory(f"{side}/{rank}", self.hub))
@@ -73,7 +73,12 @@ class Linked:
             for side in (0, 1)
         ]
         cards = [[end.card() for end in ends] for ends in self.ends]
-        self.links = [[end.meet(cards[1 - side], stripe=case.stripe) for end in self.ends[side]] for side in (0, 1)]
+        if case.gather:
+            for end in self.ends[1]:
+                end.join(cards[1])
+        self.links = [
+            [end.meet(cards[1 - side], stripe=case.stripe, gather=case.gather) for end in self.ends[side]] for side in (0, 1)
+        ]
 
     def __enter__(self) -> Linked:
         return self
@@ -164,6 +169,7 @@ def plain_case(seed: int = 3) -> reshard_oracle.Case:
         spans = [told for _, *told in case.sequences]
         if (
             len(case.sequences) == 1
+            and not case.gather
             and case.layers is None
             and case.hd * ITEMSIZE[case.dtype] % 16 == 0
             and case.src.world >= 2 <= case.dst.world

@@ -42,7 +42,7 @@ from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, span
 from reshard_oracle import RefusedError, random_case
 
 HERE = Path(__file__).resolve().parent
-EXAMPLE = HERE.parent / "examples" / "disaggregated" / "run.py"
+EXAMPLES = HERE.parent / "examples" / "disaggregated"
 
 
 def linked(seed: int, **options: Any) -> Linked | None:
@@ -503,16 +503,35 @@ def two_gpus() -> list[str]:
     return ["--devices", "cuda:0", "cuda:1"]
 
 
+def torchrun(processes: int, *words: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+    return subprocess.run(
+        [*command, *map(str, words)], capture_output=True, text=True, check=False, timeout=120
+    )  # fmt: skip
+
+
+PLACES = ["hosts", pytest.param("GPUs", marks=pytest.mark.gpu)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["hosts", pytest.param("GPUs", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("devices", PLACES)
 def test_the_example(torch: Any, devices: str) -> None:
     """Six processes by gloo, or by NCCL; each checks what came."""
-    words = [EXAMPLE, "--tokens", "300", *(two_gpus() if devices == "GPUs" else ())]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "6", "--master-port", "0", *words],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    done = torchrun(6, EXAMPLES / "run.py", "--tokens", "300", *(two_gpus() if devices == "GPUs" else ()))
     assert done.returncode == 0 and done.stdout.count("digest 0x") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", PLACES)
+def test_a_model_goes_on_in_another_process(torch: Any, devices: str) -> None:
+    """Logits of what came have the bits of one process that does it all; they have not where one element of it is another."""
+    pytest.importorskip("transformers")
+    words = [EXAMPLES / "generation.py", "--new", "8", *(two_gpus() if devices == "GPUs" else ())]
+    done = torchrun(3, *words)
+    assert done.returncode == 0 and "8 of 8 logits have the same bits" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("4 layers one by one") == 2
+    done = torchrun(3, *words, "--spoil")
+    assert done.returncode and " of 8 logits differ" in done.stderr, done.stdout + done.stderr
 
 
 # ---- peers that say what they should not -----------------------------------------------------------------------------

@@ -52,6 +52,7 @@ _HOME = {
     "ChunksDone": "cut",
     "Cut": "cut",
     "Endpoint": "endpoint",
+    "Gathering": "handle",
     "Link": "link",
     "Local": "local",
     "LocalDone": "local",

@@ -20,6 +20,7 @@ from .chunk import MOST, TRAILER
 from .link import Link
 from .local import cuts_of, require_pool
 from .messages import Resharding, plan
+from .messages import gather as in_two_steps
 from .notes import read
 from .placement import Placement, whole
 from .ring import Ring
@@ -128,6 +129,7 @@ class Endpoint:
         wire.register(self.ring.slab)
         self._card = self._written(wire.card())
         self._links: list[Link] = []
+        self.siblings: Link | None = None
         self._by_peer: dict[str, Link | None] = {}  # None: of a link that is closed
         self.dropping: dict[str, Link] = {}
         self._drop_at: dict[str, float] = {}  # of peers that could not be dropped: when it is tried again
@@ -161,7 +163,39 @@ class Endpoint:
         }  # fmt: skip
         return json.dumps(held).encode()
 
-    def meet(self, cards: Iterable[bytes], *, stripe: bool = False) -> Link:
+    def join(self, cards: Iterable[bytes]) -> Link:
+        """Connect to the ranks of this engine that hold the same as this one, before `meet(…, gather=True)`.
+
+        Parameters
+        ----------
+        cards : iterable of bytes
+            Of all ranks of this engine, this one's among them.
+
+        Returns
+        -------
+        Link
+            Whose `stats` are those of what they pass on to each other.
+
+        Raises
+        ------
+        BindError
+            As `meet`; it was called before.
+        """
+        title = f"{self.engine} rank {self.rank}: join"
+        found = self._read(cards, title)
+        _require_alike(found, title)
+        if _Card(self._card).wire not in [one.wire for one in found]:
+            raise BindError(f"{title}: expected this rank's own card among the others, got those of {found[0].engine}")
+        if self.siblings is not None:
+            raise BindError(f"{title}: it was called before")
+        among: dict[str, Resharding | KvbmError] = {}
+        for name, (place, pool) in self.groups.items():
+            where = cuts_of([pool])
+            among[name] = in_two_steps(place, place, cuts=(where, where))[1]
+        self.siblings = self.call(lambda: self._connect(found, among, among))
+        return self.siblings
+
+    def meet(self, cards: Iterable[bytes], *, stripe: bool = False, gather: bool = False) -> Link:
         """Connect to the ranks of another engine: compare, plan and prove both ways.
 
         Parameters
@@ -170,6 +204,9 @@ class Endpoint:
             Of all its ranks, in any order.
         stripe : bool
             As for `plan`; both sides alike.
+        gather : bool
+            Where ranks of the receiving engine hold the same, each gets a share of the layers, and they pass it on to each other:
+            what goes between the engines goes once.  Both sides alike; who receives calls `join` before.
 
         Returns
         -------
@@ -183,32 +220,10 @@ class Endpoint:
         PlanError
             The two engines hold different models.
         """
-        given: Any = cards
-        if isinstance(given, bytes | str) or not isinstance(given, Iterable):
-            raise BindError(
-                f"{self.engine}: meet: expected the cards of all ranks of an engine, got a {type(given).__name__}"
-            )
-        found = [_Card(card) for card in given]
-        if not found:
-            raise BindError(f"{self.engine}: meet: expected the cards of all ranks of an engine, got none")
+        found = self._read(cards, f"{self.engine}: meet")
         first = found[0]
         title = f"{self.engine} rank {self.rank} ↔ {first.engine}"
-        for one in found:
-            for name in ("engine", "incarnation", "world", "model", "groups_text"):
-                if getattr(one, name) != getattr(first, name):
-                    raise BindError(
-                        f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {getattr(first, name)!r:.200} and "
-                        f"{getattr(one, name)!r:.200}"
-                    )
-        ranks = sorted(one.rank for one in found)
-        if ranks != list(range(first.world)):
-            missing, twice = (
-                sorted(set(range(first.world)) - set(ranks)),
-                sorted({one for one in ranks if ranks.count(one) > 1}),
-            )
-            raise BindError(
-                f"{title}: expected a card of each of {first.world} ranks; missing {missing}, twice {twice}"
-            )
+        _require_alike(found, title)
         if first.model != self.model:
             raise BindError(f"{title}: model: {self.model!r} here and {first.model!r} there; expected the same")
         if set(first.groups) != set(self.groups):
@@ -217,6 +232,7 @@ class Endpoint:
             )
         outgoing: dict[str, Resharding | KvbmError] = {}
         incoming: dict[str, Resharding | KvbmError] = {}
+        gathered: set[str] = set()
         for name, (mine, pool) in self.groups.items():
             theirs, planes, cuts = first.groups[name]
             ours = cuts_of([pool])
@@ -227,21 +243,36 @@ class Endpoint:
                 (incoming, (theirs, mine), (cuts, ours)),
             ):
                 try:
-                    plans[name] = plan(*ends, stripe=stripe, cuts=where)
+                    if gather:
+                        plans[name], rest = in_two_steps(*ends, stripe=stripe, cuts=where)
+                        if plans is incoming and rest.messages:
+                            gathered.add(name)
+                    else:
+                        plans[name] = plan(*ends, stripe=stripe, cuts=where)
                 except PlanError as error:
                     plans[name] = error
             if isinstance(outgoing[name], KvbmError) and isinstance(incoming[name], KvbmError):
                 raise outgoing[name]  # type: ignore[misc]
-        return self.call(lambda: self._connect(found, outgoing, incoming))  # type: ignore[no-any-return]
+        return self.call(lambda: self._connect(found, outgoing, incoming, gathered))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _read(cards: Any, where: str) -> list[_Card]:
+        if isinstance(cards, bytes | str) or not isinstance(cards, Iterable):
+            raise BindError(f"{where}: expected the cards of all ranks of an engine, got a {type(cards).__name__}")
+        found = [_Card(card) for card in cards]
+        if not found:
+            raise BindError(f"{where}: expected the cards of all ranks of an engine, got none")
+        return found
 
     def _connect(
         self,
         cards: list[_Card],
         outgoing: dict[str, Resharding | KvbmError],
         incoming: dict[str, Resharding | KvbmError],
+        gathered: Iterable[str] = (),
     ) -> Link:
         most = min(self._chunk_bytes, *(card.chunk_bytes for card in cards))
-        link = Link(self, cards[0].engine, outgoing, incoming, most)
+        link = Link(self, cards[0].engine, outgoing, incoming, most, gathered)
         needed = {
             rank
             for plans, mine, far in ((outgoing, "src", "dst"), (incoming, "dst", "src"))
@@ -327,6 +358,11 @@ class Endpoint:
             if self._broken:  # peers are to see that it is no more
                 with contextlib.suppress(Exception):
                     self.wire.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the thread does nothing more but end what is under way."""
+        return self._is_over
 
     def _step(self) -> bool:
         busy = False
@@ -452,6 +488,27 @@ class _Card:
                 _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
             self.groups[name] = (place, texts[2], tuple(cuts))
         self.groups_text = json.dumps(held["groups"], sort_keys=True)
+
+
+def _require_alike(cards: list[_Card], title: str) -> None:
+    """They are of one engine, a card of each of its ranks."""
+    first = cards[0]
+    for one in cards:
+        for name in ("engine", "incarnation", "world", "model", "groups_text"):
+            if getattr(one, name) != getattr(first, name):
+                raise BindError(
+                    f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {getattr(first, name)!r:.200} and "
+                    f"{getattr(one, name)!r:.200}"
+                )
+    ranks = sorted(one.rank for one in cards)
+    if ranks != list(range(first.world)):
+        missing, twice = (
+            sorted(set(range(first.world)) - set(ranks)),
+            sorted({one for one in ranks if ranks.count(one) > 1}),
+        )
+        raise BindError(
+            f"{title}: expected a card of each of {first.world} ranks; missing {missing}, twice {twice}"
+        )
 
 
 def _refuse(expected: str, got: str) -> NoReturn:

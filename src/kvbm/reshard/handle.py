@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BindError, KvbmError, TransferError, TransferTimeoutError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .flows import Inflow
     from .link import Link
 
-__all__ = ["Arrival", "Handle", "Sending"]
+__all__ = ["Arrival", "Gathering", "Handle", "Sending"]
 
 
 class Handle:
@@ -33,6 +34,7 @@ class Handle:
         self.cuts: dict[tuple[range, int, range], Cut] = {}
         self._ended = threading.Event()
         self._error: KvbmError | None = None
+        self.whole: Gathering | None = None  # which this is a part of
 
     def query(self) -> bool:
         """Whether it is done.
@@ -72,12 +74,16 @@ class Handle:
             self.link.count("failed")
             for flow in self.flows:
                 flow.fail(error)
+            if self.whole is not None:
+                self.whole.fail(error)
 
     def settle(self) -> None:
         """Tell whoever waits, once memory of the pool is not in use any more."""
         if not self._ended.is_set():
             self.link.count("seconds", time.monotonic() - self.began)
             self._ended.set()
+            if self.whole is not None:
+                self.whole.ended(self)
 
     @property
     def has_failed(self) -> bool:
@@ -146,3 +152,56 @@ class Arrival(Handle):
         self.digest = (self.digest + sum(flow.digests.values())) % (1 << 64)
         if not any(self.missing.values()):
             self.settle()
+
+
+class Gathering(Handle):
+    """A sequence of which a share comes from the other engine, and the rest from ranks of this one that hold the same.
+
+    It is done when this rank has all of it, and has passed its share on.  Where one rank fails, those that wait for it do.
+
+    Parameters
+    ----------
+    share, rest : Arrival
+    passing : Sending
+        Of the share to the other ranks: not begun.
+    begin : callable
+        Begins it.
+    """
+
+    what = "receiving"
+
+    def __init__(self, share: Arrival, rest: Arrival, passing: Sending, begin: Callable[[], None]) -> None:
+        super().__init__(share.link, share.key, share.span, share.timeout, share.order)
+        self._share, self._rest, self._passing, self._begin = share, rest, passing, begin
+        for part in self._parts:
+            part.whole = self
+
+    @property
+    def _parts(self) -> tuple[Arrival, Arrival, Sending]:
+        return self._share, self._rest, self._passing
+
+    @property
+    def digest(self) -> int:
+        """kvbm-digest-1 of what came, once it is done."""
+        return (self._share.digest + self._rest.digest) % (1 << 64)
+
+    # ---- the endpoint's thread -------------------------------------------------------------------------------------
+
+    def fail(self, error: KvbmError) -> None:
+        if self._error is None and not self._ended.is_set():
+            self._error = error
+            for part in self._parts:
+                part.fail(error)
+
+    def ended(self, part: Handle) -> None:
+        """A part of it has: what is to be passed on is there, or will not come, of which the other ranks are told."""
+        if part is self._share:
+            if self.link.endpoint.is_over:
+                self._passing.settle()
+            else:
+                self._begin()
+                if self._error is not None:
+                    for flow in self._passing.flows:
+                        flow.fail(self._error)
+        if all(one.has_ended for one in self._parts):
+            self._ended.set()

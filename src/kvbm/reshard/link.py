@@ -6,14 +6,14 @@ import hashlib
 import itertools
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
 from ..wire import Op, Slice
 from .cut import Cut
 from .flows import Inflow, Outflow
-from .handle import Arrival, Handle, Sending
+from .handle import Arrival, Gathering, Handle, Sending
 from .messages import Resharding
 from .notes import Done, Note, Offer, Put, Stop, Stopped, Want, write
 from .pack import Packer
@@ -52,13 +52,14 @@ class Link:
         outgoing: Mapping[str, Resharding | KvbmError],
         incoming: Mapping[str, Resharding | KvbmError],
         chunk_bytes: int,
+        gathered: Iterable[str] = (),
     ) -> None:
         self.endpoint, self.engine = endpoint, engine
         self.title = f"{endpoint.engine} rank {endpoint.rank} ↔ {engine}"
         self.ring = endpoint.ring
         self._plans = {True: dict(outgoing), False: dict(incoming)}
         self._packers: dict[tuple[str, bool], Packer] = {}
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._gathered = chunk_bytes, frozenset(gathered)
         self.peers: dict[str, int] = {}  # of the wire → rank
         self.rings: dict[str, tuple[int, int, int]] = {}  # of each peer: its first slot's offset, slots, bytes of one
         self._lost: dict[str, PeerLostError] = {}
@@ -115,11 +116,15 @@ class Link:
         CoverageError
             The other engine's ranks cannot hold what this one's do.
         """
-        return self._send(key, span, layers, group, wait, stream, timeout, pulls=False)
+        sending, begin = self._sending(key, span, layers, group, wait, stream, timeout, pulls=False)
+        self.endpoint.submit(begin)
+        return sending
 
     def offer(self, key: str, span: Span, **options: Any) -> Sending:
         """The same, where the other side fetches: chunks are packed when they are wanted, and read from here."""
-        return self._send(key, span, pulls=True, **{**_SEND, **options})
+        sending, begin = self._sending(key, span, pulls=True, **{**_SEND, **options})
+        self.endpoint.submit(begin)
+        return sending
 
     def receive(
         self,
@@ -132,7 +137,7 @@ class Link:
         wait: Any = None,
         stream: Any = None,
         timeout: float = 30.0,
-    ) -> Arrival:
+    ) -> Arrival | Gathering:
         """Take tokens of a sequence from the ranks that hold them, whether they push or are to be asked.
 
         Parameters
@@ -146,8 +151,43 @@ class Link:
 
         Returns
         -------
-        Arrival
+        Arrival or Gathering
+            The latter where ranks of this engine hold the same and `gather` was asked for: all of them call `receive`, for the same
+            tokens, with blocks for each of them.
         """
+        arrival = self._arriving(key, span, layers, group, verify, wait, stream, timeout)
+        if group not in self._gathered:
+            self.endpoint.submit(lambda: self._begin_arrival(arrival))
+            return arrival
+        near, name = self._near(), f"{self.engine}: {key}"
+        rest = near._arriving(name, span, layers, group, verify, wait, stream, timeout)
+        passing, begin = near._sending(name, span, layers, group, None, stream, timeout, pulls=False)
+        gathering = Gathering(arrival, rest, passing, begin)
+
+        def begin_both() -> None:
+            near._begin_arrival(rest)
+            self._begin_arrival(arrival)
+
+        self.endpoint.submit(begin_both)
+        return gathering
+
+    def _near(self) -> Link:
+        """What the ranks of this engine pass on to each other."""
+        if self.endpoint.siblings is None:
+            raise BindError(f"{self.title}: gather: call join first, with the cards of all ranks of {self.endpoint.engine}")
+        return self.endpoint.siblings
+
+    def _arriving(
+        self,
+        key: str,
+        span: Span,
+        layers: range | None,
+        group: str,
+        verify: str,
+        wait: Any,
+        stream: Any,
+        timeout: float,
+    ) -> Arrival:
         _require(key, span, timeout)
         packer = self._packer(group, sends=False)
         some = _require_layers(layers, packer.made.src.model.nl)
@@ -162,7 +202,6 @@ class Link:
             if message.dst == self.endpoint.rank:
                 held = {x for meeting in message.l for x in meeting.coordinates("first")}
                 arrival.missing[message.src] = arrival.missing.get(message.src, set()) | held & set(some)
-        self.endpoint.submit(lambda: self._begin_arrival(arrival))
         return arrival
 
     fetch = receive
@@ -181,9 +220,10 @@ class Link:
 
     # ---- beginning -------------------------------------------------------------------------------------------------
 
-    def _send(
+    def _sending(
         self, key: str, span: Span, layers: Any, group: str, wait: Any, stream: Any, timeout: float, *, pulls: bool
-    ) -> Sending:
+    ) -> tuple[Sending, Callable[[], None]]:
+        """A sending, and what begins it on the endpoint's thread."""
         _require(key, span, timeout)
         packer = self._packer(group, sends=True)
         some = _require_layers(layers, packer.made.src.model.nl)
@@ -192,8 +232,7 @@ class Link:
         sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
         identity = _identity(group, self.endpoint.groups, key)
         self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)  # refuses what cannot be sent
-        self.endpoint.submit(lambda: self._begin_sending(sending, packer, identity, some, pulls))
-        return sending
+        return sending, lambda: self._begin_sending(sending, packer, identity, some, pulls)
 
     def _is_late(self, handle: Sending | Arrival) -> bool:
         """The link was closed meanwhile: what was to begin has failed."""
