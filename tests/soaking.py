@@ -51,7 +51,9 @@ class Sequence:
 class Life:
     """Engines of two ranks each, from tp 2 to pp 2, until one of their wires is killed or they have sent enough."""
 
-    def __init__(self, rng: random.Random, number: int, rate: float, counts: collections.Counter[str], kill: bool) -> None:
+    def __init__(
+        self, rng: random.Random, number: int, rate: float, counts: collections.Counter[str], kill: bool
+    ) -> None:
         self.rng, self.number, self.counts = rng, number, counts
         heads = reshard.Placement("tp2", shard={"h": "tp"}, model=MODEL, nt=SRC_NT, name="prefill")
         layers = reshard.Placement("pp2", shard={"l": "pp"}, model=MODEL, nt=DST_NT, name="decode")
@@ -130,7 +132,9 @@ class Life:
         """Wait for the oldest sequence, and judge it."""
         one = self.going.popleft()
         every = [handle for side in one.handles for handle in side]
-        since = None  # when the first one had failed: an engine gives up the rest, of whom some may wait for their deadline
+        since = (
+            None  # when the first one had failed: an engine gives up the rest, of whom some may wait for their deadline
+        )
         while not all(handle.has_ended for handle in every):
             self.release()
             for handle in every:
@@ -175,7 +179,9 @@ class Life:
         for token in one.tokens:
             (a, s), (b, t) = divmod(token - one.origins[0], SRC_NT), divmod(token - one.origins[1], DST_NT)
             want[:, :, b, :, t] = self.truth[2 * rank : 2 * rank + 2, :, src[a], s]
-        assert np.array_equal(got, want), f"{one.key}, {one.tokens}, rank {rank}: {np.argwhere(got != want)[:4].tolist()}"
+        assert np.array_equal(got, want), (
+            f"{one.key}, {one.tokens}, rank {rank}: {np.argwhere(got != want)[:4].tolist()}"
+        )
         self.counts["bytes compared"] += got.nbytes
 
     def release(self) -> None:

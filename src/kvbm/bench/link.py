@@ -1,0 +1,234 @@
+"""Links between two processes of one machine beside what carries their bytes: ``kvbm bench link``.
+
+Each figure is the time from the first call until the other side has said that all of it is there.  Ratios are of medians that were
+taken in turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+
+from .. import spec, wire
+from ..errors import KvbmError
+from ..reshard import Endpoint, Placement, Span
+from ..shapes import BlockShape, load_shape
+from .clock import Timed
+from .measure import random_pool
+from .options import comma_list
+from .race import COLUMNS, ROUNDS, Runner, print_table, race, row_of
+from .section import TINY, Note, Row, common_options, figures, note, stamp, write_rows
+from .ways import ASKED, DECODE, LIMIT, PREFILL, WAYS, Pair
+
+__all__ = ["COLUMNS", "SECTIONS", "link", "measure"]
+
+SECTIONS = ("messages", "chunks", "many")
+
+#: Links of a process, and the bytes of a message of one.
+LINKS, EACH = 64, 4 << 20
+
+
+class Run(NamedTuple):
+    """What all of it must know."""
+
+    place: str
+    model: BlockShape
+    iters: int
+    quick: bool
+    note: Note
+
+    @property
+    def token_bytes(self) -> int:
+        return replace(self.model, nt=1).nbytes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of a message: 8, 64 and 336 MB, whole blocks of both sides."""
+        sizes = (8 << 20,) if self.quick else (8 << 20, 64 << 20, 320 << 20)
+        return tuple(max(size // self.token_bytes // DECODE[1], 1) * DECODE[1] for size in sizes)
+
+
+def measure(run: Run, sections: tuple[str, ...]) -> Iterator[Row]:
+    """Rows of these `SECTIONS`; transports that are not here are left out with a note."""
+    end = stamp(run.place)
+    for name in sections:
+        for row in _SECTIONS[name](run):
+            yield {**row, **end}
+
+
+# ---- messages ------------------------------------------------------------------------------------------------------
+
+
+def _messages(run: Run) -> Iterator[Row]:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder,
+        Pair(run.model, max(run.sizes), folder) as pair,
+    ):
+        for name, (_, beside) in WAYS.items():
+            if beside and beside not in pair.ways:
+                continue
+            try:
+                pair.open(name)
+            except (KvbmError, ImportError) as error:
+                pair.ways.pop(name, None)
+                run.note(f"{name}: left out: {error}")
+        for tokens in run.sizes:
+            for name in pair.ways:
+                pair.check(name, tokens)
+            times = race({name: pair.runner(name, tokens) for name in pair.ways}, run.iters)
+            nbytes = tokens * run.token_bytes
+            for name, way in pair.ways.items():
+                beside = WAYS[name][1] or name
+                yield row_of("a message", name, way.pieces, nbytes, times[name], beside, times[beside], ASKED.get(name))
+
+
+# ---- what is fixed -------------------------------------------------------------------------------------------------
+
+
+def _value_row(case: str, by: str, n: int, nbytes: int | str, value: float, beside: str, most: float) -> Row:
+    """A number that is asked to be at most so large."""
+    return {
+        "case": case, "by": by, "n": n, "total_bytes": nbytes, "median_ms": figures(value / 1e3), "gbps": "", "beside": beside,
+        "beside_ms": "", "ratio": "", "asked": f"<= {most:g} us", "reached": "yes" if value <= most else "no",
+    }  # fmt: skip
+
+
+class Ends:
+    """Engines of one rank each within this process: one that sends, and others."""
+
+    def __init__(self, model: BlockShape, tokens: int, many: int, stack: contextlib.ExitStack, **options: Any) -> None:
+        hub = wire.Hub()
+        self.tokens = tokens
+        self.tables = [np.random.default_rng(nt).permutation(tokens // nt) for _, nt in (PREFILL, DECODE)]
+        made = []
+        for name, (layout, nt) in [("prefill", PREFILL), *((f"decode-{k}", DECODE) for k in range(many))]:
+            place = Placement("tp1", model=model, nt=nt, name=name)
+            pool = stack.enter_context(
+                random_pool(spec.load(layout), place.shape(0), tokens // nt, "cpu", seed=len(made))
+            )
+            made.append(stack.enter_context(Endpoint(name, place, 0, pool, wire=wire.memory(name, hub), **options)))
+        self.near, *self.far = made
+        self.to = [self.near.meet([end.card()]) for end in self.far]
+        self.of = [end.meet([self.near.card()]) for end in self.far]
+        self.number = 0
+
+    def go(self, links: int, tokens: int) -> float:
+        """So many links at once, so many tokens each; seconds until all is there."""
+        self.number += 1
+        spans = [
+            Span(table[: tokens // nt], range(tokens))
+            for table, (_, nt) in zip(self.tables, (PREFILL, DECODE), strict=True)
+        ]
+        key, start = str(self.number), time.perf_counter()
+        handles = [link.receive(key, spans[1], timeout=LIMIT) for link in self.of[:links]]
+        handles += [link.send(key, spans[0], timeout=LIMIT) for link in self.to[:links]]
+        for handle in handles:
+            handle.synchronize()
+        return time.perf_counter() - start
+
+
+def _chunks(run: Run) -> Iterator[Row]:
+    """Time of the thread of each side a chunk, of chunks so small that their bytes cost nothing; and descriptors a chunk."""
+    model, chunk = replace(TINY, nt=1), 16 * TINY.nbytes // TINY.nt
+    chunks = 256 if run.quick else 1024
+    with contextlib.ExitStack() as stack:
+        ends = Ends(model, 16 * chunks, 1, stack, chunk_bytes=chunk, slots=16)
+        puts: list[int] = []
+        put = ends.near.wire.put
+        ends.near.wire.put = lambda *given: (puts.append(1), put(*given))[1]  # type: ignore[method-assign]
+        for end in (ends.near, *ends.far):
+            times = []
+            for turn in range(ROUNDS):
+                before = end.call(time.thread_time)
+                ends.go(1, ends.tokens)
+                if turn:
+                    times.append((end.call(time.thread_time) - before) / chunks)
+            yield _value_row(
+                "host time a chunk",
+                f"the side of {end.engine}",
+                chunks,
+                chunk,
+                1e6 * statistics.median(times),
+                "",
+                50.0,
+            )
+        each = len(puts) / (2 * ROUNDS * chunks)
+        yield {
+            "case": "descriptors", "by": "a chunk and peer", "n": chunks, "total_bytes": "", "median_ms": "", "gbps": "", "beside": "",
+            "beside_ms": "", "ratio": round(each, 4), "asked": "<= 1", "reached": "yes" if each <= 1 else "no",
+        }  # fmt: skip
+
+
+def _many(run: Run) -> Iterator[Row]:
+    """As many bytes by many links as by one of them."""
+    tokens = max(EACH // run.token_bytes // DECODE[1], 1) * DECODE[1]
+    with contextlib.ExitStack() as stack:
+        links = 8 if run.quick else LINKS
+        ends = Ends(
+            run.model,
+            tokens * (1 if run.quick else 4),
+            links,
+            stack,
+            ring_bytes=64 << 20,
+            chunk_bytes=tokens * run.token_bytes,
+        )
+
+        def alone(_: Any) -> float:
+            return sum(ends.go(1, tokens) for _ in range(links))
+
+        runners: dict[str, Runner] = {
+            "1 link": lambda iters, warmup: _timed(
+                lambda: sum(ends.go(1, ends.tokens) for _ in range(links * tokens // ends.tokens)), iters, warmup
+            ),
+            f"{links} links": lambda iters, warmup: _timed(lambda: ends.go(links, tokens), iters, warmup),
+        }
+        times = race(runners, run.iters)
+    first, last = runners
+    yield row_of("links at once", last, links, links * tokens * run.token_bytes, times[last], first, times[first], 0.8)
+
+
+def _timed(call: Callable[[], float], iters: int, warmup: int) -> Timed:
+    return Timed.of([call() for _ in range(warmup + iters)][warmup:], "clock")
+
+
+_SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {"messages": _messages, "chunks": _chunks, "many": _many}
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@common_options(iters=15)
+@click.option("--profile", metavar="SHAPE", help="The model.  [default: llama-3.1-8b]")
+@click.option("--what", "sections", default=",".join(SECTIONS), show_default=True, callback=comma_list(SECTIONS), metavar="LIST",
+              help="Sections to measure.")  # fmt: skip
+@click.option("--quick", is_flag=True, help="The smallest message, and fewer links.")
+def link(place: str, iters: int, out: Path | None, profile: str | None, sections: tuple[str, ...], quick: bool) -> None:
+    """Links between two processes of this machine: NIXL and gloo themselves, wires on them, links, and what engines do.
+
+    With --out a table goes to stdout. What comes is compared before it is timed; ratios are of medians taken in turns. All of it
+    is memory of the host.
+    """
+    if place != "cpu":
+        note(f"{place}: links are measured between processes on the CPU")
+        place = "cpu"
+    model = load_shape(profile or "llama-3.1-8b")
+    rows: list[Row] = []
+
+    def kept() -> Iterator[Row]:
+        for row in measure(Run(place, model, iters, quick, note), sections):
+            rows.append(row)
+            yield row
+
+    write_rows(kept(), COLUMNS, place, model, out, "link")
+    if out is not None:
+        print_table(rows)
