@@ -7,6 +7,7 @@ taken in turns.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import tempfile
 import time
@@ -53,8 +54,11 @@ class Run(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of a message: 8, 64 and 336 MB, whole blocks of both sides."""
-        sizes = (8 << 20,) if self.quick else (8 << 20, 64 << 20, 320 << 20)
-        return tuple(max(size // self.token_bytes // DECODE[1], 1) * DECODE[1] for size in sizes)
+        return tuple(map(self.tokens, (8 << 20,) if self.quick else (8 << 20, 64 << 20, 320 << 20)))
+
+    def tokens(self, nbytes: int) -> int:
+        """As many as take so many bytes, in whole blocks of both sides."""
+        return max(nbytes // self.token_bytes // DECODE[1], 1) * DECODE[1]
 
 
 def measure(run: Run, sections: tuple[str, ...]) -> Iterator[Row]:
@@ -108,7 +112,7 @@ class Ends:
     def __init__(self, model: BlockShape, tokens: int, many: int, stack: contextlib.ExitStack, **options: Any) -> None:
         hub = wire.Hub()
         self.tokens = tokens
-        self.tables = [np.random.default_rng(nt).permutation(tokens // nt) for _, nt in (PREFILL, DECODE)]
+        self.tables = [(np.random.default_rng(nt).permutation(tokens // nt), nt) for _, nt in (PREFILL, DECODE)]
         made = []
         for name, (layout, nt) in [("prefill", PREFILL), *((f"decode-{k}", DECODE) for k in range(many))]:
             place = Placement("tp1", model=model, nt=nt, name=name)
@@ -121,16 +125,15 @@ class Ends:
         self.of = [end.meet([self.near.card()]) for end in self.far]
         self.number = 0
 
-    def go(self, links: int, tokens: int) -> float:
-        """So many links at once, so many tokens each; seconds until all is there."""
+    def go(self, links: int, tokens: int, keys: int = 1) -> float:
+        """So many sequences on each of so many links, all at once; seconds until all of it is there."""
         self.number += 1
-        spans = [
-            Span(table[: tokens // nt], range(tokens))
-            for table, (_, nt) in zip(self.tables, (PREFILL, DECODE), strict=True)
-        ]
-        key, start = str(self.number), time.perf_counter()
-        handles = [link.receive(key, spans[1], timeout=LIMIT) for link in self.of[:links]]
-        handles += [link.send(key, spans[0], timeout=LIMIT) for link in self.to[:links]]
+        src, dst = (Span(table[: tokens // nt], range(tokens)) for table, nt in self.tables)
+        start = time.perf_counter()
+        handles = []
+        for key in (f"{self.number}/{k}" for k in range(keys)):
+            handles += [link.receive(key, dst, timeout=LIMIT) for link in self.of[:links]]
+            handles += [link.send(key, src, timeout=LIMIT) for link in self.to[:links]]
         for handle in handles:
             handle.synchronize()
         return time.perf_counter() - start
@@ -169,31 +172,18 @@ def _chunks(run: Run) -> Iterator[Row]:
 
 
 def _many(run: Run) -> Iterator[Row]:
-    """As many bytes by many links as by one of them."""
-    tokens = max(EACH // run.token_bytes // DECODE[1], 1) * DECODE[1]
+    """Sequences, each on a link of its own, beside as many on one link."""
+    tokens, links = run.tokens(EACH), 8 if run.quick else LINKS
+    options = {"ring_bytes": 32 << 20, "chunk_bytes": run.token_bytes * tokens // 4}
     with contextlib.ExitStack() as stack:
-        links = 8 if run.quick else LINKS
-        ends = Ends(
-            run.model,
-            tokens * (1 if run.quick else 4),
-            links,
-            stack,
-            ring_bytes=64 << 20,
-            chunk_bytes=tokens * run.token_bytes,
-        )
-
-        def alone(_: Any) -> float:
-            return sum(ends.go(1, tokens) for _ in range(links))
-
+        ends = Ends(run.model, tokens, links, stack, **options)
         runners: dict[str, Runner] = {
-            "1 link": lambda iters, warmup: _timed(
-                lambda: sum(ends.go(1, ends.tokens) for _ in range(links * tokens // ends.tokens)), iters, warmup
-            ),
-            f"{links} links": lambda iters, warmup: _timed(lambda: ends.go(links, tokens), iters, warmup),
+            "1 link": functools.partial(_timed, functools.partial(ends.go, 1, tokens, links)),
+            f"{links} links": functools.partial(_timed, functools.partial(ends.go, links, tokens)),
         }
         times = race(runners, run.iters)
     first, last = runners
-    yield row_of("links at once", last, links, links * tokens * run.token_bytes, times[last], first, times[first], 0.8)
+    yield row_of("sequences at once", last, links, links * tokens * run.token_bytes, times[last], first, times[first], 0.8)
 
 
 def _timed(call: Callable[[], float], iters: int, warmup: int) -> Timed:
