@@ -49,10 +49,10 @@ class Sequence:
 
 
 class Life:
-    """Engines of two ranks each, from tp 2 to pp 2, until one of their wires is killed or they have sent enough."""
+    """Engines of two ranks each, from tp 2 to pp 2, until a wire is killed, in one of `kill` calls, or they have sent enough."""
 
     def __init__(
-        self, rng: random.Random, number: int, rate: float, counts: collections.Counter[str], kill: bool
+        self, rng: random.Random, number: int, rate: float, counts: collections.Counter[str], kill: int
     ) -> None:
         self.rng, self.number, self.counts = rng, number, counts
         heads = reshard.Placement("tp2", shard={"h": "tp"}, model=MODEL, nt=SRC_NT, name="prefill")
@@ -66,7 +66,7 @@ class Life:
         hub = wire.Hub()
         self.wires: list[list[wire.Faulty]] = []
         self.ends: list[list[reshard.Endpoint]] = []
-        victim = (rng.randrange(2), rng.randrange(2), rng.randrange(50, 5000)) if kill else None
+        victim = (rng.randrange(2), rng.randrange(2), rng.randrange(50, kill)) if kill else None
         for side, (place, nt, held, layout) in enumerate(
             ((heads, SRC_NT, self.src, "vllm/flash_attn_nhd"), (layers, DST_NT, self.dst, "vllm/flash_attn_hnd"))
         ):
@@ -239,7 +239,7 @@ class Links:
     def life(self, most: int = 400) -> int:
         """Engines from their meeting to their end; the number of their transfers."""
         rng = self.rng
-        one = Life(rng, self.counts["lives"], self.rate, self.counts, kill=rng.random() < 0.9)
+        one = Life(rng, self.counts["lives"], self.rate, self.counts, kill=12 * most if rng.random() < 0.9 else 0)
         behind = 0  # transfers begun since the wire was killed
         try:
             while one.going or (one.sent < most and behind < 4):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import multiprocessing
+import os
 import threading
 import time
 import zlib
@@ -366,7 +368,8 @@ ASKED = {"wire.nixl": 0.9, "wire.torch": 0.9}
 
 def serve(pipe: Any, setting: Setting) -> None:
     """The other process: makes ways, and takes what comes by them."""
-    memory, ways = Memory(setting), {}
+    memory = Memory(setting)
+    ways: dict[str, Way] = {}
     with contextlib.suppress(EOFError):
         while True:
             what, name, *given = pipe.recv()
@@ -416,16 +419,19 @@ def wanted(memory: Memory, way: Way, tokens: int) -> int:
 
 
 class Pair:
-    """This process, which sends, and another one."""
+    """The process that sends, which is the caller's, and one that receives."""
 
     def __init__(self, model: BlockShape, tokens: int, folder: str) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # of both processes: NIXL writes to where the CSV goes
+        logging.getLogger("nixl").setLevel(logging.WARNING)
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         setting = Setting(model, tokens, folder, True)
         self.process = context.Process(target=serve, args=(theirs, setting._replace(sends=False)), daemon=True)
         self.process.start()
         theirs.close()
-        self.memory, self.ways = Memory(setting), {}
+        self.memory = Memory(setting)
+        self.ways: dict[str, Way] = {}
 
     def __enter__(self) -> Pair:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import functools
 import json
 import queue
 import threading
@@ -443,7 +444,7 @@ class _Card:
             if not all(isinstance(text, str) and len(text) < 1 << 19 for text in texts):
                 _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
             try:
-                place = Placement.parse(texts[0], load_shape(texts[1]), file=f"card of {self.engine}", name=self.engine)
+                place = _placement(texts[0], texts[1], self.engine)
             except (SpecError, KvbmError) as error:
                 raise BindError(f"card of {self.engine}: {error}") from None
             if place.world != self.world:
@@ -457,6 +458,12 @@ class _Card:
                 _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
             self.groups[name] = (place, texts[2], tuple(cuts))
         self.groups_text = json.dumps(held["groups"], sort_keys=True)
+
+
+@functools.lru_cache(64)
+def _placement(text: str, model: str, engine: str) -> Placement:
+    """What a card says; all cards of an engine say the same."""
+    return Placement.parse(text, load_shape(model), file=f"card of {engine}", name=engine)
 
 
 def _refuse(expected: str, got: str) -> NoReturn:
