@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 
 import kvbm
 import reshard_oracle
+import soaking
 from kvbm import (
     BindError,
     DigestError,
@@ -36,7 +38,8 @@ from kvbm import (
     reshard,
     wire,
 )
-from kvbm.reshard import notes
+from kvbm.reshard import chunk, flows, notes, ring
+from kvbm.reshard import link as links
 from linking import Linked, ended, gpu_memory, plain_case, sender_of
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, span
 from reshard_oracle import RefusedError, random_case
@@ -134,6 +137,46 @@ def test_notes(what: str, side: int) -> None:
             met += sum(one.counts[what] for one in found.wires[side])
             again(found)
     assert met > 10
+
+
+class Pushed(random.Random):
+    """One window of layers, and no pull."""
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
+
+    def random(self) -> float:
+        return 0.9
+
+
+PUSHED = Pushed(0)
+
+
+# ---- the soak in short -----------------------------------------------------------------------------------------------
+
+
+def test_lives_with_faults() -> None:
+    """`tools/torture.py links` in short: every byte that is accepted, and every slot."""
+    held = soaking.Links(seed=5, rate=0.03)
+    counts = held.counts
+    while not all(counts[word] for word in (*soaking.NOTES, "corrupt", "late", "kill")) and counts["lives"] < 20:
+        held.life(60)
+    assert counts["transfers"] == counts["right"] + counts["stated error"] and counts["right"] > 50
+    assert counts["lives"] < 20 and counts["bytes compared"] > 1 << 16
+
+
+def test_a_digest_that_is_not_compared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk.Trailer, "require_digest", lambda *_, **__: None)
+    with pytest.raises(AssertionError, match="rank"):
+        soaking.Links(seed=5, rate=0.2).life(200)
+
+
+def test_a_slot_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    give = ring.Ring.give
+    monkeypatch.setattr(soaking, "LIMIT", 3.0)
+    monkeypatch.setattr(ring.Ring, "give", lambda self, slot: None if slot == 3 else give(self, slot))
+    with pytest.raises(AssertionError, match="life 0"):
+        soaking.Links(seed=5).life(20)
 
 
 def test_many_faults_of_notes() -> None:
@@ -351,6 +394,49 @@ def test_nothing_comes_from_the_dead() -> None:
                 time.sleep(0.01)
             [error, *_] = [error for error in ended([one for one in came if one.has_ended]) if error]
             assert isinstance(error, PeerLostError), error
+
+
+class Counted:
+    """A wire of memory whose calls are counted."""
+
+    def __init__(self, below: Any) -> None:
+        self.below, self.calls = below, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self.below, name)
+
+
+def counted() -> Linked:
+    hub = wire.Hub()
+    return Linked(CASE, lambda side, rank: Counted(wire.memory(f"{side}/{rank}", hub)), chunk_bytes=1 << 12, slots=4)
+
+
+def test_who_is_told_polls_seldom() -> None:
+    """A thread that waits leaves Python's lock to those that work: while nothing comes it looks a hundred times a second."""
+    with counted() as found:
+        handles = [link.receive("k", span, timeout=0.5) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)]
+        for one in found.wires[1]:
+            one.calls.clear()
+        assert all(isinstance(error, TransferTimeoutError) for error in ended(handles))
+        assert all(0 < one.calls["poll"] < 80 for one in found.wires[1]), [one.calls for one in found.wires[1]]
+
+
+def test_what_is_on_its_way_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside its puts, each with its note, a sender says its offers; a chunk has one put."""
+    monkeypatch.setattr(flows, "AGAIN", (30.0, 30.0))
+    monkeypatch.setattr(links, "_ASKS", 1e9)
+    with counted() as found:
+        for side in found.wires:
+            for one in side:
+                one.calls.clear()
+        assert not any(ended(found.begin(PUSHED)))
+        for link, one in zip(found.links[0], found.wires[0], strict=True):
+            told = link.stats()
+            assert one.calls["put"] == told["chunks_sent"] and one.calls["note"] <= len(link.peers), one.calls
+        assert sum(one.calls["put"] for one in found.wires[0]) > 8
+        found.check()
+        found.require_slots()
 
 
 class Undroppable:

@@ -245,6 +245,26 @@ def test_get(pair: Open) -> None:
     assert far("notes") == []
 
 
+@pytest.mark.parametrize("kind", ["memory", "faulty", TORCH], indirect=True)
+def test_who_is_told_need_not_poll(pair: Open) -> None:
+    """Each note that comes, and each put that is done, is told; NIXL knows nothing without being polled."""
+    near, far = pair()
+    news = threading.Event()
+    near.wire.on_news(news.set)  # type: ignore[attr-defined]
+    for number in range(20):
+        near.fill(number)
+        near.start(0, 0, 1000, b"holds 0 1000 %d" % number)
+        while not near.query():
+            assert news.wait(LIMIT)
+            news.clear()
+        while not near.inbox:
+            assert news.wait(LIMIT)
+            news.clear()
+            near.poll()
+        assert near.notes() == [b"seen"]
+    assert far("counts") == (20, 0)
+
+
 def test_notes_wait_for_the_connection(pair: Open) -> None:
     near, far = pair(connect=False)
     near.connect(far.card)

@@ -4,6 +4,7 @@
     tools/torture.py [--time S] [--rounds N] [--device D] [--kind KIND]    goes on where the state says that it was
     tools/torture.py --device D --kind KIND --number N [--seed S]          one round again
     tools/torture.py soak [--copies N] [--device D]                        what a process holds stays as it is
+    tools/torture.py links [--transfers N] [--seed S]                      the same of engines that are linked by wires with faults
 
 Devices: host, fake (a driver that is not one) and cuda:N, which needs torch; without one, host and fake in turns. A round is a
 device, a kind, a seed and a number. The state is JSON, with counts and failures. The exit status is 1 where a round failed.
@@ -44,7 +45,7 @@ ROOM = {"rss": 4 << 20, "device": 4 << 20, "allocations": 1 << 11}
 def main() -> int:
     """Run what the words of the command line say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("rounds", "soak", "worker"), default="rounds")
+    parser.add_argument("what", nargs="?", choices=("rounds", "soak", "links", "worker"), default="rounds")
     parser.add_argument("--time", type=float, help="seconds; without it and --rounds: an hour")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--device", action="append")
@@ -52,11 +53,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--number", type=int)
     parser.add_argument("--copies", type=int, default=1_000_000)
+    parser.add_argument("--transfers", type=int, default=100_000)
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "torture.json")
     given = parser.parse_args()
     devices = given.device or ["host", "fake"]
     if given.what == "worker":
         return work(devices[0], given.seed)
+    if given.what == "links":
+        return links(given.transfers, given.seed, given.state.with_name("torture-links.json"))
     if given.what == "soak":
         with_driver(devices[0], given.device is not None)
         return soak(devices[0] if given.device else "host", given.copies, given.state.with_name("torture-soak.json"))
@@ -319,12 +323,33 @@ def soak(device: str, copies: int, path: Path) -> int:
                 if len(samples) % 8 == 0:
                     print(f"{number + 1:,} copies in {time.monotonic() - start:.0f} s: {samples[-1]}", flush=True)
         held.check()
+    return written(path, {"device": device, "copies": copies, "seconds": round(time.monotonic() - start)}, samples)
+
+
+def links(transfers: int, seed: int, path: Path) -> int:
+    """So many sequences over wires with faults, and whether what the process holds between two lives grows."""
+    import soaking
+
+    held, samples, line, start = soaking.Links(seed), [], 0.0, time.monotonic()
+    while held.counts["transfers"] < transfers:
+        held.life()
+        samples.append({"copies": held.counts["transfers"], **held.sample()})
+        if time.monotonic() - line > LINES:
+            line = time.monotonic()
+            print(f"{line - start:.0f} s: {dict(held.counts)}, {samples[-1]}", flush=True)
+    counts = dict(sorted(held.counts.items()))
+    print(json.dumps(counts, indent=1))
+    return written(path, {"seed": seed, "seconds": round(time.monotonic() - start), "counts": counts}, samples)
+
+
+def written(path: Path, result: dict[str, Any], samples: list[dict[str, int]]) -> int:
+    """Judge the samples, and keep what was found."""
     told = judged(samples)
-    result = {"device": device, "copies": copies, "seconds": round(time.monotonic() - start), "grows": told, "samples": samples}
+    result |= {"grows": told, "samples": samples}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1), encoding="utf-8")
     for name, of in told.items():
-        print(f"{name}: {of['first']:,} to {of['last']:,}, {of['slope']:+.3f} a copy: {'flat' if of['flat'] else 'GROWS'}")
+        print(f"{name}: {of['first']:,} to {of['last']:,}, {of['slope']:+.3f} a step: {'flat' if of['flat'] else 'GROWS'}")
     return int(not all(of["flat"] for of in told.values()))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..errors import BindError, DigestError
@@ -74,7 +75,7 @@ class Trailer(NamedTuple):
     nbytes: int
 
     @classmethod
-    def read(cls, data: Any, where: str = "a chunk") -> Trailer:
+    def read(cls, data: Any, where: object = "a chunk") -> Trailer:
         """The trailer that these 64 bytes are.
 
         Raises
@@ -89,6 +90,8 @@ class Trailer(NamedTuple):
         if held.nbytes != TRAILER:
             raise BindError(f"{where}: trailer: expected {TRAILER} bytes, got {held.nbytes}")
         found = cls(*_LAYOUT.unpack(held))
+        if found[1:4] == (_MAGIC, VERSION, 0):
+            return found
         for name, expected in (("magic", _MAGIC), ("version", VERSION), ("reserved", 0)):
             if (got := getattr(found, name)) != expected:
                 raise BindError(
@@ -108,13 +111,15 @@ class Trailer(NamedTuple):
         """Its 64 bytes."""
         return _LAYOUT.pack(*self)
 
-    def require(self, expected: Trailer, where: str = "a chunk") -> None:
+    def require(self, expected: Trailer, where: object = "a chunk") -> None:
         """Raise `BindError` for the first field, but for the digest, that is not as expected."""
+        if self[1:] == expected[1:]:
+            return
         for name in self._fields[1:]:
             if (got := getattr(self, name)) != (known := getattr(expected, name)):
                 raise BindError(f"{where}: {name}: expected {_said(name, known)}, got {_said(name, got)}")
 
-    def require_digest(self, found: int, where: str = "a chunk", *, written: bool = False) -> None:
+    def require_digest(self, found: int, where: object = "a chunk", *, written: bool = False) -> None:
         """Raise `DigestError` where what arrived has another digest than what was sent."""
         if found != self.digest:
             raise DigestError(
@@ -166,6 +171,7 @@ def _span(some: range) -> str:
     return f"{some[0]}" if len(some) == 1 else f"{some[0]}–{some[-1]}"
 
 
+@lru_cache(1024)
 def key_of(name: str | bytes) -> int:
     """What a trailer says of a sequence's name: the first 8 bytes of its SHA-256, little endian."""
     return int.from_bytes(hashlib.sha256(name.encode() if isinstance(name, str) else name).digest()[:8], "little")

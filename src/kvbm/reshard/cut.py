@@ -200,7 +200,7 @@ class Cut:
         jobs = []
         for (peer, number), given in slots.items():
             chunk, expected = self._chunk(peer, number), self.trailer(peer, number, key=key, epoch=epoch)
-            slot = packer.slot(given, chunk.size, str(chunk), exact=not sends)
+            slot = packer.slot(given, chunk.size, chunk, exact=not sends)
             jobs.append(_Job(peer, chunk, slot, expected, given))
         if packer.device >= 0 and stream is None:
             stream = current_stream(packer.pool)
@@ -208,8 +208,8 @@ class Cut:
             return jobs, stream
         told = _Trailers(packer.device, jobs).read()
         for at, (job, data) in enumerate(zip(jobs, told, strict=True)):
-            found = Trailer.read(data, str(job.chunk))
-            found.require(job.trailer, str(job.chunk))
+            found = Trailer.read(data, job.chunk)
+            found.require(job.trailer, job.chunk)
             jobs[at] = job._replace(trailer=found)
         return jobs, stream
 
@@ -227,7 +227,7 @@ class Cut:
             if copies:
                 self._packer.pool.written()
             for job, digest in zip(jobs, work.digests(), strict=True):
-                job.trailer.require_digest(digest, str(job.chunk), written=copies)
+                job.trailer.require_digest(digest, job.chunk, written=copies)
         return {(job.peer, job.chunk.number): job.trailer.digest for job in jobs}
 
 
@@ -354,20 +354,16 @@ class _Work:
 
     def _enqueue(self, piece: _Piece, out: int, stream: Any, wait: Any, keep: Any) -> _core.Done:
         packer, lane, count, device = self._packer, piece.lane, piece.positions.size, self._packer.device
-        slot = _core.Table(np.array([piece.address], np.uint64), device, False)
         positions = _core.Positions(piece.positions, count, device)
         if piece.ids is None:
+            slot = _core.Table(np.array([piece.address], np.uint64), device, False)
             most = count if piece.some is None else int(piece.some[-1]) + 1
             pairs = _core.Pairs(piece.some, None, most, most, False, device)
             route = _core.Route(device, slot, slot, most, most, direct=(), limits=(), digests=(lane.digests, ()))
             return route.digest(pairs, positions, out, self._on_gpu, stream, wait, keep)
         ids, sizes = packer.in_order(piece.ids, None), packer.in_order(lane.num_ids, count)
         pairs = _core.Pairs(*ids, *sizes, False, device)
-        route = _core.Route(
-            device, *packer.in_order(packer.table, slot), *sizes, direct=lane.copies,
-            sum_direct=lane.copies if lane.is_fused else (),
-            digests=packer.in_order((), lane.digests), digests_dst=packer.sends, max_sms=packer.max_sms,
-        )  # fmt: skip
+        route = packer.route(lane, piece.address, count)
         return route.copy_digested(pairs, positions, out, self._on_gpu, (0, 0), stream, wait, keep)
 
     def digests(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import functools
 import json
 import queue
 import threading
@@ -32,6 +33,9 @@ _MOST_CARD = 1 << 20
 
 #: Seconds that the thread sleeps: while something is under way, and while nothing is, or has not been for so many rounds.
 _SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
+
+#: Seconds that it sleeps at most where the wire wakes it: what is said again, and deadlines, may be so late.
+_TOLD = 10e-3
 
 #: Seconds after which a peer that could not be dropped is dropped again: that keeps the thread for as long as the wire says.
 _DROPS = 30.0
@@ -135,6 +139,9 @@ class Endpoint:
         self._drop_at: dict[str, float] = {}  # of peers that could not be dropped: when it is tried again
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
+        self._is_told = hasattr(wire, "on_news")  # who polls keeps Python's lock from those that work
+        if hasattr(wire, "on_news"):
+            wire.on_news(self._wake.set)
         self._lock, self._is_over = threading.Lock(), False
         self._is_closed, self._broken = False, ""
         self._thread = threading.Thread(target=self._run, name=f"kvbm {engine}/{rank}", daemon=True)
@@ -337,7 +344,10 @@ class Endpoint:
                     quiet = 0
                     continue
                 quiet += 1
-                if quiet < _ROUNDS and not (all(link.is_idle for link in self._links) and not self.dropping):
+                is_idle = all(link.is_idle for link in self._links) and not self.dropping
+                if self._is_told and (is_idle or self.ring.device == "cpu"):
+                    self._wake.wait(_TOLD)
+                elif quiet < _ROUNDS and not is_idle:
                     time.sleep(_SHORT)
                 else:
                     self._wake.wait(_LONG)
@@ -474,7 +484,7 @@ class _Card:
             if not all(isinstance(text, str) and len(text) < 1 << 19 for text in texts):
                 _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
             try:
-                place = Placement.parse(texts[0], load_shape(texts[1]), file=f"card of {self.engine}", name=self.engine)
+                place = _placement(texts[0], texts[1], self.engine)
             except (SpecError, KvbmError) as error:
                 raise BindError(f"card of {self.engine}: {error}") from None
             if place.world != self.world:
@@ -509,6 +519,12 @@ def _require_alike(cards: list[_Card], title: str) -> None:
         raise BindError(
             f"{title}: expected a card of each of {first.world} ranks; missing {missing}, twice {twice}"
         )
+
+
+@functools.lru_cache(64)
+def _placement(text: str, model: str, engine: str) -> Placement:
+    """What a card says; all cards of an engine say the same."""
+    return Placement.parse(text, load_shape(model), file=f"card of {engine}", name=engine)
 
 
 def _refuse(expected: str, got: str) -> NoReturn:

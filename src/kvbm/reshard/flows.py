@@ -28,8 +28,8 @@ AGAIN = (0.1, 1.0)
 #: How often a chunk that came wrong is sent again.
 TRIES = 2
 
-#: Chunks of one peer that may be under way at a time.
-WINDOW = 4
+#: Chunks of one peer that may be under way at a time: the fewest, and the most where they take less than so many bytes.
+WINDOW, MOST_WINDOW, WINDOW_BYTES = 4, 32, 2 << 20
 
 
 class _Repeat:
@@ -56,7 +56,7 @@ class _Packed:
     def __init__(self, grant: Grant, slot: int, done: ChunksDone) -> None:
         self.grant, self.slot, self.done = grant, slot, done
         self.op: Op | None = None
-        self.is_told = False
+        self.is_told, self.told_at = False, 0.0
 
 
 class Outflow:
@@ -111,7 +111,8 @@ class Outflow:
         for grant in note.grants:
             packed = self._packed.get(grant.serial)
             if packed is not None and packed.is_told:
-                self._tell(packed)  # what was said of it was lost, or is on its way
+                if time.monotonic() > packed.told_at + AGAIN[0] / 2:  # before that it is on its way
+                    self._tell(packed)
             elif packed is None and grant.serial > self._last:
                 self._wanted.append(grant)
         self._last = max([self._last, *listed])
@@ -226,7 +227,8 @@ class Outflow:
                 ring.give(slot)
                 self.fail(error)
                 break
-            self._packed[grant.serial] = _Packed(grant, slot, done)
+            packed = self._packed[grant.serial] = _Packed(grant, slot, done)
+            self._go_on(grant.serial, packed)  # where it is packed already it travels while the next one is packed
         return busy
 
     def _chunk(self, number: int) -> Chunk:
@@ -241,7 +243,7 @@ class Outflow:
         if packed.op is not None:
             if not packed.op.query():
                 return False
-            packed.op, packed.is_told = None, True
+            packed.op, packed.is_told, packed.told_at = None, True, time.monotonic()
             ring.give(packed.slot)
             packed.slot = -1
             return True
@@ -263,6 +265,7 @@ class Outflow:
         return True
 
     def _tell(self, packed: _Packed) -> None:
+        packed.told_at = time.monotonic()
         slot = packed.slot if self.offer.pulls else packed.grant.slot
         self.link.say(self.peer, Put(self.number, self.arrival, packed.grant.serial, packed.grant.chunk, slot))
 
@@ -375,7 +378,10 @@ class Inflow:
         if self._is_lost:
             self._end()
             return False
-        busy = False
+        news = self._stopping is None and not self.is_done and self._grant()
+        if news:  # before what came is unpacked, so that more travels meanwhile
+            self._say_wants()
+        busy = news
         for serial, coming in list(self._coming.items()):
             busy |= self._go_on(serial, coming)
         if self._stopping is not None:
@@ -385,32 +391,32 @@ class Inflow:
                 self.link.count("notes_again")
                 self.link.say(self.peer, self._stopping)
             return busy
-        if self.is_done:
-            return busy
-        news = self._grant()
-        if news or self._again.is_due(now):
-            if not news:
-                self.link.count("notes_again")
+        if not self.is_done and not news and self._again.is_due(now):
+            self.link.count("notes_again")
             self._say_wants()
-        return busy or news
+        return busy
 
     def _grant(self) -> bool:
         news = False
         ring = self.link.ring
-        while self._todo and len(self._coming) < min(WINDOW, MOST_GRANTS):
+        window = min(max(WINDOW, WINDOW_BYTES // ring.slot_bytes), MOST_WINDOW)
+        away = sum(not one.is_here for one in self._coming.values())
+        if away > window // 2:  # some at a time: a note each time
+            return False
+        while self._todo and away < window and len(self._coming) < min(2 * window, MOST_GRANTS):
             slot = ring.take(sends=False)
             if slot is None:
                 self.link.count("stalls")
                 break
             grant = Grant(self._todo.popleft(), slot - ring.sends, next(self._serials))
             self._coming[grant.serial] = _Coming(grant, slot)
-            news = True
+            away, news = away + 1, True
         return news
 
     def _say_wants(self) -> None:
         self._turn += 1
         arrival = self.arrival
-        grants = tuple(one.grant for one in self._coming.values())
+        grants = tuple(one.grant for one in self._coming.values() if not one.is_here or one.op is not None)
         plan = self.link.plans(self.offer.group)[1]
         self.link.say(
             self.peer,

@@ -7,6 +7,7 @@ import hashlib
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import PlanError
@@ -138,7 +139,7 @@ class Resharding:
         held = message.tokens if tokens is None else count_common(ours, theirs, tokens)
         return message.layers * message.heads * model.no * model.hd * held * ITEMSIZE[model.dtype] // model.pack
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Equal for both sides where they planned alike."""
         meaning = (self.src.fingerprint, self.dst.fingerprint, self.messages, self.cuts)

@@ -151,6 +151,7 @@ class Packer:
         self._title = f"{pool.layout.name} {'→' if self.sends else '←'} slot"
         self._units = {0: self._ways(mine, single=False)}
         self._lanes: dict[tuple[Message, bool], Lane] = {}
+        self._routes: dict[tuple[int, int, int], tuple[_core.Route, Lane]] = {}
         self._model = _without(place.part(rank), pool.layout.present)
 
     @functools.cached_property
@@ -301,6 +302,22 @@ class Packer:
             found = self._lanes.setdefault((message, single), self._lane(message, single))
         return found
 
+    def route(self, lane: Lane, address: int, count: int) -> _core.Route:
+        """A lane's copies between the pool and so many units from an address on, which is a slot's again and again; kept."""
+        at = id(lane), address, count
+        found = self._routes.get(at)
+        if found is None:
+            if len(self._routes) >= _MOST_LANES:
+                self._routes.clear()
+            slot = _core.Table(np.array([address], np.uint64), self.device, False)
+            made = _core.Route(
+                self.device, *self.in_order(self.table, slot), *self.in_order(lane.num_ids, count), direct=lane.copies,
+                sum_direct=lane.copies if lane.is_fused else (), digests=self.in_order((), lane.digests),
+                digests_dst=self.sends, max_sms=self.max_sms,
+            )  # fmt: skip
+            found = self._routes[at] = (made, lane)  # the lane lives as long as its number stands for it
+        return found[0]
+
     def _lane(self, message: Message, single: bool) -> Lane:
         part, slot = self._parts(message, single)
         first, keys = self._keys(message, single)
@@ -385,8 +402,8 @@ class Packer:
         if not self.sends and np.unique(blocks).size != blocks.size:
             raise BindError(f"{rank.name}: a block stands in the table twice, and would be written twice")
 
-    def slot(self, given: Any, size: int, where: str, *, exact: bool = False) -> Array:
-        found = describe(given, where)
+    def slot(self, given: Any, size: int, where: object, *, exact: bool = False) -> Array:
+        found = given if isinstance(given, Array) else describe(given, str(where))
         nbytes = math.prod(found.shape)
         if ITEMSIZE.get(found.dtype) != 1 or merge_steps(found.shape, found.strides) not in ([], [(nbytes, 1)]):
             raise BindError(
@@ -401,7 +418,7 @@ class Packer:
         if found.device not in (self.pool.device, "cpu") or (self.device < 0 and found.device != "cpu"):
             raise BindError(f"{where}: expected memory of {self.pool.device}, or pinned, got {found.device}")
         if self.device >= 0 and found.device == "cpu":
-            _core.find_device(np.array([found.address], np.uint64), where)  # refuses what is not pinned
+            _core.find_device(np.array([found.address], np.uint64), str(where))  # refuses what is not pinned
         return found
 
     def require_usable(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import _core
+from ..arrays import Array
 from ..errors import BindError
 from ..shapes import round_up
 from ..wire import Slab, Slice
@@ -50,8 +51,7 @@ class Ring:
                 raise BindError(
                     f"ring: {nbytes} bytes wanted: {error}; expected fewer slots, or smaller ones"
                 ) from None
-            self._bytes = np.frombuffer(self._pages, np.uint8)
-            address = int(self._bytes.ctypes.data)
+            address = int(np.frombuffer(self._pages, np.uint8).ctypes.data)
         else:
             number = int(device.partition(":")[2])
             address = _core.alloc_device(number, nbytes)
@@ -72,7 +72,7 @@ class Ring:
 
     def give(self, slot: int) -> None:
         """A slot that nobody writes any more is free."""
-        self._free[slot >= self.sends].append(slot)
+        self._free[slot >= self.sends].appendleft(slot)
 
     def free(self, *, sends: bool) -> int:
         return len(self._free[not sends])
@@ -80,24 +80,11 @@ class Ring:
     def slice(self, slot: int, nbytes: int) -> Slice:
         return Slice(slot * self.slot_bytes, nbytes)
 
-    def array(self, slot: int, nbytes: int) -> Any:
+    def array(self, slot: int, nbytes: int) -> Array:
         """A slot's first bytes, as what packs and unpacks takes them."""
-        first = slot * self.slot_bytes
-        if self.device == "cpu":
-            return self._bytes[first : first + nbytes]
-        return _OnGpu(self, self.slab.address + first, nbytes)
+        return Array(self.slab.address + slot * self.slot_bytes, (nbytes,), (1,), "uint8", self.device, owner=self)
 
     def close(self) -> None:
         if self._free_device is not None:
             _core.free_device(*self._free_device)
             self._free_device = None
-
-
-class _OnGpu:
-    """Bytes of a slot on a GPU, by the CUDA array interface."""
-
-    def __init__(self, ring: Ring, address: int, nbytes: int) -> None:
-        self._ring = ring
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None, "stream": None,
-        }  # fmt: skip

@@ -87,6 +87,8 @@ class Faulty:
         #: Notes that were held back, with the poll before which they are not delivered.
         self._held: list[tuple[int, tuple[str, bytes]]] = []
         self._swapped: list[tuple[str, bytes]] = []
+        if hasattr(wire, "on_news"):
+            self.on_news = wire.on_news
 
     def register(self, slab: Slab) -> None:
         self._wire.register(slab)

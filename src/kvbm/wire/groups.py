@@ -83,6 +83,7 @@ class _Torch(Ends["_Far"]):
         self._store, self._nccl = store, backend == "nccl"
         self._meet_seconds, self._drop_seconds = meet_seconds, drop_seconds
         self._inbox: deque[tuple[str, bytes]] = deque()
+        self.news: Callable[[], object] = int
         self._device: Any = None
         atexit.register(self.close)  # a thread that waits in gloo when Python ends would abort the process
 
@@ -128,6 +129,9 @@ class _Torch(Ends["_Far"]):
             time.sleep(0)  # who polls in a loop would keep Python's lock from the threads that receive
         came = [self._inbox.popleft() for _ in range(len(self._inbox))]
         return [note for note in came if not self._peers[note[0]].lost]
+
+    def on_news(self, call: Callable[[], object]) -> None:
+        self.news = call
 
     def drop(self, peer: str) -> None:
         if peer in self._peers:
@@ -216,6 +220,7 @@ class _Torch(Ends["_Far"]):
             far.lose(f"{type(error).__name__}: {error}")
         finally:
             far.lose("its thread has ended")
+            self.news()
 
     def _await_head(self, far: _Far, head: bytearray) -> tuple[bytearray, Any]:
         return head, far.group.recv([self._torch.frombuffer(head, dtype=self._torch.uint8)], far.rank, _HEADS)
@@ -238,10 +243,12 @@ class _Torch(Ends["_Far"]):
                 self._carry(far, "recv", part).wait(_FOREVER)
             if got is not None:
                 got.done = True
+                self.news()
         elif kind != _NOTE:
             raise BindError(f"{far.card.name}: a message of kind {kind}; both sides need the same kvbm")
         if kind == _NOTE or size:
             self._inbox.append((far.card.name, note))
+            self.news()
 
     def _send(self, far: _Far) -> None:
         """Run as the peer's other thread: one message after the other, two of them under way."""
@@ -253,6 +260,7 @@ class _Torch(Ends["_Far"]):
                     for work in works:
                         work.wait(_FOREVER)
                     op.done = True
+                    self.news()
                     going.popleft()
                 elif (item := far.queue.get()) is not None:
                     message, op = item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from ..errors import BindError, PeerLostError
 from .protocol import Card, Ends, Peer, Ready, Slab, Slice, move
@@ -57,6 +58,7 @@ class _Memory(Ends[Peer]):
         self._hub = hub
         self._lock = threading.Lock()
         self._inbox: deque[tuple[str, bytes]] = deque()
+        self._news: Callable[[], object] = int
         hub.ends[self.name] = self
 
     def register(self, slab: Slab) -> None:
@@ -82,6 +84,8 @@ class _Memory(Ends[Peer]):
             move(there.slab, remote[0], self.slab, local[0], local[1])
             if note:
                 there._inbox.append((self.name, note))
+        if note:
+            there._news()
         return Ready()
 
     def get(self, peer: str, local: Slice, remote: Slice) -> Ready:
@@ -99,6 +103,10 @@ class _Memory(Ends[Peer]):
         with there._lock:
             there._admit(self.name)
             there._inbox.append((self.name, note))
+        there._news()
+
+    def on_news(self, call: Callable[[], object]) -> None:
+        self._news = call
 
     def poll(self) -> list[tuple[str, bytes]]:
         with self._lock:

@@ -134,6 +134,9 @@ class Wire(Protocol):
     7. *Names.*  A peer that has started again has another name.  One that was dropped, or was lost, is not connected again.
 
     Notes of a peer that this side has not connected to yet are kept until it does.
+
+    A wire that knows without being polled when `poll` or an `Op` has something new may also have ``on_news(call)``, and then calls
+    that, from whatever thread.
     """
 
     def register(self, slab: Slab) -> None:

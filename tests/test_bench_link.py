@@ -1,0 +1,127 @@
+"""`kvbm bench link` and the table of how links grow: rows, and the check before them.  Small sizes; no time is asserted."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import benching
+from benching import ON_CPU, run
+from kvbm.bench import cli, growth, link, ways
+from kvbm.bench.check import WrongCopyError
+
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "connect.md"
+TORCH = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+
+
+def ran(*arguments: str) -> list[dict[str, str]]:
+    rows = benching.ran(cli.bench, "link", *ON_CPU, "--quick", *arguments)
+    assert tuple(rows[0]) == link.COLUMNS
+    return rows
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "EACH", 1 << 16)
+    monkeypatch.setattr(link.Run, "sizes", (256, 1024))
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_fixed() -> None:
+    chunks = ran("--what", "chunks")
+    assert [row["by"] for row in chunks] == ["the side of prefill", "the side of decode-0", "a chunk and peer"]
+    assert {row["asked"] for row in chunks} == {"<= 0.05 ms", "<= 1"} and chunks[-1]["ratio"] == "1.0"
+    (many,) = ran("--what", "many")
+    assert (many["by"], many["beside"], many["n"], many["asked"]) == ("8 links", "1 link", "8", ">= 0.8")
+
+
+@TORCH
+@pytest.mark.usefixtures("small")
+def test_every_way_is_measured_beside_what_carries_it() -> None:
+    rows = ran("--what", "messages")
+    here = [name for name in ways.WAYS if find_spec("nixl") or "gloo" in name or "torch" in name]
+    assert [row["by"] for row in rows] == 2 * here
+    assert all(row["beside"] == (ways.WAYS[row["by"]][1] or row["by"]) for row in rows)
+    assert {row["by"] for row in rows if row["asked"]} == {"wire.nixl", "wire.torch"} & set(here)
+    if "as engines do" in here:
+        each = [int(row["n"]) for row in rows if row["by"] == "as engines do"]
+        assert each == [2 * benching.MODEL.nl * tokens // 16 for tokens in (256, 1024)]
+
+
+@pytest.mark.usefixtures("small")
+def test_transports_that_are_missing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> None:
+        raise ImportError("no such package")
+
+    monkeypatch.setattr(ways.ByNixl, "__init__", missing)
+    monkeypatch.setattr(ways.ByGloo, "__init__", missing)
+    found = run(cli.bench, "link", *ON_CPU, "--quick", "--what", "messages")
+    assert found.exit_code and "NIXL: left out: no such package" in found.stderr and "wire.nixl" not in found.stderr
+
+
+@TORCH
+def test_what_comes_is_compared(tmp_path: Path) -> None:
+    with ways.Pair(benching.MODEL, 256, str(tmp_path)) as pair:
+        pair.open("gloo")
+        pair.check("gloo", 256)
+        pair.memory.bytes[100] ^= 1
+        pair.check("gloo", 256)
+        send = pair.ways["gloo"].send
+
+        def wrong(tokens: int) -> None:
+            pair.memory.bytes[100] ^= 1
+            send(tokens)
+            pair.memory.bytes[100] ^= 1
+
+        pair.ways["gloo"].send = wrong  # type: ignore[method-assign]
+        with pytest.raises(WrongCopyError, match="gloo: 256 tokens: what came is not what was sent"):
+            pair.check("gloo", 256)
+        with pytest.raises(ways.KvbmError, match="the other process: KeyError"):
+            pair.ask("sum", "no way", 1)
+
+
+def test_blocks_of_engines_are_each_there_once() -> None:
+    """A descriptor a block, layer, K and V: all bytes of the pool, block by block."""
+
+    class Way(ways.AsEngines):
+        def __init__(self, memory: ways.Memory) -> None:
+            self.memory = memory
+
+    memory = ways.Memory(ways.Setting(benching.MODEL, 64, "", True))
+    way = Way(memory)
+    found = way.blocks(way.regions())
+    nbytes = memory.pool.shape.nbytes
+    each = 2 * memory.pool.shape.nl
+    for block in range(4):
+        held = b"".join(
+            ways.wire.Slab(at, size) and _bytes(at, size) for at, size, _ in found[each * block : each * (block + 1)]
+        )
+        want = b"".join(array[half, block].tobytes() for array in memory.pool.arrays for half in (0, 1))
+        assert held == want and len(held) == nbytes
+    memory.stack.close()
+
+
+def _bytes(address: int, nbytes: int) -> bytes:
+    import ctypes
+
+    return ctypes.string_at(address, nbytes)
+
+
+@pytest.mark.parametrize("case", list(growth.CASES)[:3])
+def test_how_links_grow(case: str) -> None:
+    """What the table of the documentation says, but for times."""
+    one = growth.grow(case)
+    (told,) = [line for line in DOCS.read_text("utf-8").splitlines() if line.startswith(f"| {case} |")]
+    (made,) = list(growth.table({case: one}))[2:]
+    times = re.compile(r"(?<=\| )[\d.]+ \| [\d.]+ \| (?=[\d,]+ \| [\d,]+ \|$)")
+    assert times.sub("", made) == times.sub("", told)
+
+
+def test_the_table_has_every_case() -> None:
+    text = DOCS.read_text("utf-8")
+    assert all(f"\n| {case} | " in text for case in growth.CASES)
+    assert next(growth.table({})) in text
