@@ -6,6 +6,9 @@ import functools
 import itertools
 import random
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ import reshard_oracle
 from chunking import Carried, case, engine, is_sendable
 from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard, spec
 from kvbm.reshard import Cut, Packer, Trailer
+from kvbm.reshard import cut as cuts
 from kvbm.reshard.chunk import TRAILER
 from memory import aligned
 from test_reshard_pack import memory
@@ -342,6 +346,36 @@ def test_slots_are_apart() -> None:
     place = np.lib.stride_tricks.as_strided(place[-place.ctypes.data % 16 :], (a.size,), (1,))
     with pytest.raises(BindError, match=r"expected memory of its own; it shares some with the Pool\(universal"):
         Cut(Packer(pair.made, 0, inside), pair.spans[0], most=pair.most).pack({(0, 0): place}, key="one")
+
+
+def test_threads_that_wait_for_one_call_take_each_step_once() -> None:
+    """A thread that took the step of another one read digests that were not there yet, or met a generator that ran."""
+    both, taken = threading.Barrier(2), []
+
+    class Waits:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            taken.append(self.number)
+            if self.number == 0:
+                both.wait(20)  # all have waited for the first step before one of them goes on
+
+    def steps() -> Any:
+        yield [Waits(0)]
+        time.sleep(0.02)
+        yield [Waits(1)]
+        assert 1 in taken, "went on before the second step was waited for"
+        return {(0, 0): 5}
+
+    done = cuts.ChunksDone(steps())
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(done.synchronize) for _ in range(2)]:
+            future.result(20)
+    assert done.query() and done.digests == {(0, 0): 5} and taken.count(0) == 2
 
 
 def test_a_receiver_without_some_blocks() -> None:

@@ -14,6 +14,7 @@ from .. import _core
 from ..arrays import Array
 from ..digesting import pinned
 from ..errors import BindError
+from ..locks import Lock
 from ..mover import current_stream
 from .chunk import MOST, TRAILER, Chunk, Trailer, cut, key_of, limit_of, mark_of
 from .messages import require_layers
@@ -262,7 +263,7 @@ class ChunksDone:
     """
 
     def __init__(self, steps: _Steps) -> None:
-        self._steps = steps
+        self._steps, self._lock = steps, Lock()
         self._error: Exception | None = None
         self.digests: dict[tuple[int, int], int] = {}
         self._waits = tuple(next(steps))
@@ -272,25 +273,32 @@ class ChunksDone:
 
     def query(self) -> bool:
         """Whether all is done; raises what was found wrong."""
-        while not self._is_done and all(done.query() for done in self._waits):
-            self._go_on()
+        while not self._is_done:
+            waits = self._waits
+            if not all(done.query() for done in waits):
+                break
+            self._go_on(waits)
         return self._told()
 
     def synchronize(self) -> None:
         """Wait on the host until all is done; raises what was found wrong."""
         while not self._is_done:
-            for done in self._waits:
+            for done in (waits := self._waits):
                 done.synchronize()
-            self._go_on()
+            self._go_on(waits)
         self._told()
 
-    def _go_on(self) -> None:
-        try:
-            self._waits = tuple(next(self._steps))
-        except StopIteration as end:
-            self._is_done, self.digests = True, end.value
-        except Exception as error:
-            self._is_done, self._error = True, error
+    def _go_on(self, waited: tuple[_core.Done, ...]) -> None:
+        """The step behind what was waited for, unless another thread has taken it."""
+        with self._lock:
+            if self._is_done or self._waits is not waited:
+                return
+            try:
+                self._waits = tuple(next(self._steps))
+            except StopIteration as end:
+                self.digests, self._is_done = end.value, True
+            except Exception as error:
+                self._error, self._is_done = error, True
 
     def _told(self) -> bool:
         if self._error is not None:
