@@ -222,7 +222,7 @@ def test_packers_of_what_is_none() -> None:
     for side in (None, 0, "both", np.zeros(2), ["src"]):
         with pytest.raises(kvbm.BindError, match="side: expected 'src' or 'dst', got"):
             reshard.Packer(made, 0, pool, side=side)  # type: ignore[arg-type]
-    for sms in (0, -1, "x", 1.5, True):
+    for sms in (0, -1, "x", 1.5, True, 1 << 31, 1 << 64):
         with pytest.raises(kvbm.BindError, match="max_sms: expected a number from 1 on"):
             reshard.Packer(made, 0, pool, max_sms=sms)  # type: ignore[arg-type]
 

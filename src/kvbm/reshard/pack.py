@@ -131,7 +131,7 @@ class Packer:
         if not isinstance(given, str) or given not in ("src", "dst"):
             raise BindError(f"side: expected 'src' or 'dst', got {side!r:.200}")
         require_made(made)
-        if max_sms is not None and ((count := whole(max_sms)) is None or count < 1):
+        if max_sms is not None and ((count := whole(max_sms)) is None or not 0 < count < 1 << 31):
             raise BindError(f"max_sms: expected a number from 1 on, got {max_sms!r:.200}")
         self.sends = side == "src"
         place = made.src if self.sends else made.dst
