@@ -46,6 +46,22 @@ class Told:
     tokens: list[int]
 
 
+def unit(sides: list[tuple[int, int, int]], distance: int) -> int:
+    """Tokens of a unit: of ``(nt, every, k)`` of both sides, and how far apart their origins are."""
+    for g in range(min(nt * k for nt, _, k in sides), 0, -1):
+        turns = [(every, every * k) for _, every, k in sides]
+        chain = sorted({1, g, *(x for turn in turns if g % turn[1] == 0 for x in turn)})
+        if (
+            distance % g == 0
+            and all(
+                (g % (every * k) == 0 and nt * k % g == 0) or (every % g == 0 and nt % g == 0) for nt, every, k in sides
+            )
+            and all(b % a == 0 for a, b in zip(chain, chain[1:], strict=False))
+        ):
+            return g
+    raise AssertionError
+
+
 def trailer(data: bytes) -> dict[str, Any]:
     return dict(zip(FIELDS, struct.unpack("<Q4sHHQQQHHIIIII", data[-64:]), strict=True))
 

@@ -246,6 +246,17 @@ def test_trailers_are_read_as_they_were_written(fields: Any) -> None:
     data = one.write()
     assert len(data) == TRAILER and Trailer.read(data) == one
     assert chunking.trailer(data) == one._asdict()
+    apart = np.zeros((TRAILER, 2), np.uint8)
+    apart[:, 0] = list(data)
+    assert Trailer.read(apart[:, 0]) == one
+
+
+@pytest.mark.parametrize("name", [name for name in Trailer._fields if name != "magic"])
+def test_numbers_that_fit_no_field_are_not_written(name: str) -> None:
+    good = Trailer(0, b"KVBM", 1, 0, *range(10))
+    for wrong in (-1, 1 << 64, None, "5", 1.5, [5]):
+        with pytest.raises(BindError, match="trailer: expected numbers that fit their fields"):
+            good._replace(**{name: wrong}).write()
 
 
 @given(st.binary(max_size=80))
@@ -293,6 +304,8 @@ def test_a_digest_that_is_right_or_not() -> None:
 def test_keys_and_marks() -> None:
     assert key_of("request-17") == key_of(b"request-17") == 0x0536295CEA73E3D7
     assert key_of("ü") == key_of("ü".encode()) != key_of("u")
+    with pytest.raises(BindError, match=r"key: expected text that UTF-8 has, got 'a\\ud800'"):
+        key_of("a\ud800")
     seen = {
         mark_of(range(a, b), (c, d), range(e, f), most)
         for a, b, c, d, e, f, most in itertools.product((3, 4), (5, 6), (1, 2), (1, 2), (3, 4), (5, 6), (16, 17))
@@ -378,6 +391,54 @@ def test_both_sides_and_the_plan_alone_find_the_same_chunks(seed: int) -> None:
     alone = {(m.src, m.dst): reshard.chunks(made, m, tokens, layers=layers, most=most) for m in made.messages}
     assert sides[0] == sides[1] == alone
     assert any(alone.values()) == bool(tokens)
+
+
+def test_a_unit_is_what_the_page_says() -> None:
+    """From blocks, turns and origins alone; among them turns of which neither divides the other."""
+    rng, odd = random.Random(1), 0
+    model = BlockShape(nl=1, no=1, nh=1, nt=1, hd=1, dtype="uint8")
+    for _ in range(400):
+        sides, places = [], []
+        for name in ("src", "dst"):
+            nt, k = rng.choice([1, 2, 3, 4, 6, 7, 8, 12, 16, 24, 28, 48]), rng.choice([1, 1, 2, 3, 4])
+            every = rng.choice([x for x in (1, 2, 3, 4, 6, nt, 2 * nt) if x % nt == 0 or nt % x == 0]) if k > 1 else 1
+            shard = {"t": f"cp by {every}"} if k > 1 else {}
+            sides.append((nt, every, k))
+            places.append(Placement(f"cp{k}", shard=shard, model=model, nt=nt, name=name))
+        distance = rng.choice([0, 0, rng.randrange(50)])
+        found = {m.t.tokens for m in reshard.plan(*places).refit(((), ()), distance).messages}
+        assert found == {chunking.unit(sides, distance)}, (sides, distance)
+        odd += found != {chunking.unit([(nt * k, 1, 1) for nt, _, k in sides], distance)}
+    assert odd > 40
+
+
+def test_what_is_no_cut_of_a_plan() -> None:
+    """All is checked, also where nothing would go; origins may be any integers."""
+    src = Placement("pp3 tp2", shard={"l": "pp", "h": "tp"}, model=BlockShape(3, 2, 4, 24, 8, "int8"), name="src")
+    dst = Placement("cp2", shard={"t": "cp by 4"}, model=src.model, name="dst")
+    made = reshard.plan(src, dst)
+    one, tokens = made.messages[0], range(8, 60)
+
+    def chunks(**changes: Any) -> Any:
+        given = {"made": made, "message": one, "tokens": tokens, **changes}
+        return reshard.chunks(given.pop("made"), given.pop("message"), given.pop("tokens"), **given)
+
+    for name, wrong, words in (
+        ("made", [None, 5, src], "made: expected a Resharding"),
+        ("message", [None, 5, np.int64(5), np.zeros(3), one._replace(src=7), tuple(one)], "message: expected one of the 12 of src"),
+        ("tokens", [None, 5, "x", range(-4, 9), range(0, 9, 2), range((1 << 48) + 1)], "tokens: expected range"),
+        ("origins", [None, 5, (0,), (0, 0, 0), np.zeros(2, int), {0: 0, 1: 0}], "origins: expected the source's and the"),
+        ("origins", [(-1, 0), (0, 16), ("a", 0), (0, True), (0.0, 0), (1 << 64, 0), "00"], "origin: expected a position"),
+        ("origins", [(0, 4)], "dst rank 0: origin 4: expected a multiple of 8, a whole turn"),
+        ("layers", [5, "x", [0], range(4), range(0), range(0, 3, 2), range(-1, 2)], "layers: expected a range within 0 to 3"),
+        ("most", [None, 0, -1, True, 1 << 32, 1 << 64, "x", 1.5, np.zeros(2, int)], "most: expected bytes of a chunk"),
+    ):  # fmt: skip
+        for value in wrong:
+            for layers in ({}, {"layers": range(1, 2)}) if name != "layers" else ({},):  # of the second, none
+                with pytest.raises(BindError, match=words):
+                    chunks(**layers, **{name: value})
+    for kind in (np.uint8, np.uint64, np.int8):
+        assert chunks(origins=(kind(1), kind(8))) == chunks(origins=(1, 8)) != chunks(origins=(0, 8))
 
 
 def test_layers_of_a_meeting() -> None:

@@ -6,6 +6,9 @@ import functools
 import itertools
 import random
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ import reshard_oracle
 from chunking import Carried, case, engine, is_sendable
 from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard, spec
 from kvbm.reshard import Cut, Packer, Trailer
+from kvbm.reshard import cut as cuts
 from kvbm.reshard.chunk import TRAILER
 from memory import aligned
 from test_reshard_pack import memory
@@ -287,10 +291,91 @@ def test_what_is_no_call() -> None:
         (lambda: cut(Span([1, -1, 2], range(3, 9))), "prefill rank 0: table: an entry without a block"),
         (lambda: cut(Span([1], range(3, 9))), "prefill rank 0: tokens 3 to 8 need 3 blocks"),
         (lambda: Cut(far, Span([1, 1], range(3, 30))), "a block stands in the table twice"),
+        (lambda: Cut(pair.made, pair.spans[0]), "packer: expected a kvbm.reshard.Packer, got Resharding"),
+        (lambda: pair.got.unpack({}, **good, verify=np.zeros(2)), "verify: expected 'after' or 'before', got array"),
+        (lambda: pair.unpack(key="\ud800"), "key: expected text that UTF-8 has"),
+        (lambda: pair.got.trailer([0], 0, key="one"), r"chunk 0 of rank \[0\]: expected one of 0 of the ranks \[0\]"),
+        (lambda: pair.got.trailer(False, 0, key="one"), "chunk 0 of rank False: expected one of 0"),
+        *((lambda most=most: cut(Span([], range(5, 5)), most=most), "most: expected bytes of a chunk")
+          for most in (None, "x", 1.5, True, 0, -1, 1 << 32, 1 << 64, np.zeros(2))),
     ):  # fmt: skip
         with pytest.raises(BindError, match=words):
             call()
     assert pair.is_untouched
+
+
+def test_most_is_looked_at_where_nothing_goes() -> None:
+    """A stage of a pipeline without a layer of those that go."""
+    src, pair = Placement("pp4", shard={"l": "pp"}, model=MODEL, name="prefill"), Pair()
+    packer = Packer(reshard.plan(src, pair.dst), 0, Pool.allocate(load("nhd"), src.shape(0), 9))
+    for most in (None, "x", 1.5, True, 0, -1, 1 << 32, 1 << 64):
+        with pytest.raises(BindError, match="most: expected bytes of a chunk"):
+            Cut(packer, pair.spans[0], layers=range(1, 2), most=most)  # type: ignore[arg-type]
+    assert Cut(packer, pair.spans[0], layers=range(1, 2), most=1).chunks == {0: (), 1: ()}
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint64, np.int8])
+def test_an_origin_of_numpy_is_a_number(kind: Any) -> None:
+    """Distances of unsigned ones do not wrap around: 0 - 4 was 252, and units were of 12 tokens where there are of 4."""
+    place = Placement("tp1", model=BlockShape(nl=1, no=1, nh=1, nt=24, hd=16, dtype="int8"), name="here")
+    packer = Packer(reshard.plan(place, place), 0, Pool.allocate(load("nhd"), place.model, 4))
+    span = Span([0, 1], range(5, 47))
+    one, other = (Cut(packer, span, origin=origin) for origin in (4, kind(4)))
+    assert one.chunks == other.chunks and one.chunks[0][0].message.t.tokens == 4
+    assert one.trailer(0, 0, key="k") == other.trailer(0, 0, key="k")
+    assert packer.sizes(span, kind(4)) == packer.sizes(span, 4)
+
+
+def test_slots_are_apart() -> None:
+    """What is packed into memory of another slot, or of the pool, would be lost, or be another sequence's."""
+    pair = Pair()
+    a, b, *_ = pair.chunks
+    wide = room(a.size + b.size)
+    before = wide.copy()
+    for slots in (
+        {(0, 0): wide, (0, 1): wide},
+        {(0, 1): wide, (0, 0): wide[b.size - 16 :]},
+        {(0, 0): wide, (0, 1): wide[a.size - TRAILER :]},
+    ):
+        with pytest.raises(BindError, match=r"^chunk \d of .*: expected memory of its own; it shares some with chunk \d"):
+            pair.sent.pack(slots, key="one")
+    assert np.array_equal(wide, before)
+    pair.sent.pack({(0, 0): wide, (0, 1): wide[a.size :]}, key="one")  # a slot may be longer than its chunk
+    inside = Pool.allocate(load("universal"), pair.src.shape(0), 9)
+    place = inside.arrays[0].view(np.uint8).reshape(-1)
+    place = np.lib.stride_tricks.as_strided(place[-place.ctypes.data % 16 :], (a.size,), (1,))
+    with pytest.raises(BindError, match=r"expected memory of its own; it shares some with the Pool\(universal"):
+        Cut(Packer(pair.made, 0, inside), pair.spans[0], most=pair.most).pack({(0, 0): place}, key="one")
+
+
+def test_threads_that_wait_for_one_call_take_each_step_once() -> None:
+    """A thread that took the step of another one read digests that were not there yet, or met a generator that ran."""
+    both, taken = threading.Barrier(2), []
+
+    class Waits:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            taken.append(self.number)
+            if self.number == 0:
+                both.wait(20)  # all have waited for the first step before one of them goes on
+
+    def steps() -> Any:
+        yield [Waits(0)]
+        time.sleep(0.02)
+        yield [Waits(1)]
+        assert 1 in taken, "went on before the second step was waited for"
+        return {(0, 0): 5}
+
+    done = cuts.ChunksDone(steps())
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(done.synchronize) for _ in range(2)]:
+            future.result(20)
+    assert done.query() and done.digests == {(0, 0): 5} and taken.count(0) == 2
 
 
 def test_a_receiver_without_some_blocks() -> None:

@@ -152,6 +152,8 @@ def test_slots_that_do_not_fit() -> None:
         with pytest.raises(kvbm.BindError) as error:
             pack(span, given)
         assert message in str(error.value)
+    with pytest.raises(kvbm.BindError, match="slot of rank 1: expected memory of its own; it shares some with slot of rank 0"):
+        pack(span, {**slots, 1: slots[0]})
     with pytest.raises(kvbm.BindError, match="rank 0: tokens 0 to 7 need 2 blocks of 4, got a table of 1"):
         pack(Span([0], range(8)), slots)
     assert all(np.array_equal(slots[peer], before[peer]) for peer in slots)
@@ -217,7 +219,10 @@ def test_packers_of_what_is_none() -> None:
     ):
         with pytest.raises(kvbm.BindError, match=match):
             reshard.Packer(*given)
-    for sms in (0, -1, "x", 1.5, True):
+    for side in (None, 0, "both", np.zeros(2), ["src"]):
+        with pytest.raises(kvbm.BindError, match="side: expected 'src' or 'dst', got"):
+            reshard.Packer(made, 0, pool, side=side)  # type: ignore[arg-type]
+    for sms in (0, -1, "x", 1.5, True, 1 << 31, 1 << 64):
         with pytest.raises(kvbm.BindError, match="max_sms: expected a number from 1 on"):
             reshard.Packer(made, 0, pool, max_sms=sms)  # type: ignore[arg-type]
 

@@ -629,6 +629,7 @@ def test_closed_pools_refuse(copy: str, which: int) -> None:
         ({"strategy": "engine"}, "'engine' needs a GPU"),
         ({"max_sms": 4}, "max_sms: both pools are in host memory"),
         ({"max_sms": 0}, "max_sms: expected a number of multiprocessors"),
+        ({"max_sms": 1 << 31}, "max_sms: expected a number of multiprocessors"),
         ({"max_sms": True}, "max_sms: expected a number"),
         ({"chunk_bytes": 1 << 20}, "chunk_bytes: only staged copies"),
     ],

@@ -516,7 +516,7 @@ class _Route:
 def _max_sms(mover: Mover, asked: object) -> int:
     if asked is None:
         return HOST_SMS if mover.direction in ("d2h", "h2d") else 0
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+    if isinstance(asked, bool) or not isinstance(asked, int) or not 0 < asked < 1 << 31:
         raise BindError(f"max_sms: expected a number of multiprocessors from 1 on, got {asked!r}")
     if mover.on_host:
         raise BindError("max_sms: both pools are in host memory, where no GPU copies; leave it out")

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from ..errors import BindError, DigestError
 from ..shapes import ITEMSIZE, round_up
-from .messages import Message, Resharding
+from .messages import Message, Resharding, require_layers, require_made
 from .placement import whole
-from .sequence import Parts, split
+from .sequence import Parts, Rank, Span, split
 from .strips import ONE_TOKEN, Unit
 
-__all__ = ["MOST", "TRAILER", "VERSION", "Chunk", "Trailer", "chunks", "cut", "key_of", "mark_of"]
+__all__ = ["MOST", "TRAILER", "VERSION", "Chunk", "Trailer", "chunks", "cut", "key_of", "limit_of", "mark_of"]
 
 VERSION = 1
 
@@ -85,11 +85,11 @@ class Trailer(NamedTuple):
         """
         try:
             held = memoryview(data)
-        except TypeError:
+        except (TypeError, ValueError, BufferError):
             raise BindError(f"{where}: trailer: expected {TRAILER} bytes, got {data!r:.200}") from None
         if held.nbytes != TRAILER:
             raise BindError(f"{where}: trailer: expected {TRAILER} bytes, got {held.nbytes}")
-        found = cls(*_LAYOUT.unpack(held))
+        found = cls(*_LAYOUT.unpack(held.tobytes()))
         if found[1:4] == (_MAGIC, VERSION, 0):
             return found
         for name, expected in (("magic", _MAGIC), ("version", VERSION), ("reserved", 0)):
@@ -108,8 +108,11 @@ class Trailer(NamedTuple):
         )  # fmt: skip
 
     def write(self) -> bytes:
-        """Its 64 bytes."""
-        return _LAYOUT.pack(*self)
+        """Its 64 bytes; `BindError` where a number does not fit its field."""
+        try:
+            return _LAYOUT.pack(*self)
+        except (struct.error, TypeError) as error:
+            raise BindError(f"trailer: expected numbers that fit their fields, got {self!r:.400} ({error})") from None
 
     def require(self, expected: Trailer, where: object = "a chunk") -> None:
         """Raise `BindError` for the first field, but for the digest, that is not as expected."""
@@ -173,8 +176,18 @@ def _span(some: range) -> str:
 
 @lru_cache(1024)
 def key_of(name: str | bytes) -> int:
-    """What a trailer says of a sequence's name: the first 8 bytes of its SHA-256, little endian."""
-    return int.from_bytes(hashlib.sha256(name.encode() if isinstance(name, str) else name).digest()[:8], "little")
+    """What a trailer says of a sequence's name: the first 8 bytes of its SHA-256, little endian.
+
+    Raises
+    ------
+    BindError
+        Text that has no UTF-8: halves of pairs.
+    """
+    try:
+        data = name.encode() if isinstance(name, str) else name
+    except UnicodeEncodeError as error:
+        raise BindError(f"key: expected text that UTF-8 has, got {name!r:.200} ({error.reason})") from None
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 
 def mark_of(tokens: range, origins: tuple[int, int], layers: range, most: int) -> int:
@@ -222,7 +235,20 @@ def chunks(
     BindError
         A unit that is larger than `most`; tokens, origins or layers that there are not.
     """
-    shift = origins[0] - origins[1]
+    require_made(made)
+    given: Any = message
+    if not isinstance(given, Message) or given not in made.messages:
+        raise BindError(f"message: expected one of the {len(made.messages)} of {made.title}, got {message!r:.200}")
+    require_layers(layers, made.src.model.nl)
+    limit = limit_of(most)
+    both: Any = origins
+    if not isinstance(both, Sequence) or len(both) != 2:
+        raise BindError(f"origins: expected the source's and the destination's, got {origins!r:.200}")
+    turns = made.sends[message.src].t, made.takes[message.dst].t
+    ours, theirs = (Span([], tokens, origin).origin for origin in origins)
+    Rank(f"{made.src.name} rank {message.src}", turns[0], made.src.nt, 0).require_origin(ours)
+    Rank(f"{made.dst.name} rank {message.dst}", turns[1], made.dst.nt, 0).require_origin(theirs)
+    shift = ours - theirs
     messages = made.refit(made.cuts, shift).messages if shift else made.messages
     message = messages[made.messages.index(message)]
     some = message if layers is None else message.of_layers(layers)
@@ -234,8 +260,16 @@ def chunks(
         held = unit.meeting.size if unit.meeting else 0
         return round_up(some.layers * some.heads * model.no * model.hd * held * ITEMSIZE[model.dtype] // model.pack, 16)
 
-    parts = split(message.t, made.sends[message.src].t, made.takes[message.dst].t, tokens, origins[0])
-    return cut(some, parts, (nbytes(message.t), nbytes(ONE_TOKEN)), most)
+    parts = split(message.t, *turns, tokens, ours)
+    return cut(some, parts, (nbytes(message.t), nbytes(ONE_TOKEN)), limit)
+
+
+def limit_of(most: Any) -> int:
+    """Bytes of the largest chunk; `BindError` if it is no number of them that trailers have."""
+    limit = whole(most)
+    if limit is None or not 0 < limit < _LIMIT:
+        raise BindError(f"most: expected bytes of a chunk, below 2**32, got {most!r:.200}")
+    return limit
 
 
 def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int) -> tuple[Chunk, ...]:
@@ -256,9 +290,7 @@ def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int) -> tupl
     BindError
         `most` is no number of bytes below 2**32, or a unit is larger.
     """
-    limit = whole(most)
-    if limit is None or not 0 < limit < _LIMIT:
-        raise BindError(f"most: expected bytes of a chunk, below 2**32, got {most!r:.200}")
+    limit = limit_of(most)
     counts = parts.units.size, parts.tokens.size
     for count, size, what in zip(counts, sizes, ("unit", "single token"), strict=True):
         if count and size > limit:

@@ -14,9 +14,10 @@ from .. import _core
 from ..arrays import Array
 from ..digesting import pinned
 from ..errors import BindError
+from ..locks import Lock
 from ..mover import current_stream
-from .chunk import MOST, TRAILER, Chunk, Trailer, cut, key_of, mark_of
-from .local import require_layers
+from .chunk import MOST, TRAILER, Chunk, Trailer, cut, key_of, limit_of, mark_of
+from .messages import require_layers
 from .pack import Lane, Listed, Packer
 from .placement import whole
 from .sequence import Ids, Span
@@ -65,7 +66,9 @@ class Cut:
     def __init__(
         self, packer: Packer, span: Span, *, origin: int = 0, layers: range | None = None, most: int = MOST
     ) -> None:
-        model = packer.made.src.model
+        if not isinstance(packer, Packer):
+            raise BindError(f"packer: expected a kvbm.reshard.Packer, got {packer!r:.200}")
+        model, most = packer.made.src.model, limit_of(most)
         require_layers(layers, model.nl)
         layers = range(model.nl) if layers is None else layers
         self._packer = packer
@@ -110,7 +113,7 @@ class Cut:
         ----------
         slots : mapping
             (peer, number of the chunk) → array of at least `Chunk.size` bytes, contiguous, at a multiple of 16, on the pool's GPU
-            or in pinned memory.
+            or in pinned memory; none shares memory with another one, or with the pool.
         key : str or bytes
             The sequence's name, which both sides know.
         epoch : int
@@ -169,7 +172,8 @@ class Cut:
         DigestError
             On the CPU, where all is done when the call returns.
         """
-        if verify not in ("after", "before"):
+        given: Any = verify
+        if not isinstance(given, str) or given not in ("after", "before"):
             raise BindError(f"verify: expected 'after' or 'before', got {verify!r:.200}")
         jobs, stream = self._jobs(False, slots, key, epoch, stream, wait)
         return ChunksDone(self._unpacking(jobs, verify == "before", stream, wait))
@@ -177,7 +181,7 @@ class Cut:
     # ---- one call --------------------------------------------------------------------------------------------------
 
     def _chunk(self, peer: int, number: int) -> Chunk:
-        held = self.chunks.get(peer, ())
+        held = self.chunks.get(-1 if (rank := whole(peer)) is None else rank, ())
         if (at := whole(number)) is None or not 0 <= at < len(held):
             raise BindError(
                 f"chunk {number!r:.200} of rank {peer!r:.200}: expected one of {len(held)} of the ranks {sorted(self.chunks)}"
@@ -197,11 +201,13 @@ class Cut:
         packer.require_no_stream(stream, wait)
         if not isinstance(slots, Mapping) or not all(isinstance(at, tuple) and len(at) == 2 for at in slots):
             raise BindError(f"slots: expected a mapping from (peer, chunk) to array, got {slots!r:.200}")
-        jobs = []
+        jobs, places = [], []
         for (peer, number), given in slots.items():
             chunk, expected = self._chunk(peer, number), self.trailer(peer, number, key=key, epoch=epoch)
             slot = packer.slot(given, chunk.size, chunk, exact=not sends)
+            places.append((chunk, slot.address, chunk.size))
             jobs.append(_Job(peer, chunk, slot, expected, given))
+        packer.require_apart(places)
         if packer.device >= 0 and stream is None:
             stream = current_stream(packer.pool)
         if sends:
@@ -257,7 +263,7 @@ class ChunksDone:
     """
 
     def __init__(self, steps: _Steps) -> None:
-        self._steps = steps
+        self._steps, self._lock = steps, Lock()
         self._error: Exception | None = None
         self.digests: dict[tuple[int, int], int] = {}
         self._waits = tuple(next(steps))
@@ -267,25 +273,32 @@ class ChunksDone:
 
     def query(self) -> bool:
         """Whether all is done; raises what was found wrong."""
-        while not self._is_done and all(done.query() for done in self._waits):
-            self._go_on()
+        while not self._is_done:
+            waits = self._waits
+            if not all(done.query() for done in waits):
+                break
+            self._go_on(waits)
         return self._told()
 
     def synchronize(self) -> None:
         """Wait on the host until all is done; raises what was found wrong."""
         while not self._is_done:
-            for done in self._waits:
+            for done in (waits := self._waits):
                 done.synchronize()
-            self._go_on()
+            self._go_on(waits)
         self._told()
 
-    def _go_on(self) -> None:
-        try:
-            self._waits = tuple(next(self._steps))
-        except StopIteration as end:
-            self._is_done, self.digests = True, end.value
-        except Exception as error:
-            self._is_done, self._error = True, error
+    def _go_on(self, waited: tuple[_core.Done, ...]) -> None:
+        """The step behind what was waited for, unless another thread has taken it."""
+        with self._lock:
+            if self._is_done or self._waits is not waited:
+                return
+            try:
+                self._waits = tuple(next(self._steps))
+            except StopIteration as end:
+                self.digests, self._is_done = end.value, True
+            except Exception as error:
+                self._error, self._is_done = error, True
 
     def _told(self) -> bool:
         if self._error is not None:

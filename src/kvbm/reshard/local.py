@@ -16,7 +16,7 @@ from ..locks import Lock
 from ..mover import current_stream, require_disjoint
 from ..pool import Pool
 from ..transfer import Transfer
-from .messages import Message, Resharding
+from .messages import Message, Resharding, require_layers, require_made
 from .placement import Placement
 from .sequence import Ids, Rank, Span, pair_up
 from .strips import ONE_TOKEN, Meeting
@@ -411,12 +411,6 @@ def cuts_of(pools: Sequence[Pool | None]) -> tuple[int, ...]:
     return tuple(sorted(found - {1}))
 
 
-def require_made(made: Any) -> None:
-    """It is a resharding."""
-    if not isinstance(made, Resharding):
-        raise BindError(f"made: expected a Resharding of kvbm.reshard.plan, got {made!r:.200}")
-
-
 def require_pool(place: Placement, rank: int, pool: Any) -> None:
     """It is the pool of a rank that has one."""
     if not isinstance(pool, Pool):
@@ -483,10 +477,3 @@ def _slot_in_two(slots: Ids) -> int | None:
     ordered = slots[np.argsort(slots[:, 0], kind="stable")]
     twice = ordered[1:, 0][ordered[1:, 0] < ordered[:-1, 1]]
     return int(twice[0]) if twice.size else None
-
-
-def require_layers(layers: Any, most: int) -> None:
-    if layers is not None and not (
-        isinstance(layers, range) and layers.step == 1 and 0 <= layers.start < layers.stop <= most
-    ):
-        raise BindError(f"layers: expected a range within 0 to {most} of the model, got {layers!r:.200}")

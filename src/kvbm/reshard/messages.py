@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..errors import PlanError
+from ..errors import BindError, PlanError
 from ..shapes import ITEMSIZE
 from . import report
 from .placement import Placement, Strips, whole
 from .proof import prove
 from .strips import Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
 
-__all__ = ["Message", "Prefer", "Resharding", "gather", "plan"]
+__all__ = ["Message", "Prefer", "Resharding", "gather", "plan", "require_layers", "require_made"]
 
 #: Which of equal source ranks sends to a destination rank: of ``(destination rank, ranks)``, one of the ranks.
 Prefer = Callable[[int, Sequence[int]], int]
@@ -252,6 +252,20 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
         dst, dst, tuple(shares), others, _messages(dst, dst, tuple(shares), others, False, None, among), among
     )
     return first, second
+
+
+def require_made(made: Any) -> None:
+    """It is a resharding."""
+    if not isinstance(made, Resharding):
+        raise BindError(f"made: expected a Resharding of kvbm.reshard.plan, got {made!r:.200}")
+
+
+def require_layers(layers: Any, most: int) -> None:
+    """They are a range of the model's, or all (None)."""
+    if layers is not None and not (
+        isinstance(layers, range) and layers.step == 1 and 0 <= layers.start < layers.stop <= most
+    ):
+        raise BindError(f"layers: expected a range within 0 to {most} of the model, got {layers!r:.200}")
 
 
 def _require_one_model(src: Placement, dst: Placement) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ from ..prepare import digest_copies, prepare
 from ..section import Section
 from ..shapes import ITEMSIZE
 from ..spans import merge_steps
-from .local import require_made, require_pool
-from .messages import Message, Resharding
+from .local import require_pool
+from .messages import Message, Resharding, require_made
 from .placement import whole
 from .sequence import Ids, Parts, Rank, Span, split
 from .strips import ONE_TOKEN, Turns
@@ -126,10 +127,11 @@ class Packer:
     def __init__(
         self, made: Resharding, rank: int, pool: Pool, *, side: str = "src", max_sms: int | None = None
     ) -> None:
-        if side not in ("src", "dst"):
-            raise BindError(f"side: expected 'src' or 'dst', got {side!r}")
+        given: Any = side
+        if not isinstance(given, str) or given not in ("src", "dst"):
+            raise BindError(f"side: expected 'src' or 'dst', got {side!r:.200}")
         require_made(made)
-        if max_sms is not None and ((count := whole(max_sms)) is None or count < 1):
+        if max_sms is not None and ((count := whole(max_sms)) is None or not 0 < count < 1 << 31):
             raise BindError(f"max_sms: expected a number from 1 on, got {max_sms!r:.200}")
         self.sends = side == "src"
         place = made.src if self.sends else made.dst
@@ -200,6 +202,7 @@ class Packer:
             if peer not in slots:
                 raise BindError(f"{where}: missing; expected one for each of the ranks {sorted(set(self.peers))}")
             found[peer] = self.slot(slots[peer], size, where)
+        self.require_apart((f"slot of rank {peer}", slot.address, sizes[peer]) for peer, slot in found.items())
         self.require_no_stream(stream)
         handle = 0
         if self.device >= 0:
@@ -363,7 +366,7 @@ class Packer:
 
     def listed(self, span: Span, origin: int) -> dict[Message, Listed]:
         """What every message, in fitting units, has of a sequence; `origin` is that of the peers' spans."""
-        self.require_spans(span, origin)
+        origin = self.require_spans(span, origin)
         known: dict[tuple[int, Turns], Listed] = {}  # peers of one kind get the same tokens
         found = {}
         for message in (message for way in self.fitting(span.origin - origin) for message in way.messages):
@@ -381,20 +384,23 @@ class Packer:
     def _work(self, span: Span, origin: int) -> list[tuple[_Way, Ids]]:
         """Of every launch the rank's ids: of units first, then of single tokens."""
         listed = {(m.src, m.dst): each.ids for m, each in self.listed(span, origin).items()}
+        shift = span.origin - operator.index(origin)
         tokens = self._tokens if any(ids.size for _, ids in listed.values()) else ()
         work = [
             (way, listed[way.messages[0].src, way.messages[0].dst][single])
-            for single, ways in enumerate((self.fitting(span.origin - origin), tokens))
+            for single, ways in enumerate((self.fitting(shift), tokens))
             for way in ways
         ]
         return [(way, ids) for way, ids in work if ids.size]
 
-    def require_spans(self, span: Span, origin: int) -> None:
+    def require_spans(self, span: Span, origin: int) -> int:
+        """A span that fits; returns the origin of the peers', which may be an integer of NumPy's that wraps around."""
         if not isinstance(span, Span):
             raise BindError(f"span: expected a kvbm.Span, got {span!r:.200}")
-        Span([], span.tokens, origin)  # refuses what is no origin of the peers' spans
+        far = Span([], span.tokens, origin)  # refuses what is no origin of the peers' spans
         for ends in list(self._ranks.values())[:1]:  # the rank itself is the same for all
             self._require_span(ends[0 if self.sends else 1], span)
+        return far.origin
 
     def _require_span(self, rank: Rank, span: Span) -> None:
         """A table that is long enough, of blocks that there are, none of them to be written twice."""
@@ -420,6 +426,17 @@ class Packer:
         if self.device >= 0 and found.device == "cpu":
             _core.find_device(np.array([found.address], np.uint64), str(where))  # refuses what is not pinned
         return found
+
+    def require_apart(self, slots: Iterable[tuple[object, int, int]]) -> None:
+        """No slot, of ``(what errors call it, address, bytes)``, lies in the pool; none that is written in another one."""
+        behind = 0
+        before: object = ""
+        for where, address, nbytes in sorted(slots, key=lambda slot: slot[1]):
+            if self.pool.meets(address, address + nbytes):
+                raise BindError(f"{where}: expected memory of its own; it shares some with the {self.pool!r}")
+            if self.sends and address < behind:
+                raise BindError(f"{where}: expected memory of its own; it shares some with {before}")
+            behind, before = address + nbytes, where
 
     def require_usable(self) -> None:
         self.pool.require_open()

@@ -141,6 +141,11 @@ class Rank(NamedTuple):
         found: Ids = np.maximum(blocks, -1)
         return found
 
+    def require_origin(self, origin: int) -> None:
+        """Turns begin where a table does; else `BindError`."""
+        if self.turns.over > 1 and origin % self.turns.period:
+            raise BindError(f"{self.name}: origin {origin}: expected a multiple of {self.turns.period}, a whole turn")
+
     def touched(self, span: Span, *, tail: bool = False) -> Ids:
         """Slots of the pool that the range's tokens fill, as ``(first, behind)`` of each block; with the tail behind them.
 
@@ -149,10 +154,7 @@ class Rank(NamedTuple):
         BindError
             A table that is too short, or names blocks that the pool has not; turns that do not begin where the table does.
         """
-        if self.turns.over > 1 and span.origin % self.turns.period:
-            raise BindError(
-                f"{self.name}: origin {span.origin}: expected a multiple of {self.turns.period}, a whole turn"
-            )
+        self.require_origin(span.origin)
         if not len(span.tokens):
             return np.zeros((0, 2), np.int64)
         first, behind = self.extent(span)
