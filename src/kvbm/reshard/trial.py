@@ -306,7 +306,7 @@ class End:
 
 def _wire(name: str, device: str, terms: Terms, store: Any) -> wire.Wire:
     if terms.wire == "nixl":
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARNING")  # it says on stderr what it does
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it says on stderr what it does
         return wire.nixl(name)
     backend: Any = "gloo" if device == "cpu" else "nccl"
     return wire.torch(name, store, backend=backend, meet_seconds=min(terms.timeout, 60.0))
