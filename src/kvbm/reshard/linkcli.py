@@ -154,7 +154,6 @@ def serve(
                 served, code = Served(""), 0
                 try:
                     talk = Talk(connection, _HELLO)
-                    served.peer = talk.peer
                     _serve(talk, side, address[0], only, memory, served)
                 except (KvbmError, OSError) as error:
                     print_error(error)

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import numpy.typing as npt
 import kvbm
 
 from .. import _core, spec, wire
-from ..errors import BindError, DigestError, KvbmError, TransferTimeoutError
+from ..errors import BindError, DigestError, KvbmError, TransferTimeoutError, UnreachableError
 from ..pool import Pool
 from ..shapes import BlockShape, load_shape
 from ..transfer import convert
@@ -299,6 +300,7 @@ class End:
             if now > looks:
                 looks = now + 0.1
                 talk.look()
+            time.sleep(0)  # others may have Python's lock
 
     def close(self) -> None:
         self._stack.close()
@@ -314,22 +316,23 @@ def _wire(name: str, device: str, terms: Terms, store: Any) -> wire.Wire:
 
 def _store(host: str, port: int | None, timeout: float) -> Any:
     """Where wires of torch meet: the server's, on any port of the address that it listens on, or a connection to it."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it says on stderr comes as an exception, too
     try:
         from torch.distributed import TCPStore
     except ImportError as error:
         raise KvbmError(f"--wire torch needs torch ({error}): pip install torch") from None
-    from datetime import timedelta
-
     given = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
     try:
         if port is not None:
-            return TCPStore(host, port, is_master=False, **given)
+            with socket.create_connection((host, port), timeout):  # torch would try until its deadline
+                return TCPStore(host, port, is_master=False, **given)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family) as server:
             number = server.getsockname()[1]
             return TCPStore(host, number, is_master=True, master_listen_fd=server.detach(), **given)
-    except RuntimeError as error:
-        raise KvbmError(f"{host}: the store of torch.distributed: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, OSError) as error:
+        why = str(error).partition("\n")[0]
+        raise UnreachableError(f"{host}, port {port or 'any'}: the store by which wires of torch meet: {why}") from None
 
 
 def _hello(**more: Any) -> dict[str, Any]:
@@ -396,6 +399,7 @@ def serve(talk: Talk, side: Side, host: str, *, only: str | None, memory: int, s
     served : Served
         Is filled in.
     """
+    served.peer = talk.peer
     told = talk.hear("kvbm-link-trial")
     _require_version(told, talk.peer)
     terms = Terms.read(told)
@@ -541,8 +545,8 @@ class Sender:
         try:
             self.end.coded.fill()
             talk.say(**self.end.cards())
+            talk.hear("met")  # first the other side, so that what it refuses is known here
             self.link = self.end.meet(told)
-            talk.hear("met")
         except BaseException:
             self.end.close()
             raise
