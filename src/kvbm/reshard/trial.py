@@ -255,9 +255,8 @@ class End:
             self._stack.callback(self.endpoint.close)
             self.size = Ring.slot_size(terms.tokens * terms.token_bytes)
             self.raw_ring = Ring(side.device, self.size, 1, 1)
-            self._stack.callback(self.raw_ring.close)
             self.raw = _wire(f"{side.engine}.raw", side.device, terms, store)
-            self._stack.callback(self.raw.close)
+            self._stack.callback(self._close_raw)
             self._touch(busy)
             self.raw.register(self.raw_ring.slab)
             failing.pop_all()
@@ -291,7 +290,8 @@ class End:
 
     def until_note(self, talk: Talk, op: wire.Op | None = None) -> None:
         """Poll the bare wire until a note has come, and a put is done."""
-        came, end, looks = False, time.monotonic() + self.terms.timeout, 0.0
+        came, begin = False, time.monotonic()
+        end, looks = begin + self.terms.timeout, begin + 0.1
         while not came or not (op is None or op.query()):
             came = bool(self.raw.poll()) or came
             now = time.monotonic()
@@ -300,10 +300,32 @@ class End:
             if now > looks:
                 looks = now + 0.1
                 talk.look()
-            time.sleep(0)  # others may have Python's lock
+            if now > begin + 2e-4:  # what comes soon is not waited for longer than it takes
+                time.sleep(0)  # others may have Python's lock
+
+    def _close_raw(self) -> None:
+        self.raw.close()
+        self.raw_ring.close()  # not where a peer may still write to it
 
     def close(self) -> None:
-        self._stack.close()
+        try:
+            self._stack.close()
+        except KvbmError:
+            _kept.append(self)
+            raise
+
+    def __enter__(self) -> End:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with contextlib.ExitStack() as stack:
+            if kind is not None:  # what ended it is what there is to say
+                stack.enter_context(contextlib.suppress(KvbmError))
+            self.close()
+
+
+#: Ends whose wires could not say that nothing lands any more: their memory stays.
+_kept: list[End] = []
 
 
 def _wire(name: str, device: str, terms: Terms, store: Any) -> wire.Wire:
@@ -420,8 +442,7 @@ def serve(talk: Talk, side: Side, host: str, *, only: str | None, memory: int, s
     talk.say(busy=True)
     with contextlib.ExitStack() as stack:
         store = _store(host, None, terms.timeout) if terms.wire == "torch" else None
-        end = End(side, terms, store, talk.busy)
-        stack.callback(end.close)
+        end = stack.enter_context(End(side, terms, store, talk.busy))
         talk.say(**_hello(port=store.port if store is not None else 0, side=side.as_json(), **end.cards()))
         link = end.meet(talk.hear("card", "raw"))
         talk.say(met=True)
@@ -547,8 +568,8 @@ class Sender:
             talk.say(**self.end.cards())
             talk.hear("met")  # first the other side, so that what it refuses is known here
             self.link = self.end.meet(told)
-        except BaseException:
-            self.end.close()
+        except BaseException as error:
+            self.end.__exit__(type(error))
             raise
 
     def notes(self) -> list[float]:
@@ -628,9 +649,9 @@ class Sender:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:  # say good-bye: then the other side has lost nobody
-                self.talk.say(do="end")
-                self.talk.hear("end")
-        finally:
-            self.end.close()
+        if kind is not None:
+            self.end.__exit__(kind)
+            return
+        with self.end:  # say good-bye: then the other side has lost nobody
+            self.talk.say(do="end")
+            self.talk.hear("end")
