@@ -38,10 +38,10 @@ APART = [TORCH, NIXL]
 class Far:
     """The far end: in a process of its own, or for what lives in one process in a thread."""
 
-    def __init__(self, near: wires.End, kind: str, place: Any = None) -> None:
+    def __init__(self, near: wires.End, kind: str, place: Any = None, size: int = SIZE) -> None:
         self.near = near
         self.pipe, theirs = multiprocessing.Pipe()
-        arguments = (theirs, kind, "far", SIZE, place)
+        arguments = (theirs, kind, "far", size, place)
         self.process: Any
         apart = kind not in ("memory", "faulty")
         if apart:
@@ -308,6 +308,65 @@ def test_a_drop_ends_this_side_at_once(pair: Open) -> None:
     assert lost(near) < 1
     with pytest.raises(BindError, match="start again"):
         near.connect(_far.card)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TORCH])
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "lives"])
+def test_a_drop_in_the_middle_of_a_put(kind: str, place: str, killed: bool) -> None:
+    """Of a slice of which a part is here: the drop returns at once, and no more of it lands."""
+    size = 1 << 28
+    near = wires.End(kind, "near", size, place)
+    far = Far(near, kind, place, size)
+    try:
+        near.connect(far.card)
+        far("connect", near.card())
+        near.slab[:] = 1
+        far("fill", 2)
+        far("start", 0, 0, size, b"whole")
+        until(lambda: near.slab[0] == 2, "the first bytes are here")
+        if killed:
+            far.kill()
+        near.drop()
+        part = int(np.count_nonzero(near.slab == 2))
+        assert part < size, "it was too quick to be in the middle"
+        time.sleep(0.2)  # what is on its way
+        assert np.count_nonzero(near.slab == 2) == part and near.wire.poll() == []
+    finally:
+        far.pipe.close()
+        near.close()
+        if not killed:
+            far.process.kill()
+            far.process.join(LIMIT)
+    assert not [one for one in threading.enumerate() if one.name.startswith("kvbm wire far")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TORCH])
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "stopped"])
+def test_a_put_that_a_peer_takes_in_part(kind: str, place: str, killed: bool) -> None:
+    """It is stopped, so that no more than buffers take leaves; what waits for it ends with the peer, or with a drop."""
+    size = 1 << 26
+    near = wires.End(kind, "near", size, place)
+    far = Far(near, kind, place, size)
+    try:
+        near.connect(far.card)
+        far("connect", near.card())
+        near.start(0, 0, 8, b"one")
+        done(near)
+        assert far.wait(1) == [b"one"]
+        os.kill(far.process.pid, signal.SIGSTOP)
+        near.start(0, 0, size, b"whole")
+        assert not near.query()
+        far.kill() if killed else near.drop()
+        until(lambda: not any(one.name.startswith("kvbm wire far") for one in threading.enumerate()), "its threads end")
+        with pytest.raises(PeerLostError):
+            near.query()
+    finally:
+        far.pipe.close()
+        if not killed:
+            far.kill()
+        near.close()
 
 
 def test_a_closed_peer_is_lost(pair: Open) -> None:

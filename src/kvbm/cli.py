@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 #: Commands of other rooms.
 _LAZY = {
     "bench": ".bench.cli",
+    "link": ".reshard.linkcli",
     **dict.fromkeys(("convert", "digest", "verify"), ".store.cli"),
     "reshard": ".reshard.cli",
     "smoke": ".testing.smoke",

@@ -144,6 +144,8 @@ class Endpoint:
             wire.on_news(self._wake.set)
         self._lock, self._is_over = threading.Lock(), False
         self._is_closed, self._broken = False, ""
+        self._clock: int | None = None  # of the thread's processor time, while it runs
+        self._used = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvbm {engine}/{rank}", daemon=True)
         self._thread.start()
 
@@ -338,6 +340,7 @@ class Endpoint:
 
     def _run(self) -> None:
         quiet = 0  # rounds in which nothing was done
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             while not self._is_closed:
                 if self._step():
@@ -355,6 +358,7 @@ class Endpoint:
         except Exception as error:  # the thread's end is the end of all its links
             self._broken = f"{type(error).__name__}: {error}"
         finally:
+            self._used, self._clock = time.thread_time(), None
             with self._lock:
                 self._is_over = True
             while not self._commands.empty():
@@ -430,6 +434,19 @@ class Endpoint:
             self._thread.join(10)
         self.wire.close()
         self.ring.close()
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Links to other engines, closed ones among them."""
+        return tuple(self._links)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """What the endpoint's thread has used of a processor; on hosts it packs and unpacks, too."""
+        if (clock := self._clock) is not None:
+            with contextlib.suppress(OSError):  # it has ended since
+                return time.clock_gettime(clock)
+        return self._used
 
     def __enter__(self) -> Endpoint:
         return self

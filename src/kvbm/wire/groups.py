@@ -28,8 +28,8 @@ _HEAD_BYTES: Final = _HEAD.size + NOTE_BYTES
 _NOTE, _PUT, _ASK, _ANSWER = range(4)
 #: How long gloo waits: not at all is no choice, and what it gives up on is broken.
 _FOREVER: Final = timedelta(days=365)
-#: Tags of gloo: heads, slices, what ends a connection, and what notices its end.
-_HEADS, _SLICES, _ABORT, _WATCH = range(4)
+#: Tags of gloo: heads, slices, what ends a connection, what notices its end, and what comes behind each slice.
+_HEADS, _SLICES, _ABORT, _WATCH, _TAILS = range(5)
 
 
 def torch(
@@ -240,7 +240,12 @@ class _Torch(Ends["_Far"]):
             with far.writing:
                 if far.lost:
                     return
-                self._carry(far, "recv", part).wait(_FOREVER)
+                work = self._carry(far, "recv", part)
+                if not self._nccl:
+                    # A receive of which a part is here is never ended by gloo, whatever becomes of the peer; one that has
+                    # not begun is. So what is waited for is a message of no bytes behind the slice.
+                    far.group.recv([self._torch.empty(0, dtype=self._torch.uint8)], far.rank, _TAILS).wait(_FOREVER)
+                work.wait(_FOREVER)
             if got is not None:
                 got.done = True
                 self.news()
@@ -269,6 +274,9 @@ class _Torch(Ends["_Far"]):
                     going[-1][1].append(far.group.send([head], far.rank, _HEADS))
                     if op.data is not None:
                         going[-1][1].append(self._carry(far, "send", op.data))
+                        if not self._nccl:
+                            tail = self._torch.empty(0, dtype=self._torch.uint8)
+                            going[-1][1].append(far.group.send([tail], far.rank, _TAILS))
         except Exception as error:
             far.lose(f"{type(error).__name__}: {error}")
         finally:

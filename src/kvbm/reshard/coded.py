@@ -1,0 +1,155 @@
+"""Pools whose elements say where in a sequence they belong, so that either side of a trial can check them by itself."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core, spec
+from ..pool import Pool
+from ..shapes import BlockShape
+from ..transfer import convert
+from ..wire import Slab
+from ..wire.protocol import move
+
+__all__ = ["Coded", "Side"]
+
+#: Blocks that are coded, or compared, at a time.
+_STAGE = 16
+
+#: What both sides of a trial make the same elements from.
+_SEED = 16
+
+Words = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side has.
+
+    Attributes
+    ----------
+    engine : str
+    device : str
+        ``"cpu"`` or ``"cuda:N"``.
+    layout : str
+        A name, or the path of a file.
+    nt : int
+        Tokens of a block.
+    """
+
+    engine: str
+    device: str
+    layout: str
+    nt: int
+
+    def __str__(self) -> str:
+        return f"{self.device}, {self.layout}, {self.nt} tokens a block"
+
+    def as_json(self) -> dict[str, Any]:
+        return {"host": platform.node(), "device": self.device, "layout": self.layout, "tokens_per_block": self.nt}
+
+
+class Coded:
+    """A pool whose elements say where in the sequence they belong: words of 8 bytes, or what a row divides into.
+
+    Parameters
+    ----------
+    side : Side
+    shape : BlockShape
+        Of the rank's blocks.
+    tokens : int
+        Of the longest sequence.
+    busy : callable
+        Called now and then.
+    """
+
+    def __init__(self, side: Side, shape: BlockShape, tokens: int, busy: Callable[[], None]) -> None:
+        self.shape, self.busy = shape, busy
+        count = -(-tokens // shape.nt)
+        spare = count + 3
+        self.pool = Pool.allocate(spec.load(side.layout), shape, spare, side.device)
+        try:
+            self._stage = Pool.allocate(spec.load("universal"), shape, min(_STAGE, count), side.device)
+        except BaseException:
+            self.pool.close()
+            raise
+        random = np.random.default_rng(_SEED)
+        self.table = np.random.default_rng([_SEED, shape.nt]).permutation(spare)[:count]
+        row = shape.hd * shape.itemsize // shape.pack
+        word = math.gcd(row, 8)
+        heads = shape.nh, shape.nl, shape.no
+        most = int(np.iinfo(f"uint{8 * word}").max)
+        self._token_seed = int(random.integers(1 << 62))
+        self._place = random.integers(0, most, (*heads, 1, 1), np.dtype(f"u{word}"), endpoint=True)
+        self._word = random.integers(0, most, (1, 1, 1, 1, row // word), self._place.dtype, endpoint=True)
+        self._token = np.random.default_rng(self._token_seed).integers(
+            0, most, (1, 1, 1, count * shape.nt, 1), self._place.dtype, endpoint=True
+        )
+        self._host = np.empty((*heads, shape.nt, row // word), self._place.dtype)
+        self._device = int(side.device.partition(":")[2] or 0) if side.device != "cpu" else -1
+
+    def code(self, block: int) -> Words:
+        """What the block with these tokens of the sequence holds, by h, l, o, t and word."""
+        nt = self.shape.nt
+        found: Words = self._place ^ self._token[:, :, :, block * nt : (block + 1) * nt] ^ self._word
+        return found
+
+    def fill(self) -> None:
+        """The whole sequence."""
+        self._write(self.code)
+
+    def spoil(self) -> None:
+        """Anything but the sequence."""
+        self._write(lambda block: np.invert(self.code(block)))
+
+    def _write(self, code: Callable[[int], Words]) -> None:
+        for first in range(0, len(self.table), self._stage.num_blocks):
+            table = self.table[first : first + self._stage.num_blocks]
+            for number in range(len(table)):
+                self._host[...] = code(first + number)
+                move(self._slab(number), 0, self._host_slab, 0, self._host.nbytes)
+                self.busy()
+            convert(self._stage, self.pool, range(len(table)), table)
+            self._settle()
+
+    def wrong(self, tokens: int) -> str:
+        """What differs in the first tokens of the sequence; empty if nothing does."""
+        for first in range(0, -(-tokens // self.shape.nt), self._stage.num_blocks):
+            table = self.table[first : first + self._stage.num_blocks]
+            convert(self.pool, self._stage, table, range(len(table)))
+            self._settle()
+            for number in range(len(table)):
+                move(self._host_slab, 0, self._slab(number), 0, self._host.nbytes)
+                begin = (first + number) * self.shape.nt
+                differ = (self._host != self.code(first + number))[:, :, :, : max(tokens - begin, 0)]
+                self.busy()
+                if differ.any():
+                    h, layer, o, t, _ = np.argwhere(differ)[0]
+                    last, kv = min(begin + self.shape.nt, tokens) - 1, "KV"[o] if self.shape.no == 2 else f"o {o}"
+                    return (
+                        f"{np.count_nonzero(differ):,} words of tokens {begin}–{last} are wrong, the first in layer {layer}, {kv}, "
+                        f"head {h}, token {begin + t}"
+                    )
+        return ""
+
+    def _slab(self, number: int) -> Slab:
+        return Slab.of(self._stage.arrays[number])
+
+    @property
+    def _host_slab(self) -> Slab:
+        return Slab(int(self._host.ctypes.data), self._host.nbytes)
+
+    def _settle(self) -> None:
+        if self._device >= 0:
+            _core.synchronize(self._device)
+
+    def close(self) -> None:
+        self._stage.close()
+        self.pool.close()

@@ -1,0 +1,323 @@
+"""The command line: ``kvbm link serve | send``.
+
+Only click is imported here before something runs, as for every command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..commands import Group, layout_option, print_error, progress, shape_option, terminal
+from ..errors import KvbmError
+from ..shapes import load_shape
+
+if TYPE_CHECKING:
+    from .trial import Row, Sender, Side
+
+#: Where `serve` listens, and `send` looks for it.
+PORT = 29555
+
+#: Seconds that a peer has to say what it wants.
+_HELLO = 10.0
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d{1,15})(?:\.(\d{1,6}))?\s*(?:([kmgt]i?)b?|b)?\s*", text, re.ASCII | re.IGNORECASE)
+    count = int(float(f"{match[1]}.{match[2] or 0}") * _UNITS[(match[3] or "").lower()]) if match else 0
+    if not 0 < count < 1 << 40:
+        raise click.BadParameter(f"expected bytes such as 64MiB, below 1 TiB, got {text!r:.60}")
+    return count
+
+
+def _one_size(ctx: click.Context, param: click.Parameter, value: str) -> int:  # noqa: ARG001
+    return _size(value)
+
+
+def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:  # noqa: ARG001
+    return () if value is None else tuple(dict.fromkeys(map(_size, value.split(","))))
+
+
+def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:  # noqa: ARG001
+    found = [] if value is None else [text.strip() for text in value.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) for text in found):
+        raise click.BadParameter(f"expected numbers from 1 on, such as 16,512, got {value!r:.60}")
+    return tuple(dict.fromkeys(map(int, found)))
+
+
+def _address(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, int]:  # noqa: ARG001
+    """``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:\[\]/]+))(?::(\d{1,5}))?", value)
+    if match is None or int(match[3] or 0) >= 1 << 16:
+        raise click.BadParameter(f"expected HOST:PORT, or [HOST]:PORT for IPv6, got {value!r:.100}")
+    return match[1] or match[2], int(match[3]) if match[3] else PORT
+
+
+def _device(ctx: click.Context, param: click.Parameter, value: str) -> str:  # noqa: ARG001
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", value, re.ASCII)
+    if match is None:
+        raise click.BadParameter(f"expected cpu or cuda:N, got {value!r:.60}")
+    return value if value == "cpu" else f"cuda:{int(match[1] or 0)}"
+
+
+def _side_options(layout: str, nt: int) -> Callable[[Any], Any]:
+    """What either side has."""
+
+    def add(command: Any) -> Any:
+        for option in (
+            click.option("--tokens-per-block", "nt", type=click.IntRange(1, 1 << 20), default=nt, show_default=True, metavar="N",
+                         help="Tokens of a block of this side."),
+            layout_option("--layout", default=layout, show_default=True, help="Layout of this side's pool."),
+            click.option("--device", default="cpu", show_default=True, callback=_device, metavar="cpu|cuda:N",
+                         help="Where this side's pool is."),
+        ):  # fmt: skip
+            command = option(command)
+        return command
+
+    return add
+
+
+_WIRES = click.Choice(["torch", "nixl"])
+
+
+@click.group(cls=Group)
+def link() -> None:
+    """Try two machines: send sequences from one to the other, and measure it.
+
+    On one machine run `kvbm link serve`, on the other `kvbm link send HOST`. Both on one machine work, too.
+    """
+
+
+@link.command()
+@click.option("--listen", "address", default=f"0.0.0.0:{PORT}", show_default=True, callback=_address, metavar="HOST:PORT",
+              help="Where to wait for senders; port 0 is any that is free.")  # fmt: skip
+@click.option("--wire", "only", type=_WIRES, help="Refuse other wires.  [default: whichever is asked for]")
+@_side_options("vllm/flash_attn_hnd", 64)
+@click.option("--memory", default="16GiB", show_default=True, callback=_one_size, metavar="SIZE",
+              help="What a sender may ask for.")  # fmt: skip
+@click.option("--once", is_flag=True, help="Serve one sender, and end with its exit code.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line: the address, then one a sender.")
+def serve(
+    address: tuple[str, int],
+    only: str | None,
+    device: str,
+    layout: str,
+    nt: int,
+    memory: int,
+    once: bool,
+    as_json: bool,
+) -> None:
+    """Receive what `kvbm link send` sends, one sender after the other, until Ctrl-C.
+
+    Whoever reaches the port can use this machine's memory, and write to what this command allocates: only where you trust the
+    network. Beside this port wires use others.
+    """
+    from .. import spec
+    from .talk import Talk, listen
+    from .trial import Served, Side
+
+    spec.load(layout)  # what is wrong here is said before a sender comes
+    side, count = Side("server", device, layout, nt), 0
+    with listen(*address) as server:
+        where = "{}:{}".format(*server.getsockname()[:2])
+        click.echo(json.dumps({"listening": where}) if as_json else f"listening on {where}: {side}")
+        sys.stdout.flush()
+        while True:
+            try:
+                connection, _ = server.accept()
+            except KeyboardInterrupt:
+                if not as_json:
+                    click.echo(f"\n{count} sender{'' if count == 1 else 's'} served")
+                return
+            count += 1
+            with contextlib.ExitStack() as stack:
+                stack.callback(connection.close)
+                served, code = Served(""), 0
+                try:
+                    talk = Talk(connection, _HELLO)
+                    _serve(talk, side, address[0], only, memory, served)
+                except (KvbmError, OSError) as error:
+                    print_error(error)
+                    served.error, code = str(error), getattr(error, "exit_code", 1)
+            click.echo(json.dumps(served.as_json(), ensure_ascii=False) if as_json else str(served))
+            sys.stdout.flush()
+            if once:
+                sys.exit(code)
+
+
+def _serve(talk: Any, side: Side, host: str, only: str | None, memory: int, served: Any) -> None:
+    from . import trial
+
+    try:
+        trial.serve(talk, side, host, only=only, memory=memory, served=served)
+    except (KvbmError, OSError, MemoryError) as error:
+        talk.fail(error)
+        if isinstance(error, MemoryError):
+            raise KvbmError(f"{talk.peer}: the memory that was asked for is not there: {error}") from None
+        raise
+
+
+@link.command()
+@click.argument("address", callback=_address, metavar="HOST[:PORT]")
+@click.option("--wire", type=_WIRES, default="torch", show_default=True,
+              help="torch: gloo between hosts, NCCL between GPUs. nixl needs pip install 'kvbm-layouts[nixl]'.")  # fmt: skip
+@click.option("--bytes", "sizes", callback=_sizes, metavar="SIZE,…",
+              help="Bytes of a sequence, rounded to whole tokens.  [default: 1MiB,8MiB,64MiB,256MiB]")  # fmt: skip
+@click.option("--tokens", callback=_counts, metavar="N,…", help="Tokens of a sequence, in place of --bytes.")
+@shape_option(required=False)
+@_side_options("vllm/flash_attn_nhd", 16)
+@click.option("--repeat", type=click.IntRange(1, 100_000), default=10, show_default=True, metavar="N",
+              help="Sequences of each size that are timed.")  # fmt: skip
+@click.option("--chunk", "chunk_bytes", default="16MiB", show_default=True, callback=_one_size, metavar="SIZE",
+              help="The largest chunk, on both sides.")  # fmt: skip
+@click.option("--ring", "ring_bytes", default="256MiB", show_default=True, callback=_one_size, metavar="SIZE",
+              help="Registered memory of each side.")  # fmt: skip
+@click.option("--timeout", type=click.FloatRange(0.1, 3600), default=30.0, show_default=True, metavar="S",
+              help="Seconds that a connection, an answer or a sequence may take.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
+def send(
+    address: tuple[str, int],
+    wire: str,
+    sizes: tuple[int, ...],
+    tokens: tuple[int, ...],
+    shape_text: str | None,
+    device: str,
+    layout: str,
+    nt: int,
+    repeat: int,
+    chunk_bytes: int,
+    ring_bytes: int,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Send sequences to a machine that runs `kvbm link serve`, and print how fast they came.
+
+    A sequence is packed, sent in chunks, unpacked into another layout and block size, and proven by digests; the clock stops when
+    the other side has said so. The first and the last of each size are compared element by element there. Beside it: the wire
+    alone, which puts one contiguous slice of as many bytes, and a memcpy of this machine.
+
+    SHAPE is of the model, llama-3.1-8b if not given. Exits with 23 if the peer is lost, 24 at a deadline, 31 if nobody is there,
+    21 if what came is not what was sent.
+    """
+    from .. import spec
+    from .talk import connect
+    from .trial import Sender, Side, Terms
+
+    if sizes and tokens:
+        raise click.UsageError("--bytes and --tokens: expected one of them")
+    spec.load(layout)
+    model = load_shape(shape_text or "llama-3.1-8b")
+    terms = Terms(wire, str(model), 1, chunk_bytes, ring_bytes, timeout)
+    counts = tokens or tuple(
+        dict.fromkeys(max(1, round(size / terms.token_bytes)) for size in sizes or (1 << 20, 1 << 23, 1 << 26, 1 << 28))
+    )
+    terms = Terms(wire, str(model), max(counts), chunk_bytes, ring_bytes, timeout)
+    side = Side("sender", device, layout, nt)
+    rows: list[Row] = []
+    head: dict[str, Any] = {}
+    report = _print_json if as_json else _print_table
+    try:
+        with (
+            connect(*address, timeout) as talk,
+            _told(talk),
+            progress("connecting") as update,
+            Sender(talk, side, terms) as sender,
+        ):
+            head = _head(sender, talk.peer, side, terms)
+            update(total=len(counts) * (repeat + 1), completed=0)
+            for count in counts:
+                update(description=f"{count * terms.token_bytes / 2**20:,.4g} MiB")
+                rows.append(sender.measure(count, repeat, lambda: update(advance=1)))
+    except (KvbmError, KeyboardInterrupt) as error:  # what was measured is not lost
+        report(head, rows, error)
+        raise
+    report(head, rows, None)
+
+
+@contextlib.contextmanager
+def _told(talk: Any) -> Iterator[None]:
+    """Tell the other side why this one gives up."""
+    try:
+        yield
+    except (KvbmError, OSError, MemoryError) as error:
+        talk.fail(error)
+        if isinstance(error, MemoryError):
+            raise KvbmError(f"the memory is not there: {error}") from None
+        raise
+
+
+def _head(sender: Sender, peer: str, side: Side, terms: Any) -> dict[str, Any]:
+    notes = sender.notes()
+    return {
+        "peer": peer, "wire": terms.wire, "shape": terms.shape, "chunk_bytes": terms.chunk_bytes, "ring_bytes": terms.ring_bytes,
+        "from": side.as_json(), "to": sender.far,
+        "note_us": {name: 1e6 * of(notes) for name, of in (("median", statistics.median), ("min", min), ("max", max))},
+    }  # fmt: skip
+
+
+def _print_json(head: dict[str, Any], rows: Sequence[Row], error: BaseException | None) -> None:
+    from dataclasses import asdict
+
+    from .. import __version__
+
+    told = None
+    if error is not None:
+        told = {"class": type(error).__name__, "exit_code": getattr(error, "exit_code", 1), "message": str(error)}
+    found = {"kvbm": __version__, **head, "rows": [asdict(row) for row in rows], "error": told}
+    click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+
+
+def _print_table(head: dict[str, Any], rows: Sequence[Row], error: BaseException | None) -> None:
+    from rich.table import Table
+
+    from ..draw import table_box
+
+    if not rows:
+        return
+    console = terminal()
+    for way in ("from", "to"):
+        one = head[way]
+        click.echo(
+            f"{way:4}  {one['host']}: {one['device']}, {one['layout']}, {one['tokens_per_block']} tokens a block"
+        )
+    note = head["note_us"]
+    click.echo(
+        f"by    {head['wire']}; a note there and back takes {note['median']:,.0f} µs (at least {note['min']:,.0f})"
+    )
+    room = 1 if console.width >= 92 else 0
+    table = Table(box=table_box(console), header_style="bold", padding=(0, room, 0, 0), pad_edge=False)
+    for title in ("tokens", "MB", "chunks", "ms", "GB/s", "wire", "of it", "memcpy", "µs a chunk", "again", "stalls"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            f"{row.tokens:,}", f"{row.nbytes / 1e6:,.1f}", str(row.chunks), f"{row.median_ms:,.2f}", f"{row.bandwidth_gbps:.2f}",
+            f"{row.raw_gbps:.2f}", f"{row.raw_ratio:.2f}", f"{row.memcpy_gbps:.1f}",
+            f"{row.send_host_us:,.0f} {row.receive_host_us:,.0f}", str(row.chunks_wrong + row.notes_again), str(row.stalls),
+        )  # fmt: skip
+    console.print(table)
+    for line in (
+        "ms: median of the sequences, each from the call to the receiver's word that all of it is there and right.",
+        "wire, memcpy: GB/s of one contiguous put by the wire alone, and of a memcpy here; of it: GB/s over the wire's.",
+        "µs a chunk: processor time of the two sides' threads; again: chunks that came wrong, notes that were said again.",
+        "It was stopped: sizes that are missing were not measured." if error else "All of it came and was right.",
+    ):
+        click.echo(click.wrap_text(line, min(console.width, 100)))

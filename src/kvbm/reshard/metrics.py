@@ -1,0 +1,132 @@
+"""Links for Prometheus: what `Link.stats` counts, slots of rings, and transfers that are under way, by ``prometheus_client``.
+
+>>> from prometheus_client import REGISTRY, start_http_server  # doctest: +SKIP
+>>> REGISTRY.register(metrics.Links([endpoint]))  # doctest: +SKIP
+>>> start_http_server(9400)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BindError, KvbmError
+
+if TYPE_CHECKING:
+    from .endpoint import Endpoint
+
+__all__ = ["Links"]
+
+#: Of `Link.stats`: the metric's name, to which ``_total`` comes, and its help.
+_COUNTERS = {
+    "bytes_sent": ("kvbm_link_sent_bytes", "Bytes of chunks that were sent, trailers included."),
+    "bytes_received": ("kvbm_link_received_bytes", "Bytes of chunks that came and were right."),
+    "chunks_sent": ("kvbm_link_sent_chunks", "Chunks that were sent; those that were sent again count again."),
+    "chunks_received": ("kvbm_link_received_chunks", "Chunks that came and were right."),
+    "chunks_wrong": ("kvbm_link_wrong_chunks", "Chunks that came wrong, and were refused."),
+    "notes_again": ("kvbm_link_repeated_notes", "Notes that were said again, as no answer came."),
+    "notes_wrong": ("kvbm_link_wrong_notes", "Notes that were none, or said what cannot be."),
+    "stalls": ("kvbm_link_stalls", "Rounds in which a chunk waited for a slot of the ring."),
+    "sendings": ("kvbm_link_sendings", "Calls of send and offer."),
+    "arrivals": ("kvbm_link_arrivals", "Calls of receive and fetch."),
+    "failed": ("kvbm_link_failed_transfers", "Sendings and arrivals that failed."),
+    "seconds": ("kvbm_link_transfer_seconds", "Seconds of all sendings and arrivals that have ended."),
+}
+
+
+class Links:
+    """A collector of endpoints, for a registry of ``prometheus_client``.
+
+    Counters of links have the labels ``engine``, ``rank`` and ``peer_engine``; what a ring or a thread has, those without
+    ``peer_engine``. Links that have the same labels are added up, closed ones among them, so that no counter falls.
+
+    Parameters
+    ----------
+    endpoints : iterable of Endpoint
+        Whose links are told, those too that are made later.
+
+    Raises
+    ------
+    KvbmError
+        ``prometheus_client`` is not installed.
+    """
+
+    def __init__(self, endpoints: Iterable[Endpoint] = ()) -> None:
+        try:
+            from prometheus_client import core
+        except ImportError as error:
+            raise KvbmError(
+                f"kvbm.reshard.metrics needs prometheus_client ({error}): pip install 'kvbm-layouts[metrics]'"
+            ) from None
+        self._core: Any = core
+        self._lock = threading.Lock()
+        self._endpoints: list[Endpoint] = []
+        for endpoint in endpoints:
+            self.add(endpoint)
+
+    def add(self, endpoint: Endpoint) -> None:
+        """Tell of this one, too.
+
+        Raises
+        ------
+        BindError
+            It is told of already.
+        """
+        with self._lock:
+            if any(one is endpoint for one in self._endpoints):
+                raise BindError(f"{endpoint!r} is told of already: its figures would count twice")
+            self._endpoints.append(endpoint)
+
+    def remove(self, endpoint: Endpoint) -> None:
+        """Tell of this one no more; nothing happens where it was not told of."""
+        with self._lock:
+            self._endpoints = [one for one in self._endpoints if one is not endpoint]
+
+    def describe(self) -> Iterable[Any]:
+        """The metrics without samples: a registry that is given this reads no endpoint for it."""
+        return self._families(())
+
+    def collect(self) -> Iterable[Any]:
+        """What the endpoints have counted until now, as ``prometheus_client`` asks for it."""
+        with self._lock:
+            endpoints = tuple(self._endpoints)
+        return self._families(endpoints)
+
+    def _families(self, endpoints: Iterable[Endpoint]) -> Iterator[Any]:
+        counts: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in _COUNTERS}
+        under_way: Counter[tuple[str, ...]] = Counter()
+        slots: Counter[tuple[str, ...]] = Counter()
+        used: Counter[tuple[str, ...]] = Counter()
+        for endpoint in endpoints:
+            mine = endpoint.engine, str(endpoint.rank)
+            for link in endpoint.links:
+                labels = (*mine, link.engine)
+                for name, value in link.stats().items():
+                    counts[name][labels] += value  # type: ignore[assignment]
+                under_way[labels] += len(link.handles)
+            ring = endpoint.ring
+            for way, all_of_them in (("send", ring.sends), ("receive", ring.takes)):
+                free, kept = ring.free(sends=way == "send"), 0 if way == "send" else len(ring.quarantined)
+                slots[*mine, way, "free"] += free
+                slots[*mine, way, "quarantined"] += kept
+                slots[*mine, way, "used"] += max(all_of_them - free - kept, 0)
+            used[mine] += endpoint.cpu_seconds  # type: ignore[assignment]
+        of_engine, of_link = ("engine", "rank"), ("engine", "rank", "peer_engine")
+        counter, gauge = self._core.CounterMetricFamily, self._core.GaugeMetricFamily
+        for name, (title, what) in _COUNTERS.items():
+            yield _filled(counter(title, what, labels=of_link), counts[name])
+        yield _filled(
+            gauge("kvbm_link_transfers", "Sendings and arrivals that are under way.", labels=of_link), under_way
+        )
+        what = "Slots of the ring; a lost peer may still write to quarantined ones."
+        yield _filled(gauge("kvbm_ring_slots", what, labels=(*of_engine, "direction", "state")), slots)
+        what = "Processor time of the endpoint's thread; on hosts it packs and unpacks chunks, too."
+        yield _filled(counter("kvbm_endpoint_cpu_seconds", what, labels=of_engine), used)
+
+
+def _filled(family: Any, values: Counter[tuple[str, ...]]) -> Any:
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family

@@ -1,0 +1,517 @@
+"""A trial of two machines: sequences of coded data from one to the other by a link, beside the bare wire and a memcpy.
+
+`serve` is the side that receives, `Sender` the one that sends and measures. They meet by a `Talk`, which carries cards and says
+what comes next; all that is measured goes by a wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import kvbm
+
+from .. import wire
+from ..errors import BindError, DigestError, KvbmError, TransferTimeoutError, UnreachableError
+from ..shapes import BlockShape, load_shape
+from ..wire import Slab, Slice
+from ..wire.protocol import move
+from .coded import Coded, Side
+from .endpoint import Endpoint
+from .link import Link
+from .presets import vllm
+from .ring import Ring
+from .sequence import Span
+from .talk import Talk
+
+__all__ = ["Row", "Sender", "Served", "Side", "Terms", "serve"]
+
+#: Of what the two sides say to each other.
+VERSION = 1
+
+#: Notes that go there and back before the first sequence.
+_NOTES = 200
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the sender asks for, and both sides do alike."""
+
+    wire: str
+    shape: str
+    tokens: int
+    chunk_bytes: int
+    ring_bytes: int
+    timeout: float
+
+    @classmethod
+    def read(cls, told: dict[str, Any]) -> Terms:
+        """Of a message, of which nothing is believed."""
+        kinds = {"wire": str, "shape": str, "tokens": int, "chunk_bytes": int, "ring_bytes": int, "timeout": float}
+        for name, kind in kinds.items():
+            if type(told.get(name)) is not kind:
+                raise BindError(f"{name}: expected {kind.__name__}, got {told.get(name)!r:.60}")
+        found = cls(**{name: told[name] for name in kinds})
+        if found.wire not in ("torch", "nixl"):
+            raise BindError(f"wire: expected torch or nixl, got {found.wire!r:.60}")
+        if not re.fullmatch(r"[\w,=]{1,200}", found.shape, re.ASCII):  # no file of this machine
+            raise BindError(f"shape: expected all sizes, got {found.shape!r:.60}")
+        sizes = found.tokens, found.chunk_bytes, found.ring_bytes
+        if not all(0 < size < 1 << 40 for size in sizes) or not 0 < found.timeout <= 3600:
+            raise BindError(
+                f"expected numbers from 1 to 2**40 and a timeout of at most an hour, got {sizes}, {found.timeout}"
+            )
+        return found
+
+    @property
+    def model(self) -> BlockShape:
+        return load_shape(self.shape)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that the model keeps for a token."""
+        return replace(self.model, nt=1).nbytes
+
+
+class End:
+    """One side of a trial: the coded pool, its endpoint, and a bare wire beside it.
+
+    Parameters
+    ----------
+    side : Side
+    terms : Terms
+    store : torch.distributed.Store or None
+        Where wires of torch meet.
+    busy : callable
+    """
+
+    def __init__(self, side: Side, terms: Terms, store: Any, busy: Callable[[], None]) -> None:
+        self.side, self.terms = side, terms
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.close)
+            place = vllm(terms.model, nt=side.nt, name=side.engine)
+            self.coded = Coded(side, place.shape(0), terms.tokens, busy)
+            self._stack.callback(self.coded.close)
+            made = _wire(side.engine, side.device, terms, store)
+            self._stack.callback(made.close)
+            self.endpoint = Endpoint(
+                side.engine,
+                place,
+                0,
+                self.coded.pool,
+                wire=made,
+                chunk_bytes=terms.chunk_bytes,
+                ring_bytes=terms.ring_bytes,
+            )
+            self._stack.callback(self.endpoint.close)
+            self.size = Ring.slot_size(terms.tokens * terms.token_bytes)
+            self.raw_ring = Ring(side.device, self.size, 1, 1)
+            self.raw = _wire(f"{side.engine}.raw", side.device, terms, store)
+            self._stack.callback(self._close_raw)
+            self._touch(busy)
+            self.raw.register(self.raw_ring.slab)
+            failing.pop_all()
+        self.peer = ""
+
+    def _touch(self, busy: Callable[[], None]) -> None:
+        """Write all of the bare wire's memory: pages that nobody wrote are one page."""
+        block = self.coded.code(0)
+        for offset in range(0, self.raw_ring.slab.nbytes, block.nbytes):
+            nbytes = min(block.nbytes, self.raw_ring.slab.nbytes - offset)
+            move(self.raw_ring.slab, offset, Slab(int(block.ctypes.data), block.nbytes), 0, nbytes)
+            busy()
+
+    def cards(self) -> dict[str, str]:
+        return {"card": self.endpoint.card().decode(), "raw": self.raw.card().decode()}
+
+    def meet(self, told: dict[str, Any]) -> Link:
+        """Connect to the side that these cards are of."""
+        for name in ("card", "raw"):
+            if not isinstance(told[name], str):
+                raise BindError(f"{name}: expected a card, got {told[name]!r:.60}")
+        self.peer = self.raw.connect(told["raw"].encode())
+        return self.endpoint.meet([told["card"].encode()])
+
+    def copy(self, nbytes: int) -> float:
+        """Seconds of a memcpy of this side."""
+        slab = self.raw_ring.slab
+        begin = time.perf_counter()
+        move(slab, self.size, slab, 0, nbytes)
+        return time.perf_counter() - begin
+
+    def until_note(self, talk: Talk, op: wire.Op | None = None) -> None:
+        """Poll the bare wire until a note has come, and a put is done."""
+        came, begin = False, time.monotonic()
+        end, looks = begin + self.terms.timeout, begin + 0.1
+        while not came or not (op is None or op.query()):
+            came = bool(self.raw.poll()) or came
+            now = time.monotonic()
+            if now > end:
+                raise TransferTimeoutError(f"{talk.peer}: no answer on the bare wire within {self.terms.timeout:g} s")
+            if now > looks:
+                looks = now + 0.1
+                talk.look()
+            if now > begin + 2e-4:  # what comes soon is not waited for longer than it takes
+                time.sleep(0)  # others may have Python's lock
+
+    def _close_raw(self) -> None:
+        self.raw.close()
+        self.raw_ring.close()  # not where a peer may still write to it
+
+    def close(self) -> None:
+        try:
+            self._stack.close()
+        except KvbmError:
+            _kept.append(self)
+            raise
+
+    def __enter__(self) -> End:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with contextlib.ExitStack() as stack:
+            if kind is not None:  # what ended it is what there is to say
+                stack.enter_context(contextlib.suppress(KvbmError))
+            self.close()
+
+
+#: Ends whose wires could not say that nothing lands any more: their memory stays.
+_kept: list[End] = []
+
+
+def _wire(name: str, device: str, terms: Terms, store: Any) -> wire.Wire:
+    if terms.wire == "nixl":
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it says on stderr what it does
+        return wire.nixl(name)
+    backend: Any = "gloo" if device == "cpu" else "nccl"
+    return wire.torch(name, store, backend=backend, meet_seconds=min(terms.timeout, 60.0))
+
+
+def _store(host: str, port: int | None, timeout: float) -> Any:
+    """Where wires of torch meet: the server's, on any port of the address that it listens on, or a connection to it."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it says on stderr comes as an exception, too
+    try:
+        from torch.distributed import TCPStore
+    except ImportError as error:
+        raise KvbmError(f"--wire torch needs torch ({error}): pip install torch") from None
+    given = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
+    try:
+        if port is not None:
+            with socket.create_connection((host, port), timeout):  # torch would try until its deadline
+                return TCPStore(host, port, is_master=False, **given)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as server:
+            number = server.getsockname()[1]
+            return TCPStore(host, number, is_master=True, master_listen_fd=server.detach(), **given)
+    except (RuntimeError, OSError) as error:
+        why = str(error).partition("\n")[0]
+        raise UnreachableError(f"{host}, port {port or 'any'}: the store by which wires of torch meet: {why}") from None
+
+
+def _hello(**more: Any) -> dict[str, Any]:
+    return {"kvbm-link-trial": VERSION, "kvbm": kvbm.__version__, **more}
+
+
+def _require_version(told: dict[str, Any], where: str) -> None:
+    found = told.get("kvbm-link-trial")
+    if type(found) is not int or found != VERSION:
+        raise BindError(
+            f"{where}: expected version {VERSION} of `kvbm link`, got {found!r:.40} (kvbm {told.get('kvbm')!s:.40} there, "
+            f"{kvbm.__version__} here); both sides need the same kvbm"
+        )
+
+
+# ---- the side that receives ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """What came in one trial.
+
+    Attributes
+    ----------
+    peer, wire, device, shape : str
+        Of the side that sent.
+    sequences, nbytes : int
+    stats : dict of str to float
+        As of `Link.stats`.
+    """
+
+    peer: str
+    wire: str = ""
+    device: str = ""
+    shape: str = ""
+    sequences: int = 0
+    nbytes: int = 0
+    stats: dict[str, float] | None = None
+    error: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"error": self.error or None}
+
+    def __str__(self) -> str:
+        end = "failed" if self.error else "all right"
+        return (
+            f"{self.peer}: {self.wire or 'no'} wire: {self.sequences:,} sequences, {self.nbytes / 1e6:,.1f} MB, {end}"
+        )
+
+
+def serve(talk: Talk, side: Side, host: str, *, only: str | None, memory: int, served: Served) -> None:
+    """Receive what one sender sends, until it has had enough.
+
+    Parameters
+    ----------
+    talk : Talk
+    side : Side
+    host : str
+        The address to listen on.
+    only : str, optional
+        The one wire that may be asked for.
+    memory : int
+        Bytes that a peer may ask for.
+    served : Served
+        Is filled in.
+    """
+    served.peer = talk.peer
+    told = talk.hear("kvbm-link-trial")
+    _require_version(told, talk.peer)
+    terms = Terms.read(told)
+    device = told.get("device")
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda:\d{1,4}", device, re.ASCII):
+        raise BindError(f"device: expected cpu or cuda:N, got {device!r:.60}")
+    served.wire, served.device, served.shape = terms.wire, device, terms.shape
+    if only not in (None, terms.wire):
+        raise BindError(f"wire: {terms.wire} was asked for, and this side serves {only} alone: send with --wire {only}")
+    if terms.wire == "torch" and (device == "cpu") is not (side.device == "cpu"):
+        raise BindError(
+            f"wire: torch carries host to host, or GPU to GPU; the sender has {device} and this side {side.device}: use --wire nixl"
+        )
+    needed = 3 * terms.tokens * terms.token_bytes + terms.ring_bytes
+    if needed > memory:
+        raise BindError(f"{needed:,} bytes were asked for; this side gives {memory:,} (kvbm link serve --memory)")
+    talk.timeout = terms.timeout
+    talk.say(busy=True)
+    with contextlib.ExitStack() as stack:
+        store = _store(host, None, terms.timeout) if terms.wire == "torch" else None
+        end = stack.enter_context(End(side, terms, store, talk.busy))
+        talk.say(**_hello(port=store.port if store is not None else 0, side=side.as_json(), **end.cards()))
+        link = end.meet(talk.hear("card", "raw"))
+        talk.say(met=True)
+        try:
+            _serve(talk, end, link, served)
+        finally:
+            served.stats = link.stats()
+
+
+def _serve(talk: Talk, end: End, link: Link, served: Served) -> None:
+    while True:
+        told = talk.hear("do")
+        what = told["do"]
+        if what == "end":
+            talk.say(end=True)
+            return
+        count = told.get("count")
+        if type(count) is not int or not 0 < count <= max(end.terms.tokens, _NOTES):
+            raise BindError(f"{talk.peer}: count: expected a number from 1 on, got {count!r:.40}")
+        if what == "echo":
+            talk.say(ready=True)
+            for _ in range(count):
+                end.until_note(talk)
+                end.raw.note(end.peer, b"here")
+        elif what == "receive":
+            _receive(talk, end, link, count, bool(told.get("check")), served)
+        else:
+            raise BindError(f"{talk.peer}: do: expected receive, echo or end, got {what!r:.40}")
+
+
+def _receive(talk: Talk, end: End, link: Link, tokens: int, check: bool, served: Served) -> None:
+    if check:
+        end.coded.spoil()
+    before, used = link.stats(), end.endpoint.cpu_seconds
+    span = Span(end.coded.table[: -(-tokens // end.side.nt)], range(tokens))
+    arrival = link.receive(f"trial {served.sequences}", span, timeout=end.terms.timeout)
+    served.sequences += 1
+    talk.say(ready=True)
+    arrival.synchronize()
+    used, after = end.endpoint.cpu_seconds - used, link.stats()
+    served.nbytes += int(after["bytes_received"] - before["bytes_received"])
+    talk.say(
+        digest=f"{arrival.digest:016x}",
+        wrong=end.coded.wrong(tokens) if check else "",
+        cpu=used,
+        stats={name: after[name] - before[name] for name in after},
+    )
+
+
+# ---- the side that sends ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of sequences of one size; times are medians.
+
+    Attributes
+    ----------
+    tokens, nbytes, chunks : int
+        Of a sequence: bytes of its cells, neither padding nor trailers counted.
+    median_ms, min_ms, max_ms : float
+        From `Link.send` to the receiver's word that all is there and right.
+    bandwidth_gbps : float
+        `nbytes` over `median_ms`; 1 GB is 10^9 bytes.
+    send_host_us, receive_host_us : float
+        Processor time of the endpoint's thread for a chunk; on hosts this thread packs and unpacks, too.
+    raw_ms, raw_gbps, raw_ratio : float
+        The wire alone: a put of one contiguous slice of as many bytes and a note back; its time over `median_ms`.
+    memcpy_ms, memcpy_gbps, memcpy_ratio : float
+        A memcpy of as many bytes on the sender.
+    chunks_wrong, notes_again, stalls : int
+        Of all sequences: chunks that were asked for again, notes that were said again, and waits for slots, on both sides.
+    """
+
+    tokens: int
+    nbytes: int
+    chunks: int
+    median_ms: float
+    min_ms: float
+    max_ms: float
+    bandwidth_gbps: float
+    send_host_us: float
+    receive_host_us: float
+    raw_ms: float
+    raw_gbps: float
+    raw_ratio: float
+    memcpy_ms: float
+    memcpy_gbps: float
+    memcpy_ratio: float
+    chunks_wrong: int
+    notes_again: int
+    stalls: int
+
+
+class Sender:
+    """The side that sends, and measures.
+
+    Parameters
+    ----------
+    talk : Talk
+        With the side that serves.
+    side : Side
+    terms : Terms
+
+    Attributes
+    ----------
+    far : dict
+        What the other side has: host, device, layout, tokens_per_block.
+    """
+
+    def __init__(self, talk: Talk, side: Side, terms: Terms) -> None:
+        self.talk, self.terms = talk, terms
+        talk.say(**_hello(device=side.device, **asdict(terms)))
+        told = talk.hear("kvbm-link-trial", "port", "side", "card", "raw")
+        _require_version(told, talk.peer)
+        if not isinstance(told["side"], dict) or type(told["port"]) is not int:
+            raise BindError(f"{talk.peer}: expected what the other side has, got {told['side']!r:.60}")
+        self.far: dict[str, Any] = told["side"]
+        store = _store(talk.host, told["port"], terms.timeout) if terms.wire == "torch" else None
+        self.end = End(side, terms, store, talk.busy)
+        try:
+            self.end.coded.fill()
+            talk.say(**self.end.cards())
+            talk.hear("met")  # first the other side, so that what it refuses is known here
+            self.link = self.end.meet(told)
+        except BaseException as error:
+            self.end.__exit__(type(error))
+            raise
+
+    def notes(self) -> list[float]:
+        """Seconds of notes that go there and back on the bare wire, the first few left out."""
+        talk, end, seconds = self.talk, self.end, []
+        talk.say(do="echo", count=_NOTES)
+        talk.hear("ready")
+        for _ in range(_NOTES):
+            begin = time.perf_counter()
+            end.raw.note(end.peer, b"there")
+            end.until_note(talk)
+            seconds.append(time.perf_counter() - begin)
+        return seconds[_NOTES // 10 :]
+
+    def measure(self, tokens: int, repeat: int, progress: Callable[[], None]) -> Row:
+        """Send sequences of so many tokens; the first, which is not timed, and the last are compared element by element."""
+        nbytes = tokens * self.terms.token_bytes
+        times: dict[str, list[float]] = {"link": [], "raw": [], "memcpy": []}
+        used = [0.0, 0.0]
+        total: dict[str, float] = {}
+        digest, chunks = "", 0
+        for number in range(repeat + 1):
+            seconds, cpu, stats, found = self._send(tokens, check=number in (0, repeat))
+            if digest and found != digest:
+                raise DigestError(f"{tokens} tokens: digest {found} of what came, and {digest} the time before")
+            digest = found
+            total = {name: total.get(name, 0) + stats[name] for name in stats}
+            for name, one in (("raw", self._put), ("memcpy", self.end.copy)):
+                took = one(nbytes)
+                if number:
+                    times[name].append(took)
+            if number:
+                times["link"].append(seconds)
+                chunks = int(stats["chunks_sent"])
+                used = [a + b / max(chunks, 1) / repeat for a, b in zip(used, cpu, strict=True)]
+            progress()
+        median = {name: statistics.median(each) for name, each in times.items()}
+        return Row(
+            tokens, nbytes, chunks, median["link"] * 1e3, min(times["link"]) * 1e3, max(times["link"]) * 1e3,
+            nbytes / median["link"] / 1e9, used[0] * 1e6, used[1] * 1e6,
+            median["raw"] * 1e3, nbytes / median["raw"] / 1e9, median["raw"] / median["link"],
+            median["memcpy"] * 1e3, nbytes / median["memcpy"] / 1e9, median["memcpy"] / median["link"],
+            int(total["chunks_wrong"]), int(total["notes_again"]), int(total["stalls"]),
+        )  # fmt: skip
+
+    def _send(self, tokens: int, *, check: bool) -> tuple[float, tuple[float, float], dict[str, float], str]:
+        """One sequence: seconds, processor time of both sides, what both counted, and the digest."""
+        talk, end, link = self.talk, self.end, self.link
+        talk.say(do="receive", count=tokens, check=check)
+        talk.hear("ready")
+        before, cpu = link.stats(), end.endpoint.cpu_seconds
+        span = Span(end.coded.table[: -(-tokens // end.side.nt)], range(tokens))
+        begin = time.perf_counter()
+        link.send(f"trial {int(before['sendings'])}", span, timeout=self.terms.timeout).synchronize()
+        seconds = time.perf_counter() - begin
+        cpu, after = end.endpoint.cpu_seconds - cpu, link.stats()
+        told = talk.hear("digest", "wrong", "cpu", "stats")
+        there = told["stats"]
+        if not isinstance(there, dict) or not all(isinstance(there.get(name), int | float) for name in after):
+            raise BindError(f"{talk.peer}: stats: expected numbers, got {there!r:.60}")
+        if told["wrong"]:
+            raise DigestError(f"{tokens} tokens: {talk.peer} found what its digest did not: {told['wrong']!s:.400}")
+        stats = {name: after[name] - before[name] + there[name] for name in after}
+        return seconds, (cpu, float(told["cpu"])), stats, str(told["digest"])
+
+    def _put(self, nbytes: int) -> float:
+        """Seconds of a put of the bare wire, and the note that answers it."""
+        talk, end = self.talk, self.end
+        talk.say(do="echo", count=1)
+        talk.hear("ready")
+        begin = time.perf_counter()
+        op = end.raw.put(end.peer, Slice(0, nbytes), Slice(end.size, nbytes), b"there")
+        end.until_note(talk, op)
+        return time.perf_counter() - begin
+
+    def __enter__(self) -> Sender:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.end.__exit__(kind)
+            return
+        with self.end:  # say good-bye: then the other side has lost nobody
+            self.talk.say(do="end")
+            self.talk.hear("end")

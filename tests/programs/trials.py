@@ -1,0 +1,25 @@
+"""``kvbm`` that says on stderr when a sequence begins (test_link_cli.py), so that tests know when it is in the middle."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kvbm.cli import main
+from kvbm.reshard import trial
+
+
+def tell() -> None:
+    """Print a line before each sequence."""
+    send = trial.Sender._send
+
+    def told(self: trial.Sender, tokens: int, **options: Any) -> Any:
+        print("sequence", file=sys.stderr, flush=True)
+        return send(self, tokens, **options)
+
+    trial.Sender._send = told  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    tell()
+    main()

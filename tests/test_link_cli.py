@@ -1,0 +1,641 @@
+"""``kvbm link``: what two sides say to each other, what they measure, how they end; in one process, and in two."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import kvbm
+from kvbm import BindError, DigestError, KvbmError, PeerLostError, TransferTimeoutError, errors, wire
+from kvbm.cli import main
+from kvbm.reshard import linkcli, talk, trial
+
+LIMIT = 60.0  # seconds; nothing takes them, and nothing waits longer
+SMALL = "nl=2,no=2,nh=2,nt=16,hd=16,dtype=float16"
+NHD, HND = "vllm/flash_attn_nhd", "vllm/flash_attn_hnd"
+HERE = Path(__file__).resolve().parent
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed"))
+TORCH = pytest.param("torch", marks=pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"))
+
+NUMBER = {"type": "number", "minimum": 0}
+COUNT = {"type": "integer", "minimum": 0}
+TEXT = {"type": "string", "minLength": 1}
+
+
+def whole(**properties: Any) -> dict[str, Any]:
+    """The schema of an object that has these, and nothing else."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+SIDE = whole(host=TEXT, device=TEXT, layout=TEXT, tokens_per_block=COUNT)
+ROW = whole(**{one.name: COUNT if one.type == "int" else NUMBER for one in fields(trial.Row)})
+ERROR = {"anyOf": [{"type": "null"}, whole(**{"class": TEXT, "exit_code": COUNT, "message": TEXT})]}
+HEAD = {
+    "kvbm": TEXT, "peer": TEXT, "wire": {"enum": ["torch", "nixl"]}, "shape": TEXT, "chunk_bytes": COUNT, "ring_bytes": COUNT,
+    "from": SIDE, "to": SIDE, "note_us": whole(median=NUMBER, min=NUMBER, max=NUMBER),
+}  # fmt: skip
+SENT = whole(**HEAD, rows={"type": "array", "items": ROW}, error=ERROR)
+SERVED = whole(
+    peer=TEXT, wire=TEXT, device=TEXT, shape=TEXT, sequences=COUNT, nbytes=COUNT,
+    stats={"type": ["object", "null"], "additionalProperties": NUMBER}, error={"type": ["string", "null"]},
+)  # fmt: skip
+
+
+# ---- both sides in one process, by a wire of its memory ----------------------------------------------------------------
+
+
+class Serving:
+    """`kvbm link serve` on a thread, for one sender after the other."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options: dict[str, Any] = {"only": None, "memory": 1 << 30, **options}
+        self.side = trial.Side("server", "cpu", self.options.pop("layout", HND), 64)
+        self.server = talk.listen("127.0.0.1", 0)
+        self.port = self.server.getsockname()[1]
+        self.served: list[trial.Served] = []
+        self.errors: list[KvbmError] = []
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                connection, _ = self.server.accept()
+            except OSError:
+                return
+            self.served.append(trial.Served(""))
+            with contextlib.closing(connection):
+                try:
+                    linkcli._serve(
+                        talk.Talk(connection, 5),
+                        self.side,
+                        "127.0.0.1",
+                        self.options["only"],
+                        self.options["memory"],
+                        self.served[-1],
+                    )
+                except KvbmError as error:
+                    self.errors.append(error)
+
+    def close(self) -> None:
+        """Serve nobody more; what is under way ends first."""
+        with contextlib.suppress(OSError):  # it was closed before
+            self.server.shutdown(socket.SHUT_RDWR)
+        self.server.close()
+        self.thread.join(LIMIT)
+        assert not self.thread.is_alive()
+
+
+Serve = Callable[..., Serving]
+
+
+def until(happens: Callable[[], Any]) -> None:
+    end = time.monotonic() + LIMIT
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Starts the side that receives; "nixl" is a wire of this process's memory."""
+    hub = wire.Hub()
+    monkeypatch.setattr(trial, "_NOTES", 10)
+    monkeypatch.setattr(trial, "_wire", lambda name, *_: wire.memory(name, hub))
+    with contextlib.ExitStack() as stack:
+
+        def start(**options: Any) -> Serving:
+            found = Serving(**options)
+            stack.callback(found.close)
+            return found
+
+        yield start
+
+
+def send(port: int, *more: str, **knobs: str) -> Result:
+    given = ["--wire", "nixl", "--shape", SMALL, "--tokens", "40", "--repeat", "2", "--timeout", "10", *more]
+    return CliRunner().invoke(main, ["link", "send", f"127.0.0.1:{port}", *given], env=knobs)
+
+
+def test_a_trial(serve: Serve) -> None:
+    """JSON by its schema; figures of the sizes that were asked for, which fit each other."""
+    serving = serve()
+    done = send(serving.port, "--tokens", "1,16,100", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    jsonschema.validate(found, SENT)
+    assert found["error"] is None and found["kvbm"] == kvbm.__version__ and found["shape"] == SMALL
+    assert (found["from"]["layout"], found["to"]["layout"]) == (NHD, HND)
+    assert (found["from"]["tokens_per_block"], found["to"]["tokens_per_block"]) == (16, 64)
+    assert [(row["tokens"], row["nbytes"]) for row in found["rows"]] == [(n, n * 256) for n in (1, 16, 100)]
+    for row in found["rows"]:
+        assert row["chunks"] == 1 and row["min_ms"] <= row["median_ms"] <= row["max_ms"]
+        for name, ratio in (("raw", "raw_ratio"), ("memcpy", "memcpy_ratio")):
+            assert row[ratio] == pytest.approx(row[f"{name}_ms"] / row["median_ms"])
+            assert row[f"{name}_gbps"] == pytest.approx(row["nbytes"] / row[f"{name}_ms"] / 1e6)
+        assert row["bandwidth_gbps"] == pytest.approx(row["nbytes"] / row["median_ms"] / 1e6)
+    serving.close()
+    (served,) = serving.served
+    jsonschema.validate(served.as_json(), SERVED)
+    assert not serving.errors and served.sequences == 9 and served.stats and served.stats["failed"] == 0
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_the_terminal(serve: Serve, width: int) -> None:
+    done = send(serve().port, "--tokens", "10,40", COLUMNS=str(width))
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert max(map(len, lines)) <= width and "…" not in done.output
+    (title,) = (line.split() for line in lines if line.startswith(" tokens"))
+    assert title[:5] == ["tokens", "MB", "chunks", "ms", "GB/s"]
+    assert [line.split()[0] for line in lines if line.split()[:1] in (["10"], ["40"])] == ["10", "40"]
+    assert lines[-1] == "All of it came and was right."
+
+
+@pytest.mark.parametrize(
+    "shape", ["nl=3,no=1,nh=1,nt=16,hd=24,dtype=bfloat16", "nl=1,no=2,nh=3,nt=16,hd=10,dtype=float8_e4m3fn"]
+)
+@pytest.mark.parametrize("layouts", [("universal", "operational_nhd"), ("nhd", "hnd")], ids="→".join)
+def test_other_shapes_and_layouts(serve: Serve, shape: str, layouts: tuple[str, str]) -> None:
+    done = send(
+        serve(layout=layouts[1]).port,
+        "--shape",
+        shape,
+        "--layout",
+        layouts[0],
+        "--tokens",
+        "150",
+        "--tokens-per-block",
+        "48",
+    )
+    assert done.exit_code == 0, done.output
+
+
+def test_several_chunks_and_few_slots(serve: Serve) -> None:
+    shape = "nl=2,no=2,nh=2,nt=64,hd=64,dtype=float16"
+    done = send(serve().port, "--shape", shape, "--tokens", "4096", "--chunk", "1MiB", "--ring", "5MiB", "--json")
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["nbytes"] == 1 << 22 and row["chunks"] >= 4 and row["stalls"] > 0
+
+
+def test_one_sender_after_the_other(serve: Serve) -> None:
+    serving = serve()
+    assert [send(serving.port).exit_code for _ in range(3)] == [0, 0, 0]
+    serving.close()
+    assert [one.sequences for one in serving.served] == [3, 3, 3] and not serving.errors
+
+
+# ---- what comes wrong ------------------------------------------------------------------------------------------------
+
+
+def faulty(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
+    """What the sender's link puts has faults; its bare wire has none."""
+    made: Any = trial._wire
+    monkeypatch.setattr(
+        trial,
+        "_wire",
+        lambda name, *rest: wire.faulty(made(name, *rest), script) if name == "sender" else made(name, *rest),
+    )
+
+
+def test_chunks_that_came_wrong_are_counted(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty(monkeypatch, [wire.Fault("bit", at=1), wire.Fault("row", at=3)])
+    done = send(serve().port, "--json")
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["chunks_wrong"] == 2
+
+
+def test_what_stays_wrong_is_an_error_of_both(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes that were measured before it are printed."""
+    faulty(monkeypatch, [wire.Fault("word", at=at) for at in range(3, 9)])
+    serving = serve()
+    done = send(serving.port, "--tokens", "10,40", "--json")
+    assert done.exit_code == DigestError.exit_code
+    found = json.loads(done.stdout)
+    jsonschema.validate(found, SENT)
+    assert [row["tokens"] for row in found["rows"]] == [10] and found["error"]["class"] == "DigestError"
+    serving.close()
+    assert [type(error) for error in serving.errors] == [DigestError]
+
+
+def test_a_block_that_is_wrong_in_memory_is_found(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though all digests were right."""
+    wrong = trial.Coded.wrong
+
+    def broken(self: trial.Coded, tokens: int) -> str:
+        self.pool.arrays[1][1, int(self.table[0]), 1, 7, 3] += 1  # layer 1, V, head 1, token 7
+        return wrong(self, tokens)
+
+    monkeypatch.setattr(trial.Coded, "wrong", broken)
+    done = send(serve().port)
+    assert done.exit_code == DigestError.exit_code
+    assert "1 words of tokens 0–39 are wrong, the first in layer 1, V, head 1, token 7" in done.output
+
+
+@pytest.mark.parametrize("layout", ["universal", "operational_hnd", NHD])
+@pytest.mark.parametrize("shape", [SMALL, "nl=1,no=1,nh=1,nt=8,hd=3,dtype=float16"])
+def test_coded_pools(layout: str, shape: str) -> None:
+    """All tokens of all blocks are the sequence's, in words that differ; what lies behind its end does not count."""
+    made = trial.Coded(trial.Side("a", "cpu", layout, 16), kvbm.load_shape(shape), 40, lambda: None)
+    with contextlib.closing(made):
+        made.spoil()
+        assert made.wrong(1) and made.wrong(40)
+        made.fill()
+        assert not made.wrong(40)
+        code = np.concatenate([made.code(block) for block in range(len(made.table))], axis=3)
+        if code.itemsize == 8:
+            assert len(np.unique(code)) == code.size
+        other = trial.Coded(
+            trial.Side("b", "cpu", "universal", 64), kvbm.load_shape(shape.replace("nt=16", "nt=64")), 40, lambda: None
+        )
+        with contextlib.closing(other):
+            there = np.concatenate([other.code(block) for block in range(len(other.table))], axis=3)
+        assert np.array_equal(code[:, :, :, :40], there[:, :, :, :40]), "both sides make the same"
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "said"),
+    [
+        ({"only": "torch"}, (), "serves torch alone"),
+        ({"memory": 1 << 20}, (), "bytes were asked for; this side gives 1,048,576"),
+        ({}, ("--wire", "torch", "--device", "cuda:0"), "use --wire nixl"),
+        ({}, ("--chunk", "64MiB", "--ring", "1MiB"), "expected room for a slot each way"),
+        ({"layout": "vllm/mla"}, (), "server"),
+    ],
+    ids=["wire", "memory", "device", "ring", "layout"],
+)  # fmt: skip
+def test_what_the_other_side_refuses(
+    serve: Serve, options: dict[str, Any], arguments: tuple[str, ...], said: str
+) -> None:
+    """It says why on both sides, and serves the next one."""
+    serving = serve(**options)
+    done = send(serving.port, *arguments)
+    until(lambda: serving.errors)
+    (error,) = serving.errors
+    assert done.exit_code == error.exit_code != 0
+    assert f"127.0.0.1:{serving.port} says: {error}" in done.stderr
+    if options != {"layout": "vllm/mla"}:
+        assert said in str(error)
+    serving.options.update(only=None, memory=1 << 30)
+    serving.side = trial.Side("server", "cpu", HND, 64)
+    assert send(serving.port).exit_code == 0
+
+
+def test_a_card_of_another_version(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of either side: both say so."""
+    cards = trial.End.cards
+    for engine in ("server", "sender"):
+
+        def changed(self: trial.End, engine: str = engine) -> dict[str, str]:
+            found = cards(self)
+            if self.side.engine == engine:
+                found["card"] = found["card"].replace('"kvbm-link": 1', '"kvbm-link": 2')
+            return found
+
+        monkeypatch.setattr(trial.End, "cards", changed)
+        serving = serve()
+        done = send(serving.port)
+        assert (
+            done.exit_code == BindError.exit_code and "expected version 1: both sides need the same kvbm" in done.stderr
+        )
+        serving.close()
+        (error,) = serving.errors
+        assert "expected version 1: both sides need the same kvbm" in str(error)
+
+
+def test_another_version_of_the_command(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    hello = trial._hello
+    monkeypatch.setattr(trial, "_hello", lambda **more: {**hello(**more), "kvbm-link-trial": 2, "kvbm": "9.9"})
+    done = send(serve().port)
+    assert done.exit_code == BindError.exit_code
+    assert "expected version 1 of `kvbm link`, got 2 (kvbm 9.9 there" in done.stderr
+
+
+GOOD = {"wire": "nixl", "shape": SMALL, "tokens": 4, "chunk_bytes": 1, "ring_bytes": 1, "timeout": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("wire", "tcp"), ("wire", 1), ("shape", "/etc/passwd"), ("shape", "a.yaml"), ("shape", "nl=0"), ("shape", "x" * 201),
+        ("tokens", True), ("tokens", 0), ("tokens", 1 << 40), ("tokens", "4"), ("chunk_bytes", -1), ("ring_bytes", 1.5),
+        ("timeout", 0.0), ("timeout", 1e9), ("timeout", float("nan")), ("timeout", None),
+    ],
+    ids=lambda value: str(value)[:12],
+)  # fmt: skip
+def test_terms_that_are_none(name: str, value: Any) -> None:
+    assert trial.Terms.read(GOOD).model.nl == 2
+    with pytest.raises(KvbmError):
+        trial.Terms.read({**GOOD, name: value}).model  # noqa: B018
+    with pytest.raises(BindError, match=name):
+        trial.Terms.read({key: held for key, held in GOOD.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"do": "receive", "count": 0}, "count"), ({"do": "receive", "count": 1 << 50}, "count"), ({"do": "receive"}, "count"),
+        ({"do": "eval", "count": 1}, "expected receive, echo or end"), ({"what": 1}, "expected a message with do"),
+    ],
+    ids=["none", "many", "missing", "unknown", "other"],
+)  # fmt: skip
+def test_orders_that_are_none(serve: Serve, monkeypatch: pytest.MonkeyPatch, told: dict[str, Any], said: str) -> None:
+    monkeypatch.setattr(trial.Sender, "notes", lambda self: (self.talk.say(**told), self.talk.hear("ready"))[1:])
+    serving = serve()
+    done = send(serving.port)
+    assert done.exit_code == BindError.exit_code and said in done.stderr
+    serving.close()
+    assert said in str(serving.errors[0])
+
+
+# ---- messages ----------------------------------------------------------------------------------------------------------
+
+
+def framed(data: bytes, size: int | None = None) -> bytes:
+    return struct.pack(">4sI", b"kvb1", len(data) if size is None else size) + data
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[talk.Talk, socket.socket]]:
+    """One end of a conversation, and the bare other one."""
+    with talk.listen("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()) as other:
+        connection, _ = server.accept()
+        with talk.Talk(connection, 5) as mine:
+            yield mine, other
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "said"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", BindError, "another program is there"),
+        (framed(b"", talk.MOST + 1), BindError, "expected at most"),
+        (framed(b"{"), BindError, "expected JSON"),
+        (framed(b"\xff"), BindError, "expected JSON"),
+        (framed(b"[" * 100_000), BindError, "expected JSON"),
+        (framed(b"[1]"), BindError, "expected an object of JSON, got a list"),
+        (framed(b'{"a": 1}'), BindError, "expected a message with it, got a"),
+        (framed(b"{}", 100), PeerLostError, "has gone"),
+        (b"kv", PeerLostError, "has gone"),
+        (b"", PeerLostError, "has gone"),
+        (framed(b'{"error": "TransferTimeoutError", "message": "late"}'), TransferTimeoutError, "says: late"),
+        (framed(b'{"error": "PlanError", "message": "no"}'), kvbm.PlanError, "says: no"),
+        (framed(b'{"error": "SystemExit", "message": "no"}'), KvbmError, "says: no"),
+        (framed(b'{"error": ["x"]}'), KvbmError, "says: "),
+    ],
+    ids=["http", "long", "cut", "bytes", "deep", "list", "missing", "short", "head", "end", "late", "plan", "unknown", "odd"],
+)  # fmt: skip
+def test_what_is_heard(ends: tuple[talk.Talk, socket.socket], data: bytes, error: type[KvbmError], said: str) -> None:
+    mine, other = ends
+    other.sendall(data)
+    other.shutdown(socket.SHUT_WR)
+    with pytest.raises(error, match=said) as found:
+        mine.hear("it")
+    assert type(found.value) is error
+
+
+def test_who_is_busy_is_waited_for(ends: tuple[talk.Talk, socket.socket]) -> None:
+    mine, other = ends
+    other.sendall(framed(b'{"busy": true}') * 3 + framed(b'{"it": 1}'))
+    assert mine.hear("it") == {"it": 1}
+
+
+def test_who_is_silent_is_not(ends: tuple[talk.Talk, socket.socket]) -> None:
+    mine, _ = ends
+    mine.timeout = 0.01
+    with pytest.raises(TransferTimeoutError, match=r"says nothing since 0\.01 s"):
+        mine.hear("it")
+    mine.look()  # nothing came, and nobody has gone
+
+
+def test_looking_finds_who_has_gone(ends: tuple[talk.Talk, socket.socket]) -> None:
+    mine, other = ends
+    other.close()
+    with pytest.raises(PeerLostError, match="has gone"):
+        mine.look()
+
+
+def test_every_error_arrives_as_what_it_was(ends: tuple[talk.Talk, socket.socket]) -> None:
+    mine, other = ends
+    with talk.Talk(other.dup(), 5) as theirs:
+        for name in errors.__all__:
+            theirs.fail(getattr(errors, name)("why"))
+            with pytest.raises(KvbmError, match="says: why") as found:
+                mine.hear("it")
+            assert type(found.value).__name__ == name
+        theirs.fail(MemoryError())
+        with pytest.raises(KvbmError, match="says: MemoryError"):
+            mine.hear("it")
+
+
+# ---- the command line --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_nobody_is_there(as_json: bool) -> None:
+    with talk.listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        found = CliRunner().invoke(main, ["link", "serve", "--listen", f"127.0.0.1:{port}"])
+        assert found.exit_code == 31 and f"cannot listen on 127.0.0.1:{port}: " in found.stderr
+    done = send(port, *["--json"] * as_json)
+    assert (
+        done.exit_code == 31
+        and f"127.0.0.1:{port}: Connection refused: does `kvbm link serve` run there" in done.stderr
+    )
+    if as_json:
+        found = json.loads(done.stdout)
+        assert found["rows"] == [] and (found["error"]["class"], found["error"]["exit_code"]) == (
+            "UnreachableError",
+            31,
+        )
+
+
+def test_somebody_silent_is_there() -> None:
+    with talk.listen("127.0.0.1", 0) as server:
+        done = send(server.getsockname()[1], "--timeout", "0.2")
+    assert done.exit_code == TransferTimeoutError.exit_code and "says nothing since 0.2 s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("4096B", 4096), ("64MiB", 1 << 26), ("64mib", 1 << 26), ("1.5GB", 1_500_000_000), ("2 k", 2000), ("3Ti", None),
+     ("0", None), ("-1", None), ("1e6", None), ("64XiB", None), ("", None), ("٣", None), ("0.1", None)],
+    ids=lambda value: ascii(value),
+)  # fmt: skip
+def test_sizes(text: str, size: int | None) -> None:
+    if size is not None:
+        assert linkcli._size(text) == size
+        return
+    done = CliRunner().invoke(main, ["link", "send", "h", f"--bytes={text}"])
+    assert done.exit_code == 2 and "expected bytes such as 64MiB" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("h", ("h", 29555)), ("10.0.0.1:80", ("10.0.0.1", 80)), ("[fe80::1]:7", ("fe80::1", 7)), ("[::]", ("::", 29555)),
+     ("::1", None), ("h:", None), ("h:70000", None), ("http://h", None), ("h h", None), ("[h", None)],
+    ids=["name", "both", "six", "any", "bare", "empty", "large", "url", "space", "open"],
+)  # fmt: skip
+def test_addresses(text: str, address: tuple[str, int] | None) -> None:
+    context: Any = None
+    if address is not None:
+        assert linkcli._address(context, context, text) == address
+        return
+    done = CliRunner().invoke(main, ["link", "send", text])
+    assert done.exit_code == 2 and "expected HOST:PORT" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--bytes", "1MiB", "--tokens", "4"), "expected one of them"), (("--tokens", "0"), "expected numbers from 1 on"),
+        (("--device", "gpu"), "expected cpu or cuda:N"), (("--wire", "tcp"), "torch"), (("--repeat", "0"), "--repeat"),
+    ],
+    ids=["both", "tokens", "device", "wire", "repeat"],
+)  # fmt: skip
+def test_options_that_are_none(arguments: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(main, ["link", "send", "h", *arguments])
+    assert done.exit_code == 2 and said in done.stderr
+
+
+# ---- two processes -----------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """``kvbm link …`` in a process of its own, whose lines are read as they come."""
+
+    def __init__(self, *arguments: str) -> None:
+        path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "programs.trials", "link", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        self.lines: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        self.threads = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in self.lines]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self, name: str) -> None:
+        for line in getattr(self.process, name):
+            self.lines[name].append(line.rstrip("\n"))
+
+    def wait_for(self, count: int, name: str = "stdout", text: str = "") -> list[str]:
+        """So many lines with this text."""
+        end = time.monotonic() + LIMIT
+        while len(found := [line for line in self.lines[name] if text in line]) < count:
+            assert time.monotonic() < end, f"{count} lines wanted: {self.lines}"
+            time.sleep(0.01)
+        return found
+
+    def end(self) -> int:
+        code = self.process.wait(LIMIT)
+        for thread in self.threads:
+            thread.join(LIMIT)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        return code
+
+    @property
+    def said(self) -> str:
+        return "\n".join(line for line in self.lines["stderr"] if line != "sequence")
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    made: list[Process] = []
+
+    def process(*arguments: str) -> Process:
+        made.append(Process(*arguments))
+        return made[-1]
+
+    yield process
+    for one in made:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.end()
+
+
+def serving(start: Callable[..., Process], *arguments: str) -> tuple[Process, str]:
+    server = start("serve", "--listen", "127.0.0.1:0", "--json", *arguments)
+    return server, json.loads(server.wait_for(1)[0])["listening"]
+
+
+FEW = ("--shape", "llama-3.1-8b,nl=4", "--repeat", "2", "--timeout", "20")
+#: Sequences without end, of some MB each.
+ENDLESS = ("--shape", "llama-3.1-8b,nl=4", "--bytes", "8MiB", "--repeat", "100000", "--timeout", "20")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TORCH, NIXL])
+def test_two_processes(start: Callable[..., Process], kind: str) -> None:
+    server, address = serving(start, "--once", "--wire", kind)
+    client = start("send", address, "--wire", kind, "--bytes", "100KiB,4MiB", "--json", *FEW)
+    assert client.end() == 0, client.said
+    found = json.loads("\n".join(client.lines["stdout"]))
+    jsonschema.validate(found, SENT)
+    assert [row["nbytes"] for row in found["rows"]] == [98304, 1 << 22] and found["wire"] == kind
+    assert all(row["raw_ms"] > 0 and row["send_host_us"] > 0 and row["receive_host_us"] > 0 for row in found["rows"])
+    assert server.end() == 0, server.said
+    told = json.loads(server.lines["stdout"][1])
+    jsonschema.validate(told, SERVED)
+    assert told["sequences"] == 6 and told["error"] is None
+    assert not client.said and not server.said, "nothing but what was asked for is printed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TORCH, NIXL])
+def test_a_server_that_is_killed(start: Callable[..., Process], kind: str) -> None:
+    """The sender says that it is lost, within its deadline."""
+    server, address = serving(start)
+    client = start("send", address, "--wire", kind, *ENDLESS)
+    client.wait_for(3, "stderr", "sequence")
+    server.process.kill()
+    assert client.end() == PeerLostError.exit_code, client.said
+    assert "error: " in client.said and "Traceback" not in client.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TORCH, NIXL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_sender_that_ends(start: Callable[..., Process], kind: str, number: signal.Signals) -> None:
+    """The server says so, and serves the next one."""
+    server, address = serving(start)
+    client = start("send", address, "--wire", kind, *ENDLESS)
+    client.wait_for(3, "stderr", "sequence")
+    client.process.send_signal(number)
+    assert client.end() == (1 if number == signal.SIGINT else -signal.SIGKILL)
+    assert "Traceback" not in client.said
+    told = json.loads(server.wait_for(2)[1])
+    assert told["error"] and "Traceback" not in server.said
+    again = start("send", address, "--wire", kind, "--bytes", "1MiB", *FEW)
+    assert again.end() == 0, again.said
+    assert json.loads(server.wait_for(3)[2])["error"] is None
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_server_that_waits(start: Callable[..., Process]) -> None:
+    server, _ = serving(start)
+    server.process.send_signal(signal.SIGINT)
+    assert server.end() == 0 and not server.said
