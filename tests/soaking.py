@@ -170,6 +170,7 @@ class Life:
         """An error that these faults may have: three wrong chunks, an abort, a peer that was killed."""
         assert isinstance(error, TransferError) and not isinstance(error, TransferTimeoutError), (one.key, error)
         assert isinstance(error, DigestError) or one.aborted or self.killed, (one.key, error)
+        assert not isinstance(error, DigestError) or "3 times: " in str(error), (one.key, error)
 
     def compare(self, one: Sequence, rank: int) -> None:
         """Every byte of the blocks: what was sent at its tokens, and at others what stood there."""

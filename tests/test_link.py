@@ -36,7 +36,7 @@ from kvbm import (
     reshard,
     wire,
 )
-from kvbm.reshard import chunk, flows, notes, ring
+from kvbm.reshard import chunk, flows, notes, pack, ring
 from kvbm.reshard import link as links
 from linking import Linked, ended, gpu_memory, plain_case, sender_of
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, span
@@ -404,6 +404,19 @@ def test_what_is_on_its_way_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -
         assert sum(one.calls["put"] for one in found.wires[0]) > 8
         found.check()
         found.require_slots()
+
+
+@pytest.mark.parametrize("most", [1, 4096])
+def test_launches_are_kept_by_slot(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """At most so many; those that are not kept any more are made again."""
+    monkeypatch.setattr(pack, "_MOST_LANES", most)
+    with counted() as found:
+        for name in ("a", "b", "c"):
+            found.refill()
+            assert not any(ended(found.begin(PUSHED, name=name)))
+            found.check()
+        kept = [len(packer._routes) for side in found.links for link in side for packer in link._packers.values()]
+        assert max(kept) <= most and (most == 1 or max(kept) > 1)
 
 
 class Undroppable:
