@@ -203,9 +203,13 @@ class Life:
         for rank in range(2):
             assert np.array_equal(self.dst[rank][:, :, :2], self.guard[rank])
         assert np.array_equal(self.truth, np.concatenate(self.src, axis=4))
+        corrupt = 0
         for one in [one for side in self.wires for one in side]:
+            corrupt += sum(one.counts[word] for word in PUTS[:4])
             for word, count in one.counts.items():
                 self.counts[told(word)] += count
+        wrong = sum(int(link.stats()["chunks_wrong"]) for side in self.links for link in side)
+        assert wrong <= corrupt, f"life {self.number}: {wrong} chunks were wrong, and {corrupt} damaged"
         for name in ("chunks_sent", "chunks_received", "chunks_wrong", "notes_again", "stalls"):
             self.counts[name] += sum(int(link.stats()[name]) for side in self.links for link in side)
         self.counts["lives"] += 1

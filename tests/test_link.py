@@ -236,6 +236,24 @@ def test_a_peer_is_lost(side: int) -> None:
             found.require_slots()
 
 
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("pulls", [False, True])
+def test_a_lost_peer_is_no_wrong_chunk(side: int, pulls: bool) -> None:
+    """What was not read, as the peer was lost at that call, is not looked at."""
+    for at in range(5):
+        with on_faulty({(side, 0 if side else SENDER): [wire.Fault("kill", at)]}) as found:
+            handles = [
+                (link.offer if pulls else link.send)("k", span, timeout=0.8)
+                for link, (span,) in zip(found.links[0], found.spans(0), strict=True)
+            ]
+            handles += [
+                link.receive("k", span, timeout=0.8) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)
+            ]
+            ended(handles, 8)
+            assert [link.stats()["chunks_wrong"] for link in found.links[1]] == [0] * len(found.links[1])
+            found.require_slots()
+
+
 def test_deadlines() -> None:
     """Nobody sends; nobody receives; each is told, and the next transfer works."""
     with on_faulty({}) as found:
