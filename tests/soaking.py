@@ -170,6 +170,7 @@ class Life:
         """An error that these faults may have: three wrong chunks, an abort, a peer that was killed."""
         assert isinstance(error, TransferError) and not isinstance(error, TransferTimeoutError), (one.key, error)
         assert isinstance(error, DigestError) or one.aborted or self.killed, (one.key, error)
+        assert not isinstance(error, DigestError) or "3 times: " in str(error), (one.key, error)
 
     def compare(self, one: Sequence, rank: int) -> None:
         """Every byte of the blocks: what was sent at its tokens, and at others what stood there."""
@@ -202,9 +203,13 @@ class Life:
         for rank in range(2):
             assert np.array_equal(self.dst[rank][:, :, :2], self.guard[rank])
         assert np.array_equal(self.truth, np.concatenate(self.src, axis=4))
+        corrupt = 0
         for one in [one for side in self.wires for one in side]:
+            corrupt += sum(one.counts[word] for word in PUTS[:4])
             for word, count in one.counts.items():
                 self.counts[told(word)] += count
+        wrong = sum(int(link.stats()["chunks_wrong"]) for side in self.links for link in side)
+        assert wrong <= corrupt, f"life {self.number}: {wrong} chunks were wrong, and {corrupt} damaged"
         for name in ("chunks_sent", "chunks_received", "chunks_wrong", "notes_again", "stalls"):
             self.counts[name] += sum(int(link.stats()[name]) for side in self.links for link in side)
         self.counts["lives"] += 1

@@ -38,7 +38,7 @@ from kvbm import (
     reshard,
     wire,
 )
-from kvbm.reshard import chunk, flows, notes, ring
+from kvbm.reshard import chunk, flows, notes, pack, ring
 from kvbm.reshard import link as links
 from linking import Linked, ended, gpu_memory, plain_case, sender_of
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, span
@@ -235,6 +235,24 @@ def test_a_peer_is_lost(side: int) -> None:
                 assert any(isinstance(error, PeerLostError) for error in errors) or not any(errors), errors
             if not any(errors):
                 found.check()
+            found.require_slots()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("pulls", [False, True])
+def test_a_lost_peer_is_no_wrong_chunk(side: int, pulls: bool) -> None:
+    """What was not read, as the peer was lost at that call, is not looked at."""
+    for at in range(5):
+        with on_faulty({(side, 0 if side else SENDER): [wire.Fault("kill", at)]}) as found:
+            handles = [
+                (link.offer if pulls else link.send)("k", span, timeout=0.8)
+                for link, (span,) in zip(found.links[0], found.spans(0), strict=True)
+            ]
+            handles += [
+                link.receive("k", span, timeout=0.8) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)
+            ]
+            ended(handles, 8)
+            assert [link.stats()["chunks_wrong"] for link in found.links[1]] == [0] * len(found.links[1])
             found.require_slots()
 
 
@@ -437,6 +455,19 @@ def test_what_is_on_its_way_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -
         assert sum(one.calls["put"] for one in found.wires[0]) > 8
         found.check()
         found.require_slots()
+
+
+@pytest.mark.parametrize("most", [1, 4096])
+def test_launches_are_kept_by_slot(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """At most so many; those that are not kept any more are made again."""
+    monkeypatch.setattr(pack, "_MOST_LANES", most)
+    with counted() as found:
+        for name in ("a", "b", "c"):
+            found.refill()
+            assert not any(ended(found.begin(PUSHED, name=name)))
+            found.check()
+        kept = [len(packer._routes) for side in found.links for link in side for packer in link._packers.values()]
+        assert max(kept) <= most and (most == 1 or max(kept) > 1)
 
 
 class Undroppable:

@@ -254,14 +254,16 @@ class Outflow:
             return True
         chunk = self._chunk(packed.grant.chunk)
         self._digests[packed.grant.chunk] = packed.done.digests[self.rank, packed.grant.chunk]
-        link.count("chunks_sent")
-        link.count("bytes_sent", chunk.size)
         if self.offer.pulls:
             packed.is_told = True
             self._tell(packed)
         else:
             note = Put(self.number, self.arrival, serial, packed.grant.chunk, packed.grant.slot)
             packed.op = link.put(self.peer, ring.slice(packed.slot, chunk.size), packed.grant.slot, note)
+            if packed.op is None:
+                return False  # the peer is lost
+        link.count("chunks_sent")
+        link.count("bytes_sent", chunk.size)
         return True
 
     def _tell(self, packed: _Packed) -> None:
@@ -326,11 +328,13 @@ class Inflow:
         coming = self._coming.get(note.serial)
         if coming is None or coming.is_here or note.arrival != self.arrival.number or note.chunk != coming.grant.chunk:
             return
-        coming.is_here = True
-        self._again.reset()
         if self.offer.pulls:
             size = self._chunks[note.chunk].size
             coming.op = self.link.get(self.peer, self.link.ring.slice(coming.slot, size), note.slot)
+            if coming.op is None:
+                return  # the peer is lost: nothing was read
+        coming.is_here = True
+        self._again.reset()
 
     def stopped(self, note: Stop) -> None:
         """The sender gives up; none of its puts is under way."""
