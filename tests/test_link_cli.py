@@ -413,7 +413,10 @@ def ends() -> Iterator[tuple[talk.Talk, socket.socket]]:
         (framed(b'{"error": "annotations", "message": "no"}'), KvbmError, "says: no"),
         (framed(b'{"error": ["x"]}'), KvbmError, "says: "),
     ],
-    ids=["http", "long", "cut", "bytes", "deep", "list", "missing", "short", "head", "end", "late", "plan", "unknown", "no error", "odd"],
+    ids=[
+        "http", "long", "cut", "bytes", "deep", "list", "missing", "short",
+        "head", "end", "late", "plan", "unknown", "no error", "odd",
+    ],
 )  # fmt: skip
 def test_what_is_heard(ends: tuple[talk.Talk, socket.socket], data: bytes, error: type[KvbmError], said: str) -> None:
     mine, other = ends
