@@ -370,6 +370,14 @@ def test_orders_that_are_none(serve: Serve, monkeypatch: pytest.MonkeyPatch, tol
     assert said in str(serving.errors[0])
 
 
+@pytest.mark.parametrize(
+    "shape", ["llama-3.1-8b", "shape.yaml", "./shape", "nl=1;no=2"], ids=["preset", "file", "path", "odd"]
+)
+def test_a_peer_names_no_file_of_this_machine(shape: str) -> None:
+    with pytest.raises(BindError, match="shape: expected all sizes"):
+        trial.Terms.read({**GOOD, "shape": shape})
+
+
 # ---- messages ----------------------------------------------------------------------------------------------------------
 
 
@@ -402,9 +410,13 @@ def ends() -> Iterator[tuple[talk.Talk, socket.socket]]:
         (framed(b'{"error": "TransferTimeoutError", "message": "late"}'), TransferTimeoutError, "says: late"),
         (framed(b'{"error": "PlanError", "message": "no"}'), kvbm.PlanError, "says: no"),
         (framed(b'{"error": "SystemExit", "message": "no"}'), KvbmError, "says: no"),
+        (framed(b'{"error": "annotations", "message": "no"}'), KvbmError, "says: no"),
         (framed(b'{"error": ["x"]}'), KvbmError, "says: "),
     ],
-    ids=["http", "long", "cut", "bytes", "deep", "list", "missing", "short", "head", "end", "late", "plan", "unknown", "odd"],
+    ids=[
+        "http", "long", "cut", "bytes", "deep", "list", "missing", "short",
+        "head", "end", "late", "plan", "unknown", "no error", "odd",
+    ],
 )  # fmt: skip
 def test_what_is_heard(ends: tuple[talk.Talk, socket.socket], data: bytes, error: type[KvbmError], said: str) -> None:
     mine, other = ends
