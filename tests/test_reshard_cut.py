@@ -102,6 +102,11 @@ def test_wrong_chunks_on_a_gpu(fake_gpu: processes.FakeDriver) -> None:
     fake_gpu("reshards.wrong_chunks")
 
 
+def test_calls_of_many_chunks_leave_nothing_behind(fake_gpu: processes.FakeDriver) -> None:
+    """Each call let go of eight copies of older ones, and kept its own: of more than eight, for ever."""
+    fake_gpu("reshards.many_chunks")
+
+
 @pytest.mark.parametrize("kind", ["device", "pinned", "few"])
 def test_every_byte_through_the_fake_driver(fake_gpu: processes.FakeDriver, kind: str) -> None:
     fake_gpu("reshards.chunks", 80_000, 40, kind)

@@ -213,3 +213,24 @@ def wrong_chunks() -> None:
         digesting.pinned.release()
     assert len(digesting.pinned._slabs) == held
     assert count("pushes") == count("pops")
+
+
+def many_chunks() -> None:
+    """Calls of many chunks that have ended hold nothing: neither slots nor pinned memory."""
+    defer(1)
+    model = kvbm.BlockShape(nl=2, no=2, nh=2, nt=8, hd=16, dtype="int16")
+    place = kvbm.Placement("tp1", model=model, name="engine")
+    layout = kvbm.load("universal")
+    some = [on_pages(np.zeros(a.nbytes, np.uint8)) for a in layout.resolve(model, 10).allocations]
+    shapes = [a.shape for a in layout.resolve(model, 10).allocations]
+    arrays = [FakeCuda(s, "int16", address=m.ctypes.data) for s, m in zip(shapes, some, strict=True)]
+    made = reshard.plan(place, place)
+    packer = reshard.Packer(made, 0, kvbm.Pool(layout, model, arrays))
+    cut = reshard.Cut(packer, kvbm.Span(range(10), range(80)), most=2048)
+    assert len(cut.chunks[0]) == 10
+    slots = {(0, chunk.number): slot_on_gpu(chunk.size) for chunk in cut.chunks[0]}
+    for call in range(40):
+        done = cut.pack(slots, key="k", stream=5)
+        done.synchronize()
+        assert len(digesting.pinned._watched) <= 60, (call, len(digesting.pinned._watched))
+    assert len(digesting.pinned._slabs) <= 8, len(digesting.pinned._slabs)

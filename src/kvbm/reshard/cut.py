@@ -323,10 +323,10 @@ class _Piece(NamedTuple):
 class _Numbers:
     """Where kernels write digests: given back when nobody has it any more, unless it was not all enqueued."""
 
-    def __init__(self, count: int, on_gpu: bool) -> None:
+    def __init__(self, count: int, on_gpu: bool, copies: int) -> None:
         self._on_gpu, self.is_enqueued = on_gpu, False
         if on_gpu:
-            pinned.release(8)
+            pinned.release(8 + copies)  # more of older ones than there will be new ones
         self.memory: npt.NDArray[np.uint64] = pinned.take(count) if on_gpu else np.zeros(count, np.uint64)
 
     def __del__(self) -> None:
@@ -355,7 +355,7 @@ class _Work:
                     at += len(some) * lane.nbytes
         count = sum(piece.positions.size for piece in self._pieces)
         self._jobs, self._on_gpu = len(jobs), packer.device >= 0
-        self._found, self.dones = _Numbers(count, self._on_gpu), []
+        self._found, self.dones = _Numbers(count, self._on_gpu, len(self._pieces)), []
         out = int(self._found.memory.ctypes.data)
         for piece in self._pieces:
             done = self._enqueue(piece, out, stream, wait, (packer, jobs, self._found))
