@@ -73,6 +73,18 @@ def test_ten_thousand_copies_hold_nothing(tmp_path: Path, device: str) -> None:
     assert {"allocations" if device == "fake" else "rss", "fds", "threads"} <= told.keys()
 
 
+@pytest.mark.slow
+def test_links_with_faults_hold_nothing(tmp_path: Path) -> None:
+    told = run(tmp_path, "host", "links", "--transfers", 300)
+    assert told["counts"]["transfers"] >= 300 and {"rss", "fds", "threads"} == told["grows"].keys()
+    assert {"lose", "double", "delay", "swap", "corrupt"} <= told["counts"].keys()
+
+
+@pytest.mark.quick
+def test_one_sample_is_flat() -> None:
+    assert all(of["flat"] for of in tool().judged([{"copies": 1, "rss": 1, "fds": 7}]).values())
+
+
 @pytest.mark.quick
 def test_what_grows_is_seen() -> None:
     judged = tool().judged

@@ -371,7 +371,7 @@ def judged(samples: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
         slope = sum((x - mean) * (y - middle) for x, y in zip(at, of, strict=True)) / spread if spread else 0.0
         half = len(of) // 2
         rises = slope * (at[-1] - at[0])
-        flat = rises <= ROOM[name] if name in ROOM else max(of[half:]) <= max(of[:half])
+        flat = rises <= ROOM[name] if name in ROOM else max(of[half:]) <= max(of[:half] or of)
         told[name] = {"first": of[0], "last": of[-1], "slope": slope, "flat": flat}
     return told
 
