@@ -326,7 +326,7 @@ def test_a_closed_link_is_forgotten() -> None:
     with Linked(CASE) as found:
         assert not any(ended(found.begin()))
         end, link = found.ends[1][0], found.links[1].pop(0)
-        cards = [one.card() for one in found.ends[0]]
+        cards, counted = [one.card() for one in found.ends[0]], link.stats()
         link.close()
         gone, limit = weakref.ref(link), time.monotonic() + 5
         del link
@@ -334,6 +334,7 @@ def test_a_closed_link_is_forgotten() -> None:
             assert time.monotonic() < limit, gc.get_referrers(gone())
             gc.collect()
             time.sleep(0.001)
+        assert end.stats() == {"prefill": counted} and counted["chunks_received"]
         with pytest.raises(BindError, match="must start again, with a new card"):
             end.meet(cards, stripe=CASE.stripe)
 

@@ -85,13 +85,14 @@ def test_slots_add_up(linked: Linked) -> None:
 def test_links_of_the_same_labels_are_added_up() -> None:
     """An engine that started again has the name that it had: a series for both."""
     ring = SimpleNamespace(sends=2, takes=2, free=lambda **_: 2, quarantined=set())
-    links = [
-        SimpleNamespace(engine="decode", handles=(1,) * n, stats=lambda n=n: dict.fromkeys(_COUNTERS, n))
-        for n in (3, 4)
-    ]
-    end: Any = SimpleNamespace(engine="prefill", rank=1, links=links, ring=ring, cpu_seconds=0.5)
-    key = labels(end, peer_engine="decode")
-    found = told(Links([end]))
+    ends: list[Any] = [
+        SimpleNamespace(
+            engine="prefill", rank=1, ring=ring, cpu_seconds=0.5, links=[SimpleNamespace(engine="decode", handles=(1,) * n)],
+            stats=lambda n=n: {"decode": dict.fromkeys(_COUNTERS, n)},
+        ) for n in (3, 4)
+    ]  # fmt: skip
+    key = labels(ends[0], peer_engine="decode")
+    found = told(Links(ends))
     assert {found[f"{name}_total", key] for name, _ in _COUNTERS.values()} == {7.0}
     assert found["kvbm_link_transfers", key] == 7
 

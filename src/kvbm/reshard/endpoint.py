@@ -10,6 +10,7 @@ import json
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -133,6 +134,7 @@ class Endpoint:
         wire.register(self.ring.slab)
         self._card = self._written(wire.card())
         self._links: list[Link] = []
+        self._past: dict[str, Counter[str]] = {}  # of links that are closed
         self.siblings: Link | None = None
         self._by_peer: dict[str, Link | None] = {}  # None: of a link that is closed
         self.dropping: dict[str, Link] = {}
@@ -413,7 +415,9 @@ class Endpoint:
             link.dropped(peer)
         for link in [one for one in self._links if one.is_closed and one.is_idle]:
             if self.dropping.keys().isdisjoint(link.peers):
-                self._links.remove(link)
+                with self._lock:
+                    self._links.remove(link)
+                    self._past.setdefault(link.engine, Counter()).update(link.stats())
                 self._by_peer.update(dict.fromkeys(link.peers))
         return busy
 
@@ -437,8 +441,16 @@ class Endpoint:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Links to other engines, closed ones among them."""
+        """Links to other engines, without closed ones of which nothing is under way."""
         return tuple(self._links)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """By engine, what `Link.stats` counts of all links to it, closed ones among them."""
+        with self._lock:
+            found = {engine: Counter(counts) for engine, counts in self._past.items()}
+            for link in self._links:
+                found.setdefault(link.engine, Counter()).update(link.stats())
+        return {engine: dict(counts) for engine, counts in found.items()}
 
     @property
     def cpu_seconds(self) -> float:

@@ -101,11 +101,12 @@ class Links:
         used: Counter[tuple[str, ...]] = Counter()
         for endpoint in endpoints:
             mine = endpoint.engine, str(endpoint.rank)
+            for engine, found in endpoint.stats().items():
+                for name, value in found.items():
+                    counts[name][*mine, engine] += value  # type: ignore[assignment]
+                under_way[*mine, engine] += 0
             for link in endpoint.links:
-                labels = (*mine, link.engine)
-                for name, value in link.stats().items():
-                    counts[name][labels] += value  # type: ignore[assignment]
-                under_way[labels] += len(link.handles)
+                under_way[*mine, link.engine] += len(link.handles)
             ring = endpoint.ring
             for way, all_of_them in (("send", ring.sends), ("receive", ring.takes)):
                 free, kept = ring.free(sends=way == "send"), 0 if way == "send" else len(ring.quarantined)
