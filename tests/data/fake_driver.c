@@ -566,7 +566,7 @@ int cuFuncGetAttribute(int *value, int what, Handle function) {
   if (what != 5) return INVALID_VALUE;
   return *value = knob("FAKE_PTX_VERSION", 90), 0;
 }
-static int launch(Handle name, unsigned gx, unsigned x, unsigned shared, Handle stream, void **parameters, int early) {
+static int submit_launch(Handle name, unsigned gx, unsigned x, unsigned shared, Handle stream, void **parameters, int early) {
   static _Thread_local Address cleared; /* by this thread's last launch */
   if (!depth) return NO_CONTEXT;
   if (device_of(stream) != current_device()) return INVALID_HANDLE;
@@ -587,7 +587,7 @@ static int launch(Handle name, unsigned gx, unsigned x, unsigned shared, Handle 
 int cuLaunchKernel(Handle name, unsigned gx, unsigned gy, unsigned gz, unsigned x, unsigned y, unsigned z, unsigned shared,
                    Handle stream, void **parameters, void **extra) {
   MAY_FAIL;
-  return launch(name, gx, x, shared, stream, parameters, 0);
+  return submit_launch(name, gx, x, shared, stream, parameters, 0);
 }
 typedef struct LaunchAttribute { /* of 72 bytes */
   int id, pad, value;
@@ -604,7 +604,7 @@ int cuLaunchKernelEx(const LaunchConfig *config, Handle name, void **parameters,
   const unsigned early = config->num_attributes;
   if (early > 1 || (early && (config->attributes->id != 6 || config->attributes->value != 1))) return INVALID_VALUE;
   if (early && knob("FAKE_PTX_VERSION", 90) < 90) abort(); /* such code does not wait */
-  return launch(name, config->grid[0], config->block[0], config->shared, config->stream, parameters, (int)early);
+  return submit_launch(name, config->grid[0], config->block[0], config->shared, config->stream, parameters, (int)early);
 }
 int cuMemAlloc_v2(Address *made, size_t bytes) {
   MAY_FAIL;
