@@ -851,6 +851,64 @@ def test_ends_by_nccl_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(aborted) == 4  # two each way and side
 
 
+@pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+def test_ends_meet_while_others_wait_in_the_store() -> None:
+    """A client of TCPStore does one thing at a time: threads that wait in it crosswise would keep two processes from each other."""
+    from torch import distributed
+
+    main = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [main, distributed.TCPStore("127.0.0.1", main.port, is_master=False, wait_for_workers=False)]
+    waiting = [threading.Thread(target=store.wait, args=(["go on"],)) for store in stores]
+    for thread in waiting:
+        thread.start()
+    ends = [wire.torch(f"end{number}", store, meet_seconds=LIMIT) for number, store in enumerate(stores)]
+    slabs = [np.full(64, number, np.uint8) for number in range(2)]
+    for end, slab in zip(ends, slabs, strict=True):
+        end.register(wire.Slab.of(slab))
+    there, _ = ends[0].connect(ends[1].card()), ends[1].connect(ends[0].card())
+    ends[0].put(there, wire.Slice(0, 64), wire.Slice(0, 64), b"all of it")
+    assert until(ends[1].poll, "a note")[0][1] == b"all of it" and not slabs[1].any()
+    assert all(thread.is_alive() for thread in waiting)
+    main.clone().set("go on", b"")
+    for thread in waiting:
+        thread.join(LIMIT)
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+def test_a_torch_whose_stores_cannot_be_cloned(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch import distributed
+
+    store = distributed.HashStore()
+    monkeypatch.setattr(distributed, "Store", object)
+    with pytest.raises(kvbm.KvbmError, match=r"needs torch 2\.8 or newer, found 2"):
+        wire.torch("one", store)
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+def test_a_peer_that_is_lost_holds_no_connection() -> None:
+    from torch import distributed
+
+    main = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one = wire.torch("one", main)
+    one.register(wire.Slab.of(slab := np.zeros(64, np.uint8)))
+    counts: list[int] = []
+    threads = threading.active_count()
+    for number in range(4):
+        two = wire.torch(f"two{number}", main)
+        two.register(wire.Slab.of(slab))
+        there, here = one.connect(two.card()), two.connect(one.card())
+        two.note(here, b"here")
+        until(one.poll, "a note")
+        two.close()
+        one.drop(there)
+        until(lambda: threading.active_count() == threads, "their threads have ended")
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= counts[0], f"as few open files as at first: {counts}")
+    one.close()
+
+
 # ---- many ------------------------------------------------------------------------------------------------------------
 
 

@@ -149,17 +149,18 @@ class End:
         return time.perf_counter() - begin
 
     def until_note(self, talk: Talk, op: wire.Op | None = None) -> None:
-        """Poll the bare wire until a note has come, and a put is done."""
+        """Poll the bare wire until a note that is not empty has come, and a put is done."""
         came, begin = False, time.monotonic()
         end, looks = begin + self.terms.timeout, begin + 0.1
         while not came or not (op is None or op.query()):
-            came = bool(self.raw.poll()) or came
+            came = any(note for _, note in self.raw.poll()) or came
             now = time.monotonic()
             if now > end:
                 raise TransferTimeoutError(f"{talk.peer}: no answer on the bare wire within {self.terms.timeout:g} s")
             if now > looks:
                 looks = now + 0.1
                 talk.look()
+                self.raw.note(self.peer, b"")  # raises an error if the peer is lost
             if now > begin + 2e-4:  # what comes soon is not waited for longer than it takes
                 time.sleep(0)  # others may have Python's lock
 

@@ -47,6 +47,7 @@ def torch(
     name : str
     store : torch.distributed.Store
         One that all peers reach, such as a ``TCPStore``: here two ends meet.  It is not asked any more once they have met.
+        Each meeting uses a clone of its own (torch 2.8 and newer), so whatever else waits in the store holds up none.
     backend : str
         What carries slices: ``"gloo"`` those in host memory, ``"nccl"`` those on GPUs.  Notes go by gloo.
     meet_seconds : float
@@ -75,6 +76,8 @@ class _Torch(Ends["_Far"]):
             import torch.distributed as distributed
         except ImportError as error:
             raise KvbmError(f"this wire needs torch ({error}): pip install torch") from None
+        if not hasattr(distributed.Store, "clone"):
+            raise KvbmError(f"this wire needs torch 2.8 or newer, found {torch.__version__}: pip install -U torch")
         if backend not in ("gloo", "nccl"):
             raise BindError(f"{name}: backend: expected 'gloo' or 'nccl', got {backend!r:.40}")
         self.transport = f"torch/{backend}"
@@ -177,7 +180,9 @@ class _Torch(Ends["_Far"]):
     def _meet(self, far: _Far) -> bool:
         """Wait for the peer to connect, too, and make the group of the two; whether that was before the end."""
         names = sorted((self.name, far.card.name))
-        store = self._distributed.PrefixStore(f"kvbm/{self.transport}/{'/'.join(names)}", self._store)
+        # A store of its own: one that waits for a key of one peer keeps the other threads of this process from it, and two
+        # processes whose threads wait crosswise would wait for each other.
+        store = self._distributed.PrefixStore(f"kvbm/{self.transport}/{'/'.join(names)}", self._store.clone())
         store.set(self.name, b"here")
         pause, late = 0.001, deadline(self._meet_seconds)
         while not store.check([far.card.name]):
@@ -220,6 +225,7 @@ class _Torch(Ends["_Far"]):
             far.lose(f"{type(error).__name__}: {error}")
         finally:
             far.lose("its thread has ended")
+            far.release()
             self.news()
 
     def _await_head(self, far: _Far, head: bytearray) -> tuple[bytearray, Any]:
@@ -324,6 +330,8 @@ class _Far(Peer):
     threads: list[threading.Thread] = field(default_factory=list)
     #: Held while something is received into the slab.
     writing: Any = field(default_factory=threading.Lock)
+    #: Held while the connection is ended.
+    ending: Any = field(default_factory=threading.Lock)
 
     def start(self, function: Callable[[_Far], None]) -> None:
         thread = threading.Thread(target=function, args=(self,), name=f"kvbm wire {self.card.name}", daemon=True)
@@ -332,19 +340,26 @@ class _Far(Peer):
 
     def lose(self, why: str) -> None:
         """End the connection; threads that wait for the peer wake up."""
-        if self.lost:
-            return
-        self.lost = why
-        self.queue.put(None)
-        for carrier in self.carriers:
-            with contextlib.suppress(Exception):
-                carrier.abort()
-        if self.group is not None:
-            import torch
+        with self.ending:
+            if self.lost:
+                return
+            self.lost = why
+            self.queue.put(None)
+            for carrier in self.carriers:
+                with contextlib.suppress(Exception):
+                    carrier.abort()
+            if self.group is not None:
+                import torch
 
-            # gloo breaks a connection on which one receive has timed out, for all that wait on it and for the peer.
-            with contextlib.suppress(RuntimeError):
-                self.group.recv([torch.zeros(1, dtype=torch.uint8)], self.rank, _ABORT).wait(timedelta(milliseconds=1))
+                # gloo breaks a connection on which one receive has timed out, for all that wait on it and for the peer.
+                with contextlib.suppress(RuntimeError):
+                    abort = self.group.recv([torch.zeros(1, dtype=torch.uint8)], self.rank, _ABORT)
+                    abort.wait(timedelta(milliseconds=1))
+
+    def release(self) -> None:
+        """Let go of the group, and with it of its connection to the store: a peer that is lost is kept, by name."""
+        with self.ending:
+            self.group = None
 
     def drain(self) -> None:
         """What is queued or asked for will never be done."""
