@@ -14,7 +14,7 @@ import pytest
 import benching
 import kvbm
 from benching import MODEL, ON_CPU, run
-from kvbm.bench import cli, digest, measure
+from kvbm.bench import cli, digest, measure, race
 from kvbm.bench.check import WrongCopyError
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("small_caches")
 
 def ran(*arguments: str) -> list[dict[str, str]]:
     rows = benching.ran(cli.bench, "digest", *ON_CPU, *arguments)
-    assert tuple(rows[0]) == digest.COLUMNS
+    assert tuple(rows[0]) == race.COLUMNS
     return rows
 
 

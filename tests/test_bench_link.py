@@ -11,7 +11,7 @@ import pytest
 
 import benching
 from benching import ON_CPU, run
-from kvbm.bench import cli, growth, link, ways
+from kvbm.bench import cli, growth, link, race, ways
 from kvbm.bench.check import WrongCopyError
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "connect.md"
@@ -20,7 +20,7 @@ TORCH = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installe
 
 def ran(*arguments: str) -> list[dict[str, str]]:
     rows = benching.ran(cli.bench, "link", *ON_CPU, "--quick", *arguments)
-    assert tuple(rows[0]) == link.COLUMNS
+    assert tuple(rows[0]) == race.COLUMNS
     return rows
 
 

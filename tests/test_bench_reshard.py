@@ -9,7 +9,7 @@ import pytest
 
 import benching
 from benching import MODEL, ON_CPU, run
-from kvbm.bench import messages, reshard
+from kvbm.bench import messages, race, reshard
 from kvbm.bench.check import WrongCopyError
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -18,7 +18,7 @@ PLACES = ("cpu", "cpu")
 
 def ran(*arguments: str) -> list[dict[str, str]]:
     rows = benching.ran(reshard.reshard, *ON_CPU, *arguments)
-    assert tuple(rows[0]) == reshard.COLUMNS
+    assert tuple(rows[0]) == race.COLUMNS
     return rows
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,11 +57,10 @@ def linked(seed: int, **options: Any) -> Linked | None:
         return None
 
 
-@pytest.mark.parametrize("first", range(0, 100, 10))
-def test_every_byte(first: int) -> None:
-    """Random placements, layouts, ranges, origins; pushed and pulled, in windows of layers, in any order."""
-    for seed in range(first, first + 10):
-        found = linked(seed)
+def require_every_byte(seeds: range, read: Callable[[Any], Any] = np.asarray, **options: Any) -> None:
+    """All that begins ends; what is in the pools, and what is not, is the oracle's; no slot is lost."""
+    for seed in seeds:
+        found = linked(seed, **options)
         if found is None:
             continue
         with found:
@@ -71,8 +71,14 @@ def test_every_byte(first: int) -> None:
             if any("without a block" in str(error) for error in errors):
                 continue  # of the source
             assert not any(errors), (seed, errors)
-            found.check()
+            found.check(read)
             found.require_slots()
+
+
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_every_byte(first: int) -> None:
+    """Random placements, layouts, ranges, origins; pushed and pulled, in windows of layers, in any order."""
+    require_every_byte(range(first, first + 10))
 
 
 def test_on_a_gpu_that_is_not_one(fake_gpu: Any) -> None:
@@ -85,20 +91,7 @@ def test_on_a_gpu_that_is_not_one(fake_gpu: Any) -> None:
 @pytest.mark.parametrize("first", range(1000, 1240, 60))
 def test_every_byte_on_a_gpu(first: int) -> None:
     """Pools and rings of a GPU; the ends copy from ring to ring through the driver."""
-    for seed in range(first, first + 60):
-        found = linked(seed, memory=gpu_memory())
-        if found is None:
-            continue
-        with found:
-            try:
-                errors = ended(found.begin(random.Random(seed), timeout=10))
-            except BindError as error:
-                errors = [error]
-            if any("without a block" in str(error) for error in errors):
-                continue
-            assert not any(errors), (seed, errors)
-            found.check(lambda buffer: buffer.cpu().numpy())
-            found.require_slots()
+    require_every_byte(range(first, first + 60), lambda buffer: buffer.cpu().numpy(), memory=gpu_memory())
 
 
 # ---- one case, on wires with faults ----------------------------------------------------------------------------------

@@ -310,17 +310,29 @@ def test_a_drop_ends_this_side_at_once(pair: Open) -> None:
         near.connect(_far.card)
 
 
+@contextlib.contextmanager
+def two_ends(kind: str, place: str, size: int) -> Iterator[tuple[wires.End, Far]]:
+    """Connected, of large slabs; the far one is killed at the end, whatever it is at."""
+    near = wires.End(kind, "near", size, place)
+    far = Far(near, kind, place, size)
+    try:
+        near.connect(far.card)
+        far("connect", near.card())
+        yield near, far
+    finally:
+        far.pipe.close()
+        far.process.kill()
+        far.process.join(LIMIT)
+        near.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TORCH])
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "lives"])
 def test_a_drop_in_the_middle_of_a_put(kind: str, place: str, killed: bool) -> None:
     """Of a slice of which a part is here: the drop returns at once, and no more of it lands."""
     size = 1 << 28
-    near = wires.End(kind, "near", size, place)
-    far = Far(near, kind, place, size)
-    try:
-        near.connect(far.card)
-        far("connect", near.card())
+    with two_ends(kind, place, size) as (near, far):
         near.slab[:] = 1
         far("fill", 2)
         far("start", 0, 0, size, b"whole")
@@ -332,12 +344,6 @@ def test_a_drop_in_the_middle_of_a_put(kind: str, place: str, killed: bool) -> N
         assert part < size, "it was too quick to be in the middle"
         time.sleep(0.2)  # what is on its way
         assert np.count_nonzero(near.slab == 2) == part and near.wire.poll() == []
-    finally:
-        far.pipe.close()
-        near.close()
-        if not killed:
-            far.process.kill()
-            far.process.join(LIMIT)
     assert not [one for one in threading.enumerate() if one.name.startswith("kvbm wire far")]
 
 
@@ -347,11 +353,7 @@ def test_a_drop_in_the_middle_of_a_put(kind: str, place: str, killed: bool) -> N
 def test_a_put_that_a_peer_takes_in_part(kind: str, place: str, killed: bool) -> None:
     """It is stopped, so that no more than buffers take leaves; what waits for it ends with the peer, or with a drop."""
     size = 1 << 26
-    near = wires.End(kind, "near", size, place)
-    far = Far(near, kind, place, size)
-    try:
-        near.connect(far.card)
-        far("connect", near.card())
+    with two_ends(kind, place, size) as (near, far):
         near.start(0, 0, 8, b"one")
         done(near)
         assert far.wait(1) == [b"one"]
@@ -362,11 +364,6 @@ def test_a_put_that_a_peer_takes_in_part(kind: str, place: str, killed: bool) ->
         until(lambda: not any(one.name.startswith("kvbm wire far") for one in threading.enumerate()), "its threads end")
         with pytest.raises(PeerLostError):
             near.query()
-    finally:
-        far.pipe.close()
-        if not killed:
-            far.kill()
-        near.close()
 
 
 def test_a_closed_peer_is_lost(pair: Open) -> None:

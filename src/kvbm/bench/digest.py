@@ -40,11 +40,10 @@ from .measure import (
     read,
 )
 from .messages import strategy_on
-from .options import comma_list
-from .race import COLUMNS, Asked, Runner, print_table, race, row_of, runner
-from .section import Note, Row, common_options, note, stamp, write_rows
+from .race import Asked, Runner, race, race_options, row_of, runner, write_race
+from .section import Note, Row, note, stamp
 
-__all__ = ["COLUMNS", "SECTIONS", "digest", "measure"]
+__all__ = ["SECTIONS", "digest", "measure"]
 
 SECTIONS = ("copies", "alone", "staged")
 
@@ -361,11 +360,7 @@ _SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {"copies": _copies, "alon
 
 
 @click.command()
-@common_options(iters=30)
-@click.option("--profile", metavar="SHAPE", help="The model.  [default: llama-3.1-70b; llama-3.1-8b on the CPU]")
-@click.option("--what", "sections", default=",".join(SECTIONS), show_default=True, callback=comma_list(SECTIONS), metavar="LIST",
-              help="Sections to measure.")  # fmt: skip
-@click.option("--quick", is_flag=True, help="Fewer pairs and sizes.")
+@race_options(SECTIONS, 30, "llama-3.1-70b; llama-3.1-8b on the CPU", "Fewer pairs and sizes.")
 def digest(
     place: str, iters: int, out: Path | None, profile: str | None, sections: tuple[str, ...], quick: bool
 ) -> None:
@@ -375,13 +370,4 @@ def digest(
     medians taken in turns. On the CPU a digest stands beside xxh3, crc32c and crc32, where their packages are installed.
     """
     model = load_shape(profile or ("llama-3.1-8b" if place == "cpu" else "llama-3.1-70b"))
-    found: list[Row] = []
-
-    def kept() -> Iterator[Row]:
-        for row in measure(Run(place, model, iters, quick, note), sections):
-            found.append(row)
-            yield row
-
-    write_rows(kept(), COLUMNS, place, model, out, "digest")
-    if out is not None:
-        print_table(found)
+    write_race(measure(Run(place, model, iters, quick, note), sections), place, model, out, "digest")

@@ -26,12 +26,11 @@ from ..reshard import Endpoint, Placement, Span
 from ..shapes import BlockShape, load_shape
 from .clock import Timed
 from .measure import random_pool
-from .options import comma_list
-from .race import COLUMNS, ROUNDS, Runner, print_table, race, row_of
-from .section import TINY, Note, Row, common_options, figures, note, stamp, write_rows
+from .race import ROUNDS, Runner, race, race_options, row_of, write_race
+from .section import TINY, Note, Row, figures, note, stamp
 from .ways import ASKED, DECODE, LIMIT, PREFILL, WAYS, Pair
 
-__all__ = ["COLUMNS", "SECTIONS", "link", "measure"]
+__all__ = ["SECTIONS", "link", "measure"]
 
 SECTIONS = ("messages", "chunks", "many")
 
@@ -193,11 +192,7 @@ _SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {"messages": _messages, "
 
 
 @click.command()
-@common_options(iters=15)
-@click.option("--profile", metavar="SHAPE", help="The model.  [default: llama-3.1-8b]")
-@click.option("--what", "sections", default=",".join(SECTIONS), show_default=True, callback=comma_list(SECTIONS), metavar="LIST",
-              help="Sections to measure.")  # fmt: skip
-@click.option("--quick", is_flag=True, help="The smallest message, and fewer links.")
+@race_options(SECTIONS, 15, "llama-3.1-8b", "The smallest message, and fewer links.")
 def link(place: str, iters: int, out: Path | None, profile: str | None, sections: tuple[str, ...], quick: bool) -> None:
     """Links between two processes of this machine: NIXL and gloo themselves, wires on them, links, and what engines do.
 
@@ -208,13 +203,4 @@ def link(place: str, iters: int, out: Path | None, profile: str | None, sections
         note(f"{place}: links are measured between processes on the CPU")
         place = "cpu"
     model = load_shape(profile or "llama-3.1-8b")
-    rows: list[Row] = []
-
-    def kept() -> Iterator[Row]:
-        for row in measure(Run(place, model, iters, quick, note), sections):
-            rows.append(row)
-            yield row
-
-    write_rows(kept(), COLUMNS, place, model, out, "link")
-    if out is not None:
-        print_table(rows)
+    write_race(measure(Run(place, model, iters, quick, note), sections), place, model, out, "link")

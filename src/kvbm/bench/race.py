@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from .clock import CpuClock, GpuClock, Timed
-from .section import Row, figures
+import click
 
-__all__ = ["COLUMNS", "ROUNDS", "Asked", "Runner", "print_table", "race", "ratio", "row_of", "runner"]
+from ..shapes import BlockShape
+from .clock import CpuClock, GpuClock, Timed
+from .options import comma_list
+from .section import Row, common_options, figures, write_rows
+
+__all__ = ["COLUMNS", "ROUNDS", "Asked", "Runner", "race", "race_options", "ratio", "row_of", "runner", "write_race"]
 
 COLUMNS = (
     "case", "by", "n", "total_bytes", "median_ms", "gbps", "beside", "beside_ms", "ratio", "asked", "reached",
@@ -25,6 +30,40 @@ Runner: TypeAlias = Callable[[int, int], Timed]
 
 #: Turns in which what is compared is timed.
 ROUNDS = 5
+
+
+def race_options(
+    sections: Sequence[str], iters: int, model: str, quick: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`common_options`, --profile, --what and --quick; which model is measured if none is given, and what --quick does, is said."""
+    options = (
+        common_options(iters),
+        click.option("--profile", metavar="SHAPE", help=f"The model.  [default: {model}]"),
+        click.option("--what", "sections", default=",".join(sections), show_default=True, callback=comma_list(sections),
+                     metavar="LIST", help="Sections to measure."),
+        click.option("--quick", is_flag=True, help=quick),
+    )  # fmt: skip
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def write_race(found: Iterator[Row], place: str, model: BlockShape, out: Path | None, title: str) -> None:
+    """`write_rows`, and a table on stdout where they go to a file."""
+    rows: list[Row] = []
+
+    def kept() -> Iterator[Row]:
+        for row in found:
+            rows.append(row)
+            yield row
+
+    write_rows(kept(), COLUMNS, place, model, out, title)
+    if out is not None:
+        print_table(rows)
 
 
 def race(runners: Mapping[str, Runner], iters: int) -> dict[str, list[float]]:

@@ -29,12 +29,11 @@ from . import peers
 from .clock import CpuClock, GpuClock, Timed
 from .measure import View, Yardstick, device_of, is_out_of_memory, make_clock, random_pool
 from .messages import HND, NHD, Bound, Case, End, cases, strategy_on
-from .options import comma_list
 from .overhead import host_seconds
-from .race import COLUMNS, ROUNDS, Runner, print_table, race, row_of, runner
-from .section import Note, Row, common_options, figures, note, stamp, write_rows
+from .race import ROUNDS, Runner, race, race_options, row_of, runner, write_race
+from .section import Note, Row, figures, note, stamp
 
-__all__ = ["COLUMNS", "SECTIONS", "measure", "reshard"]
+__all__ = ["SECTIONS", "measure", "reshard"]
 
 SECTIONS = ("messages", "equal", "peer", "host", "plan")
 
@@ -398,12 +397,8 @@ _SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {
 
 
 @click.command()
-@common_options(iters=30)
-@click.option("--profile", metavar="SHAPE", help="The model.  [default: llama-3.1-70b; llama-3.1-8b on the CPU]")
-@click.option("--what", "sections", default=",".join(SECTIONS), show_default=True, callback=comma_list(SECTIONS), metavar="LIST",
-              help="Sections to measure.")  # fmt: skip
+@race_options(SECTIONS, 30, "llama-3.1-70b; llama-3.1-8b on the CPU", "Fewer sizes, and PyTorch at the largest only.")
 @click.option("--torch/--no-torch", "torch", default=True, help="Also what one would write in PyTorch.")
-@click.option("--quick", is_flag=True, help="Fewer sizes, and PyTorch at the largest only.")
 def reshard(
     place: str,
     iters: int,
@@ -418,13 +413,4 @@ def reshard(
     With --out a table goes to stdout. Copies are checked before they are timed; ratios are of medians taken in turns.
     """
     model = load_shape(profile or ("llama-3.1-8b" if place == "cpu" else "llama-3.1-70b"))
-    found: list[Row] = []
-
-    def kept() -> Iterator[Row]:
-        for row in measure(Run(place, model, iters, quick, torch, note), sections):
-            found.append(row)
-            yield row
-
-    write_rows(kept(), COLUMNS, place, model, out, "reshard")
-    if out is not None:
-        print_table(found)
+    write_race(measure(Run(place, model, iters, quick, torch, note), sections), place, model, out, "reshard")

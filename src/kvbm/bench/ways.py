@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class Memory:
         return np.random.default_rng(nt).permutation(self.setting.tokens // nt)
 
 
-class Way:
+class Way(Protocol):
     """A way for bytes, one side of it.
 
     Attributes
@@ -96,7 +96,9 @@ class Way:
         Descriptors, or chunks, of the message that went last.
     """
 
-    copies, pieces = False, 1
+    memory: Memory
+    copies: bool = False
+    pieces: int = 1
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -109,11 +111,9 @@ class Way:
 
     def send(self, tokens: int) -> None:
         """Send that much; return when the other side has said that it is there."""
-        raise NotImplementedError
 
     def take(self, tokens: int) -> None:
         """Wait for that much, and say that it is there."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Give back what it has."""
@@ -262,12 +262,11 @@ def carrier(kind: str, name: str, path: str) -> Any:
 class ByWire(Way):
     """A put of one of kvbm's wires, its note, and a note back."""
 
-    kind = ""
-
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, kind: str, memory: Memory) -> None:
         super().__init__(memory)
+        self.kind = kind
         side = "near" if memory.setting.sends else "far"
-        self.wire = carrier(self.kind, side, f"{memory.setting.folder}/wire")
+        self.wire = carrier(kind, side, f"{memory.setting.folder}/wire")
         self.wire.register(wire.Slab.of(memory.bytes))
 
     def card(self) -> Any:
@@ -297,26 +296,18 @@ class ByWire(Way):
         self.wire.close()
 
 
-class ByWireNixl(ByWire):
-    kind = "nixl"
-
-
-class ByWireTorch(ByWire):
-    kind = "torch"
-
-
 class ByLink(Way):
     """A link, end to end: chunks are packed, put, unpacked into blocks of another layout and size, and proven by their digests."""
 
-    kind, copies = "", True
+    copies = True
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, kind: str, memory: Memory) -> None:
         super().__init__(memory)
         sends, model = memory.setting.sends, memory.setting.model
         self.nt = (PREFILL if sends else DECODE)[1]
         name = "prefill" if sends else "decode"
         place = Placement("tp1", model=model, nt=self.nt, name=name)
-        of_wire = carrier(self.kind, name, f"{memory.setting.folder}/link")
+        of_wire = carrier(kind, name, f"{memory.setting.folder}/link")
         self.end = Endpoint(name, place, 0, memory.pool, wire=of_wire)
         self.number = 0
 
@@ -343,23 +334,15 @@ class ByLink(Way):
         self.end.close()
 
 
-class ByLinkNixl(ByLink):
-    kind = "nixl"
-
-
-class ByLinkTorch(ByLink):
-    kind = "torch"
-
-
 #: Name → what it is, and what it stands beside.
-WAYS: dict[str, tuple[type[Way], str]] = {
+WAYS: dict[str, tuple[Callable[[Memory], Way], str]] = {
     "NIXL": (ByNixl, ""),
-    "wire.nixl": (ByWireNixl, "NIXL"),
-    "link by NIXL": (ByLinkNixl, "NIXL"),
+    "wire.nixl": (functools.partial(ByWire, "nixl"), "NIXL"),
+    "link by NIXL": (functools.partial(ByLink, "nixl"), "NIXL"),
     "as engines do": (AsEngines, "NIXL"),
     "gloo": (ByGloo, ""),
-    "wire.torch": (ByWireTorch, "gloo"),
-    "link by gloo": (ByLinkTorch, "gloo"),
+    "wire.torch": (functools.partial(ByWire, "torch"), "gloo"),
+    "link by gloo": (functools.partial(ByLink, "torch"), "gloo"),
 }
 
 #: What a wire's put must reach of what carries it.
