@@ -77,6 +77,10 @@ struct Copy2D {  // CUDA_MEMCPY2D
   size_t width, height;
 };
 
+struct IpcHandle {  // CUipcMemHandle
+  unsigned char bytes[KVBM_IPC_BYTES];
+};
+
 struct LaunchAttribute {  // CUlaunchAttribute
   int id;
   alignas(8) int value;
@@ -145,6 +149,9 @@ using BatchV2 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, si
   X(DeviceCanAccessPeer, "", true, (int*, int, int))                                                        \
   X(CtxEnablePeerAccess, "", true, (Handle, unsigned))                                                      \
   X(Memcpy2DAsync, "_v2", true, (const Copy2D*, Stream))                                                    \
+  X(IpcGetMemHandle, "", true, (IpcHandle*, Address))                                                       \
+  X(IpcOpenMemHandle, "_v2", true, (Address*, IpcHandle, unsigned))                                         \
+  X(IpcCloseMemHandle, "", true, (Address))                                                                 \
   X(MemHostRegister, "_v2", true, (void*, size_t, unsigned))                                                \
   X(MemHostUnregister, "", true, (void*))
 

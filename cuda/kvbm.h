@@ -430,6 +430,12 @@ int kvbm_alloc_device(int device, uint64_t bytes, uint64_t* address);
 int kvbm_free_device(int device, uint64_t address); /* waits for running work, as the driver does */
 /* The same later, when something is allocated and there is much of it: whoever drops a table must not wait for the GPU. */
 void kvbm_retire_device(int device, uint64_t address, uint64_t bytes);
+/* Memory of kvbm_alloc_device for other processes: what they open it with, and close once none of their work uses it.  It is
+ * opened on the GPU whose kernels are to reach it.  A process cannot open its own. */
+enum { KVBM_IPC_BYTES = 64 };
+int kvbm_ipc_handle(int device, uint64_t address, void* handle);
+int kvbm_ipc_open(int device, const void* handle, uint64_t* address);
+int kvbm_ipc_close(int device, uint64_t address);
 int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes); /* blocking */
 int kvbm_synchronize(int device, uint64_t stream);
 
@@ -437,6 +443,8 @@ int kvbm_synchronize(int device, uint64_t stream);
 
 /* What touching may do to a page: KVBM_TOUCH_NEW clears it, the others keep what it holds. */
 enum { KVBM_TOUCH_NEW = 0, KVBM_TOUCH_WRITABLE, KVBM_TOUCH_READONLY };
+/* What was written before it is there for other processes before anything behind it is read: a full fence. */
+void kvbm_fence(void);
 /* Gives every page its memory, on at most `threads` threads.  Only KVBM_TOUCH_NEW can fail. */
 int kvbm_host_touch(uint64_t address, uint64_t bytes, int how, int threads);
 /* Page-locks whole pages, for every GPU and context; `read_only`: GPUs only read them. */

@@ -2,6 +2,7 @@
 #include "driver.h"
 
 #include <errno.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -214,6 +215,38 @@ int kvbm_free_device(int device, uint64_t address) {
   RelaxedCapture relaxed;
   return CU(MemFree, address);
 }
+
+int kvbm_ipc_handle(int device, uint64_t address, void* handle) {
+  Current current;
+  RETURN_IF_FAILED(current.open(device));
+  IpcHandle made = {};
+  RETURN_IF_FAILED(CU(IpcGetMemHandle, &made, address));
+  memcpy(handle, made.bytes, sizeof made.bytes);
+  return KVBM_OK;
+}
+
+int kvbm_ipc_open(int device, const void* handle, uint64_t* address) {
+  constexpr unsigned kLazyEnablePeer = 1;  // the only flag that there is; without it the call fails
+  *address = 0;
+  Current current;
+  RETURN_IF_FAILED(current.open(device));
+  IpcHandle given;
+  memcpy(given.bytes, handle, sizeof given.bytes);
+  RelaxedCapture relaxed;
+  Address opened = 0;
+  RETURN_IF_FAILED(CU(IpcOpenMemHandle, &opened, given, kLazyEnablePeer));
+  *address = opened;
+  return KVBM_OK;
+}
+
+int kvbm_ipc_close(int device, uint64_t address) {
+  Current current;
+  RETURN_IF_FAILED(current.open(device));
+  RelaxedCapture relaxed;
+  return CU(IpcCloseMemHandle, address);
+}
+
+void kvbm_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 void kvbm_retire_device(int device, uint64_t address, uint64_t bytes) {
   if (!address || start() != KVBM_OK) return;  // after a fork it is the parent's

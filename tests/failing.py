@@ -13,7 +13,7 @@ from typing import Any
 from kvbm import BindError, CudaError
 
 #: What the driver counts as alive.
-LIVE = ("events", "streams", "allocations", "pinned allocations", "modules")
+LIVE = ("events", "streams", "allocations", "pinned allocations", "modules", "mappings")
 
 #: Whose failure may change nothing: a slot whose event cannot be recorded is not used again; an allocation's ends save questions;
 #: whether an older copy is done is asked again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -63,22 +64,22 @@ class Linked:
         make = wires or (lambda side, rank: wire.memory(f"{side}/{rank}", self.hub))
         self.wires = [[make(side, rank) for rank in range(len(self.run.pools[side]))] for side in (0, 1)]
         given = {"chunk_bytes": 1 << 16, "ring_bytes": 1 << 20, **options}
-        self.ends = [
-            [
-                Endpoint(
-                    ("prefill", "decode")[side], self.run.places[side], rank, pool, wire=self.wires[side][rank], **given
-                )
-                for rank, pool in enumerate(self.run.pools[side])
+        self.ends: list[list[Endpoint]] = [[], []]
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.__exit__)
+            for side, ends in enumerate(self.ends):
+                for rank, pool in enumerate(self.run.pools[side]):
+                    name, place = ("prefill", "decode")[side], self.run.places[side]
+                    ends.append(Endpoint(name, place, rank, pool, wire=self.wires[side][rank], **given))
+            cards = [[end.card() for end in ends] for ends in self.ends]
+            if case.gather:
+                for end in self.ends[1]:
+                    end.join(cards[1])
+            self.links = [
+                [end.meet(cards[1 - side], stripe=case.stripe, gather=case.gather) for end in self.ends[side]]
+                for side in (0, 1)
             ]
-            for side in (0, 1)
-        ]
-        cards = [[end.card() for end in ends] for ends in self.ends]
-        if case.gather:
-            for end in self.ends[1]:
-                end.join(cards[1])
-        self.links = [
-            [end.meet(cards[1 - side], stripe=case.stripe, gather=case.gather) for end in self.ends[side]] for side in (0, 1)
-        ]
+            failing.pop_all()
 
     def __enter__(self) -> Linked:
         return self

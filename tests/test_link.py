@@ -553,8 +553,8 @@ def test_a_slot_is_not_free_while_a_get_writes_it() -> None:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 KINDS = [
-    "torch",
-    pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")),
+    pytest.param(kind, marks=pytest.mark.skipif(find_spec(kind.split()[-1]) is None, reason=f"{kind.split()[-1]} is not installed"))
+    for kind in ("torch", "nixl", "mapped torch", "mapped nixl")
 ]
 
 
@@ -563,8 +563,6 @@ KINDS = [
 @pytest.mark.parametrize("engine", ["decode", "prefill"])
 def test_a_process_is_killed(kind: str, engine: str, tmp_path: Path) -> None:
     """At any time: the other one is told within its deadline, no slot is lost, and it works with the next process."""
-    if kind == "torch":
-        pytest.importorskip("torch")
     other = "prefill" if engine == "decode" else "decode"
     for turn, after in enumerate((0.0, 0.01, 0.05, 0.2)):
         folder = tmp_path / str(turn)
@@ -581,6 +579,8 @@ def test_a_process_is_killed(kind: str, engine: str, tmp_path: Path) -> None:
                 begin("0", span(other), timeout=30).synchronize(30)
                 if other == "decode":
                     require_right(mine)
+                elif kind.startswith("mapped"):
+                    assert link.stats()["chunks_mapped"] == link.stats()["chunks_sent"] > 0, mine.wire.unmapped
                 threading.Timer(after, process.kill).start()
                 number, error = 1, None
                 while error is None:

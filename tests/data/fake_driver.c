@@ -19,7 +19,7 @@
  *             FAKE_MOST_BYTES, FAKE_NO_RANGES, FAKE_PEERS (1), FAKE_VERSION (13000), FAKE_DEVICES (1).  `fake_fail_at` = n: the n-th call from
  *             then on that can fail does, before it does anything; `fake_failed` is its name.  `fake_room` = n: allocations on the
  *             GPU and pinned ones may take n bytes more, and are then refused.
- *   Counters  What is alive: `live` events, streams, allocations and pinned allocations, modules; and what was done, below.
+ *   Counters  What is alive: `live` events, streams, allocations and pinned allocations, modules, mappings of other processes; and what was done, below.
  *
  * What it does not
  *   Time, real threads of a GPU, caches, the legacy stream's waiting for other streams, contexts besides
@@ -54,8 +54,8 @@ Address fake_largest[2];      /* of these allocations the first of the largest o
 static pthread_mutex_t largest_lock = PTHREAD_MUTEX_INITIALIZER; /* any thread allocates and frees */
 _Atomic long few_ctas;       /* of the largest launch of a kernel that keeps to a few multiprocessors */
 Address fake_pinned[2], fake_ordinary[2];
-enum { EVENTS, STREAMS, ALLOCATIONS, PINNED, MODULES };
-_Atomic long live[5];
+enum { EVENTS, STREAMS, ALLOCATIONS, PINNED, MODULES, MAPPINGS };
+_Atomic long live[6];
 _Atomic long peer_copies; /* by cuMemcpyPeerAsync */
 _Atomic long illegal;     /* accesses of memory without a grant */
 _Atomic long digests;     /* kernels that digest */
@@ -837,6 +837,29 @@ int cuDeviceCanAccessPeer(int *can, int device, int peer) {
 int cuCtxEnablePeerAccess(Handle peer, unsigned flags) {
   MAY_FAIL;
   return 0;
+}
+/* As the real one, but that a process may open its own, which here is all that there is. */
+typedef struct {
+  unsigned char bytes[64];
+} IpcHandle;
+int cuIpcGetMemHandle(IpcHandle *handle, Address address) {
+  MAY_FAIL;
+  if (!depth) return NO_CONTEXT;
+  memset(handle, 0, sizeof *handle);
+  return memcpy(handle->bytes, &address, sizeof address), 0;
+}
+int cuIpcOpenMemHandle_v2(Address *opened, IpcHandle handle, unsigned flags) {
+  MAY_FAIL;
+  if (!depth) return NO_CONTEXT;
+  if (flags != 1) return INVALID_VALUE;
+  memcpy(opened, handle.bytes, sizeof *opened);
+  return ++live[MAPPINGS], 0;
+}
+int cuIpcCloseMemHandle(Address opened) {
+  MAY_FAIL;
+  if (!depth) return NO_CONTEXT;
+  fake_pump(-1);
+  return --live[MAPPINGS], 0;
 }
 typedef struct {
   size_t src_x, src_y;

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import kvbm
+from failing import LIVE
 from memory import FakeCuda
 
 driver = ctypes.CDLL("libcuda.so.1")
@@ -26,6 +27,11 @@ random = np.random.default_rng(5)
 def count(name: str) -> int:
     """One of the driver's counters."""
     return ctypes.c_long.in_dll(driver, name).value
+
+
+def alive(what: str) -> int:
+    """How much of something there is, of `failing.LIVE`."""
+    return (ctypes.c_long * len(LIVE)).in_dll(driver, "live")[LIVE.index(what)]
 
 
 def defer(on: int) -> None:

@@ -31,6 +31,8 @@ def endpoint(engine: str, kind: str, folder: Path) -> reshard.Endpoint:
 
 
 def carrier(kind: str, name: str, folder: Path) -> Any:
+    if kind.startswith("mapped "):
+        return wire.mapped(carrier(kind.removeprefix("mapped "), name, folder), drop_seconds=1)
     if kind == "nixl":
         return wire.nixl(name, drop_seconds=1)
     import torch.distributed

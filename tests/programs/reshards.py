@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import types
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import kvbm
 import plane_oracle
 import reshard_oracle
 from chunking import Carried, is_sendable
-from kvbm import _core, digesting, reshard
+from kvbm import _core, digesting, reshard, wire
+from kvbm.wire import loans
 from linking import Linked, ended
 from memory import FakeCuda
-from programs.fake_gpu import count, defer, pump, refused, seed
+from programs.fake_gpu import alive, count, defer, pump, refused, seed
 from programs.transfers import POOL, grant
 from test_planes import fake_arrays
 
@@ -51,12 +53,26 @@ def every_byte(first: int, cases: int, kind: str) -> None:
     assert count("pushes") == count("pops")
 
 
-def linked(first: int, cases: int) -> None:
+def mapped(first: int, cases: int) -> None:
+    """The same, and chunks are packed into rings that were opened by their handles, as those of other processes are."""
+    loans._is_own = lambda _: False  # type: ignore[assignment]
+    opened: list[int] = []
+    real = _core.ipc_open
+    loans._core = types.SimpleNamespace(  # type: ignore[assignment]
+        **{name: getattr(_core, name) for name in ("fence", "ipc_close", "ipc_handle")},
+        ipc_open=lambda *given: opened.append(real(*given)) or opened[-1],
+    )
+    hub = wire.Hub()
+    linked(first, cases, lambda side, rank: wire.mapped(wire.memory(f"{side}/{rank}", hub)))
+    assert len(opened) > cases and alive("mappings") == 0, (len(opened), alive("mappings"), alive("allocations"))
+
+
+def linked(first: int, cases: int, wires: Any = None) -> None:
     """Endpoints whose pools and rings are on a GPU."""
     right = 0
     for number in range(first, first + cases):
         try:
-            found = Linked(reshard_oracle.random_case(number), memory=(on_pages, arrays))
+            found = Linked(reshard_oracle.random_case(number), wires, memory=(on_pages, arrays))
         except (reshard_oracle.RefusedError, kvbm.BindError):
             continue
         with found:

@@ -252,6 +252,8 @@ class ByGloo(Way):
 
 def carrier(kind: str, name: str, path: str) -> Any:
     """A wire between processes; the path is that of a file where two ends find each other."""
+    if kind == "mapped":
+        return wire.mapped(carrier("nixl", name, path))
     if kind == "nixl":
         return wire.nixl(name, drop_seconds=1)
     import torch.distributed
@@ -339,6 +341,7 @@ WAYS: dict[str, tuple[Callable[[Memory], Way], str]] = {
     "NIXL": (ByNixl, ""),
     "wire.nixl": (functools.partial(ByWire, "nixl"), "NIXL"),
     "link by NIXL": (functools.partial(ByLink, "nixl"), "NIXL"),
+    "link, mapped": (functools.partial(ByLink, "mapped"), "NIXL"),
     "as engines do": (AsEngines, "NIXL"),
     "gloo": (ByGloo, ""),
     "wire.torch": (functools.partial(ByWire, "torch"), "gloo"),

@@ -201,6 +201,11 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_find_ungranted(int device, const uint64_t *spans, uint64_t count, uint64_t *index, int *how) noexcept
     int kvbm_alloc_device(int device, uint64_t nbytes, uint64_t *address) noexcept
     int kvbm_free_device(int device, uint64_t address) noexcept
+    int KVBM_IPC_BYTES
+    int kvbm_ipc_handle(int device, uint64_t address, void* handle) noexcept
+    int kvbm_ipc_open(int device, const void* handle, uint64_t* address) noexcept
+    int kvbm_ipc_close(int device, uint64_t address) noexcept
+    void kvbm_fence() noexcept
     int kvbm_upload(int device, uint64_t dst, const void *src, uint64_t nbytes) noexcept
     int kvbm_synchronize(int device, uint64_t stream) noexcept
     int kvbm_host_touch(uint64_t address, uint64_t nbytes, int how, int threads) noexcept

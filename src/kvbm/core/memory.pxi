@@ -79,6 +79,39 @@ def free_device(int device, uint64_t address):
     check(status, f"freeing memory on cuda:{device}")
 
 
+def ipc_handle(int device, uint64_t address):
+    """What another process opens memory of `alloc_device` with: 64 bytes."""
+    cdef bytearray handle = bytearray(KVBM_IPC_BYTES)
+    check(kvbm_ipc_handle(device, address, <char*> handle), f"sharing memory of cuda:{device} with other processes")
+    return bytes(handle)
+
+
+def ipc_open(int device, bytes handle not None):
+    """Map memory of another process for kernels of this GPU; returns its address here.  It may lie on another GPU of the host."""
+    cdef uint64_t address = 0
+    cdef const char* data = handle
+    cdef int status
+    if len(handle) != KVBM_IPC_BYTES:
+        raise BindError(f"ipc_open: expected a handle of {KVBM_IPC_BYTES} bytes, got {len(handle)}")
+    with nogil:
+        status = kvbm_ipc_open(device, data, &address)
+    check(status, f"mapping memory of another process on cuda:{device}")
+    return address
+
+
+def ipc_close(int device, uint64_t address):
+    """Unmap what `ipc_open` mapped, once no work uses it."""
+    cdef int status
+    with nogil:
+        status = kvbm_ipc_close(device, address)
+    check(status, f"unmapping memory of another process on cuda:{device}")
+
+
+def fence():
+    """A full memory fence: what this thread wrote to shared memory before it is seen before what it reads there behind it."""
+    kvbm_fence()
+
+
 def host_touch(uint64_t address, uint64_t nbytes, int how=0, int threads=1):
     """Give host pages their memory now, on many threads, instead of at their first use.
 

@@ -371,6 +371,7 @@ class Endpoint:
                     why = self._broken or "the endpoint was closed"
                     handle.fail(TransferError(f"{link.title}: {handle.what} {handle.key!r}: {why}"))
                     handle.settle()
+                link.release()
             if self._broken:  # peers are to see that it is no more
                 with contextlib.suppress(Exception):
                     self.wire.close()

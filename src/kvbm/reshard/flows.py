@@ -5,6 +5,7 @@ Only the endpoint's thread is in here.  Everything that may be lost is said agai
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import Counter, deque
@@ -51,10 +52,11 @@ class _Repeat:
 
 
 class _Packed:
-    """A chunk in a slot of the sender: being packed, on its way, or there."""
+    """A chunk in a slot of the sender, or in one that the receiver lends (-1): being packed, on its way, or there."""
 
     def __init__(self, grant: Grant, slot: int, done: ChunksDone) -> None:
         self.grant, self.slot, self.done = grant, slot, done
+        self.is_on_loan = slot < 0
         self.op: Op | None = None
         self.is_told, self.told_at = False, 0.0
 
@@ -146,6 +148,8 @@ class Outflow:
     def finished(self, note: Done) -> None:
         if self.is_over or self.arrival not in (0, note.arrival):  # 0: nothing of it was wanted
             return
+        if not self.uses_no_pool:  # of what has not been sent: it is asked for again
+            return
         self.is_over = True
         for serial in list(self._packed):
             self._forget(serial)
@@ -209,22 +213,31 @@ class Outflow:
         ring, busy = self.link.ring, False
         while self._wanted and not self._stop and not self._answers:
             assert self._cut is not None
-            slot = ring.take(sends=True)
-            if slot is None:
-                self.link.count("stalls")
-                break
-            grant = self._wanted.popleft()
-            busy = True
+            grant = self._wanted[0]
             try:
                 chunk = self._chunk(grant.chunk)
+                array = None if self.offer.pulls else self.link.borrow(self.peer, grant.slot, chunk.size)
+            except KvbmError as error:
+                self.fail(error)
+                break
+            slot = -1
+            if array is None:
+                taken = ring.take(sends=True)
+                if taken is None:
+                    self.link.count("stalls")
+                    break
+                slot, array = taken, ring.array(taken, chunk.size)
+            self._wanted.popleft()
+            busy = True
+            try:
                 done = self._cut.pack(
-                    {(self.rank, grant.chunk): ring.array(slot, chunk.size)},
-                    key=self.sending.key,
-                    epoch=self.arrival,
-                    **self.sending.order,
+                    {(self.rank, grant.chunk): array}, key=self.sending.key, epoch=self.arrival, **self.sending.order
                 )
             except KvbmError as error:
-                ring.give(slot)
+                if slot < 0:
+                    self.link.give_back(self.peer)
+                else:
+                    ring.give(slot)
                 self.fail(error)
                 break
             packed = self._packed[grant.serial] = _Packed(grant, slot, done)
@@ -249,12 +262,13 @@ class Outflow:
             return True
         if packed.is_told or not packed.done.query():
             return False
+        self._give_back(packed)
         if self._stop or self._answers:
             packed.is_told = True
             return True
         chunk = self._chunk(packed.grant.chunk)
         self._digests[packed.grant.chunk] = packed.done.digests[self.rank, packed.grant.chunk]
-        if self.offer.pulls:
+        if self.offer.pulls or packed.slot < 0:
             packed.is_told = True
             self._tell(packed)
         else:
@@ -273,8 +287,23 @@ class Outflow:
 
     def _forget(self, serial: int) -> None:
         packed = self._packed.pop(serial)
+        self._give_back(packed)
         if packed.slot >= 0:
             self.link.ring.give(packed.slot)
+
+    def _give_back(self, packed: _Packed) -> None:
+        """What was packed into the receiver's memory is not written any more."""
+        if packed.is_on_loan:
+            packed.is_on_loan = False
+            self.link.give_back(self.peer)
+
+    def release(self) -> None:
+        """Give back all loans at the end: what is being packed is waited for, as the ring's memory waits for it."""
+        for packed in self._packed.values():
+            if packed.is_on_loan:
+                with contextlib.suppress(KvbmError):
+                    packed.done.synchronize()
+                self._give_back(packed)
 
 
 class _Coming:

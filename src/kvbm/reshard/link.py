@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..arrays import Array
 from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
 from ..wire import Op, Slice
 from .cut import Cut
@@ -210,7 +211,7 @@ class Link:
         """Chunks and bytes each way, what was said again or wrong, waits for slots, failures, seconds of all transfers."""
         names = (
             "bytes_sent", "bytes_received", "chunks_sent", "chunks_received", "chunks_wrong", "notes_again", "notes_wrong",
-            "stalls", "sendings", "arrivals", "failed", "seconds",
+            "chunks_mapped", "stalls", "sendings", "arrivals", "failed", "seconds",
         )  # fmt: skip
         return {name: self._counts[name] for name in names}
 
@@ -461,6 +462,11 @@ class Link:
                 handle.fail(error)
         self.endpoint.dropping[peer] = self
 
+    def release(self) -> None:
+        """At the end: give back what peers lent."""
+        for flow in self._flows.values():
+            flow.release()
+
     def dropped(self, peer: str) -> None:
         """Nothing of a lost peer lands any more."""
         for flow in self._all_flows():
@@ -484,6 +490,22 @@ class Link:
         return self._guarded(
             peer, lambda: self.endpoint.wire.put(peer, local, self._far(peer, slot, local), write(note))
         )
+
+    def borrow(self, peer: str, slot: int, nbytes: int) -> Array | None:
+        """A slot that the peer has granted, as memory of this process, until it is given back; None: it is to be put."""
+        borrow = getattr(self.endpoint.wire, "borrow", None)
+        if borrow is None:
+            return None
+        remote = self._far(peer, slot, Slice(0, nbytes))
+        lent = self._guarded(peer, lambda: borrow(peer, remote))
+        if lent is None:
+            return None
+        self.count("chunks_mapped")
+        return Array(lent.address, (nbytes,), (1,), "uint8", self.ring.device, owner=lent)
+
+    def give_back(self, peer: str) -> None:
+        """End a loan; nothing writes to it any more."""
+        self.endpoint.wire.give_back(peer)  # type: ignore[attr-defined]
 
     def get(self, peer: str, local: Slice, slot: int) -> Op | None:
         """Read a slot that the peer has packed; None: the peer is lost."""

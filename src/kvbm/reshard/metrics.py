@@ -28,6 +28,7 @@ _COUNTERS = {
     "chunks_wrong": ("kvbm_link_wrong_chunks", "Chunks that came wrong, and were refused."),
     "notes_again": ("kvbm_link_repeated_notes", "Notes that were said again, as no answer came."),
     "notes_wrong": ("kvbm_link_wrong_notes", "Notes that were none, or said what cannot be."),
+    "chunks_mapped": ("kvbm_link_mapped_chunks", "Chunks that were packed straight into memory of a peer on this host."),
     "stalls": ("kvbm_link_stalls", "Rounds in which a chunk waited for a slot of the ring."),
     "sendings": ("kvbm_link_sendings", "Calls of send and offer."),
     "arrivals": ("kvbm_link_arrivals", "Calls of receive and fetch."),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
+import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,9 +47,13 @@ class Ring:
         self.sends, self.takes = sends, takes
         nbytes = (sends + takes) * slot_bytes
         self._free_device: Any = None
+        self._close_file: Callable[[], object] | None = None
+        file = -1
         if device == "cpu":
             try:
-                self._pages = mmap.mmap(-1, nbytes)
+                file = _memory_file(nbytes)
+                self._close_file = weakref.finalize(self, os.close, file) if file >= 0 else None
+                self._pages = mmap.mmap(file, nbytes)
             except (OSError, OverflowError, ValueError) as error:
                 raise BindError(
                     f"ring: {nbytes} bytes wanted: {error}; expected fewer slots, or smaller ones"
@@ -56,7 +63,7 @@ class Ring:
             number = int(device.partition(":")[2])
             address = _core.alloc_device(number, nbytes)
             self._free_device = (number, address)
-        self.slab = Slab(address, nbytes, device, self)
+        self.slab = Slab(address, nbytes, device, self, file)
         self._free = deque(range(sends)), deque(range(sends, sends + takes))
         self.quarantined: set[tuple[str, int]] = set()
 
@@ -88,3 +95,18 @@ class Ring:
         if self._free_device is not None:
             _core.free_device(*self._free_device)
             self._free_device = None
+        if self._close_file is not None:
+            self._close_file()
+
+
+def _memory_file(nbytes: int) -> int:
+    """Memory that peers on this host can map, by its descriptor; -1 where the system has none such."""
+    if not hasattr(os, "memfd_create"):
+        return -1
+    file = os.memfd_create("kvbm ring")
+    try:
+        os.ftruncate(file, nbytes)
+    except BaseException:
+        os.close(file)
+        raise
+    return file

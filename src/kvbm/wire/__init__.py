@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     from .files import nixl_files
     from .groups import torch
     from .hub import Hub, memory
+    from .loans import Mapped, mapped
 
 __all__ = [
     "NOTE_BYTES",
     "Fault",
     "Faulty",
     "Hub",
+    "Mapped",
     "Op",
     "Slab",
     "Slice",
     "Wire",
     "faulty",
+    "mapped",
     "memory",
     "nixl",
     "nixl_files",
@@ -38,6 +41,7 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(("Fault", "Faulty", "faulty", "random_faults"), "faults"),
     **dict.fromkeys(("Hub", "memory"), "hub"),
+    **dict.fromkeys(("Mapped", "mapped"), "loans"),
     "nixl": "agents",
     "nixl_files": "files",
     "torch": "groups",

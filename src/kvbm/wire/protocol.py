@@ -55,12 +55,15 @@ class Slab:
         ``"cpu"`` or ``"cuda:N"``.
     owner : object
         What must live as long as the slab.
+    file : int
+        Descriptor of the memory file that it is from the first byte to the last, for peers on this host; -1: of none.
     """
 
     address: int
     nbytes: int
     device: str = "cpu"
     owner: Any = field(default=None, repr=False, compare=False)
+    file: int = field(default=-1, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.address < self.address + self.nbytes <= 1 << 64 or not _DEVICE.fullmatch(self.device):

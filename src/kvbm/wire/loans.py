@@ -1,0 +1,477 @@
+"""`mapped`: peers on this host write straight into each other's slabs; everything else goes by another wire."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import functools
+import hashlib
+import json
+import mmap
+import os
+import re
+import select
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from .. import _core
+from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
+from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside
+
+__all__ = ["Mapped", "mapped"]
+
+_VERSION: Final = 1
+
+#: A page of loans: the name of the end whose it is, then a line for each of its peers that is mapped.
+_MAGIC: Final = b"kvbm loans 1\0"
+_NAME_BYTES: Final = 256
+_PAGE_BYTES: Final = 256 << 10
+
+#: A line: the peer, how many slices of the peer's slab are on loan to the page's end, whether that end has dropped the peer.
+_LINE: Final = struct.Struct("<16sQQ32x")
+
+#: What a card has for peers on this host: a number's range, or what a text looks like.
+_NUMBER: Final = range(1 << 63)
+_KINDS: Final[dict[str, range | str]] = {
+    "boot": ".{1,80}", "namespace": ".{1,80}", "pid": _NUMBER, "start": _NUMBER, "device": r"cpu|cuda:\d{1,4}", "page": _NUMBER,
+    "nbytes": range(1, 1 << 63),
+}  # fmt: skip
+_OF_HOST: Final[dict[str, range | str]] = {"file": _NUMBER}
+_OF_GPU: Final[dict[str, range | str]] = {"ipc": "[0-9a-f]{128}", "address": range(1, 1 << 63)}
+
+#: What a link says of the descriptors that are opened in other processes: memory files of kvbm, and nothing else.
+_FILE = re.compile(r"/memfd:kvbm( ring| loans) \(deleted\)")
+
+
+def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
+    """Wrap a wire so that peers on the same host are lent this side's memory, and lend theirs.
+
+    Chunks are then packed straight into the slot of the peer: over NVLink between GPUs, by CUDA IPC; through shared memory between
+    hosts' pools.  Notes, and chunks for peers on other hosts, go by the wire that is wrapped.  Both sides wrap theirs.
+
+    Parameters
+    ----------
+    wire : Wire
+        Of any transport between processes.
+    drop_seconds : float
+        How long `Wire.drop` waits for what the peer has on loan.
+
+    Notes
+    -----
+    A peer is mapped if it runs on this host, in the same PID namespace, as the same user, and if both slabs are rings of endpoints
+    on the CPU, or both are on GPUs that reach each other.  Which are not is said in `Mapped.unmapped`: their chunks are put.
+
+    *Fence.*  A slice is on loan from `borrow` to `give_back`.  Each end counts its loans in a page that its peers map, and says
+    there whom it has dropped: who borrows raises its count first and then looks, who drops says so first and then waits for the
+    count.  The end of a process is the end of its loans.
+
+    Examples
+    --------
+    >>> end = wire.mapped(wire.nixl("prefill-0/3"))  # doctest: +SKIP
+    """
+    return Mapped(wire, drop_seconds)
+
+
+class Mapped:
+    """A wire with loans.
+
+    Attributes
+    ----------
+    unmapped : dict of str to str
+        Peers that are not mapped, and why.
+    """
+
+    def __init__(self, wire: Wire, drop_seconds: float) -> None:
+        self.unmapped: dict[str, str] = {}
+        self._wire, self._drop_seconds = wire, drop_seconds
+        self._slab: Slab | None = None
+        self._page: _Page | None = None
+        self._cards: dict[str, bytes] = {}
+        self._peers: dict[str, _Peer] = {}
+        if hasattr(wire, "on_news"):
+            self.on_news = wire.on_news
+
+    def register(self, slab: Slab) -> None:
+        self._wire.register(slab)
+        self._slab = slab
+
+    def card(self) -> bytes:
+        held = {"kvbm-mapped": _VERSION, "wire": base64.b64encode(self._wire.card()).decode(), **self._shared}
+        text = json.dumps({**held, "sha256": _sum(held)}).encode()
+        if len(text) > CARD_BYTES:
+            raise BindError(f"card: {len(text)} bytes, expected at most {CARD_BYTES}")
+        return text
+
+    @functools.cached_property
+    def _shared(self) -> dict[str, Any]:
+        """What a peer on this host needs; nothing, where this side has nothing to lend."""
+        slab = self._slab
+        assert slab is not None
+        here = _host()
+        if not here or (slab.device == "cpu" and slab.file < 0):
+            return {}
+        with contextlib.suppress(OSError, KvbmError):
+            lent = {"file": slab.file} if slab.device == "cpu" else {"ipc": _handle(slab).hex(), "address": slab.address}
+            self._page = _Page.made(self._name())
+            return {**here, "device": slab.device, "nbytes": slab.nbytes, "page": self._page.file, **lent}
+        return {}
+
+    def _name(self) -> str:
+        return str(json.loads(self._wire.card())["name"])
+
+    def connect(self, card: bytes) -> str:
+        inner, shared = _read(card)
+        peer = self._wire.connect(inner)
+        if (known := self._peers.get(peer)) is not None and known.lost:
+            raise BindError(f"card of {peer}: the peer is lost ({known.lost}); it must start again, with a new card")
+        if peer in self._cards:
+            if self._cards[peer] != card:
+                raise BindError(f"card of {peer}: not the one that it was connected with")
+            return peer
+        self._cards[peer] = card
+        try:
+            self._peers[peer] = self._map(peer, shared)
+        except (OSError, KvbmError, ValueError) as error:
+            self.unmapped[peer] = str(error)
+        return peer
+
+    def _map(self, peer: str, shared: dict[str, Any]) -> _Peer:
+        """Map a peer's page and slab.  `BindError` says why not."""
+        if not self._shared or self._page is None or self._slab is None:
+            raise BindError("this side's slab cannot be lent: it is no endpoint's ring, or this system shares no memory")
+        if not shared:
+            raise BindError("its slab cannot be lent: it is no endpoint's ring, or its system shares no memory")
+        if any(shared[name] != self._shared[name] for name in ("boot", "namespace")):
+            raise BindError("it is on another host, or in another PID namespace")
+        if (shared["device"] == "cpu") is not (self._slab.device == "cpu"):
+            raise BindError(f"it is on {shared['device']}, and this side on {self._slab.device}")
+        with contextlib.ExitStack() as failing:
+            process = _Process(shared["pid"], shared["start"])
+            failing.callback(process.close)
+            page = _Page.opened(shared["pid"], shared["page"], peer)
+            failing.callback(page.close)
+            slab = _Lent(shared, self._slab.device)
+            failing.callback(slab.close)
+            self._page.add(peer)  # now it may borrow: this side sees its loans
+            failing.pop_all()
+        return _Peer(process, page, slab, _key(self._name()))
+
+    # ---- loans -------------------------------------------------------------------------------------------------------
+
+    def borrow(self, peer: str, remote: Slice) -> Slab | None:
+        """A slice of the peer's slab as memory of this process, until it is given back; None: it is to be put.
+
+        Raises
+        ------
+        PeerLostError
+            The peer has ended the connection.
+        """
+        known = self._peers.get(peer)
+        if known is None or self._page is None:
+            return None
+        self._require(peer)
+        inside(remote, known.slab.nbytes, f"{peer}: remote")
+        at = known.page.find(known.key)
+        if at is None:
+            return None  # it has not connected yet, or does not see this side's loans
+        self._page.loans(peer, 1)
+        _core.fence()
+        if known.page.is_dropped(at):
+            self._page.loans(peer, -1)
+            known.lost = "it has ended the connection"
+            self._require(peer)
+        return Slab(known.slab.address + remote.offset, remote.nbytes, known.slab.device, known)
+
+    def give_back(self, peer: str) -> None:
+        """End a loan: nothing of this process writes to it any more."""
+        assert self._page is not None
+        _core.fence()
+        self._page.loans(peer, -1)
+
+    def _require(self, peer: str) -> None:
+        known = self._peers.get(peer)
+        if known is not None and known.lost:
+            raise PeerLostError(f"{peer} is lost: {known.lost}", peer=peer)
+
+    # ---- what goes by the other wire ---------------------------------------------------------------------------------
+
+    def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
+        self._require(peer)
+        return self._wire.put(peer, local, remote, note)
+
+    def get(self, peer: str, local: Slice, remote: Slice) -> Op:
+        self._require(peer)
+        return self._wire.get(peer, local, remote)
+
+    def note(self, peer: str, note: bytes) -> None:
+        self._require(peer)
+        self._wire.note(peer, note)
+
+    def poll(self) -> list[tuple[str, bytes]]:
+        return [note for note in self._wire.poll() if (known := self._peers.get(note[0])) is None or not known.lost]
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def drop(self, peer: str) -> None:
+        known = self._peers.get(peer)
+        if known is not None and self._page is not None:
+            known.lost = known.lost or "it was dropped"
+            self._page.drop(peer)
+        self._wire.drop(peer)
+        if known is not None:
+            self._await_loans([peer])
+
+    def _await_loans(self, peers: list[str]) -> None:
+        """Wait until nothing that these have on loan can still be written."""
+        _core.fence()
+        late = deadline(self._drop_seconds)
+        for peer in peers:
+            known = self._peers[peer]
+            while known.has_loans() and not known.process.is_over():
+                if late():
+                    raise TransferTimeoutError(
+                        f"{peer}: it still writes to what it was lent after {self._drop_seconds} s: do not use it for something "
+                        "else, and drop again"
+                    )
+                time.sleep(0.0002)
+            if self._page is not None and not self._page.loans(peer, 0):
+                known.slab.close()
+
+    def close(self) -> None:
+        if self._page is not None:
+            for peer, known in self._peers.items():
+                known.lost = known.lost or "this side is closed"
+                self._page.drop(peer)
+        self._wire.close()
+        self._await_loans(list(self._peers))
+        for known in self._peers.values():
+            known.page.close()
+            known.process.close()
+        self._peers = {}
+        if self._page is not None:
+            self._page.close()
+            self._page = None
+
+
+class _Peer:
+    """A peer on this host."""
+
+    def __init__(self, process: _Process, page: _Page, slab: _Lent, key: bytes) -> None:
+        self.process, self.page, self.slab, self.key = process, page, slab, key
+        self.lost = ""
+
+    def has_loans(self) -> bool:
+        at = self.page.find(self.key)
+        return at is not None and self.page.count(at) > 0
+
+
+class _Process:
+    """Another process, or this one."""
+
+    def __init__(self, pid: int, start: int) -> None:
+        self._file = -1 if _is_own(pid) else os.pidfd_open(pid)
+        if _started(pid) != start:  # not before it is open: the number may be another process's
+            self.close()
+            raise BindError("its process has ended")
+
+    def is_over(self) -> bool:
+        return self._file >= 0 and bool(select.select([self._file], [], [], 0)[0])
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class _Page:
+    """Loans of one end: it writes, and its peers read."""
+
+    def __init__(self, file: int, name: str) -> None:
+        self.file, self._name = file, name
+        self._memory = mmap.mmap(file, _PAGE_BYTES)
+        self._at: dict[bytes, int] = {}
+
+    @classmethod
+    def made(cls, name: str) -> _Page:
+        file = os.memfd_create("kvbm loans")
+        os.ftruncate(file, _PAGE_BYTES)
+        made = cls(file, name)
+        made._memory[: len(_MAGIC) + len(name)] = _MAGIC + name.encode()
+        return made
+
+    @classmethod
+    def opened(cls, pid: int, number: int, name: str) -> _Page:
+        file = _opened(pid, number, _PAGE_BYTES)
+        try:
+            found = cls(file, name)
+        finally:
+            os.close(file)
+        found.file = -1
+        if found._memory[:_NAME_BYTES].rstrip(b"\0") != _MAGIC + name.encode():
+            found.close()
+            raise BindError("its page of loans is another end's")
+        return found
+
+    def add(self, peer: str) -> None:
+        """A line for a peer."""
+        key = _key(peer)
+        at = _NAME_BYTES + _LINE.size * len(self._at)
+        if at + _LINE.size > _PAGE_BYTES:
+            raise BindError(f"more than {len(self._at)} peers: no room in the page of loans")
+        self._at[key] = at
+        _core.fence()
+        self._memory[at : at + len(key)] = key
+
+    def find(self, key: bytes) -> int | None:
+        """Where the line of a peer is, in the page of another end."""
+        known = self._at.get(key)
+        if known is None:
+            for at in range(_NAME_BYTES, _PAGE_BYTES, _LINE.size):
+                found = self._memory[at : at + len(key)]
+                if found == key:
+                    known = self._at[key] = at
+                    break
+                if not any(found):
+                    break
+        return known
+
+    def _word(self, at: int) -> Any:
+        return ctypes.c_uint64.from_buffer(self._memory, at)
+
+    def count(self, at: int) -> int:
+        return int(self._word(at + 16).value)
+
+    def loans(self, peer: str, more: int) -> int:
+        """Count a loan of this end; returns how many there are."""
+        word = self._word(self._at[_key(peer)] + 16)
+        word.value += more
+        return int(word.value)
+
+    def is_dropped(self, at: int) -> bool:
+        return bool(self._word(at + 24).value)
+
+    def drop(self, peer: str) -> None:
+        self._word(self._at[_key(peer)] + 24).value = 1
+
+    def close(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+
+class _Lent:
+    """A peer's slab, as memory of this process."""
+
+    def __init__(self, shared: dict[str, Any], device: str) -> None:
+        self.nbytes, self.device = shared["nbytes"], device
+        self._close: Callable[[], object] = int
+        if device == "cpu":
+            file = _opened(shared["pid"], shared["file"], self.nbytes)
+            try:
+                pages = mmap.mmap(file, self.nbytes)
+            finally:
+                os.close(file)
+            self._pages = (ctypes.c_uint8 * self.nbytes).from_buffer(pages)
+            self.address = ctypes.addressof(self._pages)
+            return
+        own, far = (int(name.partition(":")[2]) for name in (device, shared["device"]))
+        if _is_own(shared["pid"]):  # which CUDA refuses to open
+            if own != far and not _core.enable_peer(own, far):
+                raise BindError(f"{device} does not reach {shared['device']}")
+            self.address = shared["address"]
+            return
+        self.address = _core.ipc_open(own, bytes.fromhex(shared["ipc"]))
+        self._close = functools.partial(_core.ipc_close, own, self.address)
+
+    def close(self) -> None:
+        self._pages = None
+        close, self._close = self._close, int
+        with contextlib.suppress(KvbmError):
+            close()
+
+
+def _read(card: Any) -> tuple[bytes, dict[str, Any]]:
+    """What came from another process: the other wire's card, and what a peer on this host needs."""
+    if not isinstance(card, bytes) or len(card) > CARD_BYTES:
+        raise BindError(f"card: expected at most {CARD_BYTES} bytes, got {card!r:.60}")
+    try:
+        held = json.loads(card.decode())
+    except (ValueError, RecursionError):
+        raise BindError(f"card: expected JSON, got {card[:40]!r}") from None
+    if not isinstance(held, dict) or type(held.get("kvbm-mapped")) is not int or held["kvbm-mapped"] != _VERSION:
+        raise BindError("card: expected one of wire.mapped, of this version: both sides wrap their wires, with the same kvbm")
+    if held.pop("sha256", None) != _sum(held):
+        raise BindError("card: expected the sum that its other fields have: it was damaged on its way")
+    try:
+        inner = base64.b64decode(held["wire"], validate=True)
+    except (KeyError, TypeError, ValueError):
+        raise BindError("card: 'wire': expected base64") from None
+    if "boot" not in held:
+        return inner, {}
+    kinds = _KINDS | (_OF_HOST if held.get("device") == "cpu" else _OF_GPU)
+    for name, expected in kinds.items():
+        value = held.get(name)
+        if isinstance(expected, str):
+            is_right = isinstance(value, str) and bool(re.fullmatch(expected, value, re.ASCII))
+        else:
+            is_right = type(value) is int and value in expected
+        if not is_right:
+            raise BindError(f"card: {name!r}: expected {expected}, got {value!r:.60}")
+    return inner, {name: held[name] for name in kinds}
+
+
+def _sum(held: dict[str, Any]) -> str:
+    """Of what a card holds.  It finds accidents, before a field is taken for an address; it proves no sender."""
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+
+
+def _host() -> dict[str, Any]:
+    """The host, the PID namespace and the process; nothing where there is no such thing."""
+    with contextlib.suppress(OSError, AttributeError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        os.close(os.pidfd_open(os.getpid()))  # an old kernel has none
+        os.memfd_create  # noqa: B018
+        pid = os.getpid()
+        return {"boot": boot, "namespace": str(Path("/proc/self/ns/pid").readlink()), "pid": pid, "start": _started(pid)}
+    return {}
+
+
+def _started(pid: int) -> int:
+    """When a process began, in ticks; -1 if there is none of that number."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except OSError:
+        return -1
+
+
+def _is_own(pid: int) -> bool:
+    return pid == os.getpid()
+
+
+def _opened(pid: int, number: int, nbytes: int) -> int:
+    """Open a memory file of another process; no other file of it."""
+    path = Path(f"/proc/{pid}/fd/{number}")
+    if not _FILE.fullmatch(str(path.readlink())):
+        raise BindError("its card names a file that is no memory of kvbm")
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if not _FILE.fullmatch(str(Path(f"/proc/self/fd/{file}").readlink())) or os.fstat(file).st_size != nbytes:
+            raise BindError("its card names a file that is no memory of kvbm of this size")
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _handle(slab: Slab) -> bytes:
+    return _core.ipc_handle(int(slab.device.partition(":")[2]), slab.address)
+
+
+def _key(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()[:16]

@@ -1,0 +1,45 @@
+"""A process that borrows, writes and gives back without end, until it is told that it was dropped (test_loans.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+from kvbm import PeerLostError, wire
+from kvbm.reshard.ring import Ring
+
+
+def carrier(name: str, folder: Path) -> wire.Mapped:
+    import torch.distributed
+
+    store = torch.distributed.FileStore(str(folder / "store"), -1)
+    return wire.mapped(wire.torch(name, store, drop_seconds=1), drop_seconds=0.2)
+
+
+def main(folder: str) -> None:
+    mine = carrier("borrower", Path(folder))
+    ring = Ring("cpu", 4096, 1, 1)
+    mine.register(ring.slab)
+    print(mine.card().decode(), flush=True)
+    peer = mine.connect(input().encode())
+    is_told = False
+    try:
+        while True:
+            lent = mine.borrow(peer, wire.Slice(0, 1 << 16))
+            if lent is None:
+                assert not mine.unmapped, mine.unmapped
+                continue
+            for value in range(1, 200):
+                ctypes.memset(lent.address, value, lent.nbytes)
+            mine.give_back(peer)
+            if not is_told:
+                is_told = True
+                print("writing", flush=True)
+    except PeerLostError:
+        mine.close()
+        ring.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

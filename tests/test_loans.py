@@ -1,0 +1,428 @@
+"""`wire.mapped`: what is lent, the fence of what is on loan, peers that end in the middle, and links on it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
+from kvbm.reshard.ring import Ring
+from kvbm.wire import loans
+from linking import Linked, ended
+from processes import FakeDriver
+from reshard_oracle import RefusedError, random_case
+
+HERE = Path(__file__).resolve().parent
+SIZE = 1 << 16
+LIMIT = 20.0
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory files are of Linux")
+
+
+class End:
+    """A mapped wire of a hub, with a ring as its slab."""
+
+    def __init__(self, name: str, hub: wire.Hub, drop_seconds: float = 0.05) -> None:
+        self.ring = Ring("cpu", SIZE // 2, 1, 1)
+        self.slab = np.frombuffer(self.ring._pages, np.uint8)
+        self.wire = wire.mapped(wire.memory(name, hub), drop_seconds=drop_seconds)
+        self.wire.register(self.ring.slab)
+        self.peer = ""
+
+    def connect(self, other: End) -> str:
+        self.peer = self.wire.connect(other.wire.card())
+        return self.peer
+
+    def close(self) -> None:
+        self.wire.close()
+        self.ring.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Callable[..., tuple[End, End]]]:
+    """Opens a lender and a borrower, connected."""
+    with contextlib.ExitStack() as stack:
+
+        def make(drop_seconds: float = 0.05, connect: bool = True) -> tuple[End, End]:
+            hub = wire.Hub()
+            found = End("lender", hub, drop_seconds), End("borrower", hub, drop_seconds)
+            for end, other in zip(found, reversed(found), strict=True):
+                stack.callback(end.close)
+                if connect:
+                    end.connect(other)
+            return found
+
+        yield make
+
+
+def write(lent: wire.Slab, value: int) -> None:
+    ctypes.memset(lent.address, value, lent.nbytes)
+
+
+def test_what_is_written_to_a_loan_is_the_peers(ends: Callable[..., tuple[End, End]]) -> None:
+    lender, borrower = ends()
+    lent = borrower.wire.borrow(borrower.peer, wire.Slice(100, 7))
+    assert lent is not None and lent.nbytes == 7 and lent.device == "cpu" and not borrower.wire.unmapped
+    write(lent, 5)
+    assert np.flatnonzero(lender.slab).tolist() == list(range(100, 107)) and (lender.slab[100:107] == 5).all()
+    assert not borrower.slab.any()
+    borrower.wire.give_back(borrower.peer)
+    for outside in (wire.Slice(SIZE - 3, 4), wire.Slice(0, SIZE + 1), wire.Slice(-1, 4), wire.Slice(0, 0)):
+        with pytest.raises(BindError, match="slice"):
+            borrower.wire.borrow(borrower.peer, outside)
+    lender.wire.drop(lender.peer)
+
+
+def test_what_else_goes_by_the_other_wire(ends: Callable[..., tuple[End, End]]) -> None:
+    lender, borrower = ends()
+    borrower.slab[:8] = 3
+    assert borrower.wire.put(borrower.peer, wire.Slice(0, 8), wire.Slice(16, 8), b"put").query()
+    borrower.wire.note(borrower.peer, b"note")
+    assert [note for _, note in lender.wire.poll()] == [b"put", b"note"] and (lender.slab[16:24] == 3).all()
+    assert borrower.wire.get(borrower.peer, wire.Slice(32, 8), wire.Slice(16, 8)).query()
+    assert (borrower.slab[32:40] == 3).all()
+    assert borrower.wire.connect(lender.wire.card()) == borrower.peer
+
+
+def test_nothing_is_lent_to_who_is_not_connected(ends: Callable[..., tuple[End, End]]) -> None:
+    """The lender must see the loans before there is one."""
+    lender, borrower = ends(connect=False)
+    borrower.connect(lender)
+    assert borrower.wire.borrow(borrower.peer, wire.Slice(0, 8)) is None
+    lender.connect(borrower)
+    assert borrower.wire.borrow(borrower.peer, wire.Slice(0, 8)) is not None
+    borrower.wire.give_back(borrower.peer)
+
+
+@pytest.mark.parametrize("how", ["drop", "close"])
+def test_a_drop_waits_for_what_is_on_loan(ends: Callable[..., tuple[End, End]], how: str) -> None:
+    lender, borrower = ends()
+    end: Callable[[], None] = lender.wire.close if how == "close" else lambda: lender.wire.drop(lender.peer)
+    for _ in range(3):
+        assert borrower.wire.borrow(borrower.peer, wire.Slice(0, 8)) is not None
+    for _ in range(3):
+        with pytest.raises(TransferTimeoutError, match="still writes"):
+            end()
+        borrower.wire.give_back(borrower.peer)
+    end()
+    end()
+    for call in (
+        lambda: borrower.wire.borrow(borrower.peer, wire.Slice(0, 8)),
+        lambda: borrower.wire.note(borrower.peer, b"x"),
+        lambda: borrower.wire.put(borrower.peer, wire.Slice(0, 8), wire.Slice(0, 8)),
+        lambda: borrower.wire.get(borrower.peer, wire.Slice(0, 8), wire.Slice(0, 8)),
+    ):
+        with pytest.raises(PeerLostError):
+            call()
+    with pytest.raises(BindError, match=r"start again|no such end"):
+        borrower.connect(lender)
+    borrower.wire.drop(borrower.peer)
+
+
+def raced(ends: Callable[..., tuple[End, End]], rounds: int) -> int:
+    """Drops while the peer borrows, writes and gives back as fast as it can; in how many something landed behind the drop."""
+    late = 0
+    for number in range(rounds):
+        lender, borrower = ends(drop_seconds=LIMIT)
+        loans = []
+
+        def go(borrower: End = borrower, loans: list[int] = loans) -> None:
+            with contextlib.suppress(PeerLostError):
+                while lent := borrower.wire.borrow(borrower.peer, wire.Slice(0, SIZE)):
+                    write(lent, 1)
+                    borrower.wire.give_back(borrower.peer)
+                    loans.append(1)
+                    time.sleep(0)  # outside of a loan, too, the other thread has its turn
+
+        thread = threading.Thread(target=go)
+        thread.start()
+        while len(loans) < 1 + number % 5:
+            time.sleep(0)
+        lender.wire.drop(lender.peer)
+        lender.slab[:] = 0
+        time.sleep(0.0005)
+        late += bool(lender.slab.any())
+        lender.wire.close()
+        borrower.wire._peers[borrower.peer].lost = "the round is over"
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    return late
+
+
+def test_nothing_lands_behind_a_drop(ends: Callable[..., tuple[End, End]]) -> None:
+    assert raced(ends, 150) == 0
+
+
+def test_the_race_is_seen(ends: Callable[..., tuple[End, End]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not look whether it was dropped is caught."""
+    monkeypatch.setattr(loans._Page, "is_dropped", lambda *_: False)
+    assert raced(ends, 20) > 0
+
+
+# ---- what is not mapped ----------------------------------------------------------------------------------------------
+
+
+def changed(card: bytes, **fields: Any) -> bytes:
+    held = json.loads(card)
+    del held["sha256"]
+    held.update(fields)
+    return json.dumps({**held, "sha256": loans._sum(held)}).encode()
+
+
+@contextlib.contextmanager
+def other_file(name: str | None, nbytes: int) -> Iterator[int]:
+    """A descriptor of this process that is no ring."""
+    file = os.memfd_create(name) if name else os.open(HERE / "conftest.py", os.O_RDONLY)
+    try:
+        if name:
+            os.ftruncate(file, nbytes)
+        yield file
+    finally:
+        os.close(file)
+
+
+def test_who_cannot_be_mapped_says_why(ends: Callable[..., tuple[End, End]]) -> None:
+    """And is reached all the same."""
+    with other_file(None, 0) as script, other_file("secret", SIZE) as secret, other_file("kvbm ring", 2 * SIZE) as large:
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"boot": "another"}, "another host"),
+            ({"namespace": "pid:[1]"}, "another PID namespace"),
+            ({"start": 1}, "has ended"),
+            ({"pid": 1 << 22, "start": 1}, "No such process|has ended"),
+            ({"device": "cuda:0", "ipc": "00" * 64, "address": 1}, "it is on cuda:0, and this side on cpu"),
+            ({"file": script}, "no memory of kvbm"),
+            ({"file": secret}, "no memory of kvbm"),
+            ({"page": secret}, "no memory of kvbm"),
+            ({"file": large}, "of this size"),
+            ({"file": 1 << 20}, "No such file"),
+        ]
+        for fields, why in cases:
+            lender, borrower = ends(connect=False)
+            lender.connect(borrower)
+            peer = borrower.wire.connect(changed(lender.wire.card(), **fields))
+            assert borrower.wire.borrow(peer, wire.Slice(0, 8)) is None
+            with pytest.raises(AssertionError, match=why):
+                raise AssertionError(borrower.wire.unmapped[peer])
+            borrower.wire.note(peer, b"there")
+            assert [note for _, note in lender.wire.poll()] == [b"there"]
+            borrower.wire.drop(peer)
+    one, two = ends(connect=False)
+    peer = two.wire.connect(changed(one.wire.card(), page=json.loads(two.wire.card())["page"]))
+    assert two.wire.unmapped[peer] == "its page of loans is another end's"
+
+
+def test_memory_of_others_is_not_lent() -> None:
+    hub = wire.Hub()
+    ring, array = End("ring", hub), wire.mapped(wire.memory("array", hub))
+    array.register(wire.Slab.of(np.zeros(64, np.uint8)))
+    peers = array.connect(ring.wire.card()), ring.wire.connect(array.card())
+    assert "this side's slab" in array.unmapped[peers[0]] and "its slab cannot be lent" in ring.wire.unmapped[peers[1]]
+    assert array.borrow(peers[0], wire.Slice(0, 8)) is None and ring.wire.borrow(peers[1], wire.Slice(0, 8)) is None
+    array.close()
+    ring.close()
+
+
+def test_cards_that_are_none(ends: Callable[..., tuple[End, End]]) -> None:
+    lender, borrower = ends(connect=False)
+    card = lender.wire.card()
+    inner = wire.memory("plain", wire.Hub())
+    inner.register(wire.Slab.of(np.zeros(64, np.uint8)))
+    for wrong, said in (
+        (b"", "JSON"),
+        (b"x" * (1 << 17), "bytes"),
+        ("text", "bytes"),
+        (b"[]", "both sides wrap"),
+        (inner.card(), "both sides wrap"),
+        (changed(card, **{"kvbm-mapped": 2}), "both sides wrap"),
+        (card.replace(b'"pid": ', b'"pid": 1'), "damaged"),
+        (changed(card, wire="?"), "base64"),
+        (changed(card, wire=None), "base64"),
+        (changed(card, pid=-1), "pid"),
+        (changed(card, nbytes=1 << 70), "nbytes"),
+        (changed(card, nbytes=0), "nbytes"),
+        (changed(card, device="tpu:0"), "device"),
+        (changed(card, device="cuda:0", ipc="zz", address=1), "ipc"),
+        (changed(card, device="cuda:0", ipc="ab" * 64, address=0), "address"),
+        (changed(card, start=True), "start"),
+        (changed(card, extra=1, boot=None), "boot"),
+    ):
+        with pytest.raises(BindError, match=said):
+            borrower.wire.connect(wrong)
+    borrower.wire.connect(card)
+    with pytest.raises(BindError, match="not the one"):
+        borrower.wire.connect(changed(card, start=2))
+
+
+FIELDS = ("boot", "namespace", "pid", "start", "device", "nbytes", "page", "file", "ipc", "address")
+VALUES = st.one_of(
+    st.none(), st.integers(-(2**70), 2**70), st.integers(0, 64), st.text(max_size=130), st.booleans(), st.just([]),
+    st.sampled_from(["cpu", "cuda:0", "ab" * 64]),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damaged_cards_are_refused_or_not_mapped(data: st.DataObject) -> None:
+    """Whatever a card's fields are, nothing but rings is mapped, and nothing but `BindError` comes of it."""
+    fields = data.draw(st.dictionaries(st.sampled_from(FIELDS), VALUES))
+    hub = wire.Hub()
+    lender, borrower = End("lender", hub), End("borrower", hub)
+    try:
+        card = lender.wire.card()
+        with contextlib.suppress(BindError):
+            peer = borrower.wire.connect(changed(card, **fields))
+            same = all(json.loads(card).get(name) == value for name, value in fields.items() if name not in ("ipc", "address"))
+            assert (peer in borrower.wire.unmapped) is not same
+    finally:
+        borrower.close()
+        lender.close()
+
+
+def test_nothing_is_left() -> None:
+    """Of files and mappings, when both sides are closed."""
+
+    def held() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("memfd:kvbm")
+
+    def once() -> None:
+        hub = wire.Hub()
+        lender, borrower = End("lender", hub), End("borrower", hub)
+        lender.connect(borrower)
+        borrower.connect(lender)
+        assert borrower.wire.borrow(borrower.peer, wire.Slice(0, 8))
+        borrower.wire.give_back(borrower.peer)
+        lender.close()
+        borrower.close()
+
+    gc.collect()
+    before = held()
+    for _ in range(5):
+        once()
+    gc.collect()
+    assert held() == before
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Callable[..., tuple[wire.Mapped, Any, subprocess.Popen[str], str]]]:
+    """Starts `programs.borrowing`, which writes to this side's slab without end."""
+    pytest.importorskip("torch")
+    from programs import borrowing
+
+    with contextlib.ExitStack() as stack:
+
+        def start() -> tuple[wire.Mapped, Any, subprocess.Popen[str], str]:
+            ring = Ring("cpu", SIZE, 1, 1)
+            stack.callback(ring.close)
+            mine = borrowing.carrier("lender", tmp_path)
+            mine.register(ring.slab)
+            path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+            command = [sys.executable, "-m", "programs.borrowing", str(tmp_path)]
+            variables = {**os.environ, "PYTHONPATH": path}
+            other = stack.enter_context(
+                subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            stack.callback(other.kill)
+            assert other.stdin and other.stdout
+            card = other.stdout.readline()
+            other.stdin.write(mine.card().decode() + "\n")
+            other.stdin.flush()
+            peer = mine.connect(card.encode())
+            assert other.stdout.readline() == "writing\n"
+            return mine, np.frombuffer(ring._pages, np.uint8), other, peer
+
+        yield start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["lives", "killed", "stopped"])
+def test_a_process_that_writes_is_dropped(process: Callable[..., Any], how: str) -> None:
+    """While it lives, when it was killed within a loan; one that is stopped there must end first."""
+    mine, slab, other, peer = process()
+    deadline = time.monotonic() + LIMIT
+    while not slab.any():
+        assert time.monotonic() < deadline
+    time.sleep(0.05)
+    if how == "killed":
+        other.kill()
+    if how == "stopped":
+        # Until it is caught within a loan, which is where it is most of the time.
+        while not mine._peers[peer].has_loans() or not stopped(other):
+            os.kill(other.pid, signal.SIGCONT)
+            time.sleep(0.001)
+            os.kill(other.pid, signal.SIGSTOP)
+            time.sleep(0.01)
+        with pytest.raises(TransferTimeoutError, match="still writes"):
+            mine.drop(peer)
+        os.kill(other.pid, signal.SIGCONT)
+    mine.drop(peer)
+    slab[:] = 0
+    time.sleep(0.2)
+    assert not slab.any(), "it wrote behind the drop"
+    mine.close()
+    if how != "killed":
+        assert other.wait(LIMIT) == 0
+
+
+def stopped(process: subprocess.Popen[str]) -> bool:
+    return Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("faults", [0.0, 0.02], ids=["whole", "faults"])
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_every_byte(first: int, faults: float) -> None:
+    """Random placements, layouts, ranges, all by loans; where notes are lost, doubled, late, all the same."""
+    right = chunks = 0
+    for seed in range(first, first + 20):
+        hub = wire.Hub()
+
+        def make(side: int, rank: int, hub: wire.Hub = hub, seed: int = seed) -> wire.Mapped:
+            script = wire.random_faults(seed + 7 * rank + side, faults, ["lose", "double", "delay", "swap"], 1000) if faults else []
+            return wire.mapped(wire.faulty(wire.memory(f"{side}/{rank}", hub), script), drop_seconds=1)
+
+        try:
+            found = Linked(random_case(seed), wires=make)
+        except (RefusedError, BindError):
+            continue
+        with found:
+            try:
+                errors = ended(found.begin(random.Random(seed), timeout=10))
+            except BindError as error:
+                errors = [error]
+            if any("without a block" in str(error) for error in errors):
+                continue
+            assert not any(errors), (seed, errors)
+            found.check()
+            found.require_slots()
+            stats = [link.stats() for side in found.links for link in side]
+            assert all(one["chunks_mapped"] in (0, one["chunks_sent"]) for one in stats), "all, or none of a pull"
+            chunks += int(sum(one["chunks_mapped"] for one in stats))
+            right += 1
+    assert right >= 5 and chunks >= right
+
+
+def test_on_a_gpu_that_is_not_one(fake_gpu: FakeDriver) -> None:
+    """Rings of the fake driver, opened by handles of CUDA IPC; all mappings are closed at the end."""
+    fake_gpu("reshards.mapped", 500, 20)
