@@ -24,7 +24,7 @@ def test_examples(tmp_path: Path) -> None:
 
 def test_names_exist() -> None:
     named = set(re.findall(r"`wire\.(\w+)\(", TEXT))
-    assert named == {"memory", "nixl", "torch", "nixl_files", "faulty"} and named <= set(wire.__all__)
+    assert named == {"memory", "nixl", "torch", "nixl_files", "mapped", "faulty"} and named <= set(wire.__all__)
     transports = TEXT.partition("## Transports")[2]
     calls = {
         name for row in re.findall(r"^\| (`\w+\(.*?`) \|", transports, re.MULTILINE) for name in re.findall(r"`(\w+)\(", row)

@@ -278,6 +278,45 @@ def test_aborted() -> None:
             again(found)
 
 
+def test_a_receive_that_fails_before_offers_come() -> None:
+    """Those whose offers are lost are told all the same, long before their deadline; the next attempt of the same name works."""
+    with on_faulty({(1, rank): [wire.Fault("lose", at) for at in range(40)] for rank in range(CASE.dst.world)}) as found:
+        ends = [list(zip(found.links[side], found.spans(side), strict=True)) for side in (0, 1)]
+        sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
+        came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
+        threading.Event().wait(0.05)
+        for one in came:
+            one.abort()
+        begin = time.monotonic()
+        errors = ended([*sent, *came])
+        assert time.monotonic() < begin + 5
+        assert all(isinstance(error, TransferError) for error in errors), errors
+        assert any("does not take 'one': " in str(error) and "it was aborted here" in str(error) for error in errors), errors
+        found.refill()
+        sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
+        assert ended([*sent, *(link.receive("one", span, timeout=60) for link, (span,) in ends[1])]) == [None] * len(errors)
+        found.check()
+        found.require_slots()
+
+
+def test_a_receive_that_is_asked_for_again_is_not_refused() -> None:
+    """Given up and begun again, before the offers have come: they are for the second one."""
+    with on_faulty({(1, rank): [wire.Fault("lose", at) for at in range(12)] for rank in range(CASE.dst.world)}) as found:
+        ends = [list(zip(found.links[side], found.spans(side), strict=True)) for side in (0, 1)]
+        sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
+        came = []
+        for link, (span,) in ends[1]:
+            def both(link: Any = link, span: Any = span) -> None:
+                first = link.receive("one", span, timeout=60)
+                first.abort()
+                came.append(link.receive("one", span, timeout=60))
+
+            link.endpoint.call(both)
+        assert ended([*sent, *came]) == [None] * (len(sent) + len(came))
+        found.check()
+        found.require_slots()
+
+
 def test_a_late_put_meets_no_pool() -> None:
     """A put that lands after its receiver gave up, and after its slot's peer was dropped, changes no block."""
     with on_faulty({(0, SENDER): [wire.Fault("late", 0)]}) as found:
@@ -615,10 +654,22 @@ def two_gpus() -> list[str]:
 
 
 def torchrun(processes: int, *words: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
         [*command, *map(str, words)], capture_output=True, text=True, check=False, timeout=120
     )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torch", "nixl"])
+@pytest.mark.parametrize("devices", ["hosts", pytest.param("GPUs", marks=pytest.mark.gpu)])
+def test_the_example_with_mapped_memory(torch: Any, devices: str, kind: str) -> None:
+    """All chunks of all ranks are packed where they belong."""
+    pytest.importorskip("nixl" if kind == "nixl" else "torch")
+    words = ["--tokens", "300", "--mapped", "--wire", kind, *(two_gpus() if devices == "GPUs" else ())]
+    done = torchrun(6, EXAMPLES / "run.py", *words)
+    assert done.returncode == 0 and done.stdout.count("digest 0x") == 2, done.stdout + done.stderr
+    assert done.stdout.count("3 of 3 chunks packed there") == 4, done.stdout
 
 
 PLACES = ["hosts", pytest.param("GPUs", marks=pytest.mark.gpu)]
@@ -782,6 +833,7 @@ def test_any_notes_in_any_order() -> None:
                         notes.Done(few, few, few),
                         notes.Stop(few, few, rng.random() < 0.5, rng.random() < 0.5, "why"),
                         notes.Stopped(few, few, rng.random() < 0.5),
+                        notes.Refusal(0, key, number, "why"),
                     ]
                 )
             )
@@ -883,6 +935,7 @@ NOTES = [
     notes.Done(1, 2, 3),
     notes.Stop(1, 2, True, False, "why"),
     notes.Stopped(1, 2, True),
+    notes.Refusal(0, b"k" * 16, 3, "why"),
 ]
 
 
@@ -891,7 +944,7 @@ def test_notes_are_read_as_written(note: notes.Note) -> None:
     data = notes.write(note)
     assert notes.read(data) == note and len(data) <= wire.NOTE_BYTES
     for end in range(len(data)):
-        if not isinstance(note, notes.Want | notes.Stop):
+        if not isinstance(note, notes.Want | notes.Stop | notes.Refusal):
             with pytest.raises(BindError, match="note"):
                 notes.read(data[:end])
 

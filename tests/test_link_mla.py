@@ -181,7 +181,10 @@ def test_a_rank_is_lost(side: int) -> None:
     met = 0
     for at in range(12):
         with on_faulty({(side, 0): [wire.Fault("kill", at)]}) as found:
+            begun = threading.Event()
+            found.ends[side][0].submit(lambda begun=begun: begun.wait(20))  # what begins behind a kill waits for its deadline
             handles = found.begin(random.Random(at), timeout=20)
+            begun.set()
             begin = time.monotonic()
             errors = ended(handles, 10)
             if found.wires[side][0].counts["kill"] and any(errors):

@@ -180,10 +180,12 @@ def test_the_race_is_seen(ends: Callable[..., tuple[End, End]], monkeypatch: pyt
 
 
 def changed(card: bytes, **fields: Any) -> bytes:
+    """A card with other fields, and the sum that they have."""
     held = json.loads(card)
-    del held["sha256"]
-    held.update(fields)
-    return json.dumps({**held, "sha256": loans._sum(held)}).encode()
+    held["mapped"].pop("sha256", None)
+    held["mapped"].update(fields)
+    held["mapped"]["sha256"] = loans._sum(held["name"], held["mapped"])
+    return json.dumps(held).encode()
 
 
 @contextlib.contextmanager
@@ -200,7 +202,12 @@ def other_file(name: str | None, nbytes: int) -> Iterator[int]:
 
 def test_who_cannot_be_mapped_says_why(ends: Callable[..., tuple[End, End]]) -> None:
     """And is reached all the same."""
-    with other_file(None, 0) as script, other_file("secret", SIZE) as secret, other_file("kvbm ring", 2 * SIZE) as large:
+    with (
+        other_file(None, 0) as script,
+        other_file("secret", SIZE) as secret,
+        other_file("kvbm ring", SIZE) as shrinkable,
+        other_file("kvbm ring", 2 * SIZE) as large,
+    ):
         cases: list[tuple[dict[str, Any], str]] = [
             ({"boot": "another"}, "another host"),
             ({"namespace": "pid:[1]"}, "another PID namespace"),
@@ -211,6 +218,7 @@ def test_who_cannot_be_mapped_says_why(ends: Callable[..., tuple[End, End]]) -> 
             ({"file": secret}, "no memory of kvbm"),
             ({"page": secret}, "no memory of kvbm"),
             ({"file": large}, "of this size"),
+            ({"file": shrinkable}, "of this size"),
             ({"file": 1 << 20}, "No such file"),
         ]
         for fields, why in cases:
@@ -224,8 +232,21 @@ def test_who_cannot_be_mapped_says_why(ends: Callable[..., tuple[End, End]]) -> 
             assert [note for _, note in lender.wire.poll()] == [b"there"]
             borrower.wire.drop(peer)
     one, two = ends(connect=False)
-    peer = two.wire.connect(changed(one.wire.card(), page=json.loads(two.wire.card())["page"]))
+    peer = two.wire.connect(changed(one.wire.card(), page=json.loads(two.wire.card())["mapped"]["page"]))
     assert two.wire.unmapped[peer] == "its page of loans is another end's"
+
+
+def test_peers_without_this_wire() -> None:
+    """Are connected to, and connect."""
+    hub = wire.Hub()
+    end, plain = End("mapped", hub), wire.memory("plain", hub)
+    plain.register(wire.Slab.of(np.zeros(64, np.uint8)))
+    to_plain, to_end = end.wire.connect(plain.card()), plain.connect(end.wire.card())
+    assert "its wire is not wire.mapped" in end.wire.unmapped[to_plain]
+    end.wire.note(to_plain, b"a")
+    plain.note(to_end, b"b")
+    assert plain.poll() == [(to_end, b"a")] and end.wire.poll() == [(to_plain, b"b")]
+    end.close()
 
 
 def test_memory_of_others_is_not_lent() -> None:
@@ -242,18 +263,14 @@ def test_memory_of_others_is_not_lent() -> None:
 def test_cards_that_are_none(ends: Callable[..., tuple[End, End]]) -> None:
     lender, borrower = ends(connect=False)
     card = lender.wire.card()
-    inner = wire.memory("plain", wire.Hub())
-    inner.register(wire.Slab.of(np.zeros(64, np.uint8)))
     for wrong, said in (
         (b"", "JSON"),
         (b"x" * (1 << 17), "bytes"),
         ("text", "bytes"),
-        (b"[]", "both sides wrap"),
-        (inner.card(), "both sides wrap"),
-        (changed(card, **{"kvbm-mapped": 2}), "both sides wrap"),
+        (b"[]", "version"),
         (card.replace(b'"pid": ', b'"pid": 1'), "damaged"),
-        (changed(card, wire="?"), "base64"),
-        (changed(card, wire=None), "base64"),
+        (json.dumps({**json.loads(card), "mapped": 5}).encode(), "object"),
+        (changed(card, version=2), "version"),
         (changed(card, pid=-1), "pid"),
         (changed(card, nbytes=1 << 70), "nbytes"),
         (changed(card, nbytes=0), "nbytes"),
@@ -288,7 +305,8 @@ def test_damaged_cards_are_refused_or_not_mapped(data: st.DataObject) -> None:
         card = lender.wire.card()
         with contextlib.suppress(BindError):
             peer = borrower.wire.connect(changed(card, **fields))
-            same = all(json.loads(card).get(name) == value for name, value in fields.items() if name not in ("ipc", "address"))
+            told = json.loads(card)["mapped"]
+            same = all(told.get(name) == value for name, value in fields.items() if name not in ("ipc", "address"))
             assert (peer in borrower.wire.unmapped) is not same
     finally:
         borrower.close()

@@ -30,9 +30,10 @@ SIZE = 1 << 20
 LIMIT = 20.0  # seconds; nothing takes them, and nothing waits longer
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed"))
 TORCH = pytest.param("torch", marks=pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"))
-KINDS = ["memory", "faulty", TORCH, NIXL]
+MAPPED = pytest.param("mapped", marks=pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"))
+KINDS = ["memory", "faulty", TORCH, NIXL, MAPPED]
 #: Those whose ends are processes.
-APART = [TORCH, NIXL]
+APART = [TORCH, NIXL, MAPPED]
 
 
 class Far:

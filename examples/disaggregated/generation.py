@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from torch.distributed import TCPStore
+from torch.distributed import rendezvous
 
 import kvbm
 from kvbm import reshard, wire
@@ -121,10 +120,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    number, world = int(os.environ["RANK"]), PREFILL[0] + DECODE[0]
-    if int(os.environ["WORLD_SIZE"]) != world:
+    store, number, count = next(rendezvous("env://"))  # torchrun's own
+    world = PREFILL[0] + DECODE[0]
+    if count != world:
         sys.exit(f"expected torchrun --nproc-per-node {world}: {PREFILL[0]} ranks of prefill, {DECODE[0]} of decode")
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, is_master=number == 0)
     sends = number < PREFILL[0]
     rank = number if sends else number - PREFILL[0]
     device = torch.device(given.devices[not sends])

@@ -1,21 +1,22 @@
 """Prefill on four ranks with blocks of 16 tokens, decode on two with blocks of 64: one sequence's cache goes over.
 
-    torchrun --nproc-per-node 6 examples/disaggregated/run.py [--wire torch | nixl] [--devices cuda:0 cuda:1] [--tokens 2000]
+    torchrun --nproc-per-node 6 examples/disaggregated/run.py [--wire torch | nixl] [--mapped] [--devices cuda:0 cuda:1]
+        [--tokens 2000]
 
 Each process is a rank: 0 to 3 of prefill, 4 and 5 of decode.  Every element tells its layer, K or V, head, token and place, so that
 decode can check what came without prefill's memory.  Without --devices all of it is in host memory.  With the torch wire and GPUs,
-which NCCL connects, prefill and decode need a GPU each.
+which NCCL connects, prefill and decode need a GPU each.  With --mapped chunks are packed straight into the memory of the receiver,
+by CUDA IPC or memory that the processes share.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 
 import numpy as np
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import rendezvous
 
 import kvbm
 from kvbm import reshard, wire
@@ -33,12 +34,12 @@ def main() -> None:
     """Run one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wire", choices=("torch", "nixl"), default="torch")
+    parser.add_argument("--mapped", action="store_true")
     parser.add_argument("--devices", nargs=2, default=("cpu", "cpu"), metavar=("PREFILL", "DECODE"))
     parser.add_argument("--tokens", type=int, default=2000)
     given = parser.parse_args()
 
-    number = int(os.environ["RANK"])
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, is_master=number == 0)
+    store, number, _ = next(rendezvous("env://"))  # torchrun's own
     sends = number < PREFILL
     rank = number if sends else number - PREFILL
 
@@ -58,7 +59,9 @@ def main() -> None:
 
     # An endpoint a rank; cards go by the store, which carries a few KB.
     name, backend = f"{mine.name}/{rank}", "gloo" if device.type == "cpu" else "nccl"
-    carrier = wire.nixl(name) if given.wire == "nixl" else wire.torch(name, store, backend=backend)
+    carrier: wire.Wire = wire.nixl(name) if given.wire == "nixl" else wire.torch(name, store, backend=backend)
+    if given.mapped:
+        carrier = wire.mapped(carrier)
     with reshard.Endpoint(mine.name, mine, rank, pool, wire=carrier, ring_bytes=64 << 20) as me:
         store.set(f"card of {number}", me.card())
         others = range(PREFILL, PREFILL + DECODE) if sends else range(PREFILL)
@@ -71,6 +74,9 @@ def main() -> None:
                 values = values.reshape(2, len(table), mine.nt, len(heads), model.hd)
                 array[:, table] = torch.from_numpy(values).to(device)
             link.send("request-17", kvbm.Span(table, range(given.tokens)), wait=written, timeout=60).synchronize()
+            if given.mapped:
+                chunks = link.stats()
+                print(f"prefill {rank}: {chunks['chunks_mapped']} of {chunks['chunks_sent']} chunks packed there", flush=True)
         else:
             begin = time.perf_counter()
             arrival = link.receive("request-17", kvbm.Span(table, range(given.tokens)), wait=written, timeout=60)

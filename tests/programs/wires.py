@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvbm import KvbmError, wire
+from kvbm.reshard.ring import Ring
 
 for package in ("nixl._api", "torch.distributed"):  # here, so that processes that come from one that has them are quick
     with contextlib.suppress(ImportError):
@@ -23,6 +24,8 @@ def make(kind: str, name: str, place: Any = None) -> wire.Wire:
     """A wire; `place` is where its peers find it, for those that need to be told."""
     if kind == "faulty":
         return wire.faulty(wire.memory(name))
+    if kind == "mapped":
+        return wire.mapped(make("torch", name, place))
     if kind == "nixl":
         return wire.nixl(name, drop_seconds=1)
     if kind == "torch":
@@ -42,7 +45,11 @@ class End:
         self.wire = make(kind, name, place)
         if script is not None:
             self.wire = wire.faulty(self.wire, script)
-        self.wire.register(wire.Slab.of(self.slab))
+        if kind == "mapped":  # a memory file is a slab from its beginning to its end
+            self.ring = Ring("cpu", nbytes // 2, 1, 1)
+            self.slab = np.frombuffer(self.ring._pages, np.uint8)
+            self.slab[:] = self.before[GUARD:-GUARD]
+        self.wire.register(self.ring.slab if kind == "mapped" else wire.Slab.of(self.slab))
         self.peer = ""
         self.inbox: list[bytes] = []
         self.wrong = self.checked = 0

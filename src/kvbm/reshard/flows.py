@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import BindError, DigestError, KvbmError, TransferError
 from ..wire import Op
-from .notes import MOST_GRANTS, Done, Grant, Offer, Put, Stop, Stopped, Want
+from .notes import MOST_GRANTS, Done, Grant, Offer, Put, Refusal, Stop, Stopped, Want
 
 if TYPE_CHECKING:
     from .chunk import Chunk
@@ -139,6 +139,11 @@ class Outflow:
         self._answers = True
         kind = DigestError if note.is_digest else TransferError
         self.sending.fail(kind(f"{self.link.title}: {self.peer} takes no more of {self.sending.key!r}: {note.why}"))
+
+    def refused(self, note: Refusal) -> None:
+        """The receiver has given up before it knew of this."""
+        if not self.is_over and self._cut is None:
+            self.fail(TransferError(f"{self.link.title}: {self.peer} does not take {self.sending.key!r}: {note.why}"))
 
     def answered(self) -> None:
         """The receiver knows that it comes to nothing."""

@@ -90,6 +90,11 @@ class Handle:
         return self._error is not None
 
     @property
+    def why(self) -> str:
+        """Why it has failed."""
+        return str(self._error)
+
+    @property
     def has_ended(self) -> bool:
         return self._ended.is_set()
 
@@ -141,6 +146,7 @@ class Arrival(Handle):
         self.number = secrets.randbits(64) or 1
         self.verify, self.identity, self.layers = verify, identity, layers
         self.digest = 0
+        self.is_refused = False  # peers whose offers had not come know that it has failed
         self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that are still to come
 
     @property

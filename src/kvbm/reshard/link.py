@@ -16,7 +16,7 @@ from .cut import Cut
 from .flows import Inflow, Outflow
 from .handle import Arrival, Gathering, Handle, Sending
 from .messages import Resharding
-from .notes import Done, Note, Offer, Put, Stop, Stopped, Want, write
+from .notes import Done, Note, Offer, Put, Refusal, Stop, Stopped, Want, write
 from .pack import Packer
 from .sequence import Span
 
@@ -326,6 +326,17 @@ class Link:
         stop = self._ended[peer, offer.sending] = Stop(offer.sending, arrival.number, False, False, why)
         self.say(peer, stop)
 
+    def _refuse_rest(self, arrival: Arrival) -> None:
+        """Tell those whose offers have not come that nothing is taken, unless it is asked for again already."""
+        arrival.is_refused = True
+        if any(one.identity == arrival.identity for one in self._handles if isinstance(one, Arrival) and one.is_awaited):
+            return
+        group, key = arrival.identity
+        for peer, rank in self.peers.items():
+            held = {layer for flow in arrival.flows if flow.rank == rank for layer in flow.offer.layers}
+            if arrival.missing.get(rank, set()) - held:
+                self.say(peer, Refusal(0, key, group, arrival.why))
+
     # ---- the endpoint's thread -------------------------------------------------------------------------------------
 
     def heard(self, peer: str, note: Note) -> None:
@@ -356,6 +367,10 @@ class Link:
                 flow.finished(note)
         elif isinstance(note, Stop):
             self._told_to_stop(peer, note)
+        elif isinstance(note, Refusal):
+            for flow in [one for (by, _), one in self._flows.items() if by == peer]:
+                if (flow.offer.group, flow.offer.key) == (note.group, note.key):
+                    flow.refused(note)
         elif note.by_sender:
             if (inflow := self._inflows.get(at)) is not None:
                 inflow.answered()
@@ -418,6 +433,8 @@ class Link:
                     )
                 )
         for handle in self._handles:
+            if handle.has_failed and isinstance(handle, Arrival) and not handle.is_refused:
+                self._refuse_rest(handle)
             if handle.has_failed and all(flow.uses_no_pool for flow in handle.flows):
                 handle.settle()
         self._handles = [handle for handle in self._handles if not handle.has_ended]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..errors import BindError
 from ..wire import NOTE_BYTES
 
-__all__ = ["Done", "Grant", "Note", "Offer", "Put", "Stop", "Stopped", "Want", "read", "write"]
+__all__ = ["Done", "Grant", "Note", "Offer", "Put", "Refusal", "Stop", "Stopped", "Want", "read", "write"]
 
 _MAGIC, _VERSION = b"kn", 1
 
@@ -226,14 +226,49 @@ class Stopped:
         return cls(sending, *told)
 
 
-Note = Offer | Want | Put | Done | Stop | Stopped
+@dataclass(frozen=True)
+class Refusal:
+    """Receiver: it takes nothing of this sequence; said once, since a later attempt may have the same name.
 
-_KINDS: dict[int, Any] = {kind.KIND: kind for kind in (Offer, Want, Put, Done, Stop, Stopped)}
+    Attributes
+    ----------
+    sending : int
+        0: the receiver knows no number of what it refuses.
+    key : bytes
+    group : int
+        As of an `Offer`.
+    why : str
+    """
+
+    sending: int
+    key: bytes
+    group: int
+    why: str
+
+    KIND: ClassVar[int] = 7
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sH")
+
+    def fields(self) -> tuple[Any, ...]:
+        return self.key, self.group
+
+    def tail(self) -> bytes:
+        return self.why.encode()[:1000]
+
+    @classmethod
+    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Refusal:
+        _require(len(rest) <= 1000, "a refusal")
+        key, group = told
+        return cls(sending, key, group, rest.decode("utf-8", "replace"))
+
+
+Note = Offer | Want | Put | Done | Stop | Stopped | Refusal
+
+_KINDS: dict[int, Any] = {kind.KIND: kind for kind in (Offer, Want, Put, Done, Stop, Stopped, Refusal)}
 
 
 def write(note: Note) -> bytes:
     """Return the note as bytes, at most `NOTE_BYTES`."""
-    tail = note.tail() if isinstance(note, Want | Stop) else b""
+    tail = note.tail() if isinstance(note, Want | Stop | Refusal) else b""
     return _HEAD.pack(_MAGIC, _VERSION, note.KIND, note.sending) + note.LAYOUT.pack(*note.fields()) + tail
 
 

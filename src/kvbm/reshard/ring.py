@@ -16,6 +16,7 @@ from ..arrays import Array
 from ..errors import BindError
 from ..shapes import round_up
 from ..wire import Slab, Slice
+from ..wire.loans import memory_file
 
 __all__ = ["Ring"]
 
@@ -51,7 +52,7 @@ class Ring:
         file = -1
         if device == "cpu":
             try:
-                file = _memory_file(nbytes)
+                file = memory_file("ring", nbytes) if hasattr(os, "memfd_create") else -1
                 self._close_file = weakref.finalize(self, os.close, file) if file >= 0 else None
                 self._pages = mmap.mmap(file, nbytes)
             except (OSError, OverflowError, ValueError) as error:
@@ -97,16 +98,3 @@ class Ring:
             self._free_device = None
         if self._close_file is not None:
             self._close_file()
-
-
-def _memory_file(nbytes: int) -> int:
-    """Memory that peers on this host can map, by its descriptor; -1 where the system has none such."""
-    if not hasattr(os, "memfd_create"):
-        return -1
-    file = os.memfd_create("kvbm ring")
-    try:
-        os.ftruncate(file, nbytes)
-    except BaseException:
-        os.close(file)
-        raise
-    return file

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import json
@@ -12,7 +12,6 @@ import mmap
 import os
 import re
 import select
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,21 +23,20 @@ from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside
 
 __all__ = ["Mapped", "mapped"]
 
-_VERSION: Final = 1
-
 #: A page of loans: the name of the end whose it is, then a line for each of its peers that is mapped.
 _MAGIC: Final = b"kvbm loans 1\0"
 _NAME_BYTES: Final = 256
 _PAGE_BYTES: Final = 256 << 10
 
-#: A line: the peer, how many slices of the peer's slab are on loan to the page's end, whether that end has dropped the peer.
-_LINE: Final = struct.Struct("<16sQQ32x")
+#: Bytes of a line: who the peer is; how many slices of the peer's slab the page's end has on loan; whether it has dropped the peer.
+_LINE: Final = 64
+_LOANS, _DROPPED = 16, 24
 
 #: What a card has for peers on this host: a number's range, or what a text looks like.
 _NUMBER: Final = range(1 << 63)
 _KINDS: Final[dict[str, range | str]] = {
-    "boot": ".{1,80}", "namespace": ".{1,80}", "pid": _NUMBER, "start": _NUMBER, "device": r"cpu|cuda:\d{1,4}", "page": _NUMBER,
-    "nbytes": range(1, 1 << 63),
+    "version": range(1, 2), "boot": ".{1,80}", "namespace": ".{1,80}", "pid": _NUMBER, "start": _NUMBER, "page": _NUMBER,
+    "device": r"cpu|cuda:\d{1,4}", "nbytes": range(1, 1 << 63),
 }  # fmt: skip
 _OF_HOST: Final[dict[str, range | str]] = {"file": _NUMBER}
 _OF_GPU: Final[dict[str, range | str]] = {"ipc": "[0-9a-f]{128}", "address": range(1, 1 << 63)}
@@ -51,7 +49,7 @@ def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
     """Wrap a wire so that peers on the same host are lent this side's memory, and lend theirs.
 
     Chunks are then packed straight into the slot of the peer: over NVLink between GPUs, by CUDA IPC; through shared memory between
-    hosts' pools.  Notes, and chunks for peers on other hosts, go by the wire that is wrapped.  Both sides wrap theirs.
+    hosts' pools.  Notes, and chunks for peers on other hosts or without this wire, go by the wire that is wrapped.
 
     Parameters
     ----------
@@ -100,8 +98,9 @@ class Mapped:
         self._slab = slab
 
     def card(self) -> bytes:
-        held = {"kvbm-mapped": _VERSION, "wire": base64.b64encode(self._wire.card()).decode(), **self._shared}
-        text = json.dumps({**held, "sha256": _sum(held)}).encode()
+        """The other wire's, and in it what a peer on this host needs."""
+        held = json.loads(self._wire.card())
+        text = json.dumps({**held, "mapped": {**self._shared, "sha256": _sum(held["name"], self._shared)}}).encode()
         if len(text) > CARD_BYTES:
             raise BindError(f"card: {len(text)} bytes, expected at most {CARD_BYTES}")
         return text
@@ -117,15 +116,15 @@ class Mapped:
         with contextlib.suppress(OSError, KvbmError):
             lent = {"file": slab.file} if slab.device == "cpu" else {"ipc": _handle(slab).hex(), "address": slab.address}
             self._page = _Page.made(self._name())
-            return {**here, "device": slab.device, "nbytes": slab.nbytes, "page": self._page.file, **lent}
+            return {"version": 1, **here, "device": slab.device, "nbytes": slab.nbytes, "page": self._page.file, **lent}
         return {}
 
     def _name(self) -> str:
         return str(json.loads(self._wire.card())["name"])
 
     def connect(self, card: bytes) -> str:
-        inner, shared = _read(card)
-        peer = self._wire.connect(inner)
+        peer = self._wire.connect(card)  # to which the rest means nothing
+        shared = _read(card)
         if (known := self._peers.get(peer)) is not None and known.lost:
             raise BindError(f"card of {peer}: the peer is lost ({known.lost}); it must start again, with a new card")
         if peer in self._cards:
@@ -144,7 +143,7 @@ class Mapped:
         if not self._shared or self._page is None or self._slab is None:
             raise BindError("this side's slab cannot be lent: it is no endpoint's ring, or this system shares no memory")
         if not shared:
-            raise BindError("its slab cannot be lent: it is no endpoint's ring, or its system shares no memory")
+            raise BindError("its slab cannot be lent: its wire is not wire.mapped, or it is no endpoint's ring")
         if any(shared[name] != self._shared[name] for name in ("boot", "namespace")):
             raise BindError("it is on another host, or in another PID namespace")
         if (shared["device"] == "cpu") is not (self._slab.device == "cpu"):
@@ -297,9 +296,7 @@ class _Page:
 
     @classmethod
     def made(cls, name: str) -> _Page:
-        file = os.memfd_create("kvbm loans")
-        os.ftruncate(file, _PAGE_BYTES)
-        made = cls(file, name)
+        made = cls(memory_file("loans", _PAGE_BYTES), name)
         made._memory[: len(_MAGIC) + len(name)] = _MAGIC + name.encode()
         return made
 
@@ -319,8 +316,8 @@ class _Page:
     def add(self, peer: str) -> None:
         """A line for a peer."""
         key = _key(peer)
-        at = _NAME_BYTES + _LINE.size * len(self._at)
-        if at + _LINE.size > _PAGE_BYTES:
+        at = _NAME_BYTES + _LINE * len(self._at)
+        if at + _LINE > _PAGE_BYTES:
             raise BindError(f"more than {len(self._at)} peers: no room in the page of loans")
         self._at[key] = at
         _core.fence()
@@ -330,7 +327,7 @@ class _Page:
         """Where the line of a peer is, in the page of another end."""
         known = self._at.get(key)
         if known is None:
-            for at in range(_NAME_BYTES, _PAGE_BYTES, _LINE.size):
+            for at in range(_NAME_BYTES, _PAGE_BYTES, _LINE):
                 found = self._memory[at : at + len(key)]
                 if found == key:
                     known = self._at[key] = at
@@ -343,19 +340,19 @@ class _Page:
         return ctypes.c_uint64.from_buffer(self._memory, at)
 
     def count(self, at: int) -> int:
-        return int(self._word(at + 16).value)
+        return int(self._word(at + _LOANS).value)
 
     def loans(self, peer: str, more: int) -> int:
         """Count a loan of this end; returns how many there are."""
-        word = self._word(self._at[_key(peer)] + 16)
+        word = self._word(self._at[_key(peer)] + _LOANS)
         word.value += more
         return int(word.value)
 
     def is_dropped(self, at: int) -> bool:
-        return bool(self._word(at + 24).value)
+        return bool(self._word(at + _DROPPED).value)
 
     def drop(self, peer: str) -> None:
-        self._word(self._at[_key(peer)] + 24).value = 1
+        self._word(self._at[_key(peer)] + _DROPPED).value = 1
 
     def close(self) -> None:
         if self.file >= 0:
@@ -396,24 +393,16 @@ class _Lent:
             close()
 
 
-def _read(card: Any) -> tuple[bytes, dict[str, Any]]:
-    """What came from another process: the other wire's card, and what a peer on this host needs."""
-    if not isinstance(card, bytes) or len(card) > CARD_BYTES:
-        raise BindError(f"card: expected at most {CARD_BYTES} bytes, got {card!r:.60}")
-    try:
-        held = json.loads(card.decode())
-    except (ValueError, RecursionError):
-        raise BindError(f"card: expected JSON, got {card[:40]!r}") from None
-    if not isinstance(held, dict) or type(held.get("kvbm-mapped")) is not int or held["kvbm-mapped"] != _VERSION:
-        raise BindError("card: expected one of wire.mapped, of this version: both sides wrap their wires, with the same kvbm")
-    if held.pop("sha256", None) != _sum(held):
-        raise BindError("card: expected the sum that its other fields have: it was damaged on its way")
-    try:
-        inner = base64.b64decode(held["wire"], validate=True)
-    except (KeyError, TypeError, ValueError):
-        raise BindError("card: 'wire': expected base64") from None
-    if "boot" not in held:
-        return inner, {}
+def _read(card: bytes) -> dict[str, Any]:
+    """What a card that the other wire has taken says for peers on its host; nothing, where it is not one of this wire."""
+    whole = json.loads(card)
+    held = whole.get("mapped", {})
+    if not isinstance(held, dict):
+        raise BindError(f"card: 'mapped': expected an object, got {held!r:.60}")
+    if "mapped" in whole and held.pop("sha256", None) != _sum(whole["name"], held):
+        raise BindError("card: 'mapped': expected the sum that its fields have: it was damaged on its way")
+    if not held:
+        return {}
     kinds = _KINDS | (_OF_HOST if held.get("device") == "cpu" else _OF_GPU)
     for name, expected in kinds.items():
         value = held.get(name)
@@ -423,12 +412,12 @@ def _read(card: Any) -> tuple[bytes, dict[str, Any]]:
             is_right = type(value) is int and value in expected
         if not is_right:
             raise BindError(f"card: {name!r}: expected {expected}, got {value!r:.60}")
-    return inner, {name: held[name] for name in kinds}
+    return {name: held[name] for name in kinds}
 
 
-def _sum(held: dict[str, Any]) -> str:
+def _sum(name: str, held: dict[str, Any]) -> str:
     """Of what a card holds.  It finds accidents, before a field is taken for an address; it proves no sender."""
-    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([name, held], sort_keys=True).encode()).hexdigest()
 
 
 def _host() -> dict[str, Any]:
@@ -454,6 +443,18 @@ def _is_own(pid: int) -> bool:
     return pid == os.getpid()
 
 
+def memory_file(what: str, nbytes: int) -> int:
+    """Memory that peers on this host can map, by its descriptor; it keeps its size, so that nobody's mapping loses its end."""
+    file = os.memfd_create(f"kvbm {what}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, nbytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
 def _opened(pid: int, number: int, nbytes: int) -> int:
     """Open a memory file of another process; no other file of it."""
     path = Path(f"/proc/{pid}/fd/{number}")
@@ -461,7 +462,8 @@ def _opened(pid: int, number: int, nbytes: int) -> int:
         raise BindError("its card names a file that is no memory of kvbm")
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if not _FILE.fullmatch(str(Path(f"/proc/self/fd/{file}").readlink())) or os.fstat(file).st_size != nbytes:
+        is_file = _FILE.fullmatch(str(Path(f"/proc/self/fd/{file}").readlink())) and os.fstat(file).st_size == nbytes
+        if not is_file or fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
             raise BindError("its card names a file that is no memory of kvbm of this size")
     except BaseException:
         os.close(file)
