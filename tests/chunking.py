@@ -293,11 +293,11 @@ class Carried:
                     ]
                     largest = max(
                         (
-                            lane.nbytes
+                            part.lane.nbytes
                             for cut in cuts[0].values()
-                            for both in cut._lanes.values()
-                            for lane in both
-                            if lane
+                            for both in cut._parts.values()
+                            for part in both
+                            if part
                         ),
                         default=16,
                     )

@@ -280,7 +280,7 @@ def test_aborted() -> None:
 
 def test_a_receive_that_fails_before_offers_come() -> None:
     """Those whose offers are lost are told all the same, long before their deadline; the next attempt of the same name works."""
-    with on_faulty({(1, rank): [wire.Fault("lose", at) for at in range(40)] for rank in range(CASE.dst.world)}) as found:
+    with on_faulty({(1, rank): [wire.Fault("lose", at) for at in range(8)] for rank in range(CASE.dst.world)}) as found:
         ends = [list(zip(found.links[side], found.spans(side), strict=True)) for side in (0, 1)]
         sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
         came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
@@ -289,9 +289,9 @@ def test_a_receive_that_fails_before_offers_come() -> None:
             one.abort()
         begin = time.monotonic()
         errors = ended([*sent, *came])
-        assert time.monotonic() < begin + 5
+        assert time.monotonic() < begin + 10
         assert all(isinstance(error, TransferError) for error in errors), errors
-        assert any("does not take 'one': " in str(error) and "it was aborted here" in str(error) for error in errors), errors
+        assert all("it was aborted here" in str(error) for error in errors), errors
         found.refill()
         sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
         assert ended([*sent, *(link.receive("one", span, timeout=60) for link, (span,) in ends[1])]) == [None] * len(errors)
@@ -312,6 +312,20 @@ def test_a_receive_that_is_asked_for_again_is_not_refused() -> None:
                 came.append(link.receive("one", span, timeout=60))
 
             link.endpoint.call(both)
+        assert ended([*sent, *came]) == [None] * (len(sent) + len(came))
+        found.check()
+        found.require_slots()
+
+
+def test_the_next_attempt_is_not_refused() -> None:
+    """Of a receive that failed, the sender has begun again before the receiver does."""
+    with on_faulty({}) as found:
+        ends = [list(zip(found.links[side], found.spans(side), strict=True)) for side in (0, 1)]
+        errors = ended(link.receive("one", span, timeout=0.01) for link, (span,) in ends[1])
+        assert all(isinstance(error, TransferError) for error in errors)
+        sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
+        threading.Event().wait(0.3)  # offers have come, and were said again
+        came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
         assert ended([*sent, *came]) == [None] * (len(sent) + len(came))
         found.check()
         found.require_slots()
@@ -833,7 +847,6 @@ def test_any_notes_in_any_order() -> None:
                         notes.Done(few, few, few),
                         notes.Stop(few, few, rng.random() < 0.5, rng.random() < 0.5, "why"),
                         notes.Stopped(few, few, rng.random() < 0.5),
-                        notes.Refusal(0, key, number, "why"),
                     ]
                 )
             )
@@ -929,13 +942,12 @@ def test_cards(change: dict[str, Any], said: str) -> None:
 
 
 NOTES = [
-    notes.Offer(1, 2, b"k" * 16, 0, range(3, 5), range(7, 9), 6, True),
+    notes.Offer(1, 2, b"k" * 16, 0, range(3, 5), range(7, 9), 6, True, 0.25),
     notes.Want(1, 2, 3, range(4, 6), 4, 9, tuple(notes.Grant(k, k, k) for k in range(5))),
     notes.Put(1, 2, 3, 4, 5),
     notes.Done(1, 2, 3),
     notes.Stop(1, 2, True, False, "why"),
     notes.Stopped(1, 2, True),
-    notes.Refusal(0, b"k" * 16, 3, "why"),
 ]
 
 
@@ -944,7 +956,7 @@ def test_notes_are_read_as_written(note: notes.Note) -> None:
     data = notes.write(note)
     assert notes.read(data) == note and len(data) <= wire.NOTE_BYTES
     for end in range(len(data)):
-        if not isinstance(note, notes.Want | notes.Stop | notes.Refusal):
+        if not isinstance(note, notes.Want | notes.Stop):
             with pytest.raises(BindError, match="note"):
                 notes.read(data[:end])
 

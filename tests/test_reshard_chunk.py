@@ -259,6 +259,23 @@ def test_numbers_that_fit_no_field_are_not_written(name: str) -> None:
             good._replace(**{name: wrong}).write()
 
 
+def test_what_is_no_trailer_is_not_compared_with() -> None:
+    good = Trailer(0, b"KVBM", 1, 0, *range(10))
+    for wrong in (None, (1,), tuple(good), good.write()):
+        with pytest.raises(BindError, match=r"expected a kvbm\.reshard\.Trailer"):
+            good.require(wrong)  # type: ignore[arg-type]
+
+
+def test_tokens_that_no_cache_has() -> None:
+    """Before memory is taken for them."""
+    model = BlockShape(nl=2, no=2, nh=8, nt=16, hd=128, dtype="bfloat16")
+    made = reshard.plan(reshard.vllm(model, tp=2), reshard.vllm(model, nt=64))
+    for tokens in (range(1 << 40), range(5, 6 + (1 << 28))):
+        with pytest.raises(BindError, match="tokens: expected at most 268,435,456 of a sequence"):
+            reshard.chunks(made, made.messages[0], tokens)
+    assert len(reshard.chunks(made, made.messages[0], range(1 << 47, (1 << 47) + 5), origins=(1 << 47, 1 << 47))) == 1
+
+
 @given(st.binary(max_size=80))
 @cases(300)
 def test_bytes_by_chance_are_no_trailer(data: bytes) -> None:

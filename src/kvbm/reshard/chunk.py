@@ -31,6 +31,9 @@ MOST = 16 << 20
 #: A message is cut into about four, but into none smaller than this, so that one is packed while another travels.
 _LEAST, _PARTS = 1 << 20, 4
 
+#: Tokens of a sequence without a table, of which each takes some bytes here.
+_MOST_TOKENS = 1 << 28
+
 _MAGIC = b"KVBM"
 _LAYOUT = struct.Struct("<Q4sHHQQQHHIIIII")
 _LIMIT = 1 << 32
@@ -116,6 +119,9 @@ class Trailer(NamedTuple):
 
     def require(self, expected: Trailer, where: object = "a chunk") -> None:
         """Raise `BindError` for the first field, but for the digest, that is not as expected."""
+        given: Any = expected
+        if not isinstance(given, Trailer):
+            raise BindError(f"{where}: expected a kvbm.reshard.Trailer to compare with, got {expected!r:.200}")
         if self[1:] == expected[1:]:
             return
         for name in self._fields[1:]:
@@ -246,6 +252,8 @@ def chunks(
         raise BindError(f"origins: expected the source's and the destination's, got {origins!r:.200}")
     turns = made.sends[message.src].t, made.takes[message.dst].t
     ours, theirs = (Span([], tokens, origin).origin for origin in origins)
+    if len(tokens) > _MOST_TOKENS:
+        raise BindError(f"tokens: expected at most {_MOST_TOKENS:,} of a sequence, got {tokens!r:.200}")
     Rank(f"{made.src.name} rank {message.src}", turns[0], made.src.nt, 0).require_origin(ours)
     Rank(f"{made.dst.name} rank {message.dst}", turns[1], made.dst.nt, 0).require_origin(theirs)
     shift = ours - theirs

@@ -18,7 +18,7 @@ from ..locks import Lock
 from ..mover import current_stream
 from .chunk import MOST, TRAILER, Chunk, Trailer, cut, key_of, limit_of, mark_of
 from .messages import require_layers
-from .pack import Lane, Listed, Packer
+from .pack import Lane, Packer
 from .placement import whole
 from .sequence import Ids, Span
 
@@ -73,8 +73,7 @@ class Cut:
         layers = range(model.nl) if layers is None else layers
         self._packer = packer
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
-        self._listed: dict[int, Listed] = {}
-        self._lanes: dict[int, list[Lane | None]] = {}  # of units, and of single tokens
+        self._parts: dict[int, list[_Part | None]] = {}  # of units, and of single tokens
         for message, listed in packer.listed(span, origin).items():
             if packer.sends and any((ids < 0).any() for ids in listed.ids):
                 raise BindError(
@@ -82,21 +81,21 @@ class Cut:
                     "blocks for all that is sent; send the tokens that have them"
                 )
             peer, some = packer.peer(message), message.of_layers(layers)
-            self._listed[peer], self.chunks[peer] = listed, ()
+            self.chunks[peer] = ()
             if some is not None:
-                lanes = [packer.lane(some, single=bool(i)) if at.size else None for i, at in enumerate(listed.at)]
-                self._lanes[peer] = lanes
-                self.chunks[peer] = cut(some, listed.at, [lane.nbytes if lane else 0 for lane in lanes], most)
+                self._parts[peer] = parts = [
+                    _Part.of(packer.lane(some, single=bool(single)), at, ids) if at.size else None
+                    for single, (at, ids) in enumerate(zip(listed.at, listed.ids, strict=True))
+                ]
+                self.chunks[peer] = cut(some, listed.at, [part.lane.nbytes if part else 0 for part in parts], most)
         self._mark = mark_of(span.tokens, packer.in_order(span.origin, origin), layers, most)
 
     def trailer(self, peer: int, number: int, *, key: str | bytes, epoch: int = 0) -> Trailer:
         """What the trailer of a chunk must say, but for the digest, which is 0 here."""
-        chunk = self._chunk(peer, number)
-        if (found := whole(epoch)) is None or not 0 <= found < 1 << 64:
-            raise BindError(f"epoch: expected a number from 0 to below 2**64, got {epoch!r:.200}")
-        if not isinstance(key, str | bytes):
-            raise BindError(f"key: expected text or bytes, got {key!r:.200}")
-        return Trailer.of(chunk, plan=self._packer.fingerprint, key=key_of(key), epoch=found, mark=self._mark)
+        return self._trailer(self._chunk(peer, number), *_identity(key, epoch))
+
+    def _trailer(self, chunk: Chunk, key: int, epoch: int) -> Trailer:
+        return Trailer.of(chunk, plan=self._packer.fingerprint, key=key, epoch=epoch, mark=self._mark)
 
     def pack(
         self,
@@ -201,12 +200,12 @@ class Cut:
         packer.require_no_stream(stream, wait)
         if not isinstance(slots, Mapping) or not all(isinstance(at, tuple) and len(at) == 2 for at in slots):
             raise BindError(f"slots: expected a mapping from (peer, chunk) to array, got {slots!r:.200}")
-        jobs, places = [], []
+        jobs, places, identity = [], [], _identity(key, epoch)
         for (peer, number), given in slots.items():
-            chunk, expected = self._chunk(peer, number), self.trailer(peer, number, key=key, epoch=epoch)
+            chunk = self._chunk(peer, number)
             slot = packer.slot(given, chunk.size, chunk, exact=not sends)
             places.append((chunk, slot.address, chunk.size))
-            jobs.append(_Job(peer, chunk, slot, expected, given))
+            jobs.append(_Job(peer, chunk, slot, self._trailer(chunk, *identity), given))
         packer.require_apart(places)
         if packer.device >= 0 and stream is None:
             stream = current_stream(packer.pool)
@@ -235,6 +234,15 @@ class Cut:
             for job, digest in zip(jobs, work.digests(), strict=True):
                 job.trailer.require_digest(digest, job.chunk, written=copies)
         return {(job.peer, job.chunk.number): job.trailer.digest for job in jobs}
+
+
+def _identity(key: str | bytes, epoch: int) -> tuple[int, int]:
+    """What trailers say of a sequence and an attempt."""
+    if (found := whole(epoch)) is None or not 0 <= found < 1 << 64:
+        raise BindError(f"epoch: expected a number from 0 to below 2**64, got {epoch!r:.200}")
+    if not isinstance(key, str | bytes):
+        raise BindError(f"key: expected text or bytes, got {key!r:.200}")
+    return key_of(key), found
 
 
 #: What a call waits for, step by step; at the end each chunk's digest.
@@ -309,6 +317,19 @@ class ChunksDone:
         return f"<kvbm ChunksDone of {len(self._waits)} copies>"
 
 
+class _Part(NamedTuple):
+    """Units, or single tokens, of all chunks of a peer: where their first tokens stand, the rank's ids, and whether some are -1."""
+
+    lane: Lane
+    positions: Ids
+    ids: Ids
+    has_holes: bool
+
+    @classmethod
+    def of(cls, lane: Lane, at: Ids, ids: Ids) -> _Part:
+        return cls(lane, at + lane.first, ids, bool((ids < 0).any()))
+
+
 class _Piece(NamedTuple):
     """Units, or single tokens, of a chunk: the rank's ids of those that are copied, or which of the slot's are digested alone."""
 
@@ -344,13 +365,12 @@ class _Work:
             at = job.slot.address
             for single, some in enumerate((job.chunk.units, job.chunk.tokens)):
                 if some:
-                    lane = of._lanes[job.peer][single]
-                    assert lane is not None
-                    positions, ids = (each[single][some.start : some.stop] for each in of._listed[job.peer])
-                    positions = positions + lane.first
+                    part = of._parts[job.peer][single]
+                    assert part is not None
+                    lane, positions, ids = part.lane, part.positions[some.start : some.stop], part.ids[some.start : some.stop]
                     self._pieces.append(_Piece(number, lane, at, positions, ids if copies else None))
                     # What has no block is not copied, and belongs to the digest all the same.
-                    if copies and (holes := np.flatnonzero(ids < 0)).size:
+                    if copies and part.has_holes and (holes := np.flatnonzero(ids < 0)).size:
                         self._pieces.append(_Piece(number, lane, at, positions[holes], None, holes))
                     at += len(some) * lane.nbytes
         count = sum(piece.positions.size for piece in self._pieces)
@@ -388,6 +408,9 @@ class _Work:
         return [digest % (1 << 64) for digest in found]
 
 
+_Bytes = ctypes.c_char * TRAILER
+
+
 class _Trailers:
     """The last bytes of chunks in their slots, where the host reads and writes them."""
 
@@ -406,7 +429,7 @@ class _Trailers:
     def write(self, told: Sequence[bytes]) -> None:
         if self._device < 0:
             for at, data in zip(self._places, told, strict=True):
-                ctypes.memmove(at, data, TRAILER)
+                _Bytes.from_address(at).raw = data  # memmove would let go of Python's lock for it
             return
         with self._staged() as (memory, addresses):
             memory[: 8 * len(told)] = np.frombuffer(b"".join(told), np.uint64)

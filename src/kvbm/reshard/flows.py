@@ -9,11 +9,12 @@ import contextlib
 import itertools
 import time
 from collections import Counter, deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import BindError, DigestError, KvbmError, TransferError
 from ..wire import Op
-from .notes import MOST_GRANTS, Done, Grant, Offer, Put, Refusal, Stop, Stopped, Want
+from .notes import MOST_GRANTS, Done, Grant, Offer, Put, Stop, Stopped, Want
 
 if TYPE_CHECKING:
     from .chunk import Chunk
@@ -88,7 +89,7 @@ class Outflow:
         self._digests: dict[int, int] = {}
         self._stops = 0
         self._again = _Repeat()
-        link.say(peer, offer)
+        self._say_offer()
 
     # ---- notes -----------------------------------------------------------------------------------------------------
 
@@ -139,11 +140,6 @@ class Outflow:
         self._answers = True
         kind = DigestError if note.is_digest else TransferError
         self.sending.fail(kind(f"{self.link.title}: {self.peer} takes no more of {self.sending.key!r}: {note.why}"))
-
-    def refused(self, note: Refusal) -> None:
-        """The receiver has given up before it knew of this."""
-        if not self.is_over and self._cut is None:
-            self.fail(TransferError(f"{self.link.title}: {self.peer} does not take {self.sending.key!r}: {note.why}"))
 
     def answered(self) -> None:
         """The receiver knows that it comes to nothing."""
@@ -211,8 +207,11 @@ class Outflow:
             now
         ):  # what was answered may be lost
             self.link.count("notes_again")
-            self.link.say(self.peer, self.offer)
+            self._say_offer()
         return busy
+
+    def _say_offer(self) -> None:
+        self.link.say(self.peer, replace(self.offer, age=time.monotonic() - self.sending.began))
 
     def _pack(self) -> bool:
         ring, busy = self.link.ring, False

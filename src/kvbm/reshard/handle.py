@@ -146,8 +146,13 @@ class Arrival(Handle):
         self.number = secrets.randbits(64) or 1
         self.verify, self.identity, self.layers = verify, identity, layers
         self.digest = 0
-        self.is_refused = False  # peers whose offers had not come know that it has failed
+        self.failed_at = 0.0
         self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that are still to come
+
+    def fail(self, error: KvbmError) -> None:
+        if not self.has_failed:
+            self.failed_at = time.monotonic()
+        super().fail(error)
 
     @property
     def is_awaited(self) -> bool:

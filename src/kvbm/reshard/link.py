@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +17,7 @@ from .cut import Cut
 from .flows import Inflow, Outflow
 from .handle import Arrival, Gathering, Handle, Sending
 from .messages import Resharding
-from .notes import Done, Note, Offer, Put, Refusal, Stop, Stopped, Want, write
+from .notes import Done, Note, Offer, Put, Stop, Stopped, Want, write
 from .pack import Packer
 from .sequence import Span
 
@@ -70,6 +71,8 @@ class Link:
         #: Inflows that are over, and what to say of them.
         self._ended: OrderedDict[tuple[str, int], Done | Stop | None] = OrderedDict()
         self._offers: OrderedDict[tuple[str, int], Offer] = OrderedDict()
+        #: Receives that failed, by group and key: when, their numbers, and why.
+        self._failed: OrderedDict[tuple[int, bytes], tuple[float, int, str]] = OrderedDict()
         self._handles: list[Handle] = []
         self._counts: Counter[str] = Counter()
         self._numbers = itertools.count(secrets.randbits(32) + 1)
@@ -284,7 +287,7 @@ class Link:
             if (offer.group, offer.key) == arrival.identity:
                 self._offers.pop((peer, number), None)
                 if arrival.has_failed:
-                    self._refuse(peer, offer, arrival, "another rank's offer does not fit")
+                    self._refuse(peer, offer, arrival.number, "another rank's offer does not fit")
                 else:
                     self._match(peer, offer, arrival)
 
@@ -316,26 +319,15 @@ class Link:
             flow = Inflow(self, arrival, peer, rank, offer, cut)
         except KvbmError as error:
             arrival.fail(error)
-            self._refuse(peer, offer, arrival, str(error))
+            self._refuse(peer, offer, arrival.number, str(error))
             return
         arrival.flows.append(flow)
         self._inflows[peer, offer.sending] = flow
 
-    def _refuse(self, peer: str, offer: Offer, arrival: Arrival, why: str) -> None:
+    def _refuse(self, peer: str, offer: Offer, arrival: int, why: str) -> None:
         """An offer that comes to nothing; that is said again when it is."""
-        stop = self._ended[peer, offer.sending] = Stop(offer.sending, arrival.number, False, False, why)
+        stop = self._ended[peer, offer.sending] = Stop(offer.sending, arrival, False, False, why)
         self.say(peer, stop)
-
-    def _refuse_rest(self, arrival: Arrival) -> None:
-        """Tell those whose offers have not come that nothing is taken, unless it is asked for again already."""
-        arrival.is_refused = True
-        if any(one.identity == arrival.identity for one in self._handles if isinstance(one, Arrival) and one.is_awaited):
-            return
-        group, key = arrival.identity
-        for peer, rank in self.peers.items():
-            held = {layer for flow in arrival.flows if flow.rank == rank for layer in flow.offer.layers}
-            if arrival.missing.get(rank, set()) - held:
-                self.say(peer, Refusal(0, key, group, arrival.why))
 
     # ---- the endpoint's thread -------------------------------------------------------------------------------------
 
@@ -367,10 +359,6 @@ class Link:
                 flow.finished(note)
         elif isinstance(note, Stop):
             self._told_to_stop(peer, note)
-        elif isinstance(note, Refusal):
-            for flow in [one for (by, _), one in self._flows.items() if by == peer]:
-                if (flow.offer.group, flow.offer.key) == (note.group, note.key):
-                    flow.refused(note)
         elif note.by_sender:
             if (inflow := self._inflows.get(at)) is not None:
                 inflow.answered()
@@ -403,6 +391,10 @@ class Link:
             if isinstance(arrival, Arrival) and arrival.is_awaited and (offer.group, offer.key) == arrival.identity:
                 self._match(peer, offer, arrival)
                 return
+        failed_at, number, why = self._failed.get((offer.group, offer.key), (0.0, 0, ""))
+        if time.monotonic() - offer.age < failed_at:  # it began before: a later one is of the next attempt
+            self._refuse(peer, offer, number, why)
+            return
         self._offers[peer, offer.sending] = offer
         while len(self._offers) > _MOST:
             self._offers.popitem(last=False)  # it is said again
@@ -433,8 +425,9 @@ class Link:
                     )
                 )
         for handle in self._handles:
-            if handle.has_failed and isinstance(handle, Arrival) and not handle.is_refused:
-                self._refuse_rest(handle)
+            if handle.has_failed and isinstance(handle, Arrival):
+                self._failed[handle.identity] = handle.failed_at, handle.number, handle.why
+                self._failed.move_to_end(handle.identity)
             if handle.has_failed and all(flow.uses_no_pool for flow in handle.flows):
                 handle.settle()
         self._handles = [handle for handle in self._handles if not handle.has_ended]
@@ -442,8 +435,9 @@ class Link:
             self._flows.pop(over)
         for at in [at for at, inflow in self._inflows.items() if inflow.is_over]:
             self._ended[at] = self._inflows.pop(at).answer
-        while len(self._ended) > _MOST:
-            self._ended.popitem(last=False)
+        for kept in (self._ended, self._failed):
+            while len(kept) > _MOST:
+                kept.popitem(last=False)
         return busy
 
     def _ask(self) -> None:

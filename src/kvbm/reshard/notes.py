@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..errors import BindError
 from ..wire import NOTE_BYTES
 
-__all__ = ["Done", "Grant", "Note", "Offer", "Put", "Refusal", "Stop", "Stopped", "Want", "read", "write"]
+__all__ = ["Done", "Grant", "Note", "Offer", "Put", "Stop", "Stopped", "Want", "read", "write"]
 
 _MAGIC, _VERSION = b"kn", 1
 
@@ -55,6 +55,8 @@ class Offer:
         Of the sender's span.
     pulls : bool
         Whether the receiver fetches chunks.
+    age : float
+        Seconds since the sending began: those that are older than a receive's failure belong to it.
     """
 
     sending: int
@@ -65,21 +67,24 @@ class Offer:
     tokens: range
     origin: int
     pulls: bool
+    age: float = 0.0
 
     KIND: ClassVar[int] = 1
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q16sHIIQQQ?")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q16sHIIQQQ?d")
 
     def fields(self) -> tuple[Any, ...]:
         layers, tokens = self.layers, self.tokens
         return (
-            self.plan, self.key, self.group, layers.start, layers.stop, tokens.start, tokens.stop, self.origin, self.pulls
+            self.plan, self.key, self.group, layers.start, layers.stop, tokens.start, tokens.stop, self.origin, self.pulls,
+            self.age,
         )  # fmt: skip
 
     @classmethod
     def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Offer:
-        plan, key, group, first, last, start, stop, origin, pulls = told
+        plan, key, group, first, last, start, stop, origin, pulls, age = told
         _require(not rest and first < last < 1 << 24 and start < stop < 1 << 48 and origin <= start, "an offer")
-        return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls)
+        _require(0 <= age < 1e12, "an age of an offer")
+        return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls, age)
 
 
 @dataclass(frozen=True)
@@ -226,49 +231,14 @@ class Stopped:
         return cls(sending, *told)
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Receiver: it takes nothing of this sequence; said once, since a later attempt may have the same name.
+Note = Offer | Want | Put | Done | Stop | Stopped
 
-    Attributes
-    ----------
-    sending : int
-        0: the receiver knows no number of what it refuses.
-    key : bytes
-    group : int
-        As of an `Offer`.
-    why : str
-    """
-
-    sending: int
-    key: bytes
-    group: int
-    why: str
-
-    KIND: ClassVar[int] = 7
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sH")
-
-    def fields(self) -> tuple[Any, ...]:
-        return self.key, self.group
-
-    def tail(self) -> bytes:
-        return self.why.encode()[:1000]
-
-    @classmethod
-    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Refusal:
-        _require(len(rest) <= 1000, "a refusal")
-        key, group = told
-        return cls(sending, key, group, rest.decode("utf-8", "replace"))
-
-
-Note = Offer | Want | Put | Done | Stop | Stopped | Refusal
-
-_KINDS: dict[int, Any] = {kind.KIND: kind for kind in (Offer, Want, Put, Done, Stop, Stopped, Refusal)}
+_KINDS: dict[int, Any] = {kind.KIND: kind for kind in (Offer, Want, Put, Done, Stop, Stopped)}
 
 
 def write(note: Note) -> bytes:
     """Return the note as bytes, at most `NOTE_BYTES`."""
-    tail = note.tail() if isinstance(note, Want | Stop | Refusal) else b""
+    tail = note.tail() if isinstance(note, Want | Stop) else b""
     return _HEAD.pack(_MAGIC, _VERSION, note.KIND, note.sending) + note.LAYOUT.pack(*note.fields()) + tail
 
 
