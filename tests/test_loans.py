@@ -444,3 +444,7 @@ def test_every_byte(first: int, faults: float) -> None:
 def test_on_a_gpu_that_is_not_one(fake_gpu: FakeDriver) -> None:
     """Rings of the fake driver, opened by handles of CUDA IPC; all mappings are closed at the end."""
     fake_gpu("reshards.mapped", 500, 20)
+
+
+def test_handles_that_fail(fake_gpu: FakeDriver) -> None:
+    fake_gpu("reshards.handles_that_fail")

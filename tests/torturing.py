@@ -636,7 +636,7 @@ class Fake:
 
     @property
     def live(self) -> tuple[int, ...]:
-        return tuple((ctypes.c_long * 5).in_dll(self.driver, "live"))
+        return tuple((ctypes.c_long * len(LIVE)).in_dll(self.driver, "live"))
 
     def require_clean(self) -> None:
         assert self.number("illegal").value == 0, "memory without a grant is touched"

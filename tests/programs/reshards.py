@@ -14,6 +14,7 @@ import plane_oracle
 import reshard_oracle
 from chunking import Carried, is_sendable
 from kvbm import _core, digesting, reshard, wire
+from kvbm.reshard.ring import Ring
 from kvbm.wire import loans
 from linking import Linked, ended
 from memory import FakeCuda
@@ -65,6 +66,31 @@ def mapped(first: int, cases: int) -> None:
     hub = wire.Hub()
     linked(first, cases, lambda side, rank: wire.mapped(wire.memory(f"{side}/{rank}", hub)))
     assert len(opened) > cases and alive("mappings") == 0, (len(opened), alive("mappings"), alive("allocations"))
+
+
+def handles_that_fail() -> None:
+    """Of CUDA IPC: peers are not mapped, which says why, and reached all the same."""
+    loans._is_own = lambda _: False  # type: ignore[assignment]
+    hub = wire.Hub()
+    for name in ("ipc_handle", "ipc_open"):
+        def fails(*_: Any, name: str = name) -> None:
+            raise kvbm.CudaError(f"{name} failed")
+
+        calls = {one: getattr(_core, one) for one in ("fence", "ipc_close", "ipc_handle", "ipc_open")}
+        loans._core = types.SimpleNamespace(**{**calls, name: fails})  # type: ignore[assignment]
+        rings = [Ring("cuda:0", 4096, 1, 1) for _ in range(2)]
+        ends = [wire.mapped(wire.memory(f"{number}", hub)) for number in range(2)]
+        for end, ring in zip(ends, rings, strict=True):
+            end.register(ring.slab)
+        peer, _ = ends[0].connect(ends[1].card()), ends[1].connect(ends[0].card())
+        assert f"{name} failed" in ends[0].unmapped[peer], ends[0].unmapped
+        assert ends[0].borrow(peer, wire.Slice(0, 16)) is None
+        ends[0].put(peer, wire.Slice(0, 16), wire.Slice(0, 16), b"put")
+        assert [note for _, note in ends[1].poll()] == [b"put"]
+        for end, ring in zip(ends, rings, strict=True):
+            end.close()
+            ring.close()
+    assert alive("mappings") == 0
 
 
 def linked(first: int, cases: int, wires: Any = None) -> None:

@@ -87,6 +87,7 @@ class Mapped:
         self.unmapped: dict[str, str] = {}
         self._wire, self._drop_seconds = wire, drop_seconds
         self._slab: Slab | None = None
+        self._why = ""  # nothing is lent
         self._page: _Page | None = None
         self._cards: dict[str, bytes] = {}
         self._peers: dict[str, _Peer] = {}
@@ -112,12 +113,15 @@ class Mapped:
         assert slab is not None
         here = _host()
         if not here or (slab.device == "cpu" and slab.file < 0):
+            self._why = "it is no endpoint's ring, or this system shares no memory"
             return {}
-        with contextlib.suppress(OSError, KvbmError):
+        try:
             lent = {"file": slab.file} if slab.device == "cpu" else {"ipc": _handle(slab).hex(), "address": slab.address}
             self._page = _Page.made(self._name())
-            return {"version": 1, **here, "device": slab.device, "nbytes": slab.nbytes, "page": self._page.file, **lent}
-        return {}
+        except (OSError, KvbmError) as error:
+            self._why = str(error)
+            return {}
+        return {"version": 1, **here, "device": slab.device, "nbytes": slab.nbytes, "page": self._page.file, **lent}
 
     def _name(self) -> str:
         return str(json.loads(self._wire.card())["name"])
@@ -141,7 +145,7 @@ class Mapped:
     def _map(self, peer: str, shared: dict[str, Any]) -> _Peer:
         """Map a peer's page and slab.  `BindError` says why not."""
         if not self._shared or self._page is None or self._slab is None:
-            raise BindError("this side's slab cannot be lent: it is no endpoint's ring, or this system shares no memory")
+            raise BindError(f"this side's slab cannot be lent: {self._why}")
         if not shared:
             raise BindError("its slab cannot be lent: its wire is not wire.mapped, or it is no endpoint's ring")
         if any(shared[name] != self._shared[name] for name in ("boot", "namespace")):
