@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -272,6 +273,7 @@ def test_cards_that_are_none(ends: Callable[..., tuple[End, End]]) -> None:
         (json.dumps({**json.loads(card), "mapped": 5}).encode(), "object"),
         (changed(card, version=2), "version"),
         (changed(card, pid=-1), "pid"),
+        (changed(card, pid=1 << 31), "pid"),
         (changed(card, nbytes=1 << 70), "nbytes"),
         (changed(card, nbytes=0), "nbytes"),
         (changed(card, device="tpu:0"), "device"),
@@ -369,6 +371,28 @@ def process(tmp_path: Path) -> Iterator[Callable[..., tuple[wire.Mapped, Any, su
             return mine, np.frombuffer(ring._pages, np.uint8), other, peer
 
         yield start
+
+
+def test_the_end_of_a_process_is_seen_among_many_files() -> None:
+    """Its descriptor may be any number."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limits[1] < 2048:
+        pytest.skip("no more than 2047 open files")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        found = loans._Process(other.pid, loans._started(other.pid))
+        first = found._file
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+            found._file = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, 1024)
+            assert not found.is_over()
+            other.kill()
+            other.wait(LIMIT)
+            assert found.is_over()
+        finally:
+            found.close()
+            os.close(first)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ _LOANS, _DROPPED = 16, 24
 #: What a card has for peers on this host: a number's range, or what a text looks like.
 _NUMBER: Final = range(1 << 63)
 _KINDS: Final[dict[str, range | str]] = {
-    "version": range(1, 2), "boot": ".{1,80}", "namespace": ".{1,80}", "pid": _NUMBER, "start": _NUMBER, "page": _NUMBER,
+    "version": range(1, 2), "boot": ".{1,80}", "namespace": ".{1,80}", "pid": range(1 << 31), "start": _NUMBER, "page": _NUMBER,
     "device": r"cpu|cuda:\d{1,4}", "nbytes": range(1, 1 << 63),
 }  # fmt: skip
 _OF_HOST: Final[dict[str, range | str]] = {"file": _NUMBER}
@@ -278,7 +278,10 @@ class _Process:
             raise BindError("its process has ended")
 
     def is_over(self) -> bool:
-        return self._file >= 0 and bool(select.select([self._file], [], [], 0)[0])
+        ended = select.poll()  # select takes no descriptor above 1023
+        if self._file >= 0:
+            ended.register(self._file, select.POLLIN)
+        return bool(ended.poll(0))
 
     def close(self) -> None:
         if self._file >= 0:
