@@ -464,7 +464,8 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        return not self._handles and not any(not flow.is_over for flow in self._inflows.values())
+        """Whether nothing is under way, and no slot or loan is held."""
+        return not self._handles and all(flow.is_over for flow in self._all_flows())
 
     def _lose(self, peer: str, error: PeerLostError) -> None:
         """A peer is no more: what it has to do with fails; its slots are free once nothing of it can land."""
