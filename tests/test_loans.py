@@ -23,10 +23,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
+from kvbm import BindError, KvbmError, PeerLostError, TransferTimeoutError, wire
+from kvbm.reshard.cut import Cut
 from kvbm.reshard.ring import Ring
 from kvbm.wire import loans
-from linking import Linked, ended
+from linking import Linked, ended, plain_case
 from processes import FakeDriver
 from reshard_oracle import RefusedError, random_case
 
@@ -463,6 +464,45 @@ def test_every_byte(first: int, faults: float) -> None:
             chunks += int(sum(one["chunks_mapped"] for one in stats))
             right += 1
     assert right >= 5 and chunks >= right
+
+
+class Failing:
+    """A chunk that is being packed until it fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.is_asked = error, False
+
+    def query(self) -> bool:
+        if self.is_asked:
+            raise self.error
+        self.is_asked = True
+        return False
+
+    synchronize = query
+
+
+@pytest.mark.parametrize("where", ["as it begins", "under way"])
+@pytest.mark.parametrize("error", [KvbmError("the device broke"), RuntimeError("a mistake")], ids=lambda error: type(error).__name__)
+def test_who_fails_to_pack_has_nothing_on_loan(monkeypatch: pytest.MonkeyPatch, where: str, error: Exception) -> None:
+    """And both sides are told, long before the deadline."""
+
+    def pack(*_: Any, **__: Any) -> Failing:
+        if where == "as it begins":
+            raise error
+        return Failing(error)
+
+    monkeypatch.setattr(Cut, "pack", pack)
+    hub = wire.Hub()
+    with Linked(plain_case(), wires=lambda side, rank: wire.mapped(wire.memory(f"{side}/{rank}", hub), drop_seconds=0.05)) as found:
+        ends = [list(zip(found.links[side], found.spans(side), strict=True)) for side in (0, 1)]
+        sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
+        came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
+        assert all(ended([*sent, *came], 10))
+        borrowers = [peer for end in found.ends[1] for peer in end.wire._peers.values()]
+        late = time.monotonic() + 5
+        while any(peer.has_loans() for peer in borrowers):
+            assert time.monotonic() < late, "a loan is left"
+            time.sleep(0.001)
 
 
 def test_on_a_gpu_that_is_not_one(fake_gpu: FakeDriver) -> None:

@@ -238,11 +238,13 @@ class Outflow:
                 done = self._cut.pack(
                     {(self.rank, grant.chunk): array}, key=self.sending.key, epoch=self.arrival, **self.sending.order
                 )
-            except KvbmError as error:
+            except Exception as error:
                 if slot < 0:
                     self.link.give_back(self.peer)
                 else:
                     ring.give(slot)
+                if not isinstance(error, KvbmError):
+                    raise
                 self.fail(error)
                 break
             packed = self._packed[grant.serial] = _Packed(grant, slot, done)
@@ -265,8 +267,13 @@ class Outflow:
             ring.give(packed.slot)
             packed.slot = -1
             return True
-        if packed.is_told or not packed.done.query():
+        if packed.is_told:
             return False
+        try:
+            if not packed.done.query():
+                return False
+        except KvbmError as error:
+            self.fail(error)
         self._give_back(packed)
         if self._stop or self._answers:
             packed.is_told = True
@@ -306,7 +313,7 @@ class Outflow:
         """Give back all loans at the end: what is being packed is waited for, as the ring's memory waits for it."""
         for packed in self._packed.values():
             if packed.is_on_loan:
-                with contextlib.suppress(KvbmError):
+                with contextlib.suppress(Exception):
                     packed.done.synchronize()
                 self._give_back(packed)
 
