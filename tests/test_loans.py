@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm import BindError, KvbmError, PeerLostError, TransferTimeoutError, wire
+from kvbm.reshard import endpoint
 from kvbm.reshard.cut import Cut
 from kvbm.reshard.ring import Ring
 from kvbm.wire import loans
@@ -136,6 +137,48 @@ def test_a_drop_waits_for_what_is_on_loan(ends: Callable[..., tuple[End, End]], 
     with pytest.raises(BindError, match=r"start again|no such end"):
         borrower.connect(lender)
     borrower.wire.drop(borrower.peer)
+
+
+def test_who_drops_within_a_loan_closes_the_mapping_behind_it(ends: Callable[..., tuple[End, End]]) -> None:
+    """And who closes there, too."""
+    lender, borrower = ends()
+    assert borrower.wire.borrow(borrower.peer, wire.Slice(0, 8)) is not None
+    borrower.wire.drop(borrower.peer)
+    with pytest.raises(TransferTimeoutError, match="this side still writes"):
+        borrower.wire.close()
+    assert lender.wire._peers[lender.peer].has_loans()
+    before = Path("/proc/self/maps").read_text().count("memfd:kvbm ring")
+    borrower.wire.give_back(borrower.peer)
+    assert Path("/proc/self/maps").read_text().count("memfd:kvbm ring") == before - 1
+    lender.wire.drop(lender.peer)
+
+
+def test_an_endpoint_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time it raises as long as a peer writes, and by however many threads it is closed."""
+    monkeypatch.setattr(endpoint, "_CLOSING", 0.05)
+    hub = wire.Hub()
+    with Linked(plain_case(), wires=lambda side, rank: wire.mapped(wire.memory(f"{side}/{rank}", hub), drop_seconds=0.05)) as found:
+        lender, borrower = found.ends[1][0], found.ends[0][0].wire
+        (peer,) = (name for name in borrower._peers if name.startswith("1/0#"))
+        assert borrower.borrow(peer, wire.Slice(0, 8)) is not None
+        for _ in range(2):
+            with pytest.raises(TransferTimeoutError, match="still writes"):
+                lender.close()
+        borrower.give_back(peer)
+        errors = []
+
+        def close() -> None:
+            try:
+                lender.close()
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert not errors and not lender.wire._peers
 
 
 def raced(ends: Callable[..., tuple[End, End]], rounds: int) -> int:
@@ -482,7 +525,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("where", ["as it begins", "under way"])
-@pytest.mark.parametrize("error", [KvbmError("the device broke"), RuntimeError("a mistake")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", [KvbmError("the device broke"), RuntimeError("a mistake")], ids=["kvbm", "other"])
 def test_who_fails_to_pack_has_nothing_on_loan(monkeypatch: pytest.MonkeyPatch, where: str, error: Exception) -> None:
     """And both sides are told, long before the deadline."""
 

@@ -189,7 +189,9 @@ class Mapped:
         """End a loan: nothing of this process writes to it any more."""
         assert self._page is not None
         _core.fence()
-        self._page.loans(peer, -1)
+        known = self._peers[peer]
+        if not self._page.loans(peer, -1) and known.lost:
+            known.slab.close()  # as the drop would have
 
     def _require(self, peer: str) -> None:
         known = self._peers.get(peer)
@@ -237,7 +239,7 @@ class Mapped:
                         "else, and drop again"
                     )
                 time.sleep(0.0002)
-            if self._page is not None and not self._page.loans(peer, 0):
+            if self._page is not None and not self._page.count_of(peer):
                 known.slab.close()
 
     def close(self) -> None:
@@ -247,6 +249,8 @@ class Mapped:
                 self._page.drop(peer)
         self._wire.close()
         self._await_loans(list(self._peers))
+        if self._page is not None and any(self._page.count_of(peer) for peer in self._peers):
+            raise TransferTimeoutError("this side still writes to what it was lent: close it again once that was given back")
         for known in self._peers.values():
             known.page.close()
             known.process.close()
@@ -344,6 +348,10 @@ class _Page:
 
     def count(self, at: int) -> int:
         return int(self._word(at + _LOANS).value)
+
+    def count_of(self, peer: str) -> int:
+        """How many loans of this end there are."""
+        return self.count(self._at[_key(peer)])
 
     def loans(self, peer: str, more: int) -> int:
         """Count a loan of this end; returns how many there are."""
