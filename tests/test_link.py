@@ -551,6 +551,36 @@ def test_who_cannot_be_dropped_holds_up_nobody() -> None:
             assert wires[0].drops == 1 and others
 
 
+class Endless:
+    """A wire whose puts are under way for ever."""
+
+    def __init__(self, of: Any) -> None:
+        self._of, self.has_put = of, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+    def put(self, *given: Any) -> Any:
+        self._of.put(*given[:3])
+        self.has_put.set()
+        return self
+
+    def query(self) -> bool:
+        return False
+
+
+def test_slots_of_puts_under_way_are_free_when_the_link_is_closed() -> None:
+    """The link is forgotten only after that."""
+    hub = wire.Hub()
+    with Linked(CASE, wires=lambda side, rank: Endless(wire.memory(f"{side}/{rank}", hub))) as found:
+        handles = found.begin(Pushed())
+        assert found.wires[0][SENDER].has_put.wait(20)
+        for link in found.links[0]:
+            link.close()
+        assert any(ended(handles))
+        found.require_slots(2)
+
+
 class SlowGets:
     """A wire whose gets read 0.2 s after they were asked for, as an adapter may."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -22,10 +23,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
+from kvbm import BindError, KvbmError, PeerLostError, TransferTimeoutError, wire
+from kvbm.reshard import endpoint
+from kvbm.reshard.cut import Cut
 from kvbm.reshard.ring import Ring
 from kvbm.wire import loans
-from linking import Linked, ended
+from linking import Linked, ended, plain_case
 from processes import FakeDriver
 from reshard_oracle import RefusedError, random_case
 
@@ -134,6 +137,48 @@ def test_a_drop_waits_for_what_is_on_loan(ends: Callable[..., tuple[End, End]], 
     with pytest.raises(BindError, match=r"start again|no such end"):
         borrower.connect(lender)
     borrower.wire.drop(borrower.peer)
+
+
+def test_who_drops_within_a_loan_closes_the_mapping_behind_it(ends: Callable[..., tuple[End, End]]) -> None:
+    """And who closes there, too."""
+    lender, borrower = ends()
+    assert borrower.wire.borrow(borrower.peer, wire.Slice(0, 8)) is not None
+    borrower.wire.drop(borrower.peer)
+    with pytest.raises(TransferTimeoutError, match="this side still writes"):
+        borrower.wire.close()
+    assert lender.wire._peers[lender.peer].has_loans()
+    before = Path("/proc/self/maps").read_text().count("memfd:kvbm ring")
+    borrower.wire.give_back(borrower.peer)
+    assert Path("/proc/self/maps").read_text().count("memfd:kvbm ring") == before - 1
+    lender.wire.drop(lender.peer)
+
+
+def test_an_endpoint_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time it raises as long as a peer writes, and by however many threads it is closed."""
+    monkeypatch.setattr(endpoint, "_CLOSING", 0.05)
+    hub = wire.Hub()
+    with Linked(plain_case(), wires=lambda side, rank: wire.mapped(wire.memory(f"{side}/{rank}", hub), drop_seconds=0.05)) as found:
+        lender, borrower = found.ends[1][0], found.ends[0][0].wire
+        (peer,) = (name for name in borrower._peers if name.startswith("1/0#"))
+        assert borrower.borrow(peer, wire.Slice(0, 8)) is not None
+        for _ in range(2):
+            with pytest.raises(TransferTimeoutError, match="still writes"):
+                lender.close()
+        borrower.give_back(peer)
+        errors = []
+
+        def close() -> None:
+            try:
+                lender.close()
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert not errors and not lender.wire._peers
 
 
 def raced(ends: Callable[..., tuple[End, End]], rounds: int) -> int:
@@ -272,6 +317,7 @@ def test_cards_that_are_none(ends: Callable[..., tuple[End, End]]) -> None:
         (json.dumps({**json.loads(card), "mapped": 5}).encode(), "object"),
         (changed(card, version=2), "version"),
         (changed(card, pid=-1), "pid"),
+        (changed(card, pid=1 << 31), "pid"),
         (changed(card, nbytes=1 << 70), "nbytes"),
         (changed(card, nbytes=0), "nbytes"),
         (changed(card, device="tpu:0"), "device"),
@@ -371,6 +417,28 @@ def process(tmp_path: Path) -> Iterator[Callable[..., tuple[wire.Mapped, Any, su
         yield start
 
 
+def test_the_end_of_a_process_is_seen_among_many_files() -> None:
+    """Its descriptor may be any number."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limits[1] < 2048:
+        pytest.skip("no more than 2047 open files")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        found = loans._Process(other.pid, loans._started(other.pid))
+        first = found._file
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+            found._file = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, 1024)
+            assert not found.is_over()
+            other.kill()
+            other.wait(LIMIT)
+            assert found.is_over()
+        finally:
+            found.close()
+            os.close(first)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["lives", "killed", "stopped"])
 def test_a_process_that_writes_is_dropped(process: Callable[..., Any], how: str) -> None:
@@ -439,6 +507,45 @@ def test_every_byte(first: int, faults: float) -> None:
             chunks += int(sum(one["chunks_mapped"] for one in stats))
             right += 1
     assert right >= 5 and chunks >= right
+
+
+class Failing:
+    """A chunk that is being packed until it fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.is_asked = error, False
+
+    def query(self) -> bool:
+        if self.is_asked:
+            raise self.error
+        self.is_asked = True
+        return False
+
+    synchronize = query
+
+
+@pytest.mark.parametrize("where", ["as it begins", "under way"])
+@pytest.mark.parametrize("error", [KvbmError("the device broke"), RuntimeError("a mistake")], ids=["kvbm", "other"])
+def test_who_fails_to_pack_has_nothing_on_loan(monkeypatch: pytest.MonkeyPatch, where: str, error: Exception) -> None:
+    """And both sides are told, long before the deadline."""
+
+    def pack(*_: Any, **__: Any) -> Failing:
+        if where == "as it begins":
+            raise error
+        return Failing(error)
+
+    monkeypatch.setattr(Cut, "pack", pack)
+    hub = wire.Hub()
+    with Linked(plain_case(), wires=lambda side, rank: wire.mapped(wire.memory(f"{side}/{rank}", hub), drop_seconds=0.05)) as found:
+        ends = [list(zip(found.links[side], found.spans(side), strict=True)) for side in (0, 1)]
+        sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
+        came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
+        assert all(ended([*sent, *came], 10))
+        borrowers = [peer for end in found.ends[1] for peer in end.wire._peers.values()]
+        late = time.monotonic() + 5
+        while any(peer.has_loans() for peer in borrowers):
+            assert time.monotonic() < late, "a loan is left"
+            time.sleep(0.001)
 
 
 def test_on_a_gpu_that_is_not_one(fake_gpu: FakeDriver) -> None:

@@ -107,6 +107,29 @@ def test_calls_of_many_chunks_leave_nothing_behind(fake_gpu: processes.FakeDrive
     fake_gpu("reshards.many_chunks")
 
 
+def test_a_call_that_fails_writes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two kernels the second is not enqueued: the first is waited for, since the slot is used for something else then."""
+    pair, begun = Pair(), []
+
+    class Copy:
+        is_over = False
+
+        def synchronize(self) -> None:
+            self.is_over = True
+
+    def enqueue(*_: Any) -> Copy:
+        if begun:
+            raise BindError("no room")
+        begun.append(Copy())
+        return begun[0]
+
+    monkeypatch.setattr(cuts._Work, "_enqueue", enqueue)
+    slots = {(0, chunk.number): room(chunk.size) for chunk in pair.chunks}
+    with pytest.raises(BindError, match="no room"):
+        pair.sent.pack(slots, key="k")
+    assert [copy.is_over for copy in begun] == [True]
+
+
 @pytest.mark.parametrize("kind", ["device", "pinned", "few"])
 def test_every_byte_through_the_fake_driver(fake_gpu: processes.FakeDriver, kind: str) -> None:
     fake_gpu("reshards.chunks", 80_000, 40, kind)

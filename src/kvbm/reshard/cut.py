@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -375,10 +375,17 @@ class _Work:
                     at += len(some) * lane.nbytes
         count = sum(piece.positions.size for piece in self._pieces)
         self._jobs, self._on_gpu = len(jobs), packer.device >= 0
-        self._found, self.dones = _Numbers(count, self._on_gpu, len(self._pieces)), []
+        self._found = _Numbers(count, self._on_gpu, len(self._pieces))
+        self.dones: list[_core.Done] = []
         out = int(self._found.memory.ctypes.data)
         for piece in self._pieces:
-            done = self._enqueue(piece, out, stream, wait, (packer, jobs, self._found))
+            try:
+                done = self._enqueue(piece, out, stream, wait, (packer, jobs, self._found))
+            except BaseException:
+                for begun in self.dones:  # who is told that it failed uses the slots for something else
+                    with suppress(Exception):
+                        begun.synchronize()
+                raise
             self.dones.append(done)
             if self._on_gpu:
                 pinned.watch(done)  # whoever drops it

@@ -146,6 +146,7 @@ class Endpoint:
             wire.on_news(self._wake.set)
         self._lock, self._is_over = threading.Lock(), False
         self._is_closed, self._broken = False, ""
+        self._closing, self._is_released = threading.Lock(), False
         self._clock: int | None = None  # of the thread's processor time, while it runs
         self._used = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvbm {engine}/{rank}", daemon=True)
@@ -367,11 +368,11 @@ class Endpoint:
                 with contextlib.suppress(Exception):
                     self._commands.get_nowait()()
             for link in self._links:
+                link.release()
                 for handle in link.handles:
                     why = self._broken or "the endpoint was closed"
                     handle.fail(TransferError(f"{link.title}: {handle.what} {handle.key!r}: {why}"))
                     handle.settle()
-                link.release()
             if self._broken:  # peers are to see that it is no more
                 with contextlib.suppress(Exception):
                     self.wire.close()
@@ -423,22 +424,28 @@ class Endpoint:
         return busy
 
     def close(self) -> None:
-        """End all links, and release the ring.  It may be called again."""
-        if self._is_closed:
-            return
-        end = time.monotonic() + _CLOSING
-        for link in [] if self._broken else list(self._links):
-            link.close()
-        while (
-            not self._broken and time.monotonic() < end and (self.dropping or any(link.handles for link in self._links))
-        ):
-            time.sleep(_LONG)
-        self._is_closed = True
-        self._wake.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(10)
-        self.wire.close()
-        self.ring.close()
+        """End all links, and release the ring.  It may be called again, and must be where a wire still waits for a peer's write."""
+        with self._closing:
+            if self._is_released:
+                return
+            end = time.monotonic() + _CLOSING
+            links = [] if self._broken or self._is_closed else list(self._links)
+            for link in links:
+                link.close()
+            while (
+                links
+                and not self._broken
+                and time.monotonic() < end
+                and (self.dropping or any(link.handles for link in self._links))
+            ):
+                time.sleep(_LONG)
+            self._is_closed = True
+            self._wake.set()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(10)
+            self.wire.close()
+            self.ring.close()
+            self._is_released = True
 
     @property
     def links(self) -> tuple[Link, ...]:

@@ -237,11 +237,13 @@ class Outflow:
                 done = self._cut.pack(
                     {(self.rank, grant.chunk): array}, key=self.sending.key, epoch=self.arrival, **self.sending.order
                 )
-            except KvbmError as error:
+            except Exception as error:
                 if slot < 0:
                     self.link.give_back(self.peer)
                 else:
                     ring.give(slot)
+                if not isinstance(error, KvbmError):
+                    raise
                 self.fail(error)
                 break
             packed = self._packed[grant.serial] = _Packed(grant, slot, done)
@@ -264,8 +266,13 @@ class Outflow:
             ring.give(packed.slot)
             packed.slot = -1
             return True
-        if packed.is_told or not packed.done.query():
+        if packed.is_told:
             return False
+        try:
+            if not packed.done.query():
+                return False
+        except KvbmError as error:
+            self.fail(error)
         self._give_back(packed)
         if self._stop or self._answers:
             packed.is_told = True
@@ -302,12 +309,11 @@ class Outflow:
             self.link.give_back(self.peer)
 
     def release(self) -> None:
-        """Give back all loans at the end: what is being packed is waited for, as the ring's memory waits for it."""
+        """At the end: wait for what is being packed, and give back all loans."""
         for packed in self._packed.values():
-            if packed.is_on_loan:
-                with contextlib.suppress(KvbmError):
-                    packed.done.synchronize()
-                self._give_back(packed)
+            with contextlib.suppress(Exception):
+                packed.done.synchronize()
+            self._give_back(packed)
 
 
 class _Coming:
@@ -432,6 +438,13 @@ class Inflow:
             self.link.count("notes_again")
             self._say_wants()
         return busy
+
+    def release(self) -> None:
+        """At the end: wait for what is being unpacked."""
+        for coming in self._coming.values():
+            if coming.done is not None:
+                with contextlib.suppress(Exception):
+                    coming.done.synchronize()
 
     def _grant(self) -> bool:
         news = False

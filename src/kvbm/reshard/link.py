@@ -458,7 +458,8 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        return not self._handles and not any(not flow.is_over for flow in self._inflows.values())
+        """Whether nothing is under way, and no slot or loan is held."""
+        return not self._handles and all(flow.is_over for flow in self._all_flows())
 
     def _lose(self, peer: str, error: PeerLostError) -> None:
         """A peer is no more: what it has to do with fails; its slots are free once nothing of it can land."""
@@ -474,8 +475,8 @@ class Link:
         self.endpoint.dropping[peer] = self
 
     def release(self) -> None:
-        """At the end: give back what peers lent."""
-        for flow in self._flows.values():
+        """At the end: no kernel uses a pool any more, and nothing that peers lent."""
+        for flow in self._all_flows():
             flow.release()
 
     def dropped(self, peer: str) -> None:

@@ -373,8 +373,9 @@ class _Far(Peer):
         """Notice the end of a peer while NCCL waits for it."""
         import torch
 
-        with contextlib.suppress(RuntimeError):
-            self.group.recv([torch.zeros(1, dtype=torch.uint8)], self.rank, _WATCH).wait(_FOREVER)
+        if (group := self.group) is not None:
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.zeros(1, dtype=torch.uint8)], self.rank, _WATCH).wait(_FOREVER)
         self.lose("its connection has ended")
 
 

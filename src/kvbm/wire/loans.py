@@ -35,7 +35,7 @@ _LOANS, _DROPPED = 16, 24
 #: What a card has for peers on this host: a number's range, or what a text looks like.
 _NUMBER: Final = range(1 << 63)
 _KINDS: Final[dict[str, range | str]] = {
-    "version": range(1, 2), "boot": ".{1,80}", "namespace": ".{1,80}", "pid": _NUMBER, "start": _NUMBER, "page": _NUMBER,
+    "version": range(1, 2), "boot": ".{1,80}", "namespace": ".{1,80}", "pid": range(1 << 31), "start": _NUMBER, "page": _NUMBER,
     "device": r"cpu|cuda:\d{1,4}", "nbytes": range(1, 1 << 63),
 }  # fmt: skip
 _OF_HOST: Final[dict[str, range | str]] = {"file": _NUMBER}
@@ -159,6 +159,8 @@ class Mapped:
             failing.callback(page.close)
             slab = _Lent(shared, self._slab.device)
             failing.callback(slab.close)
+            if process.is_over():
+                raise BindError("its process has ended")
             self._page.add(peer)  # now it may borrow: this side sees its loans
             failing.pop_all()
         return _Peer(process, page, slab, _key(self._name()))
@@ -193,7 +195,9 @@ class Mapped:
         """End a loan: nothing of this process writes to it any more."""
         assert self._page is not None
         _core.fence()
-        self._page.loans(peer, -1)
+        known = self._peers[peer]
+        if not self._page.loans(peer, -1) and known.lost:
+            known.slab.close()  # as the drop would have
 
     def _require(self, peer: str) -> None:
         known = self._peers.get(peer)
@@ -241,7 +245,7 @@ class Mapped:
                         "else, and drop again"
                     )
                 time.sleep(0.0002)
-            if self._page is not None and not self._page.loans(peer, 0):
+            if self._page is not None and not self._page.count_of(peer):
                 known.slab.close()
 
     def close(self) -> None:
@@ -251,6 +255,8 @@ class Mapped:
                 self._page.drop(peer)
         self._wire.close()
         self._await_loans(list(self._peers))
+        if self._page is not None and any(self._page.count_of(peer) for peer in self._peers):
+            raise TransferTimeoutError("this side still writes to what it was lent: close it again once that was given back")
         for known in self._peers.values():
             known.page.close()
             known.process.close()
@@ -282,7 +288,10 @@ class _Process:
             raise BindError("its process has ended")
 
     def is_over(self) -> bool:
-        return self._file >= 0 and bool(select.select([self._file], [], [], 0)[0])
+        ended = select.poll()  # select takes no descriptor above 1023
+        if self._file >= 0:
+            ended.register(self._file, select.POLLIN)
+        return bool(ended.poll(0))
 
     def close(self) -> None:
         if self._file >= 0:
@@ -345,6 +354,10 @@ class _Page:
 
     def count(self, at: int) -> int:
         return int(self._word(at + _LOANS).value)
+
+    def count_of(self, peer: str) -> int:
+        """How many loans of this end there are."""
+        return self.count(self._at[_key(peer)])
 
     def loans(self, peer: str, more: int) -> int:
         """Count a loan of this end; returns how many there are."""
