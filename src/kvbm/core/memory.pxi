@@ -87,7 +87,7 @@ def ipc_handle(int device, uint64_t address):
 
 
 def ipc_open(int device, bytes handle not None):
-    """Map memory of another process for kernels of this GPU; returns its address here.  It may lie on another GPU of the host."""
+    """Map memory of another process for kernels of this GPU, on whichever GPU it lies; returns its address here."""
     cdef uint64_t address = 0
     cdef const char* data = handle
     cdef int status
@@ -108,7 +108,7 @@ def ipc_close(int device, uint64_t address):
 
 
 def fence():
-    """A full memory fence: what this thread wrote to shared memory before it is seen before what it reads there behind it."""
+    """A full memory fence: what this thread has written is seen by others before it reads anything behind the fence."""
     kvbm_fence()
 
 
