@@ -448,6 +448,16 @@ def test_looking_finds_who_has_gone(ends: tuple[talk.Talk, socket.socket]) -> No
         mine.look()
 
 
+def test_looking_loses_nothing(ends: tuple[talk.Talk, socket.socket]) -> None:
+    """Of what the other side has said meanwhile."""
+    near, far = ends
+    for number in range(3):
+        text = json.dumps({"busy": True} if number == 1 else {"word": number}).encode()
+        far.sendall(struct.pack(">4sI", b"kvb1", len(text)) + text)
+        until(lambda most=number: near.look() or len(near._kept) > most)
+    assert [near.hear("word")["word"] for _ in range(2)] == [0, 2]
+
+
 def test_a_bare_wire_is_lost_while_its_answer_is_awaited(ends: tuple[talk.Talk, socket.socket]) -> None:
     """Said at once, not at the deadline; a note without bytes is no answer."""
     hub = wire.Hub()

@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from typing import Any
 
 from .. import errors
@@ -49,6 +50,7 @@ class Talk:
         host, port = connection.getpeername()[:2]
         self.host, self.peer = host, _text(host, port)
         self._said_at = time.monotonic()
+        self._kept: deque[dict[str, Any]] = deque()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -80,8 +82,9 @@ class Talk:
     def fail(self, error: BaseException) -> None:
         """Tell the other side, if it is there, why this one gives up."""
         kind = type(error).__name__ if isinstance(error, KvbmError) else "KvbmError"
+        why = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
         with contextlib.suppress(KvbmError):
-            self.say(error=kind, message=(str(error) or type(error).__name__)[:4000])
+            self.say(error=kind, message=why[:4000])
 
     def hear(self, *names: str) -> dict[str, Any]:
         """Return the next message, which has these names.
@@ -96,23 +99,7 @@ class Talk:
             What came is no message.
         """
         while True:
-            magic, size = _HEAD.unpack(self._take(_HEAD.size))
-            if magic != _MAGIC:
-                raise BindError(
-                    f"{self.peer}: expected `kvbm link` of this version, got {magic!r}: another program is there"
-                )
-            if size > MOST:
-                raise BindError(f"{self.peer}: a message of {size} bytes; expected at most {MOST}")
-            try:
-                found = json.loads(self._take(size).decode())
-            except (ValueError, RecursionError):
-                raise BindError(f"{self.peer}: expected JSON of `kvbm link`") from None
-            if not isinstance(found, dict):
-                raise BindError(f"{self.peer}: expected an object of JSON, got a {type(found).__name__}")
-            if "error" in found:
-                known = str(found["error"])
-                kind = getattr(errors, known) if known in errors.__all__ else KvbmError
-                raise kind(f"{self.peer} says: {found.get('message', '')!s:.4000}")
+            found = self._kept.popleft() if self._kept else self._read()
             if "busy" in found:
                 continue
             if missing := [name for name in names if name not in found]:
@@ -121,10 +108,31 @@ class Talk:
                 )
             return found
 
+    def _read(self) -> dict[str, Any]:
+        """The next message, which is no error."""
+        magic, size = _HEAD.unpack(self._take(_HEAD.size))
+        if magic != _MAGIC:
+            raise BindError(
+                f"{self.peer}: expected `kvbm link` of this version, got {magic!r}: another program is there"
+            )
+        if size > MOST:
+            raise BindError(f"{self.peer}: a message of {size} bytes; expected at most {MOST}")
+        try:
+            found = json.loads(self._take(size).decode())
+        except (ValueError, RecursionError):
+            raise BindError(f"{self.peer}: expected JSON of `kvbm link`") from None
+        if not isinstance(found, dict):
+            raise BindError(f"{self.peer}: expected an object of JSON, got a {type(found).__name__}")
+        if "error" in found:
+            known = str(found["error"])
+            kind = getattr(errors, known) if known in errors.__all__ else KvbmError
+            raise kind(f"{self.peer} says: {found.get('message', '')!s:.4000}")
+        return found
+
     def look(self) -> None:
-        """See whether the other side has gone, or given up, while nothing is expected of it."""
+        """See whether the other side has gone, or given up; what else it has said is kept for `hear`."""
         if select.select([self._socket], [], [], 0)[0]:
-            self.hear()
+            self._kept.append(self._read())
 
     def _take(self, size: int) -> bytes:
         data = bytearray()

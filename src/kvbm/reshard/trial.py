@@ -26,6 +26,7 @@ from ..wire import Slab, Slice
 from ..wire.protocol import move
 from .coded import Coded, Side
 from .endpoint import Endpoint
+from .handle import Handle
 from .link import Link
 from .presets import vllm
 from .ring import Ring
@@ -163,6 +164,17 @@ class End:
                 self.raw.note(self.peer, b"")  # raises an error if the peer is lost
             if now > begin + 2e-4:  # what comes soon is not waited for longer than it takes
                 time.sleep(0)  # others may have Python's lock
+
+    def until_done(self, talk: Talk, handle: Handle) -> None:
+        """Wait for a transfer, and see meanwhile whether the other side has given up."""
+        while True:
+            with contextlib.suppress(TransferTimeoutError):
+                handle.synchronize(0.1)
+            if handle.has_ended:
+                handle.synchronize()
+                return
+            self.raw.poll()  # who drops a peer is answered by this
+            talk.look()
 
     def _close_raw(self) -> None:
         self.raw.close()
@@ -309,6 +321,9 @@ def serve(talk: Talk, side: Side, host: str, *, only: str | None, memory: int, s
         talk.say(met=True)
         try:
             _serve(talk, end, link, served)
+        except BaseException as error:
+            talk.fail(error)  # first, so that the other side closes its wires, too: this one's wait for them
+            raise
         finally:
             served.stats = link.stats()
 
@@ -342,7 +357,7 @@ def _receive(talk: Talk, end: End, link: Link, tokens: int, check: bool, served:
     arrival = link.receive(f"trial {served.sequences}", span, timeout=end.terms.timeout)
     served.sequences += 1
     talk.say(ready=True)
-    arrival.synchronize()
+    end.until_done(talk, arrival)
     used, after = end.endpoint.cpu_seconds - used, link.stats()
     served.nbytes += int(after["bytes_received"] - before["bytes_received"])
     talk.say(
@@ -484,7 +499,7 @@ class Sender:
         before, cpu = link.stats(), end.endpoint.cpu_seconds
         span = Span(end.coded.table[: -(-tokens // end.side.nt)], range(tokens))
         begin = time.perf_counter()
-        link.send(f"trial {int(before['sendings'])}", span, timeout=self.terms.timeout).synchronize()
+        end.until_done(talk, link.send(f"trial {int(before['sendings'])}", span, timeout=self.terms.timeout))
         seconds = time.perf_counter() - begin
         cpu, after = end.endpoint.cpu_seconds - cpu, link.stats()
         told = talk.hear("digest", "wrong", "cpu", "stats")
@@ -509,8 +524,9 @@ class Sender:
     def __enter__(self) -> Sender:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self.talk.fail(error)  # first, so that the other side closes its wires, too: this one's wait for them
             self.end.__exit__(kind)
             return
         with self.end:  # say good-bye: then the other side has lost nobody
