@@ -705,12 +705,21 @@ def torchrun(processes: int, *words: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torch", "nixl"])
-@pytest.mark.parametrize("devices", ["hosts", pytest.param("GPUs", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("devices", "kind"),
+    [
+        ("hosts", "torch"),
+        ("hosts", "nixl"),
+        pytest.param("one GPU", "nixl", marks=pytest.mark.gpu),  # NCCL wants one for each process
+        pytest.param("GPUs", "torch", marks=pytest.mark.gpu),
+        pytest.param("GPUs", "nixl", marks=pytest.mark.gpu),
+    ],
+)
 def test_the_example_with_mapped_memory(torch: Any, devices: str, kind: str) -> None:
     """All chunks of all ranks are packed where they belong."""
     pytest.importorskip("nixl" if kind == "nixl" else "torch")
-    words = ["--tokens", "300", "--mapped", "--wire", kind, *(two_gpus() if devices == "GPUs" else ())]
+    words = ["--tokens", "300", "--mapped", "--wire", kind]
+    words += two_gpus() if devices == "GPUs" else ["--devices", "cuda:0", "cuda:0"] if devices == "one GPU" else []
     done = torchrun(6, EXAMPLES / "run.py", *words)
     assert done.returncode == 0 and done.stdout.count("digest 0x") == 2, done.stdout + done.stderr
     assert done.stdout.count("3 of 3 chunks packed there") == 4, done.stdout
