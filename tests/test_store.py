@@ -139,6 +139,14 @@ def test_any_bytes(tmp_path: Path, data: bytes) -> None:
         take(write(tmp_path / "in", data))
 
 
+def test_a_stream_on_the_cpu_is_refused(tmp_path: Path) -> None:
+    """As by every copy; nothing is left behind."""
+    pool = kvbm.Pool.allocate(kvbm.load("nhd"), kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float16"), 2)
+    with pytest.raises(kvbm.BindError, match="stream: the pool is on the CPU"):
+        store.save(tmp_path / "blocks.safetensors", pool, stream=5)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_number_of_blocks_is_compared_before_anything_is_listed(tmp_path: Path) -> None:
     """Red: it took minutes and gigabytes, for a file of 2 KB."""
     meta = {**GOOD["__metadata__"], "kvbm.num_blocks": "400000000000000"}

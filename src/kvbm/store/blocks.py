@@ -109,8 +109,10 @@ class _Side(NamedTuple):
     known: Digests | None = None  # what its blocks had, by row
 
     def stream(self, given: Any = None) -> Any:
-        """The stream of its own work; None on the CPU."""
+        """The stream of its own work; None on the CPU.  `BindError` for one that is given there."""
         if self.pool.device == "cpu":
+            if given is not None:
+                raise BindError("stream: the pool is on the CPU, where all is done when the call returns; leave stream out")
             return None
         if given is None and framework_of(self.pool.arrays[0]) in ("torch", "cupy"):
             return framework_stream(framework_of(self.pool.arrays[0]), self.device)
