@@ -190,7 +190,7 @@ def test_codegen(tmp_path: Path) -> None:
 
 def test_doctor() -> None:
     text = ok("doctor")
-    for word in ("kvbm", "driver", "torch", "numpy", "wire.memory", "wire.torch", "wire.nixl"):
+    for word in ("kvbm", "driver", "torch", "numpy", "wire.memory", "wire.mapped", "wire.torch", "wire.nixl"):
         assert word in text
 
 

@@ -145,6 +145,8 @@ def _packages() -> Iterator[tuple[str, str, str]]:
 def _transports() -> Iterator[tuple[str, str, str]]:
     """Which wires are here, by what is installed: nothing is imported for it."""
     yield "ok", "wire.memory", "between threads of a process"
+    shares = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    yield "ok" if shares else "", "wire.mapped", "around another, for peers on this host" if shares else "needs Linux 5.3 or newer"
     version = _version("torch")
     text = f"torch {version}: gloo between hosts, NCCL between GPUs" if version else "not installed: pip install torch"
     yield "ok" if version else "", "wire.torch", text
