@@ -69,8 +69,7 @@ class Cut:
         if not isinstance(packer, Packer):
             raise BindError(f"packer: expected a kvbm.reshard.Packer, got {packer!r:.200}")
         model, most = packer.made.src.model, limit_of(most)
-        require_layers(layers, model.nl)
-        layers = range(model.nl) if layers is None else layers
+        layers = require_layers(layers, model.nl)
         self._packer = packer
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
         self._parts: dict[int, list[_Part | None]] = {}  # of units, and of single tokens

@@ -16,7 +16,7 @@ from ..wire import Op, Slice
 from .cut import Cut
 from .flows import Inflow, Outflow
 from .handle import Arrival, Gathering, Handle, Sending
-from .messages import Resharding
+from .messages import Resharding, require_layers
 from .notes import Done, Note, Offer, Put, Stop, Stopped, Want, write
 from .pack import Packer
 from .sequence import Span
@@ -194,7 +194,7 @@ class Link:
     ) -> Arrival:
         _require(key, span, timeout)
         packer = self._packer(group, sends=False)
-        some = _require_layers(layers, packer.made.src.model.nl)
+        some = require_layers(layers, packer.made.src.model.nl)
         packer.require_usable()
         packer.require_spans(span, span.origin)
         if verify not in ("after", "before"):
@@ -230,7 +230,7 @@ class Link:
         """A sending, and what begins it on the endpoint's thread."""
         _require(key, span, timeout)
         packer = self._packer(group, sends=True)
-        some = _require_layers(layers, packer.made.src.model.nl)
+        some = require_layers(layers, packer.made.src.model.nl)
         packer.require_usable()
         packer.require_spans(span, span.origin)
         sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
@@ -613,11 +613,3 @@ def _require(key: Any, span: Any, timeout: Any) -> None:
         raise BindError(f"span: expected a kvbm.Span, got {span!r:.200}")
     if not isinstance(timeout, int | float) or not 0 <= timeout < 1e9:
         raise BindError(f"timeout: expected seconds, got {timeout!r:.200}")
-
-
-def _require_layers(layers: Any, nl: int) -> range:
-    if layers is None:
-        return range(nl)
-    if not isinstance(layers, range) or layers.step != 1 or not 0 <= layers.start < layers.stop <= nl:
-        raise BindError(f"layers: expected range(first, behind the last) of {nl} layers, got {layers!r:.200}")
-    return layers

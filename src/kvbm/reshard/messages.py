@@ -260,12 +260,12 @@ def require_made(made: Any) -> None:
         raise BindError(f"made: expected a Resharding of kvbm.reshard.plan, got {made!r:.200}")
 
 
-def require_layers(layers: Any, most: int) -> None:
-    """They are a range of the model's, or all (None)."""
-    if layers is not None and not (
-        isinstance(layers, range) and layers.step == 1 and 0 <= layers.start < layers.stop <= most
-    ):
+def require_layers(layers: Any, most: int) -> range:
+    """A range of the model's layers; all for None."""
+    found = range(most) if layers is None else layers
+    if not (isinstance(found, range) and found.step == 1 and 0 <= found.start < found.stop <= most):
         raise BindError(f"layers: expected a range within 0 to {most} of the model, got {layers!r:.200}")
+    return found
 
 
 def _require_one_model(src: Placement, dst: Placement) -> None:
