@@ -408,7 +408,7 @@ class Pair:
     """The process that sends, which is the caller's, and one that receives."""
 
     def __init__(self, model: BlockShape, tokens: int, folder: str) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # of both processes: NIXL writes to where the CSV goes
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # of both processes: NIXL writes to where the CSV goes
         logging.getLogger("nixl").setLevel(logging.WARNING)
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()

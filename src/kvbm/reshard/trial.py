@@ -203,7 +203,7 @@ _kept: list[End] = []
 
 def _wire(name: str, device: str, terms: Terms, store: Any) -> wire.Wire:
     if terms.wire == "nixl":
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it says on stderr what it does
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what else it says on stderr comes as an exception, too
         return wire.nixl(name)
     backend: Any = "gloo" if device == "cpu" else "nccl"
     return wire.torch(name, store, backend=backend, meet_seconds=min(terms.timeout, 60.0))
