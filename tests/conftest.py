@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,18 @@ def fake_gpu(fake_driver: processes.FakeDriver) -> processes.FakeDriver:
     if kernels.is_using_stubs():
         pytest.skip("kvbm was built without CUDA kernels: there is nothing to launch")
     return fake_driver
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """The port of a store where processes meet (`programs.meeting`)."""
+    if find_spec("torch") is None:
+        yield ""
+        return
+    from programs import meeting
+
+    store = meeting.host()
+    yield str(store.port)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import reshard_oracle
-from kvbm import KvbmError, Span, wire
+from kvbm import BindError, KvbmError, Span, wire
 from kvbm.reshard import Endpoint
 from kvbm.shapes import ITEMSIZE
 from memory import aligned, views
@@ -148,6 +148,15 @@ class Linked:
         raise AssertionError(f"slots are lost: {held}, {[one.ring.quarantined for one in self.all_ends]}")
 
 
+def until(happens: Callable[[], Any], what: str = "it happens", limit: float = LIMIT) -> Any:
+    """Call until it returns something true."""
+    end = time.monotonic() + limit
+    while not (found := happens()):
+        assert time.monotonic() < end, f"not in {limit} s: {what}"
+        time.sleep(0.0002)
+    return found
+
+
 def ended(handles: Iterable[Any], limit: float = LIMIT) -> list[KvbmError | None]:
     """What became of transfers; AssertionError for one that hangs."""
     found: list[KvbmError | None] = []
@@ -178,6 +187,34 @@ def plain_case(seed: int = 3) -> reshard_oracle.Case:
             and all((np.asarray(table) >= 0).all() for sides in spans for one in sides for table in one.tables)
         ):
             return case
+
+
+def right_cases(
+    seeds: Iterable[int],
+    wires: Callable[[int], Wires | None] = lambda _: None,
+    read: Callable[[Any], np.ndarray] = np.asarray,
+    **options: Any,
+) -> Iterator[Linked]:
+    """Random cases that were sent, still open: all transfers ended without an error, every byte is the oracle's, no slot is lost.
+
+    Cases that cannot be sent are left out: refused by the oracle or the endpoints, or with a token whose source has no block.
+    """
+    for seed in seeds:
+        try:
+            found = Linked(reshard_oracle.random_case(seed), wires(seed), **options)
+        except (reshard_oracle.RefusedError, BindError):
+            continue
+        with found:
+            try:
+                errors = ended(found.begin(random.Random(seed), timeout=10))
+            except BindError as error:
+                errors = [error]
+            if any("without a block" in str(error) for error in errors):
+                continue
+            assert not any(errors), (seed, errors)
+            found.check(read)
+            found.require_slots()
+            yield found
 
 
 def sender_of(case: reshard_oracle.Case) -> int:

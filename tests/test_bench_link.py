@@ -43,9 +43,9 @@ def test_what_is_fixed() -> None:
 @pytest.mark.usefixtures("small")
 def test_every_way_is_measured_beside_what_carries_it() -> None:
     rows = ran("--what", "messages")
-    here = [name for name in ways.WAYS if find_spec("nixl") or "gloo" in name or "torch" in name]
+    here = [name for name in ways.ON_CPU if find_spec("nixl") or "gloo" in name or "torch" in name]
     assert [row["by"] for row in rows] == 2 * here
-    assert all(row["beside"] == (ways.WAYS[row["by"]][1] or row["by"]) for row in rows)
+    assert all(row["beside"] == (ways.ON_CPU[row["by"]].beside or row["by"]) for row in rows)
     assert {row["by"] for row in rows if row["asked"]} == {"wire.nixl", "wire.torch"} & set(here)
     if "as engines do" in here:
         each = [int(row["n"]) for row in rows if row["by"] == "as engines do"]
@@ -58,7 +58,7 @@ def test_transports_that_are_missing_are_left_out(monkeypatch: pytest.MonkeyPatc
         raise ImportError("no such package")
 
     monkeypatch.setattr(ways.ByNixl, "__init__", missing)
-    monkeypatch.setattr(ways.ByGloo, "__init__", missing)
+    monkeypatch.setattr(ways.ByTorch, "__init__", missing)
     found = run(cli.bench, "link", *ON_CPU, "--quick", "--what", "messages")
     assert found.exit_code and "NIXL: left out: no such package" in found.stderr and "wire.nixl" not in found.stderr
 
@@ -68,14 +68,14 @@ def test_what_comes_is_compared(tmp_path: Path) -> None:
     with ways.Pair(benching.MODEL, 256, str(tmp_path)) as pair:
         pair.open("gloo")
         pair.check("gloo", 256)
-        pair.memory.bytes[100] ^= 1
+        pair.side.bytes.array[100] ^= 1
         pair.check("gloo", 256)
         send = pair.ways["gloo"].send
 
         def wrong(tokens: int) -> None:
-            pair.memory.bytes[100] ^= 1
+            pair.side.bytes.array[100] ^= 1
             send(tokens)
-            pair.memory.bytes[100] ^= 1
+            pair.side.bytes.array[100] ^= 1
 
         pair.ways["gloo"].send = wrong  # type: ignore[method-assign]
         with pytest.raises(WrongCopyError, match="gloo: 256 tokens: what came is not what was sent"):
@@ -88,21 +88,21 @@ def test_blocks_of_engines_are_each_there_once() -> None:
     """A descriptor a block, layer, K and V: all bytes of the pool, block by block."""
 
     class Way(ways.AsEngines):
-        def __init__(self, memory: ways.Memory) -> None:
-            self.memory = memory
+        def __init__(self, side: ways.Side) -> None:
+            self.side = side
 
-    memory = ways.Memory(ways.Setting(benching.MODEL, 64, "", True))
-    way = Way(memory)
-    found = way.blocks(way.regions())
-    nbytes = memory.pool.shape.nbytes
-    each = 2 * memory.pool.shape.nl
+    side = ways.Side(ways.Setting(benching.MODEL, 64, "", True))
+    way = Way(side)
+    found = way.blocks([(*place, 0) for place in way.regions()])
+    nbytes = side.pool.shape.nbytes
+    each = 2 * side.pool.shape.nl
     for block in range(4):
         held = b"".join(
             ways.wire.Slab(at, size) and _bytes(at, size) for at, size, _ in found[each * block : each * (block + 1)]
         )
-        want = b"".join(array[half, block].tobytes() for array in memory.pool.arrays for half in (0, 1))
+        want = b"".join(array[half, block].tobytes() for array in side.pool.arrays for half in (0, 1))
         assert held == want and len(held) == nbytes
-    memory.stack.close()
+    side.stack.close()
 
 
 def _bytes(address: int, nbytes: int) -> bytes:

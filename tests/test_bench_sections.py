@@ -402,7 +402,7 @@ def test_a_product_is_timed_alone_and_with_copies_until_it_is_over(monkeypatch: 
     _Event.now, _Event.queries = 0.0, 0
     pauses: list[float] = []
     monkeypatch.setattr(interference.time, "sleep", pauses.append)
-    model = interference._Model(_fake_torch(), 0, 16, products=4, rounds=2)
+    model = interference.Model(_fake_torch(), 0, 16, products=4, rounds=2)
     streams: list[object] = []
     beside = model.beside(streams.append, 1000)
     # The second round's products are over at its first query; the last nine are a warm-up and the copies alone.

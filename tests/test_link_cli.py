@@ -24,9 +24,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import kvbm
-from kvbm import BindError, DigestError, KvbmError, PeerLostError, TransferTimeoutError, errors, wire
+from kvbm import BindError, DigestError, KvbmError, PeerLostError, TransferTimeoutError, commands, errors, wire
 from kvbm.cli import main
 from kvbm.reshard import linkcli, talk, trial
+from linking import until
 
 LIMIT = 60.0  # seconds; nothing takes them, and nothing waits longer
 SMALL = "nl=2,no=2,nh=2,nt=16,hd=16,dtype=float16"
@@ -105,13 +106,6 @@ class Serving:
 
 
 Serve = Callable[..., Serving]
-
-
-def until(happens: Callable[[], Any]) -> None:
-    end = time.monotonic() + LIMIT
-    while not happens():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -292,7 +286,7 @@ def test_what_the_other_side_refuses(
     """It says why on both sides, and serves the next one."""
     serving = serve(**options)
     done = send(serving.port, *arguments)
-    until(lambda: serving.errors)
+    until(lambda: serving.errors, "an error is said", LIMIT)
     (error,) = serving.errors
     assert done.exit_code == error.exit_code != 0
     assert f"127.0.0.1:{serving.port} says: {error}" in done.stderr
@@ -454,7 +448,7 @@ def test_looking_loses_nothing(ends: tuple[talk.Talk, socket.socket]) -> None:
     for number in range(3):
         text = json.dumps({"busy": True} if number == 1 else {"word": number}).encode()
         far.sendall(struct.pack(">4sI", b"kvb1", len(text)) + text)
-        until(lambda most=number: near.look() or len(near._kept) > most)
+        until(lambda most=number: near.look() or len(near._kept) > most, "its note is kept", LIMIT)
     assert [near.hear("word")["word"] for _ in range(2)] == [0, 2]
 
 
@@ -527,7 +521,7 @@ def test_somebody_silent_is_there() -> None:
 )  # fmt: skip
 def test_sizes(text: str, size: int | None) -> None:
     if size is not None:
-        assert linkcli._size(text) == size
+        assert commands.size_of(text) == size
         return
     done = CliRunner().invoke(main, ["link", "send", "h", f"--bytes={text}"])
     assert done.exit_code == 2 and "expected bytes such as 64MiB" in done.stderr

@@ -8,7 +8,6 @@ import fcntl
 import gc
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -28,13 +27,11 @@ from kvbm.reshard import endpoint
 from kvbm.reshard.cut import Cut
 from kvbm.reshard.ring import Ring
 from kvbm.wire import loans
-from linking import Linked, ended, plain_case
+from linking import LIMIT, Linked, Wires, ended, plain_case, right_cases, until
 from processes import FakeDriver
-from reshard_oracle import RefusedError, random_case
 
 HERE = Path(__file__).resolve().parent
 SIZE = 1 << 16
-LIMIT = 20.0
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory files are of Linux")
 
@@ -387,7 +384,7 @@ def test_nothing_is_left() -> None:
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[Callable[..., tuple[wire.Mapped, Any, subprocess.Popen[str], str]]]:
+def process(place: str) -> Iterator[Callable[..., tuple[wire.Mapped, Any, subprocess.Popen[str], str]]]:
     """Starts `programs.borrowing`, which writes to this side's slab without end."""
     pytest.importorskip("torch")
     from programs import borrowing
@@ -397,10 +394,10 @@ def process(tmp_path: Path) -> Iterator[Callable[..., tuple[wire.Mapped, Any, su
         def start() -> tuple[wire.Mapped, Any, subprocess.Popen[str], str]:
             ring = Ring("cpu", SIZE, 1, 1)
             stack.callback(ring.close)
-            mine = borrowing.carrier("lender", tmp_path)
+            mine = borrowing.carrier("lender", place)
             mine.register(ring.slab)
             path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-            command = [sys.executable, "-m", "programs.borrowing", str(tmp_path)]
+            command = [sys.executable, "-m", "programs.borrowing", place]
             variables = {**os.environ, "PYTHONPATH": path}
             other = stack.enter_context(
                 subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -480,32 +477,22 @@ def stopped(process: subprocess.Popen[str]) -> bool:
 @pytest.mark.parametrize("first", range(0, 80, 20))
 def test_every_byte(first: int, faults: float) -> None:
     """Random placements, layouts, ranges, all by loans; where notes are lost, doubled, late, all the same."""
-    right = chunks = 0
-    for seed in range(first, first + 20):
+
+    def wires(seed: int) -> Wires:
         hub = wire.Hub()
 
-        def make(side: int, rank: int, hub: wire.Hub = hub, seed: int = seed) -> wire.Mapped:
+        def make(side: int, rank: int) -> wire.Mapped:
             script = wire.random_faults(seed + 7 * rank + side, faults, ["lose", "double", "delay", "swap"], 1000) if faults else []
             return wire.mapped(wire.faulty(wire.memory(f"{side}/{rank}", hub), script), drop_seconds=1)
 
-        try:
-            found = Linked(random_case(seed), wires=make)
-        except (RefusedError, BindError):
-            continue
-        with found:
-            try:
-                errors = ended(found.begin(random.Random(seed), timeout=10))
-            except BindError as error:
-                errors = [error]
-            if any("without a block" in str(error) for error in errors):
-                continue
-            assert not any(errors), (seed, errors)
-            found.check()
-            found.require_slots()
-            stats = [link.stats() for side in found.links for link in side]
-            assert all(one["chunks_mapped"] in (0, one["chunks_sent"]) for one in stats), "all, or none of a pull"
-            chunks += int(sum(one["chunks_mapped"] for one in stats))
-            right += 1
+        return make
+
+    right = chunks = 0
+    for found in right_cases(range(first, first + 20), wires):
+        stats = [link.stats() for side in found.links for link in side]
+        assert all(one["chunks_mapped"] in (0, one["chunks_sent"]) for one in stats), "all, or none of a pull"
+        chunks += int(sum(one["chunks_mapped"] for one in stats))
+        right += 1
     assert right >= 5 and chunks >= right
 
 
@@ -528,8 +515,10 @@ class Failing:
 @pytest.mark.parametrize("error", [KvbmError("the device broke"), RuntimeError("a mistake")], ids=["kvbm", "other"])
 def test_who_fails_to_pack_has_nothing_on_loan(monkeypatch: pytest.MonkeyPatch, where: str, error: Exception) -> None:
     """And both sides are told, long before the deadline."""
+    begun = threading.Event()
 
     def pack(*_: Any, **__: Any) -> Failing:
+        assert begun.wait(LIMIT)  # what begins after a peer has failed waits for the next attempt
         if where == "as it begins":
             raise error
         return Failing(error)
@@ -540,6 +529,8 @@ def test_who_fails_to_pack_has_nothing_on_loan(monkeypatch: pytest.MonkeyPatch, 
         ends = [list(zip(found.links[side], found.spans(side), strict=True)) for side in (0, 1)]
         sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
         came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
+        until(lambda: all(link.handles for side in found.links for link in side), "all have begun")
+        begun.set()
         assert all(ended([*sent, *came], 10))
         borrowers = [peer for end in found.ends[1] for peer in end.wire._peers.values()]
         late = time.monotonic() + 5

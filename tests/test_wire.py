@@ -23,11 +23,11 @@ import pytest
 import kvbm
 from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
 from kvbm.wire.protocol import CARD_BYTES, Card, _sum
+from linking import LIMIT, until
 from processes import FakeDriver
 from programs import wires
 
 SIZE = 1 << 20
-LIMIT = 20.0  # seconds; nothing takes them, and nothing waits longer
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed"))
 TORCH = pytest.param("torch", marks=pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"))
 MAPPED = pytest.param("mapped", marks=pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"))
@@ -109,12 +109,6 @@ Open = Callable[..., tuple[wires.End, Far]]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> str:
-    """Where ends find each other, of a transport that needs it: a file."""
-    return str(tmp_path / "store")
-
-
-@pytest.fixture
 def pair(kind: str, place: str) -> Iterator[Open]:
     """Opens ends of a kind, connected on both sides."""
     with contextlib.ExitStack() as stack:
@@ -130,15 +124,6 @@ def pair(kind: str, place: str) -> Iterator[Open]:
             return near, far
 
         yield make
-
-
-def until(happens: Callable[[], Any], what: str) -> Any:
-    """Call until it returns something true."""
-    end = time.monotonic() + LIMIT
-    while not (found := happens()):
-        assert time.monotonic() < end, f"not in {LIMIT} s: {what}"
-        time.sleep(0)
-    return found
 
 
 def done(near: wires.End) -> None:
@@ -255,12 +240,9 @@ def test_who_is_told_need_not_poll(pair: Open) -> None:
     for number in range(20):
         near.fill(number)
         near.start(0, 0, 1000, b"holds 0 1000 %d" % number)
-        while not near.query():
+        while not (near.query() and near.inbox):
             assert news.wait(LIMIT)
-            news.clear()
-        while not near.inbox:
-            assert news.wait(LIMIT)
-            news.clear()
+            news.clear()  # before the look: what comes behind it is told again
             near.poll()
         assert near.notes() == [b"seen"]
     assert far("counts") == (20, 0)

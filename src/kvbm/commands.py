@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -151,6 +152,23 @@ def shape_option(*, required: bool = True) -> Callable[[Any], Any]:
         help="A preset (llama-3.1-8b, llama-3.1-70b/tp8), a preset with changes "
         "(llama-3.1-8b,nt=32,dtype=float8_e4m3fn), or all sizes (nl=2,no=2,nh=4,nt=16,hd=32,dtype=float16).",
     )
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+
+
+def size_of(text: str) -> int:
+    """Bytes: ``64MiB``, ``1.5GB``, ``4096``; raises `click.BadParameter`."""
+    match = re.fullmatch(r"\s*(\d{1,15})(?:\.(\d{1,6}))?\s*(?:([kmgt]i?)b?|b)?\s*", text, re.ASCII | re.IGNORECASE)
+    count = int(float(f"{match[1]}.{match[2] or 0}") * _UNITS[(match[3] or "").lower()]) if match else 0
+    if not 0 < count < 1 << 40:
+        raise click.BadParameter(f"expected bytes such as 64MiB, below 1 TiB, got {text!r:.60}")
+    return count
+
+
+def size_option(*names: str, **rest: Any) -> Callable[[Any], Any]:
+    """An option that takes bytes, as `size_of` reads them."""
+    return click.option(*names, callback=lambda _, __, value: size_of(value), show_default=True, metavar="SIZE", **rest)
 
 
 def num_blocks_option(text: str, **rest: Any) -> Callable[[Any], Any]:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from pathlib import Path
 
 from kvbm import PeerLostError, wire
 from kvbm.reshard.ring import Ring
+from programs import meeting
 
 
-def carrier(name: str, folder: Path) -> wire.Mapped:
-    import torch.distributed
-
-    store = torch.distributed.FileStore(str(folder / "store"), -1)
-    return wire.mapped(wire.torch(name, store, drop_seconds=1), drop_seconds=0.2)
+def carrier(name: str, port: int | str) -> wire.Mapped:
+    return wire.mapped(wire.torch(name, meeting.join(port), drop_seconds=1), drop_seconds=0.2)
 
 
-def main(folder: str) -> None:
-    mine = carrier("borrower", Path(folder))
+def main(port: str) -> None:
+    mine = carrier("borrower", port)
     ring = Ring("cpu", 4096, 1, 1)
     mine.register(ring.slab)
     print(mine.card().decode(), flush=True)

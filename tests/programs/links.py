@@ -11,12 +11,13 @@ import numpy as np
 
 import kvbm
 from kvbm import Pool, Span, reshard, wire
+from programs import meeting
 
 SHAPE = "llama-3.1-8b,nl=4,hd=64,dtype=uint16"
 BLOCKS, TOKENS = 64, 1000
 
 
-def endpoint(engine: str, kind: str, folder: Path) -> reshard.Endpoint:
+def endpoint(engine: str, kind: str, port: int | str) -> reshard.Endpoint:
     """Of one of two engines, each of one rank: prefill in blocks of 16, decode of 64, other layouts."""
     model = kvbm.load_shape(SHAPE)
     is_prefill = engine == "prefill"
@@ -26,18 +27,16 @@ def endpoint(engine: str, kind: str, folder: Path) -> reshard.Endpoint:
     for number, array in enumerate(pool.arrays):
         array[:] = np.random.default_rng(number).integers(0, 1 << 16, array.shape, np.uint16) if is_prefill else 0
     return reshard.Endpoint(
-        engine, place, 0, pool, wire=carrier(kind, engine, folder), chunk_bytes=1 << 20, ring_bytes=1 << 25
+        engine, place, 0, pool, wire=carrier(kind, engine, port), chunk_bytes=1 << 20, ring_bytes=1 << 25
     )
 
 
-def carrier(kind: str, name: str, folder: Path) -> Any:
+def carrier(kind: str, name: str, port: int | str) -> Any:
     if kind.startswith("mapped "):
-        return wire.mapped(carrier(kind.removeprefix("mapped "), name, folder), drop_seconds=1)
+        return wire.mapped(carrier(kind.removeprefix("mapped "), name, port), drop_seconds=1)
     if kind == "nixl":
         return wire.nixl(name, drop_seconds=1)
-    import torch.distributed
-
-    return wire.torch(name, torch.distributed.FileStore(str(folder / "store")), drop_seconds=1)
+    return wire.torch(name, meeting.join(port), drop_seconds=1)
 
 
 def meet(mine: reshard.Endpoint, engine: str, other: str, folder: Path) -> reshard.Link:
@@ -56,10 +55,10 @@ def span(engine: str) -> Span:
     return Span(np.arange(-(-TOKENS // (16 if engine == "prefill" else 64)))[::-1].copy(), range(TOKENS))
 
 
-def main(engine: str, kind: str, folder: str) -> None:
+def main(engine: str, kind: str, folder: str, port: str) -> None:
     """One transfer after the other, all of which must be right."""
     at = Path(folder)
-    with endpoint(engine, kind, at) as mine:
+    with endpoint(engine, kind, port) as mine:
         link = meet(mine, engine, "decode" if engine == "prefill" else "prefill", at)
         for number in range(10_000):
             begin = link.send if engine == "prefill" else link.receive

@@ -16,7 +16,7 @@ from chunking import Carried, is_sendable
 from kvbm import _core, digesting, reshard, wire
 from kvbm.reshard.ring import Ring
 from kvbm.wire import loans
-from linking import Linked, ended
+from linking import right_cases
 from memory import FakeCuda
 from programs.fake_gpu import alive, count, defer, pump, refused, seed
 from programs.transfers import POOL, grant
@@ -95,23 +95,7 @@ def handles_that_fail() -> None:
 
 def linked(first: int, cases: int, wires: Any = None) -> None:
     """Endpoints whose pools and rings are on a GPU."""
-    right = 0
-    for number in range(first, first + cases):
-        try:
-            found = Linked(reshard_oracle.random_case(number), wires, memory=(on_pages, arrays))
-        except (reshard_oracle.RefusedError, kvbm.BindError):
-            continue
-        with found:
-            try:
-                errors = ended(found.begin(random.Random(number), timeout=10))
-            except kvbm.BindError as error:
-                errors = [error]
-            if any("without a block" in str(error) for error in errors):
-                continue
-            assert not any(errors), (number, errors)
-            found.check()
-            found.require_slots()
-            right += 1
+    right = sum(1 for _ in right_cases(range(first, first + cases), lambda _: wires, memory=(on_pages, arrays)))
     assert right > cases // 2 and count("pushes") == count("pops") and count("illegal") == 0
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvbm import KvbmError, wire
 from kvbm.reshard.ring import Ring
+from programs import meeting
 
 for package in ("nixl._api", "torch.distributed"):  # here, so that processes that come from one that has them are quick
     with contextlib.suppress(ImportError):
@@ -21,7 +22,7 @@ GUARD = 4096
 
 
 def make(kind: str, name: str, place: Any = None) -> wire.Wire:
-    """A wire; `place` is where its peers find it, for those that need to be told."""
+    """A wire; `place` is the port of the store where its peers find it, for those that need one."""
     if kind == "faulty":
         return wire.faulty(wire.memory(name))
     if kind == "mapped":
@@ -29,9 +30,7 @@ def make(kind: str, name: str, place: Any = None) -> wire.Wire:
     if kind == "nixl":
         return wire.nixl(name, drop_seconds=1)
     if kind == "torch":
-        import torch.distributed
-
-        return wire.torch(name, torch.distributed.FileStore(place, -1), meet_seconds=2)
+        return wire.torch(name, meeting.join(place), meet_seconds=2)
     return wire.memory(name)
 
 

@@ -31,7 +31,7 @@ from .options import comma_list, numbers
 from .scale import split_pair
 from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows
 
-__all__ = ["COLUMNS", "PAIRS", "interference", "measure"]
+__all__ = ["COLUMNS", "PAIRS", "Model", "interference", "measure"]
 
 COLUMNS = (
     "direction", "pair", "backend", "max_sms", "num_blocks", "slowdown", "memcpy_slowdown", "copy_gbps", "ratio",
@@ -64,7 +64,7 @@ class _Beside:
         return self.product / self.alone
 
 
-class _Model:
+class Model:
     """Matrix products on a stream of their own, with copies beside them or without."""
 
     def __init__(self, torch: Any, device: int, size: int, products: int, rounds: int) -> None:
@@ -241,7 +241,7 @@ def measure(
     torch = _torch()
     end = stamp(place)
     nbytes = blocks * shape.nbytes
-    model = _Model(torch, device, size, products, rounds)
+    model = Model(torch, device, size, products, rounds)
     for direction in directions:
         try:
             model.warm()
@@ -277,7 +277,7 @@ def _torch() -> Any:
 
 
 def _by_strategy(
-    model: _Model, src: Pool, dst: Pool, pair: str, sms: Sequence[int], common: Mapping[str, Any], note: Note
+    model: Model, src: Pool, dst: Pool, pair: str, sms: Sequence[int], common: Mapping[str, Any], note: Note
 ) -> Iterator[Row]:
     blocks, direction = common["num_blocks"], common["direction"]
     check = Check(src, dst)

@@ -1,7 +1,7 @@
 """Links between two processes of one machine beside what carries their bytes: ``kvbm bench link``.
 
-Each figure is the time from the first call until the other side has said that all of it is there.  Ratios are of medians that were
-taken in turns.
+Each figure of a message is the time from the first call until the other side has said that all of it is there.  Ratios are of
+medians that were taken in turns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,32 +20,50 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from .. import spec, wire
+from .. import _core, spec, wire
+from ..arrays import Array
+from ..commands import size_option
 from ..errors import KvbmError
-from ..reshard import Endpoint, Placement, Span
-from ..shapes import BlockShape, load_shape
+from ..reshard import Cut, Endpoint, Packer, Placement, Span, plan
+from ..reshard.chunk import MOST
+from ..reshard.cut import ChunksDone
+from ..shapes import BlockShape, load_shape, round_up
 from .clock import Timed
-from .measure import random_pool
-from .race import ROUNDS, Runner, race, race_options, row_of, write_race
-from .section import TINY, Note, Row, figures, note, stamp
-from .ways import ASKED, DECODE, LIMIT, PREFILL, WAYS, Pair
+from .interference import Model
+from .measure import Memory, Yardstick, device_of, make_clock, random_pool
+from .race import ROUNDS, Runner, race, race_options, row_of, runner, write_race
+from .section import TINY, Note, Row, figures, note, place_option, stamp
+from .ways import DECODE, LIMIT, PREFILL, Pair, ways_of
 
 __all__ = ["SECTIONS", "link", "measure"]
 
-SECTIONS = ("messages", "chunks", "many")
+SECTIONS = ("messages", "cut", "beside", "chunks", "many")
 
 #: Links of a process, and the bytes of a message of one.
 LINKS, EACH = 64, 4 << 20
 
 
 class Run(NamedTuple):
-    """What all of it must know."""
+    """What all of it must know.
 
-    place: str
+    Attributes
+    ----------
+    places : tuple of str
+        Where the memory of the process that sends is, and that of the one that receives.
+    options : mapping of str to int
+        Of `Endpoint`.
+    """
+
+    places: tuple[str, str]
     model: BlockShape
     iters: int
     quick: bool
     note: Note
+    options: Mapping[str, int] = {}
+
+    @property
+    def place(self) -> str:
+        return self.places[0]
 
     @property
     def token_bytes(self) -> int:
@@ -72,27 +90,133 @@ def measure(run: Run, sections: tuple[str, ...]) -> Iterator[Row]:
 # ---- messages ------------------------------------------------------------------------------------------------------
 
 
-def _messages(run: Run) -> Iterator[Row]:
+@contextlib.contextmanager
+def _opened(run: Run, tokens: int, names: Iterable[str]) -> Iterator[Pair]:
+    """Both processes, and those of these ways that are here; the others are left out with a note."""
     with (
         tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder,
-        Pair(run.model, max(run.sizes), folder) as pair,
+        Pair(run.model, tokens, folder, run.places, run.options) as pair,
     ):
-        for name, (_, beside) in WAYS.items():
-            if beside and beside not in pair.ways:
+        known = ways_of(run.place)
+        for name in names:
+            if known[name].beside and known[name].beside not in pair.ways:
                 continue
             try:
                 pair.open(name)
             except (KvbmError, ImportError) as error:
                 pair.ways.pop(name, None)
                 run.note(f"{name}: left out: {error}")
+        yield pair
+
+
+def _messages(run: Run) -> Iterator[Row]:
+    known = ways_of(run.place)
+    with _opened(run, max(run.sizes), known) as pair:
         for tokens in run.sizes:
             for name in pair.ways:
                 pair.check(name, tokens)
             times = race({name: pair.runner(name, tokens) for name in pair.ways}, run.iters)
             nbytes = tokens * run.token_bytes
             for name, way in pair.ways.items():
-                beside = WAYS[name][1] or name
-                yield row_of("a message", name, way.pieces, nbytes, times[name], beside, times[beside], ASKED.get(name))
+                beside = known[name].beside or name
+                asked = known[name].asked_of(nbytes)
+                yield row_of("a message", name, way.pieces, nbytes, times[name], beside, times[beside], asked)
+
+
+# ---- packing and unpacking -----------------------------------------------------------------------------------------
+
+
+def _cut(run: Run) -> Iterator[Row]:
+    """Chunks of a message packed and unpacked, each with its digest, beside a memcpy of as many bytes on the same device."""
+    kinds = {"pack": PREFILL, "unpack": DECODE}
+    places = {name: Placement("tp1", model=run.model, nt=nt, name=name) for name, (_, nt) in kinds.items()}
+    made = plan(places["pack"], places["unpack"])
+    most = max(run.sizes)
+    reaches = run.places[0] != run.places[1] and _core.enable_peer(*map(device_of, run.places))
+    with make_clock(run.place) as clock, contextlib.ExitStack() as stack:
+        pools = {
+            name: stack.enter_context(
+                random_pool(spec.load(layout), places[name].shape(0), most // nt, run.place, seed=nt)
+            )
+            for name, (layout, nt) in kinds.items()
+        }
+        nbytes = 2 * most * run.token_bytes  # and room for trailers, of chunks of any size
+        near = stack.enter_context(contextlib.closing(Memory(nbytes, run.place)))
+        far = stack.enter_context(contextlib.closing(Memory(nbytes, run.places[1]))) if reaches else None
+        stick = Yardstick(run.place, run.place, most * run.token_bytes, clock)
+        stack.callback(stick.close)
+        for tokens in run.sizes:
+            cuts = {
+                name: Cut(
+                    Packer(made, 0, pools[name], side="src" if name == "pack" else "dst"),
+                    Span(np.random.default_rng(nt).permutation(most // nt)[: tokens // nt], range(tokens)),
+                    most=run.options.get("chunk_bytes", MOST),
+                )
+                for name, (_, nt) in kinds.items()
+            }
+            calls = {name: _call(cuts[name], name, near, run.place) for name in kinds}
+            calls["pack"](clock.stream).synchronize()
+            calls["unpack"](clock.stream).synchronize()  # which proves it
+            if far is not None:
+                calls["pack over the link"] = _call(cuts["pack"], "pack", far, run.place)
+            size = tokens * run.token_bytes
+            runners: dict[str, Runner] = {"memcpy": functools.partial(_copied, stick, size)}
+            if far is not None:
+                across = functools.partial(_memcpy, far.address, near.address, size, device_of(run.place))
+                runners["memcpy over the link"] = runner(clock, [across])
+            runners |= {name: runner(clock, [call]) for name, call in calls.items()}
+            times = race(runners, run.iters)
+            for name in calls:
+                beside = "memcpy over the link" if name.endswith("the link") else "memcpy"
+                asked = (0.9 if size >= 300_000_000 else 0.75) if name.endswith("the link") else 0.93
+                wanted = None if clock.device < 0 else asked
+                yield row_of("chunks", name, len(cuts["pack"].chunks[0]), size, times[name], beside, times[beside], wanted)
+
+
+def _call(cut: Cut, name: str, memory: Memory, place: str) -> Callable[[Any], ChunksDone]:
+    """Packs all chunks of a cut into memory, or unpacks them from there."""
+    each = round_up(max(chunk.size for chunk in cut.chunks[0]), 256)
+    slots = {
+        (0, k): Array(memory.address + k * each, (chunk.size,), (1,), "uint8", place, owner=memory)
+        for k, chunk in enumerate(cut.chunks[0])
+    }
+    return lambda stream: getattr(cut, name)(slots, key="bench", stream=stream)
+
+
+def _copied(stick: Yardstick, nbytes: int, iters: int, warmup: int) -> Timed:
+    return stick.time(nbytes, iters=iters, warmup=warmup)
+
+
+def _memcpy(dst: int, src: int, nbytes: int, device: int, stream: Any) -> None:
+    _core.memcpy_batch(np.array([dst], np.uint64), np.array([src], np.uint64), nbytes, 1, device, _core.stream_handle(stream))
+
+
+# ---- beside a model ------------------------------------------------------------------------------------------------
+
+
+def _beside(run: Run) -> Iterator[Row]:
+    """A matrix product on the GPU that sends while messages go, one after the other, beside what memcpy does to it."""
+    if device_of(run.place) < 0:
+        return
+    import torch
+
+    model, tokens = Model(torch, device_of(run.place), 2048 if run.quick else 8192, 18, 3), max(run.sizes)
+    with _opened(run, tokens, ("memcpy", "NIXL", "link by NIXL", "link, mapped")) as pair:
+        model.warm()
+        found = {name: model.beside(functools.partial(_sent, pair, name, tokens), tokens * run.token_bytes) for name in pair.ways}
+    for name, one in found.items():
+        reached = round(found["memcpy"].slowdown / one.slowdown, 4)
+        yield {
+            "case": "a product beside", "by": name, "n": 1, "total_bytes": tokens * run.token_bytes,
+            "median_ms": figures(one.product * 1e3), "gbps": figures(one.rate / 1e9), "beside": "memcpy",
+            "beside_ms": figures(found["memcpy"].product * 1e3), "ratio": reached,
+            "asked": ">= 1" if name.startswith("link") else "",
+            "reached": ("yes" if reached >= 1 else "no") if name.startswith("link") else "",
+        }  # fmt: skip
+
+
+def _sent(pair: Pair, name: str, tokens: int, stream: Any) -> None:  # noqa: ARG001
+    pair.seconds(name, tokens, 1)
 
 
 # ---- what is fixed -------------------------------------------------------------------------------------------------
@@ -101,17 +225,19 @@ def _messages(run: Run) -> Iterator[Row]:
 class Ends:
     """Engines of one rank each within this process: one that sends, and others."""
 
-    def __init__(self, model: BlockShape, tokens: int, many: int, stack: contextlib.ExitStack, **options: Any) -> None:
+    def __init__(
+        self, place: str, model: BlockShape, tokens: int, many: int, stack: contextlib.ExitStack, **options: Any
+    ) -> None:
         hub = wire.Hub()
         self.tokens = tokens
         self.tables = [(np.random.default_rng(nt).permutation(tokens // nt), nt) for _, nt in (PREFILL, DECODE)]
         made: list[Endpoint] = []
         for name, (layout, nt) in [("prefill", PREFILL), *((f"decode-{k}", DECODE) for k in range(many))]:
-            place = Placement("tp1", model=model, nt=nt, name=name)
+            rank = Placement("tp1", model=model, nt=nt, name=name)
             pool = stack.enter_context(
-                random_pool(spec.load(layout), place.shape(0), tokens // nt, "cpu", seed=len(made))
+                random_pool(spec.load(layout), rank.shape(0), tokens // nt, place, seed=len(made))
             )
-            made.append(stack.enter_context(Endpoint(name, place, 0, pool, wire=wire.memory(name, hub), **options)))
+            made.append(stack.enter_context(Endpoint(name, rank, 0, pool, wire=wire.memory(name, hub), **options)))
         self.near, *self.far = made
         self.to = [self.near.meet([end.card()]) for end in self.far]
         self.of = [end.meet([self.near.card()]) for end in self.far]
@@ -136,7 +262,7 @@ def _chunks(run: Run) -> Iterator[Row]:
     model, chunk = replace(TINY, nt=1), 16 * TINY.nbytes // TINY.nt
     chunks = 256 if run.quick else 1024
     with contextlib.ExitStack() as stack:
-        ends = Ends(model, 16 * chunks, 1, stack, chunk_bytes=chunk, slots=16)
+        ends = Ends(run.place, model, 16 * chunks, 1, stack, chunk_bytes=chunk, slots=16)
         puts, put = itertools.count(), ends.near.wire.put
 
         def counted(*given: Any) -> Any:
@@ -169,7 +295,7 @@ def _many(run: Run) -> Iterator[Row]:
     tokens, links = run.tokens(EACH), 8 if run.quick else LINKS
     options = {"ring_bytes": 32 << 20, "chunk_bytes": run.token_bytes * tokens // 4}
     with contextlib.ExitStack() as stack:
-        ends = Ends(run.model, tokens, links, stack, **options)
+        ends = Ends(run.place, run.model, tokens, links, stack, **options)
         runners: dict[str, Runner] = {
             "1 link": functools.partial(_timed, functools.partial(ends.go, 1, tokens, links)),
             f"{links} links": functools.partial(_timed, functools.partial(ends.go, links, tokens)),
@@ -185,7 +311,9 @@ def _timed(call: Callable[[], float], iters: int, warmup: int) -> Timed:
     return Timed.of([call() for _ in range(warmup + iters)][warmup:], "clock")
 
 
-_SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {"messages": _messages, "chunks": _chunks, "many": _many}
+_SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {
+    "messages": _messages, "cut": _cut, "beside": _beside, "chunks": _chunks, "many": _many,
+}  # fmt: skip
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -193,14 +321,34 @@ _SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {"messages": _messages, "
 
 @click.command()
 @race_options(SECTIONS, 15, "llama-3.1-8b", "The smallest message, and fewer links.")
-def link(place: str, iters: int, out: Path | None, profile: str | None, sections: tuple[str, ...], quick: bool) -> None:
-    """Links between two processes of this machine: NIXL and gloo themselves, wires on them, links, and what engines do.
+@click.option("--to", callback=place_option, metavar="cpu|cuda:N",
+              help="Where the other process has its memory.  [default: another GPU, if there is one]")  # fmt: skip
+@size_option("--chunk", "chunk_bytes", default="16MiB", help="The largest chunk.")
+@size_option("--ring", "ring_bytes", default="256MiB", help="Registered memory of each side.")
+def link(
+    place: str,
+    iters: int,
+    out: Path | None,
+    profile: str | None,
+    sections: tuple[str, ...],
+    quick: bool,
+    to: str | None,
+    chunk_bytes: int,
+    ring_bytes: int,
+) -> None:
+    """Links between two processes of this machine: what carries the bytes alone, wires on it, links, and what engines do.
 
-    With --out a table goes to stdout. What comes is compared before it is timed; ratios are of medians taken in turns. All of it
-    is memory of the host.
+    Between hosts that is NIXL and gloo, between GPUs memcpy, NIXL and NCCL. With --out a table goes to stdout. What comes is
+    compared before it is timed; ratios are of medians taken in turns.
     """
-    if place != "cpu":
-        note(f"{place}: links are measured between processes on the CPU")
-        place = "cpu"
     model = load_shape(profile or "llama-3.1-8b")
-    write_race(measure(Run(place, model, iters, quick, note), sections), place, model, out, "link")
+    options = {"chunk_bytes": chunk_bytes, "ring_bytes": ring_bytes}
+    run = Run((place, to or other_than(place)), model, iters, quick, note, options)
+    write_race(measure(run, sections), place, model, out, "link")
+
+
+def other_than(place: str) -> str:
+    """Another GPU, if there is one; else the same place."""
+    device = device_of(place)
+    others = [] if device < 0 else [number for number in range(_core.device_count()) if number != device]
+    return f"cuda:{others[0]}" if others else place

@@ -16,7 +16,7 @@ from ..shapes import BlockShape
 from .measure import commit, device_of, header, machine
 from .table import Rows
 
-__all__ = ["TINY", "Note", "Row", "common_options", "require_gpu", "stamp", "write_rows"]
+__all__ = ["TINY", "Note", "Row", "common_options", "place_option", "require_gpu", "stamp", "write_rows"]
 
 #: Blocks of 1 KiB, of which a million fit: what is measured with them is not the bytes.
 TINY = BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
@@ -48,13 +48,16 @@ def stamp(place: str) -> Row:
     return {"gpu": gpu, "driver": driver, "commit": commit()}
 
 
-def _place(_: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    if value is None:
-        return default_place()
-    kind, _colon, index = value.partition(":")
-    if value != "cpu" and not (kind == "cuda" and (index.isdecimal() or value == "cuda")):
+def place_option(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A callback for options that take a place."""
+    kind, _colon, index = (value or "").partition(":")
+    if value not in (None, "cpu") and not (kind == "cuda" and (index.isdecimal() or value == "cuda")):
         raise click.BadParameter(f"expected cpu or cuda:N, got {value!r}", param=parameter)
-    return f"cuda:{int(index or 0)}" if kind == "cuda" else "cpu"
+    return f"cuda:{int(index or 0)}" if kind == "cuda" else value
+
+
+def _place(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
+    return place_option(context, parameter, value) or default_place()
 
 
 def common_options(iters: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

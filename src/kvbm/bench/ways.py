@@ -1,4 +1,4 @@
-"""Ways for bytes between two processes of a machine: NIXL, gloo, kvbm's wires and links on them, and what engines do."""
+"""Ways for bytes between two processes of a machine: memcpy, NIXL, gloo or NCCL, kvbm's wires and links, and what engines do."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .. import spec, wire
+from .. import _core, spec, wire
 from ..errors import KvbmError
 from ..pool import Pool
 from ..reshard import Endpoint, Placement, Span
 from ..shapes import BlockShape
 from .check import WrongCopyError
 from .clock import Timed
-from .measure import random_pool
-from .race import Runner
+from .measure import Memory, View, device_of, random_pool, read, write
+from .race import Asked, Runner
 
-__all__ = ["ASKED", "DECODE", "LIMIT", "PREFILL", "WAYS", "Pair"]
+__all__ = ["DECODE", "LIMIT", "PREFILL", "Pair", "ways_of"]
 
 #: Layouts and tokens a block of both sides: what an engine keeps, and what another one does.
 PREFILL, DECODE = ("vllm/flash_attn_nhd", 16), ("vllm/flash_attn_hnd", 64)
@@ -34,35 +34,85 @@ PREFILL, DECODE = ("vllm/flash_attn_nhd", 16), ("vllm/flash_attn_hnd", 64)
 #: Seconds after which the other process is taken for dead.
 LIMIT = 120.0
 
+#: The thread's default stream.
+_OWN_STREAM = 2
+
 
 class Setting(NamedTuple):
-    """What both processes are told."""
+    """What a process is told.
+
+    Attributes
+    ----------
+    place : str
+        ``"cpu"`` or ``"cuda:N"``: where its memory is.
+    options : mapping
+        Of `Endpoint`.
+    """
 
     model: BlockShape
     tokens: int
     folder: str
     sends: bool
+    place: str = "cpu"
+    options: Mapping[str, int] = {}
 
     @property
     def nbytes(self) -> int:
         return self.tokens * replace(self.model, nt=1).nbytes
 
 
-class Memory:
-    """What a side has, made when it is first asked for: bytes in one piece, and a pool."""
+class Side:
+    """What a process has, made when it is first asked for: bytes in one piece, and a pool.
+
+    Attributes
+    ----------
+    device : int
+        CUDA device ordinal, made current for this thread; -1 on the CPU.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.stack = setting, contextlib.ExitStack()
+        self.device = device_of(setting.place)
+        if self.device >= 0:
+            from cuda.core import Device
+
+            Device(self.device).set_current()
 
     @functools.cached_property
-    def bytes(self) -> Any:
+    def bytes(self) -> Memory:
         """As many as the largest message, and a cell beyond for answers."""
-        held = np.zeros(self.setting.nbytes + 64, np.uint8)
-        if self.setting.sends:
-            held[:] = np.frombuffer(np.random.default_rng(1).bytes(held.size), np.uint8)
-        else:
-            held[::4096] = 1  # pages are there
+        held = Memory(self.setting.nbytes + 64, self.setting.place)
+        self.stack.callback(held.close)
+        held.fill(1 if self.setting.sends else 2)
         return held
+
+    @property
+    def kind(self) -> str:
+        """NIXL's name for the kind of memory."""
+        return "DRAM" if self.device < 0 else "VRAM"
+
+    def tensor(self, array: Any) -> Any:
+        """An array of this side for torch; elements of two bytes as int16."""
+        import torch
+
+        if self.device >= 0:
+            found = torch.as_tensor(array, device=self.setting.place)
+        else:
+            found = torch.from_numpy(array.view(np.int16) if array.itemsize == 2 else array)
+        return found.view(torch.int16) if found.element_size() == 2 else found
+
+    @functools.cached_property
+    def flat(self) -> Any:
+        """`bytes` for torch."""
+        held = self.bytes
+        return self.tensor(held.array if self.device < 0 else View(self.device, held.address, [held.nbytes], [1], "|u1"))
+
+    def wait(self) -> None:
+        """Until all that torch does here is done."""
+        if self.device >= 0:
+            import torch
+
+            torch.cuda.synchronize(self.device)
 
     @functools.cached_property
     def pool(self) -> Pool:
@@ -74,15 +124,39 @@ class Memory:
         return self._pool(*PREFILL) if not self.setting.sends else self.pool
 
     def _pool(self, name: str, nt: int) -> Pool:
-        shape = replace(self.setting.model, nt=nt)
-        seed = 3 if self.setting.sends else 4
-        return self.stack.enter_context(
-            random_pool(spec.load(name), shape, self.setting.tokens // nt, "cpu", seed=seed)
-        )
+        shape, seed = replace(self.setting.model, nt=nt), 3 if self.setting.sends else 4
+        made = random_pool(spec.load(name), shape, self.setting.tokens // nt, self.setting.place, seed=seed)
+        return self.stack.enter_context(made)
 
     def table(self, nt: int) -> Any:
         """Which blocks a message of all tokens takes, in which order."""
         return np.random.default_rng(nt).permutation(self.setting.tokens // nt)
+
+    # ---- what is compared ------------------------------------------------------------------------------------------
+
+    def sum_of(self, way: Way, tokens: int) -> int:
+        """A sum of what was sent, or came: of bytes, or a digest of tokens."""
+        if not way.copies:
+            return zlib.crc32(read(self.device, *self._bytes_of(tokens)).data)
+        nt = (PREFILL if self.setting.sends else DECODE)[1]
+        found = self.pool.digest(self.table(nt)[: tokens // nt], tokens=range(0, tokens, nt))
+        return sum(map(int, found)) % (1 << 64)
+
+    def forget(self, way: Way, tokens: int) -> None:
+        """Zero what came."""
+        pieces = [self._bytes_of(tokens)] if not way.copies else extents(self.pool)
+        for starts, sizes in pieces:
+            write(self.device, starts, sizes, np.zeros(int(sizes.sum()), np.uint8))
+
+    def _bytes_of(self, tokens: int) -> tuple[Any, Any]:
+        nbytes = tokens * replace(self.setting.model, nt=1).nbytes
+        return np.array([self.bytes.address]), np.array([nbytes])
+
+
+def extents(pool: Pool) -> list[tuple[Any, Any]]:
+    """Address and bytes of each array of a pool."""
+    allocations = pool.layout.resolve(pool.shape, pool.num_blocks).allocations
+    return [(np.array([at]), np.array([one.nbytes])) for at, one in zip(pool.addresses.tolist(), allocations, strict=True)]
 
 
 class Way(Protocol):
@@ -96,12 +170,12 @@ class Way(Protocol):
         Descriptors, or chunks, of the message that went last.
     """
 
-    memory: Memory
+    side: Side
     copies: bool = False
     pieces: int = 1
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
+    def __init__(self, side: Side) -> None:
+        self.side = side
 
     def card(self) -> Any:
         """What the other side needs to meet this one."""
@@ -110,7 +184,7 @@ class Way(Protocol):
         """Connect."""
 
     def send(self, tokens: int) -> None:
-        """Send that much; return when the other side has said that it is there."""
+        """Send that much; return when it is there, of which the other side has said so where this one cannot know."""
 
     def take(self, tokens: int) -> None:
         """Wait for that much, and say that it is there."""
@@ -119,35 +193,55 @@ class Way(Protocol):
         """Give back what it has."""
 
     def nbytes(self, tokens: int) -> int:
-        return tokens * self.memory.setting.nbytes // self.memory.setting.tokens
+        return tokens * self.side.setting.nbytes // self.side.setting.tokens
+
+
+class ByMemcpy(Way):
+    """The driver's copy from GPU to GPU, into the other process's memory: nothing is faster."""
+
+    def card(self) -> Any:
+        return None if self.side.setting.sends else _core.ipc_handle(self.side.device, self.side.bytes.address)
+
+    def meet(self, card: Any) -> None:
+        self.far = _core.ipc_open(self.side.device, card) if self.side.setting.sends else 0
+
+    def send(self, tokens: int) -> None:
+        dst, src = (np.array([at], np.uint64) for at in (self.far, self.side.bytes.address))
+        _core.memcpy_batch(dst, src, self.nbytes(tokens), 1, self.side.device, _OWN_STREAM)
+        _core.synchronize(self.side.device, _OWN_STREAM)
+
+    def close(self) -> None:
+        if self.far:
+            _core.ipc_close(self.side.device, self.far)
 
 
 class ByNixl(Way):
     """NIXL itself: one transfer of one descriptor a side, its note, and a note back."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, side: Side) -> None:
         from ..wire.agents import Agent
 
-        super().__init__(memory)
-        self.agent = Agent(f"{type(self).__name__} {memory.setting.sends}", "UCX")
-        self.places = self.regions()
-        descriptors = self.agent.nixl.get_reg_descs([(*place, 0, "") for place in self.places], "DRAM")
+        super().__init__(side)
+        self.agent = Agent(f"{type(self).__name__} {side.setting.sends}", "UCX")
+        self.number = max(side.device, 0)
+        self.places = [(*place, self.number) for place in self.regions()]
+        descriptors = self.agent.nixl.get_reg_descs([(*place, "") for place in self.places], side.kind)
         self.agent.nixl.register_memory(descriptors)
 
     def regions(self) -> list[tuple[int, int]]:
-        return [(self.memory.bytes.ctypes.data, self.memory.bytes.nbytes)]
+        return [(self.side.bytes.address, self.side.bytes.nbytes)]
 
     def card(self) -> Any:
-        return self.agent.nixl.get_agent_metadata(), self.places
+        return self.agent.nixl.get_agent_metadata(), self.places, self.side.kind
 
     def meet(self, card: Any) -> None:
-        metadata, self.far = card
+        metadata, self.far, self.far_kind = card
         name = self.agent.nixl.add_remote_agent(metadata)
         self.peer = name.decode() if isinstance(name, bytes) else name
 
     def send(self, tokens: int) -> None:
-        here, there = ((place[0][0], self.nbytes(tokens), 0) for place in (self.places, self.far))
-        handle = self.agent.post("WRITE", ("DRAM", here), ("DRAM", there), self.peer, b"put")
+        here, there = ((at, self.nbytes(tokens), number) for [(at, _, number)] in (self.places, self.far))
+        handle = self.agent.post("WRITE", (self.side.kind, here), (self.far_kind, there), self.peer, b"put")
         while handle is not None and not self.agent.check("WRITE", handle):
             pass
         if handle is not None:
@@ -177,30 +271,33 @@ class AsEngines(ByNixl):
     copies = True
 
     def regions(self) -> list[tuple[int, int]]:
-        arrays = self.memory.landing.arrays
-        return [(array.ctypes.data, array.nbytes) for array in arrays]
+        return [(int(at[0]), int(nbytes[0])) for at, nbytes in extents(self.side.landing)]
 
     def meet(self, card: Any) -> None:
         super().meet(card)
-        if self.memory.setting.sends:
+        if self.side.setting.sends:
+            nixl = self.agent.nixl
             self.sides = [
-                self.agent.nixl.prep_xfer_dlist(to, self.agent.nixl.get_xfer_descs(self.blocks(places), "DRAM"))
-                for to, places in (("NIXL_INIT_AGENT", self.places), (self.peer, self.far))
+                nixl.prep_xfer_dlist(to, nixl.get_xfer_descs(self.blocks(places), kind))
+                for to, places, kind in (
+                    ("NIXL_INIT_AGENT", self.places, self.side.kind),
+                    (self.peer, self.far, self.far_kind),
+                )
             ]
 
-    def blocks(self, places: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    def blocks(self, places: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """Every block's K, and V, of every layer; arrays have K before V."""
-        number = self.memory.setting.tokens // PREFILL[1]
+        count = self.side.setting.tokens // PREFILL[1]
         return [
-            (address + (half * number + block) * (nbytes // 2 // number), nbytes // 2 // number, 0)
-            for block in range(number)
-            for address, nbytes in places
+            (address + (half * count + block) * (nbytes // 2 // count), nbytes // 2 // count, number)
+            for block in range(count)
+            for address, nbytes, number in places
             for half in (0, 1)
         ]
 
     def send(self, tokens: int) -> None:
         each = 2 * len(self.places)
-        blocks = self.memory.table(PREFILL[1])[: tokens // PREFILL[1]]
+        blocks = self.side.table(PREFILL[1])[: tokens // PREFILL[1]]
         here = (blocks[:, None] * each + np.arange(each)).ravel()
         there = np.arange(here.size)
         self.pieces = here.size
@@ -216,60 +313,62 @@ class AsEngines(ByNixl):
         import torch
 
         self.hear()
-        table = torch.from_numpy(self.memory.table(DECODE[1])[: tokens // DECODE[1]])
-        for landed, kept in zip(self.memory.landing.arrays, self.memory.pool.arrays, strict=True):
-            src, dst = (torch.from_numpy(array.view(np.uint16)) for array in (landed, kept))
+        table = torch.from_numpy(self.side.table(DECODE[1])[: tokens // DECODE[1]])
+        for landed, kept in zip(self.side.landing.arrays, self.side.pool.arrays, strict=True):
+            src, dst = self.side.tensor(landed), self.side.tensor(kept)
             two, _, nt, nh, hd = src.shape
             some = src[:, : tokens // nt].reshape(two, -1, DECODE[1], nh, hd).permute(0, 1, 3, 2, 4)
-            dst.view(torch.int16).index_copy_(1, table, some.view(torch.int16))
+            dst.index_copy_(1, table.to(dst.device), some)
+        self.side.wait()
         self.answer()
 
 
-class ByGloo(Way):
-    """gloo itself: one tensor, and a byte back."""
+class ByTorch(Way):
+    """A process group itself, of gloo or of NCCL: one tensor, and some bytes back."""
 
-    def __init__(self, memory: Memory) -> None:
-        import torch
+    def __init__(self, side: Side) -> None:
         import torch.distributed as distributed
 
-        super().__init__(memory)
-        self.store = distributed.FileStore(f"{memory.setting.folder}/gloo", -1)
-        self.tensor = torch.from_numpy(memory.bytes)
+        super().__init__(side)
+        self.store = distributed.FileStore(f"{side.setting.folder}/group", -1)
 
     def meet(self, card: Any) -> None:  # noqa: ARG002
         import torch.distributed as distributed
 
-        self.group = distributed.ProcessGroupGloo(self.store, 1 - self.memory.setting.sends, 2)
+        of = distributed.ProcessGroupGloo if self.side.device < 0 else distributed.ProcessGroupNCCL
+        self.group = of(self.store, 1 - self.side.setting.sends, 2)
 
     def send(self, tokens: int) -> None:
-        self.group.send([self.tensor[: self.nbytes(tokens)]], 1, 0).wait()
-        self.group.recv([self.tensor[-1:]], 1, 1).wait()
+        self.group.send([self.side.flat[: self.nbytes(tokens)]], 1, 0).wait()
+        self.group.recv([self.side.flat[-64:]], 1, 1).wait()
+        self.side.wait()
 
     def take(self, tokens: int) -> None:
-        self.group.recv([self.tensor[: self.nbytes(tokens)]], 0, 0).wait()
-        self.group.send([self.tensor[-1:]], 0, 1).wait()
+        self.group.recv([self.side.flat[: self.nbytes(tokens)]], 0, 0).wait()
+        self.group.send([self.side.flat[-64:]], 0, 1).wait()
+        self.side.wait()
 
 
-def carrier(kind: str, name: str, path: str) -> Any:
+def carrier(kind: str, side: Side, name: str, path: str) -> Any:
     """A wire between processes; the path is that of a file where two ends find each other."""
     if kind == "mapped":
-        return wire.mapped(carrier("nixl", name, path))
+        return wire.mapped(carrier("nixl", side, name, path))
     if kind == "nixl":
         return wire.nixl(name, drop_seconds=1)
     import torch.distributed
 
-    return wire.torch(name, torch.distributed.FileStore(path, -1), drop_seconds=1)
+    store = torch.distributed.FileStore(path, -1)
+    return wire.torch(name, store, backend="gloo" if side.device < 0 else "nccl", drop_seconds=1)
 
 
 class ByWire(Way):
     """A put of one of kvbm's wires, its note, and a note back."""
 
-    def __init__(self, kind: str, memory: Memory) -> None:
-        super().__init__(memory)
+    def __init__(self, kind: str, side: Side) -> None:
+        super().__init__(side)
         self.kind = kind
-        side = "near" if memory.setting.sends else "far"
-        self.wire = carrier(kind, side, f"{memory.setting.folder}/wire")
-        self.wire.register(wire.Slab.of(memory.bytes))
+        self.wire = carrier(kind, side, "near" if side.setting.sends else "far", f"{side.setting.folder}/wire")
+        self.wire.register(wire.Slab(side.bytes.address, side.bytes.nbytes, side.setting.place, side.bytes))
 
     def card(self) -> Any:
         return self.wire.card()
@@ -303,14 +402,14 @@ class ByLink(Way):
 
     copies = True
 
-    def __init__(self, kind: str, memory: Memory) -> None:
-        super().__init__(memory)
-        sends, model = memory.setting.sends, memory.setting.model
-        self.nt = (PREFILL if sends else DECODE)[1]
-        name = "prefill" if sends else "decode"
-        place = Placement("tp1", model=model, nt=self.nt, name=name)
-        of_wire = carrier(kind, name, f"{memory.setting.folder}/link")
-        self.end = Endpoint(name, place, 0, memory.pool, wire=of_wire)
+    def __init__(self, kind: str, side: Side) -> None:
+        super().__init__(side)
+        told = side.setting
+        self.nt = (PREFILL if told.sends else DECODE)[1]
+        name = "prefill" if told.sends else "decode"
+        place = Placement("tp1", model=told.model, nt=self.nt, name=name)
+        of_wire = carrier(kind, side, name, f"{told.folder}/link")
+        self.end = Endpoint(name, place, 0, side.pool, wire=of_wire, **told.options)
         self.number = 0
 
     def card(self) -> Any:
@@ -329,45 +428,85 @@ class ByLink(Way):
 
     def _go(self, call: Callable[[str, Span], Any], tokens: int) -> None:
         self.number += 1
-        table = self.memory.table(self.nt)[: tokens // self.nt]
+        table = self.side.table(self.nt)[: tokens // self.nt]
         call(str(self.number), Span(table, range(tokens))).synchronize(LIMIT)
 
     def close(self) -> None:
         self.end.close()
 
 
-#: Name → what it is, and what it stands beside.
-WAYS: dict[str, tuple[Callable[[Memory], Way], str]] = {
-    "NIXL": (ByNixl, ""),
-    "wire.nixl": (functools.partial(ByWire, "nixl"), "NIXL"),
-    "link by NIXL": (functools.partial(ByLink, "nixl"), "NIXL"),
-    "link, mapped": (functools.partial(ByLink, "mapped"), "NIXL"),
-    "as engines do": (AsEngines, "NIXL"),
-    "gloo": (ByGloo, ""),
-    "wire.torch": (functools.partial(ByWire, "torch"), "gloo"),
-    "link by gloo": (functools.partial(ByLink, "torch"), "gloo"),
+class Known(NamedTuple):
+    """A way that is measured.
+
+    Attributes
+    ----------
+    make : callable
+        Makes a side of it.
+    beside : str
+        The way whose speed its own is a ratio of; none for what has nothing beside it.
+    asked : tuple of (int, float)
+        From so many bytes on at least this ratio.
+    """
+
+    make: Callable[[Side], Way]
+    beside: str
+    asked: tuple[tuple[int, float], ...] = ()
+
+    def asked_of(self, nbytes: int) -> Asked:
+        return next((ratio for least, ratio in reversed(self.asked) if nbytes >= least), None)
+
+
+_LARGE = 300_000_000
+
+ON_CPU = {
+    "NIXL": Known(ByNixl, ""),
+    "wire.nixl": Known(functools.partial(ByWire, "nixl"), "NIXL", ((0, 0.9),)),
+    "link by NIXL": Known(functools.partial(ByLink, "nixl"), "NIXL"),
+    "link, mapped": Known(functools.partial(ByLink, "mapped"), "NIXL"),
+    "as engines do": Known(AsEngines, "NIXL"),
+    "gloo": Known(ByTorch, ""),
+    "wire.torch": Known(functools.partial(ByWire, "torch"), "gloo", ((0, 0.9),)),
+    "link by gloo": Known(functools.partial(ByLink, "torch"), "gloo"),
 }
 
-#: What a wire's put must reach of what carries it.
-ASKED = {"wire.nixl": 0.9, "wire.torch": 0.9}
+ON_GPUS = {
+    "memcpy": Known(ByMemcpy, ""),
+    "NIXL": Known(ByNixl, "memcpy"),
+    "wire.nixl": Known(functools.partial(ByWire, "nixl"), "NIXL"),
+    "link by NIXL": Known(functools.partial(ByLink, "nixl"), "NIXL", ((_LARGE, 0.9),)),
+    "link, mapped": Known(functools.partial(ByLink, "mapped"), "memcpy", ((0, 0.75), (_LARGE, 0.9))),
+    "as engines do": Known(AsEngines, "NIXL"),
+    "NCCL": Known(ByTorch, "memcpy"),
+    "wire.torch": Known(functools.partial(ByWire, "torch"), "NCCL"),
+    "link by NCCL": Known(functools.partial(ByLink, "torch"), "NCCL"),
+}
+
+#: By name: every way.
+WAYS = {"cpu": ON_CPU, "cuda": ON_GPUS}
+
+
+def ways_of(place: str) -> dict[str, Known]:
+    """Ways between memory of ``"cpu"``, or of ``"cuda:N"``."""
+    return WAYS[place.partition(":")[0]]
 
 
 def serve(pipe: Any, setting: Setting) -> None:
     """The other process: makes ways, and takes what comes by them."""
-    memory = Memory(setting)
+    side = Side(setting)
     ways: dict[str, Way] = {}
     with contextlib.suppress(EOFError):
         while True:
             what, name, *given = pipe.recv()
             try:
                 if what == "make":
-                    ways[name] = WAYS[name][0](memory)
+                    ways[name] = ways_of(setting.place)[name].make(side)
                     pipe.send(("ok", ways[name].card()))
                 elif what == "meet":
                     ways[name].meet(*given)
                     pipe.send(("ok", None))
                 elif what == "sum":
-                    pipe.send(("ok", found(memory, ways[name], *given)))
+                    pipe.send(("ok", side.sum_of(ways[name], *given)))
+                    side.forget(ways[name], *given)
                 else:
                     tokens, count = given
                     pipe.send(("ok", None))
@@ -382,41 +521,26 @@ def serve(pipe: Any, setting: Setting) -> None:
         thread.join(8)
 
 
-def found(memory: Memory, way: Way, tokens: int) -> int:
-    """A sum of what came, which then is forgotten."""
-    if not way.copies:
-        held = memory.bytes[: way.nbytes(tokens)]
-        told = zlib.crc32(held)
-        held[:] = 0
-        return told
-    ids = memory.table(DECODE[1])[: tokens // DECODE[1]]
-    told = sum(map(int, memory.pool.digest(ids, tokens=range(0, tokens, DECODE[1])))) % (1 << 64)
-    for array in memory.pool.arrays:
-        array[:] = 0
-    return told
-
-
-def wanted(memory: Memory, way: Way, tokens: int) -> int:
-    """The same of what was sent."""
-    if not way.copies:
-        return zlib.crc32(memory.bytes[: way.nbytes(tokens)])
-    ids = memory.table(PREFILL[1])[: tokens // PREFILL[1]]
-    return sum(map(int, memory.pool.digest(ids, tokens=range(0, tokens, PREFILL[1])))) % (1 << 64)
-
-
 class Pair:
     """The process that sends, which is the caller's, and one that receives."""
 
-    def __init__(self, model: BlockShape, tokens: int, folder: str) -> None:
+    def __init__(
+        self,
+        model: BlockShape,
+        tokens: int,
+        folder: str,
+        places: tuple[str, str] = ("cpu", "cpu"),
+        options: Mapping[str, int] = {},
+    ) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # of both processes: NIXL writes to where the CSV goes
         logging.getLogger("nixl").setLevel(logging.WARNING)
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        setting = Setting(model, tokens, folder, True)
-        self.process = context.Process(target=serve, args=(theirs, setting._replace(sends=False)), daemon=True)
+        near, far = (Setting(model, tokens, folder, place == 0, places[place], options) for place in (0, 1))
+        self.process = context.Process(target=serve, args=(theirs, far), daemon=True)
         self.process.start()
         theirs.close()
-        self.memory = Memory(setting)
+        self.side = Side(near)
         self.ways: dict[str, Way] = {}
 
     def __enter__(self) -> Pair:
@@ -427,6 +551,7 @@ class Pair:
         for way in self.ways.values():
             with contextlib.suppress(KvbmError):
                 way.close()
+        self.side.stack.close()
         self.process.join(20)
         if self.process.is_alive():
             self.process.kill()
@@ -445,7 +570,7 @@ class Pair:
 
     def open(self, name: str) -> None:
         """Make both sides of a way, and connect them."""
-        way = WAYS[name][0](self.memory)
+        way = ways_of(self.side.setting.place)[name].make(self.side)
         self.ways[name] = way
         card = self.ask("make", name)
         self.pipe.send(("meet", name, way.card()))  # at once with this side: gloo's two sides wait for each other
@@ -461,7 +586,7 @@ class Pair:
             Something else came.
         """
         self.seconds(name, tokens, 1)
-        if self.ask("sum", name, tokens) != wanted(self.memory, self.ways[name], tokens):
+        if self.ask("sum", name, tokens) != self.side.sum_of(self.ways[name], tokens):
             raise WrongCopyError(f"{name}: {tokens} tokens: what came is not what was sent")
 
     def seconds(self, name: str, tokens: int, count: int) -> list[float]:

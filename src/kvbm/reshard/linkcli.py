@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..commands import Group, layout_option, print_error, progress, shape_option, terminal
+from ..commands import Group, layout_option, print_error, progress, shape_option, size_of, size_option, terminal
 from ..errors import KvbmError
 from ..shapes import load_shape
 
@@ -28,33 +28,8 @@ PORT = 29555
 #: Seconds that a peer has to say what it wants.
 _HELLO = 10.0
 
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-    "ti": 1 << 40,
-}
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d{1,15})(?:\.(\d{1,6}))?\s*(?:([kmgt]i?)b?|b)?\s*", text, re.ASCII | re.IGNORECASE)
-    count = int(float(f"{match[1]}.{match[2] or 0}") * _UNITS[(match[3] or "").lower()]) if match else 0
-    if not 0 < count < 1 << 40:
-        raise click.BadParameter(f"expected bytes such as 64MiB, below 1 TiB, got {text!r:.60}")
-    return count
-
-
-def _one_size(ctx: click.Context, param: click.Parameter, value: str) -> int:  # noqa: ARG001
-    return _size(value)
-
-
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:  # noqa: ARG001
-    return () if value is None else tuple(dict.fromkeys(map(_size, value.split(","))))
+    return () if value is None else tuple(dict.fromkeys(map(size_of, value.split(","))))
 
 
 def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:  # noqa: ARG001
@@ -112,8 +87,7 @@ def link() -> None:
               help="Where to wait for senders; port 0 is any that is free.")  # fmt: skip
 @click.option("--wire", "only", type=_WIRES, help="Refuse other wires.  [default: whichever is asked for]")
 @_side_options("vllm/flash_attn_hnd", 64)
-@click.option("--memory", default="16GiB", show_default=True, callback=_one_size, metavar="SIZE",
-              help="What a sender may ask for.")  # fmt: skip
+@size_option("--memory", default="16GiB", help="What a sender may ask for.")
 @click.option("--once", is_flag=True, help="Serve one sender, and end with its exit code.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line: the address, then one a sender.")
 def serve(
@@ -187,10 +161,8 @@ def _serve(talk: Any, side: Side, host: str, only: str | None, memory: int, serv
 @_side_options("vllm/flash_attn_nhd", 16)
 @click.option("--repeat", type=click.IntRange(1, 100_000), default=10, show_default=True, metavar="N",
               help="Sequences of each size that are timed.")  # fmt: skip
-@click.option("--chunk", "chunk_bytes", default="16MiB", show_default=True, callback=_one_size, metavar="SIZE",
-              help="The largest chunk, on both sides.")  # fmt: skip
-@click.option("--ring", "ring_bytes", default="256MiB", show_default=True, callback=_one_size, metavar="SIZE",
-              help="Registered memory of each side.")  # fmt: skip
+@size_option("--chunk", "chunk_bytes", default="16MiB", help="The largest chunk, on both sides.")
+@size_option("--ring", "ring_bytes", default="256MiB", help="Registered memory of each side.")
 @click.option("--timeout", type=click.FloatRange(0.1, 3600), default=30.0, show_default=True, metavar="S",
               help="Seconds that a connection, an answer or a sequence may take.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
