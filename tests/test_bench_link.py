@@ -84,6 +84,50 @@ def test_what_comes_is_compared(tmp_path: Path) -> None:
             pair.ask("sum", "no way", 1)
 
 
+@pytest.mark.usefixtures("small")
+def test_packing_is_measured_beside_a_memcpy() -> None:
+    rows = ran("--what", "cut", "--chunk", "64KiB")
+    assert [row["by"] for row in rows] == 2 * ["pack", "unpack"] and {row["beside"] for row in rows} == {"memcpy"}
+    nbytes = [int(row["total_bytes"]) for row in rows]
+    assert nbytes == [benching.MODEL.nbytes // 16 * tokens for tokens in (256, 256, 1024, 1024)]
+    assert [int(row["n"]) for row in rows] == [-(-each // (1 << 16)) for each in nbytes]
+
+
+def test_a_product_is_measured_on_gpus_alone() -> None:
+    found = run(cli.bench, "link", *ON_CPU, "--quick", "--what", "beside")
+    assert found.exit_code and "a product beside links is measured on GPUs" in found.stderr
+
+
+def test_ways_stand_beside_ways_that_are_opened_before() -> None:
+    for known in (ways.ON_CPU, ways.ON_GPUS):
+        names = list(known)
+        assert all(not one.beside or one.beside in names[: names.index(name)] for name, one in known.items())
+    mapped = ways.ways_of("cuda:1")["link, mapped"]
+    assert [mapped.asked_of(nbytes) for nbytes in (1, 8 << 20, 320 << 20)] == [0.75, 0.75, 0.9]
+    assert ways.ways_of("cpu")["gloo"].asked_of(1 << 30) is None
+
+
+def test_the_other_process_is_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link._core, "device_count", lambda: 3)
+    assert [link.other_than(place) for place in ("cpu", "cuda:0", "cuda:1")] == ["cpu", "cuda:1", "cuda:0"]
+    monkeypatch.setattr(link._core, "device_count", lambda: 1)
+    assert link.other_than("cuda:0") == "cuda:0"
+    assert run(cli.bench, "link", *ON_CPU, "--to", "gpu").exit_code == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("section", link.SECTIONS)
+def test_on_a_gpu(section: str) -> None:
+    """Both processes on one GPU, or on two; NCCL is left out where there is one."""
+    rows = ran("--what", section, "--device", "cuda:0")
+    found = {row["by"] for row in rows}
+    wanted = {"messages": {"memcpy"}, "cut": {"pack", "unpack"}, "beside": {"memcpy"}}.get(section, set())
+    if section in ("messages", "beside") and find_spec("nixl"):
+        wanted |= {"NIXL", "link by NIXL", "link, mapped"}
+    assert wanted <= found and rows
+
+
 def test_blocks_of_engines_are_each_there_once() -> None:
     """A descriptor a block, layer, K and V: all bytes of the pool, block by block."""
 

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +41,7 @@ from kvbm import (
 )
 from kvbm.reshard import chunk, flows, notes, pack, ring
 from kvbm.reshard import link as links
-from linking import Linked, ended, gpu_memory, plain_case, right_cases, sender_of
+from linking import Linked, ended, gpu_memory, plain_case, right_cases, sender_of, until
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, span
 
 HERE = Path(__file__).resolve().parent
@@ -285,6 +286,32 @@ def test_a_receive_that_is_asked_for_again_is_not_refused() -> None:
                 came.append(link.receive("one", span, timeout=60))
 
             link.endpoint.call(both)
+        assert ended([*sent, *came]) == [None] * (len(sent) + len(came))
+        found.check()
+        found.require_slots()
+
+
+@pytest.mark.parametrize("then", ["is withdrawn", "is made again"])
+def test_an_offer_that_was_on_its_way_when_the_receive_failed(then: str) -> None:
+    """It looks like one of the next attempt, which does not fail with it."""
+    with on_faulty({(1, rank): [wire.Fault("lose", at) for at in range(4)] for rank in range(CASE.dst.world)}) as found:
+        ends = [list(zip(found.links[side], found.spans(side), strict=True)) for side in (0, 1)]
+        first = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
+        came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
+        until(lambda: all(sending.flows for sending in first), "they are offered")
+        for one in came:
+            one.abort()
+        assert all(ended([*first, *came]))
+        came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
+        for flow in (flow for sending in first for flow in sending.flows):
+            there = found.links[1][flow.rank]
+            [peer] = [peer for peer, rank in there.peers.items() if found.links[0][rank] is flow.link]
+            late = replace(flow.offer, sending=flow.number + 1000, age=0.0)
+            there.endpoint.call(partial(there.heard, peer, late))
+            if then == "is withdrawn":
+                there.endpoint.call(partial(there.heard, peer, notes.Stop(late.sending, 0, False, True, "it was given up")))
+        assert not any(one.has_ended for one in came), [one._error for one in came]
+        sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
         assert ended([*sent, *came]) == [None] * (len(sent) + len(came))
         found.check()
         found.require_slots()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,13 +115,13 @@ KINDS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_by_transports(kind: str, tmp_path: Path) -> None:
+def test_by_transports(kind: str, place: str) -> None:
     """Each rank connects to those of the other engine and to those of its own."""
     if kind == "torch":
         pytest.importorskip("torch")
 
     def make(side: int, rank: int) -> Any:
-        return carrier(kind, f"{side}/{rank}", tmp_path)
+        return carrier(kind, f"{side}/{rank}", place)
 
     with Linked(case_of(SAME, SAME, gather=True, stripe=True), make, **ROOM) as found:
         for name in ("first", "second"):

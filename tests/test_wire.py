@@ -11,7 +11,9 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
@@ -852,6 +854,51 @@ def test_ends_meet_while_others_wait_in_the_store() -> None:
     main.clone().set("go on", b"")
     for thread in waiting:
         thread.join(LIMIT)
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+def test_a_peer_that_gives_up_while_the_two_meet() -> None:
+    """Gloo connects to a peer whose group has failed, too; both are told, and what was queued meanwhile ends."""
+    from torch import distributed
+
+    has_failed = threading.Event()
+
+    class Gloo(distributed.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            if threading.current_thread().name == far_thread:
+                options._timeout = timedelta(milliseconds=1)
+                try:
+                    super().__init__(store, rank, size, options)
+                finally:
+                    has_failed.set()
+            assert has_failed.wait(LIMIT)
+            super().__init__(store, rank, size, options)
+
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends = [wire.torch(name, store, meet_seconds=1) for name in ("first", "second")]  # the first one connects to the other
+    for end in ends:
+        end._distributed = types.SimpleNamespace(  # type: ignore[attr-defined]
+            ProcessGroupGloo=Gloo, PrefixStore=distributed.PrefixStore
+        )
+        end.register(wire.Slab.of(np.zeros(64, np.uint8)))
+    far_thread = f"kvbm wire {ends[0].name}"  # type: ignore[attr-defined]
+    ops = []
+    for one, other in (ends, ends[::-1]):
+        peer = one.connect(other.card())
+        ops.append(one.put(peer, wire.Slice(0, 64), wire.Slice(0, 64)))
+
+    def is_over(op: wire.Op) -> bool:
+        try:
+            return op.query()
+        except PeerLostError:
+            return True
+
+    for op in ops:
+        until(lambda op=op: is_over(op), "the put ends")  # type: ignore[misc]
+        with pytest.raises(PeerLostError):
+            op.query()
     for end in ends:
         end.close()
 

@@ -30,7 +30,7 @@ def make(kind: str, name: str, place: Any = None) -> wire.Wire:
     if kind == "nixl":
         return wire.nixl(name, drop_seconds=1)
     if kind == "torch":
-        return wire.torch(name, meeting.join(place), meet_seconds=2)
+        return wire.torch(name, meeting.join(place), meet_seconds=5)
     return wire.memory(name)
 
 

@@ -197,11 +197,14 @@ def _memcpy(dst: int, src: int, nbytes: int, device: int, stream: Any) -> None:
 def _beside(run: Run) -> Iterator[Row]:
     """A matrix product on the GPU that sends while messages go, one after the other, beside what memcpy does to it."""
     if device_of(run.place) < 0:
+        run.note("beside: left out: a product beside links is measured on GPUs")
         return
     import torch
 
     model, tokens = Model(torch, device_of(run.place), 2048 if run.quick else 8192, 18, 3), max(run.sizes)
     with _opened(run, tokens, ("memcpy", "NIXL", "link by NIXL", "link, mapped")) as pair:
+        if "memcpy" not in pair.ways:
+            return
         model.warm()
         found = {name: model.beside(functools.partial(_sent, pair, name, tokens), tokens * run.token_bytes) for name in pair.ways}
     for name, one in found.items():

@@ -331,12 +331,16 @@ class Inflow:
 
     Attributes
     ----------
+    began : float
+        When its sending began, at the latest: the note's way is not known.
     is_over : bool
         Nothing of it is under way, and no slot waits for it.
     """
 
-    def __init__(self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, cut: Cut) -> None:
-        self.link, self.arrival, self.peer, self.rank, self.offer = link, arrival, peer, rank, offer
+    def __init__(
+        self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float, cut: Cut
+    ) -> None:
+        self.link, self.arrival, self.peer, self.rank, self.offer, self.began = link, arrival, peer, rank, offer, began
         self.is_over = self.is_done = False
         self._cut = cut
         self._chunks = cut.chunks.get(rank, ())
@@ -380,17 +384,21 @@ class Inflow:
         self.link.say(self.peer, Stopped(note.sending, note.arrival, False))
         if self.is_over:
             return
+        is_left = self.link.leaves(self)
         self._end()
         kind = DigestError if note.is_digest else TransferError
-        self.arrival.fail(kind(f"{self.link.title}: {self.peer} sends no more of {self.arrival.key!r}: {note.why}"))
+        if not is_left:
+            self.arrival.fail(kind(f"{self.link.title}: {self.peer} sends no more of {self.arrival.key!r}: {note.why}"))
 
     def answered(self) -> None:
         """The sender has stopped: none of its puts is under way."""
         if self._stopping is not None:
             self._end()
         elif not self.is_done:  # it knows nothing of what is wanted
+            is_left = self.link.leaves(self)
             self._end()
-            self.arrival.fail(TransferError(f"{self.link.title}: {self.peer} has ended {self.arrival.key!r}"))
+            if not is_left:
+                self.arrival.fail(TransferError(f"{self.link.title}: {self.peer} has ended {self.arrival.key!r}"))
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -410,6 +418,11 @@ class Inflow:
     def lost(self) -> None:
         """The peer was dropped: nothing of it lands any more."""
         self._is_lost = True
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no chunk of it has been unpacked, or is being."""
+        return not self.digests and not self.is_done and all(coming.done is None for coming in self._coming.values())
 
     @property
     def uses_no_pool(self) -> bool:

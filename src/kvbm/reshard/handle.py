@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .flows import Inflow
     from .link import Link
 
-__all__ = ["Arrival", "Gathering", "Handle", "Sending"]
+__all__ = ["Arrival", "Gathering", "Handle", "Sending", "require_call"]
 
 
 class Handle:
@@ -216,3 +216,17 @@ class Gathering(Handle):
                         flow.fail(self._error)
         if all(one.has_ended for one in self._parts):
             self._ended.set()
+
+
+def require_call(key: Any, span: Any, timeout: Any) -> None:
+    """Refuse what is no key, no span or no number of seconds."""
+    try:
+        is_name = isinstance(key, str) and key != "" and bool(key.encode())
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise BindError(f"key: expected the sequence's name, got {key!r:.200}")
+    if not isinstance(span, Span):
+        raise BindError(f"span: expected a kvbm.Span, got {span!r:.200}")
+    if not isinstance(timeout, int | float) or not 0 <= timeout < 1e9:
+        raise BindError(f"timeout: expected seconds, got {timeout!r:.200}")

@@ -15,7 +15,7 @@ from ..errors import BindError, KvbmError, PeerLostError, TransferError, Transfe
 from ..wire import Op, Slice
 from .cut import Cut
 from .flows import Inflow, Outflow
-from .handle import Arrival, Gathering, Handle, Sending
+from .handle import Arrival, Gathering, Handle, Sending, require_call
 from .messages import Resharding, require_layers
 from .notes import Done, Note, Offer, Put, Stop, Stopped, Want, write
 from .pack import Packer
@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 #: Seconds between two notes to a peer of which something is awaited.
 _ASKS = 0.5
+
+#: Seconds that a note may be on its way: an offer that came so soon after a receive failed may be of the attempt that failed.
+_LATE = 2.0
 
 #: Offers that nobody has asked for, and ended flows whose answers are known, of a link.
 _MOST = 4096
@@ -70,7 +73,7 @@ class Link:
         self._inflows: dict[tuple[str, int], Inflow] = {}
         #: Inflows that are over, and what to say of them.
         self._ended: OrderedDict[tuple[str, int], Done | Stop | None] = OrderedDict()
-        self._offers: OrderedDict[tuple[str, int], Offer] = OrderedDict()
+        self._offers: OrderedDict[tuple[str, int], tuple[Offer, float]] = OrderedDict()  # and when it began, at the latest
         #: Receives that failed, by group and key: when, their numbers, and why.
         self._failed: OrderedDict[tuple[int, bytes], tuple[float, int, str]] = OrderedDict()
         self._handles: list[Handle] = []
@@ -192,7 +195,7 @@ class Link:
         stream: Any,
         timeout: float,
     ) -> Arrival:
-        _require(key, span, timeout)
+        require_call(key, span, timeout)
         packer = self._packer(group, sends=False)
         some = require_layers(layers, packer.made.src.model.nl)
         packer.require_usable()
@@ -228,7 +231,7 @@ class Link:
         self, key: str, span: Span, layers: Any, group: str, wait: Any, stream: Any, timeout: float, *, pulls: bool
     ) -> tuple[Sending, Callable[[], None]]:
         """A sending, and what begins it on the endpoint's thread."""
-        _require(key, span, timeout)
+        require_call(key, span, timeout)
         packer = self._packer(group, sends=True)
         some = require_layers(layers, packer.made.src.model.nl)
         packer.require_usable()
@@ -283,18 +286,21 @@ class Link:
         if not ranks or not len(arrival.span.tokens):
             arrival.settle()
             return
-        for (peer, number), offer in list(self._offers.items()):
+        for (peer, number), (offer, began) in list(self._offers.items()):
             if (offer.group, offer.key) == arrival.identity:
                 self._offers.pop((peer, number), None)
                 if arrival.has_failed:
                     self._refuse(peer, offer, arrival.number, "another rank's offer does not fit")
                 else:
-                    self._match(peer, offer, arrival)
+                    self._match(peer, offer, began, arrival)
 
-    def _match(self, peer: str, offer: Offer, arrival: Arrival) -> None:
+    def _match(self, peer: str, offer: Offer, began: float, arrival: Arrival) -> None:
         """An offer of what is awaited."""
         rank = self.peers[peer]
         missing = arrival.missing.get(rank, set())
+        for flow in [one for one in arrival.flows if one.rank == rank]:
+            if set(flow.offer.layers) & set(offer.layers) and self.leaves(flow):
+                flow.fail(TransferError(f"{self.title}: {arrival.key!r}: {peer} has begun again"))
         held = {flow.offer.layers for flow in arrival.flows if flow.rank == rank}
         try:
             if rank not in arrival.missing:
@@ -316,7 +322,7 @@ class Link:
                     f"{self.title}: {arrival.key!r}: {peer} offers layers {offer.layers}; expected some of {sorted(missing)}, once"
                 )
             cut = self.cut(arrival, offer.group, tokens, offer.origin, offer.layers, sends=False)
-            flow = Inflow(self, arrival, peer, rank, offer, cut)
+            flow = Inflow(self, arrival, peer, rank, offer, began, cut)
         except KvbmError as error:
             arrival.fail(error)
             self._refuse(peer, offer, arrival.number, str(error))
@@ -387,17 +393,25 @@ class Link:
             if (answer := self._ended[at]) is not None:
                 self.say(peer, answer)
             return
+        began = time.monotonic() - offer.age
         for arrival in self._handles:
             if isinstance(arrival, Arrival) and arrival.is_awaited and (offer.group, offer.key) == arrival.identity:
-                self._match(peer, offer, arrival)
+                self._match(peer, offer, began, arrival)
                 return
         failed_at, number, why = self._failed.get((offer.group, offer.key), (0.0, 0, ""))
-        if time.monotonic() - offer.age < failed_at:  # it began before: a later one is of the next attempt
+        if began < failed_at:  # a later one is of the next attempt
             self._refuse(peer, offer, number, why)
             return
-        self._offers[peer, offer.sending] = offer
+        self._offers[peer, offer.sending] = offer, began
         while len(self._offers) > _MOST:
             self._offers.popitem(last=False)  # it is said again
+
+    def leaves(self, flow: Inflow) -> bool:
+        """Let go of an offer that may be of an attempt that failed, if nothing of it has come: the arrival awaits the next one."""
+        failed_at, _, _ = self._failed.get(flow.arrival.identity, (-_LATE, 0, ""))
+        if flow in flow.arrival.flows and flow.is_untouched and flow.began < failed_at + _LATE:
+            flow.arrival.flows.remove(flow)
+        return flow not in flow.arrival.flows
 
     def tick(self, now: float) -> bool:
         """Go on with everything; whether something was done."""
@@ -599,17 +613,3 @@ def _identity(group: str, groups: Mapping[str, Any], key: str) -> tuple[int, byt
 
 def _handle_of(flow: Outflow | Inflow) -> Handle:
     return flow.sending if isinstance(flow, Outflow) else flow.arrival
-
-
-def _require(key: Any, span: Any, timeout: Any) -> None:
-    """Refuse what is no key, no span or no number of seconds."""
-    try:
-        is_name = isinstance(key, str) and key != "" and bool(key.encode())
-    except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
-        raise BindError(f"key: expected the sequence's name, got {key!r:.200}")
-    if not isinstance(span, Span):
-        raise BindError(f"span: expected a kvbm.Span, got {span!r:.200}")
-    if not isinstance(timeout, int | float) or not 0 <= timeout < 1e9:
-        raise BindError(f"timeout: expected seconds, got {timeout!r:.200}")

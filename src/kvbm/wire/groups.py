@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Final, Literal
 
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
@@ -28,8 +28,8 @@ _HEAD_BYTES: Final = _HEAD.size + NOTE_BYTES
 _NOTE, _PUT, _ASK, _ANSWER = range(4)
 #: How long gloo waits: not at all is no choice, and what it gives up on is broken.
 _FOREVER: Final = timedelta(days=365)
-#: Tags of gloo: heads, slices, what ends a connection, what notices its end, and what comes behind each slice.
-_HEADS, _SLICES, _ABORT, _WATCH, _TAILS = range(5)
+#: Tags of gloo: heads, slices, what ends a connection, what notices its end, what comes behind each slice, and what comes first.
+_HEADS, _SLICES, _ABORT, _WATCH, _TAILS, _HELLO = range(6)
 
 
 def torch(
@@ -197,14 +197,17 @@ class _Torch(Ends["_Far"]):
         options = self._distributed.ProcessGroupGloo._Options()
         options._devices, options._threads = [self._device], 1
         options._timeout = timedelta(seconds=self._meet_seconds / 5)  # gloo tries five times
-        group = self._distributed.ProcessGroupGloo(store, rank, 2, options)
+        far.group = self._distributed.ProcessGroupGloo(store, rank, 2, options)
+        # gloo is connected to a peer that has given up meanwhile, too, and waits for it without end.
+        hello = [self._torch.zeros(1, dtype=self._torch.uint8) for _ in range(2)]
+        work = far.group.send([hello[0]], far.rank, _HELLO)
+        far.group.recv([hello[1]], far.rank, _HELLO).wait(timedelta(seconds=self._meet_seconds))
+        work.wait(timedelta(seconds=self._meet_seconds))
         if self._nccl:  # one for each direction: the two sides need no common order
             far.carriers = [
                 self._distributed.ProcessGroupNCCL(self._distributed.PrefixStore(way, store), rank, 2, _FOREVER)
                 for way in ("0→1", "1→0")[:: 1 - 2 * rank]
             ]
-        far.group = group
-        if self._nccl:
             far.start(_Far.watch)
         return not far.lost
 
@@ -225,6 +228,7 @@ class _Torch(Ends["_Far"]):
             far.lose(f"{type(error).__name__}: {error}")
         finally:
             far.lose("its thread has ended")
+            far.drain()
             far.release()
             self.news()
 
@@ -363,9 +367,11 @@ class _Far(Peer):
 
     def drain(self) -> None:
         """What is queued or asked for will never be done."""
-        while not self.queue.empty():
-            if (item := self.queue.get()) is not None:
-                item[1].failed = True
+        with contextlib.suppress(Empty):
+            while True:
+                if (item := self.queue.get_nowait()) is not None:
+                    item[1].failed = True
+        self.queue.put(None)  # the thread that sends may wait for it
         for op in list(self.gets.values()):
             op.failed = True
 
