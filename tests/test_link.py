@@ -915,7 +915,7 @@ def test_closed_while_threads_send() -> None:
             threads = [threading.Thread(target=work) for _ in range(3)]
             for thread in threads:
                 thread.start()
-            time.sleep(0.02)
+            until(lambda handles=handles: len(handles) > 3, "some have begun")  # type: ignore[misc]
             found.ends[0][SENDER].close()
             stop.set()
             for thread in threads:

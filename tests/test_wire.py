@@ -115,8 +115,8 @@ def pair(kind: str, place: str) -> Iterator[Open]:
     """Opens ends of a kind, connected on both sides."""
     with contextlib.ExitStack() as stack:
 
-        def make(script: Any = None, connect: bool = True) -> tuple[wires.End, Far]:
-            near = wires.End(kind, "near", SIZE, place, script)
+        def make(script: Any = None, connect: bool = True, meet_seconds: float = 20) -> tuple[wires.End, Far]:
+            near = wires.End(kind, "near", SIZE, place, script, meet_seconds)
             stack.callback(near.close)
             far = Far(near, kind, place)
             stack.callback(far.close)
@@ -362,7 +362,7 @@ def test_a_closed_peer_is_lost(pair: Open) -> None:
 
 
 def test_a_peer_that_closed_before_it_connected_is_lost(pair: Open) -> None:
-    near, far = pair(connect=False)
+    near, far = pair(connect=False, meet_seconds=2)
     near.connect(far.card)
     far("close")
     lost(near)
@@ -477,7 +477,7 @@ def settle(near: wires.End, ops: list[wire.Op]) -> list[bool]:
 @pytest.mark.parametrize("stage", ["card", "connected", "used", "puts", "gets", "its put", "noted"])
 def test_a_killed_process_is_lost(pair: Open, stage: str) -> None:
     """At any stage: what is under way ends, the next call fails, a drop returns, and a new process works."""
-    near, far = pair(connect=False)
+    near, far = pair(connect=False, meet_seconds=5 if stage in ("card", "connected") else 20)
     ops: list[wire.Op] = []
     if stage != "card":
         near.connect(far.card)

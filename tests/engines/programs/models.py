@@ -1,0 +1,46 @@
+"""Models of a few layers with random weights: ``models.py llama|mla|sliding FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import transformers
+
+COMMON = {
+    "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "max_position_embeddings": 2048,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def llama() -> transformers.PreTrainedModel:
+    """Grouped queries: 8 heads, 4 of K and V."""
+    config = transformers.LlamaConfig(
+        **{**COMMON, "num_attention_heads": 8}, num_hidden_layers=4, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def mla() -> transformers.PreTrainedModel:
+    """A latent in place of K and V."""
+    config = transformers.DeepseekV2Config(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=4, moe_intermediate_size=128, n_routed_experts=4,
+        num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=3, kv_lora_rank=512, q_lora_rank=None,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_group=1, topk_group=1,
+    )  # fmt: skip
+    return transformers.DeepseekV2ForCausalLM(config)
+
+
+def sliding() -> transformers.PreTrainedModel:
+    """Two layers of three see 64 tokens: several groups of layers, which share tensors."""
+    config = transformers.Gemma3TextConfig(
+        **COMMON, num_hidden_layers=6, num_key_value_heads=2, head_dim=64, sliding_window=64, pad_token_id=0,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    return transformers.Gemma3ForCausalLM(config)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    made = {"llama": llama, "mla": mla, "sliding": sliding}[sys.argv[1]]()
+    made.to(torch.float32).save_pretrained(sys.argv[2])
