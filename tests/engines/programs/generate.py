@@ -1,4 +1,4 @@
-"""vLLM's tokens for prompts, one run after the other: ``generate.py SETTINGS``, which are JSON (`Settings`); prints JSON behind RESULT."""
+"""vLLM's tokens for prompts, run after run: ``generate.py SETTINGS``, which are JSON (`Settings`); prints JSON behind RESULT."""
 
 from __future__ import annotations
 
