@@ -43,7 +43,7 @@ from kvbm.reshard import chunk, flows, notes, pack, ring
 from kvbm.reshard import endpoint as endpoints
 from kvbm.reshard import link as links
 from linking import LIMIT, Linked, ended, gpu_memory, plain_case, right_cases, sender_of, until
-from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, span
+from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, on_wire, span
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples" / "disaggregated"
@@ -1057,3 +1057,30 @@ def test_a_receive_that_was_called_before_notes_came_hears_them() -> None:
         go_on.set()
         assert all(isinstance(error, TransferError) for error in ended([*sent, *came]))
         assert not any(isinstance(error, TransferTimeoutError) for error in ended(came))
+
+
+def test_incarnations() -> None:
+    """Cards of two starts of an engine are not mixed; the next start meets anew, and what went to the last one fails."""
+    hub = wire.Hub()
+    near = on_wire("prefill", wire.memory("near", hub))
+    place = reshard.vllm(kvbm.load_shape(SHAPE), tp=2, nt=64, name="decode")
+    pool = Pool.allocate(kvbm.load("vllm/flash_attn_hnd"), place.shape(0), 2)
+    starts = ("monday", "tuesday")
+    mixed = [
+        reshard.Endpoint("decode", place, rank, pool, wire=wire.memory(start, hub), incarnation=start, ring_bytes=1 << 26)
+        for rank, start in enumerate(starts)
+    ]
+    with pytest.raises(BindError, match="incarnation"):
+        near.meet(end.card() for end in mixed)
+    for end in mixed:
+        end.close()
+    first = on_wire("decode", wire.memory("first", hub), incarnation=starts[0])
+    link, _ = near.meet([first.card()]), first.meet([near.card()])
+    waiting = link.send("one", span("prefill"), timeout=60)
+    first.close()
+    [error] = ended([waiting])
+    assert isinstance(error, PeerLostError)
+    with on_wire("decode", wire.memory("second", hub), incarnation=starts[1]) as second:
+        link, back = near.meet([second.card()]), second.meet([near.card()])
+        assert ended([link.send("one", span("prefill")), back.receive("one", span("decode"))]) == [None, None]
+    near.close()
