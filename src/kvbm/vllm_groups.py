@@ -148,7 +148,7 @@ class Group:
     def _require(self, name: str, tensor: Any, first: Any, number: int) -> None:
         size = tensor.element_size()
         shape = (*self.view[:3], self.view[3] // size)
-        steps = tuple(step // size for step in self.strides[1:])
+        steps = (*(step // size for step in self.strides[1:4]), 1)
         if tuple(tensor.shape) != shape or any(
             length > 1 and is_ != want for length, is_, want in zip(shape, tensor.stride(), steps, strict=True)
         ):
