@@ -10,7 +10,6 @@ import kvbm
 from kvbm.testing.engines import vllm_caches, vllm_writes
 from kvbm.vllm_groups import ORDERS, groups
 
-# fmt: off
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float32", "isa": "vec"}, "vllm/cpu_vec"),
     ({"dtype": "float16", "isa": "vec", "nt": 96}, "vllm/cpu_vec"),
@@ -26,7 +25,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"backend": "CPU_MLA", "dtype": "bfloat16", "hd": 576, "nt": 16, "order": "LBNHC"}, "vllm/mla"),
     ({"backend": "CPU_MLA", "dtype": "float16", "hd": 576, "nt": 16, "order": "LHBNC"}, "vllm/mla"),
 ]
-# fmt: on
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ def vllm_writes(
             raise BindError(f"{one}: it has several planes; expected a layout of one: scales are not compared")
         pool = Pool(one.layout, one.shape, one.arrays(kv_caches), num_blocks=one.num_blocks)
         ids = np.unique(np.linspace(0, one.num_blocks - 1, blocks).astype(np.int64))
-        compared, wrong, misplaced = 0, 0, []
+        misplaced: list[Misplaced] = []
+        compared = wrong = 0
         for number, name in enumerate(one.names):
             layer = vllm_config.compilation_config.static_forward_context[name]
             probe = _Probe(one, pool, name, number, kv_caches[name], ids, _writer(one, layer, ids, vllm_config))
@@ -166,7 +167,7 @@ class _Probe:
         _, b, t, h, d = np.ogrid[tuple(slice(size) for size in self.sizes)]
         expected = np.zeros(self.sizes, np.int64)
         for half in range(shape.no):
-            entry, offset = pool.resolved.address(ids[b[0]], l=number, o=half, h=h[0], t=t[0], d=d[0])  # type: ignore[call-overload]
+            entry, offset = pool.resolved.address(ids[b[0]], l=number, o=half, h=h[0], t=t[0], d=d[0])
             expected[half] = pool.addresses[entry].astype(np.int64) + offset
         storage = view.untyped_storage()
         #: Bytes from the beginning of the engine's allocation.
