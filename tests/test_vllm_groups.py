@@ -61,16 +61,12 @@ def engine(
     memory = torch.randint(
         -(2**31), 2**31, (NB * most * page,), dtype=torch.int32, generator=torch.Generator().manual_seed(7)
     )
-    memory = (
-        memory.view(dtype)
-        if dtype.itemsize == 4
-        else memory.view(torch.uint8)[: len(memory) * dtype.itemsize].view(dtype)
-    )
+    memory = memory.view(torch.uint8)[: len(memory) * dtype.itemsize].view(dtype)
     size = dtype.itemsize
     spec = SimpleNamespace(
         block_size=NT, num_kv_heads=nh, head_size=HD, head_size_v=HD, dtype=dtype, num_head_slots=None, state_content_bytes=None,
-        state_content_size_bytes=content * size, tokens_per_state=1, kv_quant_mode=SimpleNamespace(name="NONE"), sliding_window=None,
-        dcp_sharded=True,
+        state_content_size_bytes=content * size, tokens_per_state=1, kv_quant_mode=SimpleNamespace(name="NONE"),
+        sliding_window=None, dcp_sharded=True,
     )  # fmt: skip
     vars(spec).update(said)
     made, tensors = {}, []
