@@ -208,7 +208,7 @@ def _opaque_pair(src: str, dst: str) -> bool:
 
 
 @cache
-def refused(src: str, dst: str, shape: tuple[int, ...] = (3, 2, 4, 8, 16), itemsize: int = 2) -> bool:
+def refused(src: str, dst: str, shape: tuple[int, ...] = (3, 2, 4, 16, 16), itemsize: int = 2) -> bool:
     """Opaque against an order that is needed (at sizes where every axis counts)."""
     if not _opaque_pair(src, dst):
         return False

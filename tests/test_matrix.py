@@ -132,7 +132,7 @@ def test_gpu_full(src: str, dst: str) -> None:
 @pytest.mark.parametrize(("src", "dst"), matrix.refused_pairs())
 def test_refused(src: str, dst: str) -> None:
     """Opaque against an order that is needed: an error that names a way out; the destination is as it was."""
-    shape = kvbm.BlockShape(nl=3, no=2, nh=4, nt=8, hd=16, dtype="float16")
+    shape = kvbm.BlockShape(nl=3, no=2, nh=4, nt=16, hd=16, dtype="float16")
     with pytest.raises(
         kvbm.PlanError, match=r"operational_nhd.*operational_hnd|operational_hnd.*operational_nhd"
     ) as info:

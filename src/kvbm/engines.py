@@ -16,6 +16,7 @@ from . import spec
 from .errors import BindError, LayoutError
 from .layout import Layout
 from .shapes import PACKED, BlockShape
+from .vllm_groups import Group, groups
 
 __all__ = ["FromEngines"]
 
@@ -28,6 +29,10 @@ VLLM_DIMS = {
     "vllm/flashinfer_hnd": "b o t h d",
     # From 0.26 on: views of one tensor of all layers, whose last dimension is K and V of a token and head.
     **dict.fromkeys((f"vllm/{order}" for order in ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")), "b h t o*d"),
+    # K and V in orders of their own, of which a tensor's shape tells the sizes alone.
+    "vllm/cpu": "o b h t d",
+    "vllm/cpu_vec": "b h t o*d",
+    "vllm/cpu_amx": "b h t o*d",
     # Of several planes: bytes, whose last dimension is whatever a token, or a token of a head, has of them.
     "vllm/fp8_ds_mla": "b t bytes",
     "vllm/nvfp4_ds_mla": "b t bytes",
@@ -49,12 +54,15 @@ class FromEngines:
     def from_vllm(
         cls,
         kv_caches: Mapping[str, Any] | Sequence[Any] | Any,
-        layout: str | Layout,
+        layout: str | Layout | None = None,
         *,
+        vllm_config: Any = None,
+        kv_cache_config: Any = None,
+        group: int | Group | None = None,
         dims: str | None = None,
         shape: BlockShape | None = None,
     ) -> Self:
-        """A pool over vLLM's KV caches.
+        """A pool over vLLM's KV caches: by what vLLM's config says (0.26 and newer), or by a layout that you name.
 
         Parameters
         ----------
@@ -63,7 +71,14 @@ class FromEngines:
             order; or in the order of the layers.  Where the layout has one allocation for all layers, either the views of it,
             a layer each, or all of it in the layout's own dimensions.
         layout : str or Layout
-            That of the attention backend and of ``VLLM_KV_CACHE_LAYOUT``, such as ``"vllm/flash_attn_hnd"``.
+            That of the attention backend and of ``VLLM_KV_CACHE_LAYOUT``, such as ``"vllm/flash_attn_hnd"``.  Beside the
+            config: in place of what it says of the content of a view.
+        vllm_config, kv_cache_config : optional
+            vLLM's own objects, as a KV connector is given them.  Layout, layers, sizes, dtype and backend are read from them
+            and compared with the tensors; see `kvbm.vllm_groups`.
+        group : int or Group, optional
+            Which group of layers, where there are several: the pools of a hybrid model overlay each other.  A `Group` of
+            `kvbm.vllm_groups.groups` needs no config beside it.
         dims : str, optional
             What the dimensions of a tensor are, as its shape shows them, such as ``"o b t h d"``.  If not given, vLLM's for
             `VLLM_DIMS`, else those of the layout in its own order.  ``o*d`` is two axes in one.  Of tensors that several planes
@@ -80,7 +95,8 @@ class FromEngines:
         Raises
         ------
         BindError
-            Names without a layer's number, or two with one; dimensions, sizes or strides that are not the layout's.
+            Names without a layer's number, or two with one; dimensions, sizes or strides that are not the layout's, or not what
+            the config says; what the config does not say.
 
         Examples
         --------
@@ -90,6 +106,17 @@ class FromEngines:
         >>> str(Pool.from_vllm(caches, "vllm/flash_attn_nhd").shape)
         'nl=3,no=2,nh=4,nt=16,hd=32,dtype=float32'
         """
+        if not (vllm_config is kv_cache_config is group is None):
+            one = _vllm_group(vllm_config, kv_cache_config, group, layout)
+            if not isinstance(kv_caches, Mapping):
+                raise BindError(f"{one}: kv_caches: expected a mapping of layers' names to tensors, got {type(kv_caches).__name__}")
+            if dims is not None or shape is not None:
+                raise BindError(f"{one}: dims, shape: expected none beside the config, which says them")
+            return cls(one.layout, one.shape, one.arrays(kv_caches), num_blocks=one.num_blocks)  # type: ignore[call-arg]
+        if layout is None:
+            raise BindError(
+                "vLLM: expected vllm_config= and kv_cache_config= (0.26 and newer), or a layout such as 'vllm/flash_attn_nhd'"
+            )
         chosen = _layout(layout)
         if isinstance(kv_caches, Mapping):
             tensors = _by_layer(kv_caches)
@@ -98,6 +125,8 @@ class FromEngines:
         if chosen.planes:
             text = dims or VLLM_DIMS.get(chosen.name)
             return cls(chosen, shape or _shape_of_planes(chosen, tensors, text, "vLLM"), tensors)  # type: ignore[call-arg]
+        if len(chosen.orders) > 1 and (dims or chosen.name in VLLM_DIMS):
+            return cls(chosen, *_flat(chosen, tensors, (dims or VLLM_DIMS[chosen.name]).split(), "vLLM"))  # type: ignore[call-arg]
         own = " ".join(_inner(chosen))
         usual = VLLM_DIMS.get(chosen.name, own)
         whole = bool(tensors) and len(tensors[0].shape) == len(own.split()) != len(usual.split())
@@ -299,6 +328,23 @@ def _unfused(
     return found, names
 
 
+def _flat(layout: Layout, tensors: Sequence[Any], dims: Sequence[str], engine: str) -> tuple[BlockShape, list[Any]]:
+    """Shape, and tensors as a layout takes them in which K and V have orders of their own: flattened."""
+    what = f"{engine}: {layout.name} ({layout.order_text})"
+    if not tensors:
+        raise BindError(f"{what}: expected at least one tensor, got none")
+    (first, *_), names = _unfused(tensors, dims, {"o": 2}, what)
+    for index, tensor in enumerate(tensors):
+        if len(first.shape) != len(names) or tensor.shape != tensors[0].shape:
+            raise BindError(
+                f"{what}: tensor {index}: expected {len(dims)} dimensions ({' '.join(dims)}) as in tensor 0, got "
+                f"{tuple(tensor.shape)}"
+            )
+    sizes = dict(zip(names, map(int, first.shape), strict=True))
+    shape = BlockShape(len(tensors), 2, sizes["h"], sizes["t"], sizes["d"], str(first.dtype).removeprefix("torch."))
+    return shape, [_viewed(tensor, (-1,), f"{what}: tensor {index}") for index, tensor in enumerate(tensors)]
+
+
 def _joined(tensors: Sequence[Any], what: str) -> Any:
     """Views of one tensor, a layer each, as that tensor: the layers first."""
     first = tensors[0]
@@ -314,6 +360,22 @@ def _joined(tensors: Sequence[Any], what: str) -> Any:
                 f"{tuple(first.shape)} and strides {first.stride()}, got {tuple(tensor.shape)}, {tensor.stride()}, {found}"
             )
     return first.as_strided((len(at), *first.shape), (step, *first.stride()), at[0])
+
+
+def _vllm_group(vllm_config: Any, kv_cache_config: Any, group: int | Group | None, layout: str | Layout | None) -> Group:
+    if isinstance(group, Group):
+        if not (vllm_config is kv_cache_config is layout is None):
+            raise BindError(f"{group}: expected nothing beside it: it was read from the config")
+        return group
+    if vllm_config is None or kv_cache_config is None:
+        raise BindError("vLLM: expected both vllm_config= and kv_cache_config=, as a KV connector is given them")
+    found = groups(vllm_config, kv_cache_config, group=group, layout=layout)
+    if len(found) > 1:
+        raise BindError(
+            f"vLLM: expected one group of layers that lie alike, got {len(found)}: {'; '.join(map(str, found))}; pass group=, a "
+            "number or one of kvbm.vllm_groups.groups(vllm_config, kv_cache_config)"
+        )
+    return found[0]
 
 
 def _layout(layout: str | Layout) -> Layout:
