@@ -301,10 +301,13 @@ class Batching:
                     group.allocator.mark_complete_blocks(state.request_id, tokens, whole)
             self.manager.batch_processor.scheduler.active_requests[state.request_id] = state
 
-    def release(self, state: Any) -> None:
-        """Give back the blocks of a request that was detached, or reserved and not attached."""
+    def release(self, state: Any, *, reusable: bool = True) -> None:
+        """Give back the blocks of a request that was detached, or reserved and not attached.
+
+        Whole ones stay for requests with the same prefix as long as there is room, unless they are not `reusable`.
+        """
         with self.paused():
-            self.cache.free_blocks(state.request_id)
+            self.cache.free_blocks(state.request_id, no_cache=not reusable)
 
     def spans(self, state: Any) -> dict[str, Span]:
         """By group, the blocks that hold what of the request is in the cache."""
@@ -327,7 +330,7 @@ class Batching:
             except BaseException:
                 self.attach(state)
                 raise
-            self.release(state)
+            self.release(state, reusable=False)
         return Parked(state, held)
 
     def restore(self, parked: Parked, host: Host, request_id: str | None = None) -> bool:
@@ -412,7 +415,7 @@ class HandOver:
                     for name, copy in self._copies.items():
                         copy(spans[0][name], spans[1][name]).synchronize()
                 except BaseException:
-                    self.dst.release(moved)
+                    self.dst.release(moved, reusable=False)
                     raise
             except BaseException:
                 self.src.attach(state)
