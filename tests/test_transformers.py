@@ -7,9 +7,10 @@ has one request at a time, since what else is in a batch changes the bits.
 from __future__ import annotations
 
 import contextlib
-import copy
+import gc
 import pickle
 import re
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -52,6 +53,18 @@ def config_of(kind: str) -> Any:
     )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    """For matrices as small as these more threads only wait; a manager that ends collects garbage, twice."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
 @cache
 def model_of(kind: str, dtype: str, device: str) -> Any:
     torch.manual_seed(0)
@@ -67,34 +80,54 @@ def sizes(page: int = 16, blocks: int = 32, **more: Any) -> Any:
     )  # fmt: skip
 
 
+class Steps:
+    """Lets a manager compute so many steps and then wait for a pause; from then on it runs freely."""
+
+    def __init__(self, manager: Any) -> None:
+        self.manager, self.left, self.held = manager, None, threading.Event()
+
+    def let(self, steps: int) -> None:
+        self.held.clear()
+        self.left = steps
+
+    def __call__(self, *_: Any) -> None:
+        if threading.current_thread() is not self.manager._generation_thread or self.left is None:
+            return
+        if self.left:
+            self.left -= 1
+            return
+        self.held.set()
+        while not self.manager.background_thread_status.is_pause_requested():
+            self.manager._wake_up_loop.wait(0.01)
+        self.left = None
+
+
 @contextlib.contextmanager
 def managed(model: Any, **config: Any) -> Iterator[Any]:
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=NEW)
     manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=sizes(**config))
+    manager.steps = Steps(manager)
+    hook = model.register_forward_pre_hook(manager.steps)
     manager.start()
     try:
         yield manager
     finally:
-        manager.stop()
+        hook.remove()
+        manager.stop(hard_stop=True)
 
 
-def until(manager: Any, name: str, count: int) -> Any:
-    """The result of a request once it has so many tokens."""
-    for found in manager.request_id_iter(name):
-        assert found.error is None, found.error
-        if len(found.generated_tokens) >= count:
-            return found
-    raise AssertionError("the manager ended")
+def begun(manager: Any, steps: int, prompt: list[int] = PROMPT) -> str:
+    """A request of which so many steps are computed, and one more until the manager is paused."""
+    manager.steps.let(steps)
+    name = manager.add_request(prompt, max_new_tokens=NEW, eos_token_id=-1)
+    assert manager.steps.held.wait(60)
+    return str(name)
 
 
-def begun(manager: Any, count: int, prompt: list[int] = PROMPT) -> str:
-    """A request that has some tokens, but not all of them."""
-    name = manager.add_request(prompt, max_new_tokens=NEW, streaming=True, eos_token_id=-1)
-    until(manager, name, count)
-    return name
-
-
-def result(found: Any) -> tuple[list[int], list[float]]:
+def ended(manager: Any, name: str) -> tuple[list[int], list[float]]:
+    """Tokens and log probabilities of a request."""
+    found = next(found for found in manager.request_id_iter(name) if found.is_finished())
+    assert found.error is None, found.error
     return found.generated_tokens, found.logprobs
 
 
@@ -102,7 +135,7 @@ def result(found: Any) -> tuple[list[int], list[float]]:
 def untouched(kind: str, dtype: str, device: str, page: int = 16) -> tuple[list[int], list[float]]:
     """What a manager generates that is left alone."""
     with managed(model_of(kind, dtype, device), page=page) as manager:
-        found = result(until(manager, begun(manager, 1), NEW))
+        found = ended(manager, manager.add_request(PROMPT, max_new_tokens=NEW, eos_token_id=-1))
     assert len(found[0]) == NEW and len(set(found[0])) > NEW // 3  # no model that says one thing only
     return found
 
@@ -242,7 +275,7 @@ def test_a_request_goes_on_after_host_memory(kind: str, dtype: str, device: str)
         ours = batching.Batching(manager)
         host = batching.Host(ours.groups, 8)
         name = begun(manager, 5)
-        for _ in range(2):
+        for again in range(2):
             with ours.paused():
                 before = {n: g.table(name) for n, g in ours.groups.items()}
                 parked = ours.offload(name, host)
@@ -250,10 +283,14 @@ def test_a_request_goes_on_after_host_memory(kind: str, dtype: str, device: str)
                 assert parked.state.position_offset == len(PROMPT) + len(parked.state.generated_tokens) - 1
                 assert list(parked.held.digests) == list(ours.groups) and all(parked.held.digests.values())
                 spoil(ours.groups)
-                ours.reserve(parked.state, f"in the way {_}")  # takes the blocks that it had
+                ours.reserve(parked.state, f"in the way {again}")  # takes the blocks that it had
                 assert ours.restore(parked, host)
                 assert all(not set(before[n]) & set(g.table(name)) for n, g in ours.groups.items())
-        assert result(until(manager, name, NEW)) == untouched(kind, dtype, device)
+                manager.steps.let(2)
+            assert manager.steps.held.wait(60)
+        with ours.paused():  # lets it run on
+            pass
+        assert ended(manager, name) == untouched(kind, dtype, device)
         blocks = sum(map(len, parked.held.ids.values()))
         assert host.stats == {"stored": 2 * blocks, "loaded": 2 * blocks, "wrong": 0}
         assert all(host.room({n: [0] * 8}) for n in ours.groups)
@@ -276,7 +313,7 @@ def test_a_block_that_came_back_wrong_is_computed_again(kind: str, check: bool, 
             array, _ = stored.resolved.address(parked.held.ids[group.name][1], l=0, o=0, t=3)
             stored.arrays[array].reshape(-1).view(np.uint8)[at + 3] ^= 0x42  # exponent
             assert ours.restore(parked, host) is not check
-        tokens = until(manager, name, NEW).generated_tokens
+        tokens = ended(manager, name)[0]
         assert (tokens == untouched(kind, "float32", device)[0]) is check
         assert host.stats["wrong"] == int(check)
 
@@ -296,7 +333,7 @@ def test_prefill_here_decode_there(kind: str, dtype: str, src: int, dst: int, de
             moved = go_on(name, "moved")
             spoil(prefill.groups)
             assert not any(group.table(name) for group in prefill.groups.values())
-        assert result(until(other, moved, NEW)) == untouched(kind, dtype, device, dst)
+        assert ended(other, moved) == untouched(kind, dtype, device, dst)
         with prefill.paused():
             prefill.cache.evict_cached_blocks()  # the prompt stays for others with the same one
             assert prefill.cache.compute_free_capacity() == 1.0
@@ -326,4 +363,4 @@ def test_prefill_here_decode_there_over_a_wire(kind: str, device: str) -> None:
         prefill.release(state)
         spoil(prefill.groups)
         decode.attach(moved)
-        assert result(until(other, "moved", NEW)) == untouched(kind, "float32", device, 32)
+        assert ended(other, "moved") == untouched(kind, "float32", device, 32)
