@@ -247,10 +247,16 @@ def _old(paged: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_without("cache_tensor"), "cache (PagedAttentionCache): expected cache_tensor, got none; install transformers 5.19"),
+        (
+            _without("cache_tensor"),
+            "cache (PagedAttentionCache): expected cache_tensor, got none; install transformers 5.19",
+        ),
         (_without("cache_allocators"), "expected cache_allocators"),
         (_old, "allocator (FullAttentionCacheAllocator): expected block_table"),
-        (_shifted, "layer 1, K, block 0, token 0: hf/paged_attention has it at byte 4096, the engine writes it at 6144"),
+        (
+            _shifted,
+            "layer 1, K, block 0, token 0: hf/paged_attention has it at byte 4096, the engine writes it at 6144",
+        ),
         (_strided, "layer 0, K, block"),
         (_unknown, "linear_attention: expected full_attention or sliding_attention"),
     ],
@@ -364,3 +370,118 @@ def test_prefill_here_decode_there_over_a_wire(kind: str, device: str) -> None:
         spoil(prefill.groups)
         decode.attach(moved)
         assert ended(other, "moved") == untouched(kind, "float32", device, 32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prompt_that_is_half_read_moves(device: str) -> None:
+    """A prompt of three steps, taken after the first one; and a name that is taken, a request that there is not."""
+    model, prompt = model_of("hybrid", "float32", device), [*PROMPT, *PROMPT[::-1], *PROMPT]
+    with managed(model) as one, managed(model) as other:
+        here, there = batching.Batching(one), batching.Batching(other)
+        name = begun(one, 1, prompt)
+        with here.paused():
+            go_on = batching.HandOver(here, there)
+            with pytest.raises(kvbm.BindError, match="the manager has one of this name; pass request_id="):
+                batching.HandOver(here, here)(name)
+            state = here.detach(name)
+            assert state.status.name == "PREFILLING" and state.position_offset == 128
+            here.attach(state)
+            moved = go_on(name)
+            with pytest.raises(kvbm.BindError, match="expected one that is being computed"):
+                here.detach(name)
+        again = one.add_request(prompt, max_new_tokens=NEW, eos_token_id=-1)
+        assert ended(other, moved) == ended(one, again)
+
+
+def test_a_step_that_is_under_way_is_computed_again() -> None:
+    """As where a GPU computes one batch while the next one is planned: its token is not known yet, its position counts already."""
+    model = model_of("llama", "float32", "cpu")
+    with managed(model) as one, managed(model) as other:
+        here, there = batching.Batching(one), batching.Batching(other)
+        name = begun(one, 4)
+        with here.paused():
+            state = one.batch_processor.scheduler.active_requests[name]
+            state.position_offset, state.tokens_to_process = state.position_offset + 1, [-1]
+            moved = batching.HandOver(here, there)(name)
+            assert state.status.name == "FINISHED"  # what comes of the step is dropped
+        assert ended(other, moved) == untouched("llama", "float32", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MODELS)
+def test_prefill_here_decode_there_while_steps_overlap(kind: str) -> None:
+    """Two batches at once on a GPU, which is how the engine is fastest."""
+    model = model_of(kind, "bfloat16", "cuda")
+    with managed(model, use_async_batching=True) as one, managed(model, use_async_batching=True) as other:
+        here, there = batching.Batching(one), batching.Batching(other)
+        moved = batching.HandOver(here, there)(begun(one, 4))
+        assert ended(other, moved)[0] == untouched(kind, "bfloat16", "cuda")[0]
+
+
+def test_what_cannot_move_stays() -> None:
+    """No room there, no room in host memory, a manager that does not run: the request goes on where it is."""
+    model = model_of("llama", "float32", "cpu")
+    with managed(model) as one, managed(model, blocks=3) as other:
+        here, there = batching.Batching(one), batching.Batching(other)
+        name = begun(one, 4)
+        with here.paused():
+            with pytest.raises(kvbm.BindError, match=r"no room for 5[78] tokens"):
+                batching.HandOver(here, there)(name)
+            with pytest.raises(kvbm.BindError, match=r"expected room in host memory for .*4.*, got .*3"):
+                here.offload(name, batching.Host(here.groups, 3))
+        assert ended(one, name) == untouched("llama", "float32", "cpu")
+    with pytest.raises(kvbm.BindError, match="expected a manager that runs"):
+        batching.Batching(one)
+
+
+def test_a_request_that_came_is_found_by_its_prefix() -> None:
+    """What was computed elsewhere serves others with the same prompt."""
+    model = model_of("llama", "float32", "cpu")
+    with managed(model) as one, managed(model) as other:
+        here, there = batching.Batching(one), batching.Batching(other)
+        moved = batching.HandOver(here, there)(begun(one, 1), "moved")
+        ended(other, moved)
+        with there.paused():
+            blocks = there.groups["full_attention"].allocator.match_prefix_blocks(PROMPT)
+        assert len(blocks) == len(PROMPT) // 16
+
+
+# ---- when the cache is full ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("spoiled", "check"), [(False, True), (True, True), (True, False)], ids=["whole", "spoiled", "unchecked"]
+)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_full_cache_is_offloaded_by_kvbm(
+    kind: str, spoiled: bool, check: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """generate_batch with room for a part of its requests: the same tokens as with room for all.
+
+    Also if bytes change in host memory; if nobody looks, they are others then.
+    """
+    model = model_of(kind, "float32", device)
+    prompts = [[(i * j + 5 * j) % 250 + 1 for i in range(40)] for j in range(1, 7)]
+    greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=NEW)
+
+    def generate(blocks: int) -> list[list[int]]:
+        found = model.generate_batch(prompts, greedy, sizes(16, blocks), warmup=False)
+        assert not any(one.error for one in found.values())
+        return [one.generated_tokens for one in found.values()]
+
+    if spoiled:
+        put = batching.Host.put
+
+        def flips(self: batching.Host, *args: Any) -> batching.Held:
+            held = put(self, *args)
+            self.pools["full_attention"].arrays[held.ids["full_attention"][0]].reshape(-1).view(np.uint8)[7] ^= 0x42
+            return held
+
+        monkeypatch.setattr(batching.Host, "put", flips)
+    with batching.offloading(16, check=check) as made:
+        few = generate(14)
+    assert (few == generate(64)) is (check or not spoiled) and len(made) == 1
+    stats = made[0].host.stats
+    assert stats["loaded"] and bool(stats["wrong"]) is (spoiled and check)
+    assert made[0].host.room({name: [0] * 16 for name in made[0].groups})
