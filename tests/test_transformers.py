@@ -10,9 +10,12 @@ import contextlib
 import gc
 import pickle
 import re
+import runpy
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -485,3 +488,25 @@ def test_a_full_cache_is_offloaded_by_kvbm(
     stats = made[0].host.stats
     assert stats["loaded"] and bool(stats["wrong"]) is (spoiled and check)
     assert made[0].host.room({name: [0] * 16 for name in made[0].groups})
+
+
+# ---- the example -------------------------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "transformers_batching.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spoil", [False, True], ids=["whole", "spoiled"])
+def test_the_example_runs(
+    spoil: bool, device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(EXAMPLE), "--device", device, *(["--spoil"] if spoil else [])]
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said] == [
+        "host memory", "offloaded and restored", "prefill here, decode there", "a full cache", "generate_batch"
+    ]  # fmt: skip
+    assert all(said[i].endswith("the same") for i in (1, 2, 4))
+    assert ("computed again" in said[0]) is spoil and f"'wrong': {int(spoil)}" in said[0]
