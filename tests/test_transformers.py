@@ -510,3 +510,12 @@ def test_the_example_runs(
     ]  # fmt: skip
     assert all(said[i].endswith("the same") for i in (1, 2, 4))
     assert ("computed again" in said[0]) is spoil and f"'wrong': {int(spoil)}" in said[0]
+
+
+def test_the_page_is_true() -> None:
+    """docs/transformers.md: its Python is run, its names are there."""
+    page = (EXAMPLE.parent.parent / "docs" / "transformers.md").read_text(encoding="utf-8")
+    exec("\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)), {})
+    assert f"transformers {batching.VERSIONS[0]} to {batching.VERSIONS[1]}" in page
+    for name in re.findall(r"`(?:here|there)\.(\w+)", page):
+        assert hasattr(batching.Batching, name) or name == "groups", name
