@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import pickle
 import re
 import runpy
@@ -226,6 +227,14 @@ def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         batching.groups_of(cache_of("llama", "float32", "cpu"))
 
 
+def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    monkeypatch.setitem(sys.modules, "transformers.generation.continuous_batching.offloading_manager", None)
+    monkeypatch.delitem(sys.modules, "kvbm.integrations.transformers")
+    with pytest.raises(ImportError, match=re.escape("transformers 4.57.1 has another continuous batching, or none")):
+        importlib.import_module("kvbm.integrations.transformers")
+
+
 def _without(name: str) -> Callable[[Any], None]:
     return lambda paged: delattr(paged, name)
 
@@ -328,9 +337,17 @@ def test_a_block_that_came_back_wrong_is_computed_again(kind: str, check: bool, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("src", "dst"), [(16, 16), (16, 32), (32, 8)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "src", "dst"),
+    [
+        ("llama", "float32", 16, 16),
+        ("llama", "bfloat16", 16, 32),
+        ("llama", "float32", 32, 8),
+        ("hybrid", "bfloat16", 16, 16),
+        ("hybrid", "float32", 16, 32),
+        ("hybrid", "bfloat16", 32, 8),
+    ],
+)
 def test_prefill_here_decode_there(kind: str, dtype: str, src: int, dst: int, device: str) -> None:
     """One manager reads the prompt, another one with blocks of another size generates; what the first one held is gone."""
     model = model_of(kind, dtype, device)
@@ -435,6 +452,10 @@ def test_what_cannot_move_stays() -> None:
         assert ended(one, name) == untouched("llama", "float32", "cpu")
     with pytest.raises(kvbm.BindError, match="expected a manager that runs"):
         batching.Batching(one)
+    one.is_running = lambda: True
+    one.distributed_helper.tp_size = 2
+    with pytest.raises(kvbm.BindError, match="expected a manager of one process, got tp 2"):
+        batching.Batching(one)
 
 
 def test_a_request_that_came_is_found_by_its_prefix() -> None:
@@ -452,6 +473,7 @@ def test_a_request_that_came_is_found_by_its_prefix() -> None:
 # ---- when the cache is full ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("spoiled", "check"), [(False, True), (True, True), (True, False)], ids=["whole", "spoiled", "unchecked"]
@@ -512,6 +534,7 @@ def test_the_example_runs(
     assert ("computed again" in said[0]) is spoil and f"'wrong': {int(spoil)}" in said[0]
 
 
+@pytest.mark.slow
 def test_the_page_is_true() -> None:
     """docs/transformers.md: its Python is run, its names are there."""
     page = (EXAMPLE.parent.parent / "docs" / "transformers.md").read_text(encoding="utf-8")

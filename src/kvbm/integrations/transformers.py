@@ -15,8 +15,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
-from transformers.generation.continuous_batching import continuous_api
-from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+import transformers
 
 from ..errors import BindError
 from ..layout import Layout
@@ -24,6 +23,15 @@ from ..reshard.local import Local
 from ..reshard.messages import plan
 from ..reshard.sequence import Span
 from .transformers_cache import VERSIONS, Group, Held, Host, groups_of, require
+
+try:
+    from transformers.generation.continuous_batching import continuous_api
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+except ImportError as error:
+    raise ImportError(
+        f"kvbm.integrations: transformers {transformers.__version__} has another continuous batching, or none ({error}); "
+        f"install transformers {VERSIONS[0]} to {VERSIONS[1]}"
+    ) from None
 
 __all__ = [
     "VERSIONS",
@@ -80,10 +88,7 @@ class Batching:
         self.manager = manager
         if not manager.is_running():
             raise BindError("transformers: expected a manager that runs; call manager.start() first")
-        if manager.distributed_helper.tp_size > 1:
-            raise BindError(
-                f"transformers: expected a manager of one process, got tp {manager.distributed_helper.tp_size}"
-            )
+        _require_one(manager.distributed_helper)
         with self.paused():
             processor = manager.batch_processor
             require("batch_processor", processor)
@@ -237,6 +242,12 @@ class Batching:
         return right
 
 
+def _require_one(helper: Any) -> None:
+    """Ranks of one manager would have to find the same block wrong."""
+    if helper.tp_size > 1:
+        raise BindError(f"transformers: expected a manager of one process, got tp {helper.tp_size}")
+
+
 def _start_over(state: Any) -> None:
     """The request computes all its tokens again, into the blocks that it has."""
     state.remaining_prefill_tokens = state.initial_tokens + state.generated_tokens
@@ -319,7 +330,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
     """
 
     def __init__(self, cache: Any, scheduler: Any, num_blocks: int, stream: Any = None, **options: Any) -> None:
-        require("offloading_manager", type(self))
+        require("offloading_manager", OffloadingManager)
         self.cache, self.scheduler = cache, scheduler
         self.groups = groups_of(cache)
         self.host = Host(self.groups, num_blocks, **options)
@@ -376,7 +387,9 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
 def offloading(
     num_blocks: int, layout: str | Layout = "universal", *, check: bool = True
 ) -> Iterator[list[Offloading]]:
-    """Inside, each manager that is made offloads by kvbm: what ``model.generate_batch`` and its like make.
+    """Inside, each manager that begins to compute offloads by kvbm: those of ``model.generate_batch`` and its like.
+
+    It is so for all threads.  A manager of your own has begun when its ``batch_processor`` is there.
 
     Parameters
     ----------
@@ -395,7 +408,10 @@ def offloading(
     """
     made: list[Offloading] = []
 
-    def make(cache: Any, scheduler: Any, *_: Any, compute_stream: Any = None, **__: Any) -> Offloading:
+    def make(
+        cache: Any, scheduler: Any, *, compute_stream: Any = None, distributed_helper: Any = None, **_: Any
+    ) -> Offloading:
+        _require_one(distributed_helper)
         made.append(Offloading(cache, scheduler, num_blocks, compute_stream, layout=layout, check=check))
         return made[-1]
 

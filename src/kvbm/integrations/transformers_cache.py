@@ -30,15 +30,16 @@ LAYOUT = "hf/paged_attention"
 
 #: What is used of the engine's objects, by what they are.
 USED = {
-    "cache": "cache_tensor cache_allocators pool can_store_request_tokens evict_cached_blocks free_blocks use_prefix_sharing "
-    "count_new_complete_blocks",
-    "allocator": "index layer_type layer_indices tokens_per_page bytes_per_block num_key_value_heads head_dim cache_dtype "
-    "block_table mark_complete_blocks use_block_sharing _kv_token_views block_physical_stride",
+    "cache": "cache_tensor cache_allocators pool can_store_request_tokens evict_cached_blocks free_blocks use_prefix_sharing",
+    "allocator": "layer_indices tokens_per_page num_key_value_heads head_dim cache_dtype block_table block_physical_stride "
+    "mark_complete_blocks _kv_token_views",
     "manager": "batch_processor pause is_running model distributed_helper",
-    "batch_processor": "cache scheduler logit_processor offloading_manager",
+    "batch_processor": "cache scheduler logit_processor",
     "scheduler": "active_requests waiting_requests",
-    "request": "request_id position_offset initial_tokens generated_tokens tokens_to_process remaining_prefill_tokens _status",
-    "offloading_manager": "offload_requests restore_scheduled_requests free_request_cpu_cache _offload_to_cpu reset",
+    "request": "request_id status position_offset initial_tokens generated_tokens tokens_to_process remaining_prefill_tokens "
+    "_status logit_processor_kwargs",
+    "offloading_manager": "offload_requests free_all_waiting_cpu_caches restore_scheduled_requests free_request_cpu_cache "
+    "_offload_to_cpu reset",
 }
 
 
@@ -46,8 +47,9 @@ def require(what: str, found: Any) -> None:
     """`BindError` if the engine's object lacks something that is used of it."""
     missing = [name for name in USED[what].split() if not hasattr(found, name)]
     if missing:
+        name = found.__name__ if isinstance(found, type) else type(found).__name__
         raise BindError(
-            f"transformers {transformers.__version__}: {what} ({type(found).__name__}): expected {', '.join(missing)}, got none; "
+            f"transformers {transformers.__version__}: {what} ({name}): expected {', '.join(missing)}, got none; "
             f"install transformers {VERSIONS[0]} to {VERSIONS[1]}"
         )
 
