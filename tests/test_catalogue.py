@@ -76,6 +76,8 @@ ENGINES: dict[str, tuple[Shapes, Row]] = {
     "llamacpp": (lambda s: [(s.nb * s.bs, s.nh * s.hs)] * (2 * s.nl),
                  lambda m, s, o, l, b, t, h: m[2 * l + o][b * s.bs + t, h * s.hs : (h + 1) * s.hs]),
     # ---- one tensor for all
+    "paged_rows": (lambda s: [(s.nb * s.nl * 2 * s.bs, s.nh, s.hs)],
+                   lambda m, s, o, l, b, t, h: m[0][((b * s.nl + l) * 2 + o) * s.bs + t, h]),
     "fc_nhd": (lambda s: [(s.nb, s.nl, 2, s.bs, s.nh, s.hs)], lambda m, s, o, l, b, t, h: m[0][b, l, o, t, h]),
     "fc_hnd": (lambda s: [(s.nb, s.nl, 2, s.nh, s.bs, s.hs)], lambda m, s, o, l, b, t, h: m[0][b, l, o, h, t]),
     "fc_universal": (lambda s: [(s.nb, s.nh, s.nl, 2, s.bs, s.hs)], lambda m, s, o, l, b, t, h: m[0][b, h, l, o, t]),
@@ -151,6 +153,7 @@ ENGINES: dict[str, tuple[Shapes, Row]] = {
 CATALOGUE = {
     "nhd": "stacked_nhd", "hnd": "stacked_hnd", "operational": "operational_nhd", "universal": "universal",
     "operational_nhd": "operational_nhd", "operational_hnd": "operational_hnd", "hf/dynamic_cache": "hf_blocks",
+    "hf/paged_attention": "paged_rows",
     "aibrix/LCND": "operational_nhd", "aibrix/NCLD": "ncld", "deepspeed/blocked": "deepspeed",
     "dynamo/fc_hnd": "fc_hnd", "dynamo/fc_nhd": "fc_nhd", "dynamo/fc_universal": "fc_universal",
     "dynamo/ls_block_first_hnd": "flashinfer_hnd", "dynamo/ls_block_first_nhd": "flashinfer_nhd",

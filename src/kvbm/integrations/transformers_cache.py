@@ -1,0 +1,266 @@
+"""The paged cache of transformers' continuous batching as pools, which are where the engine writes; and host memory for it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+
+from .. import spec
+from ..errors import BindError
+from ..layout import Layout
+from ..pool import Pool
+from ..reshard.placement import Placement
+from ..reshard.sequence import Span
+from ..shapes import BlockShape
+from ..transfer import Transfer
+
+__all__ = ["VERSIONS", "Group", "Held", "Host", "groups_of", "require"]
+
+#: First and last version of transformers that was tested.  Another one is taken, with a warning, if its classes have what is used
+#: here, and its cache lies as it is declared.
+VERSIONS = "5.19", "5.23"
+
+LAYOUT = "hf/paged_attention"
+
+#: What is used of the engine's objects, by what they are.
+USED = {
+    "cache": "cache_tensor cache_allocators pool can_store_request_tokens evict_cached_blocks free_blocks use_prefix_sharing",
+    "allocator": "layer_indices tokens_per_page num_key_value_heads head_dim cache_dtype block_table block_physical_stride "
+    "mark_complete_blocks _kv_token_views",
+    "manager": "batch_processor pause is_running model distributed_helper",
+    "batch_processor": "cache scheduler logit_processor",
+    "scheduler": "active_requests waiting_requests",
+    "request": "request_id status position_offset initial_tokens generated_tokens tokens_to_process remaining_prefill_tokens "
+    "_status logit_processor_kwargs",
+    "offloading_manager": "offload_requests free_all_waiting_cpu_caches restore_scheduled_requests free_request_cpu_cache "
+    "_offload_to_cpu reset",
+}
+
+
+def require(what: str, found: Any) -> None:
+    """`BindError` if the engine's object lacks something that is used of it."""
+    missing = [name for name in USED[what].split() if not hasattr(found, name)]
+    if missing:
+        name = found.__name__ if isinstance(found, type) else type(found).__name__
+        raise BindError(
+            f"transformers {transformers.__version__}: {what} ({name}): expected {', '.join(missing)}, got none; "
+            f"install transformers {VERSIONS[0]} to {VERSIONS[1]}"
+        )
+
+
+def _require_version() -> None:
+    """Say so where a version runs that was never tested."""
+    found = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
+    first, last = (tuple(map(int, version.split("."))) for version in VERSIONS)
+    if not first <= found <= last:
+        warnings.warn(
+            f"transformers {transformers.__version__}: kvbm was tested with {VERSIONS[0]} to {VERSIONS[1]}; its classes and where "
+            "its cache lies are checked as far as they can be",
+            stacklevel=3,
+        )
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """The layers of one attention type, their pool, and the blocks of requests.
+
+    Attributes
+    ----------
+    name : str
+        ``"full_attention"`` or ``"sliding_attention"``.
+    pool : Pool
+        Over the whole tensor of the cache: its block ids are those of the block tables.  The pools of several groups share the
+        tensor; a block of one is a block of the other at no time.
+    layers : tuple of int
+        The layers' numbers in the model, in the pool's order.
+    window : int or None
+        Of sliding layers: the token at position ``p`` is in slot ``p % window`` of the table.
+    """
+
+    name: str
+    pool: Pool
+    layers: tuple[int, ...]
+    window: int | None
+    allocator: Any
+
+    def table(self, request_id: str) -> list[int]:
+        """The block ids of a request, in order; a copy."""
+        return list(self.allocator.block_table.get(request_id, ()))
+
+    def span(self, request_id: str, tokens: int) -> Span:
+        """The blocks of a request that has so many tokens, as `reshard.Local` and links take them.
+
+        Of sliding layers positions are slots of the window: those of two caches mean the same tokens, whatever the sizes of blocks.
+        """
+        kept = tokens if self.window is None else min(tokens, self.window)
+        return Span(self.table(request_id), range(kept))
+
+    def placement(self, name: str = "transformers") -> Placement:
+        """The group as one rank, for `reshard.plan`."""
+        return Placement("tp1", model=self.pool.shape, name=f"{name} {self.name}")
+
+
+def groups_of(cache: Any) -> dict[str, Group]:
+    """The pools of a ``PagedAttentionCache``, by attention type.
+
+    Parameters
+    ----------
+    cache : PagedAttentionCache
+        ``manager.batch_processor.cache``.
+
+    Raises
+    ------
+    BindError
+        A class that lacks what is used here; an attention type that is not known; a cache that lies otherwise than
+        ``hf/paged_attention`` says, which the views into which the engine writes tell.
+    """
+    _require_version()
+    require("cache", cache)
+    return {name: _group(name, cache, allocator) for name, allocator in cache.cache_allocators.items()}
+
+
+def _group(name: str, cache: Any, allocator: Any) -> Group:
+    what = f"transformers {transformers.__version__}: {name}"
+    require("allocator", allocator)
+    if name not in ("full_attention", "sliding_attention"):
+        raise BindError(f"{what}: expected full_attention or sliding_attention; the cache of others is not known")
+    layers, nt = tuple(map(int, allocator.layer_indices)), int(allocator.tokens_per_page)
+    dtype = str(allocator.cache_dtype).removeprefix("torch.")
+    shape = BlockShape(len(layers), 2, int(allocator.num_key_value_heads), nt, int(allocator.head_dim), dtype)
+    tensor = cache.cache_tensor.view(allocator.cache_dtype)
+    try:
+        tensor = tensor.view(-1, shape.nl, 2, nt, shape.nh, shape.hd)
+    except RuntimeError as error:
+        raise BindError(f"{what}: expected a tensor of whole blocks of {shape}: {error}") from None
+    pool = Pool(spec.load(LAYOUT), shape, [tensor])
+    base, _ = pool.spans[0].tolist()
+    for at, layer in enumerate(layers):
+        for o, view in enumerate(allocator._kv_token_views[layer]):
+            # Row r of the view is token r % nt of block r / (2 nl nt), as the engine indexes it.
+            rows = int(allocator.block_physical_stride)
+            for block, token in ((0, 0), (0, nt - 1), (pool.num_blocks - 1, 0)):
+                ours = base + pool.resolved.address(block, l=at, o=o, t=token)[1]
+                theirs = view.data_ptr() + (block * rows + token) * view.stride(0) * view.element_size()
+                if ours != theirs or tuple(view.shape[1:]) != (shape.nh, shape.hd) or not view[0].is_contiguous():
+                    raise BindError(
+                        f"{what}: layer {layer}, {'KV'[o]}, block {block}, token {token}: {LAYOUT} has it at byte {ours - base}, "
+                        f"the engine writes it at {theirs - base}, in rows of {tuple(view.shape[1:])}; install transformers "
+                        f"{VERSIONS[0]} to {VERSIONS[1]}"
+                    )
+    window = int(allocator.sliding_window) if name == "sliding_attention" else None
+    return Group(name, pool, layers, window, allocator)
+
+
+# ---- host memory ---------------------------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """Where blocks are in host memory, and their digests; by group."""
+
+    ids: dict[str, list[int]]
+    digests: dict[str, Any]
+
+
+class Host:
+    """Host memory for blocks of requests, in a declared layout.
+
+    Parameters
+    ----------
+    groups : mapping of str to Group
+        Those of a cache; others with blocks of the same shape may use it, too.
+    num_blocks : int
+        Blocks of each group.
+    layout : str or Layout
+        How they lie in host memory.
+    check : bool
+        Whether blocks are digested as they leave and compared as they come back.
+
+    Attributes
+    ----------
+    pools : dict of str to Pool
+        Pinned where the cache is on a GPU.
+    stats : dict of str to int
+        Blocks that were ``stored``, ``loaded`` and found ``wrong``.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, Group],
+        num_blocks: int,
+        layout: str | Layout = "universal",
+        *,
+        check: bool = True,
+    ) -> None:
+        chosen = spec.load(layout) if isinstance(layout, str) else layout
+        self.pools = {
+            name: Pool.allocate(chosen, group.pool.shape, num_blocks, "cpu" if group.pool.device == "cpu" else "pinned")
+            for name, group in groups.items()
+        }
+        self.check = check
+        self.stats = {"stored": 0, "loaded": 0, "wrong": 0}
+        self._free = {name: list(range(num_blocks))[::-1] for name in groups}
+        self._transfers: dict[tuple[Pool, Pool], Transfer] = {}
+
+    def room(self, tables: Mapping[str, Any]) -> bool:
+        """Whether so many blocks have room."""
+        return all(len(table) <= len(self._free[name]) for name, table in tables.items())
+
+    def put(self, groups: Mapping[str, Group], tables: Mapping[str, list[int]], stream: Any = None) -> Held:
+        """Copy blocks to host memory, in the order of a CUDA stream, if one is given.  They are there when the call returns.
+
+        Raises
+        ------
+        BindError
+            No room.
+        """
+        if not self.room(tables):
+            raise BindError(
+                f"transformers: expected room in host memory for { {n: len(t) for n, t in tables.items()} } blocks, got "
+                f"{ {n: len(f) for n, f in self._free.items()} }"
+            )
+        held = Held({name: [self._free[name].pop() for _ in table] for name, table in tables.items()}, {})
+        for name, table in tables.items():
+            held.digests[name] = self._copy(groups[name].pool, self.pools[name], table, held.ids[name], stream)
+            self.stats["stored"] += len(table)
+        return held
+
+    def get(self, held: Held, groups: Mapping[str, Group], tables: Mapping[str, list[int]], stream: Any = None) -> bool:
+        """Copy blocks back, into the first ones of tables; whether they are what was put."""
+        right = True
+        for name, ids in held.ids.items():
+            found = self._copy(self.pools[name], groups[name].pool, ids, tables[name][: len(ids)], stream)
+            wrong = sum(map(int.__ne__, found, held.digests[name])) if self.check else 0
+            self.stats["loaded"] += len(ids)
+            self.stats["wrong"] += wrong
+            right = right and not wrong
+        return right
+
+    def drop(self, held: Held) -> None:
+        """The blocks are free for others."""
+        for name, ids in held.ids.items():
+            self._free[name] += ids[::-1]
+
+    def _copy(self, src: Pool, dst: Pool, src_ids: list[int], dst_ids: list[int], stream: Any) -> list[int]:
+        """Copy blocks of a sequence, wait, and return their digests, if they are wanted."""
+        if not src_ids:
+            return []
+        transfer = self._transfers.get((src, dst))
+        if transfer is None:
+            transfer = self._transfers[src, dst] = Transfer(src, dst)
+        with torch.cuda.stream(stream):
+            if not self.check:
+                transfer.copy(src_ids, dst_ids).synchronize()
+                return []
+            device = "cpu" if transfer.device < 0 else f"cuda:{transfer.device}"
+            found = torch.empty(len(src_ids), dtype=torch.int64, device=device)
+            tokens = np.arange(len(src_ids)) * src.shape.nt
+            transfer.copy(src_ids, dst_ids, digests=found, tokens=tokens).synchronize()
+            return [int(one) for one in found.tolist()]
