@@ -40,6 +40,7 @@ from kvbm import (
     wire,
 )
 from kvbm.reshard import chunk, flows, notes, pack, ring
+from kvbm.reshard import endpoint as endpoints
 from kvbm.reshard import link as links
 from linking import LIMIT, Deaf, Linked, close_all, ended, gpu_memory, held, plain_case, right_cases, sender_of, until
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, span
@@ -556,7 +557,8 @@ class Undroppable:
         raise TransferTimeoutError(peer)
 
 
-def test_who_cannot_be_dropped_holds_up_nobody() -> None:
+def test_who_cannot_be_dropped_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "_CLOSING", 0.1)
     with Two() as two:
         wires = [Undroppable(wire.faulty(wire.memory("d/1", two.hub), ()))]
         place = reshard.vllm(MODEL, name="decode")
@@ -568,8 +570,8 @@ def test_who_cannot_be_dropped_holds_up_nobody() -> None:
             two.ranks[1].close()
             [error] = ended([link.receive("k", Span(TABLE, ALL), timeout=60)])
             assert isinstance(error, PeerLostError)
-            begin = time.monotonic()
-            while time.monotonic() < begin + 1:
+            until(lambda: wires[0].drops, "it is dropped")
+            for _ in range(50):
                 end.call(lambda: None)
                 time.sleep(0.01)
             assert wires[0].drops == 1 and others
