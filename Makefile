@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ENGINES ?= .engines
 PYTEST_ARGS ?= -n auto
+ENGINES_ARGS ?=
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c

@@ -43,7 +43,7 @@ from kvbm.reshard import chunk, flows, notes, pack, ring
 from kvbm.reshard import endpoint as endpoints
 from kvbm.reshard import link as links
 from linking import LIMIT, Deaf, Linked, close_all, ended, gpu_memory, held, plain_case, right_cases, sender_of, until
-from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, span
+from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, on_wire, span
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples" / "disaggregated"
@@ -1031,3 +1031,78 @@ def test_any_bytes_are_a_note_or_refused(note: notes.Note, at: int, some: bytes)
             notes.read(bytes_)
         except BindError as error:
             assert str(error).startswith("note: expected")
+
+
+def test_an_endpoint_whose_wire_drops_a_peer_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its close fails until the drop is over, and its ring is there as long."""
+    monkeypatch.setattr(endpoints, "_CLOSING", 0.2)
+    with on_faulty({}) as found:
+        end = found.ends[1][0]
+        drop, release, is_dropping, go_on, released = end.wire.drop, end.ring.close, threading.Event(), threading.Event(), []
+
+        def slow(peer: str) -> None:
+            is_dropping.set()
+            assert go_on.wait(LIMIT)
+            drop(peer)
+
+        monkeypatch.setattr(end.wire, "drop", slow)
+        monkeypatch.setattr(end.ring, "close", lambda: (released.append(end._thread.is_alive()), release()))
+        with pytest.raises(TransferTimeoutError, match="close it again"):
+            end.close()
+        assert is_dropping.is_set() and not released
+        go_on.set()
+        until(lambda: not end._thread.is_alive(), "its thread has ended")
+        end.close()
+        assert released == [False]
+
+
+def test_a_receive_that_was_called_before_notes_came_hears_them() -> None:
+    """They are of what it awaits, though its thread has not begun it yet."""
+    with on_faulty({}) as found:
+        ends = [list(zip(found.links[side], found.spans(side), strict=True)) for side in (0, 1)]
+        link, _ = ends[1][0]
+        poll, is_asked, go_on = link.endpoint.wire.poll, threading.Event(), threading.Event()
+
+        def late() -> Any:
+            is_asked.set()
+            assert go_on.wait(LIMIT)
+            return poll()
+
+        link.endpoint.wire.poll = late  # type: ignore[method-assign]
+        assert is_asked.wait(LIMIT)
+        came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
+        sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
+        until(lambda: all(one.flows for one in sent), "they are offered")
+        for one in sent:
+            one.abort()
+        until(lambda: all(one.has_failed for one in sent), "they are given up")
+        go_on.set()
+        assert all(isinstance(error, TransferError) for error in ended([*sent, *came]))
+        assert not any(isinstance(error, TransferTimeoutError) for error in ended(came))
+
+
+def test_incarnations() -> None:
+    """Cards of two starts of an engine are not mixed; the next start meets anew, and what went to the last one fails."""
+    hub = wire.Hub()
+    near = on_wire("prefill", wire.memory("near", hub))
+    place = reshard.vllm(kvbm.load_shape(SHAPE), tp=2, nt=64, name="decode")
+    pool = Pool.allocate(kvbm.load("vllm/flash_attn_hnd"), place.shape(0), 2)
+    starts = ("monday", "tuesday")
+    mixed = [
+        reshard.Endpoint("decode", place, rank, pool, wire=wire.memory(start, hub), incarnation=start, ring_bytes=1 << 26)
+        for rank, start in enumerate(starts)
+    ]
+    with pytest.raises(BindError, match="incarnation"):
+        near.meet(end.card() for end in mixed)
+    for end in mixed:
+        end.close()
+    first = on_wire("decode", wire.memory("first", hub), incarnation=starts[0])
+    link, _ = near.meet([first.card()]), first.meet([near.card()])
+    waiting = link.send("one", span("prefill"), timeout=60)
+    first.close()
+    [error] = ended([waiting])
+    assert isinstance(error, PeerLostError)
+    with on_wire("decode", wire.memory("second", hub), incarnation=starts[1]) as second:
+        link, back = near.meet([second.card()]), second.meet([near.card()])
+        assert ended([link.send("one", span("prefill")), back.receive("one", span("decode"))]) == [None, None]
+    near.close()

@@ -496,6 +496,22 @@ def test_every_byte(first: int, faults: float) -> None:
     assert right >= 5 and chunks >= right
 
 
+def test_peers_that_were_dropped_hold_nothing() -> None:
+    """No page of theirs is mapped, and no descriptor of their process is open."""
+    hub = wire.Hub()
+    near = End("near", hub)
+    pages = []
+    for number in range(3):
+        far = End(f"far{number}", hub)
+        near.connect(far)
+        far.connect(near)
+        near.wire.drop(near.peer)
+        far.close()
+        pages.append(Path("/proc/self/maps").read_text("utf-8").count("kvbm loans"))
+    assert pages[0] == pages[-1], pages
+    near.close()
+
+
 class Failing:
     """A chunk that is being packed until it fails."""
 

@@ -9,6 +9,8 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,11 @@ import plane_oracle
 import processes
 import reshard_oracle
 from chunking import Carried, case, engine, is_sendable
-from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard, spec
+from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard, spec, wire
 from kvbm.reshard import Cut, Packer, Trailer
 from kvbm.reshard import cut as cuts
 from kvbm.reshard.chunk import TRAILER
+from linking import until
 from memory import aligned
 from test_reshard_pack import memory
 
@@ -189,6 +192,40 @@ def test_chunks_in_any_order_and_twice_are_what_a_copy_makes(layers: range | Non
     pools = [pair.there, Pool.allocate(load("nhd"), pair.dst.shape(1), 3)]
     reshard.Local(pair.made, [pair.pool], pools)(*pair.spans, layers=layers)
     assert found == [array.tobytes() for array in pair.there.arrays]
+
+
+@pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed")
+def test_chunks_lie_in_files(tmp_path: Path) -> None:
+    """Written by `wire.nixl_files` as they were packed, read by another one, proven, and unpacked; a wrong byte shows."""
+    pair = Pair()
+    wanted = Pair()
+    wanted.unpack()
+    most = -(-max(chunk.size for chunk in pair.chunks) // 4096) * 4096
+    for turn in ("written", "read", "damaged"):
+        slab = room(most * len(pair.chunks))
+        files = wire.nixl_files(tmp_path)
+        files.register(wire.Slab.of(slab))
+        for chunk in pair.chunks:
+            at, name = chunk.number * most, f"request-17.{chunk.number}"
+            slot, here, there = slab[at : at + chunk.size], wire.Slice(at, chunk.size), wire.Slice(0, chunk.size)
+            peer = files.connect(files.file(name, chunk.size))
+            if turn == "written":
+                slot[:] = pair.slots[0, chunk.number]
+                until(files.put(peer, here, there).query, "written")
+            else:
+                until(files.get(peer, here, there).query, "read")
+                pair.slots[0, chunk.number] = slot
+        files.close()
+        if turn == "read":
+            pair.unpack()
+            assert [one.tobytes() for one in pair.there.arrays] == [one.tobytes() for one in wanted.there.arrays]
+            pair.clear()
+            whole = bytearray((tmp_path / "request-17.1").read_bytes())
+            whole[0] ^= 1
+            (tmp_path / "request-17.1").write_bytes(whole)
+    with pytest.raises(DigestError, match="chunk 1 of"):
+        pair.unpack(verify="before")
+    assert pair.is_untouched
 
 
 def test_trailers_say_what_they_must() -> None:

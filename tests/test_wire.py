@@ -913,6 +913,52 @@ def test_a_peer_that_gives_up_while_the_two_meet() -> None:
 
 
 @pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+def test_a_drop_while_the_two_meet() -> None:
+    """Of a peer that has stopped behind the connection: nobody waits for what it never says."""
+    from torch import distributed
+
+    is_made, go_on = [threading.Event(), threading.Event()], threading.Event()
+
+    class Gloo(distributed.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            super().__init__(store, rank, size, options)
+            is_made[rank].set()
+            assert (go_on if rank == 0 else is_over).wait(LIMIT)
+
+    is_over = threading.Event()
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends = [wire.torch(name, store, meet_seconds=5 * LIMIT) for name in ("first", "second")]
+    for end in ends:
+        end._distributed = types.SimpleNamespace(  # type: ignore[attr-defined]
+            ProcessGroupGloo=Gloo, PrefixStore=distributed.PrefixStore
+        )
+        end._device = distributed.ProcessGroupGloo.create_default_device()  # type: ignore[attr-defined]
+        end.register(wire.Slab.of(np.zeros(64, np.uint8)))
+    peer, _ = ends[0].connect(ends[1].card()), ends[1].connect(ends[0].card())
+    assert all(made.wait(LIMIT) for made in is_made)
+    ends[0].drop(peer)
+    go_on.set()
+    start = time.monotonic()
+    ends[0].close()
+    assert time.monotonic() < start + LIMIT
+    is_over.set()
+    ends[1].close()
+
+
+@pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed")
+def test_a_close_that_a_peer_does_not_answer_fails_each_time() -> None:
+    """What it may still write to is not given back by whoever closes it again."""
+    ends = [wire.nixl(name, drop_seconds=0.1) for name in ("near", "far")]
+    for end in ends:
+        end.register(wire.Slab.of(np.zeros(4096, np.uint8)))
+    ends[0].connect(ends[1].card())
+    ends[1].connect(ends[0].card())
+    for _ in range(3):
+        with pytest.raises(TransferTimeoutError):
+            ends[0].close()
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
 def test_a_torch_whose_stores_cannot_be_cloned(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch import distributed
 

@@ -18,6 +18,10 @@ BLOCKS, TOKENS = 64, 1000
 
 
 def endpoint(engine: str, kind: str, port: int | str) -> reshard.Endpoint:
+    return on_wire(engine, carrier(kind, engine, port))
+
+
+def on_wire(engine: str, its: Any, **options: Any) -> reshard.Endpoint:
     """Of one of two engines, each of one rank: prefill in blocks of 16, decode of 64, other layouts."""
     model = kvbm.load_shape(SHAPE)
     is_prefill = engine == "prefill"
@@ -26,9 +30,7 @@ def endpoint(engine: str, kind: str, port: int | str) -> reshard.Endpoint:
     pool = Pool.allocate(layout, place.shape(0), 4 * BLOCKS if is_prefill else BLOCKS)
     for number, array in enumerate(pool.arrays):
         array[:] = np.random.default_rng(number).integers(0, 1 << 16, array.shape, np.uint16) if is_prefill else 0
-    return reshard.Endpoint(
-        engine, place, 0, pool, wire=carrier(kind, engine, port), chunk_bytes=1 << 20, ring_bytes=1 << 25
-    )
+    return reshard.Endpoint(engine, place, 0, pool, wire=its, chunk_bytes=1 << 20, ring_bytes=1 << 25, **options)
 
 
 def carrier(kind: str, name: str, port: int | str) -> Any:

@@ -23,7 +23,6 @@ import numpy as np
 from .. import _core, spec, wire
 from ..arrays import Array
 from ..commands import size_option
-from ..errors import KvbmError
 from ..reshard import Cut, Endpoint, Packer, Placement, Span, plan
 from ..reshard.chunk import MOST
 from ..reshard.cut import ChunksDone
@@ -101,11 +100,17 @@ def _opened(run: Run, tokens: int, names: Iterable[str]) -> Iterator[Pair]:
         for name in names:
             if known[name].beside and known[name].beside not in pair.ways:
                 continue
+            if known[name].needs_two and run.places[0] == run.places[1]:
+                run.note(f"{name}: left out: it needs two GPUs")
+                continue
             try:
                 pair.open(name)
-            except (KvbmError, ImportError) as error:
-                pair.ways.pop(name, None)
+            except Exception as error:  # a transport's own, too
+                way = pair.ways.pop(name, None)
                 run.note(f"{name}: left out: {error}")
+                with contextlib.suppress(Exception):
+                    if way is not None:
+                        way.close()
         yield pair
 
 

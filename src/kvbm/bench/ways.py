@@ -446,11 +446,14 @@ class Known(NamedTuple):
         The way whose speed its own is a ratio of; none for what has nothing beside it.
     asked : tuple of (int, float)
         From so many bytes on at least this ratio.
+    needs_two : bool
+        GPUs: NCCL takes none twice.
     """
 
     make: Callable[[Side], Way]
     beside: str
     asked: tuple[tuple[int, float], ...] = ()
+    needs_two: bool = False
 
     def asked_of(self, nbytes: int) -> Asked:
         return next((ratio for least, ratio in reversed(self.asked) if nbytes >= least), None)
@@ -476,9 +479,9 @@ ON_GPUS = {
     "link by NIXL": Known(functools.partial(ByLink, "nixl"), "NIXL", ((_LARGE, 0.9),)),
     "link, mapped": Known(functools.partial(ByLink, "mapped"), "memcpy", ((0, 0.75), (_LARGE, 0.9))),
     "as engines do": Known(AsEngines, "NIXL"),
-    "NCCL": Known(ByTorch, "memcpy"),
-    "wire.torch": Known(functools.partial(ByWire, "torch"), "NCCL"),
-    "link by NCCL": Known(functools.partial(ByLink, "torch"), "NCCL"),
+    "NCCL": Known(ByTorch, "memcpy", needs_two=True),
+    "wire.torch": Known(functools.partial(ByWire, "torch"), "NCCL", needs_two=True),
+    "link by NCCL": Known(functools.partial(ByLink, "torch"), "NCCL", needs_two=True),
 }
 
 #: By name: every way.
@@ -574,8 +577,10 @@ class Pair:
         self.ways[name] = way
         card = self.ask("make", name)
         self.pipe.send(("meet", name, way.card()))  # at once with this side: gloo's two sides wait for each other
-        way.meet(card)
-        self.answer()
+        try:
+            way.meet(card)
+        finally:
+            self.answer()
 
     def check(self, name: str, tokens: int) -> None:
         """Send once, and compare.

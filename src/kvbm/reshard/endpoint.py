@@ -384,6 +384,7 @@ class Endpoint:
 
     def _step(self) -> bool:
         busy = False
+        notes = self.wire.poll()  # first: a call that came before a note begins before it is heard
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -391,7 +392,7 @@ class Endpoint:
                 break
             busy = True
             command()
-        for peer, data in self.wire.poll():
+        for peer, data in notes:
             link = self._by_peer.get(peer)
             if link is None:
                 continue
@@ -412,9 +413,10 @@ class Endpoint:
                 self.wire.drop(peer)
             except TransferTimeoutError:  # it may still write: its slots wait, and the others do not
                 self._drop_at[peer] = time.monotonic() + _DROPS
-                continue
-            del self.dropping[peer]
-            link.dropped(peer)
+            else:
+                del self.dropping[peer]
+                link.dropped(peer)
+            break  # it may have taken a while, in which nothing else went on
         for link in [one for one in self._links if one.is_closed and one.is_idle]:
             if self.dropping.keys().isdisjoint(link.peers):
                 with self._lock:
@@ -424,7 +426,15 @@ class Endpoint:
         return busy
 
     def close(self) -> None:
-        """End all links, and release the ring.  It may be called again, and must be where a wire still waits for a peer's write."""
+        """End all links, and release the ring.
+
+        It may be called again, and must be after an error.
+
+        Raises
+        ------
+        TransferTimeoutError
+            A peer may still write to the ring, which is not released; or the wire still waits for one.
+        """
         with self._closing:
             if self._is_released:
                 return
@@ -442,7 +452,12 @@ class Endpoint:
             self._is_closed = True
             self._wake.set()
             if threading.current_thread() is not self._thread:
-                self._thread.join(10)
+                self._thread.join(_CLOSING)
+                if self._thread.is_alive():
+                    raise TransferTimeoutError(
+                        f"endpoint {self.engine}: its wire waits for a peer that is being dropped; the ring is not released: "
+                        "close it again"
+                    )
             self.wire.close()
             self.ring.close()
             self._is_released = True

@@ -351,7 +351,7 @@ class Inflow:
         self._turn, self._is_lost = 0, False
         self._serials = itertools.count(1)
         self._stopping: Stop | None = None
-        self._again, self._stops = _Repeat(), 0
+        self._again = _Repeat()
         if not self._chunks:
             self._finish()
 
@@ -443,7 +443,6 @@ class Inflow:
         if self._stopping is not None:
             self._quarantine()
             if self._again.is_due(now):
-                self._stops += 1
                 self.link.count("notes_again")
                 self.link.say(self.peer, self._stopping)
             return busy
@@ -567,7 +566,7 @@ class Inflow:
     def _end(self) -> None:
         """Nothing of the sender is under way: all slots are free."""
         for serial, coming in list(self._coming.items()):
-            if coming.op is not None and not _is_over(coming.op):
+            if coming.op is not None and not _is_done(coming.op):
                 continue  # a get still writes it
             if coming.done is not None and not _is_done(coming.done):
                 continue  # its slot is still read; `tick` frees it
@@ -575,14 +574,7 @@ class Inflow:
         self.is_over = not self._coming
 
 
-def _is_over(op: Op) -> bool:
-    try:
-        return op.query()
-    except KvbmError:
-        return True
-
-
-def _is_done(done: ChunksDone) -> bool:
+def _is_done(done: ChunksDone | Op) -> bool:
     try:
         return done.query()
     except KvbmError:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 _ASKS = 0.5
 
 #: Seconds that a note may be on its way: an offer that came so soon after a receive failed may be of the attempt that failed.
-_LATE = 2.0
+_LATE = 30.0
 
 #: Offers that nobody has asked for, and ended flows whose answers are known, of a link.
 _MOST = 4096
@@ -400,6 +400,7 @@ class Link:
                 return
         failed_at, number, why = self._failed.get((offer.group, offer.key), (0.0, 0, ""))
         if began < failed_at:  # a later one is of the next attempt
+            self._offers.pop(at, None)
             self._refuse(peer, offer, number, why)
             return
         self._offers[peer, offer.sending] = offer, began

@@ -316,16 +316,17 @@ def serve(talk: Talk, side: Side, host: str, *, only: str | None, memory: int, s
     with contextlib.ExitStack() as stack:
         store = _store(host, None, terms.timeout) if terms.wire == "torch" else None
         end = stack.enter_context(End(side, terms, store, talk.busy))
-        talk.say(**_hello(port=store.port if store is not None else 0, side=side.as_json(), **end.cards()))
-        link = end.meet(talk.hear("card", "raw"))
-        talk.say(met=True)
         try:
-            _serve(talk, end, link, served)
+            talk.say(**_hello(port=store.port if store is not None else 0, side=side.as_json(), **end.cards()))
+            link = end.meet(talk.hear("card", "raw"))
+            talk.say(met=True)
+            try:
+                _serve(talk, end, link, served)
+            finally:
+                served.stats = link.stats()
         except BaseException as error:
             talk.fail(error)  # first, so that the other side closes its wires, too: this one's wait for them
             raise
-        finally:
-            served.stats = link.stats()
 
 
 def _serve(talk: Talk, end: End, link: Link, served: Served) -> None:
@@ -445,6 +446,7 @@ class Sender:
             talk.hear("met")  # first the other side, so that what it refuses is known here
             self.link = self.end.meet(told)
         except BaseException as error:
+            talk.fail(error)  # first, as there
             self.end.__exit__(type(error))
             raise
 

@@ -230,6 +230,7 @@ class _Nixl(Transfers[_Far]):
         self._strangers: list[tuple[str, bytes]] = []
         self._ready: list[tuple[str, bytes]] = []
         self._closed = False
+        self._unsure = ""  # why a peer may still write, although this side is closed
         #: Peers that were dropped, and when: some ask again, because an answer was lost.
         self._leaving: list[tuple[float, str]] = []
 
@@ -283,12 +284,15 @@ class _Nixl(Transfers[_Far]):
             self._fence({peer: self._peers[peer]}, "it was dropped")
 
     def close(self) -> None:
+        if self._unsure:
+            raise TransferTimeoutError(self._unsure)
         if self._closed:
             return
         try:
             self._fence(self._peers, "this side is closed")
-        except TransferTimeoutError:
+        except TransferTimeoutError as error:
             _WRITABLE.append(self.slab)
+            self._unsure = str(error)
             raise
         finally:
             self._closed = True

@@ -143,7 +143,7 @@ class _Torch(Ends["_Far"]):
     def close(self) -> None:
         atexit.unregister(self.close)
         self._end(list(self._peers.values()), "this side is closed")
-        late = deadline(self._meet_seconds + self._drop_seconds)  # a peer that ended while the two met is waited for
+        late = deadline(2 * self._meet_seconds + self._drop_seconds)  # a peer that ended while the two met is waited for
         while any(thread.is_alive() for far in self._peers.values() for thread in far.threads) and not late():
             time.sleep(0.001)
 
@@ -197,12 +197,16 @@ class _Torch(Ends["_Far"]):
         options = self._distributed.ProcessGroupGloo._Options()
         options._devices, options._threads = [self._device], 1
         options._timeout = timedelta(seconds=self._meet_seconds / 5)  # gloo tries five times
-        far.group = self._distributed.ProcessGroupGloo(store, rank, 2, options)
+        end = time.monotonic() + self._meet_seconds
+        group = self._distributed.ProcessGroupGloo(store, rank, 2, options)
+        with far.ending:  # who ends it from now on aborts what waits below
+            if far.lost:
+                return False
+            far.group = group
         # gloo is connected to a peer that has given up meanwhile, too, and waits for it without end.
         hello = [self._torch.zeros(1, dtype=self._torch.uint8) for _ in range(2)]
-        work = far.group.send([hello[0]], far.rank, _HELLO)
-        far.group.recv([hello[1]], far.rank, _HELLO).wait(timedelta(seconds=self._meet_seconds))
-        work.wait(timedelta(seconds=self._meet_seconds))
+        for work in group.send([hello[0]], far.rank, _HELLO), group.recv([hello[1]], far.rank, _HELLO):
+            work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
         if self._nccl:  # one for each direction: the two sides need no common order
             far.carriers = [
                 self._distributed.ProcessGroupNCCL(self._distributed.PrefixStore(way, store), rank, 2, _FOREVER)

@@ -138,8 +138,9 @@ class _Memory(Ends[Peer]):
         """Refuse a sender that was dropped: it is told, and what it wanted is not done."""
         known = self._peers.get(sender)
         if known is not None and known.lost:
-            its = self._hub.ends[sender]._peers[self.name]
-            its.lost = f"{self.name} has ended the connection: {known.lost}"
-            raise PeerLostError(f"{sender}: {self.name} is lost: {its.lost}", peer=self.name)
+            why = f"{self.name} has ended the connection: {known.lost}"
+            if (its := self._hub.ends.get(sender)) is not None:
+                its._peers[self.name].lost = why
+            raise PeerLostError(f"{sender}: {self.name} is lost: {why}", peer=self.name)
         if self.name not in self._hub.ends:
             raise PeerLostError(f"{sender}: {self.name} is lost: it is closed", peer=self.name)

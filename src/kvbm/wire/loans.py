@@ -247,6 +247,7 @@ class Mapped:
                 time.sleep(0.0002)
             if self._page is not None and not self._page.count_of(peer):
                 known.slab.close()
+            known.close()  # nothing is asked of it any more
 
     def close(self) -> None:
         if self._page is not None:
@@ -257,9 +258,6 @@ class Mapped:
         self._await_loans(list(self._peers))
         if self._page is not None and any(self._page.count_of(peer) for peer in self._peers):
             raise TransferTimeoutError("this side still writes to what it was lent: close it again once that was given back")
-        for known in self._peers.values():
-            known.page.close()
-            known.process.close()
         self._peers = {}
         if self._page is not None:
             self._page.close()
@@ -273,9 +271,18 @@ class _Peer:
         self.process, self.page, self.slab, self.key = process, page, slab, key
         self.lost = ""
 
+        self.is_closed = False
+
     def has_loans(self) -> bool:
-        at = self.page.find(self.key)
+        """Whether it has borrowed of this end."""
+        at = None if self.is_closed else self.page.find(self.key)
         return at is not None and self.page.count(at) > 0
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.page.close()
+            self.process.close()
 
 
 class _Process:
