@@ -178,15 +178,15 @@ def held(*ends: Endpoint) -> Iterator[None]:
         go_on.set()
 
 
-def memory_files() -> set[int]:
-    """Numbers of kvbm's memory files that this process has open or mapped; a new file has a new one."""
-    found = set()
+def memory_files(what: str = "") -> set[int]:
+    """Numbers of kvbm's memory files (``ring``, ``loans``) that this process has open or mapped; a new file has a new one."""
+    found, name = set(), f"/memfd:kvbm {what}"
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
-            if str(file.readlink()).startswith("/memfd:kvbm"):
+            if str(file.readlink()).startswith(name):
                 found.add(os.stat(file).st_ino)
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if "/memfd:kvbm" in line:
+        if name in line:
             found.add(int(line.split()[4]))
     return found
 
