@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 import time
@@ -168,7 +167,7 @@ def close_all(ends: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def held(*ends: Endpoint) -> Iterator[None]:
-    """Their threads do nothing meanwhile: what is asked for within begins at once behind it, whatever becomes of the first of it."""
+    """Their threads do nothing meanwhile: what is asked for within begins behind it, all of it before anything is heard."""
     go_on = threading.Event()
     try:
         for end in ends:
@@ -184,7 +183,7 @@ def memory_files(what: str = "") -> set[int]:
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
             if str(file.readlink()).startswith(name):
-                found.add(os.stat(file).st_ino)
+                found.add(file.stat().st_ino)
     for line in Path("/proc/self/maps").read_text().splitlines():
         if name in line:
             found.add(int(line.split()[4]))

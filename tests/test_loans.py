@@ -157,12 +157,16 @@ def test_who_drops_within_a_loan_closes_the_mapping_behind_it(ends: Callable[...
 
 def test_an_endpoint_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time it raises as long as a peer writes, and by however many threads it is closed."""
-    monkeypatch.setattr(endpoint, "_CLOSING", 0.05)
     hub = wire.Hub()
     with Linked(plain_case(), wires=lambda side, rank: wire.mapped(wire.memory(f"{side}/{rank}", hub), drop_seconds=0.05)) as found:
         lender, borrower = found.ends[1][0], found.ends[0][0].wire
         (peer,) = (name for name in borrower._peers if name.startswith("1/0#"))
         assert borrower.borrow(peer, wire.Slice(0, 8)) is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(endpoint, "_CLOSING", 0.05)
+            with pytest.raises(TransferTimeoutError, match=r"still writes|close it again"):
+                lender.close()
+        until(lambda: not lender._thread.is_alive(), "its thread has ended")
         for _ in range(2):
             with pytest.raises(TransferTimeoutError, match="still writes"):
                 lender.close()
@@ -487,7 +491,7 @@ def test_every_byte(first: int, faults: float) -> None:
 
         def make(side: int, rank: int) -> wire.Mapped:
             script = wire.random_faults(seed + 7 * rank + side, faults, ["lose", "double", "delay", "swap"], 1000) if faults else []
-            return wire.mapped(wire.faulty(wire.memory(f"{side}/{rank}", hub), script), drop_seconds=1)
+            return wire.mapped(wire.faulty(wire.memory(f"{side}/{rank}", hub), script), drop_seconds=LIMIT)
 
         return make
 
