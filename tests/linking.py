@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,8 +87,7 @@ class Linked:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for end in self.all_ends:
-            end.close()
+        close_all(self.all_ends)
 
     @property
     def all_ends(self) -> list[Endpoint]:
@@ -129,32 +130,75 @@ class Linked:
 
     def require_slots(self, limit: float = LIMIT) -> None:
         """All slots are free, at once or soon."""
-        end = time.monotonic() + limit
-        while time.monotonic() < end:
-            held = [
-                (
-                    one.engine,
-                    one.rank,
-                    one.ring.sends - one.ring.free(sends=True),
-                    one.ring.takes - one.ring.free(sends=False),
-                )
-                for one in self.all_ends
-            ]
-            if not any(sends or takes for _, _, sends, takes in held) and not any(
-                one.ring.quarantined for one in self.all_ends
-            ):
-                return
-            time.sleep(0.005)
-        raise AssertionError(f"slots are lost: {held}, {[one.ring.quarantined for one in self.all_ends]}")
+
+        def held() -> list[tuple[Any, ...]]:
+            found = []
+            for one in self.all_ends:
+                ring = one.ring
+                counts = ring.sends - ring.free(sends=True), ring.takes - ring.free(sends=False), len(ring.quarantined)
+                if any(counts):
+                    found.append((one.engine, one.rank, *counts))
+            return found
+
+        until(lambda: not held(), lambda: f"all slots are free: {held()}", limit)
 
 
-def until(happens: Callable[[], Any], what: str = "it happens", limit: float = LIMIT) -> Any:
+class Deaf:
+    """A wire that loses what comes until it listens."""
+
+    def __init__(self, below: Any) -> None:
+        self.below, self.listens = below, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+    def poll(self) -> list[tuple[str, bytes]]:
+        listens = self.listens  # not what came before it did
+        came: list[tuple[str, bytes]] = self.below.poll()
+        return came if listens else []
+
+
+def close_all(ends: Iterable[Any]) -> None:
+    """Close all of them, and then raise what one of them raises."""
+    with contextlib.ExitStack() as stack:
+        for end in ends:
+            stack.callback(end.close)
+
+
+@contextlib.contextmanager
+def held(*ends: Endpoint) -> Iterator[None]:
+    """Their threads do nothing meanwhile: what is asked for within begins behind it, all of it before anything is heard."""
+    go_on = threading.Event()
+    try:
+        for end in ends:
+            end.submit(lambda: go_on.wait(LIMIT))
+        yield
+    finally:
+        go_on.set()
+
+
+def memory_files(what: str = "") -> set[int]:
+    """Numbers of kvbm's memory files (``ring``, ``loans``) that this process has open or mapped; a new file has a new one."""
+    found, name = set(), f"/memfd:kvbm {what}"
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(file.readlink()).startswith(name):
+                found.add(file.stat().st_ino)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if name in line:
+            found.add(int(line.split()[4]))
+    return found
+
+
+def until(happens: Callable[[], Any], what: str | Callable[[], str] = "it happens", limit: float = LIMIT) -> Any:
     """Call until it returns something true."""
     end = time.monotonic() + limit
-    while not (found := happens()):
-        assert time.monotonic() < end, f"not in {limit} s: {what}"
+    while True:
+        is_late = time.monotonic() > end
+        if found := happens():
+            return found
+        assert not is_late, f"not in {limit} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.0002)
-    return found
 
 
 def ended(handles: Iterable[Any], limit: float = LIMIT) -> list[KvbmError | None]:
@@ -206,7 +250,7 @@ def right_cases(
             continue
         with found:
             try:
-                errors = ended(found.begin(random.Random(seed), timeout=10))
+                errors = ended(found.begin(random.Random(seed)))
             except BindError as error:
                 errors = [error]
             if any("without a block" in str(error) for error in errors):

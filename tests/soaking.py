@@ -15,6 +15,7 @@ import numpy as np
 
 import kvbm
 from kvbm import DigestError, KvbmError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
+from linking import close_all
 
 #: The whole model, as [layer, K or V, block, token, head, dim] in the source and […, head, token, dim] in the destination.
 MODEL = kvbm.BlockShape(nl=4, no=2, nh=4, nt=4, hd=16, dtype="uint16")
@@ -23,6 +24,9 @@ SRC_BLOCKS, DST_BLOCKS = 24, 64
 
 #: Sequences under way at a time, blocks of one at most, and seconds until one has failed: nothing here takes them.
 WINDOW, BLOCKS, LIMIT = 12, 2, 30.0
+
+#: Seconds until all slots of a life are free.
+HELD = 30.0
 
 #: Seconds after which what is left of a sequence is given up when a part of it has failed.
 GRACE = 0.1
@@ -181,7 +185,7 @@ class Life:
             (a, s), (b, t) = divmod(token - one.origins[0], SRC_NT), divmod(token - one.origins[1], DST_NT)
             want[:, :, b, :, t] = self.truth[2 * rank : 2 * rank + 2, :, src[a], s]
         assert np.array_equal(got, want), (
-            f"{one.key}, {one.tokens}, rank {rank}: {np.argwhere(got != want)[:4].tolist()}"
+            f"{one.key}, {one.tokens}: rank {rank} holds other bytes than it was sent: {np.argwhere(got != want)[:4].tolist()}"
         )
         self.counts["bytes compared"] += got.nbytes
 
@@ -194,10 +198,10 @@ class Life:
 
     def end(self) -> None:
         """All slots are free, nobody remembers a transfer, and nothing wrote where nobody was sent to."""
-        limit = time.monotonic() + LIMIT
+        limit = time.monotonic() + HELD
         every = [end for side in self.ends for end in side]
         while any(self.held(end) for end in every):
-            assert time.monotonic() < limit, f"life {self.number}: {[self.held(end) for end in every]}"
+            assert time.monotonic() < limit, f"life {self.number}: slots are held: {[self.held(end) for end in every]}"
             self.release()
             time.sleep(0.002)
         for rank in range(2):
@@ -213,8 +217,7 @@ class Life:
         for name in ("chunks_sent", "chunks_received", "chunks_wrong", "notes_again", "stalls"):
             self.counts[name] += sum(int(link.stats()[name]) for side in self.links for link in side)
         self.counts["lives"] += 1
-        for end in every:
-            end.close()
+        close_all(every)
 
     @staticmethod
     def held(end: reshard.Endpoint) -> tuple[int, ...]:
@@ -254,8 +257,7 @@ class Links:
                 one.finish()
             one.end()
         finally:
-            for end in (end for side in one.ends for end in side):
-                end.close()
+            close_all(end for side in one.ends for end in side)
         return one.sent
 
     def sample(self) -> dict[str, int]:

@@ -29,7 +29,7 @@ from kvbm.cli import main
 from kvbm.reshard import linkcli, talk, trial
 from linking import until
 
-LIMIT = 60.0  # seconds; nothing takes them, and nothing waits longer
+LIMIT = 120.0  # seconds; nothing takes them, and nothing waits longer
 SMALL = "nl=2,no=2,nh=2,nt=16,hd=16,dtype=float16"
 NHD, HND = "vllm/flash_attn_nhd", "vllm/flash_attn_hnd"
 HERE = Path(__file__).resolve().parent
@@ -86,7 +86,7 @@ class Serving:
             with contextlib.closing(connection):
                 try:
                     linkcli._serve(
-                        talk.Talk(connection, 5),
+                        talk.Talk(connection, LIMIT),
                         self.side,
                         "127.0.0.1",
                         self.options["only"],
@@ -125,7 +125,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 
 
 def send(port: int, *more: str, **knobs: str) -> Result:
-    given = ["--wire", "nixl", "--shape", SMALL, "--tokens", "40", "--repeat", "2", "--timeout", "10", *more]
+    given = ["--wire", "nixl", "--shape", SMALL, "--tokens", "40", "--repeat", "2", "--timeout", "60", *more]
     return CliRunner().invoke(main, ["link", "send", f"127.0.0.1:{port}", *given], env=knobs)
 
 
@@ -384,7 +384,7 @@ def ends() -> Iterator[tuple[talk.Talk, socket.socket]]:
     """One end of a conversation, and the bare other one."""
     with talk.listen("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()) as other:
         connection, _ = server.accept()
-        with talk.Talk(connection, 5) as mine:
+        with talk.Talk(connection, LIMIT) as mine:
             yield mine, other
 
 
@@ -439,7 +439,7 @@ def test_looking_finds_who_has_gone(ends: tuple[talk.Talk, socket.socket]) -> No
     mine, other = ends
     other.close()
     with pytest.raises(PeerLostError, match="has gone"):
-        mine.look()
+        until(mine.look, "it is seen", LIMIT)  # which returns nothing
 
 
 def test_looking_loses_nothing(ends: tuple[talk.Talk, socket.socket]) -> None:
@@ -474,7 +474,7 @@ def test_a_bare_wire_is_lost_while_its_answer_is_awaited(ends: tuple[talk.Talk, 
 
 def test_every_error_arrives_as_what_it_was(ends: tuple[talk.Talk, socket.socket]) -> None:
     mine, other = ends
-    with talk.Talk(other.dup(), 5) as theirs:
+    with talk.Talk(other.dup(), LIMIT) as theirs:
         for name in errors.__all__:
             theirs.fail(getattr(errors, name)("why"))
             with pytest.raises(KvbmError, match="says: why") as found:
@@ -490,11 +490,12 @@ def test_every_error_arrives_as_what_it_was(ends: tuple[talk.Talk, socket.socket
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_nobody_is_there(as_json: bool) -> None:
-    with talk.listen("127.0.0.1", 0) as taken:
+    with socket.socket() as taken:  # and nobody listens
+        taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         found = CliRunner().invoke(main, ["link", "serve", "--listen", f"127.0.0.1:{port}"])
         assert found.exit_code == 31 and f"cannot listen on 127.0.0.1:{port}: " in found.stderr
-    done = send(port, *["--json"] * as_json)
+        done = send(port, *["--json"] * as_json)
     assert (
         done.exit_code == 31
         and f"127.0.0.1:{port}: Connection refused: does `kvbm link serve` run there" in done.stderr
@@ -507,7 +508,10 @@ def test_nobody_is_there(as_json: bool) -> None:
         )
 
 
-def test_somebody_silent_is_there() -> None:
+def test_somebody_silent_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes the connection, and says nothing; however long the connection takes."""
+    connect = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda address, _: connect(address, LIMIT))
     with talk.listen("127.0.0.1", 0) as server:
         done = send(server.getsockname()[1], "--timeout", "0.2")
     assert done.exit_code == TransferTimeoutError.exit_code and "says nothing since 0.2 s" in done.stderr
@@ -618,9 +622,9 @@ def serving(start: Callable[..., Process], *arguments: str) -> tuple[Process, st
     return server, json.loads(server.wait_for(1)[0])["listening"]
 
 
-FEW = ("--shape", "llama-3.1-8b,nl=4", "--repeat", "2", "--timeout", "20")
+FEW = ("--shape", "llama-3.1-8b,nl=4", "--repeat", "2", "--timeout", "60")
 #: Sequences without end, of some MB each.
-ENDLESS = ("--shape", "llama-3.1-8b,nl=4", "--bytes", "8MiB", "--repeat", "100000", "--timeout", "20")
+ENDLESS = ("--shape", "llama-3.1-8b,nl=4", "--bytes", "8MiB", "--repeat", "100000", "--timeout", "60")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 import kvbm
 from kvbm import BindError, Placement, Pool, Span, reshard, wire
-from linking import ended
+from linking import close_all, ended
 
 #: The target, of which every third layer attends to all tokens, and the draft.
 TARGET, DRAFT = (
@@ -120,8 +120,7 @@ def test_each_group(src: str, dst: str, pulls: bool) -> None:
                 count += 1
             assert count == decode.places[group].strips(rank).l.size
     finally:
-        for end in (*prefill.ends, *decode.ends):
-            end.close()
+        close_all([*prefill.ends, *decode.ends])
 
 
 def test_groups_must_be_the_same() -> None:
@@ -149,5 +148,4 @@ def test_groups_must_be_the_same() -> None:
         with pytest.raises(BindError, match="group"):
             link.send("k", prefill.span("full"))
     finally:
-        for one in ends:
-            one.close()
+        close_all(ends)

@@ -11,7 +11,7 @@ import pytest
 
 from kvbm import BindError, KvbmError
 from kvbm.reshard.metrics import _COUNTERS, Links
-from linking import Linked, ended, plain_case
+from linking import Linked, ended, plain_case, until
 
 prometheus = pytest.importorskip("prometheus_client")
 
@@ -21,6 +21,7 @@ def linked() -> Iterator[Linked]:
     with Linked(plain_case()) as found:
         assert not any(ended(found.begin()))
         found.require_slots()
+        until(lambda: not any(link.handles for side in found.links for link in side), "no link counts one of them any more")
         yield found
 
 

@@ -11,7 +11,7 @@ from programs import meeting
 
 
 def carrier(name: str, port: int | str) -> wire.Mapped:
-    return wire.mapped(wire.torch(name, meeting.join(port), drop_seconds=1), drop_seconds=0.2)
+    return wire.mapped(wire.torch(name, meeting.join(port), drop_seconds=20), drop_seconds=20)
 
 
 def main(port: str) -> None:

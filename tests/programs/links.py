@@ -35,10 +35,10 @@ def on_wire(engine: str, its: Any, **options: Any) -> reshard.Endpoint:
 
 def carrier(kind: str, name: str, port: int | str) -> Any:
     if kind.startswith("mapped "):
-        return wire.mapped(carrier(kind.removeprefix("mapped "), name, port), drop_seconds=1)
+        return wire.mapped(carrier(kind.removeprefix("mapped "), name, port), drop_seconds=20)
     if kind == "nixl":
-        return wire.nixl(name, drop_seconds=1)
-    return wire.torch(name, meeting.join(port), drop_seconds=1)
+        return wire.nixl(name, drop_seconds=20)
+    return wire.torch(name, meeting.join(port), drop_seconds=20)
 
 
 def meet(mine: reshard.Endpoint, engine: str, other: str, folder: Path) -> reshard.Link:

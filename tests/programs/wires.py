@@ -21,16 +21,16 @@ for package in ("nixl._api", "torch.distributed"):  # here, so that processes th
 GUARD = 4096
 
 
-def make(kind: str, name: str, place: Any = None, meet_seconds: float = 20) -> wire.Wire:
+def make(kind: str, name: str, place: Any = None, meet_seconds: float = 20, drop_seconds: float = 20) -> wire.Wire:
     """A wire; `place` is the port of the store where its peers find it, for those that need one."""
     if kind == "faulty":
         return wire.faulty(wire.memory(name))
     if kind == "mapped":
-        return wire.mapped(make("torch", name, place, meet_seconds))
+        return wire.mapped(make("torch", name, place, meet_seconds, drop_seconds), drop_seconds=drop_seconds)
     if kind == "nixl":
-        return wire.nixl(name, drop_seconds=1)
+        return wire.nixl(name, drop_seconds=drop_seconds)
     if kind == "torch":
-        return wire.torch(name, meeting.join(place), meet_seconds=meet_seconds)
+        return wire.torch(name, meeting.join(place), meet_seconds=meet_seconds, drop_seconds=drop_seconds)
     return wire.memory(name)
 
 
@@ -38,12 +38,12 @@ class End:
     """A wire with a slab, between guards."""
 
     def __init__(
-        self, kind: str, name: str, nbytes: int, place: Any = None, script: Any = None, meet_seconds: float = 20
+        self, kind: str, name: str, nbytes: int, place: Any = None, script: Any = None, **seconds: float
     ) -> None:
         self.memory = np.random.default_rng(7).integers(0, 256, nbytes + 2 * GUARD, np.uint8)
         self.before = self.memory.copy()
         self.slab = self.memory[GUARD:-GUARD]
-        self.wire = make(kind, name, place, meet_seconds)
+        self.wire = make(kind, name, place, **seconds)
         if script is not None:
             self.wire = wire.faulty(self.wire, script)
         if kind == "mapped":  # a memory file is a slab from its beginning to its end
