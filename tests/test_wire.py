@@ -913,6 +913,27 @@ def test_a_peer_that_gives_up_while_the_two_meet() -> None:
 
 
 @pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+def test_a_get_whose_answer_breaks_off_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head of the answer has come, and not what it announced."""
+    from torch import distributed
+
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends = [wire.torch(name, store, meet_seconds=5 * LIMIT) for name in ("one", "two")]
+    for end in ends:
+        end.register(wire.Slab.of(np.zeros(64, np.uint8)))
+    peer, _ = ends[0].connect(ends[1].card()), ends[1].connect(ends[0].card())
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the connection broke")
+
+    monkeypatch.setattr(ends[0], "_carry", broken)
+    op = ends[0].get(peer, wire.Slice(0, 8), wire.Slice(0, 8))
+    with pytest.raises(PeerLostError, match="the connection broke"):
+        until(op.query, "the get ends")
+    close_all(ends)
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
 def test_a_drop_while_the_two_meet() -> None:
     """Of a peer that has stopped behind the connection: nobody waits for what it never says."""
     from torch import distributed

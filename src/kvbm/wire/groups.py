@@ -247,7 +247,7 @@ class _Torch(Ends["_Far"]):
             inside(Slice(offset, nbytes), self.slab.nbytes, f"{far.card.name} reads: a")
             self._queue(far, _ANSWER, b"", data=Slice(offset, nbytes), number=number)
         elif kind in (_PUT, _ANSWER):
-            got = far.gets.pop(number) if kind == _ANSWER else None
+            got = far.gets[number] if kind == _ANSWER else None  # it stays there until it is done: what breaks off fails
             part = got.data if got is not None else Slice(offset, nbytes)
             assert part is not None
             inside(part, self.slab.nbytes, f"{far.card.name} writes: a")
@@ -262,6 +262,7 @@ class _Torch(Ends["_Far"]):
                 work.wait(_FOREVER)
             if got is not None:
                 got.done = True
+                far.gets.pop(number, None)
                 self.news()
         elif kind != _NOTE:
             raise BindError(f"{far.card.name}: a message of kind {kind}; both sides need the same kvbm")
