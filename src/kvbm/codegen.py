@@ -32,6 +32,10 @@ _WORDS = (16, 8, 4, 2, 1)
 #: Sizes that no axis shares, so that nothing merges by accident.
 _GENERIC = {"l": 3, "o": 2, "h": 5, "t": 7, "d": 11}
 
+#: Layouts of engines that run on hosts alone.  They have no kernels of their own, which would be a third of all bytes: those for
+#: any loop nest copy them.
+ON_HOSTS = frozenset({"vllm/cpu", "vllm/cpu_vec", "vllm/cpu_amx"})
+
 Pair = tuple[str, str]
 
 
@@ -92,7 +96,8 @@ def _asked(layouts: Sequence[Layout]) -> dict[Kernel, set[Pair]]:
     """
     aliases: dict[Layout, list[str]] = {}  # layouts are equal when they mean the same
     for layout in layouts:
-        aliases.setdefault(layout, []).append(layout.name)
+        if layout.name not in ON_HOSTS:
+            aliases.setdefault(layout, []).append(layout.name)
     work: dict[BlockShape, list[tuple[int, int]]] = {}
     chosen = list(aliases)
     for i, j in itertools.product(range(len(chosen)), repeat=2):
