@@ -1,0 +1,254 @@
+"""vLLM's native offloading with kvbm as the copier: a connector, and the spec behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, OffloadingEvent
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec, _all_workers_barrier
+
+from ... import spec as layouts
+from ...errors import BindError
+from .pages import pages_of, require_version
+from .worker import Failures, HostMemory, KvbmOffloadingWorker, Metric
+
+__all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec"]
+
+require_version()
+
+logger = init_logger(__name__)
+
+
+class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]  # vLLM is not typed
+    """vLLM's manager of host memory, which forgets chunks that failed their check."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._distrusted: set[int] = set()
+
+    def distrust(self, chunks: set[int]) -> None:
+        """What these chunks hold is a miss from now on."""
+        self._distrusted |= chunks
+
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        if self._distrusted and self._forgets(key):
+            return LookupResult.MISS
+        return super().lookup(key, req_context)
+
+    def prepare_store(self, keys: Any, req_context: Any) -> Any:
+        if self._distrusted:
+            for key in keys:
+                self._forgets(key)
+        return super().prepare_store(keys, req_context)
+
+    def _forgets(self, key: Any) -> bool:
+        """Whether a key's chunk failed; if nobody reads it any more, it is free again."""
+        chunk = self._policy.get(key)
+        if chunk is None or chunk.chunk_id not in self._distrusted:
+            return False
+        if chunk.ref_cnt == 0:
+            self._policy.remove(key)
+            self._num_evictable_cache_chunks -= 1
+            self._free_chunk(chunk)
+            self._distrusted.discard(chunk.chunk_id)
+            if self.events is not None:
+                self.events.append(OffloadingEvent(keys=[key], medium=self.medium, removed=True))
+        return True
+
+    def _allocate_chunks(self, keys: Any) -> Any:
+        chunks = super()._allocate_chunks(keys)
+        self._distrusted.difference_update(chunk.chunk_id for chunk in chunks)
+        return chunks
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        self._distrusted.clear()
+
+
+class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
+    """vLLM's `CPUOffloadingSpec`, whose copies are kvbm's.
+
+    ``kv_connector_extra_config`` takes, besides vLLM's own keys (``cpu_bytes_to_use``, ``blocks_per_chunk``,
+    ``eviction_policy``, …):
+
+    host_layout : str
+        Layout of the blocks in host memory: a name of the catalogue, or a file; ``universal`` if not given.
+    verify : bool
+        Check on load that a block is what was stored; yes if not given.
+
+    Raises
+    ------
+    BindError
+        Another vLLM than those supported; memory for less than a chunk; pages whose order is not known.
+    """
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **super().build_metric_definitions(extra_config),
+            Metric.STORED_BLOCKS: OffloadingCounterMetadata(documentation="Blocks that kvbm copied to host memory."),
+            Metric.STORED_BYTES: OffloadingCounterMetadata(documentation="Bytes that kvbm copied to host memory."),
+            Metric.LOADED_BLOCKS: OffloadingCounterMetadata(documentation="Blocks that kvbm copied from host memory."),
+            Metric.LOADED_BYTES: OffloadingCounterMetadata(documentation="Bytes that kvbm copied from host memory."),
+            Metric.FAILED_BLOCKS: OffloadingCounterMetadata(
+                documentation="Blocks whose digest after the load was not that of the store: misses."
+            ),
+        }
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.host_layout = layouts.load(str(self.extra_config.get("host_layout", "universal")))
+        self.verify = _flag(self.extra_config, "verify", True)
+        if config.canonical_layout:
+            raise BindError("canonical_layout: host_layout takes its place; leave it out")
+        if self.kv_bytes_per_chunk and not self.num_chunks:
+            raise BindError(
+                f"cpu_bytes_to_use: expected at least {self.kv_bytes_per_chunk} bytes, which a chunk of all ranks takes, got "
+                f"{self.extra_config['cpu_bytes_to_use']}"
+            )
+
+    def _uses_shared_region(self) -> bool:
+        return True  # on the CPU, too
+
+    def get_manager(self) -> Any:
+        if self._manager is None:
+            self._manager = KvbmOffloadingManager(
+                num_chunks=self.num_chunks,
+                cache_policy=self.eviction_policy,
+                cache_policy_module_path=self.cache_policy_module_path,
+                enable_events=self.kv_events_config.enable_kv_cache_events,
+                store_threshold=int(self.extra_config.get("store_threshold", 0)),
+                max_tracker_size=int(self.extra_config.get("max_tracker_size", 64_000)),
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        if self._worker is None:
+            self._worker = self.create_worker(kv_caches)
+        return self._worker
+
+    def create_worker(self, kv_caches: Any) -> Any:
+        connector = _connector_of(self, get_kv_transfer_group())
+        worker = connector.connector_worker
+        groups = pages_of(kv_caches, self.config, worker.vllm_config, worker.kv_cache_config)
+        units = self.num_chunks * self.blocks_per_chunk
+        shared = None
+        if self.replicated_layout:
+            shared = _shared_memory(self.config.engine_id, HostMemory.shared_bytes(groups, units))
+        on_gpu = kv_caches.tensors[0].tensor.device.type != "cpu"
+        memory = HostMemory(self.host_layout, groups, units, "pinned" if on_gpu else "cpu", shared)
+        for lanes in memory.lanes:
+            for lane in lanes:
+                logger.info("kvbm: %d blocks, %s", units, lane.out)
+        return KvbmOffloadingWorker(
+            memory, self.blocks_per_chunk, self.verify, isinstance(connector, KvbmOffloadingConnector)
+        )
+
+
+def _flag(extra: Mapping[str, Any], name: str, usual: bool) -> bool:
+    given = extra.get(name, usual)
+    if not isinstance(given, bool):
+        raise BindError(f"kv_connector_extra_config: {name}: expected true or false, got {given!r:.100}")
+    return given
+
+
+def _connector_of(spec: Any, group: Any) -> Any:
+    """The connector that a spec belongs to: the engine's own, or one of several."""
+    found = [group, *getattr(group, "_connectors", ())]
+    return next(one for one in found if getattr(getattr(one, "connector_worker", None), "spec", None) is spec)
+
+
+def _shared_memory(engine_id: str, nbytes: int) -> Any:
+    """Zeros that all ranks on this machine see; gone with the last of them."""
+    path = Path(f"/dev/shm/kvbm_offload_{engine_id}")  # noqa: S108  (memory, not a temporary file)
+    try:
+        with path.open("xb") as file:
+            file.truncate(nbytes)
+    except FileExistsError:
+        pass
+    _all_workers_barrier()  # it has its size
+    memory = np.memmap(path, np.uint8, "r+", shape=(nbytes,))
+    _all_workers_barrier()  # all have mapped it
+    path.unlink(missing_ok=True)
+    return np.asarray(memory)
+
+
+@dataclass
+class _Metadata(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """What vLLM's workers tell the scheduler, and the chunks that failed their check."""
+
+    failed_chunks: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: Any) -> Any:
+        both = super().aggregate(other)
+        return _Metadata(both.completed_jobs, both.transfer_stats, self.failed_chunks | other.failed_chunks)
+
+
+class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
+    """vLLM's `OffloadingConnector` with `KvbmOffloadingSpec`, and a way out for loads that fail their check.
+
+    Blocks that are not what was stored are told to the scheduler as load errors: it computes them anew, and the
+    chunks are forgotten.  Where layers form several groups, it computes the request anew.  For an offloaded cache that is a
+    miss: ``kv_load_failure_policy`` is ``"recompute"``, whatever is given.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        transfer = _completed(vllm_config)
+        if role == KVConnectorRole.SCHEDULER:  # it is read when the connector is there
+            transfer.kv_load_failure_policy = "recompute"
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._by_request = len(kv_cache_config.kv_cache_groups) > 1
+        self._failures = Failures()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        requests = dict(self.connector_worker._load_jobs)
+        results = super().get_transfer_results(finished_req_ids)
+        self._failures = self.connector_worker.worker.take_failures()
+        if self._by_request:
+            results.failed_recving |= {requests[job] for job in self._failures.jobs}
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._by_request else self._failures.blocks
+
+    def build_connector_worker_meta(self) -> Any:
+        found = super().build_connector_worker_meta()
+        if found is None:
+            return None
+        return _Metadata(found.completed_jobs, found.transfer_stats, self._failures.chunks)
+
+    def get_kv_connector_stats(self) -> Any:
+        if self.connector_worker is not None:
+            return self.connector_worker.worker.take_stats()
+        return super().get_kv_connector_stats()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        found = connector_output.kv_connector_worker_meta
+        if isinstance(found, _Metadata) and found.failed_chunks:
+            logger.warning("kvbm: %d chunks of host memory failed their check", len(found.failed_chunks))
+            self.scheduler.manager.distrust(found.failed_chunks)
+        super().update_connector_output(connector_output)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any, **options: Any) -> Any:
+        _completed(vllm_config)
+        return super().build_prom_metrics(vllm_config, *args, **options)
+
+
+def _completed(vllm_config: Any) -> Any:
+    """The configuration of the transfer, in which the spec is named."""
+    transfer = vllm_config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config
+    if extra.setdefault("spec_name", "KvbmOffloadingSpec") == "KvbmOffloadingSpec":
+        extra.setdefault("spec_module_path", "kvbm.integrations.vllm")
+    return transfer
