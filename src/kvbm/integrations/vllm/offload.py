@@ -185,13 +185,15 @@ def _shared_memory(engine_id: str, nbytes: int) -> Any:
 
 @dataclass
 class _Metadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """What vLLM's workers tell the scheduler, and the chunks that failed their check."""
+    """What vLLM's workers tell the scheduler, and the loads and chunks that failed their check."""
 
+    failed_jobs: set[int] = field(default_factory=set)
     failed_chunks: set[int] = field(default_factory=set)
 
     def aggregate(self, other: Any) -> Any:
         both = super().aggregate(other)
-        return _Metadata(both.completed_jobs, both.transfer_stats, self.failed_chunks | other.failed_chunks)
+        failed = self.failed_jobs | other.failed_jobs, self.failed_chunks | other.failed_chunks
+        return _Metadata(both.completed_jobs, both.transfer_stats, *failed)
 
 
 class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
@@ -225,7 +227,7 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         found = super().build_connector_worker_meta()
         if found is None:
             return None
-        return _Metadata(found.completed_jobs, found.transfer_stats, self._failures.chunks)
+        return _Metadata(found.completed_jobs, found.transfer_stats, self._failures.jobs, self._failures.chunks)
 
     def get_kv_connector_stats(self) -> Any:
         if self.connector_worker is not None:
@@ -234,9 +236,12 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = connector_output.kv_connector_worker_meta
-        if isinstance(found, _Metadata) and found.failed_chunks:
+        if isinstance(found, _Metadata) and found.failed_jobs:
             logger.warning("kvbm: %d chunks of host memory failed their check", len(found.failed_chunks))
             self.scheduler.manager.distrust(found.failed_chunks)
+            for job in found.failed_jobs & self.scheduler._jobs.keys():
+                for group in self.scheduler._req_status[self.scheduler._jobs[job].req_id].group_states:
+                    group.next_stored_chunk_idx = 0  # what is computed anew is stored anew
         super().update_connector_output(connector_output)
 
     @classmethod
