@@ -10,26 +10,116 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, OffloadingEvent
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingWorker,
+    TransferResult,
+)
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec, _all_workers_barrier
 
 from ... import spec as layouts
-from ...errors import BindError
+from ...errors import BindError, DigestError
+from .copier import Copier, HostMemory
 from .pages import pages_of, require_version
-from .worker import Failures, HostMemory, KvbmOffloadingWorker, Metric
 
-__all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec"]
+__all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec", "KvbmOffloadingWorker"]
 
 require_version()
 
 logger = init_logger(__name__)
 
+#: Counters: of stores, of loads, and of loads that failed their check.
+STORED = ("vllm:kvbm_offload_stored_blocks", "vllm:kvbm_offload_stored_bytes")
+LOADED = ("vllm:kvbm_offload_loaded_blocks", "vllm:kvbm_offload_loaded_bytes")
+FAILED = "vllm:kvbm_offload_failed_blocks"
 
-class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]  # vLLM is not typed
+
+@dataclass
+class Failures:
+    """Loads that gave other bytes than were stored: jobs, blocks of the engine, chunks of host memory."""
+
+    jobs: set[int] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=set)
+    chunks: set[int] = field(default_factory=set)
+
+
+class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not typed
+    """What copies in a worker of vLLM's.
+
+    Parameters
+    ----------
+    copier : Copier
+    reports : bool
+        Somebody asks for `take_failures`; else a load that fails its check raises `DigestError`.
+    """
+
+    def __init__(self, copier: Copier, reports: bool) -> None:
+        self.copier = copier
+        self._reports = reports
+        self._failures = Failures()
+        self._stats = OffloadingConnectorStats()
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        gpu = src_spec
+        self.copier.submit(job_id, gpu.block_ids, dst_spec.block_ids, gpu.group_sizes, gpu.block_indices, is_load=False)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        gpu = dst_spec
+        self.copier.submit(job_id, gpu.block_ids, src_spec.block_ids, gpu.group_sizes, gpu.block_indices, is_load=True)
+        return True
+
+    def get_finished(self) -> list[Any]:
+        """Jobs that are done.  Loads that failed their check are among them: vLLM takes no others; see `take_failures`."""
+        results = []
+        for job in self.copier.finished():
+            blocks, nbytes = LOADED if job.is_load else STORED
+            self._stats.increase_counter(blocks, job.blocks)
+            self._stats.increase_counter(nbytes, job.nbytes)
+            if job.wrong_blocks:
+                self._fail(job)
+            results.append(TransferResult(job.job_id, True, job.nbytes, job.seconds))
+        return results
+
+    def _fail(self, job: Any) -> None:
+        self._stats.increase_counter(FAILED, len(job.wrong_blocks))
+        if not self._reports:
+            raise DigestError(
+                f"vLLM offloading: chunks {sorted(job.wrong_chunks)} of host memory are not what was stored there; expected equal "
+                "digests: the memory was written by others, or is broken.  vLLM's OffloadingConnector cannot compute them anew: with "
+                'kv_connector "KvbmOffloadingConnector" and kv_connector_module_path "kvbm.integrations.vllm" this is a miss'
+            )
+        self._failures.jobs.add(job.job_id)
+        self._failures.blocks.update(job.wrong_blocks)
+        self._failures.chunks.update(job.wrong_chunks)
+
+    def take_failures(self) -> Failures:
+        """What failed since the last call."""
+        failures, self._failures = self._failures, Failures()
+        return failures
+
+    def take_stats(self) -> Any:
+        """Counters since the last call; None if nothing was copied."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, OffloadingConnectorStats()
+        return stats
+
+    def wait(self, job_ids: set[int]) -> None:
+        self.copier.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self.copier.close()
+
+
+class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
     """vLLM's manager of host memory, which forgets chunks that failed their check."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -94,16 +184,15 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **super().build_metric_definitions(extra_config),
-            Metric.STORED_BLOCKS: OffloadingCounterMetadata(documentation="Blocks that kvbm copied to host memory."),
-            Metric.STORED_BYTES: OffloadingCounterMetadata(documentation="Bytes that kvbm copied to host memory."),
-            Metric.LOADED_BLOCKS: OffloadingCounterMetadata(documentation="Blocks that kvbm copied from host memory."),
-            Metric.LOADED_BYTES: OffloadingCounterMetadata(documentation="Bytes that kvbm copied from host memory."),
-            Metric.FAILED_BLOCKS: OffloadingCounterMetadata(
-                documentation="Blocks whose digest after the load was not that of the store: misses."
-            ),
+        documented = {
+            STORED[0]: "Blocks that kvbm copied to host memory.",
+            STORED[1]: "Bytes that kvbm copied to host memory.",
+            LOADED[0]: "Blocks that kvbm copied from host memory.",
+            LOADED[1]: "Bytes that kvbm copied from host memory.",
+            FAILED: "Blocks whose digest after the load was not that of the store: misses.",
         }
+        counters = {name: OffloadingCounterMetadata(documentation=text) for name, text in documented.items()}
+        return {**super().build_metric_definitions(extra_config), **counters}
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -150,9 +239,8 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         for lanes in memory.lanes:
             for lane in lanes:
                 logger.info("kvbm: %d blocks, %s", units, lane.out)
-        return KvbmOffloadingWorker(
-            memory, self.blocks_per_chunk, self.verify, isinstance(connector, KvbmOffloadingConnector)
-        )
+        copier = Copier(memory, self.blocks_per_chunk, self.verify)
+        return KvbmOffloadingWorker(copier, reports=isinstance(connector, KvbmOffloadingConnector))
 
 
 def _flag(extra: Mapping[str, Any], name: str, usual: bool) -> bool:

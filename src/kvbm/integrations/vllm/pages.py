@@ -132,7 +132,7 @@ def _page(
     if sizes is None:
         return as_bytes
     no, _, nt, _, _ = sizes
-    if tensor.device.type == "cpu" and no == 2:
+    if _is_cpu() and no == 2:
         isa = _cpu_kernel(spec, vllm_config)
         if isa not in CPU_PLAIN:
             raise BindError(
@@ -165,6 +165,12 @@ def _sizes(spec: Any, nbytes: int) -> tuple[int, int, int, int, str] | None:
     if dtype in ITEMSIZE and content % size == 0:
         return 1, heads, tokens, content // size, dtype
     return 1, heads, tokens, content, "uint8"
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def _cpu_kernel(spec: Any, vllm_config: Any) -> str:
