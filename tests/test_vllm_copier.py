@@ -22,11 +22,11 @@ LBHNC = parse('order: "[l] b h t o d"', name="pages")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def pages(shape: BlockShape, tensors: tuple[int, ...], device: str, blocks: int = 12) -> Pages:
+def pages(shape: BlockShape, device: str, blocks: int = 12) -> Pages:
     """Of random elements."""
     size = (blocks, shape.nh, shape.nt, shape.no, shape.hd)
     dtype = getattr(torch, shape.dtype)
-    return Pages(Pool(LBHNC, shape, [torch.randn(size).to(dtype).to(device) for _ in tensors]), tensors)
+    return Pages(Pool(LBHNC, shape, [torch.randn(size).to(dtype).to(device) for _ in range(shape.nl)]))
 
 
 def arrays(of: Pages) -> Any:
@@ -61,7 +61,7 @@ def device_of(device: str) -> str:
 @pytest.mark.parametrize("layout", ["universal", "operational_nhd", "nhd"])
 def test_blocks_leave_and_return(copiers: list[Copier], device: str, layout: str) -> None:
     """To other blocks; what is told of it is true."""
-    engine = pages(KV, (0, 1), device)
+    engine = pages(KV, device)
     copiers.append(copier := Copier(HostMemory(load(layout), [[engine]], 8, device_of(device)), 1))
     before = arrays(engine).clone()
     out = moved(copier, 1, [3, 5, 2], [7, 0, 4], is_load=False)
@@ -76,7 +76,7 @@ def test_blocks_leave_and_return(copiers: list[Copier], device: str, layout: str
 @pytest.mark.parametrize("device", DEVICES)
 def test_chunks_of_several_blocks(copiers: list[Copier], device: str) -> None:
     """A load begins in the middle of a chunk, and ends there; blocks that were never stored are wrong."""
-    engine = pages(KV, (0, 1), device)
+    engine = pages(KV, device)
     copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 12, device_of(device)), 3))
     before = arrays(engine).clone()
     moved(copier, 1, [1, 2, 3, 4, 5], [3, 0], is_load=False, indices=[4])  # places 1, 2 of chunk 3; all of chunk 0
@@ -89,7 +89,7 @@ def test_chunks_of_several_blocks(copiers: list[Copier], device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_groups_share_chunks(copiers: list[Copier], device: str) -> None:
     """Layers of several kinds in one block, and groups that have pages in common."""
-    full, latent = pages(KV, (0, 1), device), pages(LATENT, (2, 3), device)
+    full, latent = pages(KV, device), pages(LATENT, device)
     groups = [[full], [full], [full, latent]]
     copiers.append(copier := Copier(HostMemory(load("universal"), groups, 6, device_of(device)), 1))
     memory = copier.memory
@@ -107,7 +107,7 @@ def test_groups_share_chunks(copiers: list[Copier], device: str) -> None:
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_flipped_bit(copiers: list[Copier], device: str, verify: bool) -> None:
     """Is told, of the block that it is in; where nothing is verified it is copied."""
-    engine = pages(KV, (0, 1), device)
+    engine = pages(KV, device)
     copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 8, device_of(device)), 2, verify))
     before = arrays(engine).clone()
     moved(copier, 1, [0, 1, 2, 3], [2, 1], is_load=False)
@@ -119,7 +119,7 @@ def test_a_flipped_bit(copiers: list[Copier], device: str, verify: bool) -> None
 
 def test_memory_of_all_ranks() -> None:
     """One rank stores, another loads: blocks, digests, and whether there are any, in memory that both see."""
-    engines = [pages(LATENT, (0, 1), "cpu") for _ in range(2)]
+    engines = [pages(LATENT, "cpu") for _ in range(2)]
     nbytes = HostMemory.shared_bytes([[engines[0]]], 6)
     shared = np.zeros(nbytes, np.uint8)
     first, second = (Copier(HostMemory(load("universal"), [[one]], 6, "cpu", shared), 1) for one in engines)
@@ -133,19 +133,19 @@ def test_memory_of_all_ranks() -> None:
 
 def test_errors() -> None:
     """Chunks that are too few for the blocks; kinds of blocks in a layout that has no array a block."""
-    engine = pages(KV, (0, 1), "cpu")
+    engine = pages(KV, "cpu")
     copier = Copier(HostMemory(load("universal"), [[engine]], 8, "cpu"), 2)
     with pytest.raises(BindError, match=r"2 blocks a chunk: expected 3 blocks and 2 chunks, got 3 and 1"):
         copier.submit(1, np.arange(3), np.arange(1), [3], [1], is_load=True)
     assert copier.finished() == []
     with pytest.raises(BindError, match=r"host_layout: nhd .*: expected a layout with one array a block, such as universal"):
-        HostMemory(load("nhd"), [[engine], [pages(LATENT, (2, 3), "cpu")]], 8, "cpu")
+        HostMemory(load("nhd"), [[engine], [pages(LATENT, "cpu")]], 8, "cpu")
 
 
 @pytest.mark.gpu
 def test_nothing_waits_for_a_submit(copiers: list[Copier]) -> None:
     """The host returns while the stream before is busy, and nothing is finished; then all is."""
-    engine = pages(KV, (0, 1), "cuda")
+    engine = pages(KV, "cuda")
     copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 8, "pinned"), 1))
     moved(copier, 1, [0, 1], [0, 1], is_load=False)
     before = arrays(engine).clone()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -31,7 +32,7 @@ from .pages import pages_of, require_version
 
 __all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec", "KvbmOffloadingWorker"]
 
-require_version()
+require_version(vllm.__version__)
 
 logger = init_logger(__name__)
 
@@ -229,7 +230,12 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
     def create_worker(self, kv_caches: Any) -> Any:
         connector = _connector_of(self, get_kv_transfer_group())
         worker = connector.connector_worker
-        groups = pages_of(kv_caches, self.config, worker.vllm_config, worker.kv_cache_config)
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        names = [name for group in self.config.groups for name in group.layer_names]
+        tensors = getattr(connector, "kv_caches", None) or {name: layers[name].kv_cache for name in names}
+        groups = pages_of(tensors, kv_caches, self.config, worker.vllm_config, worker.kv_cache_config)
+        for why in {pages.unknown for group in groups for pages in group if pages.unknown}:
+            logger.warning("kvbm copies blocks as bytes: %s", why)
         units = self.num_chunks * self.blocks_per_chunk
         shared = None
         if self.replicated_layout:
@@ -299,6 +305,10 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._by_request = len(kv_cache_config.kv_cache_groups) > 1
         self._failures = Failures()
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.kv_caches = kv_caches
+        super().register_kv_caches(kv_caches)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         requests = dict(self.connector_worker._load_jobs)
