@@ -136,6 +136,19 @@ def test_vllm_one_layer_and_latents() -> None:
     same(stored(pool), whole[:, IDS].permute(1, 0, 2, 3, 4)[:, :, None])
 
 
+@pytest.mark.parametrize("name", ["cpu", "cpu_vec"])
+def test_vllm_cpu(name: str) -> None:
+    """The shapes say nothing of K's order: (head_size, block_size) in a block and head."""
+    older = name == "cpu"
+    caches = [numbered(2, NB, NH, NT, HD) if older else numbered(NB, NH, NT, 2 * HD) for _ in range(NL)]
+    pool = kvbm.Pool.from_vllm(caches, f"vllm/{name}")
+    assert (pool.shape.nl, pool.shape.nh, pool.shape.nt, pool.shape.hd, pool.num_blocks) == (NL, NH, NT, HD, NB)
+    halves = torch.stack(caches).view(NL, 2, NB, NH, -1) if older else torch.stack(caches).view(NL, NB, NH, 2, -1)
+    k, v = halves.unbind(1 if older else 3)
+    want = torch.stack([k.unflatten(3, (HD, NT)).transpose(3, 4), v.unflatten(3, (NT, HD))])  # o l b h t d
+    same(stored(pool), want[:, :, IDS].permute(2, 1, 0, 3, 4, 5))
+
+
 def test_vllm_dims_may_be_named() -> None:
     views = [numbered(NB, 2, NT, NH, HD).permute(3, 0, 1, 2, 4) for _ in range(NL)]  # h b o t d to look at
     pool = kvbm.Pool.from_vllm(views, "vllm/flashinfer_nhd", dims="h b o t d")
@@ -319,6 +332,10 @@ LAYERS = [numbered(2, NB, NT, NH, HD) for _ in range(2)]
         (lambda: kvbm.Pool.from_vllm(LAYERS, "vllm/flash_attn_nhd", dims="o b t d"), "in any order, got o b t d"),
         (lambda: kvbm.Pool.from_vllm(LAYERS, "vllm/paged_attn_v0"), "split or fused"),
         (lambda: kvbm.Pool.from_vllm(LAYERS, "vllm/nothing"), "vllm/nothing"),
+        (lambda: kvbm.Pool.from_vllm([], "vllm/cpu"), "expected at least one tensor, got none"),
+        (lambda: kvbm.Pool.from_vllm([LAYERS[0], LAYERS[1][:, 1:]], "vllm/cpu"), "tensor 1: expected 5 dimensions (o b h t d)"),
+        (lambda: kvbm.Pool.from_vllm([LAYERS[0][0]], "vllm/cpu"), "tensor 0: expected 5 dimensions (o b h t d)"),
+        (lambda: kvbm.Pool.from_vllm([flash_attn("hnd")], "vllm/cpu"), "tensor 0: the pool is not contiguous"),
         (lambda: kvbm.Pool.from_vllm([*per_layer("LBHNC")[0].values()], "vllm/LBHNC"), "in order and at equal steps"),
         (
             lambda: kvbm.Pool.from_vllm([one.clone() for one in per_layer("LBHNC")[0].values()], "vllm/LBHNC"),

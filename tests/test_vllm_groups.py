@@ -288,6 +288,9 @@ def test_the_placement_of_a_hybrid_model() -> None:
     (one,) = engine(nh=2, tp=4, model_heads=16).groups()
     with pytest.raises(SpecError, match=r"expected layers 0–2 and nl=3,no=2,nh=4.*pass model="):
         presets.of_vllm(one)
+    (other,) = engine(layers=([1, 2, 3],), pp=2, model_layers=6).groups()  # a share that is not vLLM's own
+    with pytest.raises(SpecError, match=r"expected layers 0–2 and .*, got layers 1, 2, 3"):
+        presets.of_vllm(other)
     model = dataclasses.replace(one.shape, nh=8)
     assert presets.of_vllm(one, model=model)[0].shape(0).nh == 2
 

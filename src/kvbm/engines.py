@@ -29,6 +29,10 @@ VLLM_DIMS = {
     "vllm/flashinfer_hnd": "b o t h d",
     # From 0.26 on: views of one tensor of all layers, whose last dimension is K and V of a token and head.
     **dict.fromkeys((f"vllm/{order}" for order in ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")), "b h t o*d"),
+    # K and V in orders of their own, of which a tensor's shape tells the sizes alone.
+    "vllm/cpu": "o b h t d",
+    "vllm/cpu_vec": "b h t o*d",
+    "vllm/cpu_amx": "b h t o*d",
     # Of several planes: bytes, whose last dimension is whatever a token, or a token of a head, has of them.
     "vllm/fp8_ds_mla": "b t bytes",
     "vllm/nvfp4_ds_mla": "b t bytes",
@@ -121,6 +125,8 @@ class FromEngines:
         if chosen.planes:
             text = dims or VLLM_DIMS.get(chosen.name)
             return cls(chosen, shape or _shape_of_planes(chosen, tensors, text, "vLLM"), tensors)  # type: ignore[call-arg]
+        if len(chosen.orders) > 1 and (dims or chosen.name in VLLM_DIMS):
+            return cls(chosen, *_flat(chosen, tensors, (dims or VLLM_DIMS[chosen.name]).split(), "vLLM"))  # type: ignore[call-arg]
         own = " ".join(_inner(chosen))
         usual = VLLM_DIMS.get(chosen.name, own)
         whole = bool(tensors) and len(tensors[0].shape) == len(own.split()) != len(usual.split())
@@ -320,6 +326,23 @@ def _unfused(
         found = [_split(tensor, at, (sizes[first], -1), f"{what}: dimension '{name}'") for tensor in found]
         names[at : at + 1] = [first, rest]
     return found, names
+
+
+def _flat(layout: Layout, tensors: Sequence[Any], dims: Sequence[str], engine: str) -> tuple[BlockShape, list[Any]]:
+    """Shape, and tensors as a layout takes them in which K and V have orders of their own: flattened."""
+    what = f"{engine}: {layout.name} ({layout.order_text})"
+    if not tensors:
+        raise BindError(f"{what}: expected at least one tensor, got none")
+    (first, *_), names = _unfused(tensors, dims, {"o": 2}, what)
+    for index, tensor in enumerate(tensors):
+        if len(first.shape) != len(names) or tensor.shape != tensors[0].shape:
+            raise BindError(
+                f"{what}: tensor {index}: expected {len(dims)} dimensions ({' '.join(dims)}) as in tensor 0, got "
+                f"{tuple(tensor.shape)}"
+            )
+    sizes = dict(zip(names, map(int, first.shape), strict=True))
+    shape = BlockShape(len(tensors), 2, sizes["h"], sizes["t"], sizes["d"], str(first.dtype).removeprefix("torch."))
+    return shape, [_viewed(tensor, (-1,), f"{what}: tensor {index}") for index, tensor in enumerate(tensors)]
 
 
 def _joined(tensors: Sequence[Any], what: str) -> Any:

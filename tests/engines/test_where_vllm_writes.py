@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheLayout, UniformTypeKVCacheSpecs
+from vllm.v1.worker.utils import allocate_kv_cache
 
 import kvbm
 from kvbm.testing.engines import vllm_caches, vllm_writes
@@ -57,18 +62,56 @@ def test_a_wrong_layout_is_reported(isa: str, wrong: str) -> None:
     assert all(view.equal(before[name]) for name, view in caches[0].items())  # put back
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_views_of_every_order(order: str) -> None:
-    """Strides are the engine's own; what backends of GPUs write into a view, K and V of a head side by side, by indexing."""
-    kv_caches, vllm_config, kv_cache_config = vllm_caches("FLEX_ATTENTION", order, nl=3, nh=4, nt=16, hd=32)
-    (one,) = groups(vllm_config, kv_cache_config)
-    assert one.layout == kvbm.load(f"vllm/{order}") and one.order == order
-    pool = kvbm.Pool.from_vllm(kv_caches, vllm_config=vllm_config, kv_cache_config=kv_cache_config)
-    for layer, view in enumerate(kv_caches.values()):
-        view.copy_((layer * view.numel() + 1) + view.new_ones(view.shape).flatten().cumsum(0).view(view.shape))
-    out = kvbm.Pool.allocate(kvbm.load("operational_hnd"), pool.shape, 5)
+def same_as_views(pool: kvbm.Pool, views: list[torch.Tensor]) -> None:
+    """What backends of GPUs write into a view, K and V of a head side by side, by indexing."""
+    for layer, view in enumerate(views):
+        view.copy_((layer * view.numel() + 1) + torch.ones(view.shape).flatten().cumsum(0).view(view.shape))
+    out = kvbm.Pool.allocate(kvbm.load("operational_hnd"), pool.shape, pool.num_blocks)
     kvbm.convert(pool, out)
-    for layer, view in enumerate(kv_caches.values()):
-        key, value = view.split(32, dim=-1)  # b h t d
+    for layer, view in enumerate(views):
+        key, value = view.chunk(2, dim=-1)  # b h t d
         for block, array in enumerate(out.arrays):
             assert (array[layer, 0] == key[block].numpy()).all() and (array[layer, 1] == value[block].numpy()).all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("layers", [[[0, 1, 2]], [[0, 3, 4], [1, 2]]], ids=["one group", "two groups"])
+def test_views_of_every_order(order: str, layers: list[list[int]]) -> None:
+    """Strides are the engine's own; groups overlay each other."""
+    kv_caches, vllm_config, kv_cache_config = vllm_caches("FLEX_ATTENTION", order, layers=layers, nh=4, nt=16, hd=32)
+    found = groups(vllm_config, kv_cache_config)
+    assert [list(one.layers) for one in found] == layers and found[0].layout == kvbm.load(f"vllm/{order}")
+    pools = [kvbm.Pool.from_vllm(kv_caches, group=one) for one in found]
+    assert len({int(pool.addresses[0]) for pool in pools}) == 1
+    for one, pool in zip(found, pools, strict=True):
+        same_as_views(pool, [kv_caches[name] for name in one.names])
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_layers_of_one_group_whose_sizes_differ(order: str) -> None:
+    """A part each: heads of 32 in two layers, of 64 in one."""
+    _, vllm_config, given = vllm_caches("FLEX_ATTENTION", order, layers=[[0, 1, 2]], nh=4, nt=16, hd=32)
+    (group,) = given.kv_cache_groups
+    specs = dict.fromkeys(group.layer_names, group.kv_cache_spec)
+    specs[group.layer_names[1]] = dataclasses.replace(group.kv_cache_spec, head_size=64, head_size_v=64)
+    held = KVCacheGroupSpec(group.layer_names, UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
+    kv_cache_config = get_kv_cache_config_from_groups(vllm_config, [held], 1)
+    kv_caches = allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout[order])
+    found = groups(vllm_config, kv_cache_config)
+    assert [(one.index, one.layers, one.shape.hd) for one in found] == [(0, (0, 2), 32), (0, (1,), 64)]
+    for one in found:
+        same_as_views(kvbm.Pool.from_vllm(kv_caches, group=one), [kv_caches[name] for name in one.names])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC"])
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "TRITON_MLA"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_backends_of_gpus(backend: str, order: str, cache_dtype: str) -> None:
+    """By their own operators.  Not run yet."""
+    sizes = {"nh": 4, "nt": 64, "hd": 576 if "MLA" in backend else 128}
+    (found,) = vllm_writes(
+        *vllm_caches(backend, order, dtype="bfloat16", cache_dtype=cache_dtype, device="cuda", **sizes)
+    )
+    assert found, str(found)

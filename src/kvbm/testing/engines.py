@@ -6,7 +6,7 @@ caches of `vllm_caches`, and reads them where the layout says they lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -239,7 +239,7 @@ def vllm_caches(
     backend: str = "CPU_ATTN",
     order: str = "LBHNC",
     *,
-    nl: int = 2,
+    layers: Sequence[Sequence[int]] = ((0, 1),),
     nh: int = 2,
     nt: int = 32,
     hd: int = 64,
@@ -257,8 +257,10 @@ def vllm_caches(
         A name of vLLM's ``AttentionBackendEnum``.  Those of GPUs were not run.
     order : str
         As ``VLLM_KV_CACHE_LAYOUT``.
-    nl, nh, nt, hd, num_blocks : int
-        Layers, heads, tokens of a block, elements of a head (of a latent, its rope part of 64 included), blocks.
+    layers : sequence of sequence of int
+        Numbers of the layers, a group each.
+    nh, nt, hd, num_blocks : int
+        Heads, tokens of a block, elements of a head (of a latent, its rope part of 64 included), blocks.
     dtype, cache_dtype : str
         Of the model; of the cache, as vLLM names it.
     isa : str, optional
@@ -275,16 +277,8 @@ def vllm_caches(
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.attention.backend import AttentionType
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheLayout,
-        KVCacheTensor,
-        MLAAttentionSpec,
-        compute_layout_strides,
-        get_kv_quant_mode,
-    )  # fmt: skip
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec, get_kv_quant_mode
     from vllm.v1.worker.utils import allocate_kv_cache
 
     model_dtype = getattr(torch, dtype)
@@ -298,22 +292,30 @@ def vllm_caches(
     else:
         spec = FullAttentionSpec(**common, num_kv_heads=nh)
     spec = cls.customize_spec(spec)
-    chosen = KVCacheLayout[order]
-    names = [f"model.layers.{number}.self_attn.attn" for number in range(nl)]
-    layer_stride, block_stride, *_ = compute_layout_strides(spec, num_blocks, nl, chosen)
-    config = KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_layout=order, kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-        kv_cache_tensors=[KVCacheTensor(nl * num_blocks * spec.page_size_bytes, names, layer_stride, block_stride)],
+    cache = CacheConfig(block_size=nt, cache_dtype=cache_dtype, num_gpu_blocks_override=num_blocks)
+    cache.kv_cache_layout = order
+    context: dict[str, Any] = {}
+    config = SimpleNamespace(
+        cache_config=cache, compilation_config=SimpleNamespace(static_forward_context=context),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1, rank=0,
+        ),
+        model_config=SimpleNamespace(
+            dtype=model_dtype, get_total_num_kv_heads=lambda: nh, get_total_num_hidden_layers=lambda: sum(map(len, layers)),
+        ),
     )  # fmt: skip
-    kv_caches = allocate_kv_cache(config, torch.device(device), chosen)
+    held = [KVCacheGroupSpec([f"model.layers.{number}.self_attn.attn" for number in group], spec) for group in layers]
+    kv_cache_config = get_kv_cache_config_from_groups(config, held, 1)
+    kv_caches = allocate_kv_cache(kv_cache_config, torch.device(device), cache.get_resolved_kv_cache_layout())
     if backend == "CPU_ATTN" and isa is None:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         isa = _get_attn_isa(model_dtype, nt, hd, cache_dtype)
     impl_class = cls.get_impl_cls()
     one = torch.ones((), device=device)
-    layers = {}
-    for name in names:
+    for name, view in kv_caches.items():
         impl = impl_class.__new__(impl_class)  # a constructor wants a model; these are what a write reads
         for attribute, value in {
             "num_kv_heads": nh, "head_size": hd, "kv_cache_dtype": cache_dtype, "cache_dtype": cache_dtype,
@@ -322,19 +324,8 @@ def vllm_caches(
             "fp8_dtype": torch.float8_e4m3fn,
         }.items():  # fmt: skip
             setattr(impl, attribute, value)
-        layers[name] = SimpleNamespace(
+        context[name] = SimpleNamespace(
             impl=impl, isa=isa, kv_cache_dtype=cache_dtype, get_attn_backend=lambda: cls, _k_scale=one, _v_scale=one,
-            _k_scale_float=1.0, _v_scale_float=1.0, kv_cache=kv_caches[name].squeeze(1) if cls.is_mla() else kv_caches[name],
+            _k_scale_float=1.0, _v_scale_float=1.0, kv_cache=view.squeeze(1) if cls.is_mla() else view,
         )  # fmt: skip
-    cache = CacheConfig(block_size=nt, cache_dtype=cache_dtype)
-    cache.kv_cache_layout = order
-    return kv_caches, SimpleNamespace(
-        cache_config=cache, compilation_config=SimpleNamespace(static_forward_context=layers),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
-            cp_kv_cache_interleave_size=1, rank=0,
-        ),
-        model_config=SimpleNamespace(
-            dtype=model_dtype, get_total_num_kv_heads=lambda: nh, get_total_num_hidden_layers=lambda: nl,
-        ),
-    ), config  # fmt: skip
+    return kv_caches, config, kv_cache_config
