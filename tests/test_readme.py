@@ -192,6 +192,8 @@ def test_links_and_files_are_there() -> None:
         "cuda",
         "src/kvbm",
         "src/kvbm/bench",
+        "src/kvbm/integrations",
+        "src/kvbm/integrations/vllm",
         "src/kvbm/reshard",
         "src/kvbm/store",
         "src/kvbm/testing",

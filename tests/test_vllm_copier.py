@@ -138,7 +138,9 @@ def test_errors() -> None:
     with pytest.raises(BindError, match=r"2 blocks a chunk: expected 3 blocks and 2 chunks, got 3 and 1"):
         copier.submit(1, np.arange(3), np.arange(1), [3], [1], is_load=True)
     assert copier.finished() == []
-    with pytest.raises(BindError, match=r"host_layout: nhd .*: expected a layout with one array a block, such as universal"):
+    with pytest.raises(
+        BindError, match=r"host_layout: nhd .*: expected a layout with one array a block, such as universal"
+    ):
         HostMemory(load("nhd"), [[engine], [pages(LATENT, "cpu")]], 8, "cpu")
 
 

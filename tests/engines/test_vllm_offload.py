@@ -39,8 +39,8 @@ def offload(model: Path, steps: list[Any], extra: dict[str, Any], *, stock: bool
     return found
 
 
-#: Name of the model, ``kv_connector_extra_config``, arguments of the engine; tokens of `BOTH` that whole chunks hold, of `PART`, and of
-#: `ONE` behind it: chunks are loaded from their middle on, if it is a chunk's worth.
+#: Name of the model, ``kv_connector_extra_config``, arguments of the engine; cached tokens of `BOTH`, which whole chunks hold, of
+#: `PART`, and of `ONE` behind it: chunks are loaded from their middle on, if it is a chunk's worth.
 CASES = {
     "llama": ("llama", {}, {}, [192, 96], 96, 192),
     "llama, bfloat16, blocks of 64, two a chunk, tp 2": (
@@ -81,6 +81,6 @@ def test_a_flipped_bit_changes_tokens(models: Callable[[str], Path]) -> None:
 
 
 def test_the_spec_alone_stops(models: Callable[[str], Path]) -> None:
-    """vLLM's own connector has no way out for a load that fails: the engine stops, and says what helps."""
-    with pytest.raises(AssertionError, match="DigestError: vLLM offloading: chunks .*KvbmOffloadingConnector"):
+    """The engine stops, and says what helps: vLLM's own connector has no way out for a load that fails."""
+    with pytest.raises(AssertionError, match=r"DigestError: vLLM offloading: chunks .*KvbmOffloadingConnector"):
         offload(models("llama"), STEPS[:6], {}, stock=True)

@@ -1,4 +1,4 @@
-"""vLLM with blocks that leave for host memory and come back: ``offload.py SETTINGS``, JSON (`Settings`); prints JSON behind RESULT."""
+"""vLLM whose blocks leave for host memory and come back: ``offload.py SETTINGS`` (`Settings`, JSON); prints JSON behind RESULT."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def facts(_: Any = None) -> dict[str, Any]:
     lanes = {id(lane): lane for lanes in memory.lanes for lane in lanes}
     first = next(iter(lanes.values()))
     return {
-        "groups": len(memory.lanes), "lanes": len(lanes), "shape": str(first.host.shape), "title": first.out.explain(1).split(",")[0],
+        "groups": len(memory.lanes), "lanes": len(lanes), "shape": str(first.host.shape),
+        "title": first.out.explain(1).split(",")[0],
         "shared": memory.is_shared, "known": sum(int(lane.known.sum()) for lane in lanes.values()),
     }  # fmt: skip
 
@@ -112,9 +113,16 @@ def main(settings: Settings) -> None:
             results.append(generated(llm, step["prompts"], settings["new"]))
     generated(llm, [[40, 40]], 2)
     counters = {
-        metric.name: metric.value for metric in llm.get_metrics() if "offload" in metric.name and hasattr(metric, "value")
+        metric.name: metric.value
+        for metric in llm.get_metrics()
+        if "offload" in metric.name and hasattr(metric, "value")
     }
-    found = {"runs": results, "facts": llm.collective_rpc(facts), "counters": counters, "overhead": llm.collective_rpc(overhead)[0]}
+    found = {
+        "runs": results,
+        "facts": llm.collective_rpc(facts),
+        "counters": counters,
+        "overhead": llm.collective_rpc(overhead)[0],
+    }
     print("RESULT", json.dumps(found), flush=True)
 
 

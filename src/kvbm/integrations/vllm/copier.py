@@ -160,7 +160,7 @@ def _inside(layout: Layout, shape: BlockShape, rows: Sequence[npt.NDArray[np.uin
     order = layout.orders[0]
     if layout.planes or not order.table or order.table[0].axes != ("b",) or found.table_size != 1:
         raise BindError(
-            f"host_layout: {layout.name} ({layout.order_text}): blocks of several kinds, or of several ranks, share the host memory: "
+            f"host_layout: {layout.name} ({layout.order_text}): blocks of several kinds, or several ranks, share the host memory: "
             "expected a layout with one array a block, such as universal"
         )
     kind, dtype = found.first, numpy_name(shape.dtype)
@@ -305,29 +305,30 @@ class Copier:
     ) -> list[tuple[Lane, Ids, Ids]]:
         """Blocks of the engine and of the host, lane by lane; what chunks held that are stored to is forgotten."""
         each = self.blocks_per_chunk
-        ids, chunks = ids.astype(np.int64), chunks.astype(np.int64)
+        blocks: Ids = ids.astype(np.int64)
+        held: Ids = chunks.astype(np.int64)
         skips = [first % each for first in block_indices]
         taken = [-(-(skip + count) // each) if count else 0 for skip, count in zip(skips, group_sizes, strict=True)]
-        if (sum(group_sizes), sum(taken)) != (len(ids), len(chunks)):
+        if (sum(group_sizes), sum(taken)) != (len(blocks), len(held)):
             raise BindError(
-                f"offloading: groups of {list(group_sizes)} blocks that begin at {list(block_indices)}, {each} blocks a chunk: expected "
-                f"{sum(group_sizes)} blocks and {sum(taken)} chunks, got {len(ids)} and {len(chunks)}"
+                f"offloading: groups of {list(group_sizes)} blocks from {list(block_indices)} on, {each} blocks a chunk: expected "
+                f"{sum(group_sizes)} blocks and {sum(taken)} chunks, got {len(blocks)} and {len(held)}"
             )
         found: dict[int, tuple[Lane, list[Ids], list[Ids]]] = {}
-        id_at = chunk_at = 0
-        for lanes, count, skip, held in zip(self.memory.lanes, group_sizes, skips, taken, strict=True):
+        at = chunk_at = 0
+        for lanes, count, skip, num_chunks in zip(self.memory.lanes, group_sizes, skips, taken, strict=True):
             if not count:
                 continue
-            units = chunks[chunk_at : chunk_at + held]
+            units = held[chunk_at : chunk_at + num_chunks]
             if each > 1:
                 units = (units[:, None] * each + np.arange(each)).ravel()
             for lane in lanes:
                 if not is_load:
                     lane.known[units] = False
                 _, ours, theirs = found.setdefault(id(lane), (lane, [], []))
-                ours.append(ids[id_at : id_at + count])
+                ours.append(blocks[at : at + count])
                 theirs.append(units[skip : skip + count])
-            id_at, chunk_at = id_at + count, chunk_at + held
+            at, chunk_at = at + count, chunk_at + num_chunks
         return [(lane, np.concatenate(ours), np.concatenate(theirs)) for lane, ours, theirs in found.values()]
 
     def _event(self) -> Any:

@@ -94,7 +94,7 @@ class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
         if not self._reports:
             raise DigestError(
                 f"vLLM offloading: chunks {sorted(job.wrong_chunks)} of host memory are not what was stored there; expected equal "
-                "digests: the memory was written by others, or is broken.  vLLM's OffloadingConnector cannot compute them anew: with "
+                "digests: others wrote to the memory, or it is broken.  vLLM's OffloadingConnector cannot compute them anew: with "
                 'kv_connector "KvbmOffloadingConnector" and kv_connector_module_path "kvbm.integrations.vllm" this is a miss'
             )
         self._failures.jobs.add(job.job_id)
@@ -182,6 +182,9 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
     BindError
         Another vLLM than those supported; memory for less than a chunk; pages whose order is not known.
     """
+
+    _manager: Any
+    _worker: Any
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:

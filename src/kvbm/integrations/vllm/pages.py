@@ -26,8 +26,8 @@ def require_version(found: str) -> None:
     if not VERSIONS[0] <= number < VERSIONS[1]:
         first, end = (".".join(map(str, version)) for version in VERSIONS)
         raise BindError(
-            f"kvbm.integrations.vllm: expected vLLM {first} or newer, before {end}, got {found}; install one of these, or a kvbm-layouts "
-            "that knows yours"
+            f"kvbm.integrations.vllm: expected vLLM {first} or newer, before {end}, got {found}; install one of these, or a "
+            "kvbm-layouts that knows yours"
         )
 
 
