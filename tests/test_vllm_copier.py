@@ -84,6 +84,9 @@ def test_chunks_of_several_blocks(copiers: list[Copier], device: str) -> None:
     assert torch.equal(arrays(engine)[:, 7:10], before[:, 2:5]) and not found.wrong_blocks
     found = moved(copier, 3, [10, 11], [3], is_load=True, indices=[3])
     assert (found.wrong_blocks, found.wrong_chunks) == ([10], {3})
+    moved(copier, 4, [1, 2, 3, 4], [2, 0], is_load=False, indices=[5])  # chunk 0 again; of chunk 2 the end alone
+    moved(copier, 5, [1, 2], [0], is_load=False, indices=[1])  # and of chunk 0: what it held before is not what it holds
+    assert moved(copier, 6, [10, 11], [0], is_load=True, indices=[0]).wrong_blocks == [10]
 
 
 @pytest.mark.parametrize("device", DEVICES)

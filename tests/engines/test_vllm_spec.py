@@ -69,6 +69,10 @@ def test_a_manager_forgets_what_failed() -> None:
     manager.distrust({second})
     assert stored(manager, [keys[1]], context) == [second]  # no lookup before: it is not taken for stored
     assert manager.lookup(keys[1], context) is LookupResult.HIT
+    manager.distrust({first, second})
+    others = [b"e" * 36, b"f" * 36]
+    assert set(stored(manager, others, context)) == {first, second}  # evicted before anybody asked
+    assert [manager.lookup(key, context) for key in others] == [LookupResult.HIT] * 2
     manager.distrust({first})
     manager.reset_cache()
     assert set(stored(manager, keys, context)) == {first, second}
