@@ -193,6 +193,7 @@ def test_links_and_files_are_there() -> None:
         "src/kvbm",
         "src/kvbm/bench",
         "src/kvbm/integrations",
+        "src/kvbm/integrations/vllm",
         "src/kvbm/reshard",
         "src/kvbm/store",
         "src/kvbm/testing",

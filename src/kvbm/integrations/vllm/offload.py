@@ -1,0 +1,360 @@
+"""vLLM's native offloading with kvbm as the copier: a connector, and the spec behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec, _all_workers_barrier
+
+from ... import spec as layouts
+from ...errors import BindError, DigestError
+from .copier import Copier, HostMemory
+from .pages import pages_of, require_version
+
+__all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec", "KvbmOffloadingWorker"]
+
+require_version(vllm.__version__)
+
+logger = init_logger(__name__)
+
+#: Counters: of stores, of loads, and of loads that failed their check.
+STORED = ("vllm:kvbm_offload_stored_blocks", "vllm:kvbm_offload_stored_bytes")
+LOADED = ("vllm:kvbm_offload_loaded_blocks", "vllm:kvbm_offload_loaded_bytes")
+FAILED = "vllm:kvbm_offload_failed_blocks"
+
+
+@dataclass
+class Failures:
+    """Loads that gave other bytes than were stored: jobs, blocks of the engine, chunks of host memory."""
+
+    jobs: set[int] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=set)
+    chunks: set[int] = field(default_factory=set)
+
+
+class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not typed
+    """What copies in a worker of vLLM's.
+
+    Parameters
+    ----------
+    copier : Copier
+    reports : bool
+        Somebody asks for `take_failures`; else a load that fails its check raises `DigestError`.
+    """
+
+    def __init__(self, copier: Copier, reports: bool) -> None:
+        self.copier = copier
+        self._reports = reports
+        self._failures = Failures()
+        self._stats = OffloadingConnectorStats()
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        gpu = src_spec
+        self.copier.submit(job_id, gpu.block_ids, dst_spec.block_ids, gpu.group_sizes, gpu.block_indices, is_load=False)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        gpu = dst_spec
+        self.copier.submit(job_id, gpu.block_ids, src_spec.block_ids, gpu.group_sizes, gpu.block_indices, is_load=True)
+        return True
+
+    def get_finished(self) -> list[Any]:
+        """Jobs that are done.  Loads that failed their check are among them: vLLM takes no others; see `take_failures`."""
+        results = []
+        for job in self.copier.finished():
+            blocks, nbytes = LOADED if job.is_load else STORED
+            self._stats.increase_counter(blocks, job.blocks)
+            self._stats.increase_counter(nbytes, job.nbytes)
+            if job.wrong_blocks:
+                self._fail(job)
+            results.append(TransferResult(job.job_id, True, job.nbytes, job.seconds))
+        return results
+
+    def _fail(self, job: Any) -> None:
+        self._stats.increase_counter(FAILED, len(job.wrong_blocks))
+        if not self._reports:
+            raise DigestError(
+                f"vLLM offloading: chunks {sorted(job.wrong_chunks)} of host memory are not what was stored there; expected equal "
+                "digests: others wrote to the memory, or it is broken.  vLLM's OffloadingConnector cannot compute them anew: with "
+                'kv_connector "KvbmOffloadingConnector" and kv_connector_module_path "kvbm.integrations.vllm" this is a miss'
+            )
+        self._failures.jobs.add(job.job_id)
+        self._failures.blocks.update(job.wrong_blocks)
+        self._failures.chunks.update(job.wrong_chunks)
+
+    def take_failures(self) -> Failures:
+        """What failed since the last call."""
+        failures, self._failures = self._failures, Failures()
+        return failures
+
+    def take_stats(self) -> Any:
+        """Counters since the last call; None if nothing was copied."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, OffloadingConnectorStats()
+        return stats
+
+    def wait(self, job_ids: set[int]) -> None:
+        self.copier.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self.copier.close()
+
+
+class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
+    """vLLM's manager of host memory, which forgets chunks that failed their check."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._distrusted: set[int] = set()
+
+    def distrust(self, chunks: set[int]) -> None:
+        """What these chunks hold is a miss from now on."""
+        self._distrusted |= chunks
+
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        if self._distrusted and self._forgets(key):
+            return LookupResult.MISS
+        return super().lookup(key, req_context)
+
+    def prepare_store(self, keys: Any, req_context: Any) -> Any:
+        if self._distrusted:
+            for key in keys:
+                self._forgets(key)
+        return super().prepare_store(keys, req_context)
+
+    def _forgets(self, key: Any) -> bool:
+        """Whether a key's chunk failed; if nobody reads it any more, it is free again."""
+        chunk = self._policy.get(key)
+        if chunk is None or chunk.chunk_id not in self._distrusted:
+            return False
+        if chunk.ref_cnt == 0:
+            self._policy.remove(key)
+            self._num_evictable_cache_chunks -= 1
+            self._free_chunk(chunk)
+            self._distrusted.discard(chunk.chunk_id)
+            if self.events is not None:
+                self.events.append(OffloadingEvent(keys=[key], medium=self.medium, removed=True))
+        return True
+
+    def _allocate_chunks(self, keys: Any) -> Any:
+        chunks = super()._allocate_chunks(keys)
+        self._distrusted.difference_update(chunk.chunk_id for chunk in chunks)
+        return chunks
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        self._distrusted.clear()
+
+
+class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
+    """vLLM's `CPUOffloadingSpec`, whose copies are kvbm's.
+
+    ``kv_connector_extra_config`` takes, besides vLLM's own keys (``cpu_bytes_to_use``, ``blocks_per_chunk``,
+    ``eviction_policy``, …):
+
+    host_layout : str
+        Layout of the blocks in host memory: a name of the catalogue, or a file; ``universal`` if not given.
+    verify : bool
+        Check on load that a block is what was stored; yes if not given.
+
+    Raises
+    ------
+    BindError
+        Another vLLM than those supported; memory for less than a chunk; pages whose order is not known.
+    """
+
+    _manager: Any
+    _worker: Any
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        documented = {
+            STORED[0]: "Blocks that kvbm copied to host memory.",
+            STORED[1]: "Bytes that kvbm copied to host memory.",
+            LOADED[0]: "Blocks that kvbm copied from host memory.",
+            LOADED[1]: "Bytes that kvbm copied from host memory.",
+            FAILED: "Blocks whose digest after the load was not that of the store: misses.",
+        }
+        counters = {name: OffloadingCounterMetadata(documentation=text) for name, text in documented.items()}
+        return {**super().build_metric_definitions(extra_config), **counters}
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.host_layout = layouts.load(str(self.extra_config.get("host_layout", "universal")))
+        self.verify = _flag(self.extra_config, "verify", True)
+        if config.canonical_layout:
+            raise BindError("canonical_layout: host_layout takes its place; leave it out")
+        if self.kv_bytes_per_chunk and not self.num_chunks:
+            raise BindError(
+                f"cpu_bytes_to_use: expected at least {self.kv_bytes_per_chunk} bytes, which a chunk of all ranks takes, got "
+                f"{self.extra_config['cpu_bytes_to_use']}"
+            )
+
+    def _uses_shared_region(self) -> bool:
+        return True  # on the CPU, too
+
+    def get_manager(self) -> Any:
+        if self._manager is None:
+            self._manager = KvbmOffloadingManager(
+                num_chunks=self.num_chunks,
+                cache_policy=self.eviction_policy,
+                cache_policy_module_path=self.cache_policy_module_path,
+                enable_events=self.kv_events_config.enable_kv_cache_events,
+                store_threshold=int(self.extra_config.get("store_threshold", 0)),
+                max_tracker_size=int(self.extra_config.get("max_tracker_size", 64_000)),
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        if self._worker is None:
+            self._worker = self.create_worker(kv_caches)
+        return self._worker
+
+    def create_worker(self, kv_caches: Any) -> Any:
+        connector = _connector_of(self, get_kv_transfer_group())
+        worker = connector.connector_worker
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        names = [name for group in self.config.groups for name in group.layer_names]
+        tensors = getattr(connector, "kv_caches", None) or {name: layers[name].kv_cache for name in names}
+        groups = pages_of(tensors, kv_caches, self.config, worker.vllm_config, worker.kv_cache_config)
+        for why in {pages.unknown for group in groups for pages in group if pages.unknown}:
+            logger.warning("kvbm copies blocks as bytes: %s", why)
+        units = self.num_chunks * self.blocks_per_chunk
+        shared = None
+        if self.replicated_layout:
+            shared = _shared_memory(self.config.engine_id, HostMemory.shared_bytes(groups, units))
+        on_gpu = kv_caches.tensors[0].tensor.device.type != "cpu"
+        memory = HostMemory(self.host_layout, groups, units, "pinned" if on_gpu else "cpu", shared)
+        for lanes in memory.lanes:
+            for lane in lanes:
+                logger.info("kvbm: %d blocks, %s", units, lane.out)
+        copier = Copier(memory, self.blocks_per_chunk, self.verify)
+        return KvbmOffloadingWorker(copier, reports=isinstance(connector, KvbmOffloadingConnector))
+
+
+def _flag(extra: Mapping[str, Any], name: str, usual: bool) -> bool:
+    given = extra.get(name, usual)
+    if not isinstance(given, bool):
+        raise BindError(f"kv_connector_extra_config: {name}: expected true or false, got {given!r:.100}")
+    return given
+
+
+def _connector_of(spec: Any, group: Any) -> Any:
+    """The connector that a spec belongs to: the engine's own, or one of several."""
+    found = [group, *getattr(group, "_connectors", ())]
+    return next(one for one in found if getattr(getattr(one, "connector_worker", None), "spec", None) is spec)
+
+
+def _shared_memory(engine_id: str, nbytes: int) -> Any:
+    """Zeros that all ranks on this machine see; gone with the last of them."""
+    path = Path(f"/dev/shm/kvbm_offload_{engine_id}")  # noqa: S108  (memory, not a temporary file)
+    try:
+        with path.open("xb") as file:
+            file.truncate(nbytes)
+    except FileExistsError:
+        pass
+    _all_workers_barrier()  # it has its size
+    memory = np.memmap(path, np.uint8, "r+", shape=(nbytes,))
+    _all_workers_barrier()  # all have mapped it
+    path.unlink(missing_ok=True)
+    return np.asarray(memory)
+
+
+@dataclass
+class _Metadata(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """What vLLM's workers tell the scheduler, and the loads and chunks that failed their check."""
+
+    failed_jobs: set[int] = field(default_factory=set)
+    failed_chunks: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: Any) -> Any:
+        both = super().aggregate(other)
+        failed = self.failed_jobs | other.failed_jobs, self.failed_chunks | other.failed_chunks
+        return _Metadata(both.completed_jobs, both.transfer_stats, *failed)
+
+
+class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
+    """vLLM's `OffloadingConnector` with `KvbmOffloadingSpec`, and a way out for loads that fail their check.
+
+    Blocks that are not what was stored are told to the scheduler as load errors: it computes them anew, and the
+    chunks are forgotten.  Where layers form several groups, it computes the request anew.  For an offloaded cache that is a
+    miss: ``kv_load_failure_policy`` is ``"recompute"``, whatever is given.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        transfer = _completed(vllm_config)
+        if role == KVConnectorRole.SCHEDULER:  # it is read when the connector is there
+            transfer.kv_load_failure_policy = "recompute"
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._by_request = len(kv_cache_config.kv_cache_groups) > 1
+        self._failures = Failures()
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.kv_caches = kv_caches
+        super().register_kv_caches(kv_caches)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        requests = dict(self.connector_worker._load_jobs)
+        results = super().get_transfer_results(finished_req_ids)
+        self._failures = self.connector_worker.worker.take_failures()
+        if self._by_request:
+            results.failed_recving |= {requests[job] for job in self._failures.jobs}
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._by_request else self._failures.blocks
+
+    def build_connector_worker_meta(self) -> Any:
+        found = super().build_connector_worker_meta()
+        if found is None:
+            return None
+        return _Metadata(found.completed_jobs, found.transfer_stats, self._failures.jobs, self._failures.chunks)
+
+    def get_kv_connector_stats(self) -> Any:
+        if self.connector_worker is not None:
+            return self.connector_worker.worker.take_stats()
+        return super().get_kv_connector_stats()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        found = connector_output.kv_connector_worker_meta
+        if isinstance(found, _Metadata) and found.failed_jobs:
+            logger.warning("kvbm: %d chunks of host memory failed their check", len(found.failed_chunks))
+            self.scheduler.manager.distrust(found.failed_chunks)
+            for job in found.failed_jobs & self.scheduler._jobs.keys():
+                for group in self.scheduler._req_status[self.scheduler._jobs[job].req_id].group_states:
+                    group.next_stored_chunk_idx = 0  # what is computed anew is stored anew
+        super().update_connector_output(connector_output)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any, **options: Any) -> Any:
+        _completed(vllm_config)
+        return super().build_prom_metrics(vllm_config, *args, **options)
+
+
+def _completed(vllm_config: Any) -> Any:
+    """The configuration of the transfer, in which the spec is named."""
+    transfer = vllm_config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config
+    if extra.setdefault("spec_name", "KvbmOffloadingSpec") == "KvbmOffloadingSpec":
+        extra.setdefault("spec_module_path", "kvbm.integrations.vllm")
+    return transfer

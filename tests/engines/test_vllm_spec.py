@@ -1,0 +1,177 @@
+"""Pieces of vLLM's offloading with kvbm, with vLLM's own classes and without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata, TransferStats
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from kvbm import BindError, DigestError, load
+from kvbm.integrations import vllm as integration
+from kvbm.integrations.vllm import offload
+from kvbm.integrations.vllm.copier import Copier, HostMemory
+from kvbm.integrations.vllm.pages import pages_of, require_version
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "dev"])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(BindError, match=rf"expected vLLM 0\.32 or newer, before 0\.33, got {version}"):
+        require_version(version)
+
+
+def test_names() -> None:
+    """The connector by its name alone, once vLLM has called `register`; twice is once."""
+    integration.register()
+    integration.register()
+    assert KVConnectorFactory.get_connector_class_by_name("KvbmOffloadingConnector") is offload.KvbmOffloadingConnector
+    assert integration.KvbmOffloadingSpec is offload.KvbmOffloadingSpec
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = integration.Nothing
+
+
+def stored(manager: Any, keys: list[bytes], context: ReqContext) -> list[int]:
+    """Their chunks."""
+    output = manager.prepare_store(keys, context)
+    manager.complete_store(keys, context)
+    return output.store_spec.block_ids.tolist()
+
+
+def test_a_manager_forgets_what_failed() -> None:
+    """A miss at once; free when nobody reads it any more; stored anew it is trusted; the books are those of vLLM's manager."""
+    manager, context = offload.KvbmOffloadingManager(num_chunks=2, enable_events=True), ReqContext("one")
+    keys = [b"a" * 36, b"b" * 36]
+    first, second = stored(manager, keys, context)
+    manager.prepare_load([keys[0]], context)
+    manager.distrust({first})
+    assert [manager.lookup(key, context) for key in keys] == [LookupResult.MISS, LookupResult.HIT]
+    assert manager.prepare_store([b"c" * 36, b"d" * 36], context) is None  # one is being read, by whom it failed
+    manager.complete_load([keys[0]], context)
+    list(manager.take_events())
+    assert manager.lookup(keys[0], context) is LookupResult.MISS
+    [event] = manager.take_events()
+    assert (event.keys, event.removed) == ([keys[0]], True)
+    assert manager._num_evictable_cache_chunks == 1 and manager._get_num_free_chunks() == 1
+    assert stored(manager, [keys[0]], context) == [first]
+    assert [manager.lookup(key, context) for key in keys] == [LookupResult.HIT] * 2
+    manager.distrust({second})
+    assert stored(manager, [keys[1]], context) == [second]  # no lookup before: it is not taken for stored
+    assert manager.lookup(keys[1], context) is LookupResult.HIT
+    manager.distrust({first, second})
+    others = [b"e" * 36, b"f" * 36]
+    assert set(stored(manager, others, context)) == {first, second}  # evicted before anybody asked
+    assert [manager.lookup(key, context) for key in others] == [LookupResult.HIT] * 2
+    manager.distrust({first})
+    manager.reset_cache()
+    assert set(stored(manager, keys, context)) == {first, second}
+    assert [manager.lookup(key, context) for key in keys] == [LookupResult.HIT] * 2
+
+
+def test_what_ranks_tell_is_joined() -> None:
+    """Failures of all ranks, whichever has them."""
+    one = offload._Metadata({1: 1}, TransferStats())
+    other = offload._Metadata({1: 1, 2: 1}, TransferStats(), {2}, {7})
+    for both in (one.aggregate(other), other.aggregate(one)):
+        assert (both.completed_jobs, both.failed_jobs, both.failed_chunks) == ({1: 2, 2: 1}, {2}, {7})
+        assert isinstance(both, OffloadingWorkerMetadata)
+
+
+def canonical(step: int, layers: int = 3) -> CanonicalKVCaches:
+    """Pages of 96 bytes, at a step."""
+    memory = torch.randint(-128, 128, (layers, 8, step), dtype=torch.int8)
+    tensors = [CanonicalKVCacheTensor(pages[:, :96], 96) for pages in memory]
+    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(index, 96) for index in range(layers)]])
+
+
+def worker(caches: CanonicalKVCaches, reports: bool) -> offload.KvbmOffloadingWorker:
+    """Of a model of which nothing is known."""
+    config = SimpleNamespace(groups=[SimpleNamespace(group_id=0, layer_names=("a", "b", "c"))])
+    groups = pages_of({}, caches, config, SimpleNamespace(), SimpleNamespace(kv_cache_groups=[]))
+    assert groups[0][0].unknown.startswith("vLLM: ")
+    return offload.KvbmOffloadingWorker(Copier(HostMemory(load("universal"), groups, 4, "cpu"), 2), reports)
+
+
+@pytest.mark.parametrize("step", [96, 128])
+def test_pages_that_nobody_knows(step: int) -> None:
+    """They are copied as bytes, and their padding is not; what vLLM is told is true."""
+    caches = canonical(step)
+    before = torch.stack([one.tensor for one in caches.tensors]).clone()
+    copies = worker(caches, True)
+    assert copies.submit_store(1, GPULoadStoreSpec([5, 6, 7], [3], [0]), CPULoadStoreSpec([1, 0]))
+    copies.wait({1})
+    [result] = copies.get_finished()
+    assert (result.job_id, result.success, result.transfer_size) == (1, True, 3 * 3 * 96) and result.transfer_time > 0
+    assert copies.submit_load(2, CPULoadStoreSpec([1, 0]), GPULoadStoreSpec([0, 1], [2], [1]))
+    [result] = copies.get_finished()
+    assert (result.job_id, result.transfer_size) == (2, 2 * 3 * 96)
+    after = torch.stack([one.tensor for one in caches.tensors])
+    assert torch.equal(after[:, :2], before[:, 6:]) and torch.equal(after[:, 2:], before[:, 2:])
+    assert not copies.take_failures().jobs
+    assert copies.take_stats().reduce() == {
+        offload.STORED[0]: 3, offload.STORED[1]: 864, offload.LOADED[0]: 2, offload.LOADED[1]: 576,
+    }  # fmt: skip
+    assert copies.take_stats() is None and copies.get_finished() == []
+    copies.shutdown()
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_load_that_fails(reports: bool) -> None:
+    """Is told once, with what it wrote; where nobody asks it is an error."""
+    copies = worker(canonical(96), reports)
+    copies.submit_store(1, GPULoadStoreSpec([5, 6], [2], [0]), CPULoadStoreSpec([1]))
+    assert len(copies.get_finished()) == 1
+    copies.copier.memory.lanes[0][0].host.arrays[3].reshape(-1)[17] ^= 1
+    copies.submit_load(2, CPULoadStoreSpec([1]), GPULoadStoreSpec([3, 4], [2], [0]))
+    if not reports:
+        with pytest.raises(DigestError, match=r"chunks \[1\] of host memory are not what was stored"):
+            copies.get_finished()
+        return
+    assert [one.success for one in copies.get_finished()] == [True]  # vLLM asserts that it is
+    failures = copies.take_failures()
+    assert (failures.jobs, failures.blocks, failures.chunks) == ({2}, {4}, {1})
+    assert copies.take_failures() == offload.Failures()
+    assert copies.take_stats().reduce()[offload.FAILED] == 1
+
+
+def spec(**extra: Any) -> offload.KvbmOffloadingSpec:
+    config = SimpleNamespace(
+        extra_config={"cpu_bytes_to_use": 1 << 20, **extra}, groups=[], enable_kv_cache_events=False,
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1), canonical_layout=extra.pop("canonical", False),
+        parallel=SimpleNamespace(world_size=2), worker_kv_bytes_per_block=1 << 16, replicated_layout=False,
+    )  # fmt: skip
+    return offload.KvbmOffloadingSpec(config)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"verify": "no"}, r"verify: expected true or false, got 'no'"),
+        ({"canonical": True}, r"canonical_layout: host_layout takes its place"),
+        ({"cpu_bytes_to_use": 1000}, r"cpu_bytes_to_use: expected at least 131072 bytes, .* got 1000"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_refused(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(BindError, match=says):
+        spec(**extra)
+
+
+def test_settings() -> None:
+    """The layout is the catalogue's; the manager is ours; there are counters for all that is counted."""
+    made = spec(host_layout="operational_nhd")
+    assert (made.host_layout.name, made.verify, made.num_chunks) == ("operational_nhd", True, 8)
+    assert isinstance(made.get_manager(), offload.KvbmOffloadingManager) and made.get_manager() is made.get_manager()
+    assert {*offload.STORED, *offload.LOADED, offload.FAILED} <= offload.KvbmOffloadingSpec.build_metric_definitions(
+        {}
+    ).keys()
