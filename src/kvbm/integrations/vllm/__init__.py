@@ -1,0 +1,23 @@
+"""vLLM: `KvbmConnector`; vLLM finds it by its entry point."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["KvbmConnector", "register"]
+
+_HOME = {"KvbmConnector": "connector"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def register() -> None:
+    """Tell vLLM what there is; called by vLLM, which finds it as an entry point (``vllm.general_plugins``)."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    KVConnectorFactory.register_connector("KvbmConnector", f"{__name__}.connector", "KvbmConnector")

@@ -1,0 +1,57 @@
+"""One engine of two: ``disaggregate.py prefill|decode SETTINGS FOLDER``; the folder is where they wait for each other."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from generate import prompt
+
+
+def main(role: str, settings: dict[str, Any], folder: Path) -> None:
+    from vllm import LLM, SamplingParams
+
+    usual = {
+        "skip_tokenizer_init": True, "max_model_len": 1024, "enforce_eager": True, "max_num_seqs": 4, "dtype": "float32",
+        "enable_prefix_caching": True,
+    }  # fmt: skip
+    llm = LLM(**{**usual, **settings["llm"]})
+
+    def run(length: int, new: int, params: dict[str, Any] | None = None) -> Any:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=new, detokenize=False, ignore_eos=True, extra_args={"kv_transfer_params": params} if params else None
+        )
+        return llm.generate([{"prompt_token_ids": prompt(length)}], sampling, use_tqdm=False)[0]
+
+    def wait(name: str) -> Any:
+        end = time.monotonic() + 180
+        while not (folder / name).exists():
+            assert time.monotonic() < end, f"{name}: not there"
+            time.sleep(0.02)
+            if role == "prefill":
+                run(3, 1)  # an engine without requests stands still
+        return json.loads((folder / name).read_text())
+
+    def put(name: str, value: Any) -> None:
+        (folder / f"{name}.part").write_text(json.dumps(value))
+        (folder / f"{name}.part").rename(folder / name)
+
+    results = []
+    if role == "decode":
+        run(64, 2)  # the first step of a process may not be one of a single token
+    for number, length in enumerate(settings["lengths"]):
+        if role == "prefill":
+            put(f"{number}", run(length, 1, {"do_remote_decode": True}).kv_transfer_params)
+            wait(f"{number}.done")
+        else:
+            out = run(length, settings["new"], wait(f"{number}"))
+            results.append({"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens})
+            put(f"{number}.done", True)
+    print("RESULT", json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]))
