@@ -1,8 +1,14 @@
-"""One engine of two: ``disaggregate.py prefill|decode SETTINGS FOLDER``; the folder is where they wait for each other."""
+"""One engine of two: ``disaggregate.py prefill|decode SETTINGS FOLDER``; the folder is where they wait for each other.
+
+Settings are JSON: ``llm`` (arguments of `vllm.LLM`), ``lengths`` of prompts, ``new`` tokens that are generated, and for the engine
+that decodes ``kill``: before this request it kills the other one; for the one that prefills ``other``: it is given other prompts.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,11 +26,10 @@ def main(role: str, settings: dict[str, Any], folder: Path) -> None:
     }  # fmt: skip
     llm = LLM(**{**usual, **settings["llm"]})
 
-    def run(length: int, new: int, params: dict[str, Any] | None = None) -> Any:
-        sampling = SamplingParams(
-            temperature=0, max_tokens=new, detokenize=False, ignore_eos=True, extra_args={"kv_transfer_params": params} if params else None
-        )
-        return llm.generate([{"prompt_token_ids": prompt(length)}], sampling, use_tqdm=False)[0]
+    def run(tokens: list[int], new: int, params: dict[str, Any] | None = None) -> Any:
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True, extra_args=extra)
+        return llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)[0]
 
     def wait(name: str) -> Any:
         end = time.monotonic() + 180
@@ -32,7 +37,7 @@ def main(role: str, settings: dict[str, Any], folder: Path) -> None:
             assert time.monotonic() < end, f"{name}: not there"
             time.sleep(0.02)
             if role == "prefill":
-                run(3, 1)  # an engine without requests stands still
+                run([5, 6, 7], 1)  # an engine without requests stands still
         return json.loads((folder / name).read_text())
 
     def put(name: str, value: Any) -> None:
@@ -40,16 +45,26 @@ def main(role: str, settings: dict[str, Any], folder: Path) -> None:
         (folder / f"{name}.part").rename(folder / name)
 
     results = []
-    if role == "decode":
-        run(64, 2)  # the first step of a process may not be one of a single token
+    if role == "prefill":
+        put("pid", os.getpid())
+    else:
+        run(prompt(64), 2)  # the first step of a process may not be one of a single token
     for number, length in enumerate(settings["lengths"]):
         if role == "prefill":
-            put(f"{number}", run(length, 1, {"do_remote_decode": True}).kv_transfer_params)
+            tokens = prompt(length)
+            if settings.get("other"):
+                tokens = [token % 1000 + 3 for token in tokens]
+            put(f"{number}", run(tokens, 1, {"do_remote_decode": True, "do_remote_prefill": False}).kv_transfer_params)
             wait(f"{number}.done")
         else:
-            out = run(length, settings["new"], wait(f"{number}"))
-            results.append({"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens})
+            params = wait(f"{number}")
+            if settings.get("kill") == number:
+                os.kill(wait("pid"), signal.SIGKILL)
+            out = run(prompt(length), settings["new"], params)
+            results.append(list(out.outputs[0].token_ids))
             put(f"{number}.done", True)
+            if settings.get("kill") == number:
+                break
     print("RESULT", json.dumps(results), flush=True)
 
 

@@ -1,0 +1,65 @@
+"""vLLM's tokens for prompts, run after run: ``generate.py SETTINGS``, which are JSON (`Settings`); prints JSON behind RESULT."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any, TypedDict
+
+
+class Settings(TypedDict):
+    """What is run.
+
+    Attributes
+    ----------
+    llm : dict
+        Arguments of `vllm.LLM`.
+    runs : list of list of int
+        Lengths of prompts: those of a run are generated together, and before the next one the prefix cache is reset.
+    new : int
+        Tokens that are generated.
+    """
+
+    llm: dict[str, Any]
+    runs: list[list[int]]
+    new: int
+
+
+def prompt(length: int) -> list[int]:
+    """Tokens that no two lengths have in common from the first block on."""
+    return [(i * 7 + 31 * length) % 1000 + 3 for i in range(length)]
+
+
+def generated(llm: Any, lengths: list[int], new: int) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True, logprobs=3)
+    start = time.perf_counter()
+    found = llm.generate([{"prompt_token_ids": prompt(length)} for length in lengths], sampling, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    [print("LP", length, [{k: round(v.logprob, 5) for k, v in x.items()} for x in one.outputs[0].logprobs[:3]], flush=True) for length, one in zip(lengths, found)]
+    return [
+        {"tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens, "seconds": seconds} for one in found
+    ]
+
+
+def main(settings: Settings) -> None:
+    from vllm import LLM
+
+    usual = {
+        "skip_tokenizer_init": True, "max_model_len": 1024, "enforce_eager": True, "max_num_seqs": 4, "dtype": "float32",
+        "block_size": 32, "enable_prefix_caching": True,
+    }  # fmt: skip
+    llm = LLM(**{**usual, **settings["llm"]})
+    results = []
+    for lengths in settings["runs"]:
+        results.append(generated(llm, lengths, settings["new"]))
+        time.sleep(0.2)  # what was offloaded is told at the next step
+        generated(llm, [40], 2)
+        assert llm.reset_prefix_cache()
+    print("RESULT", json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
