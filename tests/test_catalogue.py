@@ -48,6 +48,15 @@ ENGINES: dict[str, tuple[Shapes, Row]] = {
             lambda m, s, o, l, b, t, h: m[l][b, t, 2 * h + o, : s.hs]),
     "lightllm_list": (lambda s: [(s.nb * s.bs, 2 * s.nh, s.hs)] * s.nl,
                       lambda m, s, o, l, b, t, h: m[l][b * s.bs + t, o * s.nh + h]),
+    "cpu": (lambda s: [(2, s.nb, s.nh, s.bs * s.hs)] * s.nl,
+            lambda m, s, o, l, b, t, h: m[l][0, b, h].reshape(s.hs, s.bs)[:, t] if o == 0
+            else m[l][1, b, h].reshape(s.bs, s.hs)[t]),
+    "cpu_vec": (lambda s: [(s.nb, s.nh, 2, s.bs * s.hs)] * s.nl,
+                lambda m, s, o, l, b, t, h: m[l][b, h, 0].reshape(s.hs, s.bs)[:, t] if o == 0
+                else m[l][b, h, 1].reshape(s.bs, s.hs)[t]),
+    "cpu_amx": (lambda s: [(s.nb, s.nh, 2, s.bs * s.hs)] * s.nl,
+                lambda m, s, o, l, b, t, h: m[l][b, h, 0].reshape(s.bs // 16, s.hs // 2, 16, 2)[t // 16, :, t % 16]
+                if o == 0 else m[l][b, h, 1].reshape(s.hs // 16, s.bs // 2, 16, 2)[:, t // 2, :, t % 2]),
     # ---- one tensor for K and one for V a layer
     "pair_nhd": (lambda s: [(s.nb, s.bs, s.nh, s.hs)] * (2 * s.nl), lambda m, s, o, l, b, t, h: m[2 * l + o][b, t, h]),
     "pair_hnd": (lambda s: [(s.nb, s.nh, s.bs, s.hs)] * (2 * s.nl), lambda m, s, o, l, b, t, h: m[2 * l + o][b, h, t]),
@@ -171,7 +180,8 @@ CATALOGUE = {
     "trtllm/mla_pool": "mla_fc", "trtllm/v1_pool": "trtllm", "trtllm/v2_slot": "fc_hnd",
     "vllm/BHLNC": "BHLNC", "vllm/BLHNC": "BLHNC", "vllm/BLNHC": "BLNHC", "vllm/LBHNC": "LBHNC", "vllm/LBNHC": "LBNHC",
     "vllm/LHBNC": "LHBNC", "vllm/aiter_shuffle": "aiter_shuffle", "vllm/ascend_nd": "pair_nhd", "vllm/ascend_nz": "nz",
-    "vllm/cpu": "flash_attn_hnd", "vllm/cross_layer_flashinfer_hnd": "cross_flashinfer_hnd",
+    "vllm/cpu": "cpu", "vllm/cpu_vec": "cpu_vec", "vllm/cpu_amx": "cpu_amx",
+    "vllm/cross_layer_flashinfer_hnd": "cross_flashinfer_hnd",
     "vllm/cross_layer_hnd": "fc_universal", "vllm/cross_layer_nhd": "fc_nhd", "vllm/flash_attn_hnd": "flash_attn_hnd",
     "vllm/flash_attn_nhd": "flash_attn_nhd", "vllm/flashinfer_hnd": "flashinfer_hnd",
     "vllm/flashinfer_nhd": "flashinfer_nhd", "vllm/mla": "mla_pages", "vllm/mla_cross_layer": "mla_page_first_direct",

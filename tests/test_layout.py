@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_every_file_is_listed_and_titled(name: str) -> None:
     layout = kvbm.load(name)
     assert layout.title and layout.order_text and layout.file.endswith(f"{Path(name).name}.yaml")
     assert layout.used_by
-    shape = kvbm.BlockShape(nl=3, no=1, nh=1, nt=8, hd=32) if matrix.latent(name) else SHAPE
+    shape = kvbm.BlockShape(nl=3, no=1, nh=1, nt=8, hd=32) if matrix.latent(name) else replace(SHAPE, nt=16)
     shape = kvbm.BlockShape(nl=1, no=1, nh=1, nt=128, hd=32) if matrix.scales(name) else shape
     same_allocations(layout.resolve(shape, 2), placed(matrix.orders()[name], shape, 2))
 
