@@ -27,8 +27,7 @@ class Caches:
             blocks, nh, nt, hd2 = tensors[0].shape
             dtype = str(tensors[0].dtype).removeprefix("torch.")
             shape = BlockShape(len(names), 2, nh, nt, hd2 // 2, dtype)
-            layout = spec.parse('order: "[l] b h o t d"', "vllm", "cpu_packed")
-            pool = Pool(layout, shape, [tensor.view(blocks, nh, 2, nt, hd2 // 2) for tensor in tensors])
+            pool = Pool(spec.load("vllm/cpu_vec"), shape, [tensor.flatten() for tensor in tensors])
             heads = config.model_config.get_total_num_kv_heads()
             model = BlockShape(len(names), 2, heads, nt, hd2 // 2, dtype)
             self.groups[str(number)] = vllm(model, tp=parallel.tensor_parallel_size, nt=nt, name="vllm"), pool
