@@ -16,6 +16,7 @@ from . import spec
 from .errors import BindError, LayoutError
 from .layout import Layout
 from .shapes import PACKED, BlockShape
+from .vllm_groups import Group, groups
 
 __all__ = ["FromEngines"]
 
@@ -49,12 +50,15 @@ class FromEngines:
     def from_vllm(
         cls,
         kv_caches: Mapping[str, Any] | Sequence[Any] | Any,
-        layout: str | Layout,
+        layout: str | Layout | None = None,
         *,
+        vllm_config: Any = None,
+        kv_cache_config: Any = None,
+        group: int | Group | None = None,
         dims: str | None = None,
         shape: BlockShape | None = None,
     ) -> Self:
-        """A pool over vLLM's KV caches.
+        """A pool over vLLM's KV caches: by what vLLM's config says (0.26 and newer), or by a layout that you name.
 
         Parameters
         ----------
@@ -63,7 +67,14 @@ class FromEngines:
             order; or in the order of the layers.  Where the layout has one allocation for all layers, either the views of it,
             a layer each, or all of it in the layout's own dimensions.
         layout : str or Layout
-            That of the attention backend and of ``VLLM_KV_CACHE_LAYOUT``, such as ``"vllm/flash_attn_hnd"``.
+            That of the attention backend and of ``VLLM_KV_CACHE_LAYOUT``, such as ``"vllm/flash_attn_hnd"``.  Beside the
+            config: in place of what it says of the content of a view.
+        vllm_config, kv_cache_config : optional
+            vLLM's own objects, as a KV connector is given them.  Layout, layers, sizes, dtype and backend are read from them
+            and compared with the tensors; see `kvbm.vllm_groups`.
+        group : int or Group, optional
+            Which group of layers, where there are several: the pools of a hybrid model overlay each other.  A `Group` of
+            `kvbm.vllm_groups.groups` needs no config beside it.
         dims : str, optional
             What the dimensions of a tensor are, as its shape shows them, such as ``"o b t h d"``.  If not given, vLLM's for
             `VLLM_DIMS`, else those of the layout in its own order.  ``o*d`` is two axes in one.  Of tensors that several planes
@@ -80,7 +91,8 @@ class FromEngines:
         Raises
         ------
         BindError
-            Names without a layer's number, or two with one; dimensions, sizes or strides that are not the layout's.
+            Names without a layer's number, or two with one; dimensions, sizes or strides that are not the layout's, or not what
+            the config says; what the config does not say.
 
         Examples
         --------
@@ -90,6 +102,17 @@ class FromEngines:
         >>> str(Pool.from_vllm(caches, "vllm/flash_attn_nhd").shape)
         'nl=3,no=2,nh=4,nt=16,hd=32,dtype=float32'
         """
+        if not (vllm_config is kv_cache_config is group is None):
+            one = _vllm_group(vllm_config, kv_cache_config, group, layout)
+            if not isinstance(kv_caches, Mapping):
+                raise BindError(f"{one}: kv_caches: expected a mapping of layers' names to tensors, got {type(kv_caches).__name__}")
+            if dims is not None or shape is not None:
+                raise BindError(f"{one}: dims, shape: expected none beside the config, which says them")
+            return cls(one.layout, one.shape, one.arrays(kv_caches), num_blocks=one.num_blocks)  # type: ignore[call-arg]
+        if layout is None:
+            raise BindError(
+                "vLLM: expected vllm_config= and kv_cache_config= (0.26 and newer), or a layout such as 'vllm/flash_attn_nhd'"
+            )
         chosen = _layout(layout)
         if isinstance(kv_caches, Mapping):
             tensors = _by_layer(kv_caches)
@@ -314,6 +337,22 @@ def _joined(tensors: Sequence[Any], what: str) -> Any:
                 f"{tuple(first.shape)} and strides {first.stride()}, got {tuple(tensor.shape)}, {tensor.stride()}, {found}"
             )
     return first.as_strided((len(at), *first.shape), (step, *first.stride()), at[0])
+
+
+def _vllm_group(vllm_config: Any, kv_cache_config: Any, group: int | Group | None, layout: str | Layout | None) -> Group:
+    if isinstance(group, Group):
+        if not (vllm_config is kv_cache_config is layout is None):
+            raise BindError(f"{group}: expected nothing beside it: it was read from the config")
+        return group
+    if vllm_config is None or kv_cache_config is None:
+        raise BindError("vLLM: expected both vllm_config= and kv_cache_config=, as a KV connector is given them")
+    found = groups(vllm_config, kv_cache_config, group=group, layout=layout)
+    if len(found) > 1:
+        raise BindError(
+            f"vLLM: expected one group of layers that lie alike, got {len(found)}: {'; '.join(map(str, found))}; pass group=, a "
+            "number or one of kvbm.vllm_groups.groups(vllm_config, kv_cache_config)"
+        )
+    return found[0]
 
 
 def _layout(layout: str | Layout) -> Layout:

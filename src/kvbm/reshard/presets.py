@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
 from ..shapes import BlockShape, is_file
+from ..vllm_groups import Group
 from .placement import Placement
 
-__all__ = ["PRESETS", "dynamo", "load", "sglang", "trtllm", "vllm"]
+__all__ = ["PRESETS", "dynamo", "load", "of_vllm", "sglang", "trtllm", "vllm"]
 
 
 def vllm(
@@ -63,6 +65,43 @@ def vllm(
     if made.nt % interleave:
         raise SpecError(f"{name}: interleave: expected a divisor of the {made.nt} tokens of a block, got {interleave}")
     return made
+
+
+def of_vllm(group: Group, *, model: BlockShape | None = None, layers: Iterable[int] | None = None) -> tuple[Placement, int]:
+    """The placement of a group of a running vLLM's layers, and the rank of the process that it was read in.
+
+    Parameters
+    ----------
+    group : Group
+        Of `kvbm.vllm_groups.groups`.
+    model : BlockShape, optional
+        Of the whole model, where its layers do not all have the heads that vLLM's model config says.
+    layers : iterable of int, optional
+        The layers of the group on all ranks: of a hybrid model with several stages, where a rank knows its own alone.
+
+    Raises
+    ------
+    SpecError
+        Layers or heads that the preset would not give to this rank; what the config does not say.
+    """
+    whole = model or replace(group.shape, nl=group.model_layers, nh=group.heads)
+    if layers is None and len(group.layers) != vllm(whole, tp=group.tp, pp=group.pp).strips(group.rank).l.size:
+        if group.pp > 1:
+            raise SpecError(f"{group}: {group.pp} stages: a rank knows its own layers alone; expected layers=, those of all ranks")
+        layers = group.layers
+    try:
+        made = vllm(
+            whole, tp=group.tp, pp=group.pp, dcp=group.dcp, interleave=group.interleave if group.dcp > 1 else 1, layers=layers
+        )
+    except SpecError as error:
+        raise SpecError(f"{group}: {error}") from None
+    held = made.strips(group.rank)
+    if tuple(held.l) != group.layers or made.shape(group.rank) != group.shape:
+        raise SpecError(
+            f"{group}: rank {group.rank} of pp{group.pp} tp{group.tp}: expected layers {held.l} and {made.shape(group.rank)}, got "
+            f"layers {', '.join(map(str, group.layers))}; pass model= or layers=, or make a Placement"
+        )
+    return made, group.rank
 
 
 def trtllm(
