@@ -1,4 +1,7 @@
-"""Prefill in one vLLM and decode in another, by `KvbmConnector` over NIXL on loopback: the tokens are those of one engine."""
+"""Prefill in one vLLM and decode in another, by `KvbmConnector` over NIXL on loopback: tokens and logprobs are those of one engine.
+
+A pair of engines takes most of a minute: each does several things.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import end, result, run, start
+from conftest import end, result, start
 
-#: Prompts that end within a block, and at the end of one.
-LENGTHS = [200, 256, 230]
-NEW = 12
+Models = Callable[[str], Path]
+Step = dict[str, Any]
 
+#: Prompts that end within a block, at the end of one, and behind it.
+PLAIN: list[Step] = [{"length": length} for length in (200, 256, 257)]
 
-@pytest.fixture(scope="module")
-def wanted(models: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
-    """What one engine without a connector generates."""
-    known: dict[str, list[list[int]]] = {}
-
-    def tokens(name: str) -> list[list[int]]:
-        if name not in known:
-            settings = {"llm": {"model": str(models(name))}, "runs": [[length] for length in LENGTHS], "new": NEW}
-            known[name] = [one["tokens"] for [one] in result(run("generate", json.dumps(settings)))]
-        return known[name]
-
-    return tokens
+OURS = {"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm.integrations.vllm"}
+STOCK = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 
 
 def ports(count: int) -> int:
@@ -40,7 +34,7 @@ def ports(count: int) -> int:
             for number in range(count):
                 with socket.socket() as one:
                     one.bind(("127.0.0.1", port + number))
-        except OSError:
+        except (OSError, OverflowError):
             continue
         return port
 
@@ -49,13 +43,11 @@ def disaggregated(
     model: Path,
     folder: Path,
     connector: dict[str, Any],
+    steps: list[Step],
     blocks: tuple[int, int] = (32, 32),
     tp: tuple[int, int] = (1, 1),
-    *,
-    kill: int | None = None,
-    other: bool = False,
-) -> list[list[int]]:
-    """The tokens that the engine that decodes generates."""
+) -> list[dict[str, Any]]:
+    """What the engine that decodes generates, and what it does alone."""
     processes = []
     for side, role in enumerate(("prefill", "decode")):
         port = ports(2)
@@ -63,13 +55,13 @@ def disaggregated(
         if connector["kv_connector"] == "KvbmConnector":
             transfer["kv_port"] = port
         llm = {"model": str(model), "block_size": blocks[side], "tensor_parallel_size": tp[side], "kv_transfer_config": transfer}
-        settings = {"llm": llm, "lengths": LENGTHS, "new": NEW, "kill": kill, "other": other}
-        cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[side:][: tp[side]] if tp[side] == 1 else "01")}
-        processes.append(start("disaggregate", role, json.dumps(settings), folder, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **cores))
+        cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if tp[side] == 2 else "01"[side]}
+        settings = json.dumps({"llm": llm, "steps": steps})
+        processes.append(start("disaggregate", role, settings, folder, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **cores))
     prefill, decode = processes
     try:
-        found: list[list[int]] = result(end(decode))
-        if kill is None:
+        found: list[dict[str, Any]] = result(end(decode))
+        if not any(step.get("kill") for step in steps):
             end(prefill)
         return found
     finally:
@@ -78,34 +70,74 @@ def disaggregated(
             process.communicate()
 
 
-OURS = {"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm.integrations.vllm"}
-STOCK = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether tokens are the same, and what else might have come, to a ten-thousandth."""
+    if one["tokens"] != other["tokens"] or len(one["logprobs"]) != 3:
+        return False
+    for mine, theirs in zip(one["logprobs"], other["logprobs"], strict=True):
+        if mine.keys() != theirs.keys() or any(abs(mine[token] - theirs[token]) > 1e-4 for token in mine):
+            return False
+    return True
+
+
+def are_right(found: list[dict[str, Any]]) -> list[bool]:
+    return [same(one, one["alone"]) for one in found]
+
+
+def loaded(step: Step) -> int:
+    """All but the prompt's last token, which is computed here."""
+    return int(step["length"]) - 1
+
+
+def test_blocks_of_another_size(models: Models, tmp_path: Path) -> None:
+    """And what is not the rule: a part is here, or all of it; nobody is there; what is said is nonsense; the other is killed."""
+    steps: list[Step] = [
+        *PLAIN,
+        {"length": 130, "seed": 7},
+        {"length": 257, "seed": 7, "again": True},  # of which 128 tokens are here
+        {"length": 257, "seed": 7, "again": True},  # all but the last token are here
+        {"length": 230, "params": {"remote_port": ports(1)}},
+        {"length": 231, "params": {"remote_request_id": "another"}},
+        {"length": 232, "params": {"remote_num_tokens": "many"}},
+        {"length": 233, "params": {"remote_workers": None, "remote_host": 7}},
+        {"length": 210, "other": True},
+        {"length": 220, "kill": True},
+    ]
+    found = disaggregated(models("llama"), tmp_path, {**OURS, "kv_load_failure_policy": "recompute"}, steps, (32, 64))
+    *right, other, killed = are_right(found)
+    assert right == [True] * len(right) and killed
+    assert not other  # the control: what comes is used
+    cached = [one["cached"] for one in found]
+    assert cached[:6] == [loaded(step) for step in steps[:6]]
+    assert cached[6:10] == [0] * 4 and cached[11] == 0  # computed here
+
+
+def test_failures_fail_where_that_is_wanted(models: Models, tmp_path: Path) -> None:
+    """By the policy ``fail`` nothing is computed again: the request ends with an error."""
+    steps: list[Step] = [*PLAIN, {"length": 220, "kill": True}]
+    *found, killed = disaggregated(models("llama"), tmp_path, {**OURS, "kv_load_failure_policy": "fail"}, steps, (64, 32))
+    assert are_right(found) == [True] * 3 and [one["cached"] for one in found] == [loaded(step) for step in PLAIN]
+    assert killed["reason"] == "error" and killed["tokens"] == []
 
 
 @pytest.mark.parametrize(
-    ("blocks", "tp"),
-    [((32, 64), (1, 1)), ((64, 32), (1, 1)), ((32, 32), (1, 2)), ((64, 32), (2, 1))],
-    ids=lambda two: f"{two[0]}→{two[1]}",
+    ("name", "blocks", "tp"),
+    [
+        ("llama", (32, 32), (1, 2)),
+        ("llama", (64, 32), (2, 1)),
+        ("mla", (32, 64), (1, 1)),
+        ("sliding", (32, 64), (1, 1)),
+        ("sliding", (64, 32), (1, 2)),
+    ],
+    ids=lambda two: two if isinstance(two, str) else f"{two[0]}→{two[1]}",
 )
-def test_tokens_are_those_of_one_engine(
-    models: Callable[[str], Path], wanted: Any, tmp_path: Path, blocks: tuple[int, int], tp: tuple[int, int]
+def test_engines_that_differ(
+    models: Models, tmp_path: Path, name: str, blocks: tuple[int, int], tp: tuple[int, int]
 ) -> None:
-    assert disaggregated(models("llama"), tmp_path, OURS, blocks, tp) == wanted("llama")
+    found = disaggregated(models(name), tmp_path, OURS, PLAIN, blocks, tp)
+    assert are_right(found) == [True] * 3 and [one["cached"] for one in found] == [loaded(step) for step in PLAIN]
 
 
-def test_stock_vllm_is_wrong_where_block_sizes_differ(models: Callable[[str], Path], wanted: Any, tmp_path: Path) -> None:
+def test_stock_vllm_is_wrong_where_block_sizes_differ(models: Models, tmp_path: Path) -> None:
     """And says nothing: the reason for this connector.  Where this fails, vLLM has mended it: say so in the documentation."""
-    assert disaggregated(models("llama"), tmp_path, STOCK, (32, 64)) != wanted("llama")
-
-
-def test_what_comes_is_used(models: Callable[[str], Path], wanted: Any, tmp_path: Path) -> None:
-    """The control: where the other engine has prefilled something else, tokens are others."""
-    assert disaggregated(models("llama"), tmp_path, OURS, (32, 64), other=True) != wanted("llama")
-
-
-@pytest.mark.parametrize("kill", [0, 1], ids=["before they meet", "once they have met"])
-def test_the_engine_that_prefills_is_killed(models: Callable[[str], Path], wanted: Any, tmp_path: Path, kill: int) -> None:
-    """The other one computes it again, and tokens are right."""
-    connector = {**OURS, "kv_load_failure_policy": "recompute"}
-    found = disaggregated(models("llama"), tmp_path, connector, (32, 64), kill=kill)
-    assert found == wanted("llama")[: len(found)] and len(found) == kill + 1
+    assert False in are_right(disaggregated(models("llama"), tmp_path, STOCK, PLAIN[:1], (32, 64)))

@@ -154,6 +154,8 @@ class Talk:
         return PeerLostError(f"{self.peer} has gone: {why}", peer=self.peer)
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # wakes a thread that waits for it, which closing does not
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def __enter__(self) -> Talk:

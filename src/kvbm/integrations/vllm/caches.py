@@ -1,51 +1,73 @@
-"""vLLM's caches as pools, by group (to be replaced by what reads the layout from vLLM's configuration)."""
+"""vLLM's caches as the groups of an endpoint, and block tables as its spans."""
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from typing import Any
 
 import numpy as np
 
-from ... import spec
+from ...errors import BindError
 from ...pool import Pool
-from ...reshard import Placement, vllm
-from ...shapes import BlockShape
+from ...reshard import Placement, Span
+from ...reshard.presets import of_vllm
+from ...vllm_groups import Group, groups
+
+__all__ = ["Caches"]
 
 
 class Caches:
-    def __init__(self, config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> None:
-        parallel = config.parallel_config
-        self.groups: dict[str, tuple[Placement, Pool]] = {}
-        self._windows: dict[str, int | None] = {}
-        self._nt: dict[str, int] = {}
-        for number in kv_cache_config.transfer_group_ids:
-            group = kv_cache_config.kv_cache_groups[number]
-            held = group.kv_cache_spec
-            names = sorted(group.layer_names, key=lambda name: int(re.findall(r"\.(\d+)\.", name)[0]))
-            tensors = [kv_caches[name] for name in names]
-            blocks, nh, nt, hd2 = tensors[0].shape
-            dtype = str(tensors[0].dtype).removeprefix("torch.")
-            shape = BlockShape(len(names), 2, nh, nt, hd2 // 2, dtype)
-            pool = Pool(spec.load("vllm/cpu_vec"), shape, [tensor.flatten() for tensor in tensors])
-            heads = config.model_config.get_total_num_kv_heads()
-            model = BlockShape(len(names), 2, heads, nt, hd2 // 2, dtype)
-            self.groups[str(number)] = vllm(model, tp=parallel.tensor_parallel_size, nt=nt, name="vllm"), pool
-            self._windows[str(number)] = getattr(held, "sliding_window", None)
-            self._nt[str(number)] = nt
+    """What a worker of vLLM holds.
 
-    def tables(
-        self, blocks: tuple[list[int], ...], last: int, first: int | None = None
-    ) -> dict[str, tuple[np.ndarray, int]]:
-        """By group: its table, -1 where vLLM holds no block, and the first token that is sent, or that is to come."""
+    Parameters
+    ----------
+    vllm_config, kv_cache_config, kv_caches
+        As a connector is given them.
+
+    Attributes
+    ----------
+    groups : dict of str to (Placement, Pool)
+        As an `Endpoint` takes them.
+    rank : int
+        Of this worker.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> None:
+        self.groups: dict[str, tuple[Placement, Pool]] = {}
+        self._read: dict[str, Group] = {}
+        self.rank = 0
+        parts: Counter[int] = Counter()
+        for group in groups(vllm_config, kv_cache_config):
+            if group.index not in kv_cache_config.transfer_group_ids:
+                continue
+            if group.dcp != 1:
+                raise BindError(f"{group}: decode_context_parallel_size: expected 1, got {group.dcp}; it was not tested")
+            name = f"{group.index}.{parts[group.index]}"
+            parts[group.index] += 1
+            placement, self.rank = of_vllm(group)
+            self.groups[name] = placement, Pool.from_vllm(kv_caches, group=group)
+            self._read[name] = group
+
+    def spans(self, blocks: tuple[list[int], ...], last: int, first: int = 0) -> dict[str, Span]:
+        """By group: tokens `first` to `last` (exclusive), as far as vLLM holds blocks for them.
+
+        Behind a sliding window vLLM holds no blocks: the table has -1.  The first block that is held comes as a whole, though not
+        all of its tokens are seen any more: vLLM may find it in its prefix cache for a shorter sequence.
+
+        Parameters
+        ----------
+        blocks : tuple of list of int
+            Of a request, by vLLM's group.
+        last : int
+            The first token that no block has to hold.
+        first : int, optional
+            The first token.
+        """
         found = {}
-        for name, ids in zip(self.groups, blocks, strict=True):
-            table = np.array(ids, np.int64)
-            table[table == 0] = -1
+        for name, group in self._read.items():
+            table = np.array(blocks[group.index], np.int64)
+            table[table == 0] = -1  # vLLM's null block
             held = np.flatnonzero(table >= 0)
-            start = int(held[0]) * self._nt[name] if held.size else last
-            if first is not None:
-                window = self._windows[name]
-                start = max(start, first, last - window + 1 if window else 0)
-            found[name] = table, start
+            start = int(held[0]) * group.shape.nt if held.size else last
+            found[name] = Span(table, range(min(max(start, first), last), last))
         return found
