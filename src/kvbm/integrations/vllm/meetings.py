@@ -136,6 +136,7 @@ class Door:
                     guest.left_at = time.monotonic()
                     if not guest.talks and guest.link is None:
                         self._guests.pop(guest.name, None)
+                    self._met.notify_all()
 
     def _hear(self, talk: Talk) -> _Guest:
         """Who it is, with its card; what is left of others is cleared away."""
