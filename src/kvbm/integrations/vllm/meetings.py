@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...errors import BindError, KvbmError, TransferError, TransferTimeoutError
 from ...reshard import Endpoint, Link
