@@ -44,7 +44,7 @@ class Engine:
         self.ends = [
             Endpoint(
                 name, place, rank, pool, wire=wire.memory(f"{name}/{rank}/{start}", hub), chunk_bytes=1 << 12, ring_bytes=1 << 16
-            )  # fmt: skip
+            )
             for rank, pool in enumerate(self.pools)
         ]
         self.asked: list[list[tuple[str, bool]]] = [[] for _ in self.ends]
