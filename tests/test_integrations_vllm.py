@@ -19,6 +19,7 @@ import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, TransferError, reshard, wire
 from kvbm.integrations.vllm import meetings
 from kvbm.integrations.vllm.meetings import Door, Visit
+from kvbm.integrations.vllm.version import require_version
 from kvbm.reshard import Endpoint, Link
 from kvbm.reshard.talk import connect
 
@@ -354,3 +355,14 @@ def test_links_to_engines_that_have_gone_are_closed_in_time(engines: Any, monkey
     left(prefill)
     second.visit(0, port, 1).link()
     assert guest.link is not None and guest.link.is_closed and list(door._guests) == [("second", "1")]
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0", "0.33.0rc1", "dev", ""])
+def test_other_versions_of_vllm_are_refused(found: str) -> None:
+    with pytest.raises(BindError, match=r"expected vLLM 0\.32 or newer, before 0\.33"):
+        require_version(found)
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1+cpu", "0.32.1.dev7"])
+def test_versions_of_vllm(found: str) -> None:
+    require_version(found)
