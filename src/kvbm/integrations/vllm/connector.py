@@ -93,7 +93,7 @@ class Load:
 
 
 @dataclass
-class Told(KVConnectorMetadata):
+class Told(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler tells the workers before a step."""
 
     start: str
@@ -101,7 +101,7 @@ class Told(KVConnectorMetadata):
     loads: dict[str, Load] = field(default_factory=dict)
 
 
-class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
+class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's connector for prefill and decode in engines of their own, over links of kvbm.
 
     The two engines may differ in tensor parallelism, block size and layout.  What arrives is proven by its digest; where it is not

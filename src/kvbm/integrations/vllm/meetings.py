@@ -82,7 +82,7 @@ class Door:
         self._thread.start()
 
     def _listen(self) -> None:
-        while not self._is_closed:
+        while True:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
