@@ -70,12 +70,12 @@ def disaggregated(
             process.communicate()
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether tokens are the same, and what else might have come, to a ten-thousandth."""
+def same(one: dict[str, Any], other: dict[str, Any], most: float = 1e-4) -> bool:
+    """Whether tokens are the same, and logprobs of the first ones differ by `most` at most."""
     if one["tokens"] != other["tokens"] or len(one["logprobs"]) != 3:
         return False
     for mine, theirs in zip(one["logprobs"], other["logprobs"], strict=True):
-        if mine.keys() != theirs.keys() or any(abs(mine[token] - theirs[token]) > 1e-4 for token in mine):
+        if mine.keys() != theirs.keys() or any(abs(mine[token] - theirs[token]) > most for token in mine):
             return False
     return True
 
@@ -138,11 +138,11 @@ def test_engines_that_differ(
 
 
 def test_a_latent(models: Models, tmp_path: Path) -> None:
-    """The last token is decoded, for which vLLM computes otherwise than for a prompt: compared is what its prefix cache gives."""
-    steps: list[Step] = [{"length": 257}, {"length": 129}]
-    found = disaggregated(models("mla"), tmp_path, OURS, steps, (32, 64))
-    assert [same(one, one["again"]) for one in found] == [True, True]
-    assert [one["cached"] for one in found] == [one["again"]["cached"] for one in found] == [256, 128]
+    """The last token is decoded, for which vLLM's CPU backend computes otherwise than for a prompt: to some thousandths."""
+    steps: list[Step] = [{"length": 257}, {"length": 129}, {"length": 257, "other": True}]
+    *found, other = disaggregated(models("mla"), tmp_path, OURS, steps, (32, 64))
+    assert [same(one, one["alone"], 5e-3) for one in found] == [True, True] and not same(other, other["alone"], 5e-3)
+    assert [one["cached"] for one in found] == [256, 128]
 
 
 def test_stock_vllm_is_wrong_where_block_sizes_differ(models: Models, tmp_path: Path) -> None:

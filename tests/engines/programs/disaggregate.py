@@ -89,8 +89,7 @@ def main(role: str, settings: dict[str, Any], folder: Path) -> None:
     if role == "decode":
         for step, found in zip(settings["steps"], results, strict=True):
             assert llm.reset_prefix_cache()
-            for name in ("alone", "again"):  # then from its prefix cache
-                found[name] = told(run(prompt(step["length"], step.get("seed")), NEW))
+            found["alone"] = told(run(prompt(step["length"], step.get("seed")), NEW))
     print("RESULT", json.dumps(results), flush=True)
 
 
