@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -33,15 +34,37 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return model
 
 
-def run(program: str, *arguments: Any, limit: float = 240, **variables: str) -> str:
-    """What a program of `tests/engines/programs` prints; AssertionError with its output where it fails."""
+def start(program: str, *arguments: Any, **variables: str) -> subprocess.Popen[str]:
+    """A program of `tests/engines/programs`, with what it prints in one pipe."""
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path]), "HF_HUB_OFFLINE": "1", "UCX_TLS": "all",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **variables,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "NIXL_LOG_LEVEL": "FATAL", **variables,
     }  # fmt: skip
     command = [sys.executable, str(HERE / "programs" / f"{program}.py"), *map(str, arguments)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=limit, check=False, stdin=subprocess.DEVNULL
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert done.returncode == 0, f"{' '.join(command)}: {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+
+
+def end(process: subprocess.Popen[str], limit: float = 240) -> str:
+    """What it printed; AssertionError where it failed, or takes longer."""
+    try:
+        printed, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        printed, _ = process.communicate()
+        raise AssertionError(f"{process.args}: not done after {limit} s\n{printed[-8000:]}") from None
+    assert process.returncode == 0, f"{process.args}: {process.returncode}\n{printed[-8000:]}"
+    return printed
+
+
+def run(program: str, *arguments: Any, limit: float = 240, **variables: str) -> str:
+    """What a program of `tests/engines/programs` prints."""
+    return end(start(program, *arguments, **variables), limit)
+
+
+def result(printed: str) -> Any:
+    """What stands behind RESULT."""
+    [line] = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import run
+from conftest import result, run
 
 
 def generate(model: Path, runs: list[list[int]], *, new: int = 8, limit: float = 240, **llm: Any) -> list[list[dict[str, Any]]]:
     """What `programs/generate.py` finds."""
     settings = {"llm": {"model": str(model), **llm}, "runs": runs, "new": new}
-    printed = run("generate", json.dumps(settings), limit=limit)
-    [line] = [line for line in printed.splitlines() if line.startswith("RESULT ")]
-    found: list[list[dict[str, Any]]] = json.loads(line.removeprefix("RESULT "))
+    found: list[list[dict[str, Any]]] = result(run("generate", json.dumps(settings), limit=limit))
     return found
 
 

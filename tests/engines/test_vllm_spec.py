@@ -23,7 +23,8 @@ from kvbm import BindError, DigestError, load
 from kvbm.integrations import vllm as integration
 from kvbm.integrations.vllm import offload
 from kvbm.integrations.vllm.copier import Copier, HostMemory
-from kvbm.integrations.vllm.pages import pages_of, require_version
+from kvbm.integrations.vllm.pages import pages_of
+from kvbm.integrations.vllm.version import require_version
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "dev"])

@@ -66,8 +66,8 @@ class Talk:
         if len(text) > MOST:
             raise BindError(f"{self.peer}: a message of {len(text)} bytes; expected at most {MOST}")
         self._said_at = time.monotonic()
-        self._socket.settimeout(self.timeout)
         try:
+            self._socket.settimeout(self.timeout)
             self._socket.sendall(_HEAD.pack(_MAGIC, len(text)) + text)
         except TimeoutError:
             raise TransferTimeoutError(f"{self.peer}: takes nothing since {self.timeout:g} s") from None
@@ -131,15 +131,19 @@ class Talk:
 
     def look(self) -> None:
         """See whether the other side has gone, or given up; what else it has said is kept for `hear`."""
-        if select.select([self._socket], [], [], 0)[0]:
+        if self._socket.fileno() < 0:
+            raise self._lost("it was closed here")
+        asked = select.poll()  # `select` refuses sockets from number 1,024 on
+        asked.register(self._socket, select.POLLIN)
+        if asked.poll(0):
             self._kept.append(self._read())
 
     def _take(self, size: int) -> bytes:
         data = bytearray()
         end = time.monotonic() + self.timeout
         while len(data) < size:
-            self._socket.settimeout(max(end - time.monotonic(), 0.001))
             try:
+                self._socket.settimeout(max(end - time.monotonic(), 0.001))
                 part = self._socket.recv(min(size - len(data), 1 << 16))
             except TimeoutError:
                 raise TransferTimeoutError(f"{self.peer}: says nothing since {self.timeout:g} s") from None
@@ -154,6 +158,8 @@ class Talk:
         return PeerLostError(f"{self.peer} has gone: {why}", peer=self.peer)
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # wakes a thread that waits for it, which closing does not
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def __enter__(self) -> Talk:

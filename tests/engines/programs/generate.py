@@ -26,21 +26,30 @@ class Settings(TypedDict):
     new: int
 
 
-def prompt(length: int) -> list[int]:
-    """Tokens that no two lengths have in common from the first block on."""
-    return [(i * 7 + 31 * length) % 1000 + 3 for i in range(length)]
+def prompt(length: int, seed: int | None = None) -> list[int]:
+    """Tokens that no two seeds, the length if not given, have in common from the first block on."""
+    return [(i * 7 + 31 * (length if seed is None else seed)) % 1000 + 3 for i in range(length)]
+
+
+def logprobs(output: Any) -> list[dict[int, float]]:
+    """Of the first tokens: the likeliest ones, and how likely."""
+    return [{token: one.logprob for token, one in likely.items()} for likely in (output.logprobs or [])[:3]]
 
 
 def generated(llm: Any, lengths: list[int], new: int) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True, logprobs=3)
     start = time.perf_counter()
     found = llm.generate([{"prompt_token_ids": prompt(length)} for length in lengths], sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
     return [
-        {"tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens, "seconds": seconds} for one in found
-    ]
+        {
+            "tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens, "seconds": seconds,
+            "logprobs": logprobs(one.outputs[0]),
+        }
+        for one in found
+    ]  # fmt: skip
 
 
 def main(settings: Settings) -> None:

@@ -1,6 +1,6 @@
-"""vLLM: offloading to host memory with kvbm as the copier (``docs/vllm.md``).
+"""vLLM: offloading to host memory (``docs/vllm.md``), and prefill and decode in engines of their own (``docs/disaggregate.md``).
 
-vLLM is imported with the first of these names that is used.
+vLLM finds the connectors by an entry point; it is imported with the first of these names that is used.
 """
 
 from __future__ import annotations
@@ -8,21 +8,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["KvbmOffloadingConnector", "KvbmOffloadingSpec", "register"]
+from .version import require_version
 
-_HOMES = {"KvbmOffloadingConnector": "offload", "KvbmOffloadingSpec": "offload"}
+__all__ = ["KvbmConnector", "KvbmOffloadingConnector", "KvbmOffloadingSpec", "register"]
+
+_HOMES = {"KvbmConnector": "connector", "KvbmOffloadingConnector": "offload", "KvbmOffloadingSpec": "offload"}
 
 
 def register() -> None:
     """Tell vLLM of the connectors here, by their names; it calls this where the package is installed."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for name in ("KvbmOffloadingConnector",):
+    for name in ("KvbmConnector", "KvbmOffloadingConnector"):
         if name not in KVConnectorFactory._registry:
-            KVConnectorFactory.register_connector(name, f"{__name__}.{_HOMES[name]}", name)
+            KVConnectorFactory.register_connector(name, __name__, name)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm import __version__
+
+    require_version(__version__)
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

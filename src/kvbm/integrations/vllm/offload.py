@@ -28,7 +28,8 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec, _all_workers_barrier
 from ... import spec as layouts
 from ...errors import BindError, DigestError
 from .copier import Copier, HostMemory
-from .pages import pages_of, require_version
+from .pages import pages_of
+from .version import require_version
 
 __all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec", "KvbmOffloadingWorker"]
 

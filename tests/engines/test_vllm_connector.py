@@ -1,0 +1,244 @@
+"""`KvbmConnector`'s two halves with vLLM's classes, and no engine: requests that end otherwise than they should."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.request import RequestStatus
+
+import kvbm
+from kvbm import Pool, Span, reshard, wire
+from kvbm.integrations.vllm import connector
+from kvbm.integrations.vllm.connector import Hold, Load, Source, Told, _Scheduler, _Worker
+
+LIMIT = 30.0
+MODEL = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float32")
+
+
+def config(name: str, **extra: Any) -> Any:
+    given = {"ring_bytes": 1 << 18, "chunk_bytes": 1 << 12, **extra}
+    transfer = SimpleNamespace(engine_id=name, kv_port=0, get_from_extra_config=given.get)
+    parallel = SimpleNamespace(world_size=1, data_parallel_index=0)
+    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=SimpleNamespace(model="m"))
+
+
+# ---- the scheduler -------------------------------------------------------------------------------------------------------
+
+PARAMS = {
+    "do_remote_prefill": True, "remote_request_id": "r", "remote_host": "h", "remote_port": 7, "remote_workers": 1,
+    "remote_num_tokens": 100,
+}  # fmt: skip
+
+
+def request(params: Any = None, tokens: int = 100, computed: int = 0, status: Any = RequestStatus.RUNNING) -> Any:
+    return SimpleNamespace(
+        request_id="q", kv_transfer_params=params, num_prompt_tokens=tokens, num_computed_tokens=computed, status=status
+    )
+
+
+BLOCKS = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+
+
+@pytest.mark.parametrize(
+    ("params", "local", "count"),
+    [({}, 0, 99), ({}, 64, 35), ({}, 99, 0), ({"remote_num_tokens": 50}, 0, 50), ({"remote_num_tokens": 50}, 64, 0)],
+)
+def test_what_is_to_come(params: dict[str, Any], local: int, count: int) -> None:
+    """Never the prompt's last token; once for a request."""
+    scheduler, one = _Scheduler(config("d")), request({**PARAMS, **params})
+    assert scheduler.matched(one, local) == (count, count > 0)
+    scheduler.allocated(one, BLOCKS, count)
+    load = scheduler.told().loads["q"]
+    assert (load.first, load.last, load.blocks) == (local, local + count, ([1, 2],) if count else ())
+    assert scheduler.matched(one, 0) == (0, False)
+    scheduler.allocated(one, BLOCKS, 0)
+    assert not scheduler.told().loads
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMS if name.startswith("remote")])
+@pytest.mark.parametrize("value", [None, [], {}, -1, 1.5, True])
+def test_parameters_that_are_nonsense_cost_a_prefill(name: str, value: Any) -> None:
+    scheduler, one = _Scheduler(config("d")), request({**PARAMS, name: value})
+    assert scheduler.matched(one, 0) == (0, False)
+    scheduler.allocated(one, BLOCKS, 0)
+    assert scheduler.finished(one, ([1],)) == (False, None) and not scheduler.told().loads
+
+
+def test_who_is_aborted_before_it_has_blocks_lets_the_other_engine_go() -> None:
+    scheduler, one = _Scheduler(config("d")), request(dict(PARAMS), status=RequestStatus.FINISHED_ABORTED)
+    scheduler.matched(one, 0)
+    assert scheduler.finished(one, ()) == (False, None)
+    load = scheduler.told().loads["q"]
+    assert load.source.request == "r" and load.first == load.last == 0
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_what_was_not_prefilled_is_not_held(status: Any) -> None:
+    scheduler = _Scheduler(config("p"))
+    assert scheduler.finished(request({"do_remote_decode": True}, 100, 50, status), ([1],)) == (False, None)
+    assert not scheduler.told().holds
+
+
+def test_what_is_held_is_the_prompt() -> None:
+    """Not what an engine that runs ahead has counted already."""
+    scheduler = _Scheduler(config("p", host="here"))
+    done = request({"do_remote_decode": True}, 100, 103, RequestStatus.FINISHED_STOPPED)
+    held, params = scheduler.finished(done, ([1, 2],))
+    assert held and Source.of(params) == Source("q", "here", 0, 1, 100)
+    assert scheduler.told().holds["q"].tokens == 100 and not scheduler.told().holds
+
+
+# ---- workers -------------------------------------------------------------------------------------------------------------
+
+
+class Caches:
+    """In place of those of vLLM."""
+
+    rank = 0
+
+    def __init__(self, seed: int) -> None:
+        place = reshard.vllm(MODEL, name="e")
+        self.pool = Pool.allocate(kvbm.load("vllm/flash_attn_nhd"), place.shape(0), 8)
+        for array in self.pool.arrays:
+            array[:] = np.random.default_rng(seed).random(array.shape)
+        self.groups = {"0": (place, self.pool)}
+
+    def spans(self, blocks: Any, last: int, first: int = 0) -> dict[str, Span]:
+        return {"0": Span(blocks[0], range(first, last))}
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Worker]]:
+    hub, made = wire.Hub(), []
+    monkeypatch.setattr(connector.wire, "nixl", lambda name: wire.memory(name, hub))
+    monkeypatch.setattr(connector, "_TOLD", 0.2)
+
+    def one(name: str, **extra: Any) -> _Worker:
+        found = _Worker(config(name, load_seconds=LIMIT, **extra), None)
+        monkeypatch.setattr(connector, "Caches", lambda *_: Caches(len(made)))
+        made.append(found)
+        found.register({})
+        return found
+
+    yield one
+    for found in made:
+        found.close()
+        found._loading.shutdown(wait=True)  # who waits has been told
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("kvbm door", "kvbm load"))]
+
+
+def source(prefill: _Worker, name: str = "r") -> Source:
+    assert prefill._door is not None
+    return Source(name, "127.0.0.1", prefill._door.port, 1, 32)
+
+
+def load(prefill: _Worker, name: str = "r", first: int = 0, last: int = 31) -> Load:
+    return Load(source(prefill, name), (list(range(8))[::-1],), first, last)
+
+
+def hold(seconds: float = 1e3) -> Hold:
+    return Hold((list(range(8)),), 32, seconds)
+
+
+def until(one: _Worker, name: str, finished: frozenset[str] = frozenset()) -> Any:
+    """The results with which something has ended."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        found = one.results(set(finished))
+        if getattr(found, name):
+            return found
+        threading.Event().wait(0.001)
+    raise AssertionError(name)
+
+
+def test_what_was_held_comes(worker: Any) -> None:
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("1", holds={"r": hold()}))
+    decode.begin(Told("2", loads={"q": load(prefill)}))
+    came = until(decode, "finished_recving")
+    assert came.finished_recving == {"q"} and not came.failed_recving
+    assert until(prefill, "finished_sending").finished_sending == {"r"}
+    mine, theirs = (one._caches.pool.arrays[0].swapaxes(0, 1) for one in (prefill, decode))  # b o t h d
+    assert np.array_equal(mine[:7], theirs[::-1][:7]) and np.array_equal(mine[7, :, :3], theirs[0, :, :3])
+    assert not decode.results(set()).finished_recving and not prefill.results(set()).finished_sending
+
+
+def test_what_nobody_asks_for_is_let_go(worker: Any) -> None:
+    """And who asks later is told at once."""
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("1", holds={"r": hold(0.0)}))
+    assert until(prefill, "finished_sending").finished_sending == {"r"}
+    decode.begin(Told("2", loads={"q": load(prefill)}))
+    assert until(decode, "finished_recving").failed_recving == {"q"}
+
+
+def test_what_is_not_needed_is_let_go(worker: Any) -> None:
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("1", holds={"r": hold()}))
+    decode.begin(Told("2", loads={"q": Load(source(prefill))}))
+    assert until(prefill, "finished_sending").finished_sending == {"r"}
+    assert not decode.results(set()).finished_recving  # vLLM does not wait for it
+
+
+def test_a_second_engine_is_refused(worker: Any) -> None:
+    prefill, first, second = worker("p"), worker("d1"), worker("d2")
+    prefill.begin(Told("1", holds={"r": hold(), "s": hold()}))
+    first.begin(Told("2", loads={"q": load(prefill)}))
+    assert not until(first, "finished_recving").failed_recving
+    until(prefill, "finished_sending")
+    second.begin(Told("3", loads={"q": load(prefill), "q2": load(prefill, "s")}))
+    ended: set[str] = set()
+    failed: set[str] = set()
+    while len(ended) < 2:
+        found = until(second, "finished_recving")
+        ended, failed = ended | found.finished_recving, failed | found.failed_recving
+    assert failed == {"q"}
+
+
+def test_a_name_may_come_again(worker: Any) -> None:
+    prefill, decode = worker("p"), worker("d")
+    for _ in range(2):
+        prefill.begin(Told("1", holds={"r": hold()}))
+        decode.begin(Told("2", loads={"q": load(prefill)}))
+        assert not until(decode, "finished_recving").failed_recving
+        until(prefill, "finished_sending")
+
+
+def test_what_is_not_held_fails(worker: Any) -> None:
+    prefill, decode = worker("p"), worker("d")
+    decode.begin(Told("2", loads={"q": load(prefill)}))
+    assert until(decode, "finished_recving").failed_recving == {"q"}
+
+
+def test_more_than_is_held_fails_on_both_sides(worker: Any) -> None:
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("1", holds={"r": Hold((list(range(8)),), 16, 1e3)}))
+    decode.begin(Told("2", loads={"q": load(prefill)}))
+    assert until(decode, "finished_recving").failed_recving == {"q"}
+    assert until(prefill, "finished_sending").finished_sending == {"r"}
+
+
+def test_a_request_that_is_aborted_while_it_is_loaded_ends(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are given back once nothing writes them any more."""
+    prefill, decode = worker("p"), worker("d")
+    monkeypatch.setattr(prefill._caches, "spans", lambda *_: {})  # it sends nothing
+    prefill.begin(Told("1", holds={"r": hold()}))
+    decode.begin(Told("2", loads={"q": load(prefill)}))
+    until(prefill, "finished_sending")
+    assert not decode.results(set()).finished_recving
+    assert until(decode, "finished_recving", frozenset({"q"})).failed_recving == {"q"}
+
+
+def test_the_engine_that_prefills_ends(worker: Any) -> None:
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("1", holds={"r": hold()}))
+    one = load(prefill)
+    prefill.close()
+    decode.begin(Told("2", loads={"q": one}))
+    assert until(decode, "finished_recving").failed_recving == {"q"}

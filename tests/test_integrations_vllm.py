@@ -1,0 +1,368 @@
+"""How workers of vLLM engines meet, without vLLM: doors and visits between endpoints of one process."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvbm
+from kvbm import BindError, KvbmError, Pool, Span, TransferError, reshard, wire
+from kvbm.integrations.vllm import meetings
+from kvbm.integrations.vllm.meetings import Door, Visit
+from kvbm.integrations.vllm.version import require_version
+from kvbm.reshard import Endpoint, Link
+from kvbm.reshard.talk import connect
+
+MODEL = kvbm.BlockShape(nl=2, no=2, nh=4, nt=4, hd=8, dtype="float32")
+TOKENS = range(30)
+
+#: Seconds that anything may take.
+LIMIT = 30.0
+
+
+class Engine:
+    """The workers of an engine; those that prefill hold requests, and listen."""
+
+    def __init__(self, hub: wire.Hub, name: str, tp: int = 1, nt: int = 4, start: str = "1") -> None:
+        place = reshard.vllm(MODEL, tp=tp, nt=nt, name=name)
+        layout = kvbm.load("vllm/flash_attn_nhd")
+        self.name, self.start, self.tp = name, start, tp
+        self.pools = [Pool.allocate(layout, place.shape(rank), 32 // nt) for rank in range(tp)]
+        self.table = list(range(32 // nt))[::-1]
+        for rank, pool in enumerate(self.pools):
+            for array in pool.arrays:
+                array[:] = np.random.default_rng(rank).random(array.shape)
+        self.ends = [
+            Endpoint(
+                name, place, rank, pool, wire=wire.memory(f"{name}/{rank}/{start}", hub), chunk_bytes=1 << 12, ring_bytes=1 << 16
+            )
+            for rank, pool in enumerate(self.pools)
+        ]
+        self.asked: list[list[tuple[str, bool]]] = [[] for _ in self.ends]
+        self.doors: list[Door] = []
+        self.visits: list[Visit] = []
+
+    def listen(self, word: float = LIMIT) -> int:
+        """Ports behind each other."""
+        while len(self.doors) < self.tp:
+            self.shut()
+            with contextlib.suppress(KvbmError):  # another program has the next port
+                self.doors.append(Door(self.ends[0], "127.0.0.1", 0, self._sender(0), word))
+                for rank in range(1, self.tp):
+                    self.doors.append(Door(self.ends[rank], "127.0.0.1", self.doors[0].port + rank, self._sender(rank), word))
+        return self.doors[0].port
+
+    def _sender(self, rank: int) -> Any:
+        def begin(request: str, link: Link, is_given_up: bool) -> None:
+            if request == "unknown":
+                raise TransferError("request unknown: not held here")
+            if request == "broken":
+                raise ZeroDivisionError
+            first = (request, is_given_up) not in self.asked[rank]
+            self.asked[rank].append((request, is_given_up))
+            if first and not is_given_up:
+                link.send(request, Span(self.table, TOKENS), timeout=LIMIT)
+
+        return begin
+
+    def visit(self, rank: int, port: int, ports: int, word: float = LIMIT) -> Visit:
+        self.visits.append(Visit(self.ends[rank], self.start, self.tp, "127.0.0.1", port, ports, word))
+        return self.visits[-1]
+
+    def load(self, visit: Visit, request: str) -> None:
+        arrival = visit.link().receive(request, Span(self.table, TOKENS), timeout=LIMIT)
+        visit.want(request, False)
+        arrival.synchronize(LIMIT)
+
+    def tokens(self) -> np.ndarray[Any, Any]:
+        """What all ranks hold of the sequence: (l, o, t, h, d)."""
+        found = []
+        for pool in self.pools:
+            layers = np.stack(list(pool.arrays))  # l o b t h d
+            held = layers[:, :, self.table]
+            found.append(held.reshape(*held.shape[:2], -1, *held.shape[4:])[:, :, : len(TOKENS)])
+        return np.concatenate(found, axis=3)
+
+    def shut(self) -> None:
+        for door in self.doors:
+            door.close()
+        self.doors = []
+
+    def close(self) -> None:
+        self.shut()
+        for visit in self.visits:
+            visit.close()
+        for end in self.ends:
+            end.close()
+
+
+@pytest.fixture
+def engines() -> Iterator[Any]:
+    hub, made = wire.Hub(), []
+
+    def engine(name: str, tp: int = 1, nt: int = 4, start: str = "1") -> Engine:
+        made.append(Engine(hub, name, tp, nt, start))
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "kvbm door"]
+
+
+def left(engine: Engine) -> None:
+    """Wait until nobody talks to it."""
+    for door in engine.doors:
+        with door._met:
+            assert door._met.wait_for(lambda door=door: not door._talks, LIMIT)  # type: ignore[misc]
+
+
+def together(*calls: Any) -> None:
+    """Each on a thread of its own; raises what one of them raises."""
+    errors: list[BaseException] = []
+
+    def run(call: Any) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize(("tps", "nts"), [((1, 1), (4, 8)), ((2, 1), (8, 4)), ((1, 2), (4, 4)), ((2, 2), (4, 8))])
+def test_requests_are_asked_for(engines: Any, tps: tuple[int, int], nts: tuple[int, int]) -> None:
+    prefill, decode = (engines(name, tp, nt) for name, tp, nt in zip("pd", tps, nts, strict=True))
+    port = prefill.listen()
+    visits = [decode.visit(rank, port, prefill.tp) for rank in range(decode.tp)]
+    for request in ("one", "another"):
+        together(*(partial(decode.load, visit, request) for visit in visits))
+        assert np.array_equal(prefill.tokens(), decode.tokens())
+    visits[0].want("not needed", True)
+    assert all(("not needed", True) in asked for asked in prefill.asked)
+    for visit in visits:
+        visit.close()
+
+
+def test_two_engines_ask_one(engines: Any) -> None:
+    prefill, first, second = engines("p", 2), engines("first"), engines("second", nt=8)
+    port = prefill.listen()
+    for one in (first, second):
+        one.load(one.visit(0, port, 2), one.name)
+        assert np.array_equal(prefill.tokens(), one.tokens())
+
+
+def test_who_asks_is_started_again(engines: Any) -> None:
+    """Under the name that it had: its links are new ones, and the old one is closed."""
+    prefill, before = engines("p"), engines("d")
+    port = prefill.listen()
+    visit = before.visit(0, port, 1)
+    before.load(visit, "one")
+    visit.close()
+    left(prefill)
+    before.close()
+    after = engines("d", start="2")
+    after.load(after.visit(0, port, 1), "two")
+    assert np.array_equal(prefill.tokens(), after.tokens())
+    assert list(prefill.doors[0]._guests) == [("d", "2")]
+
+
+def test_who_prefills_is_started_again(engines: Any) -> None:
+    """At the port that it had: the next request is loaded, by a new link."""
+    before, decode = engines("p"), engines("d")
+    port = before.listen()
+    visit = decode.visit(0, port, 1)
+    decode.load(visit, "one")
+    before.close()
+    after = engines("p", start="2")
+    after.doors.append(Door(after.ends[0], "127.0.0.1", port, after._sender(0)))
+    decode.load(visit, "two")
+    assert np.array_equal(after.tokens(), decode.tokens())
+
+
+def test_a_connection_that_broke_is_made_anew(engines: Any) -> None:
+    """The link is the one that there was."""
+    prefill, decode = engines("p"), engines("d")
+    visit = decode.visit(0, prefill.listen(), 1)
+    decode.load(visit, "one")
+    link = visit.link()
+    visit._talks[0].close()
+    with contextlib.suppress(KvbmError):
+        visit.want("nothing", True)
+    decode.load(visit, "two")
+    assert visit.link() is link and np.array_equal(prefill.tokens(), decode.tokens())
+
+
+@pytest.mark.parametrize("name", ["unknown", "broken"])
+def test_what_is_not_there(engines: Any, name: str) -> None:
+    """The next one is loaded."""
+    prefill, decode = engines("p", 2), engines("d")
+    visit = decode.visit(0, prefill.listen(), 2)
+    with pytest.raises(KvbmError, match=r"not held here|ZeroDivisionError"):
+        visit.want(name, False)
+    decode.load(visit, "one")
+    assert np.array_equal(prefill.tokens(), decode.tokens())
+
+
+def test_nobody_is_there(engines: Any) -> None:
+    """And is not asked again at once: requests behind are not kept waiting."""
+    decode = engines("d")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    visit = decode.visit(0, port, 1)
+    with pytest.raises(KvbmError, match="refused"):
+        visit.link()
+    with pytest.raises(TransferError, match="tried again after"):
+        visit.want("one", True)
+
+
+def test_ranks_that_do_not_come_are_not_waited_for(engines: Any) -> None:
+    prefill, decode = engines("p"), engines("d", 2)
+    visit = decode.visit(0, prefill.listen(0.2), 1)
+    with pytest.raises(KvbmError, match=r"of 2 ranks only \[0\] have come"):
+        visit.link()
+
+
+def test_another_model_is_refused(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = engines("p")
+    monkeypatch.setattr(f"{__name__}.MODEL", kvbm.BlockShape(nl=2, no=2, nh=4, nt=4, hd=16, dtype="float32"))
+    decode = engines("d")
+    with pytest.raises(KvbmError):
+        decode.visit(0, prefill.listen(), 1).link()
+
+
+CARD = base64.b64encode(b"{}").decode()
+HELLO = {"engine": "e", "start": "s", "rank": 0, "world": 1, "card": CARD}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [{}],
+        [{**HELLO, "world": 1 << 60}],
+        [{**HELLO, "world": True}],
+        [{**HELLO, "rank": -1}],
+        [{**HELLO, "rank": "0"}],
+        [{**HELLO, "rank": 1}],
+        [{**HELLO, "card": "no base64"}],
+        [{**HELLO, "card": 7}],
+        [{**HELLO, "engine": ["e"], "card": None}],
+        [HELLO],
+        [{"error": "SystemExit", "message": "leave"}],
+    ],
+    ids=str,
+)
+def test_what_is_nonsense_is_refused(engines: Any, said: list[dict[str, Any]]) -> None:
+    """And others are served afterwards."""
+    prefill, decode = engines("p"), engines("d")
+    port = prefill.listen()
+    with connect("127.0.0.1", port, LIMIT) as talk:
+        for message in said:
+            talk.say(**message)
+        with pytest.raises(KvbmError):
+            [talk.hear() for _ in range(3)]
+    decode.load(decode.visit(0, port, 1), "one")
+    assert np.array_equal(prefill.tokens(), decode.tokens())
+    left_by_nonsense = [name for name in prefill.doors[0]._guests if name != ("d", "1")]
+    assert not left_by_nonsense
+
+
+@pytest.mark.parametrize(
+    "wanted", [{}, {"want": "one"}, {"want": 7, "given_up": False}, {"want": "one", "given_up": 0}], ids=str
+)
+def test_nonsense_that_is_wanted(engines: Any, wanted: dict[str, Any]) -> None:
+    prefill, decode = engines("p"), engines("d")
+    visit = decode.visit(0, prefill.listen(), 1)
+    visit.link()
+    visit._talks[0].say(**wanted)
+    with pytest.raises(BindError, match="expected"):
+        visit._talks[0].hear()
+    assert prefill.asked == [[]]
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n\r\n", struct.pack(">4sI", b"kvb1", 1 << 31), struct.pack(">4sI", b"kvb1", 3) + b"[1]"]
+)
+def test_bytes_that_are_no_message(engines: Any, data: bytes) -> None:
+    prefill = engines("p")
+    with socket.create_connection(("127.0.0.1", prefill.listen()), LIMIT) as one:
+        one.sendall(data)
+        heard = one.makefile("rb").read()
+    assert json.loads(heard[8:])["error"] == "BindError"
+
+
+def test_another_card_at_the_same_start_is_refused(engines: Any) -> None:
+    prefill, decode, thief = engines("p"), engines("d"), engines("thief")
+    port = prefill.listen()
+    decode.visit(0, port, 1).link()
+    with connect("127.0.0.1", port, LIMIT) as talk:
+        card = base64.b64encode(thief.ends[0].card()).decode()
+        talk.say(engine="d", start="1", rank=0, world=1, card=card)
+        with pytest.raises(BindError, match="another card"):
+            talk.hear()
+
+
+def test_a_door_that_closes_wakes_all(engines: Any) -> None:
+    """Who is waited for, who waits, and the thread that listens; the port is free."""
+    prefill, decode = engines("p"), engines("d", 2)
+    port = prefill.listen()
+    [door] = prefill.doors
+    visits = [decode.visit(0, port, 1)]
+    failed: list[BaseException] = []
+
+    def meet() -> None:
+        try:
+            visits[0].link()
+        except KvbmError as error:
+            failed.append(error)
+
+    waits = threading.Thread(target=meet, daemon=True)
+    waits.start()
+    with door._met:
+        assert door._met.wait_for(lambda: any(guest.cards for guest in door._guests.values()), LIMIT)
+    door.close()
+    waits.join(LIMIT)
+    assert failed and not door._thread.is_alive()
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_links_to_engines_that_have_gone_are_closed_in_time(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meetings, "_KEPT", -1.0)
+    prefill, first, second = engines("p"), engines("first"), engines("second")
+    port = prefill.listen()
+    visit = first.visit(0, port, 1)
+    visit.link()
+    [door] = prefill.doors
+    [guest] = door._guests.values()
+    visit.close()
+    left(prefill)
+    second.visit(0, port, 1).link()
+    assert guest.link is not None and guest.link.is_closed and list(door._guests) == [("second", "1")]
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0", "0.33.0rc1", "dev", ""])
+def test_other_versions_of_vllm_are_refused(found: str) -> None:
+    with pytest.raises(BindError, match=r"expected vLLM 0\.32 or newer, before 0\.33"):
+        require_version(found)
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1+cpu", "0.32.1.dev7"])
+def test_versions_of_vllm(found: str) -> None:
+    require_version(found)
