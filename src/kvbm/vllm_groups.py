@@ -22,7 +22,7 @@ from .layout import Layout
 from .shapes import BlockShape
 from .terms import Expression, Pitch
 
-__all__ = ["Group", "groups"]
+__all__ = ["Group", "groups", "number_of_layer"]
 
 #: The orders that vLLM resolves a layout to.
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -256,7 +256,7 @@ def _group(
     tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
     model = vllm_config.model_config
     return Group(
-        index=index, names=names, layers=tuple(_number(name) for name in names),
+        index=index, names=names, layers=tuple(number_of_layer(name) for name in names),
         layout=_pitched(chosen, shape, view, strides, what), shape=shape, num_blocks=blocks, order=order, backend=known.backend,
         view=view, strides=strides, offset=int(tensor.offset), sliding_window=getattr(said, "sliding_window", None), tp=tp, pp=pp,
         dcp=int(parallel.decode_context_parallel_size) if getattr(said, "dcp_sharded", True) else 1,
@@ -441,7 +441,8 @@ def _backend(vllm_config: Any, names: Sequence[str], what: str) -> str:
     )
 
 
-def _number(name: str) -> int:
+def number_of_layer(name: str) -> int:
+    """A layer's number in the model, of its name; `BindError` where that has not one number."""
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
     if len(numbers) != 1:
         raise BindError(

@@ -441,6 +441,33 @@ def create(
         pages.flush()
 
 
+def framed(layout: Layout, shape: BlockShape, num_blocks: int, digests: Digests, metadata: Mapping[str, str]) -> bytes:
+    """What stands in a file before its blocks: with them behind it, it is one that `read` reads.
+
+    For those who write many small files, and hold their blocks in one piece: `create` lets a pool lie in the file.
+
+    Parameters
+    ----------
+    layout : Layout
+        Of one allocation, without padding, for so many blocks.
+    shape, num_blocks, metadata
+        As for `create`.
+    digests : Digests
+        Of the blocks.
+
+    Raises
+    ------
+    BindError
+        A layout with several allocations, or with padding; digests of other blocks.
+    """
+    resolved = layout.resolve(shape, num_blocks)
+    digests.require(shape, num_blocks)
+    if resolved.table_size != 1 or resolved.nbytes != num_blocks * shape.nbytes:
+        raise BindError(f"{layout.name}: expected one allocation without padding, got {resolved.table_size} of {resolved.nbytes:,} bytes")
+    start, _ = _header(layout, shape, resolved, digests.kinds, metadata)
+    return start + b"".join(array.astype("<u8").tobytes() for array in digests.arrays())
+
+
 #: Digests are 64 bits without a sign; not every reader has such integers.
 _DIGEST_CODE = "I64"
 

@@ -352,13 +352,15 @@ class Copier:
         nbytes = sum(len(ids) * lane.nbytes for lane, ids, _, _ in job.copies)
         result = Finished(job.id, is_load, job.blocks, nbytes, seconds)
         for lane, ids, units, out in job.copies:
-            if out is None:
-                continue
-            digests = out.numpy().view(np.uint64)
+            digests = None if out is None else out.numpy().view(np.uint64)
             if not is_load:
-                lane.digests[units], lane.known[units] = digests, True
+                if digests is not None:
+                    lane.digests[units] = digests
+                lane.known[units] = True
                 continue
-            wrong = (digests != lane.digests[units]) | ~lane.known[units]
+            wrong = ~lane.known[units]
+            if digests is not None:
+                wrong |= digests != lane.digests[units]
             if wrong.any():
                 result.wrong_blocks += ids[wrong].tolist()
                 result.wrong_chunks |= set((units[wrong] // self.blocks_per_chunk).tolist())

@@ -24,11 +24,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec, _all_workers_barrier
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ... import spec as layouts
 from ...errors import BindError, DigestError
 from .copier import Copier, HostMemory
 from .pages import pages_of
+from .tiered import LOST, READ, WRITTEN, Settings, TierIndex, TierWorker
 from .version import require_version
 
 __all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec", "KvbmOffloadingWorker"]
@@ -67,27 +69,47 @@ class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
         self._reports = reports
         self._failures = Failures()
         self._stats = OffloadingConnectorStats()
+        self.tier: TierWorker | None = None
+        self._reading: dict[int, tuple[Any, Any]] = {}
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         gpu = src_spec
         self.copier.submit(job_id, gpu.block_ids, dst_spec.block_ids, gpu.group_sizes, gpu.block_indices, is_load=False)
+        if self.tier is not None and (tiered := getattr(dst_spec, "tiered", None)):
+            self.tier.stores(job_id, tiered)
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        if self.tier is not None and (tiered := getattr(src_spec, "tiered", None)):
+            self.tier.read(job_id, tiered)
+            self._reading[job_id] = src_spec, dst_spec
+        else:
+            self._load(job_id, src_spec, dst_spec)
+        return True
+
+    def _load(self, job_id: int, src_spec: Any, dst_spec: Any) -> None:
         gpu = dst_spec
         self.copier.submit(job_id, gpu.block_ids, src_spec.block_ids, gpu.group_sizes, gpu.block_indices, is_load=True)
-        return True
+
+    def _load_what_was_read(self, wait: set[int] | None = None) -> None:
+        """Go on with the jobs whose chunks are in host memory now."""
+        if self.tier is not None and self._reading:
+            for job_id in self.tier.has_read(wait):
+                self._load(job_id, *self._reading.pop(job_id))
 
     def get_finished(self) -> list[Any]:
         """Jobs that are done.  Loads that failed their check are among them: vLLM takes no others; see `take_failures`."""
-        results = []
+        self._load_what_was_read()
+        results = self.tier.has_written() if self.tier is not None else []
         for job in self.copier.finished():
             blocks, nbytes = LOADED if job.is_load else STORED
             self._stats.increase_counter(blocks, job.blocks)
             self._stats.increase_counter(nbytes, job.nbytes)
             if job.wrong_blocks:
                 self._fail(job)
-            results.append(TransferResult(job.job_id, True, job.nbytes, job.seconds))
+            result = TransferResult(job.job_id, True, job.nbytes, job.seconds)
+            if self.tier is None or job.is_load or not self.tier.write(job.job_id, result):
+                results.append(result)
         return results
 
     def _fail(self, job: Any) -> None:
@@ -114,34 +136,93 @@ class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
         stats, self._stats = self._stats, OffloadingConnectorStats()
         return stats
 
+    def count(self, name: str, more: int) -> None:
+        """Add to a counter."""
+        self._stats.increase_counter(name, more)
+
     def wait(self, job_ids: set[int]) -> None:
+        self._load_what_was_read(job_ids)
         self.copier.wait(job_ids)
 
     def shutdown(self) -> None:
+        if self.tier is not None:
+            self.copier.wait()
+            self.get_finished()
+            self.tier.close()
         self.copier.close()
 
 
 class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
-    """vLLM's manager of host memory, which forgets chunks that failed their check."""
+    """vLLM's manager of host memory, which forgets chunks that failed their check.
+
+    Attributes
+    ----------
+    tier : TierIndex or None
+        Files behind the host memory: what it lacks and they hold is a hit, and read when it is loaded.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._distrusted: set[int] = set()
+        self.tier: TierIndex | None = None
+        self._reading: dict[Any, Any] = {}  # keys that are being read from files → their units
 
     def distrust(self, chunks: set[int]) -> None:
         """What these chunks hold is a miss from now on."""
         self._distrusted |= chunks
+        if self.tier is not None:
+            for units in self._reading.values():
+                if units.chunk in chunks:
+                    self.tier.shun(units)
 
     def lookup(self, key: Any, req_context: Any) -> Any:
         if self._distrusted and self._forgets(key):
-            return LookupResult.MISS
-        return super().lookup(key, req_context)
+            found = LookupResult.MISS
+        else:
+            found = super().lookup(key, req_context)
+        if found is not LookupResult.MISS or self.tier is None or self._policy.get(key) is not None:
+            return found
+        room = self._get_num_free_chunks() + self._num_evictable_cache_chunks
+        return LookupResult.HIT if self.tier.holds(key, req_context, room) else LookupResult.MISS
+
+    def get_load_source(self, key: Any, req_context: Any) -> Any:
+        return CacheHitSource.DISK if key in self._reading else super().get_load_source(key, req_context)
+
+    def prepare_load(self, keys: Any, req_context: Any) -> Any:
+        keys = list(keys)
+        lacking = [key for key in keys if self._policy.get(key) is None]
+        if self.tier is None or not lacking:
+            return super().prepare_load(keys, req_context)
+        held = [key for key in keys if self._policy.get(key) is not None]
+        chunks = dict(zip(held, super().prepare_load(held, req_context).block_ids.tolist(), strict=True))
+        counts, self.counts = self.counts, None  # they are no offer that waits for a second one
+        made = super().prepare_store(lacking, req_context)
+        self.counts = counts
+        assert made is not None and made.keys_to_store == lacking, "lookup has seen that there is room"
+        chunks |= zip(lacking, made.store_spec.block_ids.tolist(), strict=True)
+        for key in lacking:
+            self._reading[key] = self.tier.units(key, req_context, chunks[key])
+        return self.tier.spec([chunks[key] for key in keys], [self._reading[key] for key in lacking])
+
+    def complete_load(self, keys: Any, req_context: Any) -> None:
+        read = [key for key in keys if self._reading.pop(key, None)]
+        if read:
+            super().complete_store(read, req_context)
+        super().complete_load([key for key in keys if key not in read], req_context)
 
     def prepare_store(self, keys: Any, req_context: Any) -> Any:
         if self._distrusted:
             for key in keys:
                 self._forgets(key)
-        return super().prepare_store(keys, req_context)
+        made = super().prepare_store(keys, req_context)
+        if self.tier is not None and made is not None and made.keys_to_store:
+            chunks = made.store_spec.block_ids.tolist()
+            found = map(self.tier.units, made.keys_to_store, [req_context] * len(chunks), chunks)
+            if units := [one for one in found if one is not None]:
+                made.store_spec = self.tier.spec(chunks, units)
+                for one in units:
+                    self.tier.trust(one)
+        return made
 
     def _forgets(self, key: Any) -> bool:
         """Whether a key's chunk failed; if nobody reads it any more, it is free again."""
@@ -165,6 +246,9 @@ class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
     def reset_cache(self) -> None:
         super().reset_cache()
         self._distrusted.clear()
+        self._reading.clear()
+        if self.tier is not None:
+            self.tier.end()
 
 
 class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
@@ -177,6 +261,8 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         Layout of the blocks in host memory: a name of the catalogue, or a file; ``universal`` if not given.
     verify : bool
         Check on load that a block is what was stored; yes if not given.
+    folder, folder_bytes, unit_tokens, model_key
+        Files behind the host memory: `tiered.Settings`.
 
     Raises
     ------
@@ -194,6 +280,9 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
             STORED[1]: "Bytes that kvbm copied to host memory.",
             LOADED[0]: "Blocks that kvbm copied from host memory.",
             LOADED[1]: "Bytes that kvbm copied from host memory.",
+            WRITTEN: "Bytes that kvbm wrote to files.",
+            READ: "Bytes that kvbm read from files into host memory.",
+            LOST: "Blocks that kvbm could not write to files, or not read from there: misses.",
             FAILED: "Blocks whose digest after the load was not that of the store: misses.",
         }
         counters = {name: OffloadingCounterMetadata(documentation=text) for name, text in documented.items()}
@@ -203,6 +292,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         super().__init__(config)
         self.host_layout = layouts.load(str(self.extra_config.get("host_layout", "universal")))
         self.verify = _flag(self.extra_config, "verify", True)
+        self.tier_settings = Settings.of(self.extra_config)
         if config.canonical_layout:
             raise BindError("canonical_layout: host_layout takes its place; leave it out")
         if self.kv_bytes_per_chunk and not self.num_chunks:
@@ -250,7 +340,13 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
             for lane in lanes:
                 logger.info("kvbm: %d blocks, %s", units, lane.out)
         copier = Copier(memory, self.blocks_per_chunk, self.verify)
-        return KvbmOffloadingWorker(copier, reports=isinstance(connector, KvbmOffloadingConnector))
+        made = KvbmOffloadingWorker(copier, reports=isinstance(connector, KvbmOffloadingConnector))
+        if self.tier_settings is not None:
+            if not isinstance(connector, KvbmOffloadingConnector):
+                raise BindError('folder: expected kv_connector "KvbmOffloadingConnector", which knows the tokens of requests')
+            ids = [group.group_id for group in self.config.groups]
+            made.tier = TierWorker(worker.vllm_config, worker.kv_cache_config, self.tier_settings, copier, ids, made.count)
+        return made
 
 
 def _flag(extra: Mapping[str, Any], name: str, usual: bool) -> bool:
@@ -309,6 +405,15 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._by_request = len(kv_cache_config.kv_cache_groups) > 1
         self._failures = Failures()
+        settings = Settings.of(transfer.kv_connector_extra_config)
+        if settings is not None and role == KVConnectorRole.SCHEDULER:
+            chunks = {group.group_idx: group.tokens_per_chunk for group in self.scheduler.config.kv_group_configs}
+            self.scheduler.manager.tier = TierIndex(vllm_config, kv_cache_config, settings, chunks)
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        if (tier := self.scheduler.manager.tier) is not None:
+            tier.begin(request, self.scheduler._req_status[request.request_id].req_context)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.kv_caches = kv_caches
