@@ -25,7 +25,7 @@ from .tier import Chain, Content, KvbmTier, Shelf, Shelved, key_of_files
 
 __all__ = ["Settings", "Tiered", "TierIndex", "TierSpec", "TierWorker", "Units"]
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.kvbm")
 
 #: Tokens of a unit, if nothing else is said: engines that share a folder have blocks of a multiple of it.
 UNIT_TOKENS = 16
