@@ -463,7 +463,10 @@ def framed(layout: Layout, shape: BlockShape, num_blocks: int, digests: Digests,
     resolved = layout.resolve(shape, num_blocks)
     digests.require(shape, num_blocks)
     if resolved.table_size != 1 or resolved.nbytes != num_blocks * shape.nbytes:
-        raise BindError(f"{layout.name}: expected one allocation without padding, got {resolved.table_size} of {resolved.nbytes:,} bytes")
+        raise BindError(
+            f"{layout.name}: expected one allocation of {num_blocks * shape.nbytes:,} bytes, without padding, got "
+            f"{resolved.table_size:,} of {resolved.nbytes:,} bytes"
+        )
     start, _ = _header(layout, shape, resolved, digests.kinds, metadata)
     return start + b"".join(array.astype("<u8").tobytes() for array in digests.arrays())
 

@@ -1,4 +1,4 @@
-"""Models of a few layers with random weights: ``models.py llama|mla|sliding FOLDER``."""
+"""Models of a few layers with random weights: ``models.py llama|mla|sliding FOLDER [SEED]``."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def sliding() -> transformers.PreTrainedModel:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
+    torch.manual_seed(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     made = {"llama": llama, "mla": mla, "sliding": sliding}[sys.argv[1]]()
     made.to(torch.float32).save_pretrained(sys.argv[2])

@@ -1,8 +1,8 @@
 """A folder of KV-cache contents that are found by their tokens, for any tp and block size; nothing of vLLM is imported.
 
-A sequence is cut into units of a fixed number of tokens.  What a unit is called follows from its tokens and all before them, so engines
-with other blocks and other ranks find what one has stored.  A file holds the heads of a rank, and a digest of each; a unit is there once
-its files hold all heads.
+A sequence is cut into units of a fixed number of tokens.  What a unit is called follows from its tokens and all before them, so
+engines with other blocks and other ranks find what one has stored.  A file holds the heads of a rank, and a digest of each; a unit is
+there once its files hold all heads.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class KvbmTier:
     def __init__(self, folder: Path, content: Content, most_bytes: int) -> None:
         self.folder, self.content, self.most_bytes = folder, content, most_bytes
         self.root = folder / content.folder
-        self._key = content.key
+        self._key, self._root = content.key, str(self.root)
         self._written = most_bytes  # by others, before: look at the first occasion
         self._guard = threading.Lock()
         try:
@@ -206,7 +206,7 @@ class KvbmTier:
     def parts(self, name: str) -> list[Part]:
         """What files there are of a unit."""
         try:
-            found = os.listdir(self.home(name))
+            found = os.listdir(f"{self._root}/{name[:2]}/{name}")  # noqa: PTH208  (the scheduler waits for it)
         except OSError:
             return []
         matches = [_PART.fullmatch(one) for one in found]
@@ -259,7 +259,7 @@ class KvbmTier:
         data = row.reshape(-1).view(np.uint8)
         path = self.home(name) / part.name
         with replacing(path) as temporary, temporary.open("wb", buffering=0) as file:
-            for piece in (memoryview(start), memoryview(data)):
+            for piece in (memoryview(start), data.data):
                 while len(piece):
                     piece = piece[file.write(piece) :]
         _touch(path, first)
@@ -281,14 +281,21 @@ class KvbmTier:
         ):  # fmt: skip
             if said.get(key) != wanted:
                 raise BindError(f"{stored.path}: {key}: expected {wanted!r}, got {said.get(key)!r:.200}")
-        if stored.shape != expected or stored.num_blocks != 1 or stored.nbytes != expected.nbytes or len(stored.blocks) != 1:
+        if (
+            stored.shape != expected
+            or stored.num_blocks != 1
+            or stored.nbytes != expected.nbytes
+            or len(stored.blocks) != 1
+        ):
             raise BindError(f"{stored.path}: expected one block, {expected}, got {stored.shape}")
         try:
             digests = [int(digest, 16) for digest in said["tier.digests"].split(" ")]
         except (KeyError, ValueError):
             digests = []
         if len(digests) != expected.nh:
-            raise BindError(f"{stored.path}: tier.digests: expected {expected.nh}, got {said.get('tier.digests')!r:.200}")
+            raise BindError(
+                f"{stored.path}: tier.digests: expected {expected.nh}, got {said.get('tier.digests')!r:.200}"
+            )
         return stored, digests
 
     # ---- the limit -------------------------------------------------------------------------------------------------
@@ -322,21 +329,21 @@ class KvbmTier:
             if total <= self.most_bytes:
                 return 0
             removed = 0
-            for _, nbytes, home in units:
+            for _, nbytes, path in units:
                 if total - removed <= self.most_bytes - self.most_bytes // 16:
                     break
-                for file in _files(home):
+                for file in _files(path):
                     with contextlib.suppress(OSError):
-                        os.unlink(file.path)
+                        Path(file.path).unlink()
                 with contextlib.suppress(OSError):
-                    os.rmdir(home)
+                    Path(path).rmdir()
                 removed += nbytes
             return removed
 
 
 def _touch(path: Path, first: int) -> None:
-    """Used now; of a sequence the last units go first, as the others are of no less use without them."""
-    now = time.time() - first * 1e-6
+    """Used now; of a sequence the last units go first, as they are of no use without the others."""
+    now = time.time() - first * 1e-3
     with contextlib.suppress(OSError):
         os.utime(path, (now, now))
 
@@ -368,7 +375,7 @@ def _units(folder: Path) -> Iterator[tuple[float, int, str]]:
             if not _PART.fullmatch(file.name):
                 if file.name.endswith(".tmp") and now - found.st_mtime > _LOST_SECONDS:
                     with contextlib.suppress(OSError):
-                        os.unlink(file.path)
+                        Path(file.path).unlink()
                 continue
             used, nbytes = max(used, found.st_mtime), nbytes + found.st_size
         if nbytes:
@@ -462,7 +469,9 @@ class Shelf:
         found: Sums = desk.pool.digest(rows, tokens=rows % self.each * self.unit)
         return found.reshape(len(blocks), self.each).sum(axis=1, dtype=np.uint64)
 
-    def write(self, tier: KvbmTier, blocks: Ids, digests: Sums | None, names: Sequence[str], firsts: Sequence[int]) -> Shelved:
+    def write(
+        self, tier: KvbmTier, blocks: Ids, digests: Sums | None, names: Sequence[str], firsts: Sequence[int]
+    ) -> Shelved:
         """Write blocks of the host's; what is there already is left as it is.
 
         Parameters
@@ -550,7 +559,7 @@ class Shelf:
             parts.append(part)
             stored, digests = tier.open(name, part)
             [entry] = stored.blocks.values()
-            data = memoryview(into[begin - self.part.first : end - self.part.first].reshape(-1).view(np.uint8))
+            data = into[begin - self.part.first : end - self.part.first].reshape(-1).view(np.uint8).data
             step = data.nbytes // (end - begin)
             with stored.path.open("rb", buffering=0) as file:
                 file.seek(entry.begin + (begin - part.first) * step)
@@ -580,9 +589,13 @@ def key_of_files(folder: Path, more: str) -> str:
     BindError
         There are no weights.
     """
-    files = [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.suffix in _WEIGHTS and p.is_file())
+    files = (
+        [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.suffix in _WEIGHTS and p.is_file())
+    )
     if not files:
-        raise BindError(f"model_key: {folder} holds no weights to tell models apart by; expected a name of your own for it")
+        raise BindError(
+            f"model_key: {folder} holds no weights to tell models apart by; expected a name of your own for it"
+        )
 
     def digest(path: Path) -> bytes:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""vLLM's offloading with a folder behind the host memory: which chunks are whole units of a `KvbmTier`, and jobs that read and write."""
+"""vLLM's offloading with a folder behind the host memory: which chunks a `KvbmTier` holds, and jobs that read and write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ...vllm_groups import groups, number_of_layer
 from .copier import Copier
 from .tier import Chain, Content, KvbmTier, Shelf, Shelved, key_of_files
 
-__all__ = ["Settings", "Tiered", "TierIndex", "TierSpec", "TierWorker", "Units"]
+__all__ = ["LOST", "READ", "WRITTEN", "Settings", "TierIndex", "TierSpec", "TierWorker", "Tiered", "Units"]
 
 logger = init_logger("vllm.kvbm")
 
@@ -130,7 +130,9 @@ def contents_of(vllm_config: Any, kv_cache_config: Any, settings: Settings, key:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if (size := int(getattr(parallel, name, 1))) != 1:
-            raise BindError(f"folder: {name}: expected 1, got {size}; blocks of other ranks' layers or tokens are not stored in files")
+            raise BindError(
+                f"folder: {name}: expected 1, got {size}; blocks of other ranks' layers or tokens are not stored in files"
+            )
     if vllm_config.speculative_config is not None:
         raise BindError("folder: speculative_config: expected none; blocks of a draft model are not stored in files")
     found = []
@@ -141,18 +143,22 @@ def contents_of(vllm_config: Any, kv_cache_config: Any, settings: Settings, key:
         kind = type(said)
         if kind not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
             raise BindError(
-                f"{what}: expected attention over all tokens, a sliding window or a latent (MLA), got {kind.__name__}; it is not stored "
-                "in files"
+                f"{what}: expected attention over all tokens, a sliding window or a latent (MLA), got {kind.__name__}; it is not "
+                "stored in files"
             )
         if said.kv_quant_mode.name != "NONE" or getattr(said, "state_content_bytes", None) is not None:
-            raise BindError(f"{what}: kv_cache_dtype: expected elements as the model has them; quantised ones are not stored in files")
-        if getattr(said, "tokens_per_state", 1) != 1 or getattr(said, "head_size_v", said.head_size) != said.head_size:
+            raise BindError(
+                f"{what}: kv_cache_dtype: expected elements as the model has them; quantised ones are not stored in files"
+            )
+        latent = kind is MLAAttentionSpec
+        widths = {int(said.head_size)} if latent else {int(said.head_size), int(said.head_size_v or said.head_size)}
+        if getattr(said, "tokens_per_state", 1) != 1 or len(widths) != 1:
             raise BindError(f"{what}: expected a state a token, K and V of one size; others are not stored in files")
         if said.block_size % settings.unit_tokens:
             raise BindError(
-                f"{what}: unit_tokens: expected a number that divides the blocks of {said.block_size} tokens, got {settings.unit_tokens}"
+                f"{what}: unit_tokens: expected a number that divides the blocks of {said.block_size} tokens, got "
+                f"{settings.unit_tokens}"
             )
-        latent = kind is MLAAttentionSpec
         heads = 1 if latent else int(model.get_total_num_kv_heads())
         layers = tuple(sorted(number_of_layer(name) for name in group.layer_names))
         dtype = str(said.dtype).removeprefix("torch.")
@@ -206,13 +212,17 @@ class TierIndex:
         What cannot be stored in files; a folder that cannot be written to.
     """
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings, chunk_tokens: dict[int, int]) -> None:
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, settings: Settings, chunk_tokens: dict[int, int]
+    ) -> None:
         contents_of(vllm_config, kv_cache_config, settings, "")  # refuse before weights are read
         key = key_of_model(vllm_config, settings)
         self._settings = settings
         self._contents = contents_of(vllm_config, kv_cache_config, settings, key)
         if len(self._contents) != len(chunk_tokens):
-            raise BindError(f"folder: expected {len(self._contents)} groups of layers, got {len(chunk_tokens)} that are offloaded")
+            raise BindError(
+                f"folder: expected {len(self._contents)} groups of layers, got {len(chunk_tokens)} that are offloaded"
+            )
         self._tiers = [KvbmTier(settings.folder, content, settings.most_bytes) for content in self._contents]
         self._chunks = {group: (index, tokens) for index, (group, tokens) in enumerate(chunk_tokens.items())}
         self._shunned: set[tuple[int, str]] = set()
@@ -232,7 +242,9 @@ class TierIndex:
     def end(self) -> None:
         """Nothing more is read or written: the weights may be others from now on."""
         if self._is_open:
-            logger.warning("kvbm: the cache was reset, maybe for other weights: no more blocks are stored in files, or read from them")
+            logger.warning(
+                "kvbm: the cache was reset, maybe for other weights: no more blocks are stored in files, or read from them"
+            )
         self._is_open = False
 
     def units(self, key: bytes, context: Any, chunk: int = -1) -> Units | None:
@@ -305,13 +317,15 @@ class TierWorker:
         for group_id, lanes, content in zip(group_ids, copier.memory.lanes, self._own, strict=True):
             known = groups(vllm_config, kv_cache_config, group=group_id)
             if len(known) != 1 or len(lanes) != 1:
-                raise BindError(f"folder: group {group_id}: expected layers of one size, got {len(known)}; they are not stored in files")
+                raise BindError(
+                    f"folder: group {group_id}: expected layers of one size, got {len(known)}; they are not stored in files"
+                )
             if known[0].layers != content.layers:
                 raise BindError(f"{known[0]}: folder: expected layers {content.layers} in order, got {known[0].layers}")
             if known[0].sliding_window is not None and copier.blocks_per_chunk != 1:
                 raise BindError(
-                    f"{known[0]}: folder: blocks_per_chunk: expected 1, got {copier.blocks_per_chunk}: chunks at the edge of a sliding "
-                    "window are not whole"
+                    f"{known[0]}: folder: blocks_per_chunk: expected 1, got {copier.blocks_per_chunk}: chunks at the edge of a "
+                    "sliding window are not whole"
                 )
             placement, rank = of_vllm(known[0])
             held = tuple(placement.strips(rank).h)
@@ -423,4 +437,3 @@ class TierWorker:
     def close(self) -> None:
         """Write what has begun to be written, and end the threads."""
         self._threads.shutdown(wait=True)
-

@@ -1,0 +1,427 @@
+"""kvbm.integrations.vllm.tier: files of units of tokens, for any tp and block size; without vLLM."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbm import BindError, BlockShape, Pool, load, store
+from kvbm.integrations.vllm import tier as tiers
+from kvbm.integrations.vllm.tier import Chain, Content, KvbmTier, Part, Shelf, Shelved, key_of_files
+
+#: A unit of the whole model: 4 heads, 4 tokens.
+UNIT = BlockShape(nl=3, no=2, nh=4, nt=4, hd=8, dtype="float32")
+TOKENS = [7 * i % 101 for i in range(64)]
+NAMES = Chain(4, TOKENS).names(0, 64)
+CONTENT = Content("weights", "org/a model", (0, 1, 5), UNIT)
+
+
+def element(layer: Any, half: Any, head: Any, token: Any, at: Any) -> Any:
+    return (((layer * 2 + half) * 4 + head) * 64 + token) * 8 + at + 1.0
+
+
+def blocks(tp: int = 1, rank: int = 0, nt: int = 4, layout: str = "universal", *, empty: bool = False) -> Pool:
+    """What a rank holds of the 64 tokens, each element another number; or room for it."""
+    heads = 4 // tp
+    shape = replace(UNIT, nh=heads, nt=nt)
+    plain = Pool.allocate(load("universal"), shape, 64 // nt)
+    grid = np.meshgrid(np.arange(heads) + rank * heads, range(3), range(2), range(nt), range(8), indexing="ij")
+    for block, array in enumerate(plain.arrays):
+        head, layer, half, token, at = grid
+        array[...] = 0 if empty else element(layer, half, head, token + block * nt, at)
+    if layout == "universal":
+        return plain
+    pool = Pool.allocate(load(layout), shape, 64 // nt)
+    from kvbm import convert
+
+    convert(plain, pool)
+    return pool
+
+
+def shelf(pool: Pool, tp: int = 1, rank: int = 0, **options: Any) -> Shelf:
+    heads = 4 // tp
+    return Shelf(UNIT, pool, range(rank * heads, (rank + 1) * heads), **options)
+
+
+def moved(of: Shelf, pool: Pool, tier: KvbmTier, what: str, some: slice = slice(None)) -> Shelved:
+    """Read or write blocks."""
+    ids = np.arange(pool.num_blocks)[some]
+    units = [unit for block in ids.tolist() for unit in range(block * of.each, (block + 1) * of.each)]
+    names, firsts = [NAMES[unit] for unit in units], [4 * unit for unit in units]
+    if what == "read":
+        return of.read(tier, ids, names, firsts)
+    return of.write(tier, ids, pool.digest(ids), names, firsts)
+
+
+def stored(folder: Path, tp: int = 1, nt: int = 4, ranks: range | None = None, most: int = 1 << 30) -> KvbmTier:
+    """A tier of all 64 tokens, of all ranks or some."""
+    tier = KvbmTier(folder, CONTENT, most)
+    for rank in range(tp) if ranks is None else ranks:
+        pool = blocks(tp, rank, nt)
+        done = moved(shelf(pool, tp, rank), pool, tier, "write")
+        assert done.good.all() and not done.why
+    return tier
+
+
+def loaded(tier: KvbmTier, verify: bool = True) -> tuple[Shelved, Pool]:
+    pool = blocks(empty=True)
+    return moved(shelf(pool, verify=verify), pool, tier, "read"), pool
+
+
+def test_names() -> None:
+    """They follow from the tokens alone, however they are asked for; these must stay, or what was stored is lost."""
+    chain = Chain(4, TOKENS)
+    assert chain.names(16, 24) == NAMES[4:6] and chain.names(0, 64) == NAMES and len({*NAMES}) == 16
+    assert NAMES[0] == "eea5f1bff8e59dc9a5336111c32d53a33ce897daeb705c1557761ebb0e63454b"
+    others = [9, *TOKENS[1:]]
+    assert not {*Chain(4, others).names(0, 64)} & {*NAMES}  # what comes before counts
+    assert not {*Chain(4, TOKENS, "salt").names(0, 64)} & {*NAMES}
+    assert not {*Chain(8, TOKENS).names(0, 64)} & {*NAMES}
+    grown = [*TOKENS[:30]]
+    growing = Chain(4, grown)
+    assert growing.names(0, 28) == NAMES[:7]
+    grown += TOKENS[30:]
+    assert growing.names(0, 64) == NAMES
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 6), (2, 8), (60, 68), (8, 4), (-4, 4)])
+def test_tokens_that_are_no_units(first: int, last: int) -> None:
+    with pytest.raises(BindError, match=rf"whole units of 4, got {first} to {last}"):
+        Chain(4, TOKENS).names(first, last)
+
+
+def test_contents_that_differ() -> None:
+    """Weights, layers, sizes, dtype, tokens of a unit: each makes another key; what people call it does not."""
+    others = [
+        replace(CONTENT, model="others"), replace(CONTENT, layers=(0, 1, 4)), replace(CONTENT, layers=(1, 0, 5)),
+        *(replace(CONTENT, shape=replace(UNIT, **{name: 2 * getattr(UNIT, name)})) for name in ("nl", "no", "nh", "nt", "hd")),
+        replace(CONTENT, shape=replace(UNIT, dtype="int32")),
+    ]  # fmt: skip
+    assert len({CONTENT.key, *(one.key for one in others)}) == 1 + len(others)
+    assert replace(CONTENT, title="/models/x/").key == CONTENT.key
+    assert CONTENT.folder == f"a_model-{CONTENT.key[:24]}"
+    assert replace(CONTENT, title="../..").folder.startswith("model-")
+
+
+@pytest.mark.parametrize(
+    ("tp", "nt", "to_tp", "to_nt", "layout"),
+    [
+        (1, 4, 1, 4, "universal"), (2, 8, 1, 16, "universal"), (1, 16, 2, 8, "operational_nhd"), (4, 4, 2, 32, "universal"),
+        (2, 16, 4, 4, "operational_hnd"), (1, 64, 4, 64, "nhd"),
+    ],
+)  # fmt: skip
+def test_other_ranks_and_blocks(tmp_path: Path, tp: int, nt: int, to_tp: int, to_nt: int, layout: str) -> None:
+    """What ranks of one engine wrote, those of another read; the digests are those of the blocks that it then holds."""
+    tier = stored(tmp_path, tp, nt)
+    assert all(map(tier.holds, NAMES)) and len(tier.parts(NAMES[3])) == tp
+    for rank in range(to_tp):
+        pool = blocks(to_tp, rank, to_nt, layout, empty=True)
+        done = moved(shelf(pool, to_tp, rank), pool, tier, "read")
+        expected = blocks(to_tp, rank, to_nt, layout)
+        assert done.good.all() and (done.digests == expected.digest()).all()
+        assert done.nbytes == expected.shape.nbytes * (64 // to_nt)
+        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(pool.arrays, expected.arrays, strict=True))
+
+
+def test_files_are_those_of_the_store(tmp_path: Path) -> None:
+    """Anybody reads and verifies them; they say what they are."""
+    tier = stored(tmp_path, 2)
+    files = sorted(tier.root.rglob("*.safetensors"))
+    assert len(files) == 32 and all(not store.verify(file) for file in files)
+    said = store.read(tier.home(NAMES[5]) / "heads-2-3.safetensors")
+    assert (said.layout_name, said.shape, said.num_blocks) == ("universal", replace(UNIT, nh=2), 1)
+    assert said.metadata["tier.unit"] == NAMES[5] and said.metadata["tier.content"] == CONTENT.key
+    told = json.loads((tier.root / "content.json").read_text())
+    assert told["model"] == "weights" and told["layers"] == [0, 1, 5]
+
+
+def test_a_part_that_is_missing(tmp_path: Path) -> None:
+    """No unit is there before all ranks have written it; parts of several engines make one, too."""
+    tier = stored(tmp_path, 2, ranks=range(1))
+    assert not any(map(tier.holds, NAMES))
+    done, pool = loaded(tier)
+    assert not done.good.any() and "heads 0 to 3: some are in no file" in done.why and not any(map(np.any, pool.arrays))
+    stored(tmp_path, 4, ranks=range(3, 4))
+    assert not any(map(tier.holds, NAMES))
+    stored(tmp_path, 4, ranks=range(1, 3))
+    done, pool = loaded(tier)
+    assert all(map(tier.holds, NAMES)) and done.good.all()
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(pool.arrays, blocks().arrays, strict=True))
+
+
+def test_what_is_there_is_left(tmp_path: Path) -> None:
+    """Nothing is written twice."""
+    tier, pool = stored(tmp_path), blocks()
+    before = {file: file.stat().st_ino for file in tier.root.rglob("*.safetensors")}
+    done = moved(shelf(pool), pool, tier, "write")
+    assert done.good.all() and done.nbytes == 0
+    assert before == {file: file.stat().st_ino for file in tier.root.rglob("*.safetensors")}
+
+
+def test_memory_that_was_changed(tmp_path: Path) -> None:
+    """A block of host memory that is not what was stored there is not written."""
+    tier, pool = KvbmTier(tmp_path, CONTENT, 1 << 30), blocks(nt=8)
+    digests = pool.digest()
+    pool.arrays[2].reshape(-1)[11] += 1
+    done = shelf(pool).write(tier, np.arange(4), digests[:4], NAMES[:8], range(0, 32, 4))
+    assert done.good.tolist() == [True, True, False, True] and "1 blocks of host memory are not" in done.why
+    assert [tier.holds(name) for name in NAMES[:8]] == [True] * 4 + [False] * 2 + [True] * 2
+
+
+def flip(byte: int) -> Callable[[Path, KvbmTier], None]:
+    def change(file: Path, _: KvbmTier) -> None:
+        data = bytearray(file.read_bytes())
+        data[byte] ^= 4
+        file.write_bytes(data)
+
+    return change
+
+
+def cut(size: int) -> Callable[[Path, KvbmTier], None]:
+    return lambda file, _: os.truncate(file, size if size >= 0 else file.stat().st_size + size)
+
+
+def replaced(by: str) -> Callable[[Path, KvbmTier], None]:
+    """By a whole file of another unit, of other heads, or of another content."""
+
+    def change(file: Path, tier: KvbmTier) -> None:
+        if by == "unit":
+            other = tier.home(NAMES[4]) / file.name
+        elif by == "heads":
+            other = file.with_name("heads-2-3.safetensors")
+        else:
+            pool, theirs = blocks(2), KvbmTier(tier.folder / "more", replace(CONTENT, model="others"), 1 << 30)
+            moved(shelf(pool, 2), pool, theirs, "write")
+            other = theirs.home(NAMES[3]) / file.name
+        file.write_bytes(other.read_bytes())
+
+    return change
+
+
+def edited(key: str, value: str | None) -> Callable[[Path, KvbmTier], None]:
+    """Another text in its metadata, of the same length as a whole."""
+
+    def change(file: Path, _: KvbmTier) -> None:
+        data = file.read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        if value is None:
+            del header["__metadata__"][key]
+        else:
+            header["__metadata__"][key] = value
+        text = json.dumps(header, separators=(",", ":")).encode()
+        assert len(text) <= size
+        file.write_bytes(data[:8] + text.ljust(size) + data[8 + size :])
+
+    return change
+
+
+DAMAGES = {
+    "first byte": flip(4096), "last byte": flip(-1), "header": flip(9), "length of the header": flip(1), "empty": cut(0),
+    "cut in the header": cut(100), "cut in the data": cut(-1), "another unit": replaced("unit"), "other heads": replaced("heads"),
+    "another content": replaced("content"), "no digests": edited("tier.digests", None), "few digests": edited("tier.digests", "0"),
+    "bad digests": edited("tier.digests", "x y"), "another digest": edited("tier.digests", "0 0"),
+    "no name": edited("tier.unit", None), "another layout": edited("kvbm.fingerprint", "0"), "no shape": edited("kvbm.shape", None),
+    "another shape": edited("kvbm.shape", json.dumps({"nl": 3, "no": 2, "nh": 2, "nt": 2, "hd": 16, "dtype": "float32"})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_files_that_are_not_what_was_stored(tmp_path: Path, damage: str) -> None:
+    """A miss, and the file goes; other units are read.  Written anew it is a hit."""
+    tier = stored(tmp_path, 2)
+    file = tier.home(NAMES[3]) / "heads-0-1.safetensors"
+    DAMAGES[damage](file, tier)
+    done, pool = loaded(tier)
+    assert done.good.tolist() == [unit != 3 for unit in range(16)] and done.why
+    assert not pool.arrays[3].any() and all(pool.arrays[unit].all() for unit in range(16) if unit != 3)
+    assert not file.exists() and not tier.holds(NAMES[3])
+    stored(tmp_path, 2)
+    assert loaded(tier)[0].good.all()
+
+
+def test_without_checks_a_flipped_byte_is_read(tmp_path: Path) -> None:
+    """The control of the test above; a file that is cut short is a miss all the same."""
+    tier = stored(tmp_path)
+    flip(-1)(tier.home(NAMES[3]) / "heads-0-3.safetensors", tier)
+    cut(-1)(tier.home(NAMES[4]) / "heads-0-3.safetensors", tier)
+    done, pool = loaded(tier, verify=False)
+    assert done.good.tolist() == [unit != 4 for unit in range(16)]
+    assert not np.array_equal(pool.arrays[3], blocks().arrays[3])
+
+
+def child(work: Callable[[], None]) -> int:
+    """What a process that does it ends with."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_writer_that_is_killed(tmp_path: Path) -> None:
+    """In the middle of a file: it has no name, so it is a miss; and what it left goes when it is old."""
+    pool, tier = blocks(), KvbmTier(tmp_path, CONTENT, 1 << 30)
+
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))  # a file has 4096 + 3072 bytes
+        moved(shelf(pool), pool, tier, "write")
+
+    assert os.WTERMSIG(child(work)) == signal.SIGXFSZ
+    [left] = [file for file in tier.root.rglob("*") if file.is_file() and file.name != "content.json"]
+    assert left.stat().st_size == 5000 and not any(map(tier.holds, NAMES)) and not loaded(tier)[0].good.any()
+    tier.trim()
+    assert left.exists()  # somebody may be writing it
+    os.utime(left, (0, 0))
+    tier.trim()
+    assert not left.exists()
+    stored(tmp_path)
+    assert loaded(tier)[0].good.all()
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A sentence, and no file."""
+    pool, tier = blocks(), KvbmTier(tmp_path, CONTENT, 1 << 30)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        done = moved(shelf(pool), pool, tier, "write")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not done.good.any() and "File too large" in done.why
+    assert not list(tier.root.rglob("*.safetensors")) and not list(tier.root.rglob("*.tmp"))
+
+
+def test_processes_that_write_one_unit(tmp_path: Path) -> None:
+    """While two processes write and remove the same files, a third one reads what is right, or nothing."""
+    tier, until = stored(tmp_path, 2), time.monotonic() + 0.6
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            try:
+                pool = blocks(2, rank)
+                mine = shelf(pool, 2, rank, threads=1)
+                while time.monotonic() < until:
+                    moved(mine, pool, tier, "write")
+                    tier.drop(NAMES[3], Part(rank * 2, rank * 2 + 2))
+                moved(mine, pool, tier, "write")
+            finally:
+                os._exit(0)
+    expected, outcomes, pool = blocks().arrays, set(), blocks(empty=True)
+    reader = shelf(pool)
+    while time.monotonic() < until:
+        for array in pool.arrays:
+            array[...] = 0
+        done = moved(reader, pool, tier, "read", slice(0, 6))
+        assert all(np.array_equal(pool.arrays[unit], expected[unit]) for unit in range(6) if done.good[unit])
+        outcomes.add(bool(done.good[3]))
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    assert True in outcomes and loaded(tier)[0].good.all()
+
+
+def sizes(tier: KvbmTier) -> int:
+    return sum(file.stat().st_size for file in tier.folder.rglob("*.safetensors"))
+
+
+def test_what_was_longest_not_used_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the limit, of all contents; of a sequence the last units first; what is read counts as used."""
+    now = time.time()
+    monkeypatch.setattr(tiers.time, "time", lambda: now)
+    tier = stored(tmp_path)
+    each = sizes(tier) // 16
+    others = KvbmTier(tmp_path, replace(CONTENT, model="others"), 1 << 30)
+    pool = blocks()
+    moved(shelf(pool), pool, others, "write")
+    assert tier.trim() == 0 and sizes(tier) == 32 * each
+    for home in [tier.home(name) for name in NAMES]:
+        for file in home.iterdir():
+            os.utime(file, (1e9, 1e9))
+    done = moved(shelf(pool), pool, tier, "read", slice(0, 8))
+    assert done.good.all()
+    tier.most_bytes = 27 * each
+    assert tier.trim() >= 5 * each and sizes(tier) <= 27 * each
+    assert all(map(tier.holds, NAMES[:8])) and all(map(others.holds, NAMES))  # only what was not read
+    tier.most_bytes = 4 * each
+    tier.trim()
+    kept = [tier.holds(name) for name in NAMES]
+    assert sizes(tier) <= 4 * each and kept == sorted(kept, reverse=True)
+    assert not [home for home in tier.folder.rglob("*") if len(home.name) == 64 and not list(home.iterdir())]
+
+
+def test_a_process_looks_after_what_it_wrote(tmp_path: Path) -> None:
+    """First at once, then after a 64th of the limit; one at a time."""
+    tier = stored(tmp_path)
+    tier.most_bytes = sizes(tier) // 2
+    with (tmp_path / ".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert tier.trim() == 0
+    tier.wrote(1)
+    assert sizes(tier) <= tier.most_bytes
+    stored(tmp_path)
+    tier.wrote(1)
+    assert sizes(tier) > tier.most_bytes
+    tier.wrote(tier.most_bytes // 64)
+    assert sizes(tier) <= tier.most_bytes
+
+
+def test_folders_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BindError, match=r"folder: expected one that can be written to, got .*file/inside"):
+        KvbmTier(tmp_path / "file" / "inside", CONTENT, 1)
+
+
+@pytest.mark.parametrize(
+    ("pool", "heads", "says"),
+    [
+        (replace(UNIT, nt=6), range(4), r"unit_tokens: expected a number that divides the blocks of 6 tokens, got 4"),
+        (replace(UNIT, hd=16), range(4), r"folder: expected blocks with all heads as .* got"),
+        (replace(UNIT, dtype="int32"), range(4), r"folder: expected blocks"),
+        (replace(UNIT, nh=2), range(4), r"folder: expected blocks"),
+    ],
+    ids=["tokens", "elements", "dtype", "heads"],
+)
+def test_blocks_that_are_refused(pool: BlockShape, heads: range, says: str) -> None:
+    with pytest.raises(BindError, match=says):
+        Shelf(UNIT, Pool.allocate(load("universal"), pool, 2), heads)
+
+
+def test_cover() -> None:
+    """Which parts to take: few, and all heads or none."""
+    parts = [Part(0, 2), Part(2, 4), Part(1, 3), Part(0, 1)]
+    assert tiers.cover(parts, 0, 4) == [(Part(0, 2), 0, 2), (Part(2, 4), 2, 4)]
+    assert tiers.cover(parts, 1, 3) == [(Part(1, 3), 1, 3)]
+    assert tiers.cover(parts, 3, 4) == [(Part(2, 4), 3, 4)]
+    assert tiers.cover(parts, 0, 5) is None and tiers.cover([], 0, 1) is None
+
+
+def test_keys_of_models(tmp_path: Path) -> None:
+    """All bytes of the weights count, wherever they lie; and what else is told."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model-1.safetensors").write_bytes(bytes(1000))
+        (tmp_path / name / "model-2.bin").write_bytes(bytes(10))
+    key = key_of_files(tmp_path / "a", "config")
+    assert key_of_files(tmp_path / "b", "config") == key != key_of_files(tmp_path / "b", "other")
+    (tmp_path / "b" / "tokenizer.json").write_text("{}")
+    assert key_of_files(tmp_path / "b", "config") == key
+    (tmp_path / "b" / "model-1.safetensors").write_bytes(bytes(999) + b"\1")
+    assert key_of_files(tmp_path / "b", "config") != key
+    (tmp_path / "none").mkdir()
+    with pytest.raises(BindError, match=r"model_key: .*none holds no weights"):
+        key_of_files(tmp_path / "none", "config")
