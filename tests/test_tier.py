@@ -18,7 +18,8 @@ import pytest
 
 from kvbm import BindError, BlockShape, Pool, load, store
 from kvbm.integrations.vllm import tier as tiers
-from kvbm.integrations.vllm.tier import Chain, Content, KvbmTier, Part, Shelf, Shelved, key_of_files
+from kvbm.integrations.vllm.shelf import Shelf, Shelved
+from kvbm.integrations.vllm.tier import Chain, Content, KvbmTier, Part, key_of_files
 
 #: A unit of the whole model: 4 heads, 4 tokens.
 UNIT = BlockShape(nl=3, no=2, nh=4, nt=4, hd=8, dtype="float32")

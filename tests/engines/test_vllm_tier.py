@@ -28,7 +28,9 @@ Models = Callable[[str], Path]
 RUNS = [[200, 100], [200, 100]]
 
 
-def generated(model: Path, folder: Path | None, *, tp: int = 1, nt: int = 32, **extra: Any) -> list[list[dict[str, Any]]]:
+def generated(
+    model: Path, folder: Path | None, *, tp: int = 1, nt: int = 32, **extra: Any
+) -> list[list[dict[str, Any]]]:
     """What a new process of vLLM generates."""
     transfer = {
         "kv_connector": "KvbmOffloadingConnector", "kv_connector_module_path": "kvbm.integrations.vllm", "kv_role": "kv_both",
@@ -72,7 +74,9 @@ def damage(folder: Path, keep: Path) -> None:
     shutil.copytree(folder, keep)
     for file in keep.rglob("heads-0-*.safetensors"):
         data = bytearray(file.read_bytes())
-        data[4096 : 4096 + (len(data) - 4096) // 2] = bytes(byte | 64 for byte in data[4096 : 4096 + (len(data) - 4096) // 2])
+        data[4096 : 4096 + (len(data) - 4096) // 2] = bytes(
+            byte | 64 for byte in data[4096 : 4096 + (len(data) - 4096) // 2]
+        )
         file.write_bytes(data)
 
 
@@ -151,8 +155,8 @@ def config(**changes: Any) -> Any:
     """What of vLLM's configuration is read, with something changed."""
     parallel = {"pipeline_parallel_size": 1, "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
     model = {
-        "model": "org/tiny", "hf_config": SimpleNamespace(to_dict=lambda: {"layers": 2}), "dtype": torch.float32, "quantization": None,
-        "disable_sliding_window": False, "revision": None, "get_total_num_kv_heads": lambda: 4,
+        "model": "org/tiny", "hf_config": SimpleNamespace(to_dict=lambda: {"layers": 2}), "dtype": torch.float32,
+        "quantization": None, "disable_sliding_window": False, "revision": None, "get_total_num_kv_heads": lambda: 4,
     }  # fmt: skip
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{**parallel, **changes.pop("parallel", {})}),
@@ -179,9 +183,11 @@ def index(folder: Path, vllm_config: Any = None, kv_cache_config: Any = None, **
 MAMBA = MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stages": ({"vllm_config": config(parallel={"pipeline_parallel_size": 2})}, r"pipeline_parallel_size: expected 1, got 2"),
-    "context": ({"vllm_config": config(parallel={"decode_context_parallel_size": 4})}, r"decode_context_parallel_size: expected 1, got 4"),
+    "context": (
+        {"vllm_config": config(parallel={"decode_context_parallel_size": 4})}, r"decode_context_parallel_size: expected 1, got 4",
+    ),
     "draft": ({"vllm_config": config(speculative_config=1)}, r"speculative_config: expected none"),
-    "state": ({"kv_cache_config": caches(FullAttentionSpec(**FULL), MAMBA)}, r"layers\.2.*got MambaSpec; it is not stored in files"),
+    "state": ({"kv_cache_config": caches(FullAttentionSpec(**FULL), MAMBA)}, r"layers\.2.*got MambaSpec; it is not stored"),
     "V": ({"kv_cache_config": caches(FullAttentionSpec(**FULL, head_size_v=32))}, r"K and V of one size"),
     "units": ({"unit_tokens": 24}, r"unit_tokens: expected a number that divides the blocks of 32 tokens, got 24"),
     "dummy": (
@@ -216,21 +222,32 @@ def test_contents(tmp_path: Path) -> None:
     latent = MLAAttentionSpec(**{**FULL, "num_kv_heads": 1, "head_size": 576})
     made = index(tmp_path, kv_cache_config=caches(FullAttentionSpec(**FULL), window, latent))
     shapes = [content.shape for content in made._contents]
-    assert [(shape.nl, shape.no, shape.nh, shape.nt, shape.hd) for shape in shapes] == [(2, 2, 4, 16, 64)] * 2 + [(2, 1, 1, 16, 576)]
+    assert [(shape.nl, shape.no, shape.nh, shape.nt, shape.hd) for shape in shapes] == [(2, 2, 4, 16, 64)] * 2 + [
+        (2, 1, 1, 16, 576)
+    ]
     assert [content.layers for content in made._contents] == [(0, 1), (2, 3), (4, 5)]
     others = [
-        config(model={"dtype": torch.bfloat16}), config(model={"quantization": "fp8"}), config(model={"disable_sliding_window": True}),
-        config(model={"hf_config": SimpleNamespace(to_dict=lambda: {"layers": 3})}),
+        config(model={"dtype": torch.bfloat16}), config(model={"quantization": "fp8"}),
+        config(model={"disable_sliding_window": True}), config(model={"hf_config": SimpleNamespace(to_dict=lambda: {"layers": 3})}),
     ]  # fmt: skip
     keys = {index(tmp_path, one)._contents[0].key for one in [config(), *others]}
     assert len(keys) == 5 and index(tmp_path, model_key="x")._contents[0].key not in keys
-    told = config(model={"hf_config": SimpleNamespace(to_dict=lambda: {"layers": 2, "_name_or_path": "x"}), "model": "y"})
+    told = config(
+        model={"hf_config": SimpleNamespace(to_dict=lambda: {"layers": 2, "_name_or_path": "x"}), "model": "y"}
+    )
     assert index(tmp_path, told)._contents[0].key in keys
 
 
 def request(tokens: int = 100, **changes: Any) -> Any:
     return SimpleNamespace(
-        **{"lora_request": None, "mm_features": [], "prompt_embeds": None, "resumable": False, "cache_salt": None, **changes},
+        **{
+            "lora_request": None,
+            "mm_features": [],
+            "prompt_embeds": None,
+            "resumable": False,
+            "cache_salt": None,
+            **changes,
+        },
         all_token_ids=list(range(tokens)),
     )
 
@@ -275,7 +292,10 @@ def test_a_chunk_of_files(tmp_path: Path) -> None:
     assert one.looked_up() == [HIT, MISS, MISS]
     one.held |= {*one.names(1)}
     spec = manager.prepare_load(one.keys[:2], one.context)
-    assert spec.block_ids.tolist() == [0, 1] and [units.names for units in spec.tiered.units] == [one.names(0), one.names(1)]
+    assert spec.block_ids.tolist() == [0, 1] and [units.names for units in spec.tiered.units] == [
+        one.names(0),
+        one.names(1),
+    ]
     assert [(units.chunk, units.first) for units in spec.tiered.units] == [(0, 0), (1, 32)]
     assert one.looked_up() == [PENDING, PENDING, MISS]
     assert manager.get_load_source(one.keys[0], one.context) is CacheHitSource.DISK
@@ -287,7 +307,10 @@ def test_a_chunk_of_files(tmp_path: Path) -> None:
     spec = manager.prepare_load(one.keys, one.context)  # of both kinds
     assert spec.block_ids.tolist() == [0, 1, 2] and [units.chunk for units in spec.tiered.units] == [2]
     manager.complete_load(set(one.keys), one.context)
-    assert (manager._num_evictable_cache_chunks, manager._num_write_pending_chunks) == (3, 0) and manager.counts is not None
+    assert (manager._num_evictable_cache_chunks, manager._num_write_pending_chunks) == (
+        3,
+        0,
+    ) and manager.counts is not None
 
 
 def test_stores_are_written(tmp_path: Path) -> None:
@@ -332,7 +355,13 @@ def test_requests_of_more_than_tokens(tmp_path: Path) -> None:
     one = Scheduler(tmp_path)
     one.held |= {*one.names(0)}
     assert one.looked_up()[0] is HIT
-    for more in ({"lora_request": 1}, {"mm_features": [1]}, {"prompt_embeds": 1}, {"resumable": True}, {"cache_salt": "x"}):
+    for more in (
+        {"lora_request": 1},
+        {"mm_features": [1]},
+        {"prompt_embeds": 1},
+        {"resumable": True},
+        {"cache_salt": "x"},
+    ):
         context, keys = one.new(request(**more))
         assert one.manager.lookup(keys[0], context) is MISS
         made = one.manager.prepare_store(keys[2:], context)
@@ -353,7 +382,7 @@ def test_a_reset(tmp_path: Path) -> None:
 
 
 def test_names_are_free_of_seeds(tmp_path: Path) -> None:
-    """vLLM's keys differ from process to process; what is looked for does not."""
+    """Keys of vLLM differ from process to process; what is looked for does not."""
     one = Scheduler(tmp_path)
     context, keys = one.new(request(), b"another process")
     assert not {*keys} & {*one.keys}

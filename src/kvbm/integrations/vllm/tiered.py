@@ -21,7 +21,8 @@ from ...reshard.presets import of_vllm
 from ...shapes import BlockShape
 from ...vllm_groups import groups, number_of_layer
 from .copier import Copier
-from .tier import Chain, Content, KvbmTier, Shelf, Shelved, key_of_files
+from .shelf import Shelf, Shelved
+from .tier import Chain, Content, KvbmTier, key_of_files
 
 __all__ = ["LOST", "READ", "WRITTEN", "Settings", "TierIndex", "TierSpec", "TierWorker", "Tiered", "Units"]
 
