@@ -118,6 +118,8 @@ def test_a_flipped_bit(copiers: list[Copier], device: str, verify: bool) -> None
     found = moved(copier, 2, [8, 9, 10, 11], [2, 1], is_load=True)
     assert not torch.equal(arrays(engine)[:, 11], before[:, 3])
     assert (found.wrong_blocks, found.wrong_chunks) == (([11], {1}) if verify else ([], set()))
+    found = moved(copier, 3, [8, 9, 10, 11], [3, 2], is_load=True)  # of which nobody has stored chunk 3
+    assert (found.wrong_blocks, found.wrong_chunks) == ([8, 9], {3})
 
 
 def test_memory_of_all_ranks() -> None:
