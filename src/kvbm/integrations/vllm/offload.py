@@ -183,7 +183,8 @@ class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
         if found is not LookupResult.MISS or self.tier is None or self._policy.get(key) is not None:
             return found
         room = self._get_num_free_chunks() + self._num_evictable_cache_chunks
-        return LookupResult.HIT if self.tier.holds(key, req_context, room) else LookupResult.MISS
+        is_held = self.tier.holds(key, req_context, room)
+        return LookupResult.RETRY if is_held is None else LookupResult.HIT if is_held else LookupResult.MISS
 
     def get_load_source(self, key: Any, req_context: Any) -> Any:
         return CacheHitSource.DISK if key in self._reading else super().get_load_source(key, req_context)

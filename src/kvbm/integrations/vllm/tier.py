@@ -116,6 +116,11 @@ class Chain:
         self._last = hashlib.sha256(f"kvbm tier {VERSION}, {unit} tokens\0{salt}".encode()).digest()
         self._names: list[str] = []
 
+    @property
+    def whole(self) -> int:
+        """Tokens that are in whole units."""
+        return len(self._tokens) // self.unit * self.unit
+
     def names(self, first: int, last: int) -> tuple[str, ...]:
         """Of the units that hold tokens `first` to `last` (exclusive), which are multiples of a unit.
 
@@ -179,7 +184,7 @@ class KvbmTier:
     def __init__(self, folder: Path, content: Content, most_bytes: int) -> None:
         self.folder, self.content, self.most_bytes = folder, content, most_bytes
         self.root = folder / content.folder
-        self._key, self._root = content.key, str(self.root)
+        self._key, self._root, self._layout = content.key, str(self.root), layouts.load(LAYOUT)
         self._written = most_bytes  # by others, before: look at the first occasion
         self._guard = threading.Lock()
         try:
@@ -245,7 +250,7 @@ class KvbmTier:
             "tier.content": self._key, "tier.unit": name, "tier.heads": f"{part.first}-{part.last - 1}",
             "tier.digests": " ".join(f"{digest:016x}" for digest in heads),
         }  # fmt: skip
-        start = framed(layouts.load(LAYOUT), shape, 1, Digests(np.array([block], np.uint64)), metadata)
+        start = framed(self._layout, shape, 1, Digests(np.array([block], np.uint64)), metadata)
         data = row.reshape(-1).view(np.uint8)
         path = self.home(name) / part.name
         with replacing(path) as temporary, temporary.open("wb", buffering=0) as file:
@@ -266,7 +271,7 @@ class KvbmTier:
         stored = read(self.home(name) / part.name)
         said, expected = stored.metadata, replace(self.content.shape, nh=part.last - part.first)
         for key, wanted in (
-            ("kvbm.fingerprint", layouts.load(LAYOUT).fingerprint), ("tier.content", self._key), ("tier.unit", name),
+            ("kvbm.fingerprint", self._layout.fingerprint), ("tier.content", self._key), ("tier.unit", name),
             ("tier.heads", f"{part.first}-{part.last - 1}"),
         ):  # fmt: skip
             if said.get(key) != wanted:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -34,6 +37,9 @@ UNIT_TOKENS = 16
 #: Counters: bytes that were read and written, and blocks that could not be.
 READ, WRITTEN = "vllm:kvbm_tier_read_bytes", "vllm:kvbm_tier_written_bytes"
 LOST = "vllm:kvbm_tier_lost_blocks"
+
+#: A scheduler waits so long for a search in the folder, and takes what was found for true so long, in seconds.
+SEARCH_SECONDS, FRESH_SECONDS = 0.002, 1.0
 
 #: Threads of a worker that read and write files.
 THREADS = 4
@@ -196,6 +202,44 @@ def key_of_model(vllm_config: Any, settings: Settings) -> str:
     return key_of_files(path, text)
 
 
+class Search:
+    """Which units of a request there are files of, looked for beside the scheduler.
+
+    Parameters
+    ----------
+    first : int
+        The token that it begins with.
+
+    Attributes
+    ----------
+    done : threading.Event
+        When all of them have been looked for.
+    held : set of (int, str)
+        Group and name of those that are there.
+    until : float
+        When to look again, as `time.monotonic` counts.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.done = threading.Event()
+        self.held: set[tuple[int, str]] = set()
+        self.until = math.inf
+
+    def run(self, tiers: Sequence[KvbmTier], wanted: Sequence[Units], windows: Sequence[bool]) -> None:
+        """Look for them; of a group without a window none behind the first that is not there: it would not be read."""
+        try:
+            for units in wanted:
+                for name in units.names:
+                    if tiers[units.group].holds(name):
+                        self.held.add((units.group, name))
+                    elif not windows[units.group]:
+                        break
+        finally:
+            self.until = time.monotonic() + FRESH_SECONDS
+            self.done.set()
+
+
 class TierIndex:
     """What the scheduler knows of a folder: which chunks of a request are units that it holds.
 
@@ -226,8 +270,12 @@ class TierIndex:
             )
         self._tiers = [KvbmTier(settings.folder, content, settings.most_bytes) for content in self._contents]
         self._chunks = {group: (index, tokens) for index, (group, tokens) in enumerate(chunk_tokens.items())}
+        self._windows = [
+            isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in kv_cache_config.kv_cache_groups
+        ]
         self._shunned: set[tuple[int, str]] = set()
         self._is_open = True
+        self._threads = ThreadPoolExecutor(2, "kvbm tier search")
         logger.info("kvbm: blocks are stored in %s", ", ".join(str(tier.root) for tier in self._tiers))
 
     def begin(self, request: Any, context: Any) -> None:
@@ -256,8 +304,11 @@ class TierIndex:
         index, tokens = self._chunks[get_offload_group_idx(key)]
         return Units(index, chunk, end - tokens, chain.names(end - tokens, end))
 
-    def holds(self, key: bytes, context: Any, room: int) -> bool:
-        """Whether the files hold a chunk, and host memory has room for it and all before it, as it has for so many chunks."""
+    def holds(self, key: bytes, context: Any, room: int) -> bool | None:
+        """Whether the files hold a chunk, and host memory has room for it and all before it, as it has for so many chunks.
+
+        None: not known yet; ask again.
+        """
         if not context.load_tier_filter.allows(Medium.STORAGE, None):
             return False
         units = self.units(key, context)
@@ -266,8 +317,24 @@ class TierIndex:
         tokens = self._contents[units.group].shape.nt * len(units.names)
         if (units.first // tokens + 1) * len(self._tiers) > room:
             return False
-        tier = self._tiers[units.group]
-        return all((units.group, name) not in self._shunned and tier.holds(name) for name in units.names)
+        search = context.get_state(Search)
+        first = 0 if self._windows[units.group] else units.first  # windows are looked for from the end on
+        if search is None or time.monotonic() > search.until or first < search.first:
+            search = self._begun(context, first)
+        if not search.done.is_set():
+            return None
+        found = [(units.group, name) for name in units.names]
+        return search.held.issuperset(found) and self._shunned.isdisjoint(found)
+
+    def _begun(self, context: Any, first: int) -> Search:
+        """A search for a request's units from a token on; one that is short is waited for."""
+        chain, search = context.get_state(Chain), Search(first)
+        context.set_state(search)
+        names = chain.names(first, chain.whole)
+        wanted = [Units(group, -1, first, names) for group in range(len(self._tiers))]
+        self._threads.submit(search.run, self._tiers, wanted, self._windows)
+        search.done.wait(SEARCH_SECONDS)
+        return search
 
     def spec(self, chunks: Sequence[int], units: Sequence[Units]) -> Any:
         """What a worker is told."""
