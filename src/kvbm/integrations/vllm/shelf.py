@@ -126,8 +126,8 @@ class Shelf:
         tier : KvbmTier
         blocks : array of int64
             At most `step` units.
-        digests : array of uint64, optional
-            What they must have; not given: anything.
+        digests : array of uint64
+            What they must have; of others nothing is written.
         names, firsts : sequence
             Of their units, in order: what they are called, and the position of the first token.
         """
@@ -145,7 +145,7 @@ class Shelf:
                 for head in range(self.part.last - self.part.first)
             ]
             done.digests = self._own(desk, blocks)  # after the others: what they say is of the same bytes
-            if digests is not None and (wrong := done.digests != digests).any():
+            if (wrong := done.digests != digests).any():
                 done.good &= ~wrong
                 done.why = f"{int(wrong.sum())} blocks of host memory are not what was stored there"
             for row in todo:
@@ -175,8 +175,10 @@ class Shelf:
                 used.append(parts)
                 try:
                     expected[row] = self._fetch(tier, name, desk.pool.arrays[row], parts, firsts[row])
-                except (OSError, KvbmError) as error:
-                    self._refuse(done, row, str(error), tier, name, parts)
+                except OSError as error:  # another process may have removed it
+                    self._refuse(done, row, str(error), tier, name)
+                except KvbmError as error:
+                    self._refuse(done, row, str(error), tier, name, parts[-1:])
             done.digests = self._own(desk, blocks)  # before what is compared: so it is of what was right
             if self.verify:
                 found = desk.pool.digest(rows, tokens=np.asarray(firsts, np.int64), model=self._model)
@@ -190,7 +192,7 @@ class Shelf:
             desk.back.copy(rows[good], units).synchronize()
         return done
 
-    def _refuse(self, done: Shelved, row: int, why: str, tier: KvbmTier, name: str, parts: Sequence[Part]) -> None:
+    def _refuse(self, done: Shelved, row: int, why: str, tier: KvbmTier, name: str, parts: Sequence[Part] = ()) -> None:
         done.good[row // self.each] = False
         done.why = done.why or why
         for part in parts:
@@ -216,6 +218,4 @@ class Shelf:
                     data = data[count:]
             total += sum(digests[begin - part.first : end - part.first])
             touch(stored.path, first)
-        parts.clear()
-        parts += [part for part, _, _ in taken]
         return total % (1 << 64)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import vllm
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_model_path
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
@@ -186,7 +187,8 @@ def key_of_model(vllm_config: Any, settings: Settings) -> str:
     told = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         told.pop(name, None)
-    more = [told, str(model.dtype), str(model.quantization), bool(model.disable_sliding_window)]
+    version = ".".join(vllm.__version__.split(".")[:2])
+    more = [told, str(model.dtype), str(model.quantization), bool(model.disable_sliding_window), f"vLLM {version}"]
     text = json.dumps(more, sort_keys=True, default=str)
     if settings.model_key:
         return f"{settings.model_key} {text}"
@@ -468,8 +470,9 @@ class TierWorker:
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def stores(self, job_id: int, tiered: Tiered) -> None:
-        """What is to be written when a job has stored it."""
-        self._stores[job_id] = tiered
+        """What is to be written when a job has stored it; nothing where nobody knows that it is what the engine had."""
+        if self._copier.verify:
+            self._stores[job_id] = tiered
 
     def write(self, job_id: int, result: Any) -> bool:
         """Begin to write what a job has stored; its result is told when that is done.  False: there is nothing to write."""
@@ -479,8 +482,7 @@ class TierWorker:
         futures = []
         for index, blocks, names, firsts in self._pieces(tiered):
             [lane] = self._copier.memory.lanes[index]
-            digests = lane.digests[blocks] if self._copier.verify else None
-            futures.append(self._threads.submit(self._write, index, blocks, digests, names, firsts))
+            futures.append(self._threads.submit(self._write, index, blocks, lane.digests[blocks], names, firsts))
         self._writes[job_id] = result, futures
         return True
 
