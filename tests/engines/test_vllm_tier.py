@@ -23,7 +23,7 @@ from kvbm import BindError
 from kvbm.integrations.vllm import tiered
 from kvbm.integrations.vllm.offload import KvbmOffloadingManager
 from kvbm.integrations.vllm.tier import KvbmTier
-from kvbm.integrations.vllm.tiered import Search, Settings, TierIndex
+from kvbm.integrations.vllm.tiered import Search, Settings, Tiered, TierIndex, TierWorker
 
 Models = Callable[[str], Path]
 
@@ -53,22 +53,22 @@ def generated(
 
 
 @cache
-def untouched(model: Path, tp: int) -> list[dict[str, Any]]:
+def untouched(model: Path) -> list[dict[str, Any]]:
     """What vLLM itself generates."""
-    return generated(model, None, tp=tp)[0]
+    return generated(model, None)[0]
 
 
 def cached(run: list[dict[str, Any]]) -> list[int]:
     return [one["cached"] for one in run]
 
 
-def same(found: list[dict[str, Any]], model: Path, tp: int = 1) -> bool:
-    """Whether the tokens are those of vLLM itself, and the likelihoods to 1e-4."""
-    for one, other in zip(found, untouched(model, tp), strict=True):
+def same(found: list[dict[str, Any]], model: Path, most: float = 1e-4) -> bool:
+    """Whether the tokens are those of vLLM itself, and the likelihoods nearly."""
+    for one, other in zip(found, untouched(model), strict=True):
         if one["tokens"] != other["tokens"]:
             return False
         for ours, theirs in zip(one["logprobs"], other["logprobs"], strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-4)
+            assert ours == pytest.approx(theirs, abs=most)
     return True
 
 
@@ -109,20 +109,22 @@ def test_other_tp_and_block_size(models: Models, tmp_path: Path) -> None:
     assert len([one for one in folder.iterdir() if one.is_dir()]) == 2
 
 
-#: Model → tp and tokens of a block of the engine that stores, and of the one that loads; tp of an engine that has its likelihoods.
-CASES = {"llama": ((1, 64), (2, 32), 1), "mla": ((1, 64), (2, 32), 2), "sliding": ((1, 32), (1, 64), 1)}
+#: Model → the engine that stores and the one that loads; cached tokens of it; how near likelihoods are: those of a latent differ by
+#: 2e-3 on the CPU in vLLM itself, as prompts are put together.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], float]] = {
+    "llama": ({"nt": 64}, {"tp": 2, "nt": 32, "blocks_per_chunk": 2}, [192, 64], 1e-4),
+    "mla": ({"nt": 64}, {"tp": 2, "nt": 32}, [192, 96], 1e-2),
+    "sliding": ({"nt": 32}, {"nt": 64}, [192, 0], 1e-4),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_stored_by_one_rank(models: Models, tmp_path: Path, name: str) -> None:
     """Loaded by two ranks with smaller blocks; a latent, which ranks hold alike; three groups of layers, two with a window."""
-    model, ((tp, nt), (to_tp, to_nt), like) = models(name), CASES[name]
-    first = generated(model, tmp_path, tp=tp, nt=nt)
-    assert cached(first[0]) == [0, 0]
-    second = generated(model, tmp_path, tp=to_tp, nt=to_nt)
-    print(name, cached(second[0]))
-    assert all(same(one, model, like) for one in second)
-    assert cached(second[0])[0] == 192
+    model, (writes, reads, whole, most) = models(name), CASES[name]
+    assert cached(generated(model, tmp_path, **writes)[0]) == [0, 0]
+    second = generated(model, tmp_path, **reads)
+    assert cached(second[0]) == whole and all(same(one, model, most) for one in second)
 
 
 # ---- without an engine -----------------------------------------------------------------------------------------------
@@ -347,6 +349,29 @@ def test_a_read_that_fails(tmp_path: Path) -> None:
     one.manager.prepare_store([one.keys[1]], one.context)
     one.manager.complete_store([one.keys[1]], one.context)
     assert one.looked_up() == [HIT, HIT, MISS]
+    assert one.tier.holds(one.keys[1], one.context, 4)
+
+
+def test_memory_that_fails_while_it_is_read(tmp_path: Path) -> None:
+    """Files take its place once nobody reads it any more."""
+    one = Scheduler(tmp_path)
+    one.manager.prepare_store(one.keys[:1], one.context)
+    one.manager.complete_store(one.keys[:1], one.context)
+    one.held |= {*one.names(0)}
+    [chunk] = one.manager.prepare_load(one.keys[:1], one.context).block_ids
+    one.manager.distrust({int(chunk)})
+    assert one.looked_up() == [MISS] * 3
+    one.manager.complete_load(one.keys[:1], one.context)
+    assert one.looked_up() == [HIT, MISS, MISS]
+    assert one.manager.prepare_load(one.keys[:1], one.context).tiered.units[0].names == one.names(0)
+
+
+def test_what_nobody_has_compared_is_not_written() -> None:
+    for verify in (True, False):
+        worker = TierWorker.__new__(TierWorker)
+        worker._copier, worker._stores = SimpleNamespace(verify=verify), {}  # type: ignore[assignment]
+        worker.stores(1, Tiered(Settings(Path("/here"), 1), (), ()))
+        assert [*worker._stores] == [1] * verify
 
 
 def test_a_folder_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
