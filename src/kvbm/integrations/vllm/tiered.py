@@ -144,8 +144,7 @@ def contents_of(vllm_config: Any, kv_cache_config: Any, settings: Settings, key:
     if vllm_config.speculative_config is not None:
         raise BindError("folder: speculative_config: expected none; blocks of a draft model are not stored in files")
     found = []
-    held = [group for group in kv_cache_config.kv_cache_groups if group.kv_cache_spec.prefix_cacheable]
-    for group in held:
+    for group in _cached(kv_cache_config):
         said, what = group.kv_cache_spec, f"folder: layer {group.layer_names[0]!r}"
         said = next(iter(getattr(said, "kv_cache_specs", {}).values()), said)
         kind = type(said)
@@ -173,6 +172,11 @@ def contents_of(vllm_config: Any, kv_cache_config: Any, settings: Settings, key:
         shape = BlockShape(len(layers), 1 if latent else 2, heads, settings.unit_tokens, int(said.head_size), dtype)
         found.append(Content(key, str(model.model), layers, shape))
     return tuple(found)
+
+
+def _cached(kv_cache_config: Any) -> list[Any]:
+    """The groups of layers whose blocks are kept for other requests: those that vLLM offloads."""
+    return [group for group in kv_cache_config.kv_cache_groups if group.kv_cache_spec.prefix_cacheable]
 
 
 def key_of_model(vllm_config: Any, settings: Settings) -> str:
