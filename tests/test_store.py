@@ -805,3 +805,18 @@ def test_a_pool_of_torch_s(tmp_path: Path, torch: Any) -> None:
         pool = kvbm.Pool(near.layout, near.shape, there)
         store.save(tmp_path / "out", pool)
     assert np.array_equal(stored(tmp_path / "out").blocks, near.digest()) and store.verify(tmp_path / "out") == []
+
+
+def test_what_stands_before_the_blocks(tmp_path: Path) -> None:
+    """As `create` writes it; a layout with several allocations has its blocks in several places."""
+    from kvbm.store.file import framed
+
+    layout, known = kvbm.load("universal"), store.Digests(np.array([7], np.uint64))
+    data = np.arange(8, dtype=np.int16).reshape(1, 1, 2, 2, 2)
+    with store.create(tmp_path / "made", layout, SHAPE, 1, digests=known, metadata={"more": "text"}) as pool:
+        pool.arrays[0][...] = data
+    assert framed(layout, SHAPE, 1, known, {"more": "text"}) + data.tobytes() == (tmp_path / "made").read_bytes()
+    with pytest.raises(kvbm.BindError, match=r"universal: expected one allocation of 32 bytes, without padding, got 2 of 32 bytes"):
+        framed(layout, SHAPE, 2, store.Digests(np.zeros(2, np.uint64)), {})
+    with pytest.raises(kvbm.BindError, match=r"digests: blocks: expected an array"):
+        framed(layout, SHAPE, 1, store.Digests(np.zeros(2, np.uint64)), {})

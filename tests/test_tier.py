@@ -429,3 +429,14 @@ def test_keys_of_models(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(BindError, match=r"model_key: .*none holds no weights"):
         key_of_files(tmp_path / "none", "config")
+
+
+@pytest.mark.gpu
+def test_pinned_memory(tmp_path: Path) -> None:
+    """As an engine on a GPU has it."""
+    tier, expected = stored(tmp_path, 2), blocks(nt=16)
+    pool = Pool.allocate(load("universal"), expected.shape, 4, "pinned")
+    assert moved(shelf(pool), pool, tier, "read").good.all()
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(pool.arrays, expected.arrays, strict=True))
+    other = KvbmTier(tmp_path / "other", CONTENT, 1 << 30)
+    assert moved(shelf(pool), pool, other, "write").good.all() and loaded(other)[0].good.all()
