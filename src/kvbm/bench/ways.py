@@ -139,7 +139,8 @@ class Side:
         if not way.copies:
             return zlib.crc32(read(self.device, *self._bytes_of(tokens)).data)
         nt = (PREFILL if self.setting.sends else DECODE)[1]
-        found = self.pool.digest(self.table(nt)[: tokens // nt], tokens=range(0, tokens, nt))
+        stream = None if self.device < 0 else _OWN_STREAM
+        found = self.pool.digest(self.table(nt)[: tokens // nt], tokens=range(0, tokens, nt), stream=stream)
         return sum(map(int, found)) % (1 << 64)
 
     def forget(self, way: Way, tokens: int) -> None:
@@ -536,6 +537,7 @@ class Pair:
         options: Mapping[str, int] = {},
     ) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # of both processes: NIXL writes to where the CSV goes
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NCCL's advice about groups, which a way has of its own
         logging.getLogger("nixl").setLevel(logging.WARNING)
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
