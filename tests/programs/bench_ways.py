@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import cuda.core
 import numpy as np
 
@@ -11,7 +13,7 @@ from kvbm.bench import ways
 
 def both_sides(folder: str) -> None:
     """The sum of what is sent is that of each block and of no others; what came is zeroed."""
-    cuda.core.Device = lambda number: type("Device", (), {"set_current": lambda self: None})()  # needs more of a driver
+    cuda.core.Device = lambda _: SimpleNamespace(set_current=lambda: None)  # it needs more of a driver
     for sends in (True, False):
         side, beside = (ways.Side(ways.Setting(benching.MODEL, 256, folder, sends, place)) for place in ("cuda:0", "cpu"))
         way = type("Way", (ways.Way,), {"copies": True})(side)

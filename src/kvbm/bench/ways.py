@@ -349,6 +349,10 @@ class ByTorch(Way):
         self.group.send([self.side.flat[-64:]], 0, 1).wait()
         self.side.wait()
 
+    def close(self) -> None:
+        if self.side.device >= 0:  # NCCL's destructor may wait without end for a peer that is gone
+            self.group.abort()
+
 
 def carrier(kind: str, side: Side, name: str, path: str) -> Any:
     """A wire between processes; the path is that of a file where two ends find each other."""
