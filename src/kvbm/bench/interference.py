@@ -31,7 +31,7 @@ from .options import comma_list, numbers
 from .scale import split_pair
 from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows
 
-__all__ = ["COLUMNS", "PAIRS", "Model", "interference", "measure"]
+__all__ = ["COLUMNS", "PAIRS", "Model", "interference", "measure", "memcpy"]
 
 COLUMNS = (
     "direction", "pair", "backend", "max_sms", "num_blocks", "slowdown", "memcpy_slowdown", "copy_gbps", "ratio",
@@ -167,7 +167,7 @@ def _ends(
 
 
 @contextlib.contextmanager
-def _memcpy(direction: str, nbytes: int, device: int) -> Iterator[Callable[[Any], object]]:
+def memcpy(direction: str, nbytes: int, device: int) -> Iterator[Callable[[Any], object]]:
     """The yardstick: one contiguous copy in the same direction."""
     with contextlib.ExitStack() as stack:
         sides = []
@@ -245,7 +245,7 @@ def measure(
     for direction in directions:
         try:
             model.warm()
-            with _memcpy(direction, nbytes, device) as copy:
+            with memcpy(direction, nbytes, device) as copy:
                 yardstick = model.beside(copy, nbytes)
             common = {"direction": direction, "num_blocks": blocks, "memcpy": yardstick.slowdown}
             yield {**_row(common, "", "memcpy", {}, yardstick), **end}
