@@ -1,6 +1,6 @@
 """Offloading as vLLM 0.32 does it: one driver call for a list of descriptors, one a page and layer, or one a fragment of it.
 
-Read in ``vllm/v1/kv_offload/cpu/gpu_worker.py`` and ``offloading/canonical_mapping.py`` of 0.32.0.  The lists are made beforehand here;
+Read in ``v1/kv_offload/cpu/gpu_worker.py`` and ``offloading/canonical_mapping.py`` of vLLM 0.32.0.  Lists are made beforehand here;
 vLLM makes them for each job.
 """
 
@@ -108,7 +108,10 @@ class Batch:
         self._nbytes, self._device = nbytes, device
         self._attributes = _Attributes(order=_ANY if reads_host else _STREAM)
         self._first, self._failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        self._call, self._has_failed = _entry() if device >= 0 else (None, False)
+        self._call: Any = None
+        self._has_failed = False
+        if device >= 0:
+            self._call, self._has_failed = _entry()
 
     def __len__(self) -> int:
         return len(self._dst)
@@ -120,7 +123,12 @@ class Batch:
                 ctypes.memmove(dst, src, self._nbytes)
             return
         given: list[Any] = [ctypes.c_void_p(side.ctypes.data) for side in (self._dst, self._src, self._sizes)]
-        given += [ctypes.c_size_t(len(self)), ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1)]
+        given += [
+            ctypes.c_size_t(len(self)),
+            ctypes.byref(self._attributes),
+            ctypes.byref(self._first),
+            ctypes.c_size_t(1),
+        ]
         given += [ctypes.byref(self._failed)] if self._has_failed else []
         status = self._call(*given, ctypes.c_void_p(_core.stream_handle(stream)))
         from cuda.bindings import driver
@@ -130,12 +138,12 @@ class Batch:
 
 def _entry() -> tuple[Any, bool]:
     """The driver's function, and whether it is the older one, which also tells which range was refused."""
-    from cuda.bindings import driver
-
+    find = ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2
     for version in (13000, 12080):
-        status, address, *_ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", version, 0)
-        if status == driver.CUresult.CUDA_SUCCESS and address:
-            return ctypes.CFUNCTYPE(ctypes.c_int)(int(address)), version < 13000
+        address, how = ctypes.c_void_p(), ctypes.c_int()
+        status = find(b"cuMemcpyBatchAsync", ctypes.byref(address), version, ctypes.c_uint64(0), ctypes.byref(how))
+        if status == 0 and address.value:
+            return ctypes.CFUNCTYPE(ctypes.c_int)(address.value), version < 13000
     raise CudaUnavailableError(
         "vLLM's copies: expected a driver with cuMemcpyBatchAsync, one of CUDA 12.8 or newer, got an older one"
     )

@@ -61,7 +61,8 @@ DELAY = 300_000
 #: The matrix product: its size, and how many of it a round.
 PRODUCT, PRODUCTS, PRODUCT_ROUNDS = 8192, 18, 3
 
-WAYS = ("store", "load")
+#: Loads first: a store without a digest forgets the one that there was.
+WAYS = ("load", "store")
 
 _Clock = GpuClock | CpuClock
 
@@ -101,6 +102,11 @@ class Run(NamedTuple):
     def host(self) -> str:
         """Where host memory is allocated."""
         return "pinned" if device_of(self.place) >= 0 else "cpu"
+
+    @property
+    def asks(self) -> bool:
+        """Whether a ratio is asked for: between a GPU and pinned memory."""
+        return self.host == "pinned"
 
     @property
     def cases(self) -> Iterator[Case]:
@@ -188,9 +194,7 @@ class Worker:
 
         torch = _torch()
         self.case, self.clock, self.blocks = case, clock, blocks
-        self.pool: Pool = stack.enter_context(
-            random_pool(spec.load(f"vllm/{case.order}"), case.shape, blocks, place)
-        )
+        self.pool: Pool = stack.enter_context(random_pool(spec.load(f"vllm/{case.order}"), case.shape, blocks, place))
         [array] = self.pool.arrays
         self.cache = torch.as_tensor(array, device=place) if device_of(place) >= 0 else torch.from_numpy(array)
         groups = [[EnginePages(self.pool)]]
@@ -268,7 +272,9 @@ class Worker:
         wanted.index_copy_(dim, far, wanted.index_select(dim, near))
         load(ids[n:], chunks)
         if not torch.equal(self.cache, wanted):
-            raise WrongCopyError(f"{self.case}, {what}: what was loaded is not what was stored, or other blocks were written")
+            raise WrongCopyError(
+                f"{self.case}, {what}: what was loaded is not what was stored, or other blocks were written"
+            )
 
     def check_copier(self, by: str, n: int) -> None:
         """`check`, and what lies in host memory."""
@@ -346,8 +352,7 @@ def _blocks(run: Run, case: Case) -> int:
 def _copies(run: Run) -> Iterator[Row]:
     """Ours and vLLM's beside one memcpy to or from pinned memory."""
     cases = list(run.cases)
-    with contextlib.ExitStack() as stack:
-        clock = stack.enter_context(make_clock(run.place))
+    with make_clock(run.place) as clock, contextlib.ExitStack() as stack:
         stack.enter_context(_on(clock))
         largest = max(case.shape.nbytes for case in cases) * max(ASKED)
         ends = {"store": (run.place, run.host), "load": (run.host, run.place)}
@@ -366,13 +371,13 @@ def _beside_memcpy(run: Run, worker: Worker, rows: Memory, memcpys: dict[str, Ya
     try:
         stock = _stock(worker, rows)
         for by, one in stock.items():
-            worker.check(by, *(functools.partial(one.move, is_load=is_load) for is_load in (False, True)), n=8)
+            worker.check(by, functools.partial(one.move, is_load=False), functools.partial(one.move, is_load=True), 8)
     except CudaUnavailableError as error:
         run.note(f"{case}: {error}")
     for by in worker.copiers:
         worker.check_copier(by, 8)
     worker.store_all()
-    for way, (n, asked) in itertools.product(reversed(WAYS), ASKED.items()):  # a store without a digest forgets that there was one
+    for way, (n, asked) in itertools.product(WAYS, ASKED.items()):
         nbytes = n * case.shape.nbytes
         sets = Ids(worker.blocks, worker.blocks, n, Ids.for_cache(nbytes, run.place)).sets
         is_load = way == "load"
@@ -383,7 +388,7 @@ def _beside_memcpy(run: Run, worker: Worker, rows: Memory, memcpys: dict[str, Ya
         times = race(runners, run.iters)
         used = "+".join(worker.strategies(way) - before)
         for by in list(runners)[1:]:
-            wanted: Asked = asked if by in worker.copiers and run.host == "pinned" else None
+            wanted: Asked = asked if by in worker.copiers and run.asks else None
             name = f"{by} ({used})" if by in worker.copiers else by
             yield row_of(f"{way}: {case}", name, n, nbytes, times[by], "memcpy", times["memcpy"], wanted)
 
@@ -405,25 +410,21 @@ def _product(run: Run) -> Iterator[Row]:
     name, shape = next(iter(run.models.items()))
     model = Model(torch, device, PRODUCT, PRODUCTS, PRODUCT_ROUNDS)
     model.warm()
-    n = max(ASKED)
     for order in list(ORDERS)[: 1 if run.quick else None]:
         case = Case(name, 1, order, replace(shape, nt=16))
-        with _left_out(run, case), contextlib.ExitStack() as stack:
-            clock = stack.enter_context(make_clock(run.place))
+        with _left_out(run, case), make_clock(run.place) as clock, contextlib.ExitStack() as stack:
             worker = Worker(case, run.place, _blocks(run, case), clock, stack)
             with _on(clock):
                 worker.store_all()
-            nbytes = n * case.shape.nbytes
             rows = Memory(worker.blocks * case.shape.nbytes, run.host)
             stack.callback(rows.close)
             for way in WAYS:
-                yield from _beside_product(run, model, worker, rows, way, n, nbytes)
+                yield from _beside_product(run, model, worker, rows, way)
 
 
-def _beside_product(
-    run: Run, model: Model, worker: Worker, rows: Memory, way: str, n: int, nbytes: int
-) -> Iterator[Row]:
-    is_load = way == "load"
+def _beside_product(run: Run, model: Model, worker: Worker, rows: Memory, way: str) -> Iterator[Row]:
+    is_load, n = way == "load", max(ASKED)
+    nbytes = n * worker.case.shape.nbytes
     turns = itertools.cycle(Ids(worker.blocks, worker.blocks, n).sets)
     with memcpy("h2d" if is_load else "d2h", nbytes, device_of(run.place)) as one:
         seen = {"memcpy": model.beside(one, nbytes)}
@@ -433,7 +434,8 @@ def _beside_product(
         copier.finished()
         with model.torch.cuda.stream(stream):
             worker.submit(by, *next(turns), is_load=is_load)
-            stream.wait_stream(copier._streams[is_load])
+        for copies in copier.streams[is_load : is_load + 1]:
+            stream.wait_stream(copies)
 
     for by in worker.copiers:
         seen[by] = model.beside(functools.partial(ours, by=by), nbytes)
@@ -441,7 +443,7 @@ def _beside_product(
         worker.copiers[by].finished()
     for by, stock in _stock(worker, rows).items():
         batches = itertools.cycle([stock.batch(*next(turns), is_load=is_load) for _ in range(6)])
-        seen[by] = model.beside(lambda stream, batches=batches: next(batches)(stream), nbytes)
+        seen[by] = model.beside(functools.partial(_next, batches), nbytes)
     slow = seen["memcpy"].slowdown
     for by, found in seen.items():
         if by == "memcpy":
@@ -456,6 +458,10 @@ def _beside_product(
         }  # fmt: skip
 
 
+def _next(calls: Iterator[Batch], stream: Any) -> None:
+    next(calls)(stream)
+
+
 # ---- time of the host ----------------------------------------------------------------------------------------------
 
 
@@ -464,8 +470,7 @@ def _host(run: Run) -> Iterator[Row]:
     name, shape = next(iter(run.models.items()))
     on_gpu = device_of(run.place) >= 0
     case = Case(name, 1, "LBNHC", replace(shape, nt=16) if on_gpu else TINY)
-    with contextlib.ExitStack() as stack:
-        clock = stack.enter_context(make_clock(run.place))
+    with make_clock(run.place) as clock, contextlib.ExitStack() as stack:
         stack.enter_context(_on(clock))
         worker = Worker(case, run.place, 2 * STEP_BLOCKS, clock, stack)
         worker.store_all()
@@ -474,7 +479,7 @@ def _host(run: Run) -> Iterator[Row]:
         yield _step("a step with nothing to move", 0, 0, idle, ASKED_IDLE)
         sets = Ids(worker.blocks, worker.blocks, STEP_BLOCKS).sets
         nbytes = STEP_BLOCKS * case.shape.nbytes
-        for way in reversed(WAYS):
+        for way in WAYS:
             seconds = [_step_seconds(worker, sets[i % len(sets)], way == "load") for i in range(ROUNDS * run.iters)]
             yield _step(f"a step that moves blocks: {way}", STEP_BLOCKS, nbytes, statistics.median(seconds), ASKED_STEP)
 
@@ -496,7 +501,8 @@ def _step_seconds(worker: Worker, ids: tuple[Any, Any], is_load: bool) -> float:
 def _step(by: str, n: int, nbytes: int, seconds: float, asked: float) -> Row:
     return {
         "case": "host time", "by": by, "n": n, "total_bytes": nbytes, "median_ms": figures(seconds * 1e3), "gbps": "",
-        "beside": "", "beside_ms": "", "ratio": "", "asked": f"<= {asked * 1e3:g} ms", "reached": "yes" if seconds <= asked else "no",
+        "beside": "", "beside_ms": "", "ratio": "", "asked": f"<= {asked * 1e3:g} ms",
+        "reached": "yes" if seconds <= asked else "no",
     }  # fmt: skip
 
 
@@ -507,7 +513,12 @@ _SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {"copies": _copies, "prod
 
 
 @click.command()
-@race_options(SECTIONS, 30, "llama-3.1-8b and llama-3.1-70b; 4 layers of the first on the CPU", "Blocks of 16 tokens of one model.")
+@race_options(
+    SECTIONS,
+    30,
+    "llama-3.1-8b and llama-3.1-70b; 4 layers of the first on the CPU",
+    "Blocks of 16 tokens of one model.",
+)
 def offload(
     place: str, iters: int, out: Path | None, profile: str | None, sections: tuple[str, ...], quick: bool
 ) -> None:
