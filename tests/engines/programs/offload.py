@@ -31,9 +31,15 @@ class Settings(TypedDict):
 
 def worker() -> Any:
     """What copies, in a process of vLLM's."""
+    return connector().connector_worker.worker
+
+
+def connector() -> Any:
+    """The connector that copies; the last one where there are several."""
     from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-    return get_kv_transfer_group().connector_worker.worker
+    group = get_kv_transfer_group()
+    return getattr(group, "_connectors", [group])[-1]
 
 
 def flip(_: Any = None) -> None:
@@ -90,7 +96,10 @@ def generated(llm: Any, wanted: list[list[int]], new: int) -> list[dict[str, Any
     sampling = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt(length)[:first]} for length, first in wanted]
     found = llm.generate(prompts, sampling, use_tqdm=False)
-    return [{"tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens} for one in found]
+    return [
+        {"tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens, "ended": one.outputs[0].finish_reason}
+        for one in found
+    ]
 
 
 def main(settings: Settings) -> None:
