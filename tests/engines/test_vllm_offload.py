@@ -95,7 +95,7 @@ def test_the_spec_alone_stops(models: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize(("policy", "ended"), [("recompute", "length"), ("fail", "error")])
 def test_one_of_several_connectors(models: Callable[[str], Path], policy: str, ended: str) -> None:
-    """There the policy is that of all of them: a miss, or a request that ends with an error.  Others go on, and no token is wrong."""
+    """There the policy is that of all: a miss, or a request that ends with an error.  Others go on, and no token is wrong."""
     found = offload(models("llama"), STEPS[:8], {}, policy=policy)
     first, second, flipped, last = found["runs"]
     assert {one["ended"] for one in (*first, *second, *last)} == {"length"}

@@ -17,7 +17,7 @@ from ..machine import cuda
 from ..shapes import BlockShape
 from .measure import Numbers
 
-__all__ = ["Batch", "Pages"]
+__all__ = ["Batch", "Pages", "Swap"]
 
 
 class Pages(NamedTuple):
@@ -134,6 +134,28 @@ class Batch:
         from cuda.bindings import driver
 
         cuda((driver.CUresult(status),), f"cuMemcpyBatchAsync of {len(self):,} ranges")
+
+
+class Swap(Batch):
+    """The same list for a Triton kernel, with which vLLM loads pages below 28 KiB."""
+
+    def __init__(self, dst: Numbers, src: Numbers, nbytes: int, device: int, *, reads_host: bool) -> None:
+        import torch
+
+        from .swap import swap
+
+        super().__init__(dst, src, nbytes, device, reads_host=reads_host)
+        lists = (self._dst, self._src, self._sizes)
+        self._swap = swap
+        self._dst_list, self._src_list, self._sizes_list = (
+            torch.from_numpy(each.view(np.int64)).pin_memory() for each in lists
+        )
+
+    def __call__(self, stream: Any) -> None:
+        import torch
+
+        with torch.cuda.stream(torch.cuda.ExternalStream(_core.stream_handle(stream), device=self._device)):
+            self._swap(self._src_list, self._dst_list, self._sizes_list, self._nbytes)
 
 
 def _entry() -> tuple[Any, bool]:

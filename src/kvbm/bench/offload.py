@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +21,14 @@ import click
 import numpy as np
 
 from .. import spec
-from ..errors import CudaUnavailableError, KvbmError
+from ..errors import KvbmError
 from ..planner import size_text
 from ..pool import Pool
 from ..shapes import BlockShape, load_shape
 from ..tuning import STRATEGIES
 from .check import WrongCopyError
 from .clock import CpuClock, GpuClock, Timed
-from .descriptors import Batch, Pages
+from .descriptors import Batch, Pages, Swap
 from .interference import Model, memcpy
 from .measure import Ids, Memory, Yardstick, device_of, held_blocks, is_out_of_memory, make_clock, random_pool
 from .overhead import host_seconds
@@ -54,6 +55,9 @@ ASKED_BESIDE = 0.99
 
 #: Seconds of the host: of a step with nothing to move, and of one that moves `STEP_BLOCKS`.
 ASKED_IDLE, ASKED_STEP, STEP_BLOCKS = 20e-6, 100e-6, 64
+
+#: Bytes of a page from which on vLLM loads it by the copy engine, and not by a kernel.
+SMALL = 28 << 10
 
 #: Nanoseconds for which the stream before a job is busy, so that the job is in its queue by then.
 DELAY = 300_000
@@ -308,17 +312,19 @@ class Stock:
     pages : Pages
     rows : Memory
         Host memory for as many blocks.
+    by : Batch or Swap
+        What copies a list.
     """
 
-    def __init__(self, worker: Worker, pages: Pages, rows: Memory) -> None:
-        self.worker, self.pages = worker, pages
+    def __init__(self, worker: Worker, pages: Pages, rows: Memory, by: type[Batch] = Batch) -> None:
+        self.worker, self.pages, self.rows, self._by = worker, pages, rows, by
         self._ends = int(worker.pool.addresses[0]), rows.address
         self._device = device_of(worker.pool.device)
 
     def batch(self, ids: Any, rows: Any, *, is_load: bool) -> Batch:
         engine, host = (start + side for start, side in zip(self._ends, self.pages.ranges(ids, rows), strict=True))
         ends = (engine, host) if is_load else (host, engine)
-        return Batch(*ends, self.pages.nbytes, self._device, reads_host=is_load)
+        return self._by(*ends, self.pages.nbytes, self._device, reads_host=is_load)
 
     def move(self, ids: Any, rows: Any, *, is_load: bool) -> None:
         """Copy, and wait."""
@@ -340,6 +346,21 @@ def _stock(worker: Worker, rows: Memory) -> dict[str, Stock]:
     if canonical := Pages.canonical(case.order, case.shape, blocks, case.tp):
         found[f"vLLM, canonical ({size_text(canonical.nbytes)})"] = canonical
     return {name: Stock(worker, each, rows) for name, each in found.items()}
+
+
+def _checked(stock: dict[str, Stock]) -> dict[str, Stock]:
+    for by, one in stock.items():
+        both = [functools.partial(one.move, is_load=is_load) for is_load in (False, True)]
+        one.worker.check(by, both[0], both[1], 8)
+    return stock
+
+
+def _swaps(stock: dict[str, Stock]) -> dict[str, Stock]:
+    """The same by vLLM's kernel, where it loads with that: small pages, and Triton is installed."""
+    case = next(iter(stock.values())).worker.case
+    if case.shape.nbytes // case.shape.nl >= SMALL or case.order.startswith("B"):
+        return {}
+    return {f"{name}, Triton": Stock(one.worker, one.pages, one.rows, Swap) for name, one in stock.items()}
 
 
 # ---- copies --------------------------------------------------------------------------------------------------------
@@ -367,13 +388,16 @@ def _copies(run: Run) -> Iterator[Row]:
 
 def _beside_memcpy(run: Run, worker: Worker, rows: Memory, memcpys: dict[str, Yardstick]) -> Iterator[Row]:
     case = worker.case
-    stock = {}
+    stock: dict[str, Stock] = {}
+    swaps: dict[str, Stock] = {}
     try:
-        stock = _stock(worker, rows)
-        for by, one in stock.items():
-            worker.check(by, functools.partial(one.move, is_load=False), functools.partial(one.move, is_load=True), 8)
-    except CudaUnavailableError as error:
-        run.note(f"{case}: {error}")
+        stock = _checked(_stock(worker, rows))
+        if device_of(run.place) >= 0 and find_spec("triton"):
+            swaps = _checked(_swaps(stock))
+    except WrongCopyError:
+        raise
+    except Exception as error:  # of others' code: a driver that is too old, Triton without a compiler
+        run.note(f"{case}: {type(error).__name__}: {error}")
     for by in worker.copiers:
         worker.check_copier(by, 8)
     worker.store_all()
@@ -383,7 +407,8 @@ def _beside_memcpy(run: Run, worker: Worker, rows: Memory, memcpys: dict[str, Ya
         is_load = way == "load"
         runners: dict[str, Runner] = {"memcpy": functools.partial(_memcpy, memcpys[way], nbytes)}
         runners |= {by: worker.runner(by, sets, is_load=is_load) for by in worker.copiers}
-        runners |= {by: one.runner(sets[:6], is_load=is_load) for by, one in stock.items()}
+        theirs = {**stock, **swaps} if is_load else stock
+        runners |= {by: one.runner(sets[:6], is_load=is_load) for by, one in theirs.items()}
         before = worker.strategies(way)
         times = race(runners, run.iters)
         used = "+".join(worker.strategies(way) - before)

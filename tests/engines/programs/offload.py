@@ -119,7 +119,7 @@ def overhead(_: Any = None) -> dict[str, float]:
 
 
 def scheduler_overhead(llm: Any) -> dict[str, float]:
-    """Seconds of the scheduler's step with nothing to move, and of a step that looks up, loads and stores 64 chunks of its manager."""
+    """Seconds of the scheduler's step with nothing to move, and of storing, looking up and loading 64 chunks by its manager."""
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
