@@ -1,7 +1,7 @@
 """Time to the first token of a prompt whose blocks come back from host memory: ``reload.py MODEL [TOKENS [ROUNDS]]``.
 
 Engines in processes of their own take turns: without offloading, with vLLM's, and with kvbm as the copier.  vLLM's copier needs a
-GPU: in its place is a memmove a page and layer, with vLLM's connector, scheduler and manager as they are.  Prints JSON behind RESULT.
+GPU: a memmove a page and layer stands for it, with vLLM's connector, scheduler and manager as they are.  Prints JSON behind RESULT.
 """
 
 from __future__ import annotations
