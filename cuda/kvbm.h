@@ -437,6 +437,8 @@ int kvbm_ipc_handle(int device, uint64_t address, void* handle);
 int kvbm_ipc_open(int device, const void* handle, uint64_t* address);
 int kvbm_ipc_close(int device, uint64_t address);
 int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes); /* blocking */
+/* Copies `size` bytes from src[i] to dst[i], beside whatever runs on streams, and waits: for bytes that nobody else uses. */
+int kvbm_copy_now(int device, const uint64_t* dst, const uint64_t* src, uint64_t size, uint64_t count);
 int kvbm_synchronize(int device, uint64_t stream);
 
 /* ---- host memory that GPUs reach (memory.cpp) ---- */

@@ -265,4 +265,16 @@ int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes) {
   return CU(StreamSynchronize, current.device->private_stream);
 }
 
+int kvbm_copy_now(int device, const uint64_t* dst, const uint64_t* src, uint64_t size, uint64_t count) {
+  if (count == 0) return KVBM_OK;
+  Current current;
+  RETURN_IF_FAILED(current.open(device));
+  RelaxedCapture relaxed;
+  Stream stream = current.device->private_stream;  // behind no kernel of anybody
+  int status = KVBM_OK;
+  for (uint64_t i = 0; i < count && !status; ++i) status = CU(MemcpyAsync, dst[i], src[i], size, stream);
+  const int waited = CU(StreamSynchronize, stream);  // after an error, too: what was begun still uses the memory
+  return status ? status : waited;
+}
+
 }  // extern "C"

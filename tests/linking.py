@@ -177,6 +177,20 @@ def held(*ends: Endpoint) -> Iterator[None]:
         go_on.set()
 
 
+def in_bursts(found: Linked, verify: str = "after", meanwhile: Callable[[], object] = int) -> list[Any]:
+    """Send a sequence of each rank, until the end, to receivers that look now and then: several chunks have come when they do."""
+    with held(*found.all_ends):
+        handles: list[Any] = [link.send("one", span) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)]
+        handles += [
+            link.receive("one", span, verify=verify) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)
+        ]
+    while any(link.endpoint.call(lambda link=link: link.handles) for links in found.links for link in links):
+        with held(*found.ends[1]):
+            time.sleep(0.02)
+        meanwhile()
+    return handles
+
+
 def memory_files(what: str = "") -> set[int]:
     """Numbers of kvbm's memory files (``ring``, ``loans``) that this process has open or mapped; a new file has a new one."""
     found, name = set(), f"/memfd:kvbm {what}"

@@ -13,6 +13,7 @@ import benching
 from benching import ON_CPU, run
 from kvbm.bench import cli, growth, link, race, ways
 from kvbm.bench.check import WrongCopyError
+from processes import FakeDriver
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "connect.md"
 TORCH = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
@@ -113,6 +114,11 @@ def test_the_other_process_is_on_another_gpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(link._core, "device_count", lambda: 1)
     assert link.other_than("cuda:0") == "cuda:0"
     assert run(cli.bench, "link", *ON_CPU, "--to", "gpu").exit_code == 2
+
+
+def test_both_sides_on_a_gpu(fake_gpu: FakeDriver, tmp_path: Path) -> None:
+    """Pools of the bench have no current stream: a sum of theirs must name one."""
+    fake_gpu("bench_ways.both_sides", str(tmp_path / "side"))
 
 
 @pytest.mark.gpu

@@ -42,7 +42,20 @@ from kvbm import (
 from kvbm.reshard import chunk, flows, notes, pack, ring
 from kvbm.reshard import endpoint as endpoints
 from kvbm.reshard import link as links
-from linking import LIMIT, Deaf, Linked, close_all, ended, gpu_memory, held, plain_case, right_cases, sender_of, until
+from linking import (
+    LIMIT,
+    Deaf,
+    Linked,
+    close_all,
+    ended,
+    gpu_memory,
+    held,
+    in_bursts,
+    plain_case,
+    right_cases,
+    sender_of,
+    until,
+)
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, on_wire, span
 
 HERE = Path(__file__).resolve().parent
@@ -201,6 +214,55 @@ def test_a_wrong_chunk_is_sent_again(what: str, verify: str) -> None:
             assert wrong == found.wires[0][SENDER].counts[what]
             assert wrong or at
             found.require_slots()
+
+
+@pytest.fixture
+def in_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Several chunks of hosts' memory are packed and unpacked by one call, as on GPUs: chunks of each call."""
+    calls: dict[str, list[int]] = {"pack": [], "unpack": []}
+    made = ring.Ring.__init__
+
+    def init(self: ring.Ring, *given: Any) -> None:
+        made(self, *given)
+        self.together = 4
+
+    def counted(name: str) -> Any:
+        call = getattr(reshard.Cut, name)
+
+        def run(self: reshard.Cut, slots: Any, **given: Any) -> Any:
+            calls[name].append(len(slots))
+            return call(self, slots, **given)
+
+        return run
+
+    monkeypatch.setattr(ring.Ring, "__init__", init)
+    for name in calls:
+        monkeypatch.setattr(reshard.Cut, name, counted(name))
+    return calls
+
+
+def test_chunks_share_calls(in_calls: dict[str, list[int]]) -> None:
+    """Every byte; and of four chunks of a call the wrong one alone is sent again."""
+    assert sum(1 for _ in right_cases(range(600, 610))) >= 3
+    assert max(in_calls["pack"]) > 1 and max(in_calls["unpack"]) > 1
+    for what, verify in (("bit", "after"), ("chunk", "before"), ("chunk", "after")):
+        together = 0
+        for at in range(4):
+            in_calls["unpack"].clear()
+            with on_faulty({(0, SENDER): [wire.Fault(what, at)]}) as found:
+                handles = in_bursts(found, verify)
+                assert not any(ended(handles))
+                found.check()
+                wrong = sum(link.stats()["chunks_wrong"] for link in found.links[1])
+                assert wrong == found.wires[0][SENDER].counts[what]
+                found.require_slots()
+            together += max(in_calls["unpack"]) > 1
+        assert together
+
+
+def test_chunks_share_calls_on_a_gpu(fake_gpu: Any) -> None:
+    """There which of a call's chunks is wrong shows when the kernels are done."""
+    fake_gpu("reshards.wrong_in_calls")
 
 
 def test_what_is_wrong_each_time_is_said_on_both_sides() -> None:

@@ -175,6 +175,7 @@ transfers() {
   measure h2d --direction h2d --num-blocks $many --no-peers --pair universal:nhd,universal:vllm/paged_attn_v0
   measure cpu --direction h2h --num-blocks 64 --device cpu
   tell='figures|error' run interference "$PYTHON" -m kvbm bench interference --out "$OUT/interference.csv"
+  tell='figures|error' run offload "$PYTHON" -m kvbm bench offload --out "$OUT/offload.csv"
   tell='figures|error' run overhead "$PYTHON" -m kvbm bench overhead --out "$OUT/overhead.csv"
   tell='figures|error' run scale "$PYTHON" -m kvbm bench scale --out "$OUT/scale.csv"
 }

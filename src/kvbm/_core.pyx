@@ -36,6 +36,7 @@ __all__ = [
     "alloc_device",
     "check_pairs",
     "chunk_tensors",
+    "copy_now",
     "copy_pairs",
     "device_count",
     "device_info",

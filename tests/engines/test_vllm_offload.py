@@ -18,7 +18,9 @@ ONE = {"prompts": [[200, 200]]}
 STEPS = [BOTH, "reset", BOTH, "reset", "flip", BOTH, "reset", BOTH, "reset", PART, ONE]
 
 
-def offload(model: Path, steps: list[Any], extra: dict[str, Any], *, stock: bool = False, **llm: Any) -> dict[str, Any]:
+def offload(
+    model: Path, steps: list[Any], extra: dict[str, Any], *, stock: bool = False, policy: str = "", **llm: Any
+) -> dict[str, Any]:
     """What `programs/offload.py` finds."""
     transfer = {
         "kv_connector": "KvbmOffloadingConnector", "kv_connector_module_path": "kvbm.integrations.vllm", "kv_role": "kv_both",
@@ -30,6 +32,11 @@ def offload(model: Path, steps: list[Any], extra: dict[str, Any], *, stock: bool
             "spec_name": "KvbmOffloadingSpec",
             "spec_module_path": "kvbm.integrations.vllm",
         }
+    if policy:  # one of several, which has that policy
+        transfer = {
+            "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": {"connectors": [transfer]},
+        }  # fmt: skip
     settings = {"llm": {"model": str(model), "kv_transfer_config": transfer, **llm}, "steps": steps, "new": 8}
     many = llm.get("tensor_parallel_size", 1) > 1
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"} if many else {}
@@ -84,3 +91,15 @@ def test_the_spec_alone_stops(models: Callable[[str], Path]) -> None:
     """The engine stops, and says what helps: vLLM's own connector has no way out for a load that fails."""
     with pytest.raises(AssertionError, match=r"DigestError: vLLM offloading: chunks .*KvbmOffloadingConnector"):
         offload(models("llama"), STEPS[:6], {}, stock=True)
+
+
+@pytest.mark.parametrize(("policy", "ended"), [("recompute", "length"), ("fail", "error")])
+def test_one_of_several_connectors(models: Callable[[str], Path], policy: str, ended: str) -> None:
+    """There the policy is that of all: a miss, or a request that ends with an error.  Others go on, and no token is wrong."""
+    found = offload(models("llama"), STEPS[:8], {}, policy=policy)
+    first, second, flipped, last = found["runs"]
+    assert {one["ended"] for one in (*first, *second, *last)} == {"length"}
+    assert ended in {one["ended"] for one in flipped} <= {"length", ended}
+    for one, wanted in zip([*second, *flipped, *last], first * 3, strict=True):
+        assert one["tokens"] == wanted["tokens"] or one["ended"] == "error"
+    assert found["counters"]["vllm:kvbm_offload_failed_blocks"] >= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import random
 import types
@@ -16,7 +17,7 @@ from chunking import Carried, is_sendable
 from kvbm import _core, digesting, reshard, wire
 from kvbm.reshard.ring import Ring
 from kvbm.wire import loans
-from linking import right_cases
+from linking import Linked, ended, in_bursts, plain_case, right_cases, sender_of
 from memory import FakeCuda
 from programs.fake_gpu import alive, count, defer, pump, refused, seed
 from programs.transfers import POOL, grant
@@ -97,6 +98,53 @@ def linked(first: int, cases: int, wires: Any = None) -> None:
     """Endpoints whose pools and rings are on a GPU."""
     right = sum(1 for _ in right_cases(range(first, first + cases), lambda _: wires, memory=(on_pages, arrays)))
     assert right > cases // 2 and count("pushes") == count("pops") and count("illegal") == 0
+
+
+class Flips:
+    """A wire of which one put carries a wrong bit."""
+
+    def __init__(self, below: Any, at: int) -> None:
+        self.below, self.left = below, at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+    def put(self, peer: str, local: Any, remote: Any, note: bytes = b"") -> Any:
+        self.left -= 1
+        byte = ctypes.c_uint8.from_address(self.below.slab.address + local[0] + 5)
+        byte.value ^= self.left == -1
+        try:
+            return self.below.put(peer, local, remote, note)  # copies at once
+        finally:
+            byte.value ^= self.left == -1
+
+
+def wrong_in_calls() -> None:
+    """Of chunks that one call unpacks the wrong one alone is sent again."""
+    case, calls = plain_case(), []
+    sender, unpack = sender_of(case), reshard.Cut.unpack
+
+    def counted(self: Any, slots: Any, **given: Any) -> Any:
+        calls.append(len(slots))
+        return unpack(self, slots, **given)
+
+    reshard.Cut.unpack = counted
+    defer(1)
+    for verify in ("after", "before"):
+        for at in range(4):
+            hub = wire.Hub()
+
+            def make(side: int, rank: int, hub: Any = hub, at: int = at) -> Any:
+                below = wire.memory(f"{side}/{rank}", hub)
+                return Flips(below, at) if (side, rank) == (0, sender) else below
+
+            with Linked(case, make, memory=(on_pages, arrays), chunk_bytes=1 << 12, ring_bytes=1 << 16) as found:
+                assert not any(ended(in_bursts(found, verify, pump)))
+                found.check()
+                assert found.wires[0][sender].left < 0
+                assert sum(link.stats()["chunks_wrong"] for link in found.links[1]) == 1
+                found.require_slots()
+    assert max(calls) > 1
 
 
 def streams_of_other_gpus() -> None:

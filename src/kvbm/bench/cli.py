@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from . import copies, table
 
 #: Subcommands, each a click command of that name in the module of that name.
-SUBCOMMANDS = ("auto", "digest", "interference", "link", "overhead", "plot", "reshard", "scale")
+SUBCOMMANDS = ("auto", "digest", "interference", "link", "offload", "overhead", "plot", "reshard", "scale")
 
 GPU_PROFILE, CPU_PROFILE = "llama-3.1-70b", "llama-3.1-8b"
 

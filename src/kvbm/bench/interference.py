@@ -31,7 +31,7 @@ from .options import comma_list, numbers
 from .scale import split_pair
 from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows
 
-__all__ = ["COLUMNS", "PAIRS", "Model", "interference", "measure"]
+__all__ = ["COLUMNS", "PAIRS", "Model", "Seen", "interference", "measure", "memcpy"]
 
 COLUMNS = (
     "direction", "pair", "backend", "max_sms", "num_blocks", "slowdown", "memcpy_slowdown", "copy_gbps", "ratio",
@@ -51,7 +51,7 @@ _PAUSE = 0.1  # seconds before a round
 
 
 @dataclass(frozen=True)
-class _Beside:
+class Seen:
     """Seconds of a product with copies beside it, and alone; bytes a second that were copied meanwhile, and without it."""
 
     product: float
@@ -82,7 +82,7 @@ class Model:
                 self.torch.matmul(self.a, self.b, out=self.c)
         self.torch.cuda.synchronize(self.device)
 
-    def beside(self, copy: Callable[[Any], object], nbytes: int) -> _Beside:
+    def beside(self, copy: Callable[[Any], object], nbytes: int) -> Seen:
         """Medians over all rounds; `copy` enqueues a copy of `nbytes` on the stream that it is given.
 
         Each round times the product alone and then with copies, after a pause each: a GPU slows its clocks down under long
@@ -99,7 +99,7 @@ class Model:
                 seconds += _seconds(products)
                 rates.append(_rate(products[_FIRST], products[-1], copies, nbytes))
             rate_alone = self._copies_alone(copy, nbytes)
-        return _Beside(statistics.median(seconds), statistics.median(alone), statistics.median(rates), rate_alone)
+        return Seen(statistics.median(seconds), statistics.median(alone), statistics.median(rates), rate_alone)
 
     def _copies_alone(self, copy: Callable[[Any], object], nbytes: int) -> float:
         """Bytes a second of copies one after the other, with nothing beside them."""
@@ -167,7 +167,7 @@ def _ends(
 
 
 @contextlib.contextmanager
-def _memcpy(direction: str, nbytes: int, device: int) -> Iterator[Callable[[Any], object]]:
+def memcpy(direction: str, nbytes: int, device: int) -> Iterator[Callable[[Any], object]]:
     """The yardstick: one contiguous copy in the same direction."""
     with contextlib.ExitStack() as stack:
         sides = []
@@ -245,7 +245,7 @@ def measure(
     for direction in directions:
         try:
             model.warm()
-            with _memcpy(direction, nbytes, device) as copy:
+            with memcpy(direction, nbytes, device) as copy:
                 yardstick = model.beside(copy, nbytes)
             common = {"direction": direction, "num_blocks": blocks, "memcpy": yardstick.slowdown}
             yield {**_row(common, "", "memcpy", {}, yardstick), **end}
@@ -306,7 +306,7 @@ def _by_strategy(
         yield _row(common, pair, backend, options, seen)
 
 
-def _row(common: Mapping[str, Any], pair: str, backend: str, options: Mapping[str, int], seen: _Beside) -> Row:
+def _row(common: Mapping[str, Any], pair: str, backend: str, options: Mapping[str, int], seen: Seen) -> Row:
     return {
         "direction": common["direction"],
         "pair": pair,

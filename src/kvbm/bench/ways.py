@@ -139,7 +139,8 @@ class Side:
         if not way.copies:
             return zlib.crc32(read(self.device, *self._bytes_of(tokens)).data)
         nt = (PREFILL if self.setting.sends else DECODE)[1]
-        found = self.pool.digest(self.table(nt)[: tokens // nt], tokens=range(0, tokens, nt))
+        stream = None if self.device < 0 else _OWN_STREAM
+        found = self.pool.digest(self.table(nt)[: tokens // nt], tokens=range(0, tokens, nt), stream=stream)
         return sum(map(int, found)) % (1 << 64)
 
     def forget(self, way: Way, tokens: int) -> None:
@@ -348,6 +349,10 @@ class ByTorch(Way):
         self.group.send([self.side.flat[-64:]], 0, 1).wait()
         self.side.wait()
 
+    def close(self) -> None:
+        if self.side.device >= 0:  # NCCL's destructor may wait without end for a peer that is gone
+            self.group.abort()
+
 
 def carrier(kind: str, side: Side, name: str, path: str) -> Any:
     """A wire between processes; the path is that of a file where two ends find each other."""
@@ -536,6 +541,7 @@ class Pair:
         options: Mapping[str, int] = {},
     ) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # of both processes: NIXL writes to where the CSV goes
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NCCL's advice about groups, which a way has of its own
         logging.getLogger("nixl").setLevel(logging.WARNING)
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()

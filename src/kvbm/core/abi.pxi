@@ -207,6 +207,7 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_ipc_close(int device, uint64_t address) noexcept
     void kvbm_fence() noexcept
     int kvbm_upload(int device, uint64_t dst, const void *src, uint64_t nbytes) noexcept
+    int kvbm_copy_now(int device, const uint64_t *dst, const uint64_t *src, uint64_t size, uint64_t count) noexcept
     int kvbm_synchronize(int device, uint64_t stream) noexcept
     int kvbm_host_touch(uint64_t address, uint64_t nbytes, int how, int threads) noexcept
     int kvbm_host_register(uint64_t address, uint64_t nbytes, int read_only) noexcept

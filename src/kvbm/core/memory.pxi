@@ -61,6 +61,35 @@ def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not N
     return used
 
 
+def copy_now(const uint64_t[::1] dst not None, const uint64_t[::1] src not None, uint64_t size, int device):
+    """Copy `size` bytes to each address of `dst` from that of `src`, and wait.
+
+    It waits for no stream, and no stream waits for it: for sources that nothing else writes, and destinations that
+    nothing else uses.
+
+    Parameters
+    ----------
+    dst, src : contiguous uint64 array
+        Addresses, device or pinned host memory.
+
+    Raises
+    ------
+    BindError
+        If the arrays differ in length.
+    CudaError
+        If a copy is refused.
+    """
+    cdef Py_ssize_t count = dst.shape[0]
+    cdef int status
+    if src.shape[0] != count:
+        raise BindError(f"{src.shape[0]} source addresses: expected {count}, one a destination")
+    if count == 0:
+        return
+    with nogil:
+        status = kvbm_copy_now(device, &dst[0], &src[0], size, count)
+    check(status, f"copying {count} pieces on cuda:{device}")
+
+
 def alloc_device(int device, uint64_t nbytes):
     """Allocate device memory, aligned to 256 bytes and uninitialised; returns its address."""
     cdef uint64_t address = 0

@@ -24,9 +24,6 @@ from .sequence import Ids, Span
 
 __all__ = ["ChunksDone", "Cut"]
 
-#: The thread's default stream, for trailers: small copies that the host waits for, beside whatever runs.
-_OWN_STREAM = 2
-
 
 class Cut:
     """Some tokens and layers of a sequence, cut into chunks (``docs/wire.md``): what a rank sends to its peers, or gets from them.
@@ -418,7 +415,7 @@ _Bytes = ctypes.c_char * TRAILER
 
 
 class _Trailers:
-    """The last bytes of chunks in their slots, where the host reads and writes them."""
+    """The last bytes of chunks in their slots, where the host reads and writes them, beside whatever runs on streams."""
 
     def __init__(self, device: int, jobs: Sequence[_Job]) -> None:
         self._places = [job.slot.address + job.chunk.nbytes for job in jobs]
@@ -450,7 +447,4 @@ class _Trailers:
 
     def _move(self, dst: Sequence[int], src: Sequence[int]) -> None:
         if dst:
-            _core.memcpy_batch(
-                np.array(dst, np.uint64), np.array(src, np.uint64), TRAILER, 1, self._device, _OWN_STREAM
-            )
-            _core.synchronize(self._device, _OWN_STREAM)
+            _core.copy_now(np.array(dst, np.uint64), np.array(src, np.uint64), TRAILER, self._device)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from ..errors import BindError, KvbmError, PlanError, SpecError, TransferError, TransferTimeoutError
+from ..machine import sleep_exactly
 from ..pool import Pool
 from ..shapes import load_shape
 from ..wire import Wire
@@ -34,6 +35,9 @@ _MOST_CARD = 1 << 20
 
 #: Seconds that the thread sleeps: while something is under way, and while nothing is, or has not been for so many rounds.
 _SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
+
+#: Rounds in which nothing was done before it sleeps at all: what comes next mostly comes at once.
+_AT_ONCE = 20
 
 #: Seconds that it sleeps at most where the wire wakes it: what is said again, and deadlines, may be so late.
 _TOLD = 10e-3
@@ -343,6 +347,7 @@ class Endpoint:
 
     def _run(self) -> None:
         quiet = 0  # rounds in which nothing was done
+        sleep_exactly()
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             while not self._is_closed:
@@ -354,7 +359,7 @@ class Endpoint:
                 if self._is_told and (is_idle or self.ring.device == "cpu"):
                     self._wake.wait(_TOLD)
                 elif quiet < _ROUNDS and not is_idle:
-                    time.sleep(_SHORT)
+                    time.sleep(_SHORT if quiet > _AT_ONCE else 0)  # 0: lets go of Python's lock
                 else:
                     self._wake.wait(_LONG)
                 self._wake.clear()

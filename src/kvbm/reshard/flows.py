@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from ..wire import Op
 from .notes import MOST_GRANTS, Done, Grant, Offer, Put, Stop, Stopped, Want
 
 if TYPE_CHECKING:
+    from ..arrays import Array
     from .chunk import Chunk
     from .cut import ChunksDone, Cut
     from .handle import Arrival, Sending
@@ -55,8 +57,9 @@ class _Repeat:
 class _Packed:
     """A chunk in a slot of the sender, or in one that the receiver lends (-1): being packed, on its way, or there."""
 
-    def __init__(self, grant: Grant, slot: int, done: ChunksDone) -> None:
-        self.grant, self.slot, self.done = grant, slot, done
+    def __init__(self, grant: Grant, slot: int) -> None:
+        self.grant, self.slot = grant, slot
+        self.done: ChunksDone
         self.is_on_loan = slot < 0
         self.op: Op | None = None
         self.is_told, self.told_at = False, 0.0
@@ -214,41 +217,54 @@ class Outflow:
         self.link.say(self.peer, replace(self.offer, age=time.monotonic() - self.sending.began))
 
     def _pack(self) -> bool:
-        ring, busy = self.link.ring, False
+        busy = False
         while self._wanted and not self._stop and not self._answers:
-            assert self._cut is not None
-            grant = self._wanted[0]
-            try:
-                chunk = self._chunk(grant.chunk)
-                array = None if self.offer.pulls else self.link.borrow(self.peer, grant.slot, chunk.size)
-            except KvbmError as error:
-                self.fail(error)
-                break
-            slot = -1
-            if array is None:
-                taken = ring.take(sends=True)
-                if taken is None:
-                    self.link.count("stalls")
+            arrays: dict[tuple[int, int], Array] = {}
+            taken: list[_Packed] = []
+            while self._wanted and len(taken) < self.link.ring.together:
+                at = self.rank, self._wanted[0].chunk
+                if at in arrays or (slot := self._slot(self._wanted[0])) is None:
                     break
-                slot, array = taken, ring.array(taken, chunk.size)
-            self._wanted.popleft()
+                arrays[at] = slot[1]
+                taken.append(_Packed(self._wanted.popleft(), slot[0]))
+            if not taken:
+                break
             busy = True
+            assert self._cut is not None
             try:
-                done = self._cut.pack(
-                    {(self.rank, grant.chunk): array}, key=self.sending.key, epoch=self.arrival, **self.sending.order
-                )
+                done = self._cut.pack(arrays, key=self.sending.key, epoch=self.arrival, **self.sending.order)
             except Exception as error:
-                if slot < 0:
-                    self.link.give_back(self.peer)
-                else:
-                    ring.give(slot)
+                for packed in taken:
+                    self._give_back(packed)
+                    if packed.slot >= 0:
+                        self.link.ring.give(packed.slot)
                 if not isinstance(error, KvbmError):
                     raise
                 self.fail(error)
                 break
-            packed = self._packed[grant.serial] = _Packed(grant, slot, done)
-            self._go_on(grant.serial, packed)  # where it is packed already it travels while the next one is packed
+            for packed in taken:
+                packed.done = done
+                self._packed[packed.grant.serial] = packed
+            for packed in taken:
+                self._go_on(packed.grant.serial, packed)  # where it is packed already it travels while the next one is packed
         return busy
+
+    def _slot(self, grant: Grant) -> tuple[int, Array] | None:
+        """Where a chunk is packed: a slot of this side, or -1, and its memory; None where it must wait, or all of it has failed."""
+        ring = self.link.ring
+        try:
+            chunk = self._chunk(grant.chunk)
+            array = None if self.offer.pulls else self.link.borrow(self.peer, grant.slot, chunk.size)
+        except KvbmError as error:
+            self.fail(error)
+            return None
+        if array is not None:
+            return -1, array
+        slot = ring.take(sends=True)
+        if slot is None:
+            self.link.count("stalls")
+            return None
+        return slot, ring.array(slot, chunk.size)
 
     def _chunk(self, number: int) -> Chunk:
         assert self._cut is not None
@@ -324,6 +340,7 @@ class _Coming:
         self.op: Op | None = None
         self.done: ChunksDone | None = None
         self.is_here = False
+        self.is_alone = False  # it shares no call with others, which would fail with it
 
 
 class Inflow:
@@ -438,6 +455,8 @@ class Inflow:
         if news:  # before what came is unpacked, so that more travels meanwhile
             self._say_wants()
         busy = news
+        if self._stopping is None and self.link.ring.together > 1:
+            self._unpack_some()
         for serial, coming in list(self._coming.items()):
             busy |= self._go_on(serial, coming)
         if self._stopping is not None:
@@ -461,7 +480,7 @@ class Inflow:
     def _grant(self) -> bool:
         news = False
         ring = self.link.ring
-        window = min(max(WINDOW, WINDOW_BYTES // ring.slot_bytes), MOST_WINDOW)
+        window = min(max(WINDOW, 2 * self.link.ring.together, WINDOW_BYTES // ring.slot_bytes), MOST_WINDOW)
         away = sum(not one.is_here for one in self._coming.values())
         if away > window // 2:  # some at a time: a note each time
             return False
@@ -495,32 +514,46 @@ class Inflow:
             if not coming.op.query():
                 return False
             coming.op = None
-        chunk = self._chunks[coming.grant.chunk]
-        array = self.link.ring.array(coming.slot, chunk.size)
         try:
             if coming.done is None:
                 if self._stopping is not None:
                     self._free(serial)
                     return True
-                coming.done = self._cut.unpack(
-                    {(self.rank, coming.grant.chunk): array},
-                    key=self.arrival.key,
-                    epoch=self.arrival.number,
-                    verify=self.arrival.verify,
-                    **self.arrival.order,
-                )
+                coming.is_alone = True
+                coming.done = self._unpack([coming])
             if not coming.done.query():
                 return False
         except (DigestError, BindError) as error:
-            self._wrong(serial, coming, error)
+            if coming.is_alone:
+                self._wrong(serial, coming, error)
+            else:  # which of them it is shows when each is unpacked by itself
+                coming.is_alone, coming.done = True, None
             return True
         self.digests[coming.grant.chunk] = coming.done.digests[self.rank, coming.grant.chunk]
         self.link.count("chunks_received")
-        self.link.count("bytes_received", chunk.size)
+        self.link.count("bytes_received", self._chunks[coming.grant.chunk].size)
         self._free(serial)
         if len(self.digests) == len(self._chunks) and self._stopping is None:
             self._finish()
         return True
+
+    def _unpack(self, some: Sequence[_Coming]) -> ChunksDone:
+        arrival, array, sizes = self.arrival, self.link.ring.array, self._chunks
+        slots = {(self.rank, one.grant.chunk): array(one.slot, sizes[one.grant.chunk].size) for one in some}
+        return self._cut.unpack(slots, key=arrival.key, epoch=arrival.number, verify=arrival.verify, **arrival.order)
+
+    def _unpack_some(self) -> None:
+        """Unpack chunks that are there by one call; if one of them is wrong, each by itself."""
+        ready = [one for one in self._coming.values() if one.is_here and not (one.op or one.done or one.is_alone)]
+        some = ready[: self.link.ring.together]
+        if len(some) < 2:
+            return
+        try:
+            done = self._unpack(some)
+        except (DigestError, BindError):
+            done = None
+        for coming in some:
+            coming.done, coming.is_alone = done, done is None
 
     def _wrong(self, serial: int, coming: _Coming, error: KvbmError) -> None:
         number = coming.grant.chunk

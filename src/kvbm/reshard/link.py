@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import secrets
@@ -205,6 +206,9 @@ class Link:
         identity = _identity(group, self.endpoint.groups, key)
         order = self._order(packer, wait, stream)
         arrival = Arrival(self, key, span, timeout, order, verify=verify, identity=identity, layers=some)
+        with contextlib.suppress(KvbmError):  # told when it is offered
+            # While the offer is on its way: mostly it is of all that is expected.
+            self.cut(arrival, identity[0], span.tokens, span.origin, some, sends=False)
         for message in packer.made.messages:
             if message.dst == self.endpoint.rank:
                 held = {x for meeting in message.l for x in meeting.coordinates("first")}

@@ -20,6 +20,10 @@ from ..wire.loans import memory_file
 
 __all__ = ["Ring"]
 
+#: Chunks of a call on a GPU, where the call itself takes a large part of a chunk's time.  On a host a call returns when all is
+#: done, and the first chunk would travel too late.
+TOGETHER = 4
+
 
 class Ring:
     """Slots of one size: some for chunks that go, the others for chunks that come.  One thread uses it.
@@ -39,12 +43,15 @@ class Ring:
         What a wire registers.
     quarantined : set of (str, int)
         Peer and slot: the peer may still write to it.
+    together : int
+        Slots that one call packs or unpacks at most.
     """
 
     def __init__(self, device: str, slot_bytes: int, sends: int, takes: int) -> None:
         if min(sends, takes) < 1:
             raise BindError(f"ring: expected room for a slot each way, got {sends} and {takes} of {slot_bytes} bytes")
         self.device, self.slot_bytes = device, slot_bytes
+        self.together = 1 if device == "cpu" else TOGETHER
         self.sends, self.takes = sends, takes
         nbytes = (sends + takes) * slot_bytes
         self._free_device: Any = None

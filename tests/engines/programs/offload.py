@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 import sys
 import time
 from typing import Any, TypedDict
 
+import numpy as np
 from generate import prompt
 
 
@@ -31,15 +34,19 @@ class Settings(TypedDict):
 
 def worker() -> Any:
     """What copies, in a process of vLLM's."""
+    return connector().connector_worker.worker
+
+
+def connector() -> Any:
+    """The connector that copies; the last one where there are several."""
     from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-    return get_kv_transfer_group().connector_worker.worker
+    group = get_kv_transfer_group()
+    return getattr(group, "_connectors", [group])[-1]
 
 
 def flip(_: Any = None) -> None:
     """Set a bit of each byte of the first stored block; twice is once, where ranks share it."""
-    import numpy as np
-
     memory = worker().copier.memory
     array = next(array for array in memory.lanes[-1][0].host.arrays if array.any())
     block = array if array.ndim == 5 else array[next(i for i in range(len(array)) if array[i].any())]
@@ -58,30 +65,89 @@ def facts(_: Any = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def median(call: Any, settle: Any = lambda: None, turns: int = 20) -> float:
+    """Seconds of a call."""
+    times = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+        settle()
+    return statistics.median(times)
+
+
 def overhead(_: Any = None) -> dict[str, float]:
-    """Seconds of a step with nothing to move, and of a submit of 64 blocks."""
-    import numpy as np
+    """Seconds of a worker's step: of all that is asked of the connector with nothing to move, and what a job of 64 blocks takes."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-    found = worker()
+    asked = connector()
+    found = asked.connector_worker.worker
     copier, groups = found.copier, len(found.copier.memory.lanes)
-    start = time.perf_counter()
-    for _ in range(1000):
-        found.get_finished(), found.take_failures(), found.take_stats()
-    idle = (time.perf_counter() - start) / 1000
+    metadata = OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=None)
+
+    def step() -> None:
+        asked.bind_connector_metadata(metadata)
+        asked.handle_preemptions(metadata)
+        asked.start_load_kv(None)
+        asked.wait_for_save()
+        asked.get_transfer_results(set())
+        asked.get_block_ids_with_load_errors()
+        asked.get_kv_connector_stats()
+        asked.build_connector_worker_meta()
+        asked.clear_connector_metadata()
+
+    idle = median(step, turns=500)
     gpu = GPULoadStoreSpec(list(range(1, 65)), [64] + [0] * (groups - 1), [0] * groups)
     cpu = CPULoadStoreSpec(list(range(64 // copier.blocks_per_chunk)))
-    pairs, submits = [], []
-    for turn in range(20):
-        start = time.perf_counter()
-        copier._pairs(gpu.block_ids, cpu.block_ids, gpu.group_sizes, gpu.block_indices, True)
-        pairs.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        found.submit_load(10**6 + turn, cpu, gpu)
-        submits.append(time.perf_counter() - start)
+    jobs = itertools.count(10**6)
+    pairs = median(lambda: copier._pairs(gpu.block_ids, cpu.block_ids, gpu.group_sizes, gpu.block_indices, True))
+    submit = median(lambda: found.submit_load(next(jobs), cpu, gpu), copier.finished)
+
+    def begin() -> None:
         copier.finished()
-    return {"idle": idle, "pairs": float(np.median(pairs)), "submit": float(np.median(submits))}
+        found.submit_load(next(jobs), cpu, gpu)
+
+    begin()
+    finish = median(lambda: (found.get_finished(), found.take_failures(), found.take_stats()), begin)
+    copier.finished()
+    lanes = copier.memory.lanes[0]
+    ids, units = np.arange(1, 65), np.arange(64)
+    copies = sum(median(lambda lane=lane: lane.back.copy(units, ids, digests=np.zeros(64, np.uint64))) for lane in lanes)
+    return {"idle": idle, "pairs": pairs, "submit": submit, "copy": copies, "finish": finish}
+
+
+def scheduler_overhead(llm: Any) -> dict[str, float]:
+    """Seconds of the scheduler's step with nothing to move, and of storing, looking up and loading 64 chunks by its manager."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+    from vllm.v1.outputs import KVConnectorOutput
+
+    asked = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    nothing, output = SchedulerOutput.make_empty(), KVConnectorOutput()
+
+    def step() -> None:
+        asked.build_connector_meta(nothing)
+        asked.update_connector_output(output)
+
+    found = {"idle": median(step, turns=500)}
+    for name, kind in (("ours", type(asked.scheduler.manager)), ("vLLM's", CPUOffloadingManager)):
+        manager, jobs = kind(num_chunks=4096), itertools.count()
+
+        def chunks(manager: Any = manager, jobs: Any = jobs) -> None:
+            context = ReqContext(str(next(jobs)))
+            keys = [f"{context.req_id:>30}{i:>6}".encode() for i in range(64)]
+            manager.prepare_store(keys, context)
+            manager.complete_store(keys, context)
+            for key in keys:
+                manager.lookup(key, context)
+            manager.prepare_load(keys, context)
+            manager.complete_load(keys, context)
+
+        found[f"64 chunks, {name}"] = median(chunks)
+    return found
 
 
 def generated(llm: Any, wanted: list[list[int]], new: int) -> list[dict[str, Any]]:
@@ -90,7 +156,10 @@ def generated(llm: Any, wanted: list[list[int]], new: int) -> list[dict[str, Any
     sampling = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt(length)[:first]} for length, first in wanted]
     found = llm.generate(prompts, sampling, use_tqdm=False)
-    return [{"tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens} for one in found]
+    return [
+        {"tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens, "ended": one.outputs[0].finish_reason}
+        for one in found
+    ]
 
 
 def main(settings: Settings) -> None:
@@ -122,6 +191,7 @@ def main(settings: Settings) -> None:
         "facts": llm.collective_rpc(facts),
         "counters": counters,
         "overhead": llm.collective_rpc(overhead)[0],
+        "scheduler": scheduler_overhead(llm) if settings.get("scheduler") else {},
     }
     print("RESULT", json.dumps(found), flush=True)
 

@@ -30,4 +30,5 @@ def __getattr__(name: str) -> Any:
     from vllm import __version__
 
     require_version(__version__)
+    register()  # MultiConnector looks the names of its connectors up, however they were found
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

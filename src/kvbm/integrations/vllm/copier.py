@@ -223,6 +223,11 @@ class Copier:
     verify : bool
         Keep the digest of each block that is stored, and compare that of what is loaded.
 
+    Attributes
+    ----------
+    streams : list of torch.cuda.Stream
+        Of stores and of loads; none on the CPU.
+
     Notes
     -----
     On a GPU copies run on a stream for each direction, behind what torch's current stream holds when they are submitted;
@@ -235,7 +240,7 @@ class Copier:
         self.verify = verify
         device = memory.lanes[0][0].out.device
         self._device = torch.device("cuda", device) if device >= 0 else None
-        self._streams = [torch.cuda.Stream(self._device) for _ in range(2)] if self._device else []
+        self.streams = [torch.cuda.Stream(self._device) for _ in range(2)] if self._device else []
         self._events: list[Any] = []
         self._running: tuple[deque[_Job], deque[_Job]] = (deque(), deque())
 
@@ -274,7 +279,7 @@ class Copier:
         began: Any = time.perf_counter()
         pairs = self._pairs(ids, chunks, group_sizes, block_indices, is_load)
         if self._device is not None:
-            stream, current = self._streams[is_load], torch.cuda.current_stream(self._device)
+            stream, current = self.streams[is_load], torch.cuda.current_stream(self._device)
             stream.wait_stream(current)
             options = {"stream": stream}
             began = self._event()

@@ -126,7 +126,9 @@ class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
 
     def take_failures(self) -> Failures:
         """What failed since the last call."""
-        failures, self._failures = self._failures, Failures()
+        failures = self._failures
+        if failures.jobs:
+            self._failures = Failures()
         return failures
 
     def take_stats(self) -> Any:
@@ -241,7 +243,8 @@ class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
 
     def _allocate_chunks(self, keys: Any) -> Any:
         chunks = super()._allocate_chunks(keys)
-        self._distrusted.difference_update(chunk.chunk_id for chunk in chunks)
+        if self._distrusted:
+            self._distrusted.difference_update(chunk.chunk_id for chunk in chunks)
         return chunks
 
     def reset_cache(self) -> None:
@@ -421,10 +424,10 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        requests = dict(self.connector_worker._load_jobs)
+        requests = dict(self.connector_worker._load_jobs) if self._by_request else {}
         results = super().get_transfer_results(finished_req_ids)
         self._failures = self.connector_worker.worker.take_failures()
-        if self._by_request:
+        if self._by_request and self._failures.jobs:
             results.failed_recving |= {requests[job] for job in self._failures.jobs}
         return results
 
