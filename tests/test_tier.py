@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -382,6 +383,30 @@ def test_a_process_looks_after_what_it_wrote(tmp_path: Path) -> None:
     assert sizes(tier) > tier.most_bytes
     tier.wrote(tier.most_bytes // 64)
     assert sizes(tier) <= tier.most_bytes
+
+
+def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else lies in the folder; also where the file system has no locks, and through no link."""
+    tier = stored(tmp_path / "folder")
+    elsewhere = stored(tmp_path / "elsewhere")
+    (tmp_path / "folder" / "link").symlink_to(elsewhere.root)
+    others = [
+        tmp_path / "folder" / "file", tmp_path / "folder" / "a" / "b" / "c" / "heads-0-3.safetensors",
+        tier.home(NAMES[0]) / "notes", tier.home(NAMES[1]) / "heads.safetensors",
+    ]  # fmt: skip
+    for file in others:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(1000))
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(tiers.fcntl, "flock", flock)
+    tier.most_bytes = 1
+    tier.trim()
+    assert (
+        not any(map(tier.holds, NAMES)) and all(map(elsewhere.holds, NAMES)) and all(file.exists() for file in others)
+    )
 
 
 def test_folders_that_cannot_be(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 #: A file without its name for so many seconds belongs to a process that is no more.
 _LOST_SECONDS = 3600.0
 
+_NAME = re.compile(r"[0-9a-f]{64}")
 _PART = re.compile(r"heads-([0-9]{1,6})-([0-9]{1,6})\.safetensors")
 
 
@@ -314,11 +315,14 @@ class KvbmTier:
         int
             Bytes that were removed.
         """
-        with (self.folder / ".lock").open("ab") as lock:
+        with contextlib.ExitStack() as stack:
             try:
+                lock = stack.enter_context((self.folder / ".lock").open("ab"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 return 0
+            except OSError:
+                pass  # a file system without locks: then several look at once, and remove more
             units = sorted(_units(self.folder), key=lambda unit: unit[0])
             total = sum(nbytes for _, nbytes, _ in units)
             if total <= self.most_bytes:
@@ -328,8 +332,9 @@ class KvbmTier:
                 if total - removed <= self.most_bytes - self.most_bytes // 16:
                     break
                 for file in _files(path):
-                    with contextlib.suppress(OSError):
-                        Path(file.path).unlink()
+                    if _PART.fullmatch(file.name):
+                        with contextlib.suppress(OSError):
+                            Path(file.path).unlink()
                 with contextlib.suppress(OSError):
                     Path(path).rmdir()
                 removed += nbytes
@@ -356,9 +361,9 @@ def _units(folder: Path) -> Iterator[tuple[float, int, str]]:
     now = time.time()
     homes = (
         home
-        for content in _files(folder) if content.is_dir()
-        for some in _files(content.path) if some.is_dir()
-        for home in _files(some.path) if home.is_dir()
+        for content in _files(folder) if content.is_dir(follow_symlinks=False)
+        for some in _files(content.path) if some.is_dir(follow_symlinks=False)
+        for home in _files(some.path) if _NAME.fullmatch(home.name) and home.is_dir(follow_symlinks=False)
     )  # fmt: skip
     for home in homes:
         used, nbytes = 0.0, 0
