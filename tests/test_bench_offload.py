@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
-OURS = ("kvbm (direct)", "kvbm, no digests (direct)")
+OURS = ("kvbm (direct)", "kvbm, no digests (direct)", "kvbm, universal (direct)")
 
 
 def ran(*arguments: str) -> list[dict[str, str]]:
@@ -149,14 +149,15 @@ def worker() -> Any:
 
 def test_a_wrong_copy_is_seen(worker: offload.Worker) -> None:
     """A block that is not what it must be in host memory; one that comes back otherwise; one that nobody asked for."""
-    worker.check_copier("kvbm", 4)
-    host = worker.memory.lanes[0][0].host.arrays
+    for by in offload.OURS:
+        worker.check_copier(by, 4)
     move, by, spoils_load = worker.move, "kvbm, no digests", False
+    host = worker.lane(by).host.arrays
 
     def spoiled(*given: Any, is_load: bool) -> float:
         seconds = move(*given, is_load=is_load)
         if is_load == spoils_load:
-            (worker.cache if is_load else torch.from_numpy(host[int(given[2][1])].view(np.int16))).view(-1)[7] ^= 1
+            (worker.cache if is_load else torch.from_numpy(host[int(given[2][1])].view(np.uint8))).view(-1)[7] ^= 1
         return seconds
 
     worker.move = spoiled  # type: ignore[method-assign]
@@ -169,7 +170,7 @@ def test_a_wrong_copy_is_seen(worker: offload.Worker) -> None:
 
 def test_a_load_that_fails_its_check_is_seen(worker: offload.Worker) -> None:
     worker.store_all()
-    worker.memory.lanes[0][0].host.arrays[3].view(np.uint8).reshape(-1)[5] ^= 1
+    worker.lane("kvbm").host.arrays[3].view(np.uint8).reshape(-1)[5] ^= 1
     with pytest.raises(WrongCopyError, match="model, tp 4, LBNHC, 16 tokens, kvbm: 1 of 2 blocks fail their check"):
         worker.move("kvbm", np.array([1, 2]), np.array([3, 4]), is_load=True)
 
@@ -186,7 +187,7 @@ def test_memory_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -
     notes: list[str] = []
     rows = list(offload.measure(offload.Run("cpu", {"small": MODEL}, 1, True, notes.append), ("copies",)))
     assert notes == [f"small, tp {tp}, LBNHC, 16 tokens: left out: no room" for tp in (1, 4)]
-    assert len(rows) == 2 * 2 * 2 * 2 * 3
+    assert len(rows) == 2 * 2 * 2 * 2 * 4
 
 
 # ---- as on a GPU ---------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def test_a_product_beside_copies(monkeypatch: pytest.MonkeyPatch) -> None:
             copy(None)
             return interference.Seen(next(products), 1.0, nbytes / 2, nbytes)
 
-    products = iter([1.01, 1.02, 1.01, 1.5])
+    products = iter([1.01, 1.02, 1.01, 1.01, 1.5])
     monkeypatch.setattr(offload, "memcpy", lambda *_: contextlib.nullcontext(lambda stream: stream))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     notes: list[str] = []
@@ -222,7 +223,8 @@ def test_a_product_beside_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         stack.callback(rows.close)
         found = list(offload._beside_product(asked, Model(), worker, rows, "store"))  # type: ignore[arg-type]
     assert [(row["by"], row["ratio"], row["reached"]) for row in found] == [
-        ("kvbm", 0.9902, "yes"), ("kvbm, no digests", 1.0, "yes"), ("vLLM, a page and layer (8 KiB)", 0.6733, ""),
+        ("kvbm", 0.9902, "yes"), ("kvbm, no digests", 1.0, "yes"), ("kvbm, universal", 1.0, "yes"),
+        ("vLLM, a page and layer (8 KiB)", 0.6733, ""),
     ]  # fmt: skip
 
 
@@ -235,7 +237,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert found.exit_code == 0, (found.output, found.exception)
     rows = benching.read(out.read_text("utf-8"))[1]
     ways = {row["by"].partition(" (")[0] for row in rows}
-    assert {"kvbm", "kvbm, no digests", "vLLM, a page and layer", "vLLM, a block", "vLLM, canonical"} <= ways
+    assert {*offload.OURS, "vLLM, a page and layer", "vLLM, a block", "vLLM, canonical"} <= ways
     assert {row["case"].partition(":")[0] for row in rows} == {
         "load", "store", "product beside a load", "product beside a store", "host time",
     }  # fmt: skip

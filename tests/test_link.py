@@ -1117,16 +1117,17 @@ def test_a_receive_that_was_called_before_notes_came_hears_them() -> None:
     """They are of what it awaits, though its thread has not begun it yet."""
     with on_faulty({}) as found:
         ends = [list(zip(found.links[side], found.spans(side), strict=True)) for side in (0, 1)]
-        link, _ = ends[1][0]
-        poll, is_asked, go_on = link.endpoint.wire.poll, threading.Event(), threading.Event()
+        go_on = threading.Event()
+        for link, _ in ends[1]:
+            poll, is_asked = link.endpoint.wire.poll, threading.Event()
 
-        def late() -> Any:
-            is_asked.set()
-            assert go_on.wait(LIMIT)
-            return poll()
+            def late(poll: Any = poll, is_asked: threading.Event = is_asked) -> Any:
+                is_asked.set()
+                assert go_on.wait(LIMIT)
+                return poll()
 
-        link.endpoint.wire.poll = late  # type: ignore[method-assign]
-        assert is_asked.wait(LIMIT)
+            link.endpoint.wire.poll = late  # type: ignore[method-assign]
+            assert is_asked.wait(LIMIT)
         came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
         sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
         until(lambda: all(one.flows for one in sent), "they are offered")

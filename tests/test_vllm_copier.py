@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from kvbm import BindError, BlockShape, Pool, load  # noqa: E402
 from kvbm.integrations.vllm.copier import Copier, Finished, HostMemory  # noqa: E402
-from kvbm.integrations.vllm.pages import Pages  # noqa: E402
+from kvbm.integrations.vllm.pages import Pages, as_bytes  # noqa: E402
 from kvbm.spec import parse  # noqa: E402
 
 KV = BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float32")
@@ -71,6 +71,24 @@ def test_blocks_leave_and_return(copiers: list[Copier], device: str, layout: str
     assert (back.is_load, back.blocks, back.nbytes, back.wrong_chunks) == (True, 2, 2 * KV.nbytes, set())
     assert torch.equal(arrays(engine)[:, [8, 9]], before[:, [2, 3]])
     assert copier.finished() == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gap", [0, 32])
+def test_pages_as_bytes(copiers: list[Copier], device: str, gap: int) -> None:
+    """They leave and return whatever they hold; what lies between them stays as it is; other sizes are pages of their own."""
+    size = KV.nbytes // KV.nl
+    memory = torch.randint(-128, 128, (3, 12, size + gap), dtype=torch.int8).to(device)
+    pages = as_bytes([memory[0, :, :size], memory[1, :, :size], memory[2, :, : size // 2]])
+    assert [one.pool.shape.nl for one in pages] == [2, 1]
+    copiers.append(copier := Copier(HostMemory(load("universal"), [pages], 8, device_of(device)), 1))
+    before = memory.clone()
+    out = moved(copier, 1, [3, 5], [7, 0], is_load=False)
+    assert out.nbytes == 2 * (2 * size + size // 2)
+    assert not moved(copier, 2, [8, 9], [0, 7], is_load=True).wrong_blocks
+    for layer, nbytes in enumerate((size, size, size // 2)):
+        before[layer, [8, 9], :nbytes] = before[layer, [5, 3], :nbytes]
+    assert torch.equal(memory, before)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -51,7 +51,8 @@ def offload(
 CASES = {
     "llama": ("llama", {}, {}, [192, 96], 96, 192),
     "llama, bfloat16, blocks of 64, two a chunk, tp 2": (
-        "llama", {"blocks_per_chunk": 2}, {"dtype": "bfloat16", "block_size": 64, "tensor_parallel_size": 2}, [128, 0], 0, 64,
+        "llama", {"blocks_per_chunk": 2, "host_layout": "universal"},
+        {"dtype": "bfloat16", "block_size": 64, "tensor_parallel_size": 2}, [128, 0], 0, 64,
     ),
     "sliding window, two a chunk, tokens outermost": (
         "sliding", {"blocks_per_chunk": 2, "host_layout": "operational_nhd"}, {}, [192, 64], 0, 192,

@@ -104,6 +104,16 @@ def worker(caches: CanonicalKVCaches, reports: bool) -> offload.KvbmOffloadingWo
     return offload.KvbmOffloadingWorker(Copier(HostMemory(load("universal"), groups, 4, "cpu"), 2), reports)
 
 
+def test_pages_as_bytes() -> None:
+    """Nothing is asked of the config then, and nothing is unknown; layers whose pages differ in size are apart."""
+    caches = canonical(96)
+    caches.tensors.append(CanonicalKVCacheTensor(torch.zeros(8, 32, dtype=torch.int8), 32))
+    caches.group_data_refs[0].append(CanonicalKVCacheRef(3, 32))
+    config = SimpleNamespace(groups=[SimpleNamespace(group_id=0, layer_names=("a", "b", "c", "d"))])
+    [pages] = pages_of({}, caches, config, SimpleNamespace(), SimpleNamespace(), declared=False)
+    assert [(one.pool.shape.nl, one.pool.shape.hd, one.unknown) for one in pages] == [(3, 96, ""), (1, 32, "")]
+
+
 @pytest.mark.parametrize("step", [96, 128])
 def test_pages_that_nobody_knows(step: int) -> None:
     """They are copied as bytes, and their padding is not; what vLLM is told is true."""
@@ -170,7 +180,10 @@ def test_settings_that_are_refused(extra: dict[str, Any], says: str) -> None:
 
 def test_settings() -> None:
     """The layout is the catalogue's; the manager is ours; there are counters for all that is counted."""
+    for extra, name, is_declared in (({}, "universal", False), ({"folder": "/x"}, "universal", True)):
+        assert (spec(**extra).host_layout.name, spec(**extra).is_declared) == (name, is_declared)
     made = spec(host_layout="operational_nhd")
+    assert made.is_declared
     assert (made.host_layout.name, made.verify, made.num_chunks) == ("operational_nhd", True, 8)
     assert isinstance(made.get_manager(), offload.KvbmOffloadingManager) and made.get_manager() is made.get_manager()
     assert {*offload.STORED, *offload.LOADED, offload.FAILED} <= offload.KvbmOffloadingSpec.build_metric_definitions(

@@ -38,6 +38,9 @@ __all__ = ["SECTIONS", "link", "measure"]
 
 SECTIONS = ("messages", "cut", "beside", "chunks", "many")
 
+#: Bytes of a long prompt, between GPUs.
+_LONG = 2560 << 20
+
 #: Links of a process, and the bytes of a message of one.
 LINKS, EACH = 64, 4 << 20
 
@@ -116,10 +119,13 @@ def _opened(run: Run, tokens: int, names: Iterable[str]) -> Iterator[Pair]:
 
 def _messages(run: Run) -> Iterator[Row]:
     known = ways_of(run.place)
-    with _opened(run, max(run.sizes), known) as pair:
-        for tokens in run.sizes:
-            for name in pair.ways:
-                pair.check(name, tokens)
+    long = run.tokens(_LONG)
+    sizes = run.sizes if run.quick or device_of(run.place) < 0 else (*run.sizes, long)
+    with _opened(run, max(sizes), known) as pair:
+        for tokens in sizes:
+            for name, way in pair.ways.items():
+                if way.copies or tokens != long:  # bytes in one piece are compared on the host, which takes long
+                    pair.check(name, tokens)
             times = race({name: pair.runner(name, tokens) for name in pair.ways}, run.iters)
             nbytes = tokens * run.token_bytes
             for name, way in pair.ways.items():

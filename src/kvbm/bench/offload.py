@@ -42,8 +42,11 @@ SECTIONS = ("copies", "product", "host")
 #: What vLLM resolves its KV cache to, and each one's order as dimensions of a tensor.
 ORDERS = {"LBNHC": "lbthod", "LBHNC": "lbhtod", "BLHNC": "blhtod"}
 
-#: The order of a block in host memory.
-HOST_LAYOUT, HOST_ORDER = "universal", "bhlotd"
+#: A layout in host memory, and its order; in place of it are pages as the engine has them.
+HOST_LAYOUT, HOST_ORDER = "universal", "hlotd"
+
+#: Copiers: whether host memory has `HOST_LAYOUT`, and whether there are digests.
+OURS = {"kvbm": (False, True), "kvbm, no digests": (False, False), f"kvbm, {HOST_LAYOUT}": (True, True)}
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b")
 
@@ -195,16 +198,23 @@ class Worker:
     def __init__(self, case: Case, place: str, blocks: int, clock: _Clock, stack: contextlib.ExitStack) -> None:
         from ..integrations.vllm.copier import Copier, HostMemory
         from ..integrations.vllm.pages import Pages as EnginePages
+        from ..integrations.vllm.pages import as_bytes
 
         torch = _torch()
         self.case, self.clock, self.blocks = case, clock, blocks
+        on_gpu = device_of(place) >= 0
         self.pool: Pool = stack.enter_context(random_pool(spec.load(f"vllm/{case.order}"), case.shape, blocks, place))
         [array] = self.pool.arrays
-        self.cache = torch.as_tensor(array, device=place) if device_of(place) >= 0 else torch.from_numpy(array)
-        groups = [[EnginePages(self.pool)]]
-        self.memory = HostMemory(spec.load(HOST_LAYOUT), groups, blocks, "pinned" if device_of(place) >= 0 else "cpu")
-        stack.callback(self.memory.close)
-        self.copiers = {"kvbm": Copier(self.memory, 1), "kvbm, no digests": Copier(self.memory, 1, verify=False)}
+        self.cache = torch.as_tensor(array, device=place) if on_gpu else torch.from_numpy(array)
+        layers = [self.cache] if case.order.startswith("B") else list(self.cache)
+        pages = [as_bytes([layer.view(torch.int8).reshape(blocks, -1) for layer in layers])]
+        memories = {
+            is_declared: HostMemory(spec.load(HOST_LAYOUT), groups, blocks, "pinned" if on_gpu else "cpu")
+            for is_declared, groups in ((False, pages), (True, [[EnginePages(self.pool)]]))
+        }
+        for memory in memories.values():
+            stack.callback(memory.close)
+        self.copiers = {by: Copier(memories[is_declared], 1, verify) for by, (is_declared, verify) in OURS.items()}
         for copier in self.copiers.values():
             stack.callback(copier.wait)
         self._jobs = itertools.count()
@@ -247,17 +257,23 @@ class Worker:
 
         return run
 
-    def strategies(self, way: str) -> Counter[str]:
-        """Copies so far, by strategy."""
-        [[lane]] = self.memory.lanes
+    def lane(self, by: str) -> Any:
+        """The one of a copier."""
+        [[lane]] = self.copiers[by].memory.lanes
+        return lane
+
+    def strategies(self, by: str, way: str) -> Counter[str]:
+        """Copies so far, by strategy; of all copiers with that host memory."""
+        lane = self.lane(by)
         stats = (lane.back if way == "load" else lane.out).stats()
         return Counter({name: stats[name] for name in STRATEGIES})
 
-    def blocks_of(self, ids: Any) -> Any:
-        """Blocks of the engine on the host, in the order of `HOST_ORDER`: by dimensions of a tensor, not by a plan."""
+    def blocks_of(self, by: str, ids: Any) -> Any:
+        """Blocks of the engine as a copier has to store them: by dimensions of a tensor, not by a plan."""
         order = ORDERS[self.case.order]
         picked = self.cache.index_select(order.index("b"), _torch().as_tensor(ids, device=self.cache.device).long())
-        return picked.permute([order.index(axis) for axis in HOST_ORDER]).cpu()
+        wanted = HOST_ORDER if OURS[by][0] else order.replace("b", "")
+        return picked.permute([order.index(axis) for axis in f"b{wanted}"]).cpu()
 
     def check(self, what: str, store: Callable[[Any, Any], object], load: Callable[[Any, Any], object], n: int) -> None:
         """Store blocks, and load them into others; nothing else is written, and nothing is pending when the calls return.
@@ -285,10 +301,10 @@ class Worker:
 
         def store(ids: Any, chunks: Any) -> None:
             self.move(by, ids, chunks, is_load=False)
-            host = self.memory.lanes[0][0].host.arrays
-            torch = _torch()
-            for chunk, block in zip(chunks.tolist(), self.blocks_of(ids), strict=True):
-                if not torch.equal(torch.from_numpy(host[chunk].view(np.int16)), block.view(torch.int16)):
+            host, torch = self.lane(by).host.arrays, _torch()
+            for chunk, block in zip(chunks.tolist(), self.blocks_of(by, ids), strict=True):
+                stored = torch.from_numpy(host[chunk].reshape(-1).view(np.uint8))
+                if not torch.equal(stored, block.reshape(-1).view(torch.uint8)):
                     raise WrongCopyError(f"{self.case}, {by}: chunk {chunk} is not the block that was stored")
 
         self.check(by, store, functools.partial(self.move, by, is_load=True), n)
@@ -297,7 +313,8 @@ class Worker:
         """Every block, so that every chunk holds one, and its digest."""
         for first in range(0, self.blocks, 64):
             ids = np.arange(first, min(first + 64, self.blocks), dtype=np.int32)
-            self.move("kvbm", ids, ids, is_load=False)
+            for by in ("kvbm", f"kvbm, {HOST_LAYOUT}"):
+                self.move(by, ids, ids, is_load=False)
 
 
 # ---- vLLM's own way ------------------------------------------------------------------------------------------------
@@ -409,12 +426,12 @@ def _beside_memcpy(run: Run, worker: Worker, rows: Memory, memcpys: dict[str, Ya
         runners |= {by: worker.runner(by, sets, is_load=is_load) for by in worker.copiers}
         theirs = {**stock, **swaps} if is_load else stock
         runners |= {by: one.runner(sets[:6], is_load=is_load) for by, one in theirs.items()}
-        before = worker.strategies(way)
+        before = {by: worker.strategies(by, way) for by in worker.copiers}
         times = race(runners, run.iters)
-        used = "+".join(worker.strategies(way) - before)
+        used = {by: "+".join(worker.strategies(by, way) - before[by]) for by in worker.copiers}
         for by in list(runners)[1:]:
             wanted: Asked = asked if by in worker.copiers and run.asks else None
-            name = f"{by} ({used})" if by in worker.copiers else by
+            name = f"{by} ({used[by]})" if by in worker.copiers else by
             yield row_of(f"{way}: {case}", name, n, nbytes, times[by], "memcpy", times["memcpy"], wanted)
 
 

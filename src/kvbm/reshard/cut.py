@@ -18,7 +18,7 @@ from ..locks import Lock
 from ..mover import current_stream
 from .chunk import MOST, TRAILER, Chunk, Trailer, cut, key_of, limit_of, mark_of
 from .messages import require_layers
-from .pack import Lane, Packer
+from .pack import NUM_CELLS, Lane, Packer
 from .placement import whole
 from .sequence import Ids, Span
 
@@ -326,15 +326,26 @@ class _Part(NamedTuple):
         return cls(lane, at + lane.first, ids, bool((ids < 0).any()))
 
 
-class _Piece(NamedTuple):
-    """Units, or single tokens, of a chunk: the rank's ids of those that are copied, or which of the slot's are digested alone."""
+class _Launch(NamedTuple):
+    """Units, or single tokens, of chunks that one launch copies, or digests alone: chunk by chunk.
 
-    job: int
+    Attributes
+    ----------
+    base : int
+        Where `cells` count from.
+    jobs : list of (int, int)
+        A chunk, and how many of it.
+    ids : list
+        The rank's, of those that are copied.
+    """
+
     lane: Lane
-    address: int
-    positions: Ids
-    ids: Ids | None
-    some: Ids | None = None
+    base: int
+    copies: bool
+    jobs: list[tuple[int, int]]
+    positions: list[Ids]
+    cells: list[Ids]
+    ids: list[Ids]
 
 
 class _Numbers:
@@ -352,11 +363,23 @@ class _Numbers:
 
 
 class _Work:
-    """Copies of chunks that are digested on their way, or digests of slots alone: enqueued."""
+    """Copies of chunks that are digested on their way, or digests of slots alone: one launch for all chunks of a kind."""
 
     def __init__(self, of: Cut, jobs: Sequence[_Job], copies: bool, stream: Any, wait: Any) -> None:
         self._packer = packer = of._packer
-        self._pieces: list[_Piece] = []
+        launches: dict[tuple[int, int, bool], _Launch] = {}
+
+        def add(lane: Lane, base: int, number: int, positions: Ids, cells: Ids, ids: Ids | None) -> None:
+            at = id(lane), base, ids is not None
+            launch = launches.get(at)
+            if launch is None:
+                launch = launches[at] = _Launch(lane, base, ids is not None, [], [], [], [])
+            launch.jobs.append((number, positions.size))
+            launch.positions.append(positions)
+            launch.cells.append(cells)
+            if ids is not None:
+                launch.ids.append(ids)
+
         for number, job in enumerate(jobs):
             at = job.slot.address
             for single, some in enumerate((job.chunk.units, job.chunk.tokens)):
@@ -364,19 +387,21 @@ class _Work:
                     part = of._parts[job.peer][single]
                     assert part is not None
                     lane, positions, ids = part.lane, part.positions[some.start : some.stop], part.ids[some.start : some.stop]
-                    self._pieces.append(_Piece(number, lane, at, positions, ids if copies else None))
+                    base, cells = packer.cells(at, lane.nbytes, len(some))
+                    add(lane, base, number, positions, cells, ids if copies else None)
                     # What has no block is not copied, and belongs to the digest all the same.
                     if copies and part.has_holes and (holes := np.flatnonzero(ids < 0)).size:
-                        self._pieces.append(_Piece(number, lane, at, positions[holes], None, holes))
+                        add(lane, base, number, positions[holes], cells[holes], None)
                     at += len(some) * lane.nbytes
-        count = sum(piece.positions.size for piece in self._pieces)
+        self._launches = list(launches.values())
+        count = sum(size for launch in self._launches for _, size in launch.jobs)
         self._jobs, self._on_gpu = len(jobs), packer.device >= 0
-        self._found = _Numbers(count, self._on_gpu, len(self._pieces))
+        self._found = _Numbers(count, self._on_gpu, len(self._launches))
         self.dones: list[_core.Done] = []
         out = int(self._found.memory.ctypes.data)
-        for piece in self._pieces:
+        for launch in self._launches:
             try:
-                done = self._enqueue(piece, out, stream, wait, (packer, jobs, self._found))
+                done = self._enqueue(launch, out, stream, wait, (packer, jobs, self._found))
             except BaseException:
                 for begun in self.dones:  # who is told that it failed uses the slots for something else
                     with suppress(Exception):
@@ -385,30 +410,33 @@ class _Work:
             self.dones.append(done)
             if self._on_gpu:
                 pinned.watch(done)  # whoever drops it
-            out += 8 * piece.positions.size
+            out += 8 * sum(size for _, size in launch.jobs)
         self._found.is_enqueued = True
 
-    def _enqueue(self, piece: _Piece, out: int, stream: Any, wait: Any, keep: Any) -> _core.Done:
-        packer, lane, count, device = self._packer, piece.lane, piece.positions.size, self._packer.device
-        positions = _core.Positions(piece.positions, count, device)
-        if piece.ids is None:
-            slot = _core.Table(np.array([piece.address], np.uint64), device, False)
-            most = count if piece.some is None else int(piece.some[-1]) + 1
-            pairs = _core.Pairs(piece.some, None, most, most, False, device)
-            route = _core.Route(device, slot, slot, most, most, direct=(), limits=(), digests=(lane.digests, ()))
+    def _enqueue(self, launch: _Launch, out: int, stream: Any, wait: Any, keep: Any) -> _core.Done:
+        packer, device = self._packer, self._packer.device
+        cells, at = _joined(launch.cells), _joined(launch.positions)
+        positions = _core.Positions(at, at.size, device)
+        route = packer.route(launch.lane, launch.base, copies=launch.copies)
+        if not launch.copies:
+            pairs = _core.Pairs(cells, None, NUM_CELLS, NUM_CELLS, False, device)
             return route.digest(pairs, positions, out, self._on_gpu, stream, wait, keep)
-        ids, sizes = packer.in_order(piece.ids, None), packer.in_order(lane.num_ids, count)
+        ids, sizes = packer.in_order(_joined(launch.ids), cells), packer.in_order(launch.lane.num_ids, NUM_CELLS)
         pairs = _core.Pairs(*ids, *sizes, False, device)
-        route = packer.route(lane, piece.address, count)
         return route.copy_digested(pairs, positions, out, self._on_gpu, (0, 0), stream, wait, keep)
 
     def digests(self) -> list[int]:
         """Of each chunk, once all is done."""
         found, at = [0] * self._jobs, 0
-        for piece in self._pieces:
-            found[piece.job] += int(self._found.memory[at : at + piece.positions.size].sum(dtype=np.uint64))
-            at += piece.positions.size
+        for launch in self._launches:
+            for number, size in launch.jobs:
+                found[number] += int(self._found.memory[at : at + size].sum(dtype=np.uint64))
+                at += size
         return [digest % (1 << 64) for digest in found]
+
+
+def _joined(some: list[Ids]) -> Ids:
+    return some[0] if len(some) == 1 else np.concatenate(some)
 
 
 _Bytes = ctypes.c_char * TRAILER

@@ -30,10 +30,16 @@ from .placement import whole
 from .sequence import Ids, Parts, Rank, Span, split
 from .strips import ONE_TOKEN, Turns
 
-__all__ = ["Lane", "Listed", "Packer"]
+__all__ = ["NUM_CELLS", "Lane", "Listed", "Packer"]
 
-#: What divides the address of a slot.
+#: What divides the address of a slot, and the bytes of a unit in it.
 _ALIGNMENT = 16
+
+#: A chunk's unit is told by its address beyond a multiple of this: in steps of `_ALIGNMENT`, so that an id of 32 bits reaches it.
+_REACH = 1 << 34
+
+#: Ids of `Packer.cells` are below it: a slot takes less than `_REACH`, too.
+NUM_CELLS = 2 * _REACH // _ALIGNMENT - 1
 
 #: Launches with digests that are kept: of messages, ranges of layers, distances of origins.
 _MOST_LANES = 4096
@@ -64,10 +70,11 @@ class Lane(NamedTuple):
     Attributes
     ----------
     copies : tuple of Copy
+        Between the pool and slots, anywhere: see `Packer.cells`.
     is_fused : bool
         Whether they digest what they copy.
     digests : tuple of Copy
-        Those that digest a slot by themselves.
+        Those that digest slots by themselves.
     num_ids : int
         Ids of the rank's pool are below it.
     nbytes : int
@@ -153,7 +160,7 @@ class Packer:
         self._title = f"{pool.layout.name} {'→' if self.sends else '←'} slot"
         self._units = {0: self._ways(mine, single=False)}
         self._lanes: dict[tuple[Message, bool], Lane] = {}
-        self._routes: dict[tuple[int, int, int], tuple[_core.Route, Lane]] = {}
+        self._routes: dict[tuple[int, int, bool], tuple[_core.Route, Lane]] = {}
         self._model = _without(place.part(rank), pool.layout.present)
 
     @functools.cached_property
@@ -305,25 +312,38 @@ class Packer:
             found = self._lanes.setdefault((message, single), self._lane(message, single))
         return found
 
-    def route(self, lane: Lane, address: int, count: int) -> _core.Route:
-        """A lane's copies between the pool and so many units from an address on, which is a slot's again and again; kept."""
-        at = id(lane), address, count
+    @staticmethod
+    def cells(address: int, nbytes: int, count: int) -> tuple[int, Ids]:
+        """A base, the same one for slots near each other, and ids of so many units from an address on: how far from it they are."""
+        base = address // _REACH * _REACH
+        return base, np.arange(count, dtype=np.int64) * (nbytes // _ALIGNMENT) + (address - base) // _ALIGNMENT
+
+    def route(self, lane: Lane, base: int, *, copies: bool) -> _core.Route:
+        """A lane's copies between the pool and `cells`, or its digests of them; kept."""
+        at = id(lane), base, copies
         found = self._routes.get(at)
         if found is None:
             if len(self._routes) >= _MOST_LANES:
                 self._routes.clear()
-            slot = _core.Table(np.array([address], np.uint64), self.device, False)
-            made = _core.Route(
-                self.device, *self.in_order(self.table, slot), *self.in_order(lane.num_ids, count), direct=lane.copies,
-                sum_direct=lane.copies if lane.is_fused else (), digests=self.in_order((), lane.digests),
-                digests_dst=self.sends, max_sms=self.max_sms,
-            )  # fmt: skip
+            slot = _core.Table(np.array([base], np.uint64), self.device, False)
+            if copies:
+                made = _core.Route(
+                    self.device, *self.in_order(self.table, slot), *self.in_order(lane.num_ids, NUM_CELLS), direct=lane.copies,
+                    sum_direct=lane.copies if lane.is_fused else (), digests=self.in_order((), lane.digests),
+                    digests_dst=self.sends, max_sms=self.max_sms,
+                )  # fmt: skip
+            else:
+                made = _core.Route(
+                    self.device, slot, slot, NUM_CELLS, NUM_CELLS, direct=(), limits=(), digests=(lane.digests, ())
+                )
             found = self._routes[at] = (made, lane)  # the lane lives as long as its number stands for it
         return found[0]
 
     def _lane(self, message: Message, single: bool) -> Lane:
         part, slot = self._parts(message, single)
         first, keys = self._keys(message, single)
+        nbytes = slot.accesses[0].block[0]
+        slot = replace(slot, accesses=tuple(replace(access, block=(_ALIGNMENT, 0)) for access in slot.accesses))
         ends, (alignments, steps) = self.in_order(part, slot), zip(*self.in_order(*self._addressed), strict=True)
         made = (
             None if self.max_sms else fused(*ends, keys, alignments, self._title)
@@ -334,7 +354,7 @@ class Packer:
         digests = digest_copies(alone(slot, keys, _ALIGNMENT, self._title), keys.lanes)
         for kernel in dict.fromkeys(copy.kernel for copy in (*copies, *digests)) if self.device >= 0 else ():
             _core.warm(kernel, self.device)
-        return Lane(tuple(copies), is_fused, tuple(digests), part.num_ids, slot.accesses[0].block[0], first)
+        return Lane(tuple(copies), is_fused, tuple(digests), part.num_ids, nbytes, first)
 
     def _keys(self, message: Message, single: bool) -> tuple[int, Keys]:
         """The keys of a unit's cells, at the model's coordinates, and the position in a unit that they count from."""

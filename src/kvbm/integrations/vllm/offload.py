@@ -39,6 +39,9 @@ require_version(vllm.__version__)
 
 logger = init_logger(__name__)
 
+#: In place of a layout: blocks in host memory as the engine has them.
+PAGES = "pages"
+
 #: Counters: of stores, of loads, and of loads that failed their check.
 STORED = ("vllm:kvbm_offload_stored_blocks", "vllm:kvbm_offload_stored_bytes")
 LOADED = ("vllm:kvbm_offload_loaded_blocks", "vllm:kvbm_offload_loaded_bytes")
@@ -262,7 +265,8 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
     ``eviction_policy``, …):
 
     host_layout : str
-        Layout of the blocks in host memory: a name of the catalogue, or a file; ``universal`` if not given.
+        Layout of the blocks in host memory: a name of the catalogue, or a file; or ``pages``, if not given: the bytes as the
+        engine has them.
     verify : bool
         Check on load that a block is what was stored; yes if not given.
     folder, folder_bytes, unit_tokens, model_key
@@ -294,7 +298,11 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.host_layout = layouts.load(str(self.extra_config.get("host_layout", "universal")))
+        # Files hold blocks that others read, too; in memory nobody else does.
+        usual = "universal" if self.extra_config.get("folder") else PAGES
+        name = str(self.extra_config.get("host_layout", usual))
+        self.is_declared = name != PAGES
+        self.host_layout = layouts.load(name if self.is_declared else "universal")
         self.verify = _flag(self.extra_config, "verify", True)
         self.tier_settings = Settings.of(self.extra_config)
         if config.canonical_layout:
@@ -331,7 +339,9 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         layers = worker.vllm_config.compilation_config.static_forward_context
         names = [name for group in self.config.groups for name in group.layer_names]
         tensors = getattr(connector, "kv_caches", None) or {name: layers[name].kv_cache for name in names}
-        groups = pages_of(tensors, kv_caches, self.config, worker.vllm_config, worker.kv_cache_config)
+        groups = pages_of(
+            tensors, kv_caches, self.config, worker.vllm_config, worker.kv_cache_config, declared=self.is_declared
+        )
         for why in {pages.unknown for group in groups for pages in group if pages.unknown}:
             logger.warning("kvbm copies blocks as bytes: %s", why)
         units = self.num_chunks * self.blocks_per_chunk

@@ -14,7 +14,7 @@ from ...pool import Pool
 from ...shapes import BlockShape
 from ...vllm_groups import groups
 
-__all__ = ["Pages", "pages_of"]
+__all__ = ["Pages", "as_bytes", "pages_of"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,13 @@ class Pages:
 
 
 def pages_of(
-    tensors: Mapping[str, Any], canonical: Any, config: Any, vllm_config: Any, kv_cache_config: Any
+    tensors: Mapping[str, Any],
+    canonical: Any,
+    config: Any,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    *,
+    declared: bool = True,
 ) -> list[list[Pages]]:
     """What a block of each group of layers consists of.
 
@@ -47,6 +53,8 @@ def pages_of(
     config : OffloadingConfig
     vllm_config : VllmConfig
     kv_cache_config : KVCacheConfig
+    declared : bool
+        In their declared layouts; else as bytes.
 
     Returns
     -------
@@ -56,11 +64,15 @@ def pages_of(
     found: dict[Any, Pages] = {}
     result = []
     for group, refs in zip(config.groups, canonical.group_data_refs, strict=True):
-        try:
-            known = groups(vllm_config, kv_cache_config, group=group.group_id)
-            pages = [Pages(Pool.from_vllm(tensors, group=one)) for one in known]
-        except BindError as error:
-            pages = [_bytes([canonical.tensors[ref.tensor_idx].tensor for ref in refs], str(error))]
+        why, pages = "", []
+        if declared:
+            try:
+                known = groups(vllm_config, kv_cache_config, group=group.group_id)
+                pages = [Pages(Pool.from_vllm(tensors, group=one)) for one in known]
+            except BindError as error:
+                why = str(error)
+        if not pages:
+            pages = as_bytes([canonical.tensors[ref.tensor_idx].tensor for ref in refs], why)
         # Groups of a hybrid model overlay each other: whatever lies at the same places is copied by the same transfer.
         result.append([found.setdefault(_meaning(one.pool), one) for one in pages])
     return result
@@ -70,12 +82,27 @@ def _meaning(pool: Pool) -> Any:
     return pool.layout, pool.shape, pool.num_blocks, pool.addresses.tobytes()
 
 
-def _bytes(pages: Sequence[Any], why: str) -> Pages:
-    """Whatever a page holds, it is the same bytes when it comes back."""
-    (blocks, nbytes), step = pages[0].shape, pages[0].stride(0)
-    if any((tuple(page.shape), page.stride(0)) != ((blocks, nbytes), step) for page in pages):
-        raise BindError(f"{why}; and as bytes they differ in size: expected pages of {nbytes} bytes in all layers")
-    pitch = f'\npitch: {{b: "{step} B"}}' if step != nbytes else ""
-    layout = layouts.parse(f'order: "[l] b d"{pitch}', name="bytes")
-    shape = BlockShape(len(pages), 1, 1, 1, nbytes, "uint8")
-    return Pages(Pool(layout, shape, [page.view(torch.uint8) for page in pages]), why)
+def as_bytes(tensors: Sequence[Any], unknown: str = "") -> list[Pages]:
+    """Whatever pages hold, it is the same bytes when they come back.
+
+    Parameters
+    ----------
+    tensors : sequence of tensor
+        Pages of a group's layers, ``(blocks, bytes)`` of one byte each.
+    unknown : str
+        Why nothing else is known of them, if that is so.
+
+    Returns
+    -------
+    list of Pages
+        Layers whose pages are of one size, and at one step, together.
+    """
+    alike: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        alike.setdefault((tuple(tensor.shape), tensor.stride(0)), []).append(tensor.view(torch.uint8))
+    found = []
+    for ((_, nbytes), step), pages in alike.items():
+        pitch = f'\npitch: {{b: "{step} B"}}' if step != nbytes else ""
+        layout = layouts.parse(f'order: "[l] b d"{pitch}', name="bytes")
+        found.append(Pages(Pool(layout, BlockShape(len(pages), 1, 1, 1, nbytes, "uint8"), pages), unknown))
+    return found
