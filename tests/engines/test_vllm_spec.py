@@ -170,6 +170,8 @@ def spec(**extra: Any) -> offload.KvbmOffloadingSpec:
     [
         ({"verify": "no"}, r"verify: expected true or false, got 'no'"),
         ({"canonical": True}, r"canonical_layout: host_layout takes its place"),
+        ({"folder": "/here", "folder_bytes": 1, "host_layout": "pages"}, r"host_layout: expected a layout, as there .* 'pages'"),
+        ({"folder": "here", "folder_bytes": 1}, r"folder: expected an absolute path, got 'here'"),
         ({"cpu_bytes_to_use": 1000}, r"cpu_bytes_to_use: expected at least 131072 bytes, .* got 1000"),
     ],
 )  # fmt: skip
@@ -180,7 +182,7 @@ def test_settings_that_are_refused(extra: dict[str, Any], says: str) -> None:
 
 def test_settings() -> None:
     """The layout is the catalogue's; the manager is ours; there are counters for all that is counted."""
-    for extra, name, is_declared in (({}, "universal", False), ({"folder": "/x"}, "universal", True)):
+    for extra, name, is_declared in (({}, "universal", False), ({"folder": "/x", "folder_bytes": 1}, "universal", True)):
         assert (spec(**extra).host_layout.name, spec(**extra).is_declared) == (name, is_declared)
     made = spec(host_layout="operational_nhd")
     assert made.is_declared

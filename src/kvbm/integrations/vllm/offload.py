@@ -299,12 +299,14 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         # Files hold blocks that others read, too; in memory nobody else does.
-        usual = "universal" if self.extra_config.get("folder") else PAGES
+        usual = PAGES if self.extra_config.get("folder") is None else "universal"
         name = str(self.extra_config.get("host_layout", usual))
         self.is_declared = name != PAGES
         self.host_layout = layouts.load(name if self.is_declared else "universal")
         self.verify = _flag(self.extra_config, "verify", True)
         self.tier_settings = Settings.of(self.extra_config)
+        if self.tier_settings is not None and not self.is_declared:
+            raise BindError(f"host_layout: expected a layout, as there is a folder: universal, if nothing is named; got {PAGES!r}")
         if config.canonical_layout:
             raise BindError("canonical_layout: host_layout takes its place; leave it out")
         if self.kv_bytes_per_chunk and not self.num_chunks:
