@@ -78,6 +78,19 @@ def test_who_is_aborted_before_it_has_blocks_lets_the_other_engine_go() -> None:
     assert load.source.request == "r" and load.first == load.last == 0
 
 
+def test_who_asks_a_second_time_is_prefilled_here() -> None:
+    """Such as the second of n sequences: the other engine sends once, and would be waited for in vain."""
+    scheduler = _Scheduler(config("d"))
+    for one, count in ((request(dict(PARAMS)), 99), (request(dict(PARAMS)), 0)):
+        assert scheduler.matched(one, 0) == (count, count > 0)
+        scheduler.allocated(one, BLOCKS, count)
+        assert len(scheduler.told().loads) == (count > 0)
+    again = request(dict(PARAMS), status=RequestStatus.FINISHED_ABORTED)
+    assert scheduler.finished(again, ()) == (False, None) and not scheduler.told().loads
+    other = request({**PARAMS, "remote_port": 8})
+    assert scheduler.matched(other, 0) == (99, True)
+
+
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
 def test_what_was_not_prefilled_is_not_held(status: Any) -> None:
     scheduler = _Scheduler(config("p"))
@@ -90,8 +103,9 @@ def test_what_is_held_is_the_prompt() -> None:
     scheduler = _Scheduler(config("p", host="here"))
     done = request({"do_remote_decode": True}, 100, 103, RequestStatus.FINISHED_STOPPED)
     held, params = scheduler.finished(done, ([1, 2],))
-    assert held and Source.of(params) == Source("q", "here", 0, 1, 100)
-    assert scheduler.told().holds["q"].tokens == 100 and not scheduler.told().holds
+    told = scheduler.told()
+    assert held and Source.of(params) == Source(f"{told.start}/q", "here", 0, 1, 100)
+    assert told.holds["q"].tokens == 100 and not scheduler.told().holds
 
 
 # ---- workers -------------------------------------------------------------------------------------------------------------
@@ -133,9 +147,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Worker]]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("kvbm door", "kvbm load"))]
 
 
-def source(prefill: _Worker, name: str = "r") -> Source:
+def source(prefill: _Worker, name: str = "r", start: str = "1") -> Source:
     assert prefill._door is not None
-    return Source(name, "127.0.0.1", prefill._door.port, 1, 32)
+    return Source(f"{start}/{name}", "127.0.0.1", prefill._door.port, 1, 32)
 
 
 def load(prefill: _Worker, name: str = "r", first: int = 0, last: int = 31) -> Load:
@@ -210,8 +224,36 @@ def test_a_name_may_come_again(worker: Any) -> None:
         until(prefill, "finished_sending")
 
 
+def test_each_prefills_for_the_other(worker: Any) -> None:
+    """One link for both ways, whoever asked first."""
+    first, second = worker("a"), worker("b")
+    for number, (prefill, decode) in enumerate([(first, second), (second, first), (first, second)]):
+        prefill.begin(Told("1", holds={f"r{number}": hold()}))
+        decode.begin(Told("1", loads={"q": load(prefill, f"r{number}")}))
+        assert not until(decode, "finished_recving").failed_recving
+        until(prefill, "finished_sending")
+
+
+def test_what_was_held_before_a_restart_is_refused_at_once(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waited for it would keep all others waiting."""
+    monkeypatch.setattr(connector, "_TOLD", LIMIT)
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("2", holds={"r": hold()}))
+    stale = Load(source(prefill), (list(range(8)),), 0, 31)
+    fresh = Load(source(prefill, start="2"), stale.blocks, 0, 31)
+    started = time.monotonic()
+    decode.begin(Told("3", loads={"before": stale, "after": fresh}))
+    ended: set[str] = set()
+    failed: set[str] = set()
+    while len(ended) < 2:
+        found = until(decode, "finished_recving")
+        ended, failed = ended | found.finished_recving, failed | found.failed_recving
+    assert failed == {"before"} and time.monotonic() - started < LIMIT / 2
+
+
 def test_what_is_not_held_fails(worker: Any) -> None:
     prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("1"))
     decode.begin(Told("2", loads={"q": load(prefill)}))
     assert until(decode, "finished_recving").failed_recving == {"q"}
 

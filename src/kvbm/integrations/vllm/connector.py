@@ -27,7 +27,7 @@ from ... import wire
 from ...errors import BindError, KvbmError, TransferError
 from ...reshard import Endpoint, Link
 from .caches import Caches
-from .meetings import Door, Visit
+from .meetings import Door, Links, Visit
 
 __all__ = ["KvbmConnector"]
 
@@ -188,6 +188,7 @@ class _Scheduler:
         self._engine = transfer.engine_id
         self._told = Told(start=secrets.token_hex(8))
         self._local: dict[str, int] = {}
+        self._asked: OrderedDict[tuple[str, int, str], None] = OrderedDict()
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         """Tokens that come from elsewhere, beyond those that are here.
@@ -207,29 +208,38 @@ class _Scheduler:
         if not params.get("do_remote_prefill"):
             return None
         try:
-            return Source.of(params)
+            source = Source.of(params)
+            if (source.host, source.port, source.request) in self._asked:  # such as n > 1, or a router that tries again
+                raise BindError(f"remote_request_id: {source.request!r:.100} was loaded already; it is sent once")
         except BindError as error:
             params["do_remote_prefill"] = False
             logger.warning("request %s: it is prefilled here: %s", request.request_id, error)
             return None
+        return source
+
+    def _ask(self, request: Any, load: Load) -> None:
+        """The workers ask for it, once."""
+        request.kv_transfer_params["do_remote_prefill"] = False
+        self._told.loads[request.request_id] = load
+        self._asked[load.source.host, load.source.port, load.source.request] = None
+        if len(self._asked) > _MOST_GONE:
+            self._asked.popitem(last=False)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks are there for what is to come."""
         source = self._source(request)
         if source is None:
             return
-        request.kv_transfer_params["do_remote_prefill"] = False  # once
         first = self._local.pop(request.request_id, 0)
         tables = blocks.get_block_ids() if external else ()
-        self._told.loads[request.request_id] = Load(source, tables, first, first + external)
+        self._ask(request, Load(source, tables, first, first + external))
 
     def finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Whether its blocks are held for another engine; what that one has to know."""
         self._local.pop(request.request_id, None)
         source = self._source(request)
         if source is not None:  # aborted before it had blocks: the other engine need not hold it
-            request.kv_transfer_params["do_remote_prefill"] = False
-            self._told.loads[request.request_id] = Load(source)
+            self._ask(request, Load(source))
         params = request.kv_transfer_params or {}
         ended = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         if not params.get("do_remote_decode") or request.status not in ended or not any(blocks):
@@ -238,7 +248,7 @@ class _Scheduler:
         self._told.holds[request.request_id] = Hold(blocks, tokens, self._hold_seconds)
         return True, {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self._engine,
-            "remote_request_id": request.request_id, "remote_host": self._host, "remote_port": self._port,
+            "remote_request_id": f"{self._told.start}/{request.request_id}", "remote_host": self._host, "remote_port": self._port,
             "remote_workers": self._workers, "remote_num_tokens": tokens,
         }  # fmt: skip
 
@@ -271,12 +281,12 @@ class _Worker:
         self._held: dict[str, _Held] = {}
         self._gone: OrderedDict[str, tuple[Link | None, str]] = OrderedDict()  # to whom, or why not
         self._arrivals: dict[str, tuple[list[Any], bool]] = {}  # and whether it has failed
-        self._aborted: set[str] = set()
         self._visits: dict[tuple[str, int, int], Visit] = {}
         self._over: KVConnectorTransferResults = KVConnectorTransferResults()
         self._loading = ThreadPoolExecutor(_LOADS, "kvbm load")
         self._start = ""
         self._endpoint: Endpoint | None = None
+        self._links: Links | None = None
         self._door: Door | None = None
 
     def register(self, kv_caches: dict[str, Any]) -> None:
@@ -288,7 +298,8 @@ class _Worker:
             wire=wire.nixl(f"{self._transfer.engine_id}/{rank}/{secrets.token_hex(4)}"),  # another one when it is started again
             model=str(self._extra("model", self._config.model_config.model)), **options,
         )  # fmt: skip
-        self._door = Door(self._endpoint, _host(self._transfer), _port(self._config) + rank, self._send)
+        self._links = Links(self._endpoint)
+        self._door = Door(self._links, _host(self._transfer), _port(self._config) + rank, self._send)
 
     def begin(self, told: KVConnectorMetadata) -> None:
         """Before a step, or beside it: what is held, and what is to be loaded."""
@@ -316,8 +327,11 @@ class _Worker:
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
-    def _send(self, request: str, link: Link, is_given_up: bool) -> None:
+    def _send(self, wanted: str, link: Link, is_given_up: bool) -> None:
         """Send a request that is held here, once; or let go of it."""
+        start, _, request = wanted.partition("/")
+        if start != self._start:
+            raise TransferError(f"request {request}: it was held before this engine was started again")
         with self._known:
             if not self._known.wait_for(lambda: request in self._held or request in self._gone, _TOLD):
                 raise TransferError(f"request {request}: not held here")
@@ -335,7 +349,7 @@ class _Worker:
         try:
             if not is_given_up:
                 for group, span in self._caches.spans(held.hold.blocks, held.hold.tokens).items():
-                    sendings.append(link.send(request, span, group=group, wait=held.wait, timeout=self._seconds))
+                    sendings.append(link.send(wanted, span, group=group, wait=held.wait, timeout=self._seconds))
         except Exception as error:
             held.failure = str(error) or type(error).__name__
             for sending in sendings:
@@ -347,14 +361,14 @@ class _Worker:
     # ---- decode ----------------------------------------------------------------------------------------------------
 
     def _visit(self, source: Source) -> Visit:
-        assert self._endpoint is not None
+        assert self._links is not None
         world = self._config.parallel_config.world_size
         with self._known:
             at = source.host, source.port, source.workers
             if at not in self._visits:
                 if len(self._visits) >= _MOST_VISITS:  # of which most were of no use
                     self._visits = {key: visit for key, visit in self._visits.items() if visit.is_met}
-                self._visits[at] = Visit(self._endpoint, self._start, world, *at)
+                self._visits[at] = Visit(self._links, self._start, world, *at)
             return self._visits[at]
 
     def _load(self, request: str, load: Load, wait: Any) -> None:
