@@ -403,6 +403,10 @@ def without(held: Engine, name: str) -> Engine:
         ),
         (
             lambda: changed(engine("LBNHC"), "kv_cache_config.kv_cache_tensors.0", block_stride=1 << 16),
+            "expected layers 81920 and blocks 65536 bytes apart",
+        ),
+        (
+            lambda: changed(engine("BLNHC"), "kv_cache_config.kv_cache_tensors.0", block_stride=1 << 16),
             "expected a view of shape (5, 4, 16, 64) and strides",
         ),
     ],
@@ -438,3 +442,17 @@ def test_arguments_of_from_vllm() -> None:
         kvbm.Pool.from_vllm(held.views, group=one)
     with pytest.raises(BindError, match="pass another layout="):
         held.groups(layout="vllm/per_token_head_fp8")
+
+
+@pytest.mark.parametrize(("said", "is_"), [("LBHNC", "BLHNC"), ("BLHNC", "LBHNC")])
+def test_another_order_than_the_strides_have(monkeypatch: pytest.MonkeyPatch, said: str, is_: str) -> None:
+    """One head and one token a block: of two steps one fits the order by chance, and moves the other."""
+    layers, blocks = ([0, 1], 5) if is_ == "LBHNC" else ([0, 1, 2], 2)
+    for name, value in (("NB", blocks), ("NT", 1)):
+        monkeypatch.setattr(f"{__name__}.{name}", value)
+    made = engine(is_, (layers,), nh=1, model_heads=1, block_size=1, pad=2 * HD)
+    assert made.pool().num_blocks == blocks
+    for config in (made.vllm_config.cache_config, made.kv_cache_config):
+        config.kv_cache_layout = said
+    with pytest.raises(BindError, match=r"expected layers \d+ and blocks \d+ bytes apart"):
+        made.pool()
