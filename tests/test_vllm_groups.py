@@ -13,6 +13,7 @@ import torch
 import kvbm
 from kvbm import BindError
 from kvbm.errors import SpecError
+from kvbm.integrations.vllm.caches import Caches
 from kvbm.reshard import presets
 from kvbm.vllm_groups import ORDERS, groups
 
@@ -456,3 +457,32 @@ def test_another_order_than_the_strides_have(monkeypatch: pytest.MonkeyPatch, sa
         config.kv_cache_layout = said
     with pytest.raises(BindError, match=r"expected layers \d+ and blocks \d+ bytes apart"):
         made.pool()
+
+
+def connected(kind: str, **more: Any) -> Any:
+    """What a connector holds of an engine whose groups are of a kind."""
+    made = engine(**more)
+    for number, group in enumerate(made.kv_cache_config.kv_cache_groups):
+        spec = type(kind, (SimpleNamespace,), {})(**vars(group.kv_cache_spec))
+        made.kv_cache_config.kv_cache_groups[number].kv_cache_spec = spec
+    made.kv_cache_config.transfer_group_ids = tuple(range(len(made.kv_cache_config.kv_cache_groups)))
+    return Caches(made.vllm_config, made.kv_cache_config, made.kv_caches)
+
+
+@pytest.mark.parametrize("kind", ["CrossAttentionSpec", "CircularBufferSpec", "RSWASpec", "NewSpec"])
+def test_tables_that_hold_no_positions_are_refused(kind: str) -> None:
+    """An encoder's states, and rings: a prefix of their blocks would be sent for the tokens of a prompt."""
+    with pytest.raises(BindError, match=f"{kind}: where its block table has a token is not known"):
+        connected(kind)
+
+
+def test_block_tables_as_spans() -> None:
+    """Behind a window there are no blocks; between others there are all."""
+    made = connected("SlidingWindowSpec", layers=([0, 2], [1]), sliding_window=40)
+    spans = made.spans(([0, 0, 3, 4], [1, 2]), 4 * NT - 3, 5)
+    assert [(list(span.table), span.tokens) for span in spans.values()] == [
+        ([-1, -1, 3, 4], range(2 * NT, 4 * NT - 3)), ([1, 2], range(5, 4 * NT - 3)),
+    ]  # fmt: skip
+    assert made.spans(([0, 0], [1]), 20)["0.0"].tokens == range(20, 20)
+    with pytest.raises(BindError, match=r"expected blocks for all tokens from 16 on, got a table with gaps: \[0, 3, 0, 4\]"):
+        made.spans(([0, 3, 0, 4], [1, 2]), 4 * NT)
