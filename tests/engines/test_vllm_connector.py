@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 import kvbm
@@ -42,6 +43,14 @@ def request(params: Any = None, tokens: int = 100, computed: int = 0, status: An
     )
 
 
+def scheduler_of(name: str, *specs: Any, **extra: Any) -> _Scheduler:
+    """Of an engine with these groups; one of full attention if there are none."""
+    groups = [SimpleNamespace(kv_cache_spec=one) for one in specs or (SimpleNamespace(block_size=16),)]
+    return _Scheduler(
+        config(name, **extra), SimpleNamespace(kv_cache_groups=groups, transfer_group_ids=tuple(range(len(groups))))
+    )
+
+
 BLOCKS = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
 
 
@@ -51,7 +60,7 @@ BLOCKS = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
 )
 def test_what_is_to_come(params: dict[str, Any], local: int, count: int) -> None:
     """Never the prompt's last token; once for a request."""
-    scheduler, one = _Scheduler(config("d")), request({**PARAMS, **params})
+    scheduler, one = scheduler_of("d"), request({**PARAMS, **params})
     assert scheduler.matched(one, local) == (count, count > 0)
     scheduler.allocated(one, BLOCKS, count)
     load = scheduler.told().loads["q"]
@@ -64,14 +73,14 @@ def test_what_is_to_come(params: dict[str, Any], local: int, count: int) -> None
 @pytest.mark.parametrize("name", [name for name in PARAMS if name.startswith("remote")])
 @pytest.mark.parametrize("value", [None, [], {}, -1, 1.5, True])
 def test_parameters_that_are_nonsense_cost_a_prefill(name: str, value: Any) -> None:
-    scheduler, one = _Scheduler(config("d")), request({**PARAMS, name: value})
+    scheduler, one = scheduler_of("d"), request({**PARAMS, name: value})
     assert scheduler.matched(one, 0) == (0, False)
     scheduler.allocated(one, BLOCKS, 0)
     assert scheduler.finished(one, ([1],)) == (False, None) and not scheduler.told().loads
 
 
 def test_who_is_aborted_before_it_has_blocks_lets_the_other_engine_go() -> None:
-    scheduler, one = _Scheduler(config("d")), request(dict(PARAMS), status=RequestStatus.FINISHED_ABORTED)
+    scheduler, one = scheduler_of("d"), request(dict(PARAMS), status=RequestStatus.FINISHED_ABORTED)
     scheduler.matched(one, 0)
     assert scheduler.finished(one, ()) == (False, None)
     load = scheduler.told().loads["q"]
@@ -80,7 +89,7 @@ def test_who_is_aborted_before_it_has_blocks_lets_the_other_engine_go() -> None:
 
 def test_who_asks_a_second_time_is_prefilled_here() -> None:
     """Such as the second of n sequences: the other engine sends once, and would be waited for in vain."""
-    scheduler = _Scheduler(config("d"))
+    scheduler = scheduler_of("d")
     for one, count in ((request(dict(PARAMS)), 99), (request(dict(PARAMS)), 0)):
         assert scheduler.matched(one, 0) == (count, count > 0)
         scheduler.allocated(one, BLOCKS, count)
@@ -91,16 +100,50 @@ def test_who_asks_a_second_time_is_prefilled_here() -> None:
     assert scheduler.matched(other, 0) == (99, True)
 
 
+@pytest.mark.parametrize(
+    ("kind", "prompt", "first"), [("window", 319, 8), ("window", 300, 6), ("chunk", 320, 8), ("window", 40, 0)]
+)
+def test_what_the_last_token_of_a_prompt_sees_is_held(kind: str, prompt: int, first: int) -> None:
+    """And a block of the other engine as a whole; until it was sent, then the blocks are free."""
+    name = {"window": "sliding_window", "chunk": "attention_chunk_size"}[kind]
+    spec = SimpleNamespace(block_size=16, **{name: 64})
+    full = SimpleNamespace(block_size=16)
+    scheduler, pool = scheduler_of("p", full, spec), BlockPool(64, True, 16)
+    free = pool.get_num_free_blocks()
+    tables = tuple(pool.get_new_blocks(-(-prompt // 16)) for _ in range(2))
+    scheduler.manager = SimpleNamespace(block_pool=pool, get_blocks=lambda _: SimpleNamespace(blocks=tables))
+    one = request({"do_remote_decode": True}, prompt, prompt, RequestStatus.FINISHED_STOPPED)
+    scheduler.allocated(one, BLOCKS, 0)
+    scheduler.told()
+    before = [block.block_id for block in tables[1]]
+    gone = prompt // 64 * 4 if kind == "chunk" else max(0, prompt - 63) // 16  # as vLLM does before it says that it has ended
+    pool.free_blocks(tables[1][:gone][::-1])
+    tables[1][:gone] = [pool.null_block] * gone
+    held, _ = scheduler.finished(one, tuple([block.block_id for block in table] for table in tables))
+    assert held
+    hold = scheduler.told().holds["q"]
+    assert hold.blocks[0] == [block.block_id for block in tables[0]]
+    assert hold.blocks[1] == [0] * first + before[first:]
+    others = pool.get_new_blocks(pool.get_num_free_blocks())  # nobody else gets what is held
+    assert not {block.block_id for block in others} & (set(hold.blocks[0]) | set(before[first:]))
+    pool.free_blocks(others)
+    scheduler.sent(["q", "another"])
+    for table in tables:
+        pool.free_blocks([block for block in table if not block.is_null])
+    assert pool.get_num_free_blocks() == free and not scheduler.told().holds
+    assert not scheduler._seen and not scheduler._kept and not scheduler._prefills
+
+
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
 def test_what_was_not_prefilled_is_not_held(status: Any) -> None:
-    scheduler = _Scheduler(config("p"))
+    scheduler = scheduler_of("p")
     assert scheduler.finished(request({"do_remote_decode": True}, 100, 50, status), ([1],)) == (False, None)
     assert not scheduler.told().holds
 
 
 def test_what_is_held_is_the_prompt() -> None:
     """Not what an engine that runs ahead has counted already."""
-    scheduler = _Scheduler(config("p", host="here"))
+    scheduler = scheduler_of("p", host="here")
     done = request({"do_remote_decode": True}, 100, 103, RequestStatus.FINISHED_STOPPED)
     held, params = scheduler.finished(done, ([1, 2],))
     told = scheduler.told()

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,9 @@ _TOLD = 20.0
 
 #: Requests that were sent, or let go of: a late question is answered at once.
 _MOST_GONE = 4096
+
+#: Tokens of a block of the engine that decodes, at most, where it has a sliding window: its first block is loaded as a whole.
+_MOST_TOKENS = 128
 
 #: Engines that are remembered, though they could not be met.
 _MOST_VISITS = 256
@@ -120,7 +123,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler = _Scheduler(vllm_config) if role == KVConnectorRole.SCHEDULER else None
+        self._scheduler = _Scheduler(vllm_config, kv_cache_config) if role == KVConnectorRole.SCHEDULER else None
         self._worker = _Worker(vllm_config, kv_cache_config) if role == KVConnectorRole.WORKER else None
 
     # ---- the scheduler ---------------------------------------------------------------------------------------------
@@ -130,6 +133,13 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._of_scheduler.allocated(request, blocks, num_external_tokens)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._of_scheduler.manager = kv_cache_manager
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._of_scheduler.sent(connector_output.finished_sending or ())
 
     def build_connector_meta(self, scheduler_output: Any) -> Told:  # noqa: ARG002
         return self._of_scheduler.told()
@@ -178,9 +188,25 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class _Scheduler:
-    """What goes where; no memory is touched here."""
+    """What goes where; no memory is touched here.
 
-    def __init__(self, config: Any) -> None:
+    vLLM lets go of blocks that the token behind a prompt does not see, and then says that the request has ended.  The engine that
+    decodes computes the prompt's last token, which sees more; and it loads its first block as a whole.  So these blocks are
+    remembered with each step, and kept.
+    """
+
+    def __init__(self, config: Any, kv_cache_config: Any) -> None:
+        self.manager: Any = None  # vLLM's, of blocks
+        self._windows: list[tuple[int, int, int, int]] = []  # groups, tokens of a block, those of a window, or of a chunk
+        for index in kv_cache_config.transfer_group_ids:
+            held = kv_cache_config.kv_cache_groups[index].kv_cache_spec
+            held = getattr(held, "first_spec", held)
+            window, chunk = (getattr(held, name, None) or 0 for name in ("sliding_window", "attention_chunk_size"))
+            if window or chunk:
+                self._windows.append((index, int(held.block_size), window, chunk))
+        self._prefills: dict[str, int] = {}  # requests, and tokens of their prompts
+        self._seen: dict[str, list[tuple[int, int, list[Any]]]] = {}  # their blocks: group, place of the first, blocks
+        self._kept: dict[str, list[Any]] = {}
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         self._host, self._port = _host(transfer), _port(config)
         self._workers = parallel.world_size
@@ -227,6 +253,8 @@ class _Scheduler:
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks are there for what is to come."""
+        if self._windows and (request.kv_transfer_params or {}).get("do_remote_decode"):
+            self._prefills[request.request_id] = request.num_prompt_tokens
         source = self._source(request)
         if source is None:
             return
@@ -237,6 +265,8 @@ class _Scheduler:
     def finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Whether its blocks are held for another engine; what that one has to know."""
         self._local.pop(request.request_id, None)
+        self._prefills.pop(request.request_id, None)
+        seen = self._seen.pop(request.request_id, [])
         source = self._source(request)
         if source is not None:  # aborted before it had blocks: the other engine need not hold it
             self._ask(request, Load(source))
@@ -245,6 +275,8 @@ class _Scheduler:
         if not params.get("do_remote_decode") or request.status not in ended or not any(blocks):
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if seen:
+            blocks = self._keep(request.request_id, blocks, seen)
         self._told.holds[request.request_id] = Hold(blocks, tokens, self._hold_seconds)
         return True, {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self._engine,
@@ -252,7 +284,34 @@ class _Scheduler:
             "remote_workers": self._workers, "remote_num_tokens": tokens,
         }  # fmt: skip
 
+    def _keep(
+        self, request: str, blocks: tuple[list[int], ...], seen: list[tuple[int, int, list[Any]]]
+    ) -> tuple[list[int], ...]:
+        """The tables with blocks that vLLM has let go of just now: nobody else has had them yet."""
+        tables, kept = [list(table) for table in blocks], []
+        for group, first, behind in seen:
+            for at, block in zip(range(first, len(tables[group])), behind, strict=False):
+                if tables[group][at] == 0 and not block.is_null:
+                    tables[group][at] = block.block_id
+                    kept.append(block)
+        self.manager.block_pool.touch(kept)
+        self._kept[request] = kept
+        return tuple(tables)
+
+    def sent(self, requests: Iterable[str]) -> None:
+        """They are held no more."""
+        for request in requests:
+            if kept := self._kept.pop(request, None):
+                self.manager.block_pool.free_blocks(reversed(kept))
+
     def told(self) -> Told:
+        for request, tokens in self._prefills.items():
+            blocks = self.manager.get_blocks(request).blocks
+            self._seen[request] = []
+            for group, nt, window, chunk in self._windows:
+                least = max(tokens - window if window else 0, (tokens - 1) // chunk * chunk if chunk else 0)
+                first = max(0, least - _MOST_TOKENS + 1) // nt
+                self._seen[request].append((group, first, list(blocks[group][first:])))
         told, self._told = self._told, Told(self._told.start)
         return told
 
