@@ -50,7 +50,8 @@ class Caches:
             kinds = {type(one).__name__ for one in (getattr(held, "kv_cache_specs", None) or {"": held}).values()}
             if other := sorted(kinds.difference(_BY_POSITION)):
                 raise BindError(
-                    f"{group}: {', '.join(other)}: where its block table has a token is not known; expected {', '.join(_BY_POSITION)}"
+                    f"{group}: {', '.join(other)}: where its block table has a token is not known; expected "
+                    f"{', '.join(_BY_POSITION)}"
                 )
             if group.dcp != 1:
                 raise BindError(f"{group}: decode_context_parallel_size: expected 1, got {group.dcp}; it was not tested")
@@ -87,6 +88,8 @@ class Caches:
             held = np.flatnonzero(table >= 0)
             start = int(held[0]) * group.shape.nt if held.size else last
             if held.size and len(table) - held[0] != held.size:
-                raise BindError(f"{group}: expected blocks for all tokens from {start} on, got a table with gaps: {blocks[group.index]!r:.200}")
+                raise BindError(
+                    f"{group}: expected blocks for all tokens from {start} on, got a table with gaps: {blocks[group.index]!r:.200}"
+                )
             found[name] = Span(table, range(min(max(start, first), last), last))
         return found
