@@ -320,6 +320,20 @@ def test_a_request_that_is_aborted_while_it_is_loaded_ends(worker: Any, monkeypa
     assert until(decode, "finished_recving", frozenset({"q"})).failed_recving == {"q"}
 
 
+def test_a_request_that_is_aborted_while_it_is_asked_for_ends(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though vLLM says so once, and before anything was on its way."""
+    prefill, decode = worker("p"), worker("d")
+    asked, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(connector.Visit, "want", lambda *_: (asked.set(), goes_on.wait(LIMIT)))  # and nothing is sent
+    prefill.begin(Told("1"))
+    decode.begin(Told("2", loads={"q": load(prefill)}))
+    assert asked.wait(LIMIT) and not decode.results({"q"}).finished_recving
+    goes_on.set()
+    started = time.monotonic()
+    assert until(decode, "finished_recving").finished_recving == {"q"} and time.monotonic() - started < LIMIT / 2
+    assert not decode._asking and not decode._arrivals
+
+
 def test_the_engine_that_prefills_ends(worker: Any) -> None:
     prefill, decode = worker("p"), worker("d")
     prefill.begin(Told("1", holds={"r": hold()}))

@@ -340,6 +340,7 @@ class _Worker:
         self._held: dict[str, _Held] = {}
         self._gone: OrderedDict[str, tuple[Link | None, str]] = OrderedDict()  # to whom, or why not
         self._arrivals: dict[str, tuple[list[Any], bool]] = {}  # and whether it has failed
+        self._asking: dict[str, bool] = {}  # loads of which there are no arrivals yet, and whether they were given up
         self._visits: dict[tuple[str, int, int], Visit] = {}
         self._over: KVConnectorTransferResults = KVConnectorTransferResults()
         self._loading = ThreadPoolExecutor(_LOADS, "kvbm load")
@@ -371,6 +372,7 @@ class _Worker:
             for request, hold in told.holds.items():
                 self._gone.pop(request, None)
                 self._held[request] = _Held(hold, time.monotonic() + hold.seconds, wait)
+            self._asking.update(dict.fromkeys(told.loads, False))
             self._known.notify_all()
         for request, load in told.loads.items():
             self._loading.submit(self._load, request, load, wait)
@@ -447,8 +449,11 @@ class _Worker:
             logger.warning("request %s: %s was not loaded: %s", request, where, error)
             for arrival in arrivals:
                 arrival.abort()
-        if load.first < load.last:  # else vLLM has all of it, and waits for nothing
-            with self._known:
+        with self._known:
+            if self._asking.pop(request):
+                for arrival in arrivals:
+                    arrival.abort()
+            if load.first < load.last:  # else vLLM has all of it, and waits for nothing
                 self._arrivals[request] = arrivals, has_failed
 
     # ---- what the scheduler is told --------------------------------------------------------------------------------
@@ -456,6 +461,7 @@ class _Worker:
     def results(self, finished: set[str]) -> KVConnectorTransferResults:
         """What has ended since; of requests that vLLM has given up nothing is waited for."""
         with self._known:
+            self._asking.update(dict.fromkeys(finished & self._asking.keys(), True))
             for request, (arrivals, has_failed) in list(self._arrivals.items()):
                 if request in finished:
                     for arrival in arrivals:
