@@ -14,7 +14,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 import kvbm
-from kvbm import Pool, Span, reshard, wire
+from kvbm import BindError, Pool, Span, reshard, wire
 from kvbm.integrations.vllm import connector
 from kvbm.integrations.vllm.connector import Hold, Load, Source, Told, _Scheduler, _Worker
 
@@ -79,12 +79,40 @@ def test_parameters_that_are_nonsense_cost_a_prefill(name: str, value: Any) -> N
     assert scheduler.finished(one, ([1],)) == (False, None) and not scheduler.told().loads
 
 
+@pytest.mark.parametrize("name", ["remote_request_id", "remote_host"])
+def test_names_that_are_too_long_cost_a_prefill(name: str) -> None:
+    """They would stand in each message."""
+    with pytest.raises(BindError, match=f"{name}: expected at most 1000 characters, got 100000"):
+        Source.of({**PARAMS, name: "x" * 100_000})
+
+
+@pytest.mark.parametrize("value", ["1m", None, 0, -1, float("nan"), float("inf"), True])
+def test_seconds_that_are_none(value: Any) -> None:
+    for name in ("hold_seconds", "load_seconds"):
+        with pytest.raises(BindError, match=f"{name}: expected a number of seconds above 0, got {value!r}"):
+            (scheduler_of("p", **{name: value}), _Worker(config("p", **{name: value}), None))
+
+
 def test_who_is_aborted_before_it_has_blocks_lets_the_other_engine_go() -> None:
     scheduler, one = scheduler_of("d"), request(dict(PARAMS), status=RequestStatus.FINISHED_ABORTED)
     scheduler.matched(one, 0)
     assert scheduler.finished(one, ()) == (False, None)
     load = scheduler.told().loads["q"]
     assert load.source.request == "r" and load.first == load.last == 0
+
+
+def test_who_was_prefilled_by_the_same_engine_is_in_its_prefix_cache(worker: Any) -> None:
+    """A router with one engine for both: nothing is moved, and nothing is held any more."""
+    scheduler, prefill = scheduler_of("p"), worker("p")
+    held, params = scheduler.finished(request({"do_remote_decode": True}, 100, 100, RequestStatus.FINISHED_STOPPED), ([1],))
+    prefill.begin(scheduler.told())
+    one = request(params)
+    assert held and scheduler.matched(one, 96) == (0, False) and not prefill.results(set()).finished_sending
+    scheduler.allocated(one, BLOCKS, 0)
+    told = scheduler.told()
+    assert told.unheld == ["q"] and not told.loads
+    prefill.begin(told)
+    assert until(prefill, "finished_sending").finished_sending == {"q"}
 
 
 def test_who_asks_a_second_time_is_prefilled_here() -> None:

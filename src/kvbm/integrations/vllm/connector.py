@@ -45,8 +45,14 @@ _MOST_GONE = 4096
 #: Tokens of a block of the engine that decodes, at most, where it has a sliding window: its first block is loaded as a whole.
 _MOST_TOKENS = 128
 
+#: Characters of a request's name, or a host's: it stands in messages.
+_MOST_NAME = 1000
+
 #: Engines that are remembered, though they could not be met.
 _MOST_VISITS = 256
+
+#: Seconds that nobody waits; what the endpoint's clock takes.
+_FOREVER = 1e9
 
 #: Loads that begin at a time: each may wait for an engine that does not answer.
 _LOADS = 16
@@ -79,6 +85,8 @@ class Source:
         for name, kind, value in zip(names, (str, str, int, int, int), found, strict=True):
             if type(value) is not kind or (isinstance(value, int) and value < 0):
                 raise BindError(f"kv_transfer_params: {name}: expected {kind.__name__}, got {value!r:.100}")
+            if isinstance(value, str) and len(value) > _MOST_NAME:
+                raise BindError(f"kv_transfer_params: {name}: expected at most {_MOST_NAME} characters, got {len(value)}")
         return cls(*found)  # type: ignore[arg-type]
 
 
@@ -97,9 +105,10 @@ class Load:
 
 @dataclass
 class Told(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler tells the workers before a step."""
+    """What the scheduler tells the workers before a step: what is held, and no more, and what is to be loaded."""
 
     start: str
+    unheld: list[str] = field(default_factory=list)
     holds: dict[str, Hold] = field(default_factory=dict)
     loads: dict[str, Load] = field(default_factory=dict)
 
@@ -210,7 +219,7 @@ class _Scheduler:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         self._host, self._port = _host(transfer), _port(config)
         self._workers = parallel.world_size
-        self._hold_seconds = float(transfer.get_from_extra_config("hold_seconds", HOLD_SECONDS))
+        self._hold_seconds = _seconds(transfer, "hold_seconds", HOLD_SECONDS)
         self._engine = transfer.engine_id
         self._told = Told(start=secrets.token_hex(8))
         self._local: dict[str, int] = {}
@@ -235,6 +244,9 @@ class _Scheduler:
             return None
         try:
             source = Source.of(params)
+            if params.get("remote_engine_id") == self._engine:  # what is in the prefix cache is used, and nothing is moved
+                self._told.unheld.append(source.request.partition("/")[2])
+                raise BindError(f"remote_engine_id: {self._engine!r} is this engine itself")
             if (source.host, source.port, source.request) in self._asked:  # such as n > 1, or a router that tries again
                 raise BindError(f"remote_request_id: {source.request!r:.100} was loaded already; it is sent once")
         except BindError as error:
@@ -335,7 +347,7 @@ class _Worker:
         self._config, self._kv_cache_config = config, kv_cache_config
         self._transfer = config.kv_transfer_config
         self._extra: Callable[..., Any] = self._transfer.get_from_extra_config
-        self._seconds = float(self._extra("load_seconds", 30.0))
+        self._seconds = _seconds(self._transfer, "load_seconds", 30.0)
         self._known = threading.Condition()
         self._held: dict[str, _Held] = {}
         self._gone: OrderedDict[str, tuple[Link | None, str]] = OrderedDict()  # to whom, or why not
@@ -352,7 +364,8 @@ class _Worker:
     def register(self, kv_caches: dict[str, Any]) -> None:
         self._caches = Caches(self._config, self._kv_cache_config, kv_caches)
         rank = self._caches.rank
-        options = {name: value for name in ("chunk_bytes", "ring_bytes", "max_sms") if (value := self._extra(name, None))}
+        given = {name: self._extra(name, None) for name in ("chunk_bytes", "ring_bytes", "max_sms")}
+        options = {name: value for name, value in given.items() if value is not None}
         self._endpoint = Endpoint(
             str(self._transfer.engine_id), self._caches.groups, rank,
             wire=wire.nixl(f"{self._transfer.engine_id}/{rank}/{secrets.token_hex(4)}"),  # another one when it is started again
@@ -365,6 +378,9 @@ class _Worker:
         """Before a step, or beside it: what is held, and what is to be loaded."""
         assert isinstance(told, Told)
         self._start = told.start
+        with self._known:
+            for held in (self._held[request] for request in told.unheld if request in self._held):
+                held.until = 0.0
         if not told.holds and not told.loads:
             return
         wait = self._queued()
@@ -507,6 +523,13 @@ class _Worker:
 
 def _host(transfer: Any) -> str:
     return str(transfer.get_from_extra_config("host", "127.0.0.1"))
+
+
+def _seconds(transfer: Any, name: str, usual: float) -> float:
+    given = transfer.get_from_extra_config(name, usual)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < _FOREVER:
+        raise BindError(f"kv_connector_extra_config: {name}: expected a number of seconds above 0, got {given!r:.100}")
+    return float(given)
 
 
 def _port(config: Any) -> int:
