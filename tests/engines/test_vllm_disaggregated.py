@@ -116,6 +116,7 @@ def test_blocks_of_another_size(models: Models, tmp_path: Path) -> None:
     assert cached[6:10] == [0] * 4 and cached[11] == 0  # computed here
 
 
+@pytest.mark.long
 def test_failures_fail_where_that_is_wanted(models: Models, tmp_path: Path) -> None:
     """By the policy ``fail`` nothing is computed again: the request ends with an error."""
     steps: list[Step] = [*PLAIN, {"length": 220, "kill": True}]
@@ -128,9 +129,9 @@ def test_failures_fail_where_that_is_wanted(models: Models, tmp_path: Path) -> N
     ("name", "blocks", "tp"),
     [
         ("llama", (32, 32), (1, 2)),
-        ("llama", (64, 32), (2, 1)),
+        pytest.param("llama", (64, 32), (2, 1), marks=pytest.mark.long),
         ("sliding", (32, 64), (1, 1)),
-        ("sliding", (64, 32), (1, 2)),
+        pytest.param("sliding", (64, 32), (1, 2), marks=pytest.mark.long),
     ],
     ids=lambda two: two if isinstance(two, str) else f"{two[0]}→{two[1]}",
 )
@@ -142,6 +143,7 @@ def test_engines_that_differ(
     assert are_right(found) == [True] * 3 and [one["cached"] for one in found] == [loaded(step) for step in steps]
 
 
+@pytest.mark.long
 def test_a_latent(models: Models, tmp_path: Path) -> None:
     """The last token is decoded, for which vLLM's CPU backend computes otherwise than for a prompt: to some thousandths."""
     steps: list[Step] = [{"length": 257}, {"length": 129}, {"length": 257, "other": True}]
