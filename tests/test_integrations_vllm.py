@@ -18,7 +18,7 @@ import pytest
 import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, TransferError, reshard, wire
 from kvbm.integrations.vllm import meetings
-from kvbm.integrations.vllm.meetings import Door, Visit
+from kvbm.integrations.vllm.meetings import Door, Links, Visit
 from kvbm.integrations.vllm.version import require_version
 from kvbm.reshard import Endpoint, Link
 from kvbm.reshard.talk import connect
@@ -48,6 +48,7 @@ class Engine:
             )
             for rank, pool in enumerate(self.pools)
         ]
+        self.links = [Links(end) for end in self.ends]
         self.asked: list[list[tuple[str, bool]]] = [[] for _ in self.ends]
         self.doors: list[Door] = []
         self.visits: list[Visit] = []
@@ -57,9 +58,9 @@ class Engine:
         while len(self.doors) < self.tp:
             self.shut()
             with contextlib.suppress(KvbmError):  # another program has the next port
-                self.doors.append(Door(self.ends[0], "127.0.0.1", 0, self._sender(0), word))
+                self.doors.append(Door(self.links[0], "127.0.0.1", 0, self._sender(0), word))
                 for rank in range(1, self.tp):
-                    self.doors.append(Door(self.ends[rank], "127.0.0.1", self.doors[0].port + rank, self._sender(rank), word))
+                    self.doors.append(Door(self.links[rank], "127.0.0.1", self.doors[0].port + rank, self._sender(rank), word))
         return self.doors[0].port
 
     def _sender(self, rank: int) -> Any:
@@ -76,7 +77,7 @@ class Engine:
         return begin
 
     def visit(self, rank: int, port: int, ports: int, word: float = LIMIT) -> Visit:
-        self.visits.append(Visit(self.ends[rank], self.start, self.tp, "127.0.0.1", port, ports, word))
+        self.visits.append(Visit(self.links[rank], self.start, self.tp, "127.0.0.1", port, ports, word))
         return self.visits[-1]
 
     def load(self, visit: Visit, request: str) -> None:
@@ -169,6 +170,26 @@ def test_two_engines_ask_one(engines: Any) -> None:
         assert np.array_equal(prefill.tokens(), one.tokens())
 
 
+def test_one_link_for_both_ways(engines: Any) -> None:
+    """It is closed with the last of those that use it."""
+    first, second = engines("a"), engines("b")
+    ports = first.listen(), second.listen()
+    there, back = second.visit(0, ports[0], 1), first.visit(0, ports[1], 1)
+    second.load(there, "one")
+    first.load(back, "two")
+    second.load(there, "three")
+    assert back.link() is first.doors[0]._guests["b", "1"].link
+    assert there.link() is second.doors[0]._guests["a", "1"].link
+    link = back.link()
+    there.close()
+    left(first)
+    with first.doors[0]._met:
+        first.doors[0]._part(("b", "1"))  # as if it had gone long ago
+    assert not link.is_closed
+    first.links[0].part(link)
+    assert link.is_closed and not first.links[0]._made
+
+
 def test_who_asks_is_started_again(engines: Any) -> None:
     """Under the name that it had: its links are new ones, and the old one is closed."""
     prefill, before = engines("p"), engines("d")
@@ -192,7 +213,7 @@ def test_who_prefills_is_started_again(engines: Any) -> None:
     decode.load(visit, "one")
     before.close()
     after = engines("p", start="2")
-    after.doors.append(Door(after.ends[0], "127.0.0.1", port, after._sender(0)))
+    after.doors.append(Door(after.links[0], "127.0.0.1", port, after._sender(0)))
     decode.load(visit, "two")
     assert np.array_equal(after.tokens(), decode.tokens())
 

@@ -470,6 +470,56 @@ def test_a_request_that_came_is_found_by_its_prefix() -> None:
         assert len(blocks) == len(PROMPT) // 16
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_is_between_two_managers_is_not_cancelled(kind: str) -> None:
+    """Its blocks would be others', while they are still read and written."""
+    model = model_of(kind, "float32", "cpu")
+    with managed(model) as one, managed(model) as other:
+        here, there = batching.Batching(one), batching.Batching(other)
+        state = here.detach(begun(one, 1))
+        moved = there.reserve(state, "moved")
+        before = here.spans(state), there.spans(moved)
+        for manager, name in ((one, state.request_id), (other, "moved")):
+            manager.cancel_request(name)
+            ended(manager, manager.add_request(PROMPT[::-1], max_new_tokens=NEW, eos_token_id=-1))
+        for spans, now in zip(before, (here.spans(state), there.spans(moved)), strict=True):
+            assert [list(span.table) for span in spans.values()] == [list(span.table) for span in now.values()]
+        for name, group in here.groups.items():
+            plan = reshard.plan(group.placement("source"), there.groups[name].placement("destination"))
+            reshard.Local(plan, [group.pool], [there.groups[name].pool])(before[0][name], before[1][name]).synchronize()
+        here.release(state)
+        there.attach(moved)
+        assert ended(other, "moved") == untouched(kind, "float32", "cpu")
+        for batch, left in ((here, state), (there, moved)):
+            with pytest.raises(kvbm.BindError, match="got one without blocks: it was released"):
+                batch.attach(left)
+
+
+def test_what_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of another size, a copy that fails, a request that is restored twice: no block is lost, none belongs to two."""
+    model = model_of("llama", "float32", "cpu")
+    with managed(model) as one, managed(model, page=32) as other:
+        here, there = batching.Batching(one), batching.Batching(other)
+        host = batching.Host(here.groups, 8)
+        name = begun(one, 4)
+        with here.paused(), there.paused():
+            with monkeypatch.context() as patch:
+                patch.setattr(host, "_copy", lambda *_: 1 // 0)
+                with pytest.raises(ZeroDivisionError):
+                    here.offload(name, host)
+            assert host.room({"full_attention": [0] * 8})
+            parked = here.offload(name, host)
+            with pytest.raises(kvbm.KvbmError, match="expected pools of one block shape"):
+                there.restore(parked, host)
+            assert there.cache.compute_free_capacity() == 1.0
+            assert here.restore(parked, host)
+            with pytest.raises(kvbm.BindError, match="a request that was offloaded is restored once"):
+                here.restore(parked, host, "again")
+            assert not here.groups["full_attention"].table("again")
+            assert sorted(host._free["full_attention"]) == list(range(8))
+        assert ended(one, name) == untouched("llama", "float32", "cpu")
+
+
 # ---- when the cache is full ----------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import torch
 import kvbm
 from kvbm import BindError
 from kvbm.errors import SpecError
+from kvbm.integrations.vllm.caches import Caches
 from kvbm.reshard import presets
 from kvbm.vllm_groups import ORDERS, groups
 
@@ -403,6 +404,10 @@ def without(held: Engine, name: str) -> Engine:
         ),
         (
             lambda: changed(engine("LBNHC"), "kv_cache_config.kv_cache_tensors.0", block_stride=1 << 16),
+            "expected layers 81920 and blocks 65536 bytes apart",
+        ),
+        (
+            lambda: changed(engine("BLNHC"), "kv_cache_config.kv_cache_tensors.0", block_stride=1 << 16),
             "expected a view of shape (5, 4, 16, 64) and strides",
         ),
     ],
@@ -438,3 +443,46 @@ def test_arguments_of_from_vllm() -> None:
         kvbm.Pool.from_vllm(held.views, group=one)
     with pytest.raises(BindError, match="pass another layout="):
         held.groups(layout="vllm/per_token_head_fp8")
+
+
+@pytest.mark.parametrize(("said", "is_"), [("LBHNC", "BLHNC"), ("BLHNC", "LBHNC")])
+def test_another_order_than_the_strides_have(monkeypatch: pytest.MonkeyPatch, said: str, is_: str) -> None:
+    """One head and one token a block: of two steps one fits the order by chance, and moves the other."""
+    layers, blocks = ([0, 1], 5) if is_ == "LBHNC" else ([0, 1, 2], 2)
+    for name, value in (("NB", blocks), ("NT", 1)):
+        monkeypatch.setattr(f"{__name__}.{name}", value)
+    made = engine(is_, (layers,), nh=1, model_heads=1, block_size=1, pad=2 * HD)
+    assert made.pool().num_blocks == blocks
+    for config in (made.vllm_config.cache_config, made.kv_cache_config):
+        config.kv_cache_layout = said
+    with pytest.raises(BindError, match=r"expected layers \d+ and blocks \d+ bytes apart"):
+        made.pool()
+
+
+def connected(kind: str, **more: Any) -> Any:
+    """What a connector holds of an engine whose groups are of a kind."""
+    made = engine(**more)
+    for number, group in enumerate(made.kv_cache_config.kv_cache_groups):
+        spec = type(kind, (SimpleNamespace,), {})(**vars(group.kv_cache_spec))
+        made.kv_cache_config.kv_cache_groups[number].kv_cache_spec = spec
+    made.kv_cache_config.transfer_group_ids = tuple(range(len(made.kv_cache_config.kv_cache_groups)))
+    return Caches(made.vllm_config, made.kv_cache_config, made.kv_caches)
+
+
+@pytest.mark.parametrize("kind", ["CrossAttentionSpec", "CircularBufferSpec", "RSWASpec", "NewSpec"])
+def test_tables_that_hold_no_positions_are_refused(kind: str) -> None:
+    """An encoder's states, and rings: a prefix of their blocks would be sent for the tokens of a prompt."""
+    with pytest.raises(BindError, match=f"{kind}: where its block table has a token is not known"):
+        connected(kind)
+
+
+def test_block_tables_as_spans() -> None:
+    """Behind a window there are no blocks; between others there are all."""
+    made = connected("SlidingWindowSpec", layers=([0, 2], [1]), sliding_window=40)
+    spans = made.spans(([0, 0, 3, 4], [1, 2]), 4 * NT - 3, 5)
+    assert [(list(span.table), span.tokens) for span in spans.values()] == [
+        ([-1, -1, 3, 4], range(2 * NT, 4 * NT - 3)), ([1, 2], range(5, 4 * NT - 3)),
+    ]  # fmt: skip
+    assert made.spans(([0, 0], [1]), 20)["0.0"].tokens == range(20, 20)
+    with pytest.raises(BindError, match=r"expected blocks for all tokens from 16 on, got a table with gaps: \[0, 3, 0, 4\]"):
+        made.spans(([0, 3, 0, 4], [1, 2]), 4 * NT)

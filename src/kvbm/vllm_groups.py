@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from . import spec
 from .errors import BindError, LayoutError
 from .layout import Layout
+from .resolved import Resolved
 from .shapes import BlockShape
 from .terms import Expression, Pitch
 
@@ -373,14 +374,16 @@ def _pitched(layout: Layout, shape: BlockShape, view: Sequence[int], strides: Se
     try:
         resolved = layout.resolve(shape, view[0])
         pitches = dict(layout.pitch)
-        inside = [piece.stride for piece in resolved.pieces() if piece.term.axes == ("l",)] if not layout.planes else []
         if view[0] > 1 and resolved.id_steps[1] != block:
             pitches["b"] = Pitch(Expression(str(block)), in_bytes=True)
-        if shape.nl > 1 and inside and inside[0] and inside[0] != layer:
+        if shape.nl > 1 and _layer_step(resolved) not in (0, layer):
             pitches["l"] = Pitch(Expression(str(layer)), in_bytes=True)
         if pitches != dict(layout.pitch):
             layout = replace(layout, pitch=tuple(sorted(pitches.items())))
             resolved = layout.resolve(shape, view[0])
+        steps = _layer_step(resolved), resolved.id_steps[1]
+        if (shape.nl > 1 and steps[0] not in (0, layer)) or (view[0] > 1 and steps[1] != block):
+            raise LayoutError(f"{layout.name} ({layout.order_text}): layers {steps[0]} and blocks {steps[1]} bytes apart")
     except LayoutError as error:
         raise BindError(f"{what}: {error}; expected layers {layer} and blocks {block} bytes apart") from None
     if (held := resolved.block_bytes // shape.nl) != view[1] * view[2] * view[3]:
@@ -389,6 +392,13 @@ def _pitched(layout: Layout, shape: BlockShape, view: Sequence[int], strides: Se
             f"config says, got {held} at {shape}; pass another layout="
         )
     return layout
+
+
+def _layer_step(resolved: Resolved) -> int:
+    """Bytes between layers inside an allocation; 0 where each has one of its own, or several planes."""
+    if resolved.layout.planes:
+        return 0
+    return next((piece.stride for piece in resolved.pieces() if piece.term.axes == ("l",)), 0)
 
 
 def _strides(order: str, layers: int, view: Sequence[int], layer: int, block: int) -> tuple[int, int, int, int, int]:

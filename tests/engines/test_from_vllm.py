@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str], list[list[Any]]]] = 
 # fmt: on
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", [name if name == "sliding" else pytest.param(name, marks=pytest.mark.long) for name in CASES])
 def test_what_layers_write(models: Callable[[str], Path], tmp_path: Path, case: str) -> None:
     model, llm, variables, want = CASES[case]
     connector = {

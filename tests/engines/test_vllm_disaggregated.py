@@ -21,6 +21,9 @@ Step = dict[str, Any]
 #: Prompts that end within a block, at the end of one, and behind it.
 PLAIN: list[Step] = [{"length": length} for length in (200, 256, 257)]
 
+#: Of which the token behind them sees a block less than their last one, or less than what a block of 64 holds.
+BEHIND_A_WINDOW: list[Step] = [{"length": length} for length in (257, 300, 319)]
+
 OURS = {"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm.integrations.vllm"}
 STOCK = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 
@@ -113,6 +116,7 @@ def test_blocks_of_another_size(models: Models, tmp_path: Path) -> None:
     assert cached[6:10] == [0] * 4 and cached[11] == 0  # computed here
 
 
+@pytest.mark.long
 def test_failures_fail_where_that_is_wanted(models: Models, tmp_path: Path) -> None:
     """By the policy ``fail`` nothing is computed again: the request ends with an error."""
     steps: list[Step] = [*PLAIN, {"length": 220, "kill": True}]
@@ -125,19 +129,21 @@ def test_failures_fail_where_that_is_wanted(models: Models, tmp_path: Path) -> N
     ("name", "blocks", "tp"),
     [
         ("llama", (32, 32), (1, 2)),
-        ("llama", (64, 32), (2, 1)),
+        pytest.param("llama", (64, 32), (2, 1), marks=pytest.mark.long),
         ("sliding", (32, 64), (1, 1)),
-        ("sliding", (64, 32), (1, 2)),
+        pytest.param("sliding", (64, 32), (1, 2), marks=pytest.mark.long),
     ],
     ids=lambda two: two if isinstance(two, str) else f"{two[0]}→{two[1]}",
 )
 def test_engines_that_differ(
     models: Models, tmp_path: Path, name: str, blocks: tuple[int, int], tp: tuple[int, int]
 ) -> None:
-    found = disaggregated(models(name), tmp_path, OURS, PLAIN, blocks, tp)
-    assert are_right(found) == [True] * 3 and [one["cached"] for one in found] == [loaded(step) for step in PLAIN]
+    steps = BEHIND_A_WINDOW if name == "sliding" else PLAIN
+    found = disaggregated(models(name), tmp_path, OURS, steps, blocks, tp)
+    assert are_right(found) == [True] * 3 and [one["cached"] for one in found] == [loaded(step) for step in steps]
 
 
+@pytest.mark.long
 def test_a_latent(models: Models, tmp_path: Path) -> None:
     """The last token is decoded, for which vLLM's CPU backend computes otherwise than for a prompt: to some thousandths."""
     steps: list[Step] = [{"length": 257}, {"length": 129}, {"length": 257, "other": True}]

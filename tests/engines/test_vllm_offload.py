@@ -61,7 +61,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [name if name == "llama" else pytest.param(name, marks=pytest.mark.long) for name in CASES])
 def test_reload(models: Callable[[str], Path], case: str) -> None:
     """What was computed comes back: the same tokens, as many cached as whole chunks of the prompt.  A flipped bit is a miss."""
     name, extra, llm, whole, some, more = CASES[case]
@@ -88,12 +88,14 @@ def test_a_flipped_bit_changes_tokens(models: Callable[[str], Path]) -> None:
     assert [each["tokens"] for each in flipped] != [each["tokens"] for each in first]
 
 
+@pytest.mark.long
 def test_the_spec_alone_stops(models: Callable[[str], Path]) -> None:
     """The engine stops, and says what helps: vLLM's own connector has no way out for a load that fails."""
     with pytest.raises(AssertionError, match=r"DigestError: vLLM offloading: chunks .*KvbmOffloadingConnector"):
         offload(models("llama"), STEPS[:6], {}, stock=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("policy", "ended"), [("recompute", "length"), ("fail", "error")])
 def test_one_of_several_connectors(models: Callable[[str], Path], policy: str, ended: str) -> None:
     """There the policy is that of all: a miss, or a request that ends with an error.  Others go on, and no token is wrong."""

@@ -22,7 +22,7 @@ from ..layout import Layout
 from ..reshard.local import Local
 from ..reshard.messages import plan
 from ..reshard.sequence import Span
-from .transformers_cache import VERSIONS, Group, Held, Host, groups_of, require
+from .transformers_cache import VERSIONS, Group, Held, Host, away, groups_of, require
 
 try:
     from transformers.generation.continuous_batching import continuous_api
@@ -81,6 +81,7 @@ class Batching:
     4. `release` here, `attach` there.
 
     Each of these pauses the generation between two steps.  Between them both managers run: the blocks belong to the request.
+    ``cancel_request`` does not reach one that is between them: `release` it instead.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -133,7 +134,15 @@ class Batching:
                 # Of a step under way the token is not known yet: it is computed again from the token before.
                 state.position_offset = min(state.position_offset, len(known) - 1)
                 state.tokens_to_process = [known[state.position_offset]]
+            self._rename(request_id, away(request_id))
             return state
+
+    def _rename(self, name: Any, new: Any) -> None:
+        """Let the block tables of a request be another's: those of one that is away nobody frees."""
+        for group in self.groups.values():
+            tables = group.allocator.block_table
+            if name in tables:
+                tables[new] = tables.pop(name)
 
     def reserve(self, state: Any, request_id: str | None = None) -> Any:
         """Give a request the blocks that it needs for what is in the cache and the next step.
@@ -175,17 +184,33 @@ class Batching:
                         f"transformers: request {state.request_id!r}: no room for {state.position_offset + 1} tokens; "
                         "wait until others have ended"
                     )
+            self._rename(state.request_id, away(state.request_id))
         return state
 
     def attach(self, state: Any) -> None:
-        """Let a request go on whose blocks are filled; its results come from this manager."""
+        """Let a request go on whose blocks are filled; its results come from this manager.
+
+        Raises
+        ------
+        BindError
+            It has no blocks: it was released, or attached already; the manager has another one of this name.
+        """
         with self.paused():
+            scheduler, name = self.manager.batch_processor.scheduler, state.request_id
+            if name in scheduler.active_requests or name in scheduler.waiting_requests:
+                raise BindError(f"transformers: request {name!r}: the manager has one of this name")
+            if not all(away(name) in group.allocator.block_table for group in self.groups.values()):
+                raise BindError(
+                    f"transformers: request {name!r}: expected one that was detached or reserved, got one without blocks: it was "
+                    "released"
+                )
+            self._rename(away(name), name)
             if self.cache.use_prefix_sharing and state.position_offset:
                 tokens = (state.initial_tokens + state.generated_tokens)[: state.position_offset]
                 for group in self.groups.values():  # so that requests with the same prefix find it
                     whole = state.position_offset // group.pool.shape.nt
                     group.allocator.mark_complete_blocks(state.request_id, tokens, whole)
-            self.manager.batch_processor.scheduler.active_requests[state.request_id] = state
+            scheduler.active_requests[name] = state
 
     def release(self, state: Any, *, reusable: bool = True) -> None:
         """Give back the blocks of a request that was detached, or reserved and not attached.
@@ -193,7 +218,7 @@ class Batching:
         Whole ones stay for requests with the same prefix as long as there is room, unless they are not `reusable`.
         """
         with self.paused():
-            self.cache.free_blocks(state.request_id, no_cache=not reusable)
+            self.cache.free_blocks(away(state.request_id), no_cache=not reusable)
 
     def spans(self, state: Any) -> dict[str, Span]:
         """By group, the blocks that hold what of the request is in the cache."""
@@ -230,12 +255,16 @@ class Batching:
         Raises
         ------
         BindError
-            As `reserve`; the request stays where it is.
+            As `reserve`; a manager whose blocks have another shape; the request stays where it is.  It was restored before.
         """
         with self.paused():
             state = self.reserve(parked.state, request_id)
-            right = host.get(parked.held, self.groups, {n: g.table(state.request_id) for n, g in self.groups.items()})
-            host.drop(parked.held)
+            try:
+                right = host.get(parked.held, self.groups, {n: g.table(state.request_id) for n, g in self.groups.items()})
+                host.drop(parked.held)
+            except BaseException:
+                self.release(state, reusable=False)
+                raise
             if not right:
                 _start_over(state)
             self.attach(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from ..reshard.sequence import Span
 from ..shapes import BlockShape
 from ..transfer import Transfer
 
-__all__ = ["VERSIONS", "Group", "Held", "Host", "groups_of", "require"]
+__all__ = ["VERSIONS", "Group", "Held", "Host", "away", "groups_of", "require"]
 
 #: First and last version of transformers that was tested.  Another one is taken, with a warning, if its classes have what is used
 #: here, and its cache lies as it is declared.
@@ -66,6 +67,11 @@ def _require_version() -> None:
         )
 
 
+def away(request_id: str) -> tuple[str, str]:
+    """Under which name block tables have a request that is in no schedule: one that the engine's own calls do not reach."""
+    return "kvbm", request_id
+
+
 # ---- the cache -----------------------------------------------------------------------------------------------------------
 
 
@@ -92,8 +98,9 @@ class Group(NamedTuple):
     allocator: Any
 
     def table(self, request_id: str) -> list[int]:
-        """The block ids of a request, in order; a copy."""
-        return list(self.allocator.block_table.get(request_id, ()))
+        """The block ids of a request, whether it is scheduled or not, in order; a copy."""
+        tables = self.allocator.block_table
+        return list(tables.get(request_id) or tables.get(away(request_id), ()))
 
     def span(self, request_id: str, tokens: int) -> Span:
         """The blocks of a request that has so many tokens, as `reshard.Local` and links take them.
@@ -163,10 +170,11 @@ def _group(name: str, cache: Any, allocator: Any) -> Group:
 
 
 class Held(NamedTuple):
-    """Where blocks are in host memory, and their digests; by group."""
+    """Where blocks are in host memory, and their digests; by group.  `number` tells them from those before, at the same place."""
 
     ids: dict[str, list[int]]
     digests: dict[str, Any]
+    number: int
 
 
 class Host:
@@ -207,6 +215,7 @@ class Host:
         self.check = check
         self.stats = {"stored": 0, "loaded": 0, "wrong": 0}
         self._free = {name: list(range(num_blocks))[::-1] for name in groups}
+        self._numbers, self._live = itertools.count(), set[int]()
         self._transfers: dict[tuple[Pool, Pool], Transfer] = {}
 
     def room(self, tables: Mapping[str, Any]) -> bool:
@@ -226,14 +235,27 @@ class Host:
                 f"transformers: expected room in host memory for { {n: len(t) for n, t in tables.items()} } blocks, got "
                 f"{ {n: len(f) for n, f in self._free.items()} }"
             )
-        held = Held({name: [self._free[name].pop() for _ in table] for name, table in tables.items()}, {})
-        for name, table in tables.items():
-            held.digests[name] = self._copy(groups[name].pool, self.pools[name], table, held.ids[name], stream)
-            self.stats["stored"] += len(table)
+        ids = {name: [self._free[name].pop() for _ in table] for name, table in tables.items()}
+        held = Held(ids, {}, next(self._numbers))
+        self._live.add(held.number)
+        try:
+            for name, table in tables.items():
+                held.digests[name] = self._copy(groups[name].pool, self.pools[name], table, held.ids[name], stream)
+                self.stats["stored"] += len(table)
+        except BaseException:
+            self.drop(held)
+            raise
         return held
 
     def get(self, held: Held, groups: Mapping[str, Group], tables: Mapping[str, list[int]], stream: Any = None) -> bool:
-        """Copy blocks back, into the first ones of tables; whether they are what was put."""
+        """Copy blocks back, into the first ones of tables; whether they are what was put.
+
+        Raises
+        ------
+        BindError
+            They were dropped; blocks of another shape.
+        """
+        self._require(held)
         right = True
         for name, ids in held.ids.items():
             found = self._copy(self.pools[name], groups[name].pool, ids, tables[name][: len(ids)], stream)
@@ -244,9 +266,18 @@ class Host:
         return right
 
     def drop(self, held: Held) -> None:
-        """The blocks are free for others."""
+        """The blocks are free for others; `BindError` if they are already."""
+        self._require(held)
+        self._live.remove(held.number)
         for name, ids in held.ids.items():
             self._free[name] += ids[::-1]
+
+    def _require(self, held: Held) -> None:
+        if held.number not in self._live:
+            raise BindError(
+                f"transformers: host memory: expected blocks that are held, got { {n: len(i) for n, i in held.ids.items()} } that "
+                "were dropped: a request that was offloaded is restored once"
+            )
 
     def _copy(self, src: Pool, dst: Pool, src_ids: list[int], dst_ids: list[int], stream: Any) -> list[int]:
         """Copy blocks of a sequence, wait, and return their digests, if they are wanted."""

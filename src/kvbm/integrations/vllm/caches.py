@@ -16,8 +16,14 @@ from ...vllm_groups import Group, groups
 __all__ = ["Caches"]
 
 
+#: Kinds of groups whose block tables hold a sequence's tokens, each at its position; not those of an encoder, or rings.
+_BY_POSITION = (
+    "FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec",
+)  # fmt: skip
+
+
 class Caches:
-    """What a worker of vLLM holds.
+    """What a worker of vLLM holds; `BindError` for groups whose tables are not known.
 
     Parameters
     ----------
@@ -40,6 +46,13 @@ class Caches:
         for group in groups(vllm_config, kv_cache_config):
             if group.index not in kv_cache_config.transfer_group_ids:
                 continue
+            held = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
+            kinds = {type(one).__name__ for one in (getattr(held, "kv_cache_specs", None) or {"": held}).values()}
+            if other := sorted(kinds.difference(_BY_POSITION)):
+                raise BindError(
+                    f"{group}: {', '.join(other)}: where its block table has a token is not known; expected "
+                    f"{', '.join(_BY_POSITION)}"
+                )
             if group.dcp != 1:
                 raise BindError(f"{group}: decode_context_parallel_size: expected 1, got {group.dcp}; it was not tested")
             name = f"{group.index}.{parts[group.index]}"
@@ -62,6 +75,11 @@ class Caches:
             The first token that no block has to hold.
         first : int, optional
             The first token.
+
+        Raises
+        ------
+        BindError
+            Blocks that are missing behind one that is held.
         """
         found = {}
         for name, group in self._read.items():
@@ -69,5 +87,9 @@ class Caches:
             table[table == 0] = -1  # vLLM's null block
             held = np.flatnonzero(table >= 0)
             start = int(held[0]) * group.shape.nt if held.size else last
+            if held.size and len(table) - held[0] != held.size:
+                raise BindError(
+                    f"{group}: expected blocks for all tokens from {start} on, got a table with gaps: {blocks[group.index]!r:.200}"
+                )
             found[name] = Span(table, range(min(max(start, first), last), last))
         return found

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from ... import wire
 from ...errors import BindError, KvbmError, TransferError
 from ...reshard import Endpoint, Link
 from .caches import Caches
-from .meetings import Door, Visit
+from .meetings import Door, Links, Visit
 
 __all__ = ["KvbmConnector"]
 
@@ -42,8 +42,17 @@ _TOLD = 20.0
 #: Requests that were sent, or let go of: a late question is answered at once.
 _MOST_GONE = 4096
 
+#: Tokens of a block of the engine that decodes, at most, where it has a sliding window: its first block is loaded as a whole.
+_MOST_TOKENS = 128
+
+#: Characters of a request's name, or a host's: it stands in messages.
+_MOST_NAME = 1000
+
 #: Engines that are remembered, though they could not be met.
 _MOST_VISITS = 256
+
+#: Seconds that nobody waits; what the endpoint's clock takes.
+_FOREVER = 1e9
 
 #: Loads that begin at a time: each may wait for an engine that does not answer.
 _LOADS = 16
@@ -76,6 +85,8 @@ class Source:
         for name, kind, value in zip(names, (str, str, int, int, int), found, strict=True):
             if type(value) is not kind or (isinstance(value, int) and value < 0):
                 raise BindError(f"kv_transfer_params: {name}: expected {kind.__name__}, got {value!r:.100}")
+            if isinstance(value, str) and len(value) > _MOST_NAME:
+                raise BindError(f"kv_transfer_params: {name}: expected at most {_MOST_NAME} characters, got {len(value)}")
         return cls(*found)  # type: ignore[arg-type]
 
 
@@ -94,9 +105,10 @@ class Load:
 
 @dataclass
 class Told(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler tells the workers before a step."""
+    """What the scheduler tells the workers before a step: what is held, and no more, and what is to be loaded."""
 
     start: str
+    unheld: list[str] = field(default_factory=list)
     holds: dict[str, Hold] = field(default_factory=dict)
     loads: dict[str, Load] = field(default_factory=dict)
 
@@ -120,7 +132,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler = _Scheduler(vllm_config) if role == KVConnectorRole.SCHEDULER else None
+        self._scheduler = _Scheduler(vllm_config, kv_cache_config) if role == KVConnectorRole.SCHEDULER else None
         self._worker = _Worker(vllm_config, kv_cache_config) if role == KVConnectorRole.WORKER else None
 
     # ---- the scheduler ---------------------------------------------------------------------------------------------
@@ -130,6 +142,13 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._of_scheduler.allocated(request, blocks, num_external_tokens)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._of_scheduler.manager = kv_cache_manager
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._of_scheduler.sent(connector_output.finished_sending or ())
 
     def build_connector_meta(self, scheduler_output: Any) -> Told:  # noqa: ARG002
         return self._of_scheduler.told()
@@ -178,16 +197,33 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class _Scheduler:
-    """What goes where; no memory is touched here."""
+    """What goes where; no memory is touched here.
 
-    def __init__(self, config: Any) -> None:
+    vLLM lets go of blocks that the token behind a prompt does not see, and then says that the request has ended.  The engine that
+    decodes computes the prompt's last token, which sees more; and it loads its first block as a whole.  So these blocks are
+    remembered with each step, and kept.
+    """
+
+    def __init__(self, config: Any, kv_cache_config: Any) -> None:
+        self.manager: Any = None  # vLLM's, of blocks
+        self._windows: list[tuple[int, int, int, int]] = []  # groups, tokens of a block, those of a window, or of a chunk
+        for index in kv_cache_config.transfer_group_ids:
+            held = kv_cache_config.kv_cache_groups[index].kv_cache_spec
+            held = getattr(held, "first_spec", held)
+            window, chunk = (getattr(held, name, None) or 0 for name in ("sliding_window", "attention_chunk_size"))
+            if window or chunk:
+                self._windows.append((index, int(held.block_size), window, chunk))
+        self._prefills: dict[str, int] = {}  # requests, and tokens of their prompts
+        self._seen: dict[str, list[tuple[int, int, list[Any]]]] = {}  # their blocks: group, place of the first, blocks
+        self._kept: dict[str, list[Any]] = {}
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         self._host, self._port = _host(transfer), _port(config)
         self._workers = parallel.world_size
-        self._hold_seconds = float(transfer.get_from_extra_config("hold_seconds", HOLD_SECONDS))
+        self._hold_seconds = _seconds(transfer, "hold_seconds", HOLD_SECONDS)
         self._engine = transfer.engine_id
         self._told = Told(start=secrets.token_hex(8))
         self._local: dict[str, int] = {}
+        self._asked: OrderedDict[tuple[str, int, str], None] = OrderedDict()
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         """Tokens that come from elsewhere, beyond those that are here.
@@ -207,42 +243,87 @@ class _Scheduler:
         if not params.get("do_remote_prefill"):
             return None
         try:
-            return Source.of(params)
+            source = Source.of(params)
+            if params.get("remote_engine_id") == self._engine:  # what is in the prefix cache is used, and nothing is moved
+                self._told.unheld.append(source.request.partition("/")[2])
+                raise BindError(f"remote_engine_id: {self._engine!r} is this engine itself")
+            if (source.host, source.port, source.request) in self._asked:  # such as n > 1, or a router that tries again
+                raise BindError(f"remote_request_id: {source.request!r:.100} was loaded already; it is sent once")
         except BindError as error:
             params["do_remote_prefill"] = False
             logger.warning("request %s: it is prefilled here: %s", request.request_id, error)
             return None
+        return source
+
+    def _ask(self, request: Any, load: Load) -> None:
+        """The workers ask for it, once."""
+        request.kv_transfer_params["do_remote_prefill"] = False
+        self._told.loads[request.request_id] = load
+        self._asked[load.source.host, load.source.port, load.source.request] = None
+        if len(self._asked) > _MOST_GONE:
+            self._asked.popitem(last=False)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks are there for what is to come."""
+        if self._windows and (request.kv_transfer_params or {}).get("do_remote_decode"):
+            self._prefills[request.request_id] = request.num_prompt_tokens
         source = self._source(request)
         if source is None:
             return
-        request.kv_transfer_params["do_remote_prefill"] = False  # once
         first = self._local.pop(request.request_id, 0)
         tables = blocks.get_block_ids() if external else ()
-        self._told.loads[request.request_id] = Load(source, tables, first, first + external)
+        self._ask(request, Load(source, tables, first, first + external))
 
     def finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Whether its blocks are held for another engine; what that one has to know."""
         self._local.pop(request.request_id, None)
+        self._prefills.pop(request.request_id, None)
+        seen = self._seen.pop(request.request_id, [])
         source = self._source(request)
         if source is not None:  # aborted before it had blocks: the other engine need not hold it
-            request.kv_transfer_params["do_remote_prefill"] = False
-            self._told.loads[request.request_id] = Load(source)
+            self._ask(request, Load(source))
         params = request.kv_transfer_params or {}
         ended = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         if not params.get("do_remote_decode") or request.status not in ended or not any(blocks):
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if seen:
+            blocks = self._keep(request.request_id, blocks, seen)
         self._told.holds[request.request_id] = Hold(blocks, tokens, self._hold_seconds)
         return True, {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self._engine,
-            "remote_request_id": request.request_id, "remote_host": self._host, "remote_port": self._port,
+            "remote_request_id": f"{self._told.start}/{request.request_id}", "remote_host": self._host, "remote_port": self._port,
             "remote_workers": self._workers, "remote_num_tokens": tokens,
         }  # fmt: skip
 
+    def _keep(
+        self, request: str, blocks: tuple[list[int], ...], seen: list[tuple[int, int, list[Any]]]
+    ) -> tuple[list[int], ...]:
+        """The tables with blocks that vLLM has let go of just now: nobody else has had them yet."""
+        tables, kept = [list(table) for table in blocks], []
+        for group, first, behind in seen:
+            for at, block in zip(range(first, len(tables[group])), behind, strict=False):
+                if tables[group][at] == 0 and not block.is_null:
+                    tables[group][at] = block.block_id
+                    kept.append(block)
+        self.manager.block_pool.touch(kept)
+        self._kept[request] = kept
+        return tuple(tables)
+
+    def sent(self, requests: Iterable[str]) -> None:
+        """They are held no more."""
+        for request in requests:
+            if kept := self._kept.pop(request, None):
+                self.manager.block_pool.free_blocks(reversed(kept))
+
     def told(self) -> Told:
+        for request, tokens in self._prefills.items():
+            blocks = self.manager.get_blocks(request).blocks
+            self._seen[request] = []
+            for group, nt, window, chunk in self._windows:
+                least = max(tokens - window if window else 0, (tokens - 1) // chunk * chunk if chunk else 0)
+                first = max(0, least - _MOST_TOKENS + 1) // nt
+                self._seen[request].append((group, first, list(blocks[group][first:])))
         told, self._told = self._told, Told(self._told.start)
         return told
 
@@ -266,34 +347,40 @@ class _Worker:
         self._config, self._kv_cache_config = config, kv_cache_config
         self._transfer = config.kv_transfer_config
         self._extra: Callable[..., Any] = self._transfer.get_from_extra_config
-        self._seconds = float(self._extra("load_seconds", 30.0))
+        self._seconds = _seconds(self._transfer, "load_seconds", 30.0)
         self._known = threading.Condition()
         self._held: dict[str, _Held] = {}
         self._gone: OrderedDict[str, tuple[Link | None, str]] = OrderedDict()  # to whom, or why not
         self._arrivals: dict[str, tuple[list[Any], bool]] = {}  # and whether it has failed
-        self._aborted: set[str] = set()
+        self._asking: dict[str, bool] = {}  # loads of which there are no arrivals yet, and whether they were given up
         self._visits: dict[tuple[str, int, int], Visit] = {}
         self._over: KVConnectorTransferResults = KVConnectorTransferResults()
         self._loading = ThreadPoolExecutor(_LOADS, "kvbm load")
         self._start = ""
         self._endpoint: Endpoint | None = None
+        self._links: Links | None = None
         self._door: Door | None = None
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         self._caches = Caches(self._config, self._kv_cache_config, kv_caches)
         rank = self._caches.rank
-        options = {name: value for name in ("chunk_bytes", "ring_bytes", "max_sms") if (value := self._extra(name, None))}
+        given = {name: self._extra(name, None) for name in ("chunk_bytes", "ring_bytes", "max_sms")}
+        options = {name: value for name, value in given.items() if value is not None}
         self._endpoint = Endpoint(
             str(self._transfer.engine_id), self._caches.groups, rank,
             wire=wire.nixl(f"{self._transfer.engine_id}/{rank}/{secrets.token_hex(4)}"),  # another one when it is started again
             model=str(self._extra("model", self._config.model_config.model)), **options,
         )  # fmt: skip
-        self._door = Door(self._endpoint, _host(self._transfer), _port(self._config) + rank, self._send)
+        self._links = Links(self._endpoint)
+        self._door = Door(self._links, _host(self._transfer), _port(self._config) + rank, self._send)
 
     def begin(self, told: KVConnectorMetadata) -> None:
         """Before a step, or beside it: what is held, and what is to be loaded."""
         assert isinstance(told, Told)
         self._start = told.start
+        with self._known:
+            for held in (self._held[request] for request in told.unheld if request in self._held):
+                held.until = 0.0
         if not told.holds and not told.loads:
             return
         wait = self._queued()
@@ -301,6 +388,7 @@ class _Worker:
             for request, hold in told.holds.items():
                 self._gone.pop(request, None)
                 self._held[request] = _Held(hold, time.monotonic() + hold.seconds, wait)
+            self._asking.update(dict.fromkeys(told.loads, False))
             self._known.notify_all()
         for request, load in told.loads.items():
             self._loading.submit(self._load, request, load, wait)
@@ -316,8 +404,11 @@ class _Worker:
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
-    def _send(self, request: str, link: Link, is_given_up: bool) -> None:
+    def _send(self, wanted: str, link: Link, is_given_up: bool) -> None:
         """Send a request that is held here, once; or let go of it."""
+        start, _, request = wanted.partition("/")
+        if start != self._start:
+            raise TransferError(f"request {request}: it was held before this engine was started again")
         with self._known:
             if not self._known.wait_for(lambda: request in self._held or request in self._gone, _TOLD):
                 raise TransferError(f"request {request}: not held here")
@@ -335,7 +426,7 @@ class _Worker:
         try:
             if not is_given_up:
                 for group, span in self._caches.spans(held.hold.blocks, held.hold.tokens).items():
-                    sendings.append(link.send(request, span, group=group, wait=held.wait, timeout=self._seconds))
+                    sendings.append(link.send(wanted, span, group=group, wait=held.wait, timeout=self._seconds))
         except Exception as error:
             held.failure = str(error) or type(error).__name__
             for sending in sendings:
@@ -347,14 +438,14 @@ class _Worker:
     # ---- decode ----------------------------------------------------------------------------------------------------
 
     def _visit(self, source: Source) -> Visit:
-        assert self._endpoint is not None
+        assert self._links is not None
         world = self._config.parallel_config.world_size
         with self._known:
             at = source.host, source.port, source.workers
             if at not in self._visits:
                 if len(self._visits) >= _MOST_VISITS:  # of which most were of no use
                     self._visits = {key: visit for key, visit in self._visits.items() if visit.is_met}
-                self._visits[at] = Visit(self._endpoint, self._start, world, *at)
+                self._visits[at] = Visit(self._links, self._start, world, *at)
             return self._visits[at]
 
     def _load(self, request: str, load: Load, wait: Any) -> None:
@@ -374,8 +465,11 @@ class _Worker:
             logger.warning("request %s: %s was not loaded: %s", request, where, error)
             for arrival in arrivals:
                 arrival.abort()
-        if load.first < load.last:  # else vLLM has all of it, and waits for nothing
-            with self._known:
+        with self._known:
+            if self._asking.pop(request):
+                for arrival in arrivals:
+                    arrival.abort()
+            if load.first < load.last:  # else vLLM has all of it, and waits for nothing
                 self._arrivals[request] = arrivals, has_failed
 
     # ---- what the scheduler is told --------------------------------------------------------------------------------
@@ -383,6 +477,7 @@ class _Worker:
     def results(self, finished: set[str]) -> KVConnectorTransferResults:
         """What has ended since; of requests that vLLM has given up nothing is waited for."""
         with self._known:
+            self._asking.update(dict.fromkeys(finished & self._asking.keys(), True))
             for request, (arrivals, has_failed) in list(self._arrivals.items()):
                 if request in finished:
                     for arrival in arrivals:
@@ -428,6 +523,13 @@ class _Worker:
 
 def _host(transfer: Any) -> str:
     return str(transfer.get_from_extra_config("host", "127.0.0.1"))
+
+
+def _seconds(transfer: Any, name: str, usual: float) -> float:
+    given = transfer.get_from_extra_config(name, usual)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < _FOREVER:
+        raise BindError(f"kv_connector_extra_config: {name}: expected a number of seconds above 0, got {given!r:.100}")
+    return float(given)
 
 
 def _port(config: Any) -> int:

@@ -11,14 +11,14 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...errors import BindError, KvbmError, TransferError, TransferTimeoutError
 from ...reshard import Endpoint, Link
 from ...reshard.talk import Talk, connect, listen
 
-__all__ = ["Door", "Visit"]
+__all__ = ["Door", "Links", "Visit"]
 
 #: Seconds that a word of the other side may take; one that has more to do says that it is busy.
 WORD = 30.0
@@ -35,6 +35,39 @@ _KEPT = 600.0
 #: Most ranks of an engine, and most conversations at a time.
 _MOST_RANKS = 4096
 _MOST_TALKS = 4096
+
+
+class Links:
+    """Links of an endpoint: one to each start of an engine, whichever of the two asked first, for both ways.
+
+    Parameters
+    ----------
+    endpoint : Endpoint
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._lock = threading.Lock()
+        self._made: dict[frozenset[bytes], tuple[Link, int]] = {}  # by the cards of all ranks; and how many use it
+
+    def meet(self, cards: Iterable[bytes]) -> Link:
+        """The link to the ranks of these cards, until `part`; raises what `Endpoint.meet` does."""
+        at = frozenset(cards)
+        with self._lock:
+            link, users = self._made.get(at) or (self.endpoint.meet(at), 0)
+            self._made[at] = link, users + 1
+            return link
+
+    def part(self, link: Link) -> None:
+        """It is not used any more; the last one closes it."""
+        with self._lock:
+            at, users = next((at, users) for at, (made, users) in self._made.items() if made is link)
+            if users > 1:
+                self._made[at] = link, users - 1
+                return
+            del self._made[at]
+        with contextlib.suppress(KvbmError):
+            link.close()
 
 
 @dataclass
@@ -54,8 +87,8 @@ class Door:
 
     Parameters
     ----------
-    endpoint : Endpoint
-        Of this worker.
+    links : Links
+        Of this worker's endpoint.
     host, port
         Where to listen; port 0 is any that is free.
     begin : callable
@@ -69,9 +102,9 @@ class Door:
     """
 
     def __init__(
-        self, endpoint: Endpoint, host: str, port: int, begin: Callable[[str, Link, bool], None], word: float = WORD
+        self, links: Links, host: str, port: int, begin: Callable[[str, Link, bool], None], word: float = WORD
     ) -> None:
-        self._endpoint, self._begin, self._word = endpoint, begin, word
+        self._links, self._begin, self._word = links, begin, word
         self._met = threading.Condition()
         self._guests: dict[tuple[str, str], _Guest] = {}
         self._talks: set[Talk] = set()
@@ -161,12 +194,11 @@ class Door:
     def _part(self, name: tuple[str, str]) -> None:
         link = self._guests.pop(name).link
         if link is not None:
-            with contextlib.suppress(KvbmError):
-                link.close()
+            self._links.part(link)
 
     def _meet(self, talk: Talk, guest: _Guest) -> Link:
         """Wait until all workers of its engine have brought their cards."""
-        talk.say(card=base64.b64encode(self._endpoint.card()).decode())
+        talk.say(card=base64.b64encode(self._links.endpoint.card()).decode())
         end = time.monotonic() + self._word
         with self._met:
             while len(guest.cards) < guest.world and not self._is_closed:
@@ -178,7 +210,7 @@ class Door:
             if self._is_closed:
                 raise BindError(f"{talk.peer}: this engine is shutting down")
             if guest.link is None:
-                guest.link = self._endpoint.meet(guest.cards.values())
+                guest.link = self._links.meet(guest.cards.values())
         talk.say(met=True)
         return guest.link
 
@@ -200,8 +232,8 @@ class Visit:
 
     Parameters
     ----------
-    endpoint : Endpoint
-        Of this worker.
+    links : Links
+        Of this worker's endpoint.
     start : str
         What tells this start of the engine from others; all its workers say the same.
     world : int
@@ -213,11 +245,11 @@ class Visit:
     """
 
     def __init__(
-        self, endpoint: Endpoint, start: str, world: int, host: str, port: int, ports: int, word: float = WORD
+        self, links: Links, start: str, world: int, host: str, port: int, ports: int, word: float = WORD
     ) -> None:
         if not 0 < ports <= _MOST_RANKS:
             raise BindError(f"{host}:{port}: expected a number of workers up to {_MOST_RANKS}, got {ports}")
-        self._endpoint, self._start, self._world, self._word = endpoint, start, world, word
+        self._links, self._start, self._world, self._word = links, start, world, word
         self._host, self._port, self._ports = host, port, ports
         self._lock = threading.Lock()
         self._talks: list[Talk] = []
@@ -257,14 +289,15 @@ class Visit:
                 self._talks.append(talk)
                 if self._is_closed:
                     raise BindError("this engine is shutting down")
-                card = base64.b64encode(self._endpoint.card()).decode()
-                talk.say(engine=self._endpoint.engine, start=self._start, rank=self._endpoint.rank, world=self._world, card=card)
+                here = self._links.endpoint
+                card = base64.b64encode(here.card()).decode()
+                talk.say(engine=here.engine, start=self._start, rank=here.rank, world=self._world, card=card)
                 cards.append(base64.b64decode(str(talk.hear("card")["card"]), validate=True))
             if self._link is None or cards != self._cards:  # an engine that was started again has other cards
                 if self._link is not None:
-                    self._link.close()
-                    self._link = None
-                self._link, self._cards = self._endpoint.meet(cards), cards
+                    link, self._link = self._link, None
+                    self._links.part(link)
+                self._link, self._cards = self._links.meet(cards), cards
             for talk in self._talks:
                 talk.hear("met")
             return self._link
