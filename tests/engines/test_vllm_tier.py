@@ -118,6 +118,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], float]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_stored_by_one_rank(models: Models, tmp_path: Path, name: str) -> None:
     """Loaded by two ranks with smaller blocks; a latent, which ranks hold alike; three groups of layers, two with a window."""
