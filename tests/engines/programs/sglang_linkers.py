@@ -1,0 +1,42 @@
+"""A linker that spoils what waits in host memory, where a file says so: for the tests of `kvbm.integrations.sglang`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvbm.integrations.sglang import KvbmLinker
+
+
+class SpoiledLinker(KvbmLinker):
+    """Sets a bit of each byte of a page that is asked for when the file of KVBM_SPOIL says so: before a lookup, or a load.
+
+    It writes how many pages of each kind it holds, and how many were wrong, to the file of KVBM_SEEN.
+    """
+
+    def _spoil(self, when: str, transfers: list[Any]) -> None:
+        said = Path(os.environ["KVBM_SPOIL"])
+        if not said.exists() or said.read_text() != when:
+            return
+        pages, keys = self.pools[transfers[0].name], transfers[0].keys
+        if len(keys) > 2 and keys[2] in pages:
+            said.unlink()
+            array = pages.host.arrays[pages._pages[keys[2]].block]  # a layout with one array a block
+            array.view(np.uint8)[...] |= 64
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        self._spoil("lookup", transfers)
+        return super().lookup(rid, transfers)
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        self._spoil("load", transfers)
+        return super().load(rid, transfers)
+
+    def pop_completed_offload(self) -> bool:
+        done = super().pop_completed_offload()
+        seen = " ".join(f"{name.value}:{len(pages)}:{pages.wrong}" for name, pages in self.pools.items())
+        Path(os.environ["KVBM_SEEN"]).write_text(seen)
+        return done
