@@ -9,21 +9,24 @@ from typing import Any
 import numpy as np
 
 from kvbm.integrations.sglang import KvbmLinker
+from kvbm.integrations.sglang.host import HostPages
 
 
 class SpoiledLinker(KvbmLinker):
     """Sets a bit of each byte of a page that is asked for when the file of KVBM_SPOIL says so: before a lookup, or a load.
 
-    It writes how many pages of each kind it holds, and how many were wrong, to the file of KVBM_SEEN.
+    Where it says ``blind``, digests are compared no more, and a page is spoiled before each load.  It writes how many pages of each kind it holds, and how many were wrong, to the file of KVBM_SEEN.
     """
 
     def _spoil(self, when: str, transfers: list[Any]) -> None:
         said = Path(os.environ["KVBM_SPOIL"])
-        if not said.exists() or said.read_text() != when:
-            return
+        wanted = said.read_text() if said.exists() else ""
+        is_blind = wanted == "blind"
+        if is_blind:
+            HostPages._compare = lambda *_: True
         pages, keys = self.pools[transfers[0].name], transfers[0].keys
-        if len(keys) > 2 and keys[2] in pages:
-            said.unlink()
+        if (wanted == when or (is_blind and when == "load")) and len(keys) > 2 and keys[2] in pages:
+            said.unlink(missing_ok=True)  # of two ranks one may be quicker
             array = pages.host.arrays[pages._pages[keys[2]].block]  # a layout with one array a block
             array.view(np.uint8)[...] |= 64
 

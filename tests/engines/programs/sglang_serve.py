@@ -1,15 +1,15 @@
-"""SGLang on the CPU, and prompts one after the other: ``sglang_serve.py SETTINGS`` (`Settings`, JSON); prints JSON behind RESULT."""
+"""SGLang on the CPU, prompts one after the other: ``sglang_serve.py SETTINGS`` (`Settings`, JSON); prints JSON behind RESULT."""
 
 from __future__ import annotations
 
-import standins  # noqa: F401  (first, in each process)
-
-import json  # isort: split
+import json
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any, TypedDict
+
+import standins  # noqa: F401  (before SGLang, in each process)
 
 
 class Settings(TypedDict):
@@ -36,6 +36,19 @@ def prompt(length: int) -> list[int]:
     return [(i * 7 + 31 * length) % 1000 + 3 for i in range(length)]
 
 
+def generated(engine: Any, lengths: list[int], new: int) -> list[dict[str, Any]]:
+    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+    start = time.perf_counter()
+    try:
+        found = engine.generate(input_ids=[prompt(length) for length in lengths], sampling_params=sampling)
+    except Exception as error:  # of SGLang's server
+        return [{"error": f"{type(error).__name__}: {error}"}]
+    seconds = time.perf_counter() - start
+    return [
+        {"tokens": one["output_ids"], "cached": one["meta_info"]["cached_tokens"], "seconds": seconds} for one in found
+    ]
+
+
 def main(settings: Settings) -> None:
     from sglang import Engine
 
@@ -45,24 +58,12 @@ def main(settings: Settings) -> None:
         "disable_cuda_graph": True, "log_level": "info", "random_seed": 0, "mem_fraction_static": 0.3,
     }  # fmt: skip
     engine = Engine(**{**usual, **settings["engine"]})
-    sampling = {"temperature": 0, "max_new_tokens": settings["new"], "ignore_eos": True}
     runs = []
     for step in settings["steps"]:
         if isinstance(step, str):
             Path(os.environ["KVBM_SPOIL"]).write_text(step)
             continue
-        start = time.perf_counter()
-        found = engine.generate(input_ids=[prompt(length) for length in step], sampling_params=sampling)
-        seconds = time.perf_counter() - start
-        runs.append(
-            [
-                {
-                    "tokens": one["output_ids"], "cached": one["meta_info"].get("cached_tokens"), "seconds": seconds,
-                    "reason": one["meta_info"].get("finish_reason"),
-                }
-                for one in found
-            ]
-        )  # fmt: skip
+        runs.append(generated(engine, step, settings["new"]))
         time.sleep(0.3)  # what was offloaded is told at a later step
     engine.shutdown()
     seen = Path(os.environ["KVBM_SEEN"])

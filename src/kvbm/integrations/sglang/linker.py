@@ -99,9 +99,9 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
 
     Notes
     -----
-    Each page is digested as it leaves and as it comes back.  One that is wrong at the lookup is a miss.  One that is wrong only when
-    it is loaded ends the requests of its batch with SGLang's error 503: the engine has no way back by then.  Both are forgotten.
-    All is called by the scheduler's thread.
+    Each page is digested as it leaves and as it comes back.  One that is wrong at the lookup is a miss.  One that is wrong only
+    when it is loaded ends the requests of its batch with SGLang's error 503: the engine has no way back by then.  Both are
+    forgotten.  All is called by the scheduler's thread.
     """
 
     def __init__(
@@ -123,9 +123,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         if num_pages < 1:
             raise BindError(f"host_bytes: expected at least {page_bytes} bytes, a page, got {settings.host_bytes}")
         layout = layouts.load(settings.host_layout)
-        self.kinds = {
-            name: _Kind(HostPages(pool, layout, num_pages), layers) for name, (pool, layers) in bound.items()
-        }
+        self.kinds = {name: _Kind(HostPages(pool, layout, num_pages), layers) for name, (pool, layers) in bound.items()}
         self.pools = {name: kind.pages for name, kind in self.kinds.items()}
         num_layers = 1 + max(kind.layers[-1] for kind in self.kinds.values())
         each = -(-num_layers // _PARTS)
@@ -246,9 +244,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
             pages = self.pools[transfer.name]
             new = set(pages.missing(transfer.keys))
             pairs = [
-                pair
-                for pair in zip(transfer.keys, self._ids(transfer.device_indices), strict=True)
-                if pair[0] in new
+                pair for pair in zip(transfer.keys, self._ids(transfer.device_indices), strict=True) if pair[0] in new
             ]
             wanted.append((pages, dict(pairs)))
         if not all(pages.room(len(ids)) for pages, ids in wanted):
@@ -351,7 +347,9 @@ def _caches(params: Any, components: set[Any]) -> dict[PoolName, tuple[Any, tupl
         for name, pool, sliding in ((PoolName.KV, cache.full_kv_pool, False), (PoolName.SWA, cache.swa_kv_pool, True)):
             if type(pool) is not MHATokenToKVPool:
                 raise BindError(f"{what}: {name}: expected a MHATokenToKVPool, got {type(pool).__name__}")
-            places = {at: layer - cache.start_layer for layer, (at, of) in cache.layers_mapping.items() if of == sliding}
+            places = {
+                at: layer - cache.start_layer for layer, (at, of) in cache.layers_mapping.items() if of == sliding
+            }
             layers = tuple(places[at] for at in range(len(places)))
             if list(layers) != sorted(layers):
                 raise BindError(f"{what}: {name}: expected layers in order, got {layers}")
