@@ -15,7 +15,8 @@ from kvbm.integrations.sglang.host import HostPages
 class SpoiledLinker(KvbmLinker):
     """Sets a bit of each byte of a page that is asked for when the file of KVBM_SPOIL says so: before a lookup, or a load.
 
-    Where it says ``blind``, digests are compared no more, and a page is spoiled before each load.  It writes how many pages of each kind it holds, and how many were wrong, to the file of KVBM_SEEN.
+    Where it says ``blind``, digests are compared no more, and a page is spoiled before each load.  It writes how many pages of each
+    kind it holds, and how many were wrong, to the file of KVBM_SEEN.
     """
 
     def _spoil(self, when: str, transfers: list[Any]) -> None:
