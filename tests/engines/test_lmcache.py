@@ -6,11 +6,16 @@ import importlib
 import os
 import subprocess
 import sys
+import tomllib
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from conftest import HERE, result, run
 
 if find_spec("lmcache") is None:
     pytest.skip("LMCache is not installed", allow_module_level=True)
@@ -107,7 +112,9 @@ def test_as_lmcache_does(name: str, dtype: Any) -> None:
         theirs, mine = clone(paged), clone(paged)
         call(stock, name, theirs, held, ids, False, skip)
         call(ours, name, mine, held, ids, False, skip)
-        same = [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(flat(mine), flat(theirs), strict=True)]
+        same = [
+            torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(flat(mine), flat(theirs), strict=True)
+        ]
         assert all(same) and not torch.equal(flat(mine)[0].view(torch.int16), flat(paged)[0].view(torch.int16))
 
 
@@ -121,7 +128,7 @@ def test_pointers(name: str) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-#: vLLM's orders of memory → its views ``(layers, blocks, heads, tokens, content)`` in it.  LMCache refuses those with heads outside.
+#: vLLM's orders of memory → its views ``(layers, blocks, heads, tokens, content)`` in it.  LMCache refuses heads outside blocks.
 ORDERS = {"LBHNC": "lbhtd", "LBNHC": "lbthd", "BLHNC": "blhtd", "BLNHC": "blthd", "LHBNC": "lhbtd", "BHLNC": "bhltd"}
 
 
@@ -189,7 +196,7 @@ def test_what_is_not_known_is_an_error() -> None:
 
 
 def test_the_plugin_is_chosen_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installed and not named, it changes nothing: of two backends that are available for a device LMCache would refuse to choose."""
+    """Installed and not named, it changes nothing: between two backends that are available LMCache would not choose."""
     monkeypatch.delenv("LMCACHE_DEVICE_BACKEND", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -229,21 +236,45 @@ print("RESULT", type(ops).__name__, right, sum(float(one.abs().sum()) for one in
 """
 
 
-@pytest.mark.parametrize("backend", ["kvbm_cpu", ""])
-def test_in_lmcache(tmp_path: Any, backend: str) -> None:
-    """LMCache finds the entry points, and its engine-driven transfer copies with what was chosen."""
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """PYTHONPATH with the project's entry points, also where it is not installed."""
     info = tmp_path / "kvbm_plugin-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvbm-plugin\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[lmcache.device_plugins]\nkvbm = kvbm.integrations.lmcache:KvbmDeviceSpec\n"
-        "kvbm_cpu = kvbm.integrations.lmcache:KvbmCpuDeviceSpec\n"
-    )
-    path = os.pathsep.join([str(tmp_path), *sys.path])
+    project = tomllib.loads((HERE.parent.parent / "pyproject.toml").read_text())["project"]
+    plugins = project["entry-points"]["lmcache.device_plugins"]
+    lines = ["[lmcache.device_plugins]", *(f"{name} = {target}" for name, target in plugins.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return os.pathsep.join([str(tmp_path), *sys.path])
+
+
+@pytest.mark.parametrize("backend", ["kvbm_cpu", ""])
+def test_in_lmcache(path: str, backend: str) -> None:
+    """LMCache finds the entry points, and its engine-driven transfer copies with what was chosen."""
     environment = {**os.environ, "PYTHONPATH": path, "LMCACHE_DEVICE_BACKEND": backend}
     done = subprocess.run([sys.executable, "-c", GATHER], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"RESULT {'KvbmCpuOps' if backend else 'CpuDeviceOps'} True True" in done.stdout
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_with_lmcache(models: Callable[[str], Path], path: str) -> None:
+    """Blocks leave vLLM for a server by the plugin and come back: the same tokens; other ones if what comes back is zeroed."""
+    found = result(
+        run(
+            "lmcache_offload",
+            models("llama"),
+            PYTHONPATH=path,
+            LMCACHE_DEVICE_BACKEND="kvbm_cpu",
+            LMCACHE_TRACK_USAGE="false",
+            LMCACHE_DISABLE_BANNER="1",
+        )
+    )
+    tokens, cached = zip(*found["runs"], strict=True)
+    assert found["ops"] == "KvbmCpuOps" and [name for name, _ in found["calls"]] == ["D2H"] * 3 + ["H2D"] * 6
+    assert tokens[3:6] == tokens[:3] and cached[:3] == (0, 0, 0) and cached[3:6] == (256, 256, 319)
+    assert cached[6:] == cached[3:6] and not set(map(tuple, tokens[6:])) & set(map(tuple, tokens[:3]))  # the control
 
 
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,4 +282,4 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("kvbm.integrations.lmcache")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(kvbm.BindError, match=r"LMCache 0.5.6 or newer, before 0.5.7, got 0.6.0"):
-        importlib.import_module("kvbm.integrations.lmcache")
+        importlib.import_module("kvbm.integrations.lmcache").KvbmDeviceSpec  # noqa: B018

@@ -46,21 +46,17 @@ def serve(model: Path, folder: Path, steps: list[Any], extra: dict[str, Any] | N
         "enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic",
         "unified_cache_external_linker_config": {
             "linker": "SpoiledLinker", "linker_module_path": "sglang_linkers",
-            "linker_extra_config": {"host_bytes": 64 << 20, **extra},
+            "linker_extra_config": {"host_bytes": 64 << 20, "folder": str(folder), **extra},
         },
     }  # fmt: skip
-    settings = {"engine": {"model_path": str(model), **linker, **engine}, "steps": steps, "new": 8}
+    settings = {
+        "engine": {"model_path": str(model), **linker, **engine},
+        "steps": steps,
+        "new": 8,
+        "folder": str(folder),
+    }
     threads = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if engine.get("tp_size", 1) > 1 else {}
-    found: dict[str, Any] = result(
-        run(
-            "sglang_serve",
-            json.dumps(settings),
-            limit=400,
-            KVBM_SPOIL=str(folder / "spoil"),
-            KVBM_SEEN=str(folder / "seen"),
-            **threads,
-        )
-    )
+    found: dict[str, Any] = result(run("sglang_serve", json.dumps(settings), limit=400, **threads))
     return found
 
 
@@ -270,9 +266,13 @@ def test_room() -> None:
     assert offload(linker, transfer("efg", [5, 6, 7]))
     assert linker.lookup("r", [transfer("a")]) == []
     before = snapshot(pool)
-    assert linker.load("r", [transfer("a", [8])]) and not linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
+    assert linker.load("r", [transfer("a", [8])]) and not linker.finish_layer_wise_loading(
+        linker.start_layer_wise_loading()
+    )
     expect(pool, before, {})
-    assert linker.load("q", [transfer("e", [8])]) and linker.cancel_queued_load("q") and not linker.cancel_queued_load("q")
+    assert (
+        linker.load("q", [transfer("e", [8])]) and linker.cancel_queued_load("q") and not linker.cancel_queued_load("q")
+    )
     linker.reset()
     assert linker.lookup("r", [transfer("e")]) == [] and offload(linker, transfer("efg", [5, 6, 7]))
 
@@ -329,7 +329,15 @@ def host_pool(layout: str, heads: int = HEADS) -> Any:
     pool = mha(LAYERS, heads)
     [info] = pool.get_device_pool_infos()
     made = MHATokenToKVPoolHost(
-        info.buffer_info, 1.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=SLOTS, start_layer=0, end_layer=LAYERS
+        info.buffer_info,
+        1.0,
+        0,
+        PAGE,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=SLOTS,
+        start_layer=0,
+        end_layer=LAYERS,
     )
     made.kv_buffer.zero_()
     return made

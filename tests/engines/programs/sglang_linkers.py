@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,18 @@ from kvbm.integrations.sglang.host import HostPages
 
 
 class SpoiledLinker(KvbmLinker):
-    """Sets a bit of each byte of a page that is asked for when the file of KVBM_SPOIL says so: before a lookup, or a load.
+    """Sets a bit of each byte of a page that is asked for when the file ``spoil`` says so: before a lookup, or a load.
 
     Where it says ``blind``, digests are compared no more, and a page is spoiled before each load.  It writes how many pages of each
-    kind it holds, and how many were wrong, to the file of KVBM_SEEN.
+    kind it holds, and how many were wrong, to the file ``seen``; ``folder`` in its settings says where both are.
     """
 
+    def __init__(self, *args: Any, extra_config: dict[str, Any], **more: Any) -> None:
+        self._folder = Path(extra_config.pop("folder"))
+        super().__init__(*args, extra_config=extra_config, **more)
+
     def _spoil(self, when: str, transfers: list[Any]) -> None:
-        said = Path(os.environ["KVBM_SPOIL"])
+        said = self._folder / "spoil"
         wanted = said.read_text() if said.exists() else ""
         is_blind = wanted == "blind"
         if is_blind:
@@ -42,5 +45,5 @@ class SpoiledLinker(KvbmLinker):
     def pop_completed_offload(self) -> bool:
         done = super().pop_completed_offload()
         seen = " ".join(f"{name.value}:{len(pages)}:{pages.wrong}" for name, pages in self.pools.items())
-        Path(os.environ["KVBM_SEEN"]).write_text(seen)
+        (self._folder / "seen").write_text(seen)
         return done

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -24,11 +23,14 @@ class Settings(TypedDict):
         is spoiled before the next one that finds it.
     new : int
         Tokens that are generated.
+    folder : str
+        Where files say what is spoiled, and what was seen.
     """
 
     engine: dict[str, Any]
     steps: list[Any]
     new: int
+    folder: str
 
 
 def prompt(length: int) -> list[int]:
@@ -61,12 +63,12 @@ def main(settings: Settings) -> None:
     runs = []
     for step in settings["steps"]:
         if isinstance(step, str):
-            Path(os.environ["KVBM_SPOIL"]).write_text(step)
+            (Path(settings["folder"]) / "spoil").write_text(step)
             continue
         runs.append(generated(engine, step, settings["new"]))
         time.sleep(0.3)  # what was offloaded is told at a later step
     engine.shutdown()
-    seen = Path(os.environ["KVBM_SEEN"])
+    seen = Path(settings["folder"]) / "seen"
     print("RESULT", json.dumps({"runs": runs, "seen": seen.read_text() if seen.exists() else ""}), flush=True)
 
 

@@ -1,61 +1,22 @@
 """LMCache: a device plugin whose copies of paged blocks are kvbm's; ``docs/lmcache.md`` has the commands.
 
 LMCache finds the classes here by entry points, and takes one of them where LMCACHE_DEVICE_BACKEND names it: ``kvbm`` (CUDA) or
-``kvbm_cpu``.  Elsewhere they are never available, so its own choice of a backend stays what it is.
+``kvbm_cpu``.  Elsewhere they are never available, so its own choice of a backend stays what it is.  LMCache is imported with the
+first of them that is used.
 """
 
 from __future__ import annotations
 
-import os
+from importlib import import_module
 from typing import Any
-
-from lmcache._version import __version__
-from lmcache.v1.platform.devices.cpu import CpuDeviceSpec
-from lmcache.v1.platform.devices.cuda import CudaDeviceSpec
-
-from ..versions import require_version
 
 __all__ = ["KvbmCpuDeviceSpec", "KvbmDeviceSpec"]
 
 #: The first version that is supported, and the first that is not.
 VERSIONS = ("0.5.6", "0.5.7")
 
-require_version("LMCache", __version__, *VERSIONS)
 
-
-def _is_chosen(name: str) -> bool:
-    return os.environ.get("LMCACHE_DEVICE_BACKEND", "").strip().lower() == name
-
-
-class KvbmDeviceSpec(CudaDeviceSpec):  # type: ignore[misc]  # LMCache is not typed
-    """CUDA, with kvbm's copies."""
-
-    @property
-    def backend_name(self) -> str:
-        return "kvbm"
-
-    @property
-    def ops_cls(self) -> Any:
-        from .ops import KvbmCudaOps
-
-        return KvbmCudaOps
-
-    def is_available(self) -> bool:
-        return _is_chosen(self.backend_name) and bool(super().is_available())
-
-
-class KvbmCpuDeviceSpec(CpuDeviceSpec):  # type: ignore[misc]
-    """The CPU, with kvbm's copies."""
-
-    @property
-    def backend_name(self) -> str:
-        return "kvbm_cpu"
-
-    @property
-    def ops_cls(self) -> Any:
-        from .ops import KvbmCpuOps
-
-        return KvbmCpuOps
-
-    def is_available(self) -> bool:
-        return _is_chosen(self.backend_name)
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.devices"), name)
