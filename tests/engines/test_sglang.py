@@ -64,6 +64,7 @@ def serve(model: Path, folder: Path, steps: list[Any], extra: dict[str, Any] | N
 TURN: list[Any] = [[200], [300], [310]]
 
 
+@pytest.mark.timeout(600)
 def test_tokens_come_back(models: Callable[[str], Path], tmp_path: Path) -> None:
     """What was computed comes back from host memory: the same tokens as without kvbm; wrong pages are misses, or end a request."""
     steps = [*TURN, *TURN, "lookup", [200], "load", [300], [300], "blind", [310]]
@@ -80,6 +81,7 @@ def test_tokens_come_back(models: Callable[[str], Path], tmp_path: Path) -> None
     assert re.fullmatch(r"kv:\d+:2", found["seen"])
 
 
+@pytest.mark.timeout(600)
 def test_two_ranks(models: Callable[[str], Path], tmp_path: Path) -> None:
     """Each has its heads in host memory; where a page of one is wrong, both compute it anew."""
     steps = [*TURN, [200], "lookup", [300], [310]]
@@ -222,6 +224,9 @@ def test_sliding_window() -> None:
     wanted = [transfer("abc"), transfer("c", name=PoolName.SWA)]
     assert linker.lookup("r", wanted) == [2, 3]
     assert load(linker, transfer("abc", [6, 7, 8]), transfer("c", [9], PoolName.SWA))
+    kinds = [linker.kinds[name] for name in (PoolName.KV, PoolName.SWA)]  # layers 2 and 4; 0, 1 and 3
+    parts = [[len(kind.part(layers)) for kind in kinds] for layers in (range(2), range(2, 4), range(4, 5))]
+    assert parts == [[0, 2], [1, 1], [1, 0]] and kinds[0].part(range(4, 5)) == range(1, 2)
     full = 2 * len(pool.full_kv_pool.k_buffer)
     expect(pool, before, {1: 6, 2: 7, 3: 8}, slice(0, full))
     expect(pool, before, {5: 9}, slice(full, None))
@@ -259,8 +264,10 @@ def test_room() -> None:
     linker = linked(pool, host_bytes=3 * 2 * 5 * 2 * PAGE * 8 * 4)
     assert offload(linker, transfer("abc", [1, 2, 3]))
     assert linker.lookup("r", [transfer("a")]) == [1]
+    assert linker.start_layer_wise_loading() == -1  # which lets it go, but it was asked for last
     assert offload(linker, transfer("d", [4]))
     assert [key in linker.pools[PoolName.KV] for key in "abcd"] == [True, False, True, True]
+    assert linker.lookup("r", [transfer("a")]) == [1]
     assert not offload(linker, transfer("efg", [5, 6, 7]))  # "a" is held
     assert linker.start_layer_wise_loading() == -1
     assert offload(linker, transfer("efg", [5, 6, 7]))
@@ -472,6 +479,7 @@ def test_names_tell_what_is_not_the_same(tmp_path: Path) -> None:
     assert backend(tmp_path, host).exists("k") and not backend(tmp_path, host).exists("other")
     for other in (
         backend(tmp_path, host, model="org/model2"),
+        backend(tmp_path, host, model="org-model"),
         backend(tmp_path, host, model_id="weights of today"),
         backend(tmp_path, host, heads_per_file=2),
         backend(tmp_path, host, file_layout="operational_nhd"),

@@ -152,7 +152,7 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
         model = self.model or config.model_name
         if not model:
             raise BindError("model_id: SGLang does not name its model: expected one")
-        self.folder = self.root / _folder(model, pool, total, each, self.layout)
+        self.folder = self.root / _folder(model, pool, total, self.layout)
         self.folder.mkdir(parents=True, exist_ok=True)
         layers = f"l{mem_pool_host.start_layer}-{mem_pool_host.end_layer}"
         self._puts, self._gets = (
@@ -184,9 +184,6 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
         """Remove the files of this model and layout, of all ranks."""
         for path in self.folder.glob("*.safetensors"):
             path.unlink(missing_ok=True)
-
-    def get_stats(self) -> None:
-        return None
 
     def close(self) -> None:
         """Give back what copies need."""
@@ -266,12 +263,12 @@ def _text(given: dict[str, Any], name: str, usual: str | None) -> str:
     return found
 
 
-def _folder(model: str, pool: Pool, heads: int, each: int, layout: Layout) -> str:
+def _folder(model: str, pool: Pool, heads: int, layout: Layout) -> str:
     """A name that two deployments share whose files mean the same."""
     shape = pool.shape
     said = {
         "format": 1, "model": model, "dtype": shape.dtype, "tokens": shape.nt, "planes": shape.no, "heads": heads,
-        "heads_per_file": each, "head_size": shape.hd, "layout": layout.order_text, "fingerprint": layout.fingerprint,
+        "head_size": shape.hd, "layout": layout.order_text, "fingerprint": layout.fingerprint,
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9.-]+', '-', model)[-64:]}-{layout.name.replace('/', '-')}-{digest[:16]}"
