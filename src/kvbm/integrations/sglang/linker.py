@@ -14,18 +14,13 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.version import __version__
 
 from ... import spec as layouts
 from ...errors import BindError
 from ...pool import Pool
-from ..versions import require_version
-from . import VERSIONS
 from .host import HostPages, Loading, Storing
 
 __all__ = ["KvbmLinker", "LayerGate"]
-
-require_version("SGLang", __version__, *VERSIONS)
 
 logger = logging.getLogger(__name__)
 

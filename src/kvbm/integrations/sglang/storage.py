@@ -15,7 +15,6 @@ import numpy as np
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from sglang.version import __version__
 
 from ... import spec as layouts
 from ...errors import BindError, DigestError, KvbmError
@@ -24,12 +23,8 @@ from ...pool import Pool
 from ...shapes import BlockShape
 from ...store import read, save
 from ...transfer import Transfer
-from ..versions import require_version
-from . import VERSIONS
 
 __all__ = ["KvbmStorage", "pool_of"]
-
-require_version("SGLang", __version__, *VERSIONS)
 
 logger = logging.getLogger(__name__)
 
