@@ -92,6 +92,35 @@ def test_two_ranks(models: Callable[[str], Path], tmp_path: Path) -> None:
     assert tokens[3:] == tokens[:3]
 
 
+@pytest.mark.timeout(900)
+def test_files_of_two_ranks_in_another_engine(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """HiCache with stand-ins for its copies on a GPU: what two ranks stored one loads; where bytes are flipped it computes anew."""
+    store = tmp_path / "kv"
+    extra = {
+        "backend_name": "kvbm", "interface_v1": 1, "module_path": "kvbm.integrations.sglang", "class_name": "KvbmStorage",
+        "path": str(store), "heads_per_file": 2, "prefetch_threshold": 16,
+    }  # fmt: skip
+    cache = {
+        "enable_hierarchical_cache": True, "hicache_mem_layout": "page_first_direct", "hicache_io_backend": "direct",
+        "hicache_write_policy": "write_through", "hicache_storage_backend": "dynamic", "hicache_ratio": 1.2,
+        "hicache_storage_prefetch_policy": "wait_complete", "hicache_storage_backend_extra_config": json.dumps(extra),
+    }  # fmt: skip
+    first = serve(models("llama"), tmp_path, TURN, None, tp_size=2, **cache)
+    files = sorted(store.glob("*/*"))
+    assert len(files) == 2 * (12 + 19 + 19) and {path.name.split(".", 1)[1] for path in files} == {
+        "l0-4.h0-2.safetensors", "l0-4.h2-4.safetensors",
+    }  # fmt: skip
+    tokens = [one["tokens"] for (one,) in first["runs"]]
+    again = serve(models("llama"), tmp_path, TURN, None, **cache)
+    assert [one["tokens"] for (one,) in again["runs"]] == tokens
+    assert [one["cached"] for (one,) in again["runs"]] == [192, 288, 304]
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    wrong = serve(models("llama"), tmp_path, TURN, None, **cache)
+    assert [one["tokens"] for (one,) in wrong["runs"]] == tokens
+    assert [one["cached"] for (one,) in wrong["runs"]] == [0, 0, 0]
+
+
 # ---- the linker, with SGLang's pools -------------------------------------------------------------------------------------
 
 

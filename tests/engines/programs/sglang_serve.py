@@ -10,6 +10,9 @@ from typing import Any, TypedDict
 
 import standins  # noqa: F401  (before SGLang, in each process)
 
+if "enable_hierarchical_cache" in sys.argv[1]:
+    import hicache_on_cpu  # noqa: F401
+
 
 class Settings(TypedDict):
     """What is run.
