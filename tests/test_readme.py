@@ -193,6 +193,8 @@ def test_links_and_files_are_there() -> None:
         "src/kvbm",
         "src/kvbm/bench",
         "src/kvbm/integrations",
+        "src/kvbm/integrations/lmcache",
+        "src/kvbm/integrations/sglang",
         "src/kvbm/integrations/vllm",
         "src/kvbm/reshard",
         "src/kvbm/store",

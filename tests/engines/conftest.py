@@ -15,7 +15,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 
-collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*vllm*.py"]
 
 
 @pytest.fixture(scope="session")

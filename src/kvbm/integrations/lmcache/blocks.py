@@ -1,0 +1,314 @@
+"""Copies between an engine's paged blocks and LMCache's objects; nothing of LMCache is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ... import _core
+from ... import spec as layouts
+from ...errors import BindError
+from ...layout import Layout
+from ...pool import Pool
+from ...shapes import BlockShape
+from ...transfer import Transfer
+
+__all__ = ["FORMATS", "Copies", "Form"]
+
+#: Pairs of pools that are kept for the next copy.
+_KEPT = 512
+
+
+class Form(NamedTuple):
+    """How an engine's tensors are shaped.
+
+    Attributes
+    ----------
+    table : str
+        Axes of the list, slowest first; empty: one tensor.
+    dims : str
+        Dimensions of a tensor; ``s`` are the slots of all blocks, ``1`` has one element.
+    """
+
+    table: str
+    dims: str
+
+
+#: By the name of an ``EngineKVFormat``.  K and V of a head that lie behind each other are its content, one plane.
+FORMATS = {
+    "NB_NL_TWO_BS_NH_HS": Form("", "b l o t h d"),
+    "NB_NL_TWO_NH_BS_HS": Form("", "b l o h t d"),
+    "NL_X_TWO_NB_BS_NH_HS": Form("l", "o b t h d"),
+    "NL_X_TWO_NB_NH_BS_HS": Form("l", "o b h t d"),
+    "NL_X_NB_TWO_BS_NH_HS": Form("l", "b o t h d"),
+    "NL_X_NB_TWO_NH_BS_HS": Form("l", "b o h t d"),
+    "TWO_X_NL_X_NBBS_NH_HS": Form("o l", "s h d"),
+    "TWO_X_NL_X_NB_BS_NH_HS": Form("o l", "b t h d"),
+    "NL_X_NB_BS_HS": Form("l", "b t d"),
+    "NL_X_NBBS_ONE_HS": Form("l", "s 1 d"),
+    "NL_X_NB_NH_BS_TWO_HS": Form("l", "b h t d"),
+    "NL_X_NB_BS_NH_TWO_HS": Form("l", "b t h d"),
+    "NL_X_NB_NH_BS_CS": Form("l", "b h t d"),
+    "NL_X_NB_BS_NH_CS": Form("l", "b t h d"),
+    "NL_X_NB_BS_NH_HS": Form("l", "b t h d"),
+}
+
+
+class _Memory(NamedTuple):
+    """Arrays of one shape: where, and how their dimensions lie; strides in elements."""
+
+    addresses: tuple[int, ...]
+    table: str
+    dims: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    device: int  # of CUDA; -1: the host
+
+
+class Copies:
+    """Copies between paged blocks and objects; pools over the same memory are kept for the next one.
+
+    Notes
+    -----
+    An object holds whole blocks: ``[2, layers, tokens, heads * size]``, or ``[layers, tokens, heads * size]`` of one plane.  On a
+    GPU copies are enqueued on torch's current stream.
+    """
+
+    def __init__(self) -> None:
+        self._transfers = functools.lru_cache(_KEPT)(_transfer)
+        self._pointers: Any = WeakIdKeyDictionary()
+
+    def copy(
+        self,
+        paged: Any,
+        objects: Sequence[Any],
+        block_ids: Any,
+        device: torch.device,
+        desc: Any,
+        chunk: int,
+        name: str,
+        skip: int,
+        *,
+        to_objects: bool,
+    ) -> None:
+        """Copy blocks into objects, or back.
+
+        Parameters
+        ----------
+        paged : list of tensors, tensor, or tensor of pointers
+        objects : list of tensors, or of addresses
+        block_ids : tensor or list of int
+            Of the first object, then of the next.
+        device : torch.device
+            Of `paged`.
+        desc : PageBufferShapeDesc
+        chunk : int
+            Tokens of an object.
+        name : str
+            Of the ``EngineKVFormat``.
+        skip : int
+            Blocks of `block_ids` that are left out at the beginning.
+        to_objects : bool
+
+        Raises
+        ------
+        BindError
+            A format that is not known; tensors or objects that are not what it says.
+        """
+        form = FORMATS.get(name)
+        if form is None:
+            raise BindError(
+                f"LMCache: engine format {name}: expected one of {', '.join(FORMATS)}; where others lie is not known"
+            )
+        tokens = int(desc.bs)
+        if tokens < 1 or chunk < 1 or chunk % tokens or skip < 0:
+            raise BindError(
+                f"LMCache: expected objects of whole blocks, got {chunk} tokens and blocks of {tokens}, {skip} to skip"
+            )
+        each = chunk // tokens
+        memory = self._memory(paged, form, desc, name, -1 if device.type == "cpu" else device.index or 0)
+        ids = block_ids if isinstance(block_ids, torch.Tensor) else torch.tensor(block_ids, dtype=torch.int64)
+        ids = ids.to(torch.int64).reshape(-1)
+        if len(ids) > each * len(objects):
+            raise BindError(
+                f"LMCache: expected at most {each} blocks an object, got {len(ids)} for {len(objects)} objects"
+            )
+        for index, held in enumerate(objects):
+            first, end = max(index * each, skip), min((index + 1) * each, len(ids))
+            if first >= end:
+                continue
+            there = torch.arange(first - index * each, end - index * each, device=ids.device)
+            transfer = self._transfers(memory, tokens, _address(held, memory, each), each, to_objects)
+            here = ids[first:end]
+            if not to_objects:
+                here = _once(here)
+            stream = {} if transfer.device < 0 else {"stream": torch.cuda.current_stream(transfer.device)}
+            transfer.copy(*((here, there) if to_objects else (there, here)), **stream)
+
+    def _memory(self, paged: Any, form: Form, desc: Any, name: str, device: int) -> _Memory:
+        if isinstance(paged, torch.Tensor) and paged.ndim == 1 and paged.dtype in (torch.int64, torch.uint64):
+            if paged not in self._pointers:
+                self._pointers[paged] = tuple(int(one) for one in paged.view(torch.int64).tolist())
+            return _of_pointers(self._pointers[paged], form, desc, name, device)
+        return _of_tensors(paged, form, int(desc.bs), name, device)
+
+
+def _once(ids: torch.Tensor) -> torch.Tensor:
+    """Ids of the host of which each is written once: blocks that stand for none are named again and again."""
+    if ids.device.type != "cpu" or len(ids.unique()) == len(ids):
+        return ids
+    found = ids.clone()
+    seen: set[int] = set()
+    for at in range(len(ids) - 1, -1, -1):
+        if int(ids[at]) in seen:
+            found[at] = -1
+        seen.add(int(ids[at]))
+    return found
+
+
+def _of_pointers(addresses: tuple[int, ...], form: Form, desc: Any, name: str, device: int) -> _Memory:
+    sizes = {"l": desc.nl, "o": 2, "b": desc.nb, "t": desc.bs, "h": desc.nh, "d": desc.hs}
+    dims = form.dims.replace("s", "b t").replace("1 ", "").split()
+    shape = [int(sizes[axis]) for axis in dims]
+    strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    block = int(desc.block_stride_elems or 0)
+    if block > 0 and block != strides[0]:
+        if form.table != "l" or dims[0] != "b" or "o" in dims:
+            raise BindError(
+                f"LMCache: engine format {name}: expected blocks that follow each other, got {block} elements apart"
+            )
+        strides[0] = block
+    expected = math.prod(int(sizes[axis]) for axis in form.table.split())
+    if len(addresses) != expected:
+        raise BindError(f"LMCache: engine format {name}: expected {expected} pointers, got {len(addresses)}")
+    return _Memory(addresses, form.table, " ".join(dims), tuple(shape), tuple(strides), int(desc.element_size), device)
+
+
+def _of_tensors(paged: Any, form: Form, tokens: int, name: str, device: int) -> _Memory:
+    listed = [paged] if isinstance(paged, torch.Tensor) else list(paged)
+    tensors = [one for entry in listed for one in (entry if isinstance(entry, list | tuple) else [entry])]
+    what = f"LMCache: engine format {name}"
+    if not tensors or (not form.table and len(tensors) > 1):
+        raise BindError(f"{what}: expected {'tensors' if form.table else 'one tensor'}, got {len(tensors)}")
+    first = tensors[0]
+    for tensor in tensors:
+        same = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if same != (first.shape, first.stride(), first.dtype, first.device):
+            raise BindError(f"{what}: expected tensors of one shape, strides, dtype and device")
+    shape, strides, dims = list(first.shape), list(first.stride()), form.dims.split()
+    if name in ("NL_X_NB_NH_BS_TWO_HS", "NL_X_NB_BS_NH_TWO_HS") and len(shape) == 5 and strides[3] == shape[4]:
+        shape[3:], strides[3:] = [shape[3] * shape[4]], [strides[4]]
+    if len(shape) != len(dims) or any(axis == "1" and size > 1 for axis, size in zip(dims, shape, strict=False)):
+        raise BindError(f"{what}: expected the dimensions {form.dims}, got {tuple(first.shape)}")
+    if "1" in dims:
+        at = dims.index("1")
+        del shape[at], strides[at], dims[at]
+    if dims[0] == "s":
+        if shape[0] % tokens:
+            raise BindError(f"{what}: expected slots of whole blocks of {tokens} tokens, got {shape[0]}")
+        dims[:1], shape[:1], strides[:1] = ["b", "t"], [shape[0] // tokens, tokens], [strides[0] * tokens, strides[0]]
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    return _Memory(addresses, form.table, " ".join(dims), tuple(shape), tuple(strides), first.element_size(), device)
+
+
+class _Held(NamedTuple):
+    """An object: its address, and the device that it is on."""
+
+    address: int
+    device: int
+
+
+def _address(held: Any, memory: _Memory, each: int) -> _Held:
+    if isinstance(held, int):
+        return _Held(held, -1 if memory.device < 0 else _core.pointer_device(held))
+    sizes = _sizes(memory)
+    expected = math.prod(size for axis, size in sizes.items() if axis != "b") * each
+    if held.numel() != expected or not held.is_contiguous() or held.element_size() != memory.itemsize:
+        raise BindError(
+            f"LMCache: expected a contiguous object of {expected} elements of {memory.itemsize} bytes, got {tuple(held.shape)} of "
+            f"{held.dtype}, strides {held.stride()}"
+        )
+    return _Held(held.data_ptr(), -1 if held.device.type == "cpu" else held.device.index or 0)
+
+
+def _sizes(memory: _Memory) -> dict[str, int]:
+    """Extents by axis, those of the list among them."""
+    sizes = dict(zip(memory.dims.split(), memory.sizes, strict=True))
+    if "o" in memory.table:
+        sizes["o"] = 2
+    if "l" in memory.table:
+        sizes["l"], rest = divmod(len(memory.addresses), sizes["o"] if "o" in memory.table else 1)
+        if rest:
+            raise BindError(f"LMCache: expected tensors of K, then as many of V, got {len(memory.addresses)}")
+    return sizes
+
+
+def _transfer(memory: _Memory, tokens: int, held: _Held, each: int, to_objects: bool) -> Transfer:
+    sizes = _sizes(memory)
+    if sizes["t"] != tokens:
+        raise BindError(f"LMCache: expected blocks of {tokens} tokens, got {sizes['t']}")
+    dtype = {1: "uint8", 2: "uint16", 4: "uint32"}.get(memory.itemsize)
+    if dtype is None:
+        raise BindError(f"LMCache: expected elements of 1, 2 or 4 bytes, got {memory.itemsize}")
+    shape = BlockShape(sizes["l"], sizes.get("o", 1), sizes.get("h", 1), tokens, sizes["d"], dtype)
+    order = sorted(range(len(memory.sizes)), key=lambda at: -memory.strides[at] if memory.sizes[at] > 1 else 0)
+    # Those of one element keep to the end of the others, where they change nothing; the elements of a head are last.
+    dims = memory.dims.split()
+    order = [at for at in order if dims[at] != "d"] + [dims.index("d")]
+    extents = tuple(memory.sizes[at] for at in order)
+    strides = tuple(memory.strides[at] for at in order)
+    if strides[-1] != 1 and extents[-1] > 1:
+        raise BindError(f"LMCache: expected the elements of a head behind each other, got strides {memory.strides}")
+    layout = _layout(memory.table, " ".join(dims[at] for at in order), extents, strides, memory.itemsize)
+    paged = Pool(layout, shape, [_array(at, extents, strides, dtype, memory.device) for at in memory.addresses])
+    axes = [axis for axis in "olbthd" if axis in sizes]
+    inner = tuple(each if axis == "b" else sizes[axis] for axis in axes)
+    steps = tuple(math.prod(inner[at + 1 :]) for at in range(len(inner)))
+    chunk = Pool(_order(" ".join(axes)), shape, [_array(held.address, inner, steps, dtype, held.device)])
+    return Transfer(paged, chunk) if to_objects else Transfer(chunk, paged)
+
+
+@functools.lru_cache(256)
+def _order(order: str) -> Layout:
+    return layouts.parse(f'order: "{order}"', name="LMCache object")
+
+
+@functools.lru_cache(256)
+def _layout(table: str, dims: str, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Layout:
+    """The layout of tensors whose dimensions lie as their strides say."""
+    pitches, expected = [], 1
+    for axis, size, stride in reversed(list(zip(dims.split(), sizes, strides, strict=True))):
+        if size > 1 and stride != expected:
+            pitches.append(f"{axis}: {stride * itemsize} B")
+            expected = stride
+        expected *= size
+    order = f"[{table}] {dims}" if table else dims
+    text = f'order: "{order}"' + (f"\npitch: {{{', '.join(pitches)}}}" if pitches else "")
+    return layouts.parse(text, name="LMCache blocks")
+
+
+class _CudaArray:
+    """Memory of a GPU that others own."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": shape, "strides": strides, "typestr": typestr, "version": 3,
+        }  # fmt: skip
+
+
+def _array(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int) -> Any:
+    found = np.dtype(dtype)
+    steps = tuple(stride * found.itemsize for stride in strides)
+    if device >= 0:
+        return _CudaArray(address, sizes, steps, found.str)
+    nbytes = found.itemsize + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.ndarray(sizes, found, memoryview(memory), 0, steps)

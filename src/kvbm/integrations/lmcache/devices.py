@@ -1,0 +1,55 @@
+"""What LMCache's device plugins are: descriptions of devices, with kvbm's operations."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lmcache._version import __version__
+from lmcache.v1.platform.devices.cpu import CpuDeviceSpec
+from lmcache.v1.platform.devices.cuda import CudaDeviceSpec
+
+from ..versions import require_version
+from . import VERSIONS
+
+__all__ = ["KvbmCpuDeviceSpec", "KvbmDeviceSpec"]
+
+require_version("LMCache", __version__, *VERSIONS)
+
+
+def _is_chosen(name: str) -> bool:
+    return os.environ.get("LMCACHE_DEVICE_BACKEND", "").strip().lower() == name
+
+
+class KvbmDeviceSpec(CudaDeviceSpec):  # type: ignore[misc]  # LMCache is not typed
+    """CUDA, with kvbm's copies."""
+
+    @property
+    def backend_name(self) -> str:
+        return "kvbm"
+
+    @property
+    def ops_cls(self) -> Any:
+        from .ops import KvbmCudaOps
+
+        return KvbmCudaOps
+
+    def is_available(self) -> bool:
+        return _is_chosen(self.backend_name) and bool(super().is_available())
+
+
+class KvbmCpuDeviceSpec(CpuDeviceSpec):  # type: ignore[misc]
+    """The CPU, with kvbm's copies."""
+
+    @property
+    def backend_name(self) -> str:
+        return "kvbm_cpu"
+
+    @property
+    def ops_cls(self) -> Any:
+        from .ops import KvbmCpuOps
+
+        return KvbmCpuOps
+
+    def is_available(self) -> bool:
+        return _is_chosen(self.backend_name)

@@ -1,0 +1,115 @@
+"""LMCache's device operations, of which the copy between paged blocks and objects is kvbm's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lmcache.lmcache_native import TransferDirection
+from lmcache.v1.platform.devices.cpu.device_ops import CpuDeviceOps
+from lmcache.v1.platform.devices.cuda.device_ops import CudaDeviceOps
+
+from ...errors import BindError
+from .blocks import Copies
+
+__all__ = ["KvbmCpuOps", "KvbmCudaOps"]
+
+
+class _Blocks:
+    """The operation that is replaced; LMCache reads from its annotations whether objects may be tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = Copies()
+
+    def _transfer(
+        self,
+        paged: Any,
+        objects: list[Any],
+        block_ids: Any,
+        device: Any,
+        direction: Any,
+        shape_desc: Any,
+        chunk: int,
+        engine_kv_format: Any,
+        skip: int,
+    ) -> None:
+        if int(direction) not in (int(TransferDirection.D2H), int(TransferDirection.H2D)):
+            raise BindError(f"LMCache: direction: expected H2D or D2H, got {direction!r}")
+        self.copies.copy(
+            paged,
+            objects,
+            block_ids,
+            torch.device(device),
+            shape_desc,
+            chunk,
+            getattr(engine_kv_format, "name", str(engine_kv_format)),
+            skip,
+            to_objects=int(direction) == int(TransferDirection.D2H),
+        )
+
+
+class KvbmCpuOps(_Blocks, CpuDeviceOps):  # type: ignore[misc]  # LMCache is not typed
+    """On the CPU."""
+
+    def multi_layer_block_kv_transfer(
+        self,
+        paged_buffer_ptrs_tensor: torch.Tensor | list[Any],
+        lmcache_objects_ptrs: list[int] | list[torch.Tensor],
+        block_ids: torch.Tensor | list[int],
+        device: torch.device | str,
+        direction: Any,
+        shape_desc: Any,
+        lmcache_chunk_size: int,
+        engine_kv_format: Any,
+        skip_prefix_n_blocks: int,
+    ) -> None:
+        self._transfer(
+            paged_buffer_ptrs_tensor,
+            lmcache_objects_ptrs,
+            block_ids,
+            device,
+            direction,
+            shape_desc,
+            lmcache_chunk_size,
+            engine_kv_format,
+            skip_prefix_n_blocks,
+        )
+
+
+#: What LMCache calls in place of the operation where it is there.
+_AROUND = ("multi_layer_block_kv_transfer", "execute_object_group_transfer", "execute_direct_copy_transfer")
+
+
+class KvbmCudaOps(_Blocks, CudaDeviceOps):  # type: ignore[misc]
+    """On a GPU: the objects are pinned, or on the GPU."""
+
+    def ensure_native(self) -> None:
+        """Take LMCache's compiled operations, but those that copy blocks."""
+        super().ensure_native()
+        for name in _AROUND:
+            self.__dict__.pop(name, None)
+
+    def multi_layer_block_kv_transfer(
+        self,
+        paged_buffer_ptrs_tensor: Any,
+        lmcache_objects_ptrs: list[int],
+        block_ids: Any,
+        device: Any,
+        direction: Any,
+        shape_desc: Any,
+        lmcache_chunk_size: int,
+        engine_kv_format: Any,
+        skip_prefix_n_blocks: int,
+    ) -> None:
+        self._transfer(
+            paged_buffer_ptrs_tensor,
+            lmcache_objects_ptrs,
+            block_ids,
+            device,
+            direction,
+            shape_desc,
+            lmcache_chunk_size,
+            engine_kv_format,
+            skip_prefix_n_blocks,
+        )

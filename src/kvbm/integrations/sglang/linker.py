@@ -1,0 +1,365 @@
+"""A linker of SGLang's unified cache: pages go straight from the device to host memory in a declared layout, and back."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from ... import spec as layouts
+from ...errors import BindError
+from ...pool import Pool
+from .host import HostPages, Loading, Storing
+
+__all__ = ["KvbmLinker", "LayerGate"]
+
+logger = logging.getLogger(__name__)
+
+#: Parts of the layers that are loaded one after the other.
+_PARTS = 8
+
+#: Requests of which it is known which pages were checked.
+_REQUESTS = 1024
+
+
+class _Kind(NamedTuple):
+    """Pages of some layers: those that see all tokens, or those of a sliding window."""
+
+    pages: HostPages
+    layers: tuple[int, ...]  # their places among all layers of the rank
+
+    def part(self, layers: range) -> range:
+        """Which of these layers are among some of all."""
+        return range(bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop))
+
+
+class _Batch(NamedTuple):
+    """A load that was begun: copies by kind, and when each part is there (on a GPU)."""
+
+    loads: dict[PoolName, Loading]
+    events: list[Any]
+    landed: bool
+
+
+class LayerGate:
+    """What SGLang's pools ask before they hand out a layer: it waits on the stream, not on the host.
+
+    Parameters
+    ----------
+    parts : sequence of range
+        Layers that are loaded together.
+    """
+
+    def __init__(self, parts: Sequence[range]) -> None:
+        self._part_of = [index for index, layers in enumerate(parts) for _ in layers]
+        self.batches: dict[int, _Batch] = {}
+        self.consumer_index = -1
+
+    def set_consumer(self, index: int) -> None:
+        """The batch that runs next; -1: it loads nothing."""
+        self.consumer_index = index
+
+    def wait_until(self, threshold: int) -> None:
+        """Let the current stream wait until a layer is there."""
+        batch = self.batches.get(self.consumer_index)
+        if batch is not None and batch.events:
+            torch.cuda.current_stream().wait_event(batch.events[self._part_of[threshold]])
+
+
+class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typed
+    """Host memory of a declared layout behind SGLang's radix cache.
+
+    ``linker_extra_config`` takes
+
+    host_bytes : int
+        Host memory of a rank.
+    host_layout : str
+        Layout of the pages there: a name of the catalogue, or a file; ``universal`` if not given.
+    check_at_lookup : bool
+        Digest pages in host memory before a request is told that they are there; yes if not given.
+
+    Raises
+    ------
+    BindError
+        Another SGLang than those supported; settings or caches that are not known; memory for less than a page.
+
+    Notes
+    -----
+    Each page is digested as it leaves and as it comes back.  One that is wrong at the lookup is a miss.  One that is wrong only
+    when it is loaded ends the requests of its batch with SGLang's error 503: the engine has no way back by then.  Both are
+    forgotten.  All is called by the scheduler's thread.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,  # noqa: ARG002  (SGLang passes it)
+        params: Any,
+        *,
+        components: set[Any],
+        extra_config: Mapping[str, Any] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        settings = _Settings.of(extra_config or {})
+        self.page_size = params.page_size
+        self.check_at_lookup = settings.check_at_lookup
+        caches = _caches(params, components)
+        bound = {name: (_bound(cache, self.page_size), layers) for name, (cache, layers) in caches.items()}
+        page_bytes = sum(pool.shape.nbytes for pool, _ in bound.values())
+        num_pages = settings.host_bytes // page_bytes
+        if num_pages < 1:
+            raise BindError(f"host_bytes: expected at least {page_bytes} bytes, a page, got {settings.host_bytes}")
+        layout = layouts.load(settings.host_layout)
+        self.kinds = {name: _Kind(HostPages(pool, layout, num_pages), layers) for name, (pool, layers) in bound.items()}
+        self.pools = {name: kind.pages for name, kind in self.kinds.items()}
+        num_layers = 1 + max(kind.layers[-1] for kind in self.kinds.values())
+        each = -(-num_layers // _PARTS)
+        self._parts = [range(first, min(first + each, num_layers)) for first in range(0, num_layers, each)]
+        self.layer_done_counter = LayerGate(self._parts)
+        device = next(iter(self.pools.values())).engine.device
+        self._device = None if device == "cpu" else torch.device(device)
+        self._streams = [torch.cuda.Stream(self._device) for _ in range(2)] if self._device else [None, None]
+        self.forward_stream = forward_stream if self._device else None
+        self._checked: OrderedDict[str, set[str]] = OrderedDict()
+        self._queued: dict[str, list[Any]] = {}
+        self._batches = 0
+        self._offloads: deque[list[tuple[HostPages, Storing]] | None] = deque()
+        for name, kind in self.kinds.items():
+            logger.info("kvbm: %d pages of %s in host memory, %s", num_pages, name, kind.pages.host)
+
+    # ---- to the device -------------------------------------------------------------------------------------------------
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        """How many of the first pages may be loaded; they stay in host memory until the next batch is begun."""
+        wanted = {transfer.name: transfer for transfer in transfers}
+        keys = list(wanted[PoolName.KV].keys)
+        if self.check_at_lookup:
+            self._check(rid, keys)
+        full = self.pools[PoolName.KV]
+        there = next((at for at, key in enumerate(keys) if key not in full), len(keys))
+        ends: list[int] = list(range(1, there + 1))
+        for name in wanted.keys() - {PoolName.KV}:  # of these the last pages are enough
+            window = max(1, len(wanted[name].keys))
+            ends = [end for end in ends if all(key in self.pools[name] for key in keys[max(0, end - window) : end])]
+        if ends:
+            full.hold(keys[: ends[-1]])
+            for name in wanted.keys() - {PoolName.KV}:
+                self.pools[name].hold(keys[: ends[-1]])
+        return ends
+
+    def _check(self, rid: str, keys: list[str]) -> None:
+        checked = self._checked.setdefault(rid, set())
+        self._checked.move_to_end(rid)
+        if len(self._checked) > _REQUESTS:
+            self._checked.popitem(last=False)
+        for pages in self.pools.values():
+            before = pages.wrong
+            pages.check([key for key in keys if key not in checked])
+            if pages.wrong > before:
+                logger.error("kvbm: %d pages in host memory are not what was stored: a miss", pages.wrong - before)
+        checked.update(keys)
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        """Queue a load for the next batch."""
+        if not any(transfer.keys for transfer in transfers):
+            return False
+        if rid in self._queued:
+            raise BindError(f"SGLang: request {rid} has a load that waits; expected one a batch")
+        self._queued[rid] = transfers
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self._queued.pop(rid, None) is not None
+
+    def start_layer_wise_loading(self) -> int:
+        """Begin the loads that are queued; what other lookups found may make room again."""
+        queued, self._queued = self._queued, {}
+        for pages in self.pools.values():
+            pages.let_go()
+        if not queued:
+            return -1
+        wanted: dict[PoolName, tuple[list[str], list[int]]] = {}
+        for rid, transfers in queued.items():
+            self._checked.pop(rid, None)
+            for transfer in transfers:
+                keys, ids = wanted.setdefault(transfer.name, ([], []))
+                keys += transfer.keys
+                ids += self._ids(transfer.device_indices)
+        index, self._batches = self._batches, self._batches + 1
+        self.layer_done_counter.batches[index] = self._begin(wanted)
+        return index
+
+    def _begin(self, wanted: Mapping[PoolName, tuple[list[str], list[int]]]) -> _Batch:
+        gone = [key for name, (keys, _) in wanted.items() for key in keys if key not in self.pools[name]]
+        if gone:
+            logger.error("kvbm: %d pages are gone that a lookup found", len(gone))
+            return _Batch({}, [], False)
+        stream = self._after_engine(0)
+        begun = {}
+        for name, (keys, ids) in wanted.items():
+            kind = self.kinds[name]
+            kind.pages.hold(keys)
+            begun[name] = iter(kind.pages.load(keys, ids, map(kind.part, self._parts), stream))
+        batch = _Batch({}, [], True)
+        for _ in self._parts:
+            for name, steps in begun.items():
+                batch.loads[name] = next(steps)
+            if stream is not None:
+                batch.events.append(stream.record_event())
+        return batch
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait for a batch; whether all its pages are what was stored."""
+        batch = self.layer_done_counter.batches.pop(counter_index, None)
+        if batch is None:
+            return True
+        right = [self.pools[name].loaded(loading) for name, loading in batch.loads.items()]
+        for pages in self.pools.values():
+            pages.let_go()
+        if not all(right):
+            logger.error("kvbm: pages that were loaded are not what was stored: SGLang ends their requests")
+        return batch.landed and all(right)
+
+    # ---- to the host ---------------------------------------------------------------------------------------------------
+
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:  # noqa: ARG002
+        """Begin to copy the pages of a node that are not in host memory; all of them, or none where there is no room."""
+        if not any(transfer.keys for transfer in transfers):
+            return False
+        wanted = []
+        for transfer in transfers:
+            pages = self.pools[transfer.name]
+            new = set(pages.missing(transfer.keys))
+            pairs = [
+                pair for pair in zip(transfer.keys, self._ids(transfer.device_indices), strict=True) if pair[0] in new
+            ]
+            wanted.append((pages, dict(pairs)))
+        if not all(pages.room(len(ids)) for pages, ids in wanted):
+            self._offloads.append(None)
+            return True  # on each rank: it is told when it is done that nothing was stored
+        stream = self._after_engine(1)
+        self._offloads.append(
+            [(pages, pages.store(list(ids), list(ids.values()), stream)) for pages, ids in wanted if ids]
+        )
+        return True
+
+    def num_completed_offloads(self) -> int:
+        count = 0
+        for begun in self._offloads:
+            if begun and not all(storing.done.query() for _, storing in begun):
+                break
+            count += 1
+        return count
+
+    def pop_completed_offload(self) -> bool:
+        """Whether the oldest offload stored what it was given; from now on lookups find it."""
+        begun = self._offloads.popleft()
+        for pages, storing in begun or ():
+            storing.done.synchronize()  # which waits for nothing any more, and says what went wrong on the GPU
+            pages.stored(storing)
+        return begun is not None
+
+    # ---- both ----------------------------------------------------------------------------------------------------------
+
+    def _ids(self, indices: torch.Tensor) -> list[int]:
+        """The pages of slots."""
+        slots = indices.detach().to("cpu", torch.int64).reshape(-1)
+        count, rest = divmod(len(slots), self.page_size)
+        rows = slots[: count * self.page_size].view(count, self.page_size)
+        if rest or (rows != rows[:, :1] + torch.arange(self.page_size)).any() or (rows[:, 0] % self.page_size).any():
+            raise BindError(
+                f"SGLang: expected the slots of whole pages of {self.page_size} tokens, each in order, got {slots.tolist()!s:.200}"
+            )
+        ids: list[int] = (rows[:, 0] // self.page_size).tolist()
+        return ids
+
+    def _after_engine(self, index: int) -> Any:
+        """A stream of copies, behind what the scheduler and the forward pass have enqueued; None on the CPU."""
+        stream = self._streams[index]
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            if self.forward_stream is not None:
+                stream.wait_stream(self.forward_stream)
+        return stream
+
+    def reset(self) -> None:
+        """Wait for all copies, and forget what is in host memory."""
+        self._queued.clear()
+        self._checked.clear()
+        while self._offloads:
+            self.pop_completed_offload()
+        for index in list(self.layer_done_counter.batches):
+            self.finish_layer_wise_loading(index)
+        self.layer_done_counter.set_consumer(-1)
+        for pages in self.pools.values():
+            pages.clear()
+
+    def close(self) -> None:
+        """Wait for all copies, and give the memory back."""
+        self.reset()
+        for pages in self.pools.values():
+            pages.close()
+
+
+# ---- what SGLang has -----------------------------------------------------------------------------------------------------
+
+
+class _Settings(NamedTuple):
+    host_bytes: int
+    host_layout: str
+    check_at_lookup: bool
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> _Settings:
+        found = {"host_bytes": None, "host_layout": "universal", "check_at_lookup": True, **given}
+        for name, kind in (("host_bytes", int), ("host_layout", str), ("check_at_lookup", bool)):
+            value = found.pop(name)
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise BindError(f"linker_extra_config: {name}: expected {kind.__name__}, got {value!r:.100}")
+        if found:
+            raise BindError(f"linker_extra_config: expected {', '.join(cls._fields)}, got {sorted(found)}")
+        return cls(**{"host_layout": "universal", "check_at_lookup": True, **given})
+
+
+def _caches(params: Any, components: set[Any]) -> dict[PoolName, tuple[Any, tuple[int, ...]]]:
+    """SGLang's token pools, and which layers of the rank each holds."""
+    cache = params.token_to_kv_pool_allocator.get_kvcache()
+    what = f"SGLang: {type(cache).__name__} with {sorted(component.name for component in components)}"
+    if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
+        raise BindError(f"{what}: a draft model's cache beside it: it is not known; expected none")
+    if type(cache) in (MHATokenToKVPool, MLATokenToKVPool) and components == {ComponentType.FULL}:
+        return {PoolName.KV: (cache, tuple(range(cache.layer_num)))}
+    if type(cache) is SWAKVPool and components == {ComponentType.FULL, ComponentType.SWA}:
+        parts: dict[PoolName, tuple[Any, tuple[int, ...]]] = {}
+        for name, pool, sliding in ((PoolName.KV, cache.full_kv_pool, False), (PoolName.SWA, cache.swa_kv_pool, True)):
+            if type(pool) is not MHATokenToKVPool:
+                raise BindError(f"{what}: {name}: expected a MHATokenToKVPool, got {type(pool).__name__}")
+            places = {
+                at: layer - cache.start_layer for layer, (at, of) in cache.layers_mapping.items() if of == sliding
+            }
+            layers = tuple(places[at] for at in range(len(places)))
+            if list(layers) != sorted(layers):
+                raise BindError(f"{what}: {name}: expected layers in order, got {layers}")
+            parts[name] = (pool, layers)
+        return parts
+    raise BindError(
+        f"{what}: expected MHATokenToKVPool or MLATokenToKVPool with FULL, or SWAKVPool of MHATokenToKVPool with FULL and SWA; "
+        "other caches are not known"
+    )
+
+
+def _bound(cache: Any, page_size: int) -> Pool:
+    if cache.page_size != page_size or getattr(cache, "layer_shard_enabled", False):
+        raise BindError(
+            f"SGLang: {type(cache).__name__}: expected pages of {page_size} tokens and all layers of the rank, got pages of "
+            f"{cache.page_size} tokens{' and layers spread over ranks' if cache.page_size == page_size else ''}"
+        )
+    return Pool.from_sglang(cache)

@@ -1,0 +1,278 @@
+"""A storage backend of SGLang's HiCache: pages in files of a declared layout, which any tensor parallelism reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+from ... import spec as layouts
+from ...errors import BindError, DigestError, KvbmError
+from ...layout import Layout
+from ...pool import Pool
+from ...shapes import BlockShape
+from ...store import read, save
+from ...transfer import Transfer
+
+__all__ = ["KvbmStorage", "pool_of"]
+
+logger = logging.getLogger(__name__)
+
+#: SGLang's ``--hicache-mem-layout`` → the layout of keys and values, and of latents.
+_LAYOUTS = {
+    "layer_first": ("sglang/host_layer_first", "sglang/host_mla_layer_first"),
+    "page_first": ("sglang/host_page_first", "sglang/host_mla_page_first"),
+    "page_first_direct": ("sglang/host_page_first_direct", "sglang/host_mla_page_first_direct"),
+    "page_head": ("sglang/host_page_head", None),
+}
+
+
+def pool_of(host: Any) -> Pool:
+    """A pool over a host pool of HiCache: block b is page b.
+
+    Raises
+    ------
+    BindError
+        Another class than ``MHATokenToKVPoolHost`` and ``MLATokenToKVPoolHost``, or another layout than those of
+        ``--hicache-mem-layout`` ``layer_first``, ``page_first``, ``page_first_direct`` and (not for latents) ``page_head``.
+    """
+    is_mla = type(host) is MLATokenToKVPoolHost
+    if not is_mla and type(host) is not MHATokenToKVPoolHost:
+        raise BindError(f"SGLang: expected a MHATokenToKVPoolHost or a MLATokenToKVPoolHost, got {type(host).__name__}")
+    name = _LAYOUTS.get(host.layout, (None, None))[is_mla]
+    if name is None:
+        known = [layout for layout, names in _LAYOUTS.items() if names[is_mla]]
+        raise BindError(
+            f"SGLang: {type(host).__name__}: expected --hicache-mem-layout {', '.join(known)}, got {host.layout}"
+        )
+    if host.layer_num != host.end_layer - host.start_layer or host.dcp_size > 1:
+        raise BindError(
+            f"SGLang: {type(host).__name__} of {host.layer_num} layers, {host.start_layer} to {host.end_layer - 1} of the model: "
+            "expected those alone, without a draft model's, and without context parallelism in decode"
+        )
+    dtype = str(host.dtype).removeprefix("torch.")
+    if is_mla:
+        shape = BlockShape(host.layer_num, 1, 1, host.page_size, host.kv_cache_dim, dtype)
+    else:
+        shape = BlockShape(host.layer_num, 2, host.head_num, host.page_size, host.head_dim, dtype)
+    layout = layouts.load(name)
+    sizes = layout.resolve(shape, host.page_num).first.shape
+    return Pool(layout, shape, host.kv_buffer.view(sizes))
+
+
+class _Piece(NamedTuple):
+    """Some heads of a page, which are a file."""
+
+    suffix: str
+    near: Pool  # one block, in the layout of files
+    put: Transfer  # from the host pool; it compares digests
+    get: Transfer
+
+
+class _Copies:
+    """What one thread at a time copies with, in one direction."""
+
+    def __init__(self, pieces: list[_Piece]) -> None:
+        self.pieces = pieces
+        self.lock = threading.Lock()
+
+
+class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
+    """Pages in files: a file a page and ``heads_per_file`` heads of it, in a declared layout, with digests.
+
+    ``--hicache-storage-backend-extra-config`` takes, besides SGLang's own ``backend_name``, ``module_path``, ``class_name`` and
+    ``interface_v1``, which must be 1:
+
+    path : str
+        Folder of the files; it is made.
+    file_layout : str
+        Layout of a page there: a name of the catalogue, or a file; ``universal`` if not given.
+    heads_per_file : int
+        A divisor of the heads that each rank of each deployment holds; those of this rank if not given.
+    model_id : str
+        What tells this model from others: SGLang's model name if not given.
+
+    Raises
+    ------
+    BindError
+        Another SGLang than those supported; settings, pools or parallelism that are not known.
+
+    Notes
+    -----
+    Files lie in a folder whose name is made of the model, the dtype, the sizes of a page and the layout; the name of a file has the
+    page's key, its layers and its heads.  It appears whole or not at all.  One that is not what was stored is a miss, and removed.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:  # noqa: ARG002  (SGLang passes it)
+        given = dict(storage_config.extra_config or {})
+        if not given.get("interface_v1"):
+            raise BindError(
+                f"interface_v1: expected 1, got {given.get('interface_v1')!r:.100}: pages are read in place"
+            )
+        if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
+            raise BindError("SGLang: context parallelism: expected none; which tokens a rank holds is not known")
+        self.config = storage_config
+        self.root = Path(_text(given, "path", None))
+        self.layout = layouts.load(_text(given, "file_layout", "universal"))
+        self.model = _text(given, "model_id", "")
+        self.heads_per_file = given.get("heads_per_file")
+        self.stats = {"stored": 0, "loaded": 0, "wrong": 0}
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        pool, config = pool_of(mem_pool_host), self.config
+        self.page_size = pool.shape.nt
+        is_mla = type(mem_pool_host) is MLATokenToKVPoolHost
+        total = 1 if is_mla else pool.shape.nh * config.tp_size
+        first = 0 if is_mla else pool.shape.nh * config.tp_rank
+        each = pool.shape.nh if self.heads_per_file is None or is_mla else self.heads_per_file
+        if not isinstance(each, int) or each < 1 or pool.shape.nh % each:
+            raise BindError(
+                f"heads_per_file: expected a divisor of the rank's {pool.shape.nh} heads, got {each!r:.100}"
+            )
+        if not self.model and pool.shape.dtype in ("uint8", "int8"):
+            raise BindError(
+                f"model_id: the host pool holds {pool.shape.dtype}, of which it does not say what it is: expected one"
+            )
+        model = self.model or config.model_name
+        if not model:
+            raise BindError("model_id: SGLang does not name its model: expected one")
+        self.folder = self.root / _folder(model, pool, total, self.layout)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        layers = f"l{mem_pool_host.start_layer}-{mem_pool_host.end_layer}"
+        self._puts, self._gets = (
+            _Copies(list(_pieces(pool, self.layout, first, each, layers, is_mla))) for _ in range(2)
+        )
+        logger.info("kvbm: pages of %s in files of %s: %s", pool, self.layout.name, self.folder)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        if host_pool_name != PoolName.KV:
+            raise BindError(
+                f"SGLang: a host pool {host_pool_name} beside the keys and values is not known; expected none"
+            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    # ---- what SGLang calls ---------------------------------------------------------------------------------------------
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
+        """Write pages to files, unless they are there; which of them are there then."""
+        return self._each(self._puts, self._put, keys, host_indices)
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
+        """Read pages from files; which of them are there, as they were stored."""
+        return self._each(self._gets, self._get, keys, host_indices)
+
+    def exists(self, key: str) -> bool:
+        return all(self._path(key, piece).exists() for piece in self._gets.pieces)
+
+    def clear(self) -> None:
+        """Remove the files of this model and layout, of all ranks."""
+        for path in self.folder.glob("*.safetensors"):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give back what copies need."""
+        for copies in (self._puts, self._gets):
+            with copies.lock:
+                for piece in copies.pieces:
+                    piece.put.close()
+                    piece.get.close()
+
+    def _refused(self, *_: Any, **__: Any) -> Any:
+        raise BindError("interface_v1: expected 1: kvbm reads and writes pages in place, and no tensors beside them")
+
+    get = batch_get = set = batch_set = _refused
+
+    # ---- a page --------------------------------------------------------------------------------------------------------
+
+    def _path(self, key: str, piece: _Piece) -> Path:
+        name = key if re.fullmatch(r"\w{1,128}", key) else hashlib.sha256(key.encode()).hexdigest()
+        return self.folder / f"{name}.{piece.suffix}.safetensors"
+
+    def _each(
+        self, copies: _Copies, act: Callable[[Path, _Piece, int], bool], keys: list[str], indices: Any
+    ) -> list[bool]:
+        slots = indices.tolist()
+        firsts, rest = slots[:: self.page_size], [slot % self.page_size for slot in slots]
+        if len(firsts) != len(keys) or rest != [*range(self.page_size)] * len(keys):
+            raise BindError(
+                f"SGLang: expected the slots of {len(keys)} pages of {self.page_size} tokens, got {slots!s:.200}"
+            )
+        with copies.lock:
+            return [
+                all(act(self._path(key, piece), piece, first // self.page_size) for piece in copies.pieces)
+                for key, first in zip(keys, firsts, strict=True)
+            ]
+
+    def _put(self, path: Path, piece: _Piece, page: int) -> bool:
+        if path.exists():
+            return True
+        try:
+            piece.put.copy([page], [0]).synchronize()
+            save(path, piece.near)
+        except FileExistsError:  # another rank, or another engine, was quicker
+            return True
+        except (KvbmError, OSError) as error:
+            logger.error("kvbm: %s was not stored: %s", path.name, error)
+            return False
+        self.stats["stored"] += 1
+        return True
+
+    def _get(self, path: Path, piece: _Piece, page: int) -> bool:
+        try:
+            stored = read(path)
+            mapped = stored.pool(self.layout, piece.near.shape, 1)
+            if stored.digests is None:
+                raise BindError(f"{path}: expected a file with digests")
+            for near, far in zip(piece.near.arrays, mapped.arrays, strict=True):
+                np.copyto(near, far)
+            found = np.zeros(1, np.uint64)
+            piece.get.copy([0], [page], digests=found).synchronize()
+            if found[0] != stored.digests.blocks[0]:
+                raise DigestError(f"{path}: expected digest {stored.digests.blocks[0]:#x}, got {found[0]:#x}")
+        except FileNotFoundError:
+            return False
+        except (KvbmError, OSError) as error:
+            self.stats["wrong"] += 1
+            logger.error("kvbm: a page is not what was stored, a miss: %s", error)
+            path.unlink(missing_ok=True)
+            return False
+        self.stats["loaded"] += 1
+        return True
+
+
+def _text(given: dict[str, Any], name: str, usual: str | None) -> str:
+    found = given.get(name, usual)
+    if not isinstance(found, str):
+        raise BindError(f"hicache-storage-backend-extra-config: {name}: expected a text, got {found!r:.100}")
+    return found
+
+
+def _folder(model: str, pool: Pool, heads: int, layout: Layout) -> str:
+    """A name that two deployments share whose files mean the same."""
+    shape = pool.shape
+    said = {
+        "format": 1, "model": model, "dtype": shape.dtype, "tokens": shape.nt, "planes": shape.no, "heads": heads,
+        "head_size": shape.hd, "layout": layout.order_text, "fingerprint": layout.fingerprint,
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9.-]+', '-', model)[-64:]}-{layout.name.replace('/', '-')}-{digest[:16]}"
+
+
+def _pieces(pool: Pool, layout: Layout, first: int, each: int, layers: str, is_mla: bool) -> Iterator[_Piece]:
+    for begin in range(0, pool.shape.nh, each):
+        part = pool.whole if is_mla else pool.section(h=range(begin, begin + each))
+        shape = BlockShape(pool.shape.nl, pool.shape.no, each, pool.shape.nt, pool.shape.hd, pool.shape.dtype)
+        near = Pool.allocate(layout, shape, 1)
+        suffix = layers if is_mla else f"{layers}.h{first + begin}-{first + begin + each}"
+        yield _Piece(suffix, near, Transfer(part, near, verify=True), Transfer(near, part))

@@ -1,0 +1,285 @@
+"""kvbm.integrations.lmcache: kvbm's copies of blocks beside those of the installed LMCache."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import tomllib
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import HERE, result, run
+
+if find_spec("lmcache") is None:
+    pytest.skip("LMCache is not installed", allow_module_level=True)
+warnings.simplefilter("ignore")  # while this is collected: of LMCache's imports
+import torch  # noqa: E402
+from lmcache.lmcache_native import EngineKVFormat, PageBufferShapeDesc, TransferDirection  # noqa: E402
+from lmcache.v1.platform.torch_ops.mp_mem_kernels import multi_layer_block_kv_transfer as stock  # noqa: E402
+
+import kvbm  # noqa: E402
+from kvbm.integrations.lmcache import KvbmCpuDeviceSpec, KvbmDeviceSpec  # noqa: E402
+from kvbm.integrations.lmcache.blocks import FORMATS  # noqa: E402
+from kvbm.integrations.lmcache.ops import KvbmCpuOps, KvbmCudaOps  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LoggingHandler:DeprecationWarning")  # LMCache's own
+
+NL, NB, BS, NH, HS, EACH = 3, 9, 4, 2, 8, 2
+SIZES = {"b": NB, "t": BS, "h": NH, "d": HS, "o": 2, "l": NL, "s": NB * BS, "1": 1}
+FUSED = {name for name in FORMATS if name.endswith(("CS", "NH_TWO_HS", "BS_TWO_HS"))} | {"NL_X_NB_BS_NH_HS"}
+LATENT = {"NL_X_NB_BS_HS", "NL_X_NBBS_ONE_HS"}
+
+
+def coded(shape: list[int], seed: int, dtype: Any = torch.float32) -> Any:
+    """What no other element has."""
+    count = torch.Size(shape).numel()
+    kind = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    return (torch.arange(count, dtype=kind) + (seed << (20 if kind is torch.int32 else 8))).view(dtype).view(shape)
+
+
+def engine(name: str, dtype: Any = torch.float32) -> Any:
+    """Tensors as the format's name says."""
+    form = FORMATS[name]
+    shape = [SIZES[axis] for axis in form.dims.split()]
+    if not form.table:
+        return coded(shape, 1, dtype)
+    tensors = [coded(shape, 1 + index, dtype) for index in range(NL * (2 if "o" in form.table else 1))]
+    return [tensors[:NL], tensors[NL:]] if "o" in form.table else tensors
+
+
+def flat(paged: Any) -> list[Any]:
+    listed = [paged] if isinstance(paged, torch.Tensor) else paged
+    return [one for entry in listed for one in (entry if isinstance(entry, list) else [entry])]
+
+
+def clone(paged: Any) -> Any:
+    if isinstance(paged, torch.Tensor):
+        return paged.clone()
+    return [clone(one) for one in paged]
+
+
+def describe(name: str, dtype: Any = torch.float32, stride: int = 0) -> Any:
+    desc = PageBufferShapeDesc()
+    single = name in FUSED | LATENT
+    desc.kv_size, desc.nl, desc.nb, desc.bs = 1 if single else 2, NL, NB, BS
+    desc.nh, desc.hs, desc.element_size, desc.dtype = 1 if name in LATENT else NH, HS, dtype.itemsize, dtype
+    desc.block_stride_elems = stride
+    return desc
+
+
+def objects(name: str, count: int, dtype: Any = torch.float32, seed: int | None = None) -> list[Any]:
+    heads = 1 if name in LATENT else NH
+    shape = [NL, EACH * BS, heads * HS] if name in FUSED | LATENT else [2, NL, EACH * BS, heads * HS]
+    if seed is None:
+        return [torch.zeros(shape, dtype=dtype) for _ in range(count)]
+    return [coded(shape, seed + index, dtype) for index in range(count)]
+
+
+def call(how: Any, name: str, paged: Any, held: list[Any], ids: Any, out: bool, skip: int = 0, stride: int = 0) -> None:
+    dtype = flat(paged)[0].dtype
+    dtype = torch.float32 if dtype in (torch.int64, torch.uint64) else dtype
+    direction = TransferDirection.D2H if out else TransferDirection.H2D
+    desc = describe(name, dtype, stride)
+    how(paged, held, ids, torch.device("cpu"), direction, desc, EACH * BS, getattr(EngineKVFormat, name), skip)
+
+
+def ours(*args: Any) -> None:
+    KvbmCpuOps().multi_layer_block_kv_transfer(*args)
+
+
+def pointers(tensors: list[Any]) -> Any:
+    return torch.tensor([one.data_ptr() for one in tensors], dtype=torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_as_lmcache_does(name: str, dtype: Any) -> None:
+    """Out and in again, bit by bit what LMCache's own copy gives; an object that is not full; blocks that are skipped."""
+    paged = engine(name, dtype)
+    for ids, skip in (([5, 2, 7, 1], 0), ([5, 2, 7], 1), (torch.tensor([8, 0, 3]), 2)):
+        expected, found = objects(name, 2, dtype), objects(name, 2, dtype)
+        call(stock, name, paged, expected, ids, True, skip)
+        call(ours, name, paged, found, ids, True, skip)
+        assert all(map(torch.equal, found, expected)) and any(one.view(torch.int16).any() for one in found)
+        held = objects(name, 2, dtype, seed=50)
+        theirs, mine = clone(paged), clone(paged)
+        call(stock, name, theirs, held, ids, False, skip)
+        call(ours, name, mine, held, ids, False, skip)
+        same = [
+            torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(flat(mine), flat(theirs), strict=True)
+        ]
+        assert all(same) and not torch.equal(flat(mine)[0].view(torch.int16), flat(paged)[0].view(torch.int16))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].table])
+def test_pointers(name: str) -> None:
+    """As compiled kernels are called: addresses of the engine's tensors and of the objects."""
+    paged = engine(name)
+    expected, found = objects(name, 2), objects(name, 2)
+    call(stock, name, paged, expected, [5, 2, 7, 1], True)
+    call(ours, name, pointers(flat(paged)), [one.data_ptr() for one in found], [5, 2, 7, 1], True)
+    assert all(map(torch.equal, found, expected))
+
+
+#: vLLM's orders of memory → its views ``(layers, blocks, heads, tokens, content)`` in it.  LMCache refuses heads outside blocks.
+ORDERS = {"LBHNC": "lbhtd", "LBNHC": "lbthd", "BLHNC": "blhtd", "BLNHC": "blthd", "LHBNC": "lhbtd", "BHLNC": "bhltd"}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_vllm_orders(order: str) -> None:
+    """Every element of whole blocks, by its coordinates, in each of vLLM's orders."""
+    axes = ORDERS[order]
+    memory = coded([SIZES[axis] for axis in axes], 3)
+    view = memory.permute([axes.index(axis) for axis in "lbhtd"])
+    name = "NL_X_NB_NH_BS_CS"
+    found = objects(name, 2)
+    before = view.clone()
+    call(ours, name, [*view], found, [5, 2, 7], True)
+    for at, block in enumerate([5, 2, 7]):
+        part = found[at // EACH][:, (at % EACH) * BS : (at % EACH + 1) * BS].view(NL, BS, NH, HS)
+        assert torch.equal(part, before[:, block].permute(0, 2, 1, 3))
+    call(ours, name, [*view], found, [1, 0, 8], False)
+    expected = before.clone()
+    expected[:, [1, 0, 8]] = before[:, [5, 2, 7]]
+    assert torch.equal(view, expected)
+
+
+def test_pointers_of_blocks_that_are_apart() -> None:
+    """BLHNC by pointers and the step of a block: LMCache's own copy refuses it on the CPU."""
+    memory = coded([NB, NL, NH, BS, HS], 3)
+    name, stride = "NL_X_NB_NH_BS_CS", NL * NH * BS * HS
+    found = objects(name, 1)
+    layers = pointers([memory[:, layer] for layer in range(NL)])
+    call(ours, name, layers, [found[0].data_ptr()], [4, 6], True, stride=stride)
+    for at, block in enumerate([4, 6]):
+        part = found[0][:, at * BS : (at + 1) * BS].view(NL, BS, NH, HS)
+        assert torch.equal(part, memory[block].permute(0, 2, 1, 3))
+    with pytest.raises(NotImplementedError):
+        call(stock, name, layers, [found[0].data_ptr()], [4, 6], True, stride=stride)
+
+
+def test_a_block_that_stands_for_none_is_written_again_and_again() -> None:
+    name = "NL_X_TWO_NB_BS_NH_HS"
+    held = objects(name, 2, seed=50)
+    theirs, mine = engine(name), engine(name)
+    call(stock, name, theirs, held, [0, 0, 0, 3], False)
+    call(ours, name, mine, held, [0, 0, 0, 3], False)
+    assert all(map(torch.equal, mine, theirs))
+
+
+def test_what_is_not_known_is_an_error() -> None:
+    name = "NL_X_TWO_NB_BS_NH_HS"
+    paged, held = engine(name), objects(name, 2)
+    for form in set(EngineKVFormat.__members__) - set(FORMATS):
+        with pytest.raises(kvbm.BindError, match=f"{form}: expected one of"):
+            call(ours, form, paged, held, [1, 2], True)
+    assert set(FORMATS) < set(EngineKVFormat.__members__)
+    for wrong in (
+        lambda: call(ours, name, paged, [held[0][:, :1]], [1, 2], True),
+        lambda: call(ours, name, paged, held, [1, 2, 3, 4, 5], True),
+        lambda: call(ours, name, paged, held, [NB], True),
+        lambda: call(ours, name, [*paged[:2], paged[2][:, 1:]], held, [1], True),
+        lambda: call(ours, name, [one[0] for one in paged], held, [1], True),
+        lambda: call(ours, name, pointers(paged[:2]), held, [1], True),
+        lambda: call(ours, name, pointers(paged), held, [1], True, stride=1000),
+    ):
+        with pytest.raises(kvbm.BindError):
+            wrong()
+    assert not any(one.any() for one in held)
+
+
+def test_the_plugin_is_chosen_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed and not named, it changes nothing: between two backends that are available LMCache would not choose."""
+    monkeypatch.delenv("LMCACHE_DEVICE_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    cuda, cpu = KvbmDeviceSpec(), KvbmCpuDeviceSpec()
+    assert not cuda.is_available() and not cpu.is_available()
+    monkeypatch.setenv("LMCACHE_DEVICE_BACKEND", "kvbm")
+    assert cuda.is_available() and not cpu.is_available() and cuda.device_type == "cuda" and cuda.ops_cls is KvbmCudaOps
+
+
+def test_compiled_copies_do_not_take_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache binds its compiled operations to the instance, in place of the methods."""
+    import lmcache.v1.platform.devices.cuda.device_ops as module
+
+    def bound(self: Any) -> None:
+        self.multi_layer_block_kv_transfer = self.execute_object_group_transfer = self.something = lambda *_: "compiled"
+
+    monkeypatch.setattr(module.CudaDeviceOps, "ensure_native", bound)
+    made = KvbmCudaOps()
+    made.ensure_native()
+    assert made.multi_layer_block_kv_transfer.__func__ is KvbmCudaOps.multi_layer_block_kv_transfer
+    assert not hasattr(made, "execute_object_group_transfer") and made.something() == "compiled"
+
+
+GATHER = """
+import torch, lmcache
+from lmcache.utils import EngineType
+from lmcache.v1.multiprocess.transfer_context import base
+ops = base.resolve_device_ops("cpu")
+caches = {str(layer): torch.randn(9, 2, 4, 8) for layer in range(3)}
+before = {name: one.clone() for name, one in caches.items()}
+hints = {"kv_layout": "HND"}
+chunks = base.gather_paged_kv_to_cpu(caches, [5, 2, 7, 1], 2, layout_hints=hints, engine_type=EngineType.VLLM)
+for one in caches.values(): one.zero_()
+base.scatter_cpu_to_paged_kv(caches, [5, 2, 7, 1], chunks, 2, layout_hints=hints, engine_type=EngineType.VLLM)
+right = all(torch.equal(caches[name][[5, 2, 7, 1]], before[name][[5, 2, 7, 1]]) for name in caches)
+print("RESULT", type(ops).__name__, right, sum(float(one.abs().sum()) for one in chunks) > 0)
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """PYTHONPATH with the project's entry points, also where it is not installed."""
+    info = tmp_path / "kvbm_plugin-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvbm-plugin\nVersion: 0\n")
+    project = tomllib.loads((HERE.parent.parent / "pyproject.toml").read_text())["project"]
+    plugins = project["entry-points"]["lmcache.device_plugins"]
+    lines = ["[lmcache.device_plugins]", *(f"{name} = {target}" for name, target in plugins.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return os.pathsep.join([str(tmp_path), *sys.path])
+
+
+@pytest.mark.parametrize("backend", ["kvbm_cpu", ""])
+def test_in_lmcache(path: str, backend: str) -> None:
+    """LMCache finds the entry points, and its engine-driven transfer copies with what was chosen."""
+    environment = {**os.environ, "PYTHONPATH": path, "LMCACHE_DEVICE_BACKEND": backend}
+    done = subprocess.run([sys.executable, "-c", GATHER], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"RESULT {'KvbmCpuOps' if backend else 'CpuDeviceOps'} True True" in done.stdout
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_with_lmcache(models: Callable[[str], Path], path: str) -> None:
+    """Blocks leave vLLM for a server by the plugin and come back: the same tokens; other ones if what comes back is zeroed."""
+    found = result(
+        run(
+            "lmcache_offload",
+            models("llama"),
+            PYTHONPATH=path,
+            LMCACHE_DEVICE_BACKEND="kvbm_cpu",
+            LMCACHE_TRACK_USAGE="false",
+            LMCACHE_DISABLE_BANNER="1",
+        )
+    )
+    tokens, cached = zip(*found["runs"], strict=True)
+    assert found["ops"] == "KvbmCpuOps" and [name for name, _ in found["calls"]] == ["D2H"] * 3 + ["H2D"] * 6
+    assert tokens[3:6] == tokens[:3] and cached[:3] == (0, 0, 0) and cached[3:6] == (256, 256, 319)
+    assert cached[6:] == cached[3:6] and not set(map(tuple, tokens[6:])) & set(map(tuple, tokens[:3]))  # the control
+
+
+def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache._version.__version__", "0.6.0")
+    for name in [name for name in sys.modules if name.startswith("kvbm.integrations.lmcache")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(kvbm.BindError, match=r"LMCache 0.5.6 or newer, before 0.5.7, got 0.6.0"):
+        importlib.import_module("kvbm.integrations.lmcache").KvbmDeviceSpec  # noqa: B018

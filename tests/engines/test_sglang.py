@@ -1,0 +1,541 @@
+"""kvbm.integrations.sglang: with SGLang itself on the CPU, and with the classes of the installed package."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conftest import HERE, result, run
+
+if find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed", allow_module_level=True)
+sys.path.insert(0, str(HERE / "programs"))
+warnings.simplefilter("ignore")  # while this is collected: SGLang says what it lacks on a CPU
+import standins  # noqa: E402, F401  (before SGLang)
+import torch  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker  # noqa: E402
+
+import kvbm  # noqa: E402
+from kvbm.integrations import sglang as integration  # noqa: E402
+
+PAGE, SLOTS = 4, 40
+
+
+# ---- the engine ----------------------------------------------------------------------------------------------------------
+
+
+def serve(model: Path, folder: Path, steps: list[Any], extra: dict[str, Any] | None, **engine: Any) -> dict[str, Any]:
+    """What `programs/sglang_serve.py` finds; without kvbm where there is nothing to configure."""
+    linker = {} if extra is None else {
+        "enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": {
+            "linker": "SpoiledLinker", "linker_module_path": "sglang_linkers",
+            "linker_extra_config": {"host_bytes": 64 << 20, "folder": str(folder), **extra},
+        },
+    }  # fmt: skip
+    settings = {
+        "engine": {"model_path": str(model), **linker, **engine},
+        "steps": steps,
+        "new": 8,
+        "folder": str(folder),
+    }
+    threads = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if engine.get("tp_size", 1) > 1 else {}
+    found: dict[str, Any] = result(run("sglang_serve", json.dumps(settings), limit=400, **threads))
+    return found
+
+
+#: The device holds one prompt and a half, so each of these evicts the others.
+TURN: list[Any] = [[200], [300], [310]]
+
+
+@pytest.mark.timeout(600)
+def test_tokens_come_back(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """What was computed comes back from host memory: the same tokens as without kvbm; wrong pages are misses, or end a request."""
+    steps = [*TURN, *TURN, "lookup", [200], "load", [300], [300], "blind", [310]]
+    found = serve(models("llama"), tmp_path, steps, {})
+    stock = serve(models("llama"), tmp_path, TURN + TURN, None)
+    tokens, cached = ([one.get(what) for (one,) in found["runs"]] for what in ("tokens", "cached"))
+    right, again = ([one[what] for (one,) in stock["runs"]] for what in ("tokens", "cached"))
+    assert tokens[:6] == right and again[3:] == [0, 0, 0]
+    assert cached[:6] == [0, 0, 0, 192, 288, 304]
+    assert tokens[6] == right[0] and cached[6] == 32  # two pages before the one that was spoiled
+    assert re.search("503", found["runs"][7][0]["error"])
+    assert tokens[8] == right[1] and cached[8] == 32
+    assert cached[9] == 304 and tokens[9] != right[2]  # the control: nobody compares
+    assert re.fullmatch(r"kv:\d+:2", found["seen"])
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """Each has its heads in host memory; where a page of one is wrong, both compute it anew."""
+    steps = [*TURN, [200], "lookup", [300], [310]]
+    extra = {"host_layout": "operational_nhd"}
+    found = serve(models("llama"), tmp_path, steps, extra, tp_size=2, dtype="bfloat16")
+    assert [one["cached"] for (one,) in found["runs"]] == [0, 0, 0, 192, 32, 304]
+    tokens = [one["tokens"] for (one,) in found["runs"]]
+    assert tokens[3:] == tokens[:3]
+
+
+@pytest.mark.timeout(900)
+def test_files_of_two_ranks_in_another_engine(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """HiCache with stand-ins for its copies on a GPU: what two ranks stored one loads; where bytes are flipped it computes anew."""
+    store = tmp_path / "kv"
+    extra = {
+        "backend_name": "kvbm", "interface_v1": 1, "module_path": "kvbm.integrations.sglang", "class_name": "KvbmStorage",
+        "path": str(store), "heads_per_file": 2, "prefetch_threshold": 16,
+    }  # fmt: skip
+    cache = {
+        "enable_hierarchical_cache": True, "hicache_mem_layout": "page_first_direct", "hicache_io_backend": "direct",
+        "hicache_write_policy": "write_through", "hicache_storage_backend": "dynamic", "hicache_ratio": 1.2,
+        "hicache_storage_prefetch_policy": "wait_complete", "hicache_storage_backend_extra_config": json.dumps(extra),
+    }  # fmt: skip
+    first = serve(models("llama"), tmp_path, TURN, None, tp_size=2, **cache)
+    files = sorted(store.glob("*/*"))
+    assert len(files) == 2 * (12 + 19 + 19) and {path.name.split(".", 1)[1] for path in files} == {
+        "l0-4.h0-2.safetensors", "l0-4.h2-4.safetensors",
+    }  # fmt: skip
+    tokens = [one["tokens"] for (one,) in first["runs"]]
+    again = serve(models("llama"), tmp_path, TURN, None, **cache)
+    assert [one["tokens"] for (one,) in again["runs"]] == tokens
+    assert [one["cached"] for (one,) in again["runs"]] == [192, 288, 304]
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    wrong = serve(models("llama"), tmp_path, TURN, None, **cache)
+    assert [one["tokens"] for (one,) in wrong["runs"]] == tokens
+    assert [one["cached"] for (one,) in wrong["runs"]] == [0, 0, 0]
+
+
+# ---- the linker, with SGLang's pools -------------------------------------------------------------------------------------
+
+
+def coded(tensor: Any, seed: int) -> None:
+    """Fill with what no other element has."""
+    flat = tensor.view(torch.int32).view(-1)
+    flat.copy_(torch.arange(flat.numel(), dtype=torch.int32) + (seed << 20))
+
+
+def mha(layers: int = 5, heads: int = 2, **more: Any) -> Any:
+    made = MHATokenToKVPool(
+        size=SLOTS, page_size=PAGE, dtype=torch.float32, head_num=heads, head_dim=8, layer_num=layers, device="cpu",
+        enable_memory_saver=False, **more,
+    )  # fmt: skip
+    return fill(made)
+
+
+def mla() -> Any:
+    made = MLATokenToKVPool(
+        size=SLOTS, page_size=PAGE, dtype=torch.float32, kv_lora_rank=8, qk_rope_head_dim=4, layer_num=3, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    return fill(made)
+
+
+def sliding() -> Any:
+    made = SWAKVPool(
+        size=SLOTS, size_swa=SLOTS, page_size=PAGE, dtype=torch.float32, head_num=2, head_dim=8, swa_attention_layer_ids=[0, 1, 3],
+        full_attention_layer_ids=[2, 4], device="cpu",
+    )  # fmt: skip
+    fill(made.full_kv_pool)
+    fill(made.swa_kv_pool, 100)
+    return made
+
+
+def buffers(pool: Any) -> list[Any]:
+    """What the engine reads, layer by layer."""
+    if isinstance(pool, SWAKVPool):
+        return [*buffers(pool.full_kv_pool), *buffers(pool.swa_kv_pool)]
+    names = ("k_buffer", "v_buffer") if hasattr(pool, "k_buffer") else ("kv_buffer",)
+    return [buffer for name in names for buffer in getattr(pool, name)]
+
+
+def fill(pool: Any, seed: int = 0) -> Any:
+    for index, buffer in enumerate(buffers(pool)):
+        coded(buffer, seed + index + 1)
+    return pool
+
+
+def params(pool: Any, **more: Any) -> Any:
+    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    usual = {"page_size": PAGE, "mtp_draft_device_pools": (), "sidecar_draft_device_pools": ()}
+    return SimpleNamespace(token_to_kv_pool_allocator=allocator, **{**usual, **more})
+
+
+FULL = {ComponentType.FULL}
+SWA = {ComponentType.FULL, ComponentType.SWA}
+
+
+def linked(pool: Any, components: Any = FULL, more: dict[str, Any] | None = None, **extra: Any) -> Any:
+    config = {
+        "linker": "KvbmLinker", "linker_module_path": "kvbm.integrations.sglang",
+        "linker_extra_config": {"host_bytes": 1 << 20, **extra},
+    }  # fmt: skip
+    return create_unified_cache_linker(
+        None, params(pool, **(more or {})), backend="dynamic", config=config, components=components
+    )
+
+
+def slots(pages: list[int]) -> Any:
+    return torch.tensor([page * PAGE + at for page in pages for at in range(PAGE)])
+
+
+def transfer(keys: str, pages: list[int] | None = None, name: Any = PoolName.KV) -> Any:
+    return PoolTransfer(name=name, keys=list(keys), device_indices=None if pages is None else slots(pages))
+
+
+def offload(linker: Any, *transfers: Any) -> bool:
+    assert linker.offload(list(transfers)) and linker.num_completed_offloads() == 1
+    done: bool = linker.pop_completed_offload()
+    assert linker.num_completed_offloads() == 0
+    return done
+
+
+def load(linker: Any, *transfers: Any, rid: str = "r") -> bool:
+    assert linker.load(rid, list(transfers))
+    index = linker.start_layer_wise_loading()
+    counter = linker.layer_done_counter
+    counter.set_consumer(index)
+    for layer in range(len(counter._part_of)):
+        counter.wait_until(layer)
+    landed: bool = linker.finish_layer_wise_loading(index)
+    assert linker.finish_layer_wise_loading(-1)
+    return landed
+
+
+def snapshot(pool: Any) -> list[Any]:
+    return [buffer.clone() for buffer in buffers(pool)]
+
+
+def expect(pool: Any, before: list[Any], moved: dict[int, int], which: slice = slice(None)) -> None:
+    """Pages hold what others held before; all else is as it was."""
+    for found, was in list(zip(buffers(pool), before, strict=True))[which]:
+        wanted = was.clone()
+        for source, target in moved.items():
+            wanted[target * PAGE : (target + 1) * PAGE] = was[source * PAGE : (source + 1) * PAGE]
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("layout", ["universal", "operational_nhd", "hnd"])
+@pytest.mark.parametrize("make", [mha, mla])
+def test_pages_move(make: Callable[[], Any], layout: str) -> None:
+    pool = make()
+    if make is mla and layout != "universal":
+        layout = "sglang/host_mla_page_first"
+    linker, before = linked(pool, host_layout=layout), snapshot(pool)
+    assert linker.lookup("r", [transfer("ab")]) == []
+    assert offload(linker, transfer("ab", [5, 2]))
+    assert linker.lookup("r", [transfer("abc")]) == [1, 2]
+    assert load(linker, transfer("ab", [7, 9]))
+    expect(pool, before, {5: 7, 2: 9})
+    linker.close()
+
+
+def test_sliding_window() -> None:
+    """Pages of both kinds; of those of the window the last ones are enough."""
+    pool = sliding()
+    linker, before = linked(pool, SWA), snapshot(pool)
+    assert offload(linker, transfer("abc", [1, 2, 3]), transfer("bc", [4, 5], PoolName.SWA))
+    wanted = [transfer("abc"), transfer("c", name=PoolName.SWA)]
+    assert linker.lookup("r", wanted) == [2, 3]
+    assert load(linker, transfer("abc", [6, 7, 8]), transfer("c", [9], PoolName.SWA))
+    kinds = [linker.kinds[name] for name in (PoolName.KV, PoolName.SWA)]  # layers 2 and 4; 0, 1 and 3
+    parts = [[len(kind.part(layers)) for kind in kinds] for layers in (range(2), range(2, 4), range(4, 5))]
+    assert parts == [[0, 2], [1, 1], [1, 0]] and kinds[0].part(range(4, 5)) == range(1, 2)
+    full = 2 * len(pool.full_kv_pool.k_buffer)
+    expect(pool, before, {1: 6, 2: 7, 3: 8}, slice(0, full))
+    expect(pool, before, {5: 9}, slice(full, None))
+
+
+def spoil(linker: Any, key: str) -> None:
+    pages = linker.pools[PoolName.KV]
+    pages.host.arrays[pages._pages[key].block].view("u1").reshape(-1)[7] ^= 1
+
+
+def test_a_flipped_bit_is_a_miss() -> None:
+    linker = linked(mha())
+    assert offload(linker, transfer("abc", [1, 2, 3]))
+    spoil(linker, "b")
+    assert linker.lookup("r", [transfer("abc")]) == [1]
+    assert offload(linker, transfer("abc", [1, 2, 3]))  # anew
+    assert linker.lookup("s", [transfer("abc")]) == [1, 2, 3]
+    spoil(linker, "b")  # after the lookup
+    assert not load(linker, transfer("abc", [4, 5, 6]), rid="s")
+    assert linker.lookup("t", [transfer("abc")]) == [1]
+
+
+def test_without_a_check_at_lookup() -> None:
+    linker = linked(mha(), check_at_lookup=False)
+    assert offload(linker, transfer("ab", [1, 2]))
+    spoil(linker, "a")
+    assert linker.lookup("r", [transfer("ab")]) == [1, 2]
+    assert not load(linker, transfer("ab", [4, 5]))
+    assert linker.lookup("r", [transfer("ab")]) == []
+
+
+def test_room() -> None:
+    """The page that was not asked for the longest makes room, but none that a lookup found for the next batch."""
+    pool = mha()
+    linker = linked(pool, host_bytes=3 * 2 * 5 * 2 * PAGE * 8 * 4)
+    assert offload(linker, transfer("abc", [1, 2, 3]))
+    assert linker.lookup("r", [transfer("a")]) == [1]
+    assert linker.start_layer_wise_loading() == -1  # which lets it go, but it was asked for last
+    assert offload(linker, transfer("d", [4]))
+    assert [key in linker.pools[PoolName.KV] for key in "abcd"] == [True, False, True, True]
+    assert linker.lookup("r", [transfer("a")]) == [1]
+    assert not offload(linker, transfer("efg", [5, 6, 7]))  # "a" is held
+    assert linker.start_layer_wise_loading() == -1
+    assert offload(linker, transfer("efg", [5, 6, 7]))
+    assert linker.lookup("r", [transfer("a")]) == []
+    before = snapshot(pool)
+    assert linker.load("r", [transfer("a", [8])]) and not linker.finish_layer_wise_loading(
+        linker.start_layer_wise_loading()
+    )
+    expect(pool, before, {})
+    assert (
+        linker.load("q", [transfer("e", [8])]) and linker.cancel_queued_load("q") and not linker.cancel_queued_load("q")
+    )
+    linker.reset()
+    assert linker.lookup("r", [transfer("e")]) == [] and offload(linker, transfer("efg", [5, 6, 7]))
+
+
+REFUSED = {
+    "a draft": (mha, FULL, {"mtp_draft_device_pools": (1,)}, {}, "a draft model's cache"),
+    "a state": (mha, {ComponentType.FULL, ComponentType.MAMBA}, {}, {}, "expected MHATokenToKVPool"),
+    "no window": (sliding, FULL, {}, {}, "expected MHATokenToKVPool"),
+    "pages": (mha, FULL, {"page_size": 8}, {}, "expected pages of 8 tokens"),
+    "bytes": (mha, FULL, {}, {"host_bytes": 10}, "expected at least"),
+    "text": (mha, FULL, {}, {"host_bytes": "1 GB"}, "host_bytes: expected int"),
+    "unknown": (mha, FULL, {}, {"host_size": 10}, "host_size"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_known_is_refused(case: str) -> None:
+    make, components, more, extra, message = REFUSED[case]
+    with pytest.raises(kvbm.BindError, match=message):
+        linked(make(), components, more, **extra)
+
+
+def test_slots_that_are_no_pages() -> None:
+    linker = linked(mha())
+    with pytest.raises(kvbm.BindError, match="whole pages"):
+        linker.offload([PoolTransfer(name=PoolName.KV, keys=["a"], device_indices=torch.arange(2, 2 + PAGE))])
+
+
+def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.version.__version__", "0.6.0")
+    with pytest.raises(kvbm.BindError, match=r"SGLang 0.5.23 or newer, before 0.5.24, got 0.6.0"):
+        integration.KvbmLinker  # noqa: B018
+
+
+# ---- the storage backend, with SGLang's host pools -----------------------------------------------------------------------
+
+HEADS, LAYERS = 4, 3
+
+#: Where SGLang has an element (`init_kv_buffer`): of keys or values, a layer, a slot and a head.
+PLACES: dict[str, Callable[[int, int, int, int], tuple[Any, ...]]] = {
+    "layer_first": lambda o, layer, slot, head: (o, layer, slot, head),
+    "page_first": lambda o, layer, slot, head: (o, slot, layer, head),
+    "page_first_direct": lambda o, layer, slot, head: (o, slot // PAGE, layer, slot % PAGE, head),
+    "page_head": lambda o, layer, slot, head: (o, slot // PAGE, head, slot % PAGE, layer),
+}
+LATENTS: dict[str, Callable[[int, int], tuple[Any, ...]]] = {
+    "layer_first": lambda layer, slot: (layer, slot),
+    "page_first": lambda layer, slot: (slot, layer),
+    "page_first_direct": lambda layer, slot: (slot // PAGE, layer, slot % PAGE),
+}
+
+
+def host_pool(layout: str, heads: int = HEADS) -> Any:
+    pool = mha(LAYERS, heads)
+    [info] = pool.get_device_pool_infos()
+    made = MHATokenToKVPoolHost(
+        info.buffer_info,
+        1.0,
+        0,
+        PAGE,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=SLOTS,
+        start_layer=0,
+        end_layer=LAYERS,
+    )
+    made.kv_buffer.zero_()
+    return made
+
+
+def latent_pool(layout: str) -> Any:
+    pool = mla()
+    [info] = pool.get_device_pool_infos()
+    made = MLATokenToKVPoolHost(
+        info.buffer_info, 1.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=SLOTS, start_layer=0, end_layer=LAYERS,
+        target_layer_num=LAYERS,
+    )  # fmt: skip
+    made.kv_buffer.zero_()
+    return made
+
+
+def backend(folder: Path, host: Any, rank: int = 0, ranks: int = 1, model: str = "org/model", **extra: Any) -> Any:
+    settings = {
+        "backend_name": "kvbm", "module_path": "kvbm.integrations.sglang", "class_name": "KvbmStorage", "interface_v1": 1,
+        "path": str(folder), **extra,
+    }  # fmt: skip
+    config = HiCacheStorageConfig(
+        tp_rank=rank, tp_size=ranks, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
+        is_mla_model=isinstance(host, MLATokenToKVPoolHost), enable_storage_metrics=False, is_page_first_layout=False,
+        model_name=model, extra_config=settings,
+    )  # fmt: skip
+    made = StorageBackendFactory.create_backend("dynamic", config, host)
+    made.register_mem_pool_host(host)
+    return made
+
+
+def write(host: Any, page: int, first_head: int, number: int) -> None:
+    """What a page of tokens ``number`` holds, in the heads from `first_head` on."""
+    for o, layer, token, head in elements(host.head_num):
+        host.kv_buffer[PLACES[host.layout](o, layer, page * PAGE + token, head)] = value(
+            o, layer, token, first_head + head, number
+        )
+
+
+def value(o: int, layer: int, token: int, head: int, number: int) -> Any:
+    return torch.arange(8) + 8 * (head + HEADS * (token + PAGE * (layer + LAYERS * (o + 2 * number)))) + 1.0
+
+
+def elements(heads: int) -> Iterator[tuple[int, int, int, int]]:
+    return (
+        (o, layer, token, head)
+        for o in range(2)
+        for layer in range(LAYERS)
+        for token in range(PAGE)
+        for head in range(heads)
+    )
+
+
+def holds(host: Any, page: int, first_head: int, number: int) -> bool:
+    return all(
+        torch.equal(
+            host.kv_buffer[PLACES[host.layout](o, layer, page * PAGE + token, head)],
+            value(o, layer, token, first_head + head, number),
+        )
+        for o, layer, token, head in elements(host.head_num)
+    )
+
+
+@pytest.mark.parametrize("target", PLACES)
+@pytest.mark.parametrize("source", PLACES)
+def test_stored_by_two_ranks_loaded_by_one(tmp_path: Path, source: str, target: str) -> None:
+    hosts = [host_pool(source, HEADS // 2) for _ in range(2)]
+    for rank, host in enumerate(hosts):
+        for page, number in ((1, 0), (3, 1)):
+            write(host, page, rank * HEADS // 2, number)
+        store = backend(tmp_path, host, rank, 2, heads_per_file=2)
+        assert store.batch_exists(["k0", "k1"]) == 0
+        assert store.batch_set_v1(["k0", "k1"], slots([1, 3])) == [True, True]
+        assert store.batch_exists(["k0", "k1", "k2"]) == 2
+    one = host_pool(target)
+    found = backend(tmp_path, one, heads_per_file=2, file_layout="universal")
+    assert found.batch_exists(["k1", "k0"]) == 2
+    assert found.batch_get_v1(["k1", "k0", "k2"], slots([4, 2, 0])) == [True, True, False]
+    assert holds(one, 4, 0, 1) and holds(one, 2, 0, 0)
+    assert not one.kv_buffer[PLACES[target](0, 0, 0, 0)].any()
+    assert len(list(tmp_path.glob("*/*"))) == 4 and found.stats == {"stored": 0, "loaded": 4, "wrong": 0}
+    store.close()
+
+
+@pytest.mark.parametrize("layout", LATENTS)
+def test_latents(tmp_path: Path, layout: str) -> None:
+    """Stored by one rank, in any of the layouts; loaded by all."""
+    host = latent_pool("page_first")
+    for layer in range(LAYERS):
+        for token in range(PAGE):
+            host.kv_buffer[LATENTS["page_first"](layer, 2 * PAGE + token)] = 100.0 * layer + token + 1
+    assert backend(tmp_path, host, 0, 2).batch_set_v1(["k"], slots([2])) == [True]
+    other = latent_pool(layout)
+    assert backend(tmp_path, other, 1, 2).batch_get_v1(["k"], slots([1])) == [True]
+    for layer in range(LAYERS):
+        for token in range(PAGE):
+            assert (other.kv_buffer[LATENTS[layout](layer, PAGE + token)] == 100.0 * layer + token + 1).all()
+
+
+def stored_page(folder: Path) -> tuple[Any, Path]:
+    host = host_pool("page_first")
+    write(host, 1, 0, 0)
+    store = backend(folder, host)
+    assert store.batch_set_v1(["k"], slots([1])) == [True]
+    [path] = folder.glob("*/*")
+    return store, path
+
+
+def test_a_wrong_file_is_a_miss(tmp_path: Path) -> None:
+    """A byte that was flipped, a file that is cut off, one that is none: a miss each, and stored anew."""
+    store, path = stored_page(tmp_path)
+    content = path.read_bytes()
+    assert store.batch_get_v1(["k"], slots([2])) == [True]
+    flipped = bytearray(content)
+    flipped[-5] ^= 1
+    for count, wrong in enumerate((bytes(flipped), content[:-100], content[:100], b"")):
+        path.write_bytes(wrong)
+        assert store.batch_exists(["k"]) == 1
+        assert store.batch_get_v1(["k"], slots([2])) == [False]
+        assert store.stats["wrong"] == count + 1 and store.batch_exists(["k"]) == 0
+        assert store.batch_set_v1(["k"], slots([1])) == [True] and path.exists()
+        assert store.batch_get_v1(["k"], slots([2])) == [True] and holds(store.mem_pool_host, 2, 0, 0)
+    assert [one.name for one in path.parent.iterdir()] == [path.name]  # nothing temporary stays
+    store.clear()
+    assert not store.exists("k")
+
+
+def test_names_tell_what_is_not_the_same(tmp_path: Path) -> None:
+    """Another model, another number of heads a file, another layout, other heads: files of their own."""
+    store, path = stored_page(tmp_path)
+    host = store.mem_pool_host
+    assert backend(tmp_path, host).exists("k") and not backend(tmp_path, host).exists("other")
+    for other in (
+        backend(tmp_path, host, model="org/model2"),
+        backend(tmp_path, host, model="org-model"),
+        backend(tmp_path, host, model_id="weights of today"),
+        backend(tmp_path, host, heads_per_file=2),
+        backend(tmp_path, host, file_layout="operational_nhd"),
+        backend(tmp_path, host, 1, 2),
+    ):
+        assert not other.exists("k")
+    assert path.parent.name.startswith("org-model-universal-") and path.name == "k.l0-3.h0-4.safetensors"
+    assert backend(tmp_path, host)._path("a/../b", store._gets.pieces[0]).parent == path.parent
+
+
+def test_storage_refuses(tmp_path: Path) -> None:
+    host = host_pool("page_first")
+    for extra, message in (
+        ({"interface_v1": 0}, "interface_v1"),
+        ({"heads_per_file": 3}, "divisor of the rank's 4 heads"),
+        ({"path": None}, "path: expected a text"),
+    ):
+        with pytest.raises(kvbm.BindError, match=message):
+            backend(tmp_path, host, **extra)
+    host.layout = "page_unified"
+    with pytest.raises(kvbm.BindError, match="expected --hicache-mem-layout layer_first, page_first"):
+        backend(tmp_path, host)
+    store = backend(tmp_path, host_pool("page_first"))
+    for refused in (
+        lambda: store.batch_get(["k"]),
+        lambda: store.batch_get_v1(["k"], torch.arange(1, 1 + PAGE)),
+        lambda: store.register_mem_host_pool_v2(None, PoolName.INDEXER),
+    ):
+        with pytest.raises(kvbm.BindError):
+            refused()
