@@ -573,6 +573,7 @@ def test_graphs_with_other_ids(direction: str, strategy: str) -> None:
     dst = torch.arange(8, dtype=torch.int64, device="cuda")
     host = [9, 1, 8, 2, 7, 3, 6, 4]
     ids = (host, dst) if strategy == "staged" else (src, dst)
+    torch.cuda.synchronize()  # they are filled on another stream
     move.copy(*ids, stream=stream).synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
