@@ -25,7 +25,7 @@ TOOLS = $(or $(wildcard $(VENV)/.editable),$(VENV)/.dev)
 # What a build needs, apart: PyTorch has parts of a CUDA toolkit of its own in the environment.
 IN_PLACE := PYTHONPATH=$(abspath $(VENV))/build-requires
 
-.PHONY: demo dev quick test engines fuzz torture soak coverage sanitize lint format wheel gpu clean
+.PHONY: demo dev quick test engines sglang fuzz torture soak coverage sanitize lint format wheel gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -43,6 +43,10 @@ test: $(VENV)/.test
 # With vLLM itself, which runs without a GPU: an environment of its own, of 3.5 GB.
 engines: $(ENGINES)/.kvbm
 	$(ENGINES)/bin/python -m pytest tests/engines $(ENGINES_ARGS)
+
+# SGLang loads torchvision, which fails beside torch for CPUs until the tests declare its operators: an environment behind the other.
+sglang: $(ENGINES)/.sglang
+	$(ENGINES)/sglang/bin/python -m pytest tests/engines/test_sglang.py $(ENGINES_ARGS)
 
 # A million inputs that are almost right; goes on where it was stopped (build/fuzz.json).
 fuzz: dev
@@ -113,11 +117,19 @@ $(ENGINES)/.made: tests/engines/requirements.txt
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --requirement $<
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/bin/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --no-deps lmcache==0.5.6
 	@touch $@
 
 $(ENGINES)/.kvbm: dist/.wheel $(ENGINES)/.made
 	$(ENGINES)/bin/python -m pip --disable-pip-version-check install --quiet dist/*.whl
 	$(ENGINES)/bin/python -m pip --disable-pip-version-check install --quiet --force-reinstall --no-deps dist/*.whl
+	@touch $@
+
+$(ENGINES)/.sglang: $(ENGINES)/.kvbm tests/engines/requirements-sglang.txt
+	$(ENGINES)/bin/python -m venv $(ENGINES)/sglang
+	echo $(abspath $(ENGINES))/lib/python*/site-packages > "$$(echo $(ENGINES)/sglang/lib/python*/site-packages)/behind.pth"
+	$(ENGINES)/sglang/bin/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --no-deps \
+		--requirement tests/engines/requirements-sglang.txt
 	@touch $@
 
 $(VENV)/.requires: pyproject.toml | $(VENV)/.python

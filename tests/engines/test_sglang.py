@@ -81,6 +81,7 @@ def test_tokens_come_back(models: Callable[[str], Path], tmp_path: Path) -> None
     assert re.fullmatch(r"kv:\d+:2", found["seen"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_ranks(models: Callable[[str], Path], tmp_path: Path) -> None:
     """Each has its heads in host memory; where a page of one is wrong, both compute it anew."""
@@ -92,6 +93,7 @@ def test_two_ranks(models: Callable[[str], Path], tmp_path: Path) -> None:
     assert tokens[3:] == tokens[:3]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_files_of_two_ranks_in_another_engine(models: Callable[[str], Path], tmp_path: Path) -> None:
     """HiCache with stand-ins for its copies on a GPU: what two ranks stored one loads; where bytes are flipped it computes anew."""
