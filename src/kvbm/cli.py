@@ -41,6 +41,7 @@ _LAZY = {
     "link": ".reshard.linkcli",
     **dict.fromkeys(("convert", "digest", "verify"), ".store.cli"),
     "reshard": ".reshard.cli",
+    "serve-check": ".integrations.vllm.cli",
     "smoke": ".testing.smoke",
 }
 

@@ -33,7 +33,7 @@ class Group(click.Group):
     Parameters
     ----------
     lazy : mapping, optional
-        Name of a command → module, below kvbm, that has it under this name; imported when it is asked for.
+        Name of a command → module, below kvbm, that has it under this name, ``_`` for ``-``; imported when it is asked for.
     """
 
     def __init__(self, *args: Any, lazy: Mapping[str, str] | None = None, **rest: Any) -> None:
@@ -45,7 +45,8 @@ class Group(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self.lazy:
-            command: click.Command = getattr(importlib.import_module(self.lazy[cmd_name], __package__), cmd_name)
+            module = importlib.import_module(self.lazy[cmd_name], __package__)
+            command: click.Command = getattr(module, cmd_name.replace("-", "_"))
             return command
         return super().get_command(ctx, cmd_name)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from . import cache
 from .planner import size_text
 
-__all__ = ["Cost", "Row", "Table", "Way", "load", "machine", "path", "save"]
+__all__ = ["Cost", "Row", "Table", "Way", "groups_of", "load", "machine", "path", "save"]
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +83,11 @@ def _groups(pairs: Any, block_bytes: int, chunk_bytes: int, *, gathers: bool) ->
         return count, np.minimum(pairs, small) * block_bytes
     at_once = (pairs <= most) & (pairs * block_bytes <= _AT_ONCE * _SMALL_GROUP)
     return np.where(at_once, 0, count), np.where(at_once, pairs, np.minimum(pairs, small)) * block_bytes
+
+
+def groups_of(pairs: int, block_bytes: int, *, gathers: bool) -> int:
+    """Launches of a staged batch: groups that it goes through the ring in."""
+    return int(_groups(pairs, block_bytes, CHUNK_BYTES, gathers=gathers)[0]) or 1
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,242 @@
+"""What a Hugging Face config.json says of a model's KV cache, in the groups that vLLM makes; nothing of vLLM is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...errors import SpecError
+from ...shapes import BlockShape, is_file
+
+__all__ = ["CACHE_DTYPES", "Layers", "Model", "read"]
+
+#: ``--kv-cache-dtype`` of vLLM → dtype; ``auto`` is that of the model.  Those with scales beside the data are not read here.
+CACHE_DTYPES = {
+    "auto": "", "float16": "float16", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
+
+#: ``model_type`` of models whose layers all keep K and V, or a latent, of each token.  Others are refused: Mamba, encoders, …
+_PLAIN = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss", "phi3",
+    "olmo2", "granite", "deepseek_v2", "deepseek_v3", "kimi_k2",
+)  # fmt: skip
+
+#: Those around a text model, which is ``text_config``.
+_AROUND = ("gemma3", "mistral3", "llava")
+
+#: What a ``gemma3_text`` leaves out of its config.json.
+_GEMMA3 = {
+    "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}  # fmt: skip
+
+#: Keys of caches that are not read here, and what they mean.
+_REFUSED = {
+    "is_encoder_decoder": "states of an encoder",
+    "index_topk": "the keys of an indexer beside the latent (DeepSeek V3.2)",
+    "compress_ratios": "compressed states",
+    "num_kv_shared_layers": "layers that share a cache",
+    "global_head_dim": "heads that differ by layer",
+    "num_global_key_value_heads": "heads that differ by layer",
+    "attention_chunk_size": "chunks of local attention",
+    "mamba_d_state": "Mamba states",
+    "attn_layer_indices": "Mamba states",
+}
+
+_KINDS = {"full_attention": False, "sliding_attention": True}
+
+
+class Layers(NamedTuple):
+    """A group of vLLM: layers that share a block table.
+
+    Attributes
+    ----------
+    layers : tuple of int
+        Their numbers.
+    sliding_window : int or None
+        Tokens that they see, where not all.
+    """
+
+    layers: tuple[int, ...]
+    sliding_window: int | None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's KV cache.
+
+    Attributes
+    ----------
+    name : str
+        As it was asked for.
+    kind : str
+        Its ``model_type``.
+    shape : BlockShape
+        Of the whole model, one token a block.
+    attention_heads : int
+        Heads of queries, which tensor parallelism divides.
+    groups : tuple of Layers
+        As vLLM makes them.
+    """
+
+    name: str
+    kind: str
+    shape: BlockShape
+    attention_heads: int
+    groups: tuple[Layers, ...]
+
+    @property
+    def is_latent(self) -> bool:
+        return self.shape.no == 1
+
+
+def read(given: str, cache_dtype: str = "auto", dtype: str | None = None) -> Model:
+    """The cache of a model.
+
+    Parameters
+    ----------
+    given : str
+        A config.json, its folder, or the name of a model that lies in Hugging Face's cache.
+    cache_dtype : str
+        As ``--kv-cache-dtype``.
+    dtype : str, optional
+        As ``--dtype``: of the model; the config's if not given.
+
+    Raises
+    ------
+    SpecError
+        No such file; a model whose cache is not known here; what the file does not say.
+    """
+    path = _find(given)
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"{path}: not JSON: {error!s:.300}") from None
+    if not isinstance(whole, dict):
+        raise SpecError(f"{path}: expected an object with model_type, got {type(whole).__name__}")
+    return _Reader(path, whole).model(given, cache_dtype, dtype)
+
+
+def _find(given: str) -> Path:
+    path = Path(given)
+    for one in (path, path / "config.json"):
+        if is_file(one):
+            return one
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", given):
+        home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+        folder = home / "hub" / f"models--{given.replace('/', '--')}"
+        found = sorted(folder.glob("snapshots/*/config.json"), key=lambda one: one.stat().st_mtime)
+        if found:
+            return found[-1]
+    raise SpecError(
+        f"model {given!r:.200}: expected a config.json, its folder, or a model that lies in Hugging Face's cache; nothing is "
+        "downloaded here: get its config.json first"
+    )
+
+
+class _Reader:
+    """One file; errors name it."""
+
+    def __init__(self, path: Path, whole: Mapping[str, Any]) -> None:
+        self.path = path
+        self.kind = whole.get("model_type")
+        held = whole
+        if self.kind in _AROUND and isinstance(whole.get("text_config"), dict):
+            held = {"torch_dtype": whole.get("torch_dtype"), "dtype": whole.get("dtype"), **whole["text_config"]}
+            usual = "gemma3_text" if self.kind == "gemma3" else None
+            self.kind = held.get("model_type", usual)
+        if self.kind not in _PLAIN:
+            raise SpecError(
+                f"{path}: model_type: expected one whose cache is known here ({', '.join(_PLAIN)}; text_config of "
+                f"{', '.join(_AROUND)}), got {self.kind!r:.100}"
+            )
+        self.held: Mapping[str, Any] = {**(_GEMMA3 if self.kind == "gemma3_text" else {}), **held}
+        for key, what in _REFUSED.items():
+            if self.held.get(key):
+                raise SpecError(f"{path}: {key}: {what}: how much of them a cache holds is not read here")
+
+    def number(self, key: str, usual: int | None = None) -> int:
+        value = self.held.get(key)
+        value = usual if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 24:
+            raise SpecError(f"{self.path}: {key}: expected a number from 1 on, got {value!r:.100}")
+        return value
+
+    def model(self, name: str, cache_dtype: str, dtype: str | None) -> Model:
+        heads, layers = self.number("num_attention_heads"), self.number("num_hidden_layers")
+        nl, no, nh = layers, 2, self.number("num_key_value_heads", heads)
+        if self.held.get("kv_lora_rank") is not None:
+            no, nh, hd = 1, 1, self.number("kv_lora_rank") + self.number("qk_rope_head_dim")
+        elif self.kind in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
+            raise SpecError(f"{self.path}: kv_lora_rank: expected the size of the latent of {self.kind}, got none")
+        elif self.held.get("head_dim") is not None:
+            hd = self.number("head_dim")
+        elif self.number("hidden_size") % heads:
+            raise SpecError(
+                f"{self.path}: head_dim: expected it where {heads} heads do not divide hidden_size, got none"
+            )
+        else:
+            hd = self.number("hidden_size") // heads
+        shape = BlockShape(nl, no, nh, 1, hd, self._dtype(cache_dtype, dtype))
+        return Model(name, str(self.kind), shape, heads, self._groups(layers))
+
+    def _dtype(self, cache_dtype: str, dtype: str | None) -> str:
+        if cache_dtype not in CACHE_DTYPES:
+            raise SpecError(f"kv-cache-dtype: expected one of {', '.join(CACHE_DTYPES)}, got {cache_dtype!r:.100}")
+        if found := CACHE_DTYPES[cache_dtype]:
+            return found
+        quantised = self.held.get("quantization_config")
+        if isinstance(quantised, dict) and quantised.get("kv_cache_scheme"):
+            raise SpecError(
+                f"{self.path}: quantization_config: kv_cache_scheme: the model says how its cache is quantised; pass "
+                "--kv-cache-dtype, such as fp8"
+            )
+        found = str(dtype or self.held.get("dtype") or self.held.get("torch_dtype")).removeprefix("torch.")
+        if found not in ("float16", "bfloat16") and found != dtype:
+            raise SpecError(
+                f"{self.path}: torch_dtype: expected float16 or bfloat16, got {found!r:.100}, for which vLLM takes what the "
+                "machine likes; pass --dtype"
+            )
+        return found
+
+    def _groups(self, nl: int) -> tuple[Layers, ...]:
+        """As vLLM's ``get_kv_cache_groups`` does, for layers whose pages are of one size."""
+        slides, window = self._slides(nl), None
+        if any(slides):
+            window = self.number("sliding_window")
+        buckets: dict[bool, list[int]] = {}
+        for layer, is_sliding in enumerate(slides):
+            buckets.setdefault(is_sliding, []).append(layer)
+        sizes = [len(bucket) for bucket in buckets.values()]
+        size = max(sizes) if max(sizes) < min(sizes) * 1.5 else min(sizes)
+        found = []
+        for is_sliding, bucket in buckets.items():
+            count = -(-len(bucket) // size)
+            found += [Layers(tuple(bucket[i::count]), window if is_sliding else None) for i in range(count)]
+        return tuple(found)
+
+    def _slides(self, nl: int) -> list[bool]:
+        """Which layers have a sliding window."""
+        held = self.held
+        if (types := held.get("layer_types")) is not None:
+            if not isinstance(types, list) or len(types) != nl or not all(one in _KINDS for one in types):
+                raise SpecError(
+                    f"{self.path}: layer_types: expected {', '.join(_KINDS)} for each of {nl} layers, got {types!r:.200}"
+                )
+            return [_KINDS[one] for one in types]
+        if held.get("sliding_window") is None or held.get("use_sliding_window") is False:
+            return [False] * nl
+        if self.kind == "gemma2":
+            return [layer % 2 == 0 for layer in range(nl)]
+        if self.kind == "gemma3_text":
+            pattern = self.number("sliding_window_pattern")
+            return [(layer + 1) % pattern != 0 for layer in range(nl)]
+        if self.kind in ("mistral", "mixtral", "phi3"):
+            return [True] * nl
+        raise SpecError(f"{self.path}: sliding_window: expected layer_types, which say the layers that have it, got none")

@@ -1,0 +1,453 @@
+"""What kvbm would do in a vLLM engine that is not started yet: layouts, host memory, copies, what goes to another engine.
+
+It works on sizes alone: no memory of a cache is allocated, and vLLM need not be installed.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+from ... import reshard, spec, tuning
+from ...errors import BindError, CudaError, KvbmError, SpecError
+from ...layout import Layout
+from ...lower import engine_arguments
+from ...planner import Plan, plan
+from ...reshard import presets, report
+from ...reshard.placement import Placement
+from ...resolved import Resolved
+from ...shapes import BlockShape, round_up
+from ...vllm_groups import ORDERS, Group, groups
+from .models import Model
+
+__all__ = ["PAGES", "Engine", "as_json"]
+
+#: In place of a host layout: blocks in host memory as the engine has them.
+PAGES = "pages"
+
+#: Blocks that the engine is taken to have: steps between layers follow from it, and nothing that is told.
+_NUM_BLOCKS = 4096
+
+#: vLLM rounds chunks of host memory up to it.
+_ROUND = 4096
+
+#: The shortest runs that transfers give to the copy engine.
+_ENGINE_RUN = 256 << 10
+
+#: What is known of a backend, if none is named: that of K and V, that of a latent.
+BACKENDS = ("FLASH_ATTN", "FLASH_ATTN_MLA")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A vLLM engine, as its flags say.
+
+    Parameters
+    ----------
+    model : Model
+        Of `models.read`.
+    tp, pp, dcp : int
+        Ranks.
+    nt : int
+        Tokens of a block.
+    order : str
+        As ``VLLM_KV_CACHE_LAYOUT``.
+    cache_dtype : str
+        As ``--kv-cache-dtype``.
+    backend : str, optional
+        The attention backend; FLASH_ATTN, or FLASH_ATTN_MLA, if not given.
+
+    Raises
+    ------
+    SpecError, BindError
+        What vLLM, or kvbm in it, refuses.
+    """
+
+    model: Model
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    nt: int = 16
+    order: str = "LBHNC"
+    cache_dtype: str = "auto"
+    backend: str = ""
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise SpecError(f"layout: expected one of {', '.join(ORDERS)}, got {self.order!r:.100}")
+        if self.model.attention_heads % self.tp:
+            raise SpecError(f"tp: expected a divisor of the {self.model.attention_heads} attention heads, got {self.tp}")
+        if self.tp % self.dcp:
+            raise SpecError(f"dcp: expected a divisor of tp {self.tp}, got {self.dcp}")
+        presets.vllm(self.whole, tp=self.tp, pp=self.pp, dcp=self.dcp)  # refuses heads and layers that cannot be shared
+
+    @cached_property
+    def whole(self) -> BlockShape:
+        """A block of the whole model."""
+        return replace(self.model.shape, nt=self.nt)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which layers and heads each rank holds, whatever the groups are."""
+        return presets.vllm(self.whole, tp=self.tp, pp=self.pp)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks hold the same, which host memory has once."""
+        return self.model.is_latent and self.tp > 1 and self.pp == self.dcp == 1
+
+    def groups(self, stage: int) -> list[Group]:
+        """Of the first rank of a stage, as a connector there reads them from vLLM's config."""
+        rank, model = stage * self.tp, self.model
+        shape = self.placement.shape(rank)
+        content = shape.no * shape.hd * shape.itemsize
+        mode = "FP8_PER_TENSOR" if self.cache_dtype.startswith("fp8") else "NONE"
+        said = SimpleNamespace(
+            block_size=self.nt, num_kv_heads=shape.nh, head_size=shape.hd, head_size_v=shape.hd, dtype=shape.dtype,
+            state_content_bytes=None, state_content_size_bytes=content, kv_quant_mode=SimpleNamespace(name=mode),
+            **({"cache_dtype_str": self.cache_dtype} if model.is_latent else {}),
+        )  # fmt: skip
+        mine = set(self.placement.strips(rank).l)
+        held, tensors, context = [], [], {}
+        for one in model.groups:
+            names = [f"model.layers.{layer}.self_attn.attn" for layer in one.layers if layer in mine]
+            held.append(
+                SimpleNamespace(
+                    layer_names=names, kv_cache_spec=SimpleNamespace(**vars(said), sliding_window=one.sliding_window)
+                )
+            )
+            if names:
+                layer, block = self._steps(stage, len(names))
+                tensors.append(SimpleNamespace(layers=names, layer_stride=layer, block_stride=block, offset=0))
+            backend = SimpleNamespace(get_name=lambda: self.backend or BACKENDS[model.is_latent])
+            context.update({name: SimpleNamespace(get_attn_backend=lambda found=backend: found) for name in names})
+        parallel = SimpleNamespace(
+            tensor_parallel_size=self.tp, pipeline_parallel_size=self.pp, decode_context_parallel_size=self.dcp, rank=rank
+        )
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(kv_cache_layout=self.order, cache_dtype=self.cache_dtype), parallel_config=parallel,
+            compilation_config=SimpleNamespace(static_forward_context=context),
+            model_config=SimpleNamespace(
+                get_total_num_kv_heads=lambda: model.shape.nh, get_total_num_hidden_layers=lambda: model.shape.nl
+            ),
+        )  # fmt: skip
+        return groups(
+            config, SimpleNamespace(num_blocks=_NUM_BLOCKS, kv_cache_groups=held, kv_cache_tensors=tensors)
+        )
+
+    def _steps(self, stage: int, layers: int) -> tuple[int, int]:
+        """Bytes between layers, and between blocks, where vLLM lays out a group of so many layers."""
+        shape = self.placement.shape(stage * self.tp)
+        sizes = {"L": layers, "B": _NUM_BLOCKS, "H": shape.nh, "N": self.nt, "C": shape.no * shape.hd * shape.itemsize}
+        steps, step = {}, 1
+        for axis in reversed(self.order):
+            steps[axis] = step
+            step *= sizes[axis]
+        return steps["L"], self.block_bytes(stage) if self.order[0] == "B" else steps["B"]
+
+    def block_bytes(self, stage: int) -> int:
+        """Bytes of a block on a rank: of the largest group, as all lie in the same memory."""
+        held = self.placement.strips(stage * self.tp).l
+        shape = self.placement.shape(stage * self.tp)
+        most = max(sum(layer in held for layer in one.layers) for one in self.model.groups)
+        return most * shape.nbytes // shape.nl
+
+    @property
+    def flags(self) -> list[str]:
+        found = ["--tensor-parallel-size", str(self.tp), "--pipeline-parallel-size", str(self.pp)]
+        if self.dcp > 1:
+            found += ["--decode-context-parallel-size", str(self.dcp)]
+        return [*found, "--block-size", str(self.nt), "--kv-cache-dtype", self.cache_dtype]
+
+    def command(self, transfer: Mapping[str, Any]) -> str:
+        """The line that starts it."""
+        text = json.dumps(transfer)
+        words = ["vllm", "serve", self.model.name, *self.flags, "--kv-transfer-config", text]
+        return f"VLLM_KV_CACHE_LAYOUT={self.order} {shlex.join(words)}"
+
+
+# ---- offloading ----------------------------------------------------------------------------------------------------
+
+
+def _host(engine: Engine, host_bytes: int, host_layout: str) -> dict[str, Any]:
+    """What fits into host memory."""
+    copies = 1 if engine.is_shared else engine.tp * engine.pp
+    sizes = [engine.block_bytes(stage) for stage in range(engine.pp)]
+    chunk = round_up(max(sizes) * copies, _ROUND)
+    blocks = host_bytes // chunk
+    if not blocks:
+        raise BindError(f"host-gib: expected at least {chunk} bytes, which a block of all ranks takes, got {host_bytes}")
+    notes = []
+    if len(set(sizes)) > 1:
+        notes.append(f"stages have blocks of {min(sizes)} to {max(sizes)} bytes: counted as if all had the largest")
+    if len(engine.model.groups) > 1:
+        notes.append(f"tokens are counted as if each of the {len(engine.model.groups)} groups kept all of its blocks")
+    return {
+        "layout": host_layout, "bytes": host_bytes, "bytes_a_block": chunk, "copies": copies, "blocks": blocks,
+        "tokens": blocks // len(engine.model.groups) * engine.nt * engine.dcp, "notes": notes,
+    }  # fmt: skip
+
+
+def _pairs(engine: Engine, stage: int, host_layout: str) -> Iterator[tuple[str, Resolved, int, Resolved]]:
+    """What is copied by one transfer: which groups, the engine's side, bytes between its allocations, the host's."""
+    found: dict[Any, tuple[list[str], Resolved, int, Resolved]] = {}
+    target = spec.load("universal" if host_layout == PAGES else host_layout)
+    for group in engine.groups(stage):
+        if host_layout == PAGES:
+            packed = engine.order[0] == "B" and len(group.names) > 1
+            if group.order == "LHBNC" and group.shape.nh > 1:
+                raise BindError(
+                    f"{group}: heads of a page lie apart, and vLLM tells pages as if they did not; expected --host-layout with a "
+                    "layout, such as universal, or another --layout"
+                )
+            page = engine.block_bytes(stage) if packed else group.shape.nbytes // group.shape.nl
+            shape = BlockShape(1 if packed else group.shape.nl, 1, 1, 1, page, "uint8")
+            layout = spec.parse('order: "[l] b d"', name=PAGES)
+        else:
+            layout, shape = group.layout, group.shape
+        source = layout.resolve(shape, _NUM_BLOCKS)
+        step = group.strides[0] if source.table_size > 1 else 0
+        entry = found.setdefault((layout, shape), ([], source, step, target.resolve(shape, _NUM_BLOCKS)))
+        entry[0].append(str(group.index))
+    if host_layout != PAGES and (len(found) > 1 or engine.is_shared):
+        _require_one_buffer(target)
+    for names, source, step, dest in found.values():
+        yield ", ".join(names), source, step, dest
+
+
+def _require_one_buffer(layout: Layout) -> None:
+    order = layout.orders[0]
+    if layout.planes or not order.table or order.table[0].axes != ("b",) or len(order.table) != 1:
+        raise BindError(
+            f"host_layout: {layout.name} ({layout.order_text}): blocks of several kinds, or several ranks, share the host memory: "
+            "expected a layout with one array a block, such as universal"
+        )
+
+
+def _table(device: int) -> tuning.Table | None:
+    """What `kvbm tune` measured on this machine, if it did."""
+    try:
+        return tuning.load(*tuning.machine(device))
+    except (CudaError, ImportError):
+        return None
+
+
+def _runs(made: Plan) -> int:
+    """Pieces of a block that stay together."""
+    return sum(part.nbytes // part.run_bytes for part in made.parts)
+
+
+def _way(src: Resolved, dst: Resolved, steps: tuple[int, int], direction: str, blocks: int, table: Any) -> dict[str, Any]:
+    """How a batch of blocks is copied, as `Transfer` decides."""
+    made = plan(src.layout, dst.layout, (src.shape, dst.shape), num_blocks=(src.num_blocks, dst.num_blocks))
+    gathers = direction == "d2h"
+    first, second = made.staged(gathers=gathers)
+    move = first.flat(steps[0], None) if not gathers else second.flat(None, steps[1])
+    runs = made.flat(*steps)
+    launches = len(made.launches())
+    ways = {"direct": tuning.Way(made.nbytes // _runs(made), launches)}
+    for name, some in (("staged", move), ("engine", runs)):
+        if engine_arguments(some.parts):
+            ways[name] = tuning.Way(made.nbytes // _runs(some))
+    if "engine" in ways and ways["engine"].run_bytes < _ENGINE_RUN:
+        del ways["engine"]
+    choice = table.choose(direction, ways, made.nbytes) if table is not None else None
+    is_measured = choice is not None
+    if choice is None:
+        choice = tuning.choose(tuning.BUILT_IN, direction, ways, made.nbytes)
+    name = next((name for most, name in choice.limits if blocks <= most), choice.limits[-1][1])
+    times = tuning.groups_of(blocks, made.nbytes, gathers=gathers)
+    gbps = None
+    if is_measured:
+        seconds = float(table.costs[direction, name].seconds(blocks, made.nbytes, ways[name]))
+        gbps = float(f"{blocks * made.nbytes / seconds / 1e9:.3g}")
+    return {
+        "blocks": blocks, "bytes": blocks * made.nbytes, "kernels": made.kernels(), "strategy": name,
+        "launches": {"direct": launches, "staged": times, "engine": 0}[name],
+        "descriptors": {"direct": 0, "staged": blocks * _runs(move), "engine": blocks * _runs(runs)}[name],
+        "gbps": gbps, "measured": table.title if is_measured else None,
+    }  # fmt: skip
+
+
+def _copies(engine: Engine, host_layout: str, blocks: int, device: int) -> list[dict[str, Any]]:
+    """A store and a load of so many blocks, for each kind of rank."""
+    table, found, seen = _table(device), [], set()
+    for stage in range(engine.pp):
+        for names, source, step, host in _pairs(engine, stage, host_layout):
+            if (key := (names, source.layout, source.shape)) in seen:
+                continue
+            seen.add(key)
+            row = host.nbytes // host.num_blocks if host.table_size == host.num_blocks else None
+            sizes = {"stage": stage, "groups": names, "vllm_descriptors": blocks * _regions(engine, stage, names)}
+            sides = source, host, (step, row)
+            found.append({"way": "store", **sizes, **_way(*sides, "d2h", blocks, table)})
+            sides = host, source, (row, step)
+            found.append({"way": "load", **sizes, **_way(*sides, "h2d", blocks, table)})
+    return found
+
+
+def _regions(engine: Engine, stage: int, names: str) -> int:
+    """Ranges of a block that vLLM's own copier lists: a page a layer; one where layers of a block lie side by side."""
+    if engine.order[0] == "B":
+        return 1
+    first = int(names.partition(",")[0])
+    held = engine.placement.strips(stage * engine.tp).l
+    return sum(layer in held for layer in engine.model.groups[first].layers)
+
+
+# ---- another engine ------------------------------------------------------------------------------------------------
+
+
+def _placements(engine: Engine, name: str) -> list[Placement]:
+    """By group, as `KvbmConnector` makes them."""
+    found = []
+    for group in engine.groups(0):
+        if group.dcp != 1:
+            raise BindError(f"{name}: dcp: expected 1, got {group.dcp}: KvbmConnector refuses decode context parallelism")
+        made, _ = presets.of_vllm(group)
+        found.append(presets.vllm(made.model, tp=engine.tp, pp=engine.pp, layers=made.layers, name=name))
+    return found
+
+
+def _between(src: Engine, dst: Engine, tokens: int) -> dict[str, Any]:
+    """Who sends what to whom."""
+    messages, plans, sentences = [], [], []
+    sides = zip(_placements(src, "prefill"), _placements(dst, "decode"), src.model.groups, strict=True)
+    for number, (ours, theirs, group) in enumerate(sides):
+        made = reshard.plan(ours, theirs)
+        plans.append(report.as_json(made))
+        sentences.append(report.sentence(made))
+        first = 0
+        if group.sliding_window:  # blocks that it does not see any more are not held
+            first = max(0, tokens - group.sliding_window + 1) // dst.nt * dst.nt
+        for message in made.messages:
+            count = made.nbytes(message, tokens) - made.nbytes(message, first)
+            cut = reshard.chunks(made, message, range(first, tokens))
+            messages.append({"group": number, "from": message.src, "to": message.dst, "bytes": count, "chunks": len(cut)})
+    return {
+        "tokens": tokens, "bytes": sum(one["bytes"] for one in messages), "chunks": sum(one["chunks"] for one in messages),
+        "messages": messages, "plans": plans, "proofs": sentences,
+    }  # fmt: skip
+
+
+# ---- all of it -----------------------------------------------------------------------------------------------------
+
+
+def as_json(
+    engine: Engine,
+    host_bytes: int,
+    host_layout: str = PAGES,
+    *,
+    blocks: int = 64,
+    device: int = 0,
+    to: Engine | None = None,
+    tokens: int = 8192,
+) -> dict[str, Any]:
+    """What would happen, as JSON holds it.
+
+    Parameters
+    ----------
+    engine : Engine
+    host_bytes : int
+        Host memory of all its ranks.
+    host_layout : str
+        `PAGES`, or a layout: a name of the catalogue, or a file.
+    blocks : int
+        Of a store and of a load whose copies are planned.
+    device : int
+        Whose table of measured speeds is read, where there is one.
+    to : Engine, optional
+        The one that decodes what this one prefills.
+    tokens : int
+        Of a request between both.
+
+    Returns
+    -------
+    dict
+        ``model``, ``engine``, ``offloading``, ``disaggregation`` (None without `to`), and ``refused``: what cannot be done, and
+        why.  What was not measured is None.
+    """
+    refused: list[dict[str, str]] = []
+    disaggregation = None
+    if to is not None:
+        disaggregation = _tried(refused, "KvbmConnector", lambda: _disaggregation(engine, to, tokens))
+    return {
+        "model": _model(engine.model),
+        "engine": _tried(refused, "Pool.from_vllm", lambda: _engine(engine)),
+        "offloading": _tried(
+            refused, "KvbmOffloadingConnector", lambda: _offloading(engine, host_bytes, host_layout, blocks, device)
+        ),
+        "disaggregation": disaggregation,
+        "refused": refused,
+    }
+
+
+def _tried(refused: list[dict[str, str]], what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    try:
+        return make()
+    except KvbmError as error:
+        refused.append({"what": what, "why": str(error), "error": type(error).__name__})
+        return None
+
+
+def _token_bytes(shape: BlockShape) -> int:
+    return shape.nbytes // shape.nt
+
+
+def _model(model: Model) -> dict[str, Any]:
+    shape = model.shape
+    return {
+        "name": model.name, "type": model.kind, "layers": shape.nl, "kv": shape.no, "heads": shape.nh, "head_size": shape.hd,
+        "dtype": shape.dtype, "token_bytes": shape.nbytes,
+        "groups": [
+            {"layers": list(one.layers), "sliding_window": one.sliding_window,
+             "token_bytes": shape.nbytes // shape.nl * len(one.layers)}
+            for one in model.groups
+        ],
+    }  # fmt: skip
+
+
+def _engine(engine: Engine) -> dict[str, Any]:
+    ranks = []
+    for rank in range(engine.placement.world):
+        held, shape = engine.placement.strips(rank), engine.placement.shape(rank)
+        ranks.append({"rank": rank, "layers": list(held.l), "heads": list(held.h), "token_bytes": _token_bytes(shape)})
+    pages = [
+        {"stage": stage, "group": group.index, "layout": group.layout.name, "order": group.layout.order_text,
+         "backend": group.backend, "shape": str(group.shape), "page_bytes": group.shape.nbytes // group.shape.nl}
+        for stage in range(engine.pp) for group in engine.groups(stage)
+    ]  # fmt: skip
+    return {
+        "tp": engine.tp, "pp": engine.pp, "dcp": engine.dcp, "block_size": engine.nt, "layout": engine.order,
+        "kv_cache_dtype": engine.cache_dtype, "ranks": ranks, "pages": pages,
+    }  # fmt: skip
+
+
+def _offloading(engine: Engine, host_bytes: int, host_layout: str, blocks: int, device: int) -> dict[str, Any]:
+    extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes}
+    if host_layout != PAGES:
+        extra["host_layout"] = host_layout
+    transfer = {"kv_connector": "KvbmOffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {
+        "host": _host(engine, host_bytes, host_layout),
+        "copies": _copies(engine, host_layout, blocks, device),
+        "kv_transfer_config": transfer,
+        "command": engine.command(transfer),
+    }
+
+
+def _disaggregation(src: Engine, dst: Engine, tokens: int) -> dict[str, Any]:
+    between = _between(src, dst, tokens)
+    made = []
+    for side, port in ((src, 14600), (dst, 14700)):
+        transfer = {
+            "kv_connector": "KvbmConnector", "kv_role": "kv_both", "kv_port": port, "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"host": "127.0.0.1"},
+        }  # fmt: skip
+        made.append({"engine": _engine(side), "kv_transfer_config": transfer, "command": side.command(transfer)})
+    return {"prefill": made[0], "decode": made[1], **between}
