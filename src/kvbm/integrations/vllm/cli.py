@@ -28,29 +28,56 @@ _KEYS = {
 
 
 @click.command("serve-check")
-@click.option("--vllm", "given", required=True, metavar="MODEL", help="A config.json, its folder, or a model in Hugging Face's cache.")  # fmt: skip
+@click.option(
+    "--vllm", "given", required=True, metavar="MODEL",
+    help="A config.json, its folder, or a model in Hugging Face's cache.",
+)
 @click.option("--tp", default=1, show_default=True, type=_COUNT, metavar="N", help="--tensor-parallel-size.")
 @click.option("--pp", default=1, show_default=True, type=_COUNT, metavar="N", help="--pipeline-parallel-size.")
 @click.option("--dcp", default=1, show_default=True, type=_COUNT, metavar="N", help="--decode-context-parallel-size.")
 @click.option("--block-size", "nt", default=16, show_default=True, type=_COUNT, metavar="N", help="Tokens a block.")
-@click.option("--kv-cache-dtype", "cache_dtype", default="auto", show_default=True, metavar="TYPE", help="As vLLM's flag.")
+@click.option(
+    "--kv-cache-dtype", "cache_dtype", default="auto", show_default=True, metavar="TYPE", help="As vLLM's flag."
+)
 @click.option("--dtype", metavar="TYPE", help="Of the model, as vLLM's flag; that of its config if not given.")
 @click.option("--layout", "order", default="LBHNC", show_default=True, metavar="ORDER", help="VLLM_KV_CACHE_LAYOUT.")
-@click.option("--backend", default="", metavar="NAME", help="Attention backend; FLASH_ATTN or FLASH_ATTN_MLA if not given.")  # fmt: skip
-@click.option("--host-gib", default=64.0, show_default=True, type=click.FloatRange(0, 1 << 20, min_open=True), metavar="GIB", help="Host memory of all ranks.")  # fmt: skip
-@layout_option("--host-layout", default="pages", show_default=True, help="Layout of blocks in host memory; pages: as the engine has them.")  # fmt: skip
-@click.option("--blocks", default=64, show_default=True, type=_COUNT, metavar="N", help="Blocks of a store and a load that are planned.")  # fmt: skip
-@click.option("--to", "to_text", metavar="KEY=VALUE,…", help="The engine that decodes: tp=1,block-size=64,layout=LBNHC; what is not said is as here.")  # fmt: skip
-@click.option("--tokens", default=8192, show_default=True, type=click.IntRange(1, 1 << 20), metavar="N", help="Of a request, with --to.")  # fmt: skip
-@click.option("--device", default=0, show_default=True, type=click.IntRange(0, 9999), metavar="N", help="GPU whose measured speeds are told.")  # fmt: skip
+@click.option(
+    "--backend", default="", metavar="NAME",
+    help="Attention backend; FLASH_ATTN or FLASH_ATTN_MLA if not given.",
+)
+@click.option(
+    "--host-gib", default=64.0, show_default=True, type=click.FloatRange(0, 1 << 20, min_open=True), metavar="GIB",
+    help="Host memory of all ranks.",
+)
+@layout_option(
+    "--host-layout", default="pages", show_default=True,
+    help="Layout of blocks in host memory; pages: as the engine has them.",
+)
+@click.option(
+    "--blocks", default=64, show_default=True, type=_COUNT, metavar="N",
+    help="Blocks of a store and a load that are planned.",
+)
+@click.option(
+    "--to", "to_text", metavar="KEY=VALUE,…",
+    help="The engine that decodes: tp=1,block-size=64,layout=LBNHC; what is not said is as here.",
+)
+@click.option(
+    "--tokens", default=8192, show_default=True, type=click.IntRange(1, 1 << 20), metavar="N",
+    help="Of a request, with --to.",
+)
+@click.option(
+    "--device", default=0, show_default=True, type=click.IntRange(0, 9999), metavar="N",
+    help="GPU whose measured speeds are told.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def serve_check(
     given: str, tp: int, pp: int, dcp: int, nt: int, cache_dtype: str, dtype: str | None, order: str, backend: str,
     host_gib: float, host_layout: str, blocks: int, to_text: str | None, tokens: int, device: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """Tell what kvbm would do in a vLLM engine, before it is started: layouts, host memory, copies, and what goes to another engine.
+    """Tell what kvbm would do in a vLLM engine, before it is started.
 
-    Nothing is allocated, copied or downloaded, and vLLM need not be installed. What cannot be done is named, and the exit code is
+    Which layouts it has, what fits into host memory, how blocks are copied, what goes to another engine. Nothing is
+    allocated, copied or downloaded, and vLLM need not be installed. What cannot be done is named, and the exit code is
     that of the first such error.
     """
     from . import models, serving
@@ -101,12 +128,16 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     from ...planner import size_text
 
     model = found["model"]
-    what = f"K and V of {model['heads']} heads of {model['head_size']}" if model["kv"] == 2 else f"a latent of {model['head_size']}"
-    yield f"{model['name']}: {model['type']}, {model['layers']} layers, {what}, {model['dtype']}: {model['token_bytes']:,} bytes a token"
+    what = "a latent" if model["kv"] == 1 else f"K and V of {model['heads']} heads"
+    yield (
+        f"{model['name']}: {model['type']}, {model['layers']} layers, {what} of {model['head_size']}, {model['dtype']}: "
+        f"{model['token_bytes']:,} bytes a token"
+    )
     if len(model["groups"]) > 1:
         for number, group in enumerate(model["groups"]):
             sees = f"sees {group['sliding_window']:,} tokens" if group["sliding_window"] else "sees all tokens"
-            yield f"  group {number}: {len(group['layers'])} layers from {group['layers'][0]} on, {sees}, {group['token_bytes']:,} bytes a token"
+            layers = f"{len(group['layers'])} layers from {group['layers'][0]} on"
+            yield f"  group {number}: {layers}, {sees}, {group['token_bytes']:,} bytes a token"
     if (engine := found["engine"]) is not None:
         yield ""
         yield from _engine(engine)
@@ -145,21 +176,30 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 
 def _engine(engine: dict[str, Any]) -> Iterator[str]:
     for one in engine["ranks"]:
-        yield f"  rank {one['rank']}: layers {_span(one['layers'])}, heads {_span(one['heads'])}, {one['token_bytes']:,} bytes a token"
+        held = f"layers {_span(one['layers'])}, heads {_span(one['heads'])}"
+        yield f"  rank {one['rank']}: {held}, {one['token_bytes']:,} bytes a token"
+    alike: dict[tuple[int, str], list[str]] = {}
     for one in engine["pages"]:
-        yield (
-            f"  stage {one['stage']}, group {one['group']}: {one['layout']} ({one['order']}), as {one['backend']} writes it: "
-            f"{one['shape']}, pages of {one['page_bytes']:,} bytes"
-        )
+        text = f"{one['layout']} ({one['order']}), as {one['backend']} writes it: {one['shape']}, "
+            f"pages of {one['page_bytes']:,} bytes"
+        alike.setdefault((one["stage"], text), []).append(str(one["group"]))
+    for (stage, text), groups in alike.items():
+        yield f"  stage {stage}, {_groups(groups)}: {text}"
+
+
+def _groups(names: list[str]) -> str:
+    return f"group{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def _copy(one: dict[str, Any]) -> str:
-    speed = f"{one['gbps']:g} GB/s ({one['measured']})" if one["gbps"] else "speed not measured on this machine (kvbm tune)"
-    ours = f"{one['launches']} launches of a kernel"
+    speed = (
+        f"{one['gbps']:g} GB/s ({one['measured']})" if one["gbps"] else "speed not measured on this machine (kvbm tune)"
+    )
+    ours = f"{one['launches']} {'launch' if one['launches'] == 1 else 'launches'} of a kernel"
     if one["descriptors"]:
         ours += f", {one['descriptors']:,} descriptors"
     return (
-        f"  {one['way']} of {one['blocks']} blocks, stage {one['stage']}, groups {one['groups']}: {one['bytes']:,} bytes, "
+        f"  {one['way']} of {one['blocks']} blocks, stage {one['stage']}, {_groups(one['groups'])}: {one['bytes']:,} bytes, "
         f"{one['strategy']}: {ours}; vLLM's own: {one['vllm_descriptors']:,} descriptors; {speed}"
     )
 

@@ -239,4 +239,6 @@ class _Reader:
             return [(layer + 1) % pattern != 0 for layer in range(nl)]
         if self.kind in ("mistral", "mixtral", "phi3"):
             return [True] * nl
-        raise SpecError(f"{self.path}: sliding_window: expected layer_types, which say the layers that have it, got none")
+        raise SpecError(
+            f"{self.path}: sliding_window: expected layer_types, which say the layers that have it, got none"
+        )

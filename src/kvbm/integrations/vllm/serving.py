@@ -81,7 +81,9 @@ class Engine:
         if self.order not in ORDERS:
             raise SpecError(f"layout: expected one of {', '.join(ORDERS)}, got {self.order!r:.100}")
         if self.model.attention_heads % self.tp:
-            raise SpecError(f"tp: expected a divisor of the {self.model.attention_heads} attention heads, got {self.tp}")
+            raise SpecError(
+                f"tp: expected a divisor of the {self.model.attention_heads} attention heads, got {self.tp}"
+            )
         if self.tp % self.dcp:
             raise SpecError(f"dcp: expected a divisor of tp {self.tp}, got {self.dcp}")
         presets.vllm(self.whole, tp=self.tp, pp=self.pp, dcp=self.dcp)  # refuses heads and layers that cannot be shared
@@ -127,7 +129,10 @@ class Engine:
             backend = SimpleNamespace(get_name=lambda: self.backend or BACKENDS[model.is_latent])
             context.update({name: SimpleNamespace(get_attn_backend=lambda found=backend: found) for name in names})
         parallel = SimpleNamespace(
-            tensor_parallel_size=self.tp, pipeline_parallel_size=self.pp, decode_context_parallel_size=self.dcp, rank=rank
+            tensor_parallel_size=self.tp,
+            pipeline_parallel_size=self.pp,
+            decode_context_parallel_size=self.dcp,
+            rank=rank,
         )
         config = SimpleNamespace(
             cache_config=SimpleNamespace(kv_cache_layout=self.order, cache_dtype=self.cache_dtype), parallel_config=parallel,
@@ -136,9 +141,7 @@ class Engine:
                 get_total_num_kv_heads=lambda: model.shape.nh, get_total_num_hidden_layers=lambda: model.shape.nl
             ),
         )  # fmt: skip
-        return groups(
-            config, SimpleNamespace(num_blocks=_NUM_BLOCKS, kv_cache_groups=held, kv_cache_tensors=tensors)
-        )
+        return groups(config, SimpleNamespace(num_blocks=_NUM_BLOCKS, kv_cache_groups=held, kv_cache_tensors=tensors))
 
     def _steps(self, stage: int, layers: int) -> tuple[int, int]:
         """Bytes between layers, and between blocks, where vLLM lays out a group of so many layers."""
@@ -181,7 +184,9 @@ def _host(engine: Engine, host_bytes: int, host_layout: str) -> dict[str, Any]:
     chunk = round_up(max(sizes) * copies, _ROUND)
     blocks = host_bytes // chunk
     if not blocks:
-        raise BindError(f"host-gib: expected at least {chunk} bytes, which a block of all ranks takes, got {host_bytes}")
+        raise BindError(
+            f"host-gib: expected at least {chunk} bytes, which a block of all ranks takes, got {host_bytes}"
+        )
     notes = []
     if len(set(sizes)) > 1:
         notes.append(f"stages have blocks of {min(sizes)} to {max(sizes)} bytes: counted as if all had the largest")
@@ -193,7 +198,7 @@ def _host(engine: Engine, host_bytes: int, host_layout: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _pairs(engine: Engine, stage: int, host_layout: str) -> Iterator[tuple[str, Resolved, int, Resolved]]:
+def _pairs(engine: Engine, stage: int, host_layout: str) -> Iterator[tuple[list[str], Resolved, int, Resolved]]:
     """What is copied by one transfer: which groups, the engine's side, bytes between its allocations, the host's."""
     found: dict[Any, tuple[list[str], Resolved, int, Resolved]] = {}
     target = spec.load("universal" if host_layout == PAGES else host_layout)
@@ -217,7 +222,7 @@ def _pairs(engine: Engine, stage: int, host_layout: str) -> Iterator[tuple[str, 
     if host_layout != PAGES and (len(found) > 1 or engine.is_shared):
         _require_one_buffer(target)
     for names, source, step, dest in found.values():
-        yield ", ".join(names), source, step, dest
+        yield names, source, step, dest
 
 
 def _require_one_buffer(layout: Layout) -> None:
@@ -242,7 +247,9 @@ def _runs(made: Plan) -> int:
     return sum(part.nbytes // part.run_bytes for part in made.parts)
 
 
-def _way(src: Resolved, dst: Resolved, steps: tuple[int, int], direction: str, blocks: int, table: Any) -> dict[str, Any]:
+def _way(
+    src: Resolved, dst: Resolved, steps: tuple[int | None, int | None], direction: str, blocks: int, table: Any
+) -> dict[str, Any]:
     """How a batch of blocks is copied, as `Transfer` decides."""
     made = plan(src.layout, dst.layout, (src.shape, dst.shape), num_blocks=(src.num_blocks, dst.num_blocks))
     gathers = direction == "d2h"
@@ -260,6 +267,7 @@ def _way(src: Resolved, dst: Resolved, steps: tuple[int, int], direction: str, b
     is_measured = choice is not None
     if choice is None:
         choice = tuning.choose(tuning.BUILT_IN, direction, ways, made.nbytes)
+        assert choice is not None
     name = next((name for most, name in choice.limits if blocks <= most), choice.limits[-1][1])
     times = tuning.groups_of(blocks, made.nbytes, gathers=gathers)
     gbps = None
@@ -279,25 +287,26 @@ def _copies(engine: Engine, host_layout: str, blocks: int, device: int) -> list[
     table, found, seen = _table(device), [], set()
     for stage in range(engine.pp):
         for names, source, step, host in _pairs(engine, stage, host_layout):
-            if (key := (names, source.layout, source.shape)) in seen:
+            if (key := (tuple(names), source.layout, source.shape)) in seen:
                 continue
             seen.add(key)
             row = host.nbytes // host.num_blocks if host.table_size == host.num_blocks else None
-            sizes = {"stage": stage, "groups": names, "vllm_descriptors": blocks * _regions(engine, stage, names)}
-            sides = source, host, (step, row)
-            found.append({"way": "store", **sizes, **_way(*sides, "d2h", blocks, table)})
-            sides = host, source, (row, step)
-            found.append({"way": "load", **sizes, **_way(*sides, "h2d", blocks, table)})
+            sizes = {
+                "stage": stage,
+                "groups": names,
+                "vllm_descriptors": blocks * _regions(engine, stage, int(names[0])),
+            }
+            found.append({"way": "store", **sizes, **_way(source, host, (step, row), "d2h", blocks, table)})
+            found.append({"way": "load", **sizes, **_way(host, source, (row, step), "h2d", blocks, table)})
     return found
 
 
-def _regions(engine: Engine, stage: int, names: str) -> int:
+def _regions(engine: Engine, stage: int, group: int) -> int:
     """Ranges of a block that vLLM's own copier lists: a page a layer; one where layers of a block lie side by side."""
     if engine.order[0] == "B":
         return 1
-    first = int(names.partition(",")[0])
     held = engine.placement.strips(stage * engine.tp).l
-    return sum(layer in held for layer in engine.model.groups[first].layers)
+    return sum(layer in held for layer in engine.model.groups[group].layers)
 
 
 # ---- another engine ------------------------------------------------------------------------------------------------
@@ -308,7 +317,9 @@ def _placements(engine: Engine, name: str) -> list[Placement]:
     found = []
     for group in engine.groups(0):
         if group.dcp != 1:
-            raise BindError(f"{name}: dcp: expected 1, got {group.dcp}: KvbmConnector refuses decode context parallelism")
+            raise BindError(
+                f"{name}: dcp: expected 1, got {group.dcp}: KvbmConnector refuses decode context parallelism"
+            )
         made, _ = presets.of_vllm(group)
         found.append(presets.vllm(made.model, tp=engine.tp, pp=engine.pp, layers=made.layers, name=name))
     return found
@@ -328,7 +339,9 @@ def _between(src: Engine, dst: Engine, tokens: int) -> dict[str, Any]:
         for message in made.messages:
             count = made.nbytes(message, tokens) - made.nbytes(message, first)
             cut = reshard.chunks(made, message, range(first, tokens))
-            messages.append({"group": number, "from": message.src, "to": message.dst, "bytes": count, "chunks": len(cut)})
+            messages.append(
+                {"group": number, "from": message.src, "to": message.dst, "bytes": count, "chunks": len(cut)}
+            )
     return {
         "tokens": tokens, "bytes": sum(one["bytes"] for one in messages), "chunks": sum(one["chunks"] for one in messages),
         "messages": messages, "plans": plans, "proofs": sentences,
