@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -369,3 +370,52 @@ def test_the_engine_that_prefills_ends(worker: Any) -> None:
     prefill.close()
     decode.begin(Told("2", loads={"q": one}))
     assert until(decode, "finished_recving").failed_recving == {"q"}
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_counted_comes_to_prometheus(worker: Any) -> None:
+    """As vLLM passes it on: of each worker since the last step, added up, as a dict to another process, to counters an engine."""
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+    from kvbm.integrations.vllm.metrics import COUNTERS
+
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    made = connector.KvbmConnector.build_prom_metrics(
+        config("p"), types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}
+    )
+    prefill, decode = worker("p"), worker("d")
+    assert prefill.take_stats() is None
+    prefill.begin(Told("1", holds={"r": hold(), "s": hold(0.01)}))
+    decode.begin(Told("2", loads={"q": load(prefill)}))
+    assert until(decode, "finished_recving").finished_recving == {"q"}
+    ended: set[str] = set()
+    while ended != {"r", "s"}:
+        ended |= until(prefill, "finished_sending").finished_sending
+    sums = {}
+    for engine, one in enumerate((prefill, decode)):
+        taken = one.take_stats()
+        more = connector.KvbmConnector.build_kv_connector_stats({})
+        assert more.is_empty()
+        stats = more.aggregate(connector.KvbmConnector.build_kv_connector_stats(dict(taken.data)))
+        assert set(stats.reduce()) == {COUNTERS[name][0].removeprefix("vllm:kvbm_") for name in stats.data}
+        made.observe(stats.to_dict(), engine)
+        sums[engine] = stats.data
+        assert not set((one.take_stats() or more).data) - {"seconds"}  # they were told
+    assert (sums[0]["sent"], sums[0]["unsent"], sums[1]["loaded"]) == (1, 1, 1)
+    assert sums[0]["bytes_sent"] == sums[1]["bytes_received"] > 0 and sums[0]["chunks_sent"] == sums[1]["chunks_received"]
+    assert "failed" not in sums[1] and "chunks_wrong" not in sums[1]
+    text = generate_latest(registry).decode()
+    assert 'vllm:kvbm_sent_requests_total{engine="0",model_name="m"} 1.0' in text
+    assert f'vllm:kvbm_received_bytes_total{{engine="1",model_name="m"}} {float(sums[1]["bytes_received"])}' in text
+    assert all(f"{title}_total{{" in text for title, _ in COUNTERS.values())
+
+
+def test_a_load_that_fails_is_counted(worker: Any) -> None:
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("1"))
+    decode.begin(Told("2", loads={"q": load(prefill)}))
+    assert until(decode, "finished_recving").failed_recving == {"q"}
+    assert decode.take_stats().data["failed"] == 1

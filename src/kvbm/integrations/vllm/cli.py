@@ -180,8 +180,10 @@ def _engine(engine: dict[str, Any]) -> Iterator[str]:
         yield f"  rank {one['rank']}: {held}, {one['token_bytes']:,} bytes a token"
     alike: dict[tuple[int, str], list[str]] = {}
     for one in engine["pages"]:
-        text = f"{one['layout']} ({one['order']}), as {one['backend']} writes it: {one['shape']}, "
+        text = (
+            f"{one['layout']} ({one['order']}), as {one['backend']} writes it: {one['shape']}, "
             f"pages of {one['page_bytes']:,} bytes"
+        )
         alike.setdefault((one["stage"], text), []).append(str(one["group"]))
     for (stage, text), groups in alike.items():
         yield f"  stage {stage}, {_groups(groups)}: {text}"

@@ -7,7 +7,7 @@ import secrets
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from ...errors import BindError, KvbmError, TransferError
 from ...reshard import Endpoint, Link
 from .caches import Caches
 from .meetings import Door, Links, Visit
+from .metrics import COUNTERS, ConnectorStats, PromMetrics
 
 __all__ = ["KvbmConnector"]
 
@@ -190,6 +191,19 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._of_worker.results(finished_req_ids)
+
+    def get_kv_connector_stats(self) -> Any:
+        return self._worker.take_stats() if self._worker is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> Any:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -357,6 +371,8 @@ class _Worker:
         self._over: KVConnectorTransferResults = KVConnectorTransferResults()
         self._loading = ThreadPoolExecutor(_LOADS, "kvbm load")
         self._start = ""
+        self._counts: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()  # of them, and of the links
         self._endpoint: Endpoint | None = None
         self._links: Links | None = None
         self._door: Door | None = None
@@ -486,6 +502,7 @@ class _Worker:
                     continue  # something may still write its blocks
                 failures = [arrival.why for arrival in arrivals if arrival.has_failed]
                 self._over.finished_recving.add(request)
+                self._counts["failed" if has_failed or failures else "loaded"] += 1
                 if has_failed or failures:
                     self._over.failed_recving.add(request)
                 if failures and not has_failed and request not in finished:
@@ -500,12 +517,26 @@ class _Worker:
                 elif held.sendings is None or not all(sending.has_ended for sending in held.sendings):
                     continue
                 self._over.finished_sending.add(request)
+                has_gone = held.sendings and not any(sending.has_failed for sending in held.sendings)
+                self._counts["sent" if has_gone else "unsent"] += 1
                 self._gone[request] = held.link, held.failure
                 del self._held[request]
             while len(self._gone) > _MOST_GONE:
                 self._gone.popitem(last=False)
             over, self._over = self._over, KVConnectorTransferResults()
         return over
+
+    def take_stats(self) -> ConnectorStats | None:
+        """What was counted since the last call; None if nothing was."""
+        if self._endpoint is None:
+            return None
+        with self._known:
+            now = self._counts.copy()
+        for found in self._endpoint.stats().values():
+            for name in COUNTERS.keys() & found.keys() - {"failed"}:
+                now[name] += found[name]  # type: ignore[assignment]
+        new, self._told = now - self._told, now
+        return ConnectorStats(dict(new)) if new else None
 
     def close(self) -> None:
         """End what is under way; threads and sockets are left to nobody."""

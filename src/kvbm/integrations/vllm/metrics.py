@@ -1,0 +1,61 @@
+"""What `KvbmConnector` counts, for vLLM's log and its Prometheus endpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+__all__ = ["COUNTERS", "ConnectorStats", "PromMetrics"]
+
+#: What is counted: the metric's name, to which ``_total`` comes, and its help.  Workers of an engine are added up: a request that
+#: two workers load counts twice.
+COUNTERS = {
+    "loaded": ("vllm:kvbm_loaded_requests", "Requests that came from the engine that prefilled, counted by worker."),
+    "failed": ("vllm:kvbm_failed_loads", "Requests that did not come, or not right, counted by worker."),
+    "sent": ("vllm:kvbm_sent_requests", "Requests that were prefilled here and that another engine has, counted by worker."),
+    "unsent": ("vllm:kvbm_unsent_requests", "Requests that were prefilled here and that no other engine got, counted by worker."),
+    "bytes_sent": ("vllm:kvbm_sent_bytes", "Bytes of chunks that were sent."),
+    "bytes_received": ("vllm:kvbm_received_bytes", "Bytes of chunks that came and were right."),
+    "chunks_sent": ("vllm:kvbm_sent_chunks", "Chunks that were sent; those that were sent again count again."),
+    "chunks_received": ("vllm:kvbm_received_chunks", "Chunks that came and were right."),
+    "chunks_wrong": ("vllm:kvbm_wrong_chunks", "Chunks that failed their check, and were refused."),
+    "stalls": ("vllm:kvbm_stalls", "Rounds in which a chunk waited for a slot of the ring."),
+    "seconds": ("vllm:kvbm_transfer_seconds", "Seconds of all sendings and arrivals that have ended."),
+}  # fmt: skip
+
+
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed
+    """Counts since the last call, by the names of `COUNTERS`; those that are 0 are left out."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: Any) -> Any:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, Any]:
+        return {COUNTERS[name][0].removeprefix("vllm:kvbm_"): value for name, value in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """A counter of each engine for each of `COUNTERS`."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters: dict[str, dict[int, Counter]] = {}
+        for name, (title, what) in COUNTERS.items():
+            counter = self._counter_cls(name=title, documentation=what, labelnames=labelnames)
+            self._counters[name] = {
+                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(value)
