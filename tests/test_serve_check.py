@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click import Context
 from click.testing import CliRunner, Result
 
 from kvbm import BindError, SpecError, tuning
@@ -323,3 +324,26 @@ def test_commands_are_lines_for_a_shell() -> None:
 def test_without_a_table_no_speed_is_told() -> None:
     printed = run(LLAMA).stdout
     assert printed.count("speed not measured on this machine (kvbm tune)") == 2 and "GB/s" not in printed
+
+
+# ---- the docs ------------------------------------------------------------------------------------------------------------
+
+TEXT = (MODELS.parents[2] / "docs" / "serve_check.md").read_text(encoding="utf-8")
+
+
+def test_the_docs_show_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(MODELS.parents[2])
+    (block,) = re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    command, *expected, last = block.splitlines()
+    words = shlex.split(command)
+    assert words[:4] == ["$", "kvbm", "serve-check", "--vllm"] and last == "…"
+    assert run(*words[4:]).stdout.splitlines()[: len(expected)] == expected
+
+
+def test_the_docs_name_every_option_and_dtype() -> None:
+    command = main.get_command(Context(main), "serve-check")
+    assert command is not None
+    options = {name for option in command.params for name in option.opts}
+    assert options == set(re.findall(r"`(--[\w-]+)`", TEXT)) - {"--kv-transfer-config"}
+    row = next(line for line in TEXT.splitlines() if line.startswith("| `--kv-cache-dtype`"))
+    assert set(models.CACHE_DTYPES) <= set(re.findall(r"`(\w+)`", row))

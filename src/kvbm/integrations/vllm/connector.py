@@ -534,7 +534,7 @@ class _Worker:
             now = self._counts.copy()
         for found in self._endpoint.stats().values():
             for name in COUNTERS.keys() & found.keys() - {"failed"}:
-                now[name] += found[name]  # type: ignore[assignment]
+                now[name] += found[name]
         new, self._told = now - self._told, now
         return ConnectorStats(dict(new)) if new else None
 

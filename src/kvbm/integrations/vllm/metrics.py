@@ -30,7 +30,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typ
     """Counts since the last call, by the names of `COUNTERS`; those that are 0 are left out."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: Any) -> Any:
         for name, value in other.data.items():

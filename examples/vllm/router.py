@@ -1,0 +1,95 @@
+"""A router before two vLLM engines: each request is prefilled in one and decoded in the other.
+
+It is as small as it can be, for trying things out: one engine of each kind, no retries, no encryption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+#: Bytes of a request at most, and seconds that an engine may take.
+MOST, SECONDS = 64 << 20, 600
+
+
+def prefill_of(request: dict[str, Any]) -> dict[str, Any]:
+    """What the engine that prefills is asked: one token, and to hold the blocks."""
+    one = {key: value for key, value in request.items() if key not in ("stream_options", "min_tokens", "n", "best_of")}
+    one |= {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+    if "max_completion_tokens" in request:
+        one["max_completion_tokens"] = 1
+    return one
+
+
+def decode_of(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """What the engine that decodes is asked: where the blocks are. What a client says of that is dropped."""
+    one = {key: value for key, value in request.items() if key != "kv_transfer_params"}
+    if params := answer.get("kv_transfer_params"):
+        one["kv_transfer_params"] = params
+    return one
+
+
+class Router(BaseHTTPRequestHandler):
+    """One request; `server` has the addresses of both engines."""
+
+    server: Any
+
+    def do_POST(self) -> None:
+        try:
+            request = json.loads(self.rfile.read(min(int(self.headers.get("Content-Length", 0)), MOST)))
+        except ValueError:
+            request = None
+        if self.path not in PATHS or not isinstance(request, dict):
+            self.send_error(400, f"expected a JSON object at {' or '.join(PATHS)}")
+            return
+        try:
+            with self._ask(self.server.prefill, prefill_of(request)) as response:
+                answer = json.loads(response.read())
+        except (OSError, ValueError) as error:  # the engine that decodes prefills it, too
+            self.log_message("prefill: %s", error)
+            answer = {}
+        try:
+            with self._ask(self.server.decode, decode_of(request, answer)) as response:
+                self._pass_on(response.status, response.headers.get("Content-Type"), iter(lambda: response.read1(1 << 16), b""))
+        except urllib.error.HTTPError as error:
+            self._pass_on(error.code, error.headers.get("Content-Type"), iter([error.read()]))
+        except OSError as error:
+            self.send_error(502, f"decode: {error}")
+
+    def _ask(self, engine: str, request: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if authorization := self.headers.get("Authorization"):
+            headers["Authorization"] = authorization
+        asked = urllib.request.Request(engine + self.path, json.dumps(request).encode(), headers)  # noqa: S310  (the operator's)
+        return urllib.request.urlopen(asked, timeout=SECONDS)  # noqa: S310
+
+    def _pass_on(self, status: int, kind: str | None, parts: Iterator[bytes]) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind or "application/json")
+        self.end_headers()  # HTTP/1.0: its end is that of the connection
+        for part in parts:
+            self.wfile.write(part)
+            self.wfile.flush()
+
+
+def serve(port: int, prefill: str, decode: str) -> ThreadingHTTPServer:
+    """A router that listens; `serve_forever` runs it."""
+    server: Any = ThreadingHTTPServer(("127.0.0.1" if port == 0 else "", port), Router)
+    server.prefill, server.decode = prefill.rstrip("/"), decode.rstrip("/")
+    return server  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--prefill", default="http://127.0.0.1:8100", help="the engine that prefills")
+    parser.add_argument("--decode", default="http://127.0.0.1:8200", help="the engine that decodes")
+    given = parser.parse_args()
+    serve(given.port, given.prefill, given.decode).serve_forever()
