@@ -20,7 +20,7 @@ MODELS = Path(__file__).resolve().parent.parent / "data" / "models"
 
 
 def made_by_vllm(engine: serving.Engine) -> tuple[Any, Any]:
-    """vLLM's groups and its config of the cache, of the first rank."""
+    """The groups of vLLM, and its config of the cache, of the first rank."""
     model, shape = engine.model, engine.placement.shape(0)
     common = {
         "block_size": engine.nt,
@@ -70,8 +70,8 @@ def test_chunks_of_host_memory(name: str, tp: int) -> None:
     spec._uses_shared_region = lambda: True
     config = SimpleNamespace(
         extra_config={"cpu_bytes_to_use": 3 << 30}, worker_kv_bytes_per_block=engine.block_bytes(0),
-        parallel=SimpleNamespace(world_size=tp), replicated_layout=engine.is_shared,
-        cache=SimpleNamespace(blocks_per_chunk=1), groups=[SimpleNamespace(tokens_per_block=16)], enable_kv_cache_events=False,
+        parallel=SimpleNamespace(world_size=tp), replicated_layout=engine.is_shared, enable_kv_cache_events=False,
+        groups=[SimpleNamespace(tokens_per_block=16)], cache=SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=16),
     )  # fmt: skip
     spec.__init__(config)
     host = serving._host(engine, 3 << 30, serving.PAGES)
