@@ -160,12 +160,23 @@ def test_measured_speeds_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "order", "tp", "host_layout"),
     [
-        ("llama-3.1-8b", "LBHNC", 4, "pages"), ("llama-3.1-8b", "LBNHC", 4, "universal"), ("llama-3.1-8b", "BLHNC", 4, "pages"),
-        ("gemma-3-4b", "LBHNC", 1, "pages"), ("gemma-3-4b", "LBHNC", 2, "universal"),
+        ("llama-3.1-8b", "LBHNC", 4, "pages"), ("llama-3.1-8b", "LBNHC", 4, "universal"), ("llama-3.1-8b", "BLHNC", 2, "pages"),
+        ("gemma-3-4b", "LBHNC", 1, "pages"), ("gemma-3-4b", "LBHNC", 2, "universal"), ("deepseek-v3", "LBHNC", 1, "pages"),
     ],
 )  # fmt: skip
-def test_copies_are_those_of_a_transfer(fake_gpu: FakeDriver, name: str, order: str, tp: int, host_layout: str) -> None:
-    fake_gpu("serving.strategies", name, order, tp, host_layout)
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_copies_are_those_of_a_transfer(
+    fake_gpu: FakeDriver, name: str, order: str, tp: int, host_layout: str, is_measured: bool
+) -> None:
+    fake_gpu("serving.strategies", name, order, tp, host_layout, is_measured)
+
+
+def test_groups_of_nearly_equal_kinds(tmp_path: Path) -> None:
+    """Of 5 and 4 layers each kind is one group; of 6 and 4 the smaller number is that of a group."""
+    for count, sizes in ((9, [5, 4]), (10, [4, 3, 3])):
+        kinds = ["full_attention"] * 4 + ["sliding_attention"] * (count - 4)
+        held = models.read(config(tmp_path, num_hidden_layers=count, layer_types=kinds[::-1], sliding_window=64))
+        assert sorted((len(one.layers) for one in held.groups), reverse=True) == sizes
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------------

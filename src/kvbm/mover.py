@@ -47,10 +47,6 @@ SLOTS = 3
 #: What divides the address of every slot.
 _SLOT_ALIGNMENT = 16
 
-#: Shorter runs are not given to the copy engine unless the caller asks: each costs half a microsecond of the processor, which
-#: a measurement on an idle machine does not show.
-ENGINE_RUN = 256 << 10
-
 _STRATEGIES = ("direct", "staged", "engine")
 
 #: How memory that is not cuMemAlloc's is opened to another GPU's kernels.
@@ -355,7 +351,7 @@ class Mover:
             )
         if self.strategy != "auto":
             return tuning.Choice(((0, self.strategy),), "it was asked for")
-        if len(ways) > 1 and "engine" in ways and ways["engine"].run_bytes < ENGINE_RUN:
+        if len(ways) > 1 and "engine" in ways and ways["engine"].run_bytes < tuning.ENGINE_RUN:
             del ways["engine"]
         chunk_bytes = self.chunk_bytes or CHUNK_BYTES
         return tuner.limits(self.direction, self.device, ways, block_bytes, chunk_bytes, self.transfer)

@@ -141,6 +141,9 @@ def test_engines_that_differ(
     steps = BEHIND_A_WINDOW if name == "sliding" else PLAIN
     found = disaggregated(models(name), tmp_path, OURS, steps, blocks, tp)
     assert are_right(found) == [True] * 3 and [one["cached"] for one in found] == [loaded(step) for step in steps]
+    counts = found[0]["counts"]
+    assert (counts["vllm:kvbm_loaded_requests"], counts["vllm:kvbm_failed_loads"]) == (3 * tp[1], 0)
+    assert counts["vllm:kvbm_received_bytes"] > counts["vllm:kvbm_received_chunks"] >= 3 * tp[1]
 
 
 @pytest.mark.long

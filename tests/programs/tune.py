@@ -68,7 +68,7 @@ def measure_and_auto() -> None:
     assert expect(direct=(1e-5, 2e-5), staged=(1e-4, 1e-5)) == ["direct", "staged"]
     # Its runs are too short for the engine.
     assert expect(direct=(1e-4, 1e-5), engine=(1e-6, 1e-7)) == ["direct", "direct"]
-    kvbm.mover.ENGINE_RUN = 0
+    tuning.ENGINE_RUN = 0
     assert expect(direct=(1e-4, 1e-5), engine=(1e-6, 1e-7)) == ["engine", "engine"]
 
 

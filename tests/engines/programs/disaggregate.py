@@ -1,7 +1,7 @@
 """One engine of two: ``disaggregate.py prefill|decode SETTINGS FOLDER``; the folder is where they wait for each other.
 
 Settings are JSON: ``llm`` (arguments of `vllm.LLM`) and ``steps``, each a prompt that one prefills and the other decodes, which it
-does again by itself at the end, for comparison:
+does again by itself at the end, for comparison; ``counts`` are those of kvbm at vLLM's Prometheus endpoint before that:
 
 - ``length`` and ``seed`` of the prompt (those of one seed begin alike);
 - ``again``: the prefix cache of the engine that decodes is kept;
@@ -37,7 +37,7 @@ def main(role: str, settings: dict[str, Any], folder: Path) -> None:
 
     usual = {
         "skip_tokenizer_init": True, "max_model_len": 1024, "enforce_eager": True, "max_num_seqs": 4, "dtype": "float32",
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": True, "disable_log_stats": False,
     }  # fmt: skip
     llm = LLM(**{**usual, **settings["llm"]})
 
@@ -85,10 +85,12 @@ def main(role: str, settings: dict[str, Any], folder: Path) -> None:
         put(f"{number}.done", True)
         if step.get("kill"):
             break
+    counts = {one.name: one.value for one in llm.get_metrics() if one.name.startswith("vllm:kvbm_")}
     if role == "decode":
         for step, found in zip(settings["steps"], results, strict=True):
             assert llm.reset_prefix_cache()
             found["alone"] = told(run(prompt(step["length"], step.get("seed")), NEW))
+            found["counts"] = counts
     print("RESULT", json.dumps(results), flush=True)
 
 

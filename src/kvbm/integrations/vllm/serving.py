@@ -36,9 +36,6 @@ _NUM_BLOCKS = 4096
 #: vLLM rounds chunks of host memory up to it.
 _ROUND = 4096
 
-#: The shortest runs that transfers give to the copy engine.
-_ENGINE_RUN = 256 << 10
-
 #: What is known of a backend, if none is named: that of K and V, that of a latent.
 BACKENDS = ("FLASH_ATTN", "FLASH_ATTN_MLA")
 
@@ -261,7 +258,7 @@ def _way(
     for name, some in (("staged", move), ("engine", runs)):
         if engine_arguments(some.parts):
             ways[name] = tuning.Way(made.nbytes // _runs(some))
-    if "engine" in ways and ways["engine"].run_bytes < _ENGINE_RUN:
+    if "engine" in ways and ways["engine"].run_bytes < tuning.ENGINE_RUN:
         del ways["engine"]
     choice = table.choose(direction, ways, made.nbytes) if table is not None else None
     is_measured = choice is not None
