@@ -198,6 +198,7 @@ def config(tmp_path: Path, **more: Any) -> str:
         ({"is_encoder_decoder": True}, "is_encoder_decoder: states of an encoder"),
         ({"num_hidden_layers": ...}, "num_hidden_layers: expected a number from 1 on, got None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: expected a number"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers: expected a number"),
         ({"num_key_value_heads": [8, 4]}, "num_key_value_heads: expected a number"),
         ({"num_key_value_heads": True}, "num_key_value_heads: expected a number"),
         ({"hidden_size": 100}, "head_dim: expected it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from kvbm.integrations.vllm import models, serving
+from kvbm.integrations.vllm import models as config_json
+from kvbm.integrations.vllm import serving
 from kvbm.vllm_groups import ORDERS
 
 MODELS = Path(__file__).resolve().parent.parent / "data" / "models"
@@ -49,12 +51,25 @@ def made_by_vllm(engine: serving.Engine) -> tuple[Any, Any]:
     return groups, get_kv_cache_config_from_groups(config, groups, 1 << 40)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "groups"),
+    [("llama", (4, 2, 4, 64), [4]), ("mla", (3, 1, 1, 576), [3]), ("sliding", (6, 2, 2, 64), [2, 2, 2])],
+)
+def test_configs_that_transformers_writes(
+    models: Callable[[str], Path], name: str, sizes: tuple[int, ...], groups: list[int]
+) -> None:
+    """Of the models that the other tests run."""
+    held = config_json.read(str(models(name)), dtype="float32")
+    assert (held.shape.nl, held.shape.no, held.shape.nh, held.shape.hd) == sizes and held.shape.dtype == "float32"
+    assert [len(one.layers) for one in held.groups] == groups
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("name", "tp"), [("llama-3.1-8b", 2), ("deepseek-v3", 4), ("gemma-3-4b", 1), ("gemma-3-4b", 8)]
 )
 def test_groups_and_strides(name: str, tp: int, order: str) -> None:
-    engine = serving.Engine(models.read(str(MODELS / f"{name}.json")), tp=tp, nt=32, order=order)
+    engine = serving.Engine(config_json.read(str(MODELS / f"{name}.json")), tp=tp, nt=32, order=order)
     held, config = made_by_vllm(engine)
     ours = engine.groups(0)
     assert [list(one.layer_names) for one in held] == [list(one.names) for one in ours]
@@ -65,7 +80,7 @@ def test_groups_and_strides(name: str, tp: int, order: str) -> None:
 
 @pytest.mark.parametrize(("name", "tp"), [("llama-3.1-8b", 2), ("deepseek-v3", 4), ("gemma-3-4b", 4)])
 def test_chunks_of_host_memory(name: str, tp: int) -> None:
-    engine = serving.Engine(models.read(str(MODELS / f"{name}.json")), tp=tp)
+    engine = serving.Engine(config_json.read(str(MODELS / f"{name}.json")), tp=tp)
     spec = CPUOffloadingSpec.__new__(CPUOffloadingSpec)
     spec._uses_shared_region = lambda: True
     config = SimpleNamespace(

@@ -49,6 +49,9 @@ _REFUSED = {
     "attn_layer_indices": "Mamba states",
 }
 
+#: Layers of a model: more are a mistake.
+_MOST_LAYERS = 4096
+
 _KINDS = {"full_attention": False, "sliding_attention": True}
 
 
@@ -161,15 +164,15 @@ class _Reader:
             if self.held.get(key):
                 raise SpecError(f"{path}: {key}: {what}: how much of them a cache holds is not read here")
 
-    def number(self, key: str, usual: int | None = None) -> int:
+    def number(self, key: str, usual: int | None = None, most: int = 1 << 24) -> int:
         value = self.held.get(key)
         value = usual if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 24:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
             raise SpecError(f"{self.path}: {key}: expected a number from 1 on, got {value!r:.100}")
         return value
 
     def model(self, name: str, cache_dtype: str, dtype: str | None) -> Model:
-        heads, layers = self.number("num_attention_heads"), self.number("num_hidden_layers")
+        heads, layers = self.number("num_attention_heads"), self.number("num_hidden_layers", most=_MOST_LAYERS)
         nl, no, nh = layers, 2, self.number("num_key_value_heads", heads)
         if self.held.get("kv_lora_rank") is not None:
             no, nh, hd = 1, 1, self.number("kv_lora_rank") + self.number("qk_rope_head_dim")
