@@ -43,19 +43,17 @@ PAIRS = {"offload.sh": "vllm.md", "disaggregated.sh": "disaggregate.md"}
 @pytest.mark.parametrize(("script", "page"), PAIRS.items())
 def test_commands_are_those_of_the_docs(script: str, page: str) -> None:
     ours, theirs = ((folder / name).read_text("utf-8") for folder, name in ((EXAMPLES, script), (ROOT / "docs", page)))
-    assert len(commands(ours)) == {"offload.sh": 1, "disaggregated.sh": 2}[script]
+    assert len(commands(ours)) == {"offload.sh": 2, "disaggregated.sh": 2}[script]
     assert commands(ours) == commands(theirs)
     done = subprocess.run(["sh", "-n", EXAMPLES / script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def settings(page: str) -> set[str]:
-    """Those in the tables of a page, under Settings."""
-    (part,) = re.findall(
-        r"^## Settings\n(.*?)^## ", (ROOT / "docs" / page).read_text("utf-8"), re.MULTILINE | re.DOTALL
-    )
-    rows = re.findall(r"^\| (`[^|]*`) \|", part, re.MULTILINE)
-    return set(re.findall(r"`(\w+)`", " ".join([*rows, part.partition("|")[0]])))
+    """Those in the tables of a page, and named above the first one."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    rows = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)
+    return set(re.findall(r"`(\w+)`", " ".join([*rows, text.partition("## Settings\n")[2].partition("|")[0]])))
 
 
 @pytest.mark.parametrize(("script", "page"), PAIRS.items())
@@ -87,7 +85,7 @@ def test_serve_check_has_the_same_settings() -> None:
     engine = serving.Engine(models.read(str(ROOT / "tests" / "data" / "models" / "llama-3.1-8b.json")))
     found = serving.as_json(engine, 64 << 30, "universal", to=engine)
     mine = found["offloading"]["kv_transfer_config"]
-    (theirs,) = transfers((EXAMPLES / "offload.sh").read_text("utf-8"))
+    theirs, _ = transfers((EXAMPLES / "offload.sh").read_text("utf-8"))
     assert mine.keys() == theirs.keys() and mine["kv_connector"] == theirs["kv_connector"]
     assert set(mine["kv_connector_extra_config"]) <= settings("vllm.md")
     sides = transfers((EXAMPLES / "disaggregated.sh").read_text("utf-8"))
@@ -114,7 +112,7 @@ def shown() -> set[str]:
 def exported() -> set[str]:
     """Metrics of kvbm's, as Prometheus has them: counters end in ``_total``."""
     found = set()
-    for name in ("offload", "metrics"):
+    for name in ("offload", "tiered", "metrics"):
         tree = ast.parse((INTEGRATION / f"{name}.py").read_text(encoding="utf-8"))
         texts = [one.value for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
         found |= {f"{text}_total" for text in texts if re.fullmatch(r"vllm:kvbm_\w*[a-z]", text)}
@@ -130,7 +128,7 @@ def exported_by_links() -> set[str]:
 
 def test_the_dashboard_shows_what_is_exported() -> None:
     links = exported_by_links()
-    assert len(exported()) == 5 + 11
+    assert len(exported()) == 5 + 3 + 11
     unknown = shown() - exported() - links - OF_VLLM
     assert not unknown, f"exported by nobody: {unknown}"
     assert exported() <= shown(), f"not shown: {exported() - shown()}"

@@ -434,5 +434,5 @@ def test_the_dashboard_shows_what_vllm_exports() -> None:
     board = Path(__file__).resolve().parents[2] / "examples" / "vllm" / "grafana.json"
     shown = set(re.findall(r"vllm:kv\w+(?=\{)", board.read_text(encoding="utf-8")))
     own = {*get_connector_metric_definitions(), *KvbmOffloadingSpec.build_metric_definitions({})}
-    assert len(shown) == 20
+    assert len(shown) == 23
     assert {name.removesuffix("_total") for name in shown} <= own | {title for title, _ in COUNTERS.values()}
