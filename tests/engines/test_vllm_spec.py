@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +113,29 @@ def test_pages_as_bytes() -> None:
     config = SimpleNamespace(groups=[SimpleNamespace(group_id=0, layer_names=("a", "b", "c", "d"))])
     [pages] = pages_of({}, caches, config, SimpleNamespace(), SimpleNamespace(), declared=False)
     assert [(one.pool.shape.nl, one.pool.shape.hd, one.unknown) for one in pages] == [(3, 96, ""), (1, 32, "")]
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLHNC", "LHBNC"])
+def test_blocks_that_do_not_lie_in_their_pages(order: str) -> None:
+    """With heads outermost vLLM's pages hold one head each; copied as bytes the others would be lost, and nothing would see it."""
+    sizes = {"L": 3, "B": 8, "H": 2, "N": 4, "C": 6}
+    whole = torch.zeros([sizes[axis] for axis in order])
+    memory = whole.permute([order.index(axis) for axis in "LBHNC"])
+    step = 4 * memory.stride(1)
+    page = step if order == "LHBNC" else 4 * math.prod(memory.shape[2:])
+    flat = whole.view(-1).view(torch.int8)
+    pages = [flat.as_strided((8, page), (step, 1), 4 * layer.storage_offset()) for layer in memory]
+    caches = CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(one, one.shape[1]) for one in pages],
+        group_data_refs=[[CanonicalKVCacheRef(number, one.shape[1]) for number, one in enumerate(pages)]],
+    )
+    config = SimpleNamespace(groups=[SimpleNamespace(group_id=0, layer_names=("a", "b", "c"))])
+    tensors = dict(zip("abc", memory, strict=True))
+    if order == "LHBNC":
+        with pytest.raises(BindError, match="a: a block's elements lie 864 bytes apart, and vLLM says a page of 96 bytes"):
+            pages_of(tensors, caches, config, SimpleNamespace(), SimpleNamespace(), declared=False)
+    else:
+        assert len(pages_of(tensors, caches, config, SimpleNamespace(), SimpleNamespace(), declared=False)) == 1
 
 
 @pytest.mark.parametrize("step", [96, 128])

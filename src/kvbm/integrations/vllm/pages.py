@@ -14,7 +14,7 @@ from ...pool import Pool
 from ...shapes import BlockShape
 from ...vllm_groups import groups
 
-__all__ = ["Pages", "as_bytes", "pages_of"]
+__all__ = ["Pages", "as_bytes", "pages_of", "require_whole"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ def pages_of(
     declared : bool
         In their declared layouts; else as bytes.
 
+    Raises
+    ------
+    BindError
+        Pages that are to be copied as bytes, and do not hold all of their blocks.
+
     Returns
     -------
     list of list of Pages
@@ -72,10 +77,38 @@ def pages_of(
             except BindError as error:
                 why = str(error)
         if not pages:
-            pages = as_bytes([canonical.tensors[ref.tensor_idx].tensor for ref in refs], why)
+            raw = [canonical.tensors[ref.tensor_idx].tensor for ref in refs]
+            require_whole({name: tensors[name] for name in group.layer_names if name in tensors}, raw)
+            pages = as_bytes(raw, why)
         # Groups of a hybrid model overlay each other: whatever lies at the same places is copied by the same transfer.
         result.append([found.setdefault(_meaning(one.pool), one) for one in pages])
     return result
+
+
+def require_whole(layers: Mapping[str, Any], pages: Sequence[Any]) -> None:
+    """Refuse layers of which a block does not lie in its page: what is beside it would not be copied, and no digest would see that.
+
+    Parameters
+    ----------
+    layers : mapping of str to tensor
+        Views of vLLM's by the names of their layers, blocks first; others are passed over.
+    pages : sequence of tensor
+        Of their group, ``(blocks, bytes)``.
+    """
+    for name, view in layers.items():
+        if not isinstance(view, torch.Tensor) or not pages or view.shape[0] != pages[0].shape[0]:
+            continue
+        size = view.element_size()
+        nbytes = size * (1 + sum((extent - 1) * step for extent, step in zip(view.shape[1:], view.stride()[1:], strict=True)))
+        for block in (0, view.shape[0] - 1):
+            at = view.data_ptr() + block * view.stride(0) * size
+            starts = [(page.data_ptr() + block * page.stride(0), page.shape[1]) for page in pages]
+            if not any(start <= at and at + nbytes <= start + length for start, length in starts):
+                raise BindError(
+                    f"vLLM offloading: {name}: a block's elements lie {nbytes} bytes apart, and vLLM says a page of "
+                    f"{pages[0].shape[1]} bytes; expected a layout as host_layout, such as universal, or another "
+                    "VLLM_KV_CACHE_LAYOUT"
+                )
 
 
 def _meaning(pool: Pool) -> Any:
