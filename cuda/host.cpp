@@ -171,6 +171,34 @@ int check_many(const Ids& ids, int64_t dst_blocks, bool same_pool, uint32_t* kep
   return KVBM_ID_OK;
 }
 
+// Pools of so many blocks that a number for each would be more memory than the ids are worth: 256 MB.
+enum : int64_t { kMostStamped = 1 << 26 };
+
+int check_sorted(const Ids& ids, bool same_pool, uint32_t* kept, int64_t* index) {
+  struct Written {
+    int64_t block, at;
+    bool operator<(const Written& other) const { return block != other.block ? block < other.block : at < other.at; }
+  };
+  const std::unique_ptr<Written[]> written(new (std::nothrow) Written[static_cast<size_t>(ids.count)]);
+  if (!written) return check("malloc", KVBM_NO_MEMORY);
+  Written* end = written.get();
+  for (int64_t i = 0; i < ids.count; ++i)
+    if (!ids.is_skipped(i)) *end++ = {ids.dst_at(i), i};
+  std::sort(written.get(), end);
+  *index = ids.count;
+  for (Written* one = written.get() + 1; one < end; ++one)
+    if (one->block == one[-1].block) *index = std::min(*index, one->at);
+  if (*index < ids.count) return KVBM_ID_DST_TWICE;
+  *kept = static_cast<uint32_t>(end - written.get());
+  for (*index = 0; same_pool && *index < ids.count; ++*index) {
+    if (ids.is_skipped(*index)) continue;
+    const int64_t block = ids.src_at(*index);
+    const Written* found = std::lower_bound(written.get(), end, Written{block, 0});
+    if (found != end && found->block == block) return KVBM_ID_READ_AND_WRITTEN;
+  }
+  return KVBM_ID_OK;
+}
+
 // Volatile: another thread may be writing `given`, and what is checked must be what is kept.
 template <typename Id>
 int take(const volatile Id* given, uint32_t count, uint64_t most, int32_t* out, int64_t* index, int64_t* id) {
@@ -257,6 +285,7 @@ int kvbm_check_ids(const int32_t* src, const int32_t* dst, uint32_t num_pairs, i
     return KVBM_ID_OK;
   }
   if (num_pairs <= kFew) return check_few(ids, same_pool != 0, kept, index);
+  if (dst_blocks > kMostStamped) return check_sorted(ids, same_pool != 0, kept, index);
   return check_many(ids, dst_blocks, same_pool != 0, kept, index);
 }
 

@@ -7,10 +7,12 @@ events allow (`fake_seed`): a wait that is missing shows as wrong bytes.
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 from array import array
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -487,6 +489,30 @@ def test_ids_that_are_written_while_they_are_read() -> None:
     finally:
         over.set()
         writer.join()
+
+
+@pytest.mark.parametrize("same_pool", [False, True])
+def test_ids_of_pools_of_any_size(same_pool: bool) -> None:
+    """What is found does not depend on how many blocks there are, and the memory that takes is not that of a number for each."""
+    rng, seen = np.random.default_rng(5), set()
+    virtual = int(Path("/proc/self/statm").read_text().split()[0])
+    for turn in range(300):
+        count = int(rng.integers(33, 200))
+        src, dst = rng.permutation(1000)[:count], rng.permutation(1000)[:count] + (1000 if same_pool and turn % 2 else 0)
+        src[rng.integers(0, count, 3)] = -1
+        dst[rng.integers(0, count, 2)] = -1
+        if turn % 3 == 0:
+            dst[rng.integers(0, count, 2)] = dst[rng.integers(0, count)]
+        found = []
+        for blocks in (2000, (1 << 31) - 1):
+            try:
+                found.append(str(_core.Pairs(src, dst, 2000, blocks, same_pool).kept))
+            except kvbm.BindError as error:
+                found.append(str(error))
+        assert found[0] == found[1], turn
+        seen.add(re.sub(r"[0-9]+", "", found[0]))
+    assert len(seen) == 2 + same_pool
+    assert int(Path("/proc/self/statm").read_text().split()[0]) - virtual < 1 << 18  # pages of 4 KiB: 1 GiB
 
 
 def test_pairs() -> None:
