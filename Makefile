@@ -117,7 +117,8 @@ $(ENGINES)/.made: tests/engines/requirements.txt
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --requirement $<
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(ENGINES)/bin/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --no-deps lmcache==0.5.6
+	$(ENGINES)/bin/python -m pip --disable-pip-version-check install --quiet --only-binary :all: --no-deps \
+		lmcache==0.5.6 nixl-cu13==1.5.1 nixl==1.5.1
 	@touch $@
 
 $(ENGINES)/.kvbm: dist/.wheel $(ENGINES)/.made
