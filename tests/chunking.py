@@ -16,6 +16,7 @@ import numpy as np
 
 import digest_oracle
 import reshard_oracle
+from kvbm.reshard.pack import NUM_CELLS
 from reshard_oracle import Case, Engine, Run
 
 # ---- the reader --------------------------------------------------------------------------------------------------------
@@ -368,3 +369,9 @@ class Carried:
             where = ["t", *others]
             want = want.transpose([*(where.index(axis) for axis in axes), len(where)])
             assert np.array_equal(got, want), f"{case}: {chunk}: plane {name!r}"
+
+
+def far_cells(address: int, nbytes: int, count: int) -> tuple[int, Any]:
+    """The same units, told by the largest ids that there are."""
+    at = NUM_CELLS - 1 - (count - 1) * (nbytes // 16)
+    return address - 16 * at, np.arange(at, NUM_CELLS, nbytes // 16, dtype=np.int64)

@@ -21,11 +21,12 @@ import kvbm
 import plane_oracle
 import processes
 import reshard_oracle
-from chunking import Carried, case, engine, is_sendable
+from chunking import Carried, case, engine, far_cells, is_sendable
 from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard, spec, wire
-from kvbm.reshard import Cut, Packer, Trailer
+from kvbm.reshard import Cut, Packer, Trailer, pack
 from kvbm.reshard import cut as cuts
 from kvbm.reshard.chunk import TRAILER
+from kvbm.reshard.pack import NUM_CELLS
 from linking import until
 from memory import aligned
 from test_reshard_pack import memory
@@ -51,6 +52,23 @@ def carried(one: reshard_oracle.Case, seed: str) -> None:
     run = reshard_oracle.Run(one, aligned, reshard_oracle.host_arrays)
     Carried(run, room, rng)(lambda slot: slot.tobytes(), rng.choice(["after", "before"]))
     run.check(np.asarray)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_units_wherever_their_base_is(monkeypatch: pytest.MonkeyPatch, far: bool) -> None:
+    """With a base for each chunk, at the end of what ids reach; and with several bases a call."""
+    if far:
+        monkeypatch.setattr(Packer, "cells", staticmethod(far_cells))
+    else:
+        monkeypatch.setattr(pack, "_REACH", 1 << 12)
+    for one in sendable(75_000, 12):
+        carried(one, str(far))
+
+
+def test_units_that_ids_do_not_reach_are_refused() -> None:
+    _, cells = Packer.cells((1 << 34) - 16, 1 << 34, 3)
+    with pytest.raises(BindError, match="expected 0 to 2147483646"):
+        kvbm._core.Pairs([0, 1, 2], cells, 8, NUM_CELLS)
 
 
 @pytest.mark.parametrize("number", range(40))
@@ -133,7 +151,7 @@ def test_a_call_that_fails_writes_nothing_more(monkeypatch: pytest.MonkeyPatch) 
     assert [copy.is_over for copy in begun] == [True]
 
 
-@pytest.mark.parametrize("kind", ["device", "pinned", "few"])
+@pytest.mark.parametrize("kind", ["device", "pinned", "few", "far"])
 def test_every_byte_through_the_fake_driver(fake_gpu: processes.FakeDriver, kind: str) -> None:
     fake_gpu("reshards.chunks", 80_000, 40, kind)
 

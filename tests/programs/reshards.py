@@ -13,7 +13,7 @@ import numpy as np
 import kvbm
 import plane_oracle
 import reshard_oracle
-from chunking import Carried, is_sendable
+from chunking import Carried, far_cells, is_sendable
 from kvbm import _core, digesting, reshard, wire
 from kvbm.reshard.ring import Ring
 from kvbm.wire import loans
@@ -186,6 +186,8 @@ def streams_of_other_gpus() -> None:
 def chunks(first: int, cases: int, kind: str) -> None:
     """Packed into slots in device memory, or pinned; trailers lie behind what kernels write, digests are the kernels'."""
     defer(1)
+    if kind == "far":
+        reshard.Packer.cells = staticmethod(far_cells)
     room = Pinned(64 << 20) if kind == "pinned" else slot_on_gpu
     for number in range(cases):
         case = reshard_oracle.replace(reshard_oracle.random_case(first + number), clear_tail=False)
