@@ -14,7 +14,7 @@ SHELL := bash
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 SOURCES := $(sort $(shell find src cuda layouts -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' \
-	-not -name '_core*.so' -not -name _build.json)) setup.py pyproject.toml
+	-not -name '_core*.so' -not -name _build.json)) setup.py pyproject.toml README.md
 # What a wheel depends on beside the text of its sources: a file that is gone, and the settings of the build, so that
 # `KVBM_CUDA=0 make test` is not answered with the last build.
 SETTINGS := $(SOURCES) $(foreach v,CUDACXX CUDA_HOME CUDA_PATH CUDA_ARCHS CUDA_PTX_ARCHS \
@@ -25,7 +25,7 @@ TOOLS = $(or $(wildcard $(VENV)/.editable),$(VENV)/.dev)
 # What a build needs, apart: PyTorch has parts of a CUDA toolkit of its own in the environment.
 IN_PLACE := PYTHONPATH=$(abspath $(VENV))/build-requires
 
-.PHONY: demo dev quick test engines sglang fuzz torture soak coverage sanitize lint format wheel gpu clean
+.PHONY: demo dev quick test engines sglang fuzz torture soak coverage sanitize docs lint format wheel gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -69,6 +69,11 @@ coverage: $(VENV)/.test
 sanitize: $(or $(wildcard $(VENV)/.editable),$(VENV)/.test) $(VENV)/.requires
 	$(IN_PLACE) PYTHON=$(RUN) PYTEST_ARGS="$(PYTEST_ARGS)" tools/sanitize.sh
 
+# Warnings are errors: a link or an anchor that does not exist, a docstring that does not fit its function.
+# With the search: python -m http.server --directory build/site
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
+
 lint: $(TOOLS)
 	$(RUN) -m ruff check
 	$(RUN) -m mypy
@@ -108,7 +113,7 @@ $(VENV)/.kvbm: dist/.wheel
 	@rm -f $(VENV)/.editable
 	@touch $@
 
-$(VENV)/.test $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: $(VENV)/.kvbm constraints.txt
+$(VENV)/.test $(VENV)/.demo $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.kvbm constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[$*]"
 	@touch $@
 

@@ -8,10 +8,12 @@ folders), KVBM_BUILD_DIR (where compiled pieces are kept for the next build; bui
 
 import json
 import os
+import re
 import shutil
 import sys
 import sysconfig
 import tempfile
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,7 +56,7 @@ class BuildExt(build_ext):
         with ThreadPoolExecutor(cores) as pool:
             try:
                 tasks = [pool.submit(self.compile, ext, path) for path in [*hosts, *sorted(CUDA.glob("*.cpp"))]]
-                build = (CUDA, self.cache / "fatbins", compiler, target, -(-cores // 8))
+                build = (CUDA, self.cache / "fatbins", compiler, target, -(-cores // max(1, len(kernels))))
                 fatbins = [pool.submit(nvcc.fatbin, path, *build) for path in kernels]
                 tasks.append(pool.submit(self.compile, ext, self.cythonize(ext)))
                 images = work / "generated" / "kvbm_images.cpp"
@@ -182,6 +184,19 @@ def embed(kernels, fatbins):
     return "\n".join([*lines, '}  // extern "C"', ""])
 
 
+def description():
+    """Return README.md as a package index shows it: links into the tree become links to the repository, at this version's tag."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    def absolute(match):
+        kind = "raw" if match[1] else "blob"
+        return f"{match[1]}[{match[2]}]({project['urls']['Repository']}/{kind}/v{project['version']}/{match[3]})"
+
+    link = re.compile(r"(!?)\[([^\]\n]*)\]\((?![a-z]+:|#)([^)\s]+)\)")
+    parts = re.split(r"(^```.*?^```)", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if part.startswith("```") else link.sub(absolute, part) for part in parts)
+
+
 def sanitizers():
     """Return what the compiler and the linker are told beside the usual: -O1 keeps more accesses, and lines for reports."""
     return [f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-fno-wrapv", "-O1", "-g1"] if SANITIZE else []
@@ -198,6 +213,8 @@ core = Extension(
     py_limited_api=ABI3,
 )
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     ext_modules=[core],
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if ABI3 else {},

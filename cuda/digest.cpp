@@ -40,8 +40,8 @@ namespace avx2 {
 #define ISA "avx2"
 #define LANES 4
 #define CELLS {0, 2, 1, 3}
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 4, 2, 6)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 5, 3, 7)
+#define EVEN(a, b) Vector(_mm256_unpacklo_epi64(__m256i(a), __m256i(b)))
+#define ODD(a, b) Vector(_mm256_unpackhi_epi64(__m256i(a), __m256i(b)))
 #define PRODUCT(x, f) Vector(_mm256_mul_epu32(__m256i(x), __m256i(Vector{} + (f))))  // of the lower 32 bits
 #define WORDS(x, f, g) (PRODUCT(x, f) + PRODUCT((x) >> 32, g) + ((PRODUCT(x, (f) >> 32) + PRODUCT((x) >> 32, (g) >> 32)) << 32))
 #define STREAM(p, v) _mm256_stream_si256(reinterpret_cast<__m256i*>(p), __m256i(v))
@@ -60,8 +60,8 @@ namespace avx512 {
 #define ISA "avx512f,avx512dq"
 #define LANES 8
 #define CELLS {0, 4, 1, 5, 2, 6, 3, 7}
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15)
+#define EVEN(a, b) Vector(_mm512_unpacklo_epi64(__m512i(a), __m512i(b)))
+#define ODD(a, b) Vector(_mm512_unpackhi_epi64(__m512i(a), __m512i(b)))
 #define WORDS(x, f, g) ((x) * (f) + ((x) >> 32) * ((g) - ((f) << 32)))  // as x is of the lower and 2^32 of the upper ones
 #define STREAM(p, v) _mm512_stream_si512(reinterpret_cast<__m512i*>(p), __m512i(v))
 #include "digest_wide.h"

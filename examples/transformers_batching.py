@@ -136,7 +136,7 @@ def main() -> None:
 
     with batching.offloading(64) as made:
         few = tokens(16)
-    print(f"a full cache: {made[0].host.stats}")
+    print(f"a full cache: {made[0]}")
     compare("generate_batch", few, tokens(256))
 
 

@@ -1,4 +1,4 @@
-"""What tests of benchmarks share: a small model, commands on the CPU, and the rows that they print."""
+"""Helpers for tests of benchmarks: a small model, commands on the CPU, and the rows that they print."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 import kvbm
 
 MODEL = kvbm.load_shape("nl=2,no=2,nh=8,nt=16,hd=16,dtype=bfloat16")
-ON_CPU = ("--device", "cpu", "--iters", "1", "--profile", str(MODEL))
+ON_CPU = ("--device", "cpu", "--iters", "1", "--shape", str(MODEL))
 
 
 def run(command: click.Command, *arguments: str) -> Result:
@@ -19,7 +19,7 @@ def run(command: click.Command, *arguments: str) -> Result:
 
 
 def read(text: str) -> tuple[str, list[dict[str, str]]]:
-    """The comment, and the rows; every row has every column."""
+    """Return the comment and the rows; every row has every column."""
     comment, *lines = text.splitlines()
     rows = list(csv.DictReader(lines))
     assert comment.startswith(f"# kvbm {os.environ.get('KVBM_COMMIT', '')}")

@@ -1,6 +1,6 @@
-"""Cases of `reshard_oracle` carried in chunks of wire format 1; a reader of chunks that knows docs/wire.md, and nothing of kvbm.
+"""Cases of `reshard_oracle` sent in chunks of wire format 1, and a reader of chunks that follows only docs/reference/wire.md.
 
-A message is described in the specification's terms; elements are found by NumPy and struct alone.
+Messages are described in the specification's terms.  The reader finds elements by NumPy and struct, without kvbm.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ ORDER = "loht"
 
 @dataclass(frozen=True)
 class Told:
-    """What both sides know of a message.
+    """The facts of a message that both sides know.
 
     Attributes
     ----------
     planes : dict of str to (dict of str to list of int, int)
-        By name: axes and their coordinates in the model, without ``t``; bytes of an element, or of two of four bits.
+        Name → axes with their coordinates in the model, without ``t``; and bytes of an element, or of two elements of four bits.
     counts : dict of str to int
-        How many layers and heads the model has.
+        Number of layers and heads of the model.
     offsets, units, tokens : list of int
-        Tokens of a unit that go; positions of the units and of the single tokens.
+        Tokens of a unit that are sent; positions of the units and of the single tokens.
     """
 
     planes: dict[str, tuple[dict[str, list[int]], int]]
@@ -48,7 +48,7 @@ class Told:
 
 
 def unit(sides: list[tuple[int, int, int]], distance: int) -> int:
-    """Tokens of a unit: of ``(nt, every, k)`` of both sides, and how far apart their origins are."""
+    """Tokens of a unit, from ``(nt, every, k)`` of both sides and the distance of their origins."""
     for g in range(min(nt * k for nt, _, k in sides), 0, -1):
         turns = [(every, every * k) for _, every, k in sides]
         chain = sorted({1, g, *(x for turn in turns if g % turn[1] == 0 for x in turn)})
@@ -83,7 +83,7 @@ def sizes(told: Told) -> tuple[int, int]:
 
 
 def cut(told: Told, most: int) -> list[tuple[range, range]]:
-    """Which units and single tokens each chunk has."""
+    """The units and single tokens of each chunk."""
     u, v = sizes(told)
     total = len(told.units) * u + len(told.tokens) * v
     n = max(1, min(most, max(1 << 20, total // 4)) // u)
@@ -120,7 +120,7 @@ def planes_of(
 
 
 def digest(told: Told, data: bytes, units: range, tokens: range) -> int:
-    """kvbm-digest-1 of what a chunk holds, plane by plane."""
+    """The kvbm-digest-1 of a chunk's contents, plane by plane."""
     total = 0
     lanes = _lanes(told)
     firsts = dict(
@@ -155,7 +155,7 @@ def _along(told: Told, name: str) -> str:
 
 
 def _lanes(told: Told) -> dict[str, int]:
-    """Cells that the model keeps for a token, of each plane."""
+    """Number of the model's cells per token, for each plane."""
     found = {}
     for name, (held, item) in told.planes.items():
         along = _along(told, name)
@@ -174,7 +174,7 @@ def mark(tokens: range, origins: tuple[int, int], layers: range, most: int) -> i
 
 
 def engine(mesh: Any, nt: int, layouts: str, **options: Any) -> Engine:
-    """An engine of one layout."""
+    """An engine with one layout."""
     given: dict[str, Any] = {"heads": None, "tokens": None, "every": 1, "bounds": (0, 3), "group": (0, 1, 2), **options}
     return Engine(mesh, nt=nt, layouts=(layouts,), **given)
 
@@ -194,7 +194,7 @@ def case(src: Engine, dst: Engine, sizes: Any, tokens: range, layers: range | No
 
 
 def is_sendable(case: Case) -> bool:
-    """Whether all that is sent has blocks, and the tables of a side begin at one position."""
+    """True if all tokens that are sent have blocks, and the tables of a side begin at the same position."""
     for tokens, *sides in case.sequences:
         for side, told in enumerate(sides):
             if len(set(told.origins)) > 1:
@@ -205,7 +205,7 @@ def is_sendable(case: Case) -> bool:
 
 
 def told_of(run: Run, made: Any, message: Any, tokens: range, origin: int, layers: range | None) -> Told:
-    """A message in the specification's terms: of a plan the unit's tokens alone, all else by the oracle's rules."""
+    """A message in the specification's terms.  Only the unit's tokens come from a plan; the oracle's rules give the rest."""
     case = run.case
     src, dst = case.engines if made.src.name == run.places[0].name else (case.dst, case.dst)
     own = set(case.dst.holds_layers(message.dst))
@@ -234,13 +234,13 @@ Slots = Callable[[int], Any]
 
 
 class Carried:
-    """A case whose sequences were packed, and can be unpacked; the bytes of every chunk.
+    """A case whose sequences were packed and can be unpacked, with the bytes of every chunk.
 
     Parameters
     ----------
     run : Run
     room : callable
-        A slot of so many bytes.
+        Called with a number of bytes; returns a slot.
     stream : optional
     finish : callable
         Waits for the end of a call.
@@ -336,7 +336,7 @@ class Carried:
     def _check(
         self, made: Any, chunk: Any, data: bytes, tokens: range, origins: list[int], most: int, key: str, epoch: int
     ) -> None:
-        """The bytes of a chunk are those of the specification, element by element."""
+        """Compare the bytes of a chunk with the specification, element by element."""
         case, message = self.run.case, chunk.message
         told = told_of(self.run, made, message, tokens, origins[0], case.layers)
         units, singles = cut(told, most)[chunk.number]
@@ -372,6 +372,6 @@ class Carried:
 
 
 def far_cells(address: int, nbytes: int, count: int) -> tuple[int, Any]:
-    """The same units, told by the largest ids that there are."""
+    """The same units, with the largest possible ids."""
     at = NUM_CELLS - 1 - (count - 1) * (nbytes // 16)
     return address - 16 * at, np.arange(at, NUM_CELLS, nbytes // 16, dtype=np.int64)

@@ -15,6 +15,9 @@ from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).resolve().parent
 
+# torch's TCPStore asks for the names of addresses.  Where no name server answers, that would take 5 s a time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Built kernels are what is tested, also where others could be compiled for odd structures; test_runtime.py turns it on.
 os.environ.setdefault("KVBM_NVRTC", "0")
 
@@ -33,7 +36,7 @@ settings.register_profile("explore", max_examples=2000, **_common)
 
 @cache
 def why_no_gpu() -> str:
-    """Empty if there is a GPU that this run can use.  Asks the driver, not kvbm, and not torch first."""
+    """Empty if this run can use a GPU, else the reason.  It asks the driver, without kvbm and before torch is imported."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -74,7 +77,7 @@ QUICK = 3
 
 
 def quick(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """The first, the last and those half-way of every test's cases, but no slow test: what `-m quick` runs."""
+    """The first, the last and some middle cases of every test, without slow tests: the selection of `-m quick`."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("slow"):
@@ -113,7 +116,7 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> processes.FakeDrive
 
 @pytest.fixture(scope="session")
 def fake_gpu(fake_driver: processes.FakeDriver) -> processes.FakeDriver:
-    """The same, where programs launch kernels."""
+    """As `fake_driver`, for programs that launch kernels."""
     from kvbm import kernels
 
     if kernels.is_using_stubs():
@@ -123,7 +126,7 @@ def fake_gpu(fake_driver: processes.FakeDriver) -> processes.FakeDriver:
 
 @pytest.fixture
 def place() -> Iterator[str]:
-    """The port of a store where processes meet (`programs.meeting`)."""
+    """The port of a store by which processes connect (`programs.meeting`)."""
     if find_spec("torch") is None:
         yield ""
         return
@@ -151,7 +154,7 @@ def side_stream() -> Iterator[object]:
 
 @pytest.fixture
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For benchmarks: small pools are beyond the caches, and a commit that is known."""
+    """For benchmarks: caches smaller than small pools, and a fixed commit."""
     from kvbm.bench import measure, messages
 
     for module in (measure, messages):

@@ -1,6 +1,7 @@
-"""What a digest must be: the definition of docs/digest.md over what the other oracles say lies where.  Shares no code with kvbm.
+"""Expected digests, from the definition in docs/reference/digest.md and the other oracles' element addresses.
 
-A digest is a sum, so it is kept as a table here, one number a cell: any part of a block is a part of its table.
+It shares no code with kvbm.  A digest is a sum, so it is kept here as a table with one number per cell.  The digest of a part of a
+block is the sum of a part of the table.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def canonical(axis: str) -> tuple[int, str]:
 
 
 def of_cells(cells: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Of ``[…, bytes of a cell]`` at keys ``[…]``."""
+    """Digests of cells, ``[…, bytes of a cell]``, at keys ``[…]``."""
     padded = np.zeros((*cells.shape[:-1], 16), np.uint8)
     padded[..., : cells.shape[-1]] = cells
     content = np.full(cells.shape[:-1], CELL, np.uint64)
@@ -41,15 +42,15 @@ def of_cells(cells: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 class Block:
-    """What some tokens hold.
+    """The contents of some tokens.
 
     Parameters
     ----------
     planes : mapping of str to (axes, array)
-        By name: the axes ``t``, those of the model and the plane's own, as they stand in the array, and bytes ``[*axes, bytes of
-        an item]``; an axis that the plane does not have is left out.
+        Name → axes (``t``, those of the model and the plane's own) in the array's order, and bytes ``[*axes, bytes of an item]``.
+        Axes that the plane does not have are omitted.
     held : mapping of str to (coordinates, int), optional
-        By axis: which coordinates of a whole model these are, and how many it has.
+        Axis → its coordinates in the whole model, and the model's number of them.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Block:
             self.lanes += count
 
     def table(self, name: str, first: int = 0) -> tuple[list[str], np.ndarray]:
-        """A plane's axes, and one number a cell, ``[t, *axes, cells of a row]``."""
+        """A plane's axes, and one number per cell, ``[t, *axes, cells of a row]``."""
         order, data = self.rows[name]
         positions = np.arange(first, first + data.shape[0], dtype=np.uint64).reshape(-1, *[1] * self.places[name].ndim)
         return order, of_cells(data, positions * np.uint64(self.lanes) + self.places[name])
@@ -101,7 +102,7 @@ class Block:
     def digest(
         self, first: int = 0, chosen: Mapping[str, Any] | None = None, planes: Sequence[str] | None = None
     ) -> int:
-        """Of all of it, or of some coordinates: of d whole cells."""
+        """The digest of all, or of some coordinates; along d only of whole cells."""
         total = 0
         for name in self.rows if planes is None else planes:
             order, table = self.table(name, first)

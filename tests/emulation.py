@@ -1,6 +1,6 @@
-"""The kernels' device code, compiled for the host: emulated_gpu.h is the GPU, and the fake driver launches it (FAKE_KERNELS).
+"""The kernels' device code, compiled for the host: emulated_gpu.h emulates the GPU, and the fake driver launches it (FAKE_KERNELS).
 
-It is the text that nvcc compiles, in which each function that says something in PTX says the same in C++.
+The source is the one that nvcc compiles, except that functions in PTX are replaced by the same functions in C++.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ extern "C" void emulated_kvbm_clear(const Clear* args, uint32_t ctas, uint32_t t
 
 
 def without_ptx(text: str) -> str:
-    """A file of device code whose functions say nothing in PTX."""
+    """A file of device code with its PTX replaced."""
     made, done = "", 0
     for head in re.finditer(r"__device__ __forceinline__ [^;{}]*\) \{", text):
         body, end, depth = head.end() - 1, head.end(), 1

@@ -1,4 +1,4 @@
-"""Calls of the fake driver that fail, one after the other, each in a process of its own; and such processes."""
+"""Make calls of the fake driver fail, one after the other, each in a separate process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOST = ("cuEventRecord", "cuEventQuery")
 
 
 def in_child(call: Callable[[], Any], limit: int = 60) -> str:
-    """What a function says, in a process of its own."""
+    """The output of a function that runs in a separate process."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
@@ -56,22 +56,22 @@ def every_call(
     step: Callable[[], int] = lambda: 1,
     most: int = 1 << 30,
 ) -> Counter[str]:
-    """Let one call of the driver after the other fail: it is said, the next try is right, and what is alive is what would be.
+    """Make one driver call after the other fail.  Each time an error is raised, the next try is right, and nothing leaks.
 
     Parameters
     ----------
     title : str
-        For what is wrong.
+        Text for failures of the test.
     call : callable
-        What is done.  Where it only waits for what is done anyway it sets ``fake_fail_at`` to 0.
+        The action.  If it only waits for work that is already enqueued, it sets ``fake_fail_at`` to 0.
     again : callable, optional
-        The same after a failure, and whether it is right: `call` if not given.
+        The action after a failure, with a check of its result.  Default: `call`.
     verifies : bool
-        Whether copies verify.  Where one was not enqueued to the end it may still write digests: nobody gets their memory again.
+        True if copies verify.  A copy that was not completely enqueued may still write digests, so their memory is not reused.
     step : callable
-        How many calls further the next one that fails is.
+        Distance to the next call that fails.
     most : int
-        No call beyond it.
+        Largest number of a failing call.
 
     Returns
     -------
@@ -99,7 +99,7 @@ def every_call(
 
 
 def _attempt(call: Callable[[], None], again: Callable[[], None], number: int) -> str:
-    """Let call `number` fail (0: none does), and try again: its name, and what is alive."""
+    """Make call `number` fail (0: none), and try again; return its name, and the live objects."""
     driver = ctypes.CDLL("libcuda.so.1")
 
     def count(name: str) -> ctypes.c_long:

@@ -1,9 +1,9 @@
-"""Inputs that are almost right, and what must become of them: each is taken and works, or is refused in one sentence.
+"""Inputs that are almost right.  Each must either be accepted and work, or be refused with an error message of one sentence.
 
-A case is a kind and a number, from which everything random in it is drawn: a number that fails fails again.  Files are real ones
-(the shipped layouts, shapes and placements, headers that kvbm wrote) with some of their words changed; arrays and ids are odd by
-construction.  `try_case` tells whether the input was taken.  It raises where the law is broken: an exception that is none of
-kvbm's, a message that does not say where, a layout that is not one-to-one, a byte that is not the one expected.
+A case is a kind and a number.  All random choices follow from the number, so a failure can be repeated.  Files are real ones (the
+shipped layouts, shapes and placements, headers written by kvbm) with some words changed.  Arrays and ids are made odd on purpose.
+`try_case` returns True if the input was accepted.  It raises an error for a violation: an exception that is not kvbm's, a message
+that does not name the place, a layout that is not one-to-one, or a wrong byte.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ FOUR = spec.parse("order: '[l o] b t h d'", "four")
 
 
 class Refused(Exception):  # noqa: N818
-    """The input was refused as it should be."""
+    """The input was refused correctly."""
 
 
 def refusal(call: Callable[[], Any], where: str) -> Any:
-    """What a call returns; `Refused` where it raises one of kvbm's errors, with a message that begins by saying where."""
+    """The result of a call.  Raises `Refused` for one of kvbm's errors whose message begins with the place."""
     try:
         return call()
     except KvbmError as error:
@@ -113,7 +113,7 @@ _SIGNS = [
 
 
 def mutated(rng: random.Random, text: str, words: Sequence[str], others: Sequence[str]) -> str:
-    """The text with a few of its words, numbers, signs or lines changed; `words` and lines of `others` come in."""
+    """The text with some words, numbers, signs or lines changed; `words` and lines of `others` are inserted."""
     tokens = _TOKEN.findall(text)
     for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 6))):
         at = rng.randrange(len(tokens)) if tokens else 0
@@ -152,7 +152,7 @@ def mutated(rng: random.Random, text: str, words: Sequence[str], others: Sequenc
 
 @cache
 def seeds(folder: str = "") -> tuple[str, ...]:
-    """The shipped files of a folder, without what is for people: layouts where none is named."""
+    """The shipped files of a folder, without texts for people; the layouts if no folder is given."""
     paths = sorted((LAYOUTS / folder).rglob("*.yaml"))
     if not folder:
         paths = [path for path in paths if path.relative_to(LAYOUTS).parts[0] not in ("shapes", "placements")]
@@ -203,7 +203,7 @@ def layout_text(rng: random.Random) -> str:
 
 
 def a_shape(rng: random.Random, most: int = _MOST) -> BlockShape:
-    """Sizes that many layouts split, and a few that few do; of few elements."""
+    """A shape of few elements, with sizes that many layouts can split, and some that few can."""
     sizes = {
         "hd": rng.choice((1, 2, 6, 8, 16, 16, 32, 64, 128)),
         "nt": rng.choice((1, 2, 3, 4, 8, 16, 16, 32, 64)),
@@ -239,7 +239,7 @@ _Places = dict[str, tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]]
 
 
 def require_one_to_one(layout: Layout, resolved: Resolved) -> _Places:
-    """Every item lies where the declaration says, inside an allocation, and no two share a byte."""
+    """Require that every item is at its declared place, inside an allocation, and that no two items share a byte."""
     found, taken = {}, []
     ends = np.array([allocation.nbytes for allocation in resolved.allocations])
     starts = np.concatenate([[0], np.cumsum(ends)])
@@ -269,9 +269,9 @@ def require_one_to_one(layout: Layout, resolved: Resolved) -> _Places:
 
 
 def places(layout: Layout, resolved: Resolved, part: Resolved) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Where the declaration says that every element lies: an open grid of coordinates, allocations, bytes.
+    """The declared place of every element: an open grid of coordinates, allocations, bytes.
 
-    Orders, splits and pitches are evaluated in the plainest way, for all coordinates at once.
+    Orders, splits and pitches are evaluated in the simplest way, for all coordinates at once.
     """
     sizes, shape = dict(part.sizes), part.shape
     grid = dict(zip(sizes, np.ix_(*(np.arange(n, dtype=np.int64) for n in sizes.values())), strict=True))
@@ -328,7 +328,7 @@ def _bytes_of(
     held: int,
     packed: int,
 ) -> tuple[Any, int, int]:
-    """Bytes from the first element on; what all of it holds; elements of a byte that no axis took."""
+    """Bytes from the first element on; bytes of the whole; elements per byte that no axis accounts for."""
     byte: Any = np.int64(0)
     for term in reversed(order.inner):
         index, extent = _index(term, grid, sizes, shape)
@@ -347,7 +347,7 @@ def _value(expression: Expression, names: dict[str, int]) -> int:
 
 
 def require_copies(rng: random.Random, layout: Layout, resolved: Resolved, found: _Places) -> None:
-    """A copy into a plain layout of the same axes moves every byte to where it belongs, and no other; and back."""
+    """Require that a copy to a plain layout of the same axes moves every byte to its place, and no other; and also back."""
     if any(term.opaque for plane in (layout, *layout.planes) for order in plane.orders for term in order.terms):
         return
     plain = plain_layout(resolved)
@@ -384,7 +384,7 @@ def require_copies(rng: random.Random, layout: Layout, resolved: Resolved, found
 
 
 def plain_layout(resolved: Resolved) -> Layout:
-    """A dense layout of the same axes and planes; planes have arrays of their own."""
+    """A dense layout of the same axes and planes; planes have separate arrays."""
     layout = resolved.layout
     text = "".join(f"  {axis}: {resolved.sizes[axis]}\n" for axis, _ in layout.extra)
     text = f"axes:\n{text}" if text else ""
@@ -402,7 +402,7 @@ def plain_layout(resolved: Resolved) -> Layout:
 
 
 def bound(rng: random.Random, layout: Layout, resolved: Resolved, shape: BlockShape) -> tuple[Pool, list[np.ndarray]]:
-    """A pool on noise, and its bytes."""
+    """A pool filled with noise, and its bytes."""
     buffers = [np.frombuffer(bytearray(rng.randbytes(a.nbytes)), np.uint8) for a in resolved.allocations]
     arrays = [
         np.ndarray(a.shape, numpy_dtype(a.dtype), buffer, 0, a.strides)
@@ -522,7 +522,7 @@ def try_preset(rng: random.Random, text: str) -> None:
 
 
 def require_placed(rng: random.Random, place: Placement) -> None:
-    """All ranks together hold all of the cache, and there is a proven copy from and to any other placement of the model."""
+    """Require that all ranks together hold all of the cache, and that copies from and to a random placement can be proven."""
     assert str(place) and repr(place)
     if place.world > 64:
         return
@@ -567,7 +567,7 @@ def _folder() -> Path:
 
 @cache
 def stored_files() -> tuple[tuple[bytes, str], ...]:
-    """Files that kvbm wrote, and their layouts: of one array, of several, padded, and with planes of both sorts."""
+    """Files written by kvbm, with their layouts: one array, several arrays, padding, and planes of both kinds."""
     found = []
     small = BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="bfloat16")
     latent = BlockShape(nl=1, no=1, nh=1, nt=2, hd=128, dtype="bfloat16")
@@ -583,7 +583,7 @@ def stored_files() -> tuple[tuple[bytes, str], ...]:
 
 
 def stored_bytes(rng: random.Random) -> tuple[bytes, str]:
-    """One of them with its header's words, its length or any of its bytes changed."""
+    """One of these files with words of its header, its length or any of its bytes changed."""
     raw, name = rng.choice(stored_files())
     length = struct.unpack("<Q", raw[:8])[0]
     header, body = raw[8 : 8 + length].rstrip(), raw[8 + length :]
@@ -626,7 +626,7 @@ def try_file(rng: random.Random, given: tuple[bytes, str]) -> None:
 
 
 def require_converts(path: Path) -> None:
-    """The command converts the file, or ends with the exit code of an error of kvbm's."""
+    """Require that the command converts the file, or ends with the exit code of one of kvbm's errors."""
     from click.testing import CliRunner
 
     from kvbm.cli import main
@@ -664,7 +664,7 @@ def anything(rng: random.Random) -> Any:
 
 
 class Odd:
-    """Says of itself what an array says, and lies."""
+    """Describes itself as an array, with wrong values."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -729,7 +729,7 @@ class Odd:
 
 
 class Liar(Odd):
-    """The same with methods of its type, where protocols look for them."""
+    """The same, with methods on its type, where protocols look for them."""
 
     __array_interface__ = property(lambda self: self._interface())
 
@@ -749,7 +749,7 @@ class Liar(Odd):
 
 
 def odd_array(rng: random.Random, shape: Sequence[int], dtype: str) -> Any:
-    """An array that is not quite what is expected: of that shape and dtype, or of others, or none at all."""
+    """An object that is similar to the expected array: of that shape and dtype, of others, or not an array."""
     what = rng.randrange(14)
     base = np.zeros([2 * n for n in shape], dtype)
     if what == 0:
@@ -798,7 +798,7 @@ def odd_arrays(rng: random.Random) -> list[Any]:
 
 
 def try_arrays(rng: random.Random, arrays: list[Any]) -> None:
-    """A pool that is made of such arrays is copied into as NumPy sees them."""
+    """Make a pool from such arrays, and compare a copy into it with NumPy's view of the arrays."""
     count = rng.choice((None, None, None, 2, 2, 2, anything(rng)))
     pool = refusal(lambda: Pool(FOUR, _SMALL, arrays, num_blocks=count), "four")
     assert pool.device == "cpu"
@@ -817,7 +817,7 @@ _BLOCKS = 6
 
 
 def odd_ids(rng: random.Random) -> Any:
-    """Block ids of any type, most of them right."""
+    """Block ids of any type; most of them are correct."""
     count = rng.choice((0, 1, 2, 3, 3, 6))
     plain = rng.sample(range(_BLOCKS), count)
     if not rng.randrange(3) and plain:
@@ -882,7 +882,7 @@ def ids_pair(rng: random.Random) -> tuple[Any, Any]:
 
 
 def try_ids(rng: random.Random, ids: tuple[Any, Any]) -> None:
-    """A copy of these ids is one of those that Python's integers name; what is refused leaves the destination as it was."""
+    """Copy with these ids.  The result must be that of Python's integers; if they are refused, the destination is unchanged."""
     (src, _), (dst, (buffer,)) = _pair()
     buffer[:] = np.frombuffer(rng.randbytes(buffer.size), np.uint8)
     before = dst.arrays[0].copy()
@@ -917,7 +917,7 @@ KINDS: dict[str, tuple[Callable[[random.Random], Any], Callable[[random.Random, 
 
 
 def try_case(kind: str, number: int) -> bool:
-    """Whether the input of this number was taken; raises where the law is broken."""
+    """True if the input of this number was accepted.  Raises an error for a violation."""
     rng = random.Random(f"{kind} {number}")
     make, check = KINDS[kind]
     given = make(rng)
@@ -925,7 +925,7 @@ def try_case(kind: str, number: int) -> bool:
 
 
 def try_input(check: Callable[[random.Random, Any], None], rng: random.Random, given: Any) -> bool:
-    """Whether an input was taken."""
+    """True if the input was accepted."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "__index__ returned non-int")

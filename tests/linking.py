@@ -1,4 +1,4 @@
-"""Two engines in one process whose ranks are linked, over wires with faults or without; every byte against `reshard_oracle`."""
+"""Two engines in one process with linked ranks, over wires with or without faults.  `reshard_oracle` gives every expected byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Memory = tuple[Callable[[np.ndarray], Any], Any]
 
 
 def gpu_memory(device: str = "cuda:0") -> Memory:
-    """Memory of a GPU, as tensors of torch."""
+    """Memory of a GPU as torch tensors."""
     import torch
 
     from test_planes import cuda_arrays
@@ -42,15 +42,15 @@ def gpu_memory(device: str = "cuda:0") -> Memory:
 
 
 class Linked:
-    """A case of the oracle, with an endpoint a rank.
+    """A case of the oracle, with one endpoint per rank.
 
     Parameters
     ----------
     case : Case
     wires : callable, optional
-        Of side and rank: the rank's wire; of one hub if not given.
+        Called with a side and a rank; returns the rank's wire.  Default: wires of one hub.
     memory : two callables
-        What makes memory of bytes, and arrays in it, as `reshard_oracle.Run` takes them.
+        Functions that make memory of bytes, and arrays in it, as for `reshard_oracle.Run`.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Linked:
         return [*self.ends[0], *self.ends[1]]
 
     def spans(self, side: int) -> list[list[Span]]:
-        """By rank, of every sequence."""
+        """Spans of every sequence, per rank."""
         return [
             [Span(told[side].tables[rank], tokens, told[side].origins[rank]) for tokens, *told in self.case.sequences]
             for rank in range(len(self.run.pools[side]))
         ]
 
     def begin(self, rng: random.Random | None = None, *, timeout: float = LIMIT, name: str = "") -> list[Any]:
-        """All sendings and arrivals of the case, in any order, pushed or pulled, in windows of layers."""
+        """Begin all sendings and arrivals of the case, in any order, pushed or pulled, in windows of layers."""
         rng = rng or random.Random(0)
         calls: list[Callable[[], Any]] = []
         wanted = range(self.case.nl) if self.case.layers is None else self.case.layers
@@ -124,12 +124,12 @@ class Linked:
         self.run.check(read)
 
     def refill(self) -> None:
-        """The destination as it was."""
+        """Restore the destination's original contents."""
         for buffer, memory in zip(self.run.buffers[1], self.run.scene.sides[1], strict=True):
             buffer[:] = memory.before
 
     def require_slots(self, limit: float = LIMIT) -> None:
-        """All slots are free, at once or soon."""
+        """Require that all slots are free, now or soon."""
 
         def held() -> list[tuple[Any, ...]]:
             found = []
@@ -144,7 +144,7 @@ class Linked:
 
 
 class Deaf:
-    """A wire that loses what comes until it listens."""
+    """A wire that drops received notes until it listens."""
 
     def __init__(self, below: Any) -> None:
         self.below, self.listens = below, False
@@ -159,7 +159,7 @@ class Deaf:
 
 
 def close_all(ends: Iterable[Any]) -> None:
-    """Close all of them, and then raise what one of them raises."""
+    """Close all of them, and then raise the first error."""
     with contextlib.ExitStack() as stack:
         for end in ends:
             stack.callback(end.close)
@@ -167,7 +167,7 @@ def close_all(ends: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def held(*ends: Endpoint) -> Iterator[None]:
-    """Their threads do nothing meanwhile: what is asked for within begins behind it, all of it before anything is heard."""
+    """Pause the endpoints' threads: requests made inside the block all begin before any thread runs."""
     go_on = threading.Event()
     try:
         for end in ends:
@@ -178,7 +178,7 @@ def held(*ends: Endpoint) -> Iterator[None]:
 
 
 def in_bursts(found: Linked, verify: str = "after", meanwhile: Callable[[], object] = int) -> list[Any]:
-    """Send a sequence of each rank, until the end, to receivers that look now and then: several chunks have come when they do."""
+    """Send a sequence from each rank to receivers that poll seldom, so that each poll finds several chunks."""
     with held(*found.all_ends):
         handles: list[Any] = [link.send("one", span) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)]
         handles += [
@@ -192,7 +192,7 @@ def in_bursts(found: Linked, verify: str = "after", meanwhile: Callable[[], obje
 
 
 def memory_files(what: str = "") -> set[int]:
-    """Numbers of kvbm's memory files (``ring``, ``loans``) that this process has open or mapped; a new file has a new one."""
+    """Numbers of kvbm's memory files (``ring``, ``loans``) that this process has open or mapped.  A new file has a new number."""
     found, name = set(), f"/memfd:kvbm {what}"
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -205,7 +205,7 @@ def memory_files(what: str = "") -> set[int]:
 
 
 def until(happens: Callable[[], Any], what: str | Callable[[], str] = "it happens", limit: float = LIMIT) -> Any:
-    """Call until it returns something true."""
+    """Call a function until its result is true."""
     end = time.monotonic() + limit
     while True:
         is_late = time.monotonic() > end
@@ -216,7 +216,7 @@ def until(happens: Callable[[], Any], what: str | Callable[[], str] = "it happen
 
 
 def ended(handles: Iterable[Any], limit: float = LIMIT) -> list[KvbmError | None]:
-    """What became of transfers; AssertionError for one that hangs."""
+    """The outcomes of transfers; AssertionError if one hangs."""
     found: list[KvbmError | None] = []
     end = time.monotonic() + limit
     for handle in handles:
@@ -253,9 +253,9 @@ def right_cases(
     read: Callable[[Any], np.ndarray] = np.asarray,
     **options: Any,
 ) -> Iterator[Linked]:
-    """Random cases that were sent, still open: all transfers ended without an error, every byte is the oracle's, no slot is lost.
+    """Send random cases and yield them before they are closed: no error, every byte is the oracle's, no slot is lost.
 
-    Cases that cannot be sent are left out: refused by the oracle or the endpoints, or with a token whose source has no block.
+    Cases that cannot be sent are omitted: the oracle or the endpoints refuse them, or the source has no block for a token.
     """
     for seed in seeds:
         try:

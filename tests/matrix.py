@@ -1,8 +1,8 @@
-"""The matrix of conversions: which cases run, chosen the same way on every machine.
+"""The matrix of conversions: the cases that run, chosen in the same way on every machine.
 
-A case is a pair of layouts, a dtype, sizes, a batch and two alignments.  All of them together are far too many, so the
+A case is a pair of layouts, a dtype, sizes, a batch and two alignments.  The full product is far too large.  So the
 default run covers every *pair of values* that matters (every layout pair with every width, with every batch and with
-every kind of shape; every dtype with every batch, every alignment, …); the marker `full` runs everything.
+every kind of shape; every dtype with every batch, every alignment, …).  The marker `full` runs everything.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PADDED = ("vllm/tpu",)
 
 @cache
 def planar() -> tuple[str, ...]:
-    """Layouts of several planes, which test_planes judges."""
+    """Layouts of several planes, which are tested in test_planes."""
     files = sorted(LAYOUTS.rglob("*.yaml"))
     return tuple(
         f.relative_to(LAYOUTS).with_suffix("").as_posix() for f in files if "\nplanes:" in f.read_text("utf-8")
@@ -58,7 +58,7 @@ def planar() -> tuple[str, ...]:
 
 @cache
 def orders() -> dict[str, Order]:
-    """Every shipped layout: those above, and any other that lies in layouts/."""
+    """Every shipped layout: those above, and all others in layouts/."""
     found = dict(SHIPPED)
     for path in sorted(LAYOUTS.rglob("*.yaml")):
         name = path.relative_to(LAYOUTS).with_suffix("").as_posix()
@@ -69,7 +69,7 @@ def orders() -> dict[str, Order]:
 
 @cache
 def further() -> tuple[str, ...]:
-    """One name of each order of the catalogue that is not above: the others mean the same."""
+    """One name for each order of the catalogue that is not above; the others are equal."""
     first: dict[tuple[str, str], str] = {}
     for name, order in orders().items():
         first.setdefault((order.k, order.v), name)
@@ -78,13 +78,13 @@ def further() -> tuple[str, ...]:
 
 @cache
 def latent(name: str) -> bool:
-    """Whether the layout has no heads, and no K and V: it holds latents."""
+    """True if the layout has no heads and no K and V: it holds latents."""
     return "h" not in orders()[name].k
 
 
 @cache
 def scales(name: str) -> bool:
-    """Whether it has no layers either: it holds scale factors of matrices."""
+    """True if it also has no layers: it holds scale factors of matrices."""
     return latent(name) and "l" not in orders()[name].k
 
 
@@ -143,7 +143,7 @@ class Case:
 
     @property
     def values(self) -> tuple[tuple[str, object], ...]:
-        """What a case is besides its pair, by name."""
+        """The values of a case besides its pair, by name."""
         aligns = ("src align", self.src_align), ("dst align", self.dst_align)
         return ("dtype", self.dtype), ("shape", self.shape), ("batch", self.batch), *aligns, ("ids", self.ids)
 
@@ -183,7 +183,7 @@ class Case:
 
 @cache
 def legal(name: str, shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether every split divides, and falls on the axes that it fuses; that what remains is one-to-one is test_layout's."""
+    """True if every split divides, and is on the axes that it fuses.  test_layout tests that the rest is one-to-one."""
     order, sizes = orders()[name], dict(zip(AXES[1:], shape, strict=True))
     if latent(name) and (sizes["o"], sizes["h"]) != (1, 1):
         return False
@@ -209,7 +209,7 @@ def _opaque_pair(src: str, dst: str) -> bool:
 
 @cache
 def refused(src: str, dst: str, shape: tuple[int, ...] = (3, 2, 4, 16, 16), itemsize: int = 2) -> bool:
-    """Opaque against an order that is needed (at sizes where every axis counts)."""
+    """True for an opaque group against a required order (at sizes where every axis counts)."""
     if not _opaque_pair(src, dst):
         return False
     if scales(src) or scales(dst):
@@ -226,7 +226,7 @@ HUBS = ("universal", "vllm/paged_attn_v0")
 
 @cache
 def _every_pair() -> tuple[tuple[str, str], ...]:
-    """All pairs of those above; of the catalogue each order with the hubs and with the next one, both ways."""
+    """All pairs of the layouts above; each order of the catalogue with the hubs and with the next one, in both directions."""
     chosen = [(s, d) for s in sorted(SHIPPED) for d in sorted(SHIPPED)]
     groups: dict[tuple[bool, bool], list[str]] = {}
     for name in further():
@@ -239,17 +239,17 @@ def _every_pair() -> tuple[tuple[str, str], ...]:
 
 @cache
 def everyone() -> tuple[str, ...]:
-    """One name of each meaning, latents included; layouts of several planes meet each other in test_planes."""
+    """One name per meaning, including latents; pairs of layouts of several planes are in test_planes."""
     return tuple(sorted([*SHIPPED, *further()]))
 
 
 def others(src: str) -> list[str]:
-    """All that a layout is converted into: every one that it has a shape in common with, itself included."""
+    """All layouts with a common shape, including the layout itself: it is converted to each of them."""
     return [dst for dst in everyone() if not refused(src, dst) and possible(src, dst)]
 
 
 def draw(rng: random.Random, src: str, dst: str, options: Sequence[Any], batches: Sequence[str]) -> Case:
-    """Any case of a pair: `options` are its dtypes with the shapes that they are possible at."""
+    """A random case of a pair: `options` are its dtypes with the shapes that are possible for each."""
     dtype, shape = rng.choice(options)
     batch, src_align, dst_align = rng.choice(batches), rng.choice(ALIGNS), rng.choice(ALIGNS)
     return Case(src, dst, dtype, shape, batch, src_align, dst_align, rng.choice(ID_KINDS))
@@ -260,9 +260,9 @@ TINY = 2200
 
 
 def meetings(src: str) -> list[Case]:
-    """A layout with every other: one case a pair, in which widths, shapes, batches, alignments and kinds of ids take turns.
+    """A layout with every other one: one case per pair, with varying widths, shapes, batches, alignments and kinds of ids.
 
-    Of a few cases drawn for a pair the one is taken that covers most that this layout has not met with so far.
+    Of eight cases drawn for a pair, the one with the most combinations that are new for this layout is taken.
     """
     seen: set[tuple[object, ...]] = set()
     chosen = []
@@ -277,7 +277,7 @@ def meetings(src: str) -> list[Case]:
 
 
 def turns(case: Case) -> Iterator[tuple[object, ...]]:
-    """Values of a case, and pairs of them: what `meetings` spreads over the layouts that one layout meets."""
+    """Values of a case, and pairs of them, that `meetings` distributes over the partners of a layout."""
     values = (("width", case.itemsize), *case.values)
     yield from values
     for a, b in itertools.combinations(values, 2):
@@ -285,7 +285,7 @@ def turns(case: Case) -> Iterator[tuple[object, ...]]:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Ordered pairs that are copies."""
+    """Ordered pairs that can be copied."""
     return [(s, d) for s, d in _every_pair() if not refused(s, d)]
 
 
@@ -294,7 +294,7 @@ def refused_pairs() -> list[tuple[str, str]]:
 
 
 def _kind(shape: tuple[int, ...]) -> str:
-    """Shapes by what is nasty about them."""
+    """The kind of difficulty of a shape."""
     _, no, nh, nt, hd = shape
     if hd % 8:
         return "odd"
@@ -361,9 +361,9 @@ def cases() -> tuple[Case, ...]:
 
 
 def everything(src: str, dst: str) -> Iterator[Case]:
-    """All of one pair: widths × shapes × batches; dtypes of a width, alignments and kinds of ids take turns.
+    """All cases of one pair: widths × shapes × batches; dtypes of a width, alignments and kinds of ids vary.
 
-    Batches take turns, too, where the pair is none of those that the default run looks at closely.
+    Batches also vary, unless the pair is one of those that the default run covers closely.
     """
     turns = itertools.cycle(itertools.product(ALIGNS, ALIGNS, ID_KINDS))
     names = {width: itertools.cycle(dtypes) for width, dtypes in DTYPES.items()}

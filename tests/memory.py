@@ -1,4 +1,4 @@
-"""Buffers with guards, and arrays that view them: on the host and on a GPU, aligned or not."""
+"""Buffers with guard bytes, and array views of them: on the host and on a GPU, aligned or not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def aligned(data: np.ndarray) -> np.ndarray:
-    """The same bytes, their first one at a multiple of 64."""
+    """The same bytes, with the first one at a multiple of 64."""
     raw = np.empty(data.size + 64, dtype=np.uint8)
     start = -raw.ctypes.data % 64
     raw[start : start + data.size] = data
@@ -31,7 +31,7 @@ def aligned(data: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def only(arena: Arena, buffer: np.ndarray, ids: Sequence[int]) -> Iterator[None]:
-    """Let code touch no byte of the buffer but those of the blocks `ids`: AddressSanitizer says who does, if it is there."""
+    """Inside the block, only bytes of the blocks `ids` may be accessed.  AddressSanitizer, if present, reports other accesses."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "__asan_poison_memory_region"):
         yield
@@ -115,7 +115,7 @@ def placed(order: Any, shape: Any, num_blocks: int) -> Placed:
 
 
 class FakeCuda(Strided):
-    """What says it is a CUDA array but lies nowhere: for refusals, which must come before any memory is touched."""
+    """Claims to be a CUDA array and has no memory: for errors that must be raised before any memory is accessed."""
 
     def __init__(
         self, shape: tuple[int, ...], dtype: str = "float16", *, device: int = 0, address: int = 0, **rest: Any
@@ -150,7 +150,7 @@ class _Dlpack(ctypes.Structure):
 
 
 class FakeDlpack:
-    """What says through DLPack alone that it lies on GPU 0; `code` is dlpack.h's (1 uint, 2 float, 4 bfloat)."""
+    """Claims through DLPack alone to be on GPU 0; `code` is dlpack.h's (1 uint, 2 float, 4 bfloat)."""
 
     def __init__(self, array: np.ndarray, code: int):
         self.array = array

@@ -1,8 +1,8 @@
-"""What every byte must be: the layout language read a second time, in the plainest way, sharing no code with kvbm.
+"""The expected value of every byte: a second, simple implementation of the layout language that shares no code with kvbm.
 
-Nothing here imports kvbm, plans anything or is clever about speed.  A layout is an order string; its meaning is
-evaluated for every coordinate at once as NumPy index arrays, and all data are bytes (uint8), so that every dtype is
-covered.  An element's bytes are a hash of its coordinate: an element that lands in the wrong place cannot go unseen.
+Nothing here imports kvbm, makes plans or is optimised.  A layout is an order string.  Its meaning is evaluated for all
+coordinates at once as NumPy index arrays.  All data are bytes (uint8), so every dtype is covered.  An element's bytes are
+a hash of its coordinate, so an element in the wrong place is always detected.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def parse_order(text: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...], tuple[
 
 @dataclass(frozen=True)
 class Order:
-    """A layout as its text says: one order, or one for K and one for V; pitches are evaluated numbers of bytes."""
+    """A layout from its text: one order, or one for K and one for V; pitches are evaluated numbers of bytes."""
 
     k: str
     v: str = ""
@@ -145,7 +145,7 @@ class Space:
 
 @dataclass
 class Placed:
-    """A layout with sizes: where everything is."""
+    """A layout with sizes: the place of every element."""
 
     order: Order
     sizes: dict[str, int]
@@ -225,7 +225,7 @@ class Placed:
         return steps
 
     def check(self) -> None:
-        """One-to-one, inside the allocations, all axes there: raises IllegalError."""
+        """Require: one-to-one, inside the allocations, all axes present; else raise IllegalError."""
         for text in filter(None, (self.order.k, self.order.v)):
             table, inner, _ = parse_order(text)
             seen = {a for p in table + inner for a in p.axes}
@@ -245,10 +245,10 @@ class Placed:
 
 
 class Arena:
-    """Where the allocations lie in one byte buffer: guard, allocation, guard, … ; every base is `align` modulo 64.
+    """Places of the allocations in one byte buffer: guard, allocation, guard, … ; every base is `align` modulo 64.
 
-    `how`: one after the other at one step ("steps"), at changing distances that are the same in every block, where b is the
-    slowest in brackets ("rows"), or here and there ("scattered").
+    `how`: at a constant stride ("steps"), at strides that vary equally in every block, if b is the slowest axis in brackets
+    ("rows"), or at random places ("scattered").
     """
 
     def __init__(self, placed: Placed, align: int, how: str = "steps") -> None:
@@ -285,7 +285,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def coded(placed: Placed, ids: Sequence[int] | np.ndarray, salt: int) -> np.ndarray:
-    """uint8 (len(ids), nl, no, nh, nt, hd, itemsize): each element tells its coordinate."""
+    """uint8 (len(ids), nl, no, nh, nt, hd, itemsize): each element encodes its coordinate."""
     coords = placed.grid(np.asarray(ids))
     key: Any = np.uint64(salt + 1)
     for axis in AXES:
@@ -301,7 +301,7 @@ def noise(nbytes: int, seed: int) -> np.ndarray:
 
 
 def salts(itemsize: int) -> tuple[int, ...]:
-    """One byte holds 256 values: two elements agree by chance, but not under three salts."""
+    """Seeds of the codes.  One byte has 256 values, so two elements may agree by chance, but not for all three salts."""
     return {1: (0, 1, 2), 2: (0, 1)}.get(itemsize, (0,))
 
 
@@ -332,7 +332,7 @@ _INNER = ("h", "t", "d")
 
 
 def copyable(src: Placed, dst: Placed) -> bool:
-    """False where an opaque inner meets an order that is needed."""
+    """False for an opaque inner group against a required order."""
     opaque = src.order.opaque or dst.order.opaque
     if not opaque:
         return True
@@ -365,7 +365,7 @@ def expected_bytes(
 
 
 def explain(dst: Arena, got: np.ndarray, want: np.ndarray, limit: int = 4) -> str:
-    """Which coordinates differ, for a failing test's message."""
+    """The coordinates that differ, for a failing test's message."""
     wrong = np.flatnonzero(got != want)
     if wrong.size == 0:
         return "equal"

@@ -1,7 +1,7 @@
-"""Where the elements of planar layouts lie, said as the engines say it: byte offsets, one formula a plane.
+"""Element addresses of planar layouts, written as the engines write them: byte offsets, one formula per plane.
 
-Shares no code with kvbm: no order is read, nothing is planned, and a layout is what `TABLE` says of it, coordinate for
-coordinate.  Data tell their coordinates, all else is noise, and every byte counts: guards, padding, other blocks.
+It shares no code with kvbm: no order is parsed and nothing is planned.  A layout is what `TABLE` says for each coordinate.
+Data encode their coordinates, all other bytes are noise, and every byte is compared: guards, padding, other blocks.
 """
 
 # ruff: noqa: E741  (l is the layer)
@@ -26,7 +26,7 @@ Index = Any  # a coordinate, or an array of them
 
 @dataclass(frozen=True)
 class Tensor:
-    """One dense array of an engine: its shape in items, as people know it."""
+    """One dense array of an engine, with its usual shape in items."""
 
     shape: tuple[int, ...]
     dtype: str = "uint8"
@@ -38,7 +38,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Elements:
-    """A plane: the axes of its elements, and where each lies, as (tensor, byte); `axis` is the one that is packed."""
+    """A plane: the axes of its elements, and the place of each as (tensor, byte); `axis` is the packed axis."""
 
     name: str
     dtype: str
@@ -71,7 +71,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class Held:
-    """A planar layout at sizes: its tensors and its planes."""
+    """A planar layout with sizes: its tensors and its planes."""
 
     tensors: tuple[Tensor, ...]
     planes: tuple[Elements, ...]
@@ -165,7 +165,7 @@ def expected(
 
 
 def explain(dst: Arena, got: np.ndarray, want: np.ndarray, limit: int = 4) -> str:
-    """Which elements differ, for a failing test's message."""
+    """The elements that differ, for a failing test's message."""
     wrong = np.flatnonzero(got != want)
     lines = [f"{wrong.size} of {got.size} bytes differ; first:"] if wrong.size else ["equal"]
     for at in wrong[:limit].tolist():
@@ -186,7 +186,7 @@ def explain(dst: Arena, got: np.ndarray, want: np.ndarray, limit: int = 4) -> st
 
 @dataclass(frozen=True)
 class DrawnPlane:
-    """A plane of a random layout: its element axis and how many (none: one), its orders (one, or K's and V's)."""
+    """A plane of a random layout: its element axis and size (None: one element), its orders (one, or K's and V's)."""
 
     name: str
     dtype: str
@@ -282,7 +282,7 @@ class Drawn:
         return Held(tuple(Tensor((n,)) for n in spaces), tuple(elements), num_blocks)
 
     def _own(self, plane: DrawnPlane, full: Mapping[str, int]) -> tuple[list[Any], int, int]:
-        """Steps of K's and V's order, (piece, bytes, elements an item); bytes held with padding, and to the last byte."""
+        """Steps of K's and V's order, (piece, bytes, elements per item); bytes held with padding, and up to the last byte."""
         itemsize, pack = ITEMS[plane.dtype]
         halves, sizes, reaches = [], set(), set()
         for order in plane.orders[: full["o"]]:
@@ -312,7 +312,7 @@ class Drawn:
 
 
 def occupied(half: Sequence[tuple[Any, int, int, int]], itemsize: int) -> set[int]:
-    """Bytes of a plane, from its start, one by one."""
+    """Bytes of a plane, relative to its start, one by one."""
     found = set(range(itemsize))
     for _, pitch, _, extent in half:
         found = {at + k * pitch for at in found for k in range(extent)}
@@ -352,9 +352,9 @@ def up(n: int, to: int) -> int:
 
 @dataclass(frozen=True)
 class Family:
-    """Layouts of the same planes: (dtype, extents by axis, the last one packed) of each, and the shapes that they are tried at.
+    """Layouts with the same planes: (dtype, extents by axis, the last one packed) of each plane, and the shapes for tests.
 
-    Of a shape: nl, no, nh, nt, hd, dtype; the dtype None of a plane is the shape's.
+    A shape is nl, no, nh, nt, hd, dtype.  A plane whose dtype is None has the shape's dtype.
     """
 
     planes: Mapping[str, tuple[str | None, Callable[[Sizes], dict[str, int]]]]

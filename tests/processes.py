@@ -1,4 +1,4 @@
-"""Programs in processes of their own: `Server` starts one Python a set of imports, and each program is a fork of it."""
+"""Programs in separate processes: a `Server` starts one Python per set of imports, and forks it for each program."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Server:
         self.process.wait()
 
     def run(self, code: str, **knobs: str) -> str:
-        """Run a program and return what it prints; an exit status other than 0 fails the test with what it says."""
+        """Run a program and return its output; an exit status other than 0 fails the test with that output."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             request = {"code": code, "variables": self.environment(**knobs), "limit": LIMIT}
@@ -60,7 +60,7 @@ class Server:
 
 @cache
 def server(library: Path, *modules: str) -> Server:
-    """The one in which libcuda.so.1 is the file in the folder `library`."""
+    """The server in which libcuda.so.1 is the file in the folder `library`."""
     return Server(modules, LD_LIBRARY_PATH=str(library))
 
 
@@ -77,15 +77,15 @@ def compile_fake_driver(folder: Path, source: Path = HERE / "data" / "fake_drive
 
 
 class FakeDriver:
-    """Runs functions of programs/, each in a process of its own whose libcuda.so.1 is the one in `folder`."""
+    """Runs functions of programs/, each in a separate process whose libcuda.so.1 is the one in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __call__(self, program: str, *arguments: object, **knobs: str) -> str:
-        """Call ``"module.function"`` with the arguments, which are plain data, and return what it prints.
+        """Call ``"module.function"`` with plain data as arguments, and return its output.
 
-        The module is imported once for all of its programs; `knobs` are environment variables.
+        The module is imported once for all of its programs.  `knobs` are environment variables.
         """
         module, _, function = program.partition(".")
         code = f"from programs.{module} import {function}\n{function}(*{arguments!r})"

@@ -1,8 +1,8 @@
-"""What every byte must be after a resharding, from a rule of two lines an axis: who holds a token, a head, a layer.
+"""The expected value of every byte after a resharding, from a rule of two lines per axis: which rank holds a token, head, layer.
 
-Shares no code with kvbm's placements, plans and sequences: a rank's place is counted digit by digit, what it holds is filtered out
-of all there is, a slot is the number of tokens held before.  Where elements lie in memory is what `oracle` and `plane_oracle` say.
-An element's bytes are a hash of the model's coordinate, whichever rank holds it; all else is noise.
+It shares no code with kvbm's placements, plans and sequences.  A rank's coordinates are counted digit by digit.  What it holds is
+filtered from all coordinates.  A token's slot is the number of tokens held before it.  `oracle` and `plane_oracle` give the places
+of elements in memory.  An element's bytes are a hash of the model's coordinate, on whichever rank; all other bytes are noise.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import plane_oracle
 
 @dataclass(frozen=True)
 class Engine:
-    """How one engine spreads the cache over its ranks, and the layouts that they have by turns.
+    """An engine's placement of the cache on its ranks, and the layouts that its ranks use in turns.
 
     Attributes
     ----------
     mesh : tuple of (str, int)
-        Slowest first.
+        Slowest axis first.
     heads, tokens : (axis of the mesh, divisor, ranks) or None
         ``(place // divisor) % ranks`` is the share that a rank holds.
     every : int
-        Neighbouring tokens of one rank.
+        Consecutive tokens of one rank.
     bounds : tuple of int
-        Where each stage of ``pp`` begins, and the number of layers.
+        The first layer of each stage of ``pp``, and the number of layers.
     group : tuple of int
         The layers of the model that the pools hold.
     """
@@ -75,7 +75,7 @@ class Engine:
         return self.layouts[rank % len(self.layouts)]
 
     def placement(self, model: Any, name: str) -> Any:
-        """The same, as kvbm is told."""
+        """The same as an argument for kvbm."""
         import kvbm
 
         shard: dict[str, Any] = {}
@@ -96,7 +96,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Told:
-    """A sequence on one side: by rank a block table, and the position where it begins."""
+    """A sequence on one side: a block table per rank, and the position at which it begins."""
 
     tables: tuple[tuple[int, ...], ...]
     origins: tuple[int, ...]
@@ -133,7 +133,7 @@ class Case:
 
 @dataclass
 class Memory:
-    """A rank's pool in a guarded buffer: where the items of every plane are, by block, slot, and the other axes."""
+    """A rank's pool in a guarded buffer, with the places of every plane's items by block, slot, and the other axes."""
 
     arena: Any
     planes: dict[str, tuple[tuple[str, ...], dict[str, np.ndarray], int, np.ndarray]]
@@ -174,7 +174,7 @@ def _by_slot(axes: list[str], items: dict[str, np.ndarray], itemsize: int, at: n
 
 
 def values(case: Case, plane: str, others: Sequence[str], grid: Sequence[np.ndarray], itemsize: int) -> np.ndarray:
-    """Bytes of the items at these coordinates of the model: the sequence and the position first."""
+    """Bytes of the items at these coordinates of the model; sequence and position come first."""
     key: Any = np.uint64(case.seed * 1000 + sum(map(ord, plane)))
     for axis, coordinates in zip(("sequence", "position", *others), grid, strict=True):
         key = oracle.mix(np.asarray(key ^ (coordinates.astype(np.uint64) + np.uint64(sum(map(ord, axis)) << 40))))
@@ -183,7 +183,7 @@ def values(case: Case, plane: str, others: Sequence[str], grid: Sequence[np.ndar
 
 
 def held(engine: Engine, rank: int, told: Told, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Positions of a rank from the table's first on, the block of each (-1: none) and its slot there."""
+    """Positions that a rank holds, from the table's first one; the block of each (-1: none) and its slot there."""
     positions = np.arange(told.origins[rank], stop)
     positions = positions[engine.holds_tokens(rank, positions)]
     slots = np.arange(positions.size)
@@ -210,7 +210,7 @@ class Scene:
 
     @cached_property
     def writes(self) -> list[np.ndarray]:
-        """How often every byte of each destination pool is to be written: once, or not."""
+        """How often every byte of each destination pool must be written: once, or not."""
         return self._after()[1]
 
     @cache  # noqa: B019  (a scene lives as long as its case)
@@ -234,7 +234,7 @@ class Scene:
         return made, counts
 
     def is_null(self, told: Told, positions: np.ndarray) -> np.ndarray:
-        """Whether the source has no block for a position; its ranks agree."""
+        """True if the source has no block for a position; all its ranks agree."""
         found = np.zeros(positions.size, bool)
         for rank in range(self.case.src.world):
             if not positions.size:
@@ -278,7 +278,7 @@ class Scene:
 
 
 def held_in_table(engine: Engine, rank: int, told: Told, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As `held`, as far as the table reaches."""
+    """As `held`, up to the end of the table."""
     positions = np.arange(told.origins[rank], stop)
     positions = positions[engine.holds_tokens(rank, positions)][: len(told.tables[rank]) * engine.nt]
     slots = np.arange(positions.size)
@@ -292,7 +292,7 @@ _WIDTHS = ("int8", "float8_e4m3fn", "bfloat16", "float16", "float32", "int4")
 
 @cache
 def _plain(no: int, nh: int, hd: int, dtype: str) -> tuple[str, ...]:
-    """Layouts of one plane that take the model's heads; opaque groups have tests of their own."""
+    """Layouts of one plane for the model's heads; opaque groups have separate tests."""
     found = []
     for name in matrix.everyone():
         order = matrix.orders()[name]
@@ -459,7 +459,7 @@ def _numbers(rng: random.Random, told: Sequence[Told], rank: int, count: int, al
 
 
 class RefusedError(Exception):
-    """kvbm does not plan this pair of layouts; for a reason that it gives."""
+    """kvbm refuses to plan this pair of layouts, with a reason."""
 
 
 #: Makes arrays of a rank's memory: of (arena, buffer, dtype).  Buffers are what `fill` returns for bytes.
@@ -580,7 +580,7 @@ class Run:
                 )
 
     def count(self) -> list[np.ndarray]:
-        """How often each byte of the destination is written: every copy by itself, into bytes that it changes (on the host)."""
+        """How often each byte of the destination is written: every copy runs alone, into bytes that it changes (on the host)."""
         from kvbm.reshard import local
 
         known = {
@@ -611,7 +611,7 @@ class Run:
 
 
 def where(memory: Memory, byte: int) -> str:
-    """Which coordinate of the rank a byte belongs to."""
+    """The coordinate of the rank at a byte."""
     for plane, (others, _, itemsize, at) in memory.planes.items():
         found = np.argwhere((at <= byte) & (byte < at + itemsize))
         if found.size:
@@ -622,7 +622,7 @@ def where(memory: Memory, byte: int) -> str:
 
 
 def on_host(case: Case) -> None:
-    """Run a case in host memory: bytes, guards, the source, and how often each byte is written."""
+    """Run a case in host memory; compare bytes, guards, the source, and the number of writes of each byte."""
     from memory import aligned
 
     run = Run(case, aligned, host_arrays)

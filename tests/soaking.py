@@ -1,4 +1,4 @@
-"""Two engines linked over wires with faults, life after life: each sequence arrives right or ends in its stated error."""
+"""Two engines linked over wires with faults, again and again.  Each sequence arrives right, or ends in its expected error."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ NOTES, PUTS = ("lose", "double", "delay", "swap"), ("bit", "word", "row", "chunk
 
 
 def told(word: str) -> str:
-    """What a fault of a wire is counted as."""
+    """The names under which faults of a wire are counted."""
     return "corrupt" if word in PUTS[:4] else word
 
 
 @dataclass
 class Sequence:
-    """One that is under way: its handles, by side and rank, and what its destination's blocks held before."""
+    """A running sequence: its handles, by side and rank, and the original contents of its destination's blocks."""
 
     key: str
     tokens: range
@@ -53,7 +53,7 @@ class Sequence:
 
 
 class Life:
-    """Engines of two ranks each, from tp 2 to pp 2, until a wire is killed, in one of `kill` calls, or they have sent enough."""
+    """Engines of two ranks each, from tp 2 to pp 2, until a wire is killed (within `kill` calls) or enough was sent."""
 
     def __init__(
         self, rng: random.Random, number: int, rate: float, counts: collections.Counter[str], kill: int
@@ -99,7 +99,7 @@ class Life:
         return any(one.counts["kill"] for side in self.wires for one in side)
 
     def begin(self) -> None:
-        """Start a sequence of some blocks, pushed or pulled, either side first, some in two windows of layers."""
+        """Start a sequence of some blocks: pushed or pulled, with either side first, some in two windows of layers."""
         rng = self.rng
         blocks = rng.randint(1, BLOCKS)
         origins = DST_NT * rng.randrange(2), DST_NT * rng.randrange(2)  # of the first token of each side's table
@@ -133,7 +133,7 @@ class Life:
         self.sent += 1
 
     def finish(self) -> None:
-        """Wait for the oldest sequence, and judge it."""
+        """Wait for the oldest sequence, and check it."""
         one = self.going.popleft()
         every = [handle for side in one.handles for handle in side]
         since = (
@@ -171,13 +171,13 @@ class Life:
         self.free += one.tables[1].tolist()
 
     def require_stated(self, one: Sequence, error: KvbmError) -> None:
-        """An error that these faults may have: three wrong chunks, an abort, a peer that was killed."""
+        """Require an error that these faults may cause: three wrong chunks, an abort, a killed peer."""
         assert isinstance(error, TransferError) and not isinstance(error, TransferTimeoutError), (one.key, error)
         assert isinstance(error, DigestError) or one.aborted or self.killed, (one.key, error)
         assert not isinstance(error, DigestError) or "3 times: " in str(error), (one.key, error)
 
     def compare(self, one: Sequence, rank: int) -> None:
-        """Every byte of the blocks: what was sent at its tokens, and at others what stood there."""
+        """Compare every byte of the blocks: the sent data at its tokens, and the original contents at others."""
         src, dst = one.tables
         got = self.dst[rank][:, :, dst]
         want = one.before[rank]
@@ -190,14 +190,14 @@ class Life:
         self.counts["bytes compared"] += got.nbytes
 
     def release(self) -> None:
-        """Puts that are late are sent now: by the endpoints' threads, whose wires they are."""
+        """Send the late puts now, on the endpoints' threads, which own the wires."""
         for ends, wires in zip(self.ends, self.wires, strict=True):
             for end, one in zip(ends, wires, strict=True):
                 if one._late:
                     end.submit(lambda one=one: one.release())  # type: ignore[misc]
 
     def end(self) -> None:
-        """All slots are free, nobody remembers a transfer, and nothing wrote where nobody was sent to."""
+        """Require that all slots are free, no transfer is remembered, and nothing was written outside of sendings."""
         limit = time.monotonic() + HELD
         every = [end for side in self.ends for end in side]
         while any(self.held(end) for end in every):
@@ -221,7 +221,7 @@ class Life:
 
     @staticmethod
     def held(end: reshard.Endpoint) -> tuple[int, ...]:
-        """Slots each way that are not free, those kept aside, flows, and transfers."""
+        """Slots per direction that are not free, quarantined slots, flows, and transfers."""
         ring = end.ring
         links = end._links
         return tuple(
@@ -238,14 +238,14 @@ class Life:
 
 
 class Links:
-    """Transfers, life after life."""
+    """Transfers, one life after the other."""
 
     def __init__(self, seed: int = 1, rate: float = 0.01) -> None:
         self.rng, self.rate = random.Random(seed), rate
         self.counts: collections.Counter[str] = collections.Counter()
 
     def life(self, most: int = 400) -> int:
-        """Engines from their meeting to their end; the number of their transfers."""
+        """Run engines from their connection to their end; return the number of their transfers."""
         rng = self.rng
         one = Life(rng, self.counts["lives"], self.rate, self.counts, kill=12 * most if rng.random() < 0.9 else 0)
         behind = 0  # transfers begun since the wire was killed
@@ -261,7 +261,7 @@ class Links:
         return one.sent
 
     def sample(self) -> dict[str, int]:
-        """What the process holds between two lives."""
+        """Resources of the process between two lives."""
         gc.collect()
         return {
             "rss": int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE,

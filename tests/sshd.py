@@ -1,7 +1,7 @@
-"""A real SSH server on the loopback address: OpenSSH's sshd where it is installed, else asyncssh.
+"""A real SSH server on the loopback address: OpenSSH's sshd if it is installed, else asyncssh.
 
-Keys, known_hosts and configuration are made for each server; nothing of the user's own is read or written.  $KVBM_TEST_SSHD
-may say ``sshd`` or ``asyncssh``.
+Keys, known_hosts and configuration are created for each server; the user's own files are not read or written.
+$KVBM_TEST_SSHD may be ``sshd`` or ``asyncssh``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Server:
-    """Where it is, and the keys: `user_key` opens it and `other_key` does not."""
+    """A running server's address, and keys: it accepts `user_key` and refuses `other_key`."""
 
     port: int
     kind: str
@@ -39,7 +39,7 @@ class Server:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that is free now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -63,7 +63,7 @@ def serve(folder: Path) -> Iterator[Server]:
 
 
 def _keys(folder: Path) -> dict[str, str]:
-    """Make three keys; their public parts."""
+    """Make three keys; return their public parts."""
     from cryptography.hazmat.primitives import serialization as form
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 

@@ -1,4 +1,4 @@
-"""Random layouts and pairs of layouts for hypothesis: each as YAML for kvbm and as an Order for the oracle."""
+"""Random layouts and pairs of layouts for hypothesis, each as YAML for kvbm and as an Order for the oracle."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def chain(draw: Any, n: int, through: int | None = None) -> tuple[int, ...]:
 
 
 def _pieces(draw: Any, head: str, points: tuple[int, ...], itemsize: int) -> list[str]:
-    """Words that cover the axis: its quotient, its middles, its remainder, in one of the ways to write them."""
+    """Words that cover the axis: its quotient, its middle digits, its remainder, in a random notation."""
     if not points:
         return [head]
     unit = (lambda c: f"{c * itemsize}B") if draw(st.booleans()) and head.endswith(("d", "d)")) else str
@@ -224,11 +224,11 @@ def pair(draw: Any, limit: int = 1500, opaque: bool = True) -> tuple[Sizes, Decl
 
 
 def refinable(points: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    """Whether the union of split points is a divisibility chain."""
+    """True if the union of split points is a divisibility chain."""
     union = sorted(set(points) | set(others))
     return all(b % a == 0 for a, b in zip(union, union[1:], strict=False))
 
 
 def cases(number: int) -> settings:
-    """A test's own number of cases under the profile ci; quick and deep have fewer and more in proportion."""
+    """The test's own number of cases in the profile ci; proportionally fewer in quick and more in deep."""
     return settings(max_examples=max(number * settings.default.max_examples // 300, 10))  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Address maps: every operation by its law, at every coordinate, against the oracle's addresses."""
+"""Address maps: each operation is compared with the oracle's addresses, at every coordinate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def table(access: Access, sizes: dict[str, int], block: int = 0) -> tuple[np.nda
 def maps(
     drawn: tuple[strategies.Sizes, strategies.Declared],
 ) -> tuple[Any, list[tuple[Access, np.ndarray, np.ndarray]]] | None:
-    """The shape's sizes, and each map with the entries and bytes that the oracle expects where it means something."""
+    """The shape's sizes, and each map with the expected entries and bytes at the coordinates where it is defined."""
     sizes, declared = drawn
     want = sizes.placed(declared.order)
     if len(want.id_step()) > 1:
@@ -43,7 +43,7 @@ def maps(
 
 
 def meant(access: Access, values: np.ndarray) -> np.ndarray:
-    """What K's map, or V's, says something about."""
+    """The coordinates for which K's map, or V's, is defined."""
     return values if access.half is None else values.take([access.half], INNER.index("o"))
 
 
@@ -65,7 +65,7 @@ def test_a_map_is_the_oracles(drawn: Any) -> None:
 
 @given(strategies.pair(limit=500, opaque=False))
 def test_equal_maps_are_equal_objects(drawn: Any) -> None:
-    """And maps that differ anywhere are not, whatever was declared."""
+    """Maps with equal addresses are equal objects, and all others are not, whatever their declarations are."""
     sizes, one, other = drawn
     found = []
     for declared in (one, other):
@@ -81,7 +81,7 @@ def test_equal_maps_are_equal_objects(drawn: Any) -> None:
 @given(strategies.one(limit=500), st.data())
 @settings(max_examples=400)
 def test_window_and_fix(drawn: Any, data: Any) -> None:
-    """The boxes of a window, one after the other, are the coordinates that were asked for."""
+    """The boxes of a window, one after the other, cover exactly the requested coordinates."""
     if (found := maps(drawn)) is None:
         return
     sizes, every = found
@@ -95,7 +95,7 @@ def test_window_and_fix(drawn: Any, data: Any) -> None:
             first, count, step = access.half, 1, 1
         wanted = range(first, first + count * step, step)
         if count < sizes[axis] and any(len(s.axes) > 1 or s.opaque for s in access.steps if axis in s.axes):
-            with pytest.raises(LayoutError, match="has no steps of its own"):
+            with pytest.raises(LayoutError, match="has no separate steps"):
                 access.window(axis, first, count, step)
             continue
         boxes = access.window(axis, first, count, step)
@@ -117,7 +117,7 @@ def test_window_and_fix(drawn: Any, data: Any) -> None:
 
 
 def test_boxes_are_as_few_as_digits_allow() -> None:
-    """An axis of 4 x 8 whose digits lie apart: a ragged range is a head, whole rows, and a tail."""
+    """An axis of 4 x 8 whose digits are apart: a ragged range is a head, whole rows, and a tail."""
     steps = (Step(("h",), 1, 8, 2, 0), Step(("h",), 8, 4, 1000, 0))
     access = Access("", None, "float16", 2, 1, (("h", 32),), (), (0, 0), (0, 0), steps)
     assert [dict(box.sizes).get("h", 1) for box in access.window("h", 5, 22)] == [3, 16, 3]
@@ -128,7 +128,7 @@ def test_boxes_are_as_few_as_digits_allow() -> None:
 
 @given(strategies.one(limit=500), st.integers(0, 7))
 def test_fold(drawn: Any, scale: int) -> None:
-    """Entries become bytes: the same address where a table's entries lie so far apart."""
+    """Entries become bytes: the address is unchanged if a table's entries have this distance."""
     if (found := maps(drawn)) is None:
         return
     sizes, every = found
@@ -140,7 +140,7 @@ def test_fold(drawn: Any, scale: int) -> None:
 
 @given(strategies.one(limit=500))
 def test_packed(drawn: Any) -> None:
-    """Slots: every element once, without gaps, in the order in which the addresses were."""
+    """Slots hold every element once, without gaps, in the order of the addresses."""
     sizes, declared = drawn
     if (found := maps(drawn)) is None:
         return
@@ -185,7 +185,7 @@ def test_fuse_is_the_same_map(drawn: Any, axes: list[str]) -> None:
     ],
 )
 def test_bytes_that_hold_other_pairs_are_not_copied(src: str, dst: str) -> None:
-    """An axis that lies wholly inside one byte has no step; which one it is still matters."""
+    """An axis inside a byte has no step, but pairs along different axes are different bytes: the plan is refused."""
     shape = kvbm.BlockShape(nl=2, no=1, nh=1, nt=4, hd=2, dtype="int4")
     with pytest.raises(kvbm.PlanError, match=r"share a byte|does not promise the order"):
         kvbm.plan(spec.parse(f'order: "{src}"'), spec.parse(f'order: "{dst}"'), shape)
@@ -252,7 +252,7 @@ def test_an_axis_of_one_may_be_fused() -> None:
 
 
 def test_blanks_in_expressions_mean_nothing() -> None:
-    """Equal layouts have one fingerprint, and layouts of one fingerprint are equal."""
+    """Equal layouts have the same fingerprint, and layouts with the same fingerprint are equal."""
     pairs = [
         ('order: "b l o h t d"\npitch: {t: "hd*8"}', 'order: "b l o h t d"\npitch: {t: "hd * 8"}'),
         ('order: "b l o h t d x"\naxes: {x: "nt//2"}', 'order: "b l o h t d x"\naxes: {x: "nt // 2"}'),

@@ -1,4 +1,4 @@
-"""Looking at arrays: what is refused because its bytes are not the elements that it stands for, and which arrays overlap."""
+"""Reading array descriptions: which arrays are refused because their bytes are not their elements, and which arrays overlap."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bind(array: Any, dtype: str = "float32") -> kvbm.Pool:
 
 
 class Interface:
-    """Anything with ``__cuda_array_interface__``; `changes` are what is wrong with it."""
+    """An object with ``__cuda_array_interface__``; `changes` make it wrong."""
 
     device = 0
 
@@ -65,10 +65,10 @@ def test_dtypes_of_the_right_size_and_another_meaning(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "float4_e2m1fn"])
 def test_four_bits_in_a_byte_of_their_own(dtype: str) -> None:
-    """ml_dtypes has one element a byte, a block two: the same number of bytes holds half as many."""
+    """ml_dtypes has one element per byte, a block two: the same number of bytes holds half as many elements."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     array = np.zeros((1, 2, 3, 4, 2, 4), getattr(ml_dtypes, dtype))
-    with pytest.raises(kvbm.DTypeError, match=r"a byte for each element.*pack them"):
+    with pytest.raises(kvbm.DTypeError, match=r"one byte per element.*pack them"):
         bind(array, dtype)
     assert bind(array.view("uint8"), dtype).num_blocks == 2
 
@@ -140,7 +140,7 @@ def test_the_ordinal_is_cuda_s_and_not_jax_s() -> None:
 
 
 def test_a_fresh_export_is_kept() -> None:
-    """Where `__dlpack__` makes an array for the occasion, nobody else keeps its memory."""
+    """If `__dlpack__` creates an array for each call, nothing else keeps its memory alive."""
     import weakref
 
     exported: list[Any] = []
@@ -197,16 +197,16 @@ def tensors(torch: Any) -> dict[str, tuple[Any, str]]:
         fake = torch.zeros(WHOLE)
     zeros = torch.zeros(WHOLE)
     return {
-        "fake": (fake, "FakeTensor holds its values elsewhere"),
+        "fake": (fake, "FakeTensor does not hold its values itself"),
         "meta": (zeros.to("meta"), "expected a CPU or CUDA tensor, got one on meta"),
         "sparse": (zeros.to_sparse(), "expected a dense tensor, got a sparse_coo one"),
         "quantized": (torch._make_per_tensor_quantized_tensor(zeros.byte(), 0.1, 0), "got a quantized one"),
-        "negative": (torch._neg_view(zeros), "a view of the negative of what its memory holds"),
+        "negative": (torch._neg_view(zeros), "a view of the negative of its memory"),
         "conjugate": (torch.zeros(WHOLE, dtype=torch.complex64).conj(), "a view of the conjugate"),
         "of no memory": (torch._efficientzerotensor(WHOLE), "the tensor has no memory"),
-        "resized to nothing": (gone(zeros.clone()), "storage ends 0 bytes behind its start"),
-        "resized to less": (cut(zeros.clone()), "storage ends 16 bytes behind its start"),
-        "a wrapper": (Wrapper(zeros), "Wrapper holds its values elsewhere"),
+        "resized to nothing": (gone(zeros.clone()), "storage has 0 bytes from its start"),
+        "resized to less": (cut(zeros.clone()), "storage has 16 bytes from its start"),
+        "a wrapper": (Wrapper(zeros), "Wrapper does not hold its values itself"),
     }
 
 
@@ -285,7 +285,7 @@ def integers(torch: Any) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_quick_look_sees_what_a_long_one_does(torch: Any) -> None:
-    """Whatever is taken is what `describe` says of it, too; and what is usual is taken."""
+    """The fast check accepts only arrays that `describe` accepts with the same result, and all usual ones."""
     taken = set()
     for name, array in integers(torch).items():
         for count in (0, 1, 2, 3, 4):
@@ -328,13 +328,13 @@ def test_tensors_that_have_other_memory_by_now(how: str, what: str, torch: Any) 
             tensor.set_(torch.full(WHOLE, 3.0))
     for call in (lambda: kvbm.convert(*pair), transfer.copy):
         with pytest.raises(
-            kvbm.BindError, match=r"array 0 has other memory than when it was bound.*make the pool anew"
+            kvbm.BindError, match=r"array 0 has other memory than when it was bound.*create a new pool"
         ):
             call()
 
 
 def test_a_copy_into_a_tensor_counts_as_a_write(torch: Any) -> None:
-    """What autograd saved for a backward, and a copy wrote since, must not be used: the gradient would be wrong."""
+    """A tensor that autograd saved and a copy overwrote must not be used: the gradient would be wrong."""
     source = kvbm.Pool.allocate(kvbm.load("vllm/LBHNC"), SHAPE, 2)
     for call in (lambda a, b: kvbm.convert(a, b), lambda a, b: kvbm.Transfer(a, b).copy()):
         leaf = torch.ones(WHOLE, requires_grad=True)
@@ -407,7 +407,7 @@ def test_numbers_of_blocks_are_integers(number: Any) -> None:
 
 
 def held(array: np.ndarray) -> set[int]:
-    """Every byte that an element of an array holds, one element after the other."""
+    """Every byte of every element of an array, in order."""
     start = array.__array_interface__["data"][0]
     places = {start}
     for extent, stride in zip(array.shape, array.strides, strict=True):
@@ -417,7 +417,7 @@ def held(array: np.ndarray) -> set[int]:
 
 @st.composite
 def padded(draw: Any) -> tuple[Any, Any, list[int]]:
-    """A layout of allocations with gaps between tokens, blocks or both, and where each of a few starts."""
+    """A layout of allocations with gaps between tokens, blocks or both, and the start offsets of some allocations."""
     token = draw(st.sampled_from([4, 8, 12, 20]))
     block = draw(st.sampled_from([0, 3 * token, 4 * token, 5 * token + 4]))
     layers, blocks = draw(st.integers(2, 4)), draw(st.integers(1, 3))
@@ -447,7 +447,7 @@ def test_arrays_overlap_where_their_elements_do(case: Any) -> None:
 
 
 def test_arrays_of_a_kind_each_overlap_too() -> None:
-    """K's and V's arrays step otherwise; V's rows lie in the gaps of K's, and then on them."""
+    """K's and V's arrays have different strides; V's rows are in the gaps of K's, and then overlap them."""
     layout = spec.parse('order: {k: "[o] b t d", v: "[o] b d t"}\npitch: {b: "64 B"}', name="apart")
     shape = kvbm.BlockShape(nl=1, no=2, nh=1, nt=4, hd=2, dtype="float32")
     kinds = layout.resolve(shape, 3).kinds
@@ -465,7 +465,7 @@ def test_arrays_of_a_kind_each_overlap_too() -> None:
 
 
 def test_views_of_one_tensor_side_by_side_are_quickly_told_apart() -> None:
-    """Every layer's rows lie in the gaps of all others; what is compared is each distance once."""
+    """Each layer's rows are in the gaps of all others; each distance is compared once."""
     layers, blocks = 200, 1000
     layout = spec.parse('order: "[l] b d"\npitch: {b: "64*nl B"}', name="interleaved")
     shape = kvbm.BlockShape(nl=layers, no=1, nh=1, nt=1, hd=16, dtype="float32")
@@ -478,7 +478,7 @@ def test_views_of_one_tensor_side_by_side_are_quickly_told_apart() -> None:
 
 
 def test_one_memory_of_two_shapes_is_not_one_pool() -> None:
-    """Bound at other numbers of layers, the same addresses are other blocks."""
+    """With another number of layers, the same addresses are different blocks."""
     layout = spec.parse('order: "b l o h t d"', name="whole")
     memory = np.arange(2 * 4 * 2 * 3 * 4 * 8, dtype="float32")
     pools = []
@@ -492,7 +492,7 @@ def test_one_memory_of_two_shapes_is_not_one_pool() -> None:
 
 
 def test_many_tensors_are_asked_in_turn() -> None:
-    """A few a copy, so that the price does not grow with the pool; whichever was replaced is found by the time all were asked."""
+    """Each copy checks a few tensors, so its cost is independent of the pool; a replaced one is found within one round."""
     import torch
 
     layout, shape = kvbm.spec.parse('order: "[l] b t d"'), kvbm.BlockShape(40, 1, 1, 2, 4, "float32")

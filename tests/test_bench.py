@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 
 import kvbm
 import matrix
+import pages
 from kvbm.bench import backends, clock, copies, measure, peers, table
 from kvbm.bench import cli as bench_cli
 from kvbm.bench.check import Check, WrongCopyError, _Blocks
@@ -68,8 +69,8 @@ def bench(*args: str | Path) -> Result:
 
 
 def swept(*args: str | Path, device: str = "cpu") -> Result:
-    """Also where there is a GPU, on the CPU."""
-    return bench("--profile", SHAPE_TEXT, "--iters", "2", "--warmup", "1", "--device", device, *args)
+    """The sweep runs on the CPU, even with a GPU present."""
+    return bench("--shape", SHAPE_TEXT, "--iters", "2", "--warmup", "1", "--device", device, *args)
 
 
 def swept_on_gpu(*args: str | Path) -> Result:
@@ -84,7 +85,7 @@ def rows_of(text: str) -> list[dict[str, str]]:
 
 @pytest.fixture
 def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Writes a module with a function ``copy_blocks`` and names it; in the working directory, where it is looked for."""
+    """Write a module with a function ``copy_blocks`` to the working directory, where it is searched for; return its name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     numbers = itertools.count()
@@ -186,7 +187,7 @@ def test_a_status_that_is_not_success_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(kvbm.layouts()) - set(matrix.planar())))
 def test_formula_is_the_address(name: str) -> None:
-    """The vectorised formula against the scalar one."""
+    """The vectorised formula must equal the scalar one."""
     random = np.random.default_rng(0)
     layout = kvbm.load(name)
     shape = SHAPE if "h" in layout.order_text else dataclasses.replace(SHAPE, no=1, nh=1)  # latents have no heads
@@ -225,14 +226,14 @@ def _other_block(src: kvbm.Pool, dst: kvbm.Pool, src_ids: Any, dst_ids: Any) -> 
 
 
 def _too_many(src: kvbm.Pool, dst: kvbm.Pool, src_ids: Any, dst_ids: Any) -> None:
-    """Then writes all blocks that were not asked for."""
+    """Also writes all blocks that were not requested."""
     kvbm.convert(src, dst, src_ids, dst_ids)
     others = np.setdiff1d(np.arange(dst.num_blocks), dst_ids)
     kvbm.convert(src, dst, np.arange(len(others)), others)
 
 
 def _into_source(src: kvbm.Pool, dst: kvbm.Pool, src_ids: Any, dst_ids: Any) -> None:
-    """Makes both sides equal, but the wrong way round."""
+    """Makes both sides equal by copying in the wrong direction."""
     kvbm.convert(dst, src, dst_ids, src_ids)
 
 
@@ -245,7 +246,7 @@ def _one_byte(src: kvbm.Pool, dst: kvbm.Pool, src_ids: Any, dst_ids: Any) -> Non
 
 
 def _late_block(src: kvbm.Pool, dst: kvbm.Pool, src_ids: Any, dst_ids: Any) -> None:
-    """Leaves out one block of many: which one is random to the check."""
+    """Omits one block of many: the last of the check's random ids."""
     kvbm.convert(src, dst, src_ids[:-1], dst_ids[:-1])
 
 
@@ -406,10 +407,13 @@ def test_peers_refuse_irregular_allocations() -> None:
         peers.numpy_take(src, kvbm.Pool(layout, SHAPE, held))
 
 
-def test_the_example_of_a_peer_runs(plug_in: Callable[[str], str]) -> None:
-    """The text of the module's docstring, as the file that it says it is."""
+@pytest.mark.parametrize("place", ["docstring", "page"])
+def test_the_example_of_a_peer_runs(plug_in: Callable[[str], str], place: str) -> None:
+    """The code in the module's docstring and in docs/howto/tune.md runs as the file that they describe."""
     assert peers.__doc__
     code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) ?(.*)$", peers.__doc__, re.MULTILINE))
+    if place == "page":
+        (code,) = pages.blocks(pages.read("docs/howto/tune.md"), "python")
     name = plug_in(code).partition(":")[0] + ":block_by_block"
     result = swept("--direction", "h2h", "--pair", "universal:universal", "--num-blocks", "1,2", "--peer", name)
     assert result.exit_code == 0, result.output
@@ -596,7 +600,7 @@ def test_errors_keep_their_exit_codes() -> None:
     assert bench("--pair", "nhd:nothing").exit_code == kvbm.SpecError.exit_code
     refused = swept("--num-blocks", "1", "--pair", "nhd:universal,operational:universal")
     assert refused.exit_code == kvbm.PlanError.exit_code and not refused.stdout  # before anything is measured
-    assert bench("--device", "cpu", "--profile", "nosuchmodel").exit_code == kvbm.SpecError.exit_code
+    assert bench("--device", "cpu", "--shape", "nosuchmodel").exit_code == kvbm.SpecError.exit_code
 
 
 def test_what_was_named_and_cannot_be_had_is_a_failure() -> None:
@@ -643,7 +647,7 @@ def test_sweep_does_not_need_torch() -> None:
     out = fresh(
         "import sys\nsys.modules['torch'] = None\nfrom click.testing import CliRunner\nfrom kvbm.cli import main\n"
         "from kvbm.bench import measure\nmeasure.cache_bytes = lambda place: 65536\nmeasure.NOISE_BYTES = 1 << 20\n"
-        f"args = ['bench', '--profile', '{SHAPE_TEXT}', '--num-blocks', '1', '--iters', '1']\n"
+        f"args = ['bench', '--shape', '{SHAPE_TEXT}', '--num-blocks', '1', '--iters', '1']\n"
         "args += ['--pair', 'nhd:hnd', '--direction', 'h2h']\n"
         "result = CliRunner().invoke(main, args)\nassert result.exit_code == 0, result.output\nprint(result.output)"
     )

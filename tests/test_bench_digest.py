@@ -1,4 +1,4 @@
-"""`kvbm bench digest`: rows, the check before them, and what is beside what.  Small sizes; no time is asserted."""
+"""`kvbm bench digest`: rows, the check before them, and the columns for comparison.  Small sizes; no time is asserted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_quick_runs_and_the_table(tmp_path: Path) -> None:
 
 
 def test_checksums_that_are_installed_stand_beside_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing of those that are not."""
+    """Checksums that are not installed have no rows."""
     hashed: list[int] = []
     fake = types.SimpleNamespace(xxh3_64_intdigest=lambda piece: hashed.append(len(piece)))
     monkeypatch.setitem(sys.modules, "xxhash", fake)
@@ -82,7 +82,7 @@ def test_a_digest_that_is_wrong_is_seen() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU takes the part of the GPU, and of pinned memory; its readers are torch's, on the CPU."""
+    """The CPU replaces the GPU and pinned memory; it is read by torch on the CPU."""
     torch = pytest.importorskip("torch")
     pool, transfer = measure.random_pool, kvbm.Transfer
     monkeypatch.setattr(digest.Run, "on_gpu", property(lambda _: True))

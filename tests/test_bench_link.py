@@ -1,4 +1,4 @@
-"""`kvbm bench link` and the table of how links grow: rows, and the check before them.  Small sizes; no time is asserted."""
+"""`kvbm bench link` and the table of link growth: rows, and the check before them.  Small sizes; no time is asserted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbm.bench import cli, growth, link, race, ways
 from kvbm.bench.check import WrongCopyError
 from processes import FakeDriver
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "connect.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "howto" / "connect.md"
 TORCH = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
 
 
@@ -117,7 +117,7 @@ def test_the_other_process_is_on_another_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_both_sides_on_a_gpu(fake_gpu: FakeDriver, tmp_path: Path) -> None:
-    """Pools of the bench have no current stream: a sum of theirs must name one."""
+    """The benchmark's pools have no current stream: a digest of them must name a stream."""
     fake_gpu("bench_ways.both_sides", str(tmp_path / "side"))
 
 
@@ -125,7 +125,7 @@ def test_both_sides_on_a_gpu(fake_gpu: FakeDriver, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("section", link.SECTIONS)
 def test_on_a_gpu(section: str) -> None:
-    """Both processes on one GPU, or on two; NCCL is left out where there is one."""
+    """Both processes on one GPU, or on two; with one GPU, NCCL is omitted."""
     rows = ran("--what", section, "--device", "cuda:0")
     found = {row["by"] for row in rows}
     wanted = {"messages": {"memcpy"}, "cut": {"pack", "unpack"}, "beside": {"memcpy"}}.get(section, set())
@@ -135,7 +135,7 @@ def test_on_a_gpu(section: str) -> None:
 
 
 def test_blocks_of_engines_are_each_there_once() -> None:
-    """A descriptor a block, layer, K and V: all bytes of the pool, block by block."""
+    """One descriptor per block, layer, K and V: together they cover all bytes of the pool, block by block."""
 
     class Way(ways.AsEngines):
         def __init__(self, side: ways.Side) -> None:
@@ -163,7 +163,7 @@ def _bytes(address: int, nbytes: int) -> bytes:
 
 @pytest.mark.parametrize("case", list(growth.CASES)[:3])
 def test_how_links_grow(case: str) -> None:
-    """What the table of the documentation says, but for times."""
+    """The numbers of the documentation's table, except times."""
     one = growth.grow(case)
     (told,) = [line for line in DOCS.read_text("utf-8").splitlines() if line.startswith(f"| {case} |")]
     (made,) = list(growth.table({case: one}))[2:]

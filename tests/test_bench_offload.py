@@ -31,7 +31,7 @@ def ran(*arguments: str) -> list[dict[str, str]]:
 
 
 def test_every_cache_is_measured_both_ways() -> None:
-    """With digests and without, 8 blocks and 64, each beside vLLM's ways, which are another one for each cache."""
+    """With and without digests, 8 and 64 blocks, each compared with vLLM's way for this cache."""
     rows = ran("--what", "copies")
     assert {row["beside"] for row in rows} == {"memcpy"}
     theirs = {}
@@ -67,7 +67,7 @@ def test_quick_runs_and_the_table(tmp_path: Path) -> None:
 
 
 def test_models() -> None:
-    """Without a profile it is a part of the 8B model, and on GPUs both are."""
+    """Without a profile the model is a part of the 8B model; on GPUs both models are measured."""
     seen: list[Any] = []
 
     def fake(run: offload.Run, sections: Any) -> Any:
@@ -93,7 +93,7 @@ def test_models() -> None:
 
 @pytest.mark.parametrize("order", offload.ORDERS)
 def test_pages_are_all_of_a_block(order: str) -> None:
-    """Each byte of a block once, in the engine's memory where the layout has it, and in a row of the host's."""
+    """Each byte of a block occurs once: in the engine's memory by its layout, and in a row of the host."""
     shape, blocks = dataclasses.replace(MODEL, nh=2), 5
     pages = descriptors.Pages.of(order, shape, blocks)
     engine, host = pages.ranges([3], [1])
@@ -110,7 +110,7 @@ def test_pages_are_all_of_a_block(order: str) -> None:
 
 
 def test_canonical_pages() -> None:
-    """A fragment a token, as vLLM 0.32 lists them for two heads of eight: 16 of 1 KiB a page; and none elsewhere."""
+    """For two heads of eight, vLLM 0.32 lists one fragment per token: 16 of 1 KiB per page; elsewhere it lists none."""
     shape = BlockShape(nl=3, no=2, nh=2, nt=16, hd=128, dtype="bfloat16")
     pages = descriptors.Pages.canonical("LBNHC", shape, 10, 4)
     assert pages is not None and pages.nbytes == 1024 and pages.engine.shape == (3, 16)
@@ -128,7 +128,7 @@ def test_canonical_pages() -> None:
 
 @pytest.mark.parametrize("version", ["13000", "12080"])
 def test_one_call_copies_a_list(fake_driver: Any, version: str) -> None:
-    """By either form of the driver's function; what reads host memory is free to do so at any time."""
+    """Both forms of the driver's function; reads of host memory may happen at any time."""
     same, refused = fake_driver("batches.main", FAKE_VERSION=version).splitlines()
     assert same == "True" and refused == "cuMemcpyBatchAsync of 8 ranges: CUDA_ERROR_INVALID_VALUE"
 
@@ -148,7 +148,7 @@ def worker() -> Any:
 
 
 def test_a_wrong_copy_is_seen(worker: offload.Worker) -> None:
-    """A block that is not what it must be in host memory; one that comes back otherwise; one that nobody asked for."""
+    """A wrong block in host memory; a wrong block after the way back; a write to a block that was not requested."""
     for by in offload.OURS:
         worker.check_copier(by, 4)
     move, by, spoils_load = worker.move, "kvbm, no digests", False
@@ -194,7 +194,7 @@ def test_memory_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_asked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ours; the CPU takes the part of the GPU."""
+    """For kvbm's copies; the CPU replaces the GPU."""
     monkeypatch.setattr(offload.Run, "asks", property(lambda _: True))
     rows = ran("--what", "copies", "--quick")
     assert {(row["by"] in OURS, row["n"], row["asked"]) for row in rows} == {
@@ -203,7 +203,7 @@ def test_what_is_asked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_product_beside_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its row says how much slower it is beside ours than beside a memcpy."""
+    """Its row shows how much slower it is during kvbm's copies than during a memcpy."""
 
     class Model:
         torch = torch
@@ -230,10 +230,10 @@ def test_a_product_beside_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
-    """All of it in its smallest form."""
+    """All parts, at their smallest sizes."""
     shape = "nl=4,no=2,nh=8,nt=16,hd=128,dtype=bfloat16"
     out = tmp_path / "offload.csv"
-    found = run(cli.bench, "offload", "--quick", "--iters", "5", "--profile", shape, "--out", str(out))
+    found = run(cli.bench, "offload", "--quick", "--iters", "5", "--shape", shape, "--out", str(out))
     assert found.exit_code == 0, (found.output, found.exception)
     rows = benching.read(out.read_text("utf-8"))[1]
     ways = {row["by"].partition(" (")[0] for row in rows}

@@ -1,4 +1,4 @@
-"""Pictures of measurements: what is drawn is what the files say, its names can be read, and bad files are refused."""
+"""Plots of measurements: they show the values of the files, their labels are legible, and bad files are refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def texts(figure) -> list[str]:  # type: ignore[no-untyped-def]
 
 
 def bars(axes):  # type: ignore[no-untyped-def]
-    """What stands beside each bar on the axis, and where it begins and ends."""
+    """The labels of the bars on the axis, and their begins and ends."""
     names = {
         round(tick, 6): label.get_text() for tick, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
     }
@@ -90,7 +90,7 @@ def test_files_of_several_kinds_make_all_their_pictures() -> None:
 
 @pytest.mark.parametrize("name", ["sweep_few", "sweep_d2d"])
 def test_roofline_draws_a_line_a_pair_through_the_measured_points(name) -> None:
-    """However many pairs there are: each has its line, no two look alike, and each is in the legend with its share."""
+    """Any number of pairs: each has a line, all lines look different, and each is in the legend with its share."""
     axes = drawn(name, "roofline").axes[0]
     groups = by([row for row in rows(name) if row["backend"] == "direct"], "pattern")
     assert len(groups) == {"sweep_few": 5, "sweep_d2d": 12}[name]
@@ -230,7 +230,7 @@ def test_an_svgs_text_is_text_and_its_footer_names_machine_and_commit(name, kind
         "roofline": {"GB/s", "1 block", "64 blocks", "336 MB"},
         "bars": {"memcpy", "nhd → universal"},
         "interference": {"staged", "direct, 8 SMs"},
-        "overhead": {"list", "numpy int32", "torch CUDA int64", "block_to_universal", "ids a call", "tensors a call"},
+        "overhead": {"list", "numpy int32", "torch CUDA int64", "block_to_universal", "ids per call", "tensors per call"},
         "scale": {"blocks", "layers", "ids", "copies", "GiB", "host", "GPU", "1.05M"},
     }
     assert wanted[kind] <= set(found)
@@ -283,7 +283,7 @@ def test_bytes_are_decimal_as_bandwidth_is(value, text) -> None:
 
 
 def changed(tmp_path: Path, name: str, edit) -> Path:  # type: ignore[no-untyped-def]
-    """A copy of a sample whose lines went through `edit`."""
+    """A copy of a sample with lines changed by `edit`."""
     lines = (DATA / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     path = tmp_path / "changed.csv"
     path.write_text("".join(f"{each}\n" for each in edit(lines)), encoding="utf-8")

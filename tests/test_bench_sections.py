@@ -1,4 +1,4 @@
-"""What `kvbm bench` measures beside the sweep: interference, overhead, scale.  Small sizes; no time is asserted."""
+"""The other measurements of `kvbm bench`: interference, overhead, scale.  Small sizes; no time is asserted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def column(rows: list[dict[str, str]], name: str, **where: str) -> list[str]:
 
 
 def require_consistent(rows: list[dict[str, str]]) -> None:
-    """ns_each and gbps follow from the median; cells are rounded to five figures."""
+    """Require that ns_each and gbps follow from the median; cells are rounded to five figures."""
     for row in rows:
         if row.get("median_ms"):
             seconds, n = float(row["median_ms"]) / 1e3, int(row["n"])
@@ -177,7 +177,7 @@ def test_overhead_on_the_gpu_measures_ids_and_lists_of_tensors() -> None:
 # ---- scale ---------------------------------------------------------------------------------------------------------
 
 SMALL = [
-    *("--profile", SHAPE, "--memory", "0.001", "--layers", "1,2,4", "--ids", "1,16,128", "--batch", "8"),
+    *("--shape", SHAPE, "--memory", "0.001", "--layers", "1,2,4", "--ids", "1,16,128", "--num-blocks", "8"),
     *("--copies", "200", "--iters", "3"),
 ]  # fmt: skip
 
@@ -236,7 +236,7 @@ def test_scale_goes_on_after_a_section_that_ran_out_of_memory(monkeypatch) -> No
 @pytest.mark.slow
 def test_a_soak_that_takes_too_long_is_stopped_and_says_so() -> None:
     result = run(
-        scale.scale, "--device", "cpu", "--what", "soak", "--profile", SHAPE, "--copies", "100000000", "--seconds", "0.05"
+        scale.scale, "--device", "cpu", "--what", "soak", "--shape", SHAPE, "--copies", "100000000", "--seconds", "0.05"
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     counts = [int(n) for n in column(read(result.stdout)[1], "n", what="soak_host")]
@@ -293,8 +293,8 @@ def test_scale_on_the_gpu_measures_every_section(tmp_path) -> None:
 def _gpu_scale(tmp_path: Path) -> str:
     out = tmp_path / "scale.csv"
     result = run(
-        scale.scale, "--device", "cuda:0", "--profile", "llama-3.1-8b,nl=4", "--memory", "0.1", "--layers", "1,4",
-        "--ids", "1,64,4096,32768", "--batch", "4", "--copies", "3000", "--iters", "5", "--pools", "1", "--out", str(out),
+        scale.scale, "--device", "cuda:0", "--shape", "llama-3.1-8b,nl=4", "--memory", "0.1", "--layers", "1,4",
+        "--ids", "1,64,4096,32768", "--num-blocks", "4", "--copies", "3000", "--iters", "5", "--pools", "1", "--out", str(out),
     )  # fmt: skip
     assert result.exit_code == 0, (result.output, result.exception)
     return out.read_text(encoding="utf-8")
@@ -341,7 +341,7 @@ def test_interference_refuses_at_once_what_cannot_be_copied(arguments, message) 
 
 
 class _Moment:
-    """An event that was recorded at some millisecond."""
+    """An event that was recorded at a given millisecond."""
 
     def __init__(self, at: float) -> None:
         self.at = at
@@ -360,7 +360,7 @@ def test_the_rate_of_copies_is_of_those_that_ended_beside_the_products() -> None
 
 
 class _Event:
-    """Enough of torch's events: the products are over at the hundredth query; every record is a millisecond later."""
+    """Replaces torch's events: the products are done at the hundredth query; each record is one millisecond later."""
 
     now = 0.0
     queries = 0
@@ -424,7 +424,7 @@ def test_every_strategy_is_measured_but_staged_ones_within_a_gpu() -> None:
 def test_interference_on_the_gpu_measures_every_direction_and_strategy(tmp_path) -> None:
     out = tmp_path / "interference.csv"
     result = run(
-        interference.interference, "--device", "cuda:0", "--profile", "llama-3.1-8b,nl=4", "--blocks", "4", "--size", "1024",
+        interference.interference, "--device", "cuda:0", "--shape", "llama-3.1-8b,nl=4", "--num-blocks", "4", "--size", "1024",
         "--iters", "6", "--sms", "4,8", "--out", str(out),
     )  # fmt: skip
     assert result.exit_code == 0, (result.output, result.exception)
@@ -449,7 +449,7 @@ def test_interference_on_the_gpu_measures_every_direction_and_strategy(tmp_path)
 def test_interference_leaves_out_what_the_copy_engine_would_take_too_long_for(monkeypatch, capsys) -> None:
     monkeypatch.setattr(interference, "MOST_RUNS", 3)
     rows = ran(
-        interference.interference, "--device", "cuda:0", "--profile", "llama-3.1-8b,nl=2", "--blocks", "2", "--size", "256",
-        "--iters", "3", "--sms", "8", "--directions", "d2h",
+        interference.interference, "--device", "cuda:0", "--shape", "llama-3.1-8b,nl=2", "--num-blocks", "2", "--size", "256",
+        "--iters", "3", "--sms", "8", "--direction", "d2h",
     )  # fmt: skip
     assert "engine" not in {row["backend"] for row in rows}

@@ -1,4 +1,4 @@
-"""docs/bridge.md stays true: its Python is run, its refusals are what is said, its names exist."""
+"""docs/howto/arrays.md is correct: its Python runs, the refusals that it lists are raised, and its names exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-TEXT = (Path(__file__).resolve().parent.parent / "docs" / "bridge.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).resolve().parent.parent / "docs" / "howto" / "arrays.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 TORCH = [block for block in PYTHON if "cuda" not in block and "kvbm.torch" in block]
 CUDA = [block for block in PYTHON if "cuda" in block or "side" in block]
@@ -55,7 +55,7 @@ def test_others(tmp_path: Path, block: str) -> None:
 
 
 def test_the_refusals_are_those_of_the_tests() -> None:
-    """Each line of the list is what a case of test_torch.py expects to be told."""
+    """Each line of the list is the expected message of a case of test_torch.py."""
     import test_torch
 
     (listed,) = re.findall(r"^```text\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""Layouts of several planes through the operators of kvbm.torch and the other bridges, bit for bit against plane_oracle."""
+"""Layouts of several planes in the operators of kvbm.torch and the other bridges, compared bit for bit with plane_oracle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FEW = [
 
 
 class Given:
-    """The engine's tensors of a layout between guard bytes."""
+    """The engine's tensors of a layout, between guard bytes."""
 
     def __init__(self, name: str, shape: Shape, blocks: int, *, dst: bool = False, align: int = 0, device: str = "cpu"):
         self.arena = held(name, shape, blocks).arena(align)
@@ -55,7 +55,7 @@ def check(src: Given, dst: Given, src_ids: Any, dst_ids: Any) -> None:
 
 
 def pretend(tensors: list[Any], call: Any) -> Any:
-    """What a call makes of fake tensors."""
+    """The result of a call with fake tensors."""
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode() as mode:
@@ -63,7 +63,7 @@ def pretend(tensors: list[Any], call: Any) -> Any:
 
 
 def into(src: str, dst: str, shape: Shape, ids: Any, align: int = 0, device: str = "cpu") -> None:
-    """`convert_`, between tensors in the shapes that the engine has."""
+    """Call `convert_` between tensors in the engine's shapes."""
     one, other = Given(src, shape, 5, align=align, device=device), Given(dst, shape, 7, dst=True, device=device)
     assert not any(isinstance(tensor, Strided) for tensor in (*one.tensors, *other.tensors))
     ids = [torch.tensor(one, device=device) for one in ids] if device != "cpu" and len(ids[0]) == 3 else ids
@@ -72,7 +72,7 @@ def into(src: str, dst: str, shape: Shape, ids: Any, align: int = 0, device: str
 
 
 def through(src: str, dst: str, shape: Shape, device: str = "cpu") -> list[Any]:
-    """`convert`, and back by `convert_`, which is judged by itself; what stood between."""
+    """Call `convert`, and back by `convert_`; check the result; return the tensors in between."""
     one, back = Given(src, shape, 3, device=device), Given(src, shape, 4, dst=True, device=device)
     middle: list[Any] = kvbm.torch.convert(one.tensors, src, dst, text(shape))
     resolved = kvbm.load(dst).resolve(kvbm.BlockShape(*shape), 3)
@@ -115,7 +115,7 @@ def test_fake_tensors_and_the_compiler(src: str, dst: str) -> None:
 
 @pytest.mark.skipif(not SEEN_FROM_C, reason="this PyTorch lets C look at no tensors")
 def test_the_engine_s_shapes_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records in any shape of their bytes: (block, K and V x heads, token, bytes) as vLLM has NVFP4."""
+    """Records in any shape of their bytes: (block, K and V x heads, token, bytes) as in vLLM's NVFP4."""
     monkeypatch.setattr(batches, "require_all", None)
     for src, dst in FEW[:3]:
         into(src, dst, shapes(src)[0], IDS[0])
@@ -127,7 +127,7 @@ def test_the_engine_s_shapes_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_that_overlaps() -> None:
-    """Seen plane by plane: tensors of several sizes that lie side by side are not taken for one another."""
+    """Checked per plane: adjacent tensors of several sizes must not be confused with each other."""
     src, _ = FEW[0]
     shape = shapes(src)[0]
     one = Given(src, shape, 3)
@@ -230,7 +230,7 @@ def test_every_pair_on_a_gpu(src: str, dst: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("src", "dst"), FEW)
 def test_planes_sanitize(src: str, dst: str) -> None:
-    """Tensors that end with their last element, in memory of their own: nothing behind them is read or written."""
+    """Tensors in separate memory that ends with their last element: nothing after it may be read or written."""
     through(src, dst, shapes(src)[2], "cuda:0")
 
 

@@ -1,4 +1,4 @@
-"""NumPy with ml_dtypes, JAX, Numba and CuPy: arrays of the real packages, bit for bit; the gates that all bridges share."""
+"""NumPy with ml_dtypes, JAX, Numba and CuPy: arrays of the real packages, bit for bit; and the checks that all bridges share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def of(dtype: str) -> kvbm.BlockShape:
 
 
 def source(name: str, dtype: str, blocks: int = 3) -> tuple[Bound, list[Any]]:
-    """Coded arrays between guards; ones that are valid as bool."""
+    """Coded arrays between guards; valid values for bool."""
     bound = Bound(name, of(dtype), blocks)
     if dtype == "bool":
         bound.buffer &= 1
@@ -107,12 +107,12 @@ def test_numpy_no_blocks() -> None:
     kvbm.numpy.convert_([np.zeros((2, 0, 4, 16, 2, 32), "float32")], [out], "vllm/LBHNC", "vllm/BLHNC", SIZES)
     with pytest.raises(kvbm.BindError, match=r"numpy.convert: inputs: vllm/LBHNC .* expects 1 arrays, got 0"):
         kvbm.numpy.convert([], "vllm/LBHNC", "vllm/BLHNC", SIZES)
-    with pytest.raises(kvbm.BindError, match=r"numpy.convert: inputs: expected at least one array, which tells"):
+    with pytest.raises(kvbm.BindError, match=r"numpy.convert: inputs: expected at least one array, which gives"):
         kvbm.numpy.convert([], "nhd", "vllm/LBHNC", SIZES)
     full = np.zeros((2, 1, 4, 16, 2, 32), "float32")
-    with pytest.raises(kvbm.BindError, match=r"numpy.convert_: there is no block on one side"):
+    with pytest.raises(kvbm.BindError, match=r"numpy.convert_: ids: one side has no blocks"):
         kvbm.numpy.convert_([np.zeros((2, 0, 4, 16, 2, 32), "float32")], [full], "vllm/LBHNC", "vllm/LBHNC", SIZES)
-    with pytest.raises(kvbm.BindError, match=r"numpy.convert_: there is no block on one side"):
+    with pytest.raises(kvbm.BindError, match=r"numpy.convert_: ids: one side has no blocks"):
         kvbm.numpy.convert_([full[:, :0]], [full], "vllm/LBHNC", "vllm/LBHNC", SIZES, 0, 0)
     kvbm.numpy.convert_([full[:, :0]], [full], "vllm/LBHNC", "vllm/LBHNC", SIZES, [], [])
 
@@ -133,11 +133,11 @@ def put(index: int, new: Any) -> Any:
 
 
 def test_numpy_refusals_name_the_input_and_the_remedy() -> None:
-    refused(r"numpy.convert: inputs: nhd .* expects 4 arrays a block, so a multiple of that, got 11", lambda x: x[:-1])
+    refused(r"numpy.convert: inputs: nhd .* expects 4 arrays per block, so a multiple of that, got 11", lambda x: x[:-1])
     refused(r"numpy.convert: input #3: expected 3 axes \(t h d\).*\.reshape\(16, 4, 32\)", put(3, np.ravel))
     refused(r"numpy.convert: input #3: axis 't': expected 16, got 8", put(3, lambda x: x[:8]))
     refused(
-        r"numpy.convert: input #2: expected a contiguous array, .* call numpy.ascontiguousarray",
+        r"numpy.convert: input #2: expected a contiguous array, .* with that pitch\. .* a copy by numpy.ascontiguousarray works",
         put(2, lambda x: np.repeat(x, 2, axis=-1)[..., ::2]),
     )
     refused(r"numpy.convert: input #1 is int32, input #0 float32", put(1, lambda x: x.view(np.int32)), TypeError)
@@ -226,7 +226,7 @@ def test_foreign_devices_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("name", [*matrix.names(), "vllm/tpu"])
 def test_sides_are_what_layouts_are(name: str) -> None:
-    """Also where the number of blocks is a symbol: every number follows from two samples."""
+    """Also if the number of blocks is a symbol: every number follows from two samples."""
     import fractions
 
     layout, shape = kvbm.load(name), of("bfloat16")
@@ -269,7 +269,7 @@ def test_jax(jax: Any, pair: tuple[str, str], dtype: str) -> None:
 
 
 def test_jax_reads_where_the_array_lies_and_hands_its_result_over(jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is copied on the way in, nor on the way out."""
+    """Neither input nor result is copied."""
     import kvbm.jax
 
     made = []
@@ -325,7 +325,7 @@ def test_jax_arrays_on_several_devices_are_refused() -> None:
 
 
 def test_numba_on_the_cpu_works_on_numpy_s_arrays() -> None:
-    """A compiled function writes what is converted, and reads what was."""
+    """A compiled function writes the input of a conversion, and reads its output."""
     numba = pytest.importorskip("numba")
 
     @numba.njit
@@ -390,7 +390,7 @@ def test_a_stream_for_jax_leaves_the_current_device(monkeypatch: pytest.MonkeyPa
 
 
 def test_cupy_fences_a_stream_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy's pool gives out memory in the order of its current stream: the named one must not run ahead, nor behind."""
+    """CuPy's pool reuses memory in the order of its current stream, so the named stream must be fenced on both sides."""
     done: list[str] = []
 
     class Stream:
@@ -477,7 +477,7 @@ def test_cupy_pools_and_refusals() -> None:
     assert bool((kvbm.cupy.arrays(store)[0] == 7).all())
     with pytest.raises(kvbm.BindError, match=r"cupy.convert: input #0 is a numpy.ndarray; expected a cupy.ndarray"):
         kvbm.cupy.convert([np.zeros((2, 3, 4, 16, 2, 32), "float32")], "vllm/LBHNC", "vllm/BLHNC", SIZES)
-    with pytest.raises(kvbm.BindError, match=r"cupy.convert: input #0: .* call cupy.ascontiguousarray"):
+    with pytest.raises(kvbm.BindError, match=r"cupy.convert: input #0: .* a copy by cupy.ascontiguousarray works"):
         kvbm.cupy.convert([view[..., ::2].repeat(2, -1)[..., ::-1]], "vllm/LBHNC", "vllm/BLHNC", SIZES)
     with pytest.raises(kvbm.BindError, match=r"cupy.arrays: the pool is on cpu"):
         kvbm.cupy.arrays(kvbm.Pool.allocate(kvbm.load("vllm/LBHNC"), of("float32"), 3))
@@ -539,7 +539,7 @@ def test_jax_on_a_gpu_waits_for_the_work_that_makes_the_array(jax: Any) -> None:
 
     @jax.jit
     def slow(x: Any, square: Any) -> Any:
-        """Adds 1, after some tens of milliseconds of matrix products."""
+        """Adds 1 after matrix products that take tens of milliseconds."""
         last = jax.lax.fori_loop(0, 200, lambda _, y: (y @ square) / 2048, square)
         return x + 1 + 0 * last.sum()
 

@@ -1,4 +1,4 @@
-"""`setup.py build_ext` again and again in one tree, with a compiler that is a shell script: only what changed is compiled."""
+"""Repeated `setup.py build_ext` in one tree, with a shell script as compiler: only changed files are compiled."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
 
 
 def test_nothing_changed_nothing_compiled(tree: Tree) -> None:
-    """A checkout makes files newer: their text counts. Python, and headers that nobody includes, are in no object."""
+    """A checkout gives files new times: only their text counts.  Python files and unused headers are in no object."""
     before = tree.linked
     for path in tree.root.rglob("*"):
         os.utime(path)
@@ -114,7 +114,7 @@ def test_a_file_that_the_pyx_includes(tree: Tree) -> None:
 
 @pytest.mark.slow
 def test_a_layout_that_is_added_and_one_that_goes(tree: Tree) -> None:
-    """The kernels' text is made anew if it can have changed, and taken again if not."""
+    """The kernels' text is generated again if it may have changed, else reused."""
     before = tree.linked
     shutil.copy(ROOT / "layouts" / "vllm" / "paged_attn_v0.yaml", tree.root / "layouts")
     assert "kernels_host.cpp" in tree.build() and tree.linked != before
@@ -132,7 +132,7 @@ def test_sources_are_what_the_compiler_says(source: Path) -> None:
 
 
 def test_sources(tmp_path: Path) -> None:
-    """Beside the file first, then in the folders; a circle ends; what is nowhere is the system's."""
+    """Headers are searched for beside the file first, then in the folders; cycles end; missing ones are system headers."""
     (tmp_path / "deep").mkdir()
     texts = {
         "a.pyx": "include 'deep/b.pxi'\n",
@@ -161,7 +161,7 @@ def test_what_a_build_needs_is_what_make_dev_installs() -> None:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_gpu_check(tmp_path: Path) -> None:
-    """A wheel from elsewhere is installed; a summary ends every stage, even one that takes too long, which is a failure."""
+    """A wheel from elsewhere is installed.  Every stage ends with a summary, also after a timeout, which is a failure."""
     python = tmp_path / "python"
     python.write_text(
         "#!/bin/sh\n"

@@ -1,4 +1,4 @@
-"""Where files are kept, and how they are written: whole or not at all, by one of several."""
+"""The folders in which kvbm keeps files, and atomic writes by several processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_replacing(tmp_path: Path) -> None:
 
 
 def test_names_that_no_other_writer_has(tmp_path: Path) -> None:
-    """Process ids are the same in two containers."""
+    """Process ids may be equal in two containers."""
     path = tmp_path / "file"
     with cache.replacing(path) as one, cache.replacing(path) as other:
         one.write_text("one")

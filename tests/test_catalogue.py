@@ -1,8 +1,8 @@
-"""The catalogue: each layout against where its engine writes a token's K row and V row.
+"""The catalogue: each layout is compared with the places where its engine writes a token's K row and V row.
 
-The table below says it a second time and in other words, as NumPy: the engine's tensors with their shapes, and the view
-into which it writes the row of one token and head.  It reads no order and no YAML.  Every element of a row carries its
-coordinate, so comparing memory with `Resolved.address` finds any element that lies elsewhere.
+The table below describes each layout a second time, in NumPy: the engine's tensors with their shapes, and the view into
+which it writes the row of one token and head.  It parses no order and no YAML.  Every element of a row encodes its
+coordinate, so comparing memory with `Resolved.address` detects any element at another place.
 """
 
 # ruff: noqa: ARG005, E741  (every row has the same arguments, and l is the layer)
@@ -199,7 +199,7 @@ def sizes_of(engine: str) -> tuple[Any, int]:
 
 
 def written(engine: str, sizes: Any, halves: int) -> Tensors:
-    """The engine's tensors after it has written every row; an element is its coordinate's number, padding is -1."""
+    """The engine's tensors after it has written every row; an element has its coordinate's number, padding has -1."""
     shapes, row = ENGINES[engine]
     memory = [np.full(shape, -1, np.int64) for shape in shapes(sizes)]
     numbers = np.arange(sizes.nb * sizes.nl * halves * sizes.nh * sizes.bs * sizes.hs)
@@ -213,7 +213,7 @@ def written(engine: str, sizes: Any, halves: int) -> Tensors:
 
 @pytest.mark.parametrize("name", sorted(CATALOGUE))
 def test_it_is_what_the_engine_does(name: str) -> None:
-    """Every coordinate of every block: in the allocation and at the byte where the engine wrote it."""
+    """Every coordinate of every block is in the allocation and at the byte where the engine wrote it."""
     engine = CATALOGUE[name]
     sizes, halves = sizes_of(engine)
     memory = written(engine, sizes, halves)
@@ -239,7 +239,7 @@ def test_it_is_what_the_engine_does(name: str) -> None:
 
 
 def test_the_table_would_notice() -> None:
-    """Two engines whose tensors have one shape differ, so the comparison above is one."""
+    """Two engines with tensors of the same shape have different addresses, so the comparison above can fail."""
     square = SimpleNamespace(**{**vars(SIZES), "nh": 16, "bs": 16})
     one, other = written("pair_nhd", square, 2), written("pair_hnd", square, 2)
     assert [m.shape for m in one] == [m.shape for m in other]
@@ -267,7 +267,7 @@ def test_every_file_says_where_it_is_from(name: str) -> None:
 
 
 def plane_bytes(name: str) -> bytes:
-    """Where every element of every plane lies, at the first shape of its family."""
+    """The place of every element of every plane, at the first shape of its family."""
     family = plane_oracle.FAMILIES[plane_oracle.TABLE[name].family]
     held = plane_oracle.held(name, family.shapes[0], 2)
     parts = [
@@ -278,7 +278,7 @@ def plane_bytes(name: str) -> bytes:
 
 
 def test_aliases_mean_the_same_and_nothing_else_does() -> None:
-    """One place in memory is one fingerprint."""
+    """Layouts have equal fingerprints exactly if all their addresses are equal."""
     layouts = spec.load_dir(LAYOUTS)
     places: dict[bytes, set[str]] = {}
     for layout in layouts:

@@ -1,9 +1,11 @@
-"""The command line: what it prints, what it writes, and an exit code a class of error."""
+"""The command line: its output, the files that it writes, and one exit code per class of error."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import signal
 import stat
 import struct
@@ -23,6 +25,7 @@ import matrix
 import oracle
 from kvbm import doctor, reshard
 from kvbm.cli import main
+from kvbm.shapes import shape_names
 from memory import numpy_dtype, placed
 
 SHAPE = "nl=2,no=2,nh=4,nt=16,hd=32,dtype=bfloat16"
@@ -41,12 +44,15 @@ def ok(*args: str | Path) -> str:
 def test_help() -> None:
     text = ok("--help")
     for command in (
-        "layouts", "show", "check", "plan", "gallery", "schema", "codegen", "convert", "digest", "doctor", "demo", "reshard",
-        "verify",
+        "layouts", "shapes", "show", "check", "completion", "plan", "gallery", "schema", "codegen", "convert", "digest", "doctor",
+        "demo", "reshard", "verify",
     ):  # fmt: skip
         assert command in text
         assert "Usage" in ok(command, "--help")
     assert kvbm.__version__ in ok("--version")
+    for group in ((), ("bench",), ("link",)):
+        listed = CliRunner().invoke(main, [*group, "--help"], env={"COLUMNS": "80"}).output.partition("Commands:")[2]
+        assert len(listed.splitlines()) > 2 and "..." not in listed, "sentences are whole"
 
 
 def test_layouts() -> None:
@@ -54,6 +60,104 @@ def test_layouts() -> None:
     for name in matrix.orders():
         assert name in text
         assert kvbm.load(name).fingerprint in text
+
+
+def test_layouts_in_a_pipe() -> None:
+    """One line per layout, even for a narrow terminal; name, order, fingerprint and title are never cut."""
+    result = CliRunner().invoke(main, ["layouts"], env={"COLUMNS": "40"})
+    _, *rows = result.output.splitlines()
+    assert result.exit_code == 0 and [row.split()[0] for row in rows if "/" not in row.split()[0]]
+    assert {row.split()[0] for row in rows} == set(kvbm.layouts())
+    for row in rows:
+        layout = kvbm.load(row.split()[0])
+        assert [part.strip() for part in row.split("  ") if part.strip()] == [
+            layout.name, layout.order_text, layout.fingerprint, *filter(None, [layout.title])
+        ]  # fmt: skip
+
+
+def test_tables_are_not_cut_in_a_terminal() -> None:
+    """A table that needs 60 columns has lines of 60 in a terminal of 30; only cells of several words are wrapped."""
+    from rich.console import Console
+
+    from kvbm.commands import new_table, print_table
+
+    text = io.StringIO()
+    table = new_table("one", "two", "words", wrapped=("words",))
+    table.add_row("a" * 20, "b" * 30, "some words of text")
+    print_table(table, Console(file=text, width=30, force_terminal=True, color_system=None))
+    assert "a" * 20 in text.getvalue() and "b" * 30 in text.getvalue() and "…" not in text.getvalue()
+    assert [word for word in ("some", "words", "of", "text") if word not in text.getvalue()] == []
+
+
+def test_layouts_as_json() -> None:
+    listed = json.loads(ok("layouts", "vllm/flash_attn", "--json"))
+    assert [one["name"] for one in listed] == ["vllm/flash_attn_hnd", "vllm/flash_attn_nhd"]
+    assert listed[1]["order"] == "[l] o b t h d" and listed[1]["fingerprint"] == kvbm.load("vllm/flash_attn_nhd").fingerprint
+    (planes,) = json.loads(ok("layouts", "vllm/fp8_ds_mla", "--json"))
+    assert [plane["dtype"] for plane in planes["planes"]] == ["float8_e4m3fn", "float32", "bfloat16"]
+    told = json.loads(ok("layouts", "nhd", "--aliases", "--shape", SHAPE, "--json"))
+    assert any("nhd" in group["names"] for group in told["aliases"]) and told["same_addresses"]["num_blocks"] == 1024
+
+
+@pytest.mark.parametrize("name", ["vllm/flash_attn_nhd", "vllm/fp8_ds_mla", "vllm/paged_attn_v0", "swizzle/128x4"])
+def test_show_as_json(name: str) -> None:
+    """Strides and extents give the address of every element, as the library does."""
+    told = json.loads(call("show", name, "--num-blocks", "6", "--json").stdout)
+    shape = ",".join(f"{key}={told['shape'][key]}" for key in ("nl", "no", "nh", "nt", "hd", "dtype"))
+    resolved = kvbm.load(name).resolve(kvbm.load_shape(shape), 6)
+    assert told["bytes"] == resolved.nbytes and told["num_allocations"] == resolved.table_size
+    assert [tuple(one["shape"]) for one in told["allocations"]] == [kind.shape for kind in resolved.kinds]
+    assert told["steps"] and all(step["extent"] >= 1 for step in told["steps"]) and told["address"]
+    if resolved.parts or len(resolved.orders) == 2 or any(len(step["axes"]) != 1 for step in told["steps"]):
+        return
+    at = {"b": 3, "l": 0, "o": 1 % told["shape"]["no"], "h": 0, "t": 5 % told["shape"]["nt"], "d": 7}
+    entry = offset = 0
+    for step in told["steps"]:
+        index = at[step["axes"][0]] // step["divisor"] % step["extent"]
+        entry, offset = entry + index * step["allocations"], offset + index * step["stride"]
+    assert resolved.address(at.pop("b"), **at) == (entry, offset)
+
+
+def test_plan_as_json(tmp_path: Path) -> None:
+    told = json.loads(ok("plan", "nhd", "universal", "--json"))
+    made = kvbm.plan("nhd", "universal", "llama-3.1-8b")
+    (part,) = told["parts"]
+    assert told["kernels"] == made.kernels() and told["kind"] == made.kind == "rows"
+    assert told["explanation"] == made.explain().splitlines()
+    nbytes = 1
+    for loop in part["loops"][1:]:
+        nbytes *= loop["extent"]
+    assert nbytes * part["loops"][-1]["src"]["bytes"] == made.nbytes == part["bytes"]
+    assert [loop["src"] for loop in part["loops"] if loop["what"] == "row"] == [
+        {"allocations": 0, "bytes": 256}, {"allocations": 0, "bytes": 2048},
+    ]  # fmt: skip
+
+
+def test_check_as_json() -> None:
+    bad = Path(__file__).parent / "data" / "bad" / "unknown_key.yaml"
+    result = call("check", "nhd", bad, "--json")
+    good, wrong = json.loads(result.stdout)
+    assert result.exit_code == kvbm.SpecError.exit_code == wrong["exit_code"] and "unknown_key.yaml:3" in wrong["error"]
+    assert (good["given"], good["error"], good["name"]) == ("nhd", None, "nhd") and "one-to-one" in good["notes"][0]
+
+
+def test_shapes() -> None:
+    """One line per shape, even for a narrow terminal; the sizes are those of the files."""
+    result = CliRunner().invoke(main, ["shapes"], env={"COLUMNS": "40"})
+    rows = {line.split()[0]: line for line in result.output.splitlines() if line.strip()}
+    assert result.exit_code == 0 and [name for name in rows if name in shape_names()] == shape_names()
+    # 80 layers of K and V, one of 8 heads, 16 tokens, 128 elements, 2 bytes
+    assert rows["llama-3.1-70b/tp8"].split() == [
+        "llama-3.1-70b/tp8", "80", "2", "1", "16", "128", "bfloat16", f"{80 * 2 * 16 * 128 * 2:,}", "Llama", "3.1", "70B",
+    ]  # fmt: skip
+    listed = json.loads(ok("shapes", "Llama-3.1-8B", "--json"))
+    assert [one["name"] for one in listed] == [f"llama-3.1-8b{tp}" for tp in ("", "/tp2", "/tp4", "/tp8")]
+    assert listed[1] == {
+        "name": "llama-3.1-8b/tp2", "title": "Llama 3.1 8B", "nl": 32, "no": 2, "nh": 4, "nt": 16, "hd": 128,
+        "dtype": "bfloat16", "bytes_per_block": 32 * 2 * 4 * 16 * 128 * 2,
+    }  # fmt: skip
+    result = call("shapes", "no such")
+    assert result.exit_code == kvbm.SpecError.exit_code and "'no such'" in result.output
 
 
 @pytest.mark.parametrize("name", sorted(matrix.orders()))
@@ -71,12 +175,12 @@ def test_plan() -> None:
 
 
 def test_reshard(tmp_path: Path) -> None:
-    """Files and presets; what is printed is what the library says."""
+    """Files and presets; the command prints what the library returns."""
     file = tmp_path / "prefill.yaml"
     file.write_text("mesh: tp4\nshard: {h: tp}\nnt: 16\n", encoding="utf-8")
     made = reshard.plan(reshard.load(str(file), kvbm.load_shape(SHAPE)), reshard.load("vllm:tp2,nt64", kvbm.load_shape(SHAPE)))
     text = ok("reshard", file, "vllm:tp2,nt64", "--shape", SHAPE)
-    assert text.startswith(f"{made}\n\nLayers: ") and "prefill (tp4, 16 tokens a block) → vllm:tp2,nt64" in text
+    assert text.startswith(f"{made}\n\nLayers: ") and "prefill (tp4, 16 tokens per block) → vllm:tp2,nt64" in text
     assert " ".join(text.partition("\n\n")[2].split()) == " ".join(made.explain().split())
     counted = ok("reshard", file, "vllm:tp2,nt64", "--shape", SHAPE, "--tokens", 1000)
     assert "1,000 tokens: 62 units, and 8 tokens one by one" in counted
@@ -116,6 +220,24 @@ def test_reshard_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(drawn) == 4, "both steps"
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, tmp_path: Path) -> None:
+    """The script contains the program and its variable; if the shell is installed, it can parse the script."""
+    script = ok("completion", shell)
+    assert f"_KVBM_COMPLETE={shell}_complete" in script and "complete" in script and " kvbm" in script
+    if (program := shutil.which(shell)) is not None:
+        path = tmp_path / "script"
+        path.write_text(script, encoding="utf-8")
+        subprocess.run([program, "-n", str(path)], check=True)
+    assert call("completion", "tcsh").exit_code == 2
+
+
+def test_shapes_are_completed() -> None:
+    complete = ShellComplete(main, {}, "kvbm", "_KVBM_COMPLETE")
+    found = [item.value for item in complete.get_completions(["show", "nhd", "--shape"], "llama-3.1-8b")]
+    assert found == [f"llama-3.1-8b{tp}" for tp in ("", "/tp2", "/tp4", "/tp8")]
+
+
 def test_placements_are_completed() -> None:
     for given, expected in (("v", ["vllm:tp"]), ("", [""]), ("some", ["some"]), ("./x", ["./x"])):
         complete = ShellComplete(main, {}, "kvbm", "_KVBM_COMPLETE")
@@ -139,6 +261,38 @@ def test_check_bad() -> None:
     )
     result = call("check", bad / "shape_split_does_not_cover.yaml", "--shape", SHAPE.replace("hd=32", "hd=128"))
     assert result.exit_code == kvbm.LayoutError.exit_code
+
+
+def test_check_takes_names() -> None:
+    """The command checks the requested shape, and no other."""
+    both = ok("check", "universal", "vllm/LBHNC")
+    assert both.count("ok  ") == 2 and "universal: [b] h l o t d" in both and "shipped shapes" in both
+    assert ok("check", "universal", "--shape", SHAPE).splitlines()[1:] == [f"    one-to-one at {SHAPE}"]
+    result = call("check", "nhd", "vllm/paged_attn_v0", "--shape", SHAPE.replace("hd=32", "hd=5"))
+    assert result.exit_code == kvbm.LayoutError.exit_code and "vllm/paged_attn_v0" in result.output and "ok  nhd" in result.output
+    result = call("check", "universl")
+    assert result.exit_code == kvbm.SpecError.exit_code and "universal" in result.output, "the nearest names"
+    assert call("check", "none.yaml").exit_code == kvbm.SpecError.exit_code
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("show", "nhd"), ("plan", "nhd", "universal"), ("which", "32x2,1024,16,8,128"), ("reshard", "vllm:tp4", "vllm:tp2")],
+    ids=lambda args: args[0],
+)
+def test_a_shape_need_not_be_given(args: tuple[str, ...]) -> None:
+    assert ok(*args) == ok(*args, "--shape", "llama-3.1-8b")
+    assert "[default: llama-3.1-8b" in " ".join(ok(args[0], "--help").split())
+
+
+@pytest.mark.parametrize("args", [("show", "flashinfer/mla"), ("show", "vllm/fp8_ds_mla"), ("plan", "vllm/mla", "mlc/mla")])
+def test_a_latent_has_a_shape_of_its_own(args: tuple[str, ...]) -> None:
+    """If the default shape does not fit, another is chosen and named on stderr; a given shape is never replaced."""
+    result = call(*args)
+    assert result.exit_code == 0 and "deepseek-v3" in result.stderr and "--shape" in result.stderr, result.output
+    assert result.stdout == ok(*args, "--shape", "deepseek-v3")
+    assert call(*args, "--shape", "llama-3.1-8b").exit_code == kvbm.LayoutError.exit_code
+    assert call("show", "nhd").stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -165,8 +319,8 @@ def test_exit_codes(args: tuple[str, ...], error: type[kvbm.KvbmError]) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [(), ("nonsense",), ("plan", "nhd"), ("show", "nhd"), ("convert", "nowhere", "out", "--to", "nhd"),
-             ("reshard", "vllm"), ("reshard", "vllm", "vllm"), ("reshard", "vllm", "vllm", "--shape", SHAPE, "--tokens", "0")]
+    "args", [(), ("nonsense",), ("plan", "nhd"), ("show",), ("convert", "nowhere", "out", "--to", "nhd"),
+             ("reshard", "vllm"), ("reshard", "vllm", "vllm", "--shape", SHAPE, "--tokens", "0")]
 )  # fmt: skip
 def test_usage(args: tuple[str, ...]) -> None:
     assert call(*args).exit_code == 2
@@ -194,8 +348,121 @@ def test_doctor() -> None:
         assert word in text
 
 
+def test_doctor_cuts_nothing_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    path = f"/{'b' * 60}/end"
+    text = io.StringIO()
+    console = Console(file=text, width=40, force_terminal=True, color_system=None)
+    monkeypatch.setattr(doctor, "findings", lambda: iter([("ok", "kvbm", path)]))
+    monkeypatch.setattr("kvbm.cli.terminal", lambda: console)
+    assert call("doctor").exit_code == 0
+    assert path in "".join(text.getvalue().split()) and "…" not in text.getvalue()
+
+
+class _Core:
+    """Replaces the extension for doctor: a driver that answers or fails, and GPUs of given capabilities."""
+
+    def __init__(self, driver: int | kvbm.KvbmError = 13000, gpus: Any = (), images: int = 9) -> None:
+        self.driver, self.gpus, self.images = driver, gpus, images
+
+    def kernel_names(self) -> list[str]:
+        return ["one"]
+
+    def num_images(self) -> int:
+        return self.images
+
+    def driver_version(self) -> int:
+        if isinstance(self.driver, kvbm.KvbmError):
+            raise self.driver
+        return self.driver
+
+    def device_count(self) -> int:
+        if isinstance(self.gpus, kvbm.KvbmError):
+            raise self.gpus
+        return len(self.gpus)
+
+    def device_info(self, index: int) -> dict[str, Any]:
+        return {"name": "GPU", "capability": self.gpus[index], "sms": 1, "memory": 1 << 30}
+
+    def has_memcpy_batch(self) -> bool:
+        return True
+
+
+def _unavailable(code: int) -> kvbm.KvbmError:
+    return kvbm.CudaUnavailableError("why", code=code)
+
+
+@pytest.mark.parametrize(
+    ("core", "expected", "first"),
+    [
+        pytest.param(_Core(_unavailable(-1)), 0, "no NVIDIA driver found", id="no-driver"),
+        pytest.param(_Core(_unavailable(-1), images=0), 0, "no NVIDIA driver found", id="nothing-built-no-driver"),
+        pytest.param(_Core(_unavailable(34)), 0, "no NVIDIA driver found", id="stub-of-a-driver"),
+        pytest.param(_Core(_unavailable(803)), 19, "", id="mismatched-driver"),
+        pytest.param(_Core(_unavailable(803), images=0), 0, "", id="mismatched-driver-nothing-built"),
+        pytest.param(_Core(), 0, "", id="no-gpu"),
+        pytest.param(_Core(gpus=_unavailable(100)), 0, "", id="no-gpu-says-the-driver"),
+        pytest.param(_Core(gpus=_unavailable(46)), 19, "", id="gpu-that-is-taken"),
+        pytest.param(_Core(gpus=[(9, 0)]), 0, "", id="gpu"),
+        pytest.param(_Core(gpus=[(8, 0)]), 19, "", id="gpu-without-image"),
+        pytest.param(_Core(gpus=[(8, 0)], images=0), 0, "", id="gpu-nothing-built"),
+        pytest.param(_Core(gpus=[(8, 0), (9, 0)]), 0, "", id="one-of-two-gpus"),
+        pytest.param(None, 16, "", id="no-extension"),
+    ],
+)
+def test_doctor_exits_by_what_it_finds(
+    core: _Core | None, expected: int, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_build_info", lambda: {"targets": "sm_90", "nvcc": "13.0.88"})
+    monkeypatch.setattr(doctor, "_tables", lambda _: iter(()))
+    if core is None:
+        monkeypatch.delattr(kvbm, "_core", raising=False)
+        monkeypatch.setitem(sys.modules, "kvbm._core", None)
+    else:
+        monkeypatch.setattr(kvbm, "_core", core, raising=False)
+    result = call("doctor", "--json")
+    told = json.loads(result.output)
+    assert result.exit_code == expected, result.output
+    assert told[0]["text"].startswith(first or doctor._version("kvbm-layouts") or "not installed")
+    assert sum("no NVIDIA driver found" in one["text"] for one in told) == bool(first)
+    text = call("doctor")
+    assert text.exit_code == expected and len(text.output.splitlines()) == len(told), "a record a line"
+
+
+@pytest.mark.parametrize(("driver", "nvcc", "note"), [
+    (12080, "13.0.88", "need a driver for CUDA 13 (release 580 or newer)"),
+    (12080, "14.1.2", "need a driver for CUDA 14: update"),
+    (13000, "13.2.1", ""),
+    (13000, "12.9.86", ""),
+])  # fmt: skip
+def test_doctor_on_a_driver_of_an_older_cuda(driver: int, nvcc: str, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_tables", lambda _: iter(()))
+    told = list(doctor._gpus(_Core(driver, [(9, 0)]), "sm_90", nvcc))
+    assert told[0] == ("ok", "driver", f"CUDA {driver // 1000}.{driver % 1000 // 10}")
+    notes = [text for mark, _, text in told if mark == "note"]
+    assert [nvcc in text and note in text for text in notes] == ([True] if note else [])
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_doctor_on_the_other_kvbm(overwrites: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of the same name is a note; if its files are in kvbm's folder, it is an error."""
+    info = tmp_path / "kvbm-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvbm\nVersion: 9.9\n", encoding="utf-8")
+    ours = os.path.relpath(Path(doctor.__file__).parent / "__init__.py", tmp_path)
+    (info / "RECORD").write_text(f"{ours if overwrites else 'kvbm/__init__.py'},,\n", encoding="utf-8")
+    monkeypatch.setattr(kvbm, "_core", _Core(), raising=False)
+    assert not [what for _, what, _ in doctor.findings() if what == "conflict"]
+    monkeypatch.syspath_prepend(tmp_path)
+    found = list(doctor.findings())
+    [(mark, text)] = [(mark, text) for mark, what, text in found if what == "conflict"]
+    assert "9.9" in text and "pip uninstall kvbm" in text
+    assert (mark, doctor.exit_code(found)) == (("broken", 16) if overwrites else ("note", 0))
+
+
 def test_doctor_on_transports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is installed, without an import of it."""
+    """Lists installed transports without importing them."""
 
     def told(**versions: str) -> dict[str, tuple[str, str]]:
         here = {name.replace("_", "-"): version for name, version in versions.items()}
@@ -244,7 +511,7 @@ def _source(path: Path, name: str, text: str, blocks: int, metadata: dict[str, s
 
 
 def _flat(where: oracle.Placed) -> np.ndarray:
-    """Byte positions where allocations follow each other."""
+    """Byte positions of adjacent allocations."""
     starts = np.cumsum([0] + [space.nbytes for space in where.spaces])[:-1]
     entry, offset = where.address(range(where.num_blocks))
     return starts[entry] + offset
@@ -424,7 +691,7 @@ def _arrays(path: Path) -> list[np.ndarray]:
 
 
 def test_verify(tmp_path: Path) -> None:
-    """What is wrong is told of every file; the exit code is that of digests before all others."""
+    """Errors in every file are reported; the exit code for digests takes precedence."""
     one, other = _two_files(tmp_path)
     assert ok("verify", one, other).splitlines() == [f"{path}: 5 blocks compared, all as they were" for path in (one, other)]
     _flip(one, "alloc_00000", (1 * 5 + 1) * 4 * 16 * 64 * 2 + 70)  # l b h n c: K and V of a token side by side
@@ -561,16 +828,16 @@ def test_convert_writes_files_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"kvbm.layout": "nhd"}, "without the fingerprint"),
-        ({"kvbm.layout": "MINE.yaml", "kvbm.fingerprint": "0"}, "'MINE.yaml' (?), which is not a shipped one"),
-        ({"kvbm.layout": "../layouts/nhd", "kvbm.fingerprint": "0"}, "which is not a shipped one"),
-        ({"kvbm.layout": "n" * 5000, "kvbm.fingerprint": "0"}, "which is not a shipped one"),
-        ({"kvbm.layout": "a\0b", "kvbm.fingerprint": "0"}, "which is not a shipped one"),
+        ({"kvbm.layout": "nhd"}, "without a fingerprint"),
+        ({"kvbm.layout": "MINE.yaml", "kvbm.fingerprint": "0"}, "'MINE.yaml' (?), which is not a shipped layout"),
+        ({"kvbm.layout": "../layouts/nhd", "kvbm.fingerprint": "0"}, "which is not a shipped layout"),
+        ({"kvbm.layout": "n" * 5000, "kvbm.fingerprint": "0"}, "which is not a shipped layout"),
+        ({"kvbm.layout": "a\0b", "kvbm.fingerprint": "0"}, "which is not a shipped layout"),
         ({"kvbm.layout": "nhd", "kvbm.fingerprint": "0"}, "fingerprint 0)"),
     ],
 )
 def test_names_in_files_are_not_believed(tmp_path: Path, metadata: dict[str, str], said: str) -> None:
-    """Red: a name that ends in .yaml was opened, and one without a fingerprint taken."""
+    """Red: a name in a file that ends in .yaml was opened, and one without a fingerprint was accepted."""
     mine = tmp_path / "mine.yaml"
     mine.write_text('order: "[b l o] t h d"\n', encoding="utf-8")
     metadata = {key: value.replace("MINE.yaml", str(mine)) for key, value in metadata.items()}
@@ -585,7 +852,7 @@ def test_names_in_files_are_not_believed(tmp_path: Path, metadata: dict[str, str
 
 
 def test_a_terminal_without_arrows(tmp_path: Path) -> None:
-    """Red: OUT was written, and then came a traceback."""
+    """Red: OUT was written, and then a traceback was printed."""
     _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3)
     args = ["convert", "in.safetensors", "out.safetensors", "--from", "nhd", "--to", "universal", "--shape", SHAPE]
     command = [sys.executable, "-m", "kvbm", *args]
@@ -622,7 +889,7 @@ LONG = "9" * 5000
         ("convert", __file__, "out", "--to", "nhd", "--num-blocks", LONG),
         ("tune", "--device", LONG),
         ("smoke", "--gpu", LONG),
-        ("smoke", "--runs", LONG),
+        ("smoke", "--iters", LONG),
         ("demo", "--device", f"cuda:{LONG}"),
         ("demo", "--seed", LONG),
     ],
@@ -731,7 +998,7 @@ def test_plan_of_planes() -> None:
 
 
 def _filled(path: Path, name: str, text: str, blocks: int) -> kvbm.Pool:
-    """A file of blocks whose every byte is noise, padding included, and the pool that it was written through."""
+    """A file of blocks with noise in every byte, including padding, and the pool through which it was written."""
     from kvbm import store
 
     shape = kvbm.load_shape(text)
@@ -759,7 +1026,7 @@ def _filled(path: Path, name: str, text: str, blocks: int) -> kvbm.Pool:
     ],
 )
 def test_convert_planes(tmp_path: Path, torch: Any, src: str, dst: str, shape: str) -> None:
-    """From file to file, there and back; the library reads both, and every tensor is what its metadata say."""
+    """From file to file and back; the library reads both, and every tensor is as its metadata describe."""
     safetensors = pytest.importorskip("safetensors")
     paths = [tmp_path / f"{name}.safetensors" for name in ("in", "out", "back")]
     near = _filled(paths[0], src, shape, 5)
@@ -797,7 +1064,7 @@ def test_convert_planes(tmp_path: Path, torch: Any, src: str, dst: str, shape: s
 
 
 def test_convert_planes_without_a_code(tmp_path: Path) -> None:
-    """Integers of four bits are bytes in a file, whose metadata say so; wide planes are aligned though narrow ones are first."""
+    """Integers of four bits are bytes in a file, which its metadata say; wide planes are aligned even after narrow ones."""
     from kvbm import store
 
     safetensors = pytest.importorskip("safetensors")
@@ -854,4 +1121,4 @@ def test_convert_planes_refuses(tmp_path: Path) -> None:
         "--to",
         "record/mla_fp8_planes",
     )
-    assert "no whole number of blocks of 26,240 bytes" in said
+    assert "not a multiple of the 26,240 bytes of a block" in said

@@ -1,4 +1,4 @@
-"""Generated text: the same bytes every time, everywhere; written only where it differs."""
+"""Generated code: the same bytes on every run and machine, and files are written only if they differ."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _two() -> list[kvbm.Layout]:
 
 
 def test_golden_text() -> None:
-    """The text for two layouts, whole: what a reader of the generated code sees."""
+    """The complete text for two layouts, as a reader of the generated code sees it."""
     for name, text in codegen.generate(_two()).items():
         _golden(f"{name}.txt", text)
 
 
 @pytest.mark.slow
 def test_golden_kernels() -> None:
-    """Which kernels all shipped layouts ask for; and that they are what was built."""
+    """The kernels that all shipped layouts need; they are the built ones."""
     from kvbm import _core
 
     manifest = codegen.generate()["manifest.txt"]
@@ -77,7 +77,7 @@ def test_golden_plans(pair: tuple[str, str]) -> None:
 
 @pytest.mark.slow
 def test_two_processes_agree(files: dict[str, str]) -> None:
-    """Hash seeds, working folders and locales do not show in the text."""
+    """Hash seeds, working folders and locales do not affect the text."""
     outputs = []
     for seed, locale in (("0", "C"), ("1", "C.UTF-8"), ("4242", "POSIX")):
         env = {**os.environ, "PYTHONHASHSEED": seed, "LC_ALL": locale}
@@ -95,7 +95,7 @@ def test_order_of_layouts_does_not_matter() -> None:
 
 
 def test_layouts_that_mean_the_same_ask_for_the_same() -> None:
-    """Planned once, named each; and naming one more changes no kernel."""
+    """They are planned once, and all named; another name for the same layout changes no kernel."""
     layouts = [kvbm.load(name) for name in ("nhd", "dynamo/stacked_nhd", "universal", "vllm/paged_attn_v0")]
     both, one = codegen.kernels(layouts), codegen.kernels([layouts[0], *layouts[2:]])
     assert list(both) == list(one)
@@ -140,7 +140,7 @@ def test_every_kernel_has_its_loop_nest_above(files: dict[str, str]) -> None:
 
 
 def test_names_tell_everything(files: dict[str, str]) -> None:
-    """A name parses back to itself: everything that changes the bits is in it."""
+    """A parsed name gives the same kernel: the name has everything that changes the code."""
     for line in files["manifest.txt"].splitlines():
         name = line.split("\t")[0]
         assert "__".join(form.name for form in nest.parse_kernel(name)) == name
@@ -159,7 +159,7 @@ def test_index_of_kernels() -> None:
 
 @pytest.mark.parametrize(("src", "dst"), matrix.pairs())
 def test_every_plan_has_its_kernel(src: str, dst: str) -> None:
-    """Whatever the shape and the alignment, a conversion between shipped layouts finds a kernel."""
+    """For any shape and alignment, a conversion between shipped layouts finds a kernel."""
     one_of_each_width = [(dtype, shape) for dtype, shape in matrix.possible(src, dst) if dtype.startswith("uint")]
     assert one_of_each_width
     layouts = kvbm.load(src), kvbm.load(dst)
@@ -171,7 +171,7 @@ def test_every_plan_has_its_kernel(src: str, dst: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.1-8b/tp8", "llama-3.1-70b", "llama-3.1-70b/tp8"])
 def test_real_models_have_their_own_kernels(name: str) -> None:
-    """No fallback for the models that are shipped: exactly the planned kernel was built."""
+    """No fallback for shipped models: exactly the planned kernel was built."""
     from kvbm import _core
 
     names = set(_core.kernel_names())
@@ -201,7 +201,7 @@ FEW = [
 
 
 def test_few_kernels_are_few(files: dict[str, str]) -> None:
-    """One small set, the same whatever the layouts; and no pair of layouts asks for one by name."""
+    """One small set, independent of the layouts; it is not built for particular pairs of layouts."""
     for text in (files["manifest.txt"], codegen.generate(_two())["manifest.txt"]):
         few = [line.split("\t") for line in text.splitlines() if line.startswith("few_")]
         assert [name for name, *_ in few] == FEW
@@ -209,7 +209,7 @@ def test_few_kernels_are_few(files: dict[str, str]) -> None:
 
 
 def test_few_kernels_run_every_plan() -> None:
-    """Each form that a shipped layout asks for has its few kernel; ordinary ones never stand in for it, nor it for them."""
+    """Each form that a shipped layout needs has its few kernel; ordinary kernels never replace it, nor it them."""
     few = [form for name in FEW for form in nest.parse_kernel(name)]
     assert all(form.few for form in few)
     names = (GOLDEN / "shipped_kernels.txt").read_text(encoding="utf-8").split()
@@ -226,7 +226,7 @@ def test_few_kernels_run_every_plan() -> None:
 
 @pytest.fixture(scope="module")
 def cubin(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What ptxas says about kernels of either kind."""
+    """The output of ptxas for kernels of either kind."""
     try:
         compiler = nvcc.find()
     except kvbm.BuildError as error:
@@ -248,7 +248,7 @@ def cubin(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> st
 
 @pytest.mark.slow
 def test_registers(cubin: str) -> None:
-    """Rows leave room for every warp that a multiprocessor can hold; nothing spills."""
+    """Rows use so few registers that a multiprocessor can hold all its warps; nothing is spilled."""
     used = {
         name: (int(stack), int(stores), int(loads), int(registers))
         for name, stack, stores, loads, registers in re.findall(
@@ -301,7 +301,7 @@ def program(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize("sms", [1, 8, 132])
 @pytest.mark.parametrize("extents", [(2, 3, 1, 2, 64, 32, 1, 3, 1, 1, 2, 1), (1, 1, 1, 1, 16, 16, 1, 1, 1, 1, 1, 1)])
 def test_grids(program: Callable[..., str], sms: int, extents: tuple[int, ...]) -> None:
-    """Eight teams a CTA, as many CTAs as would take all the work at once; no host half; shared memory that a CTA may have."""
+    """Eight teams per CTA; enough CTAs for all the work at once; no host half; at most a CTA's shared memory."""
     told = {
         line.split()[0]: [int(n) for n in line.split()[1:]] for line in program("grids", sms, 41, *extents).splitlines()
     }
@@ -331,7 +331,7 @@ IDS = [0, 4, 5, -1, -2, 6, -(1 << 31), (1 << 31) - 1, 1 << 32, (1 << 32) - 1, -(
 def test_ids_are_followed_only_in_range(
     program: Callable[..., str], id_bytes: int, inlined: int, counted: int, blocks: tuple[int, int]
 ) -> None:
-    """-1 skips, other ids out of range skip and are noted, whole 64 bits count; nothing but that is followed."""
+    """-1 skips, other ids out of range skip and are reported, all 64 bits count; no other id is followed."""
     some = [i for i in IDS if id_bytes == 8 or -(1 << 31) <= i < 1 << 31]
     pairs = list(itertools.product(some, [2, -1, -2, 5])) if id_bytes else [(2, 2)] * 14
     pairs += [(b, a) for a, b in pairs]

@@ -1,4 +1,4 @@
-"""docs/connect.md stays true: its Python is run, and its names exist."""
+"""docs/howto/connect.md and docs/reference/wires.md are correct: their Python runs, and their names exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from kvbm import wire
 from kvbm.wire.protocol import Ends
 
-TEXT = (Path(__file__).resolve().parent.parent / "docs" / "connect.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TEXT = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in ("howto/connect.md", "reference/wires.md"))
 
 
 def test_examples(tmp_path: Path) -> None:
@@ -24,8 +25,8 @@ def test_examples(tmp_path: Path) -> None:
 
 def test_names_exist() -> None:
     named = set(re.findall(r"`wire\.(\w+)\(", TEXT))
-    assert named == {"memory", "nixl", "torch", "nixl_files", "mapped", "faulty"} and named <= set(wire.__all__)
-    transports = TEXT.partition("## Transports")[2]
+    assert named == {"memory", "nixl", "torch", "nixl_files", "nixl_objects", "mapped", "faulty"} and named <= set(wire.__all__)
+    transports = TEXT.partition("# Wires")[2]
     calls = {
         name for row in re.findall(r"^\| (`\w+\(.*?`) \|", transports, re.MULTILINE) for name in re.findall(r"`(\w+)\(", row)
     }

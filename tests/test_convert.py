@@ -1,4 +1,4 @@
-"""Conversions that run: skips, big batches, threads; and, on a GPU, the order of streams."""
+"""Conversions: skipped pairs, large batches, threads; on a GPU also the order of streams."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_many_small_blocks() -> None:
     "pair", [("hf/dynamic_cache", "nhd"), ("nhd", "universal"), ("universal", "vllm/paged_attn_v0")]
 )
 def test_large_blocks_on_all_cores(pair: tuple[str, str]) -> None:
-    """Big enough that the work is shared among threads and stored around the cache."""
+    """Blocks so large that several threads copy them with non-temporal stores."""
     shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=64, hd=128, dtype="bfloat16")
     src, dst = Bound(pair[0], shape, 5), Bound(pair[1], shape, 6, dst=True)
     kvbm.convert(src.pool, dst.pool, [4, 0, 2, 1], [5, 1, 0, 3])
@@ -81,7 +81,7 @@ def test_large_blocks_on_all_cores(pair: tuple[str, str]) -> None:
 @given(strategies.pair(limit=900))
 @strategies.cases(250)
 def test_random_layouts_on_the_host(drawn: Any) -> None:
-    """Layouts nobody has compiled for: they run on the general kernels, whatever their number of modes."""
+    """Layouts without compiled kernels use the general kernels, with any number of modes."""
     sizes, one, other = drawn
     try:
         arenas = [sizes.placed(x.order).layout_bytes(align) for x, align in ((one, 2), (other, 1))]
@@ -119,7 +119,7 @@ def test_there_and_back() -> None:
 
 @pytest.mark.parametrize("name", ["universal", "vllm/paged_attn_v0"])
 def test_threads_share_pools(name: str) -> None:
-    """Many Python threads, one pair of pools, blocks of their own."""
+    """Many Python threads use the same two pools, each with different blocks."""
     blocks, threads = 64, 8
     src, dst = Bound("nhd", SHAPE, blocks), Bound(name, SHAPE, blocks, dst=True)
     start = threading.Barrier(threads)
@@ -150,7 +150,7 @@ def test_threads_with_pools_of_their_own() -> None:
 
 
 def test_the_lock_is_released() -> None:
-    """Other Python threads run while a conversion does."""
+    """Other Python threads run during a conversion."""
     shape = kvbm.BlockShape(nl=8, no=2, nh=8, nt=64, hd=128, dtype="float32")
     pools = [kvbm.Pool.allocate(kvbm.load(name), shape, 8) for name in ("nhd", "universal")]
     for pool in pools:
@@ -176,7 +176,7 @@ def test_the_lock_is_released() -> None:
 
 
 def test_the_pool_keeps_its_arrays() -> None:
-    """Arrays that only the pool holds are not freed under it."""
+    """Arrays to which only the pool refers are not freed."""
     src = Bound("nhd", SHAPE, 3)
     arena = placed(matrix.orders()["universal"], SHAPE, 3).layout_bytes()
     pool = kvbm.Pool(kvbm.load("universal"), SHAPE, [np.zeros(s.shape, np.uint16) for s in arena.placed.spaces])
@@ -207,7 +207,7 @@ def _device(name: str, shape: Any, blocks: int, dst: bool) -> tuple[Any, Any, An
     "pair", [("nhd", "universal"), ("universal", "vllm/paged_attn_v0"), ("hf/dynamic_cache", "nhd")]
 )
 def test_fill_copy_refill_on_one_stream_sanitize(pair: tuple[str, str]) -> None:
-    """The copy reads what was in the source when its turn came: filled before, overwritten after, no waiting."""
+    """The source is filled before and overwritten after the copy in stream order: the copy reads the first contents."""
     import torch
 
     shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=16, hd=64, dtype="bfloat16")
@@ -233,7 +233,7 @@ def test_fill_copy_refill_on_one_stream_sanitize(pair: tuple[str, str]) -> None:
 
 @pytest.mark.gpu
 def test_a_race_without_order_is_seen() -> None:
-    """The control of the test above: on an unordered stream the same copy reads the wrong bytes."""
+    """The control for the test above: on an unordered stream the same copy reads wrong bytes."""
     import torch
 
     shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=16, hd=64, dtype="bfloat16")
@@ -258,7 +258,7 @@ def test_a_race_without_order_is_seen() -> None:
 
 @pytest.mark.gpu
 def test_ids_may_change_at_once() -> None:
-    """Ids are copied before the call returns, however many there are."""
+    """Ids are copied before the call returns, for any number of ids."""
     import torch
 
     shape = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="float16")
@@ -280,7 +280,7 @@ def test_ids_may_change_at_once() -> None:
 
 @pytest.mark.gpu
 def test_many_batches_in_flight() -> None:
-    """More batches than any ring has slots, none waited for."""
+    """More batches than any ring has slots, without waiting."""
     import torch
 
     shape = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="float16")
@@ -344,7 +344,7 @@ def test_refusals_on_a_gpu_leave_the_destination() -> None:
     for src_ids, dst_ids, match in (([4], [0], "4"), ([0, 1], [2, 2], "2"), ([0], [5], "5"), ([0, 1], [0], "2.*1")):
         with pytest.raises(kvbm.BindError, match=match):
             kvbm.convert(src, dst, src_ids, dst_ids)
-    with pytest.raises(kvbm.BindError, match="destination is in host memory that GPUs do not reach"):
+    with pytest.raises(kvbm.BindError, match="destination is in host memory that GPUs cannot access"):
         kvbm.convert(src, host.pool)
     with pytest.raises(TypeError, match="stream"):
         kvbm.convert(src, dst, [0], [0], stream="default")
@@ -354,7 +354,7 @@ def test_refusals_on_a_gpu_leave_the_destination() -> None:
 
 @pytest.mark.gpu
 def test_allocate_on_a_gpu() -> None:
-    """Memory of kvbm's own: CUDA array interface, freed with the pool."""
+    """Memory that kvbm owns: CUDA array interface, freed with the pool."""
     import torch
 
     shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=16, hd=128, dtype="bfloat16")

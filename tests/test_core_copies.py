@@ -1,6 +1,7 @@
-"""Raw copies, and lists of tensors that are looked at from C.
+"""Raw copies, and lists of tensors that are read in C.
 
-Refusals need no GPU; the way to the launch is tested on the fake driver (programs/); what the kernel does, on a GPU.
+Errors are tested without a GPU.  Everything up to the launch is tested on the fake driver (programs/).  The kernel itself is tested
+on a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BOTH = [vectorized_copy, memcpy_batch]
 
 
 class Host:
-    """Memory that nothing may touch."""
+    """Memory that must not be accessed."""
 
     def __init__(self) -> None:
         self.data = np.arange(4096, dtype=np.uint8)
@@ -107,7 +108,7 @@ def test_nothing_to_copy_touches_no_cuda() -> None:
 
 
 def clashes(src: Any, dst: Any, sizes: Any) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """All pairs of positions that share bytes: destinations, and (source, destination).  By comparing each with each."""
+    """All pairs of positions that share bytes, of destinations and of (source, destination), by comparing each with each."""
     spans = [(range(int(s), int(s + n)), range(int(d), int(d + n))) for s, d, n in zip(src, dst, sizes, strict=True)]
 
     def meet(a: range, b: range) -> bool:
@@ -120,7 +121,7 @@ def clashes(src: Any, dst: Any, sizes: Any) -> tuple[set[tuple[int, int]], set[t
 
 @pytest.mark.parametrize("reach", [200, 2000, 1 << 20, 1 << 45])
 def test_races_are_found_as_by_comparing_each_with_each(reach: int) -> None:
-    """Random ranges, in order and out of order, of one size and of many, with and without empty ones."""
+    """Random ranges, sorted and not, of one size and of many, with and without empty ones."""
     rng = np.random.default_rng(reach)
     seen = set()
     for turn in range(600):
@@ -149,7 +150,7 @@ def test_races_are_found_as_by_comparing_each_with_each(reach: int) -> None:
 
 @pytest.mark.parametrize("gap", [16, 1 << 20, 1 << 33])
 def test_many_ranges(gap: int) -> None:
-    """More than the scratch memory that is kept, and every digit of the sort."""
+    """More than the cached scratch memory, and every digit of the sort."""
     n = 70_000
     rng = np.random.default_rng(gap)
     places = rng.permutation(2 * n).astype(np.uint64) * np.uint64(gap) + np.uint64(1 << 12)
@@ -180,7 +181,7 @@ def test_ranges_at_the_end_of_the_address_space() -> None:
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 255, 256, 257, 4096, 4097, 8191, 70_001])
 def test_every_alignment(fake_gpu: FakeDriver, size: int) -> None:
-    """Alignments 0 to 17 of either side: one launch, the bytes of every tile, and no byte beside them."""
+    """Alignments 0 to 17 on both sides: one launch copies the bytes of every tile, and no others."""
     fake_gpu("raw_copies.every_alignment", size)
 
 
@@ -189,12 +190,12 @@ def test_large_pairs_and_many(fake_gpu: FakeDriver) -> None:
 
 
 def test_pairs_beyond_the_parameters_go_through_the_ring(fake_gpu: FakeDriver) -> None:
-    """Deferred launches whose addresses the caller overwrites: each has its own, and the ring does not grow for ever."""
+    """The caller overwrites addresses of deferred launches: each launch has its own copy, and the ring stays bounded."""
     fake_gpu("raw_copies.pairs_beyond_the_parameters_go_through_the_ring")
 
 
 def test_which_device(fake_gpu: FakeDriver) -> None:
-    """Host memory that no GPU reaches is refused before anything is copied; an allocation is asked about once."""
+    """Host memory that no GPU can access is refused before anything is copied; each allocation is queried once."""
     fake_gpu("raw_copies.which_device")
 
 
@@ -204,13 +205,13 @@ def test_neighbours_become_one_copy(fake_gpu: FakeDriver) -> None:
 
 @pytest.mark.parametrize(("mode", "used"), [(0, 2), (1, 1), (2, 2)])
 def test_neighbours_of_two_allocations_are_copied_one_by_one(fake_gpu: FakeDriver, mode: int, used: int) -> None:
-    """The driver takes no copy across the end of an allocation: what was merged in vain is copied as it was given."""
+    """The driver refuses a copy across two allocations: such merged copies are repeated one by one."""
     fake_gpu("raw_copies.neighbours_of_two_allocations_are_copied_one_by_one", mode, used, FAKE_MOST_BYTES="100")
 
 
 @pytest.mark.parametrize(("version", "used"), [("13000", "2 1 2"), ("12040", "1 1 KVBM_NO_FUNCTION")])
 def test_modes(fake_gpu: FakeDriver, version: str, used: str) -> None:
-    """Each does what it says, also for the legacy stream; what cannot be had is an error, and the fallback is told."""
+    """Each mode does what it says, also on the legacy stream; an unavailable mode is an error, and fallbacks are reported."""
     assert fake_gpu("raw_copies.modes", FAKE_VERSION=version) == f"{used} {used}\n"
 
 
@@ -219,7 +220,7 @@ def test_modes(fake_gpu: FakeDriver, version: str, used: str) -> None:
 
 @pytest.fixture(scope="module")
 def lists(fake_gpu: FakeDriver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """Runs programs in which CPU tensors say that they are on a GPU (data/as_cuda.c)."""
+    """Runs programs in which CPU tensors claim to be on a GPU (data/as_cuda.c)."""
     torch = pytest.importorskip("torch")
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("this torch cannot be looked at from C")
@@ -232,7 +233,7 @@ def lists(fake_gpu: FakeDriver, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.mark.slow
 def test_lists_are_looked_at_from_c(lists: FakeDriver) -> None:
-    """Once a tensor, whatever holds them, in every dtype; and the right bytes move."""
+    """Each tensor is read once, in any container and dtype; and the right bytes are copied."""
     lists("tensor_lists.lists_are_looked_at_from_c")
 
 
@@ -270,7 +271,7 @@ DEVIATIONS = {
 
 @pytest.mark.parametrize("what", DEVIATIONS)
 def test_what_is_wrong_is_said_as_from_python(lists: FakeDriver, what: str) -> None:
-    """Looked at from C or not: one outcome, one message, and the destination as it was unless the copy is right."""
+    """Read in C or in Python: the same result and message; the destination is unchanged unless the copy is right."""
     text = lists("tensor_lists.what_is_wrong_is_said_as_from_python", DEVIATIONS[what])
     outcomes = eval(text)
     harmless = {"a chunk twice": 1, "a whole tensor twice": 1}  # read twice: that is no race
@@ -279,12 +280,12 @@ def test_what_is_wrong_is_said_as_from_python(lists: FakeDriver, what: str) -> N
 
 
 def test_destinations_count_as_written(lists: FakeDriver) -> None:
-    """Autograd is told once of each tensor that was written, looked at from C or not; of very many chunks only by the latter."""
+    """Autograd is told once of each written tensor, read in C or not; very many chunks that are read in C are not reported."""
     lists("tensor_lists.destinations_count_as_written")
 
 
 def test_a_list_that_changes_while_it_is_looked_at(lists: FakeDriver) -> None:
-    """Looking at an object may run Python; a list that became shorter by then is an error, not a crash."""
+    """Reading an object may run Python; if the list gets shorter meanwhile, this is an error, not a crash."""
     lists("tensor_lists.a_list_that_changes_while_it_is_looked_at")
 
 
@@ -295,7 +296,7 @@ SKEWS = [(s, d) for s in range(18) for d in range(18)]
 
 
 class Pairs:
-    """Sources and destinations at chosen misalignments, guard bytes round each."""
+    """Sources and destinations at chosen misalignments, each between guard bytes."""
 
     def __init__(self, size: int, skews: Any, src_at: str = "cuda", dst_at: str = "cuda") -> None:
         import torch
@@ -341,7 +342,7 @@ class Pairs:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
 def test_every_alignment_on_a_gpu(size: int) -> None:
-    """All together: as wide as each pair allows."""
+    """All together: each pair with the widest words that it allows."""
     pairs = Pairs(size, SKEWS)
     vectorized_copy(*pairs.addresses, size)
     pairs.check()
@@ -350,7 +351,7 @@ def test_every_alignment_on_a_gpu(size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [size for size in SIZES if size < 1 << 20] + [65_551])
 def test_one_alignment_a_launch(size: int) -> None:
-    """Each by itself: as many threads a pair as its word asks for."""
+    """One alignment per launch: the number of threads per pair follows from its word."""
     pairs = Pairs(size, SKEWS)
     for src, dst in zip(*pairs.addresses, strict=True):
         vectorized_copy([src], [dst], size)
@@ -359,7 +360,7 @@ def test_one_alignment_a_launch(size: int) -> None:
 
 @pytest.mark.gpu
 def test_pairs_sanitize() -> None:
-    """Small, for compute-sanitizer: exact allocations, so that a byte too far is one outside."""
+    """Small, for compute-sanitizer: exact allocations, so that an access beyond the end is reported."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -392,7 +393,7 @@ def test_one_large_pair(skew: tuple[int, int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [24, 4096])
 def test_twenty_thousand_pairs(size: int) -> None:
-    """More than the parameters carry, again and again: the ring."""
+    """More than fit the parameters, several times: the ring."""
     rng = np.random.default_rng(size)
     pairs = Pairs(size, rng.integers(0, 4, (20_000, 2)) * 16 + rng.integers(0, 2, (20_000, 1)))
     order = rng.permutation(20_000)
@@ -418,7 +419,7 @@ def test_pinned_memory(places: tuple[str, str], size: int) -> None:
 @pytest.mark.parametrize("places", PLACES, ids="-".join)
 @pytest.mark.parametrize("mode", MemcpyBatchMode)
 def test_engine_copies(places: tuple[str, str], mode: MemcpyBatchMode) -> None:
-    """By the copy engines, neighbours merged or not, sizes alike or not, some of nothing."""
+    """By the copy engines: with and without merged neighbours, with equal and different sizes, some of them 0."""
     import torch
 
     if mode == MemcpyBatchMode.BATCH_WITHOUT_FALLBACK and not kernels.is_memcpy_batch_available():
@@ -462,7 +463,7 @@ def test_memory_that_no_gpu_reaches() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [3, 253, 254, 5000])
 def test_a_captured_copy_replays(count: int) -> None:
-    """Addresses in the parameters, or in a slot that is the graph's: replays read what is in the source by then."""
+    """Addresses in the parameters, or in a slot of the graph: replays read the source's current contents."""
     import torch
 
     pairs = Pairs(96, [(i % 5, i % 7) for i in range(count)])
@@ -493,7 +494,7 @@ def test_a_captured_copy_replays(count: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["dtype", "dense", "shape", "cpu", "device"])
 def test_a_tensor_unlike_the_others(what: str) -> None:
-    """Real CUDA tensors are looked at from C, and what is wrong with one of them is said as ever."""
+    """Real CUDA tensors are read in C; a wrong one gives the same error as in Python."""
     import torch
 
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):

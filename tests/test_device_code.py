@@ -1,7 +1,7 @@
-"""The kernels' device code, run on the host (emulation.py): right without a GPU, and inside its arguments' memory.
+"""The kernels' device code, run on the host (emulation.py): correct without a GPU, and within its arguments' memory.
 
-`make sanitize` runs it under AddressSanitizer and UndefinedBehaviorSanitizer.  Whether nvcc's machine code is right, and races
-between threads, only a GPU shows.
+`make sanitize` runs it under AddressSanitizer and UndefinedBehaviorSanitizer.  Only a GPU can test nvcc's machine code and races
+between threads.
 """
 
 from __future__ import annotations

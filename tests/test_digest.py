@@ -1,6 +1,6 @@
-"""Digests: the definition, over every layout and every part of one; transfers that digest and verify.
+"""Digests: the definition, for every layout and every part of one; transfers that compute and verify digests.
 
-Judged by `digest_oracle` over what `oracle` and `plane_oracle` say lies where; none of them shares code with kvbm.
+Expected values come from `digest_oracle`, with addresses of `oracle` and `plane_oracle`.  None of them shares code with kvbm.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LATENTS = [name for name in matrix.further() if matrix.latent(name)]
 
 
 def contents(side: Any, block: int, packs: dict[str, int] | None = None) -> dict[str, tuple[list[str], np.ndarray]]:
-    """By plane: axes, and the bytes of a block's items, ``[*axes, bytes of an item]``."""
+    """Plane → axes, and the bytes of a block's items, ``[*axes, bytes of an item]``."""
     if isinstance(side, Planar):
         found = {}
         for plane in side.arena.placed.planes:
@@ -74,7 +74,7 @@ def expected(
     tokens: Sequence[int] | None = None,
     held: Mapping[str, tuple[Sequence[int], int]] | None = None,
 ) -> list[int]:
-    """Digests of blocks, or of units, of a part of a pool; 0 where the id is -1."""
+    """Digests of blocks, or of units, of a part of a pool; 0 if the id is -1."""
     nt = side.pool.shape.nt
     unit, result = meant.unit or nt, []
     chosen = {axis: of for axis, of in meant.chosen.items() if axis != "planes"}
@@ -95,7 +95,7 @@ def expected(
 
 
 def as_defined(side: Any, block: int, first: int = 0) -> int:
-    """The same by `kvbm.testing`, which takes rows."""
+    """The same from `kvbm.testing`, which takes rows."""
     planes = {}
     for name, (order, data) in Block(contents(side, block)).rows.items():
         planes[name] = np.ascontiguousarray(data).reshape(*data.shape[: 1 + len(order)], -1)
@@ -117,7 +117,7 @@ WAYS = ("steps", "rows", "scattered")
 
 
 def sizes_of(name: str) -> Iterator[BlockShape]:
-    """Shapes that the layout has, every width of elements, in turn."""
+    """Shapes that the layout supports, with every width of elements in turn."""
     for number, sizes in enumerate(matrix.SHAPES):
         dtype = ("float16", "float32", "uint8", "float64")[(number + len(name)) % 4]
         nl, no, nh, nt, hd = sizes
@@ -128,7 +128,7 @@ def sizes_of(name: str) -> Iterator[BlockShape]:
 
 @pytest.mark.parametrize("name", [*HEADS, *LATENTS])
 def test_every_layout(name: str) -> None:
-    """At many shapes, also of one element; bases at odd addresses, tables of every kind."""
+    """Many shapes, also of one element; bases at odd addresses, tables of every kind."""
     done = 0
     for number, shape in enumerate(sizes_of(name)):
         if math.prod(shape.sizes.values()) > 40000:
@@ -164,7 +164,7 @@ def test_a_layout_with_a_pitch() -> None:
 
 
 def test_rows_of_every_length() -> None:
-    """Cells of 1, 2, 4, 8 and 16 bytes, a row of one and of several; by elements too, where the layout has no rows."""
+    """Cells of 1, 2, 4, 8 and 16 bytes, rows of one cell and of several; by elements too, if the layout has no rows."""
     for hd, dtype in itertools.product(
         (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48), ("uint8", "int16", "float32")
     ):
@@ -180,7 +180,7 @@ def shares(dtype: str) -> Any:
 
 @pytest.mark.parametrize("dtype", plane_oracle.oracle.PAIRED)
 def test_elements_that_share_a_byte(dtype: str) -> None:
-    """Rows of bytes: as those of as many uint8."""
+    """Rows of bytes: the digest is that of as many uint8."""
     rng = np.random.default_rng(1)
     half = BlockShape(nl=2, no=2, nh=2, nt=4, hd=12, dtype="uint8")
     for name in ("nhd", "universal", "vllm/LBHNC", "operational"):
@@ -202,7 +202,7 @@ def test_elements_that_share_a_byte_along_another_axis() -> None:
 
 
 def test_any_order() -> None:
-    """Axes split at random, in brackets, of every width: what a layout may be."""
+    """Axes split at random, in brackets, of every width: any legal layout."""
     rng = random.Random(5)
     for number in range(60):
         shape = BlockShape(
@@ -220,7 +220,7 @@ def test_any_order() -> None:
     [("b d%3 d/3 l o h t", 12), ("b d%6 d/6 l o h t", 24), ("b l o h t d/6 d%6", 12), ("b l d/6 o h t d%6", 12)],
 )
 def test_rows_that_are_split_beside_cells(order: str, hd: int) -> None:
-    """A mode that would cross a cell is refused where it cannot be told, and right where it can."""
+    """A mode that crosses a cell is refused, unless the cells are still whole: then the digest is right."""
     side = Plain(order, BlockShape(nl=2, no=2, nh=2, nt=2, hd=hd, dtype="float32"), 2)
     try:
         assert digests(side) == expected(side, range(2))
@@ -349,7 +349,7 @@ def test_parts_of_a_group_without_an_order(what: str) -> None:
 
 
 def test_parts_of_fused_axes() -> None:
-    """What of a fused axis can be told is digested; what cannot be cut is refused."""
+    """Parts of a fused axis that can be separated are digested; others are refused."""
     shape = BlockShape(nl=2, no=2, nh=4, nt=6, hd=8, dtype="float16")
     side = Plain("b l o (h t)/8 d (h t)%8", shape, 2)
     try:
@@ -361,7 +361,7 @@ def test_parts_of_fused_axes() -> None:
 
 
 def test_a_model_of_ranks() -> None:
-    """Layers of stages and heads of ranks, replicated ones too; sections of a rank."""
+    """Layers of stages and heads of ranks, also replicated ones; sections of a rank."""
     rng = random.Random(3)
     whole = BlockShape(nl=6, no=2, nh=4, nt=8, hd=24, dtype="float16")
     for name, other in (("nhd", "universal"), ("universal", "vllm/BLHNC"), ("vllm/paged_attn_v0", "nhd")):
@@ -400,7 +400,7 @@ def test_a_model_of_planes() -> None:
 MODELS: list[tuple[dict[str, Any], str]] = [
     ({"layers": range(2)}, "axis 'l': expected its coordinates and how many the model has"),
     ({"nh": 4}, "axis 'h': expected its coordinates and how many the model has"),
-    ({"layers": range(3), "nl": 6}, "axis 'l': the pool holds 2, and its model says 3"),
+    ({"layers": range(3), "nl": 6}, "axis 'l': expected a model with the pool's 2 coordinates, got 3"),
     ({"heads": (0, 4), "nh": 4}, "axis 'h': expected coordinates from 0 to 3"),
     ({"heads": (0, -1), "nh": 4}, "axis 'h': expected coordinates from 0 to 3"),
     ({"heads": range(2), "nh": 4, "layers": (0, 1)}, "axis 'l': expected its coordinates and how many"),
@@ -411,7 +411,7 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     ({"heads": range(2), "nh": "4"}, "Model: nh: expected an integer, got '4'"),
     ({"heads": range(2), "nh": 0}, "axis 'h': expected a model of 1 to"),
     ({"heads": range(2), "nh": 1 << 70}, "axis 'h': expected a model of 1 to"),
-    ({"heads": range(1 << 40), "nh": 1 << 41}, "axis 'h': the pool holds 2, and its model says"),
+    ({"heads": range(1 << 40), "nh": 1 << 41}, "axis 'h': expected a model with the pool's 2 coordinates"),
     ({"heads": [], "nh": 4}, "axis 'h': expected coordinates from 0 to 3"),
 ]
 
@@ -439,7 +439,7 @@ def test_a_model_of_lists() -> None:
 
 
 def test_it_is_a_sum() -> None:
-    """Over every axis, planes, units, block sizes and positions: whatever part of the whole."""
+    """Over every axis, planes, units, block sizes and positions: the parts' digests add up to the whole's."""
     shape = BlockShape(nl=3, no=2, nh=4, nt=32, hd=16, dtype="float32")
     pool = Plain("vllm/LBHNC", shape, 3).pool
     want = pool.digest()
@@ -568,7 +568,7 @@ def test_results_that_are_refused(out: Any, match: str) -> None:
         kvbm.Transfer(side.pool, Plain("nhd", SMALL, 5).pool).copy([0, 1, 2], digests=out)
     readonly = np.zeros(3, np.uint64)
     readonly.flags.writeable = False
-    with pytest.raises(BindError, match="may be written"):
+    with pytest.raises(BindError, match="writable array"):
         side.pool.digest([3, -1, 0], out=readonly)
     apart = np.frombuffer(bytearray(25), np.uint8)[1:].view(np.uint64)
     with pytest.raises(BindError, match="multiple of 8"):
@@ -585,7 +585,7 @@ def test_results_that_are_refused(out: Any, match: str) -> None:
     ids=lambda given: type(given).__name__ if " at 0x" in repr(given) else repr(given),
 )  # fmt: skip
 def test_ids_that_are_refused(wrong: Any) -> None:
-    """By their name: a digest has no source and no destination."""
+    """Errors call them ids: a digest has no source and no destination."""
     pool = Plain("nhd", SMALL, 5).pool
     for part, most in ((pool, 4), (pool.whole, 4), (pool.section(l=0), 4), (pool.units(SMALL.nt), 4)):
         with pytest.raises(BindError, match=r"^ids(\[\d+\] is|(\[\d+\])?: expected)") as refused:
@@ -596,7 +596,7 @@ def test_ids_that_are_refused(wrong: Any) -> None:
 
 
 def changed(how: str, torch: Any) -> tuple[Any, Any]:
-    """Memory for three digests, and what it becomes under the same name: no longer that."""
+    """Memory for three digests, and a function that makes the same object unsuitable."""
     array = np.zeros(3, np.uint64)
     tensor = torch.zeros(3, dtype=torch.int64)
     match how:
@@ -624,7 +624,7 @@ def changed(how: str, torch: Any) -> tuple[Any, Any]:
 @pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
 @pytest.mark.parametrize("how", ["locked", "shape", "dtype", "resize", "state", "set_", "resize_", "data", "storage"])
 def test_results_that_change_between_two_calls(how: str, torch: Any) -> None:
-    """Under the same name, and at the same address, there may be another array: nothing is remembered of one."""
+    """The same object or address may be another array on the next call: nothing about it is cached."""
     src, dst = Plain("nhd", SMALL, 5), Plain("universal", SMALL, 5, dst=True)
     move = kvbm.Transfer(src.pool, dst.pool)
     for call in (
@@ -639,7 +639,7 @@ def test_results_that_change_between_two_calls(how: str, torch: Any) -> None:
 
 
 def test_results_that_move_between_two_calls(torch: Any) -> None:
-    """Other memory of the same kind is written where it is now."""
+    """If the object has other memory of the same kind, the new memory is written."""
     src, dst = Plain("nhd", SMALL, 5), Plain("universal", SMALL, 5, dst=True)
     move, want = kvbm.Transfer(src.pool, dst.pool), expected(src, [3, 0])
     tensor, first = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
@@ -657,16 +657,16 @@ def test_results_that_move_between_two_calls(torch: Any) -> None:
 
 
 def test_results_in_a_pool() -> None:
-    """They would be part of what is digested, or copied over it."""
+    """Results inside a pool would be digested or overwritten by the copy."""
     shape = BlockShape(nl=1, no=2, nh=2, nt=4, hd=8, dtype="uint64")
     src, dst = (Pool.allocate(kvbm.load("universal"), shape, 4) for _ in range(2))
     before = [pool.arrays[0].tobytes() for pool in (src, dst)]
     for pool in (src, dst):
         inside = pool.arrays[0].reshape(-1)
         for out in (inside[:4], inside[-4:]):
-            with pytest.raises(BindError, match="digests: expected memory of its own"):
+            with pytest.raises(BindError, match="digests: expected separate memory"):
                 pool.digest(out=out)
-            with pytest.raises(BindError, match="digests: expected memory of its own"):
+            with pytest.raises(BindError, match="digests: expected separate memory"):
                 kvbm.Transfer(src, dst).copy(digests=out)
     assert before == [pool.arrays[0].tobytes() for pool in (src, dst)]
     src.digest([], out=src.arrays[0].reshape(-1)[:0])
@@ -702,7 +702,7 @@ def transferred(s: Any, d: Any, rng: random.Random, verify: bool) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_copies_digest(name: str) -> None:
-    """To and from other layouts, fused or not: the digests of the source, and of the destination after."""
+    """To and from other layouts, fused or not: digests of the source, and afterwards of the destination."""
     rng = random.Random(name)
     for number in range(6):
         other = rng.choice(HEADS)
@@ -732,7 +732,7 @@ def test_copies_digest(name: str) -> None:
 )
 @pytest.mark.parametrize("back", [False, True])
 def test_groups_without_an_order(other: str, back: bool) -> None:
-    """They are copied as they lie, and digested as what the source holds on both sides."""
+    """They are copied as they are, and digested as the source's contents on both sides."""
     shape = BlockShape(nl=2, no=2, nh=4, nt=16, hd=16, dtype="float16")
     names = ("operational", other)[:: -1 if back else 1]
     s, d = Plain(names[0], shape, 5), Plain(names[1], shape, 6, dst=True)
@@ -753,7 +753,7 @@ def test_copies_of_planes_digest(src: str, dst: str) -> None:
 
 
 def test_fused_is_the_rule_for_rows() -> None:
-    """What the issue names is fused: rows of whole cells between layouts."""
+    """Copies of rows of whole cells between layouts compute digests in the same kernel."""
     shape = BlockShape(nl=2, no=2, nh=4, nt=16, hd=64, dtype="float16")
     for src, dst in (
         ("nhd", "universal"),
@@ -801,7 +801,7 @@ def test_layers_of_a_copy() -> None:
 
 def test_positions_want_digests() -> None:
     s, d = Plain("nhd", SMALL, 3), Plain("universal", SMALL, 3, dst=True)
-    with pytest.raises(BindError, match="tokens: positions are for digests"):
+    with pytest.raises(BindError, match="tokens: only digests use positions"):
         kvbm.Transfer(s.pool, d.pool).copy([0], [0], tokens=[0])
     with pytest.raises(BindError, match="tokens: expected 2"):
         kvbm.Transfer(s.pool, d.pool, verify=True).copy([0, 1], [0, 1], tokens=[0])
@@ -816,7 +816,7 @@ def test_one_pool() -> None:
 
 
 def test_memory_of_a_copy_that_failed_is_not_used_again() -> None:
-    """What was enqueued before the failure may write it later, into another copy's digests."""
+    """Work that was enqueued before the failure may write it later: it must not be another copy's digests."""
     from kvbm.digesting import Proof
 
     class Pinned:
@@ -869,7 +869,7 @@ def test_the_error_of_a_proof() -> None:
 
 
 def test_an_error_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whoever waits for the copy; the next one is about itself."""
+    """The waiter for the copy gets the error; the next copy reports only its own."""
     from kvbm.digesting import Proof
 
     s, d = Plain("nhd", SMALL, 3), Plain("universal", SMALL, 3, dst=True)
@@ -893,7 +893,7 @@ def test_an_error_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "uint8"])
 @pytest.mark.parametrize("other", ["b l o h d t", "b d l o h t", "b l t o d h"])
 def test_elements_of_every_width_that_change_places(other: str, dtype: str) -> None:
-    """Where no kernel that copies also digests, one reads a side."""
+    """If no copying kernel can compute the digest, a separate one reads one side."""
     rng = random.Random(other + dtype)
     shape = BlockShape(nl=2, no=2, nh=4, nt=16, hd=16, dtype=dtype)
     for pair in (("nhd", other), (other, "nhd")):
@@ -905,7 +905,7 @@ def test_elements_of_every_width_that_change_places(other: str, dtype: str) -> N
     ("given", "is_whole"), [([0, 1, 7, 4, 6, 2, 5, 3], False), ([8, *range(7), 7], False), (range(4, 12), True)]
 )
 def test_a_destination_that_parts_cells(given: Any, is_whole: bool) -> None:
-    """A cell whose elements lie there in pieces has no digest; a part of it is not taken for one."""
+    """A cell whose elements are apart in the destination has no digest there; a part of it is not used as one."""
     shape = BlockShape(nl=1, no=2, nh=2, nt=2, hd=16, dtype="float16")
     s, d = Plain("nhd", shape, 2), Plain("hnd", shape, 2, dst=True)
     n = 8
@@ -931,7 +931,7 @@ class TestOnTheFakeDriver:
     @pytest.mark.parametrize("direction", DIRECTIONS)
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_every_strategy(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-        """The copy's bytes and its digests, whatever order the streams run in."""
+        """The copy's bytes and its digests, in any order of the streams."""
         fake_gpu("digests.every_strategy", direction, strategy)
 
     @pytest.mark.parametrize("strategy", ["direct", "staged", "engine"])
@@ -999,7 +999,7 @@ class TestOnTheFakeDriver:
 
 # ---- the document, and how its numbers were found --------------------------------------------------------------------
 
-DOCUMENT = (ROOT / "docs" / "digest.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs" / "reference" / "digest.md").read_text(encoding="utf-8")
 
 
 def tool(name: str) -> Any:
@@ -1012,7 +1012,7 @@ def tool(name: str) -> Any:
 
 
 def constants() -> dict[str, list[int]]:
-    """Those of the document, by the name of what they are of."""
+    """The document's constants, by name."""
     [text] = re.findall(r"```text\n(fold.*?)```", DOCUMENT, re.DOTALL)
     return {
         name: [int(one, 16) for one in re.findall("0x[0-9a-f]{16}", body)]
@@ -1021,7 +1021,7 @@ def constants() -> dict[str, list[int]]:
 
 
 def by_hand(key: int, cell: bytes) -> tuple[int, int, int]:
-    """Weight, content and digest of a cell, as the document says, one number after the other."""
+    """Weight, content and digest of a cell, computed step by step as in the document."""
 
     def fold(x: int) -> int:
         return x ^ x >> 32
@@ -1045,7 +1045,7 @@ class TestDocument:
 
     @pytest.mark.parametrize("number", range(5))
     def test_blocks(self, number: int) -> None:
-        """By hand from the document alone, and by what kvbm ships and the tests use."""
+        """Computed from the document alone, by kvbm, and by the tests' oracle."""
         one = self.vectors["blocks"][number]
         planes, lanes = one["planes"], 0
         for plane in planes.values():
@@ -1077,7 +1077,7 @@ class TestDocument:
             assert defined(arrays, one["first"]) == total % 2**64
 
     def test_the_constants_are_the_search_s(self) -> None:
-        """Near the best set: the whole search takes half a minute."""
+        """Only near the best set, as the whole search takes half a minute."""
         search = tool("digest_constants")
         assert search.best(range(4370, 4377)) == (search.quality(4373), 4373)
         assert round(math.log2(search.quality(4373)), 2) == 31.74
@@ -1085,7 +1085,7 @@ class TestDocument:
         assert all(search.quality(n) < search.quality(4373) for n in range(500))
 
     def test_a_shortest_vector(self) -> None:
-        """By trying all of them, modulo a smaller power."""
+        """Compared with trying all of them, modulo a smaller power."""
         search = tool("digest_constants")
         search.MODULUS = 1 << 10
         for a, b in ((3, 5), (511, 77), (1023, 1), (33, 31), (7, 7)):
@@ -1097,7 +1097,7 @@ class TestDocument:
             assert min(near) == euclid, (a, b)
 
     def test_injected_errors(self) -> None:
-        """All kinds are errors, and found; a sum without weights, or of words, would miss some."""
+        """All kinds are errors, and are found; a sum without weights, or of words, would miss some."""
         errors = tool("digest_errors")
         assert len(errors.KINDS) == 12
         rng = np.random.default_rng(2)
@@ -1149,7 +1149,7 @@ class Cells(ctypes.Structure):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_every_width_of_the_host(tmp_path: Path) -> None:
-    """AVX-512, AVX2 and neither: rows of any number of cells, at odd addresses, of any keys; copied too, or not."""
+    """AVX-512, AVX2 and neither: rows of any number of cells, at odd addresses, of any keys; with and without a copy."""
     (tmp_path / "ways.cpp").write_text(WAYS_ON_HOST)
     library = tmp_path / "ways.so"
     command = [

@@ -1,4 +1,4 @@
-"""Digests by a GPU's kernels: the laws of test_digest.py, on memory that kernels reach."""
+"""Digests by a GPU's kernels: the tests of test_digest.py, on memory that kernels can access."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STRATEGIES = ("direct", "staged", "engine")
 
 
 class Plain:
-    """A pool over guarded memory of the GPU, or pinned; what the oracle reads of it is read then."""
+    """A pool on guarded GPU memory or pinned memory; the oracle reads its contents at the time of the call."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Plain:
 
 
 class Planar(PlanarOnHost):
-    """The same of planes."""
+    """The same with several planes."""
 
     def __init__(self, name: str, shape: Any, blocks: int, where: str, **rest: Any):
         PlanarSide.__init__(self, name, shape, blocks, where=where, **rest)
@@ -92,7 +92,7 @@ def stream() -> Any:
 
 
 def out_of(n: int, kind: str) -> Any:
-    """What takes digests: on the device, of both types, or pinned."""
+    """Memory for digests: on the device, in both types, or pinned."""
     import torch
 
     if kind == "pinned":
@@ -112,7 +112,7 @@ def read(out: Any) -> list[int]:
 
 @pytest.mark.parametrize("name", [*HEADS, *LATENTS])
 def test_every_layout(name: str) -> None:
-    """The digests of the oracle, at every width of elements, and bases at odd addresses."""
+    """The digests of the oracle, with every width of elements, and bases at odd addresses."""
     for number, shape in enumerate(sizes_of(name)):
         if shape.nbytes > 200000:
             continue
@@ -134,7 +134,7 @@ def test_every_layout_of_planes(name: str) -> None:
 
 @pytest.mark.parametrize("n", [1, 5, 64, 1500])
 def test_batches(n: int) -> None:
-    """As many pairs as there may be, few and many chunks each; ids and positions on the device, in both widths."""
+    """The largest number of pairs, with few and many chunks each; ids and positions on the device, in both widths."""
     import torch
 
     rng = np.random.default_rng(n)
@@ -227,7 +227,7 @@ def test_planes(direction: str, strategy: str) -> None:
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
 def test_graphs(src: str, dst: str) -> None:
-    """A captured copy that digests and verifies: each replay is of what is there then, of the ids that are there then."""
+    """A captured copy with digests and verification: each replay uses the current contents and ids."""
     import torch
 
     s, d = Plain(src, SHAPE, 9, "cuda"), Plain(dst, SHAPE, 11, "cuda", dst=True)
@@ -255,7 +255,7 @@ def test_graphs(src: str, dst: str) -> None:
 
 
 def test_what_differs_is_told() -> None:
-    """Nothing for right copies; a digest that is not the source's, with its pair."""
+    """Right copies report nothing; a digest that differs from the source's is reported with its pair."""
     import torch
 
     s, d = Plain("nhd", SHAPE, 9, "cuda"), Plain("universal", SHAPE, 9, "cuda", dst=True)
@@ -272,7 +272,7 @@ def test_what_differs_is_told() -> None:
 @pytest.mark.parametrize("name", ["nhd", "vllm/paged_attn_v0", "b d l o h t"])
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_each_digest_sanitize(name: str, on_gpu: bool) -> None:
-    """Small, for compute-sanitizer: cells of every word, sums of few and many warps, fused and alone."""
+    """Small, for compute-sanitizer: cells of every word, sums of few and many warps, fused and separate."""
     import torch
 
     for hd, dtype in ((32, "float16"), (16, "float16"), (64, "float32")):

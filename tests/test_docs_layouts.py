@@ -1,4 +1,4 @@
-"""docs/layouts.md: every example resolves, into what an oracle of bytes says; what is refused is refused with those words."""
+"""docs/reference/layouts.md: every example resolves to what an oracle expects; error messages have the words of the page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import kvbm
 from kvbm import spec
 from kvbm.terms import AXES, FUNCTIONS, SIZES
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "layouts.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "reference" / "layouts.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```yaml\n(# ([^\n]*)\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-REFUSED = re.findall(r"^```yaml refused\n(# ([^\n]*)\n# ([^\n]*)\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+REFUSED = re.findall(r"^```yaml title=\"raises an error\"\n(# ([^\n]*)\n# ([^\n]*)\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def test_every_example_is_found() -> None:
@@ -23,8 +23,8 @@ def test_every_example_is_found() -> None:
 
 @pytest.mark.parametrize(("text", "shape"), EXAMPLES, ids=range(len(EXAMPLES)))
 def test_examples(text: str, shape: str) -> None:
-    """It parses and resolves; no two elements of a block have one place, and all of them lie inside their arrays."""
-    resolved = spec.parse(text, "docs/layouts.md", "example").resolve(kvbm.load_shape(shape), 3)
+    """Each example parses and resolves; all elements of a block have different places inside their arrays."""
+    resolved = spec.parse(text, "docs/reference/layouts.md", "example").resolve(kvbm.load_shape(shape), 3)
     sizes = [allocation.nbytes for allocation in resolved.allocations]
     used: dict[int, set[int]] = {}
     opaque = any(term.opaque for term in resolved.layout.orders[0].terms)
@@ -41,13 +41,13 @@ def test_examples(text: str, shape: str) -> None:
 
 @pytest.mark.parametrize(("text", "shape", "said"), REFUSED, ids=range(len(REFUSED)))
 def test_refused(text: str, shape: str, said: str) -> None:
-    layout = spec.parse(text, "docs/layouts.md", "example")
+    layout = spec.parse(text, "docs/reference/layouts.md", "example")
     with pytest.raises(kvbm.LayoutError, match=re.escape(said)):
         layout.resolve(kvbm.load_shape(shape), 3)
 
 
 def test_what_the_text_says() -> None:
-    """Sizes in prose are those of the examples."""
+    """Sizes in the text are those of the examples."""
     by_shape = {text: spec.parse(text).resolve(kvbm.load_shape(shape), 3) for text, shape in EXAMPLES}
     (mla,) = [each for text, each in by_shape.items() if "hd - 64)//128" in text]
     assert mla.record == 656 and "656 bytes" in PAGE
@@ -56,7 +56,7 @@ def test_what_the_text_says() -> None:
 
 
 def test_all_of_the_language_is_there() -> None:
-    """Every key, axis, dtype, function and size; and the axes are called what the code calls them."""
+    """Every key, axis, dtype, function and size is documented, and axes have the names that the code uses."""
     for name in (*spec.KEYS, *spec.PLANE_KEYS, *kvbm.shapes.ITEMSIZE, *AXES):
         assert f"`{name}`" in PAGE, name
     for name in (*SIZES, *FUNCTIONS):

@@ -1,7 +1,7 @@
-"""The way to the GPU without one: real launches through a driver of some hundred lines of C (data/fake_driver.c).
+"""Launches without a GPU: real calls of a CUDA driver that is a few hundred lines of C (data/fake_driver.c).
 
-Each test is a function of programs/launches.py in a process of its own, in which libcuda.so.1 is that file.  What it cannot
-show is whether the kernels are right; what it does show is everything before them: parameters, rings, contexts, batches, refusals.
+Each test is a function of programs/launches.py in a separate process, in which libcuda.so.1 is that file.  It cannot test
+the kernels.  It tests everything before them: parameters, rings, contexts, batches, errors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from processes import FakeDriver, server
 
 
 def alone(fake_gpu: FakeDriver, code: str, **knobs: str) -> str:
-    """Run code in a process that is no fork of another, and return what it prints."""
+    """Run code in a process that was not forked from a server, and return its output."""
     env = server(fake_gpu.folder, "programs.retired").environment(**knobs)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, check=False
@@ -30,12 +30,12 @@ def alone(fake_gpu: FakeDriver, code: str, **knobs: str) -> str:
     [("nhd", "universal"), ("universal", "vllm/LBHNC"), ("hnd", "vllm/paged_attn_v0"), ("vllm/paged_attn_v0", "nhd")],
 )
 def test_launches_move_what_the_host_moves(fake_gpu: FakeDriver, src: str, dst: str) -> None:
-    """One launch a batch, the same bytes as on the host, a skipped pair skipped, contexts pushed and popped."""
+    """One launch per batch, the same bytes as on the host, skipped pairs skipped, contexts pushed and popped."""
     fake_gpu("launches.launches_move_what_the_host_moves", src, dst)
 
 
 def test_ids_beyond_the_parameters_go_through_a_ring(fake_gpu: FakeDriver) -> None:
-    """Deferred launches whose ids the caller overwrites: each still has its own, and the ring does not grow for ever."""
+    """The caller overwrites ids of deferred launches: each launch has its own copy, and the ring stays bounded."""
     fake_gpu("launches.ids_beyond_the_parameters_go_through_a_ring")
 
 
@@ -47,7 +47,7 @@ def test_lists_of_tensors(fake_gpu: FakeDriver) -> None:
     ("backend", "counter"), [("batch", "batches"), ("cuda_memcpy_async", "single_copies"), (None, "launches")]
 )
 def test_backends(fake_gpu: FakeDriver, backend: str | None, counter: str) -> None:
-    """Each backend does what it says, by itself."""
+    """Each backend does what it says, alone."""
     fake_gpu("launches.backends", backend, counter)
 
 
@@ -71,35 +71,35 @@ def test_backends(fake_gpu: FakeDriver, backend: str | None, counter: str) -> No
 def test_what_fails_says_why(
     fake_gpu: FakeDriver, operator: bool, knobs: dict[str, str], start: str, words: list[str]
 ) -> None:
-    """The one error, and that the destination was not touched."""
+    """Exactly one error, and the destination is unchanged."""
     text = fake_gpu("launches.what_fails", operator, **knobs)
     assert text.startswith(start) and all(word in text for word in words), text
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2])
 def test_the_batch_call_and_default_streams(fake_gpu: FakeDriver, stream: int) -> None:
-    """The legacy stream refuses the call, which goes beside it: after what came before, before what comes after."""
+    """The legacy stream refuses the call, so another stream is used: after earlier work, before later work."""
     fake_gpu("launches.the_batch_call_and_default_streams", stream)
 
 
 def test_the_batch_call_and_a_capture(fake_gpu: FakeDriver) -> None:
-    """Refused before the driver is asked, which would end the capture; the other backends are captured."""
+    """Refused before the driver is called, which would end the capture; the other backends are captured."""
     fake_gpu("launches.the_batch_call_and_a_capture")
 
 
 def test_every_call_fails_once(fake_gpu: FakeDriver) -> None:
-    """Whichever call of the driver fails: an exception says so, what is tried again is right, and nothing is left behind."""
+    """Any failing call of the driver raises an exception, the next try is right, and nothing leaks."""
     met = set(alone(fake_gpu, "import programs.failing_calls", FAKE_DEVICES="2").split())
     assert {"cuMemAlloc_v2", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel", "cuMemcpyPeerAsync"} <= met, met
 
 
 def test_fork_after_cuda(fake_gpu: FakeDriver) -> None:
-    """A child of a process that used CUDA is told so; one of a process that only imported kvbm may use it."""
+    """A child of a process that used CUDA gets an error; a child of one that only imported kvbm may use CUDA."""
     assert fake_gpu("launches.fork_after_cuda").split() == ["0", "7"]
 
 
 def test_files_are_converted_on_the_gpu(fake_gpu: FakeDriver, tmp_path: Path) -> None:
-    """`kvbm convert --device`: several steps, the last one shorter, and the bytes that the CPU writes."""
+    """`kvbm convert --device`: several steps, a shorter last one, and the same bytes as on the CPU."""
     fake_gpu("launches.files_are_converted_on_the_gpu", str(tmp_path), KVBM_TUNE="0")
 
 
@@ -111,21 +111,21 @@ def test_files_of_a_pool_on_the_gpu(fake_gpu: FakeDriver, tmp_path: Path) -> Non
 
 
 def test_what_is_dropped_is_not_waited_for(fake_gpu: FakeDriver) -> None:
-    """A ring is freed when its copies are done and memory is next allocated, of whatever kind; tables many at once."""
+    """A ring is freed when its copies are done and memory of any kind is next allocated; many tables are freed at once."""
     alone(fake_gpu, "from programs import retired; retired.what_is_dropped_is_not_waited_for()", MALLOC_PERTURB_="85")
 
 
 def test_threads_that_drop_transfers(fake_gpu: FakeDriver) -> None:
-    """Each makes transfers, copies, and drops them with the copies in flight: right, and nothing is left at the end."""
+    """Each thread makes transfers, copies, and drops them while copies run: results are right, and nothing leaks."""
     fake_gpu("retired.threads_that_drop_transfers")
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_a_graph_that_is_destroyed_while_the_driver_allocates(fake_gpu: FakeDriver, on_gpu: bool) -> None:
-    """On a thread of the driver's, which the driver waits for: kvbm holds no lock then that giving back takes."""
+    """It is freed on a thread for which the driver waits: meanwhile kvbm must not hold a lock that freeing needs."""
     fake_gpu("retired.a_graph_that_is_destroyed_while_the_driver_allocates", on_gpu)
 
 
 def test_a_graph_that_outlives_the_process_s_memory(fake_gpu: FakeDriver) -> None:
-    """What a graph gives back when the process ends is not written into lists that are gone."""
+    """A graph that is freed when the process ends must not write to lists that no longer exist."""
     alone(fake_gpu, "from programs import retired; retired.a_graph_that_outlives_the_process_s_memory()")

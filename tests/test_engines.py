@@ -1,4 +1,4 @@
-"""Pools over engines' caches: tensors made as the engine makes them, converted, and compared by plain indexing."""
+"""Pools on engines' caches: tensors are made as the engine makes them, converted, and compared by plain indexing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDS = [4, 0, 2]
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Every element another value, and another in every call."""
+    """Every element has a different value, also in different calls."""
     numbered.next += 1 << 20
     count = torch.Size(shape).numel()
     return torch.arange(numbered.next, numbered.next + count, dtype=torch.int32).view(shape).view(dtype)
@@ -42,7 +42,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def flash_attn(order: str) -> torch.Tensor:
-    """(2, num_blocks, block_size, num_kv_heads, head_size) to look at; in memory as the cache layout says."""
+    """(2, num_blocks, block_size, num_kv_heads, head_size) as a view; in memory in the order of the cache layout."""
     if order == "nhd":
         return numbered(2, NB, NT, NH, HD)
     return numbered(2, NB, NH, NT, HD).permute(0, 1, 3, 2, 4)
@@ -84,7 +84,7 @@ def test_vllm_flashinfer_one_tensor_for_all_layers_and_latents() -> None:
 
 
 def per_layer(order: str, nb: int = NB) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What `register_kv_caches` gets since 0.26: views [B, H, N, C] of one storage by name, and all of it as l b h n c."""
+    """Arguments of `register_kv_caches` since 0.26: views [B, H, N, C] of one storage by name, and all of it as l b h n c."""
     sizes = {"L": NL, "B": nb, "H": NH, "N": NT, "C": 2 * HD}
     whole = numbered(*(sizes[axis] for axis in order)).permute([order.index(axis) for axis in "LBHNC"])
     return {f"model.layers.{layer}.self_attn.attn": whole[layer] for layer in (2, 0, 1)}, whole
@@ -108,7 +108,7 @@ def test_vllm_views_of_one_storage(order: str, how: str) -> None:
 
 
 def test_vllm_strides_of_a_real_one() -> None:
-    """(8192, 4, 32, 128) with strides (16384, 4096, 128, 1), at a tenth of the blocks; and what comes back reaches the views."""
+    """(8192, 4, 32, 128) with strides (16384, 4096, 128, 1), with a tenth of the blocks; copies back reach the views."""
     nb, layers = 819, 2
     memory = torch.zeros(layers * nb * 16384, dtype=torch.bfloat16)
     views = {
@@ -138,7 +138,7 @@ def test_vllm_one_layer_and_latents() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "cpu_vec"])
 def test_vllm_cpu(name: str) -> None:
-    """The shapes say nothing of K's order: (head_size, block_size) in a block and head."""
+    """The shapes do not show K's order: (head_size, block_size) per block and head."""
     older = name == "cpu"
     caches = [numbered(2, NB, NH, NT, HD) if older else numbered(NB, NH, NT, 2 * HD) for _ in range(NL)]
     pool = kvbm.Pool.from_vllm(caches, f"vllm/{name}")
@@ -159,7 +159,7 @@ def test_vllm_dims_may_be_named() -> None:
 
 
 def bytes_of(*shape: int) -> torch.Tensor:
-    """Bytes that look like noise, and others in every call."""
+    """Noise, different in every call."""
     bytes_of.next += 1
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(bytes_of.next))
 
@@ -168,7 +168,7 @@ bytes_of.next = 0  # type: ignore[attr-defined]
 
 
 def moved(pool: kvbm.Pool, name: str) -> list[torch.Tensor]:
-    """Blocks `IDS` in another layout: its arrays as bytes, a block first."""
+    """Blocks `IDS` converted to another layout: its arrays as bytes, blocks first."""
     out = kvbm.Pool.allocate(kvbm.load(name), pool.shape, len(IDS))
     for array in out.arrays:
         array.view("uint8").fill(0xEE)
@@ -177,7 +177,7 @@ def moved(pool: kvbm.Pool, name: str) -> list[torch.Tensor]:
 
 
 def test_vllm_fp8_latents() -> None:
-    """Tensors (blocks, block_size, 656) of bytes, by name: the 656 say that hd is 576."""
+    """Tensors (blocks, block_size, 656) of bytes, by name: hd = 576 follows from 656."""
     caches = {f"model.layers.{i}.self_attn.attn": bytes_of(NB, NT, 656) for i in (2, 0, 1)}
     pool = kvbm.Pool.from_vllm(caches, "vllm/fp8_ds_mla")
     assert (pool.shape.nl, pool.shape.no, pool.shape.nh, pool.shape.nt, pool.shape.hd, pool.num_blocks) == (
@@ -210,7 +210,7 @@ def test_vllm_indexer_and_padded_pages() -> None:
 
 
 def test_vllm_nvfp4() -> None:
-    """(blocks, 2 * heads, block_size, hd/2 + hd/16), whose shape does not tell that the data come first."""
+    """(blocks, 2 * heads, block_size, hd/2 + hd/16); the shape does not show that the data come first."""
     caches = [bytes_of(NB, 2 * NH, NT, 36) for _ in range(NL)]
     pool = kvbm.Pool.from_vllm(caches, "vllm/nvfp4")
     assert (pool.shape.no, pool.shape.nh, pool.shape.nt, pool.shape.hd) == (2, NH, NT, 64)
@@ -233,7 +233,7 @@ def test_vllm_planes_with_dims_or_a_shape() -> None:
     )
     pool = kvbm.Pool.from_vllm(caches, mine, dims="b h t bytes")
     assert str(pool.shape).startswith(f"nl={NL},no=1,nh={NH},nt={NT},hd=64,")
-    with pytest.raises(BindError, match=r"mine \(.*\): its planes are not told by the dimensions.*shape=BlockShape"):
+    with pytest.raises(BindError, match=r"mine \(.*\): the dimensions of tensors do not give its planes.*shape=BlockShape"):
         kvbm.Pool.from_vllm(caches, mine)
     shape = kvbm.BlockShape(NL, 1, NH, NT, 64, "bfloat16")
     assert kvbm.Pool.from_vllm(caches, mine, shape=shape).num_blocks == NB
@@ -341,10 +341,10 @@ LAYERS = [numbered(2, NB, NT, NH, HD) for _ in range(2)]
             lambda: kvbm.Pool.from_vllm([one.clone() for one in per_layer("LBHNC")[0].values()], "vllm/LBHNC"),
             "in other memory",
         ),
-        (lambda: kvbm.Pool.from_vllm(per_layer("LBNHC")[0], "vllm/LBHNC"), "its axes lie as l b t h o d: name a layout"),
+        (lambda: kvbm.Pool.from_vllm(per_layer("LBNHC")[0], "vllm/LBHNC"), "these strides are those of vllm/LBNHC"),
         (lambda: kvbm.Pool.from_vllm([LAYERS[0][0][..., 1:]], "vllm/LBHNC"), "dimension 'o*d': expected a multiple of 2, got 15"),
         (lambda: kvbm.Pool.from_vllm([LAYERS[0][0, 0]], "vllm/LBHNC"), "expected 4 dimensions (b h t o*d), got (8, 4, 16)"),
-        (lambda: kvbm.Pool.from_vllm([flash_attn("hnd")], "vllm/flash_attn_nhd"), "its axes lie as o b h t d: name a"),
+        (lambda: kvbm.Pool.from_vllm([flash_attn("hnd")], "vllm/flash_attn_nhd"), "these strides are those of vllm/flash_attn_hnd"),
         (lambda: kvbm.Pool.from_sglang(SimpleNamespace(page_size=16)), "expected a pool with k_buffer"),
         (lambda: kvbm.Pool.from_sglang(SimpleNamespace(k_buffer=[])), "page_size: expected"),
         (
@@ -373,8 +373,8 @@ LAYERS = [numbered(2, NB, NT, NH, HD) for _ in range(2)]
             "expected bytes of shape (5, 4, 656)",
         ),
         (lambda: kvbm.Pool.from_vllm([bytes_of(NB, 64, 584)], "vllm/deepseek_v4"), "dense, 187200 bytes with the padding"),
-        (lambda: kvbm.Pool.from_sglang(scaled_pool()), "has scales beside its data"),
-        (lambda: kvbm.Pool.from_sglang(scaled_pool(), layout="vllm/nvfp4"), "expected two planes in arrays of their own"),
+        (lambda: kvbm.Pool.from_sglang(scaled_pool()), "has scales, and does not say"),
+        (lambda: kvbm.Pool.from_sglang(scaled_pool(), layout="vllm/nvfp4"), "expected two planes in separate arrays"),
         (lambda: kvbm.Pool.from_sglang(scaled_pool(k_scale_buffer=[]), layout="sglang/mxfp8"), "got [3, 3, 0, 3]"),
         (
             lambda: kvbm.Pool.from_sglang(SimpleNamespace(k_buffer=[], v_buffer=[], page_size=4), layout="sglang/mxfp8"),
@@ -410,3 +410,17 @@ def test_refused(call: Any, message: str) -> None:
 
 def cache_of(keys: torch.Tensor) -> SimpleNamespace:
     return SimpleNamespace(layers=[SimpleNamespace(keys=keys, values=keys + 1)])
+
+
+def test_vllm_views_that_are_not_in_order() -> None:
+    views = list(per_layer("LBHNC")[0].values())
+    views = sorted(views, key=lambda view: view.storage_offset())
+    step = views[1].storage_offset()
+    for given, said in (
+        (views[::-1], f"views in reverse order, tensor 1 {step:,} elements before tensor 0; reverse the list"),
+        ([views[0], views[2], views[1]], f"starts {step:,} elements after tensor 0; tensor 1 starts {2 * step:,} after it"),
+        ([view.clone() for view in views], "a tensor in other memory than tensor 0"),
+        ([views[0], views[1][1:], views[2]], "; tensor 0 has shape ("),
+    ):
+        with pytest.raises(BindError, match=re.escape(said)):
+            kvbm.Pool.from_vllm(given, "vllm/LBHNC")

@@ -1,4 +1,4 @@
-"""examples/vllm: its commands are those of the docs, its dashboard shows what is exported, its router moves requests on."""
+"""examples/vllm: its commands are those of the docs, its dashboard uses exported metrics, its router forwards requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INTEGRATION = ROOT / "src" / "kvbm" / "integrations" / "vllm"
 
 
 def commands(text: str) -> list[list[str]]:
-    """Every `vllm serve` of a text as words; the name of the model is MODEL."""
+    """Every `vllm serve` of a text as words, with MODEL as the model's name."""
     text = re.sub(r"^\$ ", "", text, flags=re.MULTILINE).replace('"$MODEL"', "MODEL")
     found = re.findall(r"vllm serve MODEL(?:[^'`\n\\]|\\\n|'[^']*')*", text)
     return [shlex.split(one) for one in found]
@@ -37,7 +37,7 @@ def transfers(text: str) -> list[dict[str, Any]]:
     return [json.loads(one[one.index("--kv-transfer-config") + 1]) for one in commands(text)]
 
 
-PAIRS = {"offload.sh": "vllm.md", "disaggregated.sh": "disaggregate.md"}
+PAIRS = {"offload.sh": "engines/vllm.md", "disaggregated.sh": "engines/vllm-disaggregated.md"}
 
 
 @pytest.mark.parametrize(("script", "page"), PAIRS.items())
@@ -50,7 +50,7 @@ def test_commands_are_those_of_the_docs(script: str, page: str) -> None:
 
 
 def settings(page: str) -> set[str]:
-    """Those in the tables of a page, and named above the first one."""
+    """Settings in the tables of a page, and those named above the first table."""
     text = (ROOT / "docs" / page).read_text("utf-8")
     rows = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)
     return set(re.findall(r"`(\w+)`", " ".join([*rows, text.partition("## Settings\n")[2].partition("|")[0]])))
@@ -58,7 +58,7 @@ def settings(page: str) -> set[str]:
 
 @pytest.mark.parametrize(("script", "page"), PAIRS.items())
 def test_their_json_names_settings_that_exist(script: str, page: str) -> None:
-    """In the docs' tables, and read by the code, or by vLLM."""
+    """They are in the docs' tables, and the code or vLLM reads them."""
     read = {
         one.value for path in INTEGRATION.glob("*.py") for one in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(one, ast.Constant)
@@ -79,7 +79,7 @@ def test_scripts_say_what_they_lack(words: tuple[str, ...]) -> None:
 
 
 def test_serve_check_has_the_same_settings() -> None:
-    """What it prints for an operator's shell names what the docs name."""
+    """The commands that it prints use the settings of the docs."""
     from kvbm.integrations.vllm import models, serving
 
     engine = serving.Engine(models.read(str(ROOT / "tests" / "data" / "models" / "llama-3.1-8b.json")))
@@ -87,7 +87,7 @@ def test_serve_check_has_the_same_settings() -> None:
     mine = found["offloading"]["kv_transfer_config"]
     theirs, _ = transfers((EXAMPLES / "offload.sh").read_text("utf-8"))
     assert mine.keys() == theirs.keys() and mine["kv_connector"] == theirs["kv_connector"]
-    assert set(mine["kv_connector_extra_config"]) <= settings("vllm.md")
+    assert set(mine["kv_connector_extra_config"]) <= settings("engines/vllm.md")
     sides = transfers((EXAMPLES / "disaggregated.sh").read_text("utf-8"))
     for side, other in zip(("prefill", "decode"), sides, strict=True):
         mine = found["disaggregation"][side]["kv_transfer_config"]
@@ -110,7 +110,7 @@ def shown() -> set[str]:
 
 
 def exported() -> set[str]:
-    """Metrics of kvbm's, as Prometheus has them: counters end in ``_total``."""
+    """Names of kvbm's metrics in Prometheus: counters end in ``_total``."""
     found = set()
     for name in ("offload", "tiered", "metrics"):
         tree = ast.parse((INTEGRATION / f"{name}.py").read_text(encoding="utf-8"))
@@ -128,7 +128,7 @@ def exported_by_links() -> set[str]:
 
 def test_the_dashboard_shows_what_is_exported() -> None:
     links = exported_by_links()
-    assert len(exported()) == 5 + 3 + 11
+    assert len(exported()) == 5 + 3 + 12
     unknown = shown() - exported() - links - OF_VLLM
     assert not unknown, f"exported by nobody: {unknown}"
     assert exported() <= shown(), f"not shown: {exported() - shown()}"
@@ -169,7 +169,7 @@ def test_docs_name_what_is_exported() -> None:
 
 
 class Engine(ThreadingHTTPServer):
-    """Answers as vLLM does, and remembers what it was asked."""
+    """Answers as vLLM does, and records its requests."""
 
     def __init__(self, status: int = 200, **answer: Any) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
@@ -241,9 +241,31 @@ REQUEST = {
 }
 
 
+def test_both_engines_are_asked_at_once(program: Any) -> None:
+    """Each request has a new name; the decode engine gets it without waiting for the prefill engine."""
+    prefill, decode = Engine(), Engine(text="done")
+    asked = threading.Barrier(2)
+    answered = threading.Event()
+    prefill.process_request = lambda *of: (asked.wait(30), answered.wait(30), Engine.process_request(prefill, *of))
+    router = program["serve"](0, prefill.url, decode.url, (14600, 2))
+    with running(prefill, decode, router):
+        assert ask(router.server_port, REQUEST) == (200, {"text": "done"})
+        asked.wait(30)
+        answered.set()
+        while not prefill.asked:
+            pass
+        asked.reset()
+    [(_, first, _)], [(_, second, _)] = prefill.asked, decode.asked
+    name = first["kv_transfer_params"].pop("transfer_id")
+    assert first["kv_transfer_params"] == {"do_remote_decode": True} and first["max_tokens"] == 1 and len(name) == 32
+    assert second["max_tokens"] == 20 and second["kv_transfer_params"] == {
+        "do_remote_prefill": True, "transfer_id": name, "remote_host": "127.0.0.1", "remote_port": 14600, "remote_workers": 2,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_request_is_prefilled_and_then_decoded(program: Any, path: str) -> None:
-    """What a client says of where blocks are reaches neither engine."""
+    """Transfer parameters from a client reach neither engine."""
     prefill, decode = Engine(kv_transfer_params=PARAMS), Engine(text="done")
     router = program["serve"](0, prefill.url + "/", decode.url)
     with running(prefill, decode, router):

@@ -1,4 +1,4 @@
-"""docs/files.md stays true: its Python is run, its commands print what it says."""
+"""docs/howto/files.md and docs/reference/file-format.md are correct: their Python runs, and their commands print what they show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from kvbm import store
 from kvbm.cli import main
 
-TEXT = (Path(__file__).resolve().parent.parent / "docs" / "files.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TEXT = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in ("howto/files.md", "reference/file-format.md"))
 
 
 def blocks(language: str) -> list[str]:
@@ -20,7 +21,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands look at the files that the first example made, the second example breaks one."""
+    """The commands use the files of the first example; the second example damages one."""
     monkeypatch.chdir(tmp_path)
     first, second = blocks("python")
     names: dict[str, object] = {}

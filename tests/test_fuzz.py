@@ -1,4 +1,4 @@
-"""Inputs that are almost right: ten thousand of them, of a million (tools/fuzz.py)."""
+"""Inputs that are almost right: ten thousand of the million that tools/fuzz.py can run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_check_that_is_gone_is_found(monkeypatch: pytest.MonkeyPatch, name: st
 
 @pytest.mark.quick
 def test_k_and_v_of_planes_are_two() -> None:
-    """A third, of which no order says where it lies, was taken, and never copied."""
+    """Red: no=3 was accepted although only K and V had orders, and the third part was never copied."""
     layout = spec.parse(
         "order: b o <data scale>\nplanes: {data: {order: {k: h t d, v: h d t}}, scale: {order: t h, dtype: float32}}"
     )

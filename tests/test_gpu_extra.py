@@ -1,4 +1,4 @@
-"""On a GPU: what the matrix is too small for, and what only a GPU can do."""
+"""On a GPU: cases that are too large for the matrix, and features that only a GPU has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
     ],
 )
 def test_offsets_past_4_gib(pair: tuple[str, str]) -> None:
-    """Blocks at both ends of pools of more than 8 GiB: an index that is cut to 32 bits lands elsewhere."""
+    """Blocks at both ends of pools of more than 8 GiB: an index cut to 32 bits would use another place."""
     import torch
 
     shape = kvbm.BlockShape(nl=2, no=2, nh=8, nt=64, hd=128, dtype="bfloat16")  # 512 KiB a block
@@ -92,7 +92,7 @@ def _write(flat: list[Any], side: oracle.Placed, ids: Any, data: Any) -> None:
 
 
 def _sums(flat: list[Any]) -> list[tuple[int, int]]:
-    """Two checksums an allocation, one of them weighted by position."""
+    """Two checksums per allocation, one of them weighted by position."""
     import torch
 
     out = []
@@ -110,7 +110,7 @@ def _sums(flat: list[Any]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("pair", [("nhd", "universal"), ("universal", "vllm/paged_attn_v0"), ("vllm/LBHNC", "hnd")])
 def test_graph_capture(pair: tuple[str, str]) -> None:
-    """A captured conversion replays on what is in the source by then: nothing is uploaded, allocated or waited for."""
+    """Replays of a captured conversion read the current source, and do not upload, allocate or wait."""
     import torch
 
     shape = kvbm.BlockShape(nl=4, no=2, nh=4, nt=16, hd=64, dtype="bfloat16")
@@ -142,7 +142,7 @@ def test_graph_capture(pair: tuple[str, str]) -> None:
 @pytest.mark.parametrize("dst", ["hnd", "universal", "vllm/paged_attn_v0", "operational_nhd"])
 @pytest.mark.parametrize(("dtype", "align"), [("bfloat16", 0), ("float8_e5m2", 1), ("int64", 4), ("float32", 2)])
 def test_sanitize(src: str, dst: str, dtype: str, align: int) -> None:
-    """A small set for compute-sanitizer: -k sanitize.  Allocations of their own, so that a step outside is seen."""
+    """A small set for compute-sanitizer: -k sanitize.  Separate allocations, so that accesses outside are reported."""
     import torch
 
     for sizes in ((2, 2, 3, 5, 16), (1, 2, 2, 33, 32)):
@@ -163,7 +163,7 @@ def test_sanitize(src: str, dst: str, dtype: str, align: int) -> None:
 
 
 def test_no_kernel_image_for_this_gpu() -> None:
-    """A device that does not exist is an error with a name, and does not poison the next call."""
+    """A device that does not exist is an error with code and name, and the next call works."""
     from kvbm import _core
 
     with pytest.raises(kvbm.CudaError) as info:
@@ -205,7 +205,7 @@ def test_two_devices() -> None:
 
 
 def test_arrays_without_a_stream() -> None:
-    """Bare CUDA arrays have no current stream, so one must be said; device memory of kvbm's own likewise."""
+    """Bare CUDA arrays and kvbm's own device memory have no current stream, so a stream must be given."""
     import torch
 
     shape = kvbm.BlockShape(nl=1, no=2, nh=2, nt=4, hd=8, dtype="float16")

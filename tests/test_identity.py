@@ -1,4 +1,4 @@
-"""Identity: names that mean the same, layouts that are equal at a shape, and those that nothing can tell apart."""
+"""Identity: names with the same meaning, layouts that are equal at a shape, and layouts that cannot be told apart."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def names(groups: Iterable[Iterable[Iterable[kvbm.Layout]]]) -> list[list[list[s
 
 
 def paired(groups: Iterable[Iterable[Iterable[kvbm.Layout]]]) -> set[frozenset[str]]:
-    """Fingerprints of every two layouts that stand in one group, in lists of their own."""
+    """Fingerprints of every two layouts that are in the same group and in different lists of it."""
     return {
         frozenset((one.fingerprint, other.fingerprint))
         for group in map(list, groups)
@@ -111,7 +111,7 @@ def test_not_the_same_addresses(one: str, other: str) -> None:
 @given(strategies.pair(limit=100, opaque=False))
 @strategies.cases(600)
 def test_same_addresses_law(drawn: tuple[strategies.Sizes, strategies.Declared, strategies.Declared]) -> None:
-    """Two layouts are one group exactly where every coordinate has one address in both, by the oracle."""
+    """Two layouts are in one group exactly if all coordinates have the same addresses, by the oracle."""
     sizes, one, other = drawn
     layouts = [spec.parse(one.yaml, name="one"), spec.parse(other.yaml, name="other")]
     shape = kvbm.BlockShape(sizes.nl, sizes.no, sizes.nh, sizes.nt, sizes.hd, sizes.dtype)
@@ -124,7 +124,7 @@ def test_same_addresses_law(drawn: tuple[strategies.Sizes, strategies.Declared, 
 
 
 def allocated(layouts: list[kvbm.Layout], shape: kvbm.BlockShape) -> dict[str, kvbm.Pool]:
-    """A pool of each layout that is legal at this shape, by its fingerprint."""
+    """A pool of each layout that is legal at this shape, by fingerprint."""
     pools = {}
     for layout in layouts:
         with suppress(kvbm.LayoutError):
@@ -133,7 +133,7 @@ def allocated(layouts: list[kvbm.Layout], shape: kvbm.BlockShape) -> dict[str, k
 
 
 def takes(layout: kvbm.Layout, arrays: kvbm.Pool) -> bool:
-    """Whether a pool of this layout binds the arrays of another one."""
+    """True if a pool of this layout can be bound to the arrays of another one."""
     try:
         kvbm.Pool(layout, arrays.shape, list(arrays.arrays))
     except (kvbm.BindError, kvbm.DTypeError):
@@ -143,7 +143,7 @@ def takes(layout: kvbm.Layout, arrays: kvbm.Pool) -> bool:
 
 @pytest.mark.parametrize("text", SHAPES)
 def test_ambiguous_law(text: str) -> None:
-    """A pool takes one layout's arrays for the other exactly where the two are ambiguous, or equal there."""
+    """A pool accepts one layout's arrays for the other exactly if the two are ambiguous, or equal at this shape."""
     shape = kvbm.load_shape(text)
     pools = allocated(PLAIN, shape)
     legal = [layout for layout in PLAIN if layout.fingerprint in pools]
@@ -244,7 +244,7 @@ def test_planes_that_nothing_tells_apart() -> None:
 @pytest.mark.parametrize("text", PLANAR_SHAPES)
 @pytest.mark.slow
 def test_ambiguous_law_of_planes(text: str) -> None:
-    """What one pool's arrays are taken for, in either direction, is ambiguous or equal; and nothing else is."""
+    """One of two pools accepts arrays of the other's layout exactly if the two layouts are ambiguous or equal."""
     shape = kvbm.load_shape(text)
     pools = allocated(DISTINCT, shape)
     blind = paired(identity.ambiguous(DISTINCT, shape, 3))
@@ -299,7 +299,7 @@ def test_command_check_ambiguous(tmp_path: Path) -> None:
     path, other = tmp_path / "mine.yaml", tmp_path / "yours.yaml"
     path.write_text('order: "[b l o] d t h"\n', encoding="utf-8")
     assert "same arrays" not in ok("check", path)
-    assert "no other layout takes its arrays at any shipped shape" in ok("check", path, "--ambiguous")
+    assert "no other shipped layout takes its arrays at any shipped shape" in ok("check", path, "--ambiguous")
     shape = "nl=4,no=2,nh=16,nt=16,hd=16"
     text = ok("check", path, "--ambiguous", "--shape", shape)
     assert f"same arrays as hnd, nhd at {shape}" in text and "name the layout explicitly" in text

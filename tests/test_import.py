@@ -1,4 +1,4 @@
-"""What an import costs and pulls in; and what a machine without GPU or driver is told."""
+"""The time and the modules of an import, and the errors on a machine without a GPU or driver."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fresh(code: str, **env: str) -> str:
 
 
 def test_import_pulls_nothing_in() -> None:
-    """Nothing but Python's own modules, which is what makes it quick; and nothing that is compiled."""
+    """Only modules of Python's standard library, so it is quick; and no compiled module."""
     before, after = (set(fresh(f"import sys{more}; print(*sys.modules)").split()) for more in ("", ", kvbm"))
     pulled_in = {name.partition(".")[0] for name in after - before} - sys.stdlib_module_names
     assert pulled_in == {"kvbm"} and "kvbm._core" not in after
@@ -115,7 +115,7 @@ def test_version_is_the_distribution_s() -> None:
 )
 @NO_DRIVER
 def test_a_gpu_call_without_a_driver(call: str) -> None:
-    """It raises, it never aborts; a sentence tells what is missing and what to do."""
+    """It raises an error and never aborts; the message says what is missing and what to do."""
     out = fresh(
         "import itertools, numpy as np, kvbm\n"
         "from kvbm import _core, kernels\n"
@@ -161,7 +161,7 @@ def test_conversion_on_cuda_without_a_driver_leaves_the_destination() -> None:
     with pytest.raises(kvbm.CudaUnavailableError):
         kvbm.convert(far, away, stream=0)
     near = Bound("vllm/BLHNC", shape, 2, dst=True)
-    with pytest.raises(kvbm.BindError, match="destination is in host memory that GPUs do not reach"):
+    with pytest.raises(kvbm.BindError, match="destination is in host memory that GPUs cannot access"):
         kvbm.convert(far, near.pool)
     assert near.untouched
     assert np.array_equal(near.buffer, near.before)

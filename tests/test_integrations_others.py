@@ -1,4 +1,4 @@
-"""Parts of kvbm.integrations.sglang and .lmcache that need neither engine: copies, checks, and which versions run."""
+"""Parts of kvbm.integrations.sglang and .lmcache that need neither engine: copies, checks, and supported versions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def stream_of(device: str) -> Any:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_host_pages(device: str) -> None:
-    """Out, and back by parts of the layers: digests of the parts add up to those of pages; a flipped bit shows at either place."""
+    """Copies out, and back by parts of the layers: the parts' digests add up to the pages'; a flipped bit is found on each side."""
     tensors, held = pages(device)
     before = [tensor.clone() for tensor in tensors]
     storing = held.store(["a", "b"], [3, 7], stream_of(device))
@@ -71,7 +71,7 @@ def test_host_pages(device: str) -> None:
 @pytest.mark.parametrize("order", ["lbhtd", "blhtd", "lhbtd", "bhltd", "lbthd"])
 @pytest.mark.parametrize("by", ["tensors", "addresses"])
 def test_blocks(device: str, order: str, by: str) -> None:
-    """Blocks to objects and back, in each order of memory that LMCache's formats may be views of; objects on the device, too."""
+    """Blocks to objects and back, in each memory order that LMCache's formats allow; also objects on the device."""
     sizes = {"l": NL, "b": NB, "h": NH, "t": BS, "d": HS}
     if by == "addresses" and order not in ("lbhtd", "blhtd"):
         pytest.skip("what LMCache hands out by addresses has tokens and heads inside blocks")

@@ -1,4 +1,4 @@
-"""How workers of vLLM engines meet, without vLLM: doors and visits between endpoints of one process."""
+"""How workers of vLLM engines connect, without vLLM: doors and visits between endpoints of one process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, TransferError, reshard, wire
 from kvbm.integrations.vllm import meetings
-from kvbm.integrations.vllm.meetings import Door, Links, Visit
+from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
 from kvbm.integrations.vllm.version import require_version
 from kvbm.reshard import Endpoint, Link
 from kvbm.reshard.talk import connect
@@ -31,7 +32,7 @@ LIMIT = 30.0
 
 
 class Engine:
-    """The workers of an engine; those that prefill hold requests, and listen."""
+    """The workers of an engine; prefill workers hold requests and listen."""
 
     def __init__(self, hub: wire.Hub, name: str, tp: int = 1, nt: int = 4, start: str = "1") -> None:
         place = reshard.vllm(MODEL, tp=tp, nt=nt, name=name)
@@ -54,7 +55,7 @@ class Engine:
         self.visits: list[Visit] = []
 
     def listen(self, word: float = LIMIT) -> int:
-        """Ports behind each other."""
+        """Listen at consecutive ports."""
         while len(self.doors) < self.tp:
             self.shut()
             with contextlib.suppress(KvbmError):  # another program has the next port
@@ -64,7 +65,8 @@ class Engine:
         return self.doors[0].port
 
     def _sender(self, rank: int) -> Any:
-        def begin(request: str, link: Link, is_given_up: bool) -> None:
+        def begin(want: Want, link: Link) -> None:
+            request, is_given_up = want.name, want.is_given_up
             if request == "unknown":
                 raise TransferError("request unknown: not held here")
             if request == "broken":
@@ -82,11 +84,11 @@ class Engine:
 
     def load(self, visit: Visit, request: str) -> None:
         arrival = visit.link().receive(request, Span(self.table, TOKENS), timeout=LIMIT)
-        visit.want(request, False)
+        visit.want(Want(request))
         arrival.synchronize(LIMIT)
 
     def tokens(self) -> np.ndarray[Any, Any]:
-        """What all ranks hold of the sequence: (l, o, t, h, d)."""
+        """The part of the sequence on all ranks: (l, o, t, h, d)."""
         found = []
         for pool in self.pools:
             layers = np.stack(list(pool.arrays))  # l o b t h d
@@ -122,14 +124,14 @@ def engines() -> Iterator[Any]:
 
 
 def left(engine: Engine) -> None:
-    """Wait until nobody talks to it."""
+    """Wait until all connections to it have ended."""
     for door in engine.doors:
         with door._met:
             assert door._met.wait_for(lambda door=door: not door._talks, LIMIT)  # type: ignore[misc]
 
 
 def together(*calls: Any) -> None:
-    """Each on a thread of its own; raises what one of them raises."""
+    """Run each function on a separate thread; raise the first error."""
     errors: list[BaseException] = []
 
     def run(call: Any) -> None:
@@ -156,7 +158,7 @@ def test_requests_are_asked_for(engines: Any, tps: tuple[int, int], nts: tuple[i
     for request in ("one", "another"):
         together(*(partial(decode.load, visit, request) for visit in visits))
         assert np.array_equal(prefill.tokens(), decode.tokens())
-    visits[0].want("not needed", True)
+    visits[0].want(Want("not needed", is_given_up=True))
     assert all(("not needed", True) in asked for asked in prefill.asked)
     for visit in visits:
         visit.close()
@@ -171,7 +173,7 @@ def test_two_engines_ask_one(engines: Any) -> None:
 
 
 def test_one_link_for_both_ways(engines: Any) -> None:
-    """It is closed with the last of those that use it."""
+    """The link is closed when its last user has ended."""
     first, second = engines("a"), engines("b")
     ports = first.listen(), second.listen()
     there, back = second.visit(0, ports[0], 1), first.visit(0, ports[1], 1)
@@ -191,7 +193,7 @@ def test_one_link_for_both_ways(engines: Any) -> None:
 
 
 def test_who_asks_is_started_again(engines: Any) -> None:
-    """Under the name that it had: its links are new ones, and the old one is closed."""
+    """A restarted decode engine has the same name and new links; the old link is closed."""
     prefill, before = engines("p"), engines("d")
     port = prefill.listen()
     visit = before.visit(0, port, 1)
@@ -205,8 +207,32 @@ def test_who_asks_is_started_again(engines: Any) -> None:
     assert list(prefill.doors[0]._guests) == [("d", "2")]
 
 
+def test_a_connection_that_broke_long_ago_is_made_anew(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If both engines live, the link is kept; the link of an engine that has ended is closed when this is known."""
+    prefill, decode, ends, other = engines("p"), engines("d"), engines("e"), engines("o")
+    port = prefill.listen()
+    visits = [one.visit(0, port, 1) for one in (decode, ends)]
+    for visit, one in zip(visits, (decode, ends), strict=True):
+        one.load(visit, one.name)
+        for talk in visit._talks:
+            talk.close()
+    left(prefill)
+    ends.close()
+    monkeypatch.setattr(meetings, "_KEPT", -1.0)
+    end = time.monotonic() + LIMIT
+    while ("e", "1") in prefill.doors[0]._guests:  # it is found when somebody comes
+        assert time.monotonic() < end
+        visit = other.visit(0, port, 1)
+        visit.link()
+        visit.close()
+        left(prefill)
+    link = visits[0].link()
+    decode.load(visits[0], "again")
+    assert visits[0].link() is link and np.array_equal(prefill.tokens(), decode.tokens())
+
+
 def test_who_prefills_is_started_again(engines: Any) -> None:
-    """At the port that it had: the next request is loaded, by a new link."""
+    """A prefill engine restarted at the same port: the next request is loaded over a new link."""
     before, decode = engines("p"), engines("d")
     port = before.listen()
     visit = decode.visit(0, port, 1)
@@ -219,31 +245,31 @@ def test_who_prefills_is_started_again(engines: Any) -> None:
 
 
 def test_a_connection_that_broke_is_made_anew(engines: Any) -> None:
-    """The link is the one that there was."""
+    """The visit connects again, and its link stays the same."""
     prefill, decode = engines("p"), engines("d")
     visit = decode.visit(0, prefill.listen(), 1)
     decode.load(visit, "one")
     link = visit.link()
     visit._talks[0].close()
     with contextlib.suppress(KvbmError):
-        visit.want("nothing", True)
+        visit.want(Want("nothing", is_given_up=True))
     decode.load(visit, "two")
     assert visit.link() is link and np.array_equal(prefill.tokens(), decode.tokens())
 
 
 @pytest.mark.parametrize("name", ["unknown", "broken"])
 def test_what_is_not_there(engines: Any, name: str) -> None:
-    """The next one is loaded."""
+    """An error for a request that is not held; the next one is loaded."""
     prefill, decode = engines("p", 2), engines("d")
     visit = decode.visit(0, prefill.listen(), 2)
     with pytest.raises(KvbmError, match=r"not held here|ZeroDivisionError"):
-        visit.want(name, False)
+        visit.want(Want(name))
     decode.load(visit, "one")
     assert np.array_equal(prefill.tokens(), decode.tokens())
 
 
 def test_nobody_is_there(engines: Any) -> None:
-    """And is not asked again at once: requests behind are not kept waiting."""
+    """An engine that cannot be reached is not tried again at once, so that later requests need not wait."""
     decode = engines("d")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -251,7 +277,7 @@ def test_nobody_is_there(engines: Any) -> None:
     with pytest.raises(KvbmError, match="refused"):
         visit.link()
     with pytest.raises(TransferError, match="tried again after"):
-        visit.want("one", True)
+        visit.want(Want("one", is_given_up=True))
 
 
 def test_ranks_that_do_not_come_are_not_waited_for(engines: Any) -> None:
@@ -291,7 +317,7 @@ HELLO = {"engine": "e", "start": "s", "rank": 0, "world": 1, "card": CARD}
     ids=str,
 )
 def test_what_is_nonsense_is_refused(engines: Any, said: list[dict[str, Any]]) -> None:
-    """And others are served afterwards."""
+    """A malformed message is refused, and others are served afterwards."""
     prefill, decode = engines("p"), engines("d")
     port = prefill.listen()
     with connect("127.0.0.1", port, LIMIT) as talk:
@@ -306,8 +332,17 @@ def test_what_is_nonsense_is_refused(engines: Any, said: list[dict[str, Any]]) -
 
 
 @pytest.mark.parametrize(
-    "wanted", [{}, {"want": "one"}, {"want": 7, "given_up": False}, {"want": "one", "given_up": 0}], ids=str
-)
+    "wanted",
+    [
+        {}, {"want": "one"}, {"want": {}}, {"want": {"name": 7}}, {"want": {"name": ""}},
+        *({"want": {"name": "one", **more}} for more in (
+            {"is_given_up": 0}, {"more": 1}, {"last": 1.5}, {"groups": "0"}, {"groups": [0]}, {"groups": ["0"], "last": 8},
+            {"groups": ["0"], "first": 8, "last": 8, "each": 8}, {"groups": ["0"], "last": 1 << 40, "each": 8},
+            {"groups": ["0"], "first": -8, "last": 8, "each": 8},
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_nonsense_that_is_wanted(engines: Any, wanted: dict[str, Any]) -> None:
     prefill, decode = engines("p"), engines("d")
     visit = decode.visit(0, prefill.listen(), 1)
@@ -341,7 +376,7 @@ def test_another_card_at_the_same_start_is_refused(engines: Any) -> None:
 
 
 def test_a_door_that_closes_wakes_all(engines: Any) -> None:
-    """Who is waited for, who waits, and the thread that listens; the port is free."""
+    """Workers that are waited for, workers that wait, and the listening thread; the port is free afterwards."""
     prefill, decode = engines("p"), engines("d", 2)
     port = prefill.listen()
     [door] = prefill.doors
@@ -362,20 +397,6 @@ def test_a_door_that_closes_wakes_all(engines: Any) -> None:
     waits.join(LIMIT)
     assert failed and not door._thread.is_alive()
     socket.create_server(("127.0.0.1", port)).close()
-
-
-def test_links_to_engines_that_have_gone_are_closed_in_time(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meetings, "_KEPT", -1.0)
-    prefill, first, second = engines("p"), engines("first"), engines("second")
-    port = prefill.listen()
-    visit = first.visit(0, port, 1)
-    visit.link()
-    [door] = prefill.doors
-    [guest] = door._guests.values()
-    visit.close()
-    left(prefill)
-    second.visit(0, port, 1).link()
-    assert guest.link is not None and guest.link.is_closed and list(door._guests) == [("second", "1")]
 
 
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0", "0.33.0rc1", "dev", ""])

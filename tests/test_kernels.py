@@ -1,4 +1,4 @@
-"""The thin face: lists of tensors in, copies out.  Refusals need no GPU; round trips do."""
+"""The functions of kvbm.kernels, which copy lists of tensors.  Errors need no GPU; round trips do."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def operationals(
 
 
 def refused(kind: str, blocks: Any, whole: Any, match: str, error: type[Exception] = ValueError, **rest: Any) -> None:
-    """In both directions, and before CUDA is touched."""
+    """Errors in both directions, before any CUDA call."""
     for call in (
         lambda: TO[kind](blocks, whole, stream=0, **rest),
         lambda: FROM[kind](whole, blocks, stream=0, **rest),
@@ -59,7 +59,7 @@ def refused(kind: str, blocks: Any, whole: Any, match: str, error: type[Exceptio
 
 
 def test_stubs_are_told() -> None:
-    """As the build wrote it down: whether it had a compiler."""
+    """As recorded by the build: whether it had a compiler."""
     built = json.loads((Path(kvbm.__file__).parent / "_build.json").read_text())
     assert kernels.is_using_stubs() is (built["nvcc"] is None)
 
@@ -215,7 +215,7 @@ def test_overlap() -> None:
 
 
 def test_a_destination_twice() -> None:
-    """Two chunks, or two whole tensors, at one place: neither may win by chance."""
+    """Two chunks, or two whole tensors, at one address: the result would depend on chance."""
     twice = blocks()
     twice[1][2] = FakeCuda((NT, NH, HD), address=twice[0][0].address)
     with pytest.raises(ValueError, match=r"(?i)overlap|share|twice"):
@@ -229,7 +229,7 @@ def test_a_destination_twice() -> None:
 
 
 def test_stream_of_nothing() -> None:
-    """Arrays that have no current stream need one said; nonsense is no stream."""
+    """Arrays without a current stream need a given stream; other objects are not streams."""
     with pytest.raises(ValueError, match="stream"):
         kernels.block_to_universal(blocks(), universals())
     for stream in ("default", 1.5, object()):
@@ -247,9 +247,9 @@ def test_stream_is_keyword_only() -> None:
 
 
 class Nest:
-    """A loop nest that uses every mode of a kernel, over guarded memory, and what it should do: said by NumPy's strides.
+    """A loop nest that uses every mode of a kernel, on guarded memory, and its expected result from NumPy's strides.
 
-    `short`: chunks of a few words, of which several share a CTA; else chunks of several tiles.
+    `short`: chunks of a few words, several per CTA; else chunks of several tiles.
     """
 
     def __init__(self, name: str, short: bool):
@@ -318,7 +318,7 @@ class Nest:
 
 
 class Side:
-    """Where one side's elements lie: allocations with gaps between them, some modes stepping through their table."""
+    """The places of one side's elements: allocations with gaps between them, some modes stepping through the table."""
 
     def __init__(self, nest: Nest, side: int, blocks: int):
         pick, word = nest.random, nest.form.word
@@ -354,7 +354,7 @@ class Side:
         self.shape = (*nest.inner, nest.unit)
 
     def addresses(self, start: int) -> np.ndarray:
-        """The table; the entries before `table_offset` lead nowhere."""
+        """The table; the entries before `table_offset` are invalid addresses."""
         return np.concatenate([np.zeros(self.table_offset), start + self.bases]).astype(np.uint64)
 
     def view(self, data: np.ndarray, block: int, at: tuple[int, ...]) -> np.ndarray:
@@ -395,7 +395,7 @@ def test_kernels_that_digest_are_told_keys() -> None:
 
 
 class Loops:
-    """A plane of a page: extents and strides of both sides, where it starts, and what a kernel is told of its words."""
+    """A plane of a page: extents and strides of both sides, its start, and the words that a kernel is told."""
 
     def __init__(self, outer: list[int], inner: list[int], words: tuple[int, ...]):
         self.outer, self.inner, self.words = outer, inner, words
@@ -419,10 +419,10 @@ class Loops:
 
 
 class Page:
-    """Several planes, each with loops and words of its own, in one launch: over guarded memory, said by NumPy's strides.
+    """Several planes, each with its own loops and words, in one launch on guarded memory; NumPy's strides give the expected result.
 
-    `how`: ``together`` where all planes have the same chunks, ``apart`` where they do not.  Of pages one side is dense: the
-    source of those that gather (``page_in``), the destination of the others; they come in two pieces.
+    `how`: ``together`` if all planes have the same chunks, else ``apart``.  For kernels of pages one side is dense: the source if
+    they gather (``page_in``), else the destination.  Such pages come in two pieces.
     """
 
     def __init__(self, name: str, how: str):
@@ -487,7 +487,7 @@ class Page:
         return total % (1 << 64)
 
     def _place(self, side: int, pick: random.Random) -> int:
-        """Where the planes lie on one side; bytes of an allocation."""
+        """The places of the planes on one side; bytes of an allocation."""
         self.tables[side] = 1
         through = []
         for mode in range(self.form.outer):
@@ -574,7 +574,7 @@ OF_PLANES = [(name, how) for name in PLANES for how in (("together",) if name in
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("name", "how"), [one for one in OF_PLANES if one[0] not in PAGES])
 def test_each_of_planes_on_the_host(name: str, how: str, threads: int) -> None:
-    """Words and id strides of every part its own, however many chunks each has."""
+    """Each part has its own words and id strides, with any number of chunks."""
     page = Page(name, how)
     assert len({loops.item for loops in page.loops}) > 1
     assert page.form.outer == 0 or len({tuple(loops.outer) for loops in page.loops}) == 1 + (how == "apart")
@@ -587,7 +587,7 @@ def test_each_of_planes_on_the_host(name: str, how: str, threads: int) -> None:
 
 
 def test_each_of_planes_is_launched(fake_gpu: FakeDriver) -> None:
-    """What a launch is told of every part is right: by the driver that is not one, which walks pages as well."""
+    """The arguments of a launch are right for every part: tested by the fake driver, which also walks pages."""
     fake_gpu("nests.each_of_planes_is_launched")
 
 
@@ -601,7 +601,7 @@ def test_pages_have_no_host_half() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "how"), OF_PLANES)
 def test_each_of_planes_on_a_gpu_sanitize(name: str, how: str) -> None:
-    """The same, with the CTAs of all planes in one grid, and pages by way of shared memory."""
+    """The same, with the CTAs of all planes in one grid, and pages through shared memory."""
     import torch
 
     page, stream = Page(name, how), torch.cuda.Stream()
@@ -618,7 +618,7 @@ def test_each_of_planes_on_a_gpu_sanitize(name: str, how: str) -> None:
 
 
 def test_parts_of_planes() -> None:
-    """Up to four parts, of which each says its words; no more, and not none."""
+    """One to four parts, each with its words; other numbers are refused."""
     page = Page("record_o4_i8", "together")
     one = page.loops[0].argument(2)
     for count in (0, 5):
@@ -637,7 +637,7 @@ def test_few_kernels_have_no_host_half() -> None:
 
 @pytest.mark.slow
 def test_few_launches(fake_gpu: FakeDriver, tmp_path: Path) -> None:
-    """Each few kernel is found and launched on no more multiprocessors than it may have; and its arguments are right."""
+    """Each few kernel is found, launched with at most the granted number of multiprocessors, and gets the right arguments."""
     noting = FakeDriver(compile_fake_driver(tmp_path, HERE / "programs" / "grid.c"))
     told = noting("nests.few_launches")
     rows = [line.split() for line in told.splitlines()]
@@ -656,7 +656,7 @@ def test_few_launches(fake_gpu: FakeDriver, tmp_path: Path) -> None:
 @pytest.mark.parametrize("short", [True, False])
 @pytest.mark.parametrize("name", ONE_PART)
 def test_each_on_a_gpu_sanitize(name: str, short: bool) -> None:
-    """Every kernel by itself, bit for bit, guards included; few ones on several numbers of multiprocessors."""
+    """Every kernel alone, bit for bit, including guards; few kernels with several numbers of multiprocessors."""
     import torch
 
     nest = Nest(name, short)
@@ -732,7 +732,7 @@ class Stack:
         self.args_whole = views(self.whole, of_whole, shape.dtype)
 
     def fill_late(self, stream: Any) -> None:
-        """The source is zeros, until `stream` has slept for a while: only what comes after that on the stream reads the data."""
+        """The source is zeros until `stream` has slept for a while: only later work on the stream reads the data."""
         import torch
 
         original = self.buffers[0].clone()
@@ -813,7 +813,7 @@ def test_operational(backend: str | None, to_whole: bool, views: Any) -> None:
 
 @pytest.mark.gpu
 def test_one_tensor_for_many() -> None:
-    """One tensor of all universals; a flat list where there is one block; tuples."""
+    """One tensor for all universals; a flat list for one block; tuples."""
     import torch
 
     shape = kvbm.BlockShape(2, 2, 3, 4, 8, "float16")
@@ -835,7 +835,7 @@ def test_one_tensor_for_many() -> None:
 
 @pytest.mark.gpu
 def test_current_stream_of_torch() -> None:
-    """With no stream said, torch's current one: not the default stream."""
+    """Without a given stream, torch's current one is used, not the default stream."""
     import torch
 
     shape = kvbm.BlockShape(4, 2, 8, 16, 128, "bfloat16")

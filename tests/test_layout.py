@@ -1,4 +1,4 @@
-"""Layouts: the laws over every coordinate, on random layouts; the shipped ones; what is refused."""
+"""Layouts: properties at every coordinate of random layouts; the shipped layouts; errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def block_shape(sizes: strategies.Sizes) -> kvbm.BlockShape:
 
 
 def same_function(resolved: Any, want: oracle.Placed) -> None:
-    """Every coordinate: the address is the oracle's, is inside its allocation, and is nobody else's."""
+    """Every coordinate: its address is the oracle's, inside its allocation, and no other coordinate's."""
     entry, offset = want.address(np.arange(want.num_blocks))
     limits = [a.nbytes for a in resolved.allocations]
     taken = set()
@@ -69,7 +69,7 @@ def test_laws(drawn: tuple[strategies.Sizes, strategies.Declared]) -> None:
 
 @given(strategies.one(limit=200))
 def test_text_and_back(drawn: tuple[strategies.Sizes, strategies.Declared]) -> None:
-    """What a layout prints as is what was written, and the fingerprint is over its meaning."""
+    """A printed layout is the text that was written, and the fingerprint depends on its meaning."""
     _, declared = drawn
     layout = spec.parse(declared.yaml, file="one.yaml", name="one")
     again = spec.parse("title: other\n" + declared.yaml, file="two.yaml", name="two")
@@ -154,7 +154,7 @@ def test_fingerprint_knows_pitch_and_axes() -> None:
 
 
 def test_pitch_expression() -> None:
-    """The record of DeepSeek V4: 584 B a token, pages rounded up to 576 B."""
+    """The record of DeepSeek V4: 584 B per token, pages rounded up to a multiple of 576 B."""
     layout = spec.parse('order: "[l] b o h t d"\npitch: {b: "round_up(nt*584, 576) B"}')
     shape = kvbm.BlockShape(nl=2, no=1, nh=1, nt=64, hd=584, dtype="uint8")
     first = layout.resolve(shape, 3).allocations[0]
@@ -298,3 +298,9 @@ def test_bad_shapes(text: str, error: type[Exception], match: str) -> None:
 def test_bad_size(value: Any) -> None:
     with pytest.raises((kvbm.KvbmError, TypeError), match="nh"):
         kvbm.BlockShape(nl=1, no=2, nh=value, nt=2, hd=2)
+
+
+@pytest.mark.parametrize("given", ["[l] b o t h d", ("[l] b o t h d",), None])
+def test_a_text_is_no_layout(given: Any) -> None:
+    with pytest.raises(kvbm.SpecError, match=r"Layout: expected a tuple of Order, got .*call kvbm\.load"):
+        kvbm.Layout(given)

@@ -1,4 +1,4 @@
-"""``kvbm link``: what two sides say to each other, what they measure, how they end; in one process, and in two."""
+"""``kvbm link``: the messages of both sides, their measurements and how they end; in one process and in two."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TEXT = {"type": "string", "minLength": 1}
 
 
 def whole(**properties: Any) -> dict[str, Any]:
-    """The schema of an object that has these, and nothing else."""
+    """The schema of an object with exactly these keys."""
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
@@ -64,7 +64,7 @@ SERVED = whole(
 
 
 class Serving:
-    """`kvbm link serve` on a thread, for one sender after the other."""
+    """`kvbm link serve` on a thread, serving one sender after the other."""
 
     def __init__(self, **options: Any) -> None:
         self.options: dict[str, Any] = {"only": None, "memory": 1 << 30, **options}
@@ -97,7 +97,7 @@ class Serving:
                     self.errors.append(error)
 
     def close(self) -> None:
-        """Serve nobody more; what is under way ends first."""
+        """Accept no more senders; the current trial ends first."""
         with contextlib.suppress(OSError):  # it was closed before
             self.server.shutdown(socket.SHUT_RDWR)
         self.server.close()
@@ -110,7 +110,7 @@ Serve = Callable[..., Serving]
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Starts the side that receives; "nixl" is a wire of this process's memory."""
+    """Starts the receiving side; "nixl" is replaced by a wire in this process's memory."""
     hub = wire.Hub()
     monkeypatch.setattr(trial, "_NOTES", 10)
     monkeypatch.setattr(trial, "_wire", lambda name, *_: wire.memory(name, hub))
@@ -125,12 +125,12 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 
 
 def send(port: int, *more: str, **knobs: str) -> Result:
-    given = ["--wire", "nixl", "--shape", SMALL, "--tokens", "40", "--repeat", "2", "--timeout", "60", *more]
+    given = ["--wire", "nixl", "--shape", SMALL, "--tokens", "40", "--iters", "2", "--timeout", "60", *more]
     return CliRunner().invoke(main, ["link", "send", f"127.0.0.1:{port}", *given], env=knobs)
 
 
 def test_a_trial(serve: Serve) -> None:
-    """JSON by its schema; figures of the sizes that were asked for, which fit each other."""
+    """The JSON matches its schema; the numbers have the requested sizes and are consistent."""
     serving = serve()
     done = send(serving.port, "--tokens", "1,16,100", "--json")
     assert done.exit_code == 0, done.output
@@ -154,7 +154,7 @@ def test_a_trial(serve: Serve) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_the_terminal(serve: Serve, width: int) -> None:
-    done = send(serve().port, "--tokens", "10,40", COLUMNS=str(width))
+    done = send(serve().port, "--tokens", "10,40", COLUMNS=str(width), FORCE_COLOR="1", TERM="dumb")
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     assert max(map(len, lines)) <= width and "…" not in done.output
@@ -201,7 +201,7 @@ def test_one_sender_after_the_other(serve: Serve) -> None:
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
-    """What the sender's link puts has faults; its bare wire has none."""
+    """The sender's link puts wrong bytes; its bare wire does not."""
     made: Any = trial._wire
     monkeypatch.setattr(
         trial,
@@ -219,7 +219,7 @@ def test_chunks_that_came_wrong_are_counted(serve: Serve, monkeypatch: pytest.Mo
 
 
 def test_what_stays_wrong_is_an_error_of_both(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes that were measured before it are printed."""
+    """The sizes that were measured before the error are printed."""
     faulty(monkeypatch, [wire.Fault("word", at=at) for at in range(3, 9)])
     serving = serve()
     done = send(serving.port, "--tokens", "10,40", "--json")
@@ -232,7 +232,7 @@ def test_what_stays_wrong_is_an_error_of_both(serve: Serve, monkeypatch: pytest.
 
 
 def test_a_block_that_is_wrong_in_memory_is_found(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though all digests were right."""
+    """Even if all digests were right."""
     wrong = trial.Coded.wrong
 
     def broken(self: trial.Coded, tokens: int) -> str:
@@ -248,7 +248,7 @@ def test_a_block_that_is_wrong_in_memory_is_found(serve: Serve, monkeypatch: pyt
 @pytest.mark.parametrize("layout", ["universal", "operational_hnd", NHD])
 @pytest.mark.parametrize("shape", [SMALL, "nl=1,no=1,nh=1,nt=8,hd=3,dtype=float16"])
 def test_coded_pools(layout: str, shape: str) -> None:
-    """All tokens of all blocks are the sequence's, in words that differ; what lies behind its end does not count."""
+    """All tokens of all blocks are the sequence's, in words that differ; data after its end are ignored."""
     made = trial.Coded(trial.Side("a", "cpu", layout, 16), kvbm.load_shape(shape), 40, lambda: None)
     with contextlib.closing(made):
         made.spoil()
@@ -283,7 +283,7 @@ def test_coded_pools(layout: str, shape: str) -> None:
 def test_what_the_other_side_refuses(
     serve: Serve, options: dict[str, Any], arguments: tuple[str, ...], said: str
 ) -> None:
-    """It says why on both sides, and serves the next one."""
+    """Both sides report the reason, and the next sender is served."""
     serving = serve(**options)
     done = send(serving.port, *arguments)
     until(lambda: serving.errors, "an error is said", LIMIT)
@@ -298,7 +298,7 @@ def test_what_the_other_side_refuses(
 
 
 def test_a_card_of_another_version(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of either side: both say so."""
+    """On either side: both sides report it."""
     cards = trial.End.cards
     for engine in ("server", "sender"):
 
@@ -381,7 +381,7 @@ def framed(data: bytes, size: int | None = None) -> bytes:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[talk.Talk, socket.socket]]:
-    """One end of a conversation, and the bare other one."""
+    """One end of a conversation as a `Talk`, and the other end as a socket."""
     with talk.listen("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()) as other:
         connection, _ = server.accept()
         with talk.Talk(connection, LIMIT) as mine:
@@ -443,7 +443,7 @@ def test_looking_finds_who_has_gone(ends: tuple[talk.Talk, socket.socket]) -> No
 
 
 def test_looking_loses_nothing(ends: tuple[talk.Talk, socket.socket]) -> None:
-    """Of what the other side has said meanwhile."""
+    """`look` keeps messages that arrived meanwhile."""
     near, far = ends
     for number in range(3):
         text = json.dumps({"busy": True} if number == 1 else {"word": number}).encode()
@@ -453,7 +453,7 @@ def test_looking_loses_nothing(ends: tuple[talk.Talk, socket.socket]) -> None:
 
 
 def test_a_bare_wire_is_lost_while_its_answer_is_awaited(ends: tuple[talk.Talk, socket.socket]) -> None:
-    """Said at once, not at the deadline; a note without bytes is no answer."""
+    """The loss is reported at once, not at the deadline; an empty note is not an answer."""
     hub = wire.Hub()
     near, far = wire.memory("near", hub), wire.memory("far", hub)
     for one in (near, far):
@@ -509,7 +509,7 @@ def test_nobody_is_there(as_json: bool) -> None:
 
 
 def test_somebody_silent_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who takes the connection, and says nothing; however long the connection takes."""
+    """A side that accepts the connection and sends nothing is a timeout, however long connecting took."""
     connect = socket.create_connection
     monkeypatch.setattr(socket, "create_connection", lambda address, _: connect(address, LIMIT))
     with talk.listen("127.0.0.1", 0) as server:
@@ -550,7 +550,7 @@ def test_addresses(text: str, address: tuple[str, int] | None) -> None:
     ("arguments", "said"),
     [
         (("--bytes", "1MiB", "--tokens", "4"), "expected one of them"), (("--tokens", "0"), "expected numbers from 1 on"),
-        (("--device", "gpu"), "expected cpu or cuda:N"), (("--wire", "tcp"), "torch"), (("--repeat", "0"), "--repeat"),
+        (("--device", "gpu"), "expected cpu or cuda:N"), (("--wire", "tcp"), "torch"), (("--iters", "0"), "--iters"),
     ],
     ids=["both", "tokens", "device", "wire", "repeat"],
 )  # fmt: skip
@@ -563,7 +563,7 @@ def test_options_that_are_none(arguments: tuple[str, ...], said: str) -> None:
 
 
 class Process:
-    """``kvbm link …`` in a process of its own, whose lines are read as they come."""
+    """``kvbm link …`` in a separate process, whose lines are read as they arrive."""
 
     def __init__(self, *arguments: str) -> None:
         path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
@@ -581,7 +581,7 @@ class Process:
             self.lines[name].append(line.rstrip("\n"))
 
     def wait_for(self, count: int, name: str = "stdout", text: str = "") -> list[str]:
-        """So many lines with this text."""
+        """Wait for `count` lines with this text."""
         end = time.monotonic() + LIMIT
         while len(found := [line for line in self.lines[name] if text in line]) < count:
             assert time.monotonic() < end, f"{count} lines wanted: {self.lines}"
@@ -622,9 +622,9 @@ def serving(start: Callable[..., Process], *arguments: str) -> tuple[Process, st
     return server, json.loads(server.wait_for(1)[0])["listening"]
 
 
-FEW = ("--shape", "llama-3.1-8b,nl=4", "--repeat", "2", "--timeout", "60")
+FEW = ("--shape", "llama-3.1-8b,nl=4", "--iters", "2", "--timeout", "60")
 #: Sequences without end, of some MB each.
-ENDLESS = ("--shape", "llama-3.1-8b,nl=4", "--bytes", "8MiB", "--repeat", "100000", "--timeout", "60")
+ENDLESS = ("--shape", "llama-3.1-8b,nl=4", "--bytes", "8MiB", "--iters", "100000", "--timeout", "60")
 
 
 @pytest.mark.slow
@@ -647,7 +647,7 @@ def test_two_processes(start: Callable[..., Process], kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TORCH, NIXL])
 def test_a_server_that_is_killed(start: Callable[..., Process], kind: str) -> None:
-    """The sender says that it is lost, within its deadline."""
+    """The sender reports the loss within its deadline."""
     server, address = serving(start)
     client = start("send", address, "--wire", kind, *ENDLESS)
     client.wait_for(3, "stderr", "sequence")
@@ -660,7 +660,7 @@ def test_a_server_that_is_killed(start: Callable[..., Process], kind: str) -> No
 @pytest.mark.parametrize("kind", [TORCH, NIXL])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_sender_that_ends(start: Callable[..., Process], kind: str, number: signal.Signals) -> None:
-    """The server says so, and serves the next one."""
+    """The server reports it, and serves the next sender."""
     server, address = serving(start)
     client = start("send", address, "--wire", kind, *ENDLESS)
     client.wait_for(3, "stderr", "sequence")

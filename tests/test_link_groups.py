@@ -1,4 +1,4 @@
-"""Several pools of a rank by one endpoint: full attention, sliding window, draft model; layers by the model's numbers."""
+"""Several pools of a rank in one endpoint: full attention, sliding window, draft model; layers have the model's numbers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LAYOUTS = {"prefill": "vllm/flash_attn_nhd", "decode": "vllm/flash_attn_hnd"}
 
 
 def code(group: str, layer: int, o: Any, h: Any, t: Any, d: Any) -> Any:
-    """What an element holds, by its group and its place in the model."""
+    """The value of an element, from its group and its place in the model."""
     number = [*LAYERS].index(group)
     return ((((number * 11 + layer) * 2 + o) * 7 + h) * 331 + t * 13 + d * 5 + 1).astype(np.uint16)
 
 
 class Engine:
-    """The ranks of one: placements, pools, tables and endpoints by group."""
+    """The ranks of one engine: placements, pools, tables and endpoints by group."""
 
     def __init__(self, name: str, mesh: str, nt: dict[str, int], hub: wire.Hub) -> None:
         self.name, self.nt, self.ends = name, nt, []
@@ -68,7 +68,7 @@ class Engine:
         return Span(self.tables[group], range(self.origin(group), TOKENS), self.origin(group))
 
     def elements(self, rank: int, group: str) -> Any:
-        """Each layer's number, its array as ``o block slot head d``, and what all of the table's slots are to hold."""
+        """Per layer its number, its array as ``o block slot head d``, and the expected contents of all slots of the table."""
         place, pool = self.ends[rank].groups[group]
         strips = place.strips(rank)
         table, nt, model = self.tables[group], self.nt[group], place.model
@@ -86,7 +86,7 @@ class Engine:
     ids=lambda mesh: mesh.replace(" ", "x"),
 )  # fmt: skip
 def test_each_group(src: str, dst: str, pulls: bool) -> None:
-    """One key, one endpoint a rank: in windows of layers that hold some of a group, or none; every byte, also those of no token."""
+    """One key, one endpoint per rank: windows of layers contain some layers of a group or none; every byte, also outside tokens."""
     hub = wire.Hub()
     prefill = Engine("prefill", src, {"full": 16, "window": 16, "draft": 8}, hub)
     decode = Engine("decode", dst, {"full": 64, "window": 32, "draft": 16}, hub)
@@ -124,7 +124,7 @@ def test_each_group(src: str, dst: str, pulls: bool) -> None:
 
 
 def test_groups_must_be_the_same() -> None:
-    """By their names, their layers and their models."""
+    """Their names, layers and models must be equal."""
     hub = wire.Hub()
     sizes = {"full": 16, "window": 16, "draft": 16}
     prefill, decode = Engine("prefill", "tp1", sizes, hub), Engine("decode", "tp1", sizes, hub)

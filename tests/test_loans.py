@@ -1,4 +1,4 @@
-"""`wire.mapped`: what is lent, the fence of what is on loan, peers that end in the middle, and links on it."""
+"""`wire.mapped`: loans, their fence, peers that end during a loan, and links on such wires."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="me
 
 
 class End:
-    """A mapped wire of a hub, with a ring as its slab."""
+    """A mapped wire in a hub, with a ring as its slab."""
 
     def __init__(self, name: str, hub: wire.Hub, drop_seconds: float = 0.05) -> None:
         self.ring = Ring("cpu", SIZE // 2, 1, 1)
@@ -57,7 +57,7 @@ class End:
 
 @pytest.fixture
 def ends() -> Iterator[Callable[..., tuple[End, End]]]:
-    """Opens a lender and a borrower, connected."""
+    """Opens a connected lender and borrower."""
     with contextlib.ExitStack() as stack:
 
         def make(drop_seconds: float = 0.05, connect: bool = True) -> tuple[End, End]:
@@ -102,7 +102,7 @@ def test_what_else_goes_by_the_other_wire(ends: Callable[..., tuple[End, End]]) 
 
 
 def test_nothing_is_lent_to_who_is_not_connected(ends: Callable[..., tuple[End, End]]) -> None:
-    """The lender must see the loans before there is one."""
+    """The lender must be able to read the loans before the first one."""
     lender, borrower = ends(connect=False)
     borrower.connect(lender)
     assert borrower.wire.borrow(borrower.peer, wire.Slice(0, 8)) is None
@@ -131,13 +131,13 @@ def test_a_drop_waits_for_what_is_on_loan(ends: Callable[..., tuple[End, End]], 
     ):
         with pytest.raises(PeerLostError):
             call()
-    with pytest.raises(BindError, match=r"start again|no such end"):
+    with pytest.raises(BindError, match=r"start again|found none of this name"):
         borrower.connect(lender)
     borrower.wire.drop(borrower.peer)
 
 
 def test_who_drops_within_a_loan_closes_the_mapping_behind_it(ends: Callable[..., tuple[End, End]]) -> None:
-    """And who closes there, too."""
+    """The mapping is closed after the loan, also if the wire is closed meanwhile."""
     lender, borrower = ends()
     assert borrower.wire.borrow(borrower.peer, wire.Slice(0, 8)) is not None
     borrower.wire.drop(borrower.peer)
@@ -156,7 +156,7 @@ def test_who_drops_within_a_loan_closes_the_mapping_behind_it(ends: Callable[...
 
 
 def test_an_endpoint_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time it raises as long as a peer writes, and by however many threads it is closed."""
+    """Every close raises while a peer still writes, from any number of threads."""
     hub = wire.Hub()
     with Linked(plain_case(), wires=lambda side, rank: wire.mapped(wire.memory(f"{side}/{rank}", hub), drop_seconds=0.05)) as found:
         lender, borrower = found.ends[1][0], found.ends[0][0].wire
@@ -188,7 +188,7 @@ def test_an_endpoint_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def raced(ends: Callable[..., tuple[End, End]], rounds: int) -> int:
-    """Drops while the peer borrows, writes and gives back as fast as it can; in how many something landed behind the drop."""
+    """Drop while the peer borrows, writes and gives back in a loop; return the number of rounds with a write after the drop."""
     late = 0
     for number in range(rounds):
         lender, borrower = ends(drop_seconds=LIMIT)
@@ -222,7 +222,7 @@ def test_nothing_lands_behind_a_drop(ends: Callable[..., tuple[End, End]]) -> No
 
 
 def test_the_race_is_seen(ends: Callable[..., tuple[End, End]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who does not look whether it was dropped is caught."""
+    """The test detects a borrower that does not check whether it was dropped."""
     monkeypatch.setattr(loans._Page, "is_dropped", lambda *_: False)
     assert raced(ends, 20) > 0
 
@@ -231,7 +231,7 @@ def test_the_race_is_seen(ends: Callable[..., tuple[End, End]], monkeypatch: pyt
 
 
 def changed(card: bytes, **fields: Any) -> bytes:
-    """A card with other fields, and the sum that they have."""
+    """A card with other fields, and the checksum for them."""
     held = json.loads(card)
     held["mapped"].pop("sha256", None)
     held["mapped"].update(fields)
@@ -241,7 +241,7 @@ def changed(card: bytes, **fields: Any) -> bytes:
 
 @contextlib.contextmanager
 def other_file(name: str | None, nbytes: int) -> Iterator[int]:
-    """A descriptor of this process that is no ring."""
+    """A descriptor of this process that is not a ring's."""
     file = os.memfd_create(name) if name else os.open(HERE / "conftest.py", os.O_RDONLY)
     try:
         if name:
@@ -252,7 +252,7 @@ def other_file(name: str | None, nbytes: int) -> Iterator[int]:
 
 
 def test_who_cannot_be_mapped_says_why(ends: Callable[..., tuple[End, End]]) -> None:
-    """And is reached all the same."""
+    """The reason is given, and the peer is still reached."""
     with (
         other_file(None, 0) as script,
         other_file("secret", SIZE) as secret,
@@ -288,7 +288,7 @@ def test_who_cannot_be_mapped_says_why(ends: Callable[..., tuple[End, End]]) -> 
 
 
 def test_peers_without_this_wire() -> None:
-    """Are connected to, and connect."""
+    """Both directions connect."""
     hub = wire.Hub()
     end, plain = End("mapped", hub), wire.memory("plain", hub)
     plain.register(wire.Slab.of(np.zeros(64, np.uint8)))
@@ -349,7 +349,7 @@ VALUES = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_damaged_cards_are_refused_or_not_mapped(data: st.DataObject) -> None:
-    """Whatever a card's fields are, nothing but rings is mapped, and nothing but `BindError` comes of it."""
+    """For any fields of a card, only rings are mapped, and only `BindError` is raised."""
     fields = data.draw(st.dictionaries(st.sampled_from(FIELDS), VALUES))
     hub = wire.Hub()
     lender, borrower = End("lender", hub), End("borrower", hub)
@@ -366,7 +366,7 @@ def test_damaged_cards_are_refused_or_not_mapped(data: st.DataObject) -> None:
 
 
 def test_nothing_is_left() -> None:
-    """Of files and mappings, when both sides are closed."""
+    """No files and mappings are left when both sides are closed."""
 
     def once() -> None:
         hub = wire.Hub()
@@ -390,7 +390,7 @@ def test_nothing_is_left() -> None:
 
 @pytest.fixture
 def process(place: str) -> Iterator[Callable[..., tuple[wire.Mapped, Any, subprocess.Popen[str], str]]]:
-    """Starts `programs.borrowing`, which writes to this side's slab without end."""
+    """Starts `programs.borrowing`, which writes to this side's slab forever."""
     pytest.importorskip("torch")
     from programs import borrowing
 
@@ -420,7 +420,7 @@ def process(place: str) -> Iterator[Callable[..., tuple[wire.Mapped, Any, subpro
 
 
 def test_the_end_of_a_process_is_seen_among_many_files() -> None:
-    """Its descriptor may be any number."""
+    """The process's descriptor may have any number."""
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limits[1] < 2048:
@@ -444,7 +444,7 @@ def test_the_end_of_a_process_is_seen_among_many_files() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["lives", "killed", "stopped"])
 def test_a_process_that_writes_is_dropped(process: Callable[..., Any], how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it lives, when it was killed within a loan; one that is stopped there must end first."""
+    """While it runs, or after it was killed within a loan; a process that is stopped within a loan must end first."""
     mine, slab, other, peer = process()
     until(slab.any, "it writes")
     if how == "killed":
@@ -452,7 +452,7 @@ def test_a_process_that_writes_is_dropped(process: Callable[..., Any], how: str,
     if how == "stopped":
 
         def is_caught() -> bool:
-            """Within a loan, which is where it is most of the time."""
+            """True if the process is within a loan, where it is most of the time."""
             os.kill(other.pid, signal.SIGCONT)
             time.sleep(0.001)
             os.kill(other.pid, signal.SIGSTOP)
@@ -471,7 +471,7 @@ def test_a_process_that_writes_is_dropped(process: Callable[..., Any], how: str,
     assert not slab.any(), "it wrote behind the drop"
     mine.close()
     if how != "killed":
-        assert other.wait(LIMIT) == 0
+        assert other.wait(3 * LIMIT) == 0  # its own drop may take 20 s
 
 
 def stopped(process: subprocess.Popen[str]) -> bool:
@@ -484,7 +484,7 @@ def stopped(process: subprocess.Popen[str]) -> bool:
 @pytest.mark.parametrize("faults", [0.0, 0.02], ids=["whole", "faults"])
 @pytest.mark.parametrize("first", range(0, 80, 20))
 def test_every_byte(first: int, faults: float) -> None:
-    """Random placements, layouts, ranges, all by loans; where notes are lost, doubled, late, all the same."""
+    """Random placements, layouts, ranges, all by loans; also if notes are lost, doubled, late."""
 
     def wires(seed: int) -> Wires:
         hub = wire.Hub()
@@ -505,7 +505,7 @@ def test_every_byte(first: int, faults: float) -> None:
 
 
 def test_peers_that_were_dropped_hold_nothing() -> None:
-    """No page of theirs is mapped, and no descriptor of their process is open."""
+    """None of their pages is mapped, and no descriptor of their processes is open."""
     hub = wire.Hub()
     near, before = End("near", hub), memory_files("loans")
     pages = []
@@ -521,7 +521,7 @@ def test_peers_that_were_dropped_hold_nothing() -> None:
 
 
 class Failing:
-    """A chunk that is being packed until it fails."""
+    """Packing that stays unfinished until it fails."""
 
     def __init__(self, error: Exception) -> None:
         self.error, self.is_asked = error, False
@@ -538,7 +538,7 @@ class Failing:
 @pytest.mark.parametrize("where", ["as it begins", "under way"])
 @pytest.mark.parametrize("error", [KvbmError("the device broke"), RuntimeError("a mistake")], ids=["kvbm", "other"])
 def test_who_fails_to_pack_has_nothing_on_loan(monkeypatch: pytest.MonkeyPatch, where: str, error: Exception) -> None:
-    """And both sides are told, long before the deadline."""
+    """After a failed packing no loan is left, and both sides get the error long before the deadline."""
     begun = threading.Event()
 
     def pack(*_: Any, **__: Any) -> Failing:
@@ -561,7 +561,7 @@ def test_who_fails_to_pack_has_nothing_on_loan(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_on_a_gpu_that_is_not_one(fake_gpu: FakeDriver) -> None:
-    """Rings of the fake driver, opened by handles of CUDA IPC; all mappings are closed at the end."""
+    """Rings of the fake driver, opened by CUDA IPC handles; all mappings are closed at the end."""
     fake_gpu("reshards.mapped", 500, 20)
 
 

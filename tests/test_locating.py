@@ -1,4 +1,4 @@
-"""Where pools differ: errors of all kinds put into destinations by their addresses, and found again by digests alone."""
+"""Locating differences of pools: errors of all kinds are written to destinations, and must be found from digests alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES = {"l": 3, "o": 2, "h": 4, "t": 16}
 
 @pytest.fixture
 def pools(request: pytest.FixtureRequest) -> Iterator[tuple[kvbm.Pool, kvbm.Pool]]:
-    """Source and destination, of which block i is copied into block 5 - i."""
+    """Source and destination; block i is copied into block 5 - i."""
     src, dst = getattr(request, "param", ("nhd", "universal"))
     with bound(src, dst, SHAPE) as made:
         yield made
@@ -60,7 +60,7 @@ BATCH = [0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]
 
 
 def address(pool: kvbm.Pool, block: int, at: Mapping[str, int], plane: str = "") -> int:
-    """Where an element lies."""
+    """The address of an element."""
     maps = [access for access in pool.resolved.section.accesses if access.plane == plane]
     access = next(one for one in maps if one.half in (None, at.get("o", 0)))
     entry, offset = access.address(block, at)
@@ -77,7 +77,7 @@ def product(at: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
 
 
 def rows(found: kvbm.locating.Mismatch) -> list[tuple[int, ...]]:
-    """The rows that regions name, as (l, o, h, t)."""
+    """The rows of the reported regions, as (l, o, h, t)."""
     axes = [[region.at.get(axis, (0,)) for axis in "loht"] for region in found.regions]
     return [row for each in axes for row in itertools.product(*each)]
 
@@ -97,7 +97,7 @@ def test_the_example(pools: Any) -> None:
 @pytest.mark.parametrize("pools", PAIRS, indirect=True, ids=" → ".join)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_rectangles_are_found_exactly(pools: Any, seed: int) -> None:
-    """Up to three of them in two blocks: every row that is named differs, and every one that differs is named, once."""
+    """Up to three rectangles in two blocks: exactly the rows that differ are reported, each once."""
     src, dst = pools
     pick = random.Random(f"{src.layout.name} {seed}")
     wrong: dict[int, set[tuple[int, ...]]] = {}
@@ -124,7 +124,7 @@ def test_random_rectangles_are_found_exactly(pools: Any, seed: int) -> None:
 
 
 def swap(pool: kvbm.Pool, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Exchange what two products of rows of block 1 hold."""
+    """Exchange the contents of two products of rows of block 1."""
     for a, b in zip(product(one), product(other), strict=True):
         for d in range(16):
             places = [(ctypes.c_uint16 * 1).from_address(address(pool, 1, {**at, "d": d})) for at in (a, b)]
@@ -223,7 +223,7 @@ def test_units_and_sections_count_as_the_source_does() -> None:
 
 
 def test_many_pairs_and_few_digests(pools: Any) -> None:
-    """What is not looked into is said: pairs beyond the first, and products whose rows are too many."""
+    """Parts that are not searched are reported: further pairs, and products with too many rows."""
     src, dst = pools
     for block in range(6):
         for at in product(ALL):
@@ -293,7 +293,7 @@ def test_products_cover_and_are_disjoint() -> None:
 
 
 class Disturbed:
-    """A route of which the destination is written behind the copy's back, before it is digested."""
+    """A route whose destination is changed after the copy and before the digest."""
 
     def __init__(self, wrote: Any) -> None:
         self.wrote = wrote
@@ -319,7 +319,7 @@ def test_a_transfer_that_verifies_says_where(pools: Any) -> None:
         ids = np.array([3, 1, 0])
 
         def spoil(proof: Any) -> None:
-            """As if the kernel had written a wrong token: in memory, and in the digest."""
+            """Write a wrong token to memory and to the digest, as a wrong kernel would."""
             flip(dst, 4, {"l": 2, "o": 1, "h": 3, "t": 5})
             flip(dst, 2, {"l": 2, "o": 1, "h": 3, "t": 5})  # after it was verified, by its owner
             proof._memory[proof.count + 1] ^= np.uint64(1)
@@ -358,7 +358,7 @@ def test_ranges_of_layers_that_differ_are_the_sources(pools: Any) -> None:
 
 
 def test_a_copy_that_nobody_waits_for_is_told_of_at_the_next_one(pools: Any) -> None:
-    """Without a search, which would hold up a copy that has nothing to do with it."""
+    """Without a search, which would delay an unrelated copy."""
     src, dst = pools
     with kvbm.Transfer(src, dst, verify=True) as move:
 

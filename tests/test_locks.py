@@ -1,4 +1,4 @@
-"""Locks and fork: a child lacks the thread that held one."""
+"""Locks and fork: a child has no thread that could release a lock held at the fork."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignor
 
 @contextlib.contextmanager
 def held(lock: Lock) -> Iterator[None]:
-    """Another thread has it."""
+    """Another thread holds the lock."""
     has, end = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -41,7 +41,7 @@ def held(lock: Lock) -> Iterator[None]:
 
 
 def in_child(call: Callable[[], object]) -> int:
-    """The status of a forked child that makes a call: 0, or the signal that ends one that waits for ever."""
+    """The status of a forked child that makes a call: 0, or the signal that ends a child that waits forever."""
     child = os.fork()
     if not child:
         status = 1
@@ -104,7 +104,7 @@ def test_a_thread_that_forks_keeps_its_lock() -> None:
 
 
 def test_no_other_locks() -> None:
-    """Of the library's modules; one that is left to `threading` would be held for ever in some child."""
+    """Modules of kvbm must not use locks of `threading`: in some child such a lock would be held forever."""
     source = Path(kvbm.__file__).parent
     files = {*source.glob("*.py"), *(source / "torch").glob("*.py")} - {source / "locks.py"}
     assert len(files) > 40

@@ -1,4 +1,4 @@
-"""Every ordered pair of shipped layouts, bit for bit, guards and padding included: host kernels and CUDA kernels."""
+"""Every ordered pair of shipped layouts, bit for bit, including guards and padding: host kernels and CUDA kernels."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_gpu(case: matrix.Case) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("src", matrix.everyone())
 def test_host_meets_every_other(src: str) -> None:
-    """A layout that is added meets all that are there already, and they it."""
+    """Each layout is converted to all others, so that a new layout is tested with all existing ones."""
     for case in matrix.meetings(src):
         run(case, on_host)
 
@@ -131,7 +131,7 @@ def test_gpu_full(src: str, dst: str) -> None:
 
 @pytest.mark.parametrize(("src", "dst"), matrix.refused_pairs())
 def test_refused(src: str, dst: str) -> None:
-    """Opaque against an order that is needed: an error that names a way out; the destination is as it was."""
+    """An opaque group against a required order: an error that names a solution; the destination is unchanged."""
     shape = kvbm.BlockShape(nl=3, no=2, nh=4, nt=16, hd=16, dtype="float16")
     with pytest.raises(
         kvbm.PlanError, match=r"operational_nhd.*operational_hnd|operational_hnd.*operational_nhd"
@@ -151,7 +151,7 @@ def test_refused(src: str, dst: str) -> None:
 
 
 def test_everyone_meets_everyone() -> None:
-    """Every ordered pair of meanings that share a shape, once; and nobody always meets with the same width or alignment."""
+    """Every ordered pair of meanings with a common shape, once; widths and alignments vary for each layout."""
     prints: dict[str, set[str]] = {}
     for name in matrix.orders():
         prints.setdefault(kvbm.load(name).fingerprint, set()).add(name)
@@ -174,7 +174,7 @@ def test_everyone_meets_everyone() -> None:
 
 
 def test_cases_cover() -> None:
-    """The sample is what it says: every pair with every width it allows and every batch, values with each other."""
+    """The sample covers what it claims: every pair with every possible width and every batch, and pairs of values."""
     seen = {key for case in CASES for key in matrix.covers(case)}
     missing = set()
     for pair in PAIRS:

@@ -1,6 +1,6 @@
-"""Host memory that GPUs reach: what is registered, in which pieces, and that all of it is given back.
+"""Pinned host memory: what is registered, in which pieces, and that all of it is released.
 
-Without a GPU through the fake driver, which counts registrations and refuses what overlaps; with one for real.
+Without a GPU the fake driver is used, which counts registrations and refuses overlapping ones; else a real driver.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def test_allocated_memory_is_pinned_until_it_is_closed(fake_driver: FakeDriver) 
 
 
 def test_how_allocated_memory_is_mapped(fake_driver: FakeDriver) -> None:
-    """In huge pages, which is what makes it quick, and out of the way of fork(), which would copy what is pinned."""
+    """In huge pages, which makes it fast, and excluded from fork(), which would copy pinned memory."""
     fake_driver("pinned.how_allocated_memory_is_mapped")
 
 
 def test_at_exit_the_driver_takes_it_back(fake_driver: FakeDriver) -> None:
-    """Copies may be running: pinned memory is not pulled away under them."""
+    """Copies may be running at exit, so kvbm leaves the release of pinned memory to the driver."""
     fake_driver("pinned.at_exit_the_driver_takes_it_back")
 
 
 def test_allocated_memory_goes_with_the_last_reference(fake_driver: FakeDriver) -> None:
-    """Also out of a cycle, also when an error passes through, and not before the last array on it."""
+    """Also in a reference cycle, and with an exception; not before the last array on it is gone."""
     fake_driver("pinned.allocated_memory_goes_with_the_last_reference")
 
 
@@ -55,7 +55,7 @@ def test_allocations_lie_at_a_step(fake_driver: FakeDriver, name: str, hd: int, 
 
 
 def test_progress(fake_driver: FakeDriver) -> None:
-    """Touching counts half and registering half; the last call says that all is done, and every page is there."""
+    """Touching counts half and registering half; the last call reports completion, and every page is resident."""
     fake_driver("pinned.progress")
 
 
@@ -73,7 +73,7 @@ def test_progress_that_raises_ends_it(fake_driver: FakeDriver) -> None:
     ],
 )
 def test_pieces(fake_driver: FakeDriver, name: str, nt: int, border: str) -> None:
-    """A large pool takes several registrations, as few as can be; they meet where an allocation or a block ends."""
+    """A large pool needs several registrations, as few as possible; they meet at ends of allocations or blocks."""
     fake_driver("pinned.pieces", nt, name, border, FAKE_NO_RANGES="1")
 
 
@@ -101,7 +101,7 @@ def test_where_pieces_are_cut(
 
 @pytest.mark.parametrize(("status", "kept"), [("2", "0"), ("2", "2"), ("801", "0")])
 def test_a_registration_that_fails(fake_driver: FakeDriver, status: str, kept: str) -> None:
-    """Everything done so far is undone; the error says what it was for, which bytes, and what to do."""
+    """Earlier registrations are undone; the error names the purpose, the bytes, and what to do."""
     fake_driver("pinned.a_registration_that_fails", int(kept), FAKE_REGISTER=status, FAKE_REGISTER_FROM=kept)
 
 
@@ -115,7 +115,7 @@ def test_a_driver_without_a_gpu(fake_driver: FakeDriver, status: str, word: str)
 
 
 def test_a_forked_child_gives_nothing_back(fake_driver: FakeDriver) -> None:
-    """What it inherits is its parent's; there is nothing that it could raise or print, either."""
+    """Inherited registrations belong to the parent; the child raises and prints nothing."""
     fake_driver("pinned.a_forked_child_gives_nothing_back")
 
 
@@ -123,28 +123,28 @@ def test_a_forked_child_gives_nothing_back(fake_driver: FakeDriver) -> None:
 
 
 def test_pin_and_close(fake_driver: FakeDriver) -> None:
-    """Arrays that lie anywhere in their pages are pinned as whole pages, once; the arrays stay as they are."""
+    """Arrays anywhere in their pages are pinned as whole pages, once; the arrays do not change."""
     fake_driver("pinned.pin_and_close")
 
 
 def test_arrays_that_share_pages(fake_driver: FakeDriver) -> None:
-    """Small arrays side by side become one registration; a gap of a page or more stays unpinned."""
+    """Small adjacent arrays become one registration; a gap of a page or more is not pinned."""
     fake_driver("pinned.arrays_that_share_pages")
 
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_memory_that_is_pinned_already(fake_driver: FakeDriver, ranges: bool) -> None:
-    """It is found, left alone, and not given back; its cuts are known if the driver says where its registrations begin."""
+    """It is detected and not released; its boundaries are known if the driver reports where registrations begin."""
     fake_driver("pinned.memory_that_is_pinned_already", ranges, **({} if ranges else {"FAKE_NO_RANGES": "1"}))
 
 
 def test_a_file_that_is_mapped(fake_driver: FakeDriver, tmp_path: Path) -> None:
-    """Read-only arrays are registered as such, also beside others that can be written."""
+    """Read-only arrays are registered as read-only, also with writable ones in the same pool."""
     fake_driver("pinned.a_file_that_is_mapped", str(tmp_path / "blocks"))
 
 
 def test_which_pages_are_left_to_pin() -> None:
-    """Arrays may lie in each other's padding, and registrations anywhere in them."""
+    """Arrays may be in each other's padding, and registrations anywhere in them."""
     page = os.sysconf("SC_PAGESIZE")
 
     def left(spans: list[tuple[float, float]], readonly: list[bool], pinned: list[tuple[float, float]]) -> list[Any]:
@@ -203,7 +203,7 @@ FLASH = "vllm/flash_attn_nhd"
 
 
 def is_pinned(pool: kvbm.Pool) -> bool:
-    """What the driver says of the first and the last byte of every array; asked directly."""
+    """The driver's answer for the first and the last byte of every array, asked directly."""
     from kvbm import _core
 
     ends = [_core.pointer_device(int(at)) for begin, end in pool.spans for at in (begin, end - np.uint64(1))]
@@ -212,7 +212,7 @@ def is_pinned(pool: kvbm.Pool) -> bool:
 
 
 def same_on_gpu(array: Any, torch: Any) -> bool:
-    """Through the copy engine to the GPU and back, both asynchronous: bit for bit."""
+    """By the copy engine to the GPU and back, both asynchronous: bit for bit."""
     host = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
     assert host.is_pinned()
     there = host.to("cuda", non_blocking=True)
@@ -296,7 +296,7 @@ def test_gpu_tensors_that_torch_pinned(torch: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["r", "c"])
 def test_gpu_pin_of_a_file(torch: Any, tmp_path: Path, mode: Any) -> None:
-    """Read-only as it is mapped; copy-on-write, as a file on disk may not be pinned to be written."""
+    """Read-only, as it is mapped; copy-on-write, as a file on disk may not be pinned for writing."""
     layout = kvbm.load("vllm/LBHNC")
     allocation = layout.resolve(SHAPE, 64).allocations[0]
     content = np.random.default_rng(3).integers(0, 1 << 15, allocation.nbytes // 2, np.uint16)

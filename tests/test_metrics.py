@@ -1,4 +1,4 @@
-"""Metrics of links: what a registry of prometheus_client gets is what links count."""
+"""Metrics of links: a registry of prometheus_client reports the counts of the links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def linked() -> Iterator[Linked]:
 
 
 def told(links: Links) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """What Prometheus reads, by name and labels; each of them once."""
+    """The samples that Prometheus reads, by name and labels; each occurs once."""
     from prometheus_client.parser import text_string_to_metric_families
 
     registry = prometheus.CollectorRegistry()
@@ -43,7 +43,7 @@ def labels(end: Any, **more: str) -> tuple[tuple[str, str], ...]:
 
 
 def test_all_that_links_count_is_told(linked: Linked) -> None:
-    """Under names that end in their unit, or in what they count."""
+    """All counts of links are exported, under names that end in the unit or in the counted thing."""
     assert set(_COUNTERS) == set(linked.links[0][0].stats())
     names = [name for name, _ in _COUNTERS.values()]
     assert len(set(names)) == len(names) and all(name.startswith("kvbm_link_") for name in names)
@@ -84,7 +84,7 @@ def test_slots_add_up(linked: Linked) -> None:
 
 
 def test_links_of_the_same_labels_are_added_up() -> None:
-    """An engine that started again has the name that it had: a series for both."""
+    """A restarted engine has the same name: one series counts both starts."""
     ring = SimpleNamespace(sends=2, takes=2, free=lambda **_: 2, quarantined=set())
     ends: list[Any] = [
         SimpleNamespace(

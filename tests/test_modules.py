@@ -1,4 +1,4 @@
-"""The modules of kvbm as a whole: who imports whom, how long they are, and which environment variables they read."""
+"""The modules of kvbm as a whole: their imports, their lengths, and the environment variables that they read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_LINES = 620
 
 
 def imports(name: str, text: str, is_package: bool) -> Iterator[str]:
-    """What a module imports, inside functions too, as full names; not what only a type checker sees."""
+    """A module's imports, also inside functions, as full names; without those for type checkers only."""
     package = name if is_package else name.rpartition(".")[0]
     nodes: list[ast.AST] = [ast.parse(text)]
     for node in nodes:
@@ -42,7 +42,7 @@ def imports(name: str, text: str, is_package: bool) -> Iterator[str]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """Module → modules of kvbm that it imports; of `from .a import b` that is a.b if there is such a module, else a."""
+    """Module → modules of kvbm that it imports; for `from .a import b` that is a.b if this module exists, else a."""
     found: dict[str, set[str]] = {}
     for name, path in FILES.items():
         whole = set(imports(name, path.read_text(encoding="utf-8"), path.name == "__init__.py"))
@@ -51,7 +51,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def reaches(start: str, goal: str, edges: dict[str, set[str]]) -> bool:
-    """Whether there is a way from what `start` imports to `goal`."""
+    """True if imports lead from `start` to `goal`."""
     seen, todo = set(), list(edges[start])
     while todo:
         if (name := todo.pop()) == goal:
@@ -63,12 +63,12 @@ def reaches(start: str, goal: str, edges: dict[str, set[str]]) -> bool:
 
 
 def test_no_module_imports_itself() -> None:
-    """Not by way of any others, and not inside a function either."""
+    """Neither through other modules, nor inside functions."""
     assert not [name for name in FILES if reaches(name, name, graph())]
 
 
 def test_the_graph_is_read_right() -> None:
-    """A package's names, parents, functions, and what only a type checker sees."""
+    """Names of packages, parents, functions, and imports for type checkers only."""
     text = (
         "import a.b\nfrom . import c\nfrom .d import e\nfrom ..f import g\n"
         "if TYPE_CHECKING:\n    import no\nelse:\n    import yes\n"
@@ -92,7 +92,7 @@ def test_no_module_is_too_long() -> None:
     ("cases", "chosen"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 3]), (101, [0, 50, 100])]
 )
 def test_quick_ones_are_spread_over_the_cases(cases: int, chosen: list[int]) -> None:
-    """A few of every test, the first and the last among them; a slow test is left out, and tests of one name are two."""
+    """A few cases of every test, including the first and the last; slow tests are omitted; equal names are separate tests."""
 
     def item(name: str, *marks: str) -> Any:
         return SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: mark in marks)
@@ -118,7 +118,7 @@ def strings(path: Path) -> set[str]:
 
 
 def variables() -> dict[str, str]:
-    """Name of a variable → a file that names it, in what builds, is, and tests kvbm; constants of C are none."""
+    """Variable → a file that names it, in code that builds, is, or tests kvbm; without constants of C."""
     constants = set(
         re.findall(r"\b\w+_\w+\b", "".join(path.read_text("utf-8") for path in (ROOT / "cuda").glob("*.h")))
     )
@@ -134,11 +134,11 @@ def variables() -> dict[str, str]:
 
 
 def test_every_environment_variable_is_in_the_table() -> None:
-    """Of docs/architecture.md; and nothing that is read nowhere."""
-    rows = TABLE.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    """docs/reference/environment.md lists all variables that are read, and no others."""
+    rows = TABLE.findall((ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8"))
     listed = {name for row in rows for name in re.findall(r"`([A-Z][A-Z0-9_]+)", row)}
     found = variables()
     assert {"KVBM_NVRTC", "CUDA_ARCHS", "XDG_CACHE_HOME", "KVBM_HYPOTHESIS", "JOBS", "PYTEST_ARGS"} <= set(found)
     missing = {name: path for name, path in found.items() if name not in listed}
-    assert not missing, f"add a row to docs/architecture.md: {missing}"
+    assert not missing, f"add a row to docs/reference/environment.md: {missing}"
     assert not listed - set(found), "in the table, and read nowhere"

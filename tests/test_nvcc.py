@@ -1,4 +1,4 @@
-"""Finding the compiler, naming its targets and keeping what it made: with a compiler that is a shell script."""
+"""Finding nvcc, choosing its targets and caching its output, with a shell script as compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BANNER = "Cuda compilation tools, release {0}, V{0}.88"
 
 
 def fake(folder: Path, release: str = "13.0", fails: bool = False) -> Path:
-    """An nvcc that writes its arguments, headed as a fatbin, to the file after -o; a line a call to `calls` beside itself."""
+    """An nvcc that writes its arguments, with a fatbin header, to the file after -o; and one line per call to `calls`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "nvcc"
     path.write_text(
@@ -39,7 +39,7 @@ def calls(compiler: Path) -> int:
 
 
 def environment(**variables: str | Path) -> dict[str, str]:
-    """Only what a shell script needs, and these."""
+    """Only variables that a shell script needs, and the given ones."""
     return {"PATH": "/usr/bin:/bin"} | {name: str(value) for name, value in variables.items()}
 
 
@@ -49,7 +49,7 @@ def test_doctests() -> None:
 
 
 def test_order(tmp_path: Path) -> None:
-    """CUDACXX, CUDA_HOME, CUDA_PATH, wheels, PATH: each is taken only where those before it name nothing."""
+    """CUDACXX, CUDA_HOME, CUDA_PATH, wheels, PATH: each is used only if the earlier ones name no compiler."""
     named = fake(tmp_path / "named")
     home, other = fake(tmp_path / "home" / "bin"), fake(tmp_path / "other" / "bin")
     wheel = fake(tmp_path / "site" / "nvidia" / "cu13" / "bin")
@@ -113,7 +113,7 @@ def test_targets_that_are_none(archs: str, ptx: str, got: str) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> tuple[Path, Path]:
-    """A source that includes a header, and the folder of that."""
+    """A source that includes a header, and the header's folder."""
     include = tmp_path / "include"
     include.mkdir()
     (include / "kvbm.h").write_text("// one\n")
@@ -123,7 +123,7 @@ def tree(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_nothing_changed_nothing_compiled(tmp_path: Path, tree: tuple[Path, Path]) -> None:
-    """The same bytes in, the same file out; each thing that can change its bytes gives it another name."""
+    """Equal inputs give the same file; each change of an input that affects the output gives it another name."""
     source, include = tree
     script = fake(tmp_path / "bin")
     compiler = nvcc.find(environment(CUDACXX=script), [])
@@ -147,7 +147,7 @@ def test_nothing_changed_nothing_compiled(tmp_path: Path, tree: tuple[Path, Path
 
 
 def test_another_place_for_the_same_compiler(tmp_path: Path, tree: tuple[Path, Path]) -> None:
-    """A fresh build environment has its nvcc under another path: what was built is taken again."""
+    """A new build environment has its nvcc at another path: the existing output is reused."""
     scripts = [fake(tmp_path / name) for name in ("one", "two")]
     found = [nvcc.find(environment(CUDACXX=script), []) for script in scripts]
     target = nvcc.targets({"CUDA_ARCHS": "90"})
@@ -165,7 +165,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, tree: tuple[Path, Path]
 
 @pytest.mark.parametrize("left", [0, 7, 16, 40, -1])
 def test_a_truncated_fatbin_is_no_hit(tmp_path: Path, tree: tuple[Path, Path], left: int) -> None:
-    """Cut at any byte it is compiled again; so is one with a byte too many."""
+    """A file cut at any byte is compiled again, and so is one with an additional byte."""
     script = fake(tmp_path / "bin")
     compiler, target = nvcc.find(environment(CUDACXX=script), []), nvcc.targets({"CUDA_ARCHS": "90"})
     made = nvcc.fatbin(*tree, tmp_path / "out", compiler, target)
@@ -176,7 +176,7 @@ def test_a_truncated_fatbin_is_no_hit(tmp_path: Path, tree: tuple[Path, Path], l
 
 
 def test_processes_of_one_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two containers with one build folder: each writes to a file of its own, and the last one's stays whole."""
+    """Two containers share a build folder: each writes to a separate file, and the last one's file is complete."""
     monkeypatch.setattr(os, "getpid", lambda: 7)
     path = tmp_path / "file"
     with nvcc.replacing(path) as one, nvcc.replacing(path) as other:

@@ -1,4 +1,4 @@
-"""The oracle itself, against numbers worked out by hand."""
+"""The oracle itself, compared with numbers computed by hand."""
 
 from __future__ import annotations
 

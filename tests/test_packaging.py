@@ -1,4 +1,4 @@
-"""What is installed is what is tested: the wheel's own files, not the tree's."""
+"""Tests of the installed package: the wheel's own files, not the tree's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_wheel_rather_than_the_tree() -> None:
 
 
 def test_layouts_travel() -> None:
-    """The same files, to the byte, as in the tree."""
+    """The installed files are byte for byte those of the tree."""
     there = {p.relative_to(spec.layouts_dir()).as_posix(): p.read_bytes() for p in spec.layouts_dir().rglob("*.yaml")}
     here = {p.relative_to(matrix.LAYOUTS).as_posix(): p.read_bytes() for p in matrix.LAYOUTS.rglob("*.yaml")}
     assert there == here and len(here) > 15
@@ -61,7 +61,7 @@ def test_the_extension_is_built_for_every_python() -> None:
 
 
 def test_no_library_of_cuda_is_linked() -> None:
-    """The extension imports on any machine: the driver is looked up at first use, the rest is not needed."""
+    """The extension can be imported on any machine: the driver is loaded at first use, and no other library is needed."""
     from kvbm import _core
 
     data = Path(_core.__file__).read_bytes()
@@ -72,7 +72,7 @@ def test_no_library_of_cuda_is_linked() -> None:
 
 
 def _is_needed(path: Path, library: bytes) -> bool:
-    """Whether the dynamic section names the library (parsed here: readelf need not be installed)."""
+    """True if the dynamic section names the library (parsed here, as readelf may not be installed)."""
     import struct
 
     data = path.read_bytes()
@@ -106,13 +106,32 @@ def test_requirements_name_no_torch_and_no_toolkit() -> None:
     assert [r for r in always if r.startswith("numpy")]
 
 
+def test_links_of_the_description_are_absolute() -> None:
+    """On a package index README's links lead to existing files of the repository, at this version's tag."""
+    metadata = importlib.metadata.metadata("kvbm-layouts")
+    text = metadata.get_payload()
+    assert isinstance(text, str) and text.startswith("# kvbm")
+    links = re.findall(r"(!?)\[[^\]\n]*\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    (address,) = [url.partition(", ")[2] for url in metadata.get_all("Project-URL") or [] if url.startswith("Repository")]
+    prefixes = {kind: f"{address}/{kind}/v{metadata['Version']}/" for kind in ("raw", "blob")}
+    readme = len(re.findall(r"\]\((?![a-z]+:|#)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    ours = 0
+    for picture, link in links:
+        assert re.match(r"https?://|#", link), f"a link that leads nowhere on a package index: {link}"
+        if link.startswith(address):
+            prefix = prefixes["raw" if picture else "blob"]
+            assert link.startswith(prefix) and (ROOT / link.removeprefix(prefix).partition("#")[0]).is_file(), link
+            ours += 1
+    assert ours == readme > 10
+
+
 def test_command() -> None:
     scripts = importlib.metadata.entry_points(group="console_scripts", name="kvbm")
     assert [s.value for s in scripts] == ["kvbm.cli:main"]
 
 
 def test_modules_import_only_what_stands_above_them() -> None:
-    """The house: describing never imports launching."""
+    """The order of the modules: those that describe never import those that launch."""
     describing = ("errors", "layout", "spec", "shapes", "schema", "identity", "planner", "codegen", "nvcc")
     for name in describing:
         text = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")

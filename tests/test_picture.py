@@ -1,8 +1,9 @@
-"""Pictures of layouts and copies: what is drawn is where the addresses say, nothing overlaps, and bad files are refused."""
+"""Pictures of layouts and copies: they show elements at their addresses, nothing overlaps, and bad files are refused."""
 
 from __future__ import annotations
 
 import functools
+import html as markup
 import io
 import itertools
 import math
@@ -11,16 +12,18 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 import kvbm
-from kvbm import draw, gallery, picture, spec
+from kvbm import draw, gallery, picture, planpicture, spec
 from kvbm.cells import Cell, sections
 from kvbm.cli import main
 from kvbm.errors import KvbmError, SpecError
-from kvbm.facts import address_lines
+from kvbm.facts import address_lines, axis_rows
+from kvbm.whereabouts import element_at, loop_axes
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -43,7 +46,7 @@ MORE = {
 
 @functools.cache
 def distinct() -> dict[str, kvbm.Layout]:
-    """One name a meaning."""
+    """One name per meaning."""
     found: dict[str, kvbm.Layout] = {}
     for name in kvbm.layouts():
         found.setdefault(kvbm.load(name).fingerprint, kvbm.load(name))
@@ -57,7 +60,7 @@ def resolved(name: str, shape: str | None = None, num_blocks: int = 1024):  # ty
 
 
 def small(name: str):  # type: ignore[no-untyped-def]
-    """At few sizes, or at its usual ones where it is not legal there."""
+    """At small sizes, or at its usual ones if it is not legal at these."""
     try:
         return resolved(name, SMALL, 3)
     except kvbm.LayoutError:
@@ -82,7 +85,7 @@ def plan(src: str, dst: str, shape: str = "llama-3.1-8b"):  # type: ignore[no-un
 
 
 def boxes(drawn):  # type: ignore[no-untyped-def]
-    """The patches that stand for something, by their labels; matplotlib's own labels begin with an underscore."""
+    """The patches with labels; labels of matplotlib itself begin with an underscore."""
     return [patch for patch in drawn.axes[0].patches if not patch.get_label().startswith("_") and patch.get_label()]
 
 
@@ -99,7 +102,7 @@ def indices(extent: int) -> list[int]:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_rows_begin_where_the_addresses_say(name: str) -> None:
-    """Each member of each level, from coordinates alone."""
+    """Each member of each level, computed from coordinates alone."""
     for each in (resolved(name), small(name)):
         _, *cascades = rows(each)
         assert len(cascades) == len(each.orders)
@@ -124,7 +127,7 @@ def test_rows_begin_where_the_addresses_say(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLANAR)
 def test_rows_of_planes_begin_where_the_addresses_say(name: str) -> None:
-    """What planes share begins where the first element of the record does, and each plane's rows where its elements are."""
+    """Common rows begin at the record's first element, and each plane's rows at its own elements."""
     for each in (resolved(name), small(name)):
         _, *further = sections(each)
         if each.record:
@@ -161,7 +164,7 @@ def _extent(part, term: str) -> int:  # type: ignore[no-untyped-def]
 
 
 def _follows(part, row, at: dict[str, int], shift: int) -> None:  # type: ignore[no-untyped-def]
-    """A row's members lie where elements with these indices do."""
+    """Require that a row's members are at the addresses of the elements with these indices."""
     piece = next(p for p in part.pieces(at.get("o", 0)) if str(p.term) == row.term and p.extent > 1)
     cells = [cell for cell in row.cells if isinstance(cell, Cell)]
     assert (row.extent, row.step) == (piece.extent, piece.stride)
@@ -175,7 +178,7 @@ def _follows(part, row, at: dict[str, int], shift: int) -> None:  # type: ignore
 
 
 def _is_the_record(each, row) -> None:  # type: ignore[no-untyped-def]
-    """Every byte of the first record by the plane whose address it is, and nothing twice; runs are as long as can be."""
+    """Require that every byte of the first record is shown once, with the plane at its address, in runs as long as possible."""
     owner = [-1] * each.record
     for number, part in enumerate(each.parts):
         around = {axis for term in each.layout.orders[0].terms if not term.planes for axis in term.axes}
@@ -203,7 +206,7 @@ def _is_the_record(each, row) -> None:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("name", PLANAR)
 def test_the_table_of_planes(name: str) -> None:
-    """Every array that is drawn is what the allocation of that entry is; of each plane the first and the last."""
+    """Every drawn array is the allocation of its entry; the first and the last of each plane are drawn."""
     each = resolved(name, num_blocks=3)
     row = sections(each)[0].rows[0]
     cells = [cell for cell in row.cells if isinstance(cell, Cell)]
@@ -251,7 +254,7 @@ def test_table_shows_the_allocations() -> None:
 
 @pytest.mark.parametrize("name", ["dynamo/stacked_nhd", "lmcache/KV_T2D", "dynamo/universal"])
 def test_table_of_one_block(name: str) -> None:
-    """No second block to bracket: the first allocations and the last."""
+    """Without a second block there is no bracket: the first allocations and the last are drawn."""
     each = resolved(name, num_blocks=1)
     ((row,), *_) = rows(each)
     starts = [cell.start for cell in row.cells if isinstance(cell, Cell)]
@@ -268,22 +271,29 @@ def test_a_picture_of_many_blocks_lists_no_table(name: str) -> None:
 @pytest.mark.parametrize("width", [40, 50])
 @pytest.mark.parametrize("name", MORE)
 def test_narrow_terminals(name: str, width: int) -> None:
-    """What does not fit is cut off, and no line is longer than the terminal."""
-    console = Console(file=io.StringIO(), width=width)
-    draw.show(console, resolved(name))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines and max(map(len, lines)) <= width
+    """Boxes are as narrow as the terminal; tables are not cut: each word is there as in a wide terminal."""
+
+    def shown(width: int) -> str:
+        console = Console(file=io.StringIO(), width=width)
+        draw.show(console, resolved(name))
+        return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+    lines = shown(width).splitlines()
+    assert lines and max(map(len, (line for line in lines if re.match("  [╭│╰]", line)))) <= width
+    assert max(map(len, lines)) <= 80
+    for row in axis_rows(resolved(name)):
+        assert {word for cell in row for word in cell.split()} <= set(" ".join(lines).split()), row
 
 
 @pytest.mark.parametrize("name", distinct())
 def test_boxes_and_texts(name: str) -> None:
-    """Of one drawing, as that is what takes time."""
+    """Both checks on the same drawing, as drawing is slow."""
     boxes_are_the_rows(name)
     texts_are_whole_and_apart(name)
 
 
 def boxes_are_the_rows(name: str) -> None:
-    """A box for each member, in order, none on another; where nothing is left out, positions are in scale."""
+    """A box per member, in order, without overlaps; if no member is omitted, positions are to scale."""
     drawn = boxes(figure(name))
     wanted = [
         (f"{row.term} {cell.label} @{cell.start} +{cell.nbytes}", row, cell)
@@ -329,7 +339,7 @@ def boxes_are_the_rows(name: str) -> None:
 
 
 def texts_are_whole_and_apart(name: str) -> None:
-    """Axes, order and address can be read: all there, inside the picture, and no text on another."""
+    """Axes, order and address are legible: present, inside the picture, and not overlapping."""
     drawn, each = figure(name), resolved(name)
     said = texts(drawn)
     for part, o in [(plane, o) for plane in each.planes for o in range(len(plane.orders))]:
@@ -361,7 +371,7 @@ def test_padding_and_opaque_groups_are_hatched() -> None:
 
 
 def test_what_lies_between_the_elements_of_a_plane() -> None:
-    """Bytes of other planes are dotted, and are not called padding."""
+    """Bytes of other planes are dotted, and not called padding."""
 
     def between(name: str) -> set[tuple[str, str]]:
         each = resolved(name)
@@ -387,7 +397,7 @@ def test_records_are_drawn_at_the_size_that_their_title_says(name: str) -> None:
 
 
 def test_k_and_v_alternate_as_they_do() -> None:
-    """The stripe below a member that holds both."""
+    """The stripe below a member that contains both."""
     turns = {row.term: row.turns for row in rows(resolved("dynamo/universal"))[1]}
     assert turns == {"h": 64, "l": 2, "o": 0, "t": 0, "d": 0}
 
@@ -397,7 +407,7 @@ def test_k_and_v_alternate_as_they_do() -> None:
 
 def test_runs_go_where_the_addresses_say() -> None:
     made = plan("nhd", "universal")
-    drawn = picture.draw_plan(made)
+    drawn = planpicture.draw_plan(made)
     runs = [re.fullmatch(r"(source|destination) (\d+) @(\d+)", box.get_label()) for box in boxes(drawn)]
     found = {(match[1], int(match[2])): int(match[3]) for match in runs if match}
     assert len(found) == 18
@@ -438,9 +448,9 @@ def test_runs_go_where_the_addresses_say() -> None:
 )
 @pytest.mark.slow
 def test_copies(src: str, dst: str, shape: str) -> None:
-    """Kernel and loop nest stand beside the runs, and nothing overlaps."""
+    """Kernel and loop nest are next to the runs, and nothing overlaps."""
     made = plan(src, dst, shape)
-    drawn = picture.draw_plan(made)
+    drawn = planpicture.draw_plan(made)
     said = texts(drawn)
     assert set(str(made).splitlines()[1:]) <= set(said) and f"kernel {', '.join(made.kernels())}" in said
     assert all(any(line.startswith(f"{part.label}: ") for line in said) for part in made.parts if part.label)
@@ -451,6 +461,64 @@ def test_copies(src: str, dst: str, shape: str) -> None:
             f"source chunk 0 @{part.src_table_offset},{part.src_offset}",
             f"destination chunk 0 @{part.dst_table_offset},{part.dst_offset}",
         ]
+
+
+@pytest.mark.parametrize("name", sorted(distinct()))
+def test_an_address_leads_back_to_its_element(name: str) -> None:
+    """For elements of every plane; there is no answer if an order is not promised or the element is inside a byte."""
+    each = resolved(name)
+    random, answered = np.random.default_rng(0), 0
+    for access in each.accesses:
+        sizes = dict(access.sizes)
+        for _ in range(40):
+            at = {axis: int(random.integers(extent)) for axis, extent in sizes.items()}
+            if access.half is not None:
+                at["o"] = access.half
+            found = element_at(each.section, *access.address(0, at))
+            loose = {axis for step in access.steps if step.opaque for axis in step.axes}
+            if loose or (access.pack > 1 and any(at[axis] % access.pack for axis in access.packed)):
+                continue
+            assert found == {axis: index for axis, index in at.items() if index}, (name, at)
+            answered += 1
+    assert answered or any(step.opaque for access in each.accesses for step in access.steps)
+
+
+def test_runs_and_chunks_have_the_names_of_what_they_hold() -> None:
+    """Heads and tokens at both ends of an arrow; the chunks of nhd are named by layer, K and V."""
+    made = plan("vllm/flash_attn_nhd", "universal", "llama-3.1-8b")
+    said = texts(planpicture.draw_plan(made))
+    assert {"h0 t0", "h1 t0", "h7 t15", "l0", "l31", "K and V", "the same for"} <= set(said)
+    (part,) = made.parts
+    loops = [*reversed(part.outer), *reversed(part.inner[1:])]
+    assert [loop_axes(part, mode, made.src) for mode in loops] == [["l"], ["h"], ["o"], ["t"]]
+    turned = plan("nhd", "vllm/paged_attn_v0", "llama-3.1-8b")
+    assert loop_axes(turned.parts[1], turned.parts[1].inner[-1], turned.src) == ["h", "d"]
+
+
+def test_chunks_that_interleave_are_drawn_in_pieces() -> None:
+    """In universal a layer has a piece in every head; each is drawn at its place in the address map."""
+    made = plan("vllm/flash_attn_nhd", "universal", "llama-3.1-8b")
+    drawn = planpicture.draw_plan(made)
+    labels = [re.fullmatch(r"destination (?:chunk|piece) (\d+) @0,(\d+)", box.get_label()) for box in boxes(drawn)]
+    places = [(int(match[1]), int(match[2])) for match in labels if match]
+    assert [index for index, _ in places] == [0, 1, 31, 32, 33, 255] and len(set(places)) == 6
+    for index, offset in places:
+        h, layer = divmod(index, 32)
+        assert made.dst.accesses[0].address(0, {"h": h, "l": layer}) == (0, offset)
+    dark = [box.get_label() for box in boxes(drawn) if box.get_facecolor() == matplotlib.colors.to_rgba(planpicture.FILL_OWN)]
+    assert [label.split(" @")[0] for label in dark] == ["destination chunk 0", "destination piece 32"]
+    assert "chunks interleave" in texts(drawn)
+    whole = planpicture.draw_plan(plan("nhd", "hnd", "llama-3.1-8b"))
+    assert not any("piece" in box.get_label() for box in boxes(whole)) and "chunks interleave" not in texts(whole)
+
+
+def test_the_page_of_a_plan() -> None:
+    made = plan("nhd", "vllm/paged_attn_v0", "llama-3.1-8b")
+    page = gallery.plan_page(made)
+    assert page.count("<svg") == page.count("</svg>") == 1 and "<script" not in page
+    assert not re.search(r"\b(src|href)=.http|@import|<link", page), "it needs no other file"
+    assert "<td>l: layer</td>" in page and "1,024</td>" in page and "nhd → vllm/paged_attn_v0" in page
+    assert all(f"<p>{markup.escape(line)}</p>" in page for line in made.explain().splitlines())
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
@@ -469,7 +537,7 @@ def test_the_same_bytes_each_time(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize("name", MORE)
 def test_svg_and_page(tmp_path: Path, name: str) -> None:
-    """Text is text, and whatever a file says is only text."""
+    """Text stays text; text from a file is escaped."""
     path = tmp_path / "a.svg"
     gallery.save(figure(name), path)
     root = ET.parse(path).getroot()
@@ -553,7 +621,7 @@ def test_gallery(tmp_path: Path) -> None:
 
 
 def test_the_gallery_in_the_docs_is_current() -> None:
-    """Every shipped name, each picture of the layout that it is named for; `kvbm gallery --out docs/gallery` makes it so."""
+    """Every shipped name, each with the picture of its layout; `kvbm gallery --out docs/gallery` updates it."""
     index = (GALLERY / "README.md").read_text(encoding="utf-8")
     assert index == gallery.gallery_index(spec.load_dir(spec.layouts_dir()))
     assert set(re.findall(r"\]\(([^)]+)\)", index)) == {path.name for path in GALLERY.glob("*.svg")}

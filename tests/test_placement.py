@@ -1,4 +1,4 @@
-"""Placements as they are written: every form of a share, and bad input that ends in a `SpecError` with file and line."""
+"""Placements in files: every form of a share, and bad input, which raises a `SpecError` with file and line."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ WORDS = [
 @given(st.lists(st.sampled_from(WORDS), max_size=30).map("".join), st.integers(0, 2**63))
 @strategies.cases(3000)
 def test_hostile_files(text: str, seed: int) -> None:
-    """Random words, and the good file with pieces put in, taken out and doubled: a placement or a `SpecError`."""
+    """Random words, and the good file with pieces inserted, removed and doubled: a placement or a `SpecError`."""
     rng = random.Random(seed)
     for declared in (text, f"mesh: tp8\n{text}"):
         _taken(declared)
@@ -212,14 +212,14 @@ def test_files_that_there_are_not(path: Any) -> None:
 
 
 def test_huge_models_are_refused() -> None:
-    """Strips are lists of layers: a model of 2**40 of them would take all memory."""
+    """Strips are lists of layers: those of a model with 2**40 layers would use all memory."""
     for sizes in ({"nl": 1 << 40}, {"nh": 1 << 40}, {"nt": 1 << 40}):
         with pytest.raises(SpecError, match=r"expected (at most 65,536 layers|tokens of a block)"):
             Placement("tp2", model=BlockShape(**{"nl": 1, "no": 1, "nh": 1, "nt": 1, "hd": 1, **sizes}))
 
 
 def test_ranks_that_hold_only_part_of_the_cache() -> None:
-    """Heads and tokens by one axis of the mesh must be digits of their own."""
+    """Heads and tokens on the same mesh axis must use different digits."""
     model = load_shape("llama-3.1-70b")  # 8 heads
     with pytest.raises(SpecError, match=r"prefill: h by tp%8 and t by tp%4: expected ranks for all 8 × 4 combinations"):
         Placement("tp8", shard={"h": "tp", "t": "tp%4 by 1"}, model=model, name="prefill")
@@ -237,9 +237,9 @@ def test_what_is_given_in_place_of_a_files() -> None:
     text = "mesh: tp2\nshard: {h: tp}\n"
     assert Placement.parse(text, MODEL, nt=32, layers=[1], name="x", title="y").nt == 32
     for wrong in ("foo", "mesh", "shard"):
-        with pytest.raises(SpecError, match=f"expected nt, layers, name or title in place of the file's, got '{wrong}'"):
+        with pytest.raises(SpecError, match=f"expected nt, layers, name or title as overrides, got '{wrong}'"):
             Placement.parse(text, MODEL, **{wrong: 5})
-        with pytest.raises(SpecError, match=f"'vllm:tp2': expected nt, layers or name in place of its own, got '{wrong}'"):
+        with pytest.raises(SpecError, match=f"'vllm:tp2': expected nt, layers or name as overrides, got '{wrong}'"):
             reshard.load("vllm:tp2", MODEL, **{wrong: 5})
     with pytest.raises(SpecError, match="placement: file: expected a text, got 5"):
         Placement.parse(text, MODEL, 5)  # type: ignore[arg-type]

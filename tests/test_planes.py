@@ -1,8 +1,8 @@
 # ruff: noqa: E501  (a refusal is a line of a table)
-"""Layouts of several planes: where their elements lie, and that every pair of them converts bit for bit.
+"""Layouts of several planes: the places of their elements, and conversions of every pair, bit for bit.
 
-Two judges that share no code with kvbm: the catalogue's formulas (plane_oracle.TABLE), and for random layouts a plain
-reading of their structure.
+Two references share no code with kvbm: the catalogue's formulas (plane_oracle.TABLE), and for random layouts a simple
+evaluation of their structure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAIRS = plane_oracle.pairs()
 
 
 def that_differ() -> list[tuple[str, str]]:
-    """Pairs for the ways beside `kvbm.convert`, which all pairs go: every kernel, and every layout on either side, is among them."""
+    """A subset of pairs, with every kernel and every layout on either side; all pairs are tested with `kvbm.convert`."""
     found, seen = [], set()
     for src, dst in sorted(PAIRS, key=lambda pair: pair[0] == pair[1]):
         made = kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.BlockShape(*shapes(src)[0]), num_blocks=(4, 5))
@@ -58,7 +58,7 @@ def every_shape() -> list[tuple[str, Shape]]:
 
 
 def numpy_arrays(arena: Arena, buffer: np.ndarray) -> list[np.ndarray]:
-    """The engine's tensors, dense, in the shapes that people know."""
+    """The engine's tensors, dense, in their usual shapes."""
     return [
         np.ndarray(tensor.shape, kvbm.shapes.numpy_name(tensor.dtype), buffer, base)
         for tensor, base in zip(arena.placed.tensors, arena.bases, strict=True)
@@ -75,7 +75,7 @@ def test_every_planar_layout_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(("name", "shape"), every_shape())
 def test_it_is_what_the_formula_says(name: str, shape: Shape) -> None:
-    """Every coordinate of every plane, the tensors to the byte, and what is a plane's and what is not."""
+    """Every coordinate of every plane, the exact bytes of the tensors, and which bytes belong to a plane."""
     want = held(name, shape, 3)
     if shape[3] < 64:
         want.check()
@@ -100,7 +100,7 @@ def test_it_is_what_the_formula_says(name: str, shape: Shape) -> None:
 
 
 def test_the_table_would_notice() -> None:
-    """Where two layouts have one shape of tensors, their elements lie elsewhere: comparing them compares something."""
+    """Two layouts with tensors of the same shapes have different addresses, so the comparison can fail."""
     for one, other in PAIRS:
         if one == other:
             continue
@@ -161,9 +161,9 @@ def test_allocated_arrays(name: str) -> None:
 
 
 class Side:
-    """A planar pool over a guarded buffer, with the bytes it had before.
+    """A planar pool on a guarded buffer, with its original bytes.
 
-    `where`: ``cpu``; ``pinned`` or ``cuda`` (torch's memory); ``fake`` or ``fake pinned``, on a driver that is not one.
+    `where`: ``cpu``; ``pinned`` or ``cuda`` (torch's memory); ``fake`` or ``fake pinned``, on the fake driver.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Side:
 
 
 def cuda_arrays(arena: Arena, buffer: Any) -> list[Any]:
-    """Tensors of torch of the engine's dtypes, or bare CUDA arrays where torch can view no such address."""
+    """Torch tensors with the engine's dtypes, or bare CUDA arrays if torch cannot view such an address."""
     import torch
 
     made: list[Any] = []
@@ -259,7 +259,7 @@ IDS = (([4, 0, 2], [5, 1, 0]), ([1, -1, 3, 0], [0, 2, -1, 6]), ([2], [3]), (list
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
 def test_every_pair(src: str, dst: str) -> None:
-    """Bit for bit: every shape, bases at odd addresses, tables of every kind; guards, padding, other blocks untouched."""
+    """Bit for bit: every shape, bases at odd addresses, tables of every kind; guards, padding, other blocks unchanged."""
     for number, shape in enumerate(shapes(src)):
         for turn in range(number, number + 3):
             aligns, ways, ids = ALIGNS[turn % 6], WAYS[turn % 3], IDS[turn % 4]
@@ -279,7 +279,7 @@ def test_nothing_to_copy(empty: list[int]) -> None:
 
 @pytest.mark.threads
 def test_many_blocks_on_all_cores() -> None:
-    """More pairs than fit a kernel's parameters, shared among threads; blocks and ids in disorder."""
+    """More pairs than fit a kernel's parameters, shared among threads; blocks and ids in random order."""
     rng = np.random.default_rng(3)
     for src, dst in (("vllm/fp8_ds_mla", "record/mla_fp8_planes"), ("record/nvfp4_universal", "vllm/nvfp4")):
         shape = shapes(src)[0]
@@ -291,7 +291,7 @@ def test_many_blocks_on_all_cores() -> None:
 
 @pytest.mark.parametrize(("src", "dst"), SOME_PAIRS)
 def test_ranges_of_layers(src: str, dst: str) -> None:
-    """Those layers and nothing else; between pools of as many layers, and with a pool that holds some of them."""
+    """Exactly these layers; between pools with equally many layers, and with a pool that holds some of them."""
     base = shapes(src)[0]
     shape, stage = (4, *base[1:]), (2, *base[1:])
     for shapes_, layers in (
@@ -307,7 +307,7 @@ def test_ranges_of_layers(src: str, dst: str) -> None:
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
 def test_plans(src: str, dst: str) -> None:
-    """The loop nests, run byte by byte: right, as few loops as can be, no byte written twice, as many as are said."""
+    """The loop nests, run byte by byte: correct, minimal, no byte written twice, and the stated number of bytes."""
     for shape in shapes(src):
         if shape[3] > 16:
             continue
@@ -323,7 +323,7 @@ def test_plans(src: str, dst: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_record_that_stays_is_one_run(name: str) -> None:
-    """Planes that lie side by side on both sides are one copy of a page; tensors of their own one each."""
+    """Planes that are adjacent on both sides are one copy per page; separate tensors are one copy each."""
     shape = shapes(name)[0]
     one, other = held(name, shape, 4), held(name, shape, 5)
     made = kvbm.plan(kvbm.load(name), kvbm.load(name), kvbm.BlockShape(*shape), num_blocks=(4, 5))
@@ -337,7 +337,7 @@ def test_a_record_that_stays_is_one_run(name: str) -> None:
 
 @pytest.mark.parametrize(("src", "dst"), SOME_PAIRS)
 def test_tables_as_strides(src: str, dst: str) -> None:
-    """Allocations at a step: the copy engine's plan counts bytes from one base."""
+    """Allocations with a constant stride: the copy engine's plan uses byte offsets from one base."""
     shape = shapes(src)[0]
     one, other = Side(src, shape, 4), Side(dst, shape, 5, dst=True)
     want = plane_oracle.expected(one.arena, other.arena, one.before, other.before, [3, 1], [0, 4])
@@ -354,9 +354,9 @@ def test_tables_as_strides(src: str, dst: str) -> None:
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize(("src", "dst"), SOME_PAIRS)
 def test_two_steps_are_the_one(src: str, dst: str, gathers: bool) -> None:
-    """Packed into a slot and moved on, or moved into a slot and unpacked: the bytes of the copy in one step.
+    """Packed into a slot and moved on, or moved into a slot and unpacked: the result is that of a copy in one step.
 
-    Once by the loop nests alone, once by the kernels on the host; a slot's bytes are inside the slot.
+    Once by the loop nests alone, once by the kernels on the host.  All bytes of a slot are inside the slot.
     """
     src_ids, dst_ids = [4, 0, 2], [5, 1, 0]
     for shape in shapes(src)[:2]:
@@ -390,11 +390,11 @@ class TestOnTheFakeDriver:
     @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
     @pytest.mark.slow
     def test_every_strategy(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-        """Bit-exact whatever order the streams run in; skipped pairs skipped, ids read before the call returns."""
+        """Bit-exact in any order of the streams; skipped pairs skipped, ids read before the call returns."""
         fake_gpu("planes.every_strategy", direction, strategy)
 
     def test_one_launch_moves_all_planes(self, fake_gpu: FakeDriver) -> None:
-        """All planes of a page in one launch, by way of records or of tensors of their own."""
+        """One launch for all planes of a page, to or from records or separate tensors."""
         fake_gpu("planes.one_launch_moves_all_planes")
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -414,7 +414,7 @@ def turns(number: int) -> dict[str, Any]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
 def test_gpu_every_pair(src: str, dst: str) -> None:
-    """Device to device: every shape, odd base addresses, tables of every kind; compared byte for byte with the formulas."""
+    """Device to device: every shape, odd base addresses, tables of every kind; compared with the formulas byte for byte."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -479,7 +479,7 @@ def test_gpu_layers(direction: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_gpu_graphs(direction: str, strategy: str) -> None:
-    """A replay moves what is in the source by then; nothing moves while the graph is captured."""
+    """A replay copies the source's current contents; nothing is copied during the capture."""
     import torch
 
     for src, dst in (
@@ -513,7 +513,7 @@ def test_gpu_graphs(direction: str, strategy: str) -> None:
 
 @pytest.mark.gpu
 def test_gpu_ids_on_the_device() -> None:
-    """Read when the kernel runs, by every part of a record alike."""
+    """Ids are read when the kernel runs, equally by all parts of a record."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -546,7 +546,7 @@ def test_gpu_ids_on_the_device() -> None:
     ],
 )
 def test_gpu_records_sanitize(src: str, dst: str) -> None:
-    """Small enough for compute-sanitizer: the kernel of records at even and at odd addresses, to and from pinned memory."""
+    """Small enough for compute-sanitizer: the kernel of records at even and odd addresses, to and from pinned memory."""
     import torch
 
     stream, shape = torch.cuda.Stream(), shapes(src)[2]
@@ -566,7 +566,7 @@ PLANE_NAMES = ("a", "b", "scale")
 
 @st.composite
 def kinds(draw: Any) -> tuple[dict[str, int], list[plane_oracle.DrawnPlane]]:
-    """Sizes, and planes without an order: what the two sides of a pair have in common."""
+    """Sizes, and planes without an order: the common facts of the two sides of a pair."""
     sizes = {
         a: draw(st.sampled_from(n))
         for a, n in zip("lohtd", ((1, 2, 3), (1, 2), (1, 2, 3), (1, 2, 4, 6), (2, 4, 6, 8)), strict=True)
@@ -582,7 +582,7 @@ def kinds(draw: Any) -> tuple[dict[str, int], list[plane_oracle.DrawnPlane]]:
 
 
 def _split(draw: Any, words: list[str], sizes: dict[str, int]) -> list[str]:
-    """Some axes in two pieces."""
+    """Some axes split into two pieces."""
     made = []
     for word in words:
         by = [n for n in (2, 3, 4) if sizes[word] % n == 0]
@@ -657,7 +657,7 @@ def block_shape(sizes: dict[str, int]) -> kvbm.BlockShape:
 @given(one_drawn())
 @strategies.cases(600)
 def test_random_layouts_lie_where_their_structure_says(given_: Any) -> None:
-    """Every byte of every element; and refused exactly where planes share a byte, counted one by one, or nothing fits."""
+    """Every byte of every element; refused exactly if planes share a byte (counted one by one) or sizes do not fit."""
     sizes, layout = given_
     declared = spec.parse(layout.yaml, name="drawn")
     try:
@@ -684,7 +684,7 @@ def test_random_layouts_lie_where_their_structure_says(given_: Any) -> None:
 @given(two_drawn(), st.sampled_from(((1, 4), (0, 0), (16, 0))))
 @strategies.cases(500)
 def test_random_pairs_convert(given_: Any, aligns: tuple[int, int]) -> None:
-    """Bit for bit by the host's kernels, by the loop nests, and by launches as a GPU runs them; or a refusal that says why."""
+    """Bit for bit by the host's kernels, by the loop nests, and by simulated launches; or an error with the reason."""
     sizes, one, other = given_
     try:
         arenas = [x.held(sizes, n).arena(align) for x, n, align in zip((one, other), (3, 4), aligns, strict=True)]
@@ -717,7 +717,7 @@ def test_random_pairs_convert(given_: Any, aligns: tuple[int, int]) -> None:
 
 
 def bound(layout: kvbm.Layout, shape: kvbm.BlockShape, arena: Arena, buffer: np.ndarray, blocks: int = 0) -> kvbm.Pool:
-    """A pool over the arena, in the shapes that the layout asks for."""
+    """A pool on the arena, in the shapes that the layout requires."""
     resolved = layout.resolve(shape, arena.placed.num_blocks)
     return kvbm.Pool(
         layout,
@@ -733,7 +733,7 @@ def bound(layout: kvbm.Layout, shape: kvbm.BlockShape, arena: Arena, buffer: np.
 
 
 def halves(order: str, sizes: dict[str, int], num_blocks: int, dtype: str) -> plane_oracle.Held:
-    """A plain layout as one plane without a name: pairs of elements along its fastest axis are its items."""
+    """A plain layout as one plane without a name: its items are pairs of elements along the fastest axis."""
     table, inner = order.split("]") if "]" in order else ("", order)
     words = tuple(inner.replace("{", "").replace("}", "").split())
     plane = plane_oracle.DrawnPlane(
@@ -763,7 +763,7 @@ RUNS = ("nhd", "operational", "operational_nhd", "vllm/flash_attn_nhd")
 @pytest.mark.parametrize("dtype", oracle.PAIRED)
 @pytest.mark.parametrize("src", PACKED_ALONG_D)
 def test_four_bits(src: str, dtype: str) -> None:
-    """Bit for bit to every other, in bytes of two elements: half of the bytes of eight bits; refused as those are."""
+    """Bit for bit to every other layout, in bytes of two elements: half the bytes of eight bits; the same errors."""
     shape = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=64, dtype=dtype)
     for dst in PACKED_ALONG_D:
         orders = [PACKED_ALONG_D[name] for name in (src, dst)]
@@ -807,7 +807,7 @@ def test_four_bits_of_an_opaque_group_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("dtype", oracle.PAIRED)
 def test_splits_in_bytes_count_two_elements_a_byte(dtype: str) -> None:
-    """16 B are 32 elements: what paged attention calls x."""
+    """16 B are 32 elements: the x of paged attention."""
     shape = kvbm.BlockShape(nl=1, no=1, nh=2, nt=3, hd=64, dtype=dtype)
     resolved = spec.parse('order: "[l o] b h d/16B t d%16B"').resolve(shape, 2)
     assert resolved.first.shape == (2, 2, 2, 3, 16)
@@ -822,10 +822,10 @@ def test_splits_in_bytes_count_two_elements_a_byte(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("order", "sizes", "match"),
     [
-        ("[b] l o h t d", {"hd": 5}, "'d': 2 elements share a byte, and 5 are no multiple of that"),
-        ("[b] l o h d t", {"nt": 3}, "'t': 2 elements share a byte, and 3 are no multiple of that"),
+        ("[b] l o h t d", {"hd": 5}, "'d': 2 elements share a byte: expected a multiple of 2, got 5"),
+        ("[b] l o h d t", {"nt": 3}, "'t': 2 elements share a byte: expected a multiple of 2, got 3"),
         ("[b] l o h t d%4 d/4", {}, "'d/4': 2 elements share a byte, and those side by side here are 4 apart"),
-        ("[b] l o h t d/3 d%3", {"hd": 6}, "'d%3': 2 elements share a byte, and 3 are no multiple of that"),
+        ("[b] l o h t d/3 d%3", {"hd": 6}, "'d%3': 2 elements share a byte: expected a multiple of 2, got 3"),
         ("[b l o h t d]", {}, "2 elements share a byte; expected an axis of 2 or more outside brackets"),
         (
             "[d] b l o h t",
@@ -847,7 +847,7 @@ def test_four_bits_that_do_not_pack(order: str, sizes: dict[str, int], match: st
     [("[b] l o h t d", "[b] l o h d t"), ("[b] l o t h d", "[b] l o t d h"), ("[b] {h t d} l o", "[b] h t d o l")],
 )
 def test_two_axes_that_share_bytes(one: str, other: str, nt: int, hd: int) -> None:
-    """A byte of two tokens never becomes one of two elements of a head, at no size; both ways, and nothing is written."""
+    """A byte of two tokens must never become one of two elements of a head, at any size; refused in both directions."""
     shape = kvbm.BlockShape(nl=2, no=2, nh=2, nt=nt, hd=hd, dtype="float4_e2m1fn")
     for order in ((one, other), (other, one)):
         pools = [kvbm.Pool.allocate(spec.parse(f'order: "{text}"', name=text), shape, 2) for text in order]
@@ -872,10 +872,10 @@ def test_a_range_of_layers_that_share_bytes() -> None:
 def by_launches(
     made: kvbm.Plan, src: Any, dst: Any, source: np.ndarray, before: np.ndarray, ids: Any, alignments: tuple[int, int]
 ) -> tuple[np.ndarray, int]:
-    """What the launches of a plan do on a GPU, and how many go by shared memory, which neither the host nor the driver has.
+    """The result of a plan's launches on a GPU, and the number of launches through shared memory.
 
-    Streams begin at whole words, an item is whole where it lies, what is read from shared memory was put there, and what is
-    streamed out was written.
+    Shared memory exists neither on the host nor in the fake driver.  It is required here that streams begin at whole words, items
+    are not split, only written shared memory is read, and only written bytes are streamed out.
     """
     result, staged = before.copy(), 0
     for launch in made.launches(*alignments):
@@ -922,14 +922,14 @@ def by_launches(
 
 
 def bytes_of_item(one: Any) -> list[int]:
-    """Where the bytes of an item lie in shared memory: in words of 16, 4 or 1, `apart` from one to the next, as is compiled."""
+    """Bytes of an item in shared memory: in words of 16, 4 or 1, with stride `apart`, as in the compiled kernel."""
     whole = one.word == one.item and (one.word == 16 if one.gathers else one.word >= 4)
     word = one.item if whole else 4 if one.word >= 4 and one.item >= 4 else 1
     return [k // word * (word if whole else one.apart) + k % word for k in range(one.item)]
 
 
 def start(one: Any, side: int, block: int, turn: tuple[int, ...]) -> tuple[int, int]:
-    """Table entry and bytes at which a piece begins."""
+    """Table entry and byte offset of a piece's beginning."""
     part = one.part
     entry, offset = (part.dst_table_offset, part.dst_offset) if side else (part.src_table_offset, part.src_offset)
     step = part.dst_id if side else part.src_id
@@ -941,7 +941,7 @@ def start(one: Any, side: int, block: int, turn: tuple[int, ...]) -> tuple[int, 
 
 
 def items(one: Any, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets of a part's items on the side that is staged and on the other."""
+    """Offsets of a part's items on the staged side and on the other."""
     run = one.part.inner[0]
     assert run.extent % one.item == 0 and (run.src, run.dst) == (1, 1)
     steps = np.ix_(np.arange(0, run.extent, one.item), *(np.arange(m.extent) for m in one.part.inner[1:]))
@@ -955,7 +955,7 @@ def items(one: Any, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
 def test_shared_memory(src: str, dst: str) -> None:
-    """Launches as a GPU runs them, piece by piece of a page: at bases of every alignment, at tokens of every number."""
+    """Simulated launches, piece by piece of a page: bases of every alignment, any number of tokens."""
     for shape in shapes(src):
         for aligns in ((0, 0), (16, 4), (4, 16), (2, 0)):
             one, other = Side(src, shape, 3, align=aligns[0]), Side(dst, shape, 4, align=aligns[1], dst=True)
@@ -982,14 +982,14 @@ def test_shared_memory(src: str, dst: str) -> None:
     ],
 )
 def test_what_goes_by_shared_memory(src: str, dst: str, launches: str) -> None:
-    """Rows that are no whole words on one side; whole words move as they are."""
+    """Rows that are not whole words on one side; whole words are copied directly."""
     shape = shapes(src)[0]
     made = kvbm.plan(kvbm.load(src), kvbm.load(dst), kvbm.BlockShape(*shape), num_blocks=(4, 5))
     assert " ".join(launch.name for launch in made.launches()) == launches
 
 
 def test_a_page_of_which_no_piece_fits() -> None:
-    """The slowest loop of packed blocks is that of layers, and one of 64 tokens is more than shared memory holds."""
+    """The slowest loop of packed blocks is over layers, and a layer of 64 tokens does not fit into shared memory."""
     shape = (4, 1, 1, 64, 576, "bfloat16")
     one, other = Side("record/mla_fp8_planes", shape, 3), Side("vllm/fp8_ds_mla", shape, 3, dst=True)
     made = kvbm.plan(one.layout, other.layout, one.shape, num_blocks=3)
@@ -1003,7 +1003,7 @@ def test_a_page_of_which_no_piece_fits() -> None:
 
 
 def test_planes_that_step_differently() -> None:
-    """Two planes lie side by side in the first piece of a page, and not in the second: no stream may join them."""
+    """Two planes are adjacent in the first piece of a page, and not in the second: no stream may join them."""
     planes = [
         plane_oracle.DrawnPlane("a", "int8", "d", 8192, (), (("t", "d"),), None, (("t", 16384),)),
         plane_oracle.DrawnPlane("b", "int8", "s", 128, (), (("t", "s"),), 8192, (("t", 32768),)),
@@ -1051,46 +1051,46 @@ def with_(*changes: tuple[str, str]) -> str:
 
 #: (line, what replaces what, the sentence): refused when the file is read.
 UNREADABLE = {
-    "in the middle": (1, [("t <data scale>", "<data scale> t")], "expected '<data scale>' inside brackets or at the end"),
-    "twice": (1, [('b t <data scale>"', 'b <data scale> t <data scale>"')], "expected one term <…>, in one order for K and V"),
+    "in the middle": (1, [("t <data scale>", "<data scale> t")], "expected '<data scale>' inside the brackets or at the end of the order"),
+    "twice": (1, [('b t <data scale>"', 'b <data scale> t <data scale>"')], "expected a single term <…>, in one order for K and V"),
     "in two orders": (
         1,
         [('"[l] b t <data scale>"', '{k: "[l] b o t <data scale>", v: "[l] b o <data scale> t"}')],
-        "expected one term <…>, in one order for K and V; planes may have an order for each",
+        "expected a single term <…>, in one order for K and V; a plane may have its own orders k and v",
     ),
-    "nowhere": (1, [(" <data scale>", "")], "expected a term <…> that says where the planes lie, as the key 'planes' is there"),
+    "nowhere": (1, [(" <data scale>", "")], "expected a term such as <data scale> for the places of the planes, because the key 'planes' exists"),
     "of one": (1, [("<data scale>", "<data>")], "expected two planes or more between <>, got 1"),
     "of none": (1, [("<data scale>", "<>")], "expected two planes or more between <>, got 0"),
     "not closed": (1, [("<data scale>", "<data scale")], "expected an axis, [, ], (…), {…} or a split such as d/16B, got '<data scale'"),
-    "one name twice": (1, [("<data scale>", "<data data>")], "plane 'data': expected names such as data and scale, each once"),
-    "no name": (1, [("<data scale>", "<Data scale>")], "plane 'Data': expected names such as data and scale, each once"),
+    "one name twice": (1, [("<data scale>", "<data data>")], "expected different lower-case names of planes, such as data and scale, got 'data'"),
+    "no name": (1, [("<data scale>", "<Data scale>")], "expected different lower-case names of planes, such as data and scale, got 'Data'"),
     "not declared": (5, [("  scale: {", "  scales: {")], "unknown key 'scales': expected one of data, scale"),
-    "one missing": (4, [("  scale: {order: h s, dtype: float32}\n", "")], "planes: 'scale' missing; the order names it"),
+    "one missing": (4, [("  scale: {order: h s, dtype: float32}\n", "")], "planes: 'scale' missing: the order names it, so declare it here"),
     "declared twice": (6, [("float32}\n", "float32}\n  scale: {order: h s}\n")], "key 'scale' is there twice"),
-    "no planes": (1, [("planes:\n  data: {order: h d, dtype: float8_e4m3fn}\n  scale: {order: h s, dtype: float32}\n", "")], "key 'planes' missing: expected data, scale to be declared there"),
-    "a term inside": (4, [("order: h d", 'order: "h d <a c>"')], "expected no <…> inside a plane"),
-    "brackets inside": (4, [("order: h d", 'order: "[h] d"')], "plane 'data': order '[h] d': expected no brackets, those are the layout's"),
-    "dtype": (5, [("float32", "fp32")], "dtype of plane 'scale': expected one of bool, int8"),
+    "no planes": (1, [("planes:\n  data: {order: h d, dtype: float8_e4m3fn}\n  scale: {order: h s, dtype: float32}\n", "")], "key 'planes' missing: the order has the planes data, scale: declare them under 'planes:'"),
+    "a term inside": (4, [("order: h d", 'order: "h d <a c>"')], "expected no <…> in the order of a plane"),
+    "brackets inside": (4, [("order: h d", 'order: "[h] d"')], "plane 'data': order '[h] d': expected no brackets in a plane: put them into the layout's order"),
+    "dtype": (5, [("float32", "fp32")], "dtype of plane 'scale': expected a name such as bfloat16 or float32, got 'fp32'. Write float32."),
     "key": (5, [("dtype: float32", "type: float32")], "unknown key 'type': expected one of order, dtype, offset, pitch, shared"),
     "no mapping": (4, [("{order: h d, dtype: float8_e4m3fn}", "h d")], "plane 'data': expected a mapping, got 'h d'"),
     "offset beside tensors": (
         5,
         [("[l] b t <data scale>", "[l <data scale>] b t"), ("dtype: float32", "dtype: float32, offset: 64")],
-        "plane 'scale': offset: each plane has arrays of its own here; leave it out",
+        "plane 'scale': expected no offset, because each plane has its own arrays: remove the key",
     ),
     "offset that is none": (5, [("dtype: float32", "dtype: float32, offset: nt*x")], "offset of plane 'scale': expression 'nt*x'"),
-    "pitch in elements": (2, [("\naxes", "\npitch: {t: 700}\naxes")], "pitch of 't': planes differ in their elements: expected bytes, e.g. '656 B'"),
-    "pitch of planes": (2, [("\naxes", '\npitch: {"<data scale>": 700 B}\naxes')], "pitch: '<data scale>': expected one of b, t (axes outside brackets)"),
-    "pitch of another's": (4, [("dtype: float8_e4m3fn", "pitch: {t: 64 B}")], "pitch: 't': expected one of d, h"),
-    "shared, but no axis": (5, [("dtype: float32", "shared: x")], "plane 'scale': shared: expected axes among l o h t, got 'x'"),
-    "shared blocks": (5, [("dtype: float32", "shared: b")], "plane 'scale': shared: expected axes among l o h t, got 'b'"),
+    "pitch in elements": (2, [("\naxes", "\npitch: {t: 700}\naxes")], "pitch of 't': expected bytes such as '656 B', got 700 elements: planes may have elements of different sizes"),
+    "pitch of planes": (2, [("\naxes", '\npitch: {"<data scale>": 700 B}\naxes')], "pitch: expected one of b, t (the terms outside brackets), got '<data scale>'"),
+    "pitch of another's": (4, [("dtype: float8_e4m3fn", "pitch: {t: 64 B}")], "pitch: expected one of d, h (the terms outside brackets), got 't'"),
+    "shared, but no axis": (5, [("dtype: float32", "shared: x")], "plane 'scale': shared: expected some of the axes l o h t, got 'x'"),
+    "shared blocks": (5, [("dtype: float32", "shared: b")], "plane 'scale': shared: expected some of the axes l o h t, got 'b'"),
     "an axis of nobody": (5, [("order: h s", "order: h z")], "axis 'z': expected one of b l o h t d s; declare others under 'axes:'"),
-    "an axis of all": (5, [("order: h s", "order: t h s")], "axis 't': expected once, or in the pieces of one split"),
+    "an axis of all": (5, [("order: h s", "order: t h s")], "axis 't': expected once, or in different pieces of one split"),
     "blocks inside": (5, [("order: h s", "order: h b s")], "axis 'b'"),
     "K and V without o": (
         5,
         [("order: h s", 'order: {k: "h o s", v: "h s o"}')],
-        "k and v differ, so the axis 'o' must stand in the order around them, alone and unsplit",
+        "k and v differ: expected the axis 'o' alone and unsplit in the order that all planes share",
     ),
     "K without V": (5, [("order: h s", 'order: {k: "h s"}')], "order: 'v' missing: expected both k and v"),
 }  # fmt: skip
@@ -1126,8 +1126,8 @@ UNFIT = {
     "heads left out": (4, [("order: h d", "order: d"), ("order: h s", "order: s")], {}, "plane 'data': axis 'h' (KV head): expected once, as its size is 2, got none"),
     "K and V left out": (4, [], {"no": 2}, "plane 'data': axis 'o' (K or V): expected once, as its size is 2, got none"),
     "shared, and there": (5, [("dtype: float32", "dtype: float32, shared: t")], {}, "plane 'scale': axis 't' is shared by all elements, so it cannot stand in the order"),
-    "odd fours": (4, [("float8_e4m3fn", "int4"), ("hd//32", "hd//11")], {"hd": 33}, "plane 'data': 'd': 2 elements share a byte, and 33 are no multiple of that"),
-    "fours apart": (4, [("float8_e4m3fn", "int4"), ("h d", "d h")], {"nh": 3}, "plane 'data': 'h': 2 elements share a byte, and 3 are no multiple of that"),
+    "odd fours": (4, [("float8_e4m3fn", "int4"), ("hd//32", "hd//11")], {"hd": 33}, "plane 'data': 'd': 2 elements share a byte: expected a multiple of 2, got 33"),
+    "fours apart": (4, [("float8_e4m3fn", "int4"), ("h d", "d h")], {"nh": 3}, "plane 'data': 'h': 2 elements share a byte: expected a multiple of 2, got 3"),
     "negative offset": (5, [("dtype: float32", "dtype: float32, offset: nt - 8")], {}, "expected at least 0, got -4"),
 }  # fmt: skip
 
@@ -1144,7 +1144,7 @@ def test_sizes_that_are_refused(case: str) -> None:
 
 @pytest.mark.parametrize("offset", [0, 4, 64, 100, 124, 127])
 def test_planes_may_lie_in_gaps(offset: int) -> None:
-    """Side by side in one pitch is no overlap: the smallest pitch that leaves room is taken, one byte less is not."""
+    """Adjacent planes in one pitch do not overlap: the smallest sufficient pitch is accepted, one byte less is not."""
     text = with_(
         ("dtype: float8_e4m3fn", f"dtype: float8_e4m3fn, offset: {offset}, pitch: {{h: 72 B}}"),
         ("dtype: float32", f"dtype: float32, offset: {offset + 64}, pitch: {{h: 72 B}}"),
@@ -1241,7 +1241,7 @@ def test_dtypes_of_records_that_are_refused(dtype: str) -> None:
 
 
 def test_arrays_of_planes_of_their_own() -> None:
-    """Each plane's arrays have its dtype and shape; a stand-in of the same width is taken, nothing else."""
+    """Each plane's arrays have its dtype and shape; only dtypes of the same width may replace it."""
     shape, layout = kvbm.BlockShape(nl=2, no=1, nh=1, nt=4, hd=576), kvbm.load("record/mla_fp8_tensors")
 
     def arrays(**other: Any) -> list[np.ndarray]:
@@ -1270,7 +1270,7 @@ def test_arrays_of_planes_of_their_own() -> None:
     with pytest.raises(kvbm.BindError, match=r"array 3 \(scale l=1\): axis 'b': expected 3, got 2"):
         kvbm.Pool(layout, shape, mixed)
     for count in (5, 7):
-        with pytest.raises(kvbm.BindError, match=f"expected 6 arrays, one an allocation in table order, got {count}"):
+        with pytest.raises(kvbm.BindError, match=f"expected 6 arrays, one per allocation in table order, got {count}"):
             kvbm.Pool(layout, shape, (arrays() + arrays())[:count])
     shared = arrays()
     shared[1] = shared[0]
@@ -1280,7 +1280,7 @@ def test_arrays_of_planes_of_their_own() -> None:
 
 @st.composite
 def nests(draw: Any) -> tuple[Any, Any]:
-    """Two nests of steps, slowest first, none of which meets itself; often they step alike from the outside on."""
+    """Two nests of steps, slowest first, without overlaps inside each; the outer steps are often equal."""
 
     def grown(inner: list[tuple[int, int]], held: int) -> list[tuple[int, int]]:
         found = list(inner)
@@ -1306,7 +1306,7 @@ def nests(draw: Any) -> tuple[Any, Any]:
 @strategies.cases(3000)
 @pytest.mark.slow
 def test_whether_nests_meet(given_: Any) -> None:
-    """Against the bytes themselves."""
+    """Compared with the sets of bytes."""
 
     def bytes_of(steps: list[tuple[int, int]], start_: int, size: int) -> set[int]:
         found = set(range(start_, start_ + size))

@@ -1,4 +1,4 @@
-"""Plans: executed here by a few lines of NumPy, they move exactly the oracle's bytes; and they are minimal."""
+"""Plans: executed here by a few lines of NumPy, they move exactly the oracle's bytes, and they are minimal."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ def execute(
 
 
 def at_slot(base: int) -> Any:
-    """Packed blocks behind a guard, as `execute` takes a side."""
+    """Packed blocks after a guard, as a side for `execute`."""
     return SimpleNamespace(bases=[base])
 
 
 def step(arena: oracle.Arena) -> int:
-    """Bytes from each allocation to the next."""
+    """Stride of the allocations in bytes."""
     (only,) = set(np.diff(arena.bases).tolist()) or {0}
     return int(only)
 
 
 def has_whole_runs(far: kvbm.Plan, pool: kvbm.Pool) -> bool:
-    """Whether a step between packed blocks and a pool has runs as long as a copy to another pool of that layout has."""
+    """True if a step between packed blocks and a pool has runs as long as a copy to another pool of the same layout."""
     same = kvbm.plan(pool.layout, pool.layout, pool.shape, num_blocks=pool.num_blocks)
     return sorted(part.run_bytes for part in far.parts) == sorted(part.run_bytes for part in same.parts)
 
 
 def run_two_steps(first: Any, second: Any, src: Any, dst: Any, slot: np.ndarray, src_ids: Any, dst_ids: Any) -> None:
-    """Run both halves of a staged plan by the host's kernels, by way of a slot that begins 64 bytes into `slot`."""
+    """Run both steps of a staged plan by the host's kernels, through a slot that begins 64 bytes into `slot`."""
     memory = aligned(slot)
     table = _core.Table(np.array([memory.ctypes.data + 64], np.uint64))
     for copy in prepare.prepare(first, src.pool.alignment, 16):
@@ -76,7 +76,7 @@ def run_two_steps(first: Any, second: Any, src: Any, dst: Any, slot: np.ndarray,
 
 
 def minimal(plan: Any) -> None:
-    """Normal form: no loop of one, no two loops that are one."""
+    """Normal form: no loop of extent one, and no two loops that could be one."""
     for part in plan.parts:
         run = part.inner[0]
         assert (run.src, run.dst) == (1, 1)
@@ -131,7 +131,7 @@ def test_random_pairs(drawn: Any) -> None:
     ("smaller", "larger"), [("{h t} d", "{d h t}"), ("{h d} t", "{d h t}"), ("{h d} {t o}", "{o t d h}")]
 )
 def test_an_opaque_group_inside_a_larger_one(smaller: str, larger: str) -> None:
-    """It goes with the larger one, whose bytes stay as they are; axes of one element change nothing."""
+    """It is copied with the larger one, whose bytes keep their order; axes of one element change nothing."""
     outside = "" if "o" in larger else "o"
     layouts = [spec.parse(f'order: "[b] {outside} {order}"') for order in (smaller, larger)]
     shape = kvbm.BlockShape(nl=1, no=2, nh=3, nt=2, hd=4)
@@ -172,7 +172,7 @@ _SPLITS = {"l": 3, "h": 2, "t": 4, "d": 8}
 
 @given(strategies.st.data())
 def test_equal_copies_are_equal_plans(data: Any) -> None:
-    """Splitting an axis in place changes the text, not the function, so it changes nothing in the plan."""
+    """Splitting an axis in place changes only the text, so the plan is equal."""
     st = strategies.st
     orders = []
     for _ in range(2):
@@ -203,7 +203,7 @@ def test_planned_twice(drawn: Any) -> None:
 
 
 def needed_cuts(placed: oracle.Placed, axis: str, size: int) -> tuple[int, ...]:
-    """Where along an axis the address does not go on by the stride it began with: what a copy must split, declared or not."""
+    """The places along an axis at which the address leaves its first stride: a copy must split there, declared or not."""
     shape = (1, *(placed.sizes[a] for a in oracle.AXES[1:]))
     nbytes = np.broadcast_to(placed.address([0])[1], shape)
     addresses = np.moveaxis(nbytes, oracle.AXES.index(axis), 0).reshape(size, -1)[:, 0]
@@ -220,7 +220,7 @@ def needed_cuts(placed: oracle.Placed, axis: str, size: int) -> tuple[int, ...]:
 
 @given(strategies.sizes(), strategies.st.data())
 def test_refinement(sizes: strategies.Sizes, data: Any) -> None:
-    """A common refinement exists exactly when the split points that addresses need form a divisibility chain."""
+    """A common refinement exists exactly if the necessary split points form a divisibility chain."""
     axis = data.draw(strategies.st.sampled_from(["t", "d"]))
     n = sizes.sizes[axis]
     points = [data.draw(strategies.chain(n)) for _ in range(2)]
@@ -266,7 +266,7 @@ def test_shipped_pairs(src: str, dst: str) -> None:
 
 
 def test_plans_are_made_once() -> None:
-    """Equal requests get one object, whichever of a layout's names they use."""
+    """Equal requests get the same object, for any of a layout's names."""
     shape = kvbm.load_shape("llama-3.1-70b")
     one, other = kvbm.load("nhd"), kvbm.load("universal")
     made = kvbm.plan(one, other, shape)
@@ -308,13 +308,13 @@ def test_one_launch_moves_k_and_v_where_they_agree() -> None:
 
 
 def test_different_orders_one_normal_form() -> None:
-    """NHD and its one-head twin: with nh = 1, t h d and h t d are one order, and the plan is a copy."""
+    """NHD and its one-head twin: with nh = 1, t h d and h t d are the same order, and the plan is a copy."""
     one_head = kvbm.BlockShape(nl=3, no=2, nh=1, nt=8, hd=32)
     assert kvbm.plan(kvbm.load("nhd"), kvbm.load("hnd"), one_head).kind == "copy"
 
 
 def test_o_split_in_two_pieces() -> None:
-    """A piece of extent one must not be taken for the axis."""
+    """A piece of extent one must not be mistaken for the axis."""
     order, paged = oracle.Order("b o/2 l h o%2 t d"), matrix.SHIPPED["vllm/paged_attn_v0"]
     layout = spec.parse(f'order: "{order.k}"')
     for a, b, orders in (
@@ -333,7 +333,7 @@ def test_o_split_in_two_pieces() -> None:
     [("[l o] b h t d", "[l o] h b d t"), ("[l] t h o b d", "[l] t h o d b"), ("[l] o b h t d", "[l] o h b t d")],
 )
 def test_k_and_v_that_block_ids_step_differently(k: str, v: str) -> None:
-    """A block id steps as many bytes in K as in V: one launch has one step."""
+    """A launch has one block stride, so a block id must step equally far in K and V: otherwise an error."""
     layout = spec.parse(f'order:\n  k: "{k}"\n  v: "{v}"')
     for pair in ((layout, kvbm.load("nhd")), (kvbm.load("nhd"), layout)):
         with pytest.raises((kvbm.LayoutError, kvbm.PlanError), match="'b'"):
@@ -349,7 +349,7 @@ def test_axes_only_on_one_side() -> None:
 
 
 def test_numbers_of_blocks() -> None:
-    """hf/dynamic_cache has h outside b: its stride depends on the number of blocks of its own side."""
+    """hf/dynamic_cache has h outside b: its stride depends on the number of blocks of the same side."""
     hf, nhd = kvbm.load("hf/dynamic_cache"), kvbm.load("nhd")
     few, many = (kvbm.plan(hf, nhd, SHAPE, num_blocks=(n, 7)) for n in (2, 9))
     assert few.parts != many.parts

@@ -1,4 +1,4 @@
-"""Binding and converting refuse what could make a copy silently wrong; the destination is as it was."""
+"""Binding and converting refuse everything that could make a copy wrong without an error, and leave the destination unchanged."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_allocate_nowhere(device: str) -> None:
 
 
 def test_close() -> None:
-    """Arrays of the caller's stay as they are; the pool's own go.  Neither pool leads anywhere any more."""
+    """The caller's arrays stay; memory that the pool owns is freed.  Neither pool can be used afterwards."""
     arrays = zeros("universal")
     with kvbm.Pool(kvbm.load("universal"), SHAPE, arrays) as pool:
         assert not pool.closed
@@ -82,7 +82,7 @@ def test_close() -> None:
         _ = pool.addresses
     assert pool.closed and pool.arrays == tuple(arrays)
     for use in (pool.require_open, pool.__enter__, pool.pin, lambda: pool.addresses):
-        with pytest.raises(kvbm.BindError, match=r"universal.* is closed; expected a pool that is open"):
+        with pytest.raises(kvbm.BindError, match=r"universal.* is closed; expected an open pool"):
             use()
     pool.close()
 
@@ -105,12 +105,12 @@ def test_dlpack() -> None:
 
 @pytest.mark.parametrize(("code", "dtype"), [(2, "float16"), (4, "bfloat16"), (1, "uint16")])
 def test_dlpack_of_a_gpu(code: int, dtype: str) -> None:
-    """Also bfloat16, which neither NumPy nor `__cuda_array_interface__` has."""
+    """Also bfloat16, which neither NumPy nor `__cuda_array_interface__` supports."""
     shape = kvbm.BlockShape(nl=1, no=2, nh=3, nt=4, hd=8, dtype=dtype)
     array = np.zeros((2, 5, 4, 3, 8), np.uint16)
     pool = kvbm.Pool(kvbm.load("vllm/flash_attn_nhd"), shape, [FakeDlpack(array, code)])
     assert (pool.device, pool.num_blocks, pool.addresses.tolist()) == ("cuda:0", 5, [array.ctypes.data])
-    with pytest.raises(kvbm.BindError, match="contiguous"):
+    with pytest.raises(kvbm.BindError, match="strides"):
         kvbm.Pool(
             kvbm.load("vllm/flash_attn_nhd"), shape, [FakeDlpack(array.swapaxes(2, 3).copy().swapaxes(2, 3), code)]
         )
@@ -145,7 +145,7 @@ def test_wrong_shape_names_the_axis() -> None:
 
 
 def test_the_other_order_of_the_same_shape() -> None:
-    """At nt = nh the shapes of NHD and HND are equal; at other sizes the axis is named."""
+    """At nt = nh the shapes of NHD and HND are equal; at other sizes the error names the axis."""
     _refused([np.zeros((2, 3, 3, 4, 8), "float32") for _ in range(2)], r"axis 't'.*expected 4, got 3")
 
 
@@ -306,12 +306,12 @@ def test_pools_of_different_shapes(other: dict[str, Any], error: type[Exception]
 
 
 def test_host_memory_that_no_gpu_reaches() -> None:
-    """Between a GPU and the host a copy goes by pinned memory, or not at all."""
+    """Copies between a GPU and the host use pinned memory, or are refused."""
     src = Bound("vllm/flash_attn_nhd", SHAPE, 2)
     far = kvbm.Pool(src.layout, SHAPE, [FakeCuda((2, 2, 4, 3, 8), "float32") for _ in range(2)])
-    with pytest.raises(kvbm.BindError, match=r"the source is in host memory that GPUs do not reach.*pinned.*pin\(\)"):
+    with pytest.raises(kvbm.BindError, match=r"the source is in host memory that GPUs cannot access.*pinned.*pin\(\)"):
         kvbm.convert(src.pool, far)
-    with pytest.raises(kvbm.BindError, match=r"the destination is in host memory that GPUs do not reach.*pin\(\)"):
+    with pytest.raises(kvbm.BindError, match=r"the destination is in host memory that GPUs cannot access.*pin\(\)"):
         kvbm.convert(far, src.pool)
     assert src.untouched
 
@@ -342,7 +342,7 @@ def test_source_and_destination_overlap(shift: int) -> None:
 
 
 def test_one_array_shared_among_many() -> None:
-    """Only the last allocation of one side lies in the first of the other."""
+    """Only the last allocation of one side overlaps the first of the other."""
     src, dst = both("nhd", "nhd", (3, 3))
     arrays = list(dst.arrays)
     arrays[-1] = src.arrays[0]
@@ -355,7 +355,7 @@ def test_one_array_shared_among_many() -> None:
 
 
 def test_same_pool() -> None:
-    """A pool may be converted into itself block by block, but no block is both read and written."""
+    """A pool may be converted into itself, but no block may be both read and written."""
     pool = Bound("universal", SHAPE, 5)
     for src_ids, dst_ids in (([0, 1], [1, 2]), ([0], [0]), (None, None)):
         with pytest.raises(kvbm.BindError, match=r"(?i)read.*writ|writ.*read"):
@@ -392,7 +392,7 @@ def test_no_refinement() -> None:
 
 
 def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
-    """K and V in one array, `o` outside `b`: the array does not tell how many blocks there are; every one is copied."""
+    """K and V in one array, `o` outside `b`: the array does not show the number of blocks; all are copied."""
     layout = kvbm.spec.parse('order: {k: "o b l t d", v: "o b l d t"}\npitch: {o: "65536B"}')
     shape = kvbm.BlockShape(nl=2, no=2, nh=1, nt=4, hd=8, dtype="uint8")
     padded = kvbm.Pool.allocate(layout, shape, 6)
@@ -411,13 +411,13 @@ def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "bool", "V1", "float8_e4m3fn", "int16", "float32"])
 def test_one_rule_for_pools_and_calls(dtype: str) -> None:
-    """What a pool takes, `kvbm.numpy.convert` takes, and what it refuses that refuses too, for the same reason."""
+    """A pool and `kvbm.numpy.convert` accept the same arrays, and refuse others for the same reason."""
     shape = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=8, dtype="uint8")
     arrays = [one.astype(getattr(ml_dtypes, dtype, dtype)) for one in zeros("nhd", shape=shape, dtype="uint8")]
     said = []
     for call in (
         lambda: kvbm.Pool(kvbm.load("nhd"), shape, arrays),
-        lambda: kvbm.numpy.convert(arrays, shape=f"{shape}"),
+        lambda: kvbm.numpy.convert(arrays, "nhd", "universal", f"{shape}"),
     ):
         try:
             call()
@@ -427,7 +427,7 @@ def test_one_rule_for_pools_and_calls(dtype: str) -> None:
 
 
 def test_which_memory_a_pool_has() -> None:
-    """Arrays side by side, apart, and in the padding of others: a range meets the pool where it has a byte of one's span."""
+    """Adjacent arrays, separate ones, and arrays in others' padding: a range meets the pool if it overlaps one of its spans."""
     random = np.random.default_rng(3)
     for count in range(1, 40):
         pool = kvbm.Pool(kvbm.load("nhd"), SHAPE, zeros("nhd"))
@@ -445,3 +445,14 @@ def test_which_memory_a_pool_has() -> None:
     for array in pool.arrays:
         first, last = array.ctypes.data, array.ctypes.data + array.nbytes - 1
         assert pool.meets(first, first + 1) and pool.meets(last, last + 1) and not pool.meets(first, first)
+
+
+def test_reshape_is_advised_only_where_it_makes_no_copy() -> None:
+    """Of an array that is not contiguous it does: the result of a copy would not be in the caller's array."""
+    sizes = "nl=1,no=2,nh=8,nt=16,hd=128,dtype=float16"
+    whole = np.zeros((2, 6, 8, 16, 128), np.float16)
+    with pytest.raises(kvbm.BindError, match=r"call \.reshape\(2, 6, 16, 8, 128\)"):
+        kvbm.Pool("vllm/flash_attn_nhd", sizes, [whole])
+    with pytest.raises(kvbm.BindError, match="check the shape") as info:
+        kvbm.Pool("vllm/flash_attn_nhd", sizes, [np.zeros((2, 6, 8, 128, 16), np.float16).transpose(0, 1, 2, 4, 3)])
+    assert "reshape" not in str(info.value)

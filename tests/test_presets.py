@@ -1,4 +1,4 @@
-"""Presets against the formulas of the engines, re-stated here from their sources."""
+"""Presets, compared with the engines' formulas, which are copied here from their sources."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def test_ranks_of_trtllm(order: str) -> None:
 
 
 def get_dcp_local_seq_lens(seq_len: int, dcp: int, rank: int, interleave: int) -> int:
-    """Of vllm/v1/attention/backends/utils.py."""
+    """From vllm/v1/attention/backends/utils.py."""
     base = seq_len // interleave // dcp * interleave
     remainder = seq_len - base * dcp
     return base + min(max(remainder - rank * interleave, 0), interleave)
 
 
 def test_dcp() -> None:
-    """Token `pos` is of rank ``pos // I % dcp`` of the group, in slot ``pos // (I * dcp) * I + pos % I``."""
+    """Token `pos` is on rank ``pos // I % dcp`` of the group, in slot ``pos // (I * dcp) * I + pos % I``."""
     for tp in SIZES:
         for dcp in (n for n in SIZES if tp % n == 0):
             for nt, interleave in [(size, i) for size in (8, 12) for i in range(1, size + 1) if size % i == 0]:
@@ -157,7 +157,7 @@ def test_dcp_of_several_heads() -> None:
 
 
 def test_cp_of_trtllm() -> None:
-    """Whole blocks in turns: block b of a sequence is of rank b % cp, and its block b // cp."""
+    """Whole blocks in turns: block b of a sequence is on rank b % cp, as its block b // cp."""
     for cp, nt in itertools.product(SIZES, (4, 16, 32)):
         made = reshard.trtllm(model(nh=1), cp=cp, nt=nt)
         for pos in range(0, 3 * nt * cp, 3):
@@ -173,7 +173,7 @@ def test_cp_of_trtllm() -> None:
 
 
 def target_ranks(mine: int, mine_tp: int, peer_tp: int) -> range:
-    """``targetIRanks`` of TensorRT-LLM's cacheSplitConcat.cu: the peers of a rank, where a power of two divides the other."""
+    """``targetIRanks`` of TensorRT-LLM's cacheSplitConcat.cu: the peers of a rank, if a power of two divides the other."""
     if mine_tp <= peer_tp:
         k = peer_tp // mine_tp
         return range(mine * k, mine * k + k)
@@ -188,7 +188,7 @@ def test_sources_are_those_of_trtllm() -> None:
 
 
 def first_slices(src_tp: int, dst_tp: int, src: int, dst: int, heads: int) -> tuple[int, int, int]:
-    """SGLang's slices as they were first written: first head in the source, number, first place in the destination."""
+    """The first version of SGLang's slices: first head in the source, number, first place in the destination."""
     ours, theirs = max(1, heads // src_tp), max(1, heads // dst_tp)
     if src_tp > dst_tp:
         return 0, ours, src * ours % theirs
@@ -196,7 +196,7 @@ def first_slices(src_tp: int, dst_tp: int, src: int, dst: int, heads: int) -> tu
 
 
 def later_slices(src_tp: int, dst_tp: int, src: int, dst: int, heads: int) -> tuple[int, int, int]:
-    """With the fix for sources that hold the same heads."""
+    """With the fix for source ranks that hold the same heads."""
     ours, theirs = max(1, heads // src_tp), max(1, heads // dst_tp)
     if src_tp > dst_tp:
         return 0, ours, src // max(1, src_tp // heads) * ours % theirs
@@ -205,7 +205,7 @@ def later_slices(src_tp: int, dst_tp: int, src: int, dst: int, heads: int) -> tu
 
 @pytest.mark.parametrize(("slices", "fixed"), [(first_slices, False), (later_slices, True)])
 def test_the_plan_differs_from_sglangs_slices_where_they_are_wrong(slices: Any, fixed: bool) -> None:
-    """A slice is right if each head that it moves is the one that belongs to its place.  All messages of the plan are."""
+    """A slice is right if each of its heads belongs to its place.  All messages of the plan are right."""
     wrong, right, replicated_sources = 0, 0, 0
     for heads in (1, 2, 4, 8):
         degrees_ = [tp for tp in (1, 2, 4, 8, 16) if heads % tp == 0 or tp % heads == 0]
@@ -286,8 +286,8 @@ def test_bad_texts(text: str, match: str) -> None:
 @pytest.mark.parametrize("preset", [reshard.vllm, reshard.trtllm, reshard.sglang, reshard.dynamo, reshard.load])
 def test_wrong_types(preset: Any) -> None:
     text = ("vllm",) if preset is reshard.load else ()
-    for value in (None, "llama-3.1-8b", 5):
-        with pytest.raises(SpecError, match="expected a BlockShape of the whole model"):
+    for value in (None, b"llama-3.1-8b", 5):
+        with pytest.raises(SpecError, match="model: expected a BlockShape or a text"):
             preset(*text, value)
     if preset is reshard.load:
         for value in (None, 5, b"vllm", ["vllm"]):
@@ -309,7 +309,7 @@ def test_sides_of_other_models_are_refused() -> None:
 
 
 def test_a_unit_is_the_same_in_all_messages_of_a_plan() -> None:
-    """What the table's first line says of all of them."""
+    """So the table's first line is true for all of them."""
     for a, b in itertools.product(
         ("vllm:tp8,dcp4,interleave4,nt32", "trtllm:cp3,nt24", "sglang:tp2,pp3,nt5"), repeat=2
     ):

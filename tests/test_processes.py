@@ -1,4 +1,4 @@
-"""Programs in processes of their own: what one does, no other one sees."""
+"""Programs in separate processes do not affect each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_program_is_a_main_program(server: processes.Server) -> None:
 
 
 def test_no_program_sees_another_one(server: processes.Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its variables, modules and folder are gone with it; the caller's environment is that of the moment."""
+    """A program's variables, modules and folder end with it; its environment is the caller's current one."""
     server.run("import os, numpy; os.chdir('/tmp'); os.environ['A_VARIABLE'] = '1'; numpy.mine = 1; other = 1")
     monkeypatch.setenv("ANOTHER_VARIABLE", "of now")
     code = (
@@ -64,7 +64,7 @@ def test_a_program_that_does_not_end(server: processes.Server, monkeypatch: pyte
 
 
 def test_a_server_that_is_gone() -> None:
-    """The test fails, and the next one has another server."""
+    """The test fails, and the next one gets a new server."""
     server = processes.Server(())
     server.process.kill()
     server.process.wait()

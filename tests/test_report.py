@@ -1,4 +1,4 @@
-"""What a resharding says of itself: long tables stay short, bytes add up, sentences name the reasons."""
+"""Descriptions of a resharding: long tables are shortened, bytes add up, sentences name the reasons."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def planned(a: str, b: str, model: BlockShape = MODEL, **options: bool) -> resha
 
 
 def rows(text: str) -> list[list[str]]:
-    """Cells of the table, without its head."""
+    """Cells of the table, without its header."""
     lines = [line for line in text.splitlines() if line.startswith("  ")]
     return [re.split(r"\s{3,}", line.strip()) for line in lines[1:] if "…" not in line]
 
 
 def ranks(text: str) -> list[int]:
-    """``0–7, 9`` and ``0–6 by 2`` as numbers."""
+    """Parse ``0–7, 9`` and ``0–6 by 2``."""
     found: list[int] = []
     for part in text.split(", "):
         first, last, step = re.fullmatch(r"(\d+)(?:–(\d+))?(?: by (\d+))?", part).groups()  # type: ignore[union-attr]
@@ -65,7 +65,7 @@ def test_very_many_messages_are_cut_with_a_count() -> None:
 
 
 def test_bytes_are_those_of_the_tokens_that_both_hold() -> None:
-    """Of a range that ends inside a unit, and where whole units are another rank's turn."""
+    """For a range that ends inside a unit, and for whole units in another rank's turn."""
     rng = random.Random(5)
     for _ in range(200):
         a, b = (
@@ -86,16 +86,16 @@ def test_bytes_are_those_of_the_tokens_that_both_hold() -> None:
 def test_one_message_of_one_rank() -> None:
     made = planned("vllm", "vllm")
     assert str(made) == (
-        "prefill (tp1, 16 tokens a block) → decode (tp1, 16 tokens a block): 1 message, unit 16 tokens: a block → a block\n"
-        "  from   to   heads   layers   tokens a unit   bytes   rows of\n"
-        "     0    0   0–7     0–79     16 of 16        5 MiB     256 B\n"
+        "prefill (tp1, 16 tokens per block) → decode (tp1, 16 tokens per block): 1 message, unit 16 tokens: 1 block → 1 block\n"
+        "  from   to   heads   layers   tokens per unit   bytes   rows of\n"
+        "     0    0   0–7     0–79     16 of 16          5 MiB     256 B\n"
         "proven: every coordinate of decode once, from a rank that holds it; 1 of 1 source rank sends 1 message"
     )
     assert sentence(planned("vllm:tp8", "vllm", LATENT)).endswith("; 1 of 8 source ranks sends 1 message")
 
 
 def test_a_rank_that_takes_nothing() -> None:
-    """A group of layers of which a stage holds none; and a whole side without any."""
+    """A group of layers of which a stage holds none, and a whole side without any."""
     a, b = (Placement("pp2", shard={"l": "pp"}, model=MODEL, layers=layers, name="x") for layers in ([0, 1], [1]))
     made = reshard.plan(a, b)
     assert [(m.src, m.dst) for m in made.messages] == [(0, 0)] and "shares of 0 to 1" in made.explain()

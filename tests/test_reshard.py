@@ -1,4 +1,4 @@
-"""Placements, plans between them, and the proof: against rules of a line each, token by token."""
+"""Placements, plans between them, and the proof, compared token by token with rules of one line each."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_layout_that_splits_tokens_makes_units_smaller() -> None:
 
 
 def holds(place: Placement, rank: int, layer: int, head: int, token: int) -> bool:
-    """Who holds what, in words of engines, not of strips."""
+    """What each rank holds, in engines' terms instead of strips."""
     at = place.place(rank)
     shares = dict(place.shares)
 
@@ -156,7 +156,7 @@ def random_placement(rng: random.Random, model: BlockShape, name: str) -> Placem
 
 
 def received(made: reshard.Resharding, rank: int, tokens: int) -> dict[tuple[int, int, int], list[int]]:
-    """What messages bring to a rank, token by token: coordinate → source ranks."""
+    """What a rank receives by messages, token by token: coordinate → source ranks."""
     found: dict[tuple[int, int, int], list[int]] = {}
     for m in made.messages:
         if m.dst != rank:
@@ -316,7 +316,7 @@ def test_options_that_there_are_not() -> None:
 
 @pytest.mark.quick
 def test_integers_of_numpy_plan_the_same() -> None:
-    """Both sides compare fingerprints."""
+    """Both sides compare fingerprints, so these must be equal, too."""
     ends = Placement("tp2", model=MODEL), Placement("tp2", model=MODEL)
     one = reshard.plan(*ends, prefer=lambda rank, _: rank, cuts=((4,), (8,)))
     two = reshard.plan(*ends, prefer=lambda rank, _: np.int64(rank), cuts=[np.array([4]), [8]])  # type: ignore[arg-type]
@@ -326,7 +326,7 @@ def test_integers_of_numpy_plan_the_same() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("seed", range(40))
 def test_the_replica_with_the_least_to_send_is_chosen(seed: int) -> None:
-    """As if all were asked, which takes a square of 65,536 ranks."""
+    """The result is that of comparing all replicas, which would take quadratic time for 65,536 ranks."""
     rng = random.Random(seed)
     world, dst_world = rng.randrange(1, 40), rng.randrange(1, 40)
     ranks = sorted(rng.sample(range(world), rng.randrange(1, world + 1)))

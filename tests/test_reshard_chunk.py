@@ -1,4 +1,4 @@
-"""Wire format 1 as docs/wire.md has it: golden chunks and a reader that knows that page alone; cuts and trailers."""
+"""Wire format 1 as docs/reference/wire.md defines it: golden chunks, a reader that follows only this page, cuts and trailers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from strategies import cases
 from test_reshard_pack import memory
 
 HERE = Path(__file__).resolve().parent
-TEXT = (HERE.parent / "docs" / "wire.md").read_text(encoding="utf-8")
+TEXT = (HERE.parent / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")
 GOLDEN = HERE / "data" / "wire.json"
 
 # ---- golden chunks -----------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def read(entry: dict[str, Any]) -> tuple[Told, list[bytes]]:
 
 
 def test_golden_chunks_are_read_by_the_page_alone() -> None:
-    """Each element at its place, digests, cuts, trailers."""
+    """Places of all elements, digests, cuts, trailers."""
     entries = golden()
     assert {entry["what"] for entry in entries} == set(MADE)
     for entry in entries:
@@ -185,7 +185,7 @@ def test_golden_chunks_are_unpacked(name: str) -> None:
 
 
 def test_the_example_of_the_page() -> None:
-    """The bytes in the text are what is packed."""
+    """The bytes in the text are those of a packed chunk."""
     (block,) = (
         text for text in re.findall(r"^```text\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL) if "digest;" in text
     )
@@ -267,7 +267,7 @@ def test_what_is_no_trailer_is_not_compared_with() -> None:
 
 
 def test_tokens_that_no_cache_has() -> None:
-    """Before memory is taken for them."""
+    """Refused before memory is allocated for them."""
     model = BlockShape(nl=2, no=2, nh=8, nt=16, hd=128, dtype="bfloat16")
     made = reshard.plan(reshard.vllm(model, tp=2), reshard.vllm(model, nt=64))
     for tokens in (range(1 << 40), range(5, 6 + (1 << 28))):
@@ -411,7 +411,7 @@ def test_both_sides_and_the_plan_alone_find_the_same_chunks(seed: int) -> None:
 
 
 def test_a_unit_is_what_the_page_says() -> None:
-    """From blocks, turns and origins alone; among them turns of which neither divides the other."""
+    """Computed from blocks, turns and origins alone; also turns of which neither divides the other."""
     rng, odd = random.Random(1), 0
     model = BlockShape(nl=1, no=1, nh=1, nt=1, hd=1, dtype="uint8")
     for _ in range(400):
@@ -430,7 +430,7 @@ def test_a_unit_is_what_the_page_says() -> None:
 
 
 def test_what_is_no_cut_of_a_plan() -> None:
-    """All is checked, also where nothing would go; origins may be any integers."""
+    """All arguments are checked, even if nothing would be sent; origins may be any integers."""
     src = Placement("pp3 tp2", shard={"l": "pp", "h": "tp"}, model=BlockShape(3, 2, 4, 24, 8, "int8"), name="src")
     dst = Placement("cp2", shard={"t": "cp by 4"}, model=src.model, name="dst")
     made = reshard.plan(src, dst)
@@ -459,7 +459,7 @@ def test_what_is_no_cut_of_a_plan() -> None:
 
 
 def test_layers_of_a_meeting() -> None:
-    """Those of a range, whatever the steps; none twice."""
+    """Those in a range, for any steps; none twice."""
     meetings = [Meeting(3, 1, 0, ()), Meeting(2, 0, 5, (Family(4, 3, 1, 2),)), Meeting(0, 0, 0, (Family(9, 1, 1, 1),))]
     for meeting, a, b in itertools.product(meetings, range(14), range(14)):
         triples = list(zip(*(meeting.coordinates(name) for name in ("first", "src", "dst")), strict=True))

@@ -1,4 +1,4 @@
-"""Sequences carried in chunks: every byte by an oracle, digests of parts that add up, and what is refused."""
+"""Sequences sent in chunks: every byte against an oracle, digests of parts that add up, and errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +34,7 @@ from test_reshard_pack import memory
 
 
 def room(nbytes: int) -> np.ndarray:
-    """A slot at a multiple of 16, full of noise."""
+    """A slot filled with noise, at a multiple of 16."""
     return aligned(np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8))
 
 
@@ -56,7 +57,7 @@ def carried(one: reshard_oracle.Case, seed: str) -> None:
 
 @pytest.mark.parametrize("far", [False, True])
 def test_units_wherever_their_base_is(monkeypatch: pytest.MonkeyPatch, far: bool) -> None:
-    """With a base for each chunk, at the end of what ids reach; and with several bases a call."""
+    """With a base per chunk, at the largest possible ids; and with several bases per call."""
     if far:
         monkeypatch.setattr(Packer, "cells", staticmethod(far_cells))
     else:
@@ -73,7 +74,7 @@ def test_units_that_ids_do_not_reach_are_refused() -> None:
 
 @pytest.mark.parametrize("number", range(40))
 def test_every_byte(number: int) -> None:
-    """In the chunks, where a reader that shares no code finds every element, and in the destination's pools."""
+    """In the chunks, read by a reader that shares no code with kvbm, and in the destination's pools."""
     for one in sendable(70_000 + 100 * number, 4):
         carried(one, str(number))
 
@@ -95,7 +96,7 @@ WAYS: tuple[Any, ...] = (
 
 @pytest.mark.parametrize("src", TWELVE)
 def test_all_pairs_of_twelve_layouts(src: str) -> None:
-    """And all tokens, some, those inside one unit; all layers, and one."""
+    """All tokens, some, and tokens inside one unit; all layers, and one."""
     for number, dst in enumerate(TWELVE, TWELVE.index(src)):
         ours, theirs = WAYS[number % len(WAYS)]
         tokens = (range(64), range(5, 83), range(17, 31), range(3, 4))[number % 4]
@@ -124,12 +125,12 @@ def test_wrong_chunks_on_a_gpu(fake_gpu: processes.FakeDriver) -> None:
 
 
 def test_calls_of_many_chunks_leave_nothing_behind(fake_gpu: processes.FakeDriver) -> None:
-    """Each call let go of eight copies of older ones, and kept its own: of more than eight, for ever."""
+    """Red: each call freed only eight older copies, so calls with more than eight chunks leaked."""
     fake_gpu("reshards.many_chunks")
 
 
 def test_a_call_that_fails_writes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two kernels the second is not enqueued: the first is waited for, since the slot is used for something else then."""
+    """The second of two kernels fails to be enqueued: the call waits for the first one, because the slot will be reused."""
     pair, begun = Pair(), []
 
     class Copy:
@@ -164,7 +165,7 @@ OLD = 0xA5
 
 
 class Pair:
-    """tp 1, blocks of 4 → tp 2, blocks of 16: tokens 3 to 29, in chunks of two units; the first rank's."""
+    """The first rank of tp 1, blocks of 4 → tp 2, blocks of 16: tokens 3 to 29, in chunks of two units."""
 
     def __init__(self, tokens: range = range(3, 30), layers: range | None = None, **changes: Any) -> None:
         self.src = Placement("tp1", model=MODEL, name="prefill")
@@ -212,38 +213,55 @@ def test_chunks_in_any_order_and_twice_are_what_a_copy_makes(layers: range | Non
     assert found == [array.tobytes() for array in pair.there.arrays]
 
 
-@pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed")
-def test_chunks_lie_in_files(tmp_path: Path) -> None:
-    """Written by `wire.nixl_files` as they were packed, read by another one, proven, and unpacked; a wrong byte shows."""
+def chunks_are_stored(opened: Callable[[], Any], made: Callable[[Any], Any], damage: Callable[[str], None]) -> None:
+    """Chunks are written in packed form, read by another wire, verified, and unpacked; a wrong byte is detected.
+
+    Parameters
+    ----------
+    opened : callable
+        Returns a wire whose peers hold bytes.
+    made : callable
+        Called with the wire; returns a function of a name and a size that makes the card of a peer.
+    damage : callable
+        Called with a name; changes a byte of the stored data.
+    """
     pair = Pair()
     wanted = Pair()
     wanted.unpack()
     most = -(-max(chunk.size for chunk in pair.chunks) // 4096) * 4096
     for turn in ("written", "read", "damaged"):
         slab = room(most * len(pair.chunks))
-        files = wire.nixl_files(tmp_path)
-        files.register(wire.Slab.of(slab))
+        its = opened()
+        its.register(wire.Slab.of(slab))
         for chunk in pair.chunks:
             at, name = chunk.number * most, f"request-17.{chunk.number}"
             slot, here, there = slab[at : at + chunk.size], wire.Slice(at, chunk.size), wire.Slice(0, chunk.size)
-            peer = files.connect(files.file(name, chunk.size))
+            peer = its.connect(made(its)(name, chunk.size))
             if turn == "written":
                 slot[:] = pair.slots[0, chunk.number]
-                until(files.put(peer, here, there).query, "written")
+                until(its.put(peer, here, there).query, "written")
             else:
-                until(files.get(peer, here, there).query, "read")
+                until(its.get(peer, here, there).query, "read")
                 pair.slots[0, chunk.number] = slot
-        files.close()
+        its.close()
         if turn == "read":
             pair.unpack()
             assert [one.tobytes() for one in pair.there.arrays] == [one.tobytes() for one in wanted.there.arrays]
             pair.clear()
-            whole = bytearray((tmp_path / "request-17.1").read_bytes())
-            whole[0] ^= 1
-            (tmp_path / "request-17.1").write_bytes(whole)
+            damage("request-17.1")
     with pytest.raises(DigestError, match="chunk 1 of"):
         pair.unpack(verify="before")
     assert pair.is_untouched
+
+
+@pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed")
+def test_chunks_lie_in_files(tmp_path: Path) -> None:
+    def damage(name: str) -> None:
+        whole = bytearray((tmp_path / name).read_bytes())
+        whole[0] ^= 1
+        (tmp_path / name).write_bytes(whole)
+
+    chunks_are_stored(lambda: wire.nixl_files(tmp_path), lambda its: its.file, damage)
 
 
 def test_trailers_say_what_they_must() -> None:
@@ -267,7 +285,7 @@ PLACES = {
 @pytest.mark.parametrize("verify", ["after", "before"])
 @pytest.mark.parametrize("name", [*PLACES, "digest"])
 def test_each_bit_of_a_trailer_is_looked_at(name: str, verify: str) -> None:
-    """Refused with the field, what was expected and what came; nothing is written unless it is the digest that shows it."""
+    """Refused with the field, the expected and the received value; nothing is written, except if only the digest is wrong."""
     pair = Pair()
     slot = pair.slots[0, 1]
     first = slot.size - TRAILER + PLACES.get(name, 0)
@@ -310,7 +328,7 @@ def test_one_wrong_chunk_keeps_the_others_of_the_call_from_being_written() -> No
 
 
 def test_chunks_of_something_else() -> None:
-    """Other keys, epochs, ranges, layers, origins, sizes: what the sender thought shows in the trailer."""
+    """Other keys, epochs, ranges, layers, origins, sizes: the trailer shows what the sender assumed."""
     pair = Pair()
     for options, words in (
         ({"key": "two"}, "key: expected 0x"),
@@ -373,7 +391,7 @@ def test_what_is_no_call() -> None:
         (lambda: cut(pair.spans[0], layers=range(3, 5)), "layers: expected a range within 0 to 4"),
         (lambda: cut(Span([1, -1, 2], range(3, 9))), "prefill rank 0: table: an entry without a block"),
         (lambda: cut(Span([1], range(3, 9))), "prefill rank 0: tokens 3 to 8 need 3 blocks"),
-        (lambda: Cut(far, Span([1, 1], range(3, 30))), "a block stands in the table twice"),
+        (lambda: Cut(far, Span([1, 1], range(3, 30))), "the table contains a block twice"),
         (lambda: Cut(pair.made, pair.spans[0]), "packer: expected a kvbm.reshard.Packer, got Resharding"),
         (lambda: pair.got.unpack({}, **good, verify=np.zeros(2)), "verify: expected 'after' or 'before', got array"),
         (lambda: pair.unpack(key="\ud800"), "key: expected text that UTF-8 has"),
@@ -388,7 +406,7 @@ def test_what_is_no_call() -> None:
 
 
 def test_most_is_looked_at_where_nothing_goes() -> None:
-    """A stage of a pipeline without a layer of those that go."""
+    """A stage of a pipeline that holds none of the sent layers."""
     src, pair = Placement("pp4", shard={"l": "pp"}, model=MODEL, name="prefill"), Pair()
     packer = Packer(reshard.plan(src, pair.dst), 0, Pool.allocate(load("nhd"), src.shape(0), 9))
     for most in (None, "x", 1.5, True, 0, -1, 1 << 32, 1 << 64):
@@ -399,7 +417,7 @@ def test_most_is_looked_at_where_nothing_goes() -> None:
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint64, np.int8])
 def test_an_origin_of_numpy_is_a_number(kind: Any) -> None:
-    """Distances of unsigned ones do not wrap around: 0 - 4 was 252, and units were of 12 tokens where there are of 4."""
+    """Red: distances of unsigned integers wrapped around: 0 - 4 was 252, and units had 12 tokens instead of 4."""
     place = Placement("tp1", model=BlockShape(nl=1, no=1, nh=1, nt=24, hd=16, dtype="int8"), name="here")
     packer = Packer(reshard.plan(place, place), 0, Pool.allocate(load("nhd"), place.model, 4))
     span = Span([0, 1], range(5, 47))
@@ -410,7 +428,7 @@ def test_an_origin_of_numpy_is_a_number(kind: Any) -> None:
 
 
 def test_slots_are_apart() -> None:
-    """What is packed into memory of another slot, or of the pool, would be lost, or be another sequence's."""
+    """Data packed into another slot's or the pool's memory would be lost, or change another sequence."""
     pair = Pair()
     a, b, *_ = pair.chunks
     wide = room(a.size + b.size)
@@ -420,19 +438,19 @@ def test_slots_are_apart() -> None:
         {(0, 1): wide, (0, 0): wide[b.size - 16 :]},
         {(0, 0): wide, (0, 1): wide[a.size - TRAILER :]},
     ):
-        with pytest.raises(BindError, match=r"^chunk \d of .*: expected memory of its own; it shares some with chunk \d"):
+        with pytest.raises(BindError, match=r"^chunk \d of .*: expected separate memory; it overlaps chunk \d"):
             pair.sent.pack(slots, key="one")
     assert np.array_equal(wide, before)
     pair.sent.pack({(0, 0): wide, (0, 1): wide[a.size :]}, key="one")  # a slot may be longer than its chunk
     inside = Pool.allocate(load("universal"), pair.src.shape(0), 9)
     place = inside.arrays[0].view(np.uint8).reshape(-1)
     place = np.lib.stride_tricks.as_strided(place[-place.ctypes.data % 16 :], (a.size,), (1,))
-    with pytest.raises(BindError, match=r"expected memory of its own; it shares some with the Pool\(universal"):
+    with pytest.raises(BindError, match=r"expected separate memory; it overlaps the Pool\(universal"):
         Cut(Packer(pair.made, 0, inside), pair.spans[0], most=pair.most).pack({(0, 0): place}, key="one")
 
 
 def test_threads_that_wait_for_one_call_take_each_step_once() -> None:
-    """A thread that took the step of another one read digests that were not there yet, or met a generator that ran."""
+    """Red: a thread that took another one's step read digests too early, or entered a running generator."""
     both, taken = threading.Barrier(2), []
 
     class Waits:
@@ -462,7 +480,7 @@ def test_threads_that_wait_for_one_call_take_each_step_once() -> None:
 
 
 def test_a_receiver_without_some_blocks() -> None:
-    """They are not written, and belong to the digest."""
+    """Missing blocks are not written, but are part of the digest."""
     pair = Pair()
     other = Cut(Packer(pair.made, 0, pair.there, side="dst"), Span([-1, 1], pair.spans[1].tokens), most=pair.most)
     for verify in ("after", "before"):
@@ -495,7 +513,7 @@ def test_read_only_slots_are_packed_into_no_more() -> None:
 
 @pytest.mark.parametrize("layers", [None, [range(1), range(1, 4)]])
 def test_the_chunks_digests_add_up_to_the_sequences(layers: list[range] | None) -> None:
-    """On either side, from whatever ranks: by pools, and by NumPy."""
+    """On both sides, from any ranks: computed by pools, and by NumPy."""
     tokens = range(37)
     ends = [
         (reshard.vllm(MODEL, tp=4, nt=4), "nhd"),
@@ -538,7 +556,7 @@ def part(place: Placement, rank: int, data: np.ndarray, tokens: range) -> np.nda
 
 
 def rows(place: Placement, rank: int, pool: Pool, tokens: range) -> Any:
-    """Slot of a token, layer, K or V, head; and the bytes of its row there, of layouts where it goes on along d."""
+    """Slot of a token, layer, K or V, head; and the bytes of its row there, for layouts with contiguous rows."""
     strips, arrays = place.strips(rank), memory(pool)
     counts = len(positions(place, rank, tokens)), strips.l.size, 2, strips.h.size
     for slot, layer, o, h in itertools.product(*map(range, counts)):
@@ -562,7 +580,7 @@ def held(place: Placement, rank: int, pool: Pool, tokens: range) -> np.ndarray:
 
 
 def test_a_digest_is_of_coordinates_and_not_of_bytes() -> None:
-    """Two tokens, heads or layers exchanged in the slot show, whatever the bytes."""
+    """Two exchanged tokens, heads or layers in a slot are detected, even if all bytes are the same."""
     pair = Pair(tokens=range(4, 12))
     slot = pair.slots[0, 0]
     unit = slot[:2048].reshape(4, 2, 2, 4, 32)  # l o h t
@@ -576,7 +594,7 @@ def test_a_digest_is_of_coordinates_and_not_of_bytes() -> None:
 
 
 def test_a_plane_that_the_tokens_of_a_block_share() -> None:
-    """Units are whole blocks, and parts of one are refused: one scale would be two ranks' to write."""
+    """Units are whole blocks, and parts of a block are refused: two ranks would have to write the same scale."""
     shape = BlockShape(nl=2, no=2, nh=4, nt=4, hd=16, dtype="bfloat16")
     planes = "planes: {data: {order: t d, dtype: int8}, scale: {dtype: float32, shared: t}}\n"
     ours, theirs = (

@@ -1,4 +1,4 @@
-"""docs/reshard.md stays true: its Python is run, its command prints what it says, its errors are raised."""
+"""docs/howto/reshard.md is correct: its Python runs, its command prints what it shows, its errors are raised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from kvbm import BlockShape, CoverageError, Placement, SpecError, load_shape, reshard
 from kvbm.cli import main
 
-TEXT = (Path(__file__).resolve().parent.parent / "docs" / "reshard.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).resolve().parent.parent / "docs" / "howto" / "reshard.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -22,13 +22,13 @@ def blocks(language: str) -> list[str]:
 
 
 def test_examples(tmp_path: Path) -> None:
-    """One script, from the first example to the last, beside decode.yaml."""
+    """All examples as one script, next to decode.yaml."""
     (declared,) = blocks("yaml")
     (tmp_path / "decode.yaml").write_text(declared, encoding="utf-8")
     (tmp_path / "example.py").write_text("\n".join(blocks("python")), encoding="utf-8")
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "prefill (tp4, 16 tokens a block) → decode" in done.stdout and "\nSenders: " in done.stdout
+    assert "prefill (tp4, 16 tokens per block) → decode" in done.stdout and "\nSenders: " in done.stdout
     wrong = "\n".join(blocks("python")).replace("[1, 6, 1]", "[1, 6, 0]").replace("[:, 1, 6, 1]", "[:, 1, 6, 0]")
     (tmp_path / "example.py").write_text(wrong, encoding="utf-8")
     assert subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, check=False).returncode
@@ -42,7 +42,7 @@ def test_command() -> None:
 
 
 def test_forms_of_the_table() -> None:
-    """Each form is taken where it stands."""
+    """Each form is accepted for its axis."""
     found = re.findall(r"^\| `([\w: ]+)` \|.*\| ([^|]+) \|$", TEXT, re.MULTILINE)
     forms = {key: re.findall(r"`([^`]+)`", row) for key, row in found}
     assert {"mesh", "shard: h", "shard: l", "shard: t", "layers"} <= set(forms)

@@ -1,4 +1,4 @@
-"""Reshardings carried out: every byte against `reshard_oracle`, edges of ranges, bad input, mutants, threads."""
+"""Executed reshardings: every byte against `reshard_oracle`, edges of ranges, bad input, mutants, threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_byte(first: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(1000, 11_000, 250))
 def test_every_byte_of_many(first: int) -> None:
-    """Ten thousand cases, some minutes."""
+    """Ten thousand cases, which take some minutes."""
     for seed in range(first, first + 250):
         on_host(random_case(seed, most_ranks=12))
 
@@ -38,7 +38,7 @@ def test_every_byte_of_many(first: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(20_000, 21_000, 250))
 def test_every_byte_on_a_gpu(first: int) -> None:
-    """A thousand cases; memory goes to the GPU and comes back once a case."""
+    """A thousand cases; memory is copied to the GPU and back once per case."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -62,7 +62,7 @@ def test_streams_of_other_gpus_are_found_before_a_byte_is_written(fake_gpu: proc
 @pytest.mark.parametrize("clear_tail", [False, True])
 @pytest.mark.parametrize(("small", "large", "most"), [(16, 64, 130), (64, 16, 70), (48, 32, 70), (5, 7, 40)])
 def test_every_range(small: int, large: int, most: int, clear_tail: bool) -> None:
-    """All ranges [a, b) up to `most`, each a sequence with blocks of its own in the destination: one byte a token."""
+    """All ranges [a, b) up to `most`, each a sequence with separate blocks in the destination: one byte per token."""
     model = BlockShape(nl=1, no=1, nh=1, nt=1, hd=1, dtype="uint8")
     ranges = [range(a, b) for b in range(1, most + 1) for a in range(b)]
     entries = -(-most // large)
@@ -139,7 +139,7 @@ def by_rank(*spans: Any) -> list[Any]:
         (GOOD[0], by_rank(GOOD[1], Span([-2], range(40))), {}, r"decode rank 1: table\[0\] is -2: expected 0 to 7"),
         (
             Span(range(8), range(100)), by_rank(Span([3, 1], range(100)), Span([3, 3], range(100))), {},
-            "decode rank 1: block 3 would be written twice: it stands in the table twice",
+            "decode rank 1: block 3 would be written twice: the table contains it twice",
         ),
         (
             [[GOOD[0], GOOD[0]]] * 4, [[GOOD[1], Span([4], range(40))], [GOOD[1], GOOD[1]]], {},
@@ -159,7 +159,7 @@ def by_rank(*spans: Any) -> list[Any]:
         ),
         (GOOD[0], by_rank(GOOD[1], Span([3], range(41))), {}, r"tokens: range\(0, 40\) in the source, range\(0, 41\) in the dest"),
         (GOOD[0], [[GOOD[1]], [GOOD[1], GOOD[1]]], {}, "expected as many sequences for every rank, got 1, 1, 1, 1, 1, 2"),
-        ([GOOD[0]] * 3, GOOD[1], {}, "source: expected one kvbm.Span for all ranks, or 4, one a rank.*, got 3"),
+        ([GOOD[0]] * 3, GOOD[1], {}, "source: expected one kvbm.Span for all ranks, or 4, one per rank.*, got 3"),
         (GOOD[0], None, {}, "destination: expected one kvbm.Span for all ranks, or 2.*, got None"),
         (GOOD[0], [[GOOD[1]], [[3]]], {}, "destination: expected kvbm.Span, got list"),
         (*GOOD, {"layers": range(2, 5)}, r"layers: expected a range within 0 to 4 of the model, got range\(2, 5\)"),
@@ -206,7 +206,7 @@ def test_a_read_only_destination_is_found_before_a_byte_is_written() -> None:
 
 
 def refit(pools: list[Pool], **options: Any) -> list[Any]:
-    """The last rank's pool of another shape."""
+    """The last rank's pool with another shape."""
     last = pools[-1]
     return [*pools[:-1], Pool.allocate(last.layout, replace(last.shape, **options), last.num_blocks)]
 
@@ -214,8 +214,8 @@ def refit(pools: list[Pool], **options: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda s, d: (s[:3], d), "prefill: expected 4 source pools, one a rank of tp4, got 3"),
-        (lambda s, d: (s, [*d, d[0]]), "decode: expected 2 destination pools, one a rank of tp2, got 3"),
+        (lambda s, d: (s[:3], d), "prefill: expected 4 source pools, one per rank of tp4, got 3"),
+        (lambda s, d: (s, [*d, d[0]]), "decode: expected 2 destination pools, one per rank of tp2, got 3"),
         (lambda s, d: (s, [d[0], None]), "decode: rank 1: expected a kvbm.Pool, got NoneType"),
         (lambda s, d: (refit(s, nh=2), d), "prefill: rank 3: expected a pool of nl=4,no=2,nh=1,.*, got nl=4,no=2,nh=2"),
         (lambda s, d: (s, refit(d, nt=32)), "decode: rank 1: expected a pool of .*nt=64.*, got .*nt=32"),
@@ -254,7 +254,7 @@ def replace_world(place: Placement) -> Placement:
 
 
 def test_one_memory_on_both_sides() -> None:
-    """Heads exchanged between two ranks in place: other blocks, or it is refused before the first message is copied."""
+    """Heads are exchanged between two ranks in place: with other blocks, or refused before the first message is copied."""
     place = engine("tp2", 16, "engine")
     pools = pools_of(place)
     aliases = [Pool(pool.layout, pool.shape, pool.arrays) for pool in pools]
@@ -276,7 +276,7 @@ def test_one_memory_on_both_sides() -> None:
 
 
 def test_other_ranks_pools_as_destinations() -> None:
-    """The second message would read what the first has written: no message has one pool on both sides."""
+    """The second message would read what the first has written, although no message has the same pool on both sides."""
     model = replace(MODEL, nh=2)
     src = Placement("tp2", shard={"h": "tp"}, model=model, nt=16, name="src")
     pools = pools_of(src)
@@ -339,7 +339,7 @@ def test_an_origin_inside_a_turn() -> None:
 
 
 def test_padding_of_tables_is_not_looked_at() -> None:
-    """Engines keep tables longer than a sequence: what stands behind its last block means nothing, and before its first."""
+    """Engines' tables are longer than a sequence: entries after its last block and before its first are ignored."""
     pair = Pair()
     pair.copy(Span([99, 5, 2, 0, 0, 0, 1 << 40], range(20, 40)), Span([3, 3, 3, -7], range(20, 40)))
 
@@ -349,7 +349,7 @@ def test_padding_of_tables_is_not_looked_at() -> None:
     [("operational", "operational"), ("operational", "operational_nhd"), ("operational_nhd", "operational")],
 )
 def test_a_message_that_cuts_an_opaque_group(name: str, other: str) -> None:
-    """Whole blocks of all heads go; heads, or tokens, by themselves do not."""
+    """Whole blocks of all heads can be sent; single heads or tokens cannot."""
     one = [engine("tp2", 16, "src"), engine("tp2", 16, "dst")]
     pools = pools_of(one[0], name), pools_of(one[1], other)
     copy = reshard.Local(reshard.plan(*one), *pools)
@@ -366,7 +366,7 @@ def test_a_message_that_cuts_an_opaque_group(name: str, other: str) -> None:
 
 
 def test_a_scale_that_the_tokens_of_a_block_share() -> None:
-    """Whole blocks of one size go; the scale of 64 tokens is not that of 16, nor that of 15 of them."""
+    """Whole blocks of equal size can be sent; a scale of 64 tokens is not one of 16, nor of 15 of them."""
     layout = spec.parse(
         'order: "[b] h l o <data scale>"\n'
         'planes: {data: {order: "t d", dtype: int8}, scale: {dtype: float32, shared: t}}\n',
@@ -397,7 +397,7 @@ def test_placements_of_other_models() -> None:
 
 
 def _mutate(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """One thing wrong."""
+    """Make one thing wrong."""
     pair_up, placed, fitting = local.pair_up, local.Local._made, local.Local._fitting
 
     def pairs(change: Callable[[sequence.Pairs, Any], sequence.Pairs]) -> None:
@@ -531,7 +531,7 @@ def test_the_oracle_sees_each_mutant(monkeypatch: pytest.MonkeyPatch, name: str)
 
 
 def test_eight_threads_with_one_local() -> None:
-    """Each its own blocks, layers by turns, edges that make the transfers of single tokens while others use them."""
+    """Separate blocks, layers in turns, and ranges whose single-token transfers are created while others use them."""
     pair = Pair()
     src, dst = pools_of(pair.src, blocks=64), pools_of(pair.dst, "vllm/flash_attn_hnd", blocks=32)
     for pool in dst:
@@ -569,13 +569,13 @@ def test_what_is_no_resharding_and_what_are_no_pools() -> None:
         reshard.Local(5, *pair.pools)  # type: ignore[arg-type]
     for pools in (5, None, {0: pair.pools[1][0]}):
         with pytest.raises(
-            BindError, match=r"decode: expected 2 destination pools, one a rank of tp2, got (int|NoneType|dict)"
+            BindError, match=r"decode: expected 2 destination pools, one per rank of tp2, got (int|NoneType|dict)"
         ):
             reshard.Local(pair.copy.made, pair.pools[0], pools)  # type: ignore[arg-type]
 
 
 def test_digests_survive_other_ranks_layouts_and_block_sizes() -> None:
-    """The sum over ranks, each at its layers and heads, and over blocks, each at its position: before and after."""
+    """The sum over all ranks and blocks is the same before and after."""
     model = BlockShape(nl=5, no=2, nh=8, nt=16, hd=24, dtype="float16")
     here, there = reshard.vllm(model, tp=4, pp=2, nt=16), reshard.vllm(model, tp=2, nt=64)
     rng = np.random.default_rng(0)

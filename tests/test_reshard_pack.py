@@ -1,4 +1,4 @@
-"""Packing: slots whose order depends on no layout, written by one launch for all peers and read by another."""
+"""Packing: slots whose order does not depend on a layout, written by one launch for all peers and read by another."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_packed_and_unpacked_is_as_copied(src: str, dst: str, sizes: tuple[int, 
 
 @pytest.mark.quick
 def test_a_slot_depends_on_no_layout() -> None:
-    """Sixteen tokens of one head: written out by hand."""
+    """Sixteen tokens of one head, written out by hand."""
     place = Placement("tp4", shard={"h": "tp"}, model=MODEL, nt=16, name="prefill")
     far = Placement("tp1", model=MODEL, nt=16, name="decode")
     made, shape = reshard.plan(place, far), place.shape(0)
@@ -152,7 +152,7 @@ def test_slots_that_do_not_fit() -> None:
         with pytest.raises(kvbm.BindError) as error:
             pack(span, given)
         assert message in str(error.value)
-    with pytest.raises(kvbm.BindError, match="slot of rank 1: expected memory of its own; it shares some with slot of rank 0"):
+    with pytest.raises(kvbm.BindError, match="slot of rank 1: expected separate memory; it overlaps slot of rank 0"):
         pack(span, {**slots, 1: slots[0]})
     with pytest.raises(kvbm.BindError, match="rank 0: tokens 0 to 7 need 2 blocks of 4, got a table of 1"):
         pack(Span([0], range(8)), slots)
@@ -228,7 +228,7 @@ def test_packers_of_what_is_none() -> None:
 
 
 def test_sizes_are_of_spans_that_fit() -> None:
-    """A short table, or a block that there is not, had a size."""
+    """Red: a table that is too short, and a block that does not exist, had sizes."""
     model = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=4, dtype="float32")
     place = Placement("tp1", model=model, name="here")
     packer = reshard.Packer(reshard.plan(place, place), 0, Pool.allocate(kvbm.load("nhd"), model, 2))

@@ -1,4 +1,4 @@
-"""The picture of a resharding: every rank and every message is drawn, bars say what ranks hold, and nothing overlaps."""
+"""The picture of a resharding: every rank and message is drawn, bars show what ranks hold, and nothing overlaps."""
 
 from __future__ import annotations
 
@@ -136,14 +136,14 @@ def test_ribbons_are_as_wide_as_their_bytes() -> None:
 
 
 def test_bytes_of_turns_are_those_of_the_tokens_that_go() -> None:
-    """Half of the units of two ranks' long turns are not each one's."""
+    """Of the units of two ranks with long turns, each rank sends only half."""
     for name, each in (("long and short turns", ("40 KiB", "80 KiB")), ("turns", ("10 KiB", "10 KiB"))):
         assert set(each) == {text for text in texts(drawn(name)[1]) if text.endswith("KiB")}
 
 
 @pytest.mark.parametrize("name", ["tp4 to tp2", "uneven stages", "turns", "long and short turns", "gather"])
 def test_bars_say_what_a_rank_holds_and_who_sends_it(name: str) -> None:
-    """From the strips alone, at each coordinate."""
+    """Computed from the strips alone, for each coordinate."""
     for made in drawn(name)[0]:
         drawing = picture._Drawing(picture.Sheet(), made)
         for side, some in enumerate((drawing.sources, drawing.targets)):
@@ -191,9 +191,9 @@ def test_nothing_is_imported_before_a_picture_is_made(monkeypatch: pytest.Monkey
 
 
 def test_the_picture_in_the_docs_is_current(tmp_path: Path) -> None:
-    """The same texts; the digits of its curves are matplotlib's."""
+    """The texts are equal; the digits of curves depend on matplotlib."""
     gallery.save(drawn("tp4 to tp2")[1], tmp_path / "made.svg")
     made, kept = (
-        re.findall(r">([^<\n]+)<", path.read_text("utf-8")) for path in (tmp_path / "made.svg", DOCS / "reshard.svg")
+        re.findall(r">([^<\n]+)<", path.read_text("utf-8")) for path in (tmp_path / "made.svg", DOCS / "howto" / "reshard.svg")
     )
     assert made == kept

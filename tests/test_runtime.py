@@ -1,7 +1,7 @@
-"""Layouts declared a minute ago: kernels that NVRTC compiles, their cache, and what runs where there is no NVRTC.
+"""New layouts at run time: kernels compiled by NVRTC, their cache, and the fallback without NVRTC.
 
-NVRTC needs no GPU, and the fake driver (programs/new_layouts.py) launches what it compiled by walking the loop nest, so that
-everything but the code itself is seen here.  The tests at the end run the code.
+NVRTC needs no GPU.  The fake driver (programs/new_layouts.py) launches its output by walking the loop nest, so everything but the
+code itself is tested here.  The tests at the end run the code.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def declared(order: str, name: str = "mine") -> kvbm.Layout:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and a process that has compiled nothing yet."""
+    """An empty cache folder, in a process that has compiled nothing yet."""
     monkeypatch.setenv("KVBM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("KVBM_NVRTC", raising=False)
     monkeypatch.setattr(runtime, "_found", None)
@@ -80,14 +80,14 @@ def _has_nvrtc() -> bool:
         return False
 
 
-needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="NVRTC is not there: pip install 'kvbm-layouts[runtime]'")
+needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="NVRTC was not found: pip install 'kvbm-layouts[runtime]'")
 
 
 # ---- text and compiler ---------------------------------------------------------------------------------------------
 
 
 def test_the_text_is_the_build_s() -> None:
-    """The same line, with the same loop nest above it."""
+    """The same line of code, with the same loop nest above it."""
     files = codegen.generate([kvbm.load(name) for name in ("nhd", "universal", "vllm/paged_attn_v0")])
     text = "".join(text for name, text in files.items() if name.endswith(".cu"))
     names = [line.split("\t")[0] for line in files["manifest.txt"].splitlines()]
@@ -130,7 +130,7 @@ def test_a_gpu_that_nvrtc_does_not_know(cache: Path, monkeypatch: pytest.MonkeyP
 
 @needs_nvrtc
 def test_errors_show_log_and_source(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What NVRTC said, where, and the text with its lines numbered; nothing is kept of it."""
+    """NVRTC's message, the place, and the source with line numbers; nothing is cached."""
     broken = codegen.source("rows_o3_i7_w16").replace("Rows<3, 7", "Rows<3, nonsense")
     monkeypatch.setattr(runtime, "source", lambda _: broken)
     with pytest.raises(kvbm.BuildError) as caught:
@@ -150,7 +150,7 @@ def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reason, which says what to install; looked for once."""
+    """The error says what to install; NVRTC is searched for once."""
     from cuda import pathfinder
 
     asked = []
@@ -176,7 +176,7 @@ NAME = "rows_o3_i7_w16"
 
 @pytest.fixture
 def compiled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """What a compiler that takes no time was asked for."""
+    """The requests to a compiler that takes no time."""
     asked: list[str] = []
 
     def quickly(name: str, arch: int, compiler: runtime.Compiler) -> bytes:
@@ -270,7 +270,7 @@ def test_a_poisoned_file_is_replaced(how: str, compiled: Any, cache: Path, caplo
 
 
 def test_a_file_that_is_whole_but_no_gpu_code(compiled: Any, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever can compute the digest is still not believed that a program of the host is a kernel."""
+    """A file with the right digest that is a host program is refused as a kernel."""
     import hashlib
 
     good, _ = runtime.cubin(NAME, 90)
@@ -289,7 +289,7 @@ def test_a_file_that_is_whole_but_no_gpu_code(compiled: Any, cache: Path, caplog
 def test_a_cache_that_others_may_write_is_not_run(
     how: str, compiled: Any, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A digest says that a file is whole, not who wrote it: what others could have put there is compiled instead."""
+    """A digest shows that a file is complete, not who wrote it: files that others could have written are compiled again."""
     good, _ = runtime.cubin(NAME, 90)
     path = entry(cache)
     before = path.read_bytes()
@@ -321,7 +321,7 @@ def test_a_folder_in_the_place_of_a_file(compiled: Any, cache: Path, caplog: pyt
 def test_a_folder_that_cannot_be_written(
     compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Compiled without a cache; said once, however many kernels there are."""
+    """Kernels are compiled without a cache; this is reported once, for any number of kernels."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVBM_CACHE_DIR", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
@@ -344,7 +344,7 @@ def test_no_home(compiled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 @needs_nvrtc
 @pytest.mark.slow
 def test_two_processes_at_once(cache: Path) -> None:
-    """Both compile, or one finds what the other did: the same code, one whole file.  The next one needs no compiler."""
+    """Both compile, or one finds the other's result: the same code, one complete file.  The next process compiles nothing."""
     import time
 
     def start(at: float) -> subprocess.Popen[str]:
@@ -370,7 +370,7 @@ def test_two_processes_at_once(cache: Path) -> None:
     ids=repr,
 )  # fmt: skip
 def test_a_note_of_the_compiler_that_is_wrong(poison: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where NVRTC is and what it is, is asked again."""
+    """A wrong cached record of NVRTC's place and version is ignored, and NVRTC is queried again."""
     right = runtime.find()
     [note] = cache.glob("compiler-*.json")
     if isinstance(poison, str):
@@ -426,7 +426,7 @@ def test_what_cannot_be_added() -> None:
 
 
 def test_the_registry_is_full() -> None:
-    """An error with what to do, in a process of its own; numbers go on, and known names take further architectures."""
+    """An error with advice, in a separate process; numbering continues, and known names accept further architectures."""
     done = subprocess.run([sys.executable, PROGRAMS / "fill_registry.py"], capture_output=True, text=True, check=True)
     assert "KVBM_TOO_MANY" in done.stdout and "KVBM_LAYOUTS" in done.stdout
 
@@ -443,7 +443,7 @@ def test_a_run_time_kernel_has_no_host_half(compiled: Any, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
-    """The grid and every prepared field, over random nests, for every structure of some layouts and every kind that there is."""
+    """The grid and every prepared field, for random nests, for all structures of some layouts and all kinds."""
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     if compiler is None or not (ROOT / "cuda" / "runtime.cpp").is_file():
         pytest.skip("no C++ compiler, or no checkout")
@@ -496,7 +496,7 @@ def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
 
 @st.composite
 def parts(draw: Any) -> nest.Part:
-    """Any loop nest, with too many modes more often than not."""
+    """Any loop nest, mostly with too many modes."""
     step = st.integers(-(2**40), 2**40)
     outer = [
         Mode(draw(st.integers(2, 3)), draw(step), draw(step), draw(st.integers(0, 9)), draw(st.integers(0, 9)))
@@ -513,7 +513,7 @@ def parts(draw: Any) -> nest.Part:
 
 
 def moved(part: nest.Part) -> Counter[tuple[int, int, int, int]]:
-    """Where each run of a part comes from and goes to."""
+    """Source and destination offsets of each run of a part."""
     at = [(part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset)]
     for mode in (*part.outer, *part.inner[1:]):
         step = (mode.src, mode.dst, mode.src_table, mode.dst_table)
@@ -524,7 +524,7 @@ def moved(part: nest.Part) -> Counter[tuple[int, int, int, int]]:
 @given(parts(), st.sampled_from(["rows", "tile"]))
 @strategies.cases(200)
 def test_pieces_are_the_whole(part: nest.Part, kind: str) -> None:
-    """Every run once, in no more modes than a kernel has, in pieces of one structure; what fits stays as it is."""
+    """Every run once, with no more modes than a kernel has, in pieces of one structure; parts that fit are not changed."""
     kind = kind if part.spans else "rows"
     most = nest.MAX_INNER + (kind == "tile")
     pieces = part.fit(kind)
@@ -545,7 +545,7 @@ PARTNERS = ("nhd", "universal", "vllm/LBHNC", "hf/dynamic_cache")
 
 
 class Side:
-    """A pool of a layout that is declared here, over a guarded buffer; on the host, or wherever `views` puts it."""
+    """A pool of a layout that is declared here, on a guarded buffer; on the host, or where `views` puts it."""
 
     def __init__(self, order: str, blocks: int, *, dst: bool = False, align: int = 0, shape: Any = DEEP_SHAPE) -> None:
         self.layout, self.shape = declared(order), shape
@@ -565,7 +565,7 @@ def sides(one: str, other: str, turn: int, shape: Any = DEEP_SHAPE) -> tuple[Sid
 
 @pytest.mark.parametrize("name", [*DEEP, *NEW])
 def test_any_nest_converts_on_the_host(name: str) -> None:
-    """Bit-exact both ways, in as many launches as the pieces; guards and other blocks untouched."""
+    """Bit-exact in both directions, with one launch per piece; guards and other blocks unchanged."""
     mine, turn = {**DEEP, **NEW}[name], 0
     shape = DEEP_SHAPE if name in DEEP else replace(DEEP_SHAPE, hd=64)
     deep = []
@@ -605,7 +605,7 @@ def test_explain_tells_of_pieces() -> None:
 
 @pytest.mark.slow
 def test_absurd_nests_are_refused() -> None:
-    """Said before anything is copied; a plan of it still explains itself."""
+    """The error is raised before anything is copied; a plan can still be explained."""
     shape = kvbm.BlockShape(nl=4, no=2, nh=128, nt=128, hd=2, dtype="uint16")
     src, dst = Side(ABSURD, 1, shape=shape), Side(ORDERS["nhd"], 1, dst=True, shape=shape)
     with pytest.raises(kvbm.MissingKernelError, match=r"\d{4,} launches \(at most 4096\)"):
@@ -615,7 +615,7 @@ def test_absurd_nests_are_refused() -> None:
 
 
 def test_a_build_has_the_pieces_kernels() -> None:
-    """`kvbm codegen` for a layout of too many modes makes the kernels that its pieces take."""
+    """`kvbm codegen` for a layout with too many modes generates the kernels for its pieces."""
     names = set(codegen.kernels([declared(DEEP["outside"]), kvbm.load("nhd")]))
     big = kvbm.BlockShape(nl=3, no=2, nh=32, nt=64, hd=11, dtype="bfloat16")
     for pair in itertools.permutations([declared(DEEP["outside"]), kvbm.load("nhd")]):
@@ -628,7 +628,7 @@ def test_a_build_has_the_pieces_kernels() -> None:
 
 
 def test_the_host_says_what_stands_in() -> None:
-    """No kernel is compiled for the host: the general one runs, and the way to a better one is named."""
+    """No kernel is compiled for the host: the general one runs, and the text says how to get a better one."""
     src, dst = sides(NEW["rows"], ORDERS["nhd"], 0, replace(DEEP_SHAPE, hd=64))
     text = kvbm.Transfer(src.pool, dst.pool).explain()
     [wanted] = kvbm.plan(src.layout, dst.layout, src.shape, num_blocks=(4, 5)).kernels()
@@ -657,10 +657,10 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         "KVBM_NVRTC=0 turns compiling at run time off: new structures run on general kernels",
     )
     monkeypatch.delenv("KVBM_NVRTC")
-    monkeypatch.setattr(runtime, "_found", kvbm.BuildError("NVRTC is not there (gone): pip install it"))
+    monkeypatch.setattr(runtime, "_found", kvbm.BuildError("NVRTC was not found (gone): pip install it"))
     assert told()["NVRTC"] == (
         "note",
-        "NVRTC is not there (gone): pip install it: new structures run on general kernels",
+        "NVRTC was not found (gone): pip install it: new structures run on general kernels",
     )
 
 
@@ -689,7 +689,7 @@ def test_plan_tells_what_is_not_built(tmp_path: Path, cache: Path, monkeypatch: 
 
 @pytest.fixture
 def launched(fake_gpu: FakeDriver, tmp_path: Path) -> Callable[..., str]:
-    """Runs programs of new_layouts.py with a folder of layouts, and a cache folder of the test's own."""
+    """Runs programs of new_layouts.py with a folder of layouts, and with the test's own cache folder."""
     folder = tmp_path / "layouts"
     folder.mkdir()
     for name, order in (*NEW.items(), *DEEP.items()):
@@ -704,7 +704,7 @@ def launched(fake_gpu: FakeDriver, tmp_path: Path) -> Callable[..., str]:
 
 
 def test_a_new_layout_at_once(launched: Any, tmp_path: Path) -> None:
-    """From a YAML to a conversion: compiled by the first process, from the cache in the next; one launch of its very kernel."""
+    """From a YAML to a conversion: compiled by the first process, cached for the next; one launch of exactly its kernel."""
     first, second = (
         [line.split() for line in launched("every", [*NEW, "halves"], nvrtc).splitlines()[:8]]
         for nvrtc in ("compiles", "cached")
@@ -720,7 +720,7 @@ def test_a_new_layout_at_once(launched: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("why", ["off", "missing"])
 def test_without_nvrtc_the_general_kernels_run(launched: Any, why: str) -> None:
-    """The same bytes, no error; `explain` says which kernel runs, what it costs and what to do."""
+    """The same bytes, no error; `explain` names the kernel, its cost and what to do."""
     lines = launched("every", [*NEW], why, **({"KVBM_NVRTC": "0"} if why == "off" else {})).splitlines()
     for line in lines[:6]:
         assert line.split()[2:] == ["False", "False", "False", "True"], line
@@ -728,20 +728,20 @@ def test_without_nvrtc_the_general_kernels_run(launched: Any, why: str) -> None:
     if why == "off":
         assert "KVBM_NVRTC=0 turns compiling at run time off." in text
     else:
-        assert "NVRTC is not there (" in text and "pip install 'kvbm-layouts[runtime]'." in text
+        assert "NVRTC was not found (" in text and "pip install 'kvbm-layouts[runtime]'." in text
     assert "not built in: it has" in text and "more than needed, and each costs every word a division" in text
     assert "KVBM_LAYOUTS=DIR" in text
 
 
 def test_more_modes_are_more_launches(launched: Any) -> None:
-    """As many as there are pieces, by kernels of the pieces' structure; the copy engine is not asked."""
+    """One launch per piece, by kernels of the pieces' structure; the copy engine is not used."""
     out = launched("more_modes_are_more_launches")
     lines = out.splitlines()
     assert lines[0].startswith("8 ")
     assert "direct is 8 launches of rows_o4_i4_w16: it reads and writes" in out and "takes 8 launches" in out
     assert lines[-5] == "8 3"
     assert (
-        "strategy='engine': the loop nest has more modes than the copy engine is fed with; use strategy='direct'"
+        "strategy='engine': the loop nest has more modes than the copy engine supports; use strategy='direct'"
         in lines[-4]
     )
     assert lines[-3:-1] == [f"Transfer(outside → nhd, d2d, strategy={how})" for how in ("staged", "direct")]
@@ -749,14 +749,14 @@ def test_more_modes_are_more_launches(launched: Any) -> None:
 
 
 def test_code_for_another_gpu(launched: Any) -> None:
-    """Kernels take the code of the architecture that the device is, or runs; without any, an error that names the kernel."""
+    """Kernels use code for the device's architecture or one that it can run; without such code an error names the kernel."""
     out = launched("code_for_another_gpu")
     assert re.match(r"KVBM_NOT_BUILT .*rows_o3_i7_w16", out)
     assert re.search(r"kernel \d+: expected 0 to \d+\n$", out)
 
 
 def test_few_multiprocessors_need_no_new_kernel(launched: Any) -> None:
-    """The kernels that keep to a few wait for the bus: one of each serves every nest, and none is compiled."""
+    """The few kernels are limited by the bus: one of each serves every nest, and none is compiled."""
     out = launched("few_multiprocessors_need_no_new_kernel")
     assert "few_rows_o4_i8_w16" in out and "in place of" not in out
 
@@ -768,7 +768,7 @@ HALVES = ["[l o] b h/2 t/4 h%2 t%4 d", "[l o] b d/8 t/4 h d%8 t%4"]
 
 @pytest.fixture
 def on_gpu(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Converts layouts that are not in the catalogue on the GPU, in a new process; what it says of each, and the times."""
+    """Converts layouts that are not in the catalogue on the GPU, in a new process; returns its output for each, and the times."""
     orders = {name: [order] for name, order in (*NEW.items(), *DEEP.items())} | {"halves": HALVES}
     for name, texts in orders.items():
         lines = f'order: "{texts[0]}"' if len(texts) == 1 else f'order:\n  k: "{texts[0]}"\n  v: "{texts[1]}"'
@@ -791,7 +791,7 @@ def on_gpu(tmp_path: Path) -> Callable[..., list[Any]]:
 @pytest.mark.timeout(900)
 @needs_nvrtc
 def test_new_layouts_on_the_gpu(on_gpu: Any, tmp_path: Path) -> None:
-    """Bit-exact by kernels that are compiled, that come from the cache, whose files were poisoned, and by general ones."""
+    """Bit-exact by newly compiled kernels, by cached ones, by those after damage to the cache, and by general ones."""
     compiled, cached = on_gpu(), on_gpu()
     assert all("in place of" not in line[-1] for line in compiled + cached)
     assert sum("compiled it for" in line[-1] for line in compiled) >= 20 < len(compiled)
@@ -811,7 +811,7 @@ def test_new_layouts_on_the_gpu(on_gpu: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def gpu_sides(cache: Path) -> Callable[..., tuple[Any, Any]]:
-    """Two pools on the GPU, of a new layout and of nhd; the host's bytes of what the copy makes."""
+    """Two pools on the GPU, of a new layout and of nhd, and the expected bytes from a copy on the host."""
     import torch
 
     from memory import torch_views
@@ -844,7 +844,7 @@ def exact(src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("name", ["rows", "tile", "outside"])
 def test_graphs_of_new_layouts(name: str, gpu_sides: Any) -> None:
-    """Captured, also where the kernel is loaded while another stream captures; a replay moves what is there by then."""
+    """Captured, also if the kernel is loaded while another stream captures; a replay copies the current contents."""
     import torch
 
     order = {**NEW, **DEEP}[name]
@@ -870,7 +870,7 @@ def test_graphs_of_new_layouts(name: str, gpu_sides: Any) -> None:
 @pytest.mark.gpu
 @needs_nvrtc
 def test_threads_with_new_layouts(gpu_sides: Any) -> None:
-    """Threads that need new kernels at once, two of each: everyone copies, and nothing is compiled twice."""
+    """Threads that need new kernels at the same time, two of each: all copies succeed, and nothing is compiled twice."""
     import torch
 
     orders = [NEW["rows"], NEW["tile"], NEW["words"], DEEP["inside"]] * 2

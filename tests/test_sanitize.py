@@ -1,4 +1,4 @@
-"""What tools/sanitize.sh runs looks at kvbm's code: each mistake made on purpose is reported."""
+"""tools/sanitize.sh covers kvbm's code: each intentional mistake is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON schemas: as generated, never stricter than the parser, and they see what a pattern can see."""
+"""The JSON schemas: the checked-in files are up to date, never stricter than the parser, and refuse what a pattern can detect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_YAML = {"not_yaml", "python_tag", "repeated_key"}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2, as editors read it: `no` is a text, and a date is."""
+    """YAML 1.2, as editors read it: `no` and dates are texts."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -45,7 +45,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(?:true|fal
 
 
 def refused(kind: str, text: str) -> list[str]:
-    """What the schema says against a file."""
+    """The schema's errors for a file."""
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft7Validator(schema.SCHEMAS[kind]())
     return [error.message for error in validator.iter_errors(yaml.load(text, _Loader))]
@@ -53,7 +53,7 @@ def refused(kind: str, text: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", sorted(FILES))
 def test_checked_in(kind: str) -> None:
-    """`kvbm schema KIND > FILE` makes it again."""
+    """`kvbm schema KIND > FILE` updates the file."""
     assert FILES[kind].read_text(encoding="utf-8") == schema.text(kind)
     result = CliRunner().invoke(main, ["schema", kind])
     assert (result.exit_code, result.output) == (0, schema.text(kind))
@@ -163,7 +163,7 @@ def test_bad_shapes(old: str, new: str) -> None:
 
 
 def test_the_code_is_what_is_described() -> None:
-    """Every key, dtype and name of an expression is in the schema, and nothing else."""
+    """The schema has every key, dtype and name of an expression, and nothing else."""
     layout, shape = schema.layout_schema(), schema.shape_schema()
     assert tuple(layout["properties"]) == spec.KEYS
     assert shape["properties"]["dtype"]["enum"] == list(kvbm.shapes.ITEMSIZE)
@@ -226,7 +226,7 @@ planes:
     ],
 )  # fmt: skip
 def test_planes(old: str, new: str, good: bool | None) -> None:
-    """What the parser says (None: only it can see that), the schema says too."""
+    """The schema agrees with the parser (None: only the parser can detect the error)."""
     assert old in PLANES
     text = PLANES.replace(old, new)
     if re.search(r"\[[^]]*<", text):  # planes in arrays of their own start there
@@ -251,7 +251,7 @@ NAMES = st.sampled_from(["a", "bb", "tbt", "scale", "d_8", "b", "o"])
 )
 @strategies.cases(1500)
 def test_planes_that_the_parser_takes(planes: list[str], text: str, orders: list[str], apart: bool) -> None:
-    """Letters in the names of planes are no axes, whatever stands around them."""
+    """Letters in names of planes are not axes, in any context."""
     names = f"<{' '.join(planes)}>"
     declared = {"order": f"[l {names}] b {text}" if apart else f"b {text} {names}"}
     own = {name: {"order": order} for name, order in zip(planes, orders, strict=False)}
@@ -313,7 +313,7 @@ nt: 64
     ],
 )
 def test_placements(old: str, new: str, good: bool | None) -> None:
-    """What the parser says (None: only it can see that), the schema says too."""
+    """The schema agrees with the parser (None: only the parser can detect the error)."""
     assert old in PLACEMENT
     text = PLACEMENT.replace(old, new)
     try:

@@ -1,7 +1,7 @@
-"""Sections and units: what a part of a pool means, against the oracles, which share no code with kvbm.
+"""Sections and units: parts of pools, compared with the oracles, which share no code with kvbm.
 
-A section is told twice: to kvbm by its methods, and here by the coordinates that it names.  Every byte of the destination is
-compared: what is named holds the source's bytes, and all else, guards and other units too, what it held before.
+A section is given to kvbm by its methods, and described here by its coordinates.  Every byte of the destination is compared:
+bytes of the section must be the source's; all others, including guards and other units, must be unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AXES = oracle.AXES[1:]
 
 @dataclass(frozen=True)
 class Meant:
-    """A part of a pool as it is asked for: units of so many tokens (0: blocks), and coordinates of axes."""
+    """A requested part of a pool: units of `unit` tokens (0: blocks), and coordinates of axes."""
 
     unit: int = 0
     chosen: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Meant:
 
 
 def named(positions: np.ndarray, axes: Sequence[str], meant: Meant, packs: Mapping[str, int]) -> np.ndarray:
-    """Byte positions of what is meant, a row an id, of those of whole blocks, ``(blocks, *axes)``."""
+    """Byte positions of the part, one row per id, from those of whole blocks, ``(blocks, *axes)``."""
     at = dict(zip(axes, range(1, len(axes) + 1), strict=True))
     if meant.unit and "t" in at:
         split = [*positions.shape]
@@ -59,7 +59,7 @@ def named(positions: np.ndarray, axes: Sequence[str], meant: Meant, packs: Mappi
 
 
 class Plain:
-    """A pool of a layout with one plane, a name or an order, over guarded memory: of the host, pinned, or "on" a GPU."""
+    """A pool of a layout with one plane, a name or an order, on guarded memory: of the host, pinned, or "on" a GPU."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Plain:
         self.opaque = self.arena.placed.order.opaque
 
     def positions(self, meant: Meant) -> dict[str, tuple[np.ndarray, int]]:
-        """By plane: positions of elements, and bytes of each."""
+        """Plane → positions of elements, and bytes of each."""
         whole = self.arena.positions(np.arange(self.arena.placed.num_blocks))
         return {"": (named(whole, AXES, meant, {}), self.arena.placed.itemsize)}
 
@@ -112,7 +112,7 @@ class Planar(PlanarSide):
 
 
 def moved(s: Any, d: Any, ours: Meant, theirs: Meant, src_ids: Sequence[int], dst_ids: Sequence[int]) -> np.ndarray:
-    """The destination after the copy.  Every byte that is named is named once."""
+    """The expected destination.  Every byte of the part occurs once."""
     kept = [(a, b) for a, b in zip(src_ids, dst_ids, strict=True) if a != -1 and b != -1]
     result, times = d.before.copy(), np.zeros(d.before.size, np.uint8)
     reads, writes = s.positions(ours), d.positions(theirs)
@@ -132,7 +132,7 @@ def moved(s: Any, d: Any, ours: Meant, theirs: Meant, src_ids: Sequence[int], ds
 
 
 def copied(s: Any, d: Any, ours: Meant, theirs: Meant, rng: random.Random) -> None:
-    """Some ids of both parts, some skipped; every byte counts."""
+    """Copy some ids of both parts, some of them skipped, and compare every byte."""
     here, there = ours.of(s.pool), theirs.of(d.pool)
     n = rng.randint(1, min(here.num_ids, there.num_ids))
     src_ids, dst_ids = rng.sample(range(here.num_ids), n), rng.sample(range(there.num_ids), n)
@@ -149,7 +149,7 @@ def copied(s: Any, d: Any, ours: Meant, theirs: Meant, rng: random.Random) -> No
 
 
 def some(rng: random.Random, size: int) -> Any:
-    """Coordinates of an axis: one, a range, a range with steps, a list in order or in none."""
+    """Random coordinates of an axis: one, a range, a range with steps, a sorted or unsorted list."""
     first = rng.randrange(size)
     return rng.choice(
         [
@@ -163,7 +163,7 @@ def some(rng: random.Random, size: int) -> Any:
 
 
 def as_many(rng: random.Random, size: int, given: Any) -> Any:
-    """As many other ones."""
+    """Equally many other coordinates."""
     count = 1 if isinstance(given, int) else len(given)
     step = rng.randint(1, max((size - 1) // max(count - 1, 1), 1))
     first = rng.randrange(size - (count - 1) * step)
@@ -172,7 +172,7 @@ def as_many(rng: random.Random, size: int, given: Any) -> Any:
 
 
 def parts(rng: random.Random, sizes: Mapping[str, int], unit: int, share: float) -> tuple[Meant, Meant]:
-    """Coordinates of some of the axes on both sides, of units of so many tokens (0: of blocks)."""
+    """Coordinates of some axes on both sides, of units of `tokens` tokens (0: of blocks)."""
     ours, theirs = {}, {}
     for axis, whole in sizes.items():
         size = unit if axis == "t" and unit else whole
@@ -187,7 +187,7 @@ def divisors(n: int) -> list[int]:
 
 
 def cannot(order: oracle.Order, meant: Meant, tokens: int) -> bool:
-    """Whether an order may be no order of this part: the axis is opaque, fused or, for units, split or in brackets."""
+    """True if an order may have no such part: the axis is opaque, fused or, for units, split or in brackets."""
     pieces = [p for text in filter(None, (order.k, order.v)) for group in oracle.parse_order(text)[:2] for p in group]
     axes = {*meant.chosen, *(["t"] if meant.unit not in (0, tokens) else [])}
     tied = any(axes & set(p.axes) for p in pieces if len(p.axes) > 1)
@@ -197,7 +197,7 @@ def cannot(order: oracle.Order, meant: Meant, tokens: int) -> bool:
 
 @pytest.mark.parametrize("name", matrix.names())
 def test_a_part_moves_and_nothing_else(name: str) -> None:
-    """Units of every divisor, alone and with coordinates of any axes; every byte of the destination counts."""
+    """Units of every divisor, alone and with coordinates of any axes; every byte of the destination is compared."""
     rng = random.Random(name)
     order = matrix.orders()[name]
     shape = BlockShape(nl=2, no=2, nh=4, nt=32, hd=16, dtype=rng.choice(["float16", "float32"]))
@@ -217,7 +217,7 @@ def test_a_part_moves_and_nothing_else(name: str) -> None:
 
 @pytest.mark.parametrize(("src", "dst"), plane_oracle.pairs())
 def test_parts_of_planes(src: str, dst: str) -> None:
-    """Also of some of the planes; what would part elements that share a byte, or one element of all, is refused."""
+    """Also of some of the planes; parts that would separate elements of one byte, or one common element, are refused."""
     rng = random.Random(src + dst)
     done = 0
     for shape in shapes(src)[:3]:
@@ -238,7 +238,7 @@ def test_parts_of_planes(src: str, dst: str) -> None:
 
 
 def drawn(rng: random.Random, sizes: Mapping[str, int]) -> str:
-    """An order whose axes are split at random, with up to two words in brackets."""
+    """An order with axes split at random, and up to two words in brackets."""
     words = ["b"]
     for axis, size in sizes.items():
         cuts = [n for n in divisors(size)[1:-1] if rng.random() < 0.5]
@@ -251,7 +251,7 @@ def drawn(rng: random.Random, sizes: Mapping[str, int]) -> str:
 
 @pytest.mark.parametrize("number", range(8))
 def test_parts_of_any_orders(number: int) -> None:
-    """Windows that cut the digits of a split axis: as many loop nests as it takes, each byte once."""
+    """Windows that cut digits of a split axis: as many loop nests as necessary, each byte once."""
     rng = random.Random(number)
     shape = BlockShape(nl=4, no=2, nh=4, nt=16, hd=8, dtype="float16")
     refused = 0
@@ -268,7 +268,7 @@ def test_parts_of_any_orders(number: int) -> None:
 
 
 def test_many_loops_are_cut_into_launches() -> None:
-    """Three loop nests and more, of more loops than a kernel has."""
+    """Three or more loop nests, with more loops than a kernel has."""
     shape = BlockShape(nl=2, no=1, nh=8, nt=64, hd=8, dtype="float32")
     s = Plain("d/2%2 t/8 t/4%2 d%2 d/4 b o l t%4 h", shape, 2)
     d = Plain("l d h/2%2 h/4 b h%2 t o", shape, 2, dst=True)
@@ -277,7 +277,7 @@ def test_many_loops_are_cut_into_launches() -> None:
 
 @pytest.mark.parametrize("given", [[1, 0], [1], [0], range(2)])
 def test_values_before_keys(given: Any) -> None:
-    """K and V that have orders of their own on one side, in any order on the other."""
+    """K and V with different orders on one side, in any order on the other."""
     shape = BlockShape(nl=2, no=2, nh=2, nt=16, hd=16, dtype="float16")
     for src, dst in (("vllm/paged_attn_v0", "nhd"), ("nhd", "vllm/paged_attn_v0"), ("vllm/paged_attn_v0",) * 2):
         for other in (given, given[::-1]):
@@ -294,12 +294,12 @@ REFUSED: list[tuple[str, Callable[[Pool], Any], str]] = [
     ("nhd", lambda p: p.units(0), "units of 0 tokens: expected a divisor of 48"),
     ("nhd", lambda p: p.units(96), "units of 96 tokens: expected a divisor of 48"),
     ("nhd", lambda p: p.units(True), "expected a number of tokens, got True"),
-    ("nhd", lambda p: p.section(t=[1, 4, 5]).units(1), "some tokens of a block are chosen"),
+    ("nhd", lambda p: p.section(t=[1, 4, 5]).units(1), "some tokens of a block are selected"),
     ("operational", lambda p: p.units(4), "belongs to the opaque group {t h d}"),
     ("operational", lambda p: p.section(h=0), "belongs to the opaque group {t h d}"),
     ("vllm/aiter_shuffle", lambda p: p.units(12), "is split at 8; expected units that are whole pieces, got 12"),
     ("[b t] l o h d", lambda p: p.units(4), "picks an allocation"),
-    ("b l t/8 o t/4%2 h t/2%2 d t%2", lambda p: p.units(2), "3 digits through a block; expected at most 2"),
+    ("b l t/8 o t/4%2 h t/2%2 d t%2", lambda p: p.units(2), "3 digits inside a block; expected at most 2"),
     ("nhd", lambda p: p.section(h=range(1, 5)), "axis 'h': expected coordinates from 0 to 3, got range(1, 5)"),
     ("nhd", lambda p: p.section(h=[2, 2]), "expected each coordinate once"),
     ("nhd", lambda p: p.section(l=range(0)), "expected coordinates from 0 to 1, got range(0, 0)"),
@@ -328,7 +328,7 @@ def test_what_cannot_be_meant_is_said(number: int) -> None:
 
 def test_the_same_units_on_both_sides_of_one_memory() -> None:
     pool = Pool.allocate(kvbm.load("nhd"), BlockShape(nl=1, no=2, nh=1, nt=8, hd=8, dtype="float16"), 4)
-    with pytest.raises(kvbm.BindError, match="take equal units"):
+    with pytest.raises(kvbm.BindError, match="use equal units"):
         kvbm.convert(pool.units(4).section(t=range(2)), pool.units(2), [0], [5])
     with pytest.raises(kvbm.BindError, match="both read and written"):
         kvbm.convert(pool.units(4), pool.units(4), [0, 1], [2, 0])
@@ -340,7 +340,7 @@ def test_the_same_units_on_both_sides_of_one_memory() -> None:
 @pytest.mark.parametrize("strategy", ["direct", "staged", "engine", "auto"])
 @pytest.mark.parametrize("direction", ["d2d", "d2h", "h2d", "p2p"])
 def test_every_strategy(fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-    """Few pairs and many, skipped ones, ids that are counted, producers that are waited for."""
+    """Few pairs and many, skipped ones, checked ids, and producers to wait for."""
     fake_gpu("sections.every_strategy", direction, strategy, FAKE_DEVICES="2")
 
 
@@ -353,7 +353,7 @@ def test_layers_of_a_section(fake_gpu: FakeDriver, strategy: str) -> None:
     ("direction", "strategy"), [("d2d", "direct"), ("d2h", "direct"), ("h2d", "direct"), ("h2d", "staged")]
 )
 def test_ids_of_units_on_the_gpu(fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-    """What is out of range is skipped and noted."""
+    """Ids out of range are skipped and reported."""
     fake_gpu("sections.ids_on_the_gpu", direction, strategy)
 
 
@@ -368,7 +368,7 @@ def test_ids_in_the_parameters(fake_gpu: FakeDriver) -> None:
 
 
 def test_planes_of_units_go_through_pages(fake_gpu: FakeDriver) -> None:
-    """The cases above have kernels of pages on either side, and of records."""
+    """The cases above use kernels of pages on either side, and kernels of records."""
     fake_gpu("sections.kernels_of_planes")
 
 
@@ -381,7 +381,7 @@ def test_planes_of_units_go_through_pages(fake_gpu: FakeDriver) -> None:
 )
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_units_by_kernels_sanitize(name: str, on_gpu: bool) -> None:
-    """Few ids and many, of units with no digit, one and two, in host memory and on the GPU; one out of range is noted."""
+    """Few ids and many, units with no digit, one and two, in host memory and on the GPU; one id out of range is reported."""
     import torch
 
     rng = random.Random(name)
@@ -411,10 +411,10 @@ FOUR = kvbm.BlockShape(nl=1, no=2, nh=2, nt=4, hd=4, dtype="float32")
 
 
 def test_units_of_chosen_tokens_are_refused() -> None:
-    """Their ids would not tell which tokens of a block are read and written, where both ends are one pool."""
+    """With one pool on both sides, their ids would not show which tokens of a block are read and written."""
     pool = kvbm.Pool.allocate(kvbm.load("nhd"), FOUR, 2)
     for tokens in (range(2), [1, 0], range(0, 4, 2)):
-        with pytest.raises(kvbm.PlanError, match="take units first"):
+        with pytest.raises(kvbm.PlanError, match="call units first"):
             pool.section(t=tokens).units(1)
     assert pool.units(2).units(1).section(h=1).num_ids == 8
 

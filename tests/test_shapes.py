@@ -1,4 +1,4 @@
-"""Block shapes of real models, and what a tensor-parallel rank holds of them."""
+"""Block shapes of real models, and the share of a tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bytes_a_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in kvbm.shape_names() if "/" in name])
 def test_ranks(name: str) -> None:
-    """What a rank holds is the model's shape with its share of the heads, and one head where there are too few."""
+    """A rank holds the model's shape with its share of the heads, or one head if there are fewer heads than ranks."""
     model, _, degree = name.rpartition("/tp")
     whole, rank = kvbm.load_shape(model), kvbm.load_shape(name)
     assert rank.nh == max(1, -(-whole.nh // int(degree)))
@@ -69,7 +69,7 @@ def test_ranks(name: str) -> None:
     ("heads", "degree"), [(8, 1), (8, 4), (8, 8), (10, 5), (1, 16), (2, 8), (4, 8), (3, 12), (6, 3)]
 )
 def test_heads_of_ranks(heads: int, degree: int) -> None:
-    """Every head is held, by equally many neighbouring ranks, in order; each rank holds equally many."""
+    """Every head is held by equally many neighbouring ranks, in order; each rank holds equally many heads."""
     held = [list(heads_of_rank(heads, degree, rank)) for rank in range(degree)]
     assert len({len(mine) for mine in held}) == 1
     flat = [head for mine in held for head in mine]

@@ -1,4 +1,4 @@
-"""Layout files: what is accepted, and what is refused with file, line, what was expected and what was found."""
+"""Layout files: what is accepted, and errors with file, line, the expected and the found value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _header(path: Path, key: str) -> str:
 
 
 def _use(path: Path) -> None:
-    """Read, resolve and plan, as far as the file's header lines go."""
+    """Read, resolve and plan, as far as the file's header lines require."""
     layout = kvbm.load(path)
     shape, against = _header(path, "shape"), _header(path, "against")
     if shape:
@@ -36,7 +36,7 @@ def _use(path: Path) -> None:
 
 @pytest.mark.parametrize("path", BAD, ids=lambda p: p.stem)
 def test_bad(path: Path) -> None:
-    """The first line of each file says which error it must be: class, then a regex over the message."""
+    """The first line of each file has the expected error: its class, then a regex for the message."""
     names, _, pattern = _header(path, "expect").partition(" ")
     errors = tuple(getattr(kvbm, name) for name in names.strip("()").split("|"))
     with pytest.raises(errors, match=f"(?s){pattern}") as info:
@@ -76,8 +76,23 @@ def test_no_such_layout(name: str) -> None:
     with pytest.raises(kvbm.SpecError) as info:
         kvbm.load(name)
     if not name.endswith((".yaml", ".yml")):
-        assert "universal" in str(info.value), "the error lists what there is"
-    assert name in str(info.value)
+        assert "`kvbm layouts`" in str(info.value), "the error says where they are listed"
+    assert name in str(info.value) and len(str(info.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("flash_attn_hnd", "vllm/flash_attn_hnd, vllm/flash_attn_nhd or vllm/flashinfer_hnd"),
+        ("NHD", "nhd, dynamo/fc_nhd or operational_nhd"),
+        ("univrsal", "universal, dynamo/universal or dynamo/universal_pp"),
+        ("zzz", None),
+    ],
+)
+def test_the_nearest_names_are_told(name: str, meant: str | None) -> None:
+    with pytest.raises(kvbm.SpecError) as info:
+        kvbm.load(name)
+    assert str(info.value).partition("Did you mean ")[2] == (f"{meant}?" if meant else "")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +137,7 @@ def test_layout_folder(tmp_path: Path) -> None:
 
 
 def test_two_files_with_one_name(tmp_path: Path) -> None:
-    """Among several folders, a folder and a file, and the shipped ones: the error names both files."""
+    """In several folders, a folder and a file, or the shipped layouts: the error names both files."""
     for folder, name in (("one", "a"), ("two", "a"), ("three", "nhd")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"{name}.yaml").write_text("order: b l o h t d\n", encoding="utf-8")
@@ -187,7 +202,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_hostile(tmp_path: Path, text: str) -> None:
-    """One sentence, in good time, that names the file; never another exception."""
+    """One sentence that names the file, without a long delay; never another exception."""
     path = tmp_path / "x.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SpecError) as error:

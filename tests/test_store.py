@@ -1,4 +1,4 @@
-"""Pools in files: whatever a file says, it is a pool, or an error of kvbm's in one sentence."""
+"""Pools in files: any file is either read as a pool, or refused with an error of kvbm's in one sentence."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def write(path: Path, header: str | bytes, body: int = 16) -> Path:
 
 
 def take(path: Path) -> kvbm.Pool:
-    """All of what a command asks a file for."""
+    """Read all that a command needs from a file."""
     stored = store.read(path)
     stored.shape, stored.num_blocks, stored.layout_name, stored.fingerprint  # noqa: B018
     return stored.pool(kvbm.load("universal"))
 
 
 def changed(place: tuple[str, ...], value: Any) -> str:
-    """The good header with a JSON text in one place."""
+    """The good header with a piece of its JSON replaced."""
     header = json.loads(json.dumps(GOOD))
     into = header
     for key in place[:-1]:
@@ -140,7 +140,7 @@ def test_any_bytes(tmp_path: Path, data: bytes) -> None:
 
 
 def test_a_stream_on_the_cpu_is_refused(tmp_path: Path) -> None:
-    """As by every copy; nothing is left behind."""
+    """As for every copy; no file is left."""
     pool = kvbm.Pool.allocate(kvbm.load("nhd"), kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float16"), 2)
     with pytest.raises(kvbm.BindError, match="stream: the pool is on the CPU"):
         store.save(tmp_path / "blocks.safetensors", pool, stream=5)
@@ -148,7 +148,7 @@ def test_a_stream_on_the_cpu_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_number_of_blocks_is_compared_before_anything_is_listed(tmp_path: Path) -> None:
-    """Red: it took minutes and gigabytes, for a file of 2 KB."""
+    """Red: a file of 2 KB took minutes and gigabytes."""
     meta = {**GOOD["__metadata__"], "kvbm.num_blocks": "400000000000000"}
     start = time.process_time()
     with pytest.raises(kvbm.BindError, match="no tensor 'alloc_00001'; layout 'universal' expects 400,000,000,000,000"):
@@ -170,7 +170,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 
 def test_one_of_two_makes_a_file(tmp_path: Path) -> None:
-    """Both begin; the second one to end is told, and leaves nothing."""
+    """Both begin; the second one to end gets an error, and leaves no file."""
     path = tmp_path / "out"
     first = store.create(path, kvbm.load("universal"), SHAPE, 1)
     second = store.create(path, kvbm.load("universal"), SHAPE, 1)
@@ -207,7 +207,7 @@ def test_no_folder_is_made(tmp_path: Path) -> None:
         ({"a": 1}, "metadata: expected texts by name, got 1"),
         ({1: "a"}, "metadata: expected texts by name, got 1"),
         ({"a": "\ud800"}, "metadata: expected texts by name"),
-        ({"a": "x" * 100_000_001}, "a safetensors header holds 100,000,000 bytes"),
+        ({"a": "x" * 100_000_001}, "expected a safetensors header of at most 100,000,000 bytes"),
     ],
     ids=["number", "key", "half a character", "long"],
 )
@@ -220,7 +220,7 @@ def test_metadata_that_no_file_could_be_read_with(tmp_path: Path, metadata: Any,
 
 @pytest.mark.parametrize("place", [("__metadata__", "kvbm.layout"), ("__metadata__", "kvbm.order"), ("alloc_00000", "dtype")])
 def test_half_a_character_is_no_text(tmp_path: Path, place: tuple[str, ...]) -> None:
-    """An error that quoted it could not be printed."""
+    """Red: an error message that quoted it could not be printed."""
     with pytest.raises(kvbm.BindError, match="surrogates not allowed") as error:
         take(write(tmp_path / "in", changed(place, '"\\ud800"')))
     str(error.value).encode()
@@ -249,7 +249,7 @@ GQA = "nl=2,no=2,nh=4,nt=128,hd=128,dtype=bfloat16"
 
 
 def noise(name: str | kvbm.Layout, text: str, blocks: int = 3) -> kvbm.Pool:
-    """Blocks whose every byte is noise, padding included."""
+    """Blocks with noise in every byte, including padding."""
     layout = kvbm.load(name) if isinstance(name, str) else name
     pool, rng = kvbm.Pool.allocate(layout, kvbm.load_shape(text), blocks), np.random.default_rng(7)
     for array in pool.arrays:
@@ -269,7 +269,7 @@ def stored(path: Path) -> store.Digests:
 
 
 def test_digests_are_those_of_the_definition(tmp_path: Path) -> None:
-    """Of blocks, layers and tokens, each as NumPy has it, in every layout that the file is written in."""
+    """Digests of blocks, layers and tokens, computed by NumPy, for every layout of a file."""
     text = 'order: "[b] t l o h d"\n'
     pool = noise(kvbm.spec.parse(text, name="canonical"), FEW)
     bytes_ = [array.view(np.uint8) for array in pool.arrays]  # t l o h, bytes
@@ -313,7 +313,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("src", "dst", "shape"), PAIRS)
 def test_there_and_back(tmp_path: Path, src: str, dst: str, shape: str) -> None:
-    """Digests stay as they are in each layout, and so do blocks; padding is no part of either."""
+    """Digests and blocks are equal in each layout; padding belongs to neither."""
     pool = noise(src, shape, 5)
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     store.save(a, pool)
@@ -351,7 +351,7 @@ def flipped(path: Path, at: int, bit: int = 3) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["nhd", "universal", "vllm/LBHNC", "vllm/paged_attn_v0"])
 def test_a_flipped_bit_is_named(tmp_path: Path, name: str) -> None:
-    """Everywhere in the data: first and last bytes of each tensor, and some between; by where the oracle says that elements lie."""
+    """Everywhere in the data: first and last bytes of each tensor, and some between; the oracle gives the places."""
     path = tmp_path / "in"
     store.save(path, noise(name, FEW))
     tensors = [entry for key, entry in sorted(store.read(path).tensors.items()) if key.startswith("alloc")]
@@ -384,7 +384,7 @@ def test_a_flipped_bit_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_flipped_digest_is_named(tmp_path: Path) -> None:
-    """It is the digest that was changed, and of which block, layer or token; the block is not suspected."""
+    """The error names the digest's block, layer or token, and says that the digest was changed, not the block."""
     path = tmp_path / "in"
     store.save(path, noise("nhd", FEW))
     tensors = store.read(path).tensors
@@ -405,7 +405,7 @@ def test_a_flipped_digest_is_named(tmp_path: Path) -> None:
 
 
 def test_no_flip_goes_unseen(tmp_path: Path) -> None:
-    """Of any byte of a file: an error, or the same blocks; in the header, too."""
+    """Any byte of a file, also in the header: an error, or the same blocks."""
     path = tmp_path / "in"
     pool = noise("universal", "nl=1,no=1,nh=1,nt=2,hd=2,dtype=int16", 2)
     store.save(path, pool)
@@ -431,7 +431,7 @@ def test_no_flip_goes_unseen(tmp_path: Path) -> None:
     ],
 )
 def test_padding_is_no_part_of_a_block(tmp_path: Path, name: str, shape: str) -> None:
-    """A byte that holds no element may be changed; each other one is found."""
+    """Bytes without an element may change; a change of any other byte is found."""
     pool = noise(name, shape, 2)
     store.save(tmp_path / "in", pool)
     for array in pool.arrays:
@@ -451,7 +451,7 @@ def test_padding_is_no_part_of_a_block(tmp_path: Path, name: str, shape: str) ->
 
 
 def test_files_without_digests(tmp_path: Path) -> None:
-    """They load and convert, and are given digests; those of others stay as they are."""
+    """They can be loaded, converted, and given digests; files with digests are not changed."""
     path, pool = tmp_path / "in", noise("nhd", FEW)
     store.save(path, pool, digests=False, metadata={"mine": "kept", "kvbm.digest": "not kept"})
     path.chmod(0o600)
@@ -471,17 +471,17 @@ def test_files_without_digests(tmp_path: Path) -> None:
 
 
 def test_a_layout_without_digests(tmp_path: Path) -> None:
-    """Elements that share a byte along another axis than the last have none: such a file is written without, and says so."""
+    """Layouts with bytes of elements along another axis than the last have no digests: the file is written without, and says so."""
     text = 'order: "[<x y> l] b"\nplanes: {x: {order: d t, dtype: int4}, y: {order: t, dtype: float32}}\n'
     layout = kvbm.spec.parse(text, name="mine")
     pool = noise(layout, "nl=2,no=1,nh=1,nt=4,hd=6")
     with pytest.raises(kvbm.PlanError):
         pool.digest()
     store.save(tmp_path / "in", pool)
-    assert store.read(tmp_path / "in").digests is None and store.load(tmp_path / "in", source=layout).num_blocks == 3
+    assert store.read(tmp_path / "in").digests is None and store.load(tmp_path / "in", src_layout=layout).num_blocks == 3
     for call in (store.digest, store.add_digests):
         with pytest.raises(kvbm.PlanError, match="share a byte"):
-            call(tmp_path / "in", source=layout)
+            call(tmp_path / "in", src_layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_a_layout_without_digests(tmp_path: Path) -> None:
     [
         ({"__metadata__": {"kvbm.digest": "kvbm-digest-2"}}, "kvbm.digest is 'kvbm-digest-2'"),
         ({"__metadata__": {"kvbm.digest": None}}, "kvbm.digest is None"),
-        ({"__metadata__": {"kvbm.shape": None}}, "does not say its shape"),
+        ({"__metadata__": {"kvbm.shape": None}}, "no shape or number of blocks"),
         ({"kvbm.digests": {"dtype": "F64"}}, r"'kvbm.digests': expected I64 \[3\], got F64"),
         ({"kvbm.digests.layers": {"shape": [1, 9]}}, r"expected I64 \[3, 3\], got I64 \[1, 9\]"),
         ({"kvbm.digests": None, "kvbm.digest": {}}, "expected|too many|bytes"),
@@ -527,7 +527,7 @@ def test_other_readers_take_all_of_it(tmp_path: Path, torch: Any) -> None:
 
 
 def test_a_wrong_copy_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever goes wrong on the way, it is no file; and what was there stays."""
+    """Whatever goes wrong, no file is written, and an existing one stays."""
     from kvbm.store import blocks
 
     pool = noise("nhd", FEW)
@@ -583,12 +583,12 @@ WRONG = {
 }  # fmt: skip
 ANY = {
     "save": ("path", "pool", "ids", "layout", "digests", "metadata", "force", "progress"),
-    "load": ("path", "ids", "layout", "source", "shape", "num_blocks", "device", "verify", "progress"),
-    "convert": ("source", "target", "layout", "ids", "source_layout", "shape", "num_blocks", "device", "verify", "force",
+    "load": ("path", "ids", "layout", "src_layout", "shape", "num_blocks", "device", "verify", "progress"),
+    "convert": ("src", "dst", "layout", "ids", "src_layout", "shape", "num_blocks", "device", "verify", "force",
                 "progress"),
-    "verify": ("path", "ids", "source", "progress"),
-    "digest": ("path", "ids", "source", "shape", "num_blocks", "progress"),
-    "add_digests": ("path", "source", "shape", "num_blocks", "progress"),
+    "verify": ("path", "ids", "src_layout", "progress"),
+    "digest": ("path", "ids", "src_layout", "shape", "num_blocks", "progress"),
+    "add_digests": ("path", "src_layout", "shape", "num_blocks", "progress"),
     "create": ("path", "layout", "shape", "num_blocks", "digests", "metadata", "force"),
     "read": ("path",),
     "layout_of": ("stored",),
@@ -598,8 +598,8 @@ ANY = {
 }  # fmt: skip
 #: What is no wrong one.
 RIGHT = {
-    "None": {"ids", "layout", "source", "source_layout", "shape", "num_blocks", "metadata", "progress", "kinds"},
-    "True": {"digests", "force", "verify"}, "a text": {"path", "target"}, "no axis": {"num_blocks"},
+    "None": {"ids", "layout", "src_layout", "shape", "num_blocks", "metadata", "progress", "kinds"},
+    "True": {"digests", "force", "verify"}, "a text": {"path", "dst", "layout", "src_layout"}, "no axis": {"num_blocks"},
     "an int": {"num_blocks"}, "a layout": {"layout"}, "a shape": {"shape"}, "a set": {"ids", "rows"}, "a list": {"ids", "rows"},
     "a tuple": {"ids", "rows"}, "numbers by number": {"ids", "rows"}, "a type": {"progress"},
 }  # fmt: skip
@@ -607,7 +607,7 @@ RIGHT = {
 
 @pytest.mark.parametrize(("function", "name"), [(function, name) for function, names in ANY.items() for name in names])
 def test_arguments_of_other_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, name: str) -> None:
-    """Each is an error of kvbm's that begins with what was wrong; no file is made, and none is lost."""
+    """Each is one of kvbm's errors that begins with the wrong argument; no file is created or lost."""
     monkeypatch.chdir(tmp_path)
     pool = noise("nhd", FEW)
     store.save("in", pool)
@@ -622,7 +622,7 @@ def test_arguments_of_other_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     call, arguments = {
         "save": (store.save, {"path": "out", "pool": pool}),
         "load": (store.load, {"path": "in"}),
-        "convert": (store.convert, {"source": "in", "target": "out", "layout": pool.layout}),
+        "convert": (store.convert, {"src": "in", "dst": "out", "layout": pool.layout}),
         "verify": (store.verify, {"path": "in"}),
         "digest": (store.digest, {"path": "in"}),
         "add_digests": (store.add_digests, {"path": "bare"}),
@@ -636,7 +636,7 @@ def test_arguments_of_other_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for kind, wrong in (WRONG | {"a section": pool.section(l=0), "the pool": pool, "the file": stored}).items():
         if name in RIGHT.get(kind, ()) or (name, kind) == ("pool", "the pool") or (name, kind) == ("stored", "the file"):
             continue
-        if kind == "a text" and name == "source" and function == "convert":
+        if kind == "a text" and name == "src" and function == "convert":
             continue
         with pytest.raises(kvbm.KvbmError) as error:
             call(**arguments | {name: wrong})
@@ -646,7 +646,7 @@ def test_arguments_of_other_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_digests_of_other_blocks(tmp_path: Path) -> None:
-    """More of them than there are blocks would be written over the blocks."""
+    """More digests than blocks would be written over the blocks."""
     pool = noise("nhd", FEW)
     known = store.Digests.of(pool)
     for wrong in (
@@ -705,7 +705,7 @@ def test_a_kill_leaves_the_old_file(tmp_path: Path, what: str, named: str) -> No
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """The system's own refusal, by a limit to the size of files: at once, and nothing is left."""
+    """The system's error, by a limit on the size of files: at once, and no file is left."""
     store.save(tmp_path / "in", noise("nhd", FEW))
     (tmp_path / "out").write_bytes(b"mine")
     code = (
@@ -722,7 +722,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 def test_contents_are_on_the_disk_before_the_name_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nameless: bool
 ) -> None:
-    """And the name before the call returns."""
+    """And the name is on the disk before the call returns."""
     steps = []
     fsync, replace = os.fsync, Path.replace
 
@@ -746,7 +746,7 @@ def test_contents_are_on_the_disk_before_the_name_is(
 @pytest.mark.parametrize("allocates", [True, False])
 @pytest.mark.parametrize("nameless", [True, False])
 def test_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocates: bool, nameless: bool) -> None:
-    """Also where the file system cannot set space aside: then zeros are written, as a mapped page without a disk block kills."""
+    """Also if the file system cannot allocate space: zeros are written, as a write to a mapped page without a disk block kills."""
     pool = noise("nhd", FEW)
     written = []
 
@@ -775,7 +775,7 @@ def test_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocates: bo
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["nhd", "universal"])
 def test_a_pool_on_a_gpu(tmp_path: Path, name: str) -> None:
-    """Its digests are the GPU's, those of the file the host's; what is wrong in a file is named when it is read to the GPU."""
+    """Its digests are computed on the GPU, the file's on the host; errors in a file are named when it is loaded to the GPU."""
     near = noise("vllm/LBHNC", FEW.replace("nt=4", "nt=16"), 70)
     store.save(tmp_path / "near", near, list(range(69, -1, -1)))
     far = store.load(tmp_path / "near", layout=kvbm.load(name), device="cuda:0")
@@ -796,7 +796,7 @@ def test_a_pool_on_a_gpu(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.gpu
 def test_a_pool_of_torch_s(tmp_path: Path, torch: Any) -> None:
-    """What a stream of torch's writes is saved, though it is the current one and nobody waited."""
+    """Data that torch's current stream is still writing are saved completely."""
     near = noise("vllm/LBHNC", FEW.replace("nt=4", "nt=16"), 70)
     tensor = torch.from_numpy(near.arrays[0].view(np.int16)).view(torch.bfloat16)
     stream = torch.cuda.Stream()
@@ -808,7 +808,7 @@ def test_a_pool_of_torch_s(tmp_path: Path, torch: Any) -> None:
 
 
 def test_what_stands_before_the_blocks(tmp_path: Path) -> None:
-    """As `create` writes it; a layout with several allocations has its blocks in several places."""
+    """The same bytes as `create` writes; a layout with several allocations has its blocks in several places."""
     from kvbm.store.file import framed
 
     layout, known = kvbm.load("universal"), store.Digests(np.array([7], np.uint64))

@@ -1,4 +1,4 @@
-"""kvbm.testing on a GPU: events, hangs that only the GPU knows of, the NVFP4 example, layout cases, kvbm smoke."""
+"""kvbm.testing on a GPU: events, hangs of the GPU alone, the NVFP4 example, layout cases, kvbm smoke."""
 
 # ruff: noqa: ARG005  (a kernel has an argument, whether it looks at it or not)
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_inputs_take_turns(torch: Any) -> None:
 
 
 def test_a_kernel_that_hangs_on_the_gpu(torch: Any) -> None:
-    """It returns at once, and the GPU is not done: an event is asked, nothing waits for it."""
+    """It returns at once, and the GPU is not done: the event is queried without waiting."""
     value = torch.ones(4, device="cuda")
     try:
         ok, error = make_match_reference(lambda x: x, limit_s=0.5)(lambda x: torch.cuda._sleep(LONG), value)
@@ -107,7 +107,7 @@ def test_nan_and_exceptions(torch: Any) -> None:
 
 
 def test_a_kernel_that_makes_the_gpu_fail() -> None:
-    """In a process of its own, as nothing runs there afterwards."""
+    """In a separate process, because nothing runs on the GPU in it afterwards."""
     program = Path(__file__).parent / "programs" / "gpu_fails.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=120)
     assert re.match(r"the (GPU failed while running the kernel|kernel raised)", done.stdout), done.stdout + done.stderr
@@ -119,7 +119,7 @@ def test_a_kernel_that_makes_the_gpu_fail() -> None:
 
 @pytest.mark.parametrize("sizes", [(128, 256, 1), (256, 512, 2), (128, 20, 3)])
 def test_the_same_data_on_the_gpu(torch: Any, sizes: tuple[int, int, int]) -> None:
-    """Also the permuted scales, which another kernel has made."""
+    """Also the permuted scales, which another kernel has computed."""
     near, far = (generate_input(*sizes, seed=7, device=device) for device in ("cpu", "cuda"))
     for one, other in zip(near, far, strict=True):
         assert other.is_cuda and one.stride() == other.stride()

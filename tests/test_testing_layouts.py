@@ -1,4 +1,4 @@
-"""layout_cases and the pytest plugin: a right copy passes, made by the tests' own oracle; each kind of wrong one is told."""
+"""layout_cases and the pytest plugin: a correct copy, made by the tests' own oracle, passes; every kind of wrong copy fails."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ EVEN = kvbm.BlockShape(nl=2, no=2, nh=2, nt=16, hd=16)  # where words of 16 byte
 
 
 def memory(array: Any, nbytes: int) -> np.ndarray:
-    """The bytes that an array lies on, from its first element on."""
+    """The bytes of an array, from its first element on."""
     address = array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr()
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def sides(case: LayoutCase) -> tuple[Placed, Placed]:
-    """Both layouts as the oracle reads them."""
+    """Both layouts in the oracle's form."""
     sizes, itemsize = dict(case.shape.sizes), case.shape.itemsize
     return (
         Placed(matrix.orders()[case.src.name], sizes, itemsize, case.src_blocks),
@@ -39,7 +39,7 @@ def sides(case: LayoutCase) -> tuple[Placed, Placed]:
 
 
 def places(placed: Placed, ids: Any, opaque: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Entry and offset of every element; those of an opaque group as they lie in memory."""
+    """Entry and offset of every element; for an opaque group in memory order."""
     entry, offset = placed.address(ids)
     if opaque:
         offset = np.sort(offset.reshape(*offset.shape[:3], -1), axis=3)
@@ -50,7 +50,7 @@ Places = tuple[np.ndarray, np.ndarray]
 
 
 def planes(case: LayoutCase) -> dict[str, tuple[Places, Places, int]]:
-    """Of each plane, by the oracles: entry and offset of every item of the batch on both sides, and its bytes."""
+    """For each plane, from the oracles: entry and offset of every item of the batch on both sides, and its bytes."""
     if not case.src.planes:
         placed = sides(case)
         opaque = any(side.order.opaque for side in placed)
@@ -99,7 +99,7 @@ def copy(case: LayoutCase, *, but: int = 0, without: str | None = None) -> None:
 
 
 def nbytes(layout: kvbm.Layout, shape: kvbm.BlockShape, blocks: int, index: int) -> int:
-    """Bytes of an array, padding included."""
+    """Bytes of an array, including padding."""
     if not layout.planes:
         return Placed(matrix.orders()[layout.name], dict(shape.sizes), shape.itemsize, blocks).spaces[index].nbytes
     return plane_oracle.held(layout.name, (*shape.sizes.values(), shape.dtype), blocks).tensors[index].nbytes
@@ -140,7 +140,7 @@ def test_every_shape_that_is_given() -> None:
 
 @pytest.mark.parametrize("name", sorted(matrix.orders()))
 def test_every_shipped_layout_has_cases(name: str) -> None:
-    """At a shape of its own kind; into itself, as an opaque one goes into no other."""
+    """At a shape of its kind, and to itself, as an opaque layout can be converted to no other."""
     assert list(layout_cases(pairs=[(name, name)], dtypes=["uint8", "bfloat16"], batches=[1]))
 
 
@@ -160,7 +160,7 @@ def test_files_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"layouts": ["nothing"]}, SpecError, "layout 'nothing': expected one of"),
+        ({"layouts": ["nothing"]}, SpecError, "layout 'nothing': expected a name"),
         ({"layouts": ["nhd"], "dtypes": ["float7"]}, kvbm.DTypeError, "float7"),
         ({"layouts": ["nhd"], "batches": [0]}, BindError, "batches: expected numbers of blocks from 1 on, got 0"),
         ({"layouts": ["nhd"], "device": "tpu"}, BindError, "device: expected cpu, cuda or cuda:N, got 'tpu'"),
@@ -218,7 +218,7 @@ def test_kvbm_s_copies_are_right(src: str, dst: str, framework: str) -> None:
 @pytest.mark.parametrize("dtype", ["float4_e2m1fn", "int4"])
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_four_bits_without_planes(framework: str, dtype: str) -> None:
-    """Two elements are a byte, and stay together; an order that nobody promises among them."""
+    """Two elements are one byte, and stay together; their order in the byte is not promised."""
     pairs = [("universal", "vllm/LBHNC"), ("operational", "operational_hnd"), ("nhd", "universal")]
     for case in layout_cases(pairs=pairs, dtypes=[dtype], batches=[3], framework=framework, shapes=[EVEN]):
         convert(case)
@@ -230,7 +230,7 @@ def test_four_bits_without_planes(framework: str, dtype: str) -> None:
 
 
 def test_padding_is_part_of_the_check() -> None:
-    """vllm/tpu pads each head to 128 elements."""
+    """In vllm/tpu each head is padded to 128 elements."""
     case = one("nhd", "vllm/tpu", batches=[1])
     convert(case)
     case.check()
@@ -250,11 +250,11 @@ def test_an_element_that_is_missing() -> None:
     src, dst = int(case.src_ids[0]), int(case.dst_ids[0])
     error = str(case.error())
     assert error.startswith(f"nhd → universal: wrong at l=1 o=1 h=1 t=7 d=15 of block {src} → {dst}: expected bytes ")
-    assert error.endswith(", which is what stood there before (2 of 2,048 elements are wrong)")
+    assert error.endswith(", which is the value before the copy (2 of 2,048 elements are wrong)")
 
 
 def test_elements_that_lie_elsewhere_say_where_they_are_from() -> None:
-    """Heads and tokens in the other order."""
+    """Heads and tokens are exchanged: the error names the elements found there."""
     case = one("nhd", "operational_nhd", dtypes=["float64"])
     copy(case)
     for index in case.dst_ids:
@@ -310,13 +310,13 @@ FAMILIES = {plane_oracle.TABLE[src].family: (src, dst) for src, dst in PLANAR if
 
 
 def formula(src: str, dst: str, **rest: Any) -> LayoutCase:
-    """A case at the first sizes that the formulas are tried at."""
+    """A case at the first test sizes of the formulas."""
     shape = plane_oracle.FAMILIES[plane_oracle.TABLE[src].family].shapes[0]
     return one(src, dst, **{"shapes": [kvbm.BlockShape(*shape)], "dtypes": [shape[-1]], **rest})
 
 
 def tensor_bytes(case: LayoutCase, name: str, pair: int, item: int) -> np.ndarray:
-    """The bytes of one item of a plane in the destination, to be written to."""
+    """The bytes of an item of a plane in the destination, for writing."""
     _, (entry, offset), itemsize = planes(case)[name]
     index, at = int(entry[pair, item]), int(offset[pair, item])
     held = nbytes(case.dst, case.shape, case.dst_blocks, index)
@@ -324,7 +324,7 @@ def tensor_bytes(case: LayoutCase, name: str, pair: int, item: int) -> np.ndarra
 
 
 def coordinate(case: LayoutCase, name: str, item: int) -> str:
-    """As an error names it: layer, K or V, head, token, and what else the plane has."""
+    """A coordinate as in error messages: layer, K or V, head, token, and the plane's other axes."""
     shape = (*case.shape.sizes.values(), case.shape.dtype)
     (plane,) = (p for p in plane_oracle.held(case.dst.name, shape, 1).planes if p.name == name)
     steps = plane.items()
@@ -352,7 +352,7 @@ def test_kvbm_s_copies_of_planes_are_right(src: str, dst: str, framework: str) -
 
 @pytest.mark.parametrize(("src", "dst"), PLANAR)
 def test_what_the_formulas_copy_is_right(src: str, dst: str) -> None:
-    """Every byte that must come out is the one that the catalogue's formulas say."""
+    """Every expected byte is that of the catalogue's formulas."""
     case = formula(src, dst, batches=[3])
     copy(case)
     case.check()
@@ -377,7 +377,7 @@ def test_planes_have_the_sizes_of_models(src: str, dst: str, sizes: tuple[int, .
 
 
 def test_planes_of_one_s_own_have_the_usual_sizes(tmp_path: Path) -> None:
-    """Where they are legal at no model's."""
+    """If they are not legal for any model."""
     (tmp_path / "mine.yaml").write_text(
         'order: "[l] b <x y>"\nplanes: {x: {order: o h t/16 t%16 d, dtype: int4}, '
         "y: {order: o h t, dtype: float32}}\naxes: {s: 3072//(nt*nl*hd)}\n",
@@ -411,7 +411,7 @@ def test_a_case_that_is_the_same_at_every_dtype_is_yielded_once() -> None:
     ],
 )
 def test_arrays_of_planes(name: str, numpy: list[str], tensors: list[str]) -> None:
-    """One an allocation, of the dtypes and shapes that the resolved layout says."""
+    """One array per allocation, with the dtype and shape of the resolved layout."""
     for framework, dtypes in (("numpy", numpy), ("torch", tensors)):
         case = formula(name, name, framework=framework)
         allocations = case.src.resolve(case.shape, case.src_blocks).allocations
@@ -420,7 +420,7 @@ def test_arrays_of_planes(name: str, numpy: list[str], tensors: list[str]) -> No
 
 
 def test_planes_hold_different_data() -> None:
-    """So that one in another's place is seen."""
+    """So that a plane in another one's place is detected."""
     case = formula("flashinfer/mla_split", "record/mla_joined")
     latent, rope = case.src_arrays[0], case.src_arrays[2]
     assert not (latent[0, 0, :64] == rope[0, 0]).any()
@@ -428,7 +428,7 @@ def test_planes_hold_different_data() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_wrong_byte_of_each_plane(family: str) -> None:
-    """The first and the last of a block; the sentence names plane, coordinate, blocks and bytes."""
+    """The first and the last of a block; the error names plane, coordinate, blocks and bytes."""
     case = formula(*FAMILIES[family])
     copy(case)
     for name, (read, _, itemsize) in planes(case).items():
@@ -451,12 +451,12 @@ def test_one_wrong_byte_of_each_plane(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plane_that_is_missing(family: str) -> None:
-    """All others are copied: what is wrong is counted by plane."""
+    """All others are copied: wrong bytes are counted per plane."""
     for name in planes(formula(*FAMILIES[family])):
         case = formula(*FAMILIES[family])
         copy(case, without=name)
         error = str(case.error())
-        assert f"wrong at {name} " in error and ", which is what stood there before (" in error, error
+        assert f"wrong at {name} " in error and ", which is the value before the copy (" in error, error
         assert error.endswith(f" of {name} are wrong)") and " and " not in error, error
     copied = formula(*FAMILIES[family])
     assert str(copied.error()).count(" elements of ") == len(planes(copied)), "nothing is copied yet"
@@ -480,7 +480,7 @@ def test_scales_of_k_and_v_that_are_swapped() -> None:
 
 
 def test_a_plane_that_is_read_at_another_s_place() -> None:
-    """A kernel that looks for the rope values where the scales are; and one that reads past the end of a page."""
+    """A kernel that reads the rope values at the scales' place, and one that reads past the end of a page."""
     case = formula("vllm/fp8_ds_mla", "record/mla_fp8_tensors")
     copy(case)
     src, dst = int(case.src_ids[0]), int(case.dst_ids[0])
@@ -501,7 +501,7 @@ def test_a_plane_that_is_read_at_another_s_place() -> None:
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_padding_behind_records(framework: str) -> None:
-    """A page of four records of 584 bytes is five of 576: a copy of whole pages writes what it must not."""
+    """A page of four records of 584 bytes is padded to five times 576: a copy of whole pages writes the padding."""
     case = formula("record/deepseek_v4_planes", "vllm/deepseek_v4", framework=framework)
     convert(case)
     case.check()
@@ -527,7 +527,7 @@ planes:
 
 
 def test_gaps_inside_a_record(tmp_path: Path) -> None:
-    """And a plane that has one value for all tokens."""
+    """Also for a plane that has one value for all tokens."""
     for name, text in (("gaps", GAPS), ("turned", TURNED)):
         (tmp_path / f"{name}.yaml").write_text(text, "utf-8")
     mine = [tmp_path / "gaps.yaml", tmp_path / "turned.yaml"]
@@ -549,7 +549,7 @@ OPAQUE = 'order: "[l] b <x y>"\nplanes: {{x: {{order: "{}"}}, y: {{order: {}, dt
 
 
 def test_an_order_that_one_plane_does_not_promise(tmp_path: Path) -> None:
-    """Its elements stay as they lie; those of the other plane go where their coordinates say."""
+    """Its elements keep their order in memory; those of the other plane are placed by coordinates."""
     (tmp_path / "one.yaml").write_text(OPAQUE.format("{t d}", "t s"), "utf-8")
     (tmp_path / "other.yaml").write_text(OPAQUE.format("d t", "s t"), "utf-8")
     case = one(tmp_path / "one.yaml", tmp_path / "other.yaml", shapes=[kvbm.BlockShape(1, 1, 1, 4, 8)])  # type: ignore[arg-type]
@@ -643,7 +643,7 @@ ON_A_GPU = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("src", "dst"), ON_A_GPU)
 def test_gpu_planes(src: str, dst: str) -> None:
-    """The arrays are tensors on the device; a right copy passes, one wrong byte of a plane is told."""
+    """The arrays are tensors on the device; a correct copy passes, one wrong byte of a plane is reported."""
     import torch
 
     for case in layout_cases(pairs=[(src, dst)], dtypes=["bfloat16", "float32"], batches=[1, 7], device="cuda"):
@@ -678,7 +678,7 @@ MINE = """
 
 
 def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    """In a process of its own, so that the plugin comes by its entry point."""
+    """Run pytest in a separate process, so that the plugin is loaded by its entry point."""
     quiet = ("-p", "no:hypothesispytest", "-p", "no:xdist", "-p", "no:cacheprovider")
     return pytester.runpytest_subprocess(*quiet, *arguments)
 
@@ -717,7 +717,7 @@ def test_plugin_gives_tensors(pytester: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--kvbm-layouts=nhd,nothing", "layout 'nothing': expected one of"),
+        ("--kvbm-layouts=nhd,nothing", "layout 'nothing': expected a name"),
         (
             "--kvbm-layouts=nhd,vllm/nvfp4",
             "nhd → vllm/nvfp4: nhd has no planes, and the other side has 'data', 'scale'; ",

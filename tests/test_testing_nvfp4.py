@@ -1,4 +1,4 @@
-"""The worked example, against NumPy: values from the bits, scales by the published formula, sums in double precision."""
+"""The NVFP4 example, compared with NumPy: values from the bits, scales by the published formula, sums in double precision."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_table_is_the_format() -> None:
 
 
 def test_the_even_element_is_in_the_low_half() -> None:
-    """The product cannot tell: a and b would be swapped alike."""
+    """The product cannot show it, because a and b would be swapped in the same way."""
     import torch
 
     packed = torch.tensor([[0x21, 0xF7] + [0] * 6 + [0x05]], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
@@ -116,7 +116,7 @@ def test_the_swizzle_of_few_rows() -> None:
 
 
 def test_kvbm_makes_the_swizzle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own kernel from the shipped YAML: with another layout the scales are others."""
+    """By its own kernel from the shipped YAML: with another layout the scales differ."""
     asked: list[str] = []
 
     def load(name: str) -> kvbm.Layout:
@@ -147,7 +147,7 @@ def test_the_example_is_right(case: TestCase) -> None:
 
 
 def test_the_example_takes_the_permuted_scales() -> None:
-    """So that the two are a check of the swizzle: scales that are wrong are found, with the row that they belong to."""
+    """So the two kernels check the swizzle: wrong scales are found, with their row."""
     inputs = list(SMOKE_TESTS[0].data(device="cpu"))
     assert not inputs[4].flip(0).equal(inputs[4])
     wrong = [*inputs[:4], inputs[4].flip(0), *inputs[5:]]
@@ -163,7 +163,7 @@ def test_the_same_seed_is_the_same_data() -> None:
 
 
 def test_these_data_were_made_before() -> None:
-    """A seed means the same data from version to version."""
+    """A seed gives the same data in all versions."""
     a, _, scale_a, *_ = generate_input(128, 64, 1, seed=1, device="cpu")
     assert (raw(a)[0, :4, 0].tolist(), raw(scale_a)[0, :4, 0].tolist()) == (GOLDEN_A, GOLDEN_SCALES)
 

@@ -1,4 +1,4 @@
-"""kvbm smoke: here, and on another machine, which is a real SSH server on the loopback address."""
+"""kvbm smoke on this machine, and on another one, which is a real SSH server on the loopback address."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def call(*arguments: object) -> Result:
 
 
 def test_smoke() -> None:
-    done = call("--cpu", "--runs", 2)
+    done = call("--cpu", "--iters", 2)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert [line[7:39].strip() for line in lines[:-1]] == NAMES
@@ -48,7 +48,7 @@ def test_smoke() -> None:
 
 @pytest.mark.slow
 def test_python_m_and_json() -> None:
-    command = [sys.executable, "-W", "error", "-m", "kvbm.testing.smoke", "--cpu", "--runs", "2", "--json"]
+    command = [sys.executable, "-W", "error", "-m", "kvbm.testing.smoke", "--cpu", "--iters", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     said = json.loads(done.stdout)
@@ -61,7 +61,7 @@ def test_python_m_and_json() -> None:
 def test_a_kernel_that_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WRONG, encoding="utf-8")
     report = tmp_path / "report.json"
-    done = call("--cpu", "--runs", 2, "--kernel", f"{tmp_path / 'mine.py'}:mine", "--report", report)
+    done = call("--cpu", "--iters", 2, "--kernel", f"{tmp_path / 'mine.py'}:mine", "--report", report)
     assert done.exit_code == 1 and json.loads(report.read_text("utf-8"))["correct"] == len(NAMES) - 2
     lines = done.stdout.splitlines()
     assert lines[0].startswith("WRONG  tiny_single") and "wrong at (" in lines[1] and "got 0.0" in lines[1]
@@ -77,7 +77,7 @@ def test_a_kernel_that_is_wrong(tmp_path: Path) -> None:
     ],
 )
 def test_a_kernel_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:
-    """A run goes on with the next test."""
+    """The run continues with the next test."""
     monkeypatch.setattr("kvbm.testing.limits.GRACE", 0.01)
     monkeypatch.setattr(smoke, "PAIRS", ())
     (tmp_path / "mine.py").write_text(f"def mine(data):\n    {body}\n", encoding="utf-8")
@@ -107,14 +107,14 @@ def test_a_kernel_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
 def test_a_kernel_that_ends_the_process(tmp_path: Path, capfd: Any, body: str, code: int, said: str) -> None:
     """Red: exit code 0, and no output."""
     (tmp_path / "mine.py").write_text(body, encoding="utf-8")
-    done = call("--cpu", "--runs", 1, "--kernel", f"{tmp_path / 'mine.py'}:mine")
+    done = call("--cpu", "--iters", 1, "--kernel", f"{tmp_path / 'mine.py'}:mine")
     seen = capfd.readouterr()
     assert done.exit_code == code and said in done.stderr + seen.err, (done.output, seen)
     assert code or seen.out.splitlines()[-1].startswith(f"{len(NAMES)} of {len(NAMES)} correct")
 
 
 def test_a_wrong_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of kvbm are judged, too."""
+    """Copies by kvbm are also checked."""
     from kvbm import transfer
     from kvbm.testing import nvfp4
 
@@ -192,7 +192,7 @@ def test_help_needs_neither_numpy_nor_torch() -> None:
 
 
 def test_the_installed_kvbm_is_packed_again(tmp_path: Path) -> None:
-    """The package to the byte, as pip wants it, and nothing that the installer made."""
+    """The same files to the byte, in pip's format, without files of the installer."""
     import csv
     import io
 
@@ -219,7 +219,7 @@ def test_the_installed_kvbm_is_packed_again(tmp_path: Path) -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small distribution of that name, in a folder of its own."""
+    """A small distribution of that name, in a separate folder."""
     info = tmp_path / "site" / "kvbm_layouts-9.dist-info"
     info.mkdir(parents=True)
     (tmp_path / "site" / "a.py").write_text("a = 1\n", encoding="ascii")
@@ -301,17 +301,17 @@ def machine(server: sshd.Server) -> Iterator[Any]:
 
 
 def made(done: Result) -> Path:
-    """The folder that was made over there."""
+    """The folder that was created on the other machine."""
     (home,) = re.findall(r"making an environment in (/\S*kvbm-smoke\.\w+)$", done.stderr, re.MULTILINE)
     return Path(home)
 
 
 @pytest.mark.timeout(300)
 def test_all_the_way(server: sshd.Server, tmp_path: Path) -> None:
-    """The installed kvbm, in an environment of its own over there, with a kernel of ours; and nothing is left of it."""
+    """The installed kvbm, in a new environment on the other machine, with a kernel of this one; nothing is left there."""
     (tmp_path / "mine.py").write_text(RIGHT, encoding="utf-8")
     kernel = f"{tmp_path / 'mine.py'}:mine"
-    done = over(server, "--cpu", "--runs", 2, "--python", sys.executable, "--kernel", kernel)
+    done = over(server, "--cpu", "--iters", 2, "--python", sys.executable, "--kernel", kernel)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert [line[7:39].strip() for line in lines[:-1]] == NAMES
@@ -385,7 +385,7 @@ def test_a_gpu_that_is_not_there_over_there(server: sshd.Server) -> None:
 
 
 def test_gpus_are_named(server: sshd.Server, tmp_path: Path) -> None:
-    """The machine's driver is asked; here it is one of ours, with two GPUs."""
+    """The machine's driver is asked; here it is a fake one with two GPUs."""
     import shutil
 
     compiler = shutil.which("cc") or shutil.which("gcc")
@@ -490,7 +490,7 @@ REPORT = (
 
 
 def pretend(home: str, script: str) -> None:
-    """An environment whose interpreter is a script."""
+    """An environment whose interpreter is a shell script."""
     (Path(home) / "env" / "bin").mkdir(parents=True)
     python = Path(home) / "env" / "bin" / "python"
     python.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
@@ -502,10 +502,10 @@ def test_the_gpu_is_chosen_by_its_number(machine: Any) -> None:
     with machine.home(False, print) as home:
         words = '\\"'.join(REPORT.split('"'))
         pretend(home, f'echo "$*" > said; echo "{words}"')
-        report = machine.smoke(home, ["--runs", "2"], options)
+        report = machine.smoke(home, ["--iters", "2"], options)
         said = (Path(home) / "said").read_text()
     assert (report.machine, report.device, report.host) == ("3", "cuda:3", str(machine))
-    assert said == "-m kvbm.testing.smoke --json --runs 2 --gpu 0\n"
+    assert said == "-m kvbm.testing.smoke --json --iters 2 --gpu 0\n"
 
 
 def test_a_run_without_a_report(machine: Any) -> None:
@@ -517,7 +517,7 @@ def test_a_run_without_a_report(machine: Any) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_what_is_left_behind(machine: Any, keep: bool) -> None:
-    """Nothing, also where the run is interrupted, and a process of it still runs; unless it is asked for."""
+    """Nothing, also if the run is interrupted while a process of it still runs; unless it was requested."""
     lines: list[str] = []
 
     def interrupted() -> str:
@@ -563,7 +563,7 @@ def test_targets() -> None:
 
 
 def test_probe_is_python_that_old_interpreters_read() -> None:
-    """So that Python 3.8 is told what is expected, and does not print a syntax error."""
+    """So that Python 3.8 prints the required version instead of a syntax error."""
     import ast
 
     ast.parse(textwrap.dedent(remote.PROBE), feature_version=(3, 6))

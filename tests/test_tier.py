@@ -1,4 +1,4 @@
-"""kvbm.integrations.vllm.tier: files of units of tokens, for any tp and block size; without vLLM."""
+"""kvbm.integrations.vllm.tier without vLLM: files of units of tokens, for any tp and block size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def element(layer: Any, half: Any, head: Any, token: Any, at: Any) -> Any:
 
 
 def blocks(tp: int = 1, rank: int = 0, nt: int = 4, layout: str = "universal", *, empty: bool = False) -> Pool:
-    """What a rank holds of the 64 tokens, each element another number; or room for it."""
+    """A rank's part of the 64 tokens, with a different number in each element; or memory for it."""
     heads = 4 // tp
     shape = replace(UNIT, nh=heads, nt=nt)
     plain = Pool.allocate(load("universal"), shape, 64 // nt)
@@ -67,7 +67,7 @@ def moved(of: Shelf, pool: Pool, tier: KvbmTier, what: str, some: slice = slice(
 
 
 def stored(folder: Path, tp: int = 1, nt: int = 4, ranks: range | None = None, most: int = 1 << 30) -> KvbmTier:
-    """A tier of all 64 tokens, of all ranks or some."""
+    """A tier with all 64 tokens, of all ranks or some."""
     tier = KvbmTier(folder, CONTENT, most)
     for rank in range(tp) if ranks is None else ranks:
         pool = blocks(tp, rank, nt)
@@ -82,7 +82,7 @@ def loaded(tier: KvbmTier, verify: bool = True) -> tuple[Shelved, Pool]:
 
 
 def test_names() -> None:
-    """They follow from the tokens alone, however they are asked for; these must stay, or what was stored is lost."""
+    """Names follow from the tokens alone, in any form; they must not change, or stored data are lost."""
     chain = Chain(4, TOKENS)
     assert chain.names(16, 24) == NAMES[4:6] and chain.names(0, 64) == NAMES and len({*NAMES}) == 16
     assert NAMES[0] == "eea5f1bff8e59dc9a5336111c32d53a33ce897daeb705c1557761ebb0e63454b"
@@ -104,7 +104,7 @@ def test_tokens_that_are_no_units(first: int, last: int) -> None:
 
 
 def test_contents_that_differ() -> None:
-    """Weights, layers, sizes, dtype, tokens of a unit: each makes another key; what people call it does not."""
+    """Weights, layers, sizes, dtype, tokens per unit: each changes the key; the model's name does not."""
     others = [
         replace(CONTENT, model="others"), replace(CONTENT, layers=(0, 1, 4)), replace(CONTENT, layers=(1, 0, 5)),
         *(replace(CONTENT, shape=replace(UNIT, **{name: 2 * getattr(UNIT, name)})) for name in ("nl", "no", "nh", "nt", "hd")),
@@ -112,8 +112,12 @@ def test_contents_that_differ() -> None:
     ]  # fmt: skip
     assert len({CONTENT.key, *(one.key for one in others)}) == 1 + len(others)
     assert replace(CONTENT, title="/models/x/").key == CONTENT.key
-    assert CONTENT.folder == f"a_model-{CONTENT.key[:24]}"
-    assert replace(CONTENT, title="../..").folder.startswith("model-")
+
+
+def test_the_same_weights_under_another_path(tmp_path: Path) -> None:
+    """Another engine finds the data, at whatever path its weights are."""
+    stored(tmp_path)
+    assert all(map(KvbmTier(tmp_path, replace(CONTENT, title="/mnt/copies/b/"), 1 << 30).holds, NAMES))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_contents_that_differ() -> None:
     ],
 )  # fmt: skip
 def test_other_ranks_and_blocks(tmp_path: Path, tp: int, nt: int, to_tp: int, to_nt: int, layout: str) -> None:
-    """What ranks of one engine wrote, those of another read; the digests are those of the blocks that it then holds."""
+    """Data written by one engine's ranks are read by other ranks; the digests are those of the new blocks."""
     tier = stored(tmp_path, tp, nt)
     assert all(map(tier.holds, NAMES)) and len(tier.parts(NAMES[3])) == tp
     for rank in range(to_tp):
@@ -137,19 +141,20 @@ def test_other_ranks_and_blocks(tmp_path: Path, tp: int, nt: int, to_tp: int, to
 
 
 def test_files_are_those_of_the_store(tmp_path: Path) -> None:
-    """Anybody reads and verifies them; they say what they are."""
+    """kvbm.store can read and verify them; their metadata describe them."""
     tier = stored(tmp_path, 2)
     files = sorted(tier.root.rglob("*.safetensors"))
     assert len(files) == 32 and all(not store.verify(file) for file in files)
     said = store.read(tier.home(NAMES[5]) / "heads-2-3.safetensors")
     assert (said.layout_name, said.shape, said.num_blocks) == ("universal", replace(UNIT, nh=2), 1)
     assert said.metadata["tier.unit"] == NAMES[5] and said.metadata["tier.content"] == CONTENT.key
+    tier.make()
     told = json.loads((tier.root / "content.json").read_text())
     assert told["model"] == "weights" and told["layers"] == [0, 1, 5]
 
 
 def test_a_part_that_is_missing(tmp_path: Path) -> None:
-    """No unit is there before all ranks have written it; parts of several engines make one, too."""
+    """A unit does not exist until all ranks have written it; parts of several engines can form one."""
     tier = stored(tmp_path, 2, ranks=range(1))
     assert not any(map(tier.holds, NAMES))
     done, pool = loaded(tier)
@@ -163,7 +168,7 @@ def test_a_part_that_is_missing(tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_left(tmp_path: Path) -> None:
-    """Nothing is written twice."""
+    """No file is written twice."""
     tier, pool = stored(tmp_path), blocks()
     before = {file: file.stat().st_ino for file in tier.root.rglob("*.safetensors")}
     done = moved(shelf(pool), pool, tier, "write")
@@ -172,7 +177,7 @@ def test_what_is_there_is_left(tmp_path: Path) -> None:
 
 
 def test_memory_that_was_changed(tmp_path: Path) -> None:
-    """A block of host memory that is not what was stored there is not written."""
+    """A block of host memory that differs from what was stored there is not written."""
     tier, pool = KvbmTier(tmp_path, CONTENT, 1 << 30), blocks(nt=8)
     digests = pool.digest()
     pool.arrays[2].reshape(-1)[11] += 1
@@ -195,7 +200,7 @@ def cut(size: int) -> Callable[[Path, KvbmTier], None]:
 
 
 def replaced(by: str) -> Callable[[Path, KvbmTier], None]:
-    """By a whole file of another unit, of other heads, or of another content."""
+    """Replace a file by a whole file of another unit, of other heads, or of another content."""
 
     def change(file: Path, tier: KvbmTier) -> None:
         if by == "unit":
@@ -212,7 +217,7 @@ def replaced(by: str) -> Callable[[Path, KvbmTier], None]:
 
 
 def edited(key: str, value: str | None) -> Callable[[Path, KvbmTier], None]:
-    """Another text in its metadata, of the same length as a whole."""
+    """Change a text in the metadata, with the same length of the file."""
 
     def change(file: Path, _: KvbmTier) -> None:
         data = file.read_bytes()
@@ -241,7 +246,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_files_that_are_not_what_was_stored(tmp_path: Path, damage: str) -> None:
-    """A miss, and the file goes; other units are read.  Written anew it is a hit."""
+    """A miss, and the file is removed; other units are read.  Written again it is a hit."""
     tier = stored(tmp_path, 2)
     file = tier.home(NAMES[3]) / "heads-0-1.safetensors"
     DAMAGES[damage](file, tier)
@@ -253,8 +258,9 @@ def test_files_that_are_not_what_was_stored(tmp_path: Path, damage: str) -> None
     assert loaded(tier)[0].good.all()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")
 def test_without_checks_a_flipped_byte_is_read(tmp_path: Path) -> None:
-    """The control of the test above; a file that is cut short is a miss all the same."""
+    """The control for the test above; a file that is cut short is still a miss."""
     tier = stored(tmp_path)
     flip(-1)(tier.home(NAMES[3]) / "heads-0-3.safetensors", tier)
     cut(-1)(tier.home(NAMES[4]) / "heads-0-3.safetensors", tier)
@@ -264,7 +270,7 @@ def test_without_checks_a_flipped_byte_is_read(tmp_path: Path) -> None:
 
 
 def child(work: Callable[[], None]) -> int:
-    """What a process that does it ends with."""
+    """The exit status of a process that does this."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -274,8 +280,9 @@ def child(work: Callable[[], None]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")
 def test_a_writer_that_is_killed(tmp_path: Path) -> None:
-    """In the middle of a file: it has no name, so it is a miss; and what it left goes when it is old."""
+    """In the middle of a file: it has no name, so it is a miss; its remains are removed when they are old."""
     pool, tier = blocks(), KvbmTier(tmp_path, CONTENT, 1 << 30)
 
     def work() -> None:
@@ -297,7 +304,7 @@ def test_a_writer_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """A sentence, and no file."""
+    """An error of one sentence, and no file."""
     pool, tier = blocks(), KvbmTier(tmp_path, CONTENT, 1 << 30)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
@@ -309,8 +316,9 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     assert not list(tier.root.rglob("*.safetensors")) and not list(tier.root.rglob("*.tmp"))
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")
 def test_processes_that_write_one_unit(tmp_path: Path) -> None:
-    """While two processes write and remove the same files, a third one reads what is right, or nothing."""
+    """Two processes write and remove the same files; a third one reads either right data or nothing."""
     tier, until = stored(tmp_path, 2), time.monotonic() + 0.6
     pids = []
     for rank in range(2):
@@ -342,7 +350,7 @@ def sizes(tier: KvbmTier) -> int:
 
 
 def test_what_was_longest_not_used_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below the limit, of all contents; of a sequence the last units first; what is read counts as used."""
+    """The limit is kept over all contents; the last units of a sequence go first; reading counts as use."""
     now = time.time()
     monkeypatch.setattr(tiers.time, "time", lambda: now)
     tier = stored(tmp_path)
@@ -369,14 +377,57 @@ def test_what_was_longest_not_used_goes(tmp_path: Path, monkeypatch: pytest.Monk
     assert not [home for home in tier.folder.rglob("*") if len(home.name) == 64 and not list(home.iterdir())]
 
 
+def test_a_large_store_keeps_the_limit(tmp_path: Path) -> None:
+    """Bytes are counted after each file, not only after all blocks of a call."""
+    each, pool = sizes(stored(tmp_path / "other")) // 16, blocks()
+    tier = KvbmTier(tmp_path / "folder", CONTENT, 4 * each)
+    moved(shelf(pool), pool, tier, "write")
+    assert 0 < sizes(tier) <= 4 * each
+
+
+def test_files_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of another user in a shared folder: others are removed instead, and the limit is kept."""
+    theirs = stored(tmp_path)
+    for file in theirs.root.rglob("*.safetensors"):
+        os.utime(file, (0, 0))
+    ours, pool = KvbmTier(tmp_path, replace(CONTENT, model="ours"), 1 << 30), blocks()
+    moved(shelf(pool), pool, ours, "write")
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.is_relative_to(theirs.root):
+            raise PermissionError(errno.EACCES, "not yours", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    ours.most_bytes = sizes(ours) * 3 // 4
+    removed = sizes(ours) - ours.most_bytes
+    assert ours.trim() >= removed and sizes(ours) <= ours.most_bytes and all(map(theirs.holds, NAMES))
+
+
+def test_what_processes_leave(tmp_path: Path) -> None:
+    """Empty folders, and temporary files next to content.json: they are removed when they are old, and not before."""
+    tier = stored(tmp_path)
+    tier.drop(NAMES[3], Part(0, 4))
+    left = [tier.home(NAMES[3]), tier.root / ".kvbm-0.tmp", tier.home(NAMES[5]) / ".kvbm-1.tmp"]
+    for file in left[1:]:
+        file.write_bytes(b"x")
+    tier.trim()
+    assert all(path.exists() for path in left)
+    for path in left:
+        os.utime(path, (0, 0))
+    tier.trim()
+    assert not any(path.exists() for path in left) and tier.holds(NAMES[5])
+
+
 def test_a_process_looks_after_what_it_wrote(tmp_path: Path) -> None:
-    """First at once, then after a 64th of the limit; one at a time."""
+    """First at once, then after every 64th of the limit; one process at a time."""
     tier = stored(tmp_path)
     tier.most_bytes = sizes(tier) // 2
     with (tmp_path / ".lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert tier.trim() == 0
-    tier.wrote(1)
+    tier.wrote(tier.most_bytes)
     assert sizes(tier) <= tier.most_bytes
     stored(tmp_path)
     tier.wrote(1)
@@ -386,7 +437,7 @@ def test_a_process_looks_after_what_it_wrote(tmp_path: Path) -> None:
 
 
 def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else lies in the folder; also where the file system has no locks, and through no link."""
+    """All other files in the folder stay; also on file systems without locks, and through no link."""
     tier = stored(tmp_path / "folder")
     elsewhere = stored(tmp_path / "elsewhere")
     (tmp_path / "folder" / "link").symlink_to(elsewhere.root)
@@ -411,8 +462,8 @@ def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_folders_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BindError, match=r"folder: expected one that can be written to, got .*file/inside"):
-        KvbmTier(tmp_path / "file" / "inside", CONTENT, 1)
+    with pytest.raises(BindError, match=r"folder: expected a writable folder, got .*file/inside"):
+        KvbmTier(tmp_path / "file" / "inside", CONTENT, 1).make()
 
 
 @pytest.mark.parametrize(
@@ -431,7 +482,7 @@ def test_blocks_that_are_refused(pool: BlockShape, heads: range, says: str) -> N
 
 
 def test_cover() -> None:
-    """Which parts to take: few, and all heads or none."""
+    """The selection of parts: few, and either all heads or none."""
     parts = [Part(0, 2), Part(2, 4), Part(1, 3), Part(0, 1)]
     assert tiers.cover(parts, 0, 4) == [(Part(0, 2), 0, 2), (Part(2, 4), 2, 4)]
     assert tiers.cover(parts, 1, 3) == [(Part(1, 3), 1, 3)]
@@ -440,7 +491,7 @@ def test_cover() -> None:
 
 
 def test_keys_of_models(tmp_path: Path) -> None:
-    """All bytes of the weights count, wherever they lie; and what else is told."""
+    """The key depends on all bytes of the weights, in any files, and on the other arguments."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model-1.safetensors").write_bytes(bytes(1000))
@@ -458,7 +509,7 @@ def test_keys_of_models(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_pinned_memory(tmp_path: Path) -> None:
-    """As an engine on a GPU has it."""
+    """As for an engine on a GPU."""
     tier, expected = stored(tmp_path, 2), blocks(nt=16)
     pool = Pool.allocate(load("universal"), expected.shape, 4, "pinned")
     assert moved(shelf(pool), pool, tier, "read").good.all()

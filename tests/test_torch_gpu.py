@@ -1,4 +1,4 @@
-"""kvbm.torch on a GPU: bit for bit, in the order of streams, captured into graphs; each fence seen to be needed."""
+"""kvbm.torch on a GPU: bit for bit, in stream order, captured into graphs; tests show that each fence is needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def clean() -> Iterator[None]:
 
 
 class Guarded:
-    """Coded tensors on the GPU between guard bytes."""
+    """Coded tensors on the GPU, between guard bytes."""
 
     def __init__(self, name: str, shape: kvbm.BlockShape, blocks: int, *, dst: bool = False):
         self.arena = placed(matrix.orders()[name], shape, blocks).layout_bytes(0)
@@ -75,7 +75,7 @@ def test_convert_is_the_oracle_s_sanitize(pair: tuple[str, str], dtype: str) -> 
 @pytest.mark.parametrize("kind", ["host", "gpu", "gpu int32", "gpu and host", "host and gpu", "one side", "all"])
 @pytest.mark.parametrize("pair", PAIRS, ids=">".join)
 def test_convert_into_is_the_oracle_s_sanitize(pair: tuple[str, str], kind: str) -> None:
-    """Ids on the host, on the GPU, on both; every other byte stays."""
+    """Ids on the host, on the GPU, on both; every other byte is unchanged."""
     shape = of("bfloat16")
     src, dst = Guarded(pair[0], shape, 5), Guarded(pair[1], shape, 5, dst=True)
     src_ids, dst_ids = ([0, 1, 2, 3, 4],) * 2 if kind == "all" else ([3, -1, 3, 1], [1, 4, 0, 2])
@@ -141,7 +141,7 @@ def test_compile_on_a_gpu(backend: str) -> None:
 
 
 def test_compiled_into_cuda_graphs() -> None:
-    """What mode="reduce-overhead" captures is replayed, and the operator costs the host nothing."""
+    """Replays of graphs captured by mode="reduce-overhead": the operator costs the host nothing."""
     compiled = torch.compile(
         lambda layers: kvbm.torch.convert(layers, "vllm/flash_attn_nhd", "universal", SIZES),
         fullgraph=True,
@@ -191,7 +191,7 @@ def test_devices_that_are_mixed() -> None:
 
 
 def test_two_gpus() -> None:
-    """Tensors' own GPU counts, whichever is current: its streams, its fences, its graphs; and no two of them."""
+    """The tensors' GPU is used, whichever is current: its streams, fences and graphs; tensors on two GPUs are refused."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     names, shape = ("nhd", "universal"), of("bfloat16")
@@ -261,14 +261,14 @@ SIDE = (2, 64, 4, 16, 2, 32)  # l b h t o d: 2 MiB, so that freed memory is take
 
 
 def warm() -> None:
-    """Everything is loaded before a test looks at the order of things."""
+    """Load everything before a test checks the order of work."""
     one = torch.zeros(SIDE, device="cuda")
     kvbm.torch.convert_(one, torch.zeros((64, 2, *SIDE[2:]), device="cuda"), *NAMES)
     torch.cuda.synchronize()
 
 
 def value(tensor: Any) -> float:
-    """The one value of all elements, NaN where they differ."""
+    """The value of all elements; NaN if they differ."""
     torch.cuda.synchronize()
     low, high = tensor.min().item(), tensor.max().item()
     return float(low) if low == high else float("nan")
@@ -330,8 +330,8 @@ def test_memory_that_is_not_kept_is_given_away_under_the_copy(kept: bool) -> Non
         ]  # one of them gets the memory, if it may be had
     given = any(other.data_ptr() == address for other in others)
     if copied.query():  # on a machine that is too slow for the delay, what was kept is given back in time
-        assert value(out) == 2.0
-        pytest.skip("the copy was over before memory was taken")
+        assert value(out) in ((2.0,) if kept else (2.0, 9.0))  # it may have been taken first, and the copy have ended since
+        pytest.skip("the copy was over before anybody looked")
     assert given is not kept
     assert value(out) == (2.0 if kept else 9.0)
 
@@ -434,7 +434,7 @@ def test_a_graph_is_replayed_with_other_ids() -> None:
 
 
 def test_many_tensors_in_a_graph() -> None:
-    """More addresses than fit a kernel's parameters: they are the graph's as long as it lives."""
+    """More addresses than fit a kernel's parameters: the graph keeps them as long as it exists."""
     shape = kvbm.load_shape("nl=4,no=2,nh=1,nt=2,hd=2,dtype=int32")
     src = Guarded("nhd", shape, 300)
     kvbm.torch.convert(src.arrays, "nhd", "universal", shape)

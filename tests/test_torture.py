@@ -1,4 +1,4 @@
-"""The torture campaign in short, and that it finds what is broken (tools/torture.py, torturing.py)."""
+"""A short run of the torture campaign, which must also detect broken code (tools/torture.py, torturing.py)."""
 
 from __future__ import annotations
 

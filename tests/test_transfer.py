@@ -1,7 +1,7 @@
-"""Transfers without a GPU: ranges of layers, copies in two steps, host pools; and every strategy on a driver that is not one.
+"""Transfers without a GPU: ranges of layers, copies in two steps, host pools; and every strategy on a fake driver.
 
-The tests of the last part are processes of their own, functions of programs/transfers.py.  There streams run in any order that
-events allow (`fake_seed`): a wait that is missing shows as wrong bytes.
+The tests of the last part run functions of programs/transfers.py in separate processes.  Their streams run in any order that
+events allow (`fake_seed`), so a missing wait results in wrong bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def partners(src: str) -> list[str]:
 
 
 def moved(src: Bound, dst: Bound, src_ids: Any, dst_ids: Any, layers: Any = None) -> np.ndarray:
-    """The destination after the copy of these layers, (range, range) or None: the oracle's."""
+    """The expected destination after a copy of these layers, (range, range) or None."""
     if layers is None:
         return oracle.expected_bytes(src.arena, dst.arena, src.before, dst.before, src_ids, dst_ids)
     result = dst.before.copy()
@@ -61,7 +61,7 @@ def check(src: Bound, dst: Bound, src_ids: Any, dst_ids: Any, layers: Any = None
 
 @pytest.mark.parametrize("src", NAMES)
 def test_ranges_of_layers(src: str) -> None:
-    """Those layers and nothing else, between all pairs of layouts: in the plan and by the host's kernels."""
+    """Exactly these layers, between all pairs of layouts: by the plan and by the host's kernels."""
     for number, name in enumerate(partners(src)):
         one, other = Bound(src, SHAPE, 5), Bound(name, SHAPE, 6, dst=True)
         layers = [range(1, 3), range(4), range(3, 4), range(1)][number % 4]
@@ -76,7 +76,7 @@ def test_ranges_of_layers(src: str) -> None:
 
 @pytest.mark.parametrize("src", NAMES)
 def test_pools_of_other_layers(src: str) -> None:
-    """A stage of a pipeline holds some of the layers that the other side holds: both ranges are said."""
+    """A stage of a pipeline holds some of the other side's layers: both ranges are given."""
     stage = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
     for name in partners(src):
         for shapes, layers in (
@@ -90,7 +90,7 @@ def test_pools_of_other_layers(src: str) -> None:
 
 
 def test_each_range_is_its_own() -> None:
-    """One transfer, layer by layer as a model runs: the sum is the whole."""
+    """One transfer, layer by layer as a model runs: together the layers are the whole copy."""
     one, other = Bound("nhd", SHAPE, 4), Bound("vllm/paged_attn_v0", SHAPE, 4, dst=True)
     move = kvbm.Transfer(one.pool, other.pool)
     for layer in range(4):
@@ -157,7 +157,7 @@ def test_layers_of_a_split_axis() -> None:
 def test_pools_of_other_layers_need_a_range() -> None:
     stage = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
     move = kvbm.Transfer(Bound("nhd", SHAPE, 4).pool, Bound("universal", stage, 4, dst=True).pool)
-    with pytest.raises(kvbm.BindError, match=r"hold 4 and 2 layers; say which by layers=\(range of the source"):
+    with pytest.raises(kvbm.BindError, match=r"hold 4 and 2 layers; pass layers=\(range of the source"):
         move.copy([0], [0])
     with pytest.raises(kvbm.BindError, match="within 0 to 2 of the destination"):
         move.copy([0], [0], layers=range(4))
@@ -175,9 +175,9 @@ def test_pools_of_other_layers_need_a_range() -> None:
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("src", NAMES)
 def test_two_steps_are_the_one(src: str, gathers: bool) -> None:
-    """Packed into a slot and moved on, or moved into a slot and unpacked: the bytes of the copy in one step.
+    """Packed into a slot and moved on, or moved into a slot and unpacked: the result is that of a copy in one step.
 
-    Once by the loop nests alone, the far one as the copy engine takes it; once by the kernels, on the host.
+    Once by the loop nests alone (the far one in the form for the copy engine), once by the kernels on the host.
     """
     src_ids, dst_ids = [4, 0, 2], [5, 1, 0]
     for number, name in enumerate(partners(src)):
@@ -240,7 +240,7 @@ def test_tables_are_as_short_as_the_memory_is_regular(
 
 @pytest.mark.parametrize("gap", [0, 64])
 def test_tables_in_which_blocks_are_not_the_slowest(gap: int) -> None:
-    """One base where all lie at a step, else all of them: the steps of a block alone do not shorten it."""
+    """One base if all allocations have the same stride, else all bases: an equal stride within a block is not enough."""
     layout = spec.parse('order: "[l b] o h t d"', name="mine")
     size = SHAPE.nbytes // 8  # elements of a layer of a block
     raw = np.arange(4 * (3 * size + gap), dtype=np.uint16).reshape(4, -1)[:, : 3 * size]
@@ -255,7 +255,7 @@ def test_tables_in_which_blocks_are_not_the_slowest(gap: int) -> None:
 
 @pytest.mark.parametrize("src", NAMES)
 def test_tables_as_strides(src: str) -> None:
-    """Allocations at one step are one: on either side, on both, and for a range of layers."""
+    """Allocations with one stride are one base: on either side, on both, and for a range of layers."""
     ids = [4, 0, 2], [5, 1, 0]
     for number, name in enumerate(partners(src)):
         one, other = Bound(src, SHAPE, 5), Bound(name, SHAPE, 6, dst=True)
@@ -306,7 +306,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_of_every_kind(kind: str) -> None:
-    """With ids of every kind on the other side."""
+    """Each with ids of every kind on the other side."""
     src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 7, dst=True)
     move = kvbm.Transfer(src.pool, dst.pool)
     for number, other_kind in enumerate(KINDS, 1):
@@ -398,7 +398,7 @@ def test_ids_that_are_refused(src_ids: Any, dst_ids: Any, match: str) -> None:
 
 
 def test_tensors_of_ids_whose_memory_does_not_hold_them() -> None:
-    """Lazy views, shrunk storages and tensors without memory are refused; views and clones that share memory are read."""
+    """Lazy views, shrunk storages and tensors without memory are refused; views and clones with memory are read."""
     torch = pytest.importorskip("torch")
 
     def shrunk(ids: Any, nbytes: int) -> Any:
@@ -462,7 +462,7 @@ def test_a_list_that_changes_while_it_is_read() -> None:
 
 
 def test_ids_that_are_written_while_they_are_read() -> None:
-    """What was checked is what is copied: all of it, or it is refused, while another thread makes ids wrong and right again."""
+    """The checked ids are the copied ones, or the copy is refused, while another thread changes ids between right and wrong."""
     n, shape = 50_000, kvbm.BlockShape(1, 1, 1, 1, 8, "int16")
     src, dst = (kvbm.Pool.allocate(kvbm.load("vllm/BLHNC"), shape, n) for _ in range(2))
     blocks, copied = src.arrays[0], dst.arrays[0]
@@ -493,7 +493,7 @@ def test_ids_that_are_written_while_they_are_read() -> None:
 
 @pytest.mark.parametrize("same_pool", [False, True])
 def test_ids_of_pools_of_any_size(same_pool: bool) -> None:
-    """What is found does not depend on how many blocks there are, and the memory that takes is not that of a number for each."""
+    """The result does not depend on the number of blocks, and the memory is less than one number per block."""
     rng, seen = np.random.default_rng(5), set()
     virtual = int(Path("/proc/self/statm").read_text().split()[0])
     for turn in range(300):
@@ -516,7 +516,7 @@ def test_ids_of_pools_of_any_size(same_pool: bool) -> None:
 
 
 def test_pairs() -> None:
-    """How many there are, and how many are kept; one object on both sides."""
+    """Number of pairs, and number without skipped ones; also with one object on both sides."""
     for src_ids, dst_ids, count, kept in (
         ([3, -1, 1], [0, 1, -1], 3, 1),
         (None, [4, -1], 2, 1),
@@ -569,7 +569,7 @@ def test_explain_says_what_runs() -> None:
 
 
 def test_explain_says_how_digests_are_made() -> None:
-    """Once they were asked for: what they are fused into, or why they are not; and what `verify` costs."""
+    """After they were requested: the kernel that computes them, or why a separate one does; and the cost of `verify`."""
     src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)
     move = kvbm.Transfer(src.pool, dst.pool)
     assert "igest" not in move.explain()
@@ -578,30 +578,30 @@ def test_explain_says_how_digests_are_made() -> None:
     assert "verify" not in move.explain() and "igest" not in move.explain(layers=range(2))
     text = kvbm.Transfer(src.pool, dst.pool, verify=True).explain()
     assert "verify digests the source before the copy and the destination after it" in text
-    assert "2 KiB a block are read once more on either side.\n" in text
+    assert "2 KiB per block are read once more on either side.\n" in text
     apart = kvbm.Transfer(src.pool.section(l=(0, 1, 3)), dst.pool.section(l=(3, 1, 0)), verify=True).explain()
-    why = "over the source before the copy: some coordinates are chosen one by one."
+    why = "over the source before the copy: some coordinates are selected one by one."
     assert "direct copies are taken by a pass of their own (" in apart and why in apart
 
 
 def test_explain_of_digests_across_a_link() -> None:
-    """What a ring's kernels do, what the copy engine does not, and which side is far."""
+    """Digests by a ring's kernels, none by the copy engine, and which side is the far one."""
 
     class Kernel:
         def __init__(self, name: str) -> None:
             self.kernel = name
 
     one, other = [Kernel("digest_a")], [Kernel("digest_b"), Kernel("digest_b")]
-    made = digesting.CopyDigests("cells of 16 bytes move in words of 2", [Kernel("sum_rows")], (one, other))  # type: ignore[arg-type, list-item]
+    made = digesting.CopyDigests("cells of 16 bytes are copied in words of 2", [Kernel("sum_rows")], (one, other))  # type: ignore[arg-type, list-item]
     direct, staged, engine = made.explain(("direct", "staged", "engine"), of_dst=True)
     assert direct.endswith(
-        "by a pass of their own (2 launches of digest_b) over the destination when the copy is done: cells of 16 bytes move in "
-        "words of 2."
+        "by a pass of their own (2 launches of digest_b) over the destination when the copy is done: cells of 16 bytes are copied "
+        "in words of 2."
     )
     assert staged == "Digests are fused into staged copies (one launch of sum_rows), but for batches in which pairs are skipped."
     assert engine.endswith("over the destination when the copy is done: the copy engine computes nothing.")
     cost = made.explain_verify("10 MiB", ["destination"])
-    assert "(one launch of digest_a and 2 launches of digest_b): 10 MiB a block" in cost
+    assert "(one launch of digest_a and 2 launches of digest_b): 10 MiB per block" in cost
     assert cost.endswith("; the destination is read across the link.")
 
 
@@ -630,7 +630,7 @@ def test_closed_pools_of_own_memory_refuse(which: int) -> None:
 @pytest.mark.parametrize("copy", ["Transfer", "convert", "new"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_closed_pools_refuse(copy: str, which: int) -> None:
-    """A transfer that was made before knows addresses that now lead nowhere."""
+    """A transfer that was made before has addresses that are no longer valid."""
     sides = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)
     pools = [side.pool for side in sides]
     move = kvbm.Transfer(*pools)
@@ -650,7 +650,7 @@ def test_closed_pools_refuse(copy: str, which: int) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"strategy": "fast"}, "expected 'auto', 'direct', 'staged' or 'engine', got 'fast'"),
+        ({"strategy": "fast"}, "expected 'auto', 'aside', 'direct', 'staged' or 'engine', got 'fast'"),
         ({"strategy": "staged"}, "'staged' needs a GPU"),
         ({"strategy": "engine"}, "'engine' needs a GPU"),
         ({"max_sms": 4}, "max_sms: both pools are in host memory"),
@@ -662,7 +662,7 @@ def test_closed_pools_refuse(copy: str, which: int) -> None:
 )
 @pytest.mark.parametrize("nl", [4, 2])
 def test_options_that_cannot_be_honoured(options: dict[str, Any], match: str, nl: int) -> None:
-    """Whether or not the pools hold the same layers: at once, and not at the first copy."""
+    """Refused at once, not at the first copy, whether or not the pools hold the same layers."""
     other = kvbm.BlockShape(nl=nl, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
     with pytest.raises(kvbm.BindError, match=match):
         kvbm.Transfer(Bound("nhd", SHAPE, 6).pool, Bound("universal", other, 6, dst=True).pool, **options)
@@ -679,7 +679,7 @@ def test_streams_are_for_gpus() -> None:
 
 
 def test_threads_share_a_transfer() -> None:
-    """Blocks of their own, ranges of layers that are met for the first time at once; nothing is lost from the counts."""
+    """Separate blocks, ranges of layers that are all new at the same time; no count is lost."""
     blocks, threads = 64, 8
     src, dst = Bound("nhd", SHAPE, blocks), Bound("vllm/paged_attn_v0", SHAPE, blocks, dst=True)
     move = kvbm.Transfer(src.pool, dst.pool)
@@ -712,35 +712,35 @@ def test_the_transfer_keeps_its_pools() -> None:
 
 
 @pytest.mark.parametrize("direction", ["d2d", "d2h", "h2d"])
-@pytest.mark.parametrize("strategy", ["direct", "staged", "engine", "auto"])
+@pytest.mark.parametrize("strategy", ["direct", "staged", "engine", "auto", "aside"])
 class TestStrategies:
     def test_every_pair(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-        """Bit-exact, nothing else touched, skipped pairs skipped, whatever order the streams run in."""
+        """Bit-exact, other bytes unchanged, skipped pairs skipped, in any order of the streams."""
         fake_gpu("transfers.every_pair", direction, strategy)
 
     def test_batches(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-        """Nothing, one block, and more than the parameters, a slot or one group hold; ids given on one side or none."""
+        """Nothing, one block, and more than fit the parameters, a slot or a group; ids given on one side or none."""
         fake_gpu("transfers.batches", direction, strategy)
 
     def test_one_after_the_other_on_one_ring(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-        """Ten batches in flight on three streams, each with blocks of its own: no slot is written while it is read."""
+        """Ten batches in flight on three streams, each with separate blocks: no slot is written while it is read."""
         fake_gpu("transfers.one_after_the_other_on_one_ring", direction, strategy)
 
     def test_ids_on_the_device(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-        """Read when the kernel runs; what is out of range is skipped and reported; the engine's ids must be on the host."""
+        """Read when the kernel runs; ids out of range are skipped and reported; the engine's ids must be on the host."""
         fake_gpu("transfers.ids_on_the_device", direction, strategy)
 
     def test_a_batch_moves_what_its_pairs_say(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-        """Any number of pairs, larger and smaller than either pool, with -1 anywhere; sources may be named again."""
+        """Any number of pairs, larger and smaller than either pool, with -1 anywhere; sources may be repeated."""
         fake_gpu("transfers.a_batch_moves_what_its_pairs_say", direction, strategy)
 
     def test_layers(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-        """Layer by layer into a pool that holds a stage's layers."""
+        """Layer by layer into a pool with a stage's layers."""
         fake_gpu("transfers.layers", direction, strategy)
 
     @pytest.mark.slow
     def test_graphs(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-        """Nothing runs in a capture and no call breaks it; replays move what is there; destroyed graphs give back what they had."""
+        """A capture runs nothing, and no call ends it; replays copy current contents; destroyed graphs free their resources."""
         fake_gpu("transfers.graphs", direction, strategy)
 
     def test_threads(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
@@ -752,7 +752,7 @@ class TestStrategies:
     [("13000", 5, True), ("12080", 5, True), ("12040", 5, False), ("13000", 0, True), ("12040", 0, False)],
 )
 def test_old_drivers_and_the_legacy_stream(fake_gpu: FakeDriver, version: str, stream: int, batched: bool) -> None:
-    """No batched call where there is none; beside the legacy stream, which refuses it; CUDA 12.8's has one argument more."""
+    """No batched call if the driver has none, or on the legacy stream, which refuses it; CUDA 12.8's has one more argument."""
     fake_gpu("transfers.old_drivers_and_the_legacy_stream", stream, batched, FAKE_VERSION=version)
 
 
@@ -761,12 +761,12 @@ def test_old_drivers_and_the_legacy_stream(fake_gpu: FakeDriver, version: str, s
 @pytest.mark.parametrize("first", [5, 0x105])
 class TestTwoGpus:
     def test_streams_of_either(self, fake_gpu: FakeDriver, first: int, to: int, strategy: str) -> None:
-        """Kernels, events and copies each on the GPU that they are of, and ordered by the caller's stream of either."""
+        """Kernels, events and copies each run on their own GPU, in the order of the caller's stream of either GPU."""
         fake_gpu("transfers.streams_of_either", to, strategy, first, FAKE_DEVICES="2")
 
 
 class TestGrants:
-    """Two GPUs, of which the second's pool lies in memory that is granted by itself."""
+    """Two GPUs; the second one's pool is in memory whose access is granted per GPU."""
 
     @pytest.mark.parametrize(
         ("memory", "where"), [(1, "a stream-ordered pool"), (2, "memory mapped by the virtual memory API")]
@@ -776,7 +776,7 @@ class TestGrants:
     def test_memory_that_is_granted_by_itself(
         self, fake_gpu: FakeDriver, way: tuple[int, int], memory: int, where: str, peers: bool
     ) -> None:
-        """No kernel and no batched copy touches what is not granted to its GPU: direct is refused, the rest goes another way."""
+        """Kernels and batched copies access only memory granted to their GPU: direct is refused, other strategies are used."""
         knobs = {"FAKE_DEVICES": "2", "FAKE_PEERS": str(int(peers))}
         out = fake_gpu("transfers.memory_that_is_granted_by_itself", *way, memory, peers, **knobs)
         for line in out.splitlines():
@@ -788,7 +788,7 @@ class TestGrants:
                 assert ("use 'staged' or 'engine'" in line) != ("cuMemcpyPeerAsync" in line), line
 
     def test_a_pool_in_several_mappings(self, fake_gpu: FakeDriver) -> None:
-        """Each mapping that an array touches is asked about, its first and its last among them, and no other."""
+        """Each mapping that an array touches is checked, including its first and last one, and no other."""
         fake_gpu("transfers.a_pool_in_several_mappings", FAKE_DEVICES="2")
 
     def test_raw_addresses(self, fake_gpu: FakeDriver) -> None:
@@ -798,19 +798,19 @@ class TestGrants:
 class TestCaptureOnTheOtherGpu:
     @pytest.mark.parametrize("strategy", ["direct", "staged", "engine"])
     def test_others_go_on(self, fake_gpu: FakeDriver, strategy: str) -> None:
-        """A stream of the other GPU is captured: uploads and copies of other streams meanwhile are done, and not captured."""
+        """While a stream of the other GPU is captured, uploads and copies of other streams run, and are not captured."""
         fake_gpu("transfers.others_go_on", strategy, FAKE_DEVICES="2")
 
 
 class TestDefaultStreams:
     @pytest.mark.parametrize("device", [0, 1])
     def test_a_producer_on_a_default_stream(self, fake_gpu: FakeDriver, device: int) -> None:
-        """Its handle is the same on all GPUs: that of the copy's is meant."""
+        """Its handle is the same on all GPUs: the stream of the copy's GPU is meant."""
         out = fake_gpu("transfers.a_producer_on_a_default_stream", device, FAKE_DEVICES="2")
         assert out.split() == ["True", "False"]
 
     def test_two_gpus_and_a_default_stream(self, fake_gpu: FakeDriver) -> None:
-        """Handle 0 is either GPU's: refused, unless the stream's object says that it is the one whose kernels run."""
+        """Handle 0 exists on both GPUs: it is refused unless the stream's object names the GPU whose kernels run."""
         fake_gpu("transfers.two_gpus_and_a_default_stream", FAKE_DEVICES="2")
 
 
@@ -818,19 +818,19 @@ class TestOrder:
     @pytest.mark.parametrize("mark", ["done", "stream", "list"])
     @pytest.mark.slow
     def test_wait(self, fake_gpu: FakeDriver, mark: str) -> None:
-        """A copy that waits for another's end is right in any order of the streams; without it some order is wrong."""
+        """A copy that waits for another one's end is right in any order of the streams; without the wait some order is wrong."""
         out = fake_gpu("transfers.wait", mark)
         assert out.split() == ["True", *["False"] * 9]
 
     def test_consumers(self, fake_gpu: FakeDriver) -> None:
-        """`Done.wait` holds a stream back; `synchronize` the host."""
+        """`Done.wait` makes a stream wait; `synchronize` the host."""
         fake_gpu("transfers.consumers")
 
 
 class TestRest:
     @pytest.mark.parametrize("kind", ["cuda.core 0.4", "cuda.core 1", "CUevent", "cudaEvent_t"])
     def test_wait_for_an_event(self, fake_gpu: FakeDriver, kind: str) -> None:
-        """cuda.core's of any release, and cuda.bindings' handles, which are no streams."""
+        """Events of any release of cuda.core, and cuda.bindings' handles, which are not streams."""
         out = fake_gpu("transfers.wait_for_an_event", kind)
         assert out.split() == ["True", "False"]
 
@@ -838,37 +838,40 @@ class TestRest:
         fake_gpu("transfers.wait_is_refused_for_what_is_neither")
 
     def test_neighbours_are_merged(self, fake_gpu: FakeDriver) -> None:
-        """Blocks that follow each other on both sides are one copy, in whatever order they are named."""
+        """Blocks that are adjacent on both sides are one copy, in any order of the ids."""
         fake_gpu("transfers.neighbours_are_merged")
 
     @pytest.mark.parametrize("strategy", ["direct", "staged", "engine"])
     @pytest.mark.parametrize("direction", ["d2h", "h2d"])
     def test_registrations_are_not_crossed(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
-        """Pinned memory that was registered in pieces: the driver refuses a copy from one into the next."""
+        """For pinned memory registered in pieces, the driver refuses a copy from one piece into the next."""
         fake_gpu("transfers.registrations_are_not_crossed", direction, strategy)
 
     @pytest.mark.slow
     def test_a_few_multiprocessors(self, fake_gpu: FakeDriver) -> None:
-        """Never more CTAs than were granted; 16 where host memory is involved and nothing was said."""
+        """Never more CTAs than were granted; by default 16 if host memory is involved."""
         fake_gpu("transfers.a_few_multiprocessors")
 
     def test_each_copy_has_a_word_of_its_own(self, fake_gpu: FakeDriver) -> None:
-        """What one copy's kernels note about ids on the GPU is that copy's: of others in flight, dropped, or in a graph."""
+        """Errors of ids on the GPU are reported for their copy only: others are in flight, dropped, or in a graph."""
         fake_gpu("transfers.each_copy_has_a_word_of_its_own")
 
     def test_threads_are_each_told(self, fake_gpu: FakeDriver) -> None:
-        """The first copies of a transfer with ids on the GPU, by four threads at once."""
+        """The first copies of a transfer with ids on the GPU, by four threads at the same time."""
         fake_gpu("transfers.threads_are_each_told")
 
     @pytest.mark.parametrize("direction", ["d2h", "h2d"])
     def test_closed_beside_a_copy(self, fake_gpu: FakeDriver, direction: str) -> None:
-        """The ring is not freed under a copy that is being enqueued, which goes through; later ones are refused."""
+        """The ring is not freed during a copy that is being enqueued, which succeeds; later copies are refused."""
         fake_gpu("transfers.closed_beside_a_copy", direction, MALLOC_PERTURB_="85")
 
     @pytest.mark.slow
     def test_explain_and_auto(self, fake_gpu: FakeDriver) -> None:
-        """What is said is what runs."""
+        """The strategy in the text is the one that runs."""
         fake_gpu("transfers.explain_and_auto")
+
+    def test_no_kernel_crosses_beside_a_model(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("transfers.aside")
 
     def test_options(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("transfers.options")
@@ -877,6 +880,6 @@ class TestRest:
         fake_gpu("transfers.one_gpu_pool")
 
     def test_fork_after_cuda(self, fake_gpu: FakeDriver) -> None:
-        """A child is told, and ends without touching what is its parent's."""
+        """A child gets an error, and ends without changing its parent's resources."""
         out = fake_gpu("transfers.fork_after_cuda")
         assert out.split() == ["7"]

@@ -1,7 +1,7 @@
 """Transfers on real GPUs: every strategy in every direction, their order on streams, graphs, threads, and two GPUs.
 
-What the driver that is not one (test_transfer.py) cannot show: kernels on pinned memory, real races, real graphs.  Tests
-whose name ends in `alone` look at the GPU's free memory and are skipped while other test processes use it.
+They test what the fake driver (test_transfer.py) cannot: kernels on pinned memory, real races, real graphs.  Tests whose
+name ends in `alone` read the GPU's free memory and are skipped while other test processes use it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SLEEP = 60_000_000  # cycles: some 30 ms, in which every copy of these tests is 
 
 @contextlib.contextmanager
 def held(stream: Any) -> Iterator[None]:
-    """What is enqueued on the stream does not begin before the block is left; 20 s later it does, whatever waits for it."""
+    """Work on the stream does not begin until the block ends, or 20 s have passed."""
     import torch
 
     gate = torch.zeros(1, dtype=torch.int32).pin_memory()
@@ -62,7 +62,7 @@ def held(stream: Any) -> Iterator[None]:
 
 
 class End:
-    """A pool over a guarded buffer on a GPU or in pinned memory, with the bytes it had before."""
+    """A pool on a guarded buffer on a GPU or in pinned memory, with its original bytes."""
 
     def __init__(
         self, name: str, blocks: int, where: str, *, dst: bool = False, shape: kvbm.BlockShape = SHAPE, align: int = 0
@@ -116,7 +116,7 @@ def check(src: End, dst: End, src_ids: Any, dst_ids: Any, what: Any = "") -> Non
 
 
 def batch(rng: np.random.Generator, n: int, src_blocks: int, dst_blocks: int) -> tuple[np.ndarray, ...]:
-    """Ids with every fifth pair skipped, and the pairs of them that are copied."""
+    """Ids with every fifth pair skipped, and the pairs that are copied."""
     src, dst = rng.permutation(src_blocks)[:n], rng.permutation(dst_blocks)[:n]
     kept = np.arange(n) % 5 != 4
     src[np.arange(n) % 10 == 4], dst[np.arange(n) % 10 == 9] = -1, -1
@@ -133,10 +133,10 @@ def stream_of(index: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto", "aside"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_matrix(direction: str, strategy: str, dtype: str) -> None:
-    """Bit-exact, guards and other blocks untouched, skipped pairs skipped; alignments, chunks and batches take turns."""
+    """Bit-exact, guards and other blocks unchanged, skipped pairs skipped; alignments, chunks and batches vary."""
     rng = np.random.default_rng(len(strategy) + 10 * DIRECTIONS.index(direction))
     stream = stream_of()
     # Where single elements move, the engine's copies are as many as they are.
@@ -155,13 +155,13 @@ def test_matrix(direction: str, strategy: str, dtype: str) -> None:
             done.synchronize()
             assert done.query()
             check(s, d, src_kept, dst_kept, (src, dst, n, chunk))
-            assert strategy in ("auto", done.strategy)
+            assert strategy in ("auto", "aside", done.strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_ids_may_change_at_once(direction: str, strategy: str) -> None:
-    """However many they are; also nothing at all, one block, and lists; also on the legacy default stream."""
+    """For any number of ids; also none, one block, and lists; also on the legacy default stream."""
     import torch
 
     rng = np.random.default_rng(3)
@@ -201,7 +201,7 @@ def test_a_few_multiprocessors(direction: str, strategy: str, max_sms: int) -> N
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_layers_of_a_stage(direction: str, strategy: str) -> None:
-    """Layer by layer, from a pool of all layers into that of a stage which holds the last two; then in one call."""
+    """Layer by layer, from a pool of all layers to that of a stage which holds the last two; then in one call."""
     stage = dataclasses.replace(SHAPE, nl=2)
     a, b = SIDES[direction]
     for src, dst in itertools.product(("nhd", "universal", "vllm/paged_attn_v0"), ("nhd", "universal", "vllm/LBHNC")):
@@ -220,7 +220,7 @@ def test_layers_of_a_stage(direction: str, strategy: str) -> None:
 
 
 def test_pools_of_its_own() -> None:
-    """Allocated pinned memory and GPU memory, there and back: one slab, many allocations, no torch in between."""
+    """Allocated pinned memory and GPU memory, in both directions: one slab, many allocations, without torch."""
     names = "nhd", "universal"
     shape = dataclasses.replace(SHAPE, dtype="uint16")
     host = [kvbm.Pool.allocate(kvbm.load(name), shape, 20, "pinned") for name in names]
@@ -257,7 +257,7 @@ def test_what_is_explained_runs() -> None:
 
 
 def test_the_current_stream_is_torchs() -> None:
-    """Where none is said, the order is that of torch's current stream of the pool's GPU."""
+    """By default the order is that of torch's current stream of the pool's GPU."""
     import torch
 
     for direction in DIRECTIONS:
@@ -275,10 +275,10 @@ def test_the_current_stream_is_torchs() -> None:
 
 
 @pytest.mark.parametrize("ids_on", ["host", "device"])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto", "aside"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_more_pairs_than_blocks(direction: str, strategy: str, ids_on: str) -> None:
-    """A source may be named again: batches larger than its pool, with pairs that are skipped, inlined and uploaded."""
+    """Sources may be repeated: batches larger than the pool, with skipped pairs, ids in the parameters and uploaded ids."""
     import torch
 
     small = kvbm.BlockShape(nl=4, no=2, nh=1, nt=4, hd=32, dtype="bfloat16")
@@ -307,10 +307,10 @@ def test_more_pairs_than_blocks(direction: str, strategy: str, ids_on: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64"])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto", "aside"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_ids_on_the_device(direction: str, strategy: str, kind: str) -> None:
-    """Read when the kernel runs, not when the copy is enqueued; refused where the copy engine would need them."""
+    """Read when the kernel runs, not when the copy is enqueued; refused if the copy engine would need them."""
     import torch
 
     s, d = ends(direction, "nhd", "universal", 9, 11)
@@ -320,13 +320,13 @@ def test_ids_on_the_device(direction: str, strategy: str, kind: str) -> None:
     wrong = [torch.tensor(ids, dtype=src.dtype, device="cuda") for ids in ([8, 1, 9, 5], [1, 8, 3, 11])]
     if strategy in ("direct", "auto"):
         calls: tuple[Any, ...] = ((src, dst), ([8, 1, 0, 5], dst), (src, [1, 8, 3, 0]), (src, None), (None, dst))
-    elif strategy == "staged" and direction == "h2d":
+    elif strategy in ("staged", "aside") and direction == "h2d":
         calls = (([8, 1, 0, 5], dst), (None, dst), ([8, -1, 0, 5], dst))
         refused: tuple[Any, ...] = ((src, dst), (src, [0, 1, 2, 3]))
         sentence = "staged: src_ids lie on the GPU"
     else:
         calls, refused = (), ((src, dst), ([8, 1, 0, 5], dst), (src, [1, 8, 3, 0]))
-        sentence = f"{strategy}: block ids lie on the GPU"
+        sentence = f"{'staged' if strategy == 'aside' else strategy}: block ids lie on the GPU"
     if strategy not in ("direct", "auto"):
         for ids in refused:
             with pytest.raises(kvbm.BindError, match=f"{sentence}.*strategy='direct'"):
@@ -391,7 +391,7 @@ def core_event(stream: Any) -> Any:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_producers(direction: str, strategy: str) -> None:
-    """The source is written late, on another stream: a copy that does not wait is wrong, and each way to wait is right."""
+    """The source is written late, on another stream: a copy without a wait is wrong, and each way to wait is right."""
     import torch
 
     s, d = ends(direction, "nhd", "universal", 16, 16)
@@ -459,7 +459,7 @@ def test_one_copy_waits_for_another(strategies: tuple[str, str]) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_consumers(direction: str, strategy: str) -> None:
-    """Who reads the destination on another stream reads stale bytes, unless that stream waits for the copy."""
+    """A reader on another stream reads stale bytes, unless that stream waits for the copy."""
     import torch
 
     s, d = ends(direction, "nhd", "universal", 16, 16)
@@ -483,7 +483,7 @@ def test_consumers(direction: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_slots_are_not_overwritten(direction: str) -> None:
-    """Many staged batches in flight on several streams through a ring of three blocks, behind a delay on one of them."""
+    """Many staged batches in flight on several streams through a ring of three blocks; one stream is delayed."""
     import torch
 
     for start in range(3):
@@ -513,7 +513,7 @@ def torch_graph(work: Callable[[Any], Any]) -> Any:
 
 
 def core_graph(work: Callable[[Any], Any]) -> Any:
-    """cuda.core's graph builder, 0.4 or later."""
+    """A graph builder of cuda.core, 0.4 or later."""
     core = pytest.importorskip("cuda.core")
     if not hasattr(core.Device, "create_graph_builder"):
         core = pytest.importorskip("cuda.core.experimental")
@@ -535,7 +535,7 @@ def core_graph(work: Callable[[Any], Any]) -> Any:
     [*itertools.product(DIRECTIONS, ["direct", "engine"]), ("d2h", "staged"), ("h2d", "staged"), ("d2d", "staged")],
 )
 def test_graphs(direction: str, strategy: str, capture: Any) -> None:
-    """A replay moves what is in the source by then; two graphs of one transfer, and a copy that is in none, side by side."""
+    """A replay copies current contents; two graphs of one transfer run at the same time as a copy that is in none."""
     import torch
 
     for n in (2, 40):
@@ -564,7 +564,7 @@ def test_graphs(direction: str, strategy: str, capture: Any) -> None:
 
 @pytest.mark.parametrize(("direction", "strategy"), [*((d, "direct") for d in DIRECTIONS), ("h2d", "staged")])
 def test_graphs_with_other_ids(direction: str, strategy: str) -> None:
-    """Ids that lie on the device are read at every replay: the same graph copies other blocks, and skips others."""
+    """Ids on the device are read at every replay: the same graph copies and skips other blocks."""
     import torch
 
     s, d = ends(direction, "nhd", "universal", 30, 30)
@@ -606,7 +606,7 @@ def alone() -> None:
 
 @pytest.mark.parametrize("capture", [torch_graph, core_graph])
 def test_rings_of_destroyed_graphs_are_used_again_alone(capture: Any) -> None:
-    """20 captures one after the other hold no more memory than one: a ring a graph would be 20 times 24 MB."""
+    """20 captures in a row need the memory of one: with a ring per graph it would be 20 times 24 MB."""
     import torch
 
     alone()
@@ -633,10 +633,10 @@ def test_rings_of_destroyed_graphs_are_used_again_alone(capture: Any) -> None:
 # ---- threads, forks, endurance -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto", "aside"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_threads(direction: str, strategy: str) -> None:
-    """Eight threads with streams of their own share one transfer."""
+    """Eight threads with separate streams share one transfer."""
     import torch
 
     blocks, threads = 256, 8
@@ -660,7 +660,7 @@ def test_threads(direction: str, strategy: str) -> None:
 
 
 def test_threads_are_each_told_of_wrong_ids() -> None:
-    """The first copies of a transfer with ids on the GPU, by four threads at once."""
+    """The first copies of a transfer with ids on the GPU, by four threads at the same time."""
     import torch
 
     s, d = ends("d2d", "nhd", "universal", 3, 6)
@@ -695,7 +695,7 @@ def resident() -> int:
 
 
 def test_soak_alone() -> None:
-    """20,000 copies by every strategy hold no more memory than the first 2,000."""
+    """20,000 copies by every strategy use no more memory than the first 2,000."""
     alone()
     rng = np.random.default_rng(2)
     stream = stream_of()
@@ -745,10 +745,10 @@ def current_context() -> int:
     return context.value or 0
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto", "aside"])
 @pytest.mark.parametrize("way", [(0, 1), (1, 0)])
 def test_from_gpu_to_gpu(way: tuple[int, int], strategy: str) -> None:
-    """In order with a stream of either GPU: the source is written late there, and the destination read there."""
+    """In the order of a stream of either GPU: the source is written late on it, and the destination read on it."""
     import torch
 
     two_gpus()
@@ -785,7 +785,7 @@ def test_from_gpu_to_gpu(way: tuple[int, int], strategy: str) -> None:
 
 @pytest.mark.parametrize("memory", ["expandable_segments:True", "backend:cudaMallocAsync", "backend:native", "cupy"])
 def test_memory_that_is_granted_by_itself(memory: str) -> None:
-    """Mappings and stream-ordered pools, which opening the peer's context does not open: exact or refused; no context is lost."""
+    """Mappings and stream-ordered pools are not opened with the peer's context: exact or refused; no context is lost."""
     two_gpus()
     if memory == "cupy":
         pytest.importorskip("cupy")
@@ -813,7 +813,7 @@ def test_memory_that_is_granted_by_itself(memory: str) -> None:
 
 
 def test_batches_beside_the_legacy_stream() -> None:
-    """After what is on it, and before what comes next: every way to the batched call, which refuses that stream."""
+    """After its earlier work and before its later work, by every way to the batched call, which refuses that stream."""
     import torch
 
     from kvbm import kernels
@@ -872,7 +872,7 @@ def test_the_engine_and_the_legacy_stream(direction: str) -> None:
 
 
 def test_two_gpus_in_one_process() -> None:
-    """Each GPU's copies go to that GPU, whichever is current, and leave the current device and context as they were."""
+    """Each GPU's copies run on it, whichever is current; the current device and context do not change."""
     import torch
 
     two_gpus()
@@ -898,7 +898,7 @@ def test_two_gpus_in_one_process() -> None:
 
 
 def test_a_producer_on_the_default_stream_of_the_second_gpu() -> None:
-    """The legacy default stream is one handle for all GPUs: the copy's GPU is meant."""
+    """The legacy default stream has one handle for all GPUs: the copy's GPU is meant."""
     import torch
 
     two_gpus()
@@ -922,7 +922,7 @@ def test_a_producer_on_the_default_stream_of_the_second_gpu() -> None:
 @pytest.mark.parametrize("strategy", ["direct", "few", "staged", "few staged"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_transfers_sanitize(direction: str, strategy: str) -> None:
-    """Small, with allocations of their own, so that a step outside is seen."""
+    """Small, with separate allocations, so that accesses outside are reported."""
     small = kvbm.BlockShape(nl=2, no=2, nh=3, nt=5, hd=16, dtype="bfloat16")
     for src, dst in (("nhd", "universal"), ("universal", "vllm/paged_attn_v0"), ("hf/dynamic_cache", "nhd")):
         for align in (0, 2):

@@ -1,7 +1,7 @@
-"""Continuous batching of transformers itself, with tiny random models: where its cache lies, and requests that move.
+"""Real continuous batching of transformers with tiny random models: the places in its cache, and requests that move.
 
-Each test that generates compares tokens and log probabilities with a run that nobody touched: every bit must be the same.  A run
-has one request at a time, since what else is in a batch changes the bits.
+Each test that generates compares tokens and log probabilities with an undisturbed run: every bit must be equal.  A run has one
+request at a time, because other requests in a batch change the bits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import runpy
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -59,7 +60,7 @@ def config_of(kind: str) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
-    """For matrices as small as these more threads only wait; a manager that ends collects garbage, twice."""
+    """One thread, as more only wait for so small matrices; old objects are frozen, as an ending manager collects garbage twice."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()
@@ -85,7 +86,7 @@ def sizes(page: int = 16, blocks: int = 32, **more: Any) -> Any:
 
 
 class Steps:
-    """Lets a manager compute so many steps and then wait for a pause; from then on it runs freely."""
+    """Lets a manager compute some steps and then wait for a pause; afterwards it runs freely."""
 
     def __init__(self, manager: Any) -> None:
         self.manager, self.left, self.held = manager, None, threading.Event()
@@ -121,7 +122,7 @@ def managed(model: Any, **config: Any) -> Iterator[Any]:
 
 
 def begun(manager: Any, steps: int, prompt: list[int] = PROMPT) -> str:
-    """A request of which so many steps are computed, and one more until the manager is paused."""
+    """A request of which `steps` steps are computed, and one more until the manager is paused."""
     manager.steps.let(steps)
     name = manager.add_request(prompt, max_new_tokens=NEW, eos_token_id=-1)
     assert manager.steps.held.wait(60)
@@ -137,7 +138,7 @@ def ended(manager: Any, name: str) -> tuple[list[int], list[float]]:
 
 @cache
 def untouched(kind: str, dtype: str, device: str, page: int = 16) -> tuple[list[int], list[float]]:
-    """What a manager generates that is left alone."""
+    """The output of a manager that is not disturbed."""
     with managed(model_of(kind, dtype, device), page=page) as manager:
         found = ended(manager, manager.add_request(PROMPT, max_new_tokens=NEW, eos_token_id=-1))
     assert len(found[0]) == NEW and len(set(found[0])) > NEW // 3  # no model that says one thing only
@@ -145,7 +146,7 @@ def untouched(kind: str, dtype: str, device: str, page: int = 16) -> tuple[list[
 
 
 def spoil(groups: dict[str, Any]) -> None:
-    """Nothing that is in the cache now may be read."""
+    """Overwrite the cache, so that its current contents cannot be used."""
     next(iter(groups.values())).allocator.cache_tensor.view(torch.uint8).fill_(0x7B)
 
 
@@ -170,7 +171,7 @@ def resolved(page: int) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_engine_writes_where_the_layout_says(kind: str, dtype: str, device: str) -> None:
-    """Every element of three requests, through the engine's own way into its cache."""
+    """Every element of three requests, written by the engine's own code into its cache."""
     paged = cache_of(kind, dtype, device)
     groups = batching.groups_of(paged)
     assert list(groups) == (["full_attention"] if kind == "llama" else ["sliding_attention", "full_attention"])
@@ -202,7 +203,7 @@ def test_the_engine_writes_where_the_layout_says(kind: str, dtype: str, device: 
 
 
 def test_pools_of_types_share_no_block() -> None:
-    """Of a hybrid model: what one group's requests hold lies apart from the other's."""
+    """In a hybrid model, blocks of requests in one group do not overlap the other's."""
     paged = cache_of("hybrid", "float32", "cpu")
     state = RequestState(request_id="a", initial_tokens=[0] * 60)
     assert paged.can_store_request_tokens(state, 60)
@@ -231,7 +232,7 @@ def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "4.57.1")
     monkeypatch.setitem(sys.modules, "transformers.generation.continuous_batching.offloading_manager", None)
     monkeypatch.delitem(sys.modules, "kvbm.integrations.transformers")
-    with pytest.raises(ImportError, match=re.escape("transformers 4.57.1 has another continuous batching, or none")):
+    with pytest.raises(ImportError, match=re.escape("transformers 4.57.1 has no supported continuous batching")):
         importlib.import_module("kvbm.integrations.transformers")
 
 
@@ -288,7 +289,7 @@ def test_a_cache_that_is_another_one_is_refused(change: Callable[[Any], None], m
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_request_goes_on_after_host_memory(kind: str, dtype: str, device: str) -> None:
-    """Offloaded in the middle of its generation, then nothing of the cache is as it was; and again, from other blocks."""
+    """Offloaded during its generation, then the whole cache changes; and again, from other blocks."""
     with managed(model_of(kind, dtype, device)) as manager:
         ours = batching.Batching(manager)
         host = batching.Host(ours.groups, 8)
@@ -318,7 +319,7 @@ def test_a_request_goes_on_after_host_memory(kind: str, dtype: str, device: str)
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_block_that_came_back_wrong_is_computed_again(kind: str, check: bool, device: str) -> None:
-    """A byte is flipped in host memory: digests find it, and tokens stay right; without them they are others."""
+    """A byte is flipped in host memory: digests find it, and tokens stay right; without digests they differ."""
     with managed(model_of(kind, "float32", device)) as manager:
         ours = batching.Batching(manager)
         host = batching.Host(ours.groups, 8, "hnd", check=check)
@@ -349,7 +350,7 @@ def test_a_block_that_came_back_wrong_is_computed_again(kind: str, check: bool, 
     ],
 )
 def test_prefill_here_decode_there(kind: str, dtype: str, src: int, dst: int, device: str) -> None:
-    """One manager reads the prompt, another one with blocks of another size generates; what the first one held is gone."""
+    """One manager reads the prompt, another one with another block size generates; the first one's blocks are free."""
     model = model_of(kind, dtype, device)
     with managed(model, page=src) as one, managed(model, page=dst, blocks=24) as other:
         prefill, decode = batching.Batching(one), batching.Batching(other)
@@ -368,7 +369,7 @@ def test_prefill_here_decode_there(kind: str, dtype: str, src: int, dst: int, de
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_prefill_here_decode_there_over_a_wire(kind: str, device: str) -> None:
-    """As between two processes: state as bytes, an endpoint a group on each side, and both managers run meanwhile."""
+    """As between two processes: the state as bytes, an endpoint per group on each side, and both managers run meanwhile."""
     model = model_of(kind, "float32", device)
     with managed(model, page=16) as one, managed(model, page=32) as other, contextlib.ExitStack() as stack:
         prefill, decode = batching.Batching(one), batching.Batching(other)
@@ -394,7 +395,7 @@ def test_prefill_here_decode_there_over_a_wire(kind: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_prompt_that_is_half_read_moves(device: str) -> None:
-    """A prompt of three steps, taken after the first one; and a name that is taken, a request that there is not."""
+    """A prompt of three steps, moved after the first one; also a name that is taken, and a request that does not exist."""
     model, prompt = model_of("hybrid", "float32", device), [*PROMPT, *PROMPT[::-1], *PROMPT]
     with managed(model) as one, managed(model) as other:
         here, there = batching.Batching(one), batching.Batching(other)
@@ -414,7 +415,7 @@ def test_a_prompt_that_is_half_read_moves(device: str) -> None:
 
 
 def test_a_step_that_is_under_way_is_computed_again() -> None:
-    """As where a GPU computes one batch while the next one is planned: its token is not known yet, its position counts already."""
+    """As when a GPU computes one batch while the next one is planned: the token is unknown, its position already counts."""
     model = model_of("llama", "float32", "cpu")
     with managed(model) as one, managed(model) as other:
         here, there = batching.Batching(one), batching.Batching(other)
@@ -430,7 +431,7 @@ def test_a_step_that_is_under_way_is_computed_again() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", MODELS)
 def test_prefill_here_decode_there_while_steps_overlap(kind: str) -> None:
-    """Two batches at once on a GPU, which is how the engine is fastest."""
+    """Two overlapping batches on a GPU, the engine's fastest mode."""
     model = model_of(kind, "bfloat16", "cuda")
     with managed(model, use_async_batching=True) as one, managed(model, use_async_batching=True) as other:
         here, there = batching.Batching(one), batching.Batching(other)
@@ -439,7 +440,7 @@ def test_prefill_here_decode_there_while_steps_overlap(kind: str) -> None:
 
 
 def test_what_cannot_move_stays() -> None:
-    """No room there, no room in host memory, a manager that does not run: the request goes on where it is."""
+    """No space at the destination or in host memory, or a manager that does not run: the request continues where it is."""
     model = model_of("llama", "float32", "cpu")
     with managed(model) as one, managed(model, blocks=3) as other:
         here, there = batching.Batching(one), batching.Batching(other)
@@ -450,7 +451,7 @@ def test_what_cannot_move_stays() -> None:
             with pytest.raises(kvbm.BindError, match=r"expected room in host memory for .*4.*, got .*3"):
                 here.offload(name, batching.Host(here.groups, 3))
         assert ended(one, name) == untouched("llama", "float32", "cpu")
-    with pytest.raises(kvbm.BindError, match="expected a manager that runs"):
+    with pytest.raises(kvbm.BindError, match="expected a running manager"):
         batching.Batching(one)
     one.is_running = lambda: True
     one.distributed_helper.tp_size = 2
@@ -459,7 +460,7 @@ def test_what_cannot_move_stays() -> None:
 
 
 def test_a_request_that_came_is_found_by_its_prefix() -> None:
-    """What was computed elsewhere serves others with the same prompt."""
+    """Blocks computed elsewhere are used for other requests with the same prompt."""
     model = model_of("llama", "float32", "cpu")
     with managed(model) as one, managed(model) as other:
         here, there = batching.Batching(one), batching.Batching(other)
@@ -472,7 +473,7 @@ def test_a_request_that_came_is_found_by_its_prefix() -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_between_two_managers_is_not_cancelled(kind: str) -> None:
-    """Its blocks would be others', while they are still read and written."""
+    """Its blocks would be given to others while they are still read and written."""
     model = model_of(kind, "float32", "cpu")
     with managed(model) as one, managed(model) as other:
         here, there = batching.Batching(one), batching.Batching(other)
@@ -496,7 +497,7 @@ def test_what_is_between_two_managers_is_not_cancelled(kind: str) -> None:
 
 
 def test_what_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of another size, a copy that fails, a request that is restored twice: no block is lost, none belongs to two."""
+    """Blocks of another size, a failing copy, a request restored twice: no block is lost or belongs to two requests."""
     model = model_of("llama", "float32", "cpu")
     with managed(model) as one, managed(model, page=32) as other:
         here, there = batching.Batching(one), batching.Batching(other)
@@ -532,9 +533,9 @@ def test_what_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_full_cache_is_offloaded_by_kvbm(
     kind: str, spoiled: bool, check: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """generate_batch with room for a part of its requests: the same tokens as with room for all.
+    """generate_batch with space for some of its requests: the same tokens as with space for all.
 
-    Also if bytes change in host memory; if nobody looks, they are others then.
+    Also if bytes change in host memory; without verification the tokens then differ.
     """
     model = model_of(kind, "float32", device)
     prompts = [[(i * j + 5 * j) % 250 + 1 for i in range(40)] for j in range(1, 7)]
@@ -554,12 +555,30 @@ def test_a_full_cache_is_offloaded_by_kvbm(
             return held
 
         monkeypatch.setattr(batching.Host, "put", flips)
+    pools: list[weakref.ref[kvbm.Pool]] = []
+    hosts: list[batching.Host] = []
+    begin = batching.Offloading.__init__
+
+    def begins(self: batching.Offloading, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        pools.extend(weakref.ref(group.pool) for group in self.groups.values())
+        hosts.append(self.host)
+
+    monkeypatch.setattr(batching.Offloading, "__init__", begins)
+    reset = batching.Offloading.reset
+
+    def resets(self: batching.Offloading) -> None:
+        reset(self)
+        assert self.host.room({name: [0] * 16 for name in self.groups})
+
+    monkeypatch.setattr(batching.Offloading, "reset", resets)
     with batching.offloading(16, check=check) as made:
         few = generate(14)
+        gc.collect()
+        assert pools and not any(one() for one in pools)  # the engine's cache is not kept, though host memory is
     assert (few == generate(64)) is (check or not spoiled) and len(made) == 1
-    stats = made[0].host.stats
+    [stats] = made
     assert stats["loaded"] and bool(stats["wrong"]) is (spoiled and check)
-    assert made[0].host.room({name: [0] * 16 for name in made[0].groups})
 
 
 # ---- the example -------------------------------------------------------------------------------------------------------
@@ -586,8 +605,8 @@ def test_the_example_runs(
 
 @pytest.mark.slow
 def test_the_page_is_true() -> None:
-    """docs/transformers.md: its Python is run, its names are there."""
-    page = (EXAMPLE.parent.parent / "docs" / "transformers.md").read_text(encoding="utf-8")
+    """docs/engines/transformers.md: its Python runs, and its names exist."""
+    page = (EXAMPLE.parent.parent / "docs" / "engines" / "transformers.md").read_text(encoding="utf-8")
     exec("\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)), {})
     assert f"transformers {batching.VERSIONS[0]} to {batching.VERSIONS[1]}" in page
     for name in re.findall(r"`(?:here|there)\.(\w+)", page):

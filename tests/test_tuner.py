@@ -1,4 +1,4 @@
-"""Measuring the strategies: when it happens, what it runs, and what `auto` takes without it."""
+"""Measuring the strategies: when it is done, what it runs, and what `auto` chooses without it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUILT_IN = ((7, "direct"), (8, "staged"))  # for d2h
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """A cache folder of its own, a machine that has not been measured, and no measuring that a test did not ask for."""
+    """A new cache folder, a machine without a tuning table, and no measuring unless a test requests it."""
     monkeypatch.setenv("KVBM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("KVBM_TUNE", raising=False)
     if request.node.get_closest_marker("gpu") is None:
@@ -86,7 +86,7 @@ def test_one_gpu_alone_is_never_measured() -> None:
 
 
 class Measured:
-    """Stands in for `measure`: takes a while, and counts."""
+    """Replaces `measure`: takes a while, and counts its calls."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.asked = error, []  # type: ignore[var-annotated]
@@ -209,7 +209,7 @@ def test_ctrl_c_ends_the_measuring_thread() -> None:
 
 class TestOnTheFakeDriver:
     def test_measure_and_auto(self, fake_gpu: FakeDriver, tmp_path: Path) -> None:
-        """Every strategy runs, nothing stays behind, and a transfer does what the table says."""
+        """Every strategy runs, nothing leaks, and a transfer follows the table."""
         fake_gpu("tune.measure_and_auto", KVBM_CACHE_DIR=str(tmp_path))
 
     def test_no_memory_to_measure_with(self, fake_gpu: FakeDriver, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ class TestOnTheFakeDriver:
 
 @pytest.mark.gpu
 def test_measure_on_a_gpu(tmp_path: Path) -> None:
-    """In seconds, all strategies, nothing left behind; and a transfer does what the table says."""
+    """All strategies within seconds, nothing leaks, and a transfer follows the table."""
     import torch
 
     torch.cuda.init()
@@ -256,7 +256,7 @@ def test_measure_on_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_capture_elsewhere_stays_whole() -> None:
-    """`limits` measures nothing on a thread that captures; `measure` harms no capture even if it is asked to."""
+    """`limits` does not measure on a thread that captures; `measure` never ends a capture, even if called."""
     import torch
 
     x = torch.zeros(1000, device="cuda")

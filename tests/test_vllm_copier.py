@@ -1,4 +1,4 @@
-"""kvbm.integrations.vllm.copier: chunks, groups and digests, with pages of our own and without vLLM."""
+"""kvbm.integrations.vllm.copier without vLLM: chunks, groups and digests, with synthetic pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def pages(shape: BlockShape, device: str, blocks: int = 12) -> Pages:
-    """Of random elements."""
+    """Pages of random elements."""
     size = (blocks, shape.nh, shape.nt, shape.no, shape.hd)
     dtype = getattr(torch, shape.dtype)
     return Pages(Pool(LBHNC, shape, [torch.randn(size).to(dtype).to(device) for _ in range(shape.nl)]))
@@ -60,7 +60,7 @@ def device_of(device: str) -> str:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["universal", "operational_nhd", "nhd"])
 def test_blocks_leave_and_return(copiers: list[Copier], device: str, layout: str) -> None:
-    """To other blocks; what is told of it is true."""
+    """To other blocks; the reported counts are right."""
     engine = pages(KV, device)
     copiers.append(copier := Copier(HostMemory(load(layout), [[engine]], 8, device_of(device)), 1))
     before = arrays(engine).clone()
@@ -76,7 +76,7 @@ def test_blocks_leave_and_return(copiers: list[Copier], device: str, layout: str
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gap", [0, 32])
 def test_pages_as_bytes(copiers: list[Copier], device: str, gap: int) -> None:
-    """They leave and return whatever they hold; what lies between them stays as it is; other sizes are pages of their own."""
+    """Any contents leave and return; bytes between pages are unchanged; pages of other sizes are separate items."""
     size = KV.nbytes // KV.nl
     memory = torch.randint(-128, 128, (3, 12, size + gap), dtype=torch.int8).to(device)
     pages = as_bytes([memory[0, :, :size], memory[1, :, :size], memory[2, :, : size // 2]])
@@ -93,7 +93,7 @@ def test_pages_as_bytes(copiers: list[Copier], device: str, gap: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_chunks_of_several_blocks(copiers: list[Copier], device: str) -> None:
-    """A load begins in the middle of a chunk, and ends there; blocks that were never stored are wrong."""
+    """A load begins and ends inside a chunk; blocks that were never stored are wrong."""
     engine = pages(KV, device)
     copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 12, device_of(device)), 3))
     before = arrays(engine).clone()
@@ -109,7 +109,7 @@ def test_chunks_of_several_blocks(copiers: list[Copier], device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_groups_share_chunks(copiers: list[Copier], device: str) -> None:
-    """Layers of several kinds in one block, and groups that have pages in common."""
+    """Layers of several kinds in one block, and groups with common pages."""
     full, latent = pages(KV, device), pages(LATENT, device)
     groups = [[full], [full], [full, latent]]
     copiers.append(copier := Copier(HostMemory(load("universal"), groups, 6, device_of(device)), 1))
@@ -127,7 +127,7 @@ def test_groups_share_chunks(copiers: list[Copier], device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_flipped_bit(copiers: list[Copier], device: str, verify: bool) -> None:
-    """Is told, of the block that it is in; where nothing is verified it is copied."""
+    """It is reported for its block; without verification it is copied."""
     engine = pages(KV, device)
     copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 8, device_of(device)), 2, verify))
     before = arrays(engine).clone()
@@ -141,7 +141,7 @@ def test_a_flipped_bit(copiers: list[Copier], device: str, verify: bool) -> None
 
 
 def test_memory_of_all_ranks() -> None:
-    """One rank stores, another loads: blocks, digests, and whether there are any, in memory that both see."""
+    """One rank stores, another loads: blocks, digests, and their flags, in shared memory."""
     engines = [pages(LATENT, "cpu") for _ in range(2)]
     nbytes = HostMemory.shared_bytes([[engines[0]]], 6)
     shared = np.zeros(nbytes, np.uint8)
@@ -155,7 +155,7 @@ def test_memory_of_all_ranks() -> None:
 
 
 def test_errors() -> None:
-    """Chunks that are too few for the blocks; kinds of blocks in a layout that has no array a block."""
+    """Too few chunks for the blocks; several kinds of blocks in a layout without one array per block."""
     engine = pages(KV, "cpu")
     copier = Copier(HostMemory(load("universal"), [[engine]], 8, "cpu"), 2)
     with pytest.raises(BindError, match=r"2 blocks a chunk: expected 3 blocks and 2 chunks, got 3 and 1"):
@@ -169,7 +169,7 @@ def test_errors() -> None:
 
 @pytest.mark.gpu
 def test_nothing_waits_for_a_submit(copiers: list[Copier]) -> None:
-    """The host returns while the stream before is busy, and nothing is finished; then all is."""
+    """The host returns while earlier work on the stream runs, and no job is finished; later all are."""
     engine = pages(KV, "cuda")
     copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 8, "pinned"), 1))
     moved(copier, 1, [0, 1], [0, 1], is_load=False)

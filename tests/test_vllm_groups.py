@@ -1,4 +1,4 @@
-"""vLLM's config objects, stood in for by their attributes: groups of layers, their pools, their placement; what is not said."""
+"""vLLM's config objects, replaced by objects with the same attributes: groups of layers, their pools and placements; errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDS = [4, 0, 2]
 
 
 class Engine(SimpleNamespace):
-    """What a connector is given: `kv_caches`, `vllm_config`, `kv_cache_config`; `views` is each layer as ``b h n c``."""
+    """The arguments of a connector: `kv_caches`, `vllm_config`, `kv_cache_config`; `views` has each layer as ``b h n c``."""
 
     def pools(self, **more: Any) -> list[kvbm.Pool]:
         return [kvbm.Pool.from_vllm(self.kv_caches, group=one) for one in self.groups(**more)]
@@ -56,7 +56,7 @@ def engine(
     model_layers: int | None = None,
     **said: Any,
 ) -> Engine:
-    """An engine whose groups overlay each other; `content` in elements of `dtype`, `pad` behind each page, in elements."""
+    """An engine whose groups use the same memory; `content` in elements of `dtype`, `pad` after each page, in elements."""
     page = nh * NT * content + pad
     most = max(map(len, layers))
     memory = torch.randint(
@@ -148,7 +148,7 @@ def test_every_order(order: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_groups_that_overlay_each_other(order: str) -> None:
-    """Two groups of three and two layers in one allocation: where blocks are outermost, the smaller one leaves room."""
+    """Two groups of three and two layers in one allocation: with blocks outermost, the smaller group leaves gaps."""
     held = engine(order, ([0, 3, 4], [1, 2]))
     first, second = held.groups()
     assert (first.layers, second.layers, second.index) == ((0, 3, 4), (1, 2), 1)
@@ -183,7 +183,7 @@ def test_latents(order: str) -> None:
 
 
 def cpu_vec(view: torch.Tensor) -> torch.Tensor:
-    """A view of the CPU backend as ``b h o t d``."""
+    """A view of the CPU backend's memory as ``b h o t d``."""
     halves = view.reshape(NB, NH, 2, -1)
     return torch.stack(
         [halves[:, :, 0].unflatten(2, (HD, NT)).transpose(2, 3), halves[:, :, 1].unflatten(2, (NT, HD))], 2
@@ -282,7 +282,7 @@ def test_the_placement_of_a_hybrid_model() -> None:
     placement, rank = presets.of_vllm(second)
     assert tuple(placement.strips(rank).l) == (1, 2) and placement.model.nl == 5
     (one,) = engine(layers=([0, 2],), pp=2, model_layers=8).groups()
-    with pytest.raises(SpecError, match=r"2 stages: a rank knows its own layers alone; expected layers="):
+    with pytest.raises(SpecError, match=r"2 stages: a rank knows only its own layers; expected layers="):
         presets.of_vllm(one)
     placement, _ = presets.of_vllm(one, layers=[0, 2, 4, 6])
     assert tuple(placement.strips(0).l) == (0, 2)
@@ -354,7 +354,7 @@ def without(held: Engine, name: str) -> Engine:
             lambda: changed(engine(), "kv_cache_config.kv_cache_groups.0", kv_cache_spec=SimpleNamespace()),
             "expected attention with keys and values",
         ),
-        (lambda: changed(engine(), "kv_cache_config.kv_cache_tensors.0", host_resident=True), "in a pool of the host"),
+        (lambda: changed(engine(), "kv_cache_config.kv_cache_tensors.0", host_resident=True), "in a host pool"),
         (
             lambda: changed(engine(), "vllm_config.parallel_config", prefill_context_parallel_size=2),
             "prefill_context_parallel_size: expected 1, got 2",
@@ -362,7 +362,7 @@ def without(held: Engine, name: str) -> Engine:
         (lambda: engine(tokens_per_state=4), "4 tokens share a state"),
         (
             lambda: engine(backend="ROCM_ATTN"),
-            "ROCM_ATTN, LBHNC: where this backend writes inside a block is not known here; pass layout=",
+            "ROCM_ATTN, LBHNC: kvbm does not know the order in which this backend writes a block; pass layout=",
         ),
         (
             lambda: engine(kv_quant_mode=SimpleNamespace(name="TURBOQUANT_K8V4")),
@@ -370,18 +370,18 @@ def without(held: Engine, name: str) -> Engine:
         ),
         (
             lambda: engine(kv_quant_mode=SimpleNamespace(name="INT8_PER_TOKEN_HEAD")),
-            "known is vllm/per_token_head_int8, which is LBNHC",
+            "expected LBNHC, the order of vllm/per_token_head_int8",
         ),
-        (lambda: engine(head_size_v=16), "heads of 32 in K and 16 in V: known is LBNHC with V two thirds"),
+        (lambda: engine(head_size_v=16), "heads of 32 in K and 16 in V: expected LBNHC with V two thirds"),
         (lambda: engine(num_head_slots=2), "expected 4 heads of 256 bytes, got 2 of 256"),
         (lambda: engine(state_content_size_bytes=260), "expected 4 heads of 256 bytes, got 4 of 260"),
         (
             lambda: engine(dtype=torch.uint8, kv_quant_mode=FP8, cache_dtype="fp8_inc"),
-            "cache_dtype 'fp8_inc': which eight-bit floats",
+            "cache_dtype 'fp8_inc': kvbm does not know this format of eight-bit floats",
         ),
         (
             lambda: engine(backend="CPU_ATTN"),
-            "by its instructions (isa of the layers): known are vec, vec16, amx, got None; pass layout=",
+            "by its instruction set (isa of the layers): expected vec, vec16, amx, got None; pass layout=",
         ),
         (
             lambda: engine(backend="CPU_ATTN", isa="neon"),
@@ -391,13 +391,13 @@ def without(held: Engine, name: str) -> Engine:
         (lambda: engine(nh=2, cache_dtype_str="auto", backend="FLASHMLA"), "a latent: expected 1 head, got 2"),
         (
             lambda: engine(nh=1, cache_dtype_str="auto", backend="ROCM_AITER_MLA"),
-            "pass layout= with 'vllm/mla' if it is a latent",
+            "pass layout= with 'vllm/mla' if it is one latent",
         ),
         (
             lambda: engine(nh=1, cache_dtype_str="x", state_content_bytes=9, state_content_size_bytes=9),
-            "x: 9 bytes a token: known are 656",
+            "x: expected one of 656",
         ),
-        (lambda: swapped(), "expected torch.float32 81920 bytes behind"),
+        (lambda: swapped(), "expected torch.float32 81920 bytes after"),
         (
             lambda: without(engine(), "model.layers.1.self_attn.attn"),
             "layer 'model.layers.1.self_attn.attn': expected it in kv_caches, got",
@@ -433,8 +433,8 @@ def test_arguments_of_from_vllm() -> None:
         ({}, "expected vllm_config= and kv_cache_config= (0.26 and newer), or a layout"),
         ({"vllm_config": held.vllm_config}, "expected both vllm_config= and kv_cache_config="),
         ({"group": 0}, "expected both"),
-        ({"group": one, "layout": "vllm/LBHNC"}, "expected nothing beside it"),
-        ({"group": one, "dims": "b h t o*d"}, "dims, shape: expected none beside the config"),
+        ({"group": one, "layout": "vllm/LBHNC"}, "expected no other arguments"),
+        ({"group": one, "dims": "b h t o*d"}, "dims, shape: expected none, as the config"),
         ({**held.configs, "group": 3}, "group: expected one of 0 to 0, got 3"),
     ]:  # fmt: skip
         with pytest.raises(BindError, match=re.escape(message)):
@@ -447,7 +447,7 @@ def test_arguments_of_from_vllm() -> None:
 
 @pytest.mark.parametrize(("said", "is_"), [("LBHNC", "BLHNC"), ("BLHNC", "LBHNC")])
 def test_another_order_than_the_strides_have(monkeypatch: pytest.MonkeyPatch, said: str, is_: str) -> None:
-    """One head and one token a block: of two steps one fits the order by chance, and moves the other."""
+    """One head and one token per block: one of two strides fits the wrong order by chance, so both must be checked."""
     layers, blocks = ([0, 1], 5) if is_ == "LBHNC" else ([0, 1, 2], 2)
     for name, value in (("NB", blocks), ("NT", 1)):
         monkeypatch.setattr(f"{__name__}.{name}", value)
@@ -460,7 +460,7 @@ def test_another_order_than_the_strides_have(monkeypatch: pytest.MonkeyPatch, sa
 
 
 def connected(kind: str, **more: Any) -> Any:
-    """What a connector holds of an engine whose groups are of a kind."""
+    """A connector's caches for an engine with groups of this kind."""
     made = engine(**more)
     for number, group in enumerate(made.kv_cache_config.kv_cache_groups):
         spec = type(kind, (SimpleNamespace,), {})(**vars(group.kv_cache_spec))
@@ -471,13 +471,13 @@ def connected(kind: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["CrossAttentionSpec", "CircularBufferSpec", "RSWASpec", "NewSpec"])
 def test_tables_that_hold_no_positions_are_refused(kind: str) -> None:
-    """An encoder's states, and rings: a prefix of their blocks would be sent for the tokens of a prompt."""
+    """Encoder states and rings: a prefix of their blocks would be sent as the tokens of a prompt."""
     with pytest.raises(BindError, match=f"{kind}: where its block table has a token is not known"):
         connected(kind)
 
 
 def test_block_tables_as_spans() -> None:
-    """Behind a window there are no blocks; between others there are all."""
+    """Before a window there are no blocks; gaps elsewhere are an error."""
     made = connected("SlidingWindowSpec", layers=([0, 2], [1]), sliding_window=40)
     spans = made.spans(([0, 0, 3, 4], [1, 2]), 4 * NT - 3, 5)
     assert [(list(span.table), span.tokens) for span in spans.values()] == [
@@ -486,3 +486,25 @@ def test_block_tables_as_spans() -> None:
     assert made.spans(([0, 0], [1]), 20)["0.0"].tokens == range(20, 20)
     with pytest.raises(BindError, match=r"expected blocks for all tokens from 16 on, got a table with gaps: \[0, 3, 0, 4\]"):
         made.spans(([0, 3, 0, 4], [1, 2]), 4 * NT)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stages_of_a_pipeline_with_other_layers_are_refused(rank: int) -> None:
+    """Five layers on two stages are three and two, as in vLLM; else an error says what is not known."""
+    shares = ([0, 1, 2], [3, 4])
+    made = connected("FullAttentionSpec", layers=(shares[rank],), pp=2, rank=rank, model_layers=5)
+    assert made.rank == rank and sorted(made.layers.values()) == shares[rank] and made.whole == {"0.0"}
+    with pytest.raises(BindError, match=r"pipeline_parallel_size: 2 stages, and this one has layers .*VLLM_PP_LAYER_PARTITION"):
+        connected("FullAttentionSpec", layers=(([0, 1], [2, 3, 4])[rank],), pp=2, rank=rank, model_layers=5)
+
+
+def test_groups_with_a_window_do_not_keep_all_blocks() -> None:
+    assert connected("SlidingWindowSpec", layers=([0, 2], [1]), sliding_window=40).whole == frozenset()
+    assert connected("FullAttentionSpec", layers=([0, 2], [1]), sliding_window=40).whole == {"0.0", "1.0"}
+
+
+def test_spans_that_begin_later() -> None:
+    """If the other engine lacks the beginning of the first block."""
+    made = connected("SlidingWindowSpec", layers=([0, 2], [1]), sliding_window=40)
+    spans = made.spans(([0, 0, 3, 4], [1, 2, 5, 6]), 4 * NT, 0, {0: 2 * NT + 5})
+    assert [span.tokens for span in spans.values()] == [range(2 * NT + 5, 4 * NT), range(4 * NT)]

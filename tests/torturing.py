@@ -1,16 +1,16 @@
 """Rounds of the torture campaign (tools/torture.py): copies with faults, each judged by digests and by the oracles.
 
-A round is a kind, a seed and a number, which make all of its choices.  It returns what happened, counted:
+A kind, a seed and a number determine all choices of a round.  It returns counts of its outcomes:
 
-    right          nothing was injected, and every byte is what the oracle says
-    injected       faults, each of which then is one of:
-    found          reported as it must be: by `DigestError` with its pairs, and located
-    stated error   refused with one of the library's errors; what was there is as it was, and the next try is right
-    harmless       without effect: overwritten, or there before the source was digested, and the result is that source's
-    late           a destination that changed after it had been digested
-    done           the work was done in spite of it, and is right
+    right          no fault was injected, and every byte is the oracle's
+    injected       injected faults, each with one of these outcomes:
+    found          reported as required: by `DigestError` with its pairs, and located
+    stated error   refused with one of kvbm's errors; existing data are unchanged, and the next try is right
+    harmless       without effect: overwritten, or present before the source was digested, so it is part of the copy
+    late           the destination changed after it had been digested
+    done           the work succeeded in spite of the fault, and is right
 
-Anything else is an AssertionError.
+Any other outcome is an AssertionError.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ WAYS = ("steps", "rows", "scattered")
 
 
 class Flat(test_sections.Plain):
-    """A pool of one plane; on a GPU in torch's memory, which `memory` is."""
+    """A pool of one plane; on a GPU in torch's memory, which is `memory`."""
 
     def __init__(self, order: str, shape: BlockShape, blocks: int, where: Any, **rest: Any) -> None:
         self.memory: Any = None
@@ -93,7 +93,7 @@ def on_torch(data: np.ndarray, where: str) -> Any:
 
 
 def read(side: Any) -> np.ndarray:
-    """All bytes of a side, as they are now."""
+    """All current bytes of a side."""
     memory = getattr(side, "memory", None)
     if memory is None:
         return side.buffer.copy()
@@ -119,7 +119,7 @@ def write(side: Any, data: np.ndarray) -> None:
 
 
 def mirror(side: Any, data: np.ndarray) -> Any:
-    """The side as the oracles see it, holding other bytes."""
+    """The side in the oracles' form, with other bytes."""
     made = copy.copy(side)
     made.before = made.memory = data
     if isinstance(made, Flat):
@@ -144,16 +144,16 @@ class Scene(NamedTuple):
         return self.ours.of(self.s.pool), self.theirs.of(self.d.pool)
 
     def after(self, src: np.ndarray) -> np.ndarray:
-        """The destination after a copy of a source that holds `src`."""
+        """The expected destination after a copy of a source with the bytes `src`."""
         return moved(mirror(self.s, src), self.d, self.ours, self.theirs, self.src_ids, self.dst_ids)
 
     def digests(self, src: np.ndarray) -> list[int]:
-        """Of a source that holds `src`, by the definition."""
+        """Digests of a source with the bytes `src`, by the definition."""
         kept = [a if b != -1 else -1 for a, b in zip(self.src_ids, self.dst_ids, strict=True)]
         return expected(mirror(self.s, src), kept, self.ours)
 
     def returned(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
-        """A source that holds what a destination that holds `dst` has of it."""
+        """The source bytes that correspond to a destination with the bytes `dst`."""
         ids = [(a, b) for a, b in zip(self.src_ids, self.dst_ids, strict=True) if a != -1 != b]
         result, writes = src.copy(), self.d.positions(self.theirs)
         for plane, (at, itemsize) in self.s.positions(self.ours).items():
@@ -172,7 +172,7 @@ class Scene(NamedTuple):
 
 
 def places(rng: random.Random, device: str) -> tuple[Any, Any]:
-    """Where the source and the destination lie."""
+    """Devices of the source and the destination."""
     if device == "host":
         return "cpu", "cpu"
     near, far = (0, "pinned") if device == "fake" else (device, "cuda pinned")
@@ -187,7 +187,7 @@ def plane_pairs() -> list[tuple[str, str]]:
 def scene(
     rng: random.Random, device: str, *, least: int = 0, most: int = 6000, blocks: int = 10, whole: bool = False
 ) -> Scene:
-    """Pools that a copy is planned between, of `least` to `most` elements a block where they have one plane."""
+    """Pools between which a copy can be planned; with one plane, blocks have `least` to `most` elements."""
     while True:
         try:
             return _scene(rng, device, least, most, blocks, whole)
@@ -258,7 +258,7 @@ def ids_of(rng: random.Random, ids: Sequence[int]) -> Any:
 
 
 def options(rng: random.Random, at: Scene, staged: bool) -> dict[str, Any]:
-    """Of a transfer."""
+    """Options of a transfer."""
     if at.device == "host":
         return {}
     strategy = "staged" if staged else rng.choice(STRATEGIES)
@@ -270,7 +270,7 @@ def options(rng: random.Random, at: Scene, staged: bool) -> dict[str, Any]:
 
 
 def transfer(rng: random.Random, at: Scene, *, staged: bool = False, **rest: Any) -> kvbm.Transfer:
-    """A transfer by any strategy that there is for the pair."""
+    """A transfer by any strategy that is available for the pair."""
     while True:
         try:
             return kvbm.Transfer(*at.ends, **options(rng, at, staged), **rest)
@@ -280,7 +280,7 @@ def transfer(rng: random.Random, at: Scene, *, staged: bool = False, **rest: Any
 
 
 class Out:
-    """What takes digests: where the copy may write them."""
+    """Memory for digests, of a kind that the copy can write."""
 
     def __init__(self, n: int, device: str) -> None:
         self.host = np.full(n + 2, 77, np.uint64)
@@ -313,7 +313,7 @@ def streams(device: str) -> list[Any]:
 
 
 def digested(part: Any, ids: Sequence[int], stream: Any) -> list[int]:
-    """Of a pool, on a stream where it is on a GPU."""
+    """Digests of a pool, on a stream if it is on a GPU."""
     return [int(one) for one in part.digest(ids, **({} if part.pool.device == "cpu" else {"stream": stream}))]
 
 
@@ -329,7 +329,7 @@ def require_copied(at: Scene, src: np.ndarray | None = None) -> None:
 
 
 def copies(rng: random.Random, device: str) -> Found:
-    """By any strategy, on any stream, digested or verified or neither, captured or not."""
+    """By any strategy, on any stream, with digests or verification or neither, captured or not."""
     at = scene(rng, device)
     knobs = Fake() if device == "fake" else None
     n, verify = len(at.src_ids), rng.random() < 0.5
@@ -403,7 +403,7 @@ def flipped(data: np.ndarray, flip: Flip) -> np.ndarray:
 
 
 def flips(rng: random.Random, device: str) -> Found:
-    """One bit changes while a verifying copy runs, or behind its back."""
+    """One bit changes while a verifying copy runs, or without its notice."""
     where = ("source", "destination", "ring", "kernel") if device == "fake" else ("source", "destination")
     place = rng.choice(where)
     while True:
@@ -438,7 +438,7 @@ def flips(rng: random.Random, device: str) -> Found:
 
 
 def judge(at: Scene, flip: Flip, made: bool, seen: list[int], raised: tuple[int, ...]) -> str:
-    """What becomes of a flip; AssertionError where it is not what must."""
+    """The outcome of a flip; AssertionError if it is not a correct one."""
     n = len(at.src_ids)
     of_src, of_dst = seen[:n], seen[n:]
     whole = at.s.before
@@ -473,7 +473,7 @@ def judge(at: Scene, flip: Flip, made: bool, seen: list[int], raised: tuple[int,
 
 
 def require_located(at: Scene, said: str) -> None:
-    """What is wrong now is named: its pairs, and coordinates of a single byte."""
+    """Require that wrong data are named: their pairs, and the coordinates of a single byte."""
     src, dst = read(at.s), read(at.d)
     want = at.after(src)
     wrong = np.flatnonzero(dst != want)
@@ -511,7 +511,7 @@ def require_located(at: Scene, said: str) -> None:
 
 
 def flip_on_host(rng: random.Random, at: Scene, move: kvbm.Transfer, flip: Flip) -> tuple[bool, Any]:
-    """Another thread flips it, at any time."""
+    """Another thread flips the bit, at any time."""
     move.copy(at.src_ids, at.dst_ids)
     begin = time.perf_counter()
     move.copy(at.src_ids, at.dst_ids)
@@ -551,7 +551,7 @@ def flip_while_copied(at: Scene, move: kvbm.Transfer, flip: Flip, wait: float) -
 
 
 def flip_on_gpu(rng: random.Random, at: Scene, move: kvbm.Transfer, flip: Flip) -> tuple[bool, Any]:
-    """A kernel on another stream flips it, at any time; in pinned memory the host does."""
+    """A kernel on another stream flips the bit, at any time; in pinned memory the host does."""
     import torch
 
     side = at.s if flip.place == "source" else at.d
@@ -576,7 +576,7 @@ def flip_on_gpu(rng: random.Random, at: Scene, move: kvbm.Transfer, flip: Flip) 
 
 
 def flip_on_fake(rng: random.Random, at: Scene, move: kvbm.Transfer, flip: Flip) -> tuple[bool, Any]:
-    """Between any two steps of the streams."""
+    """The bit is flipped between any two steps of the streams."""
     fake = Fake()
     fake.defer(1)
     order = rng.randrange(1, 1 << 30)
@@ -616,7 +616,7 @@ def flip_on_fake(rng: random.Random, at: Scene, move: kvbm.Transfer, flip: Flip)
 
 
 class Fake:
-    """Knobs and counters of the driver that is not one."""
+    """Knobs and counters of the fake driver."""
 
     def __init__(self) -> None:
         self.driver = ctypes.CDLL("libcuda.so.1")
@@ -667,7 +667,7 @@ class Fake:
 
 
 def action(rng: random.Random) -> Callable[[], None]:
-    """A copy, digests of a pool, a captured copy, or pinned memory: all that it takes, from the pools on, and its check."""
+    """A copy, digests of a pool, a captured copy, or pinned memory: all steps from making the pools on, and a check."""
     start, what = rng.getrandbits(64), rng.choice(("copy", "copy", "verify", "verify", "digest", "graph", "pin"))
 
     def call() -> None:
@@ -710,7 +710,7 @@ def action(rng: random.Random) -> Callable[[], None]:
 
 
 def calls(rng: random.Random, device: str) -> Found:
-    """Calls of the driver that an action makes fail, one after the other: about half of them a round."""
+    """Make calls of the driver in an action fail, one after the other: about half of them per round."""
     call = action(rng)
     verifies, step = call.__name__ == "verify", lambda: rng.choice((1, 2, 3))  # other rounds meet the others
     names = every_call(call.__name__, call, verifies=verifies, step=step, most=400)
@@ -755,7 +755,7 @@ def device_memory(rng: random.Random, device: str) -> Found:
 
 
 def has_arrays_of_blocks(pool: Pool) -> bool:
-    """Whether each block has arrays of its own: for ever so many blocks that would be ever so many arrays."""
+    """True if each block has separate arrays: very many blocks would be very many arrays."""
     twice = pool.layout.resolve(pool.shape, 2 * pool.num_blocks)
     return twice.table_size > pool.resolved.table_size
 
@@ -785,7 +785,7 @@ def real_device_memory(rng: random.Random, device: str) -> Found:
 
 
 def threads(rng: random.Random, device: str) -> Found:
-    """Several threads copy, verify and digest on the same transfers and pools; each writes blocks of its own."""
+    """Several threads copy, verify and digest with the same transfers and pools; each writes separate blocks."""
     at = scene(rng, device, blocks=40)
     at = at._replace(
         src_ids=[a for a, b in zip(at.src_ids, at.dst_ids, strict=True) if a != -1 != b],
@@ -838,7 +838,7 @@ def stored_pool(rng: random.Random) -> Pool:
 
 
 def writer(rng: random.Random, folder: Path, pool: Pool) -> tuple[str, Callable[[], Any]]:
-    """Something that replaces the file `out`."""
+    """A function that replaces the file `out`."""
     source, target = folder / "in", folder / "out"
     store.save(source, pool, force=True)
     store.save(target, stored_pool(rng), force=True)
@@ -855,7 +855,7 @@ def writer(rng: random.Random, folder: Path, pool: Pool) -> tuple[str, Callable[
 
 
 def require_whole(folder: Path, old: bytes, new: bytes, *, left: bool) -> bool:
-    """Whether the file is the new one; it is the old one otherwise, and nothing else is there."""
+    """True if the file is the new one; otherwise it must be the old one.  No other file may exist."""
     now = (folder / "out").read_bytes()
     assert now in (old, new), f"the file is neither the old nor the new one: {len(now)} bytes"
     names = {one.name for one in folder.iterdir()} - {"in", "out"}
@@ -867,7 +867,7 @@ def require_whole(folder: Path, old: bytes, new: bytes, *, left: bool) -> bool:
 
 @contextlib.contextmanager
 def files(rng: random.Random, folder: Path | None = None) -> Iterator[tuple[Path, str, Callable[[], Any], bytes, bytes]]:
-    """A folder with files, what replaces one of them, and the old and the new one's bytes."""
+    """A folder with files, a function that replaces one of them, and the old and the new one's bytes."""
     with tempfile.TemporaryDirectory(prefix="kvbm-torture-", dir=folder) as name:
         at = Path(name)
         old = new = b""
@@ -925,7 +925,7 @@ def kills(rng: random.Random, device: str) -> Found:
 
 
 def traced(call: Callable[[], Any], last: int) -> int:
-    """Run it and count Python's calls, of functions in C too; at the `last` one the process is killed."""
+    """Run a function and count Python's calls, including those of C functions; at the `last` one the process is killed."""
     count = 0
 
     def step(*_: Any) -> None:
@@ -943,7 +943,7 @@ def traced(call: Callable[[], Any], last: int) -> int:
 
 
 def full_disk(rng: random.Random, device: str) -> Found:
-    """No room: by a limit to the size of files, or on a small file system where one can be mounted."""
+    """No space: by a limit on the size of files, or on a small file system if one can be mounted."""
     if rng.random() < 0.5:
         said = in_child(lambda: _on_small_disk(rng))
         if said != "cannot be mounted":
@@ -975,7 +975,7 @@ def _refused(what: str, call: Callable[[], Any]) -> str:
 
 
 def _on_small_disk(rng: random.Random) -> str:
-    """In a process of its own, whose mounts nobody else sees."""
+    """In a separate process, whose mounts are invisible to others."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_mounts, private = 0x00020000, (1 << 18) | (1 << 14)
     if not hasattr(libc, "unshare") or libc.unshare(new_mounts) or libc.mount(b"none", b"/", None, private, None):
@@ -1013,7 +1013,7 @@ def _on_small_disk(rng: random.Random) -> str:
 
 
 def host_memory(rng: random.Random, device: str) -> Found:
-    """The process may have some bytes more than it has: what does not fit is refused, and is right once it fits."""
+    """The process may use some more bytes: what does not fit is refused, and is right as soon as it fits."""
     shape = BlockShape(nl=4, no=2, nh=4, nt=16, hd=64, dtype="float16")
     blocks = rng.choice((8, 64, 300))
     layouts = [kvbm.load(rng.choice(("nhd", "universal", "vllm/LBHNC", "vllm/paged_attn_v0"))) for _ in range(2)]
@@ -1117,7 +1117,7 @@ def one_round(device: str, kind: str, seed: int, number: int) -> Found:
 
 
 class Soak:
-    """Small copies of all sorts, without an end."""
+    """Small copies of all kinds, without an end."""
 
     def __init__(self, device: str, folder: Path) -> None:
         rng = self.rng = random.Random(1)
@@ -1159,7 +1159,7 @@ class Soak:
             require_copied(at)
 
     def sample(self) -> dict[str, int]:
-        """What the process holds."""
+        """The resources that the process holds."""
         gc.collect()
         found = {
             "rss": int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE,

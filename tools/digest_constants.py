@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Find the four factors of a cell's words in kvbm-digest-1 (docs/digest.md).
+"""Find the four factors of a cell's words in kvbm-digest-1 (docs/reference/digest.md).
 
 A set of them is the SHA-256 of ``kvbm-digest-1 N``: four big-endian words of 64 bits, the lowest bit of each set.  Two wrong words
 of a cell, of differences x and y, are missed where ``x a + y b = 0`` modulo 2**64: a lattice for each of the six pairs of factors.

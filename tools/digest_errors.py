@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Inject errors into blocks, and count those that their digests miss (docs/digest.md).
+"""Inject errors into blocks, and count those that their digests miss (docs/reference/digest.md).
 
 A block of bfloat16 has 8 tokens, 2 layers, K and V, 2 heads and rows of 64 bytes; each error is at a position of its own, and every
 256 of them in a new block.  Only the terms of what an error changed are computed: the rest of both sums is the same.  What changes

@@ -148,21 +148,21 @@ bench() {
   measure peers --num-blocks 64 --pair nhd:universal,nhd:hnd
   measure raw --num-blocks 1,16,64 --pattern fc_to_fc,lw_to_fc --backend direct,vectorized,batched,memcpy_async --no-peers
   measure tiles_bf16 --num-blocks 64 --pair "$tiles" --no-peers
-  measure tiles_fp8 --num-blocks 128 --pair "$tiles" --profile llama-3.1-70b,dtype=float8_e4m3fn --no-peers
-  measure tiles_f32 --num-blocks 64 --pair "$tiles" --profile llama-3.1-70b,dtype=float32 --no-peers
+  measure tiles_fp8 --num-blocks 128 --pair "$tiles" --shape llama-3.1-70b,dtype=float8_e4m3fn --no-peers
+  measure tiles_f32 --num-blocks 64 --pair "$tiles" --shape llama-3.1-70b,dtype=float32 --no-peers
   local mla=vllm/fp8_ds_mla v4=vllm/deepseek_v4 idx=vllm/dsa_indexer nv=vllm/nvfp4 pth=vllm/per_token_head_fp8 mx=sglang/mxfp8
-  measure records_mla --num-blocks 64,256 --profile deepseek-v3 --no-peers --pair \
+  measure records_mla --num-blocks 64,256 --shape deepseek-v3 --no-peers --pair \
     "$(both $mla:record/mla_fp8_planes $mla:record/mla_fp8_tensors vllm/nvfp4_ds_mla:record/nvfp4_mla_planes flashinfer/mla_split:record/mla_joined)"
-  measure records_v4 --num-blocks 64,256 --profile deepseek-v3,hd=512 --no-peers --pair \
+  measure records_v4 --num-blocks 64,256 --shape deepseek-v3,hd=512 --no-peers --pair \
     "$(both $v4:record/deepseek_v4_planes $v4:record/deepseek_v4_tokens vllm/mla_v41:record/mla_v41_tokens)"
-  measure records_indexer --num-blocks 256,1024 --profile deepseek-v3,hd=128 --no-peers --pair \
+  measure records_indexer --num-blocks 256,1024 --shape deepseek-v3,hd=128 --no-peers --pair \
     "$(both $idx:record/dsa_indexer_tokens ${idx}_mxfp4:record/dsa_indexer_mxfp4_tokens)"
   measure records_heads --num-blocks 64,256 --no-peers --pair \
     "$(both $nv:record/nvfp4_universal $nv:vllm/nvfp4_sm120 $nv:record/nvfp4_tensors $pth:record/per_token_head_fp8_planes)"
-  measure records_mxfp8 --num-blocks 16,64 --profile llama-3.1-70b,nt=128 --no-peers --pair \
+  measure records_mxfp8 --num-blocks 16,64 --shape llama-3.1-70b,nt=128 --no-peers --pair \
     "$(both $mx:record/mxfp8_universal $mx:record/mxfp8_tensors)"
   measure rows_fp8_hd64 --num-blocks 64,256 --pair nhd:universal,universal:nhd,nhd:hnd,hnd:nhd \
-    --profile llama-3.1-70b,hd=64,dtype=float8_e4m3fn --no-peers
+    --shape llama-3.1-70b,hd=64,dtype=float8_e4m3fn --no-peers
 }
 
 # Across PCIe, and what a transfer costs others.

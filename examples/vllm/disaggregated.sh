@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prefill in one vLLM, decode in another, and a router before both (docs/disaggregate.md): on the first machine
+# Prefill in one vLLM, decode in another, and a router before both (docs/engines/vllm-disaggregated.md): on the first machine
 # disaggregated.sh prefill MODEL, on the second disaggregated.sh decode MODEL, anywhere disaggregated.sh router.
 # 10.0.0.1 and 10.0.0.2 are the addresses of the two machines: put yours in their places.
 set -eu

@@ -1,5 +1,5 @@
 #!/bin/sh
-# vLLM with 64 GiB of host memory for blocks that leave the GPU, and with 2 TiB of files behind it (docs/vllm.md):
+# vLLM with 64 GiB of host memory for blocks that leave the GPU, and with 2 TiB of files behind it (docs/engines/vllm.md):
 # offload.sh MODEL, offload.sh MODEL files. /mnt/kv is the folder of the files: put yours in its place.
 set -eu
 MODEL=${1:?a model, as for vllm serve}

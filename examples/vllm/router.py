@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 import urllib.error
+import urllib.parse
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,6 +29,15 @@ def prefill_of(request: dict[str, Any]) -> dict[str, Any]:
     if "max_completion_tokens" in request:
         one["max_completion_tokens"] = 1
     return one
+
+
+def both_of(request: dict[str, Any], port: int, prefill: str, workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What both engines are asked at once: the prompt is sent while it is computed."""
+    name = uuid.uuid4().hex
+    one = prefill_of(request)
+    one["kv_transfer_params"]["transfer_id"] = name
+    there = {"remote_host": urllib.parse.urlsplit(prefill).hostname, "remote_port": port, "remote_workers": workers}
+    return one, {**request, "kv_transfer_params": {"do_remote_prefill": True, "transfer_id": name, **there}}
 
 
 def decode_of(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
@@ -49,19 +61,26 @@ class Router(BaseHTTPRequestHandler):
         if self.path not in PATHS or not isinstance(request, dict):
             self.send_error(400, f"expected a JSON object at {' or '.join(PATHS)}")
             return
+        if self.server.push:
+            first, second = both_of(request, *self.server.push)
+            threading.Thread(target=self._prefill, args=(first,), daemon=True).start()
+        else:
+            second = decode_of(request, self._prefill(prefill_of(request)))
         try:
-            with self._ask(self.server.prefill, prefill_of(request)) as response:
-                answer = json.loads(response.read())
-        except (OSError, ValueError) as error:  # the engine that decodes prefills it, too
-            self.log_message("prefill: %s", error)
-            answer = {}
-        try:
-            with self._ask(self.server.decode, decode_of(request, answer)) as response:
+            with self._ask(self.server.decode, second) as response:
                 self._pass_on(response.status, response.headers.get("Content-Type"), iter(lambda: response.read1(1 << 16), b""))
         except urllib.error.HTTPError as error:
             self._pass_on(error.code, error.headers.get("Content-Type"), iter([error.read()]))
         except OSError as error:
             self.send_error(502, f"decode: {error}")
+
+    def _prefill(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            with self._ask(self.server.prefill, request) as response:
+                return dict(json.loads(response.read()))
+        except (OSError, ValueError) as error:  # the engine that decodes prefills it, too
+            self.log_message("prefill: %s", error)
+            return {}
 
     def _ask(self, engine: str, request: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -79,10 +98,11 @@ class Router(BaseHTTPRequestHandler):
             self.wfile.flush()
 
 
-def serve(port: int, prefill: str, decode: str) -> ThreadingHTTPServer:
-    """A router that listens; `serve_forever` runs it."""
+def serve(port: int, prefill: str, decode: str, push: tuple[int, int] | None = None) -> ThreadingHTTPServer:
+    """A router that listens; `serve_forever` runs it.  `push`: kv_port and workers of the engine that prefills."""
     server: Any = ThreadingHTTPServer(("127.0.0.1" if port == 0 else "", port), Router)
     server.prefill, server.decode = prefill.rstrip("/"), decode.rstrip("/")
+    server.push = push and (push[0], server.prefill, push[1])
     return server  # type: ignore[no-any-return]
 
 
@@ -91,5 +111,9 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--prefill", default="http://127.0.0.1:8100", help="the engine that prefills")
     parser.add_argument("--decode", default="http://127.0.0.1:8200", help="the engine that decodes")
+    parser.add_argument("--push", action="store_true", help="ask both at once: the prompt is sent while it is computed")
+    parser.add_argument("--kv-port", type=int, default=14600, help="with --push: of the engine that prefills")
+    parser.add_argument("--workers", type=int, default=1, help="with --push: its workers, tp by pp")
     given = parser.parse_args()
-    serve(given.port, given.prefill, given.decode).serve_forever()
+    push = (given.kv_port, given.workers) if given.push else None
+    serve(given.port, given.prefill, given.decode, push).serve_forever()

@@ -1,12 +1,12 @@
-"""kvbm: KV-cache blocks from any layout to any other, at the speed of a memcpy.
+"""kvbm converts KV-cache blocks from any layout to any other, at the speed of a memcpy.
 
-Layouts are declared in YAML; a generator turns them into specialised CUDA kernels; conversions are called from here.
+Layouts are declared in YAML.  A generator turns them into specialised CUDA kernels.  This module has the conversions.
 
 >>> import kvbm
 >>> kvbm.load("universal").order_text
 '[b] h l o t d'
 
-Nothing is imported before it is used: neither NumPy nor the compiled half, and never torch.
+NumPy and the compiled part are imported when they are first used.  torch is never imported.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         TransferTimeoutError,
     )
     from .layout import Layout
+    from .matching import Match, match
     from .planner import Plan, plan
     from .pool import Pool
     from .reshard.placement import Placement
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: Public name → the module it lives in.
+#: Public name → the module that defines it.
 _HOME = {
     **dict.fromkeys(
         (
@@ -58,6 +59,7 @@ _HOME = {
     ),
     "BlockShape": "shapes",
     "Layout": "layout",
+    "Match": "matching",
     "Model": "digest",
     "Placement": "reshard.placement",
     "PoolSection": "selection",
@@ -69,6 +71,7 @@ _HOME = {
     "layouts": "spec",
     "load": "spec",
     "load_shape": "shapes",
+    "match": "matching",
     "plan": "planner",
     "shape_names": "shapes",
 }  # fmt: skip
@@ -85,6 +88,7 @@ __all__ = [
     "KvbmError",
     "Layout",
     "LayoutError",
+    "Match",
     "MissingKernelError",
     "Model",
     "PeerLostError",
@@ -103,12 +107,13 @@ __all__ = [
     "layouts",
     "load",
     "load_shape",
+    "match",
     "plan",
     "shape_names",
 ]
 
-#: Modules that are imported when they are named: the bridges, each with its framework, are not in ``__all__``.
-_MODULES = ("cupy", "jax", "kernels", "numba", "numpy", "reshard", "store", "torch", "wire")
+#: Modules that are imported on first access.  The bridges are not in ``__all__``, because each imports its framework.
+_MODULES = ("cupy", "jax", "kernels", "numba", "numpy", "reshard", "store", "testing", "torch", "wire")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,7 @@
-"""The address map: where one stream of elements of a block lies.
+"""Address maps: coordinates of the elements of a block → addresses.
 
-A layout at given sizes is one or more of these maps, and everything that asks where an element lies reads them: planning,
-identity, test data, benchmarks.  A map is affine in digits of the coordinates, and it is kept in a normal form, so that equal
-maps are equal objects.
+A layout at given sizes is one or more of these maps.  Planning, identity, test data and benchmarks all use them for addresses of
+elements.  A map is affine in digits of the coordinates.  It is stored in a normal form, so that equal maps are equal objects.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ Index: TypeAlias = Any
 
 
 class Step(NamedTuple):
-    """``(coordinate // divisor) % extent`` moves so many bytes and table entries.
+    """A digit ``(coordinate // divisor) % extent``, and the bytes and table entries that it steps.
 
     Attributes
     ----------
     axes : tuple of str
-        One axis.  More than one are fused row-major, the first slowest, and their common index is the coordinate: only where a
-        split of that index does not fall on its axes, or where `opaque`.
+        One axis.  Several axes are fused row-major, the first slowest, and the coordinate is their common index.  This is so only
+        if a split of that index does not coincide with its axes, or if `opaque`.
     divisor, extent : int
-        Which digit of the coordinate.
+        The digit of the coordinate.
     nbytes, entries : int
-        What the digit steps: bytes inside an allocation, entries of the table of allocations.
+        Steps of the digit: bytes inside an allocation, entries of the table of allocations.
     opaque : bool
-        The order inside these axes is not promised.
+        True if the order inside these axes is unspecified.
     """
 
     axes: tuple[str, ...]
@@ -49,7 +48,7 @@ class Step(NamedTuple):
         return "{" + names + "}" if self.opaque else f"({names})" if len(self.axes) > 1 else names
 
     def continues(self, inner: Step) -> bool:
-        """Whether this digit goes on where `inner` ends, so that the two are one."""
+        """True if this digit continues where `inner` ends, so that both can be merged."""
         n = inner.extent
         return (
             self.divisor == inner.divisor * n
@@ -61,30 +60,31 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where the elements of a block lie: all of them, those of one plane, or those that the order of K or of V places.
+    """The addresses of elements of a block: of all elements, of one plane, or of only K or only V.
 
     Attributes
     ----------
     plane : str
-        Which plane; empty where there is only one.
+        Name of the plane; empty if there is only one.
     half : int, optional
-        0 or 1 where this is the order of K or V alone, whose map means nothing for the other.
+        0 or 1 if the map is valid only for K or only for V.
     dtype : str
+        Dtype of the elements.
     itemsize, pack : int
-        `pack` elements are `itemsize` bytes.
+        `pack` elements have `itemsize` bytes together.
     sizes : tuple of (str, int)
-        Extents of the axes that have more than one element, by name; without ``b``.
+        Axes with more than one element, and their extents; without ``b``.
     packed : tuple of str
-        Along which axis the elements of one byte lie side by side, where `pack` is more than one.
+        The axis along which elements share a byte, if `pack` is more than one.
     at : tuple of int
-        Where it starts: bytes, and table entries.
+        Start: bytes, and table entries.
     block : tuple of int
-        What a block id steps: bytes, and table entries.
+        Steps of a block id: bytes, and table entries.
     steps : tuple of Step
-        Sorted by axes and divisor; digits that continue each other are one, and none has an extent of one.
+        Sorted by axes and divisor.  Contiguous digits are merged, and no digit has an extent of one.
     units : tuple of (int, int)
-        Where ids count units, of which several fill a block: the digits of an id below the block, fastest first, each an extent
-        and what it steps in bytes.  Empty: ids are blocks.
+        If ids count units of a block: the digits of an id inside a block, fastest first, each as extent and bytes.  Empty if ids
+        count blocks.
     """
 
     plane: str
@@ -101,7 +101,7 @@ class Access:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the elements hold."""
+        """Bytes of the elements."""
         return math.prod(step.extent for step in self.steps) * self.itemsize
 
     def digits(self, axis: str) -> tuple[Step, ...]:
@@ -116,18 +116,18 @@ class Access:
         for step in own:
             if step.opaque or len(step.axes) > 1:
                 what = "the opaque group" if step.opaque else "the split of"
-                raise LayoutError(f"axis '{axis}' has no steps of its own: it belongs to {what} {step}")
+                raise LayoutError(f"axis '{axis}' has no separate steps: it belongs to {what} {step}")
         return own
 
     def address(self, block: Index, coordinates: Mapping[str, Index]) -> tuple[Index, Index]:
-        """Table entry and byte of elements: of one, or of arrays of coordinates that broadcast.
+        """Table entry and byte of an element, or of many, for arrays of coordinates that broadcast.
 
         Parameters
         ----------
         block
-            Block id, or a unit's.
+            Id of the block or unit.
         coordinates
-            Axis → coordinate; 0 where not given.  Nothing is checked.  Inside an opaque group the declared order is assumed.
+            Axis → coordinate.  Default: 0.  They are not checked.  Inside an opaque group the declared order is used.
         """
         sizes = dict(self.sizes)
         nbytes = self.at[0]
@@ -148,12 +148,12 @@ class Access:
     # ---- parts of a map ----
 
     def fix(self, axis: str, index: int) -> Access:
-        """The part of the map with one coordinate given: K alone, one head, one layer.
+        """The part of the map with one fixed coordinate: only K, one head, one layer.
 
         Raises
         ------
         LayoutError
-            The axis has no steps of its own, the index is out of range, or elements along it share a byte.
+            The axis has no separate steps, the index is out of range, or elements along the axis share a byte.
         """
         own = [step for step in self.steps if axis in step.axes]
         if len(own) == 1 and own[0].axes == (axis,) and not own[0].opaque and axis not in self.packed:
@@ -171,12 +171,12 @@ class Access:
         return self._restrict(axis, index, 1, 1)[0]
 
     def window(self, axis: str, first: int, count: int, step: int = 1) -> tuple[Access, ...]:
-        """The coordinates ``first, first + step, …`` of an axis, `count` of them, as 0 to ``count - 1`` of maps of their own.
+        """Maps of the `count` coordinates ``first, first + step, …`` of an axis, numbered from 0.
 
         Returns
         -------
         tuple of Access
-            One.  Where the axis is split and the window cuts its digits, one a box of whole digits, in the order of the
+            One map.  If the axis is split and the window cuts its digits: one map per box of whole digits, in the order of the
             coordinates.
 
         Raises
@@ -197,10 +197,10 @@ class Access:
             return (self,)
         digits = self.digits(axis)
         if axis in self.packed:
-            # Bytes are the digits then: the window must hold whole ones.
+            # The window must contain whole bytes.
             if len(self.packed) > 1 or step > 1 or first % self.pack or count % self.pack:
                 raise LayoutError(
-                    f"axis '{axis}': {self.pack} elements along it share a byte, so {count} from {first} on would take bytes apart"
+                    f"axis '{axis}': {self.pack} elements along it share a byte, so {count} from {first} on would split bytes"
                 )
             digits = tuple(digit._replace(divisor=digit.divisor // self.pack) for digit in digits)
             boxes = list(_boxes(digits, first // self.pack, count // self.pack, 1))
@@ -227,9 +227,9 @@ class Access:
         return tuple(made)
 
     def cut(self, axis: str, count: int) -> Access:
-        """The map of units of a block: `count` neighbours along an axis each, of which ids count all.
+        """The map of units of a block.  A unit has `count` neighbours along an axis, and ids count units.
 
-        Unit ``k`` of a block with ``n`` of them has the id ``block * n + k``; inside it the axis has `count` coordinates.
+        Unit ``k`` of a block of ``n`` units has the id ``block * n + k``.  Inside a unit the axis has `count` coordinates.
 
         Raises
         ------
@@ -246,7 +246,7 @@ class Access:
             low = self.pack
             if len(self.packed) > 1 or count % low:
                 raise LayoutError(
-                    f"axis '{axis}': {low} elements along it share a byte, and units of {count} would part them"
+                    f"axis '{axis}': {low} elements along it share a byte, and units of {count} would split it"
                 )
         inside, units = [], []
         for digit in self.digits(axis):
@@ -273,7 +273,7 @@ class Access:
     # ---- other forms of a map ----
 
     def fold(self, entry_bytes: int) -> Access:
-        """The map for a table whose entries lie `entry_bytes` apart: entries become bytes."""
+        """The map for a table with entries `entry_bytes` bytes apart: entries become bytes."""
 
         def folded(nbytes: int, entries: int) -> tuple[int, int]:
             return nbytes + entries * entry_bytes, 0
@@ -282,11 +282,11 @@ class Access:
         return replace(self, at=folded(*self.at), block=folded(*self.block), steps=normal(steps))
 
     def place(self, at: int, block: int, steps: Iterable[Step]) -> Access:
-        """The map with the same elements in one allocation of its own, whose ids are blocks: `steps` with other bytes."""
+        """The map of the same elements in one separate allocation, with block ids and the given `steps`."""
         return replace(self, at=(at, 0), block=(block, 0), steps=normal(steps), units=())
 
     def gather(self, group: frozenset[str]) -> Access | None:
-        """The map with a group of axes as one opaque axis; None where they are not dense by themselves."""
+        """The map with a group of axes as one opaque axis; None if the group is not dense."""
         inside = [step for step in self.steps if group & set(step.axes)]
         nbytes = self.itemsize
         for step in sorted(inside, key=lambda step: step.nbytes):
@@ -294,7 +294,7 @@ class Access:
                 return None
             nbytes *= step.extent
         if self.pack > 1 and not set(self.packed) <= group:
-            return None  # the byte at hand holds elements along another axis
+            return None  # a byte holds elements along another axis
         axes = tuple(sorted(group))
         size = math.prod(extent for axis, extent in self.sizes if axis in group)
         if size == 1:
@@ -305,12 +305,12 @@ class Access:
         return replace(self, packed=packed, steps=normal([*rest, whole] if size > self.pack else rest))
 
     def fuse(self, axes: tuple[str, ...]) -> Access:
-        """The map with axes fused row-major, the first slowest, that have steps of their own.
+        """The map with several axes fused row-major, the first slowest.  Each must have separate steps.
 
         Raises
         ------
         LayoutError
-            One of them is fused otherwise, or elements share a byte along one that is not the fastest.
+            An axis is already fused with others, or elements share a byte along an axis that is not the fastest.
         """
         sizes, divisor, own = dict(self.sizes), 1, []
         if self.packed and self.packed != axes[-1:] and set(self.packed) & set(axes):
@@ -341,9 +341,9 @@ def declared(
 ) -> Access:
     """The map of a declared order in normal form.
 
-    Axes of size one are left out, fused axes fall apart where their splits allow it, and digits that continue each other are
-    one.  `unit` is ``(dtype, itemsize, pack)``; `steps` are in the axes of the terms, `packed` the axes of the term whose elements
-    share a byte.
+    Axes of size one are dropped, fused axes are separated if their splits allow it, and contiguous digits are merged.  `unit` is
+    ``(dtype, itemsize, pack)``; `steps` use the axes of the terms; `packed` has the axes of the term with elements that share a
+    byte.
     """
     several = {axis: size for axis, size in sizes.items() if size > 1 and axis != "b"}
     kept = []
@@ -378,7 +378,7 @@ def declared(
 
 
 def normal(steps: Iterable[Step]) -> tuple[Step, ...]:
-    """Steps in normal form: sorted, digits that continue each other as one, none of extent one."""
+    """Steps in normal form: sorted, contiguous digits merged, extents of one dropped."""
     merged: list[Step] = []
     for step in sorted(steps):
         if step.extent == 1:
@@ -391,9 +391,9 @@ def normal(steps: Iterable[Step]) -> tuple[Step, ...]:
 
 
 def _unfuse(axes: tuple[str, ...], steps: Sequence[Step], sizes: Mapping[str, int], start: int) -> list[Step] | None:
-    """Steps of fused axes as steps of one axis each; None where a split does not fall on the axes.
+    """Steps of fused axes as steps of single axes; None if a split does not coincide with the axes.
 
-    The digits below `start` are elements that share a byte: they must lie along the fastest axis.
+    Digits below `start` are elements that share a byte: they must be on the fastest axis.
     """
     bounds, inside = {}, 1
     for axis in reversed(axes):
@@ -415,14 +415,14 @@ def _unfuse(axes: tuple[str, ...], steps: Sequence[Step], sizes: Mapping[str, in
     return apart
 
 
-#: Where a box starts (bytes, entries), and its digits.
+#: Start of a box (bytes, entries), and its digits.
 _Box = tuple[tuple[int, int], tuple[Step, ...]]
 
 
 def _boxes(digits: Sequence[Step], first: int, count: int, step: int) -> Iterator[_Box]:
     """Cut the coordinates ``first + k * step`` of a split axis into boxes of whole digits.
 
-    Each box begins at a coordinate and goes on for as long as its digits move by a fixed stride each.
+    Each box begins at a coordinate, and continues while each of its digits moves with a fixed stride.
     """
     done = 0
     while done < count:
@@ -437,17 +437,17 @@ def _boxes(digits: Sequence[Step], first: int, count: int, step: int) -> Iterato
 def _longest(digits: Sequence[Step], at: int, most: int, step: int) -> tuple[tuple[Step, ...], int]:
     """Digits of the longest box of at most `most` coordinates that begins at `at`, and its number of coordinates."""
     made: list[Step] = []
-    size = 1  # coordinates that the digits so far hold
+    size = 1  # number of coordinates of the digits so far
     for digit in digits:
-        stride = step * size  # of the next digit, in coordinates
+        stride = step * size  # stride of the next digit, in coordinates
         if stride % digit.divisor:
-            # The coordinates of a step lie inside a digit of their own: whole ones before this digit moves.
+            # The coordinates of a step are inside a smaller digit, which must be complete before this digit moves.
             break
-        turn = stride // digit.divisor  # steps of this digit at a time
+        turn = stride // digit.divisor  # change of this digit per step
         if turn >= digit.extent:
             if turn % digit.extent:
                 break
-            continue  # it comes back to where it was
+            continue  # the digit returns to its value
         place = at // digit.divisor % digit.extent
         room = -(-(digit.extent - place) // turn)  # before it carries
         extent = min(room, most // size)
@@ -455,7 +455,7 @@ def _longest(digits: Sequence[Step], at: int, most: int, step: int) -> tuple[tup
             made.append(Step(digit.axes, size, extent, digit.nbytes * turn, digit.entries * turn))
             size *= extent
         if extent < room or place >= turn or digit.extent % turn:
-            break  # cut short, or it carries in the middle: the next digit would not move in step
+            break  # incomplete, or it carries in the middle: the next digit has no fixed stride
     return tuple(made), size
 
 
@@ -465,7 +465,7 @@ def refine(cuts: Iterable[int], size: int, start: int = 1) -> Iterator[tuple[int
     Parameters
     ----------
     cuts : iterable of int
-        Divisors at which either side splits.
+        Divisors at which one of the sides splits.
     size : int
         Extent of the axis.
     start : int
@@ -479,10 +479,10 @@ def refine(cuts: Iterable[int], size: int, start: int = 1) -> Iterator[tuple[int
     Raises
     ------
     LayoutError
-        The cuts are no chain in which each divides the next, so there is no common refinement.
+        The cuts are not a chain in which each divides the next, so there is no common refinement.
     """
     chain = sorted({start, *(cut for cut in cuts if cut > start), size})
     for lower, upper in itertools.pairwise(chain):
         if upper % lower:
-            raise LayoutError(f"{upper} is no multiple of {lower}")
+            raise LayoutError(f"{upper} is not a multiple of {lower}")
         yield lower, upper // lower

@@ -1,4 +1,4 @@
-"""Arrays of any framework as kvbm sees them: where they lie, how they step, what they hold.  Nothing is read through them."""
+"""Describe arrays of any framework: address, shape, strides, dtype, device.  Their contents are not read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import BindError, CudaError, DTypeError, KvbmError
+from .naming import SPELLINGS
 from .resolved import Allocation
 from .shapes import ITEMSIZE, PACKED, numpy_name
 from .spans import meet
 
 __all__ = [
-    "PAIRS",
     "TOLD",
     "Array",
     "Borrowed",
@@ -36,11 +36,9 @@ __all__ = [
     "written",
 ]
 
-#: What frameworks call a dtype whose items hold several elements.
-PAIRS = {"float4_e2m1fn_x2": "float4_e2m1fn"}
-#: Arrays of integers (or of raw bytes) of the same width stand in for dtypes that NumPy does not have.
+#: For dtypes that NumPy does not have, arrays of integers (or raw bytes) of the same width are used.
 _PLAIN = {1: ("uint8", "int8", "void8"), 2: ("uint16", "int16", "void16")}
-#: What a foreign object raises where it keeps to its protocol only in part.
+#: Exceptions of an object that implements its protocol only in part.
 _MALFORMED = (AttributeError, BufferError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _SWAPPED = ">" if sys.byteorder == "little" else "<"
 _INTEGERS = np.dtype(np.uint64), np.dtype(np.int64)
@@ -48,21 +46,22 @@ _TYPESTRS = tuple(dtype.str for dtype in _INTEGERS)
 
 
 class Array(NamedTuple):
-    """What kvbm needs to know of an array.
+    """The description of an array.
 
     Attributes
     ----------
     address : int
-        Of its first element.
+        Address of the first element.
     shape, strides : tuple of int
         Elements along each axis; bytes between neighbours.
     dtype, device : str
-        By name; ``"cpu"`` or ``"cuda:N"``.
+        Name of the dtype; ``"cpu"`` or ``"cuda:N"``.
     readonly : bool
+        True if the array may not be written.
     offset : int
-        Into its storage, in elements.
+        Offset in its storage (elements).
     owner : object
-        What must live as long as the address is used, where that is not the array itself.
+        The object that must live while the address is used, if it is not the array.
     """
 
     address: int
@@ -76,22 +75,22 @@ class Array(NamedTuple):
 
 
 def describe(array: Any, what: str = "array") -> Array:
-    """Look at an array without touching its memory.
+    """Describe an array without accessing its memory.
 
     Parameters
     ----------
     array : torch.Tensor, numpy.ndarray, or anything with ``__cuda_array_interface__`` or ``__dlpack__``
-        torch is not imported for it.
+        The array.  torch is not imported.
     what : str
-        What errors call it.
+        Name of the array in messages.
 
     Raises
     ------
     BindError
-        It is none of these, keeps to its protocol only in part, has no memory in which its values lie as they are (sparse,
-        fake, negated, masked, …), or lies on a device that is neither the CPU nor a CUDA GPU.
+        The object is none of these, or implements its protocol only in part.  It has no memory with its plain values (sparse, fake,
+        negated, masked, …).  It is on a device that is neither the CPU nor a CUDA GPU.
     DTypeError
-        Its bytes are not the elements that its dtype is named for: swapped, structured, four bits a byte.
+        The bytes are not plain elements of its dtype: swapped byte order, structured, or one byte per four-bit element.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -120,21 +119,22 @@ def describe(array: Any, what: str = "array") -> Array:
 
 
 def flat_integers(array: Any, count: int) -> tuple[int, int, Any] | None:
-    """Look at contiguous integers of 64 bits that may be written: a fifth of the time of `describe`, which every call spends.
+    """Describe writable, contiguous 64-bit integers.  It takes a fifth of the time of `describe`, which matters in every call.
 
-    Nothing is remembered of an array: under the same name and at the same address it may be another one, or no longer writable.
+    Nothing is cached: another array may have the same name and address, or the array may have become read-only.
 
     Parameters
     ----------
     array : as for `describe`
+        The array.
     count : int
-        How many are expected.
+        Expected number of items.
 
     Returns
     -------
     tuple or None
-        ``(address, CUDA device ordinal or -1, owner)``.  None where anything is otherwise, or cannot be seen from here: then
-        `describe` it, and say what is wrong.
+        ``(address, CUDA device ordinal or -1, owner)``.  None if the array is different, or cannot be checked in this way: then
+        call `describe`, and raise an error if it is wrong.
     """
     kind, torch = type(array), sys.modules.get("torch")
     if kind is np.ndarray:
@@ -142,7 +142,7 @@ def flat_integers(array: Any, count: int) -> tuple[int, int, Any] | None:
             return None
         if array.dtype not in _INTEGERS or not array.flags.writeable:
             return None
-        return addressof(c_char.from_buffer(array)), -1, None  # a third of the time of array.ctypes.data
+        return addressof(c_char.from_buffer(array)), -1, None  # takes a third of the time of array.ctypes.data
     try:
         if torch is not None and isinstance(array, torch.Tensor):
             return _flat_tensor(array, count, torch) if kind is torch.Tensor else None
@@ -159,12 +159,12 @@ def flat_integers(array: Any, count: int) -> tuple[int, int, Any] | None:
             return None
         device = getattr(array, "device", None)
         return address, device if type(device) is int and device >= 0 else _ordinal(array, address, ""), None
-    except Exception:  # the object's own code may raise anything, and raises it again
+    except Exception:  # the object's own code may raise anything; `describe` meets it again
         return None
 
 
 def _flat_tensor(tensor: Any, count: int, torch: Any) -> tuple[int, int, Any] | None:
-    dtype = tensor.dtype  # neither is complex or quantized
+    dtype = tensor.dtype  # both dtypes are neither complex nor quantized
     if dtype is not torch.int64 and dtype is not getattr(torch, "uint64", None):
         return None
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_neg():
@@ -183,18 +183,18 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
         raise BindError(f"{what}: expected a CPU or CUDA tensor, got one on {device}")
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # fake, masked, distributed, …
         raise BindError(
-            f"{what}: a {kind.__name__} holds its values elsewhere; pass the plain tensor that has the memory"
+            f"{what}: a {kind.__name__} does not hold its values itself; pass the plain tensor that does"
         )
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         odd = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else ""
         found = odd or str(tensor.layout).removeprefix("torch.")
         raise BindError(
-            f"{what}: expected a dense tensor, got a {found} one; pass the dense tensors that it is made of"
+            f"{what}: expected a dense tensor, got a {found} one; pass the dense tensors that it consists of"
         )
     if tensor.is_neg() or tensor.is_conj():
         raise BindError(
-            f"{what}: a view of the {'negative' if tensor.is_neg() else 'conjugate'} of what its memory holds; pass the tensor "
-            "that it is a view of"
+            f"{what}: a view of the {'negative' if tensor.is_neg() else 'conjugate'} of its memory's values; pass the tensor "
+            "of which it is a view"
         )
     shape, size = tuple(tensor.shape), tensor.element_size()
     strides = tuple(stride * size for stride in tensor.stride())
@@ -203,12 +203,12 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
         room = storage.data_ptr() + storage.nbytes() - address
     except (NotImplementedError, RuntimeError):
         raise BindError(
-            f"{what}: the tensor has no memory; expected one outside of torch.func and of subclasses"
+            f"{what}: the tensor has no memory; expected a plain tensor outside of torch.func"
         ) from None
     extent = span(shape, strides, size)
     if extent > room:
         raise BindError(
-            f"{what}: its storage ends {max(room, 0)} bytes behind its start, where its shape and strides span {extent}: the "
+            f"{what}: its storage has {max(room, 0)} bytes from its start, and its shape and strides span {extent}: the "
             "storage was resized"
         )
     return Array(
@@ -226,13 +226,13 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
 def _numpy(array: npt.NDArray[Any], what: str, owner: Any = None) -> Array:
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(array, masked.MaskedArray):
-        raise BindError(f"{what}: a masked array, and a copy has no mask; pass array.data, or array.filled()")
+        raise BindError(f"{what}: expected an array without a mask, got a masked array; pass array.data, or array.filled()")
     dtype = _dtype_name(array.dtype, what)
     return Array(array.ctypes.data, array.shape, array.strides, dtype, "cpu", not array.flags.writeable, owner=owner)
 
 
 def _dtype_name(dtype: np.dtype[Any], what: str, fields: bool = False, *, swapped: bool = False) -> str:
-    """The name of a dtype, if the bytes are the elements that it stands for."""
+    """The name of a dtype.  Raises `DTypeError` unless the bytes are plain elements of it."""
     if fields or dtype.fields is not None or dtype.subdtype is not None:
         raise DTypeError(f"{what}: expected elements of one dtype, got the structured {dtype}; pass a field of it")
     if swapped or not dtype.isnative:
@@ -242,7 +242,7 @@ def _dtype_name(dtype: np.dtype[Any], what: str, fields: bool = False, *, swappe
         )
     if dtype.name in PACKED:
         raise DTypeError(
-            f"{what}: {dtype.name} of ml_dtypes has a byte for each element, and a block {PACKED[dtype.name]} elements a byte; "
+            f"{what}: {dtype.name} of ml_dtypes has one byte per element, and a block has {PACKED[dtype.name]} elements per byte; "
             "pack them, and pass uint8"
         )
     return dtype.name
@@ -265,11 +265,11 @@ def _cuda_array(array: Any, interface: Any, what: str) -> Array:
             "expected 'shape', 'typestr' and 'data' as Numba defines them"
         ) from None
     if mask is not None:
-        raise BindError(f"{what}: a masked array, and a copy has no mask; pass the array of its values")
+        raise BindError(f"{what}: expected an array without a mask, got a masked array; pass the array of its values")
     if not address and 0 not in shape:
         raise BindError(f"{what}: {type(array).__name__} has no memory: its address is 0")
     name = _dtype_name(dtype, what, fields, swapped=str(typestr)[:1] == _SWAPPED and dtype.itemsize > 1)
-    # Users of the interface that have richer dtypes than NumPy say so (CuPy with ml_dtypes).
+    # Objects with dtypes beyond NumPy's have them in `dtype` (CuPy with ml_dtypes).
     own = str(getattr(getattr(array, "dtype", None), "name", ""))
     if ITEMSIZE.get(own) == dtype.itemsize and own not in PACKED and numpy_name(own) != own:
         name = own
@@ -277,7 +277,7 @@ def _cuda_array(array: Any, interface: Any, what: str) -> Array:
 
 
 def _ordinal(array: Any, address: int, what: str) -> int:
-    """CUDA's number of the device that an array lies on."""
+    """CUDA's number of the array's device."""
     device = getattr(array, "device", None)
     # JAX counts the devices of all processes by `id`, those of this one by `local_hardware_id`.
     for index in (getattr(device, "local_hardware_id", None), getattr(device, "id", None), device):
@@ -310,7 +310,7 @@ def _dlpack(array: Any, what: str) -> Array:
     from cuda.core.utils import StridedMemoryView
 
     try:
-        # stream_ptr=-1: no synchronisation here; the copy runs in the order of the stream that the caller names.
+        # stream_ptr=-1: no synchronisation here; the copy runs in the order of the caller's stream.
         view = StridedMemoryView.from_dlpack(array, stream_ptr=-1)
         dtype = view.dtype
     except _MALFORMED as error:
@@ -322,24 +322,24 @@ def _dlpack(array: Any, what: str) -> Array:
 
 
 def of_view(view: Any, dtype: str, itemsize: int, index: int, readonly: bool = False) -> Array:
-    """What a ``StridedMemoryView`` shows; it is kept, as the memory may be its own."""
+    """The description of a ``StridedMemoryView``.  The view is kept alive, as it may own the memory."""
     shape = tuple(view.shape)
     strides = tuple(s * itemsize for s in view.strides) if view.strides else dense(shape, itemsize)
     return Array(view.ptr, shape, strides, dtype, f"cuda:{index}", readonly or bool(view.readonly), owner=view)
 
 
-#: Arrays that are looked at before a copy, at most: the next ones at the next copy.  Each costs 40 ns.
+#: Most arrays that are checked before a copy; the next copy checks the next ones.  Each costs 40 ns.
 _LOOKED_AT = 16
 
-#: Tensors that are all told of a copy into them; of more only those that had gradients when they were bound.
+#: Up to this many tensors, autograd is told of all that a copy writes; beyond, only of those that had gradients when bound.
 TOLD = 256
 
 
 class Borrowed:
-    """The caller's arrays behind a pool: what may change while they are bound, and who wants to know that they were written."""
+    """The caller's arrays of a pool: checks if they have changed since they were bound, and tells autograd of writes."""
 
     def __init__(self, arrays: Sequence[Any], found: Sequence[Array]) -> None:
-        self._owners = tuple(array.owner for array in found)  # live as long as the addresses
+        self._owners = tuple(array.owner for array in found)  # kept alive while the addresses are used
         self._numpy = [array for array in arrays if isinstance(array, np.ndarray)]
         self._tensors = [array if hasattr(array, "untyped_storage") else None for array in arrays]
         self.asked = bool(self._numpy) or any(tensor is not None for tensor in self._tensors)
@@ -350,14 +350,14 @@ class Borrowed:
             return
         from . import _core
 
-        # Views of one tensor share its version; tensors that were made in inference mode have none.
+        # Views of one tensor share its version.  Tensors of inference mode have none.
         bases = {id(base): base for base in (_base(tensor) for tensor in tensors) if not base.is_inference()}
         self._versions = [base for base in bases.values() if len(bases) <= TOLD or base.requires_grad]
         self._table = _core.Table(np.array([array.address for array in found], np.uint64), upload=False)
         self._moved = _core.moved_tensor
 
     def moved(self) -> int:
-        """Index of a tensor that has other memory than when it was bound, or -1; of many some are asked, in turn."""
+        """Index of a tensor that has other memory than when it was bound, or -1.  Of many tensors some are checked in turn."""
         if not self._tensors:
             return -1
         first, count = self._turn, min(len(self._tensors), _LOOKED_AT)
@@ -366,17 +366,17 @@ class Borrowed:
 
     @property
     def locked(self) -> bool:
-        """Whether an array may not be written any more; of many the first are asked."""
+        """True if an array has become read-only.  Of many arrays the first are checked."""
         return bool(self._numpy) and not all(array.flags.writeable for array in self._numpy[:_LOOKED_AT])
 
     def written(self) -> None:
-        """Let autograd know of the tensors that were written."""
+        """Tell autograd which tensors were written."""
         if self._versions:
             written(self._versions)
 
 
 def written(tensors: Sequence[Any]) -> None:
-    """Let autograd know, as after any operator that writes: a graph that saved one of these tensors must not use it."""
+    """Tell autograd, as operators that write do: a graph that saved one of these tensors must not use it."""
     sys.modules["torch"].autograd.graph.increment_version(tensors)
 
 
@@ -384,24 +384,29 @@ def _base(tensor: Any) -> Any:
     return tensor if tensor._base is None else tensor._base
 
 
-def other_order(axes: Sequence[str], strides: Sequence[int]) -> str:
-    """What to do with an array whose axes lie in another order, or further apart, than its layout says."""
+def other_order(axes: Sequence[str], strides: Sequence[int], copier: str = "") -> str:
+    """A hint for an array with another order of axes, or larger strides, than its layout.
+
+    `copier` names the call that makes a contiguous copy, for an array that is only read.  For an output a copy is never right.
+    """
     lie = [axis for axis, _ in sorted(zip(axes, strides, strict=True), key=lambda one: -one[1])]
     if lie == list(axes):
-        found = "its neighbours are further apart than the layout says: name a layout with that pitch"
+        found = "its strides are larger than those of the layout: use a layout with that pitch"
     else:
-        found = f"its axes lie as {' '.join(lie)}: name a layout of that order"
-    return f"{found}. A contiguous copy would be filled in its place, and its owner would never see it"
+        found = f"its axes are in the order {' '.join(lie)}: use a layout with that order"
+    if copier:
+        return f"{found}. An input is only read, so a copy by {copier} works, too"
+    return f"{found}. Do not pass a contiguous copy: the result would not be in your array"
 
 
 def empty(shape: Sequence[int], dtype: Any, strides: Sequence[int]) -> npt.NDArray[Any]:
-    """A NumPy array that is not initialised, with these strides in bytes."""
+    """A new NumPy array with these strides (bytes), not initialised."""
     dtype = np.dtype(dtype)
     return np.ndarray(shape, dtype, np.empty(span(shape, strides, dtype.itemsize), np.uint8), strides=strides)
 
 
 def span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Bytes from the first to behind the last item; 0 where there is none."""
+    """Bytes from the first item to the end of the last; 0 for an empty array."""
     return math.prod(shape) and itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
@@ -415,19 +420,19 @@ def dense(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def same_dtype(found: str, wanted: str) -> bool:
-    """Whether an array of dtype `found` holds elements of dtype `wanted`: equal, or a stand-in of the same width."""
-    return PAIRS.get(found, found) == wanted or found in stand_ins(wanted)
+    """True if an array of dtype `found` can hold elements of dtype `wanted`: equal, or integers of the same width."""
+    return SPELLINGS.get(found, found) == wanted or found in stand_ins(wanted)
 
 
 def stand_ins(dtype: str) -> tuple[str, ...]:
-    """Dtypes of the same width whose bits may be those of one that NumPy does not have."""
+    """Dtypes of the same width that can hold the bits of a dtype that NumPy does not have."""
     return _PLAIN[ITEMSIZE[dtype]] if numpy_name(dtype) != dtype else ()
 
 
 def numpy_dtype(name: str, *, rich: bool = False) -> np.dtype[Any]:
-    """NumPy's dtype of a name; for one that it lacks unsigned integers of its width, or if `rich` that of ml_dtypes.
+    """NumPy's dtype of a name.  For a dtype that NumPy lacks: unsigned integers of its width; with `rich`, that of ml_dtypes.
 
-    Where elements share a byte, it is bytes: those of ml_dtypes do not share.
+    For elements that share a byte it is uint8, as those of ml_dtypes have one byte each.
     """
     if rich and name not in PACKED:
         import ml_dtypes
@@ -439,24 +444,25 @@ def numpy_dtype(name: str, *, rich: bool = False) -> np.dtype[Any]:
 def find_overlap(
     addresses: npt.NDArray[np.uint64], kinds: Sequence[Allocation], kind_of: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Two arrays that share a byte of an element, or None.
+    """Find two arrays that share a byte of an element; None if there are none.
 
-    Padding is no element's: arrays may lie in each other's, as the rows of several views of one tensor do.
+    An array may lie in the padding of another one, as the rows of several views of one tensor do.
 
     Parameters
     ----------
     addresses : numpy.ndarray of uint64
-        Where each starts.
+        Address of each array.
     kinds : sequence of Allocation
+        The kinds of arrays.
     kind_of : sequence of int
-        Which of them each array is.
+        For each array, the index of its kind.
     """
     order = np.argsort(addresses, kind="stable")
     starts, which = addresses.astype(np.int64)[order], np.asarray(kind_of, np.int64)[order]
     ends = starts + np.array([kind.extent for kind in kinds], np.int64)[which]
     nests = [_nest(kind) for kind in kinds]
-    behind = np.searchsorted(starts, ends)  # the first that starts where this one has ended
-    known: set[tuple[int, int, int]] = set()  # two kinds and a distance, at which they do not meet
+    behind = np.searchsorted(starts, ends)  # the first one that starts after this one has ended
+    known: set[tuple[int, int, int]] = set()  # two kinds, and a distance at which they do not overlap
     for i in np.flatnonzero(behind > np.arange(1, starts.size + 1)):
         later = slice(i + 1, behind[i])
         mine = int(which[i])
@@ -471,7 +477,7 @@ def find_overlap(
 
 
 def _nest(kind: Allocation) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Steps of an array, slowest first, around runs of so many bytes."""
+    """Extents and steps of an array, slowest first, and the bytes of its contiguous runs."""
     runs, nbytes = list(kind.runs), kind.itemsize
     if runs and runs[0][1] == nbytes:
         nbytes *= runs.pop(0)[0]

@@ -1,12 +1,13 @@
-"""Lists of arrays in, lists of arrays out: what the bridges to NumPy, CuPy, Numba and JAX have in common.
+"""The common part of the bridges to NumPy, CuPy, Numba and JAX: functions from lists of arrays to lists of arrays.
 
-A bridge is one file that says how its framework's arrays are looked at and made; everything else stands here.
+A bridge is one file that describes and creates its framework's arrays.  Everything else is here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .arrays import Array, describe
@@ -25,6 +26,8 @@ from .contract import (
     side_of,
 )
 from .errors import BindError, KvbmError
+from .layout import Layout
+from .matching import names_of_strides
 from .pool import Pool
 from .shapes import BlockShape
 from .transfer import convert as convert_pools
@@ -33,24 +36,24 @@ __all__ = ["Bridge", "views"]
 
 
 class Bridge(NamedTuple):
-    """How a framework's arrays are looked at and made, and the two functions that every framework has.
+    """Describes and creates a framework's arrays, and has the two functions of every bridge.
 
     Attributes
     ----------
     name : str
-        What errors call the framework.
+        Name of the framework in messages.
     expected : str
-        The type that is taken.
+        Name of the accepted type.
     takes : callable
-        Whether an object is one of its arrays.
+        Returns True for the framework's arrays.
     contiguous : str
-        How it makes an array contiguous.
+        The framework's function that makes an array contiguous, for messages.
     empty : callable
-        ``(kind, like)``: an array of a kind, not initialised, of its dtype or else of that of another, on whose device it is.
+        ``(kind, like)``: a new array of a kind, not initialised, on the device of `like`, with the kind's dtype or that of `like`.
     look : callable
         As `kvbm.arrays.describe`.
     ordered : callable
-        ``(stream, like)``: a context in which arrays are made and copied, and which gives the stream to copy on.
+        ``(stream, like)``: a context in which arrays are created and copied; it yields the stream of the copy.
     """
 
     name: str
@@ -67,9 +70,9 @@ class Bridge(NamedTuple):
     def convert(
         self,
         arrays: Any,
-        src: str = "nhd",
-        dst: str = "universal",
-        shape: str | BlockShape = "",
+        src: str | Path | Layout,
+        dst: str | Path | Layout,
+        shape: str | BlockShape,
         *,
         stream: Any = None,
     ) -> list[Any]:
@@ -78,24 +81,24 @@ class Bridge(NamedTuple):
         Parameters
         ----------
         arrays : sequence of the framework's arrays
-            One an allocation of the source's layout, in table order, each shaped as its order says.  dtypes of ml_dtypes
-            (bfloat16, float8_e4m3fn, float8_e5m2) are taken as they are.
-        src, dst : str
-            Layouts, by name or by the path of a YAML file.
+            One array per allocation of the source's layout, in table order.  The layout's order gives each shape.  Dtypes of
+            ml_dtypes (bfloat16, float8_e4m3fn, float8_e5m2) are accepted.
+        src, dst : str, Path or Layout
+            Layouts: names, or paths of YAML files.  A `Layout` must have been loaded from a file.
         shape : str or BlockShape
-            As `kvbm.load_shape` reads it.  Sizes without a dtype take the arrays'.
+            Sizes of a block, or a text that `kvbm.load_shape` reads.  Without a dtype, that of the arrays is used.
         stream : optional
-            Where a copy on a GPU is ordered, as for `kvbm.convert`.  Not given: the framework's current stream.
+            The stream of a copy on a GPU, as for `kvbm.convert`.  Default: the framework's current stream.
 
         Returns
         -------
         list of the framework's arrays
-            One an allocation of the destination's layout, of the inputs' dtype, or of its plane's where a layout has several.
+            One array per allocation of the destination's layout, with the inputs' dtype; with several planes, that of the plane.
 
         Raises
         ------
         BindError, DTypeError
-            Arrays that do not fit: the sentence names the input and the remedy.
+            The arrays do not fit.  The message names the input and what to do.
         LayoutError, PlanError, SpecError
             There is no copy between the two layouts, or no such layout or shape.
 
@@ -116,7 +119,7 @@ class Bridge(NamedTuple):
                 if sides[1].arrays_a_block:
                     return []
                 raise BindError(
-                    f"inputs: expected at least one array, which tells the dtype and the device of {sides[1]}"
+                    f"inputs: expected at least one array, which gives the dtype and the device of {sides[1]}"
                 )
             like = source.arrays[0]
             pool = source.pool(sides[0], blocks, source.seen[0].device)
@@ -136,20 +139,20 @@ class Bridge(NamedTuple):
         self,
         arrays: Any,
         out: Any,
-        src: str = "nhd",
-        dst: str = "universal",
-        shape: str | BlockShape = "",
+        src: str | Path | Layout,
+        dst: str | Path | Layout,
+        shape: str | BlockShape,
         src_ids: Any = None,
         dst_ids: Any = None,
         *,
         stream: Any = None,
     ) -> None:
-        """Convert blocks into arrays that are there already; ids are those of `kvbm.convert`, on the GPU too.
+        """Convert blocks into existing arrays.  Ids are as for `kvbm.convert`; they may be on the GPU.
 
         Raises
         ------
         BindError, DTypeError, LayoutError, PlanError, SpecError
-            As `convert`; a destination that is read-only.  Nothing was written.
+            As `convert`; also if the destination is read-only.  Nothing was written.
         """
         who, ids = self.caller("convert_", "input"), (src_ids, dst_ids)
         try:
@@ -168,13 +171,13 @@ class Bridge(NamedTuple):
                 with self.ordered(stream, source.arrays[0]) as ordered:
                     convert_pools(pool, into, *ids, stream=ordered)
             elif (pool or into) is not None and not all(hasattr(one, "__len__") and len(one) == 0 for one in ids):
-                raise BindError("there is no block on one side, and blocks to copy on the other")
+                raise BindError("ids: one side has no blocks: expected empty src_ids and dst_ids")
         except KvbmError as error:
             raise named(who.operator, error) from error.__cause__
 
 
 def views(pool: Pool, who: str, advice: str, *, on_gpu: bool) -> list[tuple[Any, str]]:
-    """A pool's arrays and the dtypes of their items, for a framework of GPUs or of the CPU."""
+    """A pool's arrays and the dtypes of their items, for a framework on the GPU or on the CPU."""
     pool.require_open()
     if on_gpu == (pool.device == "cpu"):
         expected = "a GPU" if on_gpu else "the CPU"
@@ -184,7 +187,7 @@ def views(pool: Pool, who: str, advice: str, *, on_gpu: bool) -> list[tuple[Any,
 
 
 class _List(NamedTuple):
-    """Arrays as they were given, and as they are seen."""
+    """Arrays of the caller, and their descriptions."""
 
     who: Caller
     arrays: list[Any]
@@ -207,10 +210,11 @@ class _List(NamedTuple):
         return int(side.blocks(self.who, [one.shape for one in self.seen]))
 
     def pool(self, side: Side, blocks: int, device: str) -> Pool | None:
-        """A pool of them, once they have passed all gates; None for no blocks."""
+        """A pool of the arrays after all checks; None for no blocks."""
         if self.seen:
             require_device(self.who(0), self.seen[0].device, "input #0", device)
-        require(self.who, self.seen, side.sized(blocks))
+        fitting = self.who._replace(fitting=lambda: names_of_strides(self.seen, side.shape, side.layout.name))
+        require(fitting, self.seen, side.sized(blocks))
         if not blocks:
             return None
         return Pool.trusted(side.layout, side.shape, self.seen, self.arrays)

@@ -1,6 +1,6 @@
-"""Where kvbm keeps files between runs, and how a file is written: whole or not at all.
+"""The folder in which kvbm keeps files between runs, and a way to write a file completely or not at all.
 
-The build imports this with nothing installed: platformdirs is imported where the folder is asked for.
+The build imports this module before any package is installed.  So platformdirs is imported only in `folder`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ __all__ = ["folder", "replacing"]
 
 
 def folder() -> Path:
-    """The user's cache folder: $KVBM_CACHE_DIR, or ``kvbm`` in the one of the system (``$XDG_CACHE_HOME``, ``~/.cache``).
+    """The user's cache folder: $KVBM_CACHE_DIR, or ``kvbm`` in the system's (``$XDG_CACHE_HOME``, ``~/.cache``).
 
     Raises
     ------
     RuntimeError
-        There is no home.
+        There is no home folder.
     """
     if own := os.environ.get("KVBM_CACHE_DIR"):
         return Path(own)
     from platformdirs import user_cache_path
 
     path = user_cache_path("kvbm", appauthor=False)
-    # A relative $XDG_CACHE_HOME is to be ignored, says the standard; without a home the path begins with "~".
+    # The XDG standard says to ignore a relative $XDG_CACHE_HOME.  Without a home folder the path begins with "~".
     return path if path.is_absolute() else Path("~", ".cache", "kvbm").expanduser()
 
 
@@ -36,34 +36,34 @@ def folder() -> Path:
 def replacing(
     path: str | os.PathLike[str], *, new: bool = False, durable: bool = False, mode: int = 0o666
 ) -> Iterator[Path]:
-    """Yield an empty file beside `path`; it gets that name at the end, or is removed on an exception.
+    """Yield an empty file beside `path`.  At the end it is renamed to `path`; after an exception it is removed.
 
-    Its name is unique, also among machines and containers that share the folder: of several writers at once the last one's
-    file stays.  A symlink is followed, and its target replaced.  A durable file has no name until the end where the system has
-    such files, so that a process that is killed while it writes leaves nothing behind.
+    Its name is unique, also among machines and containers that share the folder.  Of several concurrent writers the last one
+    wins.  If `path` is a symlink, its target is replaced.  A durable file has no name until the end, if the system supports
+    that (O_TMPFILE): a process that is killed while it writes leaves no file behind.
 
     Parameters
     ----------
     path : path
-        What to write.  Folders that are missing are made.
+        The file to write.  Missing folders are created.
     new : bool
-        Nothing may have the name: of several writers at once exactly one succeeds.
+        `path` must not exist.  Of several concurrent writers exactly one succeeds.
     durable : bool
-        Contents and name are on the disk before this returns.
+        The contents and the name are on the disk when the context ends.
     mode : int
         Permissions of the file, before the umask.
 
     Yields
     ------
     Path
-        The file to write to, or to put another one in place of.
+        The file to write to, or to replace with another file.
 
     Raises
     ------
     FileExistsError
-        `new`, and the name is taken.
+        `new` is true and `path` exists, or `path` is not a regular file (it is not changed).
     OSError
-        `path` is there and no regular file (it is left alone); it cannot be written.
+        The file cannot be written.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def replacing(
         what = "already there" if result.is_file() else "already there, and no regular file: it is not replaced"
         raise FileExistsError(errno.EEXIST, what, str(path))
     result.parent.mkdir(parents=True, exist_ok=True)
-    part = result.with_name(f".kvbm-{secrets.token_hex(8)}.tmp")  # short: the name may be as long as names can be
+    part = result.with_name(f".kvbm-{secrets.token_hex(8)}.tmp")  # short, because the name of `path` may have the maximum length
     nameless = _nameless(result.parent, mode) if durable else -1
     try:
         if nameless < 0:
@@ -104,12 +104,12 @@ def replacing(
 
 
 def _nameless(folder: Path, mode: int) -> int:
-    """A descriptor of a file without a name; -1 where there are none."""
+    """A descriptor of a file without a name; -1 if the system does not support that."""
     if not hasattr(os, "O_TMPFILE"):
         return -1
     try:
         handle = os.open(folder, os.O_TMPFILE | os.O_RDWR, mode)
-    except OSError:  # whatever it is, an ordinary file says it
+    except OSError:  # the ordinary file will raise the same error
         return -1
     if not _by_number(handle).exists():  # no /proc
         os.close(handle)
@@ -122,10 +122,10 @@ def _by_number(handle: int) -> Path:
 
 
 def _name(handle: int, path: Path) -> None:
-    folder = os.open(path.parent, os.O_RDONLY)  # with a folder Python calls linkat, which follows the link
+    folder = os.open(path.parent, os.O_RDONLY)  # with a folder, Python calls linkat, which follows the link
     try:
         os.link(_by_number(handle), path, src_dir_fd=folder, follow_symlinks=True)
-    except OSError as error:  # with the name that a user knows
+    except OSError as error:  # the error names the user's path
         what = "already there" if isinstance(error, FileExistsError) else error.strerror
         raise OSError(error.errno, what, str(path)) from None
     finally:

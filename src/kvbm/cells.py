@@ -1,7 +1,7 @@
-"""What a picture of a layout shows: labels, bytes and padding of every member, all from the pieces of a `Resolved` layout.
+"""The contents of a picture of a layout: labels, bytes and padding of every member, from the pieces of a `Resolved` layout.
 
-A layout is a cascade: one row a level, slowest first, the first member of each opened in the row below.  Many members are the
-first three, an ellipsis and the last.
+A picture has one row per level, slowest first.  Each row shows the inside of one member of the row above, usually the first.
+A row with many members shows the first three, an ellipsis and the last.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .resolved import Piece, Resolved
 
 __all__ = ["Cell", "Row", "Section", "record_runs", "sections"]
 
-#: A row shows the first three of its members and the last, where there are more than eight; of a table, than five.
+#: A row with more than eight members (a table: more than five) shows the first three and the last.
 _FIRST, _MOST, _MOST_ENTRIES = 3, 8, 5
-#: Runs of a record that are shown at its beginning and at its end.
+#: Number of runs that are shown at the beginning and at the end of a record.
 _RUNS = (5, 2)
 
 
@@ -30,13 +30,13 @@ class Cell:
     label : str
         ``t3``, ``K``, ``d 0–7``.
     start : int
-        First byte in its allocation; of an allocation, its table entry.
+        First byte in its allocation; for an allocation, its index in the table.
     nbytes, padding : int
-        Bytes that it holds, and bytes to the next member that hold nothing.
+        Bytes that it holds, and unused bytes before the next member.
     half : int or None
         0 for K, 1 for V, None for both or neither.
     plane : int or None
-        Which plane, None for all or where there is none.
+        Number of the plane, None for all planes or a layout without planes.
     """
 
     label: str
@@ -56,21 +56,21 @@ class Row:
     term, about : str
         As declared, and in prose.
     extent, step : int
-        Members; bytes from one to the next (of allocations: bytes of each).
+        Number of members; bytes from one member to the next (for allocations: bytes of the first shown).
     cells : tuple of (Cell or int)
-        A number stands for so many left out.
+        A number stands for that many members that are not shown.
     opened : int
-        Place in `cells` of the member that the next row shows.
+        Index in `cells` of the member that the next row shows.
     turns : int
-        How often K and V alternate inside a member; 0 where there is nothing to alternate.
+        Number of alternating runs of K and V inside a member; 0 if they do not alternate there.
     opaque : bool
-        The order of the elements is not promised: one cell stands for all.
+        The order of the elements is unspecified: one cell stands for all.
     blocks : tuple of (int, int, str)
-        First and last place in `cells` of what belongs to a block, and its name, where a block has several allocations.
+        If a block has several allocations: first and last index in `cells` of each block shown, and its name.
     is_record : bool
         The members are runs of planes, of different sizes.
     between : bool
-        What lies between the members belongs to other planes: it is no padding, or not all of it.
+        Other planes lie between the members, so not all of that space is padding.
     """
 
     term: str
@@ -87,7 +87,7 @@ class Row:
 
     @property
     def members(self) -> list[Cell]:
-        """The cells that stand for something."""
+        """The cells, without the numbers for members that are not shown."""
         return [cell for cell in self.cells if isinstance(cell, Cell)]
 
 
@@ -98,11 +98,11 @@ class Section:
     Attributes
     ----------
     rows : tuple of Row
-        Slowest first; the member that one opens is shown by the next.
+        Slowest first; each row shows the inside of the opened member of the row before.
     title, about : str
-        ``Inside: scale of V`` and what that is; empty where there is nothing to tell apart.
+        For example ``Inside: scale of V``, and a description; empty if there is only one section of levels.
     half, plane : int or None
-        0 for K, 1 for V; which plane.
+        0 for K, 1 for V; number of the plane.
     """
 
     rows: tuple[Row, ...]
@@ -113,7 +113,7 @@ class Section:
 
 
 def sections(resolved: Resolved) -> list[Section]:
-    """What a picture shows: the table of allocations first, then what lies inside one.
+    """The sections of a picture: the table of allocations first, then the inside of an allocation.
 
     Parameters
     ----------
@@ -123,7 +123,8 @@ def sections(resolved: Resolved) -> list[Section]:
     Returns
     -------
     list of Section
-        The table; one an order, or for planes that share records what they share and then one a plane and order.
+        The table, then one section per order.  With planes: the table, the shared levels if the planes share records, then one
+        section per plane and order.
     """
     made = [Section((_table_row(resolved),))]
     every = halves(resolved)
@@ -140,7 +141,7 @@ def sections(resolved: Resolved) -> list[Section]:
         base = each.start + sum(o * piece.stride for piece, _ in each.shared if piece.term.axes == ("o",))
         if not resolved.parts:
             title = "" if each.o is None else f"Inside: {each.name}"
-            # Of the table's first entries the one that this order is in.
+            # The first entry of the table that contains this order.
             made.append(Section(_cascade(several(each.own), base, None if half is None else o, o), title, half=each.o))
             continue
         others = (other for other in every if resolved.record and other.part is not each.part)
@@ -160,9 +161,9 @@ def _is_o_in_table(half: Half) -> bool:
 def _cascade(
     steps: Sequence[Level], base: int, half: int | None, o: int, plane: int | None = None, is_between: bool = False
 ) -> tuple[Row, ...]:
-    """One row a level, each beginning where the member of the one before is that it opens: K, or V for `o` = 1.
+    """One row per level.  Each row starts at the opened member of the row before: the first member; for V (`o` = 1), V.
 
-    K and V keep their colours where they are told apart; below, a plane has its own.
+    Once K and V are distinguished, the rows below keep their colours; a plane has its own colour.
     """
     cascade = []
     for number, (piece, holds) in enumerate(steps):
@@ -199,14 +200,14 @@ def _cascade(
 
 
 def record_runs(resolved: Resolved, first: int, last: int) -> tuple[list[Cell], int, list[Cell]]:
-    """The first runs of planes in a record in the order of their addresses, how many are left out, and the last ones.
+    """The first runs of planes in a record, the number of runs that are left out, and the last runs, in address order.
 
     Parameters
     ----------
     resolved : Resolved
-        A layout whose planes share records; where V has an order of its own, K's is shown.
+        A layout whose planes share records.  If V has its own order, the order of K is shown.
     first, last : int
-        How many runs, where there are more than these together.
+        Number of runs to return at each end.  A record with at most `first` + `last` runs is returned whole.
     """
     found, total = [], 0
     for plane, half in enumerate(half for half in halves(resolved) if not half.o):
@@ -219,7 +220,7 @@ def record_runs(resolved: Resolved, first: int, last: int) -> tuple[list[Cell], 
                 loops.append(piece)
         count = math.prod(piece.extent for piece in loops)
         total += count
-        # What is among the first of all planes is among the first of its own, and so with the last.
+        # The first runs of the record are among the first runs of their planes; the same holds for the last runs.
         for number in {*range(min(first + last, count)), *range(max(0, count - last), count)}:
             start, rest = half.start, number
             for piece in loops:
@@ -244,7 +245,7 @@ def _record_row(resolved: Resolved) -> Row:
 
 
 def _with_gaps(indices: Sequence[int], cells: Sequence[Cell]) -> tuple[Cell | int, ...]:
-    """The cells of these indices, and between any two how many are left out."""
+    """The cells of these indices, and between them the numbers of members that are left out."""
     made: list[Cell | int] = [cells[0]]
     for before, index, cell in zip(indices, indices[1:], cells[1:], strict=False):
         made += [index - before - 1, cell] if index > before + 1 else [cell]
@@ -252,10 +253,10 @@ def _with_gaps(indices: Sequence[int], cells: Sequence[Cell]) -> tuple[Cell | in
 
 
 def _table_row(resolved: Resolved) -> Row:
-    """The first allocations and the last; of two blocks where a block has several, and of each plane that has its own."""
+    """The first allocations and the last.  If a block has several: those of two blocks.  If planes have their own: some of each."""
     count, first = resolved.table_size, resolved.planes[0].pieces()
     table = [piece for piece in reversed(first) if piece.table]
-    each = next((piece.table for piece in table if piece.term.axes == ("b",)), 0)  # allocations of a block
+    each = next((piece.table for piece in table if piece.term.axes == ("b",)), 0)  # allocations per block
     has_brackets = not resolved.apart and 1 < each < count == each * resolved.num_blocks > 5
     if resolved.apart:
         numbers = sorted(number for part in resolved.parts for number in _ends_of_plane(resolved, part))
@@ -287,14 +288,14 @@ def _table_row(resolved: Resolved) -> Row:
 
 
 def _ends_of_plane(resolved: Resolved, part: Resolved) -> set[int]:
-    """Table entries of the first arrays of a plane and of the last."""
+    """Table indices of the first arrays and of the last array of a plane."""
     table = [piece for piece in part.pieces() if piece.table and piece.extent > 1]
     second = table[0].table if table and len(resolved.parts) < 3 else 0
     return {part.bases[0][1] + at for at in (0, second, sum((piece.extent - 1) * piece.table for piece in table))}
 
 
 def _turns(pieces: Sequence[Piece]) -> int:
-    """How many runs of K and V alternate in what these pieces, slowest first, step through."""
+    """Number of alternating runs of K and V in the range of these pieces, slowest first."""
     turns = 1
     for piece in pieces:
         turns *= piece.extent
@@ -304,7 +305,7 @@ def _turns(pieces: Sequence[Piece]) -> int:
 
 
 def _member(piece: Piece, index: int) -> str:
-    """``t3``, ``K``; of a quotient the elements that it holds, ``d 0–7``."""
+    """Label of a member: ``t3``, ``K``; for a quotient the range that it holds, ``d 0–7``."""
     name = " ".join(piece.term.axes)
     if piece.divisor > 1:
         first = index * piece.divisor

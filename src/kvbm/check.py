@@ -12,7 +12,7 @@ from .layout import Layout
 from .shapes import BlockShape, load_shape, shape_names
 from .terms import AXES
 
-__all__ = ["legality", "mistaken", "yaml_files"]
+__all__ = ["chosen", "legality", "mistaken"]
 
 
 def mistaken(
@@ -45,7 +45,7 @@ def mistaken(
             f"same arrays as {', '.join(sorted(others))} at {_some(places, len(names))}: nothing can notice a mix-up; name the "
             "layout explicitly"
             for places, others in where.items()
-        ] or [f"no other layout takes its arrays at {_some(list(names.values()), len(names))}"]
+        ] or [f"no other shipped layout takes its arrays at {_some(list(names.values()), len(names))}"]
     return notes
 
 
@@ -57,31 +57,39 @@ def _some(names: Sequence[str], total: int, most: int = 4) -> str:
     )
 
 
-def yaml_files(paths: Iterable[Path]) -> Iterator[Path]:
-    """Files as they are; of folders the layouts in them."""
-    for path in paths:
-        if path.is_dir():
+def chosen(given: Iterable[str]) -> Iterator[str | Path]:
+    """Names and files as they are; of folders the layouts in them.
+
+    A folder of the name of a shipped layout is meant only as a path, such as ``./nhd``.
+    """
+    for text in given:
+        path = Path(text)
+        if path.is_dir() and spec.load_shipped(text) is None:
             yield from (file for file in sorted(path.rglob("*.yaml")) if file.relative_to(path).parts[0] != "shapes")
         else:
-            yield path
+            yield text
 
 
 def legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) -> Iterator[str]:
-    """Yield notes. Raises where the layout is illegal for a wanted shape, or for every shipped one that fits."""
-    for _, shape in wanted:
+    """Yield notes: on the wanted shapes, else on the shipped ones that fit.
+
+    Raises where the layout is illegal for a wanted shape; without any, where it is for every shipped one that fits.
+    """
+    for text, shape in wanted:
         layout.resolve(shape, 1024)
+        yield f"one-to-one at {text}"
+    if wanted:
+        return
     absent = [axis for axis in AXES if axis not in layout.present]
     shipped = [(name, load_shape(name)) for name in shape_names()]
     fitting = [(name, shape) for name, shape in shipped if all(shape.sizes.get(axis) == 1 for axis in absent)]
     example = spec.example_shape(layout)
     if example is not None and not any(_is_legal(layout, shape) for _, shape in fitting):
         # Shipped shapes are of models; an indexer's keys and some latents have other sizes.
-        if not wanted:
-            yield f"one-to-one at {load_shape(example)}, which is no shipped shape"
+        yield f"one-to-one at {load_shape(example)}, which is no shipped shape"
         return
     if not fitting:
-        if not wanted:
-            yield f"no shipped shape fits (it has no axis {', '.join(map(repr, absent))}): give one with --shape"
+        yield f"no shipped shape fits (it has no axis {', '.join(map(repr, absent))}): give one with --shape"
         return
     reasons: dict[str, list[str]] = {}
     failed: LayoutError | None = None
@@ -92,7 +100,7 @@ def legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) -> Iterat
             failed = failed or error
             reasons.setdefault(re.sub(r" \(at [^()]*\)$", "", str(error)), []).append(name)
     legal = len(fitting) - sum(map(len, reasons.values()))
-    if failed is not None and legal == 0 and not wanted:
+    if failed is not None and legal == 0:
         raise failed
     yield f"one-to-one at {legal} of {len(fitting)} shipped shapes"
     for reason, names in reasons.items():

@@ -1,7 +1,7 @@
 """The command line: ``kvbm layouts | show | check | plan | reshard | gallery | schema | codegen | convert | tune | …``, and so on.
 
-Commands parse, call the library and print; what they know, they know from there. Every error that kvbm raises on
-purpose ends as one message on stderr and its class's exit code; ``KVBM_DEBUG=1`` adds the traceback.
+Commands parse their arguments, call the library and print the result. A `KvbmError` becomes one message on stderr and the
+exit code of its class. ``KVBM_DEBUG=1`` adds the traceback.
 """
 
 from __future__ import annotations
@@ -10,32 +10,40 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import spec
+from . import __version__, records, spec
 from .commands import (
     Group,
+    complete_layout,
+    fitting_shape,
+    gpu_option,
+    json_option,
     layout_argument,
     layouts_option,
+    new_table,
     num_blocks_option,
     picture_option,
     print_error,
+    print_json,
+    print_prose,
+    print_table,
     progress,
     shape_option,
     terminal,
     write_pictures,
 )
-from .errors import BuildError, KvbmError, MissingKernelError, SpecError
+from .errors import BindError, BuildError, KvbmError, MissingKernelError, SpecError
 from .layout import Layout
-from .shapes import BlockShape, load_shape
+from .shapes import BlockShape, load_shape, shape_names, shape_title
 
 if TYPE_CHECKING:
     from . import tuning
     from .planner import Plan
 
-#: Commands of other rooms.
+#: Commands that are defined in other modules.
 _LAZY = {
     "bench": ".bench.cli",
     "link": ".reshard.linkcli",
@@ -47,7 +55,7 @@ _LAZY = {
 
 
 @click.group(cls=Group, lazy=_LAZY, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="kvbm-layouts", prog_name="kvbm")
+@click.version_option(__version__, "-V", "--version", prog_name="kvbm")
 def main() -> None:
     """Describe KV-cache block layouts, and convert blocks between them.
 
@@ -55,51 +63,62 @@ def main() -> None:
     """
 
 
-# ---- looking --------------------------------------------------------------------------------------------------------
+# ---- layouts, shapes and plans --------------------------------------------------------------------------------------
 
 
 @main.command()
 @click.argument("part", required=False, metavar="[PART]")
-@layouts_option("Files or folders of layouts to list beside the shipped ones (may be repeated).")
-@click.option("--aliases", "only_aliases", is_flag=True, help="List names that mean the same; with --shape, there too.")
-@shape_option(required=False)
-@num_blocks_option("With --shape: blocks in the pool; 1024 if not given.")
+@layouts_option("Also list the layouts in these files or folders (may be repeated).")
+@click.option("--aliases", "only_aliases", is_flag=True, help="List names of equal layouts, with --shape also those equal there.")
+@shape_option(default=None)
+@num_blocks_option("With --shape: blocks in the pool.  [default: 1024]")
+@json_option("a list of layouts; with --aliases an object")
 def layouts(
-    part: str | None, paths: tuple[Path, ...], only_aliases: bool, shape_text: str | None, num_blocks: int | None
+    part: str | None,
+    paths: tuple[Path, ...],
+    only_aliases: bool,
+    shape_text: str | None,
+    num_blocks: int | None,
+    as_json: bool,
 ) -> None:
-    """List the shipped layouts: all of them, or those that have PART in their name (vllm/, mla)."""
+    """List the shipped layouts: all of them, or those that have PART in their name (mla), or start with it (vllm/)."""
     listed = spec.load_all([spec.layouts_dir(), *paths])
     if shape_text is not None and not only_aliases:
         raise click.UsageError("--shape goes with --aliases; `kvbm show` draws a layout at a shape")
     if num_blocks is not None and shape_text is None:
         raise click.UsageError("--num-blocks goes with --aliases --shape SHAPE")
     if part is not None:
-        chosen = [layout for layout in listed if part.lower() in layout.name.lower()]
+        text = part.lower()
+        in_folder = text.endswith("/")  # "vllm/" is not part of "nanovllm/…"
+        chosen = [one for one in listed if (one.name.lower().startswith(text) if in_folder else text in one.name.lower())]
         if not chosen:
             folders = sorted({layout.name.rpartition("/")[0] + "/" for layout in listed if "/" in layout.name})
             raise SpecError(f"no layout has {part!r} in its name; expected part of one, such as {', '.join(folders)}")
         listed = chosen
     if only_aliases:
-        _print_aliases(listed, load_shape(shape_text) if shape_text else None, num_blocks or 1024)
-    else:
-        _print_layouts(sorted(listed, key=lambda layout: (layout.name.rpartition("/")[0], layout.name)))
+        _print_aliases(listed, load_shape(shape_text) if shape_text else None, num_blocks or 1024, as_json)
+        return
+    listed = sorted(listed, key=lambda layout: (layout.name.rpartition("/")[0], layout.name))
+    if as_json:
+        print_json([records.of_layout(layout) for layout in listed])
+        return
+    _print_layouts(listed)
 
 
 def _print_layouts(listed: Sequence[Layout]) -> None:
-    from rich.table import Table
+    """One row per layout.  In a wide terminal and in pipes the title is beside the order, else below it."""
     from rich.text import Text
 
-    from .draw import table_box
-
     console = terminal()
-    table = Table(box=table_box(console), header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("name", style="bold", no_wrap=True)
-    if wide := console.width >= 110:
-        table.add_column("order", no_wrap=True)
-        table.add_column("title", style="dim")
-    else:
-        table.add_column("order, title")
-    table.add_column("fingerprint", style="dim", no_wrap=True)
+    if not console.is_terminal:
+        table = new_table("name", "order", "fingerprint", "title")
+        for layout in listed:
+            table.add_row(layout.name, Text(layout.order_text), layout.fingerprint, Text(layout.title))
+        print_table(table, console)
+        return
+    wide = console.width >= 110
+    titles = ("order", "title") if wide else ("order, title",)
+    table = new_table("name", *titles, "fingerprint", wrapped=titles[-1:], dim=("title", "fingerprint"))
     for _, folder in itertools.groupby(listed, key=lambda layout: layout.name.rpartition("/")[0]):
         for layout in folder:
             orders = [str(order) for order in layout.orders]
@@ -109,26 +128,35 @@ def _print_layouts(listed: Sequence[Layout]) -> None:
             about = (order, Text(layout.title)) if wide else (order.append(f"\n{layout.title}", "dim"),)
             table.add_row(layout.name, *about, layout.fingerprint)
         table.add_section()
-    console.print(table)
+    print_table(table, console)
 
 
-def _print_aliases(listed: Sequence[Layout], shape: BlockShape | None, num_blocks: int) -> None:
+def _print_aliases(listed: Sequence[Layout], shape: BlockShape | None, num_blocks: int, as_json: bool) -> None:
     from . import identity
 
     groups = identity.aliases(listed)
+    meetings = identity.same_addresses(listed, shape, num_blocks) if shape is not None else []
+    if as_json:
+        told: dict[str, Any] = {"aliases": [records.of_group(group) for group in groups]}
+        if shape is not None:
+            at = {"shape": records.of_shape(shape), "num_blocks": num_blocks}
+            told["same_addresses"] = {**at, "groups": [[records.of_group(group) for group in meeting] for meeting in meetings]}
+        print_json(told)
+        return
     click.echo("The same layout at every shape (one fingerprint):" if groups else "No two names mean the same.")
     for group in groups:
         click.echo(f"  {group[0].order_text}  ({group[0].fingerprint})")
         _print_names(group, 4)
     if shape is None:
         return
-    at = f"{shape} with {num_blocks:,} blocks"
-    meetings = identity.same_addresses(listed, shape, num_blocks)
+    at_shape = f"{shape} with {num_blocks:,} blocks"
     click.echo()
     if not meetings:
-        click.echo(f"At {at}, no others have the same addresses.")
+        click.echo(f"At {at_shape}, no others have the same addresses.")
         return
-    click.echo(f"Other fingerprints, and yet the same address of every element at {at}; at others they can differ:")
+    click.echo(
+        f"Different fingerprints, but the same address of every element at {at_shape}; at other shapes the addresses can differ:"
+    )
     for number, meeting in enumerate(meetings, 1):
         click.echo(f"  {number}.")
         for group in meeting:
@@ -138,115 +166,209 @@ def _print_aliases(listed: Sequence[Layout], shape: BlockShape | None, num_block
 
 def _print_names(group: Sequence[Layout], indent: int) -> None:
     names = ", ".join(layout.name for layout in group)
-    margin = " " * indent
-    click.echo(click.wrap_text(names, min(terminal().width, 100), margin, margin))
+    margin, console = " " * indent, terminal()
+    wrapped = click.wrap_text(names, min(console.width, 100), margin, margin)
+    click.echo(wrapped if console.is_terminal else f"{margin}{names}")
 
 
 @main.command()
-@layout_argument("name")
-@shape_option()
+@click.argument("part", required=False, metavar="[PART]")
+@json_option("a list of shapes")
+def shapes(part: str | None, as_json: bool) -> None:
+    """List the shipped block shapes: all of them, or those that have PART in their name (llama, tp8).
+
+    Sizes are layers (nl), K and V (no: 2; 1 for a latent), KV heads (nh), tokens of a block (nt) and elements of a head (hd).
+    NAME/tpN is what each of N tensor-parallel ranks holds. The bytes are those of one block, without padding.
+    """
+    names = [name for name in shape_names() if part is None or part.lower() in name]
+    if not names:
+        raise SpecError(f"no shape has {part!r:.200} in its name; `kvbm shapes` lists all")
+    found = [(name, shape_title(name), load_shape(name)) for name in names]
+    if as_json:
+        print_json([records.of_shape(shape, name, title) for name, title, shape in found])
+        return
+    console = terminal()
+    sizes = ("nl", "no", "nh", "nt", "hd")
+    wide = console.width >= 100
+    titles = ("name", *sizes, "dtype", "bytes per block", *(["title"] if wide else ()))
+    table = new_table(*titles, right=(*sizes, "bytes per block"), dim=("title",))
+    for name, title, shape in found:
+        numbers = map(str, (shape.nl, shape.no, shape.nh, shape.nt, shape.hd))
+        table.add_row(name, *numbers, shape.dtype, f"{shape.nbytes:,}", *([title] if wide else ()))
+    print_table(table, console)
+
+
+@main.command()
+@layout_argument("layout_name", metavar="LAYOUT")
+@shape_option(fits=True)
 @num_blocks_option("Blocks in the pool.", default=1024, show_default=True)
 @picture_option("svg", "a picture")
 @picture_option("png", "a picture")
 @picture_option("html", "a page with the picture, the axes and the address")
-def show(name: str, shape_text: str, num_blocks: int, svg: Path | None, png: Path | None, html: Path | None) -> None:
-    """Draw a layout: what is allocated, how the axes nest, which bytes lie together."""
-    resolved = spec.load(name).resolve(load_shape(shape_text), num_blocks)
-    if svg is None and png is None and html is None:
+@json_option("allocations, and the stride of every axis")
+def show(
+    layout_name: str,
+    shape_text: str | None,
+    num_blocks: int,
+    svg: Path | None,
+    png: Path | None,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Draw a layout: its allocations, how the axes nest, and which bytes are contiguous."""
+    layout = spec.load(layout_name)
+    shape_text = fitting_shape(shape_text, layout)
+    resolved = layout.resolve(load_shape(shape_text), num_blocks)
+    if svg is not None or png is not None or html is not None:
+        from . import picture
+        from .gallery import page
+
+        write_pictures(lambda: picture.draw_layout(resolved), svg, png, html, lambda: page(resolved), quiet=as_json)
+    if as_json:
+        print_json(records.of_resolved(resolved))
+    elif svg is None and png is None and html is None:
         from . import draw
 
         draw.show(terminal(), resolved, shape_text)
-        return
-    from . import picture
-
-    write_pictures(lambda: picture.draw_layout(resolved), svg, png, html)
-    if html is not None:
-        from .gallery import page
-
-        html.write_text(page(resolved), encoding="utf-8")
-        click.echo(html)
 
 
 @main.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path), metavar="FILE...")
-@click.option("--shape", "shape_texts", multiple=True, metavar="SHAPE", help="Must be legal here (may be repeated).")
+@click.argument("given", nargs=-1, required=True, metavar="LAYOUT|FOLDER...", shell_complete=complete_layout)
+@click.option("--shape", "shape_texts", multiple=True, metavar="SHAPE", help="Check at this shape (may be repeated).")
 @click.option(
-    "--ambiguous", is_flag=True, help="Also name the layouts that take the same arrays and find other elements in them."
+    "--ambiguous", is_flag=True, help="Also list the layouts that accept the same arrays and read other elements."
 )
-def check(files: tuple[Path, ...], shape_texts: tuple[str, ...], ambiguous: bool) -> None:
-    """Check layout files: their text, and that they are one-to-one at the shipped shapes that fit them.
+@json_option("a list with an object per layout")
+def check(given: tuple[str, ...], shape_texts: tuple[str, ...], ambiguous: bool, as_json: bool) -> None:
+    """Check that layouts are valid and one-to-one at every --shape, or at the shipped shapes that fit them.
 
-    Prints every error with its file and line, and ends with the exit code of the first. A folder stands for every .yaml
-    file in it. With --ambiguous, every file is compared with the shipped layouts and with the other files, at the shapes
-    of --shape or at all shipped ones.
+    Takes names and files; a folder stands for every .yaml file in it. Prints every error with its file and line, and exits
+    with the code of the first. With --ambiguous, every layout is compared with the shipped ones and with the others given, at
+    the shapes of --shape or at all shipped ones.
     """
-    from .check import legality, mistaken, yaml_files
+    from .check import chosen, legality, mistaken
 
     wanted = [(text, load_shape(text)) for text in shape_texts]
     known = sorted(spec.load_dir(spec.layouts_dir()), key=lambda layout: ("/" in layout.name, layout.name))
     shipped = {layout.fingerprint: layout.name for layout in reversed(known)}
     errors: list[KvbmError] = []
-    good: list[tuple[Path, Layout, list[str]]] = []
-    for path in yaml_files(files):
+    told: list[dict[str, Any]] = []
+    good: list[tuple[dict[str, Any], Layout]] = []
+    for one in chosen(given):
+        told.append({"given": str(one), "error": None, "exit_code": 0})
         try:
-            if path.suffix not in {".yaml", ".yml"}:
-                raise SpecError(f"{path}: expected a file that ends in .yaml")
-            layout = spec.load(path)
+            layout = spec.load(one)
             notes = list(legality(layout, wanted))
         except KvbmError as error:
             errors.append(error)
             print_error(error)
+            told[-1] |= {"error": str(error), "exit_code": error.exit_code}
             continue
         alias = shipped.get(layout.fingerprint)
         if alias is not None and not layout.file.startswith("layouts/"):
             notes.insert(0, f"means the same as the shipped layout {alias!r}")
-        good.append((path, layout, notes))
-    others = mistaken([layout for _, layout, _ in good], known, wanted) if ambiguous else {}
-    for path, layout, notes in good:
-        notes += others.get(layout.fingerprint, [])
-        click.echo(f"{click.style('ok', fg='green')}  {path}: {layout.order_text}  ({layout.fingerprint})")
-        for note in notes:
+        told[-1] |= {"name": layout.name, "order": layout.order_text, "fingerprint": layout.fingerprint, "notes": notes}
+        good.append((told[-1], layout))
+    others = mistaken([layout for _, layout in good], known, wanted) if ambiguous else {}
+    for found, layout in good:
+        found["notes"] += others.get(layout.fingerprint, [])
+        if as_json:
+            continue
+        click.echo(f"{click.style('ok', fg='green')}  {found['given']}: {layout.order_text}  ({layout.fingerprint})")
+        for note in found["notes"]:
             click.echo(f"    {note}")
+    if as_json:
+        print_json(told)
     if errors:
         sys.exit(errors[0].exit_code)
 
 
 @main.command()
+@click.argument("arrays", nargs=-1, required=True, metavar="ARRAY...")
+@shape_option()
+@click.option("--dtype", metavar="TYPE", help="Dtype of the arrays, such as uint8 for records; that of SHAPE if not given.")
+@click.option("--engine", metavar="NAME", help="Only layouts of this engine, such as vllm.")
+@num_blocks_option("Blocks that the arrays hold; derived from their sizes if it is not given.")
+@json_option()
+def which(
+    arrays: tuple[str, ...],
+    shape_text: str,
+    dtype: str | None,
+    engine: str | None,
+    num_blocks: int | None,
+    as_json: bool,
+) -> None:
+    """List the layouts that fit arrays of these shapes and strides; in Python: kvbm.match(tensors, shape).
+
+    An ARRAY is [COUNTx]SHAPE[:STRIDES]; strides are in elements, as torch prints them, and those of a contiguous array if not
+    given. Brackets may stay: "32x(2, 1024, 16, 8, 128)". The arrays may be views of one allocation, as in vLLM 0.26 and newer.
+    32 layers of vLLM's FlashAttention (before 0.26): kvbm which 32x2,1024,16,8,128 --shape llama-3.1-8b
+
+    vLLM 0.26 and newer (vllm/LBHNC and other orders): kvbm.Pool.from_vllm reads the layout from vLLM's config.
+
+    More than one layout can fit. The output says which check tells them apart. Exits with 14 if none fits.
+    """
+    from .matching import match_described, parse
+
+    shape = load_shape(shape_text)
+    found = match_described(parse(arrays, shape, dtype), shape, engine, num_blocks, placed=False)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        click.echo(str(found))
+    if not found:
+        sys.exit(BindError.exit_code)
+
+
+@main.command()
 @layout_argument("src")
 @layout_argument("dst")
-@shape_option()
+@shape_option(fits=True)
 @num_blocks_option("Blocks in each pool.", default=1024, show_default=True)
 @picture_option("svg", "a picture")
 @picture_option("png", "a picture")
-def plan(src: str, dst: str, shape_text: str, num_blocks: int, svg: Path | None, png: Path | None) -> None:
-    """Print how blocks get from SRC to DST: the loop nest, the kernel, and why."""
+@picture_option("html", "a page with the picture, the loops and the explanation")
+@json_option("the loop nest, the kernels and the explanation")
+def plan(
+    src: str,
+    dst: str,
+    shape_text: str | None,
+    num_blocks: int,
+    svg: Path | None,
+    png: Path | None,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Print how blocks are copied from SRC to DST: the loops, the kernel, and the reasons."""
     from . import planner
 
-    made = planner.plan(spec.load(src), spec.load(dst), load_shape(shape_text), num_blocks=num_blocks)
-    if svg is not None or png is not None:
-        from . import picture
+    sides = spec.load(src), spec.load(dst)
+    made = planner.plan(*sides, load_shape(fitting_shape(shape_text, *sides)), num_blocks=num_blocks)
+    if svg is not None or png is not None or html is not None:
+        from .gallery import plan_page
+        from .planpicture import draw_plan
 
-        write_pictures(lambda: picture.draw_plan(made), svg, png)
-        return
-    click.echo(str(made))
-    click.echo()
-    width = min(terminal().width, 100)
-    for paragraph in made.explain().splitlines():
-        click.echo(click.wrap_text(paragraph, width=width))
-    if (missing := _not_built(made)) is not None:
-        click.echo(click.wrap_text(missing, width=width))
+        write_pictures(lambda: draw_plan(made), svg, png, html, lambda: plan_page(made), quiet=as_json)
+    missing = _not_built(made)
+    if as_json:
+        print_json({**records.of_plan(made), "not_built": missing})
+    elif svg is None and png is None and html is None:
+        click.echo(f"{made}\n")
+        print_prose(made.explain())
+        if missing is not None:
+            print_prose(missing)
 
 
 def _not_built(made: Plan) -> str | None:
-    """What a plan's kernels are compiled with, or replaced by, where they are not built in; None: they are."""
+    """A text about a plan's kernels that are not built in, and their replacement.  None if all are built in."""
     try:
         from . import _core, runtime
-    except ImportError:  # nothing is built: `kvbm doctor` tells
+    except ImportError:  # the extension is not built: `kvbm doctor` reports it
         return None
     try:
         asked = made.kernels()
         names = set(asked) - set(_core.kernel_names())
-    except MissingKernelError:  # the explanation says so
+    except MissingKernelError:  # the plan's explanation reports it
         return None
     if not names:
         return None
@@ -261,7 +383,7 @@ def _not_built(made: Plan) -> str | None:
 @main.command()
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write to.")
 def gallery(out: Path) -> None:
-    """Draw every shipped layout, one SVG for all names that mean the same, and write an index of them.
+    """Draw each shipped layout as an SVG, and write an index page. Equal layouts share a picture.
 
     Needs matplotlib: pip install 'kvbm-layouts[show]'.
     """
@@ -274,20 +396,20 @@ def gallery(out: Path) -> None:
 @main.command()
 @click.argument("kind", type=click.Choice(["layout", "shape", "placement"]), default="layout")
 def schema(kind: str) -> None:
-    """Print the JSON schema of layout files, or of shape or placement files, for an editor.
+    """Print the JSON schema of layout, shape or placement files, for editors.
 
-    The first line of a file names it: # yaml-language-server: $schema=PATH
+    Name it in the first line of a file: # yaml-language-server: $schema=PATH
     """
     from . import schema as schemas
 
     click.echo(schemas.text(kind), nl=False)
 
 
-# ---- making ---------------------------------------------------------------------------------------------------------
+# ---- generated files ------------------------------------------------------------------------------------------------
 
 
 @main.command()
-@layouts_option("Files or folders of layouts (may be repeated); the shipped ones by default.")
+@layouts_option("Files or folders of layouts (may be repeated).  [default: the shipped ones]")
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write to.")
 @click.option("--check", "only_check", is_flag=True, help="Write nothing; exit with 1 if a file differs.")
 def codegen(paths: tuple[Path, ...], out: Path, only_check: bool) -> None:
@@ -313,14 +435,13 @@ def codegen(paths: tuple[Path, ...], out: Path, only_check: bool) -> None:
 
 
 @main.command()
-@click.option(
-    "--device", default=0, show_default=True, type=click.IntRange(0, 9999), metavar="N", help="Which GPU: cuda:N."
-)
-@click.option("--show", is_flag=True, help="Print the table that is there, and measure nothing.")
-def tune(device: int, show: bool) -> None:
+@gpu_option("The GPU.")
+@click.option("--show", is_flag=True, help="Print the stored table, and measure nothing.")
+@json_option("the fastest way by direction and size of pieces")
+def tune(device: int, show: bool, as_json: bool) -> None:
     """Measure which way of copying is the fastest on this machine, for transfers with strategy="auto".
 
-    Takes some seconds and needs 256 MiB of the GPU's memory. The first such transfer does it too, where it was not done before.
+    Takes some seconds and needs 256 MiB of GPU memory. The first such transfer measures it, too, if there is no table yet.
     """
     from . import tuner, tuning
     from .transfer import Transfer
@@ -336,73 +457,109 @@ def tune(device: int, show: bool) -> None:
             table = tuner.measure(device, Transfer, lambda done, total: update(completed=done, total=total))
         path = tuning.save(table)
         tuner.reload()
-    _print_table(table)
+    rows = _choices(table)
+    if as_json:
+        print_json({"machine": table.title, "kvbm": table.kvbm, "path": str(path), "rows": rows})
+        return
+    _print_choices(rows)
     click.echo(f"{table.title}, kvbm {table.kvbm}: {path}")
 
 
-def _print_table(measured: tuning.Table) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _choices(measured: tuning.Table) -> list[dict[str, Any]]:
+    """A table by direction and piece size: the strategy per range of bytes, and GB/s of each for 64 blocks of 1 MiB."""
     from . import tuner, tuning
-    from .draw import table_box
-    from .planner import size_text
 
-    console, block = terminal(), 1 << 20
-    table = Table(box=table_box(console), header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for title in ("direction", "pieces of", "fastest"):
-        table.add_column(title, no_wrap=title != "fastest")
-    for title in tuning.STRATEGIES:
-        table.add_column(title, justify="right", no_wrap=True)
+    found, block = [], 1 << 20
     for direction in measured.directions:
         for run in tuner.RUNS:
             way = tuning.Way(run)
             choice = measured.choose(direction, dict.fromkeys(tuning.STRATEGIES, way), block)
             assert choice is not None
             *few, (_, last) = choice.limits
-            said = [f"{name} up to {size_text(pairs * block)}" for pairs, name in few]
-            speeds = []
+            speeds = {}
             for name in tuning.STRATEGIES:
                 cost = measured.costs.get((direction, name))
-                rate = f"{64 * block / float(cost.seconds(64, block, way)) / 1e9:,.1f}" if cost else "-"
-                speeds.append(Text(rate, "bold" if name == last else ""))
-            table.add_row(direction, size_text(run), ", ".join([*said, f"then {last}" if said else last]), *speeds)
-    console.print(table)
-    console.print(
-        "The three columns at the right are GB/s of 64 blocks of 1 MiB, by the costs fitted to the table.", style="dim"
-    )
+                speeds[name] = 64 * block / float(cost.seconds(64, block, way)) / 1e9 if cost else None
+            limits = [{"strategy": name, "up_to_bytes": pairs * block} for pairs, name in few]
+            found.append(
+                {"direction": direction, "run_bytes": run, "limits": limits, "strategy": last, "gbps": speeds}
+            )
+    return found
+
+
+def _print_choices(rows: Sequence[dict[str, Any]]) -> None:
+    from rich.text import Text
+
+    from . import tuning
+    from .planner import size_text
+
+    names = tuning.STRATEGIES
+    table = new_table("direction", "pieces of", "fastest", *names, right=names, wrapped=("fastest",))
+    for row in rows:
+        said = [f"{one['strategy']} up to {size_text(one['up_to_bytes'])}" for one in row["limits"]]
+        last = row["strategy"]
+        speeds = ((name, row["gbps"][name]) for name in names)
+        cells = [Text("-" if rate is None else f"{rate:,.1f}", "bold" if name == last else "") for name, rate in speeds]
+        fastest = ", ".join([*said, f"then {last}" if said else last])
+        table.add_row(row["direction"], size_text(row["run_bytes"]), fastest, *cells)
+    print_table(table)
+    print_prose("The three columns on the right are GB/s for 64 blocks of 1 MiB, computed from the costs fitted to the table.")
 
 
 @main.command()
-def doctor() -> None:
-    """Tell what is here: the extension, its kernels, the driver, the GPUs; and what to do about what is missing."""
+@json_option("a list of findings")
+def doctor(as_json: bool) -> None:
+    """List what works here: the extension, its kernels, the driver, the GPUs; and how to get what is missing.
+
+    Exits with 0 if everything that was built can be used, or if there is no GPU; with 16 if the package is broken (an
+    extension that cannot be imported, no NumPy, files overwritten by the other distribution called kvbm); with 19 if it has
+    CUDA kernels and there is a driver, and no GPU can run them.
+    """
+    from .doctor import exit_code, findings
+
+    found = list(findings())
+    if as_json:
+        print_json([{"mark": mark, "what": what, "text": text} for mark, what, text in found])
+        sys.exit(exit_code(found))
     from rich.table import Table
     from rich.text import Text
-
-    from .doctor import findings
 
     console = terminal()
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")
-    table.add_column()
-    exit_code = 0
-    styles = {"ok": "green", "note": "yellow", "missing": "red", "": ""}
-    for mark, what, text in findings():
+    table.add_column(overflow="fold")
+    styles = {"ok": "green", "note": "yellow", "missing": "yellow", "broken": "red", "": ""}
+    for mark, what, text in found:
         table.add_row(Text(mark, styles[mark]), what, Text(text))
-        if mark == "missing" and what == "extension":
-            exit_code = BuildError.exit_code
     console.print(table)
-    sys.exit(exit_code)
+    sys.exit(exit_code(found))
 
 
 @main.command()
-@click.option("--device", help="cpu or cuda:N; by default the first GPU if there is one.")
-@click.option("--seed", default=0, show_default=True, help="For weights, prompt and block ids.")
-def demo(device: str | None, seed: int) -> None:
-    """Convert a real model's KV cache through three layouts and carry on generating, bit for bit.
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a script with which a shell completes commands, options, layouts and shapes.
 
-    Exits with 1 if a logit differs in a bit. Needs torch and transformers: pip install 'kvbm-layouts[demo]'.
+    \b
+    bash: kvbm completion bash > ~/.local/share/bash-completion/completions/kvbm
+    zsh:  kvbm completion zsh > DIR/_kvbm, where DIR is in $fpath; or in ~/.zshrc: eval "$(kvbm completion zsh)"
+    fish: kvbm completion fish > ~/.config/fish/completions/kvbm.fish
+    """  # noqa: D301  (the mark of click for lines that are not wrapped)
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None, shell
+    click.echo(found(main, {}, "kvbm", "_KVBM_COMPLETE").source())
+
+
+@main.command()
+@click.option("--device", metavar="cpu|cuda:N", help="Where to run.  [default: the first GPU, else cpu]")
+@click.option("--seed", default=0, show_default=True, help="Seed for weights, prompt and block ids.")
+def demo(device: str | None, seed: int) -> None:
+    """Convert a model's KV cache through three layouts and back, continue to generate, and compare the logits.
+
+    Exits with 1 if a bit of a logit differs. Needs torch and transformers: pip install 'kvbm-layouts[demo]'.
     """
     from . import demo as demonstration
 

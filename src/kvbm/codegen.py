@@ -1,7 +1,7 @@
-"""Which kernels to build, and their text: CUDA for the GPU and C++ for the host, from the same list.
+"""The list of kernels to build, and their source: CUDA for the GPU and C++ for the host, from the same list.
 
-Pure and deterministic: the same layouts give the same bytes.  The generated files only instantiate the templates of
-``cuda/permute.cuh``; whatever one would debug is written there by hand.
+Generation is deterministic: the same layouts give the same bytes.  The generated files only instantiate the templates of
+``cuda/permute.cuh``; the logic of the kernels is written there by hand.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .spec import layouts_dir, load_dir
 
 __all__ = ["check", "cuda_dir", "generate", "kernels", "source", "write"]
 
-#: nvcc costs 0.2 s a file and architecture before the first kernel, so there are few files.
-_FILES = 8
+#: Number of ``.cu`` files: few, because each is compressed alone; more than one, because nvcc compiles them in parallel.
+_FILES = 4
 
 _WORDS = (16, 8, 4, 2, 1)
 
-#: Sizes that no axis shares, so that nothing merges by accident.
+#: A different size for every axis, so that no loops merge by accident.
 _GENERIC = {"l": 3, "o": 2, "h": 5, "t": 7, "d": 11}
 
-#: Layouts of engines that run on hosts alone.  They have no kernels of their own, which would be a third of all bytes: those for
-#: any loop nest copy them.
+#: Layouts of engines that run only on CPUs.  They have no kernels of their own (these would be a third of all bytes).  The kernels
+#: for any loop nest copy them.
 ON_HOSTS = frozenset({"vllm/cpu", "vllm/cpu_vec", "vllm/cpu_amx"})
 
 Pair = tuple[str, str]
@@ -48,16 +48,16 @@ def cuda_dir() -> Path:
     raise SpecError(f"the CUDA sources are missing: expected the folder {here / 'cuda'}; reinstall kvbm-layouts")
 
 
-# ---- which kernels -------------------------------------------------------------------------------------------------
+# ---- the list of kernels -------------------------------------------------------------------------------------------
 
 
 def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
-    """Every kernel that converting between these layouts can ask for.
+    """All kernels that conversions between these layouts can need.
 
     Parameters
     ----------
     layouts : sequence of Layout
-        All ordered pairs are planned, at sizes where each axis is one, just fills its splits, or is larger.
+        All ordered pairs are planned at several sizes: each axis is one, equals its splits, or is larger.
 
     Returns
     -------
@@ -78,7 +78,7 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
         if len(forms) == 2:
             add(*forms, pairs=pairs)
     for word in _WORDS:
-        add(Form("rows", MAX_OUTER, MAX_INNER, 0, word))  # any loop nest at all
+        add(Form("rows", MAX_OUTER, MAX_INNER, 0, word))  # for any loop nest
     add(Form("record", MAX_OUTER, MAX_INNER, 0, 0))
     for kind in ("page_in", "page_out"):
         add(Form(kind, MAX_OUTER, MAX_INNER - 1, 0, 0))
@@ -89,12 +89,12 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
 
 
 def _asked(layouts: Sequence[Layout]) -> dict[Kernel, set[Pair]]:
-    """What the pairs of layouts ask for at 16-byte alignment, at all small shapes.
+    """The kernels that the pairs of layouts need at 16-byte alignment, at all small shapes.
 
-    Planning is what takes time, so nothing is done twice: layouts that mean the same are one, a layout is given its sizes
-    once a shape, and the names of a pair are looked at once for all of its shapes.
+    Planning takes most of the time, so nothing is planned twice: layouts with the same meaning are planned once, a layout is
+    resolved once per shape, and the names of a pair are expanded once for all of its shapes.
     """
-    aliases: dict[Layout, list[str]] = {}  # layouts are equal when they mean the same
+    aliases: dict[Layout, list[str]] = {}  # layouts with the same meaning are equal
     for layout in layouts:
         if layout.name not in ON_HOSTS:
             aliases.setdefault(layout, []).append(layout.name)
@@ -107,7 +107,7 @@ def _asked(layouts: Sequence[Layout]) -> dict[Kernel, set[Pair]]:
             work.setdefault(shape, []).append((i, j))
     asked: dict[Kernel, set[tuple[int, int]]] = {}
     for shape, pairs in work.items():
-        # Different numbers of blocks, so that strides that depend on them do not agree by accident.
+        # Source and destination have different numbers of blocks, so that strides that depend on them do not agree by accident.
         sources, destinations = (
             {k: _legal(chosen[k], shape, n) for k in {p[side] for p in pairs}} for side, n in enumerate((13, 17))
         )
@@ -118,9 +118,9 @@ def _asked(layouts: Sequence[Layout]) -> dict[Kernel, set[Pair]]:
             try:
                 launches = between(src, dst, "").launches()
             except (PlanError, MissingKernelError):
-                continue  # not a copy at this shape; whoever asks for the pair is told so
+                continue  # no copy at this shape: a user who asks for this pair gets the error
             for launch in launches:
-                # A joined kernel saves a launch: worth its bytes at the sizes that caches have.
+                # A joined kernel saves a launch.  It is worth its bytes only at sizes that caches have.
                 joined = len(launch.kernel) == 1 or _is_usual(shape)
                 for kernel in [launch.kernel] if joined else [(form,) for form in launch.kernel]:
                     asked.setdefault(kernel, set()).add(pair)
@@ -132,13 +132,13 @@ def _asked(layouts: Sequence[Layout]) -> dict[Kernel, set[Pair]]:
 
 
 def _is_usual(shape: BlockShape) -> bool:
-    """Whether it is like an engine's: elements of one or two bytes, rows of tokens and of elements that are whole words."""
+    """True for a shape like an engine's: elements of one or two bytes, rows of tokens and of elements in whole words."""
     row = shape.hd * shape.itemsize
     return shape.itemsize <= 2 and shape.nt % WIDEST == 0 and row % WIDEST == 0 and row > 4 * WIDEST
 
 
 def _legal(layout: Layout, shape: BlockShape, num_blocks: int) -> Section | None:
-    """The layout at these sizes, if it is a layout there."""
+    """The layout at these sizes; None if it is not legal there."""
     try:
         return layout.resolve(shape, num_blocks).section
     except LayoutError:
@@ -146,7 +146,7 @@ def _legal(layout: Layout, shape: BlockShape, num_blocks: int) -> Section | None
 
 
 def _sizes(src: Layout, dst: Layout) -> tuple[tuple[int, ...], bool, tuple[int, ...]]:
-    """By what each axis is split, in the order of `_GENERIC`, whether K and V share a launch, and widths of a head."""
+    """The split of each axis in the order of `_GENERIC`, whether K and V share a launch, and head sizes to plan with."""
     orders = [*src.orders, *dst.orders, *(order for plane in (*src.planes, *dst.planes) for order in plane.orders)]
     terms = [term for order in orders for term in order.terms if term.steps]
     splits = (
@@ -156,13 +156,13 @@ def _sizes(src: Layout, dst: Layout) -> tuple[tuple[int, ...], bool, tuple[int, 
     return tuple(splits), max(len(src.orders), len(dst.orders)) == 2, widths if src.extra or dst.extra else ()
 
 
-#: Elements of a head at which sizes of further axes come out whole, such as (hd - 64) // 128.
+#: Head sizes at which the sizes of a layout's own axes, such as (hd - 64) // 128, are integers.
 _WIDTHS = (176, 576, 128, 256, 1472, 64)
 
 
 @functools.cache
 def _takes(layout: Layout, width: int) -> bool:
-    """Whether the layout's own axes have a size at this width."""
+    """True if the layout is legal at this head size, its own axes included."""
     names = {"nb": 1, "nl": 1, "no": 2, "nh": 1, "nt": 128, "hd": width, "es": 1}
     try:
         for _, expression in layout.extra:
@@ -179,11 +179,11 @@ def _axes(layout: Layout) -> set[str]:
 
 @functools.cache
 def _shapes(splits: tuple[int, ...], joined: bool, widths: tuple[int, ...]) -> tuple[BlockShape, ...]:
-    """Small shapes with every combination of axes of one, axes that just fill their splits, and larger ones."""
+    """Small shapes: every combination of axes of size one, axes that equal their splits, and larger axes."""
     choices = [[1, split, generic * split] for split, generic in zip(splits, _GENERIC.values(), strict=True)]
     if widths:
         choices[-1] = list(widths)
-    # Where K and V share a launch, what is joined depends on whether whole words of tokens can be turned, and on the width.
+    # If K and V share a launch, the joined kernel depends on the dtype and on whether tokens fill whole words to transpose.
     dtypes = ("uint8", "bfloat16", "float32", "float64") if joined else ("bfloat16",)
     if joined:
         for sizes in choices[2:]:
@@ -193,9 +193,9 @@ def _shapes(splits: tuple[int, ...], joined: bool, widths: tuple[int, ...]) -> t
 
 
 def _few() -> Iterator[Form]:
-    """Kernels that keep to few multiprocessors: one serves every nest of its word.
+    """Kernels that run on few multiprocessors.  One kernel serves every loop nest of its word size.
 
-    They wait for the bus, so that arithmetic on modes that are not there costs nothing.
+    They wait for the bus, so the arithmetic for unused modes costs no time.
     """
     for word in _WORDS:
         yield Form("rows", MAX_OUTER, MAX_INNER, 0, word, few=True)
@@ -204,14 +204,14 @@ def _few() -> Iterator[Form]:
             yield Form("tile", MAX_OUTER, MAX_INNER - 2, element, word, few=True)
 
 
-#: Loops that pick a chunk, and inside it, of copies between layouts in use, and of these by themselves.
+#: Pairs of outer and inner loops of the digests of layouts in use, and of copies between them.
 _DEPTHS = ((0, 3), (0, 4), (0, 5), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4))
 
 
 def _digests() -> Iterator[Kernel]:
-    """Kernels that digest: cells by themselves, and rows, planes and tiles as they are copied, at the depths that layouts have.
+    """Kernels that compute digests: of cells alone, and of rows, planes and tiles during a copy, at the depths of layouts in use.
 
-    What is deeper runs by the one of any loop nest.
+    Deeper loop nests run with the kernel for any loop nest.
     """
     for outer, inner in (*_DEPTHS, (MAX_OUTER, MAX_INNER)):
         for word in _WORDS if outer == MAX_OUTER else (WIDEST,):
@@ -229,14 +229,14 @@ def _digests() -> Iterator[Kernel]:
         yield (tile(outer, inner, WIDEST),)
     for element in (1, 2, WIDEST):
         yield (tile(MAX_OUTER, MAX_INNER - 2, element),)
-    # K by whole words, and V by elements: a V's head has a loop more.
+    # K by whole words and V by elements: the head of V has one more loop.
     yield tile(1, 0, WIDEST), tile(1, 0, 2)
     for element in (1, 2):
         yield tile(1, 1, WIDEST), tile(1, 2, element)
 
 
 def _variants(form: Form) -> Iterator[Form]:
-    """The same structure for every element size and alignment."""
+    """The kernels of the same structure for every element size and alignment."""
     if form.of_planes:
         yield form
         return
@@ -244,13 +244,13 @@ def _variants(form: Form) -> Iterator[Form]:
         for element in _WORDS:
             for word in {WIDEST, element}:
                 yield Form("tile", form.outer, form.inner, element, word)
-    # Bases that are not aligned to an element: the words narrow, and the tile becomes rows.
+    # If base addresses are not aligned to an element, the words become narrower and a tile becomes rows.
     inner = form.inner + 3 if form.kind == "tile" else form.inner
     for word in _WORDS:
         yield Form("copy" if form.kind == "copy" else "rows", form.outer, inner, 0, word)
 
 
-# ---- their text ----------------------------------------------------------------------------------------------------
+# ---- their source --------------------------------------------------------------------------------------------------
 
 
 def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
@@ -259,7 +259,7 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
     Parameters
     ----------
     layouts : sequence of Layout, optional
-        The shipped ones where it is not given.
+        Default: the shipped layouts.
 
     Returns
     -------
@@ -269,8 +269,8 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
     """
     chosen = list(layouts) if layouts is not None else load_dir(layouts_dir())
     names = kernels(chosen)
-    # Tiles are the costly ones: dealing sorted names like cards spreads them evenly over the files.
-    images = {name: index % min(_FILES, len(names)) for index, name in enumerate(names)}
+    # Kernels with neighbouring names have similar machine code.  In one file they compress a quarter better.
+    images = {name: index * min(_FILES, len(names)) // len(names) for index, name in enumerate(names)}
     template = Template((cuda_dir() / "kernels.cu.in").read_text(encoding="utf-8"))
     files: dict[str, str] = {}
     for image in sorted(set(images.values())):
@@ -287,13 +287,13 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
 
 
 def _parts(name: str) -> int:
-    """Parts of a launch; 0 where it takes any number."""
+    """Number of parts of a launch; 0 if the kernel takes any number."""
     forms = parse_kernel(name)
     return 0 if forms[0].of_planes else len(forms)
 
 
 def source(name: str) -> str:
-    """The source file of one kernel, for compiling it at run time: the line that a generated file would hold.
+    """The source file of one kernel, for compilation at run time.  It has the kernel's line of a generated file.
 
     Examples
     --------
@@ -309,7 +309,7 @@ def source(name: str) -> str:
 def _types(name: str) -> str:
     """Template arguments of a kernel."""
     forms = parse_kernel(name)
-    # Parts of one launch have CTAs of one size: a tile's.
+    # All parts of a launch have the same CTA size: that of a tile, if one is a tile.
     threads = "kTileThreads" if any(form.kind == "tile" for form in forms) else "kRowThreads"
 
     def of(form: Form) -> str:
@@ -384,7 +384,7 @@ def _host(names: Mapping[str, Sequence[Pair]], images: Mapping[str, int]) -> str
 
 
 def write(files: Mapping[str, str], out_dir: str | Path) -> list[Path]:
-    """Write generated files; untouched where nothing changed, never half-written.
+    """Write generated files.  Unchanged files are not touched, and no file is left half-written.
 
     Returns
     -------
@@ -408,7 +408,7 @@ def write(files: Mapping[str, str], out_dir: str | Path) -> list[Path]:
 
 
 def check(files: Mapping[str, str], out_dir: str | Path) -> list[str]:
-    """What `write` would change: one sentence a file, none where all is as it should be."""
+    """The changes that `write` would make, one sentence per file.  Empty if all files are up to date."""
     folder = Path(out_dir)
     problems = []
     for name, text in files.items():

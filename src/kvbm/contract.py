@@ -1,11 +1,12 @@
-"""The contract at the border: what the arrays of a pool or of a call must be, gate by gate, before anything touches them.
+"""Checks of the arrays of a pool or of a call, before anything accesses them.
 
-Read `GATES` as a list: each gate lets an array pass, or raises one sentence that names the operator, the argument, what was
-expected, what was found, and the remedy.  No framework is imported here, and none is needed to try a gate.
+`GATES` is the list of checks.  Each raises an error with one sentence: the operator, the argument, what was expected, what was
+found, and what to do.  No framework is imported or needed here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -36,15 +37,15 @@ __all__ = [
     "side_of",
 ]
 
-#: Integers that any other dtype of one byte may be read as, and the other way round: the bits stay where they are.
+#: Integers that may be read as any other dtype of one byte, and the reverse: the bits do not change.
 _BITS8 = ("uint8", "int8", "void8")
 
 
 class Kind(NamedTuple):
-    """What an array of a layout must be: its axes, how many items along each, bytes between neighbours.
+    """The required form of an array of a layout: axes, items along each axis, bytes between neighbours.
 
-    `dtype` is empty where it is the shape's, and that of an item in layouts of several planes, each of which has its own.
-    Where planes share an array, `whole` is its bytes with all padding: any shape of these, in their order, serves.
+    `dtype` is empty if it is the dtype of the shape.  In layouts of several planes it is the dtype of an item.  If planes share an
+    array, `whole` is its bytes with all padding: any shape with these bytes in their order is accepted.
     """
 
     axes: tuple[str, ...]
@@ -55,12 +56,12 @@ class Kind(NamedTuple):
     whole: int = 0
 
 
-#: A number of blocks: an int, or a compiler's symbol of one.
+#: A number of blocks: an int, or a compiler's symbol.
 Size = Any
 
 
 class Sized(NamedTuple):
-    """One side of a copy with its number of blocks: how many arrays, and what each must be."""
+    """One side of a copy with its number of blocks: the number of arrays, and the required form of each."""
 
     side: Side
     num_blocks: Size
@@ -72,13 +73,13 @@ class Sized(NamedTuple):
         return self.kinds[self.which[index] if self.which else 0]
 
     def elements(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], str, int], ...]:
-        """Shape and strides in items of each kind, as torch counts them, its dtype, and `Kind.whole`."""
+        """For each kind: shape, strides in items (as in torch), dtype, and `Kind.whole`."""
         found = []
         for kind in self.kinds:
             if any(stride % kind.itemsize for stride in kind.strides if type(stride) is int):
                 raise BindError(
-                    f"{self.side.layout.name}: strides of {kind.strides} bytes are no whole numbers of "
-                    f"{kind.dtype or self.side.shape.dtype}; such a pitch is for kvbm.Pool"
+                    f"{self.side.layout.name}: strides of {kind.strides} bytes are not multiples of a "
+                    f"{kind.dtype or self.side.shape.dtype}; use kvbm.Pool for such a pitch"
                 )
             found.append(
                 (kind.shape, tuple(stride // kind.itemsize for stride in kind.strides), kind.dtype, kind.whole)
@@ -87,14 +88,14 @@ class Sized(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first to behind the last item of the largest array."""
+        """Bytes from the first item to the end of the last, of the largest array."""
         return max(span(kind.shape, kind.strides, kind.itemsize) for kind in self.kinds)
 
 
 class Caller(NamedTuple):
-    """Who is refused, and in which words: ``convert``, ``input``, ``#``, and how its framework makes an array contiguous.
+    """Words for messages: the operator, the argument, a mark such as ``#``, and how the framework makes an array contiguous.
 
-    `label` is what a layout calls an array, such as ``l=3``.
+    `label` returns the layout's label of an array, such as ``l=3``; `fitting` returns names of layouts with the arrays' strides.
     """
 
     operator: str
@@ -102,6 +103,7 @@ class Caller(NamedTuple):
     contiguous: str = ".contiguous()"
     mark: str = "#"
     label: Callable[[int], str] = lambda _: ""
+    fitting: Callable[[], Sequence[str]] = tuple
 
     def __call__(self, index: int) -> str:
         label = self.label(index)
@@ -112,7 +114,7 @@ class Caller(NamedTuple):
 
 
 class Look(NamedTuple):
-    """One array at the border, the first of its list, and what it must be."""
+    """An array to check, the first array of its list, and the required form."""
 
     who: Caller
     number: int
@@ -127,8 +129,8 @@ class Look(NamedTuple):
 
 
 def on_one_device(at: Look) -> None:
-    """All arrays lie on one device ordinal."""
-    if at.seen.device != at.first.device:  # names are made where they are said
+    """All arrays are on one device."""
+    if at.seen.device != at.first.device:  # names are computed only for a message
         require_device(at.name, at.seen.device, f"{at.who.argument} {at.who.mark}0", at.first.device)
 
 
@@ -141,7 +143,7 @@ def of_one_dtype(at: Look) -> None:
 
 
 def holds_the_dtype(at: Look) -> None:
-    """The dtype is the shape's, or the plane's, or its bits can be read as these."""
+    """The dtype is that of the shape or plane, or its bits can be read as that."""
     if reads_as(at.seen.dtype, at.kind.dtype or at.shape.dtype):
         return
     if at.kind.whole:
@@ -169,7 +171,7 @@ def of_the_bytes(at: Look) -> None:
 
 
 def of_the_rank(at: Look) -> None:
-    """As many axes as the layout has."""
+    """The array has as many axes as the layout."""
     if len(at.seen.shape) != len(at.kind.shape) and not at.kind.whole:
         raise BindError(
             f"{at.name}: expected {len(at.kind.shape)} axes ({' '.join(at.kind.axes)}) of {_tuple(at.kind.shape)}, got shape "
@@ -178,7 +180,7 @@ def of_the_rank(at: Look) -> None:
 
 
 def of_the_shape(at: Look) -> None:
-    """As many elements along each axis."""
+    """The array has the layout's number of elements along each axis."""
     for axis, want, got in zip(at.kind.axes, at.kind.shape, at.seen.shape, strict=False):
         if want != got and not at.kind.whole:
             raise BindError(
@@ -188,13 +190,19 @@ def of_the_shape(at: Look) -> None:
 
 
 def of_the_strides(at: Look) -> None:
-    """Neighbours as far apart as the layout has them: contiguous, unless it declares a pitch."""
+    """The array has the strides of the layout: contiguous, unless the layout declares a pitch."""
     seen, kind = at.seen, at.kind
     if kind.whole or _steps_alike(at):
         return
     where = f" at storage offset {seen.offset}" if seen.offset else ""
+    if names := at.who.fitting():
+        raise BindError(
+            f"{at.name}: expected strides of {_tuple(kind.strides)} bytes, got {_tuple(seen.strides)}{where}; these strides are "
+            f"those of {' and '.join(names)}: name that layout, and permute the axes of the view to its order; `kvbm.match` lists "
+            "all layouts that fit"
+        )
     if kind.strides == dense(kind.shape, kind.itemsize):
-        advice = f"call {at.who.contiguous}" if at.who.argument == "input" else other_order(kind.axes, seen.strides)
+        advice = other_order(kind.axes, seen.strides, at.who.contiguous if at.who.argument == "input" else "")
         raise BindError(
             f"{at.name}: expected a contiguous array, got strides of {_tuple(seen.strides)} bytes{where}, a slice or a "
             f"transpose of another; {advice}"
@@ -206,22 +214,22 @@ def of_the_strides(at: Look) -> None:
 
 
 def _steps_alike(at: Look) -> bool:
-    """Whether an array of the kind's shape has its strides, or nothing is stepped through."""
+    """True if the array has the strides of the kind along every axis longer than one."""
     seen, kind = at.seen, at.kind
     return all(a == b or n == 1 for n, a, b in zip(seen.shape, seen.strides, kind.strides, strict=False)) or any(
         type(n) is int and n == 0 for n in seen.shape
     )
 
 
-#: What the arrays of a list have in common.
+#: Checks of what the arrays of a list must have in common.
 ALIKE: tuple[Callable[[Look], None], ...] = (on_one_device, of_one_dtype, holds_the_dtype)
 
-#: What every array of a list must pass, in this order.
+#: Checks for every array of a list, in this order.
 GATES: tuple[Callable[[Look], None], ...] = (*ALIKE, of_the_bytes, of_the_rank, of_the_shape, of_the_strides)
 
 
 def require(who: Caller, seen: Sequence[Array], sized: Sized) -> None:
-    """Let a list of arrays through all gates, or say what is wrong with the first that fails."""
+    """Run all checks on a list of arrays.  Raises an error for the first array that fails."""
     if len(seen) != sized.arrays:
         raise BindError(
             f"{who.operator}: {who.argument}s: {sized.side} holds {sized.num_blocks} blocks in {sized.arrays} arrays, got "
@@ -238,8 +246,8 @@ def require_each(
     shape: BlockShape,
     gates: Sequence[Callable[[Look], None]] = GATES,
 ) -> None:
-    """Let arrays through gates, one array after the other; each is of ``kinds[which[index]]``, or of the only kind."""
-    passed: dict[int, Array] = {}  # the last of each kind: one that looks the same passes, too
+    """Run checks on arrays, one by one.  The kind of an array is ``kinds[which[index]]``, or the only kind."""
+    passed: dict[int, Array] = {}  # the last of each kind: an equal one passes, too
     for index, array in enumerate(seen):
         kind = which[index] if which else 0
         if kind in passed and passed[kind][1:5] == array[1:5]:  # shape, strides, dtype, device
@@ -251,14 +259,14 @@ def require_each(
 
 
 def require_writable(who: Caller, seen: Sequence[Array]) -> None:
-    """Destinations may be written."""
+    """Raise `BindError` for a destination that is read-only."""
     for index, array in enumerate(seen):
         if array.readonly:
-            raise BindError(f"{who(index)} is read-only; expected one that may be written: pass a copy of it")
+            raise BindError(f"{who(index)} is read-only; expected a writable array: pass a copy of it")
 
 
 def require_device(one: str, device: str, other: str, expected: str) -> None:
-    """Two things lie on one device: else both are named, and what to construct instead."""
+    """Raise `BindError` unless both are on one device.  The message says what to use instead."""
     if device == expected:
         return
     kinds = {device.partition(":")[0], expected.partition(":")[0]}
@@ -278,13 +286,13 @@ def require_device(one: str, device: str, other: str, expected: str) -> None:
 
 
 def require_dtype(name: str, found: str, wanted: str, why: str = "the shape says") -> None:
-    """A dtype that is the one wanted, or whose bits can be read as that."""
+    """Raise `DTypeError` unless the dtype is the expected one, or its bits can be read as that."""
     if reads_as(found, wanted):
         return
     of_the_shape = why == "the shape says"
     if _width(found) == _width(wanted) == 1:
         also = ", or dtype=uint8 in shape" if of_the_shape else ""
-        advice = f"two formats of one byte are only exchanged as bits: pass .view(torch.uint8) of it{also}"
+        advice = f"two formats of one byte can only be copied as bits: pass its .view(torch.uint8){also}"
     elif of_the_shape:
         advice = f"a copy converts no dtype: pass shape='…,dtype={found}', or convert the values before"
     else:
@@ -295,7 +303,7 @@ def require_dtype(name: str, found: str, wanted: str, why: str = "the shape says
 
 
 def reads_as(found: str, wanted: str) -> bool:
-    """Whether memory of dtype `found` can be taken for `wanted` as it is: equal, or a stand-in of the same width.
+    """True if memory of dtype `found` can be used as `wanted`: equal, or integers of the same width.
 
     Examples
     --------
@@ -311,23 +319,24 @@ def _width(dtype: str) -> int:
 
 
 def _reshape(seen: Array, kind: Kind) -> str:
-    same = all(isinstance(n, int) for n in (*seen.shape, *kind.shape)) and math.prod(seen.shape) == math.prod(
-        kind.shape
-    )
-    if same:
-        return f"if its elements lie in that order, call .reshape({', '.join(map(str, kind.shape))})"
-    return "or is the shape another one?"
+    known = all(isinstance(n, int) for n in (*seen.shape, *seen.strides, *kind.shape))
+    count = math.prod(kind.shape) if known else 0
+    runs = merge_steps(seen.shape, seen.strides) if known else []
+    # Of an array that is not contiguous, .reshape would make a copy.
+    if known and math.prod(seen.shape) == count and runs in ([], [(count, ITEMSIZE.get(seen.dtype, 0))]):
+        return f"if its elements are in that order, call .reshape({', '.join(map(str, kind.shape))})"
+    return "check the shape"
 
 
 def _tuple(numbers: Sequence[int]) -> str:
     return f"({', '.join(map(str, numbers))})"
 
 
-# ---- what a layout expects -----------------------------------------------------------------------------------------
+# ---- required forms of a layout's arrays ---------------------------------------------------------------------------
 
 
 class Side:
-    """A layout and a block shape: what is expected of the arrays of so many blocks."""
+    """A layout and a block shape: the required arrays for any number of blocks."""
 
     def __init__(self, layout: Layout, shape: BlockShape) -> None:
         self.layout, self.shape = layout, shape
@@ -341,12 +350,12 @@ class Side:
         return f"{self.layout.name} ({self.layout.order_text})"
 
     def blocks(self, who: Caller, shapes: Sequence[Sequence[int]]) -> Size:
-        """How many blocks a list of arrays holds, by its length or by the axis ``b`` of its first."""
+        """The number of blocks that a list of arrays holds, from its length or from the axis ``b`` of the first array."""
         if self.arrays_a_block:
             blocks, rest = divmod(len(shapes), self.arrays_a_block)
             if rest:
                 raise BindError(
-                    f"{who.operator}: {who.argument}s: {self} expects {self.arrays_a_block} arrays a block, so a multiple of "
+                    f"{who.operator}: {who.argument}s: {self} expects {self.arrays_a_block} arrays per block, so a multiple of "
                     f"that, got {len(shapes)}"
                 )
             return blocks
@@ -360,19 +369,19 @@ class Side:
             )
             raise BindError(
                 f"{who(0)}: expected {len(axes)} axes ({' '.join(axes)}) of ({expected}), got shape {_tuple(tuple(first))}; "
-                "call .reshape(…) if its elements lie in that order"
+                "check the shape; .reshape(…) of a contiguous array changes it without a copy"
             )
         if "b" in axes:
             return first[axes.index("b")]
         blocks, rest = divmod(first[0], self._one.shape[0])
         if rest:
             raise BindError(
-                f"{who(0)}: expected a multiple of {self._one.shape[0]} elements, which a block has, got {first[0]}"
+                f"{who(0)}: expected a multiple of the {self._one.shape[0]} elements of a block, got {first[0]}"
             )
         return blocks
 
     def sized(self, num_blocks: Size) -> Sized:
-        """With this number of blocks; kept for the next call.  It may be 0, or a symbol of a compiler."""
+        """The required arrays for this number of blocks; cached.  The number may be 0, or a compiler's symbol."""
         if not isinstance(num_blocks, int):
             return self._made(num_blocks)
         found = self._sized.get(num_blocks)
@@ -386,7 +395,7 @@ class Side:
         count = blocks * self.arrays_a_block if self.arrays_a_block else self.count
         if isinstance(blocks, int) and blocks > 0:
             kinds = self._kinds(blocks)
-        else:  # extents and strides are linear in the number of blocks, unless a pitch makes them otherwise
+        else:  # extents and strides are linear in the number of blocks, unless there is a pitch
             samples = [self._kinds(n) for n in (2, 3, 7)]
             lines = [self._line(blocks, *numbers) for numbers in zip(*map(_numbers, samples), strict=True)]
             if None in lines:
@@ -411,7 +420,7 @@ class Side:
 
 
 def kinds_of(resolved: Resolved) -> tuple[Kind, ...]:
-    """What the arrays of a layout at given sizes must be; `Resolved.kind_of_entry` tells which of them is which."""
+    """The required forms of a layout's arrays at given sizes.  `Resolved.kind_of_entry` gives the kind of each table entry."""
     own = bool(resolved.layout.planes)
     return tuple(
         Kind(
@@ -435,50 +444,59 @@ def _with_numbers(kinds: tuple[Kind, ...], numbers: list[Any]) -> tuple[Kind, ..
 
 @functools.lru_cache(maxsize=1024)
 def block_shape(text: str, dtype: str) -> BlockShape:
-    """The shape of a text; one of sizes alone (``nl=2,no=2,…``) has the dtype that is given."""
+    """The shape of a text.  A text of sizes only (``nl=2,no=2,…``) gets the given dtype."""
     if "=" in text.partition(",")[0] and "dtype=" not in text:
         if dtype not in ITEMSIZE:
             raise DTypeError(
-                f"shape {text!r} names no dtype, and {dtype} is none that a block may hold; add dtype=uint8"
+                f"shape {text!r} names no dtype, and a block cannot have the dtype {dtype} of the arrays; add dtype=uint8"
             )
         text += f",dtype={dtype}"
     return load_shape(text)
 
 
 def require_copy(src: Side, dst: Side) -> None:
-    """There is a copy between two layouts: else the planner's own sentence, before dtypes are compared that cannot be."""
+    """Raise the planner's error if there is no copy between two layouts, before dtypes are compared."""
     plan(src.layout, dst.layout, src.shape, num_blocks=(1, 1))
 
 
 @functools.lru_cache(maxsize=1024)
 def side_of(layout: str, shape: BlockShape) -> Side:
-    """A side by the layout's name or the path of its file, which is read once in a process."""
+    """A side, for a layout's name or the path of its file.  The file is read once per process."""
     return Side(load(layout), shape)
 
 
 def layout_name(what: str, layout: Any) -> str:
-    """A layout as operators take it: a name, or the path of a file."""
+    """A layout as operators accept it: a name, or the path of a file.
+
+    Operators of PyTorch accept only strings, so a `Layout` must have been loaded from a file.
+    """
     if isinstance(layout, str):
         return layout
     if hasattr(layout, "__fspath__"):
         return str(layout)
+    if not isinstance(layout, Layout):
+        raise SpecError(f"{what}: expected a Layout, a name or the path of a .yaml file, got {type(layout).__name__}")
+    for name in (layout.name, layout.file):
+        with contextlib.suppress(SpecError):
+            if load(name) == layout:
+                return name
     raise SpecError(
-        f"{what}: expected the name of a layout or the path of a .yaml file, got {type(layout).__name__}; a Layout that "
-        "is made in Python is for kvbm.Pool and kvbm.convert"
+        f"{what}: {layout.name or layout.order_text}: this Layout was not loaded from a file; write it to a .yaml file, or use "
+        "kvbm.Pool and kvbm.convert"
     )
 
 
 def shape_text(what: str, shape: Any) -> str:
-    """A shape as operators take it: a text of `kvbm.load_shape`, or a `BlockShape`."""
+    """The text of a shape, for a text of `kvbm.load_shape` or a `BlockShape`."""
     if isinstance(shape, str):
         return shape
     if isinstance(shape, BlockShape):
         return str(shape)
-    raise SpecError(f"{what}: expected a text such as 'nl=2,no=2,nh=4,nt=16,hd=32' or a BlockShape, got {shape!r}")
+    raise SpecError(f"{what}: expected a BlockShape or a text such as 'nl=2,no=2,nh=4,nt=16,hd=32', got {shape!r:.200}")
 
 
 def named(operator: str, error: KvbmError) -> KvbmError:
-    """The same error with the operator's name in front, if it is not there yet."""
+    """The same error with the operator's name in front, unless it already has it."""
     text = str(error)
     if not text.startswith(f"{operator}: "):
         error.args = (f"{operator}: {text}", *error.args[1:])

@@ -1,4 +1,4 @@
-"""kvbm for CuPy arrays: on their GPU, in the order of CuPy's current stream."""
+"""kvbm for CuPy arrays, on their GPU and in the order of CuPy's current stream."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _empty(kind: Kind, like: Any) -> Any:
 
 @contextlib.contextmanager
 def _fenced(stream: Any, like: Any) -> Iterator[Any]:
-    """A stream that is named starts behind CuPy's current one, and that goes on behind it.
+    """Make a given stream wait for CuPy's current one, and the current one wait for it afterwards.
 
-    CuPy's pool gives memory out, and takes it back, in the order of the current stream alone.
+    CuPy's memory pool allocates and frees only in the order of the current stream.
     """
     if stream is None:
         yield None
@@ -53,7 +53,7 @@ convert, convert_ = _BRIDGE.convert, _BRIDGE.convert_
 
 
 def arrays(pool: Pool) -> list[Any]:
-    """A GPU pool's arrays as CuPy's on the same memory, bfloat16 and fp8 by ml_dtypes.  Keep the pool open."""
+    """A GPU pool's arrays as CuPy arrays on the same memory, with ml_dtypes for bfloat16 and fp8.  Keep the pool open."""
     found = bridge.views(pool, "cupy", "use kvbm.numpy.arrays", on_gpu=True)
     with cupy.cuda.Device(int(pool.device.partition(":")[2])):
         return [cupy.asarray(array).view(numpy_dtype(dtype, rich=True)) for array, dtype in found]

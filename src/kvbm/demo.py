@@ -1,13 +1,11 @@
-"""What ``kvbm demo`` runs: a real model's KV cache goes through three foreign layouts and generation carries on.
+"""The implementation of ``kvbm demo``: a model's KV cache is converted through three other layouts, and generation continues.
 
-1. A transformers Llama (small, seeded random weights, bfloat16) reads a prompt and generates on: the reference.
-2. The cache as it stood after the prompt is converted ``hf/dynamic_cache`` → ``nhd`` → ``universal`` →
-   ``vllm/LBHNC`` → back, through pools whose blocks lie at random ids. Then every source is overwritten with NaN:
-   nothing but the converted bytes is left.
-3. A new cache is built from those bytes and the generation continued from it: the logits must have the same bits.
-4. The same once more, with the blocks deliberately read in the wrong layout: the logits must differ, or the check
-   proves nothing.
-5. Bandwidth of each conversion on blocks of a real size, beside a plain copy of as many bytes.
+1. A transformers Llama (small, seeded random weights, bfloat16) reads a prompt and generates tokens: the reference.
+2. The cache after the prompt is converted ``hf/dynamic_cache`` → ``nhd`` → ``universal`` → ``vllm/LBHNC`` → back, through
+   pools whose blocks lie at random ids. Then every source is overwritten with NaN, so that only the converted bytes remain.
+3. A new cache is built from those bytes and generation continues from it: the logits must have the same bits.
+4. The same with blocks that are deliberately read in the wrong layout: the logits must differ, or the check proves nothing.
+5. Bandwidth of each conversion on blocks of a real size, compared with a plain copy of the same number of bytes.
 """
 
 from __future__ import annotations
@@ -43,30 +41,30 @@ if TYPE_CHECKING:
     from .pool import Pool
 
 PATH = ("hf/dynamic_cache", "nhd", "universal", "vllm/LBHNC", "hf/dynamic_cache")
-_PROMPT_TOKENS = 203  # 12 blocks of 16 and a tail of 11, which fills no block
+_PROMPT_TOKENS = 203  # 12 blocks of 16 and a tail of 11, which does not fill a block
 _NEW_TOKENS = 16
 _BLOCK_TOKENS = 16
-_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # a side; there are two
+_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # per side; there are two sides
 _REPEATS = {"cpu": 5, "cuda": 20}
-_LAUNCHES = 5  # of each on a GPU
+_LAUNCHES = 5  # per measurement on a GPU
 
 
 def run(console: Console, *, device: str | None = None, seed: int = 0) -> bool:
-    """Run the demo and print what happens.
+    """Run the demo and print its steps.
 
     Parameters
     ----------
     console : rich.console.Console
-        Where to print.
+        Console for the output.
     device : str, optional
-        ``"cpu"`` or ``"cuda:N"``; by default the first GPU if torch and kvbm can both use it, else the CPU.
+        ``"cpu"`` or ``"cuda:N"``.  Default: the first GPU if torch and kvbm can both use it, else the CPU.
     seed : int
-        For the weights, the prompt and the block ids.
+        Seed of the weights, the prompt and the block ids.
 
     Returns
     -------
     bool
-        Whether everything was bit-identical, and the deliberate mistake was not.
+        True if everything was bit-identical and the deliberate mistake was not.
     """
     with console.status("importing torch and transformers"):
         torch = _torch()
@@ -117,7 +115,7 @@ def _roundtrip(console: Console, device: str, seed: int) -> bool:
     reference, tokens = _generate(model, cache, token)
     del cache
 
-    # Each pool on the way is twice as large as needed and used in random order.
+    # Each pool between the first and the last is twice as large as needed; its blocks are used in random order.
     body = num_blocks * shape.nt
     tails = [(key[:, :, body:].clone(), value[:, :, body:].clone()) for key, value in source]
     pools = [_hf_pool(source, shape, num_blocks)]
@@ -139,7 +137,7 @@ def _roundtrip(console: Console, device: str, seed: int) -> bool:
     mistaken = _reinterpret(pools[1], load("hnd"))
     convert(mistaken, wrong, ids[1], ids[-1])
 
-    # Nothing is left of the source but the converted bytes and the tail.
+    # After this only the converted bytes and the tail remain of the source.
     for key, value in source:
         key.fill_(float("nan"))
         value.fill_(float("nan"))
@@ -201,7 +199,7 @@ def _step(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
 def _generate(
     model: Any, cache: Any, token: torch.Tensor, forced: Sequence[int] | None = None
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Generate greedily; with `forced`, feed those tokens back whatever was chosen, so that runs are comparable."""
+    """Generate greedily.  With `forced`, the next inputs are those tokens, not the chosen ones, so that runs are comparable."""
     import torch
 
     all_logits, chosen = [], []
@@ -214,7 +212,7 @@ def _generate(
 
 
 def _hf_pool(source: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: BlockShape, num_blocks: int) -> Pool:
-    """Bind the cache's whole blocks: ``[l o] h b t d`` is a view of (1, nh, tokens, hd) with tokens = (b t)."""
+    """Bind the cache's full blocks: ``[l o] h b t d`` is a view of (1, nh, tokens, hd) with tokens = (b t)."""
     from .pool import Pool
 
     body = num_blocks * shape.nt
@@ -227,7 +225,7 @@ def _hf_pool(source: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: BlockSh
 
 
 def _cache_from(pool: Pool, tails: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Build a transformers cache from a pool in ``hf/dynamic_cache`` and the tokens that filled no block."""
+    """Build a transformers cache from a pool in ``hf/dynamic_cache`` and the tokens that did not fill a block."""
     import torch
 
     cache = _new_cache()
@@ -246,7 +244,7 @@ def _empty_pool(layout: Layout, shape: BlockShape, num_blocks: int, device: str)
 
 
 def _reinterpret(pool: Pool, layout: Layout) -> Pool:
-    """Bind the same bytes under another layout with as many allocations: what a guess would have done."""
+    """Bind the same bytes under another layout with the same number of allocations, as a wrong guess would."""
     from .pool import Pool
 
     allocations = layout.resolve(pool.shape, pool.num_blocks).allocations
@@ -307,7 +305,7 @@ def _print_logits(
 
 
 def _bandwidth(console: Console, device: str, seed: int) -> None:
-    """Time each hop on blocks of llama-3.1-8b at random ids, in turns with a plain copy of the same bytes."""
+    """Time each conversion on blocks of llama-3.1-8b at random ids, alternating with a plain copy of the same bytes."""
     import numpy as np
     import torch
 
@@ -343,13 +341,13 @@ def _bandwidth(console: Console, device: str, seed: int) -> None:
                     )
                 )
                 update(advance=1)
-            # The first pair warms up.
+            # The first pair of times is a warm-up.
             seconds, copy = (statistics.median(column) for column in zip(*times[1:], strict=True))
             rows.append((f"{src_name} → {dst_name}", seconds, copy))
             copies.append(copy)
-    moved = 2 * num_blocks * shape.nbytes  # read and written
+    moved = num_blocks * shape.nbytes
     table = Table(
-        title=f"bandwidth: llama-3.1-8b, {num_blocks} blocks at random ids, {moved / 2**21:,.0f} MiB",
+        title=f"bandwidth: llama-3.1-8b, {num_blocks} blocks at random ids, {moved / 2**20:,.0f} MiB",
         title_justify="left",
         title_style="bold",
         box=table_box(console),
@@ -365,11 +363,11 @@ def _bandwidth(console: Console, device: str, seed: int) -> None:
     plain = f"torch copy_ of the same bytes{threads}"
     table.add_row(plain, f"{median * 1e3:,.1f}", f"{moved / median / 1e9:,.1f}", "", style="dim")
     console.print(table)
-    console.print(f"GB/s count bytes read plus bytes written; medians of {_REPEATS[kind]}\n", style="dim")
+    console.print(f"GB/s count each byte that is moved once; medians of {_REPEATS[kind]}\n", style="dim")
 
 
 def _pool_over(side: torch.Tensor, layout: Layout, shape: BlockShape, num_blocks: int) -> Pool:
-    """Lay a pool's allocations one after another in a buffer, so that every layout is timed on the same memory."""
+    """Place a pool's allocations one after another in a buffer, so that every layout is timed on the same memory."""
     import torch
 
     from .pool import Pool
@@ -392,14 +390,14 @@ def _time(device: str, work: Callable[[], Any]) -> float:
     with torch.cuda.device(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(_LAUNCHES):  # so that the time is the GPU's and not that of one launch from Python
+        for _ in range(_LAUNCHES):  # several launches, so that the GPU's time is measured and not the launch from Python
             work()
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / _LAUNCHES
 
 
-# ---- small things ---------------------------------------------------------------------------------------------------
+# ---- helpers --------------------------------------------------------------------------------------------------------
 
 
 def _torch() -> Any:

@@ -1,7 +1,7 @@
-"""Digests: where each cell stands in the model's own order, and what kernels are told of it.
+"""Digests: the place of each cell in the model's order (its key), and the parameters of kernels for it.
 
-``docs/digest.md`` defines the number.  Keys are planned as one more side of a copy: an address map into imaginary memory, in which
-each cell takes `CELL` bytes, in the order p (the token's position), plane, l, o, h, the layout's own axes, d.
+``docs/reference/digest.md`` defines digests.  Keys are planned as a third side of a copy: an address map into imaginary memory
+with `CELL` bytes per cell, in the order p (the token's position), plane, l, o, h, the layout's extra axes, d.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .shapes import LIMIT
 
 __all__ = ["CELL", "Keys", "Model", "Told", "alike", "alone", "fused", "keys_of", "require_model"]
 
-#: Bytes of the largest cell, and what each takes in the map of keys.
+#: Bytes of the largest cell, and of every cell in the map of keys.
 CELL = 16
 
-#: Inside a chunk kernels step through keys with 32 bits.
+#: Inside a chunk, kernels have key strides of 32 bits.
 _KEY_LIMIT = 1 << 32
 
 
@@ -36,13 +36,13 @@ class Keys:
     Attributes
     ----------
     section : Section
-        The address map: keys times `CELL`.
+        The address map to keys times `CELL`.
     lanes : int
-        Keys a token of the whole model.
+        Keys per token of the whole model.
     rows : tuple of (str, str, int)
-        Of each plane: the axis along which its rows go, and elements a cell.
+        For each plane: its name, the axis of its rows, and elements per cell.
     cells : tuple of (int, int)
-        Of each plane: the place of its first cell, and bytes a cell.
+        For each plane: the place of its first cell, and bytes per cell.
     """
 
     section: Section
@@ -51,16 +51,16 @@ class Keys:
     cells: tuple[tuple[int, int], ...]
 
     def cell_at(self, offset: int) -> int:
-        """Bytes of the cell at an offset of the map; 0 where none begins."""
+        """Bytes of the cell at an offset of the map; 0 if no cell begins there."""
         key, inside = divmod(offset, CELL)
         return 0 if inside else next(cell for first, cell in reversed(self.cells) if first <= key % self.lanes)
 
     def of_planes(self, names: Sequence[str]) -> Keys:
-        """Those of some planes."""
+        """The keys of some planes."""
         return replace(self, section=self.section.of_planes(names))
 
     def select(self, axis: str, coordinates: range | tuple[int, ...]) -> Keys:
-        """Those of some coordinates of an axis: of rows, whole cells."""
+        """The keys of some coordinates of an axis.  Along rows, they must be whole cells."""
         planes = {access.plane for access in self.section.accesses}
         for plane, along, count in self.rows:
             if axis == along and plane in planes and not _are_whole(coordinates, count):
@@ -72,7 +72,7 @@ class Keys:
 
 
 def _are_whole(coordinates: range | tuple[int, ...], count: int) -> bool:
-    """Whether coordinates are pieces of `count`, each in order and from a multiple of that on."""
+    """True if coordinates consist of consecutive groups of `count`, each beginning at a multiple of `count`."""
     firsts = coordinates[::count]
     return not any(first % count for first in firsts) and tuple(coordinates) == tuple(
         first + i for first in firsts for i in range(count)
@@ -80,20 +80,20 @@ def _are_whole(coordinates: range | tuple[int, ...], count: int) -> bool:
 
 
 class Told(NamedTuple):
-    """What a kernel is told of a part's cells, besides its loops.
+    """A kernel's parameters for the cells of a part, in addition to its loops.
 
     Attributes
     ----------
     first : int
-        Key of the first one at position 0.
+        Key of the first cell at position 0.
     outer, inner : tuple of int
-        Keys that the modes step.
+        Strides of the modes in keys.
     steps : tuple of int
-        Bytes that each binary digit of a word's number in its cell steps, fastest first.
+        Strides in bytes of the binary digits of a word's number in its cell, fastest first.
     word : int
-        Bytes of a word; 0: the kernel's own, and a cell is one.
+        Bytes of a word.  0: the kernel's word, and each word is a cell.
     along_b : bool
-        Tiles: cells are the words of the destination.
+        For tiles: cells are the words of the destination.
     """
 
     first: int
@@ -106,14 +106,14 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """What a pool holds of a whole model, where it does not hold all of it.
+    """The part of a model that a pool holds, for digests that are comparable between ranks.
 
     Attributes
     ----------
     layers, heads : range or tuple of int, optional
-        Numbers in the model of the layers and of the heads that the pool holds, in the pool's order; all if not given.
+        The model's numbers of the layers and heads that the pool holds, in the pool's order.  Default: all.
     nl, nh : int, optional
-        How many the model has.
+        Number of layers and of heads of the model.  Required together with `layers` and `heads`.
     """
 
     layers: range | Sequence[int] | None = None
@@ -132,7 +132,7 @@ class Model:
             object.__setattr__(self, name, found)
 
     def axes(self) -> Iterator[tuple[str, range | tuple[int, ...], int]]:
-        """Axis, coordinates, and how many the model has."""
+        """Yield axis, coordinates, and the model's number of coordinates."""
         for axis, held, count in (("l", self.layers, self.nl), ("h", self.heads, self.nh)):
             if (held is None) != (count is None):
                 raise LayoutError(
@@ -155,31 +155,31 @@ def _coordinates(given: Any) -> range | tuple[int, ...]:
 
 
 def require_model(given: Any) -> None:
-    """Raise `PlanError` for what is no model."""
+    """Raise `PlanError` unless the argument is a Model or None."""
     if given is not None and not isinstance(given, Model):
         raise PlanError(f"model: expected a kvbm.Model, got {given!r:.200}")
 
 
-#: Coordinates of an axis, or names of planes where it is empty.
+#: An axis and its coordinates, or an empty text and names of planes.
 Choice = tuple[str, Any]
 
 
 def keys_of(whole: Section, model: Model | None = None, choices: Iterable[Choice] = ()) -> Keys:
-    """The keys of what a pool holds, or of some of it.
+    """The keys of a pool's cells, or of a part of them.
 
     Parameters
     ----------
     whole : Section
         All of a pool.
     model : Model, optional
-        What the pool holds of a whole model.
+        The part of a model that the pool holds.
     choices : iterable of (str, coordinates)
-        What was chosen of the pool, one after the other.
+        The selections, in their order.
 
     Raises
     ------
     PlanError
-        Elements that share a byte along another axis than the last of their plane; a model that does not fit the pool.
+        Elements share a byte along an axis that is not the last of their plane, or the model does not fit the pool.
     """
     require_model(model)
     try:
@@ -198,7 +198,7 @@ def _keys_of_all(whole: Section, model: Model | None) -> Keys:
         if axis not in whole.layout.present:
             raise LayoutError(f"axis '{axis}': {whole.layout.name} has no such axis; leave it out of the model")
         if len(held) != whole.size(axis):
-            raise LayoutError(f"axis '{axis}': the pool holds {whole.size(axis)}, and its model says {len(held)} of it")
+            raise LayoutError(f"axis '{axis}': expected a model with the pool's {whole.size(axis)} coordinates, got {len(held)}")
     planes = {access.plane: access for access in reversed(whole.accesses)}
     rows = {name: _Row.of(access, _sizes(whole, access, counts)) for name, access in sorted(planes.items())}
     lanes = sum(row.lanes for row in rows.values())
@@ -217,7 +217,7 @@ def _keys_of_all(whole: Section, model: Model | None) -> Keys:
 
 
 def _sizes(whole: Section, access: Access, model: Mapping[str, int]) -> dict[str, int]:
-    """Extents of a plane's axes in the whole model, where a pool may hold one coordinate."""
+    """Extents of a plane's axes in the whole model; the pool may hold only one coordinate."""
     planes = [plane for plane in whole.layout.planes if plane.name == access.plane]
     orders = [*whole.layout.orders, *(order for plane in planes for order in plane.orders)]
     own = {axis for order in orders for term in order.terms if not term.planes for axis in term.axes}
@@ -228,9 +228,9 @@ def _sizes(whole: Section, access: Access, model: Mapping[str, int]) -> dict[str
 class _Row(NamedTuple):
     """The cells of a plane's rows."""
 
-    axes: tuple[str, ...]  # besides t and the row's own, slowest first
+    axes: tuple[str, ...]  # without t and the axis of the row, slowest first
     sizes: Mapping[str, int]
-    axis: str  # along which a row goes; empty: it is one element
+    axis: str  # axis of a row; empty: a row is one element
     low: int  # elements that share a byte
     cell: int  # bytes
     cells: int  # a row
@@ -252,7 +252,7 @@ class _Row(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Cells a token."""
+        """Cells per token."""
         return math.prod(self.sizes[axis] for axis in self.axes) * self.cells
 
     def access(self, of: Access, first: int, lanes: int) -> Access:
@@ -272,9 +272,9 @@ class _Row(NamedTuple):
 
 
 def formal(section: Section) -> Section:
-    """The section with an order inside its opaque groups: that of the keys.
+    """The section with the order of the keys inside its opaque groups.
 
-    Two layouts with one opaque group hold the same bytes in it, and so have the same digest.
+    Two layouts with the same opaque group hold the same bytes in it, so they have the same digest.
     """
     return replace(section, accesses=tuple(map(_formal, section.accesses)))
 
@@ -282,13 +282,13 @@ def formal(section: Section) -> Section:
 def alike(src: Section, dst: Section) -> tuple[Section, Section]:
     """Two sides of a copy in the coordinates of its source.
 
-    Where one side promises no order inside a group, the group moves as it lies: on both sides its elements are then those of the
-    source's order, or of the keys' where the source has none.
+    An opaque group of one side is copied unchanged.  So on both sides its elements have the order of the source; if the group is
+    opaque in the source, they have the order of the keys.
     """
     made = []
     for access in dst.accesses:
         ours = [one for one in src.accesses if one.plane == access.plane]
-        if access.half is not None:  # K and V have orders of their own on one side: that is also where they differ
+        if access.half is not None:  # K and V have different orders on one side
             ours = [one for one in ours if one.half == access.half] or ours
         made += [replace(_alike(one, access), half=one.half if access.half is None else access.half) for one in ours]
     return formal(src), formal(replace(dst, accesses=tuple(made)))
@@ -320,34 +320,35 @@ def _formal(access: Access) -> Access:
             steps.append(Step((axis,), low, sizes[axis] // low, held, 0))
             held *= sizes[axis] // low
         if held != group.nbytes * group.extent:
-            raise LayoutError(f"a digest of a part of {group}, of which the order is not promised")
+            raise LayoutError(f"expected all of {group} in a digest, as its order is unspecified, got a part of it")
     return replace(access, packed=packed, steps=normal(steps))
 
 
-# ---- what kernels do -----------------------------------------------------------------------------------------------
+# ---- launches ------------------------------------------------------------------------------------------------------
 
 
 def alone(
     section: Section, keys: Keys, alignment: int, title: str, *, turns: bool = False
 ) -> list[tuple[Launch, list[Told]]]:
-    """The launches that digest a section, and what they are told of its cells.
+    """The launches that digest a section, and their parameters for its cells.
 
     Parameters
     ----------
     section : Section
+        The section.
     keys : Keys
-        Of the same coordinates.
+        Keys of the same coordinates.
     alignment : int
-        What divides every base address.
+        Alignment of every base address (bytes).
     title : str
-        For errors.
+        Title for messages.
     turns : bool
-        Read words of elements that belong to as many cells, and turn them: on a GPU that is faster than to gather a cell.
+        Read words with elements of several cells, and transpose them: on a GPU this is faster than gathering each cell.
 
     Raises
     ------
     PlanError
-        Cells of which the elements lie in several arrays.
+        The elements of a cell are in several arrays.
     """
     made = between(formal(section), keys.section, title)
     cells = [
@@ -360,7 +361,7 @@ def alone(
 def _launch_alone(
     part: Part, word: int, steps: tuple[int, ...], neighbours: Mode | None
 ) -> tuple[Launch, list[Told]]:
-    """The launch of a part, in squares of elements where cells have such neighbours."""
+    """The launch of a part; with squares of elements if neighbouring cells allow it."""
     element, told = 0, _told(part, steps, word)
     if neighbours is not None:
         element, side = word, CELL // word
@@ -374,7 +375,7 @@ def _launch_alone(
 
 
 def _neighbours(part: Part, word: int, steps: tuple[int, ...], alignment: int) -> Mode | None:
-    """The mode from cell to cell along which elements of cells lie side by side, if these make whole words of 16 bytes."""
+    """The mode between cells along which elements are contiguous, if these form whole words of 16 bytes."""
     side = CELL // word
     if word > 4 or side != 1 << len(steps) or part.inner[0].extent != CELL:
         return None
@@ -387,7 +388,7 @@ def _neighbours(part: Part, word: int, steps: tuple[int, ...], alignment: int) -
 
 
 def _by_cells(part: Part) -> Iterator[Part]:
-    """Planes that go on in each other are one part; a last one whose rows are smaller than a cell is a part of its own."""
+    """Split a part of contiguous planes if the rows of its last plane are smaller than a cell."""
     run, over = part.inner[0], part.run_bytes % CELL
     if part.run_bytes > CELL and over:
         held = part.run_bytes - over
@@ -403,7 +404,7 @@ def _by_cells(part: Part) -> Iterator[Part]:
 
 
 def _of_cells(part: Part, whole: int, alignment: int, title: str) -> tuple[Part, int, tuple[int, ...]]:
-    """A copy into the map of keys as loops over cells of `whole` bytes, the word that reads them, and where its words lie."""
+    """A copy into the map of keys as loops over cells of `whole` bytes; the word that reads them; the strides of its words."""
     run = part.run_bytes
     part = replace(part, inner=(part.inner[0], *_at_cells(part.inner[1:])), outer=tuple(_at_cells(part.outer)))
     inside = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst < CELL]
@@ -434,7 +435,7 @@ def _of_cells(part: Part, whole: int, alignment: int, title: str) -> tuple[Part,
             dst_table_offset=0,
             dst_id=Id(0, 0),
             key=part.dst_offset,
-            # A sum has no order: memory's, so that neighbours are read by neighbours.
+            # The order of a sum does not matter: use that of memory, so that neighbouring threads read neighbouring words.
             inner=(row, *sorted((_keyed(mode) for mode in part.inner[1:] if mode.dst >= CELL), key=lambda mode: mode.src)),
             outer=tuple(_keyed(mode) for mode in part.outer if mode.dst >= CELL),
         ),
@@ -444,7 +445,7 @@ def _of_cells(part: Part, whole: int, alignment: int, title: str) -> tuple[Part,
 
 
 def _at_cells(modes: Sequence[Mode]) -> Iterator[Mode]:
-    """Modes that end where cells do: elements of a cell, and cells that follow each other, may have been one."""
+    """Split modes at the ends of cells: elements of a cell and consecutive cells may have been merged."""
     for mode in modes:
         count = CELL // mode.dst if mode.dst else 0
         if 1 < count < mode.extent and mode.extent % count == 0 and mode.dst * count == CELL:
@@ -464,7 +465,7 @@ def _told(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> Told:
         or sum((mode.extent - 1) * mode.key for mode in part.inner[1:]) >= _KEY_LIMIT * CELL
     ):
         raise PlanError(
-            f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens a block, got {part.inner}"
+            f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens per block, got {part.inner}"
         )
     count = len(part.outer)
     return Told(part.key // CELL, tuple(keys[:count]), (1, *keys[count + 1 :]), steps, word)
@@ -473,12 +474,12 @@ def _told(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> Told:
 def fused(
     src: Section, dst: Section, keys: Keys, alignments: tuple[int, int], title: str
 ) -> list[tuple[Launch, list[Told]]] | str:
-    """The launches that copy and digest what they read, or why there are none.
+    """The launches that copy and digest at once, or the reason why there are none.
 
-    Each word that such a kernel moves is a cell, on one side at least.
+    Each word that such a kernel copies is a cell, at least on one side.
     """
     if src.chosen or dst.chosen or keys.section.chosen:
-        return "some coordinates are chosen one by one"
+        return "some coordinates are selected one by one"
     try:
         made = between(*alike(src, dst), title, keys.section)
     except (LayoutError, PlanError) as error:
@@ -495,7 +496,7 @@ def fused(
 
 
 def _shared(work: Sequence[tuple[Part, Form, Told]]) -> Iterator[tuple[Launch, list[Told]]]:
-    """Launches of parts that are digested: rows share those of records, the tiles of K and V one."""
+    """Launches of parts with digests: rows share launches of records, tiles of K and V share one launch."""
     tiles, rows = ([one for one in work if (one[1].kind == "tile") == is_tile] for is_tile in (True, False))
     tiles.sort(key=lambda one: -one[1].element)
     for first in range(0, len(tiles), 2):
@@ -512,7 +513,7 @@ def _shared(work: Sequence[tuple[Part, Form, Told]]) -> Iterator[tuple[Launch, l
 
 
 def _fused_form(part: Part, form: Form) -> tuple[Form, Told] | str:
-    """The kernel that copies a part and digests it, and what it is told; or why there is none."""
+    """The kernel that copies and digests a part, and its parameters; or the reason why there is none."""
     if form.kind == "tile":
         return _fused_tile(part, form)
     run = part.run_bytes
@@ -520,12 +521,12 @@ def _fused_form(part: Part, form: Form) -> tuple[Form, Told] | str:
     if any(mode.key % CELL for mode in (*part.inner[1:], *part.outer)):
         return "elements of a cell lie apart on both sides"
     if form.word != cell or run % cell:
-        return f"cells of {cell} bytes move in words of {form.word}"
+        return f"cells of {cell} bytes are copied in words of {form.word}"
     return Form("rows", len(part.outer), len(part.inner), 0, form.word, sums=True), _told(part)
 
 
 def _fused_tile(part: Part, form: Form) -> tuple[Form, Told] | str:
-    """The same of a tile: the words of one side are cells, or each element is one."""
+    """The same for a tile: the words of one side are cells, or each element is a cell."""
     assert part.spans is not None
     rest = [mode for mode in part.inner[1:] if not any(mode is span for span in part.spans)]
     steps = [span.key for span in part.spans]
@@ -533,12 +534,12 @@ def _fused_tile(part: Part, form: Form) -> tuple[Form, Told] | str:
         return "elements of a cell lie apart on both sides"
     if form.element == form.word:
         if any(step % CELL for step in steps) or form.word != CELL:
-            return f"cells move in elements of {form.word} bytes"
+            return f"cells are copied in elements of {form.word} bytes"
         behind, keys = 0, [step // CELL for step in steps]
     else:
         sides = [side for side in (0, 1) if steps[side] == form.element and steps[1 - side] % CELL == 0]
         if not sides:
-            return "neither side goes on along the cells' own axis"
+            return "neither side is contiguous along the axis of the cells"
         behind = sides[0]
         keys = [1 if side == behind else steps[side] // CELL for side in (0, 1)]
     kernel = Form("tile", len(part.outer), len(rest), form.element, form.word, sums=True)

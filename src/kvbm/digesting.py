@@ -1,4 +1,4 @@
-"""Digests of blocks where they lie: a pool's section bound to the kernels that sum its cells up."""
+"""Digests of blocks in pools: bind sections to the kernels that sum up their cells."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ _MOST = (1 << 31) - 1
 
 
 class Digester:
-    """Digests the blocks, or units, of one section of a pool, which keeps it.
+    """Digests the blocks or units of one section of a pool.  The pool keeps it.
 
     Parameters
     ----------
     part : PoolSection
+        The section.
     keys : Keys
-        Of the same coordinates.
+        Keys of the same coordinates.
     """
 
     def __init__(self, part: PoolSection, keys: Keys) -> None:
@@ -63,7 +64,7 @@ class Digester:
         most = self.num_ids if ids is None else _MOST
         try:
             pairs = _core.Pairs(ids, None, self.num_ids, most, False, self.device)
-        except BindError as error:  # of the source ids of a copy: here there is no other side
+        except BindError as error:  # the message says "src_ids", but a digest has only one side
             raise BindError(str(error).replace("src_ids", "ids")) from None
         if tokens is None and self.units > 1:
             tokens = unit_positions(ids, pairs, self.units, self.unit_tokens)
@@ -72,7 +73,7 @@ class Digester:
             for name, given in (("stream", stream), ("wait", wait)):
                 if given is not None:
                     raise BindError(
-                        f"{name}: the pool is on the CPU, where digests are done when the call returns; leave {name} out"
+                        f"{name}: the pool is on the CPU, where the call waits for digests; leave {name} out"
                     )
             found: npt.NDArray[np.uint64] = np.zeros(len(pairs), np.uint64) if out is None else out
             address, _, _ = digest_array(found, len(pairs), -1, () if out is None else (pool,))
@@ -86,30 +87,29 @@ class Digester:
         found = np.zeros(len(pairs), np.uint64)
         done = self.route.digest(pairs, positions, found.ctypes.data, True, stream, wait, (pool, found))
         if done.captured:
-            _captured.append(done)  # its graph, if that is ever launched, writes to this memory
+            _captured.append(done)  # a launch of its graph writes to this memory
             raise BindError(
-                f"{self.title}: the stream captures a graph, whose digests are there after a replay; pass out=, an array for "
-                "them"
+                f"{self.title}: the stream captures a graph, so digests exist only after a replay; pass an array with out="
             )
         done.synchronize()
         return found
 
 
 def copies_of(part: PoolSection, keys: Keys, steps: Steps | None = None) -> list[_core.Copy]:
-    """The launches that digest a section by themselves."""
+    """The launches that only digest a section."""
     pool = part.pool
     ready = alone(part.of, keys, pool.alignment, f"digest of {pool.layout.name}", turns=pool.device != "cpu")
     return digest_copies(ready, keys.lanes, pool.steps if steps is None else steps)
 
 
-#: What graphs write to that nobody was given.
+#: Copies in graphs that write to memory of this module.
 _captured: list[_core.Done] = []
 
 
 def fused_copies(
     made: list[tuple[Launch, list[Told]]] | str, lanes: int, src_steps: Steps, dst_steps: Steps
 ) -> list[_core.Copy] | str:
-    """The launches that copy and digest, or why there are none."""
+    """The launches that copy and digest at once, or the reason why there are none."""
     try:
         return made if isinstance(made, str) else digest_copies(made, lanes, src_steps, dst_steps)
     except MissingKernelError as error:
@@ -117,31 +117,31 @@ def fused_copies(
 
 
 def unit_positions(ids: Any, pairs: _core.Pairs, units: int, tokens: int) -> npt.NDArray[np.int64]:
-    """Where the first token of each unit stands in its block; `ids` are those of the pairs' source, as they were given.
+    """The position in its block of each unit's first token.  `ids` are the caller's ids of the source.
 
     Raises
     ------
     BindError
-        Ids on a GPU, which the host does not read.
+        The ids are on a GPU: the host does not read them.
     """
     given = ids if isinstance(ids, np.ndarray) else pairs.ids()[0]
     if given is None:
         raise BindError(
-            "tokens: ids of units on a GPU do not tell the host where in its block a unit stands; pass tokens=, the position of "
-            "each unit's first token"
+            "tokens: the host cannot read ids of units on a GPU, so it does not know their places in blocks; pass tokens=, the "
+            "position of each unit's first token"
         )
     numbers = np.atleast_1d(given).astype(np.int64)
     return np.where(numbers < 0, 0, numbers % units) * tokens
 
 
 def digest_array(array: Any, count: int, device: int, pools: Iterable[Pool]) -> tuple[int, bool, Any]:
-    """Where digests are written: the address, whether kernels on a GPU write to host memory, and what keeps the memory.
+    """The memory for digests: its address, True if GPU kernels write to host memory, and the object that keeps it alive.
 
     Raises
     ------
     BindError
-        No contiguous array of `count` 64-bit integers that may be written, or one that lies elsewhere than the kernels reach, or
-        in one of the pools.
+        The array is not a contiguous, writable array of `count` 64-bit integers, the kernels cannot access it, or it is inside one
+        of the pools.
     """
     address, where, owner = flat_integers(array, count) or _described(array, count)
     end = address + 8 * count
@@ -150,31 +150,31 @@ def digest_array(array: Any, count: int, device: int, pools: Iterable[Pool]) -> 
         raise BindError(f"digests: expected memory on {on}, or pinned host memory, got an array on {found}")
     for pool in pools:
         if pool.meets(address, end):
-            raise BindError(f"digests: expected memory of its own, got an array that lies in the memory of {pool!r}")
+            raise BindError(f"digests: expected separate memory, got an array in the memory of {pool!r}")
     return address, where != device, (array, owner)
 
 
 def _described(array: Any, count: int) -> tuple[int, int, Any]:
-    """`flat_integers` of any array, or what is wrong with it."""
+    """`flat_integers` for any array; raises an error if the array does not fit."""
     told = describe(array, "digests")
     if told.dtype not in ("uint64", "int64") or told.shape != (count,) or (count > 1 and told.strides != (8,)):
         raise BindError(
             f"digests: expected a contiguous array of {count} uint64 or int64, got shape {told.shape} of {told.dtype}"
         )
     if told.readonly:
-        raise BindError("digests: expected an array that may be written, got a read-only one")
+        raise BindError("digests: expected a writable array, got a read-only one")
     return told.address, -1 if told.device == "cpu" else int(told.device.partition(":")[2]), told.owner
 
 
 def _is_pinned(begin: int, end: int) -> bool:
-    """Whether GPUs reach host memory; what lies behind the end of a registration they do not."""
+    """True if GPUs can access all of this host memory.  They cannot access memory after the end of a registration."""
     behind = _core.memory_range(begin)[1]  # usually the driver is asked once
     return end <= behind or find_ranges([(begin, end)], (), _core.memory_range) is not None
 
 
 @dataclass
 class CopyDigests:
-    """The launches that digest a copy: in place of its own, or why there are none; and each side's by itself."""
+    """The launches that digest a copy: fused ones (or the reason why there are none), and separate ones for each side."""
 
     direct: list[_core.Copy] | str
     permute: list[_core.Copy] | str
@@ -186,12 +186,12 @@ class CopyDigests:
         return [*fused, *self.both[0], *self.both[1]]
 
     def options(self, of_dst: bool) -> dict[str, Any]:
-        """As a `Route` takes them; `of_dst`: what is not fused digests the destination."""
+        """Arguments for a `Route`.  `of_dst`: digests that are not fused are those of the destination."""
         direct, permute = ([] if isinstance(made, str) else made for made in (self.direct, self.permute))
         return {"sum_direct": direct, "sum_permute": permute, "digests": self.both, "digests_dst": of_dst}
 
     def explain(self, strategies: Iterable[str], of_dst: bool) -> list[str]:
-        """How copies by each of these strategies are digested: a sentence each."""
+        """One sentence per strategy on how its copies are digested."""
         side = "destination when the copy is done" if of_dst else "source before the copy"
         ways = {"direct": self.direct, "staged": self.permute, "engine": "the copy engine computes nothing"}
         said = []
@@ -208,12 +208,12 @@ class CopyDigests:
         return said
 
     def explain_verify(self, nbytes: str, places: Sequence[str]) -> str:
-        """What it takes to verify a copy; `nbytes` a block, and the sides that lie across a link from the kernels."""
+        """What verification of a copy costs.  `nbytes` is per block; `places` are the sides that are not local to the kernels."""
         across = f"; the {' and the '.join(places)} {'is' if len(places) == 1 else 'are'} read across the link" if places else ""
         kernels = " and ".join(dict.fromkeys(map(_kernels, self.both)))
         return (
             f"verify digests the source before the copy and the destination after it, each by a pass of its own ({kernels}): "
-            f"{nbytes} a block are read once more on either side{across}."
+            f"{nbytes} per block are read once more on either side{across}."
         )
 
 
@@ -225,26 +225,27 @@ def _kernels(copies: Sequence[_core.Copy]) -> str:
 class Proof:
     """The digests of both sides of a copy that verifies, and their comparison, which `Done.synchronize` calls.
 
-    Only the copy's `Done` keeps it, and with it the memory: what nobody has asked for when the `Done` is gone, the next copy tells.
+    Only the copy's `Done` keeps it and its memory alive.  If the `Done` is dropped without `synchronize`, the next copy raises the
+    error.
 
     Parameters
     ----------
     title : str
-        Of the copy, for errors.
+        Title of the copy for messages.
     count : int
-        Pairs.
+        Number of pairs.
     device : int
-        Where kernels run; -1: the host.
+        Device that runs the kernels; -1: the host.
     untold : list of DigestError
-        Takes what was found of a copy whose `Done` was dropped.
+        Receives the error of a copy with a dropped `Done`.
     pairs : Pairs
-        The copy's.
+        The pairs of the copy.
     where : callable
-        Says where some of the pairs differ.
+        Returns a text on where given pairs differ.
     """
 
     _memory: npt.NDArray[np.uint64] | None = None
-    _is_asked = True  # before there is a copy to ask about, too
+    _is_asked = True  # also True before there is a copy
 
     def __init__(
         self,
@@ -262,16 +263,16 @@ class Proof:
 
     @staticmethod
     def settle(untold: list[DigestError]) -> None:
-        """Keep the oldest copies that are done no longer, a few at a time; raise what was found of one that nobody waits for."""
+        """Release some of the oldest finished copies, and raise the error of a copy with a dropped `Done`."""
         if pinned.is_watching:
             pinned.release(4)
         if untold:
-            with contextlib.suppress(IndexError):  # another thread's copy was faster
+            with contextlib.suppress(IndexError):  # another thread has taken it
                 raise untold.pop(0)
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Of the source's and of the destination's."""
+        """Addresses of the source's and of the destination's digests."""
         assert self._memory is not None
         start = int(self._memory.ctypes.data)
         return start, start + 8 * self.count
@@ -280,12 +281,12 @@ class Proof:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Of the enqueueing: where that failed some of it may still write the memory, which nobody gets again."""
+        """End of the enqueueing.  If it failed, kernels may still write to the memory, so the memory is not reused."""
         if kind is not None:
             self._pinned = None
 
     def watch(self, done: _core.Done) -> None:
-        """Keep the memory until the copy is done, whoever drops what waits for it; a captured one's the caller keeps."""
+        """Keep the memory until the copy is done, even if its `Done` is dropped.  For a captured copy, the caller keeps it."""
         done.proof = self
         if not done.captured:
             self._is_asked = False
@@ -318,17 +319,17 @@ class Proof:
         if self._memory is None:
             return
         try:
-            if not self._is_asked:  # and the copy is done: until then it is watched
+            if not self._is_asked:  # the copy is done: it is watched until then
                 self._compare(lambda _: "")
         except DigestError as error:
-            self._untold.append(error.with_traceback(None))  # whose frames have the pools
+            self._untold.append(error.with_traceback(None))  # the traceback would keep the pools alive
         finally:
             if self._pinned:
                 self._pinned.give(self._memory)
 
 
 class _Pinned:
-    """Pinned memory for digests: pieces of powers of two that are used again, and the copies that still write some."""
+    """Pinned memory for digests: reusable pieces with sizes of powers of two, and the copies that still write to some."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -355,7 +356,7 @@ class _Pinned:
 
     @property
     def is_watching(self) -> bool:
-        """Whether there are copies to ask; another thread's may just have come or gone."""
+        """True if there are copies to check.  Other threads may add or remove some at the same time."""
         return bool(self._watched)
 
     def watch(self, done: _core.Done) -> None:
@@ -363,7 +364,7 @@ class _Pinned:
             self._watched.append(done)
 
     def release(self, most: int = 64) -> None:
-        """Watch those of the oldest copies no longer that are done."""
+        """Stop watching the oldest copies that are done."""
         ready: list[_core.Done] = []  # not dropped with the lock held: whoever drops the last one compares, and gives memory back
         with self._lock, contextlib.suppress(CudaError):  # of an older copy: whoever waits for that is told
             while self._watched and len(ready) < most and self._watched[0].query():

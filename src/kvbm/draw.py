@@ -1,6 +1,6 @@
-"""Draws a layout for ``kvbm show``: its allocations, the nesting of its axes, the first runs, and what lies together.
+"""Draws a layout for ``kvbm show``: its allocations, the nesting of its axes, the first runs, and the contiguous runs of a block.
 
-Lines are built as text that reads without colour; colour only repeats what the letters say (K and V, padding, labels).
+The text is complete without colour: colour only repeats what the letters say (K and V, padding, labels).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from .shapes import BlockShape
 
-__all__ = ["show", "table_box"]
+__all__ = ["print_whole", "show", "table_box"]
 
 _MAX_WIDTH = 120
 _K, _V, _DIM, _AXIS, _PAD = "cyan", "magenta", "dim", "bold", "yellow"
@@ -67,11 +68,11 @@ def show(console: Console, resolved: Resolved, shape_text: str | None = None) ->
     Parameters
     ----------
     console : rich.console.Console
-        Its width is used up to 120 columns; without UTF-8 the drawing is ASCII.
+        The drawing uses at most 120 columns of it.  Without UTF-8 the drawing is ASCII.
     resolved : Resolved
         The layout at a shape and a number of blocks.
     shape_text : str, optional
-        What the shape is called, e.g. ``llama-3.1-70b/tp8``.
+        Name of the shape, e.g. ``llama-3.1-70b/tp8``.
     """
     drawing = _Drawing(console, resolved)
     drawing.facts(shape_text)
@@ -104,7 +105,7 @@ class _Drawing:
         grid.add_column(overflow="fold")
         for key, value in facts(self.resolved, shape_text):
             grid.add_row(f"  {key}", Text(value))
-        self.console.print(grid, width=self.width)
+        print_whole(self.console, grid)
 
     # ---- axes and the address ---------------------------------------------------------------------------------------
 
@@ -112,15 +113,15 @@ class _Drawing:
         self.head("Axes, slowest first")
         rows = axis_rows(self.resolved)
         table = Table(box=None, padding=(0, 2), show_header=True, header_style=_DIM)
-        table.add_column("  axis", style=_AXIS)
+        table.add_column("  axis", style=_AXIS, no_wrap=True)
         table.add_column("what")
-        table.add_column("extent", justify="right")
-        table.add_column("the next one lies", justify="right")
+        table.add_column("extent", justify="right", no_wrap=True)
+        table.add_column("the next one lies", justify="right", no_wrap=True)
         if any(row[4] for row in rows):
-            table.add_column("", style=_PAD)
+            table.add_column("", style=_PAD, no_wrap=True)
         for row in rows:
             table.add_row(f"  {row[0]}", *row[1 : len(table.columns)])
-        self.console.print(table, width=self.width)
+        print_whole(self.console, table)
         for half in self.halves:
             for line in address_lines(half.part, half.o or 0, self.width - 2):
                 self.line(Text(f"  {line}"))
@@ -128,7 +129,7 @@ class _Drawing:
     # ---- the table of allocations -----------------------------------------------------------------------------------
 
     def table(self) -> None:
-        """Draw the first allocations, and the last, as boxes beside each other."""
+        """Draw the first allocations and the last as boxes beside each other."""
         self.head("Allocations")
         count = self.resolved.table_size
         ends = [
@@ -154,7 +155,7 @@ class _Drawing:
         self.lines(rows, "")
 
     def cell(self, number: int) -> tuple[tuple[str, str], str]:
-        """The two lines of a box, and their style."""
+        """The two lines of text in a box, and their style."""
         found = entry(self.resolved, number)
         style = {0: _K, 1: _V}.get(-1 if found.o is None else found.o, "")
         if found.plane is not None:
@@ -164,7 +165,7 @@ class _Drawing:
     # ---- the nesting ------------------------------------------------------------------------------------------------
 
     def nest(self, half: Half) -> None:
-        """Axes as boxes in boxes: each shows its first member opened up, and the others by their labels."""
+        """Draw the axes as nested boxes.  Each shows the inside of its first member, and the labels of the others."""
         is_one = self.resolved.table_size == 1
         if half.part.plane:
             title = f"Inside an array of {' of '.join(half.name.split())}, {half.part.shape.dtype}"
@@ -181,7 +182,7 @@ class _Drawing:
             self.line(Text(f"  one element of {exact_size(half.nbytes)}"))
 
     def nest_records(self) -> None:
-        """What planes share as boxes in boxes, and in the innermost a record: a line or a box a plane."""
+        """Draw the axes that planes share as nested boxes.  The innermost shows a record: one line or box per plane."""
         is_one = self.resolved.table_size == 1
         self.head("Inside the allocation" if is_one else "Inside an allocation (all are alike)")
         half = self.halves[0]
@@ -197,16 +198,18 @@ class _Drawing:
     def boxes(
         self, levels: Sequence[Level], label: str, nbytes: int, width: int, half: Half | None = None, style: str = ""
     ) -> list[Text]:
-        """One box: its first level counted out inside it, of K or V that of `half`; in the innermost the planes if there is none.
+        """One box with the members of the first level inside.  Of K and V, the one of `half` is opened.
+
+        Without `half`, the innermost box shows the planes.
 
         Parameters
         ----------
         label : str
-            Which member of the level outside is opened.
+            Label of the opened member of the level outside.
         nbytes : int
-            What the box stands for.
+            Bytes that the box represents.
         width : int
-            Columns.
+            Width in columns.
         """
         room = width - 4
         if not levels:
@@ -227,7 +230,7 @@ class _Drawing:
         return self.boxed(label, title, nbytes, content, width)
 
     def rows(self, levels: Sequence[Level], room: int, half: Half, style: str) -> Iterator[Text]:
-        """The two innermost levels: a line a member."""
+        """The two innermost levels, one line per member."""
         (piece, holds), (inner, _) = levels
         indices = picked(piece.extent, 2, 4)
         size = max(len(index_label(piece, i)) for i in indices if i is not None)
@@ -264,7 +267,7 @@ class _Drawing:
         return content
 
     def strip_records(self) -> None:
-        """Draw the first bytes in a line, one cell a run of a plane."""
+        """Draw the first bytes in a line, one cell per run of a plane."""
         first, more, _ = record_runs(self.resolved, 12, 12)
         around = [piece for piece, _ in several(self.halves[0].shared)][-1:]
         cells: list[tuple[int, str, str, bool]] = []
@@ -281,7 +284,7 @@ class _Drawing:
         self.cells_in_a_line(cells)
 
     def others(self, piece: Piece, opened: int) -> Text:
-        """The members that are not opened up, by their labels."""
+        """The labels of the members that are not opened."""
         others = [index_label(piece, i) for i in range(min(piece.extent, 4)) if i != opened]
         if piece.extent > 4:
             others = [index_label(piece, 1), self.glyphs.dots, index_label(piece, piece.extent - 1)]
@@ -329,7 +332,7 @@ class _Drawing:
     # ---- the first runs ---------------------------------------------------------------------------------------------
 
     def strip(self, half: Half) -> None:
-        """Draw the allocation's first bytes in a line, one cell a run of the innermost axis, padding hatched."""
+        """Draw the first bytes of the allocation in a line: one cell per run of the innermost axis; padding is hatched."""
         pieces = [piece for piece, _ in several(half.own)]
         if len(pieces) < 2:
             return
@@ -338,7 +341,7 @@ class _Drawing:
         self.cells_in_a_line(self.cells(pieces, half))
 
     def cells_in_a_line(self, cells: Iterable[tuple[int, str, str, bool]]) -> None:
-        """As many cells as fit, each over the byte that it begins at."""
+        """Draw as many cells as fit, each above the number of its first byte."""
         g = self.glyphs
         shown: list[tuple[int, str, str, bool]] = []
         used = 2
@@ -366,7 +369,7 @@ class _Drawing:
         """(byte, label, style, is padding) of the first runs, in the order of their addresses."""
         outer, itemsize = list(pieces[:-1]), half.part.shape.itemsize
         base = 0
-        if half.o is not None:  # K and V may share the allocation: begin where this half does
+        if half.o is not None:  # K and V may share the allocation: begin at the start of this half
             base = sum(half.o * piece.stride for piece in outer if piece.term.axes == ("o",))
             outer = [piece for piece in outer if piece.term.axes != ("o",)]
         run = pieces[-1].stride * (pieces[-1].extent - 1) + itemsize
@@ -386,10 +389,10 @@ class _Drawing:
             yield start, label, {0: _K, 1: _V}.get(o, "") if o is not None else "", False
             end = start + run
 
-    # ---- what lies together -----------------------------------------------------------------------------------------
+    # ---- contiguous runs of a block ---------------------------------------------------------------------------------
 
     def together(self) -> None:
-        """How many contiguous runs it takes to touch a block, a layer, a head, a token."""
+        """Print the number of contiguous runs of a block, a layer, a head, a token."""
         has_v = self.shape.no == 2
         wholes = [
             ("a whole block", ()),
@@ -400,11 +403,11 @@ class _Drawing:
             ("one token of one layer, K" if has_v else "one token of one layer", ("l", "o", "t")),
         ]
         if not has_v:
-            del wholes[2]  # the same as the line before
+            del wholes[2]  # it equals the line before
         self.head("What lies together: contiguous runs of one block")
         table = Table(box=None, padding=(0, 2), show_header=True, header_style=_DIM)
-        table.add_column("  to touch")
-        table.add_column("bytes", justify="right")
+        table.add_column("  to touch", no_wrap=True)
+        table.add_column("bytes", justify="right", no_wrap=True)
         table.add_column("runs", justify="right")
         for name, fixed in wholes:
             nbytes = sum(
@@ -412,7 +415,7 @@ class _Drawing:
                 for part in self.resolved.planes
             )
             table.add_row(f"  {name}", exact_size(nbytes), runs(self.resolved, fixed, self.glyphs.times))
-        self.console.print(table, width=self.width)
+        print_whole(self.console, table)
 
     # ---- lines ------------------------------------------------------------------------------------------------------
 
@@ -427,9 +430,7 @@ class _Drawing:
             self.line(Text(margin).append_text(text))
 
     def line(self, text: Text) -> None:
-        text.no_wrap = True
-        text.overflow = "ellipsis"
-        self.console.print(text, soft_wrap=False, crop=True)
+        self.console.print(text, soft_wrap=True)
 
 
 def _style_of(piece: Piece, index: int) -> str:
@@ -437,5 +438,18 @@ def _style_of(piece: Piece, index: int) -> str:
 
 
 def table_box(console: Console) -> box.Box:
-    """Choose the frame that tables of the command line have."""
+    """The frame of tables on the command line."""
     return box.ASCII if console.options.ascii_only else box.SIMPLE_HEAD
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table with at most one column that wraps.  No cell is cut, even if the table is wider than the console."""
+    wide = console.options.update(width=10_000)
+    for column in table.columns:
+        if column.no_wrap:
+            cells = [Measurement.get(console, wide, cell).maximum for cell in (column.header, *column.cells)]
+            column.min_width = max(cells)
+    needed = Measurement.get(console, wide, table).minimum
+    before, console.width = console.width, max(console.width, needed)
+    console.print(table)
+    console.width = before

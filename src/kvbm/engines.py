@@ -1,8 +1,8 @@
-"""Pools over the caches of engines, under the engine's own names: ``Pool.from_vllm`` and its kin.
+"""Pools over the caches of engines: ``Pool.from_vllm``, ``from_sglang``, ``from_trtllm`` and ``from_transformers``.
 
-An adapter knows how an engine hands its tensors out: what their dimensions are called, in which order the layers come.  Where
-bytes lie it does not guess: the layout is named by the caller, or there is only one that the engine's class can have.  Then
-`Pool` checks shapes and strides against it, so that NHD taken for HND is an error wherever strides can tell.
+An adapter knows what an engine's tensors look like: the names of their dimensions, and the order of the layers.  It does not guess
+the layout: the caller names it, or the engine's class allows only one.  `Pool` then checks shapes and strides against the layout,
+so NHD in place of HND is an error if the strides differ.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any, Self
 from . import spec
 from .errors import BindError, LayoutError
 from .layout import Layout
-from .shapes import PACKED, BlockShape
+from .shapes import PACKED, BlockShape, as_shape
 from .vllm_groups import Group, groups
 
-__all__ = ["FromEngines"]
+__all__ = ["FromEngines", "pool_hint"]
 
-#: What vLLM's attention backends call the dimensions of a layer's tensor.  In memory these may stand in another order: the
-#: tensor is then a permuted view, and the layout says which.
+#: The dimensions of a layer's tensor in vLLM's attention backends.  Their order in memory may differ: the tensor is then a
+#: permuted view, and the layout gives the order.
 VLLM_DIMS = {
     "vllm/flash_attn_nhd": "o b t h d",
     "vllm/flash_attn_hnd": "o b t h d",
     "vllm/flashinfer_nhd": "b o t h d",
     "vllm/flashinfer_hnd": "b o t h d",
-    # From 0.26 on: views of one tensor of all layers, whose last dimension is K and V of a token and head.
+    # vLLM 0.26 and newer: views of one tensor of all layers.  The last dimension is K and V of a token and head.
     **dict.fromkeys((f"vllm/{order}" for order in ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")), "b h t o*d"),
-    # K and V in orders of their own, of which a tensor's shape tells the sizes alone.
+    # K and V have different orders.  The tensor's shape gives only the sizes.
     "vllm/cpu": "o b h t d",
     "vllm/cpu_vec": "b h t o*d",
     "vllm/cpu_amx": "b h t o*d",
-    # Of several planes: bytes, whose last dimension is whatever a token, or a token of a head, has of them.
+    # Several planes share tensors of bytes.  The last dimension holds the bytes of a token, or of a token of a head.
     "vllm/fp8_ds_mla": "b t bytes",
     "vllm/nvfp4_ds_mla": "b t bytes",
     "vllm/deepseek_v4": "b t bytes",
@@ -60,43 +60,43 @@ class FromEngines:
         kv_cache_config: Any = None,
         group: int | Group | None = None,
         dims: str | None = None,
-        shape: BlockShape | None = None,
+        shape: BlockShape | str | None = None,
     ) -> Self:
-        """A pool over vLLM's KV caches: by what vLLM's config says (0.26 and newer), or by a layout that you name.
+        """Bind vLLM's KV caches as a pool: by vLLM's config (0.26 and newer), or by a layout that you name.
 
         Parameters
         ----------
         kv_caches : mapping of str to tensor, sequence of tensors, or tensor
-            As a KV connector gets them: one tensor a layer by the layer's name (``model.layers.3.self_attn.attn``), in any
-            order; or in the order of the layers.  Where the layout has one allocation for all layers, either the views of it,
-            a layer each, or all of it in the layout's own dimensions.
+            The tensors that a KV connector receives: a mapping of the layer's name (``model.layers.3.self_attn.attn``) to its
+            tensor, in any order; or a list in the order of the layers.  If the layout has one allocation for all layers: either one
+            view of it per layer, or the whole tensor with the dimensions of the layout.
         layout : str or Layout
-            That of the attention backend and of ``VLLM_KV_CACHE_LAYOUT``, such as ``"vllm/flash_attn_hnd"``.  Beside the
-            config: in place of what it says of the content of a view.
+            The layout of the attention backend and ``VLLM_KV_CACHE_LAYOUT``, such as ``"vllm/flash_attn_hnd"``.  Together with the
+            config it replaces the layout that the config gives for the contents of a view.
         vllm_config, kv_cache_config : optional
-            vLLM's own objects, as a KV connector is given them.  Layout, layers, sizes, dtype and backend are read from them
-            and compared with the tensors; see `kvbm.vllm_groups`.
+            vLLM's objects, as a KV connector receives them.  Layout, layers, sizes, dtype and backend are read from them and
+            compared with the tensors; see `kvbm.vllm_groups`.
         group : int or Group, optional
-            Which group of layers, where there are several: the pools of a hybrid model overlay each other.  A `Group` of
-            `kvbm.vllm_groups.groups` needs no config beside it.
+            The group of layers, if there are several: the pools of a hybrid model share memory.  A `Group` of
+            `kvbm.vllm_groups.groups` needs no config.
         dims : str, optional
-            What the dimensions of a tensor are, as its shape shows them, such as ``"o b t h d"``.  If not given, vLLM's for
-            `VLLM_DIMS`, else those of the layout in its own order.  ``o*d`` is two axes in one.  Of tensors that several planes
-            share, such as ``"b t bytes"``: the last dimension holds them.
-        shape : BlockShape, optional
-            The sizes of a block, where no dimensions tell: layouts of several planes that are not among `VLLM_DIMS`; whether
-            ``o*d`` is K and V (``no=2``, as where it is not given) or a latent.
+            The dimensions of a tensor's shape, such as ``"o b t h d"``.  Default: vLLM's for the layouts in `VLLM_DIMS`, else those
+            of the layout in its order.  ``o*d`` is two axes in one dimension.  For tensors that several planes share, such as
+            ``"b t bytes"``: the last dimension holds the planes.
+        shape : BlockShape or str, optional
+            Sizes of a block, if the dimensions do not give them: for layouts of several planes that are not in `VLLM_DIMS`, or to
+            say that ``o*d`` is a latent (``no=1``); the default is K and V (``no=2``).
 
         Returns
         -------
         Pool
-            Over the same memory.
+            A pool over the same memory.
 
         Raises
         ------
         BindError
-            Names without a layer's number, or two with one; dimensions, sizes or strides that are not the layout's, or not what
-            the config says; what the config does not say.
+            A name has no layer number, or two names have the same.  Dimensions, sizes or strides differ from the layout or from
+            the config.  The config does not contain what is needed.
 
         Examples
         --------
@@ -111,13 +111,14 @@ class FromEngines:
             if not isinstance(kv_caches, Mapping):
                 raise BindError(f"{one}: kv_caches: expected a mapping of layers' names to tensors, got {type(kv_caches).__name__}")
             if dims is not None or shape is not None:
-                raise BindError(f"{one}: dims, shape: expected none beside the config, which says them")
+                raise BindError(f"{one}: dims, shape: expected none, as the config gives them; leave them out")
             return cls(one.layout, one.shape, one.arrays(kv_caches), num_blocks=one.num_blocks)  # type: ignore[call-arg]
         if layout is None:
             raise BindError(
                 "vLLM: expected vllm_config= and kv_cache_config= (0.26 and newer), or a layout such as 'vllm/flash_attn_nhd'"
             )
-        chosen = _layout(layout)
+        chosen = spec.as_layout(layout)
+        shape = None if shape is None else as_shape(shape)
         if isinstance(kv_caches, Mapping):
             tensors = _by_layer(kv_caches)
         else:
@@ -134,28 +135,29 @@ class FromEngines:
 
     @classmethod
     def from_sglang(cls, token_pool: Any, *, page_size: int | None = None, layout: str | Layout | None = None) -> Self:
-        """A pool over one of SGLang's token pools.
+        """Bind one of SGLang's token pools as a pool.
 
         Parameters
         ----------
         token_pool : MHATokenToKVPool or MLATokenToKVPool
-            What has ``k_buffer`` and ``v_buffer``, lists of tensors ``(slots, heads, dim)`` a layer, or ``kv_buffer``, a list
-            of ``(slots, 1, dim)``.  Its class says the layout: ``sglang/mha_pool`` or ``sglang/mla_pool``.
+            An object with ``k_buffer`` and ``v_buffer``, lists of one tensor ``(slots, heads, dim)`` per layer, or with
+            ``kv_buffer``, a list of ``(slots, 1, dim)``.  Its class gives the layout: ``sglang/mha_pool`` or ``sglang/mla_pool``.
         page_size : int, optional
-            Tokens a page; the pool's own if not given.
+            Tokens per page.  Default: that of the token pool.
         layout : str or Layout, optional
-            That of a pool with ``k_scale_buffer`` and ``v_scale_buffer``, such as ``"sglang/mxfp8"``: which swizzle the scales
-            have, no class says.  Its planes are the data and the scales, in arrays of their own.
+            Only for a pool with ``k_scale_buffer`` and ``v_scale_buffer``, such as ``"sglang/mxfp8"``: the class does not say how
+            the scales are swizzled.  The planes of the layout are the data and the scales, in separate arrays.
 
         Returns
         -------
         Pool
-            Block b is page b: block 0 is the one that SGLang keeps for padded tokens.
+            Block b is page b.  Block 0 is the page that SGLang keeps for padded tokens.
 
         Raises
         ------
         BindError
-            Neither kind of pool; slots that are not whole pages; scales whose layout is not named, or a layout without.
+            The token pool is of neither kind, its slots are not whole pages, it has scales and `layout` is missing, or it has no
+            scales and `layout` is given.
         """
         tokens = page_size if page_size is not None else getattr(token_pool, "page_size", None)
         if not isinstance(tokens, int) or tokens < 1:
@@ -164,8 +166,8 @@ class FromEngines:
             return cls(*_sglang_scaled(token_pool, tokens, layout))  # type: ignore[call-arg]
         if layout is not None:
             raise BindError(
-                f"SGLang: {_layout(layout).name}: expected a pool with k_scale_buffer and v_scale_buffer, got "
-                f"{type(token_pool).__name__} without: leave the layout out, its class says it"
+                f"SGLang: {spec.as_layout(layout).name}: expected a pool with k_scale_buffer and v_scale_buffer, got "
+                f"{type(token_pool).__name__} without them: leave the layout out, its class gives it"
             )
         if hasattr(token_pool, "k_buffer") and hasattr(token_pool, "v_buffer"):
             chosen = spec.load("sglang/mha_pool")
@@ -191,21 +193,22 @@ class FromEngines:
     def from_trtllm(
         cls, pool: Any, *, num_kv_heads: int, tokens_per_block: int, layout: str | Layout = "trtllm/v1_pool"
     ) -> Self:
-        """A pool over TensorRT-LLM's primary pool.
+        """Bind TensorRT-LLM's primary pool as a pool.
 
         Parameters
         ----------
         pool : tensor
-            ``(num_blocks, num_layers, kv_factor, num_kv_heads * tokens_per_block * size_per_head)``; further dimensions of
-            the last one may be there, if they lie one behind the other.
+            Shape ``(num_blocks, num_layers, kv_factor, num_kv_heads * tokens_per_block * size_per_head)``.  The last dimension may
+            be split into several, if these are contiguous.
         num_kv_heads, tokens_per_block : int
-            Of this rank, as the engine was built: the tensor does not say.
+            The values of this rank that the engine was built with: the tensor does not contain them.
         layout : str or Layout
+            Layout of the pool.
 
         Raises
         ------
         BindError
-            A pool of another rank, or whose last dimension is not heads times tokens times something.
+            The tensor has too few dimensions, or its last dimension is not a multiple of heads times tokens.
         """
         if len(pool.shape) < 4:
             raise BindError(
@@ -214,33 +217,34 @@ class FromEngines:
         rest = math.prod(pool.shape[3:])
         if rest % (num_kv_heads * tokens_per_block):
             raise BindError(
-                f"TensorRT-LLM: {rest} elements a block and layer: expected a multiple of num_kv_heads * tokens_per_block = "
+                f"TensorRT-LLM: {rest} elements per block and layer: expected a multiple of num_kv_heads * tokens_per_block = "
                 f"{num_kv_heads} * {tokens_per_block}"
             )
         sizes = (*pool.shape[:3], num_kv_heads, tokens_per_block, rest // (num_kv_heads * tokens_per_block))
-        return cls._over(_layout(layout), [_viewed(pool, sizes, "TensorRT-LLM")], list("blohtd"), "TensorRT-LLM")
+        return cls._over(spec.as_layout(layout), [_viewed(pool, sizes, "TensorRT-LLM")], list("blohtd"), "TensorRT-LLM")
 
     @classmethod
     def from_transformers(cls, cache: Any, *, tokens_per_block: int, row: int = 0) -> Self:
-        """A pool over one sequence of a transformers cache: ``hf/dynamic_cache``, a block is a range of tokens.
+        """Bind one sequence of a transformers cache as a pool: layout ``hf/dynamic_cache``, a block is a range of tokens.
 
         Parameters
         ----------
         cache : DynamicCache or StaticCache
-            What has ``layers`` with ``keys`` and ``values`` of shape ``(batch, heads, tokens, dim)``.
+            An object with ``layers`` that have ``keys`` and ``values`` of shape ``(batch, heads, tokens, dim)``.
         tokens_per_block : int
+            Tokens per block.
         row : int
-            Which sequence of the batch.
+            Index of the sequence in the batch.
 
         Returns
         -------
         Pool
-            Over the tensors as they are now.  A DynamicCache makes new ones with every token: take the pool anew.
+            A pool over the current tensors.  A DynamicCache creates new tensors with every token: create a new pool then.
 
         Raises
         ------
         BindError
-            An empty cache, no such row, tokens that are not whole blocks.
+            The cache is empty, there is no such row, or the number of tokens is not a multiple of `tokens_per_block`.
 
         Examples
         --------
@@ -273,7 +277,7 @@ class FromEngines:
     def _over(
         cls, layout: Layout, tensors: Sequence[Any], dims: Sequence[str], engine: str, known: BlockShape | None = None
     ) -> Self:
-        """The pool, its sizes read from tensors whose dimensions have names; turned to where the layout has them."""
+        """The pool.  Reads the sizes from tensors with named dimensions, and permutes the dimensions to the layout's order."""
         wanted = _inner(layout)
         what = f"{engine}: {layout.name} ({layout.order_text})"
         if not tensors:
@@ -309,10 +313,18 @@ class FromEngines:
         return cls(layout, shape, turned)  # type: ignore[call-arg]
 
 
+def pool_hint(name: str, axes: int) -> str:
+    """The end of an error about the number of axes, if `Pool.from_vllm` takes arrays of as many axes for a layout."""
+    dims = VLLM_DIMS.get(name, "").split()
+    if len(dims) != axes:
+        return ""
+    return f'; kvbm.Pool.from_vllm(tensors, "{name}") takes one tensor per layer with the dimensions ({" ".join(dims)})'
+
+
 def _unfused(
     tensors: Sequence[Any], dims: Sequence[str], sizes: Mapping[str, int], what: str
 ) -> tuple[list[Any], list[str]]:
-    """Tensors whose dimensions of two axes, such as ``o*d``, are two; the size of the first is known."""
+    """Split dimensions of two axes, such as ``o*d``, into two.  The size of the first axis is known."""
     found, names = list(tensors), list(dims)
     for name in [name for name in dims if "*" in name]:
         at, (first, _, rest) = names.index(name), name.partition("*")
@@ -329,7 +341,7 @@ def _unfused(
 
 
 def _flat(layout: Layout, tensors: Sequence[Any], dims: Sequence[str], engine: str) -> tuple[BlockShape, list[Any]]:
-    """Shape, and tensors as a layout takes them in which K and V have orders of their own: flattened."""
+    """Shape and flattened tensors, for a layout in which K and V have different orders."""
     what = f"{engine}: {layout.name} ({layout.order_text})"
     if not tensors:
         raise BindError(f"{what}: expected at least one tensor, got none")
@@ -346,70 +358,74 @@ def _flat(layout: Layout, tensors: Sequence[Any], dims: Sequence[str], engine: s
 
 
 def _joined(tensors: Sequence[Any], what: str) -> Any:
-    """Views of one tensor, a layer each, as that tensor: the layers first."""
+    """The tensor of which all are views, one per layer.  Its first dimension is the layers."""
     first = tensors[0]
     at = [tensor.storage_offset() for tensor in tensors]
     step = at[1] - at[0] if len(at) > 1 else 0
     for index, tensor in enumerate(tensors):
         alike = (tensor.shape, tensor.stride(), tensor.dtype) == (first.shape, first.stride(), first.dtype)
         together = tensor.untyped_storage()._cdata == first.untyped_storage()._cdata
-        if not alike or not together or at[index] != at[0] + index * step or step < 0:
-            found = f"{at[index] - at[0]} elements behind tensor 0, tensor 1 {step}" if together else "in other memory"
-            raise BindError(
-                f"{what}: tensor {index}: expected views of one tensor of all layers, in order and at equal steps, each of shape "
-                f"{tuple(first.shape)} and strides {first.stride()}, got {tuple(tensor.shape)}, {tensor.stride()}, {found}"
-            )
+        if alike and together and at[index] == at[0] + index * step and step >= 0:
+            continue
+        if not alike:
+            found = f"shape {tuple(tensor.shape)}, strides {tensor.stride()} and {tensor.dtype}"
+            found = f"{found}; tensor 0 has shape {tuple(first.shape)}, strides {first.stride()} and {first.dtype}"
+        elif not together:
+            found = "a tensor in other memory than tensor 0"
+        elif at == sorted(at, reverse=True):
+            found = f"views in reverse order, tensor 1 {-step:,} elements before tensor 0; reverse the list"
+        else:
+            found = f"a tensor that starts {at[index] - at[0]:,} elements after tensor 0; tensor 1 starts {step:,} after it"
+        raise BindError(
+            f"{what}: tensor {index}: expected views of one tensor of all layers, in order and at equal steps, got {found}"
+        )
     return first.as_strided((len(at), *first.shape), (step, *first.stride()), at[0])
 
 
 def _vllm_group(vllm_config: Any, kv_cache_config: Any, group: int | Group | None, layout: str | Layout | None) -> Group:
     if isinstance(group, Group):
         if not (vllm_config is kv_cache_config is layout is None):
-            raise BindError(f"{group}: expected nothing beside it: it was read from the config")
+            raise BindError(f"{group}: expected no other arguments, as the group was read from the config; leave them out")
         return group
     if vllm_config is None or kv_cache_config is None:
         raise BindError("vLLM: expected both vllm_config= and kv_cache_config=, as a KV connector is given them")
     found = groups(vllm_config, kv_cache_config, group=group, layout=layout)
     if len(found) > 1:
         raise BindError(
-            f"vLLM: expected one group of layers that lie alike, got {len(found)}: {'; '.join(map(str, found))}; pass group=, a "
+            f"vLLM: expected one group of layers with one layout, got {len(found)}: {'; '.join(map(str, found))}; pass group=, a "
             "number or one of kvbm.vllm_groups.groups(vllm_config, kv_cache_config)"
         )
     return found[0]
-
-
-def _layout(layout: str | Layout) -> Layout:
-    return spec.load(layout) if isinstance(layout, str) else layout
 
 
 def _inner(layout: Layout) -> list[str]:
     """The plain axes inside an allocation, slowest first."""
     if layout.planes:
         raise BindError(
-            f"{layout.name} ({layout.order_text}): it has several planes, which the dimensions of a tensor do not tell; bind them "
-            "with Pool(layout, shape, tensors)"
+            f"{layout.name} ({layout.order_text}): it has several planes, which the dimensions of a tensor do not give; bind the "
+            "tensors with Pool(layout, shape, tensors)"
         )
     terms = [str(term) for order in layout.orders for term in order.inner]
     if len(layout.orders) > 1 or any(len(term) != 1 for term in terms):
         raise BindError(
-            f"{layout.name} ({layout.order_text}): its axes are split or fused, so tensors of plain axes cannot be named after "
-            "them; bind them with Pool(layout, shape, tensors)"
+            f"{layout.name} ({layout.order_text}): its axes are split or fused, so the dimensions of a tensor cannot have their "
+            "names; bind the tensors with Pool(layout, shape, tensors)"
         )
     return terms
 
 
 def _shape_of_planes(layout: Layout, tensors: Sequence[Any], dims: str | None, engine: str) -> BlockShape:
-    """Sizes of a block whose planes share tensors of bytes: those that dimensions are named for, and ``hd`` from the bytes."""
+    """Sizes of a block with planes that share tensors of bytes: the named dimensions, and ``hd`` computed from the bytes."""
     what = f"{engine}: {layout.name} ({layout.order_text})"
     names = (dims or "").split()
     if layout.orders[0].inner[-1:] == () or not layout.orders[0].inner[-1].planes or names[-1:] != ["bytes"]:
         raise BindError(
-            f"{what}: its planes are not told by the dimensions of tensors; expected shape=BlockShape(…)"
+            f"{what}: the dimensions of tensors do not give its planes; expected shape=BlockShape(…)"
             + (", or dims such as 'b t bytes'" if layout.orders[0].inner[-1:] else "")
         )
     if any(plane.dtype is None for plane in layout.planes):
         raise BindError(
-            f"{what}: a plane has the dtype of the shape, which bytes do not tell; expected shape=BlockShape(…)"
+            f"{what}: a plane has the dtype of the shape, which tensors of bytes do not give; expected shape=BlockShape(…)"
         )
     if not tensors:
         raise BindError(f"{what}: expected at least one tensor, got none")
@@ -431,7 +447,7 @@ def _shape_of_planes(layout: Layout, tensors: Sequence[Any], dims: str | None, e
         )
     elements = int(first.shape[-1]) * (first.element_size() if hasattr(first, "element_size") else first.itemsize)
     held = math.prod(map(int, first.shape[:-1])) * elements
-    # An element has at least four bits.  The largest size: where a pitch leaves room, others leave gaps.
+    # An element has at least four bits.  Take the largest size: if a pitch leaves room, smaller sizes leave gaps.
     for hd in range(2 * elements, 0, -1):
         shape = BlockShape(sizes.get("l", 1), sizes.get("o", 1), sizes.get("h", 1), sizes.get("t", 1), hd, "uint8")
         try:
@@ -447,16 +463,16 @@ def _shape_of_planes(layout: Layout, tensors: Sequence[Any], dims: str | None, e
 
 
 def _sglang_scaled(pool: Any, tokens: int, layout: str | Layout | None) -> tuple[Layout, BlockShape, list[Any]]:
-    """Layout, shape and tensors of a token pool whose scales lie beside the data."""
+    """Layout, shape and tensors of a token pool with separate scales."""
     if layout is None:
         raise BindError(
-            f"SGLang: {type(pool).__name__} has scales beside its data, and nothing in it says how they are swizzled; name the "
-            "layout, such as layout='sglang/mxfp8'"
+            f"SGLang: {type(pool).__name__} has scales, and does not say how they are swizzled; name the layout, such as "
+            "layout='sglang/mxfp8'"
         )
-    chosen = _layout(layout)
+    chosen = spec.as_layout(layout)
     what = f"SGLang: {chosen.name} ({chosen.order_text})"
     if [term.axes for term in chosen.orders[0].table][:1] != [tuple(plane.name for plane in chosen.planes)]:
-        raise BindError(f"{what}: expected two planes in arrays of their own, data and scale, such as sglang/mxfp8")
+        raise BindError(f"{what}: expected two planes in separate arrays, data and scale, such as sglang/mxfp8")
     buffers = [list(getattr(pool, name, ())) for name in ("k_buffer", "v_buffer", "k_scale_buffer", "v_scale_buffer")]
     if len(set(map(len, buffers))) != 1 or not buffers[0]:
         raise BindError(f"{what}: expected as many buffers of K, V and their scales, got {[*map(len, buffers)]}")
@@ -483,7 +499,7 @@ def _by_layer(kv_caches: Mapping[str, Any]) -> list[Any]:
             )
         if int(numbers[0]) in found:
             raise BindError(
-                f"vLLM: layers {found[int(numbers[0])]!r} and {name!r} have one number; pass a list in order"
+                f"vLLM: layers {found[int(numbers[0])]!r} and {name!r} have the same number; pass a list in order"
             )
         found[int(numbers[0])] = name
     return [kv_caches[found[number]] for number in sorted(found)]
@@ -496,7 +512,7 @@ def _without_heads(buffer: Any) -> Any:
 
 
 def _split(tensor: Any, dim: int, sizes: tuple[int, int], what: str) -> Any:
-    """One dimension as two; -1 stands for what the other leaves."""
+    """Split one dimension into two; -1 is computed from the other size."""
     count = max(sizes)
     if len(tensor.shape) <= dim or tensor.shape[dim] % count or not tensor.shape[dim]:
         size = tensor.shape[dim] if len(tensor.shape) > dim else None

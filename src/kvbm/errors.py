@@ -1,7 +1,7 @@
-"""Every exception of kvbm and the exit code its command line ends with.
+"""Every exception of kvbm, and the exit code of the command line for it.
 
-A message says where, what was expected, what was found and what to do next; the class says what kind of mistake it was.
-Each class is also a built-in exception, so that callers can catch it without importing kvbm.
+A message says where the error is, what was expected, what was found, and what to do next.  The class gives the kind of error.
+Each class is also a subclass of a built-in exception, so callers can catch it without importing kvbm.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ __all__ = [
 
 
 class KvbmError(Exception):
-    """The root: catch this to catch everything that kvbm raises on purpose."""
+    """The base class of all errors that kvbm raises on purpose."""
 
     exit_code = 10
 
 
 class SpecError(KvbmError, ValueError):
-    """A layout or shape file that does not say what it must: ``layouts/x.yaml:7: axis 'h': expected …, got …``."""
+    """A layout, shape or placement file is wrong: ``layouts/x.yaml:7: axis 'h': expected …, got …``."""
 
     exit_code = 11
 
 
 class LayoutError(KvbmError, ValueError):
-    """A layout that is not a one-to-one map for the shape: a split that does not divide, an overlap, a missing axis."""
+    """A layout is not one-to-one for the shape: a split does not divide, bytes overlap, or an axis is missing."""
 
     exit_code = 12
 
 
 class PlanError(KvbmError, ValueError):
-    """Two layouts between which there is no copy: ``nhd → universal: axes {'o'} only in the source``."""
+    """There is no copy between the two layouts: ``nhd → universal: axes {'o'} only in the source``."""
 
     exit_code = 13
 
 
 class CoverageError(PlanError):
-    """A resharding in which something of the destination is missing, written twice, or comes from the wrong place."""
+    """In a resharding, a part of the destination is missing, is written twice, or comes from the wrong place."""
 
     exit_code = 20
 
 
 class TransferError(KvbmError, RuntimeError):
-    """Blocks that did not arrive as they should: the peer, the deadline or the bytes; nothing of them is visible."""
+    """A transfer between processes failed.  None of its blocks may be used."""
 
     exit_code = 22
 
 
 class PeerLostError(TransferError, ConnectionError):
-    """A peer that is no more: its process ended, its connection broke, or one side has dropped the other.
+    """The peer is gone: its process ended, its connection broke, or one side has dropped the other.
 
     Attributes
     ----------
     peer : str
-        Its name, as `Wire.connect` returned it.
+        Name of the peer, as `Wire.connect` returned it.
     """
 
     exit_code = 23
@@ -83,18 +83,18 @@ class PeerLostError(TransferError, ConnectionError):
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """A deadline that passed before the peer had answered."""
+    """The deadline passed before the peer answered."""
 
     exit_code = 24
 
 
 class DigestError(TransferError, ValueError):
-    """Blocks that are not what they should be: their digest differs from the source's, or from the one that was stored with them.
+    """Blocks are wrong: their digest differs from that of the source, or from the digest that was stored with them.
 
     Attributes
     ----------
     pairs : tuple of int
-        Positions in the batch, or numbers of blocks in a file.
+        Positions of the wrong blocks in the batch, or their numbers in a file.
     """
 
     exit_code = 21
@@ -105,26 +105,26 @@ class DigestError(TransferError, ValueError):
 
 
 class BindError(KvbmError, ValueError):
-    """Arrays or block ids that do not fit their layout: shape, strides, device, count, range, overlap."""
+    """Arrays or block ids do not fit their layout: shape, strides, device, count, range or overlap."""
 
     exit_code = 14
 
 
 class DTypeError(KvbmError, TypeError):
-    """A dtype that is unknown, mixed, or not the one the shape names."""
+    """A dtype is unknown, is not that of the shape, or differs between arrays."""
 
     exit_code = 15
 
 
 class BuildError(KvbmError, RuntimeError):
-    """A compiler that is missing or failed.
+    """A compiler is missing, or failed.
 
     Attributes
     ----------
     command : str
-        The command line that was run, empty if none was.
+        The command line that was run; empty if none was.
     log : str
-        What it printed.
+        Output of the compiler.
     """
 
     exit_code = 16
@@ -136,20 +136,20 @@ class BuildError(KvbmError, RuntimeError):
 
 
 class MissingKernelError(KvbmError, LookupError):
-    """There is no kernel of this name, or a plan would take thousands of launches; the message says what to do."""
+    """There is no kernel of this name, or a plan would need thousands of launches.  The message says what to do."""
 
     exit_code = 17
 
 
 class CudaError(KvbmError, RuntimeError):
-    """A CUDA call that failed.
+    """A CUDA call failed.
 
     Attributes
     ----------
     code : int
-        The ``CUresult`` (negative: one of kvbm's own, see ``cuda/kvbm.h``).
+        The ``CUresult``.  Negative codes are kvbm's own, see ``cuda/kvbm.h``.
     name : str
-        Its name, e.g. ``CUDA_ERROR_INVALID_VALUE``.
+        Name of the code, e.g. ``CUDA_ERROR_INVALID_VALUE``.
     """
 
     exit_code = 18
@@ -161,36 +161,36 @@ class CudaError(KvbmError, RuntimeError):
 
 
 class CudaUnavailableError(CudaError):
-    """No GPU, no driver, or built without CUDA: the message says which, and what to do."""
+    """There is no GPU, no driver, or no CUDA in this build.  The message says which, and what to do."""
 
     exit_code = 19
 
 
 class RemoteError(KvbmError, RuntimeError):
-    """Another machine was reached, and cannot do what it is asked: no Python, no pip, a wheel that does not fit it."""
+    """Another machine was reached but cannot do the task: no Python, no pip, or a wheel that does not fit."""
 
     exit_code = 30
 
 
 class UnreachableError(KvbmError, ConnectionError):
-    """Another machine that does not answer: its name, its port, the network."""
+    """Another machine does not answer: wrong name, wrong port, or a network failure."""
 
     exit_code = 31
 
 
 class HostKeyError(KvbmError, ConnectionError):
-    """Another machine whose key is not known, or is not the one that is: it was not talked to."""
+    """The host key of another machine is unknown, or has changed.  Nothing was sent to it."""
 
     exit_code = 32
 
 
 class AuthenticationError(KvbmError, PermissionError):
-    """Another machine that does not let this user in with this key."""
+    """Another machine refuses this user with this key."""
 
     exit_code = 33
 
 
 class DeviceNotFoundError(KvbmError, LookupError):
-    """A GPU that was asked for by its number, and is not there."""
+    """There is no GPU of the given number."""
 
     exit_code = 34

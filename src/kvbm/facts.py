@@ -1,6 +1,6 @@
-"""What there is to say of a layout, in words and numbers: where what lies, and what lies together.
+"""Facts about a layout in words and numbers: sizes, addresses, padding, and contiguous runs.
 
-Everything is computed from the pieces of a `Resolved` layout, never by listing allocations: a pool may have millions.
+Everything is computed from the pieces of a `Resolved` layout.  Allocations are never enumerated: a pool may have millions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def exact_size(nbytes: int) -> str:
-    """Bytes as people say them, exact: ``4 KiB``, ``1.5 GiB``, ``9,345 B``.
+    """A number of bytes as text, exact: ``4 KiB``, ``1.5 GiB``, ``9,345 B``.
 
     Examples
     --------
@@ -56,17 +56,17 @@ def count_text(number: int, noun: str) -> str:
 
 
 def meaning(piece: Piece) -> str:
-    """What the axes of a piece are called in prose."""
+    """The names of a piece's axes in prose."""
     names = [AXES.get(axis, "own axis") for axis in piece.term.axes]
     if piece.term.opaque:
         return "any order"
-    if piece.divisor > 1 and not piece.term.steps:  # they share a byte
+    if piece.divisor > 1 and not piece.term.steps:  # the elements share a byte
         return f"{piece.divisor} elements"
     return " and ".join(name.replace("element of the head", "element") for name in names)
 
 
 def index_label(piece: Piece, index: int) -> str:
-    """One member of an axis: ``t3``, ``K``, ``d/16B=3``."""
+    """Label of one member of an axis: ``t3``, ``K``, ``d/16B=3``."""
     text = str(piece.term)
     if text == "o" and index < 2 and piece.extent <= 2:
         return "KV"[index]
@@ -74,12 +74,12 @@ def index_label(piece: Piece, index: int) -> str:
 
 
 def picked(extent: int, first: int, most: int) -> list[int | None]:
-    """Which members are shown: all of at most `most`, else the first ones and the last, with None for those between."""
+    """Indices of the members to show: all if there are at most `most`, else the first ones, None for the gap, and the last."""
     return list(range(extent)) if extent <= most else [*range(first), None, extent - 1]
 
 
 def address_lines(resolved: Resolved, o: int, width: int) -> list[str]:
-    """The address with this layout's numbers, for K or for V (`o`), in lines of at most `width` where that can be."""
+    """The address formula with this layout's numbers, for K or V (`o`), in lines of at most `width` columns if possible."""
 
     def factor(piece: Piece, step: int) -> str:
         name = _index_name(piece, resolved.sizes)
@@ -104,21 +104,21 @@ def address_lines(resolved: Resolved, o: int, width: int) -> list[str]:
 
 
 class Entry(NamedTuple):
-    """One allocation: where it stands along the axes of the table, slowest first, and its bytes."""
+    """One allocation: its indices along the axes of the table, slowest first, and its bytes."""
 
-    plane: int | None  # None where planes have no arrays of their own
+    plane: int | None  # None if planes do not have their own arrays
     o: int | None
     at: tuple[tuple[Piece, int], ...]
     nbytes: int
 
     def label(self, resolved: Resolved, least: int) -> str:
-        """``l3 K``: the axes with at least so many members."""
+        """The label, such as ``l3 K``, of the axes with at least `least` members."""
         name = [resolved.parts[self.plane].plane] if self.plane is not None else []
         return " ".join([*name, *(index_label(piece, index) for piece, index in self.at if piece.extent >= least)])
 
 
 def entry(resolved: Resolved, number: int) -> Entry:
-    """What the allocation of this number is."""
+    """The allocation at this index of the table."""
     for plane, part in enumerate(resolved.planes):
         first = part.bases[0][1]
         table = [piece for piece in reversed(part.pieces()) if piece.table]
@@ -134,7 +134,7 @@ def entry(resolved: Resolved, number: int) -> Entry:
 
 
 class Level(NamedTuple):
-    """What steps inside an allocation, and the bytes that one step holds: its stride less its padding."""
+    """A piece inside an allocation, and the bytes that one member holds: its stride without padding."""
 
     piece: Piece
     holds: int
@@ -142,7 +142,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Half:
-    """What is drawn once: all allocations where they are alike, K's and V's where their orders differ, a plane's.
+    """The unit that is drawn once: all allocations if they are alike, K or V if their orders differ, or a plane.
 
     Attributes
     ----------
@@ -151,7 +151,7 @@ class Half:
     o : int or None
         0 for K, 1 for V; None for both.
     shared, own : tuple of Level
-        Slowest first: those around the record that planes share, and those inside it; all are its own where there is none.
+        Slowest first: the levels around the record that planes share, and the levels inside it.  Without a record all are `own`.
     """
 
     part: Resolved
@@ -181,12 +181,12 @@ class Half:
 
     @property
     def end(self) -> int:
-        """Where its last element begins."""
+        """The offset of its last element."""
         return self.start + sum((piece.extent - 1) * piece.stride for piece, _ in self.own)
 
 
 def halves(resolved: Resolved) -> list[Half]:
-    """Of every plane, or of the layout itself, K and V where their orders differ, else both in one."""
+    """The halves of every plane, or of the layout without planes: K and V if their orders differ, else one for both."""
     around = sum(not term.planes for term in resolved.layout.orders[0].inner) if resolved.record else 0
     found = []
     for part in resolved.planes:
@@ -201,14 +201,14 @@ def halves(resolved: Resolved) -> list[Half]:
 
 
 def several(levels: Sequence[Level]) -> list[Level]:
-    """Those with more than one member."""
+    """The levels with more than one member."""
     return [level for level in levels if level.piece.extent > 1]
 
 
 def runs(resolved: Resolved, fixed: Sequence[str], times: str = "×") -> str:
-    """Contiguous runs of a block with the `fixed` axes held: ``160 × 4 KiB``; K's and V's apart where they differ.
+    """Contiguous runs of a block with the `fixed` axes held: ``160 × 4 KiB``; separately for K and V if they differ.
 
-    Records count as runs where planes leave no gap in them and all of a record is touched; else each plane for itself.
+    A record is one run if its planes leave no gap and none of them has a fixed axis.  Otherwise each plane is counted separately.
     """
     every = halves(resolved)
     inside = {axis for half in every for piece, _ in several(half.own) for axis in piece.term.axes}
@@ -223,7 +223,7 @@ def runs(resolved: Resolved, fixed: Sequence[str], times: str = "×") -> str:
 
 
 def _runs(orders: Sequence[Sequence[Piece]], fixed: Sequence[str], times: str, itemsize: int) -> str:
-    """The same of K's pieces and V's, or of those that place both."""
+    """The runs for the pieces of K and of V, or for pieces that place both."""
     found = []
     held = set(fixed)
     for order in orders[:1] if "o" in fixed else orders:
@@ -249,7 +249,7 @@ def _runs(orders: Sequence[Sequence[Piece]], fixed: Sequence[str], times: str, i
 
 
 def plane_lines(resolved: Resolved) -> list[tuple[str, str]]:
-    """Each plane in a line: ``("plane scale", "s, float32, 16 B of a record from byte 512 on")``."""
+    """One line per plane: ``("plane scale", "s, float32, 16 B of a record from byte 512 on")``."""
     lines = []
     first = (half for half in halves(resolved) if not half.o)
     for plane, half in zip(resolved.layout.planes, first, strict=False):
@@ -279,13 +279,13 @@ def _index_name(piece: Piece, sizes: Mapping[str, int]) -> str:
 
 
 def facts(resolved: Resolved, shape_text: str | None = None) -> list[tuple[str, str]]:
-    """Names and values: what a layout is called and how it is declared, and what its blocks and its pool take.
+    """Names and values: the declaration of a layout, and the sizes of its blocks and its pool.
 
     Parameters
     ----------
     resolved : Resolved
     shape_text : str, optional
-        What the shape is called, e.g. ``llama-3.1-70b/tp8``.
+        Name of the shape, e.g. ``llama-3.1-70b/tp8``.
     """
     layout, shape = resolved.layout, resolved.shape
     sizes = f"nl {shape.nl}, no {shape.no}, nh {shape.nh}, nt {shape.nt}, hd {shape.hd}, {shape.dtype}"
@@ -311,7 +311,7 @@ def facts(resolved: Resolved, shape_text: str | None = None) -> list[tuple[str, 
 
 
 def pitch_lines(resolved: Resolved) -> list[tuple[str, str]]:
-    """Each declared pitch in a line: ``("pitch of t", "640 B")``."""
+    """One line per declared pitch: ``("pitch of t", "640 B")``."""
     return [
         (f"pitch of {term}", pitch.expression.text + (" B" if pitch.in_bytes else " elements"))
         for term, pitch in resolved.layout.pitch
@@ -319,7 +319,7 @@ def pitch_lines(resolved: Resolved) -> list[tuple[str, str]]:
 
 
 def axis_rows(resolved: Resolved) -> list[tuple[str, str, str, str, str]]:
-    """Every axis, slowest first: its name, what it is, its extent, where the next one lies, and what is between."""
+    """Every axis, slowest first: its name, its meaning, its extent, the distance to the next member, and the bytes between."""
     found = []
     for piece in reversed(resolved.planes[0].pieces(0)):
         if piece.table:

@@ -1,6 +1,6 @@
-"""Pictures in files: SVG and PNG, the page of a layout for `kvbm show --html`, and the gallery of all layouts for `kvbm gallery`.
+"""Pictures in files: SVG and PNG, pages for `kvbm show --html` and `kvbm plan --html`, and the gallery for `kvbm gallery`.
 
-Equal layouts make equal bytes: text stays text, and no date and no random name is in a file.
+Equal layouts give files with equal bytes: files contain no date and no random name.  Text in a picture stays text.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from . import spec
 from .errors import LayoutError, SpecError
-from .facts import address_lines, axis_rows, facts, halves, one_block
+from .facts import address_lines, axis_rows, count_text, exact_size, facts, halves, one_block
 from .layout import Layout
 from .picture import draw_layout, looks
+from .planner import Plan
+from .planpicture import draw_plan
+from .records import of_plan
 from .resolved import Resolved
 from .shapes import load_shape
+from .terms import AXES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["check_path", "gallery", "gallery_index", "page", "save"]
+__all__ = ["check_path", "gallery", "gallery_index", "page", "plan_page", "save", "svg_element"]
 
 _GALLERY_BLOCKS = 1024
 
@@ -31,12 +35,12 @@ _GALLERY_BLOCKS = 1024
 
 
 def check_path(path: Path, *suffixes: str) -> None:
-    """Refuse a file that could not be written, before anything is drawn.
+    """Raise an error before drawing if the file cannot be written.
 
     Raises
     ------
     SpecError
-        Another suffix; no folder to write to.
+        The path has another suffix, is a folder, or its folder does not exist.
     """
     if path.suffix.lower() not in suffixes:
         raise SpecError(f"{path}: expected a file that ends in {' or '.join(suffixes)}, got {path.name!r}")
@@ -47,19 +51,19 @@ def check_path(path: Path, *suffixes: str) -> None:
 
 
 def save(figure: Figure, path: Path, settings: Mapping[str, Any] | None = None) -> None:
-    """Write a picture: SVG with text as text, or PNG at twice the size.
+    """Write a picture: SVG, in which text stays text, or PNG at 200 dots per inch.
 
     Parameters
     ----------
     figure : matplotlib.figure.Figure
     path : Path
     settings : mapping, optional
-        Those of `looks` that the figure was drawn with.
+        The settings of `looks` that the figure was drawn with.
 
     Raises
     ------
     SpecError
-        The file ends in neither .svg nor .png; no folder to write to.
+        The path ends in neither .svg nor .png, is a folder, or its folder does not exist.
     """
     check_path(path, ".svg", ".png")
     path.write_bytes(_bytes(figure, path.suffix.lower().lstrip("."), settings))
@@ -72,10 +76,17 @@ def _bytes(figure: Figure, form: str, settings: Mapping[str, Any] | None = None)
         figure.savefig(made, format=form, dpi=200 if form == "png" else 72, metadata=metadata)
     if form == "png":
         return made.getvalue()
-    # A third of what matplotlib writes is indents, comments, and a number for each element.
+    # A third of matplotlib's output is indentation, comments, and an id per element.
     text = re.sub(rb"<!--.*?-->", b"", made.getvalue(), flags=re.DOTALL)
     text = re.sub(rb'<g id="(?:patch|line2d|text)_[0-9]+">', b"<g>", text)
     return b"\n".join(filter(None, map(bytes.strip, text.splitlines()))) + b"\n"
+
+
+def svg_element(figure: Figure, label: str) -> str:
+    """A picture as an element of a page.  Screen readers read `label`."""
+    svg = _bytes(figure, "svg").decode("utf-8")
+    label = markup.escape(label, quote=True)
+    return svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
 
 
 _STYLE = (
@@ -87,7 +98,7 @@ _STYLE = (
 
 
 def page(resolved: Resolved) -> str:
-    """The picture of a layout, its axes and its address in one HTML file that needs no other.
+    """A self-contained HTML file: the picture of a layout, its axes and its address.
 
     Raises
     ------
@@ -96,9 +107,7 @@ def page(resolved: Resolved) -> str:
     """
     layout = resolved.layout
     say = markup.escape
-    svg = _bytes(draw_layout(resolved), "svg").decode("utf-8")
-    label = say(f"Layout {layout.name}: {layout.order_text}", quote=True)
-    svg = svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+    svg = svg_element(draw_layout(resolved), f"Layout {layout.name}: {layout.order_text}")
     told = [*facts(resolved), ("runs of a block", one_block(resolved)), ("read from", layout.read_from)]
     body = [f"<h1>{say(layout.name)}</h1>", svg, "<table>"]
     body += [f"<tr><th>{say(key)}</th><td>{say(value)}</td></tr>" for key, value in told if value]
@@ -112,7 +121,51 @@ def page(resolved: Resolved) -> str:
     ]
     body.append("</table>")
     body += [f"<pre>{say(chr(10).join(address_lines(half.part, half.o or 0, 88)))}</pre>" for half in halves(resolved)]
-    head = f'<meta charset="utf-8"><title>{say(layout.name)}</title><style>{_STYLE}</style>'
+    return _document(layout.name, body)
+
+
+def plan_page(plan: Plan) -> str:
+    """A self-contained HTML file: the picture of a copy, its loops with their axes, and its explanation.
+
+    Raises
+    ------
+    KvbmError
+        matplotlib is not installed.
+    """
+    say = markup.escape
+    body = [f"<h1>{say(plan.title)}</h1>", svg_element(draw_plan(plan), f"Copy {plan.title}"), "<table>"]
+    told = [
+        ("source", str(plan.src.layout)),
+        ("destination", str(plan.dst.layout)),
+        ("shape", str(plan.shape)),
+        ("one block", exact_size(plan.nbytes)),
+        ("kernels", ", ".join(plan.kernels())),
+    ]
+    body += [f"<tr><th>{key}</th><td>{say(value)}</td></tr>" for key, value in told]
+    body.append("</table>\n<h2>Loops, slowest first</h2>")
+    for part in of_plan(plan)["parts"]:
+        if part["label"]:
+            body.append(f"<h3>{say(part['label'])}: {part['form']}</h3>")
+        body.append("<table>\n<tr><th>loop</th><th>axes</th><th>times</th><th>source</th><th>destination</th></tr>")
+        for loop in part["loops"]:
+            axes = ", ".join(f"{axis}: {AXES.get(axis, 'own axis')}" for axis in loop["axes"])
+            times = "" if loop["extent"] is None else f"{loop['extent']:,}"
+            sides = "".join(f'<td class="n">{_step_text(**loop[side])}</td>' for side in ("src", "dst"))
+            body.append(f'<tr><th>{loop["what"]}</th><td>{say(axes)}</td><td class="n">{times}</td>{sides}</tr>')
+        body.append("</table>")
+    body.append("<h2>Why</h2>")
+    body += [f"<p>{say(paragraph)}</p>" for paragraph in plan.explain().splitlines()]
+    return _document(plan.title, body)
+
+
+def _step_text(allocations: int, bytes: int) -> str:  # noqa: A002  (the keys of the records)
+    return ", ".join(
+        filter(None, (f"{count_text(allocations, 'allocation')} on" if allocations else "", f"{bytes:,} B on" if bytes else ""))
+    )
+
+
+def _document(title: str, body: Sequence[str]) -> str:
+    head = f'<meta charset="utf-8"><title>{markup.escape(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
 
 
@@ -120,7 +173,7 @@ def page(resolved: Resolved) -> str:
 
 
 def _meanings(layouts: Sequence[Layout]) -> dict[str, list[Layout]]:
-    """Names by what they mean; short names before those of a folder, and the first one is drawn."""
+    """Layouts by fingerprint.  Names without a folder are first; the first of each group is drawn."""
     found: dict[str, list[Layout]] = {}
     for layout in sorted(layouts, key=lambda layout: ("/" in layout.name, layout.name)):
         found.setdefault(layout.fingerprint, []).append(layout)
@@ -132,7 +185,7 @@ def _file(layout: Layout) -> str:
 
 
 def gallery_index(layouts: Sequence[Layout]) -> str:
-    """The text of the gallery's ``README.md``: every name by folder, and each picture once."""
+    """The text of the gallery's ``README.md``: every name, grouped by folder; each picture once."""
     meanings = _meanings(layouts)
     groups: dict[str, list[Layout]] = {}
     for layout in sorted(layouts, key=lambda layout: ("/" in layout.name, layout.name)):
@@ -140,17 +193,20 @@ def gallery_index(layouts: Sequence[Layout]) -> str:
     lines = [
         "# Gallery of layouts",
         "",
-        "Made by `kvbm gallery`; do not edit. One row a level, slowest first: the first member of each is opened in the row "
-        "below it. Blue is K, orange is V.",
-        "Planes have colours of their own; dots stand for bytes of other planes.",
-        f"Blocks are those of Llama 3.1 8B, latents those of DeepSeek-V3, or what else is legal; {_GALLERY_BLOCKS:,} of them. "
-        f"{len(layouts)} names are {len(meanings)} layouts: names with one meaning share a picture.",
+        "<!-- Made by `kvbm gallery`; do not edit. -->",
+        "",
+        "This page lists the layouts that kvbm ships, with a picture of each. Read a picture from top to bottom: each row shows "
+        "what is inside the first box of the row above.",
+        "Blue is K, orange is V. Planes have other colours, and dots stand for bytes of other planes.",
+        f"The pictures show {_GALLERY_BLOCKS:,} blocks of Llama 3.1 8B, or of DeepSeek-V3 for latents. A layout that needs other "
+        "sizes is drawn with sizes that it accepts.",
+        f"There are {len(layouts)} names for {len(meanings)} layouts. Names of the same layout share a picture.",
     ]
     for folder, members in groups.items():
-        lines += ["", f"## {folder}" if folder else "## Short names", "", "| name | order | what |", "|---|---|---|"]
+        lines += ["", f"## {folder}" if folder else "## Short names", "", "| name | what | order |", "|---|---|---|"]
         for layout in members:
             file = _file(meanings[layout.fingerprint][0])
-            cells = (f"[`{layout.name}`]({file})", f"`{layout.order_text}`", layout.title.replace("|", "\\|"))
+            cells = (f"[`{layout.name}`]({file})", layout.title.replace("|", "\\|"), f"`{layout.order_text}`")
             lines.append(f"| {' | '.join(cells)} |")
         for layout in members:
             first, *others = meanings[layout.fingerprint]
@@ -166,19 +222,19 @@ def gallery_index(layouts: Sequence[Layout]) -> str:
 
 
 def gallery(out: Path, layouts: Sequence[Layout] | None = None) -> list[Path]:
-    """Draw every layout, one SVG a meaning, and write an index of them.
+    """Draw all layouts, one SVG per meaning, and write an index.
 
     Parameters
     ----------
     out : Path
-        Folder; made if it is not there.  Other files in it are left alone.
+        The folder.  It is created if it does not exist.  Other files in it are not changed.
     layouts : sequence of Layout, optional
-        The shipped ones if not given.
+        Default: the shipped layouts.
 
     Returns
     -------
     list of Path
-        What was written.
+        The files that were written.
 
     Raises
     ------

@@ -1,10 +1,10 @@
-"""Which layouts are the same, and which could be taken for one another without anything noticing.
+"""Finds layouts that are the same, and layouts that could be confused without an error.
 
-Three statements that are easily mixed up, one function each:
+One function for each of three different relations:
 
-* `aliases`: one fingerprint, so they mean the same at every shape;
-* `same_addresses`: other fingerprints, but at this shape every element lies at the same place;
-* `ambiguous`: the same arrays at this shape, and other places inside them.  No check of arrays can tell these apart.
+* `aliases`: equal fingerprints, so the layouts have the same meaning at every shape;
+* `same_addresses`: different fingerprints, but at this shape every element has the same address;
+* `ambiguous`: the same arrays at this shape, but other addresses inside them.  No check of arrays can distinguish these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .access import Access, normal
 from .errors import LayoutError
 from .layout import Layout
 from .resolved import Resolved
-from .shapes import BlockShape, numpy_name
+from .shapes import BlockShape, as_shape, numpy_name
 
 __all__ = ["aliases", "ambiguous", "same_addresses"]
 
@@ -36,24 +36,24 @@ def aliases(layouts: Iterable[Layout]) -> list[list[Layout]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def same_addresses(layouts: Iterable[Layout], shape: BlockShape, num_blocks: int = 1024) -> list[list[list[Layout]]]:
+def same_addresses(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int = 1024) -> list[list[list[Layout]]]:
     """Groups of layouts whose fingerprints differ, though every element has the same address at this shape.
 
-    An axis of size one may stand anywhere or be left out, a pitch may be what the axis holds anyway, and so on.
+    For example, an axis of size one can stand anywhere or be left out, or a pitch can equal the size without padding.
 
     Parameters
     ----------
     layouts : iterable of Layout
-        Those that are not legal for the shape are left out.
-    shape : BlockShape
-        Sizes of a block.
+        Layouts that are not legal at the shape are left out.
+    shape : BlockShape or str
+        Sizes of a block, or a text that `kvbm.load_shape` reads.
     num_blocks : int
-        Blocks in the pool: strides of axes slower than ``b`` depend on it.
+        Number of blocks in the pool: strides of axes slower than ``b`` depend on it.
 
     Returns
     -------
     list of list of list of Layout
-        Groups; each holds two or more lists, and each list the layouts of one fingerprint.
+        Groups.  Each group has two or more lists; each list has the layouts of one fingerprint.
     """
     groups: dict[_Places, list[Layout]] = {}
     for layout, resolved in _legal(layouts, shape, num_blocks):
@@ -62,12 +62,12 @@ def same_addresses(layouts: Iterable[Layout], shape: BlockShape, num_blocks: int
     return [group for group in apart if len(group) > 1]
 
 
-def ambiguous(layouts: Iterable[Layout], shape: BlockShape, num_blocks: int = 1024) -> list[list[list[Layout]]]:
-    """Groups of layouts that take the same arrays at this shape, and find other elements in them.
+def ambiguous(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int = 1024) -> list[list[list[Layout]]]:
+    """Groups of layouts that accept the same arrays at this shape, but place elements differently in them.
 
-    The same number of arrays, of the same shapes and strides: a `Pool` takes them for either layout, so only the name
-    that the caller gives tells the two apart.  Arrays that several planes share are bytes of whatever shape, so there the
-    number of bytes is all that counts.
+    The number, shapes and strides of their arrays are equal.  A `Pool` accepts such arrays for either layout, so only the
+    given name distinguishes the two.  Arrays that several planes share are bytes of any shape, so there only the number of
+    bytes is compared.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def ambiguous(layouts: Iterable[Layout], shape: BlockShape, num_blocks: int = 10
     Returns
     -------
     list of list of list of Layout
-        Groups; each holds two or more lists, and each list the layouts that find the same elements.
+        Groups.  Each group has two or more lists; each list has layouts that place all elements alike.
 
     Examples
     --------
@@ -120,7 +120,8 @@ def _by_fingerprint(layouts: Sequence[Layout]) -> list[list[Layout]]:
     return list(groups.values())
 
 
-def _legal(layouts: Iterable[Layout], shape: BlockShape, num_blocks: int) -> Iterable[tuple[Layout, Resolved]]:
+def _legal(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int) -> Iterable[tuple[Layout, Resolved]]:
+    shape = as_shape(shape)
     known: dict[str, Resolved | None] = {}  # aliases are resolved once
     for layout in layouts:
         if layout.fingerprint not in known:
@@ -139,31 +140,31 @@ _Arrays = tuple[int, tuple[object, ...], tuple[int, ...]]
 
 
 def _arrays(resolved: Resolved) -> _Arrays:
-    """All that can be seen of the arrays: how many, and shape and strides of each."""
+    """Everything that a check of arrays sees: their number, and the shape, strides and dtype of each."""
     kinds = [
         (
             kind.shape,
             tuple(s if n > 1 else 0 for n, s in zip(kind.shape, kind.strides, strict=True)),
             numpy_name(kind.dtype),
         )
-        for kind in resolved.kinds  # the stride of an axis of one element is never stepped
+        for kind in resolved.kinds  # the stride of an axis of size one is never used
     ]
     alike = len(set(kinds)) == 1
     return (resolved.table_size, (kinds[0],) if alike else tuple(kinds), () if alike else (*resolved.kind_of_entry,))
 
 
-# ---- where every element lies --------------------------------------------------------------------------------------
+# ---- the address of every element ----------------------------------------------------------------------------------
 
 _Places = tuple[Access, ...]
 
 
 def _places(resolved: Resolved) -> _Places:
-    """The maps of K and of V, plane by plane: equal where they find the same elements."""
+    """The address maps of K and of V for every plane.  They are equal if all elements have the same addresses."""
     places = []
     for access in resolved.accesses:
         for half in range(resolved.shape.no) if access.half is None else (access.half,):
             place = _of_half(access, half)
-            # Any order inside an opaque group is as good; one axis has one order.
+            # All orders inside an opaque group count as equal; a single axis has only one order.
             steps = (
                 s._replace(axes=tuple(sorted(s.axes)), opaque=len(s.axes) > 1) if s.opaque else s for s in place.steps
             )
@@ -174,7 +175,7 @@ def _places(resolved: Resolved) -> _Places:
 
 
 def _of_half(access: Access, half: int) -> Access:
-    """The map of K or V alone, or of both where the two are fused with another axis."""
+    """The map of K or V alone, or of both if axis ``o`` is fused with another axis."""
     try:
         return access.fix("o", half)
     except LayoutError:

@@ -1,11 +1,12 @@
-"""kvbm for JAX arrays: sources as they lie in memory, results as new arrays, both through DLPack.
+"""kvbm for JAX arrays.  Sources are read in place, results are new arrays; both use DLPack.
 
-JAX's arrays never change, so there is no operator that writes into them.
+JAX arrays cannot be changed, so there is no function that writes into existing arrays.
 """
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from . import bridge
 from .arrays import Array, dense, describe, numpy_dtype, of_view
 from .contract import Kind
 from .errors import BindError
+from .layout import Layout
 from .memory import DeviceArray
 from .resolved import Allocation
 from .shapes import BlockShape
@@ -23,33 +25,33 @@ __all__ = ["convert"]
 
 
 class _Memory(NamedTuple):
-    """Memory that becomes an array of JAX, once it has been written."""
+    """Memory that becomes a JAX array after it was written."""
 
-    memory: Any  # a NumPy array, or one of kvbm's on a GPU: of the dtype, or of integers of its width
+    memory: Any  # a NumPy array, or a GPU array of kvbm, with the dtype or integers of its width
     dtype: np.dtype[Any]
 
 
-def convert(arrays: Any, src: str = "nhd", dst: str = "universal", shape: str | BlockShape = "") -> list[Any]:
+def convert(arrays: Any, src: str | Path | Layout, dst: str | Path | Layout, shape: str | BlockShape) -> list[Any]:
     """Convert blocks from one layout into new JAX arrays of another.
 
     Parameters
     ----------
     arrays : sequence of jax.Array
-        As for `kvbm.numpy.convert`; each on one device.  They are read where they lie: nothing is copied for it.
+        As for `kvbm.numpy.convert`; each on one device.  They are read in place.
     src, dst, shape
         As for `kvbm.numpy.convert`.
 
     Returns
     -------
     list of jax.Array
-        Of the inputs' dtype, on their device.  They are complete: JAX lends no stream to order a copy by, so on a GPU the
-        call waits for it.
+        New arrays with the inputs' dtype on their device.  JAX gives no access to its streams, so on a GPU the call waits for the
+        copy.
 
     Raises
     ------
     BindError, DTypeError, LayoutError, PlanError, SpecError
-        As `kvbm.numpy.convert`; an array that is spread over several devices; a value that `jax.jit` traces; a layout with a
-        pitch as the destination, which no JAX array can have.
+        As `kvbm.numpy.convert`; also if an array is distributed over several devices, a value is traced by `jax.jit`, or the
+        destination has a pitch, as JAX arrays have no strides.
 
     Examples
     --------
@@ -79,7 +81,7 @@ def _stream(array: Any) -> Any:
 
 @functools.cache
 def _stream_of_device(index: int) -> Any:
-    """A stream of this bridge's own: JAX's are its own affair.  The caller's current device stays as it is."""
+    """A stream of this bridge, as JAX gives no access to its own.  The caller's current device does not change."""
     from cuda.bindings import driver
     from cuda.core import Device
 
@@ -104,13 +106,13 @@ def _look(array: Any, what: str) -> Array:
         )
     (device,) = devices
     if device.platform == "cpu":
-        view = np.asarray(array)  # it waits for the value, as JAX on the CPU does anyhow
+        view = np.asarray(array)  # it waits for the value, as every use on the CPU does
         return describe(view, what)._replace(owner=view)
     if device.platform not in ("gpu", "cuda"):
         raise BindError(f"{what} is on {device}; expected memory of the CPU or of a CUDA GPU: use jax.device_put")
     from cuda.core.utils import StridedMemoryView
 
-    # The hand-over orders our stream behind the work that makes the array; the host does not wait.
+    # DLPack makes our stream wait for the work that computes the array; the host does not wait.
     view = StridedMemoryView.from_dlpack(array, stream_ptr=int(_stream(array).handle))
     return of_view(view, array.dtype.name, array.itemsize, view.device_id, readonly=True)
 
@@ -119,7 +121,7 @@ def _empty(kind: Kind, like: Any) -> _Memory:
     dtype = numpy_dtype(kind.dtype or like.dtype.name, rich=True)
     if kind.strides != dense(kind.shape, dtype.itemsize):
         raise BindError(f"the layout's pitch has strides of {kind.strides} bytes, and JAX's arrays have no strides")
-    # NumPy's DLPack has no bfloat16 and no fp8: their bits are integers until JAX has them.
+    # NumPy's DLPack has no bfloat16 and no fp8: pass their bits as integers.
     bits = dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
     nbytes = int(np.prod(kind.shape)) * dtype.itemsize
     if _is_on_gpu(like) and nbytes:
@@ -127,7 +129,7 @@ def _empty(kind: Kind, like: Any) -> _Memory:
         return _Memory(
             DeviceArray(index, Allocation("", kind.axes, kind.shape, kind.strides, nbytes, bits.name)), dtype
         )
-    raw = np.empty(nbytes + 64, np.uint8)  # JAX takes memory as its own where it starts at a multiple of 64
+    raw = np.empty(nbytes + 64, np.uint8)  # JAX uses memory without a copy if it is aligned to 64 bytes
     start = -raw.ctypes.data % 64
     return _Memory(raw[start : start + nbytes].view(bits).reshape(kind.shape), dtype)
 
@@ -139,7 +141,7 @@ def _published(one: _Memory) -> Any:
 
         memory = StridedMemoryView.from_cuda_array_interface(memory, stream_ptr=-1)
     elif memory.dtype != one.dtype:
-        # Not through DLPack and .view(): JAX 0.10 then aborts the process at its end, once in ten times.
+        # Do not use DLPack and .view() here: JAX 0.10 then aborts the process at exit in one of ten runs.
         return jax.device_put(memory.view(one.dtype), jax.devices("cpu")[0])
     return _as_dtype(jax.dlpack.from_dlpack(memory), one.dtype)
 

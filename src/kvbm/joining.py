@@ -1,4 +1,4 @@
-"""Joining: loop nests that are one: K and V, planes that go on in each other, pieces of an axis at equal distances."""
+"""Joining: merge loop nests of K and V, of contiguous planes, and of pieces of an axis at equal distances."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["gathered", "in_step", "rejoined"]
 
 
 def in_step(parts: Sequence[Part]) -> list[Part]:
-    """Parts that differ only in where they start, at equal distances, as one: those of the pieces of an axis."""
+    """Merge parts that differ only in their start, at equal distances: the pieces of an axis."""
     groups: dict[Part, list[Part]] = {}
     for part in parts:
         like = replace(part, src_offset=0, dst_offset=0, src_table_offset=0, dst_table_offset=0, key=0)
@@ -27,7 +27,7 @@ def in_step(parts: Sequence[Part]) -> list[Part]:
 
 
 def _progressions(parts: Sequence[Part]) -> list[Part]:
-    """Runs of parts at equal distances as one each; of one shape, in order."""
+    """Merge each run of parts at equal distances.  All parts have one shape and are in order."""
     merged, at = [], 0
     while at < len(parts):
         first, last = parts[at], at
@@ -44,7 +44,7 @@ def _progressions(parts: Sequence[Part]) -> list[Part]:
 
 
 def _distance(one: Part, other: Part) -> tuple[int, int, int, int, int] | None:
-    """What lies between two parts' starts, as a mode steps it; None where they are no loops of one shape, or it leads back."""
+    """The distance between the starts of two parts, as strides of a mode; None if their shapes differ or it is negative."""
     if (one.outer, one.inner) != (other.outer, other.inner):
         return None
     (src, src_table), (dst, dst_table) = (
@@ -55,7 +55,7 @@ def _distance(one: Part, other: Part) -> tuple[int, int, int, int, int] | None:
 
 
 def rejoined(halves: list[Part]) -> list[Part]:
-    """K and V as one part where they differ in nothing but where they start."""
+    """Merge K and V into one part if they differ only in their start."""
     if len(halves) != 2:
         return halves
     k, v = halves
@@ -64,7 +64,7 @@ def rejoined(halves: list[Part]) -> list[Part]:
 
 
 def gathered(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Planes that go on in each other on both sides as one part, as often as there are such."""
+    """Merge planes that are contiguous on both sides, until there are none left."""
     if len(parts) == 1:
         return tuple(parts)
     done: list[Part] = []
@@ -81,14 +81,14 @@ def gathered(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _goes_on(one: Part, other: Part) -> bool:
-    """Whether the second's runs begin where the first's end, on both sides and in keys."""
+    """True if the runs of the second part begin where those of the first end, on both sides and in keys."""
     run = one.run_bytes
     ends = tuple((start + run, entry) for start, entry in one.start)
     return ends == other.start and one.half == other.half and one.key + run * one.inner[0].key == other.key
 
 
 def _joined(one: Part, other: Part, label: str, half: int | None) -> Part | None:
-    """Two parts as one, where they differ in nothing but where they start, or the second's runs go on in the first's."""
+    """Two parts as one, if they differ only in their start, or if the second's runs continue the first's; else None."""
     if (one.outer, one.inner[1:], one.src_id, one.dst_id) != (other.outer, other.inner[1:], other.src_id, other.dst_id):
         return None
     if _goes_on(one, other):

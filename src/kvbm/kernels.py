@@ -1,7 +1,8 @@
-"""Stacked blocks, universal and operational tensors: lists of CUDA tensors in, one launch out; and raw addresses.
+"""Copy lists of CUDA tensors or ranges of raw addresses, each in one launch.
 
-The thin face for callers that hold tensors or addresses rather than pools; the names and shapes are those of Dynamo's
-KVBM.  An engine that copies again and again binds its memory once with `kvbm.Pool` and calls `kvbm.convert`.
+These functions are for callers that have tensors or addresses instead of pools.  Names and shapes are those of Dynamo's KVBM:
+stacked blocks, universal and operational tensors.  An engine that copies often binds its memory once with `kvbm.Pool` and calls
+`kvbm.convert`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,15 +43,22 @@ __all__ = [
 
 
 class MemcpyBatchMode(enum.IntEnum):
-    """How `memcpy_batch` reaches the copy engines."""
+    """How `memcpy_batch` calls the driver."""
 
-    #: One ``cuMemcpyBatchAsync`` where the driver and the stream allow it, else one ``cuMemcpyAsync`` a copy.
+    #: One ``cuMemcpyBatchAsync`` if the driver and the stream allow it, else one ``cuMemcpyAsync`` per copy.
     BATCHED_WITH_FALLBACK = 0
-    #: One ``cuMemcpyAsync`` a copy.
+    #: One ``cuMemcpyAsync`` per copy.
     FALLBACK_ONLY = 1
     #: ``cuMemcpyBatchAsync``, or an error.
     BATCH_WITHOUT_FALLBACK = 2
 
+
+#: Orders inside a chunk.
+Inner = Literal["NHD", "HND", "nhd", "hnd"]
+#: Backends that copy chunks, with Dynamo's long names.
+Backend = Literal[
+    "auto", "kernel", "kernel_only", "batch", "memcpy_batch", "cuda_memcpy_batch", "async", "memcpy_async", "cuda_memcpy_async"
+]
 
 _BACKENDS = {
     "auto": "kernel",
@@ -66,58 +74,61 @@ _BACKENDS = {
 
 
 def is_using_stubs() -> bool:
-    """Whether this build has no CUDA kernels: everything works on the CPU, and a GPU call says so."""
+    """True if this build has no CUDA kernels.  The CPU functions work, and a GPU call raises an error."""
     return _core.num_images() == 0
 
 
 def is_memcpy_batch_available() -> bool:
-    """Whether the driver can copy many pieces in one call (``cuMemcpyBatchAsync``, CUDA 12.8)."""
+    """True if the driver can copy many ranges in one call (``cuMemcpyBatchAsync``, CUDA 12.8)."""
     return _core.has_memcpy_batch()
 
 
-def block_to_universal(blocks: Any, universals: Any, layout: str = "NHD", *, stream: Any = None) -> None:
+def block_to_universal(blocks: Any, universals: Any, layout: Inner = "NHD", *, stream: Any = None) -> None:
     """Gather stacked blocks into universal tensors.
 
     Parameters
     ----------
     blocks : sequence of sequences of CUDA tensors
-        ``[nb][nl*no]`` chunks, each ``[nt, nh, hd]`` (NHD) or ``[nh, nt, hd]`` (HND); a flat list where nb = 1.
+        ``[nb][nl*no]`` chunks, each of shape ``[nt, nh, hd]`` (NHD) or ``[nh, nt, hd]`` (HND).  A flat list if nb = 1.
     universals : CUDA tensor or sequence of CUDA tensors
-        nb tensors ``[nh, nl, no, nt, hd]``; one such tensor, or one ``[nb, nh, nl, no, nt, hd]``.
+        nb tensors of shape ``[nh, nl, no, nt, hd]``, one such tensor, or one tensor ``[nb, nh, nl, no, nt, hd]``.
     layout : {"NHD", "HND"}
-        Order inside a chunk, in any case.
+        Order of axes inside a chunk; upper or lower case.
     stream : optional
         As for `kvbm.convert`.
 
     Raises
     ------
     BindError (a ValueError)
-        Wrong count, rank or shape, not contiguous, not on one CUDA device, unknown layout, memory that overlaps.
+        Tensors have a wrong count, rank or shape, are not contiguous, are not on one CUDA device, or overlap.  The layout is
+        unknown.
     DTypeError (a TypeError)
-        Unsupported or mixed dtypes.
-    CudaError, CudaUnavailableError
-        The launch failed; no GPU, no driver or no CUDA kernels in this build.
+        A dtype is not supported, or differs between tensors.
+    CudaError
+        The launch failed.
+    CudaUnavailableError
+        There is no GPU, no driver, or no CUDA kernel in this build.
     """
     _permute(blocks, universals, layout, stream, to_universal=True)
 
 
-def universal_to_block(universals: Any, blocks: Any, layout: str = "NHD", *, stream: Any = None) -> None:
+def universal_to_block(universals: Any, blocks: Any, layout: Inner = "NHD", *, stream: Any = None) -> None:
     """Scatter universal tensors into stacked blocks; the parameters are those of `block_to_universal`."""
     _permute(blocks, universals, layout, stream, to_universal=False)
 
 
-def block_to_operational(blocks: Any, operationals: Any, backend: str | None = None, *, stream: Any = None) -> None:
-    """Gather stacked blocks into operational tensors, whose inner order is that of the chunks.
+def block_to_operational(blocks: Any, operationals: Any, backend: Backend | None = None, *, stream: Any = None) -> None:
+    """Gather stacked blocks into operational tensors.  The order inside a chunk does not change.
 
     Parameters
     ----------
     blocks : sequence of sequences of CUDA tensors
-        ``[nb][nl*no]`` chunks of any rank with ``inner`` elements each; a flat list where nb = 1.
+        ``[nb][nl*no]`` chunks of any rank, with ``inner`` elements each.  A flat list if nb = 1.
     operationals : CUDA tensor or sequence of CUDA tensors
-        nb tensors ``[nl, no, inner]``; one such tensor, or one ``[nb, nl, no, inner]``.
+        nb tensors of shape ``[nl, no, inner]``, one such tensor, or one tensor ``[nb, nl, no, inner]``.
     backend : {None, "auto", "kernel", "batch", "async"}
-        One kernel (the default), one ``cuMemcpyBatchAsync``, or one ``cuMemcpyAsync`` a chunk; also by their long names
-        (``memcpy_batch``, ``cuda_memcpy_async``, …).  A backend that cannot be had is an error.
+        One kernel (default), one ``cuMemcpyBatchAsync``, or one ``cuMemcpyAsync`` per chunk.  Dynamo's long names
+        (``memcpy_batch``, ``cuda_memcpy_async``, …) are accepted.  A backend that is not available raises an error.
     stream : optional
         As for `kvbm.convert`.
 
@@ -129,7 +140,7 @@ def block_to_operational(blocks: Any, operationals: Any, backend: str | None = N
     _copy_chunks(blocks, operationals, backend, stream, to_operational=True)
 
 
-def operational_to_block(operationals: Any, blocks: Any, backend: str | None = None, *, stream: Any = None) -> None:
+def operational_to_block(operationals: Any, blocks: Any, backend: Backend | None = None, *, stream: Any = None) -> None:
     """Scatter operational tensors into stacked blocks; the parameters are those of `block_to_operational`."""
     _copy_chunks(blocks, operationals, backend, stream, to_operational=False)
 
@@ -151,7 +162,7 @@ def _shipped(name: str) -> Layout:
 
 @functools.cache
 def _chunked() -> tuple[Layout, Layout]:
-    """Stacked and operational, where a chunk is nothing but its elements."""
+    """The stacked and the operational layout of chunks with one axis of elements."""
     return parse('order: "[b l o] d"', name="blocks"), parse('order: "[b] l o d"', name="operationals")
 
 
@@ -163,7 +174,7 @@ def _backend(backend: str | None) -> str:
 
 
 def _whole(tensors: Any, name: str, rank: int) -> tuple[list[Any], list[Array]]:
-    """The whole tensors of a batch and what they are: all of one shape of this rank, contiguous and on CUDA."""
+    """The whole tensors of a batch and their descriptions: all contiguous, on CUDA, and of one shape with this rank."""
     if not isinstance(tensors, Sequence):
         found = describe(tensors, name)
         tensors = [tensors[i] for i in range(found.shape[0])] if len(found.shape) == rank + 1 else [tensors]
@@ -187,8 +198,8 @@ def _described(tensor: Any, what: str) -> Array:
         raise DTypeError(f"{what}: expected one of {', '.join(ITEMSIZE)}, got {array.dtype}")
     if any(n > 1 and a != b for n, a, b in zip(array.shape, array.strides, dense(array.shape, itemsize), strict=True)):
         raise BindError(
-            f"{what}: expected a contiguous tensor, got strides of {array.strides} bytes; bind what it is a view of with kvbm.Pool "
-            "and the layout that its memory has. A contiguous copy would be filled in its place, and its owner would never see it"
+            f"{what}: expected a contiguous tensor, got strides of {array.strides} bytes; bind the base tensor of this view with "
+            "kvbm.Pool and the layout of its memory. Do not pass a contiguous copy: the result would not be in your tensor"
         )
     return array
 
@@ -196,13 +207,13 @@ def _described(tensor: Any, what: str) -> Array:
 def _chunks(
     blocks: Any, batch: int, chunks: int, expected: tuple[int, ...], *, exact: bool
 ) -> tuple[list[Any], list[Array]]:
-    """``[nb][nl*no]`` chunks as one list in table order, each of the expected shape (or only of as many elements)."""
+    """``[nb][nl*no]`` chunks as one list in table order, each of the expected shape (or only with as many elements)."""
     if not isinstance(blocks, Sequence):
         raise BindError(f"blocks: expected {batch} lists of {chunks} tensors, got a {type(blocks).__name__}")
     if batch == 1 and len(blocks) == chunks and not isinstance(blocks[0], Sequence):
         blocks = [blocks]
     if len(blocks) != batch:
-        raise BindError(f"blocks: expected {batch} lists, one a block, got {len(blocks)}")
+        raise BindError(f"blocks: expected {batch} lists, one per block, got {len(blocks)}")
     flat: list[Any] = []
     for index, block in enumerate(blocks):
         if not isinstance(block, Sequence) or len(block) != chunks:
@@ -255,7 +266,7 @@ def _sides(blocks: Any, whole: Any, layout: str, *, to_whole: bool) -> _Sides | 
 
 
 def _look(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Sides | None:
-    """Look at torch's tensors from C.  None where anything is not as it should be: it is then looked at closely."""
+    """Check torch's tensors in C.  None if anything is wrong: `_look_closely` then raises the error."""
     rank = 3 if layout == "operational" else 5
     found = _core.whole_tensors(whole, rank)
     if found is None:
@@ -274,7 +285,7 @@ def _look(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Sides | None
 
 
 def _look_closely(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Sides | None:
-    """Look at each tensor by itself, of whatever framework, and say what is wrong."""
+    """Check each tensor of any framework, and raise an error for a wrong one."""
     name, rank = ("operationals", 3) if layout == "operational" else ("universals", 5)
     tensors, arrays = _whole(whole, name, rank)
     if not arrays:
@@ -292,7 +303,7 @@ def _look_closely(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Side
     require_disjoint(src, dst)
     dst.require_distinct()
     device = int(src.device.partition(":")[2])
-    # These lists live for one call: their addresses travel with the launch instead of being uploaded and kept.
+    # These lists exist for one call: the launch passes their addresses, instead of uploading and keeping a table.
     tables = [_core.Table(pool.addresses, device, upload=False) for pool in pools]
     alignments = pools[0].alignment, pools[1].alignment
     return _Sides(tables[0], tables[1], arrays[0].shape, shape.dtype, device, alignments, (src, dst))
@@ -311,7 +322,7 @@ def _stream_of(sides: _Sides, stream: Any) -> int:
 
 
 def _written(sides: _Sides, blocks: Any, whole: Any, to_whole: bool) -> None:
-    """Tell autograd, as `Pool.written` does; of many chunks nothing, as that would take as long as looking at them."""
+    """Tell autograd, as `Pool.written` does.  Not for many chunks: that would take as long as checking them."""
     if sides.pools is not None:
         sides.pools[1].written()
     elif to_whole:
@@ -381,22 +392,24 @@ def vectorized_copy(src_ptrs: Any, dst_ptrs: Any, size: int, *, stream: Any = No
     Parameters
     ----------
     src_ptrs, dst_ptrs : sequence of int, NumPy array or memoryview
-        Addresses, as many of each: GPU memory, or pinned host memory.  They need not be aligned; where a pair's two sides
-        are misaligned alike, it still moves in words of 16 bytes.
+        Addresses in GPU memory or pinned host memory; both lists have the same length.  They need not be aligned.  If both sides
+        of a pair have the same misalignment, the kernel still copies words of 16 bytes.
     size : int
         Bytes of every pair; 0 copies nothing.
     stream : optional
-        Where the copy is ordered, as for `kvbm.convert`.  Not given: torch's current stream.
+        The stream of the copy, as for `kvbm.convert`.  Default: torch's current stream.
     device : int, str or torch.device, optional
-        Where the kernel runs.  Not given: the GPU of the first address that lies on one, else GPU 0.
+        The GPU that runs the kernel.  Default: the GPU of the first address in GPU memory, else GPU 0.
 
     Raises
     ------
     BindError (a ValueError)
-        Lists that differ in length, a negative size, address 0, memory that no GPU reaches; bytes that are written twice
-        or both read and written.  Nothing was copied.
-    CudaError, CudaUnavailableError
-        The launch failed; no GPU, no driver or no CUDA kernels in this build.
+        The lists differ in length, the size is negative, an address is 0 or in memory that no GPU can access, or bytes are
+        written twice or both read and written.  Nothing was copied.
+    CudaError
+        The launch failed.
+    CudaUnavailableError
+        There is no GPU, no driver, or no CUDA kernel in this build.
 
     Examples
     --------
@@ -415,7 +428,7 @@ def vectorized_copy(src_ptrs: Any, dst_ptrs: Any, size: int, *, stream: Any = No
     for other in range(gpus.bit_length()):
         if gpus >> other & 1 and other != index and not _core.enable_peer(index, other):
             raise BindError(
-                f"some addresses lie on cuda:{other}, which a kernel on cuda:{index} cannot reach: expected those of one GPU, "
+                f"some addresses lie on cuda:{other}, which a kernel on cuda:{index} cannot access: expected addresses of one GPU, "
                 "or of GPUs with peer access; memcpy_batch copies between any two"
             )
     _core.copy_pairs(src, dst, nbytes, index, _raw_stream(stream, index))
@@ -431,31 +444,31 @@ def memcpy_batch(
     device: Any = None,
     merge: bool = True,
 ) -> MemcpyBatchMode:
-    """Copy ranges of bytes by the copy engines: no multiprocessor takes part.
+    """Copy ranges of bytes by the copy engines, without multiprocessors.
 
     Parameters
     ----------
     src_ptrs, dst_ptrs
         As for `vectorized_copy`.
     size_or_sizes : int, or sequence of int
-        Bytes of every range, or of each; ranges of 0 bytes are left out.
+        Bytes of all ranges, or one number per range.  Ranges of 0 bytes are skipped.
     mode : MemcpyBatchMode
-        What to do where there are no batched copies: the driver has none, the stream captures a graph, or some memory is
-        another GPU's and not granted to the one that copies.
+        What to do if a batched copy is not possible: the driver has none, the stream captures a graph, or some memory belongs to
+        another GPU and is not granted to the GPU that copies.
     stream, device : optional
         As for `vectorized_copy`.
     merge : bool
-        Make one copy of neighbours: ranges that go on, on both sides, where the one before them ends.  Order them so.
+        Join a range with the one before it in the list if both sides are contiguous.  Sort the ranges for this.
 
     Returns
     -------
     MemcpyBatchMode
-        What ran: ``BATCH_WITHOUT_FALLBACK`` or ``FALLBACK_ONLY``.
+        The mode that ran: ``BATCH_WITHOUT_FALLBACK`` or ``FALLBACK_ONLY``.
 
     Raises
     ------
     BindError, CudaError, CudaUnavailableError
-        As `vectorized_copy`; `BATCH_WITHOUT_FALLBACK` where there is no batched copy.
+        As `vectorized_copy`; also for `BATCH_WITHOUT_FALLBACK` if a batched copy is not possible.
 
     Examples
     --------
@@ -473,7 +486,7 @@ def memcpy_batch(
     if len(src) == 0 or not np.any(sizes):
         ran = MemcpyBatchMode.FALLBACK_ONLY
         return wanted if wanted == MemcpyBatchMode.BATCH_WITHOUT_FALLBACK else ran
-    if not is_one and not np.all(sizes):  # a range of nothing may start anywhere
+    if not is_one and not np.all(sizes):  # an empty range may start anywhere
         kept = sizes != 0
         src, dst, sizes = src[kept], dst[kept], sizes[kept]
     index, gpus = _gpu(src, dst, device)
@@ -486,7 +499,7 @@ def memcpy_batch(
 def _ungranted(
     src: npt.NDArray[np.uint64], dst: npt.NDArray[np.uint64], sizes: Any, index: int, gpus: int
 ) -> str | None:
-    """What lies on another GPU than the one that copies, without a grant; None if nothing does."""
+    """Memory of another GPU that is not granted to the GPU that copies, as a text; None if there is none."""
     if gpus & ~(1 << index) == 0:
         return None
     for addresses, what in ((src, "src_ptrs"), (dst, "dst_ptrs")):
@@ -520,7 +533,7 @@ def _size(size: Any) -> int:
 
 
 def _gpu(src: npt.NDArray[np.uint64], dst: npt.NDArray[np.uint64], device: Any) -> tuple[int, int]:
-    """The GPU to copy by, and a bit for each one that an address lies on."""
+    """The GPU that copies, and a bit for each GPU that an address belongs to."""
     wanted = None if device is None else _ordinal(device)
     first, gpus = _core.find_device(src, "src_ptrs")
     second, more = _core.find_device(dst, "dst_ptrs")

@@ -1,4 +1,4 @@
-"""Layouts: where every element of a KV block lies, as declared, for any sizes."""
+"""Layouts: the declared position of every element of a KV block, for any sizes."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from .errors import SpecError
 from .resolved import Resolved, resolve
-from .shapes import BlockShape
+from .shapes import BlockShape, as_shape
+from .shown import Shown
 from .terms import Expression, Order, Pitch, Plane
 
 __all__ = ["Layout"]
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
-    """Where every element of a KV block lies.  Two layouts are equal when they mean the same, whatever they are called.
+class Layout(Shown):
+    """The position of every element of a KV block.  Layouts with the same meaning are equal, even with different names.
 
     Parameters
     ----------
     orders : tuple of Order
-        One, or one for K and one for V.
+        One order, or one for K and one for V.
     pitch : tuple of (str, Pitch)
-        Term text → distance between neighbours; sorted.
+        Text of a term → distance between neighbours; sorted.
     extra : tuple of (str, Expression)
         Axes beyond `AXES` and their sizes; sorted.
     planes : tuple of Plane
-        Where a block holds several kinds of elements; then there is one order, of what they share, with a term for them.
+        Not empty if a block holds several kinds of elements.  Then there is one order: of the axes that the planes share, with a
+        term for the planes.
     name, title, file, used_by, read_from
-        For people; they do not change what the layout means.
+        For readers; they do not change the meaning.
     """
 
     orders: tuple[Order, ...]
@@ -41,12 +44,22 @@ class Layout:
     used_by: tuple[str, ...] = field(default=(), compare=False)
     read_from: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        given: object = self.orders
+        if not (isinstance(given, tuple) and all(isinstance(order, Order) for order in given)):
+            raise SpecError(
+                f"Layout: expected a tuple of Order, got {self.orders!r:.80}; for a name or a YAML file call kvbm.load"
+            )
+
     def __str__(self) -> str:
         return f"{self.name}: {self.order_text}"
 
+    def __repr__(self) -> str:
+        return f"Layout({f'{self.name}: ' if self.name else ''}{self.order_text})"
+
     @property
     def order_text(self) -> str:
-        """The declared order, e.g. ``[b l o] t h d``, or ``k: … v: …``, or ``[l] b t <data scale>`` and its planes."""
+        """The declared order, e.g. ``[b l o] t h d``, ``k: … v: …``, or ``[l] b t <data scale>`` with its planes."""
         if self.planes:
             return f"{self.orders[0]}, {', '.join(map(str, self.planes))}"
         if len(self.orders) == 1:
@@ -60,7 +73,7 @@ class Layout:
 
     @cached_property
     def meaning(self) -> str:
-        """All that the layout says, a statement a line; equal where two layouts mean the same."""
+        """All that the layout says, one statement per line.  Layouts with the same meaning have the same text."""
         lines = [str(order) for order in self.orders]
         lines += [f"pitch {term} {p.expression.key} {'B' if p.in_bytes else ''}" for term, p in self.pitch]
         lines += [f"axis {axis} {expression.key}" for axis, expression in self.extra]
@@ -69,7 +82,7 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits over the meaning: what stored blocks carry."""
+        """A hash of the meaning, sixteen hex digits.  Stored blocks carry it."""
         return hashlib.blake2b(self.meaning.encode(), digest_size=8).hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -80,7 +93,7 @@ class Layout:
 
     @cached_property
     def present(self) -> frozenset[str]:
-        """Axes that the shape may have more than one of: those of its orders, of its planes, and those that these share."""
+        """Axes that may be longer than one: those of the orders, of the planes, and those that the planes share."""
         orders = [*self.orders, *(order for plane in self.planes for order in plane.orders)]
         found = {axis for order in orders for term in order.terms if not term.planes for axis in term.axes}
         own = {"d"}.union(*(plane.shared for plane in self.planes)) if self.planes else set()
@@ -88,21 +101,28 @@ class Layout:
 
     @property
     def where(self) -> str:
-        """File and line of the order, or the name."""
+        """File and line of the order; without a file, the name."""
         return self.orders[0].where or self.name
 
     @property
     def b_in_table(self) -> bool:
-        """Whether each block has allocations of its own."""
+        """True if each block has its own allocations."""
         return any("b" in term.axes and not term.planes for term in self.orders[0].table)
 
-    def resolve(self, shape: BlockShape, num_blocks: int) -> Resolved:
-        """The layout at these sizes.
+    def resolve(self, shape: BlockShape | str, num_blocks: int) -> Resolved:
+        """The layout at given sizes: arrays, strides, addresses.
+
+        Parameters
+        ----------
+        shape : BlockShape or str
+            Sizes of a block, or a text that `kvbm.load_shape` reads.
+        num_blocks : int
+            Number of blocks.
 
         Raises
         ------
         LayoutError
-            It is not a one-to-one map there: a split that does not divide or cover, an axis that is missing or
-            repeated, a pitch smaller than what it holds.
+            The layout is not one-to-one at these sizes: a split does not divide or cover its axis, an axis is missing or
+            repeated, or a pitch is smaller than its contents.
         """
-        return resolve(self, shape, num_blocks)
+        return resolve(self, as_shape(shape), num_blocks)

@@ -1,6 +1,6 @@
-"""Where the blocks of two pools differ: digests of layers, K and V, heads and tokens, each of what the one before left over.
+"""Find where the blocks of two pools differ: compare digests of layers, K and V, heads and tokens, each within the rest.
 
-Every step digests all slices along one axis, on both sides, and so reads what is still in question once.
+Each step digests all slices along one axis on both sides, so it reads the remaining region once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .streams import framework_of, framework_stream
 
 __all__ = ["Differences", "Mismatch", "Region", "locate", "told"]
 
-#: Pairs that are looked into, regions that are told of each, and slices that are digested on either side.
+#: Most pairs that are examined, regions per pair, and slices that are digested on each side.
 MOST_PAIRS, MOST_REGIONS, MOST_DIGESTS = 16, 8, 8192
 
-#: The calling thread's default stream: all that is to be digested is there by then.
+#: The per-thread default stream: the blocks are complete before it is used.
 _STREAM = 2
 
-#: The same for an error that somebody waits for.
+#: The same limits for the message of an error.
 _TOLD_PAIRS, _TOLD_DIGESTS = 4, 4096
 
 _NAMES = {"l": "layer", "h": "head", "t": "token", "d": "element"}
@@ -41,21 +41,21 @@ _Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Region:
-    """Where the two blocks of a pair differ: a product of coordinates.
+    """A product of coordinates in which the two blocks of a pair differ.
 
     Attributes
     ----------
     planes : tuple of str
-        Names of the planes; one empty name where a layout has none.
+        Names of the planes; one empty name if the layout has none.
     at : mapping of str to tuple of int
-        Coordinates by axis, as the source counts them; tokens from the pair's position on.  Of the axis of a row: of the elements
-        that share a digest's cell, which differ in some of the rows.
+        Axis → coordinates of the source; tokens count from the pair's position.  For the axis of a row: the elements of the cells
+        that differ in some of the rows.
     complete : frozenset of str
-        Axes of which these are all that were compared.
+        Axes of which the region has all compared coordinates.
     exact : bool
-        Whether each row of the product differs; else some do, and none outside of all regions.
+        True if each row of the product differs.  False if only some differ; no row outside of all regions does.
     unresolved : tuple of str
-        Axes along which nothing was told apart, as their order is not promised: the layout's opaque ones, say.
+        Axes along which places were not distinguished, as their order is unspecified, such as opaque groups.
     """
 
     planes: tuple[str, ...]
@@ -86,11 +86,11 @@ class Mismatch:
     Attributes
     ----------
     pair : int
-        Its position in the batch.
+        Position of the pair in the batch.
     src, dst : int
-        Ids of its block, or unit, in the source and in the destination.
+        Ids of the block or unit in the source and in the destination.
     regions : tuple of Region
-        Disjoint; none where the two were equal again when they were looked into.
+        Disjoint regions; empty if both were equal again when they were examined.
     """
 
     pair: int
@@ -101,18 +101,18 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Differences:
-    """Pairs of blocks that differ, and where; false, and of length 0, where none does.
+    """The pairs of blocks that differ, and the places.  It is false and has length 0 if no pair differs.
 
     Attributes
     ----------
     pairs : tuple of int
-        Positions in the batch of all that differ.
+        Positions in the batch of all pairs that differ.
     found : tuple of Mismatch
-        Where, for the first of them.
+        The places, for the first of these pairs.
     ids : tuple of str
-        What ids of the source and of the destination count: ``"block"`` or ``"unit"``.
+        What the ids of the source and of the destination count: ``"block"`` or ``"unit"``.
     notes : tuple of str
-        What could not be told apart, and why.
+        What could not be distinguished, and why.
 
     Examples
     --------
@@ -161,9 +161,9 @@ def locate(
     most_pairs: int = MOST_PAIRS,
     most_digests: int = MOST_DIGESTS,
 ) -> Differences:
-    """Where blocks of two sections of the same coordinates differ; see `kvbm.testing.locate`."""
+    """Find where blocks of two sections with the same coordinates differ; see `kvbm.testing.locate`."""
     title = f"{src.pool.layout.name} → {dst.pool.layout.name}"
-    between(src.of, dst.of, title)  # of the same coordinates
+    between(src.of, dst.of, title)  # raises an error for different coordinates
     for part in (src, dst):
         part.pool.require_open()
     given = _core.Pairs(_on_host(src_ids), _on_host(dst_ids), src.num_ids, dst.num_ids)
@@ -171,7 +171,7 @@ def locate(
     count = ids.shape[1]
     try:
         starts = np.atleast_1d(np.asarray(0 if tokens is None else _on_host(tokens)))
-    except (TypeError, ValueError):  # rows of other lengths
+    except (TypeError, ValueError):  # rows of different lengths
         starts = np.zeros((0, 0))
     if starts.dtype.kind not in "iu" or starts.shape not in ((1,), (count,)) or (starts < 0).any():
         raise BindError(
@@ -209,17 +209,18 @@ def told(
     layers: range | tuple[range, range] | None,
     wrong: Sequence[int],
 ) -> str:
-    """Where pairs of a copy that is done differ now, for an error.
+    """A text on where pairs of a finished copy differ, for an error.
 
     Parameters
     ----------
     src, dst : PoolSection
+        Both sides of the copy.
     pairs : Pairs
-        The copy's.
+        The pairs of the copy.
     layers : range or (range, range), optional
-        Of the copy.
+        The layers of the copy.
     wrong : sequence of int
-        Pairs of which the digests differed.
+        Pairs with different digests.
     """
     src_ids, dst_ids = pairs.ids()
     if src_ids is None or dst_ids is None:
@@ -245,7 +246,7 @@ def told(
 
 
 def _on_host(ids: Any) -> Any:
-    """Ids, or positions, of a GPU as the host's."""
+    """Ids or positions, copied from a GPU to the host."""
     for name in ("cpu", "get"):  # torch, CuPy
         if hasattr(ids, "__cuda_array_interface__") and hasattr(ids, name):
             return getattr(ids, name)()
@@ -253,7 +254,7 @@ def _on_host(ids: Any) -> Any:
 
 
 def _wait(stream: Any, *parts: PoolSection) -> None:
-    """Wait for a stream, or for what frameworks have in theirs."""
+    """Wait for a stream, or for the current streams of the frameworks."""
     for place in dict.fromkeys(part.pool.device for part in parts):
         if place != "cpu":
             device = int(place.partition(":")[2])
@@ -265,7 +266,7 @@ def _wait(stream: Any, *parts: PoolSection) -> None:
 
 
 def _add(regions: list[Region], new: Region) -> None:
-    """One more region; planes that differ at the same places are one."""
+    """Add a region.  Planes that differ at the same places share a region."""
     for index, one in enumerate(regions):
         if replace(one, planes=()) == replace(new, planes=()):
             regions[index] = replace(one, planes=(*one.planes, *new.planes))
@@ -274,7 +275,7 @@ def _add(regions: list[Region], new: Region) -> None:
 
 
 class _Slice(NamedTuple):
-    """The same coordinates of both sides.  Their keys are equal, and otherwise of no matter: nobody sees the digests."""
+    """The same coordinates of both sides.  Their keys only have to be equal, as the digests are not shown."""
 
     src: PoolSection
     dst: PoolSection
@@ -288,20 +289,20 @@ class _Slice(NamedTuple):
         return _Slice(src, dst, self.keys.select(axis, range(len(coordinates))))
 
     def sizes(self) -> dict[str, int]:
-        """Axes that have more than one coordinate, and how many."""
+        """Axes with more than one coordinate, and their numbers of coordinates."""
         axes = {axis for access in self.src.of.accesses for axis, _ in access.sizes}
         axes |= {axis for axis, _ in self.src.of.chosen}
         counts = {axis: self.src.of.count(axis) for axis in sorted(axes, key=canonical)}
         return {axis: count for axis, count in counts.items() if count > 1}
 
     def fixed(self) -> dict[str, tuple[int, ...]]:
-        """Axes of which one coordinate of several was chosen."""
+        """Axes of which one of several coordinates was selected."""
         plane, pool = self.src.of.accesses[0].plane, self.src.pool
         axes = {axis for access in pool.resolved.section.accesses if access.plane == plane for axis, _ in access.sizes}
         return {axis: tuple(self.numbers(axis)) for axis in axes if self.src.of.count(axis) == 1}
 
     def numbers(self, axis: str) -> Sequence[int]:
-        """What the pool of the source calls the coordinates."""
+        """The coordinates in the source's pool."""
         numbers: Sequence[int] = range(self.src.pool.resolved.section.size(axis))
         for name, chosen in self.src.choices:
             if name == axis:
@@ -310,7 +311,7 @@ class _Slice(NamedTuple):
 
 
 class _OverError(Exception):
-    """No more digests are taken."""
+    """The limit of digests is reached."""
 
 
 class _Search:
@@ -323,12 +324,12 @@ class _Search:
     # ---- digests ---------------------------------------------------------------------------------------------------
 
     def differ(self, held: _Slice, pairs: npt.NDArray[np.intp]) -> _Flags:
-        """Which of the pairs differ."""
+        """Mask of the pairs that differ."""
         flags: _Flags = self._each(held, "", [()], pairs)[0]
         return flags
 
     def _each(self, held: _Slice, axis: str, pieces: Sequence[Sequence[int]], pairs: npt.NDArray[np.intp]) -> _Flags:
-        """Which differ in which pieces of an axis: ``[pieces, pairs]``."""
+        """Mask of the pairs that differ, for each piece of an axis: ``[pieces, pairs]``."""
         keys = held.keys.select(axis, range(len(pieces[0]))) if axis else held.keys
         src, dst = (
             self._digests(part, axis, pieces, keys, ids[pairs])
@@ -356,7 +357,7 @@ class _Search:
     # ---- from all of a plane to regions ----------------------------------------------------------------------------
 
     def regions(self, held: _Slice, plane: str, pairs: npt.NDArray[np.intp]) -> Iterator[tuple[int, Region]]:
-        """Pairs and where they differ."""
+        """Yield pairs and their regions."""
         sizes = held.sizes()
         row = max((axis for axis in sizes if axis not in "loht"), key=canonical, default="")
         axes: list[str] = []
@@ -367,7 +368,7 @@ class _Search:
         for axis in (name for name in sizes if name != row):
             try:
                 wrong = self._each(narrow, axis, [(c,) for c in range(sizes[axis])], pairs)
-                if not wrong.any():  # it is written beside this
+                if not wrong.any():  # it is being written at the same time
                     return
                 if not wrong.any(axis=1).all():
                     narrow = narrow.select(axis, np.flatnonzero(wrong.any(axis=1)).tolist())
@@ -403,8 +404,8 @@ class _Search:
     def _boxes(
         self, held: _Slice, axes: Sequence[str], product: tuple[tuple[int, ...], ...], pairs: npt.NDArray[np.intp]
     ) -> Iterator[tuple[int, tuple[tuple[int, ...], ...], bool]]:
-        """Of pairs whose errors span the same product: pair, coordinates, and whether all of them are wrong."""
-        # Tokens last: one kernel takes all of them.
+        """For pairs with errors in the same product: pair, coordinates, and True if all of them are wrong."""
+        # Tokens last: one kernel digests all of them.
         order = sorted((i for i, each in enumerate(product) if len(each) > 1), key=lambda i: axes[i] == "t")
         if len(order) < 2:
             yield from ((index, product, True) for index in range(len(pairs)))
@@ -431,7 +432,7 @@ class _Search:
                 yield index, tuple(box), exact
 
     def _grid(self, held: _Slice, axes: Sequence[tuple[str, tuple[int, ...]]], pairs: npt.NDArray[np.intp]) -> _Flags:
-        """Which cells of a product differ: an axis for each of them, and the pairs."""
+        """Mask of the cells of a product that differ: one dimension per axis, then the pairs."""
         (axis, coordinates), *rest = axes
         if not rest:
             return self._each(held, axis, [(c,) for c in coordinates], pairs)
@@ -440,7 +441,7 @@ class _Search:
     def _elements(
         self, held: _Slice, row: str, axes: Sequence[str], box: tuple[tuple[int, ...], ...], pairs: npt.NDArray[np.intp]
     ) -> list[tuple[int, ...]]:
-        """Which elements of the rows differ, as far as cells tell; nothing where they do not."""
+        """The elements of the rows that differ, in units of cells; empty if cells do not show it."""
         nothing: list[tuple[int, ...]] = [()] * len(pairs)
         if not row:
             return nothing
@@ -464,7 +465,7 @@ def _chosen(part: PoolSection, axis: str, coordinates: Sequence[int]) -> PoolSec
 
 
 def _by_token(part: PoolSection) -> PoolSection | None:
-    """The part with ids that count tokens, where its layout steps evenly from one to the next."""
+    """The part with ids of tokens, if the layout has equal steps between tokens; else None."""
     try:
         return part.units(1)
     except PlanError:
@@ -481,7 +482,7 @@ def _digest(part: PoolSection, keys: Keys, ids: npt.NDArray[Any]) -> npt.NDArray
 
 
 def _products(wrong: _Flags, most: int) -> Iterator[tuple[tuple[tuple[int, ...], ...], bool]]:
-    """Disjoint products that cover the flags that are set; where they would be more than `most` the last one covers the rest."""
+    """Disjoint products that cover the flags that are set.  If more than `most` are needed, the last one covers the rest."""
     left = wrong.copy()
     for number in range(most):
         if not left.any():
@@ -500,7 +501,7 @@ def _products(wrong: _Flags, most: int) -> Iterator[tuple[tuple[tuple[int, ...],
 
 
 def _grown(wrong: _Flags, seed: Sequence[list[int]], order: Sequence[int]) -> list[list[int]]:
-    """The largest product around a cell that takes one axis after the other."""
+    """The largest product around a cell, extended along one axis after the other."""
     box = list(seed)
     for axis in order:
         box[axis] = list(range(wrong.shape[axis]))

@@ -1,6 +1,6 @@
-"""Lowering: what a plan takes on a machine: which kernels, which run in place of others, and what they are told.
+"""Lowering: choose the kernels of a plan, replace missing kernels by others, and compute their arguments.
 
-Pure: parts of a plan, the alignment of both sides and the kernels that there are go in, launches come out.
+It is pure: the input is parts of a plan, the alignment of both sides and the existing kernels; the output is launches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Kernels", "Launch", "Steps", "engine_arguments", "launches", "lower"
 
 Addresses: TypeAlias = Any  # an array of them: nothing here imports NumPy
 
-#: Planes of less than this part of a block's bytes move by elements where these change places, in the launch of the others.
+#: A plane with less than this share of a block's bytes is copied element by element in the launch of the others, if transposed.
 _SMALL_SHARE = 4
 
 
@@ -37,13 +37,13 @@ class Launch(NamedTuple):
     Attributes
     ----------
     kernel : tuple of Form
-        What runs.
+        The kernel.
     work : tuple of (Part, Form)
-        Each part in a form: for planes with a word of its own.
+        Each part with its form; for planes, each form has its own word.
     wanted : tuple of Form
-        The kernel that is made for these parts; `kernel` may be another, with modes to spare.  Empty: any will do.
+        The kernel that fits these parts exactly.  `kernel` may be another one with surplus modes.  Empty: any kernel fits.
     staged : tuple of Staged
-        How the parts go through shared memory, where they do.
+        How parts are staged in shared memory, if they are.
     """
 
     kernel: Kernel
@@ -57,20 +57,20 @@ class Launch(NamedTuple):
         return kernel_name(self.kernel)
 
     def arguments(self, src: Steps, dst: Steps) -> list[Arguments]:
-        """What the kernel is told, a part each, for tables that were shortened so."""
+        """The arguments of the kernel, one per part, for tables that were shortened by `src` and `dst`."""
         told = [part.fold(src.entry, dst.entry).arguments(form, src.block, dst.block) for part, form in self.work]
         return [_of_page(one, rows) for one, rows in zip(self.staged, told, strict=True)] if self.staged else told
 
 
 class Steps(NamedTuple):
-    """What is regular about a pool's table, so that kernels need not read all of it.
+    """Equal steps in a pool's table, so that kernels need not read all of it.
 
     Attributes
     ----------
     block : int or None
-        Bytes from every allocation of a block to the next block's: the table then holds the first block's only.
+        Bytes from an allocation of a block to that of the next block.  The table then has only the entries of the first block.
     entry : int or None
-        Bytes from an entry of that table to the next: it then holds one.
+        Bytes from an entry of that table to the next.  The table then has one entry.
     """
 
     block: int | None = None
@@ -78,7 +78,7 @@ class Steps(NamedTuple):
 
     @property
     def whole(self) -> int | None:
-        """Bytes from every entry of the whole table to the next, above 0, or 0 where there is one; None where they differ."""
+        """Bytes from each entry of the whole table to the next (above 0); 0 for a single entry; None if they differ."""
         return self.entry if self.block is None else None
 
     def shorten(self, table: Addresses, num_blocks: int) -> Addresses:
@@ -88,24 +88,25 @@ class Steps(NamedTuple):
         return table if self.block is None else table[: len(table) // num_blocks]
 
 
-# ---- what a plan asks for ------------------------------------------------------------------------------------------
+# ---- the ideal launches of a plan ----------------------------------------------------------------------------------
 
 
 def launches(parts: Sequence[Part], alignments: tuple[int, int], *, planes: bool, pages: bool) -> list[Launch]:
-    """The launches of a plan where every kernel is built that could be.
+    """The launches of a plan if every possible kernel is built.
 
-    K and V share a joined kernel; planes share one of records, in which elements that change places are rows of one, or go
-    through shared memory.  What has more modes than a kernel is cut into pieces, a launch each.
+    K and V share a joined kernel.  Planes share a kernel of records, in which transposed elements are rows of one, or are staged in
+    shared memory.  A part with more modes than a kernel supports is cut into pieces, with one launch each.
 
     Parameters
     ----------
     parts : sequence of Part
+        Parts of the plan.
     alignments : tuple of int
-        What divides every base address of the source, and of the destination.
+        Alignment of the base addresses of the source and of the destination (bytes).
     planes : bool
-        Whether the parts are planes of one page.
+        True if the parts are planes of one page.
     pages : bool
-        Whether planes may go through shared memory, as on a GPU.
+        True if planes may be staged in shared memory, as on a GPU.
     """
     work = [(part, part.form(*alignments)) for part in parts]
     if planes:
@@ -123,7 +124,7 @@ def _launch(kernel: Kernel, work: Sequence[tuple[Part, Form]], staged: Sequence[
 
 
 def _of_planes(work: Sequence[tuple[Part, Form]], alignments: tuple[int, int]) -> list[Launch]:
-    """A page by way of shared memory where that helps, or K or V alone if that can be done; rows of the other planes."""
+    """Stage a page in shared memory if that helps, or only K or V of it; the other planes are copied by rows."""
     page = _page([part for part, _ in work], alignments)
     if page is not None:
         return [page]
@@ -166,18 +167,18 @@ def _of_records(work: Sequence[tuple[Part, Form]]) -> list[Launch]:
         if len(some) == 1:
             made.append(_launch((some[0][1],), some))
         else:
-            # A launch follows one pair of tables; what a block id steps through these is the same for all planes.
+            # A launch uses one pair of tables; the strides of a block id in these are the same for all planes.
             outer, inner = max(form.outer for _, form in some), max(form.inner for _, form in some)
             made.append(_launch((form_of("record", outer, inner, 0, 0),), _padded(some, outer, inner)))
     return made
 
 
 def _padded(work: Sequence[tuple[Part, Form]], outer: int, inner: int) -> list[tuple[Part, Form]]:
-    """Forms with as many modes as the kernel for all planes has."""
+    """Forms with the numbers of modes of the kernel for all planes."""
     return [(part, replace(form, outer=outer, inner=inner)) for part, form in work]
 
 
-# ---- what there is -------------------------------------------------------------------------------------------------
+# ---- existing kernels ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -187,12 +188,13 @@ class Kernels:
     Attributes
     ----------
     names : frozenset of str
-        Of all that are built.
+        Names of all built kernels.
     forms : tuple of Form
-        Of those of one part, the leanest first.
+        Forms of the kernels of one part, the leanest first.
     compiles : callable
-        Whether a kernel that is not built is there after all, compiled at run time.
+        Returns True if a kernel that is not built can be compiled at run time.
     on_gpu : bool
+        True for a GPU, False for the host.
     """
 
     names: frozenset[str]
@@ -205,20 +207,21 @@ class Kernels:
 
 
 def lower(asked: Sequence[Launch], kernels: Kernels, *, few: bool = False) -> list[Launch]:
-    """The launches with kernels that there are: those made for them, or others that can do their work.
+    """The launches with existing kernels: those that fit exactly, or others that can do the same work.
 
     Parameters
     ----------
     asked : sequence of Launch
-        What a plan asks for (`launches`).
+        The ideal launches of a plan (`launches`).
     kernels : Kernels
+        The existing kernels.
     few : bool
-        Take kernels that keep to as many multiprocessors as they are told: a part each.
+        Use kernels that accept a limit of multiprocessors; each copies one part.
 
     Raises
     ------
     MissingKernelError
-        No kernel is built, or a part would take thousands of launches.
+        No kernel is built, or a part would need thousands of launches.
     """
     made = []
     for launch in asked:
@@ -227,7 +230,7 @@ def lower(asked: Sequence[Launch], kernels: Kernels, *, few: bool = False) -> li
                 made.append(launch)
                 continue
             if launch.kernel[0].of_planes:
-                # The kernel for planes with any loops.
+                # The general kernel for planes.
                 general = replace(launch.kernel[0], outer=MAX_OUTER, inner=MAX_INNER - bool(launch.staged))
                 work = _padded(launch.work, general.outer, general.inner)
                 made.append(launch._replace(kernel=(general,), work=tuple(work)))
@@ -238,7 +241,7 @@ def lower(asked: Sequence[Launch], kernels: Kernels, *, few: bool = False) -> li
 
 
 def _alone(part: Part, asked: Form, kernels: Kernels) -> Iterator[Launch]:
-    """A part by the kernel made for it, built or compiled now; else a built one with modes to spare, else rows of elements."""
+    """Launches of a part: by the exact kernel, built or compiled now; else a built one with surplus modes; else by elements."""
     candidates = [asked]
     if asked.kind == "tile":
         candidates.append(Form("rows", 0, 0, 0, asked.element, asked.few))
@@ -252,7 +255,7 @@ def _alone(part: Part, asked: Form, kernels: Kernels) -> Iterator[Launch]:
         if form.name in kernels.names or (compiles and kernels.compiles((form,))):
             found: Form | None = form
         else:
-            # Teams on all multiprocessors turn tiles, too, which single elements are no match for; the host has no teams.
+            # Teams on all multiprocessors also transpose tiles, much faster than single elements; the host has no teams.
             likes = [form, replace(form, few=True)] if form.kind == "tile" and kernels.on_gpu else [form]
             found = next((other for like in likes for other in kernels.forms if other.runs(like)), None)
         if found is not None:
@@ -262,7 +265,7 @@ def _alone(part: Part, asked: Form, kernels: Kernels) -> Iterator[Launch]:
 
 
 def _of_page(one: Staged, of_rows: Arguments) -> Arguments:
-    """What a kernel of pages is told: loops inside a piece, behind them the step to the next piece, and what is staged where."""
+    """Arguments of a kernel of pages: loops inside a piece, then the step to the next piece, and the staged parts."""
     offsets, outer, inner, strides, _ = of_rows
     still = [(1, 0, 0)] * (MAX_INNER - 1 - len(inner))
     loops = [*inner, *still, (one.pieces.extent, one.pieces.src, one.pieces.dst)]
@@ -270,7 +273,7 @@ def _of_page(one: Staged, of_rows: Arguments) -> Arguments:
 
 
 def engine_arguments(parts: Sequence[Part]) -> list[list[Arguments]]:
-    """Loop nests in bytes, as the copy engine takes them, a few to a call; none where one has too many modes."""
+    """Loop nests in bytes for the copy engine, several per call; empty if one has too many modes."""
     fitted = [part.fit("rows") for part in parts]
     if any(len(pieces) > 1 for pieces in fitted):
         return []

@@ -1,4 +1,4 @@
-"""The machine that something is measured on: its name, its caches; and how the driver is asked."""
+"""The machine on which something is measured: its name and its caches; and calls of the driver."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .errors import CudaError
 
 __all__ = ["cache_bytes", "cuda", "device_of", "machine", "sleep_exactly"]
 
-#: Of Linux's prctl.
+#: Option of Linux's prctl.
 _SET_TIMERSLACK = 29
 
 
 def cuda(result: tuple[Any, ...], what: str) -> Any:
-    """What a call of cuda.bindings returned besides its status.
+    """The results of a call of cuda.bindings, without its status.
 
     Parameters
     ----------
     result : tuple
-        Status, and what else it returned.
+        The status, then the results.
     what : str
-        What was tried, for the error.
+        Description of the call for the error message.
 
     Returns
     -------
     object
-        None, the one result, or a tuple of several.
+        None, the only result, or a tuple of several results.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def cuda(result: tuple[Any, ...], what: str) -> Any:
 
 
 def sleep_exactly() -> None:
-    """Let short sleeps of this thread take about as long as they should: Linux otherwise adds some 50 µs to each."""
+    """Make short sleeps of this thread precise.  By default Linux adds about 50 µs to each."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)  # nanoseconds
@@ -58,7 +58,7 @@ def device_of(place: str) -> int:
 
 
 def machine(place: str) -> tuple[str, str]:
-    """Name of the GPU and version of its driver; name and cores of the processor, and an empty text."""
+    """For a GPU: its name and the driver's version.  For a CPU: its name with the number of cores, and an empty text."""
     device = device_of(place)
     if device >= 0:
         return tuning.machine(device)
@@ -70,7 +70,7 @@ def machine(place: str) -> tuple[str, str]:
 
 
 def cache_bytes(place: str) -> int:
-    """The largest cache: a GPU's L2, or a processor's last level (32 MiB where nobody says)."""
+    """Bytes of the largest cache: a GPU's L2, or a CPU's last level (at least 32 MiB, also if unknown)."""
     device = device_of(place)
     if device >= 0:
         from cuda.bindings import driver

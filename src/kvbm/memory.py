@@ -1,8 +1,8 @@
-"""Memory of kvbm's own, on GPUs and pinned on the host, and the registration of memory that others own.
+"""Allocate GPU memory and pinned host memory, and register host memory of others.
 
-Host memory is mapped, touched and registered here, and comes neither from cudaHostAlloc nor from cuda.core's memory resources,
-which end in it.  That clears and locks small pages on one thread: 4 GiB take 1.36 s on an H200's host of 16 cores.  Huge pages
-that all cores touch take 0.08 s, and to register them 0.07 s; the copies are as fast.
+Host memory is mapped, touched and registered here.  cudaHostAlloc (which cuda.core's memory resources call) is not used: it clears
+and locks small pages on one thread, which takes 1.36 s for 4 GiB on an H200's host of 16 cores.  To touch huge pages on all cores
+takes 0.08 s, and to register them 0.07 s.  Copies are equally fast.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from .shapes import round_up
 
 __all__ = ["DeviceArray", "Pins", "Progress", "Slab", "explained", "find_ranges", "pinned_arrays", "unpinned_pages"]
 
-#: What `progress` is: it takes the bytes that are done and all of them.
+#: Type of `progress`: a function of the bytes done and of all bytes.
 Progress = Callable[[int, int], object]
 
-#: Most bytes of one registration.  The copy engine refuses a copy that crosses from one into the next, so there are as few
-#: as can be, and their borders lie between allocations or blocks where they can.
+#: Most bytes of one registration.  The copy engine refuses a copy that crosses from one registration into the next.  So there are
+#: as few as possible, and they end between allocations or blocks if possible.
 PIECE_BYTES = 64 << 30
-#: Bytes that are touched between two calls of `progress`, and between two looks at a pending Ctrl-C.
+#: Bytes that are touched between two calls of `progress`, and between two checks for Ctrl-C.
 STEP_BYTES = 1 << 30
-#: Where an allocation may start: what cuMemAlloc promises too, and more than any word or tile of a kernel asks for.
+#: Alignment of allocations (bytes).  cuMemAlloc guarantees the same, and kernels need less.
 _ALIGNMENT = 256
 _HUGE_PAGE = 2 << 20
 NEW, WRITABLE, READONLY = 0, 1, 2  # `how` of _core.host_touch
 
 
 class DeviceArray:
-    """One allocation of GPU memory as an array; the memory is freed by `close`, or with the last reference to the array.
+    """One allocation of GPU memory as an array.  `close` or the last reference frees the memory.
 
-    It comes from cuMemAlloc.  Memory of cuda.core's pools (stream-ordered) would be as fast to copy, but another GPU reaches
-    it only after a grant a pool and a peer, while cuMemAlloc's is there for every peer that the context has been opened to.
+    It comes from cuMemAlloc.  Copies of cuda.core's stream-ordered pools would be as fast, but another GPU can access such memory
+    only after a grant per pool and peer.  Memory of cuMemAlloc is accessible to every peer that was enabled for the context.
     """
 
     def __init__(self, device: int, allocation: Allocation) -> None:
@@ -65,19 +65,19 @@ class DeviceArray:
 
 
 def _free_device(device: int, address: int, pid: int) -> None:
-    if os.getpid() == pid:  # not a forked child, to which neither the memory nor the driver belongs
+    if os.getpid() == pid:  # not in a forked child, which owns neither the memory nor the driver
         from . import _core
 
         _core.free_device(device, address)
 
 
 class Pins:
-    """Registrations of host memory, given back together: by `close`, or with their owner."""
+    """Registrations of host memory.  `close` or the end of their owner releases all of them."""
 
     def __init__(self, owner: object) -> None:
         self.ranges: list[tuple[int, int]] = []
         self.close = weakref.finalize(owner, _unregister, self.ranges, os.getpid())
-        # Copies may still run when the process ends; the driver then takes everything back in an order that it knows is safe.
+        # Copies may still run when the process ends; the driver then releases everything in a safe order.
         self.close.atexit = False
 
     def add(
@@ -88,17 +88,17 @@ class Pins:
         progress: Progress | None,
         what: str,
     ) -> None:
-        """Touch and register pages (begin, end, how) piece by piece, or leave nothing registered.
+        """Touch and register pages (begin, end, how) in pieces.  If one fails, nothing stays registered.
 
-        Pieces are cut where allocations start (`starts`, sorted), or their blocks.
+        Pieces begin at starts of allocations (`starts`, sorted), or of their blocks.
         """
         from . import _core
 
-        block = resolved.id_steps[1]  # bytes; 0 where each block has allocations of its own
+        block = resolved.id_steps[1]  # bytes; 0 if each block has its own allocations
         pieces = [(*cut, how) for begin, end, how in pages for cut in _split(begin, end, starts, block)]
         total = sum(end - begin for begin, end, _ in pieces)
         threads = len(os.sched_getaffinity(0))
-        done = start = 0  # bytes, twice: once touched and once registered
+        done = start = 0  # each byte counts twice: when it is touched, and when it is registered
 
         def advance(nbytes: int) -> None:
             nonlocal done
@@ -117,7 +117,7 @@ class Pins:
                 self.ranges.append((begin, end))
                 advance(end - begin)
         except BaseException as error:
-            with contextlib.suppress(CudaError):  # what went wrong first is what matters
+            with contextlib.suppress(CudaError):  # report the first error
                 self.close()
             if not isinstance(error, CudaError | MemoryError):
                 raise
@@ -127,39 +127,39 @@ class Pins:
             if pieces[0][2] != NEW:
                 advice += "; a file on disk that is mapped to be written may not be pinnable at all, one in /dev/shm is"
             where = f"{what}: bytes {start} to {start + end - begin} of {total}"
-            raise explained(error, where, f" What had been pinned is released again. {advice}.") from None
+            raise explained(error, where, f" Memory that was already pinned has been released. {advice}.") from None
 
 
 def _unregister(ranges: list[tuple[int, int]], pid: int) -> None:
-    """Give back registrations, all of them even if one fails."""
+    """Release all registrations, even if one fails."""
     from . import _core
 
     with contextlib.ExitStack() as stack:
         while ranges:
             begin, _ = ranges.pop()
-            if os.getpid() == pid:  # not a forked child: the registrations are its parent's
+            if os.getpid() == pid:  # not in a forked child: its parent owns the registrations
                 stack.callback(_core.host_unregister, begin)
 
 
 def explained(error: CudaError | MemoryError, what: str, advice: str = "") -> CudaError | MemoryError:
-    """The same error, saying what for and what to do."""
+    """The same error, with what failed and what to do in its message."""
     text = f"{what}: {error}{advice}"
     return type(error)(text, code=error.code, name=error.name) if isinstance(error, CudaError) else MemoryError(text)
 
 
 class Slab:
-    """Fresh host memory in huge pages, to be registered; it is unmapped when the last array on it is gone.
+    """New host memory in huge pages, to be registered.  It is unmapped with the last array on it.
 
-    Arrays are made from it through ``__array_interface__``, and so keep it: whoever holds one when the pool is closed has
-    memory that is no longer pinned, and not an address that leads nowhere.
+    Arrays refer to it through ``__array_interface__`` and keep it alive.  So after `Pool.close`, an array that is still in use has
+    unpinned memory instead of an invalid address.
     """
 
     def __init__(self, nbytes: int) -> None:
-        # More than is asked for, so that it can start with a huge page; pages that are not touched cost nothing.
+        # Map more than needed, so that it can start at a huge page.  Pages that are not touched cost nothing.
         self._memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # DONTFORK: the kernel would copy page-locked memory at a fork, every byte of it.
+        # DONTFORK: otherwise a fork would copy every byte of page-locked memory.
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-            with contextlib.suppress(OSError):  # a kernel without it
+            with contextlib.suppress(OSError):  # a kernel without this option
                 self._memory.madvise(advice)
         self.address = round_up(np.frombuffer(self._memory, np.uint8).ctypes.data, _HUGE_PAGE)
         self.pins = Pins(self)
@@ -171,11 +171,11 @@ class Slab:
         }
 
     def close(self) -> None:
-        """No longer pinned."""
+        """Unpin the memory."""
         self.pins.close()
 
     def discard(self) -> None:
-        """Unmap now what no array has been made of: the traceback of an error would keep it."""
+        """Unmap the memory now, before any array uses it: the traceback of an error would keep it alive."""
         self._memory.close()
 
 
@@ -185,9 +185,9 @@ def pinned_arrays(resolved: Resolved, progress: Progress | None) -> tuple[Slab, 
 
     what = f"pinned memory for {resolved.layout.name}"
     try:
-        _core.device_count()  # before anything is touched
+        _core.device_count()  # raises an error before memory is touched
     except CudaUnavailableError as error:
-        raise explained(error, what, " Memory for the CPU alone is device='cpu'.") from None
+        raise explained(error, what, " For memory that only the CPU uses, pass device='cpu'.") from None
     ends = list(itertools.accumulate(round_up(a.nbytes, _ALIGNMENT) for a in resolved.allocations))
     offsets = [0, *ends[:-1]]
     nbytes = round_up(ends[-1], mmap.PAGESIZE)
@@ -195,7 +195,7 @@ def pinned_arrays(resolved: Resolved, progress: Progress | None) -> tuple[Slab, 
         slab = Slab(nbytes)
     except (OSError, OverflowError) as error:
         raise MemoryError(
-            f"{what}: {nbytes} bytes: {error}. Raise the limits that the process runs under (`ulimit -v`), or ask for fewer blocks"
+            f"{what}: {nbytes} bytes: {error}. Raise the limits of the process (`ulimit -v`), or allocate fewer blocks"
         ) from None
     starts = [slab.address + offset for offset in offsets]
     try:
@@ -211,7 +211,7 @@ def pinned_arrays(resolved: Resolved, progress: Progress | None) -> tuple[Slab, 
 
 
 def _split(begin: int, end: int, starts: Sequence[int], block: int) -> Iterator[tuple[int, int]]:
-    """Cut pages into pieces of at most `PIECE_BYTES`: where an allocation starts (sorted), else a block, else anywhere."""
+    """Cut pages into pieces of at most `PIECE_BYTES`: at the start of an allocation (sorted), else of a block, else anywhere."""
     while end - begin > PIECE_BYTES:
         cut = _last_border(begin + PIECE_BYTES, starts, block)
         yield begin, cut
@@ -221,7 +221,7 @@ def _split(begin: int, end: int, starts: Sequence[int], block: int) -> Iterator[
 
 def _last_border(limit: int, starts: Sequence[int], block: int) -> int:
     page = mmap.PAGESIZE
-    worth = limit - PIECE_BYTES // 2  # a cut before it would make more pieces
+    worth = limit - PIECE_BYTES // 2  # an earlier cut would make more pieces
     index = bisect_right(starts, limit)
     for start in itertools.takewhile(lambda start: start >= worth, reversed(starts[:index])):
         if start % page == 0:
@@ -238,9 +238,9 @@ def _last_border(limit: int, starts: Sequence[int], block: int) -> int:
 def find_ranges(
     spans: Iterable[tuple[int, int]], known: Sequence[tuple[int, int]], ask: Callable[[int], tuple[int, int]]
 ) -> list[tuple[int, int]] | None:
-    """The allocations or registrations that hold these spans (sorted), or None where one lies in none.
+    """The allocations or registrations that hold these spans (sorted); None if a span is in none of them.
 
-    `known` are our own; `ask` is the driver, and answers for one byte where it knows no more.
+    `known` are kvbm's own.  `ask` asks the driver; it may know only that a single byte is pinned.
     """
     found: list[tuple[int, int]] = []
     begin = end = 0
@@ -253,7 +253,7 @@ def find_ranges(
                 if not begin <= at < end:
                     return None
                 found.append((begin, end))
-            if end - begin == 1:  # no more is known than that this byte is pinned: see that the last one is too
+            if end - begin == 1:  # only this byte is known to be pinned: check the last byte, too
                 if not ask(last - 1)[1]:
                     return None
                 break
@@ -264,7 +264,7 @@ def find_ranges(
 def unpinned_pages(
     spans: Sequence[tuple[int, int]], readonly: Sequence[bool], ask: Callable[[int], tuple[int, int]]
 ) -> list[tuple[int, int, bool]]:
-    """Pages of these spans (sorted) that are not pinned: begin, end, and whether they may only be read."""
+    """Pages of these spans (sorted) that are not pinned: begin, end, and True if they are read-only."""
     page = mmap.PAGESIZE
     wanted: list[tuple[int, int, bool]] = []
     pinned: list[tuple[int, int]] = []
@@ -274,7 +274,7 @@ def unpinned_pages(
         if all(b - a == 1 for a, b in ranges):
             pinned.append((begin, end))
         pinned += [(a // page * page, round_up(b, page)) for a, b in ranges if b]
-        # One page can be in two arrays; then it can be written if one of them can.  Pages of different mappings are not joined.
+        # A page may be in two arrays; it is writable if one of them is.  Pages of different mappings are not joined.
         if wanted and (begin < wanted[-1][1] or (begin == wanted[-1][1] and fixed == wanted[-1][2])):
             before = wanted.pop()
             begin, end, fixed = before[0], max(before[1], end), before[2] and fixed

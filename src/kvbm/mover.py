@@ -1,4 +1,4 @@
-"""Movers: two pools bound for copies: which ways there are between them, and which a batch takes."""
+"""Movers: two pools bound for copies, the strategies between them, and the choice of a strategy per batch."""
 
 from __future__ import annotations
 
@@ -38,18 +38,20 @@ __all__ = [
     "torch_stream",
 ]
 
-#: Multiprocessors of a kernel that works on host memory, where the caller does not say: more do not make PCIe faster.
+#: Default multiprocessors of a kernel that works on host memory: more do not make PCIe faster.
 HOST_SMS = 16
 
-#: Slots of a staged copy: one is filled, one is emptied, one is between.
+#: Slots of a staged copy: one is filled, one is emptied, one waits.
 SLOTS = 3
 
-#: What divides the address of every slot.
+#: Alignment of every slot (bytes).
 _SLOT_ALIGNMENT = 16
 
 _STRATEGIES = ("direct", "staged", "engine")
+#: Strategies that choose per batch, by the measured table.
+_CHOICES = ("auto", "aside")
 
-#: How memory that is not cuMemAlloc's is opened to another GPU's kernels.
+#: Hint: how to give another GPU's kernels access to memory that is not from cuMemAlloc.
 _GRANT = (
     " (grant it before the transfer is made, by cuMemSetAccess or cuMemPoolSetAccess; torch does so at its first own copy from "
     "{src} to {dst})"
@@ -59,13 +61,13 @@ Layers = range | tuple[range, range] | None
 
 
 def _mean_run(made: Plan) -> int:
-    """Bytes that stay together, on average."""
+    """Average bytes of a contiguous run."""
     return made.nbytes // sum(part.nbytes // part.run_bytes for part in made.parts)
 
 
 @dataclass(frozen=True)
 class _End:
-    """What a transfer knows of a pool without keeping it alive."""
+    """A transfer's data of a pool; it does not keep the pool alive."""
 
     layout: Layout
     shape: BlockShape
@@ -73,7 +75,7 @@ class _End:
     num_blocks: int
     device: str
     alignment: int
-    slot_bytes: int  # of a block, packed
+    slot_bytes: int  # bytes of a packed block
     addresses: npt.NDArray[np.uint64]
     steps: Steps
     framework: str
@@ -102,12 +104,12 @@ class _End:
 
     @property
     def bases(self) -> npt.NDArray[np.uint64]:
-        """The table as the copy engine counts it: one base where allocations lie at a step."""
+        """The table for the copy engine: one base if allocations lie at equal steps."""
         return self.addresses if self.steps.whole is None else self.addresses[:1]
 
 
 class Mover:
-    """Everything that a transfer needs, apart from the pools themselves: a cache of these keeps no memory alive."""
+    """Everything that a transfer needs except the pools, so that a cache of movers keeps no memory alive."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class Mover:
         transfer: type[Any],
         model: Model | None = None,
     ) -> None:
-        self.transfer = transfer  # what the strategies are measured with, where this machine was not measured yet
+        self.transfer = transfer  # used to measure the strategies, if this machine was not measured yet
         src, dst = src_part.pool, dst_part.pool
         self.whole = src_part.is_whole and dst_part.is_whole
         if self.whole:
@@ -134,27 +136,27 @@ class Mover:
         self.same_pool = require_disjoint(src, dst)
         if self.same_pool and self.src.section.units != self.dst.section.units:
             raise BindError(
-                f"{self.title}: source and destination are one memory, and ids count {self.src.section.units} units a block on one "
-                f"side and {self.dst.section.units} on the other, which do not tell what is read and written; take equal units"
+                f"{self.title}: source and destination share memory; blocks have {self.src.section.units} units on one side and "
+                f"{self.dst.section.units} on the other, so overlaps cannot be checked; use equal units"
             )
         self.keep = (src, dst) if keeps else None
         self.parts = (src_part, dst_part) if keeps else None
         self.on_host = src.device == dst.device == "cpu"
         self.gathers = self.src.index >= 0
-        self.device = self.src.index if self.gathers else self.dst.index  # -1: none
+        self.device = self.src.index if self.gathers else self.dst.index  # -1: no GPU
         self.max_sms, self.bounded = _max_sms(self, max_sms), max_sms is not None
         self.chunk_bytes = chunk_bytes
         self.model = model
         self.untold: list[DigestError] = []
-        self.captured: list[_core.Done] = []  # that verify: each replay writes to their memory
+        self.captured: list[_core.Done] = []  # copies in graphs that verify: each replay writes to their memory
         self.lock = Lock()
         self.ring: _core.Ring | None = None
         self.routes: dict[Any, _Route] = {}
         self.closed = False
-        self.by_peer = False  # whether the copy engine has to cross by the one call that needs no grant
+        self.by_peer = False  # True if the copy engine must use the only call that needs no grant
         self.unreached = "" if self.on_host else self._unreached(src, dst)
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
-        # Kernels read both tables where they run.
+        # Both tables are on the device that runs the kernels.
         self.src_table, self.dst_table = (_core.Table(end.table, self.device) for end in (self.src, self.dst))
         if not self.whole or self.src.shape == self.dst.shape:
             self.routes[None] = self._route(None)
@@ -170,11 +172,11 @@ class Mover:
         return ("d" if src >= 0 else "h") + "2" + ("d" if dst >= 0 else "h")
 
     def _unreached(self, src: Pool, dst: Pool) -> str:
-        """Why kernels do not reach both sides, empty if they do; the copy engine needs pinned memory, too."""
+        """Why kernels cannot access both sides; empty if they can.  Unpinned memory raises an error: no strategy can copy it."""
         for pool, what in ((src, "source"), (dst, "destination")):
             if pool.device == "cpu" and not pool.pinned:
                 raise BindError(
-                    f"{self.title}: the {what} is in host memory that GPUs do not reach; allocate it with "
+                    f"{self.title}: the {what} is in host memory that GPUs cannot access; allocate it with "
                     "Pool.allocate(..., device='pinned'), or call its pool's pin()"
                 )
             if pool.device == f"cuda:{self.device}" or (found := _core.find_ungranted(self.device, pool.spans)) is None:
@@ -195,19 +197,19 @@ class Mover:
         if found is None:
             if layers is None and not self.closed:
                 raise BindError(
-                    f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; say which by "
+                    f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; pass "
                     "layers=(range of the source, range of the destination)"
                 )
             with self.lock:
                 if self.closed:
                     raise BindError(f"{self.title}: the transfer is closed")
-                found = self.routes.get(layers)  # another thread may have been faster
+                found = self.routes.get(layers)  # another thread may have created it
                 if found is None:
                     found = self.routes[layers] = self._route(layers)
         return found
 
     def digested(self, layers: Layers) -> _Route:
-        """The route with the launches of digests; planned at the first need."""
+        """The route with the launches of digests; planned on first use."""
         key = ("digests", layers)
         found = self.routes.get(key)
         if found is None:
@@ -221,7 +223,7 @@ class Mover:
         return found
 
     def _digests(self, layers: Layers, steps: tuple[Plan, Plan]) -> CopyDigests:
-        """What digests a copy: fused into its kernels, and each side by itself."""
+        """The launches that digest a copy: fused into its kernels, and separate ones for each side."""
         src, dst = self.src, self.dst
         ours, theirs, keys = src.section, dst.section, keys_of(src.whole, self.model, src.choices)
         if layers is not None:
@@ -235,7 +237,7 @@ class Mover:
             sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool
         ) -> list[_core.Copy] | str:
             if few:
-                return "kernels that keep to few multiprocessors do not digest"
+                return "kernels with a limit of multiprocessors do not digest"
             return fused_copies(fused(*sides, keys, alignments, self.title), keys.lanes, *ends)
 
         none = Steps()
@@ -280,22 +282,24 @@ class Mover:
                 **(more.options(False) if more else {}),
             )  # fmt: skip
             return _Route(made, route, direct, "the host's kernels copy on all cores", more)
-        # Kernels that no batch takes are not looked for: they may have to be compiled.
-        direct = whole(few=self.max_sms > 0) if not self.unreached and self.strategy in ("auto", "direct") else []
         steps = made.staged(gathers=self.gathers)
         move = steps[1].flat(None, dst.steps.whole) if self.gathers else steps[0].flat(src.steps.whole, None)
         runs = made.flat(src.steps.whole, dst.steps.whole)
         slot_block = (steps[0].dst if self.gathers else steps[1].src).accesses[0].block[0]
         move_runs, all_runs = engine_copies(move), engine_copies(runs)
+        # Do not look up kernels that no batch uses: they may have to be compiled.
+        is_aside = self.strategy == "aside" and bool(move_runs or all_runs)
+        takes_direct = not self.unreached and self.strategy in ("direct", *_CHOICES) and not is_aside
+        direct = whole(few=self.max_sms > 0) if takes_direct else []
         ways = {
             "direct": Way(_mean_run(made), len(direct)),
             "staged": Way(_mean_run(move)),
             "engine": Way(_mean_run(runs)),
         }
-        possible = {"direct": not self.unreached, "staged": bool(move_runs), "engine": bool(all_runs)}
+        possible = {"direct": not self.unreached and not is_aside, "staged": bool(move_runs), "engine": bool(all_runs)}
         limits, why = self._limits({name: way for name, way in ways.items() if possible[name]}, made.nbytes)
-        # Every destination is written once, so no batch keeps more pairs than there are: what would be taken beyond needs no
-        # ring.  Batches whose ids lie on the GPU may be larger, and take the last strategy that is left.
+        # Every destination is written once, so no batch has more pairs than blocks: a strategy for larger batches needs no ring.
+        # Batches with ids on the GPU may be larger, and use the last remaining strategy.
         most = blocks[1]
         limits = limits[: 1 + next((i for i, (pairs, _) in enumerate(limits) if pairs >= most), len(limits))]
         if self.chunk_bytes is not None and self.chunk_bytes < slot_block:
@@ -305,7 +309,7 @@ class Mover:
         ring = self._take_ring() if any(name == "staged" for _, name in limits) else None
         permute: list[_core.Copy] = []
         if ring is not None:
-            few = self.bounded  # between device memory and device memory a kernel on all of the GPU is over in no time
+            few = self.bounded  # inside device memory a kernel on the whole GPU takes very little time
             slot = _SLOT_ALIGNMENT
             if self.gathers:
                 permute = prepare(steps[0], src.alignment, slot, few=few, device=self.device, src_steps=src.steps)
@@ -314,7 +318,7 @@ class Mover:
         more = self._digests(layers, steps) if digests else None
         options = more.options(not self.gathers) if more else {}
         every = (*direct, *permute, *(more.copies if more else ()))
-        for kernel in dict.fromkeys(copy.kernel for copy in every):  # now, and not beside a running model
+        for kernel in dict.fromkeys(copy.kernel for copy in every):  # load them now, not while a model runs
             _core.warm(kernel, self.device)
         route = _core.Route(
             self.device,
@@ -335,7 +339,7 @@ class Mover:
             same_pool=self.same_pool,
             crosses=self.direction == "p2p",
             limits=[(pairs, _STRATEGIES.index(name)) for pairs, name in limits],
-            may_choose=self.strategy == "auto",
+            may_choose=self.strategy in _CHOICES,
             keep=self.keep,
             by_peer=self.by_peer,
             **options,
@@ -343,13 +347,13 @@ class Mover:
         return _Route(made, route, direct, why, more)
 
     def _limits(self, ways: dict[str, Way], block_bytes: int) -> tuning.Choice:
-        """Up to how many pairs which strategy is taken, and why; not one that the copy engine lacks the modes for."""
-        if not (ways if self.strategy == "auto" else self.strategy in ways):
+        """The strategy for each number of pairs, and why.  Leaves out strategies with too many modes for the copy engine."""
+        if not (ways if self.strategy in _CHOICES else self.strategy in ways):
             raise MissingKernelError(
-                f"{self.title}: strategy={self.strategy!r}: the loop nest has more modes than the copy engine is fed with; "
-                "use strategy='direct' between pools that one GPU reaches"
+                f"{self.title}: strategy={self.strategy!r}: the loop nest has more modes than the copy engine supports; "
+                "use strategy='direct' between pools that one GPU can access"
             )
-        if self.strategy != "auto":
+        if self.strategy not in _CHOICES:
             return tuning.Choice(((0, self.strategy),), "it was asked for")
         if len(ways) > 1 and "engine" in ways and ways["engine"].run_bytes < tuning.ENGINE_RUN:
             del ways["engine"]
@@ -357,7 +361,7 @@ class Mover:
         return tuner.limits(self.direction, self.device, ways, block_bytes, chunk_bytes, self.transfer)
 
     def _take_ring(self) -> _core.Ring:
-        """The ring that all ranges of layers share; a range's block is never larger than the whole one."""
+        """The ring that all ranges of layers share.  The block of a range is never larger than the whole block."""
         if self.ring is None:
             largest = max(end.slot_bytes for end in (self.src, self.dst))
             self.ring = _core.Ring(self.device, self.chunk_bytes or max(CHUNK_BYTES, largest), SLOTS)
@@ -375,7 +379,7 @@ class Mover:
     def copy_digested(
         self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any, out: Any, tokens: Any, verifies: bool
     ) -> _core.Done:
-        """`copy`, of which the digests are written to `out`, or compared on both sides."""
+        """`copy` with digests: they are written to `out`, or compared on both sides."""
         try:
             found = self.routes.get(("digests", layers)) or self.digested(layers)
         except TypeError:
@@ -396,7 +400,7 @@ class Mover:
         Proof.settle(self.untold)
         if not verifies:
             return route.copy_digested(pairs, positions, address, far, (0, 0), stream, wait, (keep, self.keep))
-        assert self.parts is not None  # a transfer keeps them, and it alone verifies
+        assert self.parts is not None  # a transfer keeps them, and only transfers verify
         where = functools.partial(told, *self.parts, pairs, layers)
         with Proof(self.title, count, self.device, self.untold, pairs, where) as proof:
             kept = (keep, proof, self.keep)
@@ -407,12 +411,12 @@ class Mover:
         return done
 
     def _stream(self, stream: Any, wait: Any) -> Any:
-        """The stream of a copy that names none; none on the host."""
+        """The default stream of a copy; None on the host."""
         if self.on_host:
             for name, given in (("stream", stream), ("wait", wait)):
                 if given is not None:
                     raise BindError(
-                        f"{name}: the pools are on the CPU, where the copy is done when the call returns; leave {name} out"
+                        f"{name}: the pools are on the CPU, where the call waits for the copy; leave {name} out"
                     )
         elif stream is None:
             stream = self._current_stream()
@@ -471,11 +475,11 @@ class Mover:
         return said
 
     def _how(self, found: _Route) -> list[str]:
-        """What each strategy does, in a sentence, and what there is to say about its kernels."""
+        """A sentence on each strategy, and notes on its kernels."""
         budget = f" on at most {self.max_sms} multiprocessors" if self.max_sms else ""
         said, made = [f"direct is left out: {self.unreached}."] if self.unreached else [], found.plan
         if self.by_peer:
-            said.append("the copy engine takes one range a call (cuMemcpyPeerAsync): memory without a grant needs it.")
+            said.append("the copy engine copies one range per call (cuMemcpyPeerAsync): memory without a grant needs it.")
         launches = []
         if found.copies:
             many = f"{len(found.copies)} launches" if len(found.copies) > 1 else "one launch"
@@ -484,9 +488,9 @@ class Mover:
             launches += launches_of(made, (self.src.alignment, self.dst.alignment), self.max_sms > 0, self.device)
         if self.ring is not None:
             order = (
-                "a kernel packs blocks into a slot and the copy engine takes them from there"
+                "a kernel packs blocks into a slot and the copy engine copies them from it"
                 if self.gathers
-                else "the copy engine fills a slot and a kernel unpacks the blocks from there"
+                else "the copy engine fills a slot and a kernel unpacks the blocks from it"
             )
             said.append(
                 f"staged goes through {self.ring.slots} slots of {size_text(self.ring.slot_bytes)} on cuda:{self.device}: {order}."
@@ -500,7 +504,7 @@ class Mover:
 
 @dataclass
 class _Route:
-    """A mover's way for all layers, or for a range of them."""
+    """A mover's launches for all layers, or for a range of them."""
 
     plan: Plan
     route: _core.Route
@@ -515,35 +519,35 @@ def _max_sms(mover: Mover, asked: object) -> int:
     if isinstance(asked, bool) or not isinstance(asked, int) or not 0 < asked < 1 << 31:
         raise BindError(f"max_sms: expected a number of multiprocessors from 1 on, got {asked!r}")
     if mover.on_host:
-        raise BindError("max_sms: both pools are in host memory, where no GPU copies; leave it out")
+        raise BindError("max_sms: both pools are in host memory, so no GPU is used; leave it out")
     if mover.strategy == "engine":
         raise BindError("max_sms: the copy engine uses no multiprocessor; leave it out")
     return asked
 
 
 def _check_strategy(mover: Mover) -> None:
-    """An explicit strategy or chunk size that cannot be honoured is an error."""
-    if mover.strategy not in ("auto", *_STRATEGIES):
-        raise BindError(f"strategy: expected 'auto', 'direct', 'staged' or 'engine', got {mover.strategy!r}")
-    if mover.on_host and mover.strategy in ("staged", "engine"):
+    """Raise `BindError` for a strategy or chunk size that cannot be honoured."""
+    if mover.strategy not in (*_CHOICES, *_STRATEGIES):
+        raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {mover.strategy!r}")
+    if mover.on_host and mover.strategy in ("aside", "staged", "engine"):
         raise BindError(f"strategy: {mover.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
     if mover.strategy == "direct" and mover.unreached:
         raise BindError(
-            f"strategy: 'direct' needs a kernel on {mover.src.device} to reach {mover.dst.device}, and {mover.unreached}; "
+            f"strategy: 'direct' needs a kernel on {mover.src.device} that can access {mover.dst.device}, and {mover.unreached}; "
             "use 'staged' or 'engine'"
         )
     chunk: object = mover.chunk_bytes
     if chunk is not None:
         if mover.on_host or mover.strategy in ("direct", "engine"):
             raise BindError(
-                f"chunk_bytes: only staged copies go through chunks, and strategy is {mover.strategy!r}; leave it out"
+                f"chunk_bytes: only staged copies use chunks, and strategy is {mover.strategy!r}; leave it out"
             )
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
             raise BindError(f"chunk_bytes: expected a number of bytes, got {chunk!r}")
 
 
 def part_of(given: Any, what: str) -> PoolSection:
-    """A pool or a section of one, as the section that it is."""
+    """A pool or a section, as a section."""
     if isinstance(given, Pool):
         return given.whole
     if isinstance(given, PoolSection):
@@ -554,7 +558,7 @@ def part_of(given: Any, what: str) -> PoolSection:
 
 
 def require_usable(src: Any, dst: Any) -> None:
-    """Two pools that are as they were when they were bound, before every copy."""
+    """Check before every copy that both pools are open, and have the memory that they were bound to."""
     if not (isinstance(src, Pool) and isinstance(dst, Pool)):
         what, pool = ("destination", dst) if isinstance(src, Pool) else ("source", src)
         raise BindError(
@@ -567,7 +571,7 @@ def require_usable(src: Any, dst: Any) -> None:
 
 
 def require_compatible(src: Pool, dst: Pool) -> None:
-    """Two pools between which blocks can move: one block shape but for the layers, a destination that may be written."""
+    """Check that blocks can be copied: equal block shapes except for layers, and a writable destination."""
     require_usable(src, dst)
     title = f"{src.layout.name} → {dst.layout.name}"
     if src.shape.dtype != dst.shape.dtype:
@@ -576,17 +580,17 @@ def require_compatible(src: Pool, dst: Pool) -> None:
         )
     if replace(src.shape, nl=1) != replace(dst.shape, nl=1):
         raise BindError(
-            f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}; where blocks hold other numbers of "
-            "tokens take units of both (pool.units), where pools hold other heads take sections (pool.section)"
+            f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}; for different numbers of tokens "
+            "use units of both (pool.units), for different heads use sections (pool.section)"
         )
 
 
 def require_disjoint(src: Pool, dst: Pool) -> bool:
-    """False where the pools share no memory, True where they are the same blocks of one layout; else an error."""
+    """False if the pools share no memory, True if they are the same blocks in one layout; else raises an error."""
     if src is dst:
         return True
     a, b = src.spans, dst.spans
-    # Of the spans of the other side that start before this one ends (they are sorted), does any end behind its start?
+    # Spans are sorted: of those of the other side that start before this one ends, does any end after its start?
     before = np.searchsorted(b[:, 0], a[:, 1], side="left")
     reach = np.maximum.accumulate(b[:, 1])
     clash = np.nonzero((before > 0) & (reach[np.maximum(before, 1) - 1] > a[:, 0]))[0]
@@ -597,17 +601,17 @@ def require_disjoint(src: Pool, dst: Pool) -> bool:
         return True
     raise BindError(
         f"{src.layout.name} → {dst.layout.name}: source and destination overlap in memory at address {int(a[clash[0], 0]):#x}; "
-        "a block would be read after it was overwritten. Convert into memory of its own"
+        "a block would be read after it was overwritten. Use separate memory for the destination"
     )
 
 
 def current_stream(pool: Pool) -> int:
-    """The stream that the pool's framework is on: torch's or CuPy's current one for the pool's device.
+    """The current stream of the pool's framework (torch or CuPy) on the pool's device.
 
     Raises
     ------
     BindError
-        Arrays of neither: there is no stream to assume.
+        The arrays belong to neither framework, so there is no default stream.
     """
     framework = framework_of(pool.arrays[0])
     return _core.stream_handle(framework_stream(framework, int(pool.device.partition(":")[2])))

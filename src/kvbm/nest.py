@@ -1,4 +1,4 @@
-"""Loop nests in bytes: what one kernel copies, and the form that is compiled for it."""
+"""Loop nests in bytes that one kernel copies, and the forms that are compiled for them."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ __all__ = [
     "parse_kernel",
 ]
 
-#: Modes that a kernel can have, and parts of one launch (``KVBM_MAX_OUTER``, ``_INNER`` and ``_PARTS`` of ``cuda/kvbm.h``).
+#: Most modes of a kernel, and most parts of one launch (``KVBM_MAX_OUTER``, ``_INNER`` and ``_PARTS`` of ``cuda/kvbm.h``).
 MAX_OUTER, MAX_INNER, MAX_PARTS = 4, 8, 4
 
-#: Launches that a part with more modes than that is cut into, at most.
+#: Most launches into which a part with more modes is cut.
 MAX_LAUNCHES = 4096
 
 #: Bytes of the widest load and store.
 WIDEST = 16
 
-#: Kernels index the words of a chunk with 31 bits and step through it with 32; what is larger picks chunks instead.
+#: Kernels index the words of a chunk with 31 bits and their strides with 32.  Larger modes select chunks instead.
 _CHUNK_LIMIT = 1 << 31
 _STRIDE_LIMIT = 1 << 32
 
 
 class Mode(NamedTuple):
-    """One loop of a copy: `extent` steps of so many bytes and table entries on each side, and of so many keys of a digest."""
+    """One loop of a copy: `extent`, and its strides in bytes and table entries on each side, and in keys of a digest."""
 
     extent: int
     src: int
@@ -56,7 +56,7 @@ class Mode(NamedTuple):
     key: int = 0
 
     def continues(self, inner: Mode) -> bool:
-        """Whether this mode goes on, on both sides and in keys, where `inner` ends, so that the two are one."""
+        """True if this mode continues where `inner` ends, on both sides and in keys, so that both can be merged."""
         n = inner.extent
         return (
             self.dst == n * inner.dst
@@ -68,14 +68,14 @@ class Mode(NamedTuple):
 
 
 class Id(NamedTuple):
-    """What an id steps on one side.
+    """The strides of an id on one side.
 
     Attributes
     ----------
     entries, nbytes : int
-        Of a block: table entries and bytes.
+        Strides of a block: table entries and bytes.
     units : tuple of (int, int)
-        Where ids count units of a block: the digits of an id below the block, fastest first, each an extent and its bytes.
+        If ids count units of a block: the digits of an id inside a block, fastest first, each as extent and bytes.
     """
 
     entries: int
@@ -84,24 +84,24 @@ class Id(NamedTuple):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Bytes that each digit steps, the block first."""
+        """Stride of each digit in bytes, the block first."""
         return (self.nbytes, *(nbytes for _, nbytes in self.units))
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """Extents of the digits below the block."""
+        """Extents of the digits inside a block."""
         return tuple(extent for extent, _ in self.units)
 
     def bytes_of(self, block: int | None) -> tuple[int, ...]:
-        """`steps`, with other bytes a block where the table was shortened to the first one's."""
+        """`steps`, with `block` as the bytes per block if the table was shortened to the first block."""
         return self.steps if block is None else (block, *self.steps[1:])
 
 
 def coalesce(modes: Iterable[Mode]) -> tuple[Mode, ...]:
-    """Normal form of a loop nest: fastest in the destination first, and as few modes as can be.
+    """Normal form of a loop nest: fastest in the destination first, with as few modes as possible.
 
-    Extents of one are dropped; neighbours are merged exactly when both sides continue (and both tables).  Equal copies
-    have equal normal forms, whatever layouts they came from.
+    Extents of one are dropped.  Neighbours are merged if and only if both sides (and both tables) continue.  Equal copies have
+    equal normal forms, for any layouts.
     """
     merged: list[Mode] = []
     for mode in sorted([mode for mode in modes if mode.extent > 1], key=_nesting):
@@ -119,25 +119,25 @@ _nesting = operator.itemgetter(4, 2, 3, 1)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Form:
-    """What is compiled into a kernel: its class, numbers of modes and word.  Sizes and strides are arguments.
+    """The compiled part of a kernel: its class, numbers of modes and word.  Sizes and strides are arguments.
 
     Attributes
     ----------
     kind : {"copy", "rows", "tile", "record", "page_in", "page_out", "digest"}
-        ``copy``: a chunk is one run.  ``rows``: runs move whole, their order changes.  ``tile``: single elements move, so
-        source and destination run along different axes and meet in a tile.  ``record``: rows of several parts, the planes of a
-        block.  ``page_in``, ``page_out``: the same with the source, or the destination, by way of shared memory.  ``digest``:
-        cells are read and summed up.
+        ``copy``: a chunk is one run.  ``rows``: runs are copied whole, in another order.  ``tile``: source and destination are
+        contiguous along different axes, so elements are transposed in a tile.  ``record``: rows of several parts, the planes of a
+        block.  ``page_in``, ``page_out``: as ``record``, with the source or the destination in shared memory.  ``digest``: cells
+        are read and summed up.
     outer, inner : int
-        Modes that pick a chunk, modes inside it (for tiles: besides the two that span the tile).
+        Number of modes that select a chunk, and of modes inside it (for tiles: without the two that span the tile).
     element : int
-        Tiles, and digests of cells that are turned: bytes that stay together.
+        For tiles, and for digests of transposed cells: bytes that stay together.
     word : int
-        Bytes of a load and store; 0 for records and pages, where each part has its own.
+        Bytes of a load and store; 0 for records and pages, as each part has its own word.
     few : bool
-        Whether the kernel keeps to as few multiprocessors as it is told.
+        True if the kernel accepts a limit of multiprocessors.
     sums : bool
-        Whether the words, which are cells then, are digested as they pass.
+        True if the kernel also digests the words that it copies; each word is then a cell.
     """
 
     kind: str
@@ -150,7 +150,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        """Its part of a kernel's name; everything that changes the bits is in it."""
+        """The form's part of a kernel's name.  It contains everything that changes the result."""
         prefix = "few_" if self.few else "sum_" if self.sums else ""
         if self.kind == "copy":
             return f"{prefix}copy_o{self.outer}_w{self.word}"
@@ -165,22 +165,22 @@ class Form:
 
     @property
     def of_planes(self) -> bool:
-        """Whether it takes any number of parts, each with its own word."""
+        """True if the kernel accepts any number of parts, each with its own word."""
         return self.kind in ("record", "page_in", "page_out")
 
     @property
     def modes(self) -> int:
-        """Inner modes that its arguments describe: a tile's two sides besides the others."""
+        """Number of inner modes in its arguments, including the two sides of a tile."""
         return self.inner + 2 if self.kind == "tile" else self.inner
 
     def runs(self, wanted: Form) -> bool:
-        """Whether a kernel of this form can do the work of `wanted`, with extents of one for the modes it has too many."""
+        """True if a kernel of this form can do the work of `wanted`, with extents of one for surplus modes."""
         kinds = {"copy", "rows"} if self.kind == "rows" else {self.kind}
         same = (self.few, self.sums, self.element, self.word) == (wanted.few, wanted.sums, wanted.element, wanted.word)
         return wanted.kind in kinds and same and self.outer >= wanted.outer and self.inner >= wanted.inner
 
 
-#: What is compiled into one kernel: a form, or one for K and one for V where these share a launch.
+#: The forms that are compiled into one kernel: one, or one for K and one for V if they share a launch.
 Kernel = tuple[Form, ...]
 
 
@@ -190,12 +190,12 @@ def kernel_name(kernel: Kernel) -> str:
 
 
 def parse_kernel(name: str) -> Kernel:
-    """The kernel behind a name.
+    """The kernel of a name.
 
     Raises
     ------
     PlanError
-        No kernel is called so.
+        The text is not the name of a kernel.
     """
     forms = []
     for part in name.split("__"):
@@ -217,24 +217,24 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """One loop nest in bytes: the whole copy, its K or its V half, or a plane of it.
+    """One loop nest in bytes: the whole copy, its K or V half, or a plane.
 
     Attributes
     ----------
     src_offset, dst_offset, src_table_offset, dst_table_offset : int
-        Where the part starts: bytes and table entries.
+        Start of the part: bytes and table entries.
     outer : tuple of Mode
-        Modes that pick a chunk, fastest first: those that step through a table of allocations, or very far.
+        Modes that select a chunk, fastest first: modes that step through a table of allocations, or with very large strides.
     inner : tuple of Mode
         Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, its extent in bytes.
     src_id, dst_id : Id
-        What an id steps.
+        Strides of the ids.
     label : str
-        What of a block it is: ``K``, ``V``, a plane; empty for all of it.
+        Name of the part: ``K``, ``V``, a plane; empty for a whole block.
     half : int, optional
-        0 for K and 1 for V, where the two are apart.
+        0 for K and 1 for V, if both are separate.
     key : int
-        Where it starts among keys, where it is digested: as those of its modes, 16 a cell.
+        For digests: the start in keys, 16 per cell, as for the strides of its modes.
     """
 
     src_offset: int
@@ -259,9 +259,9 @@ class Part:
         half: int | None = None,
         key: int = 0,
     ) -> Part:
-        """The part with these loops, in any order: coalesced, and those that pick chunks apart from those inside one.
+        """The part with these loops, given in any order.  They are coalesced and divided into outer and inner modes.
 
-        `start` is where each side begins (bytes, table entries); `ids` what an id steps on each.
+        `start` is the start of each side (bytes, table entries); `ids` are the strides of ids on each side.
         """
         outer: list[Mode] = []
         inner: list[Mode] = []
@@ -283,7 +283,7 @@ class Part:
 
     @property
     def start(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Where each side begins: bytes, and table entries."""
+        """Start of each side: bytes, and table entries."""
         return (self.src_offset, self.src_table_offset), (self.dst_offset, self.dst_table_offset)
 
     @property
@@ -293,22 +293,22 @@ class Part:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that one chunk moves."""
+        """Bytes per chunk."""
         return math.prod(mode.extent for mode in self.inner)
 
     @property
     def chunks(self) -> int:
-        """Chunks a block."""
+        """Number of chunks per block."""
         return math.prod(mode.extent for mode in self.outer)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one block moves."""
+        """Bytes per block."""
         return self.chunks * self.chunk_bytes
 
     @property
     def spans(self) -> tuple[Mode, Mode] | None:
-        """The modes along which source and destination go on after a run, where these differ: a tile's two sides."""
+        """The modes by which source and destination continue after a run, if they differ: the two sides of a tile."""
         run = self.run_bytes
         if run > WIDEST or run & (run - 1):
             return None
@@ -339,8 +339,8 @@ class Part:
         dst = _power(dst_alignment, self.dst_offset, *[mode.dst for mode in loops])
         if (spans := self.spans) and min(src, dst) >= run:
             a, b = spans
-            # A 16-byte word of elements along one side becomes one along the other: whole words on both sides, and no
-            # stride but the contiguous one may break them.
+            # A 16-byte word of elements of one side becomes a word of the other side: all strides except the contiguous one must be
+            # multiples of a word.
             src_word = _power(
                 src_alignment, self.src_offset, a.extent * run, *[mode.src for mode in loops if mode is not a]
             )
@@ -353,7 +353,7 @@ class Part:
         return form_of("copy" if len(self.inner) == 1 else "rows", len(self.outer), len(self.inner), 0, word)
 
     def fold(self, src_entry: int | None, dst_entry: int | None) -> Part:
-        """The part for tables whose entries lie so many bytes apart (None: they do not): entries become bytes, modes stay."""
+        """The part for tables with equal steps between entries (bytes; None: no equal steps): entries become bytes."""
 
         def folded(src: int, dst: int, src_table: int, dst_table: int) -> tuple[int, int, int, int]:
             if src_entry is not None:
@@ -376,23 +376,23 @@ class Part:
         )
 
     def fit(self, kind: str) -> tuple[Part, ...]:
-        """The same copy in parts that have no more modes than a kernel: this one alone if it has not.
+        """The same copy in parts that have no more modes than a kernel supports.
 
-        Surplus modes inside a chunk come to pick chunks, the slowest first.  What is still too much is peeled off: a mode's
-        every step is then a part of its own.  It is the shortest modes that are, as each part is a launch.
+        Surplus inner modes become outer modes, the slowest first.  If there are still too many, modes are peeled off: each step of
+        such a mode becomes a separate part.  These are the shortest modes, as each part is a launch.
 
         Parameters
         ----------
         kind : {"copy", "rows", "tile"}
-            Of the kernel.  A tile's two sides and its element stay in the chunk.
+            Kind of the kernel.  The two sides and the element of a tile stay inside the chunk.
 
         Raises
         ------
         MissingKernelError
-            More than `MAX_LAUNCHES` parts.
+            More than `MAX_LAUNCHES` parts would be needed.
         """
         spans = (self.spans or ()) if kind == "tile" else ()
-        most = MAX_INNER + 1 if spans else MAX_INNER  # the run of a tile is its element, and no mode
+        most = MAX_INNER + 1 if spans else MAX_INNER  # the run of a tile is its element, not a mode
         if len(self.inner) <= most and len(self.outer) <= MAX_OUTER:
             return (self,)
         inner, outer = list(self.inner), list(self.outer)
@@ -401,14 +401,14 @@ class Part:
             outer.insert(0, inner.pop(slowest))
         peeled: list[Mode] = []
         while len(outer) > MAX_OUTER:
-            # The slowest of the shortest: the others go on within a launch.
+            # The slowest of the shortest modes: the others stay inside a launch.
             peeled.append(outer.pop(max(range(len(outer)), key=lambda k: (-outer[k].extent, k))))
         launches = math.prod(mode.extent for mode in peeled)
         if launches > MAX_LAUNCHES:
             raise MissingKernelError(
-                f"a loop nest of {len(self.outer)} modes that pick a chunk and {len(self.inner)} inside: kernels have at most "
-                f"{MAX_OUTER} and {MAX_INNER}, and to peel off the others would take {launches} launches (at most "
-                f"{MAX_LAUNCHES}); convert by way of a layout whose order is nearer to both"
+                f"a loop nest of {len(self.outer)} modes that pick a chunk and {len(self.inner)} inside: expected at most "
+                f"{MAX_OUTER} and {MAX_INNER}, as without the others it would take {launches} launches (at most "
+                f"{MAX_LAUNCHES}); convert in two steps, through a layout with an order between both"
             )
         parts = []
         for steps in itertools.product(*(range(mode.extent) for mode in peeled)):
@@ -428,9 +428,9 @@ class Part:
         return tuple(parts)
 
     def arguments(self, form: Form, src_step: int | None = None, dst_step: int | None = None) -> Arguments:
-        """Offsets, outer and inner modes as the kernel of this form takes them, padded with extents of one.
+        """Offsets, outer and inner modes as arguments of a kernel of this form, padded with extents of one.
 
-        The steps are bytes that a block id steps, where the tables were shortened to those of one block.
+        The steps are the bytes from one block to the next, if the tables were shortened to one block.
         """
         if form.kind == "tile":
             assert self.spans is not None
@@ -456,7 +456,7 @@ class Part:
         )
 
 
-#: Offsets, outer modes, inner modes, bytes that the digits of an id step on each side (the block first), what is said of words.
+#: Offsets, outer modes, inner modes, strides of an id's digits on each side in bytes (the block first), parameters of words.
 Arguments = tuple[
     tuple[int, ...],
     list[tuple[int, ...]],
@@ -465,7 +465,7 @@ Arguments = tuple[
     tuple[int, ...],
 ]
 
-#: There are few forms and many plans.
+#: Cached, as there are few forms and many plans.
 form_of = functools.lru_cache(maxsize=None)(Form)
 
 

@@ -1,7 +1,7 @@
-"""kvbm for Numba's device arrays: on their GPU, in the order of Numba's default stream unless one is named.
+"""kvbm for Numba's device arrays, on their GPU and in the order of Numba's default stream or of a given stream.
 
-Numba has no bfloat16 and no fp8: arrays of uint16 and uint8 hold their bits.  On the CPU Numba works on NumPy's arrays, so
-`kvbm.numpy` is for those.
+Numba has no bfloat16 and no fp8: arrays of uint16 and uint8 hold their bits.  On the CPU Numba uses NumPy arrays: use
+`kvbm.numpy`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _empty(kind: Kind, like: Any) -> Any:
 
 
 def _stream(stream: Any, _: Any) -> AbstractContextManager[Any]:
-    """The stream that is named, else the default one, where Numba's own work goes."""
+    """The given stream, else Numba's default stream."""
     if stream is None or hasattr(type(stream), "__cuda_stream__") or isinstance(stream, int):
         return nullcontext(0 if stream is None else stream)
     handle = getattr(stream, "handle", stream)  # Numba before numba-cuda 0.21
@@ -43,6 +43,6 @@ convert, convert_ = _BRIDGE.convert, _BRIDGE.convert_
 
 
 def arrays(pool: Pool) -> list[Any]:
-    """A GPU pool's arrays as Numba's on the same memory; bfloat16 and fp8 as unsigned integers.  Keep the pool open."""
-    found = bridge.views(pool, "numba", "Numba takes NumPy's arrays there", on_gpu=True)
+    """A GPU pool's arrays as Numba arrays on the same memory; bfloat16 and fp8 as unsigned integers.  Keep the pool open."""
+    found = bridge.views(pool, "numba", "on the CPU Numba uses NumPy arrays", on_gpu=True)
     return [cuda.as_cuda_array(array) for array, _ in found]

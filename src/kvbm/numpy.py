@@ -1,4 +1,4 @@
-"""kvbm for NumPy arrays, those of ml_dtypes included: blocks of the CPU."""
+"""kvbm for NumPy arrays on the CPU, including the dtypes of ml_dtypes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ convert, convert_ = _BRIDGE.convert, _BRIDGE.convert_
 
 
 def arrays(pool: Pool) -> list[npt.NDArray[Any]]:
-    """A pool's arrays as NumPy's on the same memory, bfloat16 and fp8 by ml_dtypes.  Keep the pool open."""
-    found = bridge.views(pool, "numpy", "NumPy reaches no GPU", on_gpu=False)
+    """A pool's arrays as NumPy arrays on the same memory, with ml_dtypes for bfloat16 and fp8.  Keep the pool open."""
+    found = bridge.views(pool, "numpy", "NumPy has no GPU arrays", on_gpu=False)
     return [numpy_view(array, dtype) for array, dtype in found]
 
 
 def numpy_view(array: Any, dtype: str) -> npt.NDArray[Any]:
-    """An array of the CPU as NumPy's, of a dtype by its name."""
+    """An array on the CPU as a NumPy array, with the dtype of the given name."""
     if hasattr(array, "untyped_storage"):  # torch, whose bfloat16 and fp8 NumPy does not know
         import torch
 

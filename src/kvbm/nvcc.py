@@ -1,8 +1,8 @@
-"""Finds the CUDA compiler and turns kernels into fatbins.
+"""Finds the CUDA compiler and compiles kernels into fatbins.
 
-The build (``setup.py``) calls it; `kvbm doctor` asks it what is there. Nothing here needs a GPU or a driver. What is
-built is kept: an artefact's name carries a hash of everything that can change its bytes, so a second build with nothing
-changed compiles nothing, even when the compiler came from a fresh build environment under another path.
+The build (``setup.py``) and `kvbm doctor` use it. Nothing here needs a GPU or a driver. Compiled files are kept. The name
+of each contains a hash of everything that can change its bytes, so a second build without changes compiles nothing, even
+if the compiler comes from a new build environment under another path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .errors import BuildError
 __all__ = ["DEFAULT_ARCHS", "Compiler", "Targets", "digest", "fatbin", "find", "replacing", "sources", "targets"]
 
 DEFAULT_ARCHS = "80;90;100;120"  # cubins run on later minor versions: 86 and 89, 103, 121 are covered too
-MIN_VERSION = (12, 8)  # the first that knows sm_100, sm_120 and --compress-mode
+MIN_VERSION = (12, 8)  # the first that supports sm_100, sm_120 and --compress-mode
 _FATBIN = 0xBA55ED50
 #: `#include "file"` and <file>, Cython's `include "file"`, and as the second group the macro in `#include MACRO`.
 _INCLUDE = re.compile(r"""^[ \t]*(?:#[ \t]*)?include[ \t]*["'<]([^"'>\n]+)|^[ \t]*#[ \t]*include[ \t]+(\w+)""", re.MULTILINE)
@@ -37,20 +37,20 @@ _NEXT = (
 
 @dataclass(frozen=True)
 class Compiler:
-    """An nvcc that answers.
+    """A working nvcc.
 
     Attributes
     ----------
     command : tuple of str
-        How it is started; more than one word if ``CUDACXX`` has a launcher, as in ``ccache nvcc``.
+        The command that starts it; more than one word if ``CUDACXX`` has a launcher, as in ``ccache nvcc``.
     version : str
         The release, such as ``13.0.88``.
     banner : str
-        All of what ``nvcc --version`` prints: what a hash should know about it.
+        The whole output of ``nvcc --version``; part of the hash in file names.
     origin : str
         Where it was found: ``CUDACXX``, ``CUDA_HOME``, ``CUDA_PATH``, ``wheel`` or ``PATH``.
     passed_over : tuple of str
-        The places before it that were named but had no usable compiler, a reason each.
+        The places before it that were named but had no usable compiler, each with the reason.
     """
 
     command: tuple[str, ...]
@@ -65,7 +65,7 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Targets:
-    """What is built for: real architectures (``sm_90``) and virtual ones whose PTX later drivers compile themselves.
+    """The targets of a build: real architectures (``sm_90``), and virtual ones, whose PTX a later driver compiles.
 
     Attributes
     ----------
@@ -87,17 +87,17 @@ class Targets:
 
 
 def find(environ: Mapping[str, str] | None = None, path: Iterable[str] | None = None) -> Compiler:
-    """Find the CUDA compiler: ``CUDACXX``, ``CUDA_HOME``, ``CUDA_PATH``, the wheels on ``path``, ``PATH``; first wins.
+    """Find the CUDA compiler: ``CUDACXX``, ``CUDA_HOME``, ``CUDA_PATH``, the wheels on ``path``, ``PATH``, in this order.
 
-    A place that is named but has no compiler is passed over and remembered, except for ``CUDACXX``: it asks for one
-    compiler by name, so anything else would be a surprise.
+    A place that is named but has no compiler is skipped and recorded. Only ``CUDACXX`` without a compiler is an error, because
+    it names one compiler explicitly.
 
     Parameters
     ----------
     environ : mapping, optional
-        The environment, ``os.environ`` if not given.
+        The environment. Default: ``os.environ``.
     path : iterable of str, optional
-        Where wheels are looked for, ``sys.path`` if not given.
+        Folders to search for wheels. Default: ``sys.path``.
 
     Returns
     -------
@@ -106,7 +106,7 @@ def find(environ: Mapping[str, str] | None = None, path: Iterable[str] | None = 
     Raises
     ------
     BuildError
-        No compiler; the message lists every place and why it was not taken.
+        There is no compiler. The message lists every place and the reason why it was not used.
 
     Examples
     --------
@@ -139,7 +139,7 @@ def targets(environ: Mapping[str, str] | None = None) -> Targets:
     """Read ``CUDA_ARCHS`` (default ``80;90;100;120``) and ``CUDA_PTX_ARCHS`` (default: the oldest of them).
 
     Entries are separated by semicolons, commas or blanks; ``90``, ``9.0`` and ``sm_90`` are the same. ``none`` is an
-    empty list; at least one of the two lists has an entry.
+    empty list. At least one of the two lists must have an entry.
 
     Returns
     -------
@@ -148,7 +148,7 @@ def targets(environ: Mapping[str, str] | None = None) -> Targets:
     Raises
     ------
     BuildError
-        An entry that is no compute capability, or two empty lists.
+        An entry is not a compute capability, or both lists are empty.
 
     Examples
     --------
@@ -159,7 +159,7 @@ def targets(environ: Mapping[str, str] | None = None) -> Targets:
     """
     environ = os.environ if environ is None else environ
     archs = _capabilities("CUDA_ARCHS", environ.get("CUDA_ARCHS", "").strip() or DEFAULT_ARCHS)
-    # 90a and 100f are promises about one family: their PTX runs nowhere else, so it is no fallback.
+    # 90a and 100f are specific to one family. Their PTX runs nowhere else, so it cannot be the fallback.
     portable = [a for a in archs if a.isdigit()]
     ptx_text = environ.get("CUDA_PTX_ARCHS", "").strip() or (portable[0] if portable else "none")
     ptx = _capabilities("CUDA_PTX_ARCHS", ptx_text)
@@ -169,20 +169,20 @@ def targets(environ: Mapping[str, str] | None = None) -> Targets:
 
 
 def fatbin(source: Path, include: Path, out: Path, compiler: Compiler, target: Targets, threads: int = 1) -> Path:
-    """Compile one source into a fatbin, unless the very same one is there already.
+    """Compile one source into a fatbin, unless the same fatbin exists already.
 
     Parameters
     ----------
     source : Path
         A ``.cu`` file.
     include : Path
-        The folder of its headers. Those that it includes count, however deep; the others do not.
+        The folder of its headers. Only those that the source includes, directly or indirectly, are part of the hash.
     out : Path
-        Where the fatbin goes, ``<stem>.<hash>.fatbin``; made if it is not there.
+        The folder of the fatbin ``<stem>.<hash>.fatbin``. It is created if it does not exist.
     compiler : Compiler
     target : Targets
     threads : int
-        How many architectures are compiled at a time.
+        Number of architectures that are compiled at a time.
 
     Returns
     -------
@@ -192,15 +192,15 @@ def fatbin(source: Path, include: Path, out: Path, compiler: Compiler, target: T
     Raises
     ------
     BuildError
-        nvcc failed: ``.command`` and ``.log`` tell. Nothing half-written stays behind.
+        nvcc failed: see ``.command`` and ``.log``. No half-written file is left.
     """
     flags = [
         "-fatbin",
         "-std=c++17",
         "-O3",
-        "--compress-mode=size",  # cubins are not compressed by default: ten times the size
+        "--compress-mode=size",  # without this option, cubins are ten times as large
         "-allow-unsupported-compiler",  # the host compiler only preprocesses here
-        f"-frandom-seed={source.stem}",  # the same bytes every time
+        f"-frandom-seed={source.stem}",  # for reproducible bytes
         *target.flags,
     ]
     host = os.environ.get("CUDAHOSTCXX")
@@ -220,7 +220,7 @@ def fatbin(source: Path, include: Path, out: Path, compiler: Compiler, target: T
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether there is a fatbin with as many bytes as its header says (magic, version, header's bytes, bytes behind it)."""
+    """True for a fatbin of the size that its header states (magic, version, bytes of the header, bytes after it)."""
     try:
         with path.open("rb") as file:
             magic, _, header, behind = struct.unpack("<IHHQ", file.read(16))
@@ -255,28 +255,28 @@ def digest(*parts: str | Sequence[str | Path]) -> str:
 
 
 def sources(path: Path, *folders: Path) -> list[Path]:
-    """Return a source and every file that it includes, however deep: the text that its object is made from.
+    """Return a source and every file that it includes, directly or indirectly.
 
     Parameters
     ----------
     path : Path
         A C, C++, CUDA or Cython source.
     *folders : Path
-        Where an included file is looked for, after the folder of the file that includes it. One that is in none of them
-        belongs to the system and is left out.
+        Folders to search for included files, after the folder of the file that includes them. A file that is in none of
+        them belongs to the system and is left out.
 
     Returns
     -------
     list of Path
-        `path` first, each file once. A file that a false ``#if`` hides is among them.
+        `path` first, each file once. Files inside a false ``#if`` are included.
 
     Raises
     ------
     BuildError
-        An ``#include`` of a macro: which file that is cannot be read here.
+        An ``#include`` names a macro, so its file is not known here.
     """
     found = [path]
-    for file in found:  # it grows on the way
+    for file in found:  # the list grows during the loop
         for name, macro in _INCLUDE.findall(file.read_text(encoding="utf-8")):
             if macro:
                 raise BuildError(f'{file}: expected #include "file" or <file>, got #include {macro}')
@@ -288,14 +288,14 @@ def sources(path: Path, *folders: Path) -> list[Path]:
 
 
 def _candidates(environ: Mapping[str, str], path: Iterable[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield (origin, the place in words, command), in the order of `find`."""
+    """Yield (origin, place as text, command), in the order of `find`."""
     if words := shlex.split(environ.get("CUDACXX", "")):
         yield "CUDACXX", environ["CUDACXX"], tuple(words)
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if home := environ.get(name):
             yield name, home, (str(Path(home) / "bin" / "nvcc"),)
     for folder in path:
-        # Newest toolkit first, should an environment hold two.
+        # If an environment has two toolkits, the newest is first.
         for wheel in sorted(Path(folder or ".").glob("nvidia/cu[0-9]*/bin/nvcc"), reverse=True):
             yield "wheel", str(wheel), (str(wheel.resolve()),)
     if nvcc := shutil.which("nvcc", path=environ.get("PATH", "")):
@@ -303,7 +303,7 @@ def _candidates(environ: Mapping[str, str], path: Iterable[str]) -> Iterator[tup
 
 
 def _ask(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return what ``nvcc --version`` prints and the release in it."""
+    """Return the output of ``nvcc --version`` and the release in it."""
     if shutil.which(command[0], path=environ.get("PATH", "")) is None:
         raise BuildError("not there" if command[1:] or os.sep not in command[0] else f"no compiler at {command[0]}")
     banner = _run([*command, "--version"], "does not run")
@@ -329,7 +329,7 @@ def _capabilities(variable: str, text: str) -> tuple[str, ...]:
 
 
 def _run(command: Sequence[str], what: str) -> str:
-    """Run a command and return what it printed, both streams together."""
+    """Run a command and return its output, both streams together."""
     line = shlex.join(command)
     try:
         done = subprocess.run(

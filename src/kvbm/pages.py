@@ -1,8 +1,8 @@
-"""Pages: planes whose rows are no whole words on one side go by way of shared memory, a dense piece of a page at a time.
+"""Pages: planes whose rows are not whole words on one side are copied through shared memory.
 
-A record of 132 bytes, 128 of data and a scale of 4, begins at a multiple of 4: taken row by row it moves in words of four
-bytes.  But some records together are dense, and begin where a word does.  So a kernel reads (or writes) them as one stream of
-words, and takes the planes apart in shared memory, which asks nothing of alignment.
+A record of 132 bytes (128 bytes of data and a scale of 4 bytes) begins at a multiple of 4.  Row by row, it can only be copied in
+words of four bytes.  But several such records together are dense and begin at a multiple of a word.  So a kernel reads (or writes)
+a piece of them as one stream of words, and separates the planes in shared memory, where they need no alignment.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ from .nest import Mode, Part, coalesce
 
 __all__ = ["Staged", "stage"]
 
-#: Bytes of a word, and of a sector of memory: what is written of it in part costs a read.
+#: Bytes of a word, and of a sector of memory.  A partly written sector costs a read.
 _WORD, _SECTOR = 16, 32
 
-#: So many times as many words as there would be are many; and that part of all bytes is most of them.
+#: Pages are used if rows need more than `_MANY` times the words of a dense copy, or if more than 1 / `_MOSTLY` of all bytes are
+#: written in rows whose size or step is not a multiple of a sector.
 _MANY, _MOSTLY = 1.25, 2
 
-#: Bytes of a piece: what is worth having in flight, and few enough that many CTAs share a multiprocessor; a page that is taken
-#: whole; and the most that will do.
+#: Bytes of a piece: enough in flight, and few enough that several CTAs share a multiprocessor.  Largest page that is copied as one
+#: piece.  Largest piece at all.
 _PIECE, _WHOLE, _LARGEST = 12 << 10, 20 << 10, 24 << 10
 
-#: More runs than these on the dense side are no page.
+#: Largest number of runs on the dense side.
 _MOST_RUNS = 4096
 
 
 class Staged(NamedTuple):
-    """How one part of a page goes through shared memory.
+    """How one part of a page is copied through shared memory.
 
     Attributes
     ----------
     part : Part
-        Its loops inside a piece of a page; ``inner[0]`` is a run on the side not staged.
+        Its loops inside a piece of a page; ``inner[0]`` is a run on the side that is not staged.
     pieces : Mode
         The step from piece to piece.
     word, item : int
-        Bytes moved at a time in shared memory, and in memory.
+        Bytes per access to shared memory, and to global memory.
     apart : int
-        Bytes from word to word of an item in shared memory.
+        Distance in bytes between the words of an item in shared memory.
     place, held : int
-        Where it starts in shared memory, and the bytes of the dense segment that starts with it (0: in another's).
+        Its start in shared memory, and the bytes of the dense segment that starts with it (0: it lies in another part's segment).
     gathers : bool
-        Whether the source is staged.
+        True if the source is the staged side.
     """
 
     part: Part
@@ -60,24 +61,24 @@ class Staged(NamedTuple):
 
 
 def stage(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> list[Staged] | None:
-    """Parts of one page by way of shared memory, where that helps and can be done.
+    """Plan the parts of one page through shared memory, if that is possible and faster.
 
     Parameters
     ----------
     parts : sequence of Part
         Planes with the same outer loops.
     src_alignment, dst_alignment : int
-        What divides the base addresses.
+        Alignment of the base addresses.
 
     Returns
     -------
     list of Staged or None
-        None where all rows are whole words and sectors anyway, or neither side is dense in pieces that are whole words.
+        None if the rows are whole words and sectors anyway, or if neither side is dense in pieces of whole words.
     """
     if not _is_slow(parts, src_alignment, dst_alignment):
         return None
     found = [_staged(parts, side, (src_alignment, dst_alignment)) for side in (1, 0)]
-    # Whichever leaves whole words to the other side.
+    # Take the side with fewer items: the words of the other side are then wider.
     return min((one for one in found if one is not None), key=_count_items, default=None)
 
 
@@ -86,7 +87,7 @@ def _count_items(staged: Sequence[Staged]) -> int:
 
 
 def _is_slow(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> bool:
-    """Whether rows would take many more words than there are, or write sectors of memory in part."""
+    """True if a copy by rows needs many more words than a dense copy, or writes parts of sectors."""
     total = sum(part.nbytes for part in parts)
     alignments = ((part, (src_alignment, dst_alignment)) for part in parts)
     words = sum(part.nbytes // min(_word(part, side, both[side]) for side in (0, 1)) for part, both in alignments)
@@ -97,7 +98,7 @@ def _is_slow(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> b
 
 
 def _row(part: Part, side: int) -> tuple[int, ...]:
-    """What is dense on one side by itself, and the steps from one such row to the next."""
+    """Bytes of a dense row on one side, and the steps from row to row."""
     own = coalesce(Mode(mode.extent, _step(mode, side), _step(mode, side)) for mode in part.inner)
     return (own[0].extent, *(mode.dst for mode in own[1:])) if own else (part.run_bytes,)
 
@@ -107,7 +108,7 @@ def _step(mode: Mode, side: int) -> int:
 
 
 def _start(part: Part, side: int) -> tuple[int, int]:
-    """Table entry and bytes."""
+    """Table index and byte offset of the start."""
     return (part.dst_table_offset, part.dst_offset) if side else (part.src_table_offset, part.src_offset)
 
 
@@ -117,7 +118,7 @@ def _power(*values: int) -> int:
 
 
 def _word(part: Part, side: int, alignment: int) -> int:
-    """The word that a part could be moved in, if this side alone decided."""
+    """The widest word for a part, as far as this side is concerned."""
     return _power(part.run_bytes, alignment, _start(part, side)[1], *(_step(mode, side) for mode in part.inner[1:]))
 
 
@@ -147,7 +148,7 @@ def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> li
         at = _start(part, side)
         first, size = next((s, n) for s, n in segments if s[0] == at[0] and s[1] <= at[1] < s[1] + n)
         if _turns(part, pieces, side) != turns.setdefault(first, _turns(part, pieces, side)):
-            return None  # what is side by side in this piece is not in the next
+            return None  # parts that are adjacent in this piece are not adjacent in the next
         leads = first == at and first not in led
         if leads:
             led.add(first)
@@ -157,20 +158,20 @@ def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> li
 
 
 def _turns(part: Part, pieces: Mode, side: int) -> tuple[tuple[object, ...], ...]:
-    """What an id, each outer loop and a piece step on one side: table entries and bytes."""
+    """The steps of an id, of each outer loop and of a piece on one side: in the table, and in bytes."""
     if side:
         return (part.dst_id, *((mode.dst_table, mode.dst) for mode in (*part.outer, pieces)))
     return (part.src_id, *((mode.src_table, mode.src) for mode in (*part.outer, pieces)))
 
 
 def _items(part: Part, pieces: Mode, side: int, alignment: int, place: int, held: int) -> Staged:
-    """A part's loops over items: whole on the side that is not staged, put together from words where runs are short."""
+    """A part's loops over items.  An item is contiguous on the side that is not staged; short runs are put together from words."""
     other, run = 1 - side, part.run_bytes
     loops = sorted(part.inner[1:], key=lambda mode: _step(mode, other))
     far_id = part.src_id if side else part.dst_id
 
     def sizes(run: int, loops: Sequence[Mode]) -> tuple[int, int]:
-        """Bytes of an item, and what divides every step in shared memory."""
+        """Bytes of an item, and the widest word that divides every step in shared memory."""
         far = [_step(mode, other) for mode in (*loops, pieces, *part.outer) if mode.extent > 1]
         item = _power(run, alignment, _start(part, other)[1], *far_id.steps, *far)
         return item, _power(item, place, *(_step(mode, side) for mode in loops if mode.extent > 1))
@@ -187,12 +188,12 @@ def _items(part: Part, pieces: Mode, side: int, alignment: int, place: int, held
         if count > 1 and item == run * count and word >= run and apart % run == 0:
             return staged(item, rest, run, item, apart)
     item, word = sizes(run, loops)
-    word = word if word == item else 4 if word >= 4 else 1  # what is compiled
-    return staged(run, loops, word, item, 4 if word >= 4 else 1)  # in shared memory two bytes are two words
+    word = word if word == item else 4 if word >= 4 else 1  # the word sizes that are compiled
+    return staged(run, loops, word, item, 4 if word >= 4 else 1)  # words of two bytes are moved as single bytes in shared memory
 
 
 def _pieces(parts: Sequence[Part], side: int) -> list[tuple[Part, Mode]] | None:
-    """The parts with their slowest common loop cut, so that what is left is a piece of a page; and the step to the next piece."""
+    """The parts of one piece of a page (their slowest common loop is cut), each with the step to the next piece."""
     total = sum(part.chunk_bytes for part in parts)
     if total <= _WHOLE:
         return [(part, _STILL) for part in parts]
@@ -201,7 +202,7 @@ def _pieces(parts: Sequence[Part], side: int) -> list[tuple[Part, Mode]] | None:
         return [(part, _STILL) for part in parts] if total <= _LARGEST else None
     extent = slowest[0].extent if slowest[0] else 1
     row = total // extent
-    # Whole words of every segment: as many rows as the odd sizes of all parts ask for.
+    # The least number of rows that is a whole number of words in every part.
     least = math.lcm(*(_WORD // math.gcd(_WORD, _step(mode, side)) for mode in slowest if mode))
     fit = [n for n in range(least, extent + 1, least) if extent % n == 0]
     small = [n for n in fit if n * row <= _PIECE]
@@ -221,7 +222,7 @@ def _cut(part: Part, mode: Mode, count: int) -> tuple[Part, Mode]:
 
 
 def _segments(parts: Sequence[Part], side: int) -> list[tuple[tuple[int, int], int]] | None:
-    """What the parts hold together on this side, as dense ranges that each begin where a part does."""
+    """The dense ranges of all parts together on this side.  Each begins where a part begins; None if that is not so."""
     runs: list[tuple[int, int, int]] = []
     for part in parts:
         for run in _runs(part, side):
@@ -239,7 +240,7 @@ def _segments(parts: Sequence[Part], side: int) -> list[tuple[tuple[int, int], i
 
 
 def _runs(part: Part, side: int) -> Iterator[tuple[int, int, int]]:
-    """Table entry, start and size of everything that is dense by itself."""
+    """Table index, start and size of every dense run of a part."""
     own = coalesce(Mode(mode.extent, _step(mode, side), _step(mode, side)) for mode in part.inner)
     run, loops = (own[0].extent, own[1:]) if own and own[0].dst == 1 else (1, own)
     entry, start = _start(part, side)

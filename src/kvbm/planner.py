@@ -1,7 +1,7 @@
 """From two layouts to a copy: common refinement, normal form, class, word, kernel.
 
-Everything here is arithmetic on strides.  No layout is known by name; a pair of layouts is whatever its modes say it is,
-so two pairs with one normal form are one kernel, and a layout declared a minute ago is as fast as a shipped one.
+Everything here is arithmetic on strides.  No code depends on the name of a layout.  Two pairs of layouts with the same normal
+form use the same kernel, so a new layout is as fast as a shipped one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from .access import Access, Step, refine
@@ -19,21 +20,23 @@ from .layout import Layout
 from .lower import Launch, launches
 from .nest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
 from .section import Section, pieces
-from .shapes import BlockShape
+from .shapes import BlockShape, as_shape
+from .shown import Shown
+from .spec import as_layout
 
 __all__ = ["Plan", "between", "between_layers", "joined", "plan", "size_text"]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How blocks of one layout become blocks of another.  `print` it: it is a loop nest.
+class Plan(Shown):
+    """The copy of blocks of one layout into blocks of another.  Printing a plan shows its loop nest.
 
     Attributes
     ----------
     src, dst : Section
-        What is meant of each side: all of a block, a range of layers, or slots.
+        The copied part of each side: all of a block, a range of layers, or packed slots.
     parts : tuple of Part
-        One; two where K and V have orders of their own; one or two a plane.
+        One part; two parts if K and V have different orders; one or two per plane.
     """
 
     src: Section
@@ -46,12 +49,12 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one block moves (read once and written once)."""
+        """Bytes per block.  Each is read once and written once."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def kind(self) -> str:
-        """``copy``, ``rows`` or ``tile``; ``tile+rows`` where K and V differ."""
+        """``copy``, ``rows`` or ``tile``; for example ``tile+rows`` if K and V differ."""
         return "+".join(dict.fromkeys(part.kind for part in self.parts))
 
     @property
@@ -59,42 +62,45 @@ class Plan:
         return f"{self.src.layout.name} → {self.dst.layout.name}"
 
     def forms(self, src_alignment: int = WIDEST, dst_alignment: int = WIDEST) -> tuple[Form, ...]:
-        """One kernel form a part, for base addresses that are multiples of these."""
+        """One kernel form per part, for base addresses that are multiples of the alignments (bytes)."""
         return tuple(part.form(src_alignment, dst_alignment) for part in self.parts)
 
     def launches(self, src_alignment: int = WIDEST, dst_alignment: int = WIDEST, *, pages: bool = True) -> list[Launch]:
-        """What runs where every kernel is built that could be (`lower.launches`)."""
+        """The launches if every kernel is built (`lower.launches`).  The alignments of the base addresses are in bytes."""
         return launches(self.parts, (src_alignment, dst_alignment), planes=bool(self.src.layout.planes), pages=pages)
 
     def kernels(self, alignment: int = WIDEST) -> list[str]:
-        """Names of the kernels, where base addresses are multiples of `alignment` bytes."""
+        """Names of the kernels, for base addresses that are multiples of `alignment` bytes."""
         return [launch.name for launch in self.launches(alignment, alignment)]
 
     def fit(self) -> Plan:
-        """The same copy in parts that kernels have the modes for (`Part.fit`)."""
+        """The same copy, in parts that have no more modes than kernels support (`Part.fit`)."""
         return replace(self, parts=tuple(piece for part in self.parts for piece in part.fit(part.kind)))
 
     def staged(self, *, gathers: bool) -> tuple[Plan, Plan]:
-        """The same copy in two steps, by way of memory where blocks lie packed in the order of the far side.
+        """The same copy in two steps, through memory that holds packed blocks in the order of the far side.
 
         Parameters
         ----------
         gathers : bool
-            Whether the destination is the far side: blocks are packed, then moved; else moved, then unpacked.
+            True if the destination is the far side: blocks are packed, then moved.  False: blocks are moved, then unpacked.
 
         Returns
         -------
         tuple of Plan
-            First and second step.  The one on the far side keeps runs as long as they are there.
+            The first and the second step.  The step on the far side copies runs as long as those of that side.
         """
         slot = (self.dst if gathers else self.src).packed()
         return between(self.src, slot, self.title), between(slot, self.dst, self.title)
 
     def flat(self, src_step: int | None, dst_step: int | None) -> Plan:
-        """The plan for pools whose allocations lie `step` bytes apart (None: they do not): their tables become strides."""
+        """The plan for pools with equal steps between allocations: strides replace tables.  None: no equal steps on that side."""
         folded = [part.fold(src_step, dst_step) for part in self.parts]
         parts = [Part.of((*p.inner, *p.outer), p.start, (p.src_id, p.dst_id), p.label) for p in folded]
         return Plan(self.src, self.dst, gathered(parts))
+
+    def __repr__(self) -> str:
+        return f"Plan({self.title}, {self.shape}, kind={self.kind})"
 
     def __str__(self) -> str:
         lines = [f"{self.title}   {self.shape}"]
@@ -109,11 +115,11 @@ class Plan:
 
     @property
     def _of_planes(self) -> bool:
-        """Whether several planes are copied, which have kernels in common."""
+        """True if several planes are copied: they may share kernels."""
         return bool(self.src.layout.planes) and len(self.parts) > 1
 
     def explain(self) -> str:
-        """The plan in sentences: what stays together, what moves, which word, which kernel and why."""
+        """The plan in sentences: which bytes stay together, which move, the word size, the kernel, and why."""
         paragraphs = [
             f"{self.src.layout.name} ({self.src.layout.order_text}) becomes "
             f"{self.dst.layout.name} ({self.dst.layout.order_text}): {size_text(self.nbytes)} a "
@@ -123,7 +129,7 @@ class Plan:
             label = part.label or (f"part {number}" if len(self.parts) > 1 else "")
             who = f"In {label}, every" if label else "Every"
             steps = " and ".join(
-                f"{side} table picks one of {math.prod(m.extent for m in modes)} allocations a block"
+                f"{side} table picks one of {math.prod(m.extent for m in modes)} allocations per block"
                 for side, modes in (
                     ("the source's", [m for m in part.outer if m.src_table]),
                     ("the destination's", [m for m in part.outer if m.dst_table]),
@@ -164,7 +170,7 @@ class Plan:
         return "\n".join(paragraphs)
 
 
-#: What a kernel does with the planes that it copies.
+#: How a kernel copies planes.
 _OF_PLANES = {
     "copy": "One plane of a page is a plain copy",
     "rows": "One plane of a page is copied row by row",
@@ -176,7 +182,7 @@ _OF_PLANES = {
 
 
 def _fitted(part: Part) -> str:
-    """What is done about more modes than a kernel has."""
+    """How the plan deals with more modes than a kernel supports."""
     text = (
         f" Kernels have at most {MAX_OUTER} modes that pick a chunk and {MAX_INNER} inside, and this copy {len(part.outer)} and "
         f"{len(part.inner)}: "
@@ -229,7 +235,7 @@ def _loops(part: Part, form: Form) -> Iterator[str]:
 
 
 def size_text(count: int) -> str:
-    """Bytes as people say them: ``5 MiB``."""
+    """A number of bytes with a unit: ``5 MiB``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.4g} {unit}"
@@ -252,7 +258,7 @@ class _Bound(Protocol):
     def whole(self) -> _Part: ...
 
 
-#: What knows its layout and its shape.
+#: Objects that have a layout and a shape.
 Meant = _Part | _Bound
 
 
@@ -268,9 +274,9 @@ def _meant(given: object) -> Section:
 
 
 def plan(
-    src: Layout | Meant,
-    dst: Layout | Meant,
-    shape: BlockShape | tuple[BlockShape, BlockShape] | None = None,
+    src: Layout | str | Path | Meant,
+    dst: Layout | str | Path | Meant,
+    shape: BlockShape | str | tuple[BlockShape | str, BlockShape | str] | None = None,
     *,
     num_blocks: int | tuple[int, int] = 1024,
     layers: range | tuple[range, range] | None = None,
@@ -279,25 +285,28 @@ def plan(
 
     Parameters
     ----------
-    src, dst : Layout, Pool or PoolSection
-        From and to.
-    shape : BlockShape or (BlockShape, BlockShape)
-        Of layouts: sizes of a block; of each side, where the pools hold other layers.  Pools know theirs.
+    src, dst : Layout, str, Path, Pool or PoolSection
+        Source and destination.  A layout may be given by its name or the path of its file.
+    shape : BlockShape, str, or a pair of them
+        Sizes of a block, or their text; only for layouts, as pools have their own shape.  A pair is (source, destination), for
+        sides that hold different layers.
     num_blocks : int or (int, int)
-        Blocks in each pool (source, destination).  Layouts with an axis slower than ``b`` have strides that depend on it.
+        Blocks of each pool, or (source, destination).  It matters only for layouts with an axis slower than ``b``: their strides
+        depend on it.
     layers : range or (range, range), optional
-        The layers to copy, on both sides or on each; all of them if it is not given.
+        The layers to copy, or those of (source, destination).  Default: all.
 
     Returns
     -------
     Plan
+        The plan.  Print it, or call `Plan.explain`.
 
     Raises
     ------
     LayoutError
-        A layout that is not legal for the shape.
+        A layout is not legal for the shape.
     PlanError
-        The two layouts do not hold the same axes, have no common refinement, or need the order of an opaque group.
+        The two layouts have different axes, have no common refinement, or need the order inside an opaque group.
 
     Examples
     --------
@@ -305,17 +314,19 @@ def plan(
     >>> plan(load("nhd"), load("universal"), BlockShape(nl=80, no=2, nh=8, nt=16, hd=128)).kind
     'rows'
     """
+    src, dst = (as_layout(side) if isinstance(side, str | Path) else side for side in (src, dst))
     if not isinstance(src, Layout) or not isinstance(dst, Layout):
         if shape is not None or isinstance(src, Layout) or isinstance(dst, Layout):
-            raise PlanError("plan: expected two layouts and a shape, or two pools or sections of them without one")
+            raise PlanError("plan: expected two layouts and a shape, or two pools or sections without a shape")
         here, there = (_meant(side) for side in (src, dst))
         return between_layers(here, there, f"{here.layout.name} → {there.layout.name}", layers)
     if shape is None:
-        raise PlanError(f"{src.name} → {dst.name}: shape: expected a BlockShape, or one for each side, got none")
+        raise PlanError(f"{src.name} → {dst.name}: shape: expected a BlockShape or its text, or one for each side, got none")
     blocks = (num_blocks, num_blocks) if isinstance(num_blocks, int) else num_blocks
-    shapes = (shape, shape) if isinstance(shape, BlockShape) else shape
+    both = (shape, shape) if isinstance(shape, BlockShape | str) else shape
+    shapes = (as_shape(both[0]), as_shape(both[1]))
     windows = None if layers is None else _windows(f"{src.name} → {dst.name}", (shapes[0].nl, shapes[1].nl), layers)
-    # Layouts are equal when they mean the same; names are part of the key so that a plan is titled as it was asked for.
+    # Layouts with the same meaning are equal.  The key includes their names, so that the title has the names of this call.
     return _plan_cached(src, dst, src.name, dst.name, shapes, blocks, windows)
 
 
@@ -352,9 +363,10 @@ def _plan_cached(
 
 
 def between(src: Section, dst: Section, title: str, keys: Section | None = None) -> Plan:
-    """Plan the copy between two sections; `plan` makes them of layouts and sizes, and remembers what it made.
+    """Plan the copy between two sections.  `plan` creates them from layouts and sizes, and caches its plans.
 
-    With `keys` (`kvbm.digest`) its loops are whole there, too, and say what they step; for sections of which each axis is a loop.
+    With `keys` (`kvbm.digest`) the loops are also refined for the keys, and have strides in keys.  Then each axis of the sections
+    must be one loop.
     """
     try:
         parts = [part for here, there in pieces(src, dst) for part in _parts(title, here, there, keys)]
@@ -363,21 +375,21 @@ def between(src: Section, dst: Section, title: str, keys: Section | None = None)
     if src.chosen or dst.chosen:
         parts = in_step(parts)
     made = Plan(src, dst, tuple(parts))
-    if not made.nbytes == src.block_bytes == dst.block_bytes:  # the law that every rule above must keep
+    if not made.nbytes == src.block_bytes == dst.block_bytes:  # every rule above must keep this true
         raise PlanError(
-            f"{title}: the plan moves {made.nbytes} bytes a block, the source holds {src.block_bytes} and the destination "
+            f"{title}: the plan moves {made.nbytes} bytes per block, the source holds {src.block_bytes} and the destination "
             f"{dst.block_bytes}: this is a defect of kvbm; please report both layouts and the shape"
         )
     return made
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
-    """Copies that take one list of ids as one: their parts, those at equal distances as one."""
+    """Join copies with the same list of ids into one plan.  Parts at equal distances become one part."""
     return Plan(plans[0].src, plans[0].dst, tuple(in_step([part for made in plans for part in made.parts])))
 
 
 def between_layers(src: Section, dst: Section, title: str, layers: range | tuple[range, range] | None) -> Plan:
-    """`between`, of some layers of the sections."""
+    """`between` for some layers of the sections."""
     if layers is not None:
         ours, theirs = _windows(title, (src.count("l"), dst.count("l")), layers)
         src, dst = src.select("l", ours), dst.select("l", theirs)
@@ -385,7 +397,7 @@ def between_layers(src: Section, dst: Section, title: str, layers: range | tuple
 
 
 def _parts(title: str, src: Section, dst: Section, keys: Section | None = None) -> tuple[Part, ...]:
-    """The loop nests of two sections that are one loop along each axis."""
+    """The loop nests of two sections.  Each axis of a section is one loop."""
     planes = _planes(title, src, dst)
     apart = any(len(side) == 2 for pair in planes for side in pair)
     of_keys = {access.plane: (access,) for access in keys.accesses} if keys else {}
@@ -400,7 +412,7 @@ def _parts(title: str, src: Section, dst: Section, keys: Section | None = None) 
             ]
         )
     joined = [rejoined(halves) for halves in parts]
-    # Where one plane's K and V differ, all planes keep the two apart: they then have the same loops.
+    # If K and V of one plane differ, they are planned separately in all planes, so that all planes have the same loops.
     kept = parts if any(len(halves) > 1 for halves in joined) else joined
     return gathered([part for halves in kept for part in halves])
 
@@ -410,7 +422,7 @@ _Maps = tuple[Access, ...]
 
 
 def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]:
-    """The maps of both sides that hold the same elements; a layout without planes has one plane."""
+    """The maps of each plane on both sides.  A layout without planes has one plane."""
     sides: list[dict[str, _Maps]] = []
     for side in (src, dst):
         by_plane: dict[str, _Maps] = {}
@@ -460,18 +472,18 @@ def _half(title: str, maps: _Maps, o: int | None) -> Access:
     try:
         return maps[min(o, len(maps) - 1)].fix("o", o)
     except LayoutError as error:
-        raise PlanError(f"{title}: K and V have orders of their own on one side, and on the other {error}") from None
+        raise PlanError(f"{title}: on one side K and V have different orders, and on the other {error}") from None
 
 
 def _part(title: str, src: _Side, dst: _Side, half: int | None, key: Access | None = None) -> Part:
-    """The loop nest of all of the block, or of one half of it (0 = K, 1 = V)."""
+    """The loop nest of the whole block, or of one half (0 = K, 1 = V)."""
     here, there = src[1], dst[1]
     if not _is_plain(here) or not _is_plain(there):
         here, there = _in_one_form(title, src, dst)
     if here.packed != there.packed:
         raise PlanError(
             f"{title}: axis '{' '.join(here.packed)}': {here.pack} elements of {here.dtype} share a byte on one side only, and "
-            f"along '{' '.join(there.packed)}' on the other, so that a copy would have to take bytes apart"
+            f"along '{' '.join(there.packed)}' on the other, so a copy would have to split bytes"
         )
     if key is None:
         modes = [*_paired(title, here, there), Mode(here.itemsize, 1, 1)]
@@ -482,19 +494,19 @@ def _part(title: str, src: _Side, dst: _Side, half: int | None, key: Access | No
     return Part.of(modes, (here.at, there.at), ids, label, half, key.at[0] if key else 0)
 
 
-#: One side of a copy, and the map of it that is planned.
+#: One side of a copy, and its address map.
 _Side = tuple[Section, Access]
 
 
 def _is_plain(access: Access) -> bool:
-    """Whether every step belongs to one axis: nothing fused, nothing opaque."""
+    """True if every step belongs to one axis: no fused or opaque groups."""
     return all(len(step.axes) == 1 and not step.opaque for step in access.steps)
 
 
 def _in_one_form(title: str, src: _Side, dst: _Side) -> tuple[Access, Access]:
-    """Both maps in the same axes: a group that is opaque, or fused, on one side is so on both."""
+    """Both maps in the same axes: a group that is opaque or fused on one side becomes so on both."""
     sides = [src[1], dst[1]]
-    # The largest first: a smaller one inside it on the other side goes with it.
+    # The largest group first: it includes smaller groups of the other side.
     for step in sorted((s for side in sides for s in side.steps if s.opaque), key=lambda s: (-len(s.axes), s.axes)):
         group = frozenset(step.axes)
         if not any(s.opaque and group == set(s.axes) for side in sides for s in side.steps):
@@ -523,7 +535,7 @@ def _fused(title: str, access: Access, axes: tuple[str, ...]) -> Access:
 
 
 def _paired(title: str, src: Access, dst: Access) -> Iterator[Mode]:
-    """Common refinement: one mode for each piece that is whole on both sides."""
+    """Common refinement: one mode per piece that neither side splits further."""
     ours, theirs = _by_axes(src), _by_axes(dst)
     for axes, here in ours.items():
         there = theirs.get(axes)
@@ -548,7 +560,7 @@ def _paired(title: str, src: Access, dst: Access) -> Iterator[Mode]:
 
 
 def _in_keys(title: str, src: Access, dst: Access, key: Access) -> Iterator[Mode]:
-    """The same, whole on three sides."""
+    """The same for three sides: source, destination and keys."""
     sides = [_by_axes(access) for access in (src, dst, key)]
     for axes, own in sides[0].items():
         steps = [side.get(axes, []) for side in sides]

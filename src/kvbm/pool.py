@@ -1,4 +1,4 @@
-"""Pools: a layout bound to memory, with everything checked that could make a copy silently wrong."""
+"""Pools: a layout bound to memory.  Everything that could make a copy silently wrong is checked here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import operator
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -17,10 +18,11 @@ import numpy.typing as npt
 from .arrays import Array, Borrowed, describe, empty, find_overlap, numpy_dtype
 from .contract import ALIKE, GATES, Caller, kinds_of, require_each
 from .digest import Model
-from .engines import FromEngines
+from .engines import FromEngines, pool_hint
 from .errors import BindError, CudaError, CudaUnavailableError, LayoutError
 from .layout import Layout
 from .lower import Steps
+from .matching import names_of_strides
 from .memory import (
     READONLY,
     WRITABLE,
@@ -35,59 +37,62 @@ from .memory import (
 )
 from .resolved import Resolved
 from .selection import Axis, PoolSection
-from .shapes import BlockShape
+from .shapes import BlockShape, as_shape
+from .shown import Shown
+from .spec import as_layout
 
 __all__ = ["Pool"]
 
 
-class Pool(FromEngines):
+class Pool(FromEngines, Shown):
     """A layout bound to memory.
 
     Parameters
     ----------
-    layout : Layout
-        Where things lie.  It is declared, never guessed from the arrays.
-    shape : BlockShape
-        Sizes and dtype of a block.
+    layout : Layout, str or Path
+        The layout, its name, or the path of its file.  kvbm never guesses the layout from the arrays; `kvbm.match` lists the
+        layouts that fit given arrays.
+    shape : BlockShape or str
+        Sizes and dtype of a block, or a text that `kvbm.load_shape` reads.
     tensors : sequence of arrays
-        One an allocation, in table order, each shaped as its order says: ``[l] o b t h d`` takes ``nl`` arrays of shape
-        ``(no, nb, nt, nh, hd)``.  One array may be given as it is where there is one allocation.
+        One array per allocation, in table order.  The layout's order gives each array's shape: ``[l] o b t h d`` takes ``nl``
+        arrays of shape ``(no, nb, nt, nh, hd)``.  If there is only one allocation, its array may be passed without a list.
     num_blocks : int, optional
-        Blocks, as the arrays tell if it is not given.  Where K and V lie in one array in different orders and a pitch leaves room
-        behind the blocks, the array does not tell, and as many are taken as have room.
+        Number of blocks.  Default: taken from the shapes of the arrays.  If one array holds K and V in different orders, with a
+        pitch that leaves room after the blocks, its shape does not give the number; the default is then as many as have room.
 
     Attributes
     ----------
     num_blocks : int
-        Blocks it holds; block ids are ``0 … num_blocks - 1``.
+        Number of blocks.  Block ids are ``0 … num_blocks - 1``.
     device : str
         ``"cpu"`` or ``"cuda:N"``.  Pinned pools are on the CPU.
     arrays : tuple
-        The arrays, kept alive as long as the pool.  Empty after `close` if the memory was the pool's own.
+        The arrays.  The pool keeps them alive.  Empty after `close` if the pool owned the memory.
     addresses : numpy.ndarray of uint64
-        Their addresses, in table order.
+        Base addresses of the arrays, in table order.
     pinned : bool
-        Whether it is host memory that GPUs reach.
+        True if all of the memory is pinned host memory.
     closed : bool
-        Whether `close` was called.
+        True after `close`.
     nbytes : int
-        Bytes that they span.
+        Bytes of all arrays, padding included.
 
     Raises
     ------
     BindError
-        Wrong count, rank, shape or strides (the axis that differs is named), arrays that overlap, a mix of devices.
+        The arrays have a wrong count, rank, shape or stride (the message names the axis), overlap, or lie on several devices.
     DTypeError
-        Not the dtype of `shape`, or a mix.
+        An array does not have the dtype of `shape`.
 
     Notes
     -----
-    A pool is a context manager: what it owns (memory of `allocate`, registrations of `pin`) is given back at the end of
-    the ``with`` statement, by `close`, or with the last reference.  Wait for your copies first.
+    A pool is a context manager.  It releases what it owns (memory of `allocate`, registrations of `pin`) at the end of the
+    ``with`` statement, in `close`, or with its last reference.  Wait for your copies first.
 
-    Before each copy arrays of the caller's are asked whether they are still where they were (a tensor's storage may be replaced
-    or resized) and may be written: up to 16 of them, the next ones at the next copy.  After it, autograd is told of tensors
-    that were written.
+    Before each copy, kvbm checks that your arrays still have the same address and are writable: a tensor's storage may have been
+    replaced or resized.  It checks up to 16 arrays per copy, the next ones at the next copy.  After a copy, autograd is told
+    which tensors were written.
 
     Examples
     --------
@@ -97,7 +102,10 @@ class Pool(FromEngines):
     1
     """
 
-    def __init__(self, layout: Layout, shape: BlockShape, tensors: Any, *, num_blocks: int | None = None) -> None:
+    def __init__(
+        self, layout: Layout | str | Path, shape: BlockShape | str, tensors: Any, *, num_blocks: int | None = None
+    ) -> None:
+        layout, shape = as_layout(layout), as_shape(shape)
         arrays = tuple(tensors) if isinstance(tensors, list | tuple) else (tensors,)
         found = [describe(array, f"{layout.name}: array {index}") for index, array in enumerate(arrays)]
         self._bind(layout, shape, found, arrays, num_blocks, GATES)
@@ -105,7 +113,7 @@ class Pool(FromEngines):
 
     @classmethod
     def trusted(cls, layout: Layout, shape: BlockShape, found: Sequence[Array], arrays: Sequence[Any]) -> Pool:
-        """A pool of arrays whose shapes the caller has checked (`kernels` takes chunks of any rank)."""
+        """A pool of arrays.  The caller has already checked their shapes (`kernels` takes chunks of any rank)."""
         pool = cls.__new__(cls)
         pool._bind(layout, shape, found, tuple(arrays))
         return pool
@@ -128,15 +136,14 @@ class Pool(FromEngines):
         self.resolved: Resolved = layout.resolve(shape, self.num_blocks)
         if len(found) != self.resolved.table_size:
             raise BindError(
-                f"{layout.name} ({layout.order_text}): expected {self.resolved.table_size} arrays, one an allocation in table "
+                f"{layout.name} ({layout.order_text}): expected {self.resolved.table_size} arrays, one per allocation in table "
                 f"order, got {len(found)}"
             )
         self.device = found[0].device
         self._readonly_arrays = [array.readonly for array in found]
         self._readonly = any(self._readonly_arrays)
-        who = Caller(
-            f"{layout.name} ({layout.order_text})", "array", mark="", label=lambda i: self.resolved.allocations[i].label
-        )
+        title, fitting = f"{layout.name} ({layout.order_text})", lambda: names_of_strides(found, shape, layout.name)
+        who = Caller(title, "array", mark="", label=lambda i: self.resolved.allocations[i].label, fitting=fitting)
         require_each(who, found, kinds_of(self.resolved), self.resolved.kind_of_entry, shape, gates)
         self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
         self._borrow(arrays, found)
@@ -145,46 +152,52 @@ class Pool(FromEngines):
         self._owned: tuple[Slab | DeviceArray, ...] = ()
         self._pins: Pins | None = None
         self._ranges: list[tuple[int, int]] | None = None
-        self.digesters: dict[Any, Any] = {}  # of sections that were digested
+        self.digesters: dict[Any, Any] = {}  # one per section that was digested
 
     @classmethod
     def allocate(
-        cls, layout: Layout, shape: BlockShape, num_blocks: int, device: str = "cpu", progress: Progress | None = None
-    ) -> Pool:
-        """A pool on memory of its own, not initialised.
+        cls, layout: Layout | str | Path, shape: BlockShape | str, num_blocks: int, device: str = "cpu",
+        progress: Progress | None = None,
+    ) -> Pool:  # fmt: skip
+        """Allocate memory and bind it as a pool.  The memory is not initialised.
 
         Parameters
         ----------
         layout, shape
             As for `Pool`.
         num_blocks : int
-            Blocks that it holds.
+            Number of blocks.
         device : str
-            ``"cpu"`` (NumPy arrays), ``"pinned"`` (NumPy arrays in host memory that every GPU reaches, and that the copy
-            engines run at full speed from), ``"cuda"`` or ``"cuda:N"`` (objects with ``__cuda_array_interface__``).
+            ``"cpu"``: NumPy arrays.  ``"pinned"``: NumPy arrays in pinned host memory, which every GPU can access and the copy
+            engines read at full speed.  ``"cuda"`` or ``"cuda:N"``: objects with ``__cuda_array_interface__``.
         progress : callable, optional
-            Pinning takes a second for some 30 GB.  Called on this thread as ``progress(done_bytes, total_bytes)`` after
-            every GiB that was touched and every piece that was registered, each of which counts half; at the end, and for
-            other memory only then, ``done_bytes == total_bytes``.  An exception that it raises ends the allocation.
+            Called on this thread as ``progress(done_bytes, total_bytes)``, because pinning takes about one second per 30 GB.
+            It is called for every GiB that is touched and every piece that is registered; each counts half.  The last call has
+            ``done_bytes == total_bytes``; without pinning it is the only one.  An exception in it ends the allocation.
 
         Returns
         -------
         Pool
-            Which owns the memory: see `close`.
+            A pool that owns its memory: see `close`.
 
         Raises
         ------
-        CudaError, CudaUnavailableError, MemoryError
-            The memory does not suffice; no GPU, which ``"pinned"`` needs too.  Nothing is held back.
+        CudaError, MemoryError
+            There is not enough memory.  Nothing stays allocated.
+        CudaUnavailableError
+            There is no GPU; ``"pinned"`` needs one, too.
         BindError
-            Another device.
+            `device` is none of the above.
 
         Notes
         -----
-        The allocations of a pinned pool lie in one range of addresses, each at a multiple of 256 bytes and right behind the
-        one before, so equally sized ones lie at one step (see `steps`).  A forked child does not have this memory, as it would
-        not have that of cudaHostAlloc: to touch it there ends the child.
+        NumPy arrays of bfloat16 have the dtype uint16, those of fp8 uint8: they hold the bits.  Floats that you assign to them are
+        stored as integers, which are wrong bits.  Assign to ``array.view(ml_dtypes.bfloat16)``, or see `kvbm.numpy.arrays`.
+
+        The allocations of a pinned pool lie one directly after the other, each at a multiple of 256 bytes, those of equal size at
+        one step (see `steps`).  A forked child does not get this memory, as with cudaHostAlloc: a child that accesses it crashes.
         """
+        layout, shape = as_layout(layout), as_shape(shape)
         num_blocks = _whole(layout, num_blocks)
         found = re.fullmatch(r"(cpu|pinned|cuda)(?::([0-9]+))?", str(device))
         if not found or (found[2] and found[1] != "cuda"):
@@ -200,7 +213,7 @@ class Pool(FromEngines):
             arrays = [empty(a.shape, numpy_dtype(a.dtype), a.strides) for a in resolved.allocations]
             pool = cls(layout, shape, arrays, num_blocks=num_blocks)
             pool._borrow((), ())
-            # Nothing to give back by name: the arrays go with the last reference.
+            # close() has nothing to release: the arrays are freed with their last reference.
         else:
             index = int(found[2] or 0)
             owned = tuple(DeviceArray(index, allocation) for allocation in resolved.allocations)
@@ -214,7 +227,7 @@ class Pool(FromEngines):
 
     @property
     def whole(self) -> PoolSection:
-        """All of the pool, as copies take it."""
+        """All of the pool, as a section."""
         return PoolSection(self, self.resolved.section, is_whole=True)
 
     def section(
@@ -228,21 +241,21 @@ class Pool(FromEngines):
         planes: str | Iterable[str] | None = None,
         **others: Axis,
     ) -> PoolSection:
-        """Part of the pool, which a copy takes in its place: some coordinates of its axes, some of its planes.
+        """Select a part of the pool: some coordinates of its axes, or some of its planes.  Copies and digests accept a section.
 
         Parameters
         ----------
         l, o, h, t, d : int, range or sequence of int, optional
-            Layers, K and V (0 and 1), heads, tokens of a block, elements of a head: all if not given.  In the section they count
-            from 0 on.  The layout's own axes by their letters.
+            Layers, K and V (0 and 1), heads, tokens of a block, elements of a head.  Default: all.  The section numbers the
+            selected coordinates from 0.  Axes that the layout declares are selected by their letters.
         planes : str or iterable of str, optional
-            Names of planes.
+            Names of planes.  Default: all.
 
         Raises
         ------
         PlanError
-            Coordinates that there are not; an axis in an opaque group, of which the order is not promised; elements that share a
-            byte and would be parted; a plane that has one element for all of the axis.
+            A coordinate is out of range.  The axis is in an opaque group (its order is unspecified).  The selection would split
+            elements that share a byte, or select from an axis for which a plane has a single element.
 
         Examples
         --------
@@ -256,19 +269,19 @@ class Pool(FromEngines):
         return self.whole.section(l=l, o=o, h=h, t=t, d=d, planes=planes, **others)
 
     def units(self, tokens: int) -> PoolSection:
-        """The pool with ids that count units of a block: unit ``k`` of block ``b`` is ``b * n + k``, with ``n`` of them a block.
+        """The pool with ids of units instead of blocks: a block of ``n`` units has the ids ``b * n … b * n + n - 1``.
 
-        So blocks of different sizes meet: a pool with 16 tokens a block and ``other.units(16)`` of one with 64.
+        Units connect pools of different block sizes: a pool with 16 tokens per block and ``other.units(16)`` of a pool with 64.
 
         Parameters
         ----------
         tokens : int
-            Tokens of a unit; a divisor of the block's.
+            Tokens per unit; a divisor of the tokens per block.
 
         Raises
         ------
         PlanError
-            Units that are no whole part of a block, or that the layout's splits would part; a plane that units would share.
+            `tokens` does not divide the block, a unit cuts a split of the layout, or a plane has one element for several units.
         """
         return self.whole.units(tokens)
 
@@ -282,36 +295,35 @@ class Pool(FromEngines):
         stream: Any = None,
         wait: Any = None,
     ) -> Any:
-        """Digests of blocks: a number each that depends on what a block holds, and on no layout.
+        """Compute the 64-bit digests of blocks.  A digest depends on the contents of a block, not on its layout.
 
-        Equal contents have equal digests in every layout, block size and partition; digests of parts add up to the whole's, modulo
-        2**64.  ``docs/digest.md`` defines them, and says what they find.
+        Equal contents have equal digests in every layout, block size and partition.  The digests of the parts of a block add up to
+        the digest of the block, modulo 2**64.  ``docs/reference/digest.md`` has the definition and the errors that digests detect.
 
         Parameters
         ----------
         ids : int, sequence of int, array or tensor, optional
-            Blocks, as copies take them; -1 has the digest 0.  All blocks if not given.
+            Block ids, as for `Transfer.copy`.  The digest for -1 is 0.  Default: all blocks.
         tokens : int, sequence of int, array or tensor, optional
-            The position of each block's first token in its sequence; one int for all of them.  0 if not given; a unit's place in
-            its block then counts.
+            Position of each block's first token in its sequence; one int is for all.  Default: 0; for units, their place.
         model : kvbm.Model, optional
-            Which layers and heads of a whole model the pool holds; not given: the pool holds the model.
+            Which layers and heads of a model the pool holds.  Default: the pool holds the whole model.
         out : array, optional
-            Contiguous uint64 or int64, one a block: of the pool's device, or pinned.  It is filled in the order of the stream.
+            Contiguous uint64 or int64, one item per block, on the pool's device or pinned.  It is filled in stream order.
         stream, wait : optional
-            As for `Transfer.copy`; on a GPU alone.
+            As for `Transfer.copy`; only on a GPU.
 
         Returns
         -------
         numpy.ndarray or Done
-            The digests, uint64, when they are there.  On a GPU with `out` nobody waits, and their `Done` is returned.
+            The digests as uint64; the call waits for them.  On a GPU with `out`, the call does not wait and returns a `Done`.
 
         Raises
         ------
         BindError
-            Ids, positions, or an `out` that do not fit.
+            Ids, positions or `out` do not fit the pool.
         PlanError
-            A layout without digests: elements that share a byte along an axis that is not the last.
+            The layout has no digests: elements share a byte along an axis that is not the last.
 
         Examples
         --------
@@ -328,52 +340,52 @@ class Pool(FromEngines):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True after `close`."""
         return self._closed
 
     def require_open(self) -> None:
-        """Raise `BindError` if the pool was closed, or an array has other memory by now: its addresses lead nowhere."""
+        """Raise `BindError` if the pool is closed, or if an array's memory has moved since it was bound."""
         if self._closed:
             raise BindError(
-                f"{self!r} is closed; expected a pool that is open: make it anew, or copy before it is closed"
+                f"{self!r} is closed; expected an open pool: create a new pool, or copy before you close it"
             )
         moved = self._borrowed.moved()
         if moved >= 0:
             raise BindError(
-                f"{self!r}: array {moved} has other memory than when it was bound: its storage was replaced or resized; make the "
-                "pool anew"
+                f"{self!r}: array {moved} has other memory than when it was bound: its storage was replaced or resized; create a "
+                "new pool"
             )
 
     def _borrow(self, arrays: Sequence[Any], found: Sequence[Array]) -> None:
         self._borrowed = Borrowed(arrays, found)
-        #: Whether a copy must ask the pool if it may (`require_open`, `readonly`), and tell it that it was `written`.
+        #: True if a copy must call `require_open` and `readonly` before, and `written` after.
         self.asked = self._borrowed.asked
 
     @property
     def readonly(self) -> bool:
-        """Whether one of the arrays may not be written."""
+        """True if one of the arrays is read-only."""
         return self._readonly or self._borrowed.locked
 
     def written(self) -> None:
-        """Tell the arrays' framework that a copy into them has been enqueued: autograd, for one, may have saved them."""
+        """Tell the framework of the arrays that a copy into them was enqueued: autograd may have saved them."""
         self._borrowed.written()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self!r} is bound to memory of this process and cannot be pickled or copied; pass its layout, shape and num_blocks, "
-            "and bind a pool there"
+            f"{self!r} is bound to memory of this process and cannot be pickled or copied; pass its layout, shape and num_blocks "
+            "instead, and create a pool from them"
         )
 
     def close(self) -> None:
-        """Give back what the pool owns; it cannot be copied from or to any more.
+        """Release what the pool owns.  After this, copies from or to the pool raise an error.
 
-        Memory of `allocate` on a GPU is freed, for which the driver waits for running work; views of it lead nowhere from
-        then on.  Memory of ``allocate(device="pinned")`` is no longer pinned, and is unmapped with the last array on it.
-        What `pin` registered is no longer pinned.  The caller's own arrays stay as they are.
+        GPU memory of `allocate` is freed; the driver waits for running work, and views of the memory become invalid.  Memory of
+        ``allocate(device="pinned")`` is unpinned, and unmapped with the last array on it.  Memory that `pin` registered is
+        unpinned.  Your own arrays keep their memory.
 
-        Host memory must not lose its registration under a copy that is running, and the driver does not wait reliably for
-        that: wait for your copies first (``done.synchronize()``).  Nothing is waited for here.  A `Transfer` keeps its pools
-        alive; what it does not prevent is that you close them.  Closing twice is closing once.
+        Host memory must stay registered while a copy runs.  Neither the driver nor this call waits for that: wait for your copies
+        first (``done.synchronize()``).  A `Transfer` keeps its pools alive, but you can still close them.  A second call does
+        nothing.
         """
         if self._closed:
             return
@@ -384,8 +396,8 @@ class Pool(FromEngines):
         pins, self._pins = self._pins, None
         if owned:
             self.arrays = ()
-        self._borrowed = Borrowed((), ())  # and asked: it is closed
-        with contextlib.ExitStack() as stack:  # all of them, whichever fails
+        self._borrowed = Borrowed((), ())  # copies still call require_open: it raises, as the pool is closed
+        with contextlib.ExitStack() as stack:  # releases all of them, even if one fails
             for one in (*owned, *([pins] if pins else [])):
                 stack.callback(one.close)
 
@@ -401,23 +413,23 @@ class Pool(FromEngines):
     # ---- host memory that GPUs reach -------------------------------------------------------------------------------
 
     def pin(self, progress: Progress | None = None) -> None:
-        """Register the pool's host memory, so that GPUs reach it and the copy engines run at full speed; undone by `close`.
+        """Pin the pool's host memory, so that GPUs can access it and the copy engines run at full speed.  `close` undoes it.
 
-        For arrays of your own: NumPy's, ``numpy.memmap`` (read-only ones too, as sources), CPU tensors.  Registered are
-        whole pages, each once however many arrays share it.  Memory that is pinned already (``tensor.pin_memory()``, another
-        pool) is left alone: it must stay pinned as long as this pool is copied.  Pinning twice is pinning once.
+        Use it for your own arrays: NumPy arrays, ``numpy.memmap`` (also read-only, as sources), CPU tensors.  Whole pages are
+        registered, each once, even if arrays share it.  Memory that is already pinned (by ``tensor.pin_memory()`` or another
+        pool) is not registered again: it must stay pinned while this pool is copied.  A second call does nothing.
 
         Parameters
         ----------
         progress : callable, optional
-            As for `allocate`; not called where nothing is left to pin.
+            As for `allocate`.  Not called if everything is already pinned.
 
         Raises
         ------
         BindError
-            A pool on a GPU, or a closed one.
+            The pool is on a GPU, or closed.
         CudaError, CudaUnavailableError
-            The driver refuses; no GPU.  Nothing of the pool is registered then.
+            The driver refused, or there is no GPU.  No memory of the pool is registered then.
         """
         self.require_open()
         if self.device != "cpu":
@@ -434,16 +446,16 @@ class Pool(FromEngines):
             raise explained(error, what) from None
         pages = [(begin, end, READONLY if fixed else WRITABLE) for begin, end, fixed in missing]
         pins = self._pins or Pins(self)
-        self._pins = None  # until all is well: a failure gives back what an earlier call had pinned, too
+        self._pins = None  # None until all succeeded: a failure also unpins what an earlier call had pinned
         pins.add(pages, self.spans[:, 0].tolist(), self.resolved, progress, what)
         self._pins = pins
 
     @property
     def pinned(self) -> bool:
-        """Whether all of it is host memory that the driver knows as pinned.
+        """True if the driver reports all of the memory as pinned host memory.
 
-        Ours (`allocate`, `pin`) or anybody's, such as ``tensor.pin_memory()``.  False on a GPU, after `close`, and where the
-        driver cannot be asked.  Only the answer "yes" is kept.
+        It may have been pinned by kvbm (`allocate`, `pin`) or by others (``tensor.pin_memory()``).  False on a GPU, after
+        `close`, and without a driver.  Only True is cached.
         """
         if self._closed or self.device != "cpu":
             return False
@@ -458,15 +470,15 @@ class Pool(FromEngines):
 
     @property
     def cuts(self) -> npt.NDArray[np.uint64]:
-        """Addresses where one allocation, or one registration of pinned memory, ends and the next begins; sorted.
+        """Addresses at which one allocation, or one registration of pinned memory, ends and the next begins; sorted.
 
-        The copy engine refuses a copy of ``[begin, end)`` with ``begin < cut < end``, also where the next one follows without a
-        gap.  Memory that others allocated or pinned has one for each of their allocations.  Empty for memory that is not pinned.
+        The copy engine refuses a copy of ``[begin, end)`` with ``begin < cut < end``, even without a gap at the cut.  Memory that
+        others allocated or pinned has a cut for each of their allocations.  Empty for memory that is not pinned.
 
         Raises
         ------
         BindError
-            The driver does not know the memory of a GPU's pool.
+            The pool is on a GPU, and the driver does not know its memory.
         """
         if self.device != "cpu" and self._ranges is None:
             from . import _core
@@ -483,16 +495,16 @@ class Pool(FromEngines):
 
     @property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Base addresses of the arrays, in table order.  `BindError` once the pool is closed."""
+        """Base addresses of the arrays, in table order.  Raises `BindError` if the pool is closed."""
         self.require_open()
         return self._addresses
 
     @functools.cached_property
     def steps(self) -> Steps:
-        """What is regular about the table.
+        """The regular steps between the addresses of the table.
 
-        An engine's blocks lie side by side in each layer's tensor, and a store's in one range of memory.  A short table fits
-        a kernel's parameters, while that of all blocks comes from memory before the first byte does.
+        In an engine the blocks of a layer lie side by side in one tensor; in a store all blocks lie in one range of memory.  A
+        short table with steps fits into a kernel's parameters.  A table of all blocks must be read from memory first.
         """
         table = self.addresses.astype(np.int64)
         step = _only(np.diff(table))
@@ -517,7 +529,7 @@ class Pool(FromEngines):
 
     @property
     def spans(self) -> npt.NDArray[np.uint64]:
-        """First and last byte (exclusive) of every array, ``(n, 2)``, sorted."""
+        """First byte and end (exclusive) of every array, shape ``(n, 2)``, sorted."""
         if self._spans is None:
             extents = np.array([kind.extent for kind in self.resolved.kinds], np.uint64)
             ends = self.addresses + extents[self.resolved.kind_of_entry]
@@ -525,21 +537,21 @@ class Pool(FromEngines):
         return self._spans
 
     def meets(self, begin: int, end: int) -> bool:
-        """Whether a byte of ``[begin, end)`` lies in an array, padding included."""
+        """True if a byte of ``[begin, end)`` lies in an array, padding included."""
         edges = self._edges
         at = bisect_right(edges, begin)
         return begin < end and (at % 2 == 1 or edges[at] < end)
 
     @functools.cached_property
     def _edges(self) -> list[int]:
-        """Where memory of the arrays begins and ends, in turns and ascending; then the end of all addresses."""
+        """Begin and end of each range of the arrays' memory, ascending; the last item is the end of all addresses."""
         begins, ends = self.spans[:, 0], np.maximum.accumulate(self.spans[:, 1])
         apart = begins[1:] > ends[:-1]
         edges = np.stack([begins[np.append(True, apart)], ends[np.append(apart, True)]], axis=1)
         return [*edges.ravel().tolist(), 1 << 64]
 
     def require_distinct(self) -> None:
-        """No two arrays share an element's byte.  Where rows are padded, arrays may lie in each other's padding."""
+        """Raise `BindError` if two arrays share a byte of an element.  An array may lie in the padding between another's rows."""
         clash = find_overlap(self.addresses, self.resolved.kinds, self.resolved.kind_of_entry)
         if clash is not None:
             one, other = sorted(clash)
@@ -550,7 +562,7 @@ class Pool(FromEngines):
 
 
 def _only(steps: npt.NDArray[np.int64]) -> int | None:
-    """The one value of all steps, 0 where there is none; None if they differ."""
+    """The value that all steps have; 0 if there are no steps; None if they differ."""
     if not steps.size:
         return 0
     first = int(steps.flat[0])
@@ -558,7 +570,7 @@ def _only(steps: npt.NDArray[np.int64]) -> int | None:
 
 
 def _whole(layout: Layout, num_blocks: Any) -> int:
-    """A number of blocks that the caller gives, as an int."""
+    """The caller's number of blocks as an int."""
     try:
         if not isinstance(num_blocks, bool):
             return operator.index(num_blocks)
@@ -575,16 +587,17 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
         if rest or not blocks:
             raise BindError(
                 f"{layout.name} ({layout.order_text}): expected a multiple of {one.table_size} arrays "
-                f"({one.table_size} a block), got {len(found)}"
+                f"({one.table_size} per block), got {len(found)}"
             )
         return blocks
     first = one.first
     if len(found[0].shape) != len(first.axes) and not (first.is_record and first.axes.index("b") < len(found[0].shape)):
         raise BindError(
             f"{layout.name}: array 0: expected {len(first.axes)} axes ({' '.join(first.axes)}), got shape {found[0].shape}"
+            + pool_hint(layout.name, len(found[0].shape))
         )
     rows = found[0].shape
-    # Where K and V lie in it in different orders no axis says how many.
+    # If the array holds K and V in different orders, no axis gives the number.
     named = "b" in first.axes
     blocks = rows[first.axes.index("b")] if named else _most_blocks(layout, shape, rows[0] * first.itemsize)
     if blocks < 1:
@@ -593,12 +606,12 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
 
 
 def _most_blocks(layout: Layout, shape: BlockShape, nbytes: int) -> int:
-    """The largest number of blocks for which an array has so many bytes, or fewer; 0 if there is none."""
+    """The largest number of blocks for which the array has at most `nbytes` bytes; 0 if one block has more."""
 
     def fits(blocks: int) -> bool:
         try:
             return layout.resolve(shape, blocks).first.nbytes <= nbytes
-        except LayoutError:  # a pitch that holds fewer
+        except LayoutError:  # the pitch has room for fewer blocks
             return False
 
     above = 1

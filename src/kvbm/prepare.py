@@ -1,4 +1,4 @@
-"""Prepared launches: a plan as copies that the compiled half runs.  Here describing and launching meet, by a kernel's name."""
+"""Prepare launches: turn a plan into copies that the compiled part runs.  The name of a kernel connects both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _kernels_on(device: int) -> Kernels:
 
 
 def _compiles(device: int, kernel: Kernel) -> bool:
-    """Whether a kernel that is not built is there after all, compiled at run time."""
+    """True if a kernel that is not built can be compiled at run time."""
     if device < 0 or not _core.num_images() or not runtime.is_known_kind(kernel) or runtime.why_not(device):
         return False
     runtime.kernel(kernel_name(kernel), device)
@@ -34,7 +34,7 @@ def _compiles(device: int, kernel: Kernel) -> bool:
 
 
 def launches_of(made: Plan, alignments: tuple[int, int], few: bool, device: int) -> list[Launch]:
-    """What a plan takes on a GPU, or on the host (-1)."""
+    """The launches of a plan on a GPU, or on the host (-1)."""
     try:
         return lower(made.launches(*alignments, pages=device >= 0 and not few), _kernels_on(device), few=few)
     except MissingKernelError as error:
@@ -42,7 +42,7 @@ def launches_of(made: Plan, alignments: tuple[int, int], few: bool, device: int)
 
 
 def kernel_notes(launches: Sequence[Launch], device: int) -> list[str]:
-    """What there is to say about kernels that were not built for the copy."""
+    """Notes on kernels that were not built for the copy."""
     said, missing = [], False
     for launch in {launch.kernel: launch for launch in launches}.values():
         if (origin := runtime.origin(launch.name, device)) is not None:
@@ -76,24 +76,25 @@ def prepare(
     src_steps: Steps = Steps(),  # noqa: B008  (immutable)
     dst_steps: Steps = Steps(),  # noqa: B008
 ) -> list[_core.Copy]:
-    """The launches that a plan takes: one, or one a half where K and V have no kernel in common, or where it has many modes.
+    """The launches of a plan: one; or one each for K and V if they share no kernel; or more if it has many modes.
 
     Parameters
     ----------
     made : Plan
+        The plan.
     src_alignment, dst_alignment : int
-        What divides every base address of each side.
+        Alignment of the base addresses of each side (bytes).
     few : bool
-        Take kernels that keep to as many multiprocessors as they are told.
+        Use kernels that accept a limit of multiprocessors.
     device : int
-        CUDA device ordinal: what is not built is compiled for it, if that is possible.  -1: built kernels alone, as the host's.
+        CUDA device ordinal.  A kernel that is not built is compiled for it, if possible.  -1: the host, only built kernels.
     src_steps, dst_steps : Steps
-        How each side's table was shortened, if it was.
+        How the table of each side was shortened.
 
     Raises
     ------
     MissingKernelError
-        A plan of so many modes that it would take thousands of launches.
+        The plan has so many modes that it would need thousands of launches.
     BuildError
         NVRTC refused a kernel.
     """
@@ -114,20 +115,21 @@ def digest_copies(
     src_steps: Steps = Steps(),  # noqa: B008  (immutable)
     dst_steps: Steps = Steps(),  # noqa: B008
 ) -> list[_core.Copy]:
-    """The launches of a digest, by itself or fused into a copy (`kvbm.digest`), with kernels that are built in.
+    """The launches of a digest, separate or fused into a copy (`kvbm.digest`), with built-in kernels.
 
     Parameters
     ----------
     ready : sequence of (Launch, sequence of Told)
+        The planned launches, and the parameters of their cells.
     lanes : int
-        Keys a token of the whole model.
+        Keys per token of the whole model.
     src_steps, dst_steps
         As for `prepare`.
 
     Raises
     ------
     MissingKernelError
-        None is built that would do.
+        No suitable kernel is built in.
     """
     copies = []
     for launch, keys in (one for asked, told in ready for one in _built(asked, told)):
@@ -154,7 +156,7 @@ def _digesting() -> tuple[Kernel, ...]:
 
 
 def _built(asked: Launch, told: Sequence[Told]) -> Iterator[tuple[Launch, Sequence[Told]]]:
-    """The launch with the leanest kernel that is built for it; where there is none, its parts one by one."""
+    """The launch with the leanest suitable built kernel; if there is none, its parts one by one."""
     for kernel in _digesting():
         if len(kernel) == len(asked.kernel) and all(has.runs(form) for has, form in zip(kernel, asked.kernel, strict=True)):
             forms = kernel if len(kernel) > 1 else kernel * len(asked.work)
@@ -171,7 +173,7 @@ def _built(asked: Launch, told: Sequence[Told]) -> Iterator[tuple[Launch, Sequen
 
 
 def engine_copies(made: Plan) -> list[_core.Copy]:
-    """A plan's loop nests in bytes, as the copy engine takes them; none: one has too many modes."""
+    """A plan's loop nests in bytes, for the copy engine; empty if one has too many modes."""
     one = made.parts[0]
     return [
         _core.Copy(None, told, one.src_id[:2], one.dst_id[:2], _units(made)) for told in engine_arguments(made.parts)
@@ -179,5 +181,5 @@ def engine_copies(made: Plan) -> list[_core.Copy]:
 
 
 def _units(made: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Extents of the digits of an id below the block: the same for all parts."""
+    """Extents of an id's digits for units inside a block; the same for all parts."""
     return made.parts[0].src_id.extents, made.parts[0].dst_id.extents

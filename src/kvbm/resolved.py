@@ -1,4 +1,4 @@
-"""Layouts at a block shape and a number of blocks: every term with its strides, the arrays, and the address maps."""
+"""Layouts at a block shape and a number of blocks: strides of every term, arrays, and address maps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Allocation", "Piece", "Resolved", "resolve"]
 
 
 def resolve(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved:
-    """What `Layout.resolve` returns."""
+    """Implements `Layout.resolve`."""
     if num_blocks < 1:
         raise LayoutError(f"{layout.name}: expected at least one block, got {num_blocks}")
     sizes = {"b": num_blocks, **shape.sizes}
@@ -62,7 +62,7 @@ def _resolve_order(
     order: Order, pitch: Mapping[str, Pitch], sizes: Mapping[str, int], names: Mapping[str, int], shape: BlockShape
 ) -> tuple[Piece, ...]:
     itemsize, pack = shape.itemsize, shape.pack
-    # Most orders name every axis of the shape once and split none: then there is nothing to look for.
+    # Most orders name every axis of the shape once and split none: then there is nothing to check.
     if not order.whole or sizes.keys() != order.whole:
         _require_cover(order, sizes, itemsize, pack)
     pieces, _ = _inner_pieces(order.inner, pitch, sizes, names, itemsize, pack, itemsize)
@@ -70,7 +70,7 @@ def _resolve_order(
 
 
 def _table_pieces(terms: Sequence[Term], sizes: Mapping[str, int], itemsize: int, pack: int) -> list[Piece]:
-    """The axes that pick allocations, fastest first."""
+    """The axes that select allocations, fastest first."""
     pieces = []
     entries = 1
     for term in reversed(terms):
@@ -89,7 +89,7 @@ def _inner_pieces(
     pack: int,
     held: int,
 ) -> tuple[list[Piece], int]:
-    """The axes inside an allocation, fastest first, around `held` bytes; and the bytes that they hold together."""
+    """The axes inside an allocation, fastest first, and the bytes of all of them.  Each innermost item has `held` bytes."""
     pieces = []
     packed = pack
     for term in reversed(terms):
@@ -101,7 +101,7 @@ def _inner_pieces(
             )
         if packs:
             if extent % packed:
-                raise LayoutError(f"'{term}': {packed} elements share a byte, and {extent} are no multiple of that")
+                raise LayoutError(f"'{term}': {packed} elements share a byte: expected a multiple of {packed}, got {extent}")
             if divisor > 1:
                 raise LayoutError(
                     f"'{term}': {packed} elements share a byte, and those side by side here are {divisor} apart: expected "
@@ -123,7 +123,7 @@ def _inner_pieces(
 
 
 def _require_cover(order: Order, sizes: Mapping[str, int], itemsize: int, pack: int) -> None:
-    """Every axis appears, in one fused group, and the pieces of each group cover it exactly once."""
+    """Raise `LayoutError` unless every axis appears in one fused group, and the pieces of each group cover it exactly once."""
     groups: dict[tuple[str, ...], list[Term]] = {}
     for term in order.terms:
         if not term.planes:
@@ -144,7 +144,7 @@ def _require_cover(order: Order, sizes: Mapping[str, int], itemsize: int, pack: 
     for group, terms in groups.items():
         expected, total = 1, terms[0].extent(sizes)
         for divisor, extent, text in sorted((*term.cut(sizes, itemsize, pack), str(term)) for term in terms):
-            # A piece of extent one may share its divisor with its neighbour: it holds nothing.
+            # A piece of extent one may have the same divisor as its neighbour: it takes no step.
             if extent > 1 and divisor != expected:
                 raise LayoutError(
                     f"axis '{' '.join(group)}' of {total}: its pieces do not cover it once: "
@@ -156,7 +156,7 @@ def _require_cover(order: Order, sizes: Mapping[str, int], itemsize: int, pack: 
 
 
 def _require_agreement_outside_o(layout: Layout, orders: Sequence[tuple[Piece, ...]]) -> None:
-    """With K and V in one allocation, V must start where K ends: everything slower than 'o' is the same in both."""
+    """If one allocation holds K and V, all axes slower than 'o' must be the same in both, so that V starts where K ends."""
 
     def outside(pieces: tuple[Piece, ...]) -> list[tuple[str, int, int, int, int]]:
         at = [piece.term.axes for piece in pieces].index(("o",))
@@ -176,7 +176,7 @@ def _require_agreement_outside_o(layout: Layout, orders: Sequence[tuple[Piece, .
 def _resolve_planes(
     layout: Layout, shape: BlockShape, num_blocks: int, sizes: Mapping[str, int], names: Mapping[str, int]
 ) -> Resolved:
-    """Every plane as a layout of its own, and the records that they fill together checked."""
+    """Resolve each plane as a separate layout, and check that planes of a record do not overlap."""
     outer = layout.orders[0]
     apart = any(term.planes for term in outer.table)
     found: list[_Found] = []
@@ -189,7 +189,7 @@ def _resolve_planes(
                 f"{plane.orders[0].where or layout.name}: plane '{plane.name}': {error} (at {shape})"
             ) from None
         found.append(one)
-        # What is placed by hand may lie in the gaps of another plane, where nothing needs room behind its last byte.
+        # A plane with a declared offset may lie in the gaps of another plane: it needs no room after its last byte.
         own = max(reach(_boxes(pieces), one.shape.itemsize) for pieces in one.orders) if plane.offset else one.held
         end = max(end, one.offset + own)
     try:
@@ -240,7 +240,7 @@ def _find_plane(
     for axis in plane.shared:
         if axis in here:
             raise LayoutError(f"axis '{axis}' is shared by all elements, so it cannot stand in the order")
-    # The elements of a plane are its own; blocks, layers, heads and tokens are everybody's.
+    # Each plane has its own elements; all planes share blocks, layers, heads and tokens.
     mine = {a: n for a, n in sizes.items() if a in here or (a in AXES and a != "d" and a not in plane.shared)}
     orders, held = [], []
     for order in plane.orders[: shape.no]:
@@ -257,7 +257,7 @@ def _find_plane(
 def _place_plane(
     layout: Layout, index: int, found: _Found, names: Mapping[str, int], record: int
 ) -> tuple[tuple[tuple[Piece, ...], ...], int]:
-    """Its pieces, those that all planes share included, and its first entry of the table."""
+    """The plane's pieces, including those that all planes share, and its first table entry."""
     outer, shape = layout.orders[0], found.shape
     table = _table_pieces(outer.table, found.sizes, shape.itemsize, shape.pack)
     entry = sum(index * piece.table for piece in table if piece.term.planes)
@@ -268,7 +268,7 @@ def _place_plane(
 
 
 def _require_apart(found: Sequence[_Found]) -> None:
-    """No two planes of a record share a byte."""
+    """Raise `LayoutError` if two planes of a record share a byte."""
     for index, one in enumerate(found):
         for other in found[index + 1 :]:
             for a, b in itertools.product(one.orders[:], other.orders[:]):
@@ -280,7 +280,7 @@ def _require_apart(found: Sequence[_Found]) -> None:
 
 
 def _boxes(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
-    """Extents and strides, slowest first, without steps that stay."""
+    """Extents and strides, slowest first, without extents of one."""
     return tuple((piece.extent, piece.stride) for piece in reversed(pieces) if piece.extent > 1)
 
 
@@ -290,12 +290,12 @@ def _boxes(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
 class Piece(NamedTuple):
     """A declared term with sizes: ``(index // divisor) % extent`` steps `stride` bytes and `table` table entries.
 
-    Pieces are the declaration, for shapes of arrays and for pictures; where elements lie is read from `Access`.
+    Pieces follow the declaration; they give shapes of arrays and pictures.  Addresses of elements come from `Access`.
 
     Attributes
     ----------
     packs : bool
-        Whether the elements that share a byte lie side by side along it.
+        True if elements that share a byte are neighbours along this piece.
     """
 
     term: Term
@@ -313,16 +313,16 @@ class Allocation:
     Attributes
     ----------
     label : str
-        Which one, e.g. ``"l=3 o=1"``; empty where there is only one.
+        Its coordinates, e.g. ``"l=3 o=1"``; empty if there is only one array.
     axes : tuple of str
-        Terms, slowest first; at the end ``"elements"`` where K and V lie in one array in different orders, and ``"bytes"``
-        where planes do.
+        Terms, slowest first.  The last is ``"elements"`` if one array holds K and V in different orders, and ``"bytes"`` if it
+        holds several planes.
     shape, strides : tuple of int
         Items along each axis; bytes between neighbours.
     nbytes : int
         Extent in bytes, padding included.
     dtype : str
-        Of an item; ``"uint8"`` where planes share the array.
+        Dtype of an item; ``"uint8"`` if planes share the array.
     """
 
     label: str
@@ -334,22 +334,22 @@ class Allocation:
 
     @property
     def itemsize(self) -> int:
-        """Bytes an item."""
+        """Bytes per item."""
         return ITEMSIZE[self.dtype]
 
     @property
     def extent(self) -> int:
-        """Bytes from the first to behind the last item."""
+        """Bytes from the first item to the end of the last item."""
         return sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.itemsize
 
     @property
     def is_record(self) -> bool:
-        """Whether several planes share it, so that its elements are of no one dtype."""
+        """True if several planes share the array.  Its elements then have several dtypes."""
         return self.axes[-1:] == ("bytes",)
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """Extents and strides, fastest first, with axes that continue each other as one: what the shape of bytes does not say."""
+        """Extents and strides (bytes), fastest first.  Axes that are contiguous with each other are merged."""
         return merge_steps(self.shape, self.strides)
 
 
@@ -362,15 +362,15 @@ class Resolved:
     sizes : mapping of str to int
         Extent of every axis.
     orders : tuple of tuple of Piece
-        The pieces of K (or of both) and of V, fastest first; none where there are planes.
+        The pieces of K (or of both) and of V, fastest first.  Empty if the layout has planes.
     bases : tuple of (int, int)
-        Bytes and table entries at which K (or both) and V start: not zero for a range of layers, or a plane.
+        Bytes and table entries at which K (or both) and V start.  Not zero for a range of layers, or for a plane.
     parts : tuple of Resolved
-        One a plane, each with its own shape (of its dtype) and sizes, where the layout has planes.
+        If the layout has planes: one per plane, with the shape (and dtype) and sizes of the plane.
     record : int
-        Bytes that planes fill together, gaps between them included; 0 where each has arrays of its own.
+        Bytes of a record of all planes, gaps included; 0 if each plane has its own arrays.
     plane : str
-        Of which plane this is; empty for a whole layout.
+        Name of the plane; empty for a whole layout.
     """
 
     layout: Layout
@@ -385,21 +385,21 @@ class Resolved:
 
     @property
     def planes(self) -> tuple[Resolved, ...]:
-        """One a kind of elements: its planes, or itself."""
+        """The planes; without planes, the layout itself."""
         return self.parts or (self,)
 
     def pieces(self, o: int = 0) -> tuple[Piece, ...]:
-        """Pieces of the order that `o` (0 = K, 1 = V) follows, fastest first."""
+        """Pieces of the order of K (`o` = 0) or V (`o` = 1), fastest first."""
         return self.orders[min(o, len(self.orders) - 1)]
 
     @cached_property
     def extents(self) -> dict[str, int]:
-        """Extent of every axis of a block: all but ``b``."""
+        """Extent of every axis except ``b``."""
         return {axis: size for axis, size in self.sizes.items() if axis != "b"}
 
     @cached_property
     def id_steps(self) -> tuple[int, int]:
-        """Table entries and bytes that a block id steps; of the first plane where these lie in arrays of their own."""
+        """Table entries and bytes from one block id to the next.  If planes have separate arrays: those of the first plane."""
         piece = next(piece for piece in self.planes[0].orders[0] if piece.term.axes == ("b",))
         return (piece.table, piece.stride)
 
@@ -411,17 +411,17 @@ class Resolved:
 
     @property
     def apart(self) -> bool:
-        """Whether each plane has arrays of its own."""
+        """True if each plane has its own arrays."""
         return bool(self.parts) and not self.record
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that the elements of a block hold, padding not counted."""
+        """Bytes of the elements of a block, without padding."""
         return self.section.block_bytes
 
     @cached_property
     def kinds(self) -> tuple[Allocation, ...]:
-        """Each kind of allocation, without label: one; K's and V's; one a plane, or what all planes share."""
+        """The kinds of allocations, without labels: one; K's and V's; one per plane; or one record that all planes share."""
         if self.apart:
             return tuple(kind for part in self.parts for kind in part.kinds)
         if self.parts:
@@ -437,14 +437,14 @@ class Resolved:
             )
             made.append(Allocation("", axes, shape, strides, nbytes, self.shape.dtype))
         if len(made) == 2 and self._o_of_entry is None:
-            # K and V lie in one allocation in different orders: no shape says that, so it is a row of elements.
+            # One allocation holds K and V in different orders: no shape describes that, so it is a row of elements.
             size, itemsize = made[0].nbytes, self.shape.itemsize
             return (Allocation("", ("elements",), (size // itemsize,), (itemsize,), size, self.shape.dtype),)
         return tuple(made)
 
     @property
     def _record(self) -> Allocation:
-        """What planes share: the axes around a record, and its bytes."""
+        """The array that planes share: the axes around a record, and its bytes."""
         around = sum(not term.planes for term in self.layout.orders[0].inner)
         outer = [piece for piece in reversed(self.parts[0].orders[0]) if not piece.table][:around]
         held = self.record
@@ -469,7 +469,7 @@ class Resolved:
 
     @cached_property
     def kind_of_entry(self) -> Sequence[int]:
-        """Which of `kinds` each table entry is."""
+        """For each table entry, its index in `kinds`."""
         if self.parts:
             kinds, before = [0] * self.table_size, 0
             for part in self.parts if self.apart else ():
@@ -485,11 +485,11 @@ class Resolved:
 
     @property
     def _entries(self) -> int:
-        """Table entries that this layout, or plane of one, has for itself."""
+        """Number of table entries of this layout or plane."""
         return math.prod(piece.extent for piece in self.orders[0] if piece.table)
 
     def _entry_of_plane(self, part: Resolved, index: int) -> int:
-        """Entry of the whole table for entry `index` of those that a plane has for itself."""
+        """Index in the whole table of the plane's table entry `index`."""
         entry = part.bases[0][1]
         for piece in part.orders[0]:
             if piece.table:
@@ -508,7 +508,7 @@ class Resolved:
 
     @property
     def _labels(self) -> list[str]:
-        """What each table entry is called: ``l=3 o=1``, ``scale l=3``."""
+        """The label of each table entry: ``l=3 o=1``, ``scale l=3``."""
         labels = [""] * self.table_size
         for part in self.planes if self.apart else self.planes[:1]:
             table = [piece for piece in reversed(part.orders[0]) if piece.table]
@@ -524,33 +524,33 @@ class Resolved:
         """Bytes of all allocations, padding included."""
         if self.apart:
             return sum(part.nbytes for part in self.parts)
-        return self.table_size * sum(kind.nbytes for kind in self.kinds) // len(self.kinds)  # K and V: a half each
+        return self.table_size * sum(kind.nbytes for kind in self.kinds) // len(self.kinds)  # K and V: half of the entries each
 
     def address(self, block: Index, /, **coordinates: Index) -> tuple[Index, Index]:
-        """Where one element lies, or many.
+        """The position of one element, or of many.
 
         Parameters
         ----------
         block : int or array of int
             Block id.
         **coordinates : int or array of int
-            ``l o h t d`` and extra axes; 0 where not given.  Arrays broadcast.  Inside an opaque group the declared order is
-            assumed.
+            Coordinates of ``l o h t d`` and of extra axes.  Default: 0.  Arrays broadcast.  Inside an opaque group the declared
+            order is used.
 
         Returns
         -------
         tuple
-            Index of the allocation, byte offset inside it.
+            Index of the allocation, and byte offset inside it.
 
         Raises
         ------
         LayoutError
-            An axis that the layout does not have, a coordinate out of range, or several planes, of which each has a map of
-            its own.
+            The layout has no such axis, or a coordinate is out of range.  The layout has several planes: call it on one of
+            `planes`.
         """
         name = self.layout.name
         if self.parts:
-            raise LayoutError(f"{name}: expected a plane, as it has {len(self.parts)}: ask one of `planes`")
+            raise LayoutError(f"{name}: expected one plane, got a layout with {len(self.parts)} planes: use one of `planes`")
         for axis, index in (("b", block), *coordinates.items()):
             size = self.sizes.get(axis)
             if size is None:
@@ -562,12 +562,12 @@ class Resolved:
             return self.accesses[0].address(block, coordinates)
         which = coordinates.get("o", 0)
         if hasattr(which, "min"):
-            raise LayoutError(f"{name}: K and V have orders of their own: ask for one o at a time")
+            raise LayoutError(f"{name}: K and V have different orders: expected one value of o per call, got several")
         return self.accesses[which].address(block, coordinates)
 
     @cached_property
     def accesses(self) -> tuple[Access, ...]:
-        """The address maps: one, or K's and V's where they have orders of their own; of one plane after the other."""
+        """The address maps: one, or two if K and V have different orders; with planes, those of each plane in turn."""
         if self.parts:
             return tuple(access for part in self.parts for access in part.accesses)
         made = []
@@ -589,5 +589,5 @@ class Resolved:
 
     @cached_property
     def section(self) -> Section:
-        """All of it, for a plan."""
+        """The whole layout as a section, for a plan."""
         return Section(self.layout, self.shape, self.num_blocks, self.accesses, record=bool(self.record))

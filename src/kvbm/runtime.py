@@ -1,12 +1,13 @@
-"""Kernels that are compiled while the program runs: a kernel's name → source text → cubin, kept in the user's cache folder.
+"""Compile kernels at run time: a kernel's name → source text → cubin, cached in the user's cache folder.
 
-NVRTC compiles, through cuda.core; the text is the one line of ``cuda/permute.cuh`` that a build would have compiled, so a
-run-time kernel is the built kernel. It needs no GPU. NVRTC itself is optional (``pip install 'kvbm-layouts[runtime]'``): what is
-not there is a reason that `why_not` gives, never an error.
+NVRTC compiles, through cuda.core.  The text is the same line for ``cuda/permute.cuh`` that a build compiles, so a run-time kernel
+equals the built kernel.  No GPU is needed to compile.  NVRTC is optional (``pip install 'kvbm-layouts[runtime]'``): if it is
+missing, `why_not` returns the reason, and no error is raised.
 
-The cache is a folder of files, one a kernel, architecture and compiler. cuda.core's own `FileStreamProgramCache` keeps bare
-cubins: it would hand a truncated or foreign file to the driver, older versions of cuda.core lack it, and to find an entry it
-loads NVRTC (50 ms and 100 MB), where the file alone takes well under a millisecond. So a file here says what it is and proves it.
+The cache is a folder with one file per kernel, architecture and compiler.  cuda.core's `FileStreamProgramCache` is not used: it
+stores bare cubins, so it would pass a truncated or foreign file to the driver; older versions of cuda.core lack it; and to find an
+entry it loads NVRTC (50 ms and 100 MB), while reading a file takes far less than a millisecond.  Files here have a header and a
+digest.
 """
 
 from __future__ import annotations
@@ -42,29 +43,29 @@ PERMANENT = (
     "KVBM_LAYOUTS=DIR compiles it"
 )
 
-#: Of a cache file: what it is, and by which rules it is read.
+#: Magic bytes and version of a cache file.
 _MAGIC = b"kvbm-cubin-1\n"
 _KEY = _DIGEST = 32
 _ELF, _EM_CUDA = b"\x7fELF", 190
 
-#: NVRTC's; what changes a bit of the result is in the key. An architecture is added.
+#: Options for NVRTC, without the architecture.  All that changes the result is part of the key.
 _OPTIONS: dict[str, Any] = {"std": "c++17", "device_as_default_execution_space": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """An NVRTC that answers.
+    """A working NVRTC.
 
     Attributes
     ----------
     version : str
-        Such as ``13.0``.
+        Version, such as ``13.0``.
     path : str
-        The library.
+        Path of the library.
     size : int
-        Its bytes: releases of one version differ in it.
+        Bytes of the library: releases of one version differ in it.
     archs : tuple of int
-        What it compiles for: 90 is sm_90. Ascending.
+        Supported architectures, ascending; 90 is sm_90.
     """
 
     version: str
@@ -76,28 +77,29 @@ class Compiler:
         return f"NVRTC {self.version}"
 
     def arch(self, capability: int) -> int | None:
-        """The best architecture for a GPU: its own, else the latest before it that it runs too; None: there is none."""
+        """The best architecture for a GPU: its own, else the latest earlier one that it can run; None if there is none."""
         fitting = [arch for arch in self.archs if arch // 10 == capability // 10 and arch <= capability]
         return max(fitting, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the code of a run-time kernel came from.
+    """The origin of a run-time kernel's code.
 
     Attributes
     ----------
     kernel : str
+        Name of the kernel.
     arch : int
-        90 for sm_90.
+        Architecture: 90 is sm_90.
     cached : bool
-        Whether it came from the cache; else it was compiled.
+        True if it came from the cache, False if it was compiled.
     seconds : float
-        What that took.
+        Time to load or compile it.
     compiler : str
-        By what it was compiled, now or then.
+        The compiler that compiled it, now or earlier.
     path : str
-        Its file in the cache; empty if the folder cannot be written.
+        Its file in the cache; empty if the folder is not writable.
     """
 
     kernel: str
@@ -116,22 +118,22 @@ class Origin:
 
 # ---- the compiler --------------------------------------------------------------------------------------------------
 
-_lock = Lock()  # compiling and loading; never while a kernel is found that is known
+_lock = Lock()  # held while compiling and loading, not while looking up a known kernel
 _found: Compiler | BuildError | None = None
 
 
 def is_off() -> bool:
-    """Whether ``KVBM_NVRTC=0`` turns compiling at run time off."""
+    """True if ``KVBM_NVRTC=0`` turns compiling at run time off."""
     return os.environ.get("KVBM_NVRTC", "1") == "0"
 
 
 def find() -> Compiler:
-    """Find NVRTC where cuda.pathfinder does: wheels, conda, the system's, ``CUDA_HOME``.  Looked for once a process.
+    """Find NVRTC with cuda.pathfinder: wheels, conda, the system, ``CUDA_HOME``.  It is searched once per process.
 
     Raises
     ------
     BuildError
-        It is not there, does not answer, or is turned off.
+        NVRTC is not found, does not work, or is turned off.
     """
     global _found
     if is_off():
@@ -148,7 +150,7 @@ def find() -> Compiler:
 
 
 def _ask() -> Compiler:
-    """Load the library and ask it."""
+    """Load the library, and query its version and architectures."""
     try:
         from cuda import pathfinder
         from cuda.bindings import nvrtc
@@ -161,19 +163,19 @@ def _ask() -> Compiler:
         if int(status):
             raise RuntimeError(f"nvrtcGetSupportedArchs returned {status}")
         size = Path(path).stat().st_size if path else 0
-    except Exception as error:  # whatever a library that is half installed does
+    except Exception as error:  # an incomplete installation may raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise BuildError(f"NVRTC is not there ({reason}): {INSTALL}") from None
+        raise BuildError(f"NVRTC was not found ({reason}): {INSTALL}") from None
     found = Compiler(f"{major}.{minor}", path, size, tuple(sorted(archs)))
     _remember(found)
     return found
 
 
-# To load NVRTC costs more than a kernel from the cache may: what it said is kept, with how its file looked then.
+# Loading NVRTC takes longer than a cached kernel: its version and architectures are cached, with data of its file.
 
 
 def _note() -> Path:
-    """Where that is kept: an environment may find another library than the next one does."""
+    """The file of this cache.  Each environment has its own, as it may find another library."""
     places = [
         sys.prefix,
         *(os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX", "LD_LIBRARY_PATH")),
@@ -182,7 +184,7 @@ def _note() -> Path:
 
 
 def _remember(found: Compiler) -> None:
-    with contextlib.suppress(OSError, RuntimeError):  # then it is asked again
+    with contextlib.suppress(OSError, RuntimeError):  # then the library is queried again
         stat = Path(found.path).stat()
         data = {
             "path": found.path,
@@ -204,7 +206,7 @@ def _remembered() -> Compiler | None:
         if not re.fullmatch(r"\d+\.\d+", data["version"]) or not all(type(arch) is int for arch in data["archs"]):
             return None
         return Compiler(data["version"], data["path"], data["size"], tuple(data["archs"]))
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # not there, not whole, not ours
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # missing, incomplete, or not kvbm's
         return None
 
 
@@ -212,7 +214,7 @@ def _remembered() -> Compiler | None:
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept: ``nvrtc`` in the user's cache folder."""
+    """The folder of compiled kernels: ``nvrtc`` in the user's cache folder."""
     return cache.folder() / "nvrtc"
 
 
@@ -227,7 +229,7 @@ def _headers() -> bytes:
 
 
 def _key(name: str, arch: int, compiler: Compiler) -> bytes:
-    """What a cubin depends on: 32 bytes."""
+    """A hash of everything that a cubin depends on, 32 bytes."""
     from . import __version__
 
     what = [
@@ -243,14 +245,14 @@ def _key(name: str, arch: int, compiler: Compiler) -> bytes:
 
 
 def _read(path: Path, key: bytes) -> bytes | None:
-    """The cubin of a cache file; None: there is none.
+    """The cubin of a cache file; None if there is no file.
 
     Raises
     ------
     ValueError
-        The file is not what it should be.
+        The file is wrong.
     OSError
-        It cannot be read.
+        The file cannot be read.
     """
     try:
         _require_private(path.parent)
@@ -272,9 +274,9 @@ def _read(path: Path, key: bytes) -> bytes | None:
 
 
 def _exposed(path: Path) -> str:
-    """Why another user could have put code into a folder or file; empty if none but root could.
+    """Why another user (except root) could have written a folder or file; empty if none could.
 
-    A digest proves that a file is whole, not who wrote it.
+    A digest proves that a file is complete, not who wrote it.
     """
     stat = path.stat()
     if stat.st_uid not in (os.geteuid(), 0):
@@ -287,7 +289,7 @@ def _exposed(path: Path) -> str:
 
 
 def _require_private(folder: Path) -> None:
-    """Refuse (PermissionError) a folder that others could put code into: what is in it is run."""
+    """Raise PermissionError for a folder that others could write: its code is executed."""
     if why := _exposed(folder):
         raise PermissionError(errno.EPERM, why)
 
@@ -298,7 +300,7 @@ def _require_cubin(cubin: bytes) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all; of two processes at once the last one's stays.  The folder is the user's alone: its files are run."""
+    """Write a file atomically.  If two processes write it, the last one wins.  The folder is private: its code is executed."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _require_private(path.parent)
     with cache.replacing(path, mode=0o600) as part:
@@ -311,26 +313,27 @@ def cubin(name: str, capability: int) -> tuple[bytes, Origin]:
     Parameters
     ----------
     name : str
-        Such as ``rows_o2_i5_w8``.
+        Name of the kernel, such as ``rows_o2_i5_w8``.
     capability : int
-        Of the GPU: 90 is sm_90.
+        Capability of the GPU: 90 is sm_90.
 
     Returns
     -------
     bytes
-        A cubin.
+        The cubin.
     Origin
+        Its origin.
 
     Raises
     ------
     BuildError
-        There is no NVRTC, it does not know the GPU, or it refused the source: ``.log`` is what it said, and the source.
+        There is no NVRTC, it does not support the GPU, or it refused the source: ``.log`` has its output and the source.
 
     Notes
     -----
-    A cache file that cannot be read or is not what it should be is replaced, with a warning; a folder that cannot be written
-    costs a warning and compiling again in the next process.  So does a folder or file that others may write, or that is neither
-    this user's nor root's: code from there is not run, and none is left there.
+    A cache file that is unreadable or wrong is replaced, with a warning.  If the folder is not writable, there is a warning, and
+    the next process compiles again.  The same applies to a folder or file that others may write, or that belongs to another user
+    than this one or root: its code is not executed, and nothing is written there.
     """
     compiler = find()
     arch = compiler.arch(capability)
@@ -375,7 +378,7 @@ def _compile(name: str, arch: int, compiler: Compiler) -> bytes:
         options = ProgramOptions(name=f"{name}.cu", arch=f"sm_{arch}", include_path=str(cuda_dir()), **_OPTIONS)
         made = bytes(Program(text, "c++", options).compile("cubin").code)
         _require_cubin(made)
-    except Exception as error:  # cuda.core's are its own business
+    except Exception as error:  # cuda.core may raise anything
         numbered = "\n".join(f"{number:4} | {line}" for number, line in enumerate(text.splitlines(), 1))
         log = f"{str(error).strip()}\n\n{name}.cu:\n{numbered}"
         raise BuildError(
@@ -401,7 +404,7 @@ def _capability(device: int) -> int:
 
 
 def why_not(device: int) -> str:
-    """Why no kernel can be compiled for a GPU; empty if one can."""
+    """Why kernels cannot be compiled for a GPU; empty if they can."""
     try:
         compiler = find()
     except BuildError as error:
@@ -412,14 +415,14 @@ def why_not(device: int) -> str:
 
 
 def kernel(name: str, device: int) -> Origin:
-    """Make a kernel that is not built in known to the compiled half, for a GPU; at once if it is known already.
+    """Load a kernel that is not built in into the compiled part, for a GPU.  A loaded kernel is returned at once.
 
     Raises
     ------
     BuildError
         As `cubin`.
     CudaError
-        No such GPU.
+        There is no such GPU.
     """
     known = _known.get((name, _capability(device)))
     if known is not None:
@@ -440,10 +443,10 @@ def kernel(name: str, device: int) -> Origin:
 
 
 def is_known_kind(kernel: Kernel) -> bool:
-    """Whether the compiled half can launch such a kernel without a template of its own."""
+    """True if the compiled part can launch such a kernel."""
     return not any(form.of_planes or form.sums for form in kernel)
 
 
 def origin(name: str, device: int) -> Origin | None:
-    """Where a kernel's code came from, if this process compiled or loaded it at run time."""
+    """The origin of a kernel's code, if this process compiled or loaded it at run time; else None."""
     return _known.get((name, _capability(device))) if device >= 0 else None

@@ -1,7 +1,7 @@
-"""JSON schemas of layout, shape and placement files, for editors: made from what the parser knows, so that the two agree.
+"""JSON schemas of layout, shape and placement files, for editors.  They use the names that the parser knows, so both agree.
 
-A schema never refuses what the parser takes.  It cannot see everything that the parser refuses: no pattern knows whether
-a pitch belongs to an axis of the order, or whether a split divides a size.  `kvbm check` does.
+A schema accepts every file that the parser accepts.  It also accepts some files that the parser refuses: a pattern cannot check
+that a pitch belongs to an axis of the order, or that a split divides a size.  `kvbm check` checks everything.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["SCHEMAS", "layout_schema", "placement_schema", "shape_schema", "text
 
 _Schema = dict[str, Any]
 
-# The patterns are read by JavaScript too, with its flag "u": no named groups, and nothing escaped that needs it not.
-_DRAFT = "http://json-schema.org/draft-07/schema#"  # what editors know best
+# JavaScript reads these patterns, too, with its flag "u": no named groups, no unnecessary escapes.
+_DRAFT = "http://json-schema.org/draft-07/schema#"  # the version that most editors support
 _OWN = "".join(AXES)
 _ANY = "A-Za-z"
-_NAME = "[a-z][a-z0-9_]*"  # of a plane
+_NAME = "[a-z][a-z0-9_]*"  # name of a plane
 _SHARED = "[" + "".join(axis for axis in AXES if axis not in "bd") + "]"
-_TEXT = {"type": ["string", "number", "boolean", "null"]}  # the parser takes every scalar as it is written
+_TEXT = {"type": ["string", "number", "boolean", "null"]}  # the parser reads every scalar as its text
 
 
 def layout_schema() -> _Schema:
@@ -71,7 +71,7 @@ def layout_schema() -> _Schema:
         "properties": {key: described[key] for key in KEYS},
         "required": ["order"],
         "additionalProperties": False,
-        # Letters beyond those of the language are axes only where they are declared.
+        # Other letters than those of the language are axes only if the key 'axes' declares them.
         "if": {"required": ["axes"]},
         "then": {"properties": _with_letters(_ANY)},
         "else": {"properties": _with_letters(_OWN)},
@@ -197,31 +197,31 @@ def placement_schema() -> _Schema:
     }
 
 
-#: What there is a schema of.
+#: The kinds of files that have a schema.
 SCHEMAS = {"layout": layout_schema, "shape": shape_schema, "placement": placement_schema}
 
 
 def text(kind: str) -> str:
-    """A schema as it is checked in: ``text("layout")`` is ``layouts/schema.json``."""
+    """The text of a schema file: ``text("layout")`` is ``layouts/schema.json``."""
     return json.dumps(SCHEMAS[kind](), indent=2, ensure_ascii=False) + "\n"
 
 
 # ---- orders --------------------------------------------------------------------------------------------------------
 
 
-# In a whole term nothing splits the letter, and it stands in no (…). The unit B is no axis, so that letter is not looked at,
-# nor are those of the names between <>.
+# A whole term is a letter without a split, outside (…). The letter B is a unit and not an axis, so the patterns skip it. They also
+# skip the names between <>.
 _APART = "(?![^<>]*>)"
 _LETTER, _WHOLE = f"([AC-Za-z]){_APART}", r"(?![/%])(?![^()]*\))"
 _NOT_B = "(?:[^b<]|<[^<>]*>)*"
 
-#: Pattern → what an editor says in its place: what holds of the order of blocks.
+#: Rules for the order of a layout: pattern → the message that an editor shows instead of it.
 _BLOCK = {
     rf"^{_NOT_B}b(?![/%]){_NOT_B}$": "expected the axis b (block) once, unsplit",
     r"^[^<]*(?:<[^<]*)?$": "expected one term <…> that says where the planes lie",
 }
 
-#: And what holds of any order, whatever the letters are.
+#: Rules for any order, for any letters.
 _ONCE = {
     r"^(?![\s\S]*[({](?:\s*b\s+[A-Za-z]|[^(){}]*[A-Za-z]\s+b))": "expected the axis b (block) alone: block ids index it",
     rf"^(?![\s\S]*{_LETTER}{_WHOLE}[\s\S]*\1{_APART})(?![\s\S]*{_LETTER}[\s\S]*\2{_APART}{_WHOLE})": "expected every axis "
@@ -236,7 +236,7 @@ def _rules(rules: Mapping[str, str]) -> list[_Schema]:
 
 
 def _with_letters(letters: str) -> _Schema:
-    """What depends on which letters are axes."""
+    """The rules that depend on the letters that are axes."""
     axis = f"[{letters}]"
     axes = rf"\s*{axis}(?:\s+{axis})*\s*"
     term = rf"(?:\({axes}\)|{axis})(?:[/%]0*[1-9][0-9]*B?)*"
@@ -254,13 +254,13 @@ def _with_letters(letters: str) -> _Schema:
     said = f"expected axes{known} other than b, splits such as d/16B, (…) and {{…}}"
     own = [*_rules({rf"^(?:\s*\[\s*\])?{inner}\s*$": said, "^[^b]*$": said}), {"$ref": "#/definitions/once"}]
     pitch = {"propertyNames": {"pattern": f"^(?:{term}|{opaque})$"}}
-    # A plane's order may be empty, which YAML reads as null; and what reads as true is the axes t r u e.
+    # A plane's order may be empty, which YAML reads as null. The text "true", which YAML reads as a boolean, is the axes t r u e.
     plane = {"properties": {"order": _halved(["string", "boolean", "null"], own), "pitch": pitch}}
     return {"order": _halved(["string"], whole), "pitch": pitch, "planes": {"additionalProperties": plane}}
 
 
 def _halved(types: Sequence[str], rules: Sequence[_Schema]) -> _Schema:
-    """An order, or {k: …, v: …}: patterns are for texts, the rest is for the two."""
+    """An order, or {k: …, v: …}.  The patterns apply to a text, the other keywords to the mapping."""
     halves = {half: {"type": list(types) if len(types) > 1 else types[0], "allOf": list(rules)} for half in "kv"}
     return {
         "type": [*types, "object"],
@@ -275,7 +275,7 @@ def _halved(types: Sequence[str], rules: Sequence[_Schema]) -> _Schema:
 
 
 def _expression(end: str, minimum: int = 1) -> _Schema:
-    """Operands with operators between them; a pattern cannot count parentheses."""
+    """Operands with operators between them.  A pattern cannot check that parentheses match."""
     symbols = [ast.unparse(ast.BinOp(ast.Name("x"), operator(), ast.Name("x"))).split()[1] for operator in OPERATORS]
     between = "|".join(_escaped(symbol) for symbol in [*symbols, ","])
     opened = rf"(?:(?:{'|'.join(FUNCTIONS)})?\s*\(\s*)*"

@@ -1,4 +1,4 @@
-"""Sections: what of a pool a copy means, as address maps; and the slots that hold it packed."""
+"""Sections: the part of a pool that is copied, as address maps; and slots that hold this part packed."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_UNIT_DIGITS", "Section", "canonical", "pieces"]
 
-#: Digits of an id below the block that kernels take out of it (``KVBM_UNIT_DIGITS`` of ``cuda/kvbm.h``).
+#: Most digits of an id inside a block that kernels support (``KVBM_UNIT_DIGITS`` of ``cuda/kvbm.h``).
 MAX_UNIT_DIGITS = 2
 
-#: Coordinates of an axis, ascending steps of one or a list.
+#: Coordinates of an axis: a range, or a list.
 Coordinates = range | tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Section:
-    """What of a pool a copy means: all of its blocks, some coordinates of an axis, units of a block, or slots that hold it packed.
+    """The part of a pool that is copied: whole blocks, some coordinates of an axis, units of a block, or packed slots.
 
     Attributes
     ----------
     layout : Layout
+        Layout of the pool.
     shape : BlockShape
-        Of the whole pool.
+        Shape of the whole pool's blocks.
     num_blocks : int
+        Number of blocks.
     accesses : tuple of Access
-        As in `Resolved`.
+        Address maps, as in `Resolved`.
     record : bool
-        Whether planes fill records together.
+        True if planes share records.
     units : int
-        How many of a block ids count.
+        Number of units per block; ids count units.
     chosen : tuple of (str, coordinates)
-        Axes of which some coordinates are meant that are no loop: `accesses` are of all of them.
+        Axes with selected coordinates that are not one loop.  The `accesses` include all coordinates of these axes.
     """
 
     layout: Layout
@@ -54,7 +56,7 @@ class Section:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that the elements of a block, or of a unit, hold, padding not counted."""
+        """Bytes of the elements of a block or unit, without padding."""
         total = 0
         for access in self.accesses:
             if not access.half:
@@ -66,15 +68,15 @@ class Section:
 
     @property
     def num_ids(self) -> int:
-        """Ids go from 0 to below this."""
+        """Number of ids; they are ``0 … num_ids - 1``."""
         return self.num_blocks * self.units
 
     def size(self, axis: str) -> int:
-        """Coordinates of an axis, before some of them were chosen."""
+        """Number of coordinates of an axis, without selection."""
         return max(dict(access.sizes).get(axis, 1) for access in self.accesses)
 
     def count(self, axis: str) -> int:
-        """Coordinates of an axis that are meant."""
+        """Number of selected coordinates of an axis."""
         return len(dict(self.chosen).get(axis, range(self.size(axis))))
 
     def of_planes(self, names: Sequence[str]) -> Section:
@@ -83,7 +85,7 @@ class Section:
         Raises
         ------
         LayoutError
-            There is no plane of that name, or no name.
+            There is no such plane, or `names` is empty.
         """
         if not names:
             raise LayoutError(f"{self.layout.name}: planes: expected one or more names")
@@ -95,13 +97,13 @@ class Section:
         return replace(self, accesses=tuple(access for access in self.accesses if access.plane in names))
 
     def select(self, axis: str, coordinates: Coordinates) -> Section:
-        """The same memory, of which these coordinates of one axis are meant; they count from 0 on then.
+        """Select coordinates of one axis.  In the result they are numbered from 0.
 
         Raises
         ------
         LayoutError
-            A coordinate that there is not; the axis is in an opaque group or fused with others; elements share a byte that would
-            be parted; a plane has one element for all coordinates of the axis.
+            A coordinate is out of range, the axis is in an opaque group or fused with others, the selection would split a byte, or
+            a plane has one element for all coordinates of the axis.
         """
         where = f"{self.layout.name} ({self.layout.order_text})"
         chosen = dict(self.chosen)
@@ -138,13 +140,13 @@ class Section:
         return replace(self, accesses=tuple(accesses), chosen=tuple(sorted([*chosen.items(), (axis, coordinates)])))
 
     def cut(self, tokens: int) -> Section:
-        """The same memory, whose ids count units of so many tokens: unit ``k`` of a block with ``n`` of them is ``block * n + k``.
+        """The same memory with ids of units of `tokens` tokens: unit ``k`` of a block of ``n`` units is ``block * n + k``.
 
         Raises
         ------
         LayoutError
-            Units that are no whole part of a block, or that the layout's splits would part; planes that units of a block share;
-            tokens that were chosen.
+            `tokens` does not divide a block, a unit cuts a split of the layout, units of a block share a plane, or tokens have been
+            selected before.
         """
         where = f"{self.layout.name} ({self.layout.order_text}): units of {tokens} tokens"
         size = self.size("t")
@@ -154,7 +156,7 @@ class Section:
             raise LayoutError(f"{where}: expected a divisor of {size}")
         if "t" in dict(self.chosen) or size * self.units != self.shape.nt:
             raise LayoutError(
-                f"{where}: some tokens of a block are chosen; take units first, and tokens of a unit then"
+                f"{where}: some tokens of a block are selected; call units first, then select tokens of a unit"
             )
         for access in self.accesses:
             if "t" not in dict(access.sizes):
@@ -169,7 +171,7 @@ class Section:
         return replace(self, accesses=accesses, units=self.units * (size // tokens))
 
     def box(self, windows: Iterable[tuple[str, tuple[int, int, int]]]) -> Section:
-        """A part that is one loop along each axis: of `pieces`."""
+        """A part with one loop along each axis, for `pieces`."""
         accesses: Sequence[Access] = self.accesses
         for axis, (first, count, step) in windows:
             mine = _of_half(accesses, axis, range(first, first + count))
@@ -177,9 +179,9 @@ class Section:
         return replace(self, accesses=tuple(accesses), chosen=())
 
     def packed(self) -> Section:
-        """The elements of a block in this layout's order without gaps, one block after the other in one allocation.
+        """The elements of a block in this layout's order without gaps, with blocks one after the other in one allocation.
 
-        Records stay as they are inside, gaps included: what fills a page on one side is then one run.
+        Records are kept, including their gaps: the contents of a page on one side are then one run.
         """
         if self.chosen:
             return self._dense()
@@ -188,11 +190,11 @@ class Section:
             made = [_pack(access, access.itemsize, 0, step) for access in self.accesses]
             return replace(self, accesses=tuple(made), units=1)
         start, placed = 0, []
-        # A window may begin far behind the record: whole words of that are left out.
+        # A window may begin far after the record's start: drop whole words of that distance.
         before = min(access.at[0] for access in self.accesses) // 16 * 16
         for plane, group in itertools.groupby(self.accesses, key=lambda access: access.plane):
             own = list(group)
-            # A record's planes keep their places in it, so they start together; those of their own arrays follow each other.
+            # Planes of a record keep their places, so all start together; planes with separate arrays follow each other.
             held = max(map(_page, self.accesses if self.record else own)) - (before if self.record else 0)
             placed += [(access, held, access.at[0] - before if self.record else start) for access in own]
             size = held * math.prod(s.extent for s in own[0].steps if not _is_inside_page(s, own[0]))
@@ -204,14 +206,14 @@ class Section:
         return replace(self, accesses=tuple(_pack(access, held, at, step) for access, held, at in placed), units=1)
 
     def wire(self) -> Section:
-        """The same elements in an order that depends on no layout, without gaps: planes by name, in each ``l o h t … d``.
+        """The same elements without gaps, in an order that does not depend on the layout: planes by name, each ``l o h t … d``.
 
-        Two sides with different layouts write and read the same bytes so.
+        So two sides with different layouts write and read the same bytes.
 
         Raises
         ------
         LayoutError
-            An opaque group; elements that share a byte along another axis than the last.
+            There is an opaque group, or elements share a byte along an axis that is not the last.
         """
         start, made = 0, []
         for name in sorted({access.plane for access in self.accesses}):
@@ -223,7 +225,7 @@ class Section:
                 low = access.pack if axis in access.packed else 1
                 if low > 1 and axis != order[-1]:
                     raise LayoutError(
-                        f"axis '{axis}': elements along it share a byte, and a wire's go on along '{order[-1]}'"
+                        f"axis '{axis}': elements along it share a byte, and the last axis of a wire is '{order[-1]}'"
                     )
                 access.digits(axis)
                 steps.append(Step((axis,), low, sizes[axis] // low, held, 0))
@@ -235,11 +237,11 @@ class Section:
         return replace(self, accesses=accesses, units=1, chosen=(), record=False)
 
     def behind(self, entry: int) -> Section:
-        """The same in allocations that stand so many entries further on in the table."""
+        """The same section, `entry` entries later in the table."""
         return replace(self, accesses=tuple(replace(a, at=(a.at[0], a.at[1] + entry)) for a in self.accesses))
 
     def _dense(self) -> Section:
-        """Chosen coordinates without gaps: the planes one after the other, each in the order of its steps."""
+        """The selected coordinates without gaps: plane after plane, each in the order of its steps."""
         chosen = {axis: len(coordinates) for axis, coordinates in self.chosen}
         start, made = 0, []
         for _, group in itertools.groupby(self.accesses, key=lambda access: access.plane):
@@ -257,7 +259,7 @@ class Section:
         accesses = []
         for access, steps, at in made:
             held, placed = access.itemsize, []
-            # K and V where they have orders of their own: one behind the other.
+            # If K and V have different orders: V after K.
             for step in sorted(
                 steps, key=lambda s: (access.half is not None and s.axes == ("o",), s.entries > 0, s.entries, s.nbytes)
             ):
@@ -268,12 +270,12 @@ class Section:
 
 
 def pieces(src: Section, dst: Section) -> Iterator[tuple[Section, Section]]:
-    """Two sections as pairs of parts that are one loop along each axis on both sides.
+    """Divide two sections into pairs of parts with one loop along each axis on both sides.
 
     Raises
     ------
     LayoutError
-        Other numbers of coordinates are chosen on one side than on the other.
+        The two sides select different numbers of coordinates.
     """
     axes = sorted({axis for side in (src, dst) for axis, _ in side.chosen})
     if not axes:
@@ -293,7 +295,7 @@ _Window = tuple[int, int, int]
 
 
 def _axis_pieces(src: Section, dst: Section, axis: str) -> Iterator[tuple[_Window, _Window]]:
-    """Along one axis: as few windows as there are that are one loop on both sides."""
+    """Windows of one axis, as few as possible, that are one loop on both sides."""
     sides = [(side, dict(side.chosen).get(axis, range(side.size(axis)))) for side in (src, dst)]
     sizes = [len(coordinates) for _, coordinates in sides]
     if sizes[0] != sizes[1]:
@@ -334,12 +336,12 @@ def _runs(coordinates: Coordinates) -> Iterator[_Window]:
 
 
 def canonical(axis: str) -> tuple[int, str]:
-    """Where an axis stands on a wire: l o h t, a layout's own, d."""
+    """Sort key of an axis on a wire: l o h t, then the layout's extra axes, then d."""
     return ("l", "o", "h", "t").index(axis) if axis in "loht" else 5 if axis == "d" else 4, axis
 
 
 def _of_half(accesses: Sequence[Access], axis: str, coordinates: Coordinates) -> list[Access]:
-    """Where K and V have maps of their own and one of them is meant: its maps alone."""
+    """Only the maps of K or of V, if these have separate maps and only one of them is selected."""
     if axis != "o" or len(coordinates) > 1:
         return list(accesses)
     return [replace(access, half=None) for access in accesses if access.half in (None, coordinates[0])]
@@ -350,15 +352,15 @@ def _said(coordinates: Coordinates) -> str:
 
 
 def _in_common_digits(accesses: Sequence[Access]) -> tuple[Access, ...]:
-    """The maps with the same digits of a unit: planes of a block are copied by one kernel, which takes an id apart once."""
+    """The maps with common digits of a unit: one kernel copies all planes of a block, and splits an id only once."""
     if len({access.units for access in accesses}) > 1:
         cuts = {math.prod(n for n, _ in access.units[:i]) for access in accesses for i in range(len(access.units) + 1)}
         size = max(cuts)
         accesses = [replace(access, units=tuple(_refined(access.units, cuts, size))) for access in accesses]
-    # The slowest digit goes on where the block does: ids then count smaller blocks.
+    # If the slowest digit continues in the block, ids simply count smaller blocks.
     while all(access.units and access.block == (access.units[-1][0] * access.units[-1][1], 0) for access in accesses):
         accesses = [replace(access, block=(access.units[-1][1], 0), units=access.units[:-1]) for access in accesses]
-    # Neighbouring digits that are one on all maps.
+    # Merge neighbouring digits that are contiguous in all maps.
     at = 0
     while at + 1 < len(accesses[0].units):
         if all(access.units[at + 1][1] == access.units[at][0] * access.units[at][1] for access in accesses):
@@ -377,7 +379,7 @@ def _in_common_digits(accesses: Sequence[Access]) -> tuple[Access, ...]:
             at += 1
     if len(accesses[0].units) > MAX_UNIT_DIGITS:
         raise LayoutError(
-            f"they step in {len(accesses[0].units)} digits through a block; expected at most {MAX_UNIT_DIGITS}: take larger ones"
+            f"an id has {len(accesses[0].units)} digits inside a block; expected at most {MAX_UNIT_DIGITS}: use larger units"
         )
     return tuple(accesses)
 
@@ -394,7 +396,7 @@ def _refined(units: Sequence[tuple[int, int]], cuts: Iterable[int], size: int) -
 
 
 def _pack(access: Access, held: int, at: int, block: int) -> Access:
-    """The map with its steps dense in the order in which they nest; those inside a page of planes stay."""
+    """The map with dense steps in the same order; steps inside a page of planes do not change."""
     steps = []
     for step in sorted(access.steps, key=lambda step: (step.entries > 0, step.entries, step.nbytes)):
         if access.plane and _is_inside_page(step, access):
@@ -406,11 +408,11 @@ def _pack(access: Access, held: int, at: int, block: int) -> Access:
 
 
 def _is_inside_page(step: Step, access: Access) -> bool:
-    """Whether a step stays within a block's own bytes of one allocation."""
+    """True if a step stays inside a block's bytes of one allocation."""
     return not step.entries and (bool(access.block[1]) or step.nbytes < access.block[0])
 
 
 def _page(access: Access) -> int:
-    """Bytes from the start of a block's page to behind what it holds there."""
+    """Bytes from the start of a block's page to the end of its contents."""
     inside = sum((s.extent - 1) * s.nbytes for s in access.steps if _is_inside_page(s, access))
     return access.at[0] + inside + access.itemsize

@@ -1,4 +1,4 @@
-"""Sections of pools: some coordinates of their axes, some of their planes, units of their blocks."""
+"""Sections of pools: selected coordinates of axes, selected planes, or units of blocks."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
 __all__ = ["Axis", "PoolSection"]
 
-#: Coordinates of an axis, as a caller gives them.
+#: Coordinates of an axis, as callers pass them.
 Axis = int | range | Sequence[int]
 
-#: Ids travel as 32 bits, and -1 means none.
+#: Ids have 32 bits, and -1 means none.
 _MOST_IDS = (1 << 31) - 1
 
-#: Sections that a pool keeps digesters of.
+#: Number of sections for which a pool keeps digesters.
 _MOST_DIGESTERS = 256
 
 
 class PoolSection:
-    """Part of a pool, which copies take in its place: the same memory, of which less is meant.
+    """A part of a pool.  Copies and digests accept it in place of the pool; it shares the pool's memory.
 
-    Made by `Pool.section` and `Pool.units`; never by hand.
+    `Pool.section` and `Pool.units` create it.
 
     Attributes
     ----------
     pool : Pool
-        Whose memory it is.
+        The pool that holds the memory.
     num_ids : int
-        Ids go from 0 to below this: of blocks, or of units.
+        Number of ids, of blocks or of units.  Ids are ``0 … num_ids - 1``.
     tokens : int
-        Tokens of a block, or of a unit.
+        Tokens per block, or per unit.
     is_whole : bool
-        Whether all of the pool's blocks is meant.
+        True if the section is all of the pool.
     choices : tuple of (str, coordinates)
-        What was chosen, one after the other: of an axis; of planes where it is empty.
+        The selections in their order: an axis and its coordinates, or an empty text and names of planes.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PoolSection:
         self.of = section
         self.is_whole = is_whole
         self.choices = choices
-        self._said = said  # the calls that it was made by, for people
+        self._said = said  # the calls that created it, for messages
         self._keys: dict[Model | None, Keys] = {}
 
     @property
@@ -80,7 +80,7 @@ class PoolSection:
         planes: str | Iterable[str] | None = None,
         **others: Axis,
     ) -> PoolSection:
-        """Some coordinates of this section: as `Pool.section`."""
+        """Select a part of this section, as `Pool.section` does."""
         section, choices = self.of, list(self.choices)
         try:
             if planes is not None:
@@ -100,7 +100,7 @@ class PoolSection:
         return PoolSection(self.pool, section, choices=tuple(choices), said=f"{self._said}.section({said})")
 
     def units(self, tokens: int) -> PoolSection:
-        """Units of this section's blocks: as `Pool.units`."""
+        """Units of this section's blocks, as for `Pool.units`."""
         if isinstance(tokens, bool) or not hasattr(tokens, "__index__"):
             raise PlanError(f"{self.pool.layout.name}: units: expected a number of tokens, got {tokens!r:.200}")
         try:
@@ -109,8 +109,8 @@ class PoolSection:
             raise PlanError(str(error)) from None
         if section.num_ids > _MOST_IDS:
             raise PlanError(
-                f"{self.pool.layout.name}: units of {tokens} tokens: {section.num_ids} of them; expected at most {_MOST_IDS}: "
-                "take larger ones"
+                f"{self.pool.layout.name}: units of {tokens} tokens: expected at most {_MOST_IDS} units, got {section.num_ids}: "
+                "use more tokens per unit"
             )
         choices = (*self.choices, ("t", range(section.count("t"))))
         return PoolSection(self.pool, section, choices=choices, said=f"{self._said}.units({tokens})")
@@ -129,12 +129,12 @@ class PoolSection:
         Parameters
         ----------
         model : Model, optional
-            Which layers, K and V, and heads of a whole model the pool holds; not given: the model is what the pool holds.
+            Which layers, K and V, and heads of a model the pool holds.  Default: the pool holds the whole model.
 
         Raises
         ------
         PlanError
-            A layout without digests; a model of which the pool does not hold so many.
+            The layout has no digests, or `model` does not fit the pool.
         """
         found = self._keys.get(model)
         if found is None:
@@ -151,7 +151,7 @@ class PoolSection:
         stream: Any = None,
         wait: Any = None,
     ) -> Any:
-        """Digests of blocks of this section, or of units: as `Pool.digest`."""
+        """Digests of blocks or units of this section, as for `Pool.digest`."""
         self.pool.require_open()
         require_model(model)
         known: dict[Any, Digester] = self.pool.digesters
@@ -166,7 +166,7 @@ class PoolSection:
     def _require_axis(self, axis: str) -> None:
         sizes = self.of.shape.sizes | dict.fromkeys(self.pool.layout.axes, 1)
         if axis not in sizes:
-            hint = "; ids say which blocks" if axis == "b" else ""
+            hint = "; select blocks by their ids" if axis == "b" else ""
             raise PlanError(f"{self.pool.layout.name}: expected axes among {' '.join(sizes)}, got {axis!r:.200}{hint}")
 
     def __repr__(self) -> str:
@@ -186,7 +186,7 @@ def _coordinates(axis: str, given: Any) -> Coordinates:
         if hasattr(given, "__index__") and not isinstance(given, bool) and not getattr(given, "shape", ()):
             return range(operator.index(given), operator.index(given) + 1)
         listed = list(given)
-        if any(isinstance(one, bool) for one in listed):  # a mask is no list of coordinates
+        if any(isinstance(one, bool) for one in listed):  # a mask is not a list of coordinates
             raise TypeError
         found = tuple(map(operator.index, listed))
     except TypeError:

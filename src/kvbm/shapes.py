@@ -1,4 +1,4 @@
-"""Block shapes: the sizes of one KV-cache block, its dtype, and presets for real models."""
+"""Block shapes: sizes and dtype of a KV-cache block, and presets for real models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from .errors import DTypeError, SpecError
+from .naming import ITEMSIZE, dtype_name, suggestion
 
 __all__ = [
     "ITEMSIZE",
@@ -21,33 +22,24 @@ __all__ = [
     "PACKED",
     "REQUIRED_KEYS",
     "BlockShape",
+    "as_shape",
     "data_dir",
     "heads_of_rank",
     "is_file",
     "load_shape",
     "numpy_name",
     "shape_names",
+    "shape_title",
 ]
 
-#: Keys of a shape file: those that must be there, and those that may.
+#: Keys of a shape file: required ones, and optional ones.
 REQUIRED_KEYS = ("title", "nl", "no", "nh", "nt", "hd", "dtype", "tp")
 OPTIONAL_KEYS = ("read_from", "notes")
 
-#: Sizes, and bytes of a block, are below it: so are sums of a few of them in 64 bits.
+#: Limit of sizes and of the bytes of a block, so that sums of some of them fit into 64 bits.
 LIMIT = 1 << 62
 
-#: Bytes an item of every dtype that a block may hold.  A copy moves bits, so the width is all that matters to it.
-ITEMSIZE: Mapping[str, int] = MappingProxyType(
-    {
-        "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
-        "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float4_e2m1fn": 1, "int4": 1, "uint4": 1,
-        "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
-        "int32": 4, "uint32": 4, "float32": 4,
-        "int64": 8, "uint64": 8, "float64": 8,
-    }
-)  # fmt: skip
-
-#: Elements that share one item of `ITEMSIZE` bytes, where they do: neighbours along the fastest axis.
+#: Elements per item of `ITEMSIZE` bytes, if more than one: neighbours along the fastest axis.
 PACKED: Mapping[str, int] = MappingProxyType({"float4_e2m1fn": 2, "int4": 2, "uint4": 2})
 
 
@@ -56,7 +48,7 @@ _NOT_IN_NUMPY = frozenset(name for name in ITEMSIZE if name.startswith(("bfloat"
 
 
 def numpy_name(dtype: str) -> str:
-    """What NumPy calls a dtype, or the unsigned integers of the same width that stand in for one that it lacks.
+    """NumPy's name of a dtype; for a dtype that NumPy lacks, unsigned integers of the same width.
 
     Examples
     --------
@@ -67,7 +59,7 @@ def numpy_name(dtype: str) -> str:
 
 
 def round_up(value: int, to: int) -> int:
-    """The smallest multiple of `to` that is not below `value`."""
+    """The smallest multiple of `to` that is at least `value`."""
     return -(-value // to) * to
 
 
@@ -78,14 +70,16 @@ class BlockShape:
     Parameters
     ----------
     nl, no, nh, nt, hd : int
-        Layers, outer (2 for K and V, 1 for MLA), KV heads, tokens in a block, elements of a head.
-    dtype : str
-        A key of `ITEMSIZE`, e.g. ``"bfloat16"``.
+        Layers, K and V (2; 1 for MLA), KV heads, tokens per block, elements per head.
+    dtype : str, or a dtype of torch, NumPy or ml_dtypes
+        Such as ``"bfloat16"``, ``"bf16"`` or ``torch.bfloat16``.  The attribute is its name, a key of `ITEMSIZE`.
 
     Raises
     ------
-    LayoutError, DTypeError
-        A size below one; a dtype that is not known.
+    SpecError
+        A size is not an integer, or is out of range.
+    DTypeError
+        The dtype is unknown.
 
     Examples
     --------
@@ -101,7 +95,6 @@ class BlockShape:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        dtype: object = self.dtype
         for name in ("nl", "no", "nh", "nt", "hd"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -109,29 +102,29 @@ class BlockShape:
             if not 1 <= value < LIMIT:
                 got = f"at least 1, got {value}" if abs(value) < LIMIT else "1 to 2**62"
                 raise SpecError(f"shape: {name}: expected {got}")
-        if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-            raise DTypeError(f"shape: dtype: expected one of {', '.join(ITEMSIZE)}, got {dtype!r:.200}")
+        if type(self.dtype) is not str or self.dtype not in ITEMSIZE:
+            object.__setattr__(self, "dtype", dtype_name(self.dtype, "shape: dtype"))
         if self.nbytes >= LIMIT:
             raise SpecError(f"shape: expected a block of less than 2**62 bytes, got {self}")
 
     @property
     def itemsize(self) -> int:
-        """Bytes an item: an element, or `pack` of them."""
+        """Bytes per item: an element, or `pack` elements."""
         return ITEMSIZE[self.dtype]
 
     @property
     def pack(self) -> int:
-        """Elements an item: 2 for dtypes of four bits, else 1."""
+        """Elements per item: 2 for dtypes of four bits, else 1."""
         return PACKED.get(self.dtype, 1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one block of all elements holds, padding not counted; layouts with planes hold what these say."""
+        """Bytes of a block without padding.  Layouts with planes may have other sizes."""
         return self.nl * self.no * self.nh * self.nt * self.hd * self.itemsize // self.pack
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of each axis by its letter; ``b`` belongs to a pool, not to a block."""
+        """Axis → size.  It does not contain ``b``, which belongs to a pool."""
         return {"l": self.nl, "o": self.no, "h": self.nh, "t": self.nt, "d": self.hd}
 
     def __str__(self) -> str:
@@ -139,7 +132,7 @@ class BlockShape:
 
 
 def data_dir() -> Path:
-    """Folder of the shipped layouts: beside the module in a wheel, at the checkout's root in an editable install."""
+    """Folder of the shipped layouts: next to the module in a wheel, in the checkout's root for an editable install."""
     here = Path(__file__).resolve().parent
     for candidate in (here / "layouts", here.parents[1] / "layouts"):
         if candidate.is_dir():
@@ -148,7 +141,7 @@ def data_dir() -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file of this name: no for what can be none, such as one of 5,000 characters."""
+    """True if the file exists.  False for an illegal name, such as one of 5,000 characters."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -156,31 +149,31 @@ def is_file(path: Path) -> bool:
 
 
 def heads_of_rank(heads: int, degree: int, rank: int) -> range:
-    """Which of a model's KV heads one tensor-parallel rank holds.
+    """The KV heads of a model that one tensor-parallel rank holds.
 
-    Ranks hold equal shares, in order: rank ``r`` of `degree` holds the heads from ``r * heads // degree`` on.  Where there
-    are fewer heads than ranks, heads are replicated: every rank holds one, and ``degree // heads`` neighbouring ranks hold
-    the same one.  Of those the first writes it to a store that all ranks share; the others hold the same bytes.  The
-    latent of multi-head latent attention is one head, so every rank holds it.
+    Ranks hold equal shares, in order: rank ``r`` of `degree` holds the heads from ``r * heads // degree`` on.  With fewer heads
+    than ranks, heads are replicated: every rank holds one head, and ``degree // heads`` neighbouring ranks hold the same one.  Only
+    the first of these needs to write it to a store that all ranks share.  The latent of multi-head latent attention is one head, so
+    every rank holds it.
 
     Parameters
     ----------
     heads : int
         KV heads of the model.
     degree : int
-        Number of ranks; `heads` is a multiple of it, or it of `heads`.
+        Number of ranks.  It divides `heads`, or is a multiple of `heads`.
     rank : int
-        From 0 on.
+        The rank, from 0.
 
     Returns
     -------
     range
-        Heads of the model; its length is the ``nh`` of the rank's block shape.
+        Heads of the model.  The length is the ``nh`` of the rank's block shape.
 
     Raises
     ------
     SpecError
-        The heads cannot be shared evenly; no such rank.
+        The heads cannot be shared evenly, or there is no such rank.
 
     Examples
     --------
@@ -201,7 +194,7 @@ def heads_of_rank(heads: int, degree: int, rank: int) -> range:
 
 
 def shape_names() -> list[str]:
-    """Names of the shipped block shapes, each also with its usual tensor-parallel degrees as ``name/tpN``."""
+    """Names of the shipped block shapes, also with the usual tensor-parallel degrees as ``name/tpN``."""
     names: list[str] = []
     for path in sorted((data_dir() / "shapes").glob("*.yaml")):
         names.append(path.stem)
@@ -209,25 +202,30 @@ def shape_names() -> list[str]:
     return names
 
 
+def shape_title(name: str) -> str:
+    """The model of a shipped block shape: ``"Llama 3.1 8B"`` for ``llama-3.1-8b`` and for ``llama-3.1-8b/tp2``."""
+    return str(_preset(data_dir() / "shapes" / f"{name.partition('/')[0]}.yaml")["title"])
+
+
 def load_shape(text: str) -> BlockShape:
-    """Read a shape as the command line writes it.
+    """Read a shape from a text, as the command line does.
 
     Parameters
     ----------
     text : str
-        A preset, a tensor-parallel degree, overrides, or all sizes: ``llama-3.1-70b``, ``llama-3.1-70b/tp8``,
+        A preset, optionally with a tensor-parallel degree or changed sizes; or all sizes: ``llama-3.1-70b``, ``llama-3.1-70b/tp8``,
         ``llama-3.1-8b,nt=32,dtype=float8_e4m3fn``, ``nl=2,no=2,nh=4,nt=16,hd=32,dtype=float16``.
 
     Returns
     -------
     BlockShape
-        With ``/tpN``, what each of N ranks holds.  N divides the KV heads, or is a multiple of them: then heads are
-        replicated, and every rank holds one (`heads_of_rank` says which).
+        The shape.  With ``/tpN``, the shape of one of N ranks.  N divides the KV heads, or is a multiple of them; then heads are
+        replicated, and every rank holds one head (`heads_of_rank`).
 
     Raises
     ------
     SpecError
-        Unknown preset or size; a degree by which the heads cannot be shared.
+        A preset or size is unknown, or the heads cannot be shared by the degree.
     """
     if not isinstance(text, str):
         raise SpecError(
@@ -241,8 +239,10 @@ def load_shape(text: str) -> BlockShape:
         match = re.fullmatch(r"(?P<name>[^/]+)(?:/tp(?P<tp>[0-9]{1,9}))?", head)
         path = data_dir() / "shapes" / f"{match['name']}.yaml" if match else None
         if match is None or path is None or not is_file(path):
-            known = ", ".join(p.stem for p in sorted((data_dir() / "shapes").glob("*.yaml")))
-            raise SpecError(f"shape {head!r:.200}: expected a preset ({known}), NAME/tpN, or nl=…,no=…,nh=…,nt=…,hd=…")
+            meant = suggestion(head.partition("/")[0], [p.stem for p in sorted((data_dir() / "shapes").glob("*.yaml"))])
+            raise SpecError(
+                f"shape {head!r:.200}: expected a preset that `kvbm shapes` lists, or every size (nl=…,no=…,nh=…,nt=…,hd=…).{meant}"
+            )
         preset = _preset(path)
         values = {key: preset[key] for key in ("nl", "no", "nh", "nt", "hd", "dtype")}
         if match["tp"]:
@@ -267,9 +267,24 @@ def load_shape(text: str) -> BlockShape:
     return BlockShape(**values)
 
 
+def as_shape(given: Any, what: str = "shape") -> BlockShape:
+    """The block shape for a BlockShape or a text for `load_shape`.
+
+    Raises
+    ------
+    SpecError
+        The argument is neither, or the text is not a shape.
+    """
+    if isinstance(given, BlockShape):
+        return given
+    if isinstance(given, str):
+        return load_shape(given)
+    raise SpecError(f"{what}: expected a BlockShape or a text such as 'llama-3.1-8b', got {given!r:.200}")
+
+
 @functools.cache
 def _preset(path: Path) -> Mapping[str, Any]:
-    # BaseLoader leaves every scalar a text: in YAML 1.1 a bare `no` is the value false.
+    # BaseLoader returns every scalar as text: in YAML 1.1 a bare `no` is the value false.
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506  (it builds nothing but texts)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -278,7 +293,7 @@ def _preset(path: Path) -> Mapping[str, Any]:
     wanted = set(REQUIRED_KEYS)
     if not isinstance(data, dict) or set(data) - set(OPTIONAL_KEYS) != wanted:
         raise SpecError(
-            f"{path}: expected the keys {', '.join(sorted(wanted))}, and none but {' and '.join(OPTIONAL_KEYS)} beside them, "
+            f"{path}: expected the keys {', '.join(sorted(wanted))}, and optionally {' and '.join(OPTIONAL_KEYS)}, "
             f"got {data!r:.200}"
         )
     try:
@@ -287,7 +302,7 @@ def _preset(path: Path) -> Mapping[str, Any]:
     except (TypeError, ValueError) as error:
         raise SpecError(f"{path}: expected integers: {error!s:.500}") from None
     try:
-        BlockShape(**values)  # refuses what is not a shape
+        BlockShape(**values)  # raises an error if it is not a shape
         for degree in degrees:
             heads_of_rank(values["nh"], degree, 0)
     except (DTypeError, SpecError) as error:

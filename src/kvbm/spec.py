@@ -12,13 +12,15 @@ import yaml
 
 from .errors import LayoutError, SpecError
 from .layout import Layout
-from .shapes import ITEMSIZE, data_dir, is_file, load_shape
+from .naming import ITEMSIZE, SPELLINGS, suggestion
+from .shapes import data_dir, is_file, load_shape
 from .terms import AXES, Expression, Order, Pitch, Plane, Term
 from .yamlfile import YamlFile, read_text
 
 __all__ = [
     "KEYS",
     "PLANE_KEYS",
+    "as_layout",
     "example_shape",
     "layouts",
     "layouts_dir",
@@ -53,10 +55,10 @@ def layouts() -> list[str]:
 
 
 def load_dir(folder: str | Path) -> list[Layout]:
-    """Every layout under a folder, sorted by name; a file's path is its name.  ``shapes/`` holds none."""
+    """Every layout under a folder, sorted by name.  The name of a layout is the path of its file.  ``shapes/`` is skipped."""
     root = Path(folder)
     if not root.is_dir():
-        raise SpecError(f"{root}: expected a folder of layouts; no such folder")
+        raise SpecError(f"{root}: expected a folder of layouts, but this folder does not exist")
     files = [path for path in root.rglob("*.yaml") if path.relative_to(root).parts[0] != "shapes"]
     return sorted(
         (_read(path, path.relative_to(root).with_suffix("").as_posix()) for path in files), key=lambda x: x.name
@@ -64,17 +66,17 @@ def load_dir(folder: str | Path) -> list[Layout]:
 
 
 def load_all(paths: Iterable[str | Path]) -> list[Layout]:
-    """Every layout of some files and folders, in that order; each folder sorted by name.
+    """Every layout of some files and folders, in that order; each folder is sorted by name.
 
     Parameters
     ----------
     paths : iterable of str or Path
-        Files and folders.  A file that is met twice counts once.
+        Files and folders.  A file that occurs twice counts once.
 
     Raises
     ------
     SpecError
-        Two files with one name, which would leave open what the name means.
+        Two files have the same name.
 
     Examples
     --------
@@ -88,24 +90,29 @@ def load_all(paths: Iterable[str | Path]) -> list[Layout]:
             first, _ = by_name.setdefault(layout.name, (file, layout))
             if first != file:
                 raise SpecError(
-                    f"{_display(file)}: its name is {layout.name!r}, and that is also the name of {_display(first)}; expected "
-                    "names that differ: rename one of the two files, or put one into a folder of its own"
+                    f"{_display(file)}: its name is {layout.name!r}, which is also the name of {_display(first)}; expected "
+                    "different names: rename one of the two files, or move one into a subfolder"
                 )
     return [layout for _, layout in by_name.values()]
 
 
 def load(name: str | Path) -> Layout:
-    """A layout by its name or by the path of its file.
+    """Load a layout by its name or by the path of its file.
 
     Parameters
     ----------
     name : str or Path
-        ``"nhd"``, ``"vllm/LBHNC"``, or a path that ends in ``.yaml``.
+        A name such as ``"nhd"`` or ``"vllm/LBHNC"``, or a path that ends in ``.yaml``.
+
+    Returns
+    -------
+    Layout
+        The layout.
 
     Raises
     ------
     SpecError
-        No such layout; a file that is not one (with file and line).
+        There is no such layout, or the file is wrong; the message has file and line.
 
     Examples
     --------
@@ -116,21 +123,37 @@ def load(name: str | Path) -> Layout:
     if text.endswith((".yaml", ".yml")):
         return _read(Path(name), Path(name).stem)
     if (layout := load_shipped(text)) is None:
+        meant = suggestion(text, layouts())
         raise SpecError(
-            f"layout {text!r:.200}: expected one of {', '.join(layouts())}, or the path of a .yaml file. Run `kvbm layouts`."
+            f"layout {text!r:.200}: expected a name that `kvbm layouts` lists, or the path of a .yaml file.{meant}"
         )
     return layout
 
 
+def as_layout(given: Layout | str | Path, what: str = "layout") -> Layout:
+    """The layout for a Layout, a name, or the path of a file (`load`).
+
+    Raises
+    ------
+    SpecError
+        The argument is none of these, or there is no such layout.
+    """
+    if isinstance(given, Layout):
+        return given
+    if isinstance(given, str | Path):
+        return load(given)
+    raise SpecError(f"{what}: expected a Layout, a name such as 'nhd' or the path of a .yaml file, got {given!r:.200}")
+
+
 def load_shipped(name: str) -> Layout | None:
-    """The shipped layout of that name; None where there is none.  No path is opened, whatever the name is."""
+    """The shipped layout of a name; None if there is none.  The name is never used as a path."""
     path = layouts_dir() / f"{name}.yaml"
     if name.startswith(("/", "shapes/")) or ".." in name or not is_file(path):
         return None
     return _read(path, name)
 
 
-#: Shapes to show layouts at: of a model with heads, a narrow V, a latent, a latent with scales of a power of two, an indexer.
+#: Example shapes for layouts: a model with heads, a narrow V, a latent, a latent with scales of a power of two, an indexer.
 _HEADS = ("llama-3.1-8b", "llama-3.1-8b,nt=128", "llama-3.1-8b,no=1,hd=192")
 _LATENTS = ("deepseek-v3", "nl=61,no=1,nh=1,nt=64,hd=512,dtype=bfloat16")
 _INDEXERS = ("nl=61,no=1,nh=1,nt=64,hd=128,dtype=bfloat16",)
@@ -141,7 +164,7 @@ _SCALES = "nl=1,no=1,nh=1,nt=256,hd=16,dtype=float8_e4m3fn"
 
 
 def example_shape(layout: Layout) -> str | None:
-    """A shape at which a layout can be shown, as `load_shape` reads it: the first of a few that is legal.
+    """An example shape for a layout, as a text for `load_shape`: the first legal one of a short list.
 
     Examples
     --------
@@ -173,7 +196,7 @@ def _read(path: Path, name: str) -> Layout:
 
 
 def _display(path: Path) -> str:
-    """The path as a person would write it: from ``layouts/`` on for shipped files."""
+    """The path for messages: for shipped files, from ``layouts/`` on."""
     root = layouts_dir()
     return f"layouts/{path.relative_to(root).as_posix()}" if path.is_relative_to(root) else str(path)
 
@@ -194,14 +217,15 @@ def parse(text: str, file: str = "<string>", name: str | None = None) -> Layout:
     text : str
         YAML with the keys ``title order pitch axes planes used_by read_from notes``; only ``order`` is required.
     file : str
-        What errors call it.
+        Name of the file in messages.
     name : str, optional
-        The layout's name; the file's stem where it is not given.
+        Name of the layout.  Default: the stem of the file.
 
     Raises
     ------
     SpecError
-        Not YAML, unknown or repeated key, wrong type, unknown or repeated axis, a split that is not written as one.
+        The text is not YAML, a key is unknown or repeated, a value has a wrong type, an axis is unknown or repeated, or a split has
+        a wrong form.
     """
     reader = _File(file)
     with reader.guarded(text):
@@ -215,7 +239,7 @@ class _File(YamlFile):
         root = self.root(text, "order: …")
         keys = self.mapping(root, "the file", KEYS)
         if "order" not in keys:
-            self.fail(root, "key 'order' missing; expected e.g. order: \"[b l o] t h d\"")
+            self.fail(root, "key 'order' missing: add the axes, slowest first, for example order: \"[b l o] t h d\"")
         extra = self.extra_axes(keys.get("axes"))
         orders = self.orders(keys["order"], extra)
         planes = self.planes(keys.get("planes"), keys["order"], orders, extra)
@@ -225,7 +249,8 @@ class _File(YamlFile):
                 if not declared.in_bytes:
                     self.fail(
                         keys["pitch"],
-                        f"pitch of '{term}': planes differ in their elements: expected bytes, e.g. '656 B'",
+                        f"pitch of '{term}': expected bytes such as '656 B', got {declared} elements: planes may have "
+                        "elements of different sizes",
                     )
         return Layout(
             orders=orders,
@@ -251,29 +276,31 @@ class _File(YamlFile):
         extra: dict[str, Expression] = {}
         for axis, value in self.mapping(node, "axes").items() if node is not None else ():
             if not re.fullmatch("[A-Za-z]", axis) or axis in AXES:
-                self.fail(value, f"axes: {axis!r}: expected one letter other than {' '.join(AXES)}")
+                self.fail(
+                    value, f"axes: expected one letter other than {' '.join(AXES)} as the name of a further axis, got {axis!r}"
+                )
             extra[axis] = self.expression(value, self.scalar(value, f"size of axis '{axis}'"), f"size of axis '{axis}'")
         return extra
 
     def orders(self, node: yaml.Node, extra: dict[str, Expression], outer: Order | None = None) -> tuple[Order, ...]:
-        """One order, or K's and V's; of a plane where `outer` holds what all planes share."""
+        """One order, or those of K and V.  For a plane, `outer` is the order that all planes share."""
         if isinstance(node, yaml.ScalarNode):
             return (self.order(node, extra, outer),)
         halves = self.mapping(node, "order", ("k", "v"))
         for half in "kv":
             if half not in halves:
-                self.fail(node, f"order: {half!r} missing: expected both k and v, or one text for both")
+                self.fail(node, f"order: {half!r} missing: expected both k and v, or one text if K and V have the same order")
         k, v = self.order(halves["k"], extra, outer), self.order(halves["v"], extra, outer)
         if k == v:
-            return (k,)  # canonical: equal layouts are equal objects
+            return (k,)  # canonical form, so that equal layouts are equal objects
         if k.table != v.table:
-            self.fail(halves["v"], f"order: k and v must have the same brackets, got '{k}' and '{v}'")
+            self.fail(halves["v"], f"order: expected the same brackets in k and v, got '{k}' and '{v}'")
         for order, where in ((k, halves["k"]), (v, halves["v"])):
             if not any(term.axes == ("o",) and not term.steps for term in (outer or order).terms):
                 self.fail(
                     where,
-                    f"order '{order}': k and v differ, so the axis 'o' must stand in "
-                    f"{'the order around them' if outer else 'both'}, alone and unsplit",
+                    f"order '{order}': k and v differ: expected the axis 'o' alone and unsplit in "
+                    f"{'the order that all planes share' if outer else 'both'}",
                 )
         return (k, v)
 
@@ -292,29 +319,32 @@ class _File(YamlFile):
             position = match.end()
             if match["open"]:
                 if bracketed or inner:
-                    self.fail(node, f"order {text!r}: expected at most one pair of brackets, in front")
+                    self.fail(node, f"order {text!r}: expected at most one pair of brackets, at the beginning")
                 into, bracketed = table, True
             elif match["close"]:
                 if into is inner:
-                    self.fail(node, f"order {text!r}: ']' without '['")
+                    self.fail(node, f"order {text!r}: found ']' without '['")
                 into = inner
             elif match["planes"] is not None:
                 into.append(self.planes_term(node, text, match["planes"].split()))
             else:
                 into.append(self.term(node, text, match, extra))
         if into is table and bracketed:
-            self.fail(node, f"order {text!r}: '[' is not closed")
+            self.fail(node, f"order {text!r}: '[' is not closed: expected ']'")
         order = Order(tuple(table), tuple(inner), self.line(node))
         if outer is None:
             self.require_plausible(node, text, order)
         elif any(term.planes for term in order.terms):
-            self.fail(node, f"order {text!r}: expected no <…> inside a plane")
+            self.fail(node, f"order {text!r}: expected no <…> in the order of a plane")
         return order
 
     def planes_term(self, node: yaml.Node, text: str, names: list[str]) -> Term:
         for name in names:
             if not re.fullmatch("[a-z][a-z0-9_]*", name) or names.count(name) > 1:
-                self.fail(node, f"order {text!r}: plane {name!r}: expected names such as data and scale, each once")
+                self.fail(
+                    node,
+                    f"order {text!r}: expected different lower-case names of planes, such as data and scale, got {name!r}",
+                )
         if len(names) < 2:
             self.fail(node, f"order {text!r}: expected two planes or more between <>, got {len(names)}")
         return Term(tuple(names), planes=True)
@@ -322,25 +352,28 @@ class _File(YamlFile):
     def planes(
         self, node: yaml.Node | None, where: yaml.Node, orders: tuple[Order, ...], extra: dict[str, Expression]
     ) -> tuple[Plane, ...]:
-        """The planes that an order names, in its order."""
+        """The planes of an order, in the sequence in which the order names them."""
         terms = [(order, term) for order in orders for term in order.terms if term.planes]
         if not terms and node is None:
             return ()
         if not terms:
-            self.fail(where, "order: expected a term <…> that says where the planes lie, as the key 'planes' is there")
+            self.fail(
+                where, "order: expected a term such as <data scale> for the places of the planes, because the key 'planes' exists"
+            )
         if node is None:
-            self.fail(where, f"key 'planes' missing: expected {', '.join(terms[0][1].axes)} to be declared there")
+            names = ", ".join(terms[0][1].axes)
+            self.fail(where, f"key 'planes' missing: the order has the planes {names}: declare them under 'planes:'")
         order, term = terms[0]
         if len(orders) > 1 or len(terms) > 1:
             self.fail(
-                where, "order: expected one term <…>, in one order for K and V; planes may have an order for each"
+                where, "order: expected a single term <…>, in one order for K and V; a plane may have its own orders k and v"
             )
         if term in order.inner and term is not order.inner[-1]:
-            self.fail(where, f"order '{order}': expected '{term}' inside brackets or at the end")
+            self.fail(where, f"order '{order}': expected '{term}' inside the brackets or at the end of the order")
         declared = self.mapping(node, "planes", term.axes)
         for name in term.axes:
             if name not in declared:
-                self.fail(node, f"planes: {name!r} missing; the order names it")
+                self.fail(node, f"planes: {name!r} missing: the order names it, so declare it here")
         return tuple(self.plane(name, declared[name], order, extra) for name in term.axes)
 
     def plane(self, name: str, node: yaml.Node, outer: Order, extra: dict[str, Expression]) -> Plane:
@@ -349,23 +382,26 @@ class _File(YamlFile):
         orders = self.orders(keys["order"], extra, outer) if "order" in keys else (Order((), (), self.line(node)),)
         for order in orders:
             if order.table:
-                self.fail(keys["order"], f"{what}: order '{order}': expected no brackets, those are the layout's")
+                self.fail(
+                    keys["order"], f"{what}: order '{order}': expected no brackets in a plane: put them into the layout's order"
+                )
             self.require_plausible(
                 keys.get("order", node), str(order), Order(outer.table, (*outer.inner, *order.inner))
             )
         dtype = self.scalar(keys["dtype"], f"dtype of {what}") if "dtype" in keys else None
         if dtype is not None and dtype not in ITEMSIZE:
-            self.fail(keys["dtype"], f"dtype of {what}: expected one of {', '.join(ITEMSIZE)}, got {dtype!r}")
+            meant = f" Write {SPELLINGS[dtype]}." if dtype in SPELLINGS else suggestion(dtype, ITEMSIZE)
+            self.fail(keys["dtype"], f"dtype of {what}: expected a name such as bfloat16 or float32, got {dtype!r:.200}.{meant}")
         offset = None
         if "offset" in keys:
             if any(term.planes for term in outer.table):
-                self.fail(keys["offset"], f"{what}: offset: each plane has arrays of its own here; leave it out")
+                self.fail(keys["offset"], f"{what}: expected no offset, because each plane has its own arrays: remove the key")
             text = re.sub(r"(?<![A-Za-z_])\s*B\s*$", "", self.scalar(keys["offset"], f"offset of {what}"))
             offset = self.expression(keys["offset"], text, f"offset of {what}")
         shared = tuple(sorted(self.scalar(keys["shared"], f"shared of {what}").split())) if "shared" in keys else ()
         for axis in shared:
             if axis not in AXES or axis in "bd":
-                self.fail(keys["shared"], f"{what}: shared: expected axes among l o h t, got {axis!r}")
+                self.fail(keys["shared"], f"{what}: shared: expected some of the axes l o h t, got {axis!r}")
         return Plane(name, orders, dtype, offset, self.pitch(keys.get("pitch"), orders), shared)
 
     def line(self, node: yaml.Node) -> str:
@@ -376,7 +412,7 @@ class _File(YamlFile):
         group = match["opaque"] if opaque else match["fused"]
         axes = tuple((group if group is not None else match["axis"]).split())
         if not axes:
-            self.fail(node, f"order {text!r}: expected axes between {'{}' if opaque else '()'}")
+            self.fail(node, f"order {text!r}: expected axes between {'{}' if opaque else '()'}, got none")
         for axis in axes:
             if axis not in AXES and axis not in extra:
                 self.fail(
@@ -386,11 +422,11 @@ class _File(YamlFile):
         steps = tuple((op, int(size), unit == "B") for op, size, unit in _STEP.findall(match["steps"] or ""))
         for op, size, _ in steps:
             if size < 1:
-                self.fail(node, f"order {text!r}: split {op}{size}: expected at least 1")
+                self.fail(node, f"order {text!r}: split {op}{size}: expected a size of at least 1")
         return Term(axes, steps, opaque and len(axes) > 1)
 
     def require_plausible(self, node: yaml.Node, text: str, order: Order) -> None:
-        """What can be refused before any size is known."""
+        """Raise errors that do not depend on sizes."""
 
         def refuse(what: str, rest: str) -> NoReturn:
             self.fail(node, f"order {text!r}: {what}: {rest}")
@@ -405,14 +441,14 @@ class _File(YamlFile):
                 )
                 if (first is not term and not pieces_of_one_split) or term.axes.count(axis) > 1:
                     refuse(
-                        f"axis {axis!r}", f"expected once, or in the pieces of one split, got '{first}' and '{term}'"
+                        f"axis {axis!r}", f"expected once, or in different pieces of one split, got '{first}' and '{term}'"
                     )
             if "b" in term.axes and str(term) != "b" and not term.planes:
-                refuse("axis 'b'", f"block ids index it, so it stands alone and unsplit, got '{term}'")
+                refuse("axis 'b'", f"expected alone and unsplit, because block ids index it, got '{term}'")
             if term.opaque and term in order.table:
-                refuse(f"'{term}'", "its axes are contiguous, so it cannot pick allocations")
+                refuse(f"'{term}'", "expected outside the brackets: its axes are contiguous, so they cannot select allocations")
         if "b" not in whole:
-            refuse("axis 'b' (block)", "expected once, got none")
+            refuse("axis 'b' (block)", "expected once, got none: add b")
 
     def pitch(self, node: yaml.Node | None, orders: tuple[Order, ...]) -> tuple[tuple[str, Pitch], ...]:
         pitches: dict[str, Pitch] = {}
@@ -420,7 +456,7 @@ class _File(YamlFile):
         for term, value in self.mapping(node, "pitch").items() if node is not None else ():
             if term not in inside:
                 self.fail(
-                    value, f"pitch: {term!r}: expected one of {', '.join(sorted(inside))} (axes outside brackets)"
+                    value, f"pitch: expected one of {', '.join(sorted(inside))} (the terms outside brackets), got {term!r}"
                 )
             text = self.scalar(value, f"pitch of '{term}'").strip()
             match = re.fullmatch(r"(?P<expression>.*?[^A-Za-z_])?\s*B", text)

@@ -1,4 +1,4 @@
-"""Streams that frameworks are on."""
+"""The current streams of frameworks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["framework_of", "framework_stream", "torch_stream"]
 
 
 def framework_of(array: object) -> str:
-    """The framework that an array is of: ``torch``, ``cupy``, ``numpy``."""
+    """The framework of an array: ``torch``, ``cupy``, ``numpy``."""
     return type(array).__module__.partition(".")[0]
 
 
 def torch_stream(index: int) -> int:
-    """Handle of torch's current stream on a GPU that it uses already."""
+    """Handle of torch's current stream on a GPU.  torch must already use this GPU."""
     raw = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
-    if raw is not None:  # what Inductor and Triton ask: without a Stream object, a tenth of the time
+    if raw is not None:  # Inductor and Triton use it, too: without a Stream object it takes a tenth of the time
         return int(raw(index))
     return int(sys.modules["torch"].cuda.current_stream(index).cuda_stream)
 
 
 def framework_stream(framework: str, index: int) -> Any:
-    """The framework's current stream on a GPU, as its object: a default stream's handle does not tell of which GPU it is."""
+    """The framework's current stream on a GPU, as an object: the handle of a default stream does not name its GPU."""
     module = sys.modules.get(framework)
     if framework == "torch" and module is not None:
         return module.cuda.current_stream(index)

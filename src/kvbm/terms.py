@@ -1,4 +1,4 @@
-"""The words of the layout language: expressions over sizes, and the terms, orders, pitches and planes that YAML declares."""
+"""The elements of the layout language: expressions over sizes, terms, orders, pitches and planes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .shapes import LIMIT, round_up
 
 __all__ = ["AXES", "Expression", "Order", "Pitch", "Plane", "Term"]
 
-#: The axes of the language and what each is called in prose.
+#: The axes of the language and their names in texts.
 AXES: Mapping[str, str] = MappingProxyType(
     {"b": "block", "l": "layer", "o": "K or V", "h": "KV head", "t": "token", "d": "element of the head"}
 )
@@ -24,7 +24,7 @@ AXES: Mapping[str, str] = MappingProxyType(
 # ---- expressions over sizes: pitches and extra axes ----------------------------------------------------------------
 
 
-#: What an expression may name: sizes of the axes, and bytes an element.
+#: Names in an expression: sizes of the axes, and bytes per element.
 SIZES = ("nb", "nl", "no", "nh", "nt", "hd", "es")
 _LONGEST = 1000
 FUNCTIONS: Mapping[str, Callable[..., int]] = MappingProxyType(
@@ -54,7 +54,7 @@ class Expression:
     Raises
     ------
     LayoutError
-        Anything else; `evaluate` where a name has no value, or the result is below one or beyond 2**62.
+        The text contains anything else.  `evaluate` raises it if a name has no value, or if the result is below 1 or above 2**62.
     """
 
     text: str = field(compare=False)
@@ -66,14 +66,14 @@ class Expression:
                 f"expression '{self.text[:40]}…': expected at most {_LONGEST:,} characters, got {len(self.text):,}"
             )
         self.evaluate(dict.fromkeys(SIZES, 720720), minimum=None)
-        object.__setattr__(self, "key", "".join(self.text.split()))  # blanks mean nothing
+        object.__setattr__(self, "key", "".join(self.text.split()))  # blanks have no meaning
 
     def evaluate(self, sizes: Mapping[str, int], *, minimum: int | None = 1, exact: bool = False) -> int:
-        """Value for these sizes, at least `minimum`; `exact`: ``//`` must leave no rest, as a group of scales must divide."""
+        """The value for these sizes, at least `minimum`.  With `exact`, ``//`` must have no remainder, as for groups of scales."""
 
         def walk(node: ast.expr) -> int:
             value = computed(node)
-            if abs(value) >= 1 << 1000:  # of no use, and a larger one would have no text
+            if abs(value) >= 1 << 1000:  # a much larger number could not be converted to text
                 raise OverflowError("a number beyond 2**1000")
             return value
 
@@ -107,7 +107,7 @@ class Expression:
         return value
 
 
-# ---- what is declared ----------------------------------------------------------------------------------------------
+# ---- declarations --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +117,13 @@ class Term:
     Parameters
     ----------
     axes : tuple of str
-        Letters; more than one are fused, the first slowest.
+        Letters.  Several axes are fused, the first slowest.
     steps : tuple of (str, int, bool)
         ``("/" or "%", size, size is in bytes)``.
     opaque : bool
-        The axes are contiguous and their order is not promised.
+        The axes are contiguous, and their order is unspecified.
     planes : bool
-        The names are planes, one after the other.
+        The names are planes, in their order.
     """
 
     axes: tuple[str, ...]
@@ -144,12 +144,12 @@ class Term:
         return sizes[self.axes[0]] if len(self.axes) == 1 else math.prod(sizes[axis] for axis in self.axes)
 
     def cut(self, sizes: Mapping[str, int], itemsize: int, pack: int = 1) -> tuple[int, int]:
-        """The term as ``(index // divisor) % extent``, in elements: `pack` of them are `itemsize` bytes.
+        """The term as ``(index // divisor) % extent``, in elements; `pack` elements have `itemsize` bytes.
 
         Raises
         ------
         LayoutError
-            A split that does not divide what it splits.
+            A split does not divide its axis.
         """
         divisor, extent = 1, self.extent(sizes)
         for op, size, in_bytes in self.steps:
@@ -168,7 +168,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Order:
-    """One line of the language: axes in brackets pick an allocation, the others lie inside it, slowest first."""
+    """An order: axes in brackets select an allocation, the others are inside it, slowest first."""
 
     table: tuple[Term, ...]
     inner: tuple[Term, ...]
@@ -184,7 +184,7 @@ class Order:
 
     @cached_property
     def whole(self) -> frozenset[str]:
-        """The axes, if none of them is split and none is there twice; else nothing."""
+        """The axes, if none is split or repeated; else an empty set."""
         axes = [axis for term in self.terms for axis in term.axes]
         once = len(set(axes)) == len(axes) and not any(term.steps for term in self.terms)
         return frozenset(axes) if once else frozenset()
@@ -203,22 +203,22 @@ class Pitch:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One kind of elements of a block, where it holds several: quantised data, scales, positions.
+    """One kind of elements of a block that holds several kinds: quantised data, scales, positions.
 
     Parameters
     ----------
     name : str
-        What the layouts of a conversion must agree on.
+        Name of the plane.  It must be the same in both layouts of a conversion.
     orders : tuple of Order
-        Its own terms, inside what all planes share: one order, or one for K and one for V.
+        Terms of the plane, inside the terms that all planes share: one order, or one for K and one for V.
     dtype : str, optional
-        The shape's where it is not given.
+        Default: the dtype of the shape.
     offset : Expression, optional
-        Bytes from the start of the record (what the planes share) to the plane; behind the plane before if not given.
+        Bytes from the start of the record to the plane.  Default: directly after the plane before.
     pitch : tuple of (str, Pitch)
-        As for `Layout`, of its own terms; sorted.
+        As for `Layout`, for the plane's terms; sorted.
     shared : tuple of str
-        Axes of the shape along which it has one value for all: a scale for all tokens of a block.
+        Axes of the shape along which the plane has a single value, such as one scale for all tokens of a block.
     """
 
     name: str
@@ -235,7 +235,7 @@ class Plane:
 
     @property
     def meaning(self) -> str:
-        """All of it in a line; equal where two planes mean the same."""
+        """The plane in one line.  Planes with the same meaning have the same text."""
         pitch = " ".join(f"{term}={p}" for term, p in self.pitch)
         shared = " ".join(self.shared)
         return f"{self} pitch {pitch} shared {shared}"

@@ -1,9 +1,9 @@
-"""Transfers: copies of blocks from one pool into another."""
+"""Transfers: copy blocks from one pool into another."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 from . import _core
 from .digest import Model
@@ -12,45 +12,53 @@ from .mover import Layers, Mover, part_of, require_usable
 from .pool import Pool
 from .selection import PoolSection
 
-__all__ = ["Transfer", "convert"]
+__all__ = ["Strategy", "Transfer", "convert"]
+
+#: The strategies; `Transfer` documents them.
+Strategy = Literal["auto", "aside", "direct", "staged", "engine"]
 
 
 class Transfer:
-    """Copies blocks from one pool into another, again and again: beside a running model, on streams.
+    """Copies blocks from one pool into another, many times, on streams, while a model runs.
 
     Parameters
     ----------
     src_pool, dst_pool : Pool or PoolSection
-        Each on a GPU, or in host memory: pinned, unless both are in host memory.  They may be the same pool if no block is
-        both read and written.  The transfer keeps them.  Of sections (`Pool.section`, `Pool.units`) only these are copied.
-    strategy : {"auto", "direct", "staged", "engine"}
-        ``direct``: one kernel, also on pinned memory and on another GPU's.  ``staged``: a kernel packs blocks into a ring on
-        the GPU and the copy engine takes them from there, or the reverse.  ``engine``: runs that are contiguous on both sides,
-        merged, by the copy engine alone.  ``auto``: whichever this machine was measured to be fastest with (`explain`).
+        Each is on a GPU or in host memory.  If one is on a GPU, host memory must be pinned.  Both may be the same pool if no block
+        is both read and written.  The transfer keeps both alive.  Of a section (`Pool.section`, `Pool.units`) only that part is
+        copied.
+    strategy : {"auto", "aside", "direct", "staged", "engine"}
+        ``direct``: one kernel reads and writes both sides, also pinned memory and the memory of another GPU.  ``staged``: a kernel
+        packs blocks into a ring on the GPU and the copy engine copies them from the ring, or the reverse.  ``engine``: the copy
+        engine alone copies the runs that are contiguous on both sides.  ``auto``: the strategy that was measured to be the fastest
+        on this machine (`explain`).  ``aside``: as ``auto``, but ``direct`` only if nothing else is possible.  A direct kernel
+        between a GPU and host memory occupies multiprocessors while it waits for PCIe, and slows a model down.
     max_sms : int, optional
-        Multiprocessors that kernels may use.  Not given: 16 where host memory is involved, else all.
+        Multiprocessors that kernels may use.  Default: 16 if host memory is involved, else all.
     chunk_bytes : int, optional
-        Size of one of the three slots of the ring that staged copies use; at least one block, 32 MiB if not given.
+        Bytes of one of the three slots of the ring for staged copies; at least one block.  Default: 32 MiB.
     verify : bool
-        Digest the source before and the destination after each copy, by kernels that share no loop with the copy's, and compare
-        both: `Done.synchronize` raises `DigestError` where they differ.  It costs a read of either side.
+        Digest the source before each copy and the destination after it, by kernels that share no loop with the copy, and compare
+        the digests.  `Done.synchronize` raises `DigestError` if they differ.  It costs one read of each side.
     model : kvbm.Model, optional
-        Which layers and heads of a whole model the source holds, for `digests`.
+        Which layers and heads of a model the source holds, for `digests`.
 
     Raises
     ------
     BindError
-        Pools that do not fit each other, host memory that the GPU does not reach, an option that cannot be honoured.
+        The pools do not fit each other, the GPU cannot access the host memory, or an option cannot be honoured.
     LayoutError, PlanError
         There is no copy between the two layouts.
-    CudaError, CudaUnavailableError
-        The ring could not be allocated; no GPU.
+    CudaError
+        The ring could not be allocated.
+    CudaUnavailableError
+        There is no GPU.
 
     Notes
     -----
-    Any number of threads may copy at once, on any streams.  Staged copies of one transfer share its ring and so run one after
-    the other; make another transfer for copies that must not wait for each other.  Keep the transfer as long as graphs that
-    it was captured into.
+    Any number of threads may copy at the same time, on any streams.  Staged copies of one transfer share its ring, so they run one
+    after the other; use a second transfer for copies that must not wait for each other.  Keep the transfer alive as long as CUDA
+    graphs that captured its copies.
 
     Examples
     --------
@@ -63,7 +71,7 @@ class Transfer:
         self,
         src_pool: Pool | PoolSection,
         dst_pool: Pool | PoolSection,
-        strategy: str = "auto",
+        strategy: Strategy = "auto",
         max_sms: int | None = None,
         chunk_bytes: int | None = None,
         *,
@@ -77,7 +85,7 @@ class Transfer:
 
     @property
     def device(self) -> int:
-        """The CUDA device whose kernels and streams copies take; -1 between two pools in host memory."""
+        """The CUDA device that runs the copies; -1 between two pools in host memory."""
         return self._mover.device
 
     def copy(
@@ -91,38 +99,39 @@ class Transfer:
         digests: Any = None,
         tokens: Any = None,
     ) -> _core.Done:
-        """Enqueue a batch: block ``src_ids[i]`` is copied into block ``dst_ids[i]``.
+        """Enqueue a copy of blocks: block ``src_ids[i]`` is copied into block ``dst_ids[i]``.
 
         Parameters
         ----------
         src_ids, dst_ids : int, sequence of int, NumPy array, CPU or CUDA tensor, optional
-            int32 or int64; -1 skips a pair.  Not given: 0, 1, 2, … on that side.  Ids in host memory are checked and may be
-            changed at once.  Ids on the GPU are read when the kernel runs, so that a captured graph can be replayed with
-            others; keep them until then.  One that is out of range there is skipped, and `Done.synchronize` says so: keep the
-            `Done`, as a stream or a later copy that is waited for tells nothing.
+            int32 or int64.  If an id is -1 on either side, its pair is skipped.  Default: 0, 1, 2, … on that side.  Ids in host
+            memory are checked before the call returns, and you may change them afterwards.  Ids on the GPU are read when the
+            kernel runs, so a captured graph can be replayed with other ids; keep the tensor until then.  An id on the GPU that is
+            out of range is skipped, and only `Done.synchronize` raises the error: keep the `Done`, because waiting for a stream or
+            for a later copy does not.
         layers : range or (range, range), optional
-            The layers to copy: on both sides, or of the source and of the destination where the pools hold other layers.
+            The layers to copy.  A pair gives the layers of the source and of the destination, if their numbers differ.
         stream : optional
-            Where the copy is ordered: an object with ``__cuda_stream__`` (cuda.core, torch, CuPy), a cuda.bindings handle or
-            an int.  Not given: torch's or CuPy's current stream.  Not for two pools in host memory, where the copy is done
+            The stream of the copy: an object with ``__cuda_stream__`` (cuda.core, torch, CuPy), a cuda.bindings handle or an int.
+            Default: the current stream of torch or CuPy.  Not allowed between two pools in host memory: there the copy is complete
             when the call returns.
         wait : optional
-            What must be done before: an event, a stream, the `Done` of another copy, or a list of them.
+            What the copy waits for: an event, a stream, the `Done` of another copy, or a list of them.
         digests : array, optional
-            Takes the digest of what each pair copies: contiguous uint64 or int64, one a pair, on the transfer's device or pinned; 0
-            for pairs that are skipped.  Kernels digest what passes through them where they can (`explain`), else one reads a side.
+            Receives the digest of each pair's block: contiguous uint64 or int64, one item per pair, on the transfer's device or
+            pinned.  Skipped pairs get 0.  The copy kernel computes digests if it can (`explain`); if not, a second kernel does.
         tokens : int, sequence of int, array or tensor, optional
-            With `digests`: the position of each block's first token in its sequence, as for `Pool.digest`.
+            For `digests`: the position of each block's first token in its sequence, as for `Pool.digest`.
 
         Returns
         -------
         Done
-            ``wait(stream)``, ``synchronize()`` and ``query()``.
+            It has ``wait(stream)``, ``synchronize()`` and ``query()``.
 
         Raises
         ------
         BindError
-            Ids that are out of range, repeated in the destination, or read and written.  Nothing has been enqueued.
+            Ids are out of range, repeated in the destination, or both read and written.  Nothing was enqueued.
         CudaError
             A call of the driver failed.
         """
@@ -131,7 +140,7 @@ class Transfer:
             require_usable(src, dst)
         if digests is None and not self._verifies:
             if tokens is not None:
-                raise BindError("tokens: positions are for digests; pass digests=, or leave tokens out")
+                raise BindError("tokens: only digests use positions; pass digests=, or leave tokens out")
             done = self._mover.copy(src_ids, dst_ids, layers, stream, wait)
         else:
             done = self._mover.copy_digested(src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies)
@@ -140,27 +149,27 @@ class Transfer:
         return done
 
     def explain(self, num_blocks: int | None = None, *, layers: Layers = None) -> str:
-        """What runs, and why, for batches of so many blocks (not given: of several sizes).
+        """Say which kernels and strategy run for a copy of `num_blocks` blocks, and why.  Default: for several numbers of blocks.
 
-        Once digests were asked for, by `verify` or in a copy, also how they are made, and what `verify` costs.
+        After `verify` or `digests` was used, it also says how the digests are computed and what `verify` costs.
         """
         return self._mover.explain(num_blocks, layers, self._verifies)
 
     def stats(self) -> dict[str, int]:
-        """What has been enqueued so far.
+        """Counters of what was enqueued so far.
 
         Returns
         -------
         dict
-            ``copies``, ``blocks`` (without those that were skipped), ``bytes``; copies by strategy: ``direct``, ``staged``,
-            ``engine``; ``submissions``: kernels and calls of the copy engine.
+            ``copies``; ``blocks`` (without skipped pairs); ``bytes``; ``direct``, ``staged`` and ``engine``: copies by strategy;
+            ``submissions``: kernel launches and calls of the copy engine.
         """
         return self._mover.stats()
 
     def close(self) -> None:
-        """Give back the ring; waits for the copies that use it.  Further copies are refused.
+        """Release the ring.  The call waits for the copies that use it.  Later copies raise an error.
 
-        A copy that another thread is enqueueing at this moment goes through, and the ring is given back later.
+        If another thread is enqueueing a copy at this moment, that copy is completed, and the ring is released after it.
         """
         mover = self._mover
         with mover.lock:
@@ -180,7 +189,7 @@ class Transfer:
         return f"Transfer({self._mover.title}, {self._mover.direction}, strategy={self._mover.strategy})"
 
 
-#: By the pools, then by what of them is meant.
+#: Keys: the pools, then their sections.
 _movers: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, dict[Any, Mover]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -190,7 +199,7 @@ def _bind(src: Pool | PoolSection, dst: Pool | PoolSection) -> Mover:
     ours, theirs = (given if isinstance(given, Pool) else given.pool for given in (src, dst))
     targets = _movers.setdefault(ours, weakref.WeakKeyDictionary())
     parts = targets.setdefault(theirs, {})
-    # Of two threads that make one at once the faster one's stays: what graphs and copies read lives as long as the pools.
+    # If two threads create one at the same time, the first one is kept: what graphs and copies read lives as long as the pools.
     key = None if src is ours and dst is theirs else (part_of(src, "source").of, part_of(dst, "destination").of)
     mover = parts.get(key)
     if mover is None:
@@ -209,25 +218,25 @@ def convert(
     *,
     stream: Any = None,
 ) -> None:
-    """Copy blocks from one pool into another, each in its own layout.
+    """Copy blocks from one pool into another and convert them to the destination's layout.
 
     Parameters
     ----------
     src_pool, dst_pool : Pool or PoolSection
-        On one device.  They may be the same pool if no block is both read and written.
+        Both on one device.  They may be the same pool if no block is both read and written.
     src_ids, dst_ids : sequence of int, NumPy array or CPU tensor, optional
-        Pair ``i`` copies block ``src_ids[i]`` into ``dst_ids[i]``.  Not given: 0, 1, 2, … on that side, as many as the
-        other side has ids, or all blocks.  -1 skips a pair.
+        Pair ``i`` copies block ``src_ids[i]`` into ``dst_ids[i]``.  If an id is -1 on either side, its pair is skipped.  Default:
+        0, 1, 2, … on that side, as many as the other side has ids, or all blocks.
     stream : optional
-        Where a GPU copy is ordered: an object with ``__cuda_stream__`` (cuda.core, torch, CuPy), a cuda.bindings handle or
-        an int.  Not given: torch's or CuPy's current stream for their arrays.  The call returns once the copy is in the
-        stream; ids may be changed at once.  On the CPU the copy is done when the call returns.
+        The stream of a GPU copy: an object with ``__cuda_stream__`` (cuda.core, torch, CuPy), a cuda.bindings handle or an int.
+        Default: the current stream of torch or CuPy for their arrays.  The call returns after the copy was enqueued, and you may
+        change the ids then.  On the CPU the copy is complete when the call returns.
 
     Raises
     ------
     BindError
-        Pools that do not fit each other, ids that are out of range, repeated in the destination, or read and written.
-        The destination is untouched.
+        The pools do not fit each other, or ids are out of range, repeated in the destination, or both read and written.
+        The destination is unchanged.
     LayoutError, PlanError
         There is no copy between the two layouts.
     CudaError

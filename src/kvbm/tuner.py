@@ -1,6 +1,6 @@
-"""Measures the strategies on this machine, once, for ``strategy="auto"``: fills the table of `kvbm.tuning`, and asks it.
+"""Measures the copy strategies once per machine for ``strategy="auto"``: fills and queries the table of `kvbm.tuning`.
 
-What it measures is handed in: a class that copies between two pools as `kvbm.Transfer` does.
+The class to measure is an argument: it copies between two pools as `kvbm.Transfer` does.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _log = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[int, int], object]
 
-#: ``Mover(src_pool, dst_pool, strategy=…)``, a context that has ``copy(src_ids, dst_ids, stream=…)``.
+#: ``Mover(src_pool, dst_pool, strategy=…)``: a context manager with a method ``copy(src_ids, dst_ids, stream=…)``.
 Mover: TypeAlias = Callable[..., Any]
 
 
 def limits(
     direction: str, device: int, ways: Mapping[str, Way], block_bytes: int, chunk_bytes: int, mover: Mover
 ) -> Choice:
-    """Up to how many pairs which strategy is the fastest here, and why.
+    """The fastest strategy per range of pair counts on this machine, and the reason.
 
     Parameters
     ----------
@@ -42,19 +42,19 @@ def limits(
     device : int
         CUDA device ordinal of the GPU that runs the kernels.
     ways : mapping of str to Way
-        The strategies that are possible.  Bytes that stay together: of ``direct``, on both sides; of ``staged``, in the pieces
-        that the copy engine moves; of ``engine``, in the merged runs.
+        The possible strategies.  Their contiguous bytes are, for ``direct``, those on both sides; for ``staged``, those in the
+        pieces that the copy engine moves; for ``engine``, those in the merged runs.
     block_bytes : int
-        Bytes that one pair moves.
+        Bytes per pair of blocks.
     chunk_bytes : int
         Bytes of a slot of the ring.
     mover : callable
-        What is measured where there is no table.
+        The class that is measured if there is no table.
 
     Notes
     -----
-    It never raises because of the table.  Where there is none, this measures (once a machine, some 2 s), unless ``KVBM_TUNE=0``
-    or the copy stays on one GPU; where that is not possible either, costs measured on another machine answer.
+    A defective table never raises an error.  If there is no table, this function measures (once per machine, about 2 s), except
+    with ``KVBM_TUNE=0`` or for copies on one GPU.  If it cannot measure, it uses costs that were measured on another machine.
     """
     try:
         table, why = _find(direction, device, mover)
@@ -63,7 +63,7 @@ def limits(
             if found is not None:
                 return Choice(found.limits, f"measured on this machine ({table.title}): {found.why}")
             why = f"the table of {table.date} has no row for {direction}"
-    except Exception as error:  # a server must not fall over a cache
+    except Exception as error:  # a defective cache file must not stop a server
         why = reason(error)
         _log.warning("kvbm: the table of copy speeds cannot be used, the built-in rule is (%s)", why, exc_info=True)
     if direction == "d2d":
@@ -78,12 +78,12 @@ def limits(
     return Choice(built_in.limits, why)
 
 
-# ---- tables that this process knows --------------------------------------------------------------------------------
+# ---- tables that this process has read -----------------------------------------------------------------------------
 
 
 @dataclass
 class _Known:
-    """What this process knows of a GPU: its table, if there is one, and why a direction is not in it."""
+    """The table of a GPU, if there is one, and the reasons why directions are missing in it."""
 
     table: Table | None
     failed: dict[str, str] = field(default_factory=dict)
@@ -94,13 +94,13 @@ _lock = Lock()
 
 
 def reload() -> None:
-    """Forget the tables that this process has read, and what could not be measured: the next `limits` looks again."""
+    """Forget all tables and failed measurements of this process.  The next `limits` reads or measures again."""
     with _lock:
         _known.clear()
 
 
 def _find(direction: str, device: int, mover: Mover) -> tuple[Table | None, str]:
-    """The table with this direction in it, measured now if need be; or None, and why."""
+    """The table with this direction, measured now if necessary; or None, and the reason."""
     with _lock:
         known = _known.get(device)
         if known is None:
@@ -134,7 +134,7 @@ def _find(direction: str, device: int, mover: Mover) -> tuple[Table | None, str]
 def _measure_now(direction: str, device: int, table: Table | None, mover: Mover) -> Table:
     gpu, _ = tuning.machine(device)
     _log.info("kvbm: measuring copies on cuda:%d (%s), once a machine, some 2 s; KVBM_TUNE=0 forbids it", device, gpu)
-    # Only what is asked for, and only GPUs that this process uses: others would each lose memory to a context.
+    # Measure only the requested direction, and only GPUs that this process uses: a context costs memory on each further GPU.
     wanted = ("p2p",) if direction == "p2p" else ("d2h", "h2d", "d2d")
     made = measure(device, mover, directions=wanted, peers=_used_peers(device) if direction == "p2p" else ())
     if table is not None:
@@ -149,9 +149,9 @@ def _measure_now(direction: str, device: int, table: Table | None, mover: Mover)
 
 
 def _is_capturing() -> bool:
-    """Whether this thread's current stream, in torch or CuPy, is being captured into a graph.
+    """True if the current stream of this thread, in torch or CuPy, is being captured into a graph.
 
-    The default stream never is, and asking about it would break the capture of another one.
+    The default stream is never captured.  A query of it would break the capture of another stream.
     """
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     captures = False
@@ -165,22 +165,22 @@ def _is_capturing() -> bool:
 
 # ---- measuring -----------------------------------------------------------------------------------------------------
 
-#: Bytes that stay together.
+#: Sizes of contiguous runs in bytes.
 RUNS = (4 << 10, 32 << 10, 256 << 10, 4 << 20)
 
 _MIB = 1 << 20
-_ROUNDS = 15  # of every strategy in turn, as far as the time suffices
-_SECONDS = 0.6  # for one direction, the pools not counted
-_WAKE_SECONDS = 0.03  # until clocks and links are up
-_TOO_LONG = 0.1  # a copy that is expected to take longer is left out
+_ROUNDS = 15  # rounds over all strategies, if the time suffices
+_SECONDS = 0.6  # per direction, without the allocation of the pools
+_WAKE_SECONDS = 0.03  # until clocks and links are at full speed
+_TOO_LONG = 0.1  # copies that are expected to take longer are left out
 
-#: Both keep runs whole; between them every run goes somewhere else, so a run is contiguous on both sides, in the pieces of
-#: a staged copy, and in what is left to the engine alone.
+#: Both layouts keep runs whole and order them differently.  So the contiguous piece is one run, on both sides, in the pieces of a
+#: staged copy, and for the copy engine alone.
 _NEAR, _FAR = "b l t d", "l b t d"
 
 
 def grid() -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Run, block, totals.  Blocks are of a model's size, from where the engine takes rows at a stride; small ones are one run."""
+    """Yield (bytes per run, bytes per block, total bytes).  Blocks have the size of a model's; the small one is a single run."""
     yield 256 << 10, 256 << 10, (256 << 10, 1 * _MIB)
     for run in RUNS:
         block = max(run, _MIB)
@@ -188,7 +188,7 @@ def grid() -> Iterator[tuple[int, int, tuple[int, ...]]]:
 
 
 def _shapes(run: int, block: int) -> tuple[Any, Any, Any]:
-    """Layouts near and far and a block's shape, such that runs have this length."""
+    """The near and the far layout, and a block shape that gives runs of this length."""
     from . import spec
     from .shapes import BlockShape
 
@@ -197,7 +197,7 @@ def _shapes(run: int, block: int) -> tuple[Any, Any, Any]:
 
 
 class _StoppedError(Exception):
-    """The measuring thread was told to end."""
+    """The measuring thread was asked to stop."""
 
 
 def measure(
@@ -217,26 +217,26 @@ def measure(
     mover : callable
         `kvbm.Transfer`.
     progress : callable, optional
-        Called as ``progress(done, of)`` after every step, on another thread.
+        Called as ``progress(done, total)`` after every step, on another thread.
     directions : sequence of str
-        Which of `DIRECTIONS`; all of them if not given.
+        Directions to measure.  Default: all of `DIRECTIONS`.
     peers : iterable of int, optional
-        GPUs to measure ``p2p`` with (the medians of all are kept); every other one if not given.
+        GPUs to measure ``p2p`` with; the medians over all of them are kept.  Default: all other GPUs.
 
     Returns
     -------
     Table
-        See `tuning.save`; nothing is written here.
+        The measured table.  It is not written to a file: see `tuning.save`.
 
     Raises
     ------
     CudaError, CudaUnavailableError
-        No GPU; not enough memory: up to 256 MiB of the GPU, and 64 MiB that are pinned, are needed for a moment.
+        There is no GPU, or not enough memory: up to 256 MiB of the GPU and 64 MiB of pinned memory are needed for a short time.
 
     Notes
     -----
-    It takes about 2 s, and half a second for the other GPUs together.  It works on a thread and streams of its own: neither the
-    caller's current device nor a capture that is going on elsewhere notices.
+    It takes about 2 s, and half a second for all other GPUs together.  It uses its own thread and streams, so it does not change
+    your current device and does not disturb a running stream capture.
     """
     from . import __version__, _core
 
@@ -271,7 +271,7 @@ def measure(
 
 
 def _on_a_thread(work: Callable[[], list[Row]], stop: threading.Event) -> list[Row]:
-    """A thread has a current context and a capture mode of its own; the caller's stay as they are."""
+    """Run on a new thread.  It has its own current context and capture mode, so those of the caller do not change."""
     rows: list[Row] = []
     errors: list[BaseException] = []
 
@@ -285,7 +285,7 @@ def _on_a_thread(work: Callable[[], list[Row]], stop: threading.Event) -> list[R
     try:
         thread.start()
         thread.join()
-    except BaseException:  # Ctrl-C: the GPU's memory is given back first
+    except BaseException:  # Ctrl-C: release the GPU's memory first
         stop.set()
         if thread.is_alive():
             thread.join()
@@ -297,7 +297,7 @@ def _on_a_thread(work: Callable[[], list[Row]], stop: threading.Event) -> list[R
 
 @contextlib.contextmanager
 def _clock(device: int) -> Iterator[Any]:
-    """A clock with a stream of its own, on a thread that may allocate whatever is being captured elsewhere."""
+    """A clock with its own stream.  The thread may allocate memory while another thread captures a stream."""
     from cuda.bindings import driver
     from cuda.core import Device
 
@@ -310,7 +310,7 @@ def _clock(device: int) -> Iterator[Any]:
 
 
 def _used_peers(device: int) -> list[int]:
-    """The other GPUs that this process has a context on."""
+    """The other GPUs on which this process has a context."""
     from cuda.bindings import driver
 
     from . import _core
@@ -348,7 +348,7 @@ def _measured(
             ends = (far, near) if direction == "h2d" else (near, far)
             moves = {name: stack.enter_context(mover(*ends, strategy=name)) for name in names}
             for total in totals:
-                # Neighbours are never neighbours on the other side, or the engine would merge them.
+                # Adjacent blocks are never adjacent on the other side: the engine would merge them.
                 src = random.permutation(blocks)[: total // block]
                 ids = src, blocks - 1 - src
                 if not is_awake:
@@ -365,13 +365,13 @@ def _measured(
 
 
 def _sampled(moves: Mapping[str, Any], ids: Any, clock: Any, seconds: float) -> dict[str, float]:
-    """The median seconds of each; strategies take turns, so that what drifts drifts for all."""
+    """The median seconds of each strategy.  The strategies take turns, so a drift affects all of them."""
     begin = time.perf_counter()
     samples: dict[str, list[float]] = {name: [] for name in moves}
     for turn in range(_ROUNDS + 1):
         for name, move in moves.items():
             took = _seconds(move, ids, clock)
-            if turn:  # the first one makes tables and rings
+            if turn:  # the first turn creates tables and rings and is not counted
                 samples[name].append(took)
         if turn > 2 and time.perf_counter() - begin > seconds:
             break
@@ -379,13 +379,13 @@ def _sampled(moves: Mapping[str, Any], ids: Any, clock: Any, seconds: float) -> 
 
 
 def _seconds(move: Any, ids: Any, clock: Any) -> float:
-    """On the stream, behind a short delay: what an idle host submits in the meantime costs nothing, as beside a running model."""
+    """Time on the stream, after a short delay.  The time to submit the copy is hidden, as it is beside a running model."""
     found: float = clock.time(lambda stream: move.copy(*ids, stream=stream), iters=1, warmup=0).median
     return found
 
 
 def _medians(rows: Iterable[Row]) -> list[Row]:
-    """One row a key: nobody asks for one peer."""
+    """One row per key: the peers are not distinguished."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         found.setdefault(row[:5], []).append(row.seconds)

@@ -1,7 +1,7 @@
-"""The table of what is fastest on this machine: what was measured, what a batch costs by it, and the file that keeps it.
+"""The table of the fastest strategies on this machine: measurements, the cost of a batch, and the file that stores them.
 
-A row is one measurement: a direction, a strategy, how many bytes stay together, the size of a block and of the batch, seconds.
-`Cost` is a model of one strategy, fitted to its rows; `Table.limits` takes the strategy whose predicted time is the least.
+A row is one measurement: direction, strategy, bytes of a run, sizes of a block and of the batch, seconds.  `Cost` is a model of one
+strategy, fitted to its rows.  `Table.choose` chooses the strategy with the smallest predicted time.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ __all__ = ["Cost", "Row", "Table", "Way", "groups_of", "load", "machine", "path"
 
 _log = logging.getLogger(__name__)
 
-#: Of the file.  Another number is another meaning: files of other versions are left alone.
+#: Version of the file.  Files of other versions are ignored.
 VERSION = 2
 
 STRATEGIES = ("direct", "staged", "engine")
 DIRECTIONS = ("d2h", "h2d", "d2d", "p2p")
 
-#: Bytes of a slot of the ring that staged copies go through; a block more if a block is larger.
+#: Bytes of a slot of the ring for staged copies; larger if a block is larger.
 CHUNK_BYTES = 32 << 20
 
-#: Shorter runs are not given to the copy engine unless the caller asks: each costs half a microsecond of the processor, which
-#: a measurement on an idle machine does not show.
+#: Shorter runs are copied by the copy engine only on request: each costs half a microsecond of CPU time, which a measurement on
+#: an idle machine does not show.
 ENGINE_RUN = 256 << 10
 
-#: Of a staged batch, what is packed before, or unpacked after, the copy engine works (``kSmallGroupBytes`` of engine.cpp),
-#: and up to how many of these a batch that is packed first is one launch and one copy.
+#: Bytes of a staged batch that are packed before, or unpacked after, the copy engine works (``kSmallGroupBytes`` of engine.cpp),
+#: and the number of these up to which a batch that is packed first is one launch and one copy.
 _SMALL_GROUP, _AT_ONCE = 2 << 20, 4
 
-#: How much faster the engine must be than the kernel on one GPU: a kernel can be captured into a graph with ids on the device.
+#: Required advantage of the engine over the kernel on one GPU: only a kernel can be captured into a graph with ids on the device.
 _LEAD = {"d2d": 1.05}
 
-_UNIT, _LONG_RUN = 1e-3, 256 << 10  # of a fit: of exposed bytes; runs that count in full
+_UNIT, _LONG_RUN = 1e-3, 256 << 10  # for a fit: scale of exposed bytes; runs with full weight
 
-_MOST_ENTRIES = 8  # what a `_core.Route` holds
+_MOST_ENTRIES = 8  # the limit of a `_core.Route`
 _MOST_PAIRS = 1 << 20
 
 
 class Way(NamedTuple):
-    """What a strategy does with each block of a copy: how many bytes stay together on average, and in how many launches."""
+    """How a strategy copies each block: average bytes of a run, and number of launches."""
 
     run_bytes: int
     launches: int = 1
 
 
 class Row(NamedTuple):
-    """One measurement: the median of some copies, on the stream."""
+    """One measurement: the median time of several copies, on the stream."""
 
     direction: str
     strategy: str
@@ -69,13 +69,13 @@ class Row(NamedTuple):
     seconds: float
 
 
-# ---- what a batch costs --------------------------------------------------------------------------------------------
+# ---- the cost of a batch -------------------------------------------------------------------------------------------
 
 
 def _groups(pairs: Any, block_bytes: int, chunk_bytes: int, *, gathers: bool) -> tuple[Any, Any]:
-    """Groups that a staged batch goes through the ring in, and the bytes during whose packing or unpacking the engine rests.
+    """Number of groups of a staged batch, and the bytes that are packed or unpacked while the copy engine is idle.
 
-    `group_sizes` of engine.cpp: a small group at the end where the kernel works alone, the others as large as a slot.
+    As `group_sizes` of engine.cpp: a small group at the end where the kernel works alone, the others as large as a slot.
     """
     import numpy as np
 
@@ -90,7 +90,7 @@ def _groups(pairs: Any, block_bytes: int, chunk_bytes: int, *, gathers: bool) ->
 
 
 def groups_of(pairs: int, block_bytes: int, *, gathers: bool) -> int:
-    """Launches of a staged batch: groups that it goes through the ring in."""
+    """Number of launches of a staged batch, one per group in the ring."""
     return int(_groups(pairs, block_bytes, CHUNK_BYTES, gathers=gathers)[0]) or 1
 
 
@@ -102,14 +102,14 @@ class Cost:
     ----------
     strategy : str
     gathers : bool
-        Whether staged blocks are packed first and then taken by the copy engine: all directions but ``h2d``.
+        True if staged blocks are packed first and then copied by the copy engine: all directions except ``h2d``.
     fixed : float
-        Seconds of a launch, whatever it moves.
+        Fixed seconds per launch.
     group, exposed : float
-        Staged copies: seconds a group of blocks (a batch that is packed at once has none), and a byte that a kernel moves while
-        the copy engine has nothing to do.
+        For staged copies: seconds per group of blocks (none for a batch that is packed at once), and seconds per byte that a kernel
+        copies while the copy engine is idle.
     slopes : tuple of (int, float)
-        Run length in bytes, and seconds a byte there; runs ascend, and seconds never rise.
+        Run length in bytes, and seconds per byte for it.  Runs ascend, and seconds never increase.
     """
 
     strategy: str
@@ -121,7 +121,7 @@ class Cost:
 
     @classmethod
     def fit(cls, rows: Sequence[Row]) -> Cost:
-        """The cost of one strategy in one direction: the smallest sum of squared relative errors; nothing costs less than zero."""
+        """Fit the cost of one strategy in one direction: least squares of relative errors, with no negative coefficient."""
         import numpy as np
 
         strategy, gathers = rows[0].strategy, rows[0].direction != "h2d"
@@ -134,13 +134,13 @@ class Cost:
                 table[i, 1:3] = _groups(pairs, row.block_bytes, CHUNK_BYTES, gathers=gathers)
                 table[i, 2] *= _UNIT
             table[i, 3 + runs.index(row.run_bytes)] = row.total_bytes
-        # Short runs have slopes of their own, and say less of what all have in common: where they win or lose, it is by far.
+        # Short runs have separate slopes and less weight in the common coefficients: they win or lose by a large factor.
         weights = np.array([min(row.run_bytes / _LONG_RUN, 1.0) ** 0.5 for row in rows])
         table *= (weights / [row.seconds for row in rows])[:, None]
         found = np.zeros(table.shape[1])
         taken = np.nonzero(table.any(axis=0))[0]
-        while taken.size:  # without the most negative one, as long as there is any
-            # Where rows do not tell columns apart, the larger one gets the cost: that of all bytes.
+        while taken.size:  # drop the most negative one until there is none
+            # If rows cannot separate two columns, the larger one (all bytes) gets the cost.
             solved = np.linalg.lstsq(table[:, taken], weights, rcond=None)[0]
             if solved.min() >= 0:
                 found[taken] = solved
@@ -151,7 +151,7 @@ class Cost:
         return cls(strategy, gathers, fixed, group, exposed * _UNIT, tuple(zip(runs, slopes.tolist(), strict=True)))
 
     def seconds_a_byte(self, run_bytes: int) -> float:
-        """Between two run lengths the price of a run is straight; shorter runs than all cost the copy engine as much each."""
+        """Seconds per byte: linear between two run lengths.  For the copy engine, all shorter runs cost the same per run."""
         runs, is_kernel = [run for run, _ in self.slopes], self.strategy == "direct"
         above = bisect_right(runs, run_bytes)
         if above == len(runs):
@@ -162,7 +162,7 @@ class Cost:
         return slope1 + (slope0 - slope1) * (1 / run_bytes - 1 / run1) / (1 / run0 - 1 / run1)
 
     def seconds(self, pairs: Any, block_bytes: int, way: Way, chunk_bytes: int = CHUNK_BYTES) -> Any:
-        """Predicted time of batches of so many pairs (a number, or an array)."""
+        """Predicted seconds of batches of `pairs` pairs (a number, or an array)."""
         found = self.fixed * way.launches + self.seconds_a_byte(way.run_bytes) * block_bytes * pairs
         if self.strategy == "staged":
             groups, exposed = _groups(pairs, block_bytes, chunk_bytes, gathers=self.gathers)
@@ -170,7 +170,7 @@ class Cost:
         return found
 
 
-#: Without a table: what was fitted on one NVIDIA H200 on PCIe 5.
+#: Default costs without a table: fitted on one NVIDIA H200 on PCIe 5.
 BUILT_IN: dict[tuple[str, str], Cost] = {
     ("d2h", "direct"): Cost("direct", True, 6.9e-6, 0, 0, ((1, 1.901e-11),)),
     ("d2h", "staged"): Cost("staged", True, 9.7e-6, 4.2e-6, 1e-12, ((32 << 10, 2.43e-11), (4 << 20, 1.807e-11))),
@@ -180,14 +180,14 @@ BUILT_IN: dict[tuple[str, str], Cost] = {
 
 
 class Choice(NamedTuple):
-    """Which strategy each batch takes.
+    """The strategy for each size of batch.
 
     Attributes
     ----------
     limits : tuple of (int, str)
-        Up to how many pairs which strategy; the last one, at most the eighth, is for all larger batches.
+        Largest number of pairs → strategy.  The last one (at most the eighth) is for all larger batches.
     why : str
-        For people: the same in words, with predicted speeds.
+        The same as a text, with predicted speeds.
     """
 
     limits: tuple[tuple[int, str], ...]
@@ -197,7 +197,7 @@ class Choice(NamedTuple):
     def of(
         cls, costs: Mapping[str, Cost], ways: Mapping[str, Way], block_bytes: int, direction: str, chunk_bytes: int
     ) -> Choice:
-        """The least predicted time of each batch from 1 to `_MOST_PAIRS` pairs."""
+        """The strategy with the smallest predicted time, for batches of 1 to `_MOST_PAIRS` pairs."""
         import numpy as np
 
         names = [name for name in STRATEGIES if name in costs and name in ways]
@@ -239,14 +239,14 @@ class Choice(NamedTuple):
 
 @functools.cache
 def _counts() -> Any:
-    """Numbers of pairs at which the choice is looked at: all of the small ones, then in steps of less than a percent."""
+    """Numbers of pairs at which the choice is evaluated: all small ones, then in steps of less than one percent."""
     import numpy as np
 
     return np.unique(np.geomspace(1, _MOST_PAIRS, 1500).astype(np.int64))
 
 
 def _few(limits: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """At most `_MOST_ENTRIES`: the narrowest ones go to what stands before (the first one to what stands behind)."""
+    """At most `_MOST_ENTRIES` entries: the narrowest ones are merged into the one before (the first into the next)."""
     while len(limits) > _MOST_ENTRIES:
         starts = [1, *(end + 1 for end, _ in limits[:-1])]
         at = min(range(len(limits)), key=lambda i: (limits[i][0] + 1) / starts[i])
@@ -262,17 +262,18 @@ def _few(limits: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured on one kind of GPU with one driver.
+    """The measurements on one kind of GPU with one driver.
 
     Attributes
     ----------
     gpu, driver : str
-        Name and driver version, as the driver says them.
+        Name of the GPU and version of the driver, as the driver reports them.
     date : str
-        Of the latest measurement, ISO 8601.
+        Date of the latest measurement, ISO 8601.
     kvbm : str
-        Version that measured.
+        Version of kvbm that measured.
     rows : tuple of Row
+        The measurements.
     """
 
     gpu: str
@@ -291,7 +292,7 @@ class Table:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """Those that were measured."""
+        """The measured directions."""
         there = {row.direction for row in self.rows}
         return tuple(direction for direction in DIRECTIONS if direction in there)
 
@@ -302,7 +303,7 @@ class Table:
     def choose(
         self, direction: str, ways: Mapping[str, Way], block_bytes: int, chunk_bytes: int = CHUNK_BYTES
     ) -> Choice | None:
-        """Which strategy each batch takes; None where none of them was measured in this direction."""
+        """The strategy for each batch; None if no strategy was measured in this direction."""
         return choose(self.costs, direction, ways, block_bytes, chunk_bytes)
 
 
@@ -322,40 +323,40 @@ def choose(
 
 
 def machine(device: int) -> tuple[str, str]:
-    """Name of a GPU and version of its driver: what a table is good for.
+    """Name of a GPU and version of its driver.  A table is valid for both.
 
     Raises
     ------
     CudaUnavailableError
-        No GPU.
+        There is no GPU.
     CudaError
-        No such GPU.
+        There is no such GPU.
     """
     from . import _core
 
     gpu = _core.device_info(device)["name"]
     try:
         return gpu, Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):  # a container or WSL: the driver says only which CUDA it is for
+    except (OSError, ValueError):  # a container or WSL: the driver reports only its CUDA version
         version = _core.driver_version()
         return gpu, f"for CUDA {version // 1000}.{version % 1000 // 10}"
 
 
 def path(gpu: str, driver: str) -> Path:
-    """Where the table of a machine is, in the user's cache folder."""
+    """The file of a machine's table, in the user's cache folder."""
     name = "-".join(re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") for text in (gpu, driver))
     return cache.folder() / f"tuning-{name}-v{VERSION}.json"
 
 
 def reason(error: Exception) -> str:
-    """What an error says, or its kind."""
+    """The message of an error, or its class if it has none."""
     return str(error) or type(error).__name__
 
 
 def load(gpu: str, driver: str) -> Table | None:
-    """The table of a machine; None where there is none.
+    """The table of a machine; None if there is none.
 
-    One that cannot be read, is not whole, or is another machine's or version's is left alone with a warning.
+    A table that is unreadable, incomplete, or of another machine or version is ignored with a warning.
     """
     where = None
     try:
@@ -391,12 +392,12 @@ def _parsed_row(index: int, given: Any) -> Row:
 
 
 def save(table: Table) -> Path:
-    """Write a table where `load` finds it, whole or not at all: of two processes at once the last one's stays.
+    """Write a table atomically to the file that `load` reads.  If two processes write it, the last one wins.
 
     Raises
     ------
     OSError, RuntimeError
-        The folder cannot be made or written; there is no home.
+        The folder cannot be created or written, or there is no home folder.
     """
     where = path(table.gpu, table.driver)
     head = {

@@ -1,11 +1,11 @@
-"""What vLLM's own config objects say of its KV caches: layout, layers, sizes, ranks.  For vLLM 0.26 and newer.
+"""Read layout, layers, sizes and ranks of KV caches from vLLM's config objects.  For vLLM 0.26 and newer.
 
-vLLM is not imported: its objects are read by the names of their attributes.  What they do not say is not guessed: it is an
-error that names what to pass.
+vLLM is not imported: its objects are read by the names of their attributes.  Missing information is not guessed: an error says
+what to pass.
 
-vLLM keeps layers in groups.  The layers of a group share one block table, and the groups of a hybrid model overlay each other
-in one allocation: a block id belongs to one group at a time.  Layers of a group whose sizes differ lie in parts of their own,
-so there is one `Group` for each ``KVCacheTensor``.
+vLLM keeps layers in groups.  The layers of a group share one block table.  The groups of a hybrid model share one allocation: a
+block id belongs to one group at a time.  Layers of a group with different sizes are in separate parts, so there is one `Group`
+per ``KVCacheTensor``.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from .terms import Expression, Pitch
 
 __all__ = ["Group", "groups", "number_of_layer"]
 
-#: The orders that vLLM resolves a layout to.
+#: The orders to which vLLM resolves a layout.
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
-#: Older names, which vLLM itself still takes.
+#: Older names that vLLM still accepts.
 _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
-#: Attention backends that keep K and V of a token and head side by side, in the order that vLLM reports.
+#: Attention backends that store K and V of a token and head side by side, in the order that vLLM reports.
 _SIDE_BY_SIDE = (
     "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "HPC_ATTN", "TRITON_FLASH_ATTN", "TRITON_FLASHINFER",
 )  # fmt: skip
 
-#: Those that keep a latent with its rope part, a token after the other.
+#: Attention backends that store a latent with its rope part, token by token.
 _LATENT = (
     "CPU_MLA", "AMX_MLA", "TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA_SPARSE",
     "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE",
 )  # fmt: skip
 
-#: What the CPU backend calls its instructions → how it writes.  Those of other machines than x86 were not compared.
+#: Instruction set of the CPU backend → its layout.  Only x86 was compared.
 _CPU = {"vec": "vllm/cpu_vec", "vec16": "vllm/cpu_vec", "amx": "vllm/cpu_amx"}
 
-#: Bytes a token of a quantised latent → its layout, and the elements of a token.
+#: Bytes per token of a quantised latent → its layout, and the elements per token.
 _RECORDS = {
     656: ("vllm/fp8_ds_mla", 576),
     352: ("vllm/nvfp4_ds_mla", 576),
@@ -53,7 +53,7 @@ _RECORDS = {
     528: ("vllm/mla_v41", 512),
 }
 
-#: Modes with a scale a token and head.
+#: Modes with one scale per token and head.
 _PER_TOKEN_HEAD = {"FP8_PER_TOKEN_HEAD": "vllm/per_token_head_fp8", "INT8_PER_TOKEN_HEAD": "vllm/per_token_head_int8"}
 
 _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -61,23 +61,24 @@ _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8
 
 @dataclass(frozen=True)
 class Group:
-    """Layers of vLLM that lie alike: one pool.
+    """Layers of vLLM with the same layout, which become one pool.
 
     Parameters
     ----------
     index : int
-        The group of ``kv_cache_config.kv_cache_groups``.
+        Index in ``kv_cache_config.kv_cache_groups``.
     names : tuple of str
-        The layers as vLLM names them, in the order of memory.
+        vLLM's names of the layers, in the order of memory.
     layers : tuple of int
         Their numbers in the model, in that order.
     layout : Layout
-        Of the catalogue; with a pitch of its own where other layers or padding lie between.
+        A layout of the catalogue, with an added pitch if there are other layers or padding between.
     shape : BlockShape
-        Of a block on this rank.
+        Sizes of a block on this rank.
     num_blocks : int
+        Number of blocks.
     order : str
-        What vLLM reports, such as ``"LBHNC"``.
+        The order that vLLM reports, such as ``"LBHNC"``.
     backend : str
         The attention backend.
     view : tuple of int
@@ -87,9 +88,9 @@ class Group:
     offset : int
         Bytes from the beginning of the allocation to its first layer.
     sliding_window : int or None
-        Tokens that the layers see, where not all.
+        Tokens of the sliding window; None for full attention.
     tp, pp, dcp, interleave, rank : int
-        The parallel configuration; the rank counts within the ranks of one replica (``pp tp``).
+        The parallel configuration.  The rank counts within the ranks of one replica (``pp tp``).
     heads, model_layers : int
         KV heads and layers of the whole model.
     """
@@ -118,17 +119,17 @@ class Group:
         return f"group {self.index} of vLLM ({len(self.names)} layers from {self.names[0]!r} on, {self.layout.name}, {self.shape})"
 
     def arrays(self, kv_caches: Mapping[str, Any]) -> list[Any]:
-        """The tensors of `kv_caches` as a `Pool` with this layout and shape takes them: views of the same memory.
+        """The tensors of `kv_caches` for a `Pool` with this layout and shape: views of the same memory.
 
         Parameters
         ----------
         kv_caches : mapping of str to tensor
-            As ``register_kv_caches`` of a connector gets them; other layers may be among them.
+            The argument of a connector's ``register_kv_caches``.  It may contain other layers, too.
 
         Raises
         ------
         BindError
-            Layers that are missing; shapes, strides and places that are not what the config says.
+            A layer is missing, or shapes, strides or offsets differ from the config.
         """
         if missing := [name for name in self.names if name not in kv_caches]:
             raise BindError(f"{self}: layer {missing[0]!r}: expected it in kv_caches, got {_some(kv_caches)}")
@@ -160,34 +161,36 @@ class Group:
         step = tensor.data_ptr() - first.data_ptr()
         if (tensor.dtype, step) != (first.dtype, number * self.strides[0]):
             raise BindError(
-                f"{self}: layer {name!r}: expected {first.dtype} {number * self.strides[0]} bytes behind {self.names[0]!r}, got "
-                f"{tensor.dtype} {step} bytes behind it"
+                f"{self}: layer {name!r}: expected {first.dtype} {number * self.strides[0]} bytes after {self.names[0]!r}, got "
+                f"{tensor.dtype} {step} bytes after it"
             )
 
 
 def groups(
     vllm_config: Any, kv_cache_config: Any, *, group: int | None = None, layout: str | Layout | None = None
 ) -> list[Group]:
-    """The groups of a worker's KV cache, from what vLLM hands to its connectors.
+    """The groups of a worker's KV cache, from the config objects that vLLM passes to its connectors.
 
     Parameters
     ----------
     vllm_config : vllm.config.VllmConfig
+        vLLM's config.
     kv_cache_config : vllm.v1.kv_cache_interface.KVCacheConfig
+        vLLM's config of the KV cache.
     group : int, optional
-        That group alone; the others are not looked at.
+        Read only this group.  Default: all.
     layout : str or Layout, optional
-        In place of what the config says of the content of a view: for backends that are not known here.
+        The layout of the contents of a view, instead of the config's.  Needed for attention backends that kvbm does not know.
 
     Returns
     -------
     list of Group
-        One for each ``KVCacheTensor``, in their order.
+        One per ``KVCacheTensor``, in their order.
 
     Raises
     ------
     BindError
-        What the config does not say, or this library does not know; it names what to pass.
+        The config does not contain what is needed, or kvbm does not know a value.  The message says what to pass.
     """
     held = list(_of(kv_cache_config, "kv_cache_config", "kv_cache_groups"))
     if group is not None and group not in range(len(held)):
@@ -226,19 +229,19 @@ def _group(
 ) -> Group:
     what = f"vLLM: group {index}, layer {names[0]!r}"
     said = held.kv_cache_spec
-    said = getattr(said, "kv_cache_specs", {}).get(names[0], said)  # layers of one type whose sizes differ
+    said = getattr(said, "kv_cache_specs", {}).get(names[0], said)  # layers of one type with different sizes
     if getattr(said, "num_kv_heads", None) is None:
         raise BindError(
             f"{what}: {type(said).__name__}: expected attention with keys and values or a latent; it has no layout here"
         )
     if getattr(tensor, "host_resident", False):
         raise BindError(
-            f"{what}: its blocks are in a pool of the host, with numbers of their own; expected those of the device"
+            f"{what}: its blocks are in a host pool with separate numbers; expected blocks on the device"
         )
     tokens, per_state = int(said.block_size), getattr(said, "tokens_per_state", 1)
     if per_state != 1:
         raise BindError(
-            f"{what}: {per_state} tokens share a state (compressed); expected one state a token: no layout is known"
+            f"{what}: {per_state} tokens share a state (compressed); expected one state per token: no layout is known"
         )
     heads = int(getattr(said, "num_head_slots", None) or said.num_kv_heads)
     blocks = int(kv_cache_config.num_blocks)
@@ -248,11 +251,11 @@ def _group(
     known = _Spec(what, order, _backend(vllm_config, names, what), said, heads, tokens, content)
     name, shape = _content(vllm_config, known, names, layout)
     shape = replace(shape, nl=len(names))
-    chosen = name if isinstance(name, Layout) else spec.load(name)
+    chosen = spec.as_layout(name)
     parallel = vllm_config.parallel_config
     if (pcp := getattr(parallel, "prefill_context_parallel_size", 1)) != 1:
         raise BindError(
-            f"{what}: prefill_context_parallel_size: expected 1, got {pcp}: the ranks of it are no part of a placement"
+            f"{what}: prefill_context_parallel_size: expected 1, got {pcp}: a placement cannot describe its ranks"
         )
     tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
     model = vllm_config.model_config
@@ -268,7 +271,7 @@ def _group(
 
 
 class _Spec(NamedTuple):
-    """A group's spec, and what is known beside it."""
+    """A group's spec, and further data of it."""
 
     what: str
     order: str
@@ -299,11 +302,11 @@ def _content(vllm_config: Any, known: _Spec, names: Sequence[str], layout: Any) 
     if "DIFFKV" in known.backend or said.head_size_v != said.head_size:
         if order != "LBNHC" or 3 * said.head_size_v != 2 * width or not known.backend.endswith("DIFFKV"):
             raise known.refuse(
-                f"heads of {width} in K and {said.head_size_v} in V: known is LBNHC with V two thirds of K (vllm/diff_kv)"
+                f"heads of {width} in K and {said.head_size_v} in V: expected LBNHC with V two thirds of K (vllm/diff_kv)"
             )
         return "vllm/diff_kv", replace(both, no=1)
     if known.backend not in _SIDE_BY_SIDE:
-        raise known.refuse("where this backend writes inside a block is not known here")
+        raise known.refuse("kvbm does not know the order in which this backend writes a block")
     if mode == "NVFP4":
         raise known.refuse(
             "NVFP4: the scales of V are interleaved on SM100 and not on SM120, and the config does not say which",
@@ -311,7 +314,7 @@ def _content(vllm_config: Any, known: _Spec, names: Sequence[str], layout: Any) 
         )
     if name := _PER_TOKEN_HEAD.get(mode):
         if order != "LBNHC":
-            raise known.refuse(f"{mode}: known is {name}, which is LBNHC", "its order")
+            raise known.refuse(f"{mode}: expected LBNHC, the order of {name}", "its order")
         return name, replace(both, dtype="uint8")
     if mode not in ("NONE", "FP8_PER_TENSOR"):
         raise known.refuse(f"{mode}: no layout is known")
@@ -330,7 +333,7 @@ def _latent(known: _Spec, both: BlockShape) -> tuple[str, BlockShape]:
     if said.state_content_bytes is not None:
         if content not in _RECORDS:
             raise known.refuse(
-                f"{said.cache_dtype_str}: {content} bytes a token: known are {', '.join(map(str, _RECORDS))}"
+                f"{said.cache_dtype_str}: expected one of {', '.join(map(str, _RECORDS))} bytes per token, got {content}"
             )
         name, width = _RECORDS[content]
         return name, replace(one, hd=width, dtype="uint8")
@@ -338,19 +341,19 @@ def _latent(known: _Spec, both: BlockShape) -> tuple[str, BlockShape]:
         return "vllm/dsa_indexer", replace(one, hd=128, dtype="uint8")
     if known.backend not in _LATENT:
         raise known.refuse(
-            "where this backend writes inside a block is not known here", "'vllm/mla' if it is a latent a token"
+            "kvbm does not know the order in which this backend writes a block", "'vllm/mla' if it is one latent per token"
         )
     return "vllm/mla", one
 
 
 def _cpu(vllm_config: Any, known: _Spec, names: Sequence[str]) -> str:
-    """The CPU backend reports LBHNC and writes otherwise: as the instructions of the machine want it."""
+    """The layout of the CPU backend.  It reports LBHNC, but writes in an order that depends on the machine's instruction set."""
     if known.order != "LBHNC":
         raise known.refuse("the CPU backend: expected LBHNC")
     found = {str(getattr(_layer(vllm_config, name), "isa", None)) for name in names}
     if len(found) != 1 or not found & set(_CPU):
         raise known.refuse(
-            f"the CPU backend orders K and V by its instructions (isa of the layers): known are {', '.join(_CPU)}, got "
+            f"the CPU backend orders K and V by its instruction set (isa of the layers): expected {', '.join(_CPU)}, got "
             f"{', '.join(sorted(found))}",
             "'vllm/cpu_vec' or 'vllm/cpu_amx' if it is one of them",
         )
@@ -364,12 +367,12 @@ def _dtype(vllm_config: Any, known: _Spec, mode: str) -> str:
     said = getattr(known.said, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
     torch = sys.modules.get("torch")
     if said not in _FP8 or (torch is not None and torch.version.hip):
-        raise known.refuse(f"cache_dtype {said!r}: which eight-bit floats these are is not known here")
+        raise known.refuse(f"cache_dtype {said!r}: kvbm does not know this format of eight-bit floats")
     return _FP8[said]
 
 
 def _pitched(layout: Layout, shape: BlockShape, view: Sequence[int], strides: Sequence[int], what: str) -> Layout:
-    """The layout with the steps that the config says between layers and blocks, where they are not the layout's own."""
+    """The layout with the config's steps between layers and blocks, if they differ from those of the layout."""
     layer, block = strides[:2]
     try:
         resolved = layout.resolve(shape, view[0])
@@ -388,21 +391,21 @@ def _pitched(layout: Layout, shape: BlockShape, view: Sequence[int], strides: Se
         raise BindError(f"{what}: {error}; expected layers {layer} and blocks {block} bytes apart") from None
     if (held := resolved.block_bytes // shape.nl) != view[1] * view[2] * view[3]:
         raise BindError(
-            f"{what}: {layout.name} ({layout.order_text}): expected {view[1] * view[2] * view[3]} bytes a block and layer, as the "
-            f"config says, got {held} at {shape}; pass another layout="
+            f"{what}: {layout.name} ({layout.order_text}): expected {view[1] * view[2] * view[3]} bytes per block and layer, as "
+            f"the config says, got {held} at {shape}; pass another layout="
         )
     return layout
 
 
 def _layer_step(resolved: Resolved) -> int:
-    """Bytes between layers inside an allocation; 0 where each has one of its own, or several planes."""
+    """Bytes between layers inside an allocation; 0 if each layer has its own allocation, or if there are several planes."""
     if resolved.layout.planes:
         return 0
     return next((piece.stride for piece in resolved.pieces() if piece.term.axes == ("l",)), 0)
 
 
 def _strides(order: str, layers: int, view: Sequence[int], layer: int, block: int) -> tuple[int, int, int, int, int]:
-    """Bytes between layers, blocks, heads, tokens and content: vLLM's rule, in which it fixes those of layers and blocks."""
+    """Bytes between layers, blocks, heads, tokens and content, by vLLM's rule; those of layers and blocks are given."""
     sizes = dict(zip("LBHNC", (layers, *view), strict=True))
     fixed = {"L": layer, "B": block}
     found, step = {}, 1
@@ -434,7 +437,7 @@ def _layer(vllm_config: Any, name: str) -> Any:
 
 
 def _backend(vllm_config: Any, names: Sequence[str], what: str) -> str:
-    """The attention backend of the layers, which says where inside a block they write."""
+    """The attention backend of the layers.  It determines the order inside a block."""
     found = set()
     for name in names:
         ask = getattr(_layer(vllm_config, name), "get_attn_backend", None)
@@ -452,7 +455,7 @@ def _backend(vllm_config: Any, names: Sequence[str], what: str) -> str:
 
 
 def number_of_layer(name: str) -> int:
-    """A layer's number in the model, of its name; `BindError` where that has not one number."""
+    """A layer's number in the model, from its name; `BindError` unless the name has exactly one number."""
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
     if len(numbers) != 1:
         raise BindError(
@@ -465,7 +468,7 @@ def _of(config: Any, where: str, attribute: str) -> Any:
     found = getattr(config, attribute, None)
     if found is None:
         raise BindError(
-            f"vLLM: {where}: expected the attribute {attribute!r} of vLLM 0.26 and newer, got {type(config).__name__} without; "
+            f"vLLM: {where}: expected the attribute {attribute!r} of vLLM 0.26 and newer, got {type(config).__name__} without it; "
             "bind with Pool.from_vllm(kv_caches, layout)"
         )
     return found

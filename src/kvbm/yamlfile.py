@@ -16,19 +16,19 @@ from .shapes import is_file
 
 __all__ = ["YamlFile", "kind_of", "read_text"]
 
-#: Characters that a file has at most, and a text in it.
+#: Most characters in a file, and in one text of it.
 _LONGEST_FILE, _LONGEST_TEXT = 1 << 16, 4096
 
 
 def read_text(path: Path, file: str) -> str:
-    """The text of a file, which errors call `file`; a character more than is allowed at most.
+    """The text of a file.  `file` is its name in error messages.  At most one character more than allowed is read.
 
     Raises
     ------
     SpecError
-        No regular file, not readable, not UTF-8.
+        The file does not exist, is not a regular file, cannot be read, or is not UTF-8.
     """
-    if not is_file(path):  # to open a FIFO would be to wait for its writer
+    if not is_file(path):  # opening a FIFO would wait for its writer
         raise SpecError(f"{file:.300}: {'expected a regular file' if os.path.lexists(path) else 'no such file'}")
     try:
         with path.open(encoding="utf-8") as stream:
@@ -40,7 +40,7 @@ def read_text(path: Path, file: str) -> str:
 
 
 class YamlFile:
-    """One file being read: everything that must name it and a line when it complains."""
+    """One file being read.  Its errors name the file and the line."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -51,7 +51,7 @@ class YamlFile:
 
     @contextlib.contextmanager
     def guarded(self, text: str) -> Iterator[None]:
-        """Whatever goes wrong inside is a `KvbmError` that names the file."""
+        """Context manager: every error inside becomes a `KvbmError` that names the file."""
         if len(text) > _LONGEST_FILE:
             raise SpecError(f"{self.file}: expected at most {_LONGEST_FILE:,} characters")
         try:
@@ -60,11 +60,11 @@ class YamlFile:
             raise
         except RecursionError:
             raise SpecError(f"{self.file}: nested too deeply") from None
-        except (ValueError, ArithmeticError) as error:  # of YAML's: a number or a character that there cannot be
+        except (ValueError, ArithmeticError) as error:  # raised by PyYAML for impossible numbers and characters
             raise SpecError(f"{self.file}: not YAML: {error}") from None
 
     def root(self, text: str, least: str) -> yaml.Node:
-        """The document; `least` is what an empty one lacks."""
+        """The root node of the document.  `least` is the minimal content that the error for an empty file names."""
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
         except yaml.MarkedYAMLError as error:
@@ -108,5 +108,5 @@ class YamlFile:
 
 
 def kind_of(node: yaml.Node) -> str:
-    """A node as a person would call it."""
+    """The kind of a node for error messages; for a scalar, its value."""
     return {"MappingNode": "a mapping", "SequenceNode": "a list", "ScalarNode": f"{node.value!r:.200}"}[type(node).__name__]

@@ -152,7 +152,7 @@ typedef struct Place {
   uint64_t key;
 } Place;
 
-/* ---- digests: docs/digest.md ---- */
+/* ---- digests: docs/reference/digest.md ---- */
 static enum { NO_DIGEST, ALONE, BESIDE } summing; /* what the kernel does */
 static uint64_t sum;                              /* of a pair */
 static int turned;                                /* ALONE: bytes of the elements of words that cells share; 0: they share none */

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conftest import HERE, result, run
@@ -125,6 +126,21 @@ def test_pointers(name: str) -> None:
     expected, found = objects(name, 2), objects(name, 2)
     call(stock, name, paged, expected, [5, 2, 7, 1], True)
     call(ours, name, pointers(flat(paged)), [one.data_ptr() for one in found], [5, 2, 7, 1], True)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("how", [lambda held, new: held.copy_(new), lambda held, new: np.copyto(held.numpy(), new.numpy())])
+def test_a_tensor_of_pointers_may_be_written_again(how: Any) -> None:
+    """By torch or behind its back: what it held for the call before is not used."""
+    name, one = "NL_X_TWO_NB_BS_NH_HS", KvbmCpuOps().multi_layer_block_kv_transfer
+    old, new = engine(name), clone(engine(name))
+    for tensor in flat(new):
+        tensor.add_(1)
+    held, expected, found = pointers(flat(old)), objects(name, 2), objects(name, 2)
+    call(one, name, held, [each.data_ptr() for each in found], [5, 2, 7, 1], True)
+    how(held, pointers(flat(new)))
+    call(one, name, held, [each.data_ptr() for each in found], [5, 2, 7, 1], True)
+    call(stock, name, new, expected, [5, 2, 7, 1], True)
     assert all(map(torch.equal, found, expected))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import sys
 import warnings
@@ -501,6 +503,65 @@ def test_a_wrong_file_is_a_miss(tmp_path: Path) -> None:
     assert [one.name for one in path.parent.iterdir()] == [path.name]  # nothing temporary stays
     store.clear()
     assert not store.exists("k")
+
+
+def test_a_file_of_another_page_or_of_other_heads_is_a_miss(tmp_path: Path) -> None:
+    """Whole files with right digests, under a name that is not theirs."""
+    host = host_pool("page_first")
+    store = backend(tmp_path, host, heads_per_file=host.head_num // 2)
+    for page in range(2):
+        write(host, page, 0, page)
+    assert store.batch_set_v1(["a", "b"], slots([0, 1])) == [True] * 2
+    first, second, other, _ = sorted(tmp_path.glob("*/*"))
+    kept = first.read_bytes()
+    for wrong in (second, other):
+        first.write_bytes(wrong.read_bytes())
+        assert store.batch_get_v1(["a", "b"], slots([2, 3])) == [False, True]
+        assert not first.exists()
+        first.write_bytes(kept)
+        assert store.batch_get_v1(["a"], slots([2])) == [True] and holds(host, 2, 0, 0)
+
+
+def test_names_and_files_that_a_disk_refuses(tmp_path: Path) -> None:
+    """No error that ends the thread of SGLang's that asks: a miss, and a page that is not stored."""
+    store, path = stored_page(tmp_path)
+    for key in ("é" * 128, "\ud800", "../../x", "a" * 300, "", "."):
+        assert store.batch_get_v1([key], slots([2])) == [False] and not store.exists(key)
+        assert store.batch_set_v1([key], slots([1])) == [True] and store.batch_get_v1([key], slots([2])) == [True]
+    assert {one.parent for one in tmp_path.rglob("*.safetensors")} == {path.parent}
+    path.unlink()
+    path.mkdir()
+    assert store.batch_get_v1(["k"], slots([2])) == [False]
+    path.rmdir()
+    path.parent.rename(tmp_path / "away")
+    path.parent.write_text("a file in place of the folder")
+    assert store.batch_get_v1(["k"], slots([2])) == [False] and store.batch_set_v1(["k"], slots([1])) == [False]
+
+
+def test_a_file_that_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many open files, or a backend that was closed while SGLang's thread still reads: a miss, and nothing is removed."""
+    store, path = stored_page(tmp_path)
+
+    def refuse(_: Path) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(sys.modules["kvbm.integrations.sglang.storage"], "read", refuse)
+    assert store.batch_get_v1(["k"], slots([2])) == [False] and path.exists()
+    monkeypatch.undo()
+    assert store.batch_get_v1(["k"], slots([2])) == [True]
+    store.close()
+    assert store.batch_get_v1(["k"], slots([2])) == [False] and path.exists()
+    assert store.stats["wrong"] == 0
+
+
+def test_slots_of_host_pages_that_are_none(tmp_path: Path) -> None:
+    """Tokens of several pages, or before the first one: nothing is stored or loaded."""
+    store, path = stored_page(tmp_path)
+    for wrong in ([4, 9, 6, 7], [4, 5, 6, 11], [-4, -3, -2, -1], [7, 6, 5, 4], [5, 6, 7, 8]):
+        for call in (store.batch_set_v1, store.batch_get_v1):
+            with pytest.raises(kvbm.BindError, match="expected the slots of 1 pages of 4 tokens"):
+                call(["other"], torch.tensor(wrong))
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
 def test_names_tell_what_is_not_the_same(tmp_path: Path) -> None:

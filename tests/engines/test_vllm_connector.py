@@ -17,9 +17,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 import kvbm
-from kvbm import BindError, Pool, Span, reshard, wire
-from kvbm.integrations.vllm import connector
-from kvbm.integrations.vllm.connector import Hold, Load, Source, Told, _Scheduler, _Worker
+from kvbm import BindError, KvbmError, Pool, Span, reshard, wire
+from kvbm.integrations.vllm import connector, holding
+from kvbm.integrations.vllm.connector import _Worker
+from kvbm.integrations.vllm.holding import Hold, Push
+from kvbm.integrations.vllm.meetings import Want
+from kvbm.integrations.vllm.scheduling import Load, Scheduler, Source, Told
 
 LIMIT = 30.0
 MODEL = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float32")
@@ -46,10 +49,10 @@ def request(params: Any = None, tokens: int = 100, computed: int = 0, status: An
     )
 
 
-def scheduler_of(name: str, *specs: Any, **extra: Any) -> _Scheduler:
+def scheduler_of(name: str, *specs: Any, **extra: Any) -> Scheduler:
     """Of an engine with these groups; one of full attention if there are none."""
     groups = [SimpleNamespace(kv_cache_spec=one) for one in specs or (SimpleNamespace(block_size=16),)]
-    return _Scheduler(
+    return Scheduler(
         config(name, **extra), SimpleNamespace(kv_cache_groups=groups, transfer_group_ids=tuple(range(len(groups))))
     )
 
@@ -118,6 +121,18 @@ def test_who_was_prefilled_by_the_same_engine_is_in_its_prefix_cache(worker: Any
     assert until(prefill, "finished_sending").finished_sending == {"q"}
 
 
+@pytest.mark.parametrize("name", [*({"remote_request_id": name} for name in ("r", "a/1", "a/1/")), {"transfer_id": "x"}])
+def test_names_that_are_none_of_this_engine_itself_cost_a_prefill(name: dict[str, Any]) -> None:
+    """With its id, so that nothing is moved: they ended the engine."""
+    scheduler = scheduler_of("p")
+    params = {key: value for key, value in PARAMS.items() if key != "remote_request_id"}
+    one = request({**params, "remote_engine_id": "p", **name})
+    assert scheduler.matched(one, 0) == (0, False)
+    scheduler.allocated(one, BLOCKS, 0)
+    told = scheduler.told()
+    assert not told.unheld and not told.loads
+
+
 def test_who_asks_a_second_time_is_prefilled_here() -> None:
     """Such as the second of n sequences: the other engine sends once, and would be waited for in vain."""
     scheduler = scheduler_of("d")
@@ -178,7 +193,7 @@ def test_what_is_held_is_the_prompt() -> None:
     done = request({"do_remote_decode": True}, 100, 103, RequestStatus.FINISHED_STOPPED)
     held, params = scheduler.finished(done, ([1, 2],))
     told = scheduler.told()
-    assert held and Source.of(params) == Source(f"{told.start}/q", "here", 0, 1, 100)
+    assert held and Source.of(params) == Source(f"{told.start}/1/q", "here", 0, 1, 100)
     assert told.holds["q"].tokens == 100 and not scheduler.told().holds
 
 
@@ -189,15 +204,17 @@ class Caches:
     """In place of those of vLLM."""
 
     rank = 0
+    whole = frozenset({"0"})
 
     def __init__(self, seed: int) -> None:
+        self.layers = {f"layer.{number}": number for number in range(MODEL.nl)}
         place = reshard.vllm(MODEL, name="e")
         self.pool = Pool.allocate(kvbm.load("vllm/flash_attn_nhd"), place.shape(0), 8)
         for array in self.pool.arrays:
             array[:] = np.random.default_rng(seed).random(array.shape)
         self.groups = {"0": (place, self.pool)}
 
-    def spans(self, blocks: Any, last: int, first: int = 0) -> dict[str, Span]:
+    def spans(self, blocks: Any, last: int, first: int = 0, begins: Any = None) -> dict[str, Span]:  # noqa: ARG002
         return {"0": Span(blocks[0], range(first, last))}
 
 
@@ -205,7 +222,6 @@ class Caches:
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Worker]]:
     hub, made = wire.Hub(), []
     monkeypatch.setattr(connector.wire, "nixl", lambda name: wire.memory(name, hub))
-    monkeypatch.setattr(connector, "_TOLD", 0.2)
 
     def one(name: str, **extra: Any) -> _Worker:
         found = _Worker(config(name, load_seconds=LIMIT, **extra), None)
@@ -218,16 +234,19 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Worker]]:
     for found in made:
         found.close()
         found._loading.shutdown(wait=True)  # who waits has been told
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("kvbm door", "kvbm load"))]
+    for thread in threading.enumerate():  # they end when their connections do, which nobody waits for
+        if thread.name.startswith(("kvbm door", "kvbm load")):
+            thread.join(LIMIT)
+            assert not thread.is_alive(), thread.name
 
 
-def source(prefill: _Worker, name: str = "r", start: str = "1") -> Source:
+def source(prefill: _Worker, name: str = "r", start: str = "1", number: int = 0) -> Source:
     assert prefill._door is not None
-    return Source(f"{start}/{name}", "127.0.0.1", prefill._door.port, 1, 32)
+    return Source(f"{start}/{number}/{name}", "127.0.0.1", prefill._door.port, 1, 32)
 
 
-def load(prefill: _Worker, name: str = "r", first: int = 0, last: int = 31) -> Load:
-    return Load(source(prefill, name), (list(range(8))[::-1],), first, last)
+def load(prefill: _Worker, name: str = "r", first: int = 0, last: int = 31, number: int = 0) -> Load:
+    return Load(source(prefill, name, number=number), (list(range(8))[::-1],), first, last)
 
 
 def hold(seconds: float = 1e3) -> Hold:
@@ -308,9 +327,8 @@ def test_each_prefills_for_the_other(worker: Any) -> None:
         until(prefill, "finished_sending")
 
 
-def test_what_was_held_before_a_restart_is_refused_at_once(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_held_before_a_restart_is_refused_at_once(worker: Any) -> None:
     """Who waited for it would keep all others waiting."""
-    monkeypatch.setattr(connector, "_TOLD", LIMIT)
     prefill, decode = worker("p"), worker("d")
     prefill.begin(Told("2", holds={"r": hold()}))
     stale = Load(source(prefill), (list(range(8)),), 0, 31)
@@ -326,10 +344,53 @@ def test_what_was_held_before_a_restart_is_refused_at_once(worker: Any, monkeypa
 
 
 def test_what_is_not_held_fails(worker: Any) -> None:
+    """At once where later ones are held already; nobody waits for it, and those behind it come."""
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1"))
+    prefill.begin(Told("1", holds={"r": hold()}))
+    decode.begin(Told("2", loads={"q": load(prefill, "another"), "q2": load(prefill)}))
+    failed, ended = set(), set()
+    while ended != {"q", "q2"}:
+        found = until(decode, "finished_recving")
+        ended, failed = ended | found.finished_recving, failed | found.failed_recving
+    assert failed == {"q"}
+
+
+def test_what_is_to_come_is_waited_for_and_keeps_nobody_waiting(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that decodes may be faster than what tells the workers; of a name that does not come it is told."""
+    monkeypatch.setattr(holding, "_TOLD", LIMIT)
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("1", holds={"r": hold()}))
+    decode.begin(Told("2", loads={"later": load(prefill, "s", number=1), "never": load(prefill, "t", number=2)}))
+    end = time.monotonic() + LIMIT
+    while len(prefill.holds._wanted) < 2:
+        assert time.monotonic() < end
+    decode.begin(Told("2", loads={"now": load(prefill)}))
+    found = until(decode, "finished_recving")
+    assert found.finished_recving == {"now"} and not found.failed_recving
+    until(prefill, "finished_sending")
+    prefill.begin(Told("1", holds={"s": Hold((list(range(8)),), 32, 1e3, 1)}))
+    found = until(decode, "finished_recving")
+    assert found.finished_recving == {"later"} and not found.failed_recving
+    monkeypatch.setattr(holding.time, "monotonic", lambda now=time.monotonic: now() + LIMIT)
+    prefill.results(set())
+    monkeypatch.undo()
+    assert until(decode, "finished_recving").failed_recving == {"never"} and not prefill.holds._wanted
+
+
+@pytest.mark.parametrize("name", ["r", "", "/", "1", "1/", "1/x/r"])
+def test_names_that_are_none_are_refused_alone(worker: Any, name: str) -> None:
+    """The next request is asked for in the same conversation."""
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("1", holds={"r": hold()}))
+    decode._start = "2"
+    visit = decode._visit(source(prefill))
+    assert visit.link()
+    with pytest.raises(KvbmError, match=r"not held here|held before|expected a request's name"):
+        visit.want(Want(name))
+    talks = list(visit._talks)
     decode.begin(Told("2", loads={"q": load(prefill)}))
-    assert until(decode, "finished_recving").failed_recving == {"q"}
+    assert not until(decode, "finished_recving").failed_recving
+    assert name == "" or visit._talks == talks
 
 
 def test_more_than_is_held_fails_on_both_sides(worker: Any) -> None:
@@ -343,7 +404,7 @@ def test_more_than_is_held_fails_on_both_sides(worker: Any) -> None:
 def test_a_request_that_is_aborted_while_it_is_loaded_ends(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks are given back once nothing writes them any more."""
     prefill, decode = worker("p"), worker("d")
-    monkeypatch.setattr(prefill._caches, "spans", lambda *_: {})  # it sends nothing
+    monkeypatch.setattr(prefill.holds, "_spans", lambda *_: {})  # it sends nothing
     prefill.begin(Told("1", holds={"r": hold()}))
     decode.begin(Told("2", loads={"q": load(prefill)}))
     until(prefill, "finished_sending")
@@ -418,8 +479,8 @@ def test_what_is_counted_comes_to_prometheus(worker: Any) -> None:
 
 def test_a_load_that_fails_is_counted(worker: Any) -> None:
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1"))
-    decode.begin(Told("2", loads={"q": load(prefill)}))
+    prefill.begin(Told("1", holds={"r": hold()}))
+    decode.begin(Told("2", loads={"q": load(prefill, "another")}))
     assert until(decode, "finished_recving").failed_recving == {"q"}
     assert decode.take_stats().data["failed"] == 1
 
@@ -434,5 +495,332 @@ def test_the_dashboard_shows_what_vllm_exports() -> None:
     board = Path(__file__).resolve().parents[2] / "examples" / "vllm" / "grafana.json"
     shown = set(re.findall(r"vllm:kv\w+(?=\{)", board.read_text(encoding="utf-8")))
     own = {*get_connector_metric_definitions(), *KvbmOffloadingSpec.build_metric_definitions({})}
-    assert len(shown) == 23
+    assert len(shown) == 24
     assert {name.removesuffix("_total") for name in shown} <= own | {title for title, _ in COUNTERS.values()}
+
+
+# ---- sent while it is computed -------------------------------------------------------------------------------------------
+
+TABLE = list(range(8))
+
+
+def early(prefill: _Worker, name: str = "x", last: int = 31) -> Load:
+    assert prefill._door is not None
+    where = Source(f"push/{name}", "127.0.0.1", prefill._door.port, 1, 1 << 40, is_early=True)
+    return Load(where, (TABLE[::-1],), 0, last)
+
+
+def push(before: int, after: int, name: str = "x") -> Told:
+    return Told("1", pushes={"r": Push(f"push/{name}", (TABLE,), before, after)})
+
+
+def sooner(condition: Callable[[], Any]) -> None:
+    """Wait for it."""
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end
+        threading.Event().wait(0.001)
+
+
+def came(decode: _Worker) -> int:
+    return int(sum(found["bytes_received"] for found in decode._endpoint.stats().values()))  # type: ignore[union-attr]
+
+
+def both(worker: Any, **extra: Any) -> tuple[_Worker, _Worker]:
+    """The second one has asked the first one for a request that is not there yet, in parts of 16 tokens."""
+    prefill, decode = worker("p", push_layers=1, **extra), worker("d", push_tokens=16)
+    decode.begin(Told("2", loads={"q": early(prefill)}))
+    sooner(lambda: prefill.holds._wanted)
+    return prefill, decode
+
+
+def test_layers_go_while_they_are_computed(worker: Any) -> None:
+    """In two steps; of the second one vLLM does not say which layers are computed."""
+    prefill, decode = both(worker)
+    pool = prefill._caches.pool.arrays
+    begun = []
+    prefill.begin_step(push(0, 16))
+    for number in range(MODEL.nl):
+        assert came(decode) == sum(begun)
+        pool[number][:] += number + 1  # what is computed: nobody has read it before
+        prefill.holds.saved(f"layer.{number}")
+        sooner(lambda: came(decode) > sum(begun))
+        begun.append(came(decode) - sum(begun))
+    prefill.holds.end_step()
+    prefill.begin_step(push(16, 32))
+    pool[0][:, 4:] += 7
+    prefill.holds.end_step()
+    found = until(decode, "finished_recving")
+    assert found.finished_recving == {"q"} and not found.failed_recving
+    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    assert until(prefill, "finished_sending").finished_sending == {"r"}
+    for number in range(MODEL.nl):
+        mine, theirs = (one._caches.pool.arrays[number].swapaxes(0, 1) for one in (prefill, decode))  # b o t h d
+        assert np.array_equal(mine[:7], theirs[::-1][:7]) and np.array_equal(mine[7, :, :3], theirs[0, :, :3])
+    assert prefill.holds.counts == {"sent": 1, "pushed": 3} and not prefill.holds._held and not prefill.holds._names
+
+
+def test_who_asks_late_gets_what_has_been_computed(worker: Any) -> None:
+    prefill, decode = worker("p", push_layers=1), worker("d", push_tokens=16)
+    prefill.begin_step(push(0, 16))
+    prefill.holds.saved("layer.0")
+    prefill.holds.end_step()
+    decode.begin(Told("2", loads={"q": early(prefill)}))
+    sooner(lambda: prefill.holds._held["r"].link)
+    prefill.begin_step(push(16, 32))
+    sooner(lambda: came(decode))
+    prefill.holds.end_step()
+    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    assert not until(decode, "finished_recving").failed_recving
+    assert np.array_equal(prefill._caches.pool.arrays[1][:, :7], decode._caches.pool.arrays[1][:, ::-1][:, :7])
+
+
+@pytest.mark.parametrize("extra", [{"push_layers": 2}, {"push_layers": 99}])
+def test_without_layers_it_goes_behind_the_step(worker: Any, extra: dict[str, int]) -> None:
+    prefill, decode = worker("p", **extra), worker("d", push_tokens=16)
+    decode.begin(Told("2", loads={"q": early(prefill)}))
+    sooner(lambda: prefill.holds._wanted)
+    prefill.begin_step(push(0, 32))
+    for number in range(MODEL.nl):
+        prefill.holds.saved(f"layer.{number}")
+    assert not prefill.holds._held["r"].sendings
+    prefill.holds.end_step()
+    assert len(prefill.holds._held["r"].sendings) == 2
+    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    assert not until(decode, "finished_recving").failed_recving
+
+
+def test_what_is_aborted_while_it_is_computed_fails_at_once(worker: Any) -> None:
+    """And its blocks are free once nobody reads them."""
+    prefill, decode = both(worker)
+    prefill.begin_step(push(0, 16))
+    prefill.holds.end_step()
+    sendings = prefill.holds._held["r"].sendings
+    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 0, 1e3, 1, "push/x", "it was aborted")}))
+    assert until(prefill, "finished_sending").finished_sending == {"r"} and all(one.has_ended for one in sendings)
+    assert until(decode, "finished_recving").failed_recving == {"q"}
+    decode.begin(Told("2", loads={"again": early(prefill)}))
+    assert until(decode, "finished_recving").failed_recving == {"again"}
+
+
+def test_what_was_never_computed_fails_at_once(worker: Any) -> None:
+    prefill, decode = both(worker)
+    prefill.begin(Told("1", lost={"push/x": "it was aborted"}))
+    assert until(decode, "finished_recving").failed_recving == {"q"}
+    assert not prefill.results(set()).finished_sending and not prefill.holds._wanted
+
+
+def test_blocks_that_are_taken_away_are_read_no_more(worker: Any) -> None:
+    """A request that is preempted: nothing of it goes afterwards, though it is computed again and held."""
+    prefill, decode = both(worker)
+    prefill.begin_step(push(0, 16))
+    prefill.holds.saved("layer.0")
+    prefill.holds.end_step()
+    sendings = list(prefill.holds._held["r"].sendings)
+    prefill.stop(Told("1", stopped=["r", "another"]))
+    assert sendings and all(one.has_ended for one in sendings)
+    assert until(decode, "finished_recving").failed_recving == {"q"}
+    prefill.begin_step(push(0, 32))
+    prefill.holds.end_step()
+    assert prefill.holds._held["r"].sendings == sendings
+    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    assert until(prefill, "finished_sending").finished_sending == {"r"}
+
+
+def test_who_decodes_gives_up(worker: Any) -> None:
+    """It is not sent on; its own blocks are given back at once."""
+    prefill, decode = both(worker)
+    prefill.begin_step(push(0, 16))
+    prefill.holds.end_step()
+    assert until(decode, "finished_recving", frozenset({"q"})).failed_recving == {"q"}
+    held = prefill.holds._held["r"]
+    sooner(lambda: held.want.is_given_up)
+    prefill.begin_step(push(16, 32))
+    prefill.holds.end_step()
+    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    assert until(prefill, "finished_sending").finished_sending == {"r"}
+    assert all(one.key == "push/x@0" for one in held.sendings)
+
+
+def test_a_shorter_prompt_than_is_asked_for_fails(worker: Any) -> None:
+    prefill, decode = both(worker)
+    prefill.begin_step(push(0, 24))
+    prefill.holds.end_step()
+    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 24, 1e3, 1, "push/x")}))
+    assert until(decode, "finished_recving").failed_recving == {"q"}
+    assert until(prefill, "finished_sending").finished_sending == {"r"}
+
+
+def test_a_second_engine_that_asks_for_what_is_computed_is_refused(worker: Any) -> None:
+    prefill, decode = both(worker)
+    other = worker("e", push_tokens=16)
+    other.begin(Told("2", loads={"q": early(prefill)}))
+    assert until(other, "finished_recving").failed_recving == {"q"}
+    prefill.begin_step(push(0, 32))
+    prefill.holds.end_step()
+    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    assert not until(decode, "finished_recving").failed_recving
+
+
+def test_who_asks_in_the_usual_way_gets_what_the_router_named(worker: Any) -> None:
+    prefill, decode = worker("p", push_layers=1), worker("d")
+    prefill.begin_step(push(0, 32))
+    prefill.holds.end_step()
+    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    decode.begin(Told("2", loads={"q": load(prefill, number=1)}))
+    assert not until(decode, "finished_recving").failed_recving
+    assert prefill.holds.counts["pushed"] == 0
+
+
+def test_a_step_without_such_requests_costs_nothing(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = worker("p", push_layers=1)
+    monkeypatch.setattr(prefill.holds, "_push", None)
+    prefill.begin_step(Told("1"))
+    prefill.holds.saved("layer.0")
+    prefill.holds.end_step()
+
+
+NAMED = {"do_remote_decode": True, "transfer_id": "x"}
+
+
+def running(params: Any = None, tokens: int = 100, name: str = "q") -> Any:
+    one = request(params or dict(NAMED), tokens)
+    one.request_id, one.num_preemptions = name, 0
+    return one
+
+
+def of_prefill() -> Scheduler:
+    scheduler = scheduler_of("p")
+    scheduler.manager = SimpleNamespace(get_block_ids=lambda _: ([1, 2],))
+    return scheduler
+
+
+def test_what_a_step_computes_is_told() -> None:
+    """Of the prompt, not behind it; of one request a name."""
+    scheduler, one, second = of_prefill(), running(), running(name="q2")
+    for each in (one, second):
+        scheduler.allocated(each, BLOCKS, 0)
+    told = scheduler.told({"q": 64, "q2": 64, "another": 5})
+    assert told.pushes == {"q": Push("push/x", ([1, 2],), 0, 64)} and not told.stopped
+    one.num_computed_tokens = 64
+    assert scheduler.told({"q": 99}).pushes == {"q": Push("push/x", ([1, 2],), 64, 100)}
+    assert not scheduler.told({"another": 5}).pushes
+    one.num_computed_tokens = 100
+    assert not scheduler.told({"q": 1}).pushes
+    one.status = RequestStatus.FINISHED_STOPPED
+    held, params = scheduler.finished(one, ([1, 2],))
+    hold = scheduler.told().holds["q"]
+    assert held and hold.name == "push/x" and params["remote_request_id"] == f"{scheduler._told.start}/{hold.number}/q"
+    assert not scheduler._pushes.get("q")
+
+
+def test_a_preemption_is_told_once() -> None:
+    scheduler, one = of_prefill(), running()
+    scheduler.allocated(one, BLOCKS, 0)
+    assert not scheduler.told({"q": 64}).stopped
+    one.num_preemptions = 1
+    told = scheduler.told({"q": 64})
+    assert told.stopped == ["q"] and not told.pushes
+    told = scheduler.told({"q": 64})
+    assert not told.stopped and not told.pushes
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_is_preempted_and_aborted_between_two_steps_is_stopped(is_told: bool) -> None:
+    """Such as where the prefix cache is reset: its blocks are free, and may be read still."""
+    scheduler, one = of_prefill(), running()
+    scheduler.allocated(one, BLOCKS, 0)
+    assert not scheduler.told({"q": 64}).stopped
+    one.num_preemptions, one.status = 1, RequestStatus.FINISHED_ABORTED
+    if is_told:
+        assert scheduler.told().stopped == ["q"]
+    assert scheduler.finished(one, ([],)) == (False, None)
+    told = scheduler.told()
+    assert told.stopped == ([] if is_told else ["q"]) and set(told.lost) == {"push/x"}
+
+
+def test_what_is_lost_for_nobody_is_not_remembered(worker: Any) -> None:
+    """Such as what both engines gave up; while another request is waited for, as in an engine that is never idle."""
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("1"))
+    early = Source("push/x", "127.0.0.1", prefill._door.port, 1, 32, is_early=True)
+    decode.begin(Told("2", loads={"q": Load(early, (list(range(8)),), 0, 31)}))
+    end = time.monotonic() + LIMIT
+    while "push/x" not in prefill.holds._wanted or decode._asking:
+        assert time.monotonic() < end
+    _, link, _ = prefill.holds._wanted["push/x"]
+    for number in range(3):
+        prefill._tell(link, f"push/y{number}", "it was aborted")
+    [visit] = decode._visits.values()
+    hear_of, visit._hear_of = visit._hear_of, lambda told: (hear_of(told), names.append(told["lost"]))
+    names: list[str] = []
+    while len(names) < 3:
+        assert time.monotonic() < end and not decode.results(set()).finished_recving
+    assert not decode._lost and decode._arrivals
+
+
+def test_what_is_aborted_is_held_until_nobody_reads_it() -> None:
+    """And what has no blocks is told to be lost."""
+    scheduler, one = of_prefill(), running()
+    scheduler.allocated(one, BLOCKS, 0)
+    one.status = RequestStatus.FINISHED_ABORTED
+    assert scheduler.finished(one, ([1, 2],)) == (True, None)
+    hold = scheduler.told().holds["q"]
+    assert (hold.name, hold.tokens, hold.failure) == ("push/x", 0, "it was not prefilled: FINISHED_ABORTED")
+    assert scheduler.finished(one, ()) == (False, None)
+    assert set(scheduler.told().lost) == {"push/x"}
+
+
+def test_a_request_of_the_routers_name_is_all_of_the_prompt() -> None:
+    scheduler = scheduler_of("d")
+    known = {key: PARAMS[key] for key in ("do_remote_prefill", "remote_host", "remote_port", "remote_workers")}
+    one = request({**known, "transfer_id": "x"})
+    assert scheduler.matched(one, 0) == (99, True)
+    scheduler.allocated(one, BLOCKS, 99)
+    found = scheduler.told().loads["q"].source
+    assert (found.request, found.is_early) == ("push/x", True)
+
+
+@pytest.mark.parametrize("value", ["", 7, None, "x" * 5000])
+def test_names_that_are_none(value: Any) -> None:
+    scheduler, one = of_prefill(), running({**NAMED, "transfer_id": value})
+    scheduler.allocated(one, BLOCKS, 0)
+    assert not scheduler.told({"q": 64}).pushes
+    other = request({"do_remote_prefill": True, "remote_host": "h", "remote_port": 7, "remote_workers": 1, "transfer_id": value})
+    assert scheduler_of("d").matched(other, 0) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("params", "begin"),
+    [
+        ({"remote_first_tokens": [0, 128]}, None),  # all of the first block
+        ({"remote_first_tokens": [0, 160]}, 160),
+        ({"remote_first_tokens": [0, 224]}, 172),  # less than is seen: its load fails
+        ({"remote_first_tokens": [0]}, None),
+        ({}, None),
+    ],
+)
+def test_the_first_block_of_a_window_may_lack_tokens(params: Any, begin: int | None) -> None:
+    """The token behind the prompt does not see them; a shorter sequence would: the block is not found in the prefix cache."""
+    window = SimpleNamespace(block_size=64, sliding_window=128)
+    scheduler = scheduler_of("d", SimpleNamespace(block_size=64), window)
+    managers = [SimpleNamespace(num_cached_block={"q": 0}) for _ in range(2)]
+    scheduler.manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
+    one = request({**PARAMS, "remote_num_tokens": 300, **params}, 300)
+    scheduler.matched(one, 0)
+    tables = ([1, 2, 3, 4, 5], [0, 0, 6, 7, 8])
+    scheduler.allocated(one, SimpleNamespace(get_block_ids=lambda: tables), 299)
+    assert scheduler.told().loads["q"].begins == ({} if begin is None else {1: begin})
+    assert [one.num_cached_block["q"] for one in managers] == [0, 0 if begin is None else 3]
+
+
+@pytest.mark.parametrize("value", [7, "0", [-1], [1.5], [None], {}])
+def test_first_tokens_that_are_none_cost_a_prefill(value: Any) -> None:
+    assert scheduler_of("d").matched(request({**PARAMS, "remote_first_tokens": value}), 0) == (0, False)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "many"])
+def test_counts_that_are_none(value: Any) -> None:
+    for name in ("push_layers", "push_tokens"):
+        with pytest.raises(BindError, match=f"{name}: expected a number from 1 on"):
+            _Worker(config("p", **{name: value}), None)

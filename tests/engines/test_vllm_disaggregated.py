@@ -21,8 +21,9 @@ Step = dict[str, Any]
 #: Prompts that end within a block, at the end of one, and behind it.
 PLAIN: list[Step] = [{"length": length} for length in (200, 256, 257)]
 
-#: Of which the token behind them sees a block less than their last one, or less than what a block of 64 holds.
-BEHIND_A_WINDOW: list[Step] = [{"length": length} for length in (257, 300, 319)]
+#: Of which the token behind them sees a block less than their last one, or less than what a block of 64 holds; the last one is in
+#: the prefix cache of the engine that prefills, which holds less of it.
+BEHIND_A_WINDOW: list[Step] = [{"length": length} for length in (257, 300, 319, 300)]
 
 OURS = {"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm.integrations.vllm"}
 STOCK = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
@@ -50,23 +51,31 @@ def disaggregated(
     steps: list[Step],
     blocks: tuple[int, int] = (32, 32),
     tp: tuple[int, int] = (1, 1),
+    prefill_llm: dict[str, Any] | None = None,
+    **extra: Any,
 ) -> list[dict[str, Any]]:
-    """What the engine that decodes generates, and what it does alone."""
-    processes = []
+    """What the engine that decodes generates, and what it does alone; the first has the counts of the one that prefills."""
+    processes: list[Any] = []
+    at = 0
     for side, role in enumerate(("prefill", "decode")):
         port = ports(2)
         transfer = {"kv_role": "kv_both", **connector}
         if connector["kv_connector"] == "KvbmConnector":
             transfer["kv_port"] = port
+        if extra:
+            transfer["kv_connector_extra_config"] = extra
+        at = at or port
         llm = {"model": str(model), "block_size": blocks[side], "tensor_parallel_size": tp[side], "kv_transfer_config": transfer}
         cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if tp[side] == 2 else "01"[side]}
-        settings = json.dumps({"llm": llm, "steps": steps})
+        if side == 0:
+            llm |= prefill_llm or {}
+        settings = json.dumps({"llm": llm, "steps": steps, "port": at, "tp": tp[0]})
         processes.append(start("disaggregate", role, settings, folder, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **cores))
     prefill, decode = processes
     try:
         found: list[dict[str, Any]] = result(end(decode))
-        if not any(step.get("kill") for step in steps):
-            end(prefill)
+        if not any(step.get("kill") or step.get("die") for step in steps):
+            found[0]["prefill"] = result(end(prefill))[0]
         return found
     finally:
         for process in processes:
@@ -140,9 +149,9 @@ def test_engines_that_differ(
 ) -> None:
     steps = BEHIND_A_WINDOW if name == "sliding" else PLAIN
     found = disaggregated(models(name), tmp_path, OURS, steps, blocks, tp)
-    assert are_right(found) == [True] * 3 and [one["cached"] for one in found] == [loaded(step) for step in steps]
+    assert are_right(found) == [True] * len(steps) and [one["cached"] for one in found] == [loaded(step) for step in steps]
     counts = found[0]["counts"]
-    assert (counts["vllm:kvbm_loaded_requests"], counts["vllm:kvbm_failed_loads"]) == (3 * tp[1], 0)
+    assert (counts["vllm:kvbm_loaded_requests"], counts["vllm:kvbm_failed_loads"]) == (len(steps) * tp[1], 0)
     assert counts["vllm:kvbm_received_bytes"] > counts["vllm:kvbm_received_chunks"] >= 3 * tp[1]
 
 
@@ -153,6 +162,48 @@ def test_a_latent(models: Models, tmp_path: Path) -> None:
     *found, other = disaggregated(models("mla"), tmp_path, OURS, steps, (32, 64))
     assert [same(one, one["alone"], 5e-3) for one in found] == [True, True] and not same(other, other["alone"], 5e-3)
     assert [one["cached"] for one in found] == [256, 128]
+
+
+CHUNKED = {"max_num_batched_tokens": 128, "enable_chunked_prefill": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "tp"),
+    [
+        ("llama", (32, 64), (1, 1)),
+        pytest.param("llama", (32, 32), (1, 2), marks=pytest.mark.long),
+        pytest.param("llama", (64, 32), (2, 1), marks=pytest.mark.long),
+        pytest.param("sliding", (32, 64), (1, 1), marks=pytest.mark.long),
+    ],
+    ids=lambda two: two if isinstance(two, str) else f"{two[0]}→{two[1]}",
+)
+def test_layers_go_while_a_prompt_is_computed(
+    models: Models, tmp_path: Path, name: str, blocks: tuple[int, int], tp: tuple[int, int]
+) -> None:
+    """In steps of 128 tokens, parts of 64; two prompts at a time; one that is aborted is computed where it is decoded."""
+    steps: list[Step] = [
+        {"length": 300, "push": True},
+        {"length": 257, "also": 90, "push": True},
+        {"length": 310, "push": True, "abort": True},
+        {"length": 200},
+    ]
+    connector = {**OURS, "kv_load_failure_policy": "recompute"}
+    found = disaggregated(models(name), tmp_path, connector, steps, blocks, tp, CHUNKED, push_tokens=64, push_layers=1)
+    second = found[1]["also"][0]
+    assert are_right([*found, second]) == [True] * 5
+    assert [one["cached"] for one in (*found, second)] == [299, 256, 0, 199, 89]
+    counts = found[0]["prefill"]
+    layers, parts = {"llama": (4, 5 + 4 + 2), "sliding": (2, 5 + 4 + 2)}[name]  # of those that see all tokens
+    assert counts["vllm:kvbm_pushed_parts"] >= layers * parts * tp[0]
+    assert counts["vllm:kvbm_sent_requests"] == 4 * tp[0] and counts["vllm:kvbm_unsent_requests"] == tp[0]
+
+
+def test_an_engine_that_ends_in_the_middle_of_its_layers(models: Models, tmp_path: Path) -> None:
+    steps: list[Step] = [{"length": 300, "push": True, "die": True}]
+    connector = {**OURS, "kv_load_failure_policy": "recompute"}
+    [found] = disaggregated(models("llama"), tmp_path, connector, steps, (32, 64), (1, 1), CHUNKED, push_tokens=64, push_layers=1)
+    assert are_right([found]) == [True] and found["cached"] == 0
+    assert found["counts"]["vllm:kvbm_received_chunks"] > 0 and found["counts"]["vllm:kvbm_failed_loads"] == 1
 
 
 def test_stock_vllm_is_wrong_where_block_sizes_differ(models: Models, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_load_that_fails(reports: bool) -> None:
     copies.copier.memory.lanes[0][0].host.arrays[3].reshape(-1)[17] ^= 1
     copies.submit_load(2, CPULoadStoreSpec([1]), GPULoadStoreSpec([3, 4], [2], [0]))
     if not reports:
-        with pytest.raises(DigestError, match=r"chunks \[1\] of host memory are not what was stored"):
+        with pytest.raises(DigestError, match=r"chunks \[1\] of host memory have changed since they were stored"):
             copies.get_finished()
         return
     assert [one.success for one in copies.get_finished()] == [True]  # vLLM asserts that it is
@@ -193,8 +193,8 @@ def spec(**extra: Any) -> offload.KvbmOffloadingSpec:
     ("extra", "says"),
     [
         ({"verify": "no"}, r"verify: expected true or false, got 'no'"),
-        ({"canonical": True}, r"canonical_layout: host_layout takes its place"),
-        ({"folder": "/here", "folder_bytes": 1, "host_layout": "pages"}, r"host_layout: expected a layout, as there .* 'pages'"),
+        ({"canonical": True}, r"canonical_layout: host_layout replaces it"),
+        ({"folder": "/here", "folder_bytes": 1, "host_layout": "pages"}, r"host_layout: expected a layout, as folder .* 'pages'"),
         ({"folder": "here", "folder_bytes": 1}, r"folder: expected an absolute path, got 'here'"),
         ({"cpu_bytes_to_use": 1000}, r"cpu_bytes_to_use: expected at least 131072 bytes, .* got 1000"),
     ],

@@ -7,11 +7,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
@@ -19,11 +22,12 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, TierFilter, make_o
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from conftest import result, run
-from kvbm import BindError
+from kvbm import BindError, Pool, load
 from kvbm.integrations.vllm import tiered
 from kvbm.integrations.vllm.offload import KvbmOffloadingManager
-from kvbm.integrations.vllm.tier import KvbmTier
-from kvbm.integrations.vllm.tiered import Search, Settings, Tiered, TierIndex, TierWorker
+from kvbm.integrations.vllm.shelf import Shelf
+from kvbm.integrations.vllm.tier import Chain, KvbmTier
+from kvbm.integrations.vllm.tiered import Search, Settings, Tiered, TierIndex, TierWorker, Units
 
 Models = Callable[[str], Path]
 
@@ -140,7 +144,7 @@ def test_stored_by_one_rank(models: Models, tmp_path: Path, name: str) -> None:
         ({"folder": "/here", "folder_bytes": 0}, r"folder_bytes: expected a number from 1 on, got 0"),
         ({"folder": "/here", "folder_bytes": 1, "unit_tokens": "16"}, r"unit_tokens: expected a number from 1 on, got '16'"),
         ({"folder": "/here", "folder_bytes": 1, "model_key": 3}, r"model_key: expected a text, got 3"),
-        ({"folder_bytes": 1}, r"folder_bytes: expected a folder, too"),
+        ({"folder_bytes": 1}, r"folder_bytes: expected it only with folder"),
     ],
 )  # fmt: skip
 def test_settings_that_are_refused(extra: dict[str, Any], says: str) -> None:
@@ -252,6 +256,12 @@ def request(tokens: int = 100, **changes: Any) -> Any:
     )
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search is waited for, however busy the machine is."""
+    monkeypatch.setattr(tiered, "SEARCH_SECONDS", 60.0)
+
+
 class Scheduler:
     """A manager whose tier holds what it is told, and keys of a request."""
 
@@ -338,6 +348,31 @@ def test_room(tmp_path: Path) -> None:
     assert [one.manager.lookup(key, others) for key in keys[:2]] == [MISS] * 2  # they made room
 
 
+def test_room_that_other_chunks_of_the_request_take(tmp_path: Path) -> None:
+    """A chunk in memory that is loaded with one of the files makes no room for it: the engine stopped."""
+    one = Scheduler(tmp_path, chunks=2)
+    others, keys = one.new(request(), b"others")
+    one.manager.prepare_store(one.keys[1:2], one.context)
+    one.manager.complete_store(one.keys[1:2], one.context)
+    assert one.manager.prepare_store(keys[:1], others) is not None  # somebody writes to it for a long time
+    one.held |= {*one.names(0)}
+    assert one.looked_up() == [HIT, MISS, MISS]
+    assert one.manager.prepare_load(one.keys[:1], one.context).block_ids.tolist() == [0]
+
+
+def test_room_of_groups_with_other_chunks(tmp_path: Path) -> None:
+    """Each group's chunks are counted by their own tokens."""
+    held = caches(FullAttentionSpec(**FULL), FullAttentionSpec(**{**FULL, "block_size": 16}))
+    tier = index(tmp_path, kv_cache_config=held)
+    for one in tier._tiers:
+        one.holds = lambda _: True  # type: ignore[method-assign]
+    context = ReqContext("one")
+    tier.begin(request(), context)
+    key = make_offload_key(b"k" * 32, 0)
+    context.set_offload_key_position(key, 64)
+    assert [tier.holds(key, context, room) for room in (5, 6)] == [False, True]  # 2 of 32 tokens and 4 of 16
+
+
 def test_a_read_that_fails(tmp_path: Path) -> None:
     """What could not be read is a miss, until it has been written anew."""
     one = Scheduler(tmp_path)
@@ -375,8 +410,36 @@ def test_what_nobody_has_compared_is_not_written() -> None:
         assert [*worker._stores] == [1] * verify
 
 
+def worker(folder: Path) -> tuple[TierWorker, Tiered]:
+    """One whose host memory is two blocks of 32 tokens, and what it is told of a chunk of units."""
+    made = index(folder)
+    content = made._contents[0]
+    host = Pool.allocate(load("universal"), replace(content.shape, nt=32), 2)
+    lane = SimpleNamespace(host=host, digests=host.digest(), known=np.ones(2, np.bool_))
+    copier = SimpleNamespace(memory=SimpleNamespace(lanes=[[lane]]), blocks_per_chunk=1, verify=True)
+    found = TierWorker.__new__(TierWorker)
+    found._copier, found._own, found._tiers, found._count = copier, (replace(content, model=""),), [], lambda *_: None
+    found._shelves = [Shelf(content.shape, host, range(4), threads=1)]
+    found._threads, found._reads, found._writes, found._stores = ThreadPoolExecutor(1), {}, {}, {}
+    return found, Tiered(made._settings, made._contents, (Units(0, 1, 0, Chain(16, range(32)).names(0, 32)),))
+
+
+def test_a_folder_that_a_worker_cannot_write_to(tmp_path: Path) -> None:
+    """No error: what is not written is a miss later, and what cannot be read is one now."""
+    one, tiered = worker(tmp_path / "folder")
+    shutil.rmtree(tmp_path / "folder")
+    (tmp_path / "folder").write_text("a file in its place")
+    one.stores(1, tiered)
+    assert one.write(1, "stored")
+    one.read(2, tiered)
+    one.close()
+    assert one.has_written() == ["stored"] and one.has_read({2}) == [2]
+    assert one._copier.memory.lanes[0][0].known.tolist() == [True, False]
+
+
 def test_a_folder_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler does not wait for it: it asks again.  What was found is true for some time, from the first chunk on."""
+    monkeypatch.setattr(tiered, "SEARCH_SECONDS", 0.002)
     one, go, asked = Scheduler(tmp_path), threading.Event(), []
     one.held |= {*one.names(0), *one.names(1)}
 
@@ -418,6 +481,8 @@ def test_requests_of_more_than_tokens(tmp_path: Path) -> None:
         made = one.manager.prepare_store(keys[2:], context)
         assert hasattr(made.store_spec, "tiered") == ("cache_salt" in more)
         one.manager.complete_store(keys[2:], context, success=False)
+    half, _ = one.new(request(cache_salt="\ud800"))  # half a character, as JSON may have one
+    assert half.get_state(Chain).names(0, 16) != one.context.get_state(Chain).names(0, 16)
     one.context.load_tier_filter = TierFilter(matchers=())
     assert one.looked_up()[0] is MISS
 

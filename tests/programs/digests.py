@@ -489,7 +489,7 @@ def a_captured_digest_wants_memory() -> None:
     out = Out(2)
     driver.fake_begin_capture(handle(6))
     s.pool.digest([1, 2], out=out.array, stream=6)
-    with refused(kvbm.BindError, "the stream captures a graph", "pass out="):
+    with refused(kvbm.BindError, "the stream captures a graph", "with out="):
         s.pool.digest([1, 2], stream=6)
     graph = driver.fake_end_capture()
     gc.collect()

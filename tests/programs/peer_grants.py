@@ -75,7 +75,7 @@ ids = np.random.default_rng(3).permutation(BLOCKS)
 
 
 def refused(error: kvbm.BindError) -> str:
-    assert any(words in str(error) for words in ("not granted", "no peer access", "cannot reach")), error
+    assert any(words in str(error) for words in ("not granted", "no peer access", "cannot access")), error
     return f"refused: {error}"
 
 

@@ -50,7 +50,7 @@ def allocated_memory_is_pinned_until_it_is_closed() -> None:
     assert pool.closed and not pool.pinned and count("registered") == 0 and pool.arrays == ()
     pool.close()
     for use in (lambda: pool.addresses, pool.pin, pool.__enter__):
-        with refused(kvbm.BindError, "vllm/flash_attn_nhd", "closed", "expected a pool that is open"):
+        with refused(kvbm.BindError, "vllm/flash_attn_nhd", "closed", "expected an open pool"):
             use()
     assert count("pushes") == count("pops") > 0
 

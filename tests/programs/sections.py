@@ -20,7 +20,7 @@ SIDES = {"d2d": (0, 0), "d2h": (0, "pinned"), "h2d": ("pinned", 0), "p2p": (0, 1
 #: A block of it has two digits below it where units are smaller than 32 tokens.
 SPLIT = "b t/32 l o h t%32 d"
 
-#: Layout and tokens a block of each side, tokens of a unit, and what of it is meant on each side.
+#: Layout and tokens per block of each side, tokens of a unit, and what of it is meant on each side.
 CASES: list[tuple[tuple[str, int], tuple[str, int], int, dict[str, Any], dict[str, Any]]] = [
     (("vllm/flash_attn_nhd", 16), ("vllm/flash_attn_hnd", 64), 16, {}, {}),
     (("vllm/flash_attn_hnd", 64), ("nhd", 16), 16, {"h": range(1, 3)}, {"h": range(2, 4)}),

@@ -1,4 +1,4 @@
 """Measure kvbm on this machine, against a memcpy of the same bytes and against other libraries: ``kvbm bench``.
 
-Outside of it only the command line and the tuner, for its clock, import this package.
+Only the command line, and the tuner for its clock, import this package.
 """

@@ -1,4 +1,4 @@
-"""How good the choice of ``strategy="auto"`` is, also for blocks that were not tuned: ``kvbm bench auto``."""
+"""Compares ``strategy="auto"`` with the best strategy, also for blocks that were not tuned: ``kvbm bench auto``."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ COLUMNS = (
     "gpu", "driver", "commit",
 )  # fmt: skip
 
-#: Blocks of several sizes and run lengths; on the GPU one array a layer, on the host the layouts that caches are kept in.
+#: Blocks of several sizes and run lengths.  `GPU_LAYOUT` is measured against the usual host layouts.
 SHAPES = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-70b/tp4", "deepseek-v3")
 GPU_LAYOUT, HOST_LAYOUTS = "nhd", ("nhd", "universal", "vllm/LBHNC")
 
-#: What the choice is to reach of the best strategy's speed.
+#: Required share of the best strategy's speed.
 ASKED = 0.98
 
 
 def sweeps(
     shapes: Sequence[BlockShape], hosts: Sequence[str], batches: Sequence[int], place: str, iters: int, note: Note
 ) -> Iterator[copies.Sweep]:
-    """Out and in, for every shape; all shapes at once would need the memory of the largest for each."""
+    """One sweep per shape and direction.  A sweep over all shapes would need the memory of the largest for each."""
     for shape, direction in itertools.product(shapes, ("d2h", "h2d")):
         pairs = [f"{GPU_LAYOUT}:{host}" if direction == "d2h" else f"{host}:{GPU_LAYOUT}" for host in hosts]
         yield copies.Sweep(
@@ -44,9 +44,9 @@ def sweeps(
 
 
 def points(records: Iterable[Record]) -> Iterator[Row]:
-    """A row for each shape, direction, host layout and batch: shares of a memcpy, and how near to the best the choice is.
+    """One row per shape, direction, host layout and batch: shares of a memcpy, and the choice compared with the best strategy.
 
-    `of_best` takes the better of the two measurements that there are of what was chosen, so that noise is not taken for a choice.
+    The chosen strategy is measured twice: by itself and as ``auto``.  `of_best` uses the better one, so that noise does not count.
     """
     ours = (record for record in records if record.backend != copies.MEMCPY)
     for _, held in itertools.groupby(ours, lambda each: (each.shape, each.direction, each.pattern, each.num_blocks)):
@@ -72,7 +72,7 @@ def points(records: Iterable[Record]) -> Iterator[Row]:
 
 
 def measure(planned: Iterable[copies.Sweep], place: str) -> Iterator[Row]:
-    """Rows of all sweeps, as they come."""
+    """Rows of all sweeps.  Each row is yielded when it is measured."""
     end = stamp(place)
     for sweep in planned:
         with contextlib.closing(sweep.run()) as found:  # type: ignore[type-var]
@@ -81,22 +81,22 @@ def measure(planned: Iterable[copies.Sweep], place: str) -> Iterator[Row]:
 
 @click.command()
 @common_options(iters=12)
-@click.option("--profile", "profiles", multiple=True, default=SHAPES, show_default=True, metavar="SHAPE",
+@click.option("--shape", "shape_texts", multiple=True, default=SHAPES, show_default=True, metavar="SHAPE",
               help="Shape of a block; may be repeated.")  # fmt: skip
 @click.option("--host", "hosts", multiple=True, default=HOST_LAYOUTS, show_default=True, metavar="LAYOUT",
               help=f"Layout in host memory; may be repeated. On the GPU it is {GPU_LAYOUT}.")  # fmt: skip
 @click.option("--num-blocks", "batches", default="1,2,4,8,16,64,256", show_default=True, callback=numbers, metavar="N,...",
               help="Blocks of a batch.")  # fmt: skip
 def auto(
-    place: str, iters: int, out: Path | None, profiles: Sequence[str], hosts: Sequence[str], batches: tuple[int, ...]
+    place: str, iters: int, out: Path | None, shape_texts: Sequence[str], hosts: Sequence[str], batches: tuple[int, ...]
 ) -> None:
-    """How near the choice of strategy="auto" comes to the best strategy, between a GPU and pinned host memory.
+    """Compare the choice of strategy="auto" with the best strategy, between a GPU and pinned host memory.
 
     The columns direct, staged, engine and auto are shares of one contiguous pinned copy; of_best is the best strategy's time
     over that of what auto chose. Makes the machine's table first if there is none: see `kvbm tune`.
     """
     require_gpu(place, "bench auto")
-    shapes = [load_shape(profile) for profile in profiles]
+    shapes = [load_shape(shape_text) for shape_text in shape_texts]
     planned = list(sweeps(shapes, hosts, batches, place, iters, note))
     for sweep in planned:
         sweep.plans()

@@ -1,4 +1,4 @@
-"""Who copies: kvbm's strategies, raw copies run by run, and peers; each bound to two pools."""
+"""The measured copies: kvbm's strategies, raw copies of each run, and peers; each bound to two pools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import KvbmError
 from ..nest import Part
 from ..planner import Plan
 from ..pool import Pool
-from ..transfer import Transfer
+from ..transfer import Strategy, Transfer
 from . import measure, peers
 from .peers import NotApplicable
 
@@ -30,7 +30,7 @@ BACKENDS = (*STRATEGIES, *RAW, "host")
 
 
 class Runs(NamedTuple):
-    """Runs that are contiguous on both sides: all of one size."""
+    """Runs of equal size that are contiguous on both sides."""
 
     src: npt.NDArray[np.uint64]
     dst: npt.NDArray[np.uint64]
@@ -38,7 +38,7 @@ class Runs(NamedTuple):
 
 
 def runs(src: Pool, dst: Pool, made: Plan, src_ids: Any, dst_ids: Any) -> list[Runs]:
-    """Addresses of every run of a batch; one list a part of the plan (K and V where these differ)."""
+    """Addresses of every run of a batch; one list per part of the plan (K and V if they differ)."""
     found = []
     for part in made.parts:
         ends = []
@@ -55,7 +55,7 @@ def runs(src: Pool, dst: Pool, made: Plan, src_ids: Any, dst_ids: Any) -> list[R
 
 
 def _side(part: Part, *, is_source: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Table entry and offset of every run of a block, relative to its first."""
+    """Table index and offset of every run of a block, relative to its first run."""
     entry, offset = np.zeros(1, np.int64), np.zeros(1, np.int64)
     for mode in reversed((*part.inner[1:], *part.outer)):
         table, stride = (mode.src_table, mode.src) if is_source else (mode.dst_table, mode.dst)
@@ -66,7 +66,7 @@ def _side(part: Part, *, is_source: bool) -> tuple[npt.NDArray[np.int64], npt.ND
 
 
 def num_runs(made: Plan) -> int:
-    """Runs a block."""
+    """Number of runs per block."""
     return sum(part.nbytes // part.run_bytes for part in made.parts)
 
 
@@ -74,19 +74,19 @@ def num_runs(made: Plan) -> int:
 
 
 class Backend(Protocol):
-    """Somebody who copies between two pools."""
+    """Copies between two pools."""
 
     def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
-        """The call that is measured, for these ids; what can be prepared is prepared here."""
+        """The measured call for these ids.  All preparation is done here, before the call."""
 
     def kernel(self, batch: int) -> str:
-        """What runs."""
+        """Name of the kernel, driver call or strategy that runs."""
 
 
 class ByTransfer:
     """A strategy of `Transfer`."""
 
-    def __init__(self, src: Pool, dst: Pool, strategy: str, max_sms: int | None, stack: contextlib.ExitStack) -> None:
+    def __init__(self, src: Pool, dst: Pool, strategy: Strategy, max_sms: int | None, stack: contextlib.ExitStack) -> None:
         sms = None if strategy == "engine" or src.device == dst.device == "cpu" else max_sms
         self._move = stack.enter_context(Transfer(src, dst, strategy, sms))
         self._strategy = strategy
@@ -104,7 +104,7 @@ class ByTransfer:
 
 
 class ByRuns:
-    """Every run that is contiguous on both sides as a copy of its own."""
+    """A separate copy for every run that is contiguous on both sides."""
 
     def __init__(self, src: Pool, dst: Pool, name: str, made: Plan, device: int) -> None:
         if device < 0:
@@ -141,7 +141,7 @@ _MODES = {
 
 
 class ByPeer:
-    """Somebody else's function."""
+    """A function of another library or of a plug-in."""
 
     def __init__(self, src: Pool, dst: Pool, name: str, peer: peers.Peer) -> None:
         self._name = name
@@ -154,7 +154,7 @@ class ByPeer:
         return ""
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """An error of somebody else's code says whose it was."""
+        """Call it, and turn its errors into errors that name the peer."""
         try:
             return call(*args)
         except KvbmError:

@@ -1,6 +1,6 @@
-"""The bitwise check of copies that are measured: where every byte belongs, by the declared layouts alone.
+"""The bitwise check of measured copies: the place of every byte follows from the declared layouts alone.
 
-Nothing here asks the planner.
+Nothing here uses the planner.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from .measure import Bytes, Numbers, device_of, read, write
 
 __all__ = ["Check", "WrongCopyError"]
 
-#: Sampled coordinates of a check besides whole blocks, and how many blocks it looks at whole.
+#: Number of sampled coordinates per check, and number of blocks that are compared as a whole.
 SAMPLES, WHOLE_BLOCKS = 4096, 3
 
 
 class WrongCopyError(KvbmError):
-    """A copy that was to be measured has put other bytes than it must at some coordinate."""
+    """A copy to measure wrote wrong bytes at some coordinate."""
 
     exit_code = 1
 
 
 class _Blocks:
-    """Where every element of a plane of a pool's blocks lies, by the declared layout, in an order that both sides of a copy share.
+    """The addresses of all elements of a plane in a pool's blocks, from the declared layout, in the same order for both sides.
 
-    Elements stand in the order of ``l o h t d`` and further axes.  Axes of an opaque group stand last, in the order in
-    which they lie in memory: the bytes of a chunk stay as they are, and nobody promises which is which.  Of elements that share
-    an item only the first is looked at: the item is what moves.
+    The order is ``l o h t d``, then further axes.  Axes of an opaque group are last, in memory order: a copy keeps the bytes of
+    such a group together, and their order is unspecified.  Of elements that share an item only the first is compared, because
+    a copy moves items.
     """
 
     def __init__(self, pool: Pool, resolved: Resolved, opaque: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ class _Blocks:
         )
         self.sizes = tuple(n // step for n, step in zip(self.sizes, steps, strict=True))
         at = dict(zip(self.axes, grid, strict=True))
-        # K's places, and V's where these have an order of their own.
+        # The places of K, and those of V if V has its own order.
         entry, offset = (
             np.where(at["o"] >= 1, each[-1], each[0]) if len(each) > 1 else each[0]
             for each in zip(*(access.address(0, at) for access in resolved.accesses), strict=True)
@@ -69,7 +69,7 @@ class _Blocks:
 
     @functools.cached_property
     def _ranges(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        """Entry, offset and bytes of the ranges that a block consists of, and for every element its place in them."""
+        """Entry, offset and bytes of the contiguous ranges of a block, and the position of every element in them."""
         itemsize = self.itemsize
         order = np.lexsort((self.offset, self.entry))
         entry, offset = self.entry[order], self.offset[order]
@@ -97,7 +97,7 @@ class _Blocks:
         return elements
 
     def spoil(self, block: int, seed: int) -> None:
-        """Other bytes, so that what stood there before does not pass for a copy."""
+        """Overwrite a block with random bytes, so that its earlier contents cannot pass for a correct copy."""
         entry, offset, sizes, _ = self._ranges
         data = np.frombuffer(np.random.default_rng(seed).bytes(int(sizes.sum())), np.uint8)
         write(device_of(self.pool.device), self._at(block, entry, offset), sizes, data)
@@ -110,7 +110,7 @@ class _Blocks:
         return read(device_of(self.pool.device), where, sizes).reshape(-1, self.itemsize)
 
     def coordinate(self, element: int) -> str:
-        """In words."""
+        """The coordinates of an element as text."""
         at = np.unravel_index(element, self.sizes)
         words = [self.plane] if self.plane else []
         return " ".join([*words, *(f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))])
@@ -122,7 +122,7 @@ def _axis_order(axis: str) -> tuple[int, str]:
 
 
 class _Wanted(NamedTuple):
-    """What a plane must hold after a copy: blocks that were not asked for, whole blocks, and samples."""
+    """The required contents of a plane after a copy: blocks that must not change, whole blocks, and samples."""
 
     left: dict[int, Bytes]
     whole: dict[int, Bytes]
@@ -131,12 +131,12 @@ class _Wanted(NamedTuple):
 
 
 class Check:
-    """Whether copies between two pools put every byte where the layouts say: not more, not less.
+    """Checks that copies between two pools write every byte to its place, and nothing else.
 
     Parameters
     ----------
     src, dst : Pool
-        Anywhere; they may be of different sizes.
+        Pools on any device.  They may have different sizes.
     """
 
     def __init__(self, src: Pool, dst: Pool) -> None:
@@ -150,21 +150,21 @@ class Check:
         self._calls = 0
 
     def __call__(self, copy: Callable[[Any, Any], object], batch: int, what: str) -> None:
-        """Run a copy once and look.
+        """Run a copy once and check the result.
 
         Parameters
         ----------
         copy : callable
-            ``copy(src_ids, dst_ids)``; nothing is pending when it returns.
+            ``copy(src_ids, dst_ids)``.  The copy is finished when it returns.
         batch : int
-            Pairs of ids; other ones each time.
+            Number of pairs of ids.  Each call uses other ids.
         what : str
-            What errors call it: pair and backend.
+            Name in error messages: pair and backend.
 
         Raises
         ------
         WrongCopyError
-            A byte that differs, in a block that was to be written, or in one that was not.
+            A byte differs, in a block that had to be written or in one that must not change.
         """
         self._calls += 1
         random = np.random.default_rng(1000 + self._calls)
@@ -172,7 +172,7 @@ class Check:
         others = np.setdiff1d(np.arange(self._pools[1].num_blocks), pairs[1])
         left = random.permutation(others)[:2].tolist()
         whole = random.permutation(batch)[:WHOLE_BLOCKS].tolist()
-        # All that must stay or arrive is read before the copy: one that writes into its source is caught, too.
+        # All required contents are read before the copy, so a copy that writes into its source is detected, too.
         wanted = [self._before(src, dst, pairs, whole, left, random) for src, dst in self._planes]
         copy(*pairs)
         for (src, dst), one in zip(self._planes, wanted, strict=True):

@@ -1,6 +1,6 @@
 """The command line: ``kvbm bench``, the sweep, and its subcommands.
 
-Only click is imported here before something runs: ``kvbm --help`` shows this group, and must need neither NumPy nor torch.
+This module imports no NumPy and no torch before a command runs, because ``kvbm --help`` loads it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from ..commands import write_commands
 from ..errors import CudaError, KvbmError
 from ..shapes import load_shape, shape_names
 from .options import listed, numbers
@@ -22,17 +23,20 @@ from .options import listed, numbers
 if TYPE_CHECKING:
     from . import copies, table
 
-#: Subcommands, each a click command of that name in the module of that name.
+#: Subcommands.  Each is a click command in the module of the same name.
 SUBCOMMANDS = ("auto", "digest", "interference", "link", "offload", "overhead", "plot", "reshard", "scale")
 
 GPU_PROFILE, CPU_PROFILE = "llama-3.1-70b", "llama-3.1-8b"
 
 
 class _Bench(click.Group):
-    """Loads a subcommand when it is asked for."""
+    """Imports a subcommand when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(SUBCOMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_commands(self, ctx, formatter)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in SUBCOMMANDS:
@@ -51,7 +55,8 @@ def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]
 
 @click.group(cls=_Bench, invoke_without_command=True)
 @click.option(
-    "--profile",
+    "--shape",
+    "shape_text",
     metavar="SHAPE",
     shell_complete=_complete_shape,
     help=f"Shape of a block: a preset, one with changes, or all sizes.  [default: {GPU_PROFILE}; {CPU_PROFILE} on the CPU]",
@@ -83,7 +88,7 @@ def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]
     "patterns",
     metavar="LIST",
     help="fc_to_fc, lw_to_fc, fc_to_lw, lw_to_lw. fc: a block is one allocation (operational); "
-    "lw: one array a layer (nhd).",
+    "lw: one array per layer, and per K and V (nhd).",
 )
 @_list_option("--pair", "pairs", metavar="SRC:DST", help="Two layouts, e.g. nhd:universal.  [default: twelve pairs]")
 @_list_option(
@@ -100,18 +105,18 @@ def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]
     "plug_ins",
     multiple=True,
     metavar="MODULE:FUNCTION",
-    help="Also a function of yours: see `pydoc kvbm.bench.peers`.",
+    help="Also your own function: see `pydoc kvbm.bench.peers`.",
 )
-@click.option("--warmup", default=3, show_default=True, type=click.IntRange(0), help="Calls before the clock starts.")
-@click.option("--iters", type=click.IntRange(1), help="Timed calls a figure.  [default: 30; 9 for h2h]")
+@click.option("--warmup", default=3, show_default=True, type=click.IntRange(0), help="Calls before the timed ones.")
+@click.option("--iters", type=click.IntRange(1), help="Timed calls per figure.  [default: 30; 9 for h2h]")
 @click.option("--max-sms", type=click.IntRange(1), help="Multiprocessors that kvbm's kernels may use.")
-@click.option("--replay", is_flag=True, help="Time replays of CUDA graphs: without what a launch costs.")
+@click.option("--replay", is_flag=True, help="Time replays of CUDA graphs, without the cost of launches.")
 @click.option("--device", default=None, metavar="cuda:N", help="The GPU.  [default: the first; cpu for none]")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="CSV file; then a table goes to stdout.")
 @click.pass_context
 def bench(
     ctx: click.Context,
-    profile: str | None,
+    shape_text: str | None,
     batches: tuple[int, ...],
     tokens: tuple[int, ...],
     directions: tuple[str, ...],
@@ -133,7 +138,8 @@ def bench(
     memory reads and writes it; ratio is the time of one contiguous memcpy of the same bytes in the same run over the median.
     Data, block ids and their changes from call to call are random, and every copy is checked bitwise before it is timed.
 
-    What cannot be had is left out, with the reason on stderr; the exit code is 1 where all of something that you named is.
+    What cannot be measured here is skipped, with the reason on stderr. Exits with 1 if nothing of something that you named
+    could be measured.
     """
     if ctx.invoked_subcommand is not None:
         given = [
@@ -159,7 +165,7 @@ def bench(
         raise click.BadParameter(str(error), param_hint="--pair") from None
     if replay and directions == ("h2h",):
         raise click.BadParameter("CUDA graphs are for GPUs, and h2h is measured on the CPU", param_hint="--replay")
-    shape = load_shape(profile or (GPU_PROFILE if place != "cpu" else CPU_PROFILE))
+    shape = load_shape(shape_text or (GPU_PROFILE if place != "cpu" else CPU_PROFILE))
     sweep = copies.Sweep(
         shapes=[replace(shape, nt=nt) for nt in sorted(tokens)] or [shape],
         batches=sorted(batches),
@@ -188,7 +194,7 @@ def _require_known(option: str, values: Iterable[str], known: Iterable[str]) -> 
 
 
 def _place(device: str | None) -> str:
-    """The GPU that is asked for, or the first one; the CPU where there is none."""
+    """The given GPU, or the first one; the CPU if there is none."""
     from .. import _core
 
     kind, colon, index = (device or "cuda:0").partition(":")
@@ -213,7 +219,7 @@ def _place(device: str | None) -> str:
 
 
 def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> int:
-    """Measure and write; the exit code."""
+    """Measure, write the rows, and return the exit code."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -229,7 +235,7 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
             out.parent.mkdir(parents=True, exist_ok=True)
             stream = stack.enter_context(out.open("w", newline="", encoding="utf-8"))
         rows = table.Rows(stream, comment)
-        # A bar and CSV on one terminal would write over each other.
+        # A progress bar and CSV on one terminal would overwrite each other.
         shown = console.is_terminal and not (out is None and sys.stdout.isatty())
         progress = stack.enter_context(Progress(console=console, transient=True, disable=not shown))
         task = progress.add_task("measuring", total=sweep.steps)
@@ -253,20 +259,11 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
 
 
 def _print_table(title: str, rows: Sequence[tuple[table.Record, float | None]]) -> None:
-    """What was measured, and what was asked for."""
-    from rich.console import Console
-    from rich.table import Table
+    """Print the measurements and the required ratios."""
+    from ..commands import new_table, print_table
 
-    from ..draw import table_box
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 150)
-    table = Table(title=title[2:], title_justify="left", box=table_box(console), header_style="bold", pad_edge=False)
-    for name in ("pattern", "direction", "backend"):
-        table.add_column(name, no_wrap=True)
-    for name in ("tokens", "blocks", "µs", "GB/s", "of a memcpy", "asked", ""):
-        table.add_column(name, justify="right", no_wrap=True)
+    counted = ("tokens", "blocks", "µs", "GB/s", "of a memcpy", "asked", "")
+    table = new_table("pattern", "direction", "backend", *counted, right=counted, title=title[2:], title_justify="left")
     for row, asked in rows:
         reached = "" if asked is None else "yes" if row.ratio >= asked else "[bold red]NO[/]"
         table.add_row(
@@ -274,4 +271,4 @@ def _print_table(title: str, rows: Sequence[tuple[table.Record, float | None]]) 
             f"{row.median_ms * 1e3:,.1f}", f"{row.bandwidth_gbps:,.1f}", f"{row.ratio:.3f}",
             "" if asked is None else f"{asked:g}", reached,
         )  # fmt: skip
-    console.print(table)
+    print_table(table)

@@ -1,6 +1,6 @@
-"""Clocks: the time of a call, between two events on a GPU's stream or on the CPU's own clock.
+"""Clocks: the time of a call, between two events on a GPU's stream or by the CPU's clock.
 
-Works through cuda.core and cuda.bindings, so that nothing here needs a framework.
+The GPU clock uses cuda.core and cuda.bindings, so no framework is needed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..machine import cuda
 
 __all__ = ["Call", "CpuClock", "GpuClock", "Timed", "cuda"]
 
-#: What is measured: it enqueues its work on the stream (None on the CPU) and need not wait for it.
+#: The measured call.  It enqueues its work on the stream (None on the CPU) and need not wait for it.
 Call = Callable[[Any], object]
 
 #: Nanoseconds that the GPU is kept busy before the clock starts: long enough for the launch to be in the queue by then, and
-#: finite, so that a call that waits for its stream does come back.
+#: finite, so that a call that waits for its stream can return.
 SHORTEST_DELAY, LONGEST_DELAY = 20_000, 100_000
 
-#: One thread that looks at the clock until so many nanoseconds are over.  The driver compiles it for whichever GPU it finds.
+#: One thread that reads the clock until the given nanoseconds are over.  The driver compiles it for the GPU.
 DELAY_PTX = b"""\
 .version 7.0
 .target sm_70
@@ -49,14 +49,14 @@ WAIT:
 
 
 class Timed(NamedTuple):
-    """Seconds of a call, over all that were timed.
+    """Seconds of a call, over all timed calls.
 
     Attributes
     ----------
     median, least, most : float
         Seconds.
     how : {"events", "replay", "clock"}
-        Between events around the call, around the replay of a graph that it was captured into, or on the CPU's clock.
+        Between events around the call, around the replay of a captured graph, or by the CPU's clock.
     """
 
     median: float
@@ -70,7 +70,7 @@ class Timed(NamedTuple):
 
 
 class CpuClock:
-    """Times a call that is done when it returns."""
+    """Times calls that are finished when they return."""
 
     device = -1
     stream = None
@@ -87,10 +87,10 @@ class CpuClock:
         return Timed.of(seconds, "clock")
 
     def synchronize(self) -> None:
-        """Nothing is ever pending."""
+        """Does nothing: no work is ever pending."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no resources are held."""
 
     def __enter__(self) -> CpuClock:
         return self
@@ -100,23 +100,23 @@ class CpuClock:
 
 
 class GpuClock:
-    """Times calls on a stream of its own.
+    """Times calls on its own stream.
 
     Parameters
     ----------
     device : int
-        CUDA device ordinal; made current for this thread.
+        CUDA device ordinal.  The device becomes current for this thread.
 
     Attributes
     ----------
     device : int
     stream : cuda.core.Stream
-        It has ``__cuda_stream__``, so kvbm, torch and CuPy take it.
+        It has ``__cuda_stream__``, so kvbm, torch and CuPy accept it.
 
     Raises
     ------
     CudaError, CudaUnavailableError
-        No such GPU, no driver.
+        There is no such GPU, or no driver.
 
     Examples
     --------
@@ -130,7 +130,7 @@ class GpuClock:
 
         from .. import _core
 
-        _core.device_info(device)  # kvbm's own error where there is no such GPU
+        _core.device_info(device)  # raises kvbm's error if there is no such GPU
         self.device = device
         gpu = Device(device)
         gpu.set_current()
@@ -141,7 +141,7 @@ class GpuClock:
         self._events = [cuda(driver.cuEventCreate(0), "making an event") for _ in range(2)]  # 0: with timing
 
     def delay(self, nanoseconds: int) -> None:
-        """Keep the stream busy for so long, on one thread of one multiprocessor."""
+        """Keep the stream busy for this time, on one thread of one multiprocessor."""
         import numpy as np
         from cuda.core import LaunchConfig, launch
 
@@ -150,14 +150,14 @@ class GpuClock:
     def time(self, call: Call, *, iters: int, warmup: int = 3) -> Timed:
         """Seconds of ``call(stream)`` on the GPU.
 
-        A call that takes the host longer to enqueue than `LONGEST_DELAY` is timed with that: it is part of its price.
+        If the host takes longer than `LONGEST_DELAY` to enqueue the call, the rest of that time is included.
         """
         return self._time(call, iters, warmup, "events")
 
     def replay(self, calls: Sequence[Call], *, iters: int, warmup: int = 3) -> Timed:
-        """Seconds of a graph's replay; each call is captured into one, and they take turns.
+        """Seconds of the replay of a graph.  Each call is captured into its own graph; the graphs take turns.
 
-        Several calls that touch other memory each keep it out of the caches.
+        Use several calls on different memory, so that the memory is not in the caches.
 
         Raises
         ------
@@ -175,11 +175,11 @@ class GpuClock:
             )
 
     def synchronize(self) -> None:
-        """Wait for the stream; raises what failed on it."""
+        """Wait for the stream.  Raises the error of work that failed on it."""
         cuda(self._driver.cuStreamSynchronize(self._handle), "waiting for the measured copies")
 
     def close(self) -> None:
-        """Give back events and stream, once everything on it is done."""
+        """Wait for the stream, then release the events and the stream."""
         if self._events:
             self.synchronize()
             for event in self._events:
@@ -193,7 +193,7 @@ class GpuClock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error of the GPU waiting fails with the same error: the first one is what matters.
+        # After an error of the GPU, waiting fails with the same error.  The first error is kept.
         with contextlib.suppress(CudaError) if kind else contextlib.nullcontext():
             self.close()
 
@@ -219,15 +219,15 @@ class GpuClock:
 
     @contextlib.contextmanager
     def _captured(self, call: Call) -> Iterator[Any]:
-        """The call as an executable graph."""
+        """The call, captured as an executable graph."""
         driver = self._driver
-        # Relaxed: what a call allocates while it is being captured (a table, a ring) is its own affair.
+        # Relaxed mode: a call may allocate (a table, a ring) while it is captured.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         cuda(driver.cuStreamBeginCapture(self._handle, mode), "capturing a graph")
         try:
             call(self.stream)
         except BaseException:
-            driver.cuStreamEndCapture(self._handle)  # the stream must come out of capture mode; the graph is not whole
+            driver.cuStreamEndCapture(self._handle)  # end the capture mode of the stream; the graph is incomplete
             raise
         graph = cuda(driver.cuStreamEndCapture(self._handle), "capturing a graph")
         try:

@@ -1,4 +1,4 @@
-"""The sweep: every pair of layouts, direction and batch by every backend, each beside a memcpy of the same bytes."""
+"""The sweep: every pair of layouts, direction and batch with every backend, compared with a memcpy of the same bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .. import _core, spec
 from ..errors import CudaError, KvbmError
@@ -16,6 +16,7 @@ from ..layout import Layout
 from ..planner import Plan, plan, size_text
 from ..pool import Pool
 from ..shapes import BlockShape
+from ..transfer import Strategy
 from . import measure, peers
 from .backends import BACKENDS, RAW, STRATEGIES, Backend, ByPeer, ByRuns, ByTransfer, num_runs
 from .check import Check
@@ -37,10 +38,10 @@ __all__ = [
 ]
 
 DIRECTIONS = ("d2d", "h2d", "d2h", "h2h", "p2p")
-#: The backend of the yardstick's own rows.
+#: The backend of the rows of the yardstick.
 MEMCPY = "memcpy"
 
-#: Backends of a direction where none is named.
+#: Default backends per direction.
 USUAL: dict[str, tuple[str, ...]] = {
     "d2d": ("direct",),
     "h2d": STRATEGIES,
@@ -49,10 +50,10 @@ USUAL: dict[str, tuple[str, ...]] = {
     "p2p": ("auto", "direct", "staged"),
 }
 
-#: Raw backends and the engine copy run by run: above so many a batch they are left out, each costs half a microsecond.
+#: Raw backends and the engine copy each run separately, at half a microsecond per copy.  They are left out above this number.
 MOST_COPIES = 200_000
 
-#: Short names of pairs: a block fully contiguous, or its layers and K and V apart, in one array a layer.
+#: Short names of pairs.  fc: a block is contiguous.  lw: each layer's K and V of a block is an array.
 PATTERNS = {
     "fc_to_fc": ("operational", "operational"),
     "lw_to_fc": ("nhd", "operational"),
@@ -60,7 +61,7 @@ PATTERNS = {
     "lw_to_lw": ("nhd", "nhd"),
 }
 
-#: Pairs that are measured where none is named.
+#: Default pairs.
 PAIRS = (
     "nhd:universal",
     "universal:nhd",
@@ -78,7 +79,7 @@ PAIRS = (
 
 
 class Pair(NamedTuple):
-    """From which layout to which, and what the CSV calls it."""
+    """Source and destination layout, and the name of the pair in the CSV."""
 
     pattern: str
     src: Layout
@@ -91,7 +92,7 @@ class Pair(NamedTuple):
         Raises
         ------
         ValueError
-            Neither.
+            The text is neither.
         SpecError
             There is no such layout.
         """
@@ -103,9 +104,9 @@ class Pair(NamedTuple):
         return cls(text, spec.load(src), spec.load(dst))
 
 
-# ---- what is asked for ---------------------------------------------------------------------------------------------
+# ---- required ratios -----------------------------------------------------------------------------------------------
 
-#: Ratio to a memcpy that is asked for: direction, class of the kernel → (blocks from which on, ratio), largest first.
+#: Required ratio to a memcpy: direction, class of the kernel → (least number of blocks, ratio), largest number first.
 REACH: dict[tuple[str, str], tuple[tuple[int, float], ...]] = {
     ("d2d", "rows"): ((64, 0.97), (16, 0.95), (4, 0.90), (1, 0.90)),
     ("d2d", "short rows"): ((64, 0.90),),
@@ -118,16 +119,16 @@ REACH: dict[tuple[str, str], tuple[tuple[int, float], ...]] = {
     ("h2h", ""): ((1, 0.90),),
 }
 
-#: Who is asked: what a caller gets who names no strategy.
+#: Backends with a required ratio: those that run if no strategy is named.
 _ANSWERS = {"d2d": ("direct", "auto"), "h2d": ("auto",), "d2h": ("auto",), "p2p": ("auto",), "h2h": ("host",)}
 
 
 def asked(direction: str, backend: str, made: Plan, batch: int, timing: str) -> float | None:
-    """The ratio to a memcpy that is asked for here, or None."""
+    """The required ratio to a memcpy, or None."""
     if backend not in _ANSWERS[direction]:
         return None
     if direction == "d2d" and batch < 4 and timing != "replay":
-        return None  # the launch is longer than the copy
+        return None  # the launch takes longer than the copy
     steps = REACH.get((direction, _class(made) if direction == "d2d" else ""), ())
     return next((ratio for least, ratio in steps if batch >= least), None)
 
@@ -135,7 +136,7 @@ def asked(direction: str, backend: str, made: Plan, batch: int, timing: str) -> 
 def _class(made: Plan) -> str:
     elements = [form.element for form in made.forms() if form.kind == "tile"]
     if elements:
-        # Packed keys beside transposed values are one launch, and go by the words.
+        # Packed keys and transposed values are one launch.  Its class is that of the widest elements.
         most = max(elements)
         return "tile of words" if most == 16 else f"tile of {'1 or 2' if most < 4 else '4'} bytes"
     return "short rows" if min(part.run_bytes for part in made.parts) <= 64 else "rows"
@@ -146,34 +147,34 @@ def _class(made: Plan) -> str:
 
 @dataclass
 class Sweep:
-    """What is measured, and what became of it.
+    """The plan of a sweep, and the record of what was measured.
 
     Attributes
     ----------
     shapes : sequence of BlockShape
-        They differ in the tokens of a block.
+        Shapes that differ in the tokens per block.
     batches : sequence of int
     directions : sequence of str
     pairs : sequence of Pair
     backends : mapping of str to sequence of str
         Direction → backends.
     peers : mapping of str to function
-        Plug-ins, by what the CSV calls them.
+        Name in the CSV → plug-in.
     built_in_peers : bool
-        Whether PyTorch, CuPy and NumPy are measured where they are installed.
+        True to measure PyTorch, CuPy and NumPy, if they are installed.
     place : str
-        ``"cuda:N"``; ``"cpu"`` for ``h2h`` alone.
+        ``"cuda:N"``; with ``"cpu"`` only ``h2h`` is measured.
     warmup, iters : int
     max_sms : int, optional
     replay : bool
-        Replays of captured graphs instead of calls.
+        True to time replays of captured graphs instead of calls.
     note : callable
-        Told why something is left out, once a reason.
+        Called with the reason if something is left out, once per reason.
     step : callable
         ``step(title)`` after every measurement.
 
     measured : set of str
-        Directions and backends of which there is at least one row.
+        Directions and backends with at least one row.
     """
 
     shapes: Sequence[BlockShape]
@@ -195,11 +196,11 @@ class Sweep:
 
     @property
     def steps(self) -> int:
-        """How often `step` is called at most."""
+        """Maximum number of calls of `step`."""
         return len(self.shapes) * len(self.directions) * len(self.pairs) * len(self.batches)
 
     def plans(self) -> None:
-        """Refuse now what cannot be planned at all.
+        """Raise an error now for pairs that cannot be planned.
 
         Raises
         ------
@@ -210,12 +211,12 @@ class Sweep:
             plan(pair.src, pair.dst, shape, num_blocks=max(self.batches))
 
     def run(self) -> Iterator[tuple[Record, float | None]]:
-        """Measure; every row with what is asked for, as soon as it is known.
+        """Measure.  Yields each row with its required ratio as soon as it is known.
 
         Raises
         ------
         WrongCopyError
-            Somebody copied wrongly; nothing is measured after that.
+            A copy is wrong.  The sweep ends.
         PeerError
             A plug-in failed.
         """
@@ -263,7 +264,7 @@ class Sweep:
                 raise
             self._leave_out(direction, error)
             return
-        told: set[int] = set()  # bytes for which the yardstick has its row
+        told: set[int] = set()  # sizes for which the row of the yardstick was yielded
         with yardstick:
             for pair in self.pairs:
                 try:
@@ -274,7 +275,7 @@ class Sweep:
                     self._leave_out(f"{direction} {pair.pattern}", error)
 
     def _that_fit(self, direction: str, shape: BlockShape, ends: tuple[str, str]) -> list[int]:
-        """Batches for which there is memory; a line for those for which there is none."""
+        """The batches that fit into memory.  The others are left out with a note."""
         fit = []
         for batch in self.batches:
             need: dict[str, int] = {}
@@ -286,7 +287,7 @@ class Sweep:
                 )
                 stick = measure.Yardstick.needs(batch * self._block_bytes(shape), cache)
                 need[where] = need.get(where, 0) + pool + stick
-            # What a staged ring, or a peer's own copies, take besides.
+            # The additional memory of a staged ring, or of a peer's own copies.
             if direction != "h2h":
                 need[min(need)] += max(2 * batch * self._block_bytes(shape), 96 << 20)  # min: "cuda:N" before "host"
             short = [
@@ -326,7 +327,7 @@ class Sweep:
                 for seed, (layout, place) in enumerate(zip((pair.src, pair.dst), ends, strict=True), 1)
             )
             stack.callback(peers.release)
-            stack.callback(_settle, clock)  # before the memory goes, also after an error
+            stack.callback(_settle, clock)  # before the memory is released, also after an error
             made = plan(pair.src, pair.dst, shape, num_blocks=(src.num_blocks, dst.num_blocks))
             title = f"{direction} {pair.pattern}"
             backends = dict(self._backends(direction, src, dst, made, stack))
@@ -375,7 +376,7 @@ class Sweep:
                         raise NotApplicable("it copies from host memory to host memory")
                     yield name, ByTransfer(src, dst, "auto", None, stack)
                 else:
-                    yield name, ByTransfer(src, dst, name, self.max_sms, stack)
+                    yield name, ByTransfer(src, dst, cast(Strategy, name), self.max_sms, stack)
             except (KvbmError, MemoryError) as reason:
                 self._leave_out(f"{direction} {name}", reason)
         built_in = peers.installed(direction) if self.built_in_peers else ()
@@ -408,7 +409,7 @@ class Sweep:
 
         check(once, batch, f"{title} by {name}, {batch} blocks")
         calls = [backend.bind(*ids) for ids in sets]
-        for call in calls:  # what is made at the first sight of some ids is no part of the copy
+        for call in calls:  # work that is done once per set of ids is not part of the copy
             call(clock.stream)
             clock.synchronize()
         if self.replay and isinstance(clock, GpuClock):
@@ -426,11 +427,11 @@ class Sweep:
     # ---- rows and reasons
 
     def _block_bytes(self, shape: BlockShape) -> int:
-        """Of the largest blocks among the pairs: layouts with planes have sizes of their own."""
+        """Bytes of the largest block of all pairs: layouts with planes have their own sizes."""
         return max(measure.block_bytes(pair.src, shape) for pair in self.pairs)
 
     def _record(self, direction: str, shape: BlockShape, batch: int, nbytes: int, stick: Timed) -> Record:
-        """The yardstick's own row."""
+        """The row of the yardstick."""
         gpu, driver, commit = self._names(direction)
         return Record(
             tokens_per_block=shape.nt, num_blocks=batch, pattern="contiguous", direction=direction, backend=MEMCPY,
@@ -443,7 +444,7 @@ class Sweep:
         return _names(self.place if direction != "h2h" else "cpu")
 
     def _leave_out(self, what: str, reason: object) -> None:
-        """Say so; once a reason and pair, not once a size."""
+        """Note the reason once per reason and pair, not once per size."""
         line = f"{what}: left out: {reason}"
         if line not in self._noted:
             self._noted.add(line)
@@ -471,7 +472,7 @@ def _times(nbytes: int, timed: Timed, stick: Timed) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """Five significant digits."""
+    """Round to five significant digits."""
     return round(value, 4 - math.floor(math.log10(value))) if value > 0 else 0.0
 
 
@@ -485,5 +486,5 @@ def _pool_bytes(layout: Layout, shape: BlockShape, batch: int, place: str) -> in
 
 
 def _settle(clock: GpuClock | CpuClock) -> None:
-    with contextlib.suppress(CudaError):  # what went wrong first is what matters
+    with contextlib.suppress(CudaError):  # keep the first error
         clock.synchronize()

@@ -1,7 +1,7 @@
-"""Offloading as vLLM 0.32 does it: one driver call for a list of descriptors, one a page and layer, or one a fragment of it.
+"""Offloading as in vLLM 0.32: one driver call for a list of descriptors, one per page and layer, or one per fragment of a page.
 
-Read in ``v1/kv_offload/cpu/gpu_worker.py`` and ``offloading/canonical_mapping.py`` of vLLM 0.32.0.  Lists are made beforehand here;
-vLLM makes them for each job.
+It follows ``v1/kv_offload/cpu/gpu_worker.py`` and ``offloading/canonical_mapping.py`` of vLLM 0.32.0.  Here the lists are made
+before the measurement; vLLM makes them for each job.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["Batch", "Pages", "Swap"]
 
 
 class Pages(NamedTuple):
-    """The pieces of a block that vLLM copies, in bytes from where the block begins.
+    """The pieces of a block that vLLM copies, in bytes from the start of the block.
 
     Attributes
     ----------
     engine, host : array of int64, ``(layers, pieces of a page)``
-        Where each begins in the engine's memory, and in a row of host memory.
+        Start of each piece in the engine's memory, and in a row of host memory.
     nbytes : int
-        Bytes of each.
+        Bytes per piece.
     engine_step, row : int
-        Bytes from block to block there, and from row to row.
+        Bytes from block to block in the engine's memory, and from row to row in host memory.
     """
 
     engine: Numbers
@@ -41,7 +41,7 @@ class Pages(NamedTuple):
 
     @classmethod
     def of(cls, order: str, shape: BlockShape, blocks: int) -> Pages:
-        """A page a layer; where the layers of a block lie side by side, all of it at once."""
+        """One page per layer; if the layers of a block are contiguous, the whole block as one piece."""
         if order.startswith("B"):
             return cls(np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), *[shape.nbytes] * 3)
         page, layers = shape.nbytes // shape.nl, np.arange(shape.nl)[:, None]
@@ -49,9 +49,9 @@ class Pages(NamedTuple):
 
     @classmethod
     def canonical(cls, order: str, shape: BlockShape, blocks: int, tp: int) -> Pages | None:
-        """``canonical_layout``: pages with the heads of all ranks, in which rank 0 has a part of each token.
+        """``canonical_layout``: pages with the heads of all ranks; rank 0 has a part of each token.
 
-        None where it is the same as `of`, or refused by vLLM.
+        None if it is the same as `of`, or if vLLM refuses it.
         """
         if order != "LBNHC" or tp == 1:
             return None
@@ -61,7 +61,7 @@ class Pages(NamedTuple):
         return cls(whole.engine + tokens, (whole.host + tokens) * tp, token, whole.engine_step, tp * whole.row)
 
     def ranges(self, ids: Any, rows: Any) -> tuple[Numbers, Numbers]:
-        """Where they begin for blocks `ids` of the engine, and for `rows` of host memory: layer by layer, as vLLM lists them."""
+        """Starts of the pieces of blocks `ids` of the engine and of `rows` of host memory, layer by layer as in vLLM."""
         sides = []
         for starts, step, numbers in ((self.engine, self.engine_step, ids), (self.host, self.row, rows)):
             sides.append((starts[:, None] + np.asarray(numbers, np.int64)[:, None] * step).reshape(-1))
@@ -78,28 +78,28 @@ class _Attributes(ctypes.Structure):
     _fields_ = (("order", ctypes.c_int), ("src", _Location), ("dst", _Location), ("flags", ctypes.c_uint))
 
 
-#: Of a source: read in the order of the stream, or at any time, as host memory may be.
+#: Access order of a source: in stream order, or at any time, which host memory allows.
 _STREAM, _ANY = 1, 3
 
 
 class Batch:
-    """A list of ranges, and the one call of ``cuMemcpyBatchAsync`` that copies them; on the host a ``memmove`` each.
+    """A list of ranges, copied by one call of ``cuMemcpyBatchAsync``; on the host by one ``memmove`` per range.
 
     Parameters
     ----------
     dst, src : array of int64
         Addresses.
     nbytes : int
-        Of each range.
+        Bytes per range.
     device : int
         CUDA device ordinal; -1 on the host.
     reads_host : bool
-        The sources are in host memory: the driver may read them at any time.
+        True if the sources are in host memory: the driver may read them at any time.
 
     Raises
     ------
     CudaUnavailableError
-        The driver has no such call.
+        The driver does not have this call.
     """
 
     def __init__(self, dst: Numbers, src: Numbers, nbytes: int, device: int, *, reads_host: bool) -> None:
@@ -117,7 +117,7 @@ class Batch:
         return len(self._dst)
 
     def __call__(self, stream: Any) -> None:
-        """Enqueue them, or copy them on the host."""
+        """Enqueue the copies; on the host, copy."""
         if self._call is None:
             for dst, src in zip(self._dst.tolist(), self._src.tolist(), strict=True):
                 ctypes.memmove(dst, src, self._nbytes)
@@ -137,7 +137,7 @@ class Batch:
 
 
 class Swap(Batch):
-    """The same list for a Triton kernel, with which vLLM loads pages below 28 KiB."""
+    """The same list for the Triton kernel with which vLLM loads pages below 28 KiB."""
 
     def __init__(self, dst: Numbers, src: Numbers, nbytes: int, device: int, *, reads_host: bool) -> None:
         import torch
@@ -159,7 +159,7 @@ class Swap(Batch):
 
 
 def _entry() -> tuple[Any, bool]:
-    """The driver's function, and whether it is the older one, which also tells which range was refused."""
+    """The driver's function, and True if it is the older version, which also returns the index of a refused range."""
     find = ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2
     for version in (13000, 12080):
         address, how = ctypes.c_void_p(), ctypes.c_int()

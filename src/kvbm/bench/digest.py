@@ -1,6 +1,6 @@
-"""What digests cost: a copy beside the same with digests, a digest beside reading the same bytes: ``kvbm bench digest``.
+"""The cost of digests: copies with digests against plain copies, digests against reading the same bytes: ``kvbm bench digest``.
 
-Ratios are of medians that were taken in turns, in pools beyond the caches, with random ids.
+Ratios compare medians of alternating measurements, with pools larger than the caches and random ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..errors import KvbmError
 from ..layout import Layout
 from ..pool import Pool
 from ..shapes import BlockShape, load_shape
-from ..transfer import Transfer
+from ..transfer import Strategy, Transfer
 from .check import WrongCopyError
 from .clock import CpuClock, GpuClock
 from .measure import (
@@ -47,7 +47,7 @@ __all__ = ["SECTIONS", "digest", "measure"]
 
 SECTIONS = ("copies", "alone", "staged")
 
-#: Source, destination, and whether their elements change places in tiles, or lie in planes.
+#: Source, destination, and True if elements are transposed in tiles or lie in planes.
 PAIRS = (
     ("nhd", "universal", False),
     ("universal", "nhd", False),
@@ -62,7 +62,7 @@ _Clock = GpuClock | CpuClock
 
 
 class Run(NamedTuple):
-    """What all of it must know."""
+    """The parameters of a run."""
 
     place: str
     model: BlockShape
@@ -82,7 +82,7 @@ class Run(NamedTuple):
 
 
 def measure(run: Run, sections: tuple[str, ...]) -> Iterator[Row]:
-    """Rows of these `SECTIONS`; what lacks memory, or a GPU, is left out with a note."""
+    """Rows of the given `SECTIONS`.  Cases for which there is not enough memory or no GPU are left out with a note."""
     end = stamp(run.place)
     for name in sections:
         for row in _SECTIONS[name](run):
@@ -91,7 +91,7 @@ def measure(run: Run, sections: tuple[str, ...]) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def _left_out(run: Run, what: str) -> Iterator[None]:
-    """Leave out what memory does not suffice for."""
+    """Leave out a case with a note if there is not enough memory."""
     try:
         yield
     except (KvbmError, MemoryError) as error:
@@ -101,20 +101,20 @@ def _left_out(run: Run, what: str) -> Iterator[None]:
 
 
 class _Digests:
-    """Memory that digests are written to, where the kernels run."""
+    """Memory for digests, on the device of the kernels."""
 
     def __init__(self, most: int, place: str, stack: contextlib.ExitStack) -> None:
         self.memory = Memory(8 * most, place)
         stack.callback(self.memory.close)
 
     def of(self, n: int) -> Any:
-        """The first ones as an array."""
+        """The first `n` digests as an array."""
         if self.memory.device >= 0:
             return View(self.memory.device, self.memory.address, (n,), (8,), "<u8")
         return self.memory.array[: 8 * n].view(np.uint64)
 
     def values(self, n: int) -> Any:
-        """What stands there; nothing may be writing."""
+        """The values of the first `n` digests.  No copy may be running."""
         where = np.array([self.memory.address]), np.array([8 * n])
         return read(self.memory.device, *where).view(np.uint64)
 
@@ -134,7 +134,7 @@ def _copies(run: Run) -> Iterator[Row]:
 
 
 def _shape(run: Run, layout: Layout) -> BlockShape:
-    """The model's; of layouts that are one model's, that one's."""
+    """The model's shape; for layouts with planes that of DeepSeek-V3, for which they are made."""
     return replace(load_shape("deepseek-v3"), nl=min(run.model.nl, 61)) if layout.planes else run.model
 
 
@@ -147,9 +147,9 @@ def _pair(
     is_mixed: bool,
     *,
     verifies: bool = False,
-    strategy: str = "",
+    strategy: Strategy | None = None,
 ) -> Iterator[Row]:
-    """A pair of layouts: its copies, the same with digests, and the same verified."""
+    """A pair of layouts: plain copies, copies with digests, and verified copies."""
     layouts = [spec.load(name) for name in names]
     shape, most = _shape(run, layouts[0]), max(batches)
     case = f"{names[0]} → {names[1]}" + (f", {strategy} to pinned memory" if strategy else "")
@@ -188,7 +188,7 @@ def _copy(move: Transfer, digests: Any, ids: tuple[Any, Any], stream: Any) -> ob
 
 
 def _asked(run: Run, n: int, is_mixed: bool, *, is_staged: bool) -> Asked:
-    """How much of the copy's speed a copy with digests has to reach."""
+    """The required speed of a copy with digests, as a share of the plain copy's."""
     if not run.on_gpu:
         return 0.7
     if is_staged:
@@ -197,12 +197,12 @@ def _asked(run: Run, n: int, is_mixed: bool, *, is_staged: bool) -> Asked:
 
 
 def _check(src: Pool, dst: Pool, move: Transfer, ids: tuple[Any, Any], out: _Digests, clock: _Clock, case: str) -> None:
-    """Digests of a copy are those of what was read and of what was written.
+    """Check that the digests of a copy equal those of the source and of the destination.
 
     Raises
     ------
     WrongCopyError
-        They are not.
+        They differ.
     """
     n = len(ids[0])
     move.copy(*ids, stream=clock.stream, digests=out.of(n)).synchronize()
@@ -217,7 +217,7 @@ def _check(src: Pool, dst: Pool, move: Transfer, ids: tuple[Any, Any], out: _Dig
 
 
 def _staged(run: Run) -> Iterator[Row]:
-    """From the GPU to pinned memory, by way of the ring."""
+    """Copies from the GPU to pinned memory through the ring."""
     if not run.on_gpu:
         run.note("staged: left out: it needs a GPU")
         return
@@ -230,7 +230,7 @@ def _staged(run: Run) -> Iterator[Row]:
 
 
 def _alone(run: Run) -> Iterator[Row]:
-    """The digest of the source beside reading, or hashing, the same bytes in one piece."""
+    """Digests, compared with reading or hashing the same bytes in one piece."""
     batches = (64,) if run.quick else (1, 4, 16, 64)
     with make_clock(run.place) as clock:
         for name in ("nhd", "universal")[: 1 if run.quick else 2]:
@@ -247,7 +247,7 @@ def _alone(run: Run) -> Iterator[Row]:
                     yield from _beside_readers(run, clock, pool, n, out, memory, readers)
 
 
-#: Reads bytes of a memory: ``(first, number, stream)``.
+#: Name, and a function that reads bytes of a memory: ``(first, number, stream)``.
 _Reader = tuple[str, Callable[[int, int, Any], object]]
 
 
@@ -265,7 +265,7 @@ def _beside_readers(
         runners[by] = runner(clock, [functools.partial(call, at, nbytes) for at in where])
     times = race(runners, run.iters)
     others = list(runners)[1:]
-    if run.on_gpu:  # the fastest one is what the GPU reads
+    if run.on_gpu:  # compare only with the fastest reader
         others = sorted(others, key=lambda by: statistics.median(times[by]))[:1]
     for by in others:
         beside = f"read ({by})" if run.on_gpu else by
@@ -282,7 +282,7 @@ def _digest(pool: Pool, ids: Any, out: Any, stream: Any) -> object:
 
 
 def _gpu_readers(memory: Memory, run: Run, _: contextlib.ExitStack) -> Iterator[_Reader]:
-    """Reductions of PyTorch and CuPy, into memory that is there already."""
+    """Reductions of PyTorch and CuPy, with preallocated results."""
     device, count = memory.device, memory.nbytes // 8
     view = View(device, memory.address, (count,), (8,), "<i8")
     with contextlib.suppress(ImportError):
@@ -311,7 +311,7 @@ def _external(torch: Any, stream: Any, device: int) -> Any:
 
 
 def torch_readers(torch: Any, whole: Any, on: Callable[[Any], Any]) -> Iterator[_Reader]:
-    """Sums of a tensor of int64; `on` makes a stream current."""
+    """Sums of a tensor of int64.  `on` makes a stream current."""
     for name in ("int64", "float32"):
         held = whole.view(getattr(torch, name))
         total, size = torch.zeros((), dtype=held.dtype, device=held.device), held.element_size()
@@ -323,7 +323,7 @@ def torch_readers(torch: Any, whole: Any, on: Callable[[Any], Any]) -> Iterator[
         yield f"torch.sum of {name}", read_all
 
 
-#: Package, function of it, and what the CSV calls it.
+#: Package, function, and name in the CSV.
 _HASHES = (
     ("xxhash", "xxh3_64_intdigest", "xxh3_64"),
     ("crc32c", "crc32c", "crc32c"),
@@ -333,7 +333,7 @@ _HASHES = (
 
 
 def _host_readers(memory: Memory, run: Run, stack: contextlib.ExitStack) -> Iterator[_Reader]:
-    """Checksums of well-kept packages, and NumPy's sum: a block a call, on a thread a core."""
+    """Checksums of maintained packages, and NumPy's sum: one call per block, one thread per core."""
     cores = len(os.sched_getaffinity(0))
     workers = stack.enter_context(ThreadPoolExecutor(cores))
     block = run.model.nbytes
@@ -362,12 +362,12 @@ _SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {"copies": _copies, "alon
 @click.command()
 @race_options(SECTIONS, 30, "llama-3.1-70b; llama-3.1-8b on the CPU", "Fewer pairs and sizes.")
 def digest(
-    place: str, iters: int, out: Path | None, profile: str | None, sections: tuple[str, ...], quick: bool
+    place: str, iters: int, out: Path | None, shape_text: str | None, sections: tuple[str, ...], quick: bool
 ) -> None:
-    """Digests: copies beside the same with digests and verified, a digest beside reading the same bytes.
+    """Measure digests: copies with digests and verified copies beside plain ones, and a digest beside reading the same bytes.
 
     With --out a table goes to stdout. Digests are compared with those of both pools before they are timed; ratios are of
     medians taken in turns. On the CPU a digest stands beside xxh3, crc32c and crc32, where their packages are installed.
     """
-    model = load_shape(profile or ("llama-3.1-8b" if place == "cpu" else "llama-3.1-70b"))
+    model = load_shape(shape_text or ("llama-3.1-8b" if place == "cpu" else "llama-3.1-70b"))
     write_race(measure(Run(place, model, iters, quick, note), sections), place, model, out, "digest")

@@ -1,6 +1,7 @@
-"""How links grow with the ranks of both engines, up to 64 on each side: ``python -m kvbm.bench.growth``.
+"""The cost of links by the number of ranks of both engines, up to 64 on each side: ``python -m kvbm.bench.growth``.
 
-All ranks are endpoints of one process, on `wire.memory`, with pools of a small model.  It prints the table of ``docs/connect.md``.
+All ranks are endpoints in one process, connected by `wire.memory`, with pools of a small model.
+It prints the table of ``docs/howto/connect.md``.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ __all__ = ["CASES", "Grown", "grow", "table"]
 
 MODEL = BlockShape(nl=64, no=2, nh=8, nt=16, hd=16, dtype="uint8")
 
-#: Tokens of the sequence that all ranks send and receive.
+#: Number of tokens in the sequence that all ranks send and receive.
 TOKENS = 1024
 
-#: Mesh, shares and tokens a block of both sides.
+#: Mesh, shares and tokens per block of both sides.
 CASES: dict[str, tuple[tuple[str, dict[str, str], int], ...]] = {
     "tp 1 → 1": (("tp1", {}, 16), ("tp1", {}, 64)),
     "tp 4 → 2": (("tp4", {"h": "tp"}, 16), ("tp2", {"h": "tp"}, 64)),
@@ -42,23 +43,24 @@ CASES: dict[str, tuple[tuple[str, dict[str, str], int], ...]] = {
 
 
 class Grown(NamedTuple):
-    """What one case takes.
+    """The results of one case.
 
     Attributes
     ----------
     ranks : (int, int)
     messages : int
-        Of the plan.
+        Messages of the plan.
     card, cards : int
-        Bytes of a rank's card, and of all that a receiving rank reads.
+        Bytes of the largest card of a sending rank, and of all cards that a receiving rank reads.
     peers : int
-        Most that a receiving rank has.
+        Largest number of peers of a receiving rank.
     window : int
-        Bytes of slots with which each of these peers has its window at once, with the largest chunks.
+        Bytes of slots that give each of these peers its whole window at once, with chunks of the largest size.
     least : int
-        The same where each has one slot.
+        Bytes of slots with one slot per peer.
     meet, all_meet, sequence : float
-        Seconds: `Endpoint.meet` of one receiving rank, of all ranks one after the other, and a sequence of `TOKENS` over all.
+        Seconds of `Endpoint.meet` for one receiving rank, for all ranks one after the other, and of a sequence of `TOKENS` over
+        all links.
     """
 
     ranks: tuple[int, int]
@@ -74,7 +76,7 @@ class Grown(NamedTuple):
 
 
 def grow(case: str) -> Grown:
-    """Make all endpoints of a case, let them meet, and send a sequence."""
+    """Create all endpoints of a case, connect them, and send a sequence."""
     hub, sides = wire.Hub(), []
     with contextlib.ExitStack() as stack:
         for number, (mesh, shard, nt) in enumerate(CASES[case]):
@@ -120,7 +122,7 @@ def grow(case: str) -> Grown:
     )  # fmt: skip
 
 
-#: What the table says of a case.
+#: Columns of the table.
 COLUMNS = (
     "", "ranks", "messages", "a card, KB", "cards that a rank reads, KB", "peers", "meet of a rank, ms", "a sequence, ms",
     "slots for all windows, MiB", "one slot each, MiB",

@@ -1,7 +1,7 @@
-"""How much copies slow down a matrix product that runs beside them: ``kvbm bench interference``. Needs a GPU and torch.
+"""Measures how much copies slow down a concurrent matrix product: ``kvbm bench interference``. Needs a GPU and torch.
 
-The product stands for a model that keeps the whole GPU busy. What a copy does to it is the price of a strategy that its own
-bandwidth does not show; the yardstick is what one contiguous memcpy in the same direction does to it.
+The product represents a model that keeps the whole GPU busy. Its slowdown is a cost of a strategy that the bandwidth of the
+copy does not show. The yardstick is the slowdown by one contiguous memcpy in the same direction.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import numpy as np
@@ -24,7 +24,7 @@ from ..errors import BindError, KvbmError
 from ..planner import plan, size_text
 from ..pool import Pool
 from ..shapes import BlockShape, load_shape
-from ..transfer import Transfer
+from ..transfer import Strategy, Transfer
 from .check import Check
 from .measure import Ids, Memory, is_out_of_memory, random_pool
 from .options import comma_list, numbers
@@ -38,21 +38,21 @@ COLUMNS = (
     "product_ms", "alone_ms", "copy_alone_gbps", "gpu", "driver", "commit",
 )  # fmt: skip
 
-#: What is copied where no pair is given.
+#: Default pair per direction.
 PAIRS = {"d2h": "nhd:universal", "h2d": "universal:nhd", "d2d": "nhd:universal"}
 
-#: Copies of the engine above which it is left out: the driver takes half a microsecond each.
+#: The strategy ``engine`` is left out above this number of copies: the driver needs half a microsecond per copy.
 MOST_RUNS = 200_000
 
-_FIRST = 2  # products that are not timed: the copies beside them may not have begun
-_COPIES = 8  # that are timed alone
-_SLEEP = 4_000_000  # cycles, until the products are in the queue
+_FIRST = 2  # products that are not timed: the copies may not have begun
+_COPIES = 8  # copies that are timed alone
+_SLEEP = 4_000_000  # cycles of waiting until the products are in the queue
 _PAUSE = 0.1  # seconds before a round
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Seconds of a product with copies beside it, and alone; bytes a second that were copied meanwhile, and without it."""
+    """Seconds of a product with concurrent copies, and alone; bytes per second of the copies with the product, and alone."""
 
     product: float
     alone: float
@@ -65,7 +65,7 @@ class Seen:
 
 
 class Model:
-    """Matrix products on a stream of their own, with copies beside them or without."""
+    """Matrix products on their own stream, with or without concurrent copies."""
 
     def __init__(self, torch: Any, device: int, size: int, products: int, rounds: int) -> None:
         self.torch, self.device, self.products, self.rounds = torch, device, products, rounds
@@ -76,17 +76,17 @@ class Model:
         torch.cuda.synchronize(device)
 
     def warm(self) -> None:
-        """Products until clocks and the choice of kernel are what they will be."""
+        """Run products until the clocks and the choice of the kernel are stable."""
         with self.torch.cuda.stream(self.compute):
             for _ in range(max(2 * self.products, 20)):
                 self.torch.matmul(self.a, self.b, out=self.c)
         self.torch.cuda.synchronize(self.device)
 
     def beside(self, copy: Callable[[Any], object], nbytes: int) -> Seen:
-        """Medians over all rounds; `copy` enqueues a copy of `nbytes` on the stream that it is given.
+        """Medians over all rounds.  `copy` enqueues a copy of `nbytes` on the given stream.
 
-        Each round times the product alone and then with copies, after a pause each: a GPU slows its clocks down under long
-        load, and would else be compared with itself in another state.
+        Each round times the product alone and then with copies, each after a pause.  Without the pauses the GPU would reduce
+        its clocks under the long load, and the two measurements would not be comparable.
         """
         alone: list[float] = []
         seconds: list[float] = []
@@ -102,7 +102,7 @@ class Model:
         return Seen(statistics.median(seconds), statistics.median(alone), statistics.median(rates), rate_alone)
 
     def _copies_alone(self, copy: Callable[[Any], object], nbytes: int) -> float:
-        """Bytes a second of copies one after the other, with nothing beside them."""
+        """Bytes per second of consecutive copies without a concurrent product."""
         copy(self.side)
         begin = self._mark()
         for _ in range(_COPIES):
@@ -112,7 +112,7 @@ class Model:
         return _COPIES * nbytes / float(begin.elapsed_time(end)) * 1e3
 
     def _round(self, copy: Callable[[Any], object] | None) -> tuple[list[Any], list[Any]]:
-        """Events around the products, and one before and after every copy; the copies outlast the products."""
+        """Events around the products and around every copy.  Copies are enqueued until the products are finished."""
         torch = self.torch
         torch.cuda.synchronize(self.device)
         time.sleep(_PAUSE)
@@ -145,7 +145,7 @@ def _seconds(products: Sequence[Any]) -> list[float]:
 
 
 def _rate(begin: Any, end: Any, copies: Sequence[Any], nbytes: int) -> float:
-    """Bytes a second of the copies that ended while the products ran; of all of them if too few did."""
+    """Bytes per second of the copies that ended while the products ran; of all copies if these are fewer than three."""
     last = begin.elapsed_time(end)
     inside = [at for at in (begin.elapsed_time(copy) for copy in copies) if 0 <= at <= last]
     if len(inside) < 3:
@@ -168,7 +168,7 @@ def _ends(
 
 @contextlib.contextmanager
 def memcpy(direction: str, nbytes: int, device: int) -> Iterator[Callable[[Any], object]]:
-    """The yardstick: one contiguous copy in the same direction."""
+    """The yardstick: one contiguous copy in the given direction."""
     with contextlib.ExitStack() as stack:
         sides = []
         for turn, side in enumerate((direction[0], direction[2])):
@@ -181,14 +181,14 @@ def memcpy(direction: str, nbytes: int, device: int) -> Iterator[Callable[[Any],
 
 
 def _strategies(direction: str, sms: Sequence[int]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Backends and their options: staged ones first, then the direct kernel on few multiprocessors and on all it takes."""
+    """Backends and their options: staged, then the direct kernel with limited and with default multiprocessors, then engine."""
     budgets: list[tuple[str, Mapping[str, Any]]] = [("direct", {"max_sms": count}) for count in sms]
     found = [*budgets, ("direct", {}), ("engine", {})]
     return found if direction == "d2d" else [("staged", {}), ("staged", {"max_sms": 8}), *found]
 
 
 def _runs(src: Pool, dst: Pool) -> int:
-    """Copies a block that the engine's strategy makes, at most."""
+    """Largest number of copies per block with the strategy ``engine``."""
     made = plan(src.layout, dst.layout, src.shape, num_blocks=(src.num_blocks, dst.num_blocks))
     return sum(part.nbytes // part.run_bytes for part in made.parts)
 
@@ -214,28 +214,28 @@ def measure(
         ``"cuda:N"``.
     shape : BlockShape
     directions : sequence of str
-        Of ``d2h``, ``h2d``, ``d2d``.
+        Any of ``d2h``, ``h2d``, ``d2d``.
     pairs : sequence of str
-        ``SRC:DST``, for every direction; those of `PAIRS` if none is given.
+        ``SRC:DST``, for every direction.  Default: those of `PAIRS`.
     size : int
-        The product is of two ``size x size`` matrices of bfloat16.
+        The product multiplies two ``size x size`` matrices of bfloat16.
     blocks : int
-        Blocks a copy.
+        Blocks per copy.
     sms : sequence of int
-        Multiprocessors that the direct kernel is also given.
+        Further limits of multiprocessors to measure the direct kernel with.
     products, rounds : int
-        Timed products a round, and rounds.
+        Timed products per round, and number of rounds.
     note : callable
-        Told what is left out.
+        Called with a line for each case that is left out.
 
     Raises
     ------
     CudaUnavailableError
-        No GPU.
+        There is no GPU.
     KvbmError
         torch is not installed, or cannot use the GPU.
     WrongCopyError
-        A copy that was to be measured is wrong.
+        A copy to measure is wrong.
     """
     device = require_gpu(place, "interference")
     torch = _torch()
@@ -287,7 +287,7 @@ def _by_strategy(
             note(f"{what}: {_runs(src, dst) * blocks:,} copies a batch, left out")
             continue
         try:
-            made = Transfer(src, dst, backend, **options)
+            made = Transfer(src, dst, cast(Strategy, backend), **options)
         except BindError as error:
             note(f"{what}: left out: {error}")
             continue
@@ -325,8 +325,8 @@ def _row(common: Mapping[str, Any], pair: str, backend: str, options: Mapping[st
 
 @click.command()
 @common_options(iters=54)
-@click.option("--directions", default=",".join(PAIRS), show_default=True, callback=comma_list(tuple(PAIRS)), metavar="WAY,...",
-              help="d2h, h2d, d2d.")  # fmt: skip
+@click.option("--direction", "directions", default=",".join(PAIRS), show_default=True, callback=comma_list(tuple(PAIRS)),
+              metavar="LIST", help="d2h, h2d, d2d.")  # fmt: skip
 @click.option(
     "--size",
     default=8192,
@@ -334,21 +334,21 @@ def _row(common: Mapping[str, Any], pair: str, backend: str, options: Mapping[st
     type=click.IntRange(16),
     help="The product is of two SIZE x SIZE matrices.",
 )
-@click.option("--blocks", default=64, show_default=True, type=click.IntRange(1), help="Blocks a copy.")
+@click.option("--num-blocks", "blocks", default=64, show_default=True, type=click.IntRange(1), metavar="N", help="Blocks per copy.")
 @click.option("--pair", "pairs", multiple=True, metavar="SRC:DST",
               help="Layouts, for every direction (may be repeated); nhd and universal if not given.")  # fmt: skip
 @click.option("--sms", default="4,8,16,32", show_default=True, callback=numbers, metavar="N,...",
               help="Multiprocessors that the direct kernel is also given.")  # fmt: skip
-@click.option("--profile", default="llama-3.1-70b", show_default=True, metavar="SHAPE", help="Shape of a block.")
+@click.option("--shape", "shape_text", default="llama-3.1-70b", show_default=True, metavar="SHAPE", help="Shape of a block.")
 def interference(
     place: str, iters: int, out: Path | None, directions: tuple[str, ...], size: int, blocks: int, pairs: tuple[str, ...],
-    sms: tuple[int, ...], profile: str,
+    sms: tuple[int, ...], shape_text: str,
 ) -> None:  # fmt: skip
-    """How much copies slow down a matrix product beside them, by strategy; its yardstick is what a memcpy does to it.
+    """Measure how much copies slow down a concurrent matrix product, by strategy, compared with a memcpy.
 
     --iters are the timed products. Needs a GPU and torch.
     """
-    shape = load_shape(profile)
+    shape = load_shape(shape_text)
     for pair in pairs:
         src, dst = split_pair(pair)
         plan(spec.load(src), spec.load(dst), shape)

@@ -1,7 +1,7 @@
-"""Links between two processes of one machine beside what carries their bytes: ``kvbm bench link``.
+"""Links between two processes of one machine, compared with their transports: ``kvbm bench link``.
 
-Each figure of a message is the time from the first call until the other side has said that all of it is there.  Ratios are of
-medians that were taken in turns.
+The time of a message is from the first call until the other side has confirmed that all of it has arrived.  Ratios compare
+medians of alternating measurements.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ __all__ = ["SECTIONS", "link", "measure"]
 
 SECTIONS = ("messages", "cut", "beside", "chunks", "many")
 
-#: Bytes of a long prompt, between GPUs.
+#: Bytes of the message of a long prompt, between GPUs.
 _LONG = 2560 << 20
 
-#: Links of a process, and the bytes of a message of one.
+#: Number of links of a process, and bytes per message.
 LINKS, EACH = 64, 4 << 20
 
 
 class Run(NamedTuple):
-    """What all of it must know.
+    """The parameters of a run.
 
     Attributes
     ----------
     places : tuple of str
-        Where the memory of the process that sends is, and that of the one that receives.
+        Places of the memory of the sending and of the receiving process.
     options : mapping of str to int
-        Of `Endpoint`.
+        Options of `Endpoint`.
     """
 
     places: tuple[str, str]
@@ -73,16 +73,16 @@ class Run(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of a message: 8, 64 and 336 MB, whole blocks of both sides."""
+        """Tokens per message: 8, 64 and 336 MB, in whole blocks of both sides."""
         return tuple(map(self.tokens, (8 << 20,) if self.quick else (8 << 20, 64 << 20, 320 << 20)))
 
     def tokens(self, nbytes: int) -> int:
-        """As many as take so many bytes, in whole blocks of both sides."""
+        """The number of tokens in `nbytes`, in whole blocks of both sides."""
         return max(nbytes // self.token_bytes // DECODE[1], 1) * DECODE[1]
 
 
 def measure(run: Run, sections: tuple[str, ...]) -> Iterator[Row]:
-    """Rows of these `SECTIONS`; transports that are not here are left out with a note."""
+    """Rows of the given `SECTIONS`.  Transports that are not installed are left out with a note."""
     end = stamp(run.place)
     for name in sections:
         for row in _SECTIONS[name](run):
@@ -94,7 +94,7 @@ def measure(run: Run, sections: tuple[str, ...]) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def _opened(run: Run, tokens: int, names: Iterable[str]) -> Iterator[Pair]:
-    """Both processes, and those of these ways that are here; the others are left out with a note."""
+    """Both processes with the given ways opened.  Ways that cannot be opened are left out with a note."""
     with (
         tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder,
         Pair(run.model, tokens, folder, run.places, run.options) as pair,
@@ -108,7 +108,7 @@ def _opened(run: Run, tokens: int, names: Iterable[str]) -> Iterator[Pair]:
                 continue
             try:
                 pair.open(name)
-            except Exception as error:  # a transport's own, too
+            except Exception as error:  # also errors of the transport
                 way = pair.ways.pop(name, None)
                 run.note(f"{name}: left out: {error}")
                 with contextlib.suppress(Exception):
@@ -124,7 +124,7 @@ def _messages(run: Run) -> Iterator[Row]:
     with _opened(run, max(sizes), known) as pair:
         for tokens in sizes:
             for name, way in pair.ways.items():
-                if way.copies or tokens != long:  # bytes in one piece are compared on the host, which takes long
+                if way.copies or tokens != long:  # a message in one piece is compared on the host, which takes long
                     pair.check(name, tokens)
             times = race({name: pair.runner(name, tokens) for name in pair.ways}, run.iters)
             nbytes = tokens * run.token_bytes
@@ -138,7 +138,7 @@ def _messages(run: Run) -> Iterator[Row]:
 
 
 def _cut(run: Run) -> Iterator[Row]:
-    """Chunks of a message packed and unpacked, each with its digest, beside a memcpy of as many bytes on the same device."""
+    """Pack and unpack the chunks of a message with digests, compared with a memcpy of the same bytes on the same device."""
     kinds = {"pack": PREFILL, "unpack": DECODE}
     places = {name: Placement("tp1", model=run.model, nt=nt, name=name) for name, (_, nt) in kinds.items()}
     made = plan(places["pack"], places["unpack"])
@@ -151,7 +151,7 @@ def _cut(run: Run) -> Iterator[Row]:
             )
             for name, (layout, nt) in kinds.items()
         }
-        nbytes = 2 * most * run.token_bytes  # and room for trailers, of chunks of any size
+        nbytes = 2 * most * run.token_bytes  # with room for the trailers of chunks of any size
         near = stack.enter_context(contextlib.closing(Memory(nbytes, run.place)))
         far = stack.enter_context(contextlib.closing(Memory(nbytes, run.places[1]))) if reaches else None
         stick = Yardstick(run.place, run.place, most * run.token_bytes, clock)
@@ -167,7 +167,7 @@ def _cut(run: Run) -> Iterator[Row]:
             }
             calls = {name: _call(cuts[name], name, near, run.place) for name in kinds}
             calls["pack"](clock.stream).synchronize()
-            calls["unpack"](clock.stream).synchronize()  # which proves it
+            calls["unpack"](clock.stream).synchronize()  # this also verifies the digests
             if far is not None:
                 calls["pack over the link"] = _call(cuts["pack"], "pack", far, run.place)
             size = tokens * run.token_bytes
@@ -185,7 +185,7 @@ def _cut(run: Run) -> Iterator[Row]:
 
 
 def _call(cut: Cut, name: str, memory: Memory, place: str) -> Callable[[Any], ChunksDone]:
-    """Packs all chunks of a cut into memory, or unpacks them from there."""
+    """A call that packs all chunks of a cut into memory, or unpacks them."""
     each = round_up(max(chunk.size for chunk in cut.chunks[0]), 256)
     slots = {
         (0, k): Array(memory.address + k * each, (chunk.size,), (1,), "uint8", place, owner=memory)
@@ -206,7 +206,7 @@ def _memcpy(dst: int, src: int, nbytes: int, device: int, stream: Any) -> None:
 
 
 def _beside(run: Run) -> Iterator[Row]:
-    """A matrix product on the GPU that sends while messages go, one after the other, beside what memcpy does to it."""
+    """A matrix product on the sending GPU during consecutive messages, compared with the same during memcpy."""
     if device_of(run.place) < 0:
         run.note("beside: left out: a product beside links is measured on GPUs")
         return
@@ -233,11 +233,11 @@ def _sent(pair: Pair, name: str, tokens: int, stream: Any) -> None:  # noqa: ARG
     pair.seconds(name, tokens, 1)
 
 
-# ---- what is fixed -------------------------------------------------------------------------------------------------
+# ---- fixed costs ---------------------------------------------------------------------------------------------------
 
 
 class Ends:
-    """Engines of one rank each within this process: one that sends, and others."""
+    """Engines of one rank each in this process: one that sends, and several that receive."""
 
     def __init__(
         self, place: str, model: BlockShape, tokens: int, many: int, stack: contextlib.ExitStack, **options: Any
@@ -258,7 +258,7 @@ class Ends:
         self.number = 0
 
     def go(self, links: int, tokens: int, keys: int = 1) -> float:
-        """So many sequences on each of so many links, all at once; seconds until all of it is there."""
+        """Send `keys` sequences on each of `links` links concurrently; return the seconds until all have arrived."""
         self.number += 1
         src, dst = (Span(table[: tokens // nt], range(tokens)) for table, nt in self.tables)
         start = time.perf_counter()
@@ -272,7 +272,7 @@ class Ends:
 
 
 def _chunks(run: Run) -> Iterator[Row]:
-    """Time of the thread of each side a chunk, of chunks so small that their bytes cost nothing; and descriptors a chunk."""
+    """CPU time per chunk of each side's thread, with chunks so small that copying takes no time; and descriptors per chunk."""
     model, chunk = replace(TINY, nt=1), 16 * TINY.nbytes // TINY.nt
     chunks = 256 if run.quick else 1024
     with contextlib.ExitStack() as stack:
@@ -305,7 +305,7 @@ def _chunks(run: Run) -> Iterator[Row]:
 
 
 def _many(run: Run) -> Iterator[Row]:
-    """Sequences, each on a link of its own, beside as many on one link."""
+    """Concurrent sequences on one link each, compared with the same number on a single link."""
     tokens, links = run.tokens(EACH), 8 if run.quick else LINKS
     options = {"ring_bytes": 32 << 20, "chunk_bytes": run.token_bytes * tokens // 4}
     with contextlib.ExitStack() as stack:
@@ -343,19 +343,19 @@ def link(
     place: str,
     iters: int,
     out: Path | None,
-    profile: str | None,
+    shape_text: str | None,
     sections: tuple[str, ...],
     quick: bool,
     to: str | None,
     chunk_bytes: int,
     ring_bytes: int,
 ) -> None:
-    """Links between two processes of this machine: what carries the bytes alone, wires on it, links, and what engines do.
+    """Measure links between two processes of this machine, beside bare transports, wires, and what engines do.
 
     Between hosts that is NIXL and gloo, between GPUs memcpy, NIXL and NCCL. With --out a table goes to stdout. What comes is
     compared before it is timed; ratios are of medians taken in turns.
     """
-    model = load_shape(profile or "llama-3.1-8b")
+    model = load_shape(shape_text or "llama-3.1-8b")
     options = {"chunk_bytes": chunk_bytes, "ring_bytes": ring_bytes}
     run = Run((place, to or other_than(place)), model, iters, quick, note, options)
     write_race(measure(run, sections), place, model, out, "link")

@@ -1,4 +1,4 @@
-"""What every measurement needs: pools of random bytes, ids that change, and a yardstick."""
+"""Common parts of all measurements: pools of random bytes, changing ids, and a yardstick."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ __all__ = [
 #: Sets of ids that take turns.
 LEAST_SETS, MOST_SETS = 6, 256
 
-#: Bytes of noise that memory is filled from, at changing places.
+#: Bytes of random noise.  Memory is filled from changing offsets of it.
 NOISE_BYTES = 64 << 20
 
-#: Arrays of a pool of small blocks: more would take longer to bind than to measure.
+#: Largest number of arrays of a pool of small blocks.  More arrays take longer to bind than to measure.
 MOST_ARRAYS = 50_000
 
 Bytes = npt.NDArray[np.uint8]
@@ -68,9 +68,9 @@ def make_clock(place: str) -> GpuClock | CpuClock:
 
 
 def commit() -> str:
-    """Which kvbm is measured: $KVBM_COMMIT, else what git says of the checkout, else the version.
+    """The measured version of kvbm: $KVBM_COMMIT, else ``git describe`` of the checkout, else the version.
 
-    The checkout is the one that the package lies in, or the working directory's if that is one of kvbm.
+    The checkout is the one that contains the package, or that of the working directory if it is one of kvbm.
     """
     from .. import __version__
 
@@ -89,7 +89,7 @@ def commit() -> str:
 
 
 def header(place: str, shape: BlockShape | None) -> str:
-    """The comment that a CSV begins with; without a shape where it has several."""
+    """The comment at the beginning of a CSV.  It has no shape if the file has several shapes."""
     name, driver = machine(place)
     parts = [f"kvbm {commit()}", name, f"driver {driver}" if driver else "", f"Python {platform.python_version()}"]
     parts += [str(shape).replace(",", " ") if shape else "", dt.date.today().isoformat()]
@@ -97,7 +97,7 @@ def header(place: str, shape: BlockShape | None) -> str:
 
 
 def free_bytes(place: str) -> int:
-    """Memory that can be had now on ``"cuda:N"``, or on the host."""
+    """Bytes of free memory on ``"cuda:N"``, or on the host."""
     device = device_of(place)
     if device >= 0:
         from cuda.bindings import driver
@@ -108,7 +108,7 @@ def free_bytes(place: str) -> int:
         return int(free)
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    with contextlib.suppress(OSError, ValueError):  # a container may allow less ("max": it does not)
+    with contextlib.suppress(OSError, ValueError):  # a container may have a limit ("max": no limit)
         limit, used = (int(Path("/sys/fs/cgroup", f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
         free = min(free, max(limit - used, 0))
     return free
@@ -120,7 +120,7 @@ _FLAT = spec.parse('order: "b d"', "bench", "flat")
 
 
 class Memory:
-    """A range of bytes on ``"cpu"``, ``"pinned"`` or ``"cuda:N"``; given back by `close`.
+    """A range of bytes on ``"cpu"``, ``"pinned"`` or ``"cuda:N"``.  `close` releases it.
 
     Attributes
     ----------
@@ -138,18 +138,18 @@ class Memory:
 
     @property
     def array(self) -> Bytes:
-        """All of it, for memory of the host."""
+        """The whole memory as an array; only on the host."""
         assert self.device < 0
         array: Bytes = self._pool.arrays[0].reshape(-1)
         return array
 
     def fill(self, seed: int) -> None:
-        """Random bytes everywhere; waits."""
+        """Fill the memory with random bytes, and wait."""
         noise, random = _noise(seed), np.random.default_rng(seed + 1)
         pieces = []
         at = 0
         while at < self.nbytes:
-            start = int(random.integers(noise.size // 2))  # so that no two stretches are alike
+            start = int(random.integers(noise.size // 2))  # so that the pieces differ
             size = min(noise.size - start, self.nbytes - at)
             pieces.append((at, start, size))
             at += size
@@ -162,7 +162,7 @@ class Memory:
             for piece in pieces:
                 put(piece)
             return
-        # The memory is new: to touch its pages takes longer than to fill them.
+        # The memory is new: the first access to its pages takes longer than the writes, so several threads do it.
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as workers:
             list(workers.map(put, pieces))
 
@@ -176,14 +176,14 @@ def _noise(seed: int) -> Bytes:
 
 
 def read(device: int, starts: Numbers, sizes: Numbers) -> Bytes:
-    """Bytes of these ranges, one after the other; nothing may be writing there."""
+    """The bytes of these ranges, one after the other.  Nothing may write there at the same time."""
     found = np.empty(int(sizes.sum()), np.uint8)
     _move(device, starts, sizes, found, is_read=True)
     return found
 
 
 def write(device: int, starts: Numbers, sizes: Numbers, data: Bytes) -> None:
-    """Put bytes into these ranges, one after the other, and wait."""
+    """Write bytes into these ranges, one after the other, and wait."""
     _move(device, starts, sizes, data, is_read=False)
 
 
@@ -200,7 +200,7 @@ def _move(device: int, starts: Numbers, sizes: Numbers, host: Bytes, *, is_read:
 
 
 class View:
-    """An array on a GPU, in memory that somebody else holds."""
+    """An array on a GPU, in memory that another object owns."""
 
     def __init__(self, device: int, address: int, shape: Sequence[int], strides: Sequence[int], typestr: str) -> None:
         self.device = device
@@ -215,7 +215,7 @@ class View:
 
 
 def is_stacked(layout: Layout) -> bool:
-    """Whether every chunk is an array of its own, as `nhd` and `hnd` bind an engine's memory."""
+    """True if every chunk is a separate array, as in `nhd` and `hnd`."""
     return len(layout.orders) == 1 and {axis for term in layout.orders[0].table for axis in term.axes} == {
         "b",
         "l",
@@ -225,7 +225,7 @@ def is_stacked(layout: Layout) -> bool:
 
 @contextlib.contextmanager
 def random_pool(layout: Layout, shape: BlockShape, num_blocks: int, place: str, *, seed: int = 1) -> Iterator[Pool]:
-    """A pool full of random bytes, bound as an engine or a store has it; its memory is given back at the end.
+    """A pool with random bytes, in memory as an engine or a store has it.  The memory is released at the end.
 
     Parameters
     ----------
@@ -234,25 +234,25 @@ def random_pool(layout: Layout, shape: BlockShape, num_blocks: int, place: str, 
     place : str
         ``"cpu"``, ``"pinned"`` or ``"cuda:N"``.
     seed : int
-        Another seed, other bytes.
+        Seed of the random bytes.
 
     Yields
     ------
     Pool
-        All of it lies in one range of memory.  Stacked chunks lie there as an engine has them: ``[no, blocks, chunk]`` for
-        one layer after the other.  Other layouts have one allocation after the other, each at a multiple of 256 bytes.
+        A pool in one range of memory.  Stacked chunks are placed as in an engine: ``[no, blocks, chunk]``, one layer after the
+        other.  Other layouts have one allocation after the other, each at a multiple of 256 bytes.
 
     Raises
     ------
     CudaError, MemoryError
-        The memory does not suffice.
+        There is not enough memory.
     """
     resolved = layout.resolve(shape, num_blocks)
     allocations = resolved.allocations
     if is_stacked(layout):
         layer, o, block = np.ogrid[: shape.nl, : shape.no, :num_blocks]
         entries, _ = resolved.address(block, l=layer, o=o)
-        # An entry's place in memory: where it stands among the entries in the order of the engine's array.
+        # The place of an entry in memory: its position among the entries in the order of the engine's array.
         offsets = np.argsort(entries, axis=None) * allocations[0].nbytes
         total = allocations[0].nbytes * len(allocations)
     else:
@@ -278,18 +278,18 @@ def random_pool(layout: Layout, shape: BlockShape, num_blocks: int, place: str, 
 
 
 def _dtype_of(name: str) -> np.dtype[Any]:
-    """NumPy's dtype; signed integers of the same width (which torch knows best) for those that it lacks."""
+    """NumPy's dtype.  For dtypes that NumPy does not have: signed integers of the same width, which torch supports best."""
     found = np.dtype(numpy_name(name))
     return found if found.name == name else np.dtype(f"i{found.itemsize}")
 
 
 def block_bytes(layout: Layout, shape: BlockShape) -> int:
-    """Bytes that a block's elements take: of all planes, where the layout has several."""
+    """Bytes of a block's elements; of all planes, if the layout has planes."""
     return layout.resolve(shape, 1).block_bytes
 
 
 def held_blocks(layout: Layout, shape: BlockShape, largest: int, place: str) -> int:
-    """Blocks that a pool needs so that batches of `largest` come from elsewhere each time: twice as many, and beyond the cache."""
+    """Number of blocks of a pool so that consecutive batches of `largest` use other blocks, and the pool exceeds the cache."""
     beyond = -(
         -2 * cache_bytes(place) // block_bytes(layout, shape)
     )  # source and destination together: four times the cache
@@ -300,7 +300,7 @@ def held_blocks(layout: Layout, shape: BlockShape, largest: int, place: str) -> 
 def _disjoint_neighbours(
     random: np.random.Generator, blocks: int, batch: int, count: int
 ) -> list[npt.NDArray[np.int32]]:
-    """Random sets of ids; where there are blocks enough, none shares one with the set before, which a cache may still hold."""
+    """Random sets of ids.  With enough blocks, no set has an id of the set before, whose blocks may still be in a cache."""
     sets: list[npt.NDArray[np.int32]] = []
     for _ in range(count):
         order = random.permutation(blocks)
@@ -318,9 +318,9 @@ class Ids:
     src_blocks, dst_blocks : int
         Blocks of each pool.
     batch : int
-        Ids of a set.
+        Ids per set.
     least : int
-        Sets at least; `for_cache` says how many keep the caches cold.
+        Least number of sets.  `for_cache` returns the number that keeps the caches cold.
 
     Examples
     --------
@@ -339,7 +339,7 @@ class Ids:
 
     @staticmethod
     def for_cache(nbytes: int, place: str) -> int:
-        """Sets of batches of so many bytes that are four times the cache together."""
+        """Number of sets so that batches of `nbytes` together have four times the size of the cache."""
         return -(-2 * cache_bytes(place) // nbytes)
 
     def __iter__(self) -> Ids:
@@ -354,7 +354,7 @@ class Ids:
 
 
 class Yardstick:
-    """One contiguous copy of so many bytes in one direction, over buffers that take turns and are larger than the cache.
+    """One contiguous copy in one direction, with alternating buffers that together are larger than the cache.
 
     Parameters
     ----------
@@ -366,7 +366,7 @@ class Yardstick:
 
     Notes
     -----
-    On the CPU it is the faster of NumPy's copy on a thread a core and, where torch is installed, torch's.
+    On the CPU it is NumPy's copy with one thread per core, or torch's if torch is installed and faster.
     """
 
     def __init__(self, src: str, dst: str, largest: int, clock: GpuClock | CpuClock) -> None:
@@ -384,11 +384,11 @@ class Yardstick:
 
     @staticmethod
     def needs(largest: int, cache: int) -> int:
-        """Bytes of each side: two pairs of the largest copy, and four times the cache together."""
+        """Bytes per side: room for two of the largest copy, and with both sides four times the cache."""
         return max(2 * (-(-largest // 256) * 256), 2 * cache)
 
     def time(self, nbytes: int, *, iters: int, warmup: int = 3, replay: bool = False) -> Timed:
-        """Seconds of a copy of so many bytes."""
+        """Seconds of a copy of `nbytes`."""
         count = min(MOST_SETS, self._src.nbytes // nbytes)
         places = [self._src.nbytes // count // 256 * 256 * turn for turn in range(count)]
         if isinstance(self.clock, CpuClock):
@@ -434,7 +434,7 @@ class Yardstick:
         return min(found)
 
     def close(self) -> None:
-        """Give back the buffers; nothing may be running."""
+        """Release the buffers.  No copy may be running."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._src.close)
             stack.callback(self._dst.close)
@@ -447,5 +447,5 @@ class Yardstick:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory did not suffice."""
+    """True if the error means that there was not enough memory."""
     return isinstance(error, MemoryError) or (isinstance(error, CudaError) and error.name == "CUDA_ERROR_OUT_OF_MEMORY")

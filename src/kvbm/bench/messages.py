@@ -1,4 +1,4 @@
-"""Messages of a resharding to measure: which sections of which pools, and whether a copy between them is right."""
+"""Messages of a resharding to measure: the sections of both pools, and a check of the copies between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..planner import between
 from ..pool import Pool
 from ..selection import PoolSection
 from ..shapes import BlockShape, load_shape
-from ..transfer import Transfer
+from ..transfer import Strategy, Transfer
 from .check import WrongCopyError
 from .measure import Ids, cache_bytes, device_of, random_pool, read
 from .race import Asked
@@ -24,20 +24,20 @@ __all__ = ["HND", "NHD", "Bound", "Case", "End", "cases", "strategy_on"]
 NHD, HND, V0, MLA = "vllm/flash_attn_nhd", "vllm/flash_attn_hnd", "vllm/paged_attn_v0", "vllm/mla"
 
 
-# ---- what is copied ------------------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------------------------
 
 
 class End(NamedTuple):
-    """One rank's pool, and what of it takes part.
+    """One rank's pool, and the selected part of it.
 
     Attributes
     ----------
     layout : str
     shape : BlockShape
     tokens : int
-        Of a unit.
+        Tokens per unit.
     chosen : mapping
-        Of `PoolSection.section`.
+        Arguments of `PoolSection.section`.
     """
 
     layout: str
@@ -51,12 +51,12 @@ class End(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Ids a block."""
+        """Ids per block."""
         return self.shape.nt // self.tokens
 
 
 class Case(NamedTuple):
-    """A message between two ranks, and the ratio that is asked for by numbers of units."""
+    """A message between two ranks, and the required ratio per number of units."""
 
     name: str
     src: End
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 def cases(model: BlockShape, *, is_cpu: bool = False, quick: bool = False) -> tuple[Case, ...]:
-    """The messages that are measured; `model` is of the whole model."""
+    """The messages to measure.  `model` is the shape of the whole model."""
 
     def rank(tp: int, nt: int) -> BlockShape:
         return replace(model, nh=max(model.nh // tp, 1), nt=nt)
@@ -98,7 +98,7 @@ def cases(model: BlockShape, *, is_cpu: bool = False, quick: bool = False) -> tu
         Case("unit 1, nt 5 → 7, NHD → HND", End(NHD, rank(4, 5), 1), End(HND, rank(4, 7), 1), _none(16, batches)),
         Case("paged_attn_v0 nt 64 → NHD nt 16", End(V0, rank(4, 64), 16), End(NHD, nhd16, 16), _none(1, (64, 256))),
     ]
-    if is_cpu:  # what is asked for of a GPU is not asked for of the CPU
+    if is_cpu:  # the required ratios of a GPU do not apply to the CPU
         found[1:] = [] if quick else [case._replace(asked=_none(1, [n for n, _ in case.asked])) for case in found[1:]]
     return tuple(found)
 
@@ -111,7 +111,7 @@ def _none(times: int, batches: Sequence[int]) -> tuple[tuple[int, Asked], ...]:
 
 
 class Bound:
-    """Two pools of random bytes, the sections of a case, and what it takes to copy between them."""
+    """Two pools of random bytes, the sections of a case, and the plan and transfer between them."""
 
     def __init__(self, case: Case, places: tuple[str, str], largest: int, stack: contextlib.ExitStack) -> None:
         self.case, self.places = case, places
@@ -129,12 +129,12 @@ class Bound:
         return Ids(src.num_ids, dst.num_ids, n, Ids.for_cache(n * self.plan.nbytes, self.places[0])).sets
 
     def check(self, copy: Callable[[Any, Any], object], n: int, by: str) -> None:
-        """Copy once, and look at elements of all of the destination: those that were to arrive, and those that were to stay.
+        """Copy once, and check elements of the whole destination: those that must arrive and those that must not change.
 
         Raises
         ------
         WrongCopyError
-            A byte that differs.
+            A byte differs.
         """
         random = np.random.default_rng(n)
         src_ids, dst_ids = (random.permutation(section.num_ids)[:n].astype(np.int32) for section in self.sections)
@@ -145,7 +145,7 @@ class Bound:
             if axis not in ("b", "t")
         }
         unit = random.integers(self.sections[1].num_ids, size=count)
-        unit[::2] = random.choice(dst_ids, size=unit[::2].size)  # half of them among the units that are written
+        unit[::2] = random.choice(dst_ids, size=unit[::2].size)  # half of the samples are in units that are written
         token = random.integers(end.tokens, size=count)
         pair = np.full(self.sections[1].num_ids, -1)
         pair[dst_ids] = np.arange(n)
@@ -176,7 +176,7 @@ class Bound:
         inside["t"] = at["unit"] % end.units * end.tokens + at["t"]
         halves = at.get("o", np.zeros_like(at["unit"]))
         where = np.empty_like(at["unit"])
-        for o in np.unique(halves):  # K and V may have orders of their own
+        for o in np.unique(halves):  # K and V may have different orders
             own = halves == o
             fixed = {"o": int(o)} if "o" in at else {}
             block, here = at["unit"][own] // end.units, {axis: values[own] for axis, values in inside.items()}
@@ -186,8 +186,8 @@ class Bound:
         return read(device_of(pool.device), where, np.full(where.size, itemsize, np.int64)).reshape(-1, itemsize)
 
 
-def strategy_on(place: str) -> str:
-    """The strategy that is measured: a kernel on a GPU, which is not tuned first."""
+def strategy_on(place: str) -> Strategy:
+    """The measured strategy: on a GPU the kernel, without tuning."""
     return "direct" if device_of(place) >= 0 else "auto"
 
 
@@ -196,6 +196,6 @@ def _coordinates(given: Any) -> list[int]:
 
 
 def _held(end: End, largest: int, place: str) -> int:
-    """Blocks for twice as many units as the largest batch has, and beyond the cache."""
+    """Number of blocks for twice the units of the largest batch, and for more than the cache."""
     block = spec.load(end.layout).resolve(end.shape, 1).block_bytes
     return max(-(-2 * largest // end.units), -(-2 * cache_bytes(place) // block))

@@ -1,6 +1,6 @@
-"""Copies of vLLM's offload worker beside a memcpy of the same bytes, and beside vLLM's own: ``kvbm bench offload``.
+"""Copies of the offload worker for vLLM, compared with a memcpy of the same bytes and with vLLM's own: ``kvbm bench offload``.
 
-The copies are those of `kvbm.integrations.vllm`, submitted as vLLM submits them; vLLM need not be installed.
+The copies are those of `kvbm.integrations.vllm`, submitted in the same way as by vLLM.  vLLM need not be installed.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ __all__ = ["SECTIONS", "measure", "offload"]
 
 SECTIONS = ("copies", "product", "host")
 
-#: What vLLM resolves its KV cache to, and each one's order as dimensions of a tensor.
+#: The layouts of vLLM's KV cache, each with the order of its dimensions as a tensor.
 ORDERS = {"LBNHC": "lbthod", "LBHNC": "lbhtod", "BLHNC": "blhtod"}
 
-#: A layout in host memory, and its order; in place of it are pages as the engine has them.
+#: The declared layout in host memory, and its order.  The alternative in host memory is the engine's pages.
 HOST_LAYOUT, HOST_ORDER = "universal", "hlotd"
 
-#: Copiers: whether host memory has `HOST_LAYOUT`, and whether there are digests.
+#: Copiers: name → (True if host memory has `HOST_LAYOUT`, True with digests).
 OURS = {"kvbm": (False, True), "kvbm, no digests": (False, False), f"kvbm, {HOST_LAYOUT}": (True, True)}
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b")
 
-#: Of the speed of a memcpy, by number of blocks.
+#: Required share of the speed of a memcpy, by number of blocks.
 ASKED = {8: 0.93, 64: 0.97}
 
-#: Of a model's speed beside a memcpy.
+#: Required share of a model's speed during a memcpy.
 ASKED_BESIDE = 0.99
 
-#: Seconds of the host: of a step with nothing to move, and of one that moves `STEP_BLOCKS`.
+#: Allowed seconds on the host for a step with nothing to move, and for a step that moves `STEP_BLOCKS`.
 ASKED_IDLE, ASKED_STEP, STEP_BLOCKS = 20e-6, 100e-6, 64
 
-#: Bytes of a page from which on vLLM loads it by the copy engine, and not by a kernel.
+#: From this page size in bytes, vLLM loads with the copy engine instead of a kernel.
 SMALL = 28 << 10
 
-#: Nanoseconds for which the stream before a job is busy, so that the job is in its queue by then.
+#: Nanoseconds that the stream before a job is kept busy, so that the job is enqueued by then.
 DELAY = 300_000
 
-#: The matrix product: its size, and how many of it a round.
+#: The matrix product: its size, the number of products per round, and the number of rounds.
 PRODUCT, PRODUCTS, PRODUCT_ROUNDS = 8192, 18, 3
 
-#: Loads first: a store without a digest forgets the one that there was.
+#: Loads are first, because a store without a digest deletes the existing digest.
 WAYS = ("load", "store")
 
 _Clock = GpuClock | CpuClock
@@ -82,9 +82,9 @@ class Case(NamedTuple):
     model : str
     tp : int
     order : str
-        Of `ORDERS`.
+        One of `ORDERS`.
     shape : BlockShape
-        Of a block of this rank.
+        Shape of this rank's blocks.
     """
 
     model: str
@@ -97,7 +97,7 @@ class Case(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What all of it must know."""
+    """The parameters of a run."""
 
     place: str
     models: dict[str, BlockShape]
@@ -107,12 +107,12 @@ class Run(NamedTuple):
 
     @property
     def host(self) -> str:
-        """Where host memory is allocated."""
+        """The place of host memory."""
         return "pinned" if device_of(self.place) >= 0 else "cpu"
 
     @property
     def asks(self) -> bool:
-        """Whether a ratio is asked for: between a GPU and pinned memory."""
+        """True if there is a required ratio: between a GPU and pinned memory."""
         return self.host == "pinned"
 
     @property
@@ -124,14 +124,14 @@ class Run(NamedTuple):
 
 
 def measure(run: Run, sections: Sequence[str]) -> Iterator[Row]:
-    """Rows of these `SECTIONS`; what lacks memory, or a GPU, is left out with a note.
+    """Rows of the given `SECTIONS`.  Cases for which there is not enough memory or no GPU are left out with a note.
 
     Raises
     ------
     KvbmError
         torch is not installed.
     WrongCopyError
-        A copy that was to be measured is wrong.
+        A copy to measure is wrong.
     """
     end = stamp(run.place)
     _torch()
@@ -150,7 +150,7 @@ def _torch() -> Any:
 
 @contextlib.contextmanager
 def _left_out(run: Run, what: object) -> Iterator[None]:
-    """Leave out what memory does not suffice for."""
+    """Leave out a case with a note if there is not enough memory."""
     try:
         yield
     except (KvbmError, MemoryError) as error:
@@ -160,7 +160,7 @@ def _left_out(run: Run, what: object) -> Iterator[None]:
 
 
 def _on(clock: _Clock) -> contextlib.AbstractContextManager[object]:
-    """The clock's stream is torch's current one."""
+    """Context manager: the clock's stream is torch's current stream."""
     if isinstance(clock, CpuClock):
         return contextlib.nullcontext()
     from .. import _core
@@ -176,23 +176,23 @@ def _on(clock: _Clock) -> contextlib.AbstractContextManager[object]:
 
 
 class Worker:
-    """A rank's cache of random bytes, host memory for its blocks, and copiers with digests and without.
+    """A rank's cache of random bytes, host memory for its blocks, and copiers with and without digests.
 
     Parameters
     ----------
     case : Case
     place : str
     blocks : int
-        Of either side.
+        Blocks per side.
     clock : GpuClock or CpuClock
-        Its stream is that before which nothing may begin.
+        Copies wait for its stream.
     stack : ExitStack
-        Gives all of it back.
+        Releases everything at its end.
 
     Attributes
     ----------
     cache : torch.Tensor
-        All of the engine's memory, in the dimensions of `ORDERS`.
+        The engine's whole memory, in the dimensions of `ORDERS`.
     """
 
     def __init__(self, case: Case, place: str, blocks: int, clock: _Clock, stack: contextlib.ExitStack) -> None:
@@ -220,20 +220,20 @@ class Worker:
         self._jobs = itertools.count()
 
     def submit(self, by: str, ids: Any, chunks: Any, *, is_load: bool) -> None:
-        """A job, as vLLM submits it."""
+        """Submit a job in the same way as vLLM."""
         self.copiers[by].submit(next(self._jobs), ids, chunks, [len(ids)], [0], is_load=is_load)
 
     def finish(self, by: str) -> Any:
-        """Wait for the one job that runs, and what is told of it.
+        """Wait for the only running job, and return its result.
 
         Raises
         ------
         WrongCopyError
-            A load that fails its check.
+            A load fails its check.
         """
         copier = self.copiers[by]
         copier.wait()
-        while not (done := copier.finished()):  # the event is recorded behind the copies
+        while not (done := copier.finished()):  # the event is recorded after the copies
             pass
         [job] = done
         if job.wrong_blocks:
@@ -241,14 +241,14 @@ class Worker:
         return job
 
     def move(self, by: str, ids: Any, chunks: Any, *, is_load: bool) -> float:
-        """A job from its begin to its end; its seconds, as they are told."""
+        """Run a job, and return the seconds that it reports."""
         if isinstance(self.clock, GpuClock):
             self.clock.delay(DELAY)
         self.submit(by, ids, chunks, is_load=is_load)
         return float(self.finish(by).seconds)
 
     def runner(self, by: str, sets: Sequence[tuple[Any, Any]], *, is_load: bool) -> Runner:
-        """What times jobs, with other ids each."""
+        """A `Runner` for jobs, each with other ids."""
         turns = itertools.cycle(sets)
 
         def run(iters: int, warmup: int) -> Timed:
@@ -258,30 +258,30 @@ class Worker:
         return run
 
     def lane(self, by: str) -> Any:
-        """The one of a copier."""
+        """The only lane of a copier."""
         [[lane]] = self.copiers[by].memory.lanes
         return lane
 
     def strategies(self, by: str, way: str) -> Counter[str]:
-        """Copies so far, by strategy; of all copiers with that host memory."""
+        """Number of copies so far by strategy, of all copiers with the same host memory."""
         lane = self.lane(by)
         stats = (lane.back if way == "load" else lane.out).stats()
         return Counter({name: stats[name] for name in STRATEGIES})
 
     def blocks_of(self, by: str, ids: Any) -> Any:
-        """Blocks of the engine as a copier has to store them: by dimensions of a tensor, not by a plan."""
+        """Blocks of the engine in the order that a copier must store, computed from tensor dimensions without a plan."""
         order = ORDERS[self.case.order]
         picked = self.cache.index_select(order.index("b"), _torch().as_tensor(ids, device=self.cache.device).long())
         wanted = HOST_ORDER if OURS[by][0] else order.replace("b", "")
         return picked.permute([order.index(axis) for axis in f"b{wanted}"]).cpu()
 
     def check(self, what: str, store: Callable[[Any, Any], object], load: Callable[[Any, Any], object], n: int) -> None:
-        """Store blocks, and load them into others; nothing else is written, and nothing is pending when the calls return.
+        """Store blocks, load them into other blocks, and check that nothing else is written.  The calls must wait for their copies.
 
         Raises
         ------
         WrongCopyError
-            A byte is not what it must be.
+            A byte is wrong.
         """
         torch, dim = _torch(), ORDERS[self.case.order].index("b")
         ids = np.random.default_rng(5).permutation(self.blocks)[: 2 * n].astype(np.int32)
@@ -297,7 +297,7 @@ class Worker:
             )
 
     def check_copier(self, by: str, n: int) -> None:
-        """`check`, and what lies in host memory."""
+        """`check`, and a check of the contents of host memory."""
 
         def store(ids: Any, chunks: Any) -> None:
             self.move(by, ids, chunks, is_load=False)
@@ -310,27 +310,27 @@ class Worker:
         self.check(by, store, functools.partial(self.move, by, is_load=True), n)
 
     def store_all(self) -> None:
-        """Every block, so that every chunk holds one, and its digest."""
+        """Store all blocks, so that every chunk has a block and its digest."""
         for first in range(0, self.blocks, 64):
             ids = np.arange(first, min(first + 64, self.blocks), dtype=np.int32)
             for by in ("kvbm", f"kvbm, {HOST_LAYOUT}"):
                 self.move(by, ids, ids, is_load=False)
 
 
-# ---- vLLM's own way ------------------------------------------------------------------------------------------------
+# ---- vLLM's own copies ---------------------------------------------------------------------------------------------
 
 
 class Stock:
-    """Copies of the same blocks by vLLM's lists of descriptors.
+    """Copies of the same blocks with vLLM's lists of descriptors.
 
     Parameters
     ----------
     worker : Worker
     pages : Pages
     rows : Memory
-        Host memory for as many blocks.
+        Host memory for the same number of blocks.
     by : Batch or Swap
-        What copies a list.
+        The class that copies a list.
     """
 
     def __init__(self, worker: Worker, pages: Pages, rows: Memory, by: type[Batch] = Batch) -> None:
@@ -349,13 +349,13 @@ class Stock:
         self.worker.clock.synchronize()
 
     def runner(self, sets: Sequence[tuple[Any, Any]], *, is_load: bool) -> Runner:
-        """What times them: a third of the calls that it is asked for, as they are long."""
+        """A `Runner` for these copies.  It makes a third of the requested calls, because they take long."""
         timed = runner(self.worker.clock, [self.batch(*ids, is_load=is_load) for ids in sets])
         return lambda iters, warmup: timed(max(iters // 3, 1), min(warmup, 1))
 
 
 def _stock(worker: Worker, rows: Memory) -> dict[str, Stock]:
-    """By what a descriptor is of, and its bytes."""
+    """The copies by name: the unit of a descriptor and its bytes."""
     case, blocks = worker.case, worker.blocks
     pages = Pages.of(case.order, case.shape, blocks)
     whole = "a block" if len(pages.engine) == 1 else "a page and layer"
@@ -373,7 +373,7 @@ def _checked(stock: dict[str, Stock]) -> dict[str, Stock]:
 
 
 def _swaps(stock: dict[str, Stock]) -> dict[str, Stock]:
-    """The same by vLLM's kernel, where it loads with that: small pages, and Triton is installed."""
+    """The same copies with vLLM's Triton kernel, for the small pages that vLLM loads with it."""
     case = next(iter(stock.values())).worker.case
     if case.shape.nbytes // case.shape.nl >= SMALL or case.order.startswith("B"):
         return {}
@@ -388,7 +388,7 @@ def _blocks(run: Run, case: Case) -> int:
 
 
 def _copies(run: Run) -> Iterator[Row]:
-    """Ours and vLLM's beside one memcpy to or from pinned memory."""
+    """Our copies and vLLM's, compared with one memcpy to or from pinned memory."""
     cases = list(run.cases)
     with make_clock(run.place) as clock, contextlib.ExitStack() as stack:
         stack.enter_context(_on(clock))
@@ -413,7 +413,7 @@ def _beside_memcpy(run: Run, worker: Worker, rows: Memory, memcpys: dict[str, Ya
             swaps = _checked(_swaps(stock))
     except WrongCopyError:
         raise
-    except Exception as error:  # of others' code: a driver that is too old, Triton without a compiler
+    except Exception as error:  # errors of other code: a driver that is too old, Triton without a compiler
         run.note(f"{case}: {type(error).__name__}: {error}")
     for by in worker.copiers:
         worker.check_copier(by, 8)
@@ -439,11 +439,11 @@ def _memcpy(yardstick: Yardstick, nbytes: int, iters: int, warmup: int) -> Timed
     return yardstick.time(nbytes, iters=iters, warmup=warmup)
 
 
-# ---- beside a matrix product ---------------------------------------------------------------------------------------
+# ---- with a concurrent matrix product ------------------------------------------------------------------------------
 
 
 def _product(run: Run) -> Iterator[Row]:
-    """A matrix product beside our copies, and vLLM's, as much slower as beside a memcpy."""
+    """A matrix product with our concurrent copies and with vLLM's, compared with a concurrent memcpy."""
     device = device_of(run.place)
     if device < 0:
         run.note("product: left out: it needs a GPU")
@@ -508,7 +508,7 @@ def _next(calls: Iterator[Batch], stream: Any) -> None:
 
 
 def _host(run: Run) -> Iterator[Row]:
-    """Time of the host of a step: what a worker asks and submits.  On the CPU blocks are tiny, as the copy is part of it."""
+    """Host time of a step: the worker's calls.  On the CPU blocks are tiny, because the time includes the copy."""
     name, shape = next(iter(run.models.items()))
     on_gpu = device_of(run.place) >= 0
     case = Case(name, 1, "LBNHC", replace(shape, nt=16) if on_gpu else TINY)
@@ -527,7 +527,7 @@ def _host(run: Run) -> Iterator[Row]:
 
 
 def _step_seconds(worker: Worker, ids: tuple[Any, Any], is_load: bool) -> float:
-    """Of a job's begin, and of hearing that it is done; not of waiting."""
+    """Seconds to submit a job and to poll for its end, without the waiting time."""
     copier = worker.copiers["kvbm"]
     start = time.perf_counter()
     worker.submit("kvbm", *ids, is_load=is_load)
@@ -562,17 +562,17 @@ _SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {"copies": _copies, "prod
     "Blocks of 16 tokens of one model.",
 )
 def offload(
-    place: str, iters: int, out: Path | None, profile: str | None, sections: tuple[str, ...], quick: bool
+    place: str, iters: int, out: Path | None, shape_text: str | None, sections: tuple[str, ...], quick: bool
 ) -> None:
-    """The copies of vLLM's offload worker: with digests and without, beside a memcpy, vLLM's own copies, and a matrix product.
+    """Measure the copies of vLLM's offload worker, with and without digests, beside a memcpy, vLLM's own and a matrix product.
 
     Caches are as vLLM has them, of all ranks at tp 1 and of one at tp 4; host memory is pinned. With --out a table goes to stdout.
     What is copied is compared before it is timed; ratios are of medians taken in turns, of the time from event to event on the
     stream that copies. On the CPU a memcpy is NumPy's or torch's, and what vLLM would list is copied range by range.
     """
-    names = (profile,) if profile else MODELS[: 1 if quick or place == "cpu" else None]
+    names = (shape_text,) if shape_text else MODELS[: 1 if quick or place == "cpu" else None]
     models = {name: load_shape(name) for name in names}
-    if place == "cpu" and not profile:
+    if place == "cpu" and not shape_text:
         models = {name: replace(shape, nl=4) for name, shape in models.items()}
     first = next(iter(models.values()))
     write_race(measure(Run(place, models, iters, quick, note), sections), place, first, out, "offload")

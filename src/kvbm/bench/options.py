@@ -1,4 +1,4 @@
-"""Options that take lists: callbacks for click, which need nothing else."""
+"""Options that take lists: callbacks for click.  They need no other package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["comma_list", "listed", "numbers"]
 
 
 def listed(_: click.Context, parameter: click.Parameter, values: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Texts of an option that takes a comma list, and may be repeated; none given is none."""
+    """Texts of an option that takes a comma list and may be repeated.  Empty if it is not given."""
     given = [values] if isinstance(values, str) else values or ()
     found = [text.strip() for value in given for text in value.split(",")]
     if "" in found:
@@ -19,7 +19,7 @@ def listed(_: click.Context, parameter: click.Parameter, values: str | Sequence[
 
 
 def numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
-    """Numbers from 1 on, as they were given."""
+    """Numbers from 1 on, in the given order."""
     found = [text.replace("_", "") for text in listed(context, parameter, value)]
     for text in found:
         if not (text.isascii() and text.isdecimal() and int(text) > 0):

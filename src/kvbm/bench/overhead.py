@@ -1,7 +1,7 @@
-"""Host time of a call against the number of ids, and of tensors: ``kvbm bench overhead``.
+"""Host time of a call by the number of ids and of tensors: ``kvbm bench overhead``.
 
-On a GPU the blocks are so small, and the stream is waited for so often, that the GPU is never what is waited for. On the
-CPU a call ends when its copy is done, so the copy is part of the time.
+On a GPU the blocks are so small, and the stream is synchronized so often, that no call waits for the GPU. On the CPU a call
+ends when its copy is finished, so the time includes the copy.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ __all__ = ["COLUMNS", "host_seconds", "measure", "overhead"]
 
 COLUMNS = ("call", "ids", "count", "median_us", "min_us", "ns_each", "gpu", "driver", "commit")
 
-#: Layouts with one allocation a layer and one for all: the ids are what a call is about.
+#: Layouts with one allocation per layer and with a single one, so that the time depends on the ids.
 PAIR = ("vllm/LBHNC", "vllm/BLHNC")
 
-#: Chunks of a block in a list of tensors: those of a model with 80 layers.
+#: Chunks per block in a list of tensors, as in a model with 80 layers.
 CHUNKS = 160
 
-_SETS = 4  # of ids that take turns
-_LONGEST = 0.5  # seconds for one figure, unless fewer than 5 calls were timed by then
-_QUEUE = 32  # calls before the stream is waited for; the driver's queue holds some thousand launches
+_SETS = 4  # sets of ids that take turns
+_LONGEST = 0.5  # seconds per figure; at least 5 calls are timed
+_QUEUE = 32  # calls before the stream is synchronized; the driver's queue holds about a thousand launches
 
 
 def host_seconds(
     call: Callable[[Any], object], arguments: Sequence[Any], settle: Callable[[], object], iters: int
 ) -> tuple[float, float]:
-    """Median and least seconds of ``call(argument)`` until it returns; arguments take turns.
+    """Median and least seconds of ``call(argument)`` until it returns.  The arguments take turns.
 
     Parameters
     ----------
     call : callable
     arguments : sequence
     settle : callable
-        Waits for what the calls have enqueued; not timed.
+        Waits for the enqueued work.  It is not timed.
     iters : int
-        Timed calls; fewer if they are long.
+        Number of timed calls; fewer if they are long.
     """
     turns = itertools.cycle(arguments)
     for _ in range(max(3, len(arguments))):
@@ -67,7 +67,7 @@ def host_seconds(
             call(argument)
             times.append(time.perf_counter_ns() - start)
             if times[-1] > 1_000_000:
-                break  # long calls enqueue much: do not let the queue fill
+                break  # long calls enqueue much work: keep the queue short
         settle()
     return statistics.median(times) / 1e9, min(times) / 1e9
 
@@ -75,18 +75,18 @@ def host_seconds(
 def measure(
     place: str, counts: Sequence[int], tensors: Sequence[int], iters: int, note: Note = lambda _: None
 ) -> Iterator[Row]:
-    """Rows for every kind of ids and every function for lists of tensors.
+    """Rows for all kinds of ids and all functions for lists of tensors.
 
     Parameters
     ----------
     place : str
         ``"cuda:N"`` or ``"cpu"``.
     counts, tensors : sequence of int
-        Ids a call; tensors a call, which are rounded up to whole blocks of `CHUNKS`.
+        Ids per call; tensors per call, rounded up to whole blocks of `CHUNKS`.
     iters : int
-        Timed calls a figure.
+        Timed calls per figure.
     note : callable
-        Told what is left out.
+        Called with a line for everything that is left out.
     """
     device = device_of(place)
     with make_clock(place) as clock:
@@ -115,7 +115,7 @@ def _row(call: str, ids: str, count: int, seconds: tuple[float, float]) -> Row:
 
 
 def _kinds(device: int, note: Note) -> dict[str, Callable[[Any], Any]]:
-    """How NumPy's int32 ids become each kind."""
+    """Kinds of ids: name → conversion from NumPy int32."""
     found: dict[str, Callable[[Any], Any]] = {
         "list": lambda ids: ids.tolist(),
         "numpy int32": lambda ids: ids,
@@ -158,7 +158,7 @@ def _by_ids(place: str, counts: Sequence[int], iters: int, clock: GpuClock | Cpu
 def _by_tensors(
     device: int, tensors: Sequence[int], iters: int, clock: GpuClock | CpuClock, note: Note
 ) -> Iterator[Row]:
-    with contextlib.suppress(ImportError):  # _by_ids has said so
+    with contextlib.suppress(ImportError):  # _by_ids has noted it
         import torch
 
         if not torch.cuda.is_available():
@@ -184,7 +184,7 @@ def _unpacking(function: Callable[..., object]) -> Callable[[Any], object]:
 
 
 def _lists(torch: Any, where: str, blocks: int) -> tuple[list[list[Any]], list[Any], list[Any]]:
-    """Small chunks ``[nt, nh, hd]`` as tensors of their own, and whole blocks: universal ones, operational ones."""
+    """Small chunks ``[nt, nh, hd]`` as separate tensors, and whole blocks in the layouts universal and operational."""
     nl, no, nh, nt, hd = CHUNKS // 2, 2, 2, 4, 16
     flat = list(torch.zeros(blocks * CHUNKS, nt, nh, hd, dtype=torch.bfloat16, device=where).unbind())
     chunks = [flat[i * CHUNKS : (i + 1) * CHUNKS] for i in range(blocks)]
@@ -196,11 +196,11 @@ def _lists(torch: Any, where: str, blocks: int) -> tuple[list[list[Any]], list[A
 @click.command()
 @common_options(iters=500)
 @click.option("--counts", default="1,4,16,64,256,1024,4096,16384,65536", show_default=True, callback=numbers, metavar="N,...",
-              help="Ids a call.")  # fmt: skip
+              help="Ids per call.")  # fmt: skip
 @click.option("--tensors", default="160,640,2560,10240,40960", show_default=True, callback=numbers, metavar="N,...",
-              help="Tensors a call, for the functions that take lists of them (rounded up to blocks of 160).")  # fmt: skip
+              help="Tensors per call, for the functions that take lists of them (rounded up to blocks of 160).")  # fmt: skip
 def overhead(place: str, iters: int, out: Path | None, counts: tuple[int, ...], tensors: tuple[int, ...]) -> None:
-    """Host time of a call, by number and kind of block ids, and by number of tensors.
+    """Measure the host time of a call, by number and kind of block ids, and by number of tensors.
 
     Kinds: lists, NumPy int32 and int64, and, with torch, tensors on the CPU and on the GPU. On the CPU the copy is included.
     """

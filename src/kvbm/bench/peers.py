@@ -1,16 +1,16 @@
-"""What one would write without kvbm: PyTorch, CuPy and NumPy, and your own function.
+"""Copies without kvbm: PyTorch, CuPy and NumPy, and your own function.
 
-A peer of your own is a function of two pools, named on the command line as ``--peer module:function``.  It is called once a pair
-of pools and returns the copy that is measured; it may raise `NotApplicable` for pairs that it does not take.  The result is
-checked bitwise before it is measured, and each set of ids is seen once before the clock starts.  A runnable example,
-``mypeer.py``, for pools whose blocks are one allocation each:
+Your own peer is a function of two pools.  Name it on the command line: ``--peer module:function``.  It is called once per pair
+of pools and returns the copy to measure.  It may raise `NotApplicable` for pairs that it does not support.  The result is
+checked bitwise before it is measured, and each set of ids is used once before the clock starts.  A runnable example,
+``mypeer.py``, for pools whose blocks have their own allocations:
 
 >>> import numpy as np
 >>> from kvbm.bench.peers import NotApplicable
 >>> def block_by_block(src, dst):
 ...     if src.device != "cpu" or dst.device != "cpu" or src.layout != dst.layout or not src.layout.b_in_table:
 ...         raise NotApplicable("it copies whole blocks of one layout on the host")
-...     each = len(src.arrays) // src.num_blocks  # allocations a block
+...     each = len(src.arrays) // src.num_blocks  # allocations per block
 ...
 ...     def copy(src_ids, dst_ids, stream):  # stream: a cuda.core stream, None on the host
 ...         for i, j in zip(src_ids.tolist(), dst_ids.tolist()):
@@ -20,8 +20,8 @@ checked bitwise before it is measured, and each set of ids is seen once before t
 ...     return copy
 
 Run it with ``kvbm bench --direction h2h --pair universal:universal --peer mypeer:block_by_block``.  Arrays of GPU pools have
-``__cuda_array_interface__``: ``torch.as_tensor(array, device="cuda:0")`` and ``cupy.asarray(array)`` take them.  Order your work
-on the stream that you are given: ``torch.cuda.ExternalStream(int(stream.handle))`` or ``cupy.cuda.ExternalStream`` of the same.
+``__cuda_array_interface__``: ``torch.as_tensor(array, device="cuda:0")`` and ``cupy.asarray(array)`` accept them.  Enqueue your
+work on the given stream: ``torch.cuda.ExternalStream(int(stream.handle))``, or ``cupy.cuda.ExternalStream`` of the same handle.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
     "strided",
 ]
 
-#: ``copy(src_ids, dst_ids, stream)``: the ids are int32 NumPy arrays, the stream is None on the host.
+#: ``copy(src_ids, dst_ids, stream)``: the ids are int32 NumPy arrays; the stream is None on the host.
 Copy = Callable[[Any, Any, Any], object]
 
 #: ``peer(src, dst)`` returns the copy between two pools.
@@ -68,13 +68,13 @@ Peer = Callable[[Pool, Pool], Copy]
 
 
 class NotApplicable(KvbmError):  # noqa: N818  (it is a refusal rather than an error: the pair is left out)
-    """What was asked for cannot be had for this pair, and why; the pair is left out."""
+    """The backend does not support this pair.  The message gives the reason; the pair is left out."""
 
     exit_code = 1
 
 
 class PeerError(KvbmError):
-    """A peer that cannot be loaded, or that fails."""
+    """A peer cannot be loaded, or fails."""
 
     exit_code = 1
 
@@ -89,13 +89,13 @@ class Strided:
     Attributes
     ----------
     shape : tuple of int
-        Elements along each axis but the block's.
+        Elements along each axis except the block's.
     src, dst : tuple of int
         Bytes between neighbours along each of these axes.
     src_block, dst_block : int
         Bytes from block to block.
     src_address, dst_address : int
-        Where block 0 starts.
+        Address of block 0.
     """
 
     shape: tuple[int, ...]
@@ -108,12 +108,12 @@ class Strided:
 
 
 def strided(src: Pool, dst: Pool) -> tuple[Strided, ...]:
-    """Both pools as strided tensors: one pair, or one for K and one for V where their orders differ.
+    """Both pools as strided tensors: one pair, or one for K and one for V if their orders differ.
 
     Raises
     ------
     NotApplicable
-        Pitches, planes, splits without a common refinement, or allocations that no strides describe.
+        A layout has pitches or planes, splits have no common refinement, or strides cannot describe the allocations.
     """
     for pool in (src, dst):
         if pool.layout.pitch or pool.layout.planes:
@@ -126,7 +126,7 @@ def strided(src: Pool, dst: Pool) -> tuple[Strided, ...]:
 
 
 def _strided(part: Part, src: Pool, dst: Pool) -> Strided:
-    """The loops of a part, tables folded away, in the order of the destination."""
+    """The loops of a part in the order of the destination.  Steps between allocations become strides."""
     loops = [*part.inner[1:], *part.outer]
     (src_at, src_entry), (dst_at, dst_entry) = part.start
     from_, src_block, src_address = folded(
@@ -155,7 +155,7 @@ def _strided(part: Part, src: Pool, dst: Pool) -> Strided:
 def folded(
     pool: Pool, entry: int, at: int, block: tuple[int, int], loops: Sequence[tuple[int, int, int]]
 ) -> tuple[list[int], int, int]:
-    """Bytes that each loop (extent, table entries, bytes) and a block id step, and the address of the first element."""
+    """The stride in bytes of each loop (extent, table entries, bytes) and of a block id, and the address of the first element."""
     bases = pool.addresses.astype(np.int64)
 
     def step(extent: int, entries: int) -> int:
@@ -201,31 +201,31 @@ def _require_one_device(src: Pool, dst: Pool, *, host: bool, gpu: bool) -> int:
 
 
 def _move(src: Any, dst: Any, order: tuple[int, ...], block: int, src_ids: Any, dst_ids: Any) -> None:
-    """Index, permute, copy.  `src` stands as it lies in memory, `dst` block first."""
+    """Index, permute, copy.  The axes of `src` are in memory order; `dst` has the block axis first."""
     dst[dst_ids] = src[(slice(None),) * block + (src_ids,)].permute(order)
 
 
 def _move_each(src: Any, dst: Any, order: tuple[int, ...], _block: int, src_ids: Any, dst_ids: Any) -> None:
-    """The same, block by block."""
-    theirs = src.permute(order)  # block first, as it is in `dst`
+    """The same copy, block by block."""
+    theirs = src.permute(order)  # the block axis first, as in `dst`
     for i, j in zip(src_ids.tolist(), dst_ids.tolist(), strict=True):
         dst[j].copy_(theirs[i])
 
 
 def torch_eager(src: Pool, dst: Pool) -> Copy:
-    """PyTorch: index, ``permute``, indexed assignment, which is faster than ``index_select`` and ``index_copy_``.
+    """PyTorch: index, ``permute``, indexed assignment.  This is faster than ``index_select`` and ``index_copy_``.
 
-    On the host indexing goes element by element, so there blocks are copied one after the other, which is faster again.
+    On the host, indexing copies element by element.  There blocks are copied one after the other, which is faster.
     """
     return _torch(src, dst, _move if device_of(src.device) >= 0 else _move_each)
 
 
 def torch_compile(src: Pool, dst: Pool) -> Copy:
-    """The same under ``torch.compile``, which may make one kernel of it."""
+    """The same with ``torch.compile``, which may generate a single kernel."""
     torch = _import("torch")
     _require_one_device(src, dst, host=True, gpu=True)
     strided(src, dst)
-    torch.compiler.reset()  # or the pairs before this one would count against its limit of recompilations
+    torch.compiler.reset()  # otherwise earlier pairs count against its limit of recompilations
     return _torch(src, dst, torch.compile(_move))
 
 
@@ -238,7 +238,7 @@ def _torch(src: Pool, dst: Pool, move: Callable[..., None]) -> Copy:
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
 
     def tensor(address: int, shape: Sequence[int], strides: Sequence[int]) -> Any:
-        """Those bytes as a tensor of integers; the pool keeps the memory."""
+        """The bytes as a tensor of integers.  The pool keeps the memory alive."""
         nbytes = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + itemsize
         if device >= 0:
             view = View(device, address, (nbytes // itemsize,), (itemsize,), f"<i{itemsize}" if itemsize > 1 else "|i1")
@@ -258,7 +258,7 @@ def _torch(src: Pool, dst: Pool, move: Callable[..., None]) -> Copy:
     known: dict[int, tuple[Any, Any]] = {}
 
     def ids(numbers: npt.NDArray[np.int32]) -> Any:
-        """An engine has its ids on the GPU: they are taken there once, not in every call."""
+        """The ids on the GPU.  They are copied there once and not in every call, because an engine has its ids on the GPU."""
         found = known.get(id(numbers))
         if found is None:
             where = f"cuda:{device}" if device >= 0 else "cpu"
@@ -345,13 +345,13 @@ def numpy_take(src: Pool, dst: Pool) -> Copy:
 
 
 def host_array(address: int, nbytes: int, itemsize: int) -> npt.NDArray[Any]:
-    """Host memory that the pool keeps, as integers."""
+    """Host memory as integers.  The pool keeps it alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).view(f"i{itemsize}")
 
 
-# ---- which there are -----------------------------------------------------------------------------------------------
+# ---- available peers -----------------------------------------------------------------------------------------------
 
-#: Name in the CSV → what it needs installed, the peer, and the directions that it is measured in.
+#: Name in the CSV → required package, peer, and measured directions.
 BUILT_IN: dict[str, tuple[str, Peer, tuple[str, ...]]] = {
     "torch": ("torch", torch_eager, ("d2d", "h2h")),
     "torch_compile": ("torch", torch_compile, ("d2d",)),
@@ -361,7 +361,7 @@ BUILT_IN: dict[str, tuple[str, Peer, tuple[str, ...]]] = {
 
 
 def installed(direction: str) -> Iterator[tuple[str, Peer]]:
-    """The built-in peers for a direction whose library is there."""
+    """The built-in peers for a direction whose library is installed."""
     for name, (module, peer, directions) in BUILT_IN.items():
         if direction in directions and _is_installed(module):
             yield name, peer
@@ -374,7 +374,7 @@ def _is_installed(module: str) -> bool:
 
 
 def load(text: str) -> Peer:
-    """The function behind ``module:function``; modules in the working directory are found, too.
+    """The function named ``module:function``.  Modules in the working directory are found, too.
 
     Raises
     ------
@@ -400,7 +400,7 @@ def load(text: str) -> Peer:
 
 
 def release() -> None:
-    """Have PyTorch and CuPy give back the GPU memory that they keep for later."""
+    """Make PyTorch and CuPy release the GPU memory in their caches."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""Pictures of measurements: ``kvbm bench plot CSV...`` turns what the other commands wrote into PNG and SVG files.
+"""Pictures of measurements: ``kvbm bench plot CSV...`` draws the CSV files of the other commands as PNG and SVG files.
 
-A file's columns say which pictures can be made of it, and its comment lines become their footer. Nothing is computed here
-that is not in the file, but for shares of a sum and the spread of a group: a picture can be checked against its rows.
+The columns of a file determine its pictures. Its comment lines become their footers. The pictures show the values of the
+file, so that they can be checked against its rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KINDS", "draw", "plot", "save"]
 
-#: Backends that are kvbm's; `memcpy` is the yardstick, and every other name is a peer.
+#: Backends of kvbm.  `memcpy` is the yardstick; every other name is a peer.
 KVBM_BACKENDS = ("auto", "direct", "staged", "engine", "host", "vectorized", "batched", "memcpy_async")
 YARDSTICK = "memcpy"
 
@@ -37,23 +37,23 @@ _DIRECTIONS = {
     "p2p": "GPU to GPU (p2p)",
     "h2h": "within the host (h2h)",
 }
-_MOST_PAIRS, _BARS_AT = 4, 64  # of bars; blocks
+_MOST_PAIRS, _BARS_AT = 4, 64  # most pairs in the bars; blocks of the bars
 
 
 # ---- looks ---------------------------------------------------------------------------------------------------------
 
-#: Series differ in hue for the colour-blind (Okabe and Ito), in marker and dash for those who print in grey.
+#: Series differ in hues that colour-blind readers can distinguish (Okabe and Ito), and in marker and dash for prints in grey.
 _MARKERS = "os^DvPXph<>*"
 _DASHES = 2 * ["-", "--", ":", "-.", (0, (3, 1)), (0, (8, 2))]
 _SERIES = ["#0072b2", "#d55e00", "#009e73", "#9a4f86", "#56b4e9", "#b07d00"]
 _SERIES_DARK = ["#56b4e9", "#f0824a", "#2fc79b", "#d99ac2", "#9fd3f5", "#e6c34a"]
 _PEER, _RAW, _GREY = "#c9a227", "#8fc1e3", "0.5"
-_WIDTH = 8.0  # inches; at 100 dots an inch, the 800 px that a README gives a picture
-_BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}  # of a legend
+_WIDTH = 8.0  # inches; at 100 dots per inch these are 800 px, the width of a picture in a README
+_BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}  # place of a legend
 
 
 def _settings(dark: bool) -> dict[str, Any]:
-    """The style sheet of all these pictures."""
+    """The matplotlib settings of all these pictures."""
     paper, ink, grid = ("#0d1117", "#e6edf3", "#262c34") if dark else ("#ffffff", "#1b1f24", "#e4e8ec")
     inked = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
     colors = 2 * (_SERIES_DARK if dark else _SERIES)
@@ -68,13 +68,13 @@ def _settings(dark: bool) -> dict[str, Any]:
 
 
 def _scaled(value: float, units: Mapping[str, float]) -> str:
-    """With three digits, in the largest unit that it reaches; units from large to small."""
+    """The value with three digits, in the largest unit that it reaches.  `units` are from large to small."""
     unit, size = next(((u, s) for u, s in units.items() if value >= s * 0.9995), list(units.items())[-1])
     return f"{value / size:,.3g} {unit}"
 
 
 def _bytes_text(nbytes: float) -> str:
-    """In decimal units, as GB/s are."""
+    """Bytes in decimal units, as in GB/s."""
     return _scaled(nbytes, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1})
 
 
@@ -95,18 +95,18 @@ def _pair_text(pattern: str) -> str:
 
 
 def _ticks(axis: Any, values: Sequence[float], text: Callable[[float], str], most: int = 7) -> None:
-    """Every value has a tick, or every second, third, …; the last one always has."""
+    """Put a tick at every value, or at every second, third, … value.  The last value always has a tick."""
     shown = list(values)[:: -1 * -(-len(values) // most)]
     axis.set_ticks(shown, [text(value) for value in shown])
     axis.set_ticks([], minor=True)
 
 
-# ---- what the pictures have in common ------------------------------------------------------------------------------
+# ---- common parts of the pictures ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Job:
-    """The rows of one picture, all of one machine."""
+    """The rows of one picture.  All are from one machine."""
 
     kind: str
     rows: tuple[Row, ...]
@@ -114,7 +114,7 @@ class _Job:
     pairs: tuple[str, ...] = ()
 
     def panels(self, title: str, said: str, heights: Sequence[float], columns: int = 1) -> tuple[Figure, list[Axes]]:
-        """A figure of panels of so many inches, one row under the other; title above, what there is to know below."""
+        """A figure with rows of panels of the given heights in inches, a title above, and `said` and the footer below."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -128,7 +128,7 @@ class _Job:
         return figure, list(grid.flat)
 
     def by_direction(self, column: str) -> Iterator[tuple[str, list[Row], list[Row]]]:
-        """Directions with rows of the pairs asked for: all rows, and those that are no yardsticks."""
+        """Directions with rows of the requested pairs: all rows, and those without the yardstick's."""
         known = {row[column] for row in self.rows if row["backend"] != YARDSTICK}
         if not known:
             raise _TooLittleError(f"{self.kind}: expected rows of kvbm's backends or of peers, got only yardsticks")
@@ -146,7 +146,7 @@ class _Job:
 
 
 class _TooLittleError(SpecError):
-    """Rows of the right columns that do not make this picture."""
+    """The rows have the right columns, but are not enough for this picture."""
 
 
 def _unknown(what: str, known: Iterable[str], got: str = "") -> SpecError:
@@ -161,7 +161,7 @@ def _grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[str, ...], list[R
 
 
 def _line(rows: Iterable[Row], x: str, y: str, *, is_log: bool = True) -> tuple[list[float], list[float]]:
-    """Points of a line in the order of x; two rows at one x are an error."""
+    """Points of a line in the order of x.  Two rows with the same x are an error."""
     found: dict[float, Row] = {}
     for row in rows:
         at = row.positive(x) if is_log else row.number(x)
@@ -175,12 +175,12 @@ def _line(rows: Iterable[Row], x: str, y: str, *, is_log: bool = True) -> tuple[
 
 
 def _yardstick(row: Row) -> float:
-    """GB/s of the memcpy that a row is compared with."""
+    """GB/s of the memcpy with which a row is compared."""
     return row.positive("total_bytes") / row.positive("memcpy_ms") / 1e6
 
 
 def _roof(rows: Iterable[Row]) -> dict[float, float]:
-    """GB/s of the yardstick by total bytes: the fastest that stands in any row, its own or one that is compared with it."""
+    """GB/s of the yardstick by total bytes: the largest value of all rows, its own and those compared with it."""
     return dict(sorted((row.positive("total_bytes"), _yardstick(row)) for row in rows))
 
 
@@ -197,7 +197,7 @@ def _log_lines(axes: Axes, drawn: Mapping[str, tuple[list[float], list[float]]],
 
 
 class _Bar(NamedTuple):
-    """A bar that ends at a value, its name on the axis, and what is said behind it."""
+    """A bar that ends at a value, its name on the axis, and the text after it."""
 
     place: float
     name: str
@@ -207,7 +207,7 @@ class _Bar(NamedTuple):
 
 
 def _draw_bars(axes: Axes, bars: Sequence[_Bar], start: float = 0.0) -> None:
-    """Bars from a value on, the first one on top, with room on the right for what is said behind them."""
+    """Draw bars that begin at `start`, the first one on top, with room on the right for their texts."""
     places, names, ends, colors, texts = zip(*bars, strict=True)
     drawn = axes.barh(places, [end - start for end in ends], 0.75, start, color=colors, tick_label=names)
     paper = {"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 0.5}
@@ -224,7 +224,7 @@ def _draw_bars(axes: Axes, bars: Sequence[_Bar], start: float = 0.0) -> None:
 
 
 def _roofline(job: _Job) -> Figure:
-    """Bandwidth against the bytes of a batch, under that of one contiguous copy."""
+    """Bandwidth by the bytes of a batch, compared with one contiguous copy."""
     panels = []
     for direction, rows, ours in job.by_direction("pattern"):
         first = {"d2d": ("direct",), "h2h": ("host", "direct")}.get(direction, ())
@@ -260,7 +260,7 @@ def _blocks_text(blocks: float) -> str:
 
 
 def _bars(job: _Job) -> Figure:
-    """Bandwidth at one size: the yardstick, kvbm, and what one would write without it."""
+    """Bandwidth at one size: the yardstick, kvbm, and copies without kvbm."""
     panels = []
     left_out = 0
     for direction, rows, ours in job.by_direction("pattern"):
@@ -268,7 +268,7 @@ def _bars(job: _Job) -> Figure:
         size = _BARS_AT if _BARS_AT in sizes else max(sizes)
         here = (row for row in ours if row.positive("num_blocks") == size)
         groups = {pair: held for (pair,), held in _grouped(here, "pattern").items()}
-        # Pairs that more backends and peers can do say more.
+        # Prefer pairs that more backends and peers support.
         most = sorted(groups, key=lambda pair: -len(groups[pair]))[: len(job.pairs) or _MOST_PAIRS]
         left_out += len(groups) - len(most)
         nbytes, gbps = max(_roof(row for row in rows if row.positive("num_blocks") == size).items())
@@ -288,7 +288,7 @@ def _bars(job: _Job) -> Figure:
                 bars.append(_bar(row, head + place))
                 yardsticks[head + place] = _yardstick(row)
         _draw_bars(axes, bars)
-        # Each row's own yardstick: on a noisy machine they differ, and the ratio is to this one.
+        # Draw each row's own yardstick: on a noisy machine they differ, and the ratio refers to this one.
         low, high = ([place + half for place in yardsticks] for half in (-0.5, 0.5))
         axes.vlines([*yardsticks.values()], low, high, color=_GREY, gid="roof", zorder=1)
         axes.set(title=title, xlim=(0, None), xlabel="GB/s")
@@ -304,7 +304,7 @@ def _bar(row: Row, place: float) -> _Bar:
 
 
 def _bar_order(row: Row) -> tuple[int, float]:
-    """Those of kvbm first, in their usual order; peers by speed."""
+    """Backends of kvbm first, in their usual order, then peers by speed."""
     name = row["backend"]
     return (KVBM_BACKENDS.index(name), 0.0) if name in KVBM_BACKENDS else (99, -row.positive("bandwidth_gbps"))
 
@@ -313,7 +313,7 @@ def _bar_order(row: Row) -> tuple[int, float]:
 
 
 def _interference(job: _Job) -> Figure:
-    """How much longer a matrix product takes while copies run beside it."""
+    """The slowdown of a matrix product by concurrent copies."""
     panels = [(direction, ours) for direction, _, ours in job.by_direction("pair")]
     said = "Time of a matrix product while copies run, over its time alone; speed of the copies. Dashed: a memcpy."
     heights = [0.27 * len(rows) + 0.8 for _, rows in panels]
@@ -327,7 +327,7 @@ def _interference(job: _Job) -> Figure:
             slowdown = row.positive("slowdown")
             name = row["backend"] + (f", {row['max_sms']} SMs" if row["max_sms"] else "")
             name = name if said else f"{_pair_text(row['pair'])}, {name}"
-            # No worse than a memcpy is what is asked for; the colour says so, and the number beside it.
+            # Required: no slower than beside a memcpy. The colour shows it, and the number after the bar.
             color = "C0" if slowdown <= reference * 1.05 else "C1"
             bars.append(_Bar(place, name, slowdown, color, f"{slowdown:.2f}×  {_rate_text(row.positive('copy_gbps'))}"))
         _draw_bars(axes, bars, start=1.0)
@@ -340,7 +340,7 @@ def _interference(job: _Job) -> Figure:
 
 
 def _overhead(job: _Job) -> Figure:
-    """Host time of a call against the number of ids, and of tensors."""
+    """Host time of a call by the number of ids, and of tensors."""
     panels = []
     for what in ("ids", "tensors"):
         rows = [row for row in job.rows if row["call"].startswith("kernels.") == (what == "tensors")]
@@ -359,12 +359,12 @@ def _overhead(job: _Job) -> Figure:
     figure, every = job.panels("Host time of a call", said, [3.0] * len(panels))
     for axes, (title, what, drawn) in zip(every, panels, strict=True):
         axes.set_title(title)
-        _log_lines(axes, drawn, f"{what} a call")
+        _log_lines(axes, drawn, f"{what} per call")
         axes.legend(**_BESIDE)
     return figure
 
 
-#: Panels of the picture: title, what the rows are called and how their lines are named, the axis below.
+#: Panels of the picture: title, value of the column 'what' → name of the line, unit of the x axis.
 _SCALES: tuple[tuple[str, dict[str, str], str], ...] = (
     ("Blocks in one copy", {"blocks": "time"}, "blocks"),
     ("Layers", {"layers": "time"}, "layers"),
@@ -375,7 +375,7 @@ _SCALES: tuple[tuple[str, dict[str, str], str], ...] = (
 
 
 def _scale(job: _Job) -> Figure:
-    """How time and memory grow with blocks, layers, ids, copies and the size of a pool."""
+    """Growth of time and memory with blocks, layers, ids, copies and the size of a pool."""
     found = {what: rows for (what,), rows in _grouped(job.rows, "what").items()}
     known = {what for _, lines, _ in _SCALES for what in lines}
     for what, rows in found.items():
@@ -398,7 +398,7 @@ def _scale(job: _Job) -> Figure:
             times = {name: _line(rows, "n", "median_ms") for name, rows in held.items()}
             drawn = {name: (x, [1e3 * ms for ms in y]) for name, (x, y) in times.items()}
             _log_lines(axes, drawn, unit)
-            axes.set_ylim(axes.get_ylim())  # which the dotted lines do not stretch
+            axes.set_ylim(axes.get_ylim())  # so that the dotted lines do not extend the axis
             for x, y in drawn.values():
                 ends = [x[0], x[-1]], [y[-1] * x[0] / x[-1], y[-1]]
                 axes.plot(*ends, color=_GREY, marker="", linestyle=":", zorder=1.5, gid="in proportion")
@@ -424,7 +424,7 @@ _KINDS: dict[str, tuple[tuple[str, ...], Callable[[_Job], Figure]]] = {
     )
 }
 
-#: The pictures there are.
+#: Names of all pictures.
 KINDS = tuple(_KINDS)
 
 
@@ -436,18 +436,18 @@ def draw(
     dark: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Figure]:
-    """Make the pictures that the tables have rows for, of `kinds` and `pairs` alone if any are named.
+    """Draw the pictures for which the tables have rows; if `kinds` or `pairs` are given, only these.
 
     Returns
     -------
     dict of str to matplotlib.figure.Figure
-        By name: the kind; where the sweep has several shapes or timings, one a shape and timing.  `note` is told of each that
-        was not asked for by name and could not be made.
+        The figures by name.  The name is the kind, with the shape and timing if the sweep has several.  `note` is called for each
+        kind that was not requested by name and could not be drawn.
 
     Raises
     ------
     SpecError
-        Columns that are missing, no rows for a kind that was named, rows of several machines, cells that are no numbers.
+        Columns are missing, a requested kind has no rows, rows are from several machines, or a cell is not a number.
     KvbmError
         matplotlib is not installed.
     """
@@ -476,7 +476,7 @@ def _missing(table: Table, kind: str) -> list[str]:
 
 
 def _no_table(tables: Sequence[Table], *kinds: str) -> SpecError:
-    """What would have been needed, and how near the nearest came."""
+    """The error for tables without a suitable kind: it names the kind that lacks the fewest columns."""
     lacks = {(table.path, kind): _missing(table, kind) for kind in kinds for table in tables}
     (path, kind), missing = min(lacks.items(), key=lambda item: len(item[1]) / len(_KINDS[item[0][1]][0]))
     if not missing:
@@ -486,7 +486,7 @@ def _no_table(tables: Sequence[Table], *kinds: str) -> SpecError:
 
 
 def _jobs(kind: str, tables: Sequence[Table], pairs: tuple[str, ...]) -> Iterator[tuple[str, _Job]]:
-    """The pictures of a kind by name: one, or one a shape and timing of the sweep."""
+    """The pictures of a kind by name: one, or one per shape and timing of the sweep."""
     rows = [row for table in tables for row in table.rows]
     machines = [(gpu, held[0].where) for (gpu,), held in _grouped(rows, "gpu").items()]
     if len(machines) > 1:
@@ -515,7 +515,7 @@ def _name(part: str) -> str:
 def save(
     figures: Mapping[str, Figure], out: Path, formats: Sequence[str] = ("png", "svg"), *, dark: bool = False
 ) -> list[Path]:
-    """Write figures of `draw` into a folder, and return their files; the same rows give the same bytes."""
+    """Write figures of `draw` into a folder, and return their files.  The same rows give the same bytes."""
     out.mkdir(parents=True, exist_ok=True)
     files = {out / f"{name}.{suffix}": figure for name, figure in figures.items() for suffix in formats}
     for path, figure in files.items():

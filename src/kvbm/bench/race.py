@@ -1,4 +1,4 @@
-"""Copies that take turns: rows of a time beside another one, as ratios of medians that were taken in the same rounds."""
+"""Alternating measurements: rows that compare one time with another, as ratios of medians of the same rounds."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ COLUMNS = (
     "gpu", "driver", "commit",
 )  # fmt: skip
 
-#: What is asked for: at least this ratio of the other's speed.
+#: The required ratio to the other's speed, or None.
 Asked: TypeAlias = float | None
 
-#: Seconds of some calls: ``run(iters, warmup)``.
+#: Times some calls: ``run(iters, warmup)``.
 Runner: TypeAlias = Callable[[int, int], Timed]
 
-#: Turns in which what is compared is timed.
+#: Rounds of alternating measurements.
 ROUNDS = 5
 
 
 def race_options(
     sections: Sequence[str], iters: int, model: str, quick: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`common_options`, --profile, --what and --quick; which model is measured if none is given, and what --quick does, is said."""
+    """`common_options`, --shape, --what and --quick.  `model` and `quick` are help texts: default shape and effect of --quick."""
     options = (
         common_options(iters),
-        click.option("--profile", metavar="SHAPE", help=f"The model.  [default: {model}]"),
+        click.option("--shape", "shape_text", metavar="SHAPE", help=f"The model.  [default: {model}]"),
         click.option("--what", "sections", default=",".join(sections), show_default=True, callback=comma_list(sections),
                      metavar="LIST", help="Sections to measure."),
         click.option("--quick", is_flag=True, help=quick),
@@ -53,7 +53,7 @@ def race_options(
 
 
 def write_race(found: Iterator[Row], place: str, model: BlockShape, out: Path | None, title: str) -> None:
-    """`write_rows`, and a table on stdout where they go to a file."""
+    """`write_rows`; if the rows go to a file, a table goes to stdout."""
     rows: list[Row] = []
 
     def kept() -> Iterator[Row]:
@@ -67,7 +67,7 @@ def write_race(found: Iterator[Row], place: str, model: BlockShape, out: Path | 
 
 
 def race(runners: Mapping[str, Runner], iters: int) -> dict[str, list[float]]:
-    """Medians of every round, by runner: a few calls of each, again and again."""
+    """The median of every round per runner.  In each round every runner makes a few calls."""
     found: dict[str, list[float]] = {name: [] for name in runners}
     for turn in range(ROUNDS):
         for name, run in runners.items():
@@ -76,14 +76,14 @@ def race(runners: Mapping[str, Runner], iters: int) -> dict[str, list[float]]:
 
 
 def ratio(times: Sequence[float], of: Sequence[float]) -> float:
-    """The median of the rounds' ratios."""
+    """The median of the ratios of all rounds."""
     return statistics.median(one / other for one, other in zip(times, of, strict=True))
 
 
 def row_of(
     case: str, by: str, n: int, nbytes: int, times: Sequence[float], beside: str, other: Sequence[float], asked: Asked
 ) -> Row:
-    """A copy beside another: how much of its speed is reached."""
+    """A row that compares a copy with another one: the reached share of its speed."""
     reached = round(ratio(other, times), 4)
     seconds = statistics.median(times)
     return {
@@ -95,26 +95,17 @@ def row_of(
 
 
 def runner(clock: GpuClock | CpuClock, calls: Sequence[Callable[[Any], object]]) -> Runner:
-    """What times calls that take turns, with other ids each."""
+    """A `Runner` for calls that take turns, each with other ids."""
     turns = itertools.cycle(calls)
     return lambda iters, warmup: clock.time(lambda stream: next(turns)(stream), iters=iters, warmup=warmup)
 
 
 def print_table(found: Sequence[Row]) -> None:
-    """What was measured, on stdout."""
-    from rich.console import Console
-    from rich.table import Table
+    """Print the measurements to stdout."""
+    from .. import commands
 
-    from ..draw import table_box
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 160)
-    table = Table(box=table_box(console), header_style="bold", pad_edge=False)
-    for name in ("case", "by", "beside"):
-        table.add_column(name, no_wrap=True)
-    for name in ("n", "MB", "ms", "GB/s", "ratio", "asked", "reached"):
-        table.add_column(name, justify="right", no_wrap=True)
+    counted = ("n", "MB", "ms", "GB/s", "ratio", "asked", "reached")
+    table = commands.new_table("case", "by", "beside", *counted, right=counted)
     for row in found:
         megabytes = f"{row['total_bytes'] / 1e6:.0f}" if row["total_bytes"] else ""
         reached = "[bold red]NO[/]" if row["reached"] == "no" else row["reached"]
@@ -122,4 +113,4 @@ def print_table(found: Sequence[Row]) -> None:
             row["case"], row["by"], row["beside"], str(row["n"]), megabytes, str(row["median_ms"]), str(row["gbps"]),
             str(row["ratio"]), row["asked"], reached,
         )  # fmt: skip
-    console.print(table)
+    commands.print_table(table)

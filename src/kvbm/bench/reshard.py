@@ -1,7 +1,7 @@
-"""Messages of a resharding beside a memcpy of the same bytes, PyTorch, and today's copies: ``kvbm bench reshard``.
+"""Messages of a resharding, compared with a memcpy, PyTorch, and copies of whole blocks: ``kvbm bench reshard``.
 
-Every figure is a ratio of medians that were taken in turns, a few calls of each at a time, so that a machine that slows down
-slows all of them.
+Every ratio compares medians of alternating measurements, a few calls of each at a time.  So a slowdown of the machine affects
+all of them.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ SECTIONS = ("messages", "equal", "peer", "host", "plan")
 
 
 def by_torch(bound: Bound) -> Callable[[Any, Any, Any], object]:
-    """What one would write: blocks viewed as units, indexed, permuted, and assigned by index.
+    """The copy in PyTorch without kvbm: blocks viewed as units, indexed, permuted, and assigned by index.
 
-    On the CPU unit by unit, which is faster there.
+    On the CPU it copies unit by unit, which is faster there.
 
     Raises
     ------
     NotApplicable
-        There is no torch that can; strides do not describe a pool.
+        torch is not installed or cannot use the GPU, or strides cannot describe a pool.
     """
     try:
         import torch
@@ -63,7 +63,7 @@ def by_torch(bound: Bound) -> Callable[[Any, Any, Any], object]:
     known: dict[tuple[int, int], Any] = {}
 
     def digits(src_ids: Any, dst_ids: Any) -> Any:
-        """Ids taken apart, and taken to the GPU: once, not in every call."""
+        """Ids split into digits, on the GPU.  This is done once and not in every call."""
         key = id(src_ids), id(dst_ids)
         if key not in known:
             made = [_digits(ids, step) for ids, step in zip((src_ids, dst_ids), steps, strict=True)]
@@ -91,7 +91,7 @@ def by_torch(bound: Bound) -> Callable[[Any, Any, Any], object]:
 
 
 def _digits(ids: Any, step: Id) -> list[Any]:
-    """An id as block and units, slowest first."""
+    """An id as block and unit digits, slowest first."""
     rest, digits = ids.astype(np.int64), []
     for extent in step.extents:
         digits.append(rest % extent)
@@ -100,7 +100,7 @@ def _digits(ids: Any, step: Id) -> list[Any]:
 
 
 def _tensors(torch: Any, bound: Bound, part: Part) -> tuple[Any, Any, tuple[int, ...]]:
-    """A part of the plan as two strided tensors, digits of the id first, and the other axes of the source by the destination's."""
+    """A part of the plan as two strided tensors with the digits of the id first, and the permutation of the other axes."""
     loops = [*part.inner[1:], *part.outer]
     sides = []
     for pool, section, (at, entry), step, strides in (
@@ -125,7 +125,7 @@ def _tensors(torch: Any, bound: Bound, part: Part) -> tuple[Any, Any, tuple[int,
 
 
 def _as_tensor(torch: Any, device: int, address: int, axes: Sequence[tuple[int, int]], item: int) -> Any:
-    """Bytes as integers of `item` bytes, with these extents and strides; the pool keeps the memory."""
+    """Bytes as a tensor of integers of `item` bytes, with these extents and strides.  The pool keeps the memory alive."""
     span = sum((extent - 1) * nbytes for extent, nbytes in axes) + item
     if device >= 0:
         view = View(device, address, (span // item,), (item,), f"<i{item}" if item > 1 else "|i1")
@@ -139,7 +139,7 @@ def _as_tensor(torch: Any, device: int, address: int, axes: Sequence[tuple[int, 
 
 
 def _host_row(case: str, by: str, n: int, seconds: float, beside: str, other: float | None, most: float) -> Row:
-    """Host time: beside another's, or within so many milliseconds."""
+    """A row for a host time: compared with another time, or with a limit of `most` milliseconds."""
     ratio = round(seconds / other, 3) if other else ""
     value = ratio if other else seconds * 1e3
     return {
@@ -149,11 +149,11 @@ def _host_row(case: str, by: str, n: int, seconds: float, beside: str, other: fl
     }  # fmt: skip
 
 
-# ---- what is measured ----------------------------------------------------------------------------------------------
+# ---- sections ------------------------------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
-    """What all of it must know."""
+    """The parameters of a run."""
 
     place: str
     model: BlockShape
@@ -164,7 +164,7 @@ class Run(NamedTuple):
 
 
 def measure(run: Run, sections: Sequence[str]) -> Iterator[Row]:
-    """Rows of these `SECTIONS`; what lacks memory, or a second GPU, is left out with a note."""
+    """Rows of the given `SECTIONS`.  Cases for which there is not enough memory or no second GPU are left out with a note."""
     end = stamp(run.place)
     for name in sections:
         for row in _SECTIONS[name](run):
@@ -226,7 +226,7 @@ def _bound_call(copy: Callable[[Any, Any, Any], object], ids: tuple[Any, Any], s
 
 
 def _equal(run: Run) -> Iterator[Row]:
-    """Equal shapes: pools, and their units that are whole blocks."""
+    """Equal shapes: copies of pools, and of units that are whole blocks."""
     shape = replace(run.model, nh=max(run.model.nh // 4, 1), nt=16)
     with make_clock(run.place) as clock, contextlib.ExitStack() as stack:
         case = Case("equal shapes, NHD → HND, nt 16", End(NHD, shape, 16), End(HND, shape, 16), ())
@@ -299,10 +299,10 @@ def _peer(run: Run) -> Iterator[Row]:
             for seed in range(4)
         ]  # fmt: skip
         near_stream = stack.enter_context(GpuClock(here)).stream
-        Device(there).set_current()  # the clock's: the line above made the other one current
+        Device(there).set_current()  # the clock's device: the line above made the other one current
 
         def all_of_it(pair: Sequence[Span], stream: Any) -> None:
-            """Both messages side by side; the far GPU's stream, which is timed, waits for the other one's."""
+            """Both messages concurrently.  The stream of the far GPU is timed; it waits for the other stream."""
             local(pair[0], pair[1], stream={there: stream, here: near_stream}, wait=stream).wait(stream)
 
         def once(src_ids: Any, dst_ids: Any) -> None:
@@ -321,12 +321,12 @@ def _peer(run: Run) -> Iterator[Row]:
             run.iters,
         )
         for by in ("kvbm, one message", "Local, both messages"):
-            # The local half is over before the far one is: what a peer memcpy of that half takes is what can be had.
+            # The local half ends before the far one, so the limit is the time of a peer memcpy of the far half.
             yield row_of(case.name, by, n, n * bound.plan.nbytes, times[by], "peer memcpy", times["peer memcpy"], 0.94)
 
 
 def _host(run: Run) -> Iterator[Row]:
-    """Host time of calls whose bytes do not matter: 64 units beside 64 blocks, and `Local` beside its four copies."""
+    """Host time of calls with tiny blocks: 64 units compared with 64 blocks, and `Local` compared with its four copies."""
     model = BlockShape(nl=2, no=2, nh=8, nt=4, hd=16, dtype="bfloat16")
     src_place, dst_place = _placements(model, 4, 16)
     src_layout, dst_layout, random, units = spec.load(NHD), spec.load(HND), np.random.default_rng(1), 64
@@ -366,7 +366,7 @@ def _host(run: Run) -> Iterator[Row]:
 
 
 def _plan(run: Run) -> Iterator[Row]:
-    """Time of plan and proof."""
+    """Time of a plan and its proof."""
     model = load_shape("llama-3.1-70b")
     few = _placements(model)
     many = (
@@ -398,19 +398,19 @@ _SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {
 
 @click.command()
 @race_options(SECTIONS, 30, "llama-3.1-70b; llama-3.1-8b on the CPU", "Fewer sizes, and PyTorch at the largest only.")
-@click.option("--torch/--no-torch", "torch", default=True, help="Also what one would write in PyTorch.")
+@click.option("--torch/--no-torch", "torch", default=True, help="Also measure the same in PyTorch.")
 def reshard(
     place: str,
     iters: int,
     out: Path | None,
-    profile: str | None,
+    shape_text: str | None,
     sections: tuple[str, ...],
     torch: bool,
     quick: bool,
 ) -> None:
-    """Resharding: messages between ranks beside a memcpy and PyTorch, host time of calls, time of plan and proof.
+    """Measure resharding: messages between ranks beside a memcpy and PyTorch, host time of calls, time of plan and proof.
 
     With --out a table goes to stdout. Copies are checked before they are timed; ratios are of medians taken in turns.
     """
-    model = load_shape(profile or ("llama-3.1-8b" if place == "cpu" else "llama-3.1-70b"))
+    model = load_shape(shape_text or ("llama-3.1-8b" if place == "cpu" else "llama-3.1-70b"))
     write_race(measure(Run(place, model, iters, quick, torch, note), sections), place, model, out, "reshard")

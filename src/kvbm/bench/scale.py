@@ -1,4 +1,4 @@
-"""How time and memory grow: with blocks, layers, ids, copies and the size of a pool: ``kvbm bench scale``."""
+"""Growth of time and memory with blocks, layers, ids, copies and the size of a pool: ``kvbm bench scale``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..layout import Layout
 from ..planner import plan, size_text
 from ..pool import Pool
 from ..shapes import BlockShape, load_shape
-from ..transfer import Transfer
+from ..transfer import Strategy, Transfer
 from .check import Check
 from .clock import CpuClock, GpuClock, cuda
 from .measure import (
@@ -40,7 +40,7 @@ from .section import TINY, Note, Row, common_options, figures, note, stamp, writ
 
 __all__ = ["COLUMNS", "SECTIONS", "scale"]
 
-#: `n` counts what `unit` says; `grown_mib` is for the soak alone, which has no time a copy.
+#: `n` is a number of `unit`.  `grown_mib` is only for the soak, which has no time per copy.
 COLUMNS = (
     "what", "n", "unit", "total_bytes", "median_ms", "ns_each", "gbps", "grown_mib", "notes", "gpu", "driver", "commit",
 )  # fmt: skip
@@ -56,7 +56,7 @@ _SOAK_HELD = 1024  # blocks
 
 @dataclass(frozen=True)
 class _Run:
-    """What was asked for."""
+    """The parameters of a run."""
 
     place: str
     shape: BlockShape
@@ -82,12 +82,12 @@ class _Run:
 
     @property
     def stream(self) -> dict[str, Any]:
-        """The argument of a copy on a GPU; there is none on the CPU."""
+        """The stream argument of a copy on a GPU; empty on the CPU."""
         return {} if self.clock.stream is None else {"stream": self.clock.stream}
 
 
 def row(what: str, n: int, unit: str, nbytes: int, seconds: float, notes: str) -> Row:
-    """One line of the CSV, for a time."""
+    """One row of the CSV, for a time."""
     return {
         "what": what,
         "n": n,
@@ -105,14 +105,14 @@ def row(what: str, n: int, unit: str, nbytes: int, seconds: float, notes: str) -
 
 
 def _fitting(run: _Run, shape: BlockShape) -> int:
-    """Blocks of which source and destination hold as many as their memory, and the number of their arrays, allow."""
+    """Number of blocks for source and destination, limited by the memory and the number of arrays."""
     tables = [layout.resolve(shape, 1).table_size for layout in run.layouts if layout.b_in_table]
     return max(min(run.memory // (2 * shape.nbytes), *(MOST_ARRAYS // table for table in tables), 1 << 30), 0)
 
 
 @contextlib.contextmanager
 def _transfer(run: _Run, layouts: tuple[Layout, Layout], shape: BlockShape, blocks: int) -> Iterator[Transfer]:
-    """A direct transfer between two pools of random bytes on one side, checked bit by bit."""
+    """A direct transfer between two pools of random bytes on one device, checked bit by bit."""
     with (
         random_pool(layouts[0], shape, blocks, run.place) as src,
         random_pool(layouts[1], shape, blocks, run.place, seed=2) as dst,
@@ -132,7 +132,7 @@ def _call(run: _Run, move: Transfer, ids: Iterator[tuple[Any, ...]]) -> Callable
 
 
 def blocks(run: _Run) -> Iterator[Row]:
-    """Time of a copy of 1, 2, 4, … blocks, to as many as fit."""
+    """Time of a copy of 1, 2, 4, … blocks, up to as many as fit."""
     most = _fitting(run, run.shape)
     if not most:
         run.note(f"scale: blocks: not one of {size_text(run.shape.nbytes)} fits into {size_text(run.memory)}, left out")
@@ -168,7 +168,7 @@ def layers(run: _Run) -> Iterator[Row]:
 
 
 def ids(run: _Run) -> Iterator[Row]:
-    """Time of copies of 1 KiB a block, up to a million ids: on the host until the call returns, and on the GPU."""
+    """Time of copies with 1 KiB per block, up to a million ids: on the host until the call returns, and on the GPU."""
     most = max(run.ids)
     if 2 * most * TINY.nbytes > run.memory:
         fits = [count for count in run.ids if 2 * count * TINY.nbytes <= run.memory]
@@ -197,9 +197,9 @@ def ids(run: _Run) -> Iterator[Row]:
 
 
 def _gpu_seconds(clock: GpuClock, call: Callable[[Any], object], host: float, iters: int) -> float:
-    """Median seconds on the GPU, also of a call that takes the host longer than the delay of `GpuClock.time`.
+    """Median seconds on the GPU, also for calls that take the host longer than the delay of `GpuClock.time`.
 
-    The GPU is kept busy until all of the call is in its queue, so that it is never the host that is timed.
+    The GPU is kept busy until the whole call is in its queue, so that host time is not included.
     """
     from cuda.bindings import driver
 
@@ -228,7 +228,7 @@ def _gpu_seconds(clock: GpuClock, call: Callable[[Any], object], host: float, it
 
 
 def soak(run: _Run) -> Iterator[Row]:
-    """Memory held after many copies of four tiny blocks, every strategy and direction in turn."""
+    """Memory in use after many copies of four tiny blocks.  All strategies and directions take turns."""
     with contextlib.ExitStack() as stack:
         first, second = (
             stack.enter_context(random_pool(spec.load(name), TINY, _SOAK_HELD, run.place, seed=turn))
@@ -248,8 +248,8 @@ def soak(run: _Run) -> Iterator[Row]:
         yield from _soak(run, moves)
 
 
-def _made(ends: tuple[Pool, Pool], strategy: str) -> Transfer | None:
-    """A transfer, or None where this direction does not have the strategy."""
+def _made(ends: tuple[Pool, Pool], strategy: Strategy) -> Transfer | None:
+    """A transfer, or None if this direction does not support the strategy."""
     try:
         return Transfer(*ends, strategy)
     except BindError:
@@ -272,7 +272,7 @@ def _soak(run: _Run, moves: Sequence[Transfer]) -> Iterator[Row]:
                     return done
         return count
 
-    # What is made at the first calls (rings, tables, the allocator's arenas) is no growth.
+    # Memory that the first calls allocate (rings, tables, arenas of the allocator) is not growth.
     copy(min(max(run.copies // 50, 4 * len(moves)), 20_000), time.monotonic() + run.seconds / 10)
     run.clock.synchronize()
     before, until, done = _held(run), time.monotonic() + run.seconds, 0
@@ -294,7 +294,7 @@ def _soak(run: _Run, moves: Sequence[Transfer]) -> Iterator[Row]:
 
 
 def _held(run: _Run) -> dict[str, int]:
-    """Bytes in use: resident on the host, and on the GPU, by anybody."""
+    """Bytes in use: resident memory on the host, and on the GPU that of all processes (as negative free memory)."""
     gc.collect()
     status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     found = {"soak_host": next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS"))}
@@ -307,7 +307,7 @@ def _held(run: _Run) -> dict[str, int]:
 
 
 def pools(run: _Run) -> Iterator[Row]:
-    """Time to allocate pinned pools, which are touched and registered."""
+    """Time to allocate pinned pools, including the first access to the pages and the registration."""
     if run.device < 0:
         run.note("scale: pools: pinned memory needs a GPU, left out")
         return
@@ -334,7 +334,7 @@ SECTIONS: dict[str, Callable[[_Run], Iterator[Row]]] = {
 
 
 def measure(names: Sequence[str], run: _Run) -> Iterator[Row]:
-    """Rows of these sections; one whose memory cannot be had is left out, with a line."""
+    """Rows of the given sections.  A section for which there is not enough memory is left out with a note."""
     end = stamp(run.place)
     for name in names:
         found = SECTIONS[name](run)
@@ -349,7 +349,7 @@ def measure(names: Sequence[str], run: _Run) -> Iterator[Row]:
 
 
 def split_pair(text: str) -> tuple[str, str]:
-    """``SRC:DST`` as two names of layouts; `SpecError` says what was expected."""
+    """``SRC:DST`` as two names of layouts; raises `SpecError` for another form."""
     src, colon, dst = text.partition(":")
     if not (src and colon and dst):
         raise SpecError(f"pair {text!r}: expected SRC:DST, two layouts with a colon between them")
@@ -357,7 +357,7 @@ def split_pair(text: str) -> tuple[str, str]:
 
 
 def _both(run_pair: tuple[str, str], shape: BlockShape) -> None:
-    """Refuse at once what cannot be copied."""
+    """Raise an error now if the pair cannot be copied."""
     plan(spec.load(run_pair[0]), spec.load(run_pair[1]), shape)
 
 
@@ -366,14 +366,15 @@ def _both(run_pair: tuple[str, str], shape: BlockShape) -> None:
 @click.option("--what", "names", callback=comma_list(tuple(SECTIONS)), metavar="NAME,...",
               help=f"Which: {', '.join(SECTIONS)}. All, if not given.")  # fmt: skip
 @click.option(
-    "--profile", metavar="SHAPE", help="Shape of a block; llama-3.1-70b on a GPU, llama-3.1-8b on the CPU if not given."
+    "--shape", "shape_text", metavar="SHAPE", help="Shape of a block; llama-3.1-70b on a GPU, llama-3.1-8b on the CPU if not given."
 )
 @click.option("--pair", default="vllm/flash_attn_nhd:universal", show_default=True, metavar="SRC:DST", help="Layouts.")
-@click.option("--batch", default=64, show_default=True, type=click.IntRange(1), help="Blocks a copy, for layers.")
+@click.option("--num-blocks", "batch", default=64, show_default=True, type=click.IntRange(1), metavar="N",
+              help="Blocks per copy, for layers.")  # fmt: skip
 @click.option("--layers", "nl", default=",".join(map(str, LAYERS)), show_default=True, callback=numbers, metavar="N,...",
               help="Layers of a block.")  # fmt: skip
 @click.option("--ids", "counts", default=",".join(map(str, IDS)), show_default=True, callback=numbers, metavar="N,...",
-              help="Ids a copy, of tiny blocks.")  # fmt: skip
+              help="Ids per copy, of tiny blocks.")  # fmt: skip
 @click.option("--memory", type=click.FloatRange(min=0, min_open=True), metavar="GIB",
               help="For both pools; if not given, 0.8 of what is free on a GPU, a quarter and at most 8 on the CPU.")  # fmt: skip
 @click.option("--copies", default=1_000_000, show_default=True, type=click.IntRange(_SOAK_SAMPLES), help="Of the soak.")
@@ -387,14 +388,14 @@ def _both(run_pair: tuple[str, str], shape: BlockShape) -> None:
 @click.option("--pools", "gib", default=",".join(map(str, POOLS_GIB)), show_default=True, callback=numbers, metavar="GIB,...",
               help="Sizes of pinned pools.")  # fmt: skip
 def scale(
-    place: str, iters: int, out: Path | None, names: tuple[str, ...], profile: str | None, pair: str, batch: int,
+    place: str, iters: int, out: Path | None, names: tuple[str, ...], shape_text: str | None, pair: str, batch: int,
     nl: tuple[int, ...], counts: tuple[int, ...], memory: float | None, copies: int, seconds: float, gib: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """How the time of a copy grows with blocks, layers and ids; whether memory grows with copies; how long pools take.
+    """Measure how the time of a copy grows with blocks, layers and ids, whether memory grows, and how long pools take.
 
     Works on a GPU and on the CPU, where the host's kernels copy.
     """
-    shape = load_shape(profile or ("llama-3.1-8b" if place == "cpu" else "llama-3.1-70b"))
+    shape = load_shape(shape_text or ("llama-3.1-8b" if place == "cpu" else "llama-3.1-70b"))
     both = split_pair(pair)
     _both(both, shape)
     with make_clock(place) as clock:

@@ -1,4 +1,4 @@
-"""What the commands beside the sweep have in common: their options, where rows go, and how progress is shown."""
+"""Common parts of the commands other than the sweep: options, the output of rows, and progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .table import Rows
 
 __all__ = ["TINY", "Note", "Row", "common_options", "place_option", "require_gpu", "stamp", "write_rows"]
 
-#: Blocks of 1 KiB, of which a million fit: what is measured with them is not the bytes.
+#: Blocks of 1 KiB, so that a million fit into memory.  They measure overhead, not bandwidth.
 TINY = BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
 
 Row: TypeAlias = dict[str, Any]
@@ -26,7 +26,7 @@ Note: TypeAlias = Callable[[str], None]
 
 
 def default_place() -> str:
-    """The first GPU, if there is one and kvbm was built for it; else the CPU."""
+    """The first GPU, if there is one and kvbm was built with CUDA; else the CPU."""
     with contextlib.suppress(KvbmError):
         if not kernels.is_using_stubs() and _core.device_count():
             return "cuda:0"
@@ -38,12 +38,12 @@ def require_gpu(place: str, what: str) -> int:
     device = device_of(place)
     if device < 0:
         raise CudaUnavailableError(f"{what} needs a GPU; expected --device cuda:N, got {place}")
-    _core.device_info(device)  # kvbm's own error where there is none
+    _core.device_info(device)  # raises kvbm's error if there is none
     return device
 
 
 def stamp(place: str) -> Row:
-    """The columns that every row ends with."""
+    """The last columns of every row."""
     gpu, driver = machine(place)
     return {"gpu": gpu, "driver": driver, "commit": commit()}
 
@@ -64,13 +64,15 @@ def common_options(iters: int) -> Callable[[Callable[..., Any]], Callable[..., A
     """--device, --iters and --out."""
     options = (
         click.option(
-            "--device", "place", callback=_place, metavar="cpu|cuda:N", help="Where; the first GPU if there is one."
+            "--device", "place", callback=_place, metavar="cpu|cuda:N",
+            help="Where to measure.  [default: the first GPU, else cpu]",
         ),
         click.option(
-            "--iters", default=iters, show_default=True, type=click.IntRange(1), help="Timed calls a figure, at most."
+            "--iters", default=iters, show_default=True, type=click.IntRange(1), help="Timed calls per figure, at most."
         ),
         click.option(
-            "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="CSV; stdout if not given."
+            "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+            help="CSV file to write.  [default: stdout]",
         ),
     )
 
@@ -83,24 +85,24 @@ def common_options(iters: int) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def note(text: str) -> None:
-    """One line on stderr: what is left out, and why."""
+    """Print a line to stderr: what is left out, and why."""
     click.echo(text, err=True)
 
 
 def write_rows(
     found: Iterator[Row], columns: Sequence[str], place: str, shape: BlockShape | None, out: Path | None, title: str
 ) -> int:
-    """Write rows as they come, with a line of progress on stderr where that is a terminal.
+    """Write rows as soon as they are measured, with a line of progress on stderr if stderr is a terminal.
 
     Returns
     -------
     int
-        How many.
+        Number of rows.
 
     Raises
     ------
     KvbmError
-        There were none: all that could be measured was left out.
+        There are no rows: everything was left out.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -131,12 +133,12 @@ def write_rows(
 
 
 def _close(found: Iterator[Row]) -> None:
-    """End a generator where it stands, so that it gives back its memory now: after Ctrl-C nobody else would."""
+    """Close a generator, so that it releases its memory now.  After Ctrl-C nothing else would close it."""
     close = getattr(found, "close", None)
     if close is not None:
         close()
 
 
 def figures(value: float) -> float:
-    """Five significant figures: what a clock can tell."""
+    """Round to five significant digits, the precision of a clock."""
     return float(f"{value:.5g}")

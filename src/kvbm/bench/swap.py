@@ -1,4 +1,4 @@
-"""What vLLM 0.32 loads small pages with: one Triton kernel that follows a list of descriptors.  Needs Triton."""
+"""The method of vLLM 0.32 to load small pages: one Triton kernel that reads a list of descriptors.  Needs Triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 __all__ = ["swap"]
 
-#: Programs of a launch, and bytes that one moves at a time.
+#: Programs per launch, and bytes that a program moves at a time.
 PROGRAMS, CHUNK = 12, 8192
 
 
@@ -33,9 +33,9 @@ def swap(src: Any, dst: Any, sizes: Any, nbytes: int) -> None:
     Parameters
     ----------
     src, dst, sizes : torch.Tensor
-        Pinned int64: addresses, and bytes, multiples of 8.
+        Pinned int64 tensors: addresses, and sizes in bytes, which are multiples of 8.
     nbytes : int
-        Of the largest.
+        Bytes of the largest range.
     """
     words = min(triton.next_power_of_2(nbytes), CHUNK) // 8
     lists = [each.to("cuda", non_blocking=True) for each in (src, dst, sizes)]

@@ -1,4 +1,4 @@
-"""CSV files: the rows that the commands of `kvbm bench` write, and the same read again."""
+"""CSV files: writing and reading the rows of the commands of `kvbm bench`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Record", "Row", "Rows", "Table", "read"]
 
 
 class Row(dict[str, str]):
-    """A line of a CSV file that knows where it stands."""
+    """A line of a CSV file, with its file and line number."""
 
     def __init__(self, values: Mapping[str, str], where: str) -> None:
         super().__init__(values)
         self.where = where
 
     def number(self, column: str) -> float:
-        """The number in a column; `SpecError` names file and line if there is none."""
+        """The number in a column.  If it is not a number, a `SpecError` names file and line."""
         try:
             value = float(self[column])
         except ValueError:
@@ -32,7 +32,7 @@ class Row(dict[str, str]):
         return value
 
     def positive(self, column: str) -> float:
-        """The number in a column that is drawn on a logarithmic axis, or divided by."""
+        """The positive number in a column, for a logarithmic axis or a division."""
         value = self.number(column)
         if value <= 0:
             raise SpecError(f"{self.where}: column {column!r}: expected a number above 0, got {self[column]!r}")
@@ -41,7 +41,7 @@ class Row(dict[str, str]):
 
 @dataclass(frozen=True)
 class Table:
-    """One header row and what stands below it.
+    """One header row and the rows below it.
 
     Attributes
     ----------
@@ -59,12 +59,12 @@ class Table:
 
 
 def read(path: Path) -> list[Table]:
-    """The tables of a CSV file: a comment line begins a new one, as where runs were appended to one file.
+    """The tables of a CSV file.  A comment line begins a new table: several runs may have been appended to one file.
 
     Raises
     ------
     SpecError
-        Nothing but comments, a row with too few or too many cells, or text that is not UTF-8.
+        The file has only comments, a row has too few or too many cells, or the text is not UTF-8.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -105,21 +105,21 @@ class Record:
     Attributes
     ----------
     tokens_per_block, num_blocks : int
-        Size of a block, and blocks of the batch.
+        Tokens per block, and blocks per batch.
     pattern : str
         ``fc_to_fc``, ``lw_to_fc``, … or ``nhd:universal``.
     direction : {"d2d", "h2d", "d2h", "h2h", "p2p"}
     backend : str
-        Who copied; ``memcpy`` is the yardstick itself.
+        Name of the backend; ``memcpy`` is the yardstick.
     total_bytes, inner_bytes : int
-        Bytes of the batch; of one layer's K or V of one block.
+        Bytes of the batch; bytes of one layer's K or V in one block.
     copy_size, num_copies : int
-        Bytes that are contiguous on both sides (the shortest), and how many such runs the batch has.
+        Bytes of the shortest run that is contiguous on both sides, and number of such runs in the batch.
     median_ms, min_ms, max_ms : float
     bandwidth_gbps : float
-        `total_bytes` over the median: every byte counts once, also where it is read from and written to one memory.
+        `total_bytes` over the median.  Every byte counts once, even if it is read and written in the same memory.
     memcpy_ms, ratio : float
-        The yardstick's median time in the same run, and that over `median_ms`.
+        The yardstick's median time in the same run, and this time over `median_ms`.
     timing : {"events", "replay", "clock"}
     kernel, shape, gpu, driver, commit : str
     """
@@ -148,15 +148,15 @@ class Record:
 
 
 class Rows:
-    """Writes rows as they come, so that what was measured is there whenever the run ends.
+    """Writes each row at once, so that no measurement is lost if the run ends early.
 
     Parameters
     ----------
     out : text file
     comment : str
-        What `measure.header` says.
+        The text of `measure.header`.
     columns : sequence of str, optional
-        Those of `Record` if not given.
+        Default: the fields of `Record`.
     """
 
     def __init__(self, out: TextIO, comment: str, columns: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Ways for bytes between two processes of a machine: memcpy, NIXL, gloo or NCCL, kvbm's wires and links, and what engines do."""
+"""Ways to move bytes between two processes of a machine: memcpy, NIXL, gloo or NCCL, kvbm's wires and links, the engines' way."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .race import Asked, Runner
 
 __all__ = ["DECODE", "LIMIT", "PREFILL", "Pair", "ways_of"]
 
-#: Layouts and tokens a block of both sides: what an engine keeps, and what another one does.
+#: Layout and tokens per block of both sides.
 PREFILL, DECODE = ("vllm/flash_attn_nhd", 16), ("vllm/flash_attn_hnd", 64)
 
-#: Seconds after which the other process is taken for dead.
+#: Timeout in seconds for the other process.
 LIMIT = 120.0
 
 #: The thread's default stream.
@@ -39,14 +39,14 @@ _OWN_STREAM = 2
 
 
 class Setting(NamedTuple):
-    """What a process is told.
+    """The parameters of a process.
 
     Attributes
     ----------
     place : str
-        ``"cpu"`` or ``"cuda:N"``: where its memory is.
+        Place of its memory: ``"cpu"`` or ``"cuda:N"``.
     options : mapping
-        Of `Endpoint`.
+        Options of `Endpoint`.
     """
 
     model: BlockShape
@@ -62,16 +62,17 @@ class Setting(NamedTuple):
 
 
 class Side:
-    """What a process has, made when it is first asked for: bytes in one piece, and a pool.
+    """The memory of a process, allocated at first use: bytes in one piece, and a pool.
 
     Attributes
     ----------
     device : int
-        CUDA device ordinal, made current for this thread; -1 on the CPU.
+        CUDA device ordinal; -1 on the CPU.  The device is made current for this thread.
     """
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.stack = setting, contextlib.ExitStack()
+        self._tables: dict[int, Any] = {}
         self.device = device_of(setting.place)
         if self.device >= 0:
             from cuda.core import Device
@@ -80,7 +81,7 @@ class Side:
 
     @functools.cached_property
     def bytes(self) -> Memory:
-        """As many as the largest message, and a cell beyond for answers."""
+        """Memory for the largest message, and 64 further bytes for answers."""
         held = Memory(self.setting.nbytes + 64, self.setting.place)
         self.stack.callback(held.close)
         held.fill(1 if self.setting.sends else 2)
@@ -92,7 +93,7 @@ class Side:
         return "DRAM" if self.device < 0 else "VRAM"
 
     def tensor(self, array: Any) -> Any:
-        """An array of this side for torch; elements of two bytes as int16."""
+        """An array of this side as a torch tensor.  Elements of two bytes become int16."""
         import torch
 
         if self.device >= 0:
@@ -103,12 +104,12 @@ class Side:
 
     @functools.cached_property
     def flat(self) -> Any:
-        """`bytes` for torch."""
+        """`bytes` as a torch tensor."""
         held = self.bytes
         return self.tensor(held.array if self.device < 0 else View(self.device, held.address, [held.nbytes], [1], "|u1"))
 
     def wait(self) -> None:
-        """Until all that torch does here is done."""
+        """Wait for all work of torch on this device."""
         if self.device >= 0:
             import torch
 
@@ -120,7 +121,7 @@ class Side:
 
     @functools.cached_property
     def landing(self) -> Pool:
-        """What engines let blocks arrive in: as the sender has them."""
+        """The pool in which blocks arrive as in engines: with the sender's layout."""
         return self._pool(*PREFILL) if not self.setting.sends else self.pool
 
     def _pool(self, name: str, nt: int) -> Pool:
@@ -129,13 +130,15 @@ class Side:
         return self.stack.enter_context(made)
 
     def table(self, nt: int) -> Any:
-        """Which blocks a message of all tokens takes, in which order."""
-        return np.random.default_rng(nt).permutation(self.setting.tokens // nt)
+        """The blocks of a message with all tokens, in order."""
+        if nt not in self._tables:
+            self._tables[nt] = np.random.default_rng(nt).permutation(self.setting.tokens // nt)
+        return self._tables[nt]
 
-    # ---- what is compared ------------------------------------------------------------------------------------------
+    # ---- comparison ------------------------------------------------------------------------------------------------
 
     def sum_of(self, way: Way, tokens: int) -> int:
-        """A sum of what was sent, or came: of bytes, or a digest of tokens."""
+        """A checksum of what was sent or received: a CRC of the bytes, or a digest of the tokens."""
         if not way.copies:
             return zlib.crc32(read(self.device, *self._bytes_of(tokens)).data)
         nt = (PREFILL if self.setting.sends else DECODE)[1]
@@ -144,7 +147,7 @@ class Side:
         return sum(map(int, found)) % (1 << 64)
 
     def forget(self, way: Way, tokens: int) -> None:
-        """Zero what came."""
+        """Overwrite the received data with zeros."""
         pieces = [self._bytes_of(tokens)] if not way.copies else extents(self.pool)
         for starts, sizes in pieces:
             write(self.device, starts, sizes, np.zeros(int(sizes.sum()), np.uint8))
@@ -161,14 +164,14 @@ def extents(pool: Pool) -> list[tuple[Any, Any]]:
 
 
 class Way(Protocol):
-    """A way for bytes, one side of it.
+    """One side of a way to move bytes.
 
     Attributes
     ----------
     copies : bool
-        The receiver has all tokens in its pool at the end, and not the bytes in one piece.
+        True if the receiver has all tokens in its pool at the end; False if it has the bytes in one piece.
     pieces : int
-        Descriptors, or chunks, of the message that went last.
+        Number of descriptors or chunks of the last message.
     """
 
     side: Side
@@ -179,26 +182,26 @@ class Way(Protocol):
         self.side = side
 
     def card(self) -> Any:
-        """What the other side needs to meet this one."""
+        """The data that the other side needs to connect."""
 
     def meet(self, card: Any) -> None:
-        """Connect."""
+        """Connect to the other side."""
 
     def send(self, tokens: int) -> None:
-        """Send that much; return when it is there, of which the other side has said so where this one cannot know."""
+        """Send a message, and return when it has arrived.  If this side cannot know that, it waits for the other side's answer."""
 
     def take(self, tokens: int) -> None:
-        """Wait for that much, and say that it is there."""
+        """Wait for a message, and confirm its arrival."""
 
     def close(self) -> None:
-        """Give back what it has."""
+        """Release all resources."""
 
     def nbytes(self, tokens: int) -> int:
         return tokens * self.side.setting.nbytes // self.side.setting.tokens
 
 
 class ByMemcpy(Way):
-    """The driver's copy from GPU to GPU, into the other process's memory: nothing is faster."""
+    """The driver's copy from GPU to GPU into the other process's memory: the fastest way."""
 
     def card(self) -> Any:
         return None if self.side.setting.sends else _core.ipc_handle(self.side.device, self.side.bytes.address)
@@ -217,7 +220,7 @@ class ByMemcpy(Way):
 
 
 class ByNixl(Way):
-    """NIXL itself: one transfer of one descriptor a side, its note, and a note back."""
+    """Plain NIXL: one transfer with one descriptor per side, its notification, and a notification back."""
 
     def __init__(self, side: Side) -> None:
         from ..wire.agents import Agent
@@ -267,7 +270,7 @@ class ByNixl(Way):
 
 
 class AsEngines(ByNixl):
-    """What engines do with NIXL: a descriptor a block, layer, K and V, into blocks of the sender's, which torch then permutes."""
+    """NIXL as in engines: one descriptor per block, layer, K and V, into blocks with the sender's layout, which torch permutes."""
 
     copies = True
 
@@ -287,7 +290,7 @@ class AsEngines(ByNixl):
             ]
 
     def blocks(self, places: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """Every block's K, and V, of every layer; arrays have K before V."""
+        """Descriptors of K and V of every block and layer.  In an array, K is before V."""
         count = self.side.setting.tokens // PREFILL[1]
         return [
             (address + (half * count + block) * (nbytes // 2 // count), nbytes // 2 // count, number)
@@ -325,7 +328,7 @@ class AsEngines(ByNixl):
 
 
 class ByTorch(Way):
-    """A process group itself, of gloo or of NCCL: one tensor, and some bytes back."""
+    """A plain process group of gloo or NCCL: one tensor, and some bytes back."""
 
     def __init__(self, side: Side) -> None:
         import torch.distributed as distributed
@@ -350,12 +353,12 @@ class ByTorch(Way):
         self.side.wait()
 
     def close(self) -> None:
-        if self.side.device >= 0:  # NCCL's destructor may wait without end for a peer that is gone
+        if self.side.device >= 0:  # NCCL's destructor may wait forever for a peer that has ended
             self.group.abort()
 
 
 def carrier(kind: str, side: Side, name: str, path: str) -> Any:
-    """A wire between processes; the path is that of a file where two ends find each other."""
+    """A wire between processes.  `path` is a file through which the two ends find each other."""
     if kind == "mapped":
         return wire.mapped(carrier("nixl", side, name, path))
     if kind == "nixl":
@@ -367,7 +370,7 @@ def carrier(kind: str, side: Side, name: str, path: str) -> Any:
 
 
 class ByWire(Way):
-    """A put of one of kvbm's wires, its note, and a note back."""
+    """A put on one of kvbm's wires, its note, and a note back."""
 
     def __init__(self, kind: str, side: Side) -> None:
         super().__init__(side)
@@ -403,7 +406,7 @@ class ByWire(Way):
 
 
 class ByLink(Way):
-    """A link, end to end: chunks are packed, put, unpacked into blocks of another layout and size, and proven by their digests."""
+    """A link, end to end: chunks are packed, put, unpacked into blocks of another layout and size, and verified by digests."""
 
     copies = True
 
@@ -441,18 +444,18 @@ class ByLink(Way):
 
 
 class Known(NamedTuple):
-    """A way that is measured.
+    """A measured way.
 
     Attributes
     ----------
     make : callable
-        Makes a side of it.
+        Creates one side.
     beside : str
-        The way whose speed its own is a ratio of; none for what has nothing beside it.
+        Name of the way with which its speed is compared; empty if it is not compared.
     asked : tuple of (int, float)
-        From so many bytes on at least this ratio.
+        Required ratio by least number of bytes.
     needs_two : bool
-        GPUs: NCCL takes none twice.
+        True if it needs two GPUs: NCCL does not accept one GPU twice.
     """
 
     make: Callable[[Side], Way]
@@ -489,17 +492,17 @@ ON_GPUS = {
     "link by NCCL": Known(functools.partial(ByLink, "torch"), "NCCL", needs_two=True),
 }
 
-#: By name: every way.
+#: All ways by device type and name.
 WAYS = {"cpu": ON_CPU, "cuda": ON_GPUS}
 
 
 def ways_of(place: str) -> dict[str, Known]:
-    """Ways between memory of ``"cpu"``, or of ``"cuda:N"``."""
+    """The ways between memory of ``"cpu"``, or of ``"cuda:N"``."""
     return WAYS[place.partition(":")[0]]
 
 
 def serve(pipe: Any, setting: Setting) -> None:
-    """The other process: makes ways, and takes what comes by them."""
+    """The main function of the other process: create ways, and receive messages on them."""
     side = Side(setting)
     ways: dict[str, Way] = {}
     with contextlib.suppress(EOFError):
@@ -530,7 +533,7 @@ def serve(pipe: Any, setting: Setting) -> None:
 
 
 class Pair:
-    """The process that sends, which is the caller's, and one that receives."""
+    """The sending process, which is the caller's, and a receiving process."""
 
     def __init__(
         self,
@@ -540,8 +543,8 @@ class Pair:
         places: tuple[str, str] = ("cpu", "cpu"),
         options: Mapping[str, int] = {},
     ) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # of both processes: NIXL writes to where the CSV goes
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NCCL's advice about groups, which a way has of its own
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # for both processes: NIXL logs to stdout, where the CSV goes
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # suppress NCCL's advice about process groups
         logging.getLogger("nixl").setLevel(logging.WARNING)
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
@@ -556,7 +559,7 @@ class Pair:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.pipe.close()  # the other process closes its ends as this one does: a link says good-bye
+        self.pipe.close()  # the other process closes its ends at the same time: links end with a message to each other
         for way in self.ways.values():
             with contextlib.suppress(KvbmError):
                 way.close()
@@ -578,23 +581,23 @@ class Pair:
         return value
 
     def open(self, name: str) -> None:
-        """Make both sides of a way, and connect them."""
+        """Create both sides of a way, and connect them."""
         way = ways_of(self.side.setting.place)[name].make(self.side)
         self.ways[name] = way
         card = self.ask("make", name)
-        self.pipe.send(("meet", name, way.card()))  # at once with this side: gloo's two sides wait for each other
+        self.pipe.send(("meet", name, way.card()))  # at the same time as this side: gloo's two sides wait for each other
         try:
             way.meet(card)
         finally:
             self.answer()
 
     def check(self, name: str, tokens: int) -> None:
-        """Send once, and compare.
+        """Send once, and compare the checksums.
 
         Raises
         ------
         WrongCopyError
-            Something else came.
+            The received data differ from the sent data.
         """
         self.seconds(name, tokens, 1)
         if self.ask("sum", name, tokens) != self.side.sum_of(self.ways[name], tokens):

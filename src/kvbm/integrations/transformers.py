@@ -1,10 +1,9 @@
-"""transformers' continuous batching: its paged cache as pools, requests that leave it and go on, here or in another one.
+"""transformers' continuous batching: bind its paged cache as pools, and move requests to host memory or to another manager.
 
-`groups_of` makes a `Group` of each attention type of a cache: a pool, and the block tables of requests.  `Batching` is a running
-manager: it takes a request out of the schedule (`Batching.detach`) and puts one in (`Batching.reserve`, `Batching.attach`), and
-between the two the caller copies blocks; `HandOver` does all of it.  `Host` keeps blocks in host memory, in any declared layout,
-with digests.  `offloading` makes it the place to which managers offload when their cache is full: one ``with`` around
-``model.generate_batch``.
+`groups_of` returns a `Group` per attention type of a cache: a pool, and the block tables of requests.  `Batching` wraps a running
+manager: it removes a request from the schedule (`Batching.detach`) and adds one (`Batching.reserve`, `Batching.attach`); between
+these calls the caller copies blocks.  `HandOver` does all of this.  `Host` keeps blocks in host memory, in any declared layout,
+with digests.  `offloading` makes managers offload to it when their cache is full: one ``with`` around ``model.generate_batch``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ try:
     from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 except ImportError as error:
     raise ImportError(
-        f"kvbm.integrations: transformers {transformers.__version__} has another continuous batching, or none ({error}); "
+        f"kvbm.integrations: transformers {transformers.__version__} has no supported continuous batching ({error}); "
         f"install transformers {VERSIONS[0]} to {VERSIONS[1]}"
     ) from None
 
@@ -55,40 +54,41 @@ class Parked(NamedTuple):
 
 
 class Batching:
-    """A running ``ContinuousBatchingManager``, whose requests leave it and come in.
+    """A running ``ContinuousBatchingManager``.  Requests can be moved out of it and into it.
 
     Parameters
     ----------
     manager : ContinuousBatchingManager
-        Started, of one process (tp 1).
+        A started manager of one process (tp 1).
 
     Attributes
     ----------
     groups : dict of str to Group
+        The groups of the cache, by attention type.
 
     Raises
     ------
     BindError
-        A manager that does not run or spreads over several processes; what `groups_of` refuses.
+        The manager does not run, or uses several processes; also as `groups_of`.
 
     Notes
     -----
-    A request that moves is the engine's own ``RequestState``, a plain object that can be pickled.  Its way is
+    The state of a request is the engine's ``RequestState``, a plain object that can be pickled.  To move a request:
 
-    1. `detach`, where it was: it is no longer scheduled, its blocks stay;
-    2. `reserve`, where it goes on: it gets blocks for what is in the cache, of any size;
-    3. the caller copies, by `Host`, `reshard.Local` or a link, from ``groups[name].span(…)`` to the other's;
-    4. `release` here, `attach` there.
+    1. call `detach` on the source: the request is no longer scheduled, but keeps its blocks;
+    2. call `reserve` on the destination: the request gets blocks for its tokens in the cache; block sizes may differ;
+    3. copy with `Host`, `reshard.Local` or a link, from ``groups[name].span(…)`` of the source to that of the destination;
+    4. call `release` on the source and `attach` on the destination.
 
-    Each of these pauses the generation between two steps.  Between them both managers run: the blocks belong to the request.
-    ``cancel_request`` does not reach one that is between them: `release` it instead.
+    Each call pauses the generation between two steps.  Between the calls both managers run, and the request keeps its blocks.
+    ``cancel_request`` does not find a request between these calls: `release` it instead.
     """
 
     def __init__(self, manager: Any) -> None:
         require("manager", manager)
         self.manager = manager
         if not manager.is_running():
-            raise BindError("transformers: expected a manager that runs; call manager.start() first")
+            raise BindError("transformers: expected a running manager; call manager.start() first")
         _require_one(manager.distributed_helper)
         with self.paused():
             processor = manager.batch_processor
@@ -99,24 +99,24 @@ class Batching:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No step runs inside, and what the last one wrote is in the cache.  May be nested."""
+        """Pause the generation: no step runs inside, and the last step has written the cache.  It may be nested."""
         with self.manager.pause():
             if self.manager.model.device.type == "cuda":
                 torch.cuda.synchronize(self.manager.model.device)
             yield
 
     def detach(self, request_id: str) -> Any:
-        """Take a request out of the schedule, as it is between two steps.  Its blocks stay, until `release`.
+        """Remove a request from the schedule, between two steps.  It keeps its blocks until `release`.
 
         Returns
         -------
         RequestState
-            ``position_offset`` tokens of it are in the cache.
+            The state.  ``position_offset`` of its tokens are in the cache.
 
         Raises
         ------
         BindError
-            It is not being computed: finished, waiting, or unknown.
+            The request is not being computed: it is finished, waiting, or unknown.
         """
         with self.paused():
             active = self.manager.batch_processor.scheduler.active_requests
@@ -128,41 +128,41 @@ class Batching:
                 )
             require("request", found)
             state = deepcopy(found)
-            found._status = type(found.status).FINISHED  # a step under way drops what it made of it
+            found._status = type(found.status).FINISHED  # a running step drops its result for this request
             known = state.initial_tokens + state.generated_tokens
             if state.status.name == "DECODING":
-                # Of a step under way the token is not known yet: it is computed again from the token before.
+                # The token of a running step is not known yet: it is computed again from the token before.
                 state.position_offset = min(state.position_offset, len(known) - 1)
                 state.tokens_to_process = [known[state.position_offset]]
             self._rename(request_id, away(request_id))
             return state
 
     def _rename(self, name: Any, new: Any) -> None:
-        """Let the block tables of a request be another's: those of one that is away nobody frees."""
+        """Rename a request in the block tables, so that the engine does not free the blocks of a detached request."""
         for group in self.groups.values():
             tables = group.allocator.block_table
             if name in tables:
                 tables[new] = tables.pop(name)
 
     def reserve(self, state: Any, request_id: str | None = None) -> Any:
-        """Give a request the blocks that it needs for what is in the cache and the next step.
+        """Reserve the blocks that a request needs for its tokens in the cache and for the next step.
 
         Parameters
         ----------
         state : RequestState
-            Of `detach`, of this or another manager.
+            The result of `detach`, of this or another manager.
         request_id : str, optional
-            Its name from now on: two managers both count from ``req_0``.
+            A new name.  It is needed because all managers count from ``req_0``.
 
         Returns
         -------
         RequestState
-            A copy of it, for `attach`.
+            A copy of the state, for `attach`.
 
         Raises
         ------
         BindError
-            The name is taken, or there is no room.  Nothing was changed.
+            The name is used already, or there is no room.  Nothing was changed.
         """
         state = deepcopy(state)
         state.request_id = state.request_id if request_id is None else request_id
@@ -188,12 +188,12 @@ class Batching:
         return state
 
     def attach(self, state: Any) -> None:
-        """Let a request go on whose blocks are filled; its results come from this manager.
+        """Continue a request after its blocks were filled.  Its results come from this manager.
 
         Raises
         ------
         BindError
-            It has no blocks: it was released, or attached already; the manager has another one of this name.
+            The request has no blocks (it was released or attached before), or the manager has another request of this name.
         """
         with self.paused():
             scheduler, name = self.manager.batch_processor.scheduler, state.request_id
@@ -207,32 +207,32 @@ class Batching:
             self._rename(away(name), name)
             if self.cache.use_prefix_sharing and state.position_offset:
                 tokens = (state.initial_tokens + state.generated_tokens)[: state.position_offset]
-                for group in self.groups.values():  # so that requests with the same prefix find it
+                for group in self.groups.values():  # so that requests with the same prefix find the blocks
                     whole = state.position_offset // group.pool.shape.nt
                     group.allocator.mark_complete_blocks(state.request_id, tokens, whole)
             scheduler.active_requests[name] = state
 
     def release(self, state: Any, *, reusable: bool = True) -> None:
-        """Give back the blocks of a request that was detached, or reserved and not attached.
+        """Release the blocks of a request that was detached, or reserved and not attached.
 
-        Whole ones stay for requests with the same prefix as long as there is room, unless they are not `reusable`.
+        With `reusable`, complete blocks stay in the cache for requests with the same prefix while there is room.
         """
         with self.paused():
             self.cache.free_blocks(away(state.request_id), no_cache=not reusable)
 
     def spans(self, state: Any) -> dict[str, Span]:
-        """By group, the blocks that hold what of the request is in the cache."""
+        """Group → the request's tokens in the cache, and their blocks."""
         return {name: group.span(state.request_id, state.position_offset) for name, group in self.groups.items()}
 
     # ---- to host memory and back
 
     def offload(self, request_id: str, host: Host) -> Parked:
-        """Put a request into host memory; its blocks are free.
+        """Move a request to host memory, and free its blocks.
 
         Raises
         ------
         BindError
-            As `detach`; no room in the host's memory: the request goes on then.
+            As `detach`; also if host memory has no room: the request then continues.
         """
         with self.paused():
             state = self.detach(request_id)
@@ -245,17 +245,18 @@ class Batching:
         return Parked(state, held)
 
     def restore(self, parked: Parked, host: Host, request_id: str | None = None) -> bool:
-        """Let a request go on that was offloaded, from this manager or another one with the same blocks.
+        """Continue a request that was offloaded by this manager, or by another one with the same block shape.
 
         Returns
         -------
         bool
-            Whether its blocks came back as they left.  If not, none of them is used: the request is computed anew from its tokens.
+            True if its blocks are unchanged.  If not, none of them is used: the request is recomputed from its tokens.
 
         Raises
         ------
         BindError
-            As `reserve`; a manager whose blocks have another shape; the request stays where it is.  It was restored before.
+            As `reserve`; also if the manager's blocks have another shape (the request stays in host memory), or if the request was
+            restored before.
         """
         with self.paused():
             state = self.reserve(parked.state, request_id)
@@ -272,13 +273,13 @@ class Batching:
 
 
 def _require_one(helper: Any) -> None:
-    """Ranks of one manager would have to find the same block wrong."""
+    """Raise `BindError` for several processes: their ranks would have to agree on which blocks are wrong."""
     if helper.tp_size > 1:
         raise BindError(f"transformers: expected a manager of one process, got tp {helper.tp_size}")
 
 
 def _start_over(state: Any) -> None:
-    """The request computes all its tokens again, into the blocks that it has."""
+    """Make a request recompute all its tokens, into its present blocks."""
     state.remaining_prefill_tokens = state.initial_tokens + state.generated_tokens
     state.tokens_to_process = []
     state.position_offset = 0
@@ -286,17 +287,17 @@ def _start_over(state: Any) -> None:
 
 
 class HandOver:
-    """Moves requests from one manager to another one in this process: prefill here, decode there.
+    """Moves requests from one manager to another in this process, such as from prefill to decode.
 
     Parameters
     ----------
     src, dst : Batching
-        Of one model; their caches may have blocks of other sizes, and lie on other devices.
+        Two managers of one model.  Their caches may have different block sizes, and may be on different devices.
 
     Raises
     ------
     BindError, PlanError
-        Caches of different models.
+        The caches are of different models.
 
     Examples
     --------
@@ -322,12 +323,12 @@ class HandOver:
             self._copies[name] = Local(made, [ours.pool], [theirs.pool])
 
     def __call__(self, request_id: str, new_id: str | None = None) -> str:
-        """Move a request that is being computed; it goes on under `new_id`, which is returned.
+        """Move a request that is being computed.  It continues under `new_id`, which is returned.
 
         Raises
         ------
         BindError
-            As `Batching.detach` and `Batching.reserve`; of the latter the request goes on where it was.
+            As `Batching.detach` and `Batching.reserve`.  If `reserve` fails, the request continues in the source.
         """
         with self.src.paused(), self.dst.paused():
             state = self.src.detach(request_id)
@@ -352,10 +353,10 @@ class HandOver:
 
 
 class Offloading(OffloadingManager):  # type: ignore[misc]
-    """The engine's ``OffloadingManager``, with a `Host` for what does not fit; when to offload whom it decides as ever.
+    """The engine's ``OffloadingManager`` with a `Host` as memory.  The engine still decides which requests are offloaded, and when.
 
-    Where the engine's own keeps bytes as they lie, in pinned memory, these are in a declared layout, with digests.
-    Blocks that come back wrong are not used: their request computes all its tokens again.  `offloading` puts it to use.
+    The engine's own manager keeps unchanged bytes in pinned memory; here blocks have a declared layout and digests.  Blocks that
+    have changed are not used: their request is recomputed.  `offloading` installs this class.
     """
 
     def __init__(self, cache: Any, scheduler: Any, num_blocks: int, stream: Any = None, **options: Any) -> None:
@@ -367,7 +368,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
         self._held: dict[str, Held] = {}
 
     def _offload_to_cpu(self, victims: list[Any], victim_block_tables: dict[str, dict[str, list[int]]]) -> set[str]:
-        """Store the blocks of requests that have lost them, as many as have room: of which they were."""
+        """Store the blocks of victims, as many as there is room for.  Returns the names of the stored requests."""
         for state in victims:
             tables = victim_block_tables[state.request_id]
             if any(tables.values()) and self.host.room(tables):
@@ -376,7 +377,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
         return {state.request_id for state in victims if state.is_cpu_offloaded}
 
     def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
-        """Fill the blocks that stored requests were given anew for the next step."""
+        """Fill the new blocks of stored requests for the next step."""
         for future in requests_in_batch:
             state = future.state
             if not state.is_cpu_offloaded:
@@ -386,7 +387,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
             right = self.host.get(held, self.groups, tables, self._stream)
             self.host.drop(held)
             state.is_cpu_offloaded = False
-            if not right:  # as many tokens as were planned, but from the first one on
+            if not right:  # compute as many tokens as planned, but from the first one on
                 _start_over(state)
                 tokens, count = state.remaining_prefill_tokens, future.query_length
                 state.tokens_to_process, state.remaining_prefill_tokens = tokens[:count], tokens[count:]
@@ -415,34 +416,35 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
 @contextlib.contextmanager
 def offloading(
     num_blocks: int, layout: str | Layout = "universal", *, check: bool = True
-) -> Iterator[list[Offloading]]:
-    """Inside, each manager that begins to compute offloads by kvbm: those of ``model.generate_batch`` and its like.
+) -> Iterator[list[dict[str, int]]]:
+    """A context: managers that start inside it offload with kvbm, such as that of ``model.generate_batch``.
 
-    It is so for all threads.  A manager of your own has begun when its ``batch_processor`` is there.
+    It applies to all threads.  Your own manager has started when it has a ``batch_processor``.
 
     Parameters
     ----------
     num_blocks, layout, check
-        As for `Host`; for each manager.
+        As for `Host`, for each manager.
 
     Yields
     ------
-    list of Offloading
-        Those that were made; their ``host.stats`` say what was moved.
+    list of dict
+        One item per manager: the ``stats`` of its `Host`.  Managers and their caches are not kept alive.
 
     Examples
     --------
     >>> with offloading(1024) as made:  # doctest: +SKIP
     ...     model.generate_batch(prompts, generation_config=config)
     """
-    made: list[Offloading] = []
+    made: list[dict[str, int]] = []
 
     def make(
         cache: Any, scheduler: Any, *, compute_stream: Any = None, distributed_helper: Any = None, **_: Any
     ) -> Offloading:
         _require_one(distributed_helper)
-        made.append(Offloading(cache, scheduler, num_blocks, compute_stream, layout=layout, check=check))
-        return made[-1]
+        found = Offloading(cache, scheduler, num_blocks, compute_stream, layout=layout, check=check)
+        made.append(found.host.stats)
+        return found
 
     theirs = continuous_api.OffloadingManager
     continuous_api.OffloadingManager = make

@@ -1,4 +1,4 @@
-"""The paged cache of transformers' continuous batching as pools, which are where the engine writes; and host memory for it."""
+"""The paged cache of transformers' continuous batching as pools over the engine's memory, and host memory for its blocks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ..transfer import Transfer
 
 __all__ = ["VERSIONS", "Group", "Held", "Host", "away", "groups_of", "require"]
 
-#: First and last version of transformers that was tested.  Another one is taken, with a warning, if its classes have what is used
-#: here, and its cache lies as it is declared.
+#: First and last version of transformers that was tested.  Others are accepted with a warning, if their classes have the attributes
+#: below and their cache has the declared layout.
 VERSIONS = "5.19", "5.23"
 
 LAYOUT = "hf/paged_attention"
 
-#: What is used of the engine's objects, by what they are.
+#: Object of the engine → its attributes that are used.
 USED = {
     "cache": "cache_tensor cache_allocators pool can_store_request_tokens evict_cached_blocks free_blocks use_prefix_sharing",
     "allocator": "layer_indices tokens_per_page num_key_value_heads head_dim cache_dtype block_table block_physical_stride "
@@ -45,7 +45,7 @@ USED = {
 
 
 def require(what: str, found: Any) -> None:
-    """`BindError` if the engine's object lacks something that is used of it."""
+    """Raise `BindError` if an attribute that is used is missing in the engine's object."""
     missing = [name for name in USED[what].split() if not hasattr(found, name)]
     if missing:
         name = found.__name__ if isinstance(found, type) else type(found).__name__
@@ -56,19 +56,19 @@ def require(what: str, found: Any) -> None:
 
 
 def _require_version() -> None:
-    """Say so where a version runs that was never tested."""
+    """Warn about a version that was not tested."""
     found = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
     first, last = (tuple(map(int, version.split("."))) for version in VERSIONS)
     if not first <= found <= last:
         warnings.warn(
-            f"transformers {transformers.__version__}: kvbm was tested with {VERSIONS[0]} to {VERSIONS[1]}; its classes and where "
-            "its cache lies are checked as far as they can be",
+            f"transformers {transformers.__version__}: kvbm was tested with {VERSIONS[0]} to {VERSIONS[1]}; its classes and the "
+            "layout of its cache are checked as far as possible",
             stacklevel=3,
         )
 
 
 def away(request_id: str) -> tuple[str, str]:
-    """Under which name block tables have a request that is in no schedule: one that the engine's own calls do not reach."""
+    """The name of a detached request in block tables.  The engine's own calls do not find it."""
     return "kvbm", request_id
 
 
@@ -83,12 +83,12 @@ class Group(NamedTuple):
     name : str
         ``"full_attention"`` or ``"sliding_attention"``.
     pool : Pool
-        Over the whole tensor of the cache: its block ids are those of the block tables.  The pools of several groups share the
-        tensor; a block of one is a block of the other at no time.
+        A pool over the whole tensor of the cache, with the block ids of the block tables.  The pools of several groups share the
+        tensor, but a block belongs to one group at a time.
     layers : tuple of int
         The layers' numbers in the model, in the pool's order.
     window : int or None
-        Of sliding layers: the token at position ``p`` is in slot ``p % window`` of the table.
+        For sliding layers: the token at position ``p`` is in slot ``p % window`` of the table.
     """
 
     name: str
@@ -98,14 +98,14 @@ class Group(NamedTuple):
     allocator: Any
 
     def table(self, request_id: str) -> list[int]:
-        """The block ids of a request, whether it is scheduled or not, in order; a copy."""
+        """A copy of a request's block ids, in order, also for a request that is not scheduled."""
         tables = self.allocator.block_table
         return list(tables.get(request_id) or tables.get(away(request_id), ()))
 
     def span(self, request_id: str, tokens: int) -> Span:
-        """The blocks of a request that has so many tokens, as `reshard.Local` and links take them.
+        """The span of a request with `tokens` tokens, for `reshard.Local` and links.
 
-        Of sliding layers positions are slots of the window: those of two caches mean the same tokens, whatever the sizes of blocks.
+        For sliding layers, positions are slots of the window.  These are the same tokens in two caches with any block sizes.
         """
         kept = tokens if self.window is None else min(tokens, self.window)
         return Span(self.table(request_id), range(kept))
@@ -126,8 +126,8 @@ def groups_of(cache: Any) -> dict[str, Group]:
     Raises
     ------
     BindError
-        A class that lacks what is used here; an attention type that is not known; a cache that lies otherwise than
-        ``hf/paged_attention`` says, which the views into which the engine writes tell.
+        A class lacks an attribute that is used, an attention type is unknown, or the engine's views show that the cache does not
+        have the layout ``hf/paged_attention``.
     """
     _require_version()
     require("cache", cache)
@@ -138,7 +138,7 @@ def _group(name: str, cache: Any, allocator: Any) -> Group:
     what = f"transformers {transformers.__version__}: {name}"
     require("allocator", allocator)
     if name not in ("full_attention", "sliding_attention"):
-        raise BindError(f"{what}: expected full_attention or sliding_attention; the cache of others is not known")
+        raise BindError(f"{what}: expected full_attention or sliding_attention; the layout of others is unknown")
     layers, nt = tuple(map(int, allocator.layer_indices)), int(allocator.tokens_per_page)
     dtype = str(allocator.cache_dtype).removeprefix("torch.")
     shape = BlockShape(len(layers), 2, int(allocator.num_key_value_heads), nt, int(allocator.head_dim), dtype)
@@ -170,7 +170,7 @@ def _group(name: str, cache: Any, allocator: Any) -> Group:
 
 
 class Held(NamedTuple):
-    """Where blocks are in host memory, and their digests; by group.  `number` tells them from those before, at the same place."""
+    """Ids of blocks in host memory, and their digests, by group.  `number` distinguishes them from earlier ones with these ids."""
 
     ids: dict[str, list[int]]
     digests: dict[str, Any]
@@ -183,18 +183,18 @@ class Host:
     Parameters
     ----------
     groups : mapping of str to Group
-        Those of a cache; others with blocks of the same shape may use it, too.
+        The groups of a cache.  Other caches with the same block shapes may use it, too.
     num_blocks : int
-        Blocks of each group.
+        Number of blocks per group.
     layout : str or Layout
-        How they lie in host memory.
+        Layout of the blocks in host memory.
     check : bool
-        Whether blocks are digested as they leave and compared as they come back.
+        Digest blocks when they are stored, and compare the digests when they are loaded.
 
     Attributes
     ----------
     pools : dict of str to Pool
-        Pinned where the cache is on a GPU.
+        The pools; pinned if the cache is on a GPU.
     stats : dict of str to int
         Blocks that were ``stored``, ``loaded`` and found ``wrong``.
     """
@@ -216,10 +216,9 @@ class Host:
         self.stats = {"stored": 0, "loaded": 0, "wrong": 0}
         self._free = {name: list(range(num_blocks))[::-1] for name in groups}
         self._numbers, self._live = itertools.count(), set[int]()
-        self._transfers: dict[tuple[Pool, Pool], Transfer] = {}
 
     def room(self, tables: Mapping[str, Any]) -> bool:
-        """Whether so many blocks have room."""
+        """True if there is room for the blocks of these tables."""
         return all(len(table) <= len(self._free[name]) for name, table in tables.items())
 
     def put(self, groups: Mapping[str, Group], tables: Mapping[str, list[int]], stream: Any = None) -> Held:
@@ -248,12 +247,12 @@ class Host:
         return held
 
     def get(self, held: Held, groups: Mapping[str, Group], tables: Mapping[str, list[int]], stream: Any = None) -> bool:
-        """Copy blocks back, into the first ones of tables; whether they are what was put.
+        """Copy blocks back, into the first blocks of the tables.  True if they are unchanged.
 
         Raises
         ------
         BindError
-            They were dropped; blocks of another shape.
+            The blocks were dropped, or have another shape.
         """
         self._require(held)
         right = True
@@ -266,7 +265,7 @@ class Host:
         return right
 
     def drop(self, held: Held) -> None:
-        """The blocks are free for others; `BindError` if they are already."""
+        """Free the blocks.  `BindError` if they were dropped before."""
         self._require(held)
         self._live.remove(held.number)
         for name, ids in held.ids.items():
@@ -280,12 +279,10 @@ class Host:
             )
 
     def _copy(self, src: Pool, dst: Pool, src_ids: list[int], dst_ids: list[int], stream: Any) -> list[int]:
-        """Copy blocks of a sequence, wait, and return their digests, if they are wanted."""
+        """Copy blocks of a sequence, wait, and return their digests if digests are enabled."""
         if not src_ids:
             return []
-        transfer = self._transfers.get((src, dst))
-        if transfer is None:
-            transfer = self._transfers[src, dst] = Transfer(src, dst)
+        transfer = Transfer(src, dst)  # not cached: a transfer would keep the engine's cache alive
         with torch.cuda.stream(stream):
             if not self.check:
                 transfer.copy(src_ids, dst_ids).synchronize()

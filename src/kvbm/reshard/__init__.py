@@ -1,6 +1,6 @@
-"""Resharding: one planned, proven copy between engines that spread a cache differently over their ranks.
+"""Resharding: planned and proven copies between engines that distribute a cache differently over their ranks.
 
-`plan` and `gather` are pure; what needs NumPy and the compiled half is imported when it is named.
+`plan` and `gather` are pure Python.  Names that need NumPy and the compiled part are imported on first access.
 """
 
 from __future__ import annotations

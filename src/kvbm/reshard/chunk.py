@@ -1,6 +1,6 @@
-"""Wire format 1: how a message is cut into chunks, and the trailer behind each.  ``docs/wire.md`` is the specification.
+"""Wire format 1: how a message is cut into chunks, and the trailer of each.  ``docs/reference/wire.md`` is the specification.
 
-All of it is computed from what both sides know before a byte moves: the plan, the tokens, the layers, how large a chunk may be.
+Both sides compute it before a byte is sent, from the plan, the tokens, the layers, and the size of the largest chunk.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ VERSION = 1
 #: Bytes of a trailer.
 TRAILER = 64
 
-#: Bytes of the largest chunk, its trailer not counted, where the caller names no other number.
+#: Default bytes of the largest chunk, without its trailer.
 MOST = 16 << 20
 
-#: A message is cut into about four, but into none smaller than this, so that one is packed while another travels.
+#: Smallest chunk when a message is cut into about four, so that one is packed while another is sent.
 _LEAST, _PARTS = 1 << 20, 4
 
-#: Tokens of a sequence without a table, of which each takes some bytes here.
+#: Most tokens of a sequence without a table: each needs some bytes of memory here.
 _MOST_TOKENS = 1 << 28
 
 _MAGIC = b"KVBM"
@@ -45,21 +45,21 @@ class Trailer(NamedTuple):
     Attributes
     ----------
     digest : int
-        kvbm-digest-1 of what the chunk holds, at the model's coordinates (64 bits).
+        kvbm-digest-1 of the chunk's contents, at the model's coordinates (64 bits).
     magic : bytes
         ``KVBM``.
     version, reserved : int
         1 and 0 (16 bits each).
     plan, key, epoch : int
-        The plan's fingerprint, the sequence's `key_of`, and which attempt to send it this is (64 bits each).
+        The plan's fingerprint, the sequence's `key_of`, and the number of the attempt to send (64 bits each).
     source, destination : int
         Ranks (16 bits each).
     mark : int
-        `mark_of` what of the sequence was cut, and how (32 bits).
+        `mark_of` the tokens, origins, layers and size of the largest chunk (32 bits).
     chunk, chunks : int
-        Which chunk of the message this is, from 0 on, and how many it has (32 bits each).
+        Number of this chunk in the message, from 0, and the number of chunks (32 bits each).
     units, nbytes : int
-        Whole units in it, and bytes before the trailer (32 bits each).
+        Whole units in the chunk, and bytes before the trailer (32 bits each).
     """
 
     digest: int
@@ -79,12 +79,12 @@ class Trailer(NamedTuple):
 
     @classmethod
     def read(cls, data: Any, where: object = "a chunk") -> Trailer:
-        """The trailer that these 64 bytes are.
+        """Read a trailer from 64 bytes.
 
         Raises
         ------
         BindError
-            Other than 64 bytes; no trailer of this version.
+            `data` does not have 64 bytes, or is not a trailer of this version.
         """
         try:
             held = memoryview(data)
@@ -98,27 +98,27 @@ class Trailer(NamedTuple):
         for name, expected in (("magic", _MAGIC), ("version", VERSION), ("reserved", 0)):
             if (got := getattr(found, name)) != expected:
                 raise BindError(
-                    f"{where}: {name}: expected {expected!r}, got {got!r}; it is no chunk of wire format {VERSION}"
+                    f"{where}: {name}: expected {expected!r}, got {got!r}; it is not a chunk of wire format {VERSION}"
                 )
         return found
 
     @classmethod
     def of(cls, chunk: Chunk, *, plan: int, key: int, epoch: int, mark: int, digest: int = 0) -> Trailer:
-        """That of a chunk."""
+        """The trailer of a chunk."""
         return cls(
             digest, _MAGIC, VERSION, 0, plan, key, epoch, chunk.message.src, chunk.message.dst, mark, chunk.number, chunk.of,
             len(chunk.units), chunk.nbytes,
         )  # fmt: skip
 
     def write(self) -> bytes:
-        """Its 64 bytes; `BindError` where a number does not fit its field."""
+        """The 64 bytes of the trailer; `BindError` if a number does not fit its field."""
         try:
             return _LAYOUT.pack(*self)
         except (struct.error, TypeError) as error:
             raise BindError(f"trailer: expected numbers that fit their fields, got {self!r:.400} ({error})") from None
 
     def require(self, expected: Trailer, where: object = "a chunk") -> None:
-        """Raise `BindError` for the first field, but for the digest, that is not as expected."""
+        """Raise `BindError` for the first field that is not as expected.  The digest is not compared."""
         given: Any = expected
         if not isinstance(given, Trailer):
             raise BindError(f"{where}: expected a kvbm.reshard.Trailer to compare with, got {expected!r:.200}")
@@ -129,7 +129,7 @@ class Trailer(NamedTuple):
                 raise BindError(f"{where}: {name}: expected {_said(name, known)}, got {_said(name, got)}")
 
     def require_digest(self, found: int, where: object = "a chunk", *, written: bool = False) -> None:
-        """Raise `DigestError` where what arrived has another digest than what was sent."""
+        """Raise `DigestError` if the chunk that arrived has another digest than the one that was sent."""
         if found != self.digest:
             raise DigestError(
                 f"{where}: digest: expected {self.digest:#018x}, got {found:#018x}; "
@@ -142,18 +142,18 @@ def _said(name: str, value: Any) -> str:
 
 
 class Chunk(NamedTuple):
-    """Part of a message that travels as one: whole units, then single tokens, then the trailer.
+    """A part of a message that is sent as one: whole units, then single tokens, then the trailer.
 
     Attributes
     ----------
     message : Message
-        Of the layers that go.
+        The message, limited to the layers that are sent.
     number, of : int
-        Which chunk of the message it is, and how many there are.
+        Number of the chunk in the message, and the number of chunks.
     units, tokens : range
-        Which of the message's units, and of its single tokens.
+        The message's units and single tokens in this chunk.
     nbytes : int
-        Bytes, without the trailer; a multiple of 16.
+        Bytes without the trailer; a multiple of 16.
     """
 
     message: Message
@@ -165,7 +165,7 @@ class Chunk(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes with the trailer."""
+        """Bytes including the trailer."""
         return self.nbytes + TRAILER
 
     def __str__(self) -> str:
@@ -182,12 +182,12 @@ def _span(some: range) -> str:
 
 @lru_cache(1024)
 def key_of(name: str | bytes) -> int:
-    """What a trailer says of a sequence's name: the first 8 bytes of its SHA-256, little endian.
+    """The number that stands for a sequence's name in a trailer: the first 8 bytes of its SHA-256, little endian.
 
     Raises
     ------
     BindError
-        Text that has no UTF-8: halves of pairs.
+        The text cannot be encoded as UTF-8 (half a surrogate pair).
     """
     try:
         data = name.encode() if isinstance(name, str) else name
@@ -197,10 +197,10 @@ def key_of(name: str | bytes) -> int:
 
 
 def mark_of(tokens: range, origins: tuple[int, int], layers: range, most: int) -> int:
-    """What of a sequence was cut, and how: the first 4 bytes of a SHA-256, little endian, of seven 64-bit integers.
+    """A hash of how a sequence was cut: the first 4 bytes, little endian, of the SHA-256 of seven 64-bit integers.
 
-    They are the first token and the one behind the last, the source's and the destination's origin, the first layer and the one
-    behind the last, and the largest chunk.
+    The integers are the first token and the last plus one, the origins of source and destination, the first layer and the last
+    plus one, and the bytes of the largest chunk.
     """
     told = struct.pack("<7Q", tokens.start, max(tokens.start, tokens.stop), *origins, layers.start, layers.stop, most)
     return int.from_bytes(hashlib.sha256(told).digest()[:4], "little")
@@ -215,31 +215,32 @@ def chunks(
     layers: range | None = None,
     most: int = MOST,
 ) -> tuple[Chunk, ...]:
-    """The chunks of a message, where a cache has one plane; a `Packer` knows its pool's planes, and has them of any.
+    """The chunks of a message, for a cache with one plane.  For several planes use a `Packer`.
 
     Parameters
     ----------
     made : Resharding
+        The resharding.
     message : Message
         One of its messages.
     tokens : range
         Positions of the sequence.
     origins : (int, int)
-        The position at which the block tables begin, of the source's and of the destination's span.
+        The positions at which the block tables of the source's and of the destination's span begin.
     layers : range, optional
-        Of the model; all if not given.
+        Layers of the model.  Default: all.
     most : int
-        Bytes of the largest chunk, its trailer not counted.
+        Bytes of the largest chunk, without its trailer.
 
     Returns
     -------
     tuple of Chunk
-        None where the message has nothing of these tokens and layers.
+        The chunks; empty if the message has none of these tokens and layers.
 
     Raises
     ------
     BindError
-        A unit that is larger than `most`; tokens, origins or layers that there are not.
+        A unit is larger than `most`, or tokens, origins or layers are out of range.
     """
     require_made(made)
     given: Any = message
@@ -273,7 +274,7 @@ def chunks(
 
 
 def limit_of(most: Any) -> int:
-    """Bytes of the largest chunk; `BindError` if it is no number of them that trailers have."""
+    """Bytes of the largest chunk; `BindError` if it is not a number that fits into a trailer."""
     limit = whole(most)
     if limit is None or not 0 < limit < _LIMIT:
         raise BindError(f"most: expected bytes of a chunk, below 2**32, got {most!r:.200}")
@@ -281,22 +282,23 @@ def limit_of(most: Any) -> int:
 
 
 def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int) -> tuple[Chunk, ...]:
-    """The chunks of a message: equal numbers of whole units, the single tokens in the last one, or behind it.
+    """Cut a message into chunks with equal numbers of whole units.  Single tokens are in the last chunk, or in one after it.
 
     Parameters
     ----------
     message : Message
+        The message.
     parts : Parts
-        Its units and single tokens.
+        Units and single tokens of the message.
     sizes : (int, int)
-        Bytes of a unit and of a single token, where there are some.
+        Bytes of a unit and of a single token.
     most : int
-        Bytes of the largest chunk, its trailer not counted.
+        Bytes of the largest chunk, without its trailer.
 
     Raises
     ------
     BindError
-        `most` is no number of bytes below 2**32, or a unit is larger.
+        `most` is not a number of bytes below 2**32, or a unit is larger.
     """
     limit = limit_of(most)
     counts = parts.units.size, parts.tokens.size

@@ -5,18 +5,17 @@ Only click is imported here before something runs, as for every command.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem
 
-from ..commands import picture_option, shape_option, terminal, write_pictures
+from ..commands import json_option, picture_option, print_json, print_prose, shape_option, write_pictures
 from ..shapes import load_shape
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
-    """Presets; and files, which the shell knows."""
+    """Complete presets here; the shell completes file names."""
     from .presets import PRESETS
 
     found = [CompletionItem(f"{name}:tp") for name in PRESETS if incomplete and name.startswith(incomplete)]
@@ -28,20 +27,20 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 @click.argument("dst", metavar="B", shell_complete=_complete)
 @shape_option()
 @click.option(
-    "--tokens", type=click.IntRange(1, 1 << 40), metavar="N", help="Count bytes for a sequence of so many tokens."
+    "--tokens", type=click.IntRange(1, 1 << 40), metavar="N", help="Also print the bytes of a sequence of this length."
 )
-@click.option("--stripe", is_flag=True, help="Let all source ranks that hold the same send a share each.")
+@click.option("--stripe", is_flag=True, help="Source ranks with the same data send a share each.")
 @click.option(
     "--gather",
     is_flag=True,
-    help="In two steps: destination ranks that hold the same get a share each, and exchange them.",
+    help="Two steps: destination ranks that need the same data get a share each, then exchange shares.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON; with --gather a list of both steps.")
+@json_option("the whole plan; with --gather a list of both steps")
 @picture_option("svg", "a picture")
 def reshard(
     src: str, dst: str, shape_text: str, tokens: int | None, stripe: bool, gather: bool, as_json: bool, svg: Path | None
 ) -> None:
-    """Plan the copy of a cache from engine A to engine B, which spread it differently over their ranks, and prove it.
+    """Plan which rank of engine A sends what to which rank of engine B, and prove that the plan is right.
 
     A and B are placement files (.yaml), or presets: vllm:tp8,pp2,dcp4,nt16  trtllm:tp2,cp4,nt32  sglang:tp4,pp3
     dynamo:tp2,engine=trtllm. SHAPE is of the whole model. Nothing is copied.
@@ -59,13 +58,11 @@ def reshard(
             return
     if as_json:
         found = [report.as_json(one, tokens) for one in made]
-        click.echo(json.dumps(found if gather else found[0], indent=2, ensure_ascii=False))
+        print_json(found if gather else found[0])
         return
-    width = min(terminal().width, 100)
     for number, one in enumerate(made, 1):
         if gather:
             click.echo(f"{'' if number == 1 else chr(10)}Step {number}:")
         click.echo(report.table(one, tokens))
         click.echo()
-        for paragraph in report.explain(one).splitlines():
-            click.echo(click.wrap_text(paragraph, width=width))
+        print_prose(report.explain(one))

@@ -1,4 +1,4 @@
-"""Pools whose elements say where in a sequence they belong, so that either side of a trial can check them by itself."""
+"""Pools whose elements encode their place in a sequence, so that each side of a trial can check them independently."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..wire.protocol import move
 
 __all__ = ["Coded", "Side"]
 
-#: Blocks that are coded, or compared, at a time.
+#: Blocks that are encoded or compared at a time.
 _STAGE = 16
 
-#: What both sides of a trial make the same elements from.
+#: The seed from which both sides of a trial make the same elements.
 _SEED = 16
 
 Words = npt.NDArray[Any]
@@ -31,7 +31,7 @@ Words = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Side:
-    """What one side has.
+    """The configuration of one side.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Side:
     layout : str
         A name, or the path of a file.
     nt : int
-        Tokens of a block.
+        Tokens per block.
     """
 
     engine: str
@@ -50,24 +50,24 @@ class Side:
     nt: int
 
     def __str__(self) -> str:
-        return f"{self.device}, {self.layout}, {self.nt} tokens a block"
+        return f"{self.device}, {self.layout}, {self.nt} tokens per block"
 
     def as_json(self) -> dict[str, Any]:
         return {"host": platform.node(), "device": self.device, "layout": self.layout, "tokens_per_block": self.nt}
 
 
 class Coded:
-    """A pool whose elements say where in the sequence they belong: words of 8 bytes, or what a row divides into.
+    """A pool whose words encode their place in the sequence.  Words have 8 bytes, or fewer if 8 does not divide a row's bytes.
 
     Parameters
     ----------
     side : Side
     shape : BlockShape
-        Of the rank's blocks.
+        Shape of the rank's blocks.
     tokens : int
-        Of the longest sequence.
+        Length of the longest sequence.
     busy : callable
-        Called now and then.
+        Called from time to time during long work.
     """
 
     def __init__(self, side: Side, shape: BlockShape, tokens: int, busy: Callable[[], None]) -> None:
@@ -96,17 +96,17 @@ class Coded:
         self._device = int(side.device.partition(":")[2] or 0) if side.device != "cpu" else -1
 
     def code(self, block: int) -> Words:
-        """What the block with these tokens of the sequence holds, by h, l, o, t and word."""
+        """The correct contents of a block of the sequence, with axes h, l, o, t and word."""
         nt = self.shape.nt
         found: Words = self._place ^ self._token[:, :, :, block * nt : (block + 1) * nt] ^ self._word
         return found
 
     def fill(self) -> None:
-        """The whole sequence."""
+        """Write the whole sequence."""
         self._write(self.code)
 
     def spoil(self) -> None:
-        """Anything but the sequence."""
+        """Write other data than the sequence: every bit is inverted."""
         self._write(lambda block: np.invert(self.code(block)))
 
     def _write(self, code: Callable[[int], Words]) -> None:
@@ -120,7 +120,7 @@ class Coded:
             self._settle()
 
     def wrong(self, tokens: int) -> str:
-        """What differs in the first tokens of the sequence; empty if nothing does."""
+        """Describe the differences in the first `tokens` tokens of the sequence; empty if all are correct."""
         for first in range(0, -(-tokens // self.shape.nt), self._stage.num_blocks):
             table = self.table[first : first + self._stage.num_blocks]
             convert(self.pool, self._stage, table, range(len(table)))

@@ -1,4 +1,4 @@
-"""Sequences cut into chunks, which one rank packs and another unpacks: wire format 1 carried out."""
+"""Cut sequences into chunks, which one rank packs and another unpacks.  Implements wire format 1."""
 
 from __future__ import annotations
 
@@ -26,32 +26,34 @@ __all__ = ["ChunksDone", "Cut"]
 
 
 class Cut:
-    """Some tokens and layers of a sequence, cut into chunks (``docs/wire.md``): what a rank sends to its peers, or gets from them.
+    """The chunks of some tokens and layers of a sequence that a rank sends to its peers, or receives from them.
+
+    ``docs/reference/wire.md`` defines the chunks.
 
     Parameters
     ----------
     packer : Packer
-        Of the rank.
+        The packer of this rank.
     span : Span
-        Of the rank; a rank that sends has a block for each of its tokens.
+        Tokens and blocks of this rank.  A rank that sends needs a block for every token.
     origin : int
-        That of the peers' spans.
+        The origin of the peers' spans.
     layers : range, optional
-        Of the model; all if not given.
+        Layers of the model.  Default: all.
     most : int
-        Bytes of the largest chunk, its trailer not counted: slots have 64 more.
+        Bytes of the largest chunk without its trailer.  Slots need 64 bytes more.
 
     Attributes
     ----------
     chunks : dict of int to tuple of Chunk
-        Peer → its chunks, in order; none where it has nothing of these tokens and layers.  Both sides find the same ones.
+        Peer → its chunks, in order; empty if it has none of these tokens and layers.  Both sides compute the same chunks.
 
     Raises
     ------
     BindError
-        A span that does not fit; a unit that is larger than `most`.
+        The span does not fit, or a unit is larger than `most`.
     PlanError
-        A layout that has no digests.
+        The layout has no digests.
 
     Examples
     --------
@@ -69,7 +71,7 @@ class Cut:
         layers = require_layers(layers, model.nl)
         self._packer = packer
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
-        self._parts: dict[int, list[_Part | None]] = {}  # of units, and of single tokens
+        self._parts: dict[int, list[_Part | None]] = {}  # peer → its units, and its single tokens
         for message, listed in packer.listed(span, origin).items():
             if packer.sends and any((ids < 0).any() for ids in listed.ids):
                 raise BindError(
@@ -87,7 +89,7 @@ class Cut:
         self._mark = mark_of(span.tokens, packer.in_order(span.origin, origin), layers, most)
 
     def trailer(self, peer: int, number: int, *, key: str | bytes, epoch: int = 0) -> Trailer:
-        """What the trailer of a chunk must say, but for the digest, which is 0 here."""
+        """The expected trailer of a chunk, with digest 0."""
         return self._trailer(self._chunk(peer, number), *_identity(key, epoch))
 
     def _trailer(self, chunk: Chunk, key: int, epoch: int) -> Trailer:
@@ -107,24 +109,24 @@ class Cut:
         Parameters
         ----------
         slots : mapping
-            (peer, number of the chunk) → array of at least `Chunk.size` bytes, contiguous, at a multiple of 16, on the pool's GPU
-            or in pinned memory; none shares memory with another one, or with the pool.
+            (peer, number of the chunk) → contiguous array of at least `Chunk.size` bytes, aligned to 16 bytes, on the pool's GPU
+            or in pinned memory.  Slots must not share memory with each other or with the pool.
         key : str or bytes
-            The sequence's name, which both sides know.
+            Name of the sequence, the same on both sides.
         epoch : int
-            Which attempt to send it this is; below 2**64.
+            Number of the attempt to send; below 2**64.
         stream, wait : optional
             As for `Transfer.copy`.
 
         Returns
         -------
         ChunksDone
-            Trailers are there when it is done, and not before: on a GPU it must be asked, or waited for.
+            Trailers are written when it is done.  On a GPU, call its `query` or `synchronize` for that.
 
         Raises
         ------
         BindError
-            Slots that do not fit; a chunk that there is not.  Nothing has been written.
+            A slot does not fit, or there is no such chunk.  Nothing was written.
         """
         jobs, stream = self._jobs(True, slots, key, epoch, stream, wait)
         return ChunksDone(self._packing(jobs, stream, wait))
@@ -144,28 +146,28 @@ class Cut:
         Parameters
         ----------
         slots : mapping
-            (peer, number of the chunk) → array of the `Chunk.size` bytes that came.
+            (peer, number of the chunk) → array with the `Chunk.size` bytes that arrived.
         key, epoch
-            As they were packed with.
+            The values that the chunks were packed with.
         verify : {"after", "before"}
-            ``after``: what is read is digested on its way into the pool: wrong chunks have been written when that shows, into
-            blocks that nobody may read yet.  ``before``: chunks are digested first, and none of the call is written unless all
-            are right: one more read of the slots.  What is written is digested all the same: a slot may have changed meanwhile.
+            ``after``: bytes are digested while they are copied into the pool.  A wrong chunk has then already been written, into
+            blocks that nobody may read yet.  ``before``: all chunks are digested first, and nothing is written unless all are
+            right.  It costs one more read of the slots; the copy is digested as well, as a slot may have changed meanwhile.
         stream, wait : optional
             As for `Transfer.copy`.
 
         Returns
         -------
         ChunksDone
-            Whose `query` and `synchronize` raise `DigestError` where a chunk holds something else than what was sent.
+            Its `query` and `synchronize` raise `DigestError` if a chunk differs from what was sent.
 
         Raises
         ------
         BindError
-            Slots that do not fit; a trailer that is not this chunk's, with the field, what was expected and what came.  Nothing
-            has been written.
+            A slot does not fit, or it has the trailer of another chunk: the message names the field, the expected and the found
+            value.  Nothing was written.
         DigestError
-            On the CPU, where all is done when the call returns.
+            On the CPU, where the call waits: a chunk differs from what was sent.
         """
         given: Any = verify
         if not isinstance(given, str) or given not in ("after", "before"):
@@ -186,7 +188,7 @@ class Cut:
     def _jobs(
         self, sends: bool, slots: Any, key: str | bytes, epoch: int, stream: Any, wait: Any
     ) -> tuple[list[_Job], Any]:
-        """What a call is asked to do, if it can be done: slots that fit, and where they are read, trailers that are right."""
+        """The chunks and slots of a call.  Checks the slots and, if they are read, their trailers."""
         packer = self._packer
         if packer.sends != sends:
             raise BindError(
@@ -233,7 +235,7 @@ class Cut:
 
 
 def _identity(key: str | bytes, epoch: int) -> tuple[int, int]:
-    """What trailers say of a sequence and an attempt."""
+    """The fields of trailers that identify a sequence and an attempt."""
     if (found := whole(epoch)) is None or not 0 <= found < 1 << 64:
         raise BindError(f"epoch: expected a number from 0 to below 2**64, got {epoch!r:.200}")
     if not isinstance(key, str | bytes):
@@ -241,12 +243,12 @@ def _identity(key: str | bytes, epoch: int) -> tuple[int, int]:
     return key_of(key), found
 
 
-#: What a call waits for, step by step; at the end each chunk's digest.
+#: The steps that a call waits for; the result is each chunk's digest.
 _Steps = Generator[Sequence[_core.Done], None, dict[tuple[int, int], int]]
 
 
 class _Job(NamedTuple):
-    """A chunk and its slot; the trailer that it must have, or has."""
+    """A chunk, its slot, and its trailer: the expected one to pack, the found one to unpack."""
 
     peer: int
     chunk: Chunk
@@ -256,14 +258,14 @@ class _Job(NamedTuple):
 
 
 class ChunksDone:
-    """The end of a call of `Cut`: of all its chunks.
+    """The completion of all chunks of one call of `Cut`.
 
-    On a GPU a step that follows another, such as the trailers behind the kernels, begins when the host asks or waits.
+    On a GPU, a step after another one (such as the trailers after the kernels) begins in `query` or `synchronize`.
 
     Attributes
     ----------
     digests : dict of (int, int) to int
-        (Peer, number of the chunk) → its digest, when it is done.
+        (Peer, number of the chunk) → its digest, after the call is done.
     """
 
     def __init__(self, steps: _Steps) -> None:
@@ -276,7 +278,7 @@ class ChunksDone:
             self.query()
 
     def query(self) -> bool:
-        """Whether all is done; raises what was found wrong."""
+        """True if all is done.  Raises the error of a wrong chunk."""
         while not self._is_done:
             waits = self._waits
             if not all(done.query() for done in waits):
@@ -285,7 +287,7 @@ class ChunksDone:
         return self._told()
 
     def synchronize(self) -> None:
-        """Wait on the host until all is done; raises what was found wrong."""
+        """Wait on the host until all is done.  Raises the error of a wrong chunk."""
         while not self._is_done:
             for done in (waits := self._waits):
                 done.synchronize()
@@ -293,7 +295,7 @@ class ChunksDone:
         self._told()
 
     def _go_on(self, waited: tuple[_core.Done, ...]) -> None:
-        """The step behind what was waited for, unless another thread has taken it."""
+        """Begin the next step, unless another thread has begun it."""
         with self._lock:
             if self._is_done or self._waits is not waited:
                 return
@@ -314,7 +316,7 @@ class ChunksDone:
 
 
 class _Part(NamedTuple):
-    """Units, or single tokens, of all chunks of a peer: where their first tokens stand, the rank's ids, and whether some are -1."""
+    """Units or single tokens of all chunks of a peer: positions of their first tokens, the rank's ids, whether some are -1."""
 
     lane: Lane
     positions: Ids
@@ -327,16 +329,16 @@ class _Part(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """Units, or single tokens, of chunks that one launch copies, or digests alone: chunk by chunk.
+    """Units or single tokens of chunks, in the order of chunks, that one launch copies or only digests.
 
     Attributes
     ----------
     base : int
-        Where `cells` count from.
+        The address at which `cells` begin to count.
     jobs : list of (int, int)
-        A chunk, and how many of it.
+        A chunk, and how many of its units or tokens.
     ids : list
-        The rank's, of those that are copied.
+        The rank's ids of those that are copied.
     """
 
     lane: Lane
@@ -349,21 +351,21 @@ class _Launch(NamedTuple):
 
 
 class _Numbers:
-    """Where kernels write digests: given back when nobody has it any more, unless it was not all enqueued."""
+    """Memory for digests of kernels.  It is released with its last reference, unless not all work was enqueued."""
 
     def __init__(self, count: int, on_gpu: bool, copies: int) -> None:
         self._on_gpu, self.is_enqueued = on_gpu, False
         if on_gpu:
-            pinned.release(8 + copies)  # more of older ones than there will be new ones
+            pinned.release(8 + copies)  # release more old ones than new ones are created
         self.memory: npt.NDArray[np.uint64] = pinned.take(count) if on_gpu else np.zeros(count, np.uint64)
 
     def __del__(self) -> None:
-        if self._on_gpu and self.is_enqueued:
+        if self._on_gpu and self.is_enqueued and pinned is not None:  # None: the interpreter is shutting down
             pinned.give(self.memory)
 
 
 class _Work:
-    """Copies of chunks that are digested on their way, or digests of slots alone: one launch for all chunks of a kind."""
+    """Copies of chunks with digests, or only digests of slots: one launch for all chunks of a kind."""
 
     def __init__(self, of: Cut, jobs: Sequence[_Job], copies: bool, stream: Any, wait: Any) -> None:
         self._packer = packer = of._packer
@@ -389,7 +391,7 @@ class _Work:
                     lane, positions, ids = part.lane, part.positions[some.start : some.stop], part.ids[some.start : some.stop]
                     base, cells = packer.cells(at, lane.nbytes, len(some))
                     add(lane, base, number, positions, cells, ids if copies else None)
-                    # What has no block is not copied, and belongs to the digest all the same.
+                    # Tokens without a block are not copied, but the digest includes them.
                     if copies and part.has_holes and (holes := np.flatnonzero(ids < 0)).size:
                         add(lane, base, number, positions[holes], cells[holes], None)
                     at += len(some) * lane.nbytes
@@ -403,13 +405,13 @@ class _Work:
             try:
                 done = self._enqueue(launch, out, stream, wait, (packer, jobs, self._found))
             except BaseException:
-                for begun in self.dones:  # who is told that it failed uses the slots for something else
+                for begun in self.dones:  # after the error the caller may reuse the slots
                     with suppress(Exception):
                         begun.synchronize()
                 raise
             self.dones.append(done)
             if self._on_gpu:
-                pinned.watch(done)  # whoever drops it
+                pinned.watch(done)  # whoever drops the last reference
             out += 8 * sum(size for _, size in launch.jobs)
         self._found.is_enqueued = True
 
@@ -426,7 +428,7 @@ class _Work:
         return route.copy_digested(pairs, positions, out, self._on_gpu, (0, 0), stream, wait, keep)
 
     def digests(self) -> list[int]:
-        """Of each chunk, once all is done."""
+        """The digest of each chunk, after all is done."""
         found, at = [0] * self._jobs, 0
         for launch in self._launches:
             for number, size in launch.jobs:
@@ -443,7 +445,7 @@ _Bytes = ctypes.c_char * TRAILER
 
 
 class _Trailers:
-    """The last bytes of chunks in their slots, where the host reads and writes them, beside whatever runs on streams."""
+    """The trailers of chunks in their slots.  The host reads and writes them, independent of streams."""
 
     def __init__(self, device: int, jobs: Sequence[_Job]) -> None:
         self._places = [job.slot.address + job.chunk.nbytes for job in jobs]
@@ -460,7 +462,7 @@ class _Trailers:
     def write(self, told: Sequence[bytes]) -> None:
         if self._device < 0:
             for at, data in zip(self._places, told, strict=True):
-                _Bytes.from_address(at).raw = data  # memmove would let go of Python's lock for it
+                _Bytes.from_address(at).raw = data  # memmove would release Python's lock for it
             return
         with self._staged() as (memory, addresses):
             memory[: 8 * len(told)] = np.frombuffer(b"".join(told), np.uint64)

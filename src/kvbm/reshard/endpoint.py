@@ -1,4 +1,4 @@
-"""Endpoints: one rank of an engine, its pools and its wire; cards, what two engines must have in common, and the thread."""
+"""Endpoints: one rank of an engine with its pools, its wire and a thread; cards, by which two engines compare themselves."""
 
 from __future__ import annotations
 
@@ -33,54 +33,55 @@ __all__ = ["Endpoint"]
 _VERSION = 1
 _MOST_CARD = 1 << 20
 
-#: Seconds that the thread sleeps: while something is under way, and while nothing is, or has not been for so many rounds.
+#: Seconds that the thread sleeps: while transfers run, and while none does or nothing has happened for many rounds.
 _SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
 
-#: Rounds in which nothing was done before it sleeps at all: what comes next mostly comes at once.
+#: Rounds without work before the thread sleeps at all: the next work mostly comes at once.
 _AT_ONCE = 20
 
-#: Seconds that it sleeps at most where the wire wakes it: what is said again, and deadlines, may be so late.
+#: Most seconds of sleep if the wire wakes the thread: repeated notes and deadlines may be late by this much.
 _TOLD = 10e-3
 
-#: Seconds after which a peer that could not be dropped is dropped again: that keeps the thread for as long as the wire says.
+#: Seconds until the thread tries again to drop a peer.  An attempt blocks the thread for as long as the wire's time limit.
 _DROPS = 30.0
 
-#: Seconds that `close` waits for what is under way, and for peers to be dropped.
+#: Seconds that `close` waits for transfers to end, and for peers to be dropped.
 _CLOSING = 6.0
 
 
 class Endpoint:
-    """A rank of an engine, which sends and receives sequences.
+    """One rank of an engine.  It sends and receives sequences.
 
     Parameters
     ----------
     engine : str
-        The engine's name; its ranks have one.
+        Name of the engine; all its ranks use the same.
     placement : Placement or mapping
-        What the ranks hold; or group → (placement, pool) where a rank has several pools (full attention, sliding window, a
-        draft model).
+        The engine's placement.  For several pools per rank (full attention, sliding window, a draft model): a mapping of group to
+        (placement, pool).
     rank : int
+        This rank.
     pool : Pool, optional
-        The rank's, where there is one placement.
+        The rank's pool; only with a single placement.
     wire : Wire
-        Of this process; the endpoint registers its ring with it and uses it alone.
+        A wire of this process.  The endpoint registers its ring with it; nothing else may use it.
     model : str
-        What tells models of one shape apart: name, revision, adapter. Both sides must say the same.
+        A text that identifies the model: name, revision, adapter.  It must be the same on both sides.
     incarnation : str
-        What tells one start of the engine from another: all its ranks say the same, such as a job's number.
+        A text that identifies this start of the engine, such as a job number.  It must be the same on all ranks of the engine.
     chunk_bytes : int
-        Of the largest chunk.
+        Bytes of the largest chunk.
     ring_bytes : int
-        Of registered memory, on the pools' device: half of it for what goes, half for what comes.
+        Bytes of registered memory on the device of the pools: half to send, half to receive.
     slots : int, optional
-        Each way, in place of what `ring_bytes` has room for.
+        Number of slots in each direction.  Default: as many as `ring_bytes` has room for.
     max_sms : int, optional
         Multiprocessors that kernels may use.
 
     Raises
     ------
     BindError
-        Pools that do not fit, or lie on several devices; a ring without room for a chunk each way.
+        Pools do not fit or lie on several devices, or the ring has no room for one chunk in each direction.
 
     Examples
     --------
@@ -125,7 +126,7 @@ class Endpoint:
         self.engine, self.rank, self.groups, self.wire, self.model = engine, rank, groups, wire, model
         [self._world], [device] = worlds, devices
         self.max_sms = max_sms
-        self.stream: Any = None if device == "cpu" else 2  # the thread's own
+        self.stream: Any = None if device == "cpu" else 2  # the stream of the thread
         self.incarnation = incarnation
         if (whole(chunk_bytes) or 0) < 1 or (whole(ring_bytes) or 0) < 1:
             raise BindError(
@@ -138,20 +139,20 @@ class Endpoint:
         wire.register(self.ring.slab)
         self._card = self._written(wire.card())
         self._links: list[Link] = []
-        self._past: dict[str, Counter[str]] = {}  # of links that are closed
+        self._past: dict[str, Counter[str]] = {}  # counters of closed links
         self.siblings: Link | None = None
-        self._by_peer: dict[str, Link | None] = {}  # None: of a link that is closed
+        self._by_peer: dict[str, Link | None] = {}  # None: the link is closed
         self.dropping: dict[str, Link] = {}
-        self._drop_at: dict[str, float] = {}  # of peers that could not be dropped: when it is tried again
+        self._drop_at: dict[str, float] = {}  # peers that could not be dropped → time of the next attempt
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
-        self._is_told = hasattr(wire, "on_news")  # who polls keeps Python's lock from those that work
+        self._is_told = hasattr(wire, "on_news")  # polling would take Python's lock from threads that work
         if hasattr(wire, "on_news"):
             wire.on_news(self._wake.set)
         self._lock, self._is_over = threading.Lock(), False
         self._is_closed, self._broken = False, ""
         self._closing, self._is_released = threading.Lock(), False
-        self._clock: int | None = None  # of the thread's processor time, while it runs
+        self._clock: int | None = None  # clock id of the thread's CPU time, while it runs
         self._used = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvbm {engine}/{rank}", daemon=True)
         self._thread.start()
@@ -159,7 +160,7 @@ class Endpoint:
     # ---- cards -----------------------------------------------------------------------------------------------------
 
     def card(self) -> bytes:
-        """What the ranks of another engine need to meet this one: JSON, some KB; it gives access to the ring."""
+        """The card of this rank, which ranks of another engine pass to `meet`: JSON, some KB.  It gives access to the ring."""
         return self._card
 
     def _written(self, of_wire: bytes) -> bytes:
@@ -180,30 +181,30 @@ class Endpoint:
         return json.dumps(held).encode()
 
     def join(self, cards: Iterable[bytes]) -> Link:
-        """Connect to the ranks of this engine that hold the same as this one, before `meet(…, gather=True)`.
+        """Connect to the ranks of this engine that hold the same as this one.  Call it before `meet(…, gather=True)`.
 
         Parameters
         ----------
         cards : iterable of bytes
-            Of all ranks of this engine, this one's among them.
+            The cards of all ranks of this engine, including this one.
 
         Returns
         -------
         Link
-            Whose `stats` are those of what they pass on to each other.
+            A link to these ranks.  Its `stats` count what the ranks pass on to each other.
 
         Raises
         ------
         BindError
-            As `meet`; it was called before.
+            As `meet`; also if it was called before.
         """
         title = f"{self.engine} rank {self.rank}: join"
         found = self._read(cards, title)
         _require_alike(found, title)
         if _Card(self._card).wire not in [one.wire for one in found]:
-            raise BindError(f"{title}: expected this rank's own card among the others, got those of {found[0].engine}")
+            raise BindError(f"{title}: expected the cards of this engine, including this rank's, got those of {found[0].engine}")
         if self.siblings is not None:
-            raise BindError(f"{title}: it was called before")
+            raise BindError(f"{title}: expected one call, got a second one; use the link that the first call returned")
         among: dict[str, Resharding | KvbmError] = {}
         for name, (place, pool) in self.groups.items():
             where = cuts_of([pool])
@@ -212,27 +213,29 @@ class Endpoint:
         return self.siblings
 
     def meet(self, cards: Iterable[bytes], *, stripe: bool = False, gather: bool = False) -> Link:
-        """Connect to the ranks of another engine: compare, plan and prove both ways.
+        """Connect to the ranks of another engine.  Compares the two engines; plans and proves the copies in both directions.
 
         Parameters
         ----------
         cards : iterable of bytes
-            Of all its ranks, in any order.
+            The cards of all ranks of the other engine, in any order.
         stripe : bool
-            As for `plan`; both sides alike.
+            As for `plan`.  Both sides must pass the same value.
         gather : bool
-            Where ranks of the receiving engine hold the same, each gets a share of the layers, and they pass it on to each other:
-            what goes between the engines goes once.  Both sides alike; who receives calls `join` before.
+            If ranks of the receiving engine hold the same, each receives a share of the layers, and they pass it on to each other.
+            So every byte is sent once between the engines.  Both sides must pass the same value; the receiving side calls `join`
+            before.
 
         Returns
         -------
         Link
+            The link to the other engine.
 
         Raises
         ------
         BindError
-            A card that is none, or of another version; ranks that are missing or there twice; incarnations that differ; another
-            model; other planes or groups.
+            A card is not valid or of another version, a rank is missing or given twice, or incarnation, model, planes or groups
+            differ.
         PlanError
             The two engines hold different models.
         """
@@ -241,10 +244,10 @@ class Endpoint:
         title = f"{self.engine} rank {self.rank} ↔ {first.engine}"
         _require_alike(found, title)
         if first.model != self.model:
-            raise BindError(f"{title}: model: {self.model!r} here and {first.model!r} there; expected the same")
+            raise BindError(f"{title}: model: {self.model!r} here and {first.model!r} on the other side; expected the same")
         if set(first.groups) != set(self.groups):
             raise BindError(
-                f"{title}: groups: {sorted(self.groups)} here and {sorted(first.groups)} there; expected the same"
+                f"{title}: groups: {sorted(self.groups)} here and {sorted(first.groups)} on the other side; expected the same"
             )
         outgoing: dict[str, Resharding | KvbmError] = {}
         incoming: dict[str, Resharding | KvbmError] = {}
@@ -253,7 +256,7 @@ class Endpoint:
             theirs, planes, cuts = first.groups[name]
             ours = cuts_of([pool])
             if planes != _planes(pool):
-                raise BindError(f"{title}: planes: {_planes(pool)} here and {planes} there; expected the same")
+                raise BindError(f"{title}: planes: {_planes(pool)} here and {planes} on the other side; expected the same")
             for plans, ends, where in (
                 (outgoing, (mine, theirs), (ours, cuts)),
                 (incoming, (theirs, mine), (cuts, ours)),
@@ -315,7 +318,7 @@ class Endpoint:
     # ---- the thread ------------------------------------------------------------------------------------------------
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Let the thread call something."""
+        """Make the endpoint's thread call a function."""
         with self._lock:
             if self._is_closed or self._broken or self._is_over:
                 raise BindError(
@@ -325,7 +328,7 @@ class Endpoint:
         self._wake.set()
 
     def call(self, call: Callable[[], Any]) -> Any:
-        """Let the thread call something, and return what it returns, or raise what it raises."""
+        """Make the endpoint's thread call a function; return its result, or raise its error."""
         found: dict[str, Any] = {}
         ended = threading.Event()
 
@@ -346,7 +349,7 @@ class Endpoint:
         return found["value"]
 
     def _run(self) -> None:
-        quiet = 0  # rounds in which nothing was done
+        quiet = 0  # rounds without work
         sleep_exactly()
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
@@ -359,11 +362,11 @@ class Endpoint:
                 if self._is_told and (is_idle or self.ring.device == "cpu"):
                     self._wake.wait(_TOLD)
                 elif quiet < _ROUNDS and not is_idle:
-                    time.sleep(_SHORT if quiet > _AT_ONCE else 0)  # 0: lets go of Python's lock
+                    time.sleep(_SHORT if quiet > _AT_ONCE else 0)  # 0: only releases Python's lock
                 else:
                     self._wake.wait(_LONG)
                 self._wake.clear()
-        except Exception as error:  # the thread's end is the end of all its links
+        except Exception as error:  # if the thread ends, all its links fail
             self._broken = f"{type(error).__name__}: {error}"
         finally:
             self._used, self._clock = time.thread_time(), None
@@ -378,18 +381,18 @@ class Endpoint:
                     why = self._broken or "the endpoint was closed"
                     handle.fail(TransferError(f"{link.title}: {handle.what} {handle.key!r}: {why}"))
                     handle.settle()
-            if self._broken:  # peers are to see that it is no more
+            if self._broken:  # peers must notice that this endpoint is gone
                 with contextlib.suppress(Exception):
                     self.wire.close()
 
     @property
     def is_over(self) -> bool:
-        """Whether the thread does nothing more but end what is under way."""
+        """True if the thread only ends the running transfers."""
         return self._is_over
 
     def _step(self) -> bool:
         busy = False
-        notes = self.wire.poll()  # first: a call that came before a note begins before it is heard
+        notes = self.wire.poll()  # poll first: a call that was submitted before a note arrived runs before the note is handled
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -416,12 +419,12 @@ class Endpoint:
                 continue
             try:
                 self.wire.drop(peer)
-            except TransferTimeoutError:  # it may still write: its slots wait, and the others do not
+            except TransferTimeoutError:  # the peer may still write: only its slots stay reserved
                 self._drop_at[peer] = time.monotonic() + _DROPS
             else:
                 del self.dropping[peer]
                 link.dropped(peer)
-            break  # it may have taken a while, in which nothing else went on
+            break  # it may have taken long, and nothing else was done meanwhile
         for link in [one for one in self._links if one.is_closed and one.is_idle]:
             if self.dropping.keys().isdisjoint(link.peers):
                 with self._lock:
@@ -433,12 +436,12 @@ class Endpoint:
     def close(self) -> None:
         """End all links, and release the ring.
 
-        It may be called again, and must be after an error.
+        It may be called again.  After an error it must be called again.
 
         Raises
         ------
         TransferTimeoutError
-            A peer may still write to the ring, which is not released; or the wire still waits for one.
+            The ring was not released, because a peer may still write to it, or the wire still waits for a peer.
         """
         with self._closing:
             if self._is_released:
@@ -469,11 +472,11 @@ class Endpoint:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Links to other engines, without closed ones of which nothing is under way."""
+        """Links to other engines, without closed links that have no running transfers."""
         return tuple(self._links)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """By engine, what `Link.stats` counts of all links to it, closed ones among them."""
+        """Engine → the sums of `Link.stats` of all links to it, including closed ones."""
         with self._lock:
             found = {engine: Counter(counts) for engine, counts in self._past.items()}
             for link in self._links:
@@ -482,9 +485,9 @@ class Endpoint:
 
     @property
     def cpu_seconds(self) -> float:
-        """What the endpoint's thread has used of a processor; on hosts it packs and unpacks, too."""
+        """CPU seconds that the endpoint's thread has used.  For pools in host memory it also packs and unpacks."""
         if (clock := self._clock) is not None:
-            with contextlib.suppress(OSError):  # it has ended since
+            with contextlib.suppress(OSError):  # the thread has ended meanwhile
                 return time.clock_gettime(clock)
         return self._used
 
@@ -499,7 +502,7 @@ class Endpoint:
 
 
 class _Card:
-    """A card of another rank, of which nothing is believed before it was looked at."""
+    """A card of another rank.  All of it is checked."""
 
     def __init__(self, card: Any) -> None:
         if not isinstance(card, bytes) or len(card) > _MOST_CARD:
@@ -558,7 +561,7 @@ class _Card:
 
 
 def _require_alike(cards: list[_Card], title: str) -> None:
-    """They are of one engine, a card of each of its ranks."""
+    """Raise `BindError` unless the cards are of one engine, one per rank."""
     first = cards[0]
     for one in cards:
         for name in ("engine", "incarnation", "world", "model", "groups_text"):
@@ -574,13 +577,13 @@ def _require_alike(cards: list[_Card], title: str) -> None:
             sorted({one for one in ranks if ranks.count(one) > 1}),
         )
         raise BindError(
-            f"{title}: expected a card of each of {first.world} ranks; missing {missing}, twice {twice}"
+            f"{title}: expected one card of each of {first.world} ranks; missing {missing}, twice {twice}"
         )
 
 
 @functools.lru_cache(64)
 def _placement(text: str, model: str, engine: str) -> Placement:
-    """What a card says; all cards of an engine say the same."""
+    """The placement in a card.  All cards of an engine contain the same."""
     return Placement.parse(text, load_shape(model), file=f"card of {engine}", name=engine)
 
 
@@ -589,5 +592,5 @@ def _refuse(expected: str, got: str) -> NoReturn:
 
 
 def _planes(pool: Pool) -> str:
-    """What a pool holds, in whatever layout."""
+    """The planes that a pool holds, independent of its layout."""
     return ", ".join(sorted({f"{plane.name} {plane.dtype}" for plane in pool.layout.planes})) or pool.shape.dtype

@@ -1,6 +1,6 @@
-"""What goes to one peer of one `send`, and what comes from one peer to one `receive`: states, and what each note does to them.
+"""State machines of transfers: one per peer of a `send` (`Outflow`) or of a `receive` (`Inflow`), driven by notes.
 
-Only the endpoint's thread is in here.  Everything that may be lost is said again by `tick`; everything may come twice.
+Only the endpoint's thread runs this code.  `tick` repeats every note that may have been lost, so every note may arrive twice.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Inflow", "Outflow"]
 
-#: Seconds after which a note is said again, at first; doubled up to the last.
+#: Seconds until a note is repeated: the first, doubled each time up to the last.
 AGAIN = (0.1, 1.0)
 
-#: How often a chunk that came wrong is sent again.
+#: How often a wrong chunk is sent again.
 TRIES = 2
 
-#: Chunks of one peer that may be under way at a time: the fewest, and the most where they take less than so many bytes.
+#: Limits of chunks of one peer in transit: the smallest, and the largest while they have less than so many bytes.
 WINDOW, MOST_WINDOW, WINDOW_BYTES = 4, 32, 2 << 20
 
 
 class _Repeat:
-    """When to say something again."""
+    """The times at which a note is repeated."""
 
     def __init__(self) -> None:
         self.reset()
@@ -55,7 +55,7 @@ class _Repeat:
 
 
 class _Packed:
-    """A chunk in a slot of the sender, or in one that the receiver lends (-1): being packed, on its way, or there."""
+    """A chunk in a slot of the sender, or in a slot that the receiver lends (-1): being packed, in transit, or arrived."""
 
     def __init__(self, grant: Grant, slot: int) -> None:
         self.grant, self.slot = grant, slot
@@ -66,15 +66,16 @@ class _Packed:
 
 
 class Outflow:
-    """What goes to one peer of one `send`.
+    """The part of a `send` for one peer.
 
     Attributes
     ----------
     sending : Sending
+        The handle of the transfer.
     number : int
-        The sender's, of what goes to this peer.
+        The sender's number of this flow.
     is_over : bool
-        Nothing of it is under way, and nothing more will be said of it, but in answer.
+        True if nothing is in transit, and no more notes are sent except answers.
     """
 
     def __init__(self, link: Link, sending: Sending, peer: str, rank: int, number: int, offer: Offer) -> None:
@@ -82,7 +83,7 @@ class Outflow:
         self.offer = offer
         self.arrival = 0
         self.is_over = False
-        self._stop: Stop | None = None  # what is said once nothing is under way
+        self._stop: Stop | None = None  # sent when nothing is in transit
         self._answers = False  # the receiver stopped, and waits for an answer
         self._is_told = self._is_lost = False
         self._cut: Cut | None = None
@@ -102,7 +103,7 @@ class Outflow:
                 self.link.say(self.peer, Stopped(self.number, note.arrival, True))
             return
         if self.arrival and note.arrival != self.arrival:
-            return  # of an earlier receive, of which a stop is on its way
+            return  # from an earlier receive, which has sent a stop
         if self._cut is None:
             try:
                 self._begin(note)
@@ -117,7 +118,7 @@ class Outflow:
         for grant in note.grants:
             packed = self._packed.get(grant.serial)
             if packed is not None and packed.is_told:
-                if time.monotonic() > packed.told_at + AGAIN[0] / 2:  # before that it is on its way
+                if time.monotonic() > packed.told_at + AGAIN[0] / 2:  # until then the note may be in transit
                     self._tell(packed)
             elif packed is None and grant.serial > self._last:
                 self._wanted.append(grant)
@@ -130,29 +131,29 @@ class Outflow:
                 f"{link.title}: {self.peer} has another plan: both sides need the same kvbm, placements and options"
             )
         if not span.tokens.start <= note.tokens.start < note.tokens.stop <= span.tokens.stop:
-            raise BindError(f"{link.title}: {self.peer} wants tokens {note.tokens}, of {span.tokens} that there are")
+            raise BindError(f"{link.title}: {self.peer} wants tokens {note.tokens}, expected some of {span.tokens}")
         self.arrival = note.arrival
         self._cut = link.cut(self.sending, self.offer.group, note.tokens, note.origin, self.offer.layers, sends=True)
 
     def stopped(self, note: Stop) -> None:
-        """The receiver takes no more."""
+        """The receiver has stopped."""
         if self.is_over:
             self.link.say(self.peer, Stopped(self.number, note.arrival, True))
             return
         self.arrival = self.arrival or note.arrival
         self._answers = True
         kind = DigestError if note.is_digest else TransferError
-        self.sending.fail(kind(f"{self.link.title}: {self.peer} takes no more of {self.sending.key!r}: {note.why}"))
+        self.sending.fail(kind(f"{self.link.title}: {self.peer} has stopped receiving {self.sending.key!r}: {note.why}"))
 
     def answered(self) -> None:
-        """The receiver knows that it comes to nothing."""
+        """The receiver has confirmed the stop."""
         if self._stop is not None and not self._packed:
             self.is_over = True
 
     def finished(self, note: Done) -> None:
-        if self.is_over or self.arrival not in (0, note.arrival):  # 0: nothing of it was wanted
+        if self.is_over or self.arrival not in (0, note.arrival):  # 0: the receiver never wanted it
             return
-        if not self.uses_no_pool:  # of what has not been sent: it is asked for again
+        if not self.uses_no_pool:  # the note cannot belong to chunks that are still being packed: it is repeated
             return
         self.is_over = True
         for serial in list(self._packed):
@@ -170,7 +171,7 @@ class Outflow:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def fail(self, error: KvbmError) -> None:
-        """End it from this side: the receiver is told when nothing is under way."""
+        """End the flow from this side.  The receiver is told when nothing is in transit."""
         if not self.is_over and self._stop is None:
             self._stop = Stop(self.number, self.arrival, isinstance(error, DigestError), True, str(error))
             self._wanted.clear()
@@ -182,11 +183,11 @@ class Outflow:
 
     @property
     def uses_no_pool(self) -> bool:
-        """Whether no kernel of it reads the pool."""
+        """True if no kernel of this flow reads the pool."""
         return all(_is_done(packed.done) for packed in self._packed.values())
 
     def tick(self, now: float) -> bool:
-        """Go on; whether something was done."""
+        """Advance the flow.  True if something was done."""
         if self._is_lost:
             for serial in [one for one, packed in self._packed.items() if _is_done(packed.done)]:
                 self._forget(serial)
@@ -205,10 +206,10 @@ class Outflow:
                 self._is_told = True
                 self._stops += 1
                 self.link.say(self.peer, self._stop)
-                self.is_over = self._stops > 8  # a peer that is there would have answered
+                self.is_over = self._stops > 8  # a live peer would have answered
         elif all(one.is_told for one in self._packed.values()) and self._again.is_due(
             now
-        ):  # what was answered may be lost
+        ):  # the answer may have been lost
             self.link.count("notes_again")
             self._say_offer()
         return busy
@@ -217,11 +218,13 @@ class Outflow:
         self.link.say(self.peer, replace(self.offer, age=time.monotonic() - self.sending.began))
 
     def _pack(self) -> bool:
+        """Pack wanted chunks: first a single one, so that it is sent soon, then more per call."""
         busy = False
         while self._wanted and not self._stop and not self._answers:
             arrays: dict[tuple[int, int], Array] = {}
             taken: list[_Packed] = []
-            while self._wanted and len(taken) < self.link.ring.together:
+            most = min(self.link.ring.together, 1 + len(self._digests) + len(self._packed))
+            while self._wanted and len(taken) < most:
                 at = self.rank, self._wanted[0].chunk
                 if at in arrays or (slot := self._slot(self._wanted[0])) is None:
                     break
@@ -245,12 +248,13 @@ class Outflow:
             for packed in taken:
                 packed.done = done
                 self._packed[packed.grant.serial] = packed
-            for packed in taken:
-                self._go_on(packed.grant.serial, packed)  # where it is packed already it travels while the next one is packed
+            # Packed chunks are sent while the next ones are packed.  If they are not packed yet, `tick` continues with other flows.
+            if sum(self._go_on(packed.grant.serial, packed) for packed in taken) < len(taken):
+                break
         return busy
 
     def _slot(self, grant: Grant) -> tuple[int, Array] | None:
-        """Where a chunk is packed: a slot of this side, or -1, and its memory; None where it must wait, or all of it has failed."""
+        """The slot for a chunk (this side's, or -1) and its memory; None if it must wait, or if the transfer has failed."""
         ring = self.link.ring
         try:
             chunk = self._chunk(grant.chunk)
@@ -319,13 +323,13 @@ class Outflow:
             self.link.ring.give(packed.slot)
 
     def _give_back(self, packed: _Packed) -> None:
-        """What was packed into the receiver's memory is not written any more."""
+        """End the loan of the receiver's memory: it is no longer written."""
         if packed.is_on_loan:
             packed.is_on_loan = False
             self.link.give_back(self.peer)
 
     def release(self) -> None:
-        """At the end: wait for what is being packed, and give back all loans."""
+        """At the end: wait for running kernels, and end all loans."""
         for packed in self._packed.values():
             with contextlib.suppress(Exception):
                 packed.done.synchronize()
@@ -333,25 +337,25 @@ class Outflow:
 
 
 class _Coming:
-    """A chunk that may come: granted, fetched, or being unpacked."""
+    """An expected chunk: granted, being fetched, or being unpacked."""
 
     def __init__(self, grant: Grant, slot: int) -> None:
         self.grant, self.slot = grant, slot
         self.op: Op | None = None
         self.done: ChunksDone | None = None
         self.is_here = False
-        self.is_alone = False  # it shares no call with others, which would fail with it
+        self.is_alone = False  # True: unpacked in a separate call, so that other chunks do not fail with it
 
 
 class Inflow:
-    """What comes from one peer to one `receive`: one offer of it.
+    """The part of a `receive` from one peer, for one offer.
 
     Attributes
     ----------
     began : float
-        When its sending began, at the latest: the note's way is not known.
+        Latest possible start of the sending, as the delay of the note is unknown.
     is_over : bool
-        Nothing of it is under way, and no slot waits for it.
+        True if nothing is in transit, and no slot is reserved.
     """
 
     def __init__(
@@ -365,7 +369,7 @@ class Inflow:
         self._coming: dict[int, _Coming] = {}
         self._tries: Counter[int] = Counter()
         self.digests: dict[int, int] = {}
-        self._turn, self._is_lost = 0, False
+        self._turn, self._is_ending = 0, False
         self._serials = itertools.count(1)
         self._stopping: Stop | None = None
         self._again = _Repeat()
@@ -375,7 +379,7 @@ class Inflow:
     # ---- notes -----------------------------------------------------------------------------------------------------
 
     def offered(self) -> None:
-        """The offer came again: what was answered was lost."""
+        """The offer was repeated: the answer was lost."""
         if self.is_done:
             self._say_done()
         elif self._stopping is None and self._turn:
@@ -397,7 +401,7 @@ class Inflow:
         self._again.reset()
 
     def stopped(self, note: Stop) -> None:
-        """The sender gives up; none of its puts is under way."""
+        """The sender has given up.  None of its puts is running."""
         self.link.say(self.peer, Stopped(note.sending, note.arrival, False))
         if self.is_over:
             return
@@ -405,13 +409,13 @@ class Inflow:
         self._end()
         kind = DigestError if note.is_digest else TransferError
         if not is_left:
-            self.arrival.fail(kind(f"{self.link.title}: {self.peer} sends no more of {self.arrival.key!r}: {note.why}"))
+            self.arrival.fail(kind(f"{self.link.title}: {self.peer} has stopped sending {self.arrival.key!r}: {note.why}"))
 
     def answered(self) -> None:
-        """The sender has stopped: none of its puts is under way."""
+        """The sender has confirmed the stop.  None of its puts is running."""
         if self._stopping is not None:
             self._end()
-        elif not self.is_done:  # it knows nothing of what is wanted
+        elif not self.is_done:  # the sender does not know this request
             is_left = self.link.leaves(self)
             self._end()
             if not is_left:
@@ -420,7 +424,7 @@ class Inflow:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def fail(self, error: KvbmError) -> None:
-        """Take no more: the sender is told, and slots that it may still write wait for its answer."""
+        """Stop receiving: tell the sender.  Slots that it may still write stay reserved until it answers."""
         if self.is_over or self._stopping is not None:
             return
         if self.is_done:
@@ -433,26 +437,26 @@ class Inflow:
         self.link.say(self.peer, self._stopping)
 
     def lost(self) -> None:
-        """The peer was dropped: nothing of it lands any more."""
-        self._is_lost = True
+        """The peer was dropped and can no longer write."""
+        self._is_ending = True
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no chunk of it has been unpacked, or is being."""
+        """True if no chunk was unpacked or is being unpacked."""
         return not self.digests and not self.is_done and all(coming.done is None for coming in self._coming.values())
 
     @property
     def uses_no_pool(self) -> bool:
-        """Whether no kernel of it writes the pool."""
+        """True if no kernel of this flow writes the pool."""
         return all(coming.done is None or _is_done(coming.done) for coming in self._coming.values())
 
     def tick(self, now: float) -> bool:
-        """Go on; whether something was done."""
-        if self._is_lost:
+        """Advance the flow.  True if something was done."""
+        if self._is_ending:
             self._end()
             return False
         news = self._stopping is None and not self.is_done and self._grant()
-        if news:  # before what came is unpacked, so that more travels meanwhile
+        if news:  # before unpacking, so that more chunks are sent meanwhile
             self._say_wants()
         busy = news
         if self._stopping is None and self.link.ring.together > 1:
@@ -471,7 +475,7 @@ class Inflow:
         return busy
 
     def release(self) -> None:
-        """At the end: wait for what is being unpacked."""
+        """At the end: wait for running kernels."""
         for coming in self._coming.values():
             if coming.done is not None:
                 with contextlib.suppress(Exception):
@@ -482,7 +486,7 @@ class Inflow:
         ring = self.link.ring
         window = min(max(WINDOW, 2 * self.link.ring.together, WINDOW_BYTES // ring.slot_bytes), MOST_WINDOW)
         away = sum(not one.is_here for one in self._coming.values())
-        if away > window // 2:  # some at a time: a note each time
+        if away > window - window // 4:  # several per note
             return False
         while self._todo and away < window and len(self._coming) < min(2 * window, MOST_GRANTS):
             slot = ring.take(sends=False)
@@ -526,7 +530,7 @@ class Inflow:
         except (DigestError, BindError) as error:
             if coming.is_alone:
                 self._wrong(serial, coming, error)
-            else:  # which of them it is shows when each is unpacked by itself
+            else:  # unpack each separately to find the wrong one
                 coming.is_alone, coming.done = True, None
             return True
         self.digests[coming.grant.chunk] = coming.done.digests[self.rank, coming.grant.chunk]
@@ -543,7 +547,7 @@ class Inflow:
         return self._cut.unpack(slots, key=arrival.key, epoch=arrival.number, verify=arrival.verify, **arrival.order)
 
     def _unpack_some(self) -> None:
-        """Unpack chunks that are there by one call; if one of them is wrong, each by itself."""
+        """Unpack the arrived chunks in one call; if one is wrong, each in a separate call."""
         ready = [one for one in self._coming.values() if one.is_here and not (one.op or one.done or one.is_alone)]
         some = ready[: self.link.ring.together]
         if len(some) < 2:
@@ -577,7 +581,7 @@ class Inflow:
 
     @property
     def answer(self) -> Done | None:
-        """What there is to say of it when it is over."""
+        """The answer to the sender after the flow has ended."""
         total = sum(self.digests.values()) % (1 << 64)
         return Done(self.offer.sending, self.arrival.number, total) if self.is_done else None
 
@@ -586,7 +590,7 @@ class Inflow:
             self.link.say(self.peer, answer)
 
     def _quarantine(self) -> None:
-        """Slots that the sender was granted, and may still write."""
+        """Keep the slots reserved that the sender may still write."""
         for coming in self._coming.values():
             if not coming.is_here and not self.offer.pulls:
                 self.link.ring.quarantined.add((self.peer, coming.slot))
@@ -597,12 +601,13 @@ class Inflow:
         self.link.ring.give(coming.slot)
 
     def _end(self) -> None:
-        """Nothing of the sender is under way: all slots are free."""
+        """Nothing of the sender is under way: free all slots, at once or when what this side does with them has ended."""
+        self._is_ending = True  # nothing more is granted, or unpacked
         for serial, coming in list(self._coming.items()):
             if coming.op is not None and not _is_done(coming.op):
                 continue  # a get still writes it
             if coming.done is not None and not _is_done(coming.done):
-                continue  # its slot is still read; `tick` frees it
+                continue  # a kernel still reads its slot; `tick` frees it
             self._free(serial)
         self.is_over = not self._coming
 

@@ -1,4 +1,4 @@
-"""The ends of transfers: what `send` and `receive` return."""
+"""Handles of transfers, which `send` and `receive` return."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Arrival", "Gathering", "Handle", "Sending", "require_call"]
 
 
 class Handle:
-    """What `send` and `receive` return: the end of a transfer, for whoever waits for it on another thread."""
+    """The handle of a transfer, which `send` and `receive` return.  Any thread may wait for it."""
 
     what = ""
 
@@ -34,33 +34,34 @@ class Handle:
         self.cuts: dict[tuple[range, int, range], Cut] = {}
         self._ended = threading.Event()
         self._error: KvbmError | None = None
-        self.whole: Gathering | None = None  # which this is a part of
+        self.whole: Gathering | None = None  # the Gathering of which this is a part
 
     def query(self) -> bool:
-        """Whether it is done.
+        """True if the transfer is done.
 
         Raises
         ------
         TransferError
-            It failed: `PeerLostError`, `TransferTimeoutError`, `DigestError` among them.
+            The transfer failed; it may be a `PeerLostError`, `TransferTimeoutError` or `DigestError`.
         """
         if self._ended.is_set() and self._error is not None:
             raise self._error.with_traceback(None)
         return self._ended.is_set()
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait on the host until it is done; raises as `query`, and `TransferTimeoutError` where that takes longer.
+        """Wait on the host until the transfer is done.
 
-        The transfer's own deadline is that of the call that began it: a wait that is given up does not end it.
+        Raises the errors of `query`, and `TransferTimeoutError` after `timeout` seconds.  A wait that times out does not end the
+        transfer: its deadline was given to `send` or `receive`.
         """
         if not self._ended.wait(timeout):
             raise TransferTimeoutError(
-                f"{self.link.title}: {self.what} {self.key!r}: not done after {timeout} s; it goes on"
+                f"{self.link.title}: {self.what} {self.key!r}: not done after {timeout} s; the transfer continues"
             )
         self.query()
 
     def abort(self) -> None:
-        """Give it up; whoever waits is told, and the other side."""
+        """Give up the transfer.  Waiting threads and the other side get an error."""
         error = TransferError(f"{self.link.title}: {self.what} {self.key!r}: it was aborted here")
         if not self.has_ended:
             with contextlib.suppress(BindError):  # closed meanwhile, which ends it
@@ -78,7 +79,7 @@ class Handle:
                 self.whole.fail(error)
 
     def settle(self) -> None:
-        """Tell whoever waits, once memory of the pool is not in use any more."""
+        """Wake the waiting threads when the memory of the pool is no longer in use."""
         if not self._ended.is_set():
             self.link.count("seconds", time.monotonic() - self.began)
             self._ended.set()
@@ -91,7 +92,7 @@ class Handle:
 
     @property
     def why(self) -> str:
-        """Why it has failed."""
+        """Why the transfer failed."""
         return str(self._error)
 
     @property
@@ -104,9 +105,9 @@ class Handle:
 
 
 class Sending(Handle):
-    """A sequence, or some layers of it, that goes to the ranks of the other engine.
+    """The sending of a sequence, or of some of its layers, to the ranks of the other engine.
 
-    When it is done, all of it has arrived and was found right: its blocks may be used for something else.
+    When it is done, everything has arrived and was verified: the blocks may be reused.
     """
 
     what = "sending"
@@ -117,15 +118,15 @@ class Sending(Handle):
 
 
 class Arrival(Handle):
-    """A sequence that comes from the ranks of the other engine.
+    """The arrival of a sequence from the ranks of the other engine.
 
-    Before it is done nobody may read its blocks: some may hold a part.  When it is done, all chunks of all ranks are there and
-    right.
+    Do not read its blocks before it is done: they may be incomplete.  When it is done, all chunks of all ranks have arrived and
+    were verified.
 
     Attributes
     ----------
     digest : int
-        kvbm-digest-1 of what came, once it is done.
+        kvbm-digest-1 of what arrived, after it is done.
     """
 
     what = "receiving"
@@ -147,7 +148,7 @@ class Arrival(Handle):
         self.verify, self.identity, self.layers = verify, identity, layers
         self.digest = 0
         self.failed_at = 0.0
-        self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that are still to come
+        self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that have not arrived
 
     def fail(self, error: KvbmError) -> None:
         if not self.has_failed:
@@ -166,17 +167,19 @@ class Arrival(Handle):
 
 
 class Gathering(Handle):
-    """A sequence of which a share comes from the other engine, and the rest from ranks of this one that hold the same.
+    """The arrival of a sequence in two parts: a share from the other engine, the rest from equal ranks of this engine.
 
-    It is done when this rank has all of it, and has passed its share on.  Where one rank fails, those that wait for it do.
+    It is done when this rank has the whole sequence and has passed on its share.  If one rank fails, the ranks that wait for it
+    fail, too.
 
     Parameters
     ----------
     share, rest : Arrival
+        The two parts.
     passing : Sending
-        Of the share to the other ranks: not begun.
+        The sending of the share to the other ranks, not begun yet.
     begin : callable
-        Begins it.
+        A function that begins `passing`.
     """
 
     what = "receiving"
@@ -193,7 +196,7 @@ class Gathering(Handle):
 
     @property
     def digest(self) -> int:
-        """kvbm-digest-1 of what came, once it is done."""
+        """kvbm-digest-1 of what arrived, after it is done."""
         return (self._share.digest + self._rest.digest) % (1 << 64)
 
     # ---- the endpoint's thread -------------------------------------------------------------------------------------
@@ -205,7 +208,7 @@ class Gathering(Handle):
                 part.fail(error)
 
     def ended(self, part: Handle) -> None:
-        """A part of it has: what is to be passed on is there, or will not come, of which the other ranks are told."""
+        """Called when a part has ended: pass the share on, or tell the other ranks that it will not come."""
         if part is self._share:
             if self.link.endpoint.is_over:
                 self._passing.settle()
@@ -219,7 +222,7 @@ class Gathering(Handle):
 
 
 def require_call(key: Any, span: Any, timeout: Any) -> None:
-    """Refuse what is no key, no span or no number of seconds."""
+    """Check the arguments `key`, `span` and `timeout`."""
     try:
         is_name = isinstance(key, str) and key != "" and bool(key.encode())
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Links: sequences between the ranks of two engines, chunk by chunk, each proven by its digest; what is sent, and what comes."""
+"""Links: send and receive sequences between the ranks of two engines, in chunks that are verified by digests."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ __all__ = ["Link"]
 
 T = TypeVar("T")
 
-#: Seconds between two notes to a peer of which something is awaited.
+#: Seconds between two notes to a peer from which something is expected.
 _ASKS = 0.5
 
-#: Seconds that a note may be on its way: an offer that came so soon after a receive failed may be of the attempt that failed.
+#: Longest seconds of a note on its way: an offer that arrives so soon after a failed receive may belong to the failed attempt.
 _LATE = 30.0
 
-#: Offers that nobody has asked for, and ended flows whose answers are known, of a link.
+#: Limits per link: offers that no receive has matched, and ended flows that are remembered with their answers.
 _MOST = 4096
 
 
 class Link:
-    """What an endpoint has to do with another engine; made by `Endpoint.meet`.
+    """The connection of an endpoint to another engine.  `Endpoint.meet` creates it.
 
     Attributes
     ----------
     endpoint : Endpoint
+        The endpoint on this side.
     engine : str
-        The other one.
+        Name of the other engine.
     outgoing, incoming : dict of str to Resharding
-        By group: the proven plans.
+        Group → its proven plan, to send and to receive.
     """
 
     def __init__(
@@ -66,24 +67,24 @@ class Link:
         self._plans = {True: dict(outgoing), False: dict(incoming)}
         self._packers: dict[tuple[str, bool], Packer] = {}
         self._chunk_bytes, self._gathered = chunk_bytes, frozenset(gathered)
-        self.peers: dict[str, int] = {}  # of the wire → rank
-        self.rings: dict[str, tuple[int, int, int]] = {}  # of each peer: its first slot's offset, slots, bytes of one
-        self._lost: dict[str, PeerLostError] = {}
+        self.peers: dict[str, int] = {}  # the wire's name of a peer → rank
+        self.rings: dict[str, tuple[int, int, int]] = {}  # peer → first slot's offset, slots, bytes per slot
+        self.lost: dict[str, PeerLostError] = {}  # peers that are lost, and why
         self._losing: dict[str, PeerLostError] = {}  # found since the last `tick`
         self._flows: dict[tuple[str, int], Outflow] = {}
         self._inflows: dict[tuple[str, int], Inflow] = {}
-        #: Inflows that are over, and what to say of them.
+        #: Inflows that have ended, and the answer for each.
         self._ended: OrderedDict[tuple[str, int], Done | Stop | None] = OrderedDict()
-        self._offers: OrderedDict[tuple[str, int], tuple[Offer, float]] = OrderedDict()  # and when it began, at the latest
-        #: Receives that failed, by group and key: when, their numbers, and why.
+        self._offers: OrderedDict[tuple[str, int], tuple[Offer, float]] = OrderedDict()  # and its latest possible start
+        #: Failed receives: (group, key) → time, numbers, and reason.
         self._failed: OrderedDict[tuple[int, bytes], tuple[float, int, str]] = OrderedDict()
         self._handles: list[Handle] = []
         self._counts: Counter[str] = Counter()
         self._numbers = itertools.count(secrets.randbits(32) + 1)
-        self._asks_at = 0.0  # when silent peers are next asked for a sign of life
+        self._asks_at = 0.0  # time of the next check of silent peers
         self.is_closed = False
 
-    # ---- what callers ask for --------------------------------------------------------------------------------------
+    # ---- public methods --------------------------------------------------------------------------------------------
 
     def send(
         self,
@@ -96,22 +97,22 @@ class Link:
         stream: Any = None,
         timeout: float = 30.0,
     ) -> Sending:
-        """Push tokens of a sequence to the ranks that are to hold them.
+        """Push tokens of a sequence to the ranks of the other engine that hold them.
 
         Parameters
         ----------
         key : str
-            The sequence's name, which both sides know.
+            Name of the sequence, the same on both sides.
         span : Span
-            Of this rank.
+            Tokens and blocks of this rank.
         layers : range, optional
-            Of the model, so that layers go as they are computed: a call a range; all if not given.
+            Layers of the model.  To send layers as they are computed, call it once per range.  Default: all.
         group : str, optional
-            Which of the endpoint's pools.
+            Group of the endpoint's pool.
         wait, stream : optional
-            As for `Transfer.copy`: the event behind which the blocks hold what is sent.
+            As for `Transfer.copy`: the event after which the blocks are complete.
         timeout : float
-            Seconds until it has failed.
+            Seconds after which the transfer fails.
 
         Returns
         -------
@@ -120,16 +121,16 @@ class Link:
         Raises
         ------
         BindError
-            A span that does not fit, or a group that there is not.
+            The span does not fit, or there is no such group.
         CoverageError
-            The other engine's ranks cannot hold what this one's do.
+            The other engine's ranks do not hold the same part of the model.
         """
         sending, begin = self._sending(key, span, layers, group, wait, stream, timeout, pulls=False)
         self.endpoint.submit(begin)
         return sending
 
     def offer(self, key: str, span: Span, **options: Any) -> Sending:
-        """The same, where the other side fetches: chunks are packed when they are wanted, and read from here."""
+        """As `send`, but the other side fetches: chunks are packed when the peer wants them, and the peer reads them from here."""
         sending, begin = self._sending(key, span, pulls=True, **{**_SEND, **options})
         self.endpoint.submit(begin)
         return sending
@@ -146,22 +147,22 @@ class Link:
         stream: Any = None,
         timeout: float = 30.0,
     ) -> Arrival | Gathering:
-        """Take tokens of a sequence from the ranks that hold them, whether they push or are to be asked.
+        """Receive tokens of a sequence from the ranks that hold them, whether they call `send` or `offer`.
 
         Parameters
         ----------
         key, group, layers, wait, stream, timeout
-            As for `send`; `layers` are all that is to come, in however many sendings.
+            As for `send`.  `layers` are all layers that are received, in any number of sendings.
         span : Span
-            Of this rank; only its tokens come, which may be fewer than are sent.
+            Tokens and blocks of this rank.  Only these tokens are received; the sender may send more.
         verify : {"after", "before"}
             As for `Cut.unpack`.
 
         Returns
         -------
         Arrival or Gathering
-            The latter where ranks of this engine hold the same and `gather` was asked for: all of them call `receive`, for the same
-            tokens, with blocks for each of them.
+            The handle of the transfer.  A Gathering if ranks of this engine hold the same and the link has `gather`: then all of
+            these ranks must call `receive` for the same tokens, with blocks for every token.
         """
         arrival = self._arriving(key, span, layers, group, verify, wait, stream, timeout)
         if group not in self._gathered:
@@ -180,7 +181,7 @@ class Link:
         return gathering
 
     def _near(self) -> Link:
-        """What the ranks of this engine pass on to each other."""
+        """The link between ranks of this engine that hold the same."""
         if self.endpoint.siblings is None:
             raise BindError(f"{self.title}: gather: call join first, with the cards of all ranks of {self.endpoint.engine}")
         return self.endpoint.siblings
@@ -206,8 +207,8 @@ class Link:
         identity = _identity(group, self.endpoint.groups, key)
         order = self._order(packer, wait, stream)
         arrival = Arrival(self, key, span, timeout, order, verify=verify, identity=identity, layers=some)
-        with contextlib.suppress(KvbmError):  # told when it is offered
-            # While the offer is on its way: mostly it is of all that is expected.
+        with contextlib.suppress(KvbmError):  # the error is raised when the offer arrives
+            # Prepare while the offer is on its way: mostly it is of everything that is expected.
             self.cut(arrival, identity[0], span.tokens, span.origin, some, sends=False)
         for message in packer.made.messages:
             if message.dst == self.endpoint.rank:
@@ -218,7 +219,7 @@ class Link:
     fetch = receive
 
     def stats(self) -> dict[str, float]:
-        """Chunks and bytes each way, what was said again or wrong, waits for slots, failures, seconds of all transfers."""
+        """Counters: chunks and bytes in each direction, repeated and wrong notes, waits for slots, failures, seconds."""
         names = (
             "bytes_sent", "bytes_received", "chunks_sent", "chunks_received", "chunks_wrong", "notes_again", "notes_wrong",
             "chunks_mapped", "stalls", "sendings", "arrivals", "failed", "seconds",
@@ -226,7 +227,7 @@ class Link:
         return {name: self._counts[name] for name in names}
 
     def close(self) -> None:
-        """End what is under way, and the connections."""
+        """End the running transfers and the connections."""
         self.endpoint.call(lambda: self._close("it was closed"))
 
     # ---- beginning -------------------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ class Link:
     def _sending(
         self, key: str, span: Span, layers: Any, group: str, wait: Any, stream: Any, timeout: float, *, pulls: bool
     ) -> tuple[Sending, Callable[[], None]]:
-        """A sending, and what begins it on the endpoint's thread."""
+        """A sending, and the function that begins it on the endpoint's thread."""
         require_call(key, span, timeout)
         packer = self._packer(group, sends=True)
         some = require_layers(layers, packer.made.src.model.nl)
@@ -242,11 +243,11 @@ class Link:
         packer.require_spans(span, span.origin)
         sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
         identity = _identity(group, self.endpoint.groups, key)
-        self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)  # refuses what cannot be sent
+        self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)  # raises an error if this cannot be sent
         return sending, lambda: self._begin_sending(sending, packer, identity, some, pulls)
 
     def _is_late(self, handle: Sending | Arrival) -> bool:
-        """The link was closed meanwhile: what was to begin has failed."""
+        """True if the link was closed meanwhile.  The transfer has then failed."""
         if self.is_closed:
             handle.fail(TransferError(f"{self.title}: {handle.what} {handle.key!r}: the link was closed"))
             handle.settle()
@@ -264,8 +265,8 @@ class Link:
             if message.src != self.endpoint.rank or message.of_layers(layers) is None or not len(sending.span.tokens):
                 continue
             peer, number = by_rank[message.dst], next(self._numbers)
-            if peer in self._lost:
-                sending.fail(self._lost[peer])
+            if peer in self.lost:
+                sending.fail(self.lost[peer])
                 break
             plan = int(packer.made.fingerprint, 16)
             offer = Offer(
@@ -284,8 +285,8 @@ class Link:
         self.count("arrivals")
         ranks = {rank for rank, missing in arrival.missing.items() if missing}
         for peer, rank in self.peers.items():
-            if peer in self._lost and rank in ranks:
-                arrival.fail(self._lost[peer])
+            if peer in self.lost and rank in ranks:
+                arrival.fail(self.lost[peer])
                 return
         if not ranks or not len(arrival.span.tokens):
             arrival.settle()
@@ -299,16 +300,16 @@ class Link:
                     self._match(peer, offer, began, arrival)
 
     def _match(self, peer: str, offer: Offer, began: float, arrival: Arrival) -> None:
-        """An offer of what is awaited."""
+        """Match an offer with the arrival that waits for it."""
         rank = self.peers[peer]
         missing = arrival.missing.get(rank, set())
         for flow in [one for one in arrival.flows if one.rank == rank]:
             if set(flow.offer.layers) & set(offer.layers) and self.leaves(flow):
-                flow.fail(TransferError(f"{self.title}: {arrival.key!r}: {peer} has begun again"))
+                flow.fail(TransferError(f"{self.title}: {arrival.key!r}: {peer} has started the transfer again"))
         held = {flow.offer.layers for flow in arrival.flows if flow.rank == rank}
         try:
             if rank not in arrival.missing:
-                raise BindError(f"{self.title}: {arrival.key!r}: {peer} offers it, and sends nothing here by the plan")
+                raise BindError(f"{self.title}: {arrival.key!r}: {peer} offers it, but sends nothing to this rank in the plan")
             if offer.plan != self.plans(offer.group)[1]:
                 raise BindError(
                     f"{self.title}: {peer} has another plan: both sides need the same kvbm, placements and options"
@@ -335,14 +336,14 @@ class Link:
         self._inflows[peer, offer.sending] = flow
 
     def _refuse(self, peer: str, offer: Offer, arrival: int, why: str) -> None:
-        """An offer that comes to nothing; that is said again when it is."""
+        """Refuse an offer.  If the peer repeats the offer, the answer is repeated."""
         stop = self._ended[peer, offer.sending] = Stop(offer.sending, arrival, False, False, why)
         self.say(peer, stop)
 
     # ---- the endpoint's thread -------------------------------------------------------------------------------------
 
     def heard(self, peer: str, note: Note) -> None:
-        """A note of a peer; what cannot be ends the transfer that it speaks of, and nothing else."""
+        """Handle a note of a peer.  A wrong note ends only the transfer that it belongs to."""
         try:
             self._heard(peer, note)
         except KvbmError as error:
@@ -393,7 +394,7 @@ class Link:
         if (known := self._inflows.get(at)) is not None:
             known.offered()
             return
-        if at in self._ended:  # it comes late, or what was answered was lost
+        if at in self._ended:  # the note is late, or the answer was lost
             if (answer := self._ended[at]) is not None:
                 self.say(peer, answer)
             return
@@ -403,23 +404,23 @@ class Link:
                 self._match(peer, offer, began, arrival)
                 return
         failed_at, number, why = self._failed.get((offer.group, offer.key), (0.0, 0, ""))
-        if began < failed_at:  # a later one is of the next attempt
+        if began < failed_at:  # a later offer belongs to the next attempt
             self._offers.pop(at, None)
             self._refuse(peer, offer, number, why)
             return
         self._offers[peer, offer.sending] = offer, began
         while len(self._offers) > _MOST:
-            self._offers.popitem(last=False)  # it is said again
+            self._offers.popitem(last=False)  # the peer repeats it
 
     def leaves(self, flow: Inflow) -> bool:
-        """Let go of an offer that may be of an attempt that failed, if nothing of it has come: the arrival awaits the next one."""
+        """Drop an offer that may belong to a failed attempt, if no chunk of it has come.  The arrival waits for the next offer."""
         failed_at, _, _ = self._failed.get(flow.arrival.identity, (-_LATE, 0, ""))
         if flow in flow.arrival.flows and flow.is_untouched and flow.began < failed_at + _LATE:
             flow.arrival.flows.remove(flow)
         return flow not in flow.arrival.flows
 
     def tick(self, now: float) -> bool:
-        """Go on with everything; whether something was done."""
+        """Advance all transfers.  True if something was done."""
         busy = False
         for flow in self._all_flows():
             if flow.is_over:
@@ -428,7 +429,7 @@ class Link:
                 busy |= flow.tick(now)
             except PeerLostError as error:
                 self._losing.setdefault(flow.peer, error)
-            except KvbmError as error:  # of a peer that says what cannot be
+            except KvbmError as error:  # the peer sent something wrong
                 _handle_of(flow).fail(error)
         if now >= self._asks_at:
             self._asks_at = now + _ASKS
@@ -460,7 +461,7 @@ class Link:
         return busy
 
     def _ask(self) -> None:
-        """Say what means nothing to peers of which something is awaited: a wire tells only then that a peer is no more."""
+        """Send an empty note to peers from which something is expected: only then does a wire report that a peer is gone."""
         arrivals = [one for one in self._handles if isinstance(one, Arrival) and one.is_awaited]
         silent = {rank for one in arrivals for rank, layers in one.missing.items() if layers}
         for peer, rank in self.peers.items():
@@ -472,19 +473,19 @@ class Link:
 
     @property
     def handles(self) -> tuple[Handle, ...]:
-        """What is under way."""
+        """The running transfers."""
         return tuple(self._handles)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, and no slot or loan is held."""
+        """True if no transfer runs and no slot or loan is held."""
         return not self._handles and all(flow.is_over for flow in self._all_flows())
 
     def _lose(self, peer: str, error: PeerLostError) -> None:
-        """A peer is no more: what it has to do with fails; its slots are free once nothing of it can land."""
-        if peer in self._lost:
+        """Handle the loss of a peer: its transfers fail.  Its slots become free when it can no longer write to them."""
+        if peer in self.lost:
             return
-        self._lost[peer] = error
+        self.lost[peer] = error
         for flow in self._all_flows():
             if flow.peer == peer and not flow.is_over:
                 _handle_of(flow).fail(error)
@@ -494,12 +495,12 @@ class Link:
         self.endpoint.dropping[peer] = self
 
     def release(self) -> None:
-        """At the end: no kernel uses a pool any more, and nothing that peers lent."""
+        """Wait until no kernel uses a pool or memory that peers lent.  Called at the end."""
         for flow in self._all_flows():
             flow.release()
 
     def dropped(self, peer: str) -> None:
-        """Nothing of a lost peer lands any more."""
+        """Called when a lost peer can no longer write."""
         for flow in self._all_flows():
             if flow.peer == peer:
                 flow.lost()
@@ -511,19 +512,19 @@ class Link:
         for peer in self.peers:
             self._lose(peer, PeerLostError(f"{self.title}: {peer}: {why}", peer=peer))
 
-    # ---- what flows use --------------------------------------------------------------------------------------------
+    # ---- methods for flows -----------------------------------------------------------------------------------------
 
     def say(self, peer: str, note: Note) -> None:
         self._guarded(peer, lambda: self.endpoint.wire.note(peer, write(note)))
 
     def put(self, peer: str, local: Slice, slot: int, note: Put) -> Op | None:
-        """Write to a slot that the peer has granted; None: the peer is lost."""
+        """Write to a slot that the peer has granted.  None if the peer is lost."""
         return self._guarded(
             peer, lambda: self.endpoint.wire.put(peer, local, self._far(peer, slot, local), write(note))
         )
 
     def borrow(self, peer: str, slot: int, nbytes: int) -> Array | None:
-        """A slot that the peer has granted, as memory of this process, until it is given back; None: it is to be put."""
+        """A slot that the peer has granted, mapped into this process until `give_back`.  None: use `put` instead."""
         borrow = getattr(self.endpoint.wire, "borrow", None)
         if borrow is None:
             return None
@@ -535,11 +536,11 @@ class Link:
         return Array(lent.address, (nbytes,), (1,), "uint8", self.ring.device, owner=lent)
 
     def give_back(self, peer: str) -> None:
-        """End a loan; nothing writes to it any more."""
+        """End a loan.  No kernel may write to it any more."""
         self.endpoint.wire.give_back(peer)  # type: ignore[attr-defined]
 
     def get(self, peer: str, local: Slice, slot: int) -> Op | None:
-        """Read a slot that the peer has packed; None: the peer is lost."""
+        """Read a slot that the peer has packed.  None if the peer is lost."""
         return self._guarded(
             peer, lambda: self.endpoint.wire.get(peer, local, self._far(peer, slot, local, sends=True))
         )
@@ -547,17 +548,15 @@ class Link:
     def _far(self, peer: str, slot: int, local: Slice, *, sends: bool = False) -> Slice:
         sending, taking, size = self.rings[peer]
         if not 0 <= slot < (sending if sends else taking) or local.nbytes > size:
-            raise BindError(
-                f"{self.title}: {peer}: slot {slot} of {local.nbytes} bytes: it has {taking} slots of {size} bytes"
-            )
+            raise BindError(f"{self.title}: {peer}: slot {slot} of {local.nbytes} bytes: it has {taking} slots of {size} bytes")
         return Slice((slot if sends else sending + slot) * size, local.nbytes)
 
     def _guarded(self, peer: str, call: Callable[[], T]) -> T | None:
-        if peer in self._lost or peer in self._losing:
+        if peer in self.lost or peer in self._losing:
             return None
         try:
             return call()
-        except PeerLostError as error:  # seen to by `tick`
+        except PeerLostError as error:  # `tick` handles it
             self._losing.setdefault(peer, error)
             return None
 
@@ -565,19 +564,20 @@ class Link:
         self._counts[name] += many  # type: ignore[assignment]
 
     def plans(self, group: int) -> tuple[int, int]:
-        """Fingerprints of what goes, and of what comes; 0 where there is no such plan."""
+        """Fingerprints of the plans to send and to receive; 0 if there is no plan."""
         name = sorted(self.endpoint.groups)[group]
         made = [self._plans[sends][name] for sends in (True, False)]
         out, into = (int(one.fingerprint, 16) if isinstance(one, Resharding) else 0 for one in made)
         return out, into
 
     def cut(self, handle: Handle, group: int, tokens: range, origin: int, layers: range, *, sends: bool) -> Cut:
-        """The chunks of some tokens and layers of a transfer; what its other peers want is the same mostly."""
+        """The chunks of some tokens and layers of a transfer.  They are cached: peers mostly want the same."""
         at = tokens, origin, layers
         found = handle.cuts.get(at)
         if found is None:
             packer = self._packer(sorted(self.endpoint.groups)[group], sends=sends)
-            span = Span(handle.span.table, tokens, handle.span.origin)
+            own = handle.span
+            span = own if tokens == own.tokens else Span(own.table, tokens, own.origin)
             found = handle.cuts[at] = Cut(packer, span, origin=origin, layers=layers, most=self._chunk_bytes)
         return found
 
@@ -608,7 +608,7 @@ class Link:
         return f"<kvbm Link {self.title}, {len(self.peers)} peers>"
 
 
-#: What `offer` takes as `send` does.
+#: Arguments of `send` that `offer` also accepts.
 _SEND: dict[str, Any] = {"layers": None, "group": "", "wait": None, "stream": None, "timeout": 30.0}
 
 

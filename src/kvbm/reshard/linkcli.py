@@ -15,17 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..commands import Group, layout_option, print_error, progress, shape_option, size_of, size_option, terminal
+from ..commands import (
+    Group,
+    json_option,
+    layout_option,
+    new_table,
+    print_error,
+    print_json,
+    print_prose,
+    print_table,
+    progress,
+    shape_option,
+    size_of,
+    size_option,
+    terminal,
+)
 from ..errors import KvbmError
 from ..shapes import load_shape
 
 if TYPE_CHECKING:
     from .trial import Row, Sender, Side
 
-#: Where `serve` listens, and `send` looks for it.
+#: The default port of `serve` and `send`.
 PORT = 29555
 
-#: Seconds that a peer has to say what it wants.
+#: Seconds within which a peer must send its first message.
 _HELLO = 10.0
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:  # noqa: ARG001
@@ -55,12 +69,12 @@ def _device(ctx: click.Context, param: click.Parameter, value: str) -> str:  # n
 
 
 def _side_options(layout: str, nt: int) -> Callable[[Any], Any]:
-    """What either side has."""
+    """The options that both commands have."""
 
     def add(command: Any) -> Any:
         for option in (
             click.option("--tokens-per-block", "nt", type=click.IntRange(1, 1 << 20), default=nt, show_default=True, metavar="N",
-                         help="Tokens of a block of this side."),
+                         help="Tokens per block on this side."),
             layout_option("--layout", default=layout, show_default=True, help="Layout of this side's pool."),
             click.option("--device", default="cpu", show_default=True, callback=_device, metavar="cpu|cuda:N",
                          help="Where this side's pool is."),
@@ -76,7 +90,7 @@ _WIRES = click.Choice(["torch", "nixl"])
 
 @click.group(cls=Group)
 def link() -> None:
-    """Try two machines: send sequences from one to the other, and measure it.
+    """Test two machines: send sequences from one to the other, and measure.
 
     On one machine run `kvbm link serve`, on the other `kvbm link send HOST`. Both on one machine work, too.
     """
@@ -84,12 +98,12 @@ def link() -> None:
 
 @link.command()
 @click.option("--listen", "address", default=f"0.0.0.0:{PORT}", show_default=True, callback=_address, metavar="HOST:PORT",
-              help="Where to wait for senders; port 0 is any that is free.")  # fmt: skip
-@click.option("--wire", "only", type=_WIRES, help="Refuse other wires.  [default: whichever is asked for]")
+              help="Address to listen on; port 0 selects a free port.")  # fmt: skip
+@click.option("--wire", "only", type=_WIRES, help="Accept only this wire.  [default: any]")
 @_side_options("vllm/flash_attn_hnd", 64)
-@size_option("--memory", default="16GiB", help="What a sender may ask for.")
-@click.option("--once", is_flag=True, help="Serve one sender, and end with its exit code.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line: the address, then one a sender.")
+@size_option("--memory", default="16GiB", help="The most memory that a sender may request.")
+@click.option("--once", is_flag=True, help="Serve one sender, then exit with its code.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead, one object per line: address, then senders.")
 def serve(
     address: tuple[str, int],
     only: str | None,
@@ -100,16 +114,16 @@ def serve(
     once: bool,
     as_json: bool,
 ) -> None:
-    """Receive what `kvbm link send` sends, one sender after the other, until Ctrl-C.
+    """Receive from `kvbm link send`, one sender after the other, until Ctrl-C.
 
-    Whoever reaches the port can use this machine's memory, and write to what this command allocates: only where you trust the
-    network. Beside this port wires use others.
+    Anyone who reaches the port can use memory of this machine and write to what this command allocates: use it only on a
+    network that you trust. Wires use further ports.
     """
     from .. import spec
     from .talk import Talk, listen
     from .trial import Served, Side
 
-    spec.load(layout)  # what is wrong here is said before a sender comes
+    spec.load(layout)  # report an error before a sender connects
     side, count = Side("server", device, layout, nt), 0
     with listen(*address) as server:
         where = "{}:{}".format(*server.getsockname()[:2])
@@ -157,15 +171,15 @@ def _serve(talk: Any, side: Side, host: str, only: str | None, memory: int, serv
 @click.option("--bytes", "sizes", callback=_sizes, metavar="SIZE,…",
               help="Bytes of a sequence, rounded to whole tokens.  [default: 1MiB,8MiB,64MiB,256MiB]")  # fmt: skip
 @click.option("--tokens", callback=_counts, metavar="N,…", help="Tokens of a sequence, in place of --bytes.")
-@shape_option(required=False)
+@shape_option(default=None)
 @_side_options("vllm/flash_attn_nhd", 16)
-@click.option("--repeat", type=click.IntRange(1, 100_000), default=10, show_default=True, metavar="N",
-              help="Sequences of each size that are timed.")  # fmt: skip
+@click.option("--iters", "repeat", type=click.IntRange(1, 100_000), default=10, show_default=True, metavar="N",
+              help="Timed sequences of each size.")  # fmt: skip
 @size_option("--chunk", "chunk_bytes", default="16MiB", help="The largest chunk, on both sides.")
 @size_option("--ring", "ring_bytes", default="256MiB", help="Registered memory of each side.")
 @click.option("--timeout", type=click.FloatRange(0.1, 3600), default=30.0, show_default=True, metavar="S",
               help="Seconds that a connection, an answer or a sequence may take.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
+@json_option()
 def send(
     address: tuple[str, int],
     wire: str,
@@ -181,14 +195,14 @@ def send(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Send sequences to a machine that runs `kvbm link serve`, and print how fast they came.
+    """Send sequences to a machine that runs `kvbm link serve`, and print the speed.
 
-    A sequence is packed, sent in chunks, unpacked into another layout and block size, and proven by digests; the clock stops when
-    the other side has said so. The first and the last of each size are compared element by element there. Beside it: the wire
-    alone, which puts one contiguous slice of as many bytes, and a memcpy of this machine.
+    A sequence is packed, sent in chunks, unpacked into another layout and block size, and verified by digests. The time ends
+    when the receiver confirms it. The receiver compares the first and the last sequence of each size element by element. For
+    comparison the table has the wire alone (one put of a contiguous slice of as many bytes) and a memcpy on this machine.
 
-    SHAPE is of the model, llama-3.1-8b if not given. Exits with 23 if the peer is lost, 24 at a deadline, 31 if nobody is there,
-    21 if what came is not what was sent.
+    SHAPE is of the whole model, llama-3.1-8b if not given. Exits with 23 if the peer is lost, 24 after a timeout, 31 if
+    nothing answers at the address, 21 if the received data are wrong.
     """
     from .. import spec
     from .talk import connect
@@ -219,7 +233,7 @@ def send(
             for count in counts:
                 update(description=f"{count * terms.token_bytes / 2**20:,.4g} MiB")
                 rows.append(sender.measure(count, repeat, lambda: update(advance=1)))
-    except (KvbmError, KeyboardInterrupt) as error:  # what was measured is not lost
+    except (KvbmError, KeyboardInterrupt) as error:  # keep the rows that were measured
         report(head, rows, error)
         raise
     report(head, rows, None)
@@ -227,7 +241,7 @@ def send(
 
 @contextlib.contextmanager
 def _told(talk: Any) -> Iterator[None]:
-    """Tell the other side why this one gives up."""
+    """Tell the other side why this side gives up."""
     try:
         yield
     except (KvbmError, OSError, MemoryError) as error:
@@ -255,41 +269,36 @@ def _print_json(head: dict[str, Any], rows: Sequence[Row], error: BaseException 
     if error is not None:
         told = {"class": type(error).__name__, "exit_code": getattr(error, "exit_code", 1), "message": str(error)}
     found = {"kvbm": __version__, **head, "rows": [asdict(row) for row in rows], "error": told}
-    click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    print_json(found)
 
 
 def _print_table(head: dict[str, Any], rows: Sequence[Row], error: BaseException | None) -> None:
-    from rich.table import Table
-
-    from ..draw import table_box
-
     if not rows:
         return
     console = terminal()
     for way in ("from", "to"):
         one = head[way]
         click.echo(
-            f"{way:4}  {one['host']}: {one['device']}, {one['layout']}, {one['tokens_per_block']} tokens a block"
+            f"{way:4}  {one['host']}: {one['device']}, {one['layout']}, {one['tokens_per_block']} tokens per block"
         )
     note = head["note_us"]
     click.echo(
         f"by    {head['wire']}; a note there and back takes {note['median']:,.0f} µs (at least {note['min']:,.0f})"
     )
-    room = 1 if console.width >= 92 else 0
-    table = Table(box=table_box(console), header_style="bold", padding=(0, room, 0, 0), pad_edge=False)
-    for title in ("tokens", "MB", "chunks", "ms", "GB/s", "wire", "of it", "memcpy", "µs a chunk", "again", "stalls"):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = ("tokens", "MB", "chunks", "ms", "GB/s", "wire", "of it", "memcpy", "µs per chunk", "again", "stalls")
+    table = new_table(*titles, right=titles)
+    table.padding = (0, 1 if console.width >= 92 else 0, 0, 0)
     for row in rows:
         table.add_row(
             f"{row.tokens:,}", f"{row.nbytes / 1e6:,.1f}", str(row.chunks), f"{row.median_ms:,.2f}", f"{row.bandwidth_gbps:.2f}",
             f"{row.raw_gbps:.2f}", f"{row.raw_ratio:.2f}", f"{row.memcpy_gbps:.1f}",
             f"{row.send_host_us:,.0f} {row.receive_host_us:,.0f}", str(row.chunks_wrong + row.notes_again), str(row.stalls),
         )  # fmt: skip
-    console.print(table)
+    print_table(table, console)
     for line in (
         "ms: median of the sequences, each from the call to the receiver's word that all of it is there and right.",
         "wire, memcpy: GB/s of one contiguous put by the wire alone, and of a memcpy here; of it: GB/s over the wire's.",
-        "µs a chunk: processor time of the two sides' threads; again: chunks that came wrong, notes that were said again.",
+        "µs per chunk: processor time of the two sides' threads; again: chunks that came wrong, notes that were said again.",
         "It was stopped: sizes that are missing were not measured." if error else "All of it came and was right.",
     ):
-        click.echo(click.wrap_text(line, min(console.width, 100)))
+        print_prose(line)

@@ -1,4 +1,4 @@
-"""All pools at hand: a resharding carried out in one process, on its GPUs or on the host."""
+"""Run a resharding in one process that has all pools, on its GPUs or in host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import BindError, PlanError
 from ..locks import Lock
 from ..mover import current_stream, require_disjoint
 from ..pool import Pool
-from ..transfer import Transfer
+from ..transfer import Strategy, Transfer
 from .messages import Message, Resharding, require_layers, require_made
 from .placement import Placement
 from .sequence import Ids, Rank, Span, pair_up
@@ -23,31 +23,31 @@ from .strips import ONE_TOKEN, Meeting
 
 __all__ = ["Local", "LocalDone", "Spans"]
 
-#: A span that holds for every rank; or for each rank a span, or the spans of several sequences.
+#: One span for all ranks; or per rank a span, or the spans of several sequences.
 Spans = Span | Sequence[Span | Sequence[Span]]
 
-#: One stream for all, or by CUDA device.
+#: One stream for all copies, or a mapping from CUDA device to stream.
 Streams = Any
 
 
 class LocalDone:
-    """The end of one call of `Local`: of all its copies."""
+    """The completion of all copies of one call of `Local`."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = tuple(parts)
 
     def wait(self, stream: Any) -> None:
-        """Let a stream wait for all copies; the host does not wait."""
+        """Make a stream wait for all copies.  The host does not wait."""
         for part in self._parts:
             part.wait(stream)
 
     def synchronize(self) -> None:
-        """Wait on the host until all copies are done; raises what one of them met."""
+        """Wait on the host until all copies are done.  Raises the error of a failed copy."""
         for part in self._parts:
             part.synchronize()
 
     def query(self) -> bool:
-        """Whether all copies are done."""
+        """True if all copies are done."""
         return all(part.query() for part in self._parts)
 
     def __repr__(self) -> str:
@@ -55,24 +55,25 @@ class LocalDone:
 
 
 class Local:
-    """Carries out a resharding where all pools are at hand: on GPUs of one process, or in host memory.
+    """Runs a resharding in one process that has all pools: on its GPUs, or in host memory.
 
     Parameters
     ----------
     made : Resharding
+        The plan.
     src_pools, dst_pools : sequence of Pool
-        By rank; each of the shape that its placement says.  None for a rank that holds none of the layers.  Those of the
-        destination share no memory.
+        One pool per rank, with the shape that the placement gives.  None for a rank that holds none of the layers.  Pools of the
+        destination must not share memory.
     strategy, max_sms, chunk_bytes
         As for `Transfer`.
 
     Raises
     ------
     BindError
-        Pools that do not fit their placement.
+        A pool does not fit its placement.
     PlanError
-        Layouts between which the messages cannot be copied: an opaque group that a message would cut, planes that units of a
-        block would share.
+        The layouts cannot be copied in these messages: a message would cut an opaque group, or units of a block would share a
+        plane.
 
     Examples
     --------
@@ -86,7 +87,7 @@ class Local:
         src_pools: Sequence[Pool | None],
         dst_pools: Sequence[Pool | None],
         *,
-        strategy: str = "auto",
+        strategy: Strategy = "auto",
         max_sms: int | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
@@ -134,28 +135,29 @@ class Local:
         Parameters
         ----------
         src_spans, dst_spans : Span or sequence
-            One span for all ranks, where they have one block table; else by rank a span, or the spans of several sequences.
+            One span, if all ranks have the same block table.  Else one item per rank: a span, or the spans of several sequences.
         layers : range, optional
-            Of the model; all if not given.
+            Layers of the model.  Default: all.
         stream : optional
-            As for `Transfer.copy`; a mapping from CUDA device to stream where several GPUs take part.  A message is ordered by
-            the stream of its source's GPU.  Not given: the frameworks' current streams.
+            As for `Transfer.copy`.  For several GPUs: a mapping from CUDA device to stream; a message runs on the stream of its
+            source's GPU.  Default: the current streams of the frameworks.
         wait : optional
             As for `Transfer.copy`, for every message.
         clear_tail : bool
-            Write zeros behind the last token, to the end of its block.
+            Write zeros after the last token, to the end of its block.
 
         Returns
         -------
         LocalDone
+            It has ``wait(stream)``, ``synchronize()`` and ``query()``.
 
         Raises
         ------
         BindError
-            Spans that do not fit: tables too short, blocks that there are not, or twice, other tokens on both sides.  Nothing
-            has been copied.
+            A table is too short, a block does not exist or is written twice, or the two sides have different tokens.  Nothing was
+            copied.
         """
-        # All of it is checked before any of it is copied.
+        # Everything is checked before anything is copied.
         for side in (0, 1):
             for rank, pool in zip(self._ranks[side], self._pools[side], strict=True):
                 if pool is not None:
@@ -178,14 +180,14 @@ class Local:
         )
 
     def explain(self) -> str:
-        """What is sent, and how each message is copied."""
+        """Say what is sent, and how each message is copied."""
         lines = [str(self.made)]
         for message in self.made.messages:
             lines += ["", f"Rank {message.src} to rank {message.dst}:", self._transfer(message, None).explain()]
         return "\n".join(lines)
 
     def stats(self) -> dict[str, int]:
-        """What has been enqueued so far: as `Transfer.stats`, of all messages."""
+        """Counters of what was enqueued so far, as `Transfer.stats`, for all messages together."""
         total: dict[str, int] = {}
         for transfer in (*list(self._transfers.values()), *(one for one, _ in list(self._tails.values()))):
             for name, count in transfer.stats().items():
@@ -196,7 +198,7 @@ class Local:
 
     def _by_rank(self, side: int, spans: Spans) -> list[list[Span]]:
         ranks, what = self._ranks[side], ("source", "destination")[side]
-        expected = f"expected one kvbm.Span for all ranks, or {len(ranks)}, one a rank, or as many lists of them"
+        expected = f"expected one kvbm.Span for all ranks, or {len(ranks)}, one per rank, or as many lists of them"
         try:
             given = [spans] * len(ranks) if isinstance(spans, Span) else list(spans)
             found = [[one] if isinstance(one, Span) else list(one) for one in given]
@@ -210,10 +212,10 @@ class Local:
         return found
 
     def _require_apart(self, src: list[list[Span]], dst: list[list[Span]], tail: bool) -> None:
-        """Tables are long enough; every slot is written once at most, and none is both read and written."""
+        """Check that tables are long enough, and that no slot is written twice or both read and written."""
         slots: tuple[list[Ids], list[Ids]] = [], []
         for side, given in enumerate((src, dst)):
-            known: dict[Any, Ids] = {}  # ranks of one kind touch the same slots by the same tables
+            known: dict[Any, Ids] = {}  # ranks of one kind with the same tables use the same slots
             for rank, pool, spans in zip(self._ranks[side], self._pools[side], given, strict=True):
                 key = pool is None, rank.num_blocks, rank.turns.index, *map(id, spans)
                 if key not in known:
@@ -221,7 +223,7 @@ class Local:
                 slots[side].append(known[key])
         for i, j in self._both:
             ours, theirs = slots[0][i], slots[1][j]
-            # Slots that are written are apart, so those that end behind a start begin before its end, or there is none.
+            # Ranges that are written are disjoint: only the first one that ends after a start can overlap a range that is read.
             theirs = theirs[np.argsort(theirs[:, 0])]
             at = np.searchsorted(theirs[:, 1], ours[:, 0], side="right")
             if (
@@ -236,17 +238,17 @@ class Local:
 
     @staticmethod
     def _touched(rank: Rank, spans: list[Span], written: bool, tail: bool) -> Ids:
-        """Slots of a rank's pool that spans touch, as ranges; none twice where they are written."""
+        """Ranges of slots of a rank's pool that spans use.  `BindError` if a slot would be written twice."""
         found = [rank.touched(span, tail=tail and written) for span in spans]
         slots = found[0] if len(found) == 1 else np.concatenate(found) if found else np.zeros((0, 2), np.int64)
         if written and (slot := _slot_in_two(slots)) is not None:
             twice = sum(bool(((one[:, 0] <= slot) & (slot < one[:, 1])).any()) for one in found) > 1
-            where = "two sequences have it in their tables" if twice else "it stands in the table twice"
+            where = "two sequences have it in their tables" if twice else "the table contains it twice"
             raise BindError(f"{rank.name}: block {slot // rank.nt} would be written twice: {where}")
         return slots
 
     def _listed(self, src: list[list[Span]], dst: list[list[Span]], layers: range | None) -> Iterator[_Work]:
-        """Of every message: a transfer, and the ids that it copies."""
+        """For every message: a transfer, and the ids that it copies."""
         chosen = [(i, m) for i, m in enumerate(self.made.messages) if layers is None or _layers_of(m, layers)[0]]
         shifts = {
             a.origin - b.origin for _, m in chosen for a, b in zip(src[m.src], dst[m.dst], strict=True) if len(a.tokens)
@@ -254,7 +256,7 @@ class Local:
         made = self._fitting(math.gcd(*shifts))
         listed: dict[
             Any, list[tuple[Ids, Ids, bool]]
-        ] = {}  # messages of one kind have the same pairs in the same tables
+        ] = {}  # messages of one kind with the same tables have the same pairs
         for i, _ in chosen:
             message = made.messages[i]
             spans = src[message.src], dst[message.dst]
@@ -266,7 +268,7 @@ class Local:
                 yield self._transfer(message, layers, single), ends, src_ids, dst_ids
 
     def _pairs(self, message: Message, src: list[Span], dst: list[Span]) -> list[tuple[Ids, Ids, bool]]:
-        """Pairs of units, and pairs of single tokens, of several sequences; without those that are empty."""
+        """Pairs of units and pairs of single tokens of several sequences, without empty ones."""
         ranks = self._ranks[0][message.src], self._ranks[1][message.dst]
         pairs = [pair_up(message.t, *ranks, *spans) for spans in zip(src, dst, strict=True)]
         found = []
@@ -278,13 +280,13 @@ class Local:
         return found
 
     def _pool(self, side: int, rank: int) -> Pool:
-        """The pool of a rank that holds something."""
+        """The pool of a rank that has one."""
         pool = self._pools[side][rank]
         assert pool is not None
         return pool
 
     def _fitting(self, shift: int) -> Resharding:
-        """The messages in units that divide the distances of the positions at which both sides' tables begin."""
+        """The messages, in units that divide `shift`, the distance of the positions at which both sides' tables begin."""
         places = (self.made.src, self.made.sends), (self.made.dst, self.made.takes)
         most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
         shift = math.gcd(shift, most) % most
@@ -321,7 +323,7 @@ class Local:
         return Transfer(ends[0], ends[1], **self._options)
 
     def _cleared(self, dst: list[list[Span]], layers: range | None) -> Iterator[_Work]:
-        """Of every destination rank: a transfer from a block of zeros, and the slots behind the last tokens."""
+        """For every destination rank: a transfer from a block of zeros, and the slots after the last tokens."""
         for index, (rank, spans) in enumerate(zip(self._ranks[1], dst, strict=True)):
             takes = self.made.takes[index].l
             own = [at for layer, at in zip(takes, takes.places, strict=True) if layers is None or layer in layers]
@@ -340,7 +342,7 @@ class Local:
             return self._tails[key]
 
     def _zeros_of(self, index: int) -> Pool:
-        """A block of zeros for a destination rank, where its messages come from: copies are then in order with them."""
+        """A block of zeros for a destination rank, on the device of its messages' source, so that both run in order."""
         if index not in self._zeros:
             pool = self._pool(1, index)
             source = self._pool(0, next(m.src for m in self.made.messages if m.dst == index))
@@ -356,7 +358,7 @@ class Local:
         return self._zeros[index]
 
     def _stream_of(self, transfer: Transfer, ends: _Ends, stream: Streams, wait: Any) -> Any:
-        """The stream of a copy, which is one that it can take."""
+        """The stream of a copy, checked against its device."""
         if isinstance(stream, Mapping) and transfer.device >= 0:
             if transfer.device not in stream:
                 raise BindError(f"stream: expected one for cuda:{transfer.device}, got streams for {list(stream)}")
@@ -365,7 +367,7 @@ class Local:
             stream = None if isinstance(stream, Mapping) else stream
             if stream is not None or wait is not None:
                 raise BindError(
-                    f"{self.made.title}: stream, wait: pools are on the CPU, where a copy is done when the call returns; "
+                    f"{self.made.title}: stream, wait: pools are on the CPU, where the call waits for its copies; "
                     "leave them out"
                 )
         elif stream is None:
@@ -375,12 +377,12 @@ class Local:
             if found >= 0 and f"cuda:{found}" not in (pool.device for pool in ends):
                 raise BindError(
                     f"stream: expected one of cuda:{transfer.device}, got one of cuda:{found}; pass a mapping from CUDA device to "
-                    "stream where several GPUs take part"
+                    "stream if several GPUs take part"
                 )
         return stream
 
 
-#: The thread's default stream, on which nothing of the caller's must be.
+#: The per-thread default stream.  It must contain no work of the caller.
 _OWN_STREAM = 2
 
 #: The pools of a copy.
@@ -391,11 +393,11 @@ _Work = tuple[Transfer, _Ends, Ids, Ids]
 
 _NONE: Ids = np.zeros(0, np.int64)
 
-_WHOLE_BLOCKS = "; tokens go one by one where a range begins or ends inside a unit: expected ranges of whole ones"
+_WHOLE_BLOCKS = "; a range that begins or ends inside a unit is copied token by token there: expected ranges of whole units"
 
 
 def _layers_of(message: Message, layers: range | None) -> tuple[list[int], list[int]]:
-    """The message's layers on each side, those among `layers` of the model."""
+    """The message's local layers on each side, limited to `layers` of the model."""
     some = message if layers is None else message.of_layers(layers)
     meetings = some.l if some else ()
     src, dst = ([x for meeting in meetings for x in meeting.coordinates(name)] for name in ("src", "dst"))
@@ -403,7 +405,7 @@ def _layers_of(message: Message, layers: range | None) -> tuple[list[int], list[
 
 
 def cuts_of(pools: Sequence[Pool | None]) -> tuple[int, ...]:
-    """Where the layouts of pools split the tokens of a block."""
+    """The tokens at which the layouts of the pools split a block."""
     found = set()
     for pool in filter(None, pools):
         for access in pool.resolved.section.accesses:
@@ -412,7 +414,7 @@ def cuts_of(pools: Sequence[Pool | None]) -> tuple[int, ...]:
 
 
 def require_pool(place: Placement, rank: int, pool: Any) -> None:
-    """It is the pool of a rank that has one."""
+    """Raise `BindError` unless `pool` fits the rank of a placement."""
     if not isinstance(pool, Pool):
         raise BindError(f"{place.name}: rank {rank}: expected a kvbm.Pool, got {type(pool).__name__}")
     if pool.shape != place.shape(rank):
@@ -423,7 +425,7 @@ def _require_pools(place: Placement, pools: Any, what: str) -> None:
     if not isinstance(pools, Sequence) or len(pools) != place.world:
         got = len(pools) if isinstance(pools, Sequence) else type(pools).__name__
         raise BindError(
-            f"{place.name}: expected {place.world} {what} pools, one a rank of {place.mesh_text}, got {got}"
+            f"{place.name}: expected {place.world} {what} pools, one per rank of {place.mesh_text}, got {got}"
         )
     for rank, pool in enumerate(pools):
         if not place.strips(rank).l.size:
@@ -436,7 +438,7 @@ def _require_pools(place: Placement, pools: Any, what: str) -> None:
 
 
 def _require_own_memory(made: Resharding, pools: Sequence[Pool | None]) -> None:
-    """No two ranks of the destination write the same memory."""
+    """Raise `BindError` if two ranks of the destination share memory."""
     held = [(rank, pool) for rank, pool in enumerate(pools) if pool is not None]
     kinds = [kind for _, pool in held for kind in pool.resolved.kinds]
     offsets = np.cumsum([0, *(len(pool.resolved.kinds) for _, pool in held)])
@@ -446,20 +448,20 @@ def _require_own_memory(made: Resharding, pools: Sequence[Pool | None]) -> None:
         ends = np.cumsum([pool.addresses.size for _, pool in held])
         one, other = (held[int(np.searchsorted(ends, at, side="right"))][0] for at in sorted(clash))
         raise BindError(
-            f"{made.title}: ranks {one} and {other} of {made.dst.name} share memory; expected a pool of its own for every rank"
+            f"{made.title}: ranks {one} and {other} of {made.dst.name} share memory; expected a separate pool for every rank"
         )
 
 
 def _read_and_written(
     made: Resharding, src_pools: Sequence[Pool | None], dst_pools: Sequence[Pool | None]
 ) -> list[tuple[int, int]]:
-    """Pairs of a source rank and a destination rank with one memory, of which a call could read what it writes."""
+    """Pairs of a source rank and a destination rank that share memory: a call could read what it writes."""
     found = []
     for (i, src), (j, dst) in itertools.product(enumerate(src_pools), enumerate(dst_pools)):
         if src is None or dst is None or not require_disjoint(src, dst):
             continue
         reads, writes = [m for m in made.messages if m.src == i], [m for m in made.messages if m.dst == j]
-        # Passing on a share (`gather`) reads and writes the same blocks, of which other layers.
+        # Passing on a share (`gather`) reads and writes different layers of the same blocks.
         if any(m.dst == j for m in reads) or any(
             _places(a.l, "src") & _places(b.l, "dst") and _places(a.h, "src") & _places(b.h, "dst")
             for a, b in itertools.product(reads, writes)
@@ -473,7 +475,7 @@ def _places(meetings: Sequence[Meeting], side: str) -> set[int]:
 
 
 def _slot_in_two(slots: Ids) -> int | None:
-    """A slot that is in two of these ranges, if there is one."""
+    """A slot that two of these ranges contain; None if there is none."""
     ordered = slots[np.argsort(slots[:, 0], kind="stable")]
     twice = ordered[1:, 0][ordered[1:, 0] < ordered[:-1, 1]]
     return int(twice[0]) if twice.size else None

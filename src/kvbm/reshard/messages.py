@@ -1,4 +1,4 @@
-"""Resharding: who sends what to whom, between two placements of one model's cache."""
+"""Resharding: which rank sends what to which rank, between two placements of one model's cache."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..errors import BindError, PlanError
 from ..shapes import ITEMSIZE
+from ..shown import Shown
 from . import report
 from .placement import Placement, Strips, whole
 from .proof import prove
@@ -19,20 +20,20 @@ from .strips import Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit
 
 __all__ = ["Message", "Prefer", "Resharding", "gather", "plan", "require_layers", "require_made"]
 
-#: Which of equal source ranks sends to a destination rank: of ``(destination rank, ranks)``, one of the ranks.
+#: Selects which of several equal source ranks sends: ``(destination rank, ranks)`` → one of the ranks.
 Prefer = Callable[[int, Sequence[int]], int]
 
-#: Where each side's layout splits the tokens of a block.
+#: The tokens at which each side's layout splits a block.
 Cuts = tuple[Sequence[int], Sequence[int]]
 
 
 class Message(NamedTuple):
-    """What one rank sends to one other: the product of what they have in common on each axis.
+    """What one rank sends to another: the product of what both hold on each axis.
 
     Attributes
     ----------
     src, dst : int
-        Ranks.
+        Source rank and destination rank.
     l, h : tuple of Meeting
         Layers and KV heads.
     t : Unit
@@ -55,33 +56,34 @@ class Message(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a unit that go."""
+        """Tokens of a unit that the message carries."""
         return self.t.meeting.size if self.t.meeting else 0
 
     def of_layers(self, layers: range) -> Message | None:
-        """The same of some layers of the model; None where it has none of them."""
+        """The same message for some layers of the model; None if it has none of them."""
         found = tuple(part for meeting in self.l if (part := meeting.within(layers)) is not None)
         return self._replace(l=found) if found else None
 
 
 @dataclass(frozen=True)
-class Resharding:
-    """A copy between two engines that spread one cache differently; proven when it is made.
+class Resharding(Shown):
+    """A copy between two engines that distribute one cache differently.  The constructor proves that it is complete.
 
     Attributes
     ----------
     src, dst : Placement
+        The placements of the source and of the destination.
     sends, takes : tuple of Strips
-        What each source rank can send, and each destination rank is to get: what it holds, or a share of it (`gather`).
+        What each source rank can send, and what each destination rank receives: all that it holds, or a share of it (`gather`).
     messages : tuple of Message
-        By destination rank.
+        The messages, sorted by destination rank.
     cuts : two sequences of int
-        Where each side's layout splits the tokens of a block.
+        The tokens at which each side's layout splits a block.
 
     Raises
     ------
     CoverageError
-        Some coordinate of a destination rank would be missing, written twice, or come from the wrong place.
+        A coordinate of a destination rank would be missing, written twice, or come from the wrong place.
     """
 
     src: Placement
@@ -106,9 +108,9 @@ class Resharding:
         Parameters
         ----------
         cuts : two sequences of int
-            Where each side's layout splits the tokens of a block.
+            The tokens at which each side's layout splits a block.
         shift : int
-            What the units must divide besides: the distance of the positions at which both sides' block tables begin.
+            Distance (tokens) of the positions at which both sides' block tables begin.  The units also divide it.
         """
         cuts = _whole_cuts(cuts)
         if cuts == self.cuts and all(shift % m.t.tokens == 0 for m in self.messages):
@@ -122,17 +124,18 @@ class Resharding:
 
     @property
     def unit(self) -> int:
-        """Tokens of a unit, as few as any message has."""
+        """Tokens of the smallest unit of all messages."""
         return min((message.t.tokens for message in self.messages), default=1)
 
     def nbytes(self, message: Message, tokens: int | None = None) -> int:
-        """Bytes of a message, where elements have one dtype.
+        """Bytes of a message, for layouts in which all elements have the model's dtype.
 
         Parameters
         ----------
         message : Message
+            The message.
         tokens : int, optional
-            Of a sequence from its beginning on; those of one unit that the message carries if not given.
+            Length of a sequence from its beginning.  Default: the tokens of one unit that the message carries.
         """
         model = self.src.model
         ours, theirs = self.sends[message.src].t, self.takes[message.dst].t
@@ -141,13 +144,16 @@ class Resharding:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for both sides where they planned alike."""
+        """A hash.  It is equal on both sides if both have the same plan."""
         meaning = (self.src.fingerprint, self.dst.fingerprint, self.messages, self.cuts)
         return hashlib.sha256(repr(meaning).encode()).hexdigest()[:16]
 
     def explain(self) -> str:
-        """The same in sentences: what meets on each axis, the unit, what goes token by token, which replicas send."""
+        """The resharding in sentences: the overlaps on each axis, the unit, the tokens that are copied one by one, the senders."""
         return report.explain(self)
+
+    def __repr__(self) -> str:
+        return f"Resharding({self.title}, messages={len(self.messages)})"
 
     def __str__(self) -> str:
         return report.table(self)
@@ -164,27 +170,28 @@ def plan(
     Parameters
     ----------
     src, dst : Placement
-        Of one model.
+        Source and destination; both of one model.
     stripe : bool
-        Let all ranks that hold the same send a share of the layers each, instead of one of them all of it: a replicated source
-        then sends through as many network cards as it has ranks.
+        If several source ranks hold the same, each sends a share of the layers.  False: one of them sends all.  A replicated
+        source then uses the network cards of all its ranks.
     prefer : callable, optional
-        Of ``(destination rank, source ranks that hold the same)``: which of them sends.  Not given: the one with the least to
-        send so far, and of those the one at the nearest place.  All ranks must decide alike.
+        A function of ``(destination rank, source ranks that hold the same)`` that returns the rank that sends.  Default: the rank
+        with the least to send so far; of several, the nearest one.  The function must give the same result on all ranks.
     cuts : two sequences of int
-        Where each side's layout splits the tokens of a block; `Local` says so for its pools.
+        The tokens at which each side's layout splits a block.  `Local` computes them from its pools.
 
     Returns
     -------
     Resharding
-        `print` it: it is a table.
+        The plan.  Printing it shows a table.
 
     Raises
     ------
     PlanError
-        The placements are of different models, or none; cuts that are none; `prefer` names another rank.
+        The placements have different models, `src` or `dst` is not a placement, `cuts` has a wrong form, or `prefer` returns
+        another rank.
     CoverageError
-        Something of the destination is held by no source rank.
+        No source rank holds some part of the destination.
 
     Examples
     --------
@@ -193,7 +200,7 @@ def plan(
     >>> prefill = Placement("tp4", shard={"h": "tp"}, model=model, nt=16, name="prefill")
     >>> decode = Placement("tp2", shard={"h": "tp"}, model=model, nt=64, name="decode")
     >>> print(plan(prefill, decode))
-    prefill (tp4, 16 tokens a block) → decode (tp2, 64 tokens a block): 4 messages, unit 16 tokens: a block → 1/4 block
+    prefill (tp4, 16 tokens per block) → decode (tp2, 64 tokens per block): 4 messages, unit 16 tokens: 1 block → 1/4 block
       from   to   heads             layers   tokens a unit      bytes   rows of
          0    0   0–1               0–79     16 of 16        1.25 MiB     256 B
          1    0   2–3               0–79     16 of 16        1.25 MiB     256 B
@@ -210,19 +217,20 @@ def plan(
 
 
 def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, Resharding]:
-    """Plan the same in two steps, for a destination where several ranks hold the same: each gets a share, then they exchange.
+    """Plan a copy in two steps, for a destination with ranks that hold the same: each receives a share, then they exchange.
 
     Parameters
     ----------
     src, dst : Placement
+        Source and destination; both of one model.
     **options
         As for `plan`.
 
     Returns
     -------
     tuple of Resharding
-        From the source to the destination, a share of the layers to each rank; and among the destination's ranks, from and into
-        the same pools, where every rank sends its share to the others.  The first carries each byte once.
+        The first step copies from the source to the destination; equal ranks get a share of the layers each, so every byte is sent
+        once.  In the second step every destination rank sends its share to the others, from and into the same pools.
 
     Raises
     ------
@@ -255,13 +263,13 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
 
 
 def require_made(made: Any) -> None:
-    """It is a resharding."""
+    """Raise `BindError` unless `made` is a resharding."""
     if not isinstance(made, Resharding):
         raise BindError(f"made: expected a Resharding of kvbm.reshard.plan, got {made!r:.200}")
 
 
 def require_layers(layers: Any, most: int) -> range:
-    """A range of the model's layers; all for None."""
+    """The range of the model's layers; all layers for None."""
     found = range(most) if layers is None else layers
     if not (isinstance(found, range) and found.step == 1 and 0 <= found.start < found.stop <= most):
         raise BindError(f"layers: expected a range within 0 to {most} of the model, got {layers!r:.200}")
@@ -278,7 +286,7 @@ def _require_one_model(src: Placement, dst: Placement) -> None:
         ("nl", "layers"),
         ("no", "of K and V"),
         ("nh", "KV heads"),
-        ("hd", "elements a head"),
+        ("hd", "elements per head"),
         ("dtype", ""),
     ):
         a, b = getattr(ours, axis), getattr(theirs, axis)
@@ -308,7 +316,7 @@ def _messages(
     prefer: Prefer | None,
     cuts: Cuts,
 ) -> tuple[Message, ...]:
-    """For every destination rank a message of each class of source ranks that hold the same, and something that it takes."""
+    """For every destination rank: one message from each class of equal source ranks that hold something that it receives."""
     classes: dict[Strips, list[int]] = {}
     for rank, strips in enumerate(sends):
         classes.setdefault(strips, []).append(rank)
@@ -348,7 +356,7 @@ def _messages(
 
 
 class _Replicas:
-    """Source ranks that hold the same, by what each has to send so far: the one with the least is found without asking all."""
+    """Source ranks that hold the same, sorted by what each has to send so far: finds the one with the least quickly."""
 
     def __init__(self, ranks: Sequence[int], world: int, dst_world: int, prefer: Prefer | None) -> None:
         self._ranks, self._worlds, self._prefer = tuple(ranks), (world, dst_world), prefer
@@ -357,7 +365,7 @@ class _Replicas:
         self._loads = [0.0]  # a heap
 
     def choose(self, rank: int) -> int:
-        """Which of them sends to a destination rank."""
+        """The source rank that sends to a destination rank."""
         if self._prefer is not None:
             if not callable(self._prefer):
                 raise PlanError(f"prefer: expected a function of a rank and ranks, got {self._prefer!r:.200}")
@@ -373,7 +381,7 @@ class _Replicas:
         return min(least[max(at - 1, 0) : at + 1], key=lambda one: abs(one * dst_world - rank * world))
 
     def add(self, rank: int, load: float) -> None:
-        """It has more to send."""
+        """Add to what a rank has to send."""
         before = self._load[rank]
         self._load[rank] = after = before + load
         alike = self._with[before]

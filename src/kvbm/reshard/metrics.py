@@ -1,4 +1,4 @@
-"""Links for Prometheus: what `Link.stats` counts, slots of rings, and transfers that are under way, by ``prometheus_client``.
+"""Metrics of links for ``prometheus_client``: the counters of `Link.stats`, slots of rings, and running transfers.
 
 >>> from prometheus_client import REGISTRY, start_http_server  # doctest: +SKIP
 >>> REGISTRY.register(metrics.Links([endpoint]))  # doctest: +SKIP
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Links"]
 
-#: Of `Link.stats`: the metric's name, to which ``_total`` comes, and its help.
+#: Key of `Link.stats` → the metric's name, without the suffix ``_total``, and its help text.
 _COUNTERS = {
     "bytes_sent": ("kvbm_link_sent_bytes", "Bytes of chunks that were sent, trailers included."),
     "bytes_received": ("kvbm_link_received_bytes", "Bytes of chunks that came and were right."),
@@ -38,15 +38,16 @@ _COUNTERS = {
 
 
 class Links:
-    """A collector of endpoints, for a registry of ``prometheus_client``.
+    """A collector of endpoints' metrics, for a registry of ``prometheus_client``.
 
-    Counters of links have the labels ``engine``, ``rank`` and ``peer_engine``; what a ring or a thread has, those without
-    ``peer_engine``. Links that have the same labels are added up, closed ones among them, so that no counter falls.
+    Counters of links have the labels ``engine``, ``rank`` and ``peer_engine``.  Metrics of rings and threads have the labels
+    ``engine`` and ``rank``.  The counts of links with the same labels are added up, including closed links, so counters never
+    decrease.
 
     Parameters
     ----------
     endpoints : iterable of Endpoint
-        Whose links are told, those too that are made later.
+        The endpoints to report.  Links that are created later are reported, too.
 
     Raises
     ------
@@ -68,12 +69,12 @@ class Links:
             self.add(endpoint)
 
     def add(self, endpoint: Endpoint) -> None:
-        """Tell of this one, too.
+        """Add an endpoint.
 
         Raises
         ------
         BindError
-            It is told of already.
+            The endpoint has already been added.
         """
         with self._lock:
             if any(one is endpoint for one in self._endpoints):
@@ -81,16 +82,16 @@ class Links:
             self._endpoints.append(endpoint)
 
     def remove(self, endpoint: Endpoint) -> None:
-        """Tell of this one no more; nothing happens where it was not told of."""
+        """Remove an endpoint.  Does nothing if it was not added."""
         with self._lock:
             self._endpoints = [one for one in self._endpoints if one is not endpoint]
 
     def describe(self) -> Iterable[Any]:
-        """The metrics without samples: a registry that is given this reads no endpoint for it."""
+        """The metrics without samples.  A registry calls it on registration, so that it need not read the endpoints."""
         return self._families(())
 
     def collect(self) -> Iterable[Any]:
-        """What the endpoints have counted until now, as ``prometheus_client`` asks for it."""
+        """The current values of all metrics, in the form of ``prometheus_client``."""
         with self._lock:
             endpoints = tuple(self._endpoints)
         return self._families(endpoints)

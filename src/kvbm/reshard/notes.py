@@ -1,6 +1,6 @@
-"""What the two ends of a link say to each other: short binary notes, of which any may be lost, doubled or late.
+"""The protocol between the two ends of a link: short binary notes.  Any note may be lost, doubled or late.
 
-Each is whole by itself and may be said again: an `Offer` until it is answered, a `Want` until the chunks are there.
+Each note is complete in itself and may be repeated: an `Offer` until it is answered, a `Want` until the chunks have arrived.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["Done", "Grant", "Note", "Offer", "Put", "Stop", "Stopped", "Want", "
 
 _MAGIC, _VERSION = b"kn", 1
 
-#: Magic, version, kind, and the number that the sender gave to what it sends to this peer.
+#: Magic, version, kind, and the number of the sending, which the sender has chosen for this peer.
 _HEAD = struct.Struct("<2sBBQ")
 
 
 class Grant(NamedTuple):
-    """A chunk that may come.
+    """Permission to send one chunk.
 
     Attributes
     ----------
     chunk : int
     slot : int
-        Of the receiver, where the sender writes it; pulled ones are fetched into it.
+        Slot of the receiver.  The sender puts the chunk there, or the receiver pulls it into this slot.
     serial : int
-        From 1 on, of what the receiver grants of this offer; never the same again.
+        Number of the grant among those for this offer, from 1 on.  It is never reused.
     """
 
     chunk: int
@@ -39,7 +39,7 @@ class Grant(NamedTuple):
 
 @dataclass(frozen=True)
 class Offer:
-    """Sender: there are these tokens and layers of a sequence.
+    """From the sender: these tokens and layers of a sequence are available.
 
     Attributes
     ----------
@@ -47,16 +47,16 @@ class Offer:
     plan : int
         The plan's fingerprint.
     key : bytes
-        16 bytes that stand for the sequence's name.
+        16 bytes that identify the sequence's name.
     group : int
-        Which of the groups, in the order of their names.
+        Index of the group; groups are sorted by name.
     layers, tokens : range
     origin : int
-        Of the sender's span.
+        Origin of the sender's span.
     pulls : bool
-        Whether the receiver fetches chunks.
+        True if the receiver pulls the chunks.
     age : float
-        Seconds since the sending began: those that are older than a receive's failure belong to it.
+        Seconds since the sending began.  A sending that began before a receive failed belongs to the failed receive.
     """
 
     sending: int
@@ -89,16 +89,18 @@ class Offer:
 
 @dataclass(frozen=True)
 class Want:
-    """Receiver: of an offer these tokens are wanted, and these chunks may come; what it named before and does not now has come.
+    """From the receiver: it wants these tokens of an offer, and grants these chunks.
+
+    A chunk that an earlier note listed and this one does not has arrived.
 
     Attributes
     ----------
     sending, arrival, plan : int
     tokens : range
     origin : int
-        Of the receiver's span.
+        Origin of the receiver's span.
     turn : int
-        Counts what the receiver says of this sending: what comes late is of a lower one.
+        Number of the receiver's notes about this sending.  A note that arrives late has a lower number than a newer one.
     grants : tuple of Grant
     """
 
@@ -130,13 +132,13 @@ class Want:
 
 _GRANT = struct.Struct("<III")
 
-#: Grants that a note has room for.
+#: Most grants of a note.
 MOST_GRANTS = (NOTE_BYTES - _HEAD.size - Want.LAYOUT.size) // _GRANT.size
 
 
 @dataclass(frozen=True)
 class Put:
-    """Sender: this chunk lies in the slot that was granted, or, where it is pulled, in this slot of the sender."""
+    """From the sender: this chunk is in the granted slot, or, if the receiver pulls chunks, in this slot of the sender."""
 
     sending: int
     arrival: int
@@ -158,7 +160,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Done:
-    """Receiver: all chunks are there and right, and this is the sum of their digests."""
+    """From the receiver: all chunks have arrived and are correct.  It has the sum of their digests."""
 
     sending: int
     arrival: int
@@ -178,13 +180,15 @@ class Done:
 
 @dataclass(frozen=True)
 class Stop:
-    """Either: it comes to nothing.  The receiver says so once it takes no more; the sender once none of its puts is under way.
+    """From either side: the transfer has failed.
+
+    The receiver sends it when it accepts no more chunks, and the sender when none of its puts is running.
 
     Attributes
     ----------
     sending, arrival : int
     is_digest : bool
-        Whether chunks were wrong each time.
+        True if chunks were wrong on every attempt.
     by_sender : bool
     why : str
     """
@@ -213,7 +217,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The answer to a stop.  Of a sender: none of its puts is under way, and none comes."""
+    """The answer to a stop.  From a sender it means: none of its puts is running, and none will follow."""
 
     sending: int
     arrival: int
@@ -243,12 +247,12 @@ def write(note: Note) -> bytes:
 
 
 def read(data: bytes) -> Note:
-    """Return the note that these bytes are.
+    """Parse a note.
 
     Raises
     ------
     BindError
-        They are none, or one of another version.
+        The bytes are not a note, or have another version.
     """
     _require(len(data) >= _HEAD.size, "a note")
     magic, version, number, sending = _HEAD.unpack_from(data)

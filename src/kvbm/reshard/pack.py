@@ -1,4 +1,4 @@
-"""Packing: what one rank sends to all its peers, or gets from them, in an order that depends on no layout: whole, or in chunks."""
+"""Pack what a rank sends to its peers, or unpack what it receives, in an order that is independent of layouts."""
 
 from __future__ import annotations
 
@@ -32,30 +32,32 @@ from .strips import ONE_TOKEN, Turns
 
 __all__ = ["NUM_CELLS", "Lane", "Listed", "Packer"]
 
-#: What divides the address of a slot, and the bytes of a unit in it.
+#: Alignment of a slot's address, and of the bytes of a unit in it.
 _ALIGNMENT = 16
 
-#: A chunk's unit is told by its address beyond a multiple of this: in steps of `_ALIGNMENT`, so that an id of 32 bits reaches it.
+#: The id of a chunk's unit is its distance from a multiple of this, in steps of `_ALIGNMENT`, so that it fits into 32 bits.
 _REACH = 1 << 34
 
-#: Ids of `Packer.cells` are below it: a slot takes less than `_REACH`, too.
+#: Limit of the ids of `Packer.cells`; a slot is smaller than `_REACH`, too.
 NUM_CELLS = 2 * _REACH // _ALIGNMENT - 1
 
-#: Launches with digests that are kept: of messages, ranges of layers, distances of origins.
+#: Size of the cache of launches with digests, by message, range of layers and distance of origins.
 _MOST_LANES = 4096
 
 
 class _Way(NamedTuple):
-    """A launch, or some: messages whose units, or single tokens, are the same ones of the rank.
+    """Launches of messages with the same units, or the same single tokens, of the rank.
 
     Attributes
     ----------
     messages : tuple of Message
+        The messages.
     copies : tuple of Copy
+        The launches.
     num_ids : int
-        Ids of the rank's pool are below it.
+        Number of ids of the rank's pool.
     nbytes : tuple of int
-        Of a unit, or a token, in each message's slot.
+        Bytes of a unit or token in the slot of each message.
     """
 
     messages: tuple[Message, ...]
@@ -65,22 +67,22 @@ class _Way(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A launch, or some: one message's units, or single tokens, with digests.
+    """Launches of one message's units, or single tokens, with digests.
 
     Attributes
     ----------
     copies : tuple of Copy
-        Between the pool and slots, anywhere: see `Packer.cells`.
+        Copies between the pool and slots at any address: see `Packer.cells`.
     is_fused : bool
-        Whether they digest what they copy.
+        True if the copies also compute digests.
     digests : tuple of Copy
-        Those that digest slots by themselves.
+        Launches that only digest slots.
     num_ids : int
-        Ids of the rank's pool are below it.
+        Number of ids of the rank's pool.
     nbytes : int
-        Of a unit, or a token, in the slot.
+        Bytes of a unit or token in the slot.
     first : int
-        Where in a unit the first token stands that goes.
+        Position in a unit of the first token that is sent.
     """
 
     copies: tuple[_core.Copy, ...]
@@ -92,9 +94,9 @@ class Lane(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """What a message has of a sequence: positions of units and of single tokens, and the rank's ids of both.
+    """A message's positions of units and of single tokens of a sequence, and the rank's ids of both.
 
-    An id is -1 where the rank has no block.
+    An id is -1 if the rank has no block.
     """
 
     at: Parts
@@ -102,33 +104,35 @@ class Listed(NamedTuple):
 
 
 class Packer:
-    """Packs what a rank sends into a slot for each peer, by one launch for all; or unpacks what it gets.
+    """Packs what a rank sends into one slot per peer, with one launch for all; or unpacks what it receives.
 
-    A slot holds whole units one after the other, then single tokens: of each its planes by name, and in each
-    ``l o h t d``, dense, multiples of 16 bytes.  It does not depend on either side's layout.
+    A slot holds whole units one after the other, then single tokens.  Each has its planes by name, and each plane is ``l o h t d``,
+    dense, padded to 16 bytes.  The contents do not depend on the layout of either side.
 
     Parameters
     ----------
     made : Resharding
+        The plan.
     rank : int
+        The rank.
     pool : Pool
-        The rank's, of the shape that its placement says.
+        The rank's pool, with the shape of its placement.
     side : {"src", "dst"}
-        Whether the rank sends, and slots are written; or gets, and slots are read.
+        ``"src"``: the rank sends, and slots are written.  ``"dst"``: the rank receives, and slots are read.
     max_sms : int, optional
-        Multiprocessors that kernels may use; all if not given.
+        Multiprocessors that kernels may use.  Default: all.
 
     Attributes
     ----------
     peers : tuple of int
-        Ranks of the other side that there is a message to, or from.
+        Ranks of the other side with which the rank exchanges messages.
 
     Raises
     ------
     BindError
-        A pool that does not fit the placement.
+        The pool does not fit the placement.
     PlanError
-        A layout that promises no order of what a message would cut.
+        A message would cut an opaque group of the layout.
     """
 
     def __init__(
@@ -161,15 +165,16 @@ class Packer:
         self._units = {0: self._ways(mine, single=False)}
         self._lanes: dict[tuple[Message, bool], Lane] = {}
         self._routes: dict[tuple[int, int, bool], tuple[_core.Route, Lane]] = {}
+        self._fits: Span | None = None  # the last span that was checked
         self._model = _without(place.part(rank), pool.layout.present)
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """The plan's, as trailers of chunks have it."""
+        """The plan's fingerprint in trailers of chunks."""
         return int(self.made.fingerprint, 16)
 
     def sizes(self, span: Span, origin: int = 0) -> dict[int, int]:
-        """Bytes of each peer's slot for a sequence; `origin` is that of the peers' spans.  `BindError` as for a call."""
+        """Bytes of each peer's slot for a sequence.  `origin` is the origin of the peers' spans.  Raises `BindError` as a call."""
         return self._sizes(self._work(span, origin))
 
     def _sizes(self, work: Sequence[tuple[_Way, Ids]]) -> dict[int, int]:
@@ -180,23 +185,23 @@ class Packer:
         return found
 
     def __call__(self, span: Span, slots: Mapping[int, Any], *, origin: int = 0, stream: Any = None) -> None:
-        """Pack a sequence's tokens into slots, or unpack them from there.
+        """Pack a sequence's tokens into slots, or unpack them from slots.
 
         Parameters
         ----------
         span : Span
-            Of the rank.  Tokens without a block of it are left out: their bytes in slots stay as they are.
+            Tokens and blocks of the rank.  Tokens without a block are skipped: their bytes in slots do not change.
         slots : mapping
-            Peer → array of bytes, contiguous, at a multiple of 16, on the pool's GPU or in pinned memory.
+            Peer → contiguous array of bytes, aligned to 16 bytes, on the pool's GPU or in pinned memory.
         origin : int
-            That of the peers' spans.
+            The origin of the peers' spans.
         stream : optional
             As for `convert`.
 
         Raises
         ------
         BindError
-            A span that does not fit; slots that are missing, too small, or lie elsewhere.  Nothing has been copied.
+            The span does not fit, or a slot is missing, too small or in other memory.  Nothing was copied.
         """
         self.require_usable()
         work = self._work(span, origin)
@@ -236,18 +241,18 @@ class Packer:
 
     @functools.cached_property
     def _tokens(self) -> tuple[_Way, ...]:
-        """Ways of single tokens, which not every layout has."""
+        """Ways for single tokens.  Some layouts do not allow them."""
         return self._ways(self._messages(self.made), single=True)
 
     def _messages(self, made: Resharding) -> list[Message]:
         return [m for m in made.messages if (m.src if self.sends else m.dst) == self.rank]
 
     def in_order(self, mine: Any, far: Any) -> tuple[Any, Any]:
-        """The source's and the destination's, of what is the rank's and what is the other side's."""
+        """Return (this rank's, the other side's) values in the order (source, destination)."""
         return (mine, far) if self.sends else (far, mine)
 
     def fitting(self, shift: int) -> tuple[_Way, ...]:
-        """Ways in units that divide the distance of the positions at which both sides' tables begin: the same on both sides."""
+        """Ways with units that divide `shift`, the distance of both sides' origins; both sides use the same units."""
         made = self.made
         places = (made.src, made.sends), (made.dst, made.takes)
         most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
@@ -260,12 +265,12 @@ class Packer:
         return message.dst if self.sends else message.src
 
     def ends(self, message: Message) -> tuple[Rank, Rank]:
-        """The rank itself, and its peer."""
+        """The packer's rank, and its peer."""
         mine, far = self.in_order(*self._ranks[message.src, message.dst])
         return mine, far
 
     def _ways(self, messages: Sequence[Message], *, single: bool) -> tuple[_Way, ...]:
-        """Messages that take the same ids of the rank together."""
+        """Ways: messages with the same ids of this rank share one."""
 
         def key(message: Message) -> tuple[int, Turns | None]:
             far = self.ends(message)[1].turns
@@ -293,7 +298,7 @@ class Packer:
         return prepare(made, src, dst, few=few, device=self.device, src_steps=src_steps, dst_steps=dst_steps)
 
     def _parts(self, message: Message, single: bool) -> tuple[Section, Section]:
-        """What a message means of the pool's units, or tokens, and the slot that holds it packed."""
+        """A message's section of the pool's units or tokens, and the section of the packed slot."""
         unit, name = ONE_TOKEN if single else message.t, "src" if self.sends else "dst"
         assert unit.meeting is not None
         part = self.pool.units(unit.src_slots if self.sends else unit.dst_slots).section(
@@ -304,7 +309,7 @@ class Packer:
         return part.of, self._wire(part.of)
 
     def lane(self, message: Message, *, single: bool) -> Lane:
-        """The launches that copy one message's units, or single tokens, and digest them; kept."""
+        """The launches that copy and digest one message's units, or its single tokens; cached."""
         found = self._lanes.get((message, single))
         if found is None:
             if len(self._lanes) >= _MOST_LANES:
@@ -314,12 +319,12 @@ class Packer:
 
     @staticmethod
     def cells(address: int, nbytes: int, count: int) -> tuple[int, Ids]:
-        """A base, the same one for slots near each other, and ids of so many units from an address on: how far from it they are."""
+        """A base address (equal for nearby slots), and the ids of `count` units from an address on: distances from the base."""
         base = address // _REACH * _REACH
         return base, np.arange(count, dtype=np.int64) * (nbytes // _ALIGNMENT) + (address - base) // _ALIGNMENT
 
     def route(self, lane: Lane, base: int, *, copies: bool) -> _core.Route:
-        """A lane's copies between the pool and `cells`, or its digests of them; kept."""
+        """The route of a lane's copies between the pool and `cells`, or of its digests; cached."""
         at = id(lane), base, copies
         found = self._routes.get(at)
         if found is None:
@@ -336,7 +341,7 @@ class Packer:
                 made = _core.Route(
                     self.device, slot, slot, NUM_CELLS, NUM_CELLS, direct=(), limits=(), digests=(lane.digests, ())
                 )
-            found = self._routes[at] = (made, lane)  # the lane lives as long as its number stands for it
+            found = self._routes[at] = (made, lane)  # keeps the lane alive, as its id() is the key
         return found[0]
 
     def _lane(self, message: Message, single: bool) -> Lane:
@@ -347,7 +352,7 @@ class Packer:
         ends, (alignments, steps) = self.in_order(part, slot), zip(*self.in_order(*self._addressed), strict=True)
         made = (
             None if self.max_sms else fused(*ends, keys, alignments, self._title)
-        )  # kernels of few multiprocessors do not digest
+        )  # kernels with a limit of multiprocessors do not digest
         sums = None if made is None else fused_copies(made, keys.lanes, *steps)
         is_fused = isinstance(sums, list)
         copies = sums if isinstance(sums, list) else self._prepared(between(*ends, self._title))
@@ -357,7 +362,7 @@ class Packer:
         return Lane(tuple(copies), is_fused, tuple(digests), part.num_ids, nbytes, first)
 
     def _keys(self, message: Message, single: bool) -> tuple[int, Keys]:
-        """The keys of a unit's cells, at the model's coordinates, and the position in a unit that they count from."""
+        """The keys of a unit's cells, at the model's coordinates, and the position in a unit from which they count."""
         unit, name = ONE_TOKEN if single else message.t, "src" if self.sends else "dst"
         assert unit.meeting is not None
         section, layout = self.pool.resolved.section, self.pool.layout
@@ -368,7 +373,7 @@ class Packer:
         ]
         first, *others = unit.meeting.coordinates("first")
         choices.append(("t", (0, *(position - first for position in others))))
-        if others:  # a rank's slots count the tokens that it holds, and keys all of a unit
+        if others:  # a rank's slots count only its own tokens, keys count all tokens of a unit
             accesses = [
                 replace(access, sizes=tuple((axis, unit.tokens if axis == "t" else n) for axis, n in access.sizes))
                 for access in section.accesses
@@ -385,9 +390,9 @@ class Packer:
     # ---- a sequence ------------------------------------------------------------------------------------------------
 
     def listed(self, span: Span, origin: int) -> dict[Message, Listed]:
-        """What every message, in fitting units, has of a sequence; `origin` is that of the peers' spans."""
+        """The units and tokens of a sequence for every message.  `origin` is the origin of the peers' spans."""
         origin = self.require_spans(span, origin)
-        known: dict[tuple[int, Turns], Listed] = {}  # peers of one kind get the same tokens
+        known: dict[tuple[int, Turns], Listed] = {}  # peers of one kind have the same tokens
         found = {}
         for message in (message for way in self.fitting(span.origin - origin) for message in way.messages):
             mine, far = self.ends(message)
@@ -402,7 +407,7 @@ class Packer:
         return found
 
     def _work(self, span: Span, origin: int) -> list[tuple[_Way, Ids]]:
-        """Of every launch the rank's ids: of units first, then of single tokens."""
+        """The rank's ids for every launch: first of units, then of single tokens."""
         listed = {(m.src, m.dst): each.ids for m, each in self.listed(span, origin).items()}
         shift = span.origin - operator.index(origin)
         tokens = self._tokens if any(ids.size for _, ids in listed.values()) else ()
@@ -414,19 +419,21 @@ class Packer:
         return [(way, ids) for way, ids in work if ids.size]
 
     def require_spans(self, span: Span, origin: int) -> int:
-        """A span that fits; returns the origin of the peers', which may be an integer of NumPy's that wraps around."""
+        """Check a span.  Returns the peers' origin as an int, as a NumPy integer could overflow."""
         if not isinstance(span, Span):
             raise BindError(f"span: expected a kvbm.Span, got {span!r:.200}")
-        far = Span([], span.tokens, origin)  # refuses what is no origin of the peers' spans
-        for ends in list(self._ranks.values())[:1]:  # the rank itself is the same for all
-            self._require_span(ends[0 if self.sends else 1], span)
-        return far.origin
+        far = span.origin if origin is span.origin else Span([], span.tokens, origin).origin  # checks the origin
+        if span is not self._fits:  # spans are immutable: check each once
+            for ends in list(self._ranks.values())[:1]:  # this rank is the same in all
+                self._require_span(ends[0 if self.sends else 1], span)
+            self._fits = span
+        return far
 
     def _require_span(self, rank: Rank, span: Span) -> None:
-        """A table that is long enough, of blocks that there are, none of them to be written twice."""
+        """Check that the table is long enough, that its blocks exist, and that none is written twice."""
         blocks = rank.touched(span)[:, 0] // rank.nt
         if not self.sends and np.unique(blocks).size != blocks.size:
-            raise BindError(f"{rank.name}: a block stands in the table twice, and would be written twice")
+            raise BindError(f"{rank.name}: the table contains a block twice, so it would be written twice")
 
     def slot(self, given: Any, size: int, where: object, *, exact: bool = False) -> Array:
         found = given if isinstance(given, Array) else describe(given, str(where))
@@ -444,18 +451,18 @@ class Packer:
         if found.device not in (self.pool.device, "cpu") or (self.device < 0 and found.device != "cpu"):
             raise BindError(f"{where}: expected memory of {self.pool.device}, or pinned, got {found.device}")
         if self.device >= 0 and found.device == "cpu":
-            _core.find_device(np.array([found.address], np.uint64), str(where))  # refuses what is not pinned
+            _core.find_device(np.array([found.address], np.uint64), str(where))  # raises an error if it is not pinned
         return found
 
     def require_apart(self, slots: Iterable[tuple[object, int, int]]) -> None:
-        """No slot, of ``(what errors call it, address, bytes)``, lies in the pool; none that is written in another one."""
+        """Check that no slot ``(name in messages, address, bytes)`` overlaps the pool, and that written slots do not overlap."""
         behind = 0
         before: object = ""
         for where, address, nbytes in sorted(slots, key=lambda slot: slot[1]):
             if self.pool.meets(address, address + nbytes):
-                raise BindError(f"{where}: expected memory of its own; it shares some with the {self.pool!r}")
+                raise BindError(f"{where}: expected separate memory; it overlaps the {self.pool!r}")
             if self.sends and address < behind:
-                raise BindError(f"{where}: expected memory of its own; it shares some with {before}")
+                raise BindError(f"{where}: expected separate memory; it overlaps {before}")
             behind, before = address + nbytes, where
 
     def require_usable(self) -> None:
@@ -467,7 +474,7 @@ class Packer:
         for name, given in (("stream", stream), ("wait", wait)):
             if self.device < 0 and given is not None:
                 raise BindError(
-                    f"{name}: the pool is on the CPU, where the copy is done when the call returns; leave {name} out"
+                    f"{name}: the pool is on the CPU, where the call waits for the copy; leave {name} out"
                 )
 
     def _run(self, copy: _core.Copy, src: _core.Table, dst: _core.Table, pairs: _core.Pairs, stream: int) -> None:
@@ -478,7 +485,7 @@ class Packer:
 
 
 def _without(model: Model, present: frozenset[str]) -> Model:
-    """Without the axes that a layout has not."""
+    """The model without axes that the layout does not have."""
     for axis, names in (("l", ("layers", "nl")), ("h", ("heads", "nh"))):
         if axis not in present:
             model = replace(model, **dict.fromkeys(names))

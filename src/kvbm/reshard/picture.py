@@ -1,6 +1,6 @@
-"""The picture of a resharding, for `kvbm reshard --svg`: what each rank holds, and which rank sends what of it to which.
+"""The picture of a resharding, for `kvbm reshard --svg`: what each rank holds, and what it sends to which rank.
 
-It is drawn on the sheet of `kvbm.picture`, in its looks.  matplotlib is imported when the first picture is made.
+It uses the sheet and the style of `kvbm.picture`.  matplotlib is imported when the first picture is made.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-#: Boxes of a side at most, the last one for all ranks that are left; and those up to which they have room for numbers.
+#: Most boxes per side (the last one is for all remaining ranks), and most boxes per side that still have space for numbers.
 _MOST, _ROOMY = 64, 20
 _MOST_BANDS, _MOST_CELLS = 6, 48
-_SIDE, _NAME, _BAR, _GAP = 2.84, 0.84, 0.58, 0.08  # inches: a box, its names, one of its bars, between two
-_LEFTS = (EDGE, WIDTH - EDGE - _SIDE)  # of the boxes of the source, and of the destination
+_SIDE, _NAME, _BAR, _GAP = 2.84, 0.84, 0.58, 0.08  # inches: width of a box, of its names, of one bar, of a gap
+_LEFTS = (EDGE, WIDTH - EDGE - _SIDE)  # left edges of the source's and of the destination's boxes
 
-#: Light and dark in turn, so that neighbours differ in grey too: (fill, line, text).
+#: (fill, line, text); alternately light and dark, so that neighbours also differ in greyscale.
 _INK = "#1b1f24"
 _LIGHT = [(fill, line, _INK) for fill, line in zip((*FILLS, PLANE_FILLS[2]), (*HUES, PLANE_HUES[2]), strict=True)]
 _DARK = [(hue, hue, PAPER) for hue in (HUES[1], HUES[3], HUES[0], PLANE_HUES[2], HUES[2])]
 _COLOURS = [colour for pair in zip(_LIGHT, _DARK, strict=True) for colour in pair]
-_REST = (PLANE_FILLS[3], LINE, _INK)  # several senders that have no colour of their own
+_REST = (PLANE_FILLS[3], LINE, _INK)  # several senders without a separate colour
 
 _NOTES = (
-    "Colours and numbers in bars: the source rank. Ribbons and sizes: bytes a token of a sequence, on the average.",
+    "Colours and numbers in bars: the source rank. Ribbons and sizes: bytes per token of a sequence, on average.",
     "×2: two ranks that hold the same and send or get as much; the size is that of one.",
 )
 
 
 @dataclass
 class _Box:
-    """Ranks that are drawn as one: they hold the same, and send or get the same from the same boxes."""
+    """Ranks that are drawn as one box: they hold the same, and exchange the same with the same boxes."""
 
     ranks: list[int]
     messages: list[Message]
-    is_rest: bool = False  # ranks that were left, which do not
+    is_rest: bool = False  # the box of all remaining ranks, which differ
     y: float = 0.0
     height: float = 0.0
-    scale: float = 0.0  # inches of a ribbon a byte
-    port: float = 0.0  # where the next ribbon begins
+    scale: float = 0.0  # width of a ribbon in inches per byte
+    port: float = 0.0  # position of the next ribbon
 
     @property
     def name(self) -> str:
@@ -71,9 +71,9 @@ class _Box:
 def draw(*steps: Resharding) -> Figure:
     """Draw a resharding, or the two steps of `gather` below each other.
 
-    Ranks that hold, send and get the same are one box; of more than 64 boxes the last is all that are left.  Along each axis a bar
-    says what the ranks hold: grey where none of it is copied, else coloured by the sender, in bands where several send parts of it.
-    The width of a ribbon is its bytes.
+    Ranks that hold, send and receive the same are one box.  At most 64 boxes are drawn per side; the last one is for all remaining
+    ranks.  A bar per axis shows what the ranks hold: grey if it is not copied, else in the sender's colour, or in bands if several
+    ranks send parts of it.  The width of a ribbon is proportional to its bytes.
 
     Parameters
     ----------
@@ -82,8 +82,8 @@ def draw(*steps: Resharding) -> Figure:
     Returns
     -------
     matplotlib.figure.Figure
-        800 px wide.  The label of a ribbon is its messages, ``"messages 0→0 1→0"``, that of a box its ranks,
-        ``"source ranks 0 1"`` or ``"destination ranks 0"``.
+        800 px wide.  The label of a ribbon names its messages, such as ``"messages 0→0 1→0"``.  The label of a box names its ranks,
+        such as ``"source ranks 0 1"`` or ``"destination ranks 0"``.
 
     Raises
     ------
@@ -143,12 +143,15 @@ class _Drawing:
     # ---- what is drawn ---------------------------------------------------------------------------------------------
 
     def _colours(self) -> list[tuple[str, str, str]]:
-        """A colour a source, seldom one of those that send to the same rank or of its neighbour; light and dark in turn."""
+        """One colour per source box, alternately light and dark.
+
+        If possible it differs from the colours of the neighbour and of boxes that send to the same rank.
+        """
         count = len(_COLOURS)
         given = [i % count for i in range(len(self.sources))]
         senders = [{m.src for m in target.messages} for target in self.targets]
         together = [{self.source_of[rank] for rank in ranks} for ranks in senders]
-        for i in list(range(len(given))) * 4:  # each again, as the others have changed
+        for i in list(range(len(given))) * 4:  # several passes, as each change affects the others
             rivals = sorted(set().union(*(some for some in together if i in some)) - {i})
             near, before = [given[s] for s in rivals], [given[s] for s in rivals if s < i][-1:]
             costs = [
@@ -159,12 +162,12 @@ class _Drawing:
         return [_REST if box.is_rest else _COLOURS[c] for box, c in zip(self.sources, given, strict=True)]
 
     def _nbytes(self, messages: Sequence[Message]) -> float:
-        """Bytes a token of a sequence, on the average: ranks that take turns send of some tokens only."""
+        """Average bytes per token of a sequence: ranks that hold tokens in turns send only some of the tokens."""
         sends, takes, nbytes = self.made.sends, self.made.takes, self.made.nbytes
         return sum(nbytes(m) / m.tokens * _share(sends[m.src].t, takes[m.dst].t) for m in messages)
 
     def _cells(self, side: int, box: _Box, axis: str) -> list[tuple[int, ...] | None]:
-        """For each coordinate of an axis: None where others hold it, else the boxes that send it, which may be none."""
+        """Per coordinate of an axis: None if this box does not hold it, else the boxes that send it (may be empty)."""
         made, place = self.made, self.places[side]
         whole = self.tokens if axis == "t" else range(getattr(place.model, f"n{axis}"))
         held = set().union(*(_held(place.strips(rank), axis, self.tokens) for rank in box.ranks))
@@ -181,7 +184,7 @@ class _Drawing:
     # ---- drawing ---------------------------------------------------------------------------------------------------
 
     def _heads(self) -> None:
-        """For each side a block with its first unit, and what the columns of its boxes are."""
+        """Draw per side a block with its first unit, and the headings of the boxes' columns."""
         sheet, tall = self.sheet, 0.16
         y = sheet.y + 0.3
         smallest = min((m.t for m in self.made.messages), key=lambda unit: unit.tokens, default=None)
@@ -220,7 +223,7 @@ class _Drawing:
         from matplotlib.path import Path
 
         boxes, weights = [*self.sources, *self.targets], {p: self._nbytes(found) for p, found in self.ribbons.items()}
-        # A byte is as wide everywhere, but at a box for all the rest.
+        # All boxes have the same width per byte, except the box for all remaining ranks.
         full = [(box, self._nbytes(box.messages)) for box in boxes if box.messages]
         scale = 0.3 / max(weights.values(), default=1.0)
         scale = min([scale, *(0.94 * box.height / total for box, total in full if not box.is_rest)])
@@ -308,19 +311,19 @@ def _held(strips: Strips, axis: str, tokens: Sequence[int]) -> set[int]:
 
 @functools.lru_cache(maxsize=4096)
 def _share(a: Turns, b: Turns) -> float:
-    """Of the tokens of a sequence, how many both hold."""
+    """The fraction of a sequence's tokens that both hold."""
     positions = range(0, math.lcm(a.period, b.period), math.gcd(a.every, b.every))
     return sum(bool(a.holds(x) and b.holds(x)) for x in positions) / len(positions)
 
 
 def _tokens(turns: Sequence[Turns], unit: int) -> tuple[list[int], int]:
-    """The positions that a bar shows, and how many neighbours each stands for."""
+    """The positions that a bar shows, and the number of tokens that each represents."""
     split = {(turn.every, turn.period) for turn in turns if turn.over > 1}
     if not split:
         return [0], unit
     grain, period = math.gcd(*(every for every, _ in split)), math.lcm(*(period for _, period in split))
     found = list(range(0, period * max(1, 8 * grain // period), grain))
-    if len(found) > _MOST_CELLS:  # short turns on one side, long ones on the other: the first of each long one
+    if len(found) > _MOST_CELLS:  # short turns on one side, long turns on the other: show the beginning of each long turn
         short, long = min(period for _, period in split), max(every for every, _ in split)
         found = [x for x in found if x % long < short]
     return found, grain

@@ -1,6 +1,6 @@
-"""Placements: which part of a model's cache each rank of an engine holds.  They stand beside layouts, and never in them.
+"""Placements: which part of a model's cache each rank of an engine holds.  A placement is independent of layouts.
 
-A rank's place in the mesh says what it holds of each axis.  What no axis uses is replication.
+A rank's coordinates in the mesh determine its share of each axis.  A mesh axis that shares no axis of the cache is replication.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import yaml
 
 from ..digest import Model
 from ..errors import SpecError
-from ..shapes import BlockShape
+from ..shapes import BlockShape, as_shape
 from ..yamlfile import YamlFile, read_text
 from .strips import Runs, Turns
 
 __all__ = ["KEYS", "SHARED", "SHARE_KEYS", "Digit", "Placement", "Share", "Strips", "whole"]
 
-#: Keys of a placement file, and of a share that is written as a mapping.
+#: Keys of a placement file, and of a share in the form of a mapping.
 KEYS = ("title", "mesh", "shard", "layers", "nt", "read_from", "notes")
 SHARE_KEYS = ("over", "bounds")
 
-#: Axes that can be shared by ranks.
+#: Axes that ranks can share.
 SHARED = {"l": "layers", "h": "KV heads", "t": "tokens"}
 
 _NAME = re.compile(r"[a-z][a-z_]*")
@@ -41,12 +41,12 @@ _DIGIT = re.compile(r"([a-z][a-z_]*)((?:[/%][1-9][0-9]{0,8})*)")
 _SHARE = re.compile(r"\s*([^\s]+)(?:\s+by\s+(nt|[1-9][0-9]{0,8}))?\s*")
 _SOME = re.compile(r"([0-9]{1,9})(?:\s*-\s*([0-9]{1,9})(?:\s+by\s+([1-9][0-9]{0,8}))?)?")
 
-#: Ranks, layers or heads of a placement at most, and tokens of a block: a typing error would otherwise take all memory.
+#: Limits of ranks, layers and heads of a placement, and of tokens per block: a typing error could otherwise use all memory.
 _MOST, _MOST_TOKENS = 1 << 16, 1 << 20
 
 
 class Digit(NamedTuple):
-    """``(place on a mesh axis // divisor) % extent``."""
+    """``(coordinate on a mesh axis // divisor) % extent``."""
 
     axis: str
     divisor: int
@@ -62,11 +62,11 @@ class Share(NamedTuple):
     Attributes
     ----------
     digit : Digit
-        Which share a rank holds.
+        The number of the share that a rank holds.
     every : int
-        Tokens: neighbours that one rank holds at a time.
+        For tokens: how many consecutive tokens a rank holds per turn.
     bounds : tuple of int
-        Layers: where each share begins, and at last the number of layers; empty: equal shares.
+        For layers: the first layer of each share, then the number of layers.  Empty: equal shares.
     """
 
     digit: Digit
@@ -79,7 +79,7 @@ class Share(NamedTuple):
 
 
 class Strips(NamedTuple):
-    """What one rank holds of each axis."""
+    """The coordinates that one rank holds of each axis."""
 
     l: Runs  # noqa: E741  (the axis)
     h: Runs
@@ -93,29 +93,29 @@ class Placement:
     Parameters
     ----------
     mesh : str or mapping
-        The ranks, slowest axis first: ``"pp2 tp8"``, or ``{"pp": 2, "tp": 8}``.  A rank is a place in the mesh.
+        The mesh of ranks, slowest axis first: ``"pp2 tp8"``, or ``{"pp": 2, "tp": 8}``.
     shard : mapping, optional
-        Axis of the cache → what shares it: ``{"h": "tp"}``.  ``l`` and ``h`` go in equal shares, in order; where there are more
-        ranks than heads, neighbours hold the same head.  ``tp/4`` and ``tp%4`` are digits of a place, as in layouts.  ``t``
-        goes in turns: ``"tp%4 by 1"``, ``"cp by nt"``.  Layers in uneven shares: ``{"over": "pp", "bounds": [0, 20, 48, 80]}``.
-        What is not named is held by all.
-    model : BlockShape
-        Of the whole model: all layers, all KV heads.
+        Axis of the cache → mesh axis that shares it: ``{"h": "tp"}``.  ``l`` and ``h`` are split into equal shares, in order; with
+        more ranks than heads, neighbouring ranks hold the same head.  ``tp/4`` and ``tp%4`` are digits of the rank's coordinate,
+        as in layouts.  ``t`` is shared in turns: ``"tp%4 by 1"``, ``"cp by nt"``.  Uneven shares of layers:
+        ``{"over": "pp", "bounds": [0, 20, 48, 80]}``.  Every rank holds all of an axis that is not named.
+    model : BlockShape or str
+        Shape of the whole model (all layers, all KV heads), or a text that `kvbm.load_shape` reads.
     nt : int, optional
-        Tokens of a block on a rank; the model's if not given.
+        Tokens per block on a rank.  Default: those of `model`.
     layers : iterable of int, optional
-        The layers of the model that the pools hold, ascending: a group of a hybrid model.  All of them if not given.
+        The layers of the model that the pools hold, ascending, for a group of a hybrid model.  Default: all.
     title, name : str
-        For people.
+        Texts for messages.
 
     Notes
     -----
-    A file may also say ``layers:``, as a list such as ``[0-3, 5-77 by 6]``.
+    A placement file may also have ``layers:``, a list such as ``[0-3, 5-77 by 6]``.
 
     Raises
     ------
     SpecError
-        A mesh or a share that is not written as one; an axis that cannot be shared so.
+        The mesh or a share is not written correctly, or an axis cannot be shared in this way.
 
     Examples
     --------
@@ -138,7 +138,7 @@ class Placement:
         mesh: str | Mapping[str, int],
         *,
         shard: Mapping[str, Any] | None = None,
-        model: BlockShape,
+        model: BlockShape | str,
         nt: int | None = None,
         layers: Iterable[int] | None = None,
         title: str = "",
@@ -152,10 +152,10 @@ class Placement:
         for what, value in (("name", name), ("title", title)):
             if not isinstance(value, str):
                 raise SpecError(f"placement: {what}: expected a text, got {value!r:.200}")
-        if others:  # dataclasses.replace names the shares as they were read
+        if others:  # dataclasses.replace passes the parsed shares
             raise SpecError(
-                f"{name}: expected mesh, shard, model, nt, layers, title and name, got {next(iter(others))!r:.200}; a placement "
-                "with something changed is made from these anew"
+                f"{name}: expected mesh, shard, model, nt, layers, title and name, got {next(iter(others))!r:.200}; to change a "
+                "placement, create a new one from these"
             )
         put(title=title, name=name, model=_model(model, name), mesh=_mesh(mesh, name))
         put(nt=_tokens(self.model.nt if nt is None else nt, name), layers=_layers(layers, self.model.nl, name))
@@ -163,21 +163,22 @@ class Placement:
         self._require_all()
 
     @classmethod
-    def load(cls, path: str | Path, model: BlockShape, **overrides: Any) -> Placement:
-        r"""A placement file.
+    def load(cls, path: str | Path, model: BlockShape | str, **overrides: Any) -> Placement:
+        r"""Read a placement file.
 
         Parameters
         ----------
         path : str or Path
-        model : BlockShape
-            Of the whole model.
+            The file.
+        model : BlockShape or str
+            Shape of the whole model, or its text.
         **overrides
-            ``nt``, ``layers`` or ``name`` in place of the file's.
+            ``nt``, ``layers`` or ``name``, instead of those of the file.
 
         Raises
         ------
         SpecError
-            With file and line.
+            The file is wrong; the message has file and line.
 
         Examples
         --------
@@ -194,8 +195,8 @@ class Placement:
         return cls.parse(read_text(file, str(file)), model, str(file), **{"name": file.stem, **overrides})
 
     @classmethod
-    def parse(cls, text: str, model: BlockShape, file: str = "<string>", **overrides: Any) -> Placement:
-        """The text of a placement file, as `load`."""
+    def parse(cls, text: str, model: BlockShape | str, file: str = "<string>", **overrides: Any) -> Placement:
+        """Read the text of a placement file, as `load` does."""
         for what, given in (("text", text), ("file", file)):
             if not isinstance(given, str):
                 raise SpecError(f"placement: {what}: expected a text, got {given!r:.200}")
@@ -212,25 +213,26 @@ class Placement:
 
     @property
     def mesh_text(self) -> str:
-        """The mesh as it is written: ``pp2 tp8``."""
+        """The mesh as a text: ``pp2 tp8``."""
         return " ".join(f"{axis}{size}" for axis, size in self.mesh)
 
     def place(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis of the mesh."""
+        """A rank's coordinate on each axis of the mesh."""
         rank, found = self._rank(rank), {}
         for axis, size in reversed(self.mesh):
             rank, found[axis] = divmod(rank, size)
         return found
 
     def strips(self, rank: int) -> Strips:
-        """What a rank holds of each axis."""
+        """The coordinates that a rank holds on each axis."""
         return _strips(self, self._rank(rank))
 
     def part(self, rank: int) -> Model:
-        """What a rank's pool holds of the model, for digests: those of all ranks, each head once, add up to the model's.
+        """The part of the model that a rank's pool holds, for digests.
 
-        Where ranks share tokens, the position of each block's first token tells where its tokens stand; blocks whose tokens do not
-        follow each other in the sequence (turns of single tokens) have no digest of the model.
+        The digests of all ranks, each head once, add up to the digest of the model.  If ranks share tokens, pass the position of
+        each block's first token with `tokens`.  Blocks with tokens that are not consecutive (turns of single tokens) have no digest
+        of the model.
         """
         held = self.strips(rank)
         return Model(tuple(held.l), tuple(held.h), self.model.nl, self.model.nh)
@@ -241,7 +243,7 @@ class Placement:
         Raises
         ------
         SpecError
-            No such rank, or one that holds no layer of the group.
+            There is no such rank, or it holds no layer of the group.
         """
         held = self.strips(rank)
         if not held.l.size:
@@ -249,7 +251,7 @@ class Placement:
         return replace(self.model, nl=held.l.size, nh=held.h.size, nt=self.nt)
 
     def text(self) -> str:
-        """The placement as a file says it: JSON, which is YAML; the model is not in it.
+        """The text of a placement file for this placement, in JSON (which is also YAML).  It does not contain the model.
 
         Examples
         --------
@@ -272,19 +274,19 @@ class Placement:
 
     @property
     def fingerprint(self) -> str:
-        """Equal where every rank holds the same in blocks of the same size, however it is written."""
+        """A hash.  It is equal for placements in which every rank holds the same, in blocks of the same size."""
         meaning = (self.model, self.nt, [self.strips(rank) for rank in range(self.world)])
         return hashlib.sha256(repr(meaning).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.mesh_text}, {self.nt} token{'s' if self.nt > 1 else ''} a block)"
+        return f"{self.name} ({self.mesh_text}, {self.nt} token{'s' if self.nt > 1 else ''} per block)"
 
     def __repr__(self) -> str:
         shard = ", ".join(f"{axis} by {share}" for axis, share in self.shares)
         layers = f", layers {self.layers}" if self.layers.size < self.model.nl else ""
         return f"Placement({self.mesh_text!r}, {shard or 'replicated'}, {self.model}, nt={self.nt}{layers})"
 
-    # ---- reading what the caller says ------------------------------------------------------------------------------
+    # ---- reading arguments -----------------------------------------------------------------------------------------
 
     def _rank(self, rank: Any) -> int:
         found = whole(rank)
@@ -351,7 +353,7 @@ class Placement:
             )
 
     def _require_all(self) -> None:
-        """The ranks together hold all of the cache: shares that go by one axis of the mesh meet in every combination."""
+        """Raise `SpecError` unless the ranks hold all of the cache: shares by one mesh axis must occur in every combination."""
         for (axis, one), (other, two) in itertools.combinations(self.shares, 2):
             if one.digit.axis != two.digit.axis:
                 continue
@@ -366,7 +368,7 @@ class Placement:
                 )
 
     def _part(self, axis: str, digit: Digit, at: int) -> int:
-        """Which share of an axis is held at a place on a mesh axis; neighbours hold one head where there are more ranks."""
+        """The share of an axis at a coordinate of a mesh axis.  With more ranks than heads, neighbours hold the same head."""
         index = at // digit.divisor % digit.extent
         return index * self.model.nh // digit.extent if axis == "h" and digit.extent > self.model.nh else index
 
@@ -395,7 +397,7 @@ def _strips(placement: Placement, rank: int) -> Strips:
 
 
 def whole(value: Any) -> int | None:
-    """An integer, of NumPy's too; None where it is something else."""
+    """The value as an int, also for NumPy integers; None for anything else."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:
@@ -405,13 +407,10 @@ def whole(value: Any) -> int | None:
 
 
 def _model(model: Any, name: str) -> BlockShape:
-    if not isinstance(model, BlockShape):
-        raise SpecError(
-            f"{name}: model: expected a BlockShape of the whole model (kvbm.load_shape), got {model!r:.200}"
-        )
-    if max(model.nl, model.nh) > _MOST:
-        raise SpecError(f"{name}: model: expected at most {_MOST:,} layers and KV heads, got {model}")
-    return model
+    found = as_shape(model, f"{name}: model")
+    if max(found.nl, found.nh) > _MOST:
+        raise SpecError(f"{name}: model: expected at most {_MOST:,} layers and KV heads, got {found}")
+    return found
 
 
 def _tokens(nt: Any, name: str) -> int:
@@ -449,7 +448,7 @@ def _shard(given: Any, name: str) -> Mapping[str, Any]:
 
 
 def _numbers(given: Any, most: int) -> list[int] | None:
-    """At most so many integers, and one more; None where it is something else."""
+    """The first `most` + 1 integers of a list; None if it is not a list of integers."""
     try:
         found = [whole(one) for one in itertools.islice(iter(given), most + 1)]
     except TypeError:
@@ -478,7 +477,7 @@ def _layers(given: Any, nl: int, name: str) -> Runs:
 class _File(YamlFile):
     """One placement file being read."""
 
-    def placement(self, text: str, model: BlockShape, overrides: Mapping[str, Any]) -> Placement:
+    def placement(self, text: str, model: BlockShape | str, overrides: Mapping[str, Any]) -> Placement:
         root = self.root(text, "mesh: tp8")
         keys = self.mapping(root, "the file", KEYS)
         if "mesh" not in keys:
@@ -487,11 +486,11 @@ class _File(YamlFile):
             if key in keys:
                 self.scalar(keys[key], key)
         if other := [key for key in overrides if key not in ("nt", "layers", "name", "title")]:
-            self.fail(None, f"expected nt, layers, name or title in place of the file's, got {other[0]!r:.200}")
+            self.fail(None, f"expected nt, layers, name or title as overrides, got {other[0]!r:.200}")
         values: dict[str, Any] = {"name": Path(self.file).stem, **overrides, "model": model, "shard": {}}
         if "title" in keys:
             values.setdefault("title", self.scalar(keys["title"], "title"))
-        # One after the other, so that what is wrong has a line.
+        # One by one, so that an error has the line of its share.
         values["mesh"] = self.scalar(keys["mesh"], "mesh")
         made = self.attempt(keys["mesh"], values)
         readers = {"nt": lambda node: self.integer(node, "nt"), "layers": self.layers}
@@ -511,7 +510,7 @@ class _File(YamlFile):
             self.fail(node, str(error).removeprefix(f"{values['name']}: "))
 
     def layers(self, node: yaml.Node) -> list[int]:
-        """``[0-3, 5-77 by 6]``, or such a thing alone."""
+        """``[0-3, 5-77 by 6]``, or one item of such a list."""
         found: list[int] = []
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             text = self.scalar(item, "layers")

@@ -1,4 +1,4 @@
-"""Placements of engines, as their own code spreads a cache over ranks; and placements as the command line writes them."""
+"""Placements of engines, by the rules of the engines' code; and texts of placements, as the command line accepts them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
-from ..shapes import BlockShape, is_file
+from ..shapes import BlockShape, as_shape, is_file
 from ..vllm_groups import Group
 from .placement import Placement
 
@@ -18,7 +18,7 @@ __all__ = ["PRESETS", "dynamo", "load", "of_vllm", "sglang", "trtllm", "vllm"]
 
 
 def vllm(
-    model: BlockShape,
+    model: BlockShape | str,
     *,
     tp: int = 1,
     pp: int = 1,
@@ -28,23 +28,23 @@ def vllm(
     layers: Iterable[int] | None = None,
     name: str = "vllm",
 ) -> Placement:
-    """vLLM: ranks are ``pp tp``; a decode context parallel group (DCP) is `dcp` neighbours that hold the same heads.
+    """The placement of vLLM.  The mesh is ``pp tp``.  A decode context parallel (DCP) group is `dcp` ranks with the same heads.
 
     Parameters
     ----------
-    model : BlockShape
-        Of the whole model.
+    model : BlockShape or str
+        Shape of the whole model, or its text.
     tp, pp, dcp : int
-        Ranks.  Layers that `pp` does not divide go one each to the stages before the last.
+        Number of ranks.  If `pp` does not divide the layers, stages before the last get one layer more.
     interleave : int
-        Tokens that one rank of a DCP group holds at a time (``cp_kv_cache_interleave_size``).
+        Tokens per turn of one rank of a DCP group (``cp_kv_cache_interleave_size``).
     nt, layers, name
         As for `Placement`.
 
     Raises
     ------
     SpecError
-        What `Placement` refuses; a DCP group whose ranks hold other heads; turns that do not divide a block.
+        As `Placement`; also if ranks of a DCP group hold different heads, or if turns do not divide a block.
 
     Examples
     --------
@@ -52,8 +52,9 @@ def vllm(
     >>> str(vllm(load_shape("llama-3.1-70b"), pp=3).strips(1).l)
     '27–53'
     """
+    model = as_shape(model, f"{name}: model")
     _require_sizes(name, tp=tp, pp=pp, dcp=dcp, interleave=interleave)
-    # The last stage has the norm and the logits: what is left over goes to those before it.
+    # The last stage has the norm and the logits: remaining layers go to the stages before it.
     extra = range(pp - 1 - _left_over(model, pp, name), pp - 1)
     if dcp > 1 and tp % (model.nh * dcp):
         raise SpecError(
@@ -67,27 +68,29 @@ def vllm(
     return made
 
 
-def of_vllm(group: Group, *, model: BlockShape | None = None, layers: Iterable[int] | None = None) -> tuple[Placement, int]:
-    """The placement of a group of a running vLLM's layers, and the rank of the process that it was read in.
+def of_vllm(
+    group: Group, *, model: BlockShape | str | None = None, layers: Iterable[int] | None = None
+) -> tuple[Placement, int]:
+    """The placement of a group of layers of a running vLLM, and the rank of this process.
 
     Parameters
     ----------
     group : Group
-        Of `kvbm.vllm_groups.groups`.
-    model : BlockShape, optional
-        Of the whole model, where its layers do not all have the heads that vLLM's model config says.
+        A group of `kvbm.vllm_groups.groups`.
+    model : BlockShape or str, optional
+        Shape of the whole model, if not all of its layers have the heads of vLLM's model config.
     layers : iterable of int, optional
-        The layers of the group on all ranks: of a hybrid model with several stages, where a rank knows its own alone.
+        The layers of the group on all ranks.  Needed for a hybrid model with several stages: a rank knows only its own layers.
 
     Raises
     ------
     SpecError
-        Layers or heads that the preset would not give to this rank; what the config does not say.
+        The rank has other layers or heads than the preset gives it, or the config does not contain what is needed.
     """
-    whole = model or replace(group.shape, nl=group.model_layers, nh=group.heads)
+    whole = as_shape(model, "model") if model is not None else replace(group.shape, nl=group.model_layers, nh=group.heads)
     if layers is None and len(group.layers) != vllm(whole, tp=group.tp, pp=group.pp).strips(group.rank).l.size:
         if group.pp > 1:
-            raise SpecError(f"{group}: {group.pp} stages: a rank knows its own layers alone; expected layers=, those of all ranks")
+            raise SpecError(f"{group}: {group.pp} stages: a rank knows only its own layers; expected layers=, those of all ranks")
         layers = group.layers
     try:
         made = vllm(
@@ -105,7 +108,7 @@ def of_vllm(group: Group, *, model: BlockShape | None = None, layers: Iterable[i
 
 
 def trtllm(
-    model: BlockShape,
+    model: BlockShape | str,
     *,
     tp: int = 1,
     pp: int = 1,
@@ -115,23 +118,23 @@ def trtllm(
     layers: Iterable[int] | None = None,
     name: str = "trtllm",
 ) -> Placement:
-    """TensorRT-LLM: context parallel ranks hold whole blocks in turns; the first stages have a layer more.
+    """The placement of TensorRT-LLM.  Context parallel ranks hold whole blocks in turns; the first stages have one layer more.
 
     Parameters
     ----------
-    model : BlockShape
-        Of the whole model.
+    model : BlockShape or str
+        Shape of the whole model, or its text.
     tp, pp, cp : int
-        Ranks.
+        Number of ranks.
     order : str
-        The mesh, slowest first: ``"pp tp cp"`` in the C++ runtime and newer versions of its Python, ``"pp cp tp"`` in older ones.
+        Axes of the mesh, slowest first: ``"pp tp cp"`` in the C++ runtime and newer Python versions, ``"pp cp tp"`` in older ones.
     nt, layers, name
         As for `Placement`.
 
     Raises
     ------
     SpecError
-        What `Placement` refuses; another order than these axes have.
+        As `Placement`; also if `order` does not name the three axes.
 
     Examples
     --------
@@ -141,6 +144,7 @@ def trtllm(
     ['0–3', '4–7']
     """
     sizes = {"tp": tp, "pp": pp, "cp": cp}
+    model = as_shape(model, f"{name}: model")
     _require_sizes(name, **sizes)
     given: object = order
     axes = given.split() if isinstance(given, str) else []
@@ -152,7 +156,7 @@ def trtllm(
 
 
 def sglang(
-    model: BlockShape,
+    model: BlockShape | str,
     *,
     tp: int = 1,
     pp: int = 1,
@@ -160,21 +164,21 @@ def sglang(
     layers: Iterable[int] | None = None,
     name: str = "sglang",
 ) -> Placement:
-    """SGLang: ranks are ``pp tp``; the last stages have a layer more.
+    """The placement of SGLang.  The mesh is ``pp tp``; the last stages have one layer more.
 
     Parameters
     ----------
-    model : BlockShape
-        Of the whole model.
+    model : BlockShape or str
+        Shape of the whole model, or its text.
     tp, pp : int
-        Ranks.
+        Number of ranks.
     nt, layers, name
         As for `Placement`.
 
     Raises
     ------
     SpecError
-        What `Placement` refuses.
+        As `Placement`.
 
     Examples
     --------
@@ -182,27 +186,28 @@ def sglang(
     >>> [sglang(load_shape("llama-3.1-70b"), pp=3).shape(stage).nl for stage in range(3)]
     [26, 27, 27]
     """
+    model = as_shape(model, f"{name}: model")
     _require_sizes(name, tp=tp, pp=pp)
     extra = range(pp - _left_over(model, pp, name), pp)
     return _placement(model, {"pp": pp, "tp": tp}, extra, {}, nt, layers, name)
 
 
-def dynamo(model: BlockShape, *, engine: str = "vllm", name: str = "dynamo", **options: Any) -> Placement:
-    """Dynamo: it has no rule of its own, and holds what the engine behind it does.
+def dynamo(model: BlockShape | str, *, engine: str = "vllm", name: str = "dynamo", **options: Any) -> Placement:
+    """The placement of Dynamo.  It is that of the engine that Dynamo runs.
 
     Parameters
     ----------
-    model : BlockShape
-        Of the whole model.
+    model : BlockShape or str
+        Shape of the whole model, or its text.
     engine : str
         ``"vllm"``, ``"trtllm"`` or ``"sglang"``.
     name, **options
-        Of the engine's preset.
+        As for the engine's preset.
 
     Raises
     ------
     SpecError
-        No such engine; what the engine's preset refuses.
+        There is no such engine, or its preset raises it.
     """
     if engine not in list(_ENGINES):
         raise SpecError(f"{name}: engine: expected one of {', '.join(_ENGINES)}, got {engine!r:.200}")
@@ -217,7 +222,7 @@ _ENGINES: dict[str, Callable[..., Placement]] = {"vllm": vllm, "trtllm": trtllm,
 #: Name → preset.
 PRESETS: dict[str, Callable[..., Placement]] = {**_ENGINES, "dynamo": dynamo}
 
-#: What a text may say of each: numbers follow their names, texts follow ``=``.
+#: The options of each preset in a text: numbers follow their names, texts follow ``=``.
 _NUMBERS = {
     "vllm": ("tp", "pp", "dcp", "interleave", "nt"),
     "trtllm": ("tp", "pp", "cp", "nt"),
@@ -227,28 +232,28 @@ _NUMBERS = {
 _TEXTS = {"trtllm": ("order",), "dynamo": ("engine", "order")}
 
 
-def load(text: str, model: BlockShape, **overrides: Any) -> Placement:
-    """A placement as the command line writes it: a file, or a preset with its sizes.
+def load(text: str, model: BlockShape | str, **overrides: Any) -> Placement:
+    """Read a placement from a text, as the command line does: a file, or a preset with its sizes.
 
     Parameters
     ----------
     text : str
         The path of a file, or for example ``"vllm:tp8,pp2,dcp4,nt16"``, ``"trtllm:tp2,cp4,order=pp cp tp"``.
-    model : BlockShape
-        Of the whole model.
+    model : BlockShape or str
+        Shape of the whole model, or its text.
     **overrides
-        As for `Placement.load`; the name is the text if not given.
+        As for `Placement.load`.  The default name is the text.
 
     Raises
     ------
     SpecError
-        No such file or preset; what these refuse.
+        There is no such file or preset, or it is wrong.
 
     Examples
     --------
     >>> from kvbm import load_shape
     >>> print(load("vllm:tp8,pp2,nt32", load_shape("llama-3.1-70b")))
-    vllm:tp8,pp2,nt32 (pp2 tp8, 32 tokens a block)
+    vllm:tp8,pp2,nt32 (pp2 tp8, 32 tokens per block)
     """
     if not isinstance(text, str):
         raise SpecError(f"placement: expected a file, or a preset such as 'vllm:tp8,pp2', got {text!r:.200}")
@@ -260,7 +265,7 @@ def load(text: str, model: BlockShape, **overrides: Any) -> Placement:
             )
         return Placement.load(text, model, **overrides)
     if other := [key for key in overrides if key not in ("nt", "layers", "name", *_NUMBERS[kind], *_TEXTS.get(kind, ()))]:
-        raise SpecError(f"placement {text!r:.200}: expected nt, layers or name in place of its own, got {other[0]!r:.200}")
+        raise SpecError(f"placement {text!r:.200}: expected nt, layers or name as overrides, got {other[0]!r:.200}")
     options: dict[str, Any] = {}
     for item in rest.split(",") if colon else ():
         key, value = _option(kind, item.strip(), text)
@@ -286,12 +291,8 @@ def _require_sizes(name: str, **given: Any) -> None:
             raise SpecError(f"{name}: {what}: expected a number from 1 on, got {value!r:.200}")
 
 
-def _left_over(model: Any, pp: int, name: str) -> int:
-    """Layers that stages in equal shares would leave over."""
-    if not isinstance(model, BlockShape):
-        raise SpecError(
-            f"{name}: model: expected a BlockShape of the whole model (kvbm.load_shape), got {model!r:.200}"
-        )
+def _left_over(model: BlockShape, pp: int, name: str) -> int:
+    """The remainder of the layers divided by the stages."""
     if pp > model.nl:
         raise SpecError(f"{name}: pp: expected at most {model.nl} stages for {model.nl} layers, got {pp}")
     return model.nl % pp
@@ -306,7 +307,7 @@ def _placement(
     layers: Iterable[int] | None,
     name: str,
 ) -> Placement:
-    """Stages of equal shares, those of `extra` with one layer more; heads by ``tp``."""
+    """Stages with equal numbers of layers, those in `extra` with one more; heads shared by ``tp``."""
     stages = [model.nl // mesh["pp"] + (stage in extra) for stage in range(mesh["pp"])]
     shard: dict[str, Any] = {"h": "tp", **tokens}
     if mesh["pp"] > 1:

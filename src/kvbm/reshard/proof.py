@@ -1,7 +1,7 @@
-"""The proof that a resharding is right: every coordinate of the destination once, from a rank that holds it, at its place.
+"""The proof of a resharding: every coordinate of the destination is written once, from a rank that holds it, at the right place.
 
-It shares no code with what plans: sets of layers and heads are bits of an integer, tokens are counted by a formula.  Its cost
-depends on the numbers of ranks and messages, not on the sizes of the cache.
+It shares no code with the planner: sets of layers and heads are bits of an integer, tokens are counted by a formula.  Its cost
+depends on the numbers of ranks and messages, not on the size of the cache.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ __all__ = ["prove"]
 
 
 def prove(made: Resharding) -> None:
-    """Check a resharding; returning is the proof.
+    """Prove a resharding.  If the function returns, the resharding is correct.
 
-    1. Each message's loops name coordinates that its source holds and its destination takes, at the places that both strips
-       give them: a loop inside one run is right where both its ends and its step are, and digits of a position do not carry.
-    2. What a destination rank takes is a product over axes.  For each turn of the source's that meets its own, the layers and
-       heads of its messages are a partition of what it takes; the turns partition the tokens.
+    1. Each message's loops name coordinates that its source holds and its destination receives, at the places in both strips.  A
+       loop inside one run is right if both its ends and its step are, and if digits of a position do not carry.
+    2. What a destination rank receives is a product over axes.  For each turn of the source that overlaps its own, the layers and
+       heads of its messages are a partition of what it receives; the turns partition the tokens.
     3. A unit is a whole part of a block on both sides, and holds exactly the tokens that both ranks hold.
 
     Raises
     ------
     CoverageError
-        Naming the rank, the axis, and what is missing, there twice, or from the wrong place.
+        The message names the rank, the axis, and what is missing, written twice, or from the wrong place.
     """
     by_rank: dict[int, list[Message]] = {rank: [] for rank in range(made.dst.world)}
     rules = {(strips.t.every, strips.t.over) for strips in made.sends}
@@ -68,7 +68,7 @@ _AXES = {"l": "layers", "h": "heads"}
 
 
 def _is_held(meeting: Meeting, strip: Runs, side: int) -> bool:
-    """Whether a progression lies in one run of a strip, at the local coordinates that it says."""
+    """True if a progression lies in one run of a strip, at the local coordinates that it names."""
     if len(meeting.loops) > 1:
         return False
     count, step, *locals_ = meeting.loops[0] if meeting.loops else (1, 0, 0, 0)
@@ -81,7 +81,7 @@ def _is_held(meeting: Meeting, strip: Runs, side: int) -> bool:
 
 
 def _require_unit(unit: Unit, turns: tuple[Turns, Turns], sizes: tuple[int, int], where: str) -> None:
-    """A unit's slots are a whole part of a block on both sides, and its loops are all the tokens that both hold."""
+    """Check that a unit's slots are a whole part of a block on both sides, and its loops all tokens that both ranks hold."""
     meeting = unit.meeting
     if meeting is None:
         raise CoverageError(f"{where}: tokens: the two ranks have none in common")
@@ -90,9 +90,9 @@ def _require_unit(unit: Unit, turns: tuple[Turns, Turns], sizes: tuple[int, int]
         expected = unit.tokens // turn.over if whole else unit.tokens
         if slots != expected or size % slots or not (whole or turn.every % unit.tokens == 0):
             raise CoverageError(
-                f"{where}: a unit of {unit.tokens} tokens in {slots} slots is no whole part of a block of {size}"
+                f"{where}: a unit of {unit.tokens} tokens in {slots} slots does not divide a block of {size}"
             )
-    # Loops whose steps are a chain, and a start below them in other digits: no digit carries.
+    # The steps of the loops form a chain, and the start has only lower or other digits: no digit carries.
     width, start = 1, meeting.first
     for loop in sorted(meeting.loops, key=lambda loop: loop.step):
         if loop.extent < 2 or loop.step < 1 or loop.step % width or start % (loop.step * loop.extent) // loop.step:
@@ -119,11 +119,11 @@ def _require_unit(unit: Unit, turns: tuple[Turns, Turns], sizes: tuple[int, int]
 
 
 def _common(turns: Sequence[Turns]) -> int:
-    """How many positions all of one or two turns hold, in as many as are common to both periods."""
+    """The number of positions that all of one or two turns hold, in the common period of both."""
     if len(turns) == 1:
         return turns[0].every
     a, b = turns
-    # Positions in both are pairs of one each that agree modulo what divides both periods.
+    # Positions in both are pairs, one of each, that are equal modulo the common divisor of both periods.
     modulus = math.gcd(a.period, b.period)
     (wholes, rest), (other_wholes, other_rest) = divmod(a.every, modulus), divmod(b.every, modulus)
     ahead = (b.index * b.every - a.index * a.every) % modulus
@@ -143,17 +143,17 @@ def _require_partition(
         raise CoverageError(f"{where}: ranks of {made.src.name} take turns by {len(rules)} rules; expected one")
     ((every, over),) = rules
     needed = [turn for turn in (Turns(every, over, index) for index in range(over)) if _common([turn, takes.t])]
-    if not takes.l.size or not takes.h.size:  # nothing is to come: every message is one too many
+    if not takes.l.size or not takes.h.size:  # it receives nothing: no message is allowed
         needed = []
     by_turn: dict[Turns, list[Message]] = {turn: [] for turn in needed}
     for message in messages:
         turn = made.sends[message.src].t
         if turn not in by_turn:
-            raise CoverageError(f"{where}: rank {message.src} sends tokens that it is not to get (turns: {turn})")
+            raise CoverageError(f"{where}: rank {message.src} sends tokens that it must not get (turns: {turn})")
         by_turn[turn].append(message)
     for turn, some in by_turn.items():
         at = where if over == 1 else f"{where}: tokens {turn}"
-        # One set of heads after the other: for each, the layers of those who send it.
+        # For each set of heads: the layers of the ranks that send it.
         heads: dict[int, list[int]] = {}
         for message in some:
             for meeting in message.h:
@@ -164,7 +164,7 @@ def _require_partition(
 
 
 def _bits(meeting: Meeting) -> int:
-    """The destination's local coordinates of a progression, as bits."""
+    """The local coordinates of a progression on the destination, as bits."""
     if not meeting.loops:
         return 1 << meeting.dst
     count, step = meeting.loops[0].extent, meeting.loops[0].dst
@@ -172,7 +172,7 @@ def _bits(meeting: Meeting) -> int:
 
 
 def _require_all(sets: Iterable[int], strip: Runs, where: str, made: Resharding) -> None:
-    """Sets of bits that share none, and together are what a strip holds."""
+    """Check that the sets of bits are disjoint, and that their union is the strip."""
     found = 0
     for one in sets:
         if found & one:
@@ -190,7 +190,7 @@ def _require_all(sets: Iterable[int], strip: Runs, where: str, made: Resharding)
 
 
 def _names(bits: int, strip: Runs) -> str:
-    """Local coordinates as the model's, for an error."""
+    """Local coordinates, written as coordinates of the model, for a message."""
     model = {run.local + i: run.first + i * run.step for run in strip.runs for i in range(run.length)}
     found = [model.get(i, i) for i in range(bits.bit_length()) if bits >> i & 1]
     return str(Runs.of(sorted(found)))

@@ -1,4 +1,4 @@
-"""What a resharding is, for people and for programs: a table, sentences, JSON."""
+"""Descriptions of a resharding: a table, sentences, JSON."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
 
 __all__ = ["as_json", "explain", "sentence", "table", "units"]
 
-_COLUMNS = ("from", "to", "heads", "layers", "tokens a unit", "bytes", "rows of")
-_LEFT = ("heads", "layers", "tokens a unit")
+_COLUMNS = ("from", "to", "heads", "layers", "tokens per unit", "bytes", "rows of")
+_LEFT = ("heads", "layers", "tokens per unit")
 
-#: Rows of a table at most, and what is shown where there are more.
+#: Most rows of a table, and the number that is shown if there are more.
 _MOST_ROWS, _SHOWN = 40, 32
 
 
 def table(made: Resharding, tokens: int | None = None) -> str:
-    """Who sends what to whom.  Messages that are alike are one row, and of very many the first are shown.
+    """The table of messages.  Equal messages share a row.  Of very many rows only the first are shown.
 
     Parameters
     ----------
     made : Resharding
+        The resharding.
     tokens : int, optional
-        Length of a sequence to count bytes for; one unit if not given.
+        Length of the sequence for which bytes are counted.  Default: one unit.
     """
     groups = list(_groups(made, tokens))
     several = any(len(group) > 1 for group, _ in groups)
@@ -48,7 +49,7 @@ def table(made: Resharding, tokens: int | None = None) -> str:
         lines.append("  " + "   ".join(said).rstrip())
     if left_out:
         lines.append(
-            f"  … and {_plural(left_out, 'message')} in {_plural(len(groups) - cut, 'row')}; as JSON they are all there"
+            f"  … and {_plural(left_out, 'message')} in {_plural(len(groups) - cut, 'row')}; the JSON has all of them"
         )
     total = sum(made.nbytes(m, tokens) for m in made.messages)
     if len(made.messages) > 1:
@@ -66,7 +67,7 @@ def table(made: Resharding, tokens: int | None = None) -> str:
 
 
 def _groups(made: Resharding, tokens: int | None) -> Iterator[tuple[list[Message], tuple[str, ...]]]:
-    """Messages that say the same but for one of their ranks, by their destinations; and what they say."""
+    """Groups of messages that differ only in one of their ranks, and the text of each group."""
     model = made.src.model
     row_bytes = model.hd * ITEMSIZE[model.dtype] // model.pack  # of one head of one token, whatever the layouts are
     names: dict[tuple[Meeting, ...], str] = {}
@@ -98,7 +99,7 @@ def _ranks(ranks: Iterator[int]) -> str:
 
 
 def sentence(made: Resharding) -> str:
-    """What was proven, and how many ranks send."""
+    """The sentence on what was proven, and how many ranks send."""
     counts = [sum(m.src == rank for m in made.messages) for rank in range(made.src.world)]
     sending = sorted(count for count in counts if count)
     low, high = (sending[0], sending[-1]) if sending else (0, 0)
@@ -111,17 +112,17 @@ def sentence(made: Resharding) -> str:
 
 
 def units(made: Resharding) -> str:
-    """What a unit is, and how much of a block on each side."""
+    """The size of a unit, and its share of a block on each side."""
     if not made.messages:
         return "nothing to send"
-    unit = made.messages[0].t  # of all of them: it follows from the turns of a side, not from whose turn it is
+    unit = made.messages[0].t  # equal in all messages: it depends on the turns of a side, not on the rank
     slots = (made.src, unit.src_slots), (made.dst, unit.dst_slots)
-    sides = ["a block" if n == place.nt else f"1/{place.nt // n} block" for place, n in slots]
+    sides = ["1 block" if n == place.nt else f"1/{place.nt // n} block" for place, n in slots]
     return f"unit {_plural(unit.tokens, 'token')}: {sides[0]} → {sides[1]}"
 
 
 def _said(meetings: Sequence[Meeting]) -> str:
-    """Coordinates of the model, and where they lie on the destination if that is another place."""
+    """Coordinates of the model, and their local coordinates on the destination if these differ."""
     model = Runs.of(sorted(x for meeting in meetings for x in meeting.coordinates("first")))
     local = Runs.of(sorted(x for meeting in meetings for x in meeting.coordinates("dst")))
     return str(model) if str(model) == str(local) else f"{model} → local {local}"
@@ -135,7 +136,7 @@ def _plural(count: int, what: str) -> str:
 
 
 def explain(made: Resharding) -> str:
-    """What meets on each axis, the unit and why it is no larger, what goes token by token, and who sends: a paragraph each."""
+    """One paragraph each: overlaps on each axis, the unit and its limit, tokens that are copied one by one, the senders."""
     return "\n".join([*_meetings(made), _why_the_unit(made), _one_by_one(made), *_senders(made)])
 
 
@@ -245,13 +246,14 @@ def _senders(made: Resharding) -> Iterator[str]:
 
 
 def as_json(made: Resharding, tokens: int | None = None) -> dict[str, Any]:
-    """Everything of a resharding as JSON holds it: placements, messages with their loops, units.
+    """A resharding as an object for JSON: placements, messages with their loops, units.
 
     Parameters
     ----------
     made : Resharding
+        The resharding.
     tokens : int, optional
-        Length of a sequence to count bytes for; one unit if not given.
+        Length of the sequence for which bytes are counted.  Default: one unit.
     """
     return {
         "source": _placement(made.src),

@@ -1,4 +1,4 @@
-"""The ring of an endpoint: registered memory cut into slots, in which chunks are packed, and arrive."""
+"""The ring of an endpoint: registered memory, divided into slots for packed chunks that are sent or received."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from ..wire.loans import memory_file
 
 __all__ = ["Ring"]
 
-#: Chunks of a call on a GPU, where the call itself takes a large part of a chunk's time.  On a host a call returns when all is
-#: done, and the first chunk would travel too late.
+#: Chunks per call on a GPU, where the call itself takes a large part of a chunk's time.  On the CPU a call returns when all its
+#: chunks are done, which would delay the first chunk.
 TOGETHER = 4
 
 
 class Ring:
-    """Slots of one size: some for chunks that go, the others for chunks that come.  One thread uses it.
+    """Slots of one size: some for sent chunks, the others for received chunks.  Only one thread may use a ring.
 
     Parameters
     ----------
     device : str
-        ``"cpu"`` or ``"cuda:N"``: where the pools are.
+        Device of the pools: ``"cpu"`` or ``"cuda:N"``.
     slot_bytes : int
-        Of a slot; the largest chunk and its trailer.
+        Bytes of a slot: the largest chunk and its trailer.
     sends, takes : int
-        Slots for what goes, and for what comes.
+        Number of slots for sent chunks, and for received chunks.
 
     Attributes
     ----------
     slab : Slab
-        What a wire registers.
+        The memory, which a wire registers.
     quarantined : set of (str, int)
-        Peer and slot: the peer may still write to it.
+        Pairs of a peer and a slot to which it may still write.
     together : int
-        Slots that one call packs or unpacks at most.
+        Most slots that one call packs or unpacks.
     """
 
     def __init__(self, device: str, slot_bytes: int, sends: int, takes: int) -> None:
@@ -77,16 +77,16 @@ class Ring:
 
     @staticmethod
     def slot_size(chunk_bytes: int) -> int:
-        """Bytes of a slot for chunks of so many bytes, the trailer included: whole lines of memory."""
+        """Bytes of a slot for chunks of `chunk_bytes` bytes, including the trailer: a multiple of 256."""
         return round_up(chunk_bytes, 256)
 
     def take(self, *, sends: bool) -> int | None:
-        """A free slot; None where there is none."""
+        """Take a free slot; None if no slot is free."""
         free = self._free[not sends]
         return free.popleft() if free else None
 
     def give(self, slot: int) -> None:
-        """A slot that nobody writes any more is free."""
+        """Free a slot.  No peer may write to it any more."""
         self._free[slot >= self.sends].appendleft(slot)
 
     def free(self, *, sends: bool) -> int:
@@ -96,7 +96,7 @@ class Ring:
         return Slice(slot * self.slot_bytes, nbytes)
 
     def array(self, slot: int, nbytes: int) -> Array:
-        """A slot's first bytes, as what packs and unpacks takes them."""
+        """The first bytes of a slot as an array, for packing and unpacking."""
         return Array(self.slab.address + slot * self.slot_bytes, (nbytes,), (1,), "uint8", self.device, owner=self)
 
     def close(self) -> None:

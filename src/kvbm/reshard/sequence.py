@@ -1,4 +1,4 @@
-"""Sequences: which blocks of a rank hold which tokens, and the pairs of units that a message copies of them."""
+"""Sequences: the blocks of a rank that hold given tokens, and the pairs of units that a message copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Ids", "Pairs", "Parts", "Rank", "Span", "pair_up", "split"]
 
 Ids = npt.NDArray[np.int64]
 
-#: Positions of a sequence are below it: so slots and ids of their blocks have 64 bits.
+#: Positions of a sequence are below this limit, so that slots and block ids fit into 64 bits.
 _MOST = 1 << 48
 
 
@@ -27,17 +27,17 @@ class Span:
     Parameters
     ----------
     table : sequence of int
-        Block ids of the rank for the sequence, in order; -1 where there is no block: its tokens are left out.
+        The rank's block ids for the sequence, in order.  -1 means no block: its tokens are not copied.
     tokens : range
         Positions to copy.
     origin : int
-        The position whose slot is the first of ``table[0]``: where a sliding window dropped its first blocks, or the sequence is
-        cut in two.
+        The position of the first slot of ``table[0]``.  It is not 0 if a sliding window dropped the first blocks, or if the
+        sequence is cut in two.
 
     Raises
     ------
     BindError
-        A table that is no list of ids; tokens that are no range, or begin before `origin`.
+        `table` is not a list of ids, `tokens` is not a range, or `tokens` begins before `origin`.
     """
 
     table: Ids
@@ -55,7 +55,7 @@ class Span:
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise BindError(f"table: expected a list of block ids, got {table!r:.200}")
         if not isinstance(given, range) or tokens.step != 1 or not 0 <= tokens.start < _MOST or tokens.stop > _MOST:
-            raise BindError(f"tokens: expected range(first, behind the last) below 2**48, got {tokens!r:.200}")
+            raise BindError(f"tokens: expected range(first, last + 1) below 2**48, got {tokens!r:.200}")
         if (first := whole(origin)) is None or not 0 <= first <= tokens.start:
             raise BindError(
                 f"origin: expected a position from 0 to the first token's, {tokens.start}, got {origin!r:.200}"
@@ -67,7 +67,7 @@ class Span:
         for name, value in (("table", ids), ("tokens", tokens), ("origin", first)):
             object.__setattr__(self, name, value)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # an array that was pickled may be written again
+    def __reduce__(self) -> tuple[Any, ...]:  # an unpickled array would be writable
         return Span, (self.table, self.tokens, self.origin)
 
     def __repr__(self) -> str:
@@ -77,16 +77,16 @@ class Span:
 
 
 class Rank(NamedTuple):
-    """What listing pairs must know of a rank.
+    """A rank, as needed to list pairs.
 
     Attributes
     ----------
     name : str
-        For errors.
+        Name for messages.
     turns : Turns
-        The tokens that it holds.
+        The tokens that the rank holds.
     nt, num_blocks : int
-        Slots of a block, and blocks of its pool.
+        Slots per block, and blocks of the rank's pool.
     """
 
     name: str
@@ -95,11 +95,11 @@ class Rank(NamedTuple):
     num_blocks: int
 
     def slots(self, span: Span, positions: Any) -> Any:
-        """Slots of positions that the rank holds, counted from the first of the table's."""
+        """Slots of positions that the rank holds, counted from the table's first slot."""
         return self.turns.slot(positions) - self.turns.slot(span.origin)
 
     def extent(self, span: Span) -> tuple[int, int]:
-        """The first slot of the table that a token of the range is in, and the one behind the last."""
+        """The first slot of the table that holds a token of the range, and the slot after the last one."""
         first, behind = (
             self.turns.held(position) - self.turns.held(span.origin)
             for position in (span.tokens.start, max(span.tokens.start, span.tokens.stop))
@@ -107,7 +107,7 @@ class Rank(NamedTuple):
         return first, behind
 
     def tail(self, span: Span) -> Ids:
-        """Slots behind the last token that the rank holds, to the end of its block."""
+        """Slots after the rank's last token, to the end of its block."""
         _, behind = self.extent(span)
         return np.arange(behind, self._whole(behind) if len(span.tokens) else behind, dtype=np.int64)
 
@@ -115,23 +115,23 @@ class Rank(NamedTuple):
         return -(-slots // self.nt) * self.nt
 
     def ids(self, span: Span, slots: Ids, of: int) -> Ids:
-        """Ids of parts of `of` slots each that begin at these; -1 where there is no block."""
+        """Ids of parts of `of` slots each that begin at `slots`; -1 if there is no block."""
         blocks = span.table[slots // self.nt]
         found: Ids = np.where(blocks < 0, -1, blocks * (self.nt // of) + slots % self.nt // of)
         return found
 
     def units(self, span: Span, starts: Ids, tokens: int, of: int) -> Ids:
-        """Ids of the units of so many tokens that begin at these positions, `of` slots each; -1 where there is no block."""
+        """Ids of the units of `tokens` tokens and `of` slots each that begin at the positions `starts`; -1 if there is no block."""
         if not starts.size:
             return _NONE
         if int(starts[-1]) - int(starts[0]) == tokens * (
             starts.size - 1
-        ):  # they follow each other, and so do their slots
+        ):  # consecutive positions have consecutive slots
             return self._run(span, self.slots(span, int(starts[0])), starts.size, of)
         return self.ids(span, self.slots(span, starts), of)
 
     def _run(self, span: Span, first: int, count: int, of: int) -> Ids:
-        """Ids of `count` parts of `of` slots each that follow each other in the table; negative where there is no block."""
+        """Ids of `count` consecutive parts of `of` slots each in the table; negative if there is no block."""
         first //= of
         each = self.nt // of
         begin = first // each
@@ -142,17 +142,17 @@ class Rank(NamedTuple):
         return found
 
     def require_origin(self, origin: int) -> None:
-        """Turns begin where a table does; else `BindError`."""
+        """Raise `BindError` unless a turn begins at the table's origin."""
         if self.turns.over > 1 and origin % self.turns.period:
             raise BindError(f"{self.name}: origin {origin}: expected a multiple of {self.turns.period}, a whole turn")
 
     def touched(self, span: Span, *, tail: bool = False) -> Ids:
-        """Slots of the pool that the range's tokens fill, as ``(first, behind)`` of each block; with the tail behind them.
+        """Slots of the pool that hold the range's tokens, as ``(first, last + 1)`` per block.  `tail` adds the slots after them.
 
         Raises
         ------
         BindError
-            A table that is too short, or names blocks that the pool has not; turns that do not begin where the table does.
+            The table is too short or names blocks that the pool does not have, or no turn begins at the table's origin.
         """
         self.require_origin(span.origin)
         if not len(span.tokens):
@@ -184,7 +184,7 @@ class Rank(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """What a message copies: ids of units, and of single tokens where the range begins or ends inside a unit."""
+    """The ids that a message copies: of units, and of single tokens if the range begins or ends inside a unit."""
 
     src_units: Ids
     dst_units: Ids
@@ -198,15 +198,16 @@ def pair_up(unit: Unit, src: Rank, dst: Rank, src_span: Span, dst_span: Span) ->
     Parameters
     ----------
     unit : Unit
-        Which divides the distance of both origins.
+        The unit.  It divides the distance of both origins.
     src, dst : Rank
+        The two ranks.
     src_span, dst_span : Span
-        Of the same tokens.
+        The same tokens on both sides.
 
     Raises
     ------
     BindError
-        Spans of other tokens on both sides.
+        The two spans have different tokens.
     """
     tokens = src_span.tokens
     if tokens != dst_span.tokens:
@@ -223,30 +224,32 @@ def pair_up(unit: Unit, src: Rank, dst: Rank, src_span: Span, dst_span: Span) ->
 
 
 class Parts(NamedTuple):
-    """Positions of what a message copies of a sequence: of the first token of each unit, and of single tokens; ascending."""
+    """The positions of a sequence that a message copies: the first token of each unit, and single tokens; ascending."""
 
     units: Ids
     tokens: Ids
 
 
 def split(unit: Unit, src: Turns, dst: Turns, tokens: range, origin: int) -> Parts:
-    """The whole units of a range of tokens that both ranks hold, and the single tokens where it begins or ends inside one.
+    """The whole units of a range of tokens that both ranks hold, and the single tokens at its ends that fill no unit.
 
     Parameters
     ----------
     unit : Unit
+        The unit of the message.
     src, dst : Turns
         Tokens that the ranks hold.
     tokens : range
+        Positions of the range.
     origin : int
-        The position at which the block table of either side begins; the unit divides how far they are apart.
+        The position at which the block table of either side begins.  The unit divides the distance of the two.
     """
     base = origin % unit.tokens
     first = base + -(-(tokens.start - base) // unit.tokens) * unit.tokens
     behind = base + (tokens.stop - base) // unit.tokens * unit.tokens
     starts = np.arange(first, behind, unit.tokens, dtype=np.int64)
     for turns in (src, dst):
-        if unit.tokens % turns.period:  # all of a unit is one rank's
+        if unit.tokens % turns.period:  # one rank holds all of a unit
             starts = starts[turns.holds(starts)]
     if (first, behind) == (tokens.start, tokens.stop):
         return Parts(starts, _NONE)

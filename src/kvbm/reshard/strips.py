@@ -1,7 +1,7 @@
-"""Strips: which coordinates of one axis a rank holds, and which two ranks hold in common.
+"""Strips: the coordinates of one axis that a rank holds, and those that two ranks have in common.
 
-Heads and layers lie in runs, tokens in turns.  What two ranks have in common is a `Meeting`: loops with a step in the model's
-coordinates, in the source's and in the destination's.
+Heads and layers are in runs, tokens in turns.  The common coordinates of two ranks are a `Meeting`: loops with a step in the
+coordinates of the model, of the source and of the destination.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Run(NamedTuple):
-    """Coordinates ``first, first + step, …`` of the model, which are ``local, local + 1, …`` on the rank."""
+    """Coordinates ``first, first + step, …`` of the model; on the rank they are ``local, local + 1, …``."""
 
     first: int
     step: int
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """What a rank holds of an axis of layers or heads: runs of coordinates, ascending.
+    """The layers or heads that a rank holds: runs of coordinates, ascending.
 
     Examples
     --------
@@ -60,8 +60,9 @@ class Runs:
         Parameters
         ----------
         coordinates : iterable of int
+            Coordinates of the model.
         places : iterable of int, optional
-            The rank's coordinate of each; 0, 1, … if not given.
+            The rank's coordinate of each.  Default: 0, 1, …
         """
         given = list(coordinates)
         local = list(range(len(given)) if places is None else places)
@@ -74,7 +75,7 @@ class Runs:
             ):  # fmt: skip
                 length += 1
             step = given[at + 1] - given[at] if length > 1 else 1
-            # A run of two would take the first of the next: 2, 5, 6, 7 is 2 and 5–7.
+            # A run of two would take the first coordinate of the next run: 2, 5, 6, 7 is 2 and 5–7.
             if length == 2 and step > 1 and at + 2 < len(given):
                 length = step = 1
             runs.append(Run(given[at], step, length, local[at]))
@@ -86,7 +87,7 @@ class Runs:
         return sum(run.length for run in self.runs)
 
     def __iter__(self) -> Iterator[int]:
-        """The model's coordinates, by the rank's."""
+        """The model's coordinates, in the order of the rank's."""
         for run in self.runs:
             yield from range(run.first, run.last + 1, run.step)
 
@@ -96,12 +97,12 @@ class Runs:
         return [run.local + i for run in self.runs for i in range(run.length)]
 
     def share(self, index: int, of: int) -> Runs:
-        """One of so many equal shares, which keeps its local coordinates."""
+        """One of `of` equal shares.  Local coordinates do not change."""
         first, last = (self.size * i // of for i in (index, index + 1))
         return Runs.of(list(self)[first:last], self.places[first:last])
 
     def without(self, other: Runs) -> Runs:
-        """What another strip does not hold; local coordinates stay."""
+        """The coordinates that another strip does not hold.  Local coordinates do not change."""
         gone = set(other)
         kept = [(x, place) for x, place in zip(self, self.places, strict=True) if x not in gone]
         return Runs.of([x for x, _ in kept], [place for _, place in kept])
@@ -115,16 +116,16 @@ class Runs:
 
 @dataclass(frozen=True)
 class Turns:
-    """What a rank holds of the tokens of a sequence: `every` neighbours, then those of `over - 1` other ranks, and so on.
+    """The tokens of a sequence that a rank holds: `every` consecutive ones, then those of `over - 1` other ranks, and so on.
 
     Attributes
     ----------
     every : int
-        Neighbouring tokens that one rank holds.
+        Consecutive tokens per turn.
     over : int
-        Ranks that share the tokens.
+        Number of ranks that share the tokens.
     index : int
-        Which of them this is.
+        Index of this rank among them.
     """
 
     every: int = 1
@@ -133,19 +134,19 @@ class Turns:
 
     @property
     def period(self) -> int:
-        """Tokens after which it is the same rank's turn again."""
+        """Number of tokens from one turn of a rank to its next."""
         return self.every * self.over
 
     def holds(self, position: Any) -> Any:
-        """Whether the rank holds the token at a position, or at each of an array of them."""
+        """True if the rank holds the token at a position; for an array of positions, a mask."""
         return position // self.every % self.over == self.index
 
     def slot(self, position: Any) -> Any:
-        """How many tokens the rank holds before this one, which it holds."""
+        """The slot of a token that the rank holds: the number of its tokens before this one."""
         return position // self.period * self.every + position % self.every
 
     def held(self, stop: int) -> int:
-        """How many tokens before this position the rank holds."""
+        """Number of tokens before this position that the rank holds."""
         rest = stop % self.period - self.index * self.every
         return stop // self.period * self.every + min(max(rest, 0), self.every)
 
@@ -154,7 +155,7 @@ class Turns:
 
 
 class Family(NamedTuple):
-    """A loop along one axis: its extent, and what it steps in the model's, the source's and the destination's coordinates."""
+    """A loop along one axis: its extent, and its steps in coordinates of the model, the source and the destination."""
 
     extent: int
     step: int
@@ -163,14 +164,14 @@ class Family(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Coordinates of one axis that two ranks hold in common.
+    """Coordinates of one axis that two ranks have in common.
 
     Attributes
     ----------
     first, src, dst : int
-        The first of them: the model's coordinate, the source's and the destination's.
+        The first one, in coordinates of the model, the source and the destination.
     loops : tuple of Family
-        Fastest first.
+        The loops, fastest first.
     """
 
     first: int
@@ -200,7 +201,7 @@ class Meeting(NamedTuple):
         )
 
     def coordinates(self, name: str) -> Iterator[int]:
-        """All of them: ``"first"`` for the model's, ``"src"``, ``"dst"``."""
+        """All coordinates of one kind: ``"first"`` (the model's), ``"src"`` or ``"dst"``."""
         start: int = getattr(self, name)
         step = "step" if name == "first" else name
         for turn in itertools.product(*(range(loop.extent) for loop in reversed(self.loops))):
@@ -208,7 +209,7 @@ class Meeting(NamedTuple):
 
 
     def within(self, some: range) -> Meeting | None:
-        """Those of one loop whose coordinate in the model lies in a range of step 1; None: none does."""
+        """The part with model coordinates in a range of step 1, for a meeting of one loop; None if there is none."""
         if not self.loops:
             return self if self.first in some else None
         [(extent, step, src, dst)] = self.loops
@@ -221,16 +222,16 @@ class Meeting(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Tokens that lie in one block on both sides, as many as can be; blocks of different sizes are copied in units.
+    """The largest group of tokens that is inside one block on both sides.  Blocks of different sizes are copied in units.
 
     Attributes
     ----------
     tokens : int
-        Positions of the sequence in a unit; units begin at multiples of it.
+        Positions per unit; units begin at multiples of this.
     meeting : Meeting or None
-        Which tokens of a unit both sides hold, as slots inside it; None: none ever.
+        The tokens of a unit that both sides hold, as slots inside the unit; None if there are none.
     src_slots, dst_slots : int
-        Slots of a unit on each side: fewer than `tokens` where a unit is spread over ranks.
+        Slots of a unit on each side: fewer than `tokens` if several ranks share a unit.
     """
 
     tokens: int
@@ -239,7 +240,7 @@ class Unit(NamedTuple):
     dst_slots: int
 
 
-#: Units where a range of tokens begins or ends inside larger ones.
+#: The unit of single tokens, for ranges that begin or end inside a larger unit.
 ONE_TOKEN = Unit(1, Meeting(0, 0, 0, ()), 1, 1)
 
 
@@ -247,7 +248,7 @@ ONE_TOKEN = Unit(1, Meeting(0, 0, 0, ()), 1, 1)
 
 
 def meet(src: Runs, dst: Runs) -> tuple[Meeting, ...]:
-    """The coordinates that both hold: two progressions meet in one (Chinese remainder theorem)."""
+    """The coordinates that both hold.  Two progressions have one progression in common (Chinese remainder theorem)."""
     found = []
     for a, b in itertools.product(src.runs, dst.runs):
         common = math.gcd(a.step, b.step)
@@ -273,8 +274,8 @@ def meet(src: Runs, dst: Runs) -> tuple[Meeting, ...]:
 
 
 def share_a_token(src: Turns, dst: Turns) -> bool:
-    """Whether any token is held by both."""
-    # x modulo one period in an interval, and modulo the other in another: a question modulo what divides both.
+    """True if both hold some token."""
+    # x is in an interval modulo one period, and in another modulo the other: compare modulo the common divisor of both.
     common = math.gcd(src.period, dst.period)
     if src.every >= common or dst.every >= common:
         return True
@@ -283,7 +284,7 @@ def share_a_token(src: Turns, dst: Turns) -> bool:
 
 
 def count_common(src: Turns, dst: Turns, stop: int) -> int:
-    """How many of the tokens before a position both hold."""
+    """Number of tokens before a position that both hold."""
     long, short = sorted((src, dst), key=lambda turn: -turn.period)
     again = math.lcm(long.period, short.period)
     rounds, rest = divmod(stop, again)
@@ -298,23 +299,24 @@ def count_common(src: Turns, dst: Turns, stop: int) -> int:
 def meet_in_unit(
     src: Turns, dst: Turns, sizes: tuple[int, int], cuts: tuple[Sequence[int], Sequence[int]] = ((), ()), shift: int = 0
 ) -> Unit:
-    """The largest unit of two ranks, and the tokens of it that both hold.
+    """The largest unit of two ranks, and its tokens that both hold.
 
     Parameters
     ----------
     src, dst : Turns
+        Turns of the two ranks.
     sizes : (int, int)
         Slots of a block on each side.
     cuts : two sequences of int
-        Where each side's layout splits the tokens of a block.
+        The tokens at which each side's layout splits a block.
     shift : int
-        How far apart the positions of both sides' first slots are.
+        Distance of the positions of both sides' first slots.
 
     Returns
     -------
     Unit
-        A unit is a whole part of a block on both sides; on each side every rank holds the same slots of each, or one rank all
-        of one; and layouts split tokens at its borders and at those of its pieces.  One token is always such a unit.
+        A unit divides a block on both sides.  On each side, every rank holds the same slots of each unit, or one rank holds all of
+        a unit.  Layouts split tokens only at borders of units and of their pieces.  A single token is always a valid unit.
     """
     whole = math.gcd(sizes[0] * src.over, sizes[1] * dst.over, shift)
     borders: list[int] | None = None
@@ -332,7 +334,7 @@ def meet_in_unit(
 
 
 def _divisors(number: int) -> list[int]:
-    """Largest first."""
+    """The divisors of a number, largest first."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*low, *(number // n for n in low)}, reverse=True)
 
@@ -342,7 +344,7 @@ def _is_chain(cuts: Iterable[int]) -> bool:
 
 
 def _borders(src: Turns, dst: Turns, tokens: int) -> list[int] | None:
-    """Positions at which the digits of a unit begin; None where a unit is not the same for all ranks of a side."""
+    """Positions at which the digits of a unit begin; None if a unit is not the same for all ranks of a side."""
     borders = {1, tokens}
     for side in (src, dst):
         if tokens % side.period == 0:
@@ -353,7 +355,7 @@ def _borders(src: Turns, dst: Turns, tokens: int) -> list[int] | None:
 
 
 def _fits(side: Turns, tokens: int, borders: Sequence[int], size: int, cuts: Sequence[int]) -> bool:
-    """Whether a unit and its digits begin where the slots of a block, and the pieces of its layout, do."""
+    """True if a unit and its digits begin at slots of a block, and at pieces of its layout."""
     if tokens % side.period:
         return _is_chain({*borders, *cuts, size}) and size % tokens == 0
     slots = tokens // side.over
@@ -366,7 +368,7 @@ def _fits(side: Turns, tokens: int, borders: Sequence[int], size: int, cuts: Seq
 
 
 def _in_unit(src: Turns, dst: Turns, tokens: int, borders: Sequence[int]) -> Meeting | None:
-    """The digits of a position below a unit: those that pick a rank are given, the others are loops."""
+    """The digits of a position inside a unit: those that select a rank are fixed, the others are loops."""
     spread = [side for side in (src, dst) if tokens % side.period == 0 and side.over > 1]
     first, loops = 0, []
     for low, high in itertools.pairwise(borders):

@@ -1,6 +1,6 @@
-"""What the two ends of `kvbm link` say to each other beside the wire: JSON over TCP, so that each knows what the other does.
+"""The control connection between the two ends of `kvbm link`: JSON over TCP, beside the wire.
 
-Nothing that comes is believed: a message has a limit, is data and no code, and ends the conversation where it is none.
+Messages are not trusted: their size is limited, they are data and never code, and a malformed message ends the conversation.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -19,13 +20,13 @@ from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError, 
 
 __all__ = ["Talk", "connect", "listen"]
 
-#: Bytes of the longest message: two cards of endpoints, and some.
+#: Most bytes of a message.  The largest ones have two cards.
 MOST = 4 << 20
 
 _HEAD = struct.Struct(">4sI")
 _MAGIC = b"kvb1"
 
-#: Seconds between two words of a side that is at work.
+#: Seconds between two messages of a side that is busy.
 _BUSY = 1.0
 
 
@@ -36,7 +37,7 @@ class Talk:
     ----------
     connection : socket
     timeout : float
-        Seconds that anything may take.
+        Seconds that each send or receive may take.
 
     Attributes
     ----------
@@ -51,6 +52,7 @@ class Talk:
         self.host, self.peer = host, _text(host, port)
         self._said_at = time.monotonic()
         self._kept: deque[dict[str, Any]] = deque()
+        self._saying = threading.Lock()  # so that messages of several threads are not mixed
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -60,43 +62,44 @@ class Talk:
         Raises
         ------
         PeerLostError, TransferTimeoutError
-            The other side has gone, or takes nothing.
+            The other side is gone, or does not receive in time.
         """
         text = json.dumps(message).encode()
         if len(text) > MOST:
             raise BindError(f"{self.peer}: a message of {len(text)} bytes; expected at most {MOST}")
         self._said_at = time.monotonic()
         try:
-            self._socket.settimeout(self.timeout)
-            self._socket.sendall(_HEAD.pack(_MAGIC, len(text)) + text)
+            with self._saying:
+                self._socket.settimeout(self.timeout)
+                self._socket.sendall(_HEAD.pack(_MAGIC, len(text)) + text)
         except TimeoutError:
             raise TransferTimeoutError(f"{self.peer}: takes nothing since {self.timeout:g} s") from None
         except OSError as error:
             raise self._lost(error) from None
 
     def busy(self) -> None:
-        """Say now and then that this side is at work, so that the other one goes on waiting."""
+        """Tell the other side from time to time that this side is busy, so that the other side's wait does not time out."""
         if time.monotonic() - self._said_at > _BUSY:
             self.say(busy=True)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other side, if it is there, why this one gives up."""
+        """Tell the other side, if it is still connected, why this side gives up."""
         kind = type(error).__name__ if isinstance(error, KvbmError) else "KvbmError"
         why = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
         with contextlib.suppress(KvbmError):
             self.say(error=kind, message=why[:4000])
 
     def hear(self, *names: str) -> dict[str, Any]:
-        """Return the next message, which has these names.
+        """Wait for the next message and return it.  It must have these names.
 
         Raises
         ------
         KvbmError
-            What the other side gave up for, as the class that it was there.
+            The other side gave up.  The error has the class of its error there.
         PeerLostError, TransferTimeoutError
-            The other side has gone, or says nothing.
+            The other side is gone, or sends nothing in time.
         BindError
-            What came is no message.
+            The received data are not a message with these names.
         """
         while True:
             found = self._kept.popleft() if self._kept else self._read()
@@ -109,7 +112,7 @@ class Talk:
             return found
 
     def _read(self) -> dict[str, Any]:
-        """The next message, which is no error."""
+        """The next message.  If it is an error of the other side, this error is raised."""
         magic, size = _HEAD.unpack(self._take(_HEAD.size))
         if magic != _MAGIC:
             raise BindError(
@@ -130,13 +133,18 @@ class Talk:
         return found
 
     def look(self) -> None:
-        """See whether the other side has gone, or given up; what else it has said is kept for `hear`."""
+        """Raise an error if the other side is gone or has given up.  Other messages are kept for `hear`."""
         if self._socket.fileno() < 0:
             raise self._lost("it was closed here")
-        asked = select.poll()  # `select` refuses sockets from number 1,024 on
+        asked = select.poll()  # `select` accepts no socket above 1023
         asked.register(self._socket, select.POLLIN)
         if asked.poll(0):
             self._kept.append(self._read())
+
+    def has_news(self) -> bool:
+        """True if a message has arrived that `hear` has not returned."""
+        self.look()
+        return bool(self._kept)
 
     def _take(self, size: int) -> bytes:
         data = bytearray()
@@ -158,7 +166,7 @@ class Talk:
         return PeerLostError(f"{self.peer} has gone: {why}", peer=self.peer)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # wakes a thread that waits for it, which closing does not
+        with contextlib.suppress(OSError):  # wakes a thread that waits in recv; close alone does not
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -175,7 +183,7 @@ def connect(host: str, port: int, timeout: float) -> Talk:
     Raises
     ------
     UnreachableError
-        Nobody is there, or does not answer in time.
+        Nothing listens at the address, or there is no answer in time.
     """
     where = _text(host, port)
     try:
@@ -195,12 +203,12 @@ def connect(host: str, port: int, timeout: float) -> Talk:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that waits for connections; port 0 is any that is free.
+    """A socket that listens for connections.  Port 0 selects a free port.
 
     Raises
     ------
     UnreachableError
-        The address is none of this machine, or the port is taken.
+        The address does not belong to this machine, or the port is in use.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -1,7 +1,7 @@
-"""A trial of two machines: sequences of coded data from one to the other by a link, beside the bare wire and a memcpy.
+"""A trial between two machines: one sends sequences of coded data to the other over a link.
 
-`serve` is the side that receives, `Sender` the one that sends and measures. They meet by a `Talk`, which carries cards and says
-what comes next; all that is measured goes by a wire.
+For comparison it also measures the bare wire and a memcpy.  `serve` is the receiving side.  `Sender` is the side that sends and
+measures.  They exchange cards and commands over a `Talk`.  All measured data go over a wire.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .talk import Talk
 
 __all__ = ["Row", "Sender", "Served", "Side", "Terms", "serve"]
 
-#: Of what the two sides say to each other.
+#: Version of the protocol between the two sides.
 VERSION = 1
 
-#: Notes that go there and back before the first sequence.
+#: Number of note round trips before the first sequence.
 _NOTES = 200
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What the sender asks for, and both sides do alike."""
+    """The parameters of a trial.  The sender chooses them, and both sides use them."""
 
     wire: str
     shape: str
@@ -55,7 +55,7 @@ class Terms:
 
     @classmethod
     def read(cls, told: dict[str, Any]) -> Terms:
-        """Of a message, of which nothing is believed."""
+        """Read the parameters from a message of the peer.  All of them are checked."""
         kinds = {"wire": str, "shape": str, "tokens": int, "chunk_bytes": int, "ring_bytes": int, "timeout": float}
         for name, kind in kinds.items():
             if type(told.get(name)) is not kind:
@@ -63,7 +63,7 @@ class Terms:
         found = cls(**{name: told[name] for name in kinds})
         if found.wire not in ("torch", "nixl"):
             raise BindError(f"wire: expected torch or nixl, got {found.wire!r:.60}")
-        if not re.fullmatch(r"[\w,=]{1,200}", found.shape, re.ASCII):  # no file of this machine
+        if not re.fullmatch(r"[\w,=]{1,200}", found.shape, re.ASCII):  # never the path of a file on this machine
             raise BindError(f"shape: expected all sizes, got {found.shape!r:.60}")
         sizes = found.tokens, found.chunk_bytes, found.ring_bytes
         if not all(0 < size < 1 << 40 for size in sizes) or not 0 < found.timeout <= 3600:
@@ -78,7 +78,7 @@ class Terms:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that the model keeps for a token."""
+        """Bytes of the model's cache per token."""
         return replace(self.model, nt=1).nbytes
 
 
@@ -90,8 +90,9 @@ class End:
     side : Side
     terms : Terms
     store : torch.distributed.Store or None
-        Where wires of torch meet.
+        The store by which wires of torch connect.
     busy : callable
+        Called from time to time during long work.
     """
 
     def __init__(self, side: Side, terms: Terms, store: Any, busy: Callable[[], None]) -> None:
@@ -124,7 +125,7 @@ class End:
         self.peer = ""
 
     def _touch(self, busy: Callable[[], None]) -> None:
-        """Write all of the bare wire's memory: pages that nobody wrote are one page."""
+        """Write all of the bare wire's memory: before the first write, all pages are the same physical page."""
         block = self.coded.code(0)
         for offset in range(0, self.raw_ring.slab.nbytes, block.nbytes):
             nbytes = min(block.nbytes, self.raw_ring.slab.nbytes - offset)
@@ -135,7 +136,7 @@ class End:
         return {"card": self.endpoint.card().decode(), "raw": self.raw.card().decode()}
 
     def meet(self, told: dict[str, Any]) -> Link:
-        """Connect to the side that these cards are of."""
+        """Connect to the side that sent these cards."""
         for name in ("card", "raw"):
             if not isinstance(told[name], str):
                 raise BindError(f"{name}: expected a card, got {told[name]!r:.60}")
@@ -143,14 +144,14 @@ class End:
         return self.endpoint.meet([told["card"].encode()])
 
     def copy(self, nbytes: int) -> float:
-        """Seconds of a memcpy of this side."""
+        """Seconds of a memcpy on this side."""
         slab = self.raw_ring.slab
         begin = time.perf_counter()
         move(slab, self.size, slab, 0, nbytes)
         return time.perf_counter() - begin
 
     def until_note(self, talk: Talk, op: wire.Op | None = None) -> None:
-        """Poll the bare wire until a note that is not empty has come, and a put is done."""
+        """Poll the bare wire until a note that is not empty has arrived, and the put, if given, is done."""
         came, begin = False, time.monotonic()
         end, looks = begin + self.terms.timeout, begin + 0.1
         while not came or not (op is None or op.query()):
@@ -162,23 +163,23 @@ class End:
                 looks = now + 0.1
                 talk.look()
                 self.raw.note(self.peer, b"")  # raises an error if the peer is lost
-            if now > begin + 2e-4:  # what comes soon is not waited for longer than it takes
-                time.sleep(0)  # others may have Python's lock
+            if now > begin + 2e-4:  # poll without a pause at first, so that a fast answer is not delayed
+                time.sleep(0)  # let other threads take Python's lock
 
     def until_done(self, talk: Talk, handle: Handle) -> None:
-        """Wait for a transfer, and see meanwhile whether the other side has given up."""
+        """Wait for a transfer.  Raises an error if the other side gives up meanwhile."""
         while True:
             with contextlib.suppress(TransferTimeoutError):
                 handle.synchronize(0.1)
             if handle.has_ended:
                 handle.synchronize()
                 return
-            self.raw.poll()  # who drops a peer is answered by this
+            self.raw.poll()  # answers the peer if it drops this side
             talk.look()
 
     def _close_raw(self) -> None:
         self.raw.close()
-        self.raw_ring.close()  # not where a peer may still write to it
+        self.raw_ring.close()  # not reached if `close` raises: then a peer may still write to it
 
     def close(self) -> None:
         try:
@@ -192,26 +193,26 @@ class End:
 
     def __exit__(self, kind: object, *_: object) -> None:
         with contextlib.ExitStack() as stack:
-            if kind is not None:  # what ended it is what there is to say
+            if kind is not None:  # the first error is reported, not those of closing
                 stack.enter_context(contextlib.suppress(KvbmError))
             self.close()
 
 
-#: Ends whose wires could not say that nothing lands any more: their memory stays.
+#: Ends that could not be closed because a peer may still write to them: their memory is kept.
 _kept: list[End] = []
 
 
 def _wire(name: str, device: str, terms: Terms, store: Any) -> wire.Wire:
     if terms.wire == "nixl":
-        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what else it says on stderr comes as an exception, too
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # its other messages on stderr are also raised as exceptions
         return wire.nixl(name)
     backend: Any = "gloo" if device == "cpu" else "nccl"
     return wire.torch(name, store, backend=backend, meet_seconds=min(terms.timeout, 60.0))
 
 
 def _store(host: str, port: int | None, timeout: float) -> Any:
-    """Where wires of torch meet: the server's, on any port of the address that it listens on, or a connection to it."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it says on stderr comes as an exception, too
+    """The store by which wires of torch connect: without a port a new store on a free port, with a port a client of that store."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # its messages on stderr are also raised as exceptions
     try:
         from torch.distributed import TCPStore
     except ImportError as error:
@@ -219,7 +220,7 @@ def _store(host: str, port: int | None, timeout: float) -> Any:
     given = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
     try:
         if port is not None:
-            with socket.create_connection((host, port), timeout):  # torch would try until its deadline
+            with socket.create_connection((host, port), timeout):  # fails at once; torch would retry until its deadline
                 return TCPStore(host, port, is_master=False, **given)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family) as server:
@@ -248,15 +249,16 @@ def _require_version(told: dict[str, Any], where: str) -> None:
 
 @dataclass
 class Served:
-    """What came in one trial.
+    """The record of one trial on the receiving side.
 
     Attributes
     ----------
     peer, wire, device, shape : str
-        Of the side that sent.
+        Address, wire, device and block shape of the sender.
     sequences, nbytes : int
+        Number of sequences, and bytes received.
     stats : dict of str to float
-        As of `Link.stats`.
+        As from `Link.stats`.
     """
 
     peer: str
@@ -279,7 +281,7 @@ class Served:
 
 
 def serve(talk: Talk, side: Side, host: str, *, only: str | None, memory: int, served: Served) -> None:
-    """Receive what one sender sends, until it has had enough.
+    """Receive sequences from one sender until it ends the trial.
 
     Parameters
     ----------
@@ -288,11 +290,11 @@ def serve(talk: Talk, side: Side, host: str, *, only: str | None, memory: int, s
     host : str
         The address to listen on.
     only : str, optional
-        The one wire that may be asked for.
+        The only allowed wire.  Default: all are allowed.
     memory : int
-        Bytes that a peer may ask for.
+        Most bytes that the sender may request.
     served : Served
-        Is filled in.
+        The record, which this function fills in.
     """
     served.peer = talk.peer
     told = talk.hear("kvbm-link-trial")
@@ -325,7 +327,7 @@ def serve(talk: Talk, side: Side, host: str, *, only: str | None, memory: int, s
             finally:
                 served.stats = link.stats()
         except BaseException as error:
-            talk.fail(error)  # first, so that the other side closes its wires, too: this one's wait for them
+            talk.fail(error)  # before closing: this side's wires wait until the other side closes its own
             raise
 
 
@@ -374,24 +376,25 @@ def _receive(talk: Talk, end: End, link: Link, tokens: int, check: bool, served:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of sequences of one size; times are medians.
+    """The measurements for sequences of one size.  Times are medians.
 
     Attributes
     ----------
     tokens, nbytes, chunks : int
-        Of a sequence: bytes of its cells, neither padding nor trailers counted.
+        Tokens, bytes and chunks per sequence.  The bytes do not include padding and trailers.
     median_ms, min_ms, max_ms : float
-        From `Link.send` to the receiver's word that all is there and right.
+        Time from `Link.send` until the receiver has confirmed that all data are complete and correct.
     bandwidth_gbps : float
-        `nbytes` over `median_ms`; 1 GB is 10^9 bytes.
+        `nbytes` divided by `median_ms`; 1 GB is 10^9 bytes.
     send_host_us, receive_host_us : float
-        Processor time of the endpoint's thread for a chunk; on hosts this thread packs and unpacks, too.
+        Processor time of the endpoint's thread per chunk.  On the CPU this includes packing and unpacking.
     raw_ms, raw_gbps, raw_ratio : float
-        The wire alone: a put of one contiguous slice of as many bytes and a note back; its time over `median_ms`.
+        The wire alone: a put of one contiguous slice of as many bytes and a note back.  The ratio is its time divided by
+        `median_ms`.
     memcpy_ms, memcpy_gbps, memcpy_ratio : float
-        A memcpy of as many bytes on the sender.
+        A memcpy of as many bytes on the sender.  The ratio is its time divided by `median_ms`.
     chunks_wrong, notes_again, stalls : int
-        Of all sequences: chunks that were asked for again, notes that were said again, and waits for slots, on both sides.
+        Totals of all sequences on both sides: chunks that were requested again, notes that were repeated, and waits for slots.
     """
 
     tokens: int
@@ -415,19 +418,19 @@ class Row:
 
 
 class Sender:
-    """The side that sends, and measures.
+    """The side that sends and measures.
 
     Parameters
     ----------
     talk : Talk
-        With the side that serves.
+        The connection to the receiving side.
     side : Side
     terms : Terms
 
     Attributes
     ----------
     far : dict
-        What the other side has: host, device, layout, tokens_per_block.
+        Configuration of the other side: host, device, layout, tokens_per_block.
     """
 
     def __init__(self, talk: Talk, side: Side, terms: Terms) -> None:
@@ -443,15 +446,15 @@ class Sender:
         try:
             self.end.coded.fill()
             talk.say(**self.end.cards())
-            talk.hear("met")  # first the other side, so that what it refuses is known here
+            talk.hear("met")  # the other side connects first, so that its refusal is known here
             self.link = self.end.meet(told)
         except BaseException as error:
-            talk.fail(error)  # first, as there
+            talk.fail(error)  # before closing, as in `serve`
             self.end.__exit__(type(error))
             raise
 
     def notes(self) -> list[float]:
-        """Seconds of notes that go there and back on the bare wire, the first few left out."""
+        """Round-trip times of notes on the bare wire, in seconds, without the first few."""
         talk, end, seconds = self.talk, self.end, []
         talk.say(do="echo", count=_NOTES)
         talk.hear("ready")
@@ -463,7 +466,10 @@ class Sender:
         return seconds[_NOTES // 10 :]
 
     def measure(self, tokens: int, repeat: int, progress: Callable[[], None]) -> Row:
-        """Send sequences of so many tokens; the first, which is not timed, and the last are compared element by element."""
+        """Send `repeat` + 1 sequences of `tokens` tokens.
+
+        The first one is not timed.  The first and the last one are compared element by element.
+        """
         nbytes = tokens * self.terms.token_bytes
         times: dict[str, list[float]] = {"link": [], "raw": [], "memcpy": []}
         used = [0.0, 0.0]
@@ -494,7 +500,7 @@ class Sender:
         )  # fmt: skip
 
     def _send(self, tokens: int, *, check: bool) -> tuple[float, tuple[float, float], dict[str, float], str]:
-        """One sequence: seconds, processor time of both sides, what both counted, and the digest."""
+        """Send one sequence; return seconds, processor time of both sides, counts of both sides, and the digest."""
         talk, end, link = self.talk, self.end, self.link
         talk.say(do="receive", count=tokens, check=check)
         talk.hear("ready")
@@ -514,7 +520,7 @@ class Sender:
         return seconds, (cpu, float(told["cpu"])), stats, str(told["digest"])
 
     def _put(self, nbytes: int) -> float:
-        """Seconds of a put of the bare wire, and the note that answers it."""
+        """Seconds of a put on the bare wire until its answering note has arrived."""
         talk, end = self.talk, self.end
         talk.say(do="echo", count=1)
         talk.hear("ready")
@@ -528,9 +534,9 @@ class Sender:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is not None:
-            self.talk.fail(error)  # first, so that the other side closes its wires, too: this one's wait for them
+            self.talk.fail(error)  # before closing: this side's wires wait until the other side closes its own
             self.end.__exit__(kind)
             return
-        with self.end:  # say good-bye: then the other side has lost nobody
+        with self.end:  # end the trial first: otherwise the other side reports a lost peer
             self.talk.say(do="end")
             self.talk.hear("end")

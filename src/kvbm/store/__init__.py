@@ -1,8 +1,9 @@
-"""Blocks in files: safetensors, with their layout, their shape and a digest of each block beside them.
+"""Store blocks in safetensors files, with their layout, their shape and a digest of each block.
 
-`save` writes blocks of a pool, `load` reads them into memory in any layout, `convert` makes a file of a file.  What has digests is
-verified on the way: a block that is not what it was raises `DigestError`, which names file, block, layers and tokens.  `verify` and
-`digest` look at a file alone; `read` and `create` give pools that lie in files.  ``docs/files.md`` is about the format.
+`save` writes blocks of a pool.  `load` reads them into memory in any layout.  `convert` converts a file to another layout.  Each
+verifies blocks that have digests: for a block that has changed it raises `DigestError`, which names file, block, layers and tokens.
+`verify` and `digest` check a file without converting it.  `read` and `create` give memory-mapped pools of files.
+``docs/howto/files.md`` describes the format.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of what users call: one of another type is a `BindError` that says what was expected."""
+"""Check the types of public functions' arguments.  A wrong type raises `BindError` with the expected type."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy as np
 
 from ..errors import BindError
 from ..layout import Layout
-from ..shapes import BlockShape
+from ..shapes import BlockShape, as_shape
+from ..spec import as_layout
 
-__all__ = ["FLAG", "LAYOUT", "PROGRESS", "SHAPE", "TEXTS", "Kind", "blocks_of", "number_of", "path_of", "require"]
+__all__ = ["FLAG", "PROGRESS", "TEXTS", "Kind", "blocks_of", "layout_of", "number_of", "path_of", "require", "shape_of"]
 
 
 class Kind(NamedTuple):
-    """What an argument may be, in code and in words, and what to do where it is not."""
+    """The types of an argument, their name in messages, and a hint for a wrong type."""
 
     types: Any
     expected: str
@@ -26,21 +27,33 @@ class Kind(NamedTuple):
 
 
 FLAG = Kind((bool, np.bool_), "True or False")
-LAYOUT = Kind(Layout, "a kvbm.Layout", "; kvbm.load makes one of a name or a file")
 PROGRESS = Kind(Callable, "a function of two numbers of bytes")
-SHAPE = Kind(BlockShape, "a kvbm.BlockShape", "; kvbm.load_shape makes one of a name or a text")
 TEXTS = Kind(Mapping, "texts by name")
 
 
 def require(kind: Kind, *, optional: bool = False, **given: Any) -> None:
-    """Refuse arguments, by name, that are not of a kind."""
+    """Raise `BindError` for arguments that are not of a kind; the keywords are their names."""
     for name, one in given.items():
         if not isinstance(one, kind.types) and not (optional and one is None):
             raise BindError(f"{name}: expected {kind.expected}, got {one!r:.200}{kind.advice}")
 
 
+def layout_of(name: str, given: Any) -> Layout:
+    """The layout for a Layout, a name or the path of a file; `SpecError` for an unknown name."""
+    if isinstance(given, Layout | str | Path):
+        return as_layout(given)
+    raise BindError(f"{name}: expected a Layout, a name or the path of a .yaml file, got {given!r:.200}")
+
+
+def shape_of(name: str, given: Any) -> BlockShape:
+    """The block shape for a BlockShape or its text; `SpecError` for a text that is not a shape."""
+    if isinstance(given, BlockShape | str):
+        return as_shape(given)
+    raise BindError(f"{name}: expected a BlockShape or its text, got {given!r:.200}")
+
+
 def path_of(name: str, given: Any) -> Path:
-    """A path that a file system may have."""
+    """A path that is legal in a file system."""
     try:
         found = Path(given)
         if b"\0" not in os.fsencode(found):
@@ -61,10 +74,10 @@ def number_of(name: str, given: Any) -> int:
 
 
 def blocks_of(title: object, given: Any, num_blocks: int) -> list[int]:
-    """Numbers of blocks that there are."""
+    """Numbers of blocks, checked against `num_blocks`."""
     try:
         listed = list(given)
-        if hasattr(given, "filled") or any(isinstance(block, bool) for block in listed):  # a mask is no list of numbers
+        if hasattr(given, "filled") or any(isinstance(block, bool) for block in listed):  # a mask is not a list of numbers
             raise TypeError
         found = [operator.index(block) for block in listed]
     except TypeError:

@@ -1,24 +1,26 @@
-"""Blocks to files, from files, and from file to file, verified on the way; and what of a file is not as it was."""
+"""Copy blocks to files, from files, and between files, and verify them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .. import _core, spec
 from ..errors import BindError, DigestError
+from ..layout import Layout
 from ..pool import Pool
 from ..streams import framework_of, framework_stream
 from ..transfer import convert as convert_blocks
-from .arguments import FLAG, LAYOUT, PROGRESS, Kind, blocks_of, path_of, require
+from .arguments import FLAG, PROGRESS, Kind, blocks_of, path_of, require
+from .arguments import layout_of as given_layout
 from .digests import DIGEST, Damage, Digests, Kinds, damages
 from .file import Stored, create, read
 
 if TYPE_CHECKING:
-    from ..layout import Layout
     from ..shapes import BlockShape
 
 __all__ = ["add_digests", "convert", "digest", "layout_of", "load", "save", "verify"]
@@ -27,53 +29,59 @@ _STEP_BYTES = 64 << 20  # between two reports of progress
 
 _Path = str | os.PathLike[str]
 
-_POOL = Kind(Pool, "a kvbm.Pool", "; to save a section, copy it into a pool of its own with kvbm.convert")
+#: A layout, or its name or file.
+_Layout = Layout | str | Path
+
+_POOL = Kind(Pool, "a kvbm.Pool", "; to save a section, copy it into a new pool with kvbm.convert")
 _STORED = Kind(Stored, "what kvbm.store.read returns")
 
 #: Called as ``progress(done_bytes, total_bytes)``.
 Progress = Callable[[int, int], None]
 
 
-# ---- what a file is in -----------------------------------------------------------------------------------------------
+# ---- the layout of a file --------------------------------------------------------------------------------------------
 
 
 def layout_of(stored: Stored) -> Layout:
-    """The shipped layout that a file says it is in.
+    """The shipped layout that a file names.
 
     Parameters
     ----------
     stored : Stored
-        What `read` gave.
+        The header, from `read`.
 
     Raises
     ------
     BindError
-        The file names none, or one that is not shipped; a name without a fingerprint is not believed.
+        The file names no layout, names one that is not shipped, or has no fingerprint for the name.
     """
     require(_STORED, stored=stored)
     name = stored.layout_name
     if name is None:
-        raise BindError(f"{stored.path}: the file does not say which layout it is in: give it (--from; source=)")
+        raise BindError(f"{stored.path}: the file does not name its layout: pass the layout (--from; src_layout=)")
     if stored.fingerprint is None:
         raise BindError(
-            f"{stored.path}: the file names layout {name!r:.200}, without the fingerprint that says which one that was when it was "
-            "written: give it (--from; source=) if you trust the name"
+            f"{stored.path}: the file names layout {name!r:.200} without a fingerprint, so the layout may have changed since: "
+            "pass the layout (--from; src_layout=) if you trust the name"
         )
     if (layout := spec.load_shipped(name)) is None:
         raise BindError(
             f"{stored.path}: the file is in layout {name!r:.200} ({stored.metadata.get('kvbm.order', '?'):.200}), which is not a "
-            "shipped one: give its .yaml file (--from; source=kvbm.load(FILE))"
+            "shipped layout: pass its .yaml file (--from; src_layout=FILE)"
         )
     return layout
 
 
-def _open(path: _Path, source: Layout | None, shape: BlockShape | None, num_blocks: int | None) -> tuple[Stored, Pool]:
+def _open(
+    path: _Path, src_layout: _Layout | None, shape: BlockShape | str | None = None, num_blocks: int | None = None
+) -> tuple[Stored, Pool]:
+    given = None if src_layout is None else given_layout("src_layout", src_layout)
     stored = read(path)
-    return stored, stored.pool(layout_of(stored) if source is None else source, shape, num_blocks)
+    return stored, stored.pool(given or layout_of(stored), shape, num_blocks)
 
 
 def _chosen(title: object, blocks: Sequence[int] | None, num_blocks: int) -> Sequence[int]:
-    """The blocks that are meant, each once."""
+    """The chosen blocks, each once."""
     if blocks is None:
         return range(num_blocks)
     found = blocks_of(title, blocks, num_blocks)
@@ -83,7 +91,7 @@ def _chosen(title: object, blocks: Sequence[int] | None, num_blocks: int) -> Seq
 
 
 def _steps(pool: Pool, count: int, progress: Progress | None) -> Iterator[range]:
-    """Rows of so many blocks, a step at a time; what was done of them is reported after each."""
+    """Rows of `count` blocks in steps.  `progress` is called after each step."""
     each = pool.resolved.block_bytes
     step = _step(pool, count)
     for first in range(0, count, step):
@@ -104,15 +112,15 @@ class _Side(NamedTuple):
     """A side of a copy."""
 
     pool: Pool
-    title: str  # a file, or what else errors call it
-    names: Sequence[int]  # of its blocks, by row
-    known: Digests | None = None  # what its blocks had, by row
+    title: str  # its name in messages, such as the path of a file
+    names: Sequence[int]  # block numbers, by row
+    known: Digests | None = None  # stored digests of its blocks, by row
 
     def stream(self, given: Any = None) -> Any:
-        """The stream of its own work; None on the CPU.  `BindError` for one that is given there."""
+        """The stream for work on this side; None on the CPU, where a given stream raises `BindError`."""
         if self.pool.device == "cpu":
             if given is not None:
-                raise BindError("stream: the pool is on the CPU, where all is done when the call returns; leave stream out")
+                raise BindError("stream: the pool is on the CPU, where the call waits until all is done; leave stream out")
             return None
         if given is None and framework_of(self.pool.arrays[0]) in ("torch", "cupy"):
             return framework_stream(framework_of(self.pool.arrays[0]), self.device)
@@ -127,7 +135,7 @@ _Move = Callable[[Sequence[int], Sequence[int]], None]
 
 
 def _mover(src: Pool, dst: Pool, step: int, stream: Any = None) -> _Move:
-    """Copies of up to `step` blocks that are done when the call returns: between a file and a GPU through pinned memory."""
+    """A function that copies up to `step` blocks and waits for them: between a file and a GPU through pinned memory."""
     if src.device == dst.device == "cpu":
         return lambda ids, into: convert_blocks(src, dst, ids, into)
     far = src if dst.device == "cpu" else dst
@@ -159,12 +167,12 @@ def _copy(
     stream: Any = None,
     progress: Progress | None = None,
 ) -> None:
-    """Copy all of `src.names` to blocks 0, 1, 2, … of `dst`; compare digests of both, and note those of the source in `rows`.
+    """Copy all of `src.names` to blocks 0, 1, 2, … of `dst`.  Compare digests, and store those of the source in `rows`.
 
-    What is compared is what the source's blocks had and what the destination's have: that covers the file, the reading of it and
-    the copy.  Which of these was wrong is looked for when something was.
+    The stored digests of the source are compared with those of the destination: this covers the file, the read and the copy.  If
+    they differ, the cause is searched for afterwards.
     """
-    # The source's, where the destination's layout has no digests.
+    # The source is digested if the destination's layout has no digests.
     judged = next((side for side in (dst, src) if Kinds.of(side.pool.resolved).blocks), None)
     for at in _steps(src.pool, len(src.names), progress):
         ids = [src.names[row] for row in at]
@@ -185,16 +193,16 @@ def _copy(
 
 
 def _refuse(src: _Side, dst: _Side, known: Digests, rows: Sequence[int], stream: Any) -> None:
-    """Raise what says where blocks went wrong: in the source, or on the way."""
+    """Raise a `DigestError` that says where blocks are wrong: in the source, or after the copy."""
     names = [src.names[row] for row in rows]
     title, found = src.title, []
     if src.known is not None and Kinds.of(src.pool.resolved).blocks:
         found = damages(known, src.pool, names, stream=src.stream(stream))
     if not found:
         title, found = f"{src.title} → {dst.title}", damages(known, dst.pool, rows, names, dst.stream())
-    if not found:  # memory or disk that gives other bytes each time
+    if not found:  # memory or disk returned other bytes the second time
         raise DigestError(
-            f"{title}: block {names[0]} was wrong, and was not when it was read again", pairs=tuple(names)
+            f"{title}: block {names[0]} was wrong, and was right when it was read again", pairs=tuple(names)
         )
     more = f"; and {len(found) - 1} more of the blocks that were compared" if len(found) > 1 else ""
     raise DigestError(f"{title}: {found[0]}{more}", pairs=tuple(one.block for one in found))
@@ -204,7 +212,7 @@ def _digests_of(stored: Stored, ids: Sequence[int]) -> Digests | None:
     return None if stored.digests is None else stored.digests.take(ids)
 
 
-# ---- what users call -------------------------------------------------------------------------------------------------
+# ---- public functions ------------------------------------------------------------------------------------------------
 
 
 def save(
@@ -212,7 +220,7 @@ def save(
     pool: Pool,
     ids: Sequence[int] | None = None,
     *,
-    layout: Layout | None = None,
+    layout: _Layout | None = None,
     digests: bool = True,
     metadata: Mapping[str, str] | None = None,
     force: bool = False,
@@ -224,47 +232,48 @@ def save(
     Parameters
     ----------
     path : path
-        The file.  It appears whole, and on the disk, or not at all; one that is replaced stays as it is until then.
+        The file.  It gets its name only when it is complete and on the disk.  Until then an existing file stays unchanged.
     pool : Pool
         On the CPU, or on a GPU.
     ids : sequence of int, optional
-        Blocks ``0, 1, 2, …`` of the file are these of the pool; all if not given.
-    layout : Layout, optional
-        Of the file; the pool's if not given.
+        Blocks of the pool.  They become blocks ``0, 1, 2, …`` of the file.  Default: all.
+    layout : Layout, str or Path, optional
+        Layout of the file.  Default: the layout of the pool.
     digests : bool
-        Store digests of the pool's blocks, and compare those of the file with them before it gets its name.
+        Store digests of the pool's blocks.  Before the file gets its name, its blocks are compared with them.
     metadata : mapping of str to str, optional
         Further metadata of the file.
     force : bool
-        Replace a file that is there.
+        Replace an existing file.
     stream : optional
-        Stream of a GPU's pool; its framework's current one if not given.  The call waits for it.
+        Stream for a pool on a GPU.  Default: the current stream of its framework.  The call waits for it.
     progress : callable, optional
         Called as ``progress(done_bytes, total_bytes)``.
 
     Raises
     ------
     FileExistsError
-        The file is there and `force` is not set.
-    BindError, PlanError
-        A section of a pool; ids that there are not; a layout to which there is no copy.
+        The file exists and `force` is False.
+    BindError
+        `pool` is a section, or an id is out of range.
+    PlanError
+        There is no copy from the pool to `layout`.
     DigestError
-        What lies in the file is not what lies in the pool.
+        The contents of the file differ from those of the pool.
     OSError
-        The disk is full.  Nothing is left behind.
+        The disk is full.  The incomplete file is removed.
 
     Examples
     --------
     >>> store.save("blocks.safetensors", pool, [7, 3], layout=kvbm.load("universal"))  # doctest: +SKIP
     """
     require(_POOL, pool=pool)
-    require(LAYOUT, layout=layout, optional=True)
     require(PROGRESS, progress=progress, optional=True)
     require(FLAG, digests=digests)
     names = _chosen("ids", ids, pool.num_blocks)
     kinds = Kinds.of(pool.resolved) if digests else Kinds()
     rows = Digests.zeros(pool.shape, len(names), kinds) if kinds.blocks else None
-    layout = pool.layout if layout is None else layout
+    layout = pool.layout if layout is None else given_layout("layout", layout)
     with create(
         path, layout, pool.shape, len(names), digests=digests if rows is None else rows, metadata=metadata, force=force
     ) as made:
@@ -278,9 +287,9 @@ def load(
     path: _Path,
     ids: Sequence[int] | None = None,
     *,
-    layout: Layout | None = None,
-    source: Layout | None = None,
-    shape: BlockShape | None = None,
+    layout: _Layout | None = None,
+    src_layout: _Layout | None = None,
+    shape: BlockShape | str | None = None,
     num_blocks: int | None = None,
     device: str = "cpu",
     verify: bool = True,
@@ -293,42 +302,42 @@ def load(
     path : path
         The file.
     ids : sequence of int, optional
-        Blocks ``0, 1, 2, …`` of the pool are these of the file; all if not given.
-    layout : Layout, optional
-        Of the pool; the file's if not given.
-    source : Layout, optional
-        Of the file, where it is not a shipped one or the file does not say.
+        Blocks of the file.  They become blocks ``0, 1, 2, …`` of the pool.  Default: all.
+    layout : Layout, str or Path, optional
+        Layout of the pool.  Default: the layout of the file.
+    src_layout : Layout, str or Path, optional
+        Layout of the file, if the file does not name it or it is not shipped.
     shape, num_blocks : optional
-        Of the file, where it does not say.
+        Block shape and number of blocks of the file, if the file does not contain them.
     device : str
         As for `Pool.allocate`.
     verify : bool
-        Compare what was read with the file's digests, where it has some.
+        Compare the blocks with the file's digests, if it has any.
     progress : callable, optional
         Called as ``progress(done_bytes, total_bytes)``.
 
     Returns
     -------
     Pool
-        On memory of its own.  To map the file instead of reading it: ``read(path).pool(layout)``.
+        A pool on new memory.  To map the file instead of reading it, use ``read(path).pool(layout)``.
 
     Raises
     ------
     DigestError
-        A block is not what it was; the message names file, block, layers and tokens.
+        A block has changed.  The message names file, block, layers and tokens.
     BindError
-        No such file of blocks; ids that there are not.
+        The path is not a file of blocks, or an id is out of range.
 
     Examples
     --------
     >>> pool = store.load("blocks.safetensors", [3], layout=kvbm.load("nhd"), device="cuda:0")  # doctest: +SKIP
     """
-    require(LAYOUT, layout=layout, source=source, optional=True)
     require(PROGRESS, progress=progress, optional=True)
     require(FLAG, verify=verify)
-    stored, mapped = _open(path, source, shape, num_blocks)
+    wanted = None if layout is None else given_layout("layout", layout)
+    stored, mapped = _open(path, src_layout, shape, num_blocks)
     names = _chosen(stored.path, ids, mapped.num_blocks)
-    pool = Pool.allocate(mapped.layout if layout is None else layout, mapped.shape, len(names), device)
+    pool = Pool.allocate(wanted or mapped.layout, mapped.shape, len(names), device)
     known = _digests_of(stored, names) if verify else None
     src, dst = _Side(mapped, str(stored.path), names, known), _Side(pool, repr(pool), range(len(names)))
     move = _mover(mapped, pool, _step(mapped, len(names)), dst.stream())
@@ -337,59 +346,58 @@ def load(
 
 
 def convert(
-    source: _Path,
-    target: _Path,
-    layout: Layout,
+    src: _Path,
+    dst: _Path,
+    layout: _Layout,
     ids: Sequence[int] | None = None,
     *,
-    source_layout: Layout | None = None,
-    shape: BlockShape | None = None,
+    src_layout: _Layout | None = None,
+    shape: BlockShape | str | None = None,
     num_blocks: int | None = None,
     device: str = "cpu",
     verify: bool = True,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Stored:
-    """Make a file of a file, in another layout.
+    """Convert a file to another layout.
 
     Parameters
     ----------
-    source, target : path
-        Files; both are memory-mapped.  They may be one file if `force` is set.
-    layout : Layout
-        Of `target`.
+    src, dst : path
+        Source and destination; both are memory-mapped.  They may be the same file if `force` is True.
+    layout : Layout, str or Path
+        Layout of `dst`, its name, or the path of its file.
     ids : sequence of int, optional
-        Blocks ``0, 1, 2, …`` of `target` are these of `source`; all if not given.
-    source_layout, shape, num_blocks : optional
-        Of `source`, where it does not say.
+        Blocks of `src`.  They become blocks ``0, 1, 2, …`` of `dst`.  Default: all.
+    src_layout, shape, num_blocks : optional
+        Layout, block shape and number of blocks of `src`, if the file does not contain them.
     device : str
-        Where to convert: ``"cpu"`` or ``"cuda:N"``.
+        The device that converts: ``"cpu"`` or ``"cuda:N"``.
     verify : bool
-        Compare the digests of what was written with the stored ones, or with those of what was read where `source` has none.
-        `target` gets these digests.  If not set nothing is compared, and `target` gets digests only where `source` has some.
+        Compare digests of the written blocks with the digests stored in `src`; if it has none, with digests of the blocks read.
+        `dst` gets these digests.  False: nothing is compared, and `dst` gets digests only if `src` has them.
     force : bool
-        Replace `target` if it is there.
+        Replace `dst` if it exists.
     progress : callable, optional
         Called as ``progress(done_bytes, total_bytes)``.
 
     Returns
     -------
     Stored
-        The header of `target`.
+        The header of `dst`.
 
     Raises
     ------
     DigestError
-        A block of `source` is not what it was, or the copy is wrong; `target` is as before.
+        A block of `src` has changed, or the copy is wrong.  `dst` is unchanged.
     BindError, PlanError, FileExistsError, OSError
         As for `load` and `save`.
     """
-    source, target = path_of("source", source), path_of("target", target)
-    require(LAYOUT, layout=layout)
-    require(LAYOUT, source_layout=source_layout, optional=True)
+    src, dst = path_of("src", src), path_of("dst", dst)
+    layout = given_layout("layout", layout)
     require(PROGRESS, progress=progress, optional=True)
     require(FLAG, verify=verify)
-    stored, mapped = _open(source, source_layout, shape, num_blocks)
+    stored, mapped = _open(src, src_layout, shape, num_blocks)
     names = _chosen(stored.path, ids, mapped.num_blocks)
     known = _digests_of(stored, names) if verify or stored.metadata.get("kvbm.digest") == DIGEST else None
     kinds = Kinds.of(mapped.resolved)
@@ -397,16 +405,15 @@ def convert(
     has_digests = Kinds.of(layout.resolve(mapped.shape, len(names))).blocks
     write = (has_digests and (known or rows)) or False
     step = _step(mapped, len(names))
-    with create(target, layout, mapped.shape, len(names), digests=write, metadata=stored.metadata, force=force) as made:
-        src = _Side(mapped, str(stored.path), names, known)
-        dst = _Side(made, str(target), range(len(names)))
+    with create(dst, layout, mapped.shape, len(names), digests=write, metadata=stored.metadata, force=force) as made:
+        sides = _Side(mapped, str(stored.path), names, known), _Side(made, str(dst), range(len(names)))
         move = _mover(mapped, made, step) if str(device) == "cpu" else _by_way_of(device, mapped, made, step)
-        _copy(src, dst, move, rows=rows, verify=verify, progress=progress)
-    return read(target)
+        _copy(*sides, move, rows=rows, verify=verify, progress=progress)
+    return read(dst)
 
 
 def _by_way_of(device: str, src: Pool, dst: Pool, step: int) -> _Move:
-    """Copies from file to file that are converted on a GPU."""
+    """A function that copies blocks from file to file and converts them on a GPU."""
     far = Pool.allocate(dst.layout, src.shape, step, device)
     there, back = _mover(src, far, step, 0), _mover(far, dst, step, 0)
     here = list(range(step))
@@ -419,7 +426,7 @@ def _by_way_of(device: str, src: Pool, dst: Pool, step: int) -> _Move:
 
 
 def verify(
-    path: _Path, ids: Sequence[int] | None = None, *, source: Layout | None = None, progress: Progress | None = None
+    path: _Path, ids: Sequence[int] | None = None, *, src_layout: _Layout | None = None, progress: Progress | None = None
 ) -> list[Damage]:
     """Compare blocks of a file with its digests.
 
@@ -428,30 +435,30 @@ def verify(
     path : path
         The file.
     ids : sequence of int, optional
-        Blocks to look at; all if not given.
-    source : Layout, optional
-        Of the file, where it is not a shipped one.
+        Blocks to compare.  Default: all.
+    src_layout : Layout, str or Path, optional
+        Layout of the file, if it is not shipped.
     progress : callable, optional
         Called as ``progress(done_bytes, total_bytes)``.
 
     Returns
     -------
     list of Damage
-        What is not as it was, a block each; empty if all is.
+        One item per block that has changed; empty if none has.
 
     Raises
     ------
     BindError
-        The file has no digests, or is no file of blocks.
+        The file has no digests, or is not a file of blocks.
     """
-    require(LAYOUT, source=source, optional=True)
     require(PROGRESS, progress=progress, optional=True)
+    given = None if src_layout is None else given_layout("src_layout", src_layout)
     stored = read(path)
     if stored.digests is None:
         raise BindError(
-            f"{stored.path}: the file has no digests: `kvbm digest --write` adds those of what it holds now"
+            f"{stored.path}: the file has no digests: `kvbm digest --write` adds those of its current contents"
         )
-    pool = stored.pool(layout_of(stored) if source is None else source)
+    pool = stored.pool(given or layout_of(stored))
     names = _chosen(stored.path, ids, pool.num_blocks)
     found = []
     for at in _steps(pool, len(names), progress):
@@ -467,31 +474,30 @@ def digest(
     path: _Path,
     ids: Sequence[int] | None = None,
     *,
-    source: Layout | None = None,
-    shape: BlockShape | None = None,
+    src_layout: _Layout | None = None,
+    shape: BlockShape | str | None = None,
     num_blocks: int | None = None,
     progress: Progress | None = None,
 ) -> Digests:
-    """Digests of what a file holds, whatever digests are stored in it.
+    """Compute the digests of a file's current contents.  Stored digests are not used.
 
     Parameters
     ----------
-    path, ids, source, shape, num_blocks, progress
+    path, ids, src_layout, shape, num_blocks, progress
         As for `load`.
 
     Returns
     -------
     Digests
-        A row a block.
+        One row per block.
 
     Raises
     ------
     PlanError
         The layout has no digests.
     """
-    require(LAYOUT, source=source, optional=True)
     require(PROGRESS, progress=progress, optional=True)
-    _, pool = _open(path, source, shape, num_blocks)
+    _, pool = _open(path, src_layout, shape, num_blocks)
     names = _chosen(path, ids, pool.num_blocks)
     kinds = _require(pool)
     found = Digests.zeros(pool.shape, len(names), kinds)
@@ -510,35 +516,34 @@ def _require(pool: Pool) -> Kinds:
 def add_digests(
     path: _Path,
     *,
-    source: Layout | None = None,
-    shape: BlockShape | None = None,
+    src_layout: _Layout | None = None,
+    shape: BlockShape | str | None = None,
     num_blocks: int | None = None,
     progress: Progress | None = None,
 ) -> Stored:
-    """Write a file anew with the digests of what it holds.  Padding becomes zeros.
+    """Rewrite a file with the digests of its contents.  Padding becomes zeros.
 
     Parameters
     ----------
-    path, source, shape, num_blocks, progress
+    path, src_layout, shape, num_blocks, progress
         As for `load`.
 
     Returns
     -------
     Stored
-        The header of the file, which replaced the old one when it was whole.
+        The header of the new file.  It replaces the old file when it is complete.
 
     Raises
     ------
     BindError
-        The file has digests.
+        The file already has digests.
     PlanError
-        The layout has none.
+        The layout has no digests.
     """
-    require(LAYOUT, source=source, optional=True)
-    stored, pool = _open(path, source, shape, num_blocks)
+    stored, pool = _open(path, src_layout, shape, num_blocks)
     if stored.digests is not None:
         raise BindError(f"{stored.path}: the file has digests; `kvbm verify` compares its blocks with them")
     _require(pool)
     return convert(
-        path, path, pool.layout, source_layout=source, shape=shape, num_blocks=num_blocks, force=True, progress=progress
+        path, path, pool.layout, src_layout=src_layout, shape=shape, num_blocks=num_blocks, force=True, progress=progress
     )

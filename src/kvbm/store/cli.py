@@ -6,7 +6,6 @@ Only click is imported here before something runs, as for every command.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import spec
-from ..commands import layout_option, num_blocks_option, print_error, progress, shape_option
+from ..commands import json_option, layout_option, num_blocks_option, print_error, print_json, progress, shape_option
 from ..errors import BindError, DigestError, KvbmError
 from ..shapes import LIMIT, load_shape
 
@@ -42,11 +41,11 @@ def _runs(ctx: click.Context, param: click.Parameter, given: str | None) -> list
 
 
 def _listed(runs: Sequence[range] | None, path: Path) -> list[int] | None:
-    """The blocks that are meant; a range that goes beyond any file of that size is not listed."""
+    """The selected blocks.  Raises an error for a range that no file of this size can have, before listing it."""
     if runs is None:
         return None
     most = max(run.stop for run in runs)
-    if most > path.stat().st_size * 2:  # a block has four bits, or more
+    if most > path.stat().st_size * 2:  # a block has at least four bits
         raise BindError(f"{path}: --blocks: there is no block {most - 1}")
     found = [block for run in runs for block in run]
     if len(set(found)) != len(found):
@@ -55,17 +54,17 @@ def _listed(runs: Sequence[range] | None, path: Path) -> list[int] | None:
 
 
 _BLOCKS = click.option("--blocks", callback=_runs, metavar="LIST", help="Only these blocks, such as 3,7-9.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
+_JSON = json_option()
 
 
 def _source_options(name: str) -> Callable[[Any], Any]:
-    """What a file does not say."""
+    """Options for facts that a file may not contain."""
 
     def add(command: Any) -> Any:
         for option in (
-            num_blocks_option(f"Blocks in {name}; needed if neither {name} nor its size says."),
-            shape_option(required=False),
-            layout_option("--from", "src_name", help=f"Layout of {name}; needed if {name} does not say."),
+            num_blocks_option(f"Blocks in {name}; needed if {name} and its size do not give the number."),
+            shape_option(default=None),
+            layout_option("--from", "src_name", help=f"Layout of {name}; needed if {name} does not name it."),
         ):
             command = option(command)
         return command
@@ -87,9 +86,9 @@ def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
 @layout_option("--to", "dst_name", required=True, help="Layout of OUT.")
 @_source_options("IN")
 @_BLOCKS
-@click.option("--device", default="cpu", show_default=True, help="Where to convert: cpu or cuda:N.")
-@click.option("--no-verify", is_flag=True, help="Compare no digests, and make none; OUT gets those that IN has.")
-@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N", help="Where to convert.")
+@click.option("--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 def convert(
     source: Path,
     target: Path,
@@ -104,12 +103,12 @@ def convert(
 ) -> None:
     """Convert a safetensors file of blocks from one layout to another.
 
-    A file holds one tensor an allocation, alloc_00000, alloc_00001, … in table order; layout, fingerprint and shape are
-    in its metadata; a name without a fingerprint is not believed: --from says that it is right. Both files are
-    memory-mapped; OUT appears whole or not at all. Where OUT is a symlink, what it points to is written.
+    A file holds one tensor per allocation, alloc_00000, alloc_00001, … in table order. Layout, fingerprint and shape are in
+    its metadata. A layout name without a fingerprint needs --from to confirm it. Both files are memory-mapped. OUT is written
+    completely or not at all. If OUT is a symlink, its target is written.
 
-    Each block that was written is compared with its digest in IN, or with the digest of what was read where IN has none;
-    OUT gets these digests. A wrong block is an error that names its layers and tokens, and OUT is as it was before.
+    Each written block is compared with its digest in IN, or with a digest of the data that were read if IN has none. OUT gets
+    these digests. A wrong block is an error that names its layers and tokens, and OUT stays as it was.
     """
     from .. import store
 
@@ -132,7 +131,7 @@ def convert(
             target,
             dst_layout,
             _listed(blocks, source),
-            source_layout=src_layout,
+            src_layout=src_layout,
             shape=load_shape(shape_text) if shape_text else None,
             num_blocks=num_blocks,
             device=device,
@@ -148,21 +147,21 @@ def convert(
     said = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
     click.echo(
         f"{source} ({name}) → {target} ({dst_layout.name}): {made.num_blocks:,} blocks, "
-        f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.2f} GB/s, on {device}{said}"
+        f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.3g} GB/s, on {device}{said}"
     )
 
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=_FILE, metavar="FILE...")
-@layout_option("--from", "src_name", help="Layout of the files; needed if it is not a shipped one.")
+@layout_option("--from", "src_name", help="Layout of the files; needed if it is not shipped.")
 @_BLOCKS
 @_JSON
 def verify(paths: tuple[Path, ...], src_name: str | None, blocks: Sequence[range] | None, as_json: bool) -> None:
     """Compare blocks of safetensors files with their digests.
 
-    Digests are stored by `kvbm convert` and by `kvbm digest --write`. Prints each block that is not what it was, with the
-    layers and tokens that are wrong: no others are. Exits with 21 if there is one; else with the code of the first file
-    that cannot be read or has no digests.
+    Digests are stored by `kvbm convert` and by `kvbm digest --write`. Prints each block that differs, with exactly the layers
+    and tokens that are wrong. Exits with 21 if a block differs, else with the code of the first file that cannot be read or
+    has no digests.
     """
     from .. import store
 
@@ -173,7 +172,7 @@ def verify(paths: tuple[Path, ...], src_name: str | None, blocks: Sequence[range
         nonlocal wrong
         stored, ids = store.read(path), _listed(blocks, path)
         with _bar(str(path)) as update:
-            found = store.verify(path, ids, source=source, progress=update)
+            found = store.verify(path, ids, src_layout=source, progress=update)
         wrong |= bool(found)
         checked = stored.num_blocks if ids is None else len(ids)
         if not as_json:
@@ -204,7 +203,7 @@ def _as_json(one: Damage) -> dict[str, Any]:
 @click.argument("paths", nargs=-1, required=True, type=_FILE, metavar="FILE...")
 @_source_options("FILE")
 @_BLOCKS
-@click.option("--write", is_flag=True, help="Write the digests into files that have none.")
+@click.option("--write", is_flag=True, help="Add digests to files that have none.")
 @_JSON
 def digest(
     paths: tuple[Path, ...],
@@ -217,17 +216,17 @@ def digest(
 ) -> None:
     """Print the digest of each block of safetensors files.
 
-    It depends on what a block holds and on no layout: a converted file has the same. It is the digest of the block as it is
-    now; `kvbm verify` compares it with the one that is stored.
+    A digest depends on the contents of a block and not on the layout: a converted file has the same digests. It is computed
+    from the block as it is now; `kvbm verify` compares it with the stored one.
 
-    With --write a file that has no digests is written anew with them; it is replaced when the new one is whole.
+    With --write, digests are added to files that have none. A file is replaced when the new one is complete.
     """
     from .. import store
 
     if write and blocks is not None:
         raise click.UsageError("--write is for whole files: leave --blocks out")
     given: dict[str, Any] = {
-        "source": spec.load(src_name) if src_name else None,
+        "src_layout": spec.load(src_name) if src_name else None,
         "shape": load_shape(shape_text) if shape_text else None,
         "num_blocks": num_blocks,
     }
@@ -253,7 +252,7 @@ def digest(
 
 
 def _each(paths: Sequence[Path], look: Callable[[Path], dict[str, Any]], as_json: bool) -> int:
-    """Look at all files, whatever is found in one; the exit code of the first that could not be."""
+    """Process all files, also after an error in one of them; return the exit code of the first error."""
     from .digests import DIGEST
 
     code, told = 0, []
@@ -265,5 +264,5 @@ def _each(paths: Sequence[Path], look: Callable[[Path], dict[str, Any]], as_json
             code = code or (error.exit_code if isinstance(error, KvbmError) else 1)
             told.append({"path": str(path), "error": str(error)})
     if as_json:
-        click.echo(json.dumps({"digest": DIGEST, "files": told}, indent=2, ensure_ascii=False))
+        print_json({"digest": DIGEST, "files": told})
     return code

@@ -1,7 +1,8 @@
-"""Digests that are stored with blocks: one a block, and for each block one a layer and one a token, which name what is wrong.
+"""Digests that are stored with blocks: one per block, one per layer of each block, and one per token of each block.
 
-Each is of the block at position 0, with what the file holds as the whole model (``docs/digest.md``).  So those of a block's layers
-add up to the block's, and those of its tokens too, modulo 2**64; no layout changes any of them.
+They are computed as if each block were at position 0 and the file held the whole model (``docs/reference/digest.md``).  So the
+digests of a block's layers add up to the block's digest modulo 2**64, and so do those of its tokens.  They do not depend on the
+layout.  The digests of layers and tokens show which part of a block is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DIGEST", "PARTS", "Damage", "Digests", "Kinds", "damages"]
 
-#: The definition, as metadata name it.
+#: The name of the definition in the metadata.
 DIGEST = "kvbm-digest-1"
 
 #: Kind of digest → its tensor in a file.
@@ -38,14 +39,14 @@ _MOST_IDS = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which digests there are.
+    """Which digests exist.
 
     Attributes
     ----------
     blocks, layers, tokens : bool
-        One a block, a layer of a block, a token of a block.
+        True if there is one digest per block, per layer of a block, per token of a block.
     reason : str
-        Why there is none a block.
+        Why there are no digests of blocks.
     """
 
     blocks: bool = False
@@ -55,7 +56,7 @@ class Kinds:
 
     @classmethod
     def of(cls, resolved: Resolved) -> Kinds:
-        """Those that a layout has: layers and tokens in an opaque group have none of their own."""
+        """The kinds that a layout has.  Layers and tokens in an opaque group have no separate digests."""
         whole = resolved.section
         try:
             _plan(whole, ())
@@ -71,7 +72,7 @@ class Kinds:
         return Kinds(self.blocks and other.blocks, self.layers and other.layers, self.tokens and other.tokens)
 
     def nbytes(self, shape: BlockShape, num_blocks: int) -> int:
-        """Bytes that they take in a file."""
+        """Bytes of the digests in a file."""
         return sum(
             8 * math.prod(sizes) for kind, sizes in Digests.sizes(shape, num_blocks).items() if getattr(self, kind)
         )
@@ -97,11 +98,11 @@ class Digests:
     Attributes
     ----------
     blocks : numpy.ndarray of uint64
-        ``(n,)``.
+        Shape ``(n,)``.
     layers : numpy.ndarray of uint64, optional
-        ``(n, nl)``: they add up to the block's.
+        Shape ``(n, nl)``.  Each row adds up to the block's digest.
     tokens : numpy.ndarray of uint64, optional
-        ``(n, nt)``: they do, too.
+        Shape ``(n, nt)``.  Each row adds up to the block's digest.
     """
 
     blocks: npt.NDArray[np.uint64]
@@ -115,7 +116,7 @@ class Digests:
 
     @classmethod
     def zeros(cls, shape: BlockShape, num_blocks: int, kinds: Kinds) -> Digests:
-        """Room for those of some kinds."""
+        """Digests of some kinds, filled with zeros."""
         sizes = cls.sizes(shape, num_blocks)
         return cls(**{kind: np.zeros(size, np.uint64) for kind, size in sizes.items() if getattr(kinds, kind)})
 
@@ -123,29 +124,30 @@ class Digests:
     def of(
         cls, pool: Pool, ids: Sequence[int] | None = None, *, kinds: Kinds | None = None, stream: Any = None
     ) -> Digests:
-        """Digest blocks of a pool.
+        """Compute digests of blocks of a pool.
 
         Parameters
         ----------
         pool : Pool
+            The pool that holds the blocks.
         ids : sequence of int, optional
-            All blocks if not given.
+            Block ids.  Default: all.
         kinds : Kinds, optional
-            All that the layout has if not given.
+            Kinds of digests.  Default: all that the layout has.
         stream : optional
             As for `Pool.digest`.
 
         Raises
         ------
         BindError
-            Blocks that there are not.
+            A block id is out of range.
         PlanError
             The layout has no digests.
         """
         from ..pool import Pool
 
         require(Kind(Pool, "a kvbm.Pool"), pool=pool)
-        require(Kind(Kinds, "what Digests.kinds says"), kinds=kinds, optional=True)
+        require(Kind(Kinds, "a Kinds object, as Digests.kinds returns it"), kinds=kinds, optional=True)
         if kinds is None:
             kinds = Kinds.of(pool.resolved)
         given = np.arange(pool.num_blocks) if ids is None else np.array(blocks_of("ids", ids, pool.num_blocks), np.int64)
@@ -162,11 +164,11 @@ class Digests:
 
     @property
     def kinds(self) -> Kinds:
-        """Which there are."""
+        """The kinds of digests that exist."""
         return Kinds(True, self.layers is not None, self.tokens is not None)
 
     def require(self, shape: BlockShape, num_blocks: int) -> None:
-        """Raise `BindError` where they are not of so many blocks."""
+        """Raise `BindError` if the arrays do not have the shapes for `num_blocks` blocks."""
         for kind, size in self.sizes(shape, num_blocks).items():
             part = getattr(self, kind)
             if part is None and kind != "blocks":
@@ -176,21 +178,21 @@ class Digests:
                 raise BindError(f"digests: {kind}: expected an array {size} of uint64, got {got}")
 
     def arrays(self) -> list[npt.NDArray[np.uint64]]:
-        """Those that there are, in the order of a file."""
+        """The existing arrays, in the order of a file."""
         return [part for part in (self.blocks, self.layers, self.tokens) if part is not None]
 
     def take(self, rows: Sequence[int] | range) -> Digests:
-        """Those of some of the blocks; `BindError` where there are no such rows."""
+        """The digests of some rows; `BindError` if a row is out of range."""
         at = np.array(blocks_of("rows", rows, len(self.blocks)), np.int64)
         return Digests(*(None if part is None else part[at] for part in (self.blocks, self.layers, self.tokens)))  # type: ignore[arg-type]
 
     def put(self, rows: range, some: Digests) -> None:
-        """Set those of some of the blocks."""
+        """Set the digests of some rows."""
         for own, part in zip(self.arrays(), some.arrays(), strict=True):
             own[rows.start : rows.stop] = part
 
     def torn(self) -> npt.NDArray[np.bool_]:
-        """Of which blocks they do not add up: they were changed themselves."""
+        """A mask of the blocks whose digests do not add up: the digests themselves were changed."""
         found = np.zeros(self.blocks.size, np.bool_)
         for part in (self.layers, self.tokens):
             if part is not None:
@@ -200,17 +202,18 @@ class Digests:
 
 @dataclass(frozen=True)
 class Damage:
-    """A block that is not what its digests say.
+    """A block that does not match its stored digests.
 
     Attributes
     ----------
     block : int
+        Number of the block.
     what : {"data", "digests"}
-        What was changed: the block, or the digests that were stored with it while the block is as it was.
+        What was changed: the block, or only its stored digests.
     layers, tokens : tuple of int, optional
-        Which: no other layer and no other token of the block is wrong.  None where the digests do not tell.
+        The wrong layers and tokens; all others of the block are right.  None if the digests do not show it.
     expected, found : int
-        The block's digest, as it was stored and as it is.
+        The block's stored digest, and its current digest.
     """
 
     block: int
@@ -235,17 +238,18 @@ class Damage:
 def damages(
     stored: Digests, pool: Pool, ids: Sequence[int], names: Sequence[int] | None = None, stream: Any = None
 ) -> list[Damage]:
-    """What of some blocks is not what their digests say: the smallest rectangle of layers and tokens of each.
+    """Find the blocks that do not match their stored digests, and in each the smallest rectangle of wrong layers and tokens.
 
     Parameters
     ----------
     stored : Digests
-        A row a block.
+        One row per block.
     pool : Pool
+        The pool that holds the blocks.
     ids : sequence of int
-        Of those blocks in the pool.
+        Ids of the blocks in the pool.
     names : sequence of int, optional
-        What to call them: `ids` if not given.
+        Numbers of the blocks in messages.  Default: `ids`.
     stream : optional
         As for `Pool.digest`.
     """
@@ -258,7 +262,7 @@ def damages(
         ]
         told = [bool(one) for one in wrong if one is not None]
         if any(told) or torn[row]:
-            # A wrong byte changes the block's digest, a layer's and a token's: where one of them is right, the bytes are.
+            # A wrong byte changes the digests of the block, of a layer and of a token.  If one of these is right, so are the bytes.
             _, layers, tokens = wrong
             what = "data" if all(told) else "digests"
             found.append(Damage(int(name), what, layers, tokens, int(stored.blocks[row]), int(there.blocks[row])))

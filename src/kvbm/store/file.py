@@ -1,14 +1,13 @@
-"""Pools in files: safetensors, one tensor an allocation, with the layout that they are in written beside them.
+"""Pools in safetensors files: one tensor per allocation, with the layout in the metadata.
 
-A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table, and says in its
-metadata what they mean: ``kvbm.layout`` (name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON),
-``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the
-record or tensors). Records are tensors of bytes; planes in arrays of their own have their dtypes. Digests are tensors before
-them. Any safetensors reader opens it; ``docs/files.md`` is about the format.
+A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table.  Its metadata are ``kvbm.layout``
+(name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON), ``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of
+several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or tensors).  Records are tensors of bytes; planes in
+separate arrays have their own dtypes.  Tensors of digests come before those of blocks.  Any safetensors reader can open the file;
+``docs/howto/files.md`` describes the format.
 
-The header is read and written here rather than by the ``safetensors`` package: both directions are memory-mapped, so
-that a pool larger than the memory is converted from file to file; and NumPy has no bfloat16 or fp8 that the package
-could return.
+The header is read and written here instead of by the ``safetensors`` package.  Files are memory-mapped in both directions, so
+pools larger than the memory can be converted; and NumPy, which the package would return, has no bfloat16 or fp8.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ..cache import replacing
 from ..errors import BindError, LayoutError
 from ..shapes import ITEMSIZE, PACKED, BlockShape
 from ..spans import merge_steps
-from .arguments import FLAG, LAYOUT, SHAPE, TEXTS, Kind, number_of, path_of, require
+from .arguments import FLAG, TEXTS, Kind, layout_of, number_of, path_of, require, shape_of
 from .digests import DIGEST, PARTS, Digests, Kinds
 
 if TYPE_CHECKING:
@@ -43,11 +42,11 @@ if TYPE_CHECKING:
     from ..resolved import Allocation, Resolved
 
 FORMAT = "1"
-_ALIGN = 4096  # where the first tensor starts: a page, so that the kernels can use their widest words
+_ALIGN = 4096  # the first tensor starts at a page, so that the kernels can use their widest words
 _MAX_HEADER = 100_000_000  # the safetensors format's own limit
-_MIN_ENTRY = 100  # bytes that one tensor takes in it, more or less
+_MIN_ENTRY = 100  # about the bytes of one tensor in the header
 _DIGESTS = Kind((*FLAG.types, Digests), "True, False, or the kvbm.store.Digests of the blocks")
-_MAX_DIGITS, _MAX_DIMENSIONS = 18, 64  # of a number, of a tensor: beyond what any file has
+_MAX_DIGITS, _MAX_DIMENSIONS = 18, 64  # limits for a number and for a tensor: no real file exceeds them
 _CODES = {
     "float16": "F16",
     "bfloat16": "BF16",
@@ -73,7 +72,7 @@ _CODES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file's header: what it is, and where its bytes lie in the file."""
+    """One tensor of a file's header: dtype, shape, and its range of bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -83,16 +82,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Stored:
-    """A safetensors file's header, checked: every tensor lies inside the file and none overlaps another.
+    """The header of a safetensors file, checked: every tensor lies inside the file, and no two overlap.
 
     Attributes
     ----------
     path : Path
         The file.
     metadata : mapping of str to str
-        Its ``__metadata__``.
+        The ``__metadata__`` of the file.
     tensors : mapping of str to Entry
-        Its tensors, in the order of their bytes.
+        The tensors, in the order of their bytes.
     """
 
     path: Path
@@ -101,17 +100,17 @@ class Stored:
 
     @property
     def layout_name(self) -> str | None:
-        """The layout's name when the file was written, or None where the file does not say."""
+        """The layout's name when the file was written; None if the file does not contain it."""
         return self.metadata.get("kvbm.layout")
 
     @property
     def fingerprint(self) -> str | None:
-        """The fingerprint of the layout that the file is in, or None where the file does not say."""
+        """The fingerprint of the file's layout; None if the file does not contain it."""
         return self.metadata.get("kvbm.fingerprint")
 
     @property
     def shape(self) -> BlockShape | None:
-        """The block shape, or None where the file does not say."""
+        """The block shape; None if the file does not contain it."""
         text = self.metadata.get("kvbm.shape")
         if text is None:
             return None
@@ -124,7 +123,7 @@ class Stored:
 
     @property
     def num_blocks(self) -> int | None:
-        """The number of blocks, or None where the file does not say."""
+        """The number of blocks; None if the file does not contain it."""
         text = self.metadata.get("kvbm.num_blocks")
         if text is None:
             return None
@@ -134,7 +133,7 @@ class Stored:
 
     @property
     def blocks(self) -> Mapping[str, Entry]:
-        """The tensors that hold blocks: all but those of digests."""
+        """The tensors that hold blocks: all except the digests."""
         return {name: entry for name, entry in self.tensors.items() if name not in PARTS.values()}
 
     @property
@@ -144,23 +143,23 @@ class Stored:
 
     @functools.cached_property
     def digests(self) -> Digests | None:
-        """The digests that were stored with the blocks, or None where the file has none.
+        """The digests that are stored with the blocks; None if the file has none.
 
         Raises
         ------
         BindError
-            Digests of another version, or that are not of the file's blocks.
+            The digests have another version, or do not fit the file's blocks.
         """
         version = self.metadata.get("kvbm.digest")
         if version is None and not any(name in self.tensors for name in PARTS.values()):
             return None
         if version != DIGEST:
             raise BindError(
-                f"{self.path}: kvbm.digest is {version!r:.60}; this version of kvbm knows {DIGEST!r} (to convert the blocks "
-                "without them: --no-verify, or verify=False)"
+                f"{self.path}: kvbm.digest is {version!r:.60}; this version of kvbm reads {DIGEST!r} (to convert the blocks "
+                "without digests, pass --no-verify or verify=False)"
             )
         if self.shape is None or self.num_blocks is None:
-            raise BindError(f"{self.path}: the file has digests, and does not say its shape and its number of blocks")
+            raise BindError(f"{self.path}: the file has digests, but no shape or number of blocks; save it again")
         found: dict[str, np.ndarray[Any, np.dtype[np.uint64]]] = {}
         for kind, sizes in Digests.sizes(self.shape, self.num_blocks).items():
             entry = self.tensors.get(PARTS[kind])
@@ -173,38 +172,41 @@ class Stored:
                 )
             raw = np.fromfile(self.path, "<u8", math.prod(sizes), offset=entry.begin)
             if raw.size != math.prod(sizes):
-                raise BindError(f"{self.path}: cut short since its header was read")
+                raise BindError(f"{self.path}: the file was cut short after its header was read")
             found[kind] = raw.astype(np.uint64).reshape(sizes)
         return Digests(**found)
 
-    def pool(self, layout: Layout, shape: BlockShape | None = None, num_blocks: int | None = None) -> Pool:
+    def pool(
+        self, layout: Layout | str | Path, shape: BlockShape | str | None = None, num_blocks: int | None = None
+    ) -> Pool:
         """Map the file's tensors into memory, read-only, and bind them to a layout.
 
         Parameters
         ----------
-        layout : Layout
-            The layout that the file is in. Where the file carries a fingerprint, the two must agree.
-        shape : BlockShape, optional
-            Needed where the file does not carry one; where it does, the two must agree.
+        layout : Layout, str or Path
+            The layout of the file, its name, or the path of its file.  If the file has a fingerprint, it must be that of `layout`.
+        shape : BlockShape or str, optional
+            Needed if the file does not contain it.  If it does, both must agree.
         num_blocks : int, optional
-            Needed only where neither the file nor its size tells.
+            Needed only if neither the file nor its size gives the number.
 
         Returns
         -------
         Pool
+            A read-only pool on the mapped file.
 
         Raises
         ------
         BindError
-            The file is in another layout, of another shape, or its tensors are not what the layout says.
+            The file has another layout or shape, or its tensors do not fit the layout.
         """
-        require(LAYOUT, layout=layout)
-        require(SHAPE, shape=shape, optional=True)
+        layout = layout_of("layout", layout)
+        shape = None if shape is None else shape_of("shape", shape)
         num_blocks = None if num_blocks is None else number_of("num_blocks", num_blocks)
         shape, num_blocks = self._agree(layout, shape, num_blocks)
         try:
             resolved = layout.resolve(shape, num_blocks)
-        except LayoutError as error:  # the file's own shape, most often
+        except LayoutError as error:  # most often caused by the shape in the file
             raise BindError(f"{self.path}: {error}") from None
         offsets = self._check_tensors(layout, resolved)
         with self.path.open("rb") as file:
@@ -212,7 +214,7 @@ class Stored:
         return _bind(layout, shape, resolved, pages, offsets)
 
     def _agree(self, layout: Layout, shape: BlockShape | None, num_blocks: int | None) -> tuple[BlockShape, int]:
-        """Settle shape and number of blocks between the caller and the file; refuse where they disagree."""
+        """Shape and number of blocks, from the caller or from the file; `BindError` if they disagree."""
         version = self.metadata.get("kvbm.format", FORMAT)
         if version != FORMAT:
             raise BindError(f"{self.path}: kvbm.format is {version!r:.60}; this version of kvbm reads {FORMAT!r}")
@@ -226,7 +228,7 @@ class Stored:
             raise BindError(f"{self.path}: the file's shape is {self.shape}, not {shape}")
         shape = self.shape or shape
         if shape is None:
-            raise BindError(f"{self.path}: the file does not say which shape its blocks have: give a shape")
+            raise BindError(f"{self.path}: the file does not contain the shape of its blocks: pass a shape (--shape; shape=)")
         if self.num_blocks is not None and num_blocks is not None and self.num_blocks != num_blocks:
             raise BindError(f"{self.path}: the file holds {self.num_blocks} blocks, not {num_blocks}")
         num_blocks = self.num_blocks if num_blocks is None else num_blocks
@@ -235,16 +237,16 @@ class Stored:
             num_blocks = self.nbytes // each
             if num_blocks == 0 or layout.resolve(shape, num_blocks).nbytes != self.nbytes:
                 raise BindError(
-                    f"{self.path}: {self.nbytes:,} bytes are no whole number of blocks of {each:,} bytes in "
-                    f"layout {layout.name!r}: check the shape, or give the number of blocks if the layout has padding"
+                    f"{self.path}: {self.nbytes:,} bytes are not a multiple of the {each:,} bytes of a block in "
+                    f"layout {layout.name!r}: check the shape, or pass the number of blocks if the layout has padding"
                 )
         return shape, num_blocks
 
     def _check_tensors(self, layout: Layout, resolved: Resolved) -> list[int]:
-        """Return each allocation's offset in the file, once every tensor is what the layout expects."""
+        """Check that every tensor is as the layout expects, and return each allocation's offset in the file."""
         count = (
             resolved.table_size
-        )  # there may be far more than the file has bytes: they are not listed before that is known
+        )  # there may be far more than the file has bytes: check the count before listing them
         missing = next((name for name in map(_name, range(count)) if name not in self.tensors), None)
         if missing is not None:
             names = [f"{name:.60}" for name in list(self.tensors)[:3]]
@@ -276,19 +278,20 @@ def read(path: str | os.PathLike[str]) -> Stored:
     Parameters
     ----------
     path : path
-        The file. Nothing but its header is read.
+        The file.  Only its header is read.
 
     Returns
     -------
     Stored
+        The header.
 
     Raises
     ------
     BindError
-        The file is not safetensors, or is cut short.
+        The file is not a safetensors file, or is cut short.
     """
     path = path_of("path", path)
-    if path.exists() and not path.is_file():  # to open a FIFO would be to wait for its writer
+    if path.exists() and not path.is_file():  # opening a FIFO would wait for its writer
         raise BindError(f"{path}: expected a regular file")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -303,7 +306,7 @@ def read(path: str | os.PathLike[str]) -> Stored:
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__: expected texts")
         for one in itertools.chain(metadata, metadata.values(), header):
-            one.encode()  # half a character, as JSON may have one, is none
+            one.encode()  # JSON may contain half a surrogate pair: refuse it
         entries = {name: _read_entry(tensor, 8 + length) for name, tensor in header.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = f"no key {error}" if isinstance(error, KeyError) else error
@@ -320,12 +323,12 @@ def read(path: str | os.PathLike[str]) -> Stored:
             )
         end = entry.end
     if end != size:
-        raise BindError(f"{path}: {size:,} bytes long, its header says {end:,}: cut short, or still being written")
+        raise BindError(f"{path}: expected {end:,} bytes, as its header says, got {size:,}: cut short, or still being written")
     return Stored(path, metadata, entries)
 
 
 def _parsed(text: str | bytes) -> dict[str, Any]:
-    """A JSON object, or a ValueError that says why there is none."""
+    """Parse a JSON object; ValueError with the reason if it is none."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is no JSON")
@@ -340,7 +343,7 @@ def _parsed(text: str | bytes) -> dict[str, Any]:
 
 
 def _read_entry(said: Any, start: int) -> Entry:
-    """A tensor of a header; ValueError, TypeError or KeyError where it is none."""
+    """Parse a tensor of a header; ValueError, TypeError or KeyError if it is wrong."""
     dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(dtype, str):
         raise ValueError(f"dtype: expected a text, got {dtype!r:.60}")
@@ -358,44 +361,45 @@ def _read_entry(said: Any, start: int) -> Entry:
 @contextlib.contextmanager
 def create(
     path: str | os.PathLike[str],
-    layout: Layout,
-    shape: BlockShape,
+    layout: Layout | str | Path,
+    shape: BlockShape | str,
     num_blocks: int,
     *,
     digests: bool | Digests = True,
     metadata: Mapping[str, str] | None = None,
     force: bool = False,
 ) -> Iterator[Pool]:
-    """Write a file through a pool that lies in it: a context manager.
+    """Create a file and map it as a pool to write into.  It is a context manager.
 
-    The file appears under its name only when the block ends without an exception, whole and on the disk; until then it
-    has a temporary name beside it, which is removed on failure.  A symlink is followed: its target is written.
+    While the ``with`` block runs, the file has a temporary name in the same folder.  When the block ends, the file is flushed to
+    the disk and gets its name.  If the block raises an exception, the file is removed.  If `path` is a symlink, its target is
+    written.
 
     Parameters
     ----------
     path : path
         The file to write.
     layout, shape, num_blocks
-        The pool to make room for.
+        Layout, block shape and number of blocks of the pool.
     digests : bool or Digests
-        Whether digests are stored, of what the pool holds when the block ends; a layout that has none is stored without.
-        Digests that are known are stored as they are when the block ends.
+        True: when the block ends, digests of the pool's contents are computed and stored, if the layout has digests.
+        A `Digests` object: its values at the end of the block are stored.
     metadata : mapping of str to str, optional
-        Further metadata; keys that begin with ``kvbm.`` are kvbm's own and left out.
+        Further metadata.  Keys that begin with ``kvbm.`` are reserved and ignored.
     force : bool
-        Replace a file that is already there; its permissions stay.  What is no regular file (a device, a FIFO) is never replaced.
+        Replace an existing file and keep its permissions.  Only regular files are replaced: never a device or a FIFO.
 
     Yields
     ------
     Pool
-        Zeros at first, padding included; whatever is copied into it is in the file.
+        A pool in the file, filled with zeros, padding included.
 
     Raises
     ------
     FileExistsError
-        The file is there and `force` is not set, also where another process was quicker; it is no regular file.
+        The file exists and `force` is False, also if another process created it meanwhile; or it is not a regular file.
     OSError
-        The disk is full: before anything is copied, not in the middle.
+        The disk is full.  It is raised before anything is copied.
 
     Examples
     --------
@@ -404,8 +408,7 @@ def create(
     """
     path, num_blocks = path_of("path", path), number_of("num_blocks", num_blocks)
     metadata = {} if metadata is None else metadata
-    require(LAYOUT, layout=layout)
-    require(SHAPE, shape=shape)
+    layout, shape = layout_of("layout", layout), shape_of("shape", shape)
     require(TEXTS, metadata=metadata)
     require(FLAG, force=force)
     require(_DIGESTS, digests=digests)
@@ -420,10 +423,10 @@ def create(
     kinds = digests.kinds if isinstance(digests, Digests) else Kinds.of(resolved) if digests else Kinds()
     header, offsets = _header(layout, shape, resolved, kinds, metadata)
     size = min(offsets) + resolved.nbytes
-    folder = Path(os.path.realpath(path)).parent  # of what a symlink leads to
-    if not folder.is_dir():  # a typing error makes no folders
+    folder = Path(os.path.realpath(path)).parent  # that of a symlink's target
+    if not folder.is_dir():  # do not create a folder for a mistyped path
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))
-    mode = path.stat().st_mode & 0o777 if force and path.exists() else 0o666  # what was private stays so
+    mode = path.stat().st_mode & 0o777 if force and path.exists() else 0o666  # a private file stays private
     with replacing(path, new=not force, durable=True, mode=mode) as part:
         with part.open("rb+") as file:
             _reserve(file.fileno(), size, path)
@@ -442,23 +445,23 @@ def create(
 
 
 def framed(layout: Layout, shape: BlockShape, num_blocks: int, digests: Digests, metadata: Mapping[str, str]) -> bytes:
-    """What stands in a file before its blocks: with them behind it, it is one that `read` reads.
+    """The bytes of a file before its blocks.  Followed by the blocks they are a file that `read` accepts.
 
-    For those who write many small files, and hold their blocks in one piece: `create` lets a pool lie in the file.
+    It is for writers of many small files that hold their blocks in one piece.  `create` maps a pool into the file instead.
 
     Parameters
     ----------
     layout : Layout
-        Of one allocation, without padding, for so many blocks.
+        A layout with one allocation and no padding for `num_blocks` blocks.
     shape, num_blocks, metadata
         As for `create`.
     digests : Digests
-        Of the blocks.
+        Digests of the blocks.
 
     Raises
     ------
     BindError
-        A layout with several allocations, or with padding; digests of other blocks.
+        The layout has several allocations or padding, or the digests do not fit the blocks.
     """
     resolved = layout.resolve(shape, num_blocks)
     digests.require(shape, num_blocks)
@@ -471,10 +474,10 @@ def framed(layout: Layout, shape: BlockShape, num_blocks: int, digests: Digests,
     return start + b"".join(array.astype("<u8").tobytes() for array in digests.arrays())
 
 
-#: Digests are 64 bits without a sign; not every reader has such integers.
+#: Digests are unsigned 64-bit integers, which not every reader supports.
 _DIGEST_CODE = "I64"
 
-#: Bits an element.
+#: Bits per element.
 _BITS = {code: ITEMSIZE[dtype] * 8 // PACKED.get(dtype, 1) for dtype, code in _CODES.items()}
 
 
@@ -483,13 +486,13 @@ def _name(index: int) -> str:
 
 
 def _entry(allocation: Allocation) -> tuple[str, tuple[int, ...]]:
-    """How a header describes an allocation: bytes if it has padding, as safetensors knows no strides, or a dtype without code."""
+    """Dtype and shape of an allocation in a header.  Bytes, if it has padding (safetensors has no strides) or its dtype no code."""
     sizes, size = tuple(allocation.shape), allocation.itemsize
     if (merge_steps(sizes, allocation.strides) or [(1, size)]) != [(allocation.nbytes / size, size)]:
         return "U8", (allocation.nbytes,)
-    if allocation.dtype not in _CODES:  # integers of four bits; the metadata say what the bytes are
+    if allocation.dtype not in _CODES:  # integers of four bits; the metadata has their dtype
         return "U8", sizes
-    # A tensor of four bits counts elements, and an allocation the bytes that two of them share.
+    # A safetensors tensor of four-bit elements counts elements; an allocation counts bytes, of two elements each.
     pack = PACKED.get(allocation.dtype, 1)
     return _CODES[allocation.dtype], (*sizes[:-1], sizes[-1] * pack) if pack > 1 else sizes
 
@@ -497,7 +500,7 @@ def _entry(allocation: Allocation) -> tuple[str, tuple[int, ...]]:
 def _header(
     layout: Layout, shape: BlockShape, resolved: Resolved, kinds: Kinds, further: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """Return the file's first bytes, so many that blocks begin at a page, and each allocation's offset in the file."""
+    """Return the file's bytes before the blocks, padded to a page, and each allocation's offset in the file."""
     for one in itertools.chain.from_iterable(dict(further).items()):
         try:
             one.encode()
@@ -532,7 +535,7 @@ def _header(
             header[PARTS[kind]] = {"dtype": _DIGEST_CODE, "shape": sizes, "data_offsets": (end, end + size)}
             end += size
     before = end
-    # Wide dtypes first: then each tensor starts at a multiple of its item, which some readers need.
+    # Wide dtypes first: then each tensor starts at a multiple of its item size, which some readers need.
     for index, allocation in sorted(enumerate(allocations), key=lambda item: -item[1].itemsize):
         code, sizes = _entry(allocation)
         header[_name(index)] = {"dtype": code, "shape": sizes, "data_offsets": (end, end + allocation.nbytes)}
@@ -541,13 +544,13 @@ def _header(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text) + before) % _ALIGN)
     if len(text) > _MAX_HEADER:
-        raise BindError(f"metadata: a safetensors header holds {_MAX_HEADER:,} bytes, and this one would have {len(text):,}")
+        raise BindError(f"metadata: expected a safetensors header of at most {_MAX_HEADER:,} bytes, got {len(text):,}")
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, [start + offset for offset in offsets]
 
 
 def _reserve(fd: int, size: int, path: str | os.PathLike[str]) -> None:
-    """Take the disk space now: writing to a mapped page that the disk has no room for would kill the process."""
+    """Allocate the disk space now: if the disk is full, writing to a mapped page would kill the process."""
     try:
         try:
             os.posix_fallocate(fd, 0, size)
@@ -557,7 +560,7 @@ def _reserve(fd: int, size: int, path: str | os.PathLike[str]) -> None:
             zeros = bytes(1 << 20)
             for begin in range(0, size, len(zeros)):
                 wanted = min(len(zeros), size - begin)
-                if os.pwrite(fd, zeros[:wanted], begin) != wanted:  # the next write would say why
+                if os.pwrite(fd, zeros[:wanted], begin) != wanted:  # the next write raises the reason
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror} ({size:,} bytes wanted)", str(path)) from None

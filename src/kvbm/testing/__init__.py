@@ -1,10 +1,14 @@
-"""What kvbm's kernels are judged with, for kernels of yours.
+"""The tools that test kvbm's kernels, for your own kernels.
 
+Nothing is imported before it is used: torch only where data are torch's, and never by importing this package.
+
+Examples
+--------
 >>> from kvbm.testing import SMOKE_TESTS
 >>> print(SMOKE_TESTS[0])
 tiny_single 128×256×1
 
-Nothing is imported before it is used: torch only where data are torch's, and never by this line.
+Modules are imported when they are first used.  torch is imported only for data of torch.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
     from .places import locate
     from .timing import Benchmark, BenchmarkRecord, benchmark_kernel, write_csv
 
-#: Public name → the module it lives in.
+#: Public name → the module that defines it.
 _HOME = {
     **dict.fromkeys(("CORRECTNESS_TESTS", "PERFORMANCE_TESTS", "SMOKE_TESTS", "TestCase"), "cases"),
     **dict.fromkeys(("allclose_with_error", "make_match_reference"), "compare"),

@@ -1,4 +1,4 @@
-"""Test cases by their sizes, and three suites of them.  A case holds no data: those are made from its seed, on demand."""
+"""Test cases with sizes and a seed, and three suites of them.  A case holds no data: they are generated from its seed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class TestCase:
     l : int
         Matrices of the batch.
     seed : int
-        What the data are made from, 0 or larger.
+        Seed of the data, 0 or larger.
     name : str
+        Name of the case.
 
     Raises
     ------
     SpecError
-        A size that is none, or no such multiple; a seed below zero; no name.
+        A size is not a positive integer or not such a multiple, the seed is negative, or the name is empty.
 
     Examples
     --------
@@ -43,7 +44,7 @@ class TestCase:
     kvbm.errors.SpecError: test case 'mine': m: expected a multiple of 128, got 100
     """
 
-    __test__: ClassVar[bool] = False  # its name begins as those that pytest collects
+    __test__: ClassVar[bool] = False  # pytest collects classes with names that begin with Test
 
     m: int
     k: int
@@ -59,18 +60,18 @@ class TestCase:
 
     @property
     def sizes(self) -> str:
-        """As text: ``128×256×1``."""
+        """The sizes as a text: ``128×256×1``."""
         return f"{self.m}×{self.k}×{self.l}"
 
     def data(self, generate: Callable[..., Any] | None = None, **options: Any) -> Any:
-        """Make the inputs; nothing is kept, so equal calls give equal data in memory of their own.
+        """Generate the inputs.  Equal calls return equal data in new memory.
 
         Parameters
         ----------
         generate : callable, optional
-            ``generate(m=…, k=…, l=…, seed=…, **options)``; `kvbm.testing.nvfp4.generate_input` if not given.
+            Called as ``generate(m=…, k=…, l=…, seed=…, **options)``.  Default: `kvbm.testing.nvfp4.generate_input`.
         **options
-            Passed on, such as ``device="cuda"``.
+            Passed to `generate`, such as ``device="cuda"``.
         """
         if generate is None:
             from . import nvfp4
@@ -82,13 +83,13 @@ class TestCase:
         return f"{self.name} {self.sizes}"
 
 
-#: Seconds on a CPU: does it run at all.
+#: Quick cases, some seconds on a CPU: does the kernel run.
 SMOKE_TESTS = (
     TestCase(128, 256, 1, seed=1111, name="tiny_single"),
     TestCase(256, 512, 2, seed=1222, name="small_batch"),
 )
 
-#: From the smallest sizes on: is it right.
+#: Cases from the smallest sizes on: is the kernel correct.
 CORRECTNESS_TESTS = (
     TestCase(128, 256, 1, seed=2111, name="min_size"),
     TestCase(256, 512, 4, seed=2222, name="medium"),
@@ -96,11 +97,11 @@ CORRECTNESS_TESTS = (
     TestCase(1024, 2048, 16, seed=2444, name="xlarge"),
 )
 
-#: Sizes at which a GPU's memory is what limits it: is it fast.
+#: Sizes at which the memory of a GPU is the limit: is the kernel fast.
 PERFORMANCE_TESTS = (
     TestCase(512, 2048, 32, seed=3111, name="perf_medium"),
     TestCase(1024, 4096, 64, seed=3222, name="perf_large"),
 )
 
-#: By the names that the command line knows.
+#: Names of the command line → suites.
 SUITES = {"smoke": SMOKE_TESTS, "correctness": CORRECTNESS_TESTS, "performance": PERFORMANCE_TESTS}

@@ -1,6 +1,6 @@
-"""Is a result what it must be, and where is it the most wrong.
+"""Compare a result with the expected one, and find the largest error.
 
-Nothing here throws what a kernel under test has done wrong: it is returned, as a sentence.
+An error of the kernel under test is returned as a sentence, not raised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .data import clone, dtype_name, is_array, leaves, values
 
 __all__ = ["allclose_with_error", "find_nan", "make_match_reference"]
 
-#: Elements that are compared at a time: what a comparison needs beside the two arrays stays small.
+#: Number of elements that are compared at a time, so that a comparison needs little memory.
 CHUNK = 1 << 22
 
 Checker = Callable[[Callable[[Any], Any], Any], tuple[bool, str | None]]
@@ -27,21 +27,21 @@ Checker = Callable[[Callable[[Any], Any], Any], tuple[bool, str | None]]
 def allclose_with_error(
     actual: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-3
 ) -> tuple[bool, float, float]:
-    """Whether ``|actual - expected| <= atol + rtol * |expected|`` everywhere, and the largest errors.
+    """Check ``|actual - expected| <= atol + rtol * |expected|`` for all elements, and return the largest errors.
 
     Parameters
     ----------
     actual, expected : arrays
-        Of torch, NumPy or CuPy, on any device.  Packed 4-bit values are compared as bytes.
+        Arrays of torch, NumPy or CuPy, on any device.  Packed 4-bit values are compared as bytes.
     rtol, atol : float
         0 or larger.
 
     Returns
     -------
     bool
-        False where a NaN is on either side, and where shapes or dtypes differ.
+        True if all elements are within the tolerance.  False if there is a NaN on either side, or if shapes or dtypes differ.
     float
-        Largest absolute error: NaN where there is a NaN, infinite where shapes or dtypes differ.
+        Largest absolute error.  NaN if there is a NaN; infinite if shapes or dtypes differ.
     float
         Largest error relative to `expected`, likewise; an error beside an expected zero is infinite.
 
@@ -68,24 +68,24 @@ def allclose_with_error(
 def make_match_reference(
     reference_fn: Callable[[Any], Any], rtol: float = 1e-3, atol: float = 1e-3, *, limit_s: float = 60.0
 ) -> Checker:
-    """A function that holds kernels against a reference.
+    """Create a function that compares kernels with a reference.
 
     Parameters
     ----------
     reference_fn : callable
-        ``reference_fn(data)`` returns an array, or a tuple, list or dict of arrays.  What it raises is thrown: it is not
-        what is being tested.
+        ``reference_fn(data)`` returns an array, or a tuple, list or dict of arrays.  Its exceptions are raised, as it is not under
+        test.
     rtol, atol : float
         As for `allclose_with_error`.
     limit_s : float
-        Seconds that a kernel may take; then it counts as hanging (`kvbm.testing.limits` says how it is found out).
+        Seconds after which a kernel counts as hanging (see `kvbm.testing.limits`).
 
     Returns
     -------
     callable
-        ``check(impl_fn, data) -> (ok, error)``.  Reference and kernel are given copies of the data each, so neither sees
-        what the other writes.  `error` is None, or one sentence: what was raised, that it hangs, which part has another
-        shape or dtype, where NaN is, or the worst element with its coordinate and both values.
+        ``check(impl_fn, data) -> (ok, error)``.  Reference and kernel get separate copies of the data.  `error` is None, or a
+        sentence on the exception, the hang, the part with another shape or dtype, the place of a NaN, or the worst element with
+        its coordinate and both values.
 
     Examples
     --------
@@ -101,7 +101,7 @@ def make_match_reference(
 
     def check(impl_fn: Callable[[Any], Any], data: Any) -> tuple[bool, str | None]:
         expected = reference_fn(clone(data))
-        dict(leaves(expected))  # what is wrong with it is thrown, too
+        dict(leaves(expected))  # its errors are raised, too
         try:
             actual = limits.call(impl_fn, clone(data), limit_s)
             with limits.Blamed("looking at what the kernel returned raised"):
@@ -135,7 +135,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str | None:
-    """What is wrong with a result, part by part, or None."""
+    """A sentence on the first wrong part of a result, or None."""
     have, want = dict(leaves(actual)), dict(leaves(expected))
     if have.keys() != want.keys():
         return f"the kernel returned {_parts(actual)}; expected {_parts(expected)}, as the reference returns"
@@ -185,7 +185,7 @@ class _Errors:
     max_abs: float = 0.0
     max_rel: float = 0.0
     wrong: int = 0
-    worst: int = 0  # flat index of the element that is the farthest outside its tolerance
+    worst: int = 0  # flat index of the element with the largest excess over its tolerance
     worst_abs: float = 0.0
     worst_rel: float = 0.0
     excess: float = -math.inf
@@ -204,7 +204,7 @@ def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, 
             error[np.isnan(error) & ~nan] = (
                 math.inf
             )  # complex: the same infinity in one part, and the other part differs
-            # Integers that differ below the precision of a double differ all the same.
+            # Integers may differ by less than the precision of a double: compare them exactly.
             error[(error == 0) & (a_raw != e_raw)] = 1.0
             size = np.abs(e)
             relative = np.where(error == 0, 0.0, error / size)

@@ -1,6 +1,6 @@
-"""What the kit needs to know of a kernel's inputs and outputs, whichever framework they are of: leaves, copies, values.
+"""Inputs and outputs of kernels, for arrays of any framework: leaves, copies, values.
 
-torch is looked up in `sys.modules`: data can only be its own where it has been imported.
+torch is looked up in `sys.modules`: data can be torch's only if torch has been imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["clone", "device_index", "dtype_name", "is_array", "leaves", "nbytes"
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a tensor or an array: torch's, NumPy's, CuPy's."""
+    """True for a tensor or an array of torch, NumPy or CuPy."""
     return _is_tensor(value) or isinstance(value, np.ndarray) or hasattr(value, "__cuda_array_interface__")
 
 
@@ -27,12 +27,12 @@ def _is_tensor(value: Any) -> bool:
 
 
 def leaves(data: Any, where: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """What tuples, lists and dicts hold, depth first, each with its place: ``[0]['x']``.
+    """The items of nested tuples, lists and dicts, depth first, each with its place: ``[0]['x']``.
 
     Raises
     ------
     ValueError
-        One of them contains itself; `around` are the ids of those that `data` is in.
+        A container contains itself.  `around` has the ids of the containers around `data`.
     """
     if not isinstance(data, dict | list | tuple):
         yield where, data
@@ -55,7 +55,7 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def clone(data: Any) -> Any:
-    """The same values at the same strides in memory of their own; what is no array is passed on as it is."""
+    """Copy all arrays to new memory with the same strides.  Other objects are passed on unchanged."""
     return _map(_clone, data)
 
 
@@ -63,7 +63,7 @@ def _clone(value: Any) -> Any:
     if _is_tensor(value):
         import torch
 
-        # As bytes: not every operation knows the packed and the 8-bit types.
+        # Copy as bytes: not every operation supports the packed and the 8-bit types.
         plain = value.detach().view(torch.uint8) if value.element_size() == 1 else value.detach()
         made = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
         return made.copy_(plain).view(value.dtype).requires_grad_(value.requires_grad)
@@ -78,7 +78,7 @@ def nbytes(data: Any) -> int:
 
 
 def device_index(data: Any) -> int:
-    """Ordinal of the GPU that the data lie on; -1 where none of them does."""
+    """Number of the GPU that holds the data; -1 if none does."""
     for _, value in leaves(data):
         if _is_tensor(value):
             if value.device.type == "cuda":
@@ -91,12 +91,12 @@ def device_index(data: Any) -> int:
 
 
 def dtype_name(value: Any) -> str:
-    """``float16``, whoever's it is."""
+    """The name of a dtype of any framework, such as ``float16``."""
     return str(value.dtype).removeprefix("torch.") if hasattr(value, "dtype") else np.asarray(value).dtype.name
 
 
 def values(value: Any) -> npt.NDArray[Any]:
-    """On the host, as something that NumPy can count with: bfloat16 and fp8 as float32, packed 4-bit values as bytes."""
+    """The values as a NumPy array on the host: bfloat16 and fp8 as float32, packed 4-bit values as bytes."""
     if _is_tensor(value):
         import torch
 

@@ -1,4 +1,4 @@
-"""The definition of a digest in NumPy: what kernels and layouts are judged by."""
+"""The definition of digests in NumPy, to test kernels and layouts."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ def digest(
     first: int = 0,
     model: Mapping[str, tuple[int, ...]] | None = None,
 ) -> int:
-    """Digest of tokens that follow each other, of all that a model keeps for them: kvbm-digest-1, as ``docs/digest.md`` defines it.
+    """Digest (kvbm-digest-1) of consecutive tokens, over all that a model stores for them.
+
+    ``docs/reference/digest.md`` defines it.
 
     Parameters
     ----------
     planes : array, or mapping of str to array
-        Bytes, ``[tokens, …, bytes of a row]`` in the order of the model: layers, K and V, heads, further axes.  One array, or one a
-        plane by name.
+        Bytes of shape ``[tokens, …, bytes of a row]``, axes in the order of the model: layers, K and V, heads, further axes.  One
+        array, or a mapping from planes to arrays.
     first : int
         Position of the first token.
     model : mapping of str to tuple of int, optional
-        What the array holds of a larger model, by plane: the whole extent of each axis between tokens and row, that is, where the
-        arrays here stand at the beginning of each axis.
+        Plane → extents in the whole model of the axes between tokens and row, if the arrays hold only the beginning of each axis.
 
     Returns
     -------
     int
-        64 bits.
+        The digest, 64 bits.
     """
     named = {"": planes} if isinstance(planes, np.ndarray) else dict(planes)
     shapes = {name: (model or {}).get(name, held.shape[1:-1]) for name, held in named.items()}

@@ -1,7 +1,7 @@
-"""Asks an installed engine where it writes, and compares with the layout that is declared.
+"""Check where an installed engine writes its cache, and compare with the declared layout.
 
-`vllm_writes` sends numbered keys and values through the attention backend's own write of a KV cache, in a running worker or in
-caches of `vllm_caches`, and reads them where the layout says they lie.
+`vllm_writes` writes numbered keys and values with the attention backend's own function, in a running worker or in caches of
+`vllm_caches`, and reads them at the places that the layout gives.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from ..vllm_groups import Group, groups
 
 __all__ = ["Misplaced", "Written", "vllm_caches", "vllm_writes"]
 
-#: Elements of a layer that are searched for where they are not at their place.
+#: Number of misplaced elements per layer that are searched for.
 _SEARCHED = 4
 
-#: Keys and values of tokens, and slots → nothing; the engine writes them.
+#: A function of keys, values and slots: the engine writes them.
 _Write = Callable[[Any, Any], None]
 
 
 @dataclass(frozen=True)
 class Misplaced:
-    """An element that the engine writes elsewhere.
+    """An element that the engine writes to another place.
 
     Parameters
     ----------
     layer : str
-        The engine's name.
+        The engine's name of the layer.
     block, o, head, token, element : int
+        Coordinates of the element.
     expected : int
-        Bytes from the beginning of the engine's allocation, as the layout says.
+        Offset in the engine's allocation (bytes), by the layout.
     found : tuple of int
-        Where the engine wrote it, within the blocks that were looked at; empty if nowhere.
+        Offsets at which the engine wrote it, in the blocks that were compared; empty if not found.
     """
 
     layer: str
@@ -62,20 +63,20 @@ class Misplaced:
 
 @dataclass(frozen=True)
 class Written:
-    """What an engine writes where; true where that is as declared.
+    """The result of a comparison.  It is true if the engine writes as the layout declares.
 
     Parameters
     ----------
     engine : str
-        With its version and the attention backend.
+        Engine, version and attention backend.
     layout : str
-        Its name and order.
+        Name and order of the layout.
     compared : int
-        Elements.
+        Number of compared elements.
     wrong : int
-        Those that were elsewhere.
+        Number of elements at another place.
     misplaced : tuple of Misplaced
-        A few of them, searched for.
+        The first of these, with the places where they were found.
     """
 
     engine: str
@@ -103,30 +104,30 @@ def vllm_writes(
     group: int | None = None,
     blocks: int = 3,
 ) -> list[Written]:
-    """Whether the installed vLLM writes where the layouts of its groups say: every element of a few blocks, in all layers.
+    """Check that the installed vLLM writes as the layouts of its groups declare: every element of some blocks, in all layers.
 
     Parameters
     ----------
     kv_caches, vllm_config, kv_cache_config
-        Of a worker, as its KV connector is given them, when no request runs; or of `vllm_caches`.
+        The objects that the KV connector of a worker receives, while no request runs; or those of `vllm_caches`.
     layout, group : optional
         As for `kvbm.vllm_groups.groups`.
     blocks : int
-        How many, spread over the cache; their content is put back.
+        Number of blocks to compare, distributed over the cache.  Their contents are restored.
 
     Returns
     -------
     list of Written
-        One for each group of layers that lie alike.
+        One item per group of layers with the same layout.
 
     Raises
     ------
     BindError
-        What the config does not say; layouts of several planes, whose scales this does not compute.
+        The config does not contain what is needed, or a layout has several planes: their scales are not computed here.
 
     Notes
     -----
-    Elements are numbered, and written bit by bit of their numbers as zeros and ones, which every dtype holds.
+    Each element has a number.  The bits of the numbers are written one after the other as zeros and ones, which every dtype holds.
     """
     import vllm
 
@@ -153,7 +154,7 @@ def vllm_writes(
 
 
 class _Probe:
-    """The elements of some blocks of a layer: where the layout says they are, and where they are."""
+    """The elements of some blocks of a layer: their places by the layout, and their real places."""
 
     def __init__(
         self, group: Group, pool: Pool, name: str, number: int, view: Any, ids: np.ndarray[Any, Any], write: _Write
@@ -170,7 +171,7 @@ class _Probe:
             entry, offset = pool.resolved.address(ids[b[0]], l=number, o=half, h=h[0], t=t[0], d=d[0])
             expected[half] = pool.addresses[entry].astype(np.int64) + offset
         storage = view.untyped_storage()
-        #: Bytes from the beginning of the engine's allocation.
+        #: Offsets in the engine's allocation (bytes).
         self.expected = expected - storage.data_ptr()
         self.memory = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
         self.numbers = torch.arange(1, self.count + 1, device=view.device).view(self.sizes)
@@ -178,7 +179,7 @@ class _Probe:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The blocks are as before, at the end."""
+        """Restore the contents of the blocks at the end."""
         import torch
 
         at = torch.from_numpy(self.ids).to(self.view.device)
@@ -189,7 +190,7 @@ class _Probe:
             self.view[at] = saved
 
     def elsewhere(self) -> list[tuple[int, ...]]:
-        """Coordinates ``o b t h d``, b counting `ids`, of elements that are not where they are expected."""
+        """Coordinates ``o b t h d`` (b is an index of `ids`) of elements that are not at their expected places."""
         import torch
 
         found = torch.zeros_like(self.numbers)
@@ -199,7 +200,7 @@ class _Probe:
         return [tuple(at) for at in torch.nonzero(found != self.numbers).tolist()]
 
     def search(self, at: tuple[int, ...]) -> Misplaced:
-        """Where one element is: it alone is not zero."""
+        """Find one element: it is the only one that is not zero."""
         import torch
 
         marked = torch.zeros_like(self.numbers, dtype=torch.bool)
@@ -216,7 +217,7 @@ class _Probe:
 
 
 def _writer(group: Group, layer: Any, ids: np.ndarray[Any, Any], vllm_config: Any) -> _Write:
-    """The attention backend's own write, of all tokens of some blocks: ones where marked, zeros elsewhere."""
+    """A function that writes all tokens of some blocks with the attention backend: ones for marked elements, else zeros."""
     import torch
 
     device, dtype = layer.kv_cache.device, vllm_config.model_config.dtype
@@ -249,28 +250,29 @@ def vllm_caches(
     isa: str | None = None,
     device: str = "cpu",
 ) -> tuple[dict[str, Any], Any, Any]:
-    """KV caches as the installed vLLM makes them, without a model: its own specs, strides, views and attention backend.
+    """Create KV caches with the installed vLLM, without a model: with its specs, strides, views and attention backend.
 
     Parameters
     ----------
     backend : str
-        A name of vLLM's ``AttentionBackendEnum``.  Those of GPUs were not run.
+        A name of vLLM's ``AttentionBackendEnum``.  Backends of GPUs are not tested here.
     order : str
-        As ``VLLM_KV_CACHE_LAYOUT``.
+        Value of ``VLLM_KV_CACHE_LAYOUT``.
     layers : sequence of sequence of int
-        Numbers of the layers, a group each.
+        Numbers of the layers, one sequence per group.
     nh, nt, hd, num_blocks : int
-        Heads, tokens of a block, elements of a head (of a latent, its rope part of 64 included), blocks.
+        Heads, tokens per block, elements per head (for a latent: including 64 of its rope part), blocks.
     dtype, cache_dtype : str
-        Of the model; of the cache, as vLLM names it.
+        Dtype of the model, and vLLM's name of the cache's dtype.
     isa : str, optional
-        Of the CPU backend: ``"vec"``, ``"vec16"``, ``"amx"``; what vLLM chooses on this machine if not given.
+        Instruction set of the CPU backend: ``"vec"``, ``"vec16"``, ``"amx"``.  Default: vLLM's choice for this machine.
     device : str
+        Device of the caches.
 
     Returns
     -------
     kv_caches, vllm_config, kv_cache_config
-        The first and the last are vLLM's; the second has the attributes of vLLM's that are read.
+        The first and the last are vLLM's objects.  The second has only those attributes of vLLM's config that are read.
     """
     import torch
     from vllm.config.cache import CacheConfig
@@ -316,7 +318,7 @@ def vllm_caches(
     impl_class = cls.get_impl_cls()
     one = torch.ones((), device=device)
     for name, view in kv_caches.items():
-        impl = impl_class.__new__(impl_class)  # a constructor wants a model; these are what a write reads
+        impl = impl_class.__new__(impl_class)  # the constructor needs a model; set only the attributes that a write reads
         for attribute, value in {
             "num_kv_heads": nh, "head_size": hd, "kv_cache_dtype": cache_dtype, "cache_dtype": cache_dtype,
             "attn_type": AttentionType.DECODER, "kv_sharing_target_layer_name": None, "kv_lora_rank": hd - 64,

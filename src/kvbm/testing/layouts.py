@@ -1,10 +1,9 @@
-"""Cases for copy kernels: two declared layouts, data that tell their coordinates, guard words, and what must come out.
+"""Test cases for copy kernels: two declared layouts, data that encode their coordinates, guard words, and the expected bytes.
 
-Where a byte belongs is read from the declared layouts alone (`Resolved.address` of each plane): no plan, and no kernel of
-kvbm's, is asked.  What a declaration means is not judged here: arrays and expected bytes follow `Layout.resolve` alike, so an
-error in it would show in neither.  kvbm's own tests hold `resolve` against an oracle that shares no code with it; where a
-layout is yours, compare an element of its arrays with your engine's once.  A layout without planes is one plane, without a
-name.
+The expected place of a byte comes only from the declared layouts (`Resolved.address` of each plane); no plan and no kernel of kvbm
+is used.  Arrays and expected bytes both follow `Layout.resolve`, so these cases cannot detect an error in it.  kvbm's own tests
+compare `resolve` with an oracle that shares no code with it.  For your own layout, compare an element of its arrays with your
+engine once.  A layout without planes counts as one plane without a name.
 """
 
 from __future__ import annotations
@@ -31,21 +30,20 @@ from ..spec import example_shape, load
 
 __all__ = ["DEFAULT_LAYOUTS", "LayoutCase", "layout_cases"]
 
-#: Without others: Dynamo's, between which rows move, and one whose keys are turned.
+#: The default layouts: Dynamo's (rows are moved), and one with transposed keys.
 DEFAULT_LAYOUTS = ("nhd", "hnd", "universal", "vllm/paged_attn_v0")
 
-#: Sizes of a block where none are given: of a KV cache, in which the axes differ; of latents, which have no heads; of scale
-#: factors, which have no layers.
+#: Default sizes of a block: of a KV cache with different axes; of latents, without heads; of scale factors, without layers.
 _KV, _LATENTS, _SCALES = (
     BlockShape(nl=3, no=2, nh=4, nt=16, hd=64),
     BlockShape(nl=3, no=1, nh=1, nt=16, hd=64),
     BlockShape(nl=1, no=1, nh=1, nt=256, hd=16),
 )
 
-#: Layers and heads of a block of planes, at most; all else is as in the models that have them.
+#: Most layers and heads of a block with planes.  The other sizes are those of real models.
 _LAYERS, _HEADS = 3, 4
 
-#: Bytes of guard before, between and after allocations, and what every allocation's address is a multiple of.
+#: Guard bytes before, between and after allocations, and the alignment of every allocation (bytes).
 GUARD, ALIGNMENT = 192, 256
 
 _AXES = "lohtd"
@@ -65,38 +63,37 @@ def layout_cases(
     framework: str | None = None,
     seed: int = 0,
 ) -> Iterator[LayoutCase]:
-    """Yield a case a pair of layouts, shape, dtype and size of batch; memory is taken when a case is used.
+    """Yield one case per pair of layouts, shape, dtype and batch size.  A case allocates its memory when it is used.
 
     Parameters
     ----------
     layouts : iterable, optional
-        Names, paths of YAML files, or layouts.  Every ordered pair of them is tested, and each against itself.
-        `DEFAULT_LAYOUTS` if neither these nor `pairs` are given.
+        Names, paths of YAML files, or layouts.  Every ordered pair of them is tested, including each layout with itself.
+        Default without `pairs`: `DEFAULT_LAYOUTS`.
     dtypes : iterable of str
-        Keys of `kvbm.shapes.ITEMSIZE`.  Planes that name a dtype keep it; a case that is the same at several dtypes, because
-        all planes of both layouts name theirs, is yielded once.
+        Keys of `kvbm.shapes.ITEMSIZE`.  Planes with a declared dtype keep it.  If all planes of both layouts declare theirs, the
+        case is yielded once for all dtypes.
     batches : iterable of int
-        Blocks that a copy moves; the pools hold a few more, which it must not touch.
+        Number of blocks per copy.  The pools hold some more blocks, which the copy must not change.
     pairs : iterable of (source, destination), optional
-        Instead of all pairs of `layouts`.
+        Pairs to test, instead of all pairs of `layouts`.
     shapes : iterable of BlockShape, optional
-        Sizes of a block; their dtype is replaced.  If not given: one that suits the axes of a pair; with planes, sizes of
-        the models that have them, with few layers and heads.
+        Sizes of a block; the dtype is replaced.  Default: one shape that fits the axes of a pair; for planes, sizes of models that
+        use them, with few layers and heads.
     device : str
         ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
     framework : {"numpy", "torch"}, optional
-        Whose arrays; NumPy's on the CPU and torch's on a GPU if not given.  NumPy has no bfloat16 and no fp8: unsigned
-        integers of the same width stand in for them.  Records, which planes share, are uint8.
+        Framework of the arrays.  Default: NumPy on the CPU, torch on a GPU.  NumPy has no bfloat16 and no fp8: unsigned integers
+        of the same width replace them.  Records of several planes are uint8.
     seed : int
-        For data and block ids.
+        Seed of the data and the block ids.
 
     Raises
     ------
     KvbmError
-        An unknown layout or dtype; a pair that is no copy at any of the shapes and dtypes, such as one of different planes
-        (the error is that of `kvbm.plan`).
+        A layout or dtype is unknown, or there is no copy for a pair at any of the shapes and dtypes (the error of `kvbm.plan`).
     BindError
-        A device or framework that there is not, a batch below 1.
+        The device or framework is unknown, or a batch size is below 1.
 
     Examples
     --------
@@ -105,7 +102,7 @@ def layout_cases(
     >>> [str(case) for case in layout_cases(pairs=[("vllm/nvfp4", "record/nvfp4_tensors")])]
     ['vllm/nvfp4->record/nvfp4_tensors-b1', 'vllm/nvfp4->record/nvfp4_tensors-b7']
     >>> case = next(layout_cases(["nhd"], batches=[2]))
-    >>> case.dst_arrays[0][0, 0, 0] += 1  # not what a copy should do
+    >>> case.dst_arrays[0][0, 0, 0] += 1  # a wrong byte
     >>> case.error()[:45]
     'nhd → nhd: wrong at l=0 o=0 h=0 t=0 d=0 of bl'
     """
@@ -141,7 +138,7 @@ def _of_pair(
                 first_error = first_error or error
                 continue
             planes = (*made.src.accesses, *made.dst.accesses)
-            if planes not in seen:  # planes that name their dtypes are the same at any
+            if planes not in seen:  # planes with declared dtypes do not depend on the dtype
                 seen.append(planes)
                 for batch in batches:
                     yield LayoutCase(src, dst, shape, batch, *rest, numbered=given is not None and len(given) > 1)
@@ -149,7 +146,7 @@ def _of_pair(
                 break
     if not seen and first_error is not None:
         if given is None and _kinds(src) != _kinds(dst):
-            plan(src, dst, (next(_usual(src, src)), next(_usual(dst, dst))))  # which planes differ, whatever the sizes
+            plan(src, dst, (next(_usual(src, src)), next(_usual(dst, dst))))  # raises the error for different planes, at any sizes
         raise first_error
 
 
@@ -158,7 +155,7 @@ def _kinds(layout: Layout) -> set[tuple[str, str | None]]:
 
 
 def _usual(src: Layout, dst: Layout) -> Iterator[BlockShape]:
-    """Sizes to try: with planes those that either layout is shown at; else by the axes that both have."""
+    """Shapes to try.  With planes: the example shapes of both layouts; else a shape for their common axes."""
     for text in (example_shape(layout) for layout in (src, dst) if layout.planes):
         if text is not None:
             shape = load_shape(text)
@@ -191,27 +188,28 @@ def _framework(device: str, framework: str | None) -> str:
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """One copy to make, and what must come out; `layout_cases` makes them.
+    """A copy to perform, and its expected result.  `layout_cases` creates cases.
 
     Attributes
     ----------
     src, dst : Layout
-        From and to.
+        Layouts of the source and of the destination.
     shape : BlockShape
-        Of a block, on both sides.
+        Sizes of a block on both sides.
     batch : int
-        Blocks to copy.
+        Number of blocks to copy.
     device, framework : str
-        Where the arrays are, and whose.
+        Device and framework of the arrays.
     seed : int
+        Seed of the data and the block ids.
     src_ids, dst_ids : numpy.ndarray of int32
-        Block ``src_ids[i]`` becomes block ``dst_ids[i]``.
+        Block ``src_ids[i]`` is copied into block ``dst_ids[i]``.
     src_arrays, dst_arrays : list of arrays
-        One an allocation, in table order and with the shapes of `Resolved.allocations`: what `kvbm.Pool` takes.  Made when
-        they are asked for; each lies between guard words, and holds data in which every element tells its coordinate (two
+        One array per allocation, in table order and with the shapes of `Resolved.allocations`, as `kvbm.Pool` accepts them.  They
+        are created on first access.  Each lies between guard words.  The value of every element encodes its coordinate (two
         elements of four bits together).
     src_blocks, dst_blocks : int
-        Blocks that the two sides hold.
+        Number of blocks on each side.
 
     Examples
     --------
@@ -270,7 +268,7 @@ class LayoutCase:
 
     @cached_property
     def expected(self) -> Bytes:
-        """All bytes of the destination after the copy: elements, padding, other blocks, guard words."""
+        """All bytes of the destination after a correct copy: elements, padding, other blocks, guard words."""
         expected = self._dst.before.copy()
         for plane, read, write in self._places:
             for byte in range(plane.itemsize):
@@ -278,9 +276,9 @@ class LayoutCase:
         return expected
 
     def error(self) -> str | None:
-        """What is wrong with the destination, or with the source, in a sentence; None if nothing is.
+        """A sentence on what is wrong in the destination or the source; None if nothing is wrong.
 
-        On a GPU, work on the current stream of torch is waited for.
+        On a GPU it waits for the work on torch's current stream.
         """
         title = f"{self.src.name} → {self.dst.name}"
         got = self._dst.bytes()
@@ -305,7 +303,7 @@ class LayoutCase:
 
     @cached_property
     def _opaque(self) -> dict[str, set[str]]:
-        """Of each plane, the axes whose order one of the sides does not promise."""
+        """For each plane, the axes in an opaque group of one of the sides."""
         opaque: dict[str, set[str]] = {}
         for part in (part for side in self._resolved for part in side.planes):
             terms = [piece.term for order in part.orders for piece in order if piece.term.opaque]
@@ -324,7 +322,7 @@ class LayoutCase:
 
     @cached_property
     def _places(self) -> list[tuple[_Plane, Numbers, Numbers]]:
-        """A plane of the destination, and of its elements of the batch: their places in the bytes of source and destination."""
+        """For each plane of the destination: the places of the batch's elements in the bytes of source and destination."""
         return [
             (plane, self._src.planes[name].places(self.src_ids), plane.places(self.dst_ids))
             for name, plane in self._dst.planes.items()
@@ -351,9 +349,9 @@ class LayoutCase:
         return f"bytes that no copy may touch were written, at {self._dst.where(at)} ({int(differs.sum()):,} bytes)"
 
     def _origin(self, plane: _Plane, got: Bytes, write: Numbers) -> str:
-        """Where the bytes of an element may come from: that is what makes a wrong stride easy to see.
+        """The place that the bytes of an element may come from: it helps to find a wrong stride.
 
-        `write` are its place and those of the elements behind it: one byte is in many places, and with its neighbours in one.
+        `write` has its place and those of the next elements: a single byte occurs in many places, several bytes in one.
         """
         there, memory = self._src.planes[plane.name], self._src.before
         places = there.places(np.arange(self.src_blocks))
@@ -361,7 +359,7 @@ class LayoutCase:
         for count in (8, 4, 1):
             have = plane.gather(got, write[:count])
             if plane.gather(self._dst.before, write[:count]) == have:
-                return ", which is what stood there before"
+                return ", which is the value before the copy"
             if (at := _only(have, elements)) is not None:
                 block, element = divmod(at // plane.itemsize, places.shape[1])
                 return f", which is {there.coordinate(element)} of block {block}"
@@ -386,7 +384,7 @@ class _Side:
         self.planes = {part.plane: _Plane(part, case._opaque[part.plane], self.bases) for part in resolved.planes}
 
     def fill_with_coordinates(self) -> None:
-        """Each element becomes a hash of plane, block and coordinate, so that one that lands elsewhere is seen."""
+        """Set each element to a hash of plane, block and coordinate, so that an element at a wrong place is detected."""
         blocks = np.arange(self.resolved.num_blocks)
         places = [plane.places(blocks) for plane in self.planes.values()]
         elements, start = sum(each.shape[1] for each in places), (self.case.seed & 0xFFFFFFFF) << 32
@@ -399,7 +397,7 @@ class _Side:
 
     @cached_property
     def buffer(self) -> Any:
-        """The bytes as the kernel sees them: a uint8 array or tensor, its first byte aligned."""
+        """The memory of the kernel as a uint8 array or tensor with an aligned first byte."""
         case = self.case
         if case.framework == "numpy" or case.device == "cpu":
             raw = np.empty(self.before.size + ALIGNMENT, np.uint8)
@@ -434,12 +432,12 @@ class _Side:
         return made
 
     def bytes(self) -> Bytes:
-        """What is in memory now."""
+        """The current contents of the memory."""
         now: Bytes = self.buffer if self.case.framework == "numpy" else self.buffer.cpu().numpy()
         return now
 
     def where(self, at: int) -> str:
-        """A place in words: an element, padding, or guard words."""
+        """A place as a text: an element, padding, or guard words."""
         for plane in self.planes.values():
             places = plane.places(np.arange(self.resolved.num_blocks))
             hit = (places <= at) & (at < places + plane.itemsize)
@@ -456,7 +454,7 @@ class _Side:
 
 
 class _Plane:
-    """One kind of elements of a side, of its own dtype and axes; all of them where the layout has no planes."""
+    """A plane of a side, with its dtype and axes.  A layout without planes has one plane with all elements."""
 
     def __init__(self, part: Resolved, opaque: set[str], bases: Sequence[int]) -> None:
         self.part, self.name, self.itemsize = part, part.plane, part.shape.itemsize
@@ -468,10 +466,10 @@ class _Plane:
 
     @cached_property
     def _elements(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Number, entry and offset of every element of block 0, in an order that both sides share.
+        """Number, entry and offset of every element of block 0, in the same order on both sides.
 
-        Axes of an opaque group stand last, in the order in which they lie in memory: nobody promises which is which.  Of
-        elements that share a byte, the first stands for all: no copy takes a byte apart.
+        Axes of an opaque group are last, in their order in memory, as their order is unspecified.  Of elements that share a byte
+        only the first is listed: no copy splits a byte.
         """
         grid: dict[str, Any] = dict(
             zip(self.axes, np.meshgrid(*map(np.arange, self.sizes), indexing="ij"), strict=True)
@@ -493,7 +491,7 @@ class _Plane:
         return number, entry[number], offset[number]
 
     def places(self, blocks: npt.NDArray[Any]) -> Numbers:
-        """Place of each element's first byte, ``(len(blocks), elements)``."""
+        """Place of each element's first byte, shape ``(len(blocks), elements)``."""
         _, entry, offset = self._elements
         entries, bytes_ = self.part.id_steps
         ids = blocks.astype(np.int64)[:, None]
@@ -501,7 +499,7 @@ class _Plane:
         return place
 
     def gather(self, memory: Bytes, places: Numbers) -> bytes:
-        """The elements at these places, one after the other."""
+        """The bytes of the elements at these places, concatenated."""
         elements: Bytes = memory[places[..., None] + np.arange(self.itemsize)]
         return elements.tobytes()
 
@@ -512,7 +510,7 @@ class _Plane:
 
 
 def _only(part: bytes, whole: bytes) -> int | None:
-    """Where `part` is in `whole`, if it is there once."""
+    """The index of `part` in `whole` if it occurs exactly once, else None."""
     at = whole.find(part)
     return at if at >= 0 and whole.find(part, at + 1) < 0 else None
 

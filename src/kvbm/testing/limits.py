@@ -1,17 +1,15 @@
-"""Calls of functions that may raise or never come back: what they did is an exception of one kind, with a sentence.
+"""Call functions that may raise an exception or hang, and report both as one exception with a sentence.
 
-A kernel runs on a thread of its own, and not in a process: so it may be any function, closures and lambdas too, gets its
-arguments as they are, and costs nothing but a hand-over.  The price: Python cannot stop a thread.  One that hangs goes on
-until the process ends, which it does not delay (the thread is a daemon); its processor core, and the GPU that it waits for,
-are lost to further measurements in this process.
+A kernel runs on a separate thread, not in a process.  So it may be any function, including closures and lambdas, gets its
+arguments unchanged, and the overhead is small.  However, Python cannot stop a thread.  A thread that hangs runs until the process
+ends, and does not delay that end (it is a daemon).  Its CPU core, and the GPU that it waits for, cannot be used for further
+measurements in this process.
 
-On the CPU times can differ from those on the main thread in two ways, both of which are the process's: OpenMP keeps a pool of
-helpers for each thread that calls it, and waits in another way where all of them outnumber the cores; and glibc gives large
-pieces of memory back to the system sooner that a thread has allocated and freed.  A kernel that writes into memory that it is
-given, on one core, takes as long as on the main thread.
+On the CPU, times can differ from those on the main thread in two ways.  OpenMP keeps a pool of helper threads for each thread that
+calls it, and waits differently if all of them outnumber the cores.  And glibc returns large freed memory of such a thread to the
+system sooner.  A kernel that writes into given memory on one core takes as long as on the main thread.
 
-On a GPU a call returns before its work is done.  That is waited for by asking an event again and again, so a kernel that
-never ends is noticed, too.
+On a GPU a call returns before its work is done.  An event is polled for the work, so a kernel that never ends is detected, too.
 """
 
 from __future__ import annotations
@@ -34,30 +32,30 @@ __all__ = ["Blamed", "Gpu", "KernelFailure", "call", "require_limit", "run"]
 
 T = TypeVar("T")
 
-#: Seconds between two looks at an event: at first, and at most.
+#: Seconds between two queries of an event: at first, and at most.
 SHORT_NAP, LONG_NAP = 20e-6, 2e-3
 
-#: Seconds beyond its limit that a thread has to report by itself that the GPU hangs.
+#: Seconds after the limit in which a thread may itself report that the GPU hangs.
 GRACE = 1.0
 
 
-class KernelFailure(Exception):  # noqa: N818  (it never leaves the kit: users see its sentence)
+class KernelFailure(Exception):  # noqa: N818  (internal: users see only its sentence)
     """A kernel under test raised, hung, or made the GPU fail; the message is one sentence."""
 
 
 def require_limit(limit_s: float) -> None:
-    """Refuse what is no limit."""
+    """Raise ValueError unless `limit_s` is a positive number."""
     if not limit_s > 0:
         raise ValueError(f"limit_s: expected a number of seconds above 0, got {limit_s!r}")
 
 
 def call(function: Callable[[Any], T], data: Any, limit_s: float) -> T:
-    """``function(data)``, and the GPU has done its work.
+    """Call ``function(data)`` and wait until the GPU has done its work.
 
     Raises
     ------
     KernelFailure
-        It raised, did not return in time, or the GPU was not done in time.
+        The function raised an exception, did not return in time, or the GPU was not done in time.
     """
     device = device_index(data)
 
@@ -75,9 +73,9 @@ def call(function: Callable[[Any], T], data: Any, limit_s: float) -> T:
 
 
 class Blamed:
-    """What is raised inside, also `SystemExit`, is the kernel's doing: it becomes a `KernelFailure`.
+    """Converts exceptions of a ``with`` block, including `SystemExit`, to `KernelFailure`.
 
-    A process that the kernel has forked ends here, so that it does not go on with what is its parent's.
+    A process that the kernel has forked ends here, so that it does not continue its parent's work.
     """
 
     def __init__(self, what: str = "the kernel raised") -> None:
@@ -101,13 +99,13 @@ def end_if_forked(pid: int) -> None:
 
 
 def said(error: BaseException, ours: str = __file__) -> str:
-    """An exception in a few words: its class, its message, and where it was raised, beyond frames of the file `ours`."""
+    """An exception as a short text: class, message, and the place where it was raised outside the file `ours`."""
     place = ""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<frozen")
     ]
     if frames := list(itertools.dropwhile(lambda frame: frame.filename == ours, frames)):
-        # The deepest line in the kernel's own file: what is below may be deep inside a library.
+        # The deepest line in the kernel's file: deeper lines may be far inside a library.
         own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
         place = f" (line {own.lineno} of {own.filename.rpartition('/')[2]})"
     try:
@@ -118,17 +116,18 @@ def said(error: BaseException, ours: str = __file__) -> str:
 
 
 class Deadline:
-    """When it is too late; and what has been reached by then, for the message.
+    """A time limit, and the progress for its message.
 
     Attributes
     ----------
     limit_s : float
+        Seconds.
     progress : tuple of two int, or None
-        How many calls were made, and of how many.
+        Number of calls made, and of all calls.
     pid : int
-        The process that it is for.
+        Id of the process.
     passed : bool
-        Set when nobody waits any more, so that a thread that comes back late ends.
+        True if the caller no longer waits, so that a thread that returns late ends.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -140,7 +139,7 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Remaining seconds."""
         return self._end - time.monotonic()
 
     def missed(self, what: str) -> KernelFailure:
@@ -149,12 +148,14 @@ class Deadline:
 
 
 def run(work: Callable[[Deadline], T], limit_s: float) -> T:
-    """Run on a thread with the context of this one (context variables, and torch's modes), for so many seconds.
+    """Run `work` on a thread with the context of this one (context variables, and torch's modes), for at most `limit_s` seconds.
+
+    Exceptions of `work` are raised here.
 
     Raises
     ------
     KernelFailure
-        The time is over.  What the work raises is raised here, too.
+        The time limit has passed.
     """
     deadline = Deadline(limit_s)
     outcome: list[tuple[bool, Any]] = []
@@ -181,7 +182,7 @@ def run(work: Callable[[Deadline], T], limit_s: float) -> T:
 
 
 def _torch_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What torch keeps a thread: gradients, inference, autocast, how many helpers; and the current GPU with its stream."""
+    """The state of torch per thread: gradients, inference, autocast, number of threads, current GPU and stream."""
     torch = sys.modules.get("torch")
     if torch is None:
         return contextlib.nullcontext
@@ -192,7 +193,7 @@ def _torch_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 
     @contextlib.contextmanager
     def restore() -> Iterator[None]:
-        torch.set_num_threads(threads)  # a new thread begins with as many as there are cores
+        torch.set_num_threads(threads)  # the default of a new thread is the number of cores
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
@@ -207,9 +208,9 @@ def _torch_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 
 
 class Gpu:
-    """Events on the stream that a framework is on: torch's current one, CuPy's, or else the default stream.
+    """Events on the current stream of torch or CuPy, else on the default stream.
 
-    Through cuda.bindings, so that no framework is needed.
+    It uses cuda.bindings, so no framework is needed.
 
     Parameters
     ----------
@@ -238,12 +239,12 @@ class Gpu:
         self._check(self._driver.cuEventRecord(event, self.stream), "recording an event")
 
     def finish(self, deadline: Deadline) -> None:
-        """Wait for all that is in the stream.
+        """Wait for all work in the stream.
 
         Raises
         ------
         KernelFailure
-            The deadline has passed, or the work has failed on the GPU.
+            The deadline has passed, or the work failed on the GPU.
         """
         event = self.event()
         try:
@@ -251,7 +252,7 @@ class Gpu:
             nap = SHORT_NAP
             while (status := self._driver.cuEventQuery(event)[0]) == self._driver.CUresult.CUDA_ERROR_NOT_READY:
                 if deadline.left <= 0:
-                    self._events.clear()  # to destroy them would be to wait
+                    self._events.clear()  # destroying them would wait
                     raise deadline.missed("it returned, but the GPU was not done with its work")
                 time.sleep(nap)
                 nap = min(2 * nap, LONG_NAP)
@@ -262,11 +263,11 @@ class Gpu:
             raise KernelFailure(f"the GPU failed while running the kernel: {error}") from error
 
     def milliseconds(self, begin: Any, end: Any) -> float:
-        """Between two events that are done."""
+        """Milliseconds between two events that are done."""
         return float(self._check(self._driver.cuEventElapsedTime(begin, end), "reading the clock"))
 
     def overwrite(self, nbytes: int) -> None:
-        """Write so many bytes somewhere, in the stream's order: what was in the L2 cache no longer is."""
+        """Write `nbytes` bytes to new memory in stream order, to clear the L2 cache."""
         address = self._check(self._driver.cuMemAlloc(nbytes), "allocating memory to clear the cache with")
         try:
             self._check(self._driver.cuMemsetD8Async(address, 0, nbytes, self.stream), "clearing the cache")

@@ -1,12 +1,12 @@
-"""The worked example: a block-scaled matrix-vector product in NVFP4.
+"""An example: a block-scaled matrix-vector product in NVFP4.
 
-Elements are 4 bits (e2m1), two a byte with the even one in the low half, and 16 neighbours of a row share a scale (e4m3).
+Elements have 4 bits (e2m1), two per byte with the even one in the low half.  Each 16 neighbours of a row share a scale (e4m3).
 For each matrix of the batch
 
     c[m] = sum over k of  a[m, k] * scale_a[m, k // 16]  *  b[0, k] * scale_b[0, k // 16]
 
-`generate_input` gives the scales twice: row by row, and as tensor cores take them.  The second ones are made by kvbm's own
-kernel, from the layouts ``swizzle/linear`` and ``swizzle/128x4``.
+`generate_input` returns the scales twice: row by row, and in the order for tensor cores.  The latter are computed by kvbm, from
+the layout ``swizzle/linear`` to ``swizzle/128x4``.
 """
 
 from __future__ import annotations
@@ -38,40 +38,41 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 #: Elements that share a scale.
 GROUP = 16
 
-#: Bytes of the scales: the e4m3 numbers from 0.25 up to 1.875.  With them sums of 4,096 products are all but exact in float32
-#: in any order, and lie well inside float16.
+#: Bytes of the scales: the e4m3 numbers from 0.25 to 1.875.  With them sums of 4,096 products are almost exact in float32 in any
+#: order, and are far below the maximum of float16.
 _SCALE_CODES = (0x28, 0x40)
 
 
 def generate_input(m: int, k: int, l: int, seed: int, device: Any = None) -> Input:  # noqa: E741
-    """Make the inputs from a seed: the same on every machine and device.
+    """Generate the inputs from a seed.  They are the same on every machine and device.
 
     Parameters
     ----------
     m, k, l : int
         Rows (a multiple of 128), elements of a row (a multiple of 4), matrices.
     seed : int
+        Seed of the random numbers.
     device : str or torch.device, optional
-        The GPU if torch sees one, else the CPU.
+        Default: the GPU if torch finds one, else the CPU.
 
     Returns
     -------
     a : Tensor of float4_e2m1fn_x2, (m, k // 2, l)
-        In memory ``l m k``, as all that follow: the batch is the slowest.
+        In memory ``l m k``, as all that follow: the batch is the slowest axis.
     b : Tensor of float4_e2m1fn_x2, (128, k // 2, l)
         The vector is row 0; the other rows are padding, and hold numbers, too.
     scale_a, scale_b : Tensor of float8_e4m3fn, (m, k // 16, l) and (128, k // 16, l)
-        Where k is no multiple of 16, the last one is for what is left.
+        If k is not a multiple of 16, the last scale is for the remaining elements.
     scale_a_permuted, scale_b_permuted : Tensor of float8_e4m3fn, (32, 4, m // 128, 4, ceil(k / 64), l)
-        As cuBLAS and CUTLASS take them.  Element ``[i, j, r, g, q, l]`` is the scale of row ``r*128 + j*32 + i`` and group
+        In the order of cuBLAS and CUTLASS.  Element ``[i, j, r, g, q, l]`` is the scale of row ``r*128 + j*32 + i`` and group
         ``q*4 + g``; groups are padded to a multiple of 4 with zeros.
     c : Tensor of float16, (m, 1, l)
-        What the kernel writes its result to; random until then.
+        The output of the kernel.  It contains random numbers at first.
 
     Raises
     ------
     SpecError
-        Sizes that are those of no `TestCase`; a torch without float4_e2m1fn_x2.
+        The sizes are not allowed by `TestCase`, or torch has no float4_e2m1fn_x2.
     CudaUnavailableError
         `device` is a GPU, and kvbm was built without CUDA.
 
@@ -105,19 +106,19 @@ def generate_input(m: int, k: int, l: int, seed: int, device: Any = None) -> Inp
 
 
 def swizzle_scales(scales: Tensor, layout: str = "swizzle/128x4") -> Tensor:
-    """Scale factors in another layout, copied by kvbm.
+    """Convert scale factors to another layout with kvbm.
 
     Parameters
     ----------
     scales : Tensor of 8 bits, (l, rows, groups)
-        Contiguous: ``swizzle/linear``.
+        Contiguous, in the layout ``swizzle/linear``.
     layout : str
         ``"swizzle/128x4"`` or ``"swizzle/8x4"``.
 
     Returns
     -------
     Tensor
-        Contiguous, shaped as the layout's order says: ``(l, rows/128, groups/4, 32, 4, 4)``, or ``(l, rows/8, groups/4, 8,
+        Contiguous, with the shape of the layout's order: ``(l, rows/128, groups/4, 32, 4, 4)``, or ``(l, rows/8, groups/4, 8,
         4)``.  Rows and groups are padded with zeros to whole tiles.
 
     Notes
@@ -138,31 +139,31 @@ def swizzle_scales(scales: Tensor, layout: str = "swizzle/128x4") -> Tensor:
 
 
 def ref_kernel(data: Input) -> Tensor:
-    """The reference: every element by the table, products and sums in float32.
+    """The reference: every element is decoded by the table; products and sums are float32.
 
     Parameters
     ----------
     data : tuple
-        What `generate_input` returns.  The permuted scales are not looked at.
+        The result of `generate_input`.  The permuted scales are not used.
 
     Returns
     -------
     Tensor of float16, (m, 1, l)
-        It is `c`, which is overwritten.
+        The tensor `c`, which is overwritten.
     """
     a, b, scale_a, scale_b, _, _, c = data
     for index in range(c.shape[2]):
         row = _decoded(b[:1, :, index], scale_b[:1, :, index])
-        # No matrix product: it might be allowed to round to TF32.
+        # Do not use a matrix product: it may round to TF32.
         c[:, 0, index] = (_decoded(a[:, :, index], scale_a[:, :, index]) * row).sum(dim=1).to(c.dtype)
     return c
 
 
 def example_kernel(data: Input) -> Tensor:
-    """A kernel to begin from, in plain torch: it takes its scales from the permuted ones, as tensor cores do.
+    """An example kernel in plain torch.  It uses the permuted scales, as tensor cores do.
 
-    Parameters and result are those of `ref_kernel`, which does not use these scales: the two agree only if the swizzle is
-    right.
+    Parameters and result are those of `ref_kernel`, which does not use these scales.  So the two agree only if the swizzle is
+    correct.
     """
     a, b, _, _, scale_a, scale_b, c = data
     rows_a, rows_b = (scale.permute(5, 2, 1, 0, 4, 3).flatten(4).flatten(1, 3) for scale in (scale_a, scale_b))

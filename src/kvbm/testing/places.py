@@ -1,4 +1,4 @@
-"""Where two pools differ, that should hold the same."""
+"""Find the places where two pools differ that should hold the same."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ def locate(
     tokens: Any = None,
     stream: Any = None,
 ) -> locating.Differences:
-    """Find the smallest regions in which blocks differ, whatever the layouts: from digests, in a few reads of what differs.
+    """Find the smallest regions in which blocks differ, in any two layouts.  It compares digests, with a few reads of the blocks.
 
-    First of whole blocks; of those that differ, of each plane, layer, K and V, head and token, each in what is left; at last of
-    each row of the product of these, and of pieces of up to 16 bytes along the rows.
+    It compares whole blocks first.  In those that differ it compares planes, layers, K and V, heads and tokens, each within the
+    remaining region.  At last it compares each row of this region, and pieces of up to 16 bytes along the rows.
 
     Parameters
     ----------
     src_pool, dst_pool : Pool or PoolSection
-        In host memory or on a GPU each, with the same coordinates on both sides, as for a copy.
+        Each in host memory or on a GPU, with the same coordinates on both sides, as for a copy.
     src_ids, dst_ids : optional
-        Pairs of blocks, or units, as for `Transfer.copy`; those of a GPU are read by the host.
+        Pairs of blocks or units, as for `Transfer.copy`.  Ids on a GPU are copied to the host.
     tokens : int, sequence of int, array or tensor, optional
-        The position of each pair's first token in its sequence: tokens are then told as positions.
+        The position of each pair's first token in its sequence.  The result then has positions instead of tokens of a block.
     stream : optional
-        Where the blocks were written, and is waited for; not given: what frameworks have enqueued on their current streams.  Of
-        two pools on the CPU nothing may be writing.
+        The stream that wrote the blocks; the call waits for it.  Default: the current streams of the frameworks.  No copy may be
+        writing to pools on the CPU.
 
     Returns
     -------
     Differences
-        False where the blocks are equal.  Its text says where they are not; `Differences.found` has coordinates, for the first 16
-        pairs and up to 8 regions each.
+        False if the blocks are equal.  Its text names the places; `Differences.found` has the coordinates, for the first 16 pairs
+        and up to 8 regions each.
 
     Raises
     ------
     PlanError
-        Pools between which there is no copy; a layout without digests.
+        There is no copy between the pools, or a layout has no digests.
     BindError
-        Ids that do not fit.
+        The ids do not fit.
 
     Notes
     -----
-    One region that is a product of layers, K and V, heads and tokens is found exactly, and so are several, as disjoint products.
-    Where rows are too many to be asked one by one (some thousands beside the tokens) the region is said to be ``within`` a product.
-    What a layout promises no order of is not told apart.
+    A region that is a product of layers, K and V, heads and tokens is found exactly.  Several are found as disjoint products.  If
+    there are too many rows to compare one by one (some thousands, tokens not counted), the result says ``within`` a product.
+    Places inside an opaque group are not distinguished.
 
     Examples
     --------

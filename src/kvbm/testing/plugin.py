@@ -1,7 +1,6 @@
-"""pytest plugin: a test that asks for `kvbm_case` runs for every pair of the layouts of ``--kvbm-layouts``.
+"""pytest plugin: a test with the fixture `kvbm_case` runs for every pair of the layouts of ``--kvbm-layouts``.
 
-pytest loads it in every run that has kvbm installed, so nothing is imported here: what it needs, it imports where a test
-asks for it.
+pytest loads it in every run if kvbm is installed.  So nothing is imported here before a test uses the fixture.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from .layouts import LayoutCase
 
-#: Option → what it means.
+#: Option → its help text.
 _OPTIONS = {
     "layouts": "layouts whose pairs `kvbm_case` goes through: names or paths of YAML files (nhd,hnd,universal,…)",
     "dtypes": "dtypes for them (bfloat16)",
@@ -24,14 +23,14 @@ _OPTIONS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--kvbm-layouts`` and its kin."""
+    """Add ``--kvbm-layouts`` and the other options."""
     group = parser.getgroup("kvbm", "kvbm: copy kernels between declared layouts")
     for name, text in _OPTIONS.items():
         group.addoption(f"--kvbm-{name}", dest=f"kvbm_{name}", metavar="LIST" if name[-1] == "s" else "TEXT", help=text)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give each test that wants it its cases."""
+    """Parametrise each test that uses `kvbm_case`."""
     if "kvbm_case" not in metafunc.fixturenames:
         return
     from ..errors import KvbmError
@@ -58,7 +57,7 @@ def _listed(name: str, text: str) -> list[str]:
 
 @pytest.fixture
 def kvbm_case(request: pytest.FixtureRequest) -> LayoutCase:
-    """One copy to make between two declared layouts: `kvbm.testing.LayoutCase`; its memory goes with the test."""
+    """A copy between two declared layouts: a `kvbm.testing.LayoutCase`.  Its memory is freed after the test."""
     import dataclasses
 
     case: LayoutCase = request.param

@@ -1,6 +1,6 @@
-"""``kvbm smoke --ssh``: carry a wheel to another machine, make an environment there, run, bring the report back, clean up.
+"""``kvbm smoke --ssh``: copy a wheel to another machine, create an environment there, run, fetch the report, clean up.
 
-Through fabric, an extra.  The machine's key must be in known_hosts: an unknown one is refused, never added.
+It uses fabric (the extra ``remote``).  The machine's key must be in known_hosts: an unknown key is refused and never added.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = ["Options", "Target", "installed_wheel", "run"]
 
 DISTRIBUTION = "kvbm-layouts"
 
-#: Seconds to wait for a connection, and for a small command.
+#: Timeouts in seconds for a connection and for a small command.
 CONNECT_S, COMMAND_S = 10, 60
 
 Note = Callable[[str], object]
 
 
 def _say_nothing(line: str) -> None:
-    """Nobody wants to know."""
+    """The default for `note`: ignore the line."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """``user@host:port``; user and port may be left to ssh's own settings.
+    """``user@host:port``.  The defaults of user and port are ssh's settings.
 
     Examples
     --------
@@ -81,21 +81,21 @@ class Target:
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked for; the options of ``kvbm smoke``.
+    """The options of ``kvbm smoke --ssh``.
 
     Attributes
     ----------
     target : str
     key, known_hosts, wheel : Path or None
     python : str
-        Interpreter there.
+        Interpreter on the other machine.
     gpu : int or None
-        As nvidia-smi counts them there.
+        Number of the GPU, as nvidia-smi counts on the other machine.
     cpu, keep : bool
     kernel : str or None
-        ``FILE.py:FUNCTION``; the file is carried, too.
+        ``FILE.py:FUNCTION``; the file is copied, too.
     arguments : sequence of str
-        Further ones for ``kvbm smoke`` there.
+        Further arguments for ``kvbm smoke`` on the other machine.
     """
 
     target: str
@@ -117,16 +117,16 @@ def run(options: Options, note: Note = _say_nothing) -> Report:
     ----------
     options : Options
     note : callable, optional
-        Is told what is being done, a line each.
+        Called with one line of text per step.
 
     Raises
     ------
     UnreachableError, HostKeyError, AuthenticationError
-        The machine does not answer; it cannot be trusted; it does not let us in.
+        The machine does not answer, its key is unknown or wrong, or it refuses the login.
     DeviceNotFoundError
-        It has no such GPU.
+        The machine does not have this GPU.
     RemoteError
-        It has no Python that will do, or its environment cannot be made, or the run gave no report.
+        The machine has no suitable Python, its environment cannot be created, or the run gave no report.
     """
     target = Target.parse(options.target)
     kernel_file, kernel = _kernel(options.kernel)
@@ -150,7 +150,7 @@ def run(options: Options, note: Note = _say_nothing) -> Report:
 
 
 def _kernel(text: str | None) -> tuple[Path | None, str]:
-    """The file to carry, and what it is called there."""
+    """The file to copy, and the value of ``--kernel`` on the other machine."""
     if text is None:
         return None, ""
     module, _, name = text.rpartition(":")
@@ -170,21 +170,21 @@ def _given(path: Path) -> Path:
 
 
 def installed_wheel(folder: Path, note: Note = _say_nothing) -> Path:
-    """A wheel of the kvbm that is running, packed from the files that its installation has recorded.
+    """A wheel of the running kvbm, packed from the files that its installation has recorded.
 
-    Files go in as they are now; `note` is told of those that were edited since.  An editable installation has recorded
-    nothing: its source tree is built.
+    The files are packed in their current state.  `note` is called with the names of files that were edited since the
+    installation.  For an editable installation, which has recorded no files, the source tree is built.
 
     Parameters
     ----------
     folder : Path
-        Where to write it.
+        Folder of the wheel.
     note : callable, optional
 
     Raises
     ------
     RemoteError
-        kvbm is not installed, or not whole, or its tree cannot be built.
+        kvbm is not installed, its installation is incomplete, or its source tree cannot be built.
     """
     try:
         dist = importlib.metadata.distribution(DISTRIBUTION)
@@ -231,7 +231,7 @@ def installed_wheel(folder: Path, note: Note = _say_nothing) -> Path:
 
 
 def _require_fit(wheel: Path, platform: str, for_gpu: bool, machine: str) -> None:
-    """Refuse a wheel that would be carried in vain."""
+    """Raise an error for a wheel that cannot work on the machine, before it is copied."""
     tag = wheel.stem.rpartition("-")[2]
     processor = platform.partition("-")[2].replace("-", "_")
     if tag != "any" and not tag.endswith(processor):
@@ -242,7 +242,7 @@ def _require_fit(wheel: Path, platform: str, for_gpu: bool, machine: str) -> Non
         with zipfile.ZipFile(wheel) as archive:
             built = json.loads(archive.read("kvbm/_build.json"))
     except (KeyError, ValueError, zipfile.BadZipFile):
-        return  # pip will say what is wrong with it
+        return  # pip will report the error
     if for_gpu and not built.get("nvcc"):
         raise RemoteError(
             f"{wheel.name} has no CUDA kernels ({built.get('why_not')}), and --gpu asks for them: rebuild kvbm with CUDA, or give "
@@ -251,7 +251,7 @@ def _require_fit(wheel: Path, platform: str, for_gpu: bool, machine: str) -> Non
 
 
 def _belongs(name: str) -> bool:
-    """Whether a recorded file came with the wheel: not what the installer has made, nor scripts outside."""
+    """True if a recorded file came with the wheel: not made by the installer, and not a script outside the package."""
     if name.startswith(("..", "/", "bin/")) or "__pycache__/" in name:
         return False
     return not re.search(r"\.dist-info/(RECORD|INSTALLER|REQUESTED|direct_url\.json)$", name)
@@ -268,7 +268,7 @@ def _built(tree: Path, folder: Path, note: Note) -> Path:
 
 # ---- the other machine ---------------------------------------------------------------------------------------------
 
-#: What the interpreter there is asked: its version and platform, and the GPUs as nvidia-smi numbers them.
+#: Script for the interpreter there.  It prints its version, its platform, and the GPUs in the order of nvidia-smi.
 PROBE = """
 import ctypes, json, os, sys, sysconfig
 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -289,8 +289,8 @@ except OSError:
 print("kvbm:" + json.dumps(dict(version=sys.version_info[:2], platform=sysconfig.get_platform(), gpus=gpus, why=why)))
 """
 
-#: Makes the environment.  It sees the packages of the interpreter that makes it, also where that is a virtual environment
-#: itself, so that a torch that is there is not fetched again.
+#: Script that creates the environment.  The environment sees the packages of the interpreter that creates it, also if that one is
+#: in a virtual environment.  So an installed torch is not downloaded again.
 SETUP = """
 import os, subprocess, sys, sysconfig, venv
 home, wheel = sys.argv[1:]
@@ -317,7 +317,7 @@ run(*pip, os.path.join(home, wheel) + "[testing]")
 
 
 class _Machine:
-    """A connection, and what is done through it.  Commands run in `sh`, whatever the login shell is."""
+    """A connection and its operations.  Commands run in `sh`, independent of the login shell."""
 
     def __init__(self, connection: Any, name: str, python: str) -> None:
         self._connection, self._name, self._python = connection, name, python
@@ -359,7 +359,7 @@ class _Machine:
             try:
                 connection.open()
             except KvbmError:
-                raise  # of our policy: some of them are OSErrors, too
+                raise  # raised by our policy; some of these are OSErrors, too
             except paramiko.BadHostKeyException as error:
                 raise HostKeyError(
                     f"ssh {name}: the machine's key is not the one that is known: expected {error.expected_key.fingerprint}, got "
@@ -409,7 +409,7 @@ class _Machine:
             raise RemoteError(f"{self}: {file.name} cannot be written to {there}: {error}") from None
 
     def require_python_and_gpu(self, options: Options) -> str:
-        """Look before anything is carried; the platform, such as ``linux-x86_64``."""
+        """Check Python and the GPU before files are copied; return the platform, such as ``linux-x86_64``."""
         done = self.sh(f"{shlex.quote(self._python)} -c {shlex.quote(PROBE)}", COMMAND_S)
         match = re.search(r"^kvbm:(.*)$", done.stdout, re.MULTILINE)
         if not match:
@@ -431,7 +431,7 @@ class _Machine:
 
     @contextlib.contextmanager
     def home(self, keep: bool, note: Note) -> Iterator[str]:
-        """A folder there that is removed at the end, with whatever still runs in it."""
+        """A folder on the machine.  At the end it is removed, and a process that still runs in it is stopped."""
         done = self.sh('umask 077; mktemp -d "${TMPDIR:-/tmp}/kvbm-smoke.XXXXXXXX"', COMMAND_S)
         home = str(done.stdout).strip().rpartition("\n")[2]
         if done.return_code or "/kvbm-smoke." not in home:
@@ -462,7 +462,7 @@ class _Machine:
             )
 
     def smoke(self, home: str, arguments: Sequence[str], options: Options) -> Report:
-        """Run it there, and read its report."""
+        """Run ``kvbm smoke`` on the machine, and read its report."""
         chosen, there = "", ["--cpu"] if options.cpu else []
         if options.gpu is not None:
             chosen, there = f"CUDA_VISIBLE_DEVICES={options.gpu}", ["--gpu", "0"]
@@ -481,13 +481,13 @@ class _Machine:
 
     @staticmethod
     def _in(home: str, command: str, variables: str) -> str:
-        """A command in its folder, that leaves nothing elsewhere, and whose process can be found again."""
+        """A command that runs in `home`, writes no files elsewhere, and records its process id."""
         keep = 'PYTHONDONTWRITEBYTECODE=1 XDG_CACHE_HOME="$PWD/cache" CUDA_CACHE_PATH="$PWD/cache" TMPDIR="$PWD/tmp"'
         inner = f"exec env -u PYTHONPATH -u PYTHONHOME CUDA_DEVICE_ORDER=PCI_BUS_ID {keep} {variables} {command}"
         return f"cd {shlex.quote(home)} && mkdir -p tmp && echo $$ > pid && {inner}"
 
 
 def _last(text: str) -> str:
-    """The last line that says something."""
+    """The last line that is not blank."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""

@@ -1,4 +1,4 @@
-"""What ``kvbm smoke`` has seen, test by test; as JSON, too, in which it travels between processes and machines."""
+"""Results of ``kvbm smoke`` per test, also as JSON, which is sent between processes and machines."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ class Result:
     Attributes
     ----------
     name, dimensions : str
-        ``"tiny_single"`` and ``"128×256×1"``; a pair of layouts and its sizes.
+        ``"tiny_single"`` and ``"128×256×1"``, or a pair of layouts and its sizes.
     correct : bool
+        True if the result is correct.
     avg_time_ms : float or None
-        Of a run; None where it could not be measured.
+        Average milliseconds per run; None if it could not be measured.
     timing : {"events", "clock"}
+        How it was measured, as in `BenchmarkRecord`.
     error : str or None
-        What is wrong.
+        The error as a sentence; None if there was none.
     """
 
     name: str
@@ -39,12 +41,13 @@ class Report:
     Attributes
     ----------
     kvbm, device, machine, driver : str
-        Version; ``"cuda:0"`` or ``"cpu"``; its name; the driver's version, empty for a CPU.
+        Version of kvbm; ``"cuda:0"`` or ``"cpu"``; name of the device; version of the driver, empty for a CPU.
     seconds : float
-        Of the whole run.
+        Duration of the whole run.
     tests : tuple of Result
+        The results.
     host : str
-        Where it ran; empty for here.
+        The machine that ran it; empty for this one.
     """
 
     kvbm: str
@@ -60,7 +63,7 @@ class Report:
         return sum(test.correct for test in self.tests)
 
     def to_json(self) -> str:
-        """One object, with the tests and the two totals; in ASCII, so that it passes any pipe."""
+        """A JSON object with the tests and two totals, in ASCII so that any pipe can transfer it."""
         return json.dumps(asdict(self) | {"correct": self.correct, "total": len(self.tests)}, indent=1)
 
     @classmethod

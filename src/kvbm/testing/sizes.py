@@ -1,4 +1,4 @@
-"""Sizes that a test case may have."""
+"""Checks of the sizes of test cases."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from ..errors import SpecError
 
 __all__ = ["GROUPS", "ROWS", "require_sizes"]
 
-#: What m and k are multiples of: the rows and the groups of a tile of scale factors.
+#: m and k must be multiples of these: the rows and the groups of a tile of scale factors.
 ROWS, GROUPS = 128, 4
 
 
 def require_sizes(who: str, m: object, k: object, l: object, seed: object) -> None:  # noqa: E741
-    """Refuse what are no sizes and seed of a test; `who` asks.
+    """Check the sizes and the seed of a test.  `who` is the start of messages.
 
     Raises
     ------
     SpecError
-        A size below 1 or not a multiple of what it must be, a seed below 0, no integer.
+        A value is not an integer, a size is below 1 or not the required multiple, or the seed is below 0.
     """
     for name, value, least, multiple in (("m", m, 1, ROWS), ("k", k, 1, GROUPS), ("l", l, 1, 1), ("seed", seed, 0, 1)):
         if isinstance(value, bool) or not isinstance(value, int):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..commands import Group, print_error
+from ..commands import Group, json_option, print_error
 from ..errors import CudaError, CudaUnavailableError, DeviceNotFoundError, KvbmError, SpecError
 from .report import Report, Result
 
@@ -56,21 +56,22 @@ def run(
     Parameters
     ----------
     suite : {"smoke", "correctness", "performance", "all"}
+        Name of the suite.
     device : str
         ``"cpu"`` or ``"cuda:N"``.
     kernel : callable, optional
-        ``kernel(data) -> c`` for the data of `kvbm.testing.nvfp4`; its example if not given.
+        ``kernel(data) -> c`` for the data of `kvbm.testing.nvfp4`.  Default: the example kernel.
     num_runs : int
-        Timed runs of each.
+        Measured runs per test.
     limit_s : float
-        Seconds that a kernel may take for a test, and again for its runs.
+        Time limit of a kernel in seconds, for the test and again for its runs.
     step : callable, optional
-        Is told each result as it comes.
+        Called with each result.
 
     Raises
     ------
     KvbmError
-        torch is not there, or cannot use the device.
+        torch is not installed, or cannot use the device.
     """
     from .. import __version__
     from ..machine import machine
@@ -131,7 +132,7 @@ def _converted(case: LayoutCase) -> str | None:
 
 
 class _Convert:
-    """kvbm's copy as a kernel of arrays; pools are bound once for each set of them, before the clock starts."""
+    """kvbm's copy as a kernel of arrays.  Pools are bound once per set of arrays, before the measurement."""
 
     def __init__(self, case: LayoutCase) -> None:
         self.case = case
@@ -169,17 +170,17 @@ class _Convert:
 @click.option(
     "--kernel",
     metavar="FUNCTION",
-    help="Test an NVFP4 kernel of yours, MODULE:FUNCTION or FILE.py:FUNCTION, rather than the example.",
+    help="Test your own NVFP4 kernel, MODULE:FUNCTION or FILE.py:FUNCTION, instead of the example.",
 )
-@click.option("--runs", default=20, show_default=True, type=click.IntRange(1), help="Timed runs of each test.")
+@click.option("--iters", "runs", default=20, show_default=True, type=click.IntRange(1), help="Timed runs of each test.")
 @click.option(
     "--limit",
     default=60.0,
     show_default=True,
     type=click.FloatRange(0, min_open=True),
-    help="Seconds after which a kernel hangs.",
+    help="Seconds after which a kernel counts as hung.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
+@json_option()
 @click.option("--ssh", "target", metavar="USER@HOST:PORT", help="Run on another machine: needs kvbm-layouts[remote].")
 @click.option("--ssh-key", type=click.Path(path_type=Path), metavar="FILE", help="Private key.  [default: ssh's own]")
 @click.option(
@@ -189,10 +190,10 @@ class _Convert:
     "--wheel",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The kvbm to carry there.  [default: this one, packed again]",
+    help="The wheel of kvbm to install there.  [default: this one, packed again]",
 )
-@click.option("--python", metavar="PATH", help="Interpreter there, 3.11 or newer.  [default: python3]")
-@click.option("--keep", is_flag=True, help="Leave the environment there, and say where.")
+@click.option("--python", metavar="PATH", help="Python on that machine, 3.11 or newer.  [default: python3]")
+@click.option("--keep", is_flag=True, help="Keep the environment there, and print its path.")
 @click.option("--report", type=click.Path(path_type=Path), hidden=True, help="Run here, and write the JSON there, too.")
 def smoke(
     suite: str,
@@ -212,12 +213,10 @@ def smoke(
 ) -> None:
     """Test kvbm on this machine, or with --ssh on another: a suite of NVFP4 products, and copies between layouts.
 
-    Prints each test with its sizes, whether it is right, and its time. The exit code is 1 if one is wrong, or if a kernel
-    of yours ends its process.
+    Prints the sizes, the result and the time of each test. Exits with 1 if a test fails, or if your kernel ends its process.
 
-    With --ssh a wheel of this kvbm is carried there and put into an environment of its own, with the packages that the
-    interpreter there does not have (torch among them); afterwards all of it is removed. The machine's key must be in
-    known_hosts.
+    With --ssh a wheel of this kvbm is copied to the other machine and installed in a new environment, with the packages that
+    are missing there (such as torch). Everything is removed afterwards. The machine's key must be in known_hosts.
     """
     if cpu and gpu is not None:
         raise click.UsageError("--cpu and --gpu: expected one of them")
@@ -232,7 +231,7 @@ def smoke(
         if alone := [name for name, value in given.items() if value]:
             raise click.UsageError(f"{', '.join(alone)}: expected together with --ssh")
         if kernel is not None and report is None:
-            options = ["--suite", suite, "--runs", str(runs), "--limit", str(limit), "--kernel", kernel]
+            options = ["--suite", suite, "--iters", str(runs), "--limit", str(limit), "--kernel", kernel]
             options += ["--cpu"] * cpu + ["--json"] * as_json + (["--gpu", str(gpu)] if gpu is not None else [])
             sys.exit(_apart(kernel, options))
         try:
@@ -248,7 +247,7 @@ def smoke(
 
         asked = remote.Options(
             target=target, key=ssh_key, known_hosts=known_hosts, wheel=wheel, python=python or "python3", gpu=gpu,
-            cpu=cpu, kernel=kernel, keep=keep, arguments=("--suite", suite, "--runs", str(runs), "--limit", str(limit)),
+            cpu=cpu, kernel=kernel, keep=keep, arguments=("--suite", suite, "--iters", str(runs), "--limit", str(limit)),
         )  # fmt: skip
         done = remote.run(asked, note=lambda line: click.echo(line, err=True))
         for result in () if as_json else done.tests:
@@ -264,7 +263,7 @@ def smoke(
 
 
 def _apart(kernel: str, options: Sequence[str]) -> int:
-    """Run the same in a process of its own, and return the exit code: a kernel may end the process that it is in."""
+    """Run the same command in a separate process, and return its exit code: the kernel may end its process."""
     with tempfile.TemporaryDirectory(prefix="kvbm-smoke-") as folder:
         file = Path(folder, "report.json")
         command = [sys.executable, "-P", "-m", __spec__.name, *options, "--report", str(file)]
@@ -288,7 +287,7 @@ def _print(result: Result) -> None:
 
 
 def _device(gpu: int | None) -> str:
-    """``cuda:N``, or the first GPU if there is one that all parts can use, or the CPU."""
+    """``cuda:N`` for a given number; else the first GPU that can be used, or the CPU."""
     from .. import _core
 
     try:
@@ -312,7 +311,7 @@ def load_kernel(text: str | None) -> Callable[[Any], Any] | None:
     Raises
     ------
     SpecError
-        It is neither, or has no such function.
+        The text is neither, or there is no such function.
     """
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""How long a kernel takes: between events on a GPU, on a monotonic clock on the CPU; with inputs that are not in a cache."""
+"""Measure the time of a kernel, with events on a GPU or a monotonic clock on the CPU, and with inputs that are not cached."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from .data import clone, device_index, nbytes
 
 __all__ = ["Benchmark", "BenchmarkRecord", "benchmark_kernel", "write_csv"]
 
-#: Sets of inputs together are so many times as large as the largest cache.
+#: Size of all sets of inputs together, in units of the largest cache.
 TIMES_CACHE = 2
 
 
 @dataclass(frozen=True)
 class BenchmarkRecord:
-    """What was measured, and how; its fields are the columns of a CSV.
+    """A measurement and its conditions.  The fields are the columns of a CSV file.
 
     Attributes
     ----------
     name : str
-        The kernel's.
+        Name of the kernel.
     avg_time_ms, median_time_ms, min_time_ms, max_time_ms : float or None
-        Milliseconds of a run; None where there was an error.
+        Milliseconds per run; None if there was an error.
     num_warmup, num_runs : int
+        Number of warm-up calls, and of measured calls.
     input_bytes, input_sets : int
-        Of one set of inputs, and how many sets took turns.
+        Bytes of one set of inputs, and number of sets that were used in turn.
     timing : {"events", "clock"}
-        Between two events around each run, or on the CPU's monotonic clock.
+        Two GPU events around each run, or the CPU's monotonic clock.
     device : str
         Name of the GPU, or of the processor.
     error : str or None
+        The error as a sentence; None if there was none.
     """
 
     name: str
@@ -57,7 +59,7 @@ class BenchmarkRecord:
     error: str | None
 
     def to_json(self) -> str:
-        """One line."""
+        """The record as one line of JSON."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
 
@@ -67,14 +69,16 @@ class _Pair(NamedTuple):
 
 
 class Benchmark(_Pair):
-    """``(avg_time_ms, error)``, and the whole `record`.
+    """The pair ``(avg_time_ms, error)``, with the whole `record`.
 
     Attributes
     ----------
     avg_time_ms : float
-        Milliseconds of a run on average; NaN where there was an error.
+        Average milliseconds per run; NaN if there was an error.
     error : str or None
+        The error as a sentence; None if there was none.
     record : BenchmarkRecord
+        The measurement.
     """
 
     record: BenchmarkRecord
@@ -87,7 +91,7 @@ class Benchmark(_Pair):
 
 
 def write_csv(records: Iterable[BenchmarkRecord], out: TextIO) -> None:
-    """Write records as CSV, with a line of titles; what is None is left empty."""
+    """Write records as CSV with a header line.  None becomes an empty field."""
     writer = csv.DictWriter(out, [field.name for field in fields(BenchmarkRecord)], lineterminator="\n")
     writer.writeheader()
     writer.writerows(map(asdict, records))
@@ -102,41 +106,40 @@ def benchmark_kernel(
     limit_s: float = 60.0,
     name: str | None = None,
 ) -> Benchmark:
-    """Measure a kernel.
+    """Measure the time of a kernel.
 
     Parameters
     ----------
     kernel_fn : callable
-        ``kernel_fn(test_input)``, which may return before the GPU is done.  It enqueues its work on the framework's current
-        stream.
+        Called as ``kernel_fn(test_input)``.  It enqueues its work on the framework's current stream, and may return before the
+        GPU is done.
     test_input : object
-        Arrays of torch, NumPy or CuPy, in tuples, lists and dicts; other things in there are passed on.  It stays as it is:
-        the kernel is given copies, at the same strides.
+        Arrays of torch, NumPy or CuPy, in tuples, lists and dicts.  Other objects in them are passed on unchanged.  The kernel
+        gets copies with the same strides.
     num_warmup, num_runs : int
-        Calls before the clock starts, and calls that are timed.
+        Number of calls before the measurement, and of measured calls.
     limit_s : float
-        Seconds for all calls together; then the kernel counts as hanging (`kvbm.testing.limits` says how it is found out).
+        Seconds for all calls together, after which the kernel counts as hanging (see `kvbm.testing.limits`).
     name : str, optional
-        In the record; the function's own if not given.
+        Name for the record.  Default: the name of the function.
 
     Returns
     -------
     Benchmark
-        ``(avg_time_ms, error)`` with a `record`.  `error` is None, or one sentence: what the kernel raised, that it hangs,
-        or where it has returned NaN.
+        ``(avg_time_ms, error)`` with a `record`.  `error` is None, or a sentence on the exception, the hang, or the place of a NaN.
 
     Raises
     ------
     ValueError
-        Fewer than 0 warm-ups or than 1 run, or no limit.
+        `num_warmup` is below 0, `num_runs` is below 1, or `limit_s` is not positive.
 
     Notes
     -----
-    On a GPU each run stands between two events of its own, and nothing is waited for in between, as in a loop that one
-    would write by hand: time in which the GPU waits for a launch counts.
+    On a GPU each run has an event before and after it.  The host does not wait between runs, so the time in which the GPU waits for
+    a launch counts, as in a simple loop.
 
-    Each run has other inputs than the one before: as many copies take turns as are twice as large as the L2 cache (the
-    processor's last level), but no more than there are runs, and the caches are overwritten before the first one.
+    Each run has other inputs than the one before.  The number of copies is such that all together are twice as large as the L2
+    cache (on a CPU: the last-level cache), but at most the number of runs.  The caches are overwritten before the first run.
 
     Examples
     --------
@@ -158,7 +161,7 @@ def benchmark_kernel(
     place = f"cuda:{device}" if device >= 0 else "cpu"
     size, cache = nbytes(test_input), cache_bytes(place)
     count = min(num_runs, max(2, -(-TIMES_CACHE * cache // size))) if size else 1
-    name_of_device = machine(place)[0]  # now: a GPU that fails may answer nothing any more
+    name_of_device = machine(place)[0]  # before the runs: a GPU that fails may no longer answer
     runs: list[float] = []
     error = None
     try:
@@ -205,7 +208,7 @@ class _Loop(NamedTuple):
                 self.kernel(self.sets[turn % len(self.sets)])
 
     def reach(self, deadline: limits.Deadline, done: int) -> None:
-        """Note how many calls are done; end here where nobody waits for them, and what a call has forked."""
+        """Record the number of calls that are done.  Ends this thread if the caller no longer waits, and ends forked processes."""
         limits.end_if_forked(deadline.pid)
         deadline.progress = (done, self.num_warmup + self.num_runs)
         if deadline.left <= 0:

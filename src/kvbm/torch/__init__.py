@@ -1,9 +1,11 @@
-"""kvbm in PyTorch: operators that behave as torch's own do.
-
->>> import kvbm.torch  # doctest: +SKIP
->>> (stored,) = kvbm.torch.convert(cache, "vllm/LBHNC", "vllm/BLHNC", shape="llama-3.1-8b")  # doctest: +SKIP
+"""kvbm for PyTorch: operators that behave like torch's own.
 
 They work under ``torch.compile(fullgraph=True)``, ``torch.export`` and ``torch.cuda.graph``, and `convert` has gradients.
+
+Examples
+--------
+>>> import kvbm.torch  # doctest: +SKIP
+>>> (stored,) = kvbm.torch.convert(cache, "vllm/LBHNC", "vllm/BLHNC", shape="llama-3.1-8b")  # doctest: +SKIP
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a call of the operators needs to know, remembered: layouts, sizes and launches by what was passed."""
+"""Caches for calls of the operators: layouts, sizes and launches for given arguments."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ..contract import (
     side_of,
 )
 from ..errors import BindError, CudaError, CudaUnavailableError, KvbmError
+from ..matching import names_of_strides
 from ..mover import require_disjoint, torch_stream
 from ..planner import plan
 from ..pool import Pool
@@ -34,19 +35,19 @@ __all__ = ["AcceleratorError", "Batch", "Face"]
 
 _RuntimeError: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)  # torch 2.8 and newer
 
-#: Batches, faces and their sizes that are remembered.
+#: Sizes of the caches of batches, faces and their sizes.
 _MOST_SIZES = 1024
 
 
 class AcceleratorError(CudaError, _RuntimeError):  # type: ignore[misc, valid-type]
-    """A CUDA call that failed inside an operator: PyTorch's ``AcceleratorError``, and kvbm's `CudaError`.
+    """A CUDA call failed inside an operator.  It is both PyTorch's ``AcceleratorError`` and kvbm's `CudaError`.
 
     Attributes
     ----------
     code, error_code : int
         The ``CUresult``.
     name : str
-        Its name.
+        Name of the code.
     """
 
     def __init__(self, message: str, *, code: int = 0, name: str = "") -> None:
@@ -55,7 +56,7 @@ class AcceleratorError(CudaError, _RuntimeError):  # type: ignore[misc, valid-ty
 
 
 class Face:
-    """Two layouts, a block shape, dtypes and a device: everything about a call but its number of blocks."""
+    """Two layouts, a block shape, dtypes and a device: everything about a call except its number of blocks."""
 
     def __init__(
         self, operator: str, names: tuple[str, str, str], dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
@@ -66,17 +67,17 @@ class Face:
         self.index = (device.index or 0) if device.type == "cuda" else -1
         self.shape = block_shape(text, self.dtypes[0])
         self.src, self.dst = side_of(src, self.shape), side_of(dst, self.shape)
-        if self.src.layout.planes or self.dst.layout.planes:  # dtypes of their own, which the gates compare
+        if self.src.layout.planes or self.dst.layout.planes:  # planes have their own dtypes, which the gates compare
             require_copy(self.src, self.dst)
         else:
             for what, dtype in zip(("input", "output"), self.dtypes, strict=True):
                 require_dtype(f"{operator}: {what} #0", dtype, self.shape.dtype)
-        #: Whether values that have gradients are read as integers, which have none.
+        #: True if values with gradients are read as integers, which have no gradients.
         self.hides_gradients = dtypes[0].is_floating_point and self.shape.dtype not in _FLOATS
         self._batches: dict[tuple[int, int], Batch] = {}
 
     def empty(self, kind: tuple[tuple[int, ...], tuple[int, ...], str, int]) -> torch.Tensor:
-        """A tensor of a kind: of its own dtype, or else that of the inputs."""
+        """A new tensor of a kind, with the kind's dtype or else that of the inputs."""
         shape, strides, dtype, _ = kind
         return torch.empty_strided(
             shape, strides, dtype=torch_dtype(dtype) if dtype else self.torch_dtype, device=self.device
@@ -97,7 +98,7 @@ _FLOATS = frozenset(name for name in ITEMSIZE if "float" in name)
 
 
 class Batch:
-    """A face with its numbers of blocks: what the tensors must be, and the launches."""
+    """A face with its numbers of blocks: the required tensors, and the launches."""
 
     def __init__(self, face: Face, src_blocks: Size, dst_blocks: Size) -> None:
         self.face = face
@@ -112,7 +113,7 @@ class Batch:
         which, kinds, face, count = self.dst.which, self.dst_elements, self.face, int(self.dst.arrays)
         if which is None and count:
             first = face.empty(kinds[0])
-            if first.is_contiguous():  # then a tensor like it has the same strides, and is made in half the time
+            if first.is_contiguous():  # then a tensor like it has the same strides, and takes half the time to create
                 return [first, *[torch.empty_like(first) for _ in range(count - 1)]]
         return [face.empty(kinds[which[i] if which else 0]) for i in range(count)]
 
@@ -126,7 +127,7 @@ class Batch:
         return found
 
     def run(self, src: Table, dst: Table, pairs: _core.Pairs) -> None:
-        """Copy: on the CPU now, on a GPU in the order of the current stream."""
+        """Copy: on the CPU at once, on a GPU in the order of the current stream."""
         face = self.face
         copies = self.copies(src[1], dst[1])
         if face.index < 0:
@@ -140,7 +141,7 @@ class Batch:
     def shares_blocks(
         self, src: Table, dst: Table, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
     ) -> bool:
-        """Whether inputs and outputs are the same blocks; an error where they overlap otherwise."""
+        """True if inputs and outputs are the same blocks.  Raises an error if they overlap in another way."""
         if not _core.tables_clash(src[0], self._nbytes[0], dst[0], self._nbytes[1]):
             return False
         pools = self.pools(tensors, out)
@@ -148,7 +149,7 @@ class Batch:
         return require_disjoint(*pools)
 
     def pools(self, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[Pool, Pool]:
-        """The slow and thorough way of looking at both sides."""
+        """Pools of both sides: the slow check of all arguments, with detailed errors."""
         src, dst = (
             Pool.trusted(side.side.layout, self.face.shape, [_seen(tensor) for tensor in given], given)
             for side, given in ((self.src, tensors), (self.dst, out))
@@ -157,16 +158,16 @@ class Batch:
 
 
 Table = tuple[_core.Table, int]
-#: How tensors become a table: `table_of` or `plain_table`.
+#: Functions that make a table of tensors: `table_of` or `plain_table`.
 Look = Callable[[Caller, Sequence[torch.Tensor], Sized, Any, Face, str], Table | None]
 KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
 _faces: dict[Any, Face] = {}
-KNOWN: dict[Any, Batch] = {}  # by what real tensors have; faces are for symbols, too
+KNOWN: dict[Any, Batch] = {}  # keys from real tensors; faces also have symbolic sizes
 _names: dict[torch.dtype, str] = {}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16``, remembered."""
+    """The name of a dtype, such as ``bfloat16``; cached."""
     found = _names.get(dtype)
     if found is None:
         found = _names[dtype] = str(dtype).removeprefix("torch.")
@@ -174,7 +175,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Torch's dtype of a name: pairs of 4 bits as torch has them, or as bytes."""
+    """Torch's dtype of a name.  Pairs of 4 bits have torch's packed dtype, or are bytes."""
     found: torch.dtype = getattr(torch, f"{name}_x2" if name in PACKED else name, torch.uint8)
     return found
 
@@ -193,7 +194,7 @@ def face_of(operator: str, tensors: Sequence[torch.Tensor], out: Sequence[torch.
 
 
 def remembered(key: Any, batch: Batch) -> Batch:
-    """The batch, which is `KNOWN` by this key from now on."""
+    """Store the batch in `KNOWN` under this key, and return it."""
     if len(KNOWN) >= _MOST_SIZES:
         KNOWN.clear()
     KNOWN[key] = batch
@@ -201,7 +202,7 @@ def remembered(key: Any, batch: Batch) -> Batch:
 
 
 def _seen(tensor: torch.Tensor) -> Array:
-    """A tensor as the contract looks at it; a fake one has no address."""
+    """A tensor's description for the contract; a fake tensor has no address."""
     if tensor.layout is not torch.strided:
         raise BindError(f"expected strided tensors, got one of layout {_name_of(tensor.layout)}; call .to_dense()")
     size = tensor.element_size()
@@ -222,12 +223,12 @@ def _name_of(layout: Any) -> str:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a compiler passes it, without memory."""
+    """True for a compiler's tensor, which has no memory."""
     return isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 def count_blocks(who: Caller, side: Side, tensors: Sequence[torch.Tensor]) -> Size:
-    """How many blocks a list of tensors holds."""
+    """The number of blocks that a list of tensors holds."""
     if side.arrays_a_block and len(tensors) % side.arrays_a_block == 0:
         return len(tensors) // side.arrays_a_block
     return side.blocks(who, [tensor.shape for tensor in tensors[:1]] + [()] * (len(tensors) - 1))
@@ -236,7 +237,7 @@ def count_blocks(who: Caller, side: Side, tensors: Sequence[torch.Tensor]) -> Si
 def table_of(
     who: Caller, tensors: Sequence[torch.Tensor], sized: Sized, elements: Any, face: Face, dtype: str
 ) -> Table:
-    """The addresses of tensors that are as they must be: looked at from C, and one by one where something is not."""
+    """The addresses of correct tensors.  They are checked in C; if something is wrong, one by one in Python."""
     found = _core.strided_tensors(tensors, sized.arrays, elements, sized.which, dtype, face.index)
     if found is not None:
         return found
@@ -249,10 +250,10 @@ def table_of(
 def plain_table(
     _: Caller, tensors: Sequence[torch.Tensor], sized: Sized, elements: Any, face: Face, dtype: str
 ) -> Table | None:
-    """The addresses of tensors that are as they must be, of no subclass, and of which autograd need not know; else None.
+    """The addresses of correct tensors without a subclass that autograd need not know of; else None.
 
-    One thing is not asked, as it would cost as much as all the rest: whether a tensor is ``torch._neg_view`` of another.  What
-    PyTorch itself makes of that kind, imaginary parts of conjugates, has strides that no layout has.
+    One property is not checked, as it would cost as much as all others: whether a tensor is ``torch._neg_view`` of another.  Those
+    that PyTorch creates, imaginary parts of conjugates, have strides that no layout has.
     """
     return _core.strided_tensors(
         tensors, sized.arrays, elements, sized.which, dtype, face.index, KINDS, not torch.is_grad_enabled()
@@ -260,20 +261,23 @@ def plain_table(
 
 
 def require_all(who: Caller, tensors: Sequence[torch.Tensor], sized: Sized, face: Face) -> list[Array]:
-    """Look at tensors one by one: they are what they must be, or the sentence says which is not."""
+    """Check tensors one by one.  Raises an error that names the wrong one."""
     seen = [_seen(tensor) for tensor in tensors]
     if seen:
         require_device(who(0), seen[0].device, "input #0", str(face.device))
+    if all(type(n) is int for one in seen for n in (*one.shape, *one.strides)):  # symbols of a compiler fit nothing
+        side = sized.side
+        who = who._replace(fitting=lambda: names_of_strides(seen, side.shape, side.layout.name))
     require(who, seen, sized)
     return seen
 
 
 def wants_gradient(*lists: Sequence[torch.Tensor]) -> bool:
-    """Whether a tensor requires a gradient; a compiler can look through it."""
+    """True if a tensor requires a gradient.  A compiler can trace this function."""
     return any(tensor.requires_grad for tensors in lists for tensor in tensors)
 
 
-# What torch.library itself asks; older versions have only the slow way.
+# The function that torch.library uses; older versions have only the slow one.
 any_requires_grad = getattr(torch._C, "any_requires_grad", wants_gradient)
 
 

@@ -1,9 +1,8 @@
-"""Fences between the framework's stream and the library's: events on the GPU, and never a host that waits.
+"""Fences between the framework's stream and another stream.  They use events on the GPU; the host does not wait.
 
-A copy on a stream of its own needs two orders that nobody else establishes: it must not start before the work that the
-framework has enqueued so far, and the framework must not go on before it is done.  And the memory that it touches must not
-be given to another tensor meanwhile.  `before`, `after` and `keep` are these three; `fence` is all of them around a block.
-Events alone are used, so all of it can be captured into a graph.
+A copy on a separate stream needs three things.  It must start after the work that the framework has enqueued (`before`).  The
+framework must continue only after the copy (`after`).  The memory of the copy must not be reused for another tensor meanwhile
+(`keep`).  `fence` does all three around a ``with`` block.  All of it can be captured into a graph.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ __all__ = ["after", "before", "fence", "keep"]
 
 
 def stream_of(stream: Any, device: torch.device) -> torch.cuda.Stream:
-    """Any stream as torch's, after a look at the device it is of.
+    """Any stream as a torch stream.  Its device is checked.
 
     Raises
     ------
     BindError
-        A stream of another device than the tensors.
+        The stream belongs to another device than the tensors.
     TypeError
-        What is no stream.
+        The object is not a stream.
     """
     if device.type != "cuda":
         raise BindError(
-            f"stream: the tensors are on {device}, where a copy is done when the call returns; leave stream out"
+            f"stream: the tensors are on {device}, where the call waits for the copy; leave stream out"
         )
     if isinstance(stream, torch.cuda.Stream):
         _require_home(stream.device.index, device)
@@ -42,12 +41,12 @@ def stream_of(stream: Any, device: torch.device) -> torch.cuda.Stream:
     home = getattr(stream, "device_id", None)  # CuPy
     if home is None:
         home = getattr(getattr(stream, "device", None), "device_id", None)  # cuda.core
-    if home is None and handle > 2:  # the default streams are of whichever device is current
+    if home is None and handle > 2:  # the default streams belong to the current device
         home = _home_of(handle)
     if isinstance(home, int) and home >= 0:
         _require_home(home, device)
     found = torch.cuda.ExternalStream(handle, device=device)
-    found.owner = stream  # whoever holds this one holds the caller's
+    found.owner = stream  # keeps the caller's stream alive
     return found
 
 
@@ -56,7 +55,7 @@ def _require_home(index: int, device: torch.device) -> None:
 
 
 def _home_of(handle: int) -> int | None:
-    """The device of a raw handle, where the driver can be asked (CUDA 12.8 and newer)."""
+    """The device of a raw handle, if the driver can tell (CUDA 12.8 and newer)."""
     from cuda.bindings import driver
 
     ask = getattr(driver, "cuStreamGetDevice", None)
@@ -67,26 +66,26 @@ def _home_of(handle: int) -> int | None:
 
 
 def before(stream: torch.cuda.Stream, current: torch.cuda.Stream | None = None) -> None:
-    """Let `stream` wait for all that the framework's stream (torch's current one) has been given so far."""
+    """Make `stream` wait for all work that is enqueued in the framework's stream (torch's current one)."""
     current = current if current is not None else torch.cuda.current_stream(stream.device)
     if current != stream:
         stream.wait_stream(current)
 
 
 def after(stream: torch.cuda.Stream, current: torch.cuda.Stream | None = None) -> None:
-    """Let the framework's stream wait for all that `stream` has been given so far."""
+    """Make the framework's stream wait for all work that is enqueued in `stream`."""
     current = current if current is not None else torch.cuda.current_stream(stream.device)
     if current != stream:
         current.wait_stream(stream)
 
 
 def keep(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
-    """Keep the tensors' memory from other tensors until `stream` is done with all that it has been given so far.
+    """Prevent reuse of the tensors' memory until `stream` has done all work that is enqueued in it.
 
-    PyTorch gives memory that is freed to the next tensor of the stream it was allocated on, in that stream's order; it does
-    not know of other streams unless it is told.  Each storage is told once.  Streams that are not torch's it is never told of:
-    it would record an event there when the memory is freed, and the stream may be gone by then, which ends the process.
-    torch's current stream waits for such a stream at once instead.
+    PyTorch reuses freed memory in the order of the stream on which it was allocated.  It must be told of other streams; this is
+    done once per storage.  It is not told of streams that torch did not create: it would record an event on the stream when the
+    memory is freed, and if the stream no longer exists then, the process ends.  Instead, torch's current stream waits for such a
+    stream at once.
     """
     if isinstance(stream, torch.cuda.ExternalStream):
         current = torch.cuda.current_stream(stream.device)
@@ -102,26 +101,26 @@ def keep(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
 
 @contextlib.contextmanager
 def fence(stream: Any, *tensors: torch.Tensor, device: Any = None) -> Iterator[torch.cuda.Stream]:
-    """Run a block on another stream, fenced on both sides.
+    """Run a ``with`` block on another stream, fenced on both sides.
 
     Parameters
     ----------
-    stream : torch.cuda.Stream, or any stream that `kvbm.convert` takes
-        Where the block's work is enqueued: it is torch's current stream inside.
+    stream : torch.cuda.Stream, or any stream that `kvbm.convert` accepts
+        The stream for the block's work.  It is torch's current stream inside the block.
     *tensors : torch.Tensor
-        What the block reads and writes of other streams; kept until it is done.
+        Tensors of other streams that the block reads or writes.  Their memory is kept until the work is done.
     device : optional
-        Which GPU's streams are fenced.  Not given: that of the first tensor, else of the stream.
+        The GPU.  Default: that of the first tensor, else that of the stream.
 
     Yields
     ------
     torch.cuda.Stream
-        The stream, as torch's.
+        The stream as a torch stream.
 
     Raises
     ------
     BindError
-        A stream of another device than the tensors, or tensors that are on no GPU.
+        The stream belongs to another device than the tensors, or the tensors are not on a GPU.
 
     Examples
     --------
@@ -144,4 +143,4 @@ def fence(stream: Any, *tensors: torch.Tensor, device: Any = None) -> Iterator[t
             yield side
     finally:
         after(side, current)
-        keep(tensors, current)  # which is done when `side` is; memory that was allocated there needs nothing more
+        keep(tensors, current)  # it waits for `side`, so memory that was allocated on `side` needs nothing more

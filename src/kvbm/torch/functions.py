@@ -1,12 +1,13 @@
-"""The functions that users call, in front of the operators.
+"""The public functions; they call the operators.
 
-They call no operator where the dispatcher would only carry the tensors over, one by one (`_nobody_listens`).
+They skip the operator if the dispatcher would only pass the tensors on (`_nobody_listens`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from ..contract import layout_name, reads_as, shape_text
 from ..errors import BindError, DTypeError, KvbmError
+from ..layout import Layout
 from ..pool import Pool
 from ..shapes import BlockShape
 from .batches import KINDS, any_requires_grad, dtype_name, plain_table, raise_named, torch_dtype, wants_gradient
@@ -25,9 +27,9 @@ __all__ = ["convert", "convert_", "reinterpret", "tensors"]
 
 def convert(
     tensors: Sequence[torch.Tensor] | torch.Tensor,
-    src: str = "nhd",
-    dst: str = "universal",
-    shape: str | BlockShape = "",
+    src: str | Path | Layout,
+    dst: str | Path | Layout,
+    shape: str | BlockShape,
     *,
     stream: Any = None,
 ) -> list[torch.Tensor]:
@@ -36,26 +38,27 @@ def convert(
     Parameters
     ----------
     tensors : sequence of torch.Tensor
-        One an allocation of the source's layout, in table order, each shaped as its order says; on one device.  A tensor
-        alone is a list of one.  Records of several planes are bytes, in any shape whose first axis is the blocks.
-    src, dst : str
-        Layouts, by name or by the path of a YAML file (which is read once in a process).
+        One tensor per allocation of the source's layout, in table order, all on one device.  The layout's order gives each shape.
+        A single tensor is a list of one.  Records of several planes are bytes, in any shape with the blocks as the first axis.
+    src, dst : str, Path or Layout
+        Layouts: names, or paths of YAML files, which are read once per process.  A `Layout` must have been loaded from a file.
     shape : str or BlockShape
-        As `kvbm.load_shape` reads it.  Sizes without a dtype (``"nl=2,no=2,nh=4,nt=16,hd=32"``) take the tensors'.
+        Sizes of a block, or a text that `kvbm.load_shape` reads.  Without a dtype (``"nl=2,no=2,nh=4,nt=16,hd=32"``), that of the
+        tensors is used.
     stream : optional
-        A stream to copy on, fenced on both sides (see `fence`).  Not given: torch's current one.  Not inside
+        A stream for the copy, fenced on both sides (see `fence`).  Default: torch's current stream.  Not allowed inside
         ``torch.compile``.
 
     Returns
     -------
     list of torch.Tensor
-        One an allocation of the destination's layout, holding the same blocks in the same order; of the dtype of the inputs,
-        or of its plane's where a layout has several.
+        One tensor per allocation of the destination's layout, with the same blocks in the same order.  The dtype is that of the
+        inputs; with several planes, that of the plane.
 
     Raises
     ------
     BindError, DTypeError
-        Tensors that do not fit: the sentence names the operator, the input and the remedy.
+        The tensors do not fit.  The message names the operator, the input, and what to do.
     LayoutError, PlanError, SpecError
         There is no copy between the two layouts, or no such layout or shape.
     AcceleratorError
@@ -63,8 +66,7 @@ def convert(
 
     Notes
     -----
-    Gradients flow, to any order: the adjoint of a permutation is its inverse; not through layouts of several planes.
-    Autocast leaves dtypes alone.
+    Gradients are supported, of any order, except for layouts of several planes.  Autocast does not change dtypes.
 
     Examples
     --------
@@ -96,32 +98,33 @@ def convert(
 def convert_(
     tensors: Sequence[torch.Tensor] | torch.Tensor,
     out: Sequence[torch.Tensor] | torch.Tensor,
-    src: str = "nhd",
-    dst: str = "universal",
-    shape: str | BlockShape = "",
+    src: str | Path | Layout,
+    dst: str | Path | Layout,
+    shape: str | BlockShape,
     src_ids: Any = None,
     dst_ids: Any = None,
     *,
     stream: Any = None,
 ) -> None:
-    """Convert blocks into tensors that are there already: the operator ``kvbm::convert_``.
+    """Convert blocks into existing tensors: the operator ``kvbm::convert_``.
 
     Parameters
     ----------
     tensors, out : sequence of torch.Tensor
-        One an allocation of each layout, in table order, on one device.  Bits are copied, so one byte wide dtypes may
-        differ where one of them is uint8 or int8.
+        One tensor per allocation of each layout, in table order, all on one device.  Bits are copied, so dtypes of one byte may
+        differ if one of them is uint8 or int8.
     src, dst, shape, stream
         As for `convert`.
     src_ids, dst_ids : torch.Tensor or sequence of int, optional
-        One axis of int32 or int64: block ``src_ids[i]`` is copied into block ``dst_ids[i]``; -1 skips a pair.  Not given:
-        0, 1, 2, … on that side.  Ids on the CPU are checked, and may be changed at once.  Ids on the GPU are read when the
-        kernel runs, so that a graph can be replayed with others; see `check_ids`.
+        One axis of int32 or int64: block ``src_ids[i]`` is copied into block ``dst_ids[i]``; -1 skips a pair.  Default:
+        0, 1, 2, … on that side.  Ids on the CPU are checked, and you may change them after the call.  Ids on the GPU are read when
+        the kernel runs, so a graph can be replayed with other ids; see `check_ids`.
 
     Raises
     ------
     BindError, DTypeError, LayoutError, PlanError, SpecError, AcceleratorError
-        As `convert`; ids that are out of range or repeated, memory that overlaps, gradients.  Nothing was written.
+        As `convert`; also if ids are out of range or repeated, memory overlaps, or a tensor requires a gradient.  Nothing was
+        written.
 
     Examples
     --------
@@ -154,14 +157,14 @@ def convert_(
 
 
 def reinterpret(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same bytes as another dtype of one byte: fp8 as uint8 or int8, or back.  A view; no memory is touched.
+    """View a tensor as another dtype of one byte: fp8 as uint8 or int8, or back.  No memory is copied.
 
     Raises
     ------
     DTypeError
-        Another width, or two formats of fp8, whose values would not be the same.
+        A dtype has another width, or both are formats of fp8, as their values would differ.
     BindError
-        A gradient is asked of integers.
+        The tensor requires a gradient, which integers do not have.
 
     Examples
     --------
@@ -181,9 +184,9 @@ def reinterpret(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def tensors(pool: Pool) -> list[torch.Tensor]:
-    """A pool's arrays as tensors on the same memory, in table order; the pool's own GPU memory, too.
+    """A pool's arrays as tensors on the same memory, in table order.  It also works for GPU memory that the pool owns.
 
-    Keep the pool open as long as they are used.
+    Keep the pool open while you use the tensors.
 
     Examples
     --------
@@ -201,7 +204,7 @@ def _tensor(array: Any, device: str) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
     if isinstance(array, np.ndarray):
-        if array.dtype.isbuiltin != 1:  # those of ml_dtypes: their bits
+        if array.dtype.isbuiltin != 1:  # dtypes of ml_dtypes: view their bits
             array = array.view(f"u{array.itemsize}")
         return torch.from_numpy(array)
     return torch.as_tensor(array, device=device)
@@ -213,9 +216,9 @@ def _list(operator: str, what: str, tensors: Any) -> list[torch.Tensor]:
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise BindError(f"{operator}: {what}: #{index} is a {type(tensor).__name__}; expected a torch.Tensor")
-        if tensor.is_nested:  # what such a tensor answers to most questions is an error of torch's
+        if tensor.is_nested:  # most attributes of a nested tensor raise an error of torch
             raise BindError(
-                f"{operator}: {what}: #{index} is a nested tensor; expected a dense one: pass those that it is made of, .unbind()"
+                f"{operator}: {what}: #{index} is a nested tensor; expected a dense one: pass its parts, tensor.unbind()"
             )
     return list(tensors)
 
@@ -231,9 +234,9 @@ def _ids(what: str, ids: Any) -> torch.Tensor | None:
 
 
 def _listeners() -> tuple[Callable[[], Any], ...]:
-    """Questions after whoever is called between an operator and its kernel: modes, tracers, torch.func, the profiler.
+    """Functions that tell if something is called between an operator and its kernel: modes, tracers, torch.func, the profiler.
 
-    PyTorch has no public names for them: where one is missing, somebody is taken to listen always.
+    PyTorch has no public names for them.  If one is missing, it is assumed that something is always called.
     """
     names = (
         "_len_torch_dispatch_stack",
@@ -252,9 +255,9 @@ _LISTENERS = _listeners()
 
 
 def _nobody_listens(*lists: Any) -> bool:
-    """Whether the dispatcher would do no more than carry plain tensors to the kernel, which costs 0.1 to 0.2 µs each.
+    """True if the dispatcher would only pass plain tensors to the kernel, which costs 0.1 to 0.2 µs per tensor.
 
-    What all the tensors are is asked later, in C.
+    The tensors themselves are checked later, in C.
     """
     if torch.compiler.is_compiling():
         return False
@@ -265,7 +268,7 @@ def _nobody_listens(*lists: Any) -> bool:
 
 
 def _autograd_looks(*lists: Sequence[torch.Tensor]) -> bool:
-    """Whether the operator itself must be called: a gradient is wanted, or it goes into a file."""
+    """True if the operator must be called: a gradient is needed, or the call is being exported or traced."""
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting() or (torch.is_grad_enabled() and wants_gradient(*lists))
     return torch.is_grad_enabled() and bool(any_requires_grad(*lists))
@@ -277,7 +280,7 @@ def _refuse_stream(operator: str, stream: Any) -> None:
 
 
 class _named:  # noqa: N801  (used as a function)
-    """Errors of a block carry the operator's name."""
+    """Adds the operator's name to errors of a ``with`` block."""
 
     def __init__(self, operator: str) -> None:
         self.operator = operator

@@ -1,7 +1,7 @@
-"""The operators ``kvbm::convert`` and ``kvbm::convert_``: what the dispatcher calls, for real tensors, fake ones, and gradients.
+"""The operators ``kvbm::convert`` and ``kvbm::convert_``: their functions for real tensors, for fake tensors, and for gradients.
 
-They are defined through `torch.library.Library` and not through ``custom_op``, whose wrappers cost 12 to 28 µs a call.  Each
-has a twin with an underscore in front, which autograd does not look at: compiled code calls it where no gradient is wanted.
+They are defined with `torch.library.Library`, because the wrappers of ``custom_op`` cost 12 to 28 µs per call.  Each has a twin
+with a leading underscore that autograd ignores: compiled code calls it if no gradient is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .batches import (
 
 __all__ = ["CONVERT", "CONVERT_", "PLAIN", "PLAIN_", "check_ids", "run", "run_"]
 
-#: Batches of block ids on the GPU whose pools are remembered.
+#: Size of the cache of pools for copies with block ids on the GPU.
 _MOST_ROUTES = 64
 
 # ---- kvbm::convert ---------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def _known(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> B
 def run(
     tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str, look: Look = table_of
 ) -> list[torch.Tensor] | None:
-    """Convert on the spot; None, and nothing is done, where `look` is not content with the tensors."""
+    """Convert without the dispatcher.  None, and nothing is done, if `look` refuses the tensors."""
     try:
         batch = _known(tensors, src, dst, shape)
         face = batch.face
@@ -95,7 +95,7 @@ def _fake_convert(tensors: list[torch.Tensor], src: str, dst: str, shape: str) -
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    """For the adjoint of a permutation, which is its inverse: the names suffice, no tensor is kept."""
+    """Save the names for the backward pass, the inverse permutation.  No tensor is kept."""
     tensors, src, dst, shape = inputs
     face = face_of("convert", tensors, (), src, dst, shape)
     for side in (face.src, face.dst):
@@ -108,7 +108,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> 
     if face.hides_gradients:
         index = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), 0)
         raise BindError(
-            f"convert: input #{index} requires a gradient, and the shape reads it as {face.shape.dtype}: integers have none; "
+            f"convert: input #{index} requires a gradient, but the shape reads it as {face.shape.dtype}, and integers have none; "
             f"pass dtype={face.dtypes[0]}, or .detach()"
         )
     ctx.names, ctx.num_inputs = (dst, src, shape), len(tensors)
@@ -119,7 +119,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> 
 
 
 def _prime(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> None:
-    """Plan the way back now, so that the first backward takes no longer than the others."""
+    """Plan the backward pass now, so that the first one takes no longer than the others."""
     batch = _batch(tensors, src, dst, shape)
     if batch.src_blocks:
         for copy in batch.copies(16, 16):
@@ -138,10 +138,10 @@ def _adjoint(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
             whole.append(empty.zero_())
         elif grad.stride() == strides:
             whole.append(grad)
-        else:  # such as the expanded ones of sum(): laid out as the operator wants them
+        else:  # such as the expanded gradients of sum(): make them contiguous for the operator
             empty = torch.empty_strided(shape, strides, dtype=grad.dtype, device=grad.device)
             whole.append(empty.copy_(grad))
-    again = CONVERT if torch.is_grad_enabled() else PLAIN  # a gradient of the gradient may be wanted, or not
+    again = CONVERT if torch.is_grad_enabled() else PLAIN  # a second-order gradient may be needed, or not
     return again(whole, *ctx.names), None, None, None
 
 
@@ -192,7 +192,7 @@ def run_(
     dst_ids: torch.Tensor | None = None,
     look: Look = table_of,
 ) -> bool:
-    """As `run`, into tensors that are there already; False where `look` is not content."""
+    """As `run`, into existing tensors.  False if `look` refuses the tensors."""
     try:
         batch = _known_(tensors, out, src, dst, shape)
         face = batch.face
@@ -231,7 +231,7 @@ def _fill(
     else:
         same = batch.shares_blocks(source, target, tensors, out)
         batch.run(source, target, _core.Pairs(src_ids, dst_ids, batch.src_blocks, batch.dst_blocks, same))
-    # Autograd is told that they were written: whoever saved one for a backward is told, too.
+    # Tell autograd that they were written: a backward pass that saved one of them then raises an error.
     torch.autograd.graph.increment_version(out)
 
 
@@ -249,7 +249,7 @@ def _fake_convert_(
         _require_ids(batch.face, src_ids, dst_ids)
         require_all(_INPUT_, tensors, batch.src, batch.face)
         require_all(_OUTPUT_, out, batch.dst, batch.face)
-        if src_ids is not None and dst_ids is not None:  # perhaps symbols; real ids are looked at by `_core.Pairs`
+        if src_ids is not None and dst_ids is not None:  # their sizes may be symbols; `_core.Pairs` checks real ids
             torch._check(
                 src_ids.shape[0] == dst_ids.shape[0],
                 lambda: "convert_: ids: expected as many source as destination ids",
@@ -261,7 +261,7 @@ def _fake_convert_(
 def _refuse_gradients(
     tensors: list[torch.Tensor], out: list[torch.Tensor], src: str, dst: str, shape: str, *ids: torch.Tensor | None
 ) -> None:
-    """What autograd calls: the operator has no gradient, so none may be asked for."""
+    """Called by autograd.  Raises an error if a tensor requires a gradient, as the operator has none."""
     if torch.is_grad_enabled() and any_requires_grad(tensors, out):
         for what, given in (("input", tensors), ("output", out)):
             for index, tensor in enumerate(given):
@@ -280,7 +280,7 @@ _Route = _core.Route
 _routes: OrderedDict[Any, _Route] = OrderedDict()
 _routes_lock = Lock()
 
-#: Copies of which nobody has asked yet what their kernels noted: those in flight, those in graphs, and those that were wrong.
+#: Copies whose ids `check_ids` has not checked yet: running copies, copies in graphs, and copies with wrong ids.
 _unasked: list[tuple[_core.Done, torch.device]] = []
 
 
@@ -294,7 +294,7 @@ def _note(done: _core.Done, device: torch.device) -> None:
 def _route(
     batch: Batch, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], source: Table, target: Table
 ) -> _Route:
-    """The route for these addresses, made where it is not known.  Copies keep theirs, for as long as they are in `_unasked`."""
+    """The route for these addresses, from the cache or new.  Copies keep their route while they are in `_unasked`."""
     key = (batch, tuple(tensor.data_ptr() for tensor in tensors), tuple(tensor.data_ptr() for tensor in out))
     found = _routes.get(key) or _Route(
         batch.face.index, source[0], target[0], batch.src_blocks, batch.dst_blocks,
@@ -309,16 +309,16 @@ def _route(
 
 
 def check_ids() -> None:
-    """Wait for the copies that had block ids on the GPU, and raise what their kernels noted.
+    """Wait for the copies that had block ids on the GPU, and raise an error if an id was out of range.
 
-    An id on the GPU cannot be looked at before the copy.  One that is out of range is skipped; this says so afterwards.
-    Of graphs the current stream is waited for: that of their replays, or one that waits for theirs.
+    An id on the GPU cannot be checked before the copy.  The kernel skips a pair with an id that is out of range.  For graphs, this
+    waits for the current stream: replay them on that stream, or make it wait for the replays.
 
     Raises
     ------
     BindError
-        The position of a pair that named a block which is not there: of the first such copy, and at the next call of the
-        next one.
+        An id was out of range.  The message has the position of the pair in the first such copy.  The next call reports the next
+        copy.
     """
     with _routes_lock:
         asked = list(_unasked)
@@ -334,11 +334,11 @@ def check_ids() -> None:
         raise_named("convert_", error)
 
 
-# ---- no tensors, or such as no kernel takes --------------------------------------------------------------------------
+# ---- no tensors, or unsupported ones ---------------------------------------------------------------------------------
 
 
 def _refuse(who: Caller, tensors: Sequence[torch.Tensor], *names: str) -> None:
-    """Raise, unless there are no tensors, and so no blocks, as both layouts have a tensor a block."""
+    """Raise an error, unless there are no tensors because there are no blocks, and both layouts have one tensor per block."""
     try:
         for index, tensor in enumerate(tensors):
             describe(tensor, who(index))
@@ -349,7 +349,7 @@ def _refuse(who: Caller, tensors: Sequence[torch.Tensor], *names: str) -> None:
             side = side_of(name, shape)
             if not side.arrays_a_block:
                 raise BindError(
-                    f"{what}s: {side} expects {side.count} arrays, got none; for no blocks pass arrays with 0 of them, which tell "
+                    f"{what}s: {side} expects {side.count} arrays, got none; for no blocks pass arrays with 0 blocks, which give "
                     "the device"
                 )
     except KvbmError as error:

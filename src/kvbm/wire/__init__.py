@@ -1,6 +1,6 @@
-"""Wires: how bytes and notes go from one process to another.  kvbm opens no socket; NIXL and torch.distributed do.
+"""Wires send bytes and notes from one process to another.  kvbm opens no sockets; NIXL and torch.distributed do.
 
-`Wire` says what every wire does and keeps to.  A transport is imported when it is named, and needs its package only then.
+`Wire` defines the calls and guarantees of every wire.  A transport is imported on first access, and needs its package only then.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from .protocol import NOTE_BYTES, Op, Slab, Slice, Wire
 if TYPE_CHECKING:
     from .agents import nixl
     from .faults import Fault, Faulty, faulty, random_faults
-    from .files import nixl_files
     from .groups import torch
     from .hub import Hub, memory
     from .loans import Mapped, mapped
+    from .storage import nixl_files, nixl_objects
 
 __all__ = [
     "NOTE_BYTES",
@@ -33,17 +33,18 @@ __all__ = [
     "memory",
     "nixl",
     "nixl_files",
+    "nixl_objects",
     "random_faults",
     "torch",
 ]
 
-#: Name → module.  No module has the name of a transport: importing it would hide the function.
+#: Name → module.  No module may have the name of a transport: importing it would hide the function.
 _HOME = {
     **dict.fromkeys(("Fault", "Faulty", "faulty", "random_faults"), "faults"),
     **dict.fromkeys(("Hub", "memory"), "hub"),
     **dict.fromkeys(("Mapped", "mapped"), "loans"),
+    **dict.fromkeys(("nixl_files", "nixl_objects"), "storage"),
     "nixl": "agents",
-    "nixl_files": "files",
     "torch": "groups",
 }
 

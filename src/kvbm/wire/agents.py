@@ -1,11 +1,13 @@
-"""`nixl`: a wire on NIXL, between processes and machines, for memory of the host and of GPUs."""
+"""`nixl`: a wire on NIXL, between processes and machines, for host memory and GPU memory."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import struct
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -16,34 +18,52 @@ __all__ = ["Reached", "Transfers", "nixl"]
 
 T = TypeVar("T")
 
-#: Before each note: what it is, and its number among the sender's to this peer.
+#: Header of a note: its kind, and its number among the sender's notes to this peer.
 _HEAD = struct.Struct("<BQ")
 _NOTE, _BYE, _GONE = 0, 1, 2
-#: Most notes that are kept of senders that this side has not connected to.
+#: Most notes that are kept from senders to which this side has not connected.
 _STRANGERS: Final = 4096
-#: Slabs that a peer may still write to although their wire is closed: their memory is never used again.
+#: Slabs of closed wires to which a peer may still write: their memory is never reused.
 _WRITABLE: list[Slab] = []
+#: Backend → what else it needs than the wheel.
+_NEEDS: Final = {
+    "OBJ": "; that of nixl_cu13 needs libcuobjclient.so.1 of CUDA 13.1, that of nixl_cu12 does not: import nixl_cu12 first",
+}
+
+
+def _variant() -> str:
+    """NIXL's package: a variant that the program has imported already, as one process holds only one, or NIXL's own choice."""
+    return next((name for name in ("nixl", "nixl_cu13", "nixl_cu12") if name in sys.modules), "nixl")
 
 
 class Agent:
-    """An agent of NIXL: memory, transfers, and NIXL's exceptions as kvbm's."""
+    """An agent of NIXL: memory, transfers, and NIXL's exceptions converted to kvbm's."""
 
-    def __init__(self, name: str, backend: str) -> None:
+    def __init__(self, name: str, backend: str, parameters: Mapping[str, str] | None = None) -> None:
         try:
-            from nixl import _api, _bindings
+            _api, _bindings = (importlib.import_module(f"{_variant()}.{part}") for part in ("_api", "_bindings"))
         except ImportError as error:
             raise KvbmError(f"this wire needs NIXL ({error}): pip install 'kvbm-layouts[nixl]'") from None
         kinds = [getattr(_bindings, kind) for kind in dir(_bindings) if kind.endswith("Error")]
         self._errors: tuple[type[Exception], ...] = tuple(kinds)
         self._gone: tuple[type[Exception], ...] = (_bindings.nixlRemoteDisconnectError,)
         self._name, self._backend = name, backend
-        config = _api.nixl_agent_config(enable_prog_thread=False, backends=[backend])
+        config = _api.nixl_agent_config(enable_prog_thread=False, backends=[] if parameters else [backend])
         self.nixl: Any = self.call("agent", _api.nixl_agent, name, config)
+        why = ""
+        if parameters:
+            try:
+                self.call("backend", self.nixl.create_backend, backend, dict(parameters))
+            except TransferError as error:
+                why = f" ({error})"
         if backend not in self.nixl.backends:
-            raise KvbmError(f"{name}: NIXL has no backend {backend} here; it has {sorted(self.nixl.plugin_list)}")
+            others = ", ".join(sorted({*self.nixl.plugin_list} - {backend}))
+            raise KvbmError(
+                f"{name}: {_api.__package__} cannot start backend {backend} here{why}{_NEEDS.get(backend, '')}; others are {others}"
+            )
 
     def call(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Call NIXL; `PeerLostError` if the peer has gone, `TransferError` for all else that it raises."""
+        """Call NIXL.  Raises `PeerLostError` if the peer is gone, and `TransferError` for its other errors."""
         try:
             return function(*arguments)
         except self._gone as error:
@@ -52,7 +72,7 @@ class Agent:
             raise TransferError(f"{self._name}: {what}: {error}") from None
 
     def register(self, slab: Slab) -> Any:
-        """Register memory; returns what `deregister` takes."""
+        """Register memory; return the argument for `deregister`."""
         memory = [(slab.address, slab.nbytes, _device(slab)[1], "")]
         return self.call("register", self.nixl.register_memory, memory, _device(slab)[0])
 
@@ -60,9 +80,9 @@ class Agent:
         self.call("deregister", self.nixl.deregister_memory, memory)
 
     def post(self, what: str, local: Any, remote: Any, to: str, note: bytes = b"") -> Any:
-        """Start a transfer of one descriptor a side, ``(address, bytes, device)`` behind the kind of memory.
+        """Start a transfer with one descriptor per side: the kind of memory, then ``(address, bytes, device)``.
 
-        Returns its handle, or None if it is done already.
+        Returns its handle, or None if it is already done.
         """
         descriptors = [self.nixl.get_xfer_descs([place], kind) for kind, place in (local, remote)]
         handle = self.call(what, self.nixl.initialize_xfer, what, *descriptors, to, note)
@@ -76,17 +96,17 @@ class Agent:
         return None if done else handle
 
     def check(self, what: str, handle: Any) -> bool:
-        """Whether a transfer is done."""
+        """True if a transfer is done."""
         return self.is_done(what, self.nixl.check_xfer_state, handle)
 
     def is_done(self, what: str, function: Callable[..., str], handle: Any) -> bool:
         state = self.call(what, function, handle)
         if state not in ("DONE", "PROC"):
-            raise TransferError(f"{self._name}: {what}: NIXL's state is {state}")
+            raise TransferError(f"{self._name}: {what}: expected NIXL's state DONE or PROC, got {state}")
         return state == "DONE"
 
     def release(self, handle: Any) -> None:
-        """Give a handle back; one that NIXL does not take yet, it takes when its agent ends."""
+        """Release a handle.  If NIXL refuses, it releases the handle when its agent ends."""
         with contextlib.suppress(*self._errors):
             handle.release()
 
@@ -105,10 +125,10 @@ def place(slab: Slab, part: Slice) -> tuple[str, tuple[int, int, int]]:
 
 @dataclass
 class Reached(Peer):
-    """A peer of NIXL, and the transfers with it that are under way."""
+    """A peer of NIXL, and its running transfers."""
 
     ops: set[_Op] = field(default_factory=set)
-    #: No write of it can land any more.
+    #: True if the peer can no longer write.
     fenced: bool = False
 
 
@@ -116,11 +136,11 @@ R = TypeVar("R", bound=Reached)
 
 
 class Transfers(Ends[R]):
-    """Ends of NIXL: one agent, its registered slab, and transfers of one descriptor a side."""
+    """Ends of NIXL: one agent, its registered slab, and transfers with one descriptor per side."""
 
-    def __init__(self, name: str, backend: str) -> None:
+    def __init__(self, name: str, backend: str, parameters: Mapping[str, str] | None = None) -> None:
         super().__init__(name)
-        self._agent = Agent(self.name, backend)
+        self._agent = Agent(self.name, backend, parameters)
         self._memory: Any = None
 
     def register(self, slab: Slab) -> None:
@@ -137,23 +157,28 @@ class Transfers(Ends[R]):
         return op
 
     def _guarded(self, far: Reached, function: Callable[..., T], *arguments: Any) -> T:
-        """Call the agent; whatever fails on the way to a peer loses it."""
+        """Call the agent.  If a call for a peer fails, the peer is lost."""
         try:
             return function(*arguments)
         except TransferError as error:
             far.fenced = far.fenced or isinstance(error, PeerLostError)
-            far.lost = far.lost or str(error)
-            raise PeerLostError(str(error), peer=far.card.name) from None
+            why = str(error) + self._why(far.card.name)
+            far.lost = far.lost or why
+            raise PeerLostError(why, peer=far.card.name) from None
+
+    def _why(self, peer: str) -> str:  # noqa: ARG002
+        """What NIXL's error about a peer does not say."""
+        return ""
 
     def _settled(self, far: R) -> bool:
-        """Whether no transfer with a peer is under way."""
+        """True if no transfer with a peer is running."""
         for op in list(far.ops):
             op.settle()
         return not far.ops
 
 
 class _Op:
-    """A transfer under way."""
+    """A running transfer."""
 
     __slots__ = ("_failed", "_far", "_handle", "_what", "_wire")
 
@@ -169,7 +194,7 @@ class _Op:
         return self._handle is None
 
     def settle(self) -> None:
-        """Look whether it is over, one way or the other."""
+        """Check whether the transfer has ended, with or without success."""
         agent = self._wire._agent
         try:
             if not self._wire._guarded(self._far, agent.check, self._what, self._handle):
@@ -183,12 +208,12 @@ class _Op:
 
 @dataclass
 class _Far(Reached):
-    """A peer: how many notes it was sent, how many of its notes were taken, and those that wait for an earlier one."""
+    """A peer: numbers of notes sent and delivered, and received notes that wait for an earlier one."""
 
     sent: int = 0
     taken: int = 0
     early: dict[int, bytes] = field(default_factory=dict)
-    #: It has asked this side to stop; it was told that this side has ended the connection.
+    #: The peer has asked this side to stop; the peer was told that this side has ended the connection.
     asked: bool = False
     told: bool = False
 
@@ -199,24 +224,24 @@ def nixl(name: str, *, backend: str = "UCX", drop_seconds: float = 5.0) -> _Nixl
     Parameters
     ----------
     name : str
+        Name of this end.
     backend : str
-        One of NIXL's for memory: ``UCX``, ``LIBFABRIC``.
+        A memory backend of NIXL: ``UCX``, ``LIBFABRIC``.
     drop_seconds : float
         How long `Wire.drop` and `Wire.close` wait for peers that do not answer.
 
     Notes
     -----
-    *Fence.*  Neither removing a remote agent nor deregistering memory stops a peer that lives: over TCP and between
-    processes of a host its puts still land.  So ``drop`` asks the peer's wire, which ends its transfers and answers when it
-    polls.  A peer that is there and does not poll makes ``drop`` a `TransferTimeoutError`.
-    A peer whose connection NIXL reports as broken counts as ended.
+    *Fence.*  Removing a remote agent or deregistering memory does not stop a running peer: over TCP and between processes of a host
+    its puts still arrive.  So ``drop`` asks the peer's wire, which ends its transfers and answers when it polls.  If the peer runs
+    but does not poll, ``drop`` raises `TransferTimeoutError`.  If NIXL reports a connection as broken, its peer counts as ended.
 
-    *Order.*  NIXL delivers a put's note with the put and other notes at once; the wire numbers and orders them.
+    *Order.*  NIXL delivers the note of a put with the put, and other notes immediately.  The wire numbers and sorts them.
 
-    *Progress.*  NIXL's own thread is not used: it keeps a core busy, for each agent.  `Wire.poll` and `Op.query` do its work, on
+    *Progress.*  NIXL's own thread is not used, as it keeps one core busy per agent.  `Wire.poll` and `Op.query` do its work, on
     both sides.
 
-    *Time.*  Where no adapter carries the bytes, a put copies them before it returns.
+    *Time.*  Without a network adapter for the bytes, a put copies them before it returns.
     """
     return _Nixl(name, backend, drop_seconds)
 
@@ -229,9 +254,8 @@ class _Nixl(Transfers[_Far]):
         self._drop_seconds = drop_seconds
         self._strangers: list[tuple[str, bytes]] = []
         self._ready: list[tuple[str, bytes]] = []
-        self._closed = False
-        self._unsure = ""  # why a peer may still write, although this side is closed
-        #: Peers that were dropped, and when: some ask again, because an answer was lost.
+        self._unsure = ""  # why a peer may still write after this side was closed
+        #: Dropped peers → time.  They may ask again, if an answer was lost.
         self._leaving: list[tuple[float, str]] = []
 
     def card(self) -> bytes:
@@ -246,13 +270,13 @@ class _Nixl(Transfers[_Far]):
         try:
             name = self._agent.call("connect", self._agent.nixl.add_remote_agent, held.data)
         except (TransferError, ValueError) as error:
-            # NIXL may have kept half of them, and then refuses the right ones: a card's sum keeps damaged ones away from it.
-            raise BindError(f"card of {held.name}: NIXL does not take its data: {error}") from None
+            # NIXL may have stored a part of the data, and then refuses the right data.  The checksum of cards prevents this.
+            raise BindError(f"card of {held.name}: NIXL refuses its data: {error}") from None
         name = name.decode() if isinstance(name, bytes) else name
         if name != held.name:
             if name not in self._peers:
                 self._agent.nixl.remove_remote_agent(name)
-            raise BindError(f"card of {held.name}: its data are of another agent, {name!r:.140}")
+            raise BindError(f"card of {held.name}: expected data of this agent, got those of {name!r:.140}")
         self._peers[name] = _Far(held)
         kept, self._strangers = self._strangers, []
         for sender, note in kept:
@@ -274,7 +298,7 @@ class _Nixl(Transfers[_Far]):
         self._send(far, self._numbered(far, note))
 
     def poll(self) -> list[tuple[str, bytes]]:
-        if not self._closed:
+        if not self.is_closed:
             self._progress()
         ready, self._ready = self._ready, []
         return [note for note in ready if not self._peers[note[0]].lost]
@@ -286,7 +310,7 @@ class _Nixl(Transfers[_Far]):
     def close(self) -> None:
         if self._unsure:
             raise TransferTimeoutError(self._unsure)
-        if self._closed:
+        if self.is_closed:
             return
         try:
             self._fence(self._peers, "this side is closed")
@@ -295,7 +319,7 @@ class _Nixl(Transfers[_Far]):
             self._unsure = str(error)
             raise
         finally:
-            self._closed = True
+            self.is_closed = True
             if self._memory is not None:
                 self._agent.deregister(self._memory)
             del self._agent.nixl
@@ -310,27 +334,27 @@ class _Nixl(Transfers[_Far]):
         return _HEAD.pack(_NOTE, far.sent - 1) + note
 
     def _progress(self) -> None:
-        """Take what came, send what is due, and answer peers that ended the connection."""
+        """Handle received messages, send queued ones, and answer peers that ended the connection."""
         came = self._agent.call("poll", self._agent.nixl.get_new_notifs)
         for sender, notes in came.items():
             for note in notes:
                 self._take(sender, note)
         for far in self._peers.values():
-            self._settled(far)  # NIXL sends the note of a put when it is looked at
+            self._settled(far)  # NIXL sends the note of a put when its state is queried
             if far.asked:
                 self._answer(far)
 
     def _take(self, sender: str, message: bytes) -> None:
-        """One message of a peer: a note that is the next in line goes up, with those that waited for it."""
+        """Handle one message of a peer.  The next note in order is delivered, with the later ones that waited for it."""
         far = self._peers.get(sender)
         if len(message) < _HEAD.size:
-            return  # no wire of kvbm sends it
+            return  # not from a wire of kvbm
         if far is None:
             if len(self._strangers) < _STRANGERS:
                 self._strangers.append((sender, message))
             return
         kind, number = _HEAD.unpack_from(message)
-        if kind == _BYE:  # it writes no more, and asks for the same
+        if kind == _BYE:  # the peer no longer writes, and asks this side to stop, too
             far.fenced = far.asked = True
             far.lost = far.lost or "it has ended the connection"
         elif kind == _GONE:
@@ -344,14 +368,14 @@ class _Nixl(Transfers[_Far]):
     # ---- the fence ---------------------------------------------------------------------------------------------------
 
     def _answer(self, far: _Far) -> None:
-        """Tell a peer that asked that nothing more is written to it, once that is so."""
+        """Answer a peer that asked this side to stop, as soon as no write to it is running."""
         if self._settled(far):
             far.asked = False
             with contextlib.suppress(PeerLostError):
                 self._send(far, _HEAD.pack(_GONE, 0))
 
     def _fence(self, peers: dict[str, _Far], why: str) -> None:
-        """End connections from this side: return when no write of these peers can land."""
+        """End connections from this side.  Returns when these peers can no longer write."""
         for far in peers.values():
             far.lost = far.lost or why
         open_ = dict(peers)
@@ -359,7 +383,7 @@ class _Nixl(Transfers[_Far]):
         while True:
             for name, far in list(open_.items()):
                 if self._settled(far):
-                    # Again and again: so the end of a process is noticed.
+                    # Repeated, so that the end of a process is noticed.
                     if not far.told or (not far.fenced and turns % 64 == 0):
                         far.told = True
                         with contextlib.suppress(PeerLostError):
@@ -371,15 +395,15 @@ class _Nixl(Transfers[_Far]):
                 return
             if late():
                 raise TransferTimeoutError(
-                    f"{self.name}: no answer of {', '.join(open_)} within {self._drop_seconds} s; they may still write to what "
-                    "they were granted: do not use it for something else, and drop again"
+                    f"{self.name}: no answer of {', '.join(open_)} within {self._drop_seconds} s; they may still write to the "
+                    "memory that they were granted: do not reuse it, and call drop again"
                 )
             turns += 1
             time.sleep(0.0001 if turns < 100 else 0.002)
             self._progress()
 
     def _forget(self) -> None:
-        """Remove peers that were dropped so long ago that they have their answer."""
+        """Remove peers that were dropped so long ago that they must have received the answer."""
         while self._leaving and self._leaving[0][0] + self._drop_seconds < time.monotonic():
             _, name = self._leaving.pop(0)
             with contextlib.suppress(TransferError):

@@ -1,4 +1,4 @@
-"""`faulty`: a wire with faults, the same in every run, for tests of what stands on a wire."""
+"""`faulty`: a wire with scripted faults, for tests of code that uses wires.  Every run has the same faults."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .protocol import Op, Slab, Slice, Wire
 
 __all__ = ["Fault", "Faulty", "faulty", "random_faults"]
 
-#: Faults of notes that come, of puts, and of any call.
+#: Faults of received notes, of puts, and of any call.
 NOTES: Final = ("lose", "double", "delay", "swap")
 PUTS: Final = ("bit", "word", "row", "chunk", "late")
 CALLS: Final = ("kill",)
-#: Bytes that a fault of a put changes: of a row 256, of a chunk all.
+#: Number of bytes that a fault of a put changes.  ``chunk`` changes all of them.
 _BYTES: Final = {"bit": 1, "word": 8, "row": 256, "chunk": 1 << 62}
 
 
@@ -29,14 +29,14 @@ class Fault:
     Attributes
     ----------
     what : str
-        Of notes that come, before `Wire.poll` returns them: ``lose``, ``double``, ``delay`` (until `after` later polls),
-        ``swap`` (behind the next one).  Of puts: ``bit``, ``word``, ``row``, ``chunk`` arrive changed; ``late`` is held back,
-        note and all, until `Faulty.release`, even if one side has dropped the other by then.  Of calls that name a peer:
-        ``kill``, the peer is lost from this call on.
+        Kind of fault.  For received notes, before `Wire.poll` returns them: ``lose``, ``double``, ``delay`` (by `after` polls),
+        ``swap`` (with the next note).  For puts: with ``bit``, ``word``, ``row``, ``chunk`` so many bytes arrive changed; ``late``
+        delays the put and its note until `Faulty.release`, even if one side has dropped the other by then.  For calls that name a
+        peer: with ``kill`` the peer is lost from this call on.
     at : int
-        Which note, put or call it meets, counted from 0.
+        Index of the affected note, put or call, counted from 0.
     after : int
-        See ``delay``.
+        Number of polls for ``delay``.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Fault:
 def random_faults(
     seed: int, rate: float, kinds: Iterable[str] = (*NOTES, *PUTS[:4]), most: int = 100_000
 ) -> list[Fault]:
-    """A script in which each note and each put meets a fault of these kinds with a probability of `rate`."""
+    """Return a script in which each note, put and call has a fault of these kinds with a probability of `rate`."""
     chance, kinds = random.Random(seed), tuple(kinds)
     return [
         Fault(chance.choice(some), at)
@@ -62,7 +62,7 @@ def random_faults(
 
 
 def faulty(wire: Wire, script: Iterable[Fault] = ()) -> Faulty:
-    """Wrap a wire of any transport, so that what is in the script goes wrong on it."""
+    """Wrap a wire of any transport, and inject the faults of the script."""
     return Faulty(wire, script)
 
 
@@ -84,7 +84,7 @@ class Faulty:
         self._killed: set[str] = set()
         self._late: list[_Late] = []
         self._polls = 0
-        #: Notes that were held back, with the poll before which they are not delivered.
+        #: Delayed notes, each with the number of the poll that delivers it.
         self._held: list[tuple[int, tuple[str, bytes]]] = []
         self._swapped: list[tuple[str, bytes]] = []
         if hasattr(wire, "on_news"):
@@ -154,7 +154,7 @@ class Faulty:
         self._wire.close()
 
     def release(self) -> int:
-        """Send the puts that are held back; return of how many the wire below does not know yet that the peer is lost."""
+        """Send the delayed puts.  Returns the number of puts that the wrapped wire accepted: it refuses those to lost peers."""
         late, self._late, sent = self._late, [], 0
         for put in late:
             try:
@@ -169,7 +169,7 @@ class Faulty:
         return "note" if what in NOTES else "put" if what in PUTS else "call"
 
     def _next(self, kind: str) -> Fault | None:
-        """Count a note, put or call, and return the fault that it meets."""
+        """Count a note, put or call, and return its fault."""
         fault = self._script.get((kind, self._met[kind]))
         self._met[kind] += 1
         if fault is not None:
@@ -186,7 +186,7 @@ class Faulty:
             raise PeerLostError(f"{peer} is lost: killed by a fault", peer=peer)
 
     def _change(self, address: int, nbytes: int, fault: Fault) -> _Kept:
-        """Change bytes of this side's slab; they are the wire's until the put is done."""
+        """Change bytes of this side's slab.  They are restored when the put is done."""
         count = min(_BYTES[fault.what], nbytes)
         chance = random.Random(f"{fault.what} {fault.at}")
         start = address + chance.randrange(nbytes - count + 1)
@@ -198,7 +198,7 @@ class Faulty:
 
 @dataclass
 class _Kept:
-    """Bytes as they were before a fault changed them."""
+    """The original bytes that a fault has changed."""
 
     address: int
     was: bytes
@@ -208,7 +208,7 @@ class _Kept:
 
 
 class _Op:
-    """An op of the wire below; bytes that a fault changed are as they were when it is over."""
+    """An operation of the wrapped wire.  When it ends, the bytes that a fault changed are restored."""
 
     def __init__(self, faulty: Faulty, peer: str, op: Op, kept: _Kept | None = None) -> None:
         self._faulty, self._peer, self._op, self._kept = faulty, peer, op, kept
@@ -231,7 +231,7 @@ class _Op:
 
 
 class _Late:
-    """A put that is held back."""
+    """A delayed put."""
 
     def __init__(self, wire: Wire, *put: object) -> None:
         self._wire, self._put = wire, put

@@ -1,4 +1,4 @@
-"""`torch`: a wire on torch.distributed, by gloo between hosts and by NCCL between GPUs."""
+"""`torch`: a wire on torch.distributed, with gloo for host memory and NCCL for GPU memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from .protocol import NOTE_BYTES, Card, Ends, Op, Peer, Slab, Slice, deadline, i
 
 __all__ = ["torch"]
 
-#: Each message: what it is, bytes of its note, a slice of the receiver's slab, the number of a get; then the note, and
-#: bytes of no meaning up to the same size for all.
+#: Header of a message: kind, bytes of its note, a slice of the receiver's slab, the number of a get.  The note follows, padded so
+#: that all messages have the same size.
 _HEAD = struct.Struct("<BxHxxxxQQQ")
 _HEAD_BYTES: Final = _HEAD.size + NOTE_BYTES
 _NOTE, _PUT, _ASK, _ANSWER = range(4)
-#: How long gloo waits: not at all is no choice, and what it gives up on is broken.
+#: Time limit of gloo.  It has no value for "never", and a connection that times out is broken.
 _FOREVER: Final = timedelta(days=365)
-#: Tags of gloo: heads, slices, what ends a connection, what notices its end, what comes behind each slice, and what comes first.
-_HEADS, _SLICES, _ABORT, _WATCH, _TAILS, _HELLO = range(6)
+#: Tags of gloo: headers, slices, the empty messages after each of them, the empty receipt of each message, end of a connection,
+#: watch for that end, the first message.
+_HEADS, _SLICES, _HEAD_TAILS, _SLICE_TAILS, _RECEIPTS, _ABORT, _WATCH, _HELLO = range(8)
+#: Most messages that are sent before the receipt of the first has come.
+_WINDOW: Final = 2
 
 
 def torch(
@@ -45,25 +48,31 @@ def torch(
     Parameters
     ----------
     name : str
+        Name of this end.
     store : torch.distributed.Store
-        One that all peers reach, such as a ``TCPStore``: here two ends meet.  It is not asked any more once they have met.
-        Each meeting uses a clone of its own (torch 2.8 and newer), so whatever else waits in the store holds up none.
+        A store that all peers can access, such as a ``TCPStore``.  Two ends use it only until they are connected.  Each connection
+        uses a clone of the store (torch 2.8 and newer), so other waits in the store do not delay it.
     backend : str
-        What carries slices: ``"gloo"`` those in host memory, ``"nccl"`` those on GPUs.  Notes go by gloo.
+        Transport of slices: ``"gloo"`` for host memory, ``"nccl"`` for GPU memory.  Notes always use gloo.
     meet_seconds : float
-        A peer that has not connected to this side so long after this side to it is lost.
+        A peer is lost if it has not connected this many seconds after this side connected to it.
     drop_seconds : float
-        How long `Wire.drop` waits for its own thread.
+        Longest time that `Wire.drop` waits for the thread that receives.
 
     Notes
     -----
-    Two ends have a process group of their own, so that the end of one is nobody else's.  Per peer a thread sends and a thread
-    receives: it takes the head of a message, then posts the receive into the slab, and only then hands on the note.
+    Each pair of ends has a separate process group, so a lost peer does not affect others.  Each peer has a thread that sends and a
+    thread that receives.  The latter receives the header of a message, then the slice into the slab, delivers the note, and sends a
+    receipt.
 
-    *Op.*  A put is done when its bytes have left.  *No hang.*  The end of a process closes its connections: that is noticed at
-    once.  The silent end of a machine is not, until TCP gives up.
+    *Op.*  A put is done when its receipt has come.  *No hang.*  If a process ends, its connections are closed, and the peer notices
+    at once.  If a machine fails silently, the peer notices when TCP times out.
 
-    A transfer of NCCL that is aborted costs the connection to the peer.
+    If a connection ends, gloo ends the waits for messages that have not begun, but not those for messages of which a part was sent
+    or received.  No part of an empty message is sent alone.  So the threads wait for empty messages only: one follows each header
+    and each slice, and one is the receipt.
+
+    If a transfer of NCCL is aborted, the connection to the peer is lost.
     """
     return _Torch(name, store, backend, meet_seconds, drop_seconds)
 
@@ -88,14 +97,14 @@ class _Torch(Ends["_Far"]):
         self._inbox: deque[tuple[str, bytes]] = deque()
         self.news: Callable[[], object] = int
         self._device: Any = None
-        atexit.register(self.close)  # a thread that waits in gloo when Python ends would abort the process
+        atexit.register(self.close)  # a thread that still waits in gloo at exit would abort the process
 
     def register(self, slab: Slab) -> None:
         if (slab.device == "cpu") is self._nccl:
             fits = (
-                "GPUs; backend='gloo' carries that of hosts"
+                "GPUs; use backend='gloo' for host memory"
                 if self._nccl
-                else "hosts; backend='nccl' carries that of GPUs"
+                else "hosts; use backend='nccl' for GPU memory"
             )
             raise BindError(f"{self.name}: {self.transport} carries memory of {fits}, got {slab.device}")
         self._take_slab(slab)
@@ -129,7 +138,7 @@ class _Torch(Ends["_Far"]):
 
     def poll(self) -> list[tuple[str, bytes]]:
         if not self._inbox:
-            time.sleep(0)  # who polls in a loop would keep Python's lock from the threads that receive
+            time.sleep(0)  # polling in a loop would keep Python's lock from the threads that receive
         came = [self._inbox.popleft() for _ in range(len(self._inbox))]
         return [note for note in came if not self._peers[note[0]].lost]
 
@@ -141,9 +150,10 @@ class _Torch(Ends["_Far"]):
             self._end([self._peers[peer]], "it was dropped")
 
     def close(self) -> None:
+        self.is_closed = True
         atexit.unregister(self.close)
         self._end(list(self._peers.values()), "this side is closed")
-        late = deadline(2 * self._meet_seconds + self._drop_seconds)  # a peer that ended while the two met is waited for
+        late = deadline(2 * self._meet_seconds + self._drop_seconds)  # also wait for a peer that ended while both connected
         while any(thread.is_alive() for far in self._peers.values() for thread in far.threads) and not late():
             time.sleep(0.001)
 
@@ -153,8 +163,8 @@ class _Torch(Ends["_Far"]):
         for far in peers:
             if not far.writing.acquire(timeout=self._drop_seconds):
                 raise TransferTimeoutError(
-                    f"{self.name}: a receive from {far.card.name} goes on after {self._drop_seconds} s; it may still write to "
-                    "what the peer was granted: do not use it for something else, and drop again"
+                    f"{self.name}: a receive from {far.card.name} still runs after {self._drop_seconds} s; it may still write "
+                    "to the memory that the peer was granted: do not reuse this memory, and call drop again"
                 )
             far.writing.release()
 
@@ -169,19 +179,19 @@ class _Torch(Ends["_Far"]):
         data: Slice | None = None,
         number: int = 0,
     ) -> _Op:
-        """Hand a message to the thread that sends."""
+        """Queue a message for the thread that sends."""
         op = _Op(far, data)
         head = _HEAD.pack(kind, len(note), *at, number) + note
         far.queue.put((bytearray(head.ljust(_HEAD_BYTES, b"\0")), op))
-        if far.lost:  # its thread may have ended before
+        if far.lost:  # the thread may have ended already
             far.drain()
         return op
 
     def _meet(self, far: _Far) -> bool:
-        """Wait for the peer to connect, too, and make the group of the two; whether that was before the end."""
+        """Wait until the peer has connected, too, and create the group of both.  False if the connection ended before."""
         names = sorted((self.name, far.card.name))
-        # A store of its own: one that waits for a key of one peer keeps the other threads of this process from it, and two
-        # processes whose threads wait crosswise would wait for each other.
+        # A separate store: while one thread waits for a key, other threads of the process cannot use the store, so two processes
+        # could wait for each other.
         store = self._distributed.PrefixStore(f"kvbm/{self.transport}/{'/'.join(names)}", self._store.clone())
         store.set(self.name, b"here")
         pause, late = 0.001, deadline(self._meet_seconds)
@@ -199,15 +209,15 @@ class _Torch(Ends["_Far"]):
         options._timeout = timedelta(seconds=self._meet_seconds / 5)  # gloo tries five times
         end = time.monotonic() + self._meet_seconds
         group = self._distributed.ProcessGroupGloo(store, rank, 2, options)
-        with far.ending:  # who ends it from now on aborts what waits below
+        with far.ending:  # from here on, ending the connection aborts the waits below
             if far.lost:
                 return False
             far.group = group
-        # gloo is connected to a peer that has given up meanwhile, too, and waits for it without end.
+        # gloo may have connected to a peer that has given up meanwhile, and would wait for it forever.
         hello = [self._torch.zeros(1, dtype=self._torch.uint8) for _ in range(2)]
         for work in group.send([hello[0]], far.rank, _HELLO), group.recv([hello[1]], far.rank, _HELLO):
             work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
-        if self._nccl:  # one for each direction: the two sides need no common order
+        if self._nccl:  # one per direction: the two sides need no common order
             far.carriers = [
                 self._distributed.ProcessGroupNCCL(self._distributed.PrefixStore(way, store), rank, 2, _FOREVER)
                 for way in ("0→1", "1→0")[:: 1 - 2 * rank]
@@ -216,18 +226,19 @@ class _Torch(Ends["_Far"]):
         return not far.lost
 
     def _receive(self, far: _Far) -> None:
-        """Run as the peer's thread: from the meeting to the end."""
+        """The peer's receiving thread, from the connection to its end."""
         try:
             if not self._meet(far):
                 return
             far.start(self._send)
-            heads = itertools.cycle([bytearray(_HEAD_BYTES), bytearray(_HEAD_BYTES)])
-            head, work = self._await_head(far, next(heads))
+            receipts: deque[Any] = deque(maxlen=_WINDOW)  # older ones have arrived, or the peer would not send another message
+            head, works = self._await_head(far)
             while not far.lost:
-                work.wait(_FOREVER)
+                works[-1].wait(_FOREVER)
                 message = bytes(head)
-                head, work = self._await_head(far, next(heads))  # so it is on its way while the slice is
+                head, works = self._await_head(far)  # receive the next header while the slice arrives
                 self._take(far, message)
+                receipts.append(self._empty(far, "send", _RECEIPTS))
         except Exception as error:
             far.lose(f"{type(error).__name__}: {error}")
         finally:
@@ -236,71 +247,75 @@ class _Torch(Ends["_Far"]):
             far.release()
             self.news()
 
-    def _await_head(self, far: _Far, head: bytearray) -> tuple[bytearray, Any]:
-        return head, far.group.recv([self._torch.frombuffer(head, dtype=self._torch.uint8)], far.rank, _HEADS)
+    def _await_head(self, far: _Far) -> tuple[bytearray, list[Any]]:
+        """Receive a header; return its memory, and the works to keep until the last one is done."""
+        head = bytearray(_HEAD_BYTES)
+        work = far.group.recv([self._torch.frombuffer(head, dtype=self._torch.uint8)], far.rank, _HEADS)
+        return head, [work, self._empty(far, "recv", _HEAD_TAILS)]
+
+    def _empty(self, far: _Far, way: Literal["send", "recv"], tag: int) -> Any:
+        return getattr(far.group, way)([self._torch.empty(0, dtype=self._torch.uint8)], far.rank, tag)
 
     def _take(self, far: _Far, message: bytes) -> None:
-        """One message: what it names is checked, since it comes from another process."""
+        """Handle one message.  Its fields are checked, as it comes from another process."""
         kind, size, offset, nbytes, number = _HEAD.unpack_from(message)
         note = message[_HEAD.size : _HEAD.size + size]
         if kind == _ASK:
             inside(Slice(offset, nbytes), self.slab.nbytes, f"{far.card.name} reads: a")
             self._queue(far, _ANSWER, b"", data=Slice(offset, nbytes), number=number)
         elif kind in (_PUT, _ANSWER):
-            got = far.gets[number] if kind == _ANSWER else None  # it stays there until it is done: what breaks off fails
+            got = far.gets[number] if kind == _ANSWER else None  # removed when it is done, so it fails if the connection breaks
             part = got.data if got is not None else Slice(offset, nbytes)
             assert part is not None
             inside(part, self.slab.nbytes, f"{far.card.name} writes: a")
             with far.writing:
                 if far.lost:
-                    return
+                    raise PeerLostError(far.lost)  # no receipt of a slice that is not received
                 work = self._carry(far, "recv", part)
-                if not self._nccl:
-                    # A receive of which a part is here is never ended by gloo, whatever becomes of the peer; one that has
-                    # not begun is. So what is waited for is a message of no bytes behind the slice.
-                    far.group.recv([self._torch.empty(0, dtype=self._torch.uint8)], far.rank, _TAILS).wait(_FOREVER)
-                work.wait(_FOREVER)
+                (work if self._nccl else self._empty(far, "recv", _SLICE_TAILS)).wait(_FOREVER)
             if got is not None:
                 got.done = True
                 far.gets.pop(number, None)
                 self.news()
         elif kind != _NOTE:
-            raise BindError(f"{far.card.name}: a message of kind {kind}; both sides need the same kvbm")
+            raise BindError(f"{far.card.name}: unknown message of kind {kind}; both sides need the same version of kvbm")
         if kind == _NOTE or size:
             self._inbox.append((far.card.name, note))
             self.news()
 
     def _send(self, far: _Far) -> None:
-        """Run as the peer's other thread: one message after the other, two of them under way."""
-        going: deque[tuple[_Op, list[Any]]] = deque()
+        """The peer's sending thread.  It sends messages in order, some of them before the receipts of those before have come."""
+        going: deque[tuple[_Op, list[Any], list[Any]]] = deque()  # with the works to wait for, and those to keep until then
         try:
             while not far.lost:
-                if len(going) > 1 or (going and far.queue.empty()):
-                    op, works = going[0]
-                    for work in works:
+                if len(going) == _WINDOW or (going and far.queue.empty()):
+                    op, waits, _ = going[0]
+                    for work in waits:
                         work.wait(_FOREVER)
                     op.done = True
                     self.news()
                     going.popleft()
                 elif (item := far.queue.get()) is not None:
                     message, op = item
-                    going.append((op, []))
+                    going.append((op, [], []))  # first, so that it fails if one of these calls fails
+                    _, waits, kept = going[-1]
+                    waits.append(self._empty(far, "recv", _RECEIPTS))
                     head = self._torch.frombuffer(message, dtype=self._torch.uint8)
-                    going[-1][1].append(far.group.send([head], far.rank, _HEADS))
+                    kept.append(far.group.send([head], far.rank, _HEADS))
+                    kept.append(self._empty(far, "send", _HEAD_TAILS))
                     if op.data is not None:
-                        going[-1][1].append(self._carry(far, "send", op.data))
+                        (waits if self._nccl else kept).append(self._carry(far, "send", op.data))
                         if not self._nccl:
-                            tail = self._torch.empty(0, dtype=self._torch.uint8)
-                            going[-1][1].append(far.group.send([tail], far.rank, _TAILS))
+                            kept.append(self._empty(far, "send", _SLICE_TAILS))
         except Exception as error:
             far.lose(f"{type(error).__name__}: {error}")
         finally:
-            for op, _ in going:
+            for op, _, _ in going:
                 op.failed = True
             far.drain()
 
     def _carry(self, far: _Far, way: Literal["send", "recv"], part: Slice) -> Any:
-        """Send or receive a slice of the slab; returns what to wait for."""
+        """Send or receive a slice of the slab; return the work to wait for."""
         data = _tensor(Slab(self.slab.address + part[0], part[1], self.slab.device))
         if not self._nccl:
             return getattr(far.group, way)([data], far.rank, _SLICES)
@@ -313,7 +328,7 @@ class _Torch(Ends["_Far"]):
 
 
 class _Recorded:
-    """Work of NCCL: what comes behind it on its stream."""
+    """Work of NCCL with an event after it on its stream."""
 
     def __init__(self, event: Any, far: _Far) -> None:
         self._event, self._far = event, far
@@ -331,13 +346,13 @@ class _Far(Peer):
 
     rank: int = 0
     group: Any = None
-    #: Groups of NCCL: that by which this side sends, and that by which it receives.
+    #: Groups of NCCL: one to send, one to receive.
     carriers: list[Any] = field(default_factory=list)
     queue: SimpleQueue[tuple[bytearray, _Op] | None] = field(default_factory=SimpleQueue)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
     gets: dict[int, _Op] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
-    #: Held while something is received into the slab.
+    #: Held during a receive into the slab.
     writing: Any = field(default_factory=threading.Lock)
     #: Held while the connection is ended.
     ending: Any = field(default_factory=threading.Lock)
@@ -348,35 +363,35 @@ class _Far(Peer):
         thread.start()
 
     def lose(self, why: str) -> None:
-        """End the connection; threads that wait for the peer wake up."""
+        """End the connection; threads that wait for the peer wake up.  The peer is lost when gloo no longer uses the slab."""
         with self.ending:
             if self.lost:
                 return
-            self.lost = why
-            self.queue.put(None)
             for carrier in self.carriers:
                 with contextlib.suppress(Exception):
                     carrier.abort()
             if self.group is not None:
                 import torch
 
-                # gloo breaks a connection on which one receive has timed out, for all that wait on it and for the peer.
+                # If one receive times out, gloo breaks the connection for all other waits and for the peer.
                 with contextlib.suppress(RuntimeError):
                     abort = self.group.recv([torch.zeros(1, dtype=torch.uint8)], self.rank, _ABORT)
                     abort.wait(timedelta(milliseconds=1))
+            self.lost = why
+            self.queue.put(None)
 
     def release(self) -> None:
-        """Let go of the group, and with it of its connection to the store: a peer that is lost is kept, by name."""
+        """Release the group and its connection to the store.  The record of a lost peer is kept, for its name."""
         with self.ending:
             self.group = None
 
     def drain(self) -> None:
-        """What is queued or asked for will never be done."""
+        """Fail the queued messages and the open gets."""
         with contextlib.suppress(Empty):
             while True:
                 if (item := self.queue.get_nowait()) is not None:
                     item[1].failed = True
-        self.queue.put(None)  # the thread that sends may wait for it
+        self.queue.put(None)  # wakes the sending thread
         for op in list(self.gets.values()):
             op.failed = True
 
@@ -391,7 +406,7 @@ class _Far(Peer):
 
 
 class _Op:
-    """A message that is under way, or a get."""
+    """A message that is being sent, or a get."""
 
     __slots__ = ("data", "done", "failed", "far")
 

@@ -1,4 +1,4 @@
-"""`memory`: endpoints of one process.  It is what the laws of `Wire` mean, in a page."""
+"""`memory`: a wire between endpoints of one process.  It is the reference implementation of the laws of `Wire`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Hub", "memory"]
 
 
 class Hub:
-    """Where endpoints of one process find each other."""
+    """The registry in which endpoints of one process find each other."""
 
     def __init__(self) -> None:
         self.ends: dict[str, _Memory] = {}
@@ -23,13 +23,14 @@ _HUB = Hub()
 
 
 def memory(name: str, hub: Hub | None = None) -> _Memory:
-    """A wire between threads, or between ends that one thread drives; on the CPU, or on GPUs of one process.
+    """A wire inside one process, between threads or within one thread, for memory of the CPU and of the process's GPUs.
 
     Parameters
     ----------
     name : str
+        Name of this end.
     hub : Hub, optional
-        Ends of one hub see each other; without one, all of the process do.
+        Only ends of the same hub can connect.  Default: one hub for the whole process.
 
     Examples
     --------
@@ -49,7 +50,7 @@ def memory(name: str, hub: Hub | None = None) -> _Memory:
 
 
 class _Memory(Ends[Peer]):
-    """An endpoint.  Its lock is held while its slab or its inbox changes, so whoever drops a peer waits for the peer's write."""
+    """An endpoint.  Its lock is held while its slab or inbox changes, so `drop` waits for a write of the peer."""
 
     transport = "memory"
 
@@ -71,7 +72,7 @@ class _Memory(Ends[Peer]):
         held = self._read(card)
         there = self._hub.ends.get(held.name)
         if there is None or there.slab != held.slab:
-            raise BindError(f"card of {held.name}: there is no such end in this hub")
+            raise BindError(f"card of {held.name}: expected an end of this hub, found none of this name")
         with self._lock:
             self._peers.setdefault(held.name, Peer(held))
         return held.name
@@ -120,13 +121,14 @@ class _Memory(Ends[Peer]):
                 self._peers[peer].lost = self._peers[peer].lost or "it was dropped"
 
     def close(self) -> None:
+        self.is_closed = True
         with self._lock:
             self._hub.ends.pop(self.name, None)
             for peer in self._peers.values():
                 peer.lost = peer.lost or "this side is closed"
 
     def _open(self, peer: str) -> _Memory:
-        """The other end, if it is there."""
+        """The other end; raises an error if it is lost."""
         there = self._hub.ends.get(peer)
         if there is None:
             self._peers[peer].lost = "it is closed"
@@ -135,7 +137,7 @@ class _Memory(Ends[Peer]):
         return there
 
     def _admit(self, sender: str) -> None:
-        """Refuse a sender that was dropped: it is told, and what it wanted is not done."""
+        """Raise an error for a sender that was dropped.  Its operation is not done."""
         known = self._peers.get(sender)
         if known is not None and known.lost:
             why = f"{self.name} has ended the connection: {known.lost}"

@@ -1,4 +1,4 @@
-"""`mapped`: peers on this host write straight into each other's slabs; everything else goes by another wire."""
+"""`mapped`: peers on this host write directly to each other's slabs.  Everything else uses another wire."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside
 
 __all__ = ["Mapped", "mapped"]
 
-#: A page of loans: the name of the end whose it is, then a line for each of its peers that is mapped.
+#: A page of loans: the name of the end that owns the page, then one line per mapped peer of this end.
 _MAGIC: Final = b"kvbm loans 1\0"
 _NAME_BYTES: Final = 256
 _PAGE_BYTES: Final = 256 << 10
 
-#: Bytes of a line: who the peer is; how many slices of the peer's slab the page's end has on loan; whether it has dropped the peer.
+#: Bytes of a line.  It has the peer's key, the number of slices of the peer's slab that the page's end has borrowed, and a flag
+#: that is set when this end has dropped the peer.
 _LINE: Final = 64
 _LOANS, _DROPPED = 16, 24
 
-#: What a card has for peers on this host: a number's range, or what a text looks like.
+#: Fields of a card for peers on this host, with the range of a number or the pattern of a text.
 _NUMBER: Final = range(1 << 63)
 _KINDS: Final[dict[str, range | str]] = {
     "version": range(1, 2), "boot": ".{1,80}", "namespace": ".{1,80}", "pid": range(1 << 31), "start": _NUMBER, "page": _NUMBER,
@@ -41,31 +42,31 @@ _KINDS: Final[dict[str, range | str]] = {
 _OF_HOST: Final[dict[str, range | str]] = {"file": _NUMBER}
 _OF_GPU: Final[dict[str, range | str]] = {"ipc": "[0-9a-f]{128}", "address": range(1, 1 << 63)}
 
-#: What a link says of the descriptors that are opened in other processes: memory files of kvbm, and nothing else.
+#: The link of a descriptor that may be opened in another process: only memory files of kvbm match.
 _FILE = re.compile(r"/memfd:kvbm( ring| loans) \(deleted\)")
 
 
 def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
-    """Wrap a wire so that peers on the same host are lent this side's memory, and lend theirs.
+    """Wrap a wire so that peers on the same host can borrow slices of each other's slabs.
 
-    Chunks are then packed straight into the slot of the peer: over NVLink between GPUs, by CUDA IPC; through shared memory between
-    hosts' pools.  Notes, and chunks for peers on other hosts or without this wire, go by the wire that is wrapped.
+    Chunks are then packed directly into the peer's slot: by CUDA IPC over NVLink between GPUs, and by shared memory between pools
+    on the CPU.  Notes use the wrapped wire, and so do chunks for peers on other hosts or without this wire.
 
     Parameters
     ----------
     wire : Wire
-        Of any transport between processes.
+        A wire of any transport between processes.
     drop_seconds : float
-        How long `Wire.drop` waits for what the peer has on loan.
+        How long `Wire.drop` waits for the peer's loans to end.
 
     Notes
     -----
     A peer is mapped if it runs on this host, in the same PID namespace, as the same user, and if both slabs are rings of endpoints
-    on the CPU, or both are on GPUs that reach each other.  Which are not is said in `Mapped.unmapped`: their chunks are put.
+    on the CPU, or both are on GPUs that reach each other.  `Mapped.unmapped` lists the other peers; their chunks are put.
 
-    *Fence.*  A slice is on loan from `borrow` to `give_back`.  Each end counts its loans in a page that its peers map, and says
-    there whom it has dropped: who borrows raises its count first and then looks, who drops says so first and then waits for the
-    count.  The end of a process is the end of its loans.
+    *Fence.*  A slice is on loan from `borrow` to `give_back`.  Each end has a page that its peers map.  It counts its loans there,
+    and marks the peers that it has dropped.  The borrower first raises its count and then reads the lender's mark.  The lender
+    first sets its mark and then waits for the borrower's count.  The loans of a process end with the process.
 
     Examples
     --------
@@ -80,14 +81,14 @@ class Mapped:
     Attributes
     ----------
     unmapped : dict of str to str
-        Peers that are not mapped, and why.
+        Name of each peer that is not mapped → the reason.
     """
 
     def __init__(self, wire: Wire, drop_seconds: float) -> None:
         self.unmapped: dict[str, str] = {}
         self._wire, self._drop_seconds = wire, drop_seconds
         self._slab: Slab | None = None
-        self._why = ""  # nothing is lent
+        self._why = ""  # why this side lends nothing
         self._page: _Page | None = None
         self._cards: dict[str, bytes] = {}
         self._peers: dict[str, _Peer] = {}
@@ -99,7 +100,7 @@ class Mapped:
         self._slab = slab
 
     def card(self) -> bytes:
-        """The other wire's, and in it what a peer on this host needs."""
+        """The wrapped wire's card, with the fields that a peer on this host needs."""
         held = json.loads(self._wire.card())
         text = json.dumps({**held, "mapped": {**self._shared, "sha256": _sum(held["name"], self._shared)}}).encode()
         if len(text) > CARD_BYTES:
@@ -108,7 +109,7 @@ class Mapped:
 
     @functools.cached_property
     def _shared(self) -> dict[str, Any]:
-        """What a peer on this host needs; nothing, where this side has nothing to lend."""
+        """The card's fields for peers on this host; empty if this side cannot lend its slab."""
         slab = self._slab
         assert slab is not None
         here = _host()
@@ -127,7 +128,7 @@ class Mapped:
         return str(json.loads(self._wire.card())["name"])
 
     def connect(self, card: bytes) -> str:
-        peer = self._wire.connect(card)  # to which the rest means nothing
+        peer = self._wire.connect(card)  # the wrapped wire ignores the additional fields
         shared = _read(card)
         if (known := self._peers.get(peer)) is not None and known.lost:
             raise BindError(f"card of {peer}: the peer is lost ({known.lost}); it must start again, with a new card")
@@ -143,7 +144,7 @@ class Mapped:
         return peer
 
     def _map(self, peer: str, shared: dict[str, Any]) -> _Peer:
-        """Map a peer's page and slab.  `BindError` says why not."""
+        """Map a peer's page and slab.  Raises `BindError` with the reason if they cannot be mapped."""
         if not self._shared or self._page is None or self._slab is None:
             raise BindError(f"this side's slab cannot be lent: {self._why}")
         if not shared:
@@ -161,14 +162,14 @@ class Mapped:
             failing.callback(slab.close)
             if process.is_over():
                 raise BindError("its process has ended")
-            self._page.add(peer)  # now it may borrow: this side sees its loans
+            self._page.add(peer)  # from now on the peer may borrow: this side can read its loans
             failing.pop_all()
         return _Peer(process, page, slab, _key(self._name()))
 
     # ---- loans -------------------------------------------------------------------------------------------------------
 
     def borrow(self, peer: str, remote: Slice) -> Slab | None:
-        """A slice of the peer's slab as memory of this process, until it is given back; None: it is to be put.
+        """Borrow a slice of the peer's slab as memory of this process until `give_back`.  None: use `put` instead.
 
         Raises
         ------
@@ -182,7 +183,7 @@ class Mapped:
         inside(remote, known.slab.nbytes, f"{peer}: remote")
         at = known.page.find(known.key)
         if at is None:
-            return None  # it has not connected yet, or does not see this side's loans
+            return None  # the peer has not connected yet, or cannot read this side's loans
         self._page.loans(peer, 1)
         _core.fence()
         if known.page.is_dropped(at):
@@ -192,19 +193,19 @@ class Mapped:
         return Slab(known.slab.address + remote.offset, remote.nbytes, known.slab.device, known)
 
     def give_back(self, peer: str) -> None:
-        """End a loan: nothing of this process writes to it any more."""
+        """End a loan.  This process no longer writes to the slice."""
         assert self._page is not None
         _core.fence()
         known = self._peers[peer]
         if not self._page.loans(peer, -1) and known.lost:
-            known.slab.close()  # as the drop would have
+            known.slab.close()  # the drop did not close it, because a loan was open
 
     def _require(self, peer: str) -> None:
         known = self._peers.get(peer)
         if known is not None and known.lost:
             raise PeerLostError(f"{peer} is lost: {known.lost}", peer=peer)
 
-    # ---- what goes by the other wire ---------------------------------------------------------------------------------
+    # ---- calls of the wrapped wire -----------------------------------------------------------------------------------
 
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
         self._require(peer)
@@ -233,7 +234,7 @@ class Mapped:
             self._await_loans([peer])
 
     def _await_loans(self, peers: list[str]) -> None:
-        """Wait until nothing that these have on loan can still be written."""
+        """Wait until these peers have returned their loans or their processes have ended."""
         _core.fence()
         late = deadline(self._drop_seconds)
         for peer in peers:
@@ -247,7 +248,7 @@ class Mapped:
                 time.sleep(0.0002)
             if self._page is not None and not self._page.count_of(peer):
                 known.slab.close()
-            known.close()  # nothing is asked of it any more
+            known.close()  # its page and process are no longer read
 
     def close(self) -> None:
         if self._page is not None:
@@ -274,7 +275,7 @@ class _Peer:
         self.is_closed = False
 
     def has_loans(self) -> bool:
-        """Whether it has borrowed of this end."""
+        """True if the peer has borrowed slices of this end's slab."""
         at = None if self.is_closed else self.page.find(self.key)
         return at is not None and self.page.count(at) > 0
 
@@ -290,12 +291,12 @@ class _Process:
 
     def __init__(self, pid: int, start: int) -> None:
         self._file = -1 if _is_own(pid) else os.pidfd_open(pid)
-        if _started(pid) != start:  # not before it is open: the number may be another process's
+        if _started(pid) != start:  # checked after opening: the pid may have been reused for another process
             self.close()
             raise BindError("its process has ended")
 
     def is_over(self) -> bool:
-        ended = select.poll()  # select takes no descriptor above 1023
+        ended = select.poll()  # `select` accepts no descriptor above 1023
         if self._file >= 0:
             ended.register(self._file, select.POLLIN)
         return bool(ended.poll(0))
@@ -307,7 +308,7 @@ class _Process:
 
 
 class _Page:
-    """Loans of one end: it writes, and its peers read."""
+    """The page of loans of one end.  This end writes it, and its peers read it."""
 
     def __init__(self, file: int, name: str) -> None:
         self.file, self._name = file, name
@@ -334,7 +335,7 @@ class _Page:
         return found
 
     def add(self, peer: str) -> None:
-        """A line for a peer."""
+        """Add a line for a peer."""
         key = _key(peer)
         at = _NAME_BYTES + _LINE * len(self._at)
         if at + _LINE > _PAGE_BYTES:
@@ -344,7 +345,7 @@ class _Page:
         self._memory[at : at + len(key)] = key
 
     def find(self, key: bytes) -> int | None:
-        """Where the line of a peer is, in the page of another end."""
+        """Offset of a peer's line in another end's page; None if it has no such line."""
         known = self._at.get(key)
         if known is None:
             for at in range(_NAME_BYTES, _PAGE_BYTES, _LINE):
@@ -363,11 +364,11 @@ class _Page:
         return int(self._word(at + _LOANS).value)
 
     def count_of(self, peer: str) -> int:
-        """How many loans of this end there are."""
+        """Number of this end's loans from a peer."""
         return self.count(self._at[_key(peer)])
 
     def loans(self, peer: str, more: int) -> int:
-        """Count a loan of this end; returns how many there are."""
+        """Add `more` to the number of this end's loans from a peer; return the new number."""
         word = self._word(self._at[_key(peer)] + _LOANS)
         word.value += more
         return int(word.value)
@@ -402,7 +403,7 @@ class _Lent:
             self.address = ctypes.addressof(self._pages)
             return
         own, far = (int(name.partition(":")[2]) for name in (device, shared["device"]))
-        if _is_own(shared["pid"]):  # which CUDA refuses to open
+        if _is_own(shared["pid"]):  # CUDA refuses to open an IPC handle in the process that made it
             if own != far and not _core.enable_peer(own, far):
                 raise BindError(f"{device} does not reach {shared['device']}")
             self.address = shared["address"]
@@ -418,7 +419,7 @@ class _Lent:
 
 
 def _read(card: bytes) -> dict[str, Any]:
-    """What a card that the other wire has taken says for peers on its host; nothing, where it is not one of this wire."""
+    """Read the fields for peers on the same host from a card that the wrapped wire has accepted; empty if it has none."""
     whole = json.loads(card)
     held = whole.get("mapped", {})
     if not isinstance(held, dict):
@@ -440,15 +441,15 @@ def _read(card: bytes) -> dict[str, Any]:
 
 
 def _sum(name: str, held: dict[str, Any]) -> str:
-    """Of what a card holds.  It finds accidents, before a field is taken for an address; it proves no sender."""
+    """Checksum of these fields.  It detects damage before a field is used as an address; it does not authenticate the sender."""
     return hashlib.sha256(json.dumps([name, held], sort_keys=True).encode()).hexdigest()
 
 
 def _host() -> dict[str, Any]:
-    """The host, the PID namespace and the process; nothing where there is no such thing."""
+    """The host, the PID namespace and the process; empty on systems without pidfd or memfd."""
     with contextlib.suppress(OSError, AttributeError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        os.close(os.pidfd_open(os.getpid()))  # an old kernel has none
+        os.close(os.pidfd_open(os.getpid()))  # fails on old kernels
         os.memfd_create  # noqa: B018
         pid = os.getpid()
         return {"boot": boot, "namespace": str(Path("/proc/self/ns/pid").readlink()), "pid": pid, "start": _started(pid)}
@@ -456,7 +457,7 @@ def _host() -> dict[str, Any]:
 
 
 def _started(pid: int) -> int:
-    """When a process began, in ticks; -1 if there is none of that number."""
+    """Start time of a process in clock ticks; -1 if the process does not exist."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     except OSError:
@@ -468,7 +469,7 @@ def _is_own(pid: int) -> bool:
 
 
 def memory_file(what: str, nbytes: int) -> int:
-    """Memory that peers on this host can map, by its descriptor; it keeps its size, so that nobody's mapping loses its end."""
+    """Create a memory file that peers on this host can map; return its descriptor.  Its size is sealed, so mappings stay valid."""
     file = os.memfd_create(f"kvbm {what}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, nbytes)
@@ -480,7 +481,7 @@ def memory_file(what: str, nbytes: int) -> int:
 
 
 def _opened(pid: int, number: int, nbytes: int) -> int:
-    """Open a memory file of another process; no other file of it."""
+    """Open a memory file of another process.  Raises `BindError` for any other file."""
     path = Path(f"/proc/{pid}/fd/{number}")
     if not _FILE.fullmatch(str(path.readlink())):
         raise BindError("its card names a file that is no memory of kvbm")

@@ -1,4 +1,4 @@
-"""What a wire is, the laws that each one keeps, and what they share: slabs, slices, cards, checks."""
+"""The interface and the laws of wires, and what all wires share: slabs, slices, cards, checks."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ class Slab:
     Attributes
     ----------
     address : int
-        Of its first byte.
+        Address of the first byte.
     nbytes : int
+        Number of bytes.
     device : str
         ``"cpu"`` or ``"cuda:N"``.
     owner : object
-        What must live as long as the slab.
+        An object that the slab keeps alive, such as the array.
     file : int
-        Descriptor of the memory file that it is from the first byte to the last, for peers on this host; -1: of none.
+        Descriptor of a memory file that is exactly this memory, for peers on this host; -1 if there is none.
     """
 
     address: int
@@ -91,11 +92,12 @@ class Slab:
 
 
 class Slice(NamedTuple):
-    """Bytes of a slab: of this side's, or of the peer's.
+    """A range of bytes of this side's slab, or of the peer's.
 
     Attributes
     ----------
     offset, nbytes : int
+        First byte, and number of bytes.
     """
 
     offset: int
@@ -103,77 +105,76 @@ class Slice(NamedTuple):
 
 
 class Op(Protocol):
-    """A put or a get that is under way."""
+    """A put or a get that was started."""
 
     def query(self) -> bool:
-        """Whether it is done: local memory may be used again, and all bytes are readable where they went.
+        """True if it is done: the local memory may be reused, and all bytes are readable at the destination.
 
         Raises
         ------
         PeerLostError
-            It will never be.  Local memory may be used again; what arrived is not known.
+            The peer is lost.  The local memory may be reused; it is unknown which bytes arrived.
         """
 
 
 class Wire(Protocol):
     """Puts, gets and notes between this process and its peers.
 
-    Each side registers one slab, sends its card to the other by whatever means there are, and connects.  A wire is used by
-    one thread at a time.  No call waits for the peer, but `drop` where it says so.
+    Each side registers one slab, sends its card to the other side (kvbm does not do this), and connects.  Only one thread at a
+    time may use a wire.  No call waits for the peer, except `drop`.
 
-    **Laws.**  The layer above relies on them; ``tests/test_wire.py`` holds every wire to them.
+    **Laws.**  The code above wires relies on them; ``tests/test_wire.py`` tests them for every wire.
 
-    1. *Data before note.*  A note that was given with a put is delivered after all bytes of the put are readable.
-    2. *Order.*  Notes of one sender come in the order in which they were given, those of puts too, each once.
-    3. *Whole.*  A note is 0 to `NOTE_BYTES` bytes, and comes as it was given.
-    4. *Fence.*  After ``drop(peer)`` has returned, no write of this peer lands in the slab, and none of its notes is
-       delivered.  A wire that cannot be sure in time raises `TransferTimeoutError` instead: then the peer may still write to
-       what it was granted, until another ``drop`` returns, or `close`.
-    5. *No hang.*  A peer that is lost is a `PeerLostError` of the next call that needs it, and of every one after that, and of
-       `Op.query` of what is not done.  `poll` needs no peer.  A peer that is there and silent is not lost: deadlines
-       are the caller's.
-    6. *Bounds.*  Nothing outside of the registered slabs is written or read.  Both sides check where the transport lets
-       them: `BindError`, before a byte moves.
-    7. *Names.*  A peer that has started again has another name.  One that was dropped, or was lost, is not connected again.
+    1. *Data before note.*  The note of a put is delivered after all bytes of the put are readable.
+    2. *Order.*  Notes of one sender are delivered once and in the order in which they were sent, including those of puts.
+    3. *Whole.*  A note has 0 to `NOTE_BYTES` bytes, and is delivered unchanged.
+    4. *Fence.*  After ``drop(peer)`` has returned, no write of this peer reaches the slab, and none of its notes is
+       delivered.  If a wire cannot guarantee this in time, it raises `TransferTimeoutError`: then the peer may still write to
+       the memory that it was granted, until another ``drop`` or `close` returns.
+    5. *No hang.*  If a peer is lost, every call that needs it raises `PeerLostError`, and so does `Op.query` of an operation that
+       is not done.  `poll` needs no peer.  A silent peer is not lost: the caller must set deadlines.
+    6. *Bounds.*  Nothing outside the registered slabs is written or read.  Both sides check this if the transport allows it, and
+       raise `BindError` before a byte is sent.
+    7. *Names.*  A peer that was restarted has another name.  A peer that was dropped or lost cannot be connected again.
 
-    Notes of a peer that this side has not connected to yet are kept until it does.
+    Notes of a peer to which this side has not connected yet are kept until it connects.
 
-    A wire that knows without being polled when `poll` or an `Op` has something new may also have ``on_news(call)``, and then calls
-    that, from whatever thread.
+    A wire that is informed of new notes and finished operations without polling may have ``on_news(call)``.  It then calls
+    ``call()`` for news, from any thread.
     """
 
     def register(self, slab: Slab) -> None:
-        """Make memory reachable: once, before `card`."""
+        """Register the memory that peers may access.  Call it once, before `card`."""
 
     def card(self) -> bytes:
-        """What a peer needs to connect: JSON of at most `CARD_BYTES`.
+        """The card that a peer needs to connect: JSON of at most `CARD_BYTES` bytes.
 
-        It is to be trusted as far as the way it came: who has it can write to the slab.
+        Send it only over a trusted channel: whoever has the card can write to the slab.
         """
 
     def connect(self, card: bytes) -> str:
-        """Take a peer's card and return the peer's name, which no other peer has.
+        """Connect to the peer of a card, and return the peer's unique name.
 
         Raises
         ------
         BindError
-            The card is malformed, of another version or transport, of this side itself, or of a peer that was dropped.
+            The card is malformed, has another version or transport, is this side's own, or belongs to a peer that was dropped.
         """
 
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
-        """Write a slice of this side's slab to one of the peer's, of as many bytes, and then deliver the note if it has any."""
+        """Write a slice of this side's slab to a slice of the peer's of the same size, then deliver the note if it is not empty."""
 
     def get(self, peer: str, local: Slice, remote: Slice) -> Op:
-        """Read a slice of the peer's slab into one of this side's, of as many bytes."""
+        """Read a slice of the peer's slab into a slice of this side's of the same size."""
 
     def note(self, peer: str, note: bytes) -> None:
-        """Deliver a note."""
+        """Send a note to a peer."""
 
     def poll(self) -> list[tuple[str, bytes]]:
-        """Return the notes that have come since the last call, with their senders.  It drives the transport: call it often."""
+        """Return the notes that arrived since the last call, with their senders.  It also drives the transport: call it often."""
 
     def drop(self, peer: str) -> None:
-        """End a connection from this side.  A peer that was dropped already, or is unknown, is none.
+        """End a connection from this side.  For an unknown peer, or one that was dropped before, it does nothing.
 
         Raises
         ------
@@ -182,11 +183,11 @@ class Wire(Protocol):
         """
 
     def close(self) -> None:
-        """End all connections and release the memory.  Nothing is written or read after it; it may be called again."""
+        """End all connections and release the memory.  Nothing is written or read afterwards.  It may be called again."""
 
 
 class Ready:
-    """An `Op` that was done when its call returned."""
+    """An `Op` that was done when the put or get returned."""
 
     def query(self) -> bool:
         return True
@@ -194,16 +195,16 @@ class Ready:
 
 @dataclass(frozen=True)
 class Card:
-    """What a card holds.
+    """The contents of a card.
 
     Attributes
     ----------
     name : str
-        Of the endpoint, its incarnation included.
+        Name of the endpoint, including its incarnation.
     slab : Slab
         Memory of the other process.
     data : bytes
-        The transport's own.
+        Data of the transport.
     """
 
     name: str
@@ -211,7 +212,7 @@ class Card:
     data: bytes = b""
 
     def write(self, transport: str) -> bytes:
-        """Return it as JSON."""
+        """The card as JSON."""
         fields = {
             "kvbm-wire": _VERSION,
             "transport": transport,
@@ -228,7 +229,7 @@ class Card:
 
     @classmethod
     def read(cls, card: bytes, transport: str) -> Card:
-        """Read what came from another process, and believe nothing of it."""
+        """Read a card from another process.  All of it is checked."""
         _require_bytes(card, CARD_BYTES, "card")
         try:
             held = json.loads(card.decode())
@@ -246,7 +247,7 @@ class Card:
         if not _NAME.fullmatch(held["name"]):
             _refuse("a name of 1 to 128 letters, digits and ./:#@+-_", f"{held['name']!r:.40}")
         if held.get("sha256") != _sum(held):
-            _refuse("the sum that its other fields have: it was damaged on its way", f"{held.get('sha256')!r:.80}")
+            _refuse("the checksum of its other fields: the card was damaged on its way", f"{held.get('sha256')!r:.80}")
         try:
             data = base64.b64decode(held["data"], validate=True)
         except (binascii.Error, ValueError):
@@ -258,7 +259,7 @@ class Card:
 
 
 def _sum(fields: dict[str, Any]) -> str:
-    """Of what a card holds.  It finds accidents, before a transport takes them for an address; it proves no sender."""
+    """The checksum of a card.  It detects damage before a transport uses the card's address; it does not authenticate."""
     keys = ("kvbm-wire", "transport", "name", "address", "nbytes", "device", "data")
     return hashlib.sha256(json.dumps([fields[key] for key in keys]).encode()).hexdigest()
 
@@ -269,13 +270,14 @@ def _refuse(expected: str, got: str) -> NoReturn:
 
 @dataclass
 class Peer:
-    """What a wire knows of a peer.
+    """A wire's record of a peer.
 
     Attributes
     ----------
     card : Card
+        The peer's card.
     lost : str
-        Why it is no more; empty while it is.
+        Why the peer is lost; empty while it is connected.
     """
 
     card: Card
@@ -286,7 +288,7 @@ P = TypeVar("P", bound=Peer)
 
 
 class Ends(Generic[P]):
-    """What wires share: a name, a slab, the peers by name, and the checks before a byte moves."""
+    """The common part of wires: a name, a slab, the peers by name, and checks of arguments."""
 
     transport = ""
 
@@ -294,6 +296,7 @@ class Ends(Generic[P]):
         self.name = f"{name}#{secrets.token_hex(4)}"
         if not _NAME.fullmatch(name) or not _NAME.fullmatch(self.name):
             raise BindError(f"wire: expected a name of 1 to 119 letters, digits and ./:#@+-_, got {name!r:.140}")
+        self.is_closed = False
         self._slab: Slab | None = None
         self._peers: dict[str, P] = {}
 
@@ -306,39 +309,41 @@ class Ends(Generic[P]):
 
     def _take_slab(self, slab: Slab) -> None:
         if self._slab is not None:
-            raise BindError(f"{self.name}: memory is registered already; expected one slab a wire")
+            raise BindError(f"{self.name}: memory is registered already; expected one slab per wire")
         self._slab = slab
 
     def _read(self, card: bytes) -> Card:
-        """Read the card of a peer that may be connected."""
+        """Read the card of a peer, and check that it may be connected."""
         self.slab  # noqa: B018 - says what is missing
+        if self.is_closed:
+            raise BindError(f"{self.name}: this side is closed; expected a call before close, or a new wire")
         held = Card.read(card, self.transport)
         if held.name == self.name:
-            raise BindError(f"card: it is that of this side, {self.name}")
+            raise BindError(f"card: expected the card of a peer, got that of this side, {self.name}")
         known = self._peers.get(held.name)
         if known is not None and known.lost:
             raise BindError(
                 f"card of {held.name}: the peer is lost ({known.lost}); it must start again, with a new card"
             )
         if known is not None and known.card != held:
-            raise BindError(f"card of {held.name}: not the one that it was connected with")
+            raise BindError(f"card of {held.name}: expected the card that it was connected with, got another one")
         return held
 
     def _peer(self, peer: str) -> P:
-        """A peer that is there."""
+        """A connected peer; raises an error if it is lost or unknown."""
         found = self._peers.get(peer)
         if found is None:
-            raise BindError(f"{self.name}: {peer!r:.140} is no peer; expected one of {sorted(self._peers)}")
+            raise BindError(f"{self.name}: {peer!r:.140} is not a peer; expected one of {sorted(self._peers)}")
         if found.lost:
             raise PeerLostError(f"{self.name}: {peer} is lost: {found.lost}", peer=peer)
         return found
 
     def _check(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> P:
-        """Refuse a put or get that leaves a slab; return the peer."""
+        """Check that a put or get stays inside both slabs; return the peer."""
         found = self._peer(peer)
         self._check_note(note)
         if local[1] != remote[1]:
-            raise BindError(f"{self.name} → {peer}: {local[1]} bytes here and {remote[1]} there; expected as many")
+            raise BindError(f"{self.name} → {peer}: {local[1]} bytes on this side and {remote[1]} on the other; expected the same")
         inside(local, self.slab.nbytes, f"{self.name}: local")
         inside(remote, found.card.slab.nbytes, f"{peer}: remote")
         return found
@@ -354,13 +359,13 @@ def _require_bytes(value: object, most: int, what: str) -> None:
 
 
 def inside(part: Slice, nbytes: int, what: str) -> None:
-    """Refuse a slice that is empty or leaves its slab."""
+    """Raise `BindError` for a slice that is empty or leaves its slab."""
     if not (0 <= part[0] < part[0] + part[1] <= nbytes):
         raise BindError(f"{what} slice: expected bytes of a slab of {nbytes}, got {part[1]} from {part[0]}")
 
 
 def move(dst: Slab, dst_offset: int, src: Slab, src_offset: int, nbytes: int) -> None:
-    """Copy bytes between slabs of this process; they are there when it returns.  No other thread waits for it."""
+    """Copy bytes between slabs of this process and wait for the copy.  It does not block other threads."""
     to, at = dst.address + dst_offset, src.address + src_offset
     if dst.device == src.device == "cpu":
         ctypes.memmove(to, at, nbytes)
@@ -375,6 +380,6 @@ def move(dst: Slab, dst_offset: int, src: Slab, src_offset: int, nbytes: int) ->
 
 
 def deadline(seconds: float) -> Callable[[], bool]:
-    """Return what tells whether so many seconds have passed since."""
+    """Return a function that is True after `seconds` seconds."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end

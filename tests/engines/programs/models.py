@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import standins  # noqa: F401  (before transformers, which loads torchvision in SGLang's environment)
 import torch
 import transformers
 

@@ -1,8 +1,8 @@
-"""LMCache: a device plugin whose copies of paged blocks are kvbm's; ``docs/lmcache.md`` has the commands.
+"""LMCache: a device plugin that copies paged blocks with kvbm; ``docs/engines/lmcache.md`` has the commands.
 
-LMCache finds the classes here by entry points, and takes one of them where LMCACHE_DEVICE_BACKEND names it: ``kvbm`` (CUDA) or
-``kvbm_cpu``.  Elsewhere they are never available, so its own choice of a backend stays what it is.  LMCache is imported with the
-first of them that is used.
+LMCache finds the classes by entry points.  It uses one of them only if LMCACHE_DEVICE_BACKEND names it: ``kvbm`` (CUDA) or
+``kvbm_cpu``.  Otherwise they report that they are not available, so LMCache's default choice of a backend does not change.  LMCache
+is imported when one of them is first used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["KvbmCpuDeviceSpec", "KvbmDeviceSpec"]
 
-#: The first version that is supported, and the first that is not.
+#: The first supported version, and the first newer version that is not supported.
 VERSIONS = ("0.5.6", "0.5.7")
 
 

@@ -1,4 +1,4 @@
-"""Copies between an engine's paged blocks and LMCache's objects; nothing of LMCache is imported."""
+"""Copy between an engine's paged blocks and LMCache's objects.  LMCache is not imported."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from ...transfer import Transfer
 
 __all__ = ["FORMATS", "Copies", "Form"]
 
-#: Pairs of pools that are kept for the next copy.
+#: Most pairs of pools that are cached for later copies.
 _KEPT = 512
 
 
 class Form(NamedTuple):
-    """How an engine's tensors are shaped.
+    """The shape of an engine's tensors.
 
     Attributes
     ----------
     table : str
-        Axes of the list, slowest first; empty: one tensor.
+        Axes of the list of tensors, slowest first; empty for one tensor.
     dims : str
-        Dimensions of a tensor; ``s`` are the slots of all blocks, ``1`` has one element.
+        Dimensions of a tensor.  ``s`` is the slots of all blocks; ``1`` is a dimension of one element.
     """
 
     table: str
     dims: str
 
 
-#: By the name of an ``EngineKVFormat``.  K and V of a head that lie behind each other are its content, one plane.
+#: Name of an ``EngineKVFormat`` → form.  If K and V of a head are adjacent, they are one plane: ``d`` has the elements of both.
 FORMATS = {
     "NB_NL_TWO_BS_NH_HS": Form("", "b l o t h d"),
     "NB_NL_TWO_NH_BS_HS": Form("", "b l o h t d"),
@@ -62,7 +62,7 @@ FORMATS = {
 
 
 class _Memory(NamedTuple):
-    """Arrays of one shape: where, and how their dimensions lie; strides in elements."""
+    """Arrays of one shape: their addresses, dimensions, sizes and strides (in elements)."""
 
     addresses: tuple[int, ...]
     table: str
@@ -70,15 +70,15 @@ class _Memory(NamedTuple):
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     itemsize: int
-    device: int  # of CUDA; -1: the host
+    device: int  # CUDA device, or -1 for the host
 
 
 class Copies:
-    """Copies between paged blocks and objects; pools over the same memory are kept for the next one.
+    """Copies between paged blocks and objects.  Pools on the same memory are cached for later copies.
 
     Notes
     -----
-    An object holds whole blocks: ``[2, layers, tokens, heads * size]``, or ``[layers, tokens, heads * size]`` of one plane.  On a
+    An object holds whole blocks: ``[2, layers, tokens, heads * size]``, or ``[layers, tokens, heads * size]`` for one plane.  On a
     GPU copies are enqueued on torch's current stream.
     """
 
@@ -106,22 +106,23 @@ class Copies:
         paged : list of tensors, tensor, or tensor of pointers
         objects : list of tensors, or of addresses
         block_ids : tensor or list of int
-            Of the first object, then of the next.
+            Block ids of the first object, then of the next, and so on.
         device : torch.device
-            Of `paged`.
+            Device of `paged`.
         desc : PageBufferShapeDesc
         chunk : int
-            Tokens of an object.
+            Tokens per object.
         name : str
-            Of the ``EngineKVFormat``.
+            Name of the ``EngineKVFormat``.
         skip : int
-            Blocks of `block_ids` that are left out at the beginning.
+            Number of blocks at the beginning of `block_ids` that are not copied.
         to_objects : bool
+            True to copy into the objects.
 
         Raises
         ------
         BindError
-            A format that is not known; tensors or objects that are not what it says.
+            The format is not known, or tensors or objects do not have it.
         """
         form = FORMATS.get(name)
         if form is None:
@@ -155,14 +156,20 @@ class Copies:
 
     def _memory(self, paged: Any, form: Form, desc: Any, name: str, device: int) -> _Memory:
         if isinstance(paged, torch.Tensor) and paged.ndim == 1 and paged.dtype in (torch.int64, torch.uint64):
-            if paged not in self._pointers:
-                self._pointers[paged] = tuple(int(one) for one in paged.view(torch.int64).tolist())
-            return _of_pointers(self._pointers[paged], form, desc, name, device)
+            return _of_pointers(self._listed(paged), form, desc, name, device)
         return _of_tensors(paged, form, int(desc.bs), name, device)
+
+    def _listed(self, pointers: torch.Tensor) -> tuple[int, ...]:
+        """The pointers in a tensor.  A tensor on a GPU is read once, and again only after torch has written it."""
+        version = -1 if pointers.is_inference() else pointers._version
+        known: tuple[int, tuple[int, ...]] | None = self._pointers.get(pointers)
+        if known is None or known[0] != version or pointers.device.type == "cpu":
+            known = self._pointers[pointers] = version, tuple(int(one) for one in pointers.view(torch.int64).tolist())
+        return known[1]
 
 
 def _once(ids: torch.Tensor) -> torch.Tensor:
-    """Ids of the host of which each is written once: blocks that stand for none are named again and again."""
+    """Ids with repetitions replaced by -1, except the last one: null blocks occur several times.  Ids on a GPU are not changed."""
     if ids.device.type != "cpu" or len(ids.unique()) == len(ids):
         return ids
     found = ids.clone()
@@ -220,7 +227,7 @@ def _of_tensors(paged: Any, form: Form, tokens: int, name: str, device: int) -> 
 
 
 class _Held(NamedTuple):
-    """An object: its address, and the device that it is on."""
+    """An object: its address and its device."""
 
     address: int
     device: int
@@ -240,7 +247,7 @@ def _address(held: Any, memory: _Memory, each: int) -> _Held:
 
 
 def _sizes(memory: _Memory) -> dict[str, int]:
-    """Extents by axis, those of the list among them."""
+    """Extents per axis, including the axes of the list."""
     sizes = dict(zip(memory.dims.split(), memory.sizes, strict=True))
     if "o" in memory.table:
         sizes["o"] = 2
@@ -260,7 +267,7 @@ def _transfer(memory: _Memory, tokens: int, held: _Held, each: int, to_objects: 
         raise BindError(f"LMCache: expected elements of 1, 2 or 4 bytes, got {memory.itemsize}")
     shape = BlockShape(sizes["l"], sizes.get("o", 1), sizes.get("h", 1), tokens, sizes["d"], dtype)
     order = sorted(range(len(memory.sizes)), key=lambda at: -memory.strides[at] if memory.sizes[at] > 1 else 0)
-    # Those of one element keep to the end of the others, where they change nothing; the elements of a head are last.
+    # Dimensions of one element come after the others, as their strides have no meaning; the elements of a head are last.
     dims = memory.dims.split()
     order = [at for at in order if dims[at] != "d"] + [dims.index("d")]
     extents = tuple(memory.sizes[at] for at in order)
@@ -283,7 +290,7 @@ def _order(order: str) -> Layout:
 
 @functools.lru_cache(256)
 def _layout(table: str, dims: str, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Layout:
-    """The layout of tensors whose dimensions lie as their strides say."""
+    """The layout of tensors with these dimensions and strides."""
     pitches, expected = [], 1
     for axis, size, stride in reversed(list(zip(dims.split(), sizes, strides, strict=True))):
         if size > 1 and stride != expected:
@@ -296,7 +303,7 @@ def _layout(table: str, dims: str, sizes: tuple[int, ...], strides: tuple[int, .
 
 
 class _CudaArray:
-    """Memory of a GPU that others own."""
+    """GPU memory that someone else owns."""
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str) -> None:
         self.__cuda_array_interface__ = {

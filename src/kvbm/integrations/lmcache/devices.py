@@ -1,4 +1,4 @@
-"""What LMCache's device plugins are: descriptions of devices, with kvbm's operations."""
+"""Device plugins for LMCache: descriptions of devices, with kvbm's operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _is_chosen(name: str) -> bool:
 
 
 class KvbmDeviceSpec(CudaDeviceSpec):  # type: ignore[misc]  # LMCache is not typed
-    """CUDA, with kvbm's copies."""
+    """CUDA with kvbm's copies."""
 
     @property
     def backend_name(self) -> str:
@@ -39,7 +39,7 @@ class KvbmDeviceSpec(CudaDeviceSpec):  # type: ignore[misc]  # LMCache is not ty
 
 
 class KvbmCpuDeviceSpec(CpuDeviceSpec):  # type: ignore[misc]
-    """The CPU, with kvbm's copies."""
+    """The CPU with kvbm's copies."""
 
     @property
     def backend_name(self) -> str:

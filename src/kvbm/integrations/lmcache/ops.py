@@ -1,4 +1,4 @@
-"""LMCache's device operations, of which the copy between paged blocks and objects is kvbm's."""
+"""LMCache's device operations, with kvbm's copy between paged blocks and objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["KvbmCpuOps", "KvbmCudaOps"]
 
 
 class _Blocks:
-    """The operation that is replaced; LMCache reads from its annotations whether objects may be tensors."""
+    """The replaced operation.  Subclasses annotate its arguments: from the annotations LMCache reads if objects may be tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class KvbmCpuOps(_Blocks, CpuDeviceOps):  # type: ignore[misc]  # LMCache is not
         )
 
 
-#: What LMCache calls in place of the operation where it is there.
+#: Native functions that LMCache would call instead of the replaced operation.
 _AROUND = ("multi_layer_block_kv_transfer", "execute_object_group_transfer", "execute_direct_copy_transfer")
 
 
@@ -85,7 +85,7 @@ class KvbmCudaOps(_Blocks, CudaDeviceOps):  # type: ignore[misc]
     """On a GPU: the objects are pinned, or on the GPU."""
 
     def ensure_native(self) -> None:
-        """Take LMCache's compiled operations, but those that copy blocks."""
+        """Load LMCache's compiled operations, except those that copy blocks."""
         super().ensure_native()
         for name in _AROUND:
             self.__dict__.pop(name, None)

@@ -1,6 +1,6 @@
-"""SGLang: pages in host memory of a declared layout, by a cache linker, and pages in files, by a HiCache storage backend.
+"""SGLang: a cache linker for pages in host memory, and a HiCache storage backend for pages in files, in declared layouts.
 
-``docs/sglang.md`` has the commands.  SGLang is imported with the first of these names that is used.
+``docs/engines/sglang.md`` has the commands.  SGLang is imported when one of these names is first used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..versions import require_version
 
 __all__ = ["KvbmLinker", "KvbmStorage"]
 
-#: The first version that is supported, and the first that is not.
+#: The first supported version, and the first newer version that is not supported.
 VERSIONS = ("0.5.23", "0.5.24")
 
 _HOMES = {"KvbmLinker": "linker", "KvbmStorage": "storage"}

@@ -1,4 +1,4 @@
-"""Pages of an engine in host memory, by key, each with its digest; nothing of SGLang is imported."""
+"""An engine's pages in host memory, by key, with digests.  SGLang is not imported."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["HostPages", "Loading", "Storing"]
 
 
 class Page(NamedTuple):
-    """Where a page is in host memory, and what it was."""
+    """A page's block in host memory, and its digest when it was stored."""
 
     block: int
     digest: int
 
 
 class Storing(NamedTuple):
-    """Pages on their way to host memory; what the copy reads and writes is kept until it is done."""
+    """A running copy of pages to host memory.  It keeps the memory of the copy until the copy is done."""
 
     keys: list[str]
     blocks: list[int]
@@ -33,7 +33,7 @@ class Storing(NamedTuple):
 
 
 class Loading(NamedTuple):
-    """Pages on their way to the engine: of each part of the layers a row of digests, which add up to those of pages."""
+    """A running copy of pages to the engine.  `digests` has a row per part of the layers; the rows add up to the pages' digests."""
 
     keys: list[str]
     pages: list[Page]
@@ -42,22 +42,22 @@ class Loading(NamedTuple):
 
 
 class HostPages:
-    """Host memory for pages of a pool; the page that was not asked for the longest makes room.
+    """Host memory for pages of a pool.  If it is full, the least recently used pages are evicted.
 
     Parameters
     ----------
     engine : Pool
-        Of which a block is a page.
+        The engine's pool.  One block is one page.
     layout : Layout
-        How pages lie in host memory.
+        Layout of the pages in host memory.
     num_pages : int
 
     Attributes
     ----------
     engine, host : Pool
-        Host memory is pinned where the engine is on a GPU.
+        The two pools.  Host memory is pinned if the engine is on a GPU.
     wrong : int
-        Pages that were found to be not what was stored.
+        Number of pages whose contents differed from what was stored.
     """
 
     def __init__(self, engine: Pool, layout: Layout, num_pages: int) -> None:
@@ -77,29 +77,29 @@ class HostPages:
         return len(self._pages)
 
     def missing(self, keys: Iterable[str]) -> list[str]:
-        """Those of which no page is here, nor on its way."""
+        """The keys without a page in host memory or on its way there."""
         return [key for key in keys if key not in self._pages and key not in self._coming]
 
     def hold(self, keys: Iterable[str]) -> None:
-        """Keep pages from making room, until `let_go`."""
+        """Protect pages from eviction until `let_go`."""
         for key in keys:
             if key in self._pages:
                 self._pages.move_to_end(key)
                 self._held.add(key)
 
     def let_go(self) -> None:
-        """Any page may make room again."""
+        """End the protection of all pages."""
         self._held.clear()
 
     def check(self, keys: Sequence[str]) -> None:
-        """Digest pages in host memory, and forget those that are not what was stored."""
+        """Compare pages in host memory with their digests, and remove those that differ."""
         here = [key for key in keys if key in self._pages]
         if here:
             pages = [self._pages[key] for key in here]
             self._compare(here, pages, self.host.digest([page.block for page in pages]))
 
     def _compare(self, keys: Sequence[str], pages: Sequence[Page], found: Any) -> bool:
-        """Whether pages are what was stored; those that are not are forgotten."""
+        """True if all pages have their digests.  Pages that differ are removed."""
         bad = {key: page for key, page, one in zip(keys, pages, found.tolist(), strict=True) if one != page.digest}
         for key, page in bad.items():
             if self._pages.get(key) is page:
@@ -109,11 +109,11 @@ class HostPages:
         return not bad
 
     def room(self, count: int) -> bool:
-        """Whether so many pages have room, or older ones make it."""
+        """True if there is space for `count` pages, after eviction if needed."""
         return count <= len(self._free) + len(self._pages) - len(self._held)
 
     def store(self, keys: Sequence[str], ids: Sequence[int], stream: Any = None) -> Storing:
-        """Begin to copy pages here; `room` was asked.  See `stored`."""
+        """Begin to copy pages to host memory.  Call `room` before, and `stored` when the copy is done."""
         while len(self._free) < len(keys):
             oldest = next(key for key in self._pages if key not in self._held)
             self._free.append(self._pages.pop(oldest).block)
@@ -124,7 +124,7 @@ class HostPages:
         return Storing(list(keys), blocks, digests, done)
 
     def stored(self, storing: Storing) -> None:
-        """Pages are here; `storing.done` is."""
+        """Add the pages of a copy that is done."""
         found = storing.digests.numpy().view(np.uint64).tolist()
         for key, block, digest in zip(storing.keys, storing.blocks, found, strict=True):
             self._pages[key] = Page(block, digest)
@@ -133,7 +133,7 @@ class HostPages:
     def load(
         self, keys: Sequence[str], ids: Sequence[int], parts: Iterable[range], stream: Any = None
     ) -> Iterator[Loading]:
-        """Copy pages to the engine, some layers after the others: after each part what was begun so far.  See `loaded`."""
+        """Begin to copy pages to the engine, one part of the layers per item.  Call `loaded` at the end."""
         pages = [self._pages[key] for key in keys]
         blocks = [page.block for page in pages]
         parts = list(parts)
@@ -146,21 +146,21 @@ class HostPages:
             yield loading
 
     def loaded(self, loading: Loading) -> bool:
-        """Wait for a load; whether pages are what was stored."""
+        """Wait for a load.  True if all its pages have their digests."""
         for done in loading.dones:
             done.synchronize()
         found = loading.digests.numpy().view(np.uint64).sum(0, dtype=np.uint64)
         return self._compare(loading.keys, loading.pages, found)
 
     def clear(self) -> None:
-        """Forget all pages; nothing is on its way."""
+        """Remove all pages.  No copy may be running."""
         self._pages.clear()
         self._coming.clear()
         self._held.clear()
         self._free = list(range(self.host.num_blocks))[::-1]
 
     def close(self) -> None:
-        """Give the memory back; wait for the copies first."""
+        """Free the memory.  Wait for the copies before."""
         self.clear()
         self._out.close()
         self._back.close()

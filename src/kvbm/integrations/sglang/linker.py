@@ -1,4 +1,4 @@
-"""A linker of SGLang's unified cache: pages go straight from the device to host memory in a declared layout, and back."""
+"""A linker for SGLang's unified cache: it copies pages between the device and host memory in a declared layout."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ __all__ = ["KvbmLinker", "LayerGate"]
 
 logger = logging.getLogger(__name__)
 
-#: Parts of the layers that are loaded one after the other.
+#: Number of parts of the layers, which are loaded one after the other.
 _PARTS = 8
 
-#: Requests of which it is known which pages were checked.
+#: Most requests for which the checked pages are remembered.
 _REQUESTS = 1024
 
 
 class _Kind(NamedTuple):
-    """Pages of some layers: those that see all tokens, or those of a sliding window."""
+    """Pages of some layers: those with full attention, or those with a sliding window."""
 
     pages: HostPages
-    layers: tuple[int, ...]  # their places among all layers of the rank
+    layers: tuple[int, ...]  # their indices among all layers of the rank
 
     def part(self, layers: range) -> range:
-        """Which of these layers are among some of all."""
+        """The indices in `self.layers` of those that are in a range of the rank's layers."""
         return range(bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop))
 
 
 class _Batch(NamedTuple):
-    """A load that was begun: copies by kind, and when each part is there (on a GPU)."""
+    """A load that has begun: copies per kind, and on a GPU an event per part."""
 
     loads: dict[PoolName, Loading]
     events: list[Any]
@@ -51,12 +51,12 @@ class _Batch(NamedTuple):
 
 
 class LayerGate:
-    """What SGLang's pools ask before they hand out a layer: it waits on the stream, not on the host.
+    """Called by SGLang's pools before they return a layer: it makes the stream wait, not the host.
 
     Parameters
     ----------
     parts : sequence of range
-        Layers that are loaded together.
+        The layers that are loaded together.
     """
 
     def __init__(self, parts: Sequence[range]) -> None:
@@ -65,38 +65,38 @@ class LayerGate:
         self.consumer_index = -1
 
     def set_consumer(self, index: int) -> None:
-        """The batch that runs next; -1: it loads nothing."""
+        """Set the batch that runs next; -1 if it loads nothing."""
         self.consumer_index = index
 
     def wait_until(self, threshold: int) -> None:
-        """Let the current stream wait until a layer is there."""
+        """Make the current stream wait until a layer is loaded."""
         batch = self.batches.get(self.consumer_index)
         if batch is not None and batch.events:
             torch.cuda.current_stream().wait_event(batch.events[self._part_of[threshold]])
 
 
 class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typed
-    """Host memory of a declared layout behind SGLang's radix cache.
+    """Host memory in a declared layout behind SGLang's radix cache.
 
-    ``linker_extra_config`` takes
+    Settings in ``linker_extra_config``:
 
     host_bytes : int
-        Host memory of a rank.
+        Bytes of host memory per rank.
     host_layout : str
-        Layout of the pages there: a name of the catalogue, or a file; ``universal`` if not given.
+        Layout of the pages in host memory: a name of the catalogue, or a file.  Default: ``universal``.
     check_at_lookup : bool
-        Digest pages in host memory before a request is told that they are there; yes if not given.
+        Verify the digests of pages in host memory at every lookup.  Default: True.
 
     Raises
     ------
     BindError
-        Another SGLang than those supported; settings or caches that are not known; memory for less than a page.
+        The version of SGLang is not supported, a setting or a cache is not known, or the memory is smaller than a page.
 
     Notes
     -----
-    Each page is digested as it leaves and as it comes back.  One that is wrong at the lookup is a miss.  One that is wrong only
-    when it is loaded ends the requests of its batch with SGLang's error 503: the engine has no way back by then.  Both are
-    forgotten.  All is called by the scheduler's thread.
+    The digest of each page is computed when it is stored and when it is loaded.  A page that is wrong at a lookup is a miss.  If a
+    page is found to be wrong only when it is loaded, the requests of its batch end with SGLang's error 503, as the engine can no
+    longer recompute them.  Wrong pages are removed.  All calls come from the scheduler's thread.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
     # ---- to the device -------------------------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        """How many of the first pages may be loaded; they stay in host memory until the next batch is begun."""
+        """The numbers of first pages that can be loaded.  The pages stay in host memory until the next batch begins."""
         wanted = {transfer.name: transfer for transfer in transfers}
         keys = list(wanted[PoolName.KV].keys)
         if self.check_at_lookup:
@@ -146,7 +146,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         full = self.pools[PoolName.KV]
         there = next((at for at, key in enumerate(keys) if key not in full), len(keys))
         ends: list[int] = list(range(1, there + 1))
-        for name in wanted.keys() - {PoolName.KV}:  # of these the last pages are enough
+        for name in wanted.keys() - {PoolName.KV}:  # these need only the last pages
             window = max(1, len(wanted[name].keys))
             ends = [end for end in ends if all(key in self.pools[name] for key in keys[max(0, end - window) : end])]
         if ends:
@@ -180,7 +180,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         return self._queued.pop(rid, None) is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Begin the loads that are queued; what other lookups found may make room again."""
+        """Begin the queued loads.  Pages that other lookups found may be evicted again."""
         queued, self._queued = self._queued, {}
         for pages in self.pools.values():
             pages.let_go()
@@ -217,7 +217,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         return batch
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Wait for a batch; whether all its pages are what was stored."""
+        """Wait for a batch.  True if all its pages have their digests."""
         batch = self.layer_done_counter.batches.pop(counter_index, None)
         if batch is None:
             return True
@@ -231,7 +231,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
     # ---- to the host ---------------------------------------------------------------------------------------------------
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:  # noqa: ARG002
-        """Begin to copy the pages of a node that are not in host memory; all of them, or none where there is no room."""
+        """Begin to copy a node's pages that are not in host memory: all of them, or none if there is no space."""
         if not any(transfer.keys for transfer in transfers):
             return False
         wanted = []
@@ -244,7 +244,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
             wanted.append((pages, dict(pairs)))
         if not all(pages.room(len(ids)) for pages, ids in wanted):
             self._offloads.append(None)
-            return True  # on each rank: it is told when it is done that nothing was stored
+            return True  # the same on each rank; `pop_completed_offload` reports that nothing was stored
         stream = self._after_engine(1)
         self._offloads.append(
             [(pages, pages.store(list(ids), list(ids.values()), stream)) for pages, ids in wanted if ids]
@@ -260,17 +260,17 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         return count
 
     def pop_completed_offload(self) -> bool:
-        """Whether the oldest offload stored what it was given; from now on lookups find it."""
+        """Finish the oldest offload.  True if its pages were stored; lookups find them from now on."""
         begun = self._offloads.popleft()
         for pages, storing in begun or ():
-            storing.done.synchronize()  # which waits for nothing any more, and says what went wrong on the GPU
+            storing.done.synchronize()  # returns at once, and raises errors of the GPU
             pages.stored(storing)
         return begun is not None
 
     # ---- both ----------------------------------------------------------------------------------------------------------
 
     def _ids(self, indices: torch.Tensor) -> list[int]:
-        """The pages of slots."""
+        """The page ids of token slots."""
         slots = indices.detach().to("cpu", torch.int64).reshape(-1)
         count, rest = divmod(len(slots), self.page_size)
         rows = slots[: count * self.page_size].view(count, self.page_size)
@@ -282,7 +282,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         return ids
 
     def _after_engine(self, index: int) -> Any:
-        """A stream of copies, behind what the scheduler and the forward pass have enqueued; None on the CPU."""
+        """A stream for copies, which waits for enqueued work of the scheduler and the forward pass; None on the CPU."""
         stream = self._streams[index]
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -291,7 +291,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         return stream
 
     def reset(self) -> None:
-        """Wait for all copies, and forget what is in host memory."""
+        """Wait for all copies, and remove all pages from host memory."""
         self._queued.clear()
         self._checked.clear()
         while self._offloads:
@@ -303,7 +303,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
             pages.clear()
 
     def close(self) -> None:
-        """Wait for all copies, and give the memory back."""
+        """Wait for all copies, and free the memory."""
         self.reset()
         for pages in self.pools.values():
             pages.close()
@@ -330,7 +330,7 @@ class _Settings(NamedTuple):
 
 
 def _caches(params: Any, components: set[Any]) -> dict[PoolName, tuple[Any, tuple[int, ...]]]:
-    """SGLang's token pools, and which layers of the rank each holds."""
+    """SGLang's token pools, with the rank's layers in each."""
     cache = params.token_to_kv_pool_allocator.get_kvcache()
     what = f"SGLang: {type(cache).__name__} with {sorted(component.name for component in components)}"
     if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:

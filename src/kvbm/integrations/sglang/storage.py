@@ -1,7 +1,8 @@
-"""A storage backend of SGLang's HiCache: pages in files of a declared layout, which any tensor parallelism reads."""
+"""A storage backend for SGLang's HiCache: pages in files of a declared layout, which any tensor parallelism can read."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -28,6 +29,9 @@ __all__ = ["KvbmStorage", "pool_of"]
 
 logger = logging.getLogger(__name__)
 
+#: Key in a file's metadata for its name, which contains the page, its layers and its heads.
+_NAME = "sglang.page"
+
 #: SGLang's ``--hicache-mem-layout`` → the layout of keys and values, and of latents.
 _LAYOUTS = {
     "layer_first": ("sglang/host_layer_first", "sglang/host_mla_layer_first"),
@@ -38,13 +42,13 @@ _LAYOUTS = {
 
 
 def pool_of(host: Any) -> Pool:
-    """A pool over a host pool of HiCache: block b is page b.
+    """A pool on the memory of HiCache's host pool: block b is page b.
 
     Raises
     ------
     BindError
-        Another class than ``MHATokenToKVPoolHost`` and ``MLATokenToKVPoolHost``, or another layout than those of
-        ``--hicache-mem-layout`` ``layer_first``, ``page_first``, ``page_first_direct`` and (not for latents) ``page_head``.
+        The class is not ``MHATokenToKVPoolHost`` or ``MLATokenToKVPoolHost``, or ``--hicache-mem-layout`` is not ``layer_first``,
+        ``page_first``, ``page_first_direct`` or (not for latents) ``page_head``.
     """
     is_mla = type(host) is MLATokenToKVPoolHost
     if not is_mla and type(host) is not MHATokenToKVPoolHost:
@@ -71,16 +75,16 @@ def pool_of(host: Any) -> Pool:
 
 
 class _Piece(NamedTuple):
-    """Some heads of a page, which are a file."""
+    """Some heads of a page, which are stored in one file."""
 
     suffix: str
-    near: Pool  # one block, in the layout of files
-    put: Transfer  # from the host pool; it compares digests
+    near: Pool  # one block in the layout of the files
+    put: Transfer  # from the host pool; verifies digests
     get: Transfer
 
 
 class _Copies:
-    """What one thread at a time copies with, in one direction."""
+    """The transfers of one direction.  Only one thread at a time may use them."""
 
     def __init__(self, pieces: list[_Piece]) -> None:
         self.pieces = pieces
@@ -88,29 +92,30 @@ class _Copies:
 
 
 class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
-    """Pages in files: a file a page and ``heads_per_file`` heads of it, in a declared layout, with digests.
+    """Pages in files: one file per page and per ``heads_per_file`` heads, in a declared layout, with digests.
 
-    ``--hicache-storage-backend-extra-config`` takes, besides SGLang's own ``backend_name``, ``module_path``, ``class_name`` and
-    ``interface_v1``, which must be 1:
+    Settings in ``--hicache-storage-backend-extra-config``, besides SGLang's ``backend_name``, ``module_path``, ``class_name`` and
+    ``interface_v1`` (which must be 1):
 
     path : str
-        Folder of the files; it is made.
+        Folder of the files.  It is created if it does not exist.
     file_layout : str
-        Layout of a page there: a name of the catalogue, or a file; ``universal`` if not given.
+        Layout of a page in a file: a name of the catalogue, or a file.  Default: ``universal``.
     heads_per_file : int
-        A divisor of the heads that each rank of each deployment holds; those of this rank if not given.
+        A divisor of the number of heads per rank in every deployment.  Default: the number of heads of this rank.
     model_id : str
-        What tells this model from others: SGLang's model name if not given.
+        A text that identifies the model.  Default: SGLang's model name.
 
     Raises
     ------
     BindError
-        Another SGLang than those supported; settings, pools or parallelism that are not known.
+        The version of SGLang is not supported, or a setting, a pool or the parallelism is not known.
 
     Notes
     -----
-    Files lie in a folder whose name is made of the model, the dtype, the sizes of a page and the layout; the name of a file has the
-    page's key, its layers and its heads.  It appears whole or not at all.  One that is not what was stored is a miss, and removed.
+    The name of the files' folder contains the model, the layout, and a hash that also covers the dtype and the sizes of a page.
+    The name of a file contains the page's key, its layers and its heads.  A file appears only when it is complete.  A file whose
+    contents have changed is a miss, and is removed.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:  # noqa: ARG002  (SGLang passes it)
@@ -165,11 +170,11 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
     # ---- what SGLang calls ---------------------------------------------------------------------------------------------
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
-        """Write pages to files, unless they are there; which of them are there then."""
+        """Write pages to files that do not exist yet.  True for each page that is stored afterwards."""
         return self._each(self._puts, self._put, keys, host_indices)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
-        """Read pages from files; which of them are there, as they were stored."""
+        """Read pages from files.  True for each page that was read and has its digests."""
         return self._each(self._gets, self._get, keys, host_indices)
 
     def exists(self, key: str) -> bool:
@@ -181,7 +186,7 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give back what copies need."""
+        """Free the memory of the transfers."""
         for copies in (self._puts, self._gets):
             with copies.lock:
                 for piece in copies.pieces:
@@ -196,15 +201,17 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
     # ---- a page --------------------------------------------------------------------------------------------------------
 
     def _path(self, key: str, piece: _Piece) -> Path:
-        name = key if re.fullmatch(r"\w{1,128}", key) else hashlib.sha256(key.encode()).hexdigest()
+        is_plain = re.fullmatch(r"[A-Za-z0-9_]{1,128}", key)
+        name = key if is_plain else hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
         return self.folder / f"{name}.{piece.suffix}.safetensors"
 
     def _each(
         self, copies: _Copies, act: Callable[[Path, _Piece, int], bool], keys: list[str], indices: Any
     ) -> list[bool]:
         slots = indices.tolist()
-        firsts, rest = slots[:: self.page_size], [slot % self.page_size for slot in slots]
-        if len(firsts) != len(keys) or rest != [*range(self.page_size)] * len(keys):
+        firsts = slots[:: self.page_size]
+        whole = [first + at for first in firsts for at in range(self.page_size)]
+        if len(firsts) != len(keys) or slots != whole or any(first < 0 or first % self.page_size for first in firsts):
             raise BindError(
                 f"SGLang: expected the slots of {len(keys)} pages of {self.page_size} tokens, got {slots!s:.200}"
             )
@@ -215,12 +222,12 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
             ]
 
     def _put(self, path: Path, piece: _Piece, page: int) -> bool:
-        if path.exists():
-            return True
         try:
+            if path.exists():
+                return True
             piece.put.copy([page], [0]).synchronize()
-            save(path, piece.near)
-        except FileExistsError:  # another rank, or another engine, was quicker
+            save(path, piece.near, metadata={_NAME: path.name})
+        except FileExistsError:  # another rank or engine has written it meanwhile
             return True
         except (KvbmError, OSError) as error:
             logger.error("kvbm: %s was not stored: %s", path.name, error)
@@ -229,23 +236,30 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
         return True
 
     def _get(self, path: Path, piece: _Piece, page: int) -> bool:
+        is_files_fault = True
         try:
             stored = read(path)
             mapped = stored.pool(self.layout, piece.near.shape, 1)
+            if stored.metadata.get(_NAME) != path.name:
+                raise BindError(f"{path}: {_NAME}: expected the file's name, got {stored.metadata.get(_NAME)!r:.300}")
             if stored.digests is None:
                 raise BindError(f"{path}: expected a file with digests")
             for near, far in zip(piece.near.arrays, mapped.arrays, strict=True):
                 np.copyto(near, far)
-            found = np.zeros(1, np.uint64)
+            found, is_files_fault = np.zeros(1, np.uint64), False
             piece.get.copy([0], [page], digests=found).synchronize()
-            if found[0] != stored.digests.blocks[0]:
+            if is_files_fault := bool(found[0] != stored.digests.blocks[0]):
                 raise DigestError(f"{path}: expected digest {stored.digests.blocks[0]:#x}, got {found[0]:#x}")
         except FileNotFoundError:
             return False
         except (KvbmError, OSError) as error:
+            if not is_files_fault or isinstance(error, OSError):  # such as too many open files: keep the file
+                logger.error("kvbm: %s was not loaded, a miss: %s", path.name, error)
+                return False
             self.stats["wrong"] += 1
             logger.error("kvbm: a page is not what was stored, a miss: %s", error)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
             return False
         self.stats["loaded"] += 1
         return True
@@ -259,7 +273,7 @@ def _text(given: dict[str, Any], name: str, usual: str | None) -> str:
 
 
 def _folder(model: str, pool: Pool, heads: int, layout: Layout) -> str:
-    """A name that two deployments share whose files mean the same."""
+    """The name of the folder.  It is equal for deployments that can read each other's files."""
     shape = pool.shape
     said = {
         "format": 1, "model": model, "dtype": shape.dtype, "tokens": shape.nt, "planes": shape.no, "heads": heads,

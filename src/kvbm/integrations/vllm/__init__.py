@@ -1,5 +1,6 @@
-"""vLLM: offloading to host memory (``docs/vllm.md``), and prefill and decode in engines of their own (``docs/disaggregate.md``).
+"""vLLM: offloading to host memory, and prefill and decode in separate engines.
 
+``docs/engines/vllm.md`` and ``docs/engines/vllm-disaggregated.md`` have the commands.
 vLLM finds the connectors by an entry point; it is imported with the first of these names that is used.
 """
 

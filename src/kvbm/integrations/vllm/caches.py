@@ -3,45 +3,53 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from ...errors import BindError
+from ...errors import BindError, SpecError
 from ...pool import Pool
 from ...reshard import Placement, Span
 from ...reshard.presets import of_vllm
 from ...vllm_groups import Group, groups
 
-__all__ = ["Caches"]
+__all__ = ["Caches", "window_of"]
 
 
-#: Kinds of groups whose block tables hold a sequence's tokens, each at its position; not those of an encoder, or rings.
+#: Specs of groups in whose block tables each token is at its position in the sequence; not those of encoders or ring buffers.
 _BY_POSITION = (
     "FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec",
 )  # fmt: skip
 
 
 class Caches:
-    """What a worker of vLLM holds; `BindError` for groups whose tables are not known.
+    """The caches of a vLLM worker.  Raises `BindError` for groups whose block tables are not supported.
 
     Parameters
     ----------
     vllm_config, kv_cache_config, kv_caches
-        As a connector is given them.
+        The objects that a connector receives.
 
     Attributes
     ----------
     groups : dict of str to (Placement, Pool)
-        As an `Endpoint` takes them.
+        The groups for an `Endpoint`.
     rank : int
-        Of this worker.
+        Rank of this worker.
+    whole : frozenset of str
+        Groups without a window: they keep a block for each token of a sequence while it is computed.
+    layers : dict of str to int
+        vLLM's names of this worker's layers → their numbers in the model.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> None:
         self.groups: dict[str, tuple[Placement, Pool]] = {}
         self._read: dict[str, Group] = {}
         self.rank = 0
+        self.layers: dict[str, int] = {}
+        whole = []
         parts: Counter[int] = Counter()
         for group in groups(vllm_config, kv_cache_config):
             if group.index not in kv_cache_config.transfer_group_ids:
@@ -57,39 +65,65 @@ class Caches:
                 raise BindError(f"{group}: decode_context_parallel_size: expected 1, got {group.dcp}; it was not tested")
             name = f"{group.index}.{parts[group.index]}"
             parts[group.index] += 1
-            placement, self.rank = of_vllm(group)
+            try:
+                placement, self.rank = of_vllm(group)
+            except SpecError as error:
+                if group.pp == 1:
+                    raise
+                numbers = ", ".join(map(str, group.layers))
+                raise BindError(
+                    f"{group}: pipeline_parallel_size: {group.pp} stages, and this one has layers {numbers}: "
+                    "expected one group of all layers, shared out as vLLM does by itself (VLLM_PP_LAYER_PARTITION not set)"
+                ) from error
             self.groups[name] = placement, Pool.from_vllm(kv_caches, group=group)
             self._read[name] = group
+            self.layers.update(zip(group.names, group.layers, strict=True))
+            if window_of(held) == (0, 0):
+                whole.append(name)
+        self.whole = frozenset(whole)
 
-    def spans(self, blocks: tuple[list[int], ...], last: int, first: int = 0) -> dict[str, Span]:
-        """By group: tokens `first` to `last` (exclusive), as far as vLLM holds blocks for them.
+    def spans(
+        self, blocks: tuple[list[int], ...], last: int, first: int = 0, begins: Mapping[int, int] = MappingProxyType({})
+    ) -> dict[str, Span]:
+        """Spans per group: tokens `first` to `last` (exclusive), as far as vLLM holds blocks for them.
 
-        Behind a sliding window vLLM holds no blocks: the table has -1.  The first block that is held comes as a whole, though not
-        all of its tokens are seen any more: vLLM may find it in its prefix cache for a shorter sequence.
+        vLLM holds no blocks for tokens before a sliding window: the table has -1.  The first held block is sent completely, even if
+        the window no longer includes all its tokens: vLLM may find it in its prefix cache for a shorter sequence.  If the other
+        engine does not hold all of this block, `begins` has the first token that it holds.
 
         Parameters
         ----------
         blocks : tuple of list of int
-            Of a request, by vLLM's group.
+            Block ids of a request, per vLLM group.
         last : int
-            The first token that no block has to hold.
+            The last token plus one.
         first : int, optional
             The first token.
+        begins : mapping of int to int, optional
+            vLLM's group → its first token, if this is later than the first held block.
 
         Raises
         ------
         BindError
-            Blocks that are missing behind one that is held.
+            A block is missing after the first held block.
         """
         found = {}
         for name, group in self._read.items():
             table = np.array(blocks[group.index], np.int64)
             table[table == 0] = -1  # vLLM's null block
             held = np.flatnonzero(table >= 0)
-            start = int(held[0]) * group.shape.nt if held.size else last
+            start = max(int(held[0]) * group.shape.nt, begins.get(group.index, 0)) if held.size else last
             if held.size and len(table) - held[0] != held.size:
                 raise BindError(
                     f"{group}: expected blocks for all tokens from {start} on, got a table with gaps: {blocks[group.index]!r:.200}"
                 )
             found[name] = Span(table, range(min(max(start, first), last), last))
         return found
+
+
+def window_of(held: Any) -> tuple[int, int]:
+    """Tokens of the sliding window and of the attention chunk of a group; 0 if vLLM does not release blocks because of them."""
+    one = getattr(held, "first_spec", held)
+    if any(base.__name__ == "FullAttentionSpec" for base in type(one).__mro__):  # keeps all blocks, even with a window
+        return 0, 0
+    return tuple(int(getattr(one, name, None) or 0) for name in ("sliding_window", "attention_chunk_size"))  # type: ignore[return-value]

@@ -5,7 +5,6 @@ Only click is imported here before something runs, as for every command.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ... import errors
-from ...commands import layout_option, terminal
+from ...commands import gpu_option, json_option, layout_option, print_json, print_prose
 
 if TYPE_CHECKING:
     from .serving import Engine
 
 _COUNT = click.IntRange(1, 1 << 16)
 
-#: What ``--to`` may say, and which argument of `Engine` it is.
+#: Key of ``--to`` → argument of `Engine`.
 _KEYS = {
     "tp": "tp", "pp": "pp", "dcp": "dcp", "block-size": "nt", "layout": "order", "kv-cache-dtype": "cache_dtype",
     "backend": "backend",
@@ -35,7 +34,7 @@ _KEYS = {
 @click.option("--tp", default=1, show_default=True, type=_COUNT, metavar="N", help="--tensor-parallel-size.")
 @click.option("--pp", default=1, show_default=True, type=_COUNT, metavar="N", help="--pipeline-parallel-size.")
 @click.option("--dcp", default=1, show_default=True, type=_COUNT, metavar="N", help="--decode-context-parallel-size.")
-@click.option("--block-size", "nt", default=16, show_default=True, type=_COUNT, metavar="N", help="Tokens a block.")
+@click.option("--block-size", "nt", default=16, show_default=True, type=_COUNT, metavar="N", help="Tokens per block.")
 @click.option(
     "--kv-cache-dtype", "cache_dtype", default="auto", show_default=True, metavar="TYPE", help="As vLLM's flag."
 )
@@ -54,31 +53,28 @@ _KEYS = {
     help="Layout of blocks in host memory; pages: as the engine has them.",
 )
 @click.option(
-    "--blocks", default=64, show_default=True, type=_COUNT, metavar="N",
-    help="Blocks of a store and a load that are planned.",
+    "--num-blocks", "blocks", default=64, show_default=True, type=_COUNT, metavar="N",
+    help="Blocks of the store and the load that are planned.",
 )
 @click.option(
     "--to", "to_text", metavar="KEY=VALUE,…",
-    help="The engine that decodes: tp=1,block-size=64,layout=LBNHC; what is not said is as here.",
+    help="The engine that decodes: tp=1,block-size=64,layout=LBNHC; other keys as in this engine.",
 )
 @click.option(
     "--tokens", default=8192, show_default=True, type=click.IntRange(1, 1 << 20), metavar="N",
-    help="Of a request, with --to.",
+    help="Tokens of a request, with --to.",
 )
-@click.option(
-    "--device", default=0, show_default=True, type=click.IntRange(0, 9999), metavar="N",
-    help="GPU whose measured speeds are told.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@gpu_option("GPU whose measured speeds are printed.")
+@json_option()
 def serve_check(
     given: str, tp: int, pp: int, dcp: int, nt: int, cache_dtype: str, dtype: str | None, order: str, backend: str,
     host_gib: float, host_layout: str, blocks: int, to_text: str | None, tokens: int, device: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """Tell what kvbm would do in a vLLM engine, before it is started.
+    """Show what kvbm would do in a vLLM engine, without starting it.
 
-    Which layouts it has, what fits into host memory, how blocks are copied, what goes to another engine. Nothing is
-    allocated, copied or downloaded, and vLLM need not be installed. What cannot be done is named, and the exit code is
-    that of the first such error.
+    Prints the layouts, what fits into host memory, how blocks are copied, and what is sent to another engine. Nothing is
+    allocated, copied or downloaded, and vLLM need not be installed. It lists what is not possible, and exits with the code of
+    the first such error.
     """
     from . import models, serving
 
@@ -88,11 +84,13 @@ def serve_check(
         engine, int(host_gib * (1 << 30)), host_layout, blocks=blocks, device=device, to=to, tokens=tokens
     )
     if as_json:
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        print_json(found)
     else:
-        width = min(terminal().width, 100)
         for line in _lines(found):
-            click.echo(line if line.startswith((" ", "VLLM_")) else click.wrap_text(line, width=width))
+            if line.startswith((" ", "VLLM_")):
+                click.echo(line)
+            else:
+                print_prose(line)
     for one in found["refused"]:
         click.echo(f"{click.style('refused:', fg='red', bold=True)} {one['what']}: {one['why']}", err=True)
     if found["refused"]:
@@ -100,7 +98,7 @@ def serve_check(
 
 
 def _other(engine: Engine, text: str, given: str, dtype: str | None) -> Engine:
-    """The engine that `--to` means."""
+    """The engine that `--to` describes."""
     from dataclasses import replace
 
     from . import models
@@ -131,13 +129,13 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     what = "a latent" if model["kv"] == 1 else f"K and V of {model['heads']} heads"
     yield (
         f"{model['name']}: {model['type']}, {model['layers']} layers, {what} of {model['head_size']}, {model['dtype']}: "
-        f"{model['token_bytes']:,} bytes a token"
+        f"{model['token_bytes']:,} bytes per token"
     )
     if len(model["groups"]) > 1:
         for number, group in enumerate(model["groups"]):
             sees = f"sees {group['sliding_window']:,} tokens" if group["sliding_window"] else "sees all tokens"
             layers = f"{len(group['layers'])} layers from {group['layers'][0]} on"
-            yield f"  group {number}: {layers}, {sees}, {group['token_bytes']:,} bytes a token"
+            yield f"  group {number}: {layers}, {sees}, {group['token_bytes']:,} bytes per token"
     if (engine := found["engine"]) is not None:
         yield ""
         yield from _engine(engine)
@@ -177,7 +175,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 def _engine(engine: dict[str, Any]) -> Iterator[str]:
     for one in engine["ranks"]:
         held = f"layers {_span(one['layers'])}, heads {_span(one['heads'])}"
-        yield f"  rank {one['rank']}: {held}, {one['token_bytes']:,} bytes a token"
+        yield f"  rank {one['rank']}: {held}, {one['token_bytes']:,} bytes per token"
     alike: dict[tuple[int, str], list[str]] = {}
     for one in engine["pages"]:
         text = (

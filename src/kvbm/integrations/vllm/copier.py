@@ -1,4 +1,4 @@
-"""Copies of blocks between an engine's pages and chunks of host memory, and their checks; nothing of vLLM is imported."""
+"""Copy blocks between an engine's pages and chunks of host memory, and verify them.  vLLM is not imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...errors import BindError
 from ...layout import Layout
 from ...pool import Pool
 from ...shapes import BlockShape, numpy_name, round_up
-from ...transfer import Transfer
+from ...transfer import Strategy, Transfer
 from .pages import Pages
 
 __all__ = ["Copier", "Finished", "HostMemory"]
@@ -27,17 +27,17 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass
 class Lane:
-    """Copies of some layers' pages, both ways.
+    """The copies of some layers' pages, in both directions.
 
     Attributes
     ----------
     out, back : Transfer
-        From the engine, and to it.
+        Copies from the engine, and to the engine.
     host : Pool
     digests : numpy.ndarray of uint64
-        Of each block of `host`, as it was stored.
+        The digest of each block of `host` when it was stored.
     known : numpy.ndarray of bool
-        Whether there is one.
+        True for each block of `host` that was stored.
     """
 
     out: Transfer
@@ -48,29 +48,29 @@ class Lane:
 
     @property
     def nbytes(self) -> int:
-        """Bytes a block."""
+        """Bytes per block."""
         return self.host.shape.nbytes
 
 
 class HostMemory:
-    """Blocks in host memory, of which each holds what a block of any one group of layers does.
+    """Blocks in host memory.  Each can hold a block of any group of layers.
 
     Parameters
     ----------
     layout : Layout
-        How the elements of a block lie there.
+        Layout of the blocks in host memory.
     groups : list of list of Pages
-        What a block of each group consists of.
+        The pages of a block, per group.
     units : int
-        Blocks.
+        Number of blocks.
     device : {"cpu", "pinned"}
     shared : numpy.ndarray, optional
-        Memory that the ranks of this machine share, as bytes: `shared_bytes` of it.
+        Bytes of memory that the ranks of this machine share; `shared_bytes` gives their number.
 
     Attributes
     ----------
     lanes : list of list of Lane
-        By group; groups may have one in common.
+        Lanes per group.  Groups may share a lane.
     is_shared : bool
     """
 
@@ -100,12 +100,14 @@ class HostMemory:
         found = {}
         for index, (place, host) in enumerate(zip(places, hosts, strict=True)):
             part, engine = slice(index * units, (index + 1) * units), place[0].pool
-            found[place] = Lane(Transfer(engine, host), Transfer(host, engine), host, digests[part], known[part])
+            strategy: Strategy = "auto" if device == "cpu" else "aside"  # the model runs at the same time
+            ways = Transfer(engine, host, strategy), Transfer(host, engine, strategy)
+            found[place] = Lane(*ways, host, digests[part], known[part])
         self.lanes = [[found[place] for place in _placed(group)] for group in groups]
 
     @staticmethod
     def shared_bytes(groups: Sequence[Sequence[Pages]], units: int) -> int:
-        """Bytes that ranks share: blocks, their digests, and whether there are any."""
+        """Bytes that ranks share: blocks, their digests, and the flags of stored blocks."""
         places, row = _places(groups)
         return units * (row + 9 * len(places))
 
@@ -125,7 +127,7 @@ class HostMemory:
         return rows
 
     def close(self) -> None:
-        """Give the memory back; wait for the copies first."""
+        """Free the memory.  Wait for the copies before."""
         for lanes in self.lanes:
             for lane in lanes:
                 lane.out.close()
@@ -139,7 +141,7 @@ Place = tuple[Pages, int]
 
 
 def _placed(group: Sequence[Pages]) -> list[Place]:
-    """A group's pages, and at which byte of a block they begin."""
+    """A group's pages, with their offsets in a block (bytes)."""
     found, offset = [], 0
     for pages in group:
         found.append((pages, offset))
@@ -148,14 +150,14 @@ def _placed(group: Sequence[Pages]) -> list[Place]:
 
 
 def _places(groups: Sequence[Sequence[Pages]]) -> tuple[list[Place], int]:
-    """All of them, each once, and the bytes of a block."""
+    """The pages of all groups, each once, with their offsets; and the bytes of a block."""
     placed = [_placed(group) for group in groups]
     ends = [offset + pages.pool.shape.nbytes for group in placed for pages, offset in group]
     return list(dict.fromkeys(place for group in placed for place in group)), round_up(max(ends), 256)
 
 
 def _inside(layout: Layout, shape: BlockShape, rows: Sequence[npt.NDArray[np.uint8]], offset: int) -> Pool:
-    """A pool whose blocks lie in rows of bytes, from an offset on."""
+    """A pool whose blocks are in rows of bytes, starting at an offset in each row."""
     found = layout.resolve(shape, 1)
     order = layout.orders[0]
     if layout.planes or not order.table or order.table[0].axes != ("b",) or found.table_size != 1:
@@ -177,13 +179,13 @@ class Finished:
     job_id : int
     is_load : bool
     blocks, nbytes : int
-        What was copied: blocks of the engine.
+        Number of copied blocks of the engine, and bytes copied.
     seconds : float
-        From when it was begun on its stream.
+        Time since the job began on its stream.
     wrong_blocks : list of int
-        Blocks of the engine that are not what was stored, if it is a load.
+        For a load: blocks of the engine whose contents differ from what was stored.
     wrong_chunks : set of int
-        The chunks that they came from.
+        The chunks from which the wrong blocks were loaded.
     """
 
     job_id: int
@@ -197,7 +199,7 @@ class Finished:
 
 @dataclass
 class _Job:
-    """One that was begun: its copies, each with the digests of what it copies; and when, as seconds or events."""
+    """A running job: its copies, each with the digests of the copied blocks, and its begin and end as seconds or events."""
 
     id: int
     copies: list[tuple[Lane, Ids, Ids, Any]]
@@ -217,21 +219,21 @@ class Copier:
     Parameters
     ----------
     memory : HostMemory
-        Which it owns.
+        The host memory.  The copier owns it.
     blocks_per_chunk : int
-        Blocks of the engine in a chunk.
+        Blocks of the engine per chunk.
     verify : bool
-        Keep the digest of each block that is stored, and compare that of what is loaded.
+        Keep the digest of each stored block, and compare it with the digest of the loaded block.
 
     Attributes
     ----------
     streams : list of torch.cuda.Stream
-        Of stores and of loads; none on the CPU.
+        The streams of stores and of loads; empty on the CPU.
 
     Notes
     -----
-    On a GPU copies run on a stream for each direction, behind what torch's current stream holds when they are submitted;
-    nothing waits on the host.  On the CPU they are done when the call returns.
+    On a GPU each direction has a stream.  Copies run after the work that is enqueued in torch's current stream when they are
+    submitted, and the host does not wait.  On the CPU they are done when the call returns.
     """
 
     def __init__(self, memory: HostMemory, blocks_per_chunk: int, verify: bool = True) -> None:
@@ -260,20 +262,20 @@ class Copier:
         ----------
         job_id : int
         ids : array of int
-            Blocks of the engine, group by group.
+            Block ids of the engine, sorted by group.
         chunks : array of int
-            Chunks of host memory, group by group: as many as the blocks take.
+            Chunks of host memory, sorted by group.  Their number must be the one that the blocks need.
         group_sizes : sequence of int
-            Blocks of each group.
+            Number of blocks per group.
         block_indices : sequence of int
-            The place in its sequence of each group's first block, which may be in the middle of a chunk.
+            Per group, the index of its first block in the sequence.  The block may be in the middle of a chunk.
         is_load : bool
-            From the host to the engine.
+            True to copy from the host to the engine.
 
         Raises
         ------
         BindError
-            Chunks that are not as many as the blocks take; blocks or chunks that there are not.
+            The number of chunks is not the one that the blocks need, or a block or chunk does not exist.
         """
         copies, options = [], {}
         began: Any = time.perf_counter()
@@ -308,7 +310,7 @@ class Copier:
         block_indices: Sequence[int],
         is_load: bool,
     ) -> list[tuple[Lane, Ids, Ids]]:
-        """Blocks of the engine and of the host, lane by lane; what chunks held that are stored to is forgotten."""
+        """Block ids of the engine and of the host, per lane.  For a store, the former contents of its chunks become invalid."""
         each = self.blocks_per_chunk
         blocks: Ids = ids.astype(np.int64)
         held: Ids = chunks.astype(np.int64)
@@ -340,7 +342,7 @@ class Copier:
         return self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
 
     def finished(self) -> list[Finished]:
-        """Jobs that are done since the last call, in each direction in the order of their begin; nothing is waited for."""
+        """Jobs that were finished since the last call, per direction in the order of their submission.  It does not wait."""
         results: list[Finished] = []
         for is_load, running in enumerate(self._running):
             while running and (self._device is None or running[0].ended.query()):
@@ -348,7 +350,7 @@ class Copier:
         return results
 
     def _settled(self, job: _Job, is_load: bool) -> Finished:
-        job.synchronize()  # which waits for nothing any more, and says what went wrong on the GPU
+        job.synchronize()  # returns at once, and raises errors of the GPU
         if self._device is None:
             seconds = job.ended - job.began
         else:

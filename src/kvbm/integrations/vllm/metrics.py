@@ -1,4 +1,4 @@
-"""What `KvbmConnector` counts, for vLLM's log and its Prometheus endpoint."""
+"""Counters of `KvbmConnector` for vLLM's log and its Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 __all__ = ["COUNTERS", "ConnectorStats", "PromMetrics"]
 
-#: What is counted: the metric's name, to which ``_total`` comes, and its help.  Workers of an engine are added up: a request that
-#: two workers load counts twice.
+#: Counter → the metric's name, without the suffix ``_total``, and its help text.  The counts of an engine's workers are added up: a
+#: request that two workers load counts twice.
 COUNTERS = {
     "loaded": ("vllm:kvbm_loaded_requests", "Requests that came from the engine that prefilled, counted by worker."),
     "failed": ("vllm:kvbm_failed_loads", "Requests that did not come, or not right, counted by worker."),
     "sent": ("vllm:kvbm_sent_requests", "Requests that were prefilled here and that another engine has, counted by worker."),
     "unsent": ("vllm:kvbm_unsent_requests", "Requests that were prefilled here and that no other engine got, counted by worker."),
+    "pushed": ("vllm:kvbm_pushed_parts", "Parts of prompts, some layers of each, that were sent while they were computed."),
     "bytes_sent": ("vllm:kvbm_sent_bytes", "Bytes of chunks that were sent."),
     "bytes_received": ("vllm:kvbm_received_bytes", "Bytes of chunks that came and were right."),
     "chunks_sent": ("vllm:kvbm_sent_chunks", "Chunks that were sent; those that were sent again count again."),
@@ -27,7 +28,7 @@ COUNTERS = {
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed
-    """Counts since the last call, by the names of `COUNTERS`; those that are 0 are left out."""
+    """Counts since the last call, by the names of `COUNTERS`, without zeros."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -45,7 +46,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typ
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """A counter of each engine for each of `COUNTERS`."""
+    """One counter per engine and item of `COUNTERS`."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says of a model's KV cache, in the groups that vLLM makes; nothing of vLLM is imported."""
+"""Read a model's KV cache from its Hugging Face config.json, in the groups that vLLM makes.  vLLM is not imported."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ...shapes import BlockShape, is_file
 
 __all__ = ["CACHE_DTYPES", "Layers", "Model", "read"]
 
-#: ``--kv-cache-dtype`` of vLLM → dtype; ``auto`` is that of the model.  Those with scales beside the data are not read here.
+#: ``--kv-cache-dtype`` of vLLM → dtype; ``auto`` is the model's.  Dtypes with separate scales are not supported here.
 CACHE_DTYPES = {
     "auto": "", "float16": "float16", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }  # fmt: skip
 
-#: ``model_type`` of models whose layers all keep K and V, or a latent, of each token.  Others are refused: Mamba, encoders, …
+#: ``model_type`` of models whose layers all keep K and V, or a latent, per token.  Others are refused: Mamba, encoders, …
 _PLAIN = (
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss", "phi3",
     "olmo2", "granite", "deepseek_v2", "deepseek_v3", "kimi_k2",
 )  # fmt: skip
 
-#: Those around a text model, which is ``text_config``.
+#: ``model_type`` of models that contain a text model, in ``text_config``.
 _AROUND = ("gemma3", "mistral3", "llava")
 
-#: What a ``gemma3_text`` leaves out of its config.json.
+#: Defaults for keys that the config.json of a ``gemma3_text`` may omit.
 _GEMMA3 = {
     "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
     "sliding_window_pattern": 6,
 }  # fmt: skip
 
-#: Keys of caches that are not read here, and what they mean.
+#: Keys of caches that are not supported here, and their meaning.
 _REFUSED = {
     "is_encoder_decoder": "states of an encoder",
     "index_topk": "the keys of an indexer beside the latent (DeepSeek V3.2)",
@@ -49,7 +49,7 @@ _REFUSED = {
     "attn_layer_indices": "Mamba states",
 }
 
-#: Layers of a model: more are a mistake.
+#: Most layers of a model.
 _MOST_LAYERS = 4096
 
 _KINDS = {"full_attention": False, "sliding_attention": True}
@@ -61,9 +61,9 @@ class Layers(NamedTuple):
     Attributes
     ----------
     layers : tuple of int
-        Their numbers.
+        Numbers of the layers.
     sliding_window : int or None
-        Tokens that they see, where not all.
+        Tokens of the sliding window; None without one.
     """
 
     layers: tuple[int, ...]
@@ -77,15 +77,15 @@ class Model:
     Attributes
     ----------
     name : str
-        As it was asked for.
+        The argument of `read`.
     kind : str
         Its ``model_type``.
     shape : BlockShape
-        Of the whole model, one token a block.
+        Block shape of the whole model, with one token per block.
     attention_heads : int
-        Heads of queries, which tensor parallelism divides.
+        Number of query heads, which tensor parallelism divides.
     groups : tuple of Layers
-        As vLLM makes them.
+        The groups that vLLM makes.
     """
 
     name: str
@@ -100,21 +100,21 @@ class Model:
 
 
 def read(given: str, cache_dtype: str = "auto", dtype: str | None = None) -> Model:
-    """The cache of a model.
+    """Read the KV cache of a model.
 
     Parameters
     ----------
     given : str
-        A config.json, its folder, or the name of a model that lies in Hugging Face's cache.
+        A config.json, its folder, or the name of a model in Hugging Face's local cache.
     cache_dtype : str
         As ``--kv-cache-dtype``.
     dtype : str, optional
-        As ``--dtype``: of the model; the config's if not given.
+        Dtype of the model, as ``--dtype``.  Default: the config's.
 
     Raises
     ------
     SpecError
-        No such file; a model whose cache is not known here; what the file does not say.
+        The file does not exist, the model's cache is not supported here, or the file does not contain what is needed.
     """
     path = _find(given)
     try:
@@ -144,7 +144,7 @@ def _find(given: str) -> Path:
 
 
 class _Reader:
-    """One file; errors name it."""
+    """Reads one file.  Its errors name the file."""
 
     def __init__(self, path: Path, whole: Mapping[str, Any]) -> None:
         self.path = path
@@ -209,7 +209,7 @@ class _Reader:
         return found
 
     def _groups(self, nl: int) -> tuple[Layers, ...]:
-        """As vLLM's ``get_kv_cache_groups`` does, for layers whose pages are of one size."""
+        """The groups of vLLM's ``get_kv_cache_groups``, for layers whose pages have the same size."""
         slides, window = self._slides(nl), None
         if any(slides):
             window = self.number("sliding_window")
@@ -225,10 +225,10 @@ class _Reader:
         return tuple(found)
 
     def _slides(self, nl: int) -> list[bool]:
-        """Which layers have a sliding window."""
+        """For each layer, True if it has a sliding window."""
         held = self.held
         if (types := held.get("layer_types")) is not None:
-            if not isinstance(types, list) or len(types) != nl or not all(one in _KINDS for one in types):
+            if not isinstance(types, list) or len(types) != nl or not all(isinstance(one, str) and one in _KINDS for one in types):
                 raise SpecError(
                     f"{self.path}: layer_types: expected {', '.join(_KINDS)} for each of {nl} layers, got {types!r:.200}"
                 )

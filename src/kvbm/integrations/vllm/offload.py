@@ -1,4 +1,4 @@
-"""vLLM's native offloading with kvbm as the copier: a connector, and the spec behind it."""
+"""vLLM's native offloading with kvbm as the copier: a connector, and its spec."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ require_version(vllm.__version__)
 
 logger = init_logger(__name__)
 
-#: In place of a layout: blocks in host memory as the engine has them.
+#: Value instead of a layout: host memory holds blocks with the engine's bytes.
 PAGES = "pages"
 
-#: Counters: of stores, of loads, and of loads that failed their check.
+#: Counters of stores, of loads, and of loads that failed their check.
 STORED = ("vllm:kvbm_offload_stored_blocks", "vllm:kvbm_offload_stored_bytes")
 LOADED = ("vllm:kvbm_offload_loaded_blocks", "vllm:kvbm_offload_loaded_bytes")
 FAILED = "vllm:kvbm_offload_failed_blocks"
@@ -50,7 +50,7 @@ FAILED = "vllm:kvbm_offload_failed_blocks"
 
 @dataclass
 class Failures:
-    """Loads that gave other bytes than were stored: jobs, blocks of the engine, chunks of host memory."""
+    """Loads with other bytes than were stored: jobs, blocks of the engine, chunks of host memory."""
 
     jobs: set[int] = field(default_factory=set)
     blocks: set[int] = field(default_factory=set)
@@ -58,13 +58,14 @@ class Failures:
 
 
 class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not typed
-    """What copies in a worker of vLLM's.
+    """Copies blocks in a worker of vLLM.
 
     Parameters
     ----------
     copier : Copier
+        The copier.
     reports : bool
-        Somebody asks for `take_failures`; else a load that fails its check raises `DigestError`.
+        True if the caller uses `take_failures`.  False: a load that fails its check raises `DigestError`.
     """
 
     def __init__(self, copier: Copier, reports: bool) -> None:
@@ -95,13 +96,13 @@ class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
         self.copier.submit(job_id, gpu.block_ids, src_spec.block_ids, gpu.group_sizes, gpu.block_indices, is_load=True)
 
     def _load_what_was_read(self, wait: set[int] | None = None) -> None:
-        """Go on with the jobs whose chunks are in host memory now."""
+        """Continue the jobs that have all their chunks in host memory now."""
         if self.tier is not None and self._reading:
             for job_id in self.tier.has_read(wait):
                 self._load(job_id, *self._reading.pop(job_id))
 
     def get_finished(self) -> list[Any]:
-        """Jobs that are done.  Loads that failed their check are among them: vLLM takes no others; see `take_failures`."""
+        """Jobs that are done, including loads that failed their check: vLLM expects all jobs here; see `take_failures`."""
         self._load_what_was_read()
         results = self.tier.has_written() if self.tier is not None else []
         for job in self.copier.finished():
@@ -119,8 +120,8 @@ class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
         self._stats.increase_counter(FAILED, len(job.wrong_blocks))
         if not self._reports:
             raise DigestError(
-                f"vLLM offloading: chunks {sorted(job.wrong_chunks)} of host memory are not what was stored there; expected equal "
-                "digests: others wrote to the memory, or it is broken.  vLLM's OffloadingConnector cannot compute them anew: with "
+                f"vLLM offloading: chunks {sorted(job.wrong_chunks)} of host memory have changed since they were stored; expected "
+                "equal digests: others wrote to the memory, or it is broken.  vLLM's OffloadingConnector cannot recompute: with "
                 'kv_connector "KvbmOffloadingConnector" and kv_connector_module_path "kvbm.integrations.vllm" this is a miss'
             )
         self._failures.jobs.add(job.job_id)
@@ -128,7 +129,7 @@ class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
         self._failures.chunks.update(job.wrong_chunks)
 
     def take_failures(self) -> Failures:
-        """What failed since the last call."""
+        """Failures since the last call."""
         failures = self._failures
         if failures.jobs:
             self._failures = Failures()
@@ -163,7 +164,7 @@ class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
     Attributes
     ----------
     tier : TierIndex or None
-        Files behind the host memory: what it lacks and they hold is a hit, and read when it is loaded.
+        Files as a second tier.  A chunk that is only in files is a hit, and is read when it is loaded.
     """
 
     counts: Any
@@ -175,7 +176,7 @@ class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
         self._reading: dict[Any, Any] = {}  # keys that are being read from files → their units
 
     def distrust(self, chunks: set[int]) -> None:
-        """What these chunks hold is a miss from now on."""
+        """Treat the contents of these chunks as misses from now on."""
         self._distrusted |= chunks
         if self.tier is not None:
             for units in self._reading.values():
@@ -185,9 +186,13 @@ class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
     def lookup(self, key: Any, req_context: Any) -> Any:
         is_forgotten = self._distrusted and self._forgets(key)
         found = LookupResult.MISS if is_forgotten else super().lookup(key, req_context)
-        if found is not LookupResult.MISS or self.tier is None or self._policy.get(key) is not None:
+        if self.tier is None or found not in (LookupResult.HIT, LookupResult.MISS):
             return found
         room = self._get_num_free_chunks() + self._num_evictable_cache_chunks
+        if found is LookupResult.HIT:
+            return found if self.tier.fits(key, req_context, room) else LookupResult.MISS
+        if self._policy.get(key) is not None:
+            return found
         is_held = self.tier.holds(key, req_context, room)
         return LookupResult.RETRY if is_held is None else LookupResult.HIT if is_held else LookupResult.MISS
 
@@ -201,7 +206,7 @@ class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
             return super().prepare_load(keys, req_context)
         held = [key for key in keys if self._policy.get(key) is not None]
         chunks = dict(zip(held, super().prepare_load(held, req_context).block_ids.tolist(), strict=True))
-        counts, self.counts = self.counts, None  # they are no offer that waits for a second one
+        counts, self.counts = self.counts, None  # do not count this as a first request that waits for a second one
         made = super().prepare_store(lacking, req_context)
         self.counts = counts
         assert made is not None, "lookup has seen that there is room"
@@ -231,7 +236,7 @@ class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
         return made
 
     def _forgets(self, key: Any) -> bool:
-        """Whether a key's chunk failed; if nobody reads it any more, it is free again."""
+        """True if a key's chunk failed its check.  The chunk is freed if nothing reads it."""
         chunk = self._policy.get(key)
         if chunk is None or chunk.chunk_id not in self._distrusted:
             return False
@@ -259,23 +264,22 @@ class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
 
 
 class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """vLLM's `CPUOffloadingSpec`, whose copies are kvbm's.
+    """vLLM's `CPUOffloadingSpec` with kvbm's copies.
 
-    ``kv_connector_extra_config`` takes, besides vLLM's own keys (``cpu_bytes_to_use``, ``blocks_per_chunk``,
+    ``kv_connector_extra_config`` accepts, in addition to vLLM's keys (``cpu_bytes_to_use``, ``blocks_per_chunk``,
     ``eviction_policy``, …):
 
     host_layout : str
-        Layout of the blocks in host memory: a name of the catalogue, or a file; or ``pages``, if not given: the bytes as the
-        engine has them.
+        Layout of the blocks in host memory: a name of the catalogue, or a file.  Default: ``pages``, the engine's bytes.
     verify : bool
-        Check on load that a block is what was stored; yes if not given.
+        Compare digests on load.  Default: true.
     folder, folder_bytes, unit_tokens, model_key
-        Files behind the host memory: `tiered.Settings`.
+        Files as a second tier: see `tiered.Settings`.
 
     Raises
     ------
     BindError
-        Another vLLM than those supported; memory for less than a chunk; pages whose order is not known.
+        This version of vLLM is not supported, the memory is smaller than a chunk, or the order of the pages is unknown.
     """
 
     _manager: Any
@@ -298,7 +302,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        # Files hold blocks that others read, too; in memory nobody else does.
+        # Other processes read the files, but not the host memory.
         usual = PAGES if self.extra_config.get("folder") is None else "universal"
         name = str(self.extra_config.get("host_layout", usual))
         self.is_declared = name != PAGES
@@ -306,9 +310,9 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         self.verify = _flag(self.extra_config, "verify", True)
         self.tier_settings = Settings.of(self.extra_config)
         if self.tier_settings is not None and not self.is_declared:
-            raise BindError(f"host_layout: expected a layout, as there is a folder: universal, if nothing is named; got {PAGES!r}")
+            raise BindError(f"host_layout: expected a layout, as folder is set (default: universal), got {PAGES!r}")
         if config.canonical_layout:
-            raise BindError("canonical_layout: host_layout takes its place; leave it out")
+            raise BindError("canonical_layout: host_layout replaces it; leave it out")
         if self.kv_bytes_per_chunk and not self.num_chunks:
             raise BindError(
                 f"cpu_bytes_to_use: expected at least {self.kv_bytes_per_chunk} bytes, which a chunk of all ranks takes, got "
@@ -316,7 +320,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
             )
 
     def _uses_shared_region(self) -> bool:
-        return True  # on the CPU, too
+        return True  # also on the CPU
 
     def get_manager(self) -> Any:
         if self._manager is None:
@@ -373,20 +377,20 @@ def _flag(extra: Mapping[str, Any], name: str, usual: bool) -> bool:
 
 
 def _connector_of(spec: Any, group: Any) -> Any:
-    """The connector that a spec belongs to: the engine's own, or one of several."""
+    """The connector of a spec: the engine's only one, or one of several."""
     found = [group, *getattr(group, "_connectors", ())]
     return next(one for one in found if getattr(getattr(one, "connector_worker", None), "spec", None) is spec)
 
 
 def _shared_memory(engine_id: str, nbytes: int) -> Any:
-    """Zeros that all ranks on this machine see; gone with the last of them."""
+    """Zeroed memory that all ranks on this machine share; it is freed with the last of them."""
     path = Path(f"/dev/shm/kvbm_offload_{engine_id}")  # noqa: S108  (memory, not a temporary file)
     try:
         with path.open("xb") as file:
             file.truncate(nbytes)
     except FileExistsError:
         pass
-    _all_workers_barrier()  # it has its size
+    _all_workers_barrier()  # the file has its size now
     memory = np.memmap(path, np.uint8, "r+", shape=(nbytes,))
     _all_workers_barrier()  # all have mapped it
     path.unlink(missing_ok=True)
@@ -395,7 +399,7 @@ def _shared_memory(engine_id: str, nbytes: int) -> Any:
 
 @dataclass
 class _Metadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """What vLLM's workers tell the scheduler, and the loads and chunks that failed their check."""
+    """vLLM's metadata from workers to the scheduler, with the loads and chunks that failed their check."""
 
     failed_jobs: set[int] = field(default_factory=set)
     failed_chunks: set[int] = field(default_factory=set)
@@ -407,16 +411,15 @@ class _Metadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
-    """vLLM's `OffloadingConnector` with `KvbmOffloadingSpec`, and a way out for loads that fail their check.
+    """vLLM's `OffloadingConnector` with `KvbmOffloadingSpec`.  It recovers from loads that fail their check.
 
-    Blocks that are not what was stored are told to the scheduler as load errors: it computes them anew, and the
-    chunks are forgotten.  Where layers form several groups, it computes the request anew.  For an offloaded cache that is a
-    miss: ``kv_load_failure_policy`` is ``"recompute"``, whatever is given.
+    Changed blocks are reported to the scheduler as load errors: it recomputes them, and forgets the chunks.  If layers form several
+    groups, it recomputes the request.  For an offloaded cache this is a miss: ``kv_load_failure_policy`` is always ``"recompute"``.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         transfer = _completed(vllm_config)
-        if role == KVConnectorRole.SCHEDULER:  # it is read when the connector is there
+        if role == KVConnectorRole.SCHEDULER:  # read after the connector was created
             transfer.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config, role, kv_cache_config)
         self._by_request = len(kv_cache_config.kv_cache_groups) > 1
@@ -464,7 +467,7 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
             self.scheduler.manager.distrust(found.failed_chunks)
             for job in found.failed_jobs & self.scheduler._jobs.keys():
                 for group in self.scheduler._req_status[self.scheduler._jobs[job].req_id].group_states:
-                    group.next_stored_chunk_idx = 0  # what is computed anew is stored anew
+                    group.next_stored_chunk_idx = 0  # recomputed chunks are stored again
         super().update_connector_output(connector_output)
 
     @classmethod
@@ -474,7 +477,7 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def _completed(vllm_config: Any) -> Any:
-    """The configuration of the transfer, in which the spec is named."""
+    """The configuration of the transfer, with the name of the spec."""
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
     if extra.setdefault("spec_name", "KvbmOffloadingSpec") == "KvbmOffloadingSpec":

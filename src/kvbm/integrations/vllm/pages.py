@@ -1,4 +1,4 @@
-"""Pages of vLLM's KV cache as pools, group by group; those of which nothing is known, as bytes."""
+"""Pages of vLLM's KV cache as pools, per group.  Pages without a known layout are copied as bytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Pages", "as_bytes", "pages_of", "require_whole"]
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages of layers that lie alike.
+    """Pages of layers with the same layout.
 
     Attributes
     ----------
     pool : Pool
-        Over the engine's memory; a block is a page of each of the layers.
+        A pool on the engine's memory.  A block consists of one page per layer.
     unknown : str
-        Why they are bytes; empty if they are not.
+        Why the pages are copied as bytes; empty if their layout is known.
     """
 
     pool: Pool
@@ -42,29 +42,29 @@ def pages_of(
     *,
     declared: bool = True,
 ) -> list[list[Pages]]:
-    """What a block of each group of layers consists of.
+    """The pages of each group's blocks.
 
     Parameters
     ----------
     tensors : mapping of str to tensor
-        vLLM's KV caches by the names of their layers.
+        Names of layers → vLLM's KV caches.
     canonical : CanonicalKVCaches
-        The same as tensors of pages, ``(blocks, bytes)``, and which of them each group has.
+        The same caches as tensors of pages, ``(blocks, bytes)``, and the tensors of each group.
     config : OffloadingConfig
     vllm_config : VllmConfig
     kv_cache_config : KVCacheConfig
     declared : bool
-        In their declared layouts; else as bytes.
+        True to use the declared layouts; False to use bytes.
 
     Raises
     ------
     BindError
-        Pages that are to be copied as bytes, and do not hold all of their blocks.
+        Pages must be copied as bytes, and some of a block's elements are outside its page.
 
     Returns
     -------
     list of list of Pages
-        By group.  Layers of one group may lie apart, and groups may have pages in common: these are one object.
+        Pages per group.  A group with layers in several places has several items.  Groups that use the same pages share one object.
     """
     found: dict[Any, Pages] = {}
     result = []
@@ -80,20 +80,20 @@ def pages_of(
             raw = [canonical.tensors[ref.tensor_idx].tensor for ref in refs]
             require_whole({name: tensors[name] for name in group.layer_names if name in tensors}, raw)
             pages = as_bytes(raw, why)
-        # Groups of a hybrid model overlay each other: whatever lies at the same places is copied by the same transfer.
+        # Groups of a hybrid model use the same memory: pages at the same addresses are copied by the same transfer.
         result.append([found.setdefault(_meaning(one.pool), one) for one in pages])
     return result
 
 
 def require_whole(layers: Mapping[str, Any], pages: Sequence[Any]) -> None:
-    """Refuse layers of which a block does not lie in its page: what is beside it would not be copied, and no digest would see that.
+    """Raise `BindError` if a layer's block has elements outside its page.  They would not be copied, and no digest would show it.
 
     Parameters
     ----------
     layers : mapping of str to tensor
-        Views of vLLM's by the names of their layers, blocks first; others are passed over.
+        Names of layers → vLLM's views, with blocks as the first axis.  Other items are ignored.
     pages : sequence of tensor
-        Of their group, ``(blocks, bytes)``.
+        Pages of the layers' group, ``(blocks, bytes)``.
     """
     for name, view in layers.items():
         if not isinstance(view, torch.Tensor) or not pages or view.shape[0] != pages[0].shape[0]:
@@ -116,19 +116,19 @@ def _meaning(pool: Pool) -> Any:
 
 
 def as_bytes(tensors: Sequence[Any], unknown: str = "") -> list[Pages]:
-    """Whatever pages hold, it is the same bytes when they come back.
+    """Pages as pools of bytes.  Copies restore the same bytes, whatever the pages contain.
 
     Parameters
     ----------
     tensors : sequence of tensor
         Pages of a group's layers, ``(blocks, bytes)`` of one byte each.
     unknown : str
-        Why nothing else is known of them, if that is so.
+        Why the layout is not known, if so.
 
     Returns
     -------
     list of Pages
-        Layers whose pages are of one size, and at one step, together.
+        One item per group of layers whose pages have the same size and stride.
     """
     alike: dict[Any, list[Any]] = {}
     for tensor in tensors:

@@ -1,6 +1,6 @@
-"""What kvbm would do in a vLLM engine that is not started yet: layouts, host memory, copies, what goes to another engine.
+"""Show what kvbm would do in a vLLM engine without starting it: layouts, host memory, copies, messages to another engine.
 
-It works on sizes alone: no memory of a cache is allocated, and vLLM need not be installed.
+It needs only sizes: no cache is allocated, and vLLM need not be installed.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from .models import Model
 
 __all__ = ["PAGES", "Engine", "as_json"]
 
-#: In place of a host layout: blocks in host memory as the engine has them.
+#: Used instead of a host layout: blocks in host memory are the engine's pages.
 PAGES = "pages"
 
-#: Blocks that the engine is taken to have: steps between layers follow from it, and nothing that is told.
+#: Assumed number of the engine's blocks.  It determines the strides between layers, which do not affect the output.
 _NUM_BLOCKS = 4096
 
-#: vLLM rounds chunks of host memory up to it.
+#: vLLM rounds the bytes of a chunk of host memory up to a multiple of it.
 _ROUND = 4096
 
-#: What is known of a backend, if none is named: that of K and V, that of a latent.
+#: Default attention backends: for K and V, and for a latent.
 BACKENDS = ("FLASH_ATTN", "FLASH_ATTN_MLA")
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A vLLM engine, as its flags say.
+    """A vLLM engine, described by its flags.
 
     Parameters
     ----------
     model : Model
-        Of `models.read`.
+        The model, from `models.read`.
     tp, pp, dcp : int
-        Ranks.
+        Number of ranks.
     nt : int
-        Tokens of a block.
+        Tokens per block.
     order : str
         As ``VLLM_KV_CACHE_LAYOUT``.
     cache_dtype : str
         As ``--kv-cache-dtype``.
     backend : str, optional
-        The attention backend; FLASH_ATTN, or FLASH_ATTN_MLA, if not given.
+        The attention backend.  Default: FLASH_ATTN, or FLASH_ATTN_MLA for a latent.
 
     Raises
     ------
     SpecError, BindError
-        What vLLM, or kvbm in it, refuses.
+        vLLM, or kvbm in vLLM, does not support this.
     """
 
     model: Model
@@ -83,25 +83,25 @@ class Engine:
             )
         if self.tp % self.dcp:
             raise SpecError(f"dcp: expected a divisor of tp {self.tp}, got {self.dcp}")
-        presets.vllm(self.whole, tp=self.tp, pp=self.pp, dcp=self.dcp)  # refuses heads and layers that cannot be shared
+        presets.vllm(self.whole, tp=self.tp, pp=self.pp, dcp=self.dcp)  # raises an error if heads or layers cannot be split
 
     @cached_property
     def whole(self) -> BlockShape:
-        """A block of the whole model."""
+        """Shape of a block of the whole model."""
         return replace(self.model.shape, nt=self.nt)
 
     @cached_property
     def placement(self) -> Placement:
-        """Which layers and heads each rank holds, whatever the groups are."""
+        """The layers and heads that each rank holds, in all groups together."""
         return presets.vllm(self.whole, tp=self.tp, pp=self.pp)
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks hold the same, which host memory has once."""
+        """True if all ranks hold the same, so that host memory holds it once."""
         return self.model.is_latent and self.tp > 1 and self.pp == self.dcp == 1
 
     def groups(self, stage: int) -> list[Group]:
-        """Of the first rank of a stage, as a connector there reads them from vLLM's config."""
+        """The groups of a stage's first rank, as a connector on this rank reads them from vLLM's config."""
         rank, model = stage * self.tp, self.model
         shape = self.placement.shape(rank)
         content = shape.no * shape.hd * shape.itemsize
@@ -141,7 +141,7 @@ class Engine:
         return groups(config, SimpleNamespace(num_blocks=_NUM_BLOCKS, kv_cache_groups=held, kv_cache_tensors=tensors))
 
     def _steps(self, stage: int, layers: int) -> tuple[int, int]:
-        """Bytes between layers, and between blocks, where vLLM lays out a group of so many layers."""
+        """Strides of layers and of blocks in bytes, in vLLM's memory for a group of `layers` layers."""
         shape = self.placement.shape(stage * self.tp)
         sizes = {"L": layers, "B": _NUM_BLOCKS, "H": shape.nh, "N": self.nt, "C": shape.no * shape.hd * shape.itemsize}
         steps, step = {}, 1
@@ -151,7 +151,7 @@ class Engine:
         return steps["L"], self.block_bytes(stage) if self.order[0] == "B" else steps["B"]
 
     def block_bytes(self, stage: int) -> int:
-        """Bytes of a block on a rank: of the largest group, as all lie in the same memory."""
+        """Bytes of a block on a rank: those of the largest group, as all groups use the same memory."""
         held = self.placement.strips(stage * self.tp).l
         shape = self.placement.shape(stage * self.tp)
         most = max(sum(layer in held for layer in one.layers) for one in self.model.groups)
@@ -165,7 +165,7 @@ class Engine:
         return [*found, "--block-size", str(self.nt), "--kv-cache-dtype", self.cache_dtype]
 
     def command(self, transfer: Mapping[str, Any]) -> str:
-        """The line that starts it."""
+        """The command line that starts the engine."""
         text = json.dumps(transfer)
         words = ["vllm", "serve", self.model.name, *self.flags, "--kv-transfer-config", text]
         return f"VLLM_KV_CACHE_LAYOUT={self.order} {shlex.join(words)}"
@@ -175,7 +175,7 @@ class Engine:
 
 
 def _host(engine: Engine, host_bytes: int, host_layout: str) -> dict[str, Any]:
-    """What fits into host memory."""
+    """The number of blocks and tokens that fit into host memory."""
     copies = 1 if engine.is_shared else engine.tp * engine.pp
     sizes = [engine.block_bytes(stage) for stage in range(engine.pp)]
     chunk = round_up(max(sizes) * copies, _ROUND)
@@ -196,7 +196,7 @@ def _host(engine: Engine, host_bytes: int, host_layout: str) -> dict[str, Any]:
 
 
 def _pairs(engine: Engine, stage: int, host_layout: str) -> Iterator[tuple[list[str], Resolved, int, Resolved]]:
-    """What is copied by one transfer: which groups, the engine's side, bytes between its allocations, the host's."""
+    """The transfers of a stage: groups, the engine's side, stride of its allocations (bytes), and the host's side of each."""
     found: dict[Any, tuple[list[str], Resolved, int, Resolved]] = {}
     target = spec.load("universal" if host_layout == PAGES else host_layout)
     for group in engine.groups(stage):
@@ -232,7 +232,7 @@ def _require_one_buffer(layout: Layout) -> None:
 
 
 def _table(device: int) -> tuning.Table | None:
-    """What `kvbm tune` measured on this machine, if it did."""
+    """The tuning table that `kvbm tune` measured on this machine; None without one."""
     try:
         return tuning.load(*tuning.machine(device))
     except (CudaError, ImportError):
@@ -240,14 +240,14 @@ def _table(device: int) -> tuning.Table | None:
 
 
 def _runs(made: Plan) -> int:
-    """Pieces of a block that stay together."""
+    """Number of contiguous runs of a block."""
     return sum(part.nbytes // part.run_bytes for part in made.parts)
 
 
 def _way(
     src: Resolved, dst: Resolved, steps: tuple[int | None, int | None], direction: str, blocks: int, table: Any
 ) -> dict[str, Any]:
-    """How a batch of blocks is copied, as `Transfer` decides."""
+    """The copy of a batch of blocks, with the strategy that `Transfer` would choose."""
     made = plan(src.layout, dst.layout, (src.shape, dst.shape), num_blocks=(src.num_blocks, dst.num_blocks))
     gathers = direction == "d2h"
     first, second = made.staged(gathers=gathers)
@@ -280,7 +280,7 @@ def _way(
 
 
 def _copies(engine: Engine, host_layout: str, blocks: int, device: int) -> list[dict[str, Any]]:
-    """A store and a load of so many blocks, for each kind of rank."""
+    """A store and a load of `blocks` blocks for each kind of rank."""
     table, found, seen = _table(device), [], set()
     for stage in range(engine.pp):
         for names, source, step, host in _pairs(engine, stage, host_layout):
@@ -299,7 +299,7 @@ def _copies(engine: Engine, host_layout: str, blocks: int, device: int) -> list[
 
 
 def _regions(engine: Engine, stage: int, group: int) -> int:
-    """Ranges of a block that vLLM's own copier lists: a page a layer; one where layers of a block lie side by side."""
+    """Number of ranges that vLLM's own copier lists per block: one per layer, or one if the layers of a block are contiguous."""
     if engine.order[0] == "B":
         return 1
     held = engine.placement.strips(stage * engine.tp).l
@@ -310,7 +310,12 @@ def _regions(engine: Engine, stage: int, group: int) -> int:
 
 
 def _placements(engine: Engine, name: str) -> list[Placement]:
-    """By group, as `KvbmConnector` makes them."""
+    """The placements of the groups, as `KvbmConnector` makes them."""
+    if engine.pp > 1 and len(engine.model.groups) > 1:
+        raise SpecError(
+            f"{name}: pp: expected 1 for layers of {len(engine.model.groups)} groups, got {engine.pp} stages: KvbmConnector on a "
+            "rank knows the layers of its own stage alone"
+        )
     found = []
     for group in engine.groups(0):
         if group.dcp != 1:
@@ -323,7 +328,7 @@ def _placements(engine: Engine, name: str) -> list[Placement]:
 
 
 def _between(src: Engine, dst: Engine, tokens: int) -> dict[str, Any]:
-    """Who sends what to whom."""
+    """The messages between the ranks of two engines."""
     messages, plans, sentences = [], [], []
     sides = zip(_placements(src, "prefill"), _placements(dst, "decode"), src.model.groups, strict=True)
     for number, (ours, theirs, group) in enumerate(sides):
@@ -331,7 +336,7 @@ def _between(src: Engine, dst: Engine, tokens: int) -> dict[str, Any]:
         plans.append(report.as_json(made))
         sentences.append(report.sentence(made))
         first = 0
-        if group.sliding_window:  # blocks that it does not see any more are not held
+        if group.sliding_window:  # blocks before the window are not held
             first = max(0, tokens - group.sliding_window + 1) // dst.nt * dst.nt
         for message in made.messages:
             count = made.nbytes(message, tokens) - made.nbytes(message, first)
@@ -358,7 +363,7 @@ def as_json(
     to: Engine | None = None,
     tokens: int = 8192,
 ) -> dict[str, Any]:
-    """What would happen, as JSON holds it.
+    """Return what would happen as an object for JSON.
 
     Parameters
     ----------
@@ -368,19 +373,19 @@ def as_json(
     host_layout : str
         `PAGES`, or a layout: a name of the catalogue, or a file.
     blocks : int
-        Of a store and of a load whose copies are planned.
+        Number of blocks of the store and the load that are planned.
     device : int
-        Whose table of measured speeds is read, where there is one.
+        The GPU whose tuning table is used, if one exists.
     to : Engine, optional
-        The one that decodes what this one prefills.
+        The decode engine, for which `engine` prefills.
     tokens : int
-        Of a request between both.
+        Length of a request between the two engines.
 
     Returns
     -------
     dict
-        ``model``, ``engine``, ``offloading``, ``disaggregation`` (None without `to`), and ``refused``: what cannot be done, and
-        why.  What was not measured is None.
+        ``model``, ``engine``, ``offloading``, ``disaggregation`` (None without `to`), and ``refused``: what is not possible, with
+        the reasons.  Values that were not measured are None.
     """
     refused: list[dict[str, str]] = []
     disaggregation = None

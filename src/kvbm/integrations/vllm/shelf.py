@@ -1,4 +1,4 @@
-"""A rank's part in a tier: blocks of host memory to files, and from files, with their digests; nothing of vLLM is imported."""
+"""A rank's part of a tier: write blocks of host memory to files and read them, with digests.  vLLM is not imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tier import LAYOUT, KvbmTier, Part, cover, touch
 
 __all__ = ["Shelf", "Shelved"]
 
-#: Bytes that are read, or written, by a thread at a time.
+#: Bytes that a thread reads or writes at a time.
 _STEP_BYTES = 32 << 20
 
 Ids = npt.NDArray[np.int64]
@@ -29,7 +29,7 @@ Sums = npt.NDArray[np.uint64]
 
 
 class _Desk:
-    """Memory of one thread's: units in the order of the files, and the copies to and from the host's blocks."""
+    """The memory of one thread: units in the layout of the files, and the copies from and to the host's blocks."""
 
     def __init__(self, host: Pool, unit: int, rows: int) -> None:
         self.pool = Pool.allocate(layouts.load(LAYOUT), replace(host.shape, nt=unit), rows)
@@ -39,20 +39,20 @@ class _Desk:
 
 @dataclass
 class Shelved:
-    """What became of some units.
+    """The result of writing or reading some units.
 
     Attributes
     ----------
     blocks : numpy.ndarray of int64
-        Blocks of the host memory that they are of.
+        Block ids of the units in host memory.
     digests : numpy.ndarray of uint64
-        Of these blocks, as `Pool.digest` has them.
+        The blocks' digests, as from `Pool.digest`.
     good : numpy.ndarray of bool
-        Which blocks were read, or written, as a whole.
+        True for each block that was read or written completely.
     nbytes : int
-        That were read, or written.
+        Bytes that were read or written.
     why : str
-        What was wrong with the first one that is not good.
+        The reason for a block that is not good.
     """
 
     blocks: Ids
@@ -63,25 +63,25 @@ class Shelved:
 
 
 class Shelf:
-    """Writes blocks of host memory to files, and reads them from there, for one rank; any number of threads may at once.
+    """Writes blocks of host memory to files and reads them from files, for one rank.  Several threads may use it at the same time.
 
     Parameters
     ----------
     shape : BlockShape
-        Of a unit of the whole model.
+        Shape of a unit of the whole model.
     host : Pool
-        Blocks of whole units.
+        The blocks in host memory.  Each consists of whole units.
     heads : range
-        The heads of the model that it holds.
+        The heads of the model in `host`.
     verify : bool
         Compare digests.
     threads : int
-        Of which each has memory of its own.
+        Most threads that work at the same time.  Each has separate memory.
 
     Raises
     ------
     BindError
-        Blocks that are not of such units.
+        The blocks do not consist of such units.
     """
 
     def __init__(self, shape: BlockShape, host: Pool, heads: range, verify: bool = True, threads: int = 4) -> None:
@@ -110,7 +110,7 @@ class Shelf:
             self._desks.put(desk)
 
     def _own(self, desk: _Desk, blocks: Ids) -> Sums:
-        """Digests of the host's blocks, of the units that they consist of."""
+        """Digests of the host's blocks, computed from their units."""
         rows = np.arange(len(blocks) * self.each)
         units: Sums = desk.pool.digest(rows, tokens=rows % self.each * self.unit)
         found: Sums = units.reshape(len(blocks), self.each).sum(axis=1, dtype=np.uint64)
@@ -119,17 +119,17 @@ class Shelf:
     def write(
         self, tier: KvbmTier, blocks: Ids, digests: Sums | None, names: Sequence[str], firsts: Sequence[int]
     ) -> Shelved:
-        """Write blocks of the host's; what is there already is left as it is.
+        """Write blocks of host memory.  Existing files are not changed.
 
         Parameters
         ----------
         tier : KvbmTier
         blocks : array of int64
-            At most `step` units.
+            Block ids; at most `step` units.
         digests : array of uint64
-            What they must have; of others nothing is written.
+            Expected digests of the blocks.  A block with another digest is not written.
         names, firsts : sequence
-            Of their units, in order: what they are called, and the position of the first token.
+            Per unit, in order: its name, and the position of its first token.
         """
         done = Shelved(blocks, np.zeros(len(blocks), np.uint64), np.ones(len(blocks), np.bool_))
         todo = [row for row, name in enumerate(names) if not (tier.home(name) / self.part.name).exists()]
@@ -144,7 +144,7 @@ class Shelf:
                 desk.pool.section(h=head).digest(rows, tokens=places, model=self._model)
                 for head in range(self.part.last - self.part.first)
             ]
-            done.digests = self._own(desk, blocks)  # after the others: what they say is of the same bytes
+            done.digests = self._own(desk, blocks)  # after the units' digests: if it is right, so are they
             if (wrong := done.digests != digests).any():
                 done.good &= ~wrong
                 done.why = f"{int(wrong.sum())} blocks of host memory are not what was stored there"
@@ -161,10 +161,10 @@ class Shelf:
         return done
 
     def read(self, tier: KvbmTier, blocks: Ids, names: Sequence[str], firsts: Sequence[int]) -> Shelved:
-        """Read blocks of the host's; parameters as for `write`.
+        """Read blocks into host memory.  The parameters are those of `write`.
 
-        A unit that is not there, or whose digest is not that of the store, is no error: its block is not good.  Its files are
-        removed.
+        A unit that does not exist, or has another digest than when it was stored, raises no error: its block is not good.  Files
+        with wrong contents are removed.
         """
         done = Shelved(blocks, np.zeros(len(blocks), np.uint64), np.ones(len(blocks), np.bool_))
         with self._desk() as desk:
@@ -175,11 +175,11 @@ class Shelf:
                 used.append(parts)
                 try:
                     expected[row] = self._fetch(tier, name, desk.pool.arrays[row], parts, firsts[row])
-                except OSError as error:  # another process may have removed it
+                except OSError as error:  # another process may have removed the file
                     self._refuse(done, row, str(error), tier, name)
                 except KvbmError as error:
                     self._refuse(done, row, str(error), tier, name, parts[-1:])
-            done.digests = self._own(desk, blocks)  # before what is compared: so it is of what was right
+            done.digests = self._own(desk, blocks)  # before the comparison, so that it covers the bytes that were compared
             if self.verify:
                 found = desk.pool.digest(rows, tokens=np.asarray(firsts, np.int64), model=self._model)
                 for row in np.flatnonzero(found != expected).tolist():
@@ -199,7 +199,7 @@ class Shelf:
             tier.drop(name, part)
 
     def _fetch(self, tier: KvbmTier, name: str, into: npt.NDArray[Any], parts: list[Part], first: int) -> int:
-        """Read this rank's heads of a unit, and the digest that they must have; `parts` gets the files that were looked at."""
+        """Read this rank's heads of a unit; return their expected digest.  The files that were used are added to `parts`."""
         taken = cover(tier.parts(name), *self.part)
         if taken is None:
             raise BindError(f"{tier.home(name)}: heads {self.part.first} to {self.part.last - 1}: some are in no file")

@@ -1,8 +1,8 @@
-"""A folder of KV-cache contents that are found by their tokens, for any tp and block size; nothing of vLLM is imported.
+"""A folder of KV-cache contents with names from their tokens, for any tp and block size.  vLLM is not imported.
 
-A sequence is cut into units of a fixed number of tokens.  What a unit is called follows from its tokens and all before them, so
-engines with other blocks and other ranks find what one has stored.  A file holds the heads of a rank, and a digest of each.  A unit
-is there once its files hold all heads.
+A sequence is cut into units of a fixed number of tokens.  The name of a unit is a hash of its tokens and all tokens before them, so
+engines with other block sizes and ranks find the same units.  A file holds the heads of a rank, and a digest of each head.  A unit
+is complete when its files hold all heads.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ...store.file import Stored, framed
 
 __all__ = ["LAYOUT", "Chain", "Content", "KvbmTier", "Part", "cover", "key_of_files", "touch"]
 
-#: In names and in the metadata of files; another number where a file of one version must not be found by another.
+#: Part of names and of the metadata of files.  It changes if files of one version must not be found by another.
 VERSION = "1"
 
-#: How elements lie in the files.
+#: Order of elements in the files.
 LAYOUT = "universal"
 
-#: Files of a model: all that weights are read from.
+#: Patterns of a model's files of weights.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 
-#: A file without its name for so many seconds belongs to a process that is no more.
+#: A temporary file that was not changed for so many seconds belongs to a process that has ended.
 _LOST_SECONDS = 3600.0
 
 _NAME = re.compile(r"[0-9a-f]{64}")
@@ -52,18 +52,18 @@ _PART = re.compile(r"heads-([0-9]{1,6})-([0-9]{1,6})\.safetensors")
 
 @dataclass(frozen=True)
 class Content:
-    """What the units of one kind hold; what differs in any of it is never found.
+    """The contents of units of one kind.  Units are found only by an equal content.
 
     Attributes
     ----------
     model : str
-        Which weights and which configuration computed it: `key_of_files`, or what the operator calls it.
+        Key of the weights and the configuration: `key_of_files`, or the operator's name.
     title : str
-        What people call the model; it says nothing.
+        Name of the model for readers; it is not part of the key.
     layers : tuple of int
         The layers' numbers in the model.
     shape : BlockShape
-        Of a unit of the whole model: all KV heads, and the tokens of a unit.
+        Shape of a unit of the whole model: all KV heads, and the tokens of a unit.
     """
 
     model: str
@@ -73,7 +73,7 @@ class Content:
 
     @property
     def told(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
+        """The content as an object for JSON."""
         layout = layouts.load(LAYOUT)
         return {
             "version": VERSION, "model": self.model, "layers": list(self.layers), "shape": asdict(self.shape),
@@ -82,14 +82,13 @@ class Content:
 
     @property
     def key(self) -> str:
-        """A number of all of it, in hexadecimal digits."""
+        """A hash of the content, in hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.told, sort_keys=True).encode()).hexdigest()
 
     @property
     def folder(self) -> str:
-        """Name of the folder that holds such units: the model's, for people, and the beginning of the key."""
-        title = re.sub(r"[^A-Za-z0-9._-]+", "_", self.title.rstrip("/").rpartition("/")[2]).strip("._")[:60]
-        return f"{title or 'model'}-{self.key[:24]}"
+        """Name of the folder for such units: the beginning of the key, without the title, which may differ."""
+        return self.key[:24]
 
 
 class Chain:
@@ -100,9 +99,9 @@ class Chain:
     unit : int
         Tokens of a unit.
     tokens : sequence of int
-        Of the sequence; it may grow.
+        Tokens of the sequence; it may grow.
     salt : str
-        Sequences with another salt have other names.
+        Sequences with different salts have different names.
 
     Examples
     --------
@@ -114,21 +113,21 @@ class Chain:
     def __init__(self, unit: int, tokens: Sequence[int], salt: str = "") -> None:
         self.unit = unit
         self._tokens = tokens
-        self._last = hashlib.sha256(f"kvbm tier {VERSION}, {unit} tokens\0{salt}".encode()).digest()
+        self._last = hashlib.sha256(f"kvbm tier {VERSION}, {unit} tokens\0{salt}".encode(errors="surrogatepass")).digest()
         self._names: list[str] = []
 
     @property
     def whole(self) -> int:
-        """Tokens that are in whole units."""
+        """Number of tokens in whole units."""
         return len(self._tokens) // self.unit * self.unit
 
     def names(self, first: int, last: int) -> tuple[str, ...]:
-        """Of the units that hold tokens `first` to `last` (exclusive), which are multiples of a unit.
+        """Names of the units of tokens `first` to `last` (exclusive); both are multiples of a unit.
 
         Raises
         ------
         BindError
-            Tokens that do not begin or end with a unit, or that there are not.
+            The range does not begin or end at a unit, or is beyond the sequence.
         """
         if first % self.unit or last % self.unit or not 0 <= first <= last <= len(self._tokens):
             raise BindError(
@@ -142,7 +141,7 @@ class Chain:
 
 
 class Part(NamedTuple):
-    """A file of a unit: the first of the heads that it holds, and the one behind the last."""
+    """A file of a unit: the first head that it holds, and the last plus one."""
 
     first: int
     last: int
@@ -153,7 +152,7 @@ class Part(NamedTuple):
 
 
 def cover(parts: Sequence[Part], first: int, last: int) -> list[tuple[Part, int, int]] | None:
-    """Which heads to take of which parts so that all of `first` to `last` (exclusive) are taken; None if some are in no part."""
+    """The heads to take from each part so that all of `first` to `last` (exclusive) are covered; None if some are missing."""
     found = []
     while first < last:
         best = max((part for part in parts if part.first <= first), key=lambda part: part.last, default=None)
@@ -165,42 +164,51 @@ def cover(parts: Sequence[Part], first: int, last: int) -> list[tuple[Part, int,
 
 
 class KvbmTier:
-    """A folder of units of one content, which any number of processes read and write at once.
+    """A folder of units of one content.  Any number of processes may read and write it at the same time.
 
     Parameters
     ----------
     folder : Path
-        It may hold units of other contents, too, each kind in a folder of its own.
+        The folder.  It may hold units of other contents, each kind in its own subfolder.
     content : Content
+        The content of the units.
     most_bytes : int
-        Bytes of all files in the folder: beyond it the units that were longest not used go.  Each process that writes looks after
-        every 64th part of it, so it may be exceeded by so much a process.
+        Limit of the bytes of all files in the folder.  Above it, the least recently used units are removed.  Each process checks
+        this after it has written 1/64 of the limit, so each process may exceed it by that much.
 
-    Raises
-    ------
-    BindError
-        The folder cannot be made, or written to.
+    Notes
+    -----
+    The disk is not accessed before something is read or written.  Call `make` to check the folder early.
     """
 
     def __init__(self, folder: Path, content: Content, most_bytes: int) -> None:
         self.folder, self.content, self.most_bytes = folder, content, most_bytes
         self.root = folder / content.folder
         self._key, self._root, self._layout = content.key, str(self.root), layouts.load(LAYOUT)
-        self._written = most_bytes  # by others, before: look at the first occasion
+        self._written = most_bytes  # others may have written before: check on the first write
         self._guard = threading.Lock()
+
+    def make(self) -> None:
+        """Create the folder, with a file that describes its content.
+
+        Raises
+        ------
+        BindError
+            The folder cannot be created or written.
+        """
+        told = {"title": self.content.title, **self.content.told}
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
             with replacing(self.root / "content.json") as part:
-                part.write_text(json.dumps({"title": content.title, **content.told}, indent=1) + "\n")
+                part.write_text(json.dumps(told, indent=1) + "\n")
         except OSError as error:
-            raise BindError(f"folder: expected one that can be written to, got {folder} ({error})") from None
+            raise BindError(f"folder: expected a writable folder, got {self.folder} ({error})") from None
 
     def home(self, name: str) -> Path:
         """The folder of a unit."""
         return self.root / name[:2] / name
 
     def parts(self, name: str) -> list[Part]:
-        """What files there are of a unit."""
+        """The files of a unit."""
         try:
             found = os.listdir(f"{self._root}/{name[:2]}/{name}")  # noqa: PTH208  (the scheduler waits for it)
         except OSError:
@@ -209,32 +217,33 @@ class KvbmTier:
         return [Part(int(match[1]), int(match[2]) + 1) for match in matches if match]
 
     def holds(self, name: str) -> bool:
-        """Whether all heads of a unit are there; what the files hold is looked at when they are read."""
+        """True if files hold all heads of a unit.  The contents of the files are checked when they are read."""
         return cover(self.parts(name), 0, self.content.shape.nh) is not None
 
     def drop(self, name: str, part: Part) -> None:
-        """Remove a file that is not what it should be."""
+        """Remove a wrong file."""
         with contextlib.suppress(OSError):
             (self.home(name) / part.name).unlink()
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
     def write(self, name: str, part: Part, first: int, row: npt.NDArray[Any], block: int, heads: Sequence[int]) -> int:
-        """Write a file, which has its name when it is whole.
+        """Write a file.  It gets its name when it is complete.
 
         Parameters
         ----------
         name : str
-            Of the unit.
+            Name of the unit.
         part : Part
+            The heads of the file.
         first : int
             Position of the unit's first token.
         row : array
-            The heads, ``(nh, nl, no, nt, hd)``.
+            The heads, shape ``(nh, nl, no, nt, hd)``.
         block : int
-            Their digest at position 0, as files of `kvbm.store` have it.
+            Their digest at position 0, as in files of `kvbm.store`.
         heads : sequence of int
-            The digest of each, at its place in the model and the sequence.
+            The digest of each head, at its place in the model and the sequence.
 
         Returns
         -------
@@ -244,7 +253,7 @@ class KvbmTier:
         Raises
         ------
         OSError
-            The disk is full, or the folder is not to be written to.
+            The disk is full, or the folder is not writable.
         """
         shape = replace(self.content.shape, nh=part.last - part.first)
         metadata = {
@@ -259,6 +268,7 @@ class KvbmTier:
                 while len(piece):
                     piece = piece[file.write(piece) :]
         touch(path, first)
+        self.wrote(len(start) + data.nbytes)
         return len(start) + data.nbytes
 
     def open(self, name: str, part: Part) -> tuple[Stored, list[int]]:
@@ -267,7 +277,7 @@ class KvbmTier:
         Raises
         ------
         BindError
-            It is cut short, or holds something else than its name says.
+            The file is cut short, or its contents do not fit its name.
         """
         stored = read(self.home(name) / part.name)
         said, expected = stored.metadata, replace(self.content.shape, nh=part.last - part.first)
@@ -297,7 +307,7 @@ class KvbmTier:
     # ---- the limit -------------------------------------------------------------------------------------------------
 
     def wrote(self, nbytes: int) -> None:
-        """Tell of bytes that were written; if they are many, files that were longest not used are removed."""
+        """Count written bytes.  If there are many, remove the least recently used files."""
         with self._guard:
             self._written += nbytes
             if self._written < max(self.most_bytes // 64, 1):
@@ -306,14 +316,14 @@ class KvbmTier:
         self.trim()
 
     def trim(self) -> int:
-        """Remove the units that were longest not used, of any content, until the folder is below its limit.
+        """Remove the least recently used units, of any content, until the folder is below its limit.
 
-        One process at a time does; the others go on.
+        Only one process at a time does this; the others continue.
 
         Returns
         -------
         int
-            Bytes that were removed.
+            Number of removed bytes.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -322,27 +332,28 @@ class KvbmTier:
             except BlockingIOError:
                 return 0
             except OSError:
-                pass  # a file system without locks: then several look at once, and remove more
+                pass  # a file system without locks: several processes may do it at once, and remove more
             units = sorted(_units(self.folder), key=lambda unit: unit[0])
             total = sum(nbytes for _, nbytes, _ in units)
             if total <= self.most_bytes:
                 return 0
             removed = 0
-            for _, nbytes, path in units:
+            for _, _, path in units:
                 if total - removed <= self.most_bytes - self.most_bytes // 16:
                     break
                 for file in _files(path):
                     if _PART.fullmatch(file.name):
-                        with contextlib.suppress(OSError):
+                        with contextlib.suppress(OSError):  # it may belong to another user: continue with the next one
+                            nbytes = file.stat().st_size
                             Path(file.path).unlink()
+                            removed += nbytes
                 with contextlib.suppress(OSError):
                     Path(path).rmdir()
-                removed += nbytes
             return removed
 
 
 def touch(path: Path, first: int) -> None:
-    """Used now; of a sequence the last units go first, as they are of no use without the others."""
+    """Mark a unit as used now.  The last units of a sequence are removed first, as they are useless without the others."""
     now = time.time() - first * 1e-3
     with contextlib.suppress(OSError):
         os.utime(path, (now, now))
@@ -356,41 +367,56 @@ def _files(folder: str | Path) -> list[os.DirEntry[str]]:
         return []
 
 
+def _folders(files: Sequence[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
+    return [file for file in files if file.is_dir(follow_symlinks=False)]
+
+
+def _is_lost(entry: os.DirEntry[str]) -> bool:
+    """True if a file was not changed for so long that its process must have ended."""
+    try:
+        return time.time() - entry.stat(follow_symlinks=False).st_mtime > _LOST_SECONDS
+    except OSError:
+        return False
+
+
+def _clear(files: Sequence[os.DirEntry[str]]) -> None:
+    """Remove incomplete files of processes that were killed."""
+    for file in files:
+        if file.name.endswith(".tmp") and _is_lost(file):
+            with contextlib.suppress(OSError):
+                Path(file.path).unlink()
+
+
 def _units(folder: Path) -> Iterator[tuple[float, int, str]]:
-    """Each unit: when it was used, bytes, its folder.  What a process left behind when it was killed is removed."""
-    now = time.time()
-    homes = (
-        home
-        for content in _files(folder) if content.is_dir(follow_symlinks=False)
-        for some in _files(content.path) if some.is_dir(follow_symlinks=False)
-        for home in _files(some.path) if _NAME.fullmatch(home.name) and home.is_dir(follow_symlinks=False)
-    )  # fmt: skip
-    for home in homes:
-        used, nbytes = 0.0, 0
-        for file in _files(home.path):
-            try:
-                found = file.stat()
-            except OSError:
-                continue
-            if not _PART.fullmatch(file.name):
-                if file.name.endswith(".tmp") and now - found.st_mtime > _LOST_SECONDS:
-                    with contextlib.suppress(OSError):
-                        Path(file.path).unlink()
-                continue
-            used, nbytes = max(used, found.st_mtime), nbytes + found.st_size
-        if nbytes:
-            yield used, nbytes, home.path
+    """Yield for each unit: time of last use, bytes, folder.  Incomplete files of ended processes are removed."""
+    for content in _folders(_files(folder)):
+        inside = _files(content.path)
+        _clear(inside)
+        homes = (home for some in _folders(inside) for home in _folders(_files(some.path)) if _NAME.fullmatch(home.name))
+        for home in homes:
+            used, nbytes, files = 0.0, 0, _files(home.path)
+            for file in files:
+                with contextlib.suppress(OSError):
+                    if _PART.fullmatch(file.name):
+                        found = file.stat()
+                        used, nbytes = max(used, found.st_mtime), nbytes + found.st_size
+            if nbytes:
+                yield used, nbytes, home.path
+            _clear(files)
+            if not files and _is_lost(home):
+                with contextlib.suppress(OSError):  # another process writes to it again
+                    Path(home.path).rmdir()
 
 
 def key_of_files(folder: Path, more: str) -> str:
-    """A number of a model's weights, and of a text: SHA-256 of all bytes of all weight files, in hexadecimal digits.
+    """A key of a model: SHA-256 of all bytes of its files of weights and of a text, in hexadecimal digits.
 
     Parameters
     ----------
     folder : Path
-        Of the model, or a file of weights.
+        Folder of the model, or a file of weights.
     more : str
-        What else has a say in what is computed.
+        A text of everything else that influences the computation.
 
     Raises
     ------

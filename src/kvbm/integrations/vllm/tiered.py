@@ -1,4 +1,4 @@
-"""vLLM's offloading with a folder behind the host memory: which chunks a `KvbmTier` holds, and jobs that read and write."""
+"""vLLM's offloading with a folder as a second tier: the chunks that a `KvbmTier` holds, and jobs that read and write them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ __all__ = ["LOST", "READ", "WRITTEN", "Settings", "TierIndex", "TierSpec", "Tier
 
 logger = init_logger("vllm.kvbm")
 
-#: Tokens of a unit, if nothing else is said: engines that share a folder have blocks of a multiple of it.
+#: Default tokens per unit.  Engines that share a folder must have blocks of a multiple of it.
 UNIT_TOKENS = 16
 
-#: Counters: bytes that were read and written, and blocks that could not be.
+#: Counters: bytes read and written, and blocks for which this failed.
 READ, WRITTEN = "vllm:kvbm_tier_read_bytes", "vllm:kvbm_tier_written_bytes"
 LOST = "vllm:kvbm_tier_lost_blocks"
 
-#: A scheduler waits so long for a search in the folder, and takes what was found for true so long, in seconds.
+#: Seconds that the scheduler waits for a search in the folder, and seconds that its result is used.
 SEARCH_SECONDS, FRESH_SECONDS = 0.002, 1.0
 
 #: Threads of a worker that read and write files.
@@ -48,17 +48,18 @@ THREADS = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``kv_connector_extra_config`` says of the folder.
+    """The settings of the folder in ``kv_connector_extra_config``.
 
     Attributes
     ----------
     folder : Path
+        The folder.
     most_bytes : int
-        Of all files in it.
+        Limit of the bytes of all files in the folder.
     unit_tokens : int
-        Tokens of a unit.
+        Tokens per unit.
     model_key : str
-        What the operator calls the weights; empty: they are read.
+        The operator's name of the weights; empty: the files of weights are hashed.
     """
 
     folder: Path
@@ -68,16 +69,16 @@ class Settings:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings | None:
-        """None where no folder is named.
+        """The settings; None if there is no folder.
 
         Raises
         ------
         BindError
-            A setting of another kind; a folder without a limit.
+            A setting has a wrong type, or the folder has no limit.
         """
         if extra.get("folder") is None:
             if named := [name for name in ("folder_bytes", "unit_tokens", "model_key") if name in extra]:
-                raise BindError(f"kv_connector_extra_config: {named[0]}: expected a folder, too, which it is about")
+                raise BindError(f"kv_connector_extra_config: {named[0]}: expected it only with folder: set folder, too")
             return None
         folder, key = extra["folder"], extra.get("model_key", "")
         for name, given in (("folder", folder), ("model_key", key)):
@@ -97,12 +98,13 @@ class Units(NamedTuple):
     Attributes
     ----------
     group : int
-        Which of the offloaded groups, counted from 0.
+        Index of the offloaded group, from 0.
     chunk : int
-        Of host memory.
+        Number of the chunk in host memory.
     first : int
         Position of the first token.
     names : tuple of str
+        Names of the units.
     """
 
     group: int
@@ -112,7 +114,7 @@ class Units(NamedTuple):
 
 
 class Tiered(NamedTuple):
-    """What a chunk of host memory has to do with files: the settings, what the units of each group hold, and the units."""
+    """A chunk's data for files: the settings, the contents of the units of each group, and the units."""
 
     settings: Settings
     contents: tuple[Content, ...]
@@ -120,7 +122,7 @@ class Tiered(NamedTuple):
 
 
 class TierSpec(CPULoadStoreSpec):  # type: ignore[misc]  # vLLM is not typed
-    """Chunks of host memory, some of which are to be read from files before they are loaded, or written once they are stored."""
+    """Chunks of host memory.  Some are read from files before they are loaded, or written to files after they are stored."""
 
     def __init__(self, chunk_ids: list[int], tiered: Tiered) -> None:
         super().__init__(chunk_ids)
@@ -128,12 +130,12 @@ class TierSpec(CPULoadStoreSpec):  # type: ignore[misc]  # vLLM is not typed
 
 
 def contents_of(vllm_config: Any, kv_cache_config: Any, settings: Settings, key: str) -> tuple[Content, ...]:
-    """What units of each group of layers hold.
+    """The contents of the units of each group of layers.
 
     Raises
     ------
     BindError
-        What cannot be stored in files, by name.
+        Something cannot be stored in files; the message names it.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
@@ -175,17 +177,17 @@ def contents_of(vllm_config: Any, kv_cache_config: Any, settings: Settings, key:
 
 
 def _cached(kv_cache_config: Any) -> list[Any]:
-    """The groups of layers whose blocks are kept for other requests: those that vLLM offloads."""
+    """The groups of layers that vLLM offloads."""
     return [group for group in kv_cache_config.kv_cache_groups if group.kv_cache_spec.prefix_cacheable]
 
 
 def key_of_model(vllm_config: Any, settings: Settings) -> str:
-    """Which weights and which configuration compute the blocks.
+    """A key of the weights and the configuration that compute the blocks.
 
     Raises
     ------
     BindError
-        There are no files of weights here.
+        There are no files of weights on this machine.
     """
     model = vllm_config.model_config
     told = model.hf_config.to_dict()
@@ -196,7 +198,7 @@ def key_of_model(vllm_config: Any, settings: Settings) -> str:
     text = json.dumps(more, sort_keys=True, default=str)
     if settings.model_key:
         return f"{settings.model_key} {text}"
-    advice = "expected model_key in kv_connector_extra_config, a name of your own that no other weights have"
+    advice = "expected model_key in kv_connector_extra_config, a name that no other weights have"
     if vllm_config.load_config.load_format == "dummy":
         raise BindError(f"folder: load_format: dummy weights have no files to tell models apart by; {advice}")
     path = Path(model.model)
@@ -209,21 +211,21 @@ def key_of_model(vllm_config: Any, settings: Settings) -> str:
 
 
 class Search:
-    """Which units of a request there are files of, looked for beside the scheduler.
+    """A search for the files of a request's units.  It runs on a thread beside the scheduler.
 
     Parameters
     ----------
     first : int
-        The token that it begins with.
+        The first token of the search.
 
     Attributes
     ----------
     done : threading.Event
-        When all of them have been looked for.
+        Set when the search has ended.
     held : set of (int, str)
-        Group and name of those that are there.
+        Group and name of the units that were found.
     until : float
-        When to look again, as `time.monotonic` counts.
+        Time (`time.monotonic`) after which to search again.
     """
 
     def __init__(self, first: int) -> None:
@@ -233,7 +235,7 @@ class Search:
         self.until = math.inf
 
     def run(self, tiers: Sequence[KvbmTier], wanted: Sequence[Units], windows: Sequence[bool]) -> None:
-        """Look for them; of a group without a window none behind the first that is not there: it would not be read."""
+        """Run the search.  In a group without a window it ends at the first missing unit: later ones would not be read."""
         try:
             for units in wanted:
                 for name in units.names:
@@ -246,27 +248,32 @@ class Search:
             self.done.set()
 
 
+class _Granted:
+    """A request's chunks in files that were reported as hits.  Host memory must have room for them when they are loaded."""
+
+
 class TierIndex:
-    """What the scheduler knows of a folder: which chunks of a request are units that it holds.
+    """The scheduler's index of a folder: which chunks of a request are in files.
 
     Parameters
     ----------
     vllm_config, kv_cache_config
-        As a connector is given them.
+        vLLM's objects, as a connector receives them.
     settings : Settings
+        Settings of the folder.
     chunk_tokens : dict of int to int
-        Tokens of a chunk, by vLLM's group, in the order of the offloaded groups.
+        vLLM's group → tokens per chunk, in the order of the offloaded groups.
 
     Raises
     ------
     BindError
-        What cannot be stored in files; a folder that cannot be written to.
+        Something cannot be stored in files, or the folder is not writable.
     """
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, settings: Settings, chunk_tokens: dict[int, int]
     ) -> None:
-        contents_of(vllm_config, kv_cache_config, settings, "")  # refuse before weights are read
+        contents_of(vllm_config, kv_cache_config, settings, "")  # raise errors before the weights are read
         key = key_of_model(vllm_config, settings)
         self._settings = settings
         self._contents = contents_of(vllm_config, kv_cache_config, settings, key)
@@ -275,9 +282,11 @@ class TierIndex:
                 f"folder: expected {len(self._contents)} groups of layers, got {len(chunk_tokens)} that are offloaded"
             )
         self._tiers = [KvbmTier(settings.folder, content, settings.most_bytes) for content in self._contents]
+        for tier in self._tiers:
+            tier.make()
         self._chunks = {group: (index, tokens) for index, (group, tokens) in enumerate(chunk_tokens.items())}
         self._windows = [
-            isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in kv_cache_config.kv_cache_groups
+            isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in _cached(kv_cache_config)
         ]
         self._shunned: set[tuple[int, str]] = set()
         self._is_open = True
@@ -285,25 +294,24 @@ class TierIndex:
         logger.info("kvbm: blocks are stored in %s", ", ".join(str(tier.root) for tier in self._tiers))
 
     def begin(self, request: Any, context: Any) -> None:
-        """A request that is new.
+        """Begin a new request.
 
-        What depends on more than tokens is left to the host memory: LoRA, pictures and sound, embeddings, prompts that are
-        replaced.
+        Requests that depend on more than tokens use only host memory: LoRA, pictures and sound, embeddings, replaced prompts.
         """
         if request.lora_request or request.mm_features or request.prompt_embeds is not None or request.resumable:
             return
         context.set_state(Chain(self._settings.unit_tokens, request.all_token_ids, request.cache_salt or ""))
 
     def end(self) -> None:
-        """Nothing more is read or written: the weights may be others from now on."""
+        """Stop reading and writing: the weights may be different from now on."""
         if self._is_open:
             logger.warning(
-                "kvbm: the cache was reset, maybe for other weights: no more blocks are stored in files, or read from them"
+                "kvbm: the cache was reset, maybe for other weights: no more blocks are written to files or read from them"
             )
         self._is_open = False
 
     def units(self, key: bytes, context: Any, chunk: int = -1) -> Units | None:
-        """Those of a chunk; None where it has none."""
+        """The units of a chunk; None if it has none."""
         chain, end = context.get_state(Chain), context.get_offload_key_position(key)
         if chain is None or end is None or not self._is_open:
             return None
@@ -311,29 +319,44 @@ class TierIndex:
         return Units(index, chunk, end - tokens, chain.names(end - tokens, end))
 
     def holds(self, key: bytes, context: Any, room: int) -> bool | None:
-        """Whether the files hold a chunk, and host memory has room for it and all before it, as it has for so many chunks.
+        """True if files hold a chunk, and host memory, with `room` free chunks, has room for it and all chunks before it.
 
-        None: not known yet; ask again.
+        None: not known yet; call it again.
         """
         if not context.load_tier_filter.allows(Medium.STORAGE, None):
             return False
         units = self.units(key, context)
         if units is None:
             return False
+        window = self._windows[units.group]
         tokens = self._contents[units.group].shape.nt * len(units.names)
-        if (units.first // tokens + 1) * len(self._tiers) > room:
+        # For a window the last chunks are looked up first: they may be in host memory, and are loaded, too.
+        if self._needed(context.get_state(Chain).whole if window else units.first + tokens) > room:
             return False
         search = context.get_state(Search)
-        first = 0 if self._windows[units.group] else units.first  # windows are looked for from the end on
+        first = 0 if window else units.first  # windows are searched from the end
         if search is None or time.monotonic() > search.until or first < search.first:
             search = self._begun(context, first)
         if not search.done.is_set():
             return None
         found = [(units.group, name) for name in units.names]
-        return search.held.issuperset(found) and self._shunned.isdisjoint(found)
+        is_held = search.held.issuperset(found) and self._shunned.isdisjoint(found)
+        if is_held:
+            context.set_state(_Granted())
+        return is_held
+
+    def fits(self, key: bytes, context: Any, room: int) -> bool:
+        """True if a chunk in host memory leaves room for the request's chunks that are read from files."""
+        if context.get_state(_Granted) is None:
+            return True
+        return self._needed(context.get_offload_key_position(key)) <= room
+
+    def _needed(self, end: int) -> int:
+        """Number of chunks of all groups for `end` tokens."""
+        return sum(-(-end // tokens) for _, tokens in self._chunks.values())
 
     def _begun(self, context: Any, first: int) -> Search:
-        """A search for a request's units from a token on; one that is short is waited for."""
+        """A search for a request's units from a token on.  It waits a short time for the result."""
         chain, search = context.get_state(Chain), Search(first)
         context.set_state(search)
         names = chain.names(first, chain.whole)
@@ -343,37 +366,39 @@ class TierIndex:
         return search
 
     def spec(self, chunks: Sequence[int], units: Sequence[Units]) -> Any:
-        """What a worker is told."""
+        """The spec for a worker."""
         return TierSpec(list(chunks), Tiered(self._settings, self._contents, tuple(units)))
 
     def shun(self, units: Units) -> None:
-        """They could not be read: not again, until they have been written anew."""
+        """Do not read these units again until they have been rewritten: reading failed."""
         self._shunned.update((units.group, name) for name in units.names)
 
     def trust(self, units: Units) -> None:
-        """They are written."""
+        """These units have been written: allow reading."""
         if self._shunned:
             self._shunned.difference_update((units.group, name) for name in units.names)
 
 
 class TierWorker:
-    """What a worker reads and writes, on threads of its own.
+    """Reads and writes files in a worker, on separate threads.
 
     Parameters
     ----------
     vllm_config, kv_cache_config
-        As a connector is given them.
+        vLLM's objects, as a connector receives them.
     settings : Settings
+        Settings of the folder.
     copier : Copier
+        The copier of the worker.
     group_ids : sequence of int
-        vLLM's groups that are offloaded.
+        vLLM's offloaded groups.
     count : callable
-        Called with names of counters and numbers to add.
+        Called with the name of a counter and a number to add.
 
     Raises
     ------
     BindError
-        What cannot be stored in files.
+        Something cannot be stored in files.
     """
 
     def __init__(
@@ -412,7 +437,7 @@ class TierWorker:
         self._stores: dict[int, Tiered] = {}
 
     def _pieces(self, tiered: Tiered) -> list[tuple[int, Any, tuple[str, ...], list[int]]]:
-        """Some blocks of a group each, their units' names and first tokens."""
+        """Pieces of some blocks of one group, with the names and first tokens of their units."""
         if not self._tiers:
             if [replace(content, model="") for content in tiered.contents] != list(self._own):
                 raise BindError(f"folder: the scheduler expects {tiered.contents}, and this worker has {self._own}")
@@ -440,20 +465,20 @@ class TierWorker:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def read(self, job_id: int, tiered: Tiered) -> None:
-        """Begin to fill chunks of host memory: blocks that are not there, or not right, are not known then."""
+        """Begin to fill chunks of host memory from files.  Blocks that are missing or wrong are left without digests."""
         self._reads[job_id] = [self._threads.submit(self._read, *piece) for piece in self._pieces(tiered)]
 
     def _read(self, index: int, blocks: Any, names: tuple[str, ...], firsts: list[int]) -> Shelved:
         [lane] = self._copier.memory.lanes[index]
         try:
             done = self._shelves[index].read(self._tiers[index], blocks, names, firsts)
-        except Exception as error:  # whatever it is, nobody may take the blocks for read
+        except Exception as error:  # for any error, the blocks must not count as read
             done = Shelved(blocks, np.zeros(len(blocks), np.uint64), np.zeros(len(blocks), np.bool_), 0, repr(error))
         lane.digests[blocks], lane.known[blocks] = done.digests, done.good
         return done
 
     def has_read(self, wait: set[int] | None = None) -> list[int]:
-        """Jobs whose chunks are filled since the last call; of some of them it is waited for."""
+        """Jobs with chunks that were filled since the last call.  It waits for the jobs in `wait`."""
         found = []
         for job_id, futures in list(self._reads.items()):
             if (wait is not None and job_id in wait) or all(future.done() for future in futures):
@@ -474,12 +499,12 @@ class TierWorker:
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def stores(self, job_id: int, tiered: Tiered) -> None:
-        """What is to be written when a job has stored it; nothing where nobody knows that it is what the engine had."""
+        """Note what to write after a job has stored it.  Nothing is written if the stored blocks have no digests."""
         if self._copier.verify:
             self._stores[job_id] = tiered
 
     def write(self, job_id: int, result: Any) -> bool:
-        """Begin to write what a job has stored; its result is told when that is done.  False: there is nothing to write."""
+        """Begin to write what a job has stored; its result is returned when that is done.  False if there is nothing to write."""
         tiered = self._stores.pop(job_id, None)
         if tiered is None:
             return False
@@ -493,13 +518,12 @@ class TierWorker:
     def _write(self, index: int, blocks: Any, digests: Any, names: tuple[str, ...], firsts: list[int]) -> Shelved:
         try:
             done = self._shelves[index].write(self._tiers[index], blocks, digests, names, firsts)
-            self._tiers[index].wrote(done.nbytes)
         except Exception as error:
             done = Shelved(blocks, np.zeros(len(blocks), np.uint64), np.zeros(len(blocks), np.bool_), 0, repr(error))
         return done
 
     def has_written(self) -> list[Any]:
-        """Results of jobs that are written since the last call."""
+        """Results of jobs that were written since the last call."""
         results = []
         for job_id, (result, futures) in list(self._writes.items()):
             if all(future.done() for future in futures):
@@ -509,5 +533,5 @@ class TierWorker:
         return results
 
     def close(self) -> None:
-        """Write what has begun to be written, and end the threads."""
+        """Finish the writes that have begun, and end the threads."""
         self._threads.shutdown(wait=True)

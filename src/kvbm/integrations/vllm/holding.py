@@ -1,0 +1,393 @@
+"""Requests that a vLLM worker prefills for other engines.  They are held until they are sent, or sent by layers during prefill."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+from ...errors import KvbmError, TransferError
+from ...reshard import Link, Span
+from .meetings import Want
+
+__all__ = ["Hold", "Holds", "Push"]
+
+#: Seconds that a wanted request may wait until the worker is told that it is held.
+_TOLD = 20.0
+
+#: Most requests that are remembered after they were sent or released, so that late questions are answered at once.
+_MOST_GONE = 4096
+
+#: Most requests that are wanted and not held yet.
+_MOST_WANTED = 4096
+
+
+@dataclass
+class Hold:
+    """A prefilled request: its blocks per vLLM group, the number of tokens in them, and the seconds for which it is held.
+
+    `number` is its number among the engine's held requests.  `name` is the router's name for a request that other engines may ask
+    for before it is prefilled.  `failure` is the reason if a request has blocks and was not prefilled.
+    """
+
+    blocks: tuple[list[int], ...]
+    tokens: int
+    seconds: float
+    number: int = 0
+    name: str = ""
+    failure: str = ""
+
+
+@dataclass
+class Push:
+    """A request that a step computes: the router's name, blocks per vLLM group, and number of tokens before and after the step."""
+
+    name: str
+    blocks: tuple[list[int], ...]
+    before: int
+    after: int
+
+
+@dataclass
+class _Part:
+    """Some tokens of a group, and the number of the model's layers that were sent for them."""
+
+    key: str
+    group: str
+    tokens: range
+    layers: int = 0
+
+
+@dataclass
+class _Held:
+    """A request of this worker, the worker that wants it, and its sendings.  Without a hold it is still being computed."""
+
+    names: tuple[str, ...]
+    hold: Hold | None = None
+    until: float = 0.0
+    wait: Any = None
+    link: Link | None = None
+    want: Want | None = None
+    parts: list[_Part] = field(default_factory=list)
+    sendings: list[Any] = field(default_factory=list)
+    has_begun: bool = False  # all its sendings have begun
+    failure: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return all(sending.has_ended for sending in self.sendings)
+
+
+class Holds:
+    """The requests that a prefill worker sends to other engines.
+
+    Another engine asks for a request by name, and receives it over the same link.  A held request is sent at once.  A request that
+    is not held yet is sent when it is.  A request in parts is sent while it is computed: each part when its tokens are computed,
+    some layers at a time.  Blocks are read until all sendings that have begun have ended; only then may they be reused.
+
+    Parameters
+    ----------
+    spans : callable
+        Called with blocks per vLLM group, the last token plus one, and the first token; returns spans per group of the endpoint
+        (`Caches.spans`).
+    whole : collection of str
+        Groups of the endpoint without a window: they keep a block for each token of a sequence while it is computed.
+    layers : mapping of str to int
+        vLLM's names of this worker's layers → their numbers in the model.
+    count : int
+        Number of layers of the model.
+    each : int
+        Number of layers that are sent at a time; 0: all layers after the step.
+    seconds : float
+        Time limit of a sending.
+    wait_seconds : float
+        How long a request that the router has named is waited for.
+    queued : callable
+        Returns the device's pending work on the blocks, in the form that `Link.send` accepts.
+    tell : callable
+        Tells the engine at the other end of a link that a request will not come.
+    """
+
+    def __init__(
+        self,
+        spans: Callable[..., dict[str, Span]],
+        *,
+        whole: Iterable[str],
+        layers: Mapping[str, int],
+        count: int,
+        each: int,
+        seconds: float,
+        wait_seconds: float,
+        queued: Callable[[], Any],
+        tell: Callable[[Link, str, str], None],
+    ) -> None:
+        self._spans, self._whole, self._count, self._seconds = spans, frozenset(whole), count, seconds
+        self._wait_seconds, self._queued, self._tell = wait_seconds, queued, tell
+        bounds = [*range(each, count, each), count] if each else [count]
+        first = 0
+        self._stages: list[tuple[int, frozenset[str]]] = []  # the last layer plus one of each group of layers, and their names
+        for behind in bounds:
+            if names := frozenset(name for name, number in layers.items() if first <= number < behind):
+                self._stages.append((behind, names))
+            first = behind
+        if not each:
+            self._stages = []
+        self._lock = Lock()
+        self._held: dict[str, _Held] = {}  # vLLM's name → request
+        self._names: dict[str, str] = {}  # the name by which it is wanted → vLLM's name
+        self._wanted: OrderedDict[str, tuple[Want, Link, float]] = OrderedDict()  # not held yet
+        self._gone: OrderedDict[str, tuple[Link | None, str]] = OrderedDict()  # its link, or why it failed
+        self._start, self._latest = "", -1
+        self._step: list[tuple[Push, _Held]] = []
+        self._left: deque[tuple[int, set[str]]] = deque()
+        self.counts: Counter[str] = Counter()
+
+    # ---- requests of other engines ---------------------------------------------------------------------------------
+
+    def asked(self, want: Want, link: Link) -> None:
+        """Send a request, or release it.  May be called twice for the same request.
+
+        Raises
+        ------
+        TransferError
+            The request will not come: it is not held here and will not be, or it was sent to another engine.
+        """
+        with self._lock:
+            held = self._held.get(self._names.get(want.name, ""))
+            if held is None:
+                self._await(want, link)
+                return
+            self._require(want, held.link, held.failure, link)
+            is_first = held.link is None  # else another worker of the same engine has asked before
+            if is_first or want.is_given_up:
+                self._join(held, want, link)
+            if not is_first or held.hold is None:
+                return  # already asked for, or sent while it is computed
+        self._finish(held)
+        if held.failure:
+            raise TransferError(f"request {want.name}: {held.failure}")
+
+    def _require(self, want: Want, to: Link | None, why: str, link: Link) -> None:
+        if why or (to is not None and to is not link):
+            raise TransferError(f"request {want.name}: {why or 'it was sent to another engine'}")
+
+    def _await(self, want: Want, link: Link) -> None:
+        """Remember a wanted request that is not held yet."""
+        if want.name in self._gone:
+            self._require(want, *self._gone[want.name], link)
+            return
+        (start, number), seconds = (*want.name.split("/"), "")[:2], self._wait_seconds
+        if start != "push":
+            if start != self._start:
+                raise TransferError(f"request {want.name}: it was held before this engine was started again")
+            if not number.isdecimal() or int(number) <= self._latest:
+                raise TransferError(f"request {want.name}: not held here")
+            seconds = _TOLD
+        if want.name in self._wanted:
+            self._require(want, self._wanted[want.name][1], "", link)
+            if not want.is_given_up:
+                return
+        elif len(self._wanted) >= _MOST_WANTED:
+            raise TransferError(f"request {want.name}: {_MOST_WANTED} others are waited for")
+        self._wanted[want.name] = want, link, time.monotonic() + seconds
+
+    def _join(self, held: _Held, want: Want, link: Link) -> None:
+        held.link, held.want = link, want
+        parts = () if want.is_given_up else want.parts()
+        held.parts = [_Part(key, group, tokens) for key, tokens in parts for group in want.groups]
+
+    # ---- the worker: before, during and after a step ---------------------------------------------------------------
+
+    def begin_step(self, pushes: Mapping[str, Push]) -> None:
+        """Begin a step that computes these requests.  Other engines may ask for them during the step."""
+        self._step = []
+        if not pushes:
+            return
+        with self._lock:
+            for request, push in pushes.items():
+                if request not in self._held:
+                    self._add(request, _Held((push.name,)))
+                self._step.append((push, self._held[request]))
+        self._left = deque((behind, set(names)) for behind, names in self._stages)
+        self._push(0)
+
+    def saved(self, layer: str) -> None:
+        """A layer of the step is computed, or its computation is enqueued."""
+        if not self._step or not self._left:
+            return
+        behind, names = self._left[0]
+        names.discard(layer)
+        if not names:
+            self._left.popleft()
+            self._push(behind)
+
+    def end_step(self) -> None:
+        """All layers of the step are computed or enqueued, including those for which `saved` was not called."""
+        if self._step:
+            self._push(self._count)
+            self._step = []
+
+    def _push(self, behind: int) -> None:
+        """Send the layers below `behind` of parts that end in this step, and all layers of parts that ended before."""
+        wait: Any = self
+        for push, held in self._step:
+            if held.link is None or held.failure:
+                continue
+            if failed := next((sending.why for sending in held.sendings if sending.has_failed), ""):
+                self._fail(held, failed)
+                continue
+            try:
+                for part in held.parts:
+                    upto = self._count if part.tokens.stop <= push.before else behind
+                    if part.tokens.stop > push.after or part.layers >= upto or part.group not in self._whole:
+                        continue
+                    wait = self._queued() if wait is self else wait
+                    self._send_part(held, part, push.blocks, upto, wait)
+                    self.counts["pushed"] += 1
+            except Exception as error:
+                self._fail(held, _text(error))
+
+    def _send_part(self, held: _Held, part: _Part, blocks: tuple[list[int], ...], behind: int, wait: Any) -> None:
+        assert held.link is not None
+        span = self._spans(blocks, part.tokens.stop, part.tokens.start)[part.group]
+        layers = range(part.layers, behind)
+        held.sendings.append(
+            held.link.send(part.key, span, layers=layers, group=part.group, wait=wait, timeout=self._seconds)
+        )
+        part.layers = behind
+
+    def _finish(self, held: _Held) -> None:
+        """Send the rest of a held request."""
+        try:
+            if not held.failure:
+                self._send_rest(held)
+        except Exception as error:
+            self._fail(held, _text(error))
+        finally:
+            held.has_begun = True
+
+    def _send_rest(self, held: _Held) -> None:
+        hold, want, link = held.hold, held.want, held.link
+        assert hold is not None
+        assert want is not None
+        assert link is not None
+        if want.is_given_up:
+            return
+        if want.last > hold.tokens:
+            raise TransferError(f"request {want.name}: {want.last} tokens are asked for, {hold.tokens} were prefilled")
+        for part in held.parts:
+            if part.layers < self._count:
+                self._send_part(held, part, hold.blocks, self._count, held.wait)
+        for group, span in self._spans(hold.blocks, hold.tokens).items():
+            if group not in want.groups:
+                held.sendings.append(link.send(want.name, span, group=group, wait=held.wait, timeout=self._seconds))
+
+    def _fail(self, held: _Held, why: str) -> None:
+        """Abort the sendings of a request, and tell the engine that wants it."""
+        held.failure = held.failure or why
+        for sending in held.sendings:
+            sending.abort()
+        if held.link is not None and held.want is not None:
+            self._tell(held.link, held.want.name, why)
+
+    def _add(self, request: str, held: _Held) -> None:
+        """Add a request.  If another engine already wants it, connect the two."""
+        self._held[request] = held
+        for name in held.names:
+            self._gone.pop(name, None)
+            self._names[name] = request
+            if waiting := self._wanted.pop(name, None):
+                want, link, _ = waiting
+                if held.link is None:
+                    self._join(held, want, link)
+                else:
+                    self._tell(link, name, "it was sent to another engine")
+
+    # ---- messages of the scheduler ---------------------------------------------------------------------------------
+
+    def told(self, start: str, holds: Mapping[str, Hold], unheld: Iterable[str], lost: Mapping[str, str]) -> None:
+        """Take new holds, requests that are no longer held, and names of requests that will not come with the reasons."""
+        self._start = start
+        with self._lock:
+            for held in (self._held[request] for request in unheld if request in self._held):
+                held.until = 0.0
+        wait = self._queued() if holds else None
+        for request, hold in holds.items():
+            with self._lock:
+                self._latest = max(self._latest, hold.number)
+                names = (f"{start}/{hold.number}/{request}", *([hold.name] if hold.name else []))
+                held = self._held.get(request) or _Held(names)
+                held.hold, held.until, held.wait = hold, time.monotonic() + hold.seconds, wait
+                held.names = names
+                self._add(request, held)
+                is_wanted = held.link is not None
+            if hold.failure:
+                self._fail(held, hold.failure)
+            if is_wanted:
+                self._finish(held)
+        for name, why in lost.items():
+            self._lose(name, why)
+
+    def _lose(self, name: str, why: str) -> None:
+        with self._lock:
+            request = self._names.get(name)
+            if request is not None and self._held[request].hold is None:
+                self._forget(request, why)
+            else:
+                self._go(name, None, why)
+            waiting = self._wanted.pop(name, None)
+        if waiting is not None:
+            self._tell(waiting[1], name, why)
+
+    def _forget(self, request: str, why: str) -> None:
+        held = self._held.pop(request)
+        for name in held.names:
+            self._names.pop(name, None)
+            self._go(name, held.link, why)
+
+    def _go(self, name: str, to: Link | None, why: str) -> None:
+        self._gone[name] = to, why
+        if len(self._gone) > _MOST_GONE:
+            self._gone.popitem(last=False)
+
+    def stop(self, requests: Iterable[str]) -> None:
+        """Stop reading the blocks of these requests before a step reuses them.  When it returns, nothing reads them."""
+        stopped = [self._held[request] for request in requests if request in self._held]
+        for held in stopped:
+            self._fail(held, "the engine that prefills took its blocks for another request")
+        for held in stopped:
+            for sending in held.sendings:
+                try:
+                    sending.synchronize(self._seconds)
+                except KvbmError:
+                    if not sending.has_ended:
+                        raise
+
+    def ended(self) -> set[str]:
+        """Requests whose blocks are no longer needed, since the last call."""
+        now, over = time.monotonic(), set()
+        with self._lock:
+            for request, held in list(self._held.items()):
+                if held.hold is None:
+                    continue
+                if held.link is None and not held.failure:
+                    if now < held.until:
+                        continue
+                    held.failure = f"it was held for {held.hold.seconds:g} s, and nobody asked for it"
+                elif not held.has_ended or (held.link is not None and not held.has_begun):
+                    continue
+                over.add(request)
+                has_gone = held.sendings and not held.failure and not any(one.has_failed for one in held.sendings)
+                self.counts["sent" if has_gone else "unsent"] += 1
+                self._forget(request, held.failure)
+            late = [name for name, (_, _, until) in self._wanted.items() if until < now]
+        for name in late:
+            self._lose(name, "nothing of this name was prefilled here in time")
+        return over
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__
