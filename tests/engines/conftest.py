@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,35 +38,60 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return model
 
 
-def start(program: str, *arguments: Any, **variables: str) -> subprocess.Popen[str]:
-    """A program of `tests/engines/programs`, with what it prints in one pipe."""
-    environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path]), "HF_HUB_OFFLINE": "1", "UCX_TLS": "all",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of the tests for workers
-        "NIXL_LOG_LEVEL": "FATAL", **variables,
-    }  # fmt: skip
-    command = [sys.executable, str(HERE / "programs" / f"{program}.py"), *map(str, arguments)]
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+class Program:
+    """A program of `tests/engines/programs` that runs.  What it prints goes to a file: a full pipe would stop it."""
 
+    def __init__(self, program: str, *arguments: Any, **variables: str) -> None:
+        environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path]), "HF_HUB_OFFLINE": "1", "UCX_TLS": "all",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of the tests for workers
+            "NIXL_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1", **variables,
+        }  # fmt: skip
+        self._command = [sys.executable, str(HERE / "programs" / f"{program}.py"), *map(str, arguments)]
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
+        self._process = subprocess.Popen(
+            self._command, env=environment, stdin=subprocess.DEVNULL, stdout=self._file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
 
-def end(process: subprocess.Popen[str], limit: float = 240) -> str:
-    """What it printed; AssertionError where it failed, or takes longer."""
-    try:
-        printed, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        printed, _ = process.communicate()
-        raise AssertionError(f"{process.args}: not done after {limit} s\n{printed[-8000:]}") from None
-    assert process.returncode == 0, f"{process.args}: {process.returncode}\n{printed[-8000:]}"
-    return printed
+    @property
+    def printed(self) -> str:
+        return os.pread(self._file.fileno(), 1 << 30, 0).decode(errors="replace")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended with an error.  A program that was killed did not: tests do that."""
+        return self._process.poll() not in (None, 0, -signal.SIGKILL)
+
+    def end(self, limit: float = 240, *, beside: Program | None = None) -> str:
+        """What it printed.  AssertionError if it fails, takes longer, or another one that it depends on fails."""
+        last = time.monotonic() + limit
+        while self._process.poll() is None and time.monotonic() < last and not (beside and beside.has_failed):
+            time.sleep(0.05)
+        code, printed = self._process.poll(), self.printed
+        if code != 0:
+            told = [f"{self._command}: {'not done' if code is None else code}\n{printed[-8000:]}"]
+            if beside:
+                told.append(f"beside it {beside._command}: {beside._process.poll()}\n{beside.printed[-8000:]}")
+            raise AssertionError("\n".join(told))
+        return printed
+
+    def kill(self) -> None:
+        """End it, and the processes it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._file.close()
 
 
 def run(program: str, *arguments: Any, limit: float = 240, **variables: str) -> str:
     """What a program of `tests/engines/programs` prints."""
-    return end(start(program, *arguments, **variables), limit)
+    started = Program(program, *arguments, **variables)
+    try:
+        return started.end(limit)
+    finally:
+        started.kill()
 
 
 def result(printed: str) -> Any:

@@ -6,6 +6,7 @@ A pair of engines takes most of a minute: each does several things.
 from __future__ import annotations
 
 import json
+import random
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from conftest import end, result, start
+from conftest import Program, result
 
 Models = Callable[[str], Path]
 Step = dict[str, Any]
@@ -30,16 +31,14 @@ STOCK = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 
 
 def ports(count: int) -> int:
-    """The first of some ports that are free."""
+    """The first of some ports that are free.  Below those that Linux gives away by itself: an engine takes a while to listen."""
     while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
+        port = random.SystemRandom().randrange(10000, 32000)
         try:
             for number in range(count):
                 with socket.socket() as one:
                     one.bind(("127.0.0.1", port + number))
-        except (OSError, OverflowError):
+        except OSError:
             continue
         return port
 
@@ -55,32 +54,30 @@ def disaggregated(
     **extra: Any,
 ) -> list[dict[str, Any]]:
     """What the engine that decodes generates, and what it does alone; the first has the counts of the one that prefills."""
-    processes: list[Any] = []
-    at = 0
+    programs: list[Program] = []
+    at = ports(4)  # two for each engine
     for side, role in enumerate(("prefill", "decode")):
-        port = ports(2)
+        port = at + 2 * side
         transfer = {"kv_role": "kv_both", **connector}
         if connector["kv_connector"] == "KvbmConnector":
             transfer["kv_port"] = port
         if extra:
             transfer["kv_connector_extra_config"] = extra
-        at = at or port
         llm = {"model": str(model), "block_size": blocks[side], "tensor_parallel_size": tp[side], "kv_transfer_config": transfer}
         cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if tp[side] == 2 else "01"[side]}
         if side == 0:
             llm |= prefill_llm or {}
         settings = json.dumps({"llm": llm, "steps": steps, "port": at, "tp": tp[0]})
-        processes.append(start("disaggregate", role, settings, folder, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **cores))
-    prefill, decode = processes
+        programs.append(Program("disaggregate", role, settings, folder, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **cores))
+    prefill, decode = programs
     try:
-        found: list[dict[str, Any]] = result(end(decode))
+        found: list[dict[str, Any]] = result(decode.end(beside=prefill))
         if not any(step.get("kill") or step.get("die") for step in steps):
-            found[0]["prefill"] = result(end(prefill))[0]
+            found[0]["prefill"] = result(prefill.end())[0]
         return found
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        for program in programs:
+            program.kill()
 
 
 def same(one: dict[str, Any], other: dict[str, Any], most: float = 1e-4) -> bool:
