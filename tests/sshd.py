@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ports import free_ports
+
 
 @dataclass(frozen=True)
 class Server:
@@ -38,20 +40,13 @@ class Server:
         return f"{getpass.getuser()}@127.0.0.1:{self.port}"
 
 
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @contextlib.contextmanager
 def serve(folder: Path) -> Iterator[Server]:
     """Run a server until the end of the ``with`` statement."""
     binary = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
     kind = os.environ.get("KVBM_TEST_SSHD") or ("sshd" if binary else "asyncssh")
     keys = _keys(folder)
-    port = free_port()
+    port = free_ports()
     for name, key in (("known_hosts", "host"), ("wrong_hosts", "other")):
         (folder / name).write_text(f"[127.0.0.1]:{port} {keys[key]}\n", encoding="ascii")
     (folder / "empty_hosts").write_text("", encoding="ascii")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -131,6 +132,12 @@ def variables() -> dict[str, str]:
         for pair in DEFAULTS.findall((ROOT / name).read_text(encoding="utf-8")):
             found["".join(pair)] = name
     return found
+
+
+def test_no_tool_is_named_as_a_module_of_python() -> None:
+    """Behind an editable install pytest takes a `tools/site.py` for a part of our plugin: `site`, which is imported already."""
+    names = {path.stem for path in (ROOT / "tools").iterdir()}
+    assert names and not names & set(sys.stdlib_module_names)
 
 
 def test_every_environment_variable_is_in_the_table() -> None:

@@ -136,7 +136,7 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_gallery_has_a_search_field_in_the_site() -> None:
     """Before the first table, and on no other page; the script uses names that exist in the page."""
     pytest.importorskip("mkdocs")
-    found = importlib.util.spec_from_file_location("site_hook", pages.ROOT / "tools" / "site.py")
+    found = importlib.util.spec_from_file_location("site_hook", pages.ROOT / "tools" / "site_hook.py")
     assert found is not None and found.loader is not None
     hook = importlib.util.module_from_spec(found)
     found.loader.exec_module(hook)

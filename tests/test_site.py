@@ -1,4 +1,4 @@
-"""The changes that tools/site.py, a hook of mkdocs, makes to a page's HTML, and the search of the site."""
+"""The changes that tools/site_hook.py, a hook of mkdocs, makes to a page's HTML, and the search of the site."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = SimpleNamespace(file=SimpleNamespace(src_uri="reference/cli.md"))
 
 @pytest.fixture(scope="module")
 def site() -> Any:
-    spec = importlib.util.spec_from_file_location("site_hook", ROOT / "tools" / "site.py")
+    spec = importlib.util.spec_from_file_location("site_hook", ROOT / "tools" / "site_hook.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -21,6 +21,7 @@ import sshd
 from kvbm import errors
 from kvbm.cli import main
 from kvbm.testing import remote, smoke
+from ports import free_ports
 
 pytestmark = pytest.mark.usefixtures("torch")
 
@@ -322,7 +323,7 @@ def test_all_the_way(server: sshd.Server, tmp_path: Path) -> None:
 
 
 def test_an_unreachable_host(server: sshd.Server) -> None:
-    target = f"me@127.0.0.1:{sshd.free_port()}"
+    target = f"me@127.0.0.1:{free_ports()}"
     done = call("--ssh", target, "--known-hosts", server.known_hosts)
     assert done.exit_code == 31
     assert done.stderr.startswith(f"error: ssh {target}: the machine cannot be reached (")

@@ -6,8 +6,6 @@ A pair of engines takes most of a minute: each does several things.
 from __future__ import annotations
 
 import json
-import random
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 
 from conftest import Program, result
+from ports import free_ports
 
 Models = Callable[[str], Path]
 Step = dict[str, Any]
@@ -30,19 +29,6 @@ OURS = {"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm.integ
 STOCK = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 
 
-def ports(count: int) -> int:
-    """The first of some ports that are free.  Below those that Linux gives away by itself: an engine takes a while to listen."""
-    while True:
-        port = random.SystemRandom().randrange(10000, 32000)
-        try:
-            for number in range(count):
-                with socket.socket() as one:
-                    one.bind(("127.0.0.1", port + number))
-        except OSError:
-            continue
-        return port
-
-
 def disaggregated(
     model: Path,
     folder: Path,
@@ -55,7 +41,7 @@ def disaggregated(
 ) -> list[dict[str, Any]]:
     """What the engine that decodes generates, and what it does alone; the first has the counts of the one that prefills."""
     programs: list[Program] = []
-    at = ports(4)  # two for each engine
+    at = free_ports(4)  # two for each engine
     for side, role in enumerate(("prefill", "decode")):
         port = at + 2 * side
         transfer = {"kv_role": "kv_both", **connector}
@@ -106,7 +92,7 @@ def test_blocks_of_another_size(models: Models, tmp_path: Path) -> None:
         {"length": 130, "seed": 7},
         {"length": 257, "seed": 7, "again": True},  # of which 128 tokens are here
         {"length": 257, "seed": 7, "again": True},  # all but the last token are here
-        {"length": 230, "params": {"remote_port": ports(1)}},
+        {"length": 230, "params": {"remote_port": free_ports(1)}},
         {"length": 231, "params": {"remote_request_id": "another"}},
         {"length": 232, "params": {"remote_num_tokens": "many"}},
         {"length": 233, "params": {"remote_workers": None, "remote_host": 7}},

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,16 +17,13 @@ from urllib.request import urlopen
 
 from generate import prompt
 
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+from ports import free_ports
 
 
 def server() -> tuple[Any, int]:
     """An LMCache server, when it answers, and its port."""
-    port, web = free_port(), free_port()
+    port = free_ports(2)
+    web = port + 1
     command = [
         str(Path(sys.executable).parent / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(port), "--http-port", str(web),
         "--chunk-size", "64", "--l1-size-gb", "1", "--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven",
