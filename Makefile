@@ -144,7 +144,9 @@ $(VENV)/.requires: pyproject.toml | $(VENV)/.python
 	$(PIP) install --quiet --upgrade --target $(VENV)/build-requires --requirement $(VENV)/build-requires.txt
 	@touch $@
 
+# Two steps: PyYAML and others that a build needs are found in build-requires, and would not be installed.
 $(VENV)/.editable: pyproject.toml constraints.txt $(VENV)/.requires
-	$(IN_PLACE) $(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test,dev]'
+	$(IN_PLACE) $(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) install --quiet --constraint constraints.txt 'kvbm-layouts[test,dev]'
 	@rm -f $(VENV)/.kvbm
 	@touch $@
