@@ -19,7 +19,7 @@ STEPS = [BOTH, "reset", BOTH, "reset", "flip", BOTH, "reset", BOTH, "reset", PAR
 
 
 def offload(
-    model: Path, steps: list[Any], extra: dict[str, Any], *, stock: bool = False, policy: str = "", **llm: Any
+    model: Path, steps: list[Any], extra: dict[str, Any], *, stock: bool = False, policy: str = "", settings: Any = None, **llm: Any
 ) -> dict[str, Any]:
     """What `programs/offload.py` finds."""
     transfer = {
@@ -37,7 +37,7 @@ def offload(
             "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {"connectors": [transfer]},
         }  # fmt: skip
-    settings = {"llm": {"model": str(model), "kv_transfer_config": transfer, **llm}, "steps": steps, "new": 8}
+    settings = {"steps": steps, "new": 8, **(settings or {}), "llm": {"model": str(model), "kv_transfer_config": transfer, **llm}}
     many = llm.get("tensor_parallel_size", 1) > 1
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"} if many else {}
     printed = run("offload", json.dumps(settings), VLLM_ALLOW_INSECURE_SERIALIZATION="1", **variables)
@@ -106,3 +106,17 @@ def test_one_of_several_connectors(models: Callable[[str], Path], policy: str, e
     for one, wanted in zip([*second, *flipped, *last], first * 3, strict=True):
         assert one["tokens"] == wanted["tokens"] or one["ended"] == "error"
     assert found["counters"]["vllm:kvbm_offload_failed_blocks"] >= 1
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("llama", 26), pytest.param("sliding", 54, marks=pytest.mark.long)])
+def test_preempted_requests(models: Callable[[str], Path], name: str, blocks: int) -> None:
+    """An engine of fewer blocks than its requests need takes blocks away from some, while they are stored and loaded."""
+    together, more = {"prompts": [[length, length] for length in (150, 170, 190, 210)]}, {"new": 150, "overhead": False}
+    steps = [together, "reset", together, "reset", "flip", together]
+    wide = offload(models(name), [together], {}, settings=more)
+    tight = offload(models(name), steps, {}, settings=more, num_gpu_blocks_override=blocks, max_model_len=400)
+    print(tight["counters"])
+    assert wide["counters"]["vllm:num_preemptions"] == 0 and tight["counters"]["vllm:num_preemptions"] >= 2
+    assert tight["counters"]["vllm:kvbm_offload_loaded_blocks"] > 0 and tight["counters"]["vllm:kvbm_offload_failed_blocks"] > 0
+    for each in tight["runs"]:
+        assert [one["tokens"] for one in each] == [one["tokens"] for one in wide["runs"][0]]
