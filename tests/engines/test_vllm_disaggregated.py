@@ -6,6 +6,7 @@ A pair of engines takes most of a minute: each does several things.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ PLAIN: list[Step] = [{"length": length} for length in (200, 256, 257)]
 #: Of which the token behind them sees a block less than their last one, or less than what a block of 64 holds; the last one is in
 #: the prefix cache of the engine that prefills, which holds less of it.
 BEHIND_A_WINDOW: list[Step] = [{"length": length} for length in (257, 300, 319, 300)]
+
+#: By which logprobs may differ: an engine on a GPU computes a prompt of other lengths otherwise.
+MOST = float(os.environ.get("KVBM_ENGINE_LOGPROBS", "1e-4"))
 
 OURS = {"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm.integrations.vllm"}
 STOCK = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
@@ -66,7 +70,7 @@ def disaggregated(
             program.kill()
 
 
-def same(one: dict[str, Any], other: dict[str, Any], most: float = 1e-4) -> bool:
+def same(one: dict[str, Any], other: dict[str, Any], most: float = MOST) -> bool:
     """Whether tokens are the same, and logprobs of the first ones differ by `most` at most."""
     if one["tokens"] != other["tokens"] or len(one["logprobs"]) != 3:
         return False

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from generate import logprobs, prompt
+from generate import arguments, logprobs, prompt
 
 #: Tokens that are generated.
 NEW = 12
@@ -69,7 +69,7 @@ def main(role: str, settings: dict[str, Any], folder: Path) -> None:
         "skip_tokenizer_init": True, "max_model_len": 1024, "enforce_eager": True, "max_num_seqs": 4, "dtype": "float32",
         "enable_prefix_caching": True, "disable_log_stats": False,
     }  # fmt: skip
-    llm = LLM(**{**usual, **settings["llm"]})
+    llm = LLM(**arguments(usual, settings["llm"]))
 
     def run_all(prompts: list[list[int]], new: int, params: list[dict[str, Any] | None]) -> Any:
         sampling = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any, TypedDict
@@ -24,6 +25,11 @@ class Settings(TypedDict):
     llm: dict[str, Any]
     runs: list[list[int]]
     new: int
+
+
+def arguments(usual: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Of `vllm.LLM`: the usual ones, those of the JSON in ``KVBM_ENGINE_LLM`` (of this machine), and those of the test."""
+    return {**usual, **json.loads(os.environ.get("KVBM_ENGINE_LLM", "{}")), **wanted}
 
 
 def prompt(length: int, seed: int | None = None) -> list[int]:
@@ -59,7 +65,7 @@ def main(settings: Settings) -> None:
         "skip_tokenizer_init": True, "max_model_len": 1024, "enforce_eager": True, "max_num_seqs": 4, "dtype": "float32",
         "block_size": 32, "enable_prefix_caching": True,
     }  # fmt: skip
-    llm = LLM(**{**usual, **settings["llm"]})
+    llm = LLM(**arguments(usual, settings["llm"]))
     results = []
     for lengths in settings["runs"]:
         results.append(generated(llm, lengths, settings["new"]))

@@ -10,7 +10,8 @@ import time
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
-from generate import prompt
+import torch
+from generate import arguments, prompt
 
 
 class Settings(TypedDict):
@@ -120,7 +121,8 @@ def overhead(_: Any = None) -> dict[str, float]:
     copier.finished()
     lanes = copier.memory.lanes[0]
     ids, units = np.arange(1, 65), np.arange(64)
-    copies = sum(median(lambda lane=lane: lane.back.copy(units, ids, digests=np.zeros(64, np.uint64))) for lane in lanes)
+    digests = torch.zeros(64, dtype=torch.int64, pin_memory=bool(copier.streams))
+    copies = sum(median(lambda lane=lane: lane.back.copy(units, ids, digests=digests).synchronize()) for lane in lanes)
     return {"idle": idle, "pairs": pairs, "submit": submit, "copy": copies, "finish": finish}
 
 
@@ -175,7 +177,7 @@ def main(settings: Settings) -> None:
         "skip_tokenizer_init": True, "max_model_len": 1024, "enforce_eager": True, "max_num_seqs": 4, "dtype": "float32",
         "block_size": 32, "enable_prefix_caching": True, "disable_log_stats": False,
     }  # fmt: skip
-    llm = LLM(**{**usual, **settings["llm"]})
+    llm = LLM(**arguments(usual, settings["llm"]))
     results: list[Any] = []
     for step in settings["steps"]:
         if step == "reset":

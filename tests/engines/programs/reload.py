@@ -1,7 +1,8 @@
 """Time to the first token of a prompt whose blocks come back from host memory: ``reload.py MODEL [TOKENS [ROUNDS]]``.
 
 Engines in processes of their own take turns: without offloading, with vLLM's, and with kvbm as the copier.  vLLM's copier needs a
-GPU: a memmove a page and layer stands for it, with vLLM's connector, scheduler and manager as they are.  Prints JSON behind RESULT.
+GPU: without one a memmove a page and layer stands for it, with vLLM's connector, scheduler and manager as they are.  Prints JSON
+behind RESULT.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import sys
 import time
 from typing import Any
 
-from generate import prompt
+from generate import arguments, prompt
+from torch import cuda
 
 HOST = 1 << 29
+
+STAND_IN = {} if cuda.is_available() else {"spec_name": "MemmoveSpec", "spec_module_path": "memmove_spec"}
 
 #: Seconds until the threads of the engine before sleep.
 PAUSE = 0.5
@@ -32,7 +36,7 @@ def connector(name: str, **extra: Any) -> dict[str, Any]:
 
 WAYS = {
     "computed": None,
-    "vLLM": connector("OffloadingConnector", spec_name="MemmoveSpec", spec_module_path="memmove_spec"),
+    "vLLM": connector("OffloadingConnector", **STAND_IN),
     "kvbm": connector("KvbmOffloadingConnector"),
     "kvbm, no digests": connector("KvbmOffloadingConnector", verify=False),
 }
@@ -42,11 +46,12 @@ def serve(model: str, way: str, tokens: int) -> None:
     """Answer each line of stdin with the seconds of one more run."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        model=model, skip_tokenizer_init=True, max_model_len=tokens + 64, max_num_batched_tokens=tokens + 64, enforce_eager=True,
-        max_num_seqs=4, dtype="float32", block_size=32, enable_prefix_caching=True, disable_log_stats=False,
-        hf_overrides={"max_position_embeddings": tokens + 64}, kv_transfer_config=WAYS[way],
-    )  # fmt: skip
+    usual = {
+        "skip_tokenizer_init": True, "max_model_len": tokens + 64, "max_num_batched_tokens": tokens + 64, "enforce_eager": True,
+        "max_num_seqs": 4, "dtype": "float32", "block_size": 32, "enable_prefix_caching": True, "disable_log_stats": False,
+        "hf_overrides": {"max_position_embeddings": tokens + 64},
+    }  # fmt: skip
+    llm = LLM(**arguments(usual, {"model": model, "kv_transfer_config": WAYS[way]}))
     first = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
 
     def run(length: int, seed: int) -> tuple[float, Any]:
