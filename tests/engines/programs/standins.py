@@ -1,6 +1,6 @@
 """What SGLang's imports need of torchvision beside torch for CPUs: its operators, declared and not there.
 
-Imported first, in each process.
+Imported first, in each process.  Beside torch for CUDA, torchvision has its operators itself.
 """
 
 from __future__ import annotations
@@ -32,4 +32,5 @@ for _schema in (
     f"deform_conv2d({_DEFORM}) -> Tensor",
     f"_deform_conv2d_backward(Tensor grad, {_DEFORM}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 ):
-    _library.define(_schema)
+    if torch.version.cuda is None:
+        _library.define(_schema)
