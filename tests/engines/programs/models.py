@@ -1,4 +1,4 @@
-"""Models of a few layers with random weights: ``models.py llama|mla|sliding FOLDER [SEED]``."""
+"""Models of a few layers with random weights: ``models.py llama|mla|sliding|deep FOLDER [SEED]``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,16 @@ def sliding() -> transformers.PreTrainedModel:
     return transformers.Gemma3ForCausalLM(config)
 
 
+def deep() -> transformers.PreTrainedModel:
+    """As many layers and heads as Llama 3.1 8B, so as many bytes of K and V a token, and a sixteenth of its weights."""
+    config = transformers.LlamaConfig(
+        **{**COMMON, "hidden_size": 1024, "num_attention_heads": 32}, num_hidden_layers=32, num_key_value_heads=8, head_dim=128,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
 if __name__ == "__main__":
     torch.manual_seed(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
-    made = {"llama": llama, "mla": mla, "sliding": sliding}[sys.argv[1]]()
+    made = {"llama": llama, "mla": mla, "sliding": sliding, "deep": deep}[sys.argv[1]]()
     made.to(torch.float32).save_pretrained(sys.argv[2])

@@ -18,7 +18,8 @@ from typing import Any
 from generate import arguments, prompt
 from torch import cuda
 
-HOST = 1 << 29
+#: Bytes of host memory.
+HOST = int(os.environ.get("KVBM_ENGINE_HOST", 1 << 29))
 
 STAND_IN = {} if cuda.is_available() else {"spec_name": "MemmoveSpec", "spec_module_path": "memmove_spec"}
 
@@ -92,7 +93,8 @@ def main(model: str, tokens: str = "4096", rounds: str = "9") -> None:
         processes[way] = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        answer(processes[way])
+    for process in processes.values():
+        answer(process)
     try:
         for turn in range(int(rounds) + 1):
             for way, process in processes.items():
