@@ -1,8 +1,8 @@
 """One engine of two: ``disaggregate.py prefill|decode SETTINGS FOLDER``; the folder is where they wait for each other.
 
 Settings are JSON: ``llm`` (arguments of `vllm.LLM`) and ``steps``, each a prompt that one prefills and the other decodes, which it
-does again by itself at the end, for comparison; ``port`` and ``tp`` are those of the engine that prefills; ``counts`` are those
-of kvbm at vLLM's Prometheus endpoint before that:
+does again by itself at the end, for comparison (``again``: twice, the second time from its prefix cache); ``port`` and ``tp`` are
+those of the engine that prefills; ``counts`` are those of kvbm at vLLM's Prometheus endpoint before that:
 
 - ``length`` and ``seed`` of the prompt (those of one seed begin alike);
 - ``again``: the prefix cache of the engine that decodes is kept;
@@ -162,6 +162,8 @@ def main(role: str, settings: dict[str, Any], folder: Path) -> None:
         for step, found in zip(settings["steps"], results, strict=True):
             assert llm.reset_prefix_cache()
             found["alone"] = told(run(prompt(step["length"], step.get("seed")), NEW))
+            if settings.get("again"):
+                found["again"] = told(run(prompt(step["length"], step.get("seed")), NEW))
             for one in found.get("also", ()):
                 one["alone"] = told(run(prompt(step["also"]), NEW))
             found["counts"] = counts
