@@ -109,7 +109,9 @@ def test_layers_of_one_group_whose_sizes_differ(order: str) -> None:
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "TRITON_MLA"])
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 def test_backends_of_gpus(backend: str, order: str, cache_dtype: str) -> None:
-    """By their own operators.  Not run yet."""
+    """By their own operators.  FlashInfer is left out where it is not installed."""
+    if backend == "FLASHINFER":
+        pytest.importorskip("flashinfer")
     sizes = {"nh": 4, "nt": 64, "hd": 576 if "MLA" in backend else 128}
     (found,) = vllm_writes(
         *vllm_caches(backend, order, dtype="bfloat16", cache_dtype=cache_dtype, device="cuda", **sizes)

@@ -42,7 +42,7 @@ def sliding() -> transformers.PreTrainedModel:
 
 
 def deep() -> transformers.PreTrainedModel:
-    """As many layers and heads as Llama 3.1 8B, so as many bytes of K and V a token, and a sixteenth of its weights."""
+    """As many layers and heads as Llama 3.1 8B, so as many bytes of K and V a token, and a twentieth of its weights."""
     config = transformers.LlamaConfig(
         **{**COMMON, "hidden_size": 1024, "num_attention_heads": 32}, num_hidden_layers=32, num_key_value_heads=8, head_dim=128,
         tie_word_embeddings=False,
