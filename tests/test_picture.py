@@ -557,7 +557,7 @@ def test_svg_and_page(tmp_path: Path, name: str) -> None:
         for line in address_lines(part, o, 88):
             assert line in page
         for piece in part.orders[o]:
-            assert f"{piece.term}</th>" in page and (piece.table or f">{piece.stride:,} B on</td>" in page)
+            assert f"{piece.term}</th>" in page and (piece.table or f">{piece.stride:,} B</td>" in page)
 
 
 def call(*args: str | Path):  # type: ignore[no-untyped-def]

@@ -57,6 +57,12 @@ def main() -> int:
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "torture.json")
     given = parser.parse_args()
     devices = given.device or ["host", "fake"]
+    if "fake" in devices and not has_kernels():
+        without = "kvbm was built without CUDA kernels, and the fake driver launches them"
+        if given.device:
+            parser.error(f"--device fake: {without}: make dev, without KVBM_CUDA=0")
+        print(f"{without}: rounds on the host only", file=sys.stderr)
+        devices = ["host"]
     if given.what == "worker":
         return work(devices[0], given.seed)
     if given.what == "links":
@@ -73,6 +79,13 @@ def main() -> int:
 
 
 # ---- a round again ---------------------------------------------------------------------------------------------------
+
+
+def has_kernels() -> bool:
+    """Whether this build of kvbm has CUDA kernels."""
+    from kvbm import _core
+
+    return _core.num_images() > 0
 
 
 def folder_of_driver() -> Path:

@@ -116,7 +116,7 @@ class _Drawing:
         table.add_column("  axis", style=_AXIS, no_wrap=True)
         table.add_column("what")
         table.add_column("extent", justify="right", no_wrap=True)
-        table.add_column("the next one lies", justify="right", no_wrap=True)
+        table.add_column("stride", justify="right", no_wrap=True)
         if any(row[4] for row in rows):
             table.add_column("", style=_PAD, no_wrap=True)
         for row in rows:

@@ -323,7 +323,7 @@ def axis_rows(resolved: Resolved) -> list[tuple[str, str, str, str, str]]:
     found = []
     for piece in reversed(resolved.planes[0].pieces(0)):
         if piece.table:
-            step = f"{count_text(piece.table, 'allocation')} on"
+            step = count_text(piece.table, "allocation")
             found.append((str(piece.term), meaning(piece), f"{piece.extent:,}", step, ""))
     every = halves(resolved)
     told = [("", "padding", level) for level in every[0].shared]
@@ -332,7 +332,7 @@ def axis_rows(resolved: Resolved) -> list[tuple[str, str, str, str, str]]:
     for name, what, (piece, holds) in told:
         is_padded = piece.stride != holds and piece.extent > 1
         padding = f"{exact_size(piece.stride - holds)} {what}" if is_padded else ""
-        found.append((f"{name}{piece.term}", meaning(piece), f"{piece.extent:,}", f"{piece.stride:,} B on", padding))
+        found.append((f"{name}{piece.term}", meaning(piece), f"{piece.extent:,}", f"{piece.stride:,} B", padding))
     return found
 
 

@@ -112,7 +112,7 @@ def page(resolved: Resolved) -> str:
     body = [f"<h1>{say(layout.name)}</h1>", svg, "<table>"]
     body += [f"<tr><th>{say(key)}</th><td>{say(value)}</td></tr>" for key, value in told if value]
     body.append("</table>\n<h2>Axes, slowest first</h2>\n<table>")
-    body.append("<tr><th>axis</th><th>what</th><th>extent</th><th>the next one lies</th><th>padding</th></tr>")
+    body.append("<tr><th>axis</th><th>what</th><th>extent</th><th>stride</th><th>padding</th></tr>")
     body += [
         f"<tr><th>{say(name)}</th><td>{say(what)}</td>"
         + "".join(f'<td class="n">{say(cell)}</td>' for cell in rest)
@@ -146,7 +146,7 @@ def plan_page(plan: Plan) -> str:
     for part in of_plan(plan)["parts"]:
         if part["label"]:
             body.append(f"<h3>{say(part['label'])}: {part['form']}</h3>")
-        body.append("<table>\n<tr><th>loop</th><th>axes</th><th>times</th><th>source</th><th>destination</th></tr>")
+        body.append("<table>\n<tr><th>loop</th><th>axes</th><th>times</th><th>source stride</th><th>destination stride</th></tr>")
         for loop in part["loops"]:
             axes = ", ".join(f"{axis}: {AXES.get(axis, 'own axis')}" for axis in loop["axes"])
             times = "" if loop["extent"] is None else f"{loop['extent']:,}"
@@ -160,7 +160,7 @@ def plan_page(plan: Plan) -> str:
 
 def _step_text(allocations: int, bytes: int) -> str:  # noqa: A002  (the keys of the records)
     return ", ".join(
-        filter(None, (f"{count_text(allocations, 'allocation')} on" if allocations else "", f"{bytes:,} B on" if bytes else ""))
+        filter(None, (count_text(allocations, "allocation") if allocations else "", f"{bytes:,} B" if bytes else ""))
     )
 
 
