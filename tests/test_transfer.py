@@ -563,8 +563,8 @@ def test_explain_says_what_runs() -> None:
     move = kvbm.Transfer(src.pool, dst.pool)
     text = move.explain()
     assert text.startswith("nhd → vllm/paged_attn_v0, from host memory to host memory.")
-    assert "cores" in text and "tile_" in text and "2 KiB a block" in text
-    assert "512 B a block" in move.explain(4, layers=range(1))
+    assert "cores" in text and "tile_" in text and "2 KiB per block" in text
+    assert "512 B per block" in move.explain(4, layers=range(1))
     assert "nhd → vllm/paged_attn_v0" in repr(move) and "h2h" in repr(move)
 
 

@@ -122,7 +122,7 @@ class Plan(Shown):
         """The plan in sentences: which bytes stay together, which move, the word size, the kernel, and why."""
         paragraphs = [
             f"{self.src.layout.name} ({self.src.layout.order_text}) becomes "
-            f"{self.dst.layout.name} ({self.dst.layout.order_text}): {size_text(self.nbytes)} a "
+            f"{self.dst.layout.name} ({self.dst.layout.order_text}): {size_text(self.nbytes)} per "
             f"{'unit' if max(self.src.units, self.dst.units) > 1 else 'block'}."
         ]
         for number, (part, form) in enumerate(zip(self.parts, self.forms(), strict=True), 1):
