@@ -39,7 +39,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 class Program:
-    """A program of `tests/engines/programs` that runs.  What it prints goes to a file: a full pipe would stop it."""
+    """A program of `tests/engines/programs` that runs.  What it prints goes to a file: a full pipe would stop it.
+
+    It has a process group of its own, not a session: Linux would schedule that as a group of its own (autogroup).  Beside engines
+    of several workers, which call sched_yield(2) while they wait, Linux 6.18 then ran nothing else for 30 seconds.
+    """
 
     def __init__(self, program: str, *arguments: Any, **variables: str) -> None:
         environment = {
@@ -52,7 +56,7 @@ class Program:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
         self._process = subprocess.Popen(
             self._command, env=environment, stdin=subprocess.DEVNULL, stdout=self._file, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )  # fmt: skip
 
     @property
@@ -69,19 +73,19 @@ class Program:
         last = time.monotonic() + limit
         while self._process.poll() is None and time.monotonic() < last and not (beside and beside.has_failed):
             time.sleep(0.05)
-        code, printed = self._process.poll(), self.printed
-        if code != 0:
-            told = [f"{self._command}: {'not done' if code is None else code}\n{printed[-8000:]}"]
+        if (code := self._process.poll()) != 0:
+            told = [f"{self._command}: {'not done' if code is None else code}"]
             if beside:
-                told.append(f"beside it {beside._command}: {beside._process.poll()}\n{beside.printed[-8000:]}")
+                told.append(f"beside it {beside._command}: {beside._process.poll()}")
             raise AssertionError("\n".join(told))
-        return printed
+        return self.printed
 
     def kill(self) -> None:
-        """End it, and the processes it has started."""
+        """End it, and the processes it has started.  What it printed last is printed, for tests that fail."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        print(*self._command, self.printed[-8000:], sep="\n")
         self._file.close()
 
 
