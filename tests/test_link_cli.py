@@ -430,7 +430,7 @@ def test_who_is_busy_is_waited_for(ends: tuple[talk.Talk, socket.socket]) -> Non
 def test_who_is_silent_is_not(ends: tuple[talk.Talk, socket.socket]) -> None:
     mine, _ = ends
     mine.timeout = 0.01
-    with pytest.raises(TransferTimeoutError, match=r"says nothing since 0\.01 s"):
+    with pytest.raises(TransferTimeoutError, match=r"sent nothing for 0\.01 s"):
         mine.hear("it")
     mine.look()  # nothing came, and nobody has gone
 
@@ -514,7 +514,7 @@ def test_somebody_silent_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", lambda address, _: connect(address, LIMIT))
     with talk.listen("127.0.0.1", 0) as server:
         done = send(server.getsockname()[1], "--timeout", "0.2")
-    assert done.exit_code == TransferTimeoutError.exit_code and "says nothing since 0.2 s" in done.stderr
+    assert done.exit_code == TransferTimeoutError.exit_code and "sent nothing for 0.2 s" in done.stderr
 
 
 @pytest.mark.parametrize(

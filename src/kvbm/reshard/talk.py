@@ -73,7 +73,7 @@ class Talk:
                 self._socket.settimeout(self.timeout)
                 self._socket.sendall(_HEAD.pack(_MAGIC, len(text)) + text)
         except TimeoutError:
-            raise TransferTimeoutError(f"{self.peer}: takes nothing since {self.timeout:g} s") from None
+            raise TransferTimeoutError(f"{self.peer}: read nothing for {self.timeout:g} s") from None
         except OSError as error:
             raise self._lost(error) from None
 
@@ -154,7 +154,7 @@ class Talk:
                 self._socket.settimeout(max(end - time.monotonic(), 0.001))
                 part = self._socket.recv(min(size - len(data), 1 << 16))
             except TimeoutError:
-                raise TransferTimeoutError(f"{self.peer}: says nothing since {self.timeout:g} s") from None
+                raise TransferTimeoutError(f"{self.peer}: sent nothing for {self.timeout:g} s") from None
             except OSError as error:
                 raise self._lost(error) from None
             if not part:
