@@ -73,19 +73,19 @@ class Program:
         last = time.monotonic() + limit
         while self._process.poll() is None and time.monotonic() < last and not (beside and beside.has_failed):
             time.sleep(0.05)
-        if (code := self._process.poll()) != 0:
-            told = [f"{self._command}: {'not done' if code is None else code}"]
+        code, printed = self._process.poll(), self.printed
+        if code != 0:
+            told = [f"{self._command}: {'not done' if code is None else code}\n{printed[-8000:]}"]
             if beside:
-                told.append(f"beside it {beside._command}: {beside._process.poll()}")
+                told.append(f"beside it {beside._command}: {beside._process.poll()}\n{beside.printed[-8000:]}")
             raise AssertionError("\n".join(told))
-        return self.printed
+        return printed
 
     def kill(self) -> None:
-        """End it, and the processes it has started.  What it printed last is printed, for tests that fail."""
+        """End it, and the processes it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        print(*self._command, self.printed[-8000:], sep="\n")
         self._file.close()
 
 

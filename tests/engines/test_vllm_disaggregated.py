@@ -66,6 +66,7 @@ def disaggregated(
         found: list[dict[str, Any]] = result(decode.end(beside=prefill))
         if not any(step.get("kill") or step.get("die") for step in steps):
             found[0]["prefill"] = result(prefill.end())[0]
+        print(*(program.printed[-8000:] for program in programs), sep="\n")  # for a test that fails
         return found
     finally:
         for program in programs:
