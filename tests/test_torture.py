@@ -48,6 +48,31 @@ def test_every_kind_has_rounds() -> None:
     assert kinds == set(ROUNDS)
 
 
+@pytest.mark.parametrize(("has_kernels", "devices"), [(True, ["host", "fake"]), (False, ["host"])])
+def test_rounds_of_the_fake_driver_need_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, has_kernels: bool, devices: list[str]
+) -> None:
+    """Without them, rounds run on the host only, and a device that was named is an error."""
+    torture, asked = tool(), []
+
+    class Campaign(torture.Campaign):  # type: ignore[misc]
+        def run(self, *_: object) -> int:
+            asked.extend(sorted({device for device, _ in self.turns}, reverse=True))
+            return 0
+
+    monkeypatch.setattr(torture, "Campaign", Campaign)
+    monkeypatch.setattr(kernels, "is_using_stubs", lambda: not has_kernels)
+    words = ["torture.py", "--state", str(tmp_path / "state.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    assert torture.main() == 0 and asked == devices
+    assert ("built without CUDA kernels" in capsys.readouterr().err) is not has_kernels
+    if not has_kernels:
+        monkeypatch.setattr(sys, "argv", [*words, "--device", "fake"])
+        with pytest.raises(SystemExit):
+            torture.main()
+        assert "--device fake: kvbm was built without CUDA kernels" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "kind"), ROUNDS)
 def test_nothing_is_missed(tmp_path: Path, device: str, kind: str) -> None:

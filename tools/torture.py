@@ -44,6 +44,8 @@ ROOM = {"rss": 4 << 20, "device": 4 << 20, "allocations": 1 << 11}
 
 def main() -> int:
     """Run what the words of the command line say."""
+    from kvbm.kernels import is_using_stubs
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("rounds", "soak", "links", "worker"), default="rounds")
     parser.add_argument("--time", type=float, help="seconds; without it and --rounds: an hour")
@@ -56,13 +58,9 @@ def main() -> int:
     parser.add_argument("--transfers", type=int, default=100_000)
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "torture.json")
     given = parser.parse_args()
-    devices = given.device or ["host", "fake"]
-    if "fake" in devices and not has_kernels():
-        without = "kvbm was built without CUDA kernels, and the fake driver launches them"
-        if given.device:
-            parser.error(f"--device fake: {without}: make dev, without KVBM_CUDA=0")
-        print(f"{without}: rounds on the host only", file=sys.stderr)
-        devices = ["host"]
+    devices, without = given.device or ["host", "fake"], "kvbm was built without CUDA kernels, and the fake driver launches them"
+    if given.device and "fake" in devices and is_using_stubs():
+        parser.error(f"--device fake: {without}: make dev, without KVBM_CUDA=0")
     if given.what == "worker":
         return work(devices[0], given.seed)
     if given.what == "links":
@@ -75,17 +73,13 @@ def main() -> int:
             parser.error("--number wants one --device and one --kind")
         with_driver(devices[0], True)
         return again(devices[0], given.kind[0], given.seed, given.number)
+    if "fake" in devices and is_using_stubs():
+        print(f"{without}: rounds on the host only", file=sys.stderr)
+        devices.remove("fake")
     return Campaign(devices, given.kind, given.seed, given.state).run(given.time, given.rounds)
 
 
 # ---- a round again ---------------------------------------------------------------------------------------------------
-
-
-def has_kernels() -> bool:
-    """Whether this build of kvbm has CUDA kernels."""
-    from kvbm import _core
-
-    return _core.num_images() > 0
 
 
 def folder_of_driver() -> Path:

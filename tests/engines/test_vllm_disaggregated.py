@@ -127,12 +127,11 @@ def test_failures_fail_where_that_is_wanted(models: Models, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "blocks", "tp"),
     [
-        ("llama", (32, 32), (1, 2)),
-        pytest.param("llama", (64, 32), (2, 1), marks=pytest.mark.long),
-        ("sliding", (32, 64), (1, 1)),
-        pytest.param("sliding", (64, 32), (1, 2), marks=pytest.mark.long),
+        pytest.param("llama", (32, 32), (1, 2), id="llama, tp 1 to 2"),
+        pytest.param("llama", (64, 32), (2, 1), id="llama, blocks of 64 to 32, tp 2 to 1", marks=pytest.mark.long),
+        pytest.param("sliding", (32, 64), (1, 1), id="sliding, blocks of 32 to 64"),
+        pytest.param("sliding", (64, 32), (1, 2), id="sliding, blocks of 64 to 32, tp 1 to 2", marks=pytest.mark.long),
     ],
-    ids=lambda two: two if isinstance(two, str) else f"{two[0]}→{two[1]}",
 )
 def test_engines_that_differ(
     models: Models, tmp_path: Path, name: str, blocks: tuple[int, int], tp: tuple[int, int]
@@ -165,12 +164,11 @@ CHUNKED = {"max_num_batched_tokens": 128, "enable_chunked_prefill": True}
 @pytest.mark.parametrize(
     ("name", "blocks", "tp"),
     [
-        ("llama", (32, 64), (1, 1)),
-        pytest.param("llama", (32, 32), (1, 2), marks=pytest.mark.long),
-        pytest.param("llama", (64, 32), (2, 1), marks=pytest.mark.long),
-        pytest.param("sliding", (32, 64), (1, 1), marks=pytest.mark.long),
+        pytest.param("llama", (32, 64), (1, 1), id="llama, blocks of 32 to 64"),
+        pytest.param("llama", (32, 32), (1, 2), id="llama, tp 1 to 2", marks=pytest.mark.long),
+        pytest.param("llama", (64, 32), (2, 1), id="llama, blocks of 64 to 32, tp 2 to 1", marks=pytest.mark.long),
+        pytest.param("sliding", (32, 64), (1, 1), id="sliding, blocks of 32 to 64", marks=pytest.mark.long),
     ],
-    ids=lambda two: two if isinstance(two, str) else f"{two[0]}→{two[1]}",
 )
 def test_layers_go_while_a_prompt_is_computed(
     models: Models, tmp_path: Path, name: str, blocks: tuple[int, int], tp: tuple[int, int]
