@@ -430,9 +430,43 @@ def test_who_is_busy_is_waited_for(ends: tuple[talk.Talk, socket.socket]) -> Non
 def test_who_is_silent_is_not(ends: tuple[talk.Talk, socket.socket]) -> None:
     mine, _ = ends
     mine.timeout = 0.01
-    with pytest.raises(TransferTimeoutError, match=r"sent nothing for 0\.01 s"):
+    with pytest.raises(TransferTimeoutError, match=r"no complete message within 0\.01 s"):
         mine.hear("it")
     mine.look()  # nothing came, and nobody has gone
+
+
+class Slow:
+    """A socket whose other end sends a byte at a time."""
+
+    def settimeout(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def recv(self, _: int) -> bytes:
+        if self.seconds == 0:
+            raise BlockingIOError
+        time.sleep(min(self.seconds, 0.002))
+        return b"x"
+
+
+def test_who_sends_a_byte_at_a_time_is_not(ends: tuple[talk.Talk, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, _ = ends
+    mine.timeout = 0.05
+    monkeypatch.setattr(mine, "_socket", Slow())
+    with pytest.raises(TransferTimeoutError, match=r"no complete message within 0\.05 s"):
+        mine._take(2000)
+
+
+def test_who_reads_slowly_is_not(ends: tuple[talk.Talk, socket.socket]) -> None:
+    mine, theirs = ends
+    mine.timeout = 0.05
+
+    def say() -> None:
+        for _ in range(1000):
+            mine.say(text="x" * 60_000)
+
+    with pytest.raises(TransferTimeoutError, match=r"did not read a message within 0\.05 s"):
+        say()
+    assert theirs.recv(1)
 
 
 def test_looking_finds_who_has_gone(ends: tuple[talk.Talk, socket.socket]) -> None:
@@ -514,7 +548,7 @@ def test_somebody_silent_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", lambda address, _: connect(address, LIMIT))
     with talk.listen("127.0.0.1", 0) as server:
         done = send(server.getsockname()[1], "--timeout", "0.2")
-    assert done.exit_code == TransferTimeoutError.exit_code and "sent nothing for 0.2 s" in done.stderr
+    assert done.exit_code == TransferTimeoutError.exit_code and "no complete message within 0.2 s" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,12 @@ def main() -> int:
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "torture.json")
     given = parser.parse_args()
     devices, without = given.device or ["host", "fake"], "kvbm was built without CUDA kernels, and the fake driver launches them"
+    if given.what == "links":
+        return links(given.transfers, given.seed, given.state.with_name("torture-links.json"))
     if given.device and "fake" in devices and is_using_stubs():
         parser.error(f"--device fake: {without}: make dev, without KVBM_CUDA=0")
     if given.what == "worker":
         return work(devices[0], given.seed)
-    if given.what == "links":
-        return links(given.transfers, given.seed, given.state.with_name("torture-links.json"))
     if given.what == "soak":
         with_driver(devices[0], given.device is not None)
         return soak(devices[0] if given.device else "host", given.copies, given.state.with_name("torture-soak.json"))

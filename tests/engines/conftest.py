@@ -61,7 +61,9 @@ class Program:
 
     @property
     def printed(self) -> str:
-        return os.pread(self._file.fileno(), 1 << 30, 0).decode(errors="replace")
+        """The last 16 MiB."""
+        size, most = os.fstat(self._file.fileno()).st_size, 1 << 24
+        return os.pread(self._file.fileno(), most, max(size - most, 0)).decode(errors="replace")
 
     @property
     def has_failed(self) -> bool:

@@ -48,21 +48,22 @@ def disaggregated(
     """What the engine that decodes generates, and what it does alone; the first has the counts of the one that prefills."""
     programs: list[Program] = []
     at = free_ports(4)  # two for each engine
-    for side, role in enumerate(("prefill", "decode")):
-        port = at + 2 * side
-        transfer = {"kv_role": "kv_both", **connector}
-        if connector["kv_connector"] == "KvbmConnector":
-            transfer["kv_port"] = port
-        if extra:
-            transfer["kv_connector_extra_config"] = extra
-        llm = {"model": str(model), "block_size": blocks[side], "tensor_parallel_size": tp[side], "kv_transfer_config": transfer}
-        cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if tp[side] == 2 else "01"[side]}
-        if side == 0:
-            llm |= prefill_llm or {}
-        settings = json.dumps({"llm": llm, "steps": steps, "port": at, "tp": tp[0], "again": again})
-        programs.append(Program("disaggregate", role, settings, folder, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **cores))
-    prefill, decode = programs
     try:
+        for side, role in enumerate(("prefill", "decode")):
+            port = at + 2 * side
+            transfer = {"kv_role": "kv_both", **connector}
+            if connector["kv_connector"] == "KvbmConnector":
+                transfer["kv_port"] = port
+            if extra:
+                transfer["kv_connector_extra_config"] = extra
+            llm = {"model": str(model), "block_size": blocks[side], "tensor_parallel_size": tp[side]}
+            llm |= {"kv_transfer_config": transfer}
+            cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if tp[side] == 2 else "01"[side]}
+            if side == 0:
+                llm |= prefill_llm or {}
+            settings = json.dumps({"llm": llm, "steps": steps, "port": at, "tp": tp[0], "again": again})
+            programs.append(Program("disaggregate", role, settings, folder, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **cores))
+        prefill, decode = programs
         found: list[dict[str, Any]] = result(decode.end(beside=prefill))
         if not any(step.get("kill") or step.get("die") for step in steps):
             found[0]["prefill"] = result(prefill.end())[0]

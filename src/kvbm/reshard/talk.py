@@ -73,7 +73,7 @@ class Talk:
                 self._socket.settimeout(self.timeout)
                 self._socket.sendall(_HEAD.pack(_MAGIC, len(text)) + text)
         except TimeoutError:
-            raise TransferTimeoutError(f"{self.peer}: read nothing for {self.timeout:g} s") from None
+            raise TransferTimeoutError(f"{self.peer}: did not read a message within {self.timeout:g} s") from None
         except OSError as error:
             raise self._lost(error) from None
 
@@ -151,10 +151,10 @@ class Talk:
         end = time.monotonic() + self.timeout
         while len(data) < size:
             try:
-                self._socket.settimeout(max(end - time.monotonic(), 0.001))
+                self._socket.settimeout(max(end - time.monotonic(), 0.0))
                 part = self._socket.recv(min(size - len(data), 1 << 16))
-            except TimeoutError:
-                raise TransferTimeoutError(f"{self.peer}: sent nothing for {self.timeout:g} s") from None
+            except (TimeoutError, BlockingIOError):
+                raise TransferTimeoutError(f"{self.peer}: no complete message within {self.timeout:g} s") from None
             except OSError as error:
                 raise self._lost(error) from None
             if not part:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from generate import prompt
+from generate import arguments, prompt
 
 from ports import free_ports
 
@@ -93,10 +93,11 @@ def main(model: str) -> None:
     spoil = [False]
     try:
         name = counted(calls, spoil)
-        llm = LLM(
-            model=model, skip_tokenizer_init=True, max_model_len=512, enforce_eager=True, max_num_seqs=4, dtype="float32",
-            block_size=32, enable_prefix_caching=True, num_gpu_blocks_override=17, kv_transfer_config=transfer,
-        )  # fmt: skip
+        usual = {
+            "skip_tokenizer_init": True, "max_model_len": 512, "enforce_eager": True, "max_num_seqs": 4, "dtype": "float32",
+            "block_size": 32, "enable_prefix_caching": True, "num_gpu_blocks_override": 17,
+        }  # fmt: skip
+        llm = LLM(**arguments(usual, {"model": model, "kv_transfer_config": transfer}))
         sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
         runs = []
         for turn in range(3):
