@@ -13,7 +13,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 from .access import Access, Step, normal
-from .errors import LayoutError, PlanError
+from .errors import LayoutError, MissingKernelError, PlanError
 from .lower import Launch
 from .nest import MAX_PARTS, Form, Id, Mode, Part, form_of
 from .planner import between
@@ -54,6 +54,12 @@ class Keys:
         """Bytes of the cell at an offset of the map; 0 if no cell begins there."""
         key, inside = divmod(offset, CELL)
         return 0 if inside else next(cell for first, cell in reversed(self.cells) if first <= key % self.lanes)
+
+    @property
+    def count(self) -> int:
+        """Number of cells per id."""
+        sizes = {plane: cell for (plane, *_), (_, cell) in zip(self.rows, self.cells, strict=True)}
+        return sum(access.nbytes // sizes[access.plane] for access in self.section.accesses)
 
     def of_planes(self, names: Sequence[str]) -> Keys:
         """The keys of some planes."""
@@ -406,26 +412,23 @@ def _by_cells(part: Part) -> Iterator[Part]:
 def _of_cells(part: Part, whole: int, alignment: int, title: str) -> tuple[Part, int, tuple[int, ...]]:
     """A copy into the map of keys as loops over cells of `whole` bytes; the word that reads them; the strides of its words."""
     run = part.run_bytes
-    part = replace(part, inner=(part.inner[0], *_at_cells(part.inner[1:])), outer=tuple(_at_cells(part.outer)))
-    inside = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst < CELL]
+    modes = list(_at_cells(map(_keyed, part.inner[1:])))
+    outer = list(_at_cells(map(_keyed, part.outer)))
+    inside = sorted((mode for mode in (*modes, *outer) if mode.key < CELL), key=lambda mode: mode.key)
     if any(mode.src_table or mode.src >= _KEY_LIMIT for mode in inside):
         raise PlanError(f"{title}: a digest's cells of up to {CELL} bytes of a row lie in several arrays")
-    loops = [mode for mode in (*part.inner[1:], *part.outer) if mode.dst >= CELL]
-    cell = min(run, CELL)
-    for mode in sorted(inside, key=lambda mode: mode.dst):
-        cell = cell * mode.extent if mode.dst == cell else 0
-    if cell != whole or any(mode.dst % CELL for mode in loops):
+    if not 0 < whole == _cell_bytes((_keyed(part.inner[0]), *modes, *outer)):
         raise PlanError(
             f"{title}: the layout parts rows at other elements than a digest's cells of up to {CELL} bytes: no common refinement"
         )
-    strides = [mode.src for mode in (*inside, *loops)]
+    strides = [mode.src for mode in (*modes, *outer)]
     word = math.gcd(min(run, CELL), alignment, part.src_offset, *part.src_id.steps, *strides)
     word &= -word
     steps, at = [], word
     while at < min(run, CELL):
         steps.append(at)
         at *= 2
-    for mode in sorted(inside, key=lambda mode: mode.dst):
+    for mode in inside:
         steps += [mode.src << bit for bit in range(mode.extent.bit_length() - 1)]
     row = Mode(max(run, CELL), 1, 1, 0, 0, 1)
     return (
@@ -436,34 +439,55 @@ def _of_cells(part: Part, whole: int, alignment: int, title: str) -> tuple[Part,
             dst_id=Id(0, 0),
             key=part.dst_offset,
             # The order of a sum does not matter: use that of memory, so that neighbouring threads read neighbouring words.
-            inner=(row, *sorted((_keyed(mode) for mode in part.inner[1:] if mode.dst >= CELL), key=lambda mode: mode.src)),
-            outer=tuple(_keyed(mode) for mode in part.outer if mode.dst >= CELL),
+            inner=(row, *sorted((mode for mode in modes if mode.key >= CELL), key=lambda mode: mode.src)),
+            outer=tuple(mode for mode in outer if mode.key >= CELL),
         ),
         word,
         tuple(steps),
     )
 
 
-def _at_cells(modes: Sequence[Mode]) -> Iterator[Mode]:
+def _cell_bytes(modes: Iterable[Mode]) -> int:
+    """Bytes of the cells that loops go through; 0 if they do not go through whole cells of one size.
+
+    A cell has `CELL` keys, and its bytes have the first of them.  So the loops inside a cell must form one run of keys from 0 on,
+    and all others must step whole cells.  All loops of a part count, also its run.
+    """
+    held = 1
+    for mode in sorted(_at_cells(mode for mode in modes if mode.extent > 1), key=lambda mode: mode.key):
+        if mode.key == held < CELL:
+            held *= mode.extent
+        elif mode.key < CELL or mode.key % CELL:
+            return 0
+    return held if CELL % held == 0 else 0
+
+
+def _at_cells(modes: Iterable[Mode]) -> Iterator[Mode]:
     """Split modes at the ends of cells: elements of a cell and consecutive cells may have been merged."""
     for mode in modes:
-        count = CELL // mode.dst if mode.dst else 0
-        if 1 < count < mode.extent and mode.extent % count == 0 and mode.dst * count == CELL:
+        count = CELL // mode.key if mode.key else 0
+        if 1 < count < mode.extent and mode.extent % count == 0 and mode.key * count == CELL:
             yield mode._replace(extent=count)
-            mode = Mode(mode.extent // count, mode.src * count, CELL, mode.src_table * count)
+            mode = Mode(
+                mode.extent // count,
+                mode.src * count,
+                mode.dst * count,
+                mode.src_table * count,
+                mode.dst_table * count,
+                CELL,
+            )
         yield mode
 
 
 def _keyed(mode: Mode) -> Mode:
+    """A mode of a copy into the map of keys, as one of the source with keys."""
     return Mode(mode.extent, mode.src, 0, mode.src_table, 0, mode.dst)
 
 
 def _told(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> Told:
     keys = [mode.key // CELL for mode in (*part.outer, *part.inner)]
-    if (
-        max(keys, default=0) >= _KEY_LIMIT
-        or sum((mode.extent - 1) * mode.key for mode in part.inner[1:]) >= _KEY_LIMIT * CELL
-    ):
+    reach = sum((mode.extent - 1) * mode.key for mode in part.inner)
+    if max(keys, default=0) >= _KEY_LIMIT or reach >= _KEY_LIMIT * CELL:
         raise PlanError(
             f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens per block, got {part.inner}"
         )
@@ -476,22 +500,23 @@ def fused(
 ) -> list[tuple[Launch, list[Told]]] | str:
     """The launches that copy and digest at once, or the reason why there are none.
 
-    Each word that such a kernel copies is a cell, at least on one side.
+    Each word that such a kernel copies is a cell of ``docs/reference/digest.md``, at least on one side.  This is proved: the
+    loops of each part go through whole cells, the kernel's word has the size of the plane's cells (`_require_cells`), and there
+    are as many words as the section has cells.
     """
     if src.chosen or dst.chosen or keys.section.chosen:
         return "some coordinates are selected one by one"
+    work = []
     try:
         made = between(*alike(src, dst), title, keys.section)
-    except (LayoutError, PlanError) as error:
+        for part in (piece for whole in made.parts for piece in _by_cells(whole)):
+            pieces = part.fit(part.form(*alignments).kind)
+            work += [(piece, *_fused_form(piece, piece.form(*alignments), keys)) for piece in pieces]
+    except (LayoutError, PlanError, MissingKernelError) as error:
         return str(error)
-    work = []
-    for part in (piece for whole in made.parts for piece in _by_cells(whole)):
-        form = part.form(*alignments)
-        for piece in part.fit(form.kind):
-            made_of = _fused_form(piece, piece.form(*alignments))
-            if isinstance(made_of, str):
-                return made_of
-            work.append((piece, *made_of))
+    words = sum(part.nbytes // form.word for part, form, _ in work)
+    if words != keys.count:  # what is required of each part must keep this true
+        return f"{words} words are copied, and there are {keys.count} cells"
     return list(_shared(work))
 
 
@@ -512,37 +537,45 @@ def _shared(work: Sequence[tuple[Part, Form, Told]]) -> Iterator[tuple[Launch, l
         yield Launch(kernel, tuple((part, form) for part, form, _ in some), kernel), [told for *_, told in some]
 
 
-def _fused_form(part: Part, form: Form) -> tuple[Form, Told] | str:
-    """The kernel that copies and digests a part, and its parameters; or the reason why there is none."""
+def _fused_form(part: Part, form: Form, keys: Keys) -> tuple[Form, Told]:
+    """The kernel that copies and digests a part, and its parameters.
+
+    Raises
+    ------
+    PlanError
+        There is none: the words that it would copy are not the cells.
+    """
     if form.kind == "tile":
-        return _fused_tile(part, form)
-    run = part.run_bytes
-    cell = min(run, CELL)
-    if any(mode.key % CELL for mode in (*part.inner[1:], *part.outer)):
-        return "elements of a cell lie apart on both sides"
-    if form.word != cell or run % cell:
-        return f"cells of {cell} bytes are copied in words of {form.word}"
+        return _fused_tile(part, form, keys)
+    _require_cells(part, form, keys, ())
     return Form("rows", len(part.outer), len(part.inner), 0, form.word, sums=True), _told(part)
 
 
-def _fused_tile(part: Part, form: Form) -> tuple[Form, Told] | str:
+def _fused_tile(part: Part, form: Form, keys: Keys) -> tuple[Form, Told]:
     """The same for a tile: the words of one side are cells, or each element is a cell."""
     assert part.spans is not None
-    rest = [mode for mode in part.inner[1:] if not any(mode is span for span in part.spans)]
-    steps = [span.key for span in part.spans]
-    if any(mode.key % CELL for mode in (*rest, *part.outer)):
-        return "elements of a cell lie apart on both sides"
+    behind, spans = 0, part.spans
     if form.element == form.word:
-        if any(step % CELL for step in steps) or form.word != CELL:
-            return f"cells are copied in elements of {form.word} bytes"
-        behind, keys = 0, [step // CELL for step in steps]
+        _require_cells(part, form, keys, ())
+        steps = [span.key // CELL for span in spans]
     else:
-        sides = [side for side in (0, 1) if steps[side] == form.element and steps[1 - side] % CELL == 0]
-        if not sides:
-            return "neither side is contiguous along the axis of the cells"
-        behind = sides[0]
-        keys = [1 if side == behind else steps[side] // CELL for side in (0, 1)]
+        behind = int(spans[1].key < CELL)
+        _require_cells(part, form, keys, spans[behind : behind + 1])
+        steps = [1 if side == behind else span.key // CELL for side, span in enumerate(spans)]
+    rest = tuple(mode for mode in part.inner[1:] if not any(mode is span for span in spans))
     kernel = Form("tile", len(part.outer), len(rest), form.element, form.word, sums=True)
-    told = _told(replace(part, inner=(part.inner[0], *rest)))
-    return kernel, told._replace(inner=(*keys, *told.inner[1:]), steps=(), word=0, along_b=bool(behind))
+    told = _told(part)  # of all modes, as all of them must fit 32 bits
+    return kernel, _told(replace(part, inner=(part.inner[0], *rest)))._replace(
+        first=told.first, inner=(*steps, *(mode.key // CELL for mode in rest)), along_b=bool(behind)
+    )
 
+
+def _require_cells(part: Part, form: Form, keys: Keys, along: Sequence[Mode]) -> None:
+    """Raise `PlanError` unless each word that a kernel copies is one cell: words go along the run, then along the mode `along`."""
+    cell, held = keys.cell_at(part.key), _cell_bytes((*part.inner, *part.outer))
+    if not held or _cell_bytes((part.inner[0], *along)) != held:
+        raise PlanError("elements of a cell lie apart on both sides")
+    if not form.word == held == cell:
+        raise PlanError(f"cells of {cell} bytes are copied in words of {form.word}")
+    if form.word == 1 and any(mode.src == mode.dst == 1 for mode in part.inner[1:]):
+        raise PlanError("cells of one byte lie side by side, so a copy without digests moves wider words, and is faster")

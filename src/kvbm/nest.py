@@ -226,7 +226,8 @@ class Part:
     outer : tuple of Mode
         Modes that select a chunk, fastest first: modes that step through a table of allocations, or with very large strides.
     inner : tuple of Mode
-        Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, its extent in bytes.
+        Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, and in keys if the part has them;
+        its extent is in bytes.
     src_id, dst_id : Id
         Strides of the ids.
     label : str
@@ -272,7 +273,7 @@ class Part:
             else:
                 inner.append(mode)
                 size *= mode.extent
-        if not inner or inner[0].src != 1 or inner[0].dst != 1:
+        if not inner or inner[0].src != 1 or inner[0].dst != 1 or inner[0].key > 1:
             inner.insert(0, Mode(1, 1, 1))
         while size >= _CHUNK_LIMIT and len(inner) > 1:
             outer.insert(0, inner.pop())
