@@ -47,6 +47,8 @@ PROGRAMS: list[tuple[str, tuple[object, ...]]] = [
     ("digests.every_strategy", ("d2h", "staged")),
     ("digests.pools", ()),
     ("digests.turned", ()),
+    ("digests.rows", ("d2d", "direct", 1)),
+    ("digests.rows", ("d2h", "staged", 1)),
     ("digests.all_planes", ()),
     ("digests.ids_on_the_gpu", ("d2d", "direct")),
     ("digests.graphs", ("d2d", "direct")),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import digest_rows
 import kvbm
 import matrix
 import oracle
@@ -223,6 +224,27 @@ def test_planes(direction: str, strategy: str) -> None:
         s = Planar(src, shapes(src)[0], 5, SIDES[direction][0], align=16 * (number % 2))
         d = Planar(dst, shapes(dst)[0], 6, SIDES[direction][1], dst=True)
         transferred(s, d, strategy, 4, rng, bool(number % 2), "int64")
+
+
+@pytest.mark.parametrize(("direction", "strategy"), [("d2d", "direct"), ("d2h", "staged"), ("h2d", "staged"), ("h2d", "direct")])
+def test_rows_of_odd_and_few_bytes_in_every_layout(direction: str, strategy: str) -> None:
+    """Onto itself and onto another layout: digests of copies, fused and not, verified, and of pools on their own."""
+    rng, done = random.Random(direction + strategy), 0
+
+    def copied(move: Any, src_ids: Any, dst_ids: Any, tokens: Any) -> list[int]:
+        out = out_of(len(src_ids), rng.choice(("int64", "uint64", "pinned")))
+        move.copy(src_ids, dst_ids, stream=stream(), digests=out, tokens=tokens).synchronize()
+        return read(out)
+
+    def digested(pool: Any, ids: Any, tokens: Any) -> list[int]:
+        where = {} if pool.device == "cpu" else {"stream": stream()}
+        return [int(one) for one in pool.digest(ids, tokens=tokens, **where)]
+
+    for one in digest_rows.cases(5 if direction == "d2d" else 2, seed=3):
+        for s, d in digest_rows.sides(Plain, Planar, one, SIDES[direction], rng):
+            digest_rows.check(s, d, rng, copied, digested, strategy=strategy)
+            done += 1
+    assert done > 150
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)

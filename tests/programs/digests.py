@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+import digest_rows
 import kvbm
 import plane_oracle
 from failing import every_call
@@ -105,6 +106,37 @@ def every_strategy(direction: str, strategy: str) -> None:
                 move.copy([], [], stream=5, digests=Out(0, device=device).array)
     assert apart and (fused or (strategy != "staged" and (strategy, direction) != ("direct", "d2d"))), (apart, fused)
     assert count("illegal") == 0 and count("pushes") == count("pops")
+
+
+def rows(direction: str, strategy: str, each: int) -> None:
+    """Rows of odd, prime and few bytes in every shipped layout: copies with digests, and digests alone."""
+    defer(0)
+    rng = random.Random(f"{direction}{strategy}")
+    done = fused = 0
+
+    def plain(*given: Any, where: Any, **rest: Any) -> Plain:
+        return Plain(*given, where=where, **rest)
+
+    def planar(*given: Any, where: Any, **rest: Any) -> Planar:
+        return Planar(*given, where="fake" if where == 0 else "fake pinned", **rest)
+
+    def copied(move: Any, src_ids: Any, dst_ids: Any, tokens: Any) -> list[int]:
+        out = Out(len(src_ids), device=0)
+        finished = move.copy(src_ids, dst_ids, stream=5, digests=out.array, tokens=tokens)
+        pump()
+        finished.synchronize()
+        return out.found()
+
+    def digested(pool: Any, ids: Any, tokens: Any) -> list[int]:
+        stream = {} if pool.device == "cpu" else {"stream": 5}
+        return [int(one) for one in pool.digest(ids, tokens=tokens, **stream)]
+
+    for one in digest_rows.cases(each, seed=2):
+        for s, d in digest_rows.sides(plain, planar, one, SIDES[direction], rng):
+            fused += digest_rows.check(s, d, rng, copied, digested, strategy=strategy)
+            done += 1
+    assert done > 80 * each and fused * 5 > done, (done, fused)
+    assert count("illegal") == 0
 
 
 def turned() -> None:
