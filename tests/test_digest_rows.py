@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import oracle
 import plane_oracle
 import strategies
 from chunking import case, engine, is_sendable
-from kvbm import BlockShape, DTypeError, LayoutError, PlanError, Pool, digest, spec
+from kvbm import BlockShape, DTypeError, LayoutError, Model, PlanError, Pool, digest, spec
 from kvbm.nest import Mode
 from memory import numpy_views
 from processes import FakeDriver
@@ -56,7 +57,41 @@ def test_some_shapes_of_every_layout() -> None:
 
 @pytest.mark.slow
 def test_many_shapes_of_every_layout() -> None:
-    scan(7)
+    scan(4)
+
+
+SHAPE = BlockShape(nl=2, no=2, nh=4, nt=16, hd=64, dtype="float16")
+
+
+def planned(name: str, shape: BlockShape, model: Model | None = None) -> list[Any] | str:
+    """The fused launches of a copy onto the same layout, or why there are none."""
+    whole = kvbm.load(name).resolve(shape, 3).section
+    return digest.fused(whole, whole, digest.keys_of(whole, model), (16, 16), name)
+
+
+def test_copies_of_whole_cells_are_fused() -> None:
+    """All, except for layouts that part cells on both sides; cells of one byte side by side are copied in wide words."""
+    alone = {name for name in HEADS if isinstance(planned(name, SHAPE), str)}
+    assert alone == {"vllm/aiter_shuffle", "vllm/cpu", "vllm/cpu_amx", "vllm/cpu_vec", "vllm/paged_attn_v0"}
+    for name in ("nhd", "hnd", "universal", "operational", "vllm/flash_attn_nhd"):
+        reason = planned(name, replace(SHAPE, hd=577, dtype="uint8"))
+        assert isinstance(reason, str) and reason.startswith("cells of one byte lie side by side")
+
+
+def test_there_are_as_many_words_as_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the condition on each part was wrong, the number of words would show it."""
+    monkeypatch.setattr(digest, "_require_cells", lambda *_: None)
+    assert not isinstance(planned("nhd", SHAPE), str)
+    for name in ("vllm/cpu", "vllm/paged_attn_v0"):
+        reason = planned(name, SHAPE)
+        assert isinstance(reason, str) and reason.endswith(f"words are copied, and there are {SHAPE.nbytes // 16} cells")
+
+
+def test_keys_beyond_32_bits_are_not_fused() -> None:
+    """Also those of the two sides of a tile, and of the run."""
+    for name in ("nhd", "hnd", "universal"):
+        assert "beyond 32 bits" in str(planned(name, SHAPE, Model(layers=range(2), nl=1 << 23)))
+        assert not isinstance(planned(name, SHAPE, Model(layers=range(2), nl=1 << 22)), str)
 
 
 @pytest.mark.full
@@ -82,7 +117,7 @@ def test_the_fake_driver(fake_gpu: FakeDriver, direction: str, strategy: str) ->
 
 
 @given(strategies.pair(limit=900, opaque=False))
-@strategies.cases(150)
+@strategies.cases(80)
 def test_layouts_at_random(drawn: Any) -> None:
     sizes, *both = drawn
     shape = BlockShape(**{f"n{a}" if a != "d" else "hd": n for a, n in sizes.sizes.items()}, dtype=sizes.dtype)
@@ -106,6 +141,7 @@ def test_layouts_at_random(drawn: Any) -> None:
         )
 
 
+@pytest.mark.slow
 def test_elements_that_share_a_byte() -> None:
     """Two elements of four bits are digested as one of eight, in every layout that takes them."""
     rng, done = np.random.default_rng(1), 0
@@ -144,6 +180,7 @@ def test_a_layout_with_a_pitch() -> None:
                 assert copied(move, [0, 1, 2], [0, 1, 2]) == want == digested(dst, [0, 1, 2]), shape
 
 
+@pytest.mark.slow
 def test_layers_units_and_coordinates() -> None:
     """Layers one by one, units of tokens, chosen heads, layers, K or V, and planes."""
     done = 0
@@ -213,7 +250,9 @@ def test_trailers_of_planes() -> None:
     for family in FAMILIES:
         names = [name for name, formula in plane_oracle.TABLE.items() if formula.family == family]
         shapes = [
-            one for one in digest_rows.of_planes(family) if (one[3] in (4, 8, 16) and one[4] < 200) or family[:3] != "pth"
+            one
+            for one in digest_rows.of_planes(family)
+            if (one[3] in (4, 8, 16) and one[4] < 200) or family[:3] != "pth"
         ]
         for number, (src, dst) in enumerate(itertools.product(names, names)):
             _, no, nh, _, hd, dtype = shapes[number * 7 % len(shapes)]
