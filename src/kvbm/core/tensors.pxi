@@ -415,40 +415,6 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
     return table, _alignment(want.together)
 
 
-@cython.boundscheck(True)
-def moved_tensor(list tensors not None, Table table not None, Py_ssize_t first, Py_ssize_t count):
-    """Index of a tensor that does not start at its address any more, of `count` from `first` on (in turn), or -1.
-
-    Parameters
-    ----------
-    tensors : list of (tensor or None)
-        Strided, on the host or a GPU.
-    table : Table
-        Where they started.
-    """
-    cdef Exchange *api = NULL
-    cdef PyTypeObject *kind = NULL
-    cdef DLTensor found
-    cdef uint64_t address
-    cdef Py_ssize_t i, k
-    for k in range(count):
-        i = (first + k) % table.count
-        tensor = tensors[i]
-        if tensor is None:
-            continue
-        if Py_TYPE(tensor) != kind:
-            api = _exchange(type(tensor))
-            kind = Py_TYPE(tensor)
-        if api != NULL and api.look(<PyObject *> tensor, &found) == 0:
-            address = <uint64_t> found.data + found.byte_offset
-        else:
-            PyErr_Clear()
-            address = tensor.data_ptr()
-        if address != table.addresses[i]:
-            return i
-    return -1
-
-
 def tables_clash(Table src not None, uint64_t src_bytes, Table dst not None, uint64_t dst_bytes):
     """Whether two allocations of the destination share bytes with each other, or one of them with one of the source.
 
