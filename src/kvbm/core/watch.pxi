@@ -13,7 +13,7 @@ cdef enum:
 cdef struct NumpyArray:
     char *data
     int nd
-    void *dimensions
+    Py_ssize_t *dimensions
     void *strides
     void *base
     void *descr
@@ -30,7 +30,7 @@ cdef struct TorchFields:
 cdef struct Watched:
     char *array
     int kind
-    uint64_t words[5]  # what they were; torch: tensor, storage, offset, data, nbytes; NumPy: data, dimensions
+    uint64_t words[5]  # what they were; torch: tensor, storage, offset, data, nbytes; NumPy: data, and of its sizes one number
 
 
 cdef inline uint64_t _word(uint64_t at, Py_ssize_t offset) noexcept:
@@ -39,6 +39,14 @@ cdef inline uint64_t _word(uint64_t at, Py_ssize_t offset) noexcept:
 
 cdef inline NumpyArray *_numpy_fields(const Watched *one) noexcept:
     return <NumpyArray *> (one.array + sizeof(PyObject))
+
+
+cdef inline uint64_t _sizes(const NumpyArray *array) noexcept:
+    cdef uint64_t mixed = array.nd
+    cdef int i
+    for i in range(array.nd):
+        mixed = mixed * 1000003 + <uint64_t> array.dimensions[i]
+    return mixed
 
 
 cdef inline bint _is_same(const Watched *one, const TorchFields *at) noexcept:
@@ -51,7 +59,7 @@ cdef inline bint _is_same(const Watched *one, const TorchFields *at) noexcept:
                 and _word(one.words[1], at.nbytes) == one.words[4])
     if one.kind == BY_NUMPY:
         return (<uint64_t> _numpy_fields(one).data == one.words[0]
-                and <uint64_t> _numpy_fields(one).dimensions == one.words[1])
+                and _sizes(_numpy_fields(one)) == one.words[1])
     return one.kind == BY_NOTHING
 
 
@@ -138,7 +146,7 @@ cdef class Watch:
             raise IndexError(index)
         if one.kind == BY_NUMPY:
             one.words[0] = <uint64_t> _numpy_fields(one).data
-            one.words[1] = <uint64_t> _numpy_fields(one).dimensions
+            one.words[1] = _sizes(_numpy_fields(one))
         elif one.kind == BY_TORCH:
             one.words[0] = _word(<uint64_t> one.array, self.fields.tensor)
             one.words[1] = _word(one.words[0], self.fields.storage)
