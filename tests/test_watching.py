@@ -33,7 +33,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(watching, "_known", [])
         monkeypatch.setattr(watching, "_find_fields", lambda torch: None)
     else:
-        assert watching._torch_fields() is not None, "this release of torch has its fields elsewhere"
+        assert watching.torch_fields() is not None, "this release of torch has its fields elsewhere"
     yield request.param
 
 
@@ -206,3 +206,18 @@ def test_a_warm_copy_makes_two_calls_in_python_however_many_arrays_there_are(kin
         python = [name for event, name in seen if event == "call"]
         assert python == ["copy", "stream"], (count, python)  # `stream` says that the host has none
         assert len([event for event, _ in seen if event == "c_call"]) <= 2, seen  # of `setprofile`, and the route
+
+
+@pytest.mark.parametrize("nbytes", [0, 20])
+def test_torchs_functions_refuse_tensors_whose_storage_was_resized(way: str, nbytes: int) -> None:
+    """It was read and written behind its end."""
+    import kvbm.torch
+
+    names = "vllm/LBHNC", "vllm/LBNHC", "nl=1,no=2,nh=1,nt=4,hd=1"
+    for lost in (0, 1):
+        pair = [torch.arange(48.0).view(1, 6, 1, 4, 2, 1), torch.zeros(1, 6, 4, 1, 2, 1)]
+        pair[lost].untyped_storage().resize_(nbytes)
+        calls = [lambda: kvbm.torch.convert_(pair[0], pair[1], *names), lambda: kvbm.torch.convert(pair[0], *names)]
+        for call in calls[: 2 - lost]:
+            with pytest.raises(kvbm.BindError, match="its storage was freed or resized"):
+                call()

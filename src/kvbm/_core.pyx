@@ -57,6 +57,7 @@ __all__ = [
     "ipc_open",
     "kernel_index",
     "kernel_names",
+    "know_torch",
     "memcpy_batch",
     "num_images",
     "memory_range",

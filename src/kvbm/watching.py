@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from .arrays import TOLD, Array, span
 
-__all__ = ["Borrowed", "has_memory"]
+__all__ = ["Borrowed", "has_memory", "torch_fields"]
 
 #: As `arrays.TOLD`, if torch can be told without Python.
 _TOLD_IN_C = 4096
@@ -59,7 +59,7 @@ class Borrowed:
         self._owners = tuple(array.owner for array in found)  # kept alive while the addresses are used
         torch = sys.modules.get("torch")
         tensors = [array for array in arrays if torch is not None and isinstance(array, torch.Tensor)]
-        fields = _torch_fields() if tensors else None
+        fields = torch_fields() if tensors else None
         kinds = bytes(_kind(array, torch, fields) for array in arrays)
         #: While there is one, NumPy refuses to resize the array, also with ``refcheck=False``.
         self._holds = [weakref.ref(array) for array, kind in zip(arrays, kinds, strict=True) if kind == _NUMPY]
@@ -139,7 +139,7 @@ _Fields = tuple[int, int, int, int, int]
 _known: list[_Fields] = []
 
 
-def _torch_fields() -> _Fields | None:
+def torch_fields() -> _Fields | None:
     """Where torch keeps the address of a tensor's memory and its size (`TorchFields` of core/watch.pxi); None if it is not found."""
     if not _known:
         try:
@@ -148,6 +148,9 @@ def _torch_fields() -> _Fields | None:
             found = None
         if found is None:
             return None
+        from . import _core
+
+        _core.know_torch(found)
         _known.append(found)
     return _known[0]
 

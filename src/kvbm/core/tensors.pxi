@@ -51,6 +51,50 @@ cdef dict DTYPES = {
     (4, 16): "bfloat16", (6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
 }
 
+# Where torch keeps what is watched: bytes from the start of the Python object, of the tensor behind it, and of its storage.
+cdef struct TorchFields:
+    Py_ssize_t tensor   # in the object: the tensor
+    Py_ssize_t storage  # in the tensor: its storage
+    Py_ssize_t offset   # and where it starts there, in items
+    Py_ssize_t data     # in the storage: its address
+    Py_ssize_t nbytes
+
+cdef TorchFields _torch_at
+cdef bint _torch_known = False
+
+
+cdef inline uint64_t _word(uint64_t at, Py_ssize_t offset) noexcept:
+    return (<uint64_t *> (at + <uint64_t> offset))[0]
+
+
+def know_torch(fields):
+    """Say where torch keeps a tensor's memory: `TorchFields`, as `kvbm.watching` finds them."""
+    global _torch_known
+    _torch_at.tensor, _torch_at.storage, _torch_at.offset, _torch_at.data, _torch_at.nbytes = fields
+    _torch_known = True
+
+
+cdef bint _has_memory(tensor, const DLTensor *found) noexcept:
+    """Whether the storage of a tensor has all the bytes that its shape and strides span: it may have been resized."""
+    cdef uint64_t storage, begin, data
+    cdef int64_t items = 1, held = 1
+    cdef int32_t axis
+    if not _torch_known:
+        return False  # then it is asked in Python
+    for axis in range(found.ndim - 1, -1, -1):
+        if found.shape[axis] == 0:
+            return True
+        items += (found.shape[axis] - 1) * (held if found.strides == NULL else found.strides[axis])
+        held *= found.shape[axis]
+    storage = _word(_word(<uint64_t> <PyObject *> tensor, _torch_at.tensor), _torch_at.storage)
+    if storage == 0:
+        return False
+    begin = <uint64_t> found.data + found.byte_offset
+    data = _word(storage, _torch_at.data)
+    return data != 0 and data <= begin and (
+        begin + (<uint64_t> items * found.bits + 7) // 8 <= data + _word(storage, _torch_at.nbytes))
+
+
 cdef dict _exchange_of = {}  # type -> capsule of its Exchange, or None
 
 
@@ -66,6 +110,9 @@ cdef Exchange *_exchange(kind) except? NULL:
             capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
             if not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
                 capsule = None
+            else:
+                from kvbm.watching import torch_fields
+                torch_fields()
         _exchange_of[kind] = capsule
     if capsule is None:
         return NULL
@@ -107,7 +154,7 @@ cdef int _look(tensor, Alike *want, DLTensor *found) except -1:
             return 0
         held *= found.shape[i]
     want.elements = want.elements if want.elements else held
-    return held == want.elements and held > 0
+    return held == want.elements and held > 0 and _has_memory(tensor, found)
 
 
 cdef uint64_t _address(tensor, Alike *want) except? 0:
@@ -408,7 +455,7 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
         if not _fits(&found, mine) and (mine.whole == 0 or not _is_dense(&found, mine.whole)):
             return None
         address = <uint64_t> found.data + found.byte_offset
-        if address == 0:
+        if address == 0 or not _has_memory(tensor, &found):
             return None
         table.addresses[i] = address
         want.together |= address

@@ -19,22 +19,10 @@ cdef struct NumpyArray:
     void *descr
     int flags
 
-# Where torch keeps what is watched: bytes from the start of the Python object, of the tensor behind it, and of its storage.
-cdef struct TorchFields:
-    Py_ssize_t tensor   # in the object: the tensor
-    Py_ssize_t storage  # in the tensor: its storage
-    Py_ssize_t offset   # and where it starts there, in items
-    Py_ssize_t data     # in the storage: its address
-    Py_ssize_t nbytes
-
 cdef struct Watched:
     char *array
     int kind
     uint64_t words[5]  # what they were; torch: tensor, storage, offset, data, nbytes; NumPy: data, and of its sizes one number
-
-
-cdef inline uint64_t _word(uint64_t at, Py_ssize_t offset) noexcept:
-    return (<uint64_t *> (at + <uint64_t> offset))[0]
 
 
 cdef inline NumpyArray *_numpy_fields(const Watched *one) noexcept:
