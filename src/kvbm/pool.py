@@ -92,7 +92,7 @@ class Pool(FromEngines, Shown):
     ``with`` statement, in `close`, or with its last reference.  Wait for your copies first.
 
     Before each copy, kvbm checks that all your arrays still have their memory and are writable: a tensor's storage may have been
-    replaced or resized.  This takes 2 to 3 ns per array.  After a copy, autograd is told which tensors were written.  `check` says
+    replaced or resized.  This takes about 4 ns per array.  After a copy, autograd is told which tensors were written.  `check` says
     what these checks see.
 
     Examples
@@ -362,7 +362,7 @@ class Pool(FromEngines, Shown):
         replaced; a NumPy array whose data was replaced; a JAX array that was deleted or donated; memory of `Pool.allocate` that
         was freed by closing its pool; an array that became read-only.  It does not see what only the array's own protocol tells:
         for other objects with ``__cuda_array_interface__`` or ``__dlpack__``, call this method after anything that may have moved
-        their memory.  It asks each array for its address again, which takes about 1 µs per array.
+        their memory.  It asks each array for its address again, which takes about 25 µs per array.
 
         Nothing can see memory that was freed behind the back of its framework: by ``cudaFree``, ``munmap``, or CuPy's
         ``array.data.mem.free()``.  Memory that was freed and allocated again at the same address for the same array is accepted.
