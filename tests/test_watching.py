@@ -1,3 +1,4 @@
+# ruff: noqa: B023  (what a loop defines is called in the same turn)
 """Arrays whose memory is gone are found before a byte is read or written, whatever their number and whatever uses the pool."""
 
 from __future__ import annotations
@@ -6,7 +7,7 @@ import ctypes
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,14 +28,14 @@ def shape(layers: int) -> kvbm.BlockShape:
 
 
 @pytest.fixture(params=["fields", "asked"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways in which torch's tensors are looked at: their fields in C, and their methods, where the fields are not found."""
     if request.param == "asked":
         monkeypatch.setattr(watching, "_known", [])
-        monkeypatch.setattr(watching, "_find_fields", lambda torch: None)
+        monkeypatch.setattr(watching, "_find_fields", lambda _: None)
     else:
         assert watching.torch_fields() is not None, "this release of torch has its fields elsewhere"
-    yield request.param
+    return str(request.param)
 
 
 def tensors(count: int, value: float = 0.0) -> list[torch.Tensor]:
@@ -165,10 +166,10 @@ def test_autograd_is_told_of_all_tensors(way: str) -> None:
 
 def test_a_closed_pool_is_refused_by_what_was_made_before() -> None:
     src, dst = kvbm.Pool(LAYOUT, shape(2), tensors(2)), kvbm.Pool.allocate(LAYOUT, shape(2), BLOCKS)
+    move = kvbm.Transfer(src, dst)
     for pool in (dst, src):
-        move = kvbm.Transfer(src, dst) if not dst.closed else move
         pool.close()
-        for use in (lambda move=move: move.copy([0], [0]), lambda: kvbm.convert(src, dst)):
+        for use in (lambda: move.copy([0], [0]), lambda: kvbm.convert(src, dst)):
             with pytest.raises(kvbm.BindError, match="is closed"):
                 use()
 

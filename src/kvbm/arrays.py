@@ -331,12 +331,6 @@ def of_view(view: Any, dtype: str, itemsize: int, index: int, readonly: bool = F
 TOLD = 256
 
 
-def written(self) -> None:
-        """Tell autograd which tensors were written."""
-        if self._versions:
-            written(self._versions)
-
-
 def written(tensors: Sequence[Any]) -> None:
     """Tell autograd, as operators that write do: a graph that saved one of these tensors must not use it."""
     sys.modules["torch"].autograd.graph.increment_version(tensors)

@@ -250,8 +250,8 @@ def convert(
     --------
     >>> convert(engine_pool, storage_pool, src_ids=[7, 3], dst_ids=[0, 1])  # doctest: +SKIP
     """
-    src = src_pool.pool if isinstance(src_pool, PoolSection) else src_pool
-    dst = dst_pool.pool if isinstance(dst_pool, PoolSection) else dst_pool
+    src: Any = src_pool.pool if isinstance(src_pool, PoolSection) else src_pool
+    dst: Any = dst_pool.pool if isinstance(dst_pool, PoolSection) else dst_pool
     if not (isinstance(src, Pool) and isinstance(dst, Pool)):
         require_usable(src, dst)  # says which one it is
     mover = _bind(src_pool, dst_pool)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,7 +130,7 @@ def _numpy_fits() -> bool:
         array.flags.writeable = writeable
         raw = ctypes.string_at(id(array), np.ndarray.__basicsize__)[object.__basicsize__ :]
         data, flags = int.from_bytes(raw[:8], sys.byteorder), int.from_bytes(raw[48:52], sys.byteorder)
-        if data != array.ctypes.data or flags != array.flags.num or not bool(flags & 0x400) == writeable:
+        if data != array.ctypes.data or flags != array.flags.num or bool(flags & 0x400) != writeable:
             return False
     return True
 
@@ -140,7 +140,7 @@ _known: list[_Fields] = []
 
 
 def torch_fields() -> _Fields | None:
-    """Where torch keeps the address of a tensor's memory and its size (`TorchFields` of core/watch.pxi); None if it is not found."""
+    """Where torch keeps the address of a tensor's memory and its size (`TorchFields` of `_core`); None if it is not found."""
     if not _known:
         try:
             found = _find_fields(sys.modules["torch"])
@@ -184,7 +184,7 @@ def _find_fields(torch: Any) -> _Fields | None:
     )  # fmt: skip
     # They must follow whatever moves memory.
     changes: list[Callable[[Any], object]] = [
-        lambda one: None,
+        id,  # none
         lambda one: one.untyped_storage().resize_(4096 + 64),
         lambda one: one.untyped_storage().resize_(0),
         lambda one: one.set_(whole[1][5:9]),
@@ -226,7 +226,7 @@ def _bump(fields: _Fields) -> int:
             return 0
         _bumps.append(0)
         try:
-            library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+            library = ctypes.CDLL(str(Path(str(torch.__file__)).parent / "lib" / "libtorch_cpu.so"))
             function = library._ZN5torch8autograd4impl12bump_versionERKN2at6TensorE
             function.argtypes, function.restype = [ctypes.c_void_p], None
             before = probe._version
