@@ -51,7 +51,7 @@ cdef dict DTYPES = {
     (4, 16): "bfloat16", (6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
 }
 
-# Where torch keeps what is watched: bytes from the start of the Python object, of the tensor behind it, and of its storage.
+# Where torch keeps what is watched: bytes from the start of the object, of its tensor, and of the storage.
 cdef struct TorchFields:
     Py_ssize_t tensor   # in the object: the tensor
     Py_ssize_t storage  # in the tensor: its storage

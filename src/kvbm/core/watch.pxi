@@ -1,4 +1,4 @@
-# watch.pxi: Whether a pool's arrays still have the memory that they were bound to, asked of all of them before every copy.
+# watch.pxi: Whether a pool's arrays still have the memory that they were bound to, looked at before every copy.
 
 cdef enum WatchedKind:
     BY_NOTHING = 0  # nothing cheap tells; `Pool.check` asks it
@@ -22,7 +22,7 @@ cdef struct NumpyArray:
 cdef struct Watched:
     char *array
     int kind
-    uint64_t words[5]  # what they were; torch: tensor, storage, offset, data, nbytes; NumPy: data, and of its sizes one number
+    uint64_t words[5]  # torch: tensor, storage, offset, data, nbytes; NumPy: data, and one number of all sizes
 
 
 cdef inline NumpyArray *_numpy_fields(const Watched *one) noexcept:
@@ -201,6 +201,6 @@ cdef class Watch:
 
 
 def require_watched(Watch src not None, Watch dst not None):
-    """Raise `BindError` before a copy if an array of either pool has other memory, or one of `dst` may not be written."""
+    """Raise `BindError` if an array of either pool has other memory, or one of `dst` may not be written."""
     src.require(False)
     dst.require(True)
