@@ -26,6 +26,17 @@ from memory import Bound, aligned, numpy_views, placed
 from processes import FakeDriver
 from test_planner import at_slot, execute, has_whole_runs, run_two_steps, step
 
+#: Of a warm `Transfer.copy` of six ids: (direction, strategy) → calls of the driver, submissions, calls in Python and in C.
+WARM = {
+    (direction, strategy): (calls, submissions, 1, 0)
+    for strategy, submissions, each in (
+        ("direct", 1, {"d2d": 3, "d2h": 3, "h2d": 3}),  # which context is current, the launch, the event
+        ("engine", 1, {"d2d": 4, "d2h": 4, "h2d": 4}),  # and whether the stream is captured
+        ("staged", 6, {"d2d": 26, "d2h": 26, "h2d": 28}),  # three slots of two blocks
+    )
+    for direction, calls in each.items()
+}
+
 SHAPE = kvbm.BlockShape(nl=4, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
 NAMES = sorted(matrix.SHIPPED)
 
@@ -878,6 +889,12 @@ class TestRest:
 
     def test_one_gpu_pool(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("transfers.one_gpu_pool")
+
+    def test_a_warm_copy_calls_no_more_than_it_must(self, fake_gpu: FakeDriver) -> None:
+        """Calls of the driver, submissions, and calls in Python and in C, by strategy: what a time would show as a loss."""
+        lines = [line.split() for line in fake_gpu("transfers.warm_copies").splitlines()]
+        found = {(way, strategy): tuple(map(int, counts)) for way, strategy, *counts in lines}
+        assert found == WARM, "\n".join(map(str, found.items()))
 
     def test_fork_after_cuda(self, fake_gpu: FakeDriver) -> None:
         """A child gets an error, and ends without changing its parent's resources."""

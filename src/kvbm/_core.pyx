@@ -17,7 +17,7 @@ from cpython.buffer cimport (
 from cpython.number cimport PyNumber_Index
 from cpython.long cimport PyLong_AsLongLong, PyLong_AsUnsignedLongLong
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy, memset
 
 from kvbm.errors import BindError, CudaError, CudaUnavailableError, MissingKernelError, PlanError
@@ -32,6 +32,7 @@ __all__ = [
     "Ring",
     "Route",
     "Table",
+    "Watch",
     "add_kernel",
     "alloc_device",
     "check_pairs",
@@ -56,10 +57,12 @@ __all__ = [
     "ipc_open",
     "kernel_index",
     "kernel_names",
+    "know_torch",
     "memcpy_batch",
     "num_images",
     "memory_range",
     "pointer_device",
+    "require_watched",
     "spread",
     "stream_handle",
     "synchronize",
@@ -75,5 +78,6 @@ include "core/kernels.pxi"
 include "core/tensors.pxi"
 include "core/pairs.pxi"
 include "core/streams.pxi"
+include "core/watch.pxi"
 include "core/routes.pxi"
 include "core/memory.pxi"

@@ -21,7 +21,6 @@ from .spans import meet
 __all__ = [
     "TOLD",
     "Array",
-    "Borrowed",
     "dense",
     "describe",
     "empty",
@@ -328,60 +327,13 @@ def of_view(view: Any, dtype: str, itemsize: int, index: int, readonly: bool = F
     return Array(view.ptr, shape, strides, dtype, f"cuda:{index}", readonly or bool(view.readonly), owner=view)
 
 
-#: Most arrays that are checked before a copy; the next copy checks the next ones.  Each costs 40 ns.
-_LOOKED_AT = 16
-
 #: Up to this many tensors, autograd is told of all that a copy writes; beyond, only of those that had gradients when bound.
 TOLD = 256
-
-
-class Borrowed:
-    """The caller's arrays of a pool: checks if they have changed since they were bound, and tells autograd of writes."""
-
-    def __init__(self, arrays: Sequence[Any], found: Sequence[Array]) -> None:
-        self._owners = tuple(array.owner for array in found)  # kept alive while the addresses are used
-        self._numpy = [array for array in arrays if isinstance(array, np.ndarray)]
-        self._tensors = [array if hasattr(array, "untyped_storage") else None for array in arrays]
-        self.asked = bool(self._numpy) or any(tensor is not None for tensor in self._tensors)
-        tensors = [tensor for tensor in self._tensors if tensor is not None]
-        self._turn = 0
-        if not tensors:
-            self._tensors, self._versions = [], []
-            return
-        from . import _core
-
-        # Views of one tensor share its version.  Tensors of inference mode have none.
-        bases = {id(base): base for base in (_base(tensor) for tensor in tensors) if not base.is_inference()}
-        self._versions = [base for base in bases.values() if len(bases) <= TOLD or base.requires_grad]
-        self._table = _core.Table(np.array([array.address for array in found], np.uint64), upload=False)
-        self._moved = _core.moved_tensor
-
-    def moved(self) -> int:
-        """Index of a tensor that has other memory than when it was bound, or -1.  Of many tensors some are checked in turn."""
-        if not self._tensors:
-            return -1
-        first, count = self._turn, min(len(self._tensors), _LOOKED_AT)
-        self._turn = (first + count) % len(self._tensors)
-        return self._moved(self._tensors, self._table, first, count)
-
-    @property
-    def locked(self) -> bool:
-        """True if an array has become read-only.  Of many arrays the first are checked."""
-        return bool(self._numpy) and not all(array.flags.writeable for array in self._numpy[:_LOOKED_AT])
-
-    def written(self) -> None:
-        """Tell autograd which tensors were written."""
-        if self._versions:
-            written(self._versions)
 
 
 def written(tensors: Sequence[Any]) -> None:
     """Tell autograd, as operators that write do: a graph that saved one of these tensors must not use it."""
     sys.modules["torch"].autograd.graph.increment_version(tensors)
-
-
-def _base(tensor: Any) -> Any:
-    return tensor if tensor._base is None else tensor._base
 
 
 def other_order(axes: Sequence[str], strides: Sequence[int], copier: str = "") -> str:

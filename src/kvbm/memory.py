@@ -63,6 +63,10 @@ class DeviceArray:
             "stream": None,
         }
 
+    def is_deleted(self) -> bool:
+        """True if the memory was freed."""
+        return not self.close.alive
+
 
 def _free_device(device: int, address: int, pid: int) -> None:
     if os.getpid() == pid:  # not in a forked child, which owns neither the memory nor the driver

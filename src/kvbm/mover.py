@@ -367,14 +367,12 @@ class Mover:
             self.ring = _core.Ring(self.device, self.chunk_bytes or max(CHUNK_BYTES, largest), SLOTS)
         return self.ring
 
-    def copy(self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any) -> _core.Done:
+    def found(self, layers: Any) -> _core.Route:
+        """The route of these layers, for `Transfer.copy`; planned on first use."""
         try:
-            found = self.routes.get(layers) or self.route(layers)
+            return (self.routes.get(layers) or self.route(layers)).route
         except TypeError:
             raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
-        if self.on_host or stream is None:
-            stream = self._stream(stream, wait)
-        return found.route.copy(src_ids, dst_ids, stream, wait)
 
     def copy_digested(
         self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any, out: Any, tokens: Any, verifies: bool
@@ -387,7 +385,7 @@ class Mover:
         if verifies and self.unreached:
             raise BindError(f"{self.title}: verify: the destination is digested by a kernel, and {self.unreached}")
         if self.on_host or stream is None:
-            stream = self._stream(stream, wait)
+            stream = self.stream(stream, wait)
         route, units = found.route, self.src.section
         pairs = route.pairs_of(src_ids, dst_ids)
         count = len(pairs)
@@ -410,7 +408,7 @@ class Mover:
             self.captured.append(done)
         return done
 
-    def _stream(self, stream: Any, wait: Any) -> Any:
+    def stream(self, stream: Any, wait: Any) -> Any:
         """The default stream of a copy; None on the host."""
         if self.on_host:
             for name, given in (("stream", stream), ("wait", wait)):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Array, Borrowed, describe, empty, find_overlap, numpy_dtype
+from .arrays import Array, describe, empty, find_overlap, numpy_dtype
 from .contract import ALIKE, GATES, Caller, kinds_of, require_each
 from .digest import Model
 from .engines import FromEngines, pool_hint
@@ -40,6 +40,7 @@ from .selection import Axis, PoolSection
 from .shapes import BlockShape, as_shape
 from .shown import Shown
 from .spec import as_layout
+from .watching import Borrowed, has_memory
 
 __all__ = ["Pool"]
 
@@ -90,9 +91,9 @@ class Pool(FromEngines, Shown):
     A pool is a context manager.  It releases what it owns (memory of `allocate`, registrations of `pin`) at the end of the
     ``with`` statement, in `close`, or with its last reference.  Wait for your copies first.
 
-    Before each copy, kvbm checks that your arrays still have the same address and are writable: a tensor's storage may have been
-    replaced or resized.  It checks up to 16 arrays per copy, the next ones at the next copy.  After a copy, autograd is told
-    which tensors were written.
+    Before each copy, kvbm checks that all your arrays still have their memory and are writable: a tensor's storage may have been
+    replaced or resized.  This takes about 4 ns per array.  After a copy, autograd is told which tensors were written.  `check` says
+    what these checks see.
 
     Examples
     --------
@@ -207,18 +208,19 @@ class Pool(FromEngines, Shown):
             slab, arrays = pinned_arrays(resolved, progress)
             pool = cls(layout, shape, arrays, num_blocks=num_blocks)
             pool._owned = (slab,)
-            pool._borrow((), ())
+            pool._own()
             return pool
         if found[1] == "cpu":
             arrays = [empty(a.shape, numpy_dtype(a.dtype), a.strides) for a in resolved.allocations]
             pool = cls(layout, shape, arrays, num_blocks=num_blocks)
-            pool._borrow((), ())
+            pool._own()
             # close() has nothing to release: the arrays are freed with their last reference.
         else:
             index = int(found[2] or 0)
             owned = tuple(DeviceArray(index, allocation) for allocation in resolved.allocations)
             pool = cls(layout, shape, owned, num_blocks=num_blocks)
             pool._owned = owned
+            pool._own()
         if progress is not None:
             progress(pool.nbytes, pool.nbytes)
         return pool
@@ -351,24 +353,74 @@ class Pool(FromEngines, Shown):
             )
         moved = self._borrowed.moved()
         if moved >= 0:
-            raise BindError(
-                f"{self!r}: array {moved} has other memory than when it was bound: its storage was replaced or resized; create a "
-                "new pool"
-            )
+            raise self._moved(moved)
+
+    def check(self) -> None:
+        """Check that the pool is open, and that every array still has the memory that it was bound to.
+
+        Every copy, digest and link does this by itself, in a cheaper way.  It sees: a torch storage that was resized, freed or
+        replaced; a NumPy array whose data was replaced; a JAX array that was deleted or donated; memory of `Pool.allocate` that
+        was freed by closing its pool; an array that became read-only.  It does not see what only the array's own protocol tells:
+        for other objects with ``__cuda_array_interface__`` or ``__dlpack__``, call this method after anything that may have moved
+        their memory.  It asks each array for its address again, which takes about 25 µs per array.
+
+        Nothing can see memory that was freed behind the back of its framework: by ``cudaFree``, ``munmap``, or CuPy's
+        ``array.data.mem.free()``.  Memory that was freed and allocated again at the same address for the same array is accepted.
+
+        Raises
+        ------
+        BindError
+            The pool is closed, or an array has other memory than when it was bound.  The message has its index.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> shape = BlockShape(nl=1, no=2, nh=4, nt=16, hd=8, dtype="float32")
+        >>> Pool(load("universal"), shape, np.zeros((4, 4, 1, 2, 16, 8), "float32")).check()
+        """
+        self.require_open()
+        for index, array in enumerate(self.arrays if not self._owned else ()):
+            try:
+                now = describe(array, f"array {index}")
+            except BindError as error:
+                raise self._moved(index, f" ({error})") from None
+            address = int(self._addresses[index])
+            if (now.address, now.device) != (address, self.device) or not has_memory(array, address, self._extent(index)):
+                raise self._moved(index)
+
+    def _extent(self, index: int) -> int:
+        """Bytes from the first to the last that the pool uses of an array."""
+        return self.resolved.kinds[self.resolved.kind_of_entry[index]].extent
+
+    def _moved(self, index: int, why: str = "") -> BindError:
+        return BindError(
+            f"{self!r}: array {index} has other memory than when it was bound: its storage was freed, replaced or resized{why}; "
+            "create a new pool"
+        )
 
     def _borrow(self, arrays: Sequence[Any], found: Sequence[Array]) -> None:
-        self._borrowed = Borrowed(arrays, found)
-        #: True if a copy must call `require_open` and `readonly` before, and `written` after.
-        self.asked = self._borrowed.asked
+        kinds, which = self.resolved.kinds, self.resolved.kind_of_entry
+        self._borrowed = Borrowed(self, arrays, found, lambda index: kinds[which[index]].extent, self._readonly)
+        #: What looks at the arrays before each copy; the same object as long as the pool lives.
+        self.watch = self._borrowed.watch
+
+    def _own(self) -> None:
+        """The arrays are the pool's own: nobody moves their memory."""
+        self._borrow((), ())
 
     @property
     def readonly(self) -> bool:
         """True if one of the arrays is read-only."""
-        return self._readonly or self._borrowed.locked
+        return bool(self.watch.locked)
+
+    def require_writable(self) -> None:
+        """Raise `BindError` if the pool cannot be the destination of a copy."""
+        if self.readonly:
+            raise BindError(f"{self!r}: the destination is read-only")
 
     def written(self) -> None:
         """Tell the framework of the arrays that a copy into them was enqueued: autograd may have saved them."""
-        self._borrowed.written()
+        self.watch.written()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -389,14 +441,14 @@ class Pool(FromEngines, Shown):
         """
         if self._closed:
             return
-        self._closed = self.asked = True
+        self._closed = True
         self._ranges = None
         self.digesters.clear()
         owned, self._owned = self._owned, ()
         pins, self._pins = self._pins, None
         if owned:
             self.arrays = ()
-        self._borrowed = Borrowed((), ())  # copies still call require_open: it raises, as the pool is closed
+        self._borrowed.close()  # copies still ask: it raises, as the pool is closed
         with contextlib.ExitStack() as stack:  # releases all of them, even if one fails
             for one in (*owned, *([pins] if pins else [])):
                 stack.callback(one.close)

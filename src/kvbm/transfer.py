@@ -81,7 +81,9 @@ class Transfer:
         src, dst = part_of(src_pool, "source"), part_of(dst_pool, "destination")
         self._mover = Mover(src, dst, strategy, max_sms, chunk_bytes, keeps=True, transfer=Transfer, model=model)
         self._verifies = verify
-        self._pools = (src.pool, dst.pool)
+        self._src, self._dst = src.pool.watch, dst.pool.watch
+        whole = self._mover.routes.get(None)
+        self._whole = None if whole is None else whole.route
 
     @property
     def device(self) -> int:
@@ -135,17 +137,19 @@ class Transfer:
         CudaError
             A call of the driver failed.
         """
-        src, dst = self._pools
-        if src.asked or dst.asked:
-            require_usable(src, dst)
         if digests is None and not self._verifies:
             if tokens is not None:
                 raise BindError("tokens: only digests use positions; pass digests=, or leave tokens out")
-            done = self._mover.copy(src_ids, dst_ids, layers, stream, wait)
-        else:
-            done = self._mover.copy_digested(src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies)
-        if dst.asked:
-            dst.written()
+            mover = self._mover
+            route = self._whole if layers is None and not mover.closed else None
+            if route is None:
+                route = mover.found(layers)
+            if stream is None or mover.on_host:
+                stream = mover.stream(stream, wait)
+            return route.copy(src_ids, dst_ids, stream, wait, self._src, self._dst)
+        _core.require_watched(self._src, self._dst)
+        done = self._mover.copy_digested(src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies)
+        self._dst.written()
         return done
 
     def explain(self, num_blocks: int | None = None, *, layers: Layers = None) -> str:
@@ -246,8 +250,9 @@ def convert(
     --------
     >>> convert(engine_pool, storage_pool, src_ids=[7, 3], dst_ids=[0, 1])  # doctest: +SKIP
     """
-    src = src_pool.pool if isinstance(src_pool, PoolSection) else src_pool
-    dst = dst_pool.pool if isinstance(dst_pool, PoolSection) else dst_pool
-    require_usable(src, dst)
-    _bind(src_pool, dst_pool).copy(src_ids, dst_ids, None, stream, None)
-    dst.written()
+    src: Any = src_pool.pool if isinstance(src_pool, PoolSection) else src_pool
+    dst: Any = dst_pool.pool if isinstance(dst_pool, PoolSection) else dst_pool
+    if not (isinstance(src, Pool) and isinstance(dst, Pool)):
+        require_usable(src, dst)  # says which one it is
+    mover = _bind(src_pool, dst_pool)
+    mover.found(None).copy(src_ids, dst_ids, mover.stream(stream, None), None, src.watch, dst.watch)

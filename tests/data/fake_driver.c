@@ -48,6 +48,7 @@ unsigned register_flags; /* of the last registration */
 _Atomic long pushes, pops, slots, launches, single_copies, batches, batch_on_legacy;
 _Atomic long batched_copies; /* that the batches held */
 _Atomic long lookups;        /* of addresses */
+_Atomic long driver_calls;   /* of all functions that a copy calls */
 _Atomic long uploads;        /* by cuMemcpyHtoDAsync: ids and tables that no parameters hold */
 _Atomic long allocated_bytes; /* on GPUs, ever */
 Address fake_largest[2];      /* of these allocations the first of the largest ones, until it is freed: [from, to) */
@@ -68,7 +69,8 @@ static int fails(const char *call) {
   return fake_failed = call, 1;
 }
 /* The first statement of a call that can fail: CUDA_ERROR_OPERATING_SYSTEM, which nothing handles in a way of its own. */
-#define MAY_FAIL \
+#define MAY_FAIL  \
+  ++driver_calls; \
   if (fails(__func__)) return 304
 
 static int is_full(size_t bytes) {
@@ -539,7 +541,7 @@ int cuDeviceGetName(char *name, int bytes, int device) { return snprintf(name, b
 int cuDeviceGetAttribute(int *value, int what, int device) { return *value = what == 16 ? 132 : 9, 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { return *bytes = 1ull << 37, 0; }
 int cuDevicePrimaryCtxRetain(Handle *made, int device) { return *made = (Handle)(uintptr_t)(device + 1), 0; }
-int cuCtxGetCurrent(Handle *current) { return *current = depth ? context[depth - 1] : NULL, 0; }
+int cuCtxGetCurrent(Handle *current) { return ++driver_calls, *current = depth ? context[depth - 1] : NULL, 0; }
 int cuCtxPushCurrent_v2(Handle made) { return context[depth++] = made, ++pushes, 0; }
 int cuCtxPopCurrent_v2(Handle *was) { return *was = context[--depth], ++pops, 0; }
 int cuModuleLoadData(Handle *module, const void *image) {
@@ -761,6 +763,7 @@ int cuStreamSynchronize(Handle stream) {
 }
 int cuStreamIsCapturing(Handle stream, int *capturing) { return *capturing = 0, 0; }
 int cuThreadExchangeStreamCaptureMode(int *mode) {
+  ++driver_calls;
   const int before = capture_mode;
   return capture_mode = *mode, *mode = before, 0;
 }

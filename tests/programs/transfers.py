@@ -827,6 +827,39 @@ def closed_beside_a_copy(direction: str) -> None:
     kvbm.Transfer(s.pool, d.pool, "staged", chunk_bytes=2 * SMALL.nbytes)  # frees it
 
 
+def calls_of(call: Callable[[], object]) -> tuple[int, int]:
+    """Calls of functions in Python, and of functions in C (not those of Cython), that one call makes."""
+    seen: list[str] = []
+    sys.setprofile(lambda _, event, __: seen.append(event))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen.count("call") - 1, seen.count("c_call") - 1  # without the call itself, and that of setprofile
+
+
+def warm_copies() -> None:
+    """What a warm `Transfer.copy` calls: Python, C, and the driver."""
+    ids = [np.arange(6), np.arange(6)[::-1].copy()]
+    for direction in SIDES:
+        s, d = ends(direction, "vllm/LBHNC", "universal", 20, 20)
+        for strategy in ("direct", "staged", "engine"):
+            move = transfer(s, d, strategy)
+            found = []
+            for given in (ids, [one.tolist() for one in ids]):
+                copy = partial(move.copy, *given, stream=5)
+                for _ in range(8):
+                    copy().synchronize()
+                before, submitted = count("driver_calls"), move.stats()["submissions"]
+                done = copy()
+                found.append((count("driver_calls") - before, move.stats()["submissions"] - submitted))
+                done.synchronize()
+                del done  # it keeps the transfer
+                found.append(calls_of(lambda copy=copy: copy()))
+            print(direction, strategy, *found[0], *found[1])
+            assert found[:2] == found[2:], (direction, strategy, found)
+
+
 def aside() -> None:
     """The table decides, but for the direct kernel, which `auto` takes for these batches; alone on the host it is refused."""
     for direction in ("d2h", "h2d"):

@@ -19,6 +19,7 @@ cdef void _drop(Given *ids) noexcept:
         ids.has_buffer = False
 
 
+@cython.no_gc  # one a copy, and what it keeps never leads back to it
 @cython.final
 cdef class Pairs:
     """The blocks of one copy: block ``src_ids[i]`` goes into block ``dst_ids[i]``.

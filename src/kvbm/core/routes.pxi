@@ -382,7 +382,7 @@ cdef class Route:
         """Ids of a batch, checked."""
         return Pairs(src_ids, dst_ids, self.src_blocks, self.dst_blocks, self.same_pool, self.route.device)
 
-    def copy(self, src_ids, dst_ids, stream=None, wait=None):
+    def copy(self, src_ids, dst_ids, stream=None, wait=None, Watch src=None, Watch dst=None):
         """Copy blocks, ordered by the stream.
 
         Parameters
@@ -393,6 +393,8 @@ cdef class Route:
             See `stream_handle`; None on the host.
         wait : optional
             An event, a stream, a `Done`, or a list of them.
+        src, dst : Watch, optional
+            The pools' arrays: looked at before, and autograd is told after.
 
         Returns
         -------
@@ -401,7 +403,7 @@ cdef class Route:
         Raises
         ------
         BindError
-            Ids that are refused; nothing has been enqueued.
+            Ids that are refused, or an array that has other memory; nothing has been enqueued.
         CudaError
             A call of the driver failed.
         """
@@ -409,19 +411,28 @@ cdef class Route:
         cdef kvbm_batch batch
         cdef int strategy
         cdef uint64_t handle = 0 if self.route.device < 0 else _handle_of(stream)
+        cdef Done done
         pairs.take(src_ids, dst_ids, self.src_blocks, self.dst_blocks, self.same_pool, self.route.device)
         _fill_batch(&batch, self.src, self.dst, pairs, self.route.device)
         batch.max_ctas = self.max_ctas
         strategy = self._choose(pairs.kept)
         if pairs.on_device():
             strategy = self._choose_for_device_ids(strategy, pairs.src.ids_device != 0, pairs.dst.ids_device != 0)
+        if src is not None:  # after the ids, whose own code may have moved the memory
+            src.require(False)
+        if dst is not None:
+            dst.require(True)
         if self.ring is None:
-            return self._copy(pairs, &batch, strategy, handle, stream, wait)
-        self.ring.enter()
-        try:
-            return self._copy(pairs, &batch, strategy, handle, stream, wait)
-        finally:
-            self.ring.leave()
+            done = self._copy(pairs, &batch, strategy, handle, stream, wait)
+        else:
+            self.ring.enter()
+            try:
+                done = self._copy(pairs, &batch, strategy, handle, stream, wait)
+            finally:
+                self.ring.leave()
+        if dst is not None:
+            dst._written()
+        return done
 
     cdef Done _copy(self, Pairs pairs, kvbm_batch *batch, int strategy, uint64_t stream, given_stream, wait):
         cdef kvbm_outcome outcome

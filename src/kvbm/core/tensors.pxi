@@ -51,6 +51,50 @@ cdef dict DTYPES = {
     (4, 16): "bfloat16", (6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
 }
 
+# Where torch keeps what is watched: bytes from the start of the object, of its tensor, and of the storage.
+cdef struct TorchFields:
+    Py_ssize_t tensor   # in the object: the tensor
+    Py_ssize_t storage  # in the tensor: its storage
+    Py_ssize_t offset   # and where it starts there, in items
+    Py_ssize_t data     # in the storage: its address
+    Py_ssize_t nbytes
+
+cdef TorchFields _torch_at
+cdef bint _torch_known = False
+
+
+cdef inline uint64_t _word(uint64_t at, Py_ssize_t offset) noexcept:
+    return (<uint64_t *> (at + <uint64_t> offset))[0]
+
+
+def know_torch(fields):
+    """Say where torch keeps a tensor's memory: `TorchFields`, as `kvbm.watching` finds them."""
+    global _torch_known
+    _torch_at.tensor, _torch_at.storage, _torch_at.offset, _torch_at.data, _torch_at.nbytes = fields
+    _torch_known = True
+
+
+cdef bint _has_memory(tensor, const DLTensor *found) noexcept:
+    """Whether the storage of a tensor has all the bytes that its shape and strides span: it may have been resized."""
+    cdef uint64_t storage, begin, data
+    cdef int64_t items = 1, held = 1
+    cdef int32_t axis
+    if not _torch_known:
+        return False  # then it is asked in Python
+    for axis in range(found.ndim - 1, -1, -1):
+        if found.shape[axis] == 0:
+            return True
+        items += (found.shape[axis] - 1) * (held if found.strides == NULL else found.strides[axis])
+        held *= found.shape[axis]
+    storage = _word(_word(<uint64_t> <PyObject *> tensor, _torch_at.tensor), _torch_at.storage)
+    if storage == 0:
+        return False
+    begin = <uint64_t> found.data + found.byte_offset
+    data = _word(storage, _torch_at.data)
+    return data != 0 and data <= begin and (
+        begin + (<uint64_t> items * found.bits + 7) // 8 <= data + _word(storage, _torch_at.nbytes))
+
+
 cdef dict _exchange_of = {}  # type -> capsule of its Exchange, or None
 
 
@@ -66,6 +110,9 @@ cdef Exchange *_exchange(kind) except? NULL:
             capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
             if not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
                 capsule = None
+            else:
+                from kvbm.watching import torch_fields
+                torch_fields()
         _exchange_of[kind] = capsule
     if capsule is None:
         return NULL
@@ -107,7 +154,7 @@ cdef int _look(tensor, Alike *want, DLTensor *found) except -1:
             return 0
         held *= found.shape[i]
     want.elements = want.elements if want.elements else held
-    return held == want.elements and held > 0
+    return held == want.elements and held > 0 and _has_memory(tensor, found)
 
 
 cdef uint64_t _address(tensor, Alike *want) except? 0:
@@ -408,45 +455,11 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
         if not _fits(&found, mine) and (mine.whole == 0 or not _is_dense(&found, mine.whole)):
             return None
         address = <uint64_t> found.data + found.byte_offset
-        if address == 0:
+        if address == 0 or not _has_memory(tensor, &found):
             return None
         table.addresses[i] = address
         want.together |= address
     return table, _alignment(want.together)
-
-
-@cython.boundscheck(True)
-def moved_tensor(list tensors not None, Table table not None, Py_ssize_t first, Py_ssize_t count):
-    """Index of a tensor that does not start at its address any more, of `count` from `first` on (in turn), or -1.
-
-    Parameters
-    ----------
-    tensors : list of (tensor or None)
-        Strided, on the host or a GPU.
-    table : Table
-        Where they started.
-    """
-    cdef Exchange *api = NULL
-    cdef PyTypeObject *kind = NULL
-    cdef DLTensor found
-    cdef uint64_t address
-    cdef Py_ssize_t i, k
-    for k in range(count):
-        i = (first + k) % table.count
-        tensor = tensors[i]
-        if tensor is None:
-            continue
-        if Py_TYPE(tensor) != kind:
-            api = _exchange(type(tensor))
-            kind = Py_TYPE(tensor)
-        if api != NULL and api.look(<PyObject *> tensor, &found) == 0:
-            address = <uint64_t> found.data + found.byte_offset
-        else:
-            PyErr_Clear()
-            address = tensor.data_ptr()
-        if address != table.addresses[i]:
-            return i
-    return -1
 
 
 def tables_clash(Table src not None, uint64_t src_bytes, Table dst not None, uint64_t dst_bytes):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .. import _core
-from ..arrays import Array
+from ..arrays import Array, span
 from ..contract import (
     Caller,
     Side,
@@ -30,6 +30,7 @@ from ..planner import plan
 from ..pool import Pool
 from ..prepare import prepare
 from ..shapes import ITEMSIZE, PACKED
+from ..watching import has_memory
 
 __all__ = ["AcceleratorError", "Batch", "Face"]
 
@@ -207,10 +208,13 @@ def _seen(tensor: torch.Tensor) -> Array:
         raise BindError(f"expected strided tensors, got one of layout {_name_of(tensor.layout)}; call .to_dense()")
     size = tensor.element_size()
     real = tensor.device.type in ("cpu", "cuda") and not is_fake(tensor)
+    shape, strides = tuple(tensor.shape), tuple(stride * size for stride in tensor.stride())
+    if real and not has_memory(tensor, tensor.data_ptr(), span(shape, strides, size)):
+        raise BindError(f"a tensor of shape {shape} has less memory than that: its storage was freed or resized; pass a new tensor")
     return Array(
         tensor.data_ptr() if real else 0,
-        tuple(tensor.shape),
-        tuple(stride * size for stride in tensor.stride()),
+        shape,
+        strides,
         dtype_name(tensor.dtype),
         str(tensor.device),
         False,

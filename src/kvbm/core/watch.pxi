@@ -1,0 +1,206 @@
+# watch.pxi: Whether a pool's arrays still have the memory that they were bound to, looked at before every copy.
+
+cdef enum WatchedKind:
+    BY_NOTHING = 0  # nothing cheap tells; `Pool.check` asks it
+    BY_NUMPY        # numpy.ndarray
+    BY_TORCH        # torch.Tensor, whose fields are known (kvbm.watching)
+    BY_OWNER        # `kvbm.watching` asks it in Python, before each copy
+
+cdef enum:
+    NUMPY_WRITEABLE = 0x0400  # NPY_ARRAY_WRITEABLE
+
+# The fields of an array at their places in NumPy's C structure, which is part of its binary interface.
+cdef struct NumpyArray:
+    char *data
+    int nd
+    Py_ssize_t *dimensions
+    void *strides
+    void *base
+    void *descr
+    int flags
+
+cdef struct Watched:
+    char *array
+    int kind
+    uint64_t words[5]  # torch: tensor, storage, offset, data, nbytes; NumPy: data, and one number of all sizes
+
+
+cdef inline NumpyArray *_numpy_fields(const Watched *one) noexcept:
+    return <NumpyArray *> (one.array + sizeof(PyObject))
+
+
+cdef inline uint64_t _sizes(const NumpyArray *array) noexcept:
+    cdef uint64_t mixed = array.nd
+    cdef int i
+    for i in range(array.nd):
+        mixed = mixed * 1000003 + <uint64_t> array.dimensions[i]
+    return mixed
+
+
+cdef inline bint _is_same(const Watched *one, const TorchFields *at) noexcept:
+    # Each address is followed only where the field that leads to it is as before: then what is there is alive.
+    if one.kind == BY_TORCH:
+        return (_word(<uint64_t> one.array, at.tensor) == one.words[0]
+                and _word(one.words[0], at.storage) == one.words[1]
+                and _word(one.words[0], at.offset) == one.words[2]
+                and _word(one.words[1], at.data) == one.words[3]
+                and _word(one.words[1], at.nbytes) == one.words[4])
+    if one.kind == BY_NUMPY:
+        return (<uint64_t> _numpy_fields(one).data == one.words[0]
+                and _sizes(_numpy_fields(one)) == one.words[1])
+    return one.kind == BY_NOTHING
+
+
+@cython.final
+cdef class Watch:
+    """The arrays of a pool, and what told where their memory is when it was last looked at.
+
+    All arrays are compared before each copy: a few loads each, no call.  What differs is asked in Python
+    (`Pool.require_open`), which raises an error, or notes what is now.
+
+    Parameters
+    ----------
+    pool : weakref to Pool
+        Whose `require_open` and `require_writable` are called where something differs.
+    arrays : list
+        Kept alive.
+    kinds : bytes
+        A `WatchedKind` each: 0 not watched, 1 NumPy, 2 torch, 3 asked in Python.
+    fields : tuple of 5 ints or None
+        See `TorchFields`; needed for kind 2.
+    told : list of torch.Tensor
+        Their versions are increased after each copy into the pool.
+    bump : int
+        Address of torch's function that increases the version of a tensor; 0: in Python, by the pool's `written`.
+    readonly : bool
+        Whether an array may not be written.
+    """
+
+    cdef readonly object pool
+    cdef list arrays, told
+    cdef void **versions  # the tensors of `told`, as `bump` takes them
+    cdef Py_ssize_t num_versions
+    cdef Watched *each    # up to the last one that is watched
+    cdef Py_ssize_t count
+    cdef TorchFields fields
+    cdef void (*bump)(const void *tensor) noexcept
+    cdef bint readonly
+    cdef readonly bint closed
+    cdef bint has_numpy
+
+    def __cinit__(self):
+        self.each = NULL
+        self.versions = NULL
+        self.count = self.num_versions = 0
+
+    def __init__(self, pool, list arrays not None, const unsigned char[::1] kinds not None, fields, list told not None,
+                 uint64_t bump, bint readonly):
+        cdef Py_ssize_t i
+        if self.each != NULL or kinds.shape[0] != len(arrays):
+            raise TypeError("a Watch is initialised once, with a kind for each array")
+        self.pool, self.arrays, self.told, self.readonly = pool, arrays, told, readonly
+        memset(&self.fields, 0, sizeof(TorchFields))
+        if fields is not None:
+            (self.fields.tensor, self.fields.storage, self.fields.offset, self.fields.data,
+             self.fields.nbytes) = fields
+        self.bump = <void (*)(const void *) noexcept> bump
+        self.each = <Watched *> calloc(len(arrays) + 1, sizeof(Watched))
+        self.versions = <void **> calloc(len(told) + 1, sizeof(void *))
+        if self.each == NULL or self.versions == NULL:
+            raise MemoryError(f"{len(arrays)} arrays")
+        self.num_versions = len(told)
+        for i in range(len(told)):
+            self.versions[i] = <char *> <PyObject *> told[i] + self.fields.tensor
+        for i in range(len(arrays)):
+            self.each[i].array = <char *> <PyObject *> arrays[i]
+            self.each[i].kind = kinds[i]
+            if kinds[i] > BY_OWNER or (kinds[i] == BY_TORCH and fields is None):
+                raise TypeError(f"array {i}: expected a kind of 0 to 3, and fields for 2, got {kinds[i]}")
+            if kinds[i] != BY_NOTHING:
+                self.has_numpy = self.has_numpy or kinds[i] == BY_NUMPY
+                self.count = i + 1
+                self.note(i)
+
+    def __dealloc__(self):
+        free(self.each)
+        free(self.versions)
+        self.each = NULL
+        self.versions = NULL
+
+    def note(self, Py_ssize_t index):
+        """Take an array as it is now for what is expected of it."""
+        cdef Watched *one = &self.each[index]
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        if one.kind == BY_NUMPY:
+            one.words[0] = <uint64_t> _numpy_fields(one).data
+            one.words[1] = _sizes(_numpy_fields(one))
+        elif one.kind == BY_TORCH:
+            one.words[0] = _word(<uint64_t> one.array, self.fields.tensor)
+            one.words[1] = _word(one.words[0], self.fields.storage)
+            if one.words[1] == 0:
+                one.kind = BY_OWNER
+                return
+            one.words[2] = _word(one.words[0], self.fields.offset)
+            one.words[3] = _word(one.words[1], self.fields.data)
+            one.words[4] = _word(one.words[1], self.fields.nbytes)
+
+    def changed(self, Py_ssize_t first=0):
+        """Index of the next array that must be asked in Python, from `first` on, or -1."""
+        return self._changed(first)
+
+    cdef Py_ssize_t _changed(self, Py_ssize_t first) noexcept:
+        cdef Py_ssize_t i
+        for i in range(max(first, 0), self.count):
+            if not _is_same(&self.each[i], &self.fields):
+                return i
+        return -1
+
+    @property
+    def locked(self):
+        """Whether an array was read-only when bound, or has become so."""
+        return self._locked()
+
+    cdef bint _locked(self) noexcept:
+        cdef Py_ssize_t i
+        if self.readonly:
+            return True
+        if self.has_numpy:
+            for i in range(self.count):
+                if self.each[i].kind == BY_NUMPY and not _numpy_fields(&self.each[i]).flags & NUMPY_WRITEABLE:
+                    return True
+        return False
+
+    def written(self):
+        """Tell autograd, as operators that write do: a graph that saved one of the tensors must not use it."""
+        self._written()
+
+    cdef int _written(self) except -1:
+        cdef Py_ssize_t i
+        if self.num_versions == 0:
+            return 0
+        if self.bump == NULL:
+            sys.modules["torch"].autograd.graph.increment_version(self.told)
+            return 0
+        for i in range(self.num_versions):
+            self.bump(self.versions[i])
+        return 0
+
+    def close(self):
+        """Let go of the arrays; what is asked next raises the error of a closed pool."""
+        self.closed = True
+        self.count = self.num_versions = 0
+        self.arrays, self.told = [], []
+
+    cdef int require(self, bint writes) except -1:
+        if self.closed or self._changed(0) >= 0:
+            self.pool().require_open()
+        if writes and self._locked():
+            self.pool().require_writable()
+        return 0
+
+
+def require_watched(Watch src not None, Watch dst not None):
+    """Raise `BindError` if an array of either pool has other memory, or one of `dst` may not be written."""
+    src.require(False)
+    dst.require(True)
