@@ -85,6 +85,16 @@ class PrivateFolder:
             raise
         return folder
 
+    def require_private_inside(self) -> None:
+        """Raise PermissionError for a file or folder in it, at any depth, that another user could have written."""
+        for here, folders, files, number in os.fwalk(".", dir_fd=self._number, follow_symlinks=False):
+            for name in (*folders, *files):
+                found, where = os.stat(name, dir_fd=number, follow_symlinks=False), self.path / here / name
+                if stat.S_ISLNK(found.st_mode):
+                    _require_owner(found, where)
+                elif why := _exposed(found, where):
+                    raise PermissionError(errno.EPERM, why, str(where))
+
     def read(self, name: str, most: int) -> bytes:
         """The contents of a file, of at most `most` bytes.
 
