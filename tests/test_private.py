@@ -106,6 +106,19 @@ def test_files_that_are_no_private_files_are_refused(tmp_path: Path) -> None:
         read(folder)
 
 
+def test_what_others_could_have_written_inside_is_found(tmp_path: Path) -> None:
+    folder = kept(kept(tmp_path / "a") / "b").parent
+    with PrivateFolder(folder) as private:
+        private.require_private_inside()
+        for path in (folder / "b", folder / "b" / "code"):
+            before = path.stat().st_mode
+            path.chmod(0o777)
+            with pytest.raises(PermissionError, match=f"{path} can be written by others"):
+                private.require_private_inside()
+            path.chmod(before)
+        private.require_private_inside()
+
+
 def at_calls(acts: dict[int, Callable[[], Any]], call: Callable[[], Any]) -> int:
     """Run a function, and others when it makes its calls of these numbers; return the number of calls."""
     count = 0

@@ -429,6 +429,7 @@ def save(table: Table) -> Path:
     }
     rows = ",\n".join(f"  {json.dumps(row)}" for row in table.rows)
     text = f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
+    where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # private, as the folder of compiled kernels below it
     with cache.replacing(where, mode=0o600) as part:
         part.write_text(text, encoding="utf-8")
     return where
