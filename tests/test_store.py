@@ -202,6 +202,23 @@ def test_texts_of_a_file_reach_messages_escaped(tmp_path: Path) -> None:
     assert str(error.value).isprintable()
 
 
+def test_names_of_files_reach_the_terminal_escaped(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from kvbm.cli import main
+
+    path = tmp_path / "x\x1b[31m\u202e\x9b"
+    store.save(path, noise("nhd", FEW))
+    for words in (["verify", str(path)], ["digest", str(path)], ["convert", str(path), f"{path}2", "--to", "hnd"]):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0 and "x\\x1b[31m\\u202e\\x9b" in result.output
+        assert all(line.isprintable() for line in result.output.split("\n")), words
+    path.write_bytes(b"x")
+    for words in (["verify", str(path)], ["digest", str(path)]):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code and all(line.isprintable() for line in result.output.split("\n")), words
+
+
 VALUES = st.recursive(
     st.none()
     | st.booleans()

@@ -148,7 +148,7 @@ def convert(
     name = src_layout.name if src_layout else printable(stored.layout_name or "?")
     said = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
     click.echo(
-        f"{source} ({name}) → {target} ({dst_layout.name}): {made.num_blocks:,} blocks, "
+        f"{_shown(source)} ({name}) → {_shown(target)} ({dst_layout.name}): {made.num_blocks:,} blocks, "
         f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.3g} GB/s, on {device}{said}"
     )
 
@@ -180,15 +180,20 @@ def verify(paths: tuple[Path, ...], src_name: str | None, blocks: Sequence[range
         checked = stored.num_blocks if ids is None else len(ids)
         if not as_json:
             for one in found:
-                click.echo(f"{path}: {one}")
+                click.echo(f"{_shown(path)}: {one}")
             click.echo(
-                f"{path}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}"
+                f"{_shown(path)}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}"
             )
         return {"num_blocks": stored.num_blocks, "compared": checked, "wrong": [_as_json(one) for one in found]}
 
     code = _each(paths, look, as_json)
     if wrong or code:
         sys.exit(DigestError.exit_code if wrong else code)
+
+
+def _shown(path: Path) -> str:
+    """A path as it may stand on a terminal."""
+    return printable(str(path), 4096)
 
 
 def _as_json(one: Damage) -> dict[str, Any]:
@@ -248,7 +253,7 @@ def digest(
         named = dict(zip(range(len(texts)) if ids is None else ids, texts, strict=True))
         if not as_json:
             for block, text in named.items():
-                click.echo(f"{text}  {path}:{block}")
+                click.echo(f"{text}  {_shown(path)}:{block}")
         return {"blocks": [{"block": block, "digest": text} for block, text in named.items()]}
 
     if code := _each(paths, look, as_json):
