@@ -44,7 +44,7 @@ class BuildExt(build_ext):
         from kvbm import nvcc
 
         work = Path(self.build_temp).resolve()
-        self.cache = Path(os.environ.get("KVBM_BUILD_DIR") or (ROOT / "build" if os.access(ROOT, os.W_OK) else work))
+        self.cache = build_dir() or (ROOT / "build" if os.access(ROOT, os.W_OK) else work)
         compiler, target, why_not = find_cuda()
         layouts, extra = find_layouts()
         generated = self.generate(layouts, work / "generated")
@@ -138,6 +138,26 @@ class BuildPy(build_py):
             for path in ROOT.glob(pattern):
                 self.mkpath(str((package / path.relative_to(ROOT)).parent))
                 self.copy_file(str(path), str(package / path.relative_to(ROOT)))
+
+
+def build_dir():
+    """Return KVBM_BUILD_DIR; None if it is not given, or if another user could have put code there.
+
+    In the source tree it is as safe as the sources.
+    """
+    from kvbm.private import PrivateFolder
+
+    given = os.environ.get("KVBM_BUILD_DIR")
+    if not given or Path(given).resolve().is_relative_to(ROOT):
+        return given and Path(given)
+    os.umask(os.umask(0) | 0o022)  # what is made there is taken again
+    try:
+        with PrivateFolder(Path(given).resolve(), make=True) as folder:
+            folder.require_private_inside()
+    except OSError as error:
+        print(f"kvbm: KVBM_BUILD_DIR={given} is not used: {error.strerror}")
+        return None
+    return Path(given).resolve()
 
 
 def find_cuda():

@@ -21,9 +21,9 @@ def blocks(language: str) -> list[str]:
 
 
 def test_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands use the files of the first example; the second example damages one."""
+    """The commands use the files of the first example; the second one damages one, the third opens one."""
     monkeypatch.chdir(tmp_path)
-    first, second = blocks("python")
+    first, second, third = blocks("python")
     names: dict[str, object] = {}
     exec(first, names)
     (shown,) = blocks("console")
@@ -35,6 +35,7 @@ def test_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             said += f"{line}\n{result.output}"
     assert said == shown
     exec(second, names)
+    exec(third, names)
 
 
 def test_the_tables_name_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

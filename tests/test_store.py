@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ SHAPE_AT, OFFSETS = ("alloc_00000", "shape"), ("alloc_00000", "data_offsets")
         *(changed(("alloc_00000", "dtype"), text) for text in ("[]", "{}", "null", "7", '"F7"')),
         *(changed(OFFSETS, text) for text in ("[0, Infinity]", "[NaN, 16]", "[0, 16.0]", "[false, 16]", '"0"', "[0]")),
         *(changed(OFFSETS, text) for text in (f"[0, {LONG}]", "[0, -1]", "16", "[0, 16, 16]", '["0", "16"]')),
-        *(changed(("__metadata__", "kvbm.num_blocks"), f'"{text}"') for text in (LONG, "-1", "1.0", "x", "", "²")),
+        *(changed(("__metadata__", "kvbm.num_blocks"), f'"{text}"') for text in (LONG, "-1", "1.0", "x", "", "²", "١", "１")),
         changed(("__metadata__", "kvbm.num_blocks"), "1"),
         *(changed(("__metadata__", "kvbm.shape"), text) for text in (json.dumps(DEEP), '"[]"', '"7"', '"{}"', "null")),
         changed(("__metadata__", "kvbm.shape"), json.dumps('{"nl": 1' + "0" * 400 + "}")),
@@ -104,6 +105,118 @@ def test_hostile_headers(tmp_path: Path, header: str | bytes) -> None:
     with pytest.raises(kvbm.BindError) as error:
         take(write(tmp_path / "in", header))
     assert str(error.value).startswith(str(tmp_path / "in")) and len(str(error.value)) < 1000
+
+
+def test_what_no_header_has_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    """Each of these is a header of megabytes of which a parser of JSON would make millions of objects."""
+    good, size = json.dumps(GOOD), 3_000_000
+    for text in (
+        "[]," * size,
+        "[" * size,
+        '{"a": [' + "[]," * size + "[]]}",
+        changed(SHAPE_AT, "[" + "1, " * size + "1]"),
+        changed(("alloc_00000",), "{" + '"a": [], ' * size + '"b": 1}'),
+        changed(("alloc_00000", "dtype"), "[" + "{}," * size + "{}]"),
+        changed(("__metadata__",), "[" + "{}," * size + "{}]"),
+        changed(("__metadata__",), "{" + '"a": "", ' * size + '"b": ""}'),
+        changed(("__metadata__", "kvbm.shape"), json.dumps("[" + "[]," * 1_000_000 + "[]]")),
+        good[:-1] + ', "x": ' + "[]" * size,
+        good[:-1] + "," * size + "}",
+        good + " " * size + "x",
+        '{"' + "\\u0041" * size + '": 1}',
+    ):
+        path = write(tmp_path / "in", text)
+        tracemalloc.start()
+        with pytest.raises(kvbm.BindError) as error:
+            take(path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(str(error.value)) < 1000 and str(error.value).startswith(str(path))
+        assert peak < 4 * len(text) + (1 << 20), "the bytes, the text and one name"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        json.dumps(GOOD)[:-1] + ', "__metadata__": {}}',
+        json.dumps(GOOD)[:-1] + ', "__meta\\u0064ata__": {"dtype": "I16", "shape": [0], "data_offsets": [16, 16]}}',
+        json.dumps(GOOD)[:-1] + ', "alloc_00000": {"dtype": "I16", "shape": [0], "data_offsets": [16, 16]}}',
+        changed(("alloc_00000",), '{"dtype": "I16", "shape": [8], "shape": [1, 1, 2, 2, 2], "data_offsets": [0, 16]}'),
+        changed(("__metadata__",), json.dumps(GOOD["__metadata__"])[:-1] + ', "kvbm.num_blocks": "1"}'),
+        changed(
+            ("__metadata__", "kvbm.shape"),
+            json.dumps('{"nl": 2, "nl": 1, "no": 2, "nh": 1, "nt": 2, "hd": 2, "dtype": "int16"}'),
+        ),
+        json.dumps(GOOD) + "{}",
+        json.dumps(GOOD)[:-1] + ",}",
+        "{,}",
+        json.dumps(GOOD).encode("utf-16"),
+        b"\xef\xbb\xbf" + json.dumps(GOOD).encode(),
+    ],
+)
+def test_headers_that_readers_understand_differently(tmp_path: Path, header: str | bytes) -> None:
+    with pytest.raises(kvbm.BindError):
+        take(write(tmp_path / "in", header))
+
+
+def test_headers_as_other_writers_write_them(tmp_path: Path) -> None:
+    """With blanks, in any order, with escapes, and with a field that is not known."""
+    tensor = '{"data_offsets" :[ 0,16 ] , "note":"x", "shape":[1,1,2 ,2,2],"dtype" : "I\\u00316"}'
+    for text in (
+        json.dumps(GOOD, indent=3),
+        "\n" + json.dumps(dict(reversed(GOOD.items()))) + "   ",
+        changed(("alloc_00000",), tensor),
+        json.dumps(GOOD | {"\ud83d\ude00": {"dtype": "I16", "shape": [0], "data_offsets": [16, 16]}}),
+    ):
+        stored = store.read(write(tmp_path / "in", text))
+        assert stored.tensors["alloc_00000"].shape == (1, 1, 2, 2, 2) and stored.num_blocks == 1
+    with_none = {"alloc_00000": GOOD["alloc_00000"]}
+    assert store.read(write(tmp_path / "in", json.dumps(with_none))).metadata == {}
+    assert store.read(write(tmp_path / "in", "{}", 0)).tensors == {}
+
+
+def test_texts_of_a_file_reach_messages_escaped(tmp_path: Path) -> None:
+    """Escape sequences, line breaks and marks of direction."""
+    evil = "x\x1b[31m\n\u202e\x9b"
+    for place in (
+        ("__metadata__", "kvbm.layout"), ("__metadata__", "kvbm.order"), ("__metadata__", "kvbm.fingerprint"),
+        ("__metadata__", "kvbm.shape"), ("__metadata__", "kvbm.num_blocks"), ("__metadata__", "kvbm.format"),
+        ("__metadata__", "kvbm.digest"), ("alloc_00000", "dtype"),
+    ):  # fmt: skip
+        path = write(tmp_path / "in", changed(place, json.dumps(evil)))
+        for call in (
+            lambda path=path: take(path),
+            lambda path=path: store.load(path),
+            lambda path=path: store.verify(path),
+            lambda path=path: store.read(path).pool(kvbm.load("nhd")),
+        ):
+            with contextlib.suppress(kvbm.KvbmError):
+                call()
+                continue
+            with pytest.raises(kvbm.KvbmError) as error:
+                call()
+            assert str(error.value).isprintable(), (place, str(error.value))
+    names = {evil: GOOD["alloc_00000"], "__metadata__": GOOD["__metadata__"]}
+    with pytest.raises(kvbm.BindError) as error:
+        take(write(tmp_path / "in", json.dumps(names)))
+    assert str(error.value).isprintable()
+
+
+def test_names_of_files_reach_the_terminal_escaped(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from kvbm.cli import main
+
+    path = tmp_path / "x\x1b[31m\u202e\x9b"
+    store.save(path, noise("nhd", FEW))
+    for words in (["verify", str(path)], ["digest", str(path)], ["convert", str(path), f"{path}2", "--to", "hnd"]):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0 and "x\\x1b[31m\\u202e\\x9b" in result.output
+        assert all(line.isprintable() for line in result.output.split("\n")), words
+    path.write_bytes(b"x")
+    for words in (["verify", str(path)], ["digest", str(path)]):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code and all(line.isprintable() for line in result.output.split("\n")), words
 
 
 VALUES = st.recursive(
@@ -207,7 +320,7 @@ def test_no_folder_is_made(tmp_path: Path) -> None:
         ({"a": 1}, "metadata: expected texts by name, got 1"),
         ({1: "a"}, "metadata: expected texts by name, got 1"),
         ({"a": "\ud800"}, "metadata: expected texts by name"),
-        ({"a": "x" * 100_000_001}, "expected a safetensors header of at most 100,000,000 bytes"),
+        ({"a": "x" * 100_000_001}, "expected texts of at most 16,777,216 characters"),
     ],
     ids=["number", "key", "half a character", "long"],
 )
@@ -546,7 +659,7 @@ def test_a_wrong_copy_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(kvbm.DigestError, match=f"Pool.* → .*out: {said}"):
         store.save(tmp_path / "out", pool, force=True)
     with pytest.raises(kvbm.DigestError, match=f"in → Pool.*: {said}"):
-        store.load(tmp_path / "in")
+        store.load(tmp_path / "in", layout=kvbm.load("hnd"))
     assert {each.name: each.stat().st_size > 4 for each in tmp_path.iterdir()} == {"in": True, "out": False}
 
 
@@ -665,6 +778,191 @@ def test_digests_of_other_blocks(tmp_path: Path) -> None:
     with store.create(tmp_path / "out", pool.layout, pool.shape, 3, digests=known) as made:
         kvbm.convert(pool, made)
     assert store.verify(tmp_path / "out") == []
+
+
+# ---- readers beside writers --------------------------------------------------------------------------------------------
+
+
+def at_call(last: int, call: Any, act: Any) -> int:
+    """Run a function, and call another one when it makes its call number `last`, of Python or of C; return the number of calls."""
+    count = 0
+
+    def step(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == last:
+            sys.setprofile(None)
+            act()
+            sys.setprofile(step)
+
+    sys.setprofile(step)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def mapped(path: Path) -> list[int]:
+    stored = store.read(path)
+    pool = stored.pool(store.layout_of(stored))
+    assert stored.digests is not None
+    found = [int(one) for one in pool.digest()]
+    assert found == stored.digests.blocks.tolist(), "header, digests and blocks of one file"
+    return found
+
+
+def reads(folder: Path) -> dict[str, Any]:
+    """Functions that read the file `in`; each returns the digests of its blocks, computed from the blocks themselves."""
+    path, out = folder / "in", folder / "out"
+
+    def converted(**options: Any) -> list[int]:
+        made = store.convert(path, out, kvbm.load("hnd"), force=True, **options)
+        return [int(one) for one in made.pool(kvbm.load("hnd")).digest()]
+
+    def verified() -> list[int]:
+        with store.read(path) as stored:
+            assert store.verify(stored) == []
+            return [int(one) for one in store.digest(stored).blocks]
+
+    return {
+        "load": lambda: [int(one) for one in store.load(path).digest()],
+        "load, not compared": lambda: [int(one) for one in store.load(path, verify=False).digest()],
+        "load in another layout": lambda: [int(one) for one in store.load(path, layout=kvbm.load("hnd"), verify=False).digest()],
+        "convert": converted,
+        "convert, not compared": lambda: converted(verify=False),
+        "verify": verified,
+        "digest": lambda: [int(one) for one in store.digest(path).blocks],
+        "mapped": lambda: mapped(path),
+    }
+
+
+@pytest.mark.slow
+def test_a_file_that_is_replaced_at_any_step_is_the_old_or_the_new_one(tmp_path: Path) -> None:
+    """The two have other numbers of blocks, so that a header of one on bytes of the other has other places."""
+    other = "nl=3,no=2,nh=1,nt=4,hd=8,dtype=float16"
+    pools = [noise("nhd", other), noise("universal", FEW)]
+    wanted = [[int(one) for one in pool.digest()] for pool in pools]
+    for number, pool in enumerate(pools):
+        store.save(tmp_path / f"kept{number}", pool)
+
+    def put(number: int) -> None:
+        (tmp_path / "next").unlink(missing_ok=True)
+        os.link(tmp_path / f"kept{number}", tmp_path / "next")
+        (tmp_path / "next").replace(tmp_path / "in")
+
+    seen = set()
+    for name, call in reads(tmp_path).items():
+        put(0)
+        calls = at_call(-1, call, None)
+        for last in range(1, calls, max(1, calls // 60)):
+            put(0)
+            found: list[Any] = []
+            at_call(last, lambda call=call, found=found: found.append(call()), lambda: put(1))
+            assert found[0] in wanted, (name, last)
+            seen.add((name, wanted.index(found[0])))
+    assert len(seen) == 2 * len(reads(tmp_path)), "each was seen"
+
+
+@pytest.mark.slow
+def test_a_file_that_is_cut_at_any_step_is_an_error(tmp_path: Path) -> None:
+    """A mapped one would end the process."""
+    pool = noise("vllm/LBHNC", "nl=8,no=2,nh=4,nt=16,hd=64,dtype=float16")
+    wanted = [int(one) for one in pool.digest()]
+    store.save(tmp_path / "kept", pool)
+    whole = (tmp_path / "kept").read_bytes()
+    calls_ = {name: call for name, call in reads(tmp_path).items() if name != "mapped"}
+    refused = 0
+    for name, call in calls_.items():
+        (tmp_path / "in").write_bytes(whole)
+        calls = at_call(-1, call, None)
+        for last in range(1, calls, max(1, calls // 40)):
+            (tmp_path / "in").write_bytes(whole)
+            found: list[Any] = []
+
+            size = (1 << 13) + last * 4096 % len(whole)
+            try:
+                at_call(
+                    last,
+                    lambda call=call, found=found: found.append(call()),
+                    lambda size=size: os.truncate(tmp_path / "in", size),
+                )
+            except kvbm.BindError as error:
+                refused += 1
+                assert str(error).startswith(str(tmp_path / "in")), (name, last)
+            else:
+                assert found == [wanted], (name, last)
+    assert refused > 10
+
+
+def test_what_is_open_stays_the_file_that_it_is(tmp_path: Path) -> None:
+    """Header, digests and blocks, by each function that takes it."""
+    old, new = noise("nhd", FEW), noise("universal", "nl=1,no=2,nh=1,nt=2,hd=8,dtype=float16")
+    store.save(tmp_path / "in", old)
+    with store.read(tmp_path / "in") as stored:
+        store.save(tmp_path / "in", new, force=True)
+        assert store.verify(stored) == [] and same(store.digest(stored), store.Digests.of(old))
+        assert (store.load(stored).digest() == old.digest()).all()
+        assert (stored.pool(old.layout).digest() == old.digest()).all()
+        assert same(stored.digests, store.Digests.of(old))
+        made = store.convert(stored, tmp_path / "out", old.layout)
+        store.save(tmp_path / "out", new, force=True)
+        assert made.shape == old.shape and (store.load(made).digest() == old.digest()).all()
+        with pytest.raises(kvbm.BindError, match="in: the file has digests"):
+            store.add_digests(stored)
+    with pytest.raises(kvbm.BindError, match="in is closed; expected an open file"):
+        store.load(stored)
+
+
+def test_digests_are_not_added_to_a_file_that_has_gone(tmp_path: Path) -> None:
+    """The new file would be replaced by the old blocks."""
+    store.save(tmp_path / "in", noise("nhd", FEW), digests=False)
+
+    def replace(*_: int) -> None:
+        store.save(tmp_path / "in", new, force=True)
+
+    new = noise("universal", FEW)
+    with pytest.raises(kvbm.BindError, match="in: another file took its place while it was converted; the new file is kept"):
+        store.add_digests(tmp_path / "in", progress=replace)
+    assert (store.load(tmp_path / "in").digest() == new.digest()).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 1 << 30])
+def test_blocks_that_are_read_are_those_that_are_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Of every shipped layout, in any order of blocks."""
+    from kvbm.store import blocks, reading
+
+    monkeypatch.setattr(blocks, "_STEP_BYTES", step)
+    monkeypatch.setattr(reading, "_PIECE_BYTES", 1000)
+    done = 0
+    for layout in kvbm.spec.load_dir(kvbm.spec.layouts_dir()):
+        for text in (
+            "nl=2,no=2,nh=4,nt=16,hd=32,dtype=bfloat16", "nl=2,no=1,nh=1,nt=64,hd=576,dtype=bfloat16",
+            "nl=2,no=1,nh=1,nt=64,hd=512,dtype=float8_e4m3fn", "nl=2,no=2,nh=4,nt=16,hd=64,dtype=float4_e2m1fn",
+        ):  # fmt: skip
+            try:
+                pool = kvbm.Pool.allocate(layout, kvbm.load_shape(text), 5)
+            except kvbm.KvbmError:
+                continue
+            for seed, array in enumerate(pool.arrays):
+                bits = np.random.default_rng(seed).integers(0, 255, (*array.shape, array.itemsize), np.uint8)
+                array[...] = bits.view(array.dtype)[..., 0]
+            store.save(tmp_path / "in", pool, digests=False, force=True)
+            for ids in ([0, 1, 2, 3, 4], [3, 1, 2, 4], [2]):
+                got = store.load(tmp_path / "in", ids, src_layout=layout, verify=False)
+                want = kvbm.Pool.allocate(layout, pool.shape, len(ids))
+                kvbm.convert(pool, want, ids, range(len(ids)))
+                if pool.nbytes == pool.num_blocks * pool.resolved.block_bytes:
+                    for one, other in zip(got.arrays, want.arrays, strict=True):
+                        assert one.tobytes() == other.tobytes(), (layout.name, text, ids)
+                if store.digests.Kinds.of(pool.resolved).blocks:
+                    assert (got.digest() == pool.digest(ids)).all(), (layout.name, text, ids)
+            done += 1
+            break
+    assert done > 100
 
 
 # ---- whole, or not at all ----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -256,6 +257,65 @@ def test_files_that_are_not_what_was_stored(tmp_path: Path, damage: str) -> None
     assert not file.exists() and not tier.holds(NAMES[3])
     stored(tmp_path, 2)
     assert loaded(tier)[0].good.all()
+
+
+def test_digits_of_other_scripts_are_no_digests(tmp_path: Path) -> None:
+    """`int` takes them, and signs and underscores."""
+    tier = stored(tmp_path, 1)
+    file = tier.home(NAMES[3]) / "heads-0-3.safetensors"
+    words = store.read(file).metadata["tier.digests"].split(" ")
+    arabic = [word.translate({ord("0") + at: 0x660 + at for at in range(10)}) for word in words]
+    for strange in (arabic, [f"+{word}" for word in words], [f"{word[0]}_{word[1:]}" for word in words], ["0" * 500] * 4):
+        edited("tier.digests", " ".join(strange))(file, tier)
+        before = file.read_bytes()
+        with pytest.raises(BindError, match=r"tier.digests: expected 4"):
+            tier.open(NAMES[3], Part(0, 4))
+        assert not file.exists(), "it is removed"
+        file.write_bytes(before)
+
+
+def test_a_file_that_is_replaced_at_any_step_is_a_hit(tmp_path: Path) -> None:
+    """A rank that has the same unit writes it again; here with other numbers, so that a mixture shows."""
+    pool = blocks()
+    tiers_ = [stored(tmp_path / "0", 1), KvbmTier(tmp_path / "1", CONTENT, 1 << 30)]
+    for array in pool.arrays:
+        array[...] = -array
+    assert moved(shelf(pool), pool, tiers_[1], "write").good.all()
+    files = [tier.home(NAMES[3]) / "heads-0-3.safetensors" for tier in tiers_]
+    place, texts = files[0], [file.read_bytes() for file in files]
+    wanted = [float(element(0, 0, 0, 12, 0)), -float(element(0, 0, 0, 12, 0))]
+    into = blocks(empty=True)
+    reader, seen = shelf(into), set()
+
+    def put(number: int) -> None:
+        (tmp_path / "next").write_bytes(texts[number])
+        (tmp_path / "next").replace(place)
+
+    def read(last: int) -> int:
+        put(0)
+        count = 0
+
+        def step(*_: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == last:
+                sys.setprofile(None)
+                put(1)
+                sys.setprofile(step)
+
+        sys.setprofile(step)
+        try:
+            done = moved(reader, into, tiers_[0], "read", slice(3, 4))
+        finally:
+            sys.setprofile(None)
+        assert done.good.all(), (last, done.why)
+        assert len({bool(x) for x in (into.arrays[3] < 0).reshape(-1)}) == 1
+        seen.add(wanted.index(float(into.arrays[3].reshape(-1)[0])))
+        return count
+
+    for last in range(1, read(-1), 9):
+        read(last)
+    assert seen == {0, 1} and place.exists()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")

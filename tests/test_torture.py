@@ -20,8 +20,8 @@ TOOL = Path(__file__).resolve().parents[1] / "tools" / "torture.py"
 #: Rounds of a kind.
 ROUNDS = {
     ("host", "copies"): 30, ("host", "reshards"): 30, ("host", "flips"): 20, ("host", "threads"): 20, ("host", "kills"): 2,
-    ("host", "full disk"): 8, ("host", "host memory"): 1, ("fake", "copies"): 20, ("fake", "flips"): 30, ("fake", "threads"): 20,
-    ("fake", "device memory"): 4, ("fake", "calls"): 1,
+    ("host", "readers"): 5, ("host", "full disk"): 8, ("host", "host memory"): 1, ("fake", "copies"): 20, ("fake", "flips"): 30,
+    ("fake", "threads"): 20, ("fake", "device memory"): 4, ("fake", "calls"): 1,
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import functools
 import gc
 import hashlib
 import math
@@ -1009,6 +1010,165 @@ def _on_small_disk(rng: random.Random) -> str:
             libc.umount2(name.encode(), 2)
 
 
+# ---- readers beside writers ------------------------------------------------------------------------------------------
+
+
+#: Of the files, and of what is read.
+LAYOUTS = ("universal", "nhd", "vllm/LBHNC", "vllm/flash_attn_nhd")
+GENERATIONS = range(1, 60)
+
+
+class Generation(NamedTuple):
+    """A state of a file.  Its number determines layout, sizes, and one number in all elements of a block."""
+
+    number: int
+
+    @property
+    def layout(self) -> str:
+        return LAYOUTS[self.number % len(LAYOUTS)]
+
+    @property
+    def shape(self) -> BlockShape:
+        rng = random.Random(self.number)
+        return BlockShape(nl=rng.randint(1, 3), no=2, nh=rng.choice((1, 2)), nt=rng.choice((4, 16)), hd=16, dtype="int32")
+
+    @property
+    def blocks(self) -> int:
+        return random.Random(-self.number).randint(1, 24)
+
+    def value(self, block: int) -> int:
+        return self.number * 32 + block + 1
+
+    def pool(self) -> Pool:
+        pool = Pool.allocate(kvbm.load(self.layout), self.shape, self.blocks)
+        for block in range(self.blocks):
+            for part in parts_of(pool, self.layout, block):
+                part[...] = self.value(block)
+        return pool
+
+
+def parts_of(pool: Pool, layout: str, block: int) -> list[np.ndarray]:
+    """The elements of a block, from the orders of these layouts in their files."""
+    each = {"universal": 1, "nhd": 2 * pool.shape.nl}.get(layout)
+    if each is not None:
+        return list(pool.arrays[block * each : (block + 1) * each])
+    return [array[:, block] for array in pool.arrays]
+
+
+@cache
+def known_digests() -> list[list[int]]:
+    """Of all generations, as in memory."""
+    return [[int(one) for one in Generation(number).pool().digest()] for number in GENERATIONS]
+
+
+def require_one_generation(pool: Pool, layout: str, ids: Sequence[int] | None = None) -> int:
+    """All elements of a pool must be those of one generation, with its sizes; return its number."""
+    values = [{int(one) for part in parts_of(pool, layout, row) for one in np.unique(part)} for row in range(pool.num_blocks)]
+    assert all(len(of) == 1 for of in values), f"a block is a mixture: {values}"
+    found = [value for of in values for value in of]
+    of = Generation((found[0] - 1) // 32)
+    wanted = [of.value(block) for block in (range(of.blocks) if ids is None else ids)]
+    assert found == wanted and pool.shape == of.shape, f"{found} {pool.shape}, expected {of}: {wanted} {of.shape}"
+    return of.number
+
+
+def readers(rng: random.Random, device: str) -> Found:
+    """Files are read while another process replaces, removes or cuts them, and is killed.  What is read is of one generation."""
+    fault = rng.choice(("replace", "replace", "remove", "cut", "kill"))
+    found: Found = Counter()
+    with tempfile.TemporaryDirectory(prefix="kvbm-torture-") as name:
+        folder = Path(name)
+        path = folder / "in"
+        store.save(path, Generation(1).pool())
+        children: list[int] = []
+        end = time.monotonic() + 1.5
+        try:
+            children += [_start(functools.partial(_write_generations, path, rng.getrandbits(32), fault)) for _ in range(2)]
+            while time.monotonic() < end:
+                if fault == "kill" and rng.random() < 0.2:
+                    child = children.pop(0)
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    children.append(_start(functools.partial(_write_generations, path, rng.getrandbits(32), fault)))
+                found["injected"] += 1
+                try:
+                    _read_generation(rng, path, fault)
+                    found["done"] += 1
+                except FileNotFoundError:
+                    assert fault in ("remove", "cut"), "a file that is only replaced is always there"
+                    found["stated error"] += 1
+                except kvbm.BindError as error:
+                    assert fault == "cut" and "in: " in str(error), error
+                    found["stated error"] += 1
+                except DigestError as error:  # a page of a file that is cut is zeros before the read ends
+                    assert fault == "cut", error
+                    found["stated error"] += 1
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        left = {one.name for one in folder.iterdir()} - {"in", "out"}
+        assert all(one.startswith(LEFT) for one in left), f"left behind: {left}"
+        store.save(path, Generation(2).pool(), force=True)
+        assert store.verify(path) == [] and require_one_generation(store.load(path), Generation(2).layout) == 2
+    return found
+
+
+def _start(call: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+        finally:
+            os._exit(1)
+    return child
+
+
+def _write_generations(path: Path, seed: int, fault: str) -> None:
+    """Until the process is killed."""
+    rng = random.Random(seed)
+    pools = [(number, Generation(number).pool()) for number in rng.sample(GENERATIONS, 6)]
+    while True:
+        _, pool = rng.choice(pools)
+        what = rng.random()
+        with contextlib.suppress(KvbmError, OSError):  # the other writer was faster
+            if what < 0.7:
+                store.save(path, pool, force=True)
+            elif what < 0.8:
+                store.save(path, pool, digests=False, force=True)
+                store.add_digests(path)
+            elif fault == "remove":
+                path.unlink(missing_ok=True)
+            elif fault == "cut" and path.exists():
+                os.truncate(path, rng.randrange(path.stat().st_size))
+            else:
+                store.save(path, pool, force=True)
+
+
+def _read_generation(rng: random.Random, path: Path, fault: str) -> None:
+    """Read the file in some way, and judge it."""
+    what = rng.choice(("load", "some", "other", "bare", "convert", "verify", "digest", *(["map"] if fault != "cut" else [])))
+    with store.read(path) if rng.random() < 0.5 else contextlib.nullcontext(path) as given:
+        if what == "map":
+            stored = given if isinstance(given, store.Stored) else store.read(given)
+            require_one_generation(stored.pool(store.layout_of(stored)), str(stored.layout_name))
+        elif what == "some":
+            require_one_generation(store.load(given, [0], layout="universal"), "universal", [0])
+        elif what == "convert":
+            made = store.convert(given, path.with_name("out"), "universal", force=True)
+            require_one_generation(store.load(made), "universal")
+        elif what == "verify":
+            stored = given if isinstance(given, store.Stored) else store.read(given)
+            assert stored.digests is None or store.verify(stored) == []
+        elif what == "digest":
+            found = store.digest(given).blocks.tolist()
+            assert found in known_digests(), f"not of one generation: {found}"
+        else:
+            layout = rng.choice(LAYOUTS) if what != "load" else None
+            pool = store.load(given, layout=layout, verify=what != "bare")
+            require_one_generation(pool, layout or pool.layout.name)
+
+
 # ---- memory of the host ----------------------------------------------------------------------------------------------
 
 
@@ -1101,6 +1261,7 @@ KINDS = {
     "flips": Kind(flips, ("host", "fake", "cuda"), 10, 4),
     "threads": Kind(threads, ("host", "fake", "cuda"), 10, 2),
     "kills": Kind(kills, ("host",), 1, 2),
+    "readers": Kind(readers, ("host",), 1, 2),
     "full disk": Kind(full_disk, ("host",), 1, 1),
     "host memory": Kind(host_memory, ("host",), 1, 1),
     "device memory": Kind(device_memory, ("fake", "cuda"), 1, 1),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import spec
-from .errors import BuildError, KvbmError, LayoutError
+from .errors import BuildError, KvbmError, LayoutError, printable
 from .shapes import LIMIT, load_shape, shape_names
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def print_error(error: Exception) -> None:
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror and not isinstance(error, KvbmError):
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
+    shown = "\n".join(printable(line, 10_000) for line in text.split("\n"))  # names of files may hold anything
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {shown}", err=True)
     if isinstance(error, BuildError):
         for extra in filter(None, (error.command, error.log)):
             click.echo(extra, err=True)

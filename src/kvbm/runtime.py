@@ -13,7 +13,6 @@ digest.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
 import json
@@ -31,6 +30,7 @@ from .codegen import cuda_dir, source
 from .errors import BuildError
 from .locks import Lock
 from .nest import Kernel, parse_kernel
+from .private import PrivateFolder
 
 __all__ = ["Compiler", "Origin", "cubin", "find", "folder", "is_known_kind", "kernel", "origin", "why_not"]
 
@@ -47,6 +47,8 @@ PERMANENT = (
 _MAGIC = b"kvbm-cubin-1\n"
 _KEY = _DIGEST = 32
 _ELF, _EM_CUDA = b"\x7fELF", 190
+#: Bytes of a cache file, and of the note of a compiler, at most.
+_MOST_BYTES, _MOST_NOTE = 64 << 20, 1 << 16
 
 #: Options for NVRTC, without the architecture.  All that changes the result is part of the key.
 _OPTIONS: dict[str, Any] = {"std": "c++17", "device_as_default_execution_space": True}
@@ -198,8 +200,9 @@ def _remember(found: Compiler) -> None:
 
 def _remembered() -> Compiler | None:
     try:
-        _require_private(folder())
-        data = json.loads(_note().read_bytes())
+        note = _note()
+        with PrivateFolder(note.parent) as private:
+            data = json.loads(private.read(note.name, _MOST_NOTE))
         stat = Path(data["path"]).stat()
         if (stat.st_size, stat.st_mtime_ns) != (data["size"], data["mtime"]):
             return None
@@ -255,12 +258,10 @@ def _read(path: Path, key: bytes) -> bytes | None:
         The file cannot be read.
     """
     try:
-        _require_private(path.parent)
-        data, exposed = path.read_bytes(), _exposed(path)
+        with PrivateFolder(path.parent) as private:
+            data = private.read(path.name, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if exposed:
-        raise ValueError(exposed)
     head = len(_MAGIC)
     if not data.startswith(_MAGIC):
         raise ValueError("it is no cache file of kvbm")
@@ -273,27 +274,6 @@ def _read(path: Path, key: bytes) -> bytes | None:
     return cubin
 
 
-def _exposed(path: Path) -> str:
-    """Why another user (except root) could have written a folder or file; empty if none could.
-
-    A digest proves that a file is complete, not who wrote it.
-    """
-    stat = path.stat()
-    if stat.st_uid not in (os.geteuid(), 0):
-        why = f"belongs to user {stat.st_uid}, and this process runs as user {os.geteuid()}"
-    elif stat.st_mode & 0o022:
-        why = f"can be written by others (mode {stat.st_mode & 0o7777:o}; if all in it is yours: chmod go-w)"
-    else:
-        return ""
-    return f"{path.name} {why}: code from there is not run"
-
-
-def _require_private(folder: Path) -> None:
-    """Raise PermissionError for a folder that others could write: its code is executed."""
-    if why := _exposed(folder):
-        raise PermissionError(errno.EPERM, why)
-
-
 def _require_cubin(cubin: bytes) -> None:
     if cubin[:4] != _ELF or int.from_bytes(cubin[18:20], "little") != _EM_CUDA:
         raise ValueError("it holds no code for a GPU")
@@ -301,10 +281,8 @@ def _require_cubin(cubin: bytes) -> None:
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file atomically.  If two processes write it, the last one wins.  The folder is private: its code is executed."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _require_private(path.parent)
-    with cache.replacing(path, mode=0o600) as part:
-        part.write_bytes(data)
+    with PrivateFolder(path.parent, make=True) as private:
+        private.write(path.name, data)
 
 
 def cubin(name: str, capability: int) -> tuple[bytes, Origin]:

@@ -10,7 +10,9 @@ import functools
 import json
 import logging
 import math
+import os
 import re
+import stat
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +51,9 @@ _UNIT, _LONG_RUN = 1e-3, 256 << 10  # for a fit: scale of exposed bytes; runs wi
 
 _MOST_ENTRIES = 8  # the limit of a `_core.Route`
 _MOST_PAIRS = 1 << 20
+
+#: Limits for a file: characters, bytes of a batch, and seconds of a measurement.
+_MOST_TEXT, _MOST_TOTAL, _SECONDS = 1 << 20, 1 << 50, (1e-9, 1e6)
 
 
 class Way(NamedTuple):
@@ -361,12 +366,25 @@ def load(gpu: str, driver: str) -> Table | None:
     where = None
     try:
         where = path(gpu, driver)
-        return _parsed(where.read_text(encoding="utf-8"), gpu, driver)
+        with os.fdopen(_opened(where), encoding="utf-8") as file:
+            text = file.read(_MOST_TEXT + 1)
+        if len(text) > _MOST_TEXT:
+            raise ValueError(f"expected at most {_MOST_TEXT:,} characters")
+        return _parsed(text, gpu, driver)
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home; nested beyond all measure
         _log.warning("kvbm: %s is ignored; `kvbm tune` remakes it: %s", where or "the cache folder", reason(error))
         return None
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a regular file; a FIFO would wait for its writer."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise ValueError("expected a regular file")
+    return number
 
 
 def _parsed(text: str, gpu: str, driver: str) -> Table:
@@ -375,18 +393,19 @@ def _parsed(text: str, gpu: str, driver: str) -> Table:
         raise ValueError(f"expected an object, got {type(data).__name__}")
     for key, expected in (("version", VERSION), ("gpu", gpu), ("driver", driver)):
         if data.get(key) != expected:
-            raise ValueError(f"{key}: expected {expected!r}, got {data.get(key)!r}")
+            raise ValueError(f"{key}: expected {expected!r}, got {data.get(key)!r:.100}")
     date, kvbm, rows = data.get("date"), data.get("kvbm"), data.get("rows")
-    if not (isinstance(date, str) and isinstance(kvbm, str) and isinstance(rows, list) and rows):
+    texts = all(isinstance(one, str) and one.isprintable() and len(one) < 100 for one in (date, kvbm))
+    if not (texts and isinstance(rows, list) and rows):
         raise ValueError("expected a date, the version of kvbm and rows")
-    return Table(gpu, driver, date, kvbm, tuple(_parsed_row(i, row) for i, row in enumerate(rows)))
+    return Table(gpu, driver, str(date), str(kvbm), tuple(_parsed_row(i, row) for i, row in enumerate(rows)))
 
 
 def _parsed_row(index: int, given: Any) -> Row:
     match given:
         case [str(direction), str(strategy), int(run), int(block), int(total), float(seconds)]:
             known = direction in DIRECTIONS and strategy in STRATEGIES
-            if known and 0 < run <= block <= total and 0 < seconds < math.inf:
+            if known and 0 < run <= block <= total < _MOST_TOTAL and _SECONDS[0] < seconds < _SECONDS[1]:
                 return Row(direction, strategy, run, block, total, seconds)
     raise ValueError(f"rows[{index}]: expected {', '.join(Row._fields)}, got {given!r:.100}")
 
@@ -410,6 +429,7 @@ def save(table: Table) -> Path:
     }
     rows = ",\n".join(f"  {json.dumps(row)}" for row in table.rows)
     text = f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
+    where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # private, as the folder of compiled kernels below it
     with cache.replacing(where, mode=0o600) as part:
         part.write_text(text, encoding="utf-8")
     return where

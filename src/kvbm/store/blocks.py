@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _core, spec
-from ..errors import BindError, DigestError
+from ..errors import BindError, DigestError, printable
 from ..layout import Layout
 from ..pool import Pool
 from ..streams import framework_of, framework_stream
@@ -18,7 +18,8 @@ from ..transfer import convert as convert_blocks
 from .arguments import FLAG, PROGRESS, Kind, blocks_of, path_of, require
 from .arguments import layout_of as given_layout
 from .digests import DIGEST, Damage, Digests, Kinds, damages
-from .file import Stored, create, read
+from .file import Stored, create, made, opened, read
+from .reading import Source
 
 if TYPE_CHECKING:
     from ..shapes import BlockShape
@@ -28,6 +29,9 @@ __all__ = ["add_digests", "convert", "digest", "layout_of", "load", "save", "ver
 _STEP_BYTES = 64 << 20  # between two reports of progress
 
 _Path = str | os.PathLike[str]
+
+#: A file: its path, or what `read` returns.
+_File = _Path | Stored
 
 #: A layout, or its name or file.
 _Layout = Layout | str | Path
@@ -66,18 +70,57 @@ def layout_of(stored: Stored) -> Layout:
         )
     if (layout := spec.load_shipped(name)) is None:
         raise BindError(
-            f"{stored.path}: the file is in layout {name!r:.200} ({stored.metadata.get('kvbm.order', '?'):.200}), which is not a "
-            "shipped layout: pass its .yaml file (--from; src_layout=FILE)"
+            f"{stored.path}: the file is in layout {name!r:.200} ({printable(stored.metadata.get('kvbm.order', '?'))}), which is "
+            "not a shipped layout: pass its .yaml file (--from; src_layout=FILE)"
         )
     return layout
 
 
 def _open(
-    path: _Path, src_layout: _Layout | None, shape: BlockShape | str | None = None, num_blocks: int | None = None
-) -> tuple[Stored, Pool]:
-    given = None if src_layout is None else given_layout("src_layout", src_layout)
-    stored = read(path)
-    return stored, stored.pool(given or layout_of(stored), shape, num_blocks)
+    given: _File, src_layout: _Layout | None, shape: BlockShape | str | None = None, num_blocks: int | None = None,
+    name: str = "path",
+) -> tuple[Stored, _Reader]:  # fmt: skip
+    layout = None if src_layout is None else given_layout("src_layout", src_layout)
+    stored = given if isinstance(given, Stored) else read(path_of(name, given))
+    return stored, _Reader(stored.source(layout or layout_of(stored), shape, num_blocks))
+
+
+class _Reader:
+    """Some blocks of a file in memory, in the file's layout.
+
+    Attributes
+    ----------
+    pool : Pool
+        The memory.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.step = max(1, min(_STEP_BYTES // source.resolved.block_bytes, source.num_blocks))
+        is_alike = source.same_inside(source.layout.resolve(source.shape, self.step))
+        self._all = not is_alike  # else block ids are those of the file; memory that is not touched costs nothing
+        self._pool: Pool | None = None
+
+    @property
+    def pool(self) -> Pool:
+        if self._pool is None:
+            self._pool = Pool.allocate(
+                self.source.layout, self.source.shape, self.source.num_blocks if self._all else self.step
+            )
+        return self._pool
+
+    def read(self, ids: Sequence[int]) -> Sequence[int]:
+        """Read at most `step` blocks; return their ids in `pool`."""
+        rows = ids if self._all else range(len(ids))
+        self.source.fill(self.pool, ids, rows)
+        return list(rows)
+
+    def reads_into(self, pool: Pool) -> bool:
+        """True if the file's blocks are those of a pool byte by byte."""
+        source = self.source
+        return pool.device == "cpu" and (pool.layout, pool.shape) == (source.layout, source.shape) and (
+            source.same_inside(pool.resolved)
+        )
 
 
 def _chosen(title: object, blocks: Sequence[int] | None, num_blocks: int) -> Sequence[int]:
@@ -90,10 +133,9 @@ def _chosen(title: object, blocks: Sequence[int] | None, num_blocks: int) -> Seq
     return found
 
 
-def _steps(pool: Pool, count: int, progress: Progress | None) -> Iterator[range]:
-    """Rows of `count` blocks in steps.  `progress` is called after each step."""
-    each = pool.resolved.block_bytes
-    step = _step(pool, count)
+def _steps(each: int, count: int, progress: Progress | None) -> Iterator[range]:
+    """Rows of `count` blocks of `each` bytes in steps.  `progress` is called after each step."""
+    step = _step(each, count)
     for first in range(0, count, step):
         rows = range(first, min(first + step, count))
         yield rows
@@ -101,8 +143,8 @@ def _steps(pool: Pool, count: int, progress: Progress | None) -> Iterator[range]
             progress(rows.stop * each, count * each)
 
 
-def _step(pool: Pool, count: int) -> int:
-    return max(1, min(_STEP_BYTES // pool.resolved.block_bytes, count))
+def _step(each: int, count: int) -> int:
+    return max(1, min(_STEP_BYTES // each, count))
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
@@ -115,6 +157,12 @@ class _Side(NamedTuple):
     title: str  # its name in messages, such as the path of a file
     names: Sequence[int]  # block numbers, by row
     known: Digests | None = None  # stored digests of its blocks, by row
+    reader: _Reader | None = None  # fills the pool, if this is a file
+    direct: bool = False  # the reader fills the other side
+
+    def blocks(self, names: Sequence[int]) -> Sequence[int]:
+        """Ids of some blocks in the pool; of a file, they are read first."""
+        return names if self.reader is None else self.reader.read(names)
 
     def stream(self, given: Any = None) -> Any:
         """The stream for work on this side; None on the CPU, where a given stream raises `BindError`."""
@@ -174,15 +222,20 @@ def _copy(
     """
     # The source is digested if the destination's layout has no digests.
     judged = next((side for side in (dst, src) if Kinds.of(side.pool.resolved).blocks), None)
-    for at in _steps(src.pool, len(src.names), progress):
-        ids = [src.names[row] for row in at]
+    for at in _steps(src.pool.resolved.block_bytes, len(src.names), progress):
+        names = [src.names[row] for row in at]
+        is_direct = src.direct and (src.known is not None or rows is None)
+        ids = names if is_direct else src.blocks(names)
         known = None
         if src.known is not None:
             known = src.known.take(at)
         elif rows is not None:
             known = Digests.of(src.pool, ids, kinds=rows.kinds, stream=src.stream(stream))
             rows.put(at, known)
-        move(ids, list(at))
+        if is_direct and src.reader is not None:
+            src.reader.source.fill(dst.pool, names, at)
+        else:
+            move(ids, list(at))
         if not verify or known is None or judged is None:
             continue
         there = (ids, src.stream(stream)) if judged is src else (list(at), dst.stream())
@@ -197,7 +250,7 @@ def _refuse(src: _Side, dst: _Side, known: Digests, rows: Sequence[int], stream:
     names = [src.names[row] for row in rows]
     title, found = src.title, []
     if src.known is not None and Kinds.of(src.pool.resolved).blocks:
-        found = damages(known, src.pool, names, stream=src.stream(stream))
+        found = damages(known, src.pool, src.blocks(names), names, src.stream(stream))
     if not found:
         title, found = f"{src.title} → {dst.title}", damages(known, dst.pool, rows, names, dst.stream())
     if not found:  # memory or disk returned other bytes the second time
@@ -279,12 +332,12 @@ def save(
     ) as made:
         src, dst = _Side(pool, repr(pool), names), _Side(made, str(path), range(len(names)))
         own = src.stream(stream)
-        move = _mover(pool, made, _step(pool, len(names)), own)
+        move = _mover(pool, made, _step(pool.resolved.block_bytes, len(names)), own)
         _copy(src, dst, move, rows=rows, verify=digests, stream=own, progress=progress)
 
 
 def load(
-    path: _Path,
+    path: _File,
     ids: Sequence[int] | None = None,
     *,
     layout: _Layout | None = None,
@@ -299,8 +352,8 @@ def load(
 
     Parameters
     ----------
-    path : path
-        The file.
+    path : path or Stored
+        The file, or what `read` returned for it.
     ids : sequence of int, optional
         Blocks of the file.  They become blocks ``0, 1, 2, …`` of the pool.  Default: all.
     layout : Layout, str or Path, optional
@@ -326,7 +379,7 @@ def load(
     DigestError
         A block has changed.  The message names file, block, layers and tokens.
     BindError
-        The path is not a file of blocks, or an id is out of range.
+        The path is not a file of blocks, an id is out of range, or another program has cut the file while it was read.
 
     Examples
     --------
@@ -335,18 +388,20 @@ def load(
     require(PROGRESS, progress=progress, optional=True)
     require(FLAG, verify=verify)
     wanted = None if layout is None else given_layout("layout", layout)
-    stored, mapped = _open(path, src_layout, shape, num_blocks)
-    names = _chosen(stored.path, ids, mapped.num_blocks)
-    pool = Pool.allocate(wanted or mapped.layout, mapped.shape, len(names), device)
+    stored, reader = _open(path, src_layout, shape, num_blocks)
+    source = reader.source
+    names = _chosen(stored.path, ids, source.num_blocks)
+    pool = Pool.allocate(wanted or source.layout, source.shape, len(names), device)
     known = _digests_of(stored, names) if verify else None
-    src, dst = _Side(mapped, str(stored.path), names, known), _Side(pool, repr(pool), range(len(names)))
-    move = _mover(mapped, pool, _step(mapped, len(names)), dst.stream())
+    src = _Side(reader.pool, str(stored.path), names, known, reader, reader.reads_into(pool))
+    dst = _Side(pool, repr(pool), range(len(names)))
+    move = _mover(reader.pool, pool, _step(source.resolved.block_bytes, len(names)), dst.stream())
     _copy(src, dst, move, verify=verify, progress=progress)
     return pool
 
 
 def convert(
-    src: _Path,
+    src: _File,
     dst: _Path,
     layout: _Layout,
     ids: Sequence[int] | None = None,
@@ -363,8 +418,10 @@ def convert(
 
     Parameters
     ----------
-    src, dst : path
-        Source and destination; both are memory-mapped.  They may be the same file if `force` is True.
+    src : path or Stored
+        The source, or what `read` returned for it.  Some blocks at a time are read.
+    dst : path
+        The destination.  It may be the source if `force` is True.
     layout : Layout, str or Path
         Layout of `dst`, its name, or the path of its file.
     ids : sequence of int, optional
@@ -393,23 +450,27 @@ def convert(
     BindError, PlanError, FileExistsError, OSError
         As for `load` and `save`.
     """
-    src, dst = path_of("src", src), path_of("dst", dst)
+    dst = path_of("dst", dst)
     layout = given_layout("layout", layout)
     require(PROGRESS, progress=progress, optional=True)
     require(FLAG, verify=verify)
-    stored, mapped = _open(src, src_layout, shape, num_blocks)
-    names = _chosen(stored.path, ids, mapped.num_blocks)
+    stored, reader = _open(src, src_layout, shape, num_blocks, "src")
+    source, is_in_place = reader.source, stored.file.is_at(dst)
+    names = _chosen(stored.path, ids, source.num_blocks)
     known = _digests_of(stored, names) if verify or stored.metadata.get("kvbm.digest") == DIGEST else None
-    kinds = Kinds.of(mapped.resolved)
-    rows = Digests.zeros(mapped.shape, len(names), kinds) if verify and known is None and kinds.blocks else None
-    has_digests = Kinds.of(layout.resolve(mapped.shape, len(names))).blocks
+    kinds = Kinds.of(source.resolved)
+    rows = Digests.zeros(source.shape, len(names), kinds) if verify and known is None and kinds.blocks else None
+    has_digests = Kinds.of(layout.resolve(source.shape, len(names))).blocks
     write = (has_digests and (known or rows)) or False
-    step = _step(mapped, len(names))
-    with create(dst, layout, mapped.shape, len(names), digests=write, metadata=stored.metadata, force=force) as made:
-        sides = _Side(mapped, str(stored.path), names, known), _Side(made, str(dst), range(len(names)))
-        move = _mover(mapped, made, step) if str(device) == "cpu" else _by_way_of(device, mapped, made, step)
+    step = _step(source.resolved.block_bytes, len(names))
+    with made(dst, layout, source.shape, len(names), digests=write, metadata=stored.metadata, force=force) as (into, file):
+        sides = _Side(reader.pool, str(stored.path), names, known, reader), _Side(into, str(dst), range(len(names)))
+        on_gpu = str(device) != "cpu"
+        move = _by_way_of(device, reader.pool, into, step) if on_gpu else _mover(reader.pool, into, step)
         _copy(*sides, move, rows=rows, verify=verify, progress=progress)
-    return read(dst)
+        if is_in_place and not stored.file.is_at(dst):
+            raise BindError(f"{dst}: another file took its place while it was converted; the new file is kept: convert it again")
+    return opened(file)
 
 
 def _by_way_of(device: str, src: Pool, dst: Pool, step: int) -> _Move:
@@ -426,14 +487,14 @@ def _by_way_of(device: str, src: Pool, dst: Pool, step: int) -> _Move:
 
 
 def verify(
-    path: _Path, ids: Sequence[int] | None = None, *, src_layout: _Layout | None = None, progress: Progress | None = None
+    path: _File, ids: Sequence[int] | None = None, *, src_layout: _Layout | None = None, progress: Progress | None = None
 ) -> list[Damage]:
     """Compare blocks of a file with its digests.
 
     Parameters
     ----------
-    path : path
-        The file.
+    path : path or Stored
+        The file, or what `read` returned for it.
     ids : sequence of int, optional
         Blocks to compare.  Default: all.
     src_layout : Layout, str or Path, optional
@@ -453,25 +514,26 @@ def verify(
     """
     require(PROGRESS, progress=progress, optional=True)
     given = None if src_layout is None else given_layout("src_layout", src_layout)
-    stored = read(path)
+    stored = path if isinstance(path, Stored) else read(path)
     if stored.digests is None:
         raise BindError(
             f"{stored.path}: the file has no digests: `kvbm digest --write` adds those of its current contents"
         )
-    pool = stored.pool(given or layout_of(stored))
-    names = _chosen(stored.path, ids, pool.num_blocks)
+    _, reader = _open(stored, given)
+    names = _chosen(stored.path, ids, reader.source.num_blocks)
     found = []
-    for at in _steps(pool, len(names), progress):
+    for at in _steps(reader.source.resolved.block_bytes, len(names), progress):
         some = [names[row] for row in at]
-        known = stored.digests.take(some)
-        bad = np.flatnonzero((pool.digest(some) != known.blocks) | known.torn())
-        if bad.size:
-            found += damages(known.take(bad.tolist()), pool, [some[row] for row in bad])
+        known, there = stored.digests.take(some), reader.read(some)
+        bad = np.flatnonzero((reader.pool.digest(there) != known.blocks) | known.torn()).tolist()
+        if bad:
+            wrong = [there[row] for row in bad], [some[row] for row in bad]
+            found += damages(known.take(bad), reader.pool, *wrong)
     return found
 
 
 def digest(
-    path: _Path,
+    path: _File,
     ids: Sequence[int] | None = None,
     *,
     src_layout: _Layout | None = None,
@@ -497,24 +559,24 @@ def digest(
         The layout has no digests.
     """
     require(PROGRESS, progress=progress, optional=True)
-    _, pool = _open(path, src_layout, shape, num_blocks)
-    names = _chosen(path, ids, pool.num_blocks)
-    kinds = _require(pool)
-    found = Digests.zeros(pool.shape, len(names), kinds)
-    for at in _steps(pool, len(names), progress):
-        found.put(at, Digests.of(pool, [names[row] for row in at], kinds=kinds))
+    stored, reader = _open(path, src_layout, shape, num_blocks)
+    names = _chosen(stored.path, ids, reader.source.num_blocks)
+    kinds = _require(reader)
+    found = Digests.zeros(reader.source.shape, len(names), kinds)
+    for at in _steps(reader.source.resolved.block_bytes, len(names), progress):
+        found.put(at, Digests.of(reader.pool, reader.read([names[row] for row in at]), kinds=kinds))
     return found
 
 
-def _require(pool: Pool) -> Kinds:
-    kinds = Kinds.of(pool.resolved)
+def _require(reader: _Reader) -> Kinds:
+    kinds = Kinds.of(reader.source.resolved)
     if not kinds.blocks:
-        pool.whole.keys()  # raises with the reason
+        reader.pool.whole.keys()  # raises with the reason
     return kinds
 
 
 def add_digests(
-    path: _Path,
+    path: _File,
     *,
     src_layout: _Layout | None = None,
     shape: BlockShape | str | None = None,
@@ -540,10 +602,11 @@ def add_digests(
     PlanError
         The layout has no digests.
     """
-    stored, pool = _open(path, src_layout, shape, num_blocks)
+    stored, reader = _open(path, src_layout, shape, num_blocks)
     if stored.digests is not None:
         raise BindError(f"{stored.path}: the file has digests; `kvbm verify` compares its blocks with them")
-    _require(pool)
+    _require(reader)
+    layout, shape = reader.source.layout, reader.source.shape
     return convert(
-        path, path, pool.layout, src_layout=src_layout, shape=shape, num_blocks=num_blocks, force=True, progress=progress
+        stored, stored.path, layout, src_layout=layout, shape=shape, num_blocks=num_blocks, force=True, progress=progress
     )

@@ -17,11 +17,12 @@ import click
 
 from .. import spec
 from ..commands import json_option, layout_option, num_blocks_option, print_error, print_json, progress, shape_option
-from ..errors import BindError, DigestError, KvbmError
+from ..errors import BindError, DigestError, KvbmError, printable
 from ..shapes import LIMIT, load_shape
 
 if TYPE_CHECKING:
     from .digests import Damage
+    from .file import Stored
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -40,13 +41,13 @@ def _runs(ctx: click.Context, param: click.Parameter, given: str | None) -> list
     return runs
 
 
-def _listed(runs: Sequence[range] | None, path: Path) -> list[int] | None:
+def _listed(runs: Sequence[range] | None, stored: Stored) -> list[int] | None:
     """The selected blocks.  Raises an error for a range that no file of this size can have, before listing it."""
     if runs is None:
         return None
     most = max(run.stop for run in runs)
-    if most > path.stat().st_size * 2:  # a block has at least four bits
-        raise BindError(f"{path}: --blocks: there is no block {most - 1}")
+    if most > stored.file.size * 2:  # a block has at least four bits
+        raise BindError(f"{stored.path}: --blocks: there is no block {most - 1}")
     found = [block for run in runs for block in run]
     if len(set(found)) != len(found):
         raise click.UsageError("--blocks: expected each block once")
@@ -104,7 +105,7 @@ def convert(
     """Convert a safetensors file of blocks from one layout to another.
 
     A file holds one tensor per allocation, alloc_00000, alloc_00001, … in table order. Layout, fingerprint and shape are in
-    its metadata. A layout name without a fingerprint needs --from to confirm it. Both files are memory-mapped. OUT is written
+    its metadata. A layout name without a fingerprint needs --from to confirm it. OUT is written
     completely or not at all. If OUT is a symlink, its target is written.
 
     Each written block is compared with its digest in IN, or with a digest of the data that were read if IN has none. OUT gets
@@ -125,12 +126,13 @@ def convert(
     src_layout = spec.load(src_name) if src_name else None
     dst_layout = spec.load(dst_name)
     start = time.perf_counter()
+    stored = store.read(source)
     with _bar(f"{source} → {dst_layout.name}") as update:
         made = store.convert(
-            source,
+            stored,
             target,
             dst_layout,
-            _listed(blocks, source),
+            _listed(blocks, stored),
             src_layout=src_layout,
             shape=load_shape(shape_text) if shape_text else None,
             num_blocks=num_blocks,
@@ -143,10 +145,10 @@ def convert(
     assert made.shape is not None
     assert made.num_blocks is not None
     nbytes = made.num_blocks * dst_layout.resolve(made.shape, made.num_blocks).block_bytes
-    name = src_layout.name if src_layout else store.read(source).layout_name
+    name = src_layout.name if src_layout else printable(stored.layout_name or "?")
     said = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
     click.echo(
-        f"{source} ({name}) → {target} ({dst_layout.name}): {made.num_blocks:,} blocks, "
+        f"{_shown(source)} ({name}) → {_shown(target)} ({dst_layout.name}): {made.num_blocks:,} blocks, "
         f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.3g} GB/s, on {device}{said}"
     )
 
@@ -170,22 +172,28 @@ def verify(paths: tuple[Path, ...], src_name: str | None, blocks: Sequence[range
 
     def look(path: Path) -> dict[str, Any]:
         nonlocal wrong
-        stored, ids = store.read(path), _listed(blocks, path)
+        stored = store.read(path)
+        ids = _listed(blocks, stored)
         with _bar(str(path)) as update:
-            found = store.verify(path, ids, src_layout=source, progress=update)
+            found = store.verify(stored, ids, src_layout=source, progress=update)
         wrong |= bool(found)
         checked = stored.num_blocks if ids is None else len(ids)
         if not as_json:
             for one in found:
-                click.echo(f"{path}: {one}")
+                click.echo(f"{_shown(path)}: {one}")
             click.echo(
-                f"{path}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}"
+                f"{_shown(path)}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}"
             )
         return {"num_blocks": stored.num_blocks, "compared": checked, "wrong": [_as_json(one) for one in found]}
 
     code = _each(paths, look, as_json)
     if wrong or code:
         sys.exit(DigestError.exit_code if wrong else code)
+
+
+def _shown(path: Path) -> str:
+    """A path as it may stand on a terminal."""
+    return printable(str(path), 4096)
 
 
 def _as_json(one: Damage) -> dict[str, Any]:
@@ -232,19 +240,20 @@ def digest(
     }
 
     def look(path: Path) -> dict[str, Any]:
-        ids = _listed(blocks, path)
+        stored = store.read(path)
+        ids = _listed(blocks, stored)
         with _bar(str(path)) as update:
             if write:
-                stored = store.add_digests(path, **given, progress=update)
-                assert stored.digests is not None
-                found = stored.digests
+                made = store.add_digests(stored, **given, progress=update)
+                assert made.digests is not None
+                found = made.digests
             else:
-                found = store.digest(path, ids, **given, progress=update)
+                found = store.digest(stored, ids, **given, progress=update)
         texts = [f"{value:016x}" for value in found.blocks.tolist()]
         named = dict(zip(range(len(texts)) if ids is None else ids, texts, strict=True))
         if not as_json:
             for block, text in named.items():
-                click.echo(f"{text}  {path}:{block}")
+                click.echo(f"{text}  {_shown(path)}:{block}")
         return {"blocks": [{"block": block, "digest": text} for block, text in named.items()]}
 
     if code := _each(paths, look, as_json):

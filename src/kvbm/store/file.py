@@ -6,8 +6,9 @@ several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or te
 separate arrays have their own dtypes.  Tensors of digests come before those of blocks.  Any safetensors reader can open the file;
 ``docs/howto/files.md`` describes the format.
 
-The header is read and written here instead of by the ``safetensors`` package.  Files are memory-mapped in both directions, so
-pools larger than the memory can be converted; and NumPy, which the package would return, has no bfloat16 or fp8.
+The header is read and written here instead of by the ``safetensors`` package, which has no bfloat16 or fp8 for NumPy.  Blocks are
+read some at a time, and written to a mapped file, so pools larger than the memory can be converted.  A file that is read is opened
+once: header, digests and blocks are of one file, even if another one gets its name meanwhile.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ import json
 import math
 import mmap
 import os
+import re
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..cache import replacing
-from ..errors import BindError, LayoutError
+from ..errors import BindError, LayoutError, printable
 from ..shapes import ITEMSIZE, PACKED, BlockShape
 from ..spans import merge_steps
 from .arguments import FLAG, TEXTS, Kind, layout_of, number_of, path_of, require, shape_of
 from .digests import DIGEST, PARTS, Digests, Kinds
+from .header import MAX_HEADER, MAX_METADATA, MIN_ENTRY, Entry, parsed_header, parsed_object
+from .opened import Opened
+from .reading import Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,10 +48,8 @@ if TYPE_CHECKING:
 
 FORMAT = "1"
 _ALIGN = 4096  # the first tensor starts at a page, so that the kernels can use their widest words
-_MAX_HEADER = 100_000_000  # the safetensors format's own limit
-_MIN_ENTRY = 100  # about the bytes of one tensor in the header
 _DIGESTS = Kind((*FLAG.types, Digests), "True, False, or the kvbm.store.Digests of the blocks")
-_MAX_DIGITS, _MAX_DIMENSIONS = 18, 64  # limits for a number and for a tensor: no real file exceeds them
+_NUMBER = re.compile("[0-9]{1,18}")
 _CODES = {
     "float16": "F16",
     "bfloat16": "BF16",
@@ -71,23 +74,16 @@ _CODES = {
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor of a file's header: dtype, shape, and its range of bytes in the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
 class Stored:
-    """The header of a safetensors file, checked: every tensor lies inside the file, and no two overlap.
+    """A safetensors file that is open, and its header, checked: every tensor lies inside the file, and no two overlap.
+
+    The file stays open as long as this object exists.  So header, digests and blocks are of one file, also if another file gets its
+    name meanwhile.  It is a context manager: `close` closes the file, and keeps the header.
 
     Attributes
     ----------
     path : Path
-        The file.
+        The path from which the file was opened.
     metadata : mapping of str to str
         The ``__metadata__`` of the file.
     tensors : mapping of str to Entry
@@ -97,6 +93,17 @@ class Stored:
     path: Path
     metadata: Mapping[str, str]
     tensors: Mapping[str, Entry]
+    file: Opened = field(repr=False, compare=False)
+
+    def close(self) -> None:
+        """Close the file.  Mapped pools stay valid.  A second call does nothing."""
+        self.file.close()
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def layout_name(self) -> str | None:
@@ -115,10 +122,10 @@ class Stored:
         if text is None:
             return None
         try:
-            return BlockShape(**_parsed(text))
+            return BlockShape(**parsed_object(text))
         except (TypeError, ValueError) as error:
             raise BindError(
-                f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r:.200} ({error!s:.500})"
+                f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r:.200} ({printable(str(error), 500)})"
             ) from None
 
     @property
@@ -127,7 +134,7 @@ class Stored:
         text = self.metadata.get("kvbm.num_blocks")
         if text is None:
             return None
-        if not text.isdecimal() or len(text) > _MAX_DIGITS:
+        if _NUMBER.fullmatch(text) is None:
             raise BindError(f"{self.path}: metadata 'kvbm.num_blocks': expected a number, got {text!r:.200}")
         return int(text)
 
@@ -166,14 +173,13 @@ class Stored:
             if entry is None and kind != "blocks":
                 continue
             if entry is None or (entry.dtype, entry.shape) != (_DIGEST_CODE, sizes):
-                got = "none" if entry is None else f"{entry.dtype:.60} {list(entry.shape)!r:.200}"
+                got = "none" if entry is None else f"{printable(entry.dtype, 60)} {list(entry.shape)!r:.200}"
                 raise BindError(
                     f"{self.path}: tensor {PARTS[kind]!r}: expected {_DIGEST_CODE} {list(sizes)}, got {got}"
                 )
-            raw = np.fromfile(self.path, "<u8", math.prod(sizes), offset=entry.begin)
-            if raw.size != math.prod(sizes):
-                raise BindError(f"{self.path}: the file was cut short after its header was read")
-            found[kind] = raw.astype(np.uint64).reshape(sizes)
+            raw = np.empty(sizes, "<u8")
+            self.file.fill(raw.data, entry.begin)
+            found[kind] = raw.astype(np.uint64, copy=False)
         return Digests(**found)
 
     def pool(
@@ -198,8 +204,26 @@ class Stored:
         Raises
         ------
         BindError
-            The file has another layout or shape, or its tensors do not fit the layout.
+            The file has another layout or shape, its tensors do not fit the layout, or another program has cut it.
+
+        Notes
+        -----
+        Access to a mapped file ends the process (SIGBUS) if another program has cut the file meanwhile.  No writer of kvbm does:
+        each makes a new file, and the old one stays as it was for those that have opened it.  `kvbm.store.load` reads the file
+        instead, and raises an error.
         """
+        source, offsets = self._source(layout, shape, num_blocks)
+        return _bind(source.layout, source.shape, source.resolved, self.file.map(), offsets)
+
+    def source(
+        self, layout: Layout | str | Path, shape: BlockShape | str | None = None, num_blocks: int | None = None
+    ) -> Source:
+        """As `pool`, to read blocks instead of mapping them."""
+        return self._source(layout, shape, num_blocks)[0]
+
+    def _source(
+        self, layout: Layout | str | Path, shape: BlockShape | str | None, num_blocks: int | None
+    ) -> tuple[Source, list[int]]:
         layout = layout_of("layout", layout)
         shape = None if shape is None else shape_of("shape", shape)
         num_blocks = None if num_blocks is None else number_of("num_blocks", num_blocks)
@@ -209,9 +233,7 @@ class Stored:
         except LayoutError as error:  # most often caused by the shape in the file
             raise BindError(f"{self.path}: {error}") from None
         offsets = self._check_tensors(layout, resolved)
-        with self.path.open("rb") as file:
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return _bind(layout, shape, resolved, pages, offsets)
+        return Source(self.file, layout, shape, resolved, offsets), offsets
 
     def _agree(self, layout: Layout, shape: BlockShape | None, num_blocks: int | None) -> tuple[BlockShape, int]:
         """Shape and number of blocks, from the caller or from the file; `BindError` if they disagree."""
@@ -221,7 +243,7 @@ class Stored:
         if self.fingerprint is not None and self.fingerprint != layout.fingerprint:
             raise BindError(
                 f"{self.path}: the file is in layout {self.layout_name or '?'!r:.200} "
-                f"({self.metadata.get('kvbm.order', '?'):.500}, fingerprint {self.fingerprint:.60}), "
+                f"({printable(self.metadata.get('kvbm.order', '?'), 500)}, fingerprint {printable(self.fingerprint, 60)}), "
                 f"not in {layout.name!r} ({layout.order_text}, fingerprint {layout.fingerprint})"
             )
         if self.shape is not None and shape is not None and self.shape != shape:
@@ -249,7 +271,7 @@ class Stored:
         )  # there may be far more than the file has bytes: check the count before listing them
         missing = next((name for name in map(_name, range(count)) if name not in self.tensors), None)
         if missing is not None:
-            names = [f"{name:.60}" for name in list(self.tensors)[:3]]
+            names = [printable(name, 60) for name in list(self.tensors)[:3]]
             have = ", ".join(names) + (", …" if len(self.tensors) > 3 else "")
             raise BindError(
                 f"{self.path}: no tensor {missing!r}; layout {layout.name!r} expects {count:,}, {_name(0)!r} "
@@ -266,51 +288,49 @@ class Stored:
             if (entry.dtype, entry.shape) != expected:
                 raise BindError(
                     f"{self.path}: tensor {name!r} ({allocation.label or 'the only one'}): expected {expected[0]} "
-                    f"{list(expected[1])} (axes {' '.join(allocation.axes)}), got {entry.dtype:.60} {list(entry.shape)!r:.200}"
+                    f"{list(expected[1])} (axes {' '.join(allocation.axes)}), got {printable(entry.dtype, 60)} "
+                    f"{list(entry.shape)!r:.200}"
                 )
             offsets.append(entry.begin)
         return offsets
 
 
 def read(path: str | os.PathLike[str]) -> Stored:
-    """Read and check the header of a safetensors file.
+    """Open a safetensors file, and read and check its header.
 
     Parameters
     ----------
     path : path
-        The file.  Only its header is read.
+        The file.  Only its header is read.  It stays open as long as the result exists.
 
     Returns
     -------
     Stored
-        The header.
+        The open file and its header.
 
     Raises
     ------
     BindError
         The file is not a safetensors file, or is cut short.
     """
-    path = path_of("path", path)
-    if path.exists() and not path.is_file():  # opening a FIFO would wait for its writer
-        raise BindError(f"{path}: expected a regular file")
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
-        if length > _MAX_HEADER or 8 + length > size:
-            raise BindError(f"{path}: not a safetensors file, or cut short inside its header ({size:,} bytes)")
-        text = file.read(length)
+    return opened(Opened(path_of("path", path)))
+
+
+def opened(file: Opened) -> Stored:
+    """As `read`, for a file that is open."""
+    path, size = file.path, file.size
+    start = bytearray(8)
+    if size >= 8:
+        file.fill(start, 0)
+    length = struct.unpack("<Q", start)[0] if size >= 8 else MAX_HEADER + 1
+    if length > MAX_HEADER or 8 + length > size:
+        raise BindError(f"{path}: not a safetensors file, or cut short inside its header ({size:,} bytes)")
+    text = bytearray(length)
+    file.fill(text, 8)
     try:
-        header = _parsed(text)
-        metadata = header.pop("__metadata__", {})
-        if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("__metadata__: expected texts")
-        for one in itertools.chain(metadata, metadata.values(), header):
-            one.encode()  # JSON may contain half a surrogate pair: refuse it
-        entries = {name: _read_entry(tensor, 8 + length) for name, tensor in header.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        why = f"no key {error}" if isinstance(error, KeyError) else error
-        raise BindError(f"{path}: not a safetensors file: its header does not parse ({why!s:.500})") from None
+        metadata, entries = parsed_header(text, 8 + length)
+    except ValueError as error:
+        raise BindError(f"{path}: not a safetensors file: its header does not parse ({printable(str(error), 500)})") from None
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     end = 8 + length
     for name, entry in entries.items():
@@ -318,44 +338,14 @@ def read(path: str | os.PathLike[str]) -> Stored:
         bytes_ = entry.end - entry.begin
         if entry.begin != end or bytes_ < 0 or (bits and math.prod(entry.shape) * bits != bytes_ * 8):
             raise BindError(
-                f"{path}: tensor {name!r:.200}: {entry.dtype:.60} {list(entry.shape)!r:.200} at bytes {entry.begin:,} to "
-                f"{entry.end:,} of the file; expected {-(-math.prod(entry.shape) * (bits or 0) // 8):,} bytes from {end:,} on"
+                f"{path}: tensor {name!r:.200}: {printable(entry.dtype, 60)} {list(entry.shape)!r:.200} at bytes "
+                f"{entry.begin:,} to {entry.end:,} of the file; expected "
+                f"{-(-math.prod(entry.shape) * (bits or 0) // 8):,} bytes from {end:,} on"
             )
         end = entry.end
     if end != size:
         raise BindError(f"{path}: expected {end:,} bytes, as its header says, got {size:,}: cut short, or still being written")
-    return Stored(path, metadata, entries)
-
-
-def _parsed(text: str | bytes) -> dict[str, Any]:
-    """Parse a JSON object; ValueError with the reason if it is none."""
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is no JSON")
-
-    try:
-        value = json.loads(text, parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"expected an object, got a {type(value).__name__}")
-    return value
-
-
-def _read_entry(said: Any, start: int) -> Entry:
-    """Parse a tensor of a header; ValueError, TypeError or KeyError if it is wrong."""
-    dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
-    if not isinstance(dtype, str):
-        raise ValueError(f"dtype: expected a text, got {dtype!r:.60}")
-    dtype.encode()
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
-        raise ValueError(f"shape: expected a list of at most {_MAX_DIMENSIONS} sizes, got {shape!r:.60}")
-    for number in (*shape, begin, end):
-        if type(number) is not int or not 0 <= number < 10**_MAX_DIGITS:
-            raise ValueError(
-                f"shape and data_offsets: expected integers of at most {_MAX_DIGITS} digits, got {number!r:.60}"
-            )
-    return Entry(dtype, tuple(shape), start + begin, start + end)
+    return Stored(path, metadata, entries, file)
 
 
 @contextlib.contextmanager
@@ -406,6 +396,22 @@ def create(
     >>> with store.create("blocks.safetensors", kvbm.load("universal"), pool.shape, pool.num_blocks) as out:
     ...     kvbm.convert(pool, out)  # doctest: +SKIP
     """
+    with made(path, layout, shape, num_blocks, digests=digests, metadata=metadata, force=force) as (pool, _):
+        yield pool
+
+
+@contextlib.contextmanager
+def made(
+    path: str | os.PathLike[str],
+    layout: Layout | str | Path,
+    shape: BlockShape | str,
+    num_blocks: int,
+    *,
+    digests: bool | Digests = True,
+    metadata: Mapping[str, str] | None = None,
+    force: bool = False,
+) -> Iterator[tuple[Pool, Opened]]:
+    """As `create`.  It also yields the open file, which stays the one that was written whatever gets its name afterwards."""
     path, num_blocks = path_of("path", path), number_of("num_blocks", num_blocks)
     metadata = {} if metadata is None else metadata
     layout, shape = layout_of("layout", layout), shape_of("shape", shape)
@@ -415,7 +421,7 @@ def create(
     resolved = layout.resolve(shape, num_blocks)
     if isinstance(digests, Digests):
         digests.require(shape, num_blocks)
-    if resolved.table_size * _MIN_ENTRY > _MAX_HEADER:
+    if resolved.table_size * MIN_ENTRY > MAX_HEADER:
         raise BindError(
             f"layout {layout.name!r} has {resolved.table_size:,} allocations for {num_blocks:,} blocks, more than a "
             "safetensors header holds: store them in a layout with 'b' outside the brackets, such as 'vllm/LBHNC'"
@@ -433,8 +439,9 @@ def create(
             file.write(header)
             file.flush()
             pages = mmap.mmap(file.fileno(), size)
+            own = Opened(path, os.open(part, os.O_RDONLY | os.O_CLOEXEC))
         pool = _bind(layout, shape, resolved, pages, offsets)
-        yield pool
+        yield pool, own
         if kinds.blocks:
             known = digests if isinstance(digests, Digests) else Digests.of(pool, kinds=kinds)
             begin = min(offsets) - kinds.nbytes(shape, num_blocks)
@@ -541,10 +548,12 @@ def _header(
         header[_name(index)] = {"dtype": code, "shape": sizes, "data_offsets": (end, end + allocation.nbytes)}
         offsets[index] = end
         end += allocation.nbytes
+    if len(json.dumps(metadata)) > MAX_METADATA:
+        raise BindError(f"metadata: expected texts of at most {MAX_METADATA:,} characters")
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text) + before) % _ALIGN)
-    if len(text) > _MAX_HEADER:
-        raise BindError(f"metadata: expected a safetensors header of at most {_MAX_HEADER:,} bytes, got {len(text):,}")
+    if len(text) > MAX_HEADER:
+        raise BindError(f"metadata: expected a safetensors header of at most {MAX_HEADER:,} bytes, got {len(text):,}")
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, [start + offset for offset in offsets]
 

@@ -22,7 +22,9 @@ from ...errors import BindError, DigestError, KvbmError
 from ...layout import Layout
 from ...pool import Pool
 from ...shapes import BlockShape
-from ...store import read, save
+from ...store import save
+from ...store.file import opened
+from ...store.opened import Opened
 from ...transfer import Transfer
 
 __all__ = ["KvbmStorage", "pool_of"]
@@ -236,16 +238,16 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
         return True
 
     def _get(self, path: Path, piece: _Piece, page: int) -> bool:
-        is_files_fault = True
+        is_files_fault, file = True, None
         try:
-            stored = read(path)
-            mapped = stored.pool(self.layout, piece.near.shape, 1)
+            file = Opened(path)
+            stored = opened(file)
+            source = stored.source(self.layout, piece.near.shape, 1)
             if stored.metadata.get(_NAME) != path.name:
                 raise BindError(f"{path}: {_NAME}: expected the file's name, got {stored.metadata.get(_NAME)!r:.300}")
             if stored.digests is None:
                 raise BindError(f"{path}: expected a file with digests")
-            for near, far in zip(piece.near.arrays, mapped.arrays, strict=True):
-                np.copyto(near, far)
+            source.fill(piece.near, [0], [0])
             found, is_files_fault = np.zeros(1, np.uint64), False
             piece.get.copy([0], [page], digests=found).synchronize()
             if is_files_fault := bool(found[0] != stored.digests.blocks[0]):
@@ -258,9 +260,13 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
                 return False
             self.stats["wrong"] += 1
             logger.error("kvbm: a page is not what was stored, a miss: %s", error)
-            with contextlib.suppress(OSError):
-                path.unlink()
+            if file is not None and file.is_at(path):  # another rank may have written it again
+                with contextlib.suppress(OSError):
+                    path.unlink()
             return False
+        finally:
+            if file is not None:
+                file.close()
         self.stats["loaded"] += 1
         return True
 

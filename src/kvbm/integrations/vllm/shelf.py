@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ... import spec as layouts
 from ...digest import Model
-from ...errors import BindError, DigestError, KvbmError
+from ...errors import BindError, KvbmError
 from ...pool import Pool
 from ...shapes import BlockShape
 from ...transfer import Transfer
@@ -26,6 +26,9 @@ _STEP_BYTES = 32 << 20
 
 Ids = npt.NDArray[np.int64]
 Sums = npt.NDArray[np.uint64]
+
+#: A file of a unit, and which one had its name when it was opened.
+Used = tuple[Part, tuple[int, int] | None]
 
 
 class _Desk:
@@ -171,7 +174,7 @@ class Shelf:
             rows = np.arange(len(names))
             expected, used = np.zeros(len(names), np.uint64), []
             for row, name in enumerate(names):
-                parts: list[Part] = []
+                parts: list[Used] = []
                 used.append(parts)
                 try:
                     expected[row] = self._fetch(tier, name, desk.pool.arrays[row], parts, firsts[row])
@@ -192,30 +195,28 @@ class Shelf:
             desk.back.copy(rows[good], units).synchronize()
         return done
 
-    def _refuse(self, done: Shelved, row: int, why: str, tier: KvbmTier, name: str, parts: Sequence[Part] = ()) -> None:
+    def _refuse(self, done: Shelved, row: int, why: str, tier: KvbmTier, name: str, parts: Sequence[Used] = ()) -> None:
         done.good[row // self.each] = False
         done.why = done.why or why
-        for part in parts:
-            tier.drop(name, part)
+        for part, place in parts:
+            if place is not None:  # else it was not opened
+                tier.drop(name, part, place)
 
-    def _fetch(self, tier: KvbmTier, name: str, into: npt.NDArray[Any], parts: list[Part], first: int) -> int:
+    def _fetch(self, tier: KvbmTier, name: str, into: npt.NDArray[Any], parts: list[Used], first: int) -> int:
         """Read this rank's heads of a unit; return their expected digest.  The files that were used are added to `parts`."""
         taken = cover(tier.parts(name), *self.part)
         if taken is None:
             raise BindError(f"{tier.home(name)}: heads {self.part.first} to {self.part.last - 1}: some are in no file")
         total = 0
         for part, begin, end in taken:
-            parts.append(part)
+            parts.append((part, None))
             stored, digests = tier.open(name, part)
+            parts[-1] = part, stored.file.place
             [entry] = stored.blocks.values()
             data = into[begin - self.part.first : end - self.part.first].reshape(-1).view(np.uint8).data
             step = data.nbytes // (end - begin)
-            with stored.path.open("rb", buffering=0) as file:
-                file.seek(entry.begin + (begin - part.first) * step)
-                while len(data):
-                    if not (count := file.readinto(data)):
-                        raise DigestError(f"{stored.path}: cut short")
-                    data = data[count:]
+            stored.file.fill(data, entry.begin + (begin - part.first) * step)
             total += sum(digests[begin - part.first : end - part.first])
             touch(stored.path, first)
+            stored.close()
         return total % (1 << 64)

@@ -29,8 +29,9 @@ from ... import spec as layouts
 from ...cache import replacing
 from ...errors import BindError
 from ...shapes import BlockShape
-from ...store import Digests, read
-from ...store.file import Stored, framed
+from ...store import Digests, Stored
+from ...store.file import framed, opened
+from ...store.opened import Opened
 
 __all__ = ["LAYOUT", "Chain", "Content", "KvbmTier", "Part", "cover", "key_of_files", "touch"]
 
@@ -47,6 +48,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 _LOST_SECONDS = 3600.0
 
 _NAME = re.compile(r"[0-9a-f]{64}")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
 _PART = re.compile(r"heads-([0-9]{1,6})-([0-9]{1,6})\.safetensors")
 
 
@@ -220,10 +222,13 @@ class KvbmTier:
         """True if files hold all heads of a unit.  The contents of the files are checked when they are read."""
         return cover(self.parts(name), 0, self.content.shape.nh) is not None
 
-    def drop(self, name: str, part: Part) -> None:
-        """Remove a wrong file."""
+    def drop(self, name: str, part: Part, place: tuple[int, int] | None = None) -> None:
+        """Remove a wrong file; with its `Opened.place`, only if it still has its name."""
+        path = self.home(name) / part.name
         with contextlib.suppress(OSError):
-            (self.home(name) / part.name).unlink()
+            found = path.stat()
+            if place in (None, (found.st_dev, found.st_ino)):
+                path.unlink()
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -272,14 +277,21 @@ class KvbmTier:
         return len(start) + data.nbytes
 
     def open(self, name: str, part: Part) -> tuple[Stored, list[int]]:
-        """A file's header, and the digests of its heads.
+        """An open file with its header, and the digests of its heads.
 
         Raises
         ------
         BindError
-            The file is cut short, or its contents do not fit its name.
+            The file is cut short, or its contents do not fit its name.  It is removed.
         """
-        stored = read(self.home(name) / part.name)
+        file = Opened(self.home(name) / part.name)
+        try:
+            return self._checked(opened(file), name, part)
+        except BindError:
+            self.drop(name, part, file.place)
+            raise
+
+    def _checked(self, stored: Stored, name: str, part: Part) -> tuple[Stored, list[int]]:
         said, expected = stored.metadata, replace(self.content.shape, nh=part.last - part.first)
         for key, wanted in (
             ("kvbm.fingerprint", self._layout.fingerprint), ("tier.content", self._key), ("tier.unit", name),
@@ -294,15 +306,12 @@ class KvbmTier:
             or len(stored.blocks) != 1
         ):
             raise BindError(f"{stored.path}: expected one block, {expected}, got {stored.shape}")
-        try:
-            digests = [int(digest, 16) for digest in said["tier.digests"].split(" ")]
-        except (KeyError, ValueError):
-            digests = []
-        if len(digests) != expected.nh:
+        words = said.get("tier.digests", "").split(" ")
+        if len(words) != expected.nh or not all(map(_DIGEST.fullmatch, words)):
             raise BindError(
                 f"{stored.path}: tier.digests: expected {expected.nh}, got {said.get('tier.digests')!r:.200}"
             )
-        return stored, digests
+        return stored, [int(word, 16) for word in words]
 
     # ---- the limit -------------------------------------------------------------------------------------------------
 
